@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The alphabet of shapes: each letter of a shape annotation, of an einsum string and of a comment means this, everywhere.
+
+Inside the library arrays are channels-last: a video or its latents is `[B T H W C]`, a sequence `[B L E]`, attention's
+operands `[B L N D]`. At the library's border and in files latents are `[B, C, T, H, W]`, as the reference stores them.
+"""
+
+ALPHABET = {
+    "B": "batch",
+    "T": "frames, of the video or of the latents",
+    "H": "height, in pixels or latent cells",
+    "W": "width, in pixels or latent cells",
+    "C": "channels",
+    "L": "tokens of the sequence that asks (query)",
+    "S": "tokens of the sequence that is asked (key, value, context)",
+    "N": "attention heads",
+    "K": "key and value heads, where they are fewer than N",
+    "D": "size of a head",
+    "E": "width of the model",
+    "F": "width inside the MLP",
+    "P": "pairs of channels that rotary embeddings turn, D / 2",
+}

@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one error that wanjax raises on purpose."""
+
+
+class WanjaxError(ValueError):
+    """Something the caller can put right: one sentence that says what was wrong, with the value, and what would be right.
+
+    The command line prints it without a traceback and exits with 2.
+    """
