@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of Wan: the diffusers names and shapes of each network's weights, and its config.json."""
+
+from collections.abc import Mapping
+
+from wanjax.converters.engine import (
+    IDENTITY,
+    TRANSPOSE,
+    Rule,
+    Transform,
+    conv,
+    linear,
+    norm,
+    patches,
+    rope_halves,
+    squeeze,
+)
+from wanjax.models.wan.config import TransformerConfig, VAEConfig
+
+
+def transformer_config(json: Mapping) -> TransformerConfig:
+    """From `transformer/config.json` of a diffusers folder."""
+    return TransformerConfig(
+        layers=json["num_layers"],
+        heads=json["num_attention_heads"],
+        head_dim=json["attention_head_dim"],
+        mlp_dim=json["ffn_dim"],
+        channels_in=json["in_channels"],
+        channels_out=json["out_channels"],
+        patch=tuple(json["patch_size"]),
+        text_width=json["text_dim"],
+        frequency_dim=json["freq_dim"],
+        eps=json["eps"],
+    )
+
+
+def transformer_rules(config: TransformerConfig) -> list[Rule]:
+    halves = rope_halves(config.heads)
+    return [
+        Rule("patch_embedding.weight", "patch_embed.kernel", patches(config.patch)),
+        Rule("patch_embedding.bias", "patch_embed.bias"),
+        *linear("condition_embedder.text_embedder.linear_1", "text_embed.up"),
+        *linear("condition_embedder.text_embedder.linear_2", "text_embed.down"),
+        *linear("condition_embedder.time_embedder.linear_1", "time_embed.up"),
+        *linear("condition_embedder.time_embedder.linear_2", "time_embed.down"),
+        *linear("condition_embedder.time_proj", "time_proj"),
+        *_attention("blocks.{i}.attn1", "blocks.self_attn", halves),
+        *_attention("blocks.{i}.attn2", "blocks.cross_attn", IDENTITY),
+        *norm("blocks.{i}.norm2", "blocks.norm2", bias=True),
+        *linear("blocks.{i}.ffn.net.0.proj", "blocks.mlp.up"),
+        *linear("blocks.{i}.ffn.net.2", "blocks.mlp.down"),
+        Rule("blocks.{i}.scale_shift_table", "blocks.table", squeeze(0)),
+        Rule("scale_shift_table", "table", squeeze(0)),
+        *linear("proj_out", "proj_out"),
+    ]
+
+
+def _attention(source: str, target: str, order: Transform) -> list[Rule]:
+    """q, k, v, out and the norms; `order` rearranges the channels that positions turn."""
+    return [
+        *linear(f"{source}.to_q", f"{target}.q", rows=order),
+        *linear(f"{source}.to_k", f"{target}.k", rows=order),
+        *linear(f"{source}.to_v", f"{target}.v"),
+        *linear(f"{source}.to_out.0", f"{target}.out"),
+        *norm(f"{source}.norm_q", f"{target}.q_norm", rows=order),
+        *norm(f"{source}.norm_k", f"{target}.k_norm", rows=order),
+    ]
+
+
+def vae_config(json: Mapping) -> VAEConfig:
+    """From `vae/config.json` of a diffusers folder."""
+    return VAEConfig(
+        width=json["base_dim"],
+        latent_channels=json["z_dim"],
+        multipliers=tuple(json["dim_mult"]),
+        res_blocks=json["num_res_blocks"],
+        temporal_downsample=tuple(json["temperal_downsample"]),
+        latents_mean=tuple(json["latents_mean"]),
+        latents_std=tuple(json["latents_std"]),
+    )
+
+
+def vae_rules(config: VAEConfig) -> list[Rule]:
+    return [
+        *_pointwise("quant_conv", "quant"),
+        *_pointwise("post_quant_conv", "post_quant"),
+        *_ends("encoder"),
+        *_encoder_levels(config),
+        *_ends("decoder"),
+        *_res_block("decoder.up_blocks.{i}.resnets.{j}", "decoder.levels.{i}.res.{j}"),
+        *conv("decoder.up_blocks.{i}.upsamplers.0.resample.1", "decoder.levels.{i}.resample.conv"),
+        *conv("decoder.up_blocks.{i}.upsamplers.0.time_conv", "decoder.levels.{i}.resample.time_conv"),
+    ]
+
+
+def _ends(half: str) -> list[Rule]:
+    """What the encoder and the decoder have alike: first and last convolution, and the middle."""
+    return [
+        *conv(f"{half}.conv_in", f"{half}.conv_in"),
+        *_res_block(f"{half}.mid_block.resnets.0", f"{half}.mid.res1"),
+        Rule(f"{half}.mid_block.attentions.0.norm.gamma", f"{half}.mid.attention.norm.gamma", squeeze(1, 2)),
+        *_pointwise(f"{half}.mid_block.attentions.0.to_qkv", f"{half}.mid.attention.qkv", axes=(2, 3)),
+        *_pointwise(f"{half}.mid_block.attentions.0.proj", f"{half}.mid.attention.out", axes=(2, 3)),
+        *_res_block(f"{half}.mid_block.resnets.1", f"{half}.mid.res2"),
+        Rule(f"{half}.norm_out.gamma", f"{half}.norm_out.gamma", squeeze(1, 2, 3)),
+        *conv(f"{half}.conv_out", f"{half}.conv_out"),
+    ]
+
+
+def _encoder_levels(config: VAEConfig) -> list[Rule]:
+    """The checkpoint numbers the encoder's blocks and downsamplers in one flat list."""
+    rules = []
+    for level in range(len(config.multipliers)):
+        first = level * (config.res_blocks + 1)
+        for block in range(config.res_blocks):
+            rules += _res_block(f"encoder.down_blocks.{first + block}", f"encoder.levels.{level}.res.{block}")
+        down = f"encoder.down_blocks.{first + config.res_blocks}"
+        rules += conv(f"{down}.resample.1", f"encoder.levels.{level}.resample.conv")
+        rules += conv(f"{down}.time_conv", f"encoder.levels.{level}.resample.time_conv")
+    return rules
+
+
+def _res_block(source: str, target: str) -> list[Rule]:
+    return [
+        Rule(f"{source}.norm1.gamma", f"{target}.norm1.gamma", squeeze(1, 2, 3)),
+        *conv(f"{source}.conv1", f"{target}.conv1"),
+        Rule(f"{source}.norm2.gamma", f"{target}.norm2.gamma", squeeze(1, 2, 3)),
+        *conv(f"{source}.conv2", f"{target}.conv2"),
+        *_pointwise(f"{source}.conv_shortcut", f"{target}.shortcut"),
+    ]
+
+
+def _pointwise(source: str, target: str, axes: tuple[int, ...] = (2, 3, 4)) -> list[Rule]:
+    """A convolution with a kernel of 1 as a dense layer."""
+    return [
+        Rule(f"{source}.weight", f"{target}.kernel", squeeze(*axes) >> TRANSPOSE),
+        Rule(f"{source}.bias", f"{target}.bias"),
+    ]

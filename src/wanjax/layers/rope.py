@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary position embeddings over frames, height and width (Su et al., RoFormer, 2021; three axes as in Wan)."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+
+class Rope(NamedTuple):
+    """Cosine and sine of the angle of each pair of channels at each token, float32."""
+
+    cos: Float[Array, "L P"]
+    sin: Float[Array, "L P"]
+
+
+def rope_3d(grid: tuple[int, int, int], axes: tuple[int, int, int], theta: float = 10000.0) -> Rope:
+    """Tables for tokens in the order T, H, W of a `grid` of that shape.
+
+    `axes` says how many channels of a head turn with each of T, H, W. Angles are computed in float64: in float32 those of
+    far positions are off by more than bfloat16 activations are.
+    """
+    positions = np.meshgrid(*(np.arange(size) for size in grid), indexing="ij")
+    angles = [
+        position.reshape(-1, 1) * theta ** (-np.arange(0, channels, 2, dtype=np.float64) / channels)
+        for position, channels in zip(positions, axes, strict=True)
+    ]
+    angle = np.concatenate(angles, axis=1)
+    return Rope(jnp.asarray(np.cos(angle), jnp.float32), jnp.asarray(np.sin(angle), jnp.float32))
+
+
+def apply_rope(x: Float[Array, "B L N D"], rope: Rope) -> Float[Array, "B L N D"]:
+    """Turns channel p with channel p + D/2 by the p-th angle, in float32.
+
+    Checkpoints pair channels 2p and 2p + 1; the converter reorders the columns of the q and k weights so that these pairs
+    lie half a head apart: the products of q and k are the same, and a vector unit needs no shuffles within pairs.
+    """
+    cos, sin = rope.cos[None, :, None, :], rope.sin[None, :, None, :]
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wan's diffusion transformer for text to video.
+
+Latents become patches; each block is self-attention over all patches of all frames, cross-attention to the prompt, and an
+MLP, the first and last modulated by the timestep. The reference is diffusers' models/transformers/transformer_wan.py and,
+for what stays in float32, the official wan/modules/model.py.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from wanjax.kernels.attention import attention
+from wanjax.layers.embeddings import sinusoid
+from wanjax.layers.linear import linear, scan_blocks, stack
+from wanjax.layers.mlp import MLP, gelu_tanh
+from wanjax.layers.modulation import gated_add, modulate, split_modulation
+from wanjax.layers.norms import layer_norm, rms_norm
+from wanjax.layers.patch import patchify, unpatchify
+from wanjax.layers.rope import Rope, apply_rope, rope_3d
+from wanjax.models.wan.config import TransformerConfig
+
+Tokens = Float[Array, "B L E"]
+
+
+class SelfAttention(nnx.Module):
+    """Attention of every token to every token; q and k are normed over all heads together, then turned by position."""
+
+    def __init__(self, config: TransformerConfig, **kw):
+        self.q = linear(config.width, config.width, ("embed", "heads"), **kw)
+        self.k = linear(config.width, config.width, ("embed", "heads"), **kw)
+        self.v = linear(config.width, config.width, ("embed", "heads"), **kw)
+        self.out = linear(config.width, config.width, ("heads", "embed"), **kw)
+        self.q_norm = rms_norm(config.width, config.eps, **kw)
+        self.k_norm = rms_norm(config.width, config.eps, **kw)
+        self.heads = config.heads
+        self.dtype = kw["dtype"]
+
+    def __call__(self, x: Tokens, rope: Rope) -> Tokens:
+        q = split_heads(self.q_norm(self.q(x)), self.heads)  # [B L N D]
+        k = split_heads(self.k_norm(self.k(x)), self.heads)
+        v = split_heads(self.v(x), self.heads)
+        y = attention(apply_rope(q, rope).astype(self.dtype), apply_rope(k, rope).astype(self.dtype), v)
+        return self.out(join_heads(y))
+
+
+class CrossAttention(nnx.Module):
+    """Attention of every token to the prompt, with the same norms and no positions."""
+
+    def __init__(self, config: TransformerConfig, **kw):
+        self.q = linear(config.width, config.width, ("embed", "heads"), **kw)
+        self.k = linear(config.width, config.width, ("embed", "heads"), **kw)
+        self.v = linear(config.width, config.width, ("embed", "heads"), **kw)
+        self.out = linear(config.width, config.width, ("heads", "embed"), **kw)
+        self.q_norm = rms_norm(config.width, config.eps, **kw)
+        self.k_norm = rms_norm(config.width, config.eps, **kw)
+        self.heads = config.heads
+        self.dtype = kw["dtype"]
+
+    def __call__(self, x: Tokens, context: Float[Array, "B S E"]) -> Tokens:
+        q = split_heads(self.q_norm(self.q(x)), self.heads)
+        k = split_heads(self.k_norm(self.k(context)), self.heads)
+        v = split_heads(self.v(context), self.heads)
+        y = attention(q.astype(self.dtype), k.astype(self.dtype), v)
+        return self.out(join_heads(y))
+
+
+class Block(nnx.Module):
+    def __init__(self, config: TransformerConfig, **kw):
+        width = config.width
+        self.norm1 = layer_norm(width, config.eps, affine=False, **kw)
+        self.self_attn = SelfAttention(config, **kw)
+        self.norm2 = layer_norm(width, config.eps, affine=True, **kw)
+        self.cross_attn = CrossAttention(config, **kw)
+        self.norm3 = layer_norm(width, config.eps, affine=False, **kw)
+        self.mlp = MLP((width, config.mlp_dim, width), ("embed", "mlp", "embed"), gelu_tanh, **kw)
+        self.table = modulation_table(6, width, **kw)
+        self.dtype = kw["dtype"]
+
+    def __call__(self, x: Tokens, context: Float[Array, "B S E"], mod: Float[Array, "B 6 E"], rope: Rope) -> Tokens:
+        self_mod, mlp_mod = split_modulation(mod + self.table[...].astype(jnp.float32)[None])
+        y = modulate(self.norm1(x), self_mod.shift, self_mod.scale).astype(self.dtype)
+        x = gated_add(x, self.self_attn(y, rope), self_mod.gate)
+        x = x + self.cross_attn(self.norm2(x).astype(self.dtype), context).astype(x.dtype)
+        y = modulate(self.norm3(x), mlp_mod.shift, mlp_mod.scale).astype(self.dtype)
+        return gated_add(x, self.mlp(y), mlp_mod.gate)
+
+
+class WanTransformer(nnx.Module):
+    """Predicts the velocity of latents [B T H W C] at timesteps t in [0, 1000] for prompts encoded as [B S text_width]."""
+
+    def __init__(self, config: TransformerConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
+        kw = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        width = config.width
+        cells = config.patch[0] * config.patch[1] * config.patch[2]
+        self.config = config
+        self.dtype = dtype
+        self.patch_embed = linear(cells * config.channels_in, width, (None, "embed"), **kw)
+        self.text_embed = MLP((config.text_width, width, width), ("text", "mlp", "embed"), gelu_tanh, **kw)
+        self.time_embed = MLP(
+            (config.frequency_dim, width, width), (None, "mlp", "embed"), jax.nn.silu, **float32_math(kw)
+        )
+        self.time_proj = linear(width, 6 * width, ("embed", "mlp"), **float32_math(kw))
+        self.blocks = stack(lambda rngs: Block(config, **{**kw, "rngs": rngs}), config.layers, rngs)
+        self.norm_out = layer_norm(width, config.eps, affine=False, **kw)
+        self.table = modulation_table(2, width, **kw)
+        self.proj_out = linear(width, cells * config.channels_out, ("embed", None), **kw)
+
+    def rope(self, grid: tuple[int, int, int]) -> Rope:
+        """Position tables for a grid of (frames, height, width) patches: 44, 42, 42 of 128 channels go to T, H, W."""
+        third = 2 * (self.config.head_dim // 6)
+        return rope_3d(grid, (self.config.head_dim - 2 * third, third, third))
+
+    def grid(self, latents: Float[Array, "B T H W C"]) -> tuple[int, int, int]:
+        pt, ph, pw = self.config.patch
+        return latents.shape[1] // pt, latents.shape[2] // ph, latents.shape[3] // pw
+
+    def __call__(
+        self, latents: Float[Array, "B T H W C"], t: Float[Array, "B"], text: Float[Array, "B S E"]
+    ) -> Float[Array, "B T H W _C"]:
+        grid = self.grid(latents)
+        rope = self.rope(grid)
+        x = self.patch_embed(patchify(latents.astype(self.dtype), self.config.patch))  # [B L E]
+        context = self.text_embed(text.astype(self.dtype))
+        time = self.time_embed(sinusoid(t, self.config.frequency_dim))  # [B E]
+        mod = self.time_proj(jax.nn.silu(time)).reshape(-1, 6, self.config.width)
+
+        x = scan_blocks(self.blocks, lambda block, x: block(x, context, mod, rope), x)
+
+        shift, scale = jnp.split(self.table[...].astype(jnp.float32)[None] + time[:, None, :], 2, axis=1)
+        x = self.proj_out(modulate(self.norm_out(x), shift, scale).astype(self.dtype))
+        return unpatchify(x, grid, self.config.patch)
+
+
+def split_heads(x: Float[Array, "B L E"], heads: int) -> Float[Array, "B L N D"]:
+    return x.reshape(*x.shape[:2], heads, -1)
+
+
+def join_heads(x: Float[Array, "B L N D"]) -> Float[Array, "B L E"]:
+    return x.reshape(*x.shape[:2], -1)
+
+
+def modulation_table(rows: int, width: int, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Param:
+    """What is added to the timestep's shifts, scales and gates, learnt for each block."""
+    del dtype  # always used in float32
+    init = nnx.with_partitioning(nnx.initializers.normal(stddev=width**-0.5), (None, "embed"))
+    return nnx.Param(init(rngs.params(), (rows, width), param_dtype))
+
+
+def float32_math(kw: dict) -> dict:
+    """The same settings with float32 as the compute dtype: the timestep's path is too sensitive for less."""
+    return {**kw, "dtype": jnp.float32}

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wan 2.1's causal video autoencoder: 8 × 8 pixels and 4 frames to a latent cell, the first frame alone.
+
+Everything here is streamed: the first call is given one frame and `None`, each later one a chunk (4 frames to encode, 1
+latent frame to decode, or several of these) and the cache that the call before returned, a pytree of the last frames each
+causal layer saw. Chunk by chunk gives the same numbers as the whole clip at once, for any length, in memory that does not
+grow with it. The reference is diffusers' models/autoencoders/autoencoder_kl_wan.py.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from wanjax.kernels.attention import attention
+from wanjax.layers.conv import CausalConv, frame_conv
+from wanjax.layers.linear import linear
+from wanjax.layers.norms import ChannelNorm, along_last
+from wanjax.models.wan.config import VAEConfig
+
+Cache = Any  # a pytree of kept frames; None before the first frame
+Chunk = Float[Array, "B T H W C"]
+POINTWISE = ("conv_in", "conv_out")
+
+
+class ResBlock(nnx.Module):
+    """Two causal convolutions, each after a norm and SiLU, around a shortcut."""
+
+    def __init__(self, channels_in: int, channels_out: int, **kw):
+        self.norm1 = ChannelNorm(channels_in, **kw)
+        self.conv1 = CausalConv(channels_in, channels_out, (3, 3), **kw)
+        self.norm2 = ChannelNorm(channels_out, **kw)
+        self.conv2 = CausalConv(channels_out, channels_out, (3, 3), **kw)
+        same = channels_in == channels_out
+        self.shortcut = nnx.data(None if same else linear(channels_in, channels_out, POINTWISE, **kw))
+
+    def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
+        kept1, kept2 = cache or (None, None)
+        h, kept1 = self.conv1(jax.nn.silu(self.norm1(x)), kept1)
+        h, kept2 = self.conv2(jax.nn.silu(self.norm2(h)), kept2)
+        return h + (self.shortcut(x) if self.shortcut else x), (kept1, kept2)
+
+
+class FrameAttention(nnx.Module):
+    """Single-head self-attention over the cells of each frame."""
+
+    def __init__(self, channels: int, **kw):
+        self.norm = ChannelNorm(channels, **kw)
+        self.qkv = linear(channels, 3 * channels, POINTWISE, **kw)
+        self.out = linear(channels, channels, POINTWISE, **kw)
+
+    def __call__(self, x: Chunk) -> Chunk:
+        batch, frames, height, width, channels = x.shape
+        qkv = self.qkv(self.norm(x)).reshape(batch * frames, height * width, 1, 3 * channels)
+        y = attention(*jnp.split(qkv, 3, axis=-1))  # [B·T H·W 1 C]
+        return x + self.out(y.reshape(x.shape))
+
+
+class MidBlock(nnx.Module):
+    def __init__(self, channels: int, **kw):
+        self.res1 = ResBlock(channels, channels, **kw)
+        self.attention = FrameAttention(channels, **kw)
+        self.res2 = ResBlock(channels, channels, **kw)
+
+    def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
+        kept1, kept2 = cache or (None, None)
+        x, kept1 = self.res1(x, kept1)
+        x = self.attention(x)
+        x, kept2 = self.res2(x, kept2)
+        return x, (kept1, kept2)
+
+
+class Downsample(nnx.Module):
+    """Halves height and width, then, with `temporal`, the frames after the first."""
+
+    def __init__(self, channels: int, temporal: bool, **kw):
+        self.conv = frame_conv(channels, channels, stride=2, padding=(0, 1), **kw)
+        self.time_conv = nnx.data(CausalConv(channels, channels, (3, 1), time_stride=2, **kw) if temporal else None)
+
+    def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
+        x = self.conv(x)
+        if self.time_conv is None:
+            return x, ()
+        if cache is None:  # the first frame stays as it is, and opens the window of the next chunk
+            return x, x
+        return self.time_conv(x, cache)
+
+
+class Upsample(nnx.Module):
+    """With `temporal`, doubles the frames after the first; then doubles height and width and halves the channels."""
+
+    def __init__(self, channels: int, temporal: bool, **kw):
+        self.time_conv = nnx.data(CausalConv(channels, 2 * channels, (3, 1), **kw) if temporal else None)
+        self.conv = frame_conv(channels, channels // 2, **kw)
+
+    def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
+        if self.time_conv is None:
+            cache = ()
+        elif cache is None:  # the first frame stays one frame, and the later ones do not see it
+            cache = self.time_conv.blank(x)
+        else:
+            x, cache = self.time_conv(x, cache)
+            x = jnp.stack(jnp.split(x, 2, axis=-1), axis=2)  # [B T 2 H W C]
+            x = x.reshape(x.shape[0], -1, *x.shape[3:])
+        x = x.repeat(2, axis=2).repeat(2, axis=3)
+        return self.conv(x), cache
+
+
+class Level(nnx.Module):
+    """The residual blocks of one resolution and, at all but the last, the change to the next."""
+
+    def __init__(self, channels_in: int, channels_out: int, res_blocks: int, resample: nnx.Module | None, **kw):
+        sizes = [channels_in] + [channels_out] * res_blocks
+        self.res = nnx.List([ResBlock(a, b, **kw) for a, b in zip(sizes[:-1], sizes[1:], strict=True)])
+        self.resample = nnx.data(resample)
+
+    def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
+        *kept, kept_resample = cache or [None] * (len(self.res) + 1)
+        for index, block in enumerate(self.res):
+            x, kept[index] = block(x, kept[index])
+        if self.resample is not None:
+            x, kept_resample = self.resample(x, kept_resample)
+        return x, (*kept, kept_resample)
+
+
+class Encoder(nnx.Module):
+    def __init__(self, config: VAEConfig, **kw):
+        sizes = [config.width * m for m in (1, *config.multipliers)]
+        resamples = [Downsample(size, t, **kw) for size, t in zip(sizes[1:], config.temporal_downsample, strict=False)]
+        self.conv_in = CausalConv(3, sizes[0], (3, 3), **kw)
+        self.levels = nnx.List(
+            [
+                Level(a, b, config.res_blocks, resample, **kw)
+                for a, b, resample in zip(sizes[:-1], sizes[1:], [*resamples, None], strict=True)
+            ]
+        )
+        self.mid = MidBlock(sizes[-1], **kw)
+        self.norm_out = ChannelNorm(sizes[-1], **kw)
+        self.conv_out = CausalConv(sizes[-1], 2 * config.latent_channels, (3, 3), **kw)
+
+    def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
+        kept_in, *kept, kept_mid, kept_out = cache or [None] * (len(self.levels) + 3)
+        x, kept_in = self.conv_in(x, kept_in)
+        for index, level in enumerate(self.levels):
+            x, kept[index] = level(x, kept[index])
+        x, kept_mid = self.mid(x, kept_mid)
+        x, kept_out = self.conv_out(jax.nn.silu(self.norm_out(x)), kept_out)
+        return x, (kept_in, *kept, kept_mid, kept_out)
+
+
+class Decoder(nnx.Module):
+    def __init__(self, config: VAEConfig, **kw):
+        sizes = [config.width * m for m in (config.multipliers[-1], *reversed(config.multipliers))]
+        inputs = sizes[:1] + [size // 2 for size in sizes[1:-1]]  # an upsampling halves the channels
+        temporal = reversed(config.temporal_downsample)
+        resamples = [Upsample(size, t, **kw) for size, t in zip(sizes[1:-1], temporal, strict=True)]
+        self.conv_in = CausalConv(config.latent_channels, sizes[0], (3, 3), **kw)
+        self.mid = MidBlock(sizes[0], **kw)
+        self.levels = nnx.List(
+            [
+                Level(a, b, config.res_blocks + 1, resample, **kw)
+                for a, b, resample in zip(inputs, sizes[1:], [*resamples, None], strict=True)
+            ]
+        )
+        self.norm_out = ChannelNorm(sizes[-1], **kw)
+        self.conv_out = CausalConv(sizes[-1], 3, (3, 3), **kw)
+
+    def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
+        kept_in, kept_mid, *kept, kept_out = cache or [None] * (len(self.levels) + 3)
+        x, kept_in = self.conv_in(x, kept_in)
+        x, kept_mid = self.mid(x, kept_mid)
+        for index, level in enumerate(self.levels):
+            x, kept[index] = level(x, kept[index])
+        x, kept_out = self.conv_out(jax.nn.silu(self.norm_out(x)), kept_out)
+        return x, (kept_in, kept_mid, *kept, kept_out)
+
+
+class WanVAE(nnx.Module):
+    """Wan 2.1's autoencoder. Videos are [B T H W 3] in [-1, 1]; latents [B T H W C] are normalised, as the transformer's are."""
+
+    def __init__(self, config: VAEConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
+        kw = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        channels = config.latent_channels
+        self.config = config
+        self.dtype = dtype
+        self.encoder = Encoder(config, **kw)
+        self.quant = linear(2 * channels, 2 * channels, POINTWISE, **kw)
+        self.post_quant = linear(channels, channels, POINTWISE, **kw)
+        self.decoder = Decoder(config, **kw)
+
+    def posterior(self, x: Chunk, cache: Cache) -> tuple[Chunk, Chunk, Cache]:
+        """Mean and log-variance of the latents of a chunk of frames, float32, not normalised."""
+        h, cache = self.encoder(x.astype(self.dtype), cache)
+        mean, log_variance = jnp.split(self.quant(h).astype(jnp.float32), 2, axis=-1)
+        return mean, jnp.clip(log_variance, -30.0, 20.0), cache
+
+    def normalise(self, z: Chunk) -> Chunk:
+        return (z - self._statistic(self.config.latents_mean)) / self._statistic(self.config.latents_std)
+
+    def denormalise(self, z: Chunk) -> Chunk:
+        return z * self._statistic(self.config.latents_std) + self._statistic(self.config.latents_mean)
+
+    @staticmethod
+    def _statistic(values: tuple[float, ...]) -> Float[Array, "1 1 1 1 C"]:
+        return along_last(jnp.array(values, jnp.float32), 5)
+
+    def encode_chunk(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
+        """Frames [B T H W 3], 1 of them when `cache` is None and a multiple of 4 after, to latents; the posterior's mode."""
+        mean, _, cache = self.posterior(x, cache)
+        return self.normalise(mean), cache
+
+    def decode_chunk(self, z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
+        """Latents, 1 frame of them when `cache` is None and any number after, to frames [B T H W 3] in [-1, 1], float32."""
+        h = self.post_quant(self.denormalise(z.astype(jnp.float32)).astype(self.dtype))
+        x, cache = self.decoder(h, cache)
+        return jnp.clip(x.astype(jnp.float32), -1.0, 1.0), cache
+
+    def encode(self, video: Chunk) -> Chunk:
+        """A video of 4n + 1 frames to its n + 1 latent frames, in one executable: for clips that fit in memory whole."""
+        first, cache = self.encode_chunk(video[:, :1], None)
+        return self._stream(self.encode_chunk, first, cache, video[:, 1:], self.config.temporal_factor)
+
+    def decode(self, latents: Chunk) -> Chunk:
+        """n + 1 latent frames to a video of 4n + 1 frames, in one executable: for clips that fit in memory whole."""
+        first, cache = self.decode_chunk(latents[:, :1], None)
+        return self._stream(self.decode_chunk, first, cache, latents[:, 1:], 1)
+
+    def _stream(self, process, first: Chunk, cache: Cache, rest: Chunk, chunk: int) -> Chunk:
+        """`first`, then what `process` makes of the chunks of `rest`, joined in time; one chunk is compiled for all."""
+        if rest.shape[1] == 0:
+            return first
+        chunks = rest.reshape(rest.shape[0], -1, chunk, *rest.shape[2:])
+
+        def step(cache: Cache, x: Chunk) -> tuple[Cache, Chunk]:
+            y, cache = process(x, cache)
+            return cache, y
+
+        _, later = jax.lax.scan(step, cache, jnp.moveaxis(chunks, 1, 0))
+        later = jnp.moveaxis(later, 0, 1)
+        return jnp.concatenate([first, later.reshape(later.shape[0], -1, *later.shape[3:])], axis=1)
