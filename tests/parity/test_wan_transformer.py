@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The diffusion transformer against diffusers' WanTransformer3DModel, float32, on the same small random weights."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from flax import nnx
+
+from tests.parity.references import channels_last, randomise, relative_l2, wan_transformer
+from wanjax.layers.embeddings import sinusoid
+from wanjax.layers.patch import patchify
+
+SIZES = [(1, 3, 16, 8), (2, 5, 8, 12)]  # batch, latent frames, height, width
+
+
+@pytest.fixture(scope="module")
+def models():
+    torch.manual_seed(0)
+    reference = WanTransformer3DModel(
+        num_attention_heads=3, attention_head_dim=32, in_channels=4, out_channels=4, text_dim=48, freq_dim=64,
+        ffn_dim=160, num_layers=3,
+    ).eval()  # fmt: skip
+    randomise(reference, seed=1)
+    return reference, wan_transformer(reference)
+
+
+def inputs(batch, frames, height, width):
+    generator = torch.Generator().manual_seed(height)
+    latents = torch.randn(batch, 4, frames, height, width, generator=generator)
+    text = torch.randn(batch, 20, 48, generator=generator)
+    text[:, 13:] = 0  # padding
+    return latents, torch.tensor([999, 137])[:batch], text
+
+
+def ours(x: torch.Tensor) -> jax.Array:
+    return jnp.asarray(x.numpy())
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_whole(models, size):
+    reference, model = models
+    latents, t, text = inputs(*size)
+    with torch.no_grad():
+        expected = channels_last(reference(latents, t, text).sample)
+    graphdef, weights = nnx.split(model)
+    run = jax.jit(lambda weights, *args: nnx.merge(graphdef, weights)(*args))
+    assert relative_l2(run(weights, jnp.asarray(channels_last(latents)), ours(t.float()), ours(text)), expected) <= 1e-5
+
+
+def test_embeddings(models):
+    reference, model = models
+    latents, t, text = inputs(2, 5, 8, 12)
+    with torch.no_grad():
+        patches = reference.patch_embedding(latents).flatten(2).transpose(1, 2)
+        time, mod, context, _ = reference.condition_embedder(t, text)
+    assert relative_l2(model.patch_embed(patchify(jnp.asarray(channels_last(latents)), (1, 2, 2))), patches) <= 1e-5
+    our_time = model.time_embed(sinusoid(ours(t.float()), 64))
+    assert relative_l2(our_time, time) <= 1e-5
+    assert relative_l2(model.time_proj(jax.nn.silu(our_time)), mod) <= 1e-5
+    assert relative_l2(model.text_embed(ours(text)), context) <= 1e-5
+
+
+def test_block_and_attention(models):
+    reference, model = models
+    graphdef, weights = nnx.split(model.blocks)
+    block = nnx.merge(graphdef, jax.tree.map(lambda w: w[1], weights))
+    generator = torch.Generator().manual_seed(3)
+    x, context = torch.randn(1, 24, 96, generator=generator), torch.randn(1, 20, 96, generator=generator)
+    mod = torch.randn(1, 6, 96, generator=generator) * 0.3
+    rotary = reference.rope(torch.zeros(1, 4, 2, 6, 8))
+    rope = model.rope((2, 3, 4))
+    with torch.no_grad():
+        self_attn = reference.blocks[1].attn1(x, None, None, rotary)
+        cross_attn = reference.blocks[1].attn2(x, context, None, None)
+        mlp = reference.blocks[1].ffn(x)
+        whole = reference.blocks[1](x, context, mod, rotary)
+    assert relative_l2(block.self_attn(ours(x), rope), self_attn) <= 1e-5
+    assert relative_l2(block.cross_attn(ours(x), ours(context)), cross_attn) <= 1e-5
+    assert relative_l2(block.mlp(ours(x)), mlp) <= 1e-5
+    assert relative_l2(block(ours(x), ours(context), ours(mod), rope), whole) <= 1e-5
