@@ -1,13 +1,293 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads and writes safetensors: one file, or a checkpoint's folder with its shards and their index."""
+"""Reads and writes safetensors: one file, or a component's folder with its shards and their index.
 
-from collections.abc import Mapping
+A file is eight bytes that give the length of a JSON header, the header, and the tensors' bytes end to end. Reading maps
+one tensor at a time, so that nothing stays in memory but what the caller keeps; the header is believed only after every
+offset in it has been checked against the file (https://huggingface.co/docs/safetensors, format section).
+"""
+
+import json
+import math
+import mmap
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
+import ml_dtypes
 import numpy as np
-from safetensors.numpy import save_file
+
+from wanjax.errors import WanjaxError
+
+DTYPES = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "U16": np.dtype(np.uint16),
+    "I16": np.dtype(np.int16),
+    "U32": np.dtype(np.uint32),
+    "I32": np.dtype(np.int32),
+    "U64": np.dtype(np.uint64),
+    "I64": np.dtype(np.int64),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F32": np.dtype(np.float32),
+    "F64": np.dtype(np.float64),
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+WEIGHT_NAMES = ("diffusion_pytorch_model", "model")
+HEADER_LIMIT = 100_000_000  # bytes, as in the safetensors library
+MAX_RANK = 32
 
 
-def save_safetensors(path: Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None) -> None:
-    """Writes the tensors to one file."""
-    save_file({key: np.ascontiguousarray(value) for key, value in tensors.items()}, path, dict(metadata or {}))
+class Spec(NamedTuple):
+    """What is known of a tensor without reading it."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class SafetensorsFile:
+    """One safetensors file: its header, checked, and its tensors, read when asked for.
+
+    Raises WanjaxError that names the file if it is missing, truncated or corrupt.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        try:
+            if not self.path.is_file():
+                raise WanjaxError(f"there is no file {self.path}")
+            with self.path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                header, data_start = _read_header(file, size)
+            self.metadata = _metadata(header.pop("__metadata__", {}))
+            self._places = _places(header, data_start, size)
+        except (OSError, _CorruptError) as error:
+            raise _unreadable(self.path, error) from error
+
+    def keys(self) -> Sequence[str]:
+        return tuple(self._places)
+
+    def spec(self, key: str) -> Spec:
+        """The tensor's shape and dtype, from the header alone."""
+        return self._places[key][0]
+
+    def read(self, key: str) -> np.ndarray:
+        """The tensor, a read-only view of the file's pages that lets go of them when it is dropped."""
+        (shape, dtype), start = self._places[key]
+        nbytes = self.spec(key).nbytes
+        if nbytes == 0:  # an empty range cannot be mapped
+            return np.empty(shape, dtype)
+        page = start - start % mmap.ALLOCATIONGRANULARITY
+        try:
+            with self.path.open("rb") as file:
+                pages = mmap.mmap(file.fileno(), start + nbytes - page, access=mmap.ACCESS_READ, offset=page)
+        except (OSError, ValueError) as error:  # ValueError: the file has become shorter than the range
+            raise _unreadable(self.path, error) from error
+        return np.frombuffer(pages, dtype, math.prod(shape), start - page).reshape(shape)
+
+
+class SafetensorsFolder:
+    """The weights of a component's folder such as `transformer/`: one file, or shards and the index that lists them.
+
+    variant: "fp16" for `model.fp16.safetensors` and the like. Raises WanjaxError that names the file which is missing,
+    truncated, corrupt, or at odds with the index.
+    """
+
+    def __init__(self, path: str | Path, variant: str | None = None):
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise WanjaxError(f"there is no folder {self.path}")
+        infix = f".{variant}" if variant else ""
+        indexes = [self.path / f"{name}.safetensors.index{infix}.json" for name in WEIGHT_NAMES]
+        singles = [self.path / f"{name}{infix}.safetensors" for name in WEIGHT_NAMES]
+        if index := next((file for file in indexes if file.exists()), None):
+            self._files = _open_shards(index)
+        elif single := next((file for file in singles if file.exists()), None):
+            file = SafetensorsFile(single)
+            self._files = dict.fromkeys(file.keys(), file)
+        else:
+            names = " or ".join(file.name for file in singles)
+            others = sorted(
+                file.name for file in self.path.glob("*.*") if file.suffix in {".safetensors", ".bin", ".pth"}
+            )
+            found = f"it holds {', '.join(others)}" if others else "it holds no weights"
+            raise WanjaxError(f"{self.path} should hold {names}, whole or as shards with an index, but {found}")
+
+    def keys(self) -> Sequence[str]:
+        return tuple(self._files)
+
+    def spec(self, key: str) -> Spec:
+        """The tensor's shape and dtype, from the headers alone."""
+        return self._files[key].spec(key)
+
+    def read(self, key: str) -> np.ndarray:
+        """The tensor, a read-only view of the file's pages that lets go of them when it is dropped."""
+        return self._files[key].read(key)
+
+
+def load_safetensors(path: str | Path) -> dict[str, np.ndarray]:
+    """All tensors of one file, read-only and mapped to it; raises WanjaxError if it cannot be read."""
+    file = SafetensorsFile(path)
+    return {key: file.read(key) for key in file.keys()}  # noqa: SIM118
+
+
+def save_safetensors(
+    path: str | Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Writes the tensors to one file, which appears under its name only when it is complete.
+
+    Raises WanjaxError if it cannot be written.
+    """
+    # Wide dtypes first, as the format's library does: then every tensor begins at a multiple of its item size.
+    keys = sorted(tensors, key=lambda key: (-tensors[key].dtype.itemsize, key))
+    header: dict = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for key in keys:
+        begin, end = end, end + tensors[key].nbytes
+        name = DTYPE_NAMES[np.dtype(tensors[key].dtype)]
+        header[key] = {"dtype": name, "shape": list(tensors[key].shape), "data_offsets": [begin, end]}
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with writing(Path(path)) as beside, beside.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for key in keys:
+            file.write(np.ascontiguousarray(tensors[key]).reshape(-1).view(np.uint8).data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[Path]:
+    """A file beside `path` to write to, with the same suffix; it becomes `path` if the block ends well, else it goes.
+
+    Raises WanjaxError in place of the block's OSError.
+    """
+    beside = path.with_name(f".{os.getpid()}.partial.{path.name}")
+    try:
+        yield beside
+        beside.replace(path)
+    except OSError as error:
+        raise WanjaxError(f"{path} cannot be written: {error.strerror or error}") from error
+    finally:
+        with suppress(OSError):
+            beside.unlink()
+
+
+class _CorruptError(Exception):
+    """What is wrong with a file's contents."""
+
+
+def _unreadable(path: Path, error: Exception) -> WanjaxError:
+    why = error.strerror if isinstance(error, OSError) else error
+    return WanjaxError(f"{path} cannot be read, {why}: a complete copy of the file is needed")
+
+
+def _parse_json(text: bytes) -> dict:
+    """A JSON object in which no name is given twice."""
+    try:
+        parsed = json.loads(text.decode(), object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
+        raise _CorruptError("its JSON is malformed") from error
+    if not isinstance(parsed, dict):
+        raise _CorruptError("its JSON is not an object")
+    return parsed
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    if twice := [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]:
+        raise _CorruptError(f"its JSON gives {twice[0]!r} twice")
+    return dict(pairs)
+
+
+def _read_header(file, size: int) -> tuple[dict, int]:
+    """The parsed header and where the tensors' bytes begin."""
+    if size < 8:
+        raise _CorruptError(f"it has only {size} bytes")
+    length = int.from_bytes(file.read(8), "little")
+    if length > min(HEADER_LIMIT, size - 8):
+        raise _CorruptError(f"its header claims {length} bytes of the file's {size}")
+    return _parse_json(file.read(length)), 8 + length
+
+
+def _metadata(metadata: object) -> dict[str, str]:
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise _CorruptError("its metadata is not a table of texts")
+    return metadata
+
+
+def _places(header: dict, data_start: int, size: int) -> dict[str, tuple[Spec, int]]:
+    """Each tensor's spec and its first byte in the file; together they must cover the file, without gap or overlap."""
+    ranges = {key: _checked_entry(key, entry) for key, entry in header.items()}
+    end = 0
+    for key, (_, begin, stop) in sorted(ranges.items(), key=lambda item: item[1][1:]):
+        if begin != end:
+            raise _CorruptError(f"{key!r} begins at byte {begin} of the data where {end} is right")
+        end = stop
+    if data_start + end != size:
+        raise _CorruptError(f"it has {size} bytes where its header promises {data_start + end}")
+    return {key: (spec, data_start + begin) for key, (spec, begin, _) in ranges.items()}
+
+
+def _checked_entry(key: str, entry: object) -> tuple[Spec, int, int]:
+    """Spec, first and end byte of one tensor of the header."""
+    if not key.isprintable() or not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise _CorruptError(f"the header's entry of {key!r} is malformed")
+    name, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(name, str) or name not in DTYPES:
+        raise _CorruptError(f"{key!r} has the dtype {name!r}, which is not one of {', '.join(DTYPES)}")
+    if not _are_sizes(shape) or not _are_sizes(offsets) or len(shape) > MAX_RANK or len(offsets) != 2:
+        raise _CorruptError(f"the header's entry of {key!r} is malformed")
+    spec = Spec(tuple(shape), DTYPES[name])
+    if offsets[1] - offsets[0] != spec.nbytes or math.prod(max(n, 1) for n in shape) >= 2**60:
+        raise _CorruptError(f"{key!r} of shape {shape} and dtype {name} has {offsets[1] - offsets[0]} bytes")
+    return spec, *offsets
+
+
+def _are_sizes(numbers: object) -> bool:
+    return isinstance(numbers, list) and all(type(n) is int and 0 <= n < 2**63 for n in numbers)
+
+
+def _open_shards(index: Path) -> dict[str, SafetensorsFile]:
+    """The file of each key, as the index says and the files confirm."""
+    try:
+        if index.stat().st_size > HEADER_LIMIT:
+            raise _CorruptError(f"it has more than {HEADER_LIMIT} bytes")
+        weight_map = _checked_weight_map(_parse_json(index.read_bytes()).get("weight_map"))
+    except (OSError, _CorruptError) as error:
+        raise _unreadable(index, error) from error
+    names = sorted(set(weight_map.values()))
+    if missing := [name for name in names if not (index.parent / name).is_file()]:
+        raise WanjaxError(f"{index.parent} lacks {', '.join(missing)}, which {index.name} lists")
+    files: dict[str, SafetensorsFile] = {}
+    for name in names:
+        shard = SafetensorsFile(index.parent / name)
+        for key in shard.keys():  # noqa: SIM118
+            if key in files:
+                raise WanjaxError(f"{key!r} is in two shards, {files[key].path} and {shard.path}")
+            files[key] = shard
+    for key in files.keys() | weight_map.keys():
+        listed, found = weight_map.get(key), files[key].path.name if key in files else None
+        if listed != found:
+            raise WanjaxError(f"{index} places {key!r} in {listed or 'no file'}, but it is in {found or 'none'}")
+    return files
+
+
+def _checked_weight_map(weight_map: object) -> dict[str, str]:
+    """The index's file of each key, every one a plain name in the index's own folder."""
+    if not isinstance(weight_map, dict):
+        raise _CorruptError("it has no weight_map")
+    for name in weight_map.values():
+        plain = isinstance(name, str) and name.isprintable() and not set(name) & set("/\\:")
+        if not plain or not name.endswith(".safetensors"):
+            raise _CorruptError(f"it names {name!r}, which is not a safetensors file in the same folder")
+    return weight_map
