@@ -5,24 +5,30 @@ A table is total: every parameter is filled from the checkpoint and every tensor
 or `plan` raises one error that lists all that is wrong. Transforms only rearrange values, so each has an exact inverse.
 """
 
+import os
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import cache, lru_cache, partial
+from math import prod
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from wanjax.checkpoint import save_safetensors
+from wanjax.checkpoint import Spec, save_safetensors
 from wanjax.errors import WanjaxError
 
 Module = TypeVar("Module", bound=nnx.Module)
 Shape = tuple[int, ...]
+PIECE = 1 << 20  # bytes that one core moves at a time
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
@@ -159,44 +165,67 @@ class Fill:
 Plan = list[Fill]
 
 
+class Described(Protocol):
+    """Anything with a shape and a dtype: a `Spec`, an array, a `jax.ShapeDtypeStruct`."""
+
+    @property
+    def shape(self) -> Shape: ...
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+
 class Reader(Protocol):
     """What `load` reads from; `wanjax.checkpoint.SafetensorsFolder` is one."""
 
     def keys(self) -> Iterable[str]: ...
 
-    def spec(self, key: str) -> tuple[Shape, np.dtype]: ...
+    def spec(self, key: str) -> Spec: ...
 
     def read(self, key: str) -> np.ndarray: ...
 
 
 def plan(
-    rules: Iterable[Rule], sources: Mapping[str, Shape], targets: Mapping[str, Shape], *, ignore: Iterable[str] = ()
+    rules: Iterable[Rule],
+    sources: Mapping[str, Described],
+    targets: Mapping[str, Described],
+    *,
+    ignore: Iterable[str] = (),
 ) -> Plan:
     """Which tensor fills which parameter.
 
     `ignore`: patterns with `*` of keys known to be superfluous.
-    Raises WanjaxError that lists every key that is missing, left over, used twice or of the wrong shape, and every
-    parameter that no rule or more than one fills.
+    Raises WanjaxError that lists every key that is missing, left over, used twice or of the wrong shape or dtype, and
+    every parameter that not exactly one rule fills.
     """
-    rules = list(rules)
-    fills, faults = [], []
+    rules, ignore = list(rules), list(ignore)
+    fills: Plan = []
+    missing, unfit, orphans = [], [], []
     surplus = {key for key in sources if any(fnmatchcase(key, pattern) for pattern in ignore)}
-    for target, shape in targets.items():
-        found = [(rule, match) for rule in rules if (match := _match(rule.target, target)) is not None]
+    for path, target in targets.items():
+        found = [(rule, indices) for rule in rules if (indices := _match(rule.target, path)) is not None]
         if len(found) != 1:
-            faults.append(f"{target} is filled by {len(found) or 'no'} rules{'' if found else ' of the table'}")
+            orphans.append(path)
             continue
-        rule, indices = found[0]
-        fill, aliases = _fill(rule, target, shape, indices, sources)
+        fill, aliases = _fill(*found[0], path, target.shape, sources)
         fills.append(fill)
         surplus |= aliases
         for key in fill.sources:
-            faults += _shape_faults(key, sources, fill, shape[fill.stacked :])
+            if key not in sources:
+                missing.append(key)
+            elif wrong := _misfit(sources[key], target, fill):
+                unfit.append(f"{key} ({wrong})")
     uses = Counter(key for fill in fills for key in fill.sources)
-    faults += [f"{key} is used {count} times" for key, count in uses.items() if count > 1]
-    faults += [f"{key} is left over" for key in sources if key not in uses and key not in surplus]
-    if faults:
-        raise WanjaxError(f"the checkpoint does not fit the model: {'; '.join(faults)}")
+    faults = {
+        "missing": missing,
+        "left over": [key for key in sources if key not in uses and key not in surplus],
+        "unfit": unfit,
+        "used twice": [key for key, count in uses.items() if count > 1],
+        "parameters not filled by exactly one rule": orphans,
+    }
+    if any(faults.values()):
+        listed = "; ".join(f"{fault}: {', '.join(_folded(names))}" for fault, names in faults.items() if names)
+        raise WanjaxError(f"the checkpoint does not fit the model, every tensor must fill one parameter; {listed}")
     return fills
 
 
@@ -211,8 +240,10 @@ def _regex(pattern: str) -> re.Pattern:
     return re.compile(PLACEHOLDER.sub(r"(?P<\1>[0-9]+)", pattern.replace(".", r"\.")))
 
 
-def _fill(rule: Rule, target: str, shape: Shape, indices: dict[str, str], sources) -> tuple[Fill, set[str]]:
-    """How the rule fills the target, and the aliases that are then surplus."""
+def _fill(
+    rule: Rule, indices: dict[str, str], target: str, shape: Shape, sources: Iterable[str]
+) -> tuple[Fill, set[str]]:
+    """How the rule fills the target, and which aliases are then surplus."""
     stacked = set(PLACEHOLDER.findall(rule.source)) - set(indices)
     if len(stacked) > 1:
         raise ValueError(f"{rule.source} -> {rule.target}: only one placeholder can be stacked, not {sorted(stacked)}")
@@ -225,13 +256,36 @@ def _fill(rule: Rule, target: str, shape: Shape, indices: dict[str, str], source
     return Fill(target, tuple(keys), rule.transform, bool(stacked)), surplus
 
 
-def _shape_faults(key: str, sources: Mapping[str, Shape], fill: Fill, shape: Shape) -> list[str]:
-    if key not in sources:
-        return [f"{key} is missing (for {fill.target})"]
-    if fill.transform.shape(tuple(sources[key])) != tuple(shape):
-        wanted = fill.transform.source_shape(tuple(shape))
-        return [f"{key} has shape {list(sources[key])} where {list(wanted or shape)} is right (for {fill.target})"]
-    return []
+def _misfit(source: Described, target: Described, fill: Fill) -> str:
+    """What of the source does not fit the target; empty if all does."""
+    shape = tuple(target.shape)[fill.stacked :]
+    if fill.transform.shape(tuple(source.shape)) != shape:
+        return f"{list(source.shape)} where {list(fill.transform.source_shape(shape) or shape)} is right"
+    floating = [jnp.issubdtype(described.dtype, jnp.floating) for described in (source, target)]
+    if not all(floating) and source.dtype != target.dtype:
+        return f"{source.dtype} where {target.dtype} is right"
+    return ""
+
+
+def _folded(names: Iterable[str]) -> list[str]:
+    """The names, those that differ in their first index alone as one: `blocks.{0-3}.norm`."""
+    groups = defaultdict(list)
+    for name in names:
+        before, index, after = (*re.split(r"(?<=\.)([0-9]+)(?=\.)", name, maxsplit=1), "", "")[:3]
+        groups[before, after].append(index)
+    return [before + _ranges(indices) + after for (before, after), indices in groups.items()]
+
+
+def _ranges(indices: list[str]) -> str:
+    if len(indices) == 1:
+        return indices[0]
+    runs: list[list[int]] = []
+    for i in sorted(map(int, indices)):
+        if runs and i == runs[-1][1] + 1:
+            runs[-1][1] = i
+        else:
+            runs.append([i, i])
+    return "{" + ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) + "}"
 
 
 def load(
@@ -245,50 +299,124 @@ def load(
 ) -> Module:
     """The module with the checkpoint's weights, each in the dtype that the abstract module gives it.
 
-    abstract: the result of `nnx.eval_shape`; `shardings`: the same tree with a sharding for each parameter;
+    abstract: the result of `nnx.eval_shape`; `shardings`: its state with a sharding in place of each parameter's value;
     `progress(done, total)` is called with the bytes of the checkpoint read so far, after each tensor.
-    One parameter at a time is on the host. Raises WanjaxError as `plan` does.
+    One tensor at a time is on the host, beside what a CPU itself keeps as weights. Raises WanjaxError as `plan` does.
     """
     graphdef, state = nnx.split(abstract)
-    targets = _parameters(state)
+    targets = {path: variable.get_value() for path, variable in _flat(state).items()}
     specs = {key: reader.spec(key) for key in reader.keys()}  # noqa: SIM118
-    fills = plan(
-        rules,
-        {key: shape for key, (shape, _) in specs.items()},
-        {path: variable.get_value().shape for path, variable in targets.items()},
-        ignore=ignore,
-    )
-    placements = {} if shardings is None else _parameters(shardings)
-    sizes = {key: int(np.prod(shape)) * dtype.itemsize for key, (shape, dtype) in specs.items()}
-    total, done = sum(sizes[key] for fill in fills for key in fill.sources), 0
-    for fill in fills:
-        variable = targets[fill.target]
-        abstract_value = variable.get_value()
-        host = np.empty(abstract_value.shape, abstract_value.dtype)
+    fills = plan(rules, specs, targets, ignore=ignore)
+    placements = {
+        path: getattr(leaf, "value", leaf)
+        for path, leaf in _flat(nnx.State({}) if shardings is None else shardings).items()
+    }
+    total, done = sum(specs[key].nbytes for fill in fills for key in fill.sources), 0
+
+    def read(key: str, transform: Transform, out: np.ndarray) -> None:
+        nonlocal done
+        _rearrange(transform.forward(reader.read(key)), out)
+        done += specs[key].nbytes
+        if progress:
+            progress(done, total)
+
+    weights = {fill.target: _place(fill, targets[fill.target], placements.get(fill.target), read) for fill in fills}
+    loaded = [(path, variable.replace(weights[_dotted(path)])) for path, variable in nnx.to_flat_state(state)]
+    return nnx.merge(graphdef, nnx.from_flat_state(loaded))
+
+
+def _dotted(path: Iterable) -> str:
+    return ".".join(map(str, path))
+
+
+def _flat(state) -> dict[str, Any]:
+    return {_dotted(path): leaf for path, leaf in nnx.to_flat_state(state)}
+
+
+def _place(
+    fill: Fill, target: Described, sharding: Sharding | None, read: Callable[[str, Transform, np.ndarray], None]
+) -> jax.Array:
+    """Reads one parameter's tensors onto its devices.
+
+    A stack goes to an accelerator slice by slice, into a buffer that is updated in place, so that the host never holds
+    it whole. A CPU takes over the host's own buffer without a copy.
+    """
+    devices = sharding.device_set if sharding else jax.devices()[:1]
+    if not fill.stacked or (len(devices) == 1 and all(device.platform == "cpu" for device in devices)):
+        host = _aligned(target.shape, target.dtype)
         for i, key in enumerate(fill.sources):
-            np.copyto(host[i] if fill.stacked else host, fill.transform.forward(reader.read(key)), casting="unsafe")
-            done += sizes[key]
-            if progress:
-                progress(done, total)
-        variable.set_value(jax.device_put(host, _sharding(placements.get(fill.target))))
-    return nnx.merge(graphdef, state)
+            read(key, fill.transform, host[i] if fill.stacked else host)
+        return _put(host, sharding)
+    stack = jax.jit(partial(jnp.zeros, target.shape, target.dtype), out_shardings=sharding)()
+    for i, key in enumerate(fill.sources):
+        block = _aligned(target.shape[1:], target.dtype)
+        read(key, fill.transform, block)
+        stack = _set_block(stack, _put(block, _of_block(sharding)), i)
+    return stack
 
 
-def _parameters(state: nnx.State) -> dict[str, nnx.Variable]:
-    return {".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
+@partial(jax.jit, donate_argnums=0)
+def _set_block(stack: jax.Array, block: jax.Array, i: int) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(stack, block, i, 0)
 
 
-def _sharding(leaf):
-    return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+def _of_block(sharding: Sharding | None) -> Sharding | None:
+    """The sharding of one block of a stack that has `sharding`."""
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+    return sharding
+
+
+def _put(host: np.ndarray, sharding: Sharding | None) -> jax.Array:
+    """`host` on the devices, each process placing its own shards."""
+    if sharding is None:
+        return jax.device_put(host)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def _aligned(shape: Shape, dtype: np.dtype) -> np.ndarray:
+    """An empty array that begins where JAX on the CPU can take it over as it is, at a multiple of 64 bytes."""
+    nbytes = prod(shape) * dtype.itemsize
+    raw = np.empty(nbytes + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + nbytes].view(dtype).reshape(shape)
+
+
+def _rearrange(x: np.ndarray, out: np.ndarray) -> None:
+    """Copies `x`, a view with strides of any order, to `out` and casts it, in pieces that fit a core's cache.
+
+    A piece is cast in the order in which it lies in memory, then moved as plain bits: NumPy is slow at either when it
+    goes against the order, slower for bfloat16, and does both on one core.
+    """
+    if x.nbytes < PIECE:
+        np.copyto(out, x, casting="unsafe")  # `plan` has seen to it that both are floating, or equal
+        return
+    axis = int(np.argmax(x.strides))
+    step = 256 // out.itemsize if axis else max(1, PIECE * x.shape[0] // x.nbytes)
+    bits = np.dtype(f"u{out.itemsize}")
+
+    def move(start: int) -> None:
+        piece = (slice(None),) * axis + (slice(start, start + step),)
+        out[piece].view(bits)[...] = x[piece].astype(out.dtype, order="K", copy=False).view(bits)
+
+    list(_workers().map(move, range(0, x.shape[axis], step)))
+
+
+@cache
+def _workers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="wanjax-load")
 
 
 def export(model: nnx.Module, rules: Iterable[Rule], path: Path, *, metadata: Mapping[str, str] | None = None) -> None:
-    """Writes the module's weights as one safetensors file with the names and layouts of the table's sources."""
-    weights = {target: np.asarray(v.get_value()) for target, v in _parameters(nnx.state(model)).items()}
-    tensors = {}
-    for target, value in weights.items():
-        rule, indices = next((r, m) for r in rules if (m := _match(r.target, target)) is not None)
-        fill, _ = _fill(rule, target, value.shape, indices, {})
+    """Writes the module's weights as one safetensors file with the names and layouts of the table's sources.
+
+    The inverse of `load`, bit for bit when the dtypes are the same. Raises WanjaxError if the file cannot be written.
+    """
+    rules, tensors = list(rules), {}
+    for target, variable in _flat(nnx.state(model)).items():
+        weights = np.asarray(variable.get_value())
+        rule, indices = next((rule, found) for rule in rules if (found := _match(rule.target, target)) is not None)
+        fill, _ = _fill(rule, indices, target, weights.shape, ())
         for i, key in enumerate(fill.sources):
-            tensors[key] = fill.transform.inverse(value[i] if fill.stacked else value)
+            tensors[key] = fill.transform.inverse(weights[i] if fill.stacked else weights)
     save_safetensors(path, tensors, metadata)
