@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a clip is called: one plain wording for evaluation, and many for training."""
+
+from itertools import product
+
+import numpy as np
+from clips import COLOURS, MOTIONS, SHAPES, Spec
+
+_NAMES = {
+    "circle": ("circle", "circle", "circle", "disc"),
+    "square": ("square", "square", "square", "box"),
+    "triangle": ("triangle",),
+    "cross": ("cross", "cross", "cross", "plus sign"),
+}
+
+# A travelling motion is a verb and a way; each verb is given as "is moving", "moving", "moves".
+_TRAVEL = (
+    ("moving", "moves"),
+    ("moving", "moves"),
+    ("going", "goes"),
+    ("sliding", "slides"),
+    ("travelling", "travels"),
+    ("drifting", "drifts"),
+)
+_WAYS = {
+    "left": ("left", "left", "to the left", "leftwards"),
+    "right": ("right", "right", "to the right", "rightwards"),
+    "up": ("up", "up", "upwards", "to the top"),
+    "down": ("down", "down", "downwards", "to the bottom"),
+}
+_CHANGES = {
+    "grows": (
+        ("growing", "grows"),
+        ("growing", "grows"),
+        ("getting bigger", "gets bigger"),
+        ("getting larger", "gets larger"),
+        ("expanding", "expands"),
+    ),
+    "shrinks": (
+        ("shrinking", "shrinks"),
+        ("shrinking", "shrinks"),
+        ("getting smaller", "gets smaller"),
+    ),
+    "stays": (
+        ("staying still", "stays still"),
+        ("staying still", "stays still"),
+        ("standing still", "stands still"),
+        ("not moving", "does not move"),
+        ("staying in place", "stays in place"),
+    ),
+}
+_SIZES = {"grows": ("small", "little"), "shrinks": ("big", "large")}  # as the clip begins
+
+_BACKGROUNDS = {
+    "dark": ("a dark background", "a dark background", "a black background"),
+    "grey": ("a grey background", "a grey background", "a gray background"),
+    "light": ("a light background", "a light background", "a white background"),
+    "vertical gradient": ("a gradient", "a vertical gradient", "a soft gradient background"),
+    "horizontal gradient": ("a gradient", "a horizontal gradient", "a soft gradient background"),
+}
+
+
+def _deeds(motion: str) -> tuple[tuple[str, str], ...]:
+    """The wordings of a motion, each as what it is doing and what it does."""
+    if motion in _CHANGES:
+        return _CHANGES[motion]
+    return tuple((f"{doing} {way}", f"{does} {way}") for (doing, does), way in product(_TRAVEL, _WAYS[motion]))
+
+
+_DEEDS = {motion: _deeds(motion) for motion in MOTIONS}
+
+
+def plain_caption(colour: str, shape: str, motion: str) -> str:
+    """The wording of the evaluation: "a red circle moving right", growing, shrinking, staying still."""
+    return f"{_article(colour)} {colour} {shape} {_DEEDS[motion][0][0]}"
+
+
+def caption(spec: Spec, rng: np.random.Generator) -> str:
+    """One of the many wordings of a clip; a third say what the background is, a few are written with capitals."""
+    doing, does = _pick(rng, _DEEDS[spec.motion])
+    text = _sentence(_subject(spec, rng), doing, does, rng)
+    if rng.random() < 0.35:
+        ground = _pick(rng, _BACKGROUNDS[spec.background])
+        text = f"on {ground}, {text}" if rng.random() < 0.2 else f"{text} on {ground}"
+    if rng.random() < 0.15:
+        text += "."
+    return _pick(rng, (*[str] * 14, *[_capital] * 4, str.title, str.upper))(text)
+
+
+def _subject(spec: Spec, rng: np.random.Generator) -> str:
+    """The shape and its colour, with an article or without, sometimes with the size that it begins with."""
+    name = _pick(rng, _NAMES[spec.shape])
+    article = _pick(rng, ("a", "a", "a", "the", ""))
+    if rng.random() < 0.1:
+        return f"{article} {name}, {spec.colour},".strip()
+    words = f"{spec.colour} {name}"
+    if spec.motion in _SIZES and rng.random() < 0.25:
+        words = f"{_pick(rng, _SIZES[spec.motion])} {words}"
+    return f"{_article(words) if article == 'a' else article} {words}".strip()
+
+
+def _sentence(subject: str, doing: str, does: str, rng: np.random.Generator) -> str:
+    """The subject and its deed; the plain wording is the likeliest."""
+    forms = (f"{subject} {doing}", f"{subject} {doing}", f"{subject} {does}", f"{subject} that {does}")
+    if subject.endswith(","):  # "a circle, red, is moving" would break the phrase
+        return forms[0]
+    return _pick(rng, (*forms, f"{subject} is {doing}", f"{subject}, {doing}", f"a video of {subject} {doing}"))
+
+
+def _article(words: str) -> str:
+    return "an" if words[0] in "aeiou" else "a"
+
+
+def _capital(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
+def _pick(rng: np.random.Generator, options):
+    return options[int(rng.integers(len(options)))]
+
+
+def vocabulary() -> list[str]:
+    """Every word that a caption can hold, in lower case, sorted."""
+    phrases = [*COLOURS, *SHAPES, "a an the on is that video of"]
+    for group in (_NAMES, _SIZES, _BACKGROUNDS):
+        phrases += [phrase for options in group.values() for phrase in options]
+    phrases += [phrase for deeds in _DEEDS.values() for pair in deeds for phrase in pair]
+    return sorted({word for phrase in phrases for word in phrase.split()})

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the small tokenizer: a unigram model in UMT5's form, where every word of the captions is one token.
+
+Its parts are those that transformers' T5Tokenizer rebuilds from a vocabulary (no normaliser, no byte fallback), so
+that both read a folder alike. That is why words stand in it in three cases: nothing lowers them. What the captions do
+not know is spelt in characters of ASCII, and beyond ASCII is <unk>.
+"""
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+from captions import vocabulary
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+VOCABULARY_SIZE = 512
+MAX_LENGTH = 32
+_SPACE = "▁"  # what marks the start of a word in SentencePiece
+
+
+def build() -> Tokenizer:
+    """The tokenizer; the same at every call."""
+    words = vocabulary()
+    cased = [*words, *map(str.title, words), *map(str.upper, words)]
+    whole = list(dict.fromkeys(_SPACE + word for word in cased))
+    characters = [_SPACE, *(chr(code) for code in range(ord("!"), ord("~") + 1))]
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
+    pieces += [(piece, -math.log(len(whole))) for piece in whole]
+    pieces += [(piece, -12.0) for piece in characters if piece not in whole]  # always dearer than a whole word
+    if len(pieces) > VOCABULARY_SIZE:
+        raise ValueError(f"the captions need {len(pieces)} tokens where the model has {VOCABULARY_SIZE}")
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=2, byte_fallback=False))
+    metaspace = {"replacement": _SPACE, "prepend_scheme": "always", "split": True}
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(**metaspace)]
+    )
+    tokenizer.decoder = decoders.Metaspace(**metaspace)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 1)]
+    )
+    tokenizer.add_special_tokens(["<pad>", "</s>", "<unk>"])
+    return tokenizer
+
+
+def write(folder: Path) -> None:
+    """Writes the `tokenizer` folder of a checkpoint, as transformers reads it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    build().save(str(folder / "tokenizer.json"))
+    special = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    settings = {
+        "tokenizer_class": "T5TokenizerFast",
+        "model_max_length": MAX_LENGTH,
+        "extra_ids": 0,
+        "additional_special_tokens": [],
+        **special,
+    }
+    for name, value in (("tokenizer_config.json", settings), ("special_tokens_map.json", special)):
+        (folder / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where tokenizer.json and its two settings files are written")
+    write(parser.parse_args().folder)
