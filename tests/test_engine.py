@@ -1,0 +1,361 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The conversion engine: exact inverses, total plans, and weights that arrive where and as the module wants them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from wanjax.converters import engine
+from wanjax.converters.engine import CONV, IDENTITY, TRANSPOSE, Rule, conv, linear, norm, patches, rope_halves, squeeze
+
+from wanjax.checkpoint import SafetensorsFile, Spec
+from wanjax.errors import WanjaxError
+from wanjax.layers.linear import stack
+
+sizes = st.integers(1, 5)
+
+
+def counting(shape):
+    return np.arange(np.prod(shape), dtype=np.int64).reshape(shape)
+
+
+# --- transforms ---
+
+
+@st.composite
+def transformed(draw):
+    """A transform and a source shape that it applies to."""
+    patch = tuple(draw(st.lists(sizes, min_size=1, max_size=3)))
+    heads, half = draw(sizes), draw(sizes)
+    rest = tuple(draw(st.lists(sizes, max_size=2)))
+    c, o = draw(sizes), draw(sizes)
+    return draw(
+        st.sampled_from(
+            [
+                (IDENTITY, rest),
+                (TRANSPOSE, (o, c)),
+                (CONV, (o, c, *patch)),
+                (patches(patch), (o, c, *patch)),
+                (rope_halves(heads), (heads * half * 2, *rest)),
+                (rope_halves(heads) >> TRANSPOSE, (heads * half * 2, c)),
+                (squeeze(1, 2, 3), (c, 1, 1, 1)),
+                (squeeze(0), (1, o, c)),
+                (squeeze(2, 3) >> TRANSPOSE, (o, c, 1, 1)),
+            ]
+        )
+    )
+
+
+@given(transformed())
+def test_transform_has_an_exact_inverse_and_knows_its_shapes(case):
+    transform, shape = case
+    x = counting(shape)
+    y = transform.forward(x)
+    np.testing.assert_array_equal(transform.inverse(y), x)
+    assert transform.shape(shape) == y.shape
+    assert transform.source_shape(y.shape) == shape
+
+
+@pytest.mark.parametrize(
+    ("transform", "shape"),
+    [
+        (TRANSPOSE, (4,)),
+        (CONV, ()),
+        (patches((1, 2, 2)), (8, 3, 2, 2, 1)),
+        (rope_halves(3), (8,)),
+        (squeeze(1), (4, 2)),
+    ],
+)
+def test_transform_does_not_apply_to_an_alien_shape(transform, shape):
+    assert transform.shape(shape) is None
+
+
+def test_transposes_and_convolutions_agree_with_their_definitions():
+    w = counting((4, 3, 2, 5, 6))
+    assert CONV.forward(w)[1, 4, 5, 2, 3] == w[3, 2, 1, 4, 5]
+    assert TRANSPOSE.forward(w[:, :, 0, 0, 0])[2, 3] == w[3, 2, 0, 0, 0]
+
+
+def test_patches_gives_the_kernel_of_flattened_patches():
+    """The dense layer on a patch flattened channel last equals the convolution on that patch."""
+    rng = np.random.default_rng(0)
+    w, patch = rng.normal(size=(7, 3, 1, 2, 2)), rng.normal(size=(1, 2, 2, 3))  # [E C pt ph pw], [pt ph pw C]
+    np.testing.assert_allclose(
+        patch.reshape(-1) @ patches((1, 2, 2)).forward(w), np.einsum("ecthw,thwc->e", w, patch), rtol=1e-12
+    )
+
+
+def test_rope_halves_moves_interleaved_pairs_half_a_head_apart():
+    y = rope_halves(2).forward(np.arange(12))
+    np.testing.assert_array_equal(y, [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11])
+
+
+# --- a small module with every kind of rule ---
+
+
+class Block(nnx.Module):
+    def __init__(self, *, param_dtype, rngs):
+        axes = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "heads"))
+        self.q = nnx.Linear(6, 8, kernel_init=axes, param_dtype=param_dtype, rngs=rngs)
+        self.norm = nnx.RMSNorm(8, param_dtype=param_dtype, rngs=rngs)
+
+
+class Model(nnx.Module):
+    def __init__(self, *, param_dtype=jnp.float32, rngs):
+        self.blocks = stack(lambda rngs: Block(param_dtype=param_dtype, rngs=rngs), 3, rngs)
+        self.levels = nnx.List(
+            [nnx.Conv(2, 3, (2, 2), param_dtype=param_dtype, rngs=rngs) for _ in range(2)],
+        )
+        self.patch = nnx.Linear(12, 6, use_bias=False, param_dtype=param_dtype, rngs=rngs)
+        self.table = nnx.Param(jnp.zeros((6, 4), jnp.float32))
+
+
+RULES = [
+    *linear("blocks.{i}.attn.to_q", "blocks.q", rows=rope_halves(2)),
+    *norm("blocks.{i}.norm_q", "blocks.norm", rows=rope_halves(2)),
+    *conv("levels.{j}.conv", "levels.{j}"),
+    Rule("patch_embedding.weight", "patch.kernel", patches((1, 2, 2)), aliases=("tied.weight",)),
+    Rule("scale_shift_table", "table", squeeze(0)),
+]
+SHAPES = {
+    **{f"blocks.{i}.attn.to_q.weight": (8, 6) for i in range(3)},
+    **{f"blocks.{i}.attn.to_q.bias": (8,) for i in range(3)},
+    **{f"blocks.{i}.norm_q.weight": (8,) for i in range(3)},
+    **{f"levels.{j}.conv.weight": (3, 2, 2, 2) for j in range(2)},
+    **{f"levels.{j}.conv.bias": (3,) for j in range(2)},
+    "patch_embedding.weight": (6, 3, 1, 2, 2),
+    "scale_shift_table": (1, 6, 4),
+}
+
+
+class Memory:
+    """A checkpoint in memory that notes what is read."""
+
+    def __init__(self, tensors):
+        self.tensors = tensors
+        self.been_read = []
+
+    def keys(self):
+        return self.tensors.keys()
+
+    def spec(self, key):
+        return Spec(self.tensors[key].shape, self.tensors[key].dtype)
+
+    def read(self, key):
+        self.been_read.append(key)
+        return self.tensors[key]
+
+
+def checkpoint(dtype=np.float32, **changed):
+    rng = np.random.default_rng(0)
+    tensors = {key: rng.normal(size=shape).astype(dtype) for key, shape in SHAPES.items()}
+    return Memory({key: value for key, value in (tensors | changed).items() if value is not None})
+
+
+def abstract(param_dtype=jnp.float32):
+    return nnx.eval_shape(lambda: Model(param_dtype=param_dtype, rngs=nnx.Rngs(0)))
+
+
+def test_load_fills_stacks_lists_and_leaves_the_abstract_module_alone():
+    source, shapes = checkpoint(), abstract()
+    model = engine.load(shapes, RULES, source)
+    q = source.tensors["blocks.1.attn.to_q.weight"]
+    np.testing.assert_array_equal(model.blocks.q.kernel[1], q[[0, 2, 1, 3, 4, 6, 5, 7]].T)
+    np.testing.assert_array_equal(
+        model.levels[1].kernel[...], source.tensors["levels.1.conv.weight"].transpose(2, 3, 1, 0)
+    )
+    np.testing.assert_array_equal(model.table[...], source.tensors["scale_shift_table"][0])
+    assert model.blocks.q.kernel.get_metadata()["out_sharding"] == ("layers", "embed", "heads")
+    assert isinstance(shapes.blocks.q.kernel.get_value(), jax.ShapeDtypeStruct)
+    assert sorted(source.been_read) == sorted(SHAPES)  # each tensor is read once
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+@pytest.mark.parametrize("param_dtype", [jnp.bfloat16, jnp.float32])
+def test_load_casts_to_the_dtype_of_each_parameter(dtype, param_dtype):
+    source = checkpoint(dtype)
+    model = engine.load(abstract(param_dtype), RULES, source)
+    assert model.levels[0].kernel.dtype == param_dtype
+    assert model.table.dtype == jnp.float32  # this one asks for float32 whatever the rest is
+    wanted = source.tensors["levels.0.conv.bias"].astype(param_dtype)
+    np.testing.assert_array_equal(np.asarray(model.levels[0].bias[...]), wanted)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_export_inverts_load_bit_for_bit(dtype, tmp_path):
+    source = checkpoint(dtype, scale_shift_table=np.ones((1, 6, 4), np.float32))
+    model = engine.load(abstract(dtype), RULES, source)
+    engine.export(model, RULES, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    written = SafetensorsFile(tmp_path / "model.safetensors")
+    assert written.metadata == {"format": "pt"}
+    assert set(written.keys()) == set(SHAPES)
+    for key, tensor in source.tensors.items():
+        assert written.read(key).dtype == tensor.dtype
+        assert written.read(key).tobytes() == tensor.tobytes()
+
+
+def test_progress_counts_the_bytes_of_the_checkpoint():
+    seen = []
+    source = checkpoint(np.float16)
+    engine.load(abstract(), RULES, source, progress=lambda done, total: seen.append((done, total)))
+    total = sum(tensor.nbytes for tensor in source.tensors.values())
+    assert len(seen) == len(SHAPES)
+    assert seen == sorted(seen)
+    assert seen[-1] == (total, total)
+
+
+@given(
+    rows=st.integers(1, 900),
+    columns=st.integers(1, 900),
+    dtypes=st.tuples(*[st.sampled_from([np.float32, np.float16, ml_dtypes.bfloat16])] * 2),
+    transposed=st.booleans(),
+)
+def test_rearranging_in_pieces_equals_a_plain_copy(rows, columns, dtypes, transposed):
+    x = np.linspace(-3, 3, rows * columns).astype(dtypes[0]).reshape(rows, columns)
+    x = x.T if transposed else x
+    out = np.zeros(x.shape, dtypes[1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "PIECE", 1 << 12)
+        engine._rearrange(x, out)
+    assert out.tobytes() == np.ascontiguousarray(x.astype(dtypes[1])).tobytes()
+
+
+# --- a plan is total ---
+
+
+def described(model):
+    return {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(nnx.state(model))}
+
+
+def faults(source, rules=RULES, **options):
+    with pytest.raises(WanjaxError) as caught:
+        engine.load(abstract(), rules, source, **options)
+    return str(caught.value)
+
+
+def test_plan_needs_shapes_alone():
+    sources = {key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in SHAPES.items()}
+    fills = engine.plan(RULES, sources, described(abstract()))
+    assert sorted(key for fill in fills for key in fill.sources) == sorted(SHAPES)
+
+
+def test_every_fault_is_listed_at_once_and_nothing_is_read():
+    source = checkpoint(
+        **{
+            "blocks.0.attn.to_q.weight": None,
+            "blocks.1.attn.to_q.weight": None,
+            "scale_shift_table": None,
+            "levels.1.conv.bias": np.zeros(4, np.float32),
+            "patch_embedding.weight": np.zeros((6, 3, 1, 2, 2), np.int8),
+            **{f"blocks.{i}.extra": np.zeros(1, np.float32) for i in (3, 5, 6, 7)},
+            "lone": np.zeros(1, np.float32),
+        }
+    )
+    message = faults(source)
+    assert "missing: blocks.{0-1}.attn.to_q.weight, scale_shift_table;" in message
+    assert "left over: blocks.{3,5-7}.extra, lone;" in message
+    assert "levels.1.conv.bias ([4] where [3] is right)" in message
+    assert "patch_embedding.weight (int8 where float32 is right)" in message
+    assert "\n" not in message
+    assert not source.been_read
+
+
+def test_a_wrong_shape_is_told_in_the_layout_of_the_checkpoint():
+    wrong = checkpoint(**{"blocks.2.attn.to_q.weight": np.zeros((6, 8), np.float32)})
+    assert "blocks.2.attn.to_q.weight ([6, 8] where [8, 6] is right)" in faults(wrong)
+
+
+def test_a_tensor_used_twice_is_a_fault():
+    rules = [*RULES[:-1], Rule("levels.0.conv.bias", "table")]
+    assert "used twice: levels.0.conv.bias" in faults(checkpoint(), rules)
+
+
+@pytest.mark.parametrize("rules", [RULES[:-1], [*RULES, Rule("other", "table")]], ids=["none", "two"])
+def test_a_parameter_has_exactly_one_rule(rules):
+    assert "parameters not filled by exactly one rule: table" in faults(checkpoint(), rules)
+
+
+def test_two_stacked_placeholders_are_a_mistake_in_the_table():
+    with pytest.raises(ValueError, match="only one placeholder"):
+        engine.plan([Rule("a.{i}.b.{j}", "a")], {}, {"a": jax.ShapeDtypeStruct((2, 2), jnp.float32)})
+
+
+def test_known_superfluous_keys_are_ignored_by_pattern():
+    source = checkpoint(**{"blocks.0.norm_added_q.weight": np.zeros(8, np.float32)})
+    assert "left over: blocks.0.norm_added_q.weight" in faults(source)
+    engine.load(abstract(), RULES, source, ignore=["*.norm_added_q.*"])
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_a_tied_tensor_is_found_under_either_name(both):
+    source = checkpoint()
+    source.tensors["tied.weight"] = source.tensors["patch_embedding.weight"]
+    if not both:
+        del source.tensors["patch_embedding.weight"]
+    model = engine.load(abstract(), RULES, source)
+    wanted = patches((1, 2, 2)).forward(source.tensors["tied.weight"])
+    np.testing.assert_array_equal(model.patch.kernel[...], wanted)
+
+
+# --- onto devices ---
+
+
+def test_weights_on_one_cpu_are_the_hosts_own_buffer():
+    """A parameter takes no memory beyond itself: JAX takes over the buffer into which it was read."""
+    buffers = []
+    put = engine._put
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "_put", lambda host, sharding: buffers.append(host.ctypes.data) or put(host, sharding))
+        model = engine.load(abstract(), RULES, checkpoint())
+    assert model.blocks.q.kernel.get_value().unsafe_buffer_pointer() in buffers
+
+
+def test_weights_arrive_on_their_shards():
+    """On eight devices: each parameter has the sharding asked for and the values of one device; see the next function."""
+    run = subprocess.run(
+        [sys.executable, "-c", "from tests.test_engine import load_onto_a_mesh; load_onto_a_mesh()"],
+        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"},
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def load_onto_a_mesh():
+    mesh = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(AxisType.Auto, AxisType.Auto))
+    specs = {
+        "blocks.q.kernel": (None, None, "tp"),
+        "blocks.q.bias": (None, "tp"),
+        "blocks.norm.scale": (None, ("dp", "tp")),
+        "table": (None, "tp"),
+        "patch.kernel": ("dp",),
+    }
+    flat = nnx.to_flat_state(nnx.state(abstract()))
+    shardings = nnx.from_flat_state(
+        [
+            (path, leaf.replace(NamedSharding(mesh, PartitionSpec(*specs.get(".".join(map(str, path)), ())))))
+            for path, leaf in flat
+        ]
+    )
+    host_shapes = []
+    here = described(engine.load(abstract(), RULES, checkpoint()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "_aligned", lambda shape, dtype: host_shapes.append(shape) or np.empty(shape, dtype))
+        there = described(engine.load(abstract(), RULES, checkpoint(), shardings=shardings))
+    assert (6, 8) in host_shapes
+    assert (3, 6, 8) not in host_shapes  # a stack is never whole on the host
+    for path, weights in there.items():
+        assert weights.sharding == NamedSharding(mesh, PartitionSpec(*specs.get(path, ()))), (path, weights.sharding)
+        np.testing.assert_array_equal(weights, here[path])
