@@ -321,7 +321,7 @@ def test_weights_on_one_cpu_are_the_hosts_own_buffer():
 
 
 def test_weights_arrive_on_their_shards():
-    """On eight devices: each parameter has the sharding asked for and the values of one device; see the next function."""
+    """On eight devices: each parameter has the sharding asked for and the values of one device; below."""
     run = subprocess.run(
         [sys.executable, "-c", "from tests.test_engine import load_onto_a_mesh; load_onto_a_mesh()"],
         env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"},

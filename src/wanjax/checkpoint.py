@@ -275,7 +275,7 @@ def _open_shards(index: Path) -> dict[str, SafetensorsFile]:
             if key in files:
                 raise WanjaxError(f"{key!r} is in two shards, {files[key].path} and {shard.path}")
             files[key] = shard
-    for key in files.keys() | weight_map.keys():
+    for key in sorted(files.keys() | weight_map.keys()):
         listed, found = weight_map.get(key), files[key].path.name if key in files else None
         if listed != found:
             raise WanjaxError(f"{index} places {key!r} in {listed or 'no file'}, but it is in {found or 'none'}")

@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Safetensors files and folders: read and written as the format's own library does, every fault named in one sentence."""
+
+import json
+import os
+import resource
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from wanjax.checkpoint import (
+    DTYPES,
+    SafetensorsFile,
+    SafetensorsFolder,
+    Spec,
+    load_safetensors,
+    save_safetensors,
+    writing,
+)
+from wanjax.errors import WanjaxError
+
+TENSORS = {
+    "a.weight": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "a.bias": np.arange(3).astype(ml_dtypes.bfloat16),
+    "b": np.arange(5, dtype=np.int8),
+    "scalar": np.array(7.0, np.float16),
+    "empty": np.zeros((0, 4), np.float32),
+}
+
+
+def assert_same(tensors, wanted):
+    assert tensors.keys() == wanted.keys()
+    for key, tensor in tensors.items():
+        assert (tensor.dtype, tensor.shape) == (wanted[key].dtype, wanted[key].shape)
+        assert tensor.tobytes() == wanted[key].tobytes()
+
+
+def fault(read, *args):
+    """The one sentence that `read` fails with."""
+    with pytest.raises(WanjaxError) as caught:
+        read(*args)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+# --- one file ---
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.dictionaries(
+        st.from_regex(r"[a-z.0-9]{1,9}", fullmatch=True),
+        st.tuples(
+            arrays.array_shapes(min_dims=0, min_side=0, max_side=4), st.sampled_from(list(DTYPES.values())), st.binary()
+        ),
+        max_size=5,
+    )
+)
+def test_what_is_saved_is_loaded_bit_for_bit(tmp_path, drawn):
+    tensors = {
+        key: np.resize(np.frombuffer(seed + b"\0", np.uint8), np.prod(shape, dtype=int) * dtype.itemsize)
+        .view(dtype)
+        .reshape(shape)
+        for key, (shape, dtype, seed) in drawn.items()
+        if dtype != np.bool_
+    }
+    save_safetensors(tmp_path / "x.safetensors", tensors)
+    assert_same(load_safetensors(tmp_path / "x.safetensors"), tensors)
+
+
+def test_the_formats_own_library_reads_what_we_write(tmp_path):
+    path = tmp_path / "x.safetensors"
+    tensors = {key: tensor for key, tensor in TENSORS.items() if tensor.dtype != ml_dtypes.bfloat16}
+    save_safetensors(path, tensors | {"view": TENSORS["a.weight"].T}, {"format": "pt", "note": "é"})
+    assert_same(safetensors.numpy.load_file(path), tensors | {"view": TENSORS["a.weight"].T.copy()})
+    with safetensors.safe_open(path, framework="numpy") as file:
+        assert file.metadata() == {"format": "pt", "note": "é"}
+
+
+def test_what_the_formats_own_library_writes_is_read(tmp_path):
+    path = tmp_path / "x.safetensors"
+    safetensors.numpy.save_file(TENSORS, path, {"format": "pt"})
+    file = SafetensorsFile(path)
+    assert file.metadata == {"format": "pt"}
+    assert file.spec("a.bias") == Spec((3,), np.dtype(ml_dtypes.bfloat16))
+    assert file.spec("a.weight").nbytes == 24
+    assert_same(load_safetensors(path), TENSORS)
+
+
+def test_a_tensor_is_a_view_of_the_file_not_a_copy(tmp_path):
+    path = tmp_path / "x.safetensors"
+    save_safetensors(path, {"big": np.zeros(1 << 22, np.float32)})
+    tensor = SafetensorsFile(path).read("big")
+    assert not tensor.flags.writeable
+    owner = tensor
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    assert isinstance(owner, mmap.mmap)
+
+
+def raw(header, data=b"", length=None):
+    """The bytes of a safetensors file with this header."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
+
+
+def entry(dtype="F32", shape=(1,), offsets=(0, 4)):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+BROKEN = {
+    "nothing": (b"", "only 0 bytes"),
+    "a text": (b"<html>not found</html>", "header claims"),
+    "terabytes of header": (raw(b"{}", length=1 << 42), "header claims"),
+    "no json": (raw(b"{'a': 1}"), "JSON is malformed"),
+    "no utf-8": (raw(b'{"\xff": 1}'), "JSON is malformed"),
+    "nested": (raw(b"[" * 100_000), "JSON is malformed"),
+    "an endless number": (raw(b'{"a": ' + b"9" * 10_000 + b"}"), "JSON is malformed"),
+    "no object": (raw([1]), "not an object"),
+    "a key twice": (raw(b'{"a": 1, "a": 2}'), "'a' twice"),
+    "metadata of numbers": (raw({"__metadata__": {"a": 1}}), "metadata"),
+    "an entry too little": (raw({"a": {"dtype": "F32", "shape": [1]}}, bytes(4)), "'a' is malformed"),
+    "an unprintable key": (raw({"\x1b[2J": entry()}, bytes(4)), r"'\x1b[2J' is malformed"),
+    "an unknown dtype": (raw({"a": entry("F4")}, bytes(4)), "'F4', which is not one of BOOL"),
+    "a dtype that is a list": (raw({"a": entry(["F32"])}, bytes(4)), "which is not one of"),
+    "a negative size": (raw({"a": entry(shape=(-1, -1))}, bytes(4)), "'a' is malformed"),
+    "a true size": (raw({"a": entry(shape=(True,))}, bytes(4)), "'a' is malformed"),
+    "too many axes": (raw({"a": entry(shape=(1,) * 99)}, bytes(4)), "'a' is malformed"),
+    "three offsets": (raw({"a": entry(offsets=(0, 4, 4))}, bytes(4)), "'a' is malformed"),
+    "shape against offsets": (raw({"a": entry(shape=(2,))}, bytes(4)), "'a' of shape [2] and dtype F32 has 4 bytes"),
+    "offsets backwards": (raw({"a": entry(offsets=(4, 0))}, bytes(4)), "has -4 bytes"),
+    "terabytes of data": (raw({"a": entry(shape=(1 << 40,), offsets=(0, 1 << 42))}, bytes(4)), "where its header"),
+    "an empty tensor of an absurd shape": (raw({"a": entry(shape=(0, 1 << 62), offsets=(0, 0))}), "has 0 bytes"),
+    "an overlap": (raw({"a": entry(), "b": entry(offsets=(2, 6))}, bytes(6)), "'b' begins at byte 2"),
+    "a gap": (raw({"a": entry(), "b": entry(offsets=(6, 10))}, bytes(10)), "'b' begins at byte 6"),
+    "truncated": (raw({"a": entry()}, bytes(3)), "where its header promises"),
+    "bytes after the end": (raw({"a": entry()}, bytes(5)), "where its header promises"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_is_named_with_what_is_wrong(tmp_path, name):
+    contents, what = BROKEN[name]
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(contents)
+    message = fault(SafetensorsFile, path)
+    assert str(path) in message
+    assert what in message
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
+@given(st.integers(0, 10**6), st.integers(1, 255), st.booleans())
+def test_a_damaged_header_is_read_as_tensors_or_refused(tmp_path, where, flip, cut):
+    path = tmp_path / "x.safetensors"
+    save_safetensors(tmp_path / "whole.safetensors", TENSORS, {"note": "x"})
+    contents = bytearray((tmp_path / "whole.safetensors").read_bytes())
+    where %= len(contents)
+    contents[where] ^= flip
+    path.write_bytes(contents[:where] if cut else contents)
+    with suppress(WanjaxError):
+        for tensor in load_safetensors(path).values():
+            tensor.tobytes()
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    assert fault(SafetensorsFile, tmp_path / "x.safetensors") == f"there is no file {tmp_path / 'x.safetensors'}"
+
+
+def test_a_file_that_shrinks_after_it_was_opened_is_refused(tmp_path):
+    path = tmp_path / "x.safetensors"
+    save_safetensors(path, {"a": np.zeros(5000, np.float32)})
+    file = SafetensorsFile(path)
+    os.truncate(path, 100)
+    assert str(path) in fault(file.read, "a")
+
+
+# --- writing ---
+
+
+def test_a_full_disk_leaves_the_old_file_and_no_other(tmp_path):
+    path = tmp_path / "x.safetensors"
+    save_safetensors(path, {"a": np.ones(1, np.float32)})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        message = fault(save_safetensors, path, {"a": np.zeros(5000, np.float32)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert message == f"{path} cannot be written: File too large"
+    assert os.listdir(tmp_path) == ["x.safetensors"]
+    assert_same(load_safetensors(path), {"a": np.ones(1, np.float32)})
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    path = tmp_path / "file" / "x.safetensors"
+    assert fault(save_safetensors, path, TENSORS) == f"{path} cannot be written: Not a directory"
+
+
+def test_an_interrupt_leaves_nothing_half_written(tmp_path):
+    def interrupted():
+        with writing(tmp_path / "x.mp4") as beside:
+            beside.write_bytes(b"half")
+            assert beside.suffix == ".mp4"
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert not os.listdir(tmp_path)
+
+
+# --- folders ---
+
+
+def write_shards(folder, shards, weight_map=None, stem="diffusion_pytorch_model", infix=""):
+    """`shards`: the tensors of each; the index lists them all unless `weight_map` says otherwise."""
+    names = [f"{stem}{infix}-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    for name, tensors in zip(names, shards, strict=True):
+        save_safetensors(folder / name, tensors)
+    listed = {key: name for name, tensors in zip(names, shards, strict=True) for key in tensors}
+    index = {"metadata": {"total_size": 0}, "weight_map": listed | (weight_map or {})}
+    (folder / f"{stem}.safetensors.index{infix}.json").write_text(json.dumps(index))
+    return names
+
+
+SPLIT = [{"a.weight": TENSORS["a.weight"], "b": TENSORS["b"]}, {"a.bias": TENSORS["a.bias"]}]
+JOINED = SPLIT[0] | SPLIT[1]
+
+
+def read_all(folder):
+    return {key: folder.read(key) for key in folder.keys()}  # noqa: SIM118
+
+
+@pytest.mark.parametrize("stem", ["model", "diffusion_pytorch_model"])
+@pytest.mark.parametrize("variant", [None, "fp16"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_folder_is_read_in_each_layout(tmp_path, stem, variant, sharded):
+    infix = f".{variant}" if variant else ""
+    if sharded:
+        write_shards(tmp_path, SPLIT, stem=stem, infix=infix)
+    else:
+        save_safetensors(tmp_path / f"{stem}{infix}.safetensors", JOINED)
+    folder = SafetensorsFolder(tmp_path, variant)
+    assert_same(read_all(folder), JOINED)
+    assert folder.spec("a.bias") == Spec((3,), np.dtype(ml_dtypes.bfloat16))
+
+
+def test_the_plain_variant_is_not_mixed_with_another(tmp_path):
+    save_safetensors(tmp_path / "model.fp16.safetensors", SPLIT[0])
+    assert "model.safetensors" in fault(SafetensorsFolder, tmp_path)
+    save_safetensors(tmp_path / "model.safetensors", SPLIT[1])
+    assert_same(read_all(SafetensorsFolder(tmp_path)), SPLIT[1])
+
+
+def test_a_folder_without_safetensors_says_what_it_holds(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert "it holds no weights" in fault(SafetensorsFolder, tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    assert "but it holds pytorch_model.bin" in fault(SafetensorsFolder, tmp_path)
+    assert fault(SafetensorsFolder, tmp_path / "no") == f"there is no folder {tmp_path / 'no'}"
+
+
+def test_missing_shards_are_named(tmp_path):
+    first, second = write_shards(tmp_path, SPLIT)
+    (tmp_path / first).unlink()
+    (tmp_path / second).unlink()
+    assert f"lacks {first}, {second}, which diffusion_pytorch_model.safetensors.index.json lists" in fault(
+        SafetensorsFolder, tmp_path
+    )
+
+
+def test_a_truncated_shard_is_named(tmp_path):
+    _, second = write_shards(tmp_path, SPLIT)
+    os.truncate(tmp_path / second, os.path.getsize(tmp_path / second) - 1)
+    assert second in fault(SafetensorsFolder, tmp_path)
+
+
+def test_a_key_in_two_shards_is_refused(tmp_path):
+    first, second = write_shards(tmp_path, [SPLIT[0], SPLIT[1] | {"b": TENSORS["b"]}])
+    message = fault(SafetensorsFolder, tmp_path)
+    assert "'b' is in two shards" in message
+    assert first in message
+    assert second in message
+
+
+@pytest.mark.parametrize(
+    ("listed", "what"),
+    [
+        ({"b": "other.safetensors"}, "places 'b' in other.safetensors, but it is in diffusion_pytorch_model-00001"),
+        ({"lost": "other.safetensors"}, "places 'lost' in other.safetensors, but it is in none"),
+        ({"x": "other.safetensors"}, "places 'y' in no file, but it is in other.safetensors"),
+    ],
+)
+def test_shards_must_hold_what_the_index_says(tmp_path, listed, what):
+    write_shards(tmp_path, SPLIT, listed)
+    save_safetensors(tmp_path / "other.safetensors", {key: TENSORS["b"] for key in "xy"} if "x" in listed else {})
+    assert what in fault(SafetensorsFolder, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("../x.safetensors", "/etc/x.safetensors", "a/x.safetensors", "a\\x.safetensors", "C:x.safetensors"),
+        *("x.bin", "", "\0.safetensors", "\ud800.safetensors", 7, None, ["x.safetensors"]),
+    ],
+)
+def test_an_index_cannot_name_a_file_outside_its_folder(tmp_path, name):
+    write_shards(tmp_path, SPLIT, {"b": name})
+    assert repr(name) in fault(SafetensorsFolder, tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": []}', "\xff", "[" * 100_000])
+def test_a_broken_index_is_named(tmp_path, text):
+    (tmp_path / "model.safetensors.index.json").write_text(text, encoding="latin-1")
+    assert "model.safetensors.index.json cannot be read" in fault(SafetensorsFolder, tmp_path)
