@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Safetensors files and folders: read and written as the format's own library does, every fault named in one sentence."""
+"""Safetensors, read and written as the format's own library does, with every fault named in one sentence."""
 
 import json
+import mmap
 import os
 import resource
+from contextlib import suppress
 
 import ml_dtypes
 import numpy as np
@@ -99,8 +101,8 @@ def test_a_tensor_is_a_view_of_the_file_not_a_copy(tmp_path):
     tensor = SafetensorsFile(path).read("big")
     assert not tensor.flags.writeable
     owner = tensor
-    while isinstance(owner, np.ndarray):
-        owner = owner.base
+    while isinstance(owner, np.ndarray | memoryview):
+        owner = owner.base if isinstance(owner, np.ndarray) else owner.obj
     assert isinstance(owner, mmap.mmap)
 
 
@@ -154,7 +156,7 @@ def test_a_broken_file_is_named_with_what_is_wrong(tmp_path, name):
     assert what in message
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
 @given(st.integers(0, 10**6), st.integers(1, 255), st.booleans())
 def test_a_damaged_header_is_read_as_tensors_or_refused(tmp_path, where, flip, cut):
     path = tmp_path / "x.safetensors"
