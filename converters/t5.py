@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""T5 v1.1 and UMT5 encoders as Hugging Face stores them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from wanjax.converters.engine import Rule, linear, norm
+from wanjax.errors import WanjaxError
+from wanjax.models.t5 import T5Config
+
+
+def t5_config(json: Mapping[str, Any]) -> T5Config:
+    """The encoder that a config.json of `T5EncoderModel` or `UMT5EncoderModel` describes.
+
+    Raises WanjaxError where it is another model, has another MLP, or lacks a size.
+    """
+    kind = json.get("model_type")
+    if kind not in ("t5", "umt5"):
+        raise WanjaxError(f"the text encoder's config.json has model_type {kind!r} where 't5' or 'umt5' is right")
+    mlp = json.get("feed_forward_proj")
+    if mlp != "gated-gelu":
+        raise WanjaxError(f"the text encoder's config.json has feed_forward_proj {mlp!r} where 'gated-gelu' is right")
+    try:
+        return T5Config(
+            vocab_size=json["vocab_size"],
+            width=json["d_model"],
+            heads=json["num_heads"],
+            head_dim=json["d_kv"],
+            mlp_dim=json["d_ff"],
+            layers=json["num_layers"],
+            buckets=json["relative_attention_num_buckets"],
+            max_distance=json.get("relative_attention_max_distance", 128),  # files older than the setting lack it
+            eps=json["layer_norm_epsilon"],
+            shared_bias=kind == "t5",
+        )
+    except KeyError as missing:
+        raise WanjaxError(f"the text encoder's config.json has no {missing.args[0]}") from None
+
+
+def t5_rules(config: T5Config) -> list[Rule]:
+    """Every parameter of `T5Encoder`; files may store the tied embedding twice."""
+    attention, mlp = "encoder.block.{i}.layer.0", "encoder.block.{i}.layer.1"
+    bias = "SelfAttention.relative_attention_bias.weight"
+    return [
+        Rule("shared.weight", "embed.embedding", aliases=("encoder.embed_tokens.weight",)),
+        *norm(f"{attention}.layer_norm", "blocks.norm1"),
+        *linear(f"{attention}.SelfAttention.q", "blocks.attn.q", bias=False),
+        *linear(f"{attention}.SelfAttention.k", "blocks.attn.k", bias=False),
+        *linear(f"{attention}.SelfAttention.v", "blocks.attn.v", bias=False),
+        *linear(f"{attention}.SelfAttention.o", "blocks.attn.o", bias=False),
+        Rule(f"encoder.block.0.layer.0.{bias}", "position_bias.table")
+        if config.shared_bias
+        else Rule(f"{attention}.{bias}", "blocks.position_bias.table"),
+        *norm(f"{mlp}.layer_norm", "blocks.norm2"),
+        *linear(f"{mlp}.DenseReluDense.wi_0", "blocks.mlp.gate", bias=False),
+        *linear(f"{mlp}.DenseReluDense.wi_1", "blocks.mlp.up", bias=False),
+        *linear(f"{mlp}.DenseReluDense.wo", "blocks.mlp.down", bias=False),
+        *norm("encoder.final_layer_norm", "norm"),
+    ]

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The encoder of T5 v1.1 and UMT5, which turns the tokens of a prompt into the sequence that a video model attends to.
+
+Pre-norm blocks of self-attention and a gated MLP, with no biases. Positions enter only as a learned bias on the
+attention logits, by the bucketed distance from query to key; the logits are not scaled, and the initialisers make up
+for it. Follows Raffel et al. 2020 (arXiv:1910.10683), Shazeer 2020 (arXiv:2002.05202) for the gated MLP, and Chung et
+al. 2023 (arXiv:2304.09151) for UMT5, where every layer has its own table of position biases.
+"""
+
+import math
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from wanjax.kernels.attention import attention
+from wanjax.layers.linear import Axes, linear, scan_blocks, stack
+from wanjax.layers.mlp import gelu_tanh
+from wanjax.layers.norms import rms_norm
+
+
+@dataclass(frozen=True)
+class T5Config:
+    """The sizes of a T5 encoder; `shared_bias`: one table of position biases serves all layers (T5 v1.1)."""
+
+    vocab_size: int
+    width: int
+    heads: int
+    head_dim: int
+    mlp_dim: int
+    layers: int
+    buckets: int
+    max_distance: int
+    eps: float
+    shared_bias: bool
+
+
+UMT5_XXL = T5Config(
+    vocab_size=256384,
+    width=4096,
+    heads=64,
+    head_dim=64,
+    mlp_dim=10240,
+    layers=24,
+    buckets=32,
+    max_distance=128,
+    eps=1e-6,
+    shared_bias=False,
+)
+
+
+def distance_buckets(distance: np.ndarray, buckets: int, max_distance: int) -> np.ndarray:
+    """The bucket of each distance, key's position minus query's.
+
+    Half of the buckets are for keys that come after the query. Of each half, the first half holds one distance a
+    bucket; the second half grows geometrically up to `max_distance`, and its last bucket holds all that is beyond.
+    """
+    half = buckets // 2
+    exact = half // 2
+    away = np.abs(distance)
+    # float32, as in the reference, so that a distance on the edge of two buckets falls into the same one
+    octaves = np.log(np.maximum(away, 1).astype(np.float32) / np.float32(exact))
+    geometric = exact + (octaves / np.float32(math.log(max_distance / exact)) * np.float32(half - exact)).astype(int)
+    return np.where(distance > 0, half, 0) + np.where(away < exact, away, np.minimum(geometric, half - 1))
+
+
+class PositionBias(nnx.Module):
+    """What each head adds to a logit, by the bucket of the distance from query to key."""
+
+    def __init__(self, config: T5Config, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
+        init = nnx.with_partitioning(nnx.initializers.normal(config.width**-0.5), (None, "heads"))
+        self.table = nnx.Param(init(rngs.params(), (config.buckets, config.heads), param_dtype))
+        self.max_distance = config.max_distance
+
+    def __call__(self, length: int) -> Float[Array, "1 N S S"]:
+        """The biases of a sequence of `length` tokens that attends to itself, in float32."""
+        table = self.table[...].astype(jnp.float32)
+        position = np.arange(length)
+        buckets = distance_buckets(position[None, :] - position[:, None], table.shape[0], self.max_distance)
+        return jnp.take(table.T, buckets, axis=1)[None]
+
+
+def projection(
+    features_in: int,
+    features_out: int,
+    axes: Axes,
+    *,
+    stddev: float,
+    dtype: DTypeLike,
+    param_dtype: DTypeLike,
+    rngs: nnx.Rngs,
+) -> nnx.Linear:
+    """A dense layer without bias whose weights start with the deviation that T5 gives that layer."""
+    init = nnx.initializers.normal(stddev)
+    return linear(
+        features_in,
+        features_out,
+        axes,
+        bias=False,
+        kernel_init=init,
+        dtype=dtype,
+        param_dtype=param_dtype,
+        rngs=rngs,
+    )
+
+
+class SelfAttention(nnx.Module):
+    """Multi-head attention with unscaled logits and a position bias."""
+
+    def __init__(self, config: T5Config, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
+        width, inner = config.width, config.heads * config.head_dim
+        dtypes = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        into, out = ("embed", "heads"), ("heads", "embed")
+        # the queries start smaller by the root of the head's size, in place of scaling the logits
+        self.q = projection(width, inner, into, stddev=(width * config.head_dim) ** -0.5, **dtypes)
+        self.k = projection(width, inner, into, stddev=width**-0.5, **dtypes)
+        self.v = projection(width, inner, into, stddev=width**-0.5, **dtypes)
+        self.o = projection(inner, width, out, stddev=inner**-0.5, **dtypes)
+        self.heads = config.heads
+
+    def __call__(
+        self, x: Float[Array, "B S E"], mask: Bool[Array, "B S"] | None, bias: Float[Array, "1 N S S"] | None
+    ) -> Float[Array, "B S E"]:
+        q, k, v = (self.split_heads(project(x)) for project in (self.q, self.k, self.v))
+        y = attention(q, k, v, key_mask=mask, bias=bias, scale=1.0)
+        return self.o(y.reshape(*x.shape[:2], -1))
+
+    def split_heads(self, x: Float[Array, "B S ND"]) -> Float[Array, "B S N D"]:
+        return x.reshape(*x.shape[:2], self.heads, -1)
+
+
+class GatedMLP(nnx.Module):
+    """`down(gelu(gate(x)) * up(x))`, with the tanh form of GELU."""
+
+    def __init__(self, config: T5Config, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
+        width, inner = config.width, config.mlp_dim
+        dtypes = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.gate = projection(width, inner, ("embed", "mlp"), stddev=width**-0.5, **dtypes)
+        self.up = projection(width, inner, ("embed", "mlp"), stddev=width**-0.5, **dtypes)
+        self.down = projection(inner, width, ("mlp", "embed"), stddev=inner**-0.5, **dtypes)
+
+    def __call__(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
+        return self.down(gelu_tanh(self.gate(x)) * self.up(x))
+
+
+class T5Block(nnx.Module):
+    """Self-attention and a gated MLP, each after a norm and added to the float32 residual."""
+
+    def __init__(self, config: T5Config, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
+        dtypes = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.norm1 = rms_norm(config.width, config.eps, axis="embed", **dtypes)
+        self.attn = SelfAttention(config, **dtypes)
+        self.position_bias = None if config.shared_bias else PositionBias(config, param_dtype=param_dtype, rngs=rngs)
+        self.norm2 = rms_norm(config.width, config.eps, axis="embed", **dtypes)
+        self.mlp = GatedMLP(config, **dtypes)
+
+    def __call__(
+        self,
+        x: Float[Array, "B S E"],
+        mask: Bool[Array, "B S"] | None,
+        shared_bias: Float[Array, "1 N S S"] | None,
+    ) -> Float[Array, "B S E"]:
+        bias = shared_bias if self.position_bias is None else self.position_bias(x.shape[1])
+        x = x + self.attn(self.norm1(x), mask, bias).astype(jnp.float32)
+        return x + self.mlp(self.norm2(x)).astype(jnp.float32)
+
+
+class T5Encoder(nnx.Module):
+    """Tokens to a sequence of features, final norm included."""
+
+    def __init__(self, config: T5Config, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
+        dtypes = {"dtype": dtype, "param_dtype": param_dtype}
+        self.embed = nnx.Embed(
+            config.vocab_size,
+            config.width,
+            embedding_init=nnx.with_partitioning(nnx.initializers.normal(1.0), ("vocab", "embed")),
+            dtype=param_dtype,  # the rows that are looked up are cast, never the whole table
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
+        self.position_bias = PositionBias(config, param_dtype=param_dtype, rngs=rngs) if config.shared_bias else None
+        self.blocks = stack(lambda rngs: T5Block(config, rngs=rngs, **dtypes), config.layers, rngs)
+        self.norm = rms_norm(config.width, config.eps, axis="embed", rngs=rngs, **dtypes)
+        self.config = config
+        self.dtype = dtype
+
+    def __call__(
+        self, tokens: Int[Array, "B S"], mask: Bool[Array, "B S"] | Int[Array, "B S"] | None = None
+    ) -> Float[Array, "B S E"]:
+        """Features in the compute dtype; `mask` is true where a token is real, and others are not attended to.
+
+        Features at masked positions are computed too, and mean nothing.
+        """
+        mask = None if mask is None else mask.astype(bool)
+        bias = None if self.position_bias is None else self.position_bias(tokens.shape[1])
+        x = self.embed(tokens).astype(jnp.float32)  # the residual grows large: it stays in float32
+        x = scan_blocks(self.blocks, lambda block, x: block(x, mask, bias), x)
+        return self.norm(x).astype(self.dtype)

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The text encoder against transformers' UMT5EncoderModel and T5EncoderModel, on the same small random weights."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from flax import nnx
+from transformers.models.umt5.modeling_umt5 import UMT5Attention
+
+from tests.parity.references import relative_l2
+from wanjax.checkpoint import SafetensorsFolder
+from wanjax.converters.engine import load
+from wanjax.converters.t5 import t5_config, t5_rules
+from wanjax.models.t5 import UMT5_XXL, T5Encoder, distance_buckets
+
+SIZES = {
+    "vocab_size": 99,
+    "d_model": 64,
+    "d_kv": 24,  # heads x head size is not the width
+    "d_ff": 160,
+    "num_layers": 3,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 16,
+    "relative_attention_max_distance": 40,
+    "feed_forward_proj": "gated-gelu",
+}
+FAMILIES = {
+    "umt5": (transformers.UMT5Config, transformers.UMT5EncoderModel),
+    "t5": (transformers.T5Config, transformers.T5EncoderModel),
+}
+LENGTHS = [1, 7, 64, 512]
+
+
+def reference_model(family: str, **sizes: int) -> torch.nn.Module:
+    config, model = FAMILIES[family]
+    torch.manual_seed(0)
+    reference = model(config(**SIZES | sizes)).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():  # norms away from one, position biases as large as logits, a peaked softmax
+        for name, weight in reference.named_parameters():
+            if "layer_norm" in name:
+                weight.copy_(1 + 0.3 * torch.randn(weight.shape, generator=generator))
+            elif "relative_attention_bias" in name:
+                weight.copy_(torch.randn(weight.shape, generator=generator))
+            elif name.endswith("SelfAttention.q.weight"):
+                weight.mul_(3)
+    return reference
+
+
+def convert(reference: torch.nn.Module, folder: Path, dtype=jnp.float32) -> T5Encoder:
+    """The model by way of the files that transformers writes."""
+    reference.save_pretrained(folder)
+    config = t5_config(json.loads((folder / "config.json").read_text()))
+    abstract = nnx.eval_shape(lambda: T5Encoder(config, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0)))
+    return load(abstract, t5_rules(config), SafetensorsFolder(folder))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def models(request, tmp_path_factory):
+    reference = reference_model(request.param)
+    return reference, convert(reference, tmp_path_factory.mktemp("text_encoder"))
+
+
+def prompt(length: int, batch: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random tokens, and masks with fewer and fewer real tokens."""
+    generator = torch.Generator().manual_seed(length)
+    tokens = torch.randint(0, SIZES["vocab_size"], (batch, length), generator=generator)
+    real = torch.tensor([max(1, length - row * length // 2) for row in range(batch)])
+    return tokens, (torch.arange(length)[None, :] < real[:, None]).long()
+
+
+def hidden(length: int) -> torch.Tensor:
+    return torch.randn(2, length, SIZES["d_model"], generator=torch.Generator().manual_seed(length)) * 2
+
+
+def ours(x: torch.Tensor) -> jax.Array:
+    return jnp.asarray(x.numpy())
+
+
+def block_of(model: T5Encoder, layer: int):
+    graphdef, weights = nnx.split(model.blocks)
+    return nnx.merge(graphdef, jax.tree.map(lambda weight: weight[layer], weights))
+
+
+def additive(mask: torch.Tensor) -> torch.Tensor:
+    """The mask as the reference's blocks take it."""
+    return (1.0 - mask[:, None, None, :].float()) * torch.finfo(torch.float32).min
+
+
+@pytest.mark.parametrize(("buckets", "max_distance"), [(32, 128), (16, 40), (8, 20), (32, 256), (64, 512), (32, 64)])
+def test_buckets_are_the_same(buckets, max_distance):
+    config = transformers.UMT5Config(
+        **SIZES | {"relative_attention_num_buckets": buckets, "relative_attention_max_distance": max_distance}
+    )
+    distance = np.arange(-2000, 2001)
+    expected = UMT5Attention(config)._relative_position_bucket(torch.from_numpy(distance)).numpy()
+    np.testing.assert_array_equal(distance_buckets(distance, buckets, max_distance), expected)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_position_biases_are_the_same(models, length):
+    reference, model = models
+    for layer, block in enumerate(reference.encoder.block):
+        attention = block.layer[0].SelfAttention
+        if not attention.has_relative_attention_bias:  # T5 v1.1 takes those of its first layer
+            continue
+        bias = model.position_bias or block_of(model, layer).position_bias
+        np.testing.assert_array_equal(bias(length), attention.compute_bias(length, length).detach().numpy())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", LENGTHS)
+def test_attention(models, length):
+    reference, model = models
+    x, (_, mask) = hidden(length), prompt(length)
+    attention = reference.encoder.block[0].layer[0].SelfAttention
+    bias = model.position_bias or block_of(model, 0).position_bias
+    name = "attention_mask" if isinstance(attention, UMT5Attention) else "mask"
+    expected = attention(x, **{name: additive(mask)})[0]
+    answer = block_of(model, 0).attn(ours(x), ours(mask).astype(bool), bias(length))
+    assert relative_l2(answer, expected) <= 1e-5
+
+
+@torch.no_grad()
+def test_mlp(models):
+    reference, model = models
+    expected = reference.encoder.block[1].layer[1].DenseReluDense(hidden(7))
+    assert relative_l2(block_of(model, 1).mlp(ours(hidden(7))), expected) <= 1e-5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", LENGTHS)
+def test_block(models, length):
+    reference, model = models
+    x, (_, mask) = hidden(length), prompt(length)
+    bias = None if model.position_bias is None else model.position_bias(length)
+    expected = reference.encoder.block[0](x, additive(mask))
+    expected = expected[0] if isinstance(expected, tuple) else expected
+    assert relative_l2(block_of(model, 0)(ours(x), ours(mask).astype(bool), bias), expected) <= 1e-5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("masked", [True, False])
+def test_whole(models, length, masked):
+    reference, model = models
+    tokens, mask = prompt(length)
+    expected = reference(tokens, mask if masked else None).last_hidden_state
+    answer = nnx.jit(lambda model, *args: model(*args))(model, ours(tokens), ours(mask) if masked else None)
+    assert relative_l2(answer, expected) <= 1e-5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_half_precision_is_no_worse_than_torch_s(family, tmp_path):
+    reference = reference_model(family)
+    tokens, mask = prompt(64, batch=4)
+    exact = reference(tokens, mask).last_hidden_state
+    half = reference.to(torch.bfloat16)
+    theirs = relative_l2(half(tokens, mask).last_hidden_state.float(), exact)
+    answer = convert(half, tmp_path, jnp.bfloat16)(ours(tokens), ours(mask))
+    assert answer.dtype == jnp.bfloat16
+    assert relative_l2(answer.astype(jnp.float32), exact) <= 1.1 * theirs
+
+
+def test_umt5_xxl_has_the_reference_s_parameters():
+    sizes = {
+        "vocab_size": 256384, "d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64,
+        "feed_forward_proj": "gated-gelu",
+    }  # fmt: skip
+    with torch.device("meta"):
+        reference = transformers.UMT5EncoderModel(transformers.UMT5Config(**sizes))
+    assert t5_config(reference.config.to_dict()) == UMT5_XXL
+    abstract = nnx.eval_shape(
+        lambda: T5Encoder(UMT5_XXL, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    )
+    count = sum(weight.get_value().size for _, weight in nnx.to_flat_state(nnx.state(abstract)))
+    assert count == sum(weight.numel() for weight in reference.parameters())

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The T5 encoder by itself: sizes, axes, position buckets, masks, and what its first weights do."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from wanjax.models.t5 import UMT5_XXL, T5Config, T5Encoder, distance_buckets
+
+UMT5 = T5Config(
+    vocab_size=80,
+    width=48,
+    heads=3,
+    head_dim=16,
+    mlp_dim=96,
+    layers=2,
+    buckets=8,
+    max_distance=20,
+    eps=1e-6,
+    shared_bias=False,
+)
+T5 = dataclasses.replace(UMT5, shared_bias=True)
+
+
+def build(config: T5Config, dtype=jnp.float32, param_dtype=jnp.float32) -> T5Encoder:
+    return T5Encoder(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0))
+
+
+def abstract_weights(config: T5Config) -> list[tuple[tuple, nnx.Variable]]:
+    return nnx.to_flat_state(nnx.state(nnx.eval_shape(lambda: build(config, param_dtype=jnp.bfloat16))))
+
+
+def prompt(batch: int, length: int) -> tuple[jax.Array, jax.Array]:
+    """Random tokens; row i has its last i + 1 positions masked."""
+    tokens = jax.random.randint(jax.random.key(length), (batch, length), 0, UMT5.vocab_size)
+    return tokens, jnp.arange(length)[None, :] < length - 1 - jnp.arange(batch)[:, None]
+
+
+def test_umt5_xxl_has_as_many_parameters_as_the_published_encoder():
+    assert sum(weight.get_value().size for _, weight in abstract_weights(UMT5_XXL)) == 5_680_910_336
+
+
+@pytest.mark.parametrize("config", [UMT5, T5])
+def test_every_weight_names_each_of_its_axes(config):
+    for path, weight in abstract_weights(config):
+        axes, shape = weight.get_metadata("out_sharding"), weight.get_value().shape
+        assert len(axes) == len(shape), path
+        assert (axes[0] == "layers") == (path[0] == "blocks"), path
+
+
+@pytest.mark.parametrize(("buckets", "max_distance"), [(32, 128), (8, 20), (16, 64)])
+def test_buckets_follow_their_definition_in_exact_arithmetic(buckets, max_distance):
+    half, exact = buckets // 2, buckets // 4
+    distances = np.arange(-300, 301)
+    ours = distance_buckets(distances, buckets, max_distance)
+    for distance, bucket in zip(distances.tolist(), ours.tolist(), strict=True):
+        # the k-th geometric bucket begins where (away / exact) ** steps reaches (max_distance / exact) ** k
+        away, steps = abs(distance), half - exact
+        begun = [k for k in range(steps) if away**steps * exact**k >= max_distance**k * exact**steps]
+        assert bucket == half * (distance > 0) + (away if away < exact else exact + max(begun)), distance
+
+
+@pytest.mark.parametrize("config", [UMT5, T5])
+def test_masked_tokens_leave_no_trace(config):
+    model = build(config)
+    tokens, mask = prompt(2, 12)
+    features = model(tokens, mask)
+    other = model(jnp.where(mask, tokens, 7), mask)
+    longer = model(jnp.pad(tokens, ((0, 0), (0, 5))), jnp.pad(mask, ((0, 0), (0, 5))))[:, :12]
+    for row in range(2):
+        np.testing.assert_array_equal(features[row, mask[row]], other[row, mask[row]])
+        np.testing.assert_allclose(features[row, mask[row]], longer[row, mask[row]], rtol=1e-4, atol=1e-5)
+    assert not np.allclose(features[0], model(tokens)[0])
+
+
+def test_an_integer_mask_is_as_good_as_a_boolean_one():
+    model = build(UMT5)
+    tokens, mask = prompt(2, 9)
+    np.testing.assert_array_equal(model(tokens, mask), model(tokens, mask.astype(jnp.int32)))
+
+
+def test_one_layer_s_bias_is_its_own_and_a_shared_one_moves_every_layer():
+    tokens, _ = prompt(1, 10)
+    own, shared = build(UMT5), build(T5)
+    assert own.blocks.position_bias.table.get_value().shape == (2, 8, 3)
+    assert shared.position_bias.table.get_value().shape == (8, 3)
+    before = shared(tokens)
+    shared.position_bias.table.set_value(shared.position_bias.table.get_value() * 40.0)
+    assert not np.allclose(before, shared(tokens), atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_weights_in_half_precision_serve_either_compute_dtype(dtype):
+    features = build(UMT5, dtype=dtype, param_dtype=jnp.bfloat16)(*prompt(2, 8))
+    assert features.dtype == dtype
+    assert bool(jnp.isfinite(features).all())
+
+
+def test_first_weights_give_logits_and_features_of_unit_size():
+    config = dataclasses.replace(UMT5, width=256, heads=8, head_dim=32, mlp_dim=512)
+    model = build(config)
+    x = jax.random.normal(jax.random.key(1), (1, 32, 256))
+    attn = jax.tree.map(lambda weight: weight[0], nnx.state(model.blocks.attn))
+    q, k = (x @ attn[name]["kernel"].get_value() for name in "qk")
+    logits = jnp.einsum("blnd,bsnd->bnls", *(y.reshape(1, 32, 8, 32) for y in (q, k)))
+    assert 0.8 < float(jnp.std(logits)) < 1.25
+    assert 0.8 < float(jnp.std(model(prompt(1, 32)[0]))) < 1.25
+
+
+@pytest.mark.parametrize("config", [UMT5, T5])
+def test_every_weight_is_trained_by_the_features(config):
+    graphdef, weights = nnx.split(build(config))
+    tokens, mask = prompt(2, 12)
+    pull = jax.random.normal(jax.random.key(2), (2, 12, config.width))
+    gradients = jax.grad(lambda weights: jnp.sum(nnx.merge(graphdef, weights)(tokens, mask) * pull))(weights)
+    for path, gradient in nnx.to_flat_state(gradients):
+        assert bool(jnp.isfinite(gradient.get_value()).all()), path
+        assert float(jnp.abs(gradient.get_value()).max()) > 0, path

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The text side by itself: what cleaning, tokenizing and encoding do, and what they say of a folder they cannot use."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+from flax import nnx
+
+from tests.test_t5 import UMT5
+from tests.toy_tokenizer import save_tokenizer
+from wanjax.errors import WanjaxError
+from wanjax.models.t5 import T5Encoder
+from wanjax.pipelines.text import Tokenizer, clean_prompt, encode_text
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return Tokenizer.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "clean"),
+    [
+        ("a  cat\n on\ta mat ", "a cat on a mat"),
+        ("fish &amp;amp; chips", "fish & chips"),
+        ("&amp;lt;b&amp;gt;", "<b>"),
+        ("&nbsp; x &nbsp;", "x"),
+        ("schÃ¶n", "schön"),
+        ("ｗｉｄｅ　ｔｅｘｔ", "wide text"),
+        ("“curly”", '"curly"'),
+        (" \n\t ", ""),
+        ("", ""),
+    ],
+)
+def test_cleaning(prompt, clean):
+    assert clean_prompt(prompt) == clean
+
+
+def test_tokens_are_padded_and_the_end_token_is_real(tokenizer):
+    batch = tokenizer.tokenize(["the cat", ""])
+    assert batch.ids.shape == batch.mask.shape == (2, 512)
+    assert (batch.ids.dtype, batch.mask.dtype) == (np.int32, np.bool_)
+    assert [tokenizer.backend.id_to_token(i) for i in batch.ids[0, :4]] == ["▁the", "▁cat", "</s>", "<pad>"]
+    assert batch.mask.sum(axis=1).tolist() == [3, 1]  # an empty prompt is its end token
+    assert batch.truncated == (None, None)
+
+
+def test_what_is_cut_is_told(tokenizer):
+    prompt = " ".join(["cat"] * 599 + ["piano"])
+    fits, cut = tokenizer.tokenize([" ".join(["cat"] * 511), prompt]).truncated
+    assert fits is None
+    assert (cut.tokens, cut.length) == (601, 512)
+    assert cut.cut == " ".join(["cat"] * 88 + ["piano"])
+    assert str(cut).startswith('the prompt has 601 tokens, the model reads 512: the end "cat cat')
+    assert len(str(cut)) < 140
+    short = tokenizer.tokenize(["the cat on the piano"], length=4)
+    assert str(short.truncated[0]) == 'the prompt has 6 tokens, the model reads 4: the end "the piano" was cut'
+    assert tokenizer.backend.id_to_token(int(short.ids[0, -1])) == "</s>"
+
+
+@pytest.mark.parametrize(("setting", "length"), [(77, 77), (4096, 512), (int(1e30), 512), (None, 512)])
+def test_the_length_is_what_the_settings_allow(tmp_path, setting, length):
+    tokenizer = Tokenizer.load(save_tokenizer(tmp_path, model_max_length=setting))
+    assert tokenizer.text_length == length
+    assert tokenizer.tokenize(["cat"]).ids.shape == (1, length)
+
+
+def test_padding_and_cutting_stored_in_the_file_are_not_ours(folder, tokenizer, tmp_path):
+    save_tokenizer(tmp_path)
+    stored = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    stored.enable_padding(length=40, pad_id=2)
+    stored.enable_truncation(5)
+    stored.save(str(tmp_path / "tokenizer.json"))
+    prompts = ["the cat on the red piano moving left"]
+    np.testing.assert_array_equal(Tokenizer.load(tmp_path).tokenize(prompts).ids, tokenizer.tokenize(prompts).ids)
+
+
+def test_the_padding_token_is_read_from_either_file(tmp_path):
+    save_tokenizer(tmp_path, pad_token={"content": "<unk>", "special": True})
+    assert Tokenizer.load(tmp_path).pad_id == 2
+    (tmp_path / "tokenizer_config.json").unlink()
+    assert Tokenizer.load(tmp_path).pad_id == 0
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"pad_token": "</s>"}))
+    assert Tokenizer.load(tmp_path).pad_id == 1
+
+
+def test_the_vocabulary_s_size(tokenizer):
+    assert tokenizer.vocab_size == max(tokenizer.backend.get_vocab().values()) + 1
+
+
+def test_an_unknown_padding_token(tmp_path):
+    save_tokenizer(tmp_path, pad_token="<nothing>")
+    with pytest.raises(WanjaxError, match="no token '<nothing>'"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_folder_without_tokenizer_json(tmp_path):
+    with pytest.raises(WanjaxError, match=r"has no tokenizer\.json: download"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "spiece.model").touch()
+    with pytest.raises(WanjaxError, match=r"has no tokenizer\.json, only spiece\.model: download"):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_corrupt_file_is_named(tmp_path, name):
+    file = save_tokenizer(tmp_path) / name
+    file.write_text(file.read_text()[:-20])
+    with pytest.raises(WanjaxError, match=f"{name} is not"):
+        Tokenizer.load(tmp_path)
+
+
+def test_padding_is_encoded_as_exact_zeros():
+    encoder = T5Encoder(UMT5, dtype=jnp.bfloat16, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+    tokens = jnp.array([[5, 6, 1, 0, 0], [1, 0, 0, 0, 0]])
+    features = encode_text(encoder, tokens, tokens > 0)
+    assert features.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(jnp.any(features != 0, axis=-1), tokens > 0)
