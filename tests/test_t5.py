@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from wanjax.layers.linear import scan_compiler_options
 from wanjax.models.t5 import UMT5_XXL, T5Config, T5Encoder, distance_buckets
 
 UMT5 = T5Config(
@@ -98,6 +99,17 @@ def test_weights_in_half_precision_serve_either_compute_dtype(dtype):
     features = build(UMT5, dtype=dtype, param_dtype=jnp.bfloat16)(*prompt(2, 8))
     assert features.dtype == dtype
     assert bool(jnp.isfinite(features).all())
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_half_precision_weights_are_cast_one_block_at_a_time(dtype):
+    config = dataclasses.replace(UMT5, width=256, mlp_dim=1024, layers=16)
+    graphdef, weights = nnx.split(nnx.eval_shape(lambda: build(config, dtype=dtype, param_dtype=jnp.bfloat16)))
+    encode = jax.jit(
+        lambda weights, tokens: nnx.merge(graphdef, weights)(tokens), compiler_options=scan_compiler_options()
+    )
+    memory = encode.lower(weights, jax.ShapeDtypeStruct((1, 8), jnp.int32)).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 0.25 * memory.argument_size_in_bytes
 
 
 def test_first_weights_give_logits_and_features_of_unit_size():

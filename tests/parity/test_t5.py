@@ -14,9 +14,10 @@ from flax import nnx
 from transformers.models.umt5.modeling_umt5 import UMT5Attention
 
 from tests.parity.references import relative_l2
-from wanjax.checkpoint import SafetensorsFolder
-from wanjax.converters.engine import load
+from wanjax.checkpoint import SafetensorsFolder, load_safetensors
+from wanjax.converters.engine import export, load, plan
 from wanjax.converters.t5 import t5_config, t5_rules
+from wanjax.errors import WanjaxError
 from wanjax.models.t5 import UMT5_XXL, T5Encoder, distance_buckets
 
 SIZES = {
@@ -180,5 +181,36 @@ def test_umt5_xxl_has_the_reference_s_parameters():
     abstract = nnx.eval_shape(
         lambda: T5Encoder(UMT5_XXL, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     )
-    count = sum(weight.get_value().size for _, weight in nnx.to_flat_state(nnx.state(abstract)))
-    assert count == sum(weight.numel() for weight in reference.parameters())
+    ours = {".".join(map(str, path)): weight.get_value() for path, weight in nnx.to_flat_state(nnx.state(abstract))}
+    theirs = {
+        key: jax.ShapeDtypeStruct(tuple(weight.shape), jnp.bfloat16) for key, weight in reference.state_dict().items()
+    }
+    assert "encoder.embed_tokens.weight" in theirs  # tied, and some files hold it twice
+    fills = plan(t5_rules(UMT5_XXL), theirs, ours)
+    assert {key for fill in fills for key in fill.sources} == set(theirs) - {"encoder.embed_tokens.weight"}
+    assert sum(w.size for w in ours.values()) == sum(weight.numel() for weight in reference.parameters())
+
+
+def test_the_weights_return_to_the_reference_s_names(models, tmp_path):
+    reference, model = models
+    export(model, t5_rules(model.config), tmp_path / "model.safetensors")
+    exported = load_safetensors(tmp_path / "model.safetensors")
+    expected = {key: weight.numpy() for key, weight in reference.state_dict().items()}
+    del expected["encoder.embed_tokens.weight"]
+    assert exported.keys() == expected.keys()
+    for key, weight in expected.items():
+        np.testing.assert_array_equal(exported[key], weight)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model_type": "bert"}, "model_type 'bert'"),
+        ({"feed_forward_proj": "relu"}, "feed_forward_proj 'relu'"),
+        ({"d_kv": None}, "no d_kv"),
+    ],
+)
+def test_a_config_that_is_not_ours(change, said):
+    config = transformers.UMT5Config(**SIZES).to_dict() | change
+    with pytest.raises(WanjaxError, match=said):
+        t5_config({key: value for key, value in config.items() if value is not None})
