@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads a clip back by classical vision: which colour, which shape, which motion, or None where it cannot tell.
+
+The steps: fit a plain or evenly shaded background to each frame; take what differs from it as the shape; name its colour
+by the nearest of the palette; lay a template of each shape, of the same centre and area, over it; and fit straight lines
+to its centre and size over time. Nothing is learnt, and nothing is known of the prompt.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from clips import COLOURS, SHAPES, distance
+from jaxtyping import Float, UInt8
+from scipy import ndimage
+
+CONTRAST = 0.18  # a pixel further than this from the background, in RGB from 0 to 1, belongs to the shape
+LEAST_AREA, MOST_AREA = 0.004, 0.35  # of the frame
+READABLE = 0.75  # part of the frames that must show one shape
+COLOUR_TOLERANCE = 0.25
+LEAST_OVERLAP, LEAST_LEAD = 0.75, 0.03  # of the best template, and over the second best
+TRAVELS, STANDS = 0.20, 0.08  # displacement over the clip, as part of the frame
+GROWS, KEEPS = 1.4, 1.2  # ratio of the sizes at the two ends
+UNSTEADY = 0.04  # root mean square distance from a straight track, as part of the frame
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a clip shows; None where it cannot be told. The measures behind it stand beside it."""
+
+    colour: str | None = None
+    shape: str | None = None
+    motion: str | None = None
+    rgb: tuple[float, float, float] | None = None
+    displacement: tuple[float, float] | None = None  # x and y, as part of the frame; y grows downwards
+    growth: float | None = None  # ratio of the last size to the first
+    overlaps: dict[str, float] | None = None  # with the template of each shape
+
+
+@dataclass(frozen=True)
+class _Blobs:
+    """The shape in those frames that show one."""
+
+    index: Float[np.ndarray, "T"]  # of the frame, 0 for the first and 1 for the last
+    cover: Float[np.ndarray, "T H W"]
+    area: Float[np.ndarray, "T"]  # in pixels
+    x: Float[np.ndarray, "T"]
+    y: Float[np.ndarray, "T"]
+    rgb: Float[np.ndarray, "T 3"]
+
+
+def read(frames: UInt8[np.ndarray, "T H W 3"]) -> Reading:
+    """Names the colour, the shape and the motion of the one shape in a clip."""
+    video = np.asarray(frames, np.float32) / 255.0
+    blobs = _find(video)
+    if blobs is None:
+        return Reading()
+    motion, displacement, growth = _motion(blobs, video.shape[1:3])
+    overlaps = _overlaps(blobs)
+    return Reading(
+        colour=_colour(blobs.rgb),
+        shape=_shape(overlaps),
+        motion=motion,
+        rgb=tuple(round(float(level), 3) for level in np.median(blobs.rgb, axis=0)),
+        displacement=displacement,
+        growth=growth,
+        overlaps=overlaps,
+    )
+
+
+def _background(video: Float[np.ndarray, "T H W 3"], rounds: int = 8) -> Float[np.ndarray, "T H W 3"]:
+    """The plane a + b x + c y of each frame and channel that fits most pixels, from the frame's rim inwards."""
+    frames, height, width, _ = video.shape
+    y, x = np.meshgrid(np.linspace(-1, 1, height), np.linspace(-1, 1, width), indexing="ij")
+    everywhere = np.stack([np.ones_like(x), x, y], axis=-1).astype(np.float32)
+    basis = everywhere[::2, ::2].reshape(-1, 3)  # a quarter of the pixels is plenty for three numbers
+    products = (basis[:, :, None] * basis[:, None, :]).reshape(-1, 9)
+    pixels = video[:, ::2, ::2].reshape(frames, -1, 3)
+    rim = (np.abs(basis).max(axis=1, where=[False, True, True], initial=0.0) > 0.85).astype(np.float32)
+    weights = np.broadcast_to(rim, pixels.shape[:2])
+    for _ in range(rounds):
+        moments = (weights @ products).reshape(frames, 3, 3) + 1e-4 * np.eye(3, dtype=np.float32)
+        plane = np.linalg.solve(moments, basis.T @ (weights[:, :, None] * pixels))
+        squared = np.sum((pixels - basis @ plane) ** 2, axis=-1)
+        weights = 1.0 / (1.0 + squared / 0.05**2) ** 2  # what lies far off, the shape, counts for nothing
+    return (everywhere.reshape(-1, 3) @ plane).reshape(video.shape)
+
+
+def _find(video: Float[np.ndarray, "T H W 3"]) -> _Blobs | None:
+    """The shape, as the part of each pixel that it covers; None where too few frames show just one."""
+    background = _background(video)
+    smooth = ndimage.uniform_filter(video - background, (1, 3, 3, 1))  # lone noisy pixels are no shape
+    masks = np.linalg.norm(smooth, axis=-1) > CONTRAST
+    single = [_single(mask) for mask in masks]
+    seen = np.array([mask is not None for mask in single])
+    if seen.sum() < max(READABLE * len(video), 2):
+        return None
+    masks = np.stack([mask for mask in single if mask is not None])
+    video, background = video[seen], background[seen]
+    rgb = np.stack([np.median(frame[_core(mask)], axis=0) for frame, mask in zip(video, masks, strict=True)])
+    contrast = np.median(rgb, axis=0) - background
+    cover = np.sum((video - background) * contrast, axis=-1) / np.maximum(np.sum(contrast**2, axis=-1), 1e-6)
+    near = np.stack([ndimage.binary_dilation(mask, iterations=3) for mask in masks])
+    cover = np.clip(cover, 0.0, 1.0) * near
+    area = cover.sum(axis=(1, 2))
+    height, width = video.shape[1:3]
+    x = np.einsum("thw,w->t", cover, np.arange(width) + 0.5) / area
+    y = np.einsum("thw,h->t", cover, np.arange(height) + 0.5) / area
+    return _Blobs(np.flatnonzero(seen) / (len(seen) - 1), cover, area, x, y, rgb)
+
+
+def _single(mask: np.ndarray) -> np.ndarray | None:
+    """The largest connected part, if it is nearly all of the mask and of a fair size."""
+    labels, count = ndimage.label(mask)
+    if count == 0:
+        return None
+    areas = np.bincount(labels.ravel())[1:]
+    largest = areas.max()
+    if largest < 0.8 * areas.sum() or not LEAST_AREA < largest / mask.size < MOST_AREA:
+        return None
+    return labels == 1 + int(areas.argmax())
+
+
+def _core(mask: np.ndarray) -> np.ndarray:
+    """The mask without its rim, where the shape's colour is mixed with the background's."""
+    core = ndimage.binary_erosion(mask, iterations=2)
+    return core if core.sum() > 4 else mask
+
+
+def _colour(rgb: Float[np.ndarray, "T 3"]) -> str | None:
+    """The palette's name that is near in nearly every frame."""
+    distances = np.linalg.norm(rgb[:, None] - np.array(list(COLOURS.values())), axis=-1)
+    near = (distances.argmin(axis=1)[:, None] == np.arange(len(COLOURS))) & (distances < COLOUR_TOLERANCE)
+    votes = near.mean(axis=0)
+    return list(COLOURS)[int(votes.argmax())] if votes.max() >= READABLE else None
+
+
+def _unit_area(shape: str) -> float:
+    """The area of the shape of radius 1."""
+    grid = (np.arange(400) - 199.5) / 100.0
+    return float(np.clip(0.5 - 100.0 * distance(shape, grid[None], grid[:, None], np.ones(1)), 0, 1).sum()) / 1e4
+
+
+_AREAS = {shape: _unit_area(shape) for shape in SHAPES}
+
+
+def _overlaps(blobs: _Blobs) -> dict[str, float]:
+    """Intersection over union with each shape's template of the same centre and area, averaged over the frames."""
+    _, height, width = blobs.cover.shape
+    x = (np.arange(width) + 0.5 - blobs.x[:, None])[:, None, :]
+    y = (np.arange(height) + 0.5 - blobs.y[:, None])[:, :, None]
+    overlaps = {}
+    for shape in SHAPES:
+        radius = np.sqrt(blobs.area / _AREAS[shape])[:, None, None]
+        template = np.clip(0.5 - distance(shape, x, y, radius), 0.0, 1.0)
+        both = np.minimum(template, blobs.cover).sum(axis=(1, 2))
+        either = np.maximum(template, blobs.cover).sum(axis=(1, 2))
+        overlaps[shape] = round(float(np.mean(both / either)), 3)
+    return overlaps
+
+
+def _shape(overlaps: dict[str, float]) -> str | None:
+    """The shape whose template fits best, if it fits well and clearly better than the others."""
+    best, second = sorted(overlaps, key=overlaps.__getitem__, reverse=True)[:2]
+    clear = overlaps[best] >= LEAST_OVERLAP and overlaps[best] - overlaps[second] >= LEAST_LEAD
+    return best if clear else None
+
+
+def _line(index: np.ndarray, track: np.ndarray) -> tuple[float, float, float]:
+    """A straight line through a track: its values at the clip's two ends, and how far the track strays from it."""
+    slope, start = np.polyfit(index, track, 1)
+    stray = np.sqrt(np.mean((track - start - slope * index) ** 2))
+    return float(start), float(start + slope), float(stray)
+
+
+def _motion(blobs: _Blobs, size: tuple[int, int]) -> tuple[str | None, tuple[float, float], float]:
+    """The motion, the displacement of the centre and the ratio of the sizes, over the whole clip."""
+    height, width = size
+    x0, x1, stray_x = _line(blobs.index, blobs.x / width)
+    y0, y1, stray_y = _line(blobs.index, blobs.y / height)
+    s0, s1, stray_s = _line(blobs.index, np.sqrt(blobs.area / (height * width)))
+    dx, dy = x1 - x0, y1 - y0
+    growth = max(s1, 1e-3) / max(s0, 1e-3)
+    motion = None
+    if max(stray_x, stray_y, stray_s) < UNSTEADY:
+        motion = _name_motion(dx, dy, growth)
+    return motion, (round(dx, 3), round(dy, 3)), round(growth, 3)
+
+
+def _name_motion(dx: float, dy: float, growth: float) -> str | None:
+    """The one motion that is plain to see while the others are not."""
+    travel, sideways = max(abs(dx), abs(dy)), min(abs(dx), abs(dy))
+    keeps = 1 / KEEPS < growth < KEEPS
+    if travel > TRAVELS and sideways < travel / 3 and keeps:
+        if travel == abs(dx):
+            return "right" if dx > 0 else "left"
+        return "down" if dy > 0 else "up"
+    if travel > STANDS:
+        return None
+    if keeps:
+        return "stays"
+    if growth > GROWS:
+        return "grows"
+    return "shrinks" if growth < 1 / GROWS else None
