@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds a checkpoint's folder: one that is at hand, or a Hugging Face repository's, downloaded as far as needed."""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from wanjax.checkpoint import WEIGHT_NAMES
+from wanjax.errors import WanjaxError
+
+INDEX = "model_index.json"
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+# Of the weights only the plain variant, whole or in shards: no ".fp16." twin, no ".bin" beside the safetensors.
+COMPONENT_FILES = ("*.json", *(f"{name}{tail}.safetensors" for name in WEIGHT_NAMES for tail in ("", "-*-of-*")))
+
+
+def resolve(source: str | Path, components: Sequence[str] | None = None, *, revision: str | None = None) -> Path:
+    """The folder of the checkpoint `source`, a folder or a Hugging Face id such as `Wan-AI/Wan2.1-T2V-1.3B-Diffusers`.
+
+    Of a repository only the named components (all those of its model_index.json, if none are named) are downloaded, to
+    the cache of huggingface-hub, whose settings (HF_HOME, HF_HUB_OFFLINE, HF_TOKEN, HF_ENDPOINT) hold.
+    Raises WanjaxError if the folder is no checkpoint, or the repository is unknown, gated or out of reach.
+    """
+    folder = Path(source).expanduser()
+    if folder.exists():
+        if not (folder / INDEX).is_file():
+            raise WanjaxError(f"{folder} holds no {INDEX}: a checkpoint in the diffusers layout is needed")
+        return folder
+    if not HUB_ID.fullmatch(str(source)):
+        raise WanjaxError(f"there is no folder {folder}, and it is not a Hugging Face id, which is OWNER/NAME")
+    folder = _download(str(source), revision, [INDEX])
+    if not (folder / INDEX).is_file():
+        raise WanjaxError(f"{source} holds no {INDEX}: a checkpoint in the diffusers layout is needed")
+    if components is None:
+        components = _components(folder / INDEX)
+    wanted = [f"{component}/{name}" for component in components for name in COMPONENT_FILES]
+    return _download(str(source), folder.name, [INDEX, *wanted])  # the folder's name is the commit that was found
+
+
+def _components(index: Path) -> list[str]:
+    """The components that model_index.json lists: the entries that name a library and a class."""
+    try:
+        entries = json.loads(index.read_bytes())
+        return [name for name, value in entries.items() if isinstance(value, list) and value[:1] != [None]]
+    except (ValueError, AttributeError) as error:
+        raise WanjaxError(f"{index} cannot be read: it is not a JSON object") from error
+
+
+def _download(repository: str, revision: str | None, patterns: list[str]) -> Path:
+    """The folder in the hub's cache that holds at least the repository's files of these patterns."""
+    from huggingface_hub import snapshot_download  # here: a checkpoint that is at hand needs no network client
+
+    try:
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
+    except Exception as error:  # what the transport raises comes from another library, which one depends on the version
+        raise WanjaxError(_explanation(error, repository, revision)) from error
+
+
+def _explanation(error: Exception, repository: str, revision: str | None) -> str:
+    """What the caller can do about the client's error, in one sentence."""
+    from huggingface_hub import constants, errors
+
+    page, cache = f"{constants.ENDPOINT}/{repository}", constants.HF_HUB_CACHE
+    refused = isinstance(error, errors.HfHubHTTPError) and error.response.status_code == 401
+    what = str(error.__cause__ or error).strip().partition("\n")[0]
+    if isinstance(error, errors.GatedRepoError):
+        return f"{repository} is gated: accept its terms at {page}, then log in with `hf auth login`"
+    if refused or isinstance(error, errors.RepositoryNotFoundError):  # the hub answers 401 for what does not exist too
+        return f"there is no folder {repository} and {page} is not public: check the spelling or `hf auth login`"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{repository} has no revision {revision}: {page} shows those that it has"
+    if isinstance(error, errors.LocalEntryNotFoundError) and constants.HF_HUB_OFFLINE:
+        return f"{cache} lacks files of {repository}: unset HF_HUB_OFFLINE to download them"
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        return (
+            f"{constants.ENDPOINT} cannot be reached ({what}) and {cache} lacks files of {repository}: try again later"
+        )
+    return f"{page} could not be downloaded ({what or type(error).__name__}): run again to go on from there"

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints by folder and by hub id: the real client against a small hub on loopback, faults included."""
+
+import hashlib
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from huggingface_hub import close_session, constants
+
+from wanjax import hub
+from wanjax.errors import WanjaxError
+
+ID = "owner/video"
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+FILES = {
+    "model_index.json": json.dumps(
+        {
+            "_class_name": "WanPipeline",
+            "boundary_ratio": None,
+            "transformer": ["diffusers", "WanTransformer3DModel"],
+            "vae": ["diffusers", "AutoencoderKLWan"],
+            "image_encoder": [None, None],
+        }
+    ).encode(),
+    "README.md": b"# Video",
+    "transformer/config.json": b'{"num_layers": 2}',
+    "transformer/diffusion_pytorch_model.safetensors.index.json": b"{}",
+    "transformer/diffusion_pytorch_model-00001-of-00002.safetensors": b"1" * 300_000,
+    "transformer/diffusion_pytorch_model-00002-of-00002.safetensors": b"2" * 1000,
+    "transformer/diffusion_pytorch_model.fp16.safetensors": b"3" * 1000,
+    "transformer/pytorch_model.bin": b"4",
+    "vae/config.json": b'{"z_dim": 16}',
+    "vae/diffusion_pytorch_model.safetensors": b"5" * 1000,
+    "image_encoder/model.safetensors": b"6",
+    "assets/video.mp4": b"7",
+}
+TRANSFORMER = {
+    "transformer/config.json",
+    "transformer/diffusion_pytorch_model.safetensors.index.json",
+    "transformer/diffusion_pytorch_model-00001-of-00002.safetensors",
+    "transformer/diffusion_pytorch_model-00002-of-00002.safetensors",
+}
+
+VAE = {"vae/config.json", "vae/diffusion_pytorch_model.safetensors"}
+
+
+class Hub(ThreadingHTTPServer):
+    """Speaks as much of the hub's protocol as a download needs.
+
+    `status`, `error_code`: what every request is answered with, if set; `drops`: how many answers break off halfway.
+    """
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.files = dict(FILES)
+        self.status, self.error_code, self.drops = None, None, 0
+        self.sent = []
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Answer(BaseHTTPRequestHandler):
+    server: Hub
+
+    def log_message(self, *args):
+        pass
+
+    def do_HEAD(self):
+        self.answer(with_body=False)
+
+    def do_GET(self):
+        self.answer(with_body=True)
+
+    def answer(self, with_body):
+        repository = re.fullmatch(rf"/api/models/{ID}/revision/(main|{COMMIT})", self.path)
+        file = re.fullmatch(rf"/{ID}/resolve/{COMMIT}/(.+)", self.path)
+        if self.server.status:
+            self.reply(self.server.status, b"", with_body, {"X-Error-Code": self.server.error_code or ""})
+        elif repository:
+            self.reply(200, json.dumps({"id": ID, "sha": COMMIT, "siblings": []}).encode(), with_body)
+        elif self.path.startswith(f"/api/models/{ID}/tree/{COMMIT}"):
+            entries = [
+                {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                for name, data in self.server.files.items()
+            ]
+            self.reply(200, json.dumps(entries).encode(), with_body)
+        elif file and file[1] in self.server.files:
+            self.reply_with_file(file[1], with_body)
+        elif f"/{ID}/" in self.path:
+            self.reply(404, b"", with_body, {"X-Error-Code": "RevisionNotFound"})
+        else:
+            self.reply(404, b"", with_body, {"X-Error-Code": "RepoNotFound"})
+
+    def reply_with_file(self, name, with_body):
+        data = self.server.files[name]
+        headers = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        start = int((self.headers["Range"] or "bytes=0-")[6:].split("-")[0])
+        if start:
+            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+        if with_body:
+            self.server.sent.append((name, start))
+        self.reply(206 if start else 200, data[start:], with_body, headers)
+
+    def reply(self, status, body, with_body, headers=None):
+        self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if with_body and self.server.drops and len(body) > 1_000_000:
+            self.server.drops -= 1
+            self.wfile.write(body[: len(body) // 2])
+        elif with_body:
+            self.wfile.write(body)
+
+
+@pytest.fixture
+def server():
+    with Hub() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def hub_at(tmp_path, monkeypatch):
+    """Points the client at a hub; it reads its settings from the environment once, when it is imported."""
+
+    def point(url, offline=False):
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)
+        monkeypatch.setenv("NO_PROXY", "*")
+        close_session()
+
+    yield point
+    close_session()
+
+
+@pytest.fixture
+def online(server, hub_at):
+    hub_at(server.url)
+
+
+def fault(*args, **options):
+    """The one sentence that `resolve` fails with."""
+    with pytest.raises(WanjaxError) as caught:
+        hub.resolve(*args, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def files_in(folder):
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+# --- folders ---
+
+
+def test_a_folder_that_is_there_is_taken_as_it_is(tmp_path):
+    (tmp_path / "model_index.json").write_text("{}")
+    assert hub.resolve(tmp_path, ["transformer"]) == tmp_path
+    assert hub.resolve(str(tmp_path)) == tmp_path
+
+
+def test_a_folder_without_an_index_is_refused(tmp_path):
+    with pytest.raises(WanjaxError, match=f"{tmp_path} holds no model_index.json"):
+        hub.resolve(tmp_path)
+
+
+@pytest.mark.parametrize("source", ["nowhere", "./no/where", "/no/where", "a/b/c", "", "a b/c", "ä/b"])
+def test_a_source_that_is_neither_folder_nor_id_is_refused(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(WanjaxError, match=r"there is no folder|holds no"):
+        hub.resolve(source)
+
+
+# --- repositories ---
+
+
+@pytest.mark.usefixtures("online")
+def test_only_the_wanted_files_are_downloaded(server):
+    folder = hub.resolve(ID, ["transformer"])
+    assert files_in(folder) == {"model_index.json"} | TRANSFORMER
+    assert all((folder / name).read_bytes() == FILES[name] for name in files_in(folder))
+    assert hub.resolve(ID) == folder  # the components of the index; those that are there are not fetched again
+    assert files_in(folder) == {"model_index.json"} | TRANSFORMER | VAE
+    assert sorted(server.sent) == sorted((name, 0) for name in files_in(folder))
+
+
+def test_offline_the_cache_is_used_and_what_it_lacks_is_said(server, hub_at):
+    hub_at(server.url, offline=True)
+    assert "unset HF_HUB_OFFLINE" in fault(ID, ["vae"])
+    hub_at(server.url)
+    folder = hub.resolve(ID, ["vae"])
+    server.sent.clear()
+    hub_at(server.url, offline=True)
+    assert hub.resolve(ID, ["vae"]) == folder
+    assert "unset HF_HUB_OFFLINE" in fault(ID, ["transformer"])
+    assert not server.sent
+
+
+@pytest.mark.usefixtures("online")
+def test_an_unknown_repository_or_revision_is_named(server):
+    assert f"no folder owner/typo and {server.url}/owner/typo is not public" in fault("owner/typo")
+    assert f"{ID} has no revision v9" in fault(ID, revision="v9")
+
+
+@pytest.mark.usefixtures("online")
+@pytest.mark.parametrize(
+    ("status", "error_code", "what"),
+    [
+        (401, None, "is not public: check the spelling or `hf auth login`"),
+        (403, "GatedRepo", "owner/video is gated: accept its terms at http://127.0.0.1:"),
+        (404, "RepoNotFound", "there is no folder owner/video"),
+        (500, None, "cannot be reached (Server error '500 Internal Server Error'"),
+    ],
+)
+def test_a_refusal_is_explained(server, status, error_code, what):
+    server.status, server.error_code = status, error_code
+    assert what in fault(ID)
+
+
+@pytest.mark.usefixtures("online")
+def test_a_repository_without_an_index_is_refused(server):
+    del server.files["model_index.json"]
+    assert f"{ID} holds no model_index.json" in fault(ID)
+
+
+@pytest.mark.usefixtures("online")
+def test_a_broken_index_is_named(server):
+    server.files["model_index.json"] = b"[]"
+    assert "model_index.json cannot be read" in fault(ID)
+
+
+@pytest.mark.usefixtures("online")
+def test_a_dropped_connection_is_taken_up_where_it_broke_off(server):
+    name = "vae/diffusion_pytorch_model.safetensors"
+    server.files[name] = bytes(range(256)) * 100_000  # more than two of the pieces of 10 MiB that the client writes
+    server.drops = 1
+    folder = hub.resolve(ID, ["vae"])
+    assert (folder / name).read_bytes() == server.files[name]
+    assert [start for sent, start in server.sent if sent == name] == [0, 10 << 20]
+
+
+def test_a_hub_that_is_down_is_named(hub_at):
+    hub_at("http://127.0.0.1:9")
+    assert "http://127.0.0.1:9 cannot be reached" in fault(ID)
+
+
+@pytest.mark.usefixtures("online")
+def test_a_disk_that_is_full_is_told(server):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        message = fault(ID, ["transformer"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert f"{server.url}/{ID} could not be downloaded ([Errno 27] File too large)" in message
+
+
+def test_the_clients_settings_come_from_the_environment(server, tmp_path):
+    """In a process of its own, for the client reads them when it is imported."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    run = subprocess.run(
+        [sys.executable, "-c", f"from wanjax import hub; print(hub.resolve({ID!r}, ['vae']))"],
+        env=environment | {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path), "NO_PROXY": "*"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    folder = Path(run.stdout.strip())
+    assert folder.is_relative_to(tmp_path / "hub")
+    assert files_in(folder) == {"model_index.json"} | VAE
