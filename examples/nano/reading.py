@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads a clip back by classical vision: which colour, which shape, which motion, or None where it cannot tell.
 
-The steps: fit a plain or evenly shaded background to each frame; take what differs from it as the shape; name its colour
-by the nearest of the palette; lay a template of each shape, of the same centre and area, over it; and fit straight lines
-to its centre and size over time. Nothing is learnt, and nothing is known of the prompt.
+The steps: fit a plain or evenly shaded background to each frame; take what differs from it as the shape; name its
+colour by the nearest of the palette; lay a template of each shape, of the same centre and area, over it; and fit
+straight lines to its centre and size over time. Nothing is learnt, and nothing is known of the prompt.
 """
 
 from dataclasses import dataclass
