@@ -2,7 +2,7 @@
 """Moves weights between a Hugging Face checkpoint and an NNX module by a table of rules, in both directions.
 
 A table is total: every parameter is filled from the checkpoint and every tensor of the checkpoint is used,
-or `plan` raises one error that lists all that is wrong. Transforms only rearrange values, so each has an exact inverse.
+or `plan` raises one error that lists all that is wrong. What a family's table needs can be imported from here.
 """
 
 import os
@@ -22,101 +22,31 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from wanjax.converters.transforms import CONV, IDENTITY, TRANSPOSE, Shape, Transform, patches, rope_halves, squeeze
 
 from wanjax.checkpoint import Spec, save_safetensors
 from wanjax.errors import WanjaxError
 
+__all__ = [
+    "CONV",
+    "IDENTITY",
+    "TRANSPOSE",
+    "Rule",
+    "Transform",
+    "conv",
+    "export",
+    "linear",
+    "load",
+    "norm",
+    "patches",
+    "plan",
+    "rope_halves",
+    "squeeze",
+]
+
 Module = TypeVar("Module", bound=nnx.Module)
-Shape = tuple[int, ...]
 PIECE = 1 << 20  # bytes that one core moves at a time
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
-
-
-@dataclass(frozen=True)
-class Transform:
-    """An exact rearrangement of a tensor's values, from the checkpoint's layout to ours (`forward`) and back."""
-
-    name: str
-    forward: Callable
-    inverse: Callable
-
-    def __rshift__(self, after: "Transform") -> "Transform":
-        """This transform, then `after`."""
-        return Transform(
-            f"{self.name} >> {after.name}",
-            lambda x: after.forward(self.forward(x)),
-            lambda x: self.inverse(after.inverse(x)),
-        )
-
-    def shape(self, source: Shape) -> Shape | None:
-        """The shape that a source shape becomes; None where the transform does not apply to it."""
-        return _shape_through(self.forward, source)
-
-    def source_shape(self, target: Shape) -> Shape | None:
-        """The shape that the source must have to become `target`."""
-        return _shape_through(self.inverse, target)
-
-
-@lru_cache(maxsize=4096)
-def _shape_through(rearrange: Callable, shape: Shape) -> Shape | None:
-    no_memory = np.broadcast_to(np.int8(0), shape)  # all strides are 0: a rearrangement of it copies nothing
-    try:
-        return rearrange(no_memory).shape
-    except ValueError:
-        return None
-
-
-def _swap_pairs(x, groups: int, inner: tuple[int, int]):
-    """Rows [groups * a * b, ...] with the axes a and b, of sizes `inner` (one of them -1), exchanged."""
-    rows = x.reshape(groups, *inner, *x.shape[1:])
-    return rows.swapaxes(1, 2).reshape(x.shape)
-
-
-def rope_halves(heads: int) -> Transform:
-    """Rows of a q or k weight, bias or norm [N*D, ...]: in each head pairs (0,1),(2,3).. become (0,D/2),(1,D/2+1).."""
-    return Transform(
-        f"rope_halves({heads})",
-        lambda x: _swap_pairs(x, heads, (-1, 2)),
-        lambda x: _swap_pairs(x, heads, (2, -1)),
-    )
-
-
-def squeeze(*axes: int) -> Transform:
-    """Drops axes of size 1."""
-    return Transform(
-        f"squeeze{axes}",
-        lambda x: x.squeeze(axes),
-        lambda x: np.expand_dims(x, axes),
-    )
-
-
-def patches(patch: tuple[int, ...]) -> Transform:
-    """The weight of a convolution whose stride is its kernel, [E, C, *patch] -> a kernel [prod(patch) * C, E].
-
-    The rows are ordered as our patches are flattened: offsets in the patch first, channel last.
-    """
-    rank = len(patch)
-
-    def forward(x):
-        if x.shape[2:] != patch:
-            raise ValueError
-        return x.transpose(*range(2, 2 + rank), 1, 0).reshape(-1, x.shape[0])
-
-    def inverse(x):
-        width = x.shape[1]
-        return x.reshape(*patch, -1, width).transpose(rank + 1, rank, *range(rank))
-
-    return Transform(f"patches{patch}", forward, inverse)
-
-
-IDENTITY = Transform("identity", lambda x: x, lambda x: x)
-TRANSPOSE = Transform("transpose", lambda x: x.transpose(1, 0), lambda x: x.transpose(1, 0))
-CONV = Transform(
-    "conv",
-    lambda x: x.transpose(*range(2, x.ndim), 1, 0),
-    lambda x: x.transpose(x.ndim - 1, x.ndim - 2, *range(x.ndim - 2)),
-)
-"""A convolution's weight [O, I, *kernel] -> [*kernel, I, O]."""
 
 
 @dataclass(frozen=True)
@@ -203,11 +133,11 @@ def plan(
     missing, unfit, orphans = [], [], []
     surplus = {key for key in sources if any(fnmatchcase(key, pattern) for pattern in ignore)}
     for path, target in targets.items():
-        found = [(rule, indices) for rule in rules if (indices := _match(rule.target, path)) is not None]
-        if len(found) != 1:
+        candidates = _rules_for(path, rules)
+        if len(candidates) != 1:
             orphans.append(path)
             continue
-        fill, aliases = _fill(*found[0], path, target.shape, sources)
+        fill, aliases = _fill(*candidates[0], path, target.shape, sources)
         fills.append(fill)
         surplus |= aliases
         for key in fill.sources:
@@ -229,10 +159,10 @@ def plan(
     return fills
 
 
-def _match(pattern: str, path: str) -> dict[str, str] | None:
-    """The values of the pattern's placeholders that make it `path`."""
-    found = _regex(pattern).fullmatch(path)
-    return None if found is None else found.groupdict()
+def _rules_for(path: str, rules: Iterable[Rule]) -> list[tuple[Rule, dict[str, str]]]:
+    """The rules whose target is `path`, with the values of the placeholders that make it so."""
+    matches = [(rule, _regex(rule.target).fullmatch(path)) for rule in rules]
+    return [(rule, match.groupdict()) for rule, match in matches if match]
 
 
 @lru_cache(maxsize=4096)
@@ -271,7 +201,7 @@ def _folded(names: Iterable[str]) -> list[str]:
     """The names, those that differ in their first index alone as one: `blocks.{0-3}.norm`."""
     groups = defaultdict(list)
     for name in names:
-        before, index, after = (*re.split(r"(?<=\.)([0-9]+)(?=\.)", name, maxsplit=1), "", "")[:3]
+        before, index, after = (*re.split(r"(?<=\.)([0-9]{1,9})(?=\.)", name, maxsplit=1), "", "")[:3]
         groups[before, after].append(index)
     return [before + _ranges(indices) + after for (before, after), indices in groups.items()]
 
@@ -304,13 +234,10 @@ def load(
     One tensor at a time is on the host, beside what a CPU itself keeps as weights. Raises WanjaxError as `plan` does.
     """
     graphdef, state = nnx.split(abstract)
-    targets = {path: variable.get_value() for path, variable in _flat(state).items()}
+    targets = _flat(state)
     specs = {key: reader.spec(key) for key in reader.keys()}  # noqa: SIM118
     fills = plan(rules, specs, targets, ignore=ignore)
-    placements = {
-        path: getattr(leaf, "value", leaf)
-        for path, leaf in _flat(nnx.State({}) if shardings is None else shardings).items()
-    }
+    placements = {} if shardings is None else _flat(shardings)
     total, done = sum(specs[key].nbytes for fill in fills for key in fill.sources), 0
 
     def read(key: str, transform: Transform, out: np.ndarray) -> None:
@@ -329,8 +256,12 @@ def _dotted(path: Iterable) -> str:
     return ".".join(map(str, path))
 
 
-def _flat(state) -> dict[str, Any]:
-    return {_dotted(path): leaf for path, leaf in nnx.to_flat_state(state)}
+def _flat(state: nnx.State) -> dict[str, Any]:
+    """The values of the state's variables, or its bare leaves, by dotted path."""
+    return {
+        _dotted(path): leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+        for path, leaf in nnx.to_flat_state(state)
+    }
 
 
 def _place(
@@ -413,9 +344,9 @@ def export(model: nnx.Module, rules: Iterable[Rule], path: Path, *, metadata: Ma
     The inverse of `load`, bit for bit when the dtypes are the same. Raises WanjaxError if the file cannot be written.
     """
     rules, tensors = list(rules), {}
-    for target, variable in _flat(nnx.state(model)).items():
-        weights = np.asarray(variable.get_value())
-        rule, indices = next((rule, found) for rule in rules if (found := _match(rule.target, target)) is not None)
+    for target, value in _flat(nnx.state(model)).items():
+        weights = np.asarray(value)
+        ((rule, indices),) = _rules_for(target, rules)
         fill, _ = _fill(rule, indices, target, weights.shape, ())
         for i, key in enumerate(fill.sources):
             tensors[key] = fill.transform.inverse(weights[i] if fill.stacked else weights)

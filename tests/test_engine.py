@@ -285,6 +285,11 @@ def test_a_parameter_has_exactly_one_rule(rules):
     assert "parameters not filled by exactly one rule: table" in faults(checkpoint(), rules)
 
 
+def test_a_hostile_index_in_a_key_is_only_a_key():
+    keys = [f"{name}.{'9' * 5000}.x" for name in "ab"] + [f"a.{'9' * 5000}.y"]
+    assert "left over: " + ", ".join(keys) in faults(checkpoint(**dict.fromkeys(keys, np.zeros(1, np.float32))))
+
+
 def test_two_stacked_placeholders_are_a_mistake_in_the_table():
     with pytest.raises(ValueError, match="only one placeholder"):
         engine.plan([Rule("a.{i}.b.{j}", "a")], {}, {"a": jax.ShapeDtypeStruct((2, 2), jnp.float32)})
@@ -323,7 +328,7 @@ def test_weights_on_one_cpu_are_the_hosts_own_buffer():
 def test_weights_arrive_on_their_shards():
     """On eight devices: each parameter has the sharding asked for and the values of one device; below."""
     run = subprocess.run(
-        [sys.executable, "-c", "from tests.test_engine import load_onto_a_mesh; load_onto_a_mesh()"],
+        [sys.executable, "-W", "error", "-c", "from tests.test_engine import load_onto_a_mesh; load_onto_a_mesh()"],
         env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"},
         cwd=Path(__file__).parents[1],
         capture_output=True,

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rearrangements of a tensor's values between a checkpoint's layout and ours, each with an exact inverse."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Transform:
+    """An exact rearrangement of a tensor's values, from the checkpoint's layout to ours (`forward`) and back."""
+
+    name: str
+    forward: Callable
+    inverse: Callable
+
+    def __rshift__(self, after: "Transform") -> "Transform":
+        """This transform, then `after`."""
+        return Transform(
+            f"{self.name} >> {after.name}",
+            lambda x: after.forward(self.forward(x)),
+            lambda x: self.inverse(after.inverse(x)),
+        )
+
+    def shape(self, source: Shape) -> Shape | None:
+        """The shape that a source shape becomes; None where the transform does not apply to it."""
+        return _shape_through(self.forward, source)
+
+    def source_shape(self, target: Shape) -> Shape | None:
+        """The shape that the source must have to become `target`."""
+        return _shape_through(self.inverse, target)
+
+
+@lru_cache(maxsize=4096)
+def _shape_through(rearrange: Callable, shape: Shape) -> Shape | None:
+    try:
+        return rearrange(np.broadcast_to(np.int8(0), shape)).shape  # all strides are 0: nothing is copied
+    except (ValueError, IndexError):
+        return None
+
+
+def _swap_pairs(x, groups: int, inner: tuple[int, int]):
+    """Rows [groups * a * b, ...] with the axes a and b, of sizes `inner` (one of them -1), exchanged."""
+    rows = x.reshape(groups, *inner, *x.shape[1:])
+    return rows.swapaxes(1, 2).reshape(x.shape)
+
+
+def rope_halves(heads: int) -> Transform:
+    """Rows of a q or k weight, bias or norm [N*D, ...]: in each head pairs (0,1),(2,3).. become (0,D/2),(1,D/2+1).."""
+    return Transform(
+        f"rope_halves({heads})",
+        lambda x: _swap_pairs(x, heads, (-1, 2)),
+        lambda x: _swap_pairs(x, heads, (2, -1)),
+    )
+
+
+def squeeze(*axes: int) -> Transform:
+    """Drops axes of size 1."""
+    return Transform(
+        f"squeeze{axes}",
+        lambda x: x.squeeze(axes),
+        lambda x: np.expand_dims(x, axes),
+    )
+
+
+def patches(patch: tuple[int, ...]) -> Transform:
+    """The weight of a convolution whose stride is its kernel, [E, C, *patch] -> a kernel [prod(patch) * C, E].
+
+    The rows are ordered as our patches are flattened: offsets in the patch first, channel last.
+    """
+    rank = len(patch)
+
+    def forward(x):
+        if x.shape[2:] != patch:
+            raise ValueError(f"{x.shape[2:]} is not the patch {patch}")
+        return x.transpose(*range(2, 2 + rank), 1, 0).reshape(-1, x.shape[0])
+
+    def inverse(x):
+        width = x.shape[1]
+        return x.reshape(*patch, -1, width).transpose(rank + 1, rank, *range(rank))
+
+    return Transform(f"patches{patch}", forward, inverse)
+
+
+IDENTITY = Transform("identity", lambda x: x, lambda x: x)
+TRANSPOSE = Transform("transpose", lambda x: x.transpose(1, 0), lambda x: x.transpose(1, 0))
+CONV = Transform(
+    "conv",
+    lambda x: x.transpose(*range(2, x.ndim), 1, 0),
+    lambda x: x.transpose(x.ndim - 1, x.ndim - 2, *range(x.ndim - 2)),
+)
+"""A convolution's weight [O, I, *kernel] -> [*kernel, I, O]."""
