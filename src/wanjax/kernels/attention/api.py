@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one door to attention: says which implementation fits a call, and calls it."""
+
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from wanjax.errors import WanjaxError
+from wanjax.kernels.attention import reference
+from wanjax.kernels.attention.masks import Window
+
+IMPLEMENTATIONS: dict[str, ModuleType] = {"reference": reference}
+
+
+class Choice(NamedTuple):
+    """An implementation and the reason it was picked, as words."""
+
+    name: str
+    reason: str
+
+
+def attention(
+    q: Float[Array, "B L N D"],
+    k: Float[Array, "B S K D"],
+    v: Float[Array, "B S K D"],
+    *,
+    key_mask: Bool[Array, "B S"] | None = None,
+    window: int | Window | None = None,
+    scale: float | None = None,
+    bias: Float[Array, "..."] | None = None,
+    implementation: str | None = None,
+    config: Any = None,
+) -> Float[Array, "B L N D"]:
+    """softmax(scale · q kᵀ + bias) v, with softmax and sums in float32, in the dtype of the operands.
+
+    k and v may have fewer heads than q: each serves N / K consecutive ones. `key_mask` is True for keys that take part;
+    a query whose keys are all masked gives zeros. `window` is (left, right), how many keys before and after its
+    own position a query sees; one number is both, None on a side no bound. `scale` is 1 / √D unless given, `bias` is float32
+    and broadcasts to [B N L S]. `implementation` names one, which then never falls back; None picks by platform and
+    shape, and `choose` says which. Raises WanjaxError where operands do not fit together, NotImplementedError where the
+    implementation cannot do what is asked.
+    """
+    options = _options(q, k, v, key_mask, window, scale, bias, config)
+    name = choose(q, k, v, **options, implementation=implementation).name
+    return IMPLEMENTATIONS[name].attention(q, k, v, **options)
+
+
+def choose(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    key_mask: jax.Array | None = None,
+    window: int | Window | None = None,
+    scale: float | None = None,
+    bias: jax.Array | None = None,
+    implementation: str | None = None,
+    config: Any = None,
+) -> Choice:
+    """The implementation that `attention` takes for these arguments, and why; raises as it does. Shapes suffice."""
+    options = _options(q, k, v, key_mask, window, scale, bias, config)
+    choice = Choice(implementation, "it was named") if implementation else Choice("reference", "it is the only one")
+    if choice.name not in IMPLEMENTATIONS:
+        raise WanjaxError(f"no attention is named {choice.name!r}: there are {', '.join(IMPLEMENTATIONS)}")
+    if why := IMPLEMENTATIONS[choice.name].unsupported(q, k, v, **options):
+        raise NotImplementedError(why)
+    return choice
+
+
+def _options(q, k, v, key_mask, window, scale, bias, config) -> dict[str, Any]:
+    """The options as implementations take them; raises WanjaxError where operands do not fit together."""
+    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        shapes = " · ".join(str(list(x.shape)) for x in (q, k, v))
+        raise WanjaxError(f"attention of q, k, v shaped {shapes}: [B L N D] and twice [B S K D] are right")
+    if q.shape[2] % k.shape[2]:
+        raise WanjaxError(f"{q.shape[2]} heads cannot be shared among {k.shape[2]} of k and v: a divisor is right")
+    if not q.dtype == k.dtype == v.dtype or not jnp.issubdtype(q.dtype, jnp.floating):
+        raise WanjaxError(f"attention of q, k, v in {q.dtype}, {k.dtype}, {v.dtype}: one floating dtype is right")
+    if key_mask is not None and (key_mask.shape != (k.shape[0], k.shape[1]) or key_mask.dtype != bool):
+        raise WanjaxError(f"a key mask {key_mask.dtype}{list(key_mask.shape)}: bool{[k.shape[0], k.shape[1]]} is right")
+    scores = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    if bias is not None and (bias.dtype != jnp.float32 or not _broadcasts(bias.shape, scores)):
+        raise WanjaxError(f"a bias {bias.dtype}{list(bias.shape)}: float32 that broadcasts to {list(scores)} is right")
+    window = (window, window) if isinstance(window, int) else window
+    if window is not None and any(side is not None and side < 0 for side in window):
+        raise WanjaxError(f"the window {window} has a side below zero: zero, a count of keys, or None is right")
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    return {"key_mask": key_mask, "window": window, "scale": scale, "bias": bias, "config": config}
+
+
+def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    return len(shape) == len(to) and all(size in (1, whole) for size, whole in zip(shape, to, strict=True))

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which keys a query may see, and the sum over keys that stays finite when it may see none."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+Window = tuple[int | None, int | None]
+
+
+def in_window(queries: Int[Array, " L"], keys: Int[Array, " S"], window: Window) -> Bool[Array, "L S"]:
+    """Keys from `left` before a query's own position to `right` after it; None on a side is no bound there."""
+    left, right = window
+    ahead = keys[None, :] - queries[:, None]
+    seen = jnp.ones(ahead.shape, bool)
+    if left is not None:
+        seen &= ahead >= -left
+    if right is not None:
+        seen &= ahead <= right
+    return seen
+
+
+def finite_max(maximum: Float[Array, "..."]) -> Float[Array, "..."]:
+    """A row's maximum, 0 for the -inf of a row with no live key, so that logits less their maximum are never NaN."""
+    return jnp.where(maximum == -jnp.inf, 0.0, maximum)
+
+
+def divide_live(total: Float[Array, "..."], weight: Float[Array, "..."]) -> Float[Array, "..."]:
+    """total / weight, 0 where a row with no live key has no weight."""
+    return total / jnp.where(weight == 0, 1.0, weight)

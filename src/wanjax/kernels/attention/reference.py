@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention as the formula says it, with the whole score matrix in float32: the specification of every other kernel."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from wanjax.kernels.attention.masks import Window, divide_live, finite_max, in_window
+
+
+def attention(
+    q: Float[Array, "B L N D"],
+    k: Float[Array, "B S K D"],
+    v: Float[Array, "B S K D"],
+    *,
+    key_mask: Bool[Array, "B S"] | None,
+    window: Window | None,
+    scale: float,
+    bias: Float[Array, "..."] | None,
+    config: None,
+) -> Float[Array, "B L N D"]:
+    """softmax(scale · q kᵀ + bias) v over the keys that take part, in float32; zeros for a query that has none."""
+    group = q.shape[2] // k.shape[2]
+    dtype = q.dtype
+    q, k, v = (x.astype(jnp.float32) for x in (q, jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)))
+    logits = scale * jnp.einsum("BLND,BSND->BNLS", q, k, precision="highest")
+    if bias is not None:
+        logits += bias
+    if key_mask is not None:
+        logits = jnp.where(key_mask[:, None, None, :], logits, -jnp.inf)
+    if window is not None:
+        seen = in_window(jnp.arange(q.shape[1]), jnp.arange(k.shape[1]), window)
+        logits = jnp.where(seen[None, None], logits, -jnp.inf)
+    top = finite_max(jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True)))
+    weights = jnp.exp(logits - top)
+    weights = divide_live(weights, weights.sum(axis=-1, keepdims=True))
+    return jnp.einsum("BNLS,BSND->BLND", weights, v, precision="highest").astype(dtype)
+
+
+def unsupported(q, k, v, *, key_mask, window, scale, bias, config) -> str | None:
+    """Why this cannot be done here, or None."""
+    if config is not None:
+        return f"reference has nothing to configure: {type(config).__name__} belongs to another implementation"
+    return None
