@@ -45,7 +45,9 @@ __all__ = [
 ]
 
 Module = TypeVar("Module", bound=nnx.Module)
-PIECE = 1 << 20  # bytes that one core moves at a time
+PIECE = 1 << 20  # bytes that one core copies at a time
+CHUNK = 512  # bytes that it writes in a row when it copies rows to columns
+CACHE_LINE = 64  # bytes
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
@@ -308,29 +310,41 @@ def _put(host: np.ndarray, sharding: Sharding | None) -> jax.Array:
 def _aligned(shape: Shape, dtype: np.dtype) -> np.ndarray:
     """An empty array that begins where JAX on the CPU can take it over as it is, at a multiple of 64 bytes."""
     nbytes = prod(shape) * dtype.itemsize
-    raw = np.empty(nbytes + 64, np.uint8)
-    start = -raw.ctypes.data % 64
+    raw = np.empty(nbytes + CACHE_LINE, np.uint8)
+    start = -raw.ctypes.data % CACHE_LINE
     return raw[start : start + nbytes].view(dtype).reshape(shape)
 
 
 def _rearrange(x: np.ndarray, out: np.ndarray) -> None:
-    """Copies `x`, a view with strides of any order, to `out` and casts it, in pieces that fit a core's cache.
-
-    A piece is cast in the order in which it lies in memory, then moved as plain bits: NumPy is slow at either when it
-    goes against the order, slower for bfloat16, and does both on one core.
-    """
+    """Copies `x`, a view with its axes in any order, to `out` and casts it; on all cores where that pays."""
     if x.nbytes < PIECE:
         np.copyto(out, x, casting="unsafe")  # `plan` has seen to it that both are floating, or equal
         return
-    axis = int(np.argmax(x.strides))
-    step = 256 // out.itemsize if axis else max(1, PIECE * x.shape[0] // x.nbytes)
-    bits = np.dtype(f"u{out.itemsize}")
+    order = sorted(range(x.ndim), key=lambda axis: -x.strides[axis])
+    x, out = x.transpose(order), out.transpose(order)  # the source as it lies in memory
+    if order == sorted(order):
+        step, copy = max(1, PIECE * len(x) // x.nbytes), _copy
+    else:
+        step, copy = CHUNK // out.itemsize, _copy_through_cache
+    pieces = [slice(start, start + step) for start in range(0, len(x), step)]
+    list(_workers().map(lambda piece: copy(x[piece], out[piece]), pieces))
 
-    def move(start: int) -> None:
-        piece = (slice(None),) * axis + (slice(start, start + step),)
-        out[piece].view(bits)[...] = x[piece].astype(out.dtype, order="K", copy=False).view(bits)
 
-    list(_workers().map(move, range(0, x.shape[axis], step)))
+def _copy(x: np.ndarray, out: np.ndarray) -> None:
+    np.copyto(out, x, casting="unsafe")
+
+
+def _copy_through_cache(x: np.ndarray, out: np.ndarray) -> None:
+    """Copies rows to columns, two to four times as fast as NumPy alone, which strides through memory as it casts.
+
+    The rows are first cast into a buffer, in order. The buffer's rows are a cache line longer than they need be: at a
+    distance of a power of two the elements of a column would all compete for the same few lines of the cache.
+    """
+    row = x[0].size
+    padded = np.empty((len(x), row + CACHE_LINE // out.itemsize), out.dtype)[:, :row].reshape(x.shape)
+    np.copyto(padded, x, casting="unsafe")
+    bits = np.dtype(f"u{out.itemsize}")  # NumPy moves these faster than bfloat16
+    np.copyto(out.view(bits), padded.view(bits))
 
 
 @cache

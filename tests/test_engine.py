@@ -215,14 +215,12 @@ def test_progress_counts_the_bytes_of_the_checkpoint():
 
 
 @given(
-    rows=st.integers(1, 900),
-    columns=st.integers(1, 900),
+    shape=st.tuples(st.integers(1, 300), st.integers(1, 40), st.integers(1, 20)),
     dtypes=st.tuples(*[st.sampled_from([np.float32, np.float16, ml_dtypes.bfloat16])] * 2),
-    transposed=st.booleans(),
+    axes=st.permutations(range(3)),
 )
-def test_rearranging_in_pieces_equals_a_plain_copy(rows, columns, dtypes, transposed):
-    x = np.linspace(-3, 3, rows * columns).astype(dtypes[0]).reshape(rows, columns)
-    x = x.T if transposed else x
+def test_rearranging_in_pieces_equals_a_plain_copy(shape, dtypes, axes):
+    x = np.linspace(-3, 3, np.prod(shape)).astype(dtypes[0]).reshape(shape).transpose(axes)
     out = np.zeros(x.shape, dtypes[1])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "PIECE", 1 << 12)
