@@ -38,6 +38,7 @@ __all__ = [
     "linear",
     "load",
     "norm",
+    "parameters",
     "patches",
     "plan",
     "rope_halves",
@@ -254,6 +255,11 @@ def load(
     return nnx.merge(graphdef, nnx.from_flat_state(loaded))
 
 
+def parameters(module: nnx.Module) -> dict[str, Any]:
+    """The module's arrays, or their shapes and dtypes where it is abstract, by dotted path: the targets of `plan`."""
+    return _flat(nnx.state(module))
+
+
 def _dotted(path: Iterable) -> str:
     return ".".join(map(str, path))
 
@@ -358,7 +364,7 @@ def export(model: nnx.Module, rules: Iterable[Rule], path: Path, *, metadata: Ma
     The inverse of `load`, bit for bit when the dtypes are the same. Raises WanjaxError if the file cannot be written.
     """
     rules, tensors = list(rules), {}
-    for target, value in _flat(nnx.state(model)).items():
+    for target, value in parameters(model).items():
         weights = np.asarray(value)
         ((rule, indices),) = _rules_for(target, rules)
         fill, _ = _fill(rule, indices, target, weights.shape, ())

@@ -231,10 +231,6 @@ def test_rearranging_in_pieces_equals_a_plain_copy(shape, dtypes, axes):
 # --- a plan is total ---
 
 
-def described(model):
-    return {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(nnx.state(model))}
-
-
 def faults(source, rules=RULES, **options):
     with pytest.raises(WanjaxError) as caught:
         engine.load(abstract(), rules, source, **options)
@@ -243,7 +239,7 @@ def faults(source, rules=RULES, **options):
 
 def test_plan_needs_shapes_alone():
     sources = {key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in SHAPES.items()}
-    fills = engine.plan(RULES, sources, described(abstract()))
+    fills = engine.plan(RULES, sources, engine.parameters(abstract()))
     assert sorted(key for fill in fills for key in fill.sources) == sorted(SHAPES)
 
 
@@ -353,10 +349,10 @@ def load_onto_a_mesh():
         ]
     )
     host_shapes = []
-    here = described(engine.load(abstract(), RULES, checkpoint()))
+    here = engine.parameters(engine.load(abstract(), RULES, checkpoint()))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "_aligned", lambda shape, dtype: host_shapes.append(shape) or np.empty(shape, dtype))
-        there = described(engine.load(abstract(), RULES, checkpoint(), shardings=shardings))
+        there = engine.parameters(engine.load(abstract(), RULES, checkpoint(), shardings=shardings))
     assert (6, 8) in host_shapes
     assert (3, 6, 8) not in host_shapes  # a stack is never whole on the host
     for path, weights in there.items():
