@@ -37,11 +37,11 @@ def attention(
     """softmax(scale · q kᵀ + bias) v, with softmax and sums in float32, in the dtype of the operands.
 
     k and v may have fewer heads than q: each serves N / K consecutive ones. `key_mask` is True for keys that take part;
-    a query whose keys are all masked gives zeros. `window` is (left, right), how many keys before and after its
-    own position a query sees; one number is both, None on a side no bound. `scale` is 1 / √D unless given, `bias` is float32
-    and broadcasts to [B N L S]. `implementation` names one, which then never falls back; None picks by platform and
-    shape, and `choose` says which. Raises WanjaxError where operands do not fit together, NotImplementedError where the
-    implementation cannot do what is asked.
+    a query whose keys are all masked gives zeros. `window` is (left, right), how many keys before and after its own
+    position a query sees; one number is both, None on a side no bound. `scale` is 1 / √D unless given; `bias` is
+    float32 and broadcasts to [B N L S]. `implementation` names one, which then never falls back; None picks by platform
+    and shape, and `choose` says which. Raises WanjaxError where operands do not fit together, NotImplementedError where
+    the implementation cannot do what is asked.
     """
     options = _options(q, k, v, key_mask, window, scale, bias, config)
     name = choose(q, k, v, **options, implementation=implementation).name
