@@ -9,6 +9,7 @@ al. 2023 (arXiv:2304.09151) for UMT5, where every layer has its own table of pos
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,9 +18,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from wanjax.kernels.attention import attention
-from wanjax.layers.linear import Axes, linear, scan_blocks, stack
+from wanjax.layers.linear import linear, scan_blocks, stack
 from wanjax.layers.mlp import gelu_tanh
 from wanjax.layers.norms import rms_norm
+
+normal = nnx.initializers.normal
 
 
 @dataclass(frozen=True)
@@ -62,16 +65,17 @@ def distance_buckets(distance: np.ndarray, buckets: int, max_distance: int) -> n
     exact = half // 2
     away = np.abs(distance)
     # float32, as in the reference, so that a distance on the edge of two buckets falls into the same one
-    octaves = np.log(np.maximum(away, 1).astype(np.float32) / np.float32(exact))
-    geometric = exact + (octaves / np.float32(math.log(max_distance / exact)) * np.float32(half - exact)).astype(int)
-    return np.where(distance > 0, half, 0) + np.where(away < exact, away, np.minimum(geometric, half - 1))
+    growth = np.log(np.maximum(away, 1).astype(np.float32) / np.float32(exact))
+    share = growth / np.float32(math.log(max_distance / exact))
+    geometric = np.minimum(exact + (share * np.float32(half - exact)).astype(int), half - 1)
+    return np.where(distance > 0, half, 0) + np.where(away < exact, away, geometric)
 
 
 class PositionBias(nnx.Module):
     """What each head adds to a logit, by the bucket of the distance from query to key."""
 
     def __init__(self, config: T5Config, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
-        init = nnx.with_partitioning(nnx.initializers.normal(config.width**-0.5), (None, "heads"))
+        init = nnx.with_partitioning(normal(config.width**-0.5), (None, "heads"))
         self.table = nnx.Param(init(rngs.params(), (config.buckets, config.heads), param_dtype))
         self.max_distance = config.max_distance
 
@@ -83,42 +87,17 @@ class PositionBias(nnx.Module):
         return jnp.take(table.T, buckets, axis=1)[None]
 
 
-def projection(
-    features_in: int,
-    features_out: int,
-    axes: Axes,
-    *,
-    stddev: float,
-    dtype: DTypeLike,
-    param_dtype: DTypeLike,
-    rngs: nnx.Rngs,
-) -> nnx.Linear:
-    """A dense layer without bias whose weights start with the deviation that T5 gives that layer."""
-    init = nnx.initializers.normal(stddev)
-    return linear(
-        features_in,
-        features_out,
-        axes,
-        bias=False,
-        kernel_init=init,
-        dtype=dtype,
-        param_dtype=param_dtype,
-        rngs=rngs,
-    )
-
-
 class SelfAttention(nnx.Module):
     """Multi-head attention with unscaled logits and a position bias."""
 
     def __init__(self, config: T5Config, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
         width, inner = config.width, config.heads * config.head_dim
-        dtypes = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        into, out = ("embed", "heads"), ("heads", "embed")
+        dense = partial(linear, bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         # the queries start smaller by the root of the head's size, in place of scaling the logits
-        self.q = projection(width, inner, into, stddev=(width * config.head_dim) ** -0.5, **dtypes)
-        self.k = projection(width, inner, into, stddev=width**-0.5, **dtypes)
-        self.v = projection(width, inner, into, stddev=width**-0.5, **dtypes)
-        self.o = projection(inner, width, out, stddev=inner**-0.5, **dtypes)
+        self.q = dense(width, inner, ("embed", "heads"), kernel_init=normal((width * config.head_dim) ** -0.5))
+        self.k = dense(width, inner, ("embed", "heads"), kernel_init=normal(width**-0.5))
+        self.v = dense(width, inner, ("embed", "heads"), kernel_init=normal(width**-0.5))
+        self.o = dense(inner, width, ("heads", "embed"), kernel_init=normal(inner**-0.5))
         self.heads = config.heads
 
     def __call__(
@@ -137,10 +116,10 @@ class GatedMLP(nnx.Module):
 
     def __init__(self, config: T5Config, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
         width, inner = config.width, config.mlp_dim
-        dtypes = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.gate = projection(width, inner, ("embed", "mlp"), stddev=width**-0.5, **dtypes)
-        self.up = projection(width, inner, ("embed", "mlp"), stddev=width**-0.5, **dtypes)
-        self.down = projection(inner, width, ("mlp", "embed"), stddev=inner**-0.5, **dtypes)
+        dense = partial(linear, bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.gate = dense(width, inner, ("embed", "mlp"), kernel_init=normal(width**-0.5))
+        self.up = dense(width, inner, ("embed", "mlp"), kernel_init=normal(width**-0.5))
+        self.down = dense(inner, width, ("mlp", "embed"), kernel_init=normal(inner**-0.5))
 
     def __call__(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
         return self.down(gelu_tanh(self.gate(x)) * self.up(x))
@@ -176,7 +155,7 @@ class T5Encoder(nnx.Module):
         self.embed = nnx.Embed(
             config.vocab_size,
             config.width,
-            embedding_init=nnx.with_partitioning(nnx.initializers.normal(1.0), ("vocab", "embed")),
+            embedding_init=nnx.with_partitioning(normal(1.0), ("vocab", "embed")),
             dtype=param_dtype,  # the rows that are looked up are cast, never the whole table
             param_dtype=param_dtype,
             rngs=rngs,
