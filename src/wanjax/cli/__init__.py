@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: `wanjax "a red circle moving right"`.
+
+Here stand the commands and their options. What they do is in `stages` and `catalogue`, imported only when one of them
+runs: `--help` does not wait for JAX. The user's mistakes are told in one sentence, without a traceback.
+"""
+
+from typing import Any
+
+import click
+
+from wanjax.cli import options
+from wanjax.cli.report import Report
+from wanjax.errors import WanjaxError
+
+FAILURE, MISTAKE, INTERRUPTED = 1, 2, 130  # exit statuses
+
+
+class Commands(click.Group):
+    """The commands; what does not begin with the name of one is `generate`, its prompt and its options."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)  # in the order in which they are used
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        own = {name for parameter in self.get_params(ctx) for name in parameter.opts}
+        if args and args[0] not in own | self.commands.keys():
+            args = ["generate", *args]
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except click.exceptions.Exit:  # --help
+            raise
+        except click.ClickException as error:
+            status, why = MISTAKE, error.format_message()
+        except WanjaxError as error:
+            status, why = MISTAKE, str(error)
+        except KeyboardInterrupt:
+            status, why = INTERRUPTED, "stopped"
+        except Exception as error:
+            if not _is_out_of_memory(error):
+                _tell_way_on(ctx)
+                raise
+            status, why = FAILURE, "out of memory: a smaller --size, fewer --frames or --dtype bfloat16 need less"
+        click.echo(f"wanjax: {why}", err=True)
+        _tell_way_on(ctx)
+        ctx.exit(status)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+
+
+def _tell_way_on(ctx: click.Context) -> None:
+    if ctx.obj.way_on:
+        click.echo(f"what was complete is kept, and this goes on from there: {ctx.obj.way_on}", err=True)
+
+
+@click.group(cls=Commands, context_settings=options.CONTEXT, epilog='`wanjax "PROMPT"` is `wanjax generate "PROMPT"`.')
+@click.version_option(package_name="wanjax", message="%(prog)s %(version)s")
+@click.pass_context
+def main(ctx: click.Context) -> None:
+    """Videos from prompts, in JAX."""
+    ctx.obj = Report()
+
+
+@main.command()
+@options.prompt
+@options.model
+@options.text
+@options.video
+@options.compute
+@options.folder
+@options.out
+@click.pass_obj
+def generate(report: Report, **given: Any) -> None:
+    """Make a video of PROMPT.
+
+    Runs the three stages, each freed before the next, and keeps their files in --dir, so that what stops can go
+    on. Options that are not given are as the model's authors recommend.
+    """
+    from wanjax.cli import stages
+
+    stages.generate(report, **given)
+
+
+@main.command()
+@options.prompt
+@options.model
+@options.text
+@options.compute
+@options.folder
+@click.pass_obj
+def encode(report: Report, **given: Any) -> None:
+    """Encode PROMPT, the first stage.
+
+    Leaves the embeddings and the model's recommended settings in --dir.
+    """
+    from wanjax.cli import stages
+
+    stages.encode(report, **given)
+
+
+@main.command()
+@options.model_override
+@options.video
+@options.compute
+@options.folder
+@click.pass_obj
+def denoise(report: Report, **given: Any) -> None:
+    """Make latents, the second stage.
+
+    Starts from what `encode` left in --dir. Options that are not given are as they stand there.
+    """
+    from wanjax.cli import stages
+
+    stages.denoise(report, **given)
+
+
+@main.command()
+@options.model_override
+@options.fps
+@options.compute
+@options.folder
+@options.out
+@click.pass_obj
+def decode(report: Report, **given: Any) -> None:
+    """Decode latents to a video, the third stage.
+
+    Starts from what `denoise` or `generate` left in --dir.
+    """
+    from wanjax.cli import stages
+
+    stages.decode(report, **given)
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def models(as_json: bool) -> None:
+    """List the models known by name.
+
+    With parameters, memory of the transformer's weights, recommended settings, and the licence of the weights.
+    """
+    from wanjax.cli import catalogue
+
+    catalogue.show(as_json)

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options, named alike in every command; groups of them are decorators."""
+
+import re
+from collections.abc import Callable
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import click
+
+Decorator = Callable[[Any], Any]
+
+OLD_NAMES = {
+    "model-id": "model",
+    "num-frames": "frames",
+    "num-inference-steps": "steps",
+    "input-dir": "dir",
+    "output-dir": "dir",
+    "output-path": "out",
+    "output-video": "out",
+}
+"""Options that had other names before wanjax; underscores in them are read as dashes."""
+
+
+def today(name: str) -> str:
+    """The name of an option as it is today."""
+    dashed = name.replace("_", "-")
+    return OLD_NAMES.get(dashed, dashed)
+
+
+CONTEXT = {"help_option_names": ["-h", "--help"], "token_normalize_func": today, "max_content_width": 100}
+
+
+class Size(click.ParamType):
+    """WIDTHxHEIGHT in pixels, to (height, width)."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        found = re.fullmatch(r"\s*(\d+)\s*[x×*]\s*(\d+)\s*", str(value), re.IGNORECASE)
+        if not found:
+            self.fail(f"{value!r} is not WIDTHxHEIGHT, such as 832x480", param, ctx)
+        return int(found[2]), int(found[1])
+
+
+def together(*decorators: Decorator) -> Decorator:
+    """One decorator of many, whose options stand in the help in this order."""
+    return lambda command: reduce(lambda inner, decorate: decorate(inner), reversed(decorators), command)
+
+
+def _prompt(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str:
+    """The prompt, which may also be given by --prompt, as it was before wanjax."""
+    value = ctx.params.pop("prompt_option", None) if value is None else value
+    if value is None:
+        raise click.UsageError(f'the prompt is missing: `wanjax {ctx.info_name} "a red circle moving right"` has one')
+    return value
+
+
+prompt = together(
+    click.argument("prompt", required=False, callback=_prompt),
+    click.option("--prompt", "prompt_option", hidden=True, is_eager=True),
+)
+MODEL = {"metavar": "NAME|HUB_ID|FOLDER"}
+model = click.option(
+    "--model",
+    default="nano",
+    show_default=True,
+    help="A name that `wanjax models` lists, an id on the Hugging Face hub, or a folder in the layout of diffusers.",
+    **MODEL,
+)
+model_override = click.option("--model", help="Another model than that of the stage before.", **MODEL)
+text = click.option("--negative-prompt", metavar="TEXT", help="What the video should not show.")
+fps = click.option("--fps", type=int, metavar="N", help="Frames a second.")
+video = together(
+    click.option("--size", type=Size(), metavar="WxH", help="Width and height, as in 832x480."),
+    click.option("--height", type=int, metavar="N", help="Height alone."),
+    click.option("--width", type=int, metavar="N", help="Width alone."),
+    click.option("--frames", type=int, metavar="4n+1", help="Number of frames."),
+    fps,
+    click.option("--steps", type=int, metavar="N", help="Denoising steps."),
+    click.option(
+        "--guidance-scale",
+        type=float,
+        metavar="X",
+        help="How far to go from the negative prompt to the prompt; 1 is no guidance.",
+    ),
+    click.option("--flow-shift", type=float, metavar="X", help="Above 1, more steps at high noise."),
+    click.option(
+        "--sigmas",
+        type=click.Choice(["official", "diffusers"]),
+        help="Noise levels as the model's authors or as diffusers choose them.",
+    ),
+    click.option("--seed", type=int, metavar="N", help="Seed of the initial noise."),
+    click.option(
+        "--noise",
+        type=click.Path(dir_okay=False),
+        metavar="FILE",
+        help="Initial noise in place of the seed's: the tensor `noise` of a safetensors file.",
+    ),
+)
+compute = together(
+    click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), help="What the networks compute in."),
+    click.option(
+        "--attention", metavar="NAME", help="Implementation of attention.  [default: the best for the device]"
+    ),
+)
+folder = click.option(
+    "--dir",
+    "folder",
+    type=click.Path(path_type=Path),
+    default="stage_outputs",
+    show_default=True,
+    metavar="FOLDER",
+    help="Where the stages keep their files.",
+)
+out = click.option(
+    "--out",
+    metavar="FILE",
+    help="The video: .mp4, .gif, .webp, or a folder of PNG if it has no suffix.  [default: output_video.mp4 in --dir]",
+)

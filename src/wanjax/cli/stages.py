@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `generate`, `encode`, `denoise` and `decode` do: each stage loads what it needs, runs, saves, and is freed."""
+
+import shlex
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+import jax
+import numpy as np
+
+from wanjax import io, registry
+from wanjax.cli.report import Report
+from wanjax.errors import WanjaxError
+from wanjax.pipelines.base import Embeddings, Step
+
+
+def generate(report: Report, *, folder: Path, out: str | None, noise: str | None, **given: Any) -> None:
+    """The three stages in one run."""
+    run = Run(report, folder, given, out=out, noise=noise)
+    run.tell()
+    embeddings = run.encode()
+    latents = run.denoise(embeddings)
+    run.decode(latents)
+    report.table()
+
+
+def encode(report: Report, *, folder: Path, **given: Any) -> None:
+    """The first stage, from the command line alone."""
+    run = Run(report, folder, given)
+    run.encode()
+    report.table()
+
+
+def denoise(report: Report, *, folder: Path, noise: str | None, **given: Any) -> None:
+    """The second stage, from what the first left and what is given anew."""
+    left = io.load_settings(folder)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        embeddings = io.load_embeddings(folder, left)
+    for warning in told:
+        report.note(f"note: {warning.message}")
+    run = Run(report, folder, given, left, noise=noise)
+    run.tell()
+    run.denoise(embeddings)
+    report.table()
+
+
+def decode(report: Report, *, folder: Path, out: str | None, **given: Any) -> None:
+    """The third stage, from what the second left."""
+    left = io.load_settings(folder)
+    latents = io.load_latents(folder, left)
+    run = Run(report, folder, given, left, out=out)
+    run.record = left | run.record
+    run.decode(latents)
+    report.table()
+
+
+class Run:
+    """A pipeline, the settings of the video, and where its files are."""
+
+    def __init__(
+        self,
+        report: Report,
+        folder: Path,
+        given: Mapping[str, Any],
+        left: Mapping[str, Any] | None = None,
+        *,
+        out: str | None = None,
+        noise: str | None = None,
+    ):
+        """`given` on the command line goes before what is `left` by the stage before, and that before the defaults.
+
+        All that can be wrong is looked at here, before anything takes long.
+        """
+        chosen = dict(left or {}) | _given(**given)
+        self.report = report
+        self.folder = folder
+        self.out = out
+        io.check_folder(folder)
+        io.check_output(self.video)
+        self.pipe = registry.load(_model(chosen), dtype=chosen.get("dtype"), progress=report.load)
+        self.settings = self.pipe.settings(**_checked(chosen, self.pipe.defaults.to_json()))
+        self.noise = None if noise is None else io.load_noise(noise)
+        self.record = self.settings.to_json() | ({} if noise is None else {"noise": noise})
+
+    @property
+    def video(self) -> str:
+        return self.out or str(self.folder / io.VIDEO)
+
+    def tell(self) -> None:
+        """Tells what will be made, and what of it may not be meant."""
+        chosen = self.settings
+        self.report.note(
+            f"{chosen.model}: {chosen.width}x{chosen.height}, {chosen.frames} frames at {chosen.fps} a second, "
+            f"{chosen.steps} steps, guidance {chosen.guidance_scale:g}, seed {chosen.seed}, {chosen.dtype}, "
+            f"on {jax.devices()[0].device_kind}"
+        )
+        if chosen.guidance_scale <= 1:
+            self.report.note("note: guidance is off, so the negative prompt has no effect")
+        if self.noise is not None:
+            self.report.note(f"note: the initial noise is that of {self.record['noise']}, whatever the seed")
+
+    def encode(self) -> Embeddings:
+        chosen = self.settings
+        if not chosen.prompt.strip():
+            self.report.note("note: the prompt is empty, so the video shows what the model likes")
+        for name, text in (("prompt", chosen.prompt), ("negative prompt", chosen.negative_prompt)):
+            for truncation in filter(None, self.pipe.tokenize(text).truncated):
+                self.report.note(f"note: the {name} is too long: {truncation}")
+        with self.report.stage("encode"):
+            embeddings = jax.block_until_ready(self.pipe.encode(chosen.prompt, chosen.negative_prompt))
+        self.pipe.free("text_encoder")
+        io.save_embeddings(self.folder, embeddings, self.record)
+        io.save_settings(self.folder, self.record)
+        self.report.kept(f"the embeddings are in {self.folder / io.EMBEDDINGS}", self._command("denoise"))
+        return embeddings
+
+    def denoise(self, embeddings: Embeddings) -> jax.Array:
+        with self.report.stage("denoise") as stage:
+
+            def show(step: Step) -> None:
+                stage.advance("step", step.index + 1, step.total)
+
+            given = self.settings.to_json()
+            latents = self.pipe.denoise(embeddings, noise=self.noise, callback=show, **given)
+            jax.block_until_ready(latents)
+        self.pipe.free("transformer")
+        io.save_latents(self.folder, latents, self.record)
+        io.save_settings(self.folder, self.record)
+        self.report.kept(f"the latents are in {self.folder / io.LATENTS}", self._command("decode"))
+        return latents
+
+    def decode(self, latents: Any) -> None:
+        with self.report.stage("decode") as stage:
+
+            def frames() -> Iterator[np.ndarray]:
+                """The frames as they are decoded, so that they are never all in memory."""
+                for done, chunk in enumerate(self.pipe.decode_chunks(latents), 1):
+                    yield np.asarray(chunk)
+                    stage.advance("chunk", done, latents.shape[2])
+
+            path = io.write_video(self.video, frames(), self.settings.fps, self.record)
+        self.pipe.free("vae")
+        self.report.way_on = None
+        click.echo(path)
+
+    def _command(self, stage: str) -> str:
+        """The command that goes on from here."""
+        out = ["--out", self.out] if self.out and stage == "decode" else []
+        return shlex.join(["wanjax", stage, "--dir", str(self.folder), *out])
+
+
+def _given(size: tuple[int, int] | None = None, **given: Any) -> dict[str, Any]:
+    """What is given on the command line, a size as the height and width that it stands for."""
+    if size and (given["height"] or given["width"]):
+        raise WanjaxError("--size is given beside --height or --width: one way is enough")
+    height, width = size or (given.get("height"), given.get("width"))
+    return {k: v for k, v in (given | {"height": height, "width": width}).items() if v is not None}
+
+
+def _model(chosen: Mapping[str, Any]) -> str:
+    """The model that is chosen; a folder with its full path, so that a later stage finds it from anywhere."""
+    name = chosen.get("model")
+    if not isinstance(name, str):
+        raise WanjaxError(f"{io.CONFIG} names no model: --model has to")
+    return name if name in registry.PRESETS or not Path(name).is_dir() else str(Path(name).absolute())
+
+
+def _checked(chosen: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings among what is chosen, each of the kind that its default is."""
+    settings = {name: value for name, value in chosen.items() if name in defaults}
+    for name, value in settings.items():
+        right = type(defaults[name])
+        if type(value) is not right and not (right is float and type(value) is int):
+            raise WanjaxError(
+                f"{io.CONFIG} gives {name} as {value!r} where a value such as {defaults[name]!r} is right"
+            )
+    return settings
