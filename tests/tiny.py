@@ -2,6 +2,8 @@
 """A checkpoint of random weights, as small as every part allows, in the folder layout of diffusers."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from wanjax.converters import engine, t5, wan
+from jax.experimental.compilation_cache import compilation_cache
 
 from tests.toy_tokenizer import save_tokenizer
+from wanjax.converters import engine, t5, wan
 from wanjax.models.t5 import T5Encoder
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.models.wan.vae import WanVAE
@@ -79,6 +82,19 @@ INDEX = {
     "transformer": ["diffusers", "WanTransformer3DModel"],
     "vae": ["diffusers", "AutoencoderKLWan"],
 }
+
+
+@contextmanager
+def compile_cache(folder: Path) -> Iterator[None]:
+    """Keeps what JAX compiles in the folder, so that the same program is compiled once."""
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    compilation_cache.reset_cache()  # it does not look at the folder again otherwise
+    try:
+        yield
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+        compilation_cache.reset_cache()
 
 
 def tiny_checkpoint(folder: Path) -> Path:

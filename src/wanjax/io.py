@@ -19,9 +19,9 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, UInt8
+from jaxtyping import Array, Float, UInt8
 from PIL import Image, PngImagePlugin
 
 from wanjax.checkpoint import SafetensorsFile, save_safetensors, writing
@@ -264,7 +264,7 @@ def load_settings(folder: Path) -> dict[str, Any]:
         raise WanjaxError(f"{file} cannot be read, {error}: run `wanjax encode` again") from error
     if not isinstance(settings, dict):
         raise WanjaxError(f"{file} is not a JSON object: run `wanjax encode` again")
-    return {OLD_NAMES.get(name, name): value for name, value in settings.items()}
+    return {OLD_NAMES.get(name) or name: value for name, value in settings.items()}
 
 
 def save_embeddings(folder: Path, embeddings: Embeddings, settings: Mapping[str, Any]) -> None:
@@ -291,21 +291,26 @@ def load_embeddings(folder: Path, settings: Mapping[str, Any]) -> Embeddings:
     return embeddings
 
 
-def save_latents(folder: Path, latents: Float[Any, "B C T H W"], settings: Mapping[str, Any]) -> None:
+def save_latents(folder: Path, latents: Float[Array, "B C T H W"], settings: Mapping[str, Any]) -> None:
     """Writes the latents of a denoised video, [1, C, T, h, w], with the settings that shaped them."""
     record = {name: value for name, value in settings.items() if name != "fps"}
     _save_stage(folder / LATENTS, {"latents": latents}, record)
 
 
-def load_latents(folder: Path, settings: Mapping[str, Any]) -> Float[np.ndarray, "B C T H W"]:
+def load_latents(folder: Path, settings: Mapping[str, Any]) -> Float[Array, "B C T H W"]:
     """The latents of the folder's second stage; `settings` as `load_settings` gives them.
 
-    Raises WanjaxError if they are missing, broken, of another shape than [1, C, T, h, w], or made by other settings.
+    Raises WanjaxError if they are missing, broken, not finite, of another shape than [1, C, T, h, w], or made by other
+    settings.
     """
-    return _read(_open_stage(folder, LATENTS, settings, "wanjax denoise"), "latents", rank=5)
+    file = _open_stage(folder, LATENTS, settings, "wanjax denoise")
+    latents = _read(file, "latents", rank=5)
+    if not jnp.isfinite(latents).all():
+        raise WanjaxError(f"{file.path} holds latents that are not finite: `wanjax denoise` has to run again")
+    return latents
 
 
-def load_noise(path: str | Path) -> Float[np.ndarray, "B C T H W"]:
+def load_noise(path: str | Path) -> Float[Array, "B C T H W"]:
     """Initial noise, the tensor `noise` of a safetensors file; raises WanjaxError if there is none."""
     return _read(SafetensorsFile(path), "noise", rank=5)
 
@@ -333,17 +338,16 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _read(file: SafetensorsFile, name: str, *, rank: int) -> np.ndarray:
+def _read(file: SafetensorsFile, name: str, *, rank: int) -> Array:
     """A tensor of one video; in bfloat16 where the file says that it was so before it was stored as float32."""
     if name not in file.keys():  # noqa: SIM118
         raise WanjaxError(f"{file.path} holds no tensor {name!r}, only {', '.join(file.keys()) or 'none at all'}")
     shape, dtype = file.spec(name)
-    is_floating = np.issubdtype(dtype, np.floating) or dtype == ml_dtypes.bfloat16
-    if len(shape) != rank or shape[0] != 1 or not is_floating:
+    if len(shape) != rank or shape[0] != 1 or not jnp.issubdtype(dtype, jnp.floating):
         right = f"floats of {rank} axes, of which the first has size 1, are right"
         raise WanjaxError(f"{name!r} in {file.path} is {dtype} {list(shape)}, where {right}")
     was_bfloat16 = "bfloat16" in str(_table(file, "dtype_info").get(name))
-    return file.read(name).astype(ml_dtypes.bfloat16) if was_bfloat16 else file.read(name)
+    return jnp.asarray(file.read(name), jnp.bfloat16 if was_bfloat16 else None)
 
 
 def _table(file: SafetensorsFile, name: str) -> dict[str, Any]:

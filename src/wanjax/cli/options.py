@@ -29,6 +29,7 @@ def today(name: str) -> str:
     return OLD_NAMES.get(dashed, dashed)
 
 
+DTYPES = ("bfloat16", "float32")
 CONTEXT = {"help_option_names": ["-h", "--help"], "token_normalize_func": today, "max_content_width": 100}
 
 
@@ -61,15 +62,15 @@ prompt = together(
     click.argument("prompt", required=False, callback=_prompt),
     click.option("--prompt", "prompt_option", hidden=True, is_eager=True),
 )
-MODEL = {"metavar": "NAME|HUB_ID|FOLDER"}
+MODEL = "NAME|HUB_ID|FOLDER"
 model = click.option(
     "--model",
     default="nano",
     show_default=True,
     help="A name that `wanjax models` lists, an id on the Hugging Face hub, or a folder in the layout of diffusers.",
-    **MODEL,
+    metavar=MODEL,
 )
-model_override = click.option("--model", help="Another model than that of the stage before.", **MODEL)
+model_override = click.option("--model", help="Another model than that of the stage before.", metavar=MODEL)
 text = click.option("--negative-prompt", metavar="TEXT", help="What the video should not show.")
 fps = click.option("--fps", type=int, metavar="N", help="Frames a second.")
 video = together(
@@ -99,12 +100,7 @@ video = together(
         help="Initial noise in place of the seed's: the tensor `noise` of a safetensors file.",
     ),
 )
-compute = together(
-    click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), help="What the networks compute in."),
-    click.option(
-        "--attention", metavar="NAME", help="Implementation of attention.  [default: the best for the device]"
-    ),
-)
+compute = click.option("--dtype", type=click.Choice(DTYPES), help="What the networks compute in.")
 folder = click.option(
     "--dir",
     "folder",

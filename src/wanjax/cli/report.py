@@ -2,6 +2,7 @@
 """What a run tells on stderr: how far each stage is, what it is waiting for, and in the end what it took."""
 
 import re
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -51,6 +52,10 @@ class Stage:
         """`done` of `total` steps, or whatever the unit is, have been taken."""
         self._show(f"{unit} {done} of {total}", done, total)
 
+    def stopping(self) -> None:
+        self._at = f"{self._at}, stopping; Ctrl-C again stops at once"
+        self._progress.update(self._task, at=self._at)
+
     def end(self) -> None:
         self._show("done" if self._at == "running" else self._at, 1, 1)
 
@@ -75,14 +80,14 @@ class Stage:
             nonlocal from_cache
             from_cache |= event == CACHE_HIT
 
-        def end(event: str, seconds: float, **_: object) -> None:
+        def end(event: str, duration_secs: float, **_: object) -> None:
             if event != COMPILATION:
                 return
             if from_cache:
                 self.compilations.cached += 1
             else:
                 self.compilations.compiled += 1
-                self.compilations.seconds += seconds
+                self.compilations.seconds += duration_secs
             self._progress.update(self._task, at=self._at)
 
         monitoring.register_scalar_listener(start)
@@ -103,6 +108,7 @@ class Report:
         self.way_on: str | None = None
         self._rows: list[tuple[str, ...]] = []
         self._current: Stage | None = None
+        self._stop = False
 
     @cached_property
     def console(self) -> "Console":
@@ -117,14 +123,42 @@ class Report:
         """Tells what is complete, and the command that goes on from it."""
         self.way_on = way_on
         self.note(f"{text}; to go on from there: {way_on}")
+        self._stop_if_asked()
 
     def load(self, part: str, done: int, total: int) -> None:
-        """The progress of loading, for the stage that waits for it."""
+        """`done` of `total` bytes of a part are loaded, for the stage that waits for it."""
         if self._current:
             self._current.load(part, done, total)
+            self._stop_if_asked()
+
+    def advance(self, unit: str, done: int, total: int) -> None:
+        """`done` of `total` steps of the stage, or whatever the unit is, have been taken."""
+        if self._current:
+            self._current.advance(unit, done, total)
+        if done < total:
+            self._stop_if_asked()
+
+    def _stop_if_asked(self) -> None:
+        if self._stop:
+            raise KeyboardInterrupt
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[Stage]:
+    def _stopping_between_steps(self, stage: Stage) -> Iterator[None]:
+        """Makes of Ctrl-C a wish that is met after the step: JAX loses what is raised inside it, or crashes."""
+
+        def ask(number: int, frame: object) -> None:
+            self._stop = True
+            stage.stopping()
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+        before = signal.signal(signal.SIGINT, ask)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
         """Shows a stage while it runs, and keeps its time and the peaks of memory for the table."""
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -139,8 +173,8 @@ class Report:
         with Progress(*columns, console=self.console) as progress:
             self._current = stage = Stage(progress, name)
             try:
-                with stage.watching_compiler():
-                    yield stage
+                with self._stopping_between_steps(stage), stage.watching_compiler():
+                    yield
                 stage.end()
             finally:
                 self._current = None

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `generate`, `encode`, `denoise` and `decode` do: each stage loads what it needs, runs, saves, and is freed."""
 
+import math
 import shlex
 import warnings
 from collections.abc import Iterator, Mapping
@@ -12,6 +13,7 @@ import jax
 import numpy as np
 
 from wanjax import io, registry
+from wanjax.cli import options
 from wanjax.cli.report import Report
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.base import Embeddings, Step
@@ -43,6 +45,7 @@ def denoise(report: Report, *, folder: Path, noise: str | None, **given: Any) ->
     for warning in told:
         report.note(f"note: {warning.message}")
     run = Run(report, folder, given, left, noise=noise)
+    run.check_fit(io.EMBEDDINGS, embeddings.prompt_embeds.shape[2], run.pipe.configs.transformer.text_width)
     run.tell()
     run.denoise(embeddings)
     report.table()
@@ -53,6 +56,7 @@ def decode(report: Report, *, folder: Path, out: str | None, **given: Any) -> No
     left = io.load_settings(folder)
     latents = io.load_latents(folder, left)
     run = Run(report, folder, given, left, out=out)
+    run.check_fit(io.LATENTS, latents.shape[1], run.pipe.configs.vae.latent_channels)
     run.record = left | run.record
     run.decode(latents)
     report.table()
@@ -81,14 +85,29 @@ class Run:
         self.out = out
         io.check_folder(folder)
         io.check_output(self.video)
-        self.pipe = registry.load(_model(chosen), dtype=chosen.get("dtype"), progress=report.load)
+        self.pipe = registry.load(_model(chosen), dtype=_dtype(chosen), progress=report.load)
         self.settings = self.pipe.settings(**_checked(chosen, self.pipe.defaults.to_json()))
-        self.noise = None if noise is None else io.load_noise(noise)
+        self.noise = None if noise is None else self._noise(noise)
         self.record = self.settings.to_json() | ({} if noise is None else {"noise": noise})
 
     @property
     def video(self) -> str:
         return self.out or str(self.folder / io.VIDEO)
+
+    def _noise(self, file: str) -> jax.Array:
+        noise = io.load_noise(file)
+        right = jax.eval_shape(lambda: self.pipe.noise(self.settings)).shape
+        if noise.shape != right:
+            raise WanjaxError(f"the noise in {file} is {list(noise.shape)} where this video needs {list(right)}")
+        return noise
+
+    def check_fit(self, name: str, channels: int, right: int) -> None:
+        """Raises WanjaxError unless a stage's file has the channels that the model works with."""
+        if channels != right:
+            raise WanjaxError(
+                f"{self.folder / name} has {channels} channels where {self.settings.model} has {right}: "
+                "it was made with another model"
+            )
 
     def tell(self) -> None:
         """Tells what will be made, and what of it may not be meant."""
@@ -109,7 +128,7 @@ class Run:
             self.report.note("note: the prompt is empty, so the video shows what the model likes")
         for name, text in (("prompt", chosen.prompt), ("negative prompt", chosen.negative_prompt)):
             for truncation in filter(None, self.pipe.tokenize(text).truncated):
-                self.report.note(f"note: the {name} is too long: {truncation}")
+                self.report.note("note: " + str(truncation).replace("the prompt", f"the {name}", 1))
         with self.report.stage("encode"):
             embeddings = jax.block_until_ready(self.pipe.encode(chosen.prompt, chosen.negative_prompt))
         self.pipe.free("text_encoder")
@@ -119,11 +138,10 @@ class Run:
         return embeddings
 
     def denoise(self, embeddings: Embeddings) -> jax.Array:
-        with self.report.stage("denoise") as stage:
+        def show(step: Step) -> None:
+            self.report.advance("step", step.index + 1, step.total)
 
-            def show(step: Step) -> None:
-                stage.advance("step", step.index + 1, step.total)
-
+        with self.report.stage("denoise"):
             given = self.settings.to_json()
             latents = self.pipe.denoise(embeddings, noise=self.noise, callback=show, **given)
             jax.block_until_ready(latents)
@@ -134,14 +152,13 @@ class Run:
         return latents
 
     def decode(self, latents: Any) -> None:
-        with self.report.stage("decode") as stage:
+        def frames() -> Iterator[np.ndarray]:
+            """The frames as they are decoded, so that they are never all in memory."""
+            for done, chunk in enumerate(self.pipe.decode_chunks(latents), 1):
+                yield np.asarray(chunk)
+                self.report.advance("chunk", done, latents.shape[2])
 
-            def frames() -> Iterator[np.ndarray]:
-                """The frames as they are decoded, so that they are never all in memory."""
-                for done, chunk in enumerate(self.pipe.decode_chunks(latents), 1):
-                    yield np.asarray(chunk)
-                    stage.advance("chunk", done, latents.shape[2])
-
+        with self.report.stage("decode"):
             path = io.write_video(self.video, frames(), self.settings.fps, self.record)
         self.pipe.free("vae")
         self.report.way_on = None
@@ -169,13 +186,22 @@ def _model(chosen: Mapping[str, Any]) -> str:
     return name if name in registry.PRESETS or not Path(name).is_dir() else str(Path(name).absolute())
 
 
+def _dtype(chosen: Mapping[str, Any]) -> str | None:
+    dtype = chosen.get("dtype")
+    if dtype not in (None, *options.DTYPES):
+        raise WanjaxError(f"{io.CONFIG} gives the dtype {dtype!r} where {' or '.join(options.DTYPES)} is right")
+    return dtype
+
+
 def _checked(chosen: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The settings among what is chosen, each of the kind that its default is."""
     settings = {name: value for name, value in chosen.items() if name in defaults}
     for name, value in settings.items():
-        right = type(defaults[name])
-        if type(value) is not right and not (right is float and type(value) is int):
+        kind = type(defaults[name])
+        if type(value) is not kind and not (kind is float and type(value) is int):
             raise WanjaxError(
                 f"{io.CONFIG} gives {name} as {value!r} where a value such as {defaults[name]!r} is right"
             )
+        if kind is float and not math.isfinite(value):
+            raise WanjaxError(f"{name} is {value} where a finite number such as {defaults[name]} is right")
     return settings

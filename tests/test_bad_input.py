@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user can get wrong: one sentence, exit status 2, no traceback, nothing half-written."""
+
+import errno
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from tests.tiny import compile_cache, tiny_checkpoint
+from wanjax import io
+from wanjax.checkpoint import load_safetensors, save_safetensors
+from wanjax.cli import main
+
+SHORT = ("--frames", "5", "--steps", "2", "--dtype", "float32")
+SMALL = ("--size", "32x16", *SHORT)
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_cache(tmp_path_factory):
+    with compile_cache(tmp_path_factory.getbasetemp() / "xla"):
+        yield
+
+
+@pytest.fixture
+def damaged(intact, tmp_path) -> Path:
+    """A copy to do harm to."""
+    return shutil.copytree(intact, tmp_path / "damaged")
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+
+def refused(*arguments: str | Path) -> str:
+    """Runs a command that has to be refused, and returns the sentence that says why."""
+    result = CliRunner().invoke(main, list(map(str, arguments)), prog_name="wanjax")
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert result.stdout == ""
+    sentences = re.findall(r"^wanjax: (.*)$", result.stderr, re.MULTILINE)
+    assert len(sentences) == 1, result.stderr
+    rest = result.stderr.partition(sentences[0])[2].strip()
+    assert rest == "" or rest.startswith("what was complete is kept")
+    assert not [path for path in Path().rglob("*") if path.name.startswith(".") or "partial" in path.name]
+    return sentences[0]
+
+
+def left() -> list[str]:
+    """The files under the current folder."""
+    return sorted(str(path) for path in Path().rglob("*") if path.is_file())
+
+
+AFTER_ENCODING = ["stage_outputs/generation_config.json", "stage_outputs/stage1_embeddings.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--size 833x480", r"the width 833 is not a multiple of 16: 832 or 848 would do"),
+        ("--height 1", r"the height 1 is not a multiple of 16: 16 would do"),
+        ("--height -16", r"the height -16 is not a multiple of 16: 16 would do"),
+        ("--width 0", r"the width 0 is not a multiple of 16: 16 would do"),
+        ("--frames 80", r"80 frames are not of the form 4n \+ 1: 77 or 81 would do"),
+        ("--frames 0", r"0 frames are not of the form 4n \+ 1: 1 would do"),
+        ("--steps 0", r"0 steps cannot make a video: at least 1 is needed"),
+        ("--steps -3", r"-3 steps cannot make a video"),
+        ("--guidance-scale -1", r"the guidance scale -1\.0 is below zero"),
+        ("--guidance-scale nan", r"guidance_scale is nan where a finite"),
+        ("--guidance-scale inf", r"guidance_scale is inf where a finite number such as 5\.0 is right"),
+        ("--flow-shift 0", r"the flow shift 0\.0 is not above zero"),
+        ("--flow-shift inf", r"flow_shift is inf where a finite"),
+        ("--fps 0", r"0 frames a second cannot be played"),
+        ("--steps many", r"Invalid value for '--steps': 'many' is not a valid integer"),
+        ("--size big", r"Invalid value for '--size': 'big' is not WIDTHxHEIGHT, such as 832x480"),
+        ("--size 32x16 --height 32", r"--size is given beside --height or --width: one way is enough"),
+        ("--sigmas other", r"'other' is not one of 'official', 'diffusers'"),
+        ("--dtype float8", r"'float8' is not one of 'bfloat16', 'float32'"),
+        ("--stepps 3", r"No such option '?--stepps'?.*--steps"),
+        ("--noise absent.safetensors", r"there is no file absent\.safetensors"),
+        ("--out clip.avi", r"clip\.avi ends in \.avi: \.mp4, \.gif, \.webp"),
+        ("two prompts", r"unexpected extra argument"),
+    ],
+)
+def test_options(intact, options, message):
+    assert re.search(message, refused("a", "--model", intact, *SHORT, *options.split()))
+    assert left() == []
+
+
+def test_no_prompt(intact):
+    assert "the prompt is missing" in refused("generate", "--model", intact)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nanoo", r"nanoo.*nano"),
+        ("wan2.1-t2v-1.3", r"wan2\.1-t2v-1\.3.*wan2\.1-t2v-1\.3b"),
+        ("no/such-model", r"no/such-model"),
+        (".", r"holds no model_index\.json"),
+    ],
+)
+def test_models(name, message):
+    assert re.search(message, refused("a", "--model", name))
+    assert left() == []
+
+
+def rewrite(file: Path, change: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]) -> None:
+    save_safetensors(file, change({key: value.copy() for key, value in load_safetensors(file).items()}))
+
+
+def without_index(folder: Path) -> None:
+    (folder / "model_index.json").unlink()
+
+
+def without_a_shard(folder: Path) -> None:
+    tensors = load_safetensors(folder / "transformer" / WEIGHTS)
+    names = [f"diffusion_pytorch_model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    weight_map = {key: names[i % 2] for i, key in enumerate(tensors)}
+    for name in names:
+        save_safetensors(folder / "transformer" / name, {k: v for k, v in tensors.items() if weight_map[k] == name})
+    (folder / "transformer" / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "transformer" / WEIGHTS).unlink()
+    (folder / "transformer" / names[1]).unlink()
+
+
+def truncated(folder: Path) -> None:
+    file = folder / "vae" / WEIGHTS
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def corrupt(folder: Path) -> None:
+    file = folder / "text_encoder" / "model.safetensors"
+    file.write_bytes(b"\xff" * 16 + file.read_bytes()[16:])
+
+
+def with_other_keys(folder: Path) -> None:
+    def change(tensors):
+        del tensors["blocks.0.attn1.to_q.weight"], tensors["proj_out.bias"]
+        tensors["blocks.1.ffn.net.2.bias"] = np.zeros(7, np.float32)
+        return tensors | {"extra.weight": np.zeros(3, np.float32), "more.bias": np.zeros(3, np.float32)}
+
+    rewrite(folder / "transformer" / WEIGHTS, change)
+
+
+def without_config(folder: Path) -> None:
+    (folder / "vae" / "config.json").unlink()
+
+
+def with_broken_config(folder: Path) -> None:
+    (folder / "transformer" / "config.json").write_text("{")
+
+
+def with_short_config(folder: Path) -> None:
+    (folder / "transformer" / "config.json").write_text("{}")
+
+
+def without_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer" / "tokenizer.json").unlink()
+
+
+def of_another_pipeline(folder: Path) -> None:
+    (folder / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
+
+
+def with_nan(folder: Path) -> None:
+    rewrite(
+        folder / "transformer" / WEIGHTS, lambda tensors: tensors | {"proj_out.bias": tensors["proj_out.bias"] * np.nan}
+    )
+
+
+@pytest.mark.parametrize(
+    ("damage", "messages"),
+    [
+        (without_index, [r"damaged holds no model_index\.json"]),
+        (of_another_pipeline, [r"FluxPipeline"]),
+        (without_tokenizer, [r"tokenizer has no tokenizer\.json"]),
+        (without_config, [r"vae.*config\.json"]),
+        (with_broken_config, [r"transformer/config\.json"]),
+        (with_short_config, [r"transformer.*config\.json", "num_layers"]),
+        (without_a_shard, [r"transformer lacks diffusion_pytorch_model-00002-of-00002\.safetensors"]),
+        (truncated, [r"vae/diffusion_pytorch_model\.safetensors cannot be read, it has \d+ bytes where its header"]),
+        (corrupt, [r"text_encoder/model\.safetensors cannot be read, its header claims"]),
+        (
+            with_other_keys,
+            [
+                r"missing: .*blocks\.0\.attn1\.to_q\.weight",
+                r"missing: .*proj_out\.bias",
+                r"left over: .*extra\.weight",
+                r"left over: .*more\.bias",
+                r"blocks\.1\.ffn\.net\.2\.bias \(\[7\] where \[24\] is right",
+            ],
+        ),
+        (with_nan, [r"not finite after step 1 of 2"]),
+    ],
+)
+def test_checkpoints(damaged, damage, messages):
+    damage(damaged)
+    said = refused("a", "--model", damaged, *SMALL)
+    for message in messages:
+        assert re.search(message, said), said
+    assert not [name for name in left() if name.endswith(".mp4")]
+
+
+def noise(path: str, shape: tuple[int, ...], name: str = "noise", dtype=np.float32) -> None:
+    save_safetensors(path, {name: np.zeros(shape, dtype)})
+
+
+@pytest.mark.parametrize(
+    ("shape", "name", "message"),
+    [
+        (
+            (1, 4, 3, 2, 4),
+            "noise",
+            r"the noise in noise\.safetensors is \[1, 4, 3, 2, 4\] where this video needs \[1, 4, 2, 2, 4\]",
+        ),
+        ((4, 2, 2, 4), "noise", r"'noise' in noise\.safetensors is float32 \[4, 2, 2, 4\]"),
+        ((1, 4, 2, 2, 4), "latents", r"no tensor 'noise', only latents"),
+    ],
+)
+def test_noise(intact, shape, name, message):
+    noise("noise.safetensors", shape, name)
+    assert re.search(message, refused("a", "--model", intact, *SMALL, "--noise", "noise.safetensors"))
+    assert left() == ["noise.safetensors"]
+
+
+@pytest.fixture
+def stages(intact) -> Path:
+    """The stage files of a video."""
+    result = CliRunner().invoke(main, ["a", "--model", str(intact), *SMALL])
+    assert result.exit_code == 0, result.output
+    (Path("stage_outputs") / io.VIDEO).unlink()
+    return Path("stage_outputs")
+
+
+def test_stage_files_that_do_not_belong_together(intact, stages):
+    shutil.copytree(stages, "other")
+    assert CliRunner().invoke(main, ["encode", "b", "--model", str(intact), "--dir", "other"]).exit_code == 0
+    assert re.search(
+        r"stage2_latents\.safetensors and generation_config\.json in other do not belong together: prompt is 'a' in "
+        r"the one and 'b' in the other, so `wanjax denoise --dir other` has to run again",
+        refused("decode", "--dir", "other"),
+    )
+    shutil.copy(stages / io.EMBEDDINGS, Path("other") / io.EMBEDDINGS)
+    assert "stage1_embeddings.safetensors and generation_config.json in other" in refused("denoise", "--dir", "other")
+    assert not (Path("other") / io.VIDEO).exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "missing", "message"),
+    [
+        ("denoise", io.CONFIG, r"holds no generation_config\.json, which `wanjax encode` writes"),
+        (
+            "denoise",
+            io.EMBEDDINGS,
+            r"holds no stage1_embeddings\.safetensors: run `wanjax encode PROMPT --dir stage_outputs`",
+        ),
+        ("decode", io.LATENTS, r"holds no stage2_latents\.safetensors: run `wanjax denoise --dir stage_outputs` first"),
+        ("decode", io.CONFIG, r"holds no generation_config\.json"),
+    ],
+)
+def test_missing_stages(stages, command, missing, message):
+    (stages / missing).unlink()
+    assert re.search(message, refused(command))
+
+
+def test_stage_files_of_another_model(stages):
+    wide = np.zeros((1, 8, 99), np.float32)
+    save_safetensors(stages / io.EMBEDDINGS, {"prompt_embeds": wide, "negative_prompt_embeds": wide})
+    before = (stages / io.LATENTS).read_bytes()
+    assert re.search(r"stage1_embeddings\.safetensors has 99 channels where .* has 16", refused("denoise"))
+    assert (stages / io.LATENTS).read_bytes() == before
+    save_safetensors(stages / io.LATENTS, {"latents": np.zeros((1, 16, 2, 2, 4), np.float32)})
+    assert re.search(r"stage2_latents\.safetensors has 16 channels where .* has 4", refused("decode"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": "many"}, r"generation_config\.json gives steps as 'many' where a value such as \d+ is right"),
+        ({"steps": True}, r"gives steps as True"),
+        ({"model": None}, r"generation_config\.json names no model: --model has to"),
+        ({"dtype": "float8"}, r"gives the dtype 'float8' where bfloat16 or float32 is right"),
+        ({"sigmas": "other"}, r"other"),
+    ],
+)
+def test_settings_changed_by_hand(stages, change, message):
+    settings = json.loads((stages / io.CONFIG).read_text())
+    (stages / io.CONFIG).write_text(json.dumps(settings | change))
+    assert re.search(message, refused("denoise"))
+
+
+def test_latents_that_are_not_finite_cannot_be_shown(stages):
+    settings = io.load_settings(stages)
+    io.save_latents(stages, np.full((1, 4, 2, 2, 4), np.nan, np.float32), settings)
+    assert "not finite" in refused("decode")
+
+
+@pytest.mark.parametrize("option", ["--dir", "--out"])
+def test_folders_that_cannot_be_written(intact, option):
+    Path("file").write_text("")
+    where = {"--dir": "file/stages", "--out": "file/clip.mp4"}[option]
+    assert re.search(r"the folder .*file.* cannot be written", refused("a", "--model", intact, *SMALL, option, where))
+    assert left() == ["file"]
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="nothing is forbidden to root")
+def test_a_folder_without_permission(intact):
+    Path("mine").mkdir(mode=0o500)
+    assert "cannot be written, Permission denied" in refused("a", "--model", intact, *SMALL, "--dir", "mine/stages")
+
+
+def test_a_disk_that_fills_with_latents(intact, monkeypatch):
+    calls = []
+
+    def sync(descriptor):
+        calls.append(descriptor)
+        if len(calls) == 2:  # of the latents, after the embeddings
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", sync)
+    said = refused("a", "--model", intact, *SMALL)
+    assert said == "stage_outputs/stage2_latents.safetensors cannot be written: No space left on device"
+    assert left() == AFTER_ENCODING
+
+
+def test_a_disk_that_fills_with_the_video(intact, monkeypatch):
+    """A limit on the size of files is what ffmpeg, another process, meets in place of a full disk."""
+    run = subprocess.Popen
+    limited = ["sh", "-c", 'ulimit -f 1; trap "" XFSZ; exec "$@"', "sh"]
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **kw: run([*limited, *command], **kw))
+    assert re.search(r"output_video\.mp4 cannot be written: ffmpeg said", refused("a", "--model", intact, *SMALL))
+    assert left() == [*AFTER_ENCODING, "stage_outputs/stage2_latents.safetensors"]

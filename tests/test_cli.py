@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands with a checkpoint of random weights: what they write, what they tell, and how they end."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from tests.tiny import compile_cache, tiny_checkpoint
+from wanjax import io
+from wanjax.checkpoint import load_safetensors, save_safetensors
+from wanjax.cli import main, stages
+from wanjax.pipelines.wan import WanPipeline
+
+SMALL = ("--size", "32x16", "--frames", "5", "--steps", "2", "--dtype", "float32")
+STAGE_FILES = [io.CONFIG, io.EMBEDDINGS, io.LATENTS]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return str(tiny_checkpoint(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_cache(tmp_path_factory):
+    with compile_cache(tmp_path_factory.getbasetemp() / "xla"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def wanjax(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(main, list(map(str, arguments)), prog_name="wanjax")
+
+
+def succeeded(result: Result) -> Result:
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def files(folder: str | Path) -> list[str]:
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+@pytest.fixture
+def given(monkeypatch) -> dict:
+    """What the command line makes of its options, in place of a run."""
+    kept = {}
+    for name in ("generate", "encode", "denoise", "decode"):
+        monkeypatch.setattr(stages, name, lambda report, _name=name, **given: kept.update(given, command=_name))
+    return kept
+
+
+def test_help_lists_the_commands():
+    said = succeeded(wanjax("--help")).output
+    assert re.findall(r"^  (\w+)  ", said, re.MULTILINE) == ["generate", "encode", "denoise", "decode", "models"]
+    assert succeeded(wanjax("--version")).output.startswith("wanjax ")
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        (
+            "generate",
+            "model negative-prompt size height width frames fps steps guidance-scale flow-shift sigmas seed noise "
+            "dtype dir out help",
+        ),
+        ("encode", "model negative-prompt dtype dir help"),
+        (
+            "denoise",
+            "model size height width frames fps steps guidance-scale flow-shift sigmas seed noise dtype dir help",
+        ),
+        ("decode", "model fps dtype dir out help"),
+        ("models", "json help"),
+    ],
+)
+def test_help_is_complete(command, options):
+    said = succeeded(wanjax(command, "--help")).output
+    assert re.findall(r"^  (?:-h, )?--([a-z-]+) ", said, re.MULTILINE) == options.split()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["a red circle", "--seed", "3"],
+        ["--seed", "3", "a red circle"],
+        ["generate", "a red circle", "--seed", "3"],
+        ["generate", "--prompt", "a red circle", "--seed", "3"],
+    ],
+)
+def test_a_bare_word_is_the_prompt(given, arguments):
+    succeeded(wanjax(*arguments))
+    assert (given["command"], given["prompt"], given["seed"]) == ("generate", "a red circle", 3)
+
+
+def test_names_of_before(given):
+    old = "--num_inference_steps 7 --guidance_scale 2.5 --flow_shift 4 --negative_prompt x --model_id m --num_frames 9"
+    succeeded(wanjax("a", *old.split(), "--output_dir", "d", "--output_video", "v.mp4"))
+    names = ("steps", "guidance_scale", "flow_shift", "negative_prompt", "model", "frames", "folder", "out")
+    assert tuple(given[name] for name in names) == (7, 2.5, 4.0, "x", "m", 9, Path("d"), "v.mp4")
+    succeeded(wanjax("denoise", "--input_dir", "d"))
+    assert given["folder"] == Path("d")
+
+
+@pytest.mark.parametrize("size", ["832x480", "832*480", "832X480", " 832 × 480 "])
+def test_sizes(given, size):
+    succeeded(wanjax("a", "--size", size))
+    assert given["size"] == (480, 832)
+
+
+def test_help_does_not_wait_for_jax():
+    code = "import sys, wanjax.cli; wanjax.cli.main(['--help'], standalone_mode=False); print(sorted(sys.modules))"
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout.decode()
+    assert "'click'" in modules
+    assert "'jax'" not in modules
+    assert "'numpy'" not in modules
+
+
+def test_generate(model):
+    result = succeeded(wanjax("a red circle", "--model", model, *SMALL))
+    path = Path("stage_outputs") / io.VIDEO
+    assert result.stdout.strip() == str(path.absolute())
+    assert files("stage_outputs") == sorted([*STAGE_FILES, io.VIDEO])
+    settings = io.load_settings(Path("stage_outputs"))
+    assert io.read_metadata(path) == settings
+    assert (settings["prompt"], settings["model"], settings["width"], settings["height"]) == (
+        "a red circle",
+        model,
+        32,
+        16,
+    )
+    assert load_safetensors(Path("stage_outputs") / io.LATENTS)["latents"].shape == (1, 4, 2, 2, 4)
+    assert "wanjax decode --dir stage_outputs" in result.stderr
+    for stage in ("encode", "denoise", "decode"):
+        assert re.search(
+            rf"^{stage} +\d+\.\d s +(\d+\.\d s|cached|nothing) +\d+\.\d+ [MG]B", result.stderr, re.MULTILINE
+        )
+    assert "step 2 of 2" in result.stderr
+    assert "chunk 2 of 2" in result.stderr
+
+
+def test_three_stages_are_one_run(model):
+    one = succeeded(
+        wanjax("a red circle", "--model", model, *SMALL, "--seed", "5", "--dir", "one", "--out", "one/frames")
+    )
+    succeeded(wanjax("encode", "a red circle", "--model", model, "--dir", "three", "--dtype", "float32"))
+    assert files("three") == [io.CONFIG, io.EMBEDDINGS]
+    succeeded(wanjax("denoise", *SMALL, "--seed", "5", "--dir", "three"))
+    three = succeeded(wanjax("decode", "--dir", "three", "--out", "three/frames/"))
+    for name in STAGE_FILES[1:]:
+        assert (Path("one") / name).read_bytes() == (Path("three") / name).read_bytes()
+    assert io.load_settings(Path("one")) == io.load_settings(Path("three"))
+    frames = files("one/frames")
+    assert len(frames) == 5
+    for name in frames:
+        assert (Path("one/frames") / name).read_bytes() == (Path("three/frames") / name).read_bytes()
+    assert one.stdout.strip().endswith("one/frames")
+    assert three.stdout.strip().endswith("three/frames")
+
+
+def test_the_way_on_is_a_command_that_works(model):
+    said = succeeded(wanjax("encode", "a", "--model", model, "--dir", "with space")).stderr
+    command = shlex.split(re.search(r"wanjax (denoise --dir .*)$", said, re.MULTILINE)[1])
+    said = succeeded(wanjax(*command, *SMALL)).stderr
+    command = shlex.split(re.search(r"wanjax (decode --dir .*)$", said, re.MULTILINE)[1])
+    succeeded(wanjax(*command, "--fps", "8", "--out", "a.gif"))
+    assert io.read_metadata("a.gif")["fps"] == 8
+    assert io.load_settings(Path("with space"))["fps"] != 8
+
+
+def test_a_later_seed_makes_other_latents(model):
+    succeeded(wanjax("encode", "a", "--model", model))
+    made = []
+    for seed in ("1", "2", "1"):
+        succeeded(wanjax("denoise", *SMALL, "--seed", seed))
+        made.append(load_safetensors(Path("stage_outputs") / io.LATENTS)["latents"].copy())
+    assert io.load_settings(Path("stage_outputs"))["seed"] == 1
+    assert not np.array_equal(made[0], made[1])
+    np.testing.assert_array_equal(made[0], made[2])
+
+
+def test_noise_from_a_file(model):
+    noise = np.random.default_rng(0).normal(size=(1, 4, 2, 2, 4)).astype(np.float32)
+    save_safetensors("noise.safetensors", {"noise": noise})
+    latents = []
+    for seed in ("1", "2"):
+        result = succeeded(wanjax("a", "--model", model, *SMALL, "--seed", seed, "--noise", "noise.safetensors"))
+        latents.append(load_safetensors(Path("stage_outputs") / io.LATENTS)["latents"].copy())
+    np.testing.assert_array_equal(*latents)
+    assert "the initial noise is that of noise.safetensors" in result.stderr
+    assert io.read_metadata(Path("stage_outputs") / io.VIDEO)["noise"] == "noise.safetensors"
+
+
+def test_what_may_not_be_meant_is_told(model):
+    said = succeeded(wanjax("encode", "word " * 40 + "end", "--model", model)).stderr
+    assert re.search(r'note: the prompt has \d+ tokens, the model reads 24: the end "word .*\.\.\." was cut', said)
+    said = succeeded(wanjax(" ", "--model", model, *SMALL, "--guidance-scale", "1")).stderr
+    assert "the prompt is empty" in said
+    assert "guidance is off" in said
+
+
+def test_embeddings_of_226_tokens_are_told(model):
+    succeeded(wanjax("encode", "a", "--model", model))
+    embeds = np.zeros((1, 226, 16), np.float32)
+    path = Path("stage_outputs") / io.EMBEDDINGS
+    save_safetensors(path, {"prompt_embeds": embeds, "negative_prompt_embeds": embeds})
+    assert "226 tokens where Wan reads 512" in succeeded(wanjax("denoise", *SMALL)).stderr
+
+
+def interrupted(*_, **__):
+    raise KeyboardInterrupt
+
+
+def test_latents_are_there_before_decoding(model, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(WanPipeline, "decode_chunks", interrupted)
+        result = wanjax("a", "--model", model, *SMALL, "--out", "b c.mp4")
+    assert result.exit_code == 130
+    assert result.stderr.splitlines()[-2:] == [
+        "wanjax: stopped",
+        "what was complete is kept, and this goes on from there: wanjax decode --dir stage_outputs --out 'b c.mp4'",
+    ]
+    assert files("stage_outputs") == STAGE_FILES
+    assert files(".") == ["stage_outputs"]
+    succeeded(wanjax("decode", "--out", "b c.mp4"))
+    assert files(".") == ["b c.mp4", "stage_outputs"]
+
+
+def test_an_interrupted_denoising_leaves_the_embeddings(model, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(WanPipeline, "denoise", interrupted)
+        result = wanjax("a", "--model", model, *SMALL)
+    assert result.exit_code == 130
+    assert result.stderr.endswith("this goes on from there: wanjax denoise --dir stage_outputs\n")
+    assert files("stage_outputs") == [io.CONFIG, io.EMBEDDINGS]
+    succeeded(wanjax("denoise"))
+    assert io.load_settings(Path("stage_outputs"))["steps"] == 2  # as the first command said
+
+
+def test_an_interrupted_encoding_leaves_nothing(model, monkeypatch):
+    monkeypatch.setattr(WanPipeline, "encode", interrupted)
+    result = wanjax("a", "--model", model, *SMALL)
+    assert (result.exit_code, result.stderr.splitlines()[-1]) == (130, "wanjax: stopped")
+    assert files("stage_outputs") == []
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends a signal of POSIX")
+def test_ctrl_c(model):
+    arguments = ["a", "--model", model, *SMALL, "--steps", "100000"]
+    run = subprocess.Popen([sys.executable, "-m", "wanjax", *arguments], stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while run.poll() is None and not (Path("stage_outputs") / io.CONFIG).exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(0.5)
+    run.send_signal(signal.SIGINT)
+    _, said = run.communicate(timeout=60)
+    assert run.returncode == 130
+    assert said.endswith("wanjax denoise --dir stage_outputs\n")
+    assert "Traceback" not in said
+    assert files("stage_outputs") == [io.CONFIG, io.EMBEDDINGS]
+
+
+def test_a_failure_is_no_mistake_of_the_user(model, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(WanPipeline, "decode_chunks", fail)
+    result = wanjax("a", "--model", model, *SMALL)
+    assert result.exit_code == 1
+    assert isinstance(result.exception, RuntimeError)
+    assert "wanjax decode --dir stage_outputs" in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("RESOURCE_EXHAUSTED: Out of memory while ...")])
+def test_out_of_memory(model, monkeypatch, error):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(WanPipeline, "denoise", fail)
+    result = wanjax("a", "--model", model, *SMALL)
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-2].startswith("wanjax: out of memory: a smaller --size")
+
+
+def test_models():
+    described = json.loads(succeeded(wanjax("models", "--json")).stdout)
+    assert described[0]["name"] == "nano"
+    for model in described:
+        assert model.keys() == {"name", "about", "source", "parameters", "memory", "licence", "defaults"}
+        assert model["parameters"] > 0
+    said = succeeded(CliRunner(env={"COLUMNS": "200"}).invoke(main, ["models"])).stdout
+    for model in described:
+        size = f"{model['defaults']['width']}x{model['defaults']['height']}"
+        assert re.search(rf"^{re.escape(model['name'])} .* {size} .*{re.escape(model['licence'])}", said, re.MULTILINE)
