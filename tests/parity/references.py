@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from flax import nnx
 
+from wanjax.checkpoint import Spec
 from wanjax.converters import engine, wan
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.models.wan.vae import WanVAE
@@ -23,7 +24,7 @@ class StateDict:
         return self.tensors.keys()
 
     def spec(self, key: str):
-        return self.tensors[key].shape, self.tensors[key].dtype
+        return Spec(self.tensors[key].shape, self.tensors[key].dtype)
 
     def read(self, key: str):
         return self.tensors[key]

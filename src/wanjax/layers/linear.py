@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 Module = TypeVar("Module", bound=nnx.Module)
 
 Axes = tuple[str | None, ...]
+nnx.use_eager_sharding(False)  # weights carry the names of their axes and can be built without a mesh
 default_kernel_init = nnx.initializers.lecun_normal()
 
 

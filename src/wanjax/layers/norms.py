@@ -31,7 +31,7 @@ def layer_norm(
     features: int, eps: float, *, affine: bool, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs
 ) -> nnx.LayerNorm:
     """Layer norm over the last axis; takes any precision and hands over float32."""
-    del dtype
+    del dtype, param_dtype  # its few weights stay in float32
     return nnx.LayerNorm(
         features,
         epsilon=eps,
@@ -41,7 +41,7 @@ def layer_norm(
         bias_init=nnx.with_partitioning(nnx.initializers.zeros_init(), ("embed",)),
         use_fast_variance=False,
         dtype=jnp.float32,
-        param_dtype=param_dtype,
+        param_dtype=jnp.float32,
         rngs=rngs,
     )
 
@@ -50,12 +50,12 @@ def rms_norm(
     features: int, eps: float, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs, axis: str = "heads"
 ) -> nnx.RMSNorm:
     """Root-mean-square norm over the last axis; takes any precision and hands over float32."""
-    del dtype
+    del dtype, param_dtype  # its few weights stay in float32
     return nnx.RMSNorm(
         features,
         epsilon=eps,
         scale_init=nnx.with_partitioning(nnx.initializers.ones_init(), (axis,)),
         dtype=jnp.float32,
-        param_dtype=param_dtype,
+        param_dtype=jnp.float32,
         rngs=rngs,
     )

@@ -76,11 +76,11 @@ class Block(nnx.Module):
         self.cross_attn = CrossAttention(config, **kw)
         self.norm3 = layer_norm(width, config.eps, affine=False, **kw)
         self.mlp = MLP((width, config.mlp_dim, width), ("embed", "mlp", "embed"), gelu_tanh, **kw)
-        self.table = modulation_table(6, width, **kw)
+        self.table = modulation_table(6, width, kw["rngs"])
         self.dtype = kw["dtype"]
 
     def __call__(self, x: Tokens, context: Float[Array, "B S E"], mod: Float[Array, "B 6 E"], rope: Rope) -> Tokens:
-        self_mod, mlp_mod = split_modulation(mod + self.table[...].astype(jnp.float32)[None])
+        self_mod, mlp_mod = split_modulation(mod + self.table[...][None])
         y = modulate(self.norm1(x), self_mod.shift, self_mod.scale).astype(self.dtype)
         x = gated_add(x, self.self_attn(y, rope), self_mod.gate)
         x = x + self.cross_attn(self.norm2(x).astype(self.dtype), context).astype(x.dtype)
@@ -99,13 +99,18 @@ class WanTransformer(nnx.Module):
         self.dtype = dtype
         self.patch_embed = linear(cells * config.channels_in, width, (None, "embed"), **kw)
         self.text_embed = MLP((config.text_width, width, width), ("text", "mlp", "embed"), gelu_tanh, **kw)
+        # the timestep's path is too sensitive for less than float32; its first half is kept in it too
+        float32 = {**kw, "dtype": jnp.float32}
         self.time_embed = MLP(
-            (config.frequency_dim, width, width), (None, "mlp", "embed"), jax.nn.silu, **float32_math(kw)
+            (config.frequency_dim, width, width),
+            (None, "mlp", "embed"),
+            jax.nn.silu,
+            **{**float32, "param_dtype": jnp.float32},
         )
-        self.time_proj = linear(width, 6 * width, ("embed", "mlp"), **float32_math(kw))
+        self.time_proj = linear(width, 6 * width, ("embed", "mlp"), **float32)
         self.blocks = stack(lambda rngs: Block(config, **{**kw, "rngs": rngs}), config.layers, rngs)
         self.norm_out = layer_norm(width, config.eps, affine=False, **kw)
-        self.table = modulation_table(2, width, **kw)
+        self.table = modulation_table(2, width, rngs)
         self.proj_out = linear(width, cells * config.channels_out, ("embed", None), **kw)
 
     def rope(self, grid: tuple[int, int, int]) -> Rope:
@@ -129,7 +134,7 @@ class WanTransformer(nnx.Module):
 
         x = scan_blocks(self.blocks, lambda block, x: block(x, context, mod, rope), x)
 
-        shift, scale = jnp.split(self.table[...].astype(jnp.float32)[None] + time[:, None, :], 2, axis=1)
+        shift, scale = jnp.split(self.table[...][None] + time[:, None, :], 2, axis=1)
         x = self.proj_out(modulate(self.norm_out(x), shift, scale).astype(self.dtype))
         return unpatchify(x, grid, self.config.patch)
 
@@ -142,13 +147,7 @@ def join_heads(x: Float[Array, "B L N D"]) -> Float[Array, "B L E"]:
     return x.reshape(*x.shape[:2], -1)
 
 
-def modulation_table(rows: int, width: int, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Param:
-    """What is added to the timestep's shifts, scales and gates, learnt for each block."""
-    del dtype  # always used in float32
+def modulation_table(rows: int, width: int, rngs: nnx.Rngs) -> nnx.Param:
+    """What is added to the timestep's shifts, scales and gates, learnt for each block; kept in float32."""
     init = nnx.with_partitioning(nnx.initializers.normal(stddev=width**-0.5), (None, "embed"))
-    return nnx.Param(init(rngs.params(), (rows, width), param_dtype))
-
-
-def float32_math(kw: dict) -> dict:
-    """The same settings with float32 as the compute dtype: the timestep's path is too sensitive for less."""
-    return {**kw, "dtype": jnp.float32}
+    return nnx.Param(init(rngs.params(), (rows, width), jnp.float32))

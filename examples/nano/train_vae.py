@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains the small video autoencoder on crops of drawn clips: reconstruction, and a light pull towards a unit normal."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from clips import draw, sample_specs
+from flax import nnx
+from loop import Trainer
+from recipe import FRAMES, SIZE, VAE_PHASES, Phase
+
+from wanjax.layers.conv import CausalConv
+from wanjax.models.wan.vae import ResBlock, WanVAE
+
+ABSOLUTE_WEIGHT = 0.03
+KL_WEIGHT = 2e-5
+PEAK_LEARNING_RATE = 2e-3
+LOG_VARIANCE = -6.0  # of the latents at the start: with more noise the decoder learns nothing for long
+
+
+def crops(phase: Phase, rng: np.random.Generator) -> np.ndarray:
+    """A batch of random crops, in space and time, of clips that are drawn for it: [B T H W 3] in [-1, 1]."""
+    clips = draw(sample_specs(rng, phase.batch), FRAMES, SIZE, rng)
+    corners = rng.integers(
+        0, np.array([FRAMES - phase.frames, SIZE - phase.size, SIZE - phase.size]) + 1, (phase.batch, 3)
+    )
+    t, h, w = np.array([phase.frames, phase.size, phase.size])
+    return np.stack([clip[a : a + t, b : b + h, c : c + w] for clip, (a, b, c) in zip(clips, corners, strict=True)])
+
+
+def posteriors(vae: WanVAE, video: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+    """Mean and log-variance of the first frame's latents and, if there are more frames, of all the others' at once."""
+    mean, log_variance, cache = vae.posterior(video[:, :1], None)
+    if video.shape[1] == 1:
+        return [(mean, log_variance)]
+    return [(mean, log_variance), vae.posterior(video[:, 1:], cache)[:2]]
+
+
+def reconstruction(vae: WanVAE, z: jax.Array) -> jax.Array:
+    """The decoder's frames, not clipped: those out of range must feel a slope."""
+    first, cache = vae.decoder(vae.post_quant(z[:, :1]), None)
+    if z.shape[1] == 1:
+        return first
+    return jnp.concatenate([first, vae.decoder(vae.post_quant(z[:, 1:]), cache)[0]], axis=1)
+
+
+def loss(vae: WanVAE, video: jax.Array, key: jax.Array) -> tuple[jax.Array, dict]:
+    """Absolute and squared error of the reconstruction, plus the divergence of the latents from a unit normal."""
+    mean, log_variance = (jnp.concatenate(parts, axis=1) for parts in zip(*posteriors(vae, video), strict=True))
+    z = mean + jnp.exp(0.5 * log_variance) * jax.random.normal(key, mean.shape)
+    error = reconstruction(vae, z) - video
+    squared = jnp.mean(error**2)
+    divergence = 0.5 * jnp.mean(mean**2 + jnp.exp(log_variance) - 1.0 - log_variance)
+    total = squared + ABSOLUTE_WEIGHT * jnp.mean(jnp.abs(error)) + KL_WEIGHT * divergence
+    return total, {"psnr": 10.0 * jnp.log10(4.0 / squared), "divergence": divergence}
+
+
+def inflate(vae: WanVAE) -> None:
+    """Makes the video autoencoder start as one of images, applied to every frame.
+
+    Residual blocks are the identity, convolutions look at the current frame alone, halving the frames averages them and
+    doubling repeats them; and the latents start with little noise. Colours and places are learnt first, then time.
+    """
+    for _, module in nnx.iter_graph(vae):
+        if isinstance(module, CausalConv) and module.kernel.shape[:2] == (3, 3):
+            module.kernel[...] = module.kernel[...].at[:2].set(0.0) * 3**0.5
+        elif isinstance(module, CausalConv):
+            channels, out = module.kernel.shape[-2:]
+            identity = jnp.tile(jnp.eye(channels), (1, out // channels))
+            taps = jnp.array([0.0, 0.0, 1.0] if out > channels else [0.0, 0.5, 0.5])
+            module.kernel[...] = (taps[:, None, None] * identity[None])[:, None, None]
+    for _, module in nnx.iter_graph(vae):
+        if isinstance(module, ResBlock):
+            module.conv2.kernel[...] = jnp.zeros_like(module.conv2.kernel[...])
+    channels = vae.config.latent_channels
+    vae.quant.bias[...] = vae.quant.bias[...].at[channels:].set(LOG_VARIANCE)
+
+
+def train_vae(vae: WanVAE, workdir: Path, seed: int) -> WanVAE:
+    """The trained autoencoder; stops and resumes at any step."""
+    inflate(vae)
+    steps = sum(phase.steps for phase in VAE_PHASES)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, PEAK_LEARNING_RATE, 100, steps, PEAK_LEARNING_RATE / 100)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule, b2=0.99))
+    trainer = Trainer("vae", vae, loss, optimizer, workdir, seed)
+    last = 0
+    for phase in VAE_PHASES:
+        last += phase.steps
+        trainer.run(last, lambda rng, phase=phase: crops(phase, rng))
+    return trainer.model()
+
+
+def latent_statistics(vae: WanVAE, seed: int, clips: int = 256) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and standard deviation of each latent channel over unseen drawings of the training combinations."""
+    rng = np.random.default_rng([seed, 1])
+    encode = nnx.jit(lambda vae, video: vae.encode(video))
+    latents = np.concatenate(
+        [np.asarray(encode(vae, draw(sample_specs(rng, 16), FRAMES, SIZE, rng))) for _ in range(clips // 16)]
+    )
+    return latents.mean(axis=(0, 1, 2, 3)), latents.std(axis=(0, 1, 2, 3))

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every pipeline speaks of: the settings of a video, its embeddings, a step on the way, and parts that load late."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+from jaxtyping import Array, Float
+
+from wanjax.errors import WanjaxError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that shapes a video. `size` is (height, width) in pixels; `dtype` is what the networks compute in."""
+
+    model: str
+    prompt: str
+    negative_prompt: str
+    height: int
+    width: int
+    frames: int
+    fps: int
+    steps: int
+    guidance_scale: float
+    flow_shift: float
+    sigmas: str
+    seed: int
+    dtype: str
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.height, self.width
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def updated(self, values: Mapping[str, Any]) -> "Settings":
+        """These settings with those of `values` that are known by name and are not None."""
+        names = {field.name for field in dataclasses.fields(self)}
+        return dataclasses.replace(self, **{k: v for k, v in values.items() if k in names and v is not None})
+
+    def check(self, *, spatial: int, temporal: int) -> None:
+        """Raises WanjaxError unless sizes are multiples of `spatial`, frames `temporal`·n + 1, and the rest in bounds."""
+        for name, pixels in (("height", self.height), ("width", self.width)):
+            if pixels <= 0 or pixels % spatial:
+                legal = _neighbours(pixels, spatial, 0)
+                raise WanjaxError(f"the {name} {pixels} is not a multiple of {spatial}: {legal} would do")
+        if self.frames <= 0 or (self.frames - 1) % temporal:
+            legal = _neighbours(self.frames, temporal, 1)
+            raise WanjaxError(f"{self.frames} frames are not of the form {temporal}n + 1: {legal} would do")
+        if self.steps < 1:
+            raise WanjaxError(f"{self.steps} steps cannot make a video: at least 1 is needed")
+        if not self.guidance_scale >= 0:
+            raise WanjaxError(f"the guidance scale {self.guidance_scale} is below zero: 1 is none, 5 is usual")
+        if not self.flow_shift > 0:
+            raise WanjaxError(f"the flow shift {self.flow_shift} is not above zero: 3 to 12 is usual")
+        if self.fps < 1:
+            raise WanjaxError(f"{self.fps} frames a second cannot be played: at least 1 is needed")
+
+
+def _neighbours(value: int, unit: int, offset: int) -> str:
+    """The legal values next to an illegal one, as words."""
+    below = (value - offset) // unit * unit + offset
+    return f"{below} or {below + unit}" if below > 0 else f"{unit if offset == 0 else offset}"
+
+
+class Embeddings(NamedTuple):
+    """What the text encoder made of a prompt and of the negative prompt; zeros behind their last tokens."""
+
+    prompt_embeds: Float[Array, "B S E"]
+    negative_prompt_embeds: Float[Array, "B S E"]
+
+
+class Step(NamedTuple):
+    """A denoising step that has been taken: `index` of `total`, from 0; latents and predicted clean ones `[B C T H W]`."""
+
+    index: int
+    total: int
+    timestep: float
+    latents: jax.Array
+    x0: jax.Array
+
+
+class Cancelled(Exception):
+    """A callback returned False; `step` was the last one taken."""
+
+    def __init__(self, step: int):
+        super().__init__(f"cancelled after step {step + 1}")
+        self.step = step
+
+
+class Parts:
+    """The networks of a pipeline: each is loaded when it is first asked for and stays until it is freed."""
+
+    def __init__(self, loaders: Mapping[str, Callable[[], Any]]):
+        self._loaders = dict(loaders)
+        self._loaded: dict[str, Any] = {}
+
+    def get(self, name: str) -> Any:
+        if name not in self._loaded:
+            self._loaded[name] = self._loaders[name]()
+        return self._loaded[name]
+
+    def put(self, name: str, part: Any) -> None:
+        """Gives a part that need not be loaded."""
+        self._loaded[name] = part
+
+    def free(self, *names: str) -> None:
+        """Forgets parts (all if none is named), so that their memory is given back."""
+        for name in names or tuple(self._loaded):
+            self._loaded.pop(name, None)

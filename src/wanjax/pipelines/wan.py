@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text to video with Wan: encode the prompt, denoise latents under guidance, decode them to frames.
+
+The stages are joined by plain arrays, so that each can run, and be freed, alone.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from wanjax.errors import WanjaxError
+from wanjax.io import Video
+from wanjax.layers.linear import scan_compiler_options
+from wanjax.layers.tiling import Tiling, map_tiles
+from wanjax.models.wan.config import TransformerConfig, VAEConfig
+from wanjax.pipelines.base import Cancelled, Embeddings, Parts, Settings, Step
+from wanjax.pipelines.guidance import guide
+from wanjax.pipelines.text import TokenBatch, clean_prompt, encode_text
+
+Latents = Float[Array, "B C T H W"]
+TILE, TILE_STRIDE = 256, 192  # pixels, as in the reference
+
+
+class WanConfigs(NamedTuple):
+    """The shapes of the networks, known before their weights are loaded."""
+
+    transformer: TransformerConfig
+    vae: VAEConfig
+
+
+class WanPipeline:
+    """A Wan checkpoint as a function from prompts to videos.
+
+    `text_encoder`, `transformer`, `vae`, `tokenizer` and `scheduler` are loaded when first used and can be used alone;
+    `free` gives their memory back.
+    """
+
+    def __init__(self, parts: Parts, configs: WanConfigs, defaults: Settings):
+        self.parts = parts
+        self.configs = configs
+        self.defaults = defaults
+
+    text_encoder = property(lambda self: self.parts.get("text_encoder"))
+    transformer = property(lambda self: self.parts.get("transformer"))
+    vae = property(lambda self: self.parts.get("vae"))
+    tokenizer = property(lambda self: self.parts.get("tokenizer"))
+    scheduler = property(lambda self: self.parts.get("scheduler"))
+
+    def free(self, *names: str) -> None:
+        """Forgets the named parts, or all, until they are next used."""
+        self.parts.free(*names)
+
+    def __call__(
+        self,
+        prompt: str,
+        *,
+        noise: Latents | None = None,
+        callback: Callable[[Step], bool | None] | None = None,
+        **settings: Any,
+    ) -> Video:
+        """The video of a prompt. Keywords are those of `Settings`, `size=(height, width)` among them."""
+        chosen = self.settings(prompt=prompt, **settings)
+        embeddings = self.encode(chosen.prompt, chosen.negative_prompt)
+        latents = self.denoise(embeddings, noise=noise, callback=callback, **settings)
+        return Video(np.asarray(self.decode(latents)), chosen.fps, chosen.to_json())
+
+    def settings(self, *, size: tuple[int, int] | None = None, **settings: Any) -> Settings:
+        """The model's defaults with what is given put in; raises WanjaxError where they cannot be."""
+        if size is not None:
+            settings |= {"height": size[0], "width": size[1]}
+        if unknown := settings.keys() - self.defaults.to_json().keys():
+            raise WanjaxError(f"{sorted(unknown)[0]!r} is not a setting: {', '.join(self.defaults.to_json())} are")
+        chosen = self.defaults.updated(settings)
+        vae, transformer = self.configs.vae, self.configs.transformer
+        chosen.check(spatial=vae.spatial_factor * transformer.patch[1], temporal=vae.temporal_factor)
+        return chosen
+
+    def tokenize(self, prompt: str) -> TokenBatch:
+        """The cleaned prompt's tokens; `truncated[0]` says what was cut, if anything was."""
+        return self.tokenizer.tokenize([clean_prompt(prompt)])
+
+    def encode(self, prompt: str, negative_prompt: str | None = None) -> Embeddings:
+        """Encodes a prompt and the negative prompt (the model's own where None) to [1 S E] each."""
+        negative = self.defaults.negative_prompt if negative_prompt is None else negative_prompt
+        both = [self.tokenize(text) for text in (prompt, negative)]
+        ids, mask = (jnp.asarray(np.concatenate(x)) for x in zip(*((b.ids, b.mask) for b in both), strict=True))
+        graphdef, weights = nnx.split(self.text_encoder)
+        embeds = _jitted(_encode)((graphdef,), ids, mask, weights)
+        return Embeddings(embeds[:1], embeds[1:])
+
+    def noise(self, settings: Settings) -> Latents:
+        """The initial noise that the seed stands for, float32."""
+        config = self.configs.vae
+        frames = (settings.frames - 1) // config.temporal_factor + 1
+        height, width = (pixels // config.spatial_factor for pixels in settings.size)
+        return jax.random.normal(jax.random.key(settings.seed), (1, config.latent_channels, frames, height, width))
+
+    def denoise(
+        self,
+        embeddings: Embeddings,
+        *,
+        noise: Latents | None = None,
+        callback: Callable[[Step], bool | None] | None = None,
+        **settings: Any,
+    ) -> Latents:
+        """Latents [1 C T H W], float32 and normalised, from noise (the seed's where None).
+
+        `callback` sees every step; a False from it raises Cancelled. Raises WanjaxError where the noise has another shape
+        than the latents, and where latents stop being finite, naming the step.
+        """
+        chosen = self.settings(**settings)
+        x = self.noise(chosen) if noise is None else self._checked_noise(noise, chosen)
+        x = jnp.moveaxis(x.astype(jnp.float32), 1, -1)  # [B T H W C]
+        scheduler = self.scheduler.configured(shift=chosen.flow_shift, sigmas=chosen.sigmas)
+        schedule = scheduler.schedule(chosen.steps)
+        state = scheduler.init(schedule, x)
+        prompts = tuple(embeddings) if chosen.guidance_scale > 1 else (embeddings.prompt_embeds,)
+        guidance_scale = jnp.float32(chosen.guidance_scale)
+        graphdef, weights = nnx.split(self.transformer)
+        step = _jitted(_guided_step, donated=(1, 2))
+        for index, timestep in enumerate(np.asarray(schedule.timesteps)):
+            x, state, x0, finite = step(
+                (graphdef, scheduler), x, state, weights, prompts, guidance_scale, schedule, jnp.int32(index)
+            )
+            if not finite:
+                raise WanjaxError(f"the latents are not finite after step {index + 1} of {chosen.steps}: use float32")
+            seen = callback and callback(
+                Step(index, chosen.steps, float(timestep), jnp.moveaxis(x, -1, 1), jnp.moveaxis(x0, -1, 1))
+            )
+            if seen is False:
+                raise Cancelled(index)
+        return jnp.moveaxis(x, -1, 1)
+
+    def _checked_noise(self, noise: Latents, settings: Settings) -> Latents:
+        right = jax.eval_shape(lambda: self.noise(settings)).shape
+        if noise.shape != right:
+            raise WanjaxError(f"the noise has the shape {list(noise.shape)} where this video needs {list(right)}")
+        return jnp.asarray(noise)
+
+    def decode(
+        self,
+        latents: Latents,
+        dtype: DTypeLike = jnp.uint8,
+        *,
+        tiled: bool = False,
+        callback: Callable[[int, int], Any] | None = None,
+    ) -> np.ndarray:
+        """Frames [T H W 3] of latents [1 C T H W]: uint8, or a float dtype in [0, 1].
+
+        `tiled` decodes 256 × 256 pixels at a time, for frames that would not fit; `callback(done, total)` follows the
+        chunks.
+        """
+        chunks = []
+        for chunk in self.decode_chunks(latents, dtype, tiled=tiled):
+            chunks.append(np.asarray(chunk))
+            if callback:
+                callback(len(chunks), latents.shape[2])
+        return np.concatenate(chunks)
+
+    def decode_chunks(
+        self, latents: Latents, dtype: DTypeLike = jnp.uint8, *, tiled: bool = False
+    ) -> Iterator[Float[Array, "T H W 3"]]:
+        """The frames of each latent frame in turn, while only one chunk is in memory."""
+        vae = self.vae
+        z = jnp.moveaxis(jnp.asarray(latents), 1, -1)
+        graphdef, weights = nnx.split(vae)
+        scale = vae.config.spatial_factor
+        tiling = Tiling(TILE // scale, TILE_STRIDE // scale, scale) if tiled else None
+        decode = _jitted(_decode_chunk, donated=(2,))
+        cache = None
+        for index in range(z.shape[1]):
+            frames, cache = decode((graphdef, dtype, tiling), z[:, index : index + 1], cache, weights)
+            yield frames
+
+
+@cache
+def _jitted(function: Callable, donated: tuple[int, ...] = ()) -> Callable:
+    """`function`, compiled; its first argument is static, and the buffers of the donated ones are taken over."""
+    return jax.jit(function, static_argnums=0, donate_argnums=donated, compiler_options=scan_compiler_options())
+
+
+def _encode(static, ids, mask, weights):
+    """Features of tokens [B S]; zeros where the mask is false."""
+    (graphdef,) = static
+    return encode_text(nnx.merge(graphdef, weights), ids, mask)
+
+
+def _guided_step(static, x, state, weights, prompts, guidance_scale, schedule, index):
+    """One step of the scheduler along the guided velocity; also the predicted clean latents, and if all is finite."""
+    graphdef, scheduler = static
+    transformer = nnx.merge(graphdef, weights)
+    t = jnp.full((x.shape[0],), schedule.timesteps[index])
+    velocity, *unconditional = [transformer(x, t, text).astype(jnp.float32) for text in prompts]
+    if unconditional:
+        velocity = guide(velocity, unconditional[0], guidance_scale)
+    x0 = scheduler.x0(schedule, index, velocity, x)
+    x, state = scheduler.step(schedule, state, index, velocity, x)
+    return x, state, x0, jnp.isfinite(x).all()
+
+
+def _decode_chunk(static, z, cache, weights):
+    """Frames of a chunk of latents as they leave the device: bytes, or floats in [0, 1]."""
+    graphdef, dtype, tiling = static
+    vae = nnx.merge(graphdef, weights)
+    frames, cache = map_tiles(vae.decode_chunk, z, cache, tiling) if tiling else vae.decode_chunk(z, cache)
+    frames = frames[0] * 0.5 + 0.5
+    return jnp.round(frames * 255.0).astype(dtype) if dtype == jnp.uint8 else frames.astype(dtype), cache

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The models that are known by name, and `load`, which makes a pipeline of any checkpoint."""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from wanjax.cache import enable_compile_cache
+from wanjax.checkpoint import SafetensorsFolder
+from wanjax.converters import engine, t5, wan
+from wanjax.errors import WanjaxError
+from wanjax.hub import resolve
+from wanjax.models.t5 import T5Encoder
+from wanjax.models.wan.transformer import WanTransformer
+from wanjax.models.wan.vae import WanVAE
+from wanjax.pipelines.base import Parts, Settings
+from wanjax.pipelines.text import Tokenizer
+from wanjax.pipelines.wan import WanConfigs, WanPipeline
+from wanjax.schedulers import from_config
+
+NANO = Path(__file__).parent / "nano"
+OFFICIAL_NEGATIVE_PROMPT = (
+    "色调艳丽，过曝，静态，细节模糊不清，字幕，风格，作品，画作，画面，静止，整体发灰，最差质量，低质量，JPEG压缩残留，丑陋的，"
+    "残缺的，多余的手指，画得不好的手部，画得不好的脸部，畸形的，毁容的，形态畸形的肢体，手指融合，静止不动的画面，杂乱的背景，"
+    "三条腿，背景人很多，倒着走"
+)
+Progress = Callable[[str, int, int], Any]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A published checkpoint: where it is, what it is, its licence, and the settings its authors publish."""
+
+    name: str
+    source: str
+    about: str
+    transformer_parameters: int
+    licence: str
+    param_dtype: str
+    defaults: Settings
+
+
+_T2V_1_3B = Preset(
+    name="wan2.1-t2v-1.3b",
+    source="Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+    about="text to video, 480p",
+    transformer_parameters=1_418_996_800,
+    licence="Apache-2.0",
+    param_dtype="bfloat16",
+    defaults=Settings(
+        model="wan2.1-t2v-1.3b",
+        prompt="",
+        negative_prompt=OFFICIAL_NEGATIVE_PROMPT,
+        height=480,
+        width=832,
+        frames=81,
+        fps=16,
+        steps=50,
+        guidance_scale=5.0,
+        flow_shift=5.0,
+        sigmas="official",
+        seed=42,
+        dtype="bfloat16",
+    ),
+)
+PRESETS = {
+    preset.name: preset
+    for preset in (
+        Preset(
+            name="nano",
+            source=str(NANO),
+            about="text to video, 64 × 64, one coloured shape; ships with wanjax and runs on any CPU",
+            transformer_parameters=0,
+            licence="Apache-2.0",
+            param_dtype="float32",
+            defaults=replace(_T2V_1_3B.defaults, model="nano"),
+        ),
+        _T2V_1_3B,
+        replace(
+            _T2V_1_3B,
+            name="wan2.1-t2v-14b",
+            source="Wan-AI/Wan2.1-T2V-14B-Diffusers",
+            about="text to video, 480p and 720p",
+            transformer_parameters=14_288_491_584,
+            defaults=replace(_T2V_1_3B.defaults, model="wan2.1-t2v-14b", height=720, width=1280),
+        ),
+    )
+}
+
+
+def load(
+    model: str | Path = "nano",
+    *,
+    dtype: str | None = None,
+    param_dtype: str | None = None,
+    revision: str | None = None,
+    progress: Progress | None = None,
+) -> WanPipeline:
+    """A pipeline for a known name, a Hugging Face id or a folder in the diffusers layout.
+
+    Networks are loaded when they are first used. They compute in `dtype`, "bfloat16" or "float32" (None: float32 on a CPU,
+    which has no fast bfloat16, and `param_dtype` elsewhere), and keep weights in `param_dtype` (None: bfloat16 for
+    published checkpoints, and as they are stored for others). `progress(part, done, total)` is told the bytes read. Raises
+    WanjaxError where the checkpoint cannot be found or does not fit.
+    """
+    preset = next((p for p in PRESETS.values() if str(model) in (p.name, p.source)), None)
+    if preset is None and not Path(model).exists() and "/" not in str(model):
+        raise WanjaxError(_unknown(str(model)))
+    enable_compile_cache()
+    source = preset.source if preset else str(model)
+    folder = resolve(source, components=(), revision=revision)
+    index = read_json(folder / "model_index.json")
+    if index.get("_class_name") != "WanPipeline":
+        raise WanjaxError(f"{folder} holds a {index.get('_class_name')}: a WanPipeline is what wanjax runs today")
+    files = partial(_component, source, revision)
+    stored = param_dtype or (preset.param_dtype if preset else _stored_dtype(files("transformer")))
+    defaults = _defaults(files, preset, str(model))
+    defaults = replace(defaults, dtype=dtype or ("float32" if jax.default_backend() == "cpu" else stored))
+    configs = WanConfigs(
+        transformer=wan.transformer_config(read_json(files("transformer") / "config.json")),
+        vae=wan.vae_config(read_json(files("vae") / "config.json")),
+    )
+    build = partial(_build, files, jnp.dtype(defaults.dtype), jnp.dtype(stored), progress)
+    loaders = {
+        "tokenizer": lambda: Tokenizer.load(files("tokenizer")),
+        "text_encoder": lambda: _text_encoder(build, files),
+        "transformer": lambda: build(
+            "transformer", partial(WanTransformer, configs.transformer), wan.transformer_rules(configs.transformer)
+        ),
+        "vae": lambda: build("vae", partial(WanVAE, configs.vae), wan.vae_rules(configs.vae)),
+        "scheduler": lambda: from_config(read_json(files("scheduler") / "scheduler_config.json")),
+    }
+    return WanPipeline(Parts(loaders), configs, defaults)
+
+
+def _unknown(name: str) -> str:
+    near = get_close_matches(name, PRESETS, n=3, cutoff=0.4) or list(PRESETS)
+    return f"no model is named {name!r}: a near name is {' or '.join(near)}, and a hub id is OWNER/NAME"
+
+
+def _component(source: str, revision: str | None, name: str) -> Path:
+    """The folder of one component, downloaded if it has to be."""
+    folder = resolve(source, components=(name,), revision=revision) / name
+    if not folder.is_dir():
+        raise WanjaxError(f"{folder.parent} has no folder {name}: a checkpoint in the diffusers layout is needed")
+    return folder
+
+
+def _defaults(files: Callable[[str], Path], preset: Preset | None, name: str) -> Settings:
+    """The preset's settings; else those of Wan 2.1 1.3B, the checkpoint's own flow shift, and its own defaults file."""
+    if preset is not None and preset.name != "nano":
+        return preset.defaults
+    scheduler = read_json(files("scheduler") / "scheduler_config.json")
+    shift = scheduler.get("flow_shift", scheduler.get("shift"))
+    own = read_json(files("scheduler").parent / "generation_config.json", missing={})
+    return _T2V_1_3B.defaults.updated({"flow_shift": shift} | own | {"model": name})
+
+
+def _stored_dtype(folder: Path) -> str:
+    """The dtype in which most of a component's tensors are stored; float32 if that is not one we keep weights in."""
+    weights = SafetensorsFolder(folder)
+    [(dtype, _)] = Counter(str(weights.spec(key).dtype) for key in weights.keys()).most_common(1)  # noqa: SIM118
+    return dtype if dtype in ("bfloat16", "float32") else "float32"
+
+
+def _text_encoder(build: Callable, files: Callable[[str], Path]) -> T5Encoder:
+    config = t5.t5_config(read_json(files("text_encoder") / "config.json"))
+    return build("text_encoder", partial(T5Encoder, config), t5.t5_rules(config))
+
+
+def _build(
+    files: Callable[[str], Path],
+    dtype: jnp.dtype,
+    param_dtype: jnp.dtype,
+    progress: Progress | None,
+    name: str,
+    make: Callable[..., nnx.Module],
+    rules: list[engine.Rule],
+) -> nnx.Module:
+    """A network with the weights of its folder."""
+    abstract = nnx.eval_shape(lambda: make(dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0)))
+    told = None if progress is None else partial(progress, name)
+    return engine.load(abstract, rules, SafetensorsFolder(files(name)), progress=told)
+
+
+def read_json(path: Path, missing: dict | None = None) -> dict[str, Any]:
+    """The JSON object in a file; `missing` where there is no such file and that is allowed."""
+    if missing is not None and not path.exists():
+        return missing
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise WanjaxError(
+            f"{path} cannot be read ({error}): a complete checkpoint in the diffusers layout is needed"
+        ) from error
+    if not isinstance(value, dict):
+        raise WanjaxError(f"{path} is not a JSON object: a complete checkpoint in the diffusers layout is needed")
+    return value
