@@ -61,8 +61,8 @@ def refused(*arguments: str | Path) -> str:
 
 
 def left() -> list[str]:
-    """The files under the current folder."""
-    return sorted(str(path) for path in Path().rglob("*") if path.is_file())
+    """The files under the current folder, and folders that are empty."""
+    return sorted(str(path) for path in Path().rglob("*") if path.is_file() or not any(path.iterdir()))
 
 
 AFTER_ENCODING = ["stage_outputs/generation_config.json", "stage_outputs/stage1_embeddings.safetensors"]

@@ -5,10 +5,10 @@ import json
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from wanjax.registry import PRESETS, Preset
+
+ROW = "{:26} {:>10} {:>8} {:>9} {:>6} {:>5} {:>8}  {}"
 
 
 def show(as_json: bool) -> None:
@@ -17,29 +17,22 @@ def show(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(described, indent=2, ensure_ascii=False))
         return
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("model", "parameters", "memory", "size", "frames", "steps", "guidance", "weights", "what it is"):
-        table.add_column(name, overflow="fold")
+    click.echo(ROW.format("model", "parameters", "memory", "size", "frames", "steps", "guidance", "weights"))
     for model in described:
         chosen = model["defaults"]
-        table.add_row(
-            model["name"],
+        sizes = (
             _rounded(model["parameters"]),
-            f"{_rounded(model['memory'])}B",
+            _rounded(model["memory"]) + "B",
             f"{chosen['width']}x{chosen['height']}",
-            str(chosen["frames"]),
-            str(chosen["steps"]),
-            f"{chosen['guidance_scale']:g}",
-            model["licence"],
-            model["about"],
         )
-    Console(highlight=False).print(table)
+        counts = (chosen["frames"], chosen["steps"], f"{chosen['guidance_scale']:g}")
+        click.echo(ROW.format(model["name"], *sizes, *counts, model["licence"]))
+        click.echo(f"    {model['about']}")
 
 
 def _described(preset: Preset) -> dict[str, Any]:
-    """A preset as JSON; `memory` is what the transformer's weights take, in bytes."""
-    defaults = preset.defaults.to_json()
-    item = {"bfloat16": 2, "float32": 4}[defaults["dtype"]]
+    """A preset as JSON; `parameters` and `memory`, in bytes, are those of the transformer's weights."""
+    item = {"bfloat16": 2, "float32": 4}[preset.param_dtype]
     return {
         "name": preset.name,
         "about": preset.about,
@@ -47,12 +40,9 @@ def _described(preset: Preset) -> dict[str, Any]:
         "parameters": preset.transformer_parameters,
         "memory": item * preset.transformer_parameters,
         "licence": preset.licence,
-        "defaults": {name: value for name, value in defaults.items() if name not in ("model", "prompt")},
+        "defaults": {k: v for k, v in preset.defaults.to_json().items() if k not in ("model", "prompt")},
     }
 
 
 def _rounded(number: float) -> str:
-    for unit, name in ((1e9, " G"), (1e6, " M")):
-        if number >= unit:
-            return f"{number / unit:.1f}{name}"
-    return str(number)
+    return f"{number / 1e9:.1f} G" if number >= 1e9 else f"{number / 1e6:.1f} M"

@@ -42,15 +42,23 @@ class Stage:
         self._progress = progress
         self._task: TaskID = progress.add_task(name, total=None, at="starting")
         self._at = "running"
+        self._first: tuple[float, int] | None = None
         self.compilations = Compilations()
 
     def load(self, part: str, done: int, total: int) -> None:
         """`done` of `total` bytes of a part are loaded."""
-        self._show(f"loading {part}, {_bytes(done)} of {_bytes(total)}" if done < total else "running", done, total)
+        if done < total:
+            self._show(f"loading {part}, {_bytes(done)} of {_bytes(total)}", done, total)
+        else:
+            self._show("running", 0, None)
 
     def advance(self, unit: str, done: int, total: int) -> None:
         """`done` of `total` steps, or whatever the unit is, have been taken."""
-        self._show(f"{unit} {done} of {total}", done, total)
+        now = perf_counter()
+        self._first = self._first or (now, done)  # with what was compiled for it, so it does not count
+        since, before = self._first
+        pace = f", {_seconds((now - since) / (done - before))} each" if done > before else ""
+        self._show(f"{unit} {done} of {total}{pace}", done, total)
 
     def stopping(self) -> None:
         self._at = f"{self._at}, stopping; Ctrl-C again stops at once"
@@ -59,7 +67,7 @@ class Stage:
     def end(self) -> None:
         self._show("done" if self._at == "running" else self._at, 1, 1)
 
-    def _show(self, at: str, done: float, total: float) -> None:
+    def _show(self, at: str, done: int, total: int | None) -> None:
         self._at = at
         self._progress.update(self._task, at=at, completed=done, total=total)
 
@@ -193,6 +201,10 @@ class Report:
         for row in self._rows:
             table.add_row(*(row[i] for i in used))
         self.console.print(table)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"
 
 
 def _bytes(number: int | None) -> str:

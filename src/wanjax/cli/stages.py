@@ -83,11 +83,11 @@ class Run:
         self.report = report
         self.folder = folder
         self.out = out
-        io.check_folder(folder)
-        io.check_output(self.video)
         self.pipe = registry.load(_model(chosen), dtype=_dtype(chosen), progress=report.load)
         self.settings = self.pipe.settings(**_checked(chosen, self.pipe.defaults.to_json()))
         self.noise = None if noise is None else self._noise(noise)
+        io.check_output(self.video)
+        io.check_folder(folder)
         self.record = self.settings.to_json() | ({} if noise is None else {"noise": noise})
 
     @property
