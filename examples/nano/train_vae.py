@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains the small video autoencoder on crops of drawn clips: reconstruction, and a light pull towards a unit normal."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -10,7 +11,7 @@ import optax
 from clips import draw, sample_specs
 from flax import nnx
 from loop import Trainer
-from recipe import FRAMES, SIZE, VAE_PHASES, Phase
+from recipe import DECODER_PHASES, FRAMES, SIZE, VAE_PHASES, Phase
 
 from wanjax.layers.conv import CausalConv
 from wanjax.models.wan.vae import ResBlock, WanVAE
@@ -18,6 +19,7 @@ from wanjax.models.wan.vae import ResBlock, WanVAE
 ABSOLUTE_WEIGHT = 0.03
 KL_WEIGHT = 2e-5
 PEAK_LEARNING_RATE = 2e-3
+DECODER_LEARNING_RATE = 1e-3
 LOG_VARIANCE = -6.0  # of the latents at the start: with more noise the decoder learns nothing for long
 
 
@@ -39,6 +41,11 @@ def posteriors(vae: WanVAE, video: jax.Array) -> list[tuple[jax.Array, jax.Array
     return [(mean, log_variance), vae.posterior(video[:, 1:], cache)[:2]]
 
 
+def sample(mean: jax.Array, log_variance: jax.Array, key: jax.Array) -> jax.Array:
+    """Latents drawn from the posterior."""
+    return mean + jnp.exp(0.5 * log_variance) * jax.random.normal(key, mean.shape)
+
+
 def reconstruction(vae: WanVAE, z: jax.Array) -> jax.Array:
     """The decoder's frames, not clipped: those out of range must feel a slope."""
     first, cache = vae.decoder(vae.post_quant(z[:, :1]), None)
@@ -50,8 +57,7 @@ def reconstruction(vae: WanVAE, z: jax.Array) -> jax.Array:
 def loss(vae: WanVAE, video: jax.Array, key: jax.Array) -> tuple[jax.Array, dict]:
     """Absolute and squared error of the reconstruction, plus the divergence of the latents from a unit normal."""
     mean, log_variance = (jnp.concatenate(parts, axis=1) for parts in zip(*posteriors(vae, video), strict=True))
-    z = mean + jnp.exp(0.5 * log_variance) * jax.random.normal(key, mean.shape)
-    error = reconstruction(vae, z) - video
+    error = reconstruction(vae, sample(mean, log_variance, key)) - video
     squared = jnp.mean(error**2)
     divergence = 0.5 * jnp.mean(mean**2 + jnp.exp(log_variance) - 1.0 - log_variance)
     total = squared + ABSOLUTE_WEIGHT * jnp.mean(jnp.abs(error)) + KL_WEIGHT * divergence
@@ -79,15 +85,32 @@ def inflate(vae: WanVAE) -> None:
     vae.quant.bias[...] = vae.quant.bias[...].at[channels:].set(LOG_VARIANCE)
 
 
+def decoder_loss(vae: WanVAE, video: jax.Array, key: jax.Array) -> tuple[jax.Array, dict]:
+    """The error of the decoder alone: the encoder, and so the latents that the transformer learns, stay as they are."""
+    posterior = [
+        jax.lax.stop_gradient(jnp.concatenate(parts, axis=1)) for parts in zip(*posteriors(vae, video), strict=True)
+    ]
+    error = reconstruction(vae, sample(*posterior, key)) - video
+    squared = jnp.mean(error**2)
+    return squared + ABSOLUTE_WEIGHT * jnp.mean(jnp.abs(error)), {"psnr": 10.0 * jnp.log10(4.0 / squared)}
+
+
 def train_vae(vae: WanVAE, workdir: Path, seed: int) -> WanVAE:
     """The trained autoencoder; stops and resumes at any step."""
     inflate(vae)
-    steps = sum(phase.steps for phase in VAE_PHASES)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, PEAK_LEARNING_RATE, 100, steps, PEAK_LEARNING_RATE / 100)
+    vae = _train("vae", vae, loss, VAE_PHASES, PEAK_LEARNING_RATE, workdir, seed)
+    return _train("decoder", vae, decoder_loss, DECODER_PHASES, DECODER_LEARNING_RATE, workdir, seed + 1)
+
+
+def _train(
+    name: str, vae: WanVAE, loss: Callable, phases: Sequence[Phase], learning_rate: float, workdir: Path, seed: int
+) -> WanVAE:
+    steps = sum(phase.steps for phase in phases)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, 100, steps, learning_rate / 100)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule, b2=0.99))
-    trainer = Trainer("vae", vae, loss, optimizer, workdir, seed)
+    trainer = Trainer(name, vae, loss, optimizer, workdir, seed)
     last = 0
-    for phase in VAE_PHASES:
+    for phase in phases:
         last += phase.steps
         trainer.run(last, lambda rng, phase=phase: crops(phase, rng))
     return trainer.model()

@@ -19,6 +19,7 @@ from wanjax.checkpoint import SafetensorsFolder
 from wanjax.converters import engine, t5, wan
 from wanjax.errors import WanjaxError
 from wanjax.hub import resolve
+from wanjax.kernels.attention import IMPLEMENTATIONS
 from wanjax.models.t5 import T5Encoder
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.models.wan.vae import WanVAE
@@ -102,6 +103,7 @@ def load(
     *,
     dtype: str | None = None,
     param_dtype: str | None = None,
+    attention: str | None = None,
     revision: str | None = None,
     progress: Progress | None = None,
 ) -> WanPipeline:
@@ -109,9 +111,12 @@ def load(
 
     Networks are loaded when they are first used. They compute in `dtype`, "bfloat16" or "float32" (None: float32 on a CPU,
     which has no fast bfloat16, and `param_dtype` elsewhere), and keep weights in `param_dtype` (None: bfloat16 for
-    published checkpoints, and as they are stored for others). `progress(part, done, total)` is told the bytes read. Raises
+    published checkpoints, and as they are stored for others). `attention` names the transformer's implementation of it
+    (None picks by platform and shape). `progress(part, done, total)` is told the bytes read. Raises
     WanjaxError where the checkpoint cannot be found or does not fit.
     """
+    if attention is not None and attention not in IMPLEMENTATIONS:
+        raise WanjaxError(f"no attention is named {attention!r}: there are {', '.join(IMPLEMENTATIONS)}")
     preset = next((p for p in PRESETS.values() if str(model) in (p.name, p.source)), None)
     if preset is None and not Path(model).exists() and "/" not in str(model):
         raise WanjaxError(_unknown(str(model)))
@@ -134,7 +139,9 @@ def load(
         "tokenizer": lambda: Tokenizer.load(files("tokenizer")),
         "text_encoder": lambda: _text_encoder(build, files),
         "transformer": lambda: build(
-            "transformer", partial(WanTransformer, configs.transformer), wan.transformer_rules(configs.transformer)
+            "transformer",
+            partial(WanTransformer, configs.transformer, attention=attention),
+            wan.transformer_rules(configs.transformer),
         ),
         "vae": lambda: build("vae", partial(WanVAE, configs.vae), wan.vae_rules(configs.vae)),
         "scheduler": lambda: from_config(read_json(files("scheduler") / "scheduler_config.json")),

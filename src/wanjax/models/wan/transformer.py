@@ -28,7 +28,7 @@ Tokens = Float[Array, "B L E"]
 class SelfAttention(nnx.Module):
     """Attention of every token to every token; q and k are normed over all heads together, then turned by position."""
 
-    def __init__(self, config: TransformerConfig, **kw):
+    def __init__(self, config: TransformerConfig, implementation: str | None, **kw):
         self.q = linear(config.width, config.width, ("embed", "heads"), **kw)
         self.k = linear(config.width, config.width, ("embed", "heads"), **kw)
         self.v = linear(config.width, config.width, ("embed", "heads"), **kw)
@@ -37,19 +37,21 @@ class SelfAttention(nnx.Module):
         self.k_norm = rms_norm(config.width, config.eps, **kw)
         self.heads = config.heads
         self.dtype = kw["dtype"]
+        self.implementation = implementation
 
     def __call__(self, x: Tokens, rope: Rope) -> Tokens:
         q = split_heads(self.q_norm(self.q(x)), self.heads)  # [B L N D]
         k = split_heads(self.k_norm(self.k(x)), self.heads)
         v = split_heads(self.v(x), self.heads)
-        y = attention(apply_rope(q, rope).astype(self.dtype), apply_rope(k, rope).astype(self.dtype), v)
+        q, k = (apply_rope(x, rope).astype(self.dtype) for x in (q, k))
+        y = attention(q, k, v, implementation=self.implementation)
         return self.out(join_heads(y))
 
 
 class CrossAttention(nnx.Module):
     """Attention of every token to the prompt, with the same norms and no positions."""
 
-    def __init__(self, config: TransformerConfig, **kw):
+    def __init__(self, config: TransformerConfig, implementation: str | None, **kw):
         self.q = linear(config.width, config.width, ("embed", "heads"), **kw)
         self.k = linear(config.width, config.width, ("embed", "heads"), **kw)
         self.v = linear(config.width, config.width, ("embed", "heads"), **kw)
@@ -58,22 +60,23 @@ class CrossAttention(nnx.Module):
         self.k_norm = rms_norm(config.width, config.eps, **kw)
         self.heads = config.heads
         self.dtype = kw["dtype"]
+        self.implementation = implementation
 
     def __call__(self, x: Tokens, context: Float[Array, "B S E"]) -> Tokens:
         q = split_heads(self.q_norm(self.q(x)), self.heads)
         k = split_heads(self.k_norm(self.k(context)), self.heads)
         v = split_heads(self.v(context), self.heads)
-        y = attention(q.astype(self.dtype), k.astype(self.dtype), v)
+        y = attention(q.astype(self.dtype), k.astype(self.dtype), v, implementation=self.implementation)
         return self.out(join_heads(y))
 
 
 class Block(nnx.Module):
-    def __init__(self, config: TransformerConfig, **kw):
+    def __init__(self, config: TransformerConfig, implementation: str | None, **kw):
         width = config.width
         self.norm1 = layer_norm(width, config.eps, affine=False, **kw)
-        self.self_attn = SelfAttention(config, **kw)
+        self.self_attn = SelfAttention(config, implementation, **kw)
         self.norm2 = layer_norm(width, config.eps, affine=True, **kw)
-        self.cross_attn = CrossAttention(config, **kw)
+        self.cross_attn = CrossAttention(config, implementation, **kw)
         self.norm3 = layer_norm(width, config.eps, affine=False, **kw)
         self.mlp = MLP((width, config.mlp_dim, width), ("embed", "mlp", "embed"), gelu_tanh, **kw)
         self.table = modulation_table(6, width, kw["rngs"])
@@ -91,7 +94,16 @@ class Block(nnx.Module):
 class WanTransformer(nnx.Module):
     """Predicts the velocity of latents [B T H W C] at timesteps t in [0, 1000] for prompts encoded as [B S text_width]."""
 
-    def __init__(self, config: TransformerConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        attention: str | None = None,
+        dtype: DTypeLike,
+        param_dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ):
+        """`attention` names an implementation of it; None picks by platform and shape."""
         kw = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         width = config.width
         cells = config.patch[0] * config.patch[1] * config.patch[2]
@@ -108,7 +120,7 @@ class WanTransformer(nnx.Module):
             **{**float32, "param_dtype": jnp.float32},
         )
         self.time_proj = linear(width, 6 * width, ("embed", "mlp"), **float32)
-        self.blocks = stack(lambda rngs: Block(config, **{**kw, "rngs": rngs}), config.layers, rngs)
+        self.blocks = stack(lambda rngs: Block(config, attention, **{**kw, "rngs": rngs}), config.layers, rngs)
         self.norm_out = layer_norm(width, config.eps, affine=False, **kw)
         self.table = modulation_table(2, width, rngs)
         self.proj_out = linear(width, cells * config.channels_out, ("embed", None), **kw)
