@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the model in the box is: the configs of its parts, as a diffusers folder holds them, and how long each is trained."""
+"""What the model in the box is: the configs of its parts, as a diffusers folder holds them, and their training."""
 
 from dataclasses import dataclass
 

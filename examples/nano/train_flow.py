@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains the small diffusion transformer and its text encoder together, by flow matching on encoded clips.
 
-Flow matching (Lipman et al., 2023; Liu et al., rectified flow, 2023): at noise level s a clip x and noise e are mixed to
-(1 - s) x + s e, and the transformer is asked for the velocity e - x.
+Flow matching (Lipman et al., 2023; Liu et al., rectified flow, 2023): at noise level s a clip x and noise e are mixed
+to (1 - s) x + s e, and the transformer is asked for the velocity e - x.
 """
 
 from pathlib import Path

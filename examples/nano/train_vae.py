@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains the small video autoencoder on crops of drawn clips: reconstruction, and a light pull towards a unit normal."""
+"""Trains the small video autoencoder on crops of drawn clips: reconstruction, and a light pull to a unit normal."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

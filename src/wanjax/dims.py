@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The alphabet of shapes: each letter of a shape annotation, of an einsum string and of a comment means this, everywhere.
+"""The alphabet of shapes: what each letter of an annotation, an einsum string or a comment means, everywhere.
 
 Inside the library arrays are channels-last: a video or its latents is `[B T H W C]`, a sequence `[B L E]`, attention's
 operands `[B L N D]`. At the library's border and in files latents are `[B, C, T, H, W]`, as the reference stores them.

@@ -3,7 +3,7 @@
 
 
 class WanjaxError(ValueError):
-    """Something the caller can put right: one sentence that says what was wrong, with the value, and what would be right.
+    """Something the caller can put right, in one sentence: what was wrong, with the value, and what would be right.
 
     The command line prints it without a traceback and exits with 2.
     """

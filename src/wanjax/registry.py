@@ -109,8 +109,8 @@ def load(
 ) -> WanPipeline:
     """A pipeline for a known name, a Hugging Face id or a folder in the diffusers layout.
 
-    Networks are loaded when they are first used. They compute in `dtype`, "bfloat16" or "float32" (None: float32 on a CPU,
-    which has no fast bfloat16, and `param_dtype` elsewhere), and keep weights in `param_dtype` (None: bfloat16 for
+    Networks are loaded when they are first used. They compute in `dtype`, "bfloat16" or "float32" (None: float32 on a
+    CPU, which has no fast bfloat16, and `param_dtype` elsewhere), and keep weights in `param_dtype` (None: bfloat16 for
     published checkpoints, and as they are stored for others). `attention` names the transformer's implementation of it
     (None picks by platform and shape). `progress(part, done, total)` is told the bytes read. Raises
     WanjaxError where the checkpoint cannot be found or does not fit.

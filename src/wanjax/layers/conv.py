@@ -44,7 +44,7 @@ def frame_conv(
 
 
 class CausalConv(nnx.Module):
-    """A 3-D convolution that sees no later frame, "same" in height and width, run as one 2-D convolution per tap in time.
+    """A 3-D convolution that sees no later frame, run as one 2-D convolution for each of its taps in time.
 
     The sum of 2-D convolutions over frames folded into the batch is the same sum of products as the 3-D one, and two to
     six times as fast as it under XLA on the CPU (docs/performance.md).

@@ -18,8 +18,8 @@ class Rope(NamedTuple):
 def rope_3d(grid: tuple[int, int, int], axes: tuple[int, int, int], theta: float = 10000.0) -> Rope:
     """Tables for tokens in the order T, H, W of a `grid` of that shape.
 
-    `axes` says how many channels of a head turn with each of T, H, W. Angles are computed in float64: in float32 those of
-    far positions are off by more than bfloat16 activations are.
+    `axes` says how many channels of a head turn with each of T, H, W. Angles are computed in float64: in float32
+    those of far positions are off by more than bfloat16 activations are.
     """
     positions = np.meshgrid(*(np.arange(size) for size in grid), indexing="ij")
     angles = [
@@ -33,8 +33,8 @@ def rope_3d(grid: tuple[int, int, int], axes: tuple[int, int, int], theta: float
 def apply_rope(x: Float[Array, "B L N D"], rope: Rope) -> Float[Array, "B L N D"]:
     """Turns channel p with channel p + D/2 by the p-th angle, in float32.
 
-    Checkpoints pair channels 2p and 2p + 1; the converter reorders the columns of the q and k weights so that these pairs
-    lie half a head apart: the products of q and k are the same, and a vector unit needs no shuffles within pairs.
+    Checkpoints pair channels 2p and 2p + 1; the converter reorders the columns of the q and k weights so that these
+    pairs lie half a head apart: the products of q and k are the same, and a vector unit needs no shuffles within pairs.
     """
     cos, sin = rope.cos[None, :, None, :], rope.sin[None, :, None, :]
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)

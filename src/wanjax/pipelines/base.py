@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every pipeline speaks of: the settings of a video, its embeddings, a step on the way, and parts that load late."""
+"""What every pipeline speaks of: the settings of a video, embeddings, a step on the way, parts that load late."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -43,7 +43,7 @@ class Settings:
         return dataclasses.replace(self, **{k: v for k, v in values.items() if k in names and v is not None})
 
     def check(self, *, spatial: int, temporal: int) -> None:
-        """Raises WanjaxError unless sizes are multiples of `spatial`, frames `temporal`·n + 1, and the rest in bounds."""
+        """Raises WanjaxError unless sizes are multiples of `spatial`, frames `temporal`·n + 1, the rest in bounds."""
         for name, pixels in (("height", self.height), ("width", self.width)):
             if pixels <= 0 or pixels % spatial:
                 legal = _neighbours(pixels, spatial, 0)
@@ -75,7 +75,7 @@ class Embeddings(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A denoising step that has been taken: `index` of `total`, from 0; latents and predicted clean ones `[B C T H W]`."""
+    """A denoising step that was taken, `index` of `total` from 0; latents and predicted clean ones [B C T H W]."""
 
     index: int
     total: int

@@ -112,8 +112,8 @@ class WanPipeline:
     ) -> Latents:
         """Latents [1 C T H W], float32 and normalised, from noise (the seed's where None).
 
-        `callback` sees every step; a False from it raises Cancelled. Raises WanjaxError where the noise has another shape
-        than the latents, and where latents stop being finite, naming the step.
+        `callback` sees every step; a False from it raises Cancelled. Raises WanjaxError where the noise has another
+        shape than the latents, and where latents stop being finite, naming the step.
         """
         chosen = self.settings(**settings)
         x = self.noise(chosen) if noise is None else self._checked_noise(noise, chosen)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wan's diffusion transformer for text to video.
 
-Latents become patches; each block is self-attention over all patches of all frames, cross-attention to the prompt, and an
-MLP, the first and last modulated by the timestep. The reference is diffusers' models/transformers/transformer_wan.py and,
-for what stays in float32, the official wan/modules/model.py.
+Latents become patches; each block is self-attention over all patches of all frames, cross-attention to the prompt,
+and an MLP, the first and last modulated by the timestep. The reference is diffusers'
+models/transformers/transformer_wan.py and, for what stays in float32, the official wan/modules/model.py.
 """
 
 import jax
@@ -92,7 +92,7 @@ class Block(nnx.Module):
 
 
 class WanTransformer(nnx.Module):
-    """Predicts the velocity of latents [B T H W C] at timesteps t in [0, 1000] for prompts encoded as [B S text_width]."""
+    """Predicts the velocity of latents [B T H W C] at timesteps t in [0, 1000] for encoded prompts [B S E]."""
 
     def __init__(
         self,

@@ -2,11 +2,12 @@
 """Wan 2.1's causal video autoencoder: 8 × 8 pixels and 4 frames to a latent cell, the first frame alone.
 
 Everything here is streamed: the first call is given one frame and `None`, each later one a chunk (4 frames to encode, 1
-latent frame to decode, or several of these) and the cache that the call before returned, a pytree of the last frames each
-causal layer saw. Chunk by chunk gives the same numbers as the whole clip at once, for any length, in memory that does not
-grow with it. The reference is diffusers' models/autoencoders/autoencoder_kl_wan.py.
+latent frame to decode, or several of these) and the cache that the call before returned, a pytree of the last frames
+each causal layer saw. Chunk by chunk gives the same numbers as the whole clip at once, for any length, in memory that
+does not grow with it. The reference is diffusers' models/autoencoders/autoencoder_kl_wan.py.
 """
 
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -114,7 +115,7 @@ class Level(nnx.Module):
 
     def __init__(self, channels_in: int, channels_out: int, res_blocks: int, resample: nnx.Module | None, **kw):
         sizes = [channels_in] + [channels_out] * res_blocks
-        self.res = nnx.List([ResBlock(a, b, **kw) for a, b in zip(sizes[:-1], sizes[1:], strict=True)])
+        self.res = nnx.List([ResBlock(a, b, **kw) for a, b in pairwise(sizes)])
         self.resample = nnx.data(resample)
 
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
@@ -179,7 +180,7 @@ class Decoder(nnx.Module):
 
 
 class WanVAE(nnx.Module):
-    """Wan 2.1's autoencoder. Videos are [B T H W 3] in [-1, 1]; latents [B T H W C] are normalised, as the transformer's are."""
+    """Wan 2.1's autoencoder, from videos [B T H W 3] in [-1, 1] to the normalised latents [B T H W C] and back."""
 
     def __init__(self, config: VAEConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
         kw = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
@@ -208,18 +209,18 @@ class WanVAE(nnx.Module):
         return along_last(jnp.array(values, jnp.float32), 5)
 
     def encode_chunk(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        """Frames [B T H W 3], 1 of them when `cache` is None and a multiple of 4 after, to latents; the posterior's mode."""
+        """Frames, 1 when `cache` is None and a multiple of 4 after, to latents: the mode of their posterior."""
         mean, _, cache = self.posterior(x, cache)
         return self.normalise(mean), cache
 
     def decode_chunk(self, z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        """Latents, 1 frame of them when `cache` is None and any number after, to frames [B T H W 3] in [-1, 1], float32."""
+        """Latents, 1 frame when `cache` is None and any number after, to frames in [-1, 1], float32."""
         h = self.post_quant(self.denormalise(z.astype(jnp.float32)).astype(self.dtype))
         x, cache = self.decoder(h, cache)
         return jnp.clip(x.astype(jnp.float32), -1.0, 1.0), cache
 
     def encode(self, video: Chunk) -> Chunk:
-        """A video of 4n + 1 frames to its n + 1 latent frames, in one executable: for clips that fit in memory whole."""
+        """A video of 4n + 1 frames to its n + 1 latent frames in one executable, for clips that fit in memory whole."""
         first, cache = self.encode_chunk(video[:, :1], None)
         return self._stream(self.encode_chunk, first, cache, video[:, 1:], self.config.temporal_factor)
 
