@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from wanjax.cache import enable_compile_cache
 from wanjax.checkpoint import SafetensorsFolder
@@ -35,6 +36,21 @@ OFFICIAL_NEGATIVE_PROMPT = (
     "三条腿，背景人很多，倒着走"
 )
 Progress = Callable[[str, int, int], Any]
+
+
+def read_json(path: Path, missing: dict | None = None) -> dict[str, Any]:
+    """The JSON object in a file; `missing` where there is no such file and that is allowed."""
+    if missing is not None and not path.exists():
+        return missing
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise WanjaxError(
+            f"{path} cannot be read ({error}): a complete checkpoint in the diffusers layout is needed"
+        ) from error
+    if not isinstance(value, dict):
+        raise WanjaxError(f"{path} is not a JSON object: a complete checkpoint in the diffusers layout is needed")
+    return value
 
 
 @dataclass(frozen=True)
@@ -83,7 +99,9 @@ PRESETS = {
             transformer_parameters=0,
             licence="Apache-2.0",
             param_dtype="float32",
-            defaults=replace(_T2V_1_3B.defaults, model="nano"),
+            defaults=_T2V_1_3B.defaults.updated(
+                read_json(NANO / "generation_config.json", missing={}) | {"model": "nano"}
+            ),
         ),
         _T2V_1_3B,
         replace(
@@ -111,9 +129,9 @@ def load(
 
     Networks are loaded when they are first used. They compute in `dtype`, "bfloat16" or "float32" (None: float32 on a
     CPU, which has no fast bfloat16, and `param_dtype` elsewhere), and keep weights in `param_dtype` (None: bfloat16 for
-    published checkpoints, and as they are stored for others). `attention` names the transformer's implementation of it
-    (None picks by platform and shape). `progress(part, done, total)` is told the bytes read. Raises
-    WanjaxError where the checkpoint cannot be found or does not fit.
+    published checkpoints, and as they are stored for others); the VAE is in float32, as in the reference. `attention`
+    names the transformer's implementation of it (None picks by platform and shape). `progress(part, done, total)` is
+    told the bytes read. Raises WanjaxError where the checkpoint cannot be found or does not fit.
     """
     if attention is not None and attention not in IMPLEMENTATIONS:
         raise WanjaxError(f"no attention is named {attention!r}: there are {', '.join(IMPLEMENTATIONS)}")
@@ -143,7 +161,9 @@ def load(
             partial(WanTransformer, configs.transformer, attention=attention),
             wan.transformer_rules(configs.transformer),
         ),
-        "vae": lambda: build("vae", partial(WanVAE, configs.vae), wan.vae_rules(configs.vae)),
+        "vae": lambda: _build(
+            files, jnp.float32, jnp.float32, progress, "vae", partial(WanVAE, configs.vae), wan.vae_rules(configs.vae)
+        ),
         "scheduler": lambda: from_config(read_json(files("scheduler") / "scheduler_config.json")),
     }
     return WanPipeline(Parts(loaders), configs, defaults)
@@ -164,7 +184,7 @@ def _component(source: str, revision: str | None, name: str) -> Path:
 
 def _defaults(files: Callable[[str], Path], preset: Preset | None, name: str) -> Settings:
     """The preset's settings; else those of Wan 2.1 1.3B, the checkpoint's own flow shift, and its own defaults file."""
-    if preset is not None and preset.name != "nano":
+    if preset is not None:
         return preset.defaults
     scheduler = read_json(files("scheduler") / "scheduler_config.json")
     shift = scheduler.get("flow_shift", scheduler.get("shift"))
@@ -186,8 +206,8 @@ def _text_encoder(build: Callable, files: Callable[[str], Path]) -> T5Encoder:
 
 def _build(
     files: Callable[[str], Path],
-    dtype: jnp.dtype,
-    param_dtype: jnp.dtype,
+    dtype: DTypeLike,
+    param_dtype: DTypeLike,
     progress: Progress | None,
     name: str,
     make: Callable[..., nnx.Module],
@@ -197,18 +217,3 @@ def _build(
     abstract = nnx.eval_shape(lambda: make(dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0)))
     told = None if progress is None else partial(progress, name)
     return engine.load(abstract, rules, SafetensorsFolder(files(name)), progress=told)
-
-
-def read_json(path: Path, missing: dict | None = None) -> dict[str, Any]:
-    """The JSON object in a file; `missing` where there is no such file and that is allowed."""
-    if missing is not None and not path.exists():
-        return missing
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise WanjaxError(
-            f"{path} cannot be read ({error}): a complete checkpoint in the diffusers layout is needed"
-        ) from error
-    if not isinstance(value, dict):
-        raise WanjaxError(f"{path} is not a JSON object: a complete checkpoint in the diffusers layout is needed")
-    return value
