@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long a function takes, and how two that do the same compare on a machine that is never quiet."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+Run = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The seconds that each repetition took."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def best(self) -> float:
+        return min(self.seconds)
+
+
+def seconds(run: Run) -> float:
+    """Wall time of one call, its result computed and not merely enqueued."""
+    start = time.perf_counter()
+    jax.block_until_ready(run())
+    return time.perf_counter() - start
+
+
+def time_rivals(rivals: Mapping[str, Run], repeats: int, *, warm_up: int = 1) -> dict[str, Timing]:
+    """Times functions in turns, A B A B, so that what else the machine does falls on all of them alike.
+
+    The first `warm_up` calls of each, which compile, do not count.
+    """
+    for run in rivals.values():
+        for _ in range(warm_up):
+            jax.block_until_ready(run())
+    rounds = [{name: seconds(run) for name, run in rivals.items()} for _ in range(repeats)]
+    return {name: Timing(tuple(round_[name] for round_ in rounds)) for name in rivals}
+
+
+def speed_ratio(ours: Timing, theirs: Timing) -> float:
+    """How many times as fast ours is: the median over rounds of theirs / ours, each a pair timed back to back."""
+    return statistics.median(b / a for a, b in zip(ours.seconds, theirs.seconds, strict=True))
