@@ -12,7 +12,7 @@ from wanjax.schedulers.unipc import UniPC
 __all__ = ["FlowEuler", "Scheduler", "UniPC", "from_config"]
 
 # Entry: what an absent one means to the reference, and the values under which these schedulers are what is asked for.
-_EITHER = {
+_BOTH = {
     "num_train_timesteps": (TRAIN_STEPS, [TRAIN_STEPS]),
     "use_dynamic_shifting": (False, [False, None]),
     "use_karras_sigmas": (False, [False, None]),
@@ -20,7 +20,7 @@ _EITHER = {
     "use_beta_sigmas": (False, [False, None]),
     "shift_terminal": (None, [None]),
 }
-_UNIPC = _EITHER | {
+_UNIPC = _BOTH | {
     "prediction_type": ("epsilon", ["flow_prediction"]),
     "use_flow_sigmas": (False, [True]),
     "predict_x0": (True, [True]),
@@ -31,7 +31,7 @@ _UNIPC = _EITHER | {
     "disable_corrector": ([], [[], None]),
     "solver_p": (None, [None]),
 }
-_FLOW_EULER = _EITHER | {"invert_sigmas": (False, [False, None]), "stochastic_sampling": (False, [False, None])}
+_FLOW_EULER = _BOTH | {"invert_sigmas": (False, [False, None]), "stochastic_sampling": (False, [False, None])}
 
 
 def from_config(config: Mapping[str, Any]) -> Scheduler:
@@ -47,9 +47,8 @@ def from_config(config: Mapping[str, Any]) -> Scheduler:
             _check(config, _FLOW_EULER)
             return FlowEuler(config.get("shift", 1.0))
         case name:
-            raise WanjaxError(
-                f"the scheduler {name!r} is not known: UniPCMultistepScheduler or FlowMatchEulerDiscreteScheduler would do"
-            )
+            known = "UniPCMultistepScheduler or FlowMatchEulerDiscreteScheduler"
+            raise WanjaxError(f"the scheduler {name!r} is not known: {known} would do")
 
 
 def _check(config: Mapping[str, Any], entries: Mapping[str, tuple[Any, list[Any]]]) -> None:

@@ -1,40 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every scheduler is: noise levels laid out once, and a step that carries its memory in and out.
+"""What every scheduler is: noise levels laid out once, and a step whose memory goes in and comes out.
 
-A scheduler itself is a value. `schedule(steps)` gives all numbers that depend on the step, as arrays, so that a compiled
-step takes its index as an argument; `init` and `step` hand over the state. Steps are found by index and never by their
-timestep, of which two may be equal.
+A scheduler itself is a value. `schedule(steps)` gives every number that depends on the step, as arrays, so that one
+compiled step serves all indices; `init` and `step` hand the state on. Steps go by index and never by timestep, of which
+two may be equal.
 
 Noise levels are those of rectified flow: x(σ) = (1 - σ) x0 + σ noise, and the networks predict v = noise - x0.
 """
 
 import dataclasses
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
-import jax
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
 from wanjax.errors import WanjaxError
 
 TRAIN_STEPS = 1000  # a timestep is σ · 1000
-Sigmas = Literal["official", "diffusers"]  # who laid the noise levels out: the models' authors, or today's diffusers
+Sigmas = Literal["official", "diffusers"]  # as the models' authors lay the noise levels out, or as diffusers does
 Index = int | Int[Array, ""]
+Sample = Float[Array, "..."]
 
 
 class Schedule(NamedTuple):
-    """Noise levels σ, from noise to the last one, 0, and the timesteps that the network is told."""
+    """Noise levels σ, from noise to none, and the timesteps that the network is told."""
 
     timesteps: Float32[Array, " steps"]
     sigmas: Float32[Array, " steps+1"]
 
 
 @dataclass(frozen=True)
-class Scheduler:
-    """Noise levels under a shift (above 0; 1 is none) that spends more of the steps where there is more noise.
+class Scheduler(ABC):
+    """Noise levels under a shift, which is above 0, and 1 for none: the higher, the more steps go to much noise.
 
-    Raises WanjaxError where the shift or the name of the noise levels is none.
+    Raises WanjaxError for a shift that is no such number and for sigmas of another name.
     """
 
     shift: float
@@ -46,17 +47,29 @@ class Scheduler:
         if self.sigmas not in get_args(Sigmas):
             raise WanjaxError(f"the sigmas {self.sigmas!r} are not known: {' or '.join(get_args(Sigmas))} would do")
 
-    def configured(self, *, shift: float, sigmas: Sigmas):
+    def configured(self, *, shift: float, sigmas: Sigmas) -> Self:
         """This scheduler with another shift and other noise levels."""
         return dataclasses.replace(self, shift=shift, sigmas=sigmas)
 
-    def x0(self, schedule: Any, index: Index, velocity: Float[Array, "..."], x: Float[Array, "..."]) -> jax.Array:
+    @abstractmethod
+    def schedule(self, steps: int) -> Any:
+        """Arrays by name, `timesteps` and `sigmas` among them; raises WanjaxError unless `steps` is at least 1."""
+
+    @abstractmethod
+    def init(self, schedule: Any, x: Sample) -> Any:
+        """The state before the first step, x being the noise."""
+
+    @abstractmethod
+    def step(self, schedule: Any, state: Any, index: Index, velocity: Sample, x: Sample) -> tuple[Sample, Any]:
+        """x at noise level `index + 1` and the state to go on with, from x and its velocity at level `index`."""
+
+    def x0(self, schedule: Any, index: Index, velocity: Sample, x: Sample) -> Sample:
         """The clean sample that the velocity at x points to."""
         return x - schedule.sigmas[index] * velocity
 
 
 def shifted(sigmas: np.ndarray, shift: float) -> np.ndarray:
-    """Noise levels moved towards noise: signal over noise divided by the shift."""
+    """Noise levels with the ratio of noise to signal multiplied by the shift."""
     return shift * sigmas / (1 + (shift - 1) * sigmas)
 
 

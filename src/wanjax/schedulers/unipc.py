@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""UniPC: a predictor of second order, and a corrector that uses each new prediction once more.
+"""UniPC: a predictor, and a corrector that uses each of the network's answers once more.
 
-Follows Zhao et al., "UniPC: A Unified Predictor-Corrector Framework for Fast Sampling of Diffusion Models" (2302.04867),
-in the form B(h) = e^-h - 1 with predictions of the clean sample, m. A step is linear in what it has at hand: the sample,
-the corrected sample before it, and three predictions. All that the orders, the noise levels and their logarithms do is to
-give the weights of that sum; they are computed ahead, in the reference's float32, from which parity follows.
+Follows Zhao et al., "UniPC: A Unified Predictor-Corrector Framework for Fast Sampling of Diffusion Models", 2302.04867,
+with B(h) = e^-h - 1, on predictions m of the clean sample. In λ = log((1 - σ) / σ) both go from one noise level to the
+next by the same expansion, linear in the sample and the predictions:
+
+    x' = w0 x + w1 m + Σ wk (mk - m)
+
+x and m are those of the level left. The predictor's one mk is the prediction before m; the corrector goes the same way
+again with that of the level reached as well. Orders and noise levels only make the weights, which are computed ahead.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,33 +20,29 @@ import numpy as np
 from jaxtyping import Array, Float, Float32
 
 from wanjax.errors import WanjaxError
-from wanjax.schedulers.base import TRAIN_STEPS, Index, Scheduler, check_steps, shifted
+from wanjax.schedulers.base import TRAIN_STEPS, Index, Sample, Scheduler, check_steps, shifted
 
 
 class UniPCSchedule(NamedTuple):
-    """Noise levels, timesteps, and each step's weights.
-
-    corrector: of (x, previous corrected sample, m, previous m, the m before it).
-    predictor: of (corrected sample, m, previous m).
-    """
+    """Timesteps, which are whole numbers; noise levels; each step's weights (w0, w1, w2 ...) of the two expansions."""
 
     timesteps: Float32[Array, " steps"]
     sigmas: Float32[Array, " steps+1"]
-    corrector: Float32[Array, "steps 5"]
+    corrector: Float32[Array, "steps 4"]
     predictor: Float32[Array, "steps 3"]
 
 
 class UniPCState(NamedTuple):
-    """The sample last predicted from, and the last two predictions of the clean sample, newest first."""
+    """The last corrected sample, and the predictions at its noise level and at the one before."""
 
-    sample: Float[Array, "..."]
-    m1: Float[Array, "..."]
-    m2: Float[Array, "..."]
+    sample: Sample
+    m: Sample
+    before: Sample
 
 
 @dataclass(frozen=True)
 class UniPC(Scheduler):
-    """UniPC on flow predictions, of order 1 or 2; raises WanjaxError for another."""
+    """UniPC of order 1 or 2; raises WanjaxError for another."""
 
     order: int = 2
 
@@ -51,15 +52,16 @@ class UniPC(Scheduler):
             raise WanjaxError(f"the solver order {self.order!r} is not offered: 1 or 2 would do")
 
     def schedule(self, steps: int) -> UniPCSchedule:
-        """All that depends on the step; raises WanjaxError where float32 cannot hold so many noise levels apart."""
+        """Noise levels and weights; raises WanjaxError where float32 cannot tell the levels apart."""
         check_steps(steps)
         levels = self._levels(steps)
         sigmas = np.append(levels, 0).astype(np.float32)
-        if sigmas[0] >= 1 or not (np.diff(sigmas) < 0).all():
-            raise WanjaxError(f"{steps} steps at the flow shift {self.shift} are too close to tell apart: use fewer")
+        if sigmas[0] >= 1 or (np.diff(sigmas) >= 0).any():
+            raise WanjaxError(f"{steps} steps at a flow shift of {self.shift} lie too close together: take fewer")
+        s = sigmas.astype(np.float64)  # rounded first, as the reference has it: near pure noise λ feels it
         orders = [min(self.order, i + 1, steps - i) for i in range(steps)]
-        corrector = [(1, 0, 0, 0, 0)] + [_corrector(sigmas, i, orders[i - 1]) for i in range(1, steps)]
-        predictor = [_predictor(sigmas, i, orders[i]) for i in range(steps)]
+        corrector = [(1, 0, 0, 0)] + [_corrector(s, i, orders[i - 1]) for i in range(1, steps)]
+        predictor = [_predictor(s, i, orders[i]) for i in range(steps - 1)] + [(0, 1, 0)]
         return UniPCSchedule(
             timesteps=jnp.asarray(np.trunc(levels * TRAIN_STEPS), jnp.float32),
             sigmas=jnp.asarray(sigmas),
@@ -68,66 +70,56 @@ class UniPC(Scheduler):
         )
 
     def _levels(self, steps: int) -> np.ndarray:
-        """The noise levels but the last, in float64."""
+        """The noise levels but the last, 0, in float64."""
         if self.sigmas == "official":
-            return shifted(np.linspace(0.999, 0, steps + 1)[:-1], self.shift)
+            highest = float(np.float32(0.999))  # rounded there too, which decides some timesteps
+            return shifted(np.linspace(highest, 0, steps + 1)[:-1], self.shift)
         levels = shifted(np.linspace(1, 1 / TRAIN_STEPS, steps + 1)[:-1], self.shift)
-        levels[0] -= 1e-6  # pure noise has no logarithm of its signal
+        levels[0] -= 1e-6  # at pure noise λ would be infinite
         return levels
 
-    def init(self, schedule: UniPCSchedule, x: Float[Array, "..."]) -> UniPCState:
-        """The state before the first step."""
-        return UniPCState(jnp.zeros_like(x), jnp.zeros_like(x), jnp.zeros_like(x))
+    def init(self, schedule: UniPCSchedule, x: Sample) -> UniPCState:
+        """The noise as the sample that stands corrected: the first step has nothing to correct it by."""
+        return UniPCState(jnp.copy(x), jnp.zeros_like(x), jnp.zeros_like(x))
 
     def step(
-        self, schedule: UniPCSchedule, state: UniPCState, index: Index, velocity: Float[Array, "..."], x: Float[Array, "..."]
-    ) -> tuple[Float[Array, "..."], UniPCState]:
-        """x at the next noise level, given the velocity at this one."""
+        self, schedule: UniPCSchedule, state: UniPCState, index: Index, velocity: Sample, x: Sample
+    ) -> tuple[Sample, UniPCState]:
+        """Corrects x by its own velocity, then predicts the next one."""
         m = self.x0(schedule, index, velocity, x)
-        corrected = _weighted(schedule.corrector[index], x, state.sample, m, state.m1, state.m2)
-        following = _weighted(schedule.predictor[index], corrected, m, state.m1)
-        return following, UniPCState(corrected, m, state.m1)
+        sample = _expand(schedule.corrector[index], state.sample, state.m, state.before, m)
+        x = _expand(schedule.predictor[index], sample, m, state.m)
+        return x, UniPCState(sample, m, state.m)
 
 
-def _weighted(weights: Float[Array, " terms"], *terms: Float[Array, "..."]) -> Float[Array, "..."]:
-    return sum(weight * term for weight, term in zip(weights, terms, strict=True))
+def _expand(weights: Float[Array, " terms"], x: Sample, m: Sample, *others: Sample) -> Sample:
+    """The expansion with `others` for mk, its small terms summed first, lest float32 lose them in the large."""
+    terms = [weight * (mk - m) for weight, mk in zip(weights[2:], others, strict=True)]
+    return weights[0] * x + weights[1] * m + sum(terms[1:], terms[0])
 
 
-def _predictor(sigmas: np.ndarray, i: int, order: int) -> tuple[float, ...]:
-    """Weights of (sample, m, previous m) for the sample at level i + 1."""
-    if sigmas[i + 1] == 0:
-        return 0, 1, 0  # without noise the sample is the prediction; λ is infinite there
-    h = _lambda(sigmas[i + 1]) - _lambda(sigmas[i])
-    phi, _, _ = _moments(h)
-    alpha_phi = (1 - sigmas[i + 1]) * phi
-    slope = 0.0
-    if order == 2:
-        r = (_lambda(sigmas[i - 1]) - _lambda(sigmas[i])) / h
-        slope = 0.5 / r
-    return sigmas[i + 1] / sigmas[i], -alpha_phi * (1 - slope), -alpha_phi * slope
+def _predictor(s: np.ndarray, i: int, order: int) -> Sequence[float]:
+    """Weights from level i to i + 1, which is not the last: that takes the prediction as it is."""
+    h = _lambda(s[i + 1]) - _lambda(s[i])
+    gain = (1 - s[i + 1]) * -np.expm1(-h)
+    before = 0.5 * h / (_lambda(s[i - 1]) - _lambda(s[i])) if order == 2 else 0.0
+    return s[i + 1] / s[i], gain, gain * before
 
 
-def _corrector(sigmas: np.ndarray, i: int, order: int) -> tuple[float, ...]:
-    """Weights of (x, previous corrected sample, m, previous m, the m before it) for the sample at level i."""
-    h = _lambda(sigmas[i]) - _lambda(sigmas[i - 1])
-    phi, b1, b2 = _moments(h)
-    alpha_phi = (1 - sigmas[i]) * phi
-    rho, slope = np.float32(0.5), 0.0
-    if order == 2:
-        r = (_lambda(sigmas[i - 2]) - _lambda(sigmas[i - 1])) / h
-        before = (b1 - b2) / (1 - r)
-        rho, slope = b1 - before, before / r
-    return 0, sigmas[i] / sigmas[i - 1], -alpha_phi * rho, -alpha_phi * (1 - slope - rho), -alpha_phi * slope
+def _corrector(s: np.ndarray, i: int, order: int) -> Sequence[float]:
+    """Weights from level i - 1 to i, once the prediction at i is known."""
+    h = _lambda(s[i]) - _lambda(s[i - 1])
+    b = np.expm1(-h)
+    gain = (1 - s[i]) * -b
+    if order == 1:
+        return s[i] / s[i - 1], gain, 0.0, 0.5 * gain
+    # The weights ρ of the two differences meet the conditions ρ1 + ρ2 = c1 and r ρ1 + ρ2 = c2 of second order.
+    r = (_lambda(s[i - 2]) - _lambda(s[i - 1])) / h
+    phi = b / -h - 1
+    c1, c2 = phi / b, 2 * (phi / -h - 0.5) / b
+    before = (c1 - c2) / (1 - r)
+    return s[i] / s[i - 1], gain, gain * before / r, gain * (c1 - before)
 
 
-def _lambda(sigma: np.float32) -> np.float32:
-    """Half the logarithm of signal over noise."""
+def _lambda(sigma: float) -> float:
     return np.log(1 - sigma) - np.log(sigma)
-
-
-def _moments(h: np.float32) -> tuple[np.float32, ...]:
-    """φ = B(h), and the right-hand sides of the corrector's conditions of order 1 and 2."""
-    phi = np.expm1(-h)
-    k1 = phi / -h - 1
-    k2 = k1 / -h - np.float32(0.5)
-    return phi, k1 / phi, 2 * k2 / phi

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schedulers against fields whose solution is known in closed form, and against printed noise levels."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from wanjax import schedulers
+from wanjax.errors import WanjaxError
+from wanjax.schedulers import FlowEuler, UniPC
+
+EVERY = [
+    UniPC(5.0, "official"),
+    UniPC(5.0, "diffusers"),
+    UniPC(12.0, "diffusers", order=1),
+    FlowEuler(5.0, "official"),
+    FlowEuler(5.0, "diffusers"),
+]
+every = pytest.mark.parametrize("scheduler", EVERY, ids=str)
+
+
+def solve(scheduler, steps, x, field):
+    """Every sample from x on, where the field gives the clean sample that is predicted at x and σ."""
+    schedule = scheduler.schedule(steps)
+    state = scheduler.init(schedule, x)
+    samples = [x]
+    for index in range(steps):
+        sigma = schedule.sigmas[index]
+        x, state = scheduler.step(schedule, state, index, (x - field(x, sigma)) / sigma, x)
+        samples.append(x)
+    return schedule, samples
+
+
+@every
+@pytest.mark.parametrize("steps", [1, 2, 3, 20])
+def test_the_way_to_one_clean_sample_is_a_straight_line(scheduler, steps):
+    noise, clean = jax.random.normal(jax.random.key(0), (2, 64))
+    schedule, samples = solve(scheduler, steps, noise, lambda x, sigma: clean)
+    for sigma, x in zip(schedule.sigmas, samples, strict=True):
+        left = sigma / schedule.sigmas[0]
+        np.testing.assert_allclose(x, left * noise + (1 - left) * clean, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "spreads"),
+    [
+        (UniPC(5.0, "diffusers"), [0.325, 0.441, 0.492, 0.501]),
+        (UniPC(5.0, "official"), [0.327, 0.443, 0.494, 0.502]),
+        (UniPC(5.0, order=1), [0.313, 0.410, 0.463, 0.487]),
+        (FlowEuler(5.0), [0.309, 0.398, 0.447, 0.473]),
+    ],
+    ids=str,
+)
+def test_the_spread_of_normal_data_is_found_the_sooner_the_higher_the_order(scheduler, spreads):
+    """Data spread by 0.5 about zero: the field is linear, so that one sample at one deviation says the spread."""
+
+    def field(x, sigma):
+        return x * (1 - sigma) * 0.25 / ((1 - sigma) ** 2 * 0.25 + sigma**2)
+
+    found = [float(solve(scheduler, steps, jnp.float32(1), field)[1][-1]) for steps in (10, 20, 40, 80)]
+    np.testing.assert_allclose(found, spreads, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("shift", "steps", "sigmas", "first", "last", "timesteps"),
+    [
+        (5, 50, "official", [0.999800, 0.995732, 0.991531], [0.172265, 0.092507], [999, 995, 991, 987, 241, 172, 92]),
+        (5, 50, "diffusers", [0.999999, 0.995939, 0.991744], [0.175969, 0.096778], [999, 995, 991, 987, 244, 175, 96]),
+        (3, 50, "official", [0.999666, 0.992907, 0.985963], [0.111008, 0.057637], [999, 992, 985, 978, 160, 111, 57]),
+        (3, 50, "diffusers", [0.999999, 0.993250, 0.986315], [0.113576, 0.060405], [999, 993, 986, 979, 162, 113, 60]),
+        (12, 40, "official", [0.999917, 0.997783, 0.995546], [0.386847, 0.235110], [999, 997, 995, 993, 492, 386, 235]),
+        (
+            12,
+            40,
+            "diffusers",
+            [0.999999, 0.997870, 0.995638],
+            [0.391810, 0.242431],
+            [999, 997, 995, 993, 496, 391, 242],
+        ),
+        (16, 50, "official", [0.999937, 0.998663, 0.997338], [0.399750, 0.245964], [999, 998, 997, 995, 504, 399, 245]),
+        (
+            16,
+            50,
+            "diffusers",
+            [0.999999, 0.998727, 0.997405],
+            [0.405947, 0.255328],
+            [999, 998, 997, 996, 509, 405, 255],
+        ),
+    ],
+)
+def test_unipc_noise_levels_are_the_published_ones(shift, steps, sigmas, first, last, timesteps):
+    schedule = UniPC(shift, sigmas).schedule(steps)
+    np.testing.assert_allclose(schedule.sigmas[:3], first, atol=6e-7)
+    np.testing.assert_allclose(schedule.sigmas[-3:], [*last, 0], atol=6e-7)
+    np.testing.assert_array_equal(schedule.timesteps[jnp.array([0, 1, 2, 3, -3, -2, -1])], timesteps)
+
+
+def test_official_timesteps_start_from_a_rounded_level():
+    """0.999 in float32 lies above 0.999: without it these would be 665 and 332."""
+    np.testing.assert_array_equal(UniPC(1.0, "official").schedule(3).timesteps, [999, 666, 333])
+
+
+@pytest.mark.parametrize(("shift", "last"), [(5.0, 0.0926), (9.0, 0.1552), (7.0, 0.125)])
+def test_euler_noise_levels_are_shifted_once_officially(shift, last):
+    schedule = FlowEuler(shift, "official").schedule(50)
+    np.testing.assert_array_equal(schedule.sigmas[jnp.array([0, -1])], [1, 0])
+    np.testing.assert_allclose(schedule.sigmas[-2], last, atol=5e-5)
+    np.testing.assert_allclose(schedule.timesteps, schedule.sigmas[:-1] * 1000, rtol=1e-7)
+
+
+def test_euler_noise_levels_are_shifted_twice_by_diffusers():
+    np.testing.assert_allclose(FlowEuler(7.0, "diffusers").schedule(2).sigmas, [1, 0.046756, 0], atol=1e-6)
+
+
+@every
+def test_the_last_step_gives_the_clean_sample_exactly(scheduler):
+    schedule = scheduler.schedule(4)
+    x, velocity = jax.random.normal(jax.random.key(1), (2, 1, 2, 4, 4, 3))
+    state = jax.tree.map(jnp.ones_like, scheduler.init(schedule, x))
+    clean = scheduler.x0(schedule, 3, velocity, x)
+    np.testing.assert_array_equal(clean, x - schedule.sigmas[3] * velocity)
+    following, _ = scheduler.step(schedule, state, 3, velocity, x)
+    np.testing.assert_array_equal(following, clean)
+
+
+@every
+def test_one_compiled_step_serves_every_index_and_gives_its_buffers_on(scheduler):
+    traces = []
+
+    def step(schedule, state, index, x):
+        traces.append(index)
+        return scheduler.step(schedule, state, index, jnp.sin(x), x)
+
+    compiled = jax.jit(step, donate_argnums=(1, 3))
+    x = expected = jax.random.normal(jax.random.key(2), (1, 2, 4, 4, 3))
+    schedule = scheduler.schedule(6)
+    eager = scheduler.init(schedule, x)
+    state = scheduler.init(schedule, x := jnp.copy(x))
+    for index in range(6):
+        expected, eager = scheduler.step(schedule, eager, index, jnp.sin(expected), expected)
+        x, state = compiled(schedule, state, index, x)
+        assert x.dtype == jnp.float32
+        np.testing.assert_allclose(x, expected, rtol=1e-4, atol=2e-6)
+    assert len(traces) == 1
+
+
+def test_two_equal_timesteps_are_two_steps():
+    scheduler = UniPC(16.0, "diffusers")
+    noise = jnp.arange(4.0)
+    schedule, samples = solve(scheduler, 100, noise, lambda x, sigma: jnp.ones(4))
+    assert schedule.timesteps[0] == schedule.timesteps[1]
+    np.testing.assert_allclose(samples[1], 1 + (noise - 1) * schedule.sigmas[1] / schedule.sigmas[0], atol=1e-6)
+
+
+def test_configured_changes_shift_and_noise_levels_only():
+    assert UniPC(3.0, order=1).configured(shift=5.0, sigmas="diffusers") == UniPC(5.0, "diffusers", order=1)
+    assert FlowEuler(3.0).configured(shift=5.0, sigmas="diffusers") == FlowEuler(5.0, "diffusers")
+
+
+WAN = {
+    "_class_name": "UniPCMultistepScheduler",
+    "flow_shift": 3.0,
+    "prediction_type": "flow_prediction",
+    "use_flow_sigmas": True,
+    "num_train_timesteps": 1000,
+    "disable_corrector": [],
+    "timestep_spacing": "linspace",
+}
+EULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 7.0, "use_dynamic_shifting": False}
+
+
+def test_a_file_says_which_scheduler():
+    assert schedulers.from_config(WAN) == UniPC(3.0, "official", order=2)
+    assert schedulers.from_config(WAN | {"solver_order": 1}) == UniPC(3.0, "official", order=1)
+    assert schedulers.from_config(EULER) == FlowEuler(7.0, "official")
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"_class_name": "DDIMScheduler"}, "'DDIMScheduler'.*UniPCMultistepScheduler.*FlowMatchEuler"),
+        ({}, "scheduler None is not known"),
+        (WAN | {"prediction_type": "epsilon"}, "prediction_type 'epsilon'.*'flow_prediction'"),
+        ({"_class_name": "UniPCMultistepScheduler", "use_flow_sigmas": True}, "prediction_type 'epsilon'"),
+        (WAN | {"use_flow_sigmas": False}, "use_flow_sigmas False.*True"),
+        (WAN | {"solver_order": 3}, "order 3.*1 or 2"),
+        (WAN | {"solver_type": "bh1"}, "solver_type 'bh1'.*'bh2'"),
+        (WAN | {"final_sigmas_type": "sigma_min"}, "final_sigmas_type 'sigma_min'.*'zero'"),
+        (WAN | {"lower_order_final": False}, "lower_order_final False.*True"),
+        (WAN | {"disable_corrector": [0]}, r"disable_corrector \[0\]"),
+        (WAN | {"use_dynamic_shifting": True}, "use_dynamic_shifting True.*False"),
+        (WAN | {"flow_shift": None}, "flow shift None.*above zero"),
+        (WAN | {"flow_shift": -1.0}, "flow shift -1.0.*above zero"),
+        (EULER | {"stochastic_sampling": True}, "stochastic_sampling True.*False"),
+        (EULER | {"use_karras_sigmas": True}, "use_karras_sigmas True.*False"),
+        (EULER | {"shift_terminal": 0.1}, "shift_terminal 0.1.*None"),
+    ],
+)
+def test_what_a_file_may_not_ask_for_is_named(config, words):
+    with pytest.raises(WanjaxError, match=words):
+        schedulers.from_config(config)
+
+
+@every
+def test_no_steps_are_refused(scheduler):
+    with pytest.raises(WanjaxError, match="0 steps"):
+        scheduler.schedule(0)
+
+
+def test_sigmas_of_another_name_are_refused():
+    with pytest.raises(WanjaxError, match=r"'karras'.*official or diffusers"):
+        UniPC(3.0, "karras")  # pyright: ignore[reportArgumentType]
+
+
+def test_noise_levels_that_float32_cannot_tell_apart_are_refused():
+    with pytest.raises(WanjaxError, match=r"1000 steps at a flow shift of 100000.0"):
+        UniPC(100000.0).schedule(1000)
