@@ -166,7 +166,7 @@ def with_broken_config(folder: Path) -> None:
 
 
 def with_short_config(folder: Path) -> None:
-    (folder / "transformer" / "config.json").write_text("{}")
+    (folder / "text_encoder" / "config.json").write_text("{}")
 
 
 def without_tokenizer(folder: Path) -> None:
@@ -191,7 +191,7 @@ def with_nan(folder: Path) -> None:
         (without_tokenizer, [r"tokenizer has no tokenizer\.json"]),
         (without_config, [r"vae.*config\.json"]),
         (with_broken_config, [r"transformer/config\.json"]),
-        (with_short_config, [r"transformer.*config\.json", "num_layers"]),
+        (with_short_config, [r"text encoder's config\.json has model_type None"]),
         (without_a_shard, [r"transformer lacks diffusion_pytorch_model-00002-of-00002\.safetensors"]),
         (truncated, [r"vae/diffusion_pytorch_model\.safetensors cannot be read, it has \d+ bytes where its header"]),
         (corrupt, [r"text_encoder/model\.safetensors cannot be read, its header claims"]),
@@ -238,13 +238,20 @@ def test_noise(intact, shape, name, message):
     assert left() == ["noise.safetensors"]
 
 
-@pytest.fixture
-def stages(intact) -> Path:
+@pytest.fixture(scope="module")
+def complete(intact, tmp_path_factory) -> Path:
     """The stage files of a video."""
-    result = CliRunner().invoke(main, ["a", "--model", str(intact), *SMALL])
-    assert result.exit_code == 0, result.output
-    (Path("stage_outputs") / io.VIDEO).unlink()
-    return Path("stage_outputs")
+    folder = tmp_path_factory.mktemp("complete")
+    for command in (["encode", "a", "--model", str(intact)], ["denoise", *SMALL]):
+        result = CliRunner().invoke(main, [*command, "--dir", str(folder)])
+        assert result.exit_code == 0, result.output
+    return folder
+
+
+@pytest.fixture
+def stages(complete) -> Path:
+    """A copy of them to do harm to."""
+    return shutil.copytree(complete, Path("stage_outputs"))
 
 
 def test_stage_files_that_do_not_belong_together(intact, stages):

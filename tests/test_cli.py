@@ -10,7 +10,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
@@ -18,7 +20,8 @@ from click.testing import CliRunner, Result
 from tests.tiny import compile_cache, tiny_checkpoint
 from wanjax import io
 from wanjax.checkpoint import load_safetensors, save_safetensors
-from wanjax.cli import main, stages
+from wanjax.cli import main, report, stages
+from wanjax.cli.report import Report
 from wanjax.pipelines.wan import WanPipeline
 
 SMALL = ("--size", "32x16", "--frames", "5", "--steps", "2", "--dtype", "float32")
@@ -31,9 +34,9 @@ def model(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _compile_cache(tmp_path_factory):
-    with compile_cache(tmp_path_factory.getbasetemp() / "xla"):
-        yield
+def xla(tmp_path_factory):
+    with compile_cache(tmp_path_factory.getbasetemp() / "xla") as folder:
+        yield folder
 
 
 @pytest.fixture(autouse=True)
@@ -203,20 +206,22 @@ def test_noise_from_a_file(model):
     assert io.read_metadata(Path("stage_outputs") / io.VIDEO)["noise"] == "noise.safetensors"
 
 
-def test_what_may_not_be_meant_is_told(model):
-    said = succeeded(wanjax("encode", "word " * 40 + "end", "--model", model)).stderr
+def test_what_may_not_be_meant_is_told(model, monkeypatch):
+    monkeypatch.setattr(WanPipeline, "encode", interrupted)  # all is told before
+    said = wanjax("encode", "word " * 40 + "end", "--model", model).stderr
     assert re.search(r'note: the prompt has \d+ tokens, the model reads 24: the end "word .*\.\.\." was cut', said)
-    said = succeeded(wanjax(" ", "--model", model, *SMALL, "--guidance-scale", "1")).stderr
+    said = wanjax(" ", "--model", model, *SMALL, "--guidance-scale", "1").stderr
     assert "the prompt is empty" in said
     assert "guidance is off" in said
 
 
-def test_embeddings_of_226_tokens_are_told(model):
+def test_embeddings_of_226_tokens_are_told(model, monkeypatch):
     succeeded(wanjax("encode", "a", "--model", model))
     embeds = np.zeros((1, 226, 16), np.float32)
     path = Path("stage_outputs") / io.EMBEDDINGS
     save_safetensors(path, {"prompt_embeds": embeds, "negative_prompt_embeds": embeds})
-    assert "226 tokens where Wan reads 512" in succeeded(wanjax("denoise", *SMALL)).stderr
+    monkeypatch.setattr(WanPipeline, "denoise", interrupted)
+    assert "226 tokens where Wan reads 512" in wanjax("denoise", *SMALL).stderr
 
 
 def interrupted(*_, **__):
@@ -257,19 +262,60 @@ def test_an_interrupted_encoding_leaves_nothing(model, monkeypatch):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal of POSIX")
-def test_ctrl_c(model):
-    arguments = ["a", "--model", model, *SMALL, "--steps", "100000"]
-    run = subprocess.Popen([sys.executable, "-m", "wanjax", *arguments], stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
+def test_ctrl_c(model, xla):
+    command = [sys.executable, "-m", "wanjax", "a", "--model", model, *SMALL, "--steps", "100000"]
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(xla)}
+    run = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 300
     while run.poll() is None and not (Path("stage_outputs") / io.CONFIG).exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     time.sleep(0.5)
     run.send_signal(signal.SIGINT)
-    _, said = run.communicate(timeout=60)
+    _, said = run.communicate(timeout=300)
     assert run.returncode == 130
     assert said.endswith("wanjax denoise --dir stage_outputs\n")
     assert "Traceback" not in said
     assert files("stage_outputs") == [io.CONFIG, io.EMBEDDINGS]
+
+
+def denoising(told: Report, last: int, presses: int = 1) -> None:
+    """Takes steps up to `last` of 3, with Ctrl-C pressed before that one."""
+    with told.stage("denoise"):
+        told.advance("step", 1, 3)
+        for _ in range(presses):
+            signal.raise_signal(signal.SIGINT)
+        told.advance("step", last, 3)
+
+
+def test_ctrl_c_waits_for_the_step():
+    """JAX loses what a signal raises inside it, or crashes."""
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        denoising(Report(), 2)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_does_not_throw_away_what_is_complete():
+    told = Report()
+    denoising(told, 3)
+    with pytest.raises(KeyboardInterrupt):
+        told.kept("the latents are there", "wanjax decode")
+    assert told.way_on == "wanjax decode"
+
+
+def test_a_second_ctrl_c_does_not_wait():
+    with pytest.raises(KeyboardInterrupt):
+        denoising(Report(), 3, presses=2)
+
+
+def test_peaks_of_memory(monkeypatch):
+    assert report._device_peak() is None  # a CPU has no memory of its own
+    assert report._host_peak() > 1e7
+    monkeypatch.setattr(report, "STATUS", Path("absent"))  # as it is outside Linux
+    assert report._host_peak() > 1e7
+    chips = [SimpleNamespace(platform="tpu", memory_stats=lambda n=n: {"peak_bytes_in_use": n}) for n in (3, 5)]
+    monkeypatch.setattr(jax, "local_devices", lambda: chips)
+    assert report._device_peak() == 5
 
 
 def test_a_failure_is_no_mistake_of_the_user(model, monkeypatch):

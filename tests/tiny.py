@@ -85,13 +85,13 @@ INDEX = {
 
 
 @contextmanager
-def compile_cache(folder: Path) -> Iterator[None]:
+def compile_cache(folder: Path) -> Iterator[Path]:
     """Keeps what JAX compiles in the folder, so that the same program is compiled once."""
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", str(folder))
     compilation_cache.reset_cache()  # it does not look at the folder again otherwise
     try:
-        yield
+        yield folder
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
         compilation_cache.reset_cache()

@@ -2,11 +2,12 @@
 """What `models` shows."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import click
 
-from wanjax.registry import PRESETS, Preset
+from wanjax.registry import PRESETS, Preset, load
 
 ROW = "{:26} {:>10} {:>8} {:>9} {:>6} {:>5} {:>8}  {}"
 
@@ -32,6 +33,8 @@ def show(as_json: bool) -> None:
 
 def _described(preset: Preset) -> dict[str, Any]:
     """A preset as JSON; `parameters` and `memory`, in bytes, are those of the transformer's weights."""
+    shipped = Path(preset.source).is_dir()  # then its defaults stand beside its weights
+    defaults = load(preset.name).defaults if shipped else preset.defaults
     item = {"bfloat16": 2, "float32": 4}[preset.param_dtype]
     return {
         "name": preset.name,
@@ -40,7 +43,7 @@ def _described(preset: Preset) -> dict[str, Any]:
         "parameters": preset.transformer_parameters,
         "memory": item * preset.transformer_parameters,
         "licence": preset.licence,
-        "defaults": {k: v for k, v in preset.defaults.to_json().items() if k not in ("model", "prompt")},
+        "defaults": {k: v for k, v in defaults.to_json().items() if k not in ("model", "prompt")},
     }
 
 
