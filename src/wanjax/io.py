@@ -181,7 +181,8 @@ def _run_ffmpeg(arguments: list[str], pieces: Iterable[bytes] = ()) -> bytes:
         if process.returncode:
             said.seek(0)
             lines = said.read().decode(errors="replace").strip().splitlines()
-            raise OSError(f"ffmpeg said {lines[-1]!r}" if lines else f"ffmpeg ended with {process.returncode}")
+            last = re.sub(r"^\[.*?\] ", "", lines[-1]) if lines else ""  # without the address of what said it
+            raise OSError(f"ffmpeg said {last!r}" if last else f"ffmpeg ended with {process.returncode}")
         out.seek(0)
         return out.read()
 
