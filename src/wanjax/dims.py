@@ -19,4 +19,6 @@ ALPHABET = {
     "E": "width of the model",
     "F": "width inside the MLP",
     "P": "pairs of channels that rotary embeddings turn, D / 2",
+    "steps": "of a denoising schedule",
+    "terms": "of a solver's expansion at one step",
 }

@@ -107,7 +107,7 @@ class SelfAttention(nnx.Module):
         y = attention(q, k, v, key_mask=mask, bias=bias, scale=1.0)
         return self.o(y.reshape(*x.shape[:2], -1))
 
-    def split_heads(self, x: Float[Array, "B S ND"]) -> Float[Array, "B S N D"]:
+    def split_heads(self, x: Float[Array, "B S _E"]) -> Float[Array, "B S N D"]:
         return x.reshape(*x.shape[:2], self.heads, -1)
 
 
