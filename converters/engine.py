@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
-from wanjax.converters.transforms import CONV, IDENTITY, TRANSPOSE, Shape, Transform, patches, rope_halves, squeeze
 
 from wanjax.checkpoint import Spec, save_safetensors
+from wanjax.converters.transforms import CONV, IDENTITY, TRANSPOSE, Shape, Transform, patches, rope_halves, squeeze
 from wanjax.errors import WanjaxError
 
 __all__ = [

@@ -2,6 +2,7 @@
 """The tables of Wan: the diffusers names and shapes of each network's weights, and its config.json."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from wanjax.converters.engine import (
     IDENTITY,
@@ -15,23 +16,49 @@ from wanjax.converters.engine import (
     rope_halves,
     squeeze,
 )
+from wanjax.errors import WanjaxError
 from wanjax.models.wan.config import TransformerConfig, VAEConfig
 
+# Entries of config.json that change the architecture, and the values that mean this one, first an absent entry's.
+TRANSFORMER_KIND = {
+    "_class_name": ("WanTransformer3DModel",),
+    "cross_attn_norm": (True,),
+    "qk_norm": ("rms_norm_across_heads",),
+    "image_dim": (None,),
+    "added_kv_proj_dim": (None,),
+    "pos_embed_seq_len": (None,),
+}
+VAE_KIND = {
+    "_class_name": ("AutoencoderKLWan",),
+    "is_residual": (False,),
+    "patch_size": (None,),
+    "in_channels": (3,),
+    "out_channels": (3,),
+    "attn_scales": ([], ()),
+}
 
-def transformer_config(json: Mapping) -> TransformerConfig:
-    """From `transformer/config.json` of a diffusers folder."""
-    return TransformerConfig(
-        layers=json["num_layers"],
-        heads=json["num_attention_heads"],
-        head_dim=json["attention_head_dim"],
-        mlp_dim=json["ffn_dim"],
-        channels_in=json["in_channels"],
-        channels_out=json["out_channels"],
-        patch=tuple(json["patch_size"]),
-        text_width=json["text_dim"],
-        frequency_dim=json["freq_dim"],
-        eps=json["eps"],
-    )
+
+def transformer_config(json: Mapping[str, Any]) -> TransformerConfig:
+    """From `transformer/config.json` of a diffusers folder.
+
+    Raises WanjaxError where a size is missing or the model is another than text to video's.
+    """
+    _check("transformer", json, TRANSFORMER_KIND)
+    try:
+        return TransformerConfig(
+            layers=json["num_layers"],
+            heads=json["num_attention_heads"],
+            head_dim=json["attention_head_dim"],
+            mlp_dim=json["ffn_dim"],
+            channels_in=json["in_channels"],
+            channels_out=json["out_channels"],
+            patch=tuple(json["patch_size"]),
+            text_width=json["text_dim"],
+            frequency_dim=json["freq_dim"],
+            eps=json["eps"],
+        )
+    except KeyError as missing:
+        raise WanjaxError(f"the transformer's config.json has no {missing.args[0]}") from None
 
 
 def transformer_rules(config: TransformerConfig) -> list[Rule]:
@@ -67,17 +94,29 @@ def _attention(source: str, target: str, order: Transform) -> list[Rule]:
     ]
 
 
-def vae_config(json: Mapping) -> VAEConfig:
-    """From `vae/config.json` of a diffusers folder."""
-    return VAEConfig(
-        width=json["base_dim"],
-        latent_channels=json["z_dim"],
-        multipliers=tuple(json["dim_mult"]),
-        res_blocks=json["num_res_blocks"],
-        temporal_downsample=tuple(json["temperal_downsample"]),
-        latents_mean=tuple(json["latents_mean"]),
-        latents_std=tuple(json["latents_std"]),
-    )
+def vae_config(json: Mapping[str, Any]) -> VAEConfig:
+    """From `vae/config.json` of a diffusers folder; raises WanjaxError as `transformer_config` does."""
+    _check("VAE", json, VAE_KIND)
+    try:
+        return VAEConfig(
+            width=json["base_dim"],
+            latent_channels=json["z_dim"],
+            multipliers=tuple(json["dim_mult"]),
+            res_blocks=json["num_res_blocks"],
+            temporal_downsample=tuple(json["temperal_downsample"]),
+            latents_mean=tuple(json["latents_mean"]),
+            latents_std=tuple(json["latents_std"]),
+        )
+    except KeyError as missing:
+        raise WanjaxError(f"the VAE's config.json has no {missing.args[0]}") from None
+
+
+def _check(part: str, json: Mapping[str, Any], kind: Mapping[str, tuple]) -> None:
+    """Raises WanjaxError where an entry asks for an architecture that is not this one."""
+    for entry, offered in kind.items():
+        if (value := json.get(entry, offered[0])) not in offered:
+            right = " or ".join(map(repr, offered))
+            raise WanjaxError(f"the {part}'s config.json has {entry} {value!r} where {right} is what runs today")
 
 
 def vae_rules(config: VAEConfig) -> list[Rule]:

@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 
 SAVE_EVERY = 500
-PRINT_EVERY = 250
+PRINT_EVERY = 100
 
 
 class Trainer:

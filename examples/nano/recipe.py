@@ -47,7 +47,7 @@ TRANSFORMER = {
     "text_dim": 128,
     "freq_dim": 256,
     "ffn_dim": 512,
-    "num_layers": 6,
+    "num_layers": 4,
     "cross_attn_norm": True,
     "qk_norm": "rms_norm_across_heads",
     "eps": 1e-6,
@@ -97,8 +97,8 @@ DECODER_PHASES = (Phase(3000, 4, 9, 32), Phase(500, 1, 17, 64))
 """Then the decoder alone, in the end on whole clips."""
 
 CLIPS = 8192  # encoded once for the flow's training
-FLOW_BATCH = 64
-FLOW_STEPS = 6000
+FLOW_BATCH = 32
+FLOW_STEPS = 5500
 
 DEFAULTS = {
     "negative_prompt": "",

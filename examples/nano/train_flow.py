@@ -25,7 +25,8 @@ from wanjax.models.wan.transformer import WanTransformer
 from wanjax.models.wan.vae import WanVAE
 from wanjax.pipelines.text import encode_text
 
-PEAK_LEARNING_RATE = 1e-3
+PEAK_LEARNING_RATE = 2e-3
+WARM_UP = 200  # steps
 EMPTY_CAPTIONS = 0.1  # the share trained without a prompt, for guidance
 NOISE_MEAN, NOISE_STD = 0.5, 1.0  # of the logit of the noise level
 
@@ -69,8 +70,22 @@ def train_flow(model: PromptedTransformer, vae: WanVAE, workdir: Path, seed: int
 
     start_as_identity(model.transformer)
     multiply_flat(model)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, PEAK_LEARNING_RATE, 200, FLOW_STEPS, 1e-6)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule, b2=0.99))
+    decay = FLOW_STEPS * 3 // 10
+    schedule = optax.join_schedules(
+        [
+            optax.linear_schedule(0.0, PEAK_LEARNING_RATE, WARM_UP),
+            optax.constant_schedule(PEAK_LEARNING_RATE),
+            optax.linear_schedule(PEAK_LEARNING_RATE, 0.0, decay),
+        ],
+        [WARM_UP, FLOW_STEPS - decay],
+    )
+    optimizer = optax.contrib.muon(
+        schedule,
+        adam_learning_rate=PEAK_LEARNING_RATE / 2,
+        consistent_rms=0.2,
+        weight_decay=0.0,
+        muon_weight_dimension_numbers=matrices,
+    )
     trainer = Trainer("flow", model, loss, optimizer, workdir, seed, average=0.999)
     trainer.run(FLOW_STEPS, batch)
     return trainer.model()
@@ -89,6 +104,16 @@ def encoded_clips(vae: WanVAE, workdir: Path, seed: int) -> tuple[list, np.ndarr
         ]
         np.save(file, np.concatenate(parts))
     return specs, np.load(file)
+
+
+def matrices(weights: nnx.State) -> nnx.State:
+    """Which axes of each weight Muon (Jordan, 2024) takes as a matrix: the last two of every kernel, stacked or not."""
+
+    def axes(path, weight):
+        is_kernel = "kernel" in jax.tree_util.keystr(path)
+        return optax.contrib.MuonDimensionNumbers(weight.ndim - 2, weight.ndim - 1) if is_kernel else None
+
+    return jax.tree_util.tree_map_with_path(axes, weights)
 
 
 def start_as_identity(transformer: WanTransformer) -> None:
