@@ -9,10 +9,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from wanjax.errors import WanjaxError
-from wanjax.kernels.attention import reference
+from wanjax.kernels.attention import chunked, reference
 from wanjax.kernels.attention.masks import Window
 
-IMPLEMENTATIONS: dict[str, ModuleType] = {"reference": reference}
+IMPLEMENTATIONS: dict[str, ModuleType] = {"reference": reference, "chunked": chunked}
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 class Choice(NamedTuple):
@@ -20,6 +21,10 @@ class Choice(NamedTuple):
 
     name: str
     reason: str
+
+
+# In turn, where none is named: the first that can do what is asked. A kernel for one platform refuses the others.
+PREFERRED = (Choice("chunked", "its scores stay in the cache, and its memory does not grow with their number"),)
 
 
 def attention(
@@ -62,31 +67,37 @@ def choose(
 ) -> Choice:
     """The implementation that `attention` takes for these arguments, and why; raises as it does. Shapes suffice."""
     options = _options(q, k, v, key_mask, window, scale, bias, config)
-    choice = Choice(implementation, "it was named") if implementation else Choice("reference", "it is the only one")
-    if choice.name not in IMPLEMENTATIONS:
-        raise WanjaxError(f"no attention is named {choice.name!r}: there are {', '.join(IMPLEMENTATIONS)}")
-    if why := IMPLEMENTATIONS[choice.name].unsupported(q, k, v, **options):
-        raise NotImplementedError(why)
-    return choice
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise WanjaxError(f"no attention is named {implementation!r}: there are {', '.join(IMPLEMENTATIONS)}")
+    refusals = []
+    for choice in PREFERRED if implementation is None else (Choice(implementation, "it was named"),):
+        why = IMPLEMENTATIONS[choice.name].unsupported(q, k, v, **options)
+        if why is None:
+            return choice
+        refusals.append(why)
+    raise NotImplementedError("; ".join(refusals))
 
 
 def _options(q, k, v, key_mask, window, scale, bias, config) -> dict[str, Any]:
     """The options as implementations take them; raises WanjaxError where operands do not fit together."""
-    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        shapes = " · ".join(str(list(x.shape)) for x in (q, k, v))
-        raise WanjaxError(f"attention of q, k, v shaped {shapes}: [B L N D] and twice [B S K D] are right")
+    if not (q.ndim == k.ndim == 4 and k.shape == v.shape and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]):
+        shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
+        raise WanjaxError(f"attention of q, k, v shaped {shapes}: [B L N D] and twice [B S K D] would do")
+    if 0 in q.shape + k.shape:
+        raise WanjaxError(f"attention of q {list(q.shape)} to k {list(k.shape)}: each size must be at least 1")
     if q.shape[2] % k.shape[2]:
-        raise WanjaxError(f"{q.shape[2]} heads cannot be shared among {k.shape[2]} of k and v: a divisor is right")
-    if not q.dtype == k.dtype == v.dtype or not jnp.issubdtype(q.dtype, jnp.floating):
-        raise WanjaxError(f"attention of q, k, v in {q.dtype}, {k.dtype}, {v.dtype}: one floating dtype is right")
+        raise WanjaxError(f"{q.shape[2]} heads cannot be shared among {k.shape[2]} of k and v: a divisor would do")
+    if not q.dtype == k.dtype == v.dtype or q.dtype.name not in DTYPES:
+        dtypes = ", ".join(str(x.dtype) for x in (q, k, v))
+        raise WanjaxError(f"attention of q, k, v in {dtypes}: one of {', '.join(DTYPES)} for all would do")
     if key_mask is not None and (key_mask.shape != (k.shape[0], k.shape[1]) or key_mask.dtype != bool):
-        raise WanjaxError(f"a key mask {key_mask.dtype}{list(key_mask.shape)}: bool{[k.shape[0], k.shape[1]]} is right")
+        raise WanjaxError(f"a key mask {key_mask.dtype}{list(key_mask.shape)}: bool{[k.shape[0], k.shape[1]]} would do")
     scores = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     if bias is not None and (bias.dtype != jnp.float32 or not _broadcasts(bias.shape, scores)):
-        raise WanjaxError(f"a bias {bias.dtype}{list(bias.shape)}: float32 that broadcasts to {list(scores)} is right")
+        raise WanjaxError(f"a bias {bias.dtype}{list(bias.shape)}: float32 that broadcasts to {list(scores)} would do")
     window = (window, window) if isinstance(window, int) else window
     if window is not None and any(side is not None and side < 0 for side in window):
-        raise WanjaxError(f"the window {window} has a side below zero: zero, a count of keys, or None is right")
+        raise WanjaxError(f"the window {window} has a side below zero: zero, a count of keys, or None would do")
     scale = q.shape[3] ** -0.5 if scale is None else scale
     return {"key_mask": key_mask, "window": window, "scale": scale, "bias": bias, "config": config}
 

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention by blocks of queries and keys, on any platform, with memory that does not grow with their product.
+
+The softmax over all keys is put together from that of each block (Milakov and Gimelshein, Online normalizer calculation
+for softmax, 2018; Rabe and Staats, Self-attention does not need O(n²) memory, 2021). Blocks of keys tile S exactly: the
+first is the ragged one, and no key is made up to fill another.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32
+
+from wanjax.errors import WanjaxError
+from wanjax.kernels.attention.masks import Window, divide_live, finite_max, in_window
+
+
+@dataclass(frozen=True)
+class Config:
+    """How many queries and keys are scored at a time at most; blocks are as even as the lengths allow.
+
+    `batched` scores all heads of all examples side by side, as an accelerator wants; otherwise one after another, so
+    that a block's scores stay in a CPU's cache.
+    """
+
+    block_q: int
+    block_kv: int
+    batched: bool
+
+    def __post_init__(self):
+        if self.block_q < 1 or self.block_kv < 1:
+            raise WanjaxError(f"blocks of {self.block_q} queries and {self.block_kv} keys: at least 1 of each is right")
+
+
+def default_config(platform: str) -> Config:
+    """The sizes that were fastest in benchmarks/attention.py on a CPU; elsewhere, blocks that fill a matrix unit."""
+    return Config(640, 1024, batched=False) if platform == "cpu" else Config(256, 1024, batched=True)
+
+
+def unsupported(q, k, v, *, key_mask, window, scale, bias, config) -> str | None:
+    """Why this cannot be done here, or None."""
+    if config is not None and not isinstance(config, Config):
+        return f"chunked is configured by a chunked.Config, which {type(config).__name__} is not"
+    return None
+
+
+def attention(
+    q: Float[Array, "B L N D"],
+    k: Float[Array, "B S K D"],
+    v: Float[Array, "B S K D"],
+    *,
+    key_mask: Bool[Array, "B S"] | None,
+    window: Window | None,
+    scale: float,
+    bias: Float32[Array, "..."] | None,
+    config: Config | None,
+) -> Float[Array, "B L N D"]:
+    """What the reference gives, block by block; its gradient computes the scores again in place of keeping them."""
+    config = config or default_config(jax.default_backend())
+    batch, length, heads, size = q.shape
+    kv_heads = k.shape[2]
+    groups = (kv_heads, heads // kv_heads)
+    dtype = q.dtype
+    precision = "highest" if dtype == jnp.float32 else "default"  # one pass of a matrix unit is bfloat16's own
+    q, k, v = (x.astype(jnp.float32) for x in (q.reshape(batch, length, *groups, size), k, v))
+    if bias is not None:
+        bias = bias.reshape(bias.shape[0], *(groups if bias.shape[1] == heads else (1, 1)), *bias.shape[2:])
+    # By example, then by head of k, then by the heads of q that share it: the axes of q, k, v, key_mask, bias.
+    head = partial(_head, window=window, scale=scale, precision=precision, config=config)
+    for axes in ((1, None, None, None, 0), (1, 1, 1, None, 0), (0, 0, 0, 0, 0)):
+        head = _over(head, axes, batched=config.batched)
+    out = head(q, k, v, key_mask, bias).reshape(batch, heads, length, size)
+    return jnp.moveaxis(out, 1, 2).astype(dtype)
+
+
+def _over(f: Callable, axes: Sequence[int | None], *, batched: bool) -> Callable:
+    """f for each entry along an axis of its arguments; one that has no such axis, or one entry, is the same for all."""
+
+    def run(*arguments: Array | None) -> Array:
+        xs, ways = list(arguments), list(axes)
+        for i, (x, axis) in enumerate(zip(arguments, axes, strict=True)):
+            if x is None or (axis is not None and x.shape[axis] == 1):
+                xs[i], ways[i] = x if x is None else x.squeeze(axis), None
+        counts = {x.shape[way] for x, way in zip(xs, ways, strict=True) if x is not None and way is not None}
+        if not counts:
+            return f(*xs)[None]
+        if batched:
+            return jax.vmap(f, ways)(*xs)
+        return jax.lax.map(lambda index: f(*map(partial(_entry, index), xs, ways)), jnp.arange(counts.pop()))
+
+    return run
+
+
+def _entry(index: Array, x: Array | None, axis: int | None) -> Array | None:
+    return x if x is None or axis is None else jax.lax.dynamic_index_in_dim(x, index, axis, keepdims=False)
+
+
+class Partial(NamedTuple):
+    """Softmax over some keys: the largest logit, and relative to it the sums of weights and of weighted values."""
+
+    top: Float32[Array, "L 1"]
+    weight: Float32[Array, "L 1"]
+    total: Float32[Array, "L D"]
+
+
+def merge(a: Partial, b: Partial) -> Partial:
+    """The softmax over the keys of both."""
+    top = jnp.maximum(a.top, b.top)
+    scale_a, scale_b = (jnp.exp(x.top - finite_max(top)) for x in (a, b))
+    return Partial(top, a.weight * scale_a + b.weight * scale_b, a.total * scale_a + b.total * scale_b)
+
+
+def _head(
+    q: Float32[Array, "L D"],
+    k: Float32[Array, "S D"],
+    v: Float32[Array, "S D"],
+    live: Bool[Array, " S"] | None,
+    bias: Float32[Array, "..."] | None,
+    *,
+    window: Window | None,
+    scale: float,
+    precision: str,
+    config: Config,
+) -> Float32[Array, "L D"]:
+    """One head of one example. Queries are filled up to whole blocks, which changes no other query."""
+    length, keys = q.shape[0], k.shape[0]
+    blocks, rows = _even(length, config.block_q)
+    fill = blocks * rows - length
+    queries = jnp.pad(scale * q, ((0, fill), (0, 0)))
+    if bias is not None and bias.shape[0] > 1:
+        bias = jnp.pad(bias, ((0, fill), (0, 0)))
+    back, ahead = (keys if side is None else side for side in window or (None, None))
+    reach = min(keys, rows + back + ahead)  # how many neighbouring keys a block of queries can see
+
+    @jax.checkpoint
+    def block(start: Array) -> Float32[Array, "L D"]:
+        x = _take(queries, start, rows)
+        first = jnp.clip(start - back, 0, keys - reach)
+
+        def score(begin: Array, count: int) -> Partial:
+            logits = jnp.matmul(x, _take(k, begin, count).T, precision=precision)
+            if bias is not None:
+                logits += _take(_take(bias, start, rows), begin, count, axis=1)
+            if live is not None:
+                logits = jnp.where(_take(live, begin, count)[None, :], logits, -jnp.inf)
+            if window is not None:
+                seen = in_window(start + jnp.arange(rows), begin + jnp.arange(count), window)
+                logits = jnp.where(seen, logits, -jnp.inf)
+            top = jax.lax.stop_gradient(logits.max(axis=1, keepdims=True))
+            weights = jnp.exp(logits - finite_max(top))
+            total = jnp.matmul(weights, _take(v, begin, count), precision=precision)
+            return Partial(top, weights.sum(axis=1, keepdims=True), total)
+
+        steps, columns = _even(reach, config.block_kv)
+        ragged = reach - (steps - 1) * columns
+        begins = first + ragged + columns * jnp.arange(steps - 1, dtype=start.dtype)
+        done, _ = jax.lax.scan(
+            lambda done, begin: (merge(done, score(begin, columns)), None), score(first, ragged), begins
+        )
+        return divide_live(done.total, done.weight)
+
+    out = jax.lax.map(block, rows * jnp.arange(blocks))
+    return out.reshape(-1, v.shape[1])[:length]
+
+
+def _even(length: int, block: int) -> tuple[int, int]:
+    """The fewest blocks of at most `block` that cover a length, and the size that makes them even."""
+    blocks = -(-length // block)
+    return blocks, -(-length // blocks)
+
+
+def _take(x: Array, start: Array, size: int, axis: int = 0) -> Array:
+    """`size` entries from `start` along an axis, or the only one where the axis is broadcast."""
+    return x if x.shape[axis] == 1 else jax.lax.dynamic_slice_in_dim(x, start, size, axis)
