@@ -14,7 +14,7 @@ def enable_compile_cache() -> None:
     JAX's key covers the program, the compiler, its flags and the devices, so a changed model or setting never meets a
     stale executable.
     """
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_compilation_cache_dir", str(_user_cache() / "wanjax" / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -6,6 +6,8 @@ and an MLP, the first and last modulated by the timestep. The reference is diffu
 models/transformers/transformer_wan.py and, for what stays in float32, the official wan/modules/model.py.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -104,7 +106,7 @@ class WanTransformer(nnx.Module):
         rngs: nnx.Rngs,
     ):
         """`attention` names an implementation of it; None picks by platform and shape."""
-        kw = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        kw: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         width = config.width
         cells = config.patch[0] * config.patch[1] * config.patch[2]
         self.config = config
