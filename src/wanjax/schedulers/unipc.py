@@ -59,9 +59,8 @@ class UniPC(Scheduler):
         if sigmas[0] >= 1 or (np.diff(sigmas) >= 0).any():
             raise WanjaxError(f"{steps} steps at a flow shift of {self.shift} lie too close together: take fewer")
         s = sigmas.astype(np.float64)  # rounded first, as the reference has it: near pure noise λ feels it
-        orders = [min(self.order, i + 1, steps - i) for i in range(steps)]
-        corrector = [(1, 0, 0, 0)] + [_corrector(s, i, orders[i - 1]) for i in range(1, steps)]
-        predictor = [_predictor(s, i, orders[i]) for i in range(steps - 1)] + [(0, 1, 0)]
+        corrector = [(1, 0, 0, 0)] + [_corrector(s, i, min(self.order, i)) for i in range(1, steps)]
+        predictor = [_predictor(s, i, min(self.order, i + 1)) for i in range(steps - 1)] + [(0, 1, 0)]
         return UniPCSchedule(
             timesteps=jnp.asarray(np.trunc(levels * TRAIN_STEPS), jnp.float32),
             sigmas=jnp.asarray(sigmas),
