@@ -98,7 +98,7 @@ DECODER_PHASES = (Phase(3000, 4, 9, 32), Phase(500, 1, 17, 64))
 
 CLIPS = 8192  # encoded once for the flow's training
 FLOW_BATCH = 32
-FLOW_STEPS = 5500
+FLOW_STEPS = 4200
 
 DEFAULTS = {
     "negative_prompt": "",

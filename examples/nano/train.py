@@ -35,7 +35,7 @@ def main(out: Path, work: Path, seed: int) -> None:
     vae.config = wan.vae_config(vae_json)
     model = PromptedTransformer(
         T5Encoder(t5.t5_config(recipe.TEXT_ENCODER), **settings),
-        WanTransformer(wan.transformer_config(recipe.TRANSFORMER), **settings),
+        WanTransformer(wan.transformer_config(recipe.TRANSFORMER), attention="reference", **settings),
     )
     model = train_flow(model, vae, work, seed)
 

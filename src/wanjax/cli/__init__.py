@@ -71,7 +71,10 @@ def main(ctx: click.Context) -> None:
 @options.model
 @options.text
 @options.video
+@options.attention
+@options.batch_guidance
 @options.compute
+@options.tile
 @options.folder
 @options.out
 @click.pass_obj
@@ -106,6 +109,8 @@ def encode(report: Report, **given: Any) -> None:
 @main.command()
 @options.model_override
 @options.video
+@options.attention
+@options.batch_guidance
 @options.compute
 @options.folder
 @click.pass_obj
@@ -123,6 +128,7 @@ def denoise(report: Report, **given: Any) -> None:
 @options.model_override
 @options.fps
 @options.compute
+@options.tile
 @options.folder
 @options.out
 @click.pass_obj

@@ -100,6 +100,15 @@ video = together(
         help="Initial noise in place of the seed's: the tensor `noise` of a safetensors file.",
     ),
 )
+attention = click.option(
+    "--attention", metavar="NAME", help="Implementation of attention.  [default: the best for platform and shape]"
+)
+batch_guidance = click.option(
+    "--batch-guidance",
+    is_flag=True,
+    help="Run prompt and negative prompt as a batch of two: more memory, and on some devices faster.",
+)
+tile = click.option("--tile", is_flag=True, help="Decode 256 x 256 pixels at a time, for frames that would not fit.")
 compute = click.option("--dtype", type=click.Choice(DTYPES), help="What the networks compute in.")
 folder = click.option(
     "--dir",

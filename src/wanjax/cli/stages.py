@@ -16,6 +16,7 @@ from wanjax import io, registry
 from wanjax.cli import options
 from wanjax.cli.report import Report
 from wanjax.errors import WanjaxError
+from wanjax.layers.tiling import Tiling
 from wanjax.pipelines.base import Embeddings, Step
 
 
@@ -83,7 +84,11 @@ class Run:
         self.report = report
         self.folder = folder
         self.out = out
-        self.pipe = registry.load(_model(chosen), dtype=_dtype(chosen), progress=report.load)
+        self.tiling = Tiling() if given.get("tile") else None
+        self.batch_guidance = bool(given.get("batch_guidance"))
+        self.pipe = registry.load(
+            _model(chosen), dtype=_dtype(chosen), attention=given.get("attention"), progress=report.load
+        )
         self.settings = self.pipe.settings(**_checked(chosen, self.pipe.defaults.to_json()))
         self.noise = None if noise is None else self._noise(noise)
         io.check_output(self.video)
@@ -143,7 +148,9 @@ class Run:
 
         with self.report.stage("denoise"):
             given = self.settings.to_json()
-            latents = self.pipe.denoise(embeddings, noise=self.noise, callback=show, **given)
+            latents = self.pipe.denoise(
+                embeddings, noise=self.noise, callback=show, batch_guidance=self.batch_guidance, **given
+            )
             jax.block_until_ready(latents)
         self.pipe.free("transformer")
         io.save_latents(self.folder, latents, self.record)
@@ -154,7 +161,7 @@ class Run:
     def decode(self, latents: Any) -> None:
         def frames() -> Iterator[np.ndarray]:
             """The frames as they are decoded, so that they are never all in memory."""
-            for done, chunk in enumerate(self.pipe.decode_chunks(latents), 1):
+            for done, chunk in enumerate(self.pipe.decode_chunks(latents, tiling=self.tiling), 1):
                 yield np.asarray(chunk)
                 self.report.advance("chunk", done, latents.shape[2])
 
