@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,8 @@ from tests.parity.references import StateDict, relative_l2, wan_transformer, wan
 from wanjax.converters import engine, t5
 from wanjax.layers.linear import scan_compiler_options
 from wanjax.models.t5 import T5Encoder
+from wanjax.models.wan.config import T2V_1_3B
+from wanjax.models.wan.vae import WanVAE
 from wanjax.pipelines.base import Embeddings, Parts
 from wanjax.pipelines.text import encode_text
 from wanjax.pipelines.wan import WanConfigs, WanPipeline
@@ -91,7 +94,7 @@ def text_case(layers: int) -> Iterator[Case]:
 
 
 def step_cases(layers: int) -> Iterator[Case]:
-    """Denoising with the 1.3B's widths and few layers, 17 frames of 256 × 256 (1280 tokens), with and without guidance."""
+    """Denoising 17 frames of 256 × 256 (1280 tokens) at the widths of 1.3B, with few layers, guided and not."""
     reference = WanTransformer3DModel(
         num_layers=layers, num_attention_heads=12, attention_head_dim=128, ffn_dim=8960, text_dim=4096
     ).eval()
@@ -103,7 +106,8 @@ def step_cases(layers: int) -> Iterator[Case]:
         tokenizer=None, text_encoder=None, vae=vae, scheduler=scheduler, transformer=reference
     )
     torch_pipeline.set_progress_bar_config(disable=True)
-    pipeline = _pipeline(transformer=wan_transformer(reference), vae=wan_vae(vae), scheduler=scheduler)
+    same_scheduler = from_config({**scheduler.config, "_class_name": "UniPCMultistepScheduler"})
+    pipeline = _pipeline(wan_vae(vae), transformer=wan_transformer(reference), scheduler=same_scheduler)
     random = np.random.default_rng(0)
     noise = random.standard_normal((1, 16, 5, 32, 32), np.float32)
     texts = [random.standard_normal((1, 512, 4096), np.float32) for _ in range(2)]
@@ -129,7 +133,7 @@ def step_cases(layers: int) -> Iterator[Case]:
 def vae_case(height: int, width: int, frames: int) -> Iterator[Case]:
     """Decoding with Wan 2.1's own autoencoder."""
     reference = AutoencoderKLWan().eval()
-    pipeline = _pipeline(vae=wan_vae(reference))
+    pipeline = _pipeline(wan_vae(reference))
     mean, std = (
         torch.tensor(values).view(1, -1, 1, 1, 1)
         for values in (reference.config.latents_mean, reference.config.latents_std)
@@ -146,16 +150,12 @@ def vae_case(height: int, width: int, frames: int) -> Iterator[Case]:
     yield Case(f"VAE decode, {frames} frames of {width} × {height}", 0.7, ours, theirs)
 
 
-def _pipeline(*, vae: nnx.Module, transformer: nnx.Module | None = None, scheduler=None) -> WanPipeline:
-    """Our pipeline around networks that are here already."""
+def _pipeline(vae: WanVAE, **others: Any) -> WanPipeline:
+    """Our pipeline around parts that are here already."""
     parts = Parts({})
-    parts.put("vae", vae)
-    if transformer is not None:
-        parts.put("transformer", transformer)
-        parts.put("scheduler", from_config({**scheduler.config, "_class_name": type(scheduler).__name__}))
-    preset = PRESETS["wan2.1-t2v-1.3b"]
-    transformer_config = transformer.config if transformer is not None else None
-    return WanPipeline(parts, WanConfigs(transformer_config, vae.config), preset.defaults)
+    for name, part in {"vae": vae, **others}.items():
+        parts.put(name, part)
+    return WanPipeline(parts, WanConfigs(T2V_1_3B, vae.config), PRESETS["wan2.1-t2v-1.3b"].defaults)
 
 
 def measure(case: Case, repeats: int) -> Result:
@@ -165,10 +165,8 @@ def measure(case: Case, repeats: int) -> Result:
 
     distance = relative_l2(case.ours(), theirs())
     timings = time_rivals({"ours": case.ours, "theirs": theirs}, repeats)
-    ours, theirs_ = timings["ours"], timings["theirs"]
-    return Result(
-        case.name, case.bar, ours.median / case.pieces, theirs_.median / case.pieces, speed_ratio(ours, theirs_), distance
-    )
+    seconds = {name: timing.median / case.pieces for name, timing in timings.items()}
+    return Result(case.name, case.bar, **seconds, ratio=speed_ratio(**timings), distance=distance)
 
 
 def show(results: list[Result]) -> None:

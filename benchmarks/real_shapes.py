@@ -63,7 +63,7 @@ class RandomTensors(Mapping[str, np.ndarray]):
 
 
 def write_checkpoint(folder: Path) -> None:
-    """A folder in the diffusers layout; names and shapes come from the reference's own classes, without their weights."""
+    """A folder in the diffusers layout; names and shapes come from the reference's own classes."""
     import torch
     from diffusers import AutoencoderKLWan, WanTransformer3DModel
     from transformers import UMT5Config, UMT5EncoderModel
@@ -164,10 +164,12 @@ def main() -> None:
         arguments = [*(options.generate or GENERATE), "--model", MODEL, "--dir", str(home / "outputs")]
         command = [sys.executable, "-m", "wanjax", "generate", *arguments]
         print("wanjax", *command[3:], flush=True)
-        seconds, peak = run(command, {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1"})
+        caches = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(home / "cache")}
+        seconds, peak = run(command, os.environ | caches)
     finally:
         shutil.rmtree(home)
-    print(f"{seconds:.0f} s, at most {peak / 1e9:.2f} GB of memory ({'within' if peak <= BAR else 'beyond'} {BAR / 1e9:.0f})")
+    verdict = "within" if peak <= BAR else "beyond"
+    print(f"{seconds:.0f} s, at most {peak / 1e9:.2f} GB of memory, {verdict} {BAR / 1e9:.0f}")
     if options.json:
         options.json.write_text(json.dumps({"seconds": seconds, "peak": peak, "checkpoint": size}, indent=2) + "\n")
 

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forms of one computation that were weighed for the CPU, the one in use first: docs/performance.md.
+
+python -m benchmarks.choices [conv] [dense] [casts] [--repeats 5]
+"""
+
+import argparse
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from flax import nnx
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.timing import Run, time_rivals
+from wanjax.layers.conv import CausalConv
+from wanjax.layers.linear import scan_compiler_options
+from wanjax.models.t5 import UMT5_XXL, T5Encoder
+
+LAYOUT = ("NHWC", "HWIO", "NHWC")
+LAYOUT_3D = ("NDHWC", "DHWIO", "NDHWC")
+
+
+def conv(repeats: int) -> Table:
+    """The VAE's causal convolution, 3 × 3 × 3, of 4 frames and the 2 that it kept, near the pixels and deep down."""
+    table = Table("channels", "frame", *("2-D per tap", "3-D", "2-D of stacked taps", "torch"), title="conv, GFLOP/s")
+    for channels, height, width in ((96, 120, 208), (384, 30, 52)):
+        x = np.random.default_rng(0).standard_normal((1, 6, height, width, channels), np.float32)
+        timings = time_rivals(_conv_forms(x), repeats)
+        flops = 2 * 27 * channels**2 * 4 * height * width
+        rates = [f"{flops / timing.median / 1e9:.0f}" for timing in timings.values()]
+        table.add_row(str(channels), f"{width} × {height}", *rates)
+    return table
+
+
+def _conv_forms(frames: np.ndarray) -> dict[str, Run]:
+    channels = frames.shape[-1]
+    layer = CausalConv(channels, channels, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+    graphdef, weights = nnx.split(layer)
+    kernel = layer.kernel[...]
+    x = jnp.asarray(frames)
+    torch_layer = torch.nn.Conv3d(channels, channels, 3, padding=(0, 1, 1))
+    torch_x = torch.from_numpy(np.ascontiguousarray(frames.transpose(0, 4, 1, 2, 3)))
+
+    @jax.jit
+    def per_tap(weights, x):
+        return nnx.merge(graphdef, weights)(x[:, 2:], x[:, :2])[0]
+
+    @jax.jit
+    def whole(kernel, x):
+        padding = ((0, 0), (1, 1), (1, 1))
+        return jax.lax.conv_general_dilated(x, kernel, (1, 1, 1), padding, dimension_numbers=LAYOUT_3D)
+
+    @jax.jit
+    def stacked(kernel, x):
+        taps = jnp.concatenate([x[0, tap : tap + 4] for tap in range(3)], axis=-1)
+        kernel = jnp.concatenate(list(kernel), axis=2)
+        return jax.lax.conv_general_dilated(taps, kernel, (1, 1), ((1, 1), (1, 1)), dimension_numbers=LAYOUT)
+
+    def in_torch() -> torch.Tensor:
+        with torch.no_grad():
+            return torch_layer(torch_x)
+
+    return {
+        "per tap": partial(per_tap, weights, x),
+        "whole": partial(whole, kernel, x),
+        "stacked": partial(stacked, kernel, x),
+        "torch": in_torch,
+    }
+
+
+def dense(repeats: int) -> Table:
+    """The gradient of a dense layer at a training step's sizes, over [B L E] as it is and flattened to [B·L E]."""
+    random = np.random.default_rng(0)
+    x = jnp.asarray(random.standard_normal((64, 80, 192), np.float32))
+    kernel = jnp.asarray(random.standard_normal((192, 512), np.float32))
+    gradient = jax.jit(jax.grad(lambda kernel, x: jnp.sum((x @ kernel) ** 2), (0, 1)))
+
+    @jax.jit
+    def flattened(kernel, x):
+        kernel_gradient, x_gradient = gradient(kernel, x.reshape(-1, x.shape[-1]))
+        return kernel_gradient, x_gradient.reshape(x.shape)
+
+    timings = time_rivals({"as it is": partial(gradient, kernel, x), "flat": partial(flattened, kernel, x)}, repeats)
+    table = Table("[64 80 192] @ [192 512] as it is", "flattened", title="gradient of a dense layer, ms")
+    table.add_row(*(f"{1e3 * timing.median:.1f}" for timing in timings.values()))
+    return table
+
+
+def casts(repeats: int) -> Table:
+    """Memory beside the weights of UMT5-XXL in bfloat16 that computes in float32, as XLA plans it; nothing is run."""
+    del repeats
+    make = partial(T5Encoder, UMT5_XXL, dtype=jnp.float32, param_dtype=jnp.bfloat16)
+    graphdef, weights = nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
+    tokens = jax.ShapeDtypeStruct((2, 512), jnp.int32)
+    lowered = jax.jit(lambda weights, tokens: nnx.merge(graphdef, weights)(tokens)).lower(weights, tokens)
+    plans = (lowered.compile(compiler_options=given).memory_analysis() for given in (scan_compiler_options(), None))
+    table = Table("weights cast in the loop over blocks", "ahead of it", title="memory of UMT5-XXL, GB")
+    table.add_row(*(f"{plan.temp_size_in_bytes / 1e9:.1f}" for plan in plans))
+    return table
+
+
+def main() -> None:
+    measures = {"conv": conv, "dense": dense, "casts": casts}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="*", choices=[*measures, []], help=f"{', '.join(measures)}; all if none is named")
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    for what in options.what or measures:
+        Console().print(measures[what](options.repeats))
+
+
+if __name__ == "__main__":
+    main()
