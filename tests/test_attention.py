@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every implementation of attention against the formula in float64; one suite for all."""
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wanjax.errors import WanjaxError
+from wanjax.kernels.attention import IMPLEMENTATIONS, attention, choose, chunked
+from wanjax.kernels.attention.specs import WORKLOADS
+
+LENGTHS = (1, 7, 128, 513, 1000, 4097)
+BOUND = {"float32": 1e-6, "bfloat16": 3e-3}
+SMALL_BLOCKS = (chunked.Config(4, 3, batched=False), chunked.Config(5, 8, batched=True))
+VARIANTS = [("reference", None), ("chunked", None), *(("chunked", config) for config in SMALL_BLOCKS)]
+
+each_implementation = pytest.mark.parametrize("name", IMPLEMENTATIONS)
+each_variant = pytest.mark.parametrize(("name", "config"), VARIANTS)
+
+
+def normal(seed, *shape, dtype="float32"):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def operands(batch, queries, keys, heads, kv_heads, size, dtype="float32", seed=0):
+    q = normal(seed, batch, queries, heads, size, dtype=dtype)
+    k, v = (normal(seed + i, batch, keys, kv_heads, size, dtype=dtype) for i in (1, 2))
+    return q, k, v
+
+
+def run(name, q, k, v, **options):
+    """The call, compiled. `window`, `scale` and `config` are static."""
+    static = {key: options.pop(key) for key in ("window", "scale", "config") if key in options}
+    return jax.jit(partial(attention, implementation=name, **static))(q, k, v, **options)
+
+
+def softmax(q, k, key_mask=None, window=None, scale=None, bias=None):
+    """Weights [B N L S] of the formula, in float64; rows of zeros where no key takes part."""
+    q, k = (np.asarray(x, np.float64) for x in (q, k))
+    k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
+    logits = np.einsum("BLND,BSND->BNLS", q, k, optimize=True) * (q.shape[3] ** -0.5 if scale is None else scale)
+    if bias is not None:
+        logits = logits + np.asarray(bias, np.float64)
+    seen = np.ones(logits.shape, bool)
+    if key_mask is not None:
+        seen &= np.asarray(key_mask)[:, None, None, :]
+    if window is not None:
+        left, right = (window, window) if isinstance(window, int) else window
+        ahead = np.arange(k.shape[1]) - np.arange(q.shape[1])[:, None]
+        seen &= ahead >= (-np.inf if left is None else -left)
+        seen &= ahead <= (np.inf if right is None else right)
+    logits = np.where(seen, logits, -1e300)
+    weights = np.where(seen, np.exp(logits - logits.max(axis=-1, keepdims=True)), 0)
+    return weights / np.maximum(weights.sum(axis=-1, keepdims=True), 1e-300)
+
+
+def exact(q, k, v, **options):
+    v = np.repeat(np.asarray(v, np.float64), q.shape[2] // v.shape[2], axis=2)
+    return np.einsum("BNLS,BSND->BLND", softmax(q, k, **options), v, optimize=True)
+
+
+def exact_gradients(q, k, v, g, *, scale, **options):
+    """Of Σ g · attention to q, k, v and the logits, in float64 (k and v with all heads)."""
+    weights = softmax(q, k, scale=scale, **options)
+    q, k, v, g = (np.asarray(x, np.float64) for x in (q, k, v, g))
+    d_weights = np.einsum("BLND,BSND->BNLS", g, v)
+    d_logits = weights * (d_weights - (weights * d_weights).sum(axis=-1, keepdims=True))
+    return (
+        scale * np.einsum("BNLS,BSND->BLND", d_logits, k),
+        scale * np.einsum("BNLS,BLND->BSND", d_logits, q),
+        np.einsum("BNLS,BLND->BSND", weights, g),
+        d_logits,
+    )
+
+
+def error(got, wanted):
+    got = np.asarray(got, np.float64)
+    assert np.isfinite(got).all()
+    return np.linalg.norm(got - wanted) / np.linalg.norm(wanted)
+
+
+@cache
+def lengths_case(queries, keys, dtype):
+    q, k, v = operands(1, queries, keys, 1, 1, 16, dtype)
+    return q, k, v, exact(q, k, v)
+
+
+@each_implementation
+@pytest.mark.parametrize("queries", LENGTHS)
+@pytest.mark.parametrize("keys", LENGTHS)
+def test_lengths(name, queries, keys):
+    q, k, v, wanted = lengths_case(queries, keys, "float32")
+    assert error(run(name, q, k, v), wanted) <= BOUND["float32"]
+
+
+@each_implementation
+@pytest.mark.parametrize(("queries", "keys"), [(7, 4097), (513, 1000), (1000, 1), (1000, 1000)])
+def test_lengths_bfloat16(name, queries, keys):
+    q, k, v, wanted = lengths_case(queries, keys, "bfloat16")
+    out = run(name, q, k, v)
+    assert out.dtype == jnp.bfloat16
+    assert error(out, wanted) <= BOUND["bfloat16"]
+
+
+@each_variant
+@pytest.mark.parametrize(("batch", "kv_heads"), [(1, 1), (3, 2), (1, 6)])
+def test_grouped_heads(name, config, batch, kv_heads):
+    q, k, v = operands(batch, 19, 23, 6, kv_heads, 8)
+    assert error(run(name, q, k, v, config=config), exact(q, k, v)) <= BOUND["float32"]
+
+
+@each_variant
+def test_masked_rows_are_zero(name, config):
+    q, k, v = operands(3, 21, 17, 2, 2, 8)
+    mask = np.random.default_rng(5).random((3, 17)) < 0.6
+    mask[0] = False
+    mask[1, :12] = False  # whole blocks of keys
+    out = run(name, q, k, v, key_mask=jnp.asarray(mask), config=config)
+    assert not np.asarray(out[0]).any()
+    assert error(out, exact(q, k, v, key_mask=mask)) <= BOUND["float32"]
+
+
+@each_variant
+def test_masked_rows_with_logits_far_below_zero(name, config):
+    """A block without live keys must not pull the maximum up to its own."""
+    q = jnp.full((1, 2, 1, 4), 50.0)
+    k = jnp.full((1, 16, 1, 4), -50.0)
+    v = normal(0, 1, 16, 1, 4)
+    mask = jnp.arange(16)[None] < 5
+    out = run(name, q, k, v, key_mask=mask, scale=1.0, config=config)
+    assert error(out, exact(q, k, v, key_mask=mask, scale=1.0)) <= BOUND["float32"]
+
+
+@each_variant
+@pytest.mark.parametrize(
+    ("window", "queries", "keys"),
+    [
+        (0, 29, 29),
+        (3, 40, 17),
+        ((2, 0), 29, 29),
+        ((0, 5), 17, 40),
+        ((None, 2), 40, 17),
+        ((4, None), 40, 17),
+        (99, 9, 29),
+    ],
+)
+def test_windows(name, config, window, queries, keys):
+    q, k, v = operands(1, queries, keys, 2, 1, 8)
+    out = run(name, q, k, v, window=window, config=config)
+    assert error(out, exact(q, k, v, window=window)) <= BOUND["float32"]
+
+
+@each_variant
+@pytest.mark.parametrize("shape", [(1, 4, 13, 11), (2, 1, 13, 1), (2, 4, 1, 11)])
+def test_bias(name, config, shape):
+    q, k, v = operands(2, 13, 11, 4, 2, 8)
+    bias = 3 * normal(9, *shape)
+    out = run(name, q, k, v, bias=bias, scale=0.5, config=config)
+    assert error(out, exact(q, k, v, bias=bias, scale=0.5)) <= BOUND["float32"]
+
+
+@each_variant
+def test_logits_of_ten_thousand(name, config):
+    """Whole numbers, so that the logits themselves are exact: ±1e4 where q and k are alike or opposite."""
+    signs = np.random.default_rng(1).choice([-25.0, 25.0], size=(1, 40, 2, 16))
+    q, k, v = jnp.asarray(signs, jnp.float32), jnp.asarray(signs, jnp.float32), normal(2, 1, 40, 2, 16)
+    k = k.at[:, ::3].multiply(-1.0)
+    logits = np.einsum("BLND,BSND->BNLS", q, k)
+    assert (logits.min(), logits.max()) == (-1e4, 1e4)
+    assert error(run(name, q, k, v, scale=1.0, config=config), exact(q, k, v, scale=1.0)) <= BOUND["float32"]
+
+
+@each_variant
+@pytest.mark.parametrize("window", [None, (3, 1)])
+def test_gradients(name, config, window):
+    q, k, v = operands(2, 14, 12, 2, 2, 8)
+    bias, g = normal(4, 1, 2, 14, 12), normal(5, *q.shape)
+    mask = np.random.default_rng(6).random((2, 12)) < 0.7
+    mask[1] = False
+    options = {"key_mask": jnp.asarray(mask), "window": window, "scale": 0.4}
+
+    @jax.jit
+    def gradients(q, k, v, bias):
+        def loss(q, k, v, bias):
+            return (g * attention(q, k, v, bias=bias, implementation=name, config=config, **options)).sum()
+
+        return jax.grad(loss, argnums=(0, 1, 2, 3))(q, k, v, bias)
+
+    *wanted, d_logits = exact_gradients(q, k, v, g, bias=bias, **options)
+    for got, right in zip(gradients(q, k, v, bias), [*wanted, d_logits.sum(axis=0, keepdims=True)], strict=True):
+        assert error(got, right) <= BOUND["float32"]
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_chunked_at_odd_shapes(data):
+    """Blocks of any size over lengths of any size give what the formula gives."""
+    draw = lambda low, high: data.draw(st.integers(low, high))  # noqa: E731
+    batch, queries, keys, group, kv_heads = draw(1, 2), draw(1, 40), draw(1, 40), draw(1, 2), draw(1, 2)
+    config = chunked.Config(draw(1, 45), draw(1, 45), batched=data.draw(st.booleans()))
+    window = data.draw(st.none() | st.tuples(st.none() | st.integers(0, 30), st.none() | st.integers(0, 30)))
+    q, k, v = operands(batch, queries, keys, group * kv_heads, kv_heads, 4, seed=draw(0, 9))
+    mask = jnp.asarray(np.random.default_rng(draw(0, 9)).random((batch, keys)) < 0.8)
+    out = np.asarray(run("chunked", q, k, v, window=window, key_mask=mask, config=config))
+    wanted = exact(q, k, v, window=window, key_mask=mask)
+    np.testing.assert_allclose(out, wanted, atol=3e-6)  # each row: a relative bound fails where all is zero
+    assert not out[~wanted.any(axis=-1)].any()
+
+
+@pytest.mark.parametrize("workload", ["wan_1_3b_256x256x17_self", "wan_1_3b_480x832x17_self"])
+def test_chunked_memory(workload):
+    workload = WORKLOADS[workload]
+    compiled = jax.jit(partial(attention, implementation="chunked")).lower(*workload.operands()).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < workload.scores  # a quarter of four bytes each
+
+
+def test_chunked_gradient_memory():
+    workload = WORKLOADS["wan_1_3b_480x832x17_self"]
+    loss = jax.grad(lambda *qkv: attention(*qkv, implementation="chunked").sum(), argnums=(0, 1, 2))
+    compiled = jax.jit(loss).lower(*workload.operands()).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < workload.scores
+
+
+def test_choice():
+    q, k, v = operands(1, 8, 8, 2, 2, 4)
+    picked = choose(q, k, v)
+    assert picked.name == "chunked"
+    assert "memory" in picked.reason
+    assert choose(q, k, v, implementation="reference") == ("reference", "it was named")
+    np.testing.assert_array_equal(attention(q, k, v), attention(q, k, v, implementation="chunked"))
+
+
+def test_a_named_implementation_never_falls_back():
+    q, k, v = operands(1, 8, 8, 2, 2, 4)
+    with pytest.raises(NotImplementedError, match="reference has nothing to configure"):
+        attention(q, k, v, implementation="reference", config=SMALL_BLOCKS[0])
+    with pytest.raises(NotImplementedError, match="chunked is configured by"):
+        attention(q, k, v, config=object())
+    with pytest.raises(WanjaxError, match="no attention is named 'flash': there are reference, chunked"):
+        attention(q, k, v, implementation="flash")
+
+
+def wrong(**changes):
+    q, k, v = operands(2, 5, 7, 4, 2, 8)
+    return {"q": q, "k": k, "v": v} | changes
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (wrong(q=jnp.ones((2, 5, 8))), r"\[B L N D\]"),
+        (wrong(v=jnp.ones((2, 6, 2, 8))), r"\[2, 6, 2, 8\]: \[B L N D\]"),
+        (wrong(q=jnp.ones((1, 5, 4, 8))), r"\[B L N D\]"),
+        (wrong(k=jnp.ones((2, 0, 2, 8)), v=jnp.ones((2, 0, 2, 8))), "at least 1"),
+        (wrong(q=jnp.ones((2, 5, 3, 8))), "3 heads cannot be shared among 2"),
+        (wrong(q=jnp.ones((2, 5, 4, 8), jnp.bfloat16)), "bfloat16, float32, float32"),
+        (wrong(**dict.fromkeys("qkv", jnp.ones((1, 2, 1, 4), jnp.int32))), "float32, bfloat16, float16 for all"),
+        (wrong(key_mask=jnp.ones((2, 7))), r"bool\[2, 7\] would do"),
+        (wrong(key_mask=jnp.ones((1, 7), bool)), r"bool\[2, 7\] would do"),
+        (wrong(bias=jnp.ones((1, 4, 5, 6))), r"broadcasts to \[2, 4, 5, 7\]"),
+        (wrong(bias=jnp.ones((1, 4, 5, 7), jnp.bfloat16)), "float32"),
+        (wrong(window=(1, -1)), r"window \(1, -1\)"),
+    ],
+)
+def test_operands_that_do_not_fit(call, told):
+    with pytest.raises(WanjaxError, match=told):
+        attention(**call)
+
+
+def test_blocks_of_nothing():
+    with pytest.raises(WanjaxError, match="0 queries"):
+        chunked.Config(0, 4, batched=False)
+
+
+def test_workloads():
+    assert WORKLOADS["wan_14b_720p_self"][1:] == (75_600, 75_600, 40, 128)
+    assert WORKLOADS["wan_1_3b_256x256x17_self"].queries == 1280
+    assert WORKLOADS["wan_1_3b_480x832x17_cross"][1:] == (7800, 512, 12, 128)
