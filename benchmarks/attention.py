@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention at the sizes of real models: every implementation that runs here beside torch's, and the memory of each.
+
+    python -m benchmarks.attention [WORKLOAD ...] [--dtype float32] [--repeats 5] [--block-q N --block-kv N]
+
+Workloads are named in wanjax.kernels.attention.specs. The reference is left out where its scores would pass 1 GB.
+"""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.timing import Run, speed_ratio, time_rivals
+from wanjax.kernels.attention import IMPLEMENTATIONS, attention, chunked
+from wanjax.kernels.attention.specs import WORKLOADS, Workload
+
+DEFAULT = ("wan_1_3b_256x256x17_self", "wan_1_3b_256x256x17_cross", "wan_1_3b_480x832x17_self")
+LARGEST_SCORES = 1e9  # bytes
+BAR_SPEED, BAR_MEMORY = 0.9, 0.25
+
+
+def torch_attention(arrays: list[np.ndarray], dtype: str) -> Run:
+    """torch's fused attention of the same operands [B L N D]; its own layout is a view of them."""
+    q, k, v = (torch.from_numpy(x).to(getattr(torch, dtype)).transpose(1, 2) for x in arrays)
+
+    def run() -> torch.Tensor:
+        with torch.no_grad():
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+    return run
+
+
+def ours(workload: Workload, dtype: str, name: str, config: Any) -> tuple[Callable, int]:
+    """The compiled call, and the bytes that it needs beside its operands and its result."""
+    function = jax.jit(partial(attention, implementation=name, config=config))
+    compiled = function.lower(*workload.operands(jnp.dtype(dtype))).compile()
+    return compiled, compiled.memory_analysis().temp_size_in_bytes
+
+
+def measure(workload: Workload, dtype: str, config: Any, repeats: int) -> Table:
+    random = np.random.default_rng(0)
+    arrays = [random.standard_normal(x.shape, np.float32) for x in workload.operands()]
+    operands = [jnp.asarray(x, dtype) for x in arrays]
+    scores = 4 * workload.scores
+    rivals, memory = {"torch": torch_attention(arrays, dtype)}, {}
+    for name in IMPLEMENTATIONS:
+        if name == "reference" and scores > LARGEST_SCORES:
+            continue
+        compiled, memory[name] = ours(workload, dtype, name, config if name == "chunked" else None)
+        rivals[name] = partial(compiled, *operands)
+    expected = rivals["torch"]().float().numpy()
+    for name in memory:
+        distance = np.linalg.norm(np.asarray(rivals[name](), np.float32) - expected) / np.linalg.norm(expected)
+        assert distance < {"float32": 1e-5, "bfloat16": 1e-2}[dtype], (name, distance)
+    timings = time_rivals(rivals, repeats)
+    title = f"{workload.name}, {dtype}: [1 {workload.queries} {workload.heads} {workload.head_dim}] × {workload.keys}"
+    table = Table("", "best, ms", "GFLOP/s", "times torch's speed", "memory, MB", "part of the scores", title=title)
+    for name, timing in timings.items():
+        share = [f"{memory[name] / 1e6:.1f}", f"{memory[name] / scores:.3f}"] if name in memory else ["", ""]
+        rate = f"{workload.flops / timing.best / 1e9:.0f}"
+        table.add_row(name, f"{1e3 * timing.best:.1f}", rate, f"{speed_ratio(timing, timings['torch']):.2f}", *share)
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workload", nargs="*", default=DEFAULT)
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--block-q", type=int)
+    parser.add_argument("--block-kv", type=int)
+    options = parser.parse_args()
+    sizes = {"block_q": options.block_q, "block_kv": options.block_kv}
+    default = chunked.default_config(jax.default_backend())
+    config = replace(default, **{name: size for name, size in sizes.items() if size})
+    for name in options.workload:
+        Console(width=120).print(measure(WORKLOADS[name], options.dtype, config, options.repeats))
+    print(f"bars for chunked on a CPU: {BAR_SPEED} × torch's speed, {BAR_MEMORY} of the scores")
+
+
+if __name__ == "__main__":
+    main()
