@@ -27,8 +27,8 @@ from wanjax.models.wan.config import TransformerConfig
 Tokens = Float[Array, "B L E"]
 
 
-class SelfAttention(nnx.Module):
-    """Attention of every token to every token; q and k are normed over all heads together, then turned by position."""
+class Attention(nnx.Module):
+    """What self- and cross-attention have alike: projections, and norms of q and k over all heads together."""
 
     def __init__(self, config: TransformerConfig, implementation: str | None, **kw):
         self.q = linear(config.width, config.width, ("embed", "heads"), **kw)
@@ -40,36 +40,32 @@ class SelfAttention(nnx.Module):
         self.heads = config.heads
         self.dtype = kw["dtype"]
         self.implementation = implementation
+
+    def attend(
+        self, q: Float[Array, "B L N D"], k: Float[Array, "B S N D"], v: Float[Array, "B S N D"]
+    ) -> Float[Array, "B L E"]:
+        q, k = q.astype(self.dtype), k.astype(self.dtype)  # norms and rope hand over float32
+        return self.out(join_heads(attention(q, k, v, implementation=self.implementation)))
+
+
+class SelfAttention(Attention):
+    """Attention of every token to every token, with q and k turned by position."""
 
     def __call__(self, x: Tokens, rope: Rope) -> Tokens:
         q = split_heads(self.q_norm(self.q(x)), self.heads)  # [B L N D]
         k = split_heads(self.k_norm(self.k(x)), self.heads)
         v = split_heads(self.v(x), self.heads)
-        q, k = (apply_rope(x, rope).astype(self.dtype) for x in (q, k))
-        y = attention(q, k, v, implementation=self.implementation)
-        return self.out(join_heads(y))
+        return self.attend(apply_rope(q, rope), apply_rope(k, rope), v)
 
 
-class CrossAttention(nnx.Module):
-    """Attention of every token to the prompt, with the same norms and no positions."""
-
-    def __init__(self, config: TransformerConfig, implementation: str | None, **kw):
-        self.q = linear(config.width, config.width, ("embed", "heads"), **kw)
-        self.k = linear(config.width, config.width, ("embed", "heads"), **kw)
-        self.v = linear(config.width, config.width, ("embed", "heads"), **kw)
-        self.out = linear(config.width, config.width, ("heads", "embed"), **kw)
-        self.q_norm = rms_norm(config.width, config.eps, **kw)
-        self.k_norm = rms_norm(config.width, config.eps, **kw)
-        self.heads = config.heads
-        self.dtype = kw["dtype"]
-        self.implementation = implementation
+class CrossAttention(Attention):
+    """Attention of every token to the prompt."""
 
     def __call__(self, x: Tokens, context: Float[Array, "B S E"]) -> Tokens:
-        q = split_heads(self.q_norm(self.q(x)), self.heads)
-        k = split_heads(self.k_norm(self.k(context)), self.heads)
+        q = split_heads(self.q_norm(self.q(x)), self.heads)  # [B L N D]
+        k = split_heads(self.k_norm(self.k(context)), self.heads)  # [B S N D]
         v = split_heads(self.v(context), self.heads)
-        y = attention(q.astype(self.dtype), k.astype(self.dtype), v, implementation=self.implementation)
-        return self.out(join_heads(y))
+        return self.attend(q, k, v)
 
 
 class Block(nnx.Module):
