@@ -78,14 +78,15 @@ def test_help_lists_the_commands():
         (
             "generate",
             "model negative-prompt size height width frames fps steps guidance-scale flow-shift sigmas seed noise "
-            "dtype dir out help",
+            "attention batch-guidance dtype tile dir out help",
         ),
         ("encode", "model negative-prompt dtype dir help"),
         (
             "denoise",
-            "model size height width frames fps steps guidance-scale flow-shift sigmas seed noise dtype dir help",
+            "model size height width frames fps steps guidance-scale flow-shift sigmas seed noise "
+            "attention batch-guidance dtype dir help",
         ),
-        ("decode", "model fps dtype dir out help"),
+        ("decode", "model fps dtype tile dir out help"),
         ("models", "json help"),
     ],
 )
