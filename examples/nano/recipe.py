@@ -93,12 +93,12 @@ class Phase:
 
 VAE_PHASES = (Phase(2500, 10, 1, 32), Phase(3300, 4, 5, 32), Phase(1400, 4, 9, 32))
 """Images first, then crops of video."""
-DECODER_PHASES = (Phase(3000, 4, 9, 32), Phase(500, 1, 17, 64))
+DECODER_PHASES = (Phase(3000, 4, 9, 32), Phase(1200, 1, 17, 64))
 """Then the decoder alone, in the end on whole clips."""
 
 CLIPS = 8192  # encoded once for the flow's training
 FLOW_BATCH = 32
-FLOW_STEPS = 4200
+FLOW_STEPS = 5400
 
 DEFAULTS = {
     "negative_prompt": "",

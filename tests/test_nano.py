@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model in the box: it is what its recipe says, it is small, and it makes what it is asked for."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import wanjax
+from wanjax.registry import NANO
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "nano"))
+import recipe
+from reading import read
+
+CONFIGS = {
+    "model_index.json": recipe.MODEL_INDEX,
+    "generation_config.json": recipe.DEFAULTS,
+    "scheduler/scheduler_config.json": recipe.SCHEDULER,
+    "text_encoder/config.json": recipe.TEXT_ENCODER,
+    "transformer/config.json": recipe.TRANSFORMER,
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_is_what_the_recipe_makes(name):
+    assert json.loads((NANO / name).read_text()) == CONFIGS[name]
+
+
+def test_fits_in_the_package():
+    assert sum(file.stat().st_size for file in NANO.rglob("*") if file.is_file()) < 20_000_000
+
+
+@pytest.mark.parametrize(
+    ("prompt", "colour"), [("a red circle moving right", "red"), ("a blue square growing", "blue")]
+)
+def test_makes_what_it_is_asked_for(prompt, colour):
+    video = wanjax.load()(prompt, seed=0)
+    assert video.frames.shape == (17, 64, 64, 3)
+    assert video.frames.dtype == np.uint8
+    assert read(video.frames).colour == colour
+
+
+def test_the_same_seed_gives_the_same_video_and_another_another():
+    pipe = wanjax.load()
+    first, again, other = (pipe("a green circle", seed=seed, steps=4).frames for seed in (1, 1, 2))
+    assert (first == again).all()
+    assert (first != other).any()
+
+
+def test_batched_guidance_gives_the_same_latents():
+    pipe = wanjax.load()
+    embeddings = pipe.encode("a yellow square moving up")
+    one, both = (pipe.denoise(embeddings, steps=2, seed=5, batch_guidance=batched) for batched in (False, True))
+    np.testing.assert_allclose(one, both, rtol=0, atol=2e-5)
+
+
+def test_a_callback_sees_each_step_and_stops():
+    pipe = wanjax.load()
+    seen = []
+
+    def callback(step: wanjax.Step) -> bool:
+        seen.append((step.index, step.total, step.x0.shape))
+        return step.index < 1
+
+    with pytest.raises(wanjax.Cancelled):
+        pipe.denoise(pipe.encode("a red circle"), steps=4, callback=callback)
+    assert seen == [(0, 4, (1, 16, 5, 8, 8)), (1, 4, (1, 16, 5, 8, 8))]
