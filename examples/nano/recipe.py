@@ -107,7 +107,7 @@ DEFAULTS = {
     "frames": FRAMES,
     "fps": 8,
     "steps": 20,
-    "guidance_scale": 4.0,
+    "guidance_scale": 3.0,
     "flow_shift": 3.0,
 }
 """How the model is best asked: what `generation_config.json` of its folder says."""
