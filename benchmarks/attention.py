@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention at the sizes of real models: every implementation that runs here beside torch's, and the memory of each.
 
-    python -m benchmarks.attention [WORKLOAD ...] [--dtype float32] [--repeats 5] [--block-q N --block-kv N]
+    python -m benchmarks.attention [WORKLOAD ...] [--dtype float32] [--one-core] [--block-q N --block-kv N]
 
-Workloads are named in wanjax.kernels.attention.specs. The reference is left out where its scores would pass 1 GB.
+Workloads are named in wanjax.kernels.attention.specs. The reference is left out where its scores would pass 1 GB. With
+`--one-core` all run on one core and their processor time counts, which others that use the machine hardly change.
 """
 
 import argparse
-from collections.abc import Callable
+import os
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,7 +22,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.timing import Run, speed_ratio, time_rivals
+from benchmarks.timing import Run, Timing, speed_ratio, time_rivals
 from wanjax.kernels.attention import IMPLEMENTATIONS, attention, chunked
 from wanjax.kernels.attention.specs import WORKLOADS, Workload
 
@@ -46,7 +49,18 @@ def ours(workload: Workload, dtype: str, name: str, config: Any) -> tuple[Callab
     return compiled, compiled.memory_analysis().temp_size_in_bytes
 
 
-def measure(workload: Workload, dtype: str, config: Any, repeats: int) -> Table:
+def processor_time_rivals(rivals: Mapping[str, Run], repeats: int) -> dict[str, Timing]:
+    """As `time_rivals`, by the time that this process had a processor."""
+    taken: dict[str, list[float]] = {name: [] for name in rivals}
+    for _ in range(repeats):
+        for name, run in rivals.items():
+            start = time.process_time()
+            jax.block_until_ready(run())
+            taken[name].append(time.process_time() - start)
+    return {name: Timing(tuple(seconds)) for name, seconds in taken.items()}
+
+
+def measure(workload: Workload, dtype: str, config: Any, repeats: int, one_core: bool) -> Table:
     random = np.random.default_rng(0)
     arrays = [random.standard_normal(x.shape, np.float32) for x in workload.operands()]
     operands = [jnp.asarray(x, dtype) for x in arrays]
@@ -61,7 +75,7 @@ def measure(workload: Workload, dtype: str, config: Any, repeats: int) -> Table:
     for name in memory:
         distance = np.linalg.norm(np.asarray(rivals[name](), np.float32) - expected) / np.linalg.norm(expected)
         assert distance < {"float32": 1e-5, "bfloat16": 1e-2}[dtype], (name, distance)
-    timings = time_rivals(rivals, repeats)
+    timings = (processor_time_rivals if one_core else time_rivals)(rivals, repeats)
     title = f"{workload.name}, {dtype}: [1 {workload.queries} {workload.heads} {workload.head_dim}] × {workload.keys}"
     table = Table("", "best, ms", "GFLOP/s", "times torch's speed", "memory, MB", "part of the scores", title=title)
     for name, timing in timings.items():
@@ -78,12 +92,16 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--block-q", type=int)
     parser.add_argument("--block-kv", type=int)
+    parser.add_argument("--one-core", action="store_true", help="run on one core and count its time")
     options = parser.parse_args()
+    if options.one_core:  # before JAX starts its threads, which inherit it
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+        torch.set_num_threads(1)
     sizes = {"block_q": options.block_q, "block_kv": options.block_kv}
     default = chunked.default_config(jax.default_backend())
     config = replace(default, **{name: size for name, size in sizes.items() if size})
     for name in options.workload:
-        Console(width=120).print(measure(WORKLOADS[name], options.dtype, config, options.repeats))
+        Console(width=120).print(measure(WORKLOADS[name], options.dtype, config, options.repeats, options.one_core))
     print(f"bars for chunked on a CPU: {BAR_SPEED} × torch's speed, {BAR_MEMORY} of the scores")
 
 
