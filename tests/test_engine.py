@@ -15,10 +15,10 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from wanjax.converters import engine
-from wanjax.converters.engine import CONV, IDENTITY, TRANSPOSE, Rule, conv, linear, norm, patches, rope_halves, squeeze
 
 from wanjax.checkpoint import SafetensorsFile, Spec
+from wanjax.converters import engine
+from wanjax.converters.engine import CONV, IDENTITY, TRANSPOSE, Rule, conv, linear, norm, patches, rope_halves, squeeze
 from wanjax.errors import WanjaxError
 from wanjax.layers.linear import stack
 

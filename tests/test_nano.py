@@ -54,7 +54,7 @@ def test_batched_guidance_gives_the_same_latents():
     pipe = wanjax.load()
     embeddings = pipe.encode("a yellow square moving up")
     one, both = (pipe.denoise(embeddings, steps=2, seed=5, batch_guidance=batched) for batched in (False, True))
-    np.testing.assert_allclose(one, both, rtol=0, atol=2e-5)
+    assert np.linalg.norm(one - both) <= 1e-5 * np.linalg.norm(one)
 
 
 def test_a_callback_sees_each_step_and_stops():

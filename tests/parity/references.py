@@ -50,13 +50,13 @@ def channels_last(x: torch.Tensor) -> np.ndarray:
     return np.ascontiguousarray(x.detach().float().numpy().transpose(0, 2, 3, 4, 1))
 
 
-def wan_transformer(reference, dtype=jnp.float32) -> WanTransformer:
+def wan_transformer(reference, dtype=jnp.float32, param_dtype=jnp.float32) -> WanTransformer:
     config = wan.transformer_config(reference.config)
-    abstract = nnx.eval_shape(lambda: WanTransformer(config, dtype=dtype, param_dtype=jnp.float32, rngs=nnx.Rngs(0)))
+    abstract = nnx.eval_shape(lambda: WanTransformer(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0)))
     return engine.load(abstract, wan.transformer_rules(config), StateDict(reference))
 
 
-def wan_vae(reference, dtype=jnp.float32) -> WanVAE:
+def wan_vae(reference, dtype=jnp.float32, param_dtype=jnp.float32) -> WanVAE:
     config = wan.vae_config(reference.config)
-    abstract = nnx.eval_shape(lambda: WanVAE(config, dtype=dtype, param_dtype=jnp.float32, rngs=nnx.Rngs(0)))
+    abstract = nnx.eval_shape(lambda: WanVAE(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0)))
     return engine.load(abstract, wan.vae_rules(config), StateDict(reference))

@@ -3,6 +3,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
@@ -11,6 +12,7 @@ from flax import nnx
 from tests.parity.references import channels_last, randomise, relative_l2, wan_transformer
 from wanjax.layers.embeddings import sinusoid
 from wanjax.layers.patch import patchify
+from wanjax.models.wan.transformer import WanTransformer
 
 SIZES = [(1, 3, 16, 8), (2, 5, 8, 12)]  # batch, latent frames, height, width
 
@@ -38,15 +40,33 @@ def ours(x: torch.Tensor) -> jax.Array:
     return jnp.asarray(x.numpy())
 
 
+@torch.no_grad()
+def velocity(reference: WanTransformer3DModel, latents, t, text) -> np.ndarray:
+    return channels_last(reference(latents.to(reference.dtype), t, text.to(reference.dtype)).sample)
+
+
+def our_velocity(model: WanTransformer, latents, t, text) -> jax.Array:
+    graphdef, weights = nnx.split(model)
+    run = jax.jit(lambda weights, *args: nnx.merge(graphdef, weights)(*args))
+    return run(weights, jnp.asarray(channels_last(latents)), ours(t.float()), ours(text))
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_whole(models, size):
     reference, model = models
-    latents, t, text = inputs(*size)
-    with torch.no_grad():
-        expected = channels_last(reference(latents, t, text).sample)
-    graphdef, weights = nnx.split(model)
-    run = jax.jit(lambda weights, *args: nnx.merge(graphdef, weights)(*args))
-    assert relative_l2(run(weights, jnp.asarray(channels_last(latents)), ours(t.float()), ours(text)), expected) <= 1e-5
+    assert relative_l2(our_velocity(model, *inputs(*size)), velocity(reference, *inputs(*size))) <= 1e-5
+
+
+def test_bfloat16_is_no_further_from_float32_than_the_reference_s_own(models, tmp_path):
+    reference, _ = models
+    reference.save_pretrained(tmp_path)
+    half = WanTransformer3DModel.from_pretrained(tmp_path, torch_dtype=torch.bfloat16)  # keeps in float32 what it must
+    assert half.dtype == torch.bfloat16
+    model = wan_transformer(half, jnp.bfloat16, jnp.bfloat16)
+    exact = velocity(reference, *inputs(*SIZES[1]))
+    answer = our_velocity(model, *inputs(*SIZES[1]))
+    assert answer.dtype == jnp.bfloat16
+    assert relative_l2(answer, exact) <= 1.1 * relative_l2(velocity(half, *inputs(*SIZES[1])), exact)
 
 
 def test_embeddings(models):

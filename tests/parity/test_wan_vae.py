@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The video autoencoder against diffusers' AutoencoderKLWan, float32, on the same small random weights."""
+"""The video autoencoder against diffusers' AutoencoderKLWan, on the same small random weights: parts, whole, tiled."""
+
+import copy
 
 import jax
 import jax.numpy as jnp
@@ -7,38 +9,229 @@ import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKLWan
+from flax import nnx
 
 from tests.parity.references import channels_last, randomise, relative_l2, wan_vae
+from wanjax.layers.tiling import Tiling
+from wanjax.models.wan.vae import WanVAE
+from wanjax.pipelines.base import Parts
+from wanjax.pipelines.wan import WanConfigs, WanPipeline
+from wanjax.registry import PRESETS
 
+BAR = 1e-5
 FRAMES = [1, 5, 17, 33]
+SIZE = (32, 16)
+TILING = Tiling(32, 24)
+SIZE_OF_TILES = (40, 56)  # 2 × 3 tiles, those at the edge smaller, so that all four kinds of neighbour meet
+LATENTS_MEAN, LATENTS_STD = [0.1, -0.2, 0.3, 0.0], [1.5, 0.7, 2.0, 1.0]
 
 
 @pytest.fixture(scope="module")
-def models():
+def models() -> tuple[AutoencoderKLWan, WanVAE]:
     torch.manual_seed(0)
-    reference = AutoencoderKLWan(base_dim=8, z_dim=4, num_res_blocks=1, latents_mean=[0.1, -0.2, 0.3, 0.0],
-                                 latents_std=[1.5, 0.7, 2.0, 1.0]).eval()  # fmt: skip
+    reference = AutoencoderKLWan(
+        base_dim=8, z_dim=4, num_res_blocks=1, latents_mean=LATENTS_MEAN, latents_std=LATENTS_STD
+    ).eval()
     randomise(reference, seed=1)
     return reference, wan_vae(reference)
 
 
-@pytest.mark.parametrize("frames", FRAMES)
-def test_encode(models, frames):
-    reference, vae = models
-    video = torch.rand(2, 3, frames, 48, 32, generator=torch.Generator().manual_seed(frames)) * 2 - 1
-    with torch.no_grad():
-        mean = reference.encode(video).latent_dist.mode()
-    expected = (channels_last(mean) - np.array(vae.config.latents_mean)) / np.array(vae.config.latents_std)
-    assert relative_l2(jax.jit(vae.encode)(jnp.asarray(channels_last(video))), expected) <= 1e-5
+@pytest.fixture(scope="module")
+def pipe(models) -> WanPipeline:
+    """A pipeline of nothing but the autoencoder."""
+    _, vae = models
+    configs = WanConfigs(transformer=None, vae=vae.config)  # pyright: ignore[reportArgumentType]
+    return WanPipeline(Parts({"vae": lambda: vae}), configs, PRESETS["wan2.1-t2v-1.3b"].defaults)
+
+
+@pytest.fixture
+def tiled(models):
+    reference, _ = models
+    reference.enable_tiling(TILING.size, TILING.size, TILING.stride, TILING.stride)
+    yield
+    reference.disable_tiling()
+
+
+def video(frames: int, size: tuple[int, int]) -> torch.Tensor:
+    """[B C T H W] in [0, 1]."""
+    return torch.rand(1, 3, frames, *size, generator=torch.Generator().manual_seed(frames))
+
+
+def latents(frames: int, size: tuple[int, int]) -> torch.Tensor:
+    """Those of a video, normalised."""
+    shape = (1, 4, (frames + 3) // 4, size[0] // 8, size[1] // 8)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(frames))
+
+
+def statistics() -> list[torch.Tensor]:
+    return [torch.tensor(values).view(1, -1, 1, 1, 1) for values in (LATENTS_MEAN, LATENTS_STD)]
+
+
+@torch.no_grad()
+def reference_latents(reference: AutoencoderKLWan, video: torch.Tensor) -> np.ndarray:
+    """Normalised, [B C T H W]."""
+    mean, std = statistics()
+    pixels = (video * 2 - 1).to(reference.dtype)
+    return ((reference.encode(pixels).latent_dist.mode().float() - mean) / std).numpy()
+
+
+@torch.no_grad()
+def reference_frames(reference: AutoencoderKLWan, latents: torch.Tensor) -> np.ndarray:
+    """[B C T H W] in [-1, 1]."""
+    mean, std = statistics()
+    return reference.decode((latents * std + mean).to(reference.dtype)).sample.float().numpy()
+
+
+def encode(pipe: WanPipeline, video: torch.Tensor, tiling: Tiling | None = None) -> jax.Array:
+    return pipe.encode_video(video[0].permute(1, 2, 3, 0).numpy(), tiling=tiling)
+
+
+def decode(pipe: WanPipeline, latents: torch.Tensor, tiling: Tiling | None = None) -> np.ndarray:
+    frames = pipe.decode(jnp.asarray(latents.numpy()), jnp.float32, tiling=tiling)
+    return frames.transpose(3, 0, 1, 2)[None] * 2 - 1
 
 
 @pytest.mark.parametrize("frames", FRAMES)
-def test_decode(models, frames):
+def test_encode(models, pipe, frames):
+    x = video(frames, SIZE)
+    assert relative_l2(encode(pipe, x), reference_latents(models[0], x)) <= BAR
+
+
+@pytest.mark.parametrize("frames", FRAMES)
+def test_decode(models, pipe, frames):
+    z = latents(frames, SIZE)
+    assert relative_l2(decode(pipe, z), reference_frames(models[0], z)) <= BAR
+
+
+@pytest.mark.usefixtures("tiled")
+@pytest.mark.parametrize("frames", [1, 5, 17])
+def test_encode_tiled(models, pipe, frames):
+    x = video(frames, SIZE_OF_TILES)
+    assert relative_l2(encode(pipe, x, TILING), reference_latents(models[0], x)) <= BAR
+
+
+@pytest.mark.usefixtures("tiled")
+@pytest.mark.parametrize("frames", [1, 5, 17])
+def test_decode_tiled(models, pipe, frames):
+    z = latents(frames, SIZE_OF_TILES)
+    expected = reference_frames(models[0], z)
+    assert np.mean(np.abs(expected) == 1) < 0.5  # clipped, but not all
+    assert relative_l2(decode(pipe, z, TILING), expected) <= BAR
+
+
+@pytest.mark.usefixtures("tiled")
+def test_frames_that_fit_in_a_tile_are_not_tiled(models, pipe):
+    z = latents(5, SIZE)
+    assert relative_l2(decode(pipe, z, TILING), reference_frames(models[0], z)) <= BAR
+
+
+@pytest.mark.parametrize("chunks", [(1, 1, 1), (1, 2), (2, 1), (3,)])
+def test_any_chunks_make_the_whole(models, streams, whole, chunks):
+    """In time latents may come one at a time or several; all ways to cut three are here."""
+    _, vae = models
+    x, z = whole[0], whole[2]
+    for stream, source, per_latent, expected in (("encode", x, 4, z), ("decode", z, 1, whole[1])):
+        y, cache = streams[stream](vae, source[:, :1], None)
+        parts, start = [y], 1
+        for chunk in chunks:
+            y, cache = streams[stream](vae, source[:, start : start + chunk * per_latent], cache)
+            parts.append(y)
+            start += chunk * per_latent
+        assert relative_l2(jnp.concatenate(parts, axis=1), expected) <= 1e-6
+
+
+@pytest.fixture(scope="module")
+def streams():
+    return {
+        "encode": nnx.jit(lambda vae, x, cache: vae.encode_chunk(x, cache)),
+        "decode": nnx.jit(lambda vae, z, cache: vae.decode_chunk(z, cache)),
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(models) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Two videos of 13 frames, what is decoded of their latents, and these, in one executable."""
+    _, vae = models
+    x = jnp.asarray(np.random.default_rng(0).uniform(-1, 1, (2, 13, 16, 16, 3)), jnp.float32)
+
+    @nnx.jit
+    def round_trip(vae, x):
+        z = vae.encode(x)
+        return vae.decode(z), z
+
+    return x, *round_trip(vae, x)
+
+
+def test_whole_videos(models, whole):
+    """A batch of two, and all frames in one executable."""
+    reference, _ = models
+    x, frames, z = whole
+    pixels = torch.from_numpy(np.array(x)).permute(0, 4, 1, 2, 3) / 2 + 0.5
+    expected = reference_latents(reference, pixels)
+    assert relative_l2(jnp.moveaxis(z, -1, 1), expected) <= BAR
+    assert relative_l2(jnp.moveaxis(frames, -1, 1), reference_frames(reference, torch.from_numpy(expected))) <= BAR
+
+
+STREAMED = {  # ours: the reference's, and its channels
+    "encoder.conv_in": ("encoder.conv_in", 3),
+    "encoder.levels.1.res.0": ("encoder.down_blocks.2", 8),  # with a shortcut
+    "decoder.levels.3.res.0": ("decoder.up_blocks.3.resnets.0", 8),
+    "encoder.mid": ("encoder.mid_block", 32),
+    "encoder.levels.0.resample": ("encoder.down_blocks.1", 8),
+    "encoder.levels.1.resample": ("encoder.down_blocks.3", 16),  # in time too
+    "decoder.levels.2.resample": ("decoder.up_blocks.2.upsamplers.0", 16),
+    "decoder.levels.0.resample": ("decoder.up_blocks.0.upsamplers.0", 32),  # in time too
+}
+
+
+@pytest.mark.parametrize("path", STREAMED)
+@torch.no_grad()
+def test_modules_at_the_first_frame_and_later(models, path):
     reference, vae = models
-    latents = torch.randn(2, 4, (frames + 3) // 4, 6, 4, generator=torch.Generator().manual_seed(frames))
-    raw = latents * torch.tensor(vae.config.latents_std).view(1, -1, 1, 1, 1) + torch.tensor(
-        vae.config.latents_mean
-    ).view(1, -1, 1, 1, 1)
-    with torch.no_grad():
-        expected = channels_last(reference.decode(raw).sample)
-    assert relative_l2(jax.jit(vae.decode)(jnp.asarray(channels_last(latents))), expected) <= 1e-5
+    their_path, channels = STREAMED[path]
+    theirs, ours = reference.get_submodule(their_path), submodule(vae, path)
+    block = nnx.jit(lambda block, x, cache: block(x, cache))
+    x = torch.randn(2, channels, 5, 6, 4, generator=torch.Generator().manual_seed(channels))
+    cache, their_cache = None, [None] * 4
+    for chunk in (x[:, :, :1], x[:, :, 1:3], x[:, :, 3:]):
+        if path == "encoder.conv_in":
+            expected = theirs(chunk, their_cache[0])
+            their_cache[0] = chunk
+        else:
+            expected = theirs(chunk, feat_cache=their_cache, feat_idx=[0])
+        y, cache = block(ours, jnp.asarray(channels_last(chunk)), cache)
+        assert relative_l2(y, channels_last(expected)) <= BAR
+
+
+def submodule(module: nnx.Module, path: str) -> nnx.Module:
+    for name in path.split("."):
+        module = module[int(name)] if name.isdigit() else getattr(module, name)
+    return module
+
+
+@torch.no_grad()
+def test_attention_and_norm(models):
+    reference, vae = models
+    x = torch.randn(2, 32, 3, 6, 4, generator=torch.Generator().manual_seed(0))
+    ours, theirs = vae.decoder.mid.attention, reference.decoder.mid_block.attentions[0]
+    assert relative_l2(ours(jnp.asarray(channels_last(x))), channels_last(theirs(x))) <= BAR
+    ours, theirs = vae.decoder.mid.res1.norm1, reference.decoder.mid_block.resnets[0].norm1
+    assert relative_l2(ours(jnp.asarray(channels_last(x))), channels_last(theirs(x))) <= BAR
+
+
+def test_bfloat16_is_no_further_from_float32_than_the_reference_s_own(models, streams):
+    reference, _ = models
+    half = copy.deepcopy(reference).to(torch.bfloat16)
+    vae = wan_vae(half, jnp.bfloat16, jnp.bfloat16)
+    x, z = video(5, SIZE), latents(5, SIZE)
+
+    def run(stream: str, source: torch.Tensor) -> jax.Array:
+        source = jnp.asarray(channels_last(source))
+        first, cache = streams[stream](vae, source[:, :1], None)
+        rest, _ = streams[stream](vae, source[:, 1:], cache)
+        return jnp.moveaxis(jnp.concatenate([first, rest], axis=1), -1, 1)
+
+    exact = reference_latents(reference, x)
+    assert relative_l2(run("encode", x * 2 - 1), exact) <= 1.1 * relative_l2(reference_latents(half, x), exact)
+    exact = reference_frames(reference, z)
+    assert relative_l2(run("decode", z), exact) <= 1.1 * relative_l2(reference_frames(half, z), exact)

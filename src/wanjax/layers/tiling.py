@@ -11,46 +11,44 @@ Frames = Float[Array, "B T H W C"]
 
 
 class Tiling(NamedTuple):
-    """Tiles of `size` × `size` input cells, one every `stride`; each input cell becomes `scale` output cells."""
+    """Tiles of `size` × `size` pixels, one every `stride` pixels; the defaults are the reference's."""
 
-    size: int
-    stride: int
-    scale: float
-
-    @property
-    def stride_out(self) -> int:
-        return round(self.stride * self.scale)
-
-    @property
-    def overlap_out(self) -> int:
-        return round((self.size - self.stride) * self.scale)
+    size: int = 256
+    stride: int = 192
 
 
 def map_tiles(
-    process: Callable[[Frames, Any], tuple[Frames, Any]], x: Frames, caches: dict | None, tiling: Tiling
-) -> tuple[Frames, dict]:
+    process: Callable[[Frames, Any], tuple[Frames, Any]],
+    x: Frames,
+    caches: Any,
+    tiling: Tiling | None,
+    cells: tuple[int, int],
+) -> tuple[Frames, Any]:
     """Runs `process(tile, cache) -> (tile, cache)` over the tiles of a chunk; each tile keeps a cache of its own.
 
-    Tiles at the right and lower edge are what is left. As in the reference, a tile is faded into its upper neighbour
-    first and then into its left one, both as they are after their own fading, and loses what lies beyond its stride.
+    `cells` says how many pixels a cell of x is across, and a cell of the result. Frames that fit in a tile, and all if
+    there is no tiling, are processed whole; otherwise tiles at the right and lower edge are what is left. As in the
+    reference, a tile is faded into its upper neighbour first and then into its left one, both as they are after their
+    own fading, and loses what lies beyond its stride.
     """
-    _, _, height, width, _ = x.shape
+    if tiling is None or max(x.shape[2:4]) <= tiling.size // cells[0]:
+        return process(x, caches)
+    size, stride = tiling.size // cells[0], tiling.stride // cells[0]
+    kept, overlap = tiling.stride // cells[1], (tiling.size - tiling.stride) // cells[1]
     caches_out, rows = {}, []
-    for top in range(0, height, tiling.stride):
+    for top in range(0, x.shape[2], stride):
         row = []
-        for left in range(0, width, tiling.stride):
-            tile = x[:, :, top : top + tiling.size, left : left + tiling.size]
+        for left in range(0, x.shape[3], stride):
+            tile = x[:, :, top : top + size, left : left + size]
             tile, caches_out[top, left] = process(tile, caches and caches[top, left])
             if rows:
-                tile = _fade(rows[-1][len(row)], tile, tiling.overlap_out, axis=2)
+                tile = _fade(rows[-1][len(row)], tile, overlap, axis=2)
             if row:
-                tile = _fade(row[-1], tile, tiling.overlap_out, axis=3)
+                tile = _fade(row[-1], tile, overlap, axis=3)
             row.append(tile)
         rows.append(row)
-    stride = tiling.stride_out
-    cropped = [jnp.concatenate([tile[:, :, :stride, :stride] for tile in row], axis=3) for row in rows]
-    y = jnp.concatenate(cropped, axis=2)
-    return y[:, :, : round(height * tiling.scale), : round(width * tiling.scale)], caches_out
+    joined = [jnp.concatenate([tile[:, :, :kept, :kept] for tile in row], axis=3) for row in rows]
+    return jnp.concatenate(joined, axis=2), caches_out
 
 
 def _fade(before: Frames, after: Frames, overlap: int, axis: int) -> Frames:

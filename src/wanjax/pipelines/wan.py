@@ -25,7 +25,7 @@ from wanjax.pipelines.guidance import guide
 from wanjax.pipelines.text import TokenBatch, clean_prompt, encode_text
 
 Latents = Float[Array, "B C T H W"]
-TILE, TILE_STRIDE = 256, 192  # pixels, as in the reference
+Chunk = Float[Array, "B T H W C"]
 
 
 class WanConfigs(NamedTuple):
@@ -108,10 +108,12 @@ class WanPipeline:
         *,
         noise: Latents | None = None,
         callback: Callable[[Step], bool | None] | None = None,
+        batch_guidance: bool = False,
         **settings: Any,
     ) -> Latents:
         """Latents [1 C T H W], float32 and normalised, from noise (the seed's where None).
 
+        Under guidance the transformer runs twice a step, with `batch_guidance` once on a batch of two.
         `callback` sees every step; a False from it raises Cancelled. Raises WanjaxError where the noise has another
         shape than the latents, and where latents stop being finite, naming the step.
         """
@@ -122,6 +124,8 @@ class WanPipeline:
         schedule = scheduler.schedule(chosen.steps)
         state = scheduler.init(schedule, x)
         prompts = tuple(embeddings) if chosen.guidance_scale > 1 else (embeddings.prompt_embeds,)
+        if batch_guidance:
+            prompts = (jnp.concatenate(prompts),)
         guidance_scale = jnp.float32(chosen.guidance_scale)
         graphdef, weights = nnx.split(self.transformer)
         step = _jitted(_guided_step, donated=(1, 2))
@@ -149,35 +153,58 @@ class WanPipeline:
         latents: Latents,
         dtype: DTypeLike = jnp.uint8,
         *,
-        tiled: bool = False,
+        tiling: Tiling | None = None,
         callback: Callable[[int, int], Any] | None = None,
     ) -> np.ndarray:
         """Frames [T H W 3] of latents [1 C T H W]: uint8, or a float dtype in [0, 1].
 
-        `tiled` decodes 256 × 256 pixels at a time, for frames that would not fit; `callback(done, total)` follows the
-        chunks.
+        `tiling` decodes tile by tile, for frames that would not fit: `Tiling()` is 256 × 256 pixels at a time.
+        `callback(done, total)` follows the chunks.
         """
         chunks = []
-        for chunk in self.decode_chunks(latents, dtype, tiled=tiled):
+        for chunk in self.decode_chunks(latents, dtype, tiling=tiling):
             chunks.append(np.asarray(chunk))
             if callback:
                 callback(len(chunks), latents.shape[2])
         return np.concatenate(chunks)
 
     def decode_chunks(
-        self, latents: Latents, dtype: DTypeLike = jnp.uint8, *, tiled: bool = False
+        self, latents: Latents, dtype: DTypeLike = jnp.uint8, *, tiling: Tiling | None = None
     ) -> Iterator[Float[Array, "T H W 3"]]:
         """The frames of each latent frame in turn, while only one chunk is in memory."""
-        vae = self.vae
         z = jnp.moveaxis(jnp.asarray(latents), 1, -1)
-        graphdef, weights = nnx.split(vae)
-        scale = vae.config.spatial_factor
-        tiling = Tiling(TILE // scale, TILE_STRIDE // scale, scale) if tiled else None
-        decode = _jitted(_decode_chunk, donated=(2,))
+        graphdef, weights = nnx.split(self.vae)
+
+        def decode(z: Chunk, cache: Any) -> tuple[Chunk, Any]:
+            return _jitted(_decode, donated=(2,))((graphdef,), z, cache, weights)
+
         cache = None
         for index in range(z.shape[1]):
-            frames, cache = decode((graphdef, dtype, tiling), z[:, index : index + 1], cache, weights)
-            yield frames
+            x, cache = map_tiles(decode, z[:, index : index + 1], cache, tiling, (self.configs.vae.spatial_factor, 1))
+            yield _jitted(_to_frames)((dtype,), x)
+
+    def encode_video(self, frames: Array | np.ndarray, *, tiling: Tiling | None = None) -> Latents:
+        """Latents [1 C T H W], float32, of 4n + 1 frames [T H W 3] that are uint8 or floats in [0, 1].
+
+        `tiling` is as for `decode`, whose inverse this is but for what the autoencoder loses. Raises WanjaxError where
+        the autoencoder cannot take so many frames or frames of such a size.
+        """
+        config = self.configs.vae
+        count, height, width, _ = frames.shape
+        self.defaults.updated({"frames": count, "height": height, "width": width}).check(
+            spatial=config.spatial_factor, temporal=config.temporal_factor
+        )
+        graphdef, weights = nnx.split(self.vae)
+
+        def encode(x: Chunk, cache: Any) -> tuple[Chunk, Any]:
+            return _jitted(_encode_frames)((graphdef,), x, cache, weights)
+
+        cache, latents = None, []
+        for start in (0, *range(1, count, config.temporal_factor)):
+            chunk = _jitted(_from_frames)((), frames[start : start + config.temporal_factor if start else 1])
+            z, cache = map_tiles(encode, chunk, cache, tiling, (1, config.spatial_factor))
+            latents.append(z)
+        return jnp.moveaxis(jnp.concatenate(latents, axis=1), -1, 1)
 
 
 @cache
@@ -192,23 +219,43 @@ def _encode(static, ids, mask, weights):
     return encode_text(nnx.merge(graphdef, weights), ids, mask)
 
 
+def _velocity(transformer, x, timestep, text):
+    """The velocity of the latents [1 T H W C] for each of the prompts in `text`."""
+    x = jnp.broadcast_to(x, (len(text), *x.shape[1:]))
+    return transformer(x, jnp.full((len(text),), timestep), text).astype(jnp.float32)
+
+
 def _guided_step(static, x, state, weights, prompts, guidance_scale, schedule, index):
     """One step of the scheduler along the guided velocity; also the predicted clean latents, and if all is finite."""
     graphdef, scheduler = static
     transformer = nnx.merge(graphdef, weights)
-    t = jnp.full((x.shape[0],), schedule.timesteps[index])
-    velocity, *unconditional = [transformer(x, t, text).astype(jnp.float32) for text in prompts]
-    if unconditional:
-        velocity = guide(velocity, unconditional[0], guidance_scale)
+    velocities = jnp.concatenate([_velocity(transformer, x, schedule.timesteps[index], text) for text in prompts])
+    velocity = velocities[:1] if len(velocities) == 1 else guide(velocities[:1], velocities[1:], guidance_scale)
     x0 = scheduler.x0(schedule, index, velocity, x)
     x, state = scheduler.step(schedule, state, index, velocity, x)
     return x, state, x0, jnp.isfinite(x).all()
 
 
-def _decode_chunk(static, z, cache, weights):
-    """Frames of a chunk of latents as they leave the device: bytes, or floats in [0, 1]."""
-    graphdef, dtype, tiling = static
-    vae = nnx.merge(graphdef, weights)
-    frames, cache = map_tiles(vae.decode_chunk, z, cache, tiling) if tiling else vae.decode_chunk(z, cache)
-    frames = frames[0] * 0.5 + 0.5
-    return jnp.round(frames * 255.0).astype(dtype) if dtype == jnp.uint8 else frames.astype(dtype), cache
+def _decode(static, z, cache, weights):
+    """Pixels of a chunk of latents, about [-1, 1]."""
+    (graphdef,) = static
+    return nnx.merge(graphdef, weights).decode_unclipped(z, cache)
+
+
+def _encode_frames(static, x, cache, weights):
+    """Latents of a chunk of pixels in [-1, 1]."""
+    (graphdef,) = static
+    return nnx.merge(graphdef, weights).encode_chunk(x, cache)
+
+
+def _to_frames(static, x):
+    """Pixels as they leave the device: bytes, or floats in [0, 1]."""
+    (dtype,) = static
+    frames = jnp.clip(x[0] * 0.5 + 0.5, 0.0, 1.0)
+    return jnp.round(frames * 255.0).astype(dtype) if dtype == jnp.uint8 else frames.astype(dtype)
+
+
+def _from_frames(static, frames):
+    """Bytes, or floats in [0, 1], as pixels in [-1, 1]."""
+    x = frames.astype(jnp.float32) / 255.0 if frames.dtype == jnp.uint8 else frames.astype(jnp.float32)
+    return x[None] * 2.0 - 1.0

@@ -183,7 +183,7 @@ class WanVAE(nnx.Module):
     """Wan 2.1's autoencoder, from videos [B T H W 3] in [-1, 1] to the normalised latents [B T H W C] and back."""
 
     def __init__(self, config: VAEConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
-        kw = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        kw: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         channels = config.latent_channels
         self.config = config
         self.dtype = dtype
@@ -215,9 +215,14 @@ class WanVAE(nnx.Module):
 
     def decode_chunk(self, z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
         """Latents, 1 frame when `cache` is None and any number after, to frames in [-1, 1], float32."""
+        x, cache = self.decode_unclipped(z, cache)
+        return jnp.clip(x, -1.0, 1.0), cache
+
+    def decode_unclipped(self, z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
+        """`decode_chunk` without the last step, which tiles that overlap take after they are blended."""
         h = self.post_quant(self.denormalise(z.astype(jnp.float32)).astype(self.dtype))
         x, cache = self.decoder(h, cache)
-        return jnp.clip(x.astype(jnp.float32), -1.0, 1.0), cache
+        return x.astype(jnp.float32), cache
 
     def encode(self, video: Chunk) -> Chunk:
         """A video of 4n + 1 frames to its n + 1 latent frames in one executable, for clips that fit in memory whole."""

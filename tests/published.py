@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The names and shapes of the tensors in the published Wan 2.1 checkpoints, in the layout of diffusers."""
+
+from wanjax.models.t5 import T5Config
+from wanjax.models.wan.config import TransformerConfig, VAEConfig
+
+Keys = dict[str, tuple[int, ...]]
+
+
+def transformer_keys(config: TransformerConfig) -> Keys:
+    width, mlp, patch = config.width, config.mlp_dim, config.patch
+    cells = patch[0] * patch[1] * patch[2]
+    keys: Keys = {
+        "patch_embedding.weight": (width, config.channels_in, *patch),
+        "patch_embedding.bias": (width,),
+        **_linear("condition_embedder.time_embedder.linear_1", width, config.frequency_dim),
+        **_linear("condition_embedder.time_embedder.linear_2", width, width),
+        **_linear("condition_embedder.time_proj", 6 * width, width),
+        **_linear("condition_embedder.text_embedder.linear_1", width, config.text_width),
+        **_linear("condition_embedder.text_embedder.linear_2", width, width),
+        "scale_shift_table": (1, 2, width),
+        **_linear("proj_out", cells * config.channels_out, width),
+    }
+    for block in (f"blocks.{i}" for i in range(config.layers)):
+        for attention in (f"{block}.attn1", f"{block}.attn2"):
+            for projection in ("to_q", "to_k", "to_v", "to_out.0"):
+                keys |= _linear(f"{attention}.{projection}", width, width)
+            keys |= {f"{attention}.norm_q.weight": (width,), f"{attention}.norm_k.weight": (width,)}
+        keys |= {f"{block}.norm2.weight": (width,), f"{block}.norm2.bias": (width,)}
+        keys |= _linear(f"{block}.ffn.net.0.proj", mlp, width) | _linear(f"{block}.ffn.net.2", width, mlp)
+        keys[f"{block}.scale_shift_table"] = (1, 6, width)
+    return keys
+
+
+def vae_keys(config: VAEConfig) -> Keys:
+    """Four levels of two blocks; the first three are halved, two of these in time too."""
+    w, z = config.width, config.latent_channels
+    keys = _conv("quant_conv", 2 * z, 2 * z, 1, 1, 1) | _conv("post_quant_conv", z, z, 1, 1, 1)
+    for half, first, last in (("encoder", (w, 3), (2 * z, 4 * w)), ("decoder", (4 * w, z), (3, w))):
+        keys |= _conv(f"{half}.conv_in", *first, 3, 3, 3) | _conv(f"{half}.conv_out", *last, 3, 3, 3)
+        keys[f"{half}.norm_out.gamma"] = (last[1], 1, 1, 1)
+        keys |= _res_block(f"{half}.mid_block.resnets.0", 4 * w, 4 * w)
+        keys |= _res_block(f"{half}.mid_block.resnets.1", 4 * w, 4 * w)
+        attention = f"{half}.mid_block.attentions.0"
+        keys[f"{attention}.norm.gamma"] = (4 * w, 1, 1)
+        keys |= _conv(f"{attention}.to_qkv", 12 * w, 4 * w, 1, 1) | _conv(f"{attention}.proj", 4 * w, 4 * w, 1, 1)
+
+    blocks = {0: (w, w), 1: (w, w), 3: (w, 2 * w), 4: (2 * w, 2 * w), 6: (2 * w, 4 * w), 7: (4 * w, 4 * w)}
+    blocks |= {9: (4 * w, 4 * w), 10: (4 * w, 4 * w)}
+    for i, channels in blocks.items():
+        keys |= _res_block(f"encoder.down_blocks.{i}", *channels)
+    for i, channels in {2: w, 5: 2 * w, 8: 4 * w}.items():
+        keys |= _conv(f"encoder.down_blocks.{i}.resample.1", channels, channels, 3, 3)
+        if i != 2:
+            keys |= _conv(f"encoder.down_blocks.{i}.time_conv", channels, channels, 3, 1, 1)
+
+    for i, (channels_in, channels) in enumerate(((4 * w, 4 * w), (2 * w, 4 * w), (2 * w, 2 * w), (w, w))):
+        for j in range(3):
+            keys |= _res_block(f"decoder.up_blocks.{i}.resnets.{j}", channels if j else channels_in, channels)
+        if i < 3:
+            keys |= _conv(f"decoder.up_blocks.{i}.upsamplers.0.resample.1", channels // 2, channels, 3, 3)
+        if i < 2:
+            keys |= _conv(f"decoder.up_blocks.{i}.upsamplers.0.time_conv", 2 * channels, channels, 3, 1, 1)
+    return keys
+
+
+def text_encoder_keys(config: T5Config) -> Keys:
+    width, inside, mlp = config.width, config.heads * config.head_dim, config.mlp_dim
+    keys: Keys = {"shared.weight": (config.vocab_size, width), "encoder.final_layer_norm.weight": (width,)}
+    for block in (f"encoder.block.{i}" for i in range(config.layers)):
+        attention, dense = f"{block}.layer.0.SelfAttention", f"{block}.layer.1.DenseReluDense"
+        keys |= {f"{attention}.{name}.weight": (inside, width) for name in "qkv"}
+        keys |= {f"{attention}.o.weight": (width, inside)}
+        keys |= {f"{attention}.relative_attention_bias.weight": (config.buckets, config.heads)}
+        keys |= {f"{dense}.{name}.weight": (mlp, width) for name in ("wi_0", "wi_1")}
+        keys |= {f"{dense}.wo.weight": (width, mlp)}
+        keys |= {f"{block}.layer.{i}.layer_norm.weight": (width,) for i in (0, 1)}
+    return keys
+
+
+def _linear(name: str, features_out: int, features_in: int) -> Keys:
+    return {f"{name}.weight": (features_out, features_in), f"{name}.bias": (features_out,)}
+
+
+def _conv(name: str, channels_out: int, channels_in: int, *kernel: int) -> Keys:
+    return {f"{name}.weight": (channels_out, channels_in, *kernel), f"{name}.bias": (channels_out,)}
+
+
+def _res_block(name: str, channels_in: int, channels_out: int) -> Keys:
+    keys = {f"{name}.norm1.gamma": (channels_in, 1, 1, 1), f"{name}.norm2.gamma": (channels_out, 1, 1, 1)}
+    keys |= _conv(f"{name}.conv1", channels_out, channels_in, 3, 3, 3)
+    keys |= _conv(f"{name}.conv2", channels_out, channels_out, 3, 3, 3)
+    if channels_in != channels_out:
+        keys |= _conv(f"{name}.conv_shortcut", channels_out, channels_in, 1, 1, 1)
+    return keys
