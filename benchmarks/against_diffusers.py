@@ -200,12 +200,15 @@ def main() -> None:
         "vae": partial(vae_case, height, width, options.vae_frames),
     }
     torch.manual_seed(0)
-    chosen = options.stage or list(stages)
-    results = [measure(case, options.repeats) for stage in chosen for case in stages[stage]()]
+    results: list[Result] = []
+    for stage in options.stage or stages:
+        for case in stages[stage]():
+            results.append(measure(case, options.repeats))
+            print(results[-1], flush=True)
+            if options.json:
+                record = {"machine": machine(), "results": [asdict(result) for result in results]}
+                options.json.write_text(json.dumps(record, indent=2) + "\n")
     show(results)
-    if options.json:
-        record = {"machine": machine(), "results": [asdict(result) for result in results]}
-        options.json.write_text(json.dumps(record, indent=2) + "\n")
 
 
 if __name__ == "__main__":
