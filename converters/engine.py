@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from functools import cache, lru_cache, partial
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -98,6 +98,7 @@ class Fill:
 Plan = list[Fill]
 
 
+@runtime_checkable
 class Described(Protocol):
     """Anything with a shape and a dtype: a `Spec`, an array, a `jax.ShapeDtypeStruct`."""
 
@@ -108,6 +109,7 @@ class Described(Protocol):
     def dtype(self) -> np.dtype: ...
 
 
+@runtime_checkable
 class Reader(Protocol):
     """What `load` reads from; `wanjax.checkpoint.SafetensorsFolder` is one."""
 

@@ -21,7 +21,7 @@ from wanjax.models.wan.config import T2V_1_3B, T2V_14B, VAE_2_1
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.models.wan.vae import WanVAE
 from wanjax.pipelines.text import TEXT_LENGTH
-from wanjax.registry import PRESETS
+from wanjax.registry import NANO, PRESETS, read_json
 
 
 class Published(NamedTuple):
@@ -33,7 +33,14 @@ class Published(NamedTuple):
     parameters: int
 
 
+NANO_TRANSFORMER = wan.transformer_config(read_json(NANO / "transformer" / "config.json"))
 NETWORKS = {
+    "nano": Published(
+        partial(WanTransformer, NANO_TRANSFORMER),
+        wan.transformer_rules(NANO_TRANSFORMER),
+        transformer_keys(NANO_TRANSFORMER),
+        2_380_032,
+    ),
     "wan2.1-t2v-1.3b": Published(
         partial(WanTransformer, T2V_1_3B), wan.transformer_rules(T2V_1_3B), transformer_keys(T2V_1_3B), 1_418_996_800
     ),
@@ -83,7 +90,7 @@ def test_a_key_too_many_or_too_few_is_told(name):
             engine.plan(NETWORKS[name].rules, wrong, weights(name))
 
 
-@pytest.mark.parametrize("name", [name for name in NETWORKS if name in PRESETS])
+@pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_says_its_parameters(name):
     assert PRESETS[name].transformer_parameters == NETWORKS[name].parameters
 

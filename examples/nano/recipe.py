@@ -96,9 +96,9 @@ VAE_PHASES = (Phase(2500, 10, 1, 32), Phase(3300, 4, 5, 32), Phase(1400, 4, 9, 3
 DECODER_PHASES = (Phase(3000, 4, 9, 32), Phase(1200, 1, 17, 64))
 """Then the decoder alone, in the end on whole clips."""
 
-CLIPS = 8192  # encoded once for the flow's training
+CLIPS = 16384  # encoded once for the flow's training
 FLOW_BATCH = 32
-FLOW_STEPS = 5400
+FLOW_STEPS = 18000
 
 DEFAULTS = {
     "negative_prompt": "",

@@ -2,6 +2,7 @@
 """Dense projections and lookup tables with logical axes on their weights, and stacks of equal blocks."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import jax
@@ -51,9 +52,13 @@ def stack(make_block: Callable[[nnx.Rngs], Module], layers: int, rngs: nnx.Rngs)
 
 
 def scan_blocks(blocks: Module, apply: Callable[[Module, jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Runs `x = apply(block, x)` over the stacked blocks, compiled once for all of them."""
+    """Runs `x = apply(block, x)` over the stacked blocks, compiled once for all of them.
+
+    Backwards, each block is computed again from its input: less memory, and on the CPU less time than to keep it all.
+    """
     graphdef, weights = nnx.split(blocks)
 
+    @partial(jax.checkpoint, prevent_cse=False)  # which a scan needs no guard against
     def step(x: jax.Array, block_weights: nnx.State) -> tuple[jax.Array, None]:
         return apply(nnx.merge(graphdef, block_weights), x), None
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-Frames = Float[Array, "B T H W C"]
+Frames = Float[Array, "B _T _H _W _C"]  # what goes in and what comes out differ in size
 
 
 class Tiling(NamedTuple):

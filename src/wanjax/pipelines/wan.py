@@ -25,7 +25,8 @@ from wanjax.pipelines.guidance import guide
 from wanjax.pipelines.text import TokenBatch, clean_prompt, encode_text
 
 Latents = Float[Array, "B C T H W"]
-Chunk = Float[Array, "B T H W C"]
+GivenLatents = Float[Array | np.ndarray, "B C T H W"]
+Chunk = Float[Array, "B _T _H _W _C"]  # what goes in and what comes out differ in size
 
 
 class WanConfigs(NamedTuple):
@@ -61,7 +62,7 @@ class WanPipeline:
         self,
         prompt: str,
         *,
-        noise: Latents | None = None,
+        noise: GivenLatents | None = None,
         callback: Callable[[Step], bool | None] | None = None,
         **settings: Any,
     ) -> Video:
@@ -106,7 +107,7 @@ class WanPipeline:
         self,
         embeddings: Embeddings,
         *,
-        noise: Latents | None = None,
+        noise: GivenLatents | None = None,
         callback: Callable[[Step], bool | None] | None = None,
         batch_guidance: bool = False,
         **settings: Any,
@@ -142,7 +143,7 @@ class WanPipeline:
                 raise Cancelled(index)
         return jnp.moveaxis(x, -1, 1)
 
-    def _checked_noise(self, noise: Latents, settings: Settings) -> Latents:
+    def _checked_noise(self, noise: GivenLatents, settings: Settings) -> Latents:
         right = jax.eval_shape(lambda: self.noise(settings)).shape
         if noise.shape != right:
             raise WanjaxError(f"the noise has the shape {list(noise.shape)} where this video needs {list(right)}")
@@ -150,7 +151,7 @@ class WanPipeline:
 
     def decode(
         self,
-        latents: Latents,
+        latents: GivenLatents,
         dtype: DTypeLike = jnp.uint8,
         *,
         tiling: Tiling | None = None,
@@ -169,7 +170,7 @@ class WanPipeline:
         return np.concatenate(chunks)
 
     def decode_chunks(
-        self, latents: Latents, dtype: DTypeLike = jnp.uint8, *, tiling: Tiling | None = None
+        self, latents: GivenLatents, dtype: DTypeLike = jnp.uint8, *, tiling: Tiling | None = None
     ) -> Iterator[Float[Array, "T H W 3"]]:
         """The frames of each latent frame in turn, while only one chunk is in memory."""
         z = jnp.moveaxis(jnp.asarray(latents), 1, -1)

@@ -11,7 +11,7 @@ Noise levels are those of rectified flow: x(σ) = (1 - σ) x0 + σ noise, and th
 import dataclasses
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Self, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int
@@ -47,7 +47,7 @@ class Scheduler(ABC):
         if self.sigmas not in get_args(Sigmas):
             raise WanjaxError(f"the sigmas {self.sigmas!r} are not known: {' or '.join(get_args(Sigmas))} would do")
 
-    def configured(self, *, shift: float, sigmas: Sigmas) -> Self:
+    def configured(self, *, shift: float, sigmas: Sigmas) -> "Scheduler":
         """This scheduler with another shift and other noise levels."""
         return dataclasses.replace(self, shift=shift, sigmas=sigmas)
 

@@ -23,7 +23,7 @@ from wanjax.layers.norms import ChannelNorm, along_last
 from wanjax.models.wan.config import VAEConfig
 
 Cache = Any  # a pytree of kept frames; None before the first frame
-Chunk = Float[Array, "B T H W C"]
+Chunk = Float[Array, "B _T _H _W _C"]  # what goes in and what comes out differ in size
 POINTWISE = ("conv_in", "conv_out")
 
 
