@@ -98,7 +98,7 @@ DECODER_PHASES = (Phase(3000, 4, 9, 32), Phase(1200, 1, 17, 64))
 
 CLIPS = 16384  # encoded once for the flow's training
 FLOW_BATCH = 32
-FLOW_STEPS = 18000
+FLOW_STEPS = 14000
 
 DEFAULTS = {
     "negative_prompt": "",
