@@ -21,7 +21,8 @@ from wanjax.models.wan.config import T2V_1_3B, T2V_14B, VAE_2_1
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.models.wan.vae import WanVAE
 from wanjax.pipelines.text import TEXT_LENGTH
-from wanjax.registry import NANO, PRESETS, read_json
+from wanjax.registry import NANO, PRESETS
+from wanjax.sources import read_json
 
 
 class Published(NamedTuple):

@@ -14,8 +14,16 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = {"wanjax": ROOT / "src/wanjax", "wanjax.converters": ROOT / "converters"}
 LAYERS = [  # imports run downwards, or stay in one layer
     ["wanjax.cli", "wanjax.__main__"],
-    ["wanjax", "wanjax.registry"],
-    ["wanjax.pipelines", "wanjax.plan", "wanjax.converters", "wanjax.io", "wanjax.hub", "wanjax.cache"],
+    ["wanjax", "wanjax.registry", "wanjax.networks"],
+    [
+        "wanjax.pipelines",
+        "wanjax.plan",
+        "wanjax.converters",
+        "wanjax.io",
+        "wanjax.hub",
+        "wanjax.cache",
+        "wanjax.sources",
+    ],
     ["wanjax.models", "wanjax.schedulers"],
     ["wanjax.layers", "wanjax.checkpoint"],
     ["wanjax.kernels"],

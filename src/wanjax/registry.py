@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The models that are known by name, and `load`, which makes a pipeline of any checkpoint."""
 
-import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,18 +15,15 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from wanjax.cache import enable_compile_cache
-from wanjax.checkpoint import SafetensorsFolder
-from wanjax.converters import engine, t5, wan
+from wanjax.converters import engine
 from wanjax.errors import WanjaxError
-from wanjax.hub import resolve
 from wanjax.kernels.attention import IMPLEMENTATIONS
-from wanjax.models.t5 import T5Encoder
-from wanjax.models.wan.transformer import WanTransformer
-from wanjax.models.wan.vae import WanVAE
+from wanjax.networks import Network, network
 from wanjax.pipelines.base import Parts, Settings
 from wanjax.pipelines.text import Tokenizer
 from wanjax.pipelines.wan import WanConfigs, WanPipeline
 from wanjax.schedulers import from_config
+from wanjax.sources import Source, open_source, read_json
 
 NANO = Path(__file__).parent / "nano"
 OFFICIAL_NEGATIVE_PROMPT = (
@@ -36,21 +32,6 @@ OFFICIAL_NEGATIVE_PROMPT = (
     "三条腿，背景人很多，倒着走"
 )
 Progress = Callable[[str, int, int], Any]
-
-
-def read_json(path: Path, missing: dict | None = None) -> dict[str, Any]:
-    """The JSON object in a file; `missing` where there is no such file and that is allowed."""
-    if missing is not None and not path.exists():
-        return missing
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise WanjaxError(
-            f"{path} cannot be read ({error}): a complete checkpoint in the diffusers layout is needed"
-        ) from error
-    if not isinstance(value, dict):
-        raise WanjaxError(f"{path} is not a JSON object: a complete checkpoint in the diffusers layout is needed")
-    return value
 
 
 @dataclass(frozen=True)
@@ -139,32 +120,22 @@ def load(
     if preset is None and not Path(model).exists() and "/" not in str(model):
         raise WanjaxError(_unknown(str(model)))
     enable_compile_cache()
-    source = preset.source if preset else str(model)
-    folder = resolve(source, components=(), revision=revision)
-    index = read_json(folder / "model_index.json")
-    if index.get("_class_name") != "WanPipeline":
-        raise WanjaxError(f"{folder} holds a {index.get('_class_name')}: a WanPipeline is what wanjax runs today")
-    files = partial(_component, source, revision)
-    stored = param_dtype or (preset.param_dtype if preset else _stored_dtype(files("transformer")))
-    defaults = _defaults(files, preset, str(model))
+    source = open_source(preset.source if preset else model, revision)
+    if source.index.get("_class_name") != "WanPipeline":
+        kind = source.index.get("_class_name")
+        raise WanjaxError(f"{source.root} holds a {kind}: a WanPipeline is what wanjax runs today")
+    stored = param_dtype or (preset.param_dtype if preset else _stored_dtype(source))
+    defaults = _defaults(source, preset, str(model))
     defaults = replace(defaults, dtype=dtype or ("float32" if jax.default_backend() == "cpu" else stored))
-    configs = WanConfigs(
-        transformer=wan.transformer_config(read_json(files("transformer") / "config.json")),
-        vae=wan.vae_config(read_json(files("vae") / "config.json")),
-    )
-    build = partial(_build, files, jnp.dtype(defaults.dtype), jnp.dtype(stored), progress)
+    transformer, vae = network(source, "transformer"), network(source, "vae")
+    configs = WanConfigs(transformer=transformer.config, vae=vae.config)
+    build = partial(_build, source, jnp.dtype(defaults.dtype), jnp.dtype(stored), progress)
     loaders = {
-        "tokenizer": lambda: Tokenizer.load(files("tokenizer")),
-        "text_encoder": lambda: _text_encoder(build, files),
-        "transformer": lambda: build(
-            "transformer",
-            partial(WanTransformer, configs.transformer, attention=attention),
-            wan.transformer_rules(configs.transformer),
-        ),
-        "vae": lambda: _build(
-            files, jnp.float32, jnp.float32, progress, "vae", partial(WanVAE, configs.vae), wan.vae_rules(configs.vae)
-        ),
-        "scheduler": lambda: from_config(read_json(files("scheduler") / "scheduler_config.json")),
+        "tokenizer": lambda: Tokenizer.load(source.files("tokenizer")[0].parent),
+        "text_encoder": lambda: build("text_encoder", network(source, "text_encoder")),
+        "transformer": lambda: build("transformer", transformer, attention=attention),
+        "vae": lambda: build("vae", vae),
+        "scheduler": lambda: from_config(source.config("scheduler")),
     }
     return WanPipeline(Parts(loaders), configs, defaults)
 
@@ -174,46 +145,35 @@ def _unknown(name: str) -> str:
     return f"no model is named {name!r}: a near name is {' or '.join(near)}, and a hub id is OWNER/NAME"
 
 
-def _component(source: str, revision: str | None, name: str) -> Path:
-    """The folder of one component, downloaded if it has to be."""
-    folder = resolve(source, components=(name,), revision=revision) / name
-    if not folder.is_dir():
-        raise WanjaxError(f"{folder.parent} has no folder {name}: a checkpoint in the diffusers layout is needed")
-    return folder
-
-
-def _defaults(files: Callable[[str], Path], preset: Preset | None, name: str) -> Settings:
+def _defaults(source: Source, preset: Preset | None, name: str) -> Settings:
     """The preset's settings; else those of Wan 2.1 1.3B, the checkpoint's own flow shift, and its own defaults file."""
     if preset is not None:
         return preset.defaults
-    scheduler = read_json(files("scheduler") / "scheduler_config.json")
+    scheduler = source.config("scheduler")
     shift = scheduler.get("flow_shift", scheduler.get("shift"))
-    own = read_json(files("scheduler").parent / "generation_config.json", missing={})
+    own = read_json(source.root / "generation_config.json", missing={})
     return _T2V_1_3B.defaults.updated({"flow_shift": shift} | own | {"model": name})
 
 
-def _stored_dtype(folder: Path) -> str:
-    """The dtype in which most of a component's tensors are stored; float32 if that is not one we keep weights in."""
-    weights = SafetensorsFolder(folder)
+def _stored_dtype(source: Source) -> str:
+    """The dtype in which most of the transformer's tensors are; float32 if that is not one we keep weights in."""
+    weights = source.weights("transformer")
     [(dtype, _)] = Counter(str(weights.spec(key).dtype) for key in weights.keys()).most_common(1)  # noqa: SIM118
     return dtype if dtype in ("bfloat16", "float32") else "float32"
 
 
-def _text_encoder(build: Callable, files: Callable[[str], Path]) -> T5Encoder:
-    config = t5.t5_config(read_json(files("text_encoder") / "config.json"))
-    return build("text_encoder", partial(T5Encoder, config), t5.t5_rules(config))
-
-
 def _build(
-    files: Callable[[str], Path],
+    source: Source,
     dtype: DTypeLike,
     param_dtype: DTypeLike,
     progress: Progress | None,
     name: str,
-    make: Callable[..., nnx.Module],
-    rules: list[engine.Rule],
+    network: Network,
+    **options: Any,
 ) -> nnx.Module:
-    """A network with the weights of its folder."""
-    abstract = nnx.eval_shape(lambda: make(dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0)))
+    """A network with its weights."""
+    if network.float32:
+        dtype = param_dtype = jnp.float32
+    abstract = network.abstract(dtype=dtype, param_dtype=param_dtype, **options)
     told = None if progress is None else partial(progress, name)
-    return engine.load(abstract, rules, SafetensorsFolder(files(name)), progress=told)
+    return engine.load(abstract, network.rules, source.weights(name), progress=told)

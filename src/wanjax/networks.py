@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The networks that wanjax knows: of a component's class in model_index.json, how to build it and what fills it."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+from flax import nnx
+
+from wanjax.converters import t5, wan
+from wanjax.converters.engine import Rule
+from wanjax.errors import WanjaxError
+from wanjax.models.t5 import T5Encoder
+from wanjax.models.wan.transformer import WanTransformer
+from wanjax.models.wan.vae import WanVAE
+from wanjax.sources import Source
+
+
+class Network(NamedTuple):
+    """One network: `make(dtype=, param_dtype=, rngs=)` builds it, `rules` fill it from the names of its source.
+
+    `float32` is set where its weights are kept in float32 whatever the others are in.
+    """
+
+    config: Any
+    make: Callable[..., nnx.Module]
+    rules: list[Rule]
+    float32: bool = False
+
+    def abstract(self, **options: Any) -> Any:
+        """The network as shapes and dtypes alone; the options are those of `make`, except `rngs`."""
+        return nnx.eval_shape(lambda: self.make(**options, rngs=nnx.Rngs(0)))
+
+
+def _t5(json: Mapping[str, Any]) -> Network:
+    config = t5.t5_config(json)
+    return Network(config, partial(T5Encoder, config), t5.t5_rules(config))
+
+
+def _wan_transformer(json: Mapping[str, Any]) -> Network:
+    config = wan.transformer_config(json)
+    return Network(config, partial(WanTransformer, config), wan.transformer_rules(config))
+
+
+def _wan_vae(json: Mapping[str, Any]) -> Network:
+    config = wan.vae_config(json)
+    return Network(config, partial(WanVAE, config), wan.vae_rules(config), float32=True)
+
+
+NETWORKS: dict[str, Callable[[Mapping[str, Any]], Network]] = {
+    "T5EncoderModel": _t5,
+    "UMT5EncoderModel": _t5,
+    "WanTransformer3DModel": _wan_transformer,
+    "AutoencoderKLWan": _wan_vae,
+}
+
+
+def components(index: Mapping[str, Any]) -> dict[str, str]:
+    """The class of each component that model_index.json lists; one that is listed as null is not there."""
+    entries = {name: value for name, value in index.items() if isinstance(value, list) and len(value) == 2}
+    return {name: str(kind) for name, (library, kind) in entries.items() if library is not None and kind is not None}
+
+
+def network(source: Source, component: str) -> Network:
+    """The network that a component of a checkpoint holds.
+
+    Raises WanjaxError where it is missing, of a class that wanjax does not know, or its config is another model's.
+    """
+    listed = components(source.index)
+    if component not in listed:
+        raise WanjaxError(f"{source.name} lists no {component} in its model_index.json, which has {', '.join(listed)}")
+    if listed[component] not in NETWORKS:
+        known = ", ".join(NETWORKS)
+        raise WanjaxError(f"the {component} of {source.name} is a {listed[component]}, where {known} can be read")
+    return NETWORKS[listed[component]](source.config(component))
