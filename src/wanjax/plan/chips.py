@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The chips that programs are compiled for and priced on, and the slices of them that are rented.
+
+Peaks, bandwidths and VMEM are those that JAX's Pallas states for its kernels (`jax/_src/pallas/mosaic/tpu_info.py`),
+HBM is what the compiler says is available when a program does not fit, and a clock is the peak over the operations of a
+cycle (524,288 on v6e and on half a v7x, 131,072 on each core before them). A link's rate is each way.
+"""
+
+from dataclasses import dataclass
+
+from wanjax.errors import WanjaxError
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One device as JAX counts them: a chip, or half a v7x, whose two cores are devices of their own."""
+
+    name: str
+    hbm: int  # bytes that a program can have
+    vmem: int  # bytes, of one core
+    flops: float  # bfloat16 operations a second
+    bandwidth: float  # bytes a second of its memory
+    clock: float  # cycles a second
+    link: float  # bytes a second over one link, each way
+    cores: int  # that share one device's operations
+    branch_delay: int  # bundles after a branch that still run
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Chips that are joined and rented together; `topology` is the compiler's name for them."""
+
+    name: str
+    chip: Chip
+    devices: int
+    topology: str
+
+
+GIB, MIB = 2**30, 2**20
+V5E = Chip("v5e", int(15.75 * GIB), 128 * MIB, 197e12, 0.82e12, 1.5e9, 45e9, 1, 4)
+V5P = Chip("v5p", int(95.74 * GIB), 64 * MIB, 459e12, 2.46e12, 1.75e9, 90e9, 2, 4)
+V6E = Chip("v6e", int(31.25 * GIB), 128 * MIB, 918e12, 1.64e12, 1.75e9, 90e9, 1, 4)
+V7X = Chip("v7x", int(94.75 * GIB), 64 * MIB, 1153.5e12, 3.7e12, 2.2e9, 90e9, 1, 6)
+
+SLICES = {
+    name: Slice(name, chip, devices, topology)
+    for name, chip, devices, topology in (
+        ("v5e-1", V5E, 1, "v5e:1x1"),
+        ("v5e-4", V5E, 4, "v5e:2x2"),
+        ("v5e-8", V5E, 8, "v5e:2x4"),
+        ("v5p-8", V5P, 4, "v5p:2x2x1"),  # counted in cores, two to a device
+        ("v6e-1", V6E, 1, "v6e:1x1"),
+        ("v6e-4", V6E, 4, "v6e:2x2"),
+        ("v6e-8", V6E, 8, "v6e:2x4"),
+        ("v6e-16", V6E, 16, "v6e:4x4"),
+        ("v7x-8", V7X, 8, "tpu7x:2x2x1"),
+    )
+}
+
+
+def find_slice(name: str) -> Slice:
+    """The slice of a name such as `v6e-8`; raises WanjaxError that lists those there are."""
+    if name not in SLICES:
+        raise WanjaxError(f"no TPU slice is named {name!r}: there are {', '.join(SLICES)}")
+    return SLICES[name]

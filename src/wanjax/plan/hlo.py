@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The final module of a compiled program, read from its text: operations, their bytes and products, loops, collectives.
+
+The text is XLA's HLO after scheduling and layout. Sizes are those in memory, where the last two dimensions of an array,
+in the order in which they lie, fill whole tiles: a bfloat16[300, 100] of tiles (8, 128) takes 304 × 128 × 2 bytes.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%([\w.\-]+) \(.*\) -> .* \{$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (.*)$", re.DOTALL)
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\](?:\{([\d,]*)(?::([^}]*))?\})?")
+_TILE = re.compile(r"T\(([\d,*]+)\)")
+_NAME = re.compile(r"%([\w.\-]+)")
+BITS = {"pred": 8, "token": 0, "u2": 2, "s2": 2, "u4": 4, "s4": 4, "c64": 64, "c128": 128}
+
+
+@dataclass(frozen=True)
+class Array:
+    """An array's type and layout; `space` is 0 for HBM, and 1 for VMEM, which costs nothing to reach."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    order: tuple[int, ...]  # dimensions from the one that lies closest together to the one that lies furthest apart
+    tile: tuple[int, ...]
+    space: int
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """In memory, padding included."""
+        dims = [self.shape[axis] for axis in self.order]
+        for i, size in enumerate(reversed(self.tile)):
+            if i < len(dims):
+                dims[i] = -(-dims[i] // size) * size
+        bits = BITS[self.dtype] if self.dtype in BITS else int(re.sub(r"\D*(\d+).*", r"\1", self.dtype))
+        return math.prod(dims) * bits // 8
+
+    @property
+    def traffic(self) -> int:
+        """Bytes that reading or writing it moves from or to HBM."""
+        return 0 if self.space else self.bytes
+
+
+def arrays(text: str) -> tuple[Array, ...]:
+    """Those of a shape, in order; a tuple's one after another."""
+    found = []
+    for dtype, sizes, order, layout in _ARRAY.findall(text):
+        shape = tuple(int(size.lstrip("<=")) for size in sizes.split(",") if size)
+        tile = _TILE.search(layout)
+        space = re.search(r"S\((\d+)\)", layout)
+        dims = tuple(int(axis) for axis in order.split(",") if axis) or tuple(reversed(range(len(shape))))
+        tiles = tuple(int(size) for size in tile[1].split(",")) if tile and "*" not in tile[1] else ()
+        found.append(Array(dtype, shape, dims, tiles, int(space[1]) if space else 0))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One operation: what it gives, of what, and the rest of its line."""
+
+    name: str
+    opcode: str
+    results: tuple[Array, ...]
+    operands: tuple[str, ...]
+    arguments: str = field(repr=False)  # between the brackets: operands, or a constant's value
+    attributes: str = field(repr=False)
+    root: bool
+
+    def attribute(self, name: str) -> str | None:
+        found = re.search(rf"\b{name}=(\{{.*?\}}|\[[^ ]*|[^, ]+)", self.attributes)
+        return None if found is None else found[1]
+
+    def named(self, role: str) -> str:
+        """The computation that plays a part in this operation: `calls`, `body`, `condition`, `to_apply`."""
+        found = re.search(rf"\b{role}=%([\w.\-]+)", self.attributes)
+        assert found is not None, f"{self.name} has no {role}"
+        return found[1]
+
+    @property
+    def called(self) -> str | None:
+        return self.named("calls") if " calls=%" in self.attributes else None
+
+    @property
+    def estimated_cycles(self) -> int | None:
+        """The compiler's own estimate, which fusions and copies carry."""
+        found = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
+        return None if found is None else int(found[1])
+
+    @property
+    def target(self) -> str | None:
+        found = re.search(r'custom_call_target="([^"]+)"', self.attributes)
+        return None if found is None else found[1]
+
+    @property
+    def group_size(self) -> int:
+        """How many devices a collective joins."""
+        if found := re.search(r"replica_groups=\[(\d+),(\d+)\]", self.attributes):
+            return int(found[2])
+        if found := re.search(r"replica_groups=\{\{([\d,]+)\}", self.attributes):
+            return found[1].count(",") + 1
+        return 2 if "source_target_pairs" in self.attributes else 1
+
+
+@dataclass(frozen=True)
+class Computation:
+    """Instructions in the order in which they are scheduled."""
+
+    name: str
+    instructions: tuple[Instruction, ...]
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Instruction]:
+        return {instruction.name: instruction for instruction in self.instructions}
+
+    @property
+    def root(self) -> Instruction:
+        return next(instruction for instruction in self.instructions if instruction.root)
+
+    @property
+    def parameters(self) -> list[Instruction]:
+        found = [instruction for instruction in self.instructions if instruction.opcode == "parameter"]
+        return sorted(found, key=lambda parameter: int(parameter.arguments))
+
+    def users(self, name: str) -> list[Instruction]:
+        return [instruction for instruction in self.instructions if name in instruction.operands]
+
+
+@dataclass(frozen=True)
+class Module:
+    computations: Mapping[str, Computation]
+    entry: Computation
+
+    def inside(self, instruction: Instruction) -> Iterator[Instruction]:
+        """What a fusion or a call is made of, those within it included."""
+        if instruction.called is not None:
+            for part in self.computations[instruction.called].instructions:
+                yield part
+                yield from self.inside(part)
+
+
+def parse(text: str) -> Module:
+    """A module from the text that `compiled.as_text()` gives."""
+    computations: dict[str, Computation] = {}
+    entry, name, lines = "", "", []
+    for line in text.splitlines():
+        if found := _COMPUTATION.match(line):
+            name, lines = found[2], []
+            entry = name if found[1] else entry
+        elif line == "}" and name:
+            computations[name] = Computation(name, tuple(map(_instruction, lines)))
+            name = ""
+        elif name and _INSTRUCTION.match(line):
+            lines.append(line)
+        elif name:  # a long attribute goes on
+            lines[-1] += line
+    return Module(computations, computations[entry])
+
+
+def _instruction(line: str) -> Instruction:
+    found = _INSTRUCTION.match(line)
+    assert found is not None
+    rest = found[3]
+    shape = rest[: _closing(rest, 0)] if rest.startswith("(") else rest.partition(" ")[0]
+    opcode, _, _ = rest[len(shape) + 1 :].partition("(")
+    start = len(shape) + 1 + len(opcode)
+    stop = _closing(rest, start)
+    arguments = rest[start + 1 : stop - 1]
+    return Instruction(
+        found[2], opcode, arrays(shape), tuple(_NAME.findall(arguments)), arguments, rest[stop:], bool(found[1])
+    )
+
+
+def _closing(text: str, start: int) -> int:
+    """Where the bracket that opens at `start` has closed."""
+    depth = 0
+    for mark in re.compile(r"[()]").finditer(text, start):
+        depth += 1 if mark[0] == "(" else -1
+        if depth == 0:
+            return mark.end()
+    raise ValueError(f"a bracket does not close: {text[start : start + 80]}")

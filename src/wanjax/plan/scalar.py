@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scalar half of a TPU core, as far as control flow needs it: what an instruction gives for known numbers.
+
+Branches of a kernel hang on its grid indices and on constants, so that running the scalar instructions alone says how
+often each branch is taken. What comes from data (a mask in memory, a vector's sum) is unknown, and so is what follows
+from it, unless the known half settles it: `false and unknown` is false.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from itertools import starmap
+from typing import NamedTuple
+
+Value = int | bool | None  # None is not known
+WORD = 1 << 32
+PHIS = ("sphi", "pphi")
+GRANULE = 32  # bytes that a DMA counts in
+
+_ASSIGN = re.compile(r"%([\w.]+) = ([a-z][\w.]*)\s*([^;}]*)")
+_STORE = re.compile(r"%\w+ = sst \[smem:(\[#\w+\])\] %(\w+)")
+_PREDICATE = re.compile(r"\((!?)%(\w+)\)")
+_CHOICE = re.compile(r"\((!?)%(\w+),\s*([^)]*)\),\s*(.*)")
+_TRANSFER = re.compile(r"%\w+ = dma\.(?:hbm_to_vmem|vmem_to_hbm)\b([^;}]*)")
+
+
+def signed(value: int) -> int:
+    return value - WORD if value >= WORD // 2 else value
+
+
+def _and(a: Value, b: Value) -> Value:
+    return False if a is False or b is False else None if a is None or b is None else bool(a and b)
+
+
+def _not(a: Value) -> Value:
+    return None if a is None else not a
+
+
+def _or(a: Value, b: Value) -> Value:
+    return _not(_and(_not(a), _not(b)))
+
+
+def _word(operation: Callable[[int, int], int]) -> Callable[[Value, Value], Value]:
+    return lambda a, b: None if a is None or b is None else operation(a, b) % WORD
+
+
+def _compare(operation: Callable[[int, int], bool], kind: str) -> Callable[[Value, Value], Value]:
+    read = signed if kind == "s32" else int
+    return lambda a, b: None if a is None or b is None else operation(read(a), read(b))
+
+
+_COMPARISONS: dict[str, Callable[[int, int], bool]] = {
+    "eq": lambda a, b: a == b,
+    "ne": lambda a, b: a != b,
+    "lt": lambda a, b: a < b,
+    "le": lambda a, b: a <= b,
+    "gt": lambda a, b: a > b,
+    "ge": lambda a, b: a >= b,
+}
+BINARY: dict[str, Callable[[Value, Value], Value]] = {
+    "sadd.s32": _word(lambda a, b: a + b),
+    "ssub.s32": _word(lambda a, b: a - b),
+    "smul.u32": _word(lambda a, b: a * b),
+    "sand.u32": _word(lambda a, b: a & b),
+    "sor.u32": _word(lambda a, b: a | b),
+    "sxor.u32": _word(lambda a, b: a ^ b),
+    "sshll.u32": _word(lambda a, b: a << b),
+    "sshrl.u32": _word(lambda a, b: a >> b),
+    "sshra.s32": _word(lambda a, b: signed(a) >> b),
+    "smin.u32": _word(min),
+    "smax.u32": _word(max),
+    "smin.s32": _word(lambda a, b: min(signed(a), signed(b))),
+    "smax.s32": _word(lambda a, b: max(signed(a), signed(b))),
+    "pand": _and,
+    "por": _or,
+    "pnand": lambda a, b: _not(_and(a, b)),
+    "pnor": lambda a, b: _not(_or(a, b)),
+} | {
+    f"scmp.{name}.{kind}{order}": _compare(operation, kind)
+    for name, operation in _COMPARISONS.items()
+    for kind in ("s32", "u32")
+    for order in ("", ".totalorder")
+}
+
+
+class Registers(dict[str, Value]):
+    """Values by the compiler's names, each assigned in one place; one never assigned is unknown."""
+
+    def __missing__(self, name: str) -> Value:
+        return None
+
+
+class Condition(NamedTuple):
+    """Of an instruction that may be skipped: a predicate's name and what it must be."""
+
+    name: str
+    wanted: bool
+
+    def holds(self, registers: Registers) -> Value:
+        value = registers[self.name]
+        return None if value is None else bool(value) is self.wanted
+
+
+Step = Callable[[Registers, Registers, bool], None]  # registers, scratch memory, whether a loop comes round again
+
+
+def condition(text: str) -> Condition | None:
+    """The predicate at the head of an instruction's arguments, or at their end."""
+    found = _PREDICATE.search(text)
+    return None if found is None else Condition(_key(found[2]), not found[1])
+
+
+def steps(bundle: str) -> list[Step]:
+    """What a bundle does to the scalar registers and to the scratch memory that registers spill to.
+
+    The bundle is without its comments. What is not understood makes its result unknown.
+    """
+    assigned = [x for x in _ASSIGN.findall(bundle) if x[0][0] in "sp" and x[1] != "sst"]
+    phis, others = ([x for x in assigned if (x[1] in PHIS) is wanted] for wanted in (True, False))
+    stores = [_store(slot, _key(name)) for slot, name in _STORE.findall(bundle)]
+    make = lambda name, opcode, arguments: _assign(_key(name), opcode, arguments)  # noqa: E731
+    return [*starmap(make, phis), *stores, *starmap(make, others)]  # a phi is there as its bundle begins
+
+
+def transfers(bundle: str) -> list[tuple[Condition | None, str | int]]:
+    """DMAs between HBM and VMEM: their condition, and how many granules, or the register that holds it."""
+    found = []
+    for arguments in _TRANSFER.findall(bundle):
+        sizes = [part.strip() for part in arguments.split(",")]
+        skip = 2 if _PREDICATE.search(sizes[0]) else 1  # a predicate, then where from, then how many
+        size = sizes[skip]
+        found.append((condition(sizes[0]), int(size) if size.isdigit() else _key(size.lstrip("%"))))
+    return found
+
+
+def _key(name: str) -> str:
+    """The compiler's name of a value without the machine's register that holds it."""
+    return name.split("_")[0]
+
+
+def _operand(text: str) -> Callable[[Registers], Value]:
+    if text.startswith("%"):
+        name = _key(text[1:])
+        return lambda registers: registers[name]
+    constant = int(text, 0) % WORD if re.fullmatch(r"-?(\d+|0x[0-9a-f]+)", text) else None
+    return lambda registers: constant
+
+
+def _store(slot: str, name: str) -> Step:
+    def step(registers, memory, again):
+        memory[slot] = registers[name]
+
+    return step
+
+
+def _assign(name: str, opcode: str, arguments: str) -> Step:
+    if opcode == "smov" and (found := _CHOICE.match(arguments)):
+        otherwise, then = found[3].strip(), found[4].strip()
+        return _choice(name, Condition(_key(found[2]), not found[1]), then, otherwise)
+    parts = [part.strip() for part in re.sub(r"\(!?%\w+\),?", "", arguments).split(",")]
+    if opcode == "scalar_select":
+        return _choice(name, Condition(_key(parts[0].lstrip("%")), True), parts[1], parts[2])
+    value = _value(opcode, parts)
+    when = condition(arguments)
+
+    def step(registers, memory, again):
+        holds = True if when is None else when.holds(registers)
+        if holds is not False:
+            registers[name] = value(registers, memory, again) if holds else None
+
+    return step
+
+
+def _choice(name: str, when: Condition, yes: str, no: str) -> Step:
+    read_yes, read_no = _operand(yes), _operand(no)
+
+    def step(registers, memory, again):
+        holds = when.holds(registers)
+        registers[name] = None if holds is None else (read_yes if holds else read_no)(registers)
+
+    return step
+
+
+def _value(opcode: str, parts: list[str]) -> Callable[[Registers, Mapping[str, Value], bool], Value]:
+    operands = [_operand(part) for part in parts]
+    if opcode in BINARY and len(operands) == 2:
+        operation, (a, b) = BINARY[opcode], operands
+        return lambda registers, memory, again: operation(a(registers), b(registers))
+    if opcode in ("smov", "pmov"):
+        return lambda registers, memory, again: operands[0](registers)
+    if opcode == "pneg":
+        return lambda registers, memory, again: _not(operands[0](registers))
+    if opcode in PHIS:  # the first as the loop is entered, the last as it comes round
+        return lambda registers, memory, again: operands[-1 if again else 0](registers)
+    if opcode == "sld" and (found := re.fullmatch(r"\[smem:(\[#\w+\])\]", parts[0])):
+        return lambda registers, memory, again: memory[found[1]]
+    return lambda registers, memory, again: None

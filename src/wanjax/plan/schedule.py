@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The schedule of one operation on a TPU core: its bundles, what units they use, and how often each of them runs.
+
+The compiler's dump holds every bundle of an operation once. Bundles between two branches form a block; running the
+scalar instructions (scalar.py) walks through the blocks as the chip would, so that each counts as often as it runs: the
+loop over the grid, the body under its condition, the tail. A bundle issues in a cycle unless it waits for memory.
+"""
+
+import re
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
+from glob import escape
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+from wanjax.plan.chips import Chip
+from wanjax.plan.scalar import GRANULE, Condition, Registers, Step, condition, steps, transfers
+
+CODE, UNITS = "final_bundles", "final_hlo-static-per-bundle-utilization"
+BUFFERS = "pre-finalize-registers-and-allocations"
+WHOLE_PROGRAM = "TLP"  # calls the operations in turn
+CORE_INDEX = "[#allocation0]"  # in scratch memory; the cores of a v5p split a grid, and the first is priced
+LONGEST_RUN = 20_000_000  # blocks; a loop that does not end is a misreading
+
+_BUNDLE = re.compile(r"^\s*(0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*: ", re.MULTILINE)
+_COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
+_LABEL = re.compile(r"(Start(?:/End empty)?) region (\d+)")
+_BRANCH = re.compile(r"sbr\.rel\s*(\(!?%\w+\))?,?\s*target = \$region(\d+)")
+
+
+class Branch(NamedTuple):
+    """A jump at the end of a block; without a condition it is always taken."""
+
+    condition: Condition | None
+    target: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """Bundles that run one after another: their addresses, and how many slots of each unit they fill."""
+
+    start: int
+    stop: int
+    units: Mapping[str, int]
+    branch: Branch | None
+    steps: tuple[Step, ...] = field(repr=False)
+    transfers: tuple[tuple[Condition | None, str | int], ...] = field(repr=False)
+
+    @property
+    def bundles(self) -> int:
+        return self.stop - self.start
+
+
+class Run(NamedTuple):
+    """How often each block ran, by its address; bytes moved from and to HBM; branches that data decides, by address."""
+
+    times: Mapping[int, int]
+    moved: int
+    undecided: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """An operation's blocks in the order of their addresses, the slots of each unit in a bundle, its VMEM in bytes."""
+
+    name: str
+    blocks: tuple[Block, ...]
+    slots: Mapping[str, int]
+    vmem: int
+
+    @property
+    def bundles(self) -> int:
+        """All bundles, each counted once."""
+        return sum(block.bundles for block in self.blocks)
+
+    def units(self, times: Mapping[int, int] | None = None) -> dict[str, int]:
+        """Slots filled of each unit, by the bundles as they ran or, without `times`, each once."""
+        weights = {block.start: 1 for block in self.blocks} if times is None else times
+        return {
+            unit: sum(weights.get(block.start, 0) * block.units[unit] for block in self.blocks) for unit in self.slots
+        }
+
+    def occupancy(self, times: Mapping[int, int] | None = None) -> dict[str, float]:
+        """The part of each unit's slots that is filled."""
+        cycles = self.bundles if times is None else self.cycles(times)
+        return {unit: filled / (cycles * self.slots[unit]) for unit, filled in self.units(times).items()}
+
+    def cycles(self, times: Mapping[int, int]) -> int:
+        return sum(block.bundles * times.get(block.start, 0) for block in self.blocks)
+
+    def run(self, skip: Container[int] = ()) -> Run:
+        """Walks through the blocks as the chip would.
+
+        Where data decides whether a branch jumps, it does if its block's address is in `skip` (or if it would begin a
+        loop again: such a loop counts once); otherwise what it guards is run.
+        """
+        order = [block.start for block in self.blocks]
+        index = {start: i for i, start in enumerate(order)}
+        registers, memory = Registers(), Registers({CORE_INDEX: 0})
+        times = dict.fromkeys(order, 0)
+        undecided: set[int] = set()
+        moved, here, again = 0, 0, False
+        for _ in range(LONGEST_RUN):
+            block = self.blocks[here]
+            times[block.start] += 1
+            for step in block.steps:
+                step(registers, memory, again)
+            for when, size in block.transfers:
+                if when is None or when.holds(registers) is not False:
+                    moved += GRANULE * ((size if isinstance(size, int) else registers[size]) or 0)
+            jumps = block.branch is not None
+            if block.branch is not None and block.branch.condition is not None:
+                holds = block.branch.condition.holds(registers)
+                if holds is None:
+                    undecided.add(block.start)
+                    holds = block.start in skip and block.branch.target > block.start
+                jumps = bool(holds)
+            if block.branch is not None and jumps:
+                again = block.branch.target <= block.start
+                here = index[block.branch.target]
+            else:
+                again, here = False, here + 1
+            if here == len(self.blocks):
+                return Run(times, moved, frozenset(undecided))
+        raise RuntimeError(f"the schedule of {self.name} did not end in {LONGEST_RUN} blocks")
+
+
+def parse(name: str, code: str, units: str, buffers: str, branch_delay: int) -> Schedule:
+    """The schedule from the texts of a dump: final bundles, utilization of each bundle, and allocations."""
+    header, *rows = [line for line in units.splitlines() if line and not line.startswith("==")]
+    names = [unit.strip() for unit in header.split(",")]
+    slots, *filled = [[int(count) for count in row.split()] for row in rows]
+    marks = list(_BUNDLE.finditer(code))
+    stops = [mark.start() for mark in marks[1:]] + [len(code)]
+    texts = {int(mark[1], 0): code[mark.end() : stop] for mark, stop in zip(marks, stops, strict=True)}
+    labels: dict[int, int] = {}
+    branches: dict[int, Branch] = {}
+    for address, text in texts.items():
+        for _, label in _LABEL.findall(text):
+            labels.setdefault(int(label), address)
+    for address, text in texts.items():
+        if found := _BRANCH.search(text):
+            branches[address + branch_delay + 1] = Branch(condition(found[1] or ""), labels[int(found[2])])
+    last = max(texts) + 1
+    edges = sorted({0, last, *branches, *(branch.target for branch in branches.values())})
+    blocks = []
+    for start, stop in pairwise(edges):
+        bundles = [_COMMENT.sub("", texts[address]) for address in range(start, stop) if address in texts]
+        blocks.append(
+            Block(
+                start,
+                stop,
+                {unit: sum(row[i] for row in filled[start:stop]) for i, unit in enumerate(names)},
+                branches.get(stop),
+                tuple(step for bundle in bundles for step in steps(bundle)),
+                tuple(transfer for bundle in bundles for transfer in transfers(bundle)),
+            )
+        )
+    vmem = sum(int(size, 16) for size in re.findall(r"space=vmem, size = 0x([0-9a-f]+), .*scoped", buffers))
+    return Schedule(name, tuple(blocks), dict(zip(names, slots, strict=True)), vmem)
+
+
+def read_dump(folder: Path, chip: Chip) -> dict[str, Schedule]:
+    """The schedules of a compiler's dump by the names of their operations in the module."""
+    found = {}
+    for code in sorted(folder.glob(f"*-[0-9][0-9]-{CODE}.txt")):
+        stamp, operation = re.fullmatch(rf"(\d+)-(.*)-\d\d-{CODE}\.txt", code.name).groups()  # type: ignore[union-attr]
+        if operation.startswith("<") or operation == WHOLE_PROGRAM:
+            continue
+        units, buffers = (
+            next(folder.glob(f"{stamp}-{escape(operation)}-[0-9][0-9]-{kind}.txt")).read_text(encoding="utf-8")
+            for kind in (UNITS, BUFFERS)
+        )
+        found[operation] = parse(operation, code.read_text(encoding="utf-8"), units, buffers, chip.branch_delay)
+    return found

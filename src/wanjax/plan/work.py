@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an operation of a module has to do: how often it runs, which bytes it moves, which products it computes."""
+
+import math
+import re
+from collections.abc import Mapping
+
+from wanjax.plan.hlo import Array, Computation, Instruction, Module
+
+PRODUCTS = ("dot", "convolution")
+COLLECTIVES = (
+    "all-gather",
+    "reduce-scatter",
+    "all-reduce",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+PASSING = ("copy", "bitcast", "convert", "reshape")
+SLICES = ("slice", "dynamic-slice", "gather")
+
+
+def trips(module: Module, loop: Instruction, within: Computation) -> int | None:
+    """How often a loop's body runs: (bound − start) / step of its counter, or None if they are not all constants."""
+    if found := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
+        return int(found[1])
+    condition, body = (module.computations[loop.named(role)] for role in ("condition", "body"))
+    start = _elements(within, loop.operands[0])
+    test = condition.root
+    if test.opcode == "fusion":  # the comparison is within; its parameters are what the fusion is given
+        test = next((part for part in module.inside(test) if part.opcode == "compare"), test)
+        sides = [_outer(module, condition.root, name) for name in test.operands]
+    else:
+        sides = list(test.operands)
+    if test.opcode != "compare" or test.attribute("direction") not in ("LT", "LE"):
+        return None
+    counter = _element(condition, sides[0])
+    bound = _constant(condition, sides[1], start)
+    if counter is None or bound is None or start.get(counter) is None:
+        return None
+    step = _step(module, body, counter, start)
+    length = bound - start[counter] + (test.attribute("direction") == "LE")
+    return None if not step else max(0, -(-length // step))
+
+
+def _outer(module: Module, fusion: Instruction, name: str) -> str:
+    """The operand of a fusion that one of its parameters stands for."""
+    assert fusion.called is not None
+    inner = module.computations[fusion.called].by_name.get(name)
+    return fusion.operands[int(inner.arguments)] if inner is not None and inner.opcode == "parameter" else name
+
+
+def _elements(within: Computation, name: str) -> dict[int, int]:
+    """The known whole numbers in a tuple."""
+    made = within.by_name[name]
+    if made.opcode in PASSING:
+        return _elements(within, made.operands[0])
+    values = {i: _constant(within, part, {}) for i, part in enumerate(made.operands)} if made.opcode == "tuple" else {}
+    return {i: value for i, value in values.items() if value is not None}
+
+
+def _element(within: Computation, name: str) -> int | None:
+    """Which element of the computation's only parameter this is."""
+    made = within.by_name.get(name)
+    if made is not None and made.opcode in PASSING:
+        return _element(within, made.operands[0])
+    return int(made.attribute("index") or 0) if made is not None and made.opcode == "get-tuple-element" else None
+
+
+def _constant(within: Computation, name: str, elements: Mapping[int, int]) -> int | None:
+    made = within.by_name.get(name)
+    if made is None:
+        return None
+    if made.opcode == "constant":
+        return int(made.arguments) if re.fullmatch(r"-?\d+", made.arguments) else None
+    if made.opcode in PASSING:
+        return _constant(within, made.operands[0], elements)
+    if made.opcode == "get-tuple-element" and within.by_name[made.operands[0]].opcode == "parameter":
+        return elements.get(int(made.attribute("index") or 0))
+    return None
+
+
+def _step(module: Module, body: Computation, counter: int, elements: Mapping[int, int]) -> int | None:
+    """What a turn adds to the counter."""
+    made = body.by_name.get(body.root.operands[counter]) if body.root.opcode == "tuple" else None
+    while made is not None and made.opcode in PASSING:
+        made = body.by_name.get(made.operands[0])
+    if made is None:
+        return None
+    if made.opcode == "fusion":
+        inner = module.computations[made.called or ""]
+        if inner.root.opcode != "add":
+            return None
+        sides = [_outer(module, made, name) for name in inner.root.operands]
+        values = [_constant(body, side, elements) or _constant(inner, side, {}) for side in sides]
+    elif made.opcode == "add":
+        sides = list(made.operands)
+        values = [_constant(body, side, elements) for side in sides]
+    else:
+        return None
+    counters = [_element(body, side) == counter for side in sides]
+    return next((value for value, same in zip(values, counters, strict=True) if not same), None)
+
+
+def branches(instruction: Instruction) -> list[str]:
+    """The computations of which a call runs one."""
+    return re.findall(r"(?:to_apply=|_computation=|[{ ])%([\w.\-]+)", instruction.attributes.partition("metadata=")[0])
+
+
+def wire_bytes(collective: Instruction, within: Computation) -> int:
+    """Bytes that each device of a ring sends, those that it passes on for others included."""
+    count = collective.group_size
+    given = sum(array.bytes for name in collective.operands for array in within.by_name[name].results)
+    hops = sum(min(distance, count - distance) for distance in range(1, count))
+    per_entry = {
+        "all-gather": count - 1,
+        "reduce-scatter": (count - 1) / count,
+        "all-reduce": 2 * (count - 1) / count,
+        "all-to-all": hops / count,
+        "ragged-all-to-all": hops / count,
+        "collective-permute": 1,
+        "collective-broadcast": 1,
+    }
+    return round(given * per_entry[collective.opcode.removesuffix("-start")])
+
+
+def flops(module: Module, instruction: Instruction, within: Computation) -> int:
+    """Of the products in an operation; a multiplication and an addition are two."""
+    if instruction.opcode in PRODUCTS:
+        return _product_flops(instruction, within)
+    total = 0
+    if instruction.called is not None:
+        inner = module.computations[instruction.called]
+        total = sum(flops(module, part, inner) for part in inner.instructions)
+    return total
+
+
+def _product_flops(product: Instruction, within: Computation) -> int:
+    left, right = (within.by_name[name].results[0] for name in product.operands[:2])
+    if product.opcode == "dot":
+        axes = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", product.attributes)
+        summed = math.prod(left.shape[int(axis)] for axis in axes[1].split(",") if axis) if axes else 1
+        return 2 * product.results[0].elements * summed
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", product.attributes)
+    assert labels is not None, product.name
+    kernel, out = labels[2], labels[3]
+    total = 2 * right.shape[kernel.index("i")]
+    for axis, label in enumerate(out):
+        if not label.isdigit():
+            total *= product.results[0].shape[axis]
+    for label in filter(str.isdigit, kernel):
+        sizes = (left.shape[labels[1].index(label)], product.results[0].shape[out.index(label)])
+        total *= _taps(product, int(label), right.shape[kernel.index(label)], *sizes)
+    return total
+
+
+def _taps(product: Instruction, axis: int, taps: int, length: int, out: int) -> int:
+    """Pairs of an output and a tap along an axis of a convolution that meet an entry and no padding.
+
+    Batched products are such convolutions: dilated until each output meets one entry.
+    """
+    window = re.search(r"window=\{([^}]*)\}", product.attributes)
+
+    def given(name: str, default: str) -> str:
+        found = re.search(rf"\b{name}=([\dx_\-]+)", window[1]) if window else None
+        return found[1].split("x")[axis] if found else default
+
+    stride, spread, dilation = (int(given(name, "1")) for name in ("stride", "lhs_dilate", "rhs_dilate"))
+    before = int(given("pad", "0_0").split("_")[0])
+    reach = (length - 1) * spread
+    places = (position * stride + tap * dilation - before for position in range(out) for tap in range(taps))
+    return sum(0 <= place <= reach and place % spread == 0 for place in places)
+
+
+def traffic(module: Module, instruction: Instruction, within: Computation) -> int:
+    """Bytes that an operation moves from and to HBM.
+
+    Operands in VMEM are free; one of which a slice is read counts that slice, and an output that is updated in place
+    counts the update.
+    """
+    inner = module.computations[instruction.called] if instruction.called is not None else None
+    given = [within.by_name[name].results for name in instruction.operands if name in within.by_name]
+    if inner is None:
+        if instruction.opcode in SLICES:
+            return 2 * sum(result.traffic for result in instruction.results)
+        if instruction.opcode == "dynamic-update-slice":
+            return 2 * sum(result.traffic for result in given[1])
+        return sum(array.traffic for results in given for array in results) + _total(instruction.results)
+    read = sum(_read(module, inner, parameter) for parameter in inner.parameters)
+    outputs = zip(_outputs(inner), instruction.results, strict=False)
+    return read + sum(_written(inner, name, array) for name, array in outputs)
+
+
+def _total(results: tuple[Array, ...]) -> int:
+    return sum(array.traffic for array in results)
+
+
+def _read(module: Module, inner: Computation, value: Instruction) -> int:
+    """Bytes of a fusion's parameter (or of what passes it on) that are read."""
+    users = inner.users(value.name)
+    if not value.results or value.results[0].space:
+        return 0
+    if value.root:  # passed on whole
+        return _total(value.results)
+    read = 0
+    for user in users:
+        if user.opcode in SLICES and user.operands[0] == value.name:
+            read += _total(user.results)
+        elif user.opcode == "dynamic-update-slice" and user.operands[0] == value.name:
+            continue  # written in place, and only the update
+        elif user.opcode == "bitcast":
+            read += _read(module, inner, user)
+        elif user.opcode == "fusion" and user.called is not None:
+            deeper = module.computations[user.called]
+            places = [i for i, name in enumerate(user.operands) if name == value.name]
+            read += sum(_read(module, deeper, deeper.parameters[i]) for i in places)
+        else:
+            return _total(value.results)
+    return min(read, _total(value.results))
+
+
+def _outputs(inner: Computation) -> tuple[str, ...]:
+    return inner.root.operands if inner.root.opcode == "tuple" else (inner.root.name,)
+
+
+def _written(inner: Computation, name: str, array: Array) -> int:
+    made = inner.by_name[name]
+    while made.opcode == "bitcast" and made.operands[0] in inner.by_name:
+        made = inner.by_name[made.operands[0]]
+    if made.opcode == "dynamic-update-slice" and not array.space:
+        return _total(inner.by_name[made.operands[1]].results)
+    return array.traffic

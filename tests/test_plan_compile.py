@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The TPU compiler itself, run once for several small programs: needs libtpu (the extra `plan`), and no TPU."""
+
+import tempfile
+from importlib.util import find_spec
+
+import pytest
+
+from wanjax.errors import WanjaxError
+from wanjax.plan import CompilerError, Job, Operand, compile_all, compile_function, price
+from wanjax.plan import compile as compiling
+
+KERNEL = {
+    "function": "tests.plan_programs:product_kernel",
+    "operands": [{"shape": shape, "dtype": "bfloat16", "spec": []} for shape in ((512, 256), (256, 128))],
+    "keywords": {},
+}
+JOBS = {
+    "kernel": Job("v6e-1", "wanjax.plan.program:of_function", KERNEL),
+    "layers": Job(
+        "v6e-8", "tests.plan_programs:layers", {"count": 6, "tokens": 4096, "width": 1024}, {"dp": 2, "tp": 4}
+    ),
+    "other chip": Job("v5e-1", "wanjax.plan.program:of_function", KERNEL),
+    "refused": Job("v6e-1", "tests.plan_programs:refused"),
+}
+
+needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What the compiler made of each job, and what is left of its folder."""
+    folder = tmp_path_factory.mktemp("compiler")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(folder))
+        results = dict(zip(JOBS, compile_all(list(JOBS.values()), schedules=True), strict=True))
+    return results | {"left": list(folder.iterdir())}
+
+
+@needs_libtpu
+def test_nothing_is_left_behind(results):
+    assert results["left"] == []
+
+
+@needs_libtpu
+@pytest.mark.parametrize("job", ["kernel", "other chip"])
+def test_a_kernel_is_priced(results, job):
+    compiled = results[job]
+    (schedule,) = compiled.schedules.values()
+    run = schedule.run()
+    assert run.undecided == set()
+    assert {1, 4, 8, 10} == set(run.times.values())
+    assert run.moved == 128 * 128 * (8 * 2 + 8 * 2 + 4 * 4)
+    priced = price(compiled)
+    assert priced.unpriced == ()
+    assert priced.total.mid >= schedule.cycles(run.times) / compiled.slice.chip.clock
+
+
+@needs_libtpu
+def test_a_sharded_program_is_priced(results):
+    compiled = results["layers"]
+    assert compiled.memory.arguments == 2048 * 1024 * 2 + 6 * 1024 * 256 * 2
+    assert compiled.memory.aliased == compiled.memory.outputs == 2048 * 1024 * 2  # given away
+    assert compiled.memory.peak >= compiled.memory.arguments
+    priced = price(compiled)
+    assert priced.unknown_loops == priced.unpriced == ()
+    assert priced.flops == 6 * 2 * 2048 * 1024 * 256
+    gathers = [item for item in priced.items if item.kind == "collectives"]
+    assert sum(item.times for item in gathers) == 6
+    assert {item.group for item in gathers} == {4}
+
+
+@needs_libtpu
+def test_a_refusal_names_its_cause_and_stops_no_other(results):
+    assert isinstance(results["refused"], CompilerError)
+    assert "has no attribute undefined" in str(results["refused"])
+    with pytest.raises(CompilerError, match=r"does not compile for v5e-1: .*available HBM"):
+        compile_function("v5e-1", "jax.numpy:sin", Operand((2**16, 2**16), "float32"), schedules=False)
+
+
+def test_meshes_that_are_not_the_slice():
+    with pytest.raises(WanjaxError, match="the mesh dp=2, tp=2 has 4 devices: v6e-8 has 8"):
+        compile_all([Job("v6e-8", "tests.plan_programs:layers", mesh={"dp": 2, "tp": 2})])
+
+
+def test_without_the_compiler(monkeypatch):
+    monkeypatch.setattr(compiling, "find_spec", lambda name: None)
+    with pytest.raises(WanjaxError, match=r"libtpu, which is missing: pip install 'wanjax\[plan\]' adds it"):
+        compile_function("v6e-1", "jax.numpy:sin", Operand((8,), "float32"))

@@ -1,0 +1,350 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading what the TPU compiler wrote: schedules, modules, and the rules of prices, from texts that were kept."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wanjax.errors import WanjaxError
+from wanjax.plan import chips, hlo, schedule
+from wanjax.plan.compile import Compiled, Memory
+from wanjax.plan.pricing import CHEAPER, price, price_schedule
+from wanjax.plan.scalar import BINARY, Registers, steps
+from wanjax.plan.work import flops, traffic, trips, wire_bytes
+
+DATA = Path(__file__).parent / "data/plan"
+LAYERS = (DATA / "layers_module.txt").read_text()  # 6 layers of 2048 tokens and width 1024, over 4 columns: v6e-8
+WORDS = st.integers(0, 2**32 - 1)
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    """A product [512, 256] × [256, 128] by blocks of 128, for v6e: grid (4, 1, 2), a beginning, a body, an end."""
+    texts = ((DATA / f"kernel_{part}.txt").read_text() for part in ("bundles", "utilization", "allocations"))
+    return schedule.parse("product.1", *texts, chips.V6E.branch_delay)
+
+
+def test_every_block_counts_as_often_as_the_grid_takes_it(kernel):
+    run = kernel.run()
+    by_times = {}
+    for block in kernel.blocks:
+        for unit, slots in block.units.items():
+            by_times.setdefault(unit, {}).setdefault(run.times[block.start], 0)
+            by_times[unit][run.times[block.start]] += slots
+    assert run.undecided == set()
+    assert by_times["EUP"] == {count: 16 if count == 4 else 0 for count in by_times["EUP"]}  # the end: 4 of 8 steps
+    assert by_times["MXU"][8] > 0  # the body
+    assert sum(by_times["MXU"].values()) == by_times["MXU"][8]
+    assert set(run.times.values()) == {
+        1,
+        4,
+        8,
+        10,
+    }  # around the grid; ends; body; the loop with its pipeline's two ends
+
+
+def test_a_kernel_moves_its_blocks(kernel):
+    blocks = 128 * 128
+    x, y, out = 8 * 2 * blocks, 8 * 2 * blocks, 4 * 4 * blocks  # bfloat16 at each step, float32 at each end
+    assert kernel.run().moved == x + y + out
+
+
+def test_a_kernel_has_units_and_memory(kernel):
+    run = kernel.run()
+    assert kernel.vmem == 0x12000 + 0x10000 + 2 * 0x10000 + 0x20000
+    assert kernel.slots["MXU"] == 2
+    assert kernel.bundles < kernel.cycles(run.times)
+    assert kernel.units()["EUP"] == 16
+    assert kernel.units(run.times)["EUP"] == 64
+    assert 0 < kernel.occupancy(run.times)["MXU"] < kernel.occupancy()["VSTORE"] < 1
+    assert kernel.units(run.times)["VSTORE:SPILL"] == 0
+
+
+def test_a_kernel_costs_its_bundles(kernel):
+    cycles = kernel.cycles(kernel.run().times)
+    cost = price_schedule(kernel, chips.V6E)
+    assert cost.mid == pytest.approx(cycles / 1.75e9)
+    assert cost.low == pytest.approx(CHEAPER * cost.mid)
+    slow = chips.Chip("slow", 1, 1, 1, bandwidth=1e6, clock=1.75e9, link=1, cores=1, branch_delay=4)
+    assert price_schedule(kernel, slow).mid == pytest.approx(kernel.run().moved / 0.8e6)
+
+
+BRANCHES = """
+     0   :  { %s1_s0 = sld [smem:[#allocation5 + $0x3]]  ;;  %s2_s1 = smov 0 /* a constant */ }
+   0x1 LB: > { %s3_s2 = sphi %s2_s1, %s4_s2  ;;  %p5_p0 = scmp.eq.s32.totalorder %s1_s0, 7 } /* Start region 9 */
+   0x2   : > { %8 = sbr.rel (%p5_p0) target = $region7 }
+   0x3   : > { %s4_s2 = sadd.s32 1, %s3_s2 }
+   0x4   : > { %v1 = vadd.f32 %v0, %v0 } /* one
+more line of the comment */
+   0x5 PF: > { %p6_p1 = scmp.ge.s32.totalorder %s4_s2, 5 /* loop exit test */ } /* Start/End empty region 7 */
+   0x6   : > { %9 = sbr.rel (!%p6_p1) target = $region9 }
+   0x7   :  {}
+   0x8   :  {}
+"""
+
+
+def test_branches_that_data_decides():
+    units = "\n".join(["== CAPACITY:", "VALU", "4", "== UTILIZATION:", *("1" if i == 4 else "0" for i in range(9))])
+    read = schedule.parse("branchy", BRANCHES, units, "", branch_delay=1)
+    assert [(block.start, block.stop) for block in read.blocks] == [(0, 1), (1, 4), (4, 5), (5, 8), (8, 9)]
+    run = read.run()
+    assert run.undecided == {1}
+    assert run.times == {0: 1, 1: 5, 4: 5, 5: 5, 8: 1}
+    assert read.units(run.times) == {"VALU": 5}
+    assert read.run(skip={1}).times == {0: 1, 1: 5, 4: 0, 5: 5, 8: 1}
+    assert read.cycles(read.run(skip={1}).times) == 1 + 3 * 5 + 3 * 5 + 1
+
+
+def test_a_loop_that_data_ends_counts_once():
+    text = BRANCHES.replace("%s4_s2, 5", "%s1_s0, 5")
+    run = schedule.parse("endless", text, "VALU\n4\n" + "0\n" * 9, "", branch_delay=1).run()
+    assert run.times == {0: 1, 1: 1, 4: 1, 5: 1, 8: 1}
+    assert run.undecided == {1, 5}
+
+
+def evaluate(bundle, **given):
+    registers, memory = Registers(given), Registers()
+    for step in steps(bundle):
+        step(registers, memory, False)
+    return registers["s9"] if "s9" in registers else registers["p9"]
+
+
+@given(WORDS, WORDS)
+def test_words_behave_as_the_machines(a, b):
+    x, y = np.uint32(a), np.uint32(b)
+    signed = (x.view(np.int32), y.view(np.int32))
+    with np.errstate(over="ignore"):
+        assert evaluate("%s9_s1 = sadd.s32 %s1_s1, %s2", s1=a, s2=b) == int(x + y)
+        assert evaluate("%s9 = ssub.s32 %s1, %s2_s7", s1=a, s2=b) == int(x - y)
+        assert evaluate("%s9 = smul.u32 %s1, %s2", s1=a, s2=b) == int(x * y)
+    assert evaluate("%p9 = scmp.lt.s32.totalorder %s1, %s2", s1=a, s2=b) == (signed[0] < signed[1])
+    assert evaluate("%p9 = scmp.lt.u32.totalorder %s1, %s2", s1=a, s2=b) == (a < b)
+    assert evaluate("%s9 = sshra.s32 %s1, 3", s1=a) == int((signed[0] >> 3).view(np.uint32))
+    assert evaluate("%s9 = sshll.u32 %s1, 4", s1=a) == a * 16 % 2**32
+
+
+@pytest.mark.parametrize(
+    ("bundle", "value"),
+    [
+        ("%s9 = smov (%p1, %s1), 8", 8),  # a predicated move over an older value
+        ("%s9 = smov (!%p1, %s1), 8", 5),
+        ("%s9 = scalar_select %p1, %s1, 8", 5),
+        ("%s9 = sadd.s32 (!%p1), 1, %s1", None),  # did not run
+        ("%s9 = sadd.s32 (%p1), 4294967295, %s1", 4),
+        ("%p9 = pand %p2, %p3", False),  # false and unknown
+        ("%p9 = por %p2, %p3", None),
+        ("%p9 = pnand %p2, %p3", True),
+        ("%p9 = pneg %p3", None),
+        ("%s9 = sld [smem:[#allocation4 + %s1]]", None),
+        ("%s9 = scalar_lea.vmem [#allocation3], %s1", None),
+    ],
+)
+def test_what_is_known(bundle, value):
+    assert evaluate(bundle, p1=True, p2=False, p3=None, s1=5) == value
+
+
+def test_registers_spill_and_come_back():
+    bundle = "%8 = sst [smem:[#allocation8_spill]] %s1_s4  ;;  %s9_s2 = sld [smem:[#allocation8_spill]] (%p1)"
+    assert evaluate(bundle, s1=7, p1=True) == 7
+
+
+def test_logic_of_the_unknown():
+    for name, value in (("pand", False), ("pnand", True)):
+        assert BINARY[name](None, False) is value
+    for name, value in (("por", True), ("pnor", False)):
+        assert BINARY[name](True, None) is value
+
+
+def test_bytes_are_those_of_whole_tiles():
+    (array,) = hlo.arrays("bf16[300,100]{1,0:T(8,128)(2,1)}")
+    assert array.bytes == 304 * 128 * 2
+    (array,) = hlo.arrays("bf16[300,100]{0,1:T(8,128)(2,1)S(1)}")
+    assert (array.bytes, array.traffic) == (104 * 384 * 2, 0)
+    assert [a.bytes for a in hlo.arrays("(s32[], pred[5]{0:T(512)}, f8e4m3fn[3,2]{1,0}, s4[64]{0})")] == [4, 512, 6, 32]
+
+
+def layers():
+    module = hlo.parse(LAYERS)
+    (loop,) = (instruction for instruction in module.entry.instructions if instruction.opcode == "while")
+    return module, loop, module.computations[loop.named("body")]
+
+
+def test_loops():
+    module, loop, _ = layers()
+    assert trips(module, loop, module.entry) == 6
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "wanted"),
+    [
+        ("constant.1.clone.1..sunk = s32[]{:T(128)} constant(1)", "constant.1.clone.1..sunk = s32[] constant(2)", 3),
+        ("constant.8.clone = s32[]{:T(128)} constant(0)", "constant.8.clone = s32[]{:T(128)} constant(1)", 5),
+        ("%copy.4, %constant.1.clone.1..sunk", "%copy.4, %get-tuple-element.57", 6),  # a step that the loop carries
+        ("%copy.4, %constant.1.clone.1..sunk", "%copy.4, %copy.4", None),
+        ("direction=LT", "direction=NE", None),
+        (
+            "body=%wide.region_0.1_spmd.sunk",
+            'body=%wide.region_0.1_spmd.sunk, backend_config={"known_trip_count":{"n":"9"}}',
+            9,
+        ),
+    ],
+)
+def test_loops_of_other_kinds(old, new, wanted):
+    assert old in LAYERS
+    module = hlo.parse(LAYERS.replace(old, new))
+    loop = next(instruction for instruction in module.entry.instructions if instruction.opcode == "while")
+    assert trips(module, loop, module.entry) == wanted
+
+
+def test_fusions_read_what_they_slice():
+    module, _, body = layers()
+    fusion = body.by_name["convolution_tanh_fusion.2"]
+    assert flops(module, fusion, body) == 2 * 2048 * 1024 * 256
+    assert traffic(module, fusion, body) == 1024 * 256 * 2  # a layer's weights; the rest is in VMEM
+
+
+def test_collectives():
+    _, _, body = layers()
+    gather = body.by_name["all-gather.2"]
+    assert gather.group_size == 4
+    assert wire_bytes(gather, body) == 3 * 256 * 2048 * 2
+
+
+@pytest.mark.parametrize(
+    ("opcode", "groups", "wanted"),
+    [
+        ("all-gather", "{{0,1,2,3}}", 3 * 1024),
+        ("all-gather-start", "[2,4]<=[8]", 3 * 1024),
+        ("reduce-scatter", "{{0,1},{2,3}}", 512),
+        ("all-reduce", "{{0,1,2,3}}", 2 * 768),
+        ("all-to-all", "{{0,1,2,3}}", 1024),  # a quarter to each neighbour, and one over two links
+        ("all-to-all", "[4,2]<=[8]", 512),
+        ("all-to-all", "[1,8]<=[8]", 2048),
+    ],
+)
+def test_bytes_on_the_wire(opcode, groups, wanted):
+    module = hlo.parse(
+        "ENTRY %main (x: f32[256]) -> f32[256] {\n  %x = f32[256]{0:T(256)} parameter(0)\n"
+        f"  ROOT %c = f32[256]{{0:T(256)}} {opcode}(%x), replica_groups={groups}, dimensions={{0}}\n}}\n"
+    )
+    assert wire_bytes(module.entry.root, module.entry) == wanted
+
+
+@pytest.mark.parametrize(
+    ("shapes", "attributes", "wanted"),
+    [
+        (("f32[4,8]", "f32[8,16]", "f32[4,16]"), "dim_labels=bf_io->bf", 2 * 4 * 8 * 16),
+        # a batch of five products, written as a convolution whose taps meet one entry each
+        (
+            ("f32[5,4,8]", "f32[5,8,16]", "f32[5,4,16]"),
+            "window={size=5 stride=4 pad=0_0 lhs_dilate=5}, dim_labels=0bf_0io->0bf",
+            2 * 5 * 4 * 8 * 16,
+        ),
+        # three taps over ten entries, padded by one on each side
+        (("f32[1,10,2]", "f32[3,2,7]", "f32[1,10,7]"), "window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f", 2 * 28 * 14),
+    ],
+)
+def test_flops_of_convolutions(shapes, attributes, wanted):
+    left, right, out = shapes
+    module = hlo.parse(
+        f"ENTRY %main (x: {left}, y: {right}) -> {out} {{\n  %x = {left} parameter(0)\n  %y = {right} parameter(1)\n"
+        f"  ROOT %c = {out} convolution(%x, %y), {attributes}\n}}\n"
+    )
+    assert flops(module, module.entry.root, module.entry) == wanted
+
+
+def test_flops_of_a_dot():
+    module = hlo.parse(
+        "ENTRY %main (x: f32[3,4,8], y: f32[3,8,16]) -> f32[3,4,16] {\n  %x = f32[3,4,8] parameter(0)\n"
+        "  %y = f32[3,8,16] parameter(1)\n  ROOT %c = f32[3,4,16] dot(%x, %y), lhs_batch_dims={0}, "
+        "lhs_contracting_dims={2}, rhs_batch_dims={0}, rhs_contracting_dims={1}\n}\n"
+    )
+    assert flops(module, module.entry.root, module.entry) == 2 * 3 * 4 * 8 * 16
+
+
+UPDATE = """HloModule update
+
+%fused (p: f32[64,1024], u: f32[8,1024], i: s32[]) -> f32[64,1024] {
+  %p = f32[64,1024]{1,0:T(8,128)} parameter(0)
+  %u = f32[8,1024]{1,0:T(8,128)} parameter(1)
+  %i = s32[]{:T(128)S(6)} parameter(2)
+  %z = s32[]{:T(128)} constant(0)
+  ROOT %d = f32[64,1024]{1,0:T(8,128)} dynamic-update-slice(%p, %u, %i, %z)
+}
+
+ENTRY %main (p: f32[64,1024], u: f32[8,1024], i: s32[]) -> f32[64,1024] {
+  %p.1 = f32[64,1024]{1,0:T(8,128)} parameter(0)
+  %u.1 = f32[8,1024]{1,0:T(8,128)} parameter(1)
+  %i.1 = s32[]{:T(128)S(6)} parameter(2)
+  ROOT %f = f32[64,1024]{1,0:T(8,128)} fusion(%p.1, %u.1, %i.1), kind=kLoop, calls=%fused
+}
+"""
+
+
+def test_an_update_in_place_moves_the_update():
+    module = hlo.parse(UPDATE)
+    assert traffic(module, module.entry.root, module.entry) == 2 * 8 * 1024 * 4
+
+
+def compiled(text, slice_name="v6e-8", schedules=None):
+    return Compiled(chips.find_slice(slice_name), Memory(0, 0, 0, 0, 0, 0), text, schedules or {})
+
+
+def test_price_of_layers():
+    priced = price(compiled(LAYERS))
+    items = {item.name: item for item in priced.items}
+    assert priced.flops == 6 * 2 * 2048 * 1024 * 256
+    assert priced.unknown_loops == priced.unpriced == ()
+    product = items["convolution_tanh_fusion.2"]
+    assert (product.kind, product.times) == ("products", 6)
+    floor, estimate = product.flops / 918e12, 6 * 4832 / 1.75e9
+    assert product.cost.low == pytest.approx(floor)
+    assert product.cost.high == pytest.approx(estimate)
+    assert product.cost.mid == pytest.approx((floor * estimate) ** 0.5)
+    assert items["all-gather.2"].cost.mid == pytest.approx(6 * 3 * 2**20 / 180e9)
+    assert items["all-gather.2"].group == 4
+    copy = items["copy"]  # to VMEM, transposed: 4 MiB are read, and the estimate is over three times that
+    assert (copy.kind, copy.bytes, copy.smells) == ("layout", 2048 * 1024 * 2, True)
+    assert copy.cost.mid == pytest.approx(copy.bytes / (0.8 * 1.64e12))
+    assert sum(cost.mid for cost in priced.by_kind.values()) == pytest.approx(priced.total.mid)
+    assert price(compiled(LAYERS.replace("direction=LT", "direction=NE"))).unknown_loops == ("while.9",)
+
+
+def test_price_of_kernels(kernel):
+    text = (DATA / "kernel_module.txt").read_text()
+    priced = price(compiled(text, schedules={"product.1": kernel}))
+    assert priced.total.mid == pytest.approx(price_schedule(kernel, chips.V6E).mid)
+    assert price(compiled(text)).unpriced == ("product.1",)
+    assert price(compiled(text), kernels={"product": 2.0}).by_kind["kernels"].mid == 2.0
+    assert price(compiled(text), kernels={"product.1": 3.0, "product": 2.0}).total.mid == 3.0
+
+
+ASYNC = """HloModule beside
+
+ENTRY %main (x: f32[1024,1024], y: f32[8192,1024]) -> (f32[4096,1024], f32[8192,1024]) {
+  %x = f32[1024,1024]{1,0:T(8,128)} parameter(0)
+  %y = f32[8192,1024]{1,0:T(8,128)} parameter(1)
+  %s = (f32[1024,1024], f32[4096,1024]) all-gather-start(%x), replica_groups=[2,4]<=[8], dimensions={0}
+  %n = f32[8192,1024]{1,0:T(8,128)} negate(%y)
+  %d = f32[4096,1024]{1,0:T(8,128)} all-gather-done(%s)
+  ROOT %t = (f32[4096,1024], f32[8192,1024]) tuple(%d, %n)
+}
+"""
+
+
+def test_what_runs_beside_other_work_costs_what_is_not_covered():
+    items = {item.name: item for item in price(compiled(ASYNC)).items}
+    whole, beside = 3 * 2**22 / 180e9, 2 * 8192 * 1024 * 4 / (0.8 * 1.64e12)
+    assert items["n"].cost.mid == pytest.approx(beside)
+    assert items["s"].cost.mid == pytest.approx(whole - beside)
+    assert items["s"].cost.mid > 0
+
+
+def test_slices():
+    assert chips.find_slice("v6e-8").devices == 8
+    assert chips.find_slice("v5p-8").devices == 4
+    with pytest.raises(WanjaxError, match="no TPU slice is named 'v6e-5': there are v5e-1, "):
+        chips.find_slice("v6e-5")
