@@ -30,7 +30,9 @@ def compile_one(job: dict, folder: Path) -> None:
     with jax.set_mesh(mesh):  # what is traced learns from it which chip it is for
         jitted = jax.jit(program.function, donate_argnums=program.donate)
         compiled = jitted.lower(*program.arguments).compile(compiler_options=program.compiler_options)
-    memory = compiled.memory_analysis()
+    memory, module = compiled.memory_analysis(), compiled.as_text()
+    assert memory is not None, "the TPU compiler tells both"
+    assert module is not None
     result = {
         "arguments": memory.argument_size_in_bytes,
         "outputs": memory.output_size_in_bytes,
@@ -39,7 +41,7 @@ def compile_one(job: dict, folder: Path) -> None:
         "code": memory.generated_code_size_in_bytes,
         "peak": memory.peak_memory_in_bytes,
     }
-    (folder / "module.txt").write_text(compiled.as_text(), encoding="utf-8")
+    (folder / "module.txt").write_text(module, encoding="utf-8")
     (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
 
 
