@@ -187,6 +187,20 @@ def test_gradients(name, config):
         assert error(got, right) <= BOUND["float32"]
 
 
+@each_variant
+def test_log_sum_exp(name, config):
+    """By which a softmax over some keys is merged with that over others; -inf where no key takes part."""
+    q, k, v = operands(2, 13, 11, 4, 2, 8)
+    mask = np.ones((2, 11), bool)
+    mask[1] = False
+    options = {"key_mask": jnp.asarray(mask), "window": None, "scale": 0.5, "bias": None, "config": config}
+    out, lse = jax.jit(partial(IMPLEMENTATIONS[name].attention, **options, return_lse=True))(q, k, v)
+    logits = 0.5 * np.einsum("BLND,BSND->BLNS", q, np.repeat(k, 2, axis=2))
+    np.testing.assert_allclose(lse[0], np.log(np.exp(logits[0]).sum(axis=-1)), rtol=1e-6)
+    assert (np.asarray(lse[1]) == -np.inf).all()
+    assert error(out, exact(q, k, v, key_mask=mask, scale=0.5)) <= BOUND["float32"]
+
+
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_chunked_at_odd_shapes(data):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one door to attention: says which implementation fits a call, and calls it."""
 
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -9,8 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from wanjax.errors import WanjaxError
-from wanjax.kernels.attention import chunked, reference
+from wanjax.kernels.attention import chunked, context, reference
 from wanjax.kernels.attention.masks import Window
+from wanjax.sharding import current
 
 IMPLEMENTATIONS: dict[str, ModuleType] = {"reference": reference, "chunked": chunked}
 DTYPES = ("float32", "bfloat16", "float16")
@@ -32,6 +34,7 @@ def attention(
     k: Float[Array, "B S K D"],
     v: Float[Array, "B S K D"],
     *,
+    keys: int | None = None,
     key_mask: Bool[Array, "B S"] | None = None,
     window: int | Window | None = None,
     scale: float | None = None,
@@ -41,16 +44,33 @@ def attention(
 ) -> Float[Array, "B L N D"]:
     """softmax(scale · q kᵀ + bias) v, with softmax and sums in float32, in the dtype of the operands.
 
-    k and v may have fewer heads than q: each serves N / K consecutive ones. `key_mask` is True for keys that take part;
-    a query whose keys are all masked gives zeros. `window` is (left, right), how many keys before and after its own
-    position a query sees; one number is both, None on a side no bound. `scale` is 1 / √D unless given; `bias` is
-    float32 and broadcasts to [B N L S]. `implementation` names one, which then never falls back; None picks by platform
-    and shape, and `choose` says which. Raises WanjaxError where operands do not fit together, NotImplementedError where
-    the implementation cannot do what is asked.
+    k and v may have fewer heads than q: each serves N / K consecutive ones. Of their keys the first `keys` take part
+    (None: all), and of these the ones whose `key_mask` is True; a query that has none gives zeros. `window` is (left,
+    right), how many keys before and after its own position a query sees; one number is both, None on a side no bound.
+    `scale` is 1 / √D unless given; `bias` is float32 and broadcasts to [B N L S]. `implementation` names one, which then
+    never falls back; None picks by platform and shape, and `choose` says which. Within `sharding.use` all devices do it
+    together. Raises WanjaxError where operands do not fit together, NotImplementedError where the implementation cannot
+    do what is asked.
     """
     options = _options(q, k, v, key_mask, window, scale, bias, config)
+    mask, window, bias = (options.pop(name) for name in ("key_mask", "window", "bias"))
+    keys = k.shape[1] if keys is None else keys
+    if not 1 <= keys <= k.shape[1]:
+        raise WanjaxError(f"{keys} of {k.shape[1]} keys cannot take part: 1 to {k.shape[1]} can")
+    if keys < k.shape[1] and bias is not None and bias.shape[3] > 1:
+        bias = bias[..., :keys]
+    kernel = partial(_on_one_device, implementation=implementation, **options)
+    layout = current()
+    if layout is not None:
+        return context.attention(kernel, layout, q, k, v, keys=keys, key_mask=mask, window=window, bias=bias)
+    k, v, mask = (x if x is None else x[:, :keys] for x in (k, v, mask))
+    return kernel(q, k, v, key_mask=mask, window=window, bias=bias)
+
+
+def _on_one_device(q, k, v, *, implementation: str | None, return_lse: bool = False, **options: Any) -> Any:
+    """Attention on the device that holds the operands."""
     name = choose(q, k, v, **options, implementation=implementation).name
-    return IMPLEMENTATIONS[name].attention(q, k, v, **options)
+    return IMPLEMENTATIONS[name].attention(q, k, v, **options, return_lse=return_lse)
 
 
 def choose(

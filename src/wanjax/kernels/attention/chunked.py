@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32
 
 from wanjax.errors import WanjaxError
-from wanjax.kernels.attention.masks import Window, divide_live, finite_max, in_window
+from wanjax.kernels.attention.masks import Window, divide_live, finite_max, in_window, log_sum_exp
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ def attention(
     scale: float,
     bias: Float32[Array, "..."] | None,
     config: Config | None,
-) -> Float[Array, "B L N D"]:
+    return_lse: bool = False,
+) -> Float[Array, "B L N D"] | tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]:
     """What the reference gives, block by block; its gradient computes the scores again in place of keeping them."""
     config = config or default_config(jax.default_backend())
     batch, length, heads, size = q.shape
@@ -73,21 +74,22 @@ def attention(
     head = partial(_head, window=window, scale=scale, precision=precision, config=config)
     for axes in ((1, None, None, None, 0), (1, 1, 1, None, 0), (0, 0, 0, 0, 0)):
         head = _over(head, axes, batched=config.batched)
-    out = head(q, k, v, key_mask, bias).reshape(batch, heads, length, size)
-    return jnp.moveaxis(out, 1, 2).astype(dtype)
+    out, lse = (x.reshape(batch, heads, length, -1) for x in head(q, k, v, key_mask, bias))
+    out = jnp.moveaxis(out, 1, 2).astype(dtype)
+    return (out, jnp.moveaxis(lse[..., 0], 1, 2)) if return_lse else out
 
 
 def _over(f: Callable, axes: Sequence[int | None], *, batched: bool) -> Callable:
     """f for each entry along an axis of its arguments; one that has no such axis, or one entry, is the same for all."""
 
-    def run(*arguments: Array | None) -> Array:
+    def run(*arguments: Array | None) -> tuple[Array, ...]:
         xs, ways = list(arguments), list(axes)
         for i, (x, axis) in enumerate(zip(arguments, axes, strict=True)):
             if x is None or (axis is not None and x.shape[axis] == 1):
                 xs[i], ways[i] = x if x is None else x.squeeze(axis), None
         counts = {x.shape[way] for x, way in zip(xs, ways, strict=True) if x is not None and way is not None}
         if not counts:
-            return f(*xs)[None]
+            return jax.tree.map(lambda y: y[None], f(*xs))
         if batched:
             return jax.vmap(f, ways)(*xs)
         return jax.lax.map(lambda index: f(*map(partial(_entry, index), xs, ways)), jnp.arange(counts.pop()))
@@ -125,8 +127,8 @@ def _head(
     scale: float,
     precision: str,
     config: Config,
-) -> Float32[Array, "L D"]:
-    """One head of one example. Queries are filled up to whole blocks, which changes no other query."""
+) -> tuple[Float32[Array, "L D"], Float32[Array, "L 1"]]:
+    """One head of one example, and its log-sum-exps. Queries are filled up to whole blocks, which changes no other."""
     length, keys = q.shape[0], k.shape[0]
     blocks, rows = _even(length, config.block_q)
     fill = blocks * rows - length
@@ -137,7 +139,7 @@ def _head(
     reach = min(keys, rows + back + ahead)  # how many neighbouring keys a block of queries can see
 
     @jax.checkpoint
-    def block(start: Array) -> Float32[Array, "L D"]:
+    def block(start: Array) -> tuple[Float32[Array, "L D"], Float32[Array, "L 1"]]:
         x = _take(queries, start, rows)
         first = jnp.clip(start - back, 0, keys - reach)
 
@@ -161,10 +163,10 @@ def _head(
         done, _ = jax.lax.scan(
             lambda done, begin: (merge(done, score(begin, columns)), None), score(first, ragged), begins
         )
-        return divide_live(done.total, done.weight)
+        return divide_live(done.total, done.weight), log_sum_exp(done.top, done.weight)
 
-    out = jax.lax.map(block, rows * jnp.arange(blocks))
-    return out.reshape(-1, v.shape[1])[:length]
+    out, lse = jax.lax.map(block, rows * jnp.arange(blocks))
+    return out.reshape(-1, v.shape[1])[:length], lse.reshape(-1, 1)[:length]
 
 
 def _even(length: int, block: int) -> tuple[int, int]:

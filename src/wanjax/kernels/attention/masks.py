@@ -27,3 +27,8 @@ def finite_max(maximum: Float[Array, "..."]) -> Float[Array, "..."]:
 def divide_live(total: Float[Array, "..."], weight: Float[Array, "..."]) -> Float[Array, "..."]:
     """total / weight, 0 where a row with no live key has no weight."""
     return total / jnp.where(weight == 0, 1.0, weight)
+
+
+def log_sum_exp(top: Float[Array, "..."], weight: Float[Array, "..."]) -> Float[Array, "..."]:
+    """top + log(weight), weight being the sum of exp(logits - top); -inf for a row with no live key."""
+    return top + jnp.log(jnp.where(weight == 0, 1.0, weight))

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many devices: their mesh, the rules that say what of an array lies on which axis of it, and what models ask of both.
+
+A mesh has three axes: `dp` for the two prompts of guidance and for batches, `sp` for the sequence, `tp` for the heads
+and for what else of a weight is split. Models name the axes of weights and activations after what they are (`heads`,
+`mlp`, `length` ...); rules map those names to axes of the mesh. Two sets of rules are offered:
+
+- `fsdp`: a weight is stored in parts and gathered where it is used; activations are split by their tokens. Attention
+  alone needs other chips' tokens.
+- `tp`: weights stay where they are, by columns and then by rows (Shoeybi et al., Megatron-LM, 2019); between the two
+  activations are split by heads or by the width inside the MLP, elsewhere by tokens (Korthikanti et al., 2022).
+
+Outside `use(layout)` everything here is a no-op, and there is one device.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from math import prod
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from wanjax.errors import WanjaxError
+
+MESH_AXES = ("dp", "sp", "tp")
+TOKENS_PER_DEVICE = 32  # fewer tokens than this on a device are not worth the communication
+Axes = Sequence[str | None]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The mesh axes that logical axes may take, those that come first choosing first; no mesh axis is taken twice.
+
+    `gathered`: weights are made whole where they are used.
+    """
+
+    weights: Mapping[str, tuple[str, ...]]
+    activations: Mapping[str, tuple[str, ...]]
+    gathered: bool
+
+    def __hash__(self) -> int:
+        return hash((tuple(self.weights.items()), tuple(self.activations.items()), self.gathered))
+
+
+_SPACE = {"width": MESH_AXES, "height": MESH_AXES}  # an autoencoder's frames are split over all devices
+RULES: Mapping[str, Rules] = MappingProxyType(
+    {
+        "fsdp": Rules(
+            weights={"heads": ("sp", "tp"), "mlp": ("sp", "tp"), "vocab": ("sp", "tp")},
+            activations={"batch": ("dp",), "length": ("sp", "tp"), **_SPACE},
+            gathered=True,
+        ),
+        "tp": Rules(
+            weights={"heads": ("tp",), "mlp": ("tp",), "vocab": ("tp",)},
+            activations={"batch": ("dp",), "heads": ("tp",), "mlp": ("tp",), "length": ("sp", "tp"), **_SPACE},
+            gathered=False,
+        ),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh and the rules by which arrays lie on it."""
+
+    mesh: Mesh
+    rules: Rules
+
+    def size(self, axes: str | tuple[str, ...] | None) -> int:
+        """How many devices lie along an axis of the mesh, or along several together."""
+        return prod(self.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))
+
+    def activation(self, axes: Axes, shape: Sequence[int]) -> PartitionSpec:
+        """Where an activation of this shape lies, by the logical names of its axes."""
+        return self._spec(self.rules.activations, axes, shape)
+
+    def weight(self, axes: Axes, shape: Sequence[int]) -> NamedSharding:
+        """Where a weight is stored. What is gathered for use is stored whole if it is a mere vector."""
+        vector = sum(axis != "layers" for axis in axes) < 2
+        rules = {} if vector and self.rules.gathered else self.rules.weights
+        return NamedSharding(self.mesh, self._spec(rules, axes, shape))
+
+    def _spec(self, rules: Mapping[str, tuple[str, ...]], axes: Axes, shape: Sequence[int]) -> PartitionSpec:
+        taken: dict[int, tuple[str, ...]] = {}
+        free = [axis for axis in MESH_AXES if self.size(axis) > 1]
+        for name, wanted in rules.items():
+            for dim, size in enumerate(shape):
+                if axes[dim] != name:
+                    continue
+                for axis in filter(wanted.__contains__, tuple(free)):
+                    if size % self.size((axis, *taken.get(dim, ()))) == 0:
+                        taken[dim] = (*taken.get(dim, ()), axis)
+                        free.remove(axis)
+        return PartitionSpec(*(taken.get(dim) for dim in range(len(shape))))
+
+
+_current: ContextVar[Layout | None] = ContextVar("layout", default=None)
+
+
+def current() -> Layout | None:
+    """The layout in use, None where there is one device."""
+    return _current.get()
+
+
+@contextmanager
+def use(layout: Layout | None) -> Iterator[None]:
+    """Arrays lie by this layout within; what `jax.jit` traces inside must not be shared with another layout."""
+    token = _current.set(layout)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def constrain(x: jax.Array, axes: Axes) -> jax.Array:
+    """x, laid out by the logical names of its axes."""
+    layout = current()
+    if layout is None:
+        return x
+    return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, layout.activation(axes, x.shape)))
+
+
+def spread(x: jax.Array, axes: Axes) -> jax.Array:
+    """x with zeros behind its `length`, so that each device gets as many tokens, and laid out.
+
+    Attention has to be told how many tokens are real.
+    """
+    layout = current()
+    if layout is None:
+        return x
+    return constrain(pad_to(x, list(axes).index("length"), layout.size(("sp", "tp"))), axes)
+
+
+def whole(tree: Any) -> Any:
+    """The weights in `tree` as they are used: whole on each device under rules that gather them."""
+    layout = current()
+    if layout is None or not layout.rules.gathered:
+        return tree
+    return jax.lax.with_sharding_constraint(tree, NamedSharding(layout.mesh, PartitionSpec()))
+
+
+def pad_to(x: jax.Array, axis: int, multiple: int) -> jax.Array:
+    """x with zeros at the end of an axis, up to a multiple."""
+    fill = -x.shape[axis] % multiple
+    return jnp.pad(x, [(0, fill if i == axis else 0) for i in range(x.ndim)]) if fill else x
+
+
+def make_mesh(dp: int = 1, sp: int = 1, tp: int = 1, *, devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh of all `devices` (None: all there are), neighbours on its last axes being neighbours on the chips' links.
+
+    Raises WanjaxError unless the product of the axes is the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = dict(zip(MESH_AXES, (dp, sp, tp), strict=True))
+    told = ",".join(f"{axis}={size}" for axis, size in sizes.items())
+    if min(sizes.values()) < 1:
+        raise WanjaxError(f"the mesh {told} has an axis below 1: each is at least 1")
+    if dp * sp * tp != len(devices):
+        raise WanjaxError(
+            f"the mesh {told} is for {dp * sp * tp} devices where there are {len(devices)}: "
+            f"dp · sp · tp has to be {len(devices)}"
+        )
+    return jax.make_mesh((dp, sp, tp), MESH_AXES, (AxisType.Auto,) * 3, devices=devices)
+
+
+def choose_axes(devices: int, *, heads: int, tokens: int, guided: bool = True) -> dict[str, int]:
+    """The axes that suit a transformer: guidance on `dp`, heads on `tp` as far as they go evenly, `sp` for the rest.
+
+    Attention by heads sends less than by sequence, and no head is made up. Devices that would get too few tokens repeat
+    what others do, on `dp`.
+    """
+    dp = 2 if guided and devices % 2 == 0 else 1
+    rest = devices // dp
+    useful = max(n for n in range(1, rest + 1) if rest % n == 0 and n * TOKENS_PER_DEVICE <= max(tokens, 32))
+    tp = max(n for n in range(1, useful + 1) if useful % n == 0 and heads % n == 0)
+    return {"dp": devices // useful, "sp": useful // tp, "tp": tp}
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """The axes that `dp=2,sp=1,tp=4` gives, those left out being 1; raises WanjaxError for other text."""
+    axes = dict.fromkeys(MESH_AXES, 1)
+    given = []
+    for part in text.split(","):
+        name, _, size = (word.strip() for word in part.partition("="))
+        if name not in axes or name in given or not (size.isascii() and size.isdigit()):
+            raise WanjaxError(f"the mesh {text!r} is not such as dp=2,sp=1,tp=4, nor auto")
+        given.append(name)
+        axes[name] = int(size)
+    return axes
+
+
+def find_rules(name: str) -> Rules:
+    """The rules of that name; raises WanjaxError where there are none."""
+    if name not in RULES:
+        raise WanjaxError(f"no rules are named {name!r}: there are {' and '.join(RULES)}")
+    return RULES[name]
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Whole on every device."""
+    return NamedSharding(mesh, PartitionSpec())
