@@ -183,7 +183,7 @@ def choose_axes(devices: int, *, heads: int, tokens: int, guided: bool = True) -
 
 def parse_mesh(text: str) -> dict[str, int]:
     """The axes that `dp=2,sp=1,tp=4` gives, those left out being 1; raises WanjaxError for other text."""
-    axes = dict.fromkeys(MESH_AXES, 1)
+    axes: dict[str, int] = dict.fromkeys(MESH_AXES, 1)
     given = []
     for part in text.split(","):
         name, _, size = (word.strip() for word in part.partition("="))

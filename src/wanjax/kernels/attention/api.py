@@ -47,10 +47,10 @@ def attention(
     k and v may have fewer heads than q: each serves N / K consecutive ones. Of their keys the first `keys` take part
     (None: all), and of these the ones whose `key_mask` is True; a query that has none gives zeros. `window` is (left,
     right), how many keys before and after its own position a query sees; one number is both, None on a side no bound.
-    `scale` is 1 / √D unless given; `bias` is float32 and broadcasts to [B N L S]. `implementation` names one, which then
-    never falls back; None picks by platform and shape, and `choose` says which. Within `sharding.use` all devices do it
-    together. Raises WanjaxError where operands do not fit together, NotImplementedError where the implementation cannot
-    do what is asked.
+    `scale` is 1 / √D unless given; `bias` is float32 and broadcasts to [B N L S]. `implementation` names one, which
+    then never falls back; None picks by platform and shape, and `choose` says which. Within `sharding.use` all devices
+    do it together. Raises WanjaxError where operands do not fit together, NotImplementedError where the implementation
+    cannot do what is asked.
     """
     options = _options(q, k, v, key_mask, window, scale, bias, config)
     mask, window, bias = (options.pop(name) for name in ("key_mask", "window", "bias"))

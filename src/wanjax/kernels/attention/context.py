@@ -46,18 +46,17 @@ def attention(
 ) -> Float[Array, "B L N D"]:
     """What `kernel` gives on one device for the first `keys` of k and v; the operands are those of `api.attention`."""
     length, heads = q.shape[1:3]
-    k, v = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (k, v))
+    if k.shape[2] < heads:
+        k, v = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (k, v))
     q = pad_to(q, 1, layout.size(("sp", "tp")))
     place = Placement(*layout.activation(("batch", "length", "heads"), q.shape[:3]))
-    if window is not None:
-        cut = (x if x is None else x[:, :keys] for x in (k, v, key_mask))
-        out = _by_heads(partial(kernel, window=window), layout, place, q[:, :length], *cut, bias)
-    elif bias is not None or _few(keys, length, heads, layout, place):
-        cut = (x if x is None else x[:, :keys] for x in (k, v, key_mask))
-        out = _by_queries(partial(kernel, window=None), layout, place, q, *cut, bias)
-    else:
+    if window is None and bias is None and not _few(keys, length, heads, layout, place):
         out = _by_both(partial(kernel, window=None, bias=None), layout, place, q, k, v, keys, key_mask)
-    return out[:, :length]
+        return out[:, :length]
+    k, v, key_mask = k[:, :keys], v[:, :keys], None if key_mask is None else key_mask[:, :keys]
+    if window is None:
+        return _by_queries(partial(kernel, window=None), layout, place, q, k, v, key_mask, bias)[:, :length]
+    return _by_heads(partial(kernel, window=window), layout, place, q[:, :length], k, v, key_mask, bias)
 
 
 def _few(keys: int, queries: int, heads: int, layout: Layout, place: Placement) -> bool:
