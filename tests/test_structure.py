@@ -25,7 +25,7 @@ LAYERS = [  # imports run downwards, or stay in one layer
         "wanjax.sources",
     ],
     ["wanjax.models", "wanjax.schedulers"],
-    ["wanjax.layers", "wanjax.checkpoint"],
+    ["wanjax.layers", "wanjax.checkpoint", "wanjax.torch_file"],
     ["wanjax.kernels"],
     ["wanjax.dims", "wanjax.sharding", "wanjax.errors"],
 ]

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files by `torch.save`, read without torch: equal values, and nothing that a file says is run or believed."""
+
+import io
+import os
+import pickle
+import random
+import zipfile
+from contextlib import suppress
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wanjax import torch_file
+from wanjax.errors import WanjaxError
+from wanjax.torch_file import TorchFile, describe
+
+DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.uint16, torch.uint32),
+)
+
+
+def bits(tensor):
+    """A tensor's bytes in order, whatever its dtype."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def assert_read_as_it_is(path, tensors):
+    file = TorchFile(path)
+    assert list(file.keys()) == list(tensors)
+    for key, tensor in tensors.items():
+        array = file.read(key)
+        assert file.spec(key) == (array.shape, array.dtype) == (tuple(tensor.shape), array.dtype)
+        assert str(array.dtype) == str(tensor.dtype).removeprefix("torch.")
+        assert array.tobytes() == bits(tensor)
+        assert not array.flags.writeable or not array.size
+
+
+# --- what torch writes ---
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_is_read_bit_for_bit(dtype, tmp_path):
+    tensors = {"x": torch.randint(0, 2, (3, 5)).to(dtype), "scalar": torch.ones((), dtype=dtype)}
+    torch.save(tensors, tmp_path / "x.pth")
+    assert_read_as_it_is(tmp_path / "x.pth", tensors)
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_state_dicts_views_parameters_and_empty_tensors(protocol, tmp_path):
+    whole = torch.randn(6, 8)
+    tensors = dict(torch.nn.Linear(3, 2).state_dict()) | {
+        "parameter": torch.nn.Parameter(torch.randn(4)),
+        "part": whole[2:4, 1:5],
+        "transposed": whole.T,
+        "shared": whole,
+        "channels_last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "empty": torch.ones(0, 3),
+    }
+    torch.save(tensors, tmp_path / "x.pt", pickle_protocol=protocol)
+    assert_read_as_it_is(tmp_path / "x.pt", tensors)
+
+
+def test_a_modules_state_dict_is_a_table(tmp_path):
+    module = torch.nn.Sequential(torch.nn.Conv3d(2, 3, 3), torch.nn.LayerNorm(4)).to(torch.bfloat16)
+    torch.save(module.state_dict(), tmp_path / "module.pth")
+    assert_read_as_it_is(tmp_path / "module.pth", module.state_dict())
+
+
+# --- malice ---
+
+
+def refusal(path):
+    """The one sentence that the file is refused with."""
+    with pytest.raises(WanjaxError) as caught:
+        TorchFile(path)
+    assert "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
+class Evil:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("place", ["value", "whole", "storage", "hooks", "state"])
+def test_a_pickle_that_would_run_code_does_not(place, tmp_path):
+    evil = Evil(tmp_path / "ran")
+    hooked, kept = torch.ones(2), torch.nn.Linear(2, 2).state_dict()
+    kept._metadata = evil
+    table = {"value": {"x": evil}, "whole": evil, "hooks": {"x": hooked}, "state": kept}.get(place, {"x": hooked})
+    torch.save(table, tmp_path / "evil.pth")
+    if place in ("storage", "hooks"):
+        rewrite_pickle(tmp_path / "evil.pth", _injected(tmp_path, place))
+    if place in ("state", "hooks"):  # these say nothing of the tensors, so they are skipped
+        assert TorchFile(tmp_path / "evil.pth").keys() == (("weight", "bias") if place == "state" else ("x",))
+    else:
+        assert "tensor" in refusal(tmp_path / "evil.pth") or place == "storage"
+    assert not (tmp_path / "ran").exists()
+    with suppress(Exception):
+        torch.load(tmp_path / "evil.pth", weights_only=False)
+    assert (tmp_path / "ran").exists()  # so it was a pickle that runs code
+
+
+def _injected(folder, place):
+    """A table of one tensor with a call for its storage, or for its hooks."""
+
+    class Parts:
+        def __reduce__(self):
+            evil = Evil(folder / "ran")
+            storage = evil if place == "storage" else _Persistent()
+            return torch._utils._rebuild_tensor_v2, (storage, 0, (2,), (1,), False, evil)
+
+    return {"x": Parts()}
+
+
+class _Persistent:
+    """Stands for a storage."""
+
+
+def rewrite_pickle(path, table):
+    """Puts another table's pickle into a file by torch."""
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, obj):
+            return ("storage", torch.FloatStorage, "0", "cpu", 2) if isinstance(obj, _Persistent) else None
+
+    buffer = io.BytesIO()
+    Pickler(buffer, protocol=2).dump(table)
+    replace_record(path, "data.pkl", buffer.getvalue())
+
+
+def replace_record(path, name, data):
+    with zipfile.ZipFile(path) as archive:
+        records = {info.filename: archive.read(info) for info in archive.infolist()}
+    root = next(record for record in records if record.endswith("data.pkl")).removesuffix("data.pkl")
+    records[root + name] = data
+    with zipfile.ZipFile(path, "w") as archive:
+        for record, content in records.items():
+            if content is not None:
+                archive.writestr(record, content)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    torch.save({"a": torch.randn(3, 4), "b": torch.ones(2, dtype=torch.int64)}, tmp_path / "x.pth")
+    return tmp_path / "x.pth"
+
+
+def test_records_that_lie_are_refused(saved):
+    replace_record(saved, "data/0", b"\0" * 47)
+    assert "'a' of shape [3, 4] lies outside of its storage of 47 bytes" in refusal(saved)
+    replace_record(saved, "data/0", None)
+    assert "it lacks the record 'data/0'" in refusal(saved)
+
+
+def test_foreign_bytes_orders_compression_and_missing_tables_are_refused(saved):
+    replace_record(saved, "byteorder", b"big")
+    assert "its byte order is b'big'" in refusal(saved)
+    with zipfile.ZipFile(saved, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x/data.pkl", b"\0" * 100_000_000)
+    assert "compressed" in refusal(saved)
+    with zipfile.ZipFile(saved, "w") as archive:
+        archive.writestr("x/other", b"")
+    assert "it holds no data.pkl" in refusal(saved)
+
+
+def test_older_and_other_files_are_refused(tmp_path):
+    torch.save({"x": torch.ones(2)}, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
+    assert "torch 1.6" in refusal(tmp_path / "old.pth")
+    (tmp_path / "text.pth").write_text("hello")
+    assert "torch 1.6" in refusal(tmp_path / "text.pth")
+    torch.save([torch.ones(2)], tmp_path / "list.pth")
+    assert "it is not a table of tensors by name" in refusal(tmp_path / "list.pth")
+    torch.save({"epoch": 3}, tmp_path / "number.pth")
+    assert "'epoch' is not a tensor" in refusal(tmp_path / "number.pth")
+    assert "there is no file" in refusal(tmp_path / "nowhere.pth")
+
+
+@pytest.mark.parametrize(
+    ("offset", "shape", "strides"),
+    [(0, (2**40, 2**40), (0, 0)), (0, (4,), (2**50,)), (2**59, (1,), (1,)), (-1, (1,), (1,)), (0, (2,), (1, 1))],
+)
+def test_a_shape_that_claims_more_than_the_file_is_refused(offset, shape, strides, tmp_path):
+    torch.save({"x": torch.ones(2)}, tmp_path / "x.pth")
+
+    class Tensor:
+        def __reduce__(self):
+            return torch._utils._rebuild_tensor_v2, (_Persistent(), offset, shape, strides, False, {})
+
+    rewrite_pickle(tmp_path / "x.pth", {"x": Tensor()})
+    assert "'x'" in refusal(tmp_path / "x.pth")
+
+
+def test_a_key_that_takes_for_ever_to_hash_is_refused():
+    """Sixty nested pairs of the same: 2^60 elements for a hash, none of which is computed."""
+    nested = b"\x80\x02}(K\x01q\x00" + b"".join(b"h%c\x86q%c" % (i, i + 1) if i else b"h\0\x86q\1" for i in range(60))
+    with pytest.raises(ValueError, match="malformed"):
+        describe(nested + b"K\x01u.")
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_described_or_refused(data):
+    try:
+        describe(b"\x80\x02" + data)
+    except ValueError:
+        pass
+
+
+def test_a_file_with_flipped_or_missing_bytes_is_read_or_refused(saved, tmp_path):
+    """Each of many faults gives tensors of the right shapes, or the one sentence; never another error."""
+    good, rng = saved.read_bytes(), random.Random(0)
+    broken = tmp_path / "broken.pth"
+    for _ in range(300):
+        data = bytearray(good)
+        for _ in range(rng.choice([1, 1, 2, 8])):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        broken.write_bytes(data[: rng.choice([len(data), rng.randrange(len(data))])])
+        try:
+            file = TorchFile(broken)
+            for key in file.keys():  # noqa: SIM118
+                assert file.read(key).shape == file.spec(key).shape
+        except WanjaxError as error:
+            assert "\n" not in str(error)  # noqa: PT017
+
+
+def test_no_more_is_read_of_a_table_of_contents_than_can_be_one(saved, monkeypatch):
+    monkeypatch.setattr(torch_file, "HEADER_LIMIT", 50)
+    assert "its table of contents has" in refusal(saved)
+    monkeypatch.setattr(torch_file, "HEADER_LIMIT", 10**8)
+    monkeypatch.setattr(torch_file, "PICKLE_LIMIT", 50)
+    assert "its pickle has more than 50 bytes" in refusal(saved)
+
+
+def test_a_file_that_shrinks_after_it_was_opened_is_refused(saved):
+    file = TorchFile(saved)
+    saved.write_bytes(saved.read_bytes()[:100])
+    with pytest.raises(WanjaxError, match="cannot be read"):
+        file.read("b")
+
+
+def test_values_are_views_of_the_file(saved):
+    array = TorchFile(saved).read("a")
+    assert isinstance(array.base, np.ndarray)
