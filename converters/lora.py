@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA: changes of a network's weights, of low rank or whole, merged into them while they are read.
+
+Files name what they change in the layout of diffusers or of the authors, under one of several prefixes, or with the
+dots written as underscores; and the two factors `lora_A` and `lora_B`, or `lora_down` and `lora_up`. All of these
+become changes of the tensors of one checkpoint. `Merged` is that checkpoint with them added, in float32 and in the
+layout in which it is stored, so that whatever rearranges its weights afterwards knows nothing of it
+(Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2106.09685; W + strength · alpha / rank · B A).
+"""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from wanjax.checkpoint import Spec
+from wanjax.converters.engine import Reader
+from wanjax.converters.readers import Names, open_tensors
+from wanjax.errors import WanjaxError
+
+EXPERTS = ("high", "low")
+PREFIXES = ("base_model.model.", "model.diffusion_model.", "diffusion_model.", "transformer.", "lora_unet_")
+ROLES = {  # what a key ends with: what that is, and the leaf of the tensor that it changes
+    ".lora_A.weight": ("down", ".weight"),
+    ".lora_A.default.weight": ("down", ".weight"),
+    ".lora_A": ("down", ".weight"),
+    ".lora_down.weight": ("down", ".weight"),
+    ".lora.down.weight": ("down", ".weight"),
+    ".lora_B.weight": ("up", ".weight"),
+    ".lora_B.default.weight": ("up", ".weight"),
+    ".lora_B": ("up", ".weight"),
+    ".lora_up.weight": ("up", ".weight"),
+    ".lora.up.weight": ("up", ".weight"),
+    ".alpha": ("alpha", ".weight"),
+    ".diff": ("diff", ".weight"),
+    ".diff_b": ("diff", ".bias"),
+    ".diff_m": ("diff", ".modulation"),
+    ".lora_B.bias": ("scaled diff", ".bias"),
+    ".lora_B.default.bias": ("scaled diff", ".bias"),
+}
+OTHER_KINDS = ("dora_scale", "lora_magnitude_vector", "hada_", "lokr_", "lora_mid", "oft_", "reshape_weight")
+PEFT_METADATA = "lora_adapter_metadata"  # the entry of a file's metadata in which diffusers keeps PEFT's config
+PEFT_FILE, PEFT_CONFIG = "adapter_model", "adapter_config.json"  # PEFT keeps it in a file of its own
+ENOUGH = 0.5  # of a file's changes must fit, or it is another model's
+
+
+@dataclass(frozen=True)
+class Lora:
+    """A file of changes, how strongly they count, and which of a model's two experts they are for (None: all)."""
+
+    file: str
+    strength: float = 1.0
+    expert: str | None = None
+
+    def __post_init__(self):
+        if not math.isfinite(self.strength):
+            raise WanjaxError(f"the strength {self.strength} of {self.file} is not a finite number: 1 is usual")
+        if self.expert not in (None, *EXPERTS):
+            raise WanjaxError(f"no expert is named {self.expert!r}: there are {' and '.join(EXPERTS)}")
+
+    @classmethod
+    def parse(cls, text: str) -> "Lora":
+        """From `FILE`, `FILE:STRENGTH`, or either behind `high=` or `low=`; raises WanjaxError for an empty file."""
+        expert, equals, rest = text.partition("=")
+        if not equals or expert not in EXPERTS:
+            expert, rest = None, text
+        file, colon, number = rest.rpartition(":")
+        try:
+            strength = float(number) if colon else 1.0
+        except ValueError:  # the colon is the file name's own
+            file, strength = rest, 1.0
+        file = file if colon else rest
+        if not file:
+            raise WanjaxError(f"the LoRA {text!r} names no file: FILE or FILE:STRENGTH does")
+        return cls(file, strength, expert)
+
+    def __str__(self) -> str:
+        expert = f"{self.expert}=" if self.expert else ""
+        plain = self.strength == 1 and ":" not in self.file
+        return f"{expert}{self.file}" + ("" if plain else f":{float(self.strength)!r}")
+
+
+class Matches(NamedTuple):
+    """What a file changes: how many of its changes fit the network, and the names of those that do not."""
+
+    file: str
+    matched: int
+    unmatched: tuple[str, ...]
+
+    def __str__(self) -> str:
+        total = self.matched + len(self.unmatched)
+        told = f"{self.file}: {self.matched} of {total} changes merged"
+        if not self.unmatched:
+            return told
+        listed = ", ".join(self.unmatched[:3]) + (" and so on" if len(self.unmatched) > 3 else "")
+        return f"{told}; what has no place in the model was left out: {listed}"
+
+
+class Change(NamedTuple):
+    """What is added to one tensor, times `scale`: the tensor of the one key, or the product of those of two."""
+
+    factors: tuple[str, ...]
+    scale: float
+
+
+class LoraFile:
+    """The changes in a file, by the tensors of one network that they change.
+
+    specs: the network's tensors by the names that diffusers gives them; names: what the authors call them.
+    Raises WanjaxError if the file cannot be read, is incomplete, holds changes of another kind, or hardly any of them
+    has a place in the network.
+    """
+
+    def __init__(self, path: Path, specs: Mapping[str, Spec], names: Names):
+        self._reader = open_tensors(path)
+        self._changes: dict[str, Change] = {}
+        changes, unmatched = _changes(path, self._reader)
+        targets = _targets(specs, names)
+        for name, change in changes.items():
+            target = targets.get(name)
+            if target is None:
+                unmatched.append(name)
+            elif (shape := self._shape(change)) != specs[target].shape:
+                unmatched.append(f"{name} of shape {list(shape)}, where {list(specs[target].shape)} is right")
+            else:
+                self._changes[target] = change
+        self.matches = Matches(str(path), len(self._changes), tuple(unmatched))
+        if len(self._changes) < max(1, ENOUGH * (len(self._changes) + len(unmatched))):
+            raise WanjaxError(f"{self.matches}: a LoRA for this model is needed")
+
+    def __contains__(self, target: str) -> bool:
+        return target in self._changes
+
+    def change(self, target: str, strength: float) -> np.ndarray:
+        """What is added to a tensor, float32."""
+        change = self._changes[target]
+        first, *others = (self._reader.read(key).astype(np.float32) for key in change.factors)
+        first *= np.float32(strength * change.scale)
+        for other in others:
+            first = _product(first, other)
+        return first
+
+    def _shape(self, change: Change) -> tuple[int, ...]:
+        """The shape of what is added; empty where the factors do not go together."""
+        first, *others = (self._reader.spec(key).shape for key in change.factors)
+        for other in others:
+            fits = len(first) > 1 and len(other) > 1 and math.prod(first[1:]) == other[0]
+            first = (first[0], *other[1:]) if fits else ()
+        return first
+
+
+class Merged:
+    """A checkpoint with changes added; a tensor that has none, or none of a strength but 0, stays as it is."""
+
+    def __init__(self, reader: Reader, files: Sequence[tuple[LoraFile, float]]):
+        self._reader = reader
+        self._files = [(file, strength) for file, strength in files if strength != 0]
+
+    def keys(self) -> Sequence[str]:
+        return tuple(self._reader.keys())
+
+    def spec(self, key: str) -> Spec:
+        shape, dtype = self._reader.spec(key)
+        return Spec(shape, np.dtype(np.float32) if self._of(key) else dtype)
+
+    def read(self, key: str) -> np.ndarray:
+        x = self._reader.read(key)
+        if files := self._of(key):
+            x = x.astype(np.float32)
+        for file, strength in files:
+            x += file.change(key, strength)
+        return x
+
+    def _of(self, key: str) -> list[tuple[LoraFile, float]]:
+        return [(file, strength) for file, strength in self._files if key in file]
+
+
+def _product(up: np.ndarray, down: np.ndarray) -> np.ndarray:
+    """Of matrices, or of the weights of two convolutions of which the second has a kernel of 1."""
+    return (up.reshape(len(up), -1) @ down.reshape(len(down), -1)).reshape(len(up), *down.shape[1:])
+
+
+def _targets(specs: Mapping[str, Spec], names: Names) -> dict[str, str]:
+    """The network's tensors by every name under which a file may have them."""
+    found: dict[str, str] = {}
+    for key in specs:
+        for name in (key, names.theirs(key)):
+            if name:
+                module, dot, leaf = name.rpartition(".")
+                found |= {name: key, f"{module.replace('.', '_')}{dot}{leaf}": key}
+    return found
+
+
+def _changes(path: Path, reader: Reader) -> tuple[dict[str, Change], list[str]]:
+    """The changes in a file by the names that it has for what they change, without prefixes; and keys that are none."""
+    found, parts, unknown = {}, *_parts(path, reader)
+    config = _peft_config(path, reader)
+    for module, keys in parts.items():
+        up, down, alpha = (keys.pop((role, ".weight"), None) for role in ("up", "down", "alpha"))
+        scale = 1.0
+        if up and down:
+            scale = _scale(reader, alpha, _rank(reader, down), module, config)
+            found[f"{module}.weight"] = Change((up, down), scale)
+        elif up or down:
+            raise WanjaxError(f"{path} holds {up or down} without its other factor: a complete file is needed")
+        elif alpha:
+            unknown.append(alpha)
+        for (role, leaf), key in keys.items():
+            found[module + leaf] = Change((key,), scale if role == "scaled diff" else 1.0)
+    return found, unknown
+
+
+def _parts(path: Path, reader: Reader) -> tuple[dict[str, dict[tuple[str, str], str]], list[str]]:
+    """The file's keys by the module that they change and what they are of that change; and those that are neither."""
+    found: defaultdict[str, dict[tuple[str, str], str]] = defaultdict(dict)
+    unknown = []
+    for key in reader.keys():  # noqa: SIM118
+        if any(kind in key for kind in OTHER_KINDS):
+            raise WanjaxError(f"{path} holds {key}, a change of another kind than LoRA: only LoRA and diffs are merged")
+        if not jnp.issubdtype(dtype := reader.spec(key).dtype, jnp.floating):
+            raise WanjaxError(f"{path} holds {key} as {dtype} where a floating dtype is right")
+        name = key
+        for prefix in PREFIXES:
+            name = name.removeprefix(prefix)
+        ending = next((ending for ending in ROLES if name.endswith(ending)), None)
+        if ending is None:
+            unknown.append(key)
+            continue
+        module, role = name.removesuffix(ending), ROLES[ending]
+        if role in found[module]:
+            raise WanjaxError(f"{path} holds both {found[module][role]} and {key}: one of them is right")
+        found[module][role] = key
+    return found, unknown
+
+
+def _rank(reader: Reader, down: str) -> int:
+    shape = reader.spec(down).shape
+    return shape[0] if shape else 0
+
+
+def _scale(reader: Reader, alpha: str | None, rank: int, module: str, config: Mapping[str, Any]) -> float:
+    """What a product counts: alpha / rank; 1 where the file tells no alpha."""
+    if alpha is not None and reader.spec(alpha).shape in ((), (1,)) and rank:
+        return float(reader.read(alpha).astype(np.float64).item()) / rank
+    if "lora_alpha" not in config or not rank:
+        return 1.0
+    patterns = config.get("alpha_pattern") or {}
+    own = (value for pattern, value in patterns.items() if _names(pattern, module))
+    number = next(own, config["lora_alpha"])
+    return float(number) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _names(pattern: str, module: str) -> bool:
+    """Whether PEFT's pattern, the end of a module's name or behind a caret all of it, names the module."""
+    if pattern.startswith("^"):
+        return pattern[1:] == module
+    return module == pattern or module.endswith(f".{pattern}")
+
+
+def _peft_config(path: Path, reader: Reader) -> dict[str, Any]:
+    """PEFT's config, from the file's metadata or from beside it; empty where there is none."""
+    if text := getattr(reader, "metadata", {}).get(PEFT_METADATA):
+        where = f"the {PEFT_METADATA} of {path}"
+    elif path.stem == PEFT_FILE and (beside := path.with_name(PEFT_CONFIG)).is_file():
+        where, text = str(beside), beside.read_text(encoding="utf-8", errors="replace")
+    else:
+        return {}
+    try:
+        config = {key.removeprefix("transformer."): value for key, value in json.loads(text).items()}
+        numbers = [config.get("lora_alpha", 1), *(config.get("alpha_pattern") or {}).values()]
+        if all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
+            return config
+    except (ValueError, AttributeError, RecursionError):
+        pass
+    raise WanjaxError(f"{where} is not a config of PEFT: a JSON object with numbers for alpha is needed")

@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wan as its authors store it, and as ComfyUI stores it after them: names, and configs read from names and shapes.
+
+The tables are total in both directions: each tensor of the original layout has a name in that of diffusers and back,
+so that what reads the one reads the other. Sources: wan/modules/{model,vace_model,vae,t5,clip}.py of the official
+Wan 2.1 and 2.2 for their names, and diffusers' scripts/convert_wan_to_diffusers.py for what it calls them.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from wanjax.checkpoint import Spec
+from wanjax.converters.readers import Names
+from wanjax.errors import WanjaxError
+from wanjax.models.wan.config import VAE_2_1, VAEConfig
+
+Specs = Mapping[str, Spec]
+Pairs = list[tuple[str, str]]
+HEAD_DIM = 128  # in every published Wan transformer
+STATISTICS: Mapping[int, VAEConfig] = {VAE_2_1.latent_channels: VAE_2_1}  # of latents, which files do not hold
+
+
+def _block(block: str) -> Pairs:
+    """What a transformer block holds; the normalisations before cross-attention and MLP have changed places."""
+    projections = (("q", "to_q"), ("k", "to_k"), ("v", "to_v"), ("o", "to_out.0"))
+    attention = [
+        *projections,
+        *(("norm_q", "norm_q"), ("norm_k", "norm_k")),
+        *(("k_img", "add_k_proj"), ("v_img", "add_v_proj"), ("norm_k_img", "norm_added_k")),
+    ]
+    return [
+        *((f"{block}.self_attn.{theirs}", f"{block}.attn1.{ours}") for theirs, ours in attention[:6]),
+        *((f"{block}.cross_attn.{theirs}", f"{block}.attn2.{ours}") for theirs, ours in attention),
+        (f"{block}.norm3", f"{block}.norm2"),
+        (f"{block}.ffn.0", f"{block}.ffn.net.0.proj"),
+        (f"{block}.ffn.2", f"{block}.ffn.net.2"),
+        (f"{block}.modulation", f"{block}.scale_shift_table"),
+    ]
+
+
+TRANSFORMER = Names(
+    [
+        ("patch_embedding", "patch_embedding"),
+        ("text_embedding.0", "condition_embedder.text_embedder.linear_1"),
+        ("text_embedding.2", "condition_embedder.text_embedder.linear_2"),
+        ("time_embedding.0", "condition_embedder.time_embedder.linear_1"),
+        ("time_embedding.2", "condition_embedder.time_embedder.linear_2"),
+        ("time_projection.1", "condition_embedder.time_proj"),
+        ("img_emb.proj.0", "condition_embedder.image_embedder.norm1"),
+        ("img_emb.proj.1", "condition_embedder.image_embedder.ff.net.0.proj"),
+        ("img_emb.proj.3", "condition_embedder.image_embedder.ff.net.2"),
+        ("img_emb.proj.4", "condition_embedder.image_embedder.norm2"),
+        ("img_emb.emb_pos", "condition_embedder.image_embedder.pos_embed"),
+        *_block("blocks.{i}"),
+        ("vace_patch_embedding", "vace_patch_embedding"),
+        *_block("vace_blocks.{i}"),
+        ("vace_blocks.{i}.before_proj", "vace_blocks.{i}.proj_in"),
+        ("vace_blocks.{i}.after_proj", "vace_blocks.{i}.proj_out"),
+        ("head.head", "proj_out"),
+        ("head.modulation", "scale_shift_table"),
+    ]
+)
+
+TEXT_ENCODER = Names(
+    [
+        ("token_embedding", "shared"),
+        ("blocks.{i}.norm1", "encoder.block.{i}.layer.0.layer_norm"),
+        *((f"blocks.{{i}}.attn.{x}", f"encoder.block.{{i}}.layer.0.SelfAttention.{x}") for x in "qkvo"),
+        (
+            "blocks.{i}.pos_embedding.embedding",
+            "encoder.block.{i}.layer.0.SelfAttention.relative_attention_bias",
+        ),
+        ("blocks.{i}.norm2", "encoder.block.{i}.layer.1.layer_norm"),
+        ("blocks.{i}.ffn.gate.0", "encoder.block.{i}.layer.1.DenseReluDense.wi_0"),
+        ("blocks.{i}.ffn.fc1", "encoder.block.{i}.layer.1.DenseReluDense.wi_1"),
+        ("blocks.{i}.ffn.fc2", "encoder.block.{i}.layer.1.DenseReluDense.wo"),
+        ("norm", "encoder.final_layer_norm"),
+    ]
+)
+
+IMAGE_ENCODER = Names(
+    [
+        ("visual.cls_embedding", "vision_model.embeddings.class_embedding"),
+        ("visual.patch_embedding", "vision_model.embeddings.patch_embedding"),
+        ("visual.pos_embedding", "vision_model.embeddings.position_embedding.weight"),
+        ("visual.pre_norm", "vision_model.pre_layrnorm"),
+        ("visual.transformer.{i}.norm1", "vision_model.encoder.layers.{i}.layer_norm1"),
+        *(
+            (f"visual.transformer.{{i}}.attn.to_{x}", f"vision_model.encoder.layers.{{i}}.self_attn.{x}_proj")
+            for x in "qkv"
+        ),
+        ("visual.transformer.{i}.attn.proj", "vision_model.encoder.layers.{i}.self_attn.out_proj"),
+        ("visual.transformer.{i}.norm2", "vision_model.encoder.layers.{i}.layer_norm2"),
+        ("visual.transformer.{i}.mlp.0", "vision_model.encoder.layers.{i}.mlp.fc1"),
+        ("visual.transformer.{i}.mlp.2", "vision_model.encoder.layers.{i}.mlp.fc2"),
+        ("visual.post_norm", "vision_model.post_layernorm"),
+    ]
+)
+"""Of `Unfused` names; the text half of the file, and the projection after the last norm, are not Wan's."""
+
+
+def _res_block(theirs: str, ours: str) -> Pairs:
+    inside = (("residual.0", "norm1"), ("residual.2", "conv1"), ("residual.3", "norm2"), ("residual.6", "conv2"))
+    return [
+        *((f"{theirs}.{a}", f"{ours}.{b}") for a, b in inside),
+        (f"{theirs}.shortcut", f"{ours}.conv_shortcut"),
+    ]
+
+
+def _resample(theirs: str, ours: str) -> Pairs:
+    return [(f"{theirs}.resample.1", f"{ours}.resample.1"), (f"{theirs}.time_conv", f"{ours}.time_conv")]
+
+
+def vae_names(config: Mapping[str, Any]) -> Names:
+    """The names of an autoencoder with the levels and blocks that its config.json tells."""
+    levels, blocks = len(config["dim_mult"]), config["num_res_blocks"]
+    inside = _nested if config["is_residual"] else _flat
+    return Names(
+        [
+            *(pair for half in ("encoder", "decoder") for pair in _ends(half)),
+            *inside(levels, blocks),
+            ("conv1", "quant_conv"),
+            ("conv2", "post_quant_conv"),
+        ]
+    )
+
+
+def _ends(half: str) -> Pairs:
+    return [
+        (f"{half}.conv1", f"{half}.conv_in"),
+        *_res_block(f"{half}.middle.0", f"{half}.mid_block.resnets.0"),
+        (f"{half}.middle.1", f"{half}.mid_block.attentions.0"),
+        *_res_block(f"{half}.middle.2", f"{half}.mid_block.resnets.1"),
+        (f"{half}.head.0", f"{half}.norm_out"),
+        (f"{half}.head.2", f"{half}.conv_out"),
+    ]
+
+
+def _flat(levels: int, blocks: int) -> Pairs:
+    """The autoencoder of Wan 2.1 counts its blocks and resamplers in one list; diffusers' decoder does not."""
+    pairs: Pairs = []
+    for i in range(levels * (blocks + 1) - 1):
+        theirs, ours = f"encoder.downsamples.{i}", f"encoder.down_blocks.{i}"
+        pairs += _resample(theirs, ours) if i % (blocks + 1) == blocks else _res_block(theirs, ours)
+    for level in range(levels):
+        first, ours = level * (blocks + 2), f"decoder.up_blocks.{level}"
+        for j in range(blocks + 1):
+            pairs += _res_block(f"decoder.upsamples.{first + j}", f"{ours}.resnets.{j}")
+        pairs += _resample(f"decoder.upsamples.{first + blocks + 1}", f"{ours}.upsamplers.0")
+    return pairs
+
+
+def _nested(levels: int, blocks: int) -> Pairs:
+    """That of Wan 2.2 counts them in a list for each level."""
+    pairs: Pairs = []
+    for level in range(levels):
+        sides = (
+            (f"encoder.downsamples.{level}.downsamples", f"encoder.down_blocks.{level}", "downsampler", blocks),
+            (f"decoder.upsamples.{level}.upsamples", f"decoder.up_blocks.{level}", "upsampler", blocks + 1),
+        )
+        for theirs, ours, resampler, count in sides:
+            for j in range(count):
+                pairs += _res_block(f"{theirs}.{j}", f"{ours}.resnets.{j}")
+            pairs += _resample(f"{theirs}.{count}", f"{ours}.{resampler}")
+    return pairs
+
+
+# --- configs ---
+
+
+def transformer_json(specs: Specs, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The config.json that diffusers would write for a transformer whose tensors have these original names.
+
+    given: the original config.json, where there is one, for what shapes do not tell. Raises WanjaxError where a tensor
+    is missing that tells a size.
+    """
+    given = given or {}
+    width, channels_in, *patch = _shape(specs, "patch_embedding.weight", 5)
+    layers = _count(specs, r"blocks\.([0-9]{1,4})\..*")
+    vace = _count(specs, r"vace_blocks\.([0-9]{1,4})\..*")
+    images = "img_emb.proj.1.weight" in specs
+    heads = given.get("num_heads", width // HEAD_DIM)
+    json: dict[str, Any] = {
+        "_class_name": "WanVACETransformer3DModel" if vace else "WanTransformer3DModel",
+        "added_kv_proj_dim": width if images else None,
+        "attention_head_dim": width // heads,
+        "cross_attn_norm": True,
+        "eps": given.get("eps", 1e-6),
+        "ffn_dim": _shape(specs, "blocks.0.ffn.0.weight", 2)[0],
+        "freq_dim": _shape(specs, "time_embedding.0.weight", 2)[1],
+        "image_dim": _shape(specs, "img_emb.proj.1.weight", 2)[1] if images else None,
+        "in_channels": channels_in,
+        "num_attention_heads": heads,
+        "num_layers": layers,
+        "out_channels": _shape(specs, "head.head.weight", 2)[0] // (patch[0] * patch[1] * patch[2]),
+        "patch_size": patch,
+        "pos_embed_seq_len": _shape(specs, "img_emb.emb_pos", 3)[1] if "img_emb.emb_pos" in specs else None,
+        "qk_norm": "rms_norm_across_heads",
+        "rope_max_seq_len": 1024,
+        "text_dim": _shape(specs, "text_embedding.0.weight", 2)[1],
+    }
+    if vace:
+        json["vace_layers"] = list(given.get("vace_layers", range(0, layers, layers // vace)))
+        json["vace_in_channels"] = _shape(specs, "vace_patch_embedding.weight", 5)[1]
+    return json
+
+
+def vae_json(specs: Specs) -> dict[str, Any]:
+    """The config.json that diffusers would write for an autoencoder; raises WanjaxError as `transformer_json` does."""
+    base, channels = _shape(specs, "encoder.conv1.weight", 5)[:2]
+    latents = _shape(specs, "conv2.weight", 5)[0]
+    if latents not in STATISTICS:
+        known = " or ".join(map(str, STATISTICS))
+        raise WanjaxError(f"the autoencoder has {latents} latent channels where the statistics of {known} are known")
+    nested = any(key.startswith("encoder.downsamples.0.downsamples.") for key in specs)
+    json = _nested_json(specs, channels) if nested else _flat_json(specs)
+    mean, std = STATISTICS[latents].latents_mean, STATISTICS[latents].latents_std
+    return json | {
+        "_class_name": "AutoencoderKLWan",
+        "attn_scales": [],
+        "base_dim": base,
+        "dim_mult": [width // base for width in json["dim_mult"]],
+        "dropout": 0.0,
+        "is_residual": nested,
+        "latents_mean": list(mean),
+        "latents_std": list(std),
+        "z_dim": latents,
+    }
+
+
+def _flat_json(specs: Specs) -> dict[str, Any]:
+    """Levels end with a resampler, but for the last; the width of each is that of its last block."""
+    count = _count(specs, r"encoder\.downsamples\.([0-9]{1,4})\..*")
+    ends = [i for i in range(count) if f"encoder.downsamples.{i}.resample.1.weight" in specs]
+    blocks = ends[0] if ends else count
+    widths = [_shape(specs, f"encoder.downsamples.{i - 1}.residual.6.weight", 5)[0] for i in (*ends, count)]
+    return {
+        "dim_mult": widths,
+        "num_res_blocks": blocks,
+        "temperal_downsample": [f"encoder.downsamples.{i}.time_conv.weight" in specs for i in ends],
+    }
+
+
+def _nested_json(specs: Specs, channels: int) -> dict[str, Any]:
+    levels = _count(specs, r"encoder\.downsamples\.([0-9]{1,4})\..*")
+    prefix = "encoder.downsamples.{}.downsamples"
+    blocks = _count(specs, prefix.format(levels - 1).replace(".", r"\.") + r"\.([0-9]{1,4})\..*")
+    last = [f"{prefix.format(level)}.{blocks - 1}.residual.6.weight" for level in range(levels)]
+    times = [f"{prefix.format(level)}.{blocks}.time_conv.weight" for level in range(levels - 1)]
+    patch = round((channels / 3) ** 0.5)
+    return {
+        "decoder_base_dim": _shape(specs, "decoder.head.0.gamma", 4)[0],
+        "dim_mult": [_shape(specs, key, 5)[0] for key in last],
+        "in_channels": channels,
+        "num_res_blocks": blocks,
+        "out_channels": _shape(specs, "decoder.head.2.weight", 5)[0],
+        "patch_size": patch,
+        "scale_factor_spatial": patch * 2 ** (levels - 1),
+        "scale_factor_temporal": 2 ** sum(time in specs for time in times),
+        "temperal_downsample": [time in specs for time in times],
+    }
+
+
+def text_encoder_json(specs: Specs) -> dict[str, Any]:
+    """The config.json of a UMT5 encoder by its original names; raises WanjaxError as `transformer_json` does."""
+    vocabulary, width = _shape(specs, "token_embedding.weight", 2)
+    buckets, heads = _shape(specs, "blocks.0.pos_embedding.embedding.weight", 2)
+    return {
+        "architectures": ["UMT5EncoderModel"],
+        "model_type": "umt5",
+        "d_ff": _shape(specs, "blocks.0.ffn.fc1.weight", 2)[0],
+        "d_kv": _shape(specs, "blocks.0.attn.q.weight", 2)[0] // heads,
+        "d_model": width,
+        "feed_forward_proj": "gated-gelu",
+        "layer_norm_epsilon": 1e-6,
+        "num_heads": heads,
+        "num_layers": _count(specs, r"blocks\.([0-9]{1,4})\..*"),
+        "relative_attention_max_distance": 128,
+        "relative_attention_num_buckets": buckets,
+        "vocab_size": vocabulary,
+    }
+
+
+def _shape(specs: Specs, key: str, rank: int) -> tuple[int, ...]:
+    """The shape of a tensor that tells a size."""
+    if key not in specs:
+        raise WanjaxError(f"the checkpoint lacks {key}, which tells a size of the network: a complete file is needed")
+    shape = specs[key].shape
+    if len(shape) != rank or 0 in shape:
+        raise WanjaxError(f"{key} has the shape {list(shape)} where {rank} axes are right")
+    return shape
+
+
+def _count(keys: Iterable[str], pattern: str) -> int:
+    """One more than the highest index; 0 where no key matches."""
+    return max((int(found[1]) for key in keys if (found := re.fullmatch(pattern, key))), default=-1) + 1

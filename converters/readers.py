@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of tensors in either format, layouts that name the same tensors differently, and one read as another."""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from wanjax.checkpoint import SafetensorsFile, Spec
+from wanjax.converters.engine import PLACEHOLDER, Reader
+from wanjax.errors import WanjaxError
+from wanjax.torch_file import SUFFIXES, TorchFile
+
+Table = list[tuple[re.Pattern, str]]
+
+
+def open_tensors(path: str | Path) -> SafetensorsFile | TorchFile:
+    """A file of tensors, of the format that its suffix tells; raises WanjaxError where it cannot be read."""
+    path = Path(path).expanduser()
+    return TorchFile(path) if path.suffix in SUFFIXES else SafetensorsFile(path)
+
+
+@dataclass(frozen=True)
+class Names:
+    """Pairs (theirs, ours) of names of the same module or tensor; `{i}` stands for an index, the same in both.
+
+    What stands behind a module's name, such as `.weight`, is alike in both layouts.
+    """
+
+    pairs: Sequence[tuple[str, str]]
+
+    def ours(self, theirs: str) -> str | None:
+        """Our name of their tensor or module; None where it has none."""
+        return _translated(theirs, self._to_ours)
+
+    def theirs(self, ours: str) -> str | None:
+        """Their name of our tensor or module; None where it has none."""
+        return _translated(ours, self._to_theirs)
+
+    @cached_property
+    def _to_ours(self) -> Table:
+        return _table(self.pairs)
+
+    @cached_property
+    def _to_theirs(self) -> Table:
+        return _table((ours, theirs) for theirs, ours in self.pairs)
+
+
+def _table(pairs: Iterable[tuple[str, str]]) -> Table:
+    return [(re.compile(_expression(name) + r"(?P<leaf>(\..*)?)"), new) for name, new in pairs]
+
+
+def _expression(name: str) -> str:
+    """A regular expression of a name with placeholders; a placeholder that comes twice has the same value twice."""
+    return PLACEHOLDER.sub(r"(?P<\1>[0-9]{1,4})", name.replace(".", r"\."))
+
+
+def _translated(name: str, table: Table) -> str | None:
+    for pattern, new in table:
+        if found := pattern.fullmatch(name):
+            return PLACEHOLDER.sub(lambda placeholder: found[placeholder[1]], new) + found["leaf"]
+    return None
+
+
+class Renamed:
+    """A checkpoint by other names: `rename` gives each, None for a tensor that is left out."""
+
+    def __init__(self, reader: Reader, rename: Callable[[str], str | None]):
+        self._reader = reader
+        self._keys: dict[str, str] = {}
+        for key in reader.keys():  # noqa: SIM118
+            new = rename(key)
+            if new in self._keys:
+                raise WanjaxError(f"{self._keys[new]!r} and {key!r} are the same tensor {new!r}: one of them is right")
+            if new is not None:
+                self._keys[new] = key
+
+    def keys(self) -> Sequence[str]:
+        return tuple(self._keys)
+
+    def spec(self, key: str) -> Spec:
+        return self._reader.spec(self._keys[key])
+
+    def read(self, key: str) -> np.ndarray:
+        return self._reader.read(self._keys[key])
+
+
+class Unfused:
+    """A checkpoint with each `NAME.to_qkv` as `NAME.to_q`, `NAME.to_k` and `NAME.to_v`, a third of the rows each."""
+
+    def __init__(self, reader: Reader):
+        self._reader = reader
+        self._parts: dict[str, tuple[str, int | None]] = {}
+        for key in reader.keys():  # noqa: SIM118
+            before, fused, after = key.partition(".to_qkv.")
+            if fused:
+                self._parts |= {f"{before}.to_{name}.{after}": (key, part) for part, name in enumerate("qkv")}
+            else:
+                self._parts[key] = (key, None)
+
+    def keys(self) -> Sequence[str]:
+        return tuple(self._parts)
+
+    def spec(self, key: str) -> Spec:
+        whole, part = self._parts[key]
+        (shape, dtype) = self._reader.spec(whole)
+        return Spec((shape[0] // 3, *shape[1:]) if shape and part is not None else shape, dtype)
+
+    def read(self, key: str) -> np.ndarray:
+        whole, part = self._parts[key]
+        x = self._reader.read(whole)
+        if part is None:
+            return x
+        rows = len(x) // 3
+        return x[part * rows : (part + 1) * rows]
+
+
+class Descaled:
+    """A checkpoint with the scales of its 8-bit weights multiplied in: `NAME.weight` by the number `NAME.scale_weight`.
+
+    What else such files hold is left out: the mark `scaled_fp8`, and scales for inputs, which are not rounded here.
+    """
+
+    def __init__(self, reader: Reader):
+        self._reader = reader
+        keys = set(reader.keys())
+        self._scales = {key: scale for key in keys if (scale := _scale_of(key)) in keys}
+        surplus = {"scaled_fp8", *self._scales.values()} if self._scales or "scaled_fp8" in keys else set()
+        self._keys = [key for key in reader.keys() if key not in surplus and not key.endswith(".scale_input")]  # noqa: SIM118
+
+    def keys(self) -> Sequence[str]:
+        return tuple(self._keys)
+
+    def spec(self, key: str) -> Spec:
+        shape, dtype = self._reader.spec(key)
+        return Spec(shape, np.dtype(np.float32) if key in self._scales else dtype)
+
+    def read(self, key: str) -> np.ndarray:
+        x = self._reader.read(key)
+        if key not in self._scales:
+            return x
+        return x.astype(np.float32) * self._reader.read(self._scales[key]).astype(np.float32)
+
+
+def _scale_of(key: str) -> str:
+    return f"{key.removesuffix('.weight')}.scale_weight"

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA in every dialect that diffusers or PEFT read: the same merged weights, through the same conversion."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import peft
+import pytest
+import torch
+from diffusers import WanPipeline, WanTransformer3DModel
+from flax import nnx
+from safetensors.torch import load_file, save_file
+
+from tests.parity.references import StateDict, randomise
+from wanjax.converters import engine, lora, original, wan
+from wanjax.models.wan.transformer import WanTransformer
+
+SIZES = {
+    **{"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 12, "ffn_dim": 32, "in_channels": 4},
+    **{"out_channels": 4, "text_dim": 16, "freq_dim": 16},
+}
+BLOCK = {  # a block's projections: as diffusers calls them, as the authors do
+    **{f"attn1.to_{x}": f"self_attn.{x}" for x in "qkv"} | {"attn1.to_out.0": "self_attn.o"},
+    **{f"attn2.to_{x}": f"cross_attn.{x}" for x in "qkv"} | {"attn2.to_out.0": "cross_attn.o"},
+    **{"ffn.net.0.proj": "ffn.0", "ffn.net.2": "ffn.2"},
+}
+AROUND = {
+    "condition_embedder.text_embedder.linear_1": "text_embedding.0",
+    "condition_embedder.text_embedder.linear_2": "text_embedding.2",
+    "condition_embedder.time_embedder.linear_1": "time_embedding.0",
+    "condition_embedder.time_embedder.linear_2": "time_embedding.2",
+    "condition_embedder.time_proj": "time_projection.1",
+    "proj_out": "head.head",
+}
+NAMES = {f"blocks.{i}.{ours}": f"blocks.{i}.{theirs}" for i in range(2) for ours, theirs in BLOCK.items()}
+RANK, ALPHA = 4, 3.0
+
+
+def reference():
+    """The same small transformer every time."""
+    torch.manual_seed(0)
+    module = WanTransformer3DModel(**SIZES)
+    randomise(module, 1)
+    return module
+
+
+def factors(names, seed=2, rank=RANK):
+    """A pair of random factors for each of diffusers' modules."""
+    generator, weights = torch.Generator().manual_seed(seed), dict(reference().state_dict())
+    return {
+        name: (
+            torch.randn(rank, weights[f"{name}.weight"].shape[1], generator=generator) * 0.1,
+            torch.randn(weights[f"{name}.weight"].shape[0], rank, generator=generator) * 0.1,
+        )
+        for name in names
+    }
+
+
+def biases(names):
+    generator, weights = torch.Generator().manual_seed(3), dict(reference().state_dict())
+    return {name: torch.randn(weights[f"{name}.bias"].shape, generator=generator) * 0.1 for name in names}
+
+
+def diffusers_file(path):
+    tensors = {}
+    for name, (down, up) in factors(NAMES | AROUND).items():
+        tensors |= {f"transformer.{name}.lora_A.weight": down, f"transformer.{name}.lora_B.weight": up}
+    save_file(tensors, path)
+
+
+def diffusers_file_with_metadata(path):
+    """As diffusers saves it: PEFT's config, with another alpha for some modules, in the file's metadata."""
+    diffusers_file(path)
+    config = {
+        **{"transformer.r": RANK, "transformer.lora_alpha": 2.5, "transformer.use_rslora": True},
+        "transformer.target_modules": list(NAMES | AROUND),
+        "transformer.alpha_pattern": {"blocks.1.attn1.to_q": 7, "ffn.net.2": 1},
+    }
+    save_file(load_file(path), path, {lora.PEFT_METADATA: json.dumps(config)})
+
+
+def comfy_file(path):
+    """`diffusion_model.`, lora_down and lora_up, alpha, and changes of biases."""
+    tensors, names = {}, NAMES
+    for name, (down, up) in factors(names).items():
+        theirs = f"diffusion_model.{names[name]}"
+        tensors |= {f"{theirs}.lora_down.weight": down, f"{theirs}.lora_up.weight": up}
+        tensors |= {f"{theirs}.alpha": torch.tensor(ALPHA), f"{theirs}.diff_b": biases([name])[name]}
+    save_file(tensors, path)
+
+
+def comfy_file_of_all_modules(path):
+    """`diffusion_model.` with lora_A and lora_B, and modules outside of the blocks."""
+    tensors, names = {}, NAMES | AROUND
+    for name, (down, up) in factors(names).items():
+        theirs = f"diffusion_model.{names[name]}"
+        tensors |= {f"{theirs}.lora_A.weight": down, f"{theirs}.lora_B.weight": up}
+        tensors |= {f"{theirs}.diff_b": biases([name])[name]}
+    save_file(tensors, path)
+
+
+def kohya_file(path):
+    tensors = {}
+    for name, (down, up) in factors(NAMES).items():
+        theirs = f"lora_unet_{NAMES[name].replace('.', '_')}"
+        tensors |= {f"{theirs}.lora_down.weight": down, f"{theirs}.lora_up.weight": up}
+        tensors |= {f"{theirs}.alpha": torch.tensor(ALPHA)}
+    save_file(tensors, path)
+
+
+DIALECTS = [diffusers_file, diffusers_file_with_metadata, comfy_file, comfy_file_of_all_modules, kohya_file]
+
+
+def merged(*files):
+    """The reference's weights with (path, strength) merged by us, and what matched."""
+    base = StateDict(reference())
+    specs = {key: base.spec(key) for key in base.tensors}
+    opened = [(lora.LoraFile(path, specs, original.TRANSFORMER), strength) for path, strength in files]
+    return lora.Merged(base, opened), [file.matches for file, _ in opened]
+
+
+def fused(*files):
+    """The reference's weights with (path, strength) merged by diffusers."""
+    module = reference()
+    for i, (path, strength) in enumerate(files):
+        state, metadata = WanPipeline.lora_state_dict(str(path), return_lora_metadata=True)
+        WanPipeline.load_lora_into_transformer(state, module, adapter_name=f"l{i}", metadata=metadata)
+        module.fuse_lora(lora_scale=strength, adapter_names=[f"l{i}"])
+        module.unload_lora()
+    return StateDict(module)
+
+
+def assert_equal(ours, theirs):
+    base, changed = StateDict(reference()), 0
+    assert list(ours.keys()) == list(theirs.keys())
+    for key, weights in theirs.tensors.items():
+        assert np.abs(ours.read(key) - weights).max() <= 1e-6 * np.abs(weights).max(), key
+        changed += not np.array_equal(weights, base.read(key))
+        assert ours.spec(key) == (ours.read(key).shape, ours.read(key).dtype)
+    assert changed >= len(NAMES)
+
+
+@pytest.mark.parametrize("write", DIALECTS, ids=lambda write: write.__name__)
+def test_every_dialect_is_merged_as_diffusers_merges_it(write, tmp_path):
+    write(tmp_path / "lora.safetensors")
+    ours, (matches,) = merged((tmp_path / "lora.safetensors", -0.35))
+    assert not matches.unmatched
+    assert_equal(ours, fused((tmp_path / "lora.safetensors", -0.35)))
+
+
+def test_several_are_merged_at_their_strengths_and_arrive_in_the_network(tmp_path):
+    """All the way: stacked blocks, and q and k in the order that positions turn."""
+    files = [(tmp_path / "comfy.safetensors", 0.5), (tmp_path / "diffusers.safetensors", 1.5)]
+    comfy_file(files[0][0])
+    diffusers_file_with_metadata(files[1][0])
+    ours, theirs = merged(*files)[0], fused(*files)
+    assert_equal(ours, theirs)
+    ours, theirs, base = (load(reader) for reader in (ours, theirs, StateDict(reference())))
+    for path, weights in theirs.items():
+        assert np.abs(ours[path] - weights).max() <= 1e-6 * np.abs(weights).max(), path
+    assert not np.array_equal(theirs["blocks.self_attn.q.kernel"], base["blocks.self_attn.q.kernel"])
+
+
+def load(reader):
+    """Our network's weights from a checkpoint."""
+    config = wan.transformer_config(reference().config)
+    abstract = nnx.eval_shape(
+        lambda: WanTransformer(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+    )
+    return engine.parameters(engine.load(abstract, wan.transformer_rules(config), reader))
+
+
+@pytest.mark.filterwarnings("ignore:.*have invalid shape")  # PEFT takes biases for factors
+@pytest.mark.parametrize("options", [{}, {"use_rslora": True, "alpha_pattern": {"attn1.to_q": 5}}, {"lora_bias": True}])
+def test_what_peft_saves_is_merged_as_peft_merges_it(options, tmp_path):
+    targets = [name.removeprefix("blocks.0.") for name in NAMES if name.startswith("blocks.0.")] + ["proj_out"]
+    config = peft.LoraConfig(r=RANK, lora_alpha=9, target_modules=targets, init_lora_weights=False, **options)
+    module = peft.get_peft_model(reference(), config)
+    for i, parameter in enumerate(module.parameters()):
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(i))
+    module.save_pretrained(tmp_path)
+    ours, (matches,) = merged((tmp_path / "adapter_model.safetensors", 1.0))
+    assert not matches.unmatched
+    assert_equal(ours, StateDict(module.merge_and_unload()))

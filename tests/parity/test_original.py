@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The original layout's names and configs, against what diffusers renames and builds, in both directions."""
+
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKLWan, WanTransformer3DModel, WanVACETransformer3DModel
+from diffusers.loaders import single_file_utils
+from transformers import UMT5Config, UMT5EncoderModel
+
+from tests.published import transformer_keys
+from wanjax.checkpoint import Spec
+from wanjax.converters import original, wan
+from wanjax.errors import WanjaxError
+from wanjax.models.wan.config import T2V_1_3B, T2V_14B
+
+# narrower and with fewer blocks than the published ones, which have the same names in each block
+PLAIN = {"num_layers": 4, "num_attention_heads": 2, "ffn_dim": 96, "text_dim": 16}
+IMAGE = PLAIN | {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 256}
+TRANSFORMERS = {
+    "t2v": (WanTransformer3DModel, PLAIN),
+    "i2v": (WanTransformer3DModel, IMAGE),
+    "flf2v": (WanTransformer3DModel, IMAGE | {"pos_embed_seq_len": 514}),
+    "i2v without CLIP": (WanTransformer3DModel, PLAIN | {"in_channels": 36}),
+    "ti2v": (WanTransformer3DModel, PLAIN | {"in_channels": 48, "out_channels": 48}),
+    "vace": (WanVACETransformer3DModel, PLAIN | {"vace_layers": [0, 2], "vace_in_channels": 96}),
+}
+VAE_2_2 = {
+    **{"base_dim": 160, "decoder_base_dim": 256, "z_dim": 48, "is_residual": True, "in_channels": 12},
+    **{"out_channels": 12, "patch_size": 2, "scale_factor_spatial": 16},
+    **{"latents_mean": [0.1] * 48, "latents_std": [1.0] * 48},
+}
+
+
+def shapes(module):
+    return {key: Spec(tuple(weight.shape), np.dtype(np.float32)) for key, weight in module.state_dict().items()}
+
+
+def built(kind, sizes):
+    with torch.device("meta"):
+        return kind(**sizes)
+
+
+def originally(names, specs):
+    """The tensors by their original names, of which each has one and comes back from it."""
+    renamed = {key: names.theirs(key) for key in specs}
+    assert None not in renamed.values()
+    assert len(set(renamed.values())) == len(renamed)
+    assert all(names.ours(theirs) == key for key, theirs in renamed.items())
+    return {theirs: specs[key] for key, theirs in renamed.items()}
+
+
+@pytest.fixture(params=TRANSFORMERS, scope="module")
+def transformer(request):
+    return built(*TRANSFORMERS[request.param])
+
+
+def test_every_tensor_of_a_transformer_has_the_name_that_diffusers_renames(transformer):
+    specs = shapes(transformer)
+    theirs = originally(original.TRANSFORMER, specs)
+    renamed = single_file_utils.convert_wan_transformer_to_diffusers(dict(theirs))
+    if "img_emb.emb_pos" in renamed:  # this one diffusers' script renames, and its loader of single files forgets
+        renamed["condition_embedder.image_embedder.pos_embed"] = renamed.pop("img_emb.emb_pos")
+    assert renamed == specs
+
+
+@pytest.mark.parametrize("config", [T2V_1_3B, T2V_14B], ids=["1.3B", "14B"])
+def test_every_tensor_of_the_published_transformers_has_a_name(config):
+    specs = {key: Spec(shape, np.dtype(np.float32)) for key, shape in transformer_keys(config).items()}
+    json = original.transformer_json(originally(original.TRANSFORMER, specs))
+    assert wan.transformer_config(json) == config
+
+
+def test_a_transformers_config_is_read_from_its_shapes(transformer):
+    json = original.transformer_json(originally(original.TRANSFORMER, shapes(transformer)))
+    wanted = dict(transformer.config) | {"_class_name": type(transformer).__name__}
+    assert {key: tuple(x) if isinstance(x, list) else x for key, x in json.items()} == {
+        key: tuple(wanted[key]) if isinstance(wanted[key], list) else wanted[key] for key in json
+    }
+    assert shapes(built(type(transformer), {k: v for k, v in json.items() if k[0] != "_"})) == shapes(transformer)
+
+
+def test_what_shapes_do_not_tell_is_taken_from_the_original_config():
+    sizes = {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 12, "ffn_dim": 8, "text_dim": 16}
+    module = built(WanTransformer3DModel, sizes)
+    json = original.transformer_json(
+        originally(original.TRANSFORMER, shapes(module)), {"num_heads": 2, "eps": 1e-5, "dim": 24}
+    )
+    assert (json["num_attention_heads"], json["attention_head_dim"], json["eps"]) == (2, 12, 1e-5)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"base_dim": 8, "dim_mult": [1, 2, 2], "num_res_blocks": 1}])
+def test_every_tensor_of_the_autoencoder_has_the_name_that_diffusers_renames(sizes):
+    sizes = sizes | ({"temperal_downsample": [True, False]} if sizes else {})
+    module = built(AutoencoderKLWan, sizes)
+    specs = shapes(module)
+    theirs = originally(original.vae_names(module.config), specs)
+    if not sizes:  # diffusers renames the published autoencoder alone
+        assert single_file_utils.convert_wan_vae_to_diffusers(dict(theirs)) == specs
+    json = original.vae_json(theirs)
+    assert {key: tuple(x) if isinstance(x, list) else x for key, x in json.items() if key[0] != "_"} == {
+        key: tuple(x) if isinstance(x := module.config[key], list) else x for key in json if key[0] != "_"
+    }
+
+
+def test_every_tensor_of_the_nested_autoencoder_has_a_name(monkeypatch):
+    module = built(AutoencoderKLWan, VAE_2_2)
+    specs = shapes(module)
+    theirs = originally(original.vae_names(module.config), specs)
+    assert {  # as wan/modules/vae2_2.py of the official code has them
+        "encoder.downsamples.0.downsamples.2.resample.1.weight",
+        "encoder.downsamples.1.downsamples.2.time_conv.weight",
+        "encoder.downsamples.3.downsamples.1.residual.6.weight",
+        "decoder.upsamples.0.upsamples.3.time_conv.weight",
+        "decoder.upsamples.2.upsamples.3.resample.1.bias",
+        "decoder.upsamples.3.upsamples.2.residual.0.gamma",
+    } <= theirs.keys()
+    statistics = original.STATISTICS[16]
+    monkeypatch.setattr(original, "STATISTICS", {48: statistics})
+    json = original.vae_json(theirs) | {"latents_mean": [0.1] * 48, "latents_std": [1.0] * 48}
+    assert {key: module.config[key] for key in json if key[0] != "_"} == {k: v for k, v in json.items() if k[0] != "_"}
+
+
+def test_every_tensor_of_the_text_encoder_has_a_name():
+    sizes = {"vocab_size": 256384, "d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64}
+    module = built(UMT5EncoderModel, {"config": UMT5Config(**sizes, feed_forward_proj="gated-gelu")})
+    specs = shapes(module)
+    del specs["encoder.embed_tokens.weight"]  # the same tensor as `shared.weight`
+    theirs = originally(original.TEXT_ENCODER, specs)
+    assert {  # as wan/modules/t5.py of the official code has them
+        "token_embedding.weight",
+        "blocks.23.attn.o.weight",
+        "blocks.0.ffn.gate.0.weight",
+        "blocks.7.pos_embedding.embedding.weight",
+        "norm.weight",
+    } <= theirs.keys()
+    json = original.text_encoder_json(theirs)
+    assert {key: getattr(module.config, key) for key in json if key != "architectures"} == {
+        key: value for key, value in json.items() if key != "architectures"
+    }
+
+
+@pytest.mark.parametrize(
+    ("read", "key"),
+    [
+        (original.transformer_json, "patch_embedding.weight"),
+        (original.vae_json, "encoder.conv1.weight"),
+        (original.text_encoder_json, "token_embedding.weight"),
+    ],
+)
+def test_a_tensor_that_tells_a_size_is_needed(read, key):
+    with pytest.raises(WanjaxError, match=f"lacks {key}, which tells a size"):
+        read({})
+    with pytest.raises(WanjaxError, match=rf"{key} has the shape \[3\] where"):
+        read({key: Spec((3,), np.dtype(np.float32))})
+
+
+def test_an_autoencoder_of_unknown_latents_is_named():
+    specs = {"encoder.conv1.weight": (8, 3, 3, 3, 3), "conv2.weight": (7, 7, 1, 1, 1)}
+    with pytest.raises(WanjaxError, match="7 latent channels where the statistics of 16"):
+        original.vae_json({key: Spec(shape, np.dtype(np.float32)) for key, shape in specs.items()})
+
+
+def test_names_of_other_models_have_no_translation():
+    for name in ("double_blocks.0.img_attn.qkv.weight", "blocks.0.attn1.to_q.weight", "blocks.x.self_attn.q.weight"):
+        assert original.TRANSFORMER.ours(name) is None

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA files: what they change by the formula, what is told of them, and what is refused."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wanjax.checkpoint import Spec, save_safetensors
+from wanjax.converters.lora import PEFT_METADATA, Lora, LoraFile, Merged
+from wanjax.converters.original import TRANSFORMER
+from wanjax.errors import WanjaxError
+
+SHAPES = {
+    "blocks.0.attn1.to_q.weight": (6, 4),
+    "blocks.0.attn1.to_q.bias": (6,),
+    "blocks.0.attn1.norm_q.weight": (6,),
+    "blocks.0.norm2.weight": (4,),
+    "blocks.0.norm2.bias": (4,),
+    "blocks.0.scale_shift_table": (1, 6, 4),
+    "patch_embedding.weight": (4, 3, 1, 2, 2),
+    "scale_shift_table": (1, 2, 4),
+}
+
+
+def random(seed, *shape, dtype=np.float32):
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+class Memory:
+    """A checkpoint in memory."""
+
+    def __init__(self, dtype=np.float32):
+        self.tensors = {key: random(i, *shape, dtype=dtype) for i, (key, shape) in enumerate(SHAPES.items())}
+
+    def keys(self):
+        return self.tensors.keys()
+
+    def spec(self, key):
+        return Spec(self.tensors[key].shape, self.tensors[key].dtype)
+
+    def read(self, key):
+        return self.tensors[key]
+
+
+BASE = Memory()
+SPECS = {key: BASE.spec(key) for key in SHAPES}
+Q = "diffusion_model.blocks.0.self_attn.q"
+DOWN, UP = random(7, 2, 4), random(8, 6, 2)
+PAIR = {f"{Q}.lora_down.weight": DOWN, f"{Q}.lora_up.weight": UP}
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """Writes tensors as a LoRA and opens it."""
+
+    def write(tensors, metadata=None, name="lora.safetensors"):
+        save_safetensors(tmp_path / name, tensors, metadata)
+        return LoraFile(tmp_path / name, SPECS, TRANSFORMER)
+
+    return write
+
+
+def refusal(write, tensors, **options):
+    with pytest.raises(WanjaxError) as caught:
+        write(tensors, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# --- the formula ---
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_factors_with_alpha_are_added_in_float32(dtype, opened):
+    pair = {key: value.astype(dtype) for key, value in PAIR.items()}
+    base = Memory(dtype)
+    merged = Merged(base, [(opened(pair | {f"{Q}.alpha": np.array(3, dtype)}), 0.5)])
+    down, up = (pair[f"{Q}.lora_{side}.weight"].astype(np.float64) for side in ("down", "up"))
+    key = "blocks.0.attn1.to_q.weight"
+    wanted = base.read(key).astype(np.float64) + 0.5 * 3 / 2 * up @ down
+    np.testing.assert_allclose(merged.read(key), wanted, rtol=1e-6, atol=1e-6)
+    assert merged.spec(key) == Spec((6, 4), np.dtype(np.float32))
+    other = "blocks.0.norm2.bias"
+    assert merged.read(other) is base.read(other)
+    assert merged.spec(other) == base.spec(other)
+
+
+def test_differences_of_weights_biases_and_modulations_are_added(opened):
+    changes = {
+        "diffusion_model.blocks.0.self_attn.q.diff_b": "blocks.0.attn1.to_q.bias",
+        "diffusion_model.blocks.0.self_attn.norm_q.diff": "blocks.0.attn1.norm_q.weight",
+        "diffusion_model.blocks.0.norm3.diff": "blocks.0.norm2.weight",
+        "diffusion_model.blocks.0.norm3.diff_b": "blocks.0.norm2.bias",
+        "diffusion_model.blocks.0.diff_m": "blocks.0.scale_shift_table",
+        "diffusion_model.patch_embedding.diff": "patch_embedding.weight",
+        "diffusion_model.head.diff_m": "scale_shift_table",
+    }
+    tensors = {key: random(i, *SHAPES[target]) for i, (key, target) in enumerate(changes.items())}
+    merged = Merged(BASE, [(opened(tensors), -2.0)])
+    for key, target in changes.items():
+        np.testing.assert_allclose(merged.read(target), BASE.read(target) - 2 * tensors[key], rtol=1e-6)
+
+
+@pytest.mark.parametrize("up_shape", [(4, 2), (4, 2, 1, 1, 1)])
+def test_factors_of_a_convolution(up_shape, opened):
+    down, up = random(1, 2, 3, 1, 2, 2), random(2, *up_shape)
+    names = ("patch_embedding.lora_A.weight", "patch_embedding.lora_B.weight")
+    merged = Merged(BASE, [(opened(dict(zip(names, (down, up), strict=True))), 1.0)])
+    wanted = BASE.read("patch_embedding.weight") + np.einsum("or,rcthw->octhw", up.reshape(4, 2), down)
+    np.testing.assert_allclose(merged.read("patch_embedding.weight"), wanted, rtol=1e-5)
+
+
+NAMES = {
+    "diffusers": "transformer.blocks.0.attn1.to_q.lora_A.weight",
+    "PEFT": "base_model.model.blocks.0.attn1.to_q.lora_A.default.weight",
+    "the authors": "blocks.0.self_attn.q.lora_A.weight",
+    "ComfyUI": "diffusion_model.blocks.0.self_attn.q.lora_down.weight",
+    "ComfyUI, all in one": "model.diffusion_model.blocks.0.self_attn.q.lora.down.weight",
+    "kohya": "lora_unet_blocks_0_self_attn_q.lora_down.weight",
+    "kohya by the names of diffusers": "lora_unet_blocks_0_attn1_to_q.lora_down.weight",
+}
+
+
+@pytest.mark.parametrize("down", NAMES.values(), ids=NAMES)
+def test_every_way_to_name_a_module(down, opened):
+    up = down.replace("lora_A", "lora_B").replace("down", "up")
+    file = opened({down: DOWN, up: UP})
+    assert (file.matches.matched, file.matches.unmatched) == (1, ())
+    np.testing.assert_allclose(file.change("blocks.0.attn1.to_q.weight", 1.0), UP @ DOWN, rtol=1e-6)
+
+
+def test_a_strength_of_0_changes_nothing(opened):
+    merged = Merged(BASE, [(opened(PAIR), 0.0), (opened(PAIR, name="other.safetensors"), -0.0)])
+    assert list(merged.keys()) == list(SHAPES)
+    for key in SHAPES:
+        assert merged.read(key) is BASE.read(key)
+        assert merged.spec(key) == BASE.spec(key)
+
+
+def test_several_are_added_up_and_the_checkpoint_stays_as_it_is(opened):
+    before = BASE.read("blocks.0.attn1.to_q.weight").copy()
+    files = [(opened(PAIR), 1.0), (opened(PAIR, name="b.safetensors"), 2.0)]
+    merged = Merged(BASE, files).read("blocks.0.attn1.to_q.weight")
+    np.testing.assert_allclose(merged, before + 3 * UP @ DOWN, rtol=1e-5)
+    np.testing.assert_array_equal(BASE.read("blocks.0.attn1.to_q.weight"), before)
+
+
+@pytest.mark.parametrize("pattern", ["to_q", "attn1.to_q", "^blocks.0.attn1.to_q", "blocks.0.attn1.to_q"])
+def test_pefts_alpha_is_that_of_the_module(pattern, opened):
+    pair = {"transformer.blocks.0.attn1.to_q.lora_A.weight": DOWN, "transformer.blocks.0.attn1.to_q.lora_B.weight": UP}
+    config = f'{{"transformer.lora_alpha": 8, "transformer.alpha_pattern": {{"k": 1, "{pattern}": 5}}}}'
+    change = opened(pair, {PEFT_METADATA: config}).change("blocks.0.attn1.to_q.weight", 1.0)
+    np.testing.assert_allclose(change, 5 / 2 * UP @ DOWN, rtol=1e-6)
+
+
+# --- what is told ---
+
+
+def test_what_has_no_place_is_told(opened):
+    extra = {
+        "lora_te_text_model.lora_down.weight": DOWN,
+        "lora_te_text_model.lora_up.weight": UP,
+    }
+    told = str(opened(PAIR | extra).matches)
+    assert "1 of 2 changes merged; what has no place in the model was left out: lora_te_text_model.weight" in told
+    assert str(opened(PAIR).matches).endswith("lora.safetensors: 1 of 1 changes merged")
+    patch = {"diffusion_model.patch_embedding.diff": np.ones((4, 36, 1, 2, 2), np.float32)}
+    told = str(opened(PAIR | patch).matches)
+    assert "patch_embedding.weight of shape [4, 36, 1, 2, 2], where [4, 3, 1, 2, 2] is right" in told
+
+
+@pytest.mark.parametrize("unmatched", [1, 2, 9])
+def test_a_file_of_which_too_little_fits_is_refused(unmatched, opened):
+    extra = {f"double_blocks.{i}.diff": DOWN for i in range(unmatched)}
+    if unmatched == 1:
+        assert opened(PAIR | extra).matches.matched == 1
+    else:
+        assert f"1 of {unmatched + 1} changes merged" in refusal(opened, PAIR | extra)
+        assert "a LoRA for this model is needed" in refusal(opened, PAIR | extra)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "what"),
+    [
+        ({}, "0 of 0 changes merged"),
+        ({"double_blocks.0.diff": DOWN}, "left out: double_blocks.0.weight"),
+        ({f"{Q}.weight": random(0, 6, 4)}, f"left out: {Q}.weight"),
+        ({f"{Q}.alpha": np.float32(1)}, f"left out: {Q}.alpha"),
+        ({f"{Q}.lora_up.weight": UP}, f"holds {Q}.lora_up.weight without its other factor"),
+        ({f"{Q}.lora_down.weight": DOWN}, f"holds {Q}.lora_down.weight without its other factor"),
+        (PAIR | {f"{Q}.lora_A.weight": DOWN}, "one of them is right"),
+        (PAIR | {f"{Q}.dora_scale": UP}, f"{Q}.dora_scale, a change of another kind"),
+        ({f"{Q}.hada_w1_a": UP}, "a change of another kind"),
+        ({f"{Q}.diff": np.ones((6, 4), np.int8)}, "as int8 where a floating dtype is right"),
+        ({f"{Q}.lora_down.weight": DOWN, f"{Q}.lora_up.weight": DOWN}, "of shape [], where [6, 4] is right"),
+        ({f"{Q}.lora_down.weight": DOWN[0], f"{Q}.lora_up.weight": UP}, "of shape [], where [6, 4] is right"),
+        ({f"{Q}.lora_down.weight": np.float32(1), f"{Q}.lora_up.weight": UP}, "of shape []"),
+    ],
+)
+def test_what_cannot_be_merged_is_named(tensors, what, opened):
+    assert what in refusal(opened, {key: np.asarray(value) for key, value in tensors.items()})
+
+
+@pytest.mark.parametrize("config", ["{", "[]", '{"lora_alpha": "8"}', '{"alpha_pattern": 3}', '{"lora_alpha": NaN}'])
+def test_a_broken_config_of_peft_is_named(config, opened):
+    assert "is not a config of PEFT" in refusal(opened, PAIR, metadata={PEFT_METADATA: config})
+
+
+# --- how they are asked for ---
+
+
+@pytest.mark.parametrize(
+    ("text", "lora"),
+    [
+        ("a.safetensors", Lora("a.safetensors")),
+        ("a.safetensors:0.8", Lora("a.safetensors", 0.8)),
+        ("a.safetensors:-1e-1", Lora("a.safetensors", -0.1)),
+        ("high=a.safetensors:0.8", Lora("a.safetensors", 0.8, "high")),
+        ("low=a.safetensors", Lora("a.safetensors", 1.0, "low")),
+        ("C:/loras/a.safetensors", Lora("C:/loras/a.safetensors")),
+        ("C:/loras/a.safetensors:2", Lora("C:/loras/a.safetensors", 2.0)),
+        ("higher=a.safetensors", Lora("higher=a.safetensors")),
+        ("owner/name/a=b.safetensors", Lora("owner/name/a=b.safetensors")),
+    ],
+)
+def test_a_file_its_strength_and_its_expert_are_read(text, lora):
+    assert Lora.parse(text) == lora
+    assert Lora.parse(str(lora)) == lora
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False), st.sampled_from([None, "high", "low"]))
+def test_what_is_written_down_is_read_back(strength, expert):
+    lora = Lora("a.safetensors", strength, expert)
+    assert Lora.parse(str(lora)) == lora
+
+
+@pytest.mark.parametrize("text", ["", ":0.8", "high=", "high=:1", "a.safetensors:nan", "a.safetensors:inf"])
+def test_what_is_no_lora_is_refused(text):
+    with pytest.raises(WanjaxError, match=r"names no file|is not a finite number"):
+        Lora.parse(text)
+
+
+def test_an_unknown_expert_is_refused():
+    with pytest.raises(WanjaxError, match="no expert is named 'middle': there are high and low"):
+        Lora("a", 1.0, "middle")
