@@ -140,19 +140,18 @@ class LoraFile:
     def change(self, target: str, strength: float) -> np.ndarray:
         """What is added to a tensor, float32."""
         change = self._changes[target]
-        first, *others = (self._reader.read(key).astype(np.float32) for key in change.factors)
-        first *= np.float32(strength * change.scale)
-        for other in others:
-            first = _product(first, other)
-        return first
+        factors = [self._reader.read(key).astype(np.float32) for key in change.factors]
+        factors[0] *= np.float32(strength * change.scale)
+        return factors[0] if len(factors) == 1 else _product(*factors)
 
     def _shape(self, change: Change) -> tuple[int, ...]:
         """The shape of what is added; empty where the factors do not go together."""
-        first, *others = (self._reader.spec(key).shape for key in change.factors)
-        for other in others:
-            fits = len(first) > 1 and len(other) > 1 and math.prod(first[1:]) == other[0]
-            first = (first[0], *other[1:]) if fits else ()
-        return first
+        shapes = [self._reader.spec(key).shape for key in change.factors]
+        if len(shapes) == 1:
+            return shapes[0]
+        up, down = shapes
+        fits = len(up) > 1 and len(down) > 1 and math.prod(up[1:]) == down[0]
+        return (*up[:1], *down[1:]) if fits else ()
 
 
 class Merged:

@@ -254,6 +254,7 @@ def describe(pickle: bytes) -> Any:
     """
     stack: list[Any] = []
     memo: list[Any] = []
+    argument: Any
     for opcode, argument, position in pickletools.genops(pickle):
         if opcode.name == "STOP":
             break
