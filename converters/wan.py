@@ -17,7 +17,7 @@ from wanjax.converters.engine import (
     squeeze,
 )
 from wanjax.errors import WanjaxError
-from wanjax.models.wan.config import TransformerConfig, VAEConfig
+from wanjax.models.wan.config import ResidualVAEConfig, TransformerConfig, VAEConfig
 
 # Entries of config.json that change the architecture, and the values that mean this one, first an absent entry's.
 TRANSFORMER_KIND = {
@@ -30,10 +30,7 @@ TRANSFORMER_KIND = {
 }
 VAE_KIND = {
     "_class_name": ("AutoencoderKLWan",),
-    "is_residual": (False,),
-    "patch_size": (None,),
-    "in_channels": (3,),
-    "out_channels": (3,),
+    "is_residual": (False, True),
     "attn_scales": ([], ()),
 }
 
@@ -97,9 +94,19 @@ def _attention(source: str, target: str, order: Transform) -> list[Rule]:
 def vae_config(json: Mapping[str, Any]) -> VAEConfig:
     """From `vae/config.json` of a diffusers folder; raises WanjaxError as `transformer_config` does."""
     _check("VAE", json, VAE_KIND)
+    patch = json.get("patch_size") or 1
+    for entry in ("in_channels", "out_channels"):
+        if json.get(entry, 3) != 3 * patch**2:
+            raise WanjaxError(
+                f"the VAE's config.json has {entry} {json.get(entry, 3)} where {3 * patch**2} are the colours of the "
+                f"{patch} × {patch} pixels that patch_size says"
+            )
+    shape = ResidualVAEConfig if json.get("is_residual") else VAEConfig
     try:
-        return VAEConfig(
+        return shape(
             width=json["base_dim"],
+            decoder_width=json.get("decoder_base_dim") or json["base_dim"],
+            patch=patch,
             latent_channels=json["z_dim"],
             multipliers=tuple(json["dim_mult"]),
             res_blocks=json["num_res_blocks"],
@@ -120,15 +127,14 @@ def _check(part: str, json: Mapping[str, Any], kind: Mapping[str, tuple]) -> Non
 
 
 def vae_rules(config: VAEConfig) -> list[Rule]:
+    levels = _residual_levels() if isinstance(config, ResidualVAEConfig) else _levels(config)
     return [
         *_pointwise("quant_conv", "quant"),
         *_pointwise("post_quant_conv", "post_quant"),
         *_ends("encoder"),
-        *_encoder_levels(config),
         *_ends("decoder"),
         *_res_block("decoder.up_blocks.{i}.resnets.{j}", "decoder.levels.{i}.res.{j}"),
-        *conv("decoder.up_blocks.{i}.upsamplers.0.resample.1", "decoder.levels.{i}.resample.conv"),
-        *conv("decoder.up_blocks.{i}.upsamplers.0.time_conv", "decoder.levels.{i}.resample.time_conv"),
+        *levels,
     ]
 
 
@@ -146,17 +152,28 @@ def _ends(half: str) -> list[Rule]:
     ]
 
 
-def _encoder_levels(config: VAEConfig) -> list[Rule]:
-    """The checkpoint numbers the encoder's blocks and downsamplers in one flat list."""
-    rules = []
+def _levels(config: VAEConfig) -> list[Rule]:
+    """Wan 2.1's: the checkpoint numbers the encoder's blocks and downsamplers in one flat list."""
+    rules = _resample("decoder.up_blocks.{i}.upsamplers.0", "decoder.levels.{i}.resample")
     for level in range(len(config.multipliers)):
         first = level * (config.res_blocks + 1)
         for block in range(config.res_blocks):
             rules += _res_block(f"encoder.down_blocks.{first + block}", f"encoder.levels.{level}.res.{block}")
-        down = f"encoder.down_blocks.{first + config.res_blocks}"
-        rules += conv(f"{down}.resample.1", f"encoder.levels.{level}.resample.conv")
-        rules += conv(f"{down}.time_conv", f"encoder.levels.{level}.resample.time_conv")
+        rules += _resample(f"encoder.down_blocks.{first + config.res_blocks}", f"encoder.levels.{level}.resample")
     return rules
+
+
+def _residual_levels() -> list[Rule]:
+    """Wan 2.2's."""
+    return [
+        *_res_block("encoder.down_blocks.{i}.resnets.{j}", "encoder.levels.{i}.res.{j}"),
+        *_resample("encoder.down_blocks.{i}.downsampler", "encoder.levels.{i}.resample"),
+        *_resample("decoder.up_blocks.{i}.upsampler", "decoder.levels.{i}.resample"),
+    ]
+
+
+def _resample(source: str, target: str) -> list[Rule]:
+    return [*conv(f"{source}.resample.1", f"{target}.conv"), *conv(f"{source}.time_conv", f"{target}.time_conv")]
 
 
 def _res_block(source: str, target: str) -> list[Rule]:

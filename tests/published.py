@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names and shapes of the tensors in the published Wan 2.1 checkpoints, in the layout of diffusers."""
+"""The names and shapes of the tensors in the published Wan checkpoints, in the layout of diffusers."""
 
 from wanjax.models.t5 import T5Config
-from wanjax.models.wan.config import TransformerConfig, VAEConfig
+from wanjax.models.wan.config import ResidualVAEConfig, TransformerConfig, VAEConfig
 
 Keys = dict[str, tuple[int, ...]]
 
@@ -34,33 +34,52 @@ def transformer_keys(config: TransformerConfig) -> Keys:
 
 def vae_keys(config: VAEConfig) -> Keys:
     """Four levels of two blocks; the first three are halved, two of these in time too."""
-    w, z = config.width, config.latent_channels
+    w, d, z, cell = config.width, config.decoder_width, config.latent_channels, config.cell_channels
     keys = _conv("quant_conv", 2 * z, 2 * z, 1, 1, 1) | _conv("post_quant_conv", z, z, 1, 1, 1)
-    for half, first, last in (("encoder", (w, 3), (2 * z, 4 * w)), ("decoder", (4 * w, z), (3, w))):
+    halves = (("encoder", 4 * w, (w, cell), (2 * z, 4 * w)), ("decoder", 4 * d, (4 * d, z), (cell, d)))
+    for half, mid, first, last in halves:
         keys |= _conv(f"{half}.conv_in", *first, 3, 3, 3) | _conv(f"{half}.conv_out", *last, 3, 3, 3)
         keys[f"{half}.norm_out.gamma"] = (last[1], 1, 1, 1)
-        keys |= _res_block(f"{half}.mid_block.resnets.0", 4 * w, 4 * w)
-        keys |= _res_block(f"{half}.mid_block.resnets.1", 4 * w, 4 * w)
+        keys |= _res_block(f"{half}.mid_block.resnets.0", mid, mid)
+        keys |= _res_block(f"{half}.mid_block.resnets.1", mid, mid)
         attention = f"{half}.mid_block.attentions.0"
-        keys[f"{attention}.norm.gamma"] = (4 * w, 1, 1)
-        keys |= _conv(f"{attention}.to_qkv", 12 * w, 4 * w, 1, 1) | _conv(f"{attention}.proj", 4 * w, 4 * w, 1, 1)
+        keys[f"{attention}.norm.gamma"] = (mid, 1, 1)
+        keys |= _conv(f"{attention}.to_qkv", 3 * mid, mid, 1, 1) | _conv(f"{attention}.proj", mid, mid, 1, 1)
+    return keys | (_residual_levels(w, d) if isinstance(config, ResidualVAEConfig) else _levels(w))
 
+
+def _levels(w: int) -> Keys:
+    """Wan 2.1's."""
+    keys: Keys = {}
     blocks = {0: (w, w), 1: (w, w), 3: (w, 2 * w), 4: (2 * w, 2 * w), 6: (2 * w, 4 * w), 7: (4 * w, 4 * w)}
     blocks |= {9: (4 * w, 4 * w), 10: (4 * w, 4 * w)}
     for i, channels in blocks.items():
         keys |= _res_block(f"encoder.down_blocks.{i}", *channels)
     for i, channels in {2: w, 5: 2 * w, 8: 4 * w}.items():
-        keys |= _conv(f"encoder.down_blocks.{i}.resample.1", channels, channels, 3, 3)
-        if i != 2:
-            keys |= _conv(f"encoder.down_blocks.{i}.time_conv", channels, channels, 3, 1, 1)
-
+        keys |= _resample(f"encoder.down_blocks.{i}", channels, channels, channels if i != 2 else None)
     for i, (channels_in, channels) in enumerate(((4 * w, 4 * w), (2 * w, 4 * w), (2 * w, 2 * w), (w, w))):
         for j in range(3):
             keys |= _res_block(f"decoder.up_blocks.{i}.resnets.{j}", channels if j else channels_in, channels)
         if i < 3:
-            keys |= _conv(f"decoder.up_blocks.{i}.upsamplers.0.resample.1", channels // 2, channels, 3, 3)
-        if i < 2:
-            keys |= _conv(f"decoder.up_blocks.{i}.upsamplers.0.time_conv", 2 * channels, channels, 3, 1, 1)
+            time = 2 * channels if i < 2 else None
+            keys |= _resample(f"decoder.up_blocks.{i}.upsamplers.0", channels, channels // 2, time)
+    return keys
+
+
+def _residual_levels(w: int, d: int) -> Keys:
+    """Wan 2.2's."""
+    keys: Keys = {}
+    for i, (channels_in, channels) in enumerate(((w, w), (w, 2 * w), (2 * w, 4 * w), (4 * w, 4 * w))):
+        for j in range(2):
+            keys |= _res_block(f"encoder.down_blocks.{i}.resnets.{j}", channels if j else channels_in, channels)
+        if i < 3:
+            keys |= _resample(f"encoder.down_blocks.{i}.downsampler", channels, channels, channels if i else None)
+    for i, (channels_in, channels) in enumerate(((4 * d, 4 * d), (4 * d, 4 * d), (4 * d, 2 * d), (2 * d, d))):
+        for j in range(3):
+            keys |= _res_block(f"decoder.up_blocks.{i}.resnets.{j}", channels if j else channels_in, channels)
+        if i < 3:
+            time = 2 * channels if i < 2 else None
+            keys |= _resample(f"decoder.up_blocks.{i}.upsampler", channels, channels, time)
     return keys
 
 
@@ -84,6 +103,12 @@ def _linear(name: str, features_out: int, features_in: int) -> Keys:
 
 def _conv(name: str, channels_out: int, channels_in: int, *kernel: int) -> Keys:
     return {f"{name}.weight": (channels_out, channels_in, *kernel), f"{name}.bias": (channels_out,)}
+
+
+def _resample(name: str, channels_in: int, channels_out: int, time: int | None) -> Keys:
+    """A change of resolution, with `time` outputs of its convolution in time if there is one."""
+    keys = _conv(f"{name}.resample.1", channels_out, channels_in, 3, 3)
+    return keys | (_conv(f"{name}.time_conv", time, channels_in, 3, 1, 1) if time else {})
 
 
 def _res_block(name: str, channels_in: int, channels_out: int) -> Keys:

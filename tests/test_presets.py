@@ -17,7 +17,8 @@ from wanjax.checkpoint import Spec
 from wanjax.converters import engine, t5, wan
 from wanjax.errors import WanjaxError
 from wanjax.models.t5 import UMT5_XXL, T5Encoder
-from wanjax.models.wan.config import T2V_1_3B, T2V_14B, VAE_2_1
+from wanjax.models.wan.config import I2V_A14B, T2V_1_3B, T2V_14B, TI2V_5B, VAE_2_1, VAE_2_2
+from wanjax.models.wan.residual_vae import WanResidualVAE
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.models.wan.vae import WanVAE
 from wanjax.pipelines.text import TEXT_LENGTH
@@ -48,10 +49,20 @@ NETWORKS = {
     "wan2.1-t2v-14b": Published(
         partial(WanTransformer, T2V_14B), wan.transformer_rules(T2V_14B), transformer_keys(T2V_14B), 14_288_491_584
     ),
+    "wan2.2-t2v-a14b": Published(
+        partial(WanTransformer, T2V_14B), wan.transformer_rules(T2V_14B), transformer_keys(T2V_14B), 14_288_491_584
+    ),
+    "wan2.2-i2v-a14b": Published(
+        partial(WanTransformer, I2V_A14B), wan.transformer_rules(I2V_A14B), transformer_keys(I2V_A14B), 14_288_901_184
+    ),
+    "wan2.2-ti2v-5b": Published(
+        partial(WanTransformer, TI2V_5B), wan.transformer_rules(TI2V_5B), transformer_keys(TI2V_5B), 4_999_787_712
+    ),
     "umt5-xxl": Published(
         partial(T5Encoder, UMT5_XXL), t5.t5_rules(UMT5_XXL), text_encoder_keys(UMT5_XXL), 5_680_910_336
     ),
     "wan2.1-vae": Published(partial(WanVAE, VAE_2_1), wan.vae_rules(VAE_2_1), vae_keys(VAE_2_1), 126_892_531),
+    "wan2.2-vae": Published(partial(WanResidualVAE, VAE_2_2), wan.vae_rules(VAE_2_2), vae_keys(VAE_2_2), 704_688_668),
 }
 
 

@@ -11,6 +11,8 @@ from wanjax.converters import t5, wan
 from wanjax.converters.engine import Rule
 from wanjax.errors import WanjaxError
 from wanjax.models.t5 import T5Encoder
+from wanjax.models.wan.config import ResidualVAEConfig
+from wanjax.models.wan.residual_vae import WanResidualVAE
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.models.wan.vae import WanVAE
 from wanjax.sources import Source
@@ -44,7 +46,8 @@ def _wan_transformer(json: Mapping[str, Any]) -> Network:
 
 def _wan_vae(json: Mapping[str, Any]) -> Network:
     config = wan.vae_config(json)
-    return Network(config, partial(WanVAE, config), wan.vae_rules(config), float32=True)
+    vae = WanResidualVAE if isinstance(config, ResidualVAEConfig) else WanVAE
+    return Network(config, partial(vae, config), wan.vae_rules(config), float32=True)
 
 
 NETWORKS: dict[str, Callable[[Mapping[str, Any]], Network]] = {

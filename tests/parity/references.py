@@ -12,6 +12,7 @@ from wanjax.checkpoint import Spec
 from wanjax.converters import engine, wan
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.models.wan.vae import WanVAE
+from wanjax.networks import NETWORKS
 
 
 class StateDict:
@@ -57,6 +58,5 @@ def wan_transformer(reference, dtype=jnp.float32, param_dtype=jnp.float32) -> Wa
 
 
 def wan_vae(reference, dtype=jnp.float32, param_dtype=jnp.float32) -> WanVAE:
-    config = wan.vae_config(reference.config)
-    abstract = nnx.eval_shape(lambda: WanVAE(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0)))
-    return engine.load(abstract, wan.vae_rules(config), StateDict(reference))
+    network = NETWORKS["AutoencoderKLWan"](reference.config)
+    return engine.load(network.abstract(dtype=dtype, param_dtype=param_dtype), network.rules, StateDict(reference))

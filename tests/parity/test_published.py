@@ -9,11 +9,34 @@ from transformers import UMT5Config, UMT5EncoderModel
 from tests.published import Keys, text_encoder_keys, transformer_keys, vae_keys
 from wanjax.converters import wan
 from wanjax.models.t5 import UMT5_XXL
-from wanjax.models.wan.config import T2V_1_3B, T2V_14B, VAE_2_1
+from wanjax.models.wan.config import I2V_A14B, T2V_1_3B, T2V_14B, TI2V_5B, VAE_2_1, VAE_2_2
 
 TRANSFORMERS = {
     "1.3B": (T2V_1_3B, {"num_layers": 30, "num_attention_heads": 12, "ffn_dim": 8960}),
     "14B": (T2V_14B, {"num_layers": 40, "num_attention_heads": 40, "ffn_dim": 13824}),
+    "2.2 I2V-A14B": (I2V_A14B, {"num_layers": 40, "num_attention_heads": 40, "ffn_dim": 13824, "in_channels": 36}),
+    "2.2 TI2V-5B": (
+        TI2V_5B,
+        {"num_layers": 30, "num_attention_heads": 24, "ffn_dim": 14336, "in_channels": 48, "out_channels": 48},
+    ),
+}
+VAES = {
+    "2.1": (VAE_2_1, {}),
+    "2.2": (
+        VAE_2_2,
+        {
+            "base_dim": 160,
+            "decoder_base_dim": 256,
+            "z_dim": 48,
+            "is_residual": True,
+            "in_channels": 12,
+            "out_channels": 12,
+            "patch_size": 2,
+            "scale_factor_spatial": 16,
+            "latents_mean": VAE_2_2.latents_mean,
+            "latents_std": VAE_2_2.latents_std,
+        },
+    ),
 }
 
 
@@ -30,11 +53,14 @@ def test_transformer(name):
     assert transformer_keys(config) == keys_of(reference)
 
 
-def test_vae():
+@pytest.mark.parametrize("name", VAES)
+def test_vae(name):
+    config, sizes = VAES[name]
     with torch.device("meta"):
-        reference = AutoencoderKLWan()
-    assert wan.vae_config(reference.config) == VAE_2_1
-    assert vae_keys(VAE_2_1) == keys_of(reference)
+        reference = AutoencoderKLWan(**sizes)
+    assert wan.vae_config(reference.config) == config
+    assert vae_keys(config) == keys_of(reference)
+    assert config.spatial_factor == reference.spatial_compression_ratio
 
 
 def test_text_encoder():

@@ -45,9 +45,9 @@ def velocity(reference: WanTransformer3DModel, latents, t, text) -> np.ndarray:
     return channels_last(reference(latents.to(reference.dtype), t, text.to(reference.dtype)).sample)
 
 
-def our_velocity(model: WanTransformer, latents, t, text) -> jax.Array:
+def our_velocity(model: WanTransformer, latents, t, text, **given) -> jax.Array:
     graphdef, weights = nnx.split(model)
-    run = jax.jit(lambda weights, *args: nnx.merge(graphdef, weights)(*args))
+    run = jax.jit(lambda weights, *args: nnx.merge(graphdef, weights)(*args, **given))
     return run(weights, jnp.asarray(channels_last(latents)), ours(t.float()), ours(text))
 
 
@@ -55,6 +55,17 @@ def our_velocity(model: WanTransformer, latents, t, text) -> jax.Array:
 def test_whole(models, size):
     reference, model = models
     assert relative_l2(our_velocity(model, *inputs(*size)), velocity(reference, *inputs(*size))) <= 1e-5
+
+
+@pytest.mark.parametrize("clean_frames", [1, 2])
+def test_clean_frames_are_at_timestep_0(models, clean_frames):
+    """As the reference has it when it is given a timestep for every token."""
+    reference, model = models
+    latents, t, text = inputs(*SIZES[1])
+    tokens = t[:, None].repeat(1, 5 * 4 * 6)
+    tokens[:, : clean_frames * 4 * 6] = 0
+    answer = our_velocity(model, latents, t, text, clean_frames=clean_frames)
+    assert relative_l2(answer, velocity(reference, latents, tokens, text)) <= 1e-5
 
 
 def test_bfloat16_is_no_further_from_float32_than_the_reference_s_own(models, tmp_path):
@@ -99,4 +110,4 @@ def test_block_and_attention(models):
     assert relative_l2(block.self_attn(ours(x), rope), self_attn) <= 1e-5
     assert relative_l2(block.cross_attn(ours(x), ours(context)), cross_attn) <= 1e-5
     assert relative_l2(block.mlp(ours(x)), mlp) <= 1e-5
-    assert relative_l2(block(ours(x), ours(context), ours(mod), rope), whole) <= 1e-5
+    assert relative_l2(block(ours(x), ours(context), ours(mod)[:, None], rope), whole) <= 1e-5

@@ -2,6 +2,9 @@
 """The video autoencoder against diffusers' AutoencoderKLWan, on the same small random weights: parts, whole, tiled."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,45 +12,58 @@ import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKLWan
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanResidualUpBlock, patchify
 from flax import nnx
 
 from tests.parity.references import channels_last, randomise, relative_l2, wan_vae
 from wanjax.layers.tiling import Tiling
-from wanjax.models.wan.vae import WanVAE
+from wanjax.models.wan.vae import WanVAE, to_cells, to_pixels
 from wanjax.pipelines.base import Parts
 from wanjax.pipelines.wan import WanConfigs, WanPipeline
 from wanjax.registry import PRESETS
 
 BAR = 1e-5
 FRAMES = [1, 5, 17, 33]
-SIZE = (32, 16)
-TILING = Tiling(32, 24)
-SIZE_OF_TILES = (40, 56)  # 2 × 3 tiles, those at the edge smaller, so that all four kinds of neighbour meet
+SIZE = (32, 32)
 LATENTS_MEAN, LATENTS_STD = [0.1, -0.2, 0.3, 0.0], [1.5, 0.7, 2.0, 1.0]
+STATISTICS = {"z_dim": 4, "latents_mean": LATENTS_MEAN, "latents_std": LATENTS_STD}
+KINDS = {
+    "2.1": {"base_dim": 8, "num_res_blocks": 1},
+    "2.2": {
+        "base_dim": 8, "decoder_base_dim": 12, "num_res_blocks": 1, "is_residual": True, "patch_size": 2,
+        "in_channels": 12, "out_channels": 12, "scale_factor_spatial": 16,
+    },
+}  # fmt: skip
+ENCODED = Tiling(32, 24)
+DECODED = {"2.1": Tiling(32, 24), "2.2": Tiling(64, 48)}
+SIZE_OF_TILES = {"2.1": (40, 56), "2.2": (80, 112)}
+"""2 × 3 tiles, those at the edge smaller, so that all four kinds of neighbour meet; 2.2 encodes tiles of cells."""
 
 
-@pytest.fixture(scope="module")
-def models() -> tuple[AutoencoderKLWan, WanVAE]:
+class Models(NamedTuple):
+    kind: str
+    reference: AutoencoderKLWan
+    vae: WanVAE
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def models(request) -> Models:
     torch.manual_seed(0)
-    reference = AutoencoderKLWan(
-        base_dim=8, z_dim=4, num_res_blocks=1, latents_mean=LATENTS_MEAN, latents_std=LATENTS_STD
-    ).eval()
+    reference = AutoencoderKLWan(**KINDS[request.param], **STATISTICS).eval()
     randomise(reference, seed=1)
-    return reference, wan_vae(reference)
+    return Models(request.param, reference, wan_vae(reference))
 
 
 @pytest.fixture(scope="module")
 def pipe(models) -> WanPipeline:
     """A pipeline of nothing but the autoencoder."""
-    _, vae = models
-    configs = WanConfigs(transformer=None, vae=vae.config)  # pyright: ignore[reportArgumentType]
-    return WanPipeline(Parts({"vae": lambda: vae}), configs, PRESETS["wan2.1-t2v-1.3b"].defaults)
+    configs = WanConfigs(transformer=None, vae=models.vae.config)  # pyright: ignore[reportArgumentType]
+    return WanPipeline(Parts({"vae": lambda: models.vae}), configs, PRESETS["wan2.1-t2v-1.3b"].defaults)
 
 
-@pytest.fixture
-def tiled(models):
-    reference, _ = models
-    reference.enable_tiling(TILING.size, TILING.size, TILING.stride, TILING.stride)
+@contextmanager
+def tiled(reference: AutoencoderKLWan, tiling: Tiling) -> Iterator[None]:
+    reference.enable_tiling(tiling.size, tiling.size, tiling.stride, tiling.stride)
     yield
     reference.disable_tiling()
 
@@ -57,10 +73,10 @@ def video(frames: int, size: tuple[int, int]) -> torch.Tensor:
     return torch.rand(1, 3, frames, *size, generator=torch.Generator().manual_seed(frames))
 
 
-def latents(frames: int, size: tuple[int, int]) -> torch.Tensor:
+def latents(models: Models, frames: int, size: tuple[int, int]) -> torch.Tensor:
     """Those of a video, normalised."""
-    shape = (1, 4, (frames + 3) // 4, size[0] // 8, size[1] // 8)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(frames))
+    cells = (pixels // models.vae.config.spatial_factor for pixels in size)
+    return torch.randn(1, 4, (frames + 3) // 4, *cells, generator=torch.Generator().manual_seed(frames))
 
 
 def statistics() -> list[torch.Tensor]:
@@ -94,47 +110,48 @@ def decode(pipe: WanPipeline, latents: torch.Tensor, tiling: Tiling | None = Non
 @pytest.mark.parametrize("frames", FRAMES)
 def test_encode(models, pipe, frames):
     x = video(frames, SIZE)
-    assert relative_l2(encode(pipe, x), reference_latents(models[0], x)) <= BAR
+    assert relative_l2(encode(pipe, x), reference_latents(models.reference, x)) <= BAR
 
 
 @pytest.mark.parametrize("frames", FRAMES)
 def test_decode(models, pipe, frames):
-    z = latents(frames, SIZE)
-    assert relative_l2(decode(pipe, z), reference_frames(models[0], z)) <= BAR
+    z = latents(models, frames, SIZE)
+    assert relative_l2(decode(pipe, z), reference_frames(models.reference, z)) <= BAR
 
 
-@pytest.mark.usefixtures("tiled")
-@pytest.mark.parametrize("frames", [1, 5, 17])
+@pytest.mark.parametrize("frames", FRAMES)
 def test_encode_tiled(models, pipe, frames):
-    x = video(frames, SIZE_OF_TILES)
-    assert relative_l2(encode(pipe, x, TILING), reference_latents(models[0], x)) <= BAR
+    x = video(frames, SIZE_OF_TILES[models.kind])
+    with tiled(models.reference, ENCODED):
+        expected = reference_latents(models.reference, x)
+    assert relative_l2(encode(pipe, x, ENCODED), expected) <= BAR
 
 
-@pytest.mark.usefixtures("tiled")
-@pytest.mark.parametrize("frames", [1, 5, 17])
+@pytest.mark.parametrize("frames", FRAMES)
 def test_decode_tiled(models, pipe, frames):
-    z = latents(frames, SIZE_OF_TILES)
-    expected = reference_frames(models[0], z)
+    z = latents(models, frames, SIZE_OF_TILES[models.kind])
+    with tiled(models.reference, DECODED[models.kind]):
+        expected = reference_frames(models.reference, z)
     assert np.mean(np.abs(expected) == 1) < 0.5  # clipped, but not all
-    assert relative_l2(decode(pipe, z, TILING), expected) <= BAR
+    assert relative_l2(decode(pipe, z, DECODED[models.kind]), expected) <= BAR
 
 
-@pytest.mark.usefixtures("tiled")
 def test_frames_that_fit_in_a_tile_are_not_tiled(models, pipe):
-    z = latents(5, SIZE)
-    assert relative_l2(decode(pipe, z, TILING), reference_frames(models[0], z)) <= BAR
+    z = latents(models, 5, SIZE)
+    with tiled(models.reference, DECODED[models.kind]):
+        expected = reference_frames(models.reference, z)
+    assert relative_l2(decode(pipe, z, DECODED[models.kind]), expected) <= BAR
 
 
 @pytest.mark.parametrize("chunks", [(1, 1, 1), (1, 2), (2, 1), (3,)])
 def test_any_chunks_make_the_whole(models, streams, whole, chunks):
     """In time latents may come one at a time or several; all ways to cut three are here."""
-    _, vae = models
     x, z = whole[0], whole[2]
     for stream, source, per_latent, expected in (("encode", x, 4, z), ("decode", z, 1, whole[1])):
-        y, cache = streams[stream](vae, source[:, :1], None)
+        y, cache = streams[stream](models.vae, source[:, :1], None)
         parts, start = [y], 1
         for chunk in chunks:
-            y, cache = streams[stream](vae, source[:, start : start + chunk * per_latent], cache)
+            y, cache = streams[stream](models.vae, source[:, start : start + chunk * per_latent], cache)
             parts.append(y)
             start += chunk * per_latent
         assert relative_l2(jnp.concatenate(parts, axis=1), expected) <= 1e-6
@@ -151,56 +168,72 @@ def streams():
 @pytest.fixture(scope="module")
 def whole(models) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Two videos of 13 frames, what is decoded of their latents, and these, in one executable."""
-    _, vae = models
-    x = jnp.asarray(np.random.default_rng(0).uniform(-1, 1, (2, 13, 16, 16, 3)), jnp.float32)
+    size = models.vae.config.spatial_factor
+    x = jnp.asarray(np.random.default_rng(0).uniform(-1, 1, (2, 13, size, 2 * size, 3)), jnp.float32)
 
     @nnx.jit
     def round_trip(vae, x):
         z = vae.encode(x)
         return vae.decode(z), z
 
-    return x, *round_trip(vae, x)
+    return x, *round_trip(models.vae, x)
 
 
 def test_whole_videos(models, whole):
     """A batch of two, and all frames in one executable."""
-    reference, _ = models
     x, frames, z = whole
     pixels = torch.from_numpy(np.array(x)).permute(0, 4, 1, 2, 3) / 2 + 0.5
-    expected = reference_latents(reference, pixels)
+    expected = reference_latents(models.reference, pixels)
     assert relative_l2(jnp.moveaxis(z, -1, 1), expected) <= BAR
-    assert relative_l2(jnp.moveaxis(frames, -1, 1), reference_frames(reference, torch.from_numpy(expected))) <= BAR
+    expected = reference_frames(models.reference, torch.from_numpy(expected))
+    assert relative_l2(jnp.moveaxis(frames, -1, 1), expected) <= BAR
 
 
-STREAMED = {  # ours: the reference's, and its channels
-    "encoder.conv_in": ("encoder.conv_in", 3),
-    "encoder.levels.1.res.0": ("encoder.down_blocks.2", 8),  # with a shortcut
-    "decoder.levels.3.res.0": ("decoder.up_blocks.3.resnets.0", 8),
-    "encoder.mid": ("encoder.mid_block", 32),
-    "encoder.levels.0.resample": ("encoder.down_blocks.1", 8),
-    "encoder.levels.1.resample": ("encoder.down_blocks.3", 16),  # in time too
-    "decoder.levels.2.resample": ("decoder.up_blocks.2.upsamplers.0", 16),
-    "decoder.levels.0.resample": ("decoder.up_blocks.0.upsamplers.0", 32),  # in time too
+STREAMED = {  # of each kind, ours: the reference's, and its channels
+    "2.1": {
+        "encoder.conv_in": ("encoder.conv_in", 3),
+        "encoder.levels.1.res.0": ("encoder.down_blocks.2", 8),  # with a shortcut
+        "decoder.levels.3.res.0": ("decoder.up_blocks.3.resnets.0", 8),
+        "encoder.mid": ("encoder.mid_block", 32),
+        "encoder.levels.0.resample": ("encoder.down_blocks.1", 8),
+        "encoder.levels.1.resample": ("encoder.down_blocks.3", 16),  # in time too
+        "decoder.levels.2.resample": ("decoder.up_blocks.2.upsamplers.0", 16),
+        "decoder.levels.0.resample": ("decoder.up_blocks.0.upsamplers.0", 32),  # in time too
+    },
+    "2.2": {
+        "encoder.levels.0": ("encoder.down_blocks.0", 8),
+        "encoder.levels.1": ("encoder.down_blocks.1", 8),  # in time too
+        "encoder.levels.3": ("encoder.down_blocks.3", 32),  # at one resolution
+        "decoder.levels.2": ("decoder.up_blocks.2", 48),
+        "decoder.levels.0": ("decoder.up_blocks.0", 48),  # in time too
+    },
 }
 
 
-@pytest.mark.parametrize("path", STREAMED)
 @torch.no_grad()
-def test_modules_at_the_first_frame_and_later(models, path):
-    reference, vae = models
-    their_path, channels = STREAMED[path]
-    theirs, ours = reference.get_submodule(their_path), submodule(vae, path)
-    block = nnx.jit(lambda block, x, cache: block(x, cache))
-    x = torch.randn(2, channels, 5, 6, 4, generator=torch.Generator().manual_seed(channels))
-    cache, their_cache = None, [None] * 4
-    for chunk in (x[:, :, :1], x[:, :, 1:3], x[:, :, 3:]):
-        if path == "encoder.conv_in":
-            expected = theirs(chunk, their_cache[0])
-            their_cache[0] = chunk
-        else:
-            expected = theirs(chunk, feat_cache=their_cache, feat_idx=[0])
-        y, cache = block(ours, jnp.asarray(channels_last(chunk)), cache)
-        assert relative_l2(y, channels_last(expected)) <= BAR
+def test_modules_at_the_first_frame_and_later(models):
+    for path, (their_path, channels) in STREAMED[models.kind].items():
+        theirs, ours = models.reference.get_submodule(their_path), submodule(models.vae, path)
+        block = nnx.jit(lambda block, x, cache: block(x, cache))
+        x = torch.randn(2, channels, 5, 6, 4, generator=torch.Generator().manual_seed(channels))
+        cache, their_cache = None, [None] * 8
+        for chunk in (x[:, :, :1], x[:, :, 1:3], x[:, :, 3:]):
+            if path == "encoder.conv_in":
+                expected = theirs(chunk, their_cache[0])
+                their_cache[0] = chunk
+            else:
+                first = {"first_chunk": cache is None} if isinstance(theirs, WanResidualUpBlock) else {}
+                expected = theirs(chunk, feat_cache=their_cache, feat_idx=[0], **first)
+            y, cache = block(ours, jnp.asarray(channels_last(chunk)), cache)
+            assert relative_l2(y, channels_last(expected)) <= BAR, path
+
+
+@pytest.mark.parametrize("patch", [1, 2, 4])
+def test_cells(patch):
+    x = video(3, (8, 16))
+    cells = to_cells(jnp.asarray(channels_last(x)), patch)
+    np.testing.assert_array_equal(cells, channels_last(patchify(x, patch)))
+    np.testing.assert_array_equal(to_pixels(cells, patch), channels_last(x))
 
 
 def submodule(module: nnx.Module, path: str) -> nnx.Module:
@@ -211,19 +244,18 @@ def submodule(module: nnx.Module, path: str) -> nnx.Module:
 
 @torch.no_grad()
 def test_attention_and_norm(models):
-    reference, vae = models
-    x = torch.randn(2, 32, 3, 6, 4, generator=torch.Generator().manual_seed(0))
-    ours, theirs = vae.decoder.mid.attention, reference.decoder.mid_block.attentions[0]
+    ours, theirs = models.vae.decoder.mid.attention, models.reference.decoder.mid_block.attentions[0]
+    x = torch.randn(2, theirs.dim, 3, 6, 4, generator=torch.Generator().manual_seed(0))
     assert relative_l2(ours(jnp.asarray(channels_last(x))), channels_last(theirs(x))) <= BAR
-    ours, theirs = vae.decoder.mid.res1.norm1, reference.decoder.mid_block.resnets[0].norm1
+    ours, theirs = models.vae.decoder.mid.res1.norm1, models.reference.decoder.mid_block.resnets[0].norm1
     assert relative_l2(ours(jnp.asarray(channels_last(x))), channels_last(theirs(x))) <= BAR
 
 
 def test_bfloat16_is_no_further_from_float32_than_the_reference_s_own(models, streams):
-    reference, _ = models
+    reference = models.reference
     half = copy.deepcopy(reference).to(torch.bfloat16)
     vae = wan_vae(half, jnp.bfloat16, jnp.bfloat16)
-    x, z = video(5, SIZE), latents(5, SIZE)
+    x, z = video(5, SIZE), latents(models, 5, SIZE)
 
     def run(stream: str, source: torch.Tensor) -> jax.Array:
         source = jnp.asarray(channels_last(source))

@@ -2,8 +2,10 @@
 """Large frames through a network in overlapping tiles that are cross-faded where they meet."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -51,6 +53,7 @@ def map_tiles(
     return jnp.concatenate(joined, axis=2), caches_out
 
 
+@partial(jax.jit, static_argnames=("overlap", "axis"))
 def _fade(before: Frames, after: Frames, overlap: int, axis: int) -> Frames:
     """`after` with its first cells along `axis` faded in over the last cells of `before`."""
     overlap = min(before.shape[axis], after.shape[axis], overlap)

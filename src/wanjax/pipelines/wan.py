@@ -20,6 +20,7 @@ from wanjax.io import Video
 from wanjax.layers.linear import scan_compiler_options
 from wanjax.layers.tiling import Tiling, map_tiles
 from wanjax.models.wan.config import TransformerConfig, VAEConfig
+from wanjax.models.wan.vae import to_cells, to_pixels
 from wanjax.pipelines.base import Cancelled, Embeddings, Parts, Settings, Step
 from wanjax.pipelines.guidance import guide
 from wanjax.pipelines.text import TokenBatch, clean_prompt, encode_text
@@ -174,6 +175,8 @@ class WanPipeline:
     ) -> Iterator[Float[Array, "T H W 3"]]:
         """The frames of each latent frame in turn, while only one chunk is in memory."""
         z = jnp.moveaxis(jnp.asarray(latents), 1, -1)
+        config = self.configs.vae
+        cells = (config.spatial_factor, config.patch)
         graphdef, weights = nnx.split(self.vae)
 
         def decode(z: Chunk, cache: Any) -> tuple[Chunk, Any]:
@@ -181,8 +184,8 @@ class WanPipeline:
 
         cache = None
         for index in range(z.shape[1]):
-            x, cache = map_tiles(decode, z[:, index : index + 1], cache, tiling, (self.configs.vae.spatial_factor, 1))
-            yield _jitted(_to_frames)((dtype,), x)
+            x, cache = map_tiles(decode, z[:, index : index + 1], cache, tiling, cells)
+            yield _jitted(_to_frames)((dtype, config.patch), x)
 
     def encode_video(self, frames: Array | np.ndarray, *, tiling: Tiling | None = None) -> Latents:
         """Latents [1 C T H W], float32, of 4n + 1 frames [T H W 3] that are uint8 or floats in [0, 1].
@@ -195,6 +198,7 @@ class WanPipeline:
         self.defaults.updated({"frames": count, "height": height, "width": width}).check(
             spatial=config.spatial_factor, temporal=config.temporal_factor
         )
+        cells = (1, config.spatial_factor // config.patch)  # tiles are as many cells as they say pixels
         graphdef, weights = nnx.split(self.vae)
 
         def encode(x: Chunk, cache: Any) -> tuple[Chunk, Any]:
@@ -202,8 +206,8 @@ class WanPipeline:
 
         cache, latents = None, []
         for start in (0, *range(1, count, config.temporal_factor)):
-            chunk = _jitted(_from_frames)((), frames[start : start + config.temporal_factor if start else 1])
-            z, cache = map_tiles(encode, chunk, cache, tiling, (1, config.spatial_factor))
+            chunk = frames[start : start + config.temporal_factor if start else 1]
+            z, cache = map_tiles(encode, _jitted(_from_frames)((config.patch,), chunk), cache, tiling, cells)
             latents.append(z)
         return jnp.moveaxis(jnp.concatenate(latents, axis=1), -1, 1)
 
@@ -238,25 +242,26 @@ def _guided_step(static, x, state, weights, prompts, guidance_scale, schedule, i
 
 
 def _decode(static, z, cache, weights):
-    """Pixels of a chunk of latents, about [-1, 1]."""
+    """Cells of pixels of a chunk of latents, about [-1, 1]."""
     (graphdef,) = static
-    return nnx.merge(graphdef, weights).decode_unclipped(z, cache)
+    return nnx.merge(graphdef, weights).decode_cells(z, cache)
 
 
 def _encode_frames(static, x, cache, weights):
-    """Latents of a chunk of pixels in [-1, 1]."""
+    """Latents of a chunk of cells of pixels in [-1, 1]."""
     (graphdef,) = static
-    return nnx.merge(graphdef, weights).encode_chunk(x, cache)
+    return nnx.merge(graphdef, weights).encode_cells(x, cache)
 
 
 def _to_frames(static, x):
-    """Pixels as they leave the device: bytes, or floats in [0, 1]."""
-    (dtype,) = static
-    frames = jnp.clip(x[0] * 0.5 + 0.5, 0.0, 1.0)
+    """Cells of pixels as they leave the device: bytes, or floats in [0, 1]."""
+    dtype, patch = static
+    frames = jnp.clip(to_pixels(x, patch)[0] * 0.5 + 0.5, 0.0, 1.0)
     return jnp.round(frames * 255.0).astype(dtype) if dtype == jnp.uint8 else frames.astype(dtype)
 
 
 def _from_frames(static, frames):
-    """Bytes, or floats in [0, 1], as pixels in [-1, 1]."""
+    """Bytes, or floats in [0, 1], as cells of pixels in [-1, 1]."""
+    (patch,) = static
     x = frames.astype(jnp.float32) / 255.0 if frames.dtype == jnp.uint8 else frames.astype(jnp.float32)
-    return x[None] * 2.0 - 1.0
+    return to_cells(x[None] * 2.0 - 1.0, patch)

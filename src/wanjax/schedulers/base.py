@@ -52,8 +52,15 @@ class Scheduler(ABC):
         return dataclasses.replace(self, shift=shift, sigmas=sigmas)
 
     @abstractmethod
-    def schedule(self, steps: int) -> Any:
-        """Arrays by name, `timesteps` and `sigmas` among them; raises WanjaxError unless `steps` is at least 1."""
+    def schedule(self, steps: int, skip: int = 0) -> Any:
+        """Arrays by name, `timesteps` and `sigmas` among them, of `steps` steps but the first `skip`.
+
+        Raises WanjaxError unless at least one step is left.
+        """
+
+    def noised(self, schedule: Any, x0: Sample, noise: Sample) -> Sample:
+        """A clean sample with as much noise as the first step expects."""
+        return (1.0 - schedule.sigmas[0]) * x0 + schedule.sigmas[0] * noise
 
     @abstractmethod
     def init(self, schedule: Any, x: Sample) -> Any:
@@ -73,7 +80,9 @@ def shifted(sigmas: np.ndarray, shift: float) -> np.ndarray:
     return shift * sigmas / (1 + (shift - 1) * sigmas)
 
 
-def check_steps(steps: int) -> None:
-    """Raises WanjaxError unless there is a step."""
+def check_steps(steps: int, skip: int) -> None:
+    """Raises WanjaxError unless there is a step, and one is left."""
     if steps < 1:
         raise WanjaxError(f"{steps} steps cannot make a video: at least 1 is needed")
+    if not 0 <= skip < steps:
+        raise WanjaxError(f"{skip} of {steps} steps cannot be skipped: from 0 to {steps - 1} would do")

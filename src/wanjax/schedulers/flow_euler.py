@@ -17,15 +17,15 @@ class FlowEuler(Scheduler):
     ends of the line, then the line.
     """
 
-    def schedule(self, steps: int) -> Schedule:
+    def schedule(self, steps: int, skip: int = 0) -> Schedule:
         """Noise levels and timesteps, which are not rounded."""
-        check_steps(steps)
+        check_steps(steps, skip)
         if self.sigmas == "official":
             line = np.linspace(1, 0, steps + 1)[:-1].astype(np.float32)
         else:
             high, low = shifted(np.array([1, 1 / TRAIN_STEPS], np.float32), self.shift)
             line = np.linspace(float(high), float(low), steps)
-        sigmas = shifted(line, self.shift).astype(np.float32)
+        sigmas = shifted(line, self.shift)[skip:].astype(np.float32)
         return Schedule(jnp.asarray(sigmas * TRAIN_STEPS), jnp.asarray(np.append(sigmas, np.float32(0))))
 
     def init(self, schedule: Schedule, x: Sample) -> tuple[()]:

@@ -51,16 +51,16 @@ class UniPC(Scheduler):
         if self.order not in (1, 2):
             raise WanjaxError(f"the solver order {self.order!r} is not offered: 1 or 2 would do")
 
-    def schedule(self, steps: int) -> UniPCSchedule:
+    def schedule(self, steps: int, skip: int = 0) -> UniPCSchedule:
         """Noise levels and weights; raises WanjaxError where float32 cannot tell the levels apart."""
-        check_steps(steps)
-        levels = self._levels(steps)
+        check_steps(steps, skip)
+        levels = self._levels(steps)[skip:]
         sigmas = np.append(levels, 0).astype(np.float32)
         if sigmas[0] >= 1 or (np.diff(sigmas) >= 0).any():
             raise WanjaxError(f"{steps} steps at a flow shift of {self.shift} lie too close together: take fewer")
         s = sigmas.astype(np.float64)  # rounded first, as the reference has it: near pure noise λ feels it
-        corrector = [(1, 0, 0, 0)] + [_corrector(s, i, min(self.order, i)) for i in range(1, steps)]
-        predictor = [_predictor(s, i, min(self.order, i + 1)) for i in range(steps - 1)] + [(0, 1, 0)]
+        corrector = [(1, 0, 0, 0)] + [_corrector(s, i, min(self.order, i)) for i in range(1, len(levels))]
+        predictor = [_predictor(s, i, min(self.order, i + 1)) for i in range(len(levels) - 1)] + [(0, 1, 0)]
         return UniPCSchedule(
             timesteps=jnp.asarray(np.trunc(levels * TRAIN_STEPS), jnp.float32),
             sigmas=jnp.asarray(sigmas),

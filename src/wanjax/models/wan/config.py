@@ -26,9 +26,14 @@ class TransformerConfig:
 
 @dataclass(frozen=True)
 class VAEConfig:
-    """Shape of a Wan 2.1 causal video autoencoder, and the statistics of its latents."""
+    """Shape of a Wan 2.1 causal video autoencoder, and the statistics of its latents.
+
+    `patch` × `patch` pixels make one cell of what the convolutions see.
+    """
 
     width: int
+    decoder_width: int
+    patch: int
     latent_channels: int
     multipliers: tuple[int, ...]
     res_blocks: int
@@ -37,14 +42,34 @@ class VAEConfig:
     latents_std: tuple[float, ...]
 
     @property
+    def cell_channels(self) -> int:
+        """Channels of a cell: the colours of its pixels."""
+        return 3 * self.patch**2
+
+    @property
+    def encoder_sizes(self) -> list[int]:
+        """Channels before the encoder's first level and after each."""
+        return [self.width * m for m in (1, *self.multipliers)]
+
+    @property
+    def decoder_sizes(self) -> list[int]:
+        """Channels before the decoder's first level and inside each."""
+        return [self.decoder_width * m for m in (self.multipliers[-1], *reversed(self.multipliers))]
+
+    @property
     def spatial_factor(self) -> int:
         """Pixels to a latent cell, in height and in width."""
-        return 2 ** len(self.temporal_downsample)
+        return self.patch * 2 ** len(self.temporal_downsample)
 
     @property
     def temporal_factor(self) -> int:
         """Frames to a latent frame, after the first."""
         return 2 ** sum(self.temporal_downsample)
+
+
+@dataclass(frozen=True)
+class ResidualVAEConfig(VAEConfig):
+    """Shape of a Wan 2.2 autoencoder, in which each change of resolution has a shortcut."""
 
 
 T2V_14B = TransformerConfig(
@@ -60,9 +85,13 @@ T2V_14B = TransformerConfig(
     eps=1e-6,
 )
 T2V_1_3B = replace(T2V_14B, layers=30, heads=12, mlp_dim=8960)
+I2V_A14B = replace(T2V_14B, channels_in=36)
+TI2V_5B = replace(T2V_14B, layers=30, heads=24, mlp_dim=14336, channels_in=48, channels_out=48)
 
 VAE_2_1 = VAEConfig(
     width=96,
+    decoder_width=96,
+    patch=1,
     latent_channels=16,
     multipliers=(1, 2, 4, 4),
     res_blocks=2,
@@ -74,5 +103,30 @@ VAE_2_1 = VAEConfig(
     latents_std=(
         *(2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743),
         *(3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160),
+    ),
+)
+VAE_2_2 = ResidualVAEConfig(
+    width=160,
+    decoder_width=256,
+    patch=2,
+    latent_channels=48,
+    multipliers=(1, 2, 4, 4),
+    res_blocks=2,
+    temporal_downsample=(False, True, True),
+    latents_mean=(
+        *(-0.2289, -0.0052, -0.1323, -0.2339, -0.2799, 0.0174, 0.1838, 0.1557),
+        *(-0.1382, 0.0542, 0.2813, 0.0891, 0.1570, -0.0098, 0.0375, -0.1825),
+        *(-0.2246, -0.1207, -0.0698, 0.5109, 0.2665, -0.2108, -0.2158, 0.2502),
+        *(-0.2055, -0.0322, 0.1109, 0.1567, -0.0729, 0.0899, -0.2799, -0.1230),
+        *(-0.0313, -0.1649, 0.0117, 0.0723, -0.2839, -0.2083, -0.0520, 0.3748),
+        *(0.0152, 0.1957, 0.1433, -0.2944, 0.3573, -0.0548, -0.1681, -0.0667),
+    ),
+    latents_std=(
+        *(0.4765, 1.0364, 0.4514, 1.1677, 0.5313, 0.4990, 0.4818, 0.5013),
+        *(0.8158, 1.0344, 0.5894, 1.0901, 0.6885, 0.6165, 0.8454, 0.4978),
+        *(0.5759, 0.3523, 0.7135, 0.6804, 0.5833, 1.4146, 0.8986, 0.5659),
+        *(0.7069, 0.5338, 0.4889, 0.4917, 0.4069, 0.4999, 0.6866, 0.4093),
+        *(0.5709, 0.6065, 0.6415, 0.4944, 0.5726, 1.2042, 0.5458, 1.6887),
+        *(0.3971, 1.0600, 0.3943, 0.5537, 0.5444, 0.4089, 0.7468, 0.7744),
     ),
 )

@@ -6,6 +6,7 @@ and an MLP, the first and last modulated by the timestep. The reference is diffu
 models/transformers/transformer_wan.py and, for what stays in float32, the official wan/modules/model.py.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from wanjax.kernels.attention import attention
 from wanjax.layers.embeddings import sinusoid
 from wanjax.layers.linear import linear, scan_blocks, stack
 from wanjax.layers.mlp import MLP, gelu_tanh
-from wanjax.layers.modulation import gated_add, modulate, split_modulation
+from wanjax.layers.modulation import Clean, gated_add, modulate, split_modulation
 from wanjax.layers.norms import layer_norm, rms_norm
 from wanjax.layers.patch import patchify, unpatchify
 from wanjax.layers.rope import Rope, apply_rope, rope_3d
@@ -80,13 +81,20 @@ class Block(nnx.Module):
         self.table = modulation_table(6, width, kw["rngs"])
         self.dtype = kw["dtype"]
 
-    def __call__(self, x: Tokens, context: Float[Array, "B S E"], mod: Float[Array, "B 6 E"], rope: Rope) -> Tokens:
-        self_mod, mlp_mod = split_modulation(mod + self.table[...][None])
-        y = modulate(self.norm1(x), self_mod.shift, self_mod.scale).astype(self.dtype)
-        x = gated_add(x, self.self_attn(y, rope), self_mod.gate)
+    def __call__(
+        self,
+        x: Tokens,
+        context: Float[Array, "B S E"],
+        mod: Float[Array, "B _T 6 E"],
+        rope: Rope,
+        clean: Clean = None,
+    ) -> Tokens:
+        self_mod, mlp_mod = split_modulation(mod + self.table[...][None, None])
+        y = modulate(self.norm1(x), self_mod.shift, self_mod.scale, clean).astype(self.dtype)
+        x = gated_add(x, self.self_attn(y, rope), self_mod.gate, clean)
         x = x + self.cross_attn(self.norm2(x).astype(self.dtype), context).astype(x.dtype)
-        y = modulate(self.norm3(x), mlp_mod.shift, mlp_mod.scale).astype(self.dtype)
-        return gated_add(x, self.mlp(y), mlp_mod.gate)
+        y = modulate(self.norm3(x), mlp_mod.shift, mlp_mod.scale, clean).astype(self.dtype)
+        return gated_add(x, self.mlp(y), mlp_mod.gate, clean)
 
 
 class WanTransformer(nnx.Module):
@@ -132,20 +140,34 @@ class WanTransformer(nnx.Module):
         pt, ph, pw = self.config.patch
         return latents.shape[1] // pt, latents.shape[2] // ph, latents.shape[3] // pw
 
+    def clean_tokens(self, grid: tuple[int, int, int], frames: int) -> Clean:
+        """Marks the tokens of the first `frames` latent frames; None where there are none to mark."""
+        tokens = jnp.arange(math.prod(grid))
+        return tokens < frames // self.config.patch[0] * grid[1] * grid[2] if frames else None
+
     def __call__(
-        self, latents: Float[Array, "B T H W C"], t: Float[Array, "B"], text: Float[Array, "B S E"]
+        self,
+        latents: Float[Array, "B T H W C"],
+        t: Float[Array, "B"],
+        text: Float[Array, "B S E"],
+        *,
+        clean_frames: int = 0,
     ) -> Float[Array, "B T H W _C"]:
+        """The first `clean_frames` latent frames hold no noise and are at timestep 0, whatever t."""
         grid = self.grid(latents)
         rope = self.rope(grid)
+        clean = self.clean_tokens(grid, clean_frames)
+        timesteps = t[:, None] if clean is None else jnp.stack([t, jnp.zeros_like(t)], axis=1)
         x = self.patch_embed(patchify(latents.astype(self.dtype), self.config.patch))  # [B L E]
         context = self.text_embed(text.astype(self.dtype))
-        time = self.time_embed(sinusoid(t, self.config.frequency_dim))  # [B E]
-        mod = self.time_proj(jax.nn.silu(time)).reshape(-1, 6, self.config.width)
+        time = self.time_embed(sinusoid(timesteps.reshape(-1), self.config.frequency_dim))
+        time = time.reshape(*timesteps.shape, self.config.width)  # [B 1 E], of two timesteps [B 2 E]
+        mod = self.time_proj(jax.nn.silu(time)).reshape(*timesteps.shape, 6, self.config.width)
 
-        x = scan_blocks(self.blocks, lambda block, x: block(x, context, mod, rope), x)
+        x = scan_blocks(self.blocks, lambda block, x: block(x, context, mod, rope, clean), x)
 
-        shift, scale = jnp.split(self.table[...][None] + time[:, None, :], 2, axis=1)
-        x = self.proj_out(modulate(self.norm_out(x), shift, scale).astype(self.dtype))
+        shift, scale = (time + row for row in jnp.split(self.table[...][None], 2, axis=1))
+        x = self.proj_out(modulate(self.norm_out(x), shift, scale, clean).astype(self.dtype))
         return unpatchify(x, grid, self.config.patch)
 
 

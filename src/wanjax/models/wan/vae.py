@@ -27,6 +27,20 @@ Chunk = Float[Array, "B _T _H _W _C"]  # what goes in and what comes out differ 
 POINTWISE = ("conv_in", "conv_out")
 
 
+def to_cells(x: Float[Array, "B T H W C"], patch: int) -> Chunk:
+    """Pixels to cells of `patch` × `patch` of them: channels in the order colour, column, row, the row fastest."""
+    batch, frames, height, width, colours = x.shape
+    x = x.reshape(batch, frames, height // patch, patch, width // patch, patch, colours)
+    return jnp.transpose(x, (0, 1, 2, 4, 6, 5, 3)).reshape(*x.shape[:3], x.shape[4], -1)
+
+
+def to_pixels(x: Float[Array, "B T H W C"], patch: int) -> Chunk:
+    """The inverse of `to_cells`."""
+    batch, frames, height, width, channels = x.shape
+    x = jnp.transpose(x.reshape(batch, frames, height, width, -1, patch, patch), (0, 1, 2, 6, 3, 5, 4))
+    return x.reshape(batch, frames, height * patch, width * patch, channels // patch**2)
+
+
 class ResBlock(nnx.Module):
     """Two causal convolutions, each after a norm and SiLU, around a shortcut."""
 
@@ -91,11 +105,11 @@ class Downsample(nnx.Module):
 
 
 class Upsample(nnx.Module):
-    """With `temporal`, doubles the frames after the first; then doubles height and width and halves the channels."""
+    """With `temporal`, doubles the frames after the first; then doubles height and width."""
 
-    def __init__(self, channels: int, temporal: bool, **kw):
-        self.time_conv = nnx.data(CausalConv(channels, 2 * channels, (3, 1), **kw) if temporal else None)
-        self.conv = frame_conv(channels, channels // 2, **kw)
+    def __init__(self, channels_in: int, channels_out: int, temporal: bool, **kw):
+        self.time_conv = nnx.data(CausalConv(channels_in, 2 * channels_in, (3, 1), **kw) if temporal else None)
+        self.conv = frame_conv(channels_in, channels_out, **kw)
 
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
         if self.time_conv is None:
@@ -128,19 +142,15 @@ class Level(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    def __init__(self, config: VAEConfig, **kw):
-        sizes = [config.width * m for m in (1, *config.multipliers)]
-        resamples = [Downsample(size, t, **kw) for size, t in zip(sizes[1:], config.temporal_downsample, strict=False)]
-        self.conv_in = CausalConv(3, sizes[0], (3, 3), **kw)
-        self.levels = nnx.List(
-            [
-                Level(a, b, config.res_blocks, resample, **kw)
-                for a, b, resample in zip(sizes[:-1], sizes[1:], [*resamples, None], strict=True)
-            ]
-        )
-        self.mid = MidBlock(sizes[-1], **kw)
-        self.norm_out = ChannelNorm(sizes[-1], **kw)
-        self.conv_out = CausalConv(sizes[-1], 2 * config.latent_channels, (3, 3), **kw)
+    """From cells of pixels down through the levels to the mean and log-variance of latents."""
+
+    def __init__(self, config: VAEConfig, levels: list[nnx.Module], **kw):
+        first, *_, last = config.encoder_sizes
+        self.conv_in = CausalConv(config.cell_channels, first, (3, 3), **kw)
+        self.levels = nnx.List(levels)
+        self.mid = MidBlock(last, **kw)
+        self.norm_out = ChannelNorm(last, **kw)
+        self.conv_out = CausalConv(last, 2 * config.latent_channels, (3, 3), **kw)
 
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
         kept_in, *kept, kept_mid, kept_out = cache or [None] * (len(self.levels) + 3)
@@ -153,21 +163,15 @@ class Encoder(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    def __init__(self, config: VAEConfig, **kw):
-        sizes = [config.width * m for m in (config.multipliers[-1], *reversed(config.multipliers))]
-        inputs = sizes[:1] + [size // 2 for size in sizes[1:-1]]  # an upsampling halves the channels
-        temporal = reversed(config.temporal_downsample)
-        resamples = [Upsample(size, t, **kw) for size, t in zip(sizes[1:-1], temporal, strict=True)]
-        self.conv_in = CausalConv(config.latent_channels, sizes[0], (3, 3), **kw)
-        self.mid = MidBlock(sizes[0], **kw)
-        self.levels = nnx.List(
-            [
-                Level(a, b, config.res_blocks + 1, resample, **kw)
-                for a, b, resample in zip(inputs, sizes[1:], [*resamples, None], strict=True)
-            ]
-        )
-        self.norm_out = ChannelNorm(sizes[-1], **kw)
-        self.conv_out = CausalConv(sizes[-1], 3, (3, 3), **kw)
+    """From latents up through the levels to cells of pixels."""
+
+    def __init__(self, config: VAEConfig, levels: list[nnx.Module], **kw):
+        first, *_, last = config.decoder_sizes
+        self.conv_in = CausalConv(config.latent_channels, first, (3, 3), **kw)
+        self.mid = MidBlock(first, **kw)
+        self.levels = nnx.List(levels)
+        self.norm_out = ChannelNorm(last, **kw)
+        self.conv_out = CausalConv(last, config.cell_channels, (3, 3), **kw)
 
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
         kept_in, kept_mid, *kept, kept_out = cache or [None] * (len(self.levels) + 3)
@@ -187,13 +191,32 @@ class WanVAE(nnx.Module):
         channels = config.latent_channels
         self.config = config
         self.dtype = dtype
-        self.encoder = Encoder(config, **kw)
+        self.encoder = Encoder(config, self.encoder_levels(config, **kw), **kw)
         self.quant = linear(2 * channels, 2 * channels, POINTWISE, **kw)
         self.post_quant = linear(channels, channels, POINTWISE, **kw)
-        self.decoder = Decoder(config, **kw)
+        self.decoder = Decoder(config, self.decoder_levels(config, **kw), **kw)
+
+    @staticmethod
+    def encoder_levels(config: VAEConfig, **kw) -> list[nnx.Module]:
+        sizes = config.encoder_sizes
+        downs = [Downsample(size, t, **kw) for size, t in zip(sizes[1:], config.temporal_downsample, strict=False)]
+        return [
+            Level(a, b, config.res_blocks, down, **kw)
+            for a, b, down in zip(sizes[:-1], sizes[1:], [*downs, None], strict=True)
+        ]
+
+    @staticmethod
+    def decoder_levels(config: VAEConfig, **kw) -> list[nnx.Module]:
+        first, *sizes = config.decoder_sizes
+        inputs = [first] + [size // 2 for size in sizes[:-1]]  # an upsampling halves the channels
+        temporal = reversed(config.temporal_downsample)
+        ups = [Upsample(size, size // 2, t, **kw) for size, t in zip(sizes[:-1], temporal, strict=True)]
+        return [
+            Level(a, b, config.res_blocks + 1, up, **kw) for a, b, up in zip(inputs, sizes, [*ups, None], strict=True)
+        ]
 
     def posterior(self, x: Chunk, cache: Cache) -> tuple[Chunk, Chunk, Cache]:
-        """Mean and log-variance of the latents of a chunk of frames, float32, not normalised."""
+        """Mean and log-variance of the latents of a chunk of cells, float32, not normalised."""
         h, cache = self.encoder(x.astype(self.dtype), cache)
         mean, log_variance = jnp.split(self.quant(h).astype(jnp.float32), 2, axis=-1)
         return mean, jnp.clip(log_variance, -30.0, 20.0), cache
@@ -210,16 +233,20 @@ class WanVAE(nnx.Module):
 
     def encode_chunk(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
         """Frames, 1 when `cache` is None and a multiple of 4 after, to latents: the mode of their posterior."""
+        return self.encode_cells(to_cells(x, self.config.patch), cache)
+
+    def encode_cells(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
+        """`encode_chunk` after its first step, which comes before frames are cut into tiles."""
         mean, _, cache = self.posterior(x, cache)
         return self.normalise(mean), cache
 
     def decode_chunk(self, z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
         """Latents, 1 frame when `cache` is None and any number after, to frames in [-1, 1], float32."""
-        x, cache = self.decode_unclipped(z, cache)
-        return jnp.clip(x, -1.0, 1.0), cache
+        x, cache = self.decode_cells(z, cache)
+        return jnp.clip(to_pixels(x, self.config.patch), -1.0, 1.0), cache
 
-    def decode_unclipped(self, z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        """`decode_chunk` without the last step, which tiles that overlap take after they are blended."""
+    def decode_cells(self, z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
+        """`decode_chunk` without its last steps, which tiles that overlap take after they are blended."""
         h = self.post_quant(self.denormalise(z.astype(jnp.float32)).astype(self.dtype))
         x, cache = self.decoder(h, cache)
         return x.astype(jnp.float32), cache
