@@ -24,6 +24,7 @@ from wanjax.registry import PRESETS
 
 BAR = 1e-5
 FRAMES = [1, 5, 17, 33]
+FRAMES_OF_TILES = [1, 33]  # the others are what 33 begin with
 SIZE = (32, 32)
 LATENTS_MEAN, LATENTS_STD = [0.1, -0.2, 0.3, 0.0], [1.5, 0.7, 2.0, 1.0]
 STATISTICS = {"z_dim": 4, "latents_mean": LATENTS_MEAN, "latents_std": LATENTS_STD}
@@ -119,7 +120,7 @@ def test_decode(models, pipe, frames):
     assert relative_l2(decode(pipe, z), reference_frames(models.reference, z)) <= BAR
 
 
-@pytest.mark.parametrize("frames", FRAMES)
+@pytest.mark.parametrize("frames", FRAMES_OF_TILES)
 def test_encode_tiled(models, pipe, frames):
     x = video(frames, SIZE_OF_TILES[models.kind])
     with tiled(models.reference, ENCODED):
@@ -127,7 +128,7 @@ def test_encode_tiled(models, pipe, frames):
     assert relative_l2(encode(pipe, x, ENCODED), expected) <= BAR
 
 
-@pytest.mark.parametrize("frames", FRAMES)
+@pytest.mark.parametrize("frames", FRAMES_OF_TILES)
 def test_decode_tiled(models, pipe, frames):
     z = latents(models, frames, SIZE_OF_TILES[models.kind])
     with tiled(models.reference, DECODED[models.kind]):
