@@ -4,16 +4,22 @@
 import hashlib
 import json
 import os
+import random
 import re
 import resource
+import signal
 import subprocess
 import sys
 import threading
+import time
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 from huggingface_hub import close_session, constants
+from huggingface_hub.utils import _http
 
 from wanjax import hub
 from wanjax.errors import WanjaxError
@@ -49,19 +55,23 @@ TRANSFORMER = {
     "transformer/diffusion_pytorch_model-00002-of-00002.safetensors",
 }
 
+PIECE = 1 << 18
 VAE = {"vae/config.json", "vae/diffusion_pytorch_model.safetensors"}
 
 
 class Hub(ThreadingHTTPServer):
     """Speaks as much of the hub's protocol as a download needs.
 
-    `status`, `error_code`: what every request is answered with, if set; `drops`: how many answers break off halfway.
+    `status`, `error_code`: what every request is answered with, if set; `refusals`: what the next ones for a file's
+    bytes are answered with; `drops`: how many answers break off halfway; `short`: how many bytes answers lack of what
+    the file has; `pause`: seconds between pieces.
     """
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Answer)
         self.files = dict(FILES)
         self.status, self.error_code, self.drops = None, None, 0
+        self.refusals, self.short, self.pause = [], 0, 0.0
         self.sent = []
 
     @property
@@ -82,6 +92,7 @@ class Answer(BaseHTTPRequestHandler):
         self.answer(with_body=True)
 
     def answer(self, with_body):
+        self.path = unquote(self.path)
         repository = re.fullmatch(rf"/api/models/{ID}/revision/(main|{COMMIT})", self.path)
         file = re.fullmatch(rf"/{ID}/resolve/{COMMIT}/(.+)", self.path)
         if self.server.status:
@@ -107,8 +118,11 @@ class Answer(BaseHTTPRequestHandler):
         start = int((self.headers["Range"] or "bytes=0-")[6:].split("-")[0])
         if start:
             headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+        if with_body and self.server.refusals:
+            return self.reply(self.server.refusals.pop(0), b"", with_body)
         if with_body:
             self.server.sent.append((name, start))
+            data = data[: len(data) - self.server.short]
         self.reply(206 if start else 200, data[start:], with_body, headers)
 
     def reply(self, status, body, with_body, headers=None):
@@ -121,7 +135,9 @@ class Answer(BaseHTTPRequestHandler):
             self.server.drops -= 1
             self.wfile.write(body[: len(body) // 2])
         elif with_body:
-            self.wfile.write(body)
+            for begin in range(0, len(body), PIECE):
+                self.wfile.write(body[begin : begin + PIECE])
+                time.sleep(self.server.pause)
 
 
 @pytest.fixture
@@ -227,6 +243,8 @@ def test_an_unknown_repository_or_revision_is_named(server):
     [
         (401, None, "is not public: check the spelling or `hf auth login`"),
         (403, "GatedRepo", "owner/video is gated: accept its terms at http://127.0.0.1:"),
+        (401, "GatedRepo", "owner/video is gated: accept its terms at http://127.0.0.1:"),
+        (429, None, "has had too many requests from here: wait some minutes"),
         (404, "RepoNotFound", "there is no folder owner/video"),
         (500, None, "cannot be reached (Server error '500 Internal Server Error'"),
     ],
@@ -272,6 +290,144 @@ def test_a_disk_that_is_full_is_told(server):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert f"{server.url}/{ID} could not be downloaded ([Errno 27] File too large)" in message
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """The client does not wait between attempts."""
+    waited = []
+    monkeypatch.setattr(_http.time, "sleep", waited.append)
+    return waited
+
+
+@pytest.mark.usefixtures("online")
+def test_a_hub_that_is_busy_for_a_while_is_asked_again(server, impatient):
+    server.refusals = [429, 503, 429]
+    name = "vae/diffusion_pytorch_model.safetensors"
+    with suppress(WanjaxError):  # 503 for a file's bytes is told, and the next run goes on
+        hub.resolve(ID, ["vae"])
+    folder = hub.resolve(ID, ["vae"])
+    assert (folder / name).read_bytes() == FILES[name]
+    assert not server.refusals
+
+
+@pytest.mark.usefixtures("online", "impatient")
+@pytest.mark.parametrize(
+    ("status", "what"),
+    [
+        (429, "has had too many requests from here: wait some minutes"),
+        (503, "could not be downloaded (Server error '503 Service Unavailable'"),
+        (404, "could not be downloaded ("),
+    ],
+)
+def test_a_file_that_stays_out_of_reach_is_told(server, status, what):
+    server.refusals = [status] * 100
+    assert what in fault(ID, ["vae"])
+    server.refusals = []
+    assert files_in(hub.resolve(ID, ["vae"])) == {"model_index.json"} | VAE
+
+
+@pytest.mark.usefixtures("online")
+def test_a_file_of_another_length_than_the_hub_lists_is_not_taken(server):
+    hub.resolve(ID, ())
+    server.short = 7
+    assert "could not be downloaded (Consistency check failed" in fault(ID, ["vae"])
+    server.short = 0
+    folder = hub.resolve(ID, ["vae"])
+    assert all((folder / name).read_bytes() == FILES[name] for name in VAE)
+
+
+ATTEMPTS = """
+import os, sys
+from huggingface_hub import constants
+from wanjax import hub
+constants.DOWNLOAD_CHUNK_SIZE = 1 << 16  # what it writes at a time, so that there is something to go on from
+for _ in sys.stdin:
+    if (child := os.fork()) == 0:
+        hub.resolve("owner/video", ["vae", "transformer"])
+        os._exit(0)
+    print(child, flush=True)
+    print(os.waitpid(child, 0)[1], flush=True)
+"""
+
+
+def test_killed_while_downloading_it_goes_on_to_the_same_bytes(server, tmp_path):
+    """Killed at random moments; in the end every byte is right, and what was complete was not sent again."""
+    name = "vae/diffusion_pytorch_model.safetensors"
+    server.files[name] = random.Random(0).randbytes(12_000_000)
+    server.pause = 0.01
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    environment |= {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path), "NO_PROXY": "*"}
+    moments, kills = random.Random(1), 0
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", ATTEMPTS],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as attempts:
+        while True:
+            print(file=attempts.stdin, flush=True)
+            child = int(attempts.stdout.readline())
+            if kills < 20:
+                time.sleep(moments.uniform(0.02, 0.4))
+                os.kill(child, signal.SIGKILL)
+            status = int(attempts.stdout.readline())
+            kills += os.WIFSIGNALED(status)
+            assert os.WIFSIGNALED(status) or status == 0
+            if status == 0 and kills >= 20:
+                break
+            if status == 0:  # it was quicker: the large file is downloaded anew
+                for blob in tmp_path.glob("hub/*/blobs/*"):
+                    if blob.stat().st_size > 1_000_000:
+                        blob.unlink()
+        attempts.stdin.close()
+    (folder,) = (tmp_path / "hub/models--owner--video/snapshots").iterdir()
+    assert files_in(folder) == {"model_index.json"} | TRANSFORMER | VAE
+    assert all((folder / name).read_bytes() == server.files[name] for name in files_in(folder))
+    assert len(server.sent) < kills * len(files_in(folder)) / 2
+
+
+@pytest.mark.usefixtures("online")
+def test_progress_is_told_in_bytes_up_to_all_of_them(server, capfd):
+    server.files["vae/diffusion_pytorch_model.safetensors"] = bytes(25_000_000)
+    server.pause = 0.01
+    told = []
+    hub.resolve(ID, ["vae"], progress=lambda done, total: told.append((done, total)))
+    assert told == sorted(told)
+    total = sum(len(server.files[name]) for name in VAE)
+    assert told[-1] == (total, total)
+    assert len({done for done, _ in told}) > 2
+    assert capfd.readouterr() == ("", "")
+
+
+# --- single files ---
+
+
+@pytest.mark.usefixtures("online")
+def test_a_single_file_of_the_hub_or_of_the_disk(server, tmp_path):
+    server.files["loras/style 1.safetensors"] = b"L" * 100
+    found = hub.locate_file(f"{ID}/loras/style 1.safetensors")
+    assert found.read_bytes() == b"L" * 100
+    assert [name for name, _ in server.sent] == ["loras/style 1.safetensors"]
+    assert hub.locate_file(found) == found
+    assert hub.locate_file(str(tmp_path / found)) == found
+
+
+@pytest.mark.usefixtures("online")
+@pytest.mark.parametrize("source", ["a.safetensors", "/a/b/c.safetensors", f"{ID}/../../x", "", f"{ID}/a*.safetensors"])
+def test_what_is_no_file_is_refused(source):
+    with pytest.raises(WanjaxError, match="and it is not one of the hub, which is OWNER/NAME/FILE"):
+        hub.locate_file(source)
+
+
+@pytest.mark.usefixtures("online")
+def test_a_file_that_a_repository_lacks_is_named():
+    with pytest.raises(WanjaxError, match=r"owner/video on the hub holds no lora\.safetensors"):
+        hub.locate_file(f"{ID}/lora.safetensors")
+    with pytest.raises(WanjaxError, match="there is no folder owner/typo"):
+        hub.locate_file("owner/typo/lora.safetensors")
 
 
 def test_the_clients_settings_come_from_the_environment(server, tmp_path):
