@@ -10,11 +10,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from wanjax.errors import WanjaxError
-from wanjax.kernels.attention import chunked, context, reference
+from wanjax.kernels.attention import chunked, context, cudnn, reference
 from wanjax.kernels.attention.masks import Window
+from wanjax.kernels.attention.target import target
 from wanjax.sharding import current
 
-IMPLEMENTATIONS: dict[str, ModuleType] = {"reference": reference, "chunked": chunked}
+IMPLEMENTATIONS: dict[str, ModuleType] = {"reference": reference, "chunked": chunked, "cudnn": cudnn}
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -25,8 +26,11 @@ class Choice(NamedTuple):
     reason: str
 
 
-# In turn, where none is named: the first that can do what is asked. A kernel for one platform refuses the others.
-PREFERRED = (Choice("chunked", "its scores stay in the cache, and its memory does not grow with their number"),)
+# By platform, where none is named: the first that can do what is asked. A kernel for one platform refuses the others.
+ANYWHERE = (Choice("chunked", "its memory does not grow with the number of scores"),)
+PREFERRED: dict[str, tuple[Choice, ...]] = {
+    "gpu": (Choice("cudnn", "it is NVIDIA's own"), *ANYWHERE),
+}
 
 
 def attention(
@@ -69,7 +73,7 @@ def attention(
 
 def _on_one_device(q, k, v, *, implementation: str | None, return_lse: bool = False, **options: Any) -> Any:
     """Attention on the device that holds the operands."""
-    name = choose(q, k, v, **options, implementation=implementation).name
+    name = choose(q, k, v, **options, implementation=implementation, return_lse=return_lse).name
     return IMPLEMENTATIONS[name].attention(q, k, v, **options, return_lse=return_lse)
 
 
@@ -84,16 +88,23 @@ def choose(
     bias: jax.Array | None = None,
     implementation: str | None = None,
     config: Any = None,
+    return_lse: bool = False,
 ) -> Choice:
-    """The implementation that `attention` takes for these arguments, and why; raises as it does. Shapes suffice."""
+    """The implementation that `attention` takes for these arguments, and why it and none before; raises as it does.
+
+    Shapes suffice (`jax.ShapeDtypeStruct`). `return_lse` asks for the log-sum-exp of each query too, by which parts of a
+    ring are merged. The platform is that of the operands' sharding, of the mesh that
+    `jax.set_mesh` set, or else JAX's own (target.py).
+    """
     options = _options(q, k, v, key_mask, window, scale, bias, config)
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise WanjaxError(f"no attention is named {implementation!r}: there are {', '.join(IMPLEMENTATIONS)}")
+    preferred = PREFERRED.get(target(q).platform, ANYWHERE)
     refusals = []
-    for choice in PREFERRED if implementation is None else (Choice(implementation, "it was named"),):
-        why = IMPLEMENTATIONS[choice.name].unsupported(q, k, v, **options)
+    for choice in preferred if implementation is None else (Choice(implementation, "it was named"),):
+        why = IMPLEMENTATIONS[choice.name].unsupported(q, k, v, **options, return_lse=return_lse)
         if why is None:
-            return choice
+            return Choice(choice.name, "; ".join([choice.reason, *refusals]))
         refusals.append(why)
     raise NotImplementedError("; ".join(refusals))
 

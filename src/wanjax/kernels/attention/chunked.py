@@ -13,10 +13,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32
+from jax.typing import DTypeLike
+from jaxtyping import Array, BFloat16, Bool, Float, Float32
 
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention.masks import Window, divide_live, finite_max, in_window, log_sum_exp
+from wanjax.kernels.attention.target import target
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ def default_config(platform: str) -> Config:
     return Config(640, 1024, batched=False) if platform == "cpu" else Config(256, 1024, batched=True)
 
 
-def unsupported(q, k, v, *, key_mask, window, scale, bias, config) -> str | None:
+def unsupported(q, k, v, *, key_mask, window, scale, bias, config, return_lse) -> str | None:
     """Why this cannot be done here, or None."""
     if config is not None and not isinstance(config, Config):
         return f"chunked is configured by a chunked.Config, which {type(config).__name__} is not"
@@ -61,21 +63,19 @@ def attention(
     return_lse: bool = False,
 ) -> Float[Array, "B L N D"] | tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]:
     """What the reference gives, block by block; its gradient computes the scores again in place of keeping them."""
-    config = config or default_config(jax.default_backend())
+    config = config or default_config(target(q).platform)
     batch, length, heads, size = q.shape
     kv_heads = k.shape[2]
     groups = (kv_heads, heads // kv_heads)
-    dtype = q.dtype
-    precision = "highest" if dtype == jnp.float32 else "default"  # one pass of a matrix unit is bfloat16's own
-    q, k, v = (x.astype(jnp.float32) for x in (q.reshape(batch, length, *groups, size), k, v))
+    q = q.reshape(batch, length, *groups, size)
     if bias is not None:
         bias = bias.reshape(bias.shape[0], *(groups if bias.shape[1] == heads else (1, 1)), *bias.shape[2:])
     # By example, then by head of k, then by the heads of q that share it: the axes of q, k, v, key_mask, bias.
-    head = partial(_head, window=window, scale=scale, precision=precision, config=config)
+    head = partial(_head, window=window, scale=scale, dtype=q.dtype, config=config)
     for axes in ((1, None, None, None, 0), (1, 1, 1, None, 0), (0, 0, 0, 0, 0)):
         head = _over(head, axes, batched=config.batched)
     out, lse = (x.reshape(batch, heads, length, -1) for x in head(q, k, v, key_mask, bias))
-    out = jnp.moveaxis(out, 1, 2).astype(dtype)
+    out = jnp.moveaxis(out, 1, 2)
     return (out, jnp.moveaxis(lse[..., 0], 1, 2)) if return_lse else out
 
 
@@ -98,7 +98,28 @@ def _over(f: Callable, axes: Sequence[int | None], *, batched: bool) -> Callable
 
 
 def _entry(index: Array, x: Array | None, axis: int | None) -> Array | None:
-    return x if x is None or axis is None else jax.lax.dynamic_index_in_dim(x, index, axis, keepdims=False)
+    if x is None or axis is None:
+        return x
+    return (_wide_entry if x.dtype == jnp.bfloat16 else _index)(x, index, axis)
+
+
+def _index(x: Array, index: Array, axis: int) -> Array:
+    return jax.lax.dynamic_index_in_dim(x, index, axis, keepdims=False)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _wide_entry(x: BFloat16[Array, "..."], index: Array, axis: int) -> Float32[Array, "..."]:
+    """An entry in float32. XLA on a CPU would index bfloat16 in float32 and cast all entries ahead of the loop.
+
+    So it is indexed as whole numbers: the bits of a bfloat16 are the upper half of the float32 of the same value.
+    """
+    bits = _index(jax.lax.bitcast_convert_type(x, jnp.uint16), index, axis)
+    return jax.lax.bitcast_convert_type(bits.astype(jnp.uint32) << 16, jnp.float32)
+
+
+@_wide_entry.defjvp
+def _wide_entry_jvp(axis: int, values: tuple, tangents: tuple) -> tuple[Array, Array]:
+    return _wide_entry(*values, axis), _index(tangents[0], values[1], axis).astype(jnp.float32)
 
 
 class Partial(NamedTuple):
@@ -117,18 +138,20 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 
 def _head(
-    q: Float32[Array, "L D"],
-    k: Float32[Array, "S D"],
-    v: Float32[Array, "S D"],
+    q: Float[Array, "L D"],
+    k: Float[Array, "S D"],
+    v: Float[Array, "S D"],
     live: Bool[Array, " S"] | None,
     bias: Float32[Array, "..."] | None,
     *,
     window: Window | None,
     scale: float,
-    precision: str,
+    dtype: DTypeLike,
     config: Config,
-) -> tuple[Float32[Array, "L D"], Float32[Array, "L 1"]]:
+) -> tuple[Float[Array, "L D"], Float32[Array, "L 1"]]:
     """One head of one example, and its log-sum-exps. Queries are filled up to whole blocks, which changes no other."""
+    precision = "highest" if dtype == jnp.float32 else "default"  # one pass of a matrix unit is bfloat16's own
+    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     length, keys = q.shape[0], k.shape[0]
     blocks, rows = _even(length, config.block_q)
     fill = blocks * rows - length
@@ -166,7 +189,7 @@ def _head(
         return divide_live(done.total, done.weight), log_sum_exp(done.top, done.weight)
 
     out, lse = jax.lax.map(block, rows * jnp.arange(blocks))
-    return out.reshape(-1, v.shape[1])[:length], lse.reshape(-1, 1)[:length]
+    return out.reshape(-1, v.shape[1])[:length].astype(dtype), lse.reshape(-1, 1)[:length]
 
 
 def _even(length: int, block: int) -> tuple[int, int]:

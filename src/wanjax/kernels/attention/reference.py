@@ -42,7 +42,7 @@ def attention(
     return (out, jnp.moveaxis(log_sum_exp(top, total)[..., 0], 1, 2)) if return_lse else out
 
 
-def unsupported(q, k, v, *, key_mask, window, scale, bias, config) -> str | None:
+def unsupported(q, k, v, *, key_mask, window, scale, bias, config, return_lse) -> str | None:
     """Why this cannot be done here, or None."""
     if config is not None:
         return f"reference has nothing to configure: {type(config).__name__} belongs to another implementation"

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What arrays are computed on, as far as it can be known while a program is traced."""
+
+from typing import NamedTuple
+
+import jax
+
+
+_PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
+
+
+class Target(NamedTuple):
+    """A platform, `cpu`, `gpu` or `tpu`, and the kind of device in JAX's words, such as `TPU v6 lite`."""
+
+    platform: str
+    kind: str
+
+
+def target(x: jax.Array | jax.ShapeDtypeStruct) -> Target:
+    """The device that an array is on, or that a program which is being traced with it is for.
+
+    The array's own sharding says so, or else the mesh that `jax.set_mesh` set: both name the devices of a mesh, so that a
+    program compiled on a CPU for TPUs that are only described (`jax.experimental.topologies`) knows that it is for TPUs.
+    Where neither does, it is JAX's default device. `jax.lax.platform_dependent` would leave the choice to the lowering
+    in every case, but it traces all branches, and could not say which one was taken.
+    """
+    meshes = (getattr(_sharding(x), "mesh", None), jax.sharding.get_abstract_mesh())
+    for device in (getattr(mesh, "abstract_device", None) for mesh in meshes):
+        if device is not None:
+            break
+    else:
+        device = _default_device(x)
+    return Target(_PLATFORMS.get(device.platform, device.platform), device.device_kind)
+
+
+def _default_device(x: jax.Array | jax.ShapeDtypeStruct) -> jax.Device:
+    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+        return next(iter(x.devices()))
+    default = jax.config.jax_default_device
+    return jax.devices(default)[0] if default is None or isinstance(default, str) else default
+
+
+def _sharding(x: jax.Array | jax.ShapeDtypeStruct) -> object:
+    return x.sharding if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x).sharding
