@@ -2,9 +2,12 @@
 """Attention at the sizes of real models: every implementation that runs here beside torch's, and the memory of each.
 
     python -m benchmarks.attention [WORKLOAD ...] [--dtype float32] [--one-core] [--block-q N --block-kv N]
+    python -m benchmarks.attention [WORKLOAD ...] --price v6e
 
-Workloads are named in wanjax.kernels.attention.specs. The reference is left out where its scores would pass 1 GB. With
-`--one-core` all run on one core and their processor time counts, which others that use the machine hardly change.
+Workloads are named in wanjax.kernels.attention.specs; `all` is all of them. The reference is left out where its scores
+would pass 1 GB. With `--one-core` all run on one core and their processor time counts, which others that use the
+machine hardly change. With `--price` nothing runs: the TPU compiler's schedules are priced, JAX's own splash attention
+beside them (benchmarks/attention_prices.py).
 """
 
 import argparse
@@ -18,21 +21,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.attention_prices import price_table
 from benchmarks.timing import Run, Timing, speed_ratio, time_rivals
-from wanjax.kernels.attention import IMPLEMENTATIONS, attention, chunked
+from wanjax.kernels.attention import IMPLEMENTATIONS, attention, choose, chunked
 from wanjax.kernels.attention.specs import WORKLOADS, Workload
 
 DEFAULT = ("wan_1_3b_256x256x17_self", "wan_1_3b_256x256x17_cross", "wan_1_3b_480x832x17_self")
+PRICED = (
+    "wan_14b_720p_self_on_4",
+    "wan_14b_720p_cross_on_4",
+    "wan_14b_480p_self_on_4",
+    "cogvideox_768x1360_self_on_4",
+)
 LARGEST_SCORES = 1e9  # bytes
 BAR_SPEED, BAR_MEMORY = 0.9, 0.25
 
 
-def torch_attention(arrays: list[np.ndarray], dtype: str) -> Run:
+def torch_attention(arrays: list[np.ndarray], dtype: str) -> Callable[[], Any]:
     """torch's fused attention of the same operands [B L N D]; its own layout is a view of them."""
+    import torch
+
     q, k, v = (torch.from_numpy(x).to(getattr(torch, dtype)).transpose(1, 2) for x in arrays)
 
     def run() -> torch.Tensor:
@@ -69,6 +80,11 @@ def measure(workload: Workload, dtype: str, config: Any, repeats: int, one_core:
     for name in IMPLEMENTATIONS:
         if name == "reference" and scores > LARGEST_SCORES:
             continue
+        try:
+            choose(*operands, implementation=name)
+        except NotImplementedError as refusal:
+            print(f"not {name}: {refusal}")
+            continue
         compiled, memory[name] = ours(workload, dtype, name, config if name == "chunked" else None)
         rivals[name] = partial(compiled, *operands)
     expected = rivals["torch"]().float().numpy()
@@ -87,20 +103,28 @@ def measure(workload: Workload, dtype: str, config: Any, repeats: int, one_core:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workload", nargs="*", default=DEFAULT)
+    parser.add_argument("workload", nargs="*")
+    parser.add_argument("--price", metavar="CHIP", choices=("v5e", "v5p", "v6e", "v7x"))
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--block-q", type=int)
     parser.add_argument("--block-kv", type=int)
     parser.add_argument("--one-core", action="store_true", help="run on one core and count its time")
     options = parser.parse_args()
+    names = list(WORKLOADS) if options.workload == ["all"] else options.workload
+    if options.price:
+        for name in names or PRICED:
+            Console(width=150).print(price_table(WORKLOADS[name], options.price))
+        return
     if options.one_core:  # before JAX starts its threads, which inherit it
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+        import torch
+
         torch.set_num_threads(1)
     sizes = {"block_q": options.block_q, "block_kv": options.block_kv}
-    default = chunked.default_config(jax.default_backend())
+    default = chunked.default_config("cpu")
     config = replace(default, **{name: size for name, size in sizes.items() if size})
-    for name in options.workload:
+    for name in names or DEFAULT:
         Console(width=120).print(measure(WORKLOADS[name], options.dtype, config, options.repeats, options.one_core))
     print(f"bars for chunked on a CPU: {BAR_SPEED} × torch's speed, {BAR_MEMORY} of the scores")
 

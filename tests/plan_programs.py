@@ -8,6 +8,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from wanjax.kernels.attention.target import target
 from wanjax.plan.program import Program
 
 
@@ -53,3 +54,13 @@ def layers(mesh: Mesh, *, count: int, tokens: int, width: int) -> Program:
 
 def refused(mesh: Mesh) -> Program:
     return Program(lambda x: x.undefined, (jax.ShapeDtypeStruct((8,), jnp.float32),))
+
+
+def target_of(x: jax.Array) -> jax.Array:
+    """A kernel for TPUs if that is what this is being compiled for, else a sum."""
+    copy = pl.pallas_call(_copy, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))
+    return copy(x) if target(x).platform == "tpu" else x + x
+
+
+def _copy(x_ref, out_ref):
+    out_ref[...] = x_ref[...]

@@ -19,7 +19,8 @@ BOUND = {"float32": 1e-6, "bfloat16": 3e-3}
 SMALL_BLOCKS = (chunked.Config(4, 3, batched=False), chunked.Config(5, 8, batched=True))
 VARIANTS = [("reference", None), ("chunked", None), *(("chunked", config) for config in SMALL_BLOCKS)]
 
-each_implementation = pytest.mark.parametrize("name", IMPLEMENTATIONS)
+HERE = ("reference", "chunked")  # what runs on any platform
+each_implementation = pytest.mark.parametrize("name", HERE)
 each_variant = pytest.mark.parametrize(("name", "config"), VARIANTS)
 
 
@@ -201,6 +202,40 @@ def test_log_sum_exp(name, config):
     assert error(out, exact(q, k, v, key_mask=mask, scale=0.5)) <= BOUND["float32"]
 
 
+@each_variant
+@pytest.mark.parametrize("size", [64, 128])
+def test_bfloat16(name, config, size):
+    """Batches of grouped heads, a mask, a window: the answer is rounded once, from float32."""
+    q, k, v = operands(3, 33, 29, 4, 2, size, "bfloat16")
+    mask = np.random.default_rng(7).random((3, 29)) < 0.7
+    mask[2] = False
+    out = run(name, q, k, v, key_mask=jnp.asarray(mask), window=(9, 12), config=config)
+    assert out.dtype == jnp.bfloat16
+    assert not np.asarray(out[2], np.float32).any()
+    assert error(out, exact(q, k, v, key_mask=mask, window=(9, 12))) <= BOUND["bfloat16"]
+
+
+@each_variant
+def test_gradients_bfloat16(name, config):
+    q, k, v = operands(2, 14, 12, 2, 2, 8, "bfloat16")
+    g = normal(5, *q.shape)
+    loss = lambda q, k, v: (  # noqa: E731
+        g * attention(q, k, v, scale=0.4, implementation=name, config=config).astype(jnp.float32)
+    ).sum()
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v)
+    for got, wanted in zip(gradients, exact_gradients(q, k, v, g, scale=0.4)[:3], strict=True):
+        assert got.dtype == jnp.bfloat16
+        assert error(got, wanted) <= BOUND["bfloat16"]
+
+
+@each_implementation
+def test_logits_of_ten_thousand_bfloat16(name):
+    """Where the largest of a row's logits stands alone, the answer is its value, exactly."""
+    signs = np.random.default_rng(1).choice([-25.0, 25.0], size=(1, 40, 2, 16))
+    q, v = jnp.asarray(signs, jnp.bfloat16), normal(2, 1, 40, 2, 16, dtype="bfloat16")
+    assert error(run(name, q, q, v, scale=1.0), exact(q, q, v, scale=1.0)) <= BOUND["bfloat16"]
+
+
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_chunked_at_odd_shapes(data):
@@ -217,10 +252,12 @@ def test_chunked_at_odd_shapes(data):
     assert not out[~wanted.any(axis=-1)].any()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("workload", ["wan_1_3b_256x256x17_self", "wan_1_3b_480x832x17_self"])
-def test_chunked_memory(workload):
+def test_chunked_memory(workload, dtype):
     workload = WORKLOADS[workload]
-    compiled = jax.jit(partial(attention, implementation="chunked")).lower(*workload.operands()).compile()
+    operands = workload.operands(jnp.dtype(dtype))
+    compiled = jax.jit(partial(attention, implementation="chunked")).lower(*operands).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < workload.scores  # a quarter of four bytes each
 
 
@@ -246,8 +283,8 @@ def test_a_named_implementation_never_falls_back():
         attention(q, k, v, implementation="reference", config=SMALL_BLOCKS[0])
     with pytest.raises(NotImplementedError, match="chunked is configured by"):
         attention(q, k, v, config=object())
-    with pytest.raises(WanjaxError, match="no attention is named 'flash': there are reference, chunked"):
-        attention(q, k, v, implementation="flash")
+    with pytest.raises(WanjaxError, match="no attention is named 'fastest': there are reference, chunked"):
+        attention(q, k, v, implementation="fastest")
 
 
 def wrong(**changes):
@@ -286,3 +323,8 @@ def test_workloads():
     assert WORKLOADS["wan_14b_720p_self"][1:] == (75_600, 75_600, 40, 128)
     assert WORKLOADS["wan_1_3b_256x256x17_self"].queries == 1280
     assert WORKLOADS["wan_1_3b_480x832x17_cross"][1:] == (7800, 512, 12, 128)
+    assert WORKLOADS["wan_14b_720p_self_on_4"][1:] == (75_600, 75_600, 10, 128)
+    assert WORKLOADS["wan_14b_720p_cross_on_4"][1:] == (18_900, 512, 40, 128)
+    assert WORKLOADS["wan_1_3b_480p_self_on_8"][1:] == (32_760, 32_760, 2, 128)
+    assert WORKLOADS["cogvideox_768x1360_self_on_8"][1:] == (11 * 48 * 85 + 226, 11 * 48 * 85 + 226, 6, 64)
+    assert WORKLOADS["hunyuanvideo_720p_self"][1:] == (31 * 45 * 80 + 1985, 31 * 45 * 80 + 1985, 16, 128)

@@ -92,9 +92,9 @@ def choose(
 ) -> Choice:
     """The implementation that `attention` takes for these arguments, and why it and none before; raises as it does.
 
-    Shapes suffice (`jax.ShapeDtypeStruct`). `return_lse` asks for the log-sum-exp of each query too, by which parts of a
-    ring are merged. The platform is that of the operands' sharding, of the mesh that
-    `jax.set_mesh` set, or else JAX's own (target.py).
+    Shapes suffice (`jax.ShapeDtypeStruct`). `return_lse` asks for the log-sum-exp of each query too, by which parts of
+    a ring are merged. The platform is that of the operands' sharding, of the mesh that `jax.set_mesh` set, or else
+    JAX's own (target.py).
     """
     options = _options(q, k, v, key_mask, window, scale, bias, config)
     if implementation is not None and implementation not in IMPLEMENTATIONS:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The attention of real models at real sizes, named once for tests, benchmarks and docs."""
 
+from collections.abc import Iterator
+from itertools import chain
 from typing import NamedTuple
 
 import jax
@@ -33,25 +35,51 @@ class Workload(NamedTuple):
         """Of the two products; a multiplication and an addition are two."""
         return 4 * self.scores * self.head_dim
 
+    def on(self, chips: int) -> "Workload":
+        """One chip's part: of self-attention some of the heads, of attention to a few keys some of the queries."""
+        name = f"{self.name}_on_{chips}"
+        if self.keys < self.queries:
+            return self._replace(name=name, queries=-(-self.queries // chips))
+        return self._replace(name=name, heads=-(-self.heads // chips))
+
 
 WAN_HEADS = {"wan_1_3b": 12, "wan_14b": 40}
 WAN_TEXT_TOKENS = 512
-SIZES = {"256x256x17": (256, 256, 17), "480x832x17": (480, 832, 17), "480p": (480, 832, 81), "720p": (720, 1280, 81)}
+SMALL_SIZES = {"256x256x17": (256, 256, 17), "480x832x17": (480, 832, 17)}
+SIZES = {"480p": (480, 832, 81), "720p": (720, 1280, 81)}
+SHARDS = (4, 8)
 
 
-def _wan_tokens(height: int, width: int, frames: int) -> int:
-    """Patches of 16 × 16 pixels; the first frame alone, then one latent frame for every four."""
-    return ((frames - 1) // 4 + 1) * (height // 16) * (width // 16)
+def _patches(height: int, width: int, frames: int, patch: tuple[int, int, int]) -> int:
+    """Of pixels; latent frames are the first frame alone and then one for every four, filled up to whole patches."""
+    deep, high, wide = patch
+    return -(-((frames - 1) // 4 + 1) // deep) * (height // high) * (width // wide)
 
 
-def _wan() -> list[Workload]:
-    workloads = []
+def _wan() -> Iterator[Workload]:
     for model, heads in WAN_HEADS.items():
-        for size, shape in SIZES.items():
-            tokens = _wan_tokens(*shape)
-            workloads.append(Workload(f"{model}_{size}_self", tokens, tokens, heads, 128))
-            workloads.append(Workload(f"{model}_{size}_cross", tokens, WAN_TEXT_TOKENS, heads, 128))
-    return workloads
+        for size, shape in (SMALL_SIZES | SIZES).items():
+            tokens = _patches(*shape, (1, 16, 16))
+            for kind, keys in (("self", tokens), ("cross", WAN_TEXT_TOKENS)):
+                yield from _with_shards(Workload(f"{model}_{size}_{kind}", tokens, keys, heads, 128), size in SIZES)
 
 
-WORKLOADS = {workload.name: workload for workload in _wan()}
+def _cogvideox() -> Iterator[Workload]:
+    """Video and 226 tokens of text in one sequence."""
+    tokens = _patches(768, 1360, 81, (2, 16, 16)) + 226
+    yield from _with_shards(Workload("cogvideox_768x1360_self", tokens, tokens, 48, 64))
+
+
+def _hunyuanvideo() -> Iterator[Workload]:
+    """Video and 1,000 + 256 tokens of two texts and 729 of an image, of which some may be masked, in one sequence."""
+    for size, shape in (("480p", (480, 848, 121)), ("720p", (720, 1280, 121))):
+        tokens = _patches(*shape, (1, 16, 16)) + 1000 + 256 + 729
+        yield from _with_shards(Workload(f"hunyuanvideo_{size}_self", tokens, tokens, 16, 128))
+
+
+def _with_shards(workload: Workload, shards: bool = True) -> Iterator[Workload]:
+    yield workload
+    yield from (workload.on(chips) for chips in SHARDS if shards)
+
+
+WORKLOADS = {workload.name: workload for workload in chain(_wan(), _cogvideox(), _hunyuanvideo())}

@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import jax
 
-
 _PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
 
 
@@ -19,10 +18,10 @@ class Target(NamedTuple):
 def target(x: jax.Array | jax.ShapeDtypeStruct) -> Target:
     """The device that an array is on, or that a program which is being traced with it is for.
 
-    The array's own sharding says so, or else the mesh that `jax.set_mesh` set: both name the devices of a mesh, so that a
-    program compiled on a CPU for TPUs that are only described (`jax.experimental.topologies`) knows that it is for TPUs.
-    Where neither does, it is JAX's default device. `jax.lax.platform_dependent` would leave the choice to the lowering
-    in every case, but it traces all branches, and could not say which one was taken.
+    The array's own sharding says so, or else the mesh that `jax.set_mesh` set: both name the devices of a mesh, so that
+    a program compiled on a CPU for TPUs that are only described (`jax.experimental.topologies`) knows that it is for
+    TPUs. Where neither does, it is JAX's default device. `jax.lax.platform_dependent` would leave the choice to the
+    lowering in every case, but it traces all branches, and could not say which one was taken.
     """
     meshes = (getattr(_sharding(x), "mesh", None), jax.sharding.get_abstract_mesh())
     for device in (getattr(mesh, "abstract_device", None) for mesh in meshes):

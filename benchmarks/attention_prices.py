@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention priced for a TPU that is not there: ours, JAX's own splash attention, and the plain form that XLA compiles.
+
+Operands are [1 L N D] in bfloat16, as models have them, so that padding and transposes around a kernel are in its
+price. Splash attention takes lengths of whole tiles only: as its users do, zero keys fill them, which take part.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from rich.table import Table
+
+from wanjax.kernels.attention import IMPLEMENTATIONS, attention
+from wanjax.kernels.attention.specs import WORKLOADS, Workload
+from wanjax.plan import SLICES, Compiled, CompilerError, Job, compile_all, price
+from wanjax.plan.program import Program
+
+SPLASH_TILES = ((2048, 1024, 512), (3328, 2816, 256))  # of queries, keys, and keys computed at a time
+LARGEST_SCORES = 16e9  # bytes; the plain form of more does not fit any chip
+OWN = [name for name in IMPLEMENTATIONS if name not in ("reference", "cudnn")]
+
+
+def ours(mesh: Mesh, *, workload: str, implementation: str) -> Program:
+    return _program(mesh, WORKLOADS[workload], partial(attention, implementation=implementation))
+
+
+def plain(mesh: Mesh, *, workload: str) -> Program:
+    return _program(mesh, WORKLOADS[workload], partial(jax.nn.dot_product_attention, implementation="xla"))
+
+
+def splash(mesh: Mesh, *, workload: str, tiles: tuple[int, int, int]) -> Program:
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+
+    size, (block_q, block_kv, block_kv_compute) = WORKLOADS[workload], tiles
+    queries, keys = (-(-length // block) * block for length, block in ((size.queries, block_q), (size.keys, block_kv)))
+    kernel = splash_attention_kernel.make_splash_mha(
+        splash_attention_mask.MultiHeadMask([splash_attention_mask.FullMask((queries, keys))] * size.heads),
+        block_sizes=splash_attention_kernel.BlockSizes(
+            block_q=block_q, block_kv=block_kv, block_kv_compute=block_kv_compute
+        ),
+        head_shards=1,
+        q_seq_shards=1,
+    )
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        def lay(x: jax.Array, length: int) -> jax.Array:  # [N L D]
+            return jnp.pad(jnp.moveaxis(x[0], 1, 0), ((0, 0), (0, length - x.shape[1]), (0, 0)))
+
+        out = kernel(lay(q * size.head_dim**-0.5, queries), lay(k, keys), lay(v, keys))
+        return jnp.moveaxis(out[:, : size.queries], 0, 1)[None]
+
+    return _program(mesh, size, run)
+
+
+def _program(mesh: Mesh, workload: Workload, function: Callable) -> Program:
+    """On every device the same."""
+    spec = PartitionSpec()
+    arguments = (
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+        for x in workload.operands(jnp.bfloat16)
+    )
+    everywhere = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return Program(everywhere, tuple(arguments))
+
+
+def jobs(workload: Workload, chip: str) -> Mapping[str, Job]:
+    """What is compared, by its name in the table."""
+    place = min((place for place in SLICES.values() if place.chip.name == chip), key=lambda place: place.devices).name
+    found = {name: Job(place, f"{__name__}:ours", {"workload": workload.name, "implementation": name}) for name in OWN}
+    for tiles in SPLASH_TILES:
+        settings = {"workload": workload.name, "tiles": tiles}
+        found[f"splash {', '.join(map(str, tiles))}"] = Job(place, f"{__name__}:splash", settings)
+    if 4 * workload.scores <= LARGEST_SCORES:
+        found["plain XLA"] = Job(place, f"{__name__}:plain", {"workload": workload.name})
+    return found
+
+
+def price_table(workload: Workload, chip: str) -> Table:
+    compared = jobs(workload, chip)
+    results = dict(zip(compared, compile_all(list(compared.values()), schedules=True), strict=True))
+    prices = {name: price(result).total.mid for name, result in results.items() if isinstance(result, Compiled)}
+    splash_best = min((prices[name] for name in prices if name.startswith("splash")), default=float("nan"))
+    shape = f"[1 {workload.queries:,} {workload.heads} {workload.head_dim}] × {workload.keys:,}"
+    table = Table(title=f"{workload.name} on one {chip}, bfloat16, priced: {shape}")
+    for column in ("", "ms", "low to high", "kernel", "around it", "times stock splash", "of peak", "MXU", "VALU"):
+        table.add_column(column)
+    for column in ("fills, spills a bundle", "VMEM, MiB", "memory, MiB"):
+        table.add_column(column)
+    for name, result in results.items():
+        table.add_row(
+            name, *(_row(result, workload, splash_best) if isinstance(result, Compiled) else [_short(result)])
+        )
+    return table
+
+
+def _row(compiled: Compiled, workload: Workload, splash_best: float) -> list[str]:
+    priced = price(compiled)
+    total, kernel = priced.total, priced.by_kind["kernels"].mid
+    units = ["", "", "", ""]
+    kernels = [compiled.schedules[item.name] for item in priced.items if item.kind == "kernels"]
+    if kernels:
+        largest = max(kernels, key=lambda schedule: schedule.bundles)
+        full = largest.occupancy(largest.run().times)
+        spilt = [full[unit] * largest.slots[unit] for unit in ("VLOAD:FILL", "VSTORE:SPILL")]
+        units = [f"{full['MXU']:.0%}", f"{full['VALU']:.0%}", f"{spilt[0]:.2f}, {spilt[1]:.2f}"]
+        units.append(f"{largest.vmem / 2**20:.1f}")
+    return [
+        f"{1e3 * total.mid:.2f}",
+        f"{1e3 * total.low:.2f} to {1e3 * total.high:.2f}",
+        f"{1e3 * kernel:.2f}",
+        f"{1e3 * (total.mid - kernel):.2f}",
+        f"{splash_best / total.mid:.2f}",
+        f"{workload.flops / total.mid / compiled.slice.chip.flops:.0%}",
+        *units,
+        f"{(compiled.memory.peak) / 2**20:.0f}",
+    ]
+
+
+def _short(error: Any) -> str:
+    assert isinstance(error, CompilerError)
+    return str(error).partition(": ")[2].splitlines()[0][:60]

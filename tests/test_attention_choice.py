@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What attention runs on, which implementation is picked for it, and cuDNN's, as far as that goes without a card."""
+
+from importlib.util import find_spec
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
+
+from tests.test_attention import exact, operands
+from wanjax.kernels.attention import attention, choose, chunked, cudnn
+from wanjax.kernels.attention.target import Target, target
+
+CARD = AbstractDevice("NVIDIA H200", None, "gpu")
+TPU = AbstractDevice("TPU v6 lite", 1, "tpu")
+
+
+def mesh(device):
+    return AbstractMesh((1,), ("chips",), abstract_device=device)
+
+
+def shapes(dtype="bfloat16", size=64, sharding=None):
+    return [jax.ShapeDtypeStruct((1, 96, 2, size), jnp.dtype(dtype), sharding=sharding)] * 3
+
+
+def test_an_array_says_where_it_is():
+    here = Target("cpu", "cpu")
+    x = jnp.ones((2, 3))
+    assert target(x) == here
+    assert target(jax.ShapeDtypeStruct((2,), jnp.float32)) == here
+    assert target(jax.ShapeDtypeStruct((2,), jnp.float32, sharding=NamedSharding(mesh(TPU), PartitionSpec()))) == (
+        "tpu",
+        "TPU v6 lite",
+    )
+
+
+def test_a_traced_array_says_what_it_is_for():
+    seen = []
+
+    def look(x):
+        seen.append(target(x))
+        return x
+
+    jax.jit(look)(jnp.ones(3))
+    with jax.sharding.use_abstract_mesh(mesh(CARD)):
+        jax.jit(look).trace(jax.ShapeDtypeStruct((3,), jnp.float32))
+    with jax.default_device(jax.devices("cpu")[0]), jax.set_mesh(jax.make_mesh((1,), ("chips",))):
+        jax.eval_shape(look, jnp.ones(3))
+    assert seen == [("cpu", "cpu"), ("gpu", "NVIDIA H200"), ("cpu", "cpu")]
+
+
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, which describes TPUs, is not installed")
+def test_sharded_on_a_described_chip_is_for_that_chip():
+    """In the compiling process alone: there a host of CPUs traces programs for chips that are not there."""
+    from wanjax.plan import Operand, compile_function
+
+    compiled = compile_function("v6e-1", "tests.plan_programs:target_of", Operand((8, 128), "float32"), schedules=False)
+    assert "tpu_custom_call" in compiled.module
+
+
+def test_cpus_have_no_cudnn():
+    assert choose(*shapes()).name == "chunked"
+    with pytest.raises(NotImplementedError, match="cudnn runs on NVIDIA's cards, and this is for cpu"):
+        choose(*shapes(), implementation="cudnn")
+
+
+def test_cards_prefer_cudnn_and_say_why_not():
+    with jax.sharding.use_abstract_mesh(mesh(CARD)):
+        assert choose(*shapes()) == ("cudnn", "it is NVIDIA's own")
+        wide = choose(*shapes("float32"))
+        assert wide.name == "chunked"
+        assert wide.reason.endswith("; cudnn takes bfloat16 and float16, not float32")
+
+
+def test_other_cards_do_not():
+    with jax.sharding.use_abstract_mesh(mesh(AbstractDevice("AMD Instinct MI300X", None, "rocm"))):
+        assert choose(*shapes()).name == "chunked"
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"dtype": "float32"}, "takes bfloat16 and float16, not float32"),
+        ({"size": 60}, "a multiple of 8 up to 128, not 60"),
+        ({"size": 256}, "a multiple of 8 up to 128, not 256"),
+        ({"window": (3, 4)}, r"no window to both sides such as \(3, 4\)"),
+        ({"bias": jnp.zeros((1, 1, 96, 96))}, "would round a bias"),
+        ({"return_lse": True}, "log-sum-exp in the operands' dtype"),
+        ({"config": chunked.Config(8, 8, batched=True)}, "Config belongs to another implementation"),
+    ],
+)
+def test_cudnn_refuses_what_it_would_not_do_exactly(changed, told):
+    kind = {key: changed[key] for key in ("dtype", "size") if key in changed}
+    options = {key: value for key, value in changed.items() if key not in kind}
+    with jax.sharding.use_abstract_mesh(mesh(CARD)), pytest.raises(NotImplementedError, match=f"cudnn .*{told}"):
+        choose(*shapes(**kind), implementation="cudnn", **options)
+
+
+@pytest.fixture
+def card_without_cudnn(monkeypatch):
+    """cuDNN's kernel played by JAX's own formula, as for a card."""
+    asked = []
+    formula = jax.nn.dot_product_attention
+
+    def play(*arguments, implementation, **options):
+        asked.append(implementation)
+        return formula(*arguments, implementation="xla", **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", play)
+    monkeypatch.setattr(cudnn, "target", lambda x: Target("gpu", "NVIDIA H200"))
+    return asked
+
+
+@pytest.mark.parametrize(("batch", "kv_heads"), [(1, 4), (3, 2)])
+def test_cudnn_is_given_live_keys_first(card_without_cudnn, batch, kv_heads):
+    q, k, v = operands(batch, 21, 17, 4, kv_heads, 16, "bfloat16")
+    mask = np.random.default_rng(5).random((batch, 17)) < 0.6
+    mask[0] = batch == 1  # or no key at all
+    out = np.asarray(attention(q, k, v, key_mask=jnp.asarray(mask), scale=0.3, implementation="cudnn"), np.float64)
+    wanted = exact(q, k, v, key_mask=mask, scale=0.3)
+    assert card_without_cudnn == ["cudnn"]
+    assert out[0].any() == (batch == 1)
+    np.testing.assert_allclose(out, wanted, atol=0.03)  # the formula that plays cuDNN rounds its weights to bfloat16
+    assert np.linalg.norm(out - wanted) <= 6e-3 * np.linalg.norm(wanted)
+
+
+def test_cudnn_is_what_is_lowered(monkeypatch):
+    """For CUDA, on a machine without: the call is there, with the scale, and no score matrix."""
+    from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn
+
+    class Versions:
+        cudnn_get_version = staticmethod(lambda: 91500)
+
+    monkeypatch.setattr(jax_cudnn, "cuda_versions", Versions)
+    monkeypatch.setattr(cudnn, "target", lambda x: Target("gpu", "NVIDIA H200"))
+    traced = jax.jit(lambda q, k, v: attention(q, k, v, implementation="cudnn")).trace(*shapes())
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "__cudnn$fmhaSoftmax" in text
+    assert "96x96" not in text
