@@ -36,6 +36,7 @@ def splash(mesh: Mesh, *, workload: str, tiles: tuple[int, int, int]) -> Program
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
     size, (block_q, block_kv, block_kv_compute) = WORKLOADS[workload], tiles
+    block_kv = min(block_kv, -(-size.keys // block_kv_compute) * block_kv_compute)
     queries, keys = (-(-length // block) * block for length, block in ((size.queries, block_q), (size.keys, block_kv)))
     kernel = splash_attention_kernel.make_splash_mha(
         splash_attention_mask.MultiHeadMask([splash_attention_mask.FullMask((queries, keys))] * size.heads),

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What arrays are computed on, as far as it can be known while a program is traced."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax.core import Tracer
 
 _PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
 
@@ -29,14 +31,15 @@ def target(x: jax.Array | jax.ShapeDtypeStruct) -> Target:
             break
     else:
         device = _default_device(x)
-    return Target(_PLATFORMS.get(device.platform, device.platform), device.device_kind)
+    platform = str(device.platform)
+    return Target(_PLATFORMS.get(platform, platform), device.device_kind)
 
 
-def _default_device(x: jax.Array | jax.ShapeDtypeStruct) -> jax.Device:
-    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+def _default_device(x: jax.Array | jax.ShapeDtypeStruct) -> Any:
+    if isinstance(x, jax.Array) and not isinstance(x, Tracer):
         return next(iter(x.devices()))
-    default = jax.config.jax_default_device
-    return jax.devices(default)[0] if default is None or isinstance(default, str) else default
+    with jax.ensure_compile_time_eval():
+        return next(iter(jnp.zeros(()).devices()))
 
 
 def _sharding(x: jax.Array | jax.ShapeDtypeStruct) -> object:
