@@ -2,6 +2,7 @@
 """The tables of Wan: the diffusers names and shapes of each network's weights, and its config.json."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from wanjax.converters.engine import (
@@ -17,16 +18,13 @@ from wanjax.converters.engine import (
     squeeze,
 )
 from wanjax.errors import WanjaxError
-from wanjax.models.wan.config import ResidualVAEConfig, TransformerConfig, VAEConfig
+from wanjax.models.wan.config import ImageTransformerConfig, ResidualVAEConfig, TransformerConfig, VAEConfig
 
 # Entries of config.json that change the architecture, and the values that mean this one, first an absent entry's.
 TRANSFORMER_KIND = {
     "_class_name": ("WanTransformer3DModel",),
     "cross_attn_norm": (True,),
     "qk_norm": ("rms_norm_across_heads",),
-    "image_dim": (None,),
-    "added_kv_proj_dim": (None,),
-    "pos_embed_seq_len": (None,),
 }
 VAE_KIND = {
     "_class_name": ("AutoencoderKLWan",),
@@ -36,13 +34,13 @@ VAE_KIND = {
 
 
 def transformer_config(json: Mapping[str, Any]) -> TransformerConfig:
-    """From `transformer/config.json` of a diffusers folder.
+    """From `transformer/config.json` of a diffusers folder; its type says what the transformer sees beside the prompt.
 
-    Raises WanjaxError where a size is missing or the model is another than text to video's.
+    Raises WanjaxError where a size is missing or contradicts another, or the architecture is not one of these.
     """
     _check("transformer", json, TRANSFORMER_KIND)
     try:
-        return TransformerConfig(
+        plain = TransformerConfig(
             layers=json["num_layers"],
             heads=json["num_attention_heads"],
             head_dim=json["attention_head_dim"],
@@ -56,9 +54,36 @@ def transformer_config(json: Mapping[str, Any]) -> TransformerConfig:
         )
     except KeyError as missing:
         raise WanjaxError(f"the transformer's config.json has no {missing.args[0]}") from None
+    if (image_width := json.get("image_dim")) is None:
+        _check("transformer", json, {"added_kv_proj_dim": (None,), "pos_embed_seq_len": (None,)})
+        return plain
+    _check("transformer", json, {"added_kv_proj_dim": (plain.width,)})
+    return ImageTransformerConfig(
+        **asdict(plain), image_width=image_width, image_positions=json.get("pos_embed_seq_len")
+    )
 
 
 def transformer_rules(config: TransformerConfig) -> list[Rule]:
+    """Every parameter of the transformer that the config's type stands for."""
+    return _plain_rules(config) + (_image_rules(config) if isinstance(config, ImageTransformerConfig) else [])
+
+
+def _image_rules(config: ImageTransformerConfig) -> list[Rule]:
+    """What a transformer that sees an image has more."""
+    embed = "condition_embedder.image_embedder"
+    return [
+        *norm(f"{embed}.norm1", "image_embed.norm1", bias=True),
+        *linear(f"{embed}.ff.net.0.proj", "image_embed.mlp.up"),
+        *linear(f"{embed}.ff.net.2", "image_embed.mlp.down"),
+        *norm(f"{embed}.norm2", "image_embed.norm2", bias=True),
+        *[Rule(f"{embed}.pos_embed", "image_embed.positions", squeeze(0))] * (config.image_positions is not None),
+        *linear("blocks.{i}.attn2.add_k_proj", "blocks.cross_attn.image_k"),
+        *linear("blocks.{i}.attn2.add_v_proj", "blocks.cross_attn.image_v"),
+        *norm("blocks.{i}.attn2.norm_added_k", "blocks.cross_attn.image_k_norm"),
+    ]
+
+
+def _plain_rules(config: TransformerConfig) -> list[Rule]:
     halves = rope_halves(config.heads)
     return [
         Rule("patch_embedding.weight", "patch_embed.kernel", patches(config.patch)),

@@ -2,7 +2,8 @@
 """The names and shapes of the tensors in the published Wan checkpoints, in the layout of diffusers."""
 
 from wanjax.models.t5 import T5Config
-from wanjax.models.wan.config import ResidualVAEConfig, TransformerConfig, VAEConfig
+from wanjax.models.vision import CLIPVisionConfig
+from wanjax.models.wan.config import ImageTransformerConfig, ResidualVAEConfig, TransformerConfig, VAEConfig
 
 Keys = dict[str, tuple[int, ...]]
 
@@ -29,6 +30,36 @@ def transformer_keys(config: TransformerConfig) -> Keys:
         keys |= {f"{block}.norm2.weight": (width,), f"{block}.norm2.bias": (width,)}
         keys |= _linear(f"{block}.ffn.net.0.proj", mlp, width) | _linear(f"{block}.ffn.net.2", width, mlp)
         keys[f"{block}.scale_shift_table"] = (1, 6, width)
+    return keys | (image_keys(config) if isinstance(config, ImageTransformerConfig) else {})
+
+
+def image_keys(config: ImageTransformerConfig) -> Keys:
+    """What a transformer that attends to images has more."""
+    width_in, width, embed = config.image_width, config.width, "condition_embedder.image_embedder"
+    keys = _norm(f"{embed}.norm1", width_in) | _norm(f"{embed}.norm2", width)
+    keys |= _linear(f"{embed}.ff.net.0.proj", width_in, width_in) | _linear(f"{embed}.ff.net.2", width, width_in)
+    if config.image_positions is not None:
+        keys[f"{embed}.pos_embed"] = (1, config.image_positions, width_in)
+    for attention in (f"blocks.{i}.attn2" for i in range(config.layers)):
+        keys |= _linear(f"{attention}.add_k_proj", width, width) | _linear(f"{attention}.add_v_proj", width, width)
+        keys[f"{attention}.norm_added_k.weight"] = (width,)
+    return keys
+
+
+def image_encoder_keys(config: CLIPVisionConfig) -> Keys:
+    """All but the last block and norm, of which no one has a use."""
+    width, embeddings = config.width, "vision_model.embeddings"
+    keys: Keys = {
+        f"{embeddings}.class_embedding": (width,),
+        f"{embeddings}.position_embedding.weight": (config.tokens, width),
+        f"{embeddings}.patch_embedding.weight": (width, 3, config.patch, config.patch),
+        **_norm("vision_model.pre_layrnorm", width),
+    }
+    for block in (f"vision_model.encoder.layers.{i}" for i in range(config.layers)):
+        for projection in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            keys |= _linear(f"{block}.self_attn.{projection}", width, width)
+        keys |= _norm(f"{block}.layer_norm1", width) | _norm(f"{block}.layer_norm2", width)
+        keys |= _linear(f"{block}.mlp.fc1", config.mlp_dim, width) | _linear(f"{block}.mlp.fc2", width, config.mlp_dim)
     return keys
 
 
@@ -99,6 +130,10 @@ def text_encoder_keys(config: T5Config) -> Keys:
 
 def _linear(name: str, features_out: int, features_in: int) -> Keys:
     return {f"{name}.weight": (features_out, features_in), f"{name}.bias": (features_out,)}
+
+
+def _norm(name: str, features: int) -> Keys:
+    return {f"{name}.weight": (features,), f"{name}.bias": (features,)}
 
 
 def _conv(name: str, channels_out: int, channels_in: int, *kernel: int) -> Keys:

@@ -77,10 +77,14 @@ def test_help_lists_the_commands():
     [
         (
             "generate",
-            "model negative-prompt size height width frames fps steps guidance-scale flow-shift sigmas seed noise "
-            "attention batch-guidance dtype tile dir out help",
+            "model negative-prompt image last-image video mask reference resize size height width frames "
+            "fps steps guidance-scale flow-shift sigmas seed noise attention batch-guidance dtype tile dir out help",
         ),
-        ("encode", "model negative-prompt dtype dir help"),
+        (
+            "encode",
+            "model negative-prompt image last-image video mask reference resize size height width frames "
+            "dtype tile dir help",
+        ),
         (
             "denoise",
             "model size height width frames fps steps guidance-scale flow-shift sigmas seed noise "
@@ -208,7 +212,7 @@ def test_noise_from_a_file(model):
 
 
 def test_what_may_not_be_meant_is_told(model, monkeypatch):
-    monkeypatch.setattr(WanPipeline, "encode", interrupted)  # all is told before
+    monkeypatch.setattr(WanPipeline, "encode_prompts", interrupted)  # all is told before
     said = wanjax("encode", "word " * 40 + "end", "--model", model).stderr
     assert re.search(r'note: the prompt has \d+ tokens, the model reads 24: the end "word .*\.\.\." was cut', said)
     said = wanjax(" ", "--model", model, *SMALL, "--guidance-scale", "1").stderr
@@ -256,7 +260,7 @@ def test_an_interrupted_denoising_leaves_the_embeddings(model, monkeypatch):
 
 
 def test_an_interrupted_encoding_leaves_nothing(model, monkeypatch):
-    monkeypatch.setattr(WanPipeline, "encode", interrupted)
+    monkeypatch.setattr(WanPipeline, "encode_prompts", interrupted)
     result = wanjax("a", "--model", model, *SMALL)
     assert (result.exit_code, result.stderr.splitlines()[-1]) == (130, "wanjax: stopped")
     assert files("stage_outputs") == []

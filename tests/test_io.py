@@ -202,15 +202,21 @@ def test_files_without_settings(tmp_path):
         io.read_metadata(tmp_path / "absent.mp4")
 
 
+PICTURES = {"condition": np.ones((1, 8, 3, 2, 4), np.float32), "image_embeds": np.ones((1, 5, 6), np.float32)}
+
+
+@pytest.mark.parametrize("made", [{}, {"condition": PICTURES["condition"]}, PICTURES], ids=len)
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-def test_stage_files_return_what_they_were_given(tmp_path, dtype):
+def test_stage_files_return_what_they_were_given(tmp_path, dtype, made):
     io.save_settings(tmp_path, SETTINGS)
     settings = io.load_settings(tmp_path)
     assert settings == SETTINGS
-    io.save_embeddings(tmp_path, embeddings(dtype=dtype), settings)
-    for written, read in zip(embeddings(dtype=dtype), io.load_embeddings(tmp_path, settings), strict=True):
-        assert read.dtype == dtype
-        np.testing.assert_array_equal(read, written)
+    written = embeddings(dtype=dtype)._replace(**{name: x.astype(dtype) for name, x in made.items()})
+    io.save_embeddings(tmp_path, written, settings)
+    for before, read in zip(written, io.load_embeddings(tmp_path, settings), strict=True):
+        assert (before is None) == (read is None)
+        assert before is None or read.dtype == dtype
+        np.testing.assert_array_equal(read, before)
     latents = jnp.arange(48.0).reshape(1, 4, 3, 2, 2).astype(dtype)
     io.save_latents(tmp_path, latents, settings)
     read = io.load_latents(tmp_path, settings)
@@ -225,6 +231,7 @@ def test_stage_files_that_do_not_belong_together(tmp_path):
     io.save_latents(tmp_path, np.zeros((1, 4, 3, 2, 2), np.float32), SETTINGS)
     io.load_embeddings(tmp_path, SETTINGS | {"seed": 8})  # which shapes the latents alone
     io.load_latents(tmp_path, SETTINGS | {"fps": 8})  # which shapes neither
+    io.load_embeddings(tmp_path, SETTINGS | {"height": 8})  # which shapes what is made of pictures, of which are none
     other = SETTINGS | {"prompt": "a blue square" * 20}
     with pytest.raises(
         WanjaxError, match=r"do not belong together: prompt is .* in the one and 'a blue square.*\.\.\. in"
@@ -232,6 +239,10 @@ def test_stage_files_that_do_not_belong_together(tmp_path):
         io.load_embeddings(tmp_path, other)
     with pytest.raises(WanjaxError, match=r"do not belong together: seed is 7 in the one and 8 in the other"):
         io.load_latents(tmp_path, SETTINGS | {"seed": 8})
+    io.save_embeddings(tmp_path, embeddings()._replace(**PICTURES), SETTINGS | {"image": "a.png", "frames": 9})
+    for name, value in (("image", "b.png"), ("frames", 5)):
+        with pytest.raises(WanjaxError, match=rf"do not belong together: {name} is .* in the one and {value!r} in"):
+            io.load_embeddings(tmp_path, SETTINGS | {"image": "a.png", "frames": 9} | {name: value})
 
 
 def test_files_of_the_scripts_before(tmp_path):
@@ -240,13 +251,13 @@ def test_files_of_the_scripts_before(tmp_path):
     (tmp_path / io.CONFIG).write_text(json.dumps(old))
     settings = io.load_settings(tmp_path)
     assert settings == {"prompt": "a cat", "model": "Wan-AI/Wan2.1-T2V-14B-Diffusers", "steps": 50, "frames": 81}
-    rounded = [x.astype(ml_dtypes.bfloat16) for x in embeddings(226)]
-    tensors = {name: x.astype(np.float32) for name, x in zip(Embeddings._fields, rounded, strict=True)}
+    rounded = [x.astype(ml_dtypes.bfloat16) for x in embeddings(226)[:2]]
+    tensors = {name: x.astype(np.float32) for name, x in zip(Embeddings._fields[:2], rounded, strict=True)}
     info = {"dtype_info": json.dumps(dict.fromkeys(tensors, "bfloat16"))}
     save_safetensors(tmp_path / io.EMBEDDINGS, tensors, info)
     with pytest.warns(UserWarning, match="has 226 tokens where Wan reads 512"):
         read = io.load_embeddings(tmp_path, settings)
-    for x, y in zip(read, rounded, strict=True):
+    for x, y in zip(read[:2], rounded, strict=True):
         assert x.dtype == ml_dtypes.bfloat16
         np.testing.assert_array_equal(x, y)
     latents = np.ones((1, 4, 3, 2, 2), np.float32)

@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.published import Keys, text_encoder_keys, transformer_keys, vae_keys
+from tests.published import Keys, image_encoder_keys, text_encoder_keys, transformer_keys, vae_keys
 from wanjax.checkpoint import Spec
-from wanjax.converters import engine, t5, wan
+from wanjax.converters import clip, engine, t5, wan
 from wanjax.errors import WanjaxError
 from wanjax.models.t5 import UMT5_XXL, T5Encoder
-from wanjax.models.wan.config import I2V_A14B, T2V_1_3B, T2V_14B, TI2V_5B, VAE_2_1, VAE_2_2
+from wanjax.models.vision import CLIP_VIT_H, CLIPVision
+from wanjax.models.wan.config import FLF2V_14B, I2V_14B, I2V_A14B, T2V_1_3B, T2V_14B, TI2V_5B, VAE_2_1, VAE_2_2
+from wanjax.models.wan.image import WanImageTransformer
 from wanjax.models.wan.residual_vae import WanResidualVAE
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.models.wan.vae import WanVAE
@@ -57,6 +59,21 @@ NETWORKS = {
     ),
     "wan2.2-ti2v-5b": Published(
         partial(WanTransformer, TI2V_5B), wan.transformer_rules(TI2V_5B), transformer_keys(TI2V_5B), 4_999_787_712
+    ),
+    "wan2.1-i2v-14b-480p": Published(
+        partial(WanImageTransformer, I2V_14B), wan.transformer_rules(I2V_14B), transformer_keys(I2V_14B), 16_394_878_784
+    ),
+    "wan2.1-i2v-14b-720p": Published(
+        partial(WanImageTransformer, I2V_14B), wan.transformer_rules(I2V_14B), transformer_keys(I2V_14B), 16_394_878_784
+    ),
+    "wan2.1-flf2v-14b": Published(
+        partial(WanImageTransformer, FLF2V_14B),
+        wan.transformer_rules(FLF2V_14B),
+        transformer_keys(FLF2V_14B),
+        16_395_536_704,
+    ),
+    "clip-vit-h": Published(
+        partial(CLIPVision, CLIP_VIT_H), clip.clip_rules(CLIP_VIT_H), image_encoder_keys(CLIP_VIT_H), 611_086_080
     ),
     "umt5-xxl": Published(
         partial(T5Encoder, UMT5_XXL), t5.t5_rules(UMT5_XXL), text_encoder_keys(UMT5_XXL), 5_680_910_336
@@ -107,18 +124,27 @@ def test_a_preset_says_its_parameters(name):
     assert PRESETS[name].transformer_parameters == NETWORKS[name].parameters
 
 
+SMALL, LARGE = (480, 832), (720, 1280)
+SHAKING, CUTS = "镜头晃动，", "镜头切换，"  # what negative prompts begin with for models that animate pictures
+
+
 @pytest.mark.parametrize(
-    ("name", "source", "size"),
+    ("name", "source", "size", "steps", "shift", "negative"),
     [
-        ("wan2.1-t2v-1.3b", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", (480, 832)),
-        ("wan2.1-t2v-14b", "Wan-AI/Wan2.1-T2V-14B-Diffusers", (720, 1280)),
+        ("wan2.1-t2v-1.3b", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", SMALL, 50, 5.0, ""),
+        ("wan2.1-t2v-14b", "Wan-AI/Wan2.1-T2V-14B-Diffusers", LARGE, 50, 5.0, ""),
+        ("wan2.1-i2v-14b-480p", "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", SMALL, 40, 3.0, SHAKING),
+        ("wan2.1-i2v-14b-720p", "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers", LARGE, 40, 5.0, SHAKING),
+        ("wan2.1-flf2v-14b", "Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers", LARGE, 50, 16.0, CUTS + SHAKING),
     ],
 )
-def test_defaults_are_those_of_the_authors(name, source, size):
+def test_defaults_are_those_of_the_authors(name, source, size, steps, shift, negative):
     preset, defaults = PRESETS[name], PRESETS[name].defaults
     assert (preset.name, defaults.model, preset.source, preset.licence) == (name, name, source, "Apache-2.0")
     assert (defaults.size, defaults.frames, defaults.fps) == (size, 81, 16)
-    assert (defaults.steps, defaults.guidance_scale, defaults.flow_shift, defaults.sigmas) == (50, 5.0, 5.0, "official")
+    assert (defaults.steps, defaults.guidance_scale, defaults.flow_shift) == (steps, 5.0, shift)
+    assert (defaults.sigmas, defaults.resize) == ("official", "crop")
     assert TEXT_LENGTH == 512
-    negative = hashlib.sha256(defaults.negative_prompt.encode()).hexdigest()
-    assert negative == "ce96e0324e4b54ce4b6e867f669ca520952e1a34cc116543516b1897f0d3c47e"
+    assert defaults.negative_prompt.startswith(negative)
+    shared = hashlib.sha256(defaults.negative_prompt.removeprefix(negative).encode()).hexdigest()
+    assert shared == "ce96e0324e4b54ce4b6e867f669ca520952e1a34cc116543516b1897f0d3c47e"

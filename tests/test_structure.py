@@ -20,6 +20,7 @@ LAYERS = [  # imports run downwards, or stay in one layer
         "wanjax.plan",
         "wanjax.converters",
         "wanjax.io",
+        "wanjax.pictures",
         "wanjax.hub",
         "wanjax.cache",
         "wanjax.sources",

@@ -35,6 +35,8 @@ VIDEO = "output_video.mp4"
 
 OLD_NAMES = {"model_id": "model", "num_inference_steps": "steps", "num_frames": "frames"}
 """Settings whose names in generation_config.json were others before wanjax."""
+PICTURE_SETTINGS = ("height", "width", "frames", "resize", "image", "last_image", "video", "mask", "references")
+"""Settings that shape what is made of pictures: the video's shape, and the files that the pictures are read from."""
 OLD_TEXT_LENGTH = 226  # what Wan's prompts were cut to before wanjax, by mistake
 FRAME = "frame_{:05d}.png"
 IS_FRAME = re.compile(r"frame_\d{5,}\.png")
@@ -269,9 +271,10 @@ def load_settings(folder: Path) -> dict[str, Any]:
 
 
 def save_embeddings(folder: Path, embeddings: Embeddings, settings: Mapping[str, Any]) -> None:
-    """Writes a prompt's and a negative prompt's embeddings, [1, S, E] each, with the texts that they stand for."""
-    record = {name: settings[name] for name in ("prompt", "negative_prompt")}
-    _save_stage(folder / EMBEDDINGS, embeddings._asdict(), record)
+    """Writes what was made of the prompts, [1, S, E] each, and of pictures, with the settings that shaped it."""
+    shaping = ("prompt", "negative_prompt", *(PICTURE_SETTINGS if embeddings.condition is not None else ()))
+    record = {name: settings[name] for name in shaping if name in settings}
+    _save_stage(folder / EMBEDDINGS, {name: x for name, x in embeddings._asdict().items() if x is not None}, record)
 
 
 def load_embeddings(folder: Path, settings: Mapping[str, Any]) -> Embeddings:
@@ -281,8 +284,10 @@ def load_embeddings(folder: Path, settings: Mapping[str, Any]) -> Embeddings:
     tell. Warns where they are shorter than Wan's, as they were before wanjax.
     """
     file = _open_stage(folder, EMBEDDINGS, settings, "wanjax encode PROMPT")
-    embeddings = Embeddings(*(_read(file, name, rank=3) for name in Embeddings._fields))
-    positive, negative = (embeds.shape for embeds in embeddings)
+    optional = set(Embeddings._field_defaults) - set(file.keys())
+    ranks = {name: 5 if name == "condition" else 3 for name in Embeddings._fields if name not in optional}
+    embeddings = Embeddings(**{name: _read(file, name, rank=rank) for name, rank in ranks.items()})
+    positive, negative = (embeds.shape for embeds in embeddings[:2])
     if positive != negative:
         raise WanjaxError(f"{file.path} holds embeddings of {positive} and {negative}, where their shapes are equal")
     if positive[1] == OLD_TEXT_LENGTH:

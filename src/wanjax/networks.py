@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The networks that wanjax knows: of a component's class in model_index.json, how to build it and what fills it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from flax import nnx
 
-from wanjax.converters import t5, wan
+from wanjax.converters import clip, t5, wan
 from wanjax.converters.engine import Rule
 from wanjax.errors import WanjaxError
 from wanjax.models.t5 import T5Encoder
-from wanjax.models.wan.config import ResidualVAEConfig
+from wanjax.models.vision import CLIPVision
+from wanjax.models.wan.config import ImageTransformerConfig, ResidualVAEConfig, TransformerConfig
+from wanjax.models.wan.image import WanImageTransformer
 from wanjax.models.wan.residual_vae import WanResidualVAE
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.models.wan.vae import WanVAE
@@ -21,13 +23,15 @@ from wanjax.sources import Source
 class Network(NamedTuple):
     """One network: `make(dtype=, param_dtype=, rngs=)` builds it, `rules` fill it from the names of its source.
 
-    `float32` is set where its weights are kept in float32 whatever the others are in.
+    `float32` is set where its weights are kept in float32 whatever the others are in. `unused` are patterns of names
+    that the source has and the network has no use for.
     """
 
     config: Any
     make: Callable[..., nnx.Module]
     rules: list[Rule]
     float32: bool = False
+    unused: Sequence[str] = ()
 
     def abstract(self, **options: Any) -> Any:
         """The network as shapes and dtypes alone; the options are those of `make`, except `rngs`."""
@@ -39,9 +43,22 @@ def _t5(json: Mapping[str, Any]) -> Network:
     return Network(config, partial(T5Encoder, config), t5.t5_rules(config))
 
 
+def _clip(json: Mapping[str, Any]) -> Network:
+    config = clip.clip_config(json)
+    rules, unused = clip.clip_rules(config), clip.clip_unused(config)
+    return Network(config, partial(CLIPVision, config), rules, float32=True, unused=unused)
+
+
+TRANSFORMERS: dict[type[TransformerConfig], type[WanTransformer]] = {
+    TransformerConfig: WanTransformer,
+    ImageTransformerConfig: WanImageTransformer,
+}
+"""The transformer that each type of config is the shape of."""
+
+
 def _wan_transformer(json: Mapping[str, Any]) -> Network:
     config = wan.transformer_config(json)
-    return Network(config, partial(WanTransformer, config), wan.transformer_rules(config))
+    return Network(config, partial(TRANSFORMERS[type(config)], config), wan.transformer_rules(config))
 
 
 def _wan_vae(json: Mapping[str, Any]) -> Network:
@@ -53,6 +70,7 @@ def _wan_vae(json: Mapping[str, Any]) -> Network:
 NETWORKS: dict[str, Callable[[Mapping[str, Any]], Network]] = {
     "T5EncoderModel": _t5,
     "UMT5EncoderModel": _t5,
+    "CLIPVisionModel": _clip,
     "WanTransformer3DModel": _wan_transformer,
     "AutoencoderKLWan": _wan_vae,
 }

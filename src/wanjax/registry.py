@@ -20,7 +20,16 @@ from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import IMPLEMENTATIONS
 from wanjax.networks import Network, network
 from wanjax.pipelines.base import Parts, Settings
+from wanjax.pipelines.tasks import (
+    ATTENDED_IMAGE_TO_VIDEO,
+    FIRST_AND_LAST_FRAME,
+    IMAGE_TO_VIDEO,
+    Task,
+    check_pipeline,
+    task_of,
+)
 from wanjax.pipelines.text import Tokenizer
+from wanjax.pipelines.vision import ImageProcessor
 from wanjax.pipelines.wan import WanConfigs, WanPipeline
 from wanjax.schedulers import from_config
 from wanjax.sources import Source, open_source, read_json
@@ -68,6 +77,37 @@ _T2V_1_3B = Preset(
         sigmas="official",
         seed=42,
         dtype="bfloat16",
+        resize="crop",
+    ),
+)
+_I2V_480P = replace(
+    _T2V_1_3B,
+    name="wan2.1-i2v-14b-480p",
+    source="Wan-AI/Wan2.1-I2V-14B-480P-Diffusers",
+    about="image to video, 480p",
+    transformer_parameters=16_394_878_784,
+    defaults=replace(
+        _T2V_1_3B.defaults,
+        model="wan2.1-i2v-14b-480p",
+        negative_prompt="镜头晃动，" + OFFICIAL_NEGATIVE_PROMPT,
+        steps=40,
+        flow_shift=3.0,
+    ),
+)
+_FLF2V = replace(
+    _I2V_480P,
+    name="wan2.1-flf2v-14b",
+    source="Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers",
+    about="first and last frame to video, 720p",
+    transformer_parameters=16_395_536_704,
+    defaults=replace(
+        _I2V_480P.defaults,
+        model="wan2.1-flf2v-14b",
+        negative_prompt="镜头切换，镜头晃动，" + OFFICIAL_NEGATIVE_PROMPT,
+        height=720,
+        width=1280,
+        steps=50,
+        flow_shift=16.0,
     ),
 )
 PRESETS = {
@@ -93,7 +133,22 @@ PRESETS = {
             transformer_parameters=14_288_491_584,
             defaults=replace(_T2V_1_3B.defaults, model="wan2.1-t2v-14b", height=720, width=1280),
         ),
+        _I2V_480P,
+        replace(
+            _I2V_480P,
+            name="wan2.1-i2v-14b-720p",
+            source="Wan-AI/Wan2.1-I2V-14B-720P-Diffusers",
+            about="image to video, 720p",
+            defaults=replace(_I2V_480P.defaults, model="wan2.1-i2v-14b-720p", height=720, width=1280, flow_shift=5.0),
+        ),
+        _FLF2V,
     )
+}
+# What a checkpoint that is not known by name takes its settings from, by its task; Wan 2.1 1.3B if it is not here.
+LIKE = {
+    IMAGE_TO_VIDEO: _I2V_480P,
+    ATTENDED_IMAGE_TO_VIDEO: _I2V_480P,
+    FIRST_AND_LAST_FRAME: _FLF2V,
 }
 
 
@@ -121,23 +176,24 @@ def load(
         raise WanjaxError(_unknown(str(model)))
     enable_compile_cache()
     source = open_source(preset.source if preset else model, revision)
-    if source.index.get("_class_name") != "WanPipeline":
-        kind = source.index.get("_class_name")
-        raise WanjaxError(f"{source.root} holds a {kind}: a WanPipeline is what wanjax runs today")
-    stored = param_dtype or (preset.param_dtype if preset else _stored_dtype(source))
-    defaults = _defaults(source, preset, str(model))
-    defaults = replace(defaults, dtype=dtype or ("float32" if jax.default_backend() == "cpu" else stored))
+    check_pipeline(source.index, source.name)
     transformer, vae = network(source, "transformer"), network(source, "vae")
     configs = WanConfigs(transformer=transformer.config, vae=vae.config)
+    task = task_of(source.index, configs.transformer, configs.vae)
+    stored = param_dtype or (preset.param_dtype if preset else _stored_dtype(source))
+    defaults = preset.defaults if preset else _defaults(source, task, str(model))
+    defaults = replace(defaults, dtype=dtype or ("float32" if jax.default_backend() == "cpu" else stored))
     build = partial(_build, source, jnp.dtype(defaults.dtype), jnp.dtype(stored), progress)
     loaders = {
         "tokenizer": lambda: Tokenizer.load(source.files("tokenizer")[0].parent),
         "text_encoder": lambda: build("text_encoder", network(source, "text_encoder")),
+        "image_processor": lambda: ImageProcessor.load(source.files("image_processor")[0].parent),
+        "image_encoder": lambda: build("image_encoder", network(source, "image_encoder")),
         "transformer": lambda: build("transformer", transformer, attention=attention),
         "vae": lambda: build("vae", vae),
         "scheduler": lambda: from_config(source.config("scheduler")),
     }
-    return WanPipeline(Parts(loaders), configs, defaults)
+    return WanPipeline(Parts(loaders), configs, task, defaults)
 
 
 def _unknown(name: str) -> str:
@@ -145,14 +201,12 @@ def _unknown(name: str) -> str:
     return f"no model is named {name!r}: a near name is {' or '.join(near)}, and a hub id is OWNER/NAME"
 
 
-def _defaults(source: Source, preset: Preset | None, name: str) -> Settings:
-    """The preset's settings; else those of Wan 2.1 1.3B, the checkpoint's own flow shift, and its own defaults file."""
-    if preset is not None:
-        return preset.defaults
+def _defaults(source: Source, task: Task, name: str) -> Settings:
+    """The settings of a known model of the task, with the checkpoint's own flow shift and its own defaults file."""
     scheduler = source.config("scheduler")
     shift = scheduler.get("flow_shift", scheduler.get("shift"))
     own = read_json(source.root / "generation_config.json", missing={})
-    return _T2V_1_3B.defaults.updated({"flow_shift": shift} | own | {"model": name})
+    return LIKE.get(task, _T2V_1_3B).defaults.updated({"flow_shift": shift} | own | {"model": name})
 
 
 def _stored_dtype(source: Source) -> str:
@@ -176,4 +230,4 @@ def _build(
         dtype = param_dtype = jnp.float32
     abstract = network.abstract(dtype=dtype, param_dtype=param_dtype, **options)
     told = None if progress is None else partial(progress, name)
-    return engine.load(abstract, network.rules, source.weights(name), progress=told)
+    return engine.load(abstract, network.rules, source.weights(name), ignore=network.unused, progress=told)

@@ -6,10 +6,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import torch
-from flax import nnx
 
 from wanjax.checkpoint import Spec
-from wanjax.converters import engine, wan
+from wanjax.converters import engine
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.models.wan.vae import WanVAE
 from wanjax.networks import NETWORKS
@@ -52,9 +51,8 @@ def channels_last(x: torch.Tensor) -> np.ndarray:
 
 
 def wan_transformer(reference, dtype=jnp.float32, param_dtype=jnp.float32) -> WanTransformer:
-    config = wan.transformer_config(reference.config)
-    abstract = nnx.eval_shape(lambda: WanTransformer(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0)))
-    return engine.load(abstract, wan.transformer_rules(config), StateDict(reference))
+    network = NETWORKS[type(reference).__name__](reference.config)
+    return engine.load(network.abstract(dtype=dtype, param_dtype=param_dtype), network.rules, StateDict(reference))
 
 
 def wan_vae(reference, dtype=jnp.float32, param_dtype=jnp.float32) -> WanVAE:

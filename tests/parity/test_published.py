@@ -1,20 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """The lists of keys and the presets, against what diffusers and transformers build for the real configs."""
 
+from fnmatch import fnmatchcase
+
 import pytest
 import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
-from transformers import UMT5Config, UMT5EncoderModel
+from transformers import CLIPVisionConfig, CLIPVisionModel, UMT5Config, UMT5EncoderModel
 
-from tests.published import Keys, text_encoder_keys, transformer_keys, vae_keys
-from wanjax.converters import wan
+from tests.published import Keys, image_encoder_keys, text_encoder_keys, transformer_keys, vae_keys
+from wanjax.converters import clip, wan
 from wanjax.models.t5 import UMT5_XXL
-from wanjax.models.wan.config import I2V_A14B, T2V_1_3B, T2V_14B, TI2V_5B, VAE_2_1, VAE_2_2
+from wanjax.models.vision import CLIP_VIT_H
+from wanjax.models.wan.config import FLF2V_14B, I2V_14B, I2V_A14B, T2V_1_3B, T2V_14B, TI2V_5B, VAE_2_1, VAE_2_2
 
+FOURTEEN = {"num_layers": 40, "num_attention_heads": 40, "ffn_dim": 13824}
+ATTENDED = FOURTEEN | {"in_channels": 36, "out_channels": 16, "image_dim": 1280, "added_kv_proj_dim": 5120}
 TRANSFORMERS = {
     "1.3B": (T2V_1_3B, {"num_layers": 30, "num_attention_heads": 12, "ffn_dim": 8960}),
-    "14B": (T2V_14B, {"num_layers": 40, "num_attention_heads": 40, "ffn_dim": 13824}),
-    "2.2 I2V-A14B": (I2V_A14B, {"num_layers": 40, "num_attention_heads": 40, "ffn_dim": 13824, "in_channels": 36}),
+    "14B": (T2V_14B, FOURTEEN),
+    "I2V 14B": (I2V_14B, ATTENDED),
+    "FLF2V 14B": (FLF2V_14B, ATTENDED | {"pos_embed_seq_len": 514}),
+    "2.2 I2V-A14B": (I2V_A14B, FOURTEEN | {"in_channels": 36}),
     "2.2 TI2V-5B": (
         TI2V_5B,
         {"num_layers": 30, "num_attention_heads": 24, "ffn_dim": 14336, "in_channels": 48, "out_channels": 48},
@@ -70,3 +77,14 @@ def test_text_encoder():
     keys = keys_of(reference)
     assert keys.pop("encoder.embed_tokens.weight") == keys["shared.weight"]  # tied: the published file holds it once
     assert text_encoder_keys(UMT5_XXL) == keys
+
+
+def test_image_encoder():
+    sizes = {"hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 16}
+    with torch.device("meta"):
+        reference = CLIPVisionModel(CLIPVisionConfig(**sizes, image_size=224, patch_size=14, hidden_act="gelu"))
+    assert clip.clip_config(reference.config.to_dict()) == CLIP_VIT_H
+    keys = {f"vision_model.{key}": shape for key, shape in keys_of(reference).items()}  # as they are published
+    unused = {key for key in keys if any(fnmatchcase(key, pattern) for pattern in clip.clip_unused(CLIP_VIT_H))}
+    assert len(unused) == 16 + 2  # the last block and the last norm
+    assert image_encoder_keys(CLIP_VIT_H) == {key: shape for key, shape in keys.items() if key not in unused}

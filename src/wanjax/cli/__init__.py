@@ -70,7 +70,9 @@ def main(ctx: click.Context) -> None:
 @options.prompt
 @options.model
 @options.text
-@options.video
+@options.pictures
+@options.shape
+@options.denoising
 @options.attention
 @options.batch_guidance
 @options.compute
@@ -79,7 +81,7 @@ def main(ctx: click.Context) -> None:
 @options.out
 @click.pass_obj
 def generate(report: Report, **given: Any) -> None:
-    """Make a video of PROMPT.
+    """Make a video of PROMPT, and of pictures with models that take them.
 
     Runs the three stages, each freed before the next, and keeps their files in --dir, so that what stops can go
     on. Options that are not given are as the model's authors recommend.
@@ -93,13 +95,17 @@ def generate(report: Report, **given: Any) -> None:
 @options.prompt
 @options.model
 @options.text
+@options.pictures
+@options.shape
 @options.compute
+@options.tile
 @options.folder
 @click.pass_obj
 def encode(report: Report, **given: Any) -> None:
-    """Encode PROMPT, the first stage.
+    """Encode PROMPT and pictures, the first stage.
 
-    Leaves the embeddings and the model's recommended settings in --dir.
+    Leaves the embeddings and the model's recommended settings in --dir. Pictures are encoded for a video of one size
+    and length, which then can be changed no more.
     """
     from wanjax.cli import stages
 
@@ -108,7 +114,8 @@ def encode(report: Report, **given: Any) -> None:
 
 @main.command()
 @options.model_override
-@options.video
+@options.shape
+@options.denoising
 @options.attention
 @options.batch_guidance
 @options.compute

@@ -73,11 +73,36 @@ model = click.option(
 model_override = click.option("--model", help="Another model than that of the stage before.", metavar=MODEL)
 text = click.option("--negative-prompt", metavar="TEXT", help="What the video should not show.")
 fps = click.option("--fps", type=int, metavar="N", help="Frames a second.")
-video = together(
-    click.option("--size", type=Size(), metavar="WxH", help="Width and height, as in 832x480."),
+pictures = together(
+    click.option("--image", metavar="FILE", help="The first frame, for models of image to video."),
+    click.option("--last-image", metavar="FILE", help="The last frame, for models of first and last frame."),
+    click.option("--video", metavar="FILE", help="A clip, or a folder of pictures, for models that take one."),
+    click.option("--mask", metavar="FILE", help="White where --video is to be made anew: a clip, or one picture."),
+    click.option(
+        "--reference",
+        "references",
+        multiple=True,
+        metavar="FILE",
+        help="A picture of what the video should show; may be given more than once.",
+    ),
+    click.option(
+        "--resize",
+        type=click.Choice(["crop", "pad", "stretch"]),
+        help="How pictures of other proportions than the video's become as large as it.",
+    ),
+)
+shape = together(
+    click.option(
+        "--size",
+        type=Size(),
+        metavar="WxH",
+        help="Width and height, as in 832x480.  [default: the model's, in a given picture's proportions]",
+    ),
     click.option("--height", type=int, metavar="N", help="Height alone."),
     click.option("--width", type=int, metavar="N", help="Width alone."),
     click.option("--frames", type=int, metavar="4n+1", help="Number of frames."),
+)
+denoising = together(
     fps,
     click.option("--steps", type=int, metavar="N", help="Denoising steps."),
     click.option(

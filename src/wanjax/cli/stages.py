@@ -17,6 +17,7 @@ from wanjax.cli import options
 from wanjax.cli.report import Report
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
+from wanjax.pictures import Pictures
 from wanjax.pipelines.base import Embeddings, Step
 
 
@@ -89,19 +90,24 @@ class Run:
         self.pipe = registry.load(
             _model(chosen), dtype=_dtype(chosen), attention=given.get("attention"), progress=report.load
         )
-        self.settings = self.pipe.settings(**_checked(chosen, self.pipe.defaults.to_json()))
+        settings = _checked(chosen, self.pipe.defaults.to_json())
+        files = {name: given[name] for name in Pictures._fields if given.get(name)}
+        if left is None:
+            self.pictures, self.settings = self.pipe.prepare(**files, **settings)
+        else:  # pictures are in what the stage before left
+            self.settings = self.pipe.settings(**settings)
         self.noise = None if noise is None else self._noise(noise)
-        io.check_output(self.video)
+        io.check_output(self.target)
         io.check_folder(folder)
-        self.record = self.settings.to_json() | ({} if noise is None else {"noise": noise})
+        self.record = self.settings.to_json() | files | ({} if noise is None else {"noise": noise})
 
     @property
-    def video(self) -> str:
+    def target(self) -> str:
         return self.out or str(self.folder / io.VIDEO)
 
     def _noise(self, file: str) -> jax.Array:
         noise = io.load_noise(file)
-        right = jax.eval_shape(lambda: self.pipe.noise(self.settings)).shape
+        right = self.pipe.latent_shape(self.settings)
         if noise.shape != right:
             raise WanjaxError(f"the noise in {file} is {list(noise.shape)} where this video needs {list(right)}")
         return noise
@@ -135,8 +141,11 @@ class Run:
             for truncation in filter(None, self.pipe.tokenize(text).truncated):
                 self.report.note("note: " + str(truncation).replace("the prompt", f"the {name}", 1))
         with self.report.stage("encode"):
-            embeddings = jax.block_until_ready(self.pipe.encode(chosen.prompt, chosen.negative_prompt))
-        self.pipe.free("text_encoder")
+            embeddings = jax.block_until_ready(self.pipe.encode_prompts(chosen.prompt, chosen.negative_prompt))
+            self.pipe.free("text_encoder")
+            made = jax.block_until_ready(self.pipe.encode_pictures(self.pictures, chosen, tiling=self.tiling))
+        self.pipe.free("image_encoder", "vae")
+        embeddings = embeddings._replace(**made)
         io.save_embeddings(self.folder, embeddings, self.record)
         io.save_settings(self.folder, self.record)
         self.report.kept(f"the embeddings are in {self.folder / io.EMBEDDINGS}", self._command("denoise"))
@@ -166,7 +175,7 @@ class Run:
                 self.report.advance("chunk", done, latents.shape[2])
 
         with self.report.stage("decode"):
-            path = io.write_video(self.video, frames(), self.settings.fps, self.record)
+            path = io.write_video(self.target, frames(), self.settings.fps, self.record)
         self.pipe.free("vae")
         self.report.way_on = None
         click.echo(path)

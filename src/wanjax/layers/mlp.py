@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from wanjax.layers.linear import Axes, linear
 
+gelu = partial(jax.nn.gelu, approximate=False)
 gelu_tanh = partial(jax.nn.gelu, approximate=True)
 
 

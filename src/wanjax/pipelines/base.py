@@ -10,11 +10,16 @@ import jax
 from jaxtyping import Array, Float
 
 from wanjax.errors import WanjaxError
+from wanjax.pictures import RESIZES
 
 
 @dataclass(frozen=True)
 class Settings:
-    """All that shapes a video. `size` is (height, width) in pixels; `dtype` is what the networks compute in."""
+    """All that shapes a video.
+
+    `size` is (height, width) in pixels; `dtype` is what the networks compute in; `resize`, one of `RESIZES`, is how
+    pictures are brought to the size.
+    """
 
     model: str
     prompt: str
@@ -29,6 +34,7 @@ class Settings:
     sigmas: str
     seed: int
     dtype: str
+    resize: str
 
     @property
     def size(self) -> tuple[int, int]:
@@ -59,6 +65,8 @@ class Settings:
             raise WanjaxError(f"the flow shift {self.flow_shift} is not above zero: 3 to 12 is usual")
         if self.fps < 1:
             raise WanjaxError(f"{self.fps} frames a second cannot be played: at least 1 is needed")
+        if self.resize not in RESIZES:
+            raise WanjaxError(f"pictures cannot be resized by {self.resize!r}: {', '.join(RESIZES)} would do")
 
 
 def _neighbours(value: int, unit: int, offset: int) -> str:
@@ -68,10 +76,15 @@ def _neighbours(value: int, unit: int, offset: int) -> str:
 
 
 class Embeddings(NamedTuple):
-    """What the text encoder made of a prompt and of the negative prompt; zeros behind their last tokens."""
+    """What was made of a prompt and of the negative prompt, zeros behind their last tokens, and of pictures.
+
+    `condition` stands beside the latents and is in their layout; `image_embeds` are features of images.
+    """
 
     prompt_embeds: Float[Array, "B S E"]
     negative_prompt_embeds: Float[Array, "B S E"]
+    condition: Float[Array, "B C T H W"] | None = None
+    image_embeds: Float[Array, "B _S _E"] | None = None
 
 
 class Step(NamedTuple):

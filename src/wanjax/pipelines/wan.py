@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text to video with Wan: encode the prompt, denoise latents under guidance, decode them to frames.
+"""Videos with Wan: encode the prompt and pictures, denoise latents under guidance, decode them to frames.
 
 The stages are joined by plain arrays, so that each can run, and be freed, alone.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from wanjax.errors import WanjaxError
 from wanjax.io import Video
@@ -21,12 +21,15 @@ from wanjax.layers.linear import scan_compiler_options
 from wanjax.layers.tiling import Tiling, map_tiles
 from wanjax.models.wan.config import TransformerConfig, VAEConfig
 from wanjax.models.wan.vae import to_cells, to_pixels
+from wanjax.pictures import ClipSource, Picture, Pictures, PictureSource, read_pictures, size_within
 from wanjax.pipelines.base import Cancelled, Embeddings, Parts, Settings, Step
 from wanjax.pipelines.guidance import guide
+from wanjax.pipelines.tasks import Condition, Task
 from wanjax.pipelines.text import TokenBatch, clean_prompt, encode_text
 
 Latents = Float[Array, "B C T H W"]
 GivenLatents = Float[Array | np.ndarray, "B C T H W"]
+GivenFrames = Shaped[Array | np.ndarray, "T H W 3"] | Sequence[Shaped[np.ndarray, "H W 3"]]
 Chunk = Float[Array, "B _T _H _W _C"]  # what goes in and what comes out differ in size
 
 
@@ -38,18 +41,21 @@ class WanConfigs(NamedTuple):
 
 
 class WanPipeline:
-    """A Wan checkpoint as a function from prompts to videos.
+    """A Wan checkpoint as a function from prompts, and pictures if its task has them, to videos.
 
-    `text_encoder`, `transformer`, `vae`, `tokenizer` and `scheduler` are loaded when first used and can be used alone;
-    `free` gives their memory back.
+    `text_encoder`, `image_encoder`, `transformer`, `vae`, `tokenizer`, `image_processor` and `scheduler` are loaded
+    when first used and can be used alone; `free` gives their memory back.
     """
 
-    def __init__(self, parts: Parts, configs: WanConfigs, defaults: Settings):
+    def __init__(self, parts: Parts, configs: WanConfigs, task: Task, defaults: Settings):
         self.parts = parts
         self.configs = configs
+        self.task = task
         self.defaults = defaults
 
     text_encoder = property(lambda self: self.parts.get("text_encoder"))
+    image_encoder = property(lambda self: self.parts.get("image_encoder"))
+    image_processor = property(lambda self: self.parts.get("image_processor"))
     transformer = property(lambda self: self.parts.get("transformer"))
     vae = property(lambda self: self.parts.get("vae"))
     tokenizer = property(lambda self: self.parts.get("tokenizer"))
@@ -65,13 +71,55 @@ class WanPipeline:
         *,
         noise: GivenLatents | None = None,
         callback: Callable[[Step], bool | None] | None = None,
-        **settings: Any,
+        **given: Any,
     ) -> Video:
-        """The video of a prompt. Keywords are those of `Settings`, `size=(height, width)` among them."""
-        chosen = self.settings(prompt=prompt, **settings)
-        embeddings = self.encode(chosen.prompt, chosen.negative_prompt)
-        latents = self.denoise(embeddings, noise=noise, callback=callback, **settings)
+        """The video of a prompt. Keywords are those of `prepare`: settings, `size=(height, width)`, and pictures."""
+        pictures, chosen = self.prepare(prompt=prompt, **given)
+        embeddings = self.encode(**chosen.to_json(), **pictures._asdict())
+        latents = self.denoise(embeddings, noise=noise, callback=callback, **chosen.to_json())
         return Video(np.asarray(self.decode(latents)), chosen.fps, chosen.to_json())
+
+    def prepare(
+        self,
+        *,
+        image: PictureSource | None = None,
+        last_image: PictureSource | None = None,
+        video: ClipSource | None = None,
+        mask: ClipSource | None = None,
+        references: Iterable[PictureSource] = (),
+        **settings: Any,
+    ) -> tuple[Pictures, Settings]:
+        """The pictures, read, and all settings of the video that is made from them.
+
+        Pictures and clips are files or uint8 arrays [H W 3] and [T H W 3]. Unless they are given, the size takes the
+        proportions of `image` or `video`, in about the default's area, and the length is that of `video`. Raises
+        WanjaxError where pictures cannot be read, the task has no use for one or lacks one, or settings cannot be.
+        """
+        asked = self.settings(**settings)
+        pictures = read_pictures(
+            image=image,
+            last_image=last_image,
+            video=video,
+            mask=mask,
+            references=references,
+            frames=asked.frames,
+            fps=asked.fps,
+        )
+        self.task.check_pictures(pictures, asked)
+        return pictures, asked.updated(self._shape_of(pictures, asked, settings))
+
+    def _shape_of(self, pictures: Pictures, asked: Settings, given: Mapping[str, Any]) -> dict[str, int]:
+        """The height, width and frames that the pictures ask for, where none are given."""
+        shape: dict[str, int] = {}
+        if pictures.first is not None and not given.keys() & {"size", "height", "width"}:
+            size = size_within(pictures.first.shape, asked.height * asked.width, self.grid)
+            shape |= {"height": size[0], "width": size[1]}
+        if pictures.video is not None and (count := len(pictures.video)) < asked.frames:
+            if given.get("frames"):
+                raise WanjaxError(f"the video has {count} frames where {asked.frames} are asked for: fewer would do")
+            factor = self.configs.vae.temporal_factor
+            shape["frames"] = (count - 1) // factor * factor + 1
+        return shape
 
     def settings(self, *, size: tuple[int, int] | None = None, **settings: Any) -> Settings:
         """The model's defaults with what is given put in; raises WanjaxError where they cannot be."""
@@ -80,16 +128,29 @@ class WanPipeline:
         if unknown := settings.keys() - self.defaults.to_json().keys():
             raise WanjaxError(f"{sorted(unknown)[0]!r} is not a setting: {', '.join(self.defaults.to_json())} are")
         chosen = self.defaults.updated(settings)
-        vae, transformer = self.configs.vae, self.configs.transformer
-        chosen.check(spatial=vae.spatial_factor * transformer.patch[1], temporal=vae.temporal_factor)
+        chosen.check(spatial=self.grid, temporal=self.configs.vae.temporal_factor)
         return chosen
+
+    @property
+    def grid(self) -> int:
+        """The pixels of which a video's height and width are multiples."""
+        return self.configs.vae.spatial_factor * self.configs.transformer.patch[1]
 
     def tokenize(self, prompt: str) -> TokenBatch:
         """The cleaned prompt's tokens; `truncated[0]` says what was cut, if anything was."""
         return self.tokenizer.tokenize([clean_prompt(prompt)])
 
-    def encode(self, prompt: str, negative_prompt: str | None = None) -> Embeddings:
-        """Encodes a prompt and the negative prompt (the model's own where None) to [1 S E] each."""
+    def encode(self, prompt: str, negative_prompt: str | None = None, **given: Any) -> Embeddings:
+        """Encodes a prompt and the negative prompt (the model's own where None) to [1 S E] each, and pictures.
+
+        Other keywords are those of `prepare`; where there are pictures, size and frames are to be those of the video.
+        """
+        pictures, chosen = self.prepare(**given)
+        embeddings = self.encode_prompts(prompt, negative_prompt)
+        return embeddings._replace(**self.encode_pictures(pictures, chosen))
+
+    def encode_prompts(self, prompt: str, negative_prompt: str | None = None) -> Embeddings:
+        """What `encode` makes of the prompts, with the text encoder alone."""
         negative = self.defaults.negative_prompt if negative_prompt is None else negative_prompt
         both = [self.tokenize(text) for text in (prompt, negative)]
         ids, mask = (jnp.asarray(np.concatenate(x)) for x in zip(*((b.ids, b.mask) for b in both), strict=True))
@@ -97,12 +158,28 @@ class WanPipeline:
         embeds = _jitted(_encode)((graphdef,), ids, mask, weights)
         return Embeddings(embeds[:1], embeds[1:])
 
+    def encode_pictures(
+        self, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
+    ) -> Mapping[str, Array]:
+        """What `encode` makes of the pictures and settings that `prepare` gave, without the text encoder."""
+        return self.task.encode(self, pictures, settings, tiling)
+
+    def encode_images(self, images: Sequence[Picture]) -> Float[Array, "1 S E"]:
+        """The features of images one behind the other, by the vision tower of checkpoints that have one."""
+        graphdef, weights = nnx.split(self.image_encoder)
+        features = _jitted(_encode_images)((graphdef,), jnp.asarray(self.image_processor(images)), weights)
+        return features.reshape(1, -1, features.shape[-1])
+
     def noise(self, settings: Settings) -> Latents:
         """The initial noise that the seed stands for, float32."""
+        return jax.random.normal(jax.random.key(settings.seed), self.latent_shape(settings))
+
+    def latent_shape(self, settings: Settings) -> tuple[int, ...]:
+        """The shape [1 C T H W] of a video's latents."""
         config = self.configs.vae
         frames = (settings.frames - 1) // config.temporal_factor + 1
         height, width = (pixels // config.spatial_factor for pixels in settings.size)
-        return jax.random.normal(jax.random.key(settings.seed), (1, config.latent_channels, frames, height, width))
+        return 1, config.latent_channels, frames, height, width
 
     def denoise(
         self,
@@ -115,17 +192,23 @@ class WanPipeline:
     ) -> Latents:
         """Latents [1 C T H W], float32 and normalised, from noise (the seed's where None).
 
-        Under guidance the transformer runs twice a step, with `batch_guidance` once on a batch of two.
-        `callback` sees every step; a False from it raises Cancelled. Raises WanjaxError where the noise has another
-        shape than the latents, and where latents stop being finite, naming the step.
+        The size is that of the condition, if there is one, unless it is given. Under guidance the transformer runs
+        twice a step, with `batch_guidance` once on a batch of two.
+        `callback` sees every step; a False from it raises Cancelled. Raises WanjaxError where the noise or the
+        condition has another shape than the video asks for, and where latents stop being finite, naming the step.
         """
+        if embeddings.condition is not None and not settings.keys() & {"size", "height", "width"}:
+            factor = self.configs.vae.spatial_factor
+            settings |= {"size": tuple(factor * cells for cells in embeddings.condition.shape[3:])}
         chosen = self.settings(**settings)
+        self.task.check(embeddings, self.latent_shape(chosen), self.configs.transformer)
+        condition = _channels_last(embeddings)
         x = self.noise(chosen) if noise is None else self._checked_noise(noise, chosen)
         x = jnp.moveaxis(x.astype(jnp.float32), 1, -1)  # [B T H W C]
         scheduler = self.scheduler.configured(shift=chosen.flow_shift, sigmas=chosen.sigmas)
         schedule = scheduler.schedule(chosen.steps)
         state = scheduler.init(schedule, x)
-        prompts = tuple(embeddings) if chosen.guidance_scale > 1 else (embeddings.prompt_embeds,)
+        prompts = tuple(embeddings[:2]) if chosen.guidance_scale > 1 else (embeddings.prompt_embeds,)
         if batch_guidance:
             prompts = (jnp.concatenate(prompts),)
         guidance_scale = jnp.float32(chosen.guidance_scale)
@@ -133,7 +216,15 @@ class WanPipeline:
         step = _jitted(_guided_step, donated=(1, 2))
         for index, timestep in enumerate(np.asarray(schedule.timesteps)):
             x, state, x0, finite = step(
-                (graphdef, scheduler), x, state, weights, prompts, guidance_scale, schedule, jnp.int32(index)
+                (graphdef, scheduler, self.task),
+                x,
+                state,
+                weights,
+                prompts,
+                condition,
+                guidance_scale,
+                schedule,
+                jnp.int32(index),
             )
             if not finite:
                 raise WanjaxError(f"the latents are not finite after step {index + 1} of {chosen.steps}: use float32")
@@ -145,7 +236,7 @@ class WanPipeline:
         return jnp.moveaxis(x, -1, 1)
 
     def _checked_noise(self, noise: GivenLatents, settings: Settings) -> Latents:
-        right = jax.eval_shape(lambda: self.noise(settings)).shape
+        right = self.latent_shape(settings)
         if noise.shape != right:
             raise WanjaxError(f"the noise has the shape {list(noise.shape)} where this video needs {list(right)}")
         return jnp.asarray(noise)
@@ -187,14 +278,14 @@ class WanPipeline:
             x, cache = map_tiles(decode, z[:, index : index + 1], cache, tiling, cells)
             yield _jitted(_to_frames)((dtype, config.patch), x)
 
-    def encode_video(self, frames: Array | np.ndarray, *, tiling: Tiling | None = None) -> Latents:
-        """Latents [1 C T H W], float32, of 4n + 1 frames [T H W 3] that are uint8 or floats in [0, 1].
+    def encode_video(self, frames: GivenFrames, *, tiling: Tiling | None = None) -> Latents:
+        """Latents [1 C T H W], float32, of 4n + 1 frames [T H W 3], or a list, that are uint8 or floats in [0, 1].
 
         `tiling` is as for `decode`, whose inverse this is but for what the autoencoder loses. Raises WanjaxError where
         the autoencoder cannot take so many frames or frames of such a size.
         """
         config = self.configs.vae
-        count, height, width, _ = frames.shape
+        count, (height, width, _) = len(frames), frames[0].shape
         self.defaults.updated({"frames": count, "height": height, "width": width}).check(
             spatial=config.spatial_factor, temporal=config.temporal_factor
         )
@@ -206,7 +297,7 @@ class WanPipeline:
 
         cache, latents = None, []
         for start in (0, *range(1, count, config.temporal_factor)):
-            chunk = frames[start : start + config.temporal_factor if start else 1]
+            chunk = np.asarray(frames[start : start + config.temporal_factor if start else 1])
             z, cache = map_tiles(encode, _jitted(_from_frames)((config.patch,), chunk), cache, tiling, cells)
             latents.append(z)
         return jnp.moveaxis(jnp.concatenate(latents, axis=1), -1, 1)
@@ -224,17 +315,33 @@ def _encode(static, ids, mask, weights):
     return encode_text(nnx.merge(graphdef, weights), ids, mask)
 
 
-def _velocity(transformer, x, timestep, text):
-    """The velocity of the latents [1 T H W C] for each of the prompts in `text`."""
-    x = jnp.broadcast_to(x, (len(text), *x.shape[1:]))
-    return transformer(x, jnp.full((len(text),), timestep), text).astype(jnp.float32)
+def _encode_images(static, images, weights):
+    """Features of normalised images [B H W 3]."""
+    (graphdef,) = static
+    return nnx.merge(graphdef, weights)(images)
 
 
-def _guided_step(static, x, state, weights, prompts, guidance_scale, schedule, index):
+def _channels_last(embeddings: Embeddings) -> Condition:
+    """What `encode` made of pictures, as networks take it."""
+    condition = embeddings.condition
+    return Condition(
+        None if condition is None else jnp.moveaxis(jnp.asarray(condition, jnp.float32), 1, -1),
+        embeddings.image_embeds,
+    )
+
+
+def _velocity(task, transformer, x, timestep, text, condition):
+    """The velocity of the latents [1 T H W C] under a condition for each of the prompts in `text`."""
+    x, condition = jax.tree.map(lambda a: jnp.broadcast_to(a, (len(text), *a.shape[1:])), (x, condition))
+    return task.velocity(transformer, x, jnp.full((len(text),), timestep), text, condition).astype(jnp.float32)
+
+
+def _guided_step(static, x, state, weights, prompts, condition, guidance_scale, schedule, index):
     """One step of the scheduler along the guided velocity; also the predicted clean latents, and if all is finite."""
-    graphdef, scheduler = static
+    graphdef, scheduler, task = static
     transformer = nnx.merge(graphdef, weights)
-    velocities = jnp.concatenate([_velocity(transformer, x, schedule.timesteps[index], text) for text in prompts])
+    timestep = schedule.timesteps[index]
+    velocities = jnp.concatenate([_velocity(task, transformer, x, timestep, text, condition) for text in prompts])
     velocity = velocities[:1] if len(velocities) == 1 else guide(velocities[:1], velocities[1:], guidance_scale)
     x0 = scheduler.x0(schedule, index, velocity, x)
     x, state = scheduler.step(schedule, state, index, velocity, x)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shapes of Wan's networks, and those of the published checkpoints."""
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,18 @@ class TransformerConfig:
     @property
     def width(self) -> int:
         return self.heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class ImageTransformerConfig(TransformerConfig):
+    """Shape of a transformer whose cross-attention sees the features of one image, or of a first and a last one.
+
+    `image_width` is that of the features; `image_positions` the number of features that have a learnt position, all of
+    both images, or None where there is one image, without positions.
+    """
+
+    image_width: int
+    image_positions: int | None
 
 
 @dataclass(frozen=True)
@@ -87,6 +99,8 @@ T2V_14B = TransformerConfig(
 T2V_1_3B = replace(T2V_14B, layers=30, heads=12, mlp_dim=8960)
 I2V_A14B = replace(T2V_14B, channels_in=36)
 TI2V_5B = replace(T2V_14B, layers=30, heads=24, mlp_dim=14336, channels_in=48, channels_out=48)
+I2V_14B = ImageTransformerConfig(**asdict(I2V_A14B), image_width=1280, image_positions=None)
+FLF2V_14B = replace(I2V_14B, image_positions=514)
 
 VAE_2_1 = VAEConfig(
     width=96,

@@ -43,10 +43,10 @@ class Attention(nnx.Module):
         self.implementation = implementation
 
     def attend(
-        self, q: Float[Array, "B L N D"], k: Float[Array, "B S N D"], v: Float[Array, "B S N D"]
+        self, q: Float[Array, "B L N D"], k: Float[Array, "B _S N D"], v: Float[Array, "B _S N D"]
     ) -> Float[Array, "B L E"]:
         q, k = q.astype(self.dtype), k.astype(self.dtype)  # norms and rope hand over float32
-        return self.out(join_heads(attention(q, k, v, implementation=self.implementation)))
+        return join_heads(attention(q, k, v, implementation=self.implementation))
 
 
 class SelfAttention(Attention):
@@ -56,7 +56,7 @@ class SelfAttention(Attention):
         q = split_heads(self.q_norm(self.q(x)), self.heads)  # [B L N D]
         k = split_heads(self.k_norm(self.k(x)), self.heads)
         v = split_heads(self.v(x), self.heads)
-        return self.attend(apply_rope(q, rope), apply_rope(k, rope), v)
+        return self.out(self.attend(apply_rope(q, rope), apply_rope(k, rope), v))
 
 
 class CrossAttention(Attention):
@@ -66,7 +66,7 @@ class CrossAttention(Attention):
         q = split_heads(self.q_norm(self.q(x)), self.heads)  # [B L N D]
         k = split_heads(self.k_norm(self.k(context)), self.heads)  # [B S N D]
         v = split_heads(self.v(context), self.heads)
-        return self.attend(q, k, v)
+        return self.out(self.attend(q, k, v))
 
 
 class Block(nnx.Module):
@@ -98,7 +98,12 @@ class Block(nnx.Module):
 
 
 class WanTransformer(nnx.Module):
-    """Predicts the velocity of latents [B T H W C] at timesteps t in [0, 1000] for encoded prompts [B S E]."""
+    """Predicts the velocity of latents [B T H W C] at timesteps t in [0, 1000] for encoded prompts [B S E].
+
+    Transformers that see more than the prompt have what this one has, blocks of a type of their own, and more.
+    """
+
+    block_type: type[Any] = Block
 
     def __init__(
         self,
@@ -126,7 +131,9 @@ class WanTransformer(nnx.Module):
             **{**float32, "param_dtype": jnp.float32},
         )
         self.time_proj = linear(width, 6 * width, ("embed", "mlp"), **float32)
-        self.blocks = stack(lambda rngs: Block(config, attention, **{**kw, "rngs": rngs}), config.layers, rngs)
+        self.blocks = stack(
+            lambda rngs: self.block_type(config, attention, **{**kw, "rngs": rngs}), config.layers, rngs
+        )
         self.norm_out = layer_norm(width, config.eps, affine=False, **kw)
         self.table = modulation_table(2, width, rngs)
         self.proj_out = linear(width, cells * config.channels_out, ("embed", None), **kw)

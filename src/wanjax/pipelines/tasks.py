@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a Wan checkpoint makes videos from beside the prompt, and how that reaches its transformer.
+
+A checkpoint's own configs say which task is its own (`task_of`). The task turns pictures into the condition that
+`encode` hands to `denoise`, and puts the condition beside the latents at every step.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from wanjax.errors import WanjaxError
+from wanjax.layers.tiling import Tiling
+from wanjax.models.wan.config import ImageTransformerConfig, TransformerConfig, VAEConfig
+from wanjax.pictures import Picture, Pictures, fit
+from wanjax.pipelines.base import Embeddings, Settings
+
+if TYPE_CHECKING:
+    from wanjax.pipelines.wan import WanPipeline
+
+PIPELINES = ("WanPipeline", "WanImageToVideoPipeline")
+NOUNS = {
+    "image": "an image",
+    "last_image": "a last image",
+    "video": "a video",
+    "mask": "a mask",
+    "references": "reference images",
+}
+GREY = np.float32(0.5)  # 0 where pixels are in [-1, 1]: what stands for a frame that is not known
+Video = Float[Array, "B T H W C"]
+Velocity = Float[Array, "B T H W _C"]  # that of the latents alone, without the channels of a condition
+Shape = tuple[int | None, ...]  # None for a size that may be any
+
+
+class Condition(NamedTuple):
+    """What pictures were made into, as networks take it; None where the task has no such thing."""
+
+    condition: Any  # [B T H W C]
+    image: Any  # [B S E]
+
+
+@dataclass(frozen=True)
+class Task(ABC):
+    """A task by its name, the pictures that it takes, and those of them that it cannot do without."""
+
+    name: str
+    takes: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+
+    def check_pictures(self, pictures: Pictures, settings: Settings) -> None:
+        """Raises WanjaxError unless these are what the task takes and needs."""
+        given, model = pictures.given(), settings.model
+        for name in given:
+            if name not in self.takes:
+                takes = " and ".join(NOUNS[name] for name in self.takes) or "a prompt alone"
+                raise WanjaxError(f"{model} is made for {self.name} and cannot use {NOUNS[name]}: it takes {takes}")
+        for name in self.needs:
+            if name not in given:
+                raise WanjaxError(f"{model} is made for {self.name}: {NOUNS[name]} is needed beside the prompt")
+        if pictures.last_image is not None and settings.frames == 1:
+            raise WanjaxError("a video of 1 frame has no last image beside the first: 5 frames or more would do")
+
+    def check(self, embeddings: Embeddings, latents: tuple[int, ...], config: TransformerConfig) -> None:
+        """Raises WanjaxError unless the condition is the task's, for latents of the shape [1 C T H W]."""
+        for name, right in self.shapes(latents, config).items():
+            array = getattr(embeddings, name)
+            if array is None:
+                raise WanjaxError(f"there is no {name}, which {self.name} needs: encode the pictures with the prompt")
+            if any(n not in (size, None) for size, n in zip(array.shape, right, strict=True)):
+                wanted = ", ".join("any" if n is None else str(n) for n in right)
+                raise WanjaxError(
+                    f"the {name} has the shape {list(array.shape)} where this video needs [{wanted}]: encode again, "
+                    "with the size and the frames of the video"
+                )
+        for name in ("condition", "image_embeds"):
+            if getattr(embeddings, name) is not None and name not in self.shapes(latents, config):
+                raise WanjaxError(f"there is a {name}, which {self.name} has no use for: encode the prompt alone")
+
+    def shapes(self, latents: tuple[int, ...], config: TransformerConfig) -> Mapping[str, Shape]:
+        """The fields of `Embeddings` that pictures become, and their shapes for latents [1 C T H W]."""
+        return {}
+
+    def encode(
+        self, pipe: "WanPipeline", pictures: Pictures, settings: Settings, tiling: Tiling | None
+    ) -> Mapping[str, Array]:
+        """The fields of `Embeddings` that the pictures become."""
+        return {}
+
+    @abstractmethod
+    def velocity(
+        self, transformer: Any, x: Video, t: Float[Array, "B"], text: Float[Array, "B S E"], given: Condition
+    ) -> Velocity:
+        """What the transformer predicts for the latents x at timesteps t under a condition."""
+
+
+class TextToVideo(Task):
+    def velocity(
+        self, transformer: Any, x: Video, t: Float[Array, "B"], text: Float[Array, "B S E"], given: Condition
+    ) -> Velocity:
+        return transformer(x, t, text)
+
+
+class ImageToVideo(Task):
+    """The condition is a clip of the known frames, grey between them: a mask that says which, and its latents."""
+
+    def shapes(self, latents: tuple[int, ...], config: TransformerConfig) -> Mapping[str, Shape]:
+        return {"condition": (1, config.channels_in - latents[1], *latents[2:])}
+
+    def encode(
+        self, pipe: "WanPipeline", pictures: Pictures, settings: Settings, tiling: Tiling | None
+    ) -> Mapping[str, Array]:
+        clip, known = [np.full((*settings.size, 3), GREY)] * settings.frames, []
+        for frame, picture in ((0, pictures.image), (settings.frames - 1, pictures.last_image)):
+            if picture is not None:
+                clip[frame] = unit(picture, settings)
+                known.append(frame)
+        latents = pipe.encode_video(clip, tiling=tiling)
+        mask = known_frames(known, settings.frames, pipe.configs.vae.temporal_factor)
+        mask = jnp.broadcast_to(mask[None, :, :, None, None], (1, len(mask), *latents.shape[2:]))
+        return {"condition": jnp.concatenate([mask, latents], axis=1)}
+
+    def velocity(
+        self, transformer: Any, x: Video, t: Float[Array, "B"], text: Float[Array, "B S E"], given: Condition
+    ) -> Velocity:
+        return transformer(jnp.concatenate([x, given.condition], axis=-1), t, text)
+
+
+class AttendedImageToVideo(ImageToVideo):
+    """The transformer also attends to the images, through the features of a vision tower."""
+
+    def shapes(self, latents: tuple[int, ...], config: TransformerConfig) -> Mapping[str, Shape]:
+        assert isinstance(config, ImageTransformerConfig)
+        seen = {"image_embeds": (1, config.image_positions, config.image_width)}
+        return {**super().shapes(latents, config), **seen}
+
+    def encode(
+        self, pipe: "WanPipeline", pictures: Pictures, settings: Settings, tiling: Tiling | None
+    ) -> Mapping[str, Array]:
+        images = [
+            fit(x, settings.size, settings.resize) for x in (pictures.image, pictures.last_image) if x is not None
+        ]
+        return {**super().encode(pipe, pictures, settings, tiling), "image_embeds": pipe.encode_images(images)}
+
+    def velocity(
+        self, transformer: Any, x: Video, t: Float[Array, "B"], text: Float[Array, "B S E"], given: Condition
+    ) -> Velocity:
+        return transformer(jnp.concatenate([x, given.condition], axis=-1), t, text, given.image)
+
+
+TEXT_TO_VIDEO = TextToVideo("text to video")
+IMAGE_TO_VIDEO = ImageToVideo("image to video", takes=("image", "last_image"), needs=("image",))
+ATTENDED_IMAGE_TO_VIDEO = AttendedImageToVideo("image to video", takes=("image",), needs=("image",))
+FIRST_AND_LAST_FRAME = AttendedImageToVideo(
+    "first and last frame to video", takes=("image", "last_image"), needs=("image", "last_image")
+)
+
+
+def check_pipeline(index: Mapping[str, Any], name: str) -> None:
+    """Raises WanjaxError unless the pipeline that a checkpoint's model_index.json names is one of these."""
+    if (kind := index.get("_class_name")) not in PIPELINES:
+        raise WanjaxError(f"{name} holds a {kind}: {' or '.join(PIPELINES)} would do")
+
+
+def task_of(index: Mapping[str, Any], transformer: TransformerConfig, vae: VAEConfig) -> Task:
+    """The task of a checkpoint, from its model_index.json and the shapes of its networks.
+
+    Raises WanjaxError where these contradict each other.
+    """
+    channels = transformer.channels_in
+    with_condition = 2 * vae.latent_channels + vae.temporal_factor
+    match index.get("_class_name"):
+        case "WanPipeline" if channels == vae.latent_channels and type(transformer) is TransformerConfig:
+            return TEXT_TO_VIDEO
+        case "WanImageToVideoPipeline" if channels == with_condition and type(transformer) is TransformerConfig:
+            return IMAGE_TO_VIDEO
+        case "WanImageToVideoPipeline" if channels == with_condition and isinstance(
+            transformer, ImageTransformerConfig
+        ):
+            return ATTENDED_IMAGE_TO_VIDEO if transformer.image_positions is None else FIRST_AND_LAST_FRAME
+        case kind:
+            raise WanjaxError(
+                f"the checkpoint's configs contradict each other: a {kind} whose VAE has {vae.latent_channels} "
+                f"channels cannot have a {type(transformer).__name__} with {channels}"
+            )
+
+
+def unit(picture: Picture, settings: Settings) -> Float[np.ndarray, "H W 3"]:
+    """The picture in the video's size, from 0 to 1."""
+    return fit(picture, settings.size, settings.resize).astype(np.float32) / np.float32(255)
+
+
+def known_frames(known: Sequence[int], frames: int, factor: int) -> Float[Array, "C T"]:
+    """Which frames of a video are known, 1 or 0, as channels of their latent frames.
+
+    A latent frame has a channel for each of its `factor` frames; the first, which has one frame, has it in all.
+    """
+    flags = np.zeros(frames, np.float32)
+    flags[list(known)] = 1
+    return jnp.asarray(np.append(np.repeat(flags[:1], factor), flags[1:]).reshape(-1, factor).T)

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole pipelines from pictures against diffusers' WanImageToVideoPipeline: one checkpoint, one prompt, one noise."""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanImageToVideoPipeline, WanTransformer3DModel
+from PIL import Image
+from transformers import CLIPVisionConfig, CLIPVisionModel, PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+import wanjax
+from tests.parity.references import randomise, relative_l2
+from tests.parity.test_pipeline import BAR, NEGATIVE_PROMPT, PROMPT, emphasise_mlps, errors, psnr
+from tests.tiny import compile_cache
+from tests.toy_tokenizer import save_tokenizer
+
+HEIGHT, WIDTH, FRAMES, STEPS, GUIDANCE = 32, 48, 9, 3, 5.0
+KINDS = {  # what of the transformer differs
+    "attended": {"image_dim": 40, "added_kv_proj_dim": 96},
+    "first and last": {"image_dim": 40, "added_kv_proj_dim": 96, "pos_embed_seq_len": 2 * 17},
+    "condition alone": {},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_cache(tmp_path_factory):
+    with compile_cache(tmp_path_factory.getbasetemp() / "xla"):
+        yield
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def reference(request, tmp_path_factory) -> WanImageToVideoPipeline:
+    torch.manual_seed(0)
+    vision = CLIPVisionConfig(
+        hidden_size=40, intermediate_size=80, num_hidden_layers=3, num_attention_heads=2, image_size=28, patch_size=7,
+        hidden_act="gelu",
+    )  # fmt: skip
+    networks = {
+        "text_encoder": UMT5EncoderModel(
+            UMT5Config(
+                vocab_size=512, d_model=48, d_kv=16, d_ff=96, num_layers=1, num_heads=2,
+                relative_attention_num_buckets=16, relative_attention_max_distance=40, feed_forward_proj="gated-gelu",
+            )
+        ),
+        "transformer": WanTransformer3DModel(
+            num_attention_heads=3, attention_head_dim=32, in_channels=12, out_channels=4, text_dim=48, freq_dim=64,
+            ffn_dim=160, num_layers=2, **KINDS[request.param],
+        ),
+        "vae": AutoencoderKLWan(
+            base_dim=8, z_dim=4, num_res_blocks=1, latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.5, 0.7, 2.0, 1.0]
+        ),
+    }  # fmt: skip
+    if KINDS[request.param]:
+        networks["image_encoder"] = CLIPVisionModel(vision)
+        processor = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
+    else:
+        processor = None
+    for seed, network in enumerate(networks.values()):
+        randomise(network.eval(), seed)
+    emphasise_mlps(networks["transformer"])
+    pipe = WanImageToVideoPipeline(
+        tokenizer=PreTrainedTokenizerFast.from_pretrained(save_tokenizer(tmp_path_factory.mktemp("tokenizer"))),
+        scheduler=UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
+        image_processor=processor,
+        **networks,
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.fixture(scope="module")
+def folder(reference, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    reference.save_pretrained(folder)
+    return folder
+
+
+NOISE = torch.randn(1, 4, (FRAMES + 3) // 4, HEIGHT // 8, WIDTH // 8, generator=torch.Generator().manual_seed(7))
+PICTURES = [np.random.default_rng(i).integers(0, 256, (HEIGHT, WIDTH, 3), dtype=np.uint8) for i in range(2)]
+
+
+def given(reference: WanImageToVideoPipeline) -> dict[str, np.ndarray]:
+    """A last picture as well, unless the transformer attends to one alone."""
+    config = reference.transformer.config
+    count = 1 if config.image_dim and config.pos_embed_seq_len is None else 2
+    return dict(zip(["image", "last_image"][:count], PICTURES, strict=False))
+
+
+@torch.no_grad()
+def expected(pipe: WanImageToVideoPipeline) -> tuple[list[np.ndarray], np.ndarray]:
+    """The latents after every step, and the frames."""
+    latents = []
+    frames = pipe(
+        prompt=PROMPT, negative_prompt=NEGATIVE_PROMPT, height=HEIGHT, width=WIDTH, num_frames=FRAMES,
+        num_inference_steps=STEPS, guidance_scale=GUIDANCE, latents=NOISE,
+        callback_on_step_end=lambda pipe, i, t, values: latents.append(values["latents"].numpy()) or {},
+        **{name: Image.fromarray(picture) for name, picture in given(pipe).items()},
+    ).frames[0]  # fmt: skip
+    return latents, frames
+
+
+@torch.no_grad()
+def conditions(pipe: WanImageToVideoPipeline) -> tuple[np.ndarray, np.ndarray | None]:
+    """The condition beside the latents, and the features of the images."""
+    images = [Image.fromarray(picture) for picture in given(pipe).values()]
+    pixels = [pipe.video_processor.preprocess(image, height=HEIGHT, width=WIDTH) for image in images]
+    _, condition = pipe.prepare_latents(
+        pixels[0], 1, 4, HEIGHT, WIDTH, FRAMES, torch.float32, None, None, NOISE, *pixels[1:]
+    )
+    seen = pipe.transformer.config.image_dim
+    return condition.numpy(), pipe.encode_image(images).numpy().reshape(1, -1, 40) if seen else None
+
+
+def test_every_step_and_every_frame(reference, folder):
+    pipe = wanjax.load(folder)
+    settings = {"size": (HEIGHT, WIDTH), "frames": FRAMES}
+    embeddings = pipe.encode(PROMPT, NEGATIVE_PROMPT, **given(reference), **settings)
+    condition, image_embeds = conditions(reference)
+    np.testing.assert_array_equal(embeddings.condition[:, :4], condition[:, :4])  # the mask
+    assert relative_l2(embeddings.condition[:, 4:], condition[:, 4:]) <= 1e-5
+    assert (embeddings.image_embeds is None) == (image_embeds is None)
+    assert image_embeds is None or relative_l2(embeddings.image_embeds, image_embeds) <= 1e-5
+
+    latents = []
+    last = pipe.denoise(
+        embeddings, steps=STEPS, guidance_scale=GUIDANCE, flow_shift=3.0, sigmas="diffusers",
+        noise=jnp.asarray(NOISE.numpy()), callback=lambda step: latents.append(np.asarray(step.latents)), **settings,
+    )  # fmt: skip
+    exact, frames = expected(reference)
+    assert len(latents) == STEPS
+    assert max(errors(latents, exact)) <= BAR
+    assert psnr(pipe.decode(last, jnp.float32), frames) >= 60

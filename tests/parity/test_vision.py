@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CLIP's vision tower and the preprocessing before it, against transformers, float32, on small random weights."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from transformers import CLIPVisionConfig, CLIPVisionModel
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+from tests.parity.references import StateDict, randomise, relative_l2
+from wanjax.checkpoint import SafetensorsFolder
+from wanjax.converters import clip, engine
+from wanjax.models.vision import CLIPVision
+from wanjax.pipelines.vision import ImageProcessor
+
+SIZES = {"hidden_size": 48, "intermediate_size": 112, "num_hidden_layers": 4, "num_attention_heads": 3}
+
+
+@pytest.fixture(scope="module")
+def reference() -> CLIPVisionModel:
+    torch.manual_seed(0)
+    model = CLIPVisionModel(CLIPVisionConfig(**SIZES, image_size=28, patch_size=7, hidden_act="gelu")).eval()
+    randomise(model, seed=1)
+    return model
+
+
+def load(json: dict, reader) -> CLIPVision:
+    config = clip.clip_config(json)
+    abstract = nnx.eval_shape(lambda: CLIPVision(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0)))
+    return engine.load(abstract, clip.clip_rules(config), reader, ignore=clip.clip_unused(config))
+
+
+@torch.no_grad()
+def features(model: CLIPVisionModel, images: torch.Tensor) -> np.ndarray:
+    """What diffusers takes: the output of the last block but one."""
+    return model(images, output_hidden_states=True).hidden_states[-2].numpy()
+
+
+IMAGES = torch.randn(2, 3, 28, 28, generator=torch.Generator().manual_seed(2))
+
+
+def test_features(reference):
+    model = load(reference.config.to_dict(), StateDict(reference))
+    graphdef, weights = nnx.split(model)
+    run = jax.jit(lambda weights, images: nnx.merge(graphdef, weights)(images))
+    ours = run(weights, jnp.asarray(IMAGES.numpy().transpose(0, 2, 3, 1)))
+    assert relative_l2(ours, features(reference, IMAGES)) <= 1e-5
+
+
+def test_the_bar_is_below_what_another_gelu_does(reference):
+    other = CLIPVisionModel(CLIPVisionConfig(**SIZES, image_size=28, patch_size=7, hidden_act="quick_gelu")).eval()
+    other.load_state_dict(reference.state_dict())
+    assert relative_l2(features(other, IMAGES), features(reference, IMAGES)) > 1e-4
+
+
+def test_files_of_today_and_of_before(reference, tmp_path):
+    """Published files have a prefix to their names, and positions as numbers, that today's transformers leave out."""
+    reference.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (tmp_path / "model.safetensors").is_file()
+    model = load(config, SafetensorsFolder(tmp_path))
+    before = StateDict(reference)
+    before.tensors = {f"vision_model.{key}": tensor for key, tensor in before.tensors.items()}
+    before.tensors["vision_model.embeddings.position_ids"] = np.arange(17)[None]
+    again = load(config, before)
+    for ours, same in zip(engine.parameters(model).values(), engine.parameters(again).values(), strict=True):
+        np.testing.assert_array_equal(ours, same)
+
+
+@pytest.mark.parametrize("size", [(224, 224), (100, 300), (333, 251), (37, 41), (720, 1280)])
+def test_preprocessing(size, tmp_path):
+    rng = np.random.default_rng(size[0])
+    picture = rng.integers(0, 256, (*size, 3), dtype=np.uint8)
+    reference = CLIPImageProcessorPil()
+    reference.save_pretrained(tmp_path)
+    ours = ImageProcessor.load(tmp_path)
+    exact = reference(images=picture, return_tensors="np")["pixel_values"].transpose(0, 2, 3, 1)
+    answer = ours([picture])
+    assert answer.dtype == np.float32
+    assert np.abs((answer - exact) * np.float32(reference.image_std)).max() <= 1 / 255  # in pixels from 0 to 1
+    assert np.abs(answer - exact).max() <= 1e-5

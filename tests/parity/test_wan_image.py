@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The transformers that see images against diffusers' WanTransformer3DModel, float32, on small random weights."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from flax import nnx
+
+from tests.parity.references import channels_last, randomise, relative_l2, wan_transformer
+from wanjax.models.wan.image import WanImageTransformer
+
+TEXT = 512  # the reference takes this many tokens from the end for the prompt's
+IMAGE_TOKENS, IMAGE_WIDTH = 5, 40
+
+
+@pytest.fixture(scope="module", params=[None, 2 * IMAGE_TOKENS], ids=["image", "first and last"])
+def models(request):
+    torch.manual_seed(0)
+    reference = WanTransformer3DModel(
+        num_attention_heads=3, attention_head_dim=32, in_channels=12, out_channels=4, text_dim=48, freq_dim=64,
+        ffn_dim=160, num_layers=3, image_dim=IMAGE_WIDTH, added_kv_proj_dim=96, pos_embed_seq_len=request.param,
+    ).eval()  # fmt: skip
+    randomise(reference, seed=1)
+    return reference, wan_transformer(reference)
+
+
+def ours(x: torch.Tensor) -> jax.Array:
+    return jnp.asarray(x.numpy())
+
+
+def test_whole(models):
+    reference, model = models
+    assert isinstance(model, WanImageTransformer)
+    images = 1 if model.config.image_positions is None else 2
+    generator = torch.Generator().manual_seed(4)
+    latents = torch.randn(1, 12, 3, 8, 12, generator=generator)
+    text = torch.randn(1, TEXT, 48, generator=generator)
+    image = torch.randn(images, IMAGE_TOKENS, IMAGE_WIDTH, generator=generator)
+    t = torch.tensor([137])
+    with torch.no_grad():
+        velocity = channels_last(reference(latents, t, text, image).sample)
+    graphdef, weights = nnx.split(model)
+    run = jax.jit(lambda weights, *args: nnx.merge(graphdef, weights)(*args))
+    answer = run(
+        weights, jnp.asarray(channels_last(latents)), ours(t.float()), ours(text), ours(image).reshape(1, -1, 40)
+    )
+    assert relative_l2(answer, velocity) <= 1e-5
+
+
+def test_image_embed_and_cross_attention(models):
+    reference, model = models
+    images = 1 if model.config.image_positions is None else 2
+    generator = torch.Generator().manual_seed(5)
+    x, text = torch.randn(1, 24, 96, generator=generator), torch.randn(1, TEXT, 96, generator=generator)
+    image = torch.randn(images, IMAGE_TOKENS, IMAGE_WIDTH, generator=generator)
+    graphdef, weights = nnx.split(model.blocks)
+    block = nnx.merge(graphdef, jax.tree.map(lambda w: w[1], weights))
+    with torch.no_grad():
+        embedded = reference.condition_embedder.image_embedder(image)
+        attended = reference.blocks[1].attn2(x, torch.cat([embedded, text], dim=1), None, None)
+        prompt_alone = reference.blocks[0].attn2(x, torch.cat([embedded * 0, text], dim=1), None, None)
+    embed = jax.jit(lambda image: model.image_embed(image))(ours(image).reshape(1, -1, IMAGE_WIDTH))
+    assert relative_l2(embed, embedded) <= 1e-5
+    answer = jax.jit(lambda *args: block.cross_attn(*args))(ours(x), ours(text), embed)
+    assert relative_l2(answer, attended) <= 1e-5
+    assert relative_l2(attended, prompt_alone) > 1e-2  # the image matters
