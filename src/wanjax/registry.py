@@ -193,7 +193,7 @@ def load(
         "vae": lambda: build("vae", vae),
         "scheduler": lambda: from_config(source.config("scheduler")),
     }
-    return WanPipeline(Parts(loaders), configs, task, defaults)
+    return WanPipeline(Parts(loaders), configs, defaults, task)
 
 
 def _unknown(name: str) -> str:

@@ -24,7 +24,7 @@ from wanjax.models.wan.vae import to_cells, to_pixels
 from wanjax.pictures import ClipSource, Picture, Pictures, PictureSource, read_pictures, size_within
 from wanjax.pipelines.base import Cancelled, Embeddings, Parts, Settings, Step
 from wanjax.pipelines.guidance import guide
-from wanjax.pipelines.tasks import Condition, Task
+from wanjax.pipelines.tasks import TEXT_TO_VIDEO, Condition, Task
 from wanjax.pipelines.text import TokenBatch, clean_prompt, encode_text
 
 Latents = Float[Array, "B C T H W"]
@@ -47,7 +47,7 @@ class WanPipeline:
     when first used and can be used alone; `free` gives their memory back.
     """
 
-    def __init__(self, parts: Parts, configs: WanConfigs, task: Task, defaults: Settings):
+    def __init__(self, parts: Parts, configs: WanConfigs, defaults: Settings, task: Task = TEXT_TO_VIDEO):
         self.parts = parts
         self.configs = configs
         self.task = task
