@@ -8,12 +8,12 @@ or `plan` raises one error that lists all that is wrong. What a family's table n
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache, lru_cache, partial
-from math import prod
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -23,9 +23,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from wanjax.checkpoint import Spec, save_safetensors
+from wanjax.checkpoint import CACHE_LINE, Reader, Spec, aligned, write_safetensors
 from wanjax.converters.transforms import CONV, IDENTITY, TRANSPOSE, Shape, Transform, patches, rope_halves, squeeze
 from wanjax.errors import WanjaxError
+from wanjax.store import Arrays, place
 
 __all__ = [
     "CONV",
@@ -41,14 +42,15 @@ __all__ = [
     "parameters",
     "patches",
     "plan",
+    "restore",
     "rope_halves",
+    "save",
     "squeeze",
 ]
 
 Module = TypeVar("Module", bound=nnx.Module)
 PIECE = 1 << 20  # bytes that one core copies at a time
 CHUNK = 512  # bytes that it writes in a row when it copies rows to columns
-CACHE_LINE = 64  # bytes
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
@@ -107,17 +109,6 @@ class Described(Protocol):
 
     @property
     def dtype(self) -> np.dtype: ...
-
-
-@runtime_checkable
-class Reader(Protocol):
-    """What `load` reads from; `wanjax.checkpoint.SafetensorsFolder` is one."""
-
-    def keys(self) -> Iterable[str]: ...
-
-    def spec(self, key: str) -> Spec: ...
-
-    def read(self, key: str) -> np.ndarray: ...
 
 
 def plan(
@@ -229,70 +220,88 @@ def load(
     reader: Reader,
     *,
     ignore: Iterable[str] = (),
-    shardings: nnx.State | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> Module:
-    """The module with the checkpoint's weights, each in the dtype that the abstract module gives it.
+    """The module with the checkpoint's weights, each in the dtype and with the sharding that the abstract module has.
 
-    abstract: the result of `nnx.eval_shape`; `shardings`: its state with a sharding in place of each parameter's value;
+    abstract: the result of `nnx.eval_shape`, or `nnx.merge(*nnx.get_abstract_model(..., mesh))`, which has shardings.
     `progress(done, total)` is called with the bytes of the checkpoint read so far, after each tensor.
-    One tensor at a time is on the host, beside what a CPU itself keeps as weights. Raises WanjaxError as `plan` does.
+    One tensor at a time is on the host, beside what a CPU itself keeps as weights; a process that has a part of the
+    devices reads the parts of each tensor that are theirs. Raises WanjaxError as `plan` does.
     """
-    graphdef, state = nnx.split(abstract)
-    targets = _flat(state)
+    targets = parameters(abstract)
     specs = {key: reader.spec(key) for key in reader.keys()}  # noqa: SIM118
     fills = plan(rules, specs, targets, ignore=ignore)
-    placements = {} if shardings is None else _flat(shardings)
     total, done = sum(specs[key].nbytes for fill in fills for key in fill.sources), 0
 
-    def read(key: str, transform: Transform, out: np.ndarray) -> None:
+    @contextmanager
+    def reading(key: str, transform: Transform) -> Iterator[np.ndarray]:
+        """The tensor in our layout; it is told of when it has been used."""
         nonlocal done
-        _rearrange(transform.forward(reader.read(key)), out)
+        yield transform.forward(reader.read(key))
         done += specs[key].nbytes
         if progress:
             progress(done, total)
 
-    weights = {fill.target: _place(fill, targets[fill.target], placements.get(fill.target), read) for fill in fills}
-    loaded = [(path, variable.replace(weights[_dotted(path)])) for path, variable in nnx.to_flat_state(state)]
-    return nnx.merge(graphdef, nnx.from_flat_state(loaded))
+    return _filled(abstract, {fill.target: _place(fill, targets[fill.target], reading) for fill in fills})
+
+
+def restore(abstract: Module, arrays: Arrays, *, progress: Callable[[int, int], object] | None = None) -> Module:
+    """The module with weights that are stored under our own names, wherever it was written; as `load` otherwise."""
+    targets, done = parameters(abstract), 0
+    plan([Rule(name, name) for name in targets], {name: arrays.spec(name) for name in arrays.keys()}, targets)  # noqa: SIM118
+
+    def tell(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress:
+            progress(done, arrays.nbytes)
+
+    return _filled(abstract, arrays.restore(targets, tell))
+
+
+def save(module: nnx.Module, folder: Path) -> None:
+    """Writes the module's weights under our own names, from which `restore` reads them; raises OSError if it cannot."""
+    Arrays.save(folder, parameters(module))
+
+
+def _filled(abstract: Module, weights: Mapping[str, jax.Array]) -> Module:
+    graphdef, state = nnx.split(abstract)
+    filled = [(path, variable.replace(weights[_dotted(path)])) for path, variable in nnx.to_flat_state(state)]
+    return nnx.merge(graphdef, nnx.from_flat_state(filled))
 
 
 def parameters(module: nnx.Module) -> dict[str, Any]:
     """The module's arrays, or their shapes and dtypes where it is abstract, by dotted path: the targets of `plan`."""
-    return _flat(nnx.state(module))
+    return {_dotted(path): variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(module))}
 
 
 def _dotted(path: Iterable) -> str:
     return ".".join(map(str, path))
 
 
-def _flat(state: nnx.State) -> dict[str, Any]:
-    """The values of the state's variables, or its bare leaves, by dotted path."""
-    return {
-        _dotted(path): leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
-        for path, leaf in nnx.to_flat_state(state)
-    }
-
-
-def _place(
-    fill: Fill, target: Described, sharding: Sharding | None, read: Callable[[str, Transform, np.ndarray], None]
-) -> jax.Array:
+def _place(fill: Fill, target: Any, reading: Callable[[str, Transform], AbstractContextManager]) -> jax.Array:
     """Reads one parameter's tensors onto its devices.
 
     A stack goes to an accelerator slice by slice, into a buffer that is updated in place, so that the host never holds
     it whole. A CPU takes over the host's own buffer without a copy.
     """
+    sharding = getattr(target, "sharding", None)
     devices = sharding.device_set if sharding else jax.devices()[:1]
-    if not fill.stacked or (len(devices) == 1 and all(device.platform == "cpu" for device in devices)):
-        host = _aligned(target.shape, target.dtype)
+    if not fill.stacked:
+        with reading(fill.sources[0], fill.transform) as x:
+            return _put(x, target)
+    if len(devices) == 1 and all(device.platform == "cpu" for device in devices):
+        host = aligned(target.shape, target.dtype)
         for i, key in enumerate(fill.sources):
-            read(key, fill.transform, host[i] if fill.stacked else host)
-        return _put(host, sharding)
+            with reading(key, fill.transform) as x:
+                rearrange(x, host[i])
+        return jax.device_put(host, sharding)
     stack = jax.jit(partial(jnp.zeros, target.shape, target.dtype), out_shardings=sharding)()
+    block = jax.ShapeDtypeStruct(target.shape[1:], target.dtype, sharding=_of_block(sharding))
     for i, key in enumerate(fill.sources):
-        block = _aligned(target.shape[1:], target.dtype)
-        read(key, fill.transform, block)
-        stack = _set_block(stack, _put(block, _of_block(sharding)), i)
+        with reading(key, fill.transform) as x:
+            stack = _set_block(stack, _put(x, block), i).block_until_ready()  # or many would wait there
     return stack
 
 
@@ -308,22 +317,19 @@ def _of_block(sharding: Sharding | None) -> Sharding | None:
     return sharding
 
 
-def _put(host: np.ndarray, sharding: Sharding | None) -> jax.Array:
-    """`host` on the devices, each process placing its own shards."""
-    if sharding is None:
-        return jax.device_put(host)
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+def _put(x: np.ndarray, target: Any) -> jax.Array:
+    """A tensor that may be a view of a file on the devices, of which each process reads its own shards."""
+
+    def read(part: Sequence[slice], dtype: np.dtype) -> np.ndarray:
+        shard = x[tuple(part)]
+        values = aligned(shard.shape, dtype)
+        rearrange(shard, values)
+        return values
+
+    return place(read, target)
 
 
-def _aligned(shape: Shape, dtype: np.dtype) -> np.ndarray:
-    """An empty array that begins where JAX on the CPU can take it over as it is, at a multiple of 64 bytes."""
-    nbytes = prod(shape) * dtype.itemsize
-    raw = np.empty(nbytes + CACHE_LINE, np.uint8)
-    start = -raw.ctypes.data % CACHE_LINE
-    return raw[start : start + nbytes].view(dtype).reshape(shape)
-
-
-def _rearrange(x: np.ndarray, out: np.ndarray) -> None:
+def rearrange(x: np.ndarray, out: np.ndarray) -> None:
     """Copies `x`, a view with its axes in any order, to `out` and casts it; on all cores where that pays."""
     if x.nbytes < PIECE:
         np.copyto(out, x, casting="unsafe")  # `plan` has seen to it that both are floating, or equal
@@ -360,16 +366,41 @@ def _workers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="wanjax-load")
 
 
+class Exported:
+    """Weights under our names as a `Reader` of tensors with the names and in the layouts of the table's sources.
+
+    weights: arrays, or what has a shape and a dtype and gives an array for an index, a tensor at a time.
+    The inverse of `load`, bit for bit.
+    """
+
+    def __init__(self, weights: Mapping[str, Any], rules: Iterable[Rule]):
+        self._weights, self._places = weights, {}
+        rules = list(rules)
+        for target, values in weights.items():
+            ((rule, indices),) = _rules_for(target, rules)
+            fill, _ = _fill(rule, indices, target, values.shape, ())
+            for i, key in enumerate(fill.sources):
+                self._places[key] = (target, i if fill.stacked else ..., fill.transform)
+
+    def keys(self) -> Iterable[str]:
+        return self._places.keys()
+
+    def spec(self, key: str) -> Spec:
+        target, index, transform = self._places[key]
+        values = self._weights[target]
+        shape = tuple(values.shape) if index is ... else tuple(values.shape)[1:]
+        return Spec(transform.source_shape(shape) or shape, np.dtype(values.dtype))
+
+    def read(self, key: str) -> np.ndarray:
+        target, index, transform = self._places[key]
+        return transform.inverse(self._weights[target][index])
+
+
 def export(model: nnx.Module, rules: Iterable[Rule], path: Path, *, metadata: Mapping[str, str] | None = None) -> None:
     """Writes the module's weights as one safetensors file with the names and layouts of the table's sources.
 
     The inverse of `load`, bit for bit when the dtypes are the same. Raises WanjaxError if the file cannot be written.
     """
-    rules, tensors = list(rules), {}
-    for target, value in parameters(model).items():
-        weights = np.asarray(value)
-        ((rule, indices),) = _rules_for(target, rules)
-        fill, _ = _fill(rule, indices, target, weights.shape, ())
-        for i, key in enumerate(fill.sources):
-            tensors[key] = fill.transform.inverse(weights[i] if fill.stacked else weights)
-    save_safetensors(path, tensors, metadata)
+    weights = {target: np.asarray(value) for target, value in parameters(model).items()}
+    exported = Exported(weights, rules)
+    write_safetensors(path, exported, exported.keys(), metadata)

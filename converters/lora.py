@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from wanjax.checkpoint import Spec
-from wanjax.converters.engine import Reader
+from wanjax.checkpoint import Reader
 from wanjax.converters.readers import Names, open_tensors
 from wanjax.errors import WanjaxError
 

@@ -1,11 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The conversion engine: exact inverses, total plans, and weights that arrive where and as the module wants them."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -16,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from wanjax.checkpoint import SafetensorsFile, Spec
+from tests.devices import on_eight_devices
+from wanjax.checkpoint import SafetensorsFile, Spec, aligned
 from wanjax.converters import engine
 from wanjax.converters.engine import CONV, IDENTITY, TRANSPOSE, Rule, conv, linear, norm, patches, rope_halves, squeeze
 from wanjax.errors import WanjaxError
@@ -224,7 +220,7 @@ def test_rearranging_in_pieces_equals_a_plain_copy(shape, dtypes, axes):
     out = np.zeros(x.shape, dtypes[1])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "PIECE", 1 << 12)
-        engine._rearrange(x, out)
+        engine.rearrange(x, out)
     assert out.tobytes() == np.ascontiguousarray(x.astype(dtypes[1])).tobytes()
 
 
@@ -312,24 +308,22 @@ def test_a_tied_tensor_is_found_under_either_name(both):
 def test_weights_on_one_cpu_are_the_hosts_own_buffer():
     """A parameter takes no memory beyond itself: JAX takes over the buffer into which it was read."""
     buffers = []
-    put = engine._put
+
+    def remembered(shape, dtype):
+        buffers.append(aligned(shape, dtype))
+        return buffers[-1]
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "_put", lambda host, sharding: buffers.append(host.ctypes.data) or put(host, sharding))
+        patch.setattr(engine, "aligned", remembered)
         model = engine.load(abstract(), RULES, checkpoint())
-    assert model.blocks.q.kernel.get_value().unsafe_buffer_pointer() in buffers
+    places = [buffer.ctypes.data for buffer in buffers]
+    assert model.blocks.q.kernel.get_value().unsafe_buffer_pointer() in places
+    assert model.patch.kernel.get_value().unsafe_buffer_pointer() in places
 
 
 def test_weights_arrive_on_their_shards():
     """On eight devices: each parameter has the sharding asked for and the values of one device; below."""
-    run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", "from tests.test_engine import load_onto_a_mesh; load_onto_a_mesh()"],
-        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"},
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
+    on_eight_devices("from tests.test_engine import load_onto_a_mesh; load_onto_a_mesh()")
 
 
 def load_onto_a_mesh():
@@ -341,20 +335,21 @@ def load_onto_a_mesh():
         "table": (None, "tp"),
         "patch.kernel": ("dp",),
     }
-    flat = nnx.to_flat_state(nnx.state(abstract()))
-    shardings = nnx.from_flat_state(
-        [
-            (path, leaf.replace(NamedSharding(mesh, PartitionSpec(*specs.get(".".join(map(str, path)), ())))))
-            for path, leaf in flat
-        ]
-    )
+    graphdef, state = nnx.split(abstract())
+
+    def placed(path, leaf):
+        spec = PartitionSpec(*specs.get(".".join(map(str, path)), ()))
+        target = leaf.get_value()
+        return leaf.replace(jax.ShapeDtypeStruct(target.shape, target.dtype, sharding=NamedSharding(mesh, spec)))
+
+    flat = [(path, placed(path, leaf)) for path, leaf in nnx.to_flat_state(state)]
     host_shapes = []
     here = engine.parameters(engine.load(abstract(), RULES, checkpoint()))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "_aligned", lambda shape, dtype: host_shapes.append(shape) or np.empty(shape, dtype))
-        there = engine.parameters(engine.load(abstract(), RULES, checkpoint(), shardings=shardings))
-    assert (6, 8) in host_shapes
-    assert (3, 6, 8) not in host_shapes  # a stack is never whole on the host
+        patch.setattr(engine, "aligned", lambda shape, dtype: host_shapes.append(shape) or aligned(shape, dtype))
+        there = engine.parameters(engine.load(nnx.merge(graphdef, nnx.from_flat_state(flat)), RULES, checkpoint()))
+    assert (6, 2) in host_shapes  # the shard of a block
+    assert not {(3, 6, 8), (3, 6, 2), (6, 8)} & set(host_shapes)  # a stack is never whole on the host, nor is a block
     for path, weights in there.items():
         assert weights.sharding == NamedSharding(mesh, PartitionSpec(*specs.get(path, ()))), (path, weights.sharding)
         np.testing.assert_array_equal(weights, here[path])

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = {"wanjax": ROOT / "src/wanjax", "wanjax.converters": ROOT / "converters"}
 LAYERS = [  # imports run downwards, or stay in one layer
     ["wanjax.cli", "wanjax.__main__"],
-    ["wanjax", "wanjax.registry", "wanjax.networks"],
+    ["wanjax", "wanjax.registry", "wanjax.convert", "wanjax.networks"],
     [
         "wanjax.pipelines",
         "wanjax.plan",
@@ -26,7 +26,7 @@ LAYERS = [  # imports run downwards, or stay in one layer
         "wanjax.sources",
     ],
     ["wanjax.models", "wanjax.schedulers"],
-    ["wanjax.layers", "wanjax.checkpoint", "wanjax.torch_file"],
+    ["wanjax.layers", "wanjax.checkpoint", "wanjax.store", "wanjax.torch_file"],
     ["wanjax.kernels"],
     ["wanjax.dims", "wanjax.sharding", "wanjax.errors"],
 ]

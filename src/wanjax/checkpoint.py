@@ -11,10 +11,10 @@ import math
 import mmap
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import ml_dtypes
 import numpy as np
@@ -42,6 +42,8 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 WEIGHT_NAMES = ("diffusion_pytorch_model", "model")
 HEADER_LIMIT = 100_000_000  # bytes, as in the safetensors library
 MAX_RANK = 32
+CACHE_LINE = 64  # bytes
+SHARD = 5e9  # bytes of a file, as in published checkpoints
 
 
 class Spec(NamedTuple):
@@ -53,6 +55,17 @@ class Spec(NamedTuple):
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+@runtime_checkable
+class Reader(Protocol):
+    """Named tensors that are described before they are read."""
+
+    def keys(self) -> Iterable[str]: ...
+
+    def spec(self, key: str) -> Spec: ...
+
+    def read(self, key: str) -> np.ndarray: ...
 
 
 class SafetensorsFile:
@@ -73,6 +86,11 @@ class SafetensorsFile:
             self._places = _places(header, data_start, size)
         except (OSError, _CorruptError) as error:
             raise _unreadable(self.path, error) from error
+
+    @property
+    def paths(self) -> Sequence[Path]:
+        """The files with the tensors."""
+        return [self.path]
 
     def keys(self) -> Sequence[str]:
         return tuple(self._places)
@@ -123,6 +141,11 @@ class SafetensorsFolder:
             found = f"it holds {', '.join(others)}" if others else "it holds no weights"
             raise WanjaxError(f"{self.path} should hold {names}, whole or as shards with an index, but {found}")
 
+    @property
+    def paths(self) -> Sequence[Path]:
+        """The files with the tensors."""
+        return sorted({file.path for file in self._files.values()})
+
     def keys(self) -> Sequence[str]:
         return tuple(self._files)
 
@@ -135,10 +158,34 @@ class SafetensorsFolder:
         return self._files[key].read(key)
 
 
+def aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """An empty array that begins where JAX on the CPU can take it over as it is, at a multiple of 64 bytes."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    raw = np.empty(nbytes + CACHE_LINE, np.uint8)
+    start = -raw.ctypes.data % CACHE_LINE
+    return raw[start : start + nbytes].view(dtype).reshape(shape)
+
+
 def load_safetensors(path: str | Path) -> dict[str, np.ndarray]:
     """All tensors of one file, read-only and mapped to it; raises WanjaxError if it cannot be read."""
     file = SafetensorsFile(path)
     return {key: file.read(key) for key in file.keys()}  # noqa: SIM118
+
+
+class Tensors:
+    """Arrays in memory as a `Reader`."""
+
+    def __init__(self, tensors: Mapping[str, np.ndarray]):
+        self.tensors = tensors
+
+    def keys(self) -> Iterable[str]:
+        return self.tensors.keys()
+
+    def spec(self, key: str) -> Spec:
+        return Spec(self.tensors[key].shape, np.dtype(self.tensors[key].dtype))
+
+    def read(self, key: str) -> np.ndarray:
+        return self.tensors[key]
 
 
 def save_safetensors(
@@ -148,22 +195,54 @@ def save_safetensors(
 
     Raises WanjaxError if it cannot be written.
     """
+    write_safetensors(Path(path), Tensors(tensors), tensors.keys(), metadata)
+
+
+def write_safetensors(
+    path: Path, reader: Reader, keys: Iterable[str], metadata: Mapping[str, str] | None = None
+) -> None:
+    """As `save_safetensors`, of the tensors with these keys, each of which is read when its turn comes."""
+    specs = {key: reader.spec(key) for key in keys}
     # Wide dtypes first, as the format's library does: then every tensor begins at a multiple of its item size.
-    keys = sorted(tensors, key=lambda key: (-tensors[key].dtype.itemsize, key))
+    keys = sorted(specs, key=lambda key: (-specs[key].dtype.itemsize, key))
     header: dict = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for key in keys:
-        begin, end = end, end + tensors[key].nbytes
-        name = DTYPE_NAMES[np.dtype(tensors[key].dtype)]
-        header[key] = {"dtype": name, "shape": list(tensors[key].shape), "data_offsets": [begin, end]}
+        begin, end = end, end + specs[key].nbytes
+        name = DTYPE_NAMES[specs[key].dtype]
+        header[key] = {"dtype": name, "shape": list(specs[key].shape), "data_offsets": [begin, end]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
-    with writing(Path(path)) as beside, beside.open("wb") as file:
+    with writing(path) as beside, beside.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for key in keys:
-            file.write(np.ascontiguousarray(tensors[key]).reshape(-1).view(np.uint8).data)
+            file.write(np.ascontiguousarray(reader.read(key)).reshape(-1).view(np.uint8).data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def shards(reader: Reader, stem: str, limit: float = SHARD) -> dict[str, list[str]]:
+    """The keys of each file that a component's tensors are written to: one file, or more of at most `limit` bytes."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    for key in reader.keys():  # noqa: SIM118
+        nbytes = reader.spec(key).nbytes
+        if size and size + nbytes > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(key)
+        size += nbytes
+    if len(groups) == 1:
+        return {f"{stem}.safetensors": groups[0]}
+    return {f"{stem}-{i:05}-of-{len(groups):05}.safetensors": keys for i, keys in enumerate(groups, 1)}
+
+
+def save_index(folder: Path, stem: str, files: Mapping[str, Sequence[str]], nbytes: int) -> None:
+    """Writes the index of a component's shards, which says in which of them each tensor is."""
+    weight_map = {key: file for file, keys in files.items() for key in keys}
+    index = {"metadata": {"total_size": nbytes}, "weight_map": weight_map}
+    with writing(folder / f"{stem}.safetensors.index.json") as beside:
+        beside.write_text(json.dumps(index, indent=2) + "\n")
 
 
 @contextmanager

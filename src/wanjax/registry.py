@@ -15,7 +15,6 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from wanjax.cache import enable_compile_cache
-from wanjax.converters import engine
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import IMPLEMENTATIONS
 from wanjax.networks import Network, network
@@ -171,11 +170,8 @@ def load(
     """
     if attention is not None and attention not in IMPLEMENTATIONS:
         raise WanjaxError(f"no attention is named {attention!r}: there are {', '.join(IMPLEMENTATIONS)}")
-    preset = next((p for p in PRESETS.values() if str(model) in (p.name, p.source)), None)
-    if preset is None and not Path(model).exists() and "/" not in str(model):
-        raise WanjaxError(_unknown(str(model)))
     enable_compile_cache()
-    source = open_source(preset.source if preset else model, revision)
+    source, preset = find(model, revision)
     check_pipeline(source.index, source.name)
     transformer, vae = network(source, "transformer"), network(source, "vae")
     configs = WanConfigs(transformer=transformer.config, vae=vae.config)
@@ -196,6 +192,24 @@ def load(
     return WanPipeline(Parts(loaders), configs, defaults, task)
 
 
+def find(model: str | Path, revision: str | None = None) -> tuple[Source, Preset | None]:
+    """The checkpoint for a known name, a Hugging Face id or a folder, and the preset where it is a published one.
+
+    Raises WanjaxError where there is none.
+    """
+    preset = _published(str(model))
+    if preset is None and not Path(model).exists() and "/" not in str(model):
+        raise WanjaxError(_unknown(str(model)))
+    source = open_source(preset.source if preset else model, revision)
+    if preset is None and (preset := _published(source.origin)):  # converted, and known by another name here
+        preset = replace(preset, defaults=replace(preset.defaults, model=str(model)))
+    return source, preset
+
+
+def _published(name: str) -> Preset | None:
+    return next((preset for preset in PRESETS.values() if name in (preset.name, preset.source)), None)
+
+
 def _unknown(name: str) -> str:
     near = get_close_matches(name, PRESETS, n=3, cutoff=0.4) or list(PRESETS)
     return f"no model is named {name!r}: a near name is {' or '.join(near)}, and a hub id is OWNER/NAME"
@@ -210,9 +224,11 @@ def _defaults(source: Source, task: Task, name: str) -> Settings:
 
 
 def _stored_dtype(source: Source) -> str:
-    """The dtype in which most of the transformer's tensors are; float32 if that is not one we keep weights in."""
-    weights = source.weights("transformer")
-    [(dtype, _)] = Counter(str(weights.spec(key).dtype) for key in weights.keys()).most_common(1)  # noqa: SIM118
+    """The dtype in which most of the transformer's bytes are; float32 if that is not one we keep weights in."""
+    weights, stored = source.weights("transformer"), Counter()
+    for key in weights.keys():  # noqa: SIM118
+        stored[str(weights.spec(key).dtype)] += weights.spec(key).nbytes
+    [(dtype, _)] = stored.most_common(1)
     return dtype if dtype in ("bfloat16", "float32") else "float32"
 
 
@@ -230,4 +246,4 @@ def _build(
         dtype = param_dtype = jnp.float32
     abstract = network.abstract(dtype=dtype, param_dtype=param_dtype, **options)
     told = None if progress is None else partial(progress, name)
-    return engine.load(abstract, network.rules, source.weights(name), ignore=network.unused, progress=told)
+    return source.load(name, abstract, network.rules, ignore=network.unused, progress=told)

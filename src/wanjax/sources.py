@@ -7,42 +7,79 @@ from another.
 """
 
 import json
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from wanjax.checkpoint import SafetensorsFolder
-from wanjax.converters.engine import Reader
+from flax import nnx
+
+from wanjax.checkpoint import Reader, SafetensorsFolder
+from wanjax.converters import engine
+from wanjax.converters.engine import Rule
 from wanjax.errors import WanjaxError
 from wanjax.hub import INDEX, resolve
+from wanjax.store import Arrays
+
+MANIFEST = "wanjax.json"  # of a checkpoint that `wanjax convert` wrote: where it comes from, and what it holds
+FORMAT = 1
+WEIGHTS = "weights"  # a component's folder in it
+Module = TypeVar("Module", bound=nnx.Module)
+Progress = Callable[[int, int], object]
 
 
-class Source(Protocol):
+class Weights(Reader, Protocol):
+    """A component's tensors."""
+
+    @property
+    def paths(self) -> Sequence[Path]:
+        """The files that hold them, by which it is known whether they have changed."""
+        ...
+
+
+class Source(ABC):
     """What is known of a checkpoint before its weights are read, and the way to them; raises WanjaxError throughout."""
 
     name: str
     """The hub id or the folder, as the user gave it."""
     root: Path
     """The folder of what lies beside the components."""
-    revision: str | None
+    revision: str | None = None
     """The commit of the hub's repository; None for a folder."""
     index: dict[str, Any]
     """`model_index.json`: the pipeline's class, and each component's library and class."""
 
+    @property
+    def origin(self) -> str:
+        """Where the weights were published, as far as is known."""
+        return self.name
+
+    @abstractmethod
     def config(self, component: str) -> dict[str, Any]:
         """The component's config.json, or its scheduler_config.json."""
-        ...
 
-    def weights(self, component: str) -> Reader:
+    @abstractmethod
+    def weights(self, component: str) -> Weights:
         """The component's tensors by the names that diffusers, or transformers, gives them."""
-        ...
 
+    @abstractmethod
     def files(self, component: str) -> Sequence[Path]:
-        """The component's files that are not weights; all lie in one folder."""
-        ...
+        """The component's files that are not weights, all in one folder."""
+
+    def load(
+        self,
+        component: str,
+        abstract: Module,
+        rules: Iterable[Rule],
+        *,
+        ignore: Iterable[str] = (),
+        progress: Progress | None = None,
+    ) -> Module:
+        """The network with the component's weights; `rules` are from the names of diffusers, all as in `engine`."""
+        return engine.load(abstract, rules, self.weights(component), ignore=ignore, progress=progress)
 
 
-class DiffusersSource:
+class DiffusersSource(Source):
     """A folder, or a repository on the hub, in the layout of diffusers; a component is downloaded when it is needed."""
 
     def __init__(self, name: str | Path, revision: str | None = None):
@@ -56,7 +93,7 @@ class DiffusersSource:
         names = [folder / name for name in ("config.json", "scheduler_config.json")]
         return read_json(next((path for path in names if path.is_file()), names[0]))
 
-    def weights(self, component: str) -> Reader:
+    def weights(self, component: str) -> Weights:
         return SafetensorsFolder(self.folder(component))
 
     def files(self, component: str) -> Sequence[Path]:
@@ -73,11 +110,47 @@ class DiffusersSource:
         return folder
 
 
+class WanjaxSource(DiffusersSource):
+    """A folder that `wanjax convert` wrote: as diffusers lays it out, but for the weights, an Orbax checkpoint each.
+
+    `weights` has our own names and layouts.
+    """
+
+    def __init__(self, folder: str | Path):
+        super().__init__(folder)
+        self.manifest = read_json(self.root / MANIFEST)
+        if (found := self.manifest.get("format")) != FORMAT:
+            raise WanjaxError(f"{self.root / MANIFEST} has the format {found!r} where this wanjax reads {FORMAT}")
+        tables = [self.manifest.get(name) for name in ("request", "networks", "files")]
+        if not all(isinstance(table, dict) for table in (*tables, *(tables[1] or {}).values())):
+            raise WanjaxError(f"{self.root / MANIFEST} is not what `wanjax convert` wrote: convert it again")
+
+    @property
+    def origin(self) -> str:
+        return str(self.manifest["request"].get("source", self.name))
+
+    def weights(self, component: str) -> Arrays:
+        return Arrays(self.folder(component) / WEIGHTS)
+
+    def load(
+        self,
+        component: str,
+        abstract: Module,
+        rules: Iterable[Rule],
+        *,
+        ignore: Iterable[str] = (),
+        progress: Progress | None = None,
+    ) -> Module:
+        return engine.restore(abstract, self.weights(component), progress=progress)
+
+
 def open_source(name: str | Path, revision: str | None = None) -> Source:
     """The checkpoint of this name: a folder's, or a Hugging Face repository's at a revision.
 
     Raises WanjaxError where there is none, or it is in no layout that is known.
     """
+    if (Path(name).expanduser() / MANIFEST).is_file():
+        return WanjaxSource(name)
     return DiffusersSource(name, revision)
 
 

@@ -5,6 +5,7 @@ Here stand the commands and their options. What they do is in `stages` and `cata
 runs: `--help` does not wait for JAX. The user's mistakes are told in one sentence, without a traceback.
 """
 
+from pathlib import Path
 from typing import Any
 
 import click
@@ -147,6 +148,31 @@ def decode(report: Report, **given: Any) -> None:
     from wanjax.cli import stages
 
     stages.decode(report, **given)
+
+
+@main.command()
+@click.argument("source")
+@click.argument("target", required=False, type=click.Path(path_type=Path), metavar="[FOLDER]")
+@click.option("--to", type=click.Choice(["wanjax", "diffusers"]), default="wanjax", show_default=True, help="Layout.")
+@click.option(
+    "--dtype",
+    "dtypes",
+    multiple=True,
+    metavar="[COMPONENT=]DTYPE",
+    help="What weights are stored in: bfloat16 or float32, for all but the autoencoder, or for the component named.",
+)
+@click.option("--revision", metavar="NAME", help="Branch, tag or commit on the hub.")
+@click.option("--verify", "check", is_flag=True, help="Compare SOURCE, a wanjax checkpoint, with its checksums.")
+@click.pass_obj
+def convert(report: Report, **given: Any) -> None:
+    """Convert SOURCE, a name, hub id or folder, to a checkpoint in FOLDER.
+
+    What is written there is restored straight onto any number of devices. Weights stay as they are stored unless
+    --dtype is given. What was stopped goes on when the same command is run again.
+    """
+    from wanjax.cli import conversion
+
+    conversion.convert(report, **given)
 
 
 @main.command()

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays in the layout of Orbax, written piece by piece and restored onto any sharding.
+
+An Orbax checkpoint is a folder with an array in the format zarr 3 for each leaf of a tree, and a file that describes
+the tree. Orbax saves what is whole in memory. Here tensorstore, the library under it, writes the same files a chunk at
+a time, so that a stack of blocks is never whole in memory. A chunk is a file of a few megabytes which appears complete
+or not at all, so that what was stopped goes on, and it ends with the checksum of its bytes (crc32c), which is tested
+whenever it is read, by Orbax too. Restoring reads the shards of this process's devices and no more, array by array.
+
+Layout: https://orbax.readthedocs.io and https://zarr-specs.readthedocs.io/en/latest/v3/core
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import product
+from math import ceil, prod
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import tensorstore as ts
+
+from wanjax.checkpoint import Spec, aligned
+from wanjax.errors import WanjaxError
+
+CHUNK = 16 << 20  # bytes in one file, at most
+LARGEST_CHUNK = 1 << 30  # bytes that are read as one
+CHECKSUM = 4  # bytes at the end of a file
+TREE, COMMITTED = "_METADATA", "_CHECKPOINT_METADATA"  # Orbax's own names
+CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+STRICT = {"store_data_equal_to_fill_value": True, "fill_missing_data_reads": False}  # a missing chunk is no zeros
+NAME = re.compile(r"\w+(\.\w+)*", re.ASCII)
+AT_ONCE = 4  # chunks in memory on their way to or from the disk
+
+Piece = tuple[slice, ...]
+
+
+class StoredArray:
+    """One array in a folder. Raises WanjaxError that names the folder if it is missing or damaged."""
+
+    def __init__(self, path: Path, metadata: Mapping[str, Any] | None = None):
+        """`metadata`: of an array that is to be made, unless it is there."""
+        self.path = path
+        # Not synchronised file by file: `synchronise` does it for all when they are written.
+        files = {"driver": "file", "path": f"{path}/", "file_io_sync": False}
+        spec = {"driver": "zarr3", "kvstore": files, "open": True} | STRICT
+        if metadata is not None:
+            spec |= {"create": True, "metadata": metadata}
+        with _told(f"{path} is no array that can be read"):
+            self._array = ts.open(spec).result()
+        self.spec = Spec(tuple(self._array.shape), self._array.dtype.numpy_dtype)
+        self.shape, self.dtype = self.spec
+        self.chunk = tuple(self._array.chunk_layout.write_chunk.shape or ())
+        if prod(self.chunk) * self.dtype.itemsize > LARGEST_CHUNK:
+            raise WanjaxError(f"{path} claims chunks of {list(self.chunk)} {self.dtype}: `convert` writes smaller ones")
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def pieces(self) -> Iterator[Piece]:
+        """The ranges of the chunks."""
+        ranges = [range(0, size, step) for size, step in zip(self.spec.shape, self.chunk, strict=True)]
+        for starts in product(*ranges):
+            yield tuple(
+                slice(start, min(start + step, size))
+                for start, step, size in zip(starts, self.chunk, self.spec.shape, strict=True)
+            )
+
+    def file(self, piece: Piece) -> Path:
+        """Where a piece is kept."""
+        cells = (str(part.start // step) for part, step in zip(piece, self.chunk, strict=True))
+        return self.path.joinpath("c", *cells)
+
+    def has(self, piece: Piece) -> bool:
+        """Whether a piece has been written: its file is given its name when it is complete."""
+        file = self.file(piece)
+        return file.is_file() and file.stat().st_size == prod(self.chunk) * self.spec.dtype.itemsize + CHECKSUM
+
+    def begin(self, piece: Piece, values: np.ndarray) -> ts.WriteFutures:
+        """Begins to write a piece, whose values may not change until that is done."""
+        return self._array[piece].write(values)
+
+    def read(self, part: Sequence[slice] = (), dtype: np.dtype | None = None) -> np.ndarray:
+        """A part of the array, all if there is no more said, cast while it is read, where JAX can take it over."""
+        with _told(f"{self.path} is damaged"):
+            source = ts.cast(self._array, dtype or self.spec.dtype)[tuple(part)]
+            source = source[ts.d[:].translate_to[0]] if source.ndim else source
+            values = aligned(source.shape, source.dtype.numpy_dtype)
+            ts.array(values).write(source).result()
+        return values
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        """One block of a stack, or with `...` all."""
+        return self.read() if index is ... else self.read([slice(index, index + 1)])[0]
+
+    def digest(self, progress: Callable[[int], object] = lambda nbytes: None) -> str:
+        """One checksum of the shape, the dtype and all chunks, each of which is read and tested."""
+        digest = hashlib.sha256(f"{self.spec.shape} {self.spec.dtype} {self.chunk}".encode())
+        reading: deque = deque()
+
+        def test() -> None:
+            piece, values = reading.popleft()
+            with _told(f"{self.path} is damaged"):
+                values.result()
+            with self.file(piece).open("rb") as file:
+                file.seek(-CHECKSUM, os.SEEK_END)
+                digest.update(file.read())
+            progress(_nbytes(piece, self.spec.dtype))
+
+        for piece in self.pieces():
+            reading.append((piece, self._array[piece].read()))
+            if len(reading) == AT_ONCE:
+                test()
+        while reading:
+            test()
+        return digest.hexdigest()[:16]
+
+    def files(self) -> set[Path]:
+        """What the folder should hold once all is written."""
+        return {self.path / "zarr.json", *map(self.file, self.pieces())}
+
+
+class Writer:
+    """Writes pieces in the background, a few at a time; raises OSError, at the next piece or the end, if one fails."""
+
+    def __init__(self):
+        self._begun: deque[ts.WriteFutures] = deque()
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._wait(0)
+
+    def write(self, array: StoredArray, piece: Piece, values: np.ndarray) -> None:
+        self._wait(AT_ONCE - 1)
+        self._begun.append(array.begin(piece, values))
+
+    def _wait(self, count: int) -> None:
+        """Until at most `count` are on their way."""
+        while len(self._begun) > count:
+            try:
+                self._begun.popleft().result()
+            except ValueError as error:
+                raise OSError(reason(error)) from error
+
+
+class Arrays:
+    """The arrays of an Orbax checkpoint by their dotted names. Raises WanjaxError if it cannot be read."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            leaves = json.loads((path / TREE).read_bytes())["tree_metadata"].values()
+            names = [".".join(str(key["key"]) for key in leaf["key_metadata"]) for leaf in leaves]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise WanjaxError(f"{path / TREE} cannot be read: `wanjax convert` writes a whole checkpoint") from error
+        if strange := [name for name in names if not NAME.fullmatch(name)]:
+            raise WanjaxError(f"{path / TREE} names {strange[0]!r}, which is not the name of an array")
+        self._arrays = {name: StoredArray(path / name) for name in names}
+
+    @classmethod
+    def create(cls, path: Path, specs: Mapping[str, Spec], stacked: Collection[str]) -> "Arrays":
+        """Arrays to be written, those named in `stacked` in chunks of whole blocks; keeps what is already written."""
+        path.mkdir(parents=True, exist_ok=True)
+        for name, spec in specs.items():
+            chunk = chunk_shape(spec, name in stacked)
+            metadata = {
+                "shape": spec.shape,
+                "data_type": spec.dtype.name,
+                "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
+                "codecs": CODECS,
+            }
+            StoredArray(path / name, metadata)
+        leaves = {str(tuple(name.split("."))): _leaf(name, spec) for name, spec in specs.items()}
+        tree = {"tree_metadata": leaves, "use_ocdbt": False, "use_zarr3": True, "custom_metadata": None}
+        handler = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
+        (path / TREE).write_text(json.dumps(tree | {"store_array_data_equal_to_fill_value": True}))
+        (path / COMMITTED).write_text(json.dumps({"item_handlers": handler, "metrics": {}, "custom_metadata": {}}))
+        return cls(path)
+
+    @classmethod
+    def save(cls, path: Path, weights: Mapping[str, jax.Array], stacked: Collection[str] = ()) -> "Arrays":
+        """Writes arrays that are spread over devices, each process the shards of its own, one shard at a time."""
+        arrays = cls.create(path, {name: Spec(x.shape, np.dtype(x.dtype)) for name, x in weights.items()}, stacked)
+        for name, values in weights.items():
+            for shard in values.addressable_shards:
+                if shard.replica_id == 0:
+                    with Writer() as writer:
+                        writer.write(arrays[name], shard.index, np.asarray(shard.data))
+        return arrays
+
+    def __getitem__(self, name: str) -> StoredArray:
+        return self._arrays[name]
+
+    def keys(self) -> Sequence[str]:
+        return tuple(self._arrays)
+
+    def spec(self, name: str) -> Spec:
+        return self._arrays[name].spec
+
+    def read(self, name: str) -> np.ndarray:
+        return self._arrays[name].read()
+
+    @property
+    def paths(self) -> Sequence[Path]:
+        return sorted(self.files())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.spec.nbytes for array in self._arrays.values())
+
+    def restore(
+        self, targets: Mapping[str, Any], progress: Callable[[int], object] = lambda nbytes: None
+    ) -> dict[str, jax.Array]:
+        """The arrays that `targets` names, in the dtype and with the sharding that each has there (None: one device).
+
+        targets: such as `jax.ShapeDtypeStruct`, of the right shapes. `progress` is told the bytes of each that is read.
+        """
+        restored = {}
+        for name, target in targets.items():
+            restored[name] = place(self[name].read, target)
+            progress(self.spec(name).nbytes)
+        return restored
+
+    def files(self) -> set[Path]:
+        """What the folder should hold once all is written."""
+        return {self.path / TREE, self.path / COMMITTED}.union(*(array.files() for array in self._arrays.values()))
+
+
+def place(read: Callable[[Sequence[slice], np.dtype], np.ndarray], target: Any) -> jax.Array:
+    """An array on the devices of its sharding, of whose shards those are read that this process has, each once."""
+    sharding = getattr(target, "sharding", None)
+    if sharding is None:
+        return jax.device_put(read((), target.dtype))
+    shards: dict[str, np.ndarray] = {}
+
+    def shard(index: tuple[slice, ...]) -> np.ndarray:
+        if str(index) not in shards:
+            shards[str(index)] = read(index, target.dtype)
+        return shards[str(index)]
+
+    return jax.make_array_from_callback(target.shape, sharding, shard)
+
+
+def chunk_shape(spec: Spec, stacked: bool) -> tuple[int, ...]:
+    """The sizes of an array's chunks: of a stack as many blocks as one takes, else halves of halves of the longest."""
+    chunk = list(spec.shape)
+    if stacked:
+        fitting = max(1, CHUNK * spec.shape[0] // spec.nbytes)
+        chunk[0] = next(n for n in range(min(fitting, spec.shape[0]), 0, -1) if spec.shape[0] % n == 0)
+    while prod(chunk) * spec.dtype.itemsize > CHUNK:
+        longest = chunk.index(max(chunk))
+        chunk[longest] = ceil(chunk[longest] / 2)
+    return tuple(chunk)
+
+
+def synchronise(files: set[Path]) -> None:
+    """Waits until the files are on the disk."""
+    for file in files:
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _leaf(name: str, spec: Spec) -> dict[str, Any]:
+    """What Orbax says of an array in its tree."""
+    return {
+        "key_metadata": [{"key": key, "key_type": 2} for key in name.split(".")],  # 2: of a dictionary
+        "value_metadata": {"value_type": "jax.Array", "skip_deserialize": False, "write_shape": list(spec.shape)},
+    }
+
+
+def _nbytes(piece: Piece, dtype: np.dtype) -> int:
+    return prod(part.stop - part.start for part in piece) * dtype.itemsize
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Makes one sentence of what tensorstore says in several lines."""
+    try:
+        yield
+    except (ValueError, OSError, NotImplementedError) as error:
+        raise WanjaxError(f"{what} ({reason(error)}): `wanjax convert` writes it again") from error
+
+
+def reason(error: Exception) -> str:
+    """What went wrong, in the words of the system where it has some."""
+    text = str(error)
+    if system := re.search(r"\[OS error \d+: \w+ ([^\]]*)\]", text):
+        return system[1]
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return text.partition("\n")[0].partition(" [")[0]

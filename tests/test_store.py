@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stored arrays: what Orbax reads of ours, any sharding from any other, and faults that are named."""
+
+import json
+import math
+import os
+from collections import Counter
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType
+
+from tests.devices import on_eight_devices
+from wanjax import store
+from wanjax.checkpoint import Spec
+from wanjax.converters import engine
+from wanjax.errors import WanjaxError
+from wanjax.models.t5 import UMT5_XXL, T5Encoder
+from wanjax.store import Arrays, StoredArray, Writer, chunk_shape
+
+TENSORS = {
+    "blocks.q.kernel": np.arange(6 * 16 * 24, dtype=np.float32).reshape(6, 16, 24),
+    "blocks.q.bias": np.linspace(-1, 1, 6 * 24).reshape(6, 24).astype(ml_dtypes.bfloat16),
+    "levels.0.gamma": np.zeros(5, np.float32),  # what the format would not store unless told to
+    "scalar": np.array(7.0, np.float16),
+}
+STACKED = ("blocks.q.kernel", "blocks.q.bias")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The tensors, in chunks of which each array has several."""
+    monkeypatch.setattr(store, "CHUNK", 1 << 10)
+    arrays = Arrays.create(tmp_path / "w", {name: Spec(x.shape, x.dtype) for name, x in TENSORS.items()}, STACKED)
+    with Writer() as writer:
+        for name, x in TENSORS.items():
+            for piece in arrays[name].pieces():
+                writer.write(arrays[name], piece, x[piece])
+    return tmp_path / "w"
+
+
+def fault(read, *args):
+    """The one sentence that `read` fails with."""
+    with pytest.raises(WanjaxError) as caught:
+        read(*args)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@given(
+    st.lists(st.integers(1, 50), max_size=4).map(tuple),
+    st.sampled_from([np.float32, np.int8, ml_dtypes.bfloat16]),
+    st.booleans(),
+)
+def test_chunks_cover_an_array_and_are_small(shape, dtype, stacked):
+    spec = Spec(shape, np.dtype(dtype))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "CHUNK", 256)
+        chunk = chunk_shape(spec, stacked and bool(shape))
+    assert len(chunk) == len(shape)
+    assert all(1 <= size <= whole for size, whole in zip(chunk, shape, strict=True))
+    assert math.prod(chunk) * spec.dtype.itemsize <= 256
+
+
+def test_a_chunk_of_a_stack_is_whole_blocks_or_parts_of_one():
+    large, small = Spec((40, 5120, 13824), np.dtype(np.float32)), Spec((40, 5120), np.dtype(np.float32))
+    assert chunk_shape(large, True)[0] == 1
+    assert chunk_shape(small, True) == (40, 5120)
+    assert chunk_shape(Spec((30, 1536, 256), np.dtype(np.float32)), True) == (10, 1536, 256)
+
+
+def test_what_is_written_is_read(folder):
+    arrays = Arrays(folder)
+    assert set(arrays.keys()) == TENSORS.keys()
+    for name, x in TENSORS.items():
+        assert arrays.spec(name) == Spec(x.shape, x.dtype)
+        assert arrays.read(name).tobytes() == x.tobytes()
+    np.testing.assert_array_equal(arrays["blocks.q.kernel"][3], TENSORS["blocks.q.kernel"][3])
+    part = arrays["blocks.q.kernel"].read((slice(1, 5), slice(3, 9), slice(None)), np.dtype(ml_dtypes.bfloat16))
+    np.testing.assert_array_equal(part, TENSORS["blocks.q.kernel"][1:5, 3:9].astype(ml_dtypes.bfloat16))
+    assert len(list(arrays["blocks.q.kernel"].pieces())) > 6
+    assert {path for path in folder.rglob("*") if path.is_file()} == arrays.files()
+
+
+def test_orbax_reads_what_we_write(folder):
+    """The layout is Orbax's: its own checkpointer restores it, tree and values."""
+    tree = {
+        "blocks": {"q": {name: TENSORS[f"blocks.q.{name}"] for name in ("kernel", "bias")}},
+        "levels": {"0": {"gamma": TENSORS["levels.0.gamma"]}},
+        "scalar": TENSORS["scalar"],
+    }
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    tree = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), tree)
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(folder, tree)
+    flat = {".".join(key.key for key in path): x for path, x in jax.tree.leaves_with_path(restored)}
+    assert flat.keys() == TENSORS.keys()
+    for name, x in flat.items():
+        assert np.asarray(x).tobytes() == TENSORS[name].tobytes()
+
+
+def test_on_one_cpu_an_array_takes_no_memory_beyond_itself(folder, monkeypatch):
+    buffers = []
+    aligned = store.aligned
+    monkeypatch.setattr(store, "aligned", lambda *args: buffers.append(aligned(*args)) or buffers[-1])
+    [weights] = Arrays(folder).restore({"blocks.q.kernel": jax.ShapeDtypeStruct((6, 16, 24), jnp.bfloat16)}).values()
+    assert len(buffers) == 1
+    assert weights.unsafe_buffer_pointer() == buffers[0].ctypes.data
+
+
+# --- faults ---
+
+
+def chunk(folder, name="blocks.q.kernel"):
+    return sorted((folder / name / "c").rglob("*"))[-1]
+
+
+def test_a_flipped_byte_is_found_wherever_it_is_read(folder):
+    file = chunk(folder)
+    contents = bytearray(file.read_bytes())
+    contents[20] ^= 1
+    file.write_bytes(contents)
+    array = StoredArray(folder / "blocks.q.kernel")
+    for read in (array.read, array.digest):
+        assert f"{folder / 'blocks.q.kernel'} is damaged" in fault(read)
+    array.read([slice(0, 1)])  # another chunk
+
+
+@pytest.mark.parametrize("size", [0, 3, 100])
+def test_a_truncated_chunk_is_found(folder, size):
+    file = chunk(folder)
+    os.truncate(file, size)
+    array = StoredArray(folder / "blocks.q.kernel")
+    assert "is damaged" in fault(array.read)
+    assert not all(array.has(piece) for piece in array.pieces())
+
+
+def test_a_chunk_that_is_missing_is_no_zeros(folder):
+    chunk(folder).unlink()
+    assert "blocks.q.kernel is damaged" in fault(StoredArray(folder / "blocks.q.kernel").read)
+
+
+def test_a_digest_knows_values_shape_and_dtype(folder):
+    digests = {name: Arrays(folder)[name].digest() for name in TENSORS}
+    assert digests == {name: Arrays(folder)[name].digest() for name in TENSORS}
+    assert len(set(digests.values())) == len(TENSORS)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"tree_metadata": {"a": {}}}', '{"tree_metadata": []}', "[" * 100_000, None]
+)
+def test_a_broken_tree_is_named(folder, text):
+    (folder / "_METADATA").unlink() if text is None else (folder / "_METADATA").write_text(text)
+    assert f"{folder / '_METADATA'} cannot be read" in fault(Arrays, folder)
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc", "a/b", "", "a..b", "\x1b"])
+def test_a_tree_cannot_name_an_array_outside_its_folder(folder, name):
+    tree = {"tree_metadata": {"x": {"key_metadata": [{"key": name, "key_type": 2}]}}}
+    (folder / "_METADATA").write_text(json.dumps(tree))
+    assert repr(name) in fault(Arrays, folder)
+
+
+LARGE = {"name": "regular", "configuration": {"chunk_shape": [1 << 40] * 3}}
+
+
+@pytest.mark.parametrize("key", ["shape", "chunk_grid", "data_type", "codecs"])
+@pytest.mark.parametrize("value", [None, 7, [1 << 62] * 3, LARGE])
+def test_broken_metadata_of_an_array_is_named(folder, key, value):
+    file = folder / "blocks.q.kernel" / "zarr.json"
+    file.write_text(json.dumps(json.loads(file.read_bytes()) | {key: value}))
+    if key == "shape" and isinstance(value, list):  # a shape that is only absurd fits no model
+        return
+    assert str(file.parent) in fault(StoredArray, file.parent)
+
+
+# --- on devices ---
+
+CONFIG = replace(
+    UMT5_XXL, vocab_size=64, width=32, heads=8, head_dim=4, mlp_dim=64, layers=3, buckets=8, max_distance=16
+)
+
+
+def encoder():
+    return T5Encoder(CONFIG, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+
+
+def test_written_on_one_device_read_on_eight_and_back(tmp_path):
+    """Equal, on the shards asked for, and no device ever holds more than its shards and one tensor; below."""
+    model = encoder()
+    engine.save(model, tmp_path / "one")
+    on_eight_devices("from tests.test_store import there_and_back; there_and_back()", tmp_path)
+    again = engine.restore(nnx.eval_shape(encoder), Arrays(tmp_path / "eight"))
+    for name, x in engine.parameters(model).items():
+        assert np.asarray(engine.parameters(again)[name]).tobytes() == np.asarray(x).tobytes()
+
+
+COLUMNS = {"vocab": "tp", "embed": None, "heads": "tp", "mlp": "tp", "layers": None}
+ROWS = {"vocab": None, "embed": "tp", "heads": ("dp",), "mlp": "dp", "layers": None}
+
+
+def meshed(sizes, rules):
+    """The encoder as shapes with shardings."""
+    mesh = jax.make_mesh(sizes, ("dp", "tp"), axis_types=(AxisType.Auto, AxisType.Auto))
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(list(rules.items())):
+        return nnx.merge(*nnx.get_abstract_model(encoder, mesh))
+
+
+def nbytes_on_each(x) -> int:
+    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+
+
+def held() -> int:
+    """The most bytes that a device holds."""
+    of_device: Counter = Counter()
+    for array in jax.live_arrays():
+        of_device.update(dict.fromkeys(array.sharding.device_set, nbytes_on_each(array)))
+    return max(of_device.values())
+
+
+def there_and_back():
+    import sys
+    from pathlib import Path
+
+    folder = Path(sys.argv[1])
+    abstract = meshed((2, 4), COLUMNS)
+    targets = engine.parameters(abstract)
+    shards = sum(map(nbytes_on_each, targets.values()))
+    largest = max(x.size * x.dtype.itemsize for x in targets.values())
+    assert shards < 0.6 * sum(x.size * x.dtype.itemsize for x in targets.values())
+    most = []
+    model = engine.restore(abstract, Arrays(folder / "one"), progress=lambda *_: most.append(held()))
+    assert max(most) <= shards + largest
+    for name, x in engine.parameters(model).items():
+        assert x.sharding == targets[name].sharding
+        assert np.asarray(x).tobytes() == Arrays(folder / "one").read(name).tobytes()
+    engine.save(model, folder / "eight")
+    other = engine.restore(meshed((4, 2), ROWS), Arrays(folder / "eight"))
+    for name, x in engine.parameters(other).items():
+        assert np.asarray(x).tobytes() == np.asarray(engine.parameters(model)[name]).tobytes()
