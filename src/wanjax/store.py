@@ -295,8 +295,8 @@ def _told(what: str) -> Iterator[None]:
 def reason(error: Exception) -> str:
     """What went wrong, in the words of the system where it has some."""
     text = str(error)
-    if system := re.search(r"\[OS error \d+: \w+ ([^\]]*)\]", text):
-        return system[1]
+    if system := re.search(r"os_error_code='(\d+)'", text):
+        return os.strerror(int(system[1]))
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return text.partition("\n")[0].partition(" [")[0]
+    return text.partition("\n")[0].partition(" [")[0].partition(": ")[2]  # without the kind before, the trace behind
