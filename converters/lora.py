@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from wanjax.checkpoint import Spec
-from wanjax.checkpoint import Reader
+from wanjax.checkpoint import Reader, Spec
 from wanjax.converters.readers import Names, open_tensors
 from wanjax.errors import WanjaxError
 

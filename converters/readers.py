@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from wanjax.checkpoint import SafetensorsFile, Spec
-from wanjax.converters.engine import PLACEHOLDER, Reader
+from wanjax.checkpoint import Reader, SafetensorsFile, Spec
+from wanjax.converters.engine import PLACEHOLDER
 from wanjax.errors import WanjaxError
 from wanjax.torch_file import SUFFIXES, TorchFile
 

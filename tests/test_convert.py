@@ -101,7 +101,7 @@ def refused(*arguments: str | Path) -> str:
 
 def tensors(folder: Path) -> dict[str, tuple]:
     """The dtype, the shape and the bytes of all tensors of a folder in the layout of diffusers."""
-    weights = {name: SafetensorsFolder(folder / name) for name in NETWORKS}
+    weights = {name: SafetensorsFolder(folder / name) for name in NETWORKS if (folder / name).exists()}
     return {
         f"{name}.{key}": (*reader.spec(key), reader.read(key).tobytes())
         for name, reader in weights.items()
@@ -408,9 +408,12 @@ for moment in range(20):
 
 @pytest.mark.parametrize("way", ["forth", "back"])
 def test_killed_at_random_moments_each_rerun_completes(source, converted, tmp_path, way):
-    """Twenty times: with the same checksums as a run that was left alone."""
+    """Twenty times: with the same checksums as a run that was left alone. Without the autoencoder's many arrays."""
+    given = shutil.copytree(source if way == "forth" else converted, tmp_path / "given")
+    index = json.loads((given / "model_index.json").read_text())
+    (given / "model_index.json").write_text(json.dumps(index | {"vae": [None, None]}))
     run = subprocess.run(
-        [sys.executable, "-c", KILLED, source if way == "forth" else converted, tmp_path / "target", way],
+        [sys.executable, "-c", KILLED, given, tmp_path / "target", way],
         cwd=Path(__file__).parents[1],
         capture_output=True,
         text=True,
@@ -419,7 +422,7 @@ def test_killed_at_random_moments_each_rerun_completes(source, converted, tmp_pa
     assert run.returncode == 0, run.stderr
     read = checksums if way == "forth" else tensors
     wanted = read(tmp_path / "whole")
-    assert len(os.listdir(tmp_path)) == 21
+    assert len(os.listdir(tmp_path)) == 22
     for run in tmp_path.glob("run*"):
         assert read(run) == wanted
         if way == "forth":
