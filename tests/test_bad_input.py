@@ -82,6 +82,10 @@ AFTER_ENCODING = ["stage_outputs/generation_config.json", "stage_outputs/stage1_
         ("--guidance-scale -1", r"the guidance scale -1\.0 is below zero"),
         ("--guidance-scale nan", r"guidance_scale is nan where a finite"),
         ("--guidance-scale inf", r"guidance_scale is inf where a finite number such as 5\.0 is right"),
+        ("--guidance-scale-2 3", r"has one transformer: guidance_scale_2 is for models with two"),
+        ("--boundary 0.9", r"has one transformer: boundary is for models with two"),
+        ("--strength 0", r"the strength 0\.0 is not above 0 and at most 1"),
+        ("--strength 1.1", r"the strength 1\.1 is not above 0 and at most 1"),
         ("--flow-shift 0", r"the flow shift 0\.0 is not above zero"),
         ("--flow-shift inf", r"flow_shift is inf where a finite"),
         ("--fps 0", r"0 frames a second cannot be played"),
@@ -183,6 +187,15 @@ def with_nan(folder: Path) -> None:
     )
 
 
+def with_unlike_experts(folder: Path) -> None:
+    shutil.copytree(folder / "transformer", folder / "transformer_2")
+    for file, change in (
+        ("model_index.json", {"transformer_2": ["diffusers", "WanTransformer3DModel"]}),
+        ("transformer_2/config.json", {"num_layers": 7}),
+    ):
+        (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | change))
+
+
 @pytest.mark.parametrize(
     ("damage", "messages"),
     [
@@ -205,6 +218,7 @@ def with_nan(folder: Path) -> None:
                 r"blocks\.1\.ffn\.net\.2\.bias \(\[7\] where \[24\] is right",
             ],
         ),
+        (with_unlike_experts, [r"the two transformers of .*damaged differ in their config\.json"]),
         (with_nan, [r"not finite after step 1 of 2"]),
     ],
 )

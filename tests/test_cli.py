@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import jax
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from PIL import Image
 
 from tests.tiny import compile_cache, tiny_checkpoint
 from wanjax import io
@@ -78,7 +80,8 @@ def test_help_lists_the_commands():
         (
             "generate",
             "model negative-prompt image last-image video mask reference resize size height width frames "
-            "fps steps guidance-scale flow-shift sigmas seed noise attention batch-guidance dtype tile dir out help",
+            "fps steps guidance-scale guidance-scale-2 boundary strength flow-shift sigmas seed noise attention "
+            "batch-guidance dtype tile dir out help",
         ),
         (
             "encode",
@@ -87,7 +90,8 @@ def test_help_lists_the_commands():
         ),
         (
             "denoise",
-            "model size height width frames fps steps guidance-scale flow-shift sigmas seed noise "
+            "model size height width frames fps steps guidance-scale guidance-scale-2 boundary strength flow-shift "
+            "sigmas seed noise "
             "attention batch-guidance dtype dir help",
         ),
         ("decode", "model fps dtype tile dir out help"),
@@ -96,7 +100,7 @@ def test_help_lists_the_commands():
 )
 def test_help_is_complete(command, options):
     said = succeeded(wanjax(command, "--help")).output
-    assert re.findall(r"^  (?:-h, )?--([a-z-]+) ", said, re.MULTILINE) == options.split()
+    assert re.findall(r"^  (?:-h, )?--([a-z0-9-]+) ", said, re.MULTILINE) == options.split()
 
 
 @pytest.mark.parametrize(
@@ -209,6 +213,36 @@ def test_noise_from_a_file(model):
     np.testing.assert_array_equal(*latents)
     assert "the initial noise is that of noise.safetensors" in result.stderr
     assert io.read_metadata(Path("stage_outputs") / io.VIDEO)["noise"] == "noise.safetensors"
+
+
+def test_two_experts(model):
+    folder = shutil.copytree(model, "experts")
+    shutil.copytree(Path(folder) / "transformer", Path(folder) / "transformer_2")
+    index = Path(folder) / "model_index.json"
+    added = {"transformer_2": ["diffusers", "WanTransformer3DModel"], "boundary_ratio": 0.8}
+    index.write_text(json.dumps(json.loads(index.read_text()) | added))
+    said = succeeded(wanjax("a", "--model", folder, *SMALL, "--guidance-scale", "2", "--guidance-scale-2", "3")).stderr
+    assert "guidance 2 and 3" in said
+    assert re.search(r"from step 2 of 2 on the expert of little noise is at work, loaded in \d+\.\d s", said)
+    settings = json.loads((Path("stage_outputs") / io.CONFIG).read_text())
+    assert (settings["guidance_scale"], settings["guidance_scale_2"], settings["boundary"]) == (2.0, 3.0, 0.8)
+
+
+def test_a_video_to_begin_from(model):
+    Path("first").mkdir()
+    for i, frame in enumerate(np.random.default_rng(0).integers(0, 256, (5, 16, 32, 3), dtype=np.uint8)):
+        Image.fromarray(frame).save(f"first/{i}.png")
+    given = ("--video", "first", *SMALL)
+    said = succeeded(wanjax("b", "--model", model, *given, "--strength", "0.5", "--out", "second")).stderr
+    assert "step 1 of 1" in said or "1 of 1" in said
+    kept = load_safetensors(Path("stage_outputs") / io.EMBEDDINGS)
+    assert kept["video_latents"].shape == (1, 4, 2, 2, 4)
+    assert io.read_metadata("second/frame_00000.png")["strength"] == 0.5
+    latents = load_safetensors(Path("stage_outputs") / io.LATENTS)["latents"].copy()
+    succeeded(wanjax("denoise"))  # from what the first stage left
+    np.testing.assert_array_equal(load_safetensors(Path("stage_outputs") / io.LATENTS)["latents"], latents)
+    sentence = wanjax("b", "--model", model, *given, "--strength", "0.4").stderr
+    assert "a strength of 0.4 takes none of 2 steps: 0.5 takes one" in sentence
 
 
 def test_what_may_not_be_meant_is_told(model, monkeypatch):

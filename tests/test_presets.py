@@ -24,7 +24,7 @@ from wanjax.models.wan.residual_vae import WanResidualVAE
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.models.wan.vae import WanVAE
 from wanjax.pipelines.text import TEXT_LENGTH
-from wanjax.registry import NANO, PRESETS
+from wanjax.registry import NANO, OFFICIAL_NEGATIVE_PROMPT, PRESETS
 from wanjax.sources import read_json
 
 
@@ -117,6 +117,38 @@ def test_a_key_too_many_or_too_few_is_told(name):
     for wrong in ({k: v for k, v in sources.items() if k != key}, sources | {f"{key}.other": sources[key]}):
         with pytest.raises(WanjaxError, match=key.rsplit(".", 1)[-1]):
             engine.plan(NETWORKS[name].rules, wrong, weights(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "guidance", "boundary", "shift"),
+    [
+        ("wan2.2-t2v-a14b", "Wan-AI/Wan2.2-T2V-A14B-Diffusers", (4.0, 3.0), 0.875, 12.0),
+        ("wan2.2-i2v-a14b", "Wan-AI/Wan2.2-I2V-A14B-Diffusers", (3.5, 3.5), 0.9, 5.0),
+    ],
+)
+def test_defaults_of_two_experts(name, source, guidance, boundary, shift):
+    """The guidance of much noise first: the official pair for text to video is written (3.0, 4.0)."""
+    preset, defaults = PRESETS[name], PRESETS[name].defaults
+    assert (preset.name, defaults.model, preset.source) == (name, name, source)
+    assert (defaults.guidance_scale, defaults.guidance_scale_2) == guidance
+    assert (defaults.boundary, defaults.flow_shift, defaults.steps) == (boundary, shift, 40)
+    assert (defaults.size, defaults.frames, defaults.fps) == ((720, 1280), 81, 16)
+    assert defaults.negative_prompt == OFFICIAL_NEGATIVE_PROMPT
+
+
+def test_defaults_of_the_5b():
+    preset, defaults = PRESETS["wan2.2-ti2v-5b"], PRESETS["wan2.2-ti2v-5b"].defaults
+    assert (defaults.model, preset.source) == ("wan2.2-ti2v-5b", "Wan-AI/Wan2.2-TI2V-5B-Diffusers")
+    assert (defaults.size, defaults.frames, defaults.fps) == ((704, 1280), 121, 24)
+    assert (defaults.steps, defaults.guidance_scale, defaults.flow_shift) == (50, 5.0, 5.0)
+    assert (defaults.guidance_scale_2, defaults.boundary) == (None, None)
+    assert defaults.negative_prompt == OFFICIAL_NEGATIVE_PROMPT
+
+
+def test_704_is_offered_for_720():
+    grid = VAE_2_2.spatial_factor * TI2V_5B.patch[1]
+    with pytest.raises(WanjaxError, match="the height 720 is not a multiple of 32: 704 or 736 would do"):
+        PRESETS["wan2.2-ti2v-5b"].defaults.updated({"height": 720}).check(spatial=grid, temporal=4)
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -272,7 +272,8 @@ def load_settings(folder: Path) -> dict[str, Any]:
 
 def save_embeddings(folder: Path, embeddings: Embeddings, settings: Mapping[str, Any]) -> None:
     """Writes what was made of the prompts, [1, S, E] each, and of pictures, with the settings that shaped it."""
-    shaping = ("prompt", "negative_prompt", *(PICTURE_SETTINGS if embeddings.condition is not None else ()))
+    of_pictures = any(x is not None for x in embeddings[2:])
+    shaping = ("prompt", "negative_prompt", *(PICTURE_SETTINGS if of_pictures else ()))
     record = {name: settings[name] for name in shaping if name in settings}
     _save_stage(folder / EMBEDDINGS, {name: x for name, x in embeddings._asdict().items() if x is not None}, record)
 
@@ -285,8 +286,9 @@ def load_embeddings(folder: Path, settings: Mapping[str, Any]) -> Embeddings:
     """
     file = _open_stage(folder, EMBEDDINGS, settings, "wanjax encode PROMPT")
     optional = set(Embeddings._field_defaults) - set(file.keys())
-    ranks = {name: 5 if name == "condition" else 3 for name in Embeddings._fields if name not in optional}
-    embeddings = Embeddings(**{name: _read(file, name, rank=rank) for name, rank in ranks.items()})
+    ranks = {"condition": 5, "video_latents": 5}
+    names = [name for name in Embeddings._fields if name not in optional]
+    embeddings = Embeddings(**{name: _read(file, name, rank=ranks.get(name, 3)) for name in names})
     positive, negative = (embeds.shape for embeds in embeddings[:2])
     if positive != negative:
         raise WanjaxError(f"{file.path} holds embeddings of {positive} and {negative}, where their shapes are equal")

@@ -17,12 +17,14 @@ from jax.typing import DTypeLike
 from wanjax.cache import enable_compile_cache
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import IMPLEMENTATIONS
-from wanjax.networks import Network, network
+from wanjax.networks import Network, components, network
 from wanjax.pipelines.base import Parts, Settings
 from wanjax.pipelines.tasks import (
     ATTENDED_IMAGE_TO_VIDEO,
     FIRST_AND_LAST_FRAME,
+    FIRST_FRAME_TO_VIDEO,
     IMAGE_TO_VIDEO,
+    TEXT_TO_VIDEO,
     Task,
     check_pipeline,
     task_of,
@@ -72,12 +74,56 @@ _T2V_1_3B = Preset(
         fps=16,
         steps=50,
         guidance_scale=5.0,
+        guidance_scale_2=None,
+        boundary=None,
         flow_shift=5.0,
         sigmas="official",
         seed=42,
         dtype="bfloat16",
         resize="crop",
+        strength=0.8,
     ),
+)
+_T2V_A14B = replace(
+    _T2V_1_3B,
+    name="wan2.2-t2v-a14b",
+    source="Wan-AI/Wan2.2-T2V-A14B-Diffusers",
+    about="text to video, 480p and 720p; two experts of as many parameters each",
+    transformer_parameters=14_288_491_584,
+    defaults=replace(
+        _T2V_1_3B.defaults,
+        model="wan2.2-t2v-a14b",
+        height=720,
+        width=1280,
+        steps=40,
+        guidance_scale=4.0,  # of much noise; the official pair, (3.0, 4.0), begins with that of little
+        guidance_scale_2=3.0,
+        boundary=0.875,
+        flow_shift=12.0,
+    ),
+)
+_I2V_A14B = replace(
+    _T2V_A14B,
+    name="wan2.2-i2v-a14b",
+    source="Wan-AI/Wan2.2-I2V-A14B-Diffusers",
+    about="image to video, 480p and 720p; two experts of as many parameters each",
+    transformer_parameters=14_288_901_184,
+    defaults=replace(
+        _T2V_A14B.defaults,
+        model="wan2.2-i2v-a14b",
+        guidance_scale=3.5,
+        guidance_scale_2=3.5,
+        boundary=0.9,
+        flow_shift=5.0,
+    ),
+)
+_TI2V_5B = replace(
+    _T2V_1_3B,
+    name="wan2.2-ti2v-5b",
+    source="Wan-AI/Wan2.2-TI2V-5B-Diffusers",
+    about="text and image to video, 704p",
+    transformer_parameters=4_999_787_712,
+    defaults=replace(_T2V_1_3B.defaults, model="wan2.2-ti2v-5b", height=704, width=1280, frames=121, fps=24),
 )
 _I2V_480P = replace(
     _T2V_1_3B,
@@ -141,13 +187,20 @@ PRESETS = {
             defaults=replace(_I2V_480P.defaults, model="wan2.1-i2v-14b-720p", height=720, width=1280, flow_shift=5.0),
         ),
         _FLF2V,
+        _T2V_A14B,
+        _I2V_A14B,
+        _TI2V_5B,
     )
 }
-# What a checkpoint that is not known by name takes its settings from, by its task; Wan 2.1 1.3B if it is not here.
+# What a checkpoint that is not known by name takes its settings from, by its task and whether it has two experts; Wan
+# 2.1 1.3B if it is not here.
 LIKE = {
-    IMAGE_TO_VIDEO: _I2V_480P,
-    ATTENDED_IMAGE_TO_VIDEO: _I2V_480P,
-    FIRST_AND_LAST_FRAME: _FLF2V,
+    (TEXT_TO_VIDEO, True): _T2V_A14B,
+    (FIRST_FRAME_TO_VIDEO, False): _TI2V_5B,
+    (IMAGE_TO_VIDEO, False): _I2V_480P,
+    (IMAGE_TO_VIDEO, True): _I2V_A14B,
+    (ATTENDED_IMAGE_TO_VIDEO, False): _I2V_480P,
+    (FIRST_AND_LAST_FRAME, False): _FLF2V,
 }
 
 
@@ -174,10 +227,16 @@ def load(
     source, preset = find(model, revision)
     check_pipeline(source.index, source.name)
     transformer, vae = network(source, "transformer"), network(source, "vae")
-    configs = WanConfigs(transformer=transformer.config, vae=vae.config)
+    experts = "transformer_2" in components(source.index)
+    if experts and network(source, "transformer_2").config != transformer.config:
+        raise WanjaxError(f"the two transformers of {source.name} differ in their config.json: experts are alike")
+    configs = WanConfigs(transformer=transformer.config, vae=vae.config, experts=experts)
     task = task_of(source.index, configs.transformer, configs.vae)
     stored = param_dtype or (preset.param_dtype if preset else _stored_dtype(source))
-    defaults = preset.defaults if preset else _defaults(source, task, str(model))
+    defaults = preset.defaults if preset else _defaults(source, task, experts, str(model))
+    boundary = (source.index.get("boundary_ratio") or defaults.boundary) if experts else None
+    guidance_scale_2 = defaults.guidance_scale_2 if experts else None
+    defaults = replace(defaults, boundary=boundary, guidance_scale_2=guidance_scale_2)
     defaults = replace(defaults, dtype=dtype or ("float32" if jax.default_backend() == "cpu" else stored))
     build = partial(_build, source, jnp.dtype(defaults.dtype), jnp.dtype(stored), progress)
     loaders = {
@@ -186,6 +245,7 @@ def load(
         "image_processor": lambda: ImageProcessor.load(source.files("image_processor")[0].parent),
         "image_encoder": lambda: build("image_encoder", network(source, "image_encoder")),
         "transformer": lambda: build("transformer", transformer, attention=attention),
+        "transformer_2": lambda: build("transformer_2", transformer, attention=attention),
         "vae": lambda: build("vae", vae),
         "scheduler": lambda: from_config(source.config("scheduler")),
     }
@@ -215,12 +275,12 @@ def _unknown(name: str) -> str:
     return f"no model is named {name!r}: a near name is {' or '.join(near)}, and a hub id is OWNER/NAME"
 
 
-def _defaults(source: Source, task: Task, name: str) -> Settings:
+def _defaults(source: Source, task: Task, experts: bool, name: str) -> Settings:
     """The settings of a known model of the task, with the checkpoint's own flow shift and its own defaults file."""
     scheduler = source.config("scheduler")
     shift = scheduler.get("flow_shift", scheduler.get("shift"))
     own = read_json(source.root / "generation_config.json", missing={})
-    return LIKE.get(task, _T2V_1_3B).defaults.updated({"flow_shift": shift} | own | {"model": name})
+    return LIKE.get((task, experts), _T2V_1_3B).defaults.updated({"flow_shift": shift} | own | {"model": name})
 
 
 def _stored_dtype(source: Source) -> str:

@@ -10,6 +10,8 @@ from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 
 from tests.parity.references import relative_l2
 from wanjax import schedulers
+from wanjax.pipelines.experts import stretches
+from wanjax.registry import PRESETS
 from wanjax.schedulers import FlowEuler, UniPC
 
 TOLERANCE = 1e-6
@@ -32,14 +34,14 @@ def field(x: torch.Tensor, timestep: float) -> torch.Tensor:
     return torch.sin(3 * x) + x * (timestep / 1000)
 
 
-def compare(scheduler, reference, steps):
+def compare(scheduler, reference, steps, skip=0):
     """Both ways in turn, each along its own samples; `reference` has its timesteps."""
-    schedule = scheduler.schedule(steps)
-    reference.set_begin_index(0)
+    schedule = scheduler.schedule(steps, skip)
+    reference.set_begin_index(skip)
     expected = torch.randn(SHAPE, generator=torch.Generator().manual_seed(steps))
     x = jnp.asarray(expected.numpy())
     state = scheduler.init(schedule, x)
-    for index, timestep in enumerate(reference.timesteps):
+    for index, timestep in enumerate(reference.timesteps[skip:]):
         velocity = field(expected, timestep.item())
         expected = reference.step(velocity, timestep, expected, return_dict=False)[0]
         velocity = field(torch.from_numpy(np.array(x)), schedule.timesteps[index].item())
@@ -67,6 +69,37 @@ def test_unipc_with_the_official_noise_levels(steps, shift):
     reference.set_timesteps(sigmas=np.linspace(float(np.float32(0.999)), 0, steps + 1)[:-1])
     same_levels(scheduler.schedule(steps), reference)
     compare(scheduler, reference, steps)
+
+
+@pytest.mark.parametrize("skip", [1, 8, 18, 19])
+@pytest.mark.parametrize("kind", [UniPC, FlowEuler])
+def test_the_first_steps_are_left_out(kind, skip):
+    """As from a given video, which is put under the noise of the first step that is taken."""
+    scheduler, reference = kind(5.0, "diffusers"), (unipc if kind is UniPC else euler)(5.0)
+    reference.set_timesteps(20)
+    x0, noise = (torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
+    t = reference.timesteps[skip : skip + 1]
+    expected = reference.add_noise(x0, noise, t) if kind is UniPC else reference.scale_noise(x0, t, noise)
+    answer = scheduler.noised(scheduler.schedule(20, skip), jnp.asarray(x0.numpy()), jnp.asarray(noise.numpy()))
+    assert relative_l2(answer, expected) <= TOLERANCE
+    compare(scheduler, reference, 20, skip)
+
+
+@pytest.mark.parametrize("sigmas", ["official", "diffusers"])
+@pytest.mark.parametrize("name", ["wan2.2-t2v-a14b", "wan2.2-i2v-a14b"])
+def test_the_second_expert_takes_over_where_the_reference_s_does(name, sigmas):
+    chosen = PRESETS[name].defaults
+    reference = unipc(chosen.flow_shift)
+    if sigmas == "official":
+        reference.set_timesteps(sigmas=np.linspace(float(np.float32(0.999)), 0, chosen.steps + 1)[:-1])
+    else:
+        reference.set_timesteps(chosen.steps)
+    boundary = chosen.boundary * reference.config.num_train_timesteps
+    timesteps = UniPC(chosen.flow_shift, sigmas).schedule(chosen.steps).timesteps
+    first, second = stretches(np.asarray(timesteps), chosen)
+    assert [bool(t >= boundary) for t in reference.timesteps] == [True] * first.stop + [False] * (
+        second.stop - first.stop
+    )
 
 
 def test_unipc_of_first_order():

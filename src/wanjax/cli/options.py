@@ -111,6 +111,24 @@ denoising = together(
         metavar="X",
         help="How far to go from the negative prompt to the prompt; 1 is no guidance.",
     ),
+    click.option(
+        "--guidance-scale-2",
+        type=float,
+        metavar="X",
+        help="The same for the second of two experts, that of little noise.  [default: the first's, if that is given]",
+    ),
+    click.option(
+        "--boundary",
+        type=float,
+        metavar="X",
+        help="The noise level, from 1 to 0, at which the second expert takes over.",
+    ),
+    click.option(
+        "--strength",
+        type=float,
+        metavar="X",
+        help="How far to go from --video, where it is what to begin from: the share of the steps that are taken.",
+    ),
     click.option("--flow-shift", type=float, metavar="X", help="Above 1, more steps at high noise."),
     click.option(
         "--sigmas",

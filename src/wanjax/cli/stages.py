@@ -19,6 +19,7 @@ from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
 from wanjax.pictures import Pictures
 from wanjax.pipelines.base import Embeddings, Step
+from wanjax.pipelines.experts import EXPERTS, Switch
 
 
 def generate(report: Report, *, folder: Path, out: str | None, noise: str | None, **given: Any) -> None:
@@ -123,12 +124,14 @@ class Run:
     def tell(self) -> None:
         """Tells what will be made, and what of it may not be meant."""
         chosen = self.settings
+        scales = [scale for scale in (chosen.guidance_scale, chosen.guidance_scale_2) if scale is not None]
+        guidance = " and ".join(f"{scale:g}" for scale in scales)
         self.report.note(
             f"{chosen.model}: {chosen.width}x{chosen.height}, {chosen.frames} frames at {chosen.fps} a second, "
-            f"{chosen.steps} steps, guidance {chosen.guidance_scale:g}, seed {chosen.seed}, {chosen.dtype}, "
+            f"{chosen.steps} steps, guidance {guidance}, seed {chosen.seed}, {chosen.dtype}, "
             f"on {jax.devices()[0].device_kind}"
         )
-        if chosen.guidance_scale <= 1:
+        if max(scales) <= 1:
             self.report.note("note: guidance is off, so the negative prompt has no effect")
         if self.noise is not None:
             self.report.note(f"note: the initial noise is that of {self.record['noise']}, whatever the seed")
@@ -155,13 +158,24 @@ class Run:
         def show(step: Step) -> None:
             self.report.advance("step", step.index + 1, step.total)
 
+        def tell_switch(switch: Switch) -> None:
+            self.report.note(
+                f"from step {switch.index + 1} of {switch.total} on the expert of little noise is at work, "
+                f"loaded in {switch.seconds:.1f} s"
+            )
+
         with self.report.stage("denoise"):
             given = self.settings.to_json()
             latents = self.pipe.denoise(
-                embeddings, noise=self.noise, callback=show, batch_guidance=self.batch_guidance, **given
+                embeddings,
+                noise=self.noise,
+                callback=show,
+                switched=tell_switch,
+                batch_guidance=self.batch_guidance,
+                **given,
             )
             jax.block_until_ready(latents)
-        self.pipe.free("transformer")
+        self.pipe.free(*EXPERTS)
         io.save_latents(self.folder, latents, self.record)
         io.save_settings(self.folder, self.record)
         self.report.kept(f"the latents are in {self.folder / io.LATENTS}", self._command("decode"))
@@ -211,9 +225,9 @@ def _dtype(chosen: Mapping[str, Any]) -> str | None:
 
 def _checked(chosen: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The settings among what is chosen, each of the kind that its default is."""
-    settings = {name: value for name, value in chosen.items() if name in defaults}
+    settings = {name: value for name, value in chosen.items() if name in defaults and value is not None}
     for name, value in settings.items():
-        kind = type(defaults[name])
+        kind = float if defaults[name] is None else type(defaults[name])  # numbers that not every model has
         if type(value) is not kind and not (kind is float and type(value) is int):
             raise WanjaxError(
                 f"{io.CONFIG} gives {name} as {value!r} where a value such as {defaults[name]!r} is right"

@@ -18,7 +18,9 @@ class Settings:
     """All that shapes a video.
 
     `size` is (height, width) in pixels; `dtype` is what the networks compute in; `resize`, one of `RESIZES`, is how
-    pictures are brought to the size.
+    pictures are brought to the size; `strength` is the share of the steps that a given video is changed by. Models of
+    two experts have a `boundary` between them, a noise level in [0, 1]: steps that begin below it are the second
+    expert's, under `guidance_scale_2`. Both are None for other models.
     """
 
     model: str
@@ -30,11 +32,14 @@ class Settings:
     fps: int
     steps: int
     guidance_scale: float
+    guidance_scale_2: float | None
+    boundary: float | None
     flow_shift: float
     sigmas: str
     seed: int
     dtype: str
     resize: str
+    strength: float
 
     @property
     def size(self) -> tuple[int, int]:
@@ -59,8 +64,13 @@ class Settings:
             raise WanjaxError(f"{self.frames} frames are not of the form {temporal}n + 1: {legal} would do")
         if self.steps < 1:
             raise WanjaxError(f"{self.steps} steps cannot make a video: at least 1 is needed")
-        if not self.guidance_scale >= 0:
-            raise WanjaxError(f"the guidance scale {self.guidance_scale} is below zero: 1 is none, 5 is usual")
+        for scale in (self.guidance_scale, self.guidance_scale_2 or 0.0):
+            if not scale >= 0:
+                raise WanjaxError(f"the guidance scale {scale} is below zero: 1 is none, 5 is usual")
+        if not 0 <= (self.boundary or 0.0) <= 1:
+            raise WanjaxError(f"the boundary {self.boundary} is not a noise level from 0 to 1: 0.875 is usual")
+        if not 0 < self.strength <= 1:
+            raise WanjaxError(f"the strength {self.strength} is not above 0 and at most 1: 0.8 is usual")
         if not self.flow_shift > 0:
             raise WanjaxError(f"the flow shift {self.flow_shift} is not above zero: 3 to 12 is usual")
         if self.fps < 1:
@@ -78,13 +88,15 @@ def _neighbours(value: int, unit: int, offset: int) -> str:
 class Embeddings(NamedTuple):
     """What was made of a prompt and of the negative prompt, zeros behind their last tokens, and of pictures.
 
-    `condition` stands beside the latents and is in their layout; `image_embeds` are features of images.
+    `condition` stands beside the latents and is in their layout; `image_embeds` are features of images;
+    `video_latents` are what the steps begin from, under noise.
     """
 
     prompt_embeds: Float[Array, "B S E"]
     negative_prompt_embeds: Float[Array, "B S E"]
     condition: Float[Array, "B C T H W"] | None = None
     image_embeds: Float[Array, "B _S _E"] | None = None
+    video_latents: Float[Array, "B C T H W"] | None = None
 
 
 class Step(NamedTuple):
@@ -116,6 +128,10 @@ class Parts:
         if name not in self._loaded:
             self._loaded[name] = self._loaders[name]()
         return self._loaded[name]
+
+    def has(self, name: str) -> bool:
+        """Whether the part is loaded."""
+        return name in self._loaded
 
     def put(self, name: str, part: Any) -> None:
         """Gives a part that need not be loaded."""

@@ -8,7 +8,7 @@ A checkpoint's own configs say which task is its own (`task_of`). The task turns
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -51,6 +51,7 @@ class Task(ABC):
     name: str
     takes: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
+    optional: ClassVar[tuple[str, ...]] = ()  # of what the pictures become
 
     def check_pictures(self, pictures: Pictures, settings: Settings) -> None:
         """Raises WanjaxError unless these are what the task takes and needs."""
@@ -67,8 +68,11 @@ class Task(ABC):
 
     def check(self, embeddings: Embeddings, latents: tuple[int, ...], config: TransformerConfig) -> None:
         """Raises WanjaxError unless the condition is the task's, for latents of the shape [1 C T H W]."""
-        for name, right in self.shapes(latents, config).items():
+        shapes = self.shapes(latents, config)
+        for name, right in shapes.items():
             array = getattr(embeddings, name)
+            if array is None and name in self.optional:
+                continue
             if array is None:
                 raise WanjaxError(f"there is no {name}, which {self.name} needs: encode the pictures with the prompt")
             if any(n not in (size, None) for size, n in zip(array.shape, right, strict=True)):
@@ -77,8 +81,8 @@ class Task(ABC):
                     f"the {name} has the shape {list(array.shape)} where this video needs [{wanted}]: encode again, "
                     "with the size and the frames of the video"
                 )
-        for name in ("condition", "image_embeds"):
-            if getattr(embeddings, name) is not None and name not in self.shapes(latents, config):
+        for name in ("condition", "image_embeds", "video_latents"):
+            if getattr(embeddings, name) is not None and name not in shapes:
                 raise WanjaxError(f"there is a {name}, which {self.name} has no use for: encode the prompt alone")
 
     def shapes(self, latents: tuple[int, ...], config: TransformerConfig) -> Mapping[str, Shape]:
@@ -91,6 +95,10 @@ class Task(ABC):
         """The fields of `Embeddings` that the pictures become."""
         return {}
 
+    def finish(self, x: Video, given: Condition) -> Video:
+        """The latents of the video, from what the last step left."""
+        return x
+
     @abstractmethod
     def velocity(
         self, transformer: Any, x: Video, t: Float[Array, "B"], text: Float[Array, "B S E"], given: Condition
@@ -99,10 +107,51 @@ class Task(ABC):
 
 
 class TextToVideo(Task):
+    """From noise alone, or from a video under as much noise as the strength asks for."""
+
+    optional = ("video_latents",)
+
+    def shapes(self, latents: tuple[int, ...], config: TransformerConfig) -> Mapping[str, Shape]:
+        return {"video_latents": latents}
+
+    def encode(
+        self, pipe: "WanPipeline", pictures: Pictures, settings: Settings, tiling: Tiling | None
+    ) -> Mapping[str, Array]:
+        if pictures.video is None:
+            return {}
+        clip = [unit(frame, settings) for frame in pictures.video[: settings.frames]]
+        return {"video_latents": pipe.encode_video(clip, tiling=tiling)}
+
     def velocity(
         self, transformer: Any, x: Video, t: Float[Array, "B"], text: Float[Array, "B S E"], given: Condition
     ) -> Velocity:
         return transformer(x, t, text)
+
+
+class FirstFrameToVideo(TextToVideo):
+    """The condition, if there is one, is the clean first latent frame: it takes the place of the noise there."""
+
+    optional = ("video_latents", "condition")
+
+    def shapes(self, latents: tuple[int, ...], config: TransformerConfig) -> Mapping[str, Shape]:
+        return {**super().shapes(latents, config), "condition": (*latents[:2], 1, *latents[3:])}
+
+    def encode(
+        self, pipe: "WanPipeline", pictures: Pictures, settings: Settings, tiling: Tiling | None
+    ) -> Mapping[str, Array]:
+        start = super().encode(pipe, pictures, settings, tiling)
+        if pictures.image is None:
+            return start
+        return {**start, "condition": pipe.encode_video([unit(pictures.image, settings)], tiling=tiling)}
+
+    def velocity(
+        self, transformer: Any, x: Video, t: Float[Array, "B"], text: Float[Array, "B S E"], given: Condition
+    ) -> Velocity:
+        known = 0 if given.condition is None else 1
+        return transformer(self.finish(x, given), t, text, clean_frames=known)
+
+    def finish(self, x: Video, given: Condition) -> Video:
+        return x if given.condition is None else jnp.concatenate([given.condition, x[:, 1:]], axis=1)
 
 
 class ImageToVideo(Task):
@@ -152,7 +201,8 @@ class AttendedImageToVideo(ImageToVideo):
         return transformer(jnp.concatenate([x, given.condition], axis=-1), t, text, given.image)
 
 
-TEXT_TO_VIDEO = TextToVideo("text to video")
+TEXT_TO_VIDEO = TextToVideo("text to video", takes=("video",))
+FIRST_FRAME_TO_VIDEO = FirstFrameToVideo("text and image to video", takes=("image", "video"))
 IMAGE_TO_VIDEO = ImageToVideo("image to video", takes=("image", "last_image"), needs=("image",))
 ATTENDED_IMAGE_TO_VIDEO = AttendedImageToVideo("image to video", takes=("image",), needs=("image",))
 FIRST_AND_LAST_FRAME = AttendedImageToVideo(
@@ -173,6 +223,8 @@ def task_of(index: Mapping[str, Any], transformer: TransformerConfig, vae: VAECo
     """
     channels = transformer.channels_in
     with_condition = 2 * vae.latent_channels + vae.temporal_factor
+    if index.get("expand_timesteps") and channels == vae.latent_channels and type(transformer) is TransformerConfig:
+        return FIRST_FRAME_TO_VIDEO
     match index.get("_class_name"):
         case "WanPipeline" if channels == vae.latent_channels and type(transformer) is TransformerConfig:
             return TEXT_TO_VIDEO

@@ -4,6 +4,7 @@
 The stages are joined by plain arrays, so that each can run, and be freed, alone.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -23,9 +24,11 @@ from wanjax.models.wan.config import TransformerConfig, VAEConfig
 from wanjax.models.wan.vae import to_cells, to_pixels
 from wanjax.pictures import ClipSource, Picture, Pictures, PictureSource, read_pictures, size_within
 from wanjax.pipelines.base import Cancelled, Embeddings, Parts, Settings, Step
+from wanjax.pipelines.experts import Stretch, Switch, stretches, take_over
 from wanjax.pipelines.guidance import guide
 from wanjax.pipelines.tasks import TEXT_TO_VIDEO, Condition, Task
 from wanjax.pipelines.text import TokenBatch, clean_prompt, encode_text
+from wanjax.schedulers.base import Scheduler
 
 Latents = Float[Array, "B C T H W"]
 GivenLatents = Float[Array | np.ndarray, "B C T H W"]
@@ -34,17 +37,21 @@ Chunk = Float[Array, "B _T _H _W _C"]  # what goes in and what comes out differ 
 
 
 class WanConfigs(NamedTuple):
-    """The shapes of the networks, known before their weights are loaded."""
+    """The shapes of the networks, known before their weights are loaded.
+
+    With `experts` there is a second transformer, of the same shape, for the steps of little noise.
+    """
 
     transformer: TransformerConfig
     vae: VAEConfig
+    experts: bool = False
 
 
 class WanPipeline:
     """A Wan checkpoint as a function from prompts, and pictures if its task has them, to videos.
 
-    `text_encoder`, `image_encoder`, `transformer`, `vae`, `tokenizer`, `image_processor` and `scheduler` are loaded
-    when first used and can be used alone; `free` gives their memory back.
+    `text_encoder`, `image_encoder`, `transformer`, `transformer_2`, `vae`, `tokenizer`, `image_processor` and
+    `scheduler` are loaded when first used and can be used alone; `free` gives their memory back.
     """
 
     def __init__(self, parts: Parts, configs: WanConfigs, defaults: Settings, task: Task = TEXT_TO_VIDEO):
@@ -57,6 +64,7 @@ class WanPipeline:
     image_encoder = property(lambda self: self.parts.get("image_encoder"))
     image_processor = property(lambda self: self.parts.get("image_processor"))
     transformer = property(lambda self: self.parts.get("transformer"))
+    transformer_2 = property(lambda self: self.parts.get("transformer_2"))
     vae = property(lambda self: self.parts.get("vae"))
     tokenizer = property(lambda self: self.parts.get("tokenizer"))
     scheduler = property(lambda self: self.parts.get("scheduler"))
@@ -127,6 +135,11 @@ class WanPipeline:
             settings |= {"height": size[0], "width": size[1]}
         if unknown := settings.keys() - self.defaults.to_json().keys():
             raise WanjaxError(f"{sorted(unknown)[0]!r} is not a setting: {', '.join(self.defaults.to_json())} are")
+        for name in ("guidance_scale_2", "boundary"):
+            if settings.get(name) is not None and not self.configs.experts:
+                raise WanjaxError(f"{self.defaults.model} has one transformer: {name} is for models with two")
+        if self.configs.experts and settings.get("guidance_scale_2") is None:  # one guidance is meant for both
+            settings |= {"guidance_scale_2": settings.get("guidance_scale")}
         chosen = self.defaults.updated(settings)
         chosen.check(spatial=self.grid, temporal=self.configs.vae.temporal_factor)
         return chosen
@@ -187,53 +200,73 @@ class WanPipeline:
         *,
         noise: GivenLatents | None = None,
         callback: Callable[[Step], bool | None] | None = None,
+        switched: Callable[[Switch], Any] | None = None,
         batch_guidance: bool = False,
         **settings: Any,
     ) -> Latents:
         """Latents [1 C T H W], float32 and normalised, from noise (the seed's where None).
 
-        The size is that of the condition, if there is one, unless it is given. Under guidance the transformer runs
-        twice a step, with `batch_guidance` once on a batch of two.
-        `callback` sees every step; a False from it raises Cancelled. Raises WanjaxError where the noise or the
-        condition has another shape than the video asks for, and where latents stop being finite, naming the step.
+        Under guidance the transformer runs twice a step, with `batch_guidance` once on a batch of two.
+        `callback` sees every step; a False from it raises Cancelled. `switched` is told when the second of two experts
+        takes over. Raises WanjaxError where the noise or the condition has another shape than the video asks for, and
+        where latents stop being finite, naming the step.
         """
-        if embeddings.condition is not None and not settings.keys() & {"size", "height", "width"}:
-            factor = self.configs.vae.spatial_factor
-            settings |= {"size": tuple(factor * cells for cells in embeddings.condition.shape[3:])}
+        made = [latents for latents in (embeddings.condition, embeddings.video_latents) if latents is not None]
+        if made and not settings.keys() & {"size", "height", "width"}:
+            settings |= {"size": tuple(self.configs.vae.spatial_factor * cells for cells in made[0].shape[3:])}
         chosen = self.settings(**settings)
         self.task.check(embeddings, self.latent_shape(chosen), self.configs.transformer)
         condition = _channels_last(embeddings)
-        x = self.noise(chosen) if noise is None else self._checked_noise(noise, chosen)
-        x = jnp.moveaxis(x.astype(jnp.float32), 1, -1)  # [B T H W C]
         scheduler = self.scheduler.configured(shift=chosen.flow_shift, sigmas=chosen.sigmas)
-        schedule = scheduler.schedule(chosen.steps)
+        schedule, x = self._begin(scheduler, embeddings, noise, chosen)
         state = scheduler.init(schedule, x)
-        prompts = tuple(embeddings[:2]) if chosen.guidance_scale > 1 else (embeddings.prompt_embeds,)
-        if batch_guidance:
-            prompts = (jnp.concatenate(prompts),)
-        guidance_scale = jnp.float32(chosen.guidance_scale)
-        graphdef, weights = nnx.split(self.transformer)
         step = _jitted(_guided_step, donated=(1, 2))
-        for index, timestep in enumerate(np.asarray(schedule.timesteps)):
-            x, state, x0, finite = step(
-                (graphdef, scheduler, self.task),
-                x,
-                state,
-                weights,
-                prompts,
-                condition,
-                guidance_scale,
-                schedule,
-                jnp.int32(index),
-            )
-            if not finite:
-                raise WanjaxError(f"the latents are not finite after step {index + 1} of {chosen.steps}: use float32")
-            seen = callback and callback(
-                Step(index, chosen.steps, float(timestep), jnp.moveaxis(x, -1, 1), jnp.moveaxis(x0, -1, 1))
-            )
-            if seen is False:
-                raise Cancelled(index)
-        return jnp.moveaxis(x, -1, 1)
+        timesteps = np.asarray(schedule.timesteps)
+        steps = len(timesteps)
+        for stretch in stretches(timesteps, chosen):
+            graphdef, weights = self._expert(stretch, steps, switched)
+            prompts = tuple(embeddings[:2]) if stretch.guidance_scale > 1 else (embeddings.prompt_embeds,)
+            if batch_guidance:
+                prompts = (jnp.concatenate(prompts),)
+            guidance_scale = jnp.float32(stretch.guidance_scale)
+            for index in range(stretch.start, stretch.stop):
+                x, state, x0, finite = step(
+                    (graphdef, scheduler, self.task),
+                    x,
+                    state,
+                    weights,
+                    prompts,
+                    condition,
+                    guidance_scale,
+                    schedule,
+                    jnp.int32(index),
+                )
+                if not finite:
+                    raise WanjaxError(f"the latents are not finite after step {index + 1} of {steps}: use float32")
+                t = float(timesteps[index])
+                if callback and callback(Step(index, steps, t, *(jnp.moveaxis(a, -1, 1) for a in (x, x0)))) is False:
+                    raise Cancelled(index)
+            del weights  # lest they stay while the next expert is loaded
+        return jnp.moveaxis(self.task.finish(x, condition), -1, 1)
+
+    def _begin(
+        self, scheduler: Scheduler, embeddings: Embeddings, noise: GivenLatents | None, settings: Settings
+    ) -> tuple[Any, Float[Array, "B T H W C"]]:
+        """The schedule, and the latents at its first noise level; both are late on the way where a video is given."""
+        x = self.noise(settings) if noise is None else self._checked_noise(noise, settings)
+        x = jnp.moveaxis(x.astype(jnp.float32), 1, -1)
+        if embeddings.video_latents is None:
+            return scheduler.schedule(settings.steps), x
+        video = jnp.moveaxis(jnp.asarray(embeddings.video_latents, jnp.float32), 1, -1)
+        schedule = scheduler.schedule(settings.steps, skip=settings.steps - _share(settings))
+        return schedule, scheduler.noised(schedule, video, x)
+
+    def _expert(self, stretch: Stretch, steps: int, switched: Callable[[Switch], Any] | None) -> tuple[Any, Any]:
+        """The transformer of a stretch, split."""
+        transformer, seconds = take_over(self.parts, stretch.transformer)
+        if stretch.start and switched:
+            switched(Switch(stretch.transformer, stretch.start, steps, seconds))
+        return nnx.split(transformer)
 
     def _checked_noise(self, noise: GivenLatents, settings: Settings) -> Latents:
         right = self.latent_shape(settings)
@@ -319,6 +352,14 @@ def _encode_images(static, images, weights):
     """Features of normalised images [B H W 3]."""
     (graphdef,) = static
     return nnx.merge(graphdef, weights)(images)
+
+
+def _share(settings: Settings) -> int:
+    """The steps that are taken from a given video on; raises WanjaxError where there are none."""
+    if not (steps := int(settings.steps * settings.strength)):
+        least = math.ceil(1000 / settings.steps) / 1000
+        raise WanjaxError(f"a strength of {settings.strength} takes none of {settings.steps} steps: {least} takes one")
+    return steps
 
 
 def _channels_last(embeddings: Embeddings) -> Condition:

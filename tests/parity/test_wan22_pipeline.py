@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole pipelines of two experts, from a first frame without noise, and from a video, against those of diffusers."""
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from diffusers import (
+    AutoencoderKLWan,
+    UniPCMultistepScheduler,
+    WanImageToVideoPipeline,
+    WanPipeline,
+    WanTransformer3DModel,
+    WanVideoToVideoPipeline,
+)
+from PIL import Image
+from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
+
+import wanjax
+from tests.parity.references import randomise
+from tests.parity.test_pipeline import BAR, NEGATIVE_PROMPT, PROMPT, emphasise_mlps, errors, psnr
+from tests.tiny import compile_cache
+from tests.toy_tokenizer import save_tokenizer
+from wanjax.pipelines.experts import Switch
+from wanjax.pipelines.wan import WanPipeline as Ours
+
+HEIGHT, WIDTH, FRAMES, STEPS, SHIFT = 32, 64, 5, 6, 5.0
+STATISTICS = {"z_dim": 4, "latents_mean": [0.1, -0.2, 0.3, 0.0], "latents_std": [1.5, 0.7, 2.0, 1.0]}
+VAE = {"base_dim": 8, "num_res_blocks": 1, **STATISTICS}
+RESIDUAL_VAE = {
+    **VAE, "is_residual": True, "patch_size": 2, "in_channels": 12, "out_channels": 12, "scale_factor_spatial": 16,
+}  # fmt: skip
+RANDOM = np.random.default_rng(0)
+IMAGE = RANDOM.integers(0, 256, (HEIGHT, WIDTH, 3), dtype=np.uint8)
+VIDEO = RANDOM.integers(0, 256, (FRAMES, HEIGHT, WIDTH, 3), dtype=np.uint8)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_cache(tmp_path_factory):
+    with compile_cache(tmp_path_factory.getbasetemp() / "xla"):
+        yield
+
+
+def transformer(seed: int, channels_in: int = 4) -> WanTransformer3DModel:
+    torch.manual_seed(seed)
+    network = WanTransformer3DModel(
+        num_attention_heads=3, attention_head_dim=32, in_channels=channels_in, out_channels=4, text_dim=48, freq_dim=64,
+        ffn_dim=160, num_layers=2,
+    ).eval()  # fmt: skip
+    randomise(network, seed)
+    emphasise_mlps(network)
+    return network
+
+
+@pytest.fixture(scope="module")
+def common(tmp_path_factory) -> dict[str, Any]:
+    """What all the pipelines have."""
+    torch.manual_seed(0)
+    config = UMT5Config(
+        vocab_size=512, d_model=48, d_kv=16, d_ff=96, num_layers=1, num_heads=2,
+        relative_attention_num_buckets=16, relative_attention_max_distance=40, feed_forward_proj="gated-gelu",
+    )  # fmt: skip
+    return {
+        "text_encoder": UMT5EncoderModel(config).eval(),
+        "tokenizer": PreTrainedTokenizerFast.from_pretrained(save_tokenizer(tmp_path_factory.mktemp("tokenizer"))),
+        "scheduler": UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=SHIFT),
+    }
+
+
+def vae(settings: dict[str, Any]) -> AutoencoderKLWan:
+    torch.manual_seed(0)
+    network = AutoencoderKLWan(**settings).eval()
+    randomise(network, seed=1)
+    return network
+
+
+def noise(factor: int) -> torch.Tensor:
+    shape = (1, 4, (FRAMES + 3) // 4, HEIGHT // factor, WIDTH // factor)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(7))
+
+
+@torch.no_grad()
+def expected(pipe: Any, **given: Any) -> tuple[list[np.ndarray], np.ndarray]:
+    """The latents after every step, and the frames."""
+    latents = []
+    pipe.set_progress_bar_config(disable=True)
+    frames = pipe(
+        prompt=PROMPT, negative_prompt=NEGATIVE_PROMPT, height=HEIGHT, width=WIDTH, num_inference_steps=STEPS,
+        callback_on_step_end=lambda pipe, i, t, values: latents.append(values["latents"].numpy()) or {}, **given,
+    ).frames[0]  # fmt: skip
+    return latents, frames
+
+
+def answer(
+    folder: Path, noise: torch.Tensor, pictures: dict[str, Any], **settings: Any
+) -> tuple[Ours, list, Any, list]:
+    """Of ours the same, the last latents, and the switches."""
+    pipe = wanjax.load(folder)
+    settings |= {"size": (HEIGHT, WIDTH), "frames": FRAMES, "steps": STEPS, "flow_shift": SHIFT, "sigmas": "diffusers"}
+    latents, switches = [], []
+    last = pipe.denoise(
+        pipe.encode(PROMPT, NEGATIVE_PROMPT, **pictures, **settings), noise=jnp.asarray(noise.numpy()),
+        callback=lambda step: latents.append(np.asarray(step.latents)), switched=switches.append, **settings,
+    )  # fmt: skip
+    return pipe, latents, last, switches
+
+
+def compare(pipe: Ours, latents: list, last: Any, exact: list[np.ndarray], frames: np.ndarray) -> None:
+    assert len(latents) == len(exact)
+    assert max(errors(latents, exact)) <= BAR
+    assert psnr(pipe.decode(last, jnp.float32), frames) >= 60
+
+
+@pytest.mark.parametrize("image", [None, IMAGE], ids=["text", "image"])
+def test_two_experts(common, tmp_path, image):
+    """At guidance scales of their own: in diffusers the first is that of much noise."""
+    kind = WanPipeline if image is None else WanImageToVideoPipeline
+    channels = 4 if image is None else 12
+    experts = {"transformer": transformer(1, channels), "transformer_2": transformer(2, channels)}
+    reference = kind(**common, **experts, vae=vae(VAE), boundary_ratio=0.875)
+    reference.save_pretrained(tmp_path)
+    given = {} if image is None else {"image": Image.fromarray(image)}
+    exact, frames = expected(
+        reference, num_frames=FRAMES, guidance_scale=4.0, guidance_scale_2=3.0, latents=noise(8), **given
+    )
+    pictures = {} if image is None else {"image": image}
+    pipe, latents, last, switches = answer(tmp_path, noise(8), pictures, guidance_scale=4.0, guidance_scale_2=3.0)
+    compare(pipe, latents, last, exact, frames)
+    high = int((reference.scheduler.timesteps >= 875).sum())
+    assert 0 < high < STEPS
+    assert [switch[:3] for switch in switches] == [Switch("transformer_2", high, STEPS, 0.0)[:3]]
+
+
+def test_text_with_the_5b_autoencoder(common, tmp_path):
+    """Without a picture every token is at one timestep, which the reference gives one by one."""
+    reference = WanPipeline(**common, transformer=transformer(1), vae=vae(RESIDUAL_VAE), expand_timesteps=True)
+    reference.save_pretrained(tmp_path)
+    exact, frames = expected(reference, num_frames=FRAMES, guidance_scale=5.0, latents=noise(16))
+    pipe, latents, last, _ = answer(tmp_path, noise(16), {}, guidance_scale=5.0)
+    compare(pipe, latents, last, exact, frames)
+
+
+def test_a_first_frame_without_noise(common, tmp_path):
+    network = transformer(1)
+    published = WanPipeline(**common, transformer=network, vae=vae(RESIDUAL_VAE), expand_timesteps=True)
+    published.save_pretrained(tmp_path)  # as a pipeline of text: the reference builds the other from the same folder
+    reference = WanImageToVideoPipeline.from_pretrained(tmp_path)
+    exact, frames = expected(
+        reference, image=Image.fromarray(IMAGE), num_frames=FRAMES, guidance_scale=5.0, latents=noise(16)
+    )
+    pipe, latents, last, _ = answer(tmp_path, noise(16), {"image": IMAGE}, guidance_scale=5.0)
+    compare(pipe, latents, last, exact, frames)
+
+
+@pytest.mark.parametrize("strength", [0.5, 1.0])
+def test_from_a_video(common, tmp_path, strength):
+    networks = {"transformer": transformer(1), "vae": vae(VAE)}
+    WanPipeline(**common, **networks).save_pretrained(tmp_path)
+    reference = WanVideoToVideoPipeline(**common, **networks)
+    generator = torch.Generator().manual_seed(7)  # whose first numbers are those of `noise`
+    exact, frames = expected(
+        reference, video=[Image.fromarray(frame) for frame in VIDEO], strength=strength, guidance_scale=5.0,
+        generator=generator,
+    )  # fmt: skip
+    pipe, latents, last, _ = answer(tmp_path, noise(8), {"video": VIDEO}, guidance_scale=5.0, strength=strength)
+    compare(pipe, latents, last, exact, frames)
