@@ -72,7 +72,12 @@ _DEEDS = {motion: _deeds(motion) for motion in MOTIONS}
 
 def plain_caption(colour: str, shape: str, motion: str) -> str:
     """The wording of the evaluation: "a red circle moving right", growing, shrinking, staying still."""
-    return f"{_article(colour)} {colour} {shape} {_DEEDS[motion][0][0]}"
+    return f"{_article(colour)} {colour} {shape} {plain_deed(motion)}"
+
+
+def plain_deed(motion: str) -> str:
+    """What the evaluation asks of a picture: "moving right", growing, shrinking, staying still."""
+    return _DEEDS[motion][0][0]
 
 
 def caption(spec: Spec, rng: np.random.Generator) -> str:
@@ -85,6 +90,11 @@ def caption(spec: Spec, rng: np.random.Generator) -> str:
     if rng.random() < 0.15:
         text += "."
     return _pick(rng, (*[str] * 14, *[_capital] * 4, str.title, str.upper))(text)
+
+
+def deed(spec: Spec, rng: np.random.Generator) -> str:
+    """What happens in a clip and not to what, for one whose first frame is given: "moving right"."""
+    return _pick(rng, (str, str, _capital))(_pick(rng, _pick(rng, _DEEDS[spec.motion])))
 
 
 def _subject(spec: Spec, rng: np.random.Generator) -> str:

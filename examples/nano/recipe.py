@@ -73,6 +73,7 @@ SCHEDULER = {
 
 MODEL_INDEX = {
     "_class_name": "WanPipeline",
+    "expand_timesteps": True,  # a first frame can be given, which is at timestep 0
     "text_encoder": ["transformers", "UMT5EncoderModel"],
     "tokenizer": ["transformers", "T5TokenizerFast"],
     "transformer": ["diffusers", "WanTransformer3DModel"],
@@ -99,6 +100,7 @@ DECODER_PHASES = (Phase(3000, 4, 9, 32), Phase(1200, 1, 17, 64))
 CLIPS = 16384  # encoded once for the flow's training
 FLOW_BATCH = 32
 FLOW_STEPS = 14000
+PICTURE_STEPS = 5000  # in which half of the batch is given its first frame
 
 DEFAULTS = {
     "negative_prompt": "",

@@ -2,21 +2,23 @@
 """Trains the small diffusion transformer and its text encoder together, by flow matching on encoded clips.
 
 Flow matching (Lipman et al., 2023; Liu et al., rectified flow, 2023): at noise level s a clip x and noise e are mixed
-to (1 - s) x + s e, and the transformer is asked for the velocity e - x.
+to (1 - s) x + s e, and the transformer is asked for the velocity e - x. First it learns to make clips of a prompt
+alone; then also to go on from a picture, whose latents are the first frame's: they stay without noise, at timestep 0.
 """
 
+from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from captions import caption
-from clips import draw, sample_specs
+from captions import caption, deed
+from clips import Spec, draw, sample_specs
 from flax import nnx
 from jax import lax
 from loop import Trainer
-from recipe import CLIPS, FLOW_BATCH, FLOW_STEPS, FRAMES, SIZE
+from recipe import CLIPS, FLOW_BATCH, FLOW_STEPS, FRAMES, PICTURE_STEPS, SIZE
 from tokenizer import MAX_LENGTH
 from tokenizer import build as build_tokenizer
 
@@ -28,6 +30,7 @@ from wanjax.pipelines.text import encode_text
 PEAK_LEARNING_RATE = 2e-3
 WARM_UP = 200  # steps
 EMPTY_CAPTIONS = 0.1  # the share trained without a prompt, for guidance
+DEEDS_ALONE = 0.4  # the share of pictures' captions that say only what happens
 NOISE_MEAN, NOISE_STD = 0.5, 1.0  # of the logit of the noise level
 
 
@@ -39,16 +42,30 @@ class PromptedTransformer(nnx.Module):
         self.transformer = transformer
 
 
-def loss(model: PromptedTransformer, batch: dict, key: jax.Array) -> tuple[jax.Array, dict]:
+def text_loss(model: PromptedTransformer, batch: dict, key: jax.Array) -> tuple[jax.Array, dict]:
     """Mean squared error of the velocity at random noise levels."""
+    return velocity_error(model, batch, key), {}
+
+
+def text_and_picture_loss(model: PromptedTransformer, batch: dict, key: jax.Array) -> tuple[jax.Array, dict]:
+    """The same, where the second half of the batch is given its first frame."""
+    half = FLOW_BATCH // 2
+    text = velocity_error(model, {name: x[:half] for name, x in batch.items()}, key)
+    picture = velocity_error(model, {name: x[half:] for name, x in batch.items()}, jax.random.fold_in(key, 1), given=1)
+    return (text + picture) / 2, {"text": text, "picture": picture}
+
+
+def velocity_error(model: PromptedTransformer, batch: dict, key: jax.Array, given: int = 0) -> jax.Array:
+    """Over all latent frames but the first `given`, which are the clip's own."""
     level_key, noise_key = jax.random.split(key)
     x = batch["latents"]
     level = jax.nn.sigmoid(NOISE_MEAN + NOISE_STD * jax.random.normal(level_key, x.shape[:1]))
     s = level[:, None, None, None, None]
     noise = jax.random.normal(noise_key, x.shape)
+    noisy = ((1.0 - s) * x + s * noise).at[:, :given].set(x[:, :given])
     text = encode_text(model.text_encoder, batch["ids"], batch["mask"])
-    velocity = model.transformer((1.0 - s) * x + s * noise, 1000.0 * level, text)
-    return jnp.mean((velocity - (noise - x)) ** 2), {}
+    velocity = model.transformer(noisy, 1000.0 * level, text, clean_frames=given)
+    return jnp.mean((velocity - (noise - x))[:, given:] ** 2)
 
 
 def train_flow(model: PromptedTransformer, vae: WanVAE, workdir: Path, seed: int) -> PromptedTransformer:
@@ -58,9 +75,9 @@ def train_flow(model: PromptedTransformer, vae: WanVAE, workdir: Path, seed: int
     tokenizer.enable_truncation(MAX_LENGTH)
     tokenizer.enable_padding(length=MAX_LENGTH, pad_id=0, pad_token="<pad>")
 
-    def batch(rng: np.random.Generator) -> dict:
+    def batch(rng: np.random.Generator, pictures: bool) -> dict:
         chosen = rng.integers(0, len(specs), FLOW_BATCH)
-        words = ["" if rng.random() < EMPTY_CAPTIONS else caption(specs[i], rng) for i in chosen]
+        words = [words_of(specs[i], rng, pictures and n >= FLOW_BATCH // 2) for n, i in enumerate(chosen)]
         tokens = tokenizer.encode_batch(words)
         return {
             "latents": latents[chosen],
@@ -70,25 +87,39 @@ def train_flow(model: PromptedTransformer, vae: WanVAE, workdir: Path, seed: int
 
     start_as_identity(model.transformer)
     multiply_flat(model)
-    decay = FLOW_STEPS * 3 // 10
+    flow = Trainer("flow", model, text_loss, muon(PEAK_LEARNING_RATE, FLOW_STEPS), workdir, seed, average=0.999)
+    flow.run(FLOW_STEPS, partial(batch, pictures=False))
+    optimizer = muon(PEAK_LEARNING_RATE / 2, PICTURE_STEPS)
+    both = Trainer("pictures", flow.model(), text_and_picture_loss, optimizer, workdir, seed + 1, average=0.999)
+    both.run(PICTURE_STEPS, partial(batch, pictures=True))
+    return both.model()
+
+
+def words_of(spec: Spec, rng: np.random.Generator, picture: bool) -> str:
+    """A caption as training gives it: at times none, and to a picture at times only what happens."""
+    if rng.random() < EMPTY_CAPTIONS:
+        return ""
+    return deed(spec, rng) if picture and rng.random() < DEEDS_ALONE else caption(spec, rng)
+
+
+def muon(peak: float, steps: int) -> optax.GradientTransformation:
+    """Muon on the kernels and Adam on the rest: warmed up, held, and let down over the last three tenths."""
+    decay = steps * 3 // 10
     schedule = optax.join_schedules(
         [
-            optax.linear_schedule(0.0, PEAK_LEARNING_RATE, WARM_UP),
-            optax.constant_schedule(PEAK_LEARNING_RATE),
-            optax.linear_schedule(PEAK_LEARNING_RATE, 0.0, decay),
+            optax.linear_schedule(0.0, peak, WARM_UP),
+            optax.constant_schedule(peak),
+            optax.linear_schedule(peak, 0.0, decay),
         ],
-        [WARM_UP, FLOW_STEPS - decay],
+        [WARM_UP, steps - decay],
     )
-    optimizer = optax.contrib.muon(
+    return optax.contrib.muon(
         schedule,
-        adam_learning_rate=PEAK_LEARNING_RATE / 2,
+        adam_learning_rate=peak / 2,
         consistent_rms=0.2,
         weight_decay=0.0,
         muon_weight_dimension_numbers=matrices,
     )
-    trainer = Trainer("flow", model, loss, optimizer, workdir, seed, average=0.999)
-    trainer.run(FLOW_STEPS, batch)
-    return trainer.model()
 
 
 def encoded_clips(vae: WanVAE, workdir: Path, seed: int) -> tuple[list, np.ndarray]:
