@@ -479,6 +479,13 @@ def test_nothing_broken_is_loaded(converted, tmp_path, harm):
         [getattr(pipe, network) for network in NETWORKS]
 
 
+@pytest.mark.parametrize("name", ["..", "../transformer", "/etc", ""])
+def test_an_index_cannot_name_a_component_outside_its_folder(damaged, tmp_path, name):
+    index = json.loads((damaged / "model_index.json").read_text())
+    (damaged / "model_index.json").write_text(json.dumps(index | {name: ["diffusers", "WanTransformer3DModel"]}))
+    assert f"lists a component {name!r}" in refused(damaged, tmp_path / "new")
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2}', '{"format": 1}', '{"format": 1, "request": 7}'])
 def test_a_broken_manifest_is_named(converted, tmp_path, text):
     folder = shutil.copytree(converted, tmp_path / "harmed")

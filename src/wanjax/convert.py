@@ -276,10 +276,11 @@ class ToDiffusers(Conversion):
     def __init__(self, source: Source, target: Path):
         if not isinstance(source, WanjaxSource):
             raise WanjaxError(f"{source.name} is no wanjax checkpoint: only what `convert` wrote can be written back")
+        self._stored = source
         super().__init__(source, target)
 
     def _exported(self, name: str, found: Network) -> Reader:
-        arrays = self.source.weights(name)
+        arrays = self._stored.weights(name)
         return engine.Exported({key: arrays[key] for key in arrays.keys()}, found.rules)  # noqa: SIM118
 
     def _part(self, name: str) -> Part:

@@ -101,6 +101,8 @@ class DiffusersSource(Source):
 
     def folder(self, component: str) -> Path:
         """The component's folder, downloaded if it has to be."""
+        if not component.isidentifier():
+            raise WanjaxError(f"{self.root} lists a component {component!r}, which is not the name of a folder in it")
         if self.revision is None:
             folder = self.root / component
         else:
@@ -121,8 +123,9 @@ class WanjaxSource(DiffusersSource):
         self.manifest = read_json(self.root / MANIFEST)
         if (found := self.manifest.get("format")) != FORMAT:
             raise WanjaxError(f"{self.root / MANIFEST} has the format {found!r} where this wanjax reads {FORMAT}")
-        tables = [self.manifest.get(name) for name in ("request", "networks", "files")]
-        if not all(isinstance(table, dict) for table in (*tables, *(tables[1] or {}).values())):
+        networks, files = self.manifest.get("networks"), self.manifest.get("files")
+        tables = [files, *networks.values()] if isinstance(networks, dict) else [None]
+        if not all(map(_is_of_texts, tables)) or not isinstance(self.manifest.get("request"), dict):
             raise WanjaxError(f"{self.root / MANIFEST} is not what `wanjax convert` wrote: convert it again")
 
     @property
@@ -160,13 +163,17 @@ def read_json(path: Path, missing: dict | None = None) -> dict[str, Any]:
         return missing
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise WanjaxError(
             f"{path} cannot be read ({error}): a complete checkpoint in the diffusers layout is needed"
         ) from error
     if not isinstance(value, dict):
         raise WanjaxError(f"{path} is not a JSON object: a complete checkpoint in the diffusers layout is needed")
     return value
+
+
+def _is_of_texts(table: object) -> bool:
+    return isinstance(table, dict) and all(isinstance(text, str) for text in table.values())
 
 
 def _is_small(path: Path) -> bool:
