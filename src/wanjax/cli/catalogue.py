@@ -26,7 +26,9 @@ def show(as_json: bool) -> None:
             _rounded(model["memory"]) + "B",
             f"{chosen['width']}x{chosen['height']}",
         )
-        counts = (chosen["frames"], chosen["steps"], f"{chosen['guidance_scale']:g}")
+        scales = (chosen["guidance_scale"], chosen["guidance_scale_2"])  # the second is that of a second expert
+        guidance = ", ".join(f"{scale:g}" for scale in scales if scale is not None)
+        counts = (chosen["frames"], chosen["steps"], guidance)
         click.echo(ROW.format(model["name"], *sizes, *counts, model["licence"]))
         click.echo(f"    {model['about']}")
 
