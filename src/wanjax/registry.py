@@ -161,7 +161,7 @@ PRESETS = {
         Preset(
             name="nano",
             source=str(NANO),
-            about="text to video, 64 × 64, one coloured shape; ships with wanjax and runs on any CPU",
+            about="text and image to video, 64 × 64, one coloured shape; ships with wanjax and runs on any CPU",
             transformer_parameters=2_380_032,
             licence="Apache-2.0",
             param_dtype="float32",
