@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The TPU compiler itself, run once for several small programs: needs libtpu (the extra `plan`), and no TPU."""
 
+import re
 import tempfile
 from importlib.util import find_spec
 
@@ -10,11 +11,13 @@ from wanjax.errors import WanjaxError
 from wanjax.plan import CompilerError, Job, Operand, compile_all, compile_function, price
 from wanjax.plan import compile as compiling
 
-KERNEL = {
-    "function": "tests.plan_programs:product_kernel",
-    "operands": [{"shape": shape, "dtype": "bfloat16", "spec": []} for shape in ((512, 256), (256, 128))],
-    "keywords": {},
-}
+
+def call(function, *shapes, dtype="bfloat16"):
+    operands = [{"shape": shape, "dtype": dtype, "spec": []} for shape in shapes]
+    return {"function": function, "operands": operands, "keywords": {}}
+
+
+KERNEL = call("tests.plan_programs:product_kernel", (512, 256), (256, 128))
 JOBS = {
     "kernel": Job("v6e-1", "wanjax.plan.program:of_function", KERNEL),
     "layers": Job(
@@ -22,6 +25,8 @@ JOBS = {
     ),
     "other chip": Job("v5e-1", "wanjax.plan.program:of_function", KERNEL),
     "refused": Job("v6e-1", "tests.plan_programs:refused"),
+    "too large": Job("v5e-1", "wanjax.plan.program:of_function", call("jax.numpy:sin", (2**16, 2**16))),
+    "target": Job("v6e-1", "wanjax.plan.program:of_function", call("tests.plan_programs:target_of", (8, 128))),
 }
 
 needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
@@ -74,8 +79,20 @@ def test_a_sharded_program_is_priced(results):
 def test_a_refusal_names_its_cause_and_stops_no_other(results):
     assert isinstance(results["refused"], CompilerError)
     assert "has no attribute undefined" in str(results["refused"])
-    with pytest.raises(CompilerError, match=r"does not compile for v5e-1: .*available HBM"):
-        compile_function("v5e-1", "jax.numpy:sin", Operand((2**16, 2**16), "float32"), schedules=False)
+    assert isinstance(results["too large"], CompilerError)
+    assert re.search("does not compile for v5e-1: .*available HBM", str(results["too large"]))
+
+
+@needs_libtpu
+def test_a_function_knows_which_chip_it_is_compiled_for(results):
+    """On a host of CPUs: attention picks its implementation so."""
+    assert "tpu_custom_call" in results["target"].module
+
+
+@needs_libtpu
+def test_one_function_alone_is_compiled_or_refused():
+    with pytest.raises(CompilerError, match=r"of_function does not compile for v6e-1: AttributeError"):
+        compile_function("v6e-1", "jax.numpy:no_such_function", Operand((8, 128), "float32"))
 
 
 def test_meshes_that_are_not_the_slice():
