@@ -98,6 +98,16 @@ def test_branches_that_data_decides():
     assert read.cycles(read.run(skip={1}).times) == 1 + 3 * 5 + 3 * 5 + 1
 
 
+def test_the_price_says_what_data_decides():
+    units = "VALU\n4\n" + "0\n" * 9
+    read = schedule.parse("product.1", BRANCHES, units, "", branch_delay=1)
+    text = (DATA / "kernel_module.txt").read_text()
+    whole = price(compiled(text, schedules={"product.1": read}))
+    assert whole.undecided == {"product.1": {1}}
+    skipped = price(compiled(text, schedules={"product.1": read}), skip={"product.1": {1}})
+    assert whole.total.mid - skipped.total.mid == pytest.approx(5 / 1.75e9)
+
+
 def test_a_loop_that_data_ends_counts_once():
     text = BRANCHES.replace("%s4_s2, 5", "%s1_s0, 5")
     run = schedule.parse("endless", text, "VALU\n4\n" + "0\n" * 9, "", branch_delay=1).run()
@@ -317,6 +327,7 @@ def test_price_of_kernels(kernel):
     text = (DATA / "kernel_module.txt").read_text()
     priced = price(compiled(text, schedules={"product.1": kernel}))
     assert priced.total.mid == pytest.approx(price_schedule(kernel, chips.V6E).mid)
+    assert priced.undecided == {}
     assert price(compiled(text)).unpriced == ("product.1",)
     assert price(compiled(text), kernels={"product": 2.0}).by_kind["kernels"].mid == 2.0
     assert price(compiled(text), kernels={"product.1": 3.0, "product": 2.0}).total.mid == 3.0

@@ -9,14 +9,14 @@ there. Collectives cost their bytes on the wire. What runs beside other work cos
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from wanjax.plan.chips import Chip
 from wanjax.plan.compile import Compiled
 from wanjax.plan.hlo import Computation, Instruction, Module, parse
-from wanjax.plan.schedule import Schedule
+from wanjax.plan.schedule import Run, Schedule
 from wanjax.plan.work import COLLECTIVES, PRODUCTS, branches, flops, traffic, trips, wire_bytes
 
 KINDS = ("kernels", "products", "elementwise", "layout", "collectives")
@@ -68,11 +68,16 @@ class Item:
 
 @dataclass(frozen=True)
 class Price:
-    """Every operation with its cost; kernels whose schedule is not there, and loops whose trips are not known."""
+    """Every operation with its cost, and what the price leaves open.
+
+    `unpriced` names kernels whose schedule is not there, `unknown_loops` loops whose trips are not known, which count
+    once, and `undecided` the blocks of each kernel whose data says whether they jump.
+    """
 
     items: tuple[Item, ...]
     unpriced: tuple[str, ...]
     unknown_loops: tuple[str, ...]
+    undecided: Mapping[str, frozenset[int]]
 
     @property
     def total(self) -> Cost:
@@ -92,20 +97,29 @@ def _sum(items: Sequence[Item]) -> Cost:
     return Cost(*(math.fsum(item.cost[i] for item in items) for i in range(3)))
 
 
-def price(compiled: Compiled, kernels: Mapping[str, float] | None = None) -> Price:
+def price(
+    compiled: Compiled,
+    kernels: Mapping[str, float] | None = None,
+    skip: Mapping[str, Container[int]] | None = None,
+) -> Price:
     """What a run of the program costs.
 
     `kernels` gives seconds for kernels by their names in the module (`flash.3`, or `flash` for all such): of a whole
-    model, which is compiled without schedules, kernels are compiled alone and priced with `price_schedule`.
+    model, which is compiled without schedules, kernels are compiled alone and priced with `price_schedule`. `skip`
+    gives for kernels the blocks, of those that `undecided` lists, that jump over what they guard: unless it does, all
+    is run, both sides of a choice too.
     """
-    reader = _Reader(parse(compiled.module), compiled.slice.chip, compiled.schedules, kernels or {})
+    reader = _Reader(parse(compiled.module), compiled.slice.chip, compiled.schedules, kernels or {}, skip or {})
     items = reader.sequence(reader.module.entry, 1)
-    return Price(tuple(items), tuple(reader.unpriced), tuple(reader.unknown_loops))
+    return Price(tuple(items), tuple(reader.unpriced), tuple(reader.unknown_loops), reader.undecided)
 
 
-def price_schedule(schedule: Schedule, chip: Chip, skip: Sequence[int] = ()) -> Cost:
+def price_schedule(schedule: Schedule, chip: Chip, skip: Container[int] = ()) -> Cost:
     """Of one operation by its bundles; `skip` holds the blocks whose data makes them jump (`Schedule.run`)."""
-    run = schedule.run(skip)
+    return _price_run(schedule, schedule.run(skip), chip)
+
+
+def _price_run(schedule: Schedule, run: Run, chip: Chip) -> Cost:
     moved = chip.cores * run.moved / (ACHIEVED_BANDWIDTH * chip.bandwidth)
     seconds = max(schedule.cycles(run.times) / chip.clock, moved)
     return Cost(CHEAPER * seconds, seconds, DEARER * seconds)
@@ -114,8 +128,16 @@ def price_schedule(schedule: Schedule, chip: Chip, skip: Sequence[int] = ()) -> 
 class _Reader:
     """Goes through a module in the order of its schedule."""
 
-    def __init__(self, module: Module, chip: Chip, schedules: Mapping[str, Schedule], kernels: Mapping[str, float]):
-        self.module, self.chip, self.schedules, self.kernels = module, chip, schedules, kernels
+    def __init__(
+        self,
+        module: Module,
+        chip: Chip,
+        schedules: Mapping[str, Schedule],
+        kernels: Mapping[str, float],
+        skip: Mapping[str, Container[int]],
+    ):
+        self.module, self.chip, self.schedules, self.kernels, self.skip = module, chip, schedules, kernels, skip
+        self.undecided: dict[str, frozenset[int]] = {}
         self.unpriced: list[str] = []
         self.unknown_loops: list[str] = []
 
@@ -182,7 +204,11 @@ class _Reader:
             if name in self.kernels:
                 return Cost(CHEAPER, 1, DEARER).times(self.kernels[name])
         if instruction.name in self.schedules:
-            return price_schedule(self.schedules[instruction.name], self.chip)
+            schedule = self.schedules[instruction.name]
+            run = schedule.run(self.skip.get(instruction.name, ()))
+            if run.undecided:
+                self.undecided[instruction.name] = run.undecided
+            return _price_run(schedule, run, self.chip)
         self.unpriced.append(instruction.name)
         return Cost(0, 0, 0)
 
