@@ -56,7 +56,7 @@ class StoredArray:
             self._array = ts.open(spec).result()
         self.spec = Spec(tuple(self._array.shape), self._array.dtype.numpy_dtype)
         self.shape, self.dtype = self.spec
-        self.chunk = tuple(self._array.chunk_layout.write_chunk.shape or ())
+        self.chunk = tuple(int(size or 0) for size in self._array.chunk_layout.write_chunk.shape or ())
         if prod(self.chunk) * self.dtype.itemsize > LARGEST_CHUNK:
             raise WanjaxError(f"{path} claims chunks of {list(self.chunk)} {self.dtype}: `convert` writes smaller ones")
 
@@ -241,9 +241,9 @@ def place(read: Callable[[Sequence[slice], np.dtype], np.ndarray], target: Any) 
         return jax.device_put(read((), target.dtype))
     shards: dict[str, np.ndarray] = {}
 
-    def shard(index: tuple[slice, ...]) -> np.ndarray:
+    def shard(index: tuple[slice, ...] | None) -> np.ndarray:
         if str(index) not in shards:
-            shards[str(index)] = read(index, target.dtype)
+            shards[str(index)] = read(index or (), target.dtype)
         return shards[str(index)]
 
     return jax.make_array_from_callback(target.shape, sharding, shard)
