@@ -70,7 +70,8 @@ def given(monkeypatch) -> dict:
 
 def test_help_lists_the_commands():
     said = succeeded(wanjax("--help")).output
-    assert re.findall(r"^  (\w+)  ", said, re.MULTILINE) == ["generate", "encode", "denoise", "decode", "models"]
+    commands = ["generate", "encode", "denoise", "decode", "convert", "models"]
+    assert re.findall(r"^  (\w+)  ", said, re.MULTILINE) == commands
     assert succeeded(wanjax("--version")).output.startswith("wanjax ")
 
 

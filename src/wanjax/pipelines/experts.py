@@ -76,8 +76,8 @@ def _fits_again(network: nnx.Module) -> bool:
 def _free_memory(device: Any) -> float:
     """The bytes that weights may still take of a device's memory."""
     if stats := device.memory_stats():
-        return (1 - SPARE) * stats["bytes_limit"] - stats["bytes_in_use"]
+        return max(0, (1 - SPARE) * stats["bytes_limit"] - stats["bytes_in_use"])
     with suppress(AttributeError, ValueError, OSError):  # not every system tells
         page = os.sysconf("SC_PAGE_SIZE")
-        return page * (os.sysconf("SC_AVPHYS_PAGES") - SPARE * os.sysconf("SC_PHYS_PAGES"))
+        return max(0, page * (os.sysconf("SC_AVPHYS_PAGES") - SPARE * os.sysconf("SC_PHYS_PAGES")))
     return 0

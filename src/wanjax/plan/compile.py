@@ -110,12 +110,12 @@ def compile_job(job: Job, *, schedules: bool = False) -> Compiled:
 
 def compile_all(jobs: Sequence[Job], *, schedules: bool = False) -> list[Compiled | CompilerError]:
     """Each job in turn, in one process, which spares its start; a program that does not compile gives its error."""
+    slices = [find_slice(job.slice) for job in jobs]
+    requests = [_request(job, place) for job, place in zip(jobs, slices, strict=True)]
     if find_spec("libtpu") is None:
         raise WanjaxError(
             "prices come from the TPU compiler, libtpu, which is missing: pip install 'wanjax[plan]' adds it"
         )
-    slices = [find_slice(job.slice) for job in jobs]
-    requests = [_request(job, place) for job, place in zip(jobs, slices, strict=True)]
     with tempfile.TemporaryDirectory(prefix="wanjax-plan-") as name:
         root = Path(name)
         (root / "jobs.json").write_text(json.dumps(requests), encoding="utf-8")
