@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from wanjax.io import Video
     from wanjax.pipelines.base import Cancelled, Embeddings, Settings, Step
     from wanjax.registry import load
+    from wanjax.sharding import make_mesh
 
 _HOMES = {
     "Cancelled": "wanjax.pipelines.base",
@@ -23,8 +24,9 @@ _HOMES = {
     "Video": "wanjax.io",
     "WanjaxError": "wanjax.errors",
     "load": "wanjax.registry",
+    "make_mesh": "wanjax.sharding",
 }
-__all__ = ["Cancelled", "Embeddings", "Settings", "Step", "Video", "WanjaxError", "load"]
+__all__ = ["Cancelled", "Embeddings", "Settings", "Step", "Video", "WanjaxError", "load", "make_mesh"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The models that are known by name, and `load`, which makes a pipeline of any checkpoint."""
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,11 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from wanjax.cache import enable_compile_cache
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import IMPLEMENTATIONS
+from wanjax.layers.linear import placed
 from wanjax.networks import Network, components, network
 from wanjax.pipelines.base import Parts, Settings
 from wanjax.pipelines.tasks import (
@@ -33,6 +36,7 @@ from wanjax.pipelines.text import Tokenizer
 from wanjax.pipelines.vision import ImageProcessor
 from wanjax.pipelines.wan import WanConfigs, WanPipeline
 from wanjax.schedulers import from_config
+from wanjax.sharding import Layout, choose_axes, find_rules, make_mesh, parse_mesh
 from wanjax.sources import Source, open_source, read_json
 
 NANO = Path(__file__).parent / "nano"
@@ -211,6 +215,8 @@ def load(
     param_dtype: str | None = None,
     attention: str | None = None,
     revision: str | None = None,
+    mesh: Mesh | str | None = None,
+    rules: str = "fsdp",
     progress: Progress | None = None,
 ) -> WanPipeline:
     """A pipeline for a known name, a Hugging Face id or a folder in the diffusers layout.
@@ -218,8 +224,10 @@ def load(
     Networks are loaded when they are first used. They compute in `dtype`, "bfloat16" or "float32" (None: float32 on a
     CPU, which has no fast bfloat16, and `param_dtype` elsewhere), and keep weights in `param_dtype` (None: bfloat16 for
     published checkpoints, and as they are stored for others); the VAE is in float32, as in the reference. `attention`
-    names the transformer's implementation of it (None picks by platform and shape). `progress(part, done, total)` is
-    told the bytes read. Raises WanjaxError where the checkpoint cannot be found or does not fit.
+    names the transformer's implementation of it (None picks by platform and shape). `mesh` is the devices to spread
+    over, from `wanjax.make_mesh`, or such as "dp=2,sp=1,tp=4", or "auto" (None: one device), and `rules`, "fsdp" or
+    "tp", say how. `progress(part, done, total)` is told the bytes read. Raises WanjaxError where the checkpoint cannot
+    be found or does not fit, and where there is no such mesh.
     """
     if attention is not None and attention not in IMPLEMENTATIONS:
         raise WanjaxError(f"no attention is named {attention!r}: there are {', '.join(IMPLEMENTATIONS)}")
@@ -238,7 +246,8 @@ def load(
     guidance_scale_2 = defaults.guidance_scale_2 if experts else None
     defaults = replace(defaults, boundary=boundary, guidance_scale_2=guidance_scale_2)
     defaults = replace(defaults, dtype=dtype or ("float32" if jax.default_backend() == "cpu" else stored))
-    build = partial(_build, source, jnp.dtype(defaults.dtype), jnp.dtype(stored), progress)
+    layout = _layout(mesh, rules, configs, defaults)
+    build = partial(_build, source, jnp.dtype(defaults.dtype), jnp.dtype(stored), layout, progress)
     loaders = {
         "tokenizer": lambda: Tokenizer.load(source.files("tokenizer")[0].parent),
         "text_encoder": lambda: build("text_encoder", network(source, "text_encoder")),
@@ -249,7 +258,20 @@ def load(
         "vae": lambda: build("vae", vae),
         "scheduler": lambda: from_config(source.config("scheduler")),
     }
-    return WanPipeline(Parts(loaders), configs, defaults, task)
+    return WanPipeline(Parts(loaders), configs, defaults, task, layout)
+
+
+def _layout(mesh: Mesh | str | None, rules: str, configs: WanConfigs, settings: Settings) -> Layout | None:
+    """How arrays lie on the devices; a mesh that is to be found is one that suits a video of these settings."""
+    found = find_rules(rules)
+    if mesh == "auto":
+        tokens = configs.tokens(settings)
+        guided = settings.guidance_scale > 1
+        axes = choose_axes(jax.device_count(), heads=configs.transformer.heads, tokens=tokens, guided=guided)
+        mesh = make_mesh(*axes, devices=jax.devices()[: math.prod(axes)])
+    elif isinstance(mesh, str):
+        mesh = make_mesh(*parse_mesh(mesh))
+    return None if mesh is None else Layout(mesh, found)
 
 
 def find(model: str | Path, revision: str | None = None) -> tuple[Source, Preset | None]:
@@ -296,6 +318,7 @@ def _build(
     source: Source,
     dtype: DTypeLike,
     param_dtype: DTypeLike,
+    layout: Layout | None,
     progress: Progress | None,
     name: str,
     network: Network,
@@ -304,6 +327,6 @@ def _build(
     """A network with its weights."""
     if network.float32:
         dtype = param_dtype = jnp.float32
-    abstract = network.abstract(dtype=dtype, param_dtype=param_dtype, **options)
+    abstract = placed(network.abstract(dtype=dtype, param_dtype=param_dtype, **options), layout)
     told = None if progress is None else partial(progress, name)
     return source.load(name, abstract, network.rules, ignore=network.unused, progress=told)

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -86,17 +87,19 @@ class Layout:
         return NamedSharding(self.mesh, self._spec(rules, axes, shape))
 
     def _spec(self, rules: Mapping[str, tuple[str, ...]], axes: Axes, shape: Sequence[int]) -> PartitionSpec:
-        taken: dict[int, tuple[str, ...]] = {}
-        free = [axis for axis in MESH_AXES if self.size(axis) > 1]
-        for name, wanted in rules.items():
-            for dim, size in enumerate(shape):
-                if axes[dim] != name:
-                    continue
-                for axis in filter(wanted.__contains__, tuple(free)):
-                    if size % self.size((axis, *taken.get(dim, ()))) == 0:
-                        taken[dim] = (*taken.get(dim, ()), axis)
-                        free.remove(axis)
-        return PartitionSpec(*(taken.get(dim) for dim in range(len(shape))))
+        """Of all ways to split the array evenly one over the most devices, and of these what the rules name first."""
+        mesh_axes = [axis for axis in MESH_AXES if self.size(axis) > 1]
+        order = [axes.index(name) for name in rules if name in axes]
+        ways = [[dim for dim in order if axis in rules[axes[dim] or ""]] + [None] for axis in mesh_axes]
+
+        def split(way: Sequence[int | None]) -> list[tuple[str, ...]]:
+            return [tuple(a for a, at in zip(mesh_axes, way, strict=True) if at == dim) for dim in range(len(shape))]
+
+        def devices(way: Sequence[int | None]) -> int:
+            sizes = [self.size(taken) for taken in split(way)]
+            return prod(sizes) if all(n % size == 0 for n, size in zip(shape, sizes, strict=True)) else 0
+
+        return PartitionSpec(*(taken or None for taken in split(max(product(*ways), key=devices))))
 
 
 _current: ContextVar[Layout | None] = ContextVar("layout", default=None)
@@ -136,12 +139,18 @@ def spread(x: jax.Array, axes: Axes) -> jax.Array:
     return constrain(pad_to(x, list(axes).index("length"), layout.size(("sp", "tp"))), axes)
 
 
+def replicate(tree: Any) -> Any:
+    """The arrays in `tree`, whole on every device."""
+    layout = current()
+    if layout is None:
+        return tree
+    return jax.lax.with_sharding_constraint(tree, NamedSharding(layout.mesh, PartitionSpec()))
+
+
 def whole(tree: Any) -> Any:
     """The weights in `tree` as they are used: whole on each device under rules that gather them."""
     layout = current()
-    if layout is None or not layout.rules.gathered:
-        return tree
-    return jax.lax.with_sharding_constraint(tree, NamedSharding(layout.mesh, PartitionSpec()))
+    return replicate(tree) if layout is not None and layout.rules.gathered else tree
 
 
 def pad_to(x: jax.Array, axis: int, multiple: int) -> jax.Array:
@@ -168,30 +177,28 @@ def make_mesh(dp: int = 1, sp: int = 1, tp: int = 1, *, devices: Sequence[Any] |
     return jax.make_mesh((dp, sp, tp), MESH_AXES, (AxisType.Auto,) * 3, devices=devices)
 
 
-def choose_axes(devices: int, *, heads: int, tokens: int, guided: bool = True) -> dict[str, int]:
-    """The axes that suit a transformer: guidance on `dp`, heads on `tp` as far as they go evenly, `sp` for the rest.
+def choose_axes(devices: int, *, heads: int, tokens: int, guided: bool = True) -> tuple[int, int, int]:
+    """The dp, sp and tp that suit a transformer: guidance on dp, heads on tp as far as they go evenly, sp for the rest.
 
-    Attention by heads sends less than by sequence, and no head is made up. Devices that would get too few tokens repeat
-    what others do, on `dp`.
+    Attention by heads sends less than by sequence, and no head is made up. Their product is less than `devices` where
+    there are too few tokens for all.
     """
     dp = 2 if guided and devices % 2 == 0 else 1
-    rest = devices // dp
-    useful = max(n for n in range(1, rest + 1) if rest % n == 0 and n * TOKENS_PER_DEVICE <= max(tokens, 32))
-    tp = max(n for n in range(1, useful + 1) if useful % n == 0 and heads % n == 0)
-    return {"dp": devices // useful, "sp": useful // tp, "tp": tp}
+    most = max(1, min(devices // dp, tokens // TOKENS_PER_DEVICE))
+    parts = max(n for n in range(1, most + 1) if devices // dp % n == 0)
+    tp = max(n for n in range(1, parts + 1) if parts % n == 0 and heads % n == 0)
+    return dp, parts // tp, tp
 
 
-def parse_mesh(text: str) -> dict[str, int]:
-    """The axes that `dp=2,sp=1,tp=4` gives, those left out being 1; raises WanjaxError for other text."""
-    axes: dict[str, int] = dict.fromkeys(MESH_AXES, 1)
-    given = []
+def parse_mesh(text: str) -> tuple[int, int, int]:
+    """The sizes of dp, sp and tp in text such as `dp=2,tp=4`, 1 where left out; raises WanjaxError for other text."""
+    given: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = (word.strip() for word in part.partition("="))
-        if name not in axes or name in given or not (size.isascii() and size.isdigit()):
+        if name not in MESH_AXES or name in given or not (size.isascii() and size.isdigit()):
             raise WanjaxError(f"the mesh {text!r} is not such as dp=2,sp=1,tp=4, nor auto")
-        given.append(name)
-        axes[name] = int(size)
-    return axes
+        given[name] = int(size)
+    return given.get("dp", 1), given.get("sp", 1), given.get("tp", 1)
 
 
 def find_rules(name: str) -> Rules:
@@ -199,8 +206,3 @@ def find_rules(name: str) -> Rules:
     if name not in RULES:
         raise WanjaxError(f"no rules are named {name!r}: there are {' and '.join(RULES)}")
     return RULES[name]
-
-
-def replicated(mesh: Mesh) -> NamedSharding:
-    """Whole on every device."""
-    return NamedSharding(mesh, PartitionSpec())

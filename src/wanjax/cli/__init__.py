@@ -77,6 +77,7 @@ def main(ctx: click.Context) -> None:
 @options.attention
 @options.batch_guidance
 @options.compute
+@options.devices
 @options.tile
 @options.folder
 @options.out
@@ -99,6 +100,7 @@ def generate(report: Report, **given: Any) -> None:
 @options.pictures
 @options.shape
 @options.compute
+@options.devices
 @options.tile
 @options.folder
 @click.pass_obj
@@ -120,6 +122,7 @@ def encode(report: Report, **given: Any) -> None:
 @options.attention
 @options.batch_guidance
 @options.compute
+@options.devices
 @options.folder
 @click.pass_obj
 def denoise(report: Report, **given: Any) -> None:
@@ -136,6 +139,7 @@ def denoise(report: Report, **given: Any) -> None:
 @options.model_override
 @options.fps
 @options.compute
+@options.devices
 @options.tile
 @options.folder
 @options.out

@@ -153,6 +153,18 @@ batch_guidance = click.option(
 )
 tile = click.option("--tile", is_flag=True, help="Decode 256 x 256 pixels at a time, for frames that would not fit.")
 compute = click.option("--dtype", type=click.Choice(DTYPES), help="What the networks compute in.")
+devices = together(
+    click.option(
+        "--mesh",
+        metavar="dp=N,sp=N,tp=N|auto",
+        help="Devices to spread over: guidance over dp, the sequence over sp, heads over tp.  [default: one device]",
+    ),
+    click.option(
+        "--rules",
+        type=click.Choice(["fsdp", "tp"]),
+        help="How weights are spread: gathered as they are used, or by columns and rows.  [default: fsdp]",
+    ),
+)
 folder = click.option(
     "--dir",
     "folder",

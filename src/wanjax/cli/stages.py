@@ -89,7 +89,12 @@ class Run:
         self.tiling = Tiling() if given.get("tile") else None
         self.batch_guidance = bool(given.get("batch_guidance"))
         self.pipe = registry.load(
-            _model(chosen), dtype=_dtype(chosen), attention=given.get("attention"), progress=report.load
+            _model(chosen),
+            dtype=_dtype(chosen),
+            attention=given.get("attention"),
+            mesh=given.get("mesh"),
+            rules=given.get("rules") or "fsdp",
+            progress=report.load,
         )
         settings = _checked(chosen, self.pipe.defaults.to_json())
         files = {name: given[name] for name in Pictures._fields if given.get(name)}

@@ -13,8 +13,10 @@ from jaxtyping import Array, Float
 
 from wanjax.layers.linear import default_kernel_init
 from wanjax.layers.norms import along_last
+from wanjax.sharding import constrain
 
 CONV_AXES = ("conv_in", "conv_out")
+VIDEO = ("batch", "frames", "height", "width", None)
 
 
 def frame_conv(
@@ -79,7 +81,7 @@ class CausalConv(nnx.Module):
         self, x: Float[Array, "B T H W C"], kept: Array | None
     ) -> tuple[Float[Array, "B _T H W _C"], Float[Array, "B _K H W C"]]:
         x = x.astype(self.dtype)
-        x = jnp.concatenate([self.blank(x) if kept is None else kept, x], axis=1)
+        x = constrain(jnp.concatenate([self.blank(x) if kept is None else kept, x], axis=1), VIDEO)
         taps, size = self.kernel.shape[:2]
         frames_out = (x.shape[1] - taps) // self.time_stride + 1
         y = jnp.zeros((), jnp.float32)
@@ -87,7 +89,7 @@ class CausalConv(nnx.Module):
             frames = x[:, tap : tap + (frames_out - 1) * self.time_stride + 1 : self.time_stride]
             y = y + _conv_frames(frames, self.kernel[tap].astype(self.dtype), padding=size // 2)
         y = y + along_last(self.bias[...].astype(jnp.float32), x.ndim)
-        return y.astype(self.dtype), x[:, x.shape[1] - (taps - self.time_stride) :]
+        return constrain(y.astype(self.dtype), VIDEO), x[:, x.shape[1] - (taps - self.time_stride) :]
 
 
 def _conv_frames(x: Float[Array, "B T H W C"], kernel: Float[Array, "_K _K C _C"], padding: int) -> Array:

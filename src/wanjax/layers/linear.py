@@ -9,11 +9,26 @@ import jax
 from flax import nnx
 from jax.typing import DTypeLike
 
+from wanjax.sharding import Layout, constrain, whole
+
 Module = TypeVar("Module", bound=nnx.Module)
 
 Axes = tuple[str | None, ...]
+TOKENS = ("batch", "length", "embed")
 nnx.use_eager_sharding(False)  # weights carry the names of their axes and can be built without a mesh
 default_kernel_init = nnx.initializers.lecun_normal()
+
+
+class Linear(nnx.Linear):
+    """A dense projection that lays out the tokens [B L E] it makes."""
+
+    def __init__(self, *sizes: int, axis: str | None, **kw):
+        super().__init__(*sizes, **kw)
+        self.axis = axis
+
+    def __call__(self, inputs: jax.Array, out_sharding: None = None) -> jax.Array:
+        y = super().__call__(inputs, out_sharding)
+        return constrain(y, ("batch", "length", self.axis)) if y.ndim == 3 else y
 
 
 def linear(
@@ -26,11 +41,12 @@ def linear(
     dtype: DTypeLike,
     param_dtype: DTypeLike,
     rngs: nnx.Rngs,
-) -> nnx.Linear:
+) -> Linear:
     """A dense projection whose kernel [in, out] has the logical axes `axes`; the bias has the last of them."""
-    return nnx.Linear(
+    return Linear(
         features_in,
         features_out,
+        axis=axes[-1],
         use_bias=bias,
         kernel_init=nnx.with_partitioning(kernel_init, axes),
         bias_init=nnx.with_partitioning(nnx.initializers.zeros_init(), axes[-1:]),
@@ -52,7 +68,7 @@ def stack(make_block: Callable[[nnx.Rngs], Module], layers: int, rngs: nnx.Rngs)
 
 
 def scan_blocks(blocks: Module, apply: Callable[[Module, jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Runs `x = apply(block, x)` over the stacked blocks, compiled once for all of them.
+    """Runs `x = apply(block, x)` over the stacked blocks, compiled once for all of them; x is [B L E].
 
     Backwards, each block is computed again from its input: less memory, and on the CPU less time than to keep it all.
     """
@@ -60,9 +76,23 @@ def scan_blocks(blocks: Module, apply: Callable[[Module, jax.Array], jax.Array],
 
     @partial(jax.checkpoint, prevent_cse=False)  # which a scan needs no guard against
     def step(x: jax.Array, block_weights: nnx.State) -> tuple[jax.Array, None]:
-        return apply(nnx.merge(graphdef, block_weights), x), None
+        return constrain(apply(nnx.merge(graphdef, whole(block_weights)), x), TOKENS), None
 
-    return jax.lax.scan(step, x, weights)[0]
+    return jax.lax.scan(step, constrain(x, TOKENS), weights)[0]
+
+
+def placed(abstract: Module, layout: Layout | None) -> Module:
+    """The abstract module, of `nnx.eval_shape`, with the sharding of each weight, by the names of its axes."""
+    if layout is None:
+        return abstract
+    graphdef, state = nnx.split(abstract)
+
+    def place(variable: nnx.Variable) -> nnx.Variable:
+        x = variable.get_value()
+        axes = variable.get_metadata().get("out_sharding") or (None,) * len(x.shape)
+        return variable.replace(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout.weight(axes, x.shape)))
+
+    return nnx.merge(graphdef, nnx.from_flat_state([(path, place(leaf)) for path, leaf in nnx.to_flat_state(state)]))
 
 
 def scan_compiler_options() -> dict[str, str]:

@@ -1,18 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary position embeddings over frames, height and width (Su et al., RoFormer, 2021; three axes as in Wan)."""
 
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from wanjax.sharding import spread
 
-class Rope(NamedTuple):
-    """Cosine and sine of the angle of each pair of channels at each token, float32."""
 
-    cos: Float[Array, "L P"]
-    sin: Float[Array, "L P"]
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rope:
+    """Cosine and sine of the angle of each pair of channels at each token, float32; `length` tokens are real.
+
+    Over several devices there are zeros behind them, as `patchify` has it.
+    """
+
+    cos: Float[Array, "_L P"]
+    sin: Float[Array, "_L P"]
+    length: int = field(metadata={"static": True})
 
 
 def rope_3d(grid: tuple[int, int, int], axes: tuple[int, int, int], theta: float = 10000.0) -> Rope:
@@ -27,7 +36,8 @@ def rope_3d(grid: tuple[int, int, int], axes: tuple[int, int, int], theta: float
         for position, channels in zip(positions, axes, strict=True)
     ]
     angle = np.concatenate(angles, axis=1)
-    return Rope(jnp.asarray(np.cos(angle), jnp.float32), jnp.asarray(np.sin(angle), jnp.float32))
+    cos, sin = (spread(jnp.asarray(table, jnp.float32), ("length", None)) for table in (np.cos(angle), np.sin(angle)))
+    return Rope(cos, sin, len(angle))
 
 
 def apply_rope(x: Float[Array, "B L N D"], rope: Rope) -> Float[Array, "B L N D"]:

@@ -2,6 +2,7 @@
 """What every pipeline speaks of: the settings of a video, embeddings, a step on the way, parts that load late."""
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,6 +12,8 @@ from jaxtyping import Array, Float
 
 from wanjax.errors import WanjaxError
 from wanjax.pictures import RESIZES
+
+IN_FLIGHT = 2  # steps that may wait for the device: more would hold memory, and it is never idle with two
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,26 @@ class Step(NamedTuple):
     timestep: float
     latents: jax.Array
     x0: jax.Array
+
+
+class InFlight:
+    """The steps, a few at most, that the device has not been seen to finish; notices those that went wrong."""
+
+    def __init__(self, total: int):
+        self.total = total
+        self._finite: deque[tuple[int, jax.Array]] = deque()
+
+    def add(self, index: int, finite: jax.Array) -> None:
+        """One more step; `finite` will say whether its latents are. Waits for the oldest if there are too many."""
+        self._finite.append((index, finite))
+        self.wait(IN_FLIGHT)
+
+    def wait(self, left: int = 0) -> None:
+        """Waits until `left` steps are left; raises WanjaxError that names the first whose latents are not finite."""
+        while len(self._finite) > left:
+            index, finite = self._finite.popleft()
+            if not finite:
+                raise WanjaxError(f"the latents are not finite after step {index + 1} of {self.total}: use float32")
 
 
 class Cancelled(Exception):

@@ -4,9 +4,8 @@
 The stages are joined by plain arrays, so that each can run, and be freed, alone.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from math import ceil, prod
 from typing import Any, NamedTuple
 
 import jax
@@ -18,17 +17,25 @@ from jaxtyping import Array, Float, Shaped
 
 from wanjax.errors import WanjaxError
 from wanjax.io import Video
-from wanjax.layers.linear import scan_compiler_options
 from wanjax.layers.tiling import Tiling, map_tiles
 from wanjax.models.wan.config import TransformerConfig, VAEConfig
-from wanjax.models.wan.vae import to_cells, to_pixels
 from wanjax.pictures import ClipSource, Picture, Pictures, PictureSource, read_pictures, size_within
-from wanjax.pipelines.base import Cancelled, Embeddings, Parts, Settings, Step
+from wanjax.pipelines.base import Cancelled, Embeddings, InFlight, Parts, Settings, Step
 from wanjax.pipelines.experts import Stretch, Switch, stretches, take_over
-from wanjax.pipelines.guidance import guide
+from wanjax.pipelines.programs import (
+    compiled,
+    decode_frames,
+    encode_frames,
+    encode_images,
+    encode_prompts,
+    from_frames,
+    guided_step,
+    to_frames,
+)
 from wanjax.pipelines.tasks import TEXT_TO_VIDEO, Condition, Task
-from wanjax.pipelines.text import TokenBatch, clean_prompt, encode_text
+from wanjax.pipelines.text import TokenBatch, clean_prompt
 from wanjax.schedulers.base import Scheduler
+from wanjax.sharding import Layout, replicate, use
 
 Latents = Float[Array, "B C T H W"]
 GivenLatents = Float[Array | np.ndarray, "B C T H W"]
@@ -46,6 +53,12 @@ class WanConfigs(NamedTuple):
     vae: VAEConfig
     experts: bool = False
 
+    def tokens(self, settings: Settings) -> int:
+        """How many tokens a video of these settings is to the transformer."""
+        frames = (settings.frames - 1) // self.vae.temporal_factor + 1
+        height, width = (pixels // self.vae.spatial_factor for pixels in settings.size)
+        return frames * height * width // prod(self.transformer.patch)
+
 
 class WanPipeline:
     """A Wan checkpoint as a function from prompts, and pictures if its task has them, to videos.
@@ -54,11 +67,20 @@ class WanPipeline:
     `scheduler` are loaded when first used and can be used alone; `free` gives their memory back.
     """
 
-    def __init__(self, parts: Parts, configs: WanConfigs, defaults: Settings, task: Task = TEXT_TO_VIDEO):
+    def __init__(
+        self,
+        parts: Parts,
+        configs: WanConfigs,
+        defaults: Settings,
+        task: Task = TEXT_TO_VIDEO,
+        layout: Layout | None = None,
+    ):
+        """`layout`: the devices and how arrays lie on them; None for one device."""
         self.parts = parts
         self.configs = configs
         self.task = task
         self.defaults = defaults
+        self.layout = layout
 
     text_encoder = property(lambda self: self.parts.get("text_encoder"))
     image_encoder = property(lambda self: self.parts.get("image_encoder"))
@@ -168,7 +190,7 @@ class WanPipeline:
         both = [self.tokenize(text) for text in (prompt, negative)]
         ids, mask = (jnp.asarray(np.concatenate(x)) for x in zip(*((b.ids, b.mask) for b in both), strict=True))
         graphdef, weights = nnx.split(self.text_encoder)
-        embeds = _jitted(_encode)((graphdef,), ids, mask, weights)
+        embeds = self._compiled(encode_prompts)((graphdef,), ids, mask, weights)
         return Embeddings(embeds[:1], embeds[1:])
 
     def encode_pictures(
@@ -180,7 +202,7 @@ class WanPipeline:
     def encode_images(self, images: Sequence[Picture]) -> Float[Array, "1 S E"]:
         """The features of images one behind the other, by the vision tower of checkpoints that have one."""
         graphdef, weights = nnx.split(self.image_encoder)
-        features = _jitted(_encode_images)((graphdef,), jnp.asarray(self.image_processor(images)), weights)
+        features = self._compiled(encode_images)((graphdef,), jnp.asarray(self.image_processor(images)), weights)
         return features.reshape(1, -1, features.shape[-1])
 
     def noise(self, settings: Settings) -> Latents:
@@ -206,10 +228,11 @@ class WanPipeline:
     ) -> Latents:
         """Latents [1 C T H W], float32 and normalised, from noise (the seed's where None).
 
-        Under guidance the transformer runs twice a step, with `batch_guidance` once on a batch of two.
-        `callback` sees every step; a False from it raises Cancelled. `switched` is told when the second of two experts
-        takes over. Raises WanjaxError where the noise or the condition has another shape than the video asks for, and
-        where latents stop being finite, naming the step.
+        Under guidance the transformer runs twice a step; with `batch_guidance`, and on a mesh whose `dp` shares the two
+        runs, once on a batch of two. `callback` sees every step, which the device may still be at; a False from it
+        raises Cancelled. `switched` is told when the second of two experts takes over. Raises WanjaxError where the
+        noise or the condition has another shape than the video asks for, and where latents stop being finite, naming
+        the step; the callback may have seen a few more by then.
         """
         made = [latents for latents in (embeddings.condition, embeddings.video_latents) if latents is not None]
         if made and not settings.keys() & {"size", "height", "width"}:
@@ -220,17 +243,20 @@ class WanPipeline:
         scheduler = self.scheduler.configured(shift=chosen.flow_shift, sigmas=chosen.sigmas)
         schedule, x = self._begin(scheduler, embeddings, noise, chosen)
         state = scheduler.init(schedule, x)
-        step = _jitted(_guided_step, donated=(1, 2))
+        x, state, condition = self._on_devices((x, state, condition))
+        step = self._compiled(guided_step, donated=(1, 2))
         timesteps = np.asarray(schedule.timesteps)
         steps = len(timesteps)
+        in_flight = InFlight(steps)
         for stretch in stretches(timesteps, chosen):
             graphdef, weights = self._expert(stretch, steps, switched)
             prompts = tuple(embeddings[:2]) if stretch.guidance_scale > 1 else (embeddings.prompt_embeds,)
-            if batch_guidance:
+            if batch_guidance or (self.layout is not None and self.layout.size("dp") > 1):
                 prompts = (jnp.concatenate(prompts),)
+            prompts = self._on_devices(prompts)
             guidance_scale = jnp.float32(stretch.guidance_scale)
             for index in range(stretch.start, stretch.stop):
-                x, state, x0, finite = step(
+                x, state, x0, is_finite = step(
                     (graphdef, scheduler, self.task),
                     x,
                     state,
@@ -241,11 +267,11 @@ class WanPipeline:
                     schedule,
                     jnp.int32(index),
                 )
-                if not finite:
-                    raise WanjaxError(f"the latents are not finite after step {index + 1} of {steps}: use float32")
+                in_flight.add(index, is_finite)
                 t = float(timesteps[index])
                 if callback and callback(Step(index, steps, t, *(jnp.moveaxis(a, -1, 1) for a in (x, x0)))) is False:
                     raise Cancelled(index)
+            in_flight.wait()
             del weights  # lest they stay while the next expert is loaded
         return jnp.moveaxis(self.task.finish(x, condition), -1, 1)
 
@@ -304,12 +330,12 @@ class WanPipeline:
         graphdef, weights = nnx.split(self.vae)
 
         def decode(z: Chunk, cache: Any) -> tuple[Chunk, Any]:
-            return _jitted(_decode, donated=(2,))((graphdef,), z, cache, weights)
+            return self._compiled(decode_frames, donated=(2,))((graphdef,), z, cache, weights)
 
         cache = None
         for index in range(z.shape[1]):
             x, cache = map_tiles(decode, z[:, index : index + 1], cache, tiling, cells)
-            yield _jitted(_to_frames)((dtype, config.patch), x)
+            yield self._compiled(to_frames)((dtype, config.patch), x)
 
     def encode_video(self, frames: GivenFrames, *, tiling: Tiling | None = None) -> Latents:
         """Latents [1 C T H W], float32, of 4n + 1 frames [T H W 3], or a list, that are uint8 or floats in [0, 1].
@@ -326,38 +352,28 @@ class WanPipeline:
         graphdef, weights = nnx.split(self.vae)
 
         def encode(x: Chunk, cache: Any) -> tuple[Chunk, Any]:
-            return _jitted(_encode_frames)((graphdef,), x, cache, weights)
+            return self._compiled(encode_frames)((graphdef,), x, cache, weights)
 
         cache, latents = None, []
         for start in (0, *range(1, count, config.temporal_factor)):
             chunk = np.asarray(frames[start : start + config.temporal_factor if start else 1])
-            z, cache = map_tiles(encode, _jitted(_from_frames)((config.patch,), chunk), cache, tiling, cells)
+            z, cache = map_tiles(encode, self._compiled(from_frames)((config.patch,), chunk), cache, tiling, cells)
             latents.append(z)
         return jnp.moveaxis(jnp.concatenate(latents, axis=1), -1, 1)
 
+    def _compiled(self, function: Callable, donated: tuple[int, ...] = ()) -> Callable:
+        return compiled(function, donated, self.layout)
 
-@cache
-def _jitted(function: Callable, donated: tuple[int, ...] = ()) -> Callable:
-    """`function`, compiled; its first argument is static, and the buffers of the donated ones are taken over."""
-    return jax.jit(function, static_argnums=0, donate_argnums=donated, compiler_options=scan_compiler_options())
-
-
-def _encode(static, ids, mask, weights):
-    """Features of tokens [B S]; zeros where the mask is false."""
-    (graphdef,) = static
-    return encode_text(nnx.merge(graphdef, weights), ids, mask)
-
-
-def _encode_images(static, images, weights):
-    """Features of normalised images [B H W 3]."""
-    (graphdef,) = static
-    return nnx.merge(graphdef, weights)(images)
+    def _on_devices(self, arrays: Any) -> Any:
+        """The arrays, whole on every device, where those of one executable have to be."""
+        with use(self.layout):
+            return replicate(arrays)
 
 
 def _share(settings: Settings) -> int:
     """The steps that are taken from a given video on; raises WanjaxError where there are none."""
     if not (steps := int(settings.steps * settings.strength)):
-        least = math.ceil(1000 / settings.steps) / 1000
+        least = ceil(1000 / settings.steps) / 1000
         raise WanjaxError(f"a strength of {settings.strength} takes none of {settings.steps} steps: {least} takes one")
     return steps
 
@@ -369,47 +385,3 @@ def _channels_last(embeddings: Embeddings) -> Condition:
         None if condition is None else jnp.moveaxis(jnp.asarray(condition, jnp.float32), 1, -1),
         embeddings.image_embeds,
     )
-
-
-def _velocity(task, transformer, x, timestep, text, condition):
-    """The velocity of the latents [1 T H W C] under a condition for each of the prompts in `text`."""
-    x, condition = jax.tree.map(lambda a: jnp.broadcast_to(a, (len(text), *a.shape[1:])), (x, condition))
-    return task.velocity(transformer, x, jnp.full((len(text),), timestep), text, condition).astype(jnp.float32)
-
-
-def _guided_step(static, x, state, weights, prompts, condition, guidance_scale, schedule, index):
-    """One step of the scheduler along the guided velocity; also the predicted clean latents, and if all is finite."""
-    graphdef, scheduler, task = static
-    transformer = nnx.merge(graphdef, weights)
-    timestep = schedule.timesteps[index]
-    velocities = jnp.concatenate([_velocity(task, transformer, x, timestep, text, condition) for text in prompts])
-    velocity = velocities[:1] if len(velocities) == 1 else guide(velocities[:1], velocities[1:], guidance_scale)
-    x0 = scheduler.x0(schedule, index, velocity, x)
-    x, state = scheduler.step(schedule, state, index, velocity, x)
-    return x, state, x0, jnp.isfinite(x).all()
-
-
-def _decode(static, z, cache, weights):
-    """Cells of pixels of a chunk of latents, about [-1, 1]."""
-    (graphdef,) = static
-    return nnx.merge(graphdef, weights).decode_cells(z, cache)
-
-
-def _encode_frames(static, x, cache, weights):
-    """Latents of a chunk of cells of pixels in [-1, 1]."""
-    (graphdef,) = static
-    return nnx.merge(graphdef, weights).encode_cells(x, cache)
-
-
-def _to_frames(static, x):
-    """Cells of pixels as they leave the device: bytes, or floats in [0, 1]."""
-    dtype, patch = static
-    frames = jnp.clip(to_pixels(x, patch)[0] * 0.5 + 0.5, 0.0, 1.0)
-    return jnp.round(frames * 255.0).astype(dtype) if dtype == jnp.uint8 else frames.astype(dtype)
-
-
-def _from_frames(static, frames):
-    """Bytes, or floats in [0, 1], as cells of pixels in [-1, 1]."""
-    (patch,) = static
-    x = frames.astype(jnp.float32) / 255.0 if frames.dtype == jnp.uint8 else frames.astype(jnp.float32)
-    return to_cells(x[None] * 2.0 - 1.0, patch)

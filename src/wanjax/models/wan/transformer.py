@@ -24,6 +24,7 @@ from wanjax.layers.norms import layer_norm, rms_norm
 from wanjax.layers.patch import patchify, unpatchify
 from wanjax.layers.rope import Rope, apply_rope, rope_3d
 from wanjax.models.wan.config import TransformerConfig
+from wanjax.sharding import spread
 
 Tokens = Float[Array, "B L E"]
 
@@ -43,10 +44,14 @@ class Attention(nnx.Module):
         self.implementation = implementation
 
     def attend(
-        self, q: Float[Array, "B L N D"], k: Float[Array, "B _S N D"], v: Float[Array, "B _S N D"]
+        self,
+        q: Float[Array, "B L N D"],
+        k: Float[Array, "B _S N D"],
+        v: Float[Array, "B _S N D"],
+        keys: int | None = None,
     ) -> Float[Array, "B L E"]:
         q, k = q.astype(self.dtype), k.astype(self.dtype)  # norms and rope hand over float32
-        return join_heads(attention(q, k, v, implementation=self.implementation))
+        return join_heads(attention(q, k, v, keys=keys, implementation=self.implementation))
 
 
 class SelfAttention(Attention):
@@ -56,7 +61,7 @@ class SelfAttention(Attention):
         q = split_heads(self.q_norm(self.q(x)), self.heads)  # [B L N D]
         k = split_heads(self.k_norm(self.k(x)), self.heads)
         v = split_heads(self.v(x), self.heads)
-        return self.out(self.attend(apply_rope(q, rope), apply_rope(k, rope), v))
+        return self.out(self.attend(apply_rope(q, rope), apply_rope(k, rope), v, rope.length))
 
 
 class CrossAttention(Attention):
@@ -150,7 +155,8 @@ class WanTransformer(nnx.Module):
     def clean_tokens(self, grid: tuple[int, int, int], frames: int) -> Clean:
         """Marks the tokens of the first `frames` latent frames; None where there are none to mark."""
         tokens = jnp.arange(math.prod(grid))
-        return tokens < frames // self.config.patch[0] * grid[1] * grid[2] if frames else None
+        clean = tokens < frames // self.config.patch[0] * grid[1] * grid[2]
+        return spread(clean, ("length",)) if frames else None
 
     def __call__(
         self,

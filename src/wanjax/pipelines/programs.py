@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The programs that a Wan pipeline runs on its devices, as functions of arrays.
+
+`compiled` makes an executable of one. The first argument is always what is known when it is compiled.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from wanjax.layers.conv import VIDEO
+from wanjax.layers.linear import scan_compiler_options
+from wanjax.models.wan.vae import to_cells, to_pixels
+from wanjax.pipelines.guidance import guide
+from wanjax.pipelines.text import encode_text
+from wanjax.sharding import Layout, constrain, replicate, use
+
+
+@cache
+def compiled(function: Callable, donated: tuple[int, ...] = (), layout: Layout | None = None) -> Callable:
+    """`function` for the devices of a layout; the buffers of the donated arguments are taken over."""
+
+    def run(*arguments: Any) -> Any:
+        with use(layout):
+            return function(*arguments)
+
+    return jax.jit(run, static_argnums=0, donate_argnums=donated, compiler_options=scan_compiler_options())
+
+
+def encode_prompts(static, ids, mask, weights):
+    """Features of tokens [B S]; zeros where the mask is false."""
+    (graphdef,) = static
+    return encode_text(nnx.merge(graphdef, weights), ids, mask)
+
+
+def encode_images(static, images, weights):
+    """Features of normalised images [B H W 3]."""
+    (graphdef,) = static
+    return nnx.merge(graphdef, weights)(images)
+
+
+def _velocity(task, transformer, x, timestep, text, condition):
+    """The velocity of the latents [1 T H W C] under a condition for each of the prompts in `text`."""
+    x, condition = jax.tree.map(lambda a: jnp.broadcast_to(a, (len(text), *a.shape[1:])), (x, condition))
+    return task.velocity(transformer, x, jnp.full((len(text),), timestep), text, condition).astype(jnp.float32)
+
+
+def guided_step(static, x, state, weights, prompts, condition, guidance_scale, schedule, index):
+    """One step of the scheduler along the guided velocity; also the predicted clean latents, and if all is finite."""
+    graphdef, scheduler, task = static
+    transformer = nnx.merge(graphdef, weights)
+    timestep = schedule.timesteps[index]
+    velocities = jnp.concatenate([_velocity(task, transformer, x, timestep, text, condition) for text in prompts])
+    velocity = velocities[:1] if len(velocities) == 1 else guide(velocities[:1], velocities[1:], guidance_scale)
+    velocity = replicate(velocity)
+    x0 = scheduler.x0(schedule, index, velocity, x)
+    x, state = scheduler.step(schedule, state, index, velocity, x)
+    return *replicate((x, state, x0)), jnp.isfinite(x).all()
+
+
+def decode_frames(static, z, cache, weights):
+    """Cells of pixels of a chunk of latents, about [-1, 1]."""
+    (graphdef,) = static
+    x, cache = nnx.merge(graphdef, weights).decode_cells(constrain(z, VIDEO), cache)
+    return constrain(x, VIDEO), _spread_out(cache)
+
+
+def encode_frames(static, x, cache, weights):
+    """Latents of a chunk of cells of pixels in [-1, 1]."""
+    (graphdef,) = static
+    z, cache = nnx.merge(graphdef, weights).encode_cells(constrain(x, VIDEO), cache)
+    return constrain(z, VIDEO), _spread_out(cache)
+
+
+def _spread_out(cache):
+    """What an autoencoder keeps from chunk to chunk, laid out as its frames are."""
+    return jax.tree.map(lambda x: constrain(x, VIDEO), cache)
+
+
+def to_frames(static, x):
+    """Cells of pixels as they leave the device: bytes, or floats in [0, 1]."""
+    dtype, patch = static
+    frames = jnp.clip(to_pixels(x, patch)[0] * 0.5 + 0.5, 0.0, 1.0)
+    return jnp.round(frames * 255.0).astype(dtype) if dtype == jnp.uint8 else frames.astype(dtype)
+
+
+def from_frames(static, frames):
+    """Bytes, or floats in [0, 1], as cells of pixels in [-1, 1]."""
+    (patch,) = static
+    x = frames.astype(jnp.float32) / 255.0 if frames.dtype == jnp.uint8 else frames.astype(jnp.float32)
+    return to_cells(x[None] * 2.0 - 1.0, patch)

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Meshes and rules, and every network over eight devices against the same on one."""
+
+from dataclasses import replace
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as Spec
+
+import wanjax
+from tests.test_attention import error
+from tests.tiny import tiny_checkpoint
+from wanjax.errors import WanjaxError
+from wanjax.layers.linear import placed
+from wanjax.models.wan.config import T2V_14B, VAE_2_1, TransformerConfig
+from wanjax.models.wan.transformer import WanTransformer
+from wanjax.models.wan.vae import WanVAE
+from wanjax.pipelines.base import Embeddings, Parts
+from wanjax.pipelines.wan import WanConfigs, WanPipeline
+from wanjax.registry import PRESETS
+from wanjax.schedulers import FlowEuler
+from wanjax.sharding import MESH_AXES, RULES, Layout, choose_axes, make_mesh, parse_mesh, use
+
+MESHES = [(1, 1, 8), (2, 1, 4), (2, 2, 2), (1, 4, 2), (1, 8, 1)]
+BOUND = 1e-5
+VAE = replace(
+    VAE_2_1,
+    width=4,
+    decoder_width=4,
+    latent_channels=4,
+    multipliers=(1, 2),
+    res_blocks=1,
+    temporal_downsample=(True,),
+    latents_mean=(0.1, -0.2, 0.3, 0.0),
+    latents_std=(1.1, 0.9, 1.2, 1.0),
+)
+
+
+def layout(axes, rules="fsdp"):
+    return None if axes is None else Layout(make_mesh(*axes), RULES[rules])
+
+
+def network(make, layout):
+    """Random weights, the same on any devices."""
+    abstract = nnx.eval_shape(lambda: make(dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0)))
+    graphdef, state = nnx.split(placed(abstract, layout))
+    random = np.random.default_rng(0)
+
+    def draw(x):
+        return jax.device_put(random.normal(0, 0.15, x.shape).astype(np.float32), x.sharding)
+
+    return nnx.merge(graphdef, jax.tree.map(draw, state))
+
+
+def transformer_config(heads):
+    return TransformerConfig(
+        layers=2,
+        heads=heads,
+        head_dim=6,
+        mlp_dim=16,
+        channels_in=4,
+        channels_out=4,
+        patch=(1, 2, 2),
+        text_width=8,
+        frequency_dim=8,
+        eps=1e-6,
+    )
+
+
+def pipeline(heads, layout):
+    """A pipeline of a transformer and a VAE with random weights."""
+    config = transformer_config(heads)
+    parts = Parts(
+        {
+            "transformer": lambda: network(partial(WanTransformer, config), layout),
+            "vae": lambda: network(partial(WanVAE, VAE), layout),
+            "scheduler": lambda: FlowEuler(3.0),
+        }
+    )
+    return WanPipeline(parts, WanConfigs(config, VAE), PRESETS["nano"].defaults, layout=layout)
+
+
+@cache
+def denoised(heads, axes=None, rules="fsdp"):
+    """Latents of 27 tokens, which nothing divides."""
+    random = np.random.default_rng(1)
+    embeddings = Embeddings(*(jnp.asarray(random.normal(size=(1, 7, 8)), jnp.float32) for _ in range(2)))
+    pipe = pipeline(heads, layout(axes, rules))
+    return pipe.denoise(embeddings, size=(12, 12), frames=5, steps=2, guidance_scale=4.0, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("axes", "rules", "heads"),
+    [(axes, rules, (4, 12, 40)[(i + j) % 3]) for i, axes in enumerate(MESHES) for j, rules in enumerate(RULES)],
+)
+def test_denoising(axes, rules, heads):
+    latents = denoised(heads, axes, rules)
+    assert latents.sharding.is_fully_replicated
+    assert len(latents.sharding.device_set) == 8
+    assert error(latents, np.asarray(denoised(heads), np.float64)) <= BOUND
+
+
+def test_tokens_at_two_timesteps():
+    x, t, text = (
+        jnp.asarray(np.random.default_rng(3).normal(size=s), jnp.float32) for s in ((2, 3, 6, 6, 4), 2, (2, 7, 8))
+    )
+
+    def run(layout):
+        def call(weights):
+            with use(layout):
+                return nnx.merge(graphdef, weights)(x, t, text, clean_frames=1)
+
+        graphdef, weights = nnx.split(network(partial(WanTransformer, transformer_config(4)), layout))
+        return jax.jit(call)(weights)
+
+    assert error(run(layout((2, 2, 2))), np.asarray(run(None), np.float64)) <= BOUND
+
+
+def test_vae():
+    """Frames are split by height and width, as far as they go evenly."""
+    z = np.random.default_rng(2).normal(size=(1, 4, 2, 6, 4)).astype(np.float32)
+    alone, together = pipeline(4, None), pipeline(4, layout((2, 2, 2)))
+    chunks = list(together.decode_chunks(z, jnp.float32))
+    assert len({str(shard.index) for shard in chunks[-1].addressable_shards}) == 8
+    frames = alone.decode(z, jnp.float32)
+    assert error(np.concatenate([np.asarray(chunk) for chunk in chunks]), frames.astype(np.float64)) <= BOUND
+    latents = alone.encode_video(frames)
+    assert error(together.encode_video(frames), np.asarray(latents, np.float64)) <= BOUND
+    assert all(weight.sharding.is_fully_replicated for weight in jax.tree.leaves(nnx.state(together.vae)))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+def test_a_checkpoint_from_prompt_to_video(checkpoint):
+    """Every weight goes where it belongs as it is loaded, and the video is the same to the last bit or so."""
+    videos = []
+    for mesh in (None, "dp=2,sp=2,tp=2"):
+        pipe = wanjax.load(checkpoint, mesh=mesh)
+        video = pipe("a cat", negative_prompt="a dog", size=(32, 48), frames=1, steps=1, seed=1, guidance_scale=3.0)
+        videos.append(video.frames.astype(int))
+    assert np.abs(videos[1] - videos[0]).max() <= 1
+    attention = pipe.transformer.blocks.self_attn
+    assert attention.q.kernel.sharding.spec == Spec(None, None, ("sp", "tp"))
+    assert attention.q_norm.scale.sharding.is_fully_replicated
+    assert pipe.text_encoder.embed.embedding.sharding.spec == Spec(("sp", "tp"), None)
+
+
+@pytest.mark.parametrize(
+    ("rules", "axes", "shape", "spec"),
+    [
+        ("fsdp", ("layers", "embed", "heads"), (2, 8, 16), Spec(None, None, ("sp", "tp"))),
+        ("fsdp", ("layers", "embed", "heads"), (2, 8, 6), Spec(None, None, "sp")),
+        ("fsdp", ("layers", "embed", "heads"), (2, 8, 7), Spec(None, None, None)),
+        ("fsdp", ("layers", "heads"), (2, 16), Spec(None, None)),
+        ("fsdp", (None, "embed"), (4, 16), Spec(None, None)),
+        ("tp", ("layers", "embed", "heads"), (2, 8, 16), Spec(None, None, "tp")),
+        ("tp", ("layers", "mlp", "embed"), (2, 16, 8), Spec(None, "tp", None)),
+        ("tp", ("layers", "heads"), (2, 16), Spec(None, "tp")),
+        ("tp", ("vocab", "embed"), (16, 8), Spec("tp", None)),
+        ("tp", (None, None, "conv_in", "conv_out"), (3, 3, 8, 8), Spec(None, None, None, None)),
+    ],
+)
+def test_where_weights_lie(rules, axes, shape, spec):
+    assert layout((2, 2, 2), rules).weight(axes, shape).spec == spec
+
+
+@pytest.mark.parametrize(
+    ("rules", "axes", "shape", "spec"),
+    [
+        ("fsdp", ("batch", "length", "embed"), (2, 8, 5), Spec("dp", ("sp", "tp"), None)),
+        ("fsdp", ("batch", "length", "embed"), (1, 6, 5), Spec(None, "sp", None)),
+        ("fsdp", ("batch", "length", "heads", "head_dim"), (2, 8, 4, 6), Spec("dp", ("sp", "tp"), None, None)),
+        ("tp", ("batch", "length", "heads", "head_dim"), (2, 8, 4, 6), Spec("dp", "sp", "tp", None)),
+        ("tp", ("batch", "length", "heads", "head_dim"), (2, 8, 3, 6), Spec("dp", ("sp", "tp"), None, None)),
+        ("tp", ("batch", "length", "mlp"), (2, 8, 4), Spec("dp", "sp", "tp")),
+        ("tp", ("batch", "length", "embed"), (2, 8, 4), Spec("dp", ("sp", "tp"), None)),
+        (
+            "fsdp",
+            ("batch", "frames", "height", "width", None),
+            (1, 5, 3, 8, 4),
+            Spec(None, None, None, MESH_AXES, None),
+        ),
+        (
+            "fsdp",
+            ("batch", "frames", "height", "width", None),
+            (1, 5, 6, 4, 4),
+            Spec(None, None, "tp", ("dp", "sp"), None),
+        ),
+        ("fsdp", ("batch", "frames", "height", "width", None), (2, 5, 6, 6, 4), Spec("dp", None, "tp", "sp", None)),
+    ],
+)
+def test_where_activations_lie(rules, axes, shape, spec):
+    assert layout((2, 2, 2), rules).activation(axes, shape) == spec
+
+
+def test_what_the_14b_keeps_on_each_of_eight_chips():
+    """Its 28.6 GB lie over `sp` and `tp`; both halves of `dp` have all."""
+
+    def bytes_a_device(axes, rules):
+        make = partial(WanTransformer, T2V_14B, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+        weights = jax.tree.leaves(
+            nnx.state(placed(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))), layout(axes, rules)))
+        )
+        return sum(np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in weights)
+
+    assert bytes_a_device((1, 1, 8), "fsdp") < 3.7e9
+    assert bytes_a_device((2, 1, 4), "fsdp") < 7.3e9
+    assert bytes_a_device((2, 1, 4), "tp") < 7.3e9
+
+
+@pytest.mark.parametrize(
+    ("devices", "heads", "tokens", "guided", "axes"),
+    [
+        (8, 40, 75_600, True, (2, 1, 4)),
+        (16, 40, 75_600, True, (2, 1, 8)),
+        (8, 40, 75_600, False, (1, 1, 8)),
+        (8, 12, 32_760, True, (2, 1, 4)),
+        (16, 12, 32_760, True, (2, 2, 4)),
+        (7, 40, 75_600, True, (1, 7, 1)),
+        (8, 40, 64, True, (2, 1, 2)),
+        (1, 12, 1, True, (1, 1, 1)),
+    ],
+)
+def test_the_mesh_that_suits(devices, heads, tokens, guided, axes):
+    assert choose_axes(devices, heads=heads, tokens=tokens, guided=guided) == axes
+
+
+@pytest.mark.parametrize(
+    ("mesh", "told"),
+    [
+        ("dp=2,sp=2,tp=4", "the mesh dp=2,sp=2,tp=4 is for 16 devices where there are 8: dp · sp · tp has to be 8"),
+        ("tp=3", "is for 3 devices where there are 8"),
+        ("dp=0,tp=8", "an axis below 1"),
+        ("tp=8,pp=1", "'tp=8,pp=1' is not such as dp=2,sp=1,tp=4, nor auto"),
+        ("tp=4,tp=2", "is not such as"),
+        ("8", "is not such as"),
+    ],
+)
+def test_meshes_that_cannot_be(mesh, told):
+    with pytest.raises(WanjaxError, match=told):
+        wanjax.load("nano", mesh=mesh)
+
+
+def test_rules_that_are_not_known():
+    with pytest.raises(WanjaxError, match="no rules are named 'zero': there are fsdp and tp"):
+        wanjax.load("nano", rules="zero")
+
+
+def test_a_mesh_is_read_and_found():
+    assert parse_mesh("tp=4, dp=2") == (2, 1, 4)
+    pipe = wanjax.load("nano", mesh="auto", rules="tp")
+    assert pipe.layout is not None
+    assert pipe.layout.mesh.size == 4  # of the eight: 80 tokens are few
