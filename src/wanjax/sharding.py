@@ -147,10 +147,10 @@ def replicate(tree: Any) -> Any:
     return jax.lax.with_sharding_constraint(tree, NamedSharding(layout.mesh, PartitionSpec()))
 
 
-def whole(tree: Any) -> Any:
-    """The weights in `tree` as they are used: whole on each device under rules that gather them."""
+def whole(weight: jax.Array) -> jax.Array:
+    """A weight as it is used: whole on each device under rules that gather them."""
     layout = current()
-    return replicate(tree) if layout is not None and layout.rules.gathered else tree
+    return replicate(weight) if layout is not None and layout.rules.gathered else weight
 
 
 def pad_to(x: jax.Array, axis: int, multiple: int) -> jax.Array:

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import jax
 from flax import nnx
+from flax.nnx.nn.dtypes import promote_dtype
 from jax.typing import DTypeLike
 
 from wanjax.sharding import Layout, constrain, whole
@@ -20,15 +21,25 @@ default_kernel_init = nnx.initializers.lecun_normal()
 
 
 class Linear(nnx.Linear):
-    """A dense projection that lays out the tokens [B L E] it makes."""
+    """A dense projection; over several devices that of tokens [B L E] gathers its weights and lays out its result."""
 
     def __init__(self, *sizes: int, axis: str | None, **kw):
-        super().__init__(*sizes, **kw)
+        super().__init__(*sizes, **kw, promote_dtype=_promote)
         self.axis = axis
 
     def __call__(self, inputs: jax.Array, out_sharding: None = None) -> jax.Array:
         y = super().__call__(inputs, out_sharding)
-        return constrain(y, ("batch", "length", self.axis)) if y.ndim == 3 else y
+        return constrain(y, ("batch", "length", self.axis)) if _are_tokens(y) else y
+
+
+def _promote(operands: tuple, *, dtype: DTypeLike) -> tuple:
+    """The operands of a projection in its dtype, which is also the one in which weights are gathered."""
+    inputs, kernel, bias = promote_dtype(operands, dtype=dtype)
+    return inputs, whole(kernel) if _are_tokens(inputs) else kernel, bias
+
+
+def _are_tokens(x: jax.Array) -> bool:
+    return x.ndim == 3 and x.shape[1] > 1
 
 
 def linear(
@@ -76,7 +87,7 @@ def scan_blocks(blocks: Module, apply: Callable[[Module, jax.Array], jax.Array],
 
     @partial(jax.checkpoint, prevent_cse=False)  # which a scan needs no guard against
     def step(x: jax.Array, block_weights: nnx.State) -> tuple[jax.Array, None]:
-        return constrain(apply(nnx.merge(graphdef, whole(block_weights)), x), TOKENS), None
+        return constrain(apply(nnx.merge(graphdef, block_weights), x), TOKENS), None
 
     return jax.lax.scan(step, constrain(x, TOKENS), weights)[0]
 
