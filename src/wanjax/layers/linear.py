@@ -3,7 +3,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx
@@ -32,9 +32,9 @@ class Linear(nnx.Linear):
         return constrain(y, ("batch", "length", self.axis)) if _are_tokens(y) else y
 
 
-def _promote(operands: tuple, *, dtype: DTypeLike) -> tuple:
+def _promote(operands: tuple, /, *, dtype: DTypeLike | None = None, inexact: bool = True) -> Any:
     """The operands of a projection in its dtype, which is also the one in which weights are gathered."""
-    inputs, kernel, bias = promote_dtype(operands, dtype=dtype)
+    inputs, kernel, bias = promote_dtype(operands, dtype=dtype, inexact=inexact)
     return inputs, whole(kernel) if _are_tokens(inputs) else kernel, bias
 
 
