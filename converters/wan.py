@@ -18,11 +18,17 @@ from wanjax.converters.engine import (
     squeeze,
 )
 from wanjax.errors import WanjaxError
-from wanjax.models.wan.config import ImageTransformerConfig, ResidualVAEConfig, TransformerConfig, VAEConfig
+from wanjax.models.wan.config import (
+    ControlTransformerConfig,
+    ImageTransformerConfig,
+    ResidualVAEConfig,
+    TransformerConfig,
+    VAEConfig,
+)
 
 # Entries of config.json that change the architecture, and the values that mean this one, first an absent entry's.
 TRANSFORMER_KIND = {
-    "_class_name": ("WanTransformer3DModel",),
+    "_class_name": ("WanTransformer3DModel", "WanVACETransformer3DModel"),
     "cross_attn_norm": (True,),
     "qk_norm": ("rms_norm_across_heads",),
 }
@@ -54,18 +60,47 @@ def transformer_config(json: Mapping[str, Any]) -> TransformerConfig:
         )
     except KeyError as missing:
         raise WanjaxError(f"the transformer's config.json has no {missing.args[0]}") from None
-    if (image_width := json.get("image_dim")) is None:
-        _check("transformer", json, {"added_kv_proj_dim": (None,), "pos_embed_seq_len": (None,)})
-        return plain
+    image_width, controlled = json.get("image_dim"), json.get("_class_name") == "WanVACETransformer3DModel"
+    if image_width is None or controlled:
+        _check("transformer", json, {"image_dim": (None,), "added_kv_proj_dim": (None,), "pos_embed_seq_len": (None,)})
+        return _control_config(plain, json) if controlled else plain
     _check("transformer", json, {"added_kv_proj_dim": (plain.width,)})
     return ImageTransformerConfig(
         **asdict(plain), image_width=image_width, image_positions=json.get("pos_embed_seq_len")
     )
 
 
+def _control_config(plain: TransformerConfig, json: Mapping[str, Any]) -> ControlTransformerConfig:
+    layers, channels = json.get("vace_layers"), json.get("vace_in_channels")
+    if not layers or channels is None:
+        raise WanjaxError("the transformer's config.json has no vace_layers or no vace_in_channels, which VACE needs")
+    stride = plain.layers // len(layers)
+    if list(layers) != list(range(0, plain.layers, stride)) or plain.layers % stride:
+        right = f"evenly spaced layers from 0 that divide {plain.layers}"
+        raise WanjaxError(f"the transformer's config.json has vace_layers {list(layers)} where {right} are what runs")
+    return ControlTransformerConfig(**asdict(plain), control_channels=channels, control_stride=stride)
+
+
 def transformer_rules(config: TransformerConfig) -> list[Rule]:
     """Every parameter of the transformer that the config's type stands for."""
-    return _plain_rules(config) + (_image_rules(config) if isinstance(config, ImageTransformerConfig) else [])
+    rules = _plain_rules(config)
+    match config:
+        case ImageTransformerConfig():
+            return rules + _image_rules(config)
+        case ControlTransformerConfig():
+            return rules + _control_rules(config)
+    return rules
+
+
+def _control_rules(config: ControlTransformerConfig) -> list[Rule]:
+    """What a transformer that follows a control clip has more."""
+    return [
+        Rule("vace_patch_embedding.weight", "control_embed.kernel", patches(config.patch)),
+        Rule("vace_patch_embedding.bias", "control_embed.bias"),
+        *linear("vace_blocks.0.proj_in", "control_in"),
+        *_block("vace_blocks.{i}", "control_blocks", config),
+        *linear("vace_blocks.{i}.proj_out", "control_blocks.hint"),
+    ]
 
 
 def _image_rules(config: ImageTransformerConfig) -> list[Rule]:
@@ -84,7 +119,6 @@ def _image_rules(config: ImageTransformerConfig) -> list[Rule]:
 
 
 def _plain_rules(config: TransformerConfig) -> list[Rule]:
-    halves = rope_halves(config.heads)
     return [
         Rule("patch_embedding.weight", "patch_embed.kernel", patches(config.patch)),
         Rule("patch_embedding.bias", "patch_embed.bias"),
@@ -93,14 +127,20 @@ def _plain_rules(config: TransformerConfig) -> list[Rule]:
         *linear("condition_embedder.time_embedder.linear_1", "time_embed.up"),
         *linear("condition_embedder.time_embedder.linear_2", "time_embed.down"),
         *linear("condition_embedder.time_proj", "time_proj"),
-        *_attention("blocks.{i}.attn1", "blocks.self_attn", halves),
-        *_attention("blocks.{i}.attn2", "blocks.cross_attn", IDENTITY),
-        *norm("blocks.{i}.norm2", "blocks.norm2", bias=True),
-        *linear("blocks.{i}.ffn.net.0.proj", "blocks.mlp.up"),
-        *linear("blocks.{i}.ffn.net.2", "blocks.mlp.down"),
-        Rule("blocks.{i}.scale_shift_table", "blocks.table", squeeze(0)),
+        *_block("blocks.{i}", "blocks", config),
         Rule("scale_shift_table", "table", squeeze(0)),
         *linear("proj_out", "proj_out"),
+    ]
+
+
+def _block(source: str, target: str, config: TransformerConfig) -> list[Rule]:
+    return [
+        *_attention(f"{source}.attn1", f"{target}.self_attn", rope_halves(config.heads)),
+        *_attention(f"{source}.attn2", f"{target}.cross_attn", IDENTITY),
+        *norm(f"{source}.norm2", f"{target}.norm2", bias=True),
+        *linear(f"{source}.ffn.net.0.proj", f"{target}.mlp.up"),
+        *linear(f"{source}.ffn.net.2", f"{target}.mlp.down"),
+        Rule(f"{source}.scale_shift_table", f"{target}.table", squeeze(0)),
     ]
 
 

@@ -12,7 +12,13 @@ from wanjax.converters.engine import Rule
 from wanjax.errors import WanjaxError
 from wanjax.models.t5 import T5Encoder
 from wanjax.models.vision import CLIPVision
-from wanjax.models.wan.config import ImageTransformerConfig, ResidualVAEConfig, TransformerConfig
+from wanjax.models.wan.config import (
+    ControlTransformerConfig,
+    ImageTransformerConfig,
+    ResidualVAEConfig,
+    TransformerConfig,
+)
+from wanjax.models.wan.control import WanControlTransformer
 from wanjax.models.wan.image import WanImageTransformer
 from wanjax.models.wan.residual_vae import WanResidualVAE
 from wanjax.models.wan.transformer import WanTransformer
@@ -52,6 +58,7 @@ def _clip(json: Mapping[str, Any]) -> Network:
 TRANSFORMERS: dict[type[TransformerConfig], type[WanTransformer]] = {
     TransformerConfig: WanTransformer,
     ImageTransformerConfig: WanImageTransformer,
+    ControlTransformerConfig: WanControlTransformer,
 }
 """The transformer that each type of config is the shape of."""
 
@@ -72,6 +79,7 @@ NETWORKS: dict[str, Callable[[Mapping[str, Any]], Network]] = {
     "UMT5EncoderModel": _t5,
     "CLIPVisionModel": _clip,
     "WanTransformer3DModel": _wan_transformer,
+    "WanVACETransformer3DModel": _wan_transformer,
     "AutoencoderKLWan": _wan_vae,
 }
 

@@ -13,6 +13,8 @@ from jax.typing import DTypeLike
 from wanjax.sharding import Layout, constrain, whole
 
 Module = TypeVar("Module", bound=nnx.Module)
+Blocks = TypeVar("Blocks")  # a stacked module, or a tuple of them
+Carry = TypeVar("Carry")  # an array, or a tuple of them
 
 Axes = tuple[str | None, ...]
 TOKENS = ("batch", "length", "embed")
@@ -78,18 +80,35 @@ def stack(make_block: Callable[[nnx.Rngs], Module], layers: int, rngs: nnx.Rngs)
     return make(rngs)
 
 
-def scan_blocks(blocks: Module, apply: Callable[[Module, jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+def part(blocks: Module, index: int | slice) -> Module:
+    """The block, or the stack, at an index of stacked blocks."""
+    graphdef, weights = nnx.split(blocks)
+    return nnx.merge(graphdef, jax.tree.map(lambda w: w[index], weights))
+
+
+def grouped(blocks: Module, groups: int) -> Module:
+    """Stacked blocks as a stack of `groups` stacks of equal size, in the same order."""
+    graphdef, weights = nnx.split(blocks)
+    return nnx.merge(graphdef, jax.tree.map(lambda w: w.reshape(groups, -1, *w.shape[1:]), weights))
+
+
+def scan_blocks(blocks: Blocks, apply: Callable[[Blocks, Carry], Carry], x: Carry) -> Carry:
     """Runs `x = apply(block, x)` over the stacked blocks, compiled once for all of them; x is [B L E].
+
+    Stacks of equal length may run side by side, as a tuple; so may arrays as x.
 
     Backwards, each block is computed again from its input: less memory, and on the CPU less time than to keep it all.
     """
     graphdef, weights = nnx.split(blocks)
 
     @partial(jax.checkpoint, prevent_cse=False)  # which a scan needs no guard against
-    def step(x: jax.Array, block_weights: nnx.State) -> tuple[jax.Array, None]:
-        return constrain(apply(nnx.merge(graphdef, block_weights), x), TOKENS), None
+    def step(x: Carry, block_weights: nnx.State) -> tuple[Carry, None]:
+        return spread(apply(nnx.merge(graphdef, block_weights), x)), None
 
-    return jax.lax.scan(step, constrain(x, TOKENS), weights)[0]
+    def spread(x: Carry) -> Carry:
+        return jax.tree.map(lambda tokens: constrain(tokens, TOKENS), x)
+
+    return jax.lax.scan(step, spread(x), weights)[0]
 
 
 def placed(abstract: Module, layout: Layout | None) -> Module:

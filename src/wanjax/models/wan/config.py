@@ -37,6 +37,21 @@ class ImageTransformerConfig(TransformerConfig):
 
 
 @dataclass(frozen=True)
+class ControlTransformerConfig(TransformerConfig):
+    """Shape of a transformer that a control clip steers (VACE): a control block beside every `control_stride`th block.
+
+    `control_channels` are those of the clip: the latents of what stays and of what is made anew, and the mask's cells.
+    """
+
+    control_channels: int
+    control_stride: int
+
+    @property
+    def control_blocks(self) -> int:
+        return self.layers // self.control_stride
+
+
+@dataclass(frozen=True)
 class VAEConfig:
     """Shape of a Wan 2.1 causal video autoencoder, and the statistics of its latents.
 
@@ -101,6 +116,8 @@ I2V_A14B = replace(T2V_14B, channels_in=36)
 TI2V_5B = replace(T2V_14B, layers=30, heads=24, mlp_dim=14336, channels_in=48, channels_out=48)
 I2V_14B = ImageTransformerConfig(**asdict(I2V_A14B), image_width=1280, image_positions=None)
 FLF2V_14B = replace(I2V_14B, image_positions=514)
+VACE_14B = ControlTransformerConfig(**asdict(T2V_14B), control_channels=96, control_stride=5)
+VACE_1_3B = ControlTransformerConfig(**asdict(T2V_1_3B), control_channels=96, control_stride=2)
 
 VAE_2_1 = VAEConfig(
     width=96,

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wan's diffusion transformer that a control clip steers (Jiang et al., VACE, 2025, arXiv:2503.07598).
+
+A second, shorter stream of blocks goes along the text-to-video transformer. It begins as the control clip and the
+noisy latents together, and at every few blocks gives the latents a hint. The reference is diffusers'
+models/transformers/transformer_wan_vace.py, which computes all hints before the first block; here each is computed
+where it is used, so that one at a time is in memory.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from wanjax.layers.embeddings import sinusoid
+from wanjax.layers.linear import grouped, linear, part, scan_blocks, stack
+from wanjax.layers.modulation import modulate
+from wanjax.layers.patch import patchify, unpatchify
+from wanjax.models.wan.config import ControlTransformerConfig
+from wanjax.models.wan.transformer import Block, Tokens, WanTransformer
+
+
+class ControlBlock(Block):
+    """A block of the control stream; `hint` is what the stream then tells the latents."""
+
+    def __init__(self, config: ControlTransformerConfig, implementation: str | None, **kw):
+        super().__init__(config, implementation, **kw)
+        self.hint = linear(config.width, config.width, ("mlp", "embed"), **kw)
+
+
+class WanControlTransformer(WanTransformer):
+    """Predicts the velocity of latents at timesteps t in [0, 1000] for encoded prompts [B S E] and a control clip.
+
+    `control` is as large as the latents, with channels of its own.
+    """
+
+    def __init__(
+        self,
+        config: ControlTransformerConfig,
+        *,
+        attention: str | None = None,
+        dtype: DTypeLike,
+        param_dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ):
+        """`attention` names an implementation of it; None picks by platform and shape."""
+        kw: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        super().__init__(config, attention=attention, **kw)
+        cells = config.patch[0] * config.patch[1] * config.patch[2]
+        self.control_embed = linear(cells * config.control_channels, config.width, (None, "embed"), **kw)
+        self.control_in = linear(config.width, config.width, ("mlp", "embed"), **kw)
+        self.control_blocks = stack(
+            lambda rngs: ControlBlock(config, attention, **{**kw, "rngs": rngs}), config.control_blocks, rngs
+        )
+
+    def __call__(
+        self,
+        latents: Float[Array, "B T H W C"],
+        t: Float[Array, "B"],
+        text: Float[Array, "B S E"],
+        control: Float[Array, "B T H W _C"],
+    ) -> Float[Array, "B T H W C"]:
+        grid = self.grid(latents)
+        rope = self.rope(grid)
+        x = self.patch_embed(patchify(latents.astype(self.dtype), self.config.patch))  # [B L E]
+        control = self.control_embed(patchify(control.astype(self.dtype), self.config.patch))
+        control = self.control_in(control) + x
+        context = self.text_embed(text.astype(self.dtype))
+        time = self.time_embed(sinusoid(t, self.config.frequency_dim))[:, None]  # [B 1 E]
+        mod = self.time_proj(jax.nn.silu(time)).reshape(-1, 1, 6, self.config.width)
+
+        def group(blocks: tuple[ControlBlock, Block], streams: tuple[Tokens, Tokens]) -> tuple[Tokens, Tokens]:
+            """A control block, the block that it gives a hint to, and those up to the next."""
+            (control_block, stride), (x, control) = blocks, streams
+            control = control_block(control, context, mod, rope)
+            x = part(stride, 0)(x, context, mod, rope) + control_block.hint(control)
+            x = scan_blocks(part(stride, slice(1, None)), lambda block, x: block(x, context, mod, rope), x)
+            return x, control
+
+        strides = grouped(self.blocks, self.config.control_blocks)
+        x, _ = scan_blocks((self.control_blocks, strides), group, (x, control))
+
+        shift, scale = (time + row for row in jnp.split(self.table[...][None], 2, axis=1))
+        x = self.proj_out(modulate(self.norm_out(x), shift, scale).astype(self.dtype))
+        return unpatchify(x, grid, self.config.patch)

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The transformer that a control clip steers against diffusers' WanVACETransformer3DModel, float32, random weights."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+from diffusers import WanVACETransformer3DModel
+from flax import nnx
+
+from tests.parity.references import channels_last, randomise, relative_l2, wan_transformer
+from wanjax.models.wan.control import WanControlTransformer
+
+
+@pytest.mark.parametrize("control_layers", [[0, 2], [0, 1, 2, 3], [0]], ids=str)
+def test_whole(control_layers):
+    torch.manual_seed(0)
+    reference = WanVACETransformer3DModel(
+        num_attention_heads=3, attention_head_dim=32, in_channels=4, out_channels=4, text_dim=48, freq_dim=64,
+        ffn_dim=160, num_layers=4, vace_layers=control_layers, vace_in_channels=24,
+    ).eval()  # fmt: skip
+    randomise(reference, seed=1)
+    model = wan_transformer(reference)
+    assert isinstance(model, WanControlTransformer)
+    generator = torch.Generator().manual_seed(4)
+    latents = torch.randn(2, 4, 3, 8, 12, generator=generator)
+    control = torch.randn(2, 24, 3, 8, 12, generator=generator)
+    text = torch.randn(2, 20, 48, generator=generator)
+    t = torch.tensor([999, 137])
+    with torch.no_grad():
+        exact = channels_last(reference(latents, t, text, control_hidden_states=control).sample)
+        alone = channels_last(reference(latents, t, text, control_hidden_states=control * 0).sample)
+    graphdef, weights = nnx.split(model)
+    run = jax.jit(lambda weights, *args: nnx.merge(graphdef, weights)(*args))
+    inputs = (channels_last(latents), t.float().numpy(), text.numpy(), channels_last(control))
+    assert relative_l2(run(weights, *map(jnp.asarray, inputs)), exact) <= 1e-5
+    assert relative_l2(alone, exact) > 1e-2
