@@ -60,7 +60,7 @@ def transformer_config(json: Mapping[str, Any]) -> TransformerConfig:
         )
     except KeyError as missing:
         raise WanjaxError(f"the transformer's config.json has no {missing.args[0]}") from None
-    image_width, controlled = json.get("image_dim"), json.get("_class_name") == "WanVACETransformer3DModel"
+    image_width, controlled = json.get("image_dim"), "vace_layers" in json
     if image_width is None or controlled:
         _check("transformer", json, {"image_dim": (None,), "added_kv_proj_dim": (None,), "pos_embed_seq_len": (None,)})
         return _control_config(plain, json) if controlled else plain

@@ -3,13 +3,19 @@
 
 from wanjax.models.t5 import T5Config
 from wanjax.models.vision import CLIPVisionConfig
-from wanjax.models.wan.config import ImageTransformerConfig, ResidualVAEConfig, TransformerConfig, VAEConfig
+from wanjax.models.wan.config import (
+    ControlTransformerConfig,
+    ImageTransformerConfig,
+    ResidualVAEConfig,
+    TransformerConfig,
+    VAEConfig,
+)
 
 Keys = dict[str, tuple[int, ...]]
 
 
 def transformer_keys(config: TransformerConfig) -> Keys:
-    width, mlp, patch = config.width, config.mlp_dim, config.patch
+    width, patch = config.width, config.patch
     cells = patch[0] * patch[1] * patch[2]
     keys: Keys = {
         "patch_embedding.weight": (width, config.channels_in, *patch),
@@ -23,14 +29,39 @@ def transformer_keys(config: TransformerConfig) -> Keys:
         **_linear("proj_out", cells * config.channels_out, width),
     }
     for block in (f"blocks.{i}" for i in range(config.layers)):
-        for attention in (f"{block}.attn1", f"{block}.attn2"):
-            for projection in ("to_q", "to_k", "to_v", "to_out.0"):
-                keys |= _linear(f"{attention}.{projection}", width, width)
-            keys |= {f"{attention}.norm_q.weight": (width,), f"{attention}.norm_k.weight": (width,)}
-        keys |= {f"{block}.norm2.weight": (width,), f"{block}.norm2.bias": (width,)}
-        keys |= _linear(f"{block}.ffn.net.0.proj", mlp, width) | _linear(f"{block}.ffn.net.2", width, mlp)
-        keys[f"{block}.scale_shift_table"] = (1, 6, width)
-    return keys | (image_keys(config) if isinstance(config, ImageTransformerConfig) else {})
+        keys |= _block(block, config)
+    match config:
+        case ImageTransformerConfig():
+            return keys | image_keys(config)
+        case ControlTransformerConfig():
+            return keys | control_keys(config)
+    return keys
+
+
+def _block(block: str, config: TransformerConfig) -> Keys:
+    width, keys = config.width, Keys()
+    for attention in (f"{block}.attn1", f"{block}.attn2"):
+        for projection in ("to_q", "to_k", "to_v", "to_out.0"):
+            keys |= _linear(f"{attention}.{projection}", width, width)
+        keys |= {f"{attention}.norm_q.weight": (width,), f"{attention}.norm_k.weight": (width,)}
+    keys |= _norm(f"{block}.norm2", width)
+    keys |= _linear(f"{block}.ffn.net.0.proj", config.mlp_dim, width)
+    keys |= _linear(f"{block}.ffn.net.2", width, config.mlp_dim)
+    keys[f"{block}.scale_shift_table"] = (1, 6, width)
+    return keys
+
+
+def control_keys(config: ControlTransformerConfig) -> Keys:
+    """What a transformer that a control clip steers has more."""
+    width = config.width
+    keys: Keys = {
+        "vace_patch_embedding.weight": (width, config.control_channels, *config.patch),
+        "vace_patch_embedding.bias": (width,),
+        **_linear("vace_blocks.0.proj_in", width, width),
+    }
+    for block in (f"vace_blocks.{i}" for i in range(config.control_blocks)):
+        keys |= _block(block, config) | _linear(f"{block}.proj_out", width, width)
+    return keys
 
 
 def image_keys(config: ImageTransformerConfig) -> Keys:

@@ -18,7 +18,19 @@ from wanjax.converters import clip, engine, t5, wan
 from wanjax.errors import WanjaxError
 from wanjax.models.t5 import UMT5_XXL, T5Encoder
 from wanjax.models.vision import CLIP_VIT_H, CLIPVision
-from wanjax.models.wan.config import FLF2V_14B, I2V_14B, I2V_A14B, T2V_1_3B, T2V_14B, TI2V_5B, VAE_2_1, VAE_2_2
+from wanjax.models.wan.config import (
+    FLF2V_14B,
+    I2V_14B,
+    I2V_A14B,
+    T2V_1_3B,
+    T2V_14B,
+    TI2V_5B,
+    VACE_1_3B,
+    VACE_14B,
+    VAE_2_1,
+    VAE_2_2,
+)
+from wanjax.models.wan.control import WanControlTransformer
 from wanjax.models.wan.image import WanImageTransformer
 from wanjax.models.wan.residual_vae import WanResidualVAE
 from wanjax.models.wan.transformer import WanTransformer
@@ -71,6 +83,18 @@ NETWORKS = {
         wan.transformer_rules(FLF2V_14B),
         transformer_keys(FLF2V_14B),
         16_395_536_704,
+    ),
+    "wan2.1-vace-1.3b": Published(
+        partial(WanControlTransformer, VACE_1_3B),
+        wan.transformer_rules(VACE_1_3B),
+        transformer_keys(VACE_1_3B),
+        2_153_972_032,
+    ),
+    "wan2.1-vace-14b": Published(
+        partial(WanControlTransformer, VACE_14B),
+        wan.transformer_rules(VACE_14B),
+        transformer_keys(VACE_14B),
+        17_337_592_896,
     ),
     "clip-vit-h": Published(
         partial(CLIPVision, CLIP_VIT_H), clip.clip_rules(CLIP_VIT_H), image_encoder_keys(CLIP_VIT_H), 611_086_080
@@ -168,6 +192,8 @@ SHAKING, CUTS = "镜头晃动，", "镜头切换，"  # what negative prompts be
         ("wan2.1-i2v-14b-480p", "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", SMALL, 40, 3.0, SHAKING),
         ("wan2.1-i2v-14b-720p", "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers", LARGE, 40, 5.0, SHAKING),
         ("wan2.1-flf2v-14b", "Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers", LARGE, 50, 16.0, CUTS + SHAKING),
+        ("wan2.1-vace-1.3b", "Wan-AI/Wan2.1-VACE-1.3B-diffusers", SMALL, 50, 16.0, ""),
+        ("wan2.1-vace-14b", "Wan-AI/Wan2.1-VACE-14B-diffusers", LARGE, 50, 16.0, ""),
     ],
 )
 def test_defaults_are_those_of_the_authors(name, source, size, steps, shift, negative):

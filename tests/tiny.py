@@ -4,7 +4,6 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,8 @@ from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
 
 from tests.toy_tokenizer import save_tokenizer
-from wanjax.converters import engine, t5, wan
-from wanjax.models.t5 import T5Encoder
-from wanjax.models.wan.transformer import WanTransformer
-from wanjax.models.wan.vae import WanVAE
+from wanjax.converters import engine
+from wanjax.networks import NETWORKS
 
 TEXT_WIDTH = 16
 LATENT_CHANNELS = 4
@@ -65,6 +62,24 @@ TEXT_ENCODER = {
     "layer_norm_epsilon": 1e-6,
     "feed_forward_proj": "gated-gelu",
 }
+IMAGE_ENCODER = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 14,
+    "patch_size": 7,
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-5,
+}
+IMAGE_PROCESSOR = {
+    "size": {"shortest_edge": 14},
+    "crop_size": {"height": 14, "width": 14},
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.3, 0.3, 0.3],
+}
+SMALL = {"height": 32, "width": 32, "frames": 9, "steps": 1, "guidance_scale": 1.0}
 SCHEDULER = {
     "_class_name": "UniPCMultistepScheduler",
     "num_train_timesteps": 1000,
@@ -98,33 +113,53 @@ def compile_cache(folder: Path) -> Iterator[Path]:
 
 
 def tiny_checkpoint(folder: Path) -> Path:
-    """Writes the checkpoint, the same at every call, and returns its folder."""
-    encoder, transformer, vae = t5.t5_config(TEXT_ENCODER), wan.transformer_config(TRANSFORMER), wan.vae_config(VAE)
-    _save(folder / "text_encoder", TEXT_ENCODER, T5Encoder, encoder, t5.t5_rules(encoder), "model")
-    _save(folder / "transformer", TRANSFORMER, WanTransformer, transformer, wan.transformer_rules(transformer))
-    _save(folder / "vae", VAE, WanVAE, vae, wan.vae_rules(vae))
+    """Writes the checkpoint of a text-to-video model, the same at every call, and returns its folder."""
+    return _checkpoint(folder, INDEX, TRANSFORMER)
+
+
+def tiny_image_checkpoint(folder: Path, *, last: bool = False) -> Path:
+    """One of an image-to-video model, whose videos are by default as small as it is; with `last`, first and last."""
+    sizes = {"in_channels": 2 * LATENT_CHANNELS + 4, "image_dim": 16, "added_kv_proj_dim": 24}
+    index = INDEX | {"_class_name": "WanImageToVideoPipeline", "image_encoder": ["transformers", "CLIPVisionModel"]}
+    _save(folder / "image_encoder", "CLIPVisionModel", IMAGE_ENCODER, "model")
+    _write_json(folder / "image_processor" / "preprocessor_config.json", IMAGE_PROCESSOR)
+    _write_json(folder / "generation_config.json", SMALL)
+    return _checkpoint(folder, index, TRANSFORMER | sizes | {"pos_embed_seq_len": 10 if last else None})
+
+
+def tiny_control_checkpoint(folder: Path) -> Path:
+    """One of a VACE model, whose videos are by default as small as it is."""
+    sizes = {
+        "_class_name": "WanVACETransformer3DModel",
+        "vace_layers": [0],
+        "vace_in_channels": 2 * LATENT_CHANNELS + 64,
+    }
+    transformer = ["diffusers", "WanVACETransformer3DModel"]
+    _write_json(folder / "generation_config.json", SMALL)
+    return _checkpoint(
+        folder, INDEX | {"_class_name": "WanVACEPipeline", "transformer": transformer}, TRANSFORMER | sizes
+    )
+
+
+def _checkpoint(folder: Path, index: dict[str, Any], transformer: dict[str, Any]) -> Path:
+    _save(folder / "text_encoder", "UMT5EncoderModel", TEXT_ENCODER, "model")
+    _save(folder / "transformer", transformer["_class_name"], transformer)
+    _save(folder / "vae", "AutoencoderKLWan", VAE)
     save_tokenizer(folder / "tokenizer", model_max_length=TEXT_LENGTH)
     _write_json(folder / "scheduler" / "scheduler_config.json", SCHEDULER)
-    _write_json(folder / "model_index.json", INDEX)
+    _write_json(folder / "model_index.json", index)
     return folder
 
 
-def _save(
-    folder: Path,
-    config: dict[str, Any],
-    network: type[nnx.Module],
-    sizes: Any,
-    rules: list[engine.Rule],
-    name: str = "diffusion_pytorch_model",
-) -> None:
+def _save(folder: Path, kind: str, config: dict[str, Any], name: str = "diffusion_pytorch_model") -> None:
+    """Writes a network of a class of diffusers or transformers."""
     _write_json(folder / "config.json", config)
-    build = partial(network, sizes, dtype=jnp.float32, param_dtype=jnp.float32)
-    model = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
+    network = NETWORKS[kind](config)
     random = np.random.default_rng(0)
-    graphdef, state = nnx.split(model)
+    graphdef, state = nnx.split(network.abstract(dtype=jnp.float32, param_dtype=jnp.float32))
     # drawn by NumPy: what JAX compiles to initialise small networks takes half a minute
     weights = jax.tree.map(lambda x: random.normal(0, 0.15, x.shape).astype(np.float32), state)
-    engine.export(nnx.merge(graphdef, weights), rules, folder / f"{name}.safetensors")
+    engine.export(nnx.merge(graphdef, weights), network.rules, folder / f"{name}.safetensors")
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -6,7 +6,8 @@ A picture is shown as it was meant to be: turned as its EXIF says, its palette r
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +25,14 @@ PictureSource = str | Path | Image.Image | Shaped[np.ndarray, "H W 3"]
 ClipSource = str | Path | Sequence[PictureSource] | Shaped[np.ndarray, "T H W 3"]
 LANCZOS = Image.Resampling.LANCZOS
 ANIMATED = ("GIF", "WEBP", "PNG", "AVIF", "TIFF")  # not MPO: a telephone's photograph with its thumbnails
-BROKEN = (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError)  # what Pillow raises on bad files
+BROKEN = (
+    OSError,
+    ValueError,
+    SyntaxError,
+    EOFError,
+    IndexError,
+    Image.DecompressionBombError,
+)  # what Pillow raises on bad files
 
 
 class Pictures(NamedTuple):
@@ -64,7 +72,9 @@ def read_pictures(
     """
     clip = None if video is None else read_clip(video, frames, fps)
     masks = None if mask is None else read_clip(mask, frames, fps)
-    if clip is not None and masks is not None:
+    if masks is not None:
+        if clip is None:
+            raise WanjaxError("a mask is given without a video: the video whose white parts are made anew is needed")
         if len(masks) == 1:
             masks = masks.repeat(len(clip), axis=0)
         if len(masks) != len(clip):
@@ -84,26 +94,19 @@ def read_picture(source: PictureSource) -> Picture:
         return _checked(source, 3)
     if isinstance(source, Image.Image):
         return _shown(source)
-    with _opened(source) as image:
+    with _opened(source) as image, _damage_told(source):
         if image.format in ANIMATED and (count := getattr(image, "n_frames", 1)) > 1:
             raise WanjaxError(f"{source} is animated, it has {count} frames: a picture with one is needed")
-        return _read(source, image)
+        return _shown(image)
 
 
 def read_clip(source: ClipSource, frames: int, fps: float) -> Clip:
     """The clip in a file, in a folder of pictures by their names, or in memory, as `read_pictures` has it."""
     if isinstance(source, np.ndarray):
         return _checked(source[:frames], 4)
-    if not isinstance(source, str | Path):
-        read, rate, name = (read_picture(picture) for picture in source), None, "the clip"
-    elif Path(source).is_dir():
-        files = sorted(path for path in Path(source).iterdir() if path.suffix.lower() in Image.registered_extensions())
-        read, rate, name = (read_picture(path) for path in files), None, source
-    elif Path(source).suffix.lower() in Image.registered_extensions():
-        (read, rate), name = _animation(source), source
-    else:
-        (read, rate), name = _film(source), source
-    kept = list(islice(_thinned(read, rate, fps), frames))
+    with closing(_pictures(source, fps)) as pictures:
+        kept = list(islice(pictures, frames))
+    name = source if isinstance(source, str | Path) else "the clip"
     if not kept:
         raise WanjaxError(f"{name} holds no pictures: at least one is needed")
     if any(picture.shape != kept[0].shape for picture in kept):
@@ -111,9 +114,45 @@ def read_clip(source: ClipSource, frames: int, fps: float) -> Clip:
     return np.stack(kept)
 
 
-def _thinned(pictures: Iterable[Picture], rate: float | None, fps: float) -> Iterator[Picture]:
+def _pictures(source: str | Path | Sequence[PictureSource], fps: float) -> Generator[Picture]:
+    """The pictures of a clip in turn, no more than `fps` for a second of it."""
+    if not isinstance(source, str | Path):
+        return (read_picture(picture) for picture in source)
+    suffixes = Image.registered_extensions()
+    if Path(source).is_dir():
+        return (read_picture(path) for path in sorted(Path(source).iterdir()) if path.suffix.lower() in suffixes)
+    return (_animation if Path(source).suffix.lower() in suffixes else _film)(source, fps)
+
+
+def _animation(source: str | Path, fps: float) -> Generator[Picture]:
+    """The pictures of what Pillow reads; one picture is a clip of one."""
+    with _opened(source) as image, _damage_told(source):
+        image.load()  # some formats tell the duration of a frame that is loaded
+        duration = image.info.get("duration")
+        frames = (_shown(frame) for frame in ImageSequence.Iterator(image))
+        yield from _thinned(frames, 1000 / duration if duration else fps, fps)
+
+
+def _film(source: str | Path, fps: float) -> Generator[Picture]:
+    """The pictures of what ffmpeg reads, turned as the file says."""
+    import imageio_ffmpeg  # here, because films alone need it
+
+    if not Path(source).is_file():
+        raise WanjaxError(f"there is no file {source}")
+    with closing(imageio_ffmpeg.read_frames(os.fspath(source))) as reader:
+        try:
+            about = next(reader)
+        except (OSError, RuntimeError, StopIteration) as error:
+            last = str(error).strip().splitlines()[-1:] or ["it holds no frames"]
+            raise WanjaxError(f"{source} cannot be read as a video: {last[0]}") from error
+        width, height = about["size"]
+        frames = (np.frombuffer(data, np.uint8).reshape(height, width, 3) for data in reader)
+        yield from _thinned(frames, about["fps"], fps)
+
+
+def _thinned(pictures: Iterable[Picture], rate: float, fps: float) -> Iterator[Picture]:
     """As many of the pictures, of which `rate` make a second, as keep their speed at no more than `fps`."""
-    share = 1.0 if rate is None else min(1.0, fps / rate)
+    share = min(1.0, fps / rate)
     return (picture for i, picture in enumerate(pictures) if math.floor(i * share) != math.floor((i - 1) * share))
 
 
@@ -133,9 +172,10 @@ def _opened(source: str | Path) -> Image.Image:
         raise WanjaxError(f"{source} cannot be read as a picture: {error}") from error
 
 
-def _read(source: str | Path, image: Image.Image) -> Picture:
+@contextmanager
+def _damage_told(source: str | Path) -> Iterator[None]:
     try:
-        return _shown(image)
+        yield
     except BROKEN as error:
         raise WanjaxError(f"{source} cannot be read to its end, it is damaged: {error}") from error
 
@@ -149,29 +189,6 @@ def _shown(image: Image.Image) -> Picture:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return np.array(image.convert("RGB"))
-
-
-def _animation(source: str | Path) -> tuple[Iterator[Picture], float | None]:
-    """The pictures of an animation, and how many make a second; one picture is a clip of one."""
-    image = _opened(source)
-    duration = image.info.get("duration")
-    return (_read(source, frame) for frame in ImageSequence.Iterator(image)), 1000 / duration if duration else None
-
-
-def _film(source: str | Path) -> tuple[Iterator[Picture], float]:
-    """The pictures of what ffmpeg reads, turned as the file says, and how many make a second."""
-    import imageio_ffmpeg  # here, because films alone need it
-
-    if not Path(source).is_file():
-        raise WanjaxError(f"there is no file {source}")
-    try:
-        reader = imageio_ffmpeg.read_frames(os.fspath(source))
-        about = next(reader)
-    except (OSError, RuntimeError, StopIteration) as error:
-        last = str(error).strip().splitlines()[-1:] or ["it holds no frames"]
-        raise WanjaxError(f"{source} cannot be read as a video: {last[0]}") from error
-    width, height = about["size"]
-    return (np.frombuffer(data, np.uint8).reshape(height, width, 3) for data in reader), about["fps"]
 
 
 def size_within(picture: tuple[int, ...], area: int, grid: int) -> tuple[int, int]:

@@ -24,6 +24,7 @@ from wanjax.networks import Network, components, network
 from wanjax.pipelines.base import Parts, Settings
 from wanjax.pipelines.tasks import (
     ATTENDED_IMAGE_TO_VIDEO,
+    CONTROLLED_VIDEO,
     FIRST_AND_LAST_FRAME,
     FIRST_FRAME_TO_VIDEO,
     IMAGE_TO_VIDEO,
@@ -159,6 +160,14 @@ _FLF2V = replace(
         flow_shift=16.0,
     ),
 )
+_VACE = replace(
+    _T2V_1_3B,
+    name="wan2.1-vace-1.3b",
+    source="Wan-AI/Wan2.1-VACE-1.3B-diffusers",
+    about="video from a control clip, a mask and reference pictures, 480p",
+    transformer_parameters=2_153_972_032,
+    defaults=replace(_T2V_1_3B.defaults, model="wan2.1-vace-1.3b", flow_shift=16.0),
+)
 PRESETS = {
     preset.name: preset
     for preset in (
@@ -191,6 +200,15 @@ PRESETS = {
             defaults=replace(_I2V_480P.defaults, model="wan2.1-i2v-14b-720p", height=720, width=1280, flow_shift=5.0),
         ),
         _FLF2V,
+        _VACE,
+        replace(
+            _VACE,
+            name="wan2.1-vace-14b",
+            source="Wan-AI/Wan2.1-VACE-14B-diffusers",
+            about="video from a control clip, a mask and reference pictures, 480p and 720p",
+            transformer_parameters=17_337_592_896,
+            defaults=replace(_VACE.defaults, model="wan2.1-vace-14b", height=720, width=1280),
+        ),
         _T2V_A14B,
         _I2V_A14B,
         _TI2V_5B,
@@ -205,6 +223,7 @@ LIKE = {
     (IMAGE_TO_VIDEO, True): _I2V_A14B,
     (ATTENDED_IMAGE_TO_VIDEO, False): _I2V_480P,
     (FIRST_AND_LAST_FRAME, False): _FLF2V,
+    (CONTROLLED_VIDEO, False): _VACE,
 }
 
 

@@ -7,16 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanImageToVideoPipeline, WanTransformer3DModel
+from diffusers import WanImageToVideoPipeline, WanTransformer3DModel
 from PIL import Image
-from transformers import CLIPVisionConfig, CLIPVisionModel, PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
+from transformers import CLIPVisionConfig, CLIPVisionModel
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 import wanjax
-from tests.parity.references import randomise, relative_l2
+from tests.parity.references import randomise, relative_l2, small_parts
 from tests.parity.test_pipeline import BAR, NEGATIVE_PROMPT, PROMPT, emphasise_mlps, errors, psnr
 from tests.tiny import compile_cache
-from tests.toy_tokenizer import save_tokenizer
 
 HEIGHT, WIDTH, FRAMES, STEPS, GUIDANCE = 32, 48, 9, 3, 5.0
 KINDS = {  # what of the transformer differs
@@ -39,20 +38,12 @@ def reference(request, tmp_path_factory) -> WanImageToVideoPipeline:
         hidden_size=40, intermediate_size=80, num_hidden_layers=3, num_attention_heads=2, image_size=28, patch_size=7,
         hidden_act="gelu",
     )  # fmt: skip
+    parts = small_parts(tmp_path_factory.mktemp("tokenizer"))
     networks = {
-        "text_encoder": UMT5EncoderModel(
-            UMT5Config(
-                vocab_size=512, d_model=48, d_kv=16, d_ff=96, num_layers=1, num_heads=2,
-                relative_attention_num_buckets=16, relative_attention_max_distance=40, feed_forward_proj="gated-gelu",
-            )
-        ),
         "transformer": WanTransformer3DModel(
             num_attention_heads=3, attention_head_dim=32, in_channels=12, out_channels=4, text_dim=48, freq_dim=64,
             ffn_dim=160, num_layers=2, **KINDS[request.param],
-        ),
-        "vae": AutoencoderKLWan(
-            base_dim=8, z_dim=4, num_res_blocks=1, latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.5, 0.7, 2.0, 1.0]
-        ),
+        )
     }  # fmt: skip
     if KINDS[request.param]:
         networks["image_encoder"] = CLIPVisionModel(vision)
@@ -62,12 +53,7 @@ def reference(request, tmp_path_factory) -> WanImageToVideoPipeline:
     for seed, network in enumerate(networks.values()):
         randomise(network.eval(), seed)
     emphasise_mlps(networks["transformer"])
-    pipe = WanImageToVideoPipeline(
-        tokenizer=PreTrainedTokenizerFast.from_pretrained(save_tokenizer(tmp_path_factory.mktemp("tokenizer"))),
-        scheduler=UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
-        image_processor=processor,
-        **networks,
-    )
+    pipe = WanImageToVideoPipeline(image_processor=processor, **parts, **networks)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 

@@ -5,14 +5,25 @@ from fnmatch import fnmatchcase
 
 import pytest
 import torch
-from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from diffusers import AutoencoderKLWan, WanTransformer3DModel, WanVACETransformer3DModel
 from transformers import CLIPVisionConfig, CLIPVisionModel, UMT5Config, UMT5EncoderModel
 
 from tests.published import Keys, image_encoder_keys, text_encoder_keys, transformer_keys, vae_keys
 from wanjax.converters import clip, wan
 from wanjax.models.t5 import UMT5_XXL
 from wanjax.models.vision import CLIP_VIT_H
-from wanjax.models.wan.config import FLF2V_14B, I2V_14B, I2V_A14B, T2V_1_3B, T2V_14B, TI2V_5B, VAE_2_1, VAE_2_2
+from wanjax.models.wan.config import (
+    FLF2V_14B,
+    I2V_14B,
+    I2V_A14B,
+    T2V_1_3B,
+    T2V_14B,
+    TI2V_5B,
+    VACE_1_3B,
+    VACE_14B,
+    VAE_2_1,
+    VAE_2_2,
+)
 
 FOURTEEN = {"num_layers": 40, "num_attention_heads": 40, "ffn_dim": 13824}
 ATTENDED = FOURTEEN | {"in_channels": 36, "out_channels": 16, "image_dim": 1280, "added_kv_proj_dim": 5120}
@@ -56,6 +67,21 @@ def test_transformer(name):
     config, sizes = TRANSFORMERS[name]
     with torch.device("meta"):
         reference = WanTransformer3DModel(**sizes)
+    assert wan.transformer_config(reference.config) == config
+    assert transformer_keys(config) == keys_of(reference)
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    [
+        (VACE_1_3B, {"num_layers": 30, "num_attention_heads": 12, "ffn_dim": 8960, "vace_layers": range(0, 30, 2)}),
+        (VACE_14B, FOURTEEN),
+    ],
+    ids=["1.3B", "14B"],
+)
+def test_control_transformer(config, sizes):
+    with torch.device("meta"):
+        reference = WanVACETransformer3DModel(**sizes)
     assert wan.transformer_config(reference.config) == config
     assert transformer_keys(config) == keys_of(reference)
 

@@ -102,7 +102,7 @@ class Run:
             self.pictures, self.settings = self.pipe.prepare(**files, **settings)
         else:  # pictures are in what the stage before left
             self.settings = self.pipe.settings(**settings)
-        self.noise = None if noise is None else self._noise(noise)
+        self.noise = None if noise is None else self._noise(noise, len(chosen.get("references", ())))
         io.check_output(self.target)
         io.check_folder(folder)
         self.record = self.settings.to_json() | files | ({} if noise is None else {"noise": noise})
@@ -111,9 +111,9 @@ class Run:
     def target(self) -> str:
         return self.out or str(self.folder / io.VIDEO)
 
-    def _noise(self, file: str) -> jax.Array:
+    def _noise(self, file: str, references: int) -> jax.Array:
         noise = io.load_noise(file)
-        right = self.pipe.latent_shape(self.settings)
+        right = self.pipe.latent_shape(self.settings, references)
         if noise.shape != right:
             raise WanjaxError(f"the noise in {file} is {list(noise.shape)} where this video needs {list(right)}")
         return noise

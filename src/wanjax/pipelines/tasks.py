@@ -10,20 +10,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
-from wanjax.models.wan.config import ImageTransformerConfig, TransformerConfig, VAEConfig
+from wanjax.models.wan.config import ControlTransformerConfig, ImageTransformerConfig, TransformerConfig, VAEConfig
 from wanjax.pictures import Picture, Pictures, fit
 from wanjax.pipelines.base import Embeddings, Settings
 
 if TYPE_CHECKING:
     from wanjax.pipelines.wan import WanPipeline
 
-PIPELINES = ("WanPipeline", "WanImageToVideoPipeline")
+PIPELINES = ("WanPipeline", "WanImageToVideoPipeline", "WanVACEPipeline")
 NOUNS = {
     "image": "an image",
     "last_image": "a last image",
@@ -98,6 +99,10 @@ class Task(ABC):
     def finish(self, x: Video, given: Condition) -> Video:
         """The latents of the video, from what the last step left."""
         return x
+
+    def references(self, embeddings: Embeddings, latents: tuple[int, ...]) -> int:
+        """How many latent frames stand before those of the video while it is denoised, and are dropped then."""
+        return 0
 
     @abstractmethod
     def velocity(
@@ -190,6 +195,13 @@ class AttendedImageToVideo(ImageToVideo):
     def encode(
         self, pipe: "WanPipeline", pictures: Pictures, settings: Settings, tiling: Tiling | None
     ) -> Mapping[str, Array]:
+        config = pipe.configs.transformer
+        assert isinstance(config, ImageTransformerConfig)
+        if (width := pipe.image_encoder.config.width) != config.image_width:
+            raise WanjaxError(
+                f"the checkpoint's configs contradict each other: its image encoder makes {width} features where its "
+                f"transformer takes {config.image_width}"
+            )
         images = [
             fit(x, settings.size, settings.resize) for x in (pictures.image, pictures.last_image) if x is not None
         ]
@@ -201,6 +213,52 @@ class AttendedImageToVideo(ImageToVideo):
         return transformer(jnp.concatenate([x, given.condition], axis=-1), t, text, given.image)
 
 
+class ControlledVideo(Task):
+    """The condition is a clip that steers the video (VACE), and before it in time a frame for each reference picture.
+
+    Its channels are the latents of what the mask leaves as it is, the latents of what it has made anew, and the mask's
+    own pixels. No clip is a grey one, and no mask one that has everything made anew.
+    """
+
+    def shapes(self, latents: tuple[int, ...], config: TransformerConfig) -> Mapping[str, Shape]:
+        assert isinstance(config, ControlTransformerConfig)
+        return {"condition": (1, config.control_channels, None, *latents[3:])}
+
+    def check(self, embeddings: Embeddings, latents: tuple[int, ...], config: TransformerConfig) -> None:
+        super().check(embeddings, latents, config)
+        if (missing := -self.references(embeddings, latents)) > 0:
+            raise WanjaxError(f"the condition is {missing} latent frames shorter than the video: encode it again")
+
+    def references(self, embeddings: Embeddings, latents: tuple[int, ...]) -> int:
+        assert embeddings.condition is not None
+        return embeddings.condition.shape[2] - latents[2]
+
+    def encode(
+        self, pipe: "WanPipeline", pictures: Pictures, settings: Settings, tiling: Tiling | None
+    ) -> Mapping[str, Array]:
+        clip = [np.full((*settings.size, 3), GREY)] * settings.frames
+        if pictures.video is not None:
+            clip = [unit(frame, settings) for frame in pictures.video[: settings.frames]]
+        mask = np.ones((settings.frames, *settings.size), np.float32)
+        if pictures.mask is not None:
+            mask = np.stack([unit(frame, settings).mean(axis=-1) for frame in pictures.mask[: settings.frames]])
+        anew = (mask > 0.5)[..., None]
+        kept, made = (
+            pipe.encode_video([np.where(a == here, x, GREY) for a, x in zip(anew, clip, strict=True)], tiling=tiling)
+            for here in (False, True)
+        )
+        cells = mask_cells(mask, kept.shape[2], pipe.configs.vae.spatial_factor)
+        condition = jnp.concatenate([kept, made, cells[None]], axis=1)
+        references = [pipe.encode_video([on_white(x, settings.size)], tiling=tiling) for x in pictures.references]
+        rest = [(0, 0), (0, condition.shape[1] - kept.shape[1]), (0, 0), (0, 0), (0, 0)]
+        return {"condition": jnp.concatenate([*(jnp.pad(x, rest) for x in references), condition], axis=2)}
+
+    def velocity(
+        self, transformer: Any, x: Video, t: Float[Array, "B"], text: Float[Array, "B S E"], given: Condition
+    ) -> Velocity:
+        return transformer(x, t, text, given.condition)
+
+
 TEXT_TO_VIDEO = TextToVideo("text to video", takes=("video",))
 FIRST_FRAME_TO_VIDEO = FirstFrameToVideo("text and image to video", takes=("image", "video"))
 IMAGE_TO_VIDEO = ImageToVideo("image to video", takes=("image", "last_image"), needs=("image",))
@@ -208,6 +266,7 @@ ATTENDED_IMAGE_TO_VIDEO = AttendedImageToVideo("image to video", takes=("image",
 FIRST_AND_LAST_FRAME = AttendedImageToVideo(
     "first and last frame to video", takes=("image", "last_image"), needs=("image", "last_image")
 )
+CONTROLLED_VIDEO = ControlledVideo("controlled video (VACE)", takes=("video", "mask", "references"))
 
 
 def check_pipeline(index: Mapping[str, Any], name: str) -> None:
@@ -234,6 +293,8 @@ def task_of(index: Mapping[str, Any], transformer: TransformerConfig, vae: VAECo
             transformer, ImageTransformerConfig
         ):
             return ATTENDED_IMAGE_TO_VIDEO if transformer.image_positions is None else FIRST_AND_LAST_FRAME
+        case "WanVACEPipeline" if channels == vae.latent_channels and isinstance(transformer, ControlTransformerConfig):
+            return CONTROLLED_VIDEO
         case kind:
             raise WanjaxError(
                 f"the checkpoint's configs contradict each other: a {kind} whose VAE has {vae.latent_channels} "
@@ -254,3 +315,29 @@ def known_frames(known: Sequence[int], frames: int, factor: int) -> Float[Array,
     flags = np.zeros(frames, np.float32)
     flags[list(known)] = 1
     return jnp.asarray(np.append(np.repeat(flags[:1], factor), flags[1:]).reshape(-1, factor).T)
+
+
+def mask_cells(mask: Float[np.ndarray, "T H W"], frames: int, factor: int) -> Float[Array, "C _T _H _W"]:
+    """A mask's pixels as channels of latent cells, `factor` × `factor` of them, at `frames` of its frames.
+
+    These are the frames in the middle of as many equal stretches, as in the reference.
+    """
+    count, height, width = mask.shape
+    picked = [(2 * i + 1) * count // (2 * frames) for i in range(frames)]
+    cells = mask[picked].reshape(frames, height // factor, factor, width // factor, factor)
+    return jnp.asarray(cells.transpose(2, 4, 0, 1, 3).reshape(factor**2, frames, height // factor, width // factor))
+
+
+def on_white(picture: Picture, size: tuple[int, int]) -> Float[np.ndarray, "H W 3"]:
+    """The whole picture in the middle of a white page of a (height, width), from 0 to 1.
+
+    It is scaled between its nearest four pixels, as in the reference, and not smoothed as `fit` would.
+    """
+    height, width, _ = picture.shape
+    scale = min(size[0] / height, size[1] / width)
+    inner = int(height * scale), int(width * scale)
+    scaled = jax.image.resize(picture.astype(np.float32) / np.float32(255), (*inner, 3), "linear", antialias=False)
+    top, left = ((outer - within) // 2 for outer, within in zip(size, inner, strict=True))
+    page = np.ones((*size, 3), np.float32)
+    page[top : top + inner[0], left : left + inner[1]] = scaled
+    return page

@@ -205,14 +205,14 @@ class WanPipeline:
         features = self._compiled(encode_images)((graphdef,), jnp.asarray(self.image_processor(images)), weights)
         return features.reshape(1, -1, features.shape[-1])
 
-    def noise(self, settings: Settings) -> Latents:
-        """The initial noise that the seed stands for, float32."""
-        return jax.random.normal(jax.random.key(settings.seed), self.latent_shape(settings))
+    def noise(self, settings: Settings, references: int = 0) -> Latents:
+        """The initial noise that the seed stands for, float32; each reference picture has a frame of it."""
+        return jax.random.normal(jax.random.key(settings.seed), self.latent_shape(settings, references))
 
-    def latent_shape(self, settings: Settings) -> tuple[int, ...]:
-        """The shape [1 C T H W] of a video's latents."""
+    def latent_shape(self, settings: Settings, references: int = 0) -> tuple[int, ...]:
+        """The shape [1 C T H W] of the latents of a video, with as many reference pictures before it."""
         config = self.configs.vae
-        frames = (settings.frames - 1) // config.temporal_factor + 1
+        frames = references + (settings.frames - 1) // config.temporal_factor + 1
         height, width = (pixels // config.spatial_factor for pixels in settings.size)
         return 1, config.latent_channels, frames, height, width
 
@@ -238,9 +238,12 @@ class WanPipeline:
         if made and not settings.keys() & {"size", "height", "width"}:
             settings |= {"size": tuple(self.configs.vae.spatial_factor * cells for cells in made[0].shape[3:])}
         chosen = self.settings(**settings)
-        self.task.check(embeddings, self.latent_shape(chosen), self.configs.transformer)
+        shape = self.latent_shape(chosen)
+        self.task.check(embeddings, shape, self.configs.transformer)
+        references = self.task.references(embeddings, shape)
         condition = _channels_last(embeddings)
         scheduler = self.scheduler.configured(shift=chosen.flow_shift, sigmas=chosen.sigmas)
+        noise = self.noise(chosen, references) if noise is None else self._checked_noise(noise, chosen, references)
         schedule, x = self._begin(scheduler, embeddings, noise, chosen)
         state = scheduler.init(schedule, x)
         x, state, condition = self._on_devices((x, state, condition))
@@ -273,14 +276,13 @@ class WanPipeline:
                     raise Cancelled(index)
             in_flight.wait()
             del weights  # lest they stay while the next expert is loaded
-        return jnp.moveaxis(self.task.finish(x, condition), -1, 1)
+        return jnp.moveaxis(self.task.finish(x, condition)[:, references:], -1, 1)
 
     def _begin(
-        self, scheduler: Scheduler, embeddings: Embeddings, noise: GivenLatents | None, settings: Settings
+        self, scheduler: Scheduler, embeddings: Embeddings, noise: Latents, settings: Settings
     ) -> tuple[Any, Float[Array, "B T H W C"]]:
         """The schedule, and the latents at its first noise level; both are late on the way where a video is given."""
-        x = self.noise(settings) if noise is None else self._checked_noise(noise, settings)
-        x = jnp.moveaxis(x.astype(jnp.float32), 1, -1)
+        x = jnp.moveaxis(noise.astype(jnp.float32), 1, -1)
         if embeddings.video_latents is None:
             return scheduler.schedule(settings.steps), x
         video = jnp.moveaxis(jnp.asarray(embeddings.video_latents, jnp.float32), 1, -1)
@@ -294,8 +296,8 @@ class WanPipeline:
             switched(Switch(stretch.transformer, stretch.start, steps, seconds))
         return nnx.split(transformer)
 
-    def _checked_noise(self, noise: GivenLatents, settings: Settings) -> Latents:
-        right = self.latent_shape(settings)
+    def _checked_noise(self, noise: GivenLatents, settings: Settings, references: int) -> Latents:
+        right = self.latent_shape(settings, references)
         if noise.shape != right:
             raise WanjaxError(f"the noise has the shape {list(noise.shape)} where this video needs {list(right)}")
         return jnp.asarray(noise)

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pipeline from a clip, a mask and reference pictures against diffusers' WanVACEPipeline."""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from diffusers import WanVACEPipeline, WanVACETransformer3DModel
+from PIL import Image
+
+import wanjax
+from tests.parity.references import randomise, relative_l2, small_parts
+from tests.parity.test_pipeline import BAR, NEGATIVE_PROMPT, PROMPT, emphasise_mlps, errors, psnr
+from tests.tiny import compile_cache
+
+HEIGHT, WIDTH, FRAMES, STEPS, GUIDANCE = 32, 48, 9, 3, 5.0
+RANDOM = np.random.default_rng(0)
+CLIP = RANDOM.integers(0, 256, (FRAMES, HEIGHT, WIDTH, 3), dtype=np.uint8)
+MASK = RANDOM.choice(np.array([0, 100, 200, 255], np.uint8), (FRAMES, HEIGHT, WIDTH, 1)).repeat(3, axis=-1)
+REFERENCES = [RANDOM.integers(0, 256, (*size, 3), dtype=np.uint8) for size in ((64, 40), (16, 56))]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_cache(tmp_path_factory):
+    with compile_cache(tmp_path_factory.getbasetemp() / "xla"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory) -> WanVACEPipeline:
+    torch.manual_seed(0)
+    parts = small_parts(tmp_path_factory.mktemp("tokenizer"))
+    transformer = WanVACETransformer3DModel(
+        num_attention_heads=3, attention_head_dim=32, in_channels=4, out_channels=4, text_dim=48, freq_dim=64,
+        ffn_dim=160, num_layers=4, vace_layers=[0, 2], vace_in_channels=2 * 4 + 64,
+    ).eval()  # fmt: skip
+    randomise(transformer, seed=1)
+    emphasise_mlps(transformer)
+    pipe = WanVACEPipeline(transformer=transformer, **parts)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.fixture(scope="module")
+def folder(reference, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    reference.save_pretrained(folder)
+    return folder
+
+
+def images(pictures: np.ndarray | list[np.ndarray]) -> list[Image.Image]:
+    return [Image.fromarray(picture) for picture in pictures]
+
+
+@torch.no_grad()
+def condition(pipe: WanVACEPipeline, **given: list[Image.Image] | None) -> np.ndarray:
+    names = ("video", "mask", "reference_images")
+    clip, mask, references = pipe.preprocess_conditions(
+        *(given.get(name) for name in names), 1, HEIGHT, WIDTH, FRAMES, torch.float32, None
+    )
+    latents = pipe.prepare_video_latents(clip, mask, references)
+    return torch.cat([latents, pipe.prepare_masks(mask, references)], dim=1).numpy()
+
+
+def test_conditions(reference, folder):
+    """With all that can be given, and with as little; diffusers has references in the opposite order."""
+    pipe = wanjax.load(folder)
+    settings = {"size": (HEIGHT, WIDTH), "frames": FRAMES}
+    whole = {"video": CLIP, "mask": MASK, "references": REFERENCES}
+    same = {"video": images(CLIP), "mask": images(MASK), "reference_images": images(REFERENCES[::-1])}
+    for ours, theirs in ((whole, same), ({}, {}), ({"video": CLIP}, {"video": images(CLIP)})):
+        made = pipe.encode_pictures(*pipe.prepare(**ours, **settings))["condition"]
+        assert relative_l2(made, condition(reference, **theirs)) <= 1e-5
+
+
+@torch.no_grad()
+def test_every_step_and_every_frame(reference, folder):
+    noise = torch.randn(1, 4, 2 + 3, HEIGHT // 8, WIDTH // 8, generator=torch.Generator().manual_seed(7))
+    exact, latents = [], []
+    frames = reference(
+        PROMPT, NEGATIVE_PROMPT, images(CLIP), images(MASK), images(REFERENCES[::-1]), height=HEIGHT, width=WIDTH,
+        num_frames=FRAMES, num_inference_steps=STEPS, guidance_scale=GUIDANCE, latents=noise,
+        callback_on_step_end=lambda pipe, i, t, values: exact.append(values["latents"].numpy()) or {},
+    ).frames[0]  # fmt: skip
+    pipe = wanjax.load(folder)
+    settings = {"size": (HEIGHT, WIDTH), "frames": FRAMES}
+    embeddings = pipe.encode(PROMPT, NEGATIVE_PROMPT, video=CLIP, mask=MASK, references=REFERENCES, **settings)
+    last = pipe.denoise(
+        embeddings, steps=STEPS, guidance_scale=GUIDANCE, flow_shift=3.0, sigmas="diffusers",
+        noise=jnp.asarray(noise.numpy()), callback=lambda step: latents.append(np.asarray(step.latents)), **settings,
+    )  # fmt: skip
+    assert max(errors(latents, exact)) <= BAR
+    np.testing.assert_array_equal(last, latents[-1][:, :, 2:])
+    assert psnr(pipe.decode(last, jnp.float32), frames) >= 60

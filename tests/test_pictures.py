@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures and clips from files of every kind, the size that a video takes from them, and how they are made to fit."""
+
+import io as bytes_io
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from wanjax import io
+from wanjax.errors import WanjaxError
+from wanjax.pictures import Pictures, fit, read_clip, read_picture, read_pictures, size_within
+from wanjax.pipelines.tasks import known_frames, mask_cells, on_white
+
+ORIENTATION = 0x0112
+WHITE, RED, BLUE = (255, 255, 255), (255, 0, 0), (0, 0, 255)
+PICTURE = np.random.default_rng(0).integers(0, 256, (12, 20, 3), dtype=np.uint8)
+MANY = {"frames": 100, "fps": 16}
+
+
+def saved(path: Path, image: Image.Image, **options) -> Path:
+    image.save(path, **options)
+    return path
+
+
+def test_a_picture_is_what_was_saved(tmp_path):
+    image = Image.fromarray(PICTURE)
+    for source in (PICTURE, image, saved(tmp_path / "a.png", image), str(saved(tmp_path / "a.bmp", image))):
+        np.testing.assert_array_equal(read_picture(source), PICTURE)
+
+
+@pytest.mark.parametrize(("orientation", "turned"), [(1, 0), (3, 2), (6, 3), (8, 1)])
+def test_a_picture_is_turned_as_its_camera_was(tmp_path, orientation, turned):
+    exif = Image.Exif()
+    exif[ORIENTATION] = orientation
+    path = saved(tmp_path / "a.png", Image.fromarray(PICTURE), exif=exif)
+    np.testing.assert_array_equal(read_picture(path), np.rot90(PICTURE, turned))
+
+
+def test_what_is_transparent_is_white(tmp_path):
+    rgba = Image.new("RGBA", (2, 1), (*RED, 255))
+    rgba.putpixel((1, 0), (*BLUE, 0))
+    grey = Image.new("LA", (2, 1), (7, 255))
+    grey.putpixel((1, 0), (9, 0))
+    palette = Image.new("P", (2, 1))
+    palette.putpalette([*RED, *BLUE])
+    palette.putpixel((1, 0), 1)
+    assert read_picture(saved(tmp_path / "a.png", rgba)).tolist() == [[list(RED), list(WHITE)]]
+    assert read_picture(saved(tmp_path / "b.png", grey)).tolist() == [[[7] * 3, list(WHITE)]]
+    assert read_picture(saved(tmp_path / "c.png", palette)).tolist() == [[list(RED), list(BLUE)]]
+    assert read_picture(saved(tmp_path / "d.png", palette, transparency=1)).tolist() == [[list(RED), list(WHITE)]]
+    assert read_picture(saved(tmp_path / "e.gif", palette, transparency=1)).tolist() == [[list(RED), list(WHITE)]]
+
+
+def test_other_depths(tmp_path):
+    deep = Image.fromarray(np.array([[0, 257, 32896, 65535]], np.uint16))
+    assert read_picture(saved(tmp_path / "a.png", deep))[0, :, 0].tolist() == [0, 1, 128, 255]
+    assert read_picture(saved(tmp_path / "b.png", Image.new("1", (1, 1), 1))).tolist() == [[list(WHITE)]]
+    assert read_picture(saved(tmp_path / "c.jpg", Image.new("CMYK", (1, 1)))).tolist() == [[list(WHITE)]]
+
+
+def test_a_photograph_with_its_thumbnail_is_no_animation(tmp_path):
+    image = Image.fromarray(PICTURE)
+    path = saved(tmp_path / "a.jpg", image, format="MPO", save_all=True, append_images=[image.resize((5, 3))])
+    with Image.open(path) as opened:
+        assert opened.n_frames == 2
+    assert read_picture(path).shape == PICTURE.shape
+
+
+def animation(path: Path, count: int = 3, duration: int = 100) -> Path:
+    frames = [Image.new("RGB", (8, 6), (40 * i, 0, 0)) for i in range(count)]
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=duration)
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".gif", ".webp", ".png"])
+def test_an_animation_is_no_picture(tmp_path, suffix):
+    with pytest.raises(WanjaxError, match=rf"a\{suffix} is animated, it has 3 frames: a picture with one is needed"):
+        read_picture(animation(tmp_path / f"a{suffix}"))
+
+
+def test_files_that_are_no_pictures(tmp_path, monkeypatch):
+    buffer = bytes_io.BytesIO()
+    Image.fromarray(PICTURE).save(buffer, "png")
+    (tmp_path / "short.png").write_bytes(buffer.getvalue()[:-200])
+    (tmp_path / "text.png").write_text("a red circle")
+    (tmp_path / "empty.jpg").write_bytes(b"")
+    for name, message in (
+        ("absent.png", "there is no file .*absent.png"),
+        ("text.png", "text.png cannot be read as a picture"),
+        ("empty.jpg", "empty.jpg cannot be read as a picture"),
+        ("short.png", "short.png cannot be read to its end, it is damaged"),
+        ("", "there is no file"),  # a folder
+    ):
+        with pytest.raises(WanjaxError, match=message):
+            read_picture(tmp_path / name)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
+    with pytest.raises(WanjaxError, match="cannot be read as a picture"):
+        read_picture(saved(tmp_path / "bomb.png", Image.fromarray(PICTURE)))
+
+
+@pytest.mark.parametrize("array", [PICTURE.astype(np.float32), PICTURE[..., :2], PICTURE[None], PICTURE[:0]], ids=str)
+def test_arrays_that_are_no_pictures(array):
+    with pytest.raises(WanjaxError, match=r"is given as pictures, where uint8 \[H, W, 3\] is right"):
+        read_picture(array)
+
+
+CLIP = np.repeat(np.arange(10, dtype=np.uint8) * 20, 16 * 16 * 3).reshape(10, 16, 16, 3)
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.gif", "a.webp", "a/"])
+def test_clips(tmp_path, name):
+    path = io.write_video(f"{tmp_path}/{name}", CLIP, 10)
+    clip = read_clip(path, **MANY)
+    assert clip.shape == CLIP.shape
+    assert np.abs(clip.astype(int) - CLIP).max() <= 6  # mp4 and webp lose a little
+    assert len(read_clip(path, frames=4, fps=16)) == 4
+    if name != "a/":  # pictures in a folder have no speed
+        half = read_clip(path, frames=100, fps=5)
+        assert np.abs(half.astype(int) - CLIP[::2]).max() <= 6
+
+
+def test_clips_in_memory():
+    np.testing.assert_array_equal(read_clip(CLIP, frames=5, fps=1), CLIP[:5])
+    np.testing.assert_array_equal(read_clip(list(CLIP), frames=5, fps=1), CLIP[:5])
+    np.testing.assert_array_equal(read_clip([Image.fromarray(CLIP[3])], **MANY), CLIP[3:4])
+
+
+def test_files_that_are_no_clips(tmp_path):
+    (tmp_path / "text.mp4").write_text("a red circle")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "mixed").mkdir()
+    for i, size in enumerate(((4, 4), (4, 5))):
+        saved(tmp_path / "mixed" / f"{i}.png", Image.new("RGB", size))
+    whole = animation(tmp_path / "a.gif", 3)
+    (tmp_path / "short.gif").write_bytes(whole.read_bytes()[:-20])
+    for name, message in (
+        ("absent.mp4", "there is no file"),
+        ("text.mp4", "text.mp4 cannot be read as a video"),
+        ("empty", "empty holds no pictures"),
+        ("mixed", "mixed holds pictures of different sizes"),
+        ("short.gif", "short.gif cannot be read to its end"),
+    ):
+        with pytest.raises(WanjaxError, match=message):
+            read_clip(tmp_path / name, **MANY)
+
+
+def test_pictures_together(tmp_path):
+    path = saved(tmp_path / "mask.png", Image.new("L", (16, 16), 255))
+    read = read_pictures(image=PICTURE, video=CLIP, mask=path, references=[PICTURE, path], **MANY)
+    assert read.given() == ["image", "video", "mask", "references"]
+    assert read.mask.shape == CLIP.shape
+    np.testing.assert_array_equal(read.first, PICTURE)
+    np.testing.assert_array_equal(read._replace(image=None).first, CLIP[0])
+    assert Pictures().given() == []
+    assert Pictures().first is None
+    with pytest.raises(WanjaxError, match="the mask has 3 frames and the video 10: as many, or one, would do"):
+        read_pictures(video=CLIP, mask=CLIP[:3], **MANY)
+    with pytest.raises(WanjaxError, match="a mask is given without a video"):
+        read_pictures(mask=CLIP, **MANY)
+
+
+@given(
+    st.integers(16, 4000), st.integers(16, 4000), st.sampled_from([480 * 832, 720 * 1280]), st.sampled_from([16, 32])
+)
+def test_a_video_takes_the_proportions_of_a_picture(height, width, area, grid):
+    """As the reference's documentation has it, but for pictures so long that nothing would be left of a side."""
+    size = size_within((height, width, 3), area, grid)
+    ratio = height / width
+    exact = [round(np.sqrt(area * r)) // grid * grid for r in (ratio, 1 / ratio)]
+    assert size == tuple(max(side, grid) for side in exact)
+    if 1 / 3 < ratio < 3:
+        assert math.prod(size) <= 1.01 * area
+        assert abs(size[0] - size[1] * ratio) <= 1.01 * grid * max(1, ratio)
+
+
+def test_sizes_of_usual_pictures():
+    assert size_within((480, 832), 480 * 832, 16) == (480, 832)
+    assert size_within((1080, 1920), 720 * 1280, 16) == (720, 1280)
+    assert size_within((1920, 1080), 720 * 1280, 16) == (1280, 720)
+    assert size_within((3000, 3000), 480 * 832, 16) == (624, 624)
+
+
+def halves(height: int, width: int) -> np.ndarray:
+    """Red on the left, blue on the right."""
+    picture = np.zeros((height, width, 3), np.uint8)
+    picture[:, : width // 2], picture[:, width // 2 :] = RED, BLUE
+    return picture
+
+
+def test_fit():
+    wide = halves(20, 80)
+    np.testing.assert_array_equal(fit(wide, (20, 80), "crop"), wide)
+    assert fit(wide, (40, 40), "stretch")[20, [0, -1]].tolist() == [list(RED), list(BLUE)]
+    cropped = fit(wide, (40, 40), "crop")
+    assert cropped[20, [0, 10, 29, -1]].tolist() == [list(RED), list(RED), list(BLUE), list(BLUE)]
+    padded = fit(wide, (40, 40), "pad")
+    assert padded[[0, -1], 20].tolist() == [[0] * 3] * 2
+    assert padded[20, [0, -1]].tolist() == [list(RED), list(BLUE)]
+
+
+@given(st.integers(1, 90), st.integers(1, 90), st.sampled_from(["crop", "pad", "stretch"]))
+def test_whatever_its_size_a_picture_fits(height, width, resize):
+    assert fit(np.zeros((height, width, 3), np.uint8), (32, 48), resize).shape == (32, 48, 3)
+
+
+def test_known_frames_as_channels():
+    """As the reference counts them: the first frame fills its latent frame, a last one is the last of four."""
+    np.testing.assert_array_equal(known_frames([0], 9, 4), [[1, 0, 0]] * 4)
+    np.testing.assert_array_equal(known_frames([0, 8], 9, 4), [[1, 0, 0]] * 3 + [[1, 0, 1]])
+    np.testing.assert_array_equal(known_frames([0], 1, 4), [[1]] * 4)
+
+
+def test_mask_cells():
+    mask = np.arange(5 * 4 * 6, dtype=np.float32).reshape(5, 4, 6)
+    cells = mask_cells(mask, 2, 2)
+    assert cells.shape == (4, 2, 2, 3)
+    np.testing.assert_array_equal(cells[1 * 2 + 0, 1], mask[3, 1::2, 0::2])  # row 1, column 0 of each 2 × 2
+
+
+def test_on_white():
+    page = on_white(halves(10, 20), (40, 40))
+    assert page[:10].min() == page[-10:].min() == 1
+    np.testing.assert_array_equal(page[20, [0, -1]], np.array([RED, BLUE]) / 255)
