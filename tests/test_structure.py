@@ -21,6 +21,7 @@ LAYERS = [  # imports run downwards, or stay in one layer
         "wanjax.converters",
         "wanjax.io",
         "wanjax.pictures",
+        "wanjax.ffmpeg",
         "wanjax.hub",
         "wanjax.cache",
         "wanjax.sources",

@@ -9,11 +9,9 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
@@ -26,6 +24,7 @@ from PIL import Image, PngImagePlugin
 
 from wanjax.checkpoint import SafetensorsFile, save_safetensors, writing
 from wanjax.errors import WanjaxError
+from wanjax.ffmpeg import run_ffmpeg
 from wanjax.pipelines.base import Embeddings
 
 EMBEDDINGS = "stage1_embeddings.safetensors"
@@ -151,52 +150,14 @@ def _write_mp4(path: Path, frames: Iterator[Frame], fps: float, comment: str) ->
     container = ["-movflags", "+faststart", "-metadata", f"comment={comment}"]
     with writing(path) as beside:
         pieces = (frame.tobytes() for frame in chain([first], frames))
-        _run_ffmpeg([*source, *codec, *colours, *container, "-y", str(beside)], pieces)
+        run_ffmpeg([*source, *codec, *colours, *container, "-y", str(beside)], pieces)
 
 
 def _mp4_comment(path: Path) -> str:
     """The comment of an mp4; ffmpeg gives it with backslashes before what is special in its own format."""
-    lines = _run_ffmpeg(["-i", str(path), "-f", "ffmetadata", "pipe:1"]).decode()
+    lines = run_ffmpeg(["-i", str(path), "-f", "ffmetadata", "pipe:1"]).decode()
     found = re.search(r"^comment=((?:[^\\\n]|\\.)*)", lines, re.MULTILINE | re.DOTALL)
     return re.sub(r"\\(.)", r"\1", found[1], flags=re.DOTALL) if found else ""
-
-
-def _run_ffmpeg(arguments: list[str], pieces: Iterable[bytes] = ()) -> bytes:
-    """What ffmpeg puts out when it is given the pieces; raises OSError with the last thing it said if it fails."""
-    command = [_ffmpeg(), "-hide_banner", "-loglevel", "error", *arguments]
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as said:
-        # in a session of its own: Ctrl-C is for us alone, and we stop it
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=said, start_new_session=True)
-        assert process.stdin is not None
-        try:
-            for piece in pieces:
-                process.stdin.write(piece)
-            process.stdin.close()
-            process.wait()
-        except BrokenPipeError:  # it gave up, and has said why
-            process.wait()
-        finally:
-            process.kill()
-            with suppress(BrokenPipeError):  # by what is still in the buffer
-                process.stdin.close()
-            process.wait()
-        if process.returncode:
-            said.seek(0)
-            lines = said.read().decode(errors="replace").strip().splitlines()
-            last = re.sub(r"^\[.*?\] ", "", lines[-1]) if lines else ""  # without the address of what said it
-            raise OSError(f"ffmpeg said {last!r}" if last else f"ffmpeg ended with {process.returncode}")
-        out.seek(0)
-        return out.read()
-
-
-def _ffmpeg() -> str:
-    import imageio_ffmpeg  # here, because mp4 alone needs it
-
-    try:
-        return imageio_ffmpeg.get_ffmpeg_exe()
-    except RuntimeError as error:
-        why = "there is no ffmpeg: `pip install imageio-ffmpeg` brings one, or IMAGEIO_FFMPEG_EXE can name one"
-        raise WanjaxError(why) from error
 
 
 def _write_gif(path: Path, frames: Iterator[Frame], fps: float, comment: str) -> None:

@@ -6,6 +6,7 @@ A picture is shown as it was meant to be: turned as its EXIF says, its palette r
 
 import math
 import os
+import re
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from itertools import islice
@@ -17,10 +18,12 @@ from jaxtyping import Shaped, UInt8
 from PIL import Image, ImageOps, ImageSequence
 
 from wanjax.errors import WanjaxError
+from wanjax.ffmpeg import run_ffmpeg
 
 RESIZES = ("crop", "pad", "stretch")
 Picture = UInt8[np.ndarray, "H W 3"]
 Clip = UInt8[np.ndarray, "T H W 3"]
+PPM = re.compile(rb"P6\s(\d+)\s(\d+)\s255\s")
 PictureSource = str | Path | Image.Image | Shaped[np.ndarray, "H W 3"]
 ClipSource = str | Path | Sequence[PictureSource] | Shaped[np.ndarray, "T H W 3"]
 LANCZOS = Image.Resampling.LANCZOS
@@ -104,7 +107,7 @@ def read_clip(source: ClipSource, frames: int, fps: float) -> Clip:
     """The clip in a file, in a folder of pictures by their names, or in memory, as `read_pictures` has it."""
     if isinstance(source, np.ndarray):
         return _checked(source[:frames], 4)
-    with closing(_pictures(source, fps)) as pictures:
+    with closing(_pictures(source, frames, fps)) as pictures:
         kept = list(islice(pictures, frames))
     name = source if isinstance(source, str | Path) else "the clip"
     if not kept:
@@ -114,14 +117,14 @@ def read_clip(source: ClipSource, frames: int, fps: float) -> Clip:
     return np.stack(kept)
 
 
-def _pictures(source: str | Path | Sequence[PictureSource], fps: float) -> Generator[Picture]:
-    """The pictures of a clip in turn, no more than `fps` for a second of it."""
+def _pictures(source: str | Path | Sequence[PictureSource], frames: int, fps: float) -> Generator[Picture]:
+    """The pictures of a clip in turn, of which `frames` are wanted, no more than `fps` for a second of it."""
     if not isinstance(source, str | Path):
         return (read_picture(picture) for picture in source)
     suffixes = Image.registered_extensions()
     if Path(source).is_dir():
         return (read_picture(path) for path in sorted(Path(source).iterdir()) if path.suffix.lower() in suffixes)
-    return (_animation if Path(source).suffix.lower() in suffixes else _film)(source, fps)
+    return _animation(source, fps) if Path(source).suffix.lower() in suffixes else _film(source, frames, fps)
 
 
 def _animation(source: str | Path, fps: float) -> Generator[Picture]:
@@ -133,21 +136,20 @@ def _animation(source: str | Path, fps: float) -> Generator[Picture]:
         yield from _thinned(frames, 1000 / duration if duration else fps, fps)
 
 
-def _film(source: str | Path, fps: float) -> Generator[Picture]:
+def _film(source: str | Path, frames: int, fps: float) -> Generator[Picture]:
     """The pictures of what ffmpeg reads, turned as the file says."""
-    import imageio_ffmpeg  # here, because films alone need it
-
     if not Path(source).is_file():
         raise WanjaxError(f"there is no file {source}")
-    with closing(imageio_ffmpeg.read_frames(os.fspath(source))) as reader:
-        try:
-            about = next(reader)
-        except (OSError, RuntimeError, StopIteration) as error:
-            last = str(error).strip().splitlines()[-1:] or ["it holds no frames"]
-            raise WanjaxError(f"{source} cannot be read as a video: {last[0]}") from error
-        width, height = about["size"]
-        frames = (np.frombuffer(data, np.uint8).reshape(height, width, 3) for data in reader)
-        yield from _thinned(frames, about["fps"], fps)
+    thinned = ["-vf", rf"fps=min(source_fps\,{fps})", "-frames:v", str(frames)]
+    try:
+        data = run_ffmpeg(["-i", os.fspath(source), *thinned, "-f", "image2pipe", "-c:v", "ppm", "pipe:1"])
+    except OSError as error:
+        raise WanjaxError(f"{source} cannot be read as a video: {error}") from error
+    at = 0
+    while header := PPM.match(data, at):  # pictures end to end, each with its size
+        width, height = int(header[1]), int(header[2])
+        at = header.end() + width * height * 3
+        yield np.frombuffer(data[header.end() : at], np.uint8).reshape(height, width, 3)
 
 
 def _thinned(pictures: Iterable[Picture], rate: float, fps: float) -> Iterator[Picture]:

@@ -97,12 +97,12 @@ class Run:
             progress=report.load,
         )
         settings = _checked(chosen, self.pipe.defaults.to_json())
-        files = {name: given[name] for name in Pictures._fields if given.get(name)}
+        files = {name: chosen[name] for name in Pictures._fields if chosen.get(name)}
         if left is None:
             self.pictures, self.settings = self.pipe.prepare(**files, **settings)
         else:  # pictures are in what the stage before left
             self.settings = self.pipe.settings(**settings)
-        self.noise = None if noise is None else self._noise(noise, len(chosen.get("references", ())))
+        self.noise = None if noise is None else self._noise(noise, len(files.get("references", ())))
         io.check_output(self.target)
         io.check_folder(folder)
         self.record = self.settings.to_json() | files | ({} if noise is None else {"noise": noise})

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one way to ffmpeg, a program of its own, which reads and writes films."""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from contextlib import suppress
+
+from wanjax.errors import WanjaxError
+
+
+def run_ffmpeg(arguments: list[str], pieces: Iterable[bytes] = ()) -> bytes:
+    """What ffmpeg puts out when it is given the pieces; raises OSError with the last thing it said if it fails."""
+    command = [_ffmpeg(), "-hide_banner", "-loglevel", "error", *arguments]
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as said:
+        # in a session of its own: Ctrl-C is for us alone, and we stop it
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=said, start_new_session=True)
+        assert process.stdin is not None
+        try:
+            for piece in pieces:
+                process.stdin.write(piece)
+            process.stdin.close()
+            process.wait()
+        except BrokenPipeError:  # it gave up, and has said why
+            process.wait()
+        finally:
+            process.kill()
+            with suppress(BrokenPipeError):  # by what is still in the buffer
+                process.stdin.close()
+            process.wait()
+        if process.returncode:
+            said.seek(0)
+            lines = said.read().decode(errors="replace").strip().splitlines()
+            last = re.sub(r"^\[.*?\] ", "", lines[-1]) if lines else ""  # without the address of what said it
+            raise OSError(f"ffmpeg said {last!r}" if last else f"ffmpeg ended with {process.returncode}")
+        out.seek(0)
+        return out.read()
+
+
+def _ffmpeg() -> str:
+    import imageio_ffmpeg  # here, because mp4 alone needs it
+
+    try:
+        return imageio_ffmpeg.get_ffmpeg_exe()
+    except RuntimeError as error:
+        why = "there is no ffmpeg: `pip install imageio-ffmpeg` brings one, or IMAGEIO_FFMPEG_EXE can name one"
+        raise WanjaxError(why) from error
