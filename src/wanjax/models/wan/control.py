@@ -49,6 +49,7 @@ class WanControlTransformer(WanTransformer):
         """`attention` names an implementation of it; None picks by platform and shape."""
         kw: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         super().__init__(config, attention=attention, **kw)
+        self.groups = config.control_blocks
         cells = config.patch[0] * config.patch[1] * config.patch[2]
         self.control_embed = linear(cells * config.control_channels, config.width, (None, "embed"), **kw)
         self.control_in = linear(config.width, config.width, ("mlp", "embed"), **kw)
@@ -80,7 +81,7 @@ class WanControlTransformer(WanTransformer):
             x = scan_blocks(part(stride, slice(1, None)), lambda block, x: block(x, context, mod, rope), x)
             return x, control
 
-        strides = grouped(self.blocks, self.config.control_blocks)
+        strides = grouped(self.blocks, self.groups)
         x, _ = scan_blocks((self.control_blocks, strides), group, (x, control))
 
         shift, scale = (time + row for row in jnp.split(self.table[...][None], 2, axis=1))
