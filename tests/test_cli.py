@@ -82,20 +82,20 @@ def test_help_lists_the_commands():
             "generate",
             "model negative-prompt image last-image video mask reference resize size height width frames "
             "fps steps guidance-scale guidance-scale-2 boundary strength flow-shift sigmas seed noise attention "
-            "batch-guidance dtype tile dir out help",
+            "batch-guidance dtype mesh rules tile dir out help",
         ),
         (
             "encode",
             "model negative-prompt image last-image video mask reference resize size height width frames "
-            "dtype tile dir help",
+            "dtype mesh rules tile dir help",
         ),
         (
             "denoise",
             "model size height width frames fps steps guidance-scale guidance-scale-2 boundary strength flow-shift "
             "sigmas seed noise "
-            "attention batch-guidance dtype dir help",
+            "attention batch-guidance dtype mesh rules dir help",
         ),
-        ("decode", "model fps dtype tile dir out help"),
+        ("decode", "model fps dtype mesh rules tile dir out help"),
         ("models", "json help"),
     ],
 )
