@@ -70,7 +70,7 @@ def given(monkeypatch) -> dict:
 
 def test_help_lists_the_commands():
     said = succeeded(wanjax("--help")).output
-    commands = ["generate", "encode", "denoise", "decode", "convert", "models"]
+    commands = ["generate", "encode", "denoise", "decode", "warmup", "convert", "models"]
     assert re.findall(r"^  (\w+)  ", said, re.MULTILINE) == commands
     assert succeeded(wanjax("--version")).output.startswith("wanjax ")
 

@@ -155,6 +155,28 @@ def decode(report: Report, **given: Any) -> None:
 
 
 @main.command()
+@options.model
+@options.pictures
+@options.shape
+@options.denoising
+@options.attention
+@options.batch_guidance
+@options.compute
+@options.devices
+@options.tile
+@click.pass_obj
+def warmup(report: Report, **given: Any) -> None:
+    """Compile all that a run needs.
+
+    Loads the model and takes the first steps of each stage, so that `generate` with the same options begins at once.
+    What is compiled stays in the user's cache, where changed options, code or devices never meet it.
+    """
+    from wanjax.cli import warming
+
+    warming.warmup(report, **given)
+
+
+@main.command()
 @click.argument("source")
 @click.argument("target", required=False, type=click.Path(path_type=Path), metavar="[FOLDER]")
 @click.option("--to", type=click.Choice(["wanjax", "diffusers"]), default="wanjax", show_default=True, help="Layout.")

@@ -148,16 +148,22 @@ class Run:
         for name, text in (("prompt", chosen.prompt), ("negative prompt", chosen.negative_prompt)):
             for truncation in filter(None, self.pipe.tokenize(text).truncated):
                 self.report.note("note: " + str(truncation).replace("the prompt", f"the {name}", 1))
-        with self.report.stage("encode"):
-            embeddings = jax.block_until_ready(self.pipe.encode_prompts(chosen.prompt, chosen.negative_prompt))
-            self.pipe.free("text_encoder")
-            made = jax.block_until_ready(self.pipe.encode_pictures(self.pictures, chosen, tiling=self.tiling))
-        self.pipe.free("image_encoder", "vae")
-        embeddings = embeddings._replace(**made)
+        embeddings = self.embed()
         io.save_embeddings(self.folder, embeddings, self.record)
         io.save_settings(self.folder, self.record)
         self.report.kept(f"the embeddings are in {self.folder / io.EMBEDDINGS}", self._command("denoise"))
         return embeddings
+
+    def embed(self) -> Embeddings:
+        """What becomes of the prompts and the pictures."""
+        with self.report.stage("encode"):
+            texts = self.settings.prompt, self.settings.negative_prompt
+            embeddings = jax.block_until_ready(self.pipe.encode_prompts(*texts))
+            self.pipe.free("text_encoder")
+            made = self.pipe.encode_pictures(self.pictures, self.settings, tiling=self.tiling)
+            jax.block_until_ready(made)
+        self.pipe.free("image_encoder", "vae")
+        return embeddings._replace(**made)
 
     def denoise(self, embeddings: Embeddings) -> jax.Array:
         def show(step: Step) -> None:

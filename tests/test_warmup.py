@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs kept from process to process: found again by the same run, and by no other."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from wanjax import io
+
+RUN = ("--size", "32x32", "--frames", "9", "--steps", "3")
+CHANGED = """
+import jax
+from wanjax.layers import mlp
+mlp.gelu_tanh = jax.nn.silu
+from wanjax.cli import main
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("warmup")
+
+
+def wanjax(folder: Path, *arguments: str, code: str = "from wanjax.cli import main; main()") -> str:
+    """Runs the command in a process of its own, where programs are kept in the folder; returns what it tells."""
+    run = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(folder)},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stderr
+
+
+def programs(folder: Path) -> set[str]:
+    return {path.name for path in (folder / "wanjax" / "xla").rglob("*-cache")}
+
+
+@pytest.fixture(scope="module")
+def warm(folder) -> set[str]:
+    wanjax(folder, "warmup", *RUN)
+    return programs(folder)
+
+
+@pytest.fixture(scope="module")
+def latents(folder, warm) -> np.ndarray:
+    """Those of a run after the warm-up."""
+    told = wanjax(folder, "generate", "a red circle moving right", *RUN)
+    assert told.count("cached") == 3, told
+    assert programs(folder) == warm
+    return kept(folder)
+
+
+def kept(folder: Path) -> np.ndarray:
+    left = folder / "stage_outputs"
+    return np.asarray(io.load_latents(left, io.load_settings(left)))
+
+
+def test_a_second_process_compiles_nothing(warm, latents):
+    assert len(warm) > 10
+    assert np.isfinite(latents).all()
+
+
+def test_changed_code_meets_no_stale_program(folder, warm, latents):
+    wanjax(folder, "generate", "a red circle moving right", *RUN, code=CHANGED)
+    assert programs(folder) > warm
+    assert np.abs(kept(folder) - latents).max() > 1e-3
+
+
+def test_changed_settings_meet_no_stale_program(folder, warm, latents):
+    before = programs(folder)
+    wanjax(folder, "denoise", "--attention", "reference")
+    assert programs(folder) > before
