@@ -258,3 +258,11 @@ def test_a_mesh_is_read_and_found():
     pipe = wanjax.load("nano", mesh="auto", rules="tp")
     assert pipe.layout is not None
     assert pipe.layout.mesh.size == 4  # of the eight: 80 tokens are few
+
+
+def test_accelerators_are_all_used_unless_told(monkeypatch):
+    assert wanjax.load("nano").layout is None  # though a CPU can be made to seem many
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert wanjax.load("nano").layout == wanjax.load("nano", mesh="auto").layout
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    assert wanjax.load("nano").layout is None

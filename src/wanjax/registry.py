@@ -244,9 +244,9 @@ def load(
     CPU, which has no fast bfloat16, and `param_dtype` elsewhere), and keep weights in `param_dtype` (None: bfloat16 for
     published checkpoints, and as they are stored for others); the VAE is in float32, as in the reference. `attention`
     names the transformer's implementation of it (None picks by platform and shape). `mesh` is the devices to spread
-    over, from `wanjax.make_mesh`, or such as "dp=2,sp=1,tp=4", or "auto" (None: one device), and `rules`, "fsdp" or
-    "tp", say how. `progress(part, done, total)` is told the bytes read. Raises WanjaxError where the checkpoint cannot
-    be found or does not fit, and where there is no such mesh.
+    over: from `wanjax.make_mesh`, or such as "dp=2,sp=1,tp=4", or "auto", which takes all that are of use (None: one
+    device of a CPU, and "auto" elsewhere); `rules`, "fsdp" or "tp", say how. `progress(part, done, total)` is told the
+    bytes read. Raises WanjaxError where the checkpoint cannot be found or does not fit, or there is no such mesh.
     """
     if attention is not None and attention not in IMPLEMENTATIONS:
         raise WanjaxError(f"no attention is named {attention!r}: there are {', '.join(IMPLEMENTATIONS)}")
@@ -283,6 +283,8 @@ def load(
 def _layout(mesh: Mesh | str | None, rules: str, configs: WanConfigs, settings: Settings) -> Layout | None:
     """How arrays lie on the devices; a mesh that is to be found is one that suits a video of these settings."""
     found = find_rules(rules)
+    if mesh is None and jax.default_backend() != "cpu" and jax.device_count() > 1:
+        mesh = "auto"
     if mesh == "auto":
         tokens = configs.tokens(settings)
         guided = settings.guidance_scale > 1

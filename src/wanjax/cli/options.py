@@ -157,7 +157,8 @@ devices = together(
     click.option(
         "--mesh",
         metavar="dp=N,sp=N,tp=N|auto",
-        help="Devices to spread over: guidance over dp, the sequence over sp, heads over tp.  [default: one device]",
+        help="Devices to spread over: guidance over dp, the sequence over sp, heads over tp.  "
+        "[default: auto, and one on a CPU]",
     ),
     click.option(
         "--rules",
