@@ -14,7 +14,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 
 import wanjax
 from tests.parity.references import randomise, relative_l2, small_parts
-from tests.parity.test_pipeline import BAR, NEGATIVE_PROMPT, PROMPT, emphasise_mlps, errors, psnr
+from tests.parity.test_pipeline import BAR, NEGATIVE_PROMPT, PROMPT, emphasise_mlps, largest_error, psnr
 from tests.tiny import compile_cache
 
 HEIGHT, WIDTH, FRAMES, STEPS, GUIDANCE = 32, 48, 9, 3, 5.0
@@ -118,5 +118,5 @@ def test_every_step_and_every_frame(reference, folder):
     )  # fmt: skip
     exact, frames = expected(reference)
     assert len(latents) == STEPS
-    assert max(errors(latents, exact)) <= BAR
+    assert largest_error(latents, exact) <= BAR
     assert psnr(pipe.decode(last, jnp.float32), frames) >= 60

@@ -116,8 +116,11 @@ def answer(folder: Path, sigmas: str) -> tuple[list[np.ndarray], np.ndarray]:
     return latents, pipe.decode(last, jnp.float32)
 
 
-def errors(latents: list[np.ndarray], exact: list[np.ndarray]) -> list[float]:
-    return [relative_l2(*pair) for pair in zip(latents, exact, strict=True)]
+def largest_error(latents: list[np.ndarray], exact: list[np.ndarray]) -> float:
+    """Of the latents of any step, relative; `pytest -rP` shows it."""
+    error = max(relative_l2(*pair) for pair in zip(latents, exact, strict=True))
+    print(f"latents {error:.1e}")
+    return error
 
 
 @pytest.mark.parametrize("sigmas", ["diffusers", "official"])
@@ -127,14 +130,16 @@ def test_every_step_and_every_frame(reference, folder, scheduler, sigmas):
     latents, frames = answer(folder, sigmas)
     exact_latents, exact_frames = expected(reference, scheduler, sigmas)
     assert len(latents) == STEPS
-    assert max(errors(latents, exact_latents)) <= BAR
+    assert largest_error(latents, exact_latents) <= BAR
     assert frames.shape == (FRAMES, HEIGHT, WIDTH, 3)
     assert psnr(frames, exact_frames) >= 60
 
 
 def psnr(frames: np.ndarray, exact: np.ndarray) -> float:
-    """Decibels, of frames in [0, 1]."""
-    return -10 * np.log10(np.mean((frames - exact) ** 2))
+    """Decibels, of frames in [0, 1]; `pytest -rP` shows them."""
+    decibels = -10 * np.log10(np.mean((frames - exact) ** 2))
+    print(f"frames {decibels:.0f} dB")
+    return decibels
 
 
 def test_the_bar_is_below_what_another_gelu_does(reference, folder, monkeypatch):
@@ -142,4 +147,4 @@ def test_the_bar_is_below_what_another_gelu_does(reference, folder, monkeypatch)
     monkeypatch.setattr(transformer, "gelu_tanh", partial(jax.nn.gelu, approximate=False))
     latents, _ = answer(folder, "diffusers")
     exact, _ = expected(reference, UNIPC, "diffusers")
-    assert max(errors(latents, exact)) > BAR
+    assert largest_error(latents, exact) > BAR

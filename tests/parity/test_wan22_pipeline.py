@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
 import wanjax
 from tests.parity.references import randomise
-from tests.parity.test_pipeline import BAR, NEGATIVE_PROMPT, PROMPT, emphasise_mlps, errors, psnr
+from tests.parity.test_pipeline import BAR, NEGATIVE_PROMPT, PROMPT, emphasise_mlps, largest_error, psnr
 from tests.tiny import compile_cache
 from tests.toy_tokenizer import save_tokenizer
 from wanjax.pipelines.experts import Switch
@@ -110,7 +110,7 @@ def answer(
 
 def compare(pipe: Ours, latents: list, last: Any, exact: list[np.ndarray], frames: np.ndarray) -> None:
     assert len(latents) == len(exact)
-    assert max(errors(latents, exact)) <= BAR
+    assert largest_error(latents, exact) <= BAR
     assert psnr(pipe.decode(last, jnp.float32), frames) >= 60
 
 
