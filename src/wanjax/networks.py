@@ -2,6 +2,7 @@
 """The networks that wanjax knows: of a component's class in model_index.json, how to build it and what fills it."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,9 +11,19 @@ from flax import nnx
 from wanjax.converters import clip, t5, wan
 from wanjax.converters.engine import Rule
 from wanjax.errors import WanjaxError
-from wanjax.models.t5 import T5Encoder
-from wanjax.models.vision import CLIPVision
+from wanjax.models.t5 import UMT5_XXL, T5Encoder
+from wanjax.models.vision import CLIP_VIT_H, CLIPVision
 from wanjax.models.wan.config import (
+    FLF2V_14B,
+    I2V_14B,
+    I2V_A14B,
+    T2V_1_3B,
+    T2V_14B,
+    TI2V_5B,
+    VACE_1_3B,
+    VACE_14B,
+    VAE_2_1,
+    VAE_2_2,
     ControlTransformerConfig,
     ImageTransformerConfig,
     ResidualVAEConfig,
@@ -23,6 +34,15 @@ from wanjax.models.wan.image import WanImageTransformer
 from wanjax.models.wan.residual_vae import WanResidualVAE
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.models.wan.vae import WanVAE
+from wanjax.pipelines.tasks import (
+    ATTENDED_IMAGE_TO_VIDEO,
+    CONTROLLED_VIDEO,
+    FIRST_AND_LAST_FRAME,
+    FIRST_FRAME_TO_VIDEO,
+    IMAGE_TO_VIDEO,
+    task_of,
+)
+from wanjax.plan.stages import Architecture
 from wanjax.sources import Source
 
 
@@ -102,3 +122,27 @@ def network(source: Source, component: str) -> Network:
         known = ", ".join(NETWORKS)
         raise WanjaxError(f"the {component} of {source.name} is a {listed[component]}, where {known} can be read")
     return NETWORKS[listed[component]](source.config(component))
+
+
+_T2V_14B = Architecture(UMT5_XXL, T2V_14B, VAE_2_1)
+_I2V_14B = Architecture(UMT5_XXL, I2V_14B, VAE_2_1, ATTENDED_IMAGE_TO_VIDEO, CLIP_VIT_H)
+PUBLISHED: Mapping[str, Architecture] = {
+    "wan2.1-t2v-1.3b": replace(_T2V_14B, transformer=T2V_1_3B),
+    "wan2.1-t2v-14b": _T2V_14B,
+    "wan2.1-i2v-14b-480p": _I2V_14B,
+    "wan2.1-i2v-14b-720p": _I2V_14B,
+    "wan2.1-flf2v-14b": replace(_I2V_14B, transformer=FLF2V_14B, task=FIRST_AND_LAST_FRAME),
+    "wan2.1-vace-1.3b": Architecture(UMT5_XXL, VACE_1_3B, VAE_2_1, CONTROLLED_VIDEO),
+    "wan2.1-vace-14b": Architecture(UMT5_XXL, VACE_14B, VAE_2_1, CONTROLLED_VIDEO),
+    "wan2.2-t2v-a14b": _T2V_14B,
+    "wan2.2-i2v-a14b": Architecture(UMT5_XXL, I2V_A14B, VAE_2_1, IMAGE_TO_VIDEO),
+    "wan2.2-ti2v-5b": Architecture(UMT5_XXL, TI2V_5B, VAE_2_2, FIRST_FRAME_TO_VIDEO),
+}
+"""The shapes of the checkpoints that are published, by the names of their presets, so that none need be downloaded."""
+
+
+def architecture(source: Source) -> Architecture:
+    """The shapes of a checkpoint's networks, from their config.json; raises as `network` does."""
+    text_encoder, transformer, vae = (network(source, name).config for name in ("text_encoder", "transformer", "vae"))
+    image_encoder = network(source, "image_encoder").config if "image_encoder" in components(source.index) else None
+    return Architecture(text_encoder, transformer, vae, task_of(source.index, transformer, vae), image_encoder)

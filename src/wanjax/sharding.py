@@ -24,6 +24,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from wanjax.errors import WanjaxError
@@ -165,7 +166,7 @@ def make_mesh(dp: int = 1, sp: int = 1, tp: int = 1, *, devices: Sequence[Any] |
     Raises WanjaxError unless the product of the axes is the number of devices.
     """
     devices = jax.devices() if devices is None else devices
-    sizes = dict(zip(MESH_AXES, (dp, sp, tp), strict=True))
+    sizes: dict[str, int] = dict(zip(MESH_AXES, (dp, sp, tp), strict=True))
     told = ",".join(f"{axis}={size}" for axis, size in sizes.items())
     if min(sizes.values()) < 1:
         raise WanjaxError(f"the mesh {told} has an axis below 1: each is at least 1")
@@ -174,7 +175,15 @@ def make_mesh(dp: int = 1, sp: int = 1, tp: int = 1, *, devices: Sequence[Any] |
             f"the mesh {told} is for {dp * sp * tp} devices where there are {len(devices)}: "
             f"dp · sp · tp has to be {len(devices)}"
         )
-    return jax.make_mesh((dp, sp, tp), MESH_AXES, (AxisType.Auto,) * 3, devices=devices)
+    return arrange(devices, sizes)
+
+
+def arrange(devices: Sequence[Any], axes: Mapping[str, int]) -> Mesh:
+    """A mesh in which neighbours on the last axes are neighbours on the chips' links, as far as those allow."""
+    sizes = tuple(axes.values())
+    # on 4 × 4 chips an axis of 8 takes half of one of the links' directions, which is split only on request
+    placed = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    return Mesh(placed, tuple(axes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def choose_axes(devices: int, *, heads: int, tokens: int, guided: bool = True) -> tuple[int, int, int]:

@@ -23,12 +23,18 @@ from wanjax.sharding import Layout, constrain, replicate, use
 @cache
 def compiled(function: Callable, donated: tuple[int, ...] = (), layout: Layout | None = None) -> Callable:
     """`function` for the devices of a layout; the buffers of the donated arguments are taken over."""
+    options = scan_compiler_options()
+    return jax.jit(laid_out(function, layout), static_argnums=0, donate_argnums=donated, compiler_options=options)
+
+
+def laid_out(function: Callable, layout: Layout | None) -> Callable:
+    """`function`, which is traced with its arrays laid out so."""
 
     def run(*arguments: Any) -> Any:
         with use(layout):
             return function(*arguments)
 
-    return jax.jit(run, static_argnums=0, donate_argnums=donated, compiler_options=scan_compiler_options())
+    return run
 
 
 def encode_prompts(static, ids, mask, weights):

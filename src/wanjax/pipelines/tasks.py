@@ -267,6 +267,15 @@ FIRST_AND_LAST_FRAME = AttendedImageToVideo(
     "first and last frame to video", takes=("image", "last_image"), needs=("image", "last_image")
 )
 CONTROLLED_VIDEO = ControlledVideo("controlled video (VACE)", takes=("video", "mask", "references"))
+TASKS: Mapping[str, Task] = {
+    "text": TEXT_TO_VIDEO,
+    "first_frame": FIRST_FRAME_TO_VIDEO,
+    "image": IMAGE_TO_VIDEO,
+    "attended_image": ATTENDED_IMAGE_TO_VIDEO,
+    "first_and_last_frame": FIRST_AND_LAST_FRAME,
+    "control": CONTROLLED_VIDEO,
+}
+"""All tasks, by names that files can hold."""
 
 
 def check_pipeline(index: Mapping[str, Any], name: str) -> None:

@@ -10,18 +10,18 @@ import sys
 from pathlib import Path
 
 import jax
-import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from wanjax.plan.program import find
+from wanjax.sharding import arrange
 
 
 def make_mesh(topology: str, devices: int, axes: dict[str, int]) -> Mesh:
     """A mesh of devices that are described and not there."""
     bounds = {"chips_per_host_bounds": (1, 1, 1)} if devices == 1 else {}
     described = topologies.get_topology_desc(platform="tpu", topology_name=topology, **bounds)
-    return Mesh(np.array(described.devices).reshape(*axes.values()), tuple(axes))
+    return arrange(described.devices, axes)
 
 
 def compile_one(job: dict, folder: Path) -> None:
