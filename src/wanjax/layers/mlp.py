@@ -34,5 +34,6 @@ class MLP(nnx.Module):
         self.down = linear(inside, width_out, axes[1:], dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.activation = activation
 
+    @jax.named_scope("mlp")
     def __call__(self, x: Float[Array, "*B E"]) -> Float[Array, "*B _E"]:
         return self.down(self.activation(self.up(x)))

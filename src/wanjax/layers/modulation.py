@@ -8,6 +8,7 @@ and one is kept for each token, so that no array of shifts, scales and gates of 
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
@@ -28,6 +29,7 @@ def split_modulation(mod: Float[Array, "B _T 6 E"]) -> tuple[Modulation, Modulat
     return Modulation(*parts[:3]), Modulation(*parts[3:])
 
 
+@jax.named_scope("modulation")
 def modulate(
     x: Float[Array, "B L E"], shift: Float[Array, "B _T E"], scale: Float[Array, "B _T E"], clean: Clean = None
 ) -> Array:
@@ -35,6 +37,7 @@ def modulate(
     return _by_token(lambda shift, scale: x * (1.0 + scale) + shift, clean, shift, scale)
 
 
+@jax.named_scope("modulation")
 def gated_add(x: Float[Array, "B L E"], y: Float[Array, "B L E"], gate: Float[Array, "B _T E"], clean: Clean = None):
     """The residual `x + gate · y`, summed in float32 and rounded once."""
     x32, y32 = x.astype(jnp.float32), y.astype(jnp.float32)

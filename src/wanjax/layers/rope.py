@@ -40,6 +40,7 @@ def rope_3d(grid: tuple[int, int, int], axes: tuple[int, int, int], theta: float
     return Rope(cos, sin, len(angle))
 
 
+@jax.named_scope("rope")
 def apply_rope(x: Float[Array, "B L N D"], rope: Rope) -> Float[Array, "B L N D"]:
     """Turns channel p with channel p + D/2 by the p-th angle, in float32.
 

@@ -33,6 +33,7 @@ PREFERRED: dict[str, tuple[Choice, ...]] = {
 }
 
 
+@jax.named_scope("attention")
 def attention(
     q: Float[Array, "B L N D"],
     k: Float[Array, "B S K D"],

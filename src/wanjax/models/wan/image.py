@@ -43,6 +43,7 @@ class ImageCrossAttention(CrossAttention):
         self.image_v = linear(config.width, config.width, ("embed", "heads"), **kw)
         self.image_k_norm = rms_norm(config.width, config.eps, **kw)
 
+    @jax.named_scope("cross_attention")
     def __call__(self, x: Tokens, context: Float[Array, "B S E"], image: ImageTokens) -> Tokens:
         q = split_heads(self.q_norm(self.q(x)), self.heads)  # [B L N D]
         k = split_heads(self.k_norm(self.k(context)), self.heads)  # [B S N D]

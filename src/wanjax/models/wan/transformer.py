@@ -57,6 +57,7 @@ class Attention(nnx.Module):
 class SelfAttention(Attention):
     """Attention of every token to every token, with q and k turned by position."""
 
+    @jax.named_scope("self_attention")
     def __call__(self, x: Tokens, rope: Rope) -> Tokens:
         q = split_heads(self.q_norm(self.q(x)), self.heads)  # [B L N D]
         k = split_heads(self.k_norm(self.k(x)), self.heads)
@@ -67,6 +68,7 @@ class SelfAttention(Attention):
 class CrossAttention(Attention):
     """Attention of every token to the prompt."""
 
+    @jax.named_scope("cross_attention")
     def __call__(self, x: Tokens, context: Float[Array, "B S E"]) -> Tokens:
         q = split_heads(self.q_norm(self.q(x)), self.heads)  # [B L N D]
         k = split_heads(self.k_norm(self.k(context)), self.heads)  # [B S N D]
