@@ -79,6 +79,7 @@ def main(ctx: click.Context) -> None:
 @options.compute
 @options.devices
 @options.tile
+@options.profile
 @options.folder
 @options.out
 @click.pass_obj
@@ -123,6 +124,7 @@ def encode(report: Report, **given: Any) -> None:
 @options.batch_guidance
 @options.compute
 @options.devices
+@options.profile
 @options.folder
 @click.pass_obj
 def denoise(report: Report, **given: Any) -> None:

@@ -166,6 +166,12 @@ devices = together(
         help="How weights are spread: gathered as they are used, or by columns and rows.  [default: fsdp]",
     ),
 )
+profile = click.option(
+    "--profile",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="FOLDER",
+    help="Write a trace of two steps there, and what a step takes beside what the devices can do.",
+)
 folder = click.option(
     "--dir",
     "folder",

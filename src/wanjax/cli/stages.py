@@ -14,6 +14,7 @@ import numpy as np
 
 from wanjax import io, registry
 from wanjax.cli import options
+from wanjax.cli.profile import StepProfile, trace_with_scopes
 from wanjax.cli.report import Report
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
@@ -87,6 +88,7 @@ class Run:
         self.folder = folder
         self.out = out
         self.tiling = Tiling() if given.get("tile") else None
+        self.profile: Path | None = given.get("profile")
         self.batch_guidance = bool(given.get("batch_guidance"))
         self.pipe = registry.load(
             _model(chosen),
@@ -105,6 +107,9 @@ class Run:
         self.noise = None if noise is None else self._noise(noise, len(files.get("references", ())))
         io.check_output(self.target)
         io.check_folder(folder)
+        if self.profile:
+            io.check_folder(self.profile)
+            trace_with_scopes()
         self.record = self.settings.to_json() | files | ({} if noise is None else {"noise": noise})
 
     @property
@@ -166,7 +171,11 @@ class Run:
         return embeddings._replace(**made)
 
     def denoise(self, embeddings: Embeddings) -> jax.Array:
+        profile = self._profile(embeddings)
+
         def show(step: Step) -> None:
+            if profile:
+                profile.after(step)
             self.report.advance("step", step.index + 1, step.total)
 
         def tell_switch(switch: Switch) -> None:
@@ -186,11 +195,19 @@ class Run:
                 **given,
             )
             jax.block_until_ready(latents)
+        if profile:
+            self.report.note(profile.report())
         self.pipe.free(*EXPERTS)
         io.save_latents(self.folder, latents, self.record)
         io.save_settings(self.folder, self.record)
         self.report.kept(f"the latents are in {self.folder / io.LATENTS}", self._command("decode"))
         return latents
+
+    def _profile(self, embeddings: Embeddings) -> StepProfile | None:
+        if self.profile is None:
+            return None
+        image = embeddings.image_embeds
+        return StepProfile(self.profile, self.pipe, self.settings, 0 if image is None else image.shape[1])
 
     def decode(self, latents: Any) -> None:
         def frames() -> Iterator[np.ndarray]:

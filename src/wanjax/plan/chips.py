@@ -57,6 +57,17 @@ SLICES = {
     )
 }
 
+KINDS = {
+    "TPU v5e": V5E,
+    "TPU v5 lite": V5E,
+    "TPU v5": V5P,
+    "TPU v5p": V5P,
+    "TPU v6e": V6E,
+    "TPU v6 lite": V6E,
+    "TPU7x": V7X,
+}
+"""The chips by JAX's names for their kinds."""
+
 
 def find_slice(name: str) -> Slice:
     """The slice of a name such as `v6e-8`; raises WanjaxError that lists those there are."""
