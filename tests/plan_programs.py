@@ -8,6 +8,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from wanjax.kernels.attention import attention, choose
+from wanjax.kernels.attention.specs import WORKLOADS
 from wanjax.kernels.attention.target import target
 from wanjax.plan.program import Program
 
@@ -64,3 +66,28 @@ def target_of(x: jax.Array) -> jax.Array:
 
 def _copy(x_ref, out_ref):
     out_ref[...] = x_ref[...]
+
+
+def attend(mesh: Mesh, *, workload: str) -> Program:
+    """A named workload in bfloat16, as the dispatcher does it, on each device the same."""
+    return _attend(mesh, WORKLOADS[workload].operands(jnp.bfloat16))
+
+
+def attend_small(mesh: Mesh, *, size: int, dtype: str, window: tuple[int, int] | None, masked: bool) -> Program:
+    """Two examples of two heads that share one of k and v, with a window or a mask of keys."""
+    operands = [jax.ShapeDtypeStruct((2, length, heads, size), jnp.dtype(dtype)) for length, heads in SMALL_LENGTHS]
+    mask = [jax.ShapeDtypeStruct((2, SMALL_LENGTHS[1][0]), bool)] if masked else []
+    return _attend(mesh, [*operands, *mask], window)
+
+
+SMALL_LENGTHS = ((300, 2), (200, 1), (200, 1))  # and heads of q, k and v
+
+
+def _attend(mesh: Mesh, operands, window=None) -> Program:
+    def run(q, k, v, key_mask=None):
+        assert choose(q, k, v, key_mask=key_mask, window=window).name == "flash_tpu"
+        return attention(q, k, v, key_mask=key_mask, window=window)
+
+    everywhere = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    shapes = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P())) for x in operands)
+    return Program(everywhere, tuple(shapes))

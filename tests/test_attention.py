@@ -11,17 +11,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wanjax.errors import WanjaxError
-from wanjax.kernels.attention import IMPLEMENTATIONS, attention, choose, chunked
+from wanjax.kernels.attention import IMPLEMENTATIONS, attention, choose, chunked, flash_tpu
 from wanjax.kernels.attention.specs import WORKLOADS
 
 LENGTHS = (1, 7, 128, 513, 1000, 4097)
 BOUND = {"float32": 1e-6, "bfloat16": 3e-3}
 SMALL_BLOCKS = (chunked.Config(4, 3, batched=False), chunked.Config(5, 8, batched=True))
-VARIANTS = [("reference", None), ("chunked", None), *(("chunked", config) for config in SMALL_BLOCKS)]
+SMALL_TILES = flash_tpu.Config(128, 64, 32, interpret=True)
+HERE_VARIANTS = [("reference", None), ("chunked", None), *(("chunked", config) for config in SMALL_BLOCKS)]
+VARIANTS = [*HERE_VARIANTS, ("flash_tpu", SMALL_TILES)]
 
 HERE = ("reference", "chunked")  # what runs on any platform
 each_implementation = pytest.mark.parametrize("name", HERE)
 each_variant = pytest.mark.parametrize(("name", "config"), VARIANTS)
+each_variant_here = pytest.mark.parametrize(("name", "config"), HERE_VARIANTS)
+
+
+def head_size(name):
+    """A size that an implementation takes."""
+    return 64 if name == "flash_tpu" else 8
 
 
 def normal(seed, *shape, dtype="float32"):
@@ -111,14 +119,14 @@ def test_lengths_bfloat16(name, queries, keys):
 @each_variant
 @pytest.mark.parametrize(("batch", "kv_heads"), [(1, 1), (3, 2), (1, 6)])
 def test_grouped_heads(name, config, batch, kv_heads):
-    q, k, v = operands(batch, 19, 23, 6, kv_heads, 8)
+    q, k, v = operands(batch, 19, 23, 6, kv_heads, head_size(name))
     assert error(run(name, q, k, v, config=config), exact(q, k, v)) <= BOUND["float32"]
 
 
 @each_variant
 def test_masked_rows_are_zero(name, config):
-    q, k, v = operands(3, 21, 17, 2, 2, 8)
-    mask = np.random.default_rng(5).random((3, 17)) < 0.6
+    q, k, v = operands(3, 21, 97, 2, 2, head_size(name))
+    mask = np.random.default_rng(5).random((3, 97)) < 0.6
     mask[0] = False
     mask[1, :12] = False  # whole blocks of keys
     out = run(name, q, k, v, key_mask=jnp.asarray(mask), config=config)
@@ -129,15 +137,16 @@ def test_masked_rows_are_zero(name, config):
 @each_variant
 def test_masked_rows_with_logits_far_below_zero(name, config):
     """A block without live keys must not pull the maximum up to its own."""
-    q = jnp.full((1, 2, 1, 4), 50.0)
-    k = jnp.full((1, 16, 1, 4), -50.0)
-    v = normal(0, 1, 16, 1, 4)
+    size = head_size(name)
+    q = jnp.full((1, 2, 1, size), 50.0)
+    k = jnp.full((1, 16, 1, size), -50.0)
+    v = normal(0, 1, 16, 1, size)
     mask = jnp.arange(16)[None] < 5
     out = run(name, q, k, v, key_mask=mask, scale=1.0, config=config)
     assert error(out, exact(q, k, v, key_mask=mask, scale=1.0)) <= BOUND["float32"]
 
 
-@each_variant
+@each_variant_here
 @pytest.mark.parametrize(
     ("window", "queries", "keys"),
     [(0, 29, 29), (3, 40, 17), ((2, 0), 29, 29), ((0, 5), 17, 40), ((None, 2), 40, 17), ((4, None), 40, 17), (9, 9, 9)],
@@ -148,7 +157,7 @@ def test_windows(name, config, window, queries, keys):
     assert error(out, exact(q, k, v, window=window)) <= BOUND["float32"]
 
 
-@each_variant
+@each_variant_here
 @pytest.mark.parametrize("shape", [(1, 4, 13, 11), (2, 1, 13, 1), (2, 4, 1, 11)])
 def test_bias(name, config, shape):
     q, k, v = operands(2, 13, 11, 4, 2, 8)
@@ -159,16 +168,16 @@ def test_bias(name, config, shape):
 
 @each_variant
 def test_logits_of_ten_thousand(name, config):
-    """Whole numbers, so that the logits themselves are exact: ±1e4 where q and k are alike or opposite."""
-    signs = np.random.default_rng(1).choice([-25.0, 25.0], size=(1, 40, 2, 16))
-    q, k, v = jnp.asarray(signs, jnp.float32), jnp.asarray(signs, jnp.float32), normal(2, 1, 40, 2, 16)
+    """Halves of whole numbers, so that the logits themselves are exact: ±1e4 where q and k are alike or opposite."""
+    signs = np.random.default_rng(1).choice([-12.5, 12.5], size=(1, 40, 2, 64))
+    q, k, v = jnp.asarray(signs, jnp.float32), jnp.asarray(signs, jnp.float32), normal(2, 1, 40, 2, 64)
     k = k.at[:, ::3].multiply(-1.0)
     logits = np.einsum("BLND,BSND->BNLS", q, k)
     assert (logits.min(), logits.max()) == (-1e4, 1e4)
     assert error(run(name, q, k, v, scale=1.0, config=config), exact(q, k, v, scale=1.0)) <= BOUND["float32"]
 
 
-@each_variant
+@each_variant_here
 def test_gradients(name, config):
     q, k, v = operands(2, 14, 12, 2, 2, 8)
     bias, g = normal(4, 1, 2, 14, 12), normal(5, *q.shape)
@@ -191,7 +200,7 @@ def test_gradients(name, config):
 @each_variant
 def test_log_sum_exp(name, config):
     """By which a softmax over some keys is merged with that over others; -inf where no key takes part."""
-    q, k, v = operands(2, 13, 11, 4, 2, 8)
+    q, k, v = operands(2, 13, 11, 4, 2, head_size(name))
     mask = np.ones((2, 11), bool)
     mask[1] = False
     options = {"key_mask": jnp.asarray(mask), "window": None, "scale": 0.5, "bias": None, "config": config}
@@ -202,7 +211,7 @@ def test_log_sum_exp(name, config):
     assert error(out, exact(q, k, v, key_mask=mask, scale=0.5)) <= BOUND["float32"]
 
 
-@each_variant
+@each_variant_here
 @pytest.mark.parametrize("size", [64, 128])
 def test_bfloat16(name, config, size):
     """Batches of grouped heads, a mask, a window: the answer is rounded once, from float32."""
@@ -215,7 +224,7 @@ def test_bfloat16(name, config, size):
     assert error(out, exact(q, k, v, key_mask=mask, window=(9, 12))) <= BOUND["bfloat16"]
 
 
-@each_variant
+@each_variant_here
 def test_gradients_bfloat16(name, config):
     q, k, v = operands(2, 14, 12, 2, 2, 8, "bfloat16")
     g = normal(5, *q.shape)

@@ -63,6 +63,16 @@ def test_cards_prefer_cudnn_and_say_why_not():
         assert wide.reason.endswith("; cudnn takes bfloat16 and float16, not float32")
 
 
+def test_tpus_prefer_their_kernel_and_say_why_not():
+    with jax.sharding.use_abstract_mesh(mesh(TPU)):
+        assert choose(*shapes()).name == choose(*shapes(), return_lse=True).name == "flash_tpu"
+        odd = choose(*shapes(size=80))
+        assert odd.name == "chunked"
+        assert odd.reason.endswith("; flash_tpu has no head size of 80: 64 and 128 are supported")
+        with pytest.raises(NotImplementedError, match="no head size of 80"):
+            choose(*shapes(size=80), implementation="flash_tpu")
+
+
 def test_other_cards_do_not():
     with jax.sharding.use_abstract_mesh(mesh(AbstractDevice("AMD Instinct MI300X", None, "rocm"))):
         assert choose(*shapes()).name == "chunked"

@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import time
+from glob import glob
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +25,7 @@ from tests.tiny import compile_cache, tiny_checkpoint
 from wanjax import io
 from wanjax.checkpoint import load_safetensors, save_safetensors
 from wanjax.cli import main, report, stages
+from wanjax.cli.quiet import DEVICES
 from wanjax.cli.report import Report
 from wanjax.pipelines.wan import WanPipeline
 
@@ -139,6 +142,20 @@ def test_help_does_not_wait_for_jax():
     assert "'click'" in modules
     assert "'jax'" not in modules
     assert "'numpy'" not in modules
+
+
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, which has so much to say, is not installed")
+@pytest.mark.skipif(any(map(glob, DEVICES)), reason="there is a TPU")
+def test_a_machine_without_a_tpu_need_not_be_told():
+    code = """if True:
+        import jax
+        from wanjax.cli import main
+        main.command("look")(lambda: print(jax.devices()))
+        main(["look"])"""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("TPU_", "JAX_"))}
+    environment["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # or it gives up in silence while another process has it
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_generate(model):

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from wanjax.cli import options
+from wanjax.cli.quiet import hush_libtpu
 from wanjax.cli.report import Report
 from wanjax.errors import WanjaxError
 
@@ -64,6 +65,7 @@ def _tell_way_on(ctx: click.Context) -> None:
 @click.pass_context
 def main(ctx: click.Context) -> None:
     """Videos from prompts, in JAX."""
+    hush_libtpu()
     ctx.obj = Report()
 
 

@@ -10,12 +10,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from wanjax.errors import WanjaxError
-from wanjax.kernels.attention import chunked, context, cudnn, reference
+from wanjax.kernels.attention import chunked, context, cudnn, flash_tpu, reference
 from wanjax.kernels.attention.masks import Window
 from wanjax.kernels.attention.target import target
 from wanjax.sharding import current
 
-IMPLEMENTATIONS: dict[str, ModuleType] = {"reference": reference, "chunked": chunked, "cudnn": cudnn}
+IMPLEMENTATIONS: dict[str, ModuleType] = {
+    "reference": reference,
+    "chunked": chunked,
+    "cudnn": cudnn,
+    "flash_tpu": flash_tpu,
+}
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -30,6 +35,7 @@ class Choice(NamedTuple):
 ANYWHERE = (Choice("chunked", "its memory does not grow with the number of scores"),)
 PREFERRED: dict[str, tuple[Choice, ...]] = {
     "gpu": (Choice("cudnn", "it is NVIDIA's own"), *ANYWHERE),
+    "tpu": (Choice("flash_tpu", "by the compiler's schedules it is the fastest"), *ANYWHERE),
 }
 
 

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Pallas kernel of flash_tpu: one block of queries against one block of keys, with an offset in a maximum's place.
+
+Scores are laid out keys × queries, so that a row's offset and its sums are one register row for many queries, and the
+second product takes the weights as they come. Keys go through in bodies, unrolled whole: the matrix unit waits at the
+two ends of each, and nowhere else.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Bool, Float32
+
+from wanjax.kernels.attention.masks import divide_live, finite_max
+
+STRIP_Q, STRIP_KV = 512, 256  # what one step scores: a tile of the matrix unit for each of the two of a core
+LEAD = 2  # strips whose scores are under way before their values are added: the matrix unit need not wait for softmax
+CHUNK = 512  # keys of one step where a mask has to be looked at
+REGISTER = 16  # rows of keys that a register holds
+PROBE = 32  # keys whose maximum gives a row its offset
+HEADROOM = {"bfloat16": 60.0, "float32": 0.0}  # of the offset above the first keys' maximum: it costs float32 digits
+LARGEST_SUM = 2.0**64  # of a row's weights, which tells that it left the room
+
+CAREFUL, PROBED = 0, 1  # flags: this head left the room; there is an offset
+
+
+class Sizes(NamedTuple):
+    """What the kernel knows when it is compiled."""
+
+    queries: int
+    keys: int
+    heads: int  # of one example
+    block_q: int
+    block_kv: int
+    body: int  # keys that are unrolled
+    ragged: bool  # whether some queries may not see some keys
+    window: tuple[int, int]  # keys before and after a query's own position
+    factor: float  # of q, which makes exponents of two from logits
+
+
+class State(NamedTuple):
+    """References to what one block of queries carries over the keys."""
+
+    q: jax.Ref  # [D L], times the factor; [2·D L] for bfloat16, where the second half holds what the first one rounds
+    offset: jax.Ref  # [1 L]
+    weight: jax.Ref  # [8 L], the sum of weights in eight parts
+    total: jax.Ref  # [D L], the sum of weighted values
+    kept_weight: jax.Ref  # both as they were before this block of keys
+    kept_total: jax.Ref
+    flags: jax.Ref
+
+
+class Mask(NamedTuple):
+    """Which keys of a step take part: those before `live`, and in the window of a query, which they are `ahead` of."""
+
+    live: Array | int
+    window: tuple[int, int] | None = None
+    ahead: Array | int = 0
+
+    def spares(self, keys: slice) -> bool:
+        """Whether it is known to leave these keys alone."""
+        return isinstance(self.live, int) and keys.stop <= self.live
+
+    def rows(self, keys: slice) -> Bool[Array, "S 1"]:
+        return _count(keys, 0) < self.live
+
+    def seen(self, keys: slice, strip: slice) -> Bool[Array, "S L"] | Bool[Array, "S 1"]:
+        if self.window is None:
+            return self.rows(keys)
+        left, right = self.window
+        ahead = self.ahead + _count(keys, 0) - _count(strip, 1)
+        return self.rows(keys) & (ahead >= -left) & (ahead <= right)
+
+
+def kernel(live_ref, q_ref, k_ref, v_ref, o_ref, lse_ref, *scratch, sizes: Sizes) -> None:
+    """The grid runs over heads, blocks of queries, and blocks of keys."""
+    state = State(*scratch)
+    i, j = pl.program_id(1), pl.program_id(2)
+    first_q, first_kv = i * sizes.block_q, j * sizes.block_kv
+    last = j == -(-sizes.keys // sizes.block_kv) - 1
+    live = live_ref[pl.program_id(0) // sizes.heads] if sizes.ragged else sizes.keys
+    lift = partial(_lift, k_ref, state)
+    add = partial(_add, k_ref, v_ref, state)
+    headroom = HEADROOM[q_ref.dtype.name]
+
+    @pl.when((i == 0) & (j == 0))
+    def _():
+        state.flags[CAREFUL] = 0
+
+    @pl.when(j == 0)
+    def _():
+        _begin(q_ref, state, first_q, sizes)
+        if not sizes.ragged:
+            lift(0, min(PROBE, sizes.keys), headroom=headroom)
+
+    def inside(position: Array | int) -> Array:
+        return jnp.clip(position - first_kv, 0, sizes.block_kv)
+
+    # Keys that some query sees, and the bodies of keys that every query sees.
+    left, right = sizes.window
+    some = inside(first_q - left), inside(jnp.minimum(live, first_q + sizes.block_q + right))
+    if sizes.ragged:
+        every = inside(first_q + sizes.block_q - 1 - left), inside(jnp.minimum(live, first_q + 1 + right))
+        begin = (every[0] + sizes.body - 1) // sizes.body
+        end = jnp.maximum(begin, every[1] // sizes.body)
+        tail = 0
+    else:
+        begin, end = 0, _bodies(last, sizes)
+        tail = sizes.keys % sizes.body
+
+    def step(start: Array | int, count: int) -> None:
+        pl.when(state.flags[CAREFUL] == 1)(lambda: lift(start, count))
+        add(start, count)
+
+    def sweep(attempt: Array) -> Array:
+        """All keys that every query sees, and whether they are to be done again: their weights left the room."""
+
+        @pl.when(attempt == 1)
+        def _():
+            state.flags[CAREFUL] = 1
+            state.weight[...] = state.kept_weight[...]
+            state.total[...] = state.kept_total[...]
+
+        _loop(begin, end, lambda index: step(index * sizes.body, sizes.body))
+        if tail:
+            pl.when(last)(lambda: step(end * sizes.body, tail))
+        left_room = jnp.max(jnp.where(state.weight[...] <= LARGEST_SUM, 0, 1))  # 1 for NaN too
+        return left_room * (1 - state.flags[CAREFUL])
+
+    def attempt_all() -> None:
+        state.kept_weight[...] = state.weight[...]
+        state.kept_total[...] = state.total[...]
+        first = jnp.int32(0), jnp.int32(1)
+        jax.lax.while_loop(lambda state: state[1] > 0, lambda state: (state[0] + 1, sweep(state[0])), first)
+
+    if not sizes.ragged:
+        attempt_all()
+    else:
+
+        @pl.when(end > begin)
+        def _():
+            @pl.when(state.flags[PROBED] == 0)
+            def _():
+                lift(begin * sizes.body, PROBE, headroom=headroom)
+                state.flags[PROBED] = 1
+
+            attempt_all()
+
+    if sizes.ragged:
+        chunk = math.gcd(sizes.body, CHUNK)
+        per_body = sizes.body // chunk
+        done = (end - begin) * per_body
+
+        def masked(index: Array) -> None:
+            start = (index + jnp.where(index >= begin * per_body, done, 0)) * chunk
+            mask = Mask(live - first_kv - start, sizes.window, first_kv + start - first_q)
+            lift(start, chunk, mask)
+            add(start, chunk, mask)
+
+        _loop(some[0] // chunk, (some[1] + chunk - 1) // chunk - done, masked)
+
+    @pl.when(last)
+    def _():
+        weight = state.weight[...].sum(axis=0, keepdims=True)
+        o_ref[...] = divide_live(state.total[...], weight).T.astype(o_ref.dtype)
+        lse_ref[...] = jnp.where(weight == 0, -jnp.inf, (state.offset[...] + jnp.log2(weight)) * math.log(2))
+
+
+def _bodies(last: Array, sizes: Sizes) -> Array | int:
+    """Whole bodies in this block of keys."""
+    per_block = sizes.block_kv // sizes.body
+    in_last = ((sizes.keys - 1) % sizes.block_kv + 1) // sizes.body
+    only = sizes.keys <= sizes.block_kv
+    return in_last if only or in_last == per_block else jnp.where(last, in_last, per_block)
+
+
+def _loop(start: Array | int, stop: Array | int, step: Callable[[Array], None]) -> None:
+    def once(index: Array, carry: None) -> None:
+        step(index)
+
+    jax.lax.fori_loop(start, stop, once, None)
+
+
+def _size(x: slice) -> int:
+    return x.stop - x.start
+
+
+def _count(x: slice, axis: int) -> Array:
+    """The positions of a slice, along an axis of a matrix."""
+    return x.start + jax.lax.broadcasted_iota(jnp.int32, (1,) * axis + (_size(x),) + (1,) * (1 - axis), axis)
+
+
+def _strips(length: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def _precision(x: Array) -> str:
+    return "highest" if x.dtype == jnp.float32 else "default"  # one pass of the matrix unit is bfloat16's own
+
+
+def _begin(q_ref, state: State, first_q: Array, sizes: Sizes) -> None:
+    """Lays out the queries; those past the last become zeros, lest what stands there seem to leave the room."""
+    q = sizes.factor * q_ref[...].astype(jnp.float32)
+    if sizes.queries % sizes.block_q:
+        q = jnp.where(first_q + _count(slice(0, sizes.block_q), 0) < sizes.queries, q, 0.0)
+    high = q.astype(state.q.dtype)
+    head_dim = q.shape[1]
+    state.q[:head_dim] = high.T
+    if state.q.shape[0] > head_dim:
+        state.q[head_dim:] = (q - high.astype(jnp.float32)).astype(state.q.dtype).T
+    state.offset[...] = jnp.full(state.offset.shape, -jnp.inf)
+    state.weight[...] = jnp.zeros(state.weight.shape)
+    state.total[...] = jnp.zeros(state.total.shape)
+    state.flags[PROBED] = 0
+
+
+def _ragged(count: int, mask: Mask | None) -> tuple[list[slice], Mask | None]:
+    """Strips of keys in whole registers, and the mask that the last one needs then."""
+    whole = -(-count // REGISTER) * REGISTER
+    return _strips(whole, STRIP_KV), Mask(count) if mask is None and whole > count else mask
+
+
+def _scores(
+    k_ref, state: State, start: Array | int, keys: slice, strip: slice, mask: Mask | None
+) -> Float32[Array, "S L"]:
+    """Exponents of two."""
+    k = k_ref[pl.ds(start + keys.start, _size(keys)), :]
+    if k.shape[1] < state.q.shape[0]:
+        k = jnp.concatenate([k, k], axis=1)
+    s = jnp.dot(k, state.q[:, strip], preferred_element_type=jnp.float32, precision=_precision(k))
+    return s if mask is None or mask.spares(keys) else jnp.where(mask.seen(keys, strip), s, -jnp.inf)
+
+
+def _lift(
+    k_ref, state: State, start: Array | int, count: int, mask: Mask | None = None, *, headroom: float = 0.0
+) -> None:
+    """Lifts the offset to these keys' maximum, if that is higher, and takes what there is already to it."""
+    strips, mask = _ragged(count, mask)
+    for strip in _strips(state.q.shape[1], STRIP_Q):
+        old = new = state.offset[:, strip]
+        for keys in strips:
+            top = _scores(k_ref, state, start, keys, strip, mask).max(axis=0, keepdims=True)
+            new = jnp.maximum(new, top + headroom)
+        change = jnp.exp2(old - finite_max(new))
+        state.offset[:, strip] = new
+        state.weight[:, strip] *= change
+        state.total[:, strip] *= change
+
+
+def _add(k_ref, v_ref, state: State, start: Array | int, count: int, mask: Mask | None = None) -> None:
+    """Adds these keys' weights and weighted values, with the offset as it stands.
+
+    The compiler's schedule hangs on the order of these steps: docs/attention.md tells what others cost.
+    """
+    strips, mask = _ragged(count, mask)
+    waiting: list[tuple[Array, slice, Array]] = []
+
+    def add_values() -> None:
+        v, strip, p = waiting.pop(0)
+        state.total[:, strip] += jnp.dot(v, p, preferred_element_type=jnp.float32, precision=_precision(v))
+
+    for keys in strips:
+        v = v_ref[pl.ds(start + keys.start, _size(keys)), :]
+        part = None if mask is None or mask.spares(keys) else mask
+        if part is not None:
+            v = jnp.where(part.rows(keys), v, jnp.zeros_like(v))  # past the last key there is no telling what stands
+        v = v.T
+        for strip in _strips(state.q.shape[1], STRIP_Q):
+            offset = state.offset[:, strip]
+            s = _scores(k_ref, state, start, keys, strip, part)
+            p = jnp.exp2(s - (offset if part is None else finite_max(offset)))
+            state.weight[:, strip] += p.reshape(-1, 8, p.shape[1]).sum(axis=0)
+            waiting.append((v, strip, p.astype(v.dtype)))
+            if len(waiting) > LEAD:
+                add_values()
+    while waiting:
+        add_values()

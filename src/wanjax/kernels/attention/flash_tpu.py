@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exact attention on TPUs: a Pallas kernel whose softmax needs no running maximum, and checks that it needed none.
+
+Scores are laid out keys × queries, exponents are in base 2, and sums in float32 (Milakov and Gimelshein, Online
+normalizer calculation for softmax, 2018; Dao et al., FlashAttention, 2022). Softmax does not change when an offset is
+taken from a row's logits, and floating point leaves room for it: any offset up to 60 powers of two from the row's
+maximum gives the same answer. So a row's offset is taken from its first keys, and the rest costs no maximum and no
+rescaling, and no block waits for another. Should a later logit rise out of that room, the row's sum of weights says so:
+the state before the block of keys is kept, and the block is done again with the offset lifted to its maximum first, as
+are the others of that head. Ragged ends are exact; no key is made up.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, Float, Float32
+
+from wanjax.errors import WanjaxError
+from wanjax.kernels.attention import chunked
+from wanjax.kernels.attention.flash_kernel import CHUNK, PROBE, REGISTER, STRIP_KV, STRIP_Q, Sizes, kernel
+from wanjax.kernels.attention.masks import Window, divide_live
+
+HEAD_DIMS = (64, 128)
+DTYPES = ("float32", "bfloat16")
+LANES = 128
+UNBOUNDED = 1 << 30  # a side of a window that reaches all keys
+SPILL_BYTES = 32 << 20  # what the compiler keeps in VMEM beside the kernel's own
+LONGEST_BODY = {"bfloat16": 5120, "float32": 1024}  # keys that are unrolled: more take the compiler minutes
+BODY_ENDS = 120  # what the two ends of a body cost, in keys
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tiles: queries a grid step, keys in VMEM at a time, keys in one unrolled body of the quick pass.
+
+    `center_keys` takes the mean of the keys from each, which moves all logits of a row alike and changes no weight.
+    `interpret` runs the kernel without a TPU, slowly, as the tests do.
+    """
+
+    block_q: int
+    block_kv: int
+    block_kv_compute: int
+    center_keys: bool = False
+    interpret: bool = False
+
+    def __post_init__(self):
+        if self.block_q < 1 or self.block_q % (STRIP_Q if self.block_q > STRIP_Q else LANES):
+            raise WanjaxError(f"block_q={self.block_q}: a multiple of {STRIP_Q}, or of {LANES} below it, would do")
+        if self.block_kv_compute < PROBE or self.block_kv_compute % REGISTER:
+            raise WanjaxError(
+                f"block_kv_compute={self.block_kv_compute}: a multiple of {REGISTER} from {PROBE} on would do"
+            )
+        if self.block_kv < 1 or self.block_kv % self.block_kv_compute:
+            raise WanjaxError(
+                f"block_kv={self.block_kv}: a multiple of block_kv_compute={self.block_kv_compute} would do"
+            )
+
+    def vmem_bytes(self, head_dim: int, itemsize: int) -> int:
+        """What the kernel holds in VMEM: two of each block that streams, and its scratch."""
+        width = max(head_dim, LANES)  # rows of 64 are kept in rows of 128
+        streamed = 2 * itemsize * width * (2 * self.block_q + 2 * self.block_kv)
+        scratch = self.block_q * (2 * width * itemsize + 2 * 4 * head_dim + 4 * 32)
+        return streamed + scratch
+
+
+def default_config(vmem_bytes: int, head_dim: int, queries: int, keys: int, dtype: str, ragged: bool = False) -> Config:
+    """The tiles that docs/attention.md prices best: long even bodies, and as many keys as a chip's VMEM holds.
+
+    `ragged` is for a mask or a window, which look at keys by shorter bodies.
+    """
+    block_q = _even(queries, 2048, STRIP_Q if queries > STRIP_Q else LANES)
+    longest = LONGEST_BODY[dtype]
+    if ragged:
+        body = min(longest, 4 * CHUNK, _round_up(keys, CHUNK))
+    else:
+        fewest = _ceil(keys, longest)
+        bodies = {_round_up(_ceil(keys, count), REGISTER) for count in range(fewest, fewest + 8)}
+        body = max(PROBE, min(bodies, key=partial(_cost, keys)))
+    itemsize = jnp.dtype(dtype).itemsize
+    for blocks in range(1, _ceil(keys, body) + 1):
+        config = Config(block_q, body * _ceil(_ceil(keys, body), blocks), body)
+        if config.vmem_bytes(head_dim, itemsize) + SPILL_BYTES <= vmem_bytes:
+            return config
+    return Config(block_q, body, body)
+
+
+def _cost(keys: int, body: int) -> int:
+    """Of all keys, tripled: scores take two thirds, values one third and that in whole strips, and bodies have ends."""
+    count, tail = divmod(keys, body)
+    one, other = (2 * size + _round_up(size, STRIP_KV) + 3 * BODY_ENDS for size in (body, tail))
+    return count * one + (other if tail else 0)
+
+
+def unsupported(q, k, v, *, key_mask, window, scale, bias, config, return_lse) -> str | None:
+    """Why this cannot be done here, or None."""
+    head_dim, vmem = q.shape[3], _vmem_bytes()
+    if config is not None and not isinstance(config, Config):
+        return f"flash_tpu is configured by a flash_tpu.Config, which {type(config).__name__} is not"
+    if vmem is None and not (config and config.interpret):
+        return "flash_tpu runs on TPUs, and elsewhere only by Config(interpret=True)"
+    if head_dim not in HEAD_DIMS:
+        return f"flash_tpu has no head size of {head_dim}: {' and '.join(map(str, HEAD_DIMS))} are supported"
+    if q.dtype.name not in DTYPES:
+        return f"flash_tpu does not run in {q.dtype.name}: {' and '.join(DTYPES)} are supported"
+    if bias is not None:
+        return "flash_tpu takes no bias: a key mask or a window is supported"
+    if key_mask is not None and window is not None:
+        return "flash_tpu takes a key mask or a window, not both"
+    need = 0 if config is None else config.vmem_bytes(head_dim, q.dtype.itemsize) + SPILL_BYTES
+    if vmem is not None and need > vmem:
+        return f"flash_tpu's tiles need {need >> 20} MiB of VMEM, and the chip has {vmem >> 20}: smaller ones would do"
+    return None
+
+
+def _vmem_bytes() -> int | None:
+    """Of a core of the TPU that is computed or compiled for; None where that is no TPU."""
+    try:
+        return pltpu.get_tpu_info().vmem_capacity_bytes
+    except ValueError:
+        return None
+
+
+def attention(
+    q: Float[Array, "B L N D"],
+    k: Float[Array, "B S K D"],
+    v: Float[Array, "B S K D"],
+    *,
+    key_mask: Bool[Array, "B S"] | None,
+    window: Window | None,
+    scale: float,
+    bias: None,
+    config: Config | None,
+    return_lse: bool = False,
+) -> Float[Array, "B L N D"] | tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]:
+    """What the reference gives; its gradient is that of `chunked`, which computes the scores again."""
+    options = {"key_mask": key_mask, "window": window, "scale": scale}
+
+    @jax.custom_vjp
+    def run(q: Array, k: Array, v: Array):
+        out, lse = _attention(q, k, v, **options, config=config)
+        return (out, lse) if return_lse else out
+
+    def forward(q: Array, k: Array, v: Array):
+        return run(q, k, v), (q, k, v)
+
+    def backward(qkv: tuple[Array, Array, Array], g):
+        again = partial(chunked.attention, **options, bias=None, config=None, return_lse=return_lse)
+        return jax.vjp(again, *qkv)[1](g)
+
+    run.defvjp(forward, backward)
+    return run(q, k, v)
+
+
+def _attention(q, k, v, *, key_mask, window, scale: float, config: Config | None) -> tuple[Array, Array]:
+    batch, queries, heads, head_dim = q.shape
+    keys, kv_heads = k.shape[1:3]
+    masked = key_mask is not None
+    if config is None:
+        ragged = masked or window is not None
+        config = default_config(_vmem_bytes() or 0, head_dim, queries, keys, q.dtype.name, ragged)
+    mean = None
+    if config.center_keys:
+        k, mean = _center(k, key_mask)
+    live = jnp.full((batch,), keys, jnp.int32)
+    if key_mask is not None:
+        live = key_mask.sum(axis=1, dtype=jnp.int32)
+        k, v = _live_first(key_mask, k, v)
+    operands = map(_by_head, (q, k, v))
+    out, lse = _call(live, *operands, batch=batch, masked=masked, window=window, scale=scale, config=config)
+    out, lse = (jnp.moveaxis(x.reshape(batch, heads, queries, -1), 1, 2) for x in (out, lse))
+    lse = lse[..., 0]
+    if mean is not None:
+        groups = q.astype(jnp.float32).reshape(batch, queries, kv_heads, -1, head_dim)
+        lse += scale * jnp.einsum("BLKND,BKD->BLKN", groups, mean, precision="highest").reshape(lse.shape)
+    return out, lse
+
+
+def _by_head(x: Float[Array, "B L N D"]) -> Float[Array, "B·N L D"]:
+    return jnp.moveaxis(x, 2, 1).reshape(-1, x.shape[1], x.shape[3])
+
+
+def _center(k: Float[Array, "B S K D"], key_mask: Bool[Array, "B S"] | None) -> tuple[Array, Float32[Array, "B K D"]]:
+    """Keys less their mean over those that take part, and the mean."""
+    wide = k.astype(jnp.float32)
+    part = jnp.ones(k.shape[:2], bool) if key_mask is None else key_mask
+    mean = divide_live(
+        jnp.where(part[:, :, None, None], wide, 0.0).sum(axis=1),
+        part.sum(axis=1, dtype=jnp.float32)[:, None, None],
+    )
+    return (wide - mean[:, None]).astype(k.dtype), mean
+
+
+def _live_first(key_mask: Bool[Array, "B S"], *arrays: Float[Array, "B S K D"]) -> list[Float[Array, "B S K D"]]:
+    """Keys that take part before those that do not: softmax does not know their order, and whole blocks are spared."""
+    order = jnp.argsort(~key_mask, axis=1, stable=True)
+    return [jnp.take_along_axis(x, order[:, :, None, None], axis=1) for x in arrays]
+
+
+def _ceil(a, b: int):
+    return (a + b - 1) // b
+
+
+def _round_up(a: int, b: int) -> int:
+    return b * _ceil(a, b)
+
+
+def _even(length: int, block: int, unit: int) -> int:
+    """The size, in whole units, of the fewest blocks of at most `block` that cover a length."""
+    return _round_up(_ceil(length, _ceil(length, block)), unit)
+
+
+def _call(live, q, k, v, *, batch: int, masked: bool, window: Window | None, scale: float, config: Config):
+    """The kernel over a grid of heads, blocks of queries and blocks of keys; q, k, v are [B·N L D] and [B·K S D]."""
+    (rows, queries, head_dim), (kv_rows, keys, _) = q.shape, k.shape
+    group = rows // kv_rows
+    left, right = (UNBOUNDED if side is None else min(side, UNBOUNDED) for side in window or (None, None))
+    split = q.dtype == jnp.bfloat16  # q times the factor, as a sum of two: rounded to one it would lose three digits
+    if split and 2 * head_dim <= LANES:  # fills rows that would be padded; wider ones are doubled in the kernel
+        k = jnp.concatenate([k, k], axis=2)
+    sizes = Sizes(
+        queries=queries,
+        keys=keys,
+        heads=rows // batch,
+        block_q=config.block_q,
+        block_kv=config.block_kv,
+        body=config.block_kv_compute,
+        ragged=masked or window is not None,
+        window=(left, right),
+        factor=scale * math.log2(math.e),
+    )
+    block_q, block_kv = config.block_q, config.block_kv
+
+    def kv_block(h, i, j, live):
+        """Blocks out of sight are not fetched: the index stays on the nearest that is in sight."""
+        first = (i * block_q - left) // block_kv
+        last = jnp.minimum(live[h // sizes.heads], i * block_q + block_q + right) - 1
+        return h // group, jnp.clip(j, jnp.maximum(first, 0), jnp.maximum(last // block_kv, 0)), 0
+
+    q_spec = pl.BlockSpec((None, block_q, head_dim), lambda h, i, j, live: (h, i, 0))
+    grid = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=1,
+        grid=(rows, _ceil(queries, block_q), _ceil(keys, block_kv)),
+        in_specs=[
+            q_spec,
+            pl.BlockSpec((None, block_kv, k.shape[2]), kv_block),
+            pl.BlockSpec((None, block_kv, head_dim), kv_block),
+        ],
+        out_specs=[q_spec, pl.BlockSpec((None, 1, block_q), lambda h, i, j, live: (h, 0, i))],
+        scratch_shapes=[
+            pltpu.VMEM((head_dim * (1 + split), block_q), q.dtype),
+            pltpu.VMEM((1, block_q), jnp.float32),
+            pltpu.VMEM((8, block_q), jnp.float32),
+            pltpu.VMEM((head_dim, block_q), jnp.float32),
+            pltpu.VMEM((8, block_q), jnp.float32),
+            pltpu.VMEM((head_dim, block_q), jnp.float32),
+            pltpu.SMEM((2,), jnp.int32),
+        ],
+    )
+    out, lse = pl.pallas_call(
+        partial(kernel, sizes=sizes),
+        grid_spec=grid,
+        out_shape=[
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct((rows, 1, queries), jnp.float32),
+        ],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"),
+            vmem_limit_bytes=config.vmem_bytes(head_dim, q.dtype.itemsize) + SPILL_BYTES,
+        ),
+        interpret=config.interpret,
+        name="flash_attention",
+    )(live, q, k, v)
+    return out, lse

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel for TPUs: on the CPU by Pallas' interpreter, and through the compilers of four generations of TPU."""
+
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.test_attention import BOUND, SMALL_TILES, error, exact, operands, run
+from wanjax.errors import WanjaxError
+from wanjax.kernels.attention import attention, flash_tpu
+from wanjax.kernels.attention.specs import WORKLOADS
+from wanjax.plan import Compiled, CompilerError, Job, compile_all
+
+FULL_TILES = flash_tpu.Config(512, 1024, 512, interpret=True)
+flash = partial(run, "flash_tpu")
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "dtype"),
+    [
+        (1, 4097, "float32"),
+        (7, 1, "float32"),
+        (513, 7, "float32"),
+        (4097, 128, "float32"),
+        (1000, 1000, "float32"),
+        (128, 513, "bfloat16"),
+        (1000, 4097, "bfloat16"),
+    ],
+)
+def test_lengths(queries, keys, dtype):
+    q, k, v = operands(1, queries, keys, 1, 1, 64, dtype)
+    assert error(flash(q, k, v, config=FULL_TILES), exact(q, k, v)) <= BOUND[dtype]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_head_size_of_128(dtype):
+    q, k, v = operands(3, 30, 150, 4, 2, 128, dtype)
+    out = flash(q, k, v, config=SMALL_TILES)
+    assert out.dtype == dtype
+    assert error(out, exact(q, k, v)) <= BOUND[dtype]
+
+
+@pytest.mark.parametrize("gain", [3, 6])
+def test_the_scale_is_not_rounded(gain):
+    """The factor that makes exponents of two from logits would, rounded into q, cost more than the bound allows."""
+    q, k, v = operands(1, 64, 300, 1, 1, 128, "bfloat16")
+    assert error(flash(gain * q, k, v, config=SMALL_TILES), exact(gain * q, k, v)) <= BOUND["bfloat16"]
+
+
+@pytest.mark.parametrize("window", [(0, 0), (None, 40), (130, 5), (200, None)])
+def test_windows(window):
+    """Some of which leave whole bodies of keys alone, and some rows without a key."""
+    q, k, v = operands(1, 300, 200, 2, 1, 64)
+    assert error(flash(q, k, v, window=window, config=SMALL_TILES), exact(q, k, v, window=window)) <= BOUND["float32"]
+
+
+def careful_steps(monkeypatch):
+    """Counts, when the kernel runs, how often an offset is lifted."""
+    lifts = []
+    lift = flash_tpu.kernel.__globals__["_lift"]
+
+    def counted(*arguments, **options):
+        jax.debug.callback(lambda: lifts.append(1))
+        return lift(*arguments, **options)
+
+    monkeypatch.setitem(flash_tpu.kernel.__globals__, "_lift", counted)
+    return lifts
+
+
+@pytest.mark.parametrize(("loud", "careful"), [(40.0, False), (4000.0, True)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_logits_that_rise(monkeypatch, loud, careful, dtype):
+    """Later keys whose logits leave the room that the first ones' offset has are done again, and are as exact."""
+    lifts = careful_steps(monkeypatch)
+    q, k, v = operands(1, 40, 200, 2, 1, 64, dtype)
+    direction = jnp.sign(q[:, :1, :1])
+    k = k.at[:, 90:96].set((loud / 64 * direction).astype(k.dtype))
+    q = jnp.abs(q) * direction  # every query likes the loud keys
+    out = flash(q, k, v, scale=1.0, config=SMALL_TILES)
+    jax.effects_barrier()
+    assert (len(lifts) > 2) == careful  # each head is probed once; after that only the careful pass lifts
+    assert error(out, exact(q, k, v, scale=1.0)) <= BOUND[dtype]
+
+
+def test_keys_less_their_mean():
+    """Taken from all, it changes no weight; the log-sum-exp is that of the keys as they were."""
+    q, k, v = operands(2, 30, 100, 2, 1, 64)
+    k += 3
+    mask = np.random.default_rng(3).random((2, 100)) < 0.8
+    options = {"key_mask": jnp.asarray(mask), "window": None, "scale": 0.3, "bias": None, "return_lse": True}
+    out, lse = flash_tpu.attention(q, k, v, **options, config=replace(SMALL_TILES, center_keys=True))
+    assert error(out, exact(q, k, v, key_mask=mask, scale=0.3)) <= BOUND["float32"]
+    logits = 0.3 * np.einsum("BLND,BSD->BLNS", np.float64(q), np.float64(k[:, :, 0]))
+    wanted = np.log((np.exp(logits) * mask[:, None, None]).sum(axis=3))
+    assert error(lse, wanted) <= BOUND["float32"]
+
+
+def test_gradients():
+    q, k, v = operands(1, 20, 40, 2, 1, 64)
+    loss = lambda name, config: lambda *qkv: (attention(*qkv, implementation=name, config=config) ** 2).sum()  # noqa: E731
+    got = jax.grad(loss("flash_tpu", SMALL_TILES), argnums=(0, 1, 2))(q, k, v)
+    wanted = jax.grad(loss("reference", None), argnums=(0, 1, 2))(q, k, v)
+    for one, other in zip(got, wanted, strict=True):
+        assert error(one, np.float64(other)) <= 3e-6
+
+
+@settings(max_examples=4, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_odd_shapes(data):
+    draw = lambda low, high: data.draw(st.integers(low, high))  # noqa: E731
+    body = 16 * draw(2, 4)
+    config = flash_tpu.Config(128, body * draw(1, 3), body, interpret=True)
+    queries, keys = draw(1, 300), draw(1, 300)
+    ragged = data.draw(st.sampled_from(["window", "mask", "neither"]))
+    window = (draw(0, 200), data.draw(st.none() | st.integers(0, 200))) if ragged == "window" else None
+    mask = np.random.default_rng(draw(0, 9)).random((1, keys)) < 0.8 if ragged == "mask" else None
+    q, k, v = operands(1, queries, keys, 1, 1, 64, seed=draw(0, 9))
+    out = np.asarray(flash(q, k, v, window=window, key_mask=None if mask is None else jnp.asarray(mask), config=config))
+    wanted = exact(q, k, v, window=window, key_mask=mask)
+    np.testing.assert_allclose(out, wanted, atol=3e-6)
+    assert not out[~wanted.any(axis=-1)].any()
+
+
+@pytest.mark.parametrize(
+    ("tiles", "told"),
+    [
+        ((96, 64, 32), "block_q=96: a multiple of 512, or of 128 below it"),
+        ((640, 64, 32), "block_q=640"),
+        ((128, 80, 32), "block_kv=80: a multiple of block_kv_compute=32"),
+        ((128, 40, 40), "block_kv_compute=40: a multiple of 16"),
+    ],
+)
+def test_tiles_that_do_not_divide(tiles, told):
+    with pytest.raises(WanjaxError, match=told):
+        flash_tpu.Config(*tiles)
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "options", "told"),
+    [
+        (80, "float32", {}, "no head size of 80: 64 and 128 are supported"),
+        (64, "float16", {}, "does not run in float16: float32 and bfloat16 are supported"),
+        (64, "float32", {"bias": jnp.ones((1, 1, 8, 8))}, "takes no bias"),
+        (64, "float32", {"window": 3, "key_mask": jnp.ones((1, 8), bool)}, "a key mask or a window, not both"),
+        (64, "float32", {"config": None}, "runs on TPUs"),
+        (64, "float32", {"config": object()}, "configured by a flash_tpu.Config"),
+    ],
+)
+def test_unsupported(size, dtype, options, told):
+    q, k, v = operands(1, 8, 8, 2, 1, size, dtype)
+    with pytest.raises(NotImplementedError, match=told):
+        attention(q, k, v, implementation="flash_tpu", **{"config": SMALL_TILES} | options)
+
+
+def test_tiles_that_vmem_would_not_hold(monkeypatch):
+    monkeypatch.setattr(flash_tpu, "_vmem_bytes", lambda: 64 << 20)
+    q, k, v = operands(1, 8, 8, 2, 1, 64)
+    with pytest.raises(NotImplementedError, match=r"need \d+ MiB of VMEM, and the chip has 64: smaller ones would do"):
+        attention(q, k, v, implementation="flash_tpu", config=flash_tpu.Config(2048, 51200, 5120))
+
+
+@pytest.mark.parametrize("vmem", [64 << 20, 128 << 20])
+@pytest.mark.parametrize("keys", [1, 512, 32_760, 75_600, 400_000])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_default_tiles_fit(vmem, keys, dtype):
+    config = flash_tpu.default_config(vmem, 128, keys, keys, dtype)
+    assert config.vmem_bytes(128, jnp.dtype(dtype).itemsize) + flash_tpu.SPILL_BYTES <= vmem
+    blocks = -(-keys // config.block_q)
+    assert blocks * config.block_q - keys < 512 * blocks
+
+
+PLAIN = {"size": 128, "dtype": "bfloat16", "window": None, "masked": False}
+COMPILED = [
+    ("v5e-1", PLAIN),
+    ("v5p-8", PLAIN),
+    ("v6e-1", PLAIN),
+    ("v7x-8", PLAIN),
+    ("v6e-1", PLAIN | {"size": 64, "window": [9, 40]}),
+    ("v6e-1", PLAIN | {"size": 64, "dtype": "float32", "masked": True}),
+]
+needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
+
+
+@needs_libtpu
+def test_compiles_for_each_generation():
+    jobs = [Job(chip, "tests.plan_programs:attend_small", settings) for chip, settings in COMPILED]
+    for job, compiled in zip(jobs, compile_all(jobs), strict=True):
+        assert isinstance(compiled, Compiled), (job, compiled)
+        assert "tpu_custom_call" in compiled.module, job
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_named_workloads_compile():
+    jobs = [Job("v6e-1", "tests.plan_programs:attend", {"workload": name}) for name in WORKLOADS]
+    results = zip(WORKLOADS, compile_all(jobs), strict=True)
+    refused = {name: result for name, result in results if isinstance(result, CompilerError)}
+    assert not refused
