@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from wanjax.checkpoint import Reader, Spec
-from wanjax.converters.readers import Names, open_tensors
+from wanjax.converters.readers import Names, View, open_tensors
 from wanjax.errors import WanjaxError
 
 EXPERTS = ("high", "low")
@@ -153,15 +153,12 @@ class LoraFile:
         return (*up[:1], *down[1:]) if fits else ()
 
 
-class Merged:
+class Merged(View):
     """A checkpoint with changes added; a tensor that has none, or none of a strength but 0, stays as it is."""
 
     def __init__(self, reader: Reader, files: Sequence[tuple[LoraFile, float]]):
-        self._reader = reader
+        super().__init__(reader)
         self._files = [(file, strength) for file, strength in files if strength != 0]
-
-    def keys(self) -> Sequence[str]:
-        return tuple(self._reader.keys())
 
     def spec(self, key: str) -> Spec:
         shape, dtype = self._reader.spec(key)

@@ -6,6 +6,7 @@ so that what reads the one reads the other. Sources: wan/modules/{model,vace_mod
 Wan 2.1 and 2.2 for their names, and diffusers' scripts/convert_wan_to_diffusers.py for what it calls them.
 """
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -13,12 +14,13 @@ from typing import Any
 from wanjax.checkpoint import Spec
 from wanjax.converters.readers import Names
 from wanjax.errors import WanjaxError
-from wanjax.models.wan.config import VAE_2_1, VAEConfig
+from wanjax.models.wan.config import VAE_2_1, VAE_2_2
 
 Specs = Mapping[str, Spec]
 Pairs = list[tuple[str, str]]
 HEAD_DIM = 128  # in every published Wan transformer
-STATISTICS: Mapping[int, VAEConfig] = {VAE_2_1.latent_channels: VAE_2_1}  # of latents, which files do not hold
+CLIP_HEAD_DIM = 80  # in CLIP's ViT-H, the one that Wan sees with
+STATISTICS = {config.latent_channels: config for config in (VAE_2_1, VAE_2_2)}  # of latents, which files do not hold
 
 
 def _block(block: str) -> Pairs:
@@ -97,7 +99,7 @@ IMAGE_ENCODER = Names(
         ("visual.post_norm", "vision_model.post_layernorm"),
     ]
 )
-"""Of `Unfused` names; the text half of the file, and the projection after the last norm, are not Wan's."""
+"""Of names that are `Unfused`; the file's half for text and the projection behind the last norm are left out."""
 
 
 def _res_block(theirs: str, ours: str) -> Pairs:
@@ -180,7 +182,11 @@ def transformer_json(specs: Specs, given: Mapping[str, Any] | None = None) -> di
     layers = _count(specs, r"blocks\.([0-9]{1,4})\..*")
     vace = _count(specs, r"vace_blocks\.([0-9]{1,4})\..*")
     images = "img_emb.proj.1.weight" in specs
-    heads = given.get("num_heads", width // HEAD_DIM)
+    heads = given.get("num_heads", max(width // HEAD_DIM, 1))
+    if type(heads) is not int or heads < 1 or width % heads:
+        raise WanjaxError(
+            f"the transformer's config.json has num_heads {heads!r} where {width} channels need a divisor"
+        )
     json: dict[str, Any] = {
         "_class_name": "WanVACETransformer3DModel" if vace else "WanTransformer3DModel",
         "added_kv_proj_dim": width if images else None,
@@ -279,6 +285,27 @@ def text_encoder_json(specs: Specs) -> dict[str, Any]:
         "relative_attention_max_distance": 128,
         "relative_attention_num_buckets": buckets,
         "vocab_size": vocabulary,
+    }
+
+
+def image_encoder_json(specs: Specs) -> dict[str, Any]:
+    """The config.json of CLIP's vision tower by its original names, the positions without the axis for a batch.
+
+    Raises WanjaxError as `transformer_json` does.
+    """
+    width, _, patch, _ = _shape(specs, "visual.patch_embedding.weight", 4)
+    tokens = _shape(specs, "visual.pos_embedding", 2)[0]
+    return {
+        "architectures": ["CLIPVisionModel"],
+        "hidden_act": "gelu",
+        "hidden_size": width,
+        "image_size": patch * math.isqrt(tokens - 1),
+        "intermediate_size": _shape(specs, "visual.transformer.0.mlp.0.weight", 2)[0],
+        "layer_norm_eps": 1e-5,
+        "model_type": "clip_vision_model",
+        "num_attention_heads": width // CLIP_HEAD_DIM,
+        "num_hidden_layers": _count(specs, r"visual\.transformer\.([0-9]{1,4})\..*"),
+        "patch_size": patch,
     }
 
 

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import dropwhile
 from pathlib import Path
 
 import numpy as np
@@ -65,11 +66,32 @@ def _translated(name: str, table: Table) -> str | None:
     return None
 
 
-class Renamed:
+class View:
+    """A checkpoint read through another."""
+
+    def __init__(self, reader: Reader):
+        self._reader = reader
+
+    @property
+    def paths(self) -> Sequence[Path]:
+        """The files that hold the tensors, if they are in files."""
+        return getattr(self._reader, "paths", [])
+
+    def keys(self) -> Sequence[str]:
+        return tuple(self._reader.keys())
+
+    def spec(self, key: str) -> Spec:
+        return self._reader.spec(key)
+
+    def read(self, key: str) -> np.ndarray:
+        return self._reader.read(key)
+
+
+class Renamed(View):
     """A checkpoint by other names: `rename` gives each, None for a tensor that is left out."""
 
     def __init__(self, reader: Reader, rename: Callable[[str], str | None]):
-        self._reader = reader
+        super().__init__(reader)
         self._keys: dict[str, str] = {}
         for key in reader.keys():  # noqa: SIM118
             new = rename(key)
@@ -88,11 +110,30 @@ class Renamed:
         return self._reader.read(self._keys[key])
 
 
-class Unfused:
+class Flattened(View):
+    """A checkpoint whose named tensors have lost their leading axes of size 1."""
+
+    def __init__(self, reader: Reader, names: Iterable[str]):
+        super().__init__(reader)
+        self._names = set(names)
+
+    def spec(self, key: str) -> Spec:
+        shape, dtype = self._reader.spec(key)
+        return Spec(self._shape(key, shape), dtype)
+
+    def read(self, key: str) -> np.ndarray:
+        x = self._reader.read(key)
+        return x.reshape(self._shape(key, x.shape))
+
+    def _shape(self, key: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(dropwhile(lambda size: size == 1, shape)) if key in self._names else shape
+
+
+class Unfused(View):
     """A checkpoint with each `NAME.to_qkv` as `NAME.to_q`, `NAME.to_k` and `NAME.to_v`, a third of the rows each."""
 
     def __init__(self, reader: Reader):
-        self._reader = reader
+        super().__init__(reader)
         self._parts: dict[str, tuple[str, int | None]] = {}
         for key in reader.keys():  # noqa: SIM118
             before, fused, after = key.partition(".to_qkv.")
@@ -118,14 +159,14 @@ class Unfused:
         return x[part * rows : (part + 1) * rows]
 
 
-class Descaled:
+class Descaled(View):
     """A checkpoint with the scales of its 8-bit weights multiplied in: `NAME.weight` by the number `NAME.scale_weight`.
 
     What else such files hold is left out: the mark `scaled_fp8`, and scales for inputs, which are not rounded here.
     """
 
     def __init__(self, reader: Reader):
-        self._reader = reader
+        super().__init__(reader)
         keys = set(reader.keys())
         self._scales = {key: scale for key in keys if (scale := _scale_of(key)) in keys}
         surplus = {"scaled_fp8", *self._scales.values()} if self._scales or "scaled_fp8" in keys else set()

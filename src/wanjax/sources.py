@@ -18,7 +18,7 @@ from wanjax.checkpoint import Reader, SafetensorsFolder
 from wanjax.converters import engine
 from wanjax.converters.engine import Rule
 from wanjax.errors import WanjaxError
-from wanjax.hub import INDEX, resolve
+from wanjax.hub import INDEX, locate, resolve
 from wanjax.store import Arrays
 
 MANIFEST = "wanjax.json"  # of a checkpoint that `wanjax convert` wrote: where it comes from, and what it holds
@@ -148,12 +148,19 @@ class WanjaxSource(DiffusersSource):
 
 
 def open_source(name: str | Path, revision: str | None = None) -> Source:
-    """The checkpoint of this name: a folder's, or a Hugging Face repository's at a revision.
+    """The checkpoint of this name: a folder's, a single file's, or a Hugging Face repository's at a revision.
 
     Raises WanjaxError where there is none, or it is in no layout that is known.
     """
-    if (Path(name).expanduser() / MANIFEST).is_file():
+    from wanjax.layouts import FileSource, OriginalSource  # here: they are sources too, made of what stands above
+
+    path = Path(name).expanduser()
+    if path.is_file():
+        return FileSource(path)
+    if (path / MANIFEST).is_file():
         return WanjaxSource(name)
+    if OriginalSource.is_at(locate(name, revision=revision)):
+        return OriginalSource(name, revision)
     return DiffusersSource(name, revision)
 
 

@@ -103,6 +103,11 @@ class TorchFile:
         except (_CorruptError, ValueError, NotImplementedError, RuntimeError, EOFError, struct.error) as error:
             raise _unreadable(self.path, str(error).partition("\n")[0]) from error  # what zipfile raises of its own
 
+    @property
+    def paths(self) -> Sequence[Path]:
+        """The files with the tensors."""
+        return [self.path]
+
     def keys(self) -> Sequence[str]:
         return tuple(self._places)
 

@@ -12,7 +12,7 @@ from tests.published import transformer_keys
 from wanjax.checkpoint import Spec
 from wanjax.converters import original, wan
 from wanjax.errors import WanjaxError
-from wanjax.models.wan.config import T2V_1_3B, T2V_14B
+from wanjax.models.wan.config import T2V_1_3B, T2V_14B, VAE_2_2
 
 # narrower and with fewer blocks than the published ones, which have the same names in each block
 PLAIN = {"num_layers": 4, "num_attention_heads": 2, "ffn_dim": 96, "text_dim": 16}
@@ -25,7 +25,7 @@ TRANSFORMERS = {
     "ti2v": (WanTransformer3DModel, PLAIN | {"in_channels": 48, "out_channels": 48}),
     "vace": (WanVACETransformer3DModel, PLAIN | {"vace_layers": [0, 2], "vace_in_channels": 96}),
 }
-VAE_2_2 = {
+NESTED = {
     **{"base_dim": 160, "decoder_base_dim": 256, "z_dim": 48, "is_residual": True, "in_channels": 12},
     **{"out_channels": 12, "patch_size": 2, "scale_factor_spatial": 16},
     **{"latents_mean": [0.1] * 48, "latents_std": [1.0] * 48},
@@ -89,6 +89,13 @@ def test_what_shapes_do_not_tell_is_taken_from_the_original_config():
     assert (json["num_attention_heads"], json["attention_head_dim"], json["eps"]) == (2, 12, 1e-5)
 
 
+@pytest.mark.parametrize("heads", [0, 5, "2", 2.0])
+def test_heads_that_do_not_divide_the_width_are_named(heads):
+    specs = originally(original.TRANSFORMER, shapes(built(WanTransformer3DModel, PLAIN)))
+    with pytest.raises(WanjaxError, match=r"has num_heads .* where a divisor of 256 is right"):
+        original.transformer_json(specs, {"num_heads": heads})
+
+
 @pytest.mark.parametrize("sizes", [{}, {"base_dim": 8, "dim_mult": [1, 2, 2], "num_res_blocks": 1}])
 def test_every_tensor_of_the_autoencoder_has_the_name_that_diffusers_renames(sizes):
     sizes = sizes | ({"temperal_downsample": [True, False]} if sizes else {})
@@ -103,8 +110,8 @@ def test_every_tensor_of_the_autoencoder_has_the_name_that_diffusers_renames(siz
     }
 
 
-def test_every_tensor_of_the_nested_autoencoder_has_a_name(monkeypatch):
-    module = built(AutoencoderKLWan, VAE_2_2)
+def test_every_tensor_of_the_nested_autoencoder_has_a_name():
+    module = built(AutoencoderKLWan, NESTED)
     specs = shapes(module)
     theirs = originally(original.vae_names(module.config), specs)
     assert {  # as wan/modules/vae2_2.py of the official code has them
@@ -115,9 +122,9 @@ def test_every_tensor_of_the_nested_autoencoder_has_a_name(monkeypatch):
         "decoder.upsamples.2.upsamples.3.resample.1.bias",
         "decoder.upsamples.3.upsamples.2.residual.0.gamma",
     } <= theirs.keys()
-    statistics = original.STATISTICS[16]
-    monkeypatch.setattr(original, "STATISTICS", {48: statistics})
-    json = original.vae_json(theirs) | {"latents_mean": [0.1] * 48, "latents_std": [1.0] * 48}
+    json = original.vae_json(theirs)
+    assert wan.vae_config(json) == VAE_2_2
+    json |= {"latents_mean": [0.1] * 48, "latents_std": [1.0] * 48}
     assert {key: module.config[key] for key in json if key[0] != "_"} == {k: v for k, v in json.items() if k[0] != "_"}
 
 
@@ -157,7 +164,7 @@ def test_a_tensor_that_tells_a_size_is_needed(read, key):
 
 def test_an_autoencoder_of_unknown_latents_is_named():
     specs = {"encoder.conv1.weight": (8, 3, 3, 3, 3), "conv2.weight": (7, 7, 1, 1, 1)}
-    with pytest.raises(WanjaxError, match="7 latent channels where the statistics of 16"):
+    with pytest.raises(WanjaxError, match="7 latent channels where the statistics of 16 or 48"):
         original.vae_json({key: Spec(shape, np.dtype(np.float32)) for key, shape in specs.items()})
 
 

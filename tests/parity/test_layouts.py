@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints in the authors' layout and single files, against the same weights in the layout of diffusers."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from transformers import CLIPVisionConfig, CLIPVisionModel
+
+from tests import tiny
+from tests.published import transformer_keys
+from wanjax import layouts, registry
+from wanjax.checkpoint import SafetensorsFolder, Spec, save_safetensors
+from wanjax.converters import original, recognise, wan
+from wanjax.errors import WanjaxError
+from wanjax.layouts import FileSource, OriginalSource
+from wanjax.models.wan.config import T2V_1_3B, T2V_14B
+from wanjax.networks import network
+from wanjax.sources import DiffusersSource, open_source
+
+NAMES = {
+    "transformer": original.TRANSFORMER,
+    "vae": original.vae_names(tiny.VAE | {"is_residual": False}),
+    "text_encoder": original.TEXT_ENCODER,
+}
+ORIGINAL_CONFIG = {"_class_name": "WanModel", "model_type": "t2v", "num_heads": 2, "eps": 1e-6}
+
+
+@pytest.fixture(autouse=True)
+def known_statistics(monkeypatch):
+    """The tiny autoencoder's latents are known as the published ones' are."""
+    monkeypatch.setitem(original.STATISTICS, tiny.LATENT_CHANNELS, wan.vae_config(tiny.VAE))
+
+
+@pytest.fixture(scope="module")
+def diffusers(tmp_path_factory):
+    return tiny.tiny_checkpoint(tmp_path_factory.mktemp("diffusers"))
+
+
+def theirs(folder, component):
+    """A component's tensors by the names of the authors."""
+    weights = SafetensorsFolder(folder / component)
+    return {NAMES[component].theirs(key): weights.read(key) for key in weights.keys()}  # noqa: SIM118
+
+
+def save_pth(path, tensors):
+    torch.save({key: torch.from_numpy(np.array(value)) for key, value in tensors.items()}, path)
+
+
+@pytest.fixture
+def authors(diffusers, tmp_path):
+    """The checkpoint as the authors would lay it out."""
+    save_safetensors(tmp_path / "diffusion_pytorch_model.safetensors", theirs(diffusers, "transformer"))
+    (tmp_path / "config.json").write_text(json.dumps(ORIGINAL_CONFIG))
+    save_pth(tmp_path / "Wan2.1_VAE.pth", theirs(diffusers, "vae"))
+    save_pth(tmp_path / "models_t5_umt5-xxl-enc-bf16.pth", theirs(diffusers, "text_encoder"))
+    shutil.copytree(diffusers / "tokenizer", tmp_path / "google/umt5-xxl")
+    return tmp_path
+
+
+def assert_same_weights(ours, reference):
+    assert set(ours.keys()) == set(reference.keys())
+    for key in reference.keys():  # noqa: SIM118
+        assert ours.spec(key) == reference.spec(key)
+        np.testing.assert_array_equal(ours.read(key), reference.read(key))
+
+
+def test_the_authors_folder_is_the_same_checkpoint(authors, diffusers):
+    source, reference = open_source(authors), open_source(diffusers)
+    assert isinstance(source, OriginalSource)
+    assert source.index == {key: value for key, value in reference.index.items() if key != "_diffusers_version"}
+    for component in NAMES:
+        assert_same_weights(source.weights(component), reference.weights(component))
+        ours, wanted = network(source, component).config, network(reference, component).config
+        if component == "text_encoder":
+            wanted = replace(wanted, max_distance=128)  # as in every published one: tensors do not tell it
+        assert ours == wanted
+    assert source.files("tokenizer")[0].parent == authors / "google/umt5-xxl"
+    assert source.weights("vae").paths == [authors / "Wan2.1_VAE.pth"]
+    assert source.config("scheduler")["flow_shift"] == 5.0
+
+
+def test_it_makes_the_same_latents(authors, diffusers):
+    settings = {"size": (32, 32), "frames": 5, "steps": 2, "flow_shift": 3.0}
+    answers = []
+    for folder in (authors, diffusers):
+        pipe = registry.load(folder)
+        latents = pipe.denoise(pipe.encode("a cat", ""), **settings)
+        answers.append((np.asarray(latents), pipe.decode(latents)))
+    for ours, reference in zip(*answers, strict=True):
+        np.testing.assert_array_equal(ours, reference)
+
+
+def test_two_experts_are_two_transformers(authors, diffusers):
+    for folder in ("high_noise_model", "low_noise_model"):
+        (authors / folder).mkdir()
+        for name in ("config.json", "diffusion_pytorch_model.safetensors"):
+            shutil.copy(authors / name, authors / folder / name)
+    source = open_source(authors)
+    assert source.index["transformer_2"] == ["diffusers", "WanTransformer3DModel"]
+    assert source.index["boundary_ratio"] == 0.875
+    assert source.config("scheduler")["flow_shift"] == 12.0
+    paths = [source.weights(name).paths for name in ("transformer", "transformer_2")]
+    assert [path.parent.name for (path,) in paths] == ["high_noise_model", "low_noise_model"]
+    assert_same_weights(source.weights("transformer_2"), open_source(diffusers).weights("transformer"))
+
+
+# --- single files ---
+
+PREFIXES = ["", "model.diffusion_model.", "diffusion_model."]
+
+
+@pytest.mark.parametrize("named", ["authors", "diffusers"])
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_a_single_file_of_a_transformer(prefix, named, diffusers, tmp_path):
+    reference = SafetensorsFolder(diffusers / "transformer")
+    tensors = {key: reference.read(key) for key in reference.keys()}  # noqa: SIM118
+    tensors = tensors if named == "diffusers" else theirs(diffusers, "transformer")
+    save_safetensors(tmp_path / "wan.safetensors", {prefix + key: value for key, value in tensors.items()})
+    source = open_source(tmp_path / "wan.safetensors")
+    assert isinstance(source, FileSource)
+    assert_same_weights(source.weights("transformer"), reference)
+
+
+def test_a_file_with_everything(diffusers, tmp_path):
+    prefixes = {
+        "transformer": "model.diffusion_model.",
+        "vae": "vae.",
+        "text_encoder": "text_encoders.umt5xxl.transformer.",
+    }
+    tensors = {p + key: x for name, p in prefixes.items() for key, x in theirs(diffusers, name).items()}
+    text = SafetensorsFolder(diffusers / "text_encoder")  # ComfyUI keeps this one as transformers names it
+    tensors = {key: value for key, value in tensors.items() if not key.startswith(prefixes["text_encoder"])}
+    tensors |= {prefixes["text_encoder"] + key: text.read(key) for key in text.keys()}  # noqa: SIM118
+    tensors[prefixes["text_encoder"] + "spiece_model"] = np.arange(5, dtype=np.uint8)
+    save_safetensors(tmp_path / "all.safetensors", tensors)
+    source = open_source(tmp_path / "all.safetensors")
+    for component in NAMES:
+        assert_same_weights(source.weights(component), SafetensorsFolder(diffusers / component))
+
+
+def test_scaled_eight_bit_weights_are_multiplied_out(diffusers, tmp_path):
+    tensors, scaled = theirs(diffusers, "transformer"), "blocks.0.self_attn.q"
+    eight = (tensors[f"{scaled}.weight"] * 100).astype(ml_dtypes.float8_e4m3fn)
+    tensors |= {
+        f"{scaled}.weight": eight,
+        f"{scaled}.scale_weight": np.array(0.01, np.float32),
+        f"{scaled}.scale_input": np.array(1, np.float32),
+        "scaled_fp8": np.zeros(2, ml_dtypes.float8_e4m3fn),
+    }
+    save_safetensors(tmp_path / "fp8.safetensors", tensors)
+    weights = open_source(tmp_path / "fp8.safetensors").weights("transformer")
+    reference = SafetensorsFolder(diffusers / "transformer")
+    assert set(weights.keys()) == set(reference.keys())
+    key = "blocks.0.attn1.to_q.weight"
+    assert weights.spec(key) == Spec(eight.shape, np.dtype(np.float32))
+    np.testing.assert_array_equal(weights.read(key), eight.astype(np.float32) * np.float32(0.01))
+    np.testing.assert_allclose(weights.read(key), reference.read(key), atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("config", "repository"),
+    [(T2V_1_3B, "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"), (T2V_14B, "Wan-AI/Wan2.1-T2V-14B-Diffusers")],
+)
+def test_what_a_file_lacks_is_that_of_the_published_model(config, repository, monkeypatch, diffusers):
+    class Shapes:
+        def __init__(self, specs):
+            self.specs = specs
+
+        def keys(self):
+            return self.specs.keys()
+
+        def spec(self, key):
+            return Spec(self.specs[key], np.dtype(np.float32))
+
+    specs = {original.TRANSFORMER.theirs(key): shape for key, shape in transformer_keys(config).items()}
+    monkeypatch.setattr(layouts, "open_tensors", lambda path: Shapes(specs))
+    asked = []
+    monkeypatch.setattr(layouts, "DiffusersSource", lambda name: asked.append(name) or DiffusersSource(diffusers))
+    source = FileSource("wan.safetensors")
+    assert source.origin == repository
+    assert source.config("vae") == tiny.VAE
+    assert source.files("tokenizer")[0].parent == diffusers / "tokenizer"
+    assert asked == [repository]
+    assert source.config("transformer")["num_layers"] == config.layers
+
+
+def refusal(path):
+    with pytest.raises(WanjaxError) as caught:
+        open_source(path).weights("vae")
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_file_of_another_model_is_named(tmp_path, diffusers):
+    save_safetensors(tmp_path / "flux.safetensors", {"double_blocks.0.weight": np.ones(2, np.float32)})
+    assert "flux.safetensors holds no transformer of Wan" in refusal(tmp_path / "flux.safetensors")
+    save_safetensors(tmp_path / "tiny.safetensors", theirs(diffusers, "transformer"))
+    assert "is no published model's, so what it lacks has to lie beside it" in refusal(tmp_path / "tiny.safetensors")
+
+
+def test_an_image_encoder_by_the_authors_is_that_of_transformers(tmp_path):
+    sizes = {"hidden_size": 160, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 2}
+    config = CLIPVisionConfig(**sizes, image_size=28, patch_size=14, hidden_act="gelu", layer_norm_eps=1e-5)
+    torch.manual_seed(0)
+    reference = {key: value.detach().numpy() for key, value in CLIPVisionModel(config).state_dict().items()}
+    reference = {
+        "vision_model." + key.removeprefix("vision_model."): x for key, x in reference.items() if "ids" not in key
+    }
+    tensors = {original.IMAGE_ENCODER.theirs(key): value for key, value in reference.items()}
+    for i in range(3):
+        for leaf in ("weight", "bias"):
+            parts = [tensors.pop(f"visual.transformer.{i}.attn.to_{x}.{leaf}") for x in "qkv"]
+            tensors[f"visual.transformer.{i}.attn.to_qkv.{leaf}"] = np.concatenate(parts)
+    tensors["visual.cls_embedding"] = tensors["visual.cls_embedding"][None, None]
+    tensors["visual.pos_embedding"] = tensors["visual.pos_embedding"][None]
+    others = {"visual.head": np.ones((160, 8)), "textual.norm.weight": np.ones(4), "log_scale": np.ones(())}
+    save_pth(tmp_path / "clip.pth", tensors | others)
+    found = recognise.part("image_encoder", layouts.open_tensors(tmp_path / "clip.pth"))
+    assert {key: getattr(config, key) for key in found.json if key != "architectures"} == {
+        key: value for key, value in found.json.items() if key != "architectures"
+    }
+    assert set(found.weights.keys()) == set(reference)
+    for key, value in reference.items():
+        assert found.weights.spec(key) == Spec(value.shape, value.dtype)
+        np.testing.assert_array_equal(found.weights.read(key), value)
