@@ -23,6 +23,7 @@ LAYERS = [  # imports run downwards, or stay in one layer
         "wanjax.pictures",
         "wanjax.ffmpeg",
         "wanjax.hub",
+        "wanjax.download",
         "wanjax.cache",
         "wanjax.sources",
     ],

@@ -1,24 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds a checkpoint's folder: one that is at hand, or a Hugging Face repository's, downloaded as far as needed.
+"""Finds a checkpoint's folder: one that is at hand, or a Hugging Face repository's, downloaded as far as needed."""
 
-The client of the hub takes a file up where a connection broke off, and does not ask again for files that it has.
-"""
-
-import io
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from wanjax.checkpoint import WEIGHT_NAMES
+from wanjax.download import Progress, snapshot
 from wanjax.errors import WanjaxError
 
 INDEX = "model_index.json"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 HUB_FILE = re.compile(rf"(?P<repository>{HUB_ID.pattern})/(?P<file>[\w./ +-]+)", re.ASCII)
 MARKERS = (INDEX, "config.json", "high_noise_model/config.json")  # by which one layout is told from another
-Progress = Callable[[int, int], Any]
 # Of the weights only the plain variant, whole or in shards: no ".fp16." twin, no ".bin" beside the safetensors.
 COMPONENT_FILES = ("*.json", *(f"{name}{tail}.safetensors" for name in WEIGHT_NAMES for tail in ("", "-*-of-*")))
 
@@ -92,34 +87,10 @@ def download(
 
     `progress` is told as `resolve` tells it. Raises WanjaxError where the repository is unknown, gated or out of reach.
     """
-    from huggingface_hub import snapshot_download  # here: a checkpoint that is at hand needs no network client
-
-    bar = None if progress is None else _silent_bar(progress)
     try:
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=list(patterns), tqdm_class=bar))
+        return snapshot(repository, list(patterns), revision=revision, progress=progress)
     except Exception as error:  # what the transport raises comes from another library, which one depends on the version
         raise WanjaxError(_explanation(error, repository, revision)) from error
-
-
-def _silent_bar(progress: Progress) -> Any:
-    """A class of bars for the client that write nothing and tell `progress` their bytes."""
-    from tqdm import tqdm
-
-    most = 0
-
-    class Bar(tqdm):
-        monitor_interval = 0  # no thread that watches bars
-
-        def __init__(self, *args: Any, **options: Any):
-            super().__init__(*args, **(options | {"file": io.StringIO(), "disable": False}))
-
-        def display(self, *_: Any, **__: Any) -> None:
-            nonlocal most
-            if self.unit == "B" and self.total:  # the client has bars for files too, and two of bytes
-                most = max(most, int(self.n))
-                progress(min(most, int(self.total)), int(self.total))
-
-    return Bar
 
 
 def _explanation(error: Exception, repository: str, revision: str | None) -> str:

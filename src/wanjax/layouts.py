@@ -161,7 +161,7 @@ def _index(transformer: Mapping[str, Any], experts: bool) -> dict[str, Any]:
         classes["transformer_2"] = classes["transformer"]
     if transformer["image_dim"] is not None:
         classes |= IMAGE_CLASSES
-    index = {"_class_name": pipeline} | {name: list(kind) for name, kind in sorted(classes.items())}
+    index: dict[str, Any] = {"_class_name": pipeline} | {name: list(kind) for name, kind in sorted(classes.items())}
     if experts:  # wan/configs/wan_{t2v,i2v}_A14B.py of the official code
         index["boundary_ratio"] = 0.9 if images else 0.875
     if transformer["in_channels"] == 48:
