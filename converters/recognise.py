@@ -7,8 +7,8 @@ Files for ComfyUI have a prefix before every name, and may hold several componen
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from wanjax.checkpoint import Reader
 from wanjax.converters import original
-from wanjax.converters.engine import Reader
 from wanjax.converters.readers import Descaled, Flattened, Names, Renamed, Unfused
 from wanjax.errors import WanjaxError
 

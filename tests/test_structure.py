@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = {"wanjax": ROOT / "src/wanjax", "wanjax.converters": ROOT / "converters"}
 LAYERS = [  # imports run downwards, or stay in one layer
     ["wanjax.cli", "wanjax.__main__"],
-    ["wanjax", "wanjax.registry", "wanjax.convert", "wanjax.networks"],
+    ["wanjax", "wanjax.registry", "wanjax.adapters", "wanjax.convert", "wanjax.networks"],
     [
         "wanjax.pipelines",
         "wanjax.plan",
@@ -26,6 +26,7 @@ LAYERS = [  # imports run downwards, or stay in one layer
         "wanjax.download",
         "wanjax.cache",
         "wanjax.sources",
+        "wanjax.layouts",
     ],
     ["wanjax.models", "wanjax.schedulers"],
     ["wanjax.layers", "wanjax.checkpoint", "wanjax.store", "wanjax.torch_file"],

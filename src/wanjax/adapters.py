@@ -57,6 +57,10 @@ class AdaptedSource(Source):
     def origin(self) -> str:
         return self._source.origin
 
+    def tensors(self, component: str, rules: Iterable[Rule]) -> Reader:
+        tensors = self._source.tensors(component, rules)
+        return Merged(tensors, self._files[component]) if self._files.get(component) else tensors
+
     def config(self, component: str) -> dict[str, Any]:
         return self._source.config(component)
 
@@ -75,10 +79,10 @@ class AdaptedSource(Source):
         ignore: Iterable[str] = (),
         progress: Progress | None = None,
     ) -> Module:
-        if not (files := self._files.get(component)):
+        if not self._files.get(component):
             return self._source.load(component, abstract, rules, ignore=ignore, progress=progress)
-        merged = Merged(self._source.tensors(component, rules), files)
-        return engine.load(abstract, rules, merged, ignore=ignore, progress=progress)
+        rules = list(rules)
+        return engine.load(abstract, rules, self.tensors(component, rules), ignore=ignore, progress=progress)
 
 
 def _opened(source: Source, component: str, path: Path) -> LoraFile:

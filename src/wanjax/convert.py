@@ -276,16 +276,11 @@ class ToDiffusers(Conversion):
     def __init__(self, source: Source, target: Path):
         if not isinstance(source, WanjaxSource):
             raise WanjaxError(f"{source.name} is no wanjax checkpoint: only what `convert` wrote can be written back")
-        self._stored = source
         super().__init__(source, target)
-
-    def _exported(self, name: str, found: Network) -> Reader:
-        arrays = self._stored.weights(name)
-        return engine.Exported({key: arrays[key] for key in arrays.keys()}, found.rules)  # noqa: SIM118
 
     def _part(self, name: str) -> Part:
         found, arrays = network(self.source, name), self.source.weights(name)
-        exported = self._exported(name, found)
+        exported = self.source.tensors(name, found.rules)
         read = {key: arrays.spec(key) for key in arrays.keys()}  # noqa: SIM118
         return Part(name, found, read, {key: exported.spec(key) for key in exported.keys()})  # noqa: SIM118
 
@@ -299,11 +294,11 @@ class ToDiffusers(Conversion):
         """The name that the component's files begin with, and the keys that each holds."""
         library = self.source.index[part.name][0]
         stem = "model" if library == "transformers" else "diffusion_pytorch_model"
-        return stem, shards(self._exported(part.name, part.network), stem)
+        return stem, shards(self.source.tensors(part.name, part.network.rules), stem)
 
     def _write(self, progress: Callable[[int], object]) -> None:
         for part in self.parts:
-            reader, (stem, files) = self._exported(part.name, part.network), self._shards(part)
+            reader, (stem, files) = self.source.tensors(part.name, part.network.rules), self._shards(part)
             for name, keys in files.items():
                 if not (self.partial / part.name / name).exists():
                     write_safetensors(self.partial / part.name / name, _Told(reader, progress), keys, {"format": "pt"})
@@ -315,7 +310,7 @@ class ToDiffusers(Conversion):
     def _finish(self, progress: Callable[[int], object]) -> None:
         """Compares what was written with what it was written from."""
         for part in self.parts:
-            reader, (_, files) = self._exported(part.name, part.network), self._shards(part)
+            reader, (_, files) = self.source.tensors(part.name, part.network.rules), self._shards(part)
             for name, keys in files.items():
                 file = SafetensorsFile(self.partial / part.name / name)
                 for key in keys:

@@ -85,7 +85,8 @@ class _Recognised(Source):
         return self._published.weights(component) if found is None else found.weights
 
     def files(self, component: str) -> Sequence[Path]:
-        return self._published.files(component)
+        own = component == "scheduler" or self.part(component) is not None
+        return [] if own else self._published.files(component)
 
 
 class OriginalSource(_Recognised):
@@ -139,7 +140,8 @@ class FileSource(_Recognised):
 
     def __init__(self, path: str | Path):
         path = Path(path).expanduser()
-        self.name, self.root = str(path), path.parent
+        self.name = str(path)
+        self.root = path  # beside which lies what is not of it
         self._parts = parts(open_tensors(path))
         self.index = _index(self._transformer, experts=False)
 

@@ -62,6 +62,10 @@ class Source(ABC):
     def weights(self, component: str) -> Weights:
         """The component's tensors by the names that diffusers, or transformers, gives them."""
 
+    def tensors(self, component: str, rules: Iterable[Rule]) -> Reader:
+        """The component's tensors by the names and in the layouts of diffusers, from which `rules` are."""
+        return self.weights(component)
+
     @abstractmethod
     def files(self, component: str) -> Sequence[Path]:
         """The component's files that are not weights, all in one folder."""
@@ -134,6 +138,10 @@ class WanjaxSource(DiffusersSource):
 
     def weights(self, component: str) -> Arrays:
         return Arrays(self.folder(component) / WEIGHTS)
+
+    def tensors(self, component: str, rules: Iterable[Rule]) -> Reader:
+        arrays = self.weights(component)
+        return engine.Exported({name: arrays[name] for name in arrays.keys()}, rules)  # noqa: SIM118
 
     def load(
         self,
