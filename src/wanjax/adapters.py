@@ -40,9 +40,8 @@ class AdaptedSource(Source):
         for lora in loras:
             chosen = [name for name in present if len(present) == 1 or lora.expert in (None, EXPERTS[name])]
             if lora.expert and len(present) == 1:
-                raise WanjaxError(
-                    f"{lora} is for one of two experts, which {source.name} does not have: {lora.file} is"
-                )
+                expert = f"{lora.expert}="
+                raise WanjaxError(f"{lora} is for one of two experts, which {source.name} has not: leave {expert} out")
             path = locate_file(lora.file)
             for name in chosen:
                 file = _opened(source, name, path)

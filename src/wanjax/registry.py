@@ -3,7 +3,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
@@ -16,7 +16,9 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from wanjax.adapters import AdaptedSource, Note
 from wanjax.cache import enable_compile_cache
+from wanjax.converters.lora import Lora
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import IMPLEMENTATIONS
 from wanjax.layers.linear import placed
@@ -51,7 +53,10 @@ Progress = Callable[[str, int, int], Any]
 
 @dataclass(frozen=True)
 class Preset:
-    """A published checkpoint: where it is, what it is, its licence, and the settings its authors publish."""
+    """A published checkpoint: where it is, what it is, its licence, and the settings its authors publish.
+
+    `loras` are merged into it; `scheduler` is a scheduler_config.json in place of the checkpoint's own.
+    """
 
     name: str
     source: str
@@ -60,6 +65,8 @@ class Preset:
     licence: str
     param_dtype: str
     defaults: Settings
+    loras: tuple[str, ...] = ()
+    scheduler: Mapping[str, Any] | None = None
 
 
 _T2V_1_3B = Preset(
@@ -214,6 +221,50 @@ PRESETS = {
         _TI2V_5B,
     )
 }
+
+
+def _in_four_steps(name: str, authors: str, *loras: str, **settings: Any) -> Preset:
+    """A preset with a LoRA that needs 4 steps and no guidance.
+
+    Euler, at the noise levels 1, 0.75, 0.5, 0.25 shifted by 5: timesteps 1000, 937.5, 833.3 and 625. Of two experts
+    each has two steps. As in configs/distill/ and models/schedulers/wan/step_distill/ of ModelTC/LightX2V, and in
+    wan/configs/ and wan/utils/fm_solvers_euler.py of ModelTC/Wan2.2-Lightning.
+    """
+    preset, few = PRESETS[name], f"{name}-4step"
+    chosen = {"model": few, "steps": 4, "guidance_scale": 1.0, "flow_shift": 5.0}
+    return replace(
+        preset,
+        name=few,
+        about=f"{preset.about.partition(',')[0]} in 4 steps, with a LoRA by {authors}",
+        defaults=preset.defaults.updated(chosen | settings),
+        loras=loras,
+        scheduler={"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 5.0},
+    )
+
+
+_X2V, _480P = "lightx2v/Wan2.1-Distill-Loras/wan2.1", {"height": 480, "width": 832}
+_LIGHTNING, _RANK = "lightx2v/Wan2.2-Lightning/Wan2.2", "A14B-4steps-lora-rank64-Seko"
+PRESETS |= {
+    preset.name: preset
+    for preset in (
+        _in_four_steps(
+            "wan2.1-t2v-14b", "LightX2V", f"{_X2V}_t2v_14b_lora_rank64_lightx2v_4step.safetensors", **_480P
+        ),
+        _in_four_steps("wan2.1-i2v-14b-480p", "LightX2V", f"{_X2V}_i2v_lora_rank64_lightx2v_4step.safetensors"),
+        _in_four_steps(
+            "wan2.2-t2v-a14b",
+            "Lightning",
+            *(f"{name}={_LIGHTNING}-T2V-{_RANK}-V1.1/{name}_noise_model.safetensors" for name in ("high", "low")),
+            guidance_scale_2=1.0,
+        ),
+        _in_four_steps(
+            "wan2.2-i2v-a14b",
+            "Lightning",
+            *(f"{name}={_LIGHTNING}-I2V-{_RANK}-V1/{name}_noise_model.safetensors" for name in ("high", "low")),
+            guidance_scale_2=1.0,
+        ),
+    )
+}
 # What a checkpoint that is not known by name takes its settings from, by its task and whether it has two experts; Wan
 # 2.1 1.3B if it is not here.
 LIKE = {
@@ -236,7 +287,9 @@ def load(
     revision: str | None = None,
     mesh: Mesh | str | None = None,
     rules: str = "fsdp",
+    lora: str | Lora | Sequence[str | Lora] = (),
     progress: Progress | None = None,
+    note: Note | None = None,
 ) -> WanPipeline:
     """A pipeline for a known name, a Hugging Face id or a folder in the diffusers layout.
 
@@ -245,14 +298,19 @@ def load(
     published checkpoints, and as they are stored for others); the VAE is in float32, as in the reference. `attention`
     names the transformer's implementation of it (None picks by platform and shape). `mesh` is the devices to spread
     over: from `wanjax.make_mesh`, or such as "dp=2,sp=1,tp=4", or "auto", which takes all that are of use (None: one
-    device of a CPU, and "auto" elsewhere); `rules`, "fsdp" or "tp", say how. `progress(part, done, total)` is told the
-    bytes read. Raises WanjaxError where the checkpoint cannot be found or does not fit, or there is no such mesh.
+    device of a CPU, and "auto" elsewhere); `rules`, "fsdp" or "tp", say how. `lora` is merged into the transformer as
+    it is read: a file, or FILE:STRENGTH, or several; FILE may be OWNER/NAME/FILE on the hub, and of two experts
+    `high=FILE` and `low=FILE` mean one. `progress(part, done, total)` is told the bytes read, `note(sentence)` what of
+    each LoRA was merged. Raises WanjaxError where the checkpoint or a LoRA cannot be found or does not fit, or there is
+    no such mesh.
     """
     if attention is not None and attention not in IMPLEMENTATIONS:
         raise WanjaxError(f"no attention is named {attention!r}: there are {', '.join(IMPLEMENTATIONS)}")
     enable_compile_cache()
     source, preset = find(model, revision)
     check_pipeline(source.index, source.name)
+    if loras := [*(preset.loras if preset else ()), *([lora] if isinstance(lora, str | Lora) else lora)]:
+        source = AdaptedSource(source, [x if isinstance(x, Lora) else Lora.parse(x) for x in loras], note)
     transformer, vae = network(source, "transformer"), network(source, "vae")
     experts = "transformer_2" in components(source.index)
     if experts and network(source, "transformer_2").config != transformer.config:
@@ -275,7 +333,7 @@ def load(
         "transformer": lambda: build("transformer", transformer, attention=attention),
         "transformer_2": lambda: build("transformer_2", transformer, attention=attention),
         "vae": lambda: build("vae", vae),
-        "scheduler": lambda: from_config(source.config("scheduler")),
+        "scheduler": lambda: from_config((preset and preset.scheduler) or source.config("scheduler")),
     }
     return WanPipeline(Parts(loaders), configs, defaults, task, layout)
 
@@ -310,7 +368,9 @@ def find(model: str | Path, revision: str | None = None) -> tuple[Source, Preset
 
 
 def _published(name: str) -> Preset | None:
-    return next((preset for preset in PRESETS.values() if name in (preset.name, preset.source)), None)
+    """The preset of a name, or of the repository that it is all of."""
+    whole = {preset.source: preset for preset in reversed(PRESETS.values()) if not preset.loras}
+    return PRESETS.get(name) or whole.get(name)
 
 
 def _unknown(name: str) -> str:

@@ -76,6 +76,7 @@ def main(ctx: click.Context) -> None:
 @options.pictures
 @options.shape
 @options.denoising
+@options.lora
 @options.attention
 @options.batch_guidance
 @options.compute
@@ -122,6 +123,7 @@ def encode(report: Report, **given: Any) -> None:
 @options.model_override
 @options.shape
 @options.denoising
+@options.lora
 @options.attention
 @options.batch_guidance
 @options.compute

@@ -25,6 +25,8 @@ def convert(
     if target is None:
         raise click.UsageError(f"where to is missing: `wanjax convert {source} FOLDER` writes it there")
     found, preset = find(source, revision)
+    if preset and preset.loras and source == preset.name:
+        raise WanjaxError(f"{source} is {preset.source} with a LoRA, merged when it is loaded: convert the former")
     if to == "diffusers":
         conversion: Conversion = ToDiffusers(found, target)
     else:

@@ -146,6 +146,13 @@ denoising = together(
 attention = click.option(
     "--attention", metavar="NAME", help="Implementation of attention.  [default: the best for platform and shape]"
 )
+lora = click.option(
+    "--lora",
+    multiple=True,
+    metavar="FILE[:X]",
+    help="Merge a LoRA into the transformer, at the strength X; may be given more than once. FILE may be "
+    "OWNER/NAME/FILE on the hub; of two experts, high=FILE and low=FILE mean one.",
+)
 batch_guidance = click.option(
     "--batch-guidance",
     is_flag=True,

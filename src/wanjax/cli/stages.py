@@ -5,6 +5,7 @@ import math
 import shlex
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from wanjax import io, registry
 from wanjax.cli import options
 from wanjax.cli.profile import StepProfile, trace_with_scopes
 from wanjax.cli.report import Report
+from wanjax.converters.lora import Lora
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
 from wanjax.pictures import Pictures
@@ -90,13 +92,16 @@ class Run:
         self.tiling = Tiling() if given.get("tile") else None
         self.profile: Path | None = given.get("profile")
         self.batch_guidance = bool(given.get("batch_guidance"))
+        loras = _loras(chosen) if "lora" in given else []  # the other stages have no use for them
         self.pipe = registry.load(
             _model(chosen),
             dtype=_dtype(chosen),
             attention=given.get("attention"),
             mesh=given.get("mesh"),
             rules=given.get("rules") or "fsdp",
+            lora=loras,
             progress=report.load,
+            note=report.note,
         )
         settings = _checked(chosen, self.pipe.defaults.to_json())
         files = {name: chosen[name] for name in Pictures._fields if chosen.get(name)}
@@ -111,6 +116,7 @@ class Run:
             io.check_folder(self.profile)
             trace_with_scopes()
         self.record = self.settings.to_json() | files | ({} if noise is None else {"noise": noise})
+        self.record |= {"lora": [str(lora) for lora in loras]} if loras else {}
 
     @property
     def target(self) -> str:
@@ -233,7 +239,7 @@ def _given(size: tuple[int, int] | None = None, **given: Any) -> dict[str, Any]:
     if size and (given["height"] or given["width"]):
         raise WanjaxError("--size is given beside --height or --width: one way is enough")
     height, width = size or (given.get("height"), given.get("width"))
-    return {k: v for k, v in (given | {"height": height, "width": width}).items() if v is not None}
+    return {k: v for k, v in (given | {"height": height, "width": width}).items() if v not in (None, ())}
 
 
 def _model(chosen: Mapping[str, Any]) -> str:
@@ -242,6 +248,16 @@ def _model(chosen: Mapping[str, Any]) -> str:
     if not isinstance(name, str):
         raise WanjaxError(f"{io.CONFIG} names no model: --model has to")
     return name if name in registry.PRESETS or not Path(name).is_dir() else str(Path(name).absolute())
+
+
+def _loras(chosen: Mapping[str, Any]) -> list[Lora]:
+    """The LoRA that are chosen, files with their full paths as for a model."""
+    texts = chosen.get("lora", [])
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+        raise WanjaxError(f"{io.CONFIG} gives lora as {texts!r} where a list such as ['a.safetensors:0.8'] is right")
+    loras = [Lora.parse(text) for text in texts]
+    found = [(lora, Path(lora.file).expanduser()) for lora in loras]
+    return [replace(lora, file=str(path.absolute())) if path.is_file() else lora for lora, path in found]
 
 
 def _dtype(chosen: Mapping[str, Any]) -> str | None:

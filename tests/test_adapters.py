@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA from the outside: in `load`, over checkpoints of every layout, for one expert or both, on the command line."""
+
+import json
+import warnings
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import wanjax
+from tests.tiny import tiny_checkpoint
+from wanjax.adapters import AdaptedSource
+from wanjax.checkpoint import load_safetensors, save_safetensors
+from wanjax.cli import main
+from wanjax.convert import ToWanjax
+from wanjax.converters import engine
+from wanjax.converters.lora import Lora
+from wanjax.converters.wan import transformer_rules
+from wanjax.errors import WanjaxError
+from wanjax.networks import network
+from wanjax.registry import PRESETS
+from wanjax.schedulers import FlowEuler, from_config
+from wanjax.sources import open_source
+
+Q = "blocks.1.self_attn.q"
+KEY = "blocks.1.attn1.to_q.weight"
+WIDTH = 24
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    """A LoRA of one of the two blocks' q, by the names of the authors."""
+    path = tmp_path_factory.mktemp("lora") / "style.safetensors"
+    random = np.random.default_rng(0)
+    down, up = (random.normal(size=shape).astype(np.float32) for shape in ((2, WIDTH), (WIDTH, 2)))
+    save_safetensors(path, {f"diffusion_model.{Q}.lora_down.weight": down, f"diffusion_model.{Q}.lora_up.weight": up})
+    return path
+
+
+def change(file):
+    tensors = load_safetensors(file)
+    return tensors[f"diffusion_model.{Q}.lora_up.weight"] @ tensors[f"diffusion_model.{Q}.lora_down.weight"]
+
+
+def q_of(pipe):
+    """The network's q of the second block, in the layout of diffusers."""
+    weights = {path: np.asarray(x) for path, x in engine.parameters(pipe.transformer).items()}
+    return engine.Exported(weights, transformer_rules(pipe.configs.transformer)).read(KEY)
+
+
+def test_it_is_merged_when_the_transformer_is_loaded(checkpoint, file):
+    plain = q_of(wanjax.load(checkpoint))
+    notes = []
+    merged = wanjax.load(checkpoint, lora=f"{file}:0.5", note=notes.append)
+    assert notes == [f"{file}: 1 of 1 changes merged"]
+    np.testing.assert_allclose(q_of(merged), plain + 0.5 * change(file), rtol=1e-6, atol=1e-6)
+    several = wanjax.load(checkpoint, lora=[Lora(str(file)), f"{file}:-3"])
+    np.testing.assert_allclose(q_of(several), plain - 2 * change(file), rtol=1e-6, atol=1e-6)
+
+
+def test_a_strength_of_0_leaves_every_weight_as_it_is(checkpoint, file):
+    plain, none = (engine.parameters(wanjax.load(checkpoint, lora=x).transformer) for x in ((), f"{file}:0"))
+    jax.tree.map(np.testing.assert_array_equal, plain, none)
+
+
+def test_a_converted_checkpoint_takes_it_too(checkpoint, file, tmp_path):
+    ToWanjax(open_source(checkpoint), tmp_path / "converted").run()
+    pipe = wanjax.load(tmp_path / "converted", lora=str(file))
+    np.testing.assert_allclose(q_of(pipe), q_of(wanjax.load(checkpoint)) + change(file), rtol=1e-6, atol=1e-6)
+
+
+def test_what_does_not_fit_is_told_before_anything_is_loaded(checkpoint, file, tmp_path):
+    other = tmp_path / "other.safetensors"
+    save_safetensors(other, {f"{Q}.diff": np.ones((5, 5), np.float32)})
+    with pytest.raises(WanjaxError, match=r"of shape \[5, 5\], where \[24, 24\] is right: a LoRA for this model"):
+        wanjax.load(checkpoint, lora=str(other))
+    with pytest.raises(WanjaxError, match=r"there is no file nowhere\.safetensors"):
+        wanjax.load(checkpoint, lora="nowhere.safetensors")
+    with pytest.raises(WanjaxError, match=r"for one of two experts, which .* has not: leave high= out"):
+        wanjax.load(checkpoint, lora=f"high={file}")
+    save_safetensors(other, load_safetensors(file) | {"lora_te_x.diff": np.ones((5, 5), np.float32)})
+    with pytest.warns(UserWarning, match=r"1 of 2 changes merged; .* was left out: lora_te_x"):
+        wanjax.load(checkpoint, lora=str(other))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wanjax.load(checkpoint, lora=str(file))
+
+
+def test_of_two_experts_each_has_its_own(checkpoint, file):
+    source = open_source(checkpoint)
+    source.index["transformer_2"] = source.index["transformer"]
+    source.folder = lambda component: checkpoint / component.removesuffix("_2")
+    rules = network(source, "transformer").rules
+    loras = [Lora(str(file)), Lora(str(file), 2.0, "high"), Lora(str(file), 4.0, "low")]
+    adapted = AdaptedSource(source, loras)
+    plain = source.tensors("transformer", rules).read(KEY)
+    for component, strength in (("transformer", 3), ("transformer_2", 5)):
+        merged = adapted.tensors(component, rules).read(KEY)
+        np.testing.assert_allclose(merged, plain + strength * change(file), rtol=1e-6, atol=1e-6)
+    assert adapted.tensors("vae", []).read("quant_conv.bias") is not None
+
+
+# --- the command line ---
+
+VIDEO = ["--size", "32x32", "--frames", "5", "--steps", "1"]
+
+
+def run(*args):
+    result = CliRunner().invoke(main, [str(arg) for arg in args])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_stages_hand_it_on(checkpoint, file, tmp_path, monkeypatch):
+    monkeypatch.chdir(file.parent)
+    told = run("a cat", "--model", checkpoint, *VIDEO, "--dir", tmp_path / "one", "--lora", f"{file.name}:0.5")
+    assert "style.safetensors: 1 of 1 changes merged" in told
+    record = json.loads((tmp_path / "one/generation_config.json").read_text())
+    assert record["lora"] == [f"{file}:0.5"]
+    monkeypatch.chdir(tmp_path)
+    run("denoise", "--dir", tmp_path / "one")  # as it stands there
+    again = load_safetensors(tmp_path / "one/stage2_latents.safetensors")["latents"].copy()
+    assert "changes merged" not in run("decode", "--dir", tmp_path / "one")
+    assert json.loads((tmp_path / "one/generation_config.json").read_text())["lora"] == [f"{file}:0.5"]
+    run("encode", "a cat", "--model", checkpoint, "--dir", tmp_path / "two")
+    run("denoise", "--dir", tmp_path / "two", *VIDEO, "--lora", f"{file}:0.5")
+    np.testing.assert_array_equal(load_safetensors(tmp_path / "two/stage2_latents.safetensors")["latents"], again)
+    run("denoise", "--dir", tmp_path / "two", *VIDEO, "--lora", f"{file}:0")
+    assert (load_safetensors(tmp_path / "two/stage2_latents.safetensors")["latents"] != again).any()
+
+
+@pytest.mark.parametrize("lora", ["a.safetensors", [3], {"a": 1}])
+def test_a_broken_record_is_named(lora, checkpoint, file, tmp_path):
+    run("encode", "a cat", "--model", checkpoint, "--dir", tmp_path)
+    record = json.loads((tmp_path / "generation_config.json").read_text())
+    (tmp_path / "generation_config.json").write_text(json.dumps(record | {"lora": lora}))
+    result = CliRunner().invoke(main, ["denoise", "--dir", str(tmp_path), *VIDEO])
+    assert result.exit_code == 2
+    assert "generation_config.json gives lora as" in result.output
+
+
+# --- few steps ---
+
+FEW_STEPS = [name for name in PRESETS if name.endswith("-4step")]
+
+
+@pytest.mark.parametrize("name", FEW_STEPS)
+def test_few_step_presets_have_the_settings_of_their_authors(name):
+    """ModelTC/LightX2V, configs/distill: denoising_step_list 1000, 750, 500, 250 of levels that are shifted by 5."""
+    preset = PRESETS[name]
+    chosen = preset.defaults
+    assert (chosen.steps, chosen.guidance_scale, chosen.flow_shift, chosen.model) == (4, 1.0, 5.0, name)
+    scheduler = from_config(preset.scheduler).configured(shift=chosen.flow_shift, sigmas=chosen.sigmas)
+    assert isinstance(scheduler, FlowEuler)
+    levels = np.array([1000, 750, 500, 250]) / 1000
+    levels = 5 * levels / (1 + 4 * levels)
+    schedule = scheduler.schedule(chosen.steps)
+    np.testing.assert_allclose(schedule.timesteps, 1000 * levels, rtol=1e-6)
+    np.testing.assert_allclose(schedule.timesteps, [1000, 937.5, 2500 / 3, 625], rtol=1e-6)
+    np.testing.assert_allclose(schedule.sigmas, [*levels, 0], rtol=1e-6)
+    assert all(Lora.parse(lora).file.startswith("lightx2v/") for lora in preset.loras)
+    assert preset.source == PRESETS[name.removesuffix("-4step")].source
+
+
+def test_a_preset_with_a_lora_is_not_converted_without_it(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setitem(
+        PRESETS, "small-4step", replace(PRESETS[FEW_STEPS[0]], name="small-4step", source=str(checkpoint))
+    )
+    result = CliRunner().invoke(main, ["convert", "small-4step", str(tmp_path / "out")])
+    assert result.exit_code == 2
+    assert "with a LoRA, merged when it is loaded: convert the former" in result.output
+
+
+def test_a_preset_with_a_lora_and_a_scheduler_of_its_own(checkpoint, file, monkeypatch):
+    preset = replace(PRESETS[FEW_STEPS[0]], name="small-4step", source=str(checkpoint), loras=(f"{file}:0.5",))
+    monkeypatch.setitem(PRESETS, "small-4step", preset)
+    pipe = wanjax.load("small-4step", lora=str(file), param_dtype="float32")
+    np.testing.assert_allclose(q_of(pipe), q_of(wanjax.load(checkpoint)) + 1.5 * change(file), rtol=1e-6, atol=1e-6)
+    assert isinstance(pipe.scheduler, FlowEuler)
+    assert pipe.defaults.steps == 4
