@@ -166,7 +166,14 @@ def test_few_step_presets_have_the_settings_of_their_authors(name):
     np.testing.assert_allclose(schedule.timesteps, 1000 * levels, rtol=1e-6)
     np.testing.assert_allclose(schedule.timesteps, [1000, 937.5, 2500 / 3, 625], rtol=1e-6)
     np.testing.assert_allclose(schedule.sigmas, [*levels, 0], rtol=1e-6)
-    assert all(Lora.parse(lora).file.startswith("lightx2v/") for lora in preset.loras)
+    loras = [Lora.parse(lora) for lora in preset.loras]
+    assert all(lora.file.startswith("lightx2v/") and lora.strength == 1 for lora in loras)
+    if chosen.boundary is None:
+        assert [lora.expert for lora in loras] == [None]
+    else:  # the same split as by the boundary_step_index 2 of LightX2V
+        assert [lora.expert for lora in loras] == ["high", "low"]
+        assert chosen.guidance_scale_2 == 1.0
+        assert list(np.asarray(schedule.timesteps) >= 1000 * chosen.boundary) == [True, True, False, False]
     assert preset.source == PRESETS[name.removesuffix("-4step")].source
 
 

@@ -84,7 +84,7 @@ def test_help_lists_the_commands():
         (
             "generate",
             "model negative-prompt image last-image video mask reference resize size height width frames "
-            "fps steps guidance-scale guidance-scale-2 boundary strength flow-shift sigmas seed noise attention "
+            "fps steps guidance-scale guidance-scale-2 boundary strength flow-shift sigmas seed noise lora attention "
             "batch-guidance dtype mesh rules tile profile dir out help",
         ),
         (
@@ -96,7 +96,7 @@ def test_help_lists_the_commands():
             "denoise",
             "model size height width frames fps steps guidance-scale guidance-scale-2 boundary strength flow-shift "
             "sigmas seed noise "
-            "attention batch-guidance dtype mesh rules profile dir help",
+            "lora attention batch-guidance dtype mesh rules profile dir help",
         ),
         ("decode", "model fps dtype mesh rules tile dir out help"),
         ("models", "json help"),

@@ -247,9 +247,7 @@ _LIGHTNING, _RANK = "lightx2v/Wan2.2-Lightning/Wan2.2", "A14B-4steps-lora-rank64
 PRESETS |= {
     preset.name: preset
     for preset in (
-        _in_four_steps(
-            "wan2.1-t2v-14b", "LightX2V", f"{_X2V}_t2v_14b_lora_rank64_lightx2v_4step.safetensors", **_480P
-        ),
+        _in_four_steps("wan2.1-t2v-14b", "LightX2V", f"{_X2V}_t2v_14b_lora_rank64_lightx2v_4step.safetensors", **_480P),
         _in_four_steps("wan2.1-i2v-14b-480p", "LightX2V", f"{_X2V}_i2v_lora_rank64_lightx2v_4step.safetensors"),
         _in_four_steps(
             "wan2.2-t2v-a14b",

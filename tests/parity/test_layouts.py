@@ -5,6 +5,7 @@ import json
 import shutil
 from dataclasses import replace
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -15,7 +16,9 @@ from tests import tiny
 from tests.published import transformer_keys
 from wanjax import layouts, registry
 from wanjax.checkpoint import SafetensorsFolder, Spec, save_safetensors
+from wanjax.convert import ToWanjax
 from wanjax.converters import original, recognise, wan
+from wanjax.converters.engine import parameters
 from wanjax.errors import WanjaxError
 from wanjax.layouts import FileSource, OriginalSource
 from wanjax.models.wan.config import T2V_1_3B, T2V_14B
@@ -93,6 +96,24 @@ def test_it_makes_the_same_latents(authors, diffusers):
         answers.append((np.asarray(latents), pipe.decode(latents)))
     for ours, reference in zip(*answers, strict=True):
         np.testing.assert_array_equal(ours, reference)
+
+
+@pytest.mark.parametrize("layout", ["folder", "file"])
+def test_it_is_converted(layout, authors, diffusers, tmp_path, monkeypatch):
+    """To the same checkpoint as from the layout of diffusers, but for what tensors do not tell."""
+    monkeypatch.setattr(layouts._Recognised, "_published", DiffusersSource(diffusers))
+    name = authors if layout == "folder" else authors / "diffusion_pytorch_model.safetensors"
+    target = tmp_path / "converted"
+    assert ToWanjax(open_source(name), target).run()
+    for component in NAMES:
+        assert (target / component / "config.json").is_file()
+    loaded = [registry.load(folder) for folder in (target, diffusers)]
+    if layout == "file":  # whose heads no config tells
+        return
+    for part in ("text_encoder", "transformer", "vae"):
+        ours, reference = (parameters(getattr(pipe, part)) for pipe in loaded)
+        jax.tree.map(np.testing.assert_array_equal, ours, reference)
+    np.testing.assert_array_equal(*(pipe.tokenize("a cat").ids for pipe in loaded))
 
 
 def test_two_experts_are_two_transformers(authors, diffusers):
