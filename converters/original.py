@@ -184,9 +184,7 @@ def transformer_json(specs: Specs, given: Mapping[str, Any] | None = None) -> di
     images = "img_emb.proj.1.weight" in specs
     heads = given.get("num_heads", max(width // HEAD_DIM, 1))
     if type(heads) is not int or heads < 1 or width % heads:
-        raise WanjaxError(
-            f"the transformer's config.json has num_heads {heads!r} where {width} channels need a divisor"
-        )
+        raise WanjaxError(f"the transformer's config.json has num_heads {heads!r} where a divisor of {width} is right")
     json: dict[str, Any] = {
         "_class_name": "WanVACETransformer3DModel" if vace else "WanTransformer3DModel",
         "added_kv_proj_dim": width if images else None,
