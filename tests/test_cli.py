@@ -85,20 +85,20 @@ def test_help_lists_the_commands():
             "generate",
             "model negative-prompt image last-image video mask reference resize size height width frames "
             "fps steps guidance-scale guidance-scale-2 boundary strength flow-shift sigmas seed noise lora attention "
-            "batch-guidance dtype mesh rules tile profile dir out help",
+            "batch-guidance dtype mesh rules processes tile profile dir out help",
         ),
         (
             "encode",
             "model negative-prompt image last-image video mask reference resize size height width frames "
-            "dtype mesh rules tile dir help",
+            "dtype mesh rules processes tile dir help",
         ),
         (
             "denoise",
             "model size height width frames fps steps guidance-scale guidance-scale-2 boundary strength flow-shift "
             "sigmas seed noise "
-            "lora attention batch-guidance dtype mesh rules profile dir help",
+            "lora attention batch-guidance dtype mesh rules processes profile dir help",
         ),
-        ("decode", "model fps dtype mesh rules tile dir out help"),
+        ("decode", "model fps dtype mesh rules processes tile dir out help"),
         ("models", "json help"),
     ],
 )

@@ -172,6 +172,11 @@ devices = together(
         type=click.Choice(["fsdp", "tp"]),
         help="How weights are spread: gathered as they are used, or by columns and rows.  [default: fsdp]",
     ),
+    click.option(
+        "--processes",
+        metavar="auto|HOST:PORT,COUNT,INDEX",
+        help="Several processes as one, each started with the same command: found by JAX, or told.",
+    ),
 )
 profile = click.option(
     "--profile",

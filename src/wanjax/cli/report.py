@@ -117,12 +117,17 @@ class Report:
         self._rows: list[tuple[str, ...]] = []
         self._current: Stage | None = None
         self._stop = False
+        self._muted = False
+
+    def mute(self, muted: bool) -> None:
+        """Tells no more: another process does."""
+        self._muted = muted
 
     @cached_property
     def console(self) -> "Console":
         from rich.console import Console  # here, for a quick --help
 
-        return Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+        return Console(stderr=True, highlight=False, markup=False, soft_wrap=True, quiet=self._muted)
 
     def note(self, text: str) -> None:
         self.console.print(text)

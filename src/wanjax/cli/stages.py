@@ -4,7 +4,8 @@
 import math
 import shlex
 import warnings
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 
 from wanjax import io, registry
 from wanjax.cli import options
+from wanjax.cli.processes import is_first, meet
 from wanjax.cli.profile import StepProfile, trace_with_scopes
 from wanjax.cli.report import Report
 from wanjax.converters.lora import Lora
@@ -27,6 +29,7 @@ from wanjax.pipelines.experts import EXPERTS, Switch
 
 def generate(report: Report, *, folder: Path, out: str | None, noise: str | None, **given: Any) -> None:
     """The three stages in one run."""
+    meet(report, given.get("processes"))
     run = Run(report, folder, given, out=out, noise=noise)
     run.tell()
     embeddings = run.encode()
@@ -37,6 +40,7 @@ def generate(report: Report, *, folder: Path, out: str | None, noise: str | None
 
 def encode(report: Report, *, folder: Path, **given: Any) -> None:
     """The first stage, from the command line alone."""
+    meet(report, given.get("processes"))
     run = Run(report, folder, given)
     run.encode()
     report.table()
@@ -44,6 +48,7 @@ def encode(report: Report, *, folder: Path, **given: Any) -> None:
 
 def denoise(report: Report, *, folder: Path, noise: str | None, **given: Any) -> None:
     """The second stage, from what the first left and what is given anew."""
+    meet(report, given.get("processes"))
     left = io.load_settings(folder)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -59,6 +64,7 @@ def denoise(report: Report, *, folder: Path, noise: str | None, **given: Any) ->
 
 def decode(report: Report, *, folder: Path, out: str | None, **given: Any) -> None:
     """The third stage, from what the second left."""
+    meet(report, given.get("processes"))
     left = io.load_settings(folder)
     latents = io.load_latents(folder, left)
     run = Run(report, folder, given, left, out=out)
@@ -110,8 +116,9 @@ class Run:
         else:  # pictures are in what the stage before left
             self.settings = self.pipe.settings(**settings)
         self.noise = None if noise is None else self._noise(noise, len(files.get("references", ())))
-        io.check_output(self.target)
-        io.check_folder(folder)
+        if is_first():
+            io.check_output(self.target)
+            io.check_folder(folder)
         if self.profile:
             io.check_folder(self.profile)
             trace_with_scopes()
@@ -160,8 +167,7 @@ class Run:
             for truncation in filter(None, self.pipe.tokenize(text).truncated):
                 self.report.note("note: " + str(truncation).replace("the prompt", f"the {name}", 1))
         embeddings = self.embed()
-        io.save_embeddings(self.folder, embeddings, self.record)
-        io.save_settings(self.folder, self.record)
+        self._save(io.save_embeddings, embeddings)
         self.report.kept(f"the embeddings are in {self.folder / io.EMBEDDINGS}", self._command("denoise"))
         return embeddings
 
@@ -201,11 +207,10 @@ class Run:
                 **given,
             )
             jax.block_until_ready(latents)
-        if profile:
+        if profile and is_first():
             self.report.note(profile.report())
         self.pipe.free(*EXPERTS)
-        io.save_latents(self.folder, latents, self.record)
-        io.save_settings(self.folder, self.record)
+        self._save(io.save_latents, latents)
         self.report.kept(f"the latents are in {self.folder / io.LATENTS}", self._command("decode"))
         return latents
 
@@ -223,10 +228,18 @@ class Run:
                 self.report.advance("chunk", done, latents.shape[2])
 
         with self.report.stage("decode"):
-            path = io.write_video(self.target, frames(), self.settings.fps, self.record)
+            if is_first():
+                click.echo(io.write_video(self.target, frames(), self.settings.fps, self.record))
+            else:
+                deque(frames(), maxlen=0)
         self.pipe.free("vae")
         self.report.way_on = None
-        click.echo(path)
+
+    def _save(self, save: Callable[..., None], made: Any) -> None:
+        """Writes what a stage made, and the settings; of several processes the first does."""
+        if is_first():
+            save(self.folder, made, self.record)
+            io.save_settings(self.folder, self.record)
 
     def _command(self, stage: str) -> str:
         """The command that goes on from here."""

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from wanjax.cache import compile_cache_folder
+from wanjax.cli.processes import meet
 from wanjax.cli.report import Report
 from wanjax.cli.stages import Run
 from wanjax.pipelines.base import Cancelled, Embeddings, Step
@@ -22,6 +23,7 @@ STEPS, CHUNKS = 2, 3  # from which on a run compiles nothing: what comes back fr
 
 def warmup(report: Report, **given: Any) -> None:
     """Takes the first steps of each stage."""
+    meet(report, given.get("processes"))
     with TemporaryDirectory(prefix="wanjax-warmup-") as folder:
         run = Rehearsal(report, Path(folder), {"prompt": "", **given})
         run.denoise(run.embed())

@@ -88,10 +88,10 @@ def _spread_out(cache):
 
 
 def to_frames(static, x):
-    """Cells of pixels as they leave the device: bytes, or floats in [0, 1]."""
+    """Cells of pixels as they leave the devices: bytes, or floats in [0, 1], whole, so that any process has them."""
     dtype, patch = static
     frames = jnp.clip(to_pixels(x, patch)[0] * 0.5 + 0.5, 0.0, 1.0)
-    return jnp.round(frames * 255.0).astype(dtype) if dtype == jnp.uint8 else frames.astype(dtype)
+    return replicate(jnp.round(frames * 255.0).astype(dtype) if dtype == jnp.uint8 else frames.astype(dtype))
 
 
 def from_frames(static, frames):

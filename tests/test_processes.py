@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two processes of four devices each, against one process with one device."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.test_attention import error
+from tests.tiny import tiny_checkpoint
+from wanjax import io
+from wanjax.cli import processes
+from wanjax.errors import WanjaxError
+
+RUN = ("a red circle", "--size", "32x32", "--frames", "5", "--steps", "2", "--dtype", "float32")
+RUNS = ("one", "two")
+CODE = "from wanjax.cli import main; main()"
+BOUND = 1e-5
+
+
+def start(folder: Path, devices: int, *arguments: str | Path, **environment: str) -> subprocess.Popen:
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    return subprocess.Popen(
+        [sys.executable, "-c", CODE, "generate", *map(str, arguments)],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "XDG_CACHE_HOME": str(folder)} | environment,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Of a video that one process made, and of the same one that two made, one told by options, one by environment."""
+    folder = tmp_path_factory.mktemp("processes")
+    model = tiny_checkpoint(folder / "tiny")
+    given = (*RUN, "--model", model)
+    address = f"localhost:{free_port()}"
+    two = ("--mesh", "dp=2,sp=2,tp=2", "--out")
+    runs = [
+        start(folder, 1, *given, "--dir", "one", "--out", "one/frames"),
+        start(folder, 4, *given, "--dir", "two", *two, "two/frames", "--processes", f"{address},2,0"),
+        start(
+            folder,
+            4,
+            *given,
+            *("--dir", "other", *two, "other/frames"),
+            JAX_COORDINATOR_ADDRESS=address,
+            JAX_NUM_PROCESSES="2",
+            JAX_PROCESS_ID="1",
+        ),
+    ]
+    told = [run.communicate(timeout=600) for run in runs]
+    assert [run.returncode for run in runs] == [0, 0, 0], "".join(map(str, told))[-6000:]
+    (folder / "told").write_text("".join(told[2]))
+    return folder
+
+
+def kept(folder: Path) -> tuple[np.ndarray, ...]:
+    settings = io.load_settings(folder)
+    embeddings = io.load_embeddings(folder, settings)
+    return (*map(np.asarray, embeddings[:2]), np.asarray(io.load_latents(folder, settings)))
+
+
+def test_two_processes_give_the_answer_of_one(folder):
+    for two, one in zip(kept(folder / "two"), kept(folder / "one"), strict=True):
+        assert error(two, one) <= BOUND
+    frames = [
+        [np.asarray(Image.open(path), int) for path in sorted((folder / run / "frames").iterdir())] for run in RUNS
+    ]
+    assert np.abs(np.subtract(*frames)).max() <= 1
+
+
+def test_one_process_writes_and_speaks(folder):
+    assert not (folder / "other").exists()
+    names = [sorted(path.name for path in (folder / run).rglob("*")) for run in RUNS]
+    assert names[0] == names[1]
+    assert len(list((folder / "two/frames").iterdir())) == 5
+    assert "wanjax" not in (folder / "told").read_text()
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ("localhost,2,0", "not such as 10.0.0.1:8476,2,0"),
+        ("localhost:1,2", "not such as"),
+        ("localhost:1,2,-1", "not such as"),
+        ("localhost:1,2,2", "the process 2 is not one of 2"),
+    ],
+)
+def test_processes_that_cannot_be(asked, why):
+    with pytest.raises(WanjaxError, match=why):
+        processes.join(asked)
+
+
+def test_alone_unless_asked_otherwise(monkeypatch):
+    monkeypatch.setattr(processes.jax.distributed, "initialize", lambda *given: asked.append(given))
+    asked: list[tuple] = []
+    for environment in (
+        {},
+        {"TPU_WORKER_HOSTNAMES": "localhost"},
+        {"TPU_WORKER_HOSTNAMES": "a,b"},
+        {"JAX_COORDINATOR_ADDRESS": "a:1"},
+        {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"},
+    ):
+        processes.join(None, environment)
+    assert asked == [(None, None, None), (None, None, None), ("a:1", 2, 1)]
