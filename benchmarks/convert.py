@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Converts, verifies and restores a checkpoint of the size of Wan 2.1 T2V 1.3B, beside a plain copy of the same bytes.
+
+Each part runs in a process of its own, whose peak of memory is told, and begins with the files on the disk alone. The
+copy and the conversion both wait until all is on the disk. Takes twice the checkpoint's 18 GB, and deletes them.
+
+    python -m benchmarks.convert [--folder FOLDER] [--source FOLDER] [--json FILE]
+
+`--source` is another checkpoint to convert, in place of the synthetic one.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from benchmarks.real_shapes import run
+
+MEMORY, RATE = 4e9, 0.6  # at most while converting, in bytes; at least, of the rate of a copy
+NETWORKS = ("text_encoder", "transformer", "vae")
+
+
+def copy(source: Path, target: Path) -> dict:
+    start = time.perf_counter()
+    shutil.copytree(source, target)
+    synchronise(target)
+    return {"seconds": time.perf_counter() - start}
+
+
+def convert(source: Path, target: Path) -> dict:
+    from wanjax.convert import ToWanjax
+    from wanjax.sources import open_source
+
+    start, ends = time.perf_counter(), {}
+
+    def progress(at: str, done: int, total: int) -> None:
+        ends[at] = time.perf_counter() - start
+
+    assert ToWanjax(open_source(source), target).run(progress)
+    return {"seconds": time.perf_counter() - start, "written after": ends["converting"]}
+
+
+def verify(source: Path, target: Path) -> dict:
+    from wanjax.convert import verify
+    from wanjax.sources import open_source
+
+    start = time.perf_counter()
+    verify(open_source(target))
+    return {"seconds": time.perf_counter() - start}
+
+
+def compare(source: Path, target: Path) -> dict:
+    """Every tensor of the source with what would be written back, bit for bit."""
+    from wanjax.checkpoint import SafetensorsFolder
+    from wanjax.converters.engine import Exported
+    from wanjax.networks import network
+    from wanjax.sources import open_source
+
+    start, count = time.perf_counter(), 0
+    converted = open_source(target)
+    for name in NETWORKS:
+        arrays, here = converted.weights(name), SafetensorsFolder(source / name)
+        there = Exported({key: arrays[key] for key in arrays.keys()}, network(converted, name).rules)  # noqa: SIM118
+        assert set(here.keys()) == set(there.keys())
+        for key in here.keys():  # noqa: SIM118
+            x, y = here.read(key), there.read(key)
+            bits = f"u{x.dtype.itemsize}"
+            assert x.dtype == y.dtype, key
+            assert (x.view(bits) == y.view(bits)).all(), key
+            count += 1
+    return {"seconds": time.perf_counter() - start, "tensors": count}
+
+
+def load(name: str, source: Path, target: Path) -> dict:
+    import jax
+
+    import wanjax
+    from wanjax.converters.engine import parameters
+
+    start = time.perf_counter()
+    network = getattr(wanjax.load(target), name)
+    jax.block_until_ready(list(parameters(network).values()))
+    return {"seconds": time.perf_counter() - start, "bytes": sum(x.nbytes for x in parameters(network).values())}
+
+
+PARTS: dict[str, Callable[[Path, Path], dict]] = {
+    "copy": copy,
+    "convert": convert,
+    "verify": verify,
+    "compare": compare,
+}
+PARTS |= {f"restore the {name}": partial(load, name) for name in NETWORKS}
+
+
+def synchronise(folder: Path) -> None:
+    """Waits until the files are on the disk, and has the system forget what it keeps of them in memory."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def measured(part: str, source: Path, target: Path) -> dict:
+    """What a part took, in a process of its own."""
+    for folder in (source, target):
+        synchronise(folder)
+    with tempfile.NamedTemporaryFile() as result:
+        command = [sys.executable, "-m", "benchmarks.convert", "--part", part, str(source), str(target), result.name]
+        _, peak = run(command, os.environ)
+        figures = json.loads(Path(result.name).read_text()) | {"peak": peak}
+    told = ", ".join(f"{name} {value:,.1f}" for name, value in figures.items() if name != "peak")
+    print(f"{part}: {told}, peak {peak / 1e9:.2f} GB", flush=True)
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where there is room")
+    parser.add_argument("--source", type=Path)
+    parser.add_argument("--json", type=Path, help="where the figures go too")
+    parser.add_argument("--part", nargs=4, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.part:
+        part, source, target, result = options.part
+        Path(result).write_text(json.dumps(PARTS[part](Path(source), Path(target))))
+        return
+    home = Path(tempfile.mkdtemp(prefix="wanjax-convert-", dir=options.folder))
+    try:
+        source = options.source or home / "source"
+        if not options.source:
+            from benchmarks.synthetic import write_checkpoint
+
+            write_checkpoint(source)
+        size = sum(path.stat().st_size for path in source.rglob("*") if path.is_file())
+        print(f"{size / 1e9:.2f} GB", flush=True)
+        figures: dict = {"bytes": size, "copy": measured("copy", source, home / "copy")}
+        shutil.rmtree(home / "copy")
+        for part in PARTS:
+            if part != "copy":
+                figures[part] = measured(part, source, home / "target")
+    finally:
+        shutil.rmtree(home)
+    peak = figures["convert"]["peak"]
+    for what in ("written after", "seconds"):
+        ratio = figures["copy"]["seconds"] / figures["convert"][what]
+        words = "converted" if what == "written after" else "converted, verified and on the disk"
+        print(f"{words}: {size / figures['convert'][what] / 1e6:.0f} MB/s, {ratio:.2f} of the rate of a copy ({RATE})")
+    print(f"at most {peak / 1e9:.2f} GB of memory, {'within' if peak <= MEMORY else 'beyond'} {MEMORY / 1e9:.0f}")
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
