@@ -1,12 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Code run in a process of its own, where the CPU stands for eight devices."""
 
+import math
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
+import jax
+
 EIGHT = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+
+
+def nbytes_on_each(x: jax.Array | jax.ShapeDtypeStruct) -> int:
+    """The bytes that an array has on each of its devices."""
+    assert x.sharding is not None
+    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+
+
+def most_held() -> int:
+    """The most bytes that a device holds now."""
+    of_device: Counter = Counter()
+    for array in jax.live_arrays():
+        of_device.update(dict.fromkeys(array.sharding.device_set, nbytes_on_each(array)))
+    return max(of_device.values())
 
 
 def on_eight_devices(code: str, *arguments: str | Path) -> str:

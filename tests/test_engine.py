@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from tests.devices import on_eight_devices
+from tests.devices import most_held, nbytes_on_each, on_eight_devices
 from wanjax.checkpoint import SafetensorsFile, Spec, aligned
 from wanjax.converters import engine
 from wanjax.converters.engine import CONV, IDENTITY, TRANSPOSE, Rule, conv, linear, norm, patches, rope_halves, squeeze
@@ -343,11 +343,16 @@ def load_onto_a_mesh():
         return leaf.replace(jax.ShapeDtypeStruct(target.shape, target.dtype, sharding=NamedSharding(mesh, spec)))
 
     flat = [(path, placed(path, leaf)) for path, leaf in nnx.to_flat_state(state)]
-    host_shapes = []
-    here = engine.parameters(engine.load(abstract(), RULES, checkpoint()))
+    meshed = nnx.merge(graphdef, nnx.from_flat_state(flat))
+    targets = engine.parameters(meshed)
+    host_shapes, held = [], []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "aligned", lambda shape, dtype: host_shapes.append(shape) or aligned(shape, dtype))
-        there = engine.parameters(engine.load(nnx.merge(graphdef, nnx.from_flat_state(flat)), RULES, checkpoint()))
+        model = engine.load(meshed, RULES, checkpoint(), progress=lambda *_: held.append(most_held()))
+    there = engine.parameters(model)
+    largest = max(x.size * x.dtype.itemsize for x in targets.values())
+    assert max(held) <= sum(map(nbytes_on_each, targets.values())) + largest
+    here = engine.parameters(engine.load(abstract(), RULES, checkpoint()))
     assert (6, 2) in host_shapes  # the shard of a block
     assert not {(3, 6, 8), (3, 6, 2), (6, 8)} & set(host_shapes)  # a stack is never whole on the host, nor is a block
     for path, weights in there.items():

@@ -4,7 +4,6 @@
 import json
 import math
 import os
-from collections import Counter
 from dataclasses import replace
 
 import jax
@@ -18,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 
-from tests.devices import on_eight_devices
+from tests.devices import most_held, nbytes_on_each, on_eight_devices
 from wanjax import store
 from wanjax.checkpoint import Spec
 from wanjax.converters import engine
@@ -214,18 +213,6 @@ def meshed(sizes, rules):
         return nnx.merge(*nnx.get_abstract_model(encoder, mesh))
 
 
-def nbytes_on_each(x) -> int:
-    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-
-
-def held() -> int:
-    """The most bytes that a device holds."""
-    of_device: Counter = Counter()
-    for array in jax.live_arrays():
-        of_device.update(dict.fromkeys(array.sharding.device_set, nbytes_on_each(array)))
-    return max(of_device.values())
-
-
 def there_and_back():
     import sys
     from pathlib import Path
@@ -237,7 +224,7 @@ def there_and_back():
     largest = max(x.size * x.dtype.itemsize for x in targets.values())
     assert shards < 0.6 * sum(x.size * x.dtype.itemsize for x in targets.values())
     most = []
-    model = engine.restore(abstract, Arrays(folder / "one"), progress=lambda *_: most.append(held()))
+    model = engine.restore(abstract, Arrays(folder / "one"), progress=lambda *_: most.append(most_held()))
     assert max(most) <= shards + largest
     for name, x in engine.parameters(model).items():
         assert x.sharding == targets[name].sharding

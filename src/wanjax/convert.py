@@ -28,7 +28,7 @@ from wanjax.converters.stream import stored, stream
 from wanjax.errors import WanjaxError
 from wanjax.hub import INDEX
 from wanjax.networks import NETWORKS, Network, components, network
-from wanjax.sources import FORMAT, MANIFEST, WEIGHTS, Source, WanjaxSource, read_json
+from wanjax.sources import FORMAT, MANIFEST, WEIGHTS, Source, WanjaxSource, Weights, read_json
 from wanjax.store import Arrays, synchronise
 
 REQUEST = "request.json"  # what was asked for, in a folder that is not complete
@@ -80,6 +80,7 @@ class Conversion(ABC):
         self.source = source
         self.target = target.expanduser().absolute()
         self.partial = self.target.with_name(f".{self.target.name}.partial")
+        self._opened: dict[str, Weights] = {}
         self.parts = [self._part(name) for name, kind in components(source.index).items() if _is_network(kind)]
 
     @property
@@ -133,18 +134,24 @@ class Conversion(ABC):
     def _finish(self, progress: Callable[[int], object]) -> None:
         """Makes sure that all is right, and on the disk."""
 
+    def _weights(self, name: str) -> Weights:
+        """A component's tensors, whose headers are read once."""
+        if name not in self._opened:
+            self._opened[name] = self.source.weights(name)
+        return self._opened[name]
+
     def _fingerprint(self) -> str:
         """Changes when the files of the source do."""
         digest = hashlib.sha256()
         for part in self.parts:
-            for path in self.source.weights(part.name).paths:
+            for path in self._weights(part.name).paths:
                 stat = path.stat()
                 digest.update(f"{part.name} {path.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
         return digest.hexdigest()[:SHARE]
 
     def _check_download(self, progress: Progress) -> None:
         """Compares files with their checksums, where the hub's cache names them so."""
-        files = [path.resolve() for part in self.parts for path in self.source.weights(part.name).paths]
+        files = [path.resolve() for part in self.parts for path in self._weights(part.name).paths]
         named = [path for path in files if SHA256.fullmatch(path.name)]
         told = _total(progress, "checking", sum(path.stat().st_size for path in named))
         for path in named:
@@ -210,7 +217,7 @@ class ToWanjax(Conversion):
         super().__init__(source, target)
 
     def _part(self, name: str) -> Part:
-        found, weights, dtype = network(self.source, name), self.source.weights(name), self.dtypes.get(name)
+        found, weights, dtype = network(self.source, name), self._weights(name), self.dtypes.get(name)
         specs = {key: weights.spec(key) for key in weights.keys()}  # noqa: SIM118
         made_with = jnp.dtype(dtype or "float32")
         targets = engine.parameters(found.abstract(dtype=made_with, param_dtype=made_with))
@@ -235,7 +242,7 @@ class ToWanjax(Conversion):
             plan = self._plans[part.name]
             stacks = {fill.target for fill in plan if fill.stacked}
             arrays = Arrays.create(self.partial / part.name / WEIGHTS, part.written, stacks)
-            stream(plan, self.source.weights(part.name), arrays, progress)
+            stream(plan, self._weights(part.name), arrays, progress)
 
     def _finish(self, progress: Callable[[int], object]) -> None:
         found = {}
@@ -276,11 +283,12 @@ class ToDiffusers(Conversion):
     def __init__(self, source: Source, target: Path):
         if not isinstance(source, WanjaxSource):
             raise WanjaxError(f"{source.name} is no wanjax checkpoint: only what `convert` wrote can be written back")
+        self._readers: dict[str, Reader] = {}
         super().__init__(source, target)
 
     def _part(self, name: str) -> Part:
-        found, arrays = network(self.source, name), self.source.weights(name)
-        exported = self.source.tensors(name, found.rules)
+        found, arrays = network(self.source, name), self._weights(name)
+        self._readers[name] = exported = self.source.tensors(name, found.rules)
         read = {key: arrays.spec(key) for key in arrays.keys()}  # noqa: SIM118
         return Part(name, found, read, {key: exported.spec(key) for key in exported.keys()})  # noqa: SIM118
 
@@ -294,11 +302,11 @@ class ToDiffusers(Conversion):
         """The name that the component's files begin with, and the keys that each holds."""
         library = self.source.index[part.name][0]
         stem = "model" if library == "transformers" else "diffusion_pytorch_model"
-        return stem, shards(self.source.tensors(part.name, part.network.rules), stem)
+        return stem, shards(self._readers[part.name], stem)
 
     def _write(self, progress: Callable[[int], object]) -> None:
         for part in self.parts:
-            reader, (stem, files) = self.source.tensors(part.name, part.network.rules), self._shards(part)
+            reader, (stem, files) = self._readers[part.name], self._shards(part)
             for name, keys in files.items():
                 if not (self.partial / part.name / name).exists():
                     write_safetensors(self.partial / part.name / name, _Told(reader, progress), keys, {"format": "pt"})
@@ -310,7 +318,7 @@ class ToDiffusers(Conversion):
     def _finish(self, progress: Callable[[int], object]) -> None:
         """Compares what was written with what it was written from."""
         for part in self.parts:
-            reader, (_, files) = self.source.tensors(part.name, part.network.rules), self._shards(part)
+            reader, (_, files) = self._readers[part.name], self._shards(part)
             for name, keys in files.items():
                 file = SafetensorsFile(self.partial / part.name / name)
                 for key in keys:
