@@ -58,15 +58,13 @@ def verify(source: Path, target: Path) -> dict:
 def compare(source: Path, target: Path) -> dict:
     """Every tensor of the source with what would be written back, bit for bit."""
     from wanjax.checkpoint import SafetensorsFolder
-    from wanjax.converters.engine import Exported
     from wanjax.networks import network
     from wanjax.sources import open_source
 
     start, count = time.perf_counter(), 0
     converted = open_source(target)
     for name in NETWORKS:
-        arrays, here = converted.weights(name), SafetensorsFolder(source / name)
-        there = Exported({key: arrays[key] for key in arrays.keys()}, network(converted, name).rules)  # noqa: SIM118
+        here, there = SafetensorsFolder(source / name), converted.tensors(name, network(converted, name).rules)
         assert set(here.keys()) == set(there.keys())
         for key in here.keys():  # noqa: SIM118
             x, y = here.read(key), there.read(key)
