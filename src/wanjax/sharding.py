@@ -31,6 +31,7 @@ from wanjax.errors import WanjaxError
 
 MESH_AXES = ("dp", "sp", "tp")
 TOKENS_PER_DEVICE = 32  # fewer tokens than this on a device are not worth the communication
+TILE = 16  # rows of a tile of bfloat16 on a TPU: parts of whole tiles are joined without a copy
 Axes = Sequence[str | None]
 
 
@@ -137,7 +138,9 @@ def spread(x: jax.Array, axes: Axes) -> jax.Array:
     layout = current()
     if layout is None:
         return x
-    return constrain(pad_to(x, list(axes).index("length"), layout.size(("sp", "tp"))), axes)
+    axis, devices = list(axes).index("length"), layout.size(("sp", "tp"))
+    many = x.shape[axis] >= TILE**2 * devices  # what is made up is a sixteenth at most
+    return constrain(pad_to(x, axis, TILE * devices if many else devices), axes)
 
 
 def replicate(tree: Any) -> Any:

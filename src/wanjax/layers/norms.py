@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Norms that compute in float32 whatever the precision around them."""
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 
 def along_last(vector: Float[Array, "C"], ndim: int) -> Array:
@@ -59,3 +60,9 @@ def rms_norm(
         param_dtype=jnp.float32,
         rngs=rngs,
     )
+
+
+def inverse_rms(x: Float[Array, "*B E"], eps: float) -> Float32[Array, "*B 1"]:
+    """What a root-mean-square norm multiplies by."""
+    x32 = x.astype(jnp.float32)
+    return jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)

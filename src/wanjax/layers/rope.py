@@ -6,8 +6,11 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jaxtyping import Array, Float
 
+from wanjax.kernels.heads import normed_rotary
+from wanjax.layers.norms import inverse_rms
 from wanjax.sharding import spread
 
 
@@ -41,12 +44,11 @@ def rope_3d(grid: tuple[int, int, int], axes: tuple[int, int, int], theta: float
 
 
 @jax.named_scope("rope")
-def apply_rope(x: Float[Array, "B L N D"], rope: Rope) -> Float[Array, "B L N D"]:
-    """Turns channel p with channel p + D/2 by the p-th angle, in float32.
+def normed_rope(x: Float[Array, "B L N*D"], norm: nnx.RMSNorm, rope: Rope) -> Float[Array, "B L N*D"]:
+    """x under a norm over all heads together; in each head channel p is then turned with p + D/2 by the p-th angle.
 
-    Checkpoints pair channels 2p and 2p + 1; the converter reorders the columns of the q and k weights so that these
-    pairs lie half a head apart: the products of q and k are the same, and a vector unit needs no shuffles within pairs.
+    All in float32. Checkpoints pair channels 2p and 2p + 1; the converter reorders the columns of the q and k weights
+    so that these pairs lie half a head apart: the products of q and k are the same, and a vector unit needs no
+    shuffles within pairs.
     """
-    cos, sin = rope.cos[None, :, None, :], rope.sin[None, :, None, :]
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
+    return normed_rotary(x, inverse_rms(x, norm.epsilon), norm.scale[...], rope.cos, rope.sin)

@@ -74,14 +74,21 @@ def attention(
     layout = current()
     if layout is not None:
         return context.attention(kernel, layout, q, k, v, keys=keys, key_mask=mask, window=window, bias=bias)
-    k, v, mask = (x if x is None else x[:, :keys] for x in (k, v, mask))
-    return kernel(q, k, v, key_mask=mask, window=window, bias=bias)
+    return kernel(q, k, v, key_mask=mask, window=window, bias=bias, keys=keys)
 
 
-def _on_one_device(q, k, v, *, implementation: str | None, return_lse: bool = False, **options: Any) -> Any:
-    """Attention on the device that holds the operands."""
-    name = choose(q, k, v, **options, implementation=implementation, return_lse=return_lse).name
-    return IMPLEMENTATIONS[name].attention(q, k, v, **options, return_lse=return_lse)
+def _on_one_device(
+    q, k, v, *, key_mask, implementation: str | None, keys: int | None = None, return_lse: bool = False, **options: Any
+) -> Any:
+    """Attention on the device that holds the operands; keys behind the first `keys` were made up."""
+    options |= {"return_lse": return_lse}
+    name = choose(q, k, v, key_mask=key_mask, **options, implementation=implementation).name
+    if keys is not None and keys < k.shape[1]:
+        if getattr(IMPLEMENTATIONS[name], "COUNTS_KEYS", False) and key_mask is None:  # to cut them off is to copy
+            options |= {"keys": keys}
+        else:
+            k, v, key_mask = (x if x is None else x[:, :keys] for x in (k, v, key_mask))
+    return IMPLEMENTATIONS[name].attention(q, k, v, key_mask=key_mask, **options)
 
 
 def choose(

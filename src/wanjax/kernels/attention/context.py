@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32
 
 from wanjax.kernels.attention.masks import divide_live, finite_max, log_sum_exp
+from wanjax.kernels.heads import joined
 from wanjax.sharding import Layout, pad_to
 
 Kernel = Callable[..., Any]  # attention on one device: (q, k, v, *, key_mask, window, bias, return_lse)
@@ -115,12 +116,9 @@ def _by_both(kernel: Kernel, layout: Layout, place: Placement, q, k, v, keys: in
         heads = q.shape[2]
         if heads_whole:
             q, k, v = (_tokens_to_heads(x, layout.size("tp")) for x in (q, k, v))
-        if hops == 1:
-            k, v, key_mask = (x if x is None else x[:, :keys] for x in (k, v, key_mask))
-            out = kernel(q, k, v, key_mask=key_mask)
-        else:
-            out = _ring(kernel, q, (k, v, key_mask), hops)
-        return _heads_to_tokens(out)[:, :, :heads] if heads_whole else out
+        one = partial(kernel, keys=keys)
+        out = one(q, k, v, key_mask=key_mask) if hops == 1 else _ring(kernel, q, (k, v, key_mask), hops)
+        return _heads_to_tokens(out, layout.size("tp"))[:, :, :heads] if heads_whole else out
 
     specs = (spec, spec, spec, PartitionSpec(place.batch, "sp"))
     return _on_each(attend, layout, specs, spec)(q, k, v, key_mask)
@@ -132,12 +130,22 @@ def _on_each(function: Callable, layout: Layout, specs: tuple, out: PartitionSpe
 
 
 def _tokens_to_heads(x: Float[Array, "B L N D"], devices: int) -> Float[Array, "B _L _N D"]:
-    """From some tokens of all heads to all tokens of some heads; heads are filled up to what the devices divide."""
-    return jax.lax.all_to_all(pad_to(x, 2, devices), "tp", split_axis=2, concat_axis=1, tiled=True)
+    """From some tokens of all heads to all tokens of some heads; heads are filled up to what the devices divide.
+
+    What goes to one device is made whole first, and what comes from one lies whole behind that of the one before it.
+    """
+    x = pad_to(x, 2, devices)
+    batch, length, heads, size = x.shape
+    parts = jnp.moveaxis(x.reshape(batch, length, devices, heads // devices * size), 2, 0)
+    parts = jax.lax.all_to_all(parts, "tp", split_axis=0, concat_axis=0, tiled=True)
+    return jnp.moveaxis(parts, 0, 1).reshape(batch, devices * length, heads // devices, size)
 
 
-def _heads_to_tokens(x: Float[Array, "B L N D"]) -> Float[Array, "B _L _N D"]:
-    return jax.lax.all_to_all(x, "tp", split_axis=1, concat_axis=2, tiled=True)
+def _heads_to_tokens(x: Float[Array, "B L N D"], devices: int) -> Float[Array, "B _L _N D"]:
+    batch, length, heads, size = x.shape
+    parts = jnp.moveaxis(x.reshape(batch, devices, length // devices, heads * size), 1, 0)
+    parts = jax.lax.all_to_all(parts, "tp", split_axis=0, concat_axis=0, tiled=True)
+    return joined(parts).reshape(batch, length // devices, devices * heads, size)
 
 
 def _ring(kernel: Kernel, q: Float[Array, "B L N D"], part: tuple[Array, Array, Mask | None], devices: int) -> Array:

@@ -16,13 +16,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from wanjax.kernels.attention import attention
+from wanjax.kernels.heads import apart
 from wanjax.layers.embeddings import sinusoid
 from wanjax.layers.linear import linear, scan_blocks, stack
 from wanjax.layers.mlp import MLP, gelu_tanh
 from wanjax.layers.modulation import Clean, gated_add, modulate, split_modulation
 from wanjax.layers.norms import layer_norm, rms_norm
 from wanjax.layers.patch import patchify, unpatchify
-from wanjax.layers.rope import Rope, apply_rope, rope_3d
+from wanjax.layers.rope import Rope, normed_rope, rope_3d
 from wanjax.models.wan.config import TransformerConfig
 from wanjax.sharding import spread
 
@@ -59,10 +60,10 @@ class SelfAttention(Attention):
 
     @jax.named_scope("self_attention")
     def __call__(self, x: Tokens, rope: Rope) -> Tokens:
-        q = split_heads(self.q_norm(self.q(x)), self.heads)  # [B L N D]
-        k = split_heads(self.k_norm(self.k(x)), self.heads)
-        v = split_heads(self.v(x), self.heads)
-        return self.out(self.attend(apply_rope(q, rope), apply_rope(k, rope), v, rope.length))
+        q = split_heads(normed_rope(self.q(x), self.q_norm, rope), self.heads)  # [B L N D]
+        k = split_heads(normed_rope(self.k(x), self.k_norm, rope), self.heads)
+        v = split_heads(apart(self.v(x)), self.heads)
+        return self.out(self.attend(q, k, v, rope.length))
 
 
 class CrossAttention(Attention):

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is done to heads on their way from a projection to attention and back, each in one pass over a TPU's memory.
+
+XLA lays tokens along the lanes to join the halves of a head, and copies queries and keys back and forth for it; and to
+cut the width of a token in parts for other devices it copies it twice. The kernels here read rows of all heads as a
+projection wrote them, turn halves by a rotation of lanes, and write each part in one piece.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Float32
+
+from wanjax.kernels.attention.target import target
+from wanjax.sharding import TILE, Layout, current
+
+LANES = 128
+ROWS = 256  # tokens at a time: more gain nothing, and fewer leave transfers short
+
+
+def normed_rotary(
+    x: Float[Array, "B L N*D"],
+    inverse: Float32[Array, "B L 1"],
+    scale: Float32[Array, "N*D"],
+    cos: Float32[Array, "L P"],
+    sin: Float32[Array, "L P"],
+    *,
+    interpret: bool = False,
+) -> Float[Array, "B L N*D"]:
+    """x · inverse · scale in float32, in each head of 2 P channels p turned with p + P by its angle, rounded once.
+
+    Over several devices each does its tokens, and its heads where these lie on devices of their own. `interpret` runs
+    the kernel without a TPU, slowly, as tests do.
+    """
+    if not interpret and (target(x).platform != "tpu" or 2 * cos.shape[1] != LANES):
+        return plain(x, inverse, scale, cos, sin)
+    layout = current()
+    if layout is None:
+        return _with_gradient(1, interpret, x, inverse, scale, cos, sin)
+    batch, length, heads, parts = _places(layout, x)
+    turn = partial(_with_gradient, parts, interpret)
+    tokens = PartitionSpec(batch, length)
+    specs = (PartitionSpec(batch, length, heads), tokens, PartitionSpec(heads), *2 * (PartitionSpec(length),))
+    # a kernel does not say along which axes of the mesh its result differs, so that it cannot be checked
+    return jax.shard_map(turn, mesh=layout.mesh, in_specs=specs, out_specs=specs[0], check_vma=False)(
+        x, inverse, scale, cos, sin
+    )
+
+
+def apart(x: Float[Array, "B L N*D"]) -> Float[Array, "B L N*D"]:
+    """x, written in the parts in which its heads are sent to other devices, if they are."""
+    layout = current()
+    if layout is None or target(x).platform != "tpu" or x.shape[2] % LANES:
+        return x
+    batch, length, heads, parts = _places(layout, x)
+    spec = PartitionSpec(batch, length, heads)
+    write = partial(_copied, parts=parts)
+    return (
+        x if parts == 1 else jax.shard_map(write, mesh=layout.mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
+    )
+
+
+def _places(layout: Layout, x: Array) -> tuple[Any, Any, Any, int]:
+    """Where batch, tokens and heads lie, and in how many parts the heads of a token are sent (1: they stay)."""
+    heads, devices = x.shape[2] // LANES, layout.size("tp")
+    places = layout.activation(("batch", "length", "heads"), (*x.shape[:2], heads))
+    return *places, devices if places[2] is None and heads % devices == 0 else 1
+
+
+def plain(x: Array, inverse: Array, scale: Array, cos: Array, sin: Array) -> Float[Array, "B L N*D"]:
+    """What the kernel is held to."""
+    y = (x.astype(jnp.float32) * inverse * scale[None, None]).reshape(*x.shape[:2], -1, 2 * cos.shape[1])
+    a, b = jnp.split(y, 2, axis=-1)
+    cos, sin = cos[None, :, None], sin[None, :, None]
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype).reshape(x.shape)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _with_gradient(parts: int, interpret: bool, *operands: Array) -> Array:
+    return _call(*operands, parts=parts, interpret=interpret)
+
+
+def _forward(parts: int, interpret: bool, *operands: Array):
+    return _with_gradient(parts, interpret, *operands), operands
+
+
+def _backward(parts: int, interpret: bool, operands: tuple[Array, ...], g: Array):
+    return jax.vjp(plain, *operands)[1](g)
+
+
+_with_gradient.defvjp(_forward, _backward)
+
+
+def _call(x: Array, inverse: Array, scale: Array, cos: Array, sin: Array, *, parts: int, interpret: bool) -> Array:
+    """Written in `parts` of consecutive heads, each of which lies in one piece, as it is sent to another device."""
+    batch, length, width = x.shape
+    rows = _height(length)
+    table = pl.BlockSpec((rows, cos.shape[1]), lambda b, i: (i, 0))
+    out = pl.pallas_call(
+        _kernel,
+        grid=(batch, -(-length // rows)),
+        in_specs=[
+            _rows(rows, width),
+            pl.BlockSpec((None, rows, 1), lambda b, i: (b, i, 0)),
+            pl.BlockSpec((1, width), lambda b, i: (0, 0)),
+            table,
+            table,
+        ],
+        out_specs=_rows_of_parts(parts, rows, width),
+        out_shape=jax.ShapeDtypeStruct((parts, batch, length, width // parts), x.dtype),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
+        interpret=interpret,
+        name="normed_rotary",
+    )(x, inverse, scale[None], cos, sin)
+    return _beside(out)
+
+
+def _beside(parts: Float[Array, "_N B L E"]) -> Float[Array, "B L N*D"]:
+    """Parts one beside the other, which the compiler sees through where they are then taken apart again."""
+    return jnp.moveaxis(parts, 0, 2).reshape(*parts.shape[1:3], -1)
+
+
+def _kernel(x_ref, inverse_ref, scale_ref, cos_ref, sin_ref, out_ref):
+    cos = jnp.concatenate([cos_ref[...], cos_ref[...]], axis=1)
+    sin = jnp.concatenate([-sin_ref[...], sin_ref[...]], axis=1)
+    inverse = inverse_ref[...]
+    for start in range(0, x_ref.shape[1], LANES):
+        head = pl.ds(start, LANES)
+        x = x_ref[:, head].astype(jnp.float32) * inverse * scale_ref[:, head]
+        part, within = divmod(start, out_ref.shape[2])
+        out_ref[part, :, pl.ds(within, LANES)] = (x * cos + pltpu.roll(x, LANES // 2, 1) * sin).astype(out_ref.dtype)
+
+
+def _copied(x: Array, *, parts: int) -> Array:
+    batch, length, width = x.shape
+    rows = _height(length)
+
+    def kernel(x_ref, out_ref):
+        for part in range(parts):
+            out_ref[part] = x_ref[:, pl.ds(part * width // parts, width // parts)]
+
+    out = pl.pallas_call(
+        kernel,
+        grid=(batch, -(-length // rows)),
+        in_specs=[_rows(rows, width)],
+        out_specs=_rows_of_parts(parts, rows, width),
+        out_shape=jax.ShapeDtypeStruct((parts, batch, length, width // parts), x.dtype),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
+        name="heads_apart",
+    )(x)
+    return _beside(out)
+
+
+def joined(parts: Float[Array, "_N B L E"]) -> Float[Array, "B L N*D"]:
+    """Parts of the width of each token, one beside the other in memory."""
+    count, batch, length, width = parts.shape
+    if target(parts).platform != "tpu" or width % LANES:
+        return _beside(parts)
+    rows = _height(length)
+
+    def kernel(parts_ref, out_ref):
+        for part in range(count):
+            out_ref[:, pl.ds(part * width, width)] = parts_ref[part]
+
+    return pl.pallas_call(
+        kernel,
+        grid=(batch, -(-length // rows)),
+        in_specs=[_rows_of_parts(count, rows, count * width)],
+        out_specs=_rows(rows, count * width),
+        out_shape=jax.ShapeDtypeStruct((batch, length, count * width), parts.dtype),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
+        name="heads_joined",
+    )(parts)
+
+
+def _height(length: int) -> int:
+    return min(ROWS, -(-length // TILE) * TILE)
+
+
+def _rows(rows: int, width: int) -> pl.BlockSpec:
+    return pl.BlockSpec((None, rows, width), lambda b, i: (b, i, 0))
+
+
+def _rows_of_parts(parts: int, rows: int, width: int) -> pl.BlockSpec:
+    return pl.BlockSpec((parts, None, rows, width // parts), lambda b, i: (0, b, i, 0))
