@@ -28,6 +28,7 @@ from wanjax.kernels.attention.masks import Window, divide_live
 HEAD_DIMS = (64, 128)
 DTYPES = ("float32", "bfloat16")
 LANES = 128
+COUNTS_KEYS = True
 UNBOUNDED = 1 << 30  # a side of a window that reaches all keys
 SPILL_BYTES = 32 << 20  # what the compiler keeps in VMEM beside the kernel's own
 LONGEST_BODY = {"bfloat16": 5120, "float32": 1024}  # keys that are unrolled: more take the compiler minutes
@@ -136,29 +137,39 @@ def attention(
     bias: None,
     config: Config | None,
     return_lse: bool = False,
+    keys: int | None = None,
 ) -> Float[Array, "B L N D"] | tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]:
-    """What the reference gives; its gradient is that of `chunked`, which computes the scores again."""
+    """What the reference gives; its gradient is that of `chunked`, which computes the scores again.
+
+    `keys` says that only the first of k and v take part, none of which a `key_mask` leaves out.
+    """
     options = {"key_mask": key_mask, "window": window, "scale": scale}
 
     @jax.custom_vjp
     def run(q: Array, k: Array, v: Array):
-        out, lse = _attention(q, k, v, **options, config=config)
+        out, lse = _attention(q, k, v, **options, config=config, keys=keys)
         return (out, lse) if return_lse else out
 
     def forward(q: Array, k: Array, v: Array):
         return run(q, k, v), (q, k, v)
 
     def backward(qkv: tuple[Array, Array, Array], g):
-        again = partial(chunked.attention, **options, bias=None, config=None, return_lse=return_lse)
+        def again(q: Array, k: Array, v: Array):
+            taking_part = k[:, :keys], v[:, :keys]
+            return chunked.attention(q, *taking_part, **options, bias=None, config=None, return_lse=return_lse)
+
         return jax.vjp(again, *qkv)[1](g)
 
     run.defvjp(forward, backward)
     return run(q, k, v)
 
 
-def _attention(q, k, v, *, key_mask, window, scale: float, config: Config | None) -> tuple[Array, Array]:
+def _attention(
+    q, k, v, *, key_mask, window, scale: float, config: Config | None, keys: int | None
+) -> tuple[Array, Array]:
     batch, queries, heads, head_dim = q.shape
-    keys, kv_heads = k.shape[1:3]
+    kv_heads = k.shape[2]
+    keys = k.shape[1] if keys is None else keys
     masked = key_mask is not None
     if config is None:
         ragged = masked or window is not None
@@ -170,10 +181,12 @@ def _attention(q, k, v, *, key_mask, window, scale: float, config: Config | None
     if key_mask is not None:
         live = key_mask.sum(axis=1, dtype=jnp.int32)
         k, v = _live_first(key_mask, k, v)
-    operands = map(_by_head, (q, k, v))
-    out, lse = _call(live, *operands, batch=batch, masked=masked, window=window, scale=scale, config=config)
-    out, lse = (jnp.moveaxis(x.reshape(batch, heads, queries, -1), 1, 2) for x in (out, lse))
-    lse = lse[..., 0]
+    side_by_side = head_dim % LANES == 0  # a block takes one head's columns then, as projections wrote them
+    operands = ((x.reshape(*x.shape[:2], -1) if side_by_side else _by_head(x)) for x in (q, k, v))
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "keys": keys}
+    out, lse = _call(live, *operands, **sizes, masked=masked, window=window, scale=scale, config=config)
+    out = out.reshape(q.shape) if side_by_side else jnp.moveaxis(out.reshape(batch, heads, queries, -1), 1, 2)
+    lse = jnp.moveaxis(lse.reshape(batch, heads, queries), 1, 2)
     if mean is not None:
         groups = q.astype(jnp.float32).reshape(batch, queries, kv_heads, -1, head_dim)
         lse += scale * jnp.einsum("BLKND,BKD->BLKN", groups, mean, precision="highest").reshape(lse.shape)
@@ -214,10 +227,27 @@ def _even(length: int, block: int, unit: int) -> int:
     return _round_up(_ceil(length, _ceil(length, block)), unit)
 
 
-def _call(live, q, k, v, *, batch: int, masked: bool, window: Window | None, scale: float, config: Config):
-    """The kernel over a grid of heads, blocks of queries and blocks of keys; q, k, v are [B·N L D] and [B·K S D]."""
-    (rows, queries, head_dim), (kv_rows, keys, _) = q.shape, k.shape
-    group = rows // kv_rows
+def _call(
+    live,
+    q,
+    k,
+    v,
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    keys: int,
+    masked: bool,
+    window: Window | None,
+    scale: float,
+    config: Config,
+):
+    """The kernel over a grid of heads, blocks of queries and blocks of keys.
+
+    q, k and v are [B L N·D] and [B S K·D], or [B·N L D] and [B·K S D].
+    """
+    rows, queries, beside = q.shape[0], q.shape[1], q.shape[2] // head_dim  # heads beside each other in a row
+    batch, group = rows * beside // heads, heads // kv_heads
     left, right = (UNBOUNDED if side is None else min(side, UNBOUNDED) for side in window or (None, None))
     split = q.dtype == jnp.bfloat16  # q times the factor, as a sum of two: rounded to one it would lose three digits
     if split and 2 * head_dim <= LANES:  # fills rows that would be padded; wider ones are doubled in the kernel
@@ -225,7 +255,7 @@ def _call(live, q, k, v, *, batch: int, masked: bool, window: Window | None, sca
     sizes = Sizes(
         queries=queries,
         keys=keys,
-        heads=rows // batch,
+        heads=heads,
         block_q=config.block_q,
         block_kv=config.block_kv,
         body=config.block_kv_compute,
@@ -239,15 +269,16 @@ def _call(live, q, k, v, *, batch: int, masked: bool, window: Window | None, sca
         """Blocks out of sight are not fetched: the index stays on the nearest that is in sight."""
         first = (i * block_q - left) // block_kv
         last = jnp.minimum(live[h // sizes.heads], i * block_q + block_q + right) - 1
-        return h // group, jnp.clip(j, jnp.maximum(first, 0), jnp.maximum(last // block_kv, 0)), 0
+        row, column = (h // group, 0) if beside == 1 else (h // heads, h % heads // group)
+        return row, jnp.clip(j, jnp.maximum(first, 0), jnp.maximum(last // block_kv, 0)), column
 
-    q_spec = pl.BlockSpec((None, block_q, head_dim), lambda h, i, j, live: (h, i, 0))
+    q_spec = pl.BlockSpec((None, block_q, head_dim), lambda h, i, j, live: (h // beside, i, h % beside))
     grid = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=1,
-        grid=(rows, _ceil(queries, block_q), _ceil(keys, block_kv)),
+        grid=(batch * heads, _ceil(queries, block_q), _ceil(keys, block_kv)),
         in_specs=[
             q_spec,
-            pl.BlockSpec((None, block_kv, k.shape[2]), kv_block),
+            pl.BlockSpec((None, block_kv, k.shape[2] if beside == 1 else head_dim), kv_block),
             pl.BlockSpec((None, block_kv, head_dim), kv_block),
         ],
         out_specs=[q_spec, pl.BlockSpec((None, 1, block_q), lambda h, i, j, live: (h, 0, i))],
@@ -266,7 +297,7 @@ def _call(live, q, k, v, *, batch: int, masked: bool, window: Window | None, sca
         grid_spec=grid,
         out_shape=[
             jax.ShapeDtypeStruct(q.shape, q.dtype),
-            jax.ShapeDtypeStruct((rows, 1, queries), jnp.float32),
+            jax.ShapeDtypeStruct((batch * heads, 1, queries), jnp.float32),
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
