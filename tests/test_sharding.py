@@ -20,6 +20,7 @@ from wanjax.models.wan.config import T2V_14B, VAE_2_1, TransformerConfig
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.models.wan.vae import WanVAE
 from wanjax.pipelines.base import Embeddings, Parts
+from wanjax.pipelines.programs import compiled, decode_to_frames
 from wanjax.pipelines.wan import WanConfigs, WanPipeline
 from wanjax.registry import PRESETS
 from wanjax.schedulers import FlowEuler
@@ -121,13 +122,16 @@ def test_tokens_at_two_timesteps():
 
 
 def test_vae():
-    """Frames are split by height and width, as far as they go evenly."""
+    """Frames are split by height and width, as far as they go evenly, until they are whole in bytes or floats."""
     z = np.random.default_rng(2).normal(size=(1, 4, 2, 6, 4)).astype(np.float32)
     alone, together = pipeline(4, None), pipeline(4, layout((2, 2, 2)))
-    chunks = list(together.decode_chunks(z, jnp.float32))
-    assert len({str(shard.index) for shard in chunks[-1].addressable_shards}) == 8
+    graphdef, weights = nnx.split(together.vae)
+    decode = compiled(decode_to_frames, layout=together.layout)
+    first, kept = decode((graphdef, jnp.dtype(jnp.float32), 1), jnp.moveaxis(z, 1, -1)[:, :1], None, weights)
+    assert first.sharding.is_fully_replicated
+    assert all(len({str(shard.index) for shard in x.addressable_shards}) == 8 for x in jax.tree.leaves(kept))
     frames = alone.decode(z, jnp.float32)
-    assert error(np.concatenate([np.asarray(chunk) for chunk in chunks]), frames.astype(np.float64)) <= BOUND
+    assert error(together.decode(z, jnp.float32), frames.astype(np.float64)) <= BOUND
     latents = alone.encode_video(frames)
     assert error(together.encode_video(frames), np.asarray(latents, np.float64)) <= BOUND
     assert all(weight.sharding.is_fully_replicated for weight in jax.tree.leaves(nnx.state(together.vae)))

@@ -85,7 +85,7 @@ def test_programs_are_those_that_the_pipeline_runs(calls, axes, rules):
     pipe.decode(pipe.denoise(prompts, **VIDEO.to_json()))
     runs = stages(networks, VIDEO, "v6e-8", dict(zip(MESH_AXES, axes, strict=True)), rules=rules)
     assert [run.times for stage in runs.values() for run in stage] == [1, 2, 1, 2]
-    for run, name in ((runs["denoise"][0], "guided_step"), (runs["decode"][1], "decode_frames")):
+    for run, name in ((runs["denoise"][0], "guided_step"), (runs["decode"][1], "decode_to_frames")):
         static, given, donated = calls[name]
         program = planned(run.job)
         assert program.donate == tuple(i - 1 for i in donated)

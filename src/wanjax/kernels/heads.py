@@ -136,7 +136,7 @@ def _kernel(x_ref, inverse_ref, scale_ref, cos_ref, sin_ref, out_ref):
         out_ref[part, :, pl.ds(within, LANES)] = (x * cos + pltpu.roll(x, LANES // 2, 1) * sin).astype(out_ref.dtype)
 
 
-def _copied(x: Array, *, parts: int) -> Array:
+def _copied(x: Array, *, parts: int, interpret: bool = False) -> Array:
     batch, length, width = x.shape
     rows = _height(length)
 
@@ -151,15 +151,16 @@ def _copied(x: Array, *, parts: int) -> Array:
         out_specs=_rows_of_parts(parts, rows, width),
         out_shape=jax.ShapeDtypeStruct((parts, batch, length, width // parts), x.dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
+        interpret=interpret,
         name="heads_apart",
     )(x)
     return _beside(out)
 
 
-def joined(parts: Float[Array, "_N B L E"]) -> Float[Array, "B L N*D"]:
+def joined(parts: Float[Array, "_N B L E"], *, interpret: bool = False) -> Float[Array, "B L N*D"]:
     """Parts of the width of each token, one beside the other in memory."""
     count, batch, length, width = parts.shape
-    if target(parts).platform != "tpu" or width % LANES:
+    if not interpret and (target(parts).platform != "tpu" or width % LANES):
         return _beside(parts)
     rows = _height(length)
 
@@ -174,6 +175,7 @@ def joined(parts: Float[Array, "_N B L E"]) -> Float[Array, "B L N*D"]:
         out_specs=_rows(rows, count * width),
         out_shape=jax.ShapeDtypeStruct((batch, length, count * width), parts.dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
+        interpret=interpret,
         name="heads_joined",
     )(parts)
 

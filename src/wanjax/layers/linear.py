@@ -125,11 +125,13 @@ def placed(abstract: Module, layout: Layout | None) -> Module:
     return nnx.merge(graphdef, nnx.from_flat_state([(path, place(leaf)) for path, leaf in nnx.to_flat_state(state)]))
 
 
-def scan_compiler_options() -> dict[str, str]:
-    """What to give `jax.jit` as `compiler_options` where the program runs `scan_blocks`.
+def scan_compiler_options(platform: str | None = None) -> dict[str, str]:
+    """What to give `jax.jit` as `compiler_options` where the program runs `scan_blocks`; None: JAX's default platform.
 
     On the CPU, XLA would cast the half-precision weights of all blocks to float32 ahead of the loop and so take three
-    times their memory; this has it cast one block at a time.
+    times their memory; this has it cast one block at a time. On TPUs, heads change chips while something is computed.
     """
-    cpu = jax.default_backend() == "cpu"
-    return {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"} if cpu else {}
+    return {
+        "cpu": {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"},
+        "tpu": {"xla_tpu_enable_async_all_to_all": "true"},
+    }.get(platform or jax.default_backend(), {})

@@ -51,4 +51,5 @@ def normed_rope(x: Float[Array, "B L N*D"], norm: nnx.RMSNorm, rope: Rope) -> Fl
     so that these pairs lie half a head apart: the products of q and k are the same, and a vector unit needs no
     shuffles within pairs.
     """
+    assert norm.scale is not None
     return normed_rotary(x, inverse_rms(x, norm.epsilon), norm.scale[...], rope.cos, rope.sin)

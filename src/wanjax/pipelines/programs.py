@@ -23,7 +23,7 @@ from wanjax.sharding import Layout, constrain, replicate, use
 @cache
 def compiled(function: Callable, donated: tuple[int, ...] = (), layout: Layout | None = None) -> Callable:
     """`function` for the devices of a layout; the buffers of the donated arguments are taken over."""
-    options = scan_compiler_options()
+    options = scan_compiler_options(None if layout is None else layout.mesh.devices.flat[0].platform)
     return jax.jit(laid_out(function, layout), static_argnums=0, donate_argnums=donated, compiler_options=options)
 
 
@@ -85,6 +85,13 @@ def encode_frames(static, x, cache, weights):
 def _spread_out(cache):
     """What an autoencoder keeps from chunk to chunk, laid out as its frames are."""
     return jax.tree.map(lambda x: constrain(x, VIDEO), cache)
+
+
+def decode_to_frames(static, z, cache, weights):
+    """Frames of a chunk of latents as they leave the devices."""
+    graphdef, dtype, patch = static
+    x, cache = decode_frames((graphdef,), z, cache, weights)
+    return to_frames((dtype, patch), x), cache
 
 
 def to_frames(static, x):

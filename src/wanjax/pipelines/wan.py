@@ -25,6 +25,7 @@ from wanjax.pipelines.experts import Stretch, Switch, stretches, take_over
 from wanjax.pipelines.programs import (
     compiled,
     decode_frames,
+    decode_to_frames,
     encode_frames,
     encode_images,
     encode_prompts,
@@ -336,8 +337,14 @@ class WanPipeline:
 
         cache = None
         for index in range(z.shape[1]):
-            x, cache = map_tiles(decode, z[:, index : index + 1], cache, tiling, cells)
-            yield self._compiled(to_frames)((dtype, config.patch), x)
+            latents = z[:, index : index + 1]
+            if tiling is None:  # one program, of which frames alone come out
+                whole = self._compiled(decode_to_frames, donated=(2,))
+                frames, cache = whole((graphdef, jnp.dtype(dtype), config.patch), latents, cache, weights)
+            else:
+                x, cache = map_tiles(decode, latents, cache, tiling, cells)
+                frames = self._compiled(to_frames)((dtype, config.patch), x)
+            yield frames
 
     def encode_video(self, frames: GivenFrames, *, tiling: Tiling | None = None) -> Latents:
         """Latents [1 C T H W], float32, of 4n + 1 frames [T H W 3], or a list, that are uint8 or floats in [0, 1].

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from wanjax.layers.conv import VIDEO
-from wanjax.layers.linear import placed
+from wanjax.layers.linear import placed, scan_compiler_options
 from wanjax.models.t5 import T5Config, T5Encoder
 from wanjax.models.vision import CLIPVision, CLIPVisionConfig
 from wanjax.models.wan.config import (
@@ -162,7 +162,8 @@ class _Plan:
 
     def program(self, function: Callable, static: Any, *arguments: Any, donate: tuple[int, ...] = ()) -> Program:
         """A function of pipelines.programs; `donate` counts its arguments without the static one."""
-        return Program(partial(programs.laid_out(function, self.layout), static), arguments, donate)
+        run = partial(programs.laid_out(function, self.layout), static)
+        return Program(run, arguments, donate, scan_compiler_options("tpu"))
 
 
 def encode_prompts(mesh: Mesh, **video: Any) -> Program:
@@ -235,7 +236,8 @@ def encode_next(mesh: Mesh, **video: Any) -> Program:
 def _decode(plan: _Plan, cache: Any) -> Program:
     graphdef, weights = plan.network("vae", jnp.float32)
     z = plan.array((1, 1, *plan.latents[2:], plan.networks.vae.latent_channels), jnp.float32)
-    return plan.program(programs.decode_frames, (graphdef,), z, cache, weights, donate=(1,))
+    static = graphdef, jnp.dtype(jnp.uint8), plan.networks.vae.patch
+    return plan.program(programs.decode_to_frames, static, z, cache, weights, donate=(1,))
 
 
 def _encode(plan: _Plan, frames: int, cache: Any) -> Program:
