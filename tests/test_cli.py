@@ -73,7 +73,7 @@ def given(monkeypatch) -> dict:
 
 def test_help_lists_the_commands():
     said = succeeded(wanjax("--help")).output
-    commands = ["generate", "encode", "denoise", "decode", "warmup", "convert", "models"]
+    commands = ["generate", "encode", "denoise", "decode", "plan", "warmup", "convert", "models"]
     assert re.findall(r"^  (\w+)  ", said, re.MULTILINE) == commands
     assert succeeded(wanjax("--version")).output.startswith("wanjax ")
 
@@ -99,6 +99,16 @@ def test_help_lists_the_commands():
             "lora attention batch-guidance dtype mesh rules processes profile dir help",
         ),
         ("decode", "model fps dtype mesh rules processes tile dir out help"),
+        (
+            "plan",
+            "chip size height width frames steps guidance-scale attention batch-guidance dtype mesh rules json help",
+        ),
+        (
+            "warmup",
+            "model image last-image video mask reference resize size height width frames fps steps guidance-scale "
+            "guidance-scale-2 boundary strength flow-shift sigmas seed noise attention batch-guidance dtype mesh rules "
+            "processes tile help",
+        ),
         ("models", "json help"),
     ],
 )

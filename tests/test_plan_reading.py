@@ -228,6 +228,9 @@ def test_collectives():
     [
         ("all-gather", "{{0,1,2,3}}", 3 * 1024),
         ("all-gather-start", "[2,4]<=[8]", 3 * 1024),
+        ("all-gather", "mesh['a'=1,'b'=4,'c'=2], device_ids=([2,4]T(1,0)) {'b'}", 3 * 1024),
+        ("all-gather", "mesh['a'=2,'b'=4] {'a','b'}", 7 * 1024),
+        ("all-gather", "mesh['a'=8] {'a':(2)4}", 3 * 1024),
         ("reduce-scatter", "{{0,1},{2,3}}", 512),
         ("all-reduce", "{{0,1,2,3}}", 2 * 768),
         ("all-to-all", "{{0,1,2,3}}", 1024),  # a quarter to each neighbour, and one over two links

@@ -2,14 +2,22 @@
 """What is kept between runs: compiled programs, and prices."""
 
 import hashlib
+import json
 import os
 import platform
 import re
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
 
 import jax
+
+from wanjax import converters
 
 
 def enable_compile_cache() -> None:
@@ -29,6 +37,47 @@ def enable_compile_cache() -> None:
 def compile_cache_folder() -> str:
     """Where compiled programs are kept."""
     return jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def recall(kind: str, key: Mapping[str, Any]) -> Any:
+    """What was kept for this key by the same code and versions; None where there is none that can be read."""
+    with suppress(OSError, ValueError):
+        return json.loads(_file(kind, key).read_text(encoding="utf-8"))
+    return None
+
+
+def keep(kind: str, key: Mapping[str, Any], value: Any) -> None:
+    """Keeps what JSON can hold, where anything can be written."""
+    file = _file(kind, key)
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile("w", dir=file.parent, suffix=".part", delete=False, encoding="utf-8") as beside:
+            json.dump(value, beside)
+        os.replace(beside.name, file)
+
+
+def _file(kind: str, key: Mapping[str, Any]) -> Path:
+    word = json.dumps([key, code_word(), versions()], sort_keys=True)
+    return user_cache() / kind / f"{hashlib.sha256(word.encode()).hexdigest()}.json"
+
+
+@cache
+def code_word() -> str:
+    """Stands for all code of this package."""
+    digest = hashlib.sha256()
+    for folder in (Path(__file__).parent, Path(converters.__file__).parent):
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """Of what compiles and traces."""
+    found = {"python": platform.python_version()}
+    for name in ("jax", "jaxlib", "flax", "libtpu"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def user_cache() -> Path:

@@ -161,6 +161,29 @@ def decode(report: Report, **given: Any) -> None:
 
 
 @main.command()
+@click.argument("model", default="nano")
+@options.chip
+@options.shape
+@options.steps
+@options.guidance_scale
+@options.attention
+@options.batch_guidance
+@options.compute
+@options.mesh
+@options.rules
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def plan(**given: Any) -> None:
+    """Price a video with MODEL, without the chips.
+
+    Memory of each stage, seconds of a step and of the run, and what limits them. Programs for TPUs are compiled by
+    the TPU's own compiler and priced; other devices are priced by a stated model. No weights are loaded.
+    """
+    from wanjax.cli import planning
+
+    planning.plan(**given)
+
+
+@main.command()
 @options.model
 @options.pictures
 @options.shape

@@ -102,15 +102,17 @@ shape = together(
     click.option("--width", type=int, metavar="N", help="Width alone."),
     click.option("--frames", type=int, metavar="4n+1", help="Number of frames."),
 )
+steps = click.option("--steps", type=int, metavar="N", help="Denoising steps.")
+guidance_scale = click.option(
+    "--guidance-scale",
+    type=float,
+    metavar="X",
+    help="How far to go from the negative prompt to the prompt; 1 is no guidance.",
+)
 denoising = together(
     fps,
-    click.option("--steps", type=int, metavar="N", help="Denoising steps."),
-    click.option(
-        "--guidance-scale",
-        type=float,
-        metavar="X",
-        help="How far to go from the negative prompt to the prompt; 1 is no guidance.",
-    ),
+    steps,
+    guidance_scale,
     click.option(
         "--guidance-scale-2",
         type=float,
@@ -160,18 +162,27 @@ batch_guidance = click.option(
 )
 tile = click.option("--tile", is_flag=True, help="Decode 256 x 256 pixels at a time, for frames that would not fit.")
 compute = click.option("--dtype", type=click.Choice(DTYPES), help="What the networks compute in.")
+mesh = click.option(
+    "--mesh",
+    metavar="dp=N,sp=N,tp=N|auto",
+    help="Devices to spread over: guidance over dp, the sequence over sp, heads over tp.  "
+    "[default: auto, and one on a CPU]",
+)
+rules = click.option(
+    "--rules",
+    type=click.Choice(["fsdp", "tp"]),
+    help="How weights are spread: gathered as they are used, or by columns and rows.  [default: fsdp]",
+)
+chip = click.option(
+    "--chip",
+    default="v6e-8",
+    show_default=True,
+    metavar="NAME",
+    help="TPUs such as v5e-8, v5p-8, v6e-16 or v7x-8; h200, h100; or cpu.",
+)
 devices = together(
-    click.option(
-        "--mesh",
-        metavar="dp=N,sp=N,tp=N|auto",
-        help="Devices to spread over: guidance over dp, the sequence over sp, heads over tp.  "
-        "[default: auto, and one on a CPU]",
-    ),
-    click.option(
-        "--rules",
-        type=click.Choice(["fsdp", "tp"]),
-        help="How weights are spread: gathered as they are used, or by columns and rows.  [default: fsdp]",
-    ),
+    mesh,
+    rules,
     click.option(
         "--processes",
         metavar="auto|HOST:PORT,COUNT,INDEX",

@@ -91,7 +91,7 @@ class Run:
 
         All that can be wrong is looked at here, before anything takes long.
         """
-        chosen = dict(left or {}) | _given(**given)
+        chosen = dict(left or {}) | given_settings(**given)
         self.report = report
         self.folder = folder
         self.out = out
@@ -247,7 +247,7 @@ class Run:
         return shlex.join(["wanjax", stage, "--dir", str(self.folder), *out])
 
 
-def _given(size: tuple[int, int] | None = None, **given: Any) -> dict[str, Any]:
+def given_settings(size: tuple[int, int] | None = None, **given: Any) -> dict[str, Any]:
     """What is given on the command line, a size as the height and width that it stands for."""
     if size and (given["height"] or given["width"]):
         raise WanjaxError("--size is given beside --height or --width: one way is enough")

@@ -80,6 +80,7 @@ class Compiled:
     memory: Memory
     module: str = field(repr=False)
     schedules: Mapping[str, Schedule] = field(repr=False)
+    seconds: float = 0.0  # that compiling took, here
 
 
 def compile_function(
@@ -151,6 +152,7 @@ def _result(job: Job, place: Slice, folder: Path, schedules: bool) -> Compiled |
     if error.exists():
         said = json.loads(error.read_text(encoding="utf-8"))
         return CompilerError(f"{job.builder} does not compile for {place.name}: {said}")
-    memory = Memory(**json.loads((folder / "result.json").read_text(encoding="utf-8")))
+    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     module = (folder / "module.txt").read_text(encoding="utf-8")
-    return Compiled(place, memory, module, read_dump(folder, place.chip) if schedules else {})
+    dump = read_dump(folder, place.chip) if schedules else {}
+    return Compiled(place, Memory(**result["memory"]), module, dump, result["seconds"])

@@ -95,17 +95,31 @@ class Instruction:
         return None if found is None else int(found[1])
 
     @property
+    def scope(self) -> str:
+        """The functions, named scopes and loops that it was traced in, joined by slashes."""
+        found = re.search(r'op_name="([^"]*)"', self.attributes)
+        return "" if found is None else found[1]
+
+    @property
     def target(self) -> str | None:
         found = re.search(r'custom_call_target="([^"]+)"', self.attributes)
         return None if found is None else found[1]
 
     @property
     def group_size(self) -> int:
-        """How many devices a collective joins."""
+        """How many devices a collective joins.
+
+        Groups are told as lists of devices, as an array of them, or as axes of a mesh, of which a part may be joined:
+        `'a':(2)4` is 4 of the devices of axis a, between 2 groups.
+        """
         if found := re.search(r"replica_groups=\[(\d+),(\d+)\]", self.attributes):
             return int(found[2])
         if found := re.search(r"replica_groups=\{\{([\d,]+)\}", self.attributes):
             return found[1].count(",") + 1
+        if found := re.search(r"replica_groups=mesh\[([^\]]*)\].*?\{([^{}]*)\}", self.attributes):
+            sizes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
+            joined = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", found[2])
+            return math.prod(int(part or sizes[axis]) for axis, part in joined)
         return 2 if "source_target_pairs" in self.attributes else 1
 
 

@@ -10,7 +10,7 @@ there. Collectives cost their bytes on the wire. What runs beside other work cos
 import math
 import re
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from wanjax.plan.chips import Chip
@@ -64,6 +64,7 @@ class Item:
     bytes: int = 0  # moved from and to HBM, or for a collective over the wire, of all runs
     group: int = 1  # devices that a collective joins
     smells: bool = False  # costs far more by the compiler's estimate than its bytes do
+    scope: str = ""  # where in the traced program it comes from
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,9 @@ class _Reader:
         return [self.item(instruction, within, times)]
 
     def item(self, instruction: Instruction, within: Computation, times: int) -> Item:
+        return replace(self._item(instruction, within, times), scope=instruction.scope)
+
+    def _item(self, instruction: Instruction, within: Computation, times: int) -> Item:
         if instruction.opcode == "async-start":  # a computation that holds one operation
             inner = self.module.computations[instruction.called or ""]
             return self.item(inner.root, inner, times)
@@ -234,4 +238,4 @@ class _Reader:
 def _uncovered(item: Item, covered: float) -> Item:
     """What is left of an operation beside which other work ran for so long."""
     part = max(0.0, 1 - covered / item.cost.mid) if item.cost.mid else 0.0
-    return Item(item.name, item.kind, item.times, item.cost.times(part), item.flops, item.bytes, item.group)
+    return replace(item, cost=item.cost.times(part))

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `plan` tells: what a video takes on devices that need not be there."""
+
+import json
+from typing import Any
+
+import click
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from wanjax import registry
+from wanjax.cli.stages import given_settings
+from wanjax.networks import PUBLISHED, architecture
+from wanjax.pipelines.base import Settings
+from wanjax.plan.outlook import Outlook, outlook
+from wanjax.plan.stages import Architecture
+from wanjax.sharding import find_rules, parse_mesh
+
+GIB = 2**30
+
+
+def plan(*, model: str, chip: str, mesh: str | None, as_json: bool, **given: Any) -> None:
+    """Prices a video, and prints the table or the JSON."""
+    jax.config.update("jax_platforms", "cpu")  # chips are described, not looked for
+    rules = given.pop("rules") or "fsdp"
+    find_rules(rules)
+    axes = None if mesh in (None, "auto") else parse_mesh(mesh)
+    networks, defaults = _known(model)
+    attention, batch_guidance = given.pop("attention"), given.pop("batch_guidance")
+    chosen = given_settings(**given)
+    settings = defaults.updated({"dtype": "float32" if chip == "cpu" else "bfloat16"} | chosen)
+    vae = networks.vae
+    settings.check(spatial=vae.spatial_factor * networks.transformer.patch[1], temporal=vae.temporal_factor)
+    found = outlook(
+        networks, settings, chip, axes, rules=rules, attention=attention, batch_guidance=bool(batch_guidance)
+    )
+    if as_json:
+        click.echo(json.dumps(found.to_json(), indent=2))
+    else:
+        show(found, Console())
+
+
+def _known(model: str) -> tuple[Architecture, Settings]:
+    """The shapes of a model's networks and its recommended settings; of those known by name nothing is downloaded."""
+    preset = next((preset for preset in registry.PRESETS.values() if model in (preset.name, preset.source)), None)
+    if preset is not None and preset.name in PUBLISHED:
+        return PUBLISHED[preset.name], preset.defaults
+    source, _ = registry.find(model)
+    return architecture(source), registry.load(model).defaults
+
+
+def show(found: Outlook, console: Console) -> None:
+    """The table for people."""
+    mesh = ", ".join(f"{axis}={size}" for axis, size in found.mesh.items())
+    console.print(
+        f"{found.model}, {found.size}, {found.frames} frames, {found.steps} steps, {found.dtype}, on {found.chip} "
+        f"({mesh}, rules {found.rules}), priced by {found.priced_by}, not measured",
+        highlight=False,
+    )
+    console.print(_stages(found))
+    if found.step_seconds:
+        console.print(_step(found))
+    for line in _summary(found):
+        console.print(line, highlight=False)
+
+
+def _stages(found: Outlook) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("stage", "weights and inputs", "beside them", "peak a chip", "to spare", "seconds"):
+        table.add_column(column, justify="left" if column == "stage" else "right")
+    for name, stage in found.stages.items():
+        sizes = (
+            stage.weights_bytes_per_chip,
+            stage.activation_bytes_per_chip,
+            stage.peak_bytes_per_chip,
+            stage.spare_bytes_per_chip,
+        )
+        seconds = "does not fit" if stage.seconds is None else f"{stage.seconds:.2f}"
+        table.add_row(name, *(f"{size / GIB:.2f} GiB" for size in sizes), seconds)
+    return table
+
+
+def _step(found: Outlook) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("a step")
+    table.add_column("seconds", justify="right")
+    table.add_column("part", justify="right")
+    assert found.step_seconds
+    for part, seconds in found.step_breakdown.items():
+        table.add_row(part, f"{seconds:.3f}", f"{seconds / found.step_seconds:.0%}")
+    table.add_row("in all", f"{found.step_seconds:.3f}", "")
+    return table
+
+
+def _summary(found: Outlook) -> list[str]:
+    lines = []
+    if found.step_seconds and found.mfu:
+        spread = f"{found.step_seconds_low:.2f} to {found.step_seconds_high:.2f} s"
+        lines.append(f"a step: {spread}, {found.mfu:.0%} of the chips' bfloat16 peak; what limits it: {found.limit}")
+    for item in found.collectives:
+        lines.append(
+            f"{item['operation']} over {item['devices']} devices: {item['times']} a step, "
+            f"{item['bytes'] / 1e9:.2f} GB a chip, {item['seconds']:.3f} s"
+        )
+    if found.total_seconds is not None:
+        compiling = f", after {found.compile_seconds:.0f} s of compiling (here)" if found.compile_seconds else ""
+        lines.append(f"the whole run: {found.total_seconds:.1f} s{compiling}")
+    lines.append(
+        f"download: at most {found.download_bytes_at_most / 1e9:.1f} GB, if stored in float32; on disk, converted: "
+        f"{found.disk_bytes / 1e9:.1f} GB"
+    )
+    lines += [f"in doubt: {doubt}" for doubt in found.doubts]
+    if found.fits:
+        spare = min(stage.spare_bytes_per_chip for stage in found.stages.values())
+        lines.append(f"fits, with {spare / GIB:.1f} GiB of {found.memory_per_chip / GIB:.2f} to spare on each chip")
+    return lines if found.advice is None else [*lines, found.advice]

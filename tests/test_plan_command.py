@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `plan` tells of a video on devices that are not there, and what it keeps of it."""
+
+import json
+from importlib.util import find_spec
+from math import prod
+
+import pytest
+from click.testing import CliRunner
+
+from tests.test_sharding import VAE, transformer_config
+from tests.test_stages import TEXT, VIDEO
+from wanjax import cache
+from wanjax.cli import main
+from wanjax.models.wan.config import T2V_1_3B, T2V_14B
+from wanjax.networks import PUBLISHED
+from wanjax.pipelines.text import TEXT_LENGTH
+from wanjax.plan import compile as compiling
+from wanjax.plan import digest, outlook, traced
+from wanjax.plan.chips import SLICES
+from wanjax.plan.digest import Digest
+from wanjax.plan.flops import forward_flops
+from wanjax.plan.meshes import choose_mesh, meshes
+from wanjax.plan.stages import Architecture, stages
+from wanjax.registry import PRESETS
+
+NETWORKS = Architecture(TEXT, transformer_config(4), VAE)
+GIB = 2**30
+PROMISED = {"model", "chip", "mesh", "fits", "stages", "step_seconds", "step_breakdown", "mfu", "total_seconds"} | {
+    "collectives"
+}
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def plan(*arguments: str) -> dict:
+    run = CliRunner().invoke(main, ["plan", "nano", "--json", *arguments])
+    assert run.exit_code == 0, run.output
+    return json.loads(run.stdout)
+
+
+def test_what_is_promised_is_told():
+    found = plan("--chip", "h200", "--steps", "7")
+    assert found.keys() >= PROMISED
+    assert found["fits"] is True
+    assert found["stages"].keys() == {"encode", "denoise", "decode"}
+    for stage in found["stages"].values():
+        assert 0 < stage["weights_bytes_per_chip"] < stage["peak_bytes_per_chip"] < found["memory_per_chip"]
+    assert sum(found["step_breakdown"].values()) == pytest.approx(found["step_seconds"])
+    assert found["stages"]["denoise"]["seconds"] == pytest.approx(7 * found["step_seconds"])
+    assert found["total_seconds"] == pytest.approx(sum(stage["seconds"] for stage in found["stages"].values()))
+    assert 0 < found["mfu"] < 1
+    assert found["disk_bytes"] < found["download_bytes_at_most"] < 3 * found["disk_bytes"]
+
+
+def test_people_are_told_in_words():
+    said = CliRunner().invoke(main, ["plan", "nano", "--chip", "cpu"])
+    assert said.exit_code == 0, said.output
+    for words in ("not measured", "float32", "denoise", "attention", "the whole run", "download", "limits it"):
+        assert words in said.output, said.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--chip", "v9z-8"], "no chip is named 'v9z-8': there are v5e-1"),
+        (["--chip", "v6e-8", "--mesh", "dp=2,tp=2"], "the mesh dp=2, sp=1, tp=2 has 4 devices: v6e-8 has 8"),
+        (["--chip", "h200", "--mesh", "tp=8"], "the mesh has 8 devices: h200 stands for one"),
+        (["--chip", "h200", "--size", "60x64"], "the width 60 is not a multiple of"),
+        (["--chip", "h200", "--mesh", "tq=8"], "is not such as dp=2,sp=1,tp=4"),
+    ],
+)
+def test_what_cannot_be_is_told_in_a_sentence(arguments, why):
+    run = CliRunner().invoke(main, ["plan", "nano", *arguments])
+    assert run.exit_code == 2
+    assert why in run.stderr
+    assert len(run.stderr.strip().splitlines()) == 1
+
+
+def test_without_the_compiler(monkeypatch):
+    monkeypatch.setattr(compiling, "find_spec", lambda name: None)
+    run = CliRunner().invoke(main, ["plan", "nano"])
+    assert run.exit_code == 2
+    assert "libtpu, which is missing" in run.stderr
+
+
+def test_what_does_not_fit_is_told_with_what_would(monkeypatch):
+    needed = digest.needed_bytes("RESOURCE_EXHAUSTED: Ran out of memory. Used 41.50G of 31.25G hbm. Exceeded")
+    assert needed == 41.5 * GIB
+    monkeypatch.setattr(outlook, "digests", lambda jobs: [Digest(arguments=0, peak=needed)] * len(jobs))
+    found = outlook.outlook(PUBLISHED["wan2.1-t2v-14b"], PRESETS["wan2.1-t2v-14b"].defaults, "v6e-1")
+    assert not found.fits
+    assert found.step_seconds is found.total_seconds is found.mfu is None
+    assert found.limit.startswith("the memory of a chip")
+    assert "does not fit v6e-1: to encode it needs 41.5 GiB a chip where 31.2 are to be had; v6e-4 should" in str(
+        found.advice
+    )
+
+
+def test_a_trace_counts_what_the_formula_does():
+    (run,) = stages(NETWORKS, VIDEO, "h200", {}, attention="reference")["denoise"]
+    work = traced.work_of(run.job)
+    tokens = outlook._tokens(NETWORKS, VIDEO)
+    formula = forward_flops(NETWORKS.transformer, tokens=tokens, text=TEXT_LENGTH)
+    assert work.attention + work.products == 2 * sum(formula.values())
+    assert work.convolutions == 0
+    assert work.alive > 0
+
+
+def test_a_plan_holds_what_a_network_weighs():
+    sizes = outlook.parameters(PUBLISHED["wan2.2-t2v-a14b"], experts=True)
+    assert sizes["transformer"] == 2 * PRESETS["wan2.2-t2v-a14b"].transformer_parameters
+
+
+def test_all_meshes_of_a_slice_are_considered():
+    found = list(meshes(8, guided=True))
+    assert len(set(found)) == len(found) == 7
+    assert all(prod(axes) == 8 for axes in found)
+    assert list(meshes(1, guided=True)) == [(1, 1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("chip", "config", "count", "wanted"),
+    [
+        ("v6e-8", T2V_14B, 14_288_491_584, (2, 1, 4)),
+        ("v6e-1", T2V_1_3B, 1_418_996_800, (1, 1, 1)),
+        ("v6e-16", T2V_14B, 14_288_491_584, (2, 1, 8)),
+    ],
+)
+def test_the_mesh_that_is_found(chip, config, count, wanted):
+    size = {"tokens": 75_600, "text": TEXT_LENGTH, "guided": True, "parameters": count}
+    assert choose_mesh(SLICES[chip], config, **size) == wanted
+
+
+def test_prices_are_kept_for_the_same_code_and_arguments(monkeypatch, tmp_path):
+    cache.keep("prices", {"a": 1}, {"seconds": 2.0})
+    assert cache.recall("prices", {"a": 1}) == {"seconds": 2.0}
+    assert cache.recall("prices", {"a": 2}) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "code_word", lambda: "another")
+        assert cache.recall("prices", {"a": 1}) is None
+    (file,) = (tmp_path / "wanjax" / "prices").iterdir()
+    file.write_text("{")
+    assert cache.recall("prices", {"a": 1}) is None
+
+
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="prices for TPUs need libtpu")
+def test_a_slice_is_priced_by_its_compiler_and_only_once(monkeypatch):
+    given = ("--chip", "v6e-8", "--size", "32x32", "--frames", "1", "--mesh", "dp=2,sp=1,tp=4")
+    first = plan(*given)
+    monkeypatch.setattr(digest, "compile_all", lambda *_, **__: pytest.fail("compiled again"))
+    assert plan(*given) == first
+    assert first["priced_by"] == "the chip's compiler"
+    assert first["fits"]
+    assert first["doubts"] == []
+    assert sum(first["step_breakdown"].values()) == pytest.approx(first["step_seconds"])
+    assert first["step_seconds_low"] <= first["step_seconds"] <= first["step_seconds_high"]
+    assert {item["operation"] for item in first["collectives"]} & {"all-gather", "all_to_all", "all-to-all"}
+    assert all(item["devices"] > 1 for item in first["collectives"])
+    assert first["compile_seconds"] > 0
