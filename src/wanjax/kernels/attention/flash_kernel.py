@@ -8,7 +8,7 @@ two ends of each, and nowhere else.
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import NamedTuple
 
 import jax
@@ -21,6 +21,7 @@ from wanjax.kernels.attention.masks import divide_live, finite_max
 STRIP_Q, STRIP_KV = 512, 256  # what one step scores: a tile of the matrix unit for each of the two of a core
 LEAD = 2  # strips whose scores are under way before their values are added: the matrix unit need not wait for softmax
 CHUNK = 512  # keys of one step where a mask has to be looked at
+CAREFUL_KV, CAREFUL_Q = 1024, 256  # at most so many keys and queries in a step that takes the maximum as it goes
 REGISTER = 16  # rows of keys that a register holds
 PROBE = 32  # keys whose maximum gives a row its offset
 HEADROOM = {"bfloat16": 60.0, "float32": 0.0}  # of the offset above the first keys' maximum: it costs float32 digits
@@ -38,6 +39,7 @@ class Sizes(NamedTuple):
     block_q: int
     block_kv: int
     body: int  # keys that are unrolled
+    chunk: int  # keys of a careful step, a part of a body
     ragged: bool  # whether some queries may not see some keys
     window: tuple[int, int]  # keys before and after a query's own position
     factor: float  # of q, which makes exponents of two from logits
@@ -52,6 +54,8 @@ class State(NamedTuple):
     total: jax.Ref  # [D L], the sum of weighted values
     kept_weight: jax.Ref  # both as they were before this block of keys
     kept_total: jax.Ref
+    scores: jax.Ref  # [S L], of the next careful step
+    top: jax.Ref  # [8 L], the largest of them in eight parts
     flags: jax.Ref
 
 
@@ -113,33 +117,39 @@ def kernel(live_ref, q_ref, k_ref, v_ref, o_ref, lse_ref, *scratch, sizes: Sizes
         begin, end = 0, _bodies(last, sizes)
         tail = sizes.keys % sizes.body
 
-    def step(start: Array | int, count: int) -> None:
-        pl.when(state.flags[CAREFUL] == 1)(lambda: lift(start, count))
-        add(start, count)
-
-    def sweep(attempt: Array) -> Array:
-        """All keys that every query sees, and whether they are to be done again: their weights left the room."""
-
-        @pl.when(attempt == 1)
-        def _():
-            state.flags[CAREFUL] = 1
-            state.weight[...] = state.kept_weight[...]
-            state.total[...] = state.kept_total[...]
-
-        _loop(begin, end, lambda index: step(index * sizes.body, sizes.body))
+    def quickly() -> None:
+        _loop(begin, end, lambda index: add(index * sizes.body, sizes.body))
         if tail:
-            pl.when(last)(lambda: step(end * sizes.body, tail))
-        left_room = jnp.max(jnp.where(state.weight[...] <= LARGEST_SUM, 0, 1))  # 1 for NaN too
-        return left_room * (1 - state.flags[CAREFUL])
+            pl.when(last)(lambda: add(end * sizes.body, tail))
 
-    def attempt_all() -> None:
+    def carefully() -> None:
+        parts = sizes.body // sizes.chunk
+        _add_carefully(k_ref, v_ref, state, begin * parts, end * parts, sizes.chunk)
+        if tail:
+
+            @pl.when(last)
+            def _():
+                lift(end * sizes.body, tail)
+                add(end * sizes.body, tail)
+
+    def add_all() -> None:
+        """All keys that every query sees: quickly, and again where their weights left the room."""
         state.kept_weight[...] = state.weight[...]
         state.kept_total[...] = state.total[...]
-        first = jnp.int32(0), jnp.int32(1)
-        jax.lax.while_loop(lambda state: state[1] > 0, lambda state: (state[0] + 1, sweep(state[0])), first)
+
+        @pl.when(state.flags[CAREFUL] == 0)
+        def _():
+            quickly()
+            state.flags[CAREFUL] = jnp.max(jnp.where(state.weight[...] <= LARGEST_SUM, 0, 1))  # 1 for NaN too
+
+        @pl.when(state.flags[CAREFUL] == 1)
+        def _():
+            state.weight[...] = state.kept_weight[...]
+            state.total[...] = state.kept_total[...]
+            carefully()
 
     if not sizes.ragged:
-        attempt_all()
+        add_all()
     else:
 
         @pl.when(end > begin)
@@ -149,7 +159,7 @@ def kernel(live_ref, q_ref, k_ref, v_ref, o_ref, lse_ref, *scratch, sizes: Sizes
                 lift(begin * sizes.body, PROBE, headroom=headroom)
                 state.flags[PROBED] = 1
 
-            attempt_all()
+            add_all()
 
     if sizes.ragged:
         chunk = math.gcd(sizes.body, CHUNK)
@@ -242,14 +252,18 @@ def _lift(
     """Lifts the offset to these keys' maximum, if that is higher, and takes what there is already to it."""
     strips, mask = _ragged(count, mask)
     for strip in _strips(state.q.shape[1], STRIP_Q):
-        old = new = state.offset[:, strip]
-        for keys in strips:
-            top = _scores(k_ref, state, start, keys, strip, mask).max(axis=0, keepdims=True)
-            new = jnp.maximum(new, top + headroom)
-        change = jnp.exp2(old - finite_max(new))
-        state.offset[:, strip] = new
-        state.weight[:, strip] *= change
-        state.total[:, strip] *= change
+        tops = [_scores(k_ref, state, start, keys, strip, mask).max(axis=0, keepdims=True) for keys in strips]
+        new = reduce(jnp.maximum, tops) + headroom
+        _lift_to(state, strip, new)
+
+
+def _lift_to(state: State, strip: slice, top: Float32[Array, "1 L"]) -> None:
+    old = state.offset[:, strip]
+    new = jnp.maximum(old, top)
+    change = jnp.exp2(old - finite_max(new))
+    state.offset[:, strip] = new
+    state.weight[:, strip] *= change
+    state.total[:, strip] *= change
 
 
 def _add(k_ref, v_ref, state: State, start: Array | int, count: int, mask: Mask | None = None) -> None:
@@ -259,11 +273,6 @@ def _add(k_ref, v_ref, state: State, start: Array | int, count: int, mask: Mask 
     """
     strips, mask = _ragged(count, mask)
     waiting: list[tuple[Array, slice, Array]] = []
-
-    def add_values() -> None:
-        v, strip, p = waiting.pop(0)
-        state.total[:, strip] += jnp.dot(v, p, preferred_element_type=jnp.float32, precision=_precision(v))
-
     for keys in strips:
         v = v_ref[pl.ds(start + keys.start, _size(keys)), :]
         part = None if mask is None or mask.spares(keys) else mask
@@ -274,9 +283,50 @@ def _add(k_ref, v_ref, state: State, start: Array | int, count: int, mask: Mask 
             offset = state.offset[:, strip]
             s = _scores(k_ref, state, start, keys, strip, part)
             p = jnp.exp2(s - (offset if part is None else finite_max(offset)))
-            state.weight[:, strip] += p.reshape(-1, 8, p.shape[1]).sum(axis=0)
+            state.weight[:, strip] += _in_eights(p).sum(axis=0)
             waiting.append((v, strip, p.astype(v.dtype)))
             if len(waiting) > LEAD:
-                add_values()
-    while waiting:
-        add_values()
+                _add_values(state, *waiting.pop(0))
+    for values in waiting:
+        _add_values(state, *values)
+
+
+def _add_values(state: State, v: Array, strip: slice, p: Array) -> None:
+    state.total[:, strip] += jnp.dot(v, p, preferred_element_type=jnp.float32, precision=_precision(v))
+
+
+def _add_carefully(k_ref, v_ref, state: State, begin: Array | int, end: Array | int, count: int) -> None:
+    """Adds keys, so many a step, with the offset lifted to their maximum before each.
+
+    The scores of a step are made in the one before, and wait in VMEM: the matrix unit need not wait for the maximum.
+    """
+    strips = _strips(state.q.shape[1], CAREFUL_Q)
+
+    def score(index: Array | int, strip: slice) -> None:
+        s = _scores(k_ref, state, index * count, slice(0, count), strip, None)
+        state.scores[:, strip] = s
+        state.top[:, strip] = _in_eights(s).max(axis=0)
+
+    def step(index: Array) -> None:
+        waiting: list[tuple[Array, slice, Array]] = []
+        v = v_ref[pl.ds(index * count, count), :].T
+        for strip in strips:
+            _lift_to(state, strip, state.top[:, strip].max(axis=0, keepdims=True))
+        for strip in strips:
+            s = state.scores[:, strip]
+            score(jnp.minimum(index + 1, end - 1), strip)
+            p = jnp.exp2(s - state.offset[:, strip])
+            state.weight[:, strip] += _in_eights(p).sum(axis=0)
+            waiting.append((v, strip, p.astype(v.dtype)))
+            if len(waiting) > 1:
+                _add_values(state, *waiting.pop(0))
+        _add_values(state, *waiting.pop())
+
+    for strip in strips:
+        score(begin, strip)
+    _loop(begin, end, step)
+
+
+def _in_eights(x: Float32[Array, "S L"]) -> Float32[Array, "S 8 L"]:
+    """Rows by registers, which are added or compared without a look inside."""
+    return x.reshape(-1, 8, x.shape[1])

@@ -22,7 +22,16 @@ from jaxtyping import Array, Bool, Float, Float32
 
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import chunked
-from wanjax.kernels.attention.flash_kernel import CHUNK, PROBE, REGISTER, STRIP_KV, STRIP_Q, Sizes, kernel
+from wanjax.kernels.attention.flash_kernel import (
+    CAREFUL_KV,
+    CHUNK,
+    PROBE,
+    REGISTER,
+    STRIP_KV,
+    STRIP_Q,
+    Sizes,
+    kernel,
+)
 from wanjax.kernels.attention.masks import Window, divide_live
 
 HEAD_DIMS = (64, 128)
@@ -31,7 +40,8 @@ LANES = 128
 COUNTS_KEYS = True
 UNBOUNDED = 1 << 30  # a side of a window that reaches all keys
 SPILL_BYTES = 32 << 20  # what the compiler keeps in VMEM beside the kernel's own
-LONGEST_BODY = {"bfloat16": 5120, "float32": 1024}  # keys that are unrolled: more take the compiler minutes
+LONGEST_BODY = {"bfloat16": 8192, "float32": 1024}  # keys that are unrolled: more take the compiler minutes
+LONGEST_TAIL = 2048  # keys that are unrolled beside
 BODY_ENDS = 120  # what the two ends of a body cost, in keys
 
 
@@ -61,11 +71,17 @@ class Config:
                 f"block_kv={self.block_kv}: a multiple of block_kv_compute={self.block_kv_compute} would do"
             )
 
+    @property
+    def chunk(self) -> int:
+        """Keys of a step that takes the maximum as it goes."""
+        parts = range(_ceil(self.block_kv_compute, CAREFUL_KV), self.block_kv_compute // REGISTER + 1)
+        return self.block_kv_compute // next(n for n in parts if self.block_kv_compute % (n * REGISTER) == 0)
+
     def vmem_bytes(self, head_dim: int, itemsize: int) -> int:
         """What the kernel holds in VMEM: two of each block that streams, and its scratch."""
         width = max(head_dim, LANES)  # rows of 64 are kept in rows of 128
         streamed = 2 * itemsize * width * (2 * self.block_q + 2 * self.block_kv)
-        scratch = self.block_q * (2 * width * itemsize + 2 * 4 * head_dim + 4 * 32)
+        scratch = self.block_q * (2 * width * itemsize + 2 * 4 * head_dim + 4 * self.chunk + 4 * 40)
         return streamed + scratch
 
 
@@ -76,18 +92,22 @@ def default_config(vmem_bytes: int, head_dim: int, queries: int, keys: int, dtyp
     """
     block_q = _even(queries, 2048, STRIP_Q if queries > STRIP_Q else LANES)
     longest = LONGEST_BODY[dtype]
-    if ragged:
-        body = min(longest, 4 * CHUNK, _round_up(keys, CHUNK))
-    else:
-        fewest = _ceil(keys, longest)
-        bodies = {_round_up(_ceil(keys, count), REGISTER) for count in range(fewest, fewest + 8)}
-        body = max(PROBE, min(bodies, key=partial(_cost, keys)))
+    body = _body(keys, min(longest, 4 * CHUNK)) if ragged else _body(keys, longest)
     itemsize = jnp.dtype(dtype).itemsize
     for blocks in range(1, _ceil(keys, body) + 1):
         config = Config(block_q, body * _ceil(_ceil(keys, body), blocks), body)
         if config.vmem_bytes(head_dim, itemsize) + SPILL_BYTES <= vmem_bytes:
             return config
     return Config(block_q, body, body)
+
+
+def _body(keys: int, longest: int) -> int:
+    """The cheapest size of bodies, of those that careful steps fill and that leave no long tail to be compiled."""
+    if keys <= longest:
+        return max(PROBE, _round_up(keys, REGISTER))
+    steps = range(CAREFUL_KV // 2, CAREFUL_KV + 1, STRIP_KV)
+    sizes = {size for step in steps for size in range(step, longest + 1, step) if 2 * size > longest}
+    return min(sizes, key=lambda size: (keys % size > LONGEST_TAIL, _cost(keys, size)))
 
 
 def _cost(keys: int, body: int) -> int:
@@ -259,6 +279,7 @@ def _call(
         block_q=config.block_q,
         block_kv=config.block_kv,
         body=config.block_kv_compute,
+        chunk=config.chunk,
         ragged=masked or window is not None,
         window=(left, right),
         factor=scale * math.log2(math.e),
@@ -289,6 +310,8 @@ def _call(
             pltpu.VMEM((head_dim, block_q), jnp.float32),
             pltpu.VMEM((8, block_q), jnp.float32),
             pltpu.VMEM((head_dim, block_q), jnp.float32),
+            pltpu.VMEM((config.chunk, block_q), jnp.float32),
+            pltpu.VMEM((8, block_q), jnp.float32),
             pltpu.SMEM((2,), jnp.int32),
         ],
     )
