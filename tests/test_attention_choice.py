@@ -10,6 +10,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionS
 from tests.test_attention import exact, operands, run
 from wanjax.kernels.attention import attention, choose, chunked, cudnn
 from wanjax.kernels.attention.target import Target, target
+from wanjax.layers.linear import scan_compiler_options
 
 CARD = AbstractDevice("NVIDIA H200", None, "gpu")
 TPU = AbstractDevice("TPU v6 lite", 1, "tpu")
@@ -47,6 +48,14 @@ def test_a_traced_array_says_what_it_is_for():
     with jax.default_device(jax.devices("cpu")[0]), jax.set_mesh(jax.make_mesh((1,), ("chips",))):
         jax.eval_shape(look, jnp.ones(3))
     assert seen == [("cpu", "cpu"), ("gpu", "NVIDIA H200"), ("cpu", "cpu")]
+
+
+def test_compiler_options_are_those_of_the_target():
+    """XLA for one platform does not know the options of another."""
+    assert scan_compiler_options() == scan_compiler_options("cpu")
+    with jax.sharding.use_abstract_mesh(mesh(TPU)):
+        assert scan_compiler_options() == scan_compiler_options("tpu")
+    assert scan_compiler_options("tpu") != scan_compiler_options("cpu")
 
 
 def test_cpus_have_no_cudnn():

@@ -10,6 +10,7 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 from jax.typing import DTypeLike
 
+from wanjax.kernels.attention.target import target
 from wanjax.sharding import Layout, constrain, whole
 
 Module = TypeVar("Module", bound=nnx.Module)
@@ -126,7 +127,7 @@ def placed(abstract: Module, layout: Layout | None) -> Module:
 
 
 def scan_compiler_options(platform: str | None = None) -> dict[str, str]:
-    """What to give `jax.jit` as `compiler_options` where the program runs `scan_blocks`; None: JAX's default platform.
+    """What to give `jax.jit` as `compiler_options` where the program runs `scan_blocks`; None: that of `target`.
 
     On the CPU, XLA would cast the half-precision weights of all blocks to float32 ahead of the loop and so take three
     times their memory; this has it cast one block at a time. On TPUs, heads change chips while something is computed.
@@ -134,4 +135,4 @@ def scan_compiler_options(platform: str | None = None) -> dict[str, str]:
     return {
         "cpu": {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"},
         "tpu": {"xla_tpu_enable_async_all_to_all": "true"},
-    }.get(platform or jax.default_backend(), {})
+    }.get(platform or target().platform, {})

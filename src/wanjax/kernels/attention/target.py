@@ -17,8 +17,8 @@ class Target(NamedTuple):
     kind: str
 
 
-def target(x: jax.Array | jax.ShapeDtypeStruct) -> Target:
-    """The device that an array is on, or that a program which is being traced with it is for.
+def target(x: jax.Array | jax.ShapeDtypeStruct | None = None) -> Target:
+    """The device that an array is on, or that a program which is being traced, with it or at all, is for.
 
     The array's own sharding says so, or else the mesh that `jax.set_mesh` set: both name the devices of a mesh, so that
     a program compiled on a CPU for TPUs that are only described (`jax.experimental.topologies`) knows that it is for
@@ -35,12 +35,14 @@ def target(x: jax.Array | jax.ShapeDtypeStruct) -> Target:
     return Target(_PLATFORMS.get(platform, platform), device.device_kind)
 
 
-def _default_device(x: jax.Array | jax.ShapeDtypeStruct) -> Any:
+def _default_device(x: jax.Array | jax.ShapeDtypeStruct | None) -> Any:
     if isinstance(x, jax.Array) and not isinstance(x, Tracer):
         return next(iter(x.devices()))
     with jax.ensure_compile_time_eval():
         return next(iter(jnp.zeros(()).devices()))
 
 
-def _sharding(x: jax.Array | jax.ShapeDtypeStruct) -> object:
+def _sharding(x: jax.Array | jax.ShapeDtypeStruct | None) -> object:
+    if x is None:
+        return None
     return x.sharding if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x).sharding
