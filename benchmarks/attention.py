@@ -32,9 +32,13 @@ from wanjax.kernels.attention.specs import WORKLOADS, Workload
 DEFAULT = ("wan_1_3b_256x256x17_self", "wan_1_3b_256x256x17_cross", "wan_1_3b_480x832x17_self")
 PRICED = (
     "wan_14b_720p_self_on_4",
-    "wan_14b_720p_cross_on_4",
+    "wan_14b_720p_self_on_8",
     "wan_14b_480p_self_on_4",
+    "wan_14b_480p_self_on_8",
+    "wan_14b_720p_cross_on_4",
+    "wan_14b_480p_cross_on_4",
     "cogvideox_768x1360_self_on_4",
+    "hunyuanvideo_720p_self_on_4",
 )
 LARGEST_SCORES = 1e9  # bytes
 BAR_SPEED, BAR_MEMORY = 0.9, 0.25

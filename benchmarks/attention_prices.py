@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention priced for a TPU that is not there: ours, JAX's own splash attention, and the plain form that XLA compiles.
 
-Operands are [1 L N D] in bfloat16, as models have them, so that padding and transposes around a kernel are in its
+Operands are [1 L N·D] in bfloat16, as projections write them, so that padding and transposes around a kernel are in its
 price. Splash attention takes lengths of whole tiles only: as its users do, zero keys fill them, which take part.
 """
 
@@ -20,6 +20,7 @@ from wanjax.plan.program import Program
 
 SPLASH_TILES = ((2048, 1024, 512), (3328, 2816, 256))  # of queries, keys, and keys computed at a time
 LARGEST_SCORES = 16e9  # bytes; the plain form of more does not fit any chip
+WITH_RARE_WORK = {"flash_tpu": "every head careful"}  # what data decides: priced without it, and with all of it
 OWN = [name for name in IMPLEMENTATIONS if name not in ("reference", "cudnn")]
 
 
@@ -57,13 +58,18 @@ def splash(mesh: Mesh, *, workload: str, tiles: tuple[int, int, int]) -> Program
 
 
 def _program(mesh: Mesh, workload: Workload, function: Callable) -> Program:
-    """On every device the same."""
+    """On every device the same, of operands with their heads side by side."""
     spec = PartitionSpec()
     arguments = (
-        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+        jax.ShapeDtypeStruct((*x.shape[:2], x.shape[2] * x.shape[3]), x.dtype, sharding=NamedSharding(mesh, spec))
         for x in workload.operands(jnp.bfloat16)
     )
-    everywhere = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+
+    def run(*operands: jax.Array) -> jax.Array:
+        heads = (x.reshape(*x.shape[:2], workload.heads, workload.head_dim) for x in operands)
+        return function(*heads).reshape(operands[0].shape)
+
+    everywhere = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     return Program(everywhere, tuple(arguments))
 
 
@@ -83,7 +89,7 @@ def price_table(workload: Workload, chip: str) -> Table:
     compared = jobs(workload, chip)
     results = dict(zip(compared, compile_all(list(compared.values()), schedules=True), strict=True))
     done = {name: result for name, result in results.items() if isinstance(result, Compiled)}
-    prices = {name: price(result, skip=skipped(result)).total.mid for name, result in done.items()}
+    prices = {name: price(result, skip=_rare(name, result)).total.mid for name, result in done.items()}
     splash_best = min((prices[name] for name in prices if name.startswith("splash")), default=float("nan"))
     shape = f"[1 {workload.queries:,} {workload.heads} {workload.head_dim}] × {workload.keys:,}"
     table = Table(title=f"{workload.name} on one {chip}, bfloat16, priced: {shape}")
@@ -95,28 +101,15 @@ def price_table(workload: Workload, chip: str) -> Table:
         if isinstance(result, CompilerError):
             table.add_row(name, _short(result))
             continue
-        table.add_row(name, *_row(result, skipped(result), workload, splash_best))
-        if name == "flash_tpu":
-            table.add_row(f"{name}, carefully", *_row(result, skipped(result, careful=True), workload, splash_best))
+        table.add_row(name, *_row(result, _rare(name, result), workload, splash_best))
+        if name in WITH_RARE_WORK:
+            table.add_row(f"{name}, {WITH_RARE_WORK[name]}", *_row(result, {}, workload, splash_best))
     return table
 
 
-def skipped(compiled: Compiled, *, careful: bool = False) -> Mapping[str, Container[int]]:
-    """For `price`: what flash_tpu jumps over, which data decides.
-
-    It has a quick pass and a careful one, and these are what the two longest of such jumps are over, in this order.
-    """
-    skip = {}
-    for name, undecided in price(compiled).undecided.items():
-        if name.startswith("flash_attention"):
-            jumps = {
-                block.start: block.branch.target - block.start
-                for block in compiled.schedules[name].blocks
-                if block.branch
-            }
-            quick, slow = sorted(sorted(undecided, key=jumps.__getitem__)[-2:])
-            skip[name] = {quick} if careful else {slow}
-    return skip
+def _rare(name: str, compiled: Compiled) -> Mapping[str, Container[int]]:
+    """The blocks of kernels that jump over what few inputs need."""
+    return price(compiled).undecided if name in WITH_RARE_WORK else {}
 
 
 def _row(compiled: Compiled, skip: Mapping[str, Container[int]], workload: Workload, splash_best: float) -> list[str]:

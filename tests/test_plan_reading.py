@@ -108,6 +108,33 @@ def test_the_price_says_what_data_decides():
     assert whole.total.mid - skipped.total.mid == pytest.approx(5 / 1.75e9)
 
 
+FLAGS = """
+     0   :  { %1 = sst [smem:[#allocation5 + $0x1]] %s1_s0  ;;  %s0_s1 = smov 7  ;;  %s4_s9 = smov 8 }
+   0x1   :  { %2 = sst [smem:[#allocation5 + $0x1]] %s0_s1  ;;  %p1_p0 = scmp.eq.s32.totalorder %s0_s1, 8 }
+   0x2   :  { %3 = sst [smem:[#allocation5 + $0x1]] (%p1_p0), %s9_s9 }
+   0x3   :  { %s2_s0 = sld [smem:[#allocation5 + $0x1]]  ;;  %s3_s1 = sld [smem:[#allocation5]] }
+   0x4   :  { %p4_p1 = scmp.eq.s32.totalorder %s2_s0, 7  ;;  %p5_p2 = scmp.eq.s32.totalorder %s3_s1, 7 }
+   0x5   :  { %5 = sbr.rel (%p4_p1) target = $region3 }
+   0x6   :  {}
+   0x7   :  {}
+   0x8 PF:  { %6 = sst [smem:[#allocation5 + $0x1]] (!%p5_p2), %s4_s9  ;;  %8 = sbr.rel (%p5_p2) target = $region2 }
+/* Start region 3 */
+   0x9   :  { %s6_s0 = sld [smem:[#allocation5 + $0x1]] } /* Start region 2 */
+   0xa   :  { %p7_p1 = scmp.eq.s32.totalorder %s6_s0, 7 }
+   0xb   :  { %7 = sbr.rel (%p7_p1) target = $region4 }
+   0xc   :  {}
+   0xd   :  {} /* Start region 4 */
+"""
+
+
+def test_flags_in_memory_decide_branches():
+    """A store under a known predicate is known, and one that data decides goes with the branch of its block."""
+    read = schedule.parse("flags", FLAGS, "VALU\n4\n" + "0\n" * 14, "", branch_delay=0)
+    assert read.run().undecided == {8}
+    assert read.run().times == {0: 1, 6: 0, 8: 1, 9: 1, 12: 1, 13: 1}
+    assert read.run(skip={8}).times == {0: 1, 6: 0, 8: 1, 9: 1, 12: 0, 13: 1}
+
+
 def test_a_loop_that_data_ends_counts_once():
     text = BRANCHES.replace("%s4_s2, 5", "%s1_s0, 5")
     run = schedule.parse("endless", text, "VALU\n4\n" + "0\n" * 9, "", branch_delay=1).run()

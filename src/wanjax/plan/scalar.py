@@ -14,10 +14,12 @@ from typing import NamedTuple
 Value = int | bool | None  # None is not known
 WORD = 1 << 32
 PHIS = ("sphi", "pphi")
+ASSUMED = "assumed "  # before a predicate's name: its value where data decides it, as its block's branch is told
 GRANULE = 32  # bytes that a DMA counts in
 
 _ASSIGN = re.compile(r"%([\w.]+) = ([a-z][\w.]*)\s*([^;}]*)")
-_STORE = re.compile(r"%\w+ = sst \[smem:(\[#\w+\])\] %(\w+)")
+_SLOT = r"\[smem:(\[#\w+(?: \+ \$0x[0-9a-f]+)?\])\]"
+_STORE = re.compile(rf"%\w+ = sst {_SLOT} (\(!?%\w+\),\s*)?%(\w+)")
 _PREDICATE = re.compile(r"\((!?)%(\w+)\)")
 _CHOICE = re.compile(r"\((!?)%(\w+),\s*([^)]*)\),\s*(.*)")
 _TRANSFER = re.compile(r"%\w+ = dma\.(?:hbm_to_vmem|vmem_to_hbm)\b([^;}]*)")
@@ -96,7 +98,14 @@ class Condition(NamedTuple):
     wanted: bool
 
     def holds(self, registers: Registers) -> Value:
-        value = registers[self.name]
+        return self._is_wanted(registers[self.name])
+
+    def assumed(self, registers: Registers) -> Value:
+        """As `holds`; where that is unknown, what the branch at the end of the block assumes of the same predicate."""
+        known = self.holds(registers)
+        return self._is_wanted(registers[ASSUMED + self.name]) if known is None else known
+
+    def _is_wanted(self, value: Value) -> Value:
         return None if value is None else bool(value) is self.wanted
 
 
@@ -116,7 +125,7 @@ def steps(bundle: str) -> list[Step]:
     """
     assigned = [x for x in _ASSIGN.findall(bundle) if x[0][0] in "sp" and x[1] != "sst"]
     phis, others = ([x for x in assigned if (x[1] in PHIS) is wanted] for wanted in (True, False))
-    stores = [_store(slot, _key(name)) for slot, name in _STORE.findall(bundle)]
+    stores = [_store(slot, condition(when), _key(name)) for slot, when, name in _STORE.findall(bundle)]
     make = lambda name, opcode, arguments: _assign(_key(name), opcode, arguments)  # noqa: E731
     return [*starmap(make, phis), *stores, *starmap(make, others)]  # a phi is there as its bundle begins
 
@@ -145,9 +154,11 @@ def _operand(text: str) -> Callable[[Registers], Value]:
     return lambda registers: constant
 
 
-def _store(slot: str, name: str) -> Step:
+def _store(slot: str, when: Condition | None, name: str) -> Step:
     def step(registers, memory, again):
-        memory[slot] = registers[name]
+        holds = True if when is None else when.assumed(registers)
+        if holds is not False:
+            memory[slot] = registers[name] if holds else None
 
     return step
 
@@ -163,7 +174,7 @@ def _assign(name: str, opcode: str, arguments: str) -> Step:
     when = condition(arguments)
 
     def step(registers, memory, again):
-        holds = True if when is None else when.holds(registers)
+        holds = True if when is None else when.assumed(registers)
         if holds is not False:
             registers[name] = value(registers, memory, again) if holds else None
 
@@ -191,6 +202,6 @@ def _value(opcode: str, parts: list[str]) -> Callable[[Registers, Mapping[str, V
         return lambda registers, memory, again: _not(operands[0](registers))
     if opcode in PHIS:  # the first as the loop is entered, the last as it comes round
         return lambda registers, memory, again: operands[-1 if again else 0](registers)
-    if opcode == "sld" and (found := re.fullmatch(r"\[smem:(\[#\w+\])\]", parts[0])):
+    if opcode == "sld" and (found := re.fullmatch(_SLOT, parts[0])):
         return lambda registers, memory, again: memory[found[1]]
     return lambda registers, memory, again: None

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from wanjax.plan.chips import Chip
-from wanjax.plan.scalar import GRANULE, Condition, Registers, Step, condition, steps, transfers
+from wanjax.plan.scalar import ASSUMED, GRANULE, Condition, Registers, Step, condition, steps, transfers
 
 CODE, UNITS = "final_bundles", "final_hlo-static-per-bundle-utilization"
 BUFFERS = "pre-finalize-registers-and-allocations"
@@ -94,6 +94,7 @@ class Schedule:
 
         Where data decides whether a branch jumps, it does if its block's address is in `skip` (or if it would begin a
         loop again: such a loop counts once); otherwise what it guards is run.
+        Instructions in its block under the same predicate go with it.
         """
         order = [block.start for block in self.blocks]
         index = {start: i for i, start in enumerate(order)}
@@ -104,6 +105,10 @@ class Schedule:
         for _ in range(LONGEST_RUN):
             block = self.blocks[here]
             times[block.start] += 1
+            if block.branch is not None and block.branch.condition is not None:
+                name, wanted = block.branch.condition
+                skips = block.start in skip and block.branch.target > block.start
+                registers[ASSUMED + name] = wanted if skips else not wanted
             for step in block.steps:
                 step(registers, memory, again)
             for when, size in block.transfers:
@@ -114,7 +119,7 @@ class Schedule:
                 holds = block.branch.condition.holds(registers)
                 if holds is None:
                     undecided.add(block.start)
-                    holds = block.start in skip and block.branch.target > block.start
+                    holds = skips
                 jumps = bool(holds)
             if block.branch is not None and jumps:
                 again = block.branch.target <= block.start

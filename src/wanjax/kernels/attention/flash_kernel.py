@@ -140,13 +140,14 @@ def kernel(live_ref, q_ref, k_ref, v_ref, o_ref, lse_ref, *scratch, sizes: Sizes
         @pl.when(state.flags[CAREFUL] == 0)
         def _():
             quickly()
-            state.flags[CAREFUL] = jnp.max(jnp.where(state.weight[...] <= LARGEST_SUM, 0, 1))  # 1 for NaN too
 
-        @pl.when(state.flags[CAREFUL] == 1)
-        def _():
-            state.weight[...] = state.kept_weight[...]
-            state.total[...] = state.kept_total[...]
-            carefully()
+            @pl.when(jnp.max(jnp.where(state.weight[...] <= LARGEST_SUM, 0, 1)) == 1)  # NaN too
+            def _():
+                state.flags[CAREFUL] = 1
+                state.weight[...] = state.kept_weight[...]
+                state.total[...] = state.kept_total[...]
+
+        pl.when(state.flags[CAREFUL] == 1)(carefully)
 
     if not sizes.ragged:
         add_all()

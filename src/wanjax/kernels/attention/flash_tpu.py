@@ -103,8 +103,9 @@ def default_config(vmem_bytes: int, head_dim: int, queries: int, keys: int, dtyp
 
 def _body(keys: int, longest: int) -> int:
     """The cheapest size of bodies, of those that careful steps fill and that leave no long tail to be compiled."""
-    if keys <= longest:
+    if keys <= min(longest, LONGEST_TAIL):
         return max(PROBE, _round_up(keys, REGISTER))
+    longest = min(longest, keys)
     steps = range(CAREFUL_KV // 2, CAREFUL_KV + 1, STRIP_KV)
     sizes = {size for step in steps for size in range(step, longest + 1, step) if 2 * size > longest}
     return min(sizes, key=lambda size: (keys % size > LONGEST_TAIL, _cost(keys, size)))
@@ -288,10 +289,12 @@ def _call(
 
     def kv_block(h, i, j, live):
         """Blocks out of sight are not fetched: the index stays on the nearest that is in sight."""
-        first = (i * block_q - left) // block_kv
-        last = jnp.minimum(live[h // sizes.heads], i * block_q + block_q + right) - 1
+        if sizes.ragged:
+            first = (i * block_q - left) // block_kv
+            last = jnp.minimum(live[h // sizes.heads], i * block_q + block_q + right) - 1
+            j = jnp.clip(j, jnp.maximum(first, 0), jnp.maximum(last // block_kv, 0))
         row, column = (h // group, 0) if beside == 1 else (h // heads, h % heads // group)
-        return row, jnp.clip(j, jnp.maximum(first, 0), jnp.maximum(last // block_kv, 0)), column
+        return row, j, column
 
     q_spec = pl.BlockSpec((None, block_q, head_dim), lambda h, i, j, live: (h // beside, i, h % beside))
     grid = pltpu.PrefetchScalarGridSpec(
