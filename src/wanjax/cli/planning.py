@@ -57,12 +57,13 @@ def show(found: Outlook, console: Console) -> None:
         f"{found.model}, {found.size}, {found.frames} frames, {found.steps} steps, {found.dtype}, on {found.chip} "
         f"({mesh}, rules {found.rules}), priced by {found.priced_by}, not measured",
         highlight=False,
+        soft_wrap=True,
     )
     console.print(_stages(found))
     if found.step_seconds:
         console.print(_step(found))
     for line in _summary(found):
-        console.print(line, highlight=False)
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def _stages(found: Outlook) -> Table:

@@ -13,8 +13,13 @@ from wanjax.plan.pricing import Item, price
 
 ATTENTION = "/attention/"  # the scope of the kernels' one door
 SELF_ATTENTION = "/self_attention/attention/"
-BREAKDOWN = {"kernels": "attention", "products": "matmuls", "elementwise": "elementwise", "layout": "copies"} | {
-    "collectives": "communication"
+PARTS = ("attention", "matmuls", "elementwise", "copies", "communication")
+PART_OF = {
+    "kernels": "elementwise",
+    "products": "matmuls",
+    "elementwise": "elementwise",
+    "layout": "copies",
+    "collectives": "communication",
 }
 UNITS = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -79,7 +84,7 @@ def _digest(index: int, result: Compiled | CompilerError, seconds: Mapping[Any, 
     }
     priced = price(result, kernels=of_kernels)
     total = priced.total
-    breakdown = dict.fromkeys(BREAKDOWN.values(), 0.0)
+    breakdown = dict.fromkeys(PARTS, 0.0)
     for item in priced.items:
         breakdown[_part(item)] += item.cost.mid
     return Digest(
@@ -100,10 +105,10 @@ def _digest(index: int, result: Compiled | CompilerError, seconds: Mapping[Any, 
 
 
 def _part(item: Item) -> str:
-    """What an operation's time is told as; products within attention are attention, where no kernel does it."""
-    if item.kind == "products" and ATTENTION in item.scope:
+    """What an operation's time is told as: attention is its kernel, or its products; other kernels are elementwise."""
+    if item.kind in ("kernels", "products") and ATTENTION in item.scope:
         return "attention"
-    return BREAKDOWN[item.kind]
+    return PART_OF[item.kind]
 
 
 def _collectives(items: Sequence[Item]) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from wanjax.pipelines.base import Settings
 from wanjax.pipelines.text import TEXT_LENGTH
 from wanjax.plan import traced
 from wanjax.plan.chips import SLICES, Slice
-from wanjax.plan.digest import BREAKDOWN, Digest, digests
+from wanjax.plan.digest import PARTS, Digest, digests
 from wanjax.plan.flops import forward_flops
 from wanjax.plan.meshes import choose_mesh
 from wanjax.plan.roofline import Machine, machines
@@ -154,7 +154,7 @@ def outlook(
         step_seconds=step.seconds,
         step_seconds_low=step.low if step.seconds else None,
         step_seconds_high=step.high if step.seconds else None,
-        step_breakdown={part: step.breakdown.get(part, 0.0) for part in BREAKDOWN.values()},
+        step_breakdown={part: step.breakdown.get(part, 0.0) for part in PARTS},
         step_outside_self_attention_seconds=step.seconds and step.seconds - step.self_attention,
         mfu=step.seconds and _step_flops(networks, tokens, guided) / (step.seconds * devices * flops),
         total_seconds=None if None in seconds else sum(filter(None, seconds)),
