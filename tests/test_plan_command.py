@@ -110,6 +110,14 @@ def test_a_trace_counts_what_the_formula_does():
     assert work.alive > 0
 
 
+def test_the_first_frame_counts_as_one_of_the_rest():
+    runs = stages(NETWORKS, VIDEO, "v6e-8", {"tp": 8})
+    priced = {run.name: run.times for stage in outlook._priced(runs).values() for run in stage}
+    assert priced == {"encode_prompts": 1, "step": 2, "decode_next": 3}
+    alone = stages(NETWORKS, replace(VIDEO, frames=1), "v6e-8", {"tp": 8})
+    assert [run.name for run in outlook._priced(alone)["decode"]] == ["decode_first"]
+
+
 def test_a_plan_holds_what_a_network_weighs():
     sizes = outlook.parameters(PUBLISHED["wan2.2-t2v-a14b"], experts=True)
     assert sizes["transformer"] == 2 * PRESETS["wan2.2-t2v-a14b"].transformer_parameters

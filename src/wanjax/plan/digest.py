@@ -3,6 +3,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ from wanjax.plan.pricing import Item, price
 
 ATTENTION = "/attention/"  # the scope of the kernels' one door
 SELF_ATTENTION = "/self_attention/attention/"
-PARTS = ("attention", "matmuls", "elementwise", "copies", "communication")
+PARTS: tuple[str, ...] = ("attention", "matmuls", "elementwise", "copies", "communication")
 PART_OF = {
     "kernels": "elementwise",
     "products": "matmuls",
@@ -21,6 +22,7 @@ PART_OF = {
     "layout": "copies",
     "collectives": "communication",
 }
+AT_ONCE = 2  # programs: each takes one core and up to four gigabytes
 UNITS = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -44,52 +46,46 @@ class Digest:
 
 
 def digests(jobs: Sequence[Job]) -> list[Digest]:
-    """Of each job, in order; what was compiled before is not compiled again. Raises as `compile_all` does."""
-    kept = {index: recall("prices", asdict(job)) for index, job in enumerate(jobs)}
-    missing = [index for index, found in kept.items() if found is None]
-    if missing:
-        for index, made in zip(missing, _made([jobs[index] for index in missing]), strict=True):
-            kept[index] = asdict(made)
-            keep("prices", asdict(jobs[index]), kept[index])
-    return [Digest(**kept[index]) for index in range(len(jobs))]
+    """Of each job, in order, two at a time; what was compiled before is not compiled again. Raises as `compile_all`."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(_kept, jobs))
 
 
-def _made(jobs: Sequence[Job]) -> list[Digest]:
-    """Compiles the programs, then each of their kernels alone, of those that are alike one."""
-    results = compile_all(jobs)
-    calls = {
-        (index, signature)
-        for index, result in enumerate(results)
-        if isinstance(result, Compiled)
-        for signature in kernels(result).values()
-    }
-    wanted = sorted(calls)
-    seconds: dict[Any, float] = {}
-    if wanted:
-        alones = compile_all([alone(jobs[index], signature) for index, signature in wanted], schedules=True)
-        for call, result in zip(wanted, alones, strict=True):
-            if isinstance(result, Compiled):
-                seconds[call] = kernel_seconds(result)
-    return [_digest(index, result, seconds) for index, result in enumerate(results)]
+def _kept(job: Job) -> Digest:
+    if (found := recall("prices", asdict(job))) is not None:
+        return Digest(**found)
+    made = _made(job)
+    keep("prices", asdict(job), asdict(made))
+    return made
 
 
-def _digest(index: int, result: Compiled | CompilerError, seconds: Mapping[Any, float]) -> Digest:
+def _made(job: Job) -> Digest:
+    """Compiles the program, then each of its kernels alone, of those that are alike one."""
+    [result] = compile_all([job])
     if isinstance(result, CompilerError):
-        needed = needed_bytes(str(result))
-        if needed is None:
+        if (needed := needed_bytes(str(result))) is None:
             raise result
         return Digest(arguments=0, peak=needed)
-    of_kernels = {
-        name: seconds[index, signature] for name, signature in kernels(result).items() if (index, signature) in seconds
+    calls = kernels(result)
+    signatures = sorted(set(calls.values()))
+    alones = compile_all([alone(job, signature) for signature in signatures], schedules=True) if signatures else []
+    seconds = {
+        signature: kernel_seconds(compiled)
+        for signature, compiled in zip(signatures, alones, strict=True)
+        if isinstance(compiled, Compiled)
     }
-    priced = price(result, kernels=of_kernels)
+    return _digest(result, {name: seconds[call] for name, call in calls.items() if call in seconds})
+
+
+def _digest(compiled: Compiled, of_kernels: Mapping[str, float]) -> Digest:
+    priced = price(compiled, kernels=of_kernels)
     total = priced.total
-    breakdown = dict.fromkeys(PARTS, 0.0)
+    breakdown: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     for item in priced.items:
         breakdown[_part(item)] += item.cost.mid
     return Digest(
-        arguments=result.memory.arguments,
-        peak=result.memory.peak,
+        arguments=compiled.memory.arguments,
+        peak=compiled.memory.peak,
         seconds=total.mid,
         low=total.low,
         high=total.high,
@@ -98,7 +94,7 @@ def _digest(index: int, result: Compiled | CompilerError, seconds: Mapping[Any, 
             item.cost.mid for item in priced.items if SELF_ATTENTION in item.scope and _part(item) == "attention"
         ),
         collectives=_collectives(priced.items),
-        compile_seconds=result.seconds,
+        compile_seconds=compiled.seconds,
         doubts=[f"the kernel {name} is not priced" for name in priced.unpriced]
         + [f"the loop {name} is counted once" for name in priced.unknown_loops],
     )
