@@ -114,7 +114,7 @@ def test_the_first_frame_counts_as_one_of_the_rest():
     runs = stages(NETWORKS, VIDEO, "v6e-8", {"tp": 8})
     priced = {run.name: run.times for stage in outlook._priced(runs).values() for run in stage}
     assert priced == {"encode_prompts": 1, "step": 2, "decode_next": 3}
-    alone = stages(NETWORKS, replace(VIDEO, frames=1), "v6e-8", {"tp": 8})
+    alone = stages(NETWORKS, VIDEO.updated({"frames": 1}), "v6e-8", {"tp": 8})
     assert [run.name for run in outlook._priced(alone)["decode"]] == ["decode_first"]
 
 
