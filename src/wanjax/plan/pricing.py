@@ -185,7 +185,9 @@ class _Reader:
             return self.item(inner.root, inner, times)
         moved = traffic(self.module, instruction, within)
         if instruction.target == "tpu_custom_call":
-            return Item(instruction.name, "kernels", times, self.kernel(instruction).times(times), bytes=times * moved)
+            return Item(
+                instruction.name, "kernels", times, self.kernel(instruction, moved).times(times), bytes=times * moved
+            )
         opcodes = {part.opcode for part in (instruction, *self.module.inside(instruction))}
         if instruction.opcode.removesuffix("-start") in COLLECTIVES:
             sent = wire_bytes(instruction, within)
@@ -203,7 +205,12 @@ class _Reader:
         cost = by_bytes._replace(high=min(max(by_bytes.mid, estimate), SMELL * by_bytes.mid)).times(times)
         return Item(instruction.name, kind, times, cost, bytes=times * moved, smells=estimate > SMELL * by_bytes.mid)
 
-    def kernel(self, instruction: Instruction) -> Cost:
+    def kernel(self, instruction: Instruction, moved: int) -> Cost:
+        """Its bundles, or reading what it is given and writing what it gives, whichever takes longer."""
+        bundles, least = self._bundles(instruction), moved / (ACHIEVED_BANDWIDTH * self.chip.bandwidth)
+        return bundles if bundles.mid >= least else Cost(ACHIEVED_BANDWIDTH, 1, DEARER).times(least)
+
+    def _bundles(self, instruction: Instruction) -> Cost:
         for name in (instruction.name, re.sub(r"\.\d+$", "", instruction.name)):
             if name in self.kernels:
                 return Cost(CHEAPER, 1, DEARER).times(self.kernels[name])
