@@ -44,7 +44,7 @@ def rope_3d(grid: tuple[int, int, int], axes: tuple[int, int, int], theta: float
 
 
 @jax.named_scope("rope")
-def normed_rope(x: Float[Array, "B L N*D"], norm: nnx.RMSNorm, rope: Rope) -> Float[Array, "B L N D"]:
+def normed_rope(x: Float[Array, "B L N*D"], norm: nnx.RMSNorm, rope: Rope) -> Float[Array, "B L N*D"]:
     """x under a norm over all heads together; in each head channel p is then turned with p + D/2 by the p-th angle.
 
     All in float32. Checkpoints pair channels 2p and 2p + 1; the converter reorders the columns of the q and k weights

@@ -35,6 +35,7 @@ MOVES = {
     "pad",
     "broadcast",
 }
+KERNEL = "tpu_custom_call"
 ACHIEVED_BANDWIDTH = 0.8  # of the nominal one
 CHEAPER, DEARER = 6 / 7, 1.1  # of a kernel's price: how far published measurements stand from it
 SMELL = 3  # an estimate so many times the price by bytes says that the layout is bad
@@ -148,6 +149,8 @@ class _Reader:
         begun: dict[str, tuple[Item, float]] = {}  # what runs beside, and the time that had passed as it began
         passed = 0.0
         for instruction in within.instructions:
+            if instruction.name.startswith("async-collective-done"):  # its work is done in the fusions since its start
+                continue
             if instruction.opcode.endswith("-start"):
                 begun[instruction.name] = (self.item(instruction, within, times), passed)
                 continue
@@ -184,10 +187,10 @@ class _Reader:
             inner = self.module.computations[instruction.called or ""]
             return self.item(inner.root, inner, times)
         moved = traffic(self.module, instruction, within)
-        if instruction.target == "tpu_custom_call":
-            return Item(
-                instruction.name, "kernels", times, self.kernel(instruction, moved).times(times), bytes=times * moved
-            )
+        call, around = self.kernel_in(instruction, within)
+        if call is not None:
+            moved = traffic(self.module, call, around)
+            return Item(instruction.name, "kernels", times, self.kernel(call, moved).times(times), bytes=times * moved)
         opcodes = {part.opcode for part in (instruction, *self.module.inside(instruction))}
         if instruction.opcode.removesuffix("-start") in COLLECTIVES:
             sent = wire_bytes(instruction, within)
@@ -205,15 +208,19 @@ class _Reader:
         cost = by_bytes._replace(high=min(max(by_bytes.mid, estimate), SMELL * by_bytes.mid)).times(times)
         return Item(instruction.name, kind, times, cost, bytes=times * moved, smells=estimate > SMELL * by_bytes.mid)
 
-    def kernel(self, instruction: Instruction, moved: int) -> Cost:
-        """Its bundles, or reading what it is given and writing what it gives, whichever takes longer."""
-        bundles, least = self._bundles(instruction), moved / (ACHIEVED_BANDWIDTH * self.chip.bandwidth)
-        return bundles if bundles.mid >= least else Cost(ACHIEVED_BANDWIDTH, 1, DEARER).times(least)
+    def kernel_in(self, instruction: Instruction, within: Computation) -> tuple[Instruction | None, Computation]:
+        """The kernel that an operation is, or that is fused with a part of a collective, and where it stands."""
+        if instruction.target == KERNEL:
+            return instruction, within
+        inner = None if instruction.called is None else self.module.computations[instruction.called]
+        parts = () if inner is None else inner.instructions
+        return next((part for part in parts if part.target == KERNEL), None), inner or within
 
-    def _bundles(self, instruction: Instruction) -> Cost:
+    def kernel(self, instruction: Instruction, moved: int) -> Cost:
+        least = moved / (ACHIEVED_BANDWIDTH * self.chip.bandwidth)  # reads what it is given, and writes what it gives
         for name in (instruction.name, re.sub(r"\.\d+$", "", instruction.name)):
             if name in self.kernels:
-                return Cost(CHEAPER, 1, DEARER).times(self.kernels[name])
+                return Cost(CHEAPER, 1, DEARER).times(max(self.kernels[name], least))
         if instruction.name in self.schedules:
             schedule = self.schedules[instruction.name]
             run = schedule.run(self.skip.get(instruction.name, ()))

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32
 
 from wanjax.kernels.attention.masks import divide_live, finite_max, log_sum_exp
-from wanjax.kernels.heads import groups, joined
+from wanjax.kernels.heads import joined
 from wanjax.sharding import Layout, pad_to
 
 Kernel = Callable[..., Any]  # attention on one device: (q, k, v, *, key_mask, window, bias, return_lse)
@@ -110,20 +110,15 @@ def _by_both(kernel: Kernel, layout: Layout, place: Placement, q, k, v, keys: in
     if key_mask is not None or (hops > 1 and k.shape[1] > keys):
         key_mask = jnp.ones((k.shape[0], keys), bool) if key_mask is None else key_mask[:, :keys]
         key_mask = jnp.pad(key_mask, ((0, 0), (0, k.shape[1] - keys)))
-    heads, devices = q.shape[2], layout.size("tp")
-    heads_whole = place.heads is None and devices > 1
-
-    def one(q, k, v, key_mask):
-        return kernel(q, k, v, key_mask=key_mask, keys=keys) if hops == 1 else _ring(kernel, q, (k, v, key_mask), hops)
+    heads_whole = place.heads is None and layout.size("tp") > 1
 
     def attend(q, k, v, key_mask):
-        if not heads_whole:
-            return one(q, k, v, key_mask)
-        parts = []
-        for group in zip(*(jnp.split(x, groups(heads, devices), axis=2) for x in (q, k, v)), strict=True):
-            arrived = (_tokens_to_heads(x, devices) for x in group)
-            parts.append(_heads_to_tokens(one(*arrived, key_mask), devices))
-        return joined(parts).reshape(*q.shape[:2], -1, q.shape[3])[:, :, :heads]
+        heads = q.shape[2]
+        if heads_whole:
+            q, k, v = (_tokens_to_heads(x, layout.size("tp")) for x in (q, k, v))
+        one = partial(kernel, keys=keys)
+        out = one(q, k, v, key_mask=key_mask) if hops == 1 else _ring(kernel, q, (k, v, key_mask), hops)
+        return _heads_to_tokens(out, layout.size("tp"))[:, :, :heads] if heads_whole else out
 
     specs = (spec, spec, spec, PartitionSpec(place.batch, "sp"))
     return _on_each(attend, layout, specs, spec)(q, k, v, key_mask)
@@ -146,11 +141,11 @@ def _tokens_to_heads(x: Float[Array, "B L N D"], devices: int) -> Float[Array, "
     return jnp.moveaxis(parts, 0, 1).reshape(batch, devices * length, heads // devices, size)
 
 
-def _heads_to_tokens(x: Float[Array, "B L N D"], devices: int) -> Float[Array, "_N B _L E"]:
-    """Of the device's tokens, the heads that each device had, part by part."""
+def _heads_to_tokens(x: Float[Array, "B L N D"], devices: int) -> Float[Array, "B _L _N D"]:
     batch, length, heads, size = x.shape
     parts = jnp.moveaxis(x.reshape(batch, devices, length // devices, heads * size), 1, 0)
-    return jax.lax.all_to_all(parts, "tp", split_axis=0, concat_axis=0, tiled=True)
+    parts = jax.lax.all_to_all(parts, "tp", split_axis=0, concat_axis=0, tiled=True)
+    return joined(parts).reshape(batch, length // devices, devices * heads, size)
 
 
 def _ring(kernel: Kernel, q: Float[Array, "B L N D"], part: tuple[Array, Array, Mask | None], devices: int) -> Array:

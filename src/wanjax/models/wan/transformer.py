@@ -60,9 +60,9 @@ class SelfAttention(Attention):
 
     @jax.named_scope("self_attention")
     def __call__(self, x: Tokens, rope: Rope) -> Tokens:
-        q = normed_rope(self.q(x), self.q_norm, rope)  # [B L N D]
-        k = normed_rope(self.k(x), self.k_norm, rope)
-        v = apart(self.v(x), self.heads)
+        q = split_heads(normed_rope(self.q(x), self.q_norm, rope), self.heads)  # [B L N D]
+        k = split_heads(normed_rope(self.k(x), self.k_norm, rope), self.heads)
+        v = split_heads(apart(self.v(x)), self.heads)
         return self.out(self.attend(q, k, v, rope.length))
 
 
