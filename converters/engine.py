@@ -261,7 +261,7 @@ def restore(abstract: Module, arrays: Arrays, *, progress: Callable[[int, int], 
 
 
 def save(module: nnx.Module, folder: Path) -> None:
-    """Writes the module's weights under our own names, from which `restore` reads them; raises OSError if it cannot."""
+    """Writes the module's weights to a new folder, from which `restore` reads them; raises as `Arrays.save` does."""
     Arrays.save(folder, parameters(module))
 
 

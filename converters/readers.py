@@ -13,15 +13,19 @@ import numpy as np
 from wanjax.checkpoint import Reader, SafetensorsFile, Spec
 from wanjax.converters.engine import PLACEHOLDER
 from wanjax.errors import WanjaxError
-from wanjax.torch_file import SUFFIXES, TorchFile
+from wanjax.torch_file import SUFFIXES as TORCH
+from wanjax.torch_file import TorchFile
 
+SUFFIXES = (".safetensors", *TORCH)
 Table = list[tuple[re.Pattern, str]]
 
 
 def open_tensors(path: str | Path) -> SafetensorsFile | TorchFile:
     """A file of tensors, of the format that its suffix tells; raises WanjaxError where it cannot be read."""
     path = Path(path).expanduser()
-    return TorchFile(path) if path.suffix in SUFFIXES else SafetensorsFile(path)
+    if path.suffix not in SUFFIXES:
+        raise WanjaxError(f"{path} is no file of weights that can be read: one that ends in {' or '.join(SUFFIXES)} is")
+    return TorchFile(path) if path.suffix in TORCH else SafetensorsFile(path)
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,8 @@ def test_an_index_is_followed_within_its_folder_or_refused(tmp_path, cases):
 
 
 def write_arrays(folder: Path) -> None:
-    arrays = Arrays.create(folder, {key: Spec(x.shape, x.dtype) for key, x in TENSORS.items()}, ())
+    specs = {key: Spec(x.shape, x.dtype) for key, x in TENSORS.items()}
+    arrays = Arrays.create(folder, specs, {key: x.shape for key, x in TENSORS.items()})
     with Writer() as writer:
         for key, x in TENSORS.items():
             writer.write(arrays[key], tuple(slice(0, n) for n in x.shape), x)

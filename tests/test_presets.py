@@ -175,6 +175,23 @@ def test_704_is_offered_for_720():
         PRESETS["wan2.2-ti2v-5b"].defaults.updated({"height": 720}).check(spatial=grid, temporal=4)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"guidance_scale": scale} for scale in (-1.0, math.inf, math.nan)),
+        *({"guidance_scale_2": scale} for scale in (-1.0, math.inf, math.nan)),
+        *({"flow_shift": shift} for shift in (0.0, math.inf, math.nan)),
+    ],
+    ids=str,
+)
+def test_what_is_no_number_of_a_video_is_refused(change):
+    [(name, value)] = change.items()
+    defaults = PRESETS["wan2.2-t2v-a14b"].defaults
+    defaults.check(spatial=16, temporal=4)
+    with pytest.raises(WanjaxError, match=f"the {name.removesuffix('_2').replace('_', ' ')} {value} is not a finite"):
+        defaults.updated(change).check(spatial=16, temporal=4)
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_says_its_parameters(name):
     assert PRESETS[name].transformer_parameters == NETWORKS[name.removesuffix("-4step")].parameters

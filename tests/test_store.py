@@ -38,7 +38,9 @@ STACKED = ("blocks.q.kernel", "blocks.q.bias")
 def folder(tmp_path, monkeypatch):
     """The tensors, in chunks of which each array has several."""
     monkeypatch.setattr(store, "CHUNK", 1 << 10)
-    arrays = Arrays.create(tmp_path / "w", {name: Spec(x.shape, x.dtype) for name, x in TENSORS.items()}, STACKED)
+    specs = {name: Spec(x.shape, x.dtype) for name, x in TENSORS.items()}
+    chunks = {name: chunk_shape(spec, name in STACKED) for name, spec in specs.items()}
+    arrays = Arrays.create(tmp_path / "w", specs, chunks)
     with Writer() as writer:
         for name, x in TENSORS.items():
             for piece in arrays[name].pieces():

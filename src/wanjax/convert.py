@@ -29,8 +29,9 @@ from wanjax.errors import WanjaxError
 from wanjax.hub import INDEX
 from wanjax.networks import NETWORKS, Network, components, network
 from wanjax.sources import FORMAT, MANIFEST, WEIGHTS, Source, WanjaxSource, Weights, read_json
-from wanjax.store import Arrays, synchronise
+from wanjax.store import Arrays, chunk_shape, synchronise
 
+PARTIAL = ".{}.partial"  # the folder beside the target until it is complete
 REQUEST = "request.json"  # what was asked for, in a folder that is not complete
 NOT_NETWORKS = re.compile(r"Tokenizer|Scheduler|Processor|Extractor|Guidance")
 BESIDE = ("*.json", "README.md", "LICENSE*", "NOTICE*")
@@ -79,7 +80,7 @@ class Conversion(ABC):
     def __init__(self, source: Source, target: Path):
         self.source = source
         self.target = target.expanduser().absolute()
-        self.partial = self.target.with_name(f".{self.target.name}.partial")
+        self.partial = self.target.with_name(PARTIAL.format(self.target.name))
         self._opened: dict[str, Weights] = {}
         self.parts = [self._part(name) for name, kind in components(source.index).items() if _is_network(kind)]
 
@@ -241,7 +242,8 @@ class ToWanjax(Conversion):
         for part in self.parts:
             plan = self._plans[part.name]
             stacks = {fill.target for fill in plan if fill.stacked}
-            arrays = Arrays.create(self.partial / part.name / WEIGHTS, part.written, stacks)
+            chunks = {name: chunk_shape(spec, name in stacks) for name, spec in part.written.items()}
+            arrays = Arrays.create(self.partial / part.name / WEIGHTS, part.written, chunks)
             stream(plan, self._weights(part.name), arrays, progress)
 
     def _finish(self, progress: Callable[[int], object]) -> None:
@@ -416,4 +418,6 @@ def _writing(target: Path) -> Iterator[None]:
         yield
     except OSError as error:
         why = error.strerror or error
-        raise WanjaxError(f"{target} cannot be written, {why}: what is complete is kept for the next run") from error
+        begun = target.with_name(PARTIAL.format(target.name)).exists()
+        then = "what is complete is kept for the next run" if begun else "name a folder that can"
+        raise WanjaxError(f"{target} cannot be written, {why}: {then}") from error

@@ -34,7 +34,7 @@ def resolve(
     """
     folder = locate(source, revision=revision)
     if not (folder / INDEX).is_file():
-        raise WanjaxError(f"{source} holds no {INDEX}: a checkpoint in the diffusers layout is needed")
+        raise WanjaxError(f"{source} holds no {INDEX}: a whole checkpoint, by diffusers or Wan's authors, is needed")
     if Path(source).expanduser().exists():
         return folder
     if components is None:
@@ -65,7 +65,10 @@ def locate_file(source: str | Path, *, revision: str | None = None, progress: Pr
     named = HUB_FILE.fullmatch(str(source))
     if named is None or file.exists() or ".." in Path(named["file"]).parts:
         raise WanjaxError(f"there is no file {file}, and it is not one of the hub, which is OWNER/NAME/FILE")
-    folder = download(named["repository"], [named["file"]], revision=revision, progress=progress)
+    try:
+        folder = download(named["repository"], [named["file"]], revision=revision, progress=progress)
+    except WanjaxError as error:
+        raise WanjaxError(f"there is no file {file}; {error}") from error
     if not (folder / named["file"]).is_file():
         raise WanjaxError(f"there is no file {file}, and {named['repository']} on the hub holds no {named['file']}")
     return folder / named["file"]

@@ -58,9 +58,16 @@ class _Recognised(Source):
     @cached_property
     def _published(self) -> DiffusersSource:
         """The repository with the same model."""
-        if self.origin == self.name:
-            raise WanjaxError(f"{self.name} is no published model's, so what it lacks has to lie beside it")
         return DiffusersSource(self.origin)
+
+    def _lending(self, component: str) -> DiffusersSource:
+        """That repository, if there is one, for a component that the layout does not hold."""
+        if self.origin == self.name:
+            raise WanjaxError(
+                f"{self.name} holds no {component}, and its transformer has the size of no published model, which "
+                "would have one: a whole checkpoint is needed"
+            )
+        return self._published
 
     @property
     def origin(self) -> str:
@@ -78,15 +85,15 @@ class _Recognised(Source):
         if component == "scheduler":
             return _scheduler(self._transformer, "transformer_2" in self.index)
         found = self.part(component)
-        return self._published.config(component) if found is None else found.json
+        return self._lending(component).config(component) if found is None else found.json
 
     def weights(self, component: str) -> Weights:
         found = self.part(component)
-        return self._published.weights(component) if found is None else found.weights
+        return self._lending(component).weights(component) if found is None else found.weights
 
     def files(self, component: str) -> Sequence[Path]:
         own = component == "scheduler" or self.part(component) is not None
-        return [] if own else self._published.files(component)
+        return [] if own else self._lending(component).files(component)
 
 
 class OriginalSource(_Recognised):
@@ -144,6 +151,12 @@ class FileSource(_Recognised):
         self.root = path  # beside which lies what is not of it
         self._parts = parts(open_tensors(path))
         self.index = _index(self._transformer, experts=False)
+
+    @property
+    def lent(self) -> list[str]:
+        """The components that the file does not hold, which the same model's repository gives."""
+        own = {"scheduler", *self._parts}
+        return [name for name, kind in self.index.items() if isinstance(kind, list) and name not in own]
 
     def part(self, component: str) -> Part | None:
         return self._parts.get(component)

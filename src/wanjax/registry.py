@@ -352,7 +352,7 @@ def _layout(mesh: Mesh | str | None, rules: str, configs: WanConfigs, settings: 
 
 
 def find(model: str | Path, revision: str | None = None) -> tuple[Source, Preset | None]:
-    """The checkpoint for a known name, a Hugging Face id or a folder, and the preset where it is a published one.
+    """The checkpoint for a known name or any that `open_source` opens, and the preset where it is a published one.
 
     Raises WanjaxError where there is none.
     """
@@ -372,8 +372,9 @@ def _published(name: str) -> Preset | None:
 
 
 def _unknown(name: str) -> str:
-    near = get_close_matches(name, PRESETS, n=3, cutoff=0.4) or list(PRESETS)
-    return f"no model is named {name!r}: a near name is {' or '.join(near)}, and a hub id is OWNER/NAME"
+    near = get_close_matches(name, PRESETS, n=3, cutoff=0.5)
+    told = f"a near name is {' or '.join(near)}" if near else "`wanjax models` lists the names"
+    return f"no model is named {name!r}, nor is there such a folder or file: {told}, and a hub id is OWNER/NAME"
 
 
 def _defaults(source: Source, task: Task, experts: bool, name: str) -> Settings:

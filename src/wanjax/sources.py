@@ -17,8 +17,9 @@ from flax import nnx
 from wanjax.checkpoint import Reader, SafetensorsFolder
 from wanjax.converters import engine
 from wanjax.converters.engine import Rule
+from wanjax.converters.readers import SUFFIXES
 from wanjax.errors import WanjaxError
-from wanjax.hub import INDEX, locate, resolve
+from wanjax.hub import HUB_FILE, INDEX, locate, locate_file, resolve
 from wanjax.store import Arrays
 
 MANIFEST = "wanjax.json"  # of a checkpoint that `wanjax convert` wrote: where it comes from, and what it holds
@@ -156,15 +157,19 @@ class WanjaxSource(DiffusersSource):
 
 
 def open_source(name: str | Path, revision: str | None = None) -> Source:
-    """The checkpoint of this name: a folder's, a single file's, or a Hugging Face repository's at a revision.
+    """The checkpoint of this name: a folder, a file, or a Hugging Face repository or OWNER/NAME/FILE, at a revision.
 
     Raises WanjaxError where there is none, or it is in no layout that is known.
     """
     from wanjax.layouts import FileSource, OriginalSource  # here: they are sources too, made of what stands above
 
     path = Path(name).expanduser()
+    if revision is not None and path.exists():
+        raise WanjaxError(f"{path} is not on the hub: it has no revision {revision}")
     if path.is_file():
         return FileSource(path)
+    if path.suffix in SUFFIXES and HUB_FILE.fullmatch(str(name)):
+        return FileSource(locate_file(name, revision=revision))
     if (path / MANIFEST).is_file():
         return WanjaxSource(name)
     if OriginalSource.is_at(locate(name, revision=revision)):

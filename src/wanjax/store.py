@@ -14,8 +14,9 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import product
 from math import ceil, prod
@@ -25,6 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 import tensorstore as ts
+from jax.experimental import multihost_utils
 
 from wanjax.checkpoint import Spec, aligned
 from wanjax.errors import WanjaxError
@@ -166,15 +168,14 @@ class Arrays:
         self._arrays = {name: StoredArray(path / name) for name in names}
 
     @classmethod
-    def create(cls, path: Path, specs: Mapping[str, Spec], stacked: Collection[str]) -> "Arrays":
-        """Arrays to be written, those named in `stacked` in chunks of whole blocks; keeps what is already written."""
+    def create(cls, path: Path, specs: Mapping[str, Spec], chunks: Mapping[str, Sequence[int]]) -> "Arrays":
+        """Arrays to be written in chunks of these shapes; keeps what is already written."""
         path.mkdir(parents=True, exist_ok=True)
         for name, spec in specs.items():
-            chunk = chunk_shape(spec, name in stacked)
             metadata = {
                 "shape": spec.shape,
                 "data_type": spec.dtype.name,
-                "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
+                "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunks[name]}},
                 "codecs": CODECS,
             }
             StoredArray(path / name, metadata)
@@ -186,15 +187,30 @@ class Arrays:
         return cls(path)
 
     @classmethod
-    def save(cls, path: Path, weights: Mapping[str, jax.Array], stacked: Collection[str] = ()) -> "Arrays":
-        """Writes arrays that are spread over devices, each process the shards of its own, one shard at a time."""
-        arrays = cls.create(path, {name: Spec(x.shape, np.dtype(x.dtype)) for name, x in weights.items()}, stacked)
+    def save(cls, path: Path, weights: Mapping[str, jax.Array]) -> None:
+        """Writes arrays that are spread over devices, each process the shards of its own, one shard at a time.
+
+        They have their name when all are complete. Raises WanjaxError if something has it, OSError if it cannot write.
+        """
+        partial = path.with_name(f".{path.name}.partial")
+        if path.exists():
+            raise WanjaxError(f"{path} is there already: name a new folder to save weights in")
+        if jax.process_index() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        _wait_for_all(f"{path} is empty")
+        specs = {name: Spec(x.shape, np.dtype(x.dtype)) for name, x in weights.items()}
+        shards = {name: x.sharding.shard_shape(x.shape) for name, x in weights.items()}
+        arrays = cls.create(partial, specs, {name: chunk_of_shard(shards[name], specs[name].dtype) for name in specs})
         for name, values in weights.items():
             for shard in values.addressable_shards:
                 if shard.replica_id == 0:
                     with Writer() as writer:
                         writer.write(arrays[name], shard.index, np.asarray(shard.data))
-        return arrays
+        _wait_for_all(f"{path} is written")
+        if jax.process_index() == 0:
+            synchronise(arrays.files())
+            partial.rename(path)
+        _wait_for_all(f"{path} is complete")
 
     def __getitem__(self, name: str) -> StoredArray:
         return self._arrays[name]
@@ -259,6 +275,21 @@ def chunk_shape(spec: Spec, stacked: bool) -> tuple[int, ...]:
         longest = chunk.index(max(chunk))
         chunk[longest] = ceil(chunk[longest] / 2)
     return tuple(chunk)
+
+
+def chunk_of_shard(shard: Sequence[int], dtype: np.dtype) -> tuple[int, ...]:
+    """The sizes of the chunks of a shard, none of which another shard has a part of: two may be written at a time."""
+    chunk = list(shard)
+    while prod(chunk) * dtype.itemsize > CHUNK:
+        longest = max(chunk)
+        chunk[chunk.index(longest)] = max(n for n in range(1, longest) if longest % n == 0)
+    return tuple(chunk)
+
+
+def _wait_for_all(what: str) -> None:
+    """Until all processes that run this have come so far."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(what)
 
 
 def synchronise(files: set[Path]) -> None:

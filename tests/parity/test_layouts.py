@@ -221,7 +221,9 @@ def test_a_file_of_another_model_is_named(tmp_path, diffusers):
     save_safetensors(tmp_path / "flux.safetensors", {"double_blocks.0.weight": np.ones(2, np.float32)})
     assert "flux.safetensors holds no transformer of Wan" in refusal(tmp_path / "flux.safetensors")
     save_safetensors(tmp_path / "tiny.safetensors", theirs(diffusers, "transformer"))
-    assert "is no published model's, so what it lacks has to lie beside it" in refusal(tmp_path / "tiny.safetensors")
+    assert "holds no vae, and its transformer has the size of no published model" in refusal(
+        tmp_path / "tiny.safetensors"
+    )
 
 
 def test_an_image_encoder_by_the_authors_is_that_of_transformers(tmp_path):

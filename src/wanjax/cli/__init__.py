@@ -220,9 +220,10 @@ def warmup(report: Report, **given: Any) -> None:
 @click.option("--verify", "check", is_flag=True, help="Compare SOURCE, a wanjax checkpoint, with its checksums.")
 @click.pass_obj
 def convert(report: Report, **given: Any) -> None:
-    """Convert SOURCE, a name, hub id or folder, to a checkpoint in FOLDER.
+    """Convert SOURCE, a name, hub id, folder or file, to a checkpoint in FOLDER.
 
-    What is written there is restored straight onto any number of devices. Weights stay as they are stored unless
+    A folder is laid out as diffusers or Wan's authors do it; a file holds the transformer, and more or not, as for
+    ComfyUI. What is written is restored straight onto any number of devices. Weights stay as they are stored unless
     --dtype is given. What was stopped goes on when the same command is run again.
     """
     from wanjax.cli import conversion

@@ -10,6 +10,7 @@ import click
 from wanjax.cli.report import Report
 from wanjax.convert import Conversion, Progress, ToDiffusers, ToWanjax, verify
 from wanjax.errors import WanjaxError
+from wanjax.layouts import FileSource
 from wanjax.networks import NETWORKS, components, network
 from wanjax.registry import find
 from wanjax.sources import Source
@@ -27,6 +28,8 @@ def convert(
     found, preset = find(source, revision)
     if preset and preset.loras and source == preset.name:
         raise WanjaxError(f"{source} is {preset.source} with a LoRA, merged when it is loaded: convert the former")
+    if isinstance(found, FileSource) and (lent := found.lent):
+        report.note(f"{source} holds no {', '.join(lent)}: taken from {found.origin}")
     if to == "diffusers":
         conversion: Conversion = ToDiffusers(found, target)
     else:
@@ -59,7 +62,7 @@ def _dtypes(given: Sequence[str], source: Source) -> dict[str, str]:
     for text in given:
         name, _, dtype = text.rpartition("=")
         if dtype not in ("bfloat16", "float32"):
-            raise WanjaxError(f"--dtype {text} is not bfloat16 or float32, nor COMPONENT= and one of them")
+            raise WanjaxError(f"--dtype {text} is no dtype to store weights in: bfloat16 or float32 is")
         listed = [known for known, kind in components(source.index).items() if kind in NETWORKS]
         names = [name] if name else [known for known in listed if not network(source, known).float32]
         chosen |= dict.fromkeys(names, dtype)
@@ -88,15 +91,19 @@ def _bar(report: Report) -> Iterator[Progress]:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (TextColumn("{task.description:10}"), BarColumn(24), DownloadColumn(), TransferSpeedColumn())
-    tasks = {}
-    with Progress(*columns, TimeRemainingColumn(), console=report.console) as progress:
+    tasks, progress = {}, Progress(*columns, TimeRemainingColumn(), console=report.console)
 
-        def tell(at: str, done: int, total: int) -> None:
-            if at not in tasks:
-                tasks[at] = progress.add_task(at, total=total)
-            progress.update(tasks[at], completed=done)
+    def tell(at: str, done: int, total: int) -> None:
+        progress.start()
+        if at not in tasks:
+            tasks[at] = progress.add_task(at, total=total)
+        progress.update(tasks[at], completed=done)
 
+    try:
         yield tell
+    finally:
+        if tasks:
+            progress.stop()
 
 
 def _size(number: int) -> str:

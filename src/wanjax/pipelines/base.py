@@ -2,6 +2,7 @@
 """What every pipeline speaks of: the settings of a video, embeddings, a step on the way, parts that load late."""
 
 import dataclasses
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -68,14 +69,16 @@ class Settings:
         if self.steps < 1:
             raise WanjaxError(f"{self.steps} steps cannot make a video: at least 1 is needed")
         for scale in (self.guidance_scale, self.guidance_scale_2 or 0.0):
-            if not scale >= 0:
-                raise WanjaxError(f"the guidance scale {scale} is below zero: 1 is none, 5 is usual")
+            if not 0 <= scale < math.inf:
+                raise WanjaxError(
+                    f"the guidance scale {scale} is not a finite number from 0 on: 1 is none, 5 usual"
+                )
         if not 0 <= (self.boundary or 0.0) <= 1:
             raise WanjaxError(f"the boundary {self.boundary} is not a noise level from 0 to 1: 0.875 is usual")
         if not 0 < self.strength <= 1:
             raise WanjaxError(f"the strength {self.strength} is not above 0 and at most 1: 0.8 is usual")
-        if not self.flow_shift > 0:
-            raise WanjaxError(f"the flow shift {self.flow_shift} is not above zero: 3 to 12 is usual")
+        if not 0 < self.flow_shift < math.inf:
+            raise WanjaxError(f"the flow shift {self.flow_shift} is not a finite number above 0: 3 to 12 is usual")
         if self.fps < 1:
             raise WanjaxError(f"{self.fps} frames a second cannot be played: at least 1 is needed")
         if self.resize not in RESIZES:
