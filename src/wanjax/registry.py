@@ -315,14 +315,15 @@ def load(
         raise WanjaxError(f"the two transformers of {source.name} differ in their config.json: experts are alike")
     configs = WanConfigs(transformer=transformer.config, vae=vae.config, experts=experts)
     task = task_of(source.index, configs.transformer, configs.vae)
-    stored = param_dtype or (preset.param_dtype if preset else _stored_dtype(source))
+    kept = param_dtype or (preset.param_dtype if preset else None)  # None: each network's own
     defaults = preset.defaults if preset else _defaults(source, task, experts, str(model))
     boundary = (source.index.get("boundary_ratio") or defaults.boundary) if experts else None
     guidance_scale_2 = defaults.guidance_scale_2 if experts else None
     defaults = replace(defaults, boundary=boundary, guidance_scale_2=guidance_scale_2)
-    defaults = replace(defaults, dtype=dtype or ("float32" if jax.default_backend() == "cpu" else stored))
+    usual = "float32" if jax.default_backend() == "cpu" else kept or _stored_dtype(source, "transformer")
+    defaults = replace(defaults, dtype=dtype or usual)
     layout = _layout(mesh, rules, configs, defaults)
-    build = partial(_build, source, jnp.dtype(defaults.dtype), jnp.dtype(stored), layout, progress)
+    build = partial(_build, source, jnp.dtype(defaults.dtype), kept, layout, progress)
     loaders = {
         "tokenizer": lambda: Tokenizer.load(source.files("tokenizer")[0].parent),
         "text_encoder": lambda: build("text_encoder", network(source, "text_encoder")),
@@ -385,9 +386,9 @@ def _defaults(source: Source, task: Task, experts: bool, name: str) -> Settings:
     return LIKE.get((task, experts), _T2V_1_3B).defaults.updated({"flow_shift": shift} | own | {"model": name})
 
 
-def _stored_dtype(source: Source) -> str:
-    """The dtype in which most of the transformer's bytes are; float32 if that is not one we keep weights in."""
-    weights, stored = source.weights("transformer"), Counter()
+def _stored_dtype(source: Source, name: str) -> str:
+    """The dtype in which most of a network's bytes are; float32 if that is not one we keep weights in."""
+    weights, stored = source.weights(name), Counter()
     for key in weights.keys():  # noqa: SIM118
         stored[str(weights.spec(key).dtype)] += weights.spec(key).nbytes
     [(dtype, _)] = stored.most_common(1)
@@ -397,7 +398,7 @@ def _stored_dtype(source: Source) -> str:
 def _build(
     source: Source,
     dtype: DTypeLike,
-    param_dtype: DTypeLike,
+    param_dtype: str | None,
     layout: Layout | None,
     progress: Progress | None,
     name: str,
@@ -406,7 +407,8 @@ def _build(
 ) -> nnx.Module:
     """A network with its weights."""
     if network.float32:
-        dtype = param_dtype = jnp.float32
-    abstract = placed(network.abstract(dtype=dtype, param_dtype=param_dtype, **options), layout)
+        dtype, param_dtype = jnp.float32, "float32"
+    kept = jnp.dtype(param_dtype or _stored_dtype(source, name))
+    abstract = placed(network.abstract(dtype=dtype, param_dtype=kept, **options), layout)
     told = None if progress is None else partial(progress, name)
     return source.load(name, abstract, network.rules, ignore=network.unused, progress=told)
