@@ -89,10 +89,14 @@ def norm(source: str, target: str, *, bias: bool = False, rows: Transform = IDEN
 
 @dataclass(frozen=True)
 class Fill:
-    """One parameter: the tensors that fill it, one for each index of its stacked axis, or just one."""
+    """One parameter: the tensors that fill it, one for each index of its stacked axis, or just one.
+
+    `names` are what the rule calls the tensors, which `sources` has by the aliases that are in the files.
+    """
 
     target: str
     sources: tuple[str, ...]
+    names: tuple[str, ...]
     transform: Transform
     stacked: bool
 
@@ -173,13 +177,14 @@ def _fill(
     stacked = set(PLACEHOLDER.findall(rule.source)) - set(indices)
     if len(stacked) > 1:
         raise ValueError(f"{rule.source} -> {rule.target}: only one placeholder can be stacked, not {sorted(stacked)}")
-    keys, surplus = [], set()
+    keys, own, surplus = [], [], set()
     for i in range(shape[0]) if stacked else [0]:
         values = indices | dict.fromkeys(stacked, str(i))
         names = [PLACEHOLDER.sub(lambda found: values[found[1]], name) for name in (rule.source, *rule.aliases)]  # noqa: B023
+        own.append(names[0])
         keys.append(next((name for name in names if name in sources), names[0]))
         surplus |= set(names) - {keys[-1]}
-    return Fill(target, tuple(keys), rule.transform, bool(stacked)), surplus
+    return Fill(target, tuple(keys), tuple(own), rule.transform, bool(stacked)), surplus
 
 
 def _misfit(source: Described, target: Described, fill: Fill) -> str:

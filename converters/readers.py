@@ -114,6 +114,22 @@ class Renamed(View):
         return self._reader.read(self._keys[key])
 
 
+class Together:
+    """Checkpoints as one; none has a tensor that another has."""
+
+    def __init__(self, *readers: Reader):
+        self._readers = {key: reader for reader in readers for key in reader.keys()}  # noqa: SIM118
+
+    def keys(self) -> Sequence[str]:
+        return tuple(self._readers)
+
+    def spec(self, key: str) -> Spec:
+        return self._readers[key].spec(key)
+
+    def read(self, key: str) -> np.ndarray:
+        return self._readers[key].read(key)
+
+
 class Flattened(View):
     """A checkpoint whose named tensors have lost their leading axes of size 1."""
 

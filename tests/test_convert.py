@@ -18,12 +18,13 @@ from click.testing import CliRunner
 
 import wanjax
 from tests.test_bad_input import corrupt, truncated, with_other_keys, without_a_shard
-from tests.tiny import tiny_checkpoint
-from wanjax import convert
+from tests.tiny import tiny_checkpoint, tiny_image_checkpoint
+from wanjax import convert, registry
 from wanjax.checkpoint import SafetensorsFolder, load_safetensors, save_safetensors
 from wanjax.cli import main
 from wanjax.convert import ToDiffusers, ToWanjax, verify
 from wanjax.converters import engine
+from wanjax.converters.engine import parameters
 from wanjax.errors import WanjaxError
 from wanjax.networks import Network
 from wanjax.sources import open_source
@@ -102,7 +103,8 @@ def refused(*arguments: str | Path) -> str:
 
 def tensors(folder: Path) -> dict[str, tuple]:
     """The dtype, the shape and the bytes of all tensors of a folder in the layout of diffusers."""
-    weights = {name: SafetensorsFolder(folder / name) for name in NETWORKS if (folder / name).exists()}
+    present = (name for name in (*NETWORKS, "image_encoder") if (folder / name).exists())
+    weights = {name: SafetensorsFolder(folder / name) for name in present}
     return {
         f"{name}.{key}": (*reader.spec(key), reader.read(key).tobytes())
         for name, reader in weights.items()
@@ -127,6 +129,27 @@ def test_there_and_back_is_equal_bit_for_bit(source, converted, tmp_path):
     again = tmp_path / "again"
     ToWanjax(open_source(tmp_path / "back"), again).run()
     assert checksums(again) == checksums(converted)
+
+
+@pytest.mark.parametrize("prefix", ["vision_model.", ""])
+def test_what_a_network_has_no_use_for_goes_there_and_back_too(prefix, tmp_path):
+    """CLIP's last block and norm, by whichever of their names; no more is read of them when it is loaded."""
+    given = tiny_image_checkpoint(tmp_path / "given")
+    weights = given / "image_encoder" / "model.safetensors"
+    used = {key: np.array(x) for key, x in load_safetensors(weights).items()}
+    last = {key.replace(".0.", ".1."): x + 1 for key, x in used.items() if ".layers.0." in key}
+    more = {"vision_model.post_layernorm.weight": np.ones(16, np.float32), **last}
+    more["vision_model.embeddings.position_ids"] = np.arange(5)[None]
+    whole = {prefix + key.removeprefix("vision_model."): x for key, x in (used | more).items()}
+    save_safetensors(weights, whole)
+    assert ToWanjax(open_source(given), tmp_path / "there").run()
+    verify(open_source(tmp_path / "there"))
+    assert ToDiffusers(open_source(tmp_path / "there"), tmp_path / "back").run()
+    assert tensors(tmp_path / "back") == tensors(given)
+    assert set(tensors(given)) >= {f"image_encoder.{key}" for key in whole}
+    encoders = [parameters(registry.load(tmp_path / name).image_encoder) for name in ("given", "there")]
+    for name, x in encoders[0].items():
+        np.testing.assert_array_equal(x, encoders[1][name])
 
 
 def json_or_text(path: Path):
@@ -191,6 +214,9 @@ def test_the_command_says_what_it_reads_and_writes(source, tmp_path):
     assert (status, "is as it was written" in err) == (0, True)
 
 
+KERNELS = {"text_encoder": "blocks.attn.q.kernel", "transformer": "proj_out.kernel", "vae": "quant.kernel"}
+
+
 def test_a_component_can_have_a_dtype_of_its_own(source, tmp_path):
     wanjax_command(
         source, tmp_path / "x", "--dtype", "bfloat16", "--dtype", "text_encoder=float32", "--dtype", "vae=bfloat16"
@@ -198,6 +224,9 @@ def test_a_component_can_have_a_dtype_of_its_own(source, tmp_path):
     arrays = checksums(tmp_path / "x")
     assert {words.split()[0] for words in arrays["text_encoder"].values()} >= {"float32"}
     assert arrays["transformer"]["proj_out.kernel"].startswith("bfloat16")
+    pipe = registry.load(tmp_path / "x")  # where each is kept as it is stored, but for the autoencoder
+    kinds = [parameters(getattr(pipe, name))[key].dtype.name for name, key in KERNELS.items()]
+    assert kinds == ["float32", "bfloat16", "float32"]
     assert arrays["vae"]["quant.kernel"].startswith("bfloat16")
 
 
@@ -370,6 +399,8 @@ def flip(transformer: Path) -> Path:
 KILLED = """
 import os, random, signal, sys
 from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"
 from wanjax import convert, store
 from wanjax.sources import open_source
 

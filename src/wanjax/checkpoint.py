@@ -237,7 +237,7 @@ def shards(reader: Reader, stem: str, limit: float = SHARD) -> dict[str, list[st
     return {f"{stem}-{i:05}-of-{len(groups):05}.safetensors": keys for i, keys in enumerate(groups, 1)}
 
 
-def save_index(folder: Path, stem: str, files: Mapping[str, Sequence[str]], nbytes: int) -> None:
+def save_index(folder: Path, stem: str, files: Mapping[str, Iterable[str]], nbytes: int) -> None:
     """Writes the index of a component's shards, which says in which of them each tensor is."""
     weight_map = {key: file for file, keys in files.items() for key in keys}
     index = {"metadata": {"total_size": nbytes}, "weight_map": weight_map}

@@ -15,7 +15,8 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from wanjax.converters.stream import stored, stream
 from wanjax.errors import WanjaxError
 from wanjax.hub import INDEX
 from wanjax.networks import NETWORKS, Network, components, network
-from wanjax.sources import FORMAT, MANIFEST, WEIGHTS, Source, WanjaxSource, Weights, read_json
+from wanjax.sources import FORMAT, MANIFEST, UNUSED, WEIGHTS, Source, WanjaxSource, Weights, read_json
 from wanjax.store import Arrays, chunk_shape, synchronise
 
 PARTIAL = ".{}.partial"  # the folder beside the target until it is complete
@@ -43,12 +44,13 @@ Progress = Callable[[str, int, int], object]
 
 @dataclass(frozen=True)
 class Part:
-    """A network on its way: the tensors that are read for it, and those that are written."""
+    """A network on its way: the tensors that are read for it, those that are written, and those kept as they are."""
 
     name: str
     network: Network
     read: Mapping[str, Spec]
     written: Mapping[str, Spec]
+    kept: Mapping[str, Spec] = field(default_factory=dict)
 
     @property
     def parameters(self) -> int:
@@ -56,11 +58,11 @@ class Part:
 
     @property
     def bytes_read(self) -> int:
-        return sum(spec.nbytes for spec in self.read.values())
+        return sum(spec.nbytes for spec in (*self.read.values(), *self.kept.values()))
 
     @property
     def bytes_written(self) -> int:
-        return sum(spec.nbytes for spec in self.written.values())
+        return sum(spec.nbytes for spec in (*self.written.values(), *self.kept.values()))
 
     @property
     def dtype(self) -> str:
@@ -134,6 +136,27 @@ class Conversion(ABC):
     @abstractmethod
     def _finish(self, progress: Callable[[int], object]) -> None:
         """Makes sure that all is right, and on the disk."""
+
+    def _written(
+        self, name: str, file: str, specs: Mapping[str, Spec], reader: Reader, progress: Callable[[int], object]
+    ) -> None:
+        """Writes tensors to a file of a component, unless it is there: then it is complete."""
+        path = self.partial / name / file
+        if path.exists():
+            progress(sum(spec.nbytes for spec in specs.values()))
+        else:
+            write_safetensors(path, _Told(reader, progress), specs, {"format": "pt"})
+
+    def _compare(
+        self, name: str, file: str, specs: Mapping[str, Spec], reader: Reader, progress: Callable[[int], object]
+    ) -> None:
+        """Raises WanjaxError unless the file of a component holds these tensors."""
+        found = SafetensorsFile(self.partial / name / file)
+        for key, spec in specs.items():
+            if found.spec(key) != spec or found.read(key).tobytes() != reader.read(key).tobytes():
+                found.path.unlink()
+                raise WanjaxError(f"{key!r} in {found.path} is not what was written: run it again")
+            progress(spec.nbytes)
 
     def _weights(self, name: str) -> Weights:
         """A component's tensors, whose headers are read once."""
@@ -224,7 +247,8 @@ class ToWanjax(Conversion):
         targets = engine.parameters(found.abstract(dtype=made_with, param_dtype=made_with))
         self._plans[name] = plan = engine.plan(found.rules, specs, targets, ignore=found.unused)
         read = {key: specs[key] for fill in plan for key in fill.sources}
-        return Part(name, found, read, stored(plan, specs, targets, dtype))
+        kept = {key: spec for key, spec in specs.items() if any(fnmatchcase(key, x) for x in found.unused)}
+        return Part(name, found, read, stored(plan, specs, targets, dtype), kept)
 
     def _request(self) -> dict[str, Any]:
         return {
@@ -245,6 +269,8 @@ class ToWanjax(Conversion):
             chunks = {name: chunk_shape(spec, name in stacks) for name, spec in part.written.items()}
             arrays = Arrays.create(self.partial / part.name / WEIGHTS, part.written, chunks)
             stream(plan, self._weights(part.name), arrays, progress)
+            if part.kept:
+                self._written(part.name, UNUSED, part.kept, self._weights(part.name), progress)
 
     def _finish(self, progress: Callable[[int], object]) -> None:
         found = {}
@@ -255,11 +281,14 @@ class ToWanjax(Conversion):
                 stray.unlink()
             synchronise(arrays.files())
             found[part.name] = self._verified(arrays, progress)
+            if part.kept:
+                self._compare(part.name, UNUSED, part.kept, self._weights(part.name), progress)
         manifest = {
             "format": FORMAT,
             "licence": self._licence(),
             "request": self._request(),
             "networks": found,
+            "names": {name: aliases for name, plan in self._plans.items() if (aliases := _aliases(plan))},
             "files": {str(path.relative_to(self.partial)): _digest(path) for path in _beside(self.partial)},
         }
         _save_json(self.partial / MANIFEST, manifest)
@@ -285,12 +314,13 @@ class ToDiffusers(Conversion):
     def __init__(self, source: Source, target: Path):
         if not isinstance(source, WanjaxSource):
             raise WanjaxError(f"{source.name} is no wanjax checkpoint: only what `convert` wrote can be written back")
+        self._stored = source
         self._readers: dict[str, Reader] = {}
         super().__init__(source, target)
 
     def _part(self, name: str) -> Part:
         found, arrays = network(self.source, name), self._weights(name)
-        self._readers[name] = exported = self.source.tensors(name, found.rules)
+        self._readers[name] = exported = self._stored.original(name, found.rules)
         read = {key: arrays.spec(key) for key in arrays.keys()}  # noqa: SIM118
         return Part(name, found, read, {key: exported.spec(key) for key in exported.keys()})  # noqa: SIM118
 
@@ -300,20 +330,18 @@ class ToDiffusers(Conversion):
     def _is_there(self) -> bool:
         return False
 
-    def _shards(self, part: Part) -> tuple[str, dict[str, list[str]]]:
-        """The name that the component's files begin with, and the keys that each holds."""
+    def _shards(self, part: Part) -> tuple[str, dict[str, dict[str, Spec]]]:
+        """The name that the component's files begin with, and what each holds."""
         library = self.source.index[part.name][0]
         stem = "model" if library == "transformers" else "diffusion_pytorch_model"
-        return stem, shards(self._readers[part.name], stem)
+        files = shards(self._readers[part.name], stem)
+        return stem, {name: {key: part.written[key] for key in keys} for name, keys in files.items()}
 
     def _write(self, progress: Callable[[int], object]) -> None:
         for part in self.parts:
             reader, (stem, files) = self._readers[part.name], self._shards(part)
-            for name, keys in files.items():
-                if not (self.partial / part.name / name).exists():
-                    write_safetensors(self.partial / part.name / name, _Told(reader, progress), keys, {"format": "pt"})
-                else:
-                    progress(sum(part.written[key].nbytes for key in keys))
+            for name, specs in files.items():
+                self._written(part.name, name, specs, reader, progress)
             if len(files) > 1:
                 save_index(self.partial / part.name, stem, files, part.bytes_written)
 
@@ -321,13 +349,8 @@ class ToDiffusers(Conversion):
         """Compares what was written with what it was written from."""
         for part in self.parts:
             reader, (_, files) = self._readers[part.name], self._shards(part)
-            for name, keys in files.items():
-                file = SafetensorsFile(self.partial / part.name / name)
-                for key in keys:
-                    if file.spec(key) != part.written[key] or file.read(key).tobytes() != reader.read(key).tobytes():
-                        file.path.unlink()
-                        raise WanjaxError(f"{key!r} in {file.path} is not what was written: run it again")
-                    progress(part.written[key].nbytes)
+            for name, specs in files.items():
+                self._compare(part.name, name, specs, reader, progress)
 
 
 class _Told:
@@ -366,6 +389,12 @@ def verify(source: Source, progress: Progress = lambda at, done, total: None) ->
 def _described(arrays: Arrays, progress: Callable[[int], object]) -> dict[str, str]:
     """The dtype, the shape and the checksum of each array, all of which is read."""
     return {name: f"{_words(arrays.spec(name))} {arrays[name].digest(progress)}" for name in arrays.keys()}  # noqa: SIM118
+
+
+def _aliases(plan: engine.Plan) -> dict[str, str]:
+    """The names of tensors in the source, where a rule calls them by others."""
+    pairs = ((ours, theirs) for fill in plan for ours, theirs in zip(fill.names, fill.sources, strict=True))
+    return {ours: theirs for ours, theirs in pairs if ours != theirs}
 
 
 def _words(spec: Spec) -> str:

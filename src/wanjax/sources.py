@@ -14,10 +14,10 @@ from typing import Any, Protocol, TypeVar
 
 from flax import nnx
 
-from wanjax.checkpoint import Reader, SafetensorsFolder
+from wanjax.checkpoint import Reader, SafetensorsFile, SafetensorsFolder
 from wanjax.converters import engine
 from wanjax.converters.engine import Rule
-from wanjax.converters.readers import SUFFIXES
+from wanjax.converters.readers import SUFFIXES, Renamed, Together
 from wanjax.errors import WanjaxError
 from wanjax.hub import HUB_FILE, INDEX, locate, locate_file, resolve
 from wanjax.store import Arrays
@@ -25,6 +25,7 @@ from wanjax.store import Arrays
 MANIFEST = "wanjax.json"  # of a checkpoint that `wanjax convert` wrote: where it comes from, and what it holds
 FORMAT = 1
 WEIGHTS = "weights"  # a component's folder in it
+UNUSED = "unused.safetensors"  # the tensors of its source that the network has no use for
 Module = TypeVar("Module", bound=nnx.Module)
 Progress = Callable[[int, int], object]
 
@@ -128,8 +129,10 @@ class WanjaxSource(DiffusersSource):
         self.manifest = read_json(self.root / MANIFEST)
         if (found := self.manifest.get("format")) != FORMAT:
             raise WanjaxError(f"{self.root / MANIFEST} has the format {found!r} where this wanjax reads {FORMAT}")
-        networks, files = self.manifest.get("networks"), self.manifest.get("files")
-        tables = [files, *networks.values()] if isinstance(networks, dict) else [None]
+        networks, names = self.manifest.get("networks"), self.manifest.get("names", {})
+        tables = [self.manifest.get("files")]
+        for parts in (networks, names):
+            tables += parts.values() if isinstance(parts, dict) else [None]
         if not all(map(_is_of_texts, tables)) or not isinstance(self.manifest.get("request"), dict):
             raise WanjaxError(f"{self.root / MANIFEST} is not what `wanjax convert` wrote: convert it again")
 
@@ -139,6 +142,12 @@ class WanjaxSource(DiffusersSource):
 
     def weights(self, component: str) -> Arrays:
         return Arrays(self.folder(component) / WEIGHTS)
+
+    def original(self, component: str, rules: Iterable[Rule]) -> Reader:
+        """All that the source had, by the names that it had there."""
+        names, unused = self.manifest.get("names", {}).get(component, {}), self.folder(component) / UNUSED
+        used = Renamed(self.tensors(component, rules), lambda key: names.get(key, key))
+        return Together(used, SafetensorsFile(unused)) if unused.exists() else used
 
     def tensors(self, component: str, rules: Iterable[Rule]) -> Reader:
         arrays = self.weights(component)

@@ -70,9 +70,7 @@ class Settings:
             raise WanjaxError(f"{self.steps} steps cannot make a video: at least 1 is needed")
         for scale in (self.guidance_scale, self.guidance_scale_2 or 0.0):
             if not 0 <= scale < math.inf:
-                raise WanjaxError(
-                    f"the guidance scale {scale} is not a finite number from 0 on: 1 is none, 5 usual"
-                )
+                raise WanjaxError(f"the guidance scale {scale} is not a finite number from 0 on: 1 is none, 5 usual")
         if not 0 <= (self.boundary or 0.0) <= 1:
             raise WanjaxError(f"the boundary {self.boundary} is not a noise level from 0 to 1: 0.875 is usual")
         if not 0 < self.strength <= 1:
