@@ -22,10 +22,11 @@ from tests.tiny import tiny_checkpoint, tiny_image_checkpoint
 from wanjax import convert, registry
 from wanjax.checkpoint import SafetensorsFolder, load_safetensors, save_safetensors
 from wanjax.cli import main
-from wanjax.convert import ToDiffusers, ToWanjax, verify
+from wanjax.convert import ToDiffusers, ToWanjax
 from wanjax.converters import engine
 from wanjax.converters.engine import parameters
 from wanjax.errors import WanjaxError
+from wanjax.manifest import verify
 from wanjax.networks import Network
 from wanjax.sources import open_source
 from wanjax.store import Arrays
@@ -234,7 +235,16 @@ def test_a_component_can_have_a_dtype_of_its_own(source, tmp_path):
     ("arguments", "message"),
     [
         (("{source}",), r"where to is missing: `wanjax convert .* FOLDER`"),
-        (("nanoo", "{new}"), r"no model is named 'nanoo'"),
+        (
+            ("nanoo", "{new}"),
+            r"no model is named 'nanoo', nor is there such a folder or file: a near name is nano, and",
+        ),
+        (
+            ("qqqqqqqq", "{new}"),
+            r"nor is there such a folder or file: `wanjax models` lists the names, and a hub id is",
+        ),
+        (("{source}/model_index.json", "{new}"), r"model_index\.json is no file of weights that can be read: one that"),
+        (("{source}", "{new}", "--revision", "abc"), r"source.* is not on the hub: it has no revision abc"),
         (("{source}", "{source}"), r"is there already and is not what was asked for: name a new folder"),
         (("{source}", "{converted}", "--dtype", "bfloat16"), r"is there already and is not what was asked for"),
         (("{converted}", "{new}"), r"is a wanjax checkpoint already: `--to diffusers` writes it back"),
@@ -249,7 +259,10 @@ def test_a_component_can_have_a_dtype_of_its_own(source, tmp_path):
             ("{source}", "{new}", "--dtype", "unet=float32"),
             r"has no unet to store in another dtype, but sch",
         ),
-        (("{source}", "/proc/nowhere/x"), r"/proc/nowhere/x cannot be written, No such file or directory"),
+        (
+            ("{source}", "/proc/nowhere/x"),
+            r"/proc/nowhere/x cannot be written, No such file or directory: name a folder that can",
+        ),
         (("{source}", "{source}/README.md/x"), r"README.md/x cannot be written, Not a directory"),
     ],
 )

@@ -13,7 +13,7 @@ import re
 import shutil
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -28,18 +28,16 @@ from wanjax.converters import engine
 from wanjax.converters.stream import stored, stream
 from wanjax.errors import WanjaxError
 from wanjax.hub import INDEX
+from wanjax.manifest import REQUEST, SHARE, Progress, beside, counting, described, digest, files_in
 from wanjax.networks import NETWORKS, Network, components, network
 from wanjax.sources import FORMAT, MANIFEST, UNUSED, WEIGHTS, Source, WanjaxSource, Weights, read_json
 from wanjax.store import Arrays, chunk_shape, synchronise
 
 PARTIAL = ".{}.partial"  # the folder beside the target until it is complete
-REQUEST = "request.json"  # what was asked for, in a folder that is not complete
 NOT_NETWORKS = re.compile(r"Tokenizer|Scheduler|Processor|Extractor|Guidance")
 BESIDE = ("*.json", "README.md", "LICENSE*", "NOTICE*")
 LICENCE = re.compile(r"^license:\s*(\S+)", re.MULTILINE)
 SHA256 = re.compile(r"[0-9a-f]{64}")
-SHARE = 16  # of those digits in the manifest
-Progress = Callable[[str, int, int], object]
 
 
 @dataclass(frozen=True)
@@ -110,9 +108,9 @@ class Conversion(ABC):
             self._check_download(progress)
             for part in self.parts:
                 (self.partial / part.name).mkdir(exist_ok=True)
-            self._write(_total(progress, "converting", self.bytes_written))
+            self._write(counting(progress, "converting", self.bytes_written))
             self._copy_files()
-            self._finish(_total(progress, "verifying", self.bytes_written))
+            self._finish(counting(progress, "verifying", self.bytes_written))
             (self.partial / REQUEST).unlink()
             self.partial.rename(self.target)
         return True
@@ -177,7 +175,7 @@ class Conversion(ABC):
         """Compares files with their checksums, where the hub's cache names them so."""
         files = [path.resolve() for part in self.parts for path in self._weights(part.name).paths]
         named = [path for path in files if SHA256.fullmatch(path.name)]
-        told = _total(progress, "checking", sum(path.stat().st_size for path in named))
+        told = counting(progress, "checking", sum(path.stat().st_size for path in named))
         for path in named:
             with path.open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != path.name:
@@ -277,7 +275,7 @@ class ToWanjax(Conversion):
         for part in self.parts:
             arrays = Arrays(self.partial / part.name / WEIGHTS)
             assert {name: arrays.spec(name) for name in arrays.keys()} == part.written  # noqa: SIM118
-            for stray in set(_files(arrays.path)) - arrays.files():  # of a chunk that was being written
+            for stray in set(files_in(arrays.path)) - arrays.files():  # of a chunk that was being written
                 stray.unlink()
             synchronise(arrays.files())
             found[part.name] = self._verified(arrays, progress)
@@ -289,14 +287,14 @@ class ToWanjax(Conversion):
             "request": self._request(),
             "networks": found,
             "names": {name: aliases for name, plan in self._plans.items() if (aliases := _aliases(plan))},
-            "files": {str(path.relative_to(self.partial)): _digest(path) for path in _beside(self.partial)},
+            "files": {str(path.relative_to(self.partial)): digest(path) for path in beside(self.partial)},
         }
         _save_json(self.partial / MANIFEST, manifest)
 
     def _verified(self, arrays: Arrays, progress: Callable[[int], object]) -> dict[str, str]:
         """What is written in the manifest; what is damaged is removed, so that the next run writes it again."""
         try:
-            return _described(arrays, progress)
+            return described(arrays, progress)
         except WanjaxError:
             shutil.rmtree(arrays.path)
             raise
@@ -364,81 +362,19 @@ class _Told:
         return self._read(key)
 
 
-def verify(source: Source, progress: Progress = lambda at, done, total: None) -> dict[str, Any]:
-    """Reads all of a wanjax checkpoint; returns what `wanjax.json` says of it, if that is so.
-
-    Raises WanjaxError that names what is missing, damaged, or not as it was when it was written.
-    """
-    if not isinstance(source, WanjaxSource):
-        raise WanjaxError(f"{source.name} is no wanjax checkpoint, whose checksums could be compared")
-    networks, files = source.manifest["networks"], source.manifest["files"]
-    weights = {name: source.weights(name) for name in networks}
-    told = _total(progress, "verifying", sum(arrays.nbytes for arrays in weights.values()))
-    for name, arrays in weights.items():
-        promised = {key: words.rpartition(" ")[0] for key, words in networks[name].items()}
-        found = {key: _words(arrays.spec(key)) for key in arrays.keys()}  # noqa: SIM118
-        differing = _differing(found, promised) or _differing(_described(arrays, told), networks[name])
-        if differing:
-            raise WanjaxError(f"{differing[0]} in {arrays.path} is not what was written: convert it again")
-    found = {str(path.relative_to(source.root)): _digest(path) for path in _beside(source.root)}
-    if differing := _differing(found, files):
-        raise WanjaxError(f"{source.root / differing[0]} is not what was written: convert it again")
-    return source.manifest
-
-
-def _described(arrays: Arrays, progress: Callable[[int], object]) -> dict[str, str]:
-    """The dtype, the shape and the checksum of each array, all of which is read."""
-    return {name: f"{_words(arrays.spec(name))} {arrays[name].digest(progress)}" for name in arrays.keys()}  # noqa: SIM118
-
-
 def _aliases(plan: engine.Plan) -> dict[str, str]:
     """The names of tensors in the source, where a rule calls them by others."""
     pairs = ((ours, theirs) for fill in plan for ours, theirs in zip(fill.names, fill.sources, strict=True))
     return {ours: theirs for ours, theirs in pairs if ours != theirs}
 
 
-def _words(spec: Spec) -> str:
-    return f"{spec.dtype.name} {list(spec.shape)}"
-
-
-def _differing(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    return sorted(key for key in found.keys() | wanted.keys() if found.get(key) != wanted.get(key))
-
-
 def _is_network(kind: str) -> bool:
     return kind in NETWORKS or not NOT_NETWORKS.search(kind)
-
-
-def _files(folder: Path) -> Iterable[Path]:
-    return (path for path in folder.rglob("*") if path.is_file())
-
-
-def _beside(root: Path) -> Iterator[Path]:
-    """The files of a wanjax checkpoint that are not weights."""
-    for path in sorted(_files(root)):
-        if WEIGHTS not in path.relative_to(root).parts and path.name not in (MANIFEST, REQUEST):
-            yield path
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:SHARE]
 
 
 def _save_json(path: Path, value: Any) -> None:
     with writing(path) as beside:
         beside.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _total(progress: Progress, at: str, total: int) -> Callable[[int], object]:
-    """Adds up the bytes that it is told."""
-    done = 0
-
-    def tell(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        progress(at, done, total)
-
-    return tell
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from tests import tiny
 from tests.published import transformer_keys
-from wanjax import layouts, registry
+from wanjax import layouts, registry, sources
 from wanjax.checkpoint import SafetensorsFolder, Spec, save_safetensors
 from wanjax.convert import ToWanjax
 from wanjax.converters import original, recognise, wan
@@ -101,7 +101,7 @@ def test_it_makes_the_same_latents(authors, diffusers):
 @pytest.mark.parametrize("layout", ["folder", "file"])
 def test_it_is_converted(layout, authors, diffusers, tmp_path, monkeypatch):
     """To the same checkpoint as from the layout of diffusers, but for what tensors do not tell."""
-    monkeypatch.setattr(layouts._Recognised, "_published", DiffusersSource(diffusers))
+    monkeypatch.setattr(layouts._Recognised, "_lending", lambda self, component: DiffusersSource(diffusers))
     name = authors if layout == "folder" else authors / "diffusion_pytorch_model.safetensors"
     target = tmp_path / "converted"
     assert ToWanjax(open_source(name), target).run()
@@ -145,6 +145,17 @@ def test_a_single_file_of_a_transformer(prefix, named, diffusers, tmp_path):
     source = open_source(tmp_path / "wan.safetensors")
     assert isinstance(source, FileSource)
     assert_same_weights(source.weights("transformer"), reference)
+
+
+def test_a_file_of_the_hub_is_one_too(diffusers, tmp_path, monkeypatch):
+    path = tmp_path / "wan.safetensors"
+    save_safetensors(path, theirs(diffusers, "transformer"))
+    found = {("owner/name/split/wan.safetensors", "v1"): path}
+    monkeypatch.setattr(sources, "locate_file", lambda name, revision: found[name, revision])
+    source = open_source("owner/name/split/wan.safetensors", "v1")
+    assert isinstance(source, FileSource)
+    assert source.root == path
+    assert source.lent == ["text_encoder", "tokenizer", "vae"]
 
 
 def test_a_file_with_everything(diffusers, tmp_path):

@@ -12,7 +12,17 @@ from tests.published import transformer_keys
 from wanjax.checkpoint import Spec
 from wanjax.converters import original, wan
 from wanjax.errors import WanjaxError
-from wanjax.models.wan.config import T2V_1_3B, T2V_14B, VAE_2_2
+from wanjax.models.wan.config import (
+    FLF2V_14B,
+    I2V_14B,
+    I2V_A14B,
+    T2V_1_3B,
+    T2V_14B,
+    TI2V_5B,
+    VACE_1_3B,
+    VACE_14B,
+    VAE_2_2,
+)
 
 # narrower and with fewer blocks than the published ones, which have the same names in each block
 PLAIN = {"num_layers": 4, "num_attention_heads": 2, "ffn_dim": 96, "text_dim": 16}
@@ -64,7 +74,11 @@ def test_every_tensor_of_a_transformer_has_the_name_that_diffusers_renames(trans
     assert renamed == specs
 
 
-@pytest.mark.parametrize("config", [T2V_1_3B, T2V_14B], ids=["1.3B", "14B"])
+@pytest.mark.parametrize(
+    "config",
+    [T2V_1_3B, T2V_14B, I2V_14B, FLF2V_14B, I2V_A14B, TI2V_5B, VACE_1_3B, VACE_14B],
+    ids=["1.3B", "14B", "I2V", "FLF2V", "I2V A14B", "TI2V 5B", "VACE 1.3B", "VACE 14B"],
+)
 def test_every_tensor_of_the_published_transformers_has_a_name(config):
     specs = {key: Spec(shape, np.dtype(np.float32)) for key, shape in transformer_keys(config).items()}
     json = original.transformer_json(originally(original.TRANSFORMER, specs))

@@ -8,9 +8,10 @@ from pathlib import Path
 import click
 
 from wanjax.cli.report import Report
-from wanjax.convert import Conversion, Progress, ToDiffusers, ToWanjax, verify
+from wanjax.convert import Conversion, ToDiffusers, ToWanjax
 from wanjax.errors import WanjaxError
 from wanjax.layouts import FileSource
+from wanjax.manifest import Progress, verify
 from wanjax.networks import NETWORKS, components, network
 from wanjax.registry import find
 from wanjax.sources import Source

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `wanjax.json` says of a checkpoint, and whether it is so: the checksums of its arrays and of its other files."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from wanjax.checkpoint import Spec
+from wanjax.errors import WanjaxError
+from wanjax.sources import MANIFEST, WEIGHTS, Source, WanjaxSource
+from wanjax.store import Arrays
+
+REQUEST = "request.json"  # what was asked for, in a folder that is not complete
+SHARE = 16  # digits of a SHA-256
+Progress = Callable[[str, int, int], object]
+
+
+def verify(source: Source, progress: Progress = lambda at, done, total: None) -> dict[str, Any]:
+    """Reads all of a wanjax checkpoint; returns what `wanjax.json` says of it, if that is so.
+
+    Raises WanjaxError that names what is missing, damaged, or not as it was when it was written.
+    """
+    if not isinstance(source, WanjaxSource):
+        raise WanjaxError(f"{source.name} is no wanjax checkpoint, whose checksums could be compared")
+    networks, files = source.manifest["networks"], source.manifest["files"]
+    weights = {name: source.weights(name) for name in networks}
+    told = counting(progress, "verifying", sum(arrays.nbytes for arrays in weights.values()))
+    for name, arrays in weights.items():
+        promised = {key: words.rpartition(" ")[0] for key, words in networks[name].items()}
+        found = {key: _words(arrays.spec(key)) for key in arrays.keys()}  # noqa: SIM118
+        differing = _differing(found, promised) or _differing(described(arrays, told), networks[name])
+        if differing:
+            raise WanjaxError(f"{differing[0]} in {arrays.path} is not what was written: convert it again")
+    found = {str(path.relative_to(source.root)): digest(path) for path in beside(source.root)}
+    if differing := _differing(found, files):
+        raise WanjaxError(f"{source.root / differing[0]} is not what was written: convert it again")
+    return source.manifest
+
+
+def described(arrays: Arrays, progress: Callable[[int], object]) -> dict[str, str]:
+    """The dtype, the shape and the checksum of each array, all of which is read."""
+    return {name: f"{_words(arrays.spec(name))} {arrays[name].digest(progress)}" for name in arrays.keys()}  # noqa: SIM118
+
+
+def _words(spec: Spec) -> str:
+    return f"{spec.dtype.name} {list(spec.shape)}"
+
+
+def _differing(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    return sorted(key for key in found.keys() | wanted.keys() if found.get(key) != wanted.get(key))
+
+
+def files_in(folder: Path) -> Iterable[Path]:
+    return (path for path in folder.rglob("*") if path.is_file())
+
+
+def beside(root: Path) -> Iterator[Path]:
+    """The files of a wanjax checkpoint that are not weights."""
+    for path in sorted(files_in(root)):
+        if WEIGHTS not in path.relative_to(root).parts and path.name not in (MANIFEST, REQUEST):
+            yield path
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:SHARE]
+
+
+def counting(progress: Progress, at: str, total: int) -> Callable[[int], object]:
+    """Adds up the bytes that it is told."""
+    done = 0
+
+    def tell(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        progress(at, done, total)
+
+    return tell
