@@ -27,6 +27,7 @@ LAYERS = [  # imports run downwards, or stay in one layer
         "wanjax.cache",
         "wanjax.sources",
         "wanjax.layouts",
+        "wanjax.manifest",
     ],
     ["wanjax.models", "wanjax.schedulers"],
     ["wanjax.layers", "wanjax.checkpoint", "wanjax.store", "wanjax.torch_file"],
