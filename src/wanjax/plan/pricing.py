@@ -180,7 +180,8 @@ class _Reader:
         return [self.item(instruction, within, times)]
 
     def item(self, instruction: Instruction, within: Computation, times: int) -> Item:
-        return replace(self._item(instruction, within, times), scope=instruction.scope)
+        call, _ = self.kernel_in(instruction, within)
+        return replace(self._item(instruction, within, times), scope=(call or instruction).scope)
 
     def _item(self, instruction: Instruction, within: Computation, times: int) -> Item:
         if instruction.opcode == "async-start":  # a computation that holds one operation
