@@ -29,7 +29,7 @@ def convert(
     found, preset = find(source, revision)
     if preset and preset.loras and source == preset.name:
         raise WanjaxError(f"{source} is {preset.source} with a LoRA, merged when it is loaded: convert the former")
-    if isinstance(found, FileSource) and (lent := found.lent):
+    if isinstance(found, FileSource) and (lent := found.lent) and found.origin != found.name:
         report.note(f"{source} holds no {', '.join(lent)}: taken from {found.origin}")
     if to == "diffusers":
         conversion: Conversion = ToDiffusers(found, target)
