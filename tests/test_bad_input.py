@@ -95,6 +95,11 @@ AFTER_ENCODING = ["stage_outputs/generation_config.json", "stage_outputs/stage1_
         ("--sigmas other", r"'other' is not one of 'official', 'diffusers'"),
         ("--dtype float8", r"'float8' is not one of 'bfloat16', 'float32'"),
         ("--stepps 3", r"No such option '?--stepps'?.*--steps"),
+        ("--attention flash", r"no attention is named 'flash': there are reference, chunked, cudnn, flash_tpu"),
+        ("--attention chunked --block-q 512", r"chunked has no tiles to choose: those of flash_tpu can be chosen"),
+        ("--attention flash_tpu:tp=3", r"the tiles 'tp=3' are not such as block_q=2048"),
+        ("--block-q 100", r"block_q=100: a multiple of 512, or of 128 below it, would do"),
+        ("--block-kv 2048 --block-kv-compute 768", r"block_kv=2048: a multiple of block_kv_compute=768 would do"),
         ("--noise absent.safetensors", r"there is no file absent\.safetensors"),
         ("--out clip.avi", r"clip\.avi ends in \.avi: \.mp4, \.gif, \.webp"),
         ("two prompts", r"unexpected extra argument"),
@@ -103,6 +108,12 @@ AFTER_ENCODING = ["stage_outputs/generation_config.json", "stage_outputs/stage1_
 def test_options(intact, options, message):
     assert re.search(message, refused("a", "--model", intact, *SHORT, *options.split()))
     assert left() == []
+
+
+def test_attention_for_other_devices(intact):
+    said = refused("a", "--model", intact, *SHORT, "--attention", "flash_tpu", "--block-q", "1024")
+    assert said.startswith("flash_tpu runs on TPUs")
+    assert left() == AFTER_ENCODING
 
 
 def test_no_prompt(intact):

@@ -85,7 +85,7 @@ def test_help_lists_the_commands():
             "generate",
             "model negative-prompt image last-image video mask reference resize size height width frames "
             "fps steps guidance-scale guidance-scale-2 boundary strength flow-shift sigmas seed noise lora attention "
-            "batch-guidance dtype mesh rules processes tile profile dir out help",
+            "block-q block-kv block-kv-compute batch-guidance dtype mesh rules processes tile profile dir out help",
         ),
         (
             "encode",
@@ -96,18 +96,20 @@ def test_help_lists_the_commands():
             "denoise",
             "model size height width frames fps steps guidance-scale guidance-scale-2 boundary strength flow-shift "
             "sigmas seed noise "
-            "lora attention batch-guidance dtype mesh rules processes profile dir help",
+            "lora attention block-q block-kv block-kv-compute batch-guidance dtype mesh rules processes profile dir "
+            "help",
         ),
         ("decode", "model fps dtype mesh rules processes tile dir out help"),
         (
             "plan",
-            "chip size height width frames steps guidance-scale attention batch-guidance dtype mesh rules json help",
+            "chip size height width frames steps guidance-scale attention block-q block-kv block-kv-compute "
+            "batch-guidance dtype mesh rules json help",
         ),
         (
             "warmup",
             "model image last-image video mask reference resize size height width frames fps steps guidance-scale "
-            "guidance-scale-2 boundary strength flow-shift sigmas seed noise attention batch-guidance dtype mesh rules "
-            "processes tile help",
+            "guidance-scale-2 boundary strength flow-shift sigmas seed noise attention block-q block-kv "
+            "block-kv-compute batch-guidance dtype mesh rules processes tile help",
         ),
         ("models", "json help"),
     ],

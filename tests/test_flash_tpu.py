@@ -9,13 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.test_attention import BOUND, SMALL_TILES, error, exact, operands, run
+from tests.test_flops import SMALL
 from wanjax.errors import WanjaxError
-from wanjax.kernels.attention import attention, flash_tpu
+from wanjax.kernels.attention import attention, flash_tpu, named
 from wanjax.kernels.attention.specs import WORKLOADS
+from wanjax.models.wan.transformer import Block
 from wanjax.plan import Compiled, CompilerError, Job, compile_all
 
 FULL_TILES = flash_tpu.Config(512, 1024, 512, interpret=True)
@@ -37,6 +40,25 @@ flash = partial(run, "flash_tpu")
 def test_lengths(queries, keys, dtype):
     q, k, v = operands(1, queries, keys, 1, 1, 64, dtype)
     assert error(flash(q, k, v, config=FULL_TILES), exact(q, k, v)) <= BOUND[dtype]
+
+
+@pytest.mark.parametrize(
+    ("tiles", "config"),
+    [
+        ("block_q=1024,block_kv=4096,block_kv_compute=2048", flash_tpu.Config(1024, 4096, 2048)),
+        ("block_kv=4096", flash_tpu.Config(2048, 4096, 4096)),
+        ("block_kv_compute=512,block_q=128", flash_tpu.Config(128, 512, 512)),
+    ],
+)
+def test_tiles_are_named(tiles, config):
+    assert named(f"flash_tpu:{tiles}") == ("flash_tpu", config)
+
+
+def test_chosen_tiles_are_for_self_attention():
+    sizes = {"dtype": jnp.float32, "param_dtype": jnp.float32, "rngs": nnx.Rngs(0)}
+    block = Block(SMALL, "flash_tpu:block_q=512", **sizes)
+    assert block.self_attn.implementation == "flash_tpu:block_q=512"
+    assert block.cross_attn.implementation == "flash_tpu"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -7,3 +7,7 @@ class WanjaxError(ValueError):
 
     The command line prints it without a traceback and exits with 2.
     """
+
+
+class UnsupportedError(WanjaxError, NotImplementedError):
+    """What an implementation cannot do, and another perhaps can."""

@@ -20,7 +20,7 @@ from wanjax.adapters import AdaptedSource, Note
 from wanjax.cache import enable_compile_cache
 from wanjax.converters.lora import Lora
 from wanjax.errors import WanjaxError
-from wanjax.kernels.attention import IMPLEMENTATIONS
+from wanjax.kernels.attention import named
 from wanjax.layers.linear import placed
 from wanjax.networks import Network, components, network
 from wanjax.pipelines.base import Parts, Settings
@@ -302,8 +302,7 @@ def load(
     each LoRA was merged. Raises WanjaxError where the checkpoint or a LoRA cannot be found or does not fit, or there is
     no such mesh.
     """
-    if attention is not None and attention not in IMPLEMENTATIONS:
-        raise WanjaxError(f"no attention is named {attention!r}: there are {', '.join(IMPLEMENTATIONS)}")
+    named(attention)
     enable_compile_cache()
     source, preset = find(model, revision)
     check_pipeline(source.index, source.name)

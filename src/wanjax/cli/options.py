@@ -30,6 +30,7 @@ def today(name: str) -> str:
 
 
 DTYPES = ("bfloat16", "float32")
+TILES = "wanjax.tiles"  # where a command's context keeps those that are given
 CONTEXT = {"help_option_names": ["-h", "--help"], "token_normalize_func": today, "max_content_width": 100}
 
 
@@ -56,6 +57,21 @@ def _prompt(ctx: click.Context, parameter: click.Parameter, value: str | None) -
     if value is None:
         raise click.UsageError(f'the prompt is missing: `wanjax {ctx.info_name} "a red circle moving right"` has one')
     return value
+
+
+def _attention(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """The implementation, with the tiles that are given beside it."""
+    tiles = ",".join(f"{name}={size}" for name, size in ctx.meta.get(TILES, {}).items())
+    return f"{value or 'flash_tpu'}:{tiles}" if tiles else value
+
+
+def _tile(option: str, told: str) -> Decorator:
+    def keep(ctx: click.Context, parameter: click.Parameter, value: int | None) -> None:
+        if value is not None:
+            ctx.meta.setdefault(TILES, {})[parameter.name] = value
+
+    kept = {"callback": keep, "expose_value": False, "is_eager": True}  # before --attention is looked at
+    return click.option(option, type=click.IntRange(min=1), metavar="N", help=told, **kept)
 
 
 prompt = together(
@@ -145,8 +161,16 @@ denoising = together(
         help="Initial noise in place of the seed's: the tensor `noise` of a safetensors file.",
     ),
 )
-attention = click.option(
-    "--attention", metavar="NAME", help="Implementation of attention.  [default: the best for platform and shape]"
+attention = together(
+    click.option(
+        "--attention",
+        metavar="NAME",
+        callback=_attention,
+        help="Implementation of attention.  [default: the best for platform and shape]",
+    ),
+    _tile("--block-q", "Queries that flash_tpu's self-attention takes at a time, and flash_tpu for it."),
+    _tile("--block-kv", "Keys that it keeps in a TPU's fast memory at a time."),
+    _tile("--block-kv-compute", "Keys that it goes through in one unrolled body."),
 )
 lora = click.option(
     "--lora",

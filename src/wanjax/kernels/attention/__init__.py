@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention: one function, several implementations of it."""
 
-from wanjax.kernels.attention.api import IMPLEMENTATIONS, Choice, attention, choose
+from wanjax.kernels.attention.api import IMPLEMENTATIONS, Choice, attention, choose, named
 
-__all__ = ["IMPLEMENTATIONS", "Choice", "attention", "choose"]
+__all__ = ["IMPLEMENTATIONS", "Choice", "attention", "choose", "named"]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from wanjax.errors import WanjaxError
+from wanjax.errors import UnsupportedError, WanjaxError
 from wanjax.kernels.attention import chunked, context, cudnn, flash_tpu, reference
 from wanjax.kernels.attention.masks import Window
 from wanjax.kernels.attention.target import target
@@ -39,6 +39,23 @@ PREFERRED: dict[str, tuple[Choice, ...]] = {
 }
 
 
+def named(text: str | None) -> tuple[str | None, Any]:
+    """An implementation and its tiles, from text such as `chunked` or `flash_tpu:block_q=1024,block_kv=2048`.
+
+    Raises WanjaxError where there is no such implementation, or where it has no such tiles.
+    """
+    if text is None:
+        return None, None
+    name, _, tiles = text.partition(":")
+    if name not in IMPLEMENTATIONS:
+        raise WanjaxError(f"no attention is named {name!r}: there are {', '.join(IMPLEMENTATIONS)}")
+    if not tiles:
+        return name, None
+    if name != "flash_tpu":
+        raise WanjaxError(f"{name} has no tiles to choose: those of flash_tpu can be chosen")
+    return name, flash_tpu.read_config(tiles)
+
+
 @jax.named_scope("attention")
 def attention(
     q: Float[Array, "B L N D"],
@@ -58,12 +75,13 @@ def attention(
     k and v may have fewer heads than q: each serves N / K consecutive ones. Of their keys the first `keys` take part
     (None: all), and of these the ones whose `key_mask` is True; a query that has none gives zeros. `window` is (left,
     right), how many keys before and after its own position a query sees; one number is both, None on a side no bound.
-    `scale` is 1 / √D unless given; `bias` is float32 and broadcasts to [B N L S]. `implementation` names one, which
-    then never falls back; None picks by platform and shape, and `choose` says which. Within `sharding.use` all devices
-    do it together. Raises WanjaxError where operands do not fit together, NotImplementedError where the implementation
-    cannot do what is asked.
+    `scale` is 1 / √D unless given; `bias` is float32 and broadcasts to [B N L S]. `implementation` names one, and its
+    tiles if they are chosen (`named`), and then never falls back; None picks by platform and shape, and `choose` says
+    which. `config` is of the implementation's own type. Within `sharding.use` all devices do it together. Raises
+    WanjaxError where operands do not fit together, UnsupportedError where the implementation cannot do what is asked.
     """
-    options = _options(q, k, v, key_mask, window, scale, bias, config)
+    implementation, tiles = named(implementation)
+    options = _options(q, k, v, key_mask, window, scale, bias, config or tiles)
     mask, window, bias = (options.pop(name) for name in ("key_mask", "window", "bias"))
     keys = k.shape[1] if keys is None else keys
     if not 1 <= keys <= k.shape[1]:
@@ -110,9 +128,8 @@ def choose(
     a ring are merged. The platform is that of the operands' sharding, of the mesh that `jax.set_mesh` set, or else
     JAX's own (target.py).
     """
-    options = _options(q, k, v, key_mask, window, scale, bias, config)
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise WanjaxError(f"no attention is named {implementation!r}: there are {', '.join(IMPLEMENTATIONS)}")
+    implementation, tiles = named(implementation)
+    options = _options(q, k, v, key_mask, window, scale, bias, config or tiles)
     preferred = PREFERRED.get(target(q).platform, ANYWHERE)
     refusals = []
     for choice in preferred if implementation is None else (Choice(implementation, "it was named"),):
@@ -120,7 +137,7 @@ def choose(
         if why is None:
             return Choice(choice.name, "; ".join([choice.reason, *refusals]))
         refusals.append(why)
-    raise NotImplementedError("; ".join(refusals))
+    raise UnsupportedError("; ".join(refusals))
 
 
 def _options(q, k, v, key_mask, window, scale, bias, config) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from wanjax.kernels.attention.masks import Window, divide_live
 
 HEAD_DIMS = (64, 128)
 DTYPES = ("float32", "bfloat16")
+TILES = ("block_q", "block_kv", "block_kv_compute")
 LANES = 128
 COUNTS_KEYS = True
 UNBOUNDED = 1 << 30  # a side of a window that reaches all keys
@@ -83,6 +84,22 @@ class Config:
         streamed = 2 * itemsize * width * (2 * self.block_q + 2 * self.block_kv)
         scratch = self.block_q * (2 * width * itemsize + 2 * 4 * head_dim + 4 * self.chunk + 4 * 40)
         return streamed + scratch
+
+
+def read_config(text: str) -> Config:
+    """Tiles written as `block_q=2048,block_kv=4096,block_kv_compute=2048`.
+
+    What is left out is 2,048 for queries, and for keys the other of the two. Raises WanjaxError for other text, and for
+    tiles that cannot be.
+    """
+    given: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if name not in TILES or name in given or not (size.isascii() and size.isdigit()):
+            raise WanjaxError(f"the tiles {text!r} are not such as block_q=2048,block_kv=4096,block_kv_compute=2048")
+        given[name] = int(size)
+    keys = given.get("block_kv", given.get("block_kv_compute", 2048))
+    return Config(given.get("block_q", 2048), keys, given.get("block_kv_compute", keys))
 
 
 def default_config(vmem_bytes: int, head_dim: int, queries: int, keys: int, dtype: str, ragged: bool = False) -> Config:

@@ -67,7 +67,10 @@ class SelfAttention(Attention):
 
 
 class CrossAttention(Attention):
-    """Attention of every token to the prompt."""
+    """Attention of every token to the prompt; tiles that are chosen are for self-attention's length alone."""
+
+    def __init__(self, config: TransformerConfig, implementation: str | None, **kw):
+        super().__init__(config, implementation and implementation.partition(":")[0], **kw)
 
     @jax.named_scope("cross_attention")
     def __call__(self, x: Tokens, context: Float[Array, "B S E"]) -> Tokens:
