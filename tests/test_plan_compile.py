@@ -104,3 +104,13 @@ def test_without_the_compiler(monkeypatch):
     monkeypatch.setattr(compiling, "find_spec", lambda name: None)
     with pytest.raises(WanjaxError, match=r"libtpu, which is missing: pip install 'wanjax\[plan\]' adds it"):
         compile_function("v6e-1", "jax.numpy:sin", Operand((8,), "float32"))
+
+
+@needs_libtpu
+def test_with_another_compiler(monkeypatch):
+    monkeypatch.setattr(compiling, "version", lambda name: {"libtpu": "0.0.7", "jax": "0.10.2"}[name])
+    told = (
+        r"libtpu 0\.0\.7 does not go with jax 0\.10\.2, which asks for ==.*: pip install 'wanjax\[plan\]' brings that"
+    )
+    with pytest.raises(WanjaxError, match=told):
+        compile_function("v6e-1", "jax.numpy:sin", Operand((8,), "float32"))

@@ -13,9 +13,12 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import requires, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from packaging.requirements import Requirement
 
 from wanjax.errors import WanjaxError
 from wanjax.plan.chips import Slice, find_slice
@@ -100,8 +103,8 @@ def compile_job(job: Job, *, schedules: bool = False) -> Compiled:
     """Compiles for a chip that need not be there.
 
     `schedules` asks for the bundles of each operation, which takes far more memory: for kernels and small programs.
-    Raises WanjaxError where the slice or the mesh cannot be, or where libtpu is missing; CompilerError where the
-    program does not compile.
+    Raises WanjaxError where the slice or the mesh cannot be, or where libtpu is missing or of another
+    version than jax wants; CompilerError where the program does not compile.
     """
     (result,) = compile_all([job], schedules=schedules)
     if isinstance(result, CompilerError):
@@ -109,14 +112,25 @@ def compile_job(job: Job, *, schedules: bool = False) -> Compiled:
     return result
 
 
-def compile_all(jobs: Sequence[Job], *, schedules: bool = False) -> list[Compiled | CompilerError]:
-    """Each job in turn, in one process, which spares its start; a program that does not compile gives its error."""
-    slices = [find_slice(job.slice) for job in jobs]
-    requests = [_request(job, place) for job, place in zip(jobs, slices, strict=True)]
+def _check_compiler() -> None:
+    """Raises WanjaxError unless libtpu is here, in a version that goes with this jax."""
     if find_spec("libtpu") is None:
         raise WanjaxError(
             "prices come from the TPU compiler, libtpu, which is missing: pip install 'wanjax[plan]' adds it"
         )
+    wanted = [wanted.specifier for wanted in map(Requirement, requires("jax") or ()) if wanted.name == "libtpu"]
+    if wanted and not wanted[0].contains(found := version("libtpu"), prereleases=True):
+        raise WanjaxError(
+            f"libtpu {found} does not go with jax {version('jax')}, which asks for {wanted[0]}: "
+            "pip install 'wanjax[plan]' brings that"
+        )
+
+
+def compile_all(jobs: Sequence[Job], *, schedules: bool = False) -> list[Compiled | CompilerError]:
+    """Each job in turn, in one process, which spares its start; a program that does not compile gives its error."""
+    slices = [find_slice(job.slice) for job in jobs]
+    requests = [_request(job, place) for job, place in zip(jobs, slices, strict=True)]
+    _check_compiler()
     with tempfile.TemporaryDirectory(prefix="wanjax-plan-") as name:
         root = Path(name)
         (root / "jobs.json").write_text(json.dumps(requests), encoding="utf-8")
