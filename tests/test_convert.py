@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import ml_dtypes
@@ -18,7 +19,13 @@ from click.testing import CliRunner
 
 import wanjax
 from tests.test_bad_input import corrupt, truncated, with_other_keys, without_a_shard
-from tests.tiny import tiny_checkpoint, tiny_image_checkpoint
+from tests.tiny import (
+    tiny_checkpoint,
+    tiny_control_checkpoint,
+    tiny_experts_checkpoint,
+    tiny_image_checkpoint,
+    tiny_residual_checkpoint,
+)
 from wanjax import convert, registry
 from wanjax.checkpoint import SafetensorsFolder, load_safetensors, save_safetensors
 from wanjax.cli import main
@@ -104,7 +111,7 @@ def refused(*arguments: str | Path) -> str:
 
 def tensors(folder: Path) -> dict[str, tuple]:
     """The dtype, the shape and the bytes of all tensors of a folder in the layout of diffusers."""
-    present = (name for name in (*NETWORKS, "image_encoder") if (folder / name).exists())
+    present = (name for name in (*NETWORKS, "transformer_2", "image_encoder") if (folder / name).exists())
     weights = {name: SafetensorsFolder(folder / name) for name in present}
     return {
         f"{name}.{key}": (*reader.spec(key), reader.read(key).tobytes())
@@ -130,6 +137,25 @@ def test_there_and_back_is_equal_bit_for_bit(source, converted, tmp_path):
     again = tmp_path / "again"
     ToWanjax(open_source(tmp_path / "back"), again).run()
     assert checksums(again) == checksums(converted)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(tiny_image_checkpoint, last=True),
+        tiny_control_checkpoint,
+        tiny_experts_checkpoint,
+        tiny_residual_checkpoint,
+    ],
+    ids=["first and last", "control", "two experts", "residual"],
+)
+def test_every_model_goes_there_and_back(make, tmp_path):
+    given = make(tmp_path / "given")
+    assert ToWanjax(open_source(given), tmp_path / "there").run()
+    assert ToDiffusers(open_source(tmp_path / "there"), tmp_path / "back").run()
+    assert tensors(tmp_path / "back") == tensors(given)
+    for file in given.rglob("*.json"):
+        assert json_or_text(tmp_path / "back" / file.relative_to(given)) == json_or_text(file)
 
 
 @pytest.mark.parametrize("prefix", ["vision_model.", ""])

@@ -2,6 +2,7 @@
 """A checkpoint of random weights, as small as every part allows, in the folder layout of diffusers."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
 
 from tests.toy_tokenizer import save_tokenizer
+from wanjax.checkpoint import load_safetensors, save_safetensors
 from wanjax.converters import engine
 from wanjax.networks import NETWORKS
 
@@ -121,6 +123,7 @@ def tiny_image_checkpoint(folder: Path, *, last: bool = False) -> Path:
     """One of an image-to-video model, whose videos are by default as small as it is; with `last`, first and last."""
     sizes = {"in_channels": 2 * LATENT_CHANNELS + 4, "image_dim": 16, "added_kv_proj_dim": 24}
     index = INDEX | {"_class_name": "WanImageToVideoPipeline", "image_encoder": ["transformers", "CLIPVisionModel"]}
+    index["image_processor"] = ["transformers", "CLIPImageProcessor"]
     _save(folder / "image_encoder", "CLIPVisionModel", IMAGE_ENCODER, "model")
     _write_json(folder / "image_processor" / "preprocessor_config.json", IMAGE_PROCESSOR)
     _write_json(folder / "generation_config.json", SMALL)
@@ -139,6 +142,26 @@ def tiny_control_checkpoint(folder: Path) -> Path:
     return _checkpoint(
         folder, INDEX | {"_class_name": "WanVACEPipeline", "transformer": transformer}, TRANSFORMER | sizes
     )
+
+
+def tiny_experts_checkpoint(folder: Path) -> Path:
+    """One of a model with two transformers, which are not equal."""
+    tiny_checkpoint(folder)
+    shutil.copytree(folder / "transformer", folder / "transformer_2")
+    file = folder / "transformer_2" / "diffusion_pytorch_model.safetensors"
+    save_safetensors(file, {name: np.array(x) + 1 for name, x in load_safetensors(file).items()})
+    index = INDEX | {"transformer_2": INDEX["transformer"], "boundary_ratio": 0.875}
+    _write_json(folder / "model_index.json", index)
+    return folder
+
+
+def tiny_residual_checkpoint(folder: Path) -> Path:
+    """One with Wan 2.2's autoencoder, whose videos may begin from a picture."""
+    tiny_checkpoint(folder)
+    residual = {"is_residual": True, "patch_size": 2, "in_channels": 12, "out_channels": 12, "scale_factor_spatial": 16}
+    _save(folder / "vae", "AutoencoderKLWan", VAE | residual)
+    _write_json(folder / "model_index.json", INDEX | {"expand_timesteps": True})
+    return folder
 
 
 def _checkpoint(folder: Path, index: dict[str, Any], transformer: dict[str, Any]) -> Path:
