@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one error that wanjax raises on purpose."""
+"""The one error that wanjax raises on purpose, and a kind of it."""
 
 
 class WanjaxError(ValueError):
