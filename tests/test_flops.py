@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from wanjax.abstract import abstract
 from wanjax.models.wan.config import (
     T2V_14B,
     ControlTransformerConfig,
     ImageTransformerConfig,
     TransformerConfig,
 )
-from wanjax.networks import TRANSFORMERS
 from wanjax.plan.flops import forward_flops
 from wanjax.plan.hlo import parse
 from wanjax.plan.work import flops
@@ -33,9 +33,8 @@ GRID, TEXT, IMAGE = (3, 6, 10), 12, 10
 @cache
 def compiled(config: TransformerConfig) -> jax.stages.Compiled:
     """A forward with one block, whose loop is none, from shapes alone."""
-    make = TRANSFORMERS[type(config)]
     options = {"attention": "reference", "dtype": jnp.float32, "param_dtype": jnp.float32}
-    graphdef, weights = nnx.split(nnx.eval_shape(lambda: make(config, **options, rngs=nnx.Rngs(0))))
+    graphdef, weights = nnx.split(abstract(config, **options))
     frames, height, width = (size * cells for size, cells in zip(GRID, config.patch, strict=True))
     shapes = [(1, frames, height, width, config.channels_in), (1,), (1, TEXT, config.text_width)]
     if isinstance(config, ImageTransformerConfig):

@@ -15,6 +15,7 @@ from wanjax.cli import main
 from wanjax.models.wan.config import T2V_1_3B, T2V_14B
 from wanjax.networks import PUBLISHED
 from wanjax.pipelines.text import TEXT_LENGTH
+from wanjax.pipelines.wan import WanConfigs
 from wanjax.plan import compile as compiling
 from wanjax.plan import digest, outlook, traced
 from wanjax.plan.chips import SLICES
@@ -103,7 +104,7 @@ def test_what_does_not_fit_is_told_with_what_would(monkeypatch):
 def test_a_trace_counts_what_the_formula_does():
     (run,) = stages(NETWORKS, VIDEO, "h200", {}, attention="reference")["denoise"]
     work = traced.work_of(run.job)
-    tokens = outlook._tokens(NETWORKS, VIDEO)
+    tokens = WanConfigs(NETWORKS.transformer, NETWORKS.vae).tokens(VIDEO)
     formula = forward_flops(NETWORKS.transformer, tokens=tokens, text=TEXT_LENGTH)
     assert work.attention + work.products == 2 * sum(formula.values())
     assert work.convolutions == 0

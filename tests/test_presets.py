@@ -3,21 +3,20 @@
 
 import hashlib
 import math
-from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from tests.published import Keys, image_encoder_keys, text_encoder_keys, transformer_keys, vae_keys
+from wanjax.abstract import abstract
 from wanjax.checkpoint import Spec
 from wanjax.converters import clip, engine, t5, wan
 from wanjax.errors import WanjaxError
-from wanjax.models.t5 import UMT5_XXL, T5Encoder
-from wanjax.models.vision import CLIP_VIT_H, CLIPVision
+from wanjax.models.t5 import UMT5_XXL
+from wanjax.models.vision import CLIP_VIT_H
 from wanjax.models.wan.config import (
     FLF2V_14B,
     I2V_14B,
@@ -30,11 +29,6 @@ from wanjax.models.wan.config import (
     VAE_2_1,
     VAE_2_2,
 )
-from wanjax.models.wan.control import WanControlTransformer
-from wanjax.models.wan.image import WanImageTransformer
-from wanjax.models.wan.residual_vae import WanResidualVAE
-from wanjax.models.wan.transformer import WanTransformer
-from wanjax.models.wan.vae import WanVAE
 from wanjax.pipelines.text import TEXT_LENGTH
 from wanjax.registry import NANO, OFFICIAL_NEGATIVE_PROMPT, PRESETS
 from wanjax.sources import read_json
@@ -43,7 +37,7 @@ from wanjax.sources import read_json
 class Published(NamedTuple):
     """A network, the table of its weights, what its checkpoint holds, and how many parameters that is."""
 
-    make: Callable[..., nnx.Module]
+    config: Any
     rules: list[engine.Rule]
     keys: Keys
     parameters: int
@@ -52,67 +46,50 @@ class Published(NamedTuple):
 NANO_TRANSFORMER = wan.transformer_config(read_json(NANO / "transformer" / "config.json"))
 NETWORKS = {
     "nano": Published(
-        partial(WanTransformer, NANO_TRANSFORMER),
+        NANO_TRANSFORMER,
         wan.transformer_rules(NANO_TRANSFORMER),
         transformer_keys(NANO_TRANSFORMER),
         2_380_032,
     ),
-    "wan2.1-t2v-1.3b": Published(
-        partial(WanTransformer, T2V_1_3B), wan.transformer_rules(T2V_1_3B), transformer_keys(T2V_1_3B), 1_418_996_800
-    ),
-    "wan2.1-t2v-14b": Published(
-        partial(WanTransformer, T2V_14B), wan.transformer_rules(T2V_14B), transformer_keys(T2V_14B), 14_288_491_584
-    ),
-    "wan2.2-t2v-a14b": Published(
-        partial(WanTransformer, T2V_14B), wan.transformer_rules(T2V_14B), transformer_keys(T2V_14B), 14_288_491_584
-    ),
-    "wan2.2-i2v-a14b": Published(
-        partial(WanTransformer, I2V_A14B), wan.transformer_rules(I2V_A14B), transformer_keys(I2V_A14B), 14_288_901_184
-    ),
-    "wan2.2-ti2v-5b": Published(
-        partial(WanTransformer, TI2V_5B), wan.transformer_rules(TI2V_5B), transformer_keys(TI2V_5B), 4_999_787_712
-    ),
+    "wan2.1-t2v-1.3b": Published(T2V_1_3B, wan.transformer_rules(T2V_1_3B), transformer_keys(T2V_1_3B), 1_418_996_800),
+    "wan2.1-t2v-14b": Published(T2V_14B, wan.transformer_rules(T2V_14B), transformer_keys(T2V_14B), 14_288_491_584),
+    "wan2.2-t2v-a14b": Published(T2V_14B, wan.transformer_rules(T2V_14B), transformer_keys(T2V_14B), 14_288_491_584),
+    "wan2.2-i2v-a14b": Published(I2V_A14B, wan.transformer_rules(I2V_A14B), transformer_keys(I2V_A14B), 14_288_901_184),
+    "wan2.2-ti2v-5b": Published(TI2V_5B, wan.transformer_rules(TI2V_5B), transformer_keys(TI2V_5B), 4_999_787_712),
     "wan2.1-i2v-14b-480p": Published(
-        partial(WanImageTransformer, I2V_14B), wan.transformer_rules(I2V_14B), transformer_keys(I2V_14B), 16_394_878_784
+        I2V_14B, wan.transformer_rules(I2V_14B), transformer_keys(I2V_14B), 16_394_878_784
     ),
     "wan2.1-i2v-14b-720p": Published(
-        partial(WanImageTransformer, I2V_14B), wan.transformer_rules(I2V_14B), transformer_keys(I2V_14B), 16_394_878_784
+        I2V_14B, wan.transformer_rules(I2V_14B), transformer_keys(I2V_14B), 16_394_878_784
     ),
     "wan2.1-flf2v-14b": Published(
-        partial(WanImageTransformer, FLF2V_14B),
+        FLF2V_14B,
         wan.transformer_rules(FLF2V_14B),
         transformer_keys(FLF2V_14B),
         16_395_536_704,
     ),
     "wan2.1-vace-1.3b": Published(
-        partial(WanControlTransformer, VACE_1_3B),
+        VACE_1_3B,
         wan.transformer_rules(VACE_1_3B),
         transformer_keys(VACE_1_3B),
         2_153_972_032,
     ),
     "wan2.1-vace-14b": Published(
-        partial(WanControlTransformer, VACE_14B),
+        VACE_14B,
         wan.transformer_rules(VACE_14B),
         transformer_keys(VACE_14B),
         17_337_592_896,
     ),
-    "clip-vit-h": Published(
-        partial(CLIPVision, CLIP_VIT_H), clip.clip_rules(CLIP_VIT_H), image_encoder_keys(CLIP_VIT_H), 611_086_080
-    ),
-    "umt5-xxl": Published(
-        partial(T5Encoder, UMT5_XXL), t5.t5_rules(UMT5_XXL), text_encoder_keys(UMT5_XXL), 5_680_910_336
-    ),
-    "wan2.1-vae": Published(partial(WanVAE, VAE_2_1), wan.vae_rules(VAE_2_1), vae_keys(VAE_2_1), 126_892_531),
-    "wan2.2-vae": Published(partial(WanResidualVAE, VAE_2_2), wan.vae_rules(VAE_2_2), vae_keys(VAE_2_2), 704_688_668),
+    "clip-vit-h": Published(CLIP_VIT_H, clip.clip_rules(CLIP_VIT_H), image_encoder_keys(CLIP_VIT_H), 611_086_080),
+    "umt5-xxl": Published(UMT5_XXL, t5.t5_rules(UMT5_XXL), text_encoder_keys(UMT5_XXL), 5_680_910_336),
+    "wan2.1-vae": Published(VAE_2_1, wan.vae_rules(VAE_2_1), vae_keys(VAE_2_1), 126_892_531),
+    "wan2.2-vae": Published(VAE_2_2, wan.vae_rules(VAE_2_2), vae_keys(VAE_2_2), 704_688_668),
 }
 
 
 @cache
 def weights(name: str) -> dict[str, Any]:
-    make = NETWORKS[name].make
-    return engine.parameters(
-        nnx.eval_shape(lambda: make(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
-    )
+    return engine.parameters(abstract(NETWORKS[name].config, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16))
 
 
 def checkpoint(name: str) -> dict[str, Spec]:

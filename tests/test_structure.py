@@ -16,6 +16,7 @@ LAYERS = [  # imports run downwards, or stay in one layer
     ["wanjax.cli", "wanjax.__main__"],
     ["wanjax", "wanjax.registry", "wanjax.adapters", "wanjax.convert", "wanjax.networks"],
     [
+        "wanjax.abstract",
         "wanjax.pipelines",
         "wanjax.plan",
         "wanjax.converters",

@@ -78,10 +78,9 @@ class AdaptedSource(Source):
         ignore: Iterable[str] = (),
         progress: Progress | None = None,
     ) -> Module:
-        if not self._files.get(component):
+        if not self._files.get(component):  # as it loads best by itself
             return self._source.load(component, abstract, rules, ignore=ignore, progress=progress)
-        rules = list(rules)
-        return engine.load(abstract, rules, self.tensors(component, rules), ignore=ignore, progress=progress)
+        return super().load(component, abstract, rules, ignore=ignore, progress=progress)
 
 
 def _opened(source: Source, component: str, path: Path) -> LoraFile:

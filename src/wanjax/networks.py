@@ -3,16 +3,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
-from flax import nnx
-
+from wanjax.abstract import abstract
 from wanjax.converters import clip, t5, wan
 from wanjax.converters.engine import Rule
 from wanjax.errors import WanjaxError
-from wanjax.models.t5 import UMT5_XXL, T5Encoder
-from wanjax.models.vision import CLIP_VIT_H, CLIPVision
+from wanjax.models.t5 import UMT5_XXL
+from wanjax.models.vision import CLIP_VIT_H
 from wanjax.models.wan.config import (
     FLF2V_14B,
     I2V_14B,
@@ -24,16 +22,7 @@ from wanjax.models.wan.config import (
     VACE_14B,
     VAE_2_1,
     VAE_2_2,
-    ControlTransformerConfig,
-    ImageTransformerConfig,
-    ResidualVAEConfig,
-    TransformerConfig,
 )
-from wanjax.models.wan.control import WanControlTransformer
-from wanjax.models.wan.image import WanImageTransformer
-from wanjax.models.wan.residual_vae import WanResidualVAE
-from wanjax.models.wan.transformer import WanTransformer
-from wanjax.models.wan.vae import WanVAE
 from wanjax.pipelines.tasks import (
     ATTENDED_IMAGE_TO_VIDEO,
     CONTROLLED_VIDEO,
@@ -47,51 +36,41 @@ from wanjax.sources import Source
 
 
 class Network(NamedTuple):
-    """One network: `make(dtype=, param_dtype=, rngs=)` builds it, `rules` fill it from the names of its source.
+    """One network: the config that it is built from, and the rules that fill it from the names of its source.
 
     `float32` is set where its weights are kept in float32 whatever the others are in. `unused` are patterns of names
     that the source has and the network has no use for.
     """
 
     config: Any
-    make: Callable[..., nnx.Module]
     rules: list[Rule]
     float32: bool = False
     unused: Sequence[str] = ()
 
     def abstract(self, **options: Any) -> Any:
-        """The network as shapes and dtypes alone; the options are those of `make`, except `rngs`."""
-        return nnx.eval_shape(lambda: self.make(**options, rngs=nnx.Rngs(0)))
+        """The network as shapes and dtypes alone; the options are those of its class, except `rngs`."""
+        return abstract(self.config, **options)
 
 
 def _t5(json: Mapping[str, Any]) -> Network:
     config = t5.t5_config(json)
-    return Network(config, partial(T5Encoder, config), t5.t5_rules(config))
+    return Network(config, t5.t5_rules(config))
 
 
 def _clip(json: Mapping[str, Any]) -> Network:
     config = clip.clip_config(json)
     rules, unused = clip.clip_rules(config), clip.clip_unused(config)
-    return Network(config, partial(CLIPVision, config), rules, float32=True, unused=unused)
-
-
-TRANSFORMERS: dict[type[TransformerConfig], type[WanTransformer]] = {
-    TransformerConfig: WanTransformer,
-    ImageTransformerConfig: WanImageTransformer,
-    ControlTransformerConfig: WanControlTransformer,
-}
-"""The transformer that each type of config is the shape of."""
+    return Network(config, rules, float32=True, unused=unused)
 
 
 def _wan_transformer(json: Mapping[str, Any]) -> Network:
     config = wan.transformer_config(json)
-    return Network(config, partial(TRANSFORMERS[type(config)], config), wan.transformer_rules(config))
+    return Network(config, wan.transformer_rules(config))
 
 
 def _wan_vae(json: Mapping[str, Any]) -> Network:
     config = wan.vae_config(json)
-    vae = WanResidualVAE if isinstance(config, ResidualVAEConfig) else WanVAE
-    return Network(config, partial(vae, config), wan.vae_rules(config), float32=True)
+    return Network(config, wan.vae_rules(config), float32=True)
 
 
 NETWORKS: dict[str, Callable[[Mapping[str, Any]], Network]] = {

@@ -82,7 +82,8 @@ class Source(ABC):
         progress: Progress | None = None,
     ) -> Module:
         """The network with the component's weights; `rules` are from the names of diffusers, all as in `engine`."""
-        return engine.load(abstract, rules, self.weights(component), ignore=ignore, progress=progress)
+        rules = list(rules)
+        return engine.load(abstract, rules, self.tensors(component, rules), ignore=ignore, progress=progress)
 
 
 class DiffusersSource(Source):

@@ -35,6 +35,14 @@ class Slice:
     devices: int
     topology: str
 
+    @property
+    def memory(self) -> int:
+        return self.chip.hbm
+
+    @property
+    def flops(self) -> float:
+        return self.chip.flops
+
 
 GIB, MIB = 2**30, 2**20
 V5E = Chip("v5e", int(15.75 * GIB), 128 * MIB, 197e12, 0.82e12, 1.5e9, 45e9, 1, 4)

@@ -3,7 +3,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -11,17 +10,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from wanjax.abstract import abstract
 from wanjax.errors import WanjaxError
 from wanjax.models.wan.config import ImageTransformerConfig
 from wanjax.pipelines.base import Settings
 from wanjax.pipelines.text import TEXT_LENGTH
+from wanjax.pipelines.wan import WanConfigs
 from wanjax.plan import traced
 from wanjax.plan.chips import SLICES, Slice
 from wanjax.plan.digest import PARTS, Digest, digests
 from wanjax.plan.flops import forward_flops
 from wanjax.plan.meshes import choose_mesh
 from wanjax.plan.roofline import Machine, machines
-from wanjax.plan.stages import NETWORKS, Architecture, Run, stages
+from wanjax.plan.stages import Architecture, Run, stages
 from wanjax.sharding import MESH_AXES
 
 Place = Slice | Machine
@@ -111,35 +112,28 @@ def outlook(
     known, the mesh is not one of its devices, or libtpu is missing.
     """
     place = find_place(chip)
+    if isinstance(place, Machine):
+        attention = "reference"
+        if prod(mesh or ()) != 1:
+            raise WanjaxError(f"the mesh has {prod(mesh or ())} devices: {chip} stands for one")
     sizes = parameters(networks, experts=settings.boundary is not None)
-    tokens = _tokens(networks, settings)
+    tokens = WanConfigs(networks.transformer, networks.vae).tokens(settings)
     guided = settings.guidance_scale > 1
     if mesh is None and isinstance(place, Slice):
-        one = networks.transformer
-        count = sizes["transformer"]
-        mesh = choose_mesh(place, one, tokens=tokens, text=TEXT_LENGTH, guided=guided, parameters=count)
-    mesh = mesh or (1, 1, 1)
-    axes: dict[str, int] = dict(zip(MESH_AXES, mesh, strict=True))
-    options: dict[str, Any] = {"rules": rules, "batch_guidance": batch_guidance}
-    if isinstance(place, Slice):
-        runs = _priced(stages(networks, settings, chip, axes, attention=attention, **options))
-        flat = [run for stage in runs.values() for run in stage]
-        made = dict(zip((run.job.builder for run in flat), digests([run.job for run in flat]), strict=True))
-        memory, devices, flops = place.chip.hbm, place.devices, place.chip.flops
-    else:
-        if prod(mesh) != 1:
-            raise WanjaxError(f"the mesh has {prod(mesh)} devices: {chip} stands for one")
-        runs = _priced(stages(networks, settings, chip, axes, attention="reference", **options))
-        made = {run.job.builder: traced.digest(place, run.job) for stage in runs.values() for run in stage}
-        memory, devices, flops = place.memory, 1, place.flops
-    told = {name: _stage(stage, made, memory) for name, stage in runs.items()}
+        size = {"tokens": tokens, "text": TEXT_LENGTH, "parameters": sizes["transformer"]}
+        mesh = choose_mesh(place, networks.transformer, guided=guided, **size)
+    axes: dict[str, int] = dict(zip(MESH_AXES, mesh or (1, 1, 1), strict=True))
+    options: dict[str, Any] = {"attention": attention, "rules": rules, "batch_guidance": batch_guidance}
+    runs = _priced(stages(networks, settings, chip, axes, **options))
+    made = _digests(place, runs)
+    told = {name: _stage(stage, made, place.memory) for name, stage in runs.items()}
     step = made[runs["denoise"][0].job.builder]
     fits = all(stage.spare_bytes_per_chip >= 0 for stage in told.values())
     seconds = [stage.seconds for stage in told.values()]
     return Outlook(
         model=settings.model,
         chip=chip,
-        devices=devices,
+        devices=place.devices,
         mesh=axes,
         rules=rules,
         size=f"{settings.width}x{settings.height}",
@@ -148,7 +142,7 @@ def outlook(
         guidance_scale=settings.guidance_scale,
         dtype=settings.dtype,
         priced_by="the chip's compiler" if isinstance(place, Slice) else "a stated model",
-        memory_per_chip=memory,
+        memory_per_chip=place.memory,
         fits=fits,
         stages=told,
         step_seconds=step.seconds,
@@ -156,7 +150,7 @@ def outlook(
         step_seconds_high=step.high if step.seconds else None,
         step_breakdown={part: step.breakdown.get(part, 0.0) for part in PARTS},
         step_outside_self_attention_seconds=step.seconds and step.seconds - step.self_attention,
-        mfu=step.seconds and _step_flops(networks, tokens, guided) / (step.seconds * devices * flops),
+        mfu=step.seconds and _step_flops(networks, tokens, guided) / (step.seconds * place.devices * place.flops),
         total_seconds=None if None in seconds else sum(filter(None, seconds)),
         compile_seconds=sum(stage.compile_seconds for stage in told.values()),
         download_bytes_at_most=4 * sum(sizes.values()),
@@ -164,8 +158,15 @@ def outlook(
         limit=_limit(fits, told, step),
         collectives=step.collectives,
         doubts=[doubt for found in made.values() for doubt in found.doubts],
-        advice=None if fits else _advice(settings, chip, told, devices),
+        advice=None if fits else _advice(settings, chip, told, place.devices),
     )
+
+
+def _digests(place: Place, runs: Mapping[str, Sequence[Run]]) -> dict[str, Digest]:
+    """What there is to tell of each program, by what builds it."""
+    jobs = [run.job for stage in runs.values() for run in stage]
+    found = digests(jobs) if isinstance(place, Slice) else [traced.digest(place, job) for job in jobs]
+    return dict(zip((job.builder for job in jobs), found, strict=True))
 
 
 def _priced(stages: Mapping[str, Sequence[Run]]) -> dict[str, list[Run]]:
@@ -191,9 +192,8 @@ def parameters(networks: Architecture, *, experts: bool) -> dict[str, int]:
     for name in ("text_encoder", "transformer", "vae", "image_encoder"):
         if (config := getattr(networks, name)) is None:
             continue
-        make = partial(NETWORKS[type(config)], config, dtype=jnp.float32, param_dtype=jnp.float32)
-        abstract = nnx.eval_shape(lambda make=make: make(rngs=nnx.Rngs(0)))
-        found[name] = sum(x.size for x in jax.tree.leaves(nnx.state(abstract)))
+        network = abstract(config, dtype=jnp.float32, param_dtype=jnp.float32)
+        found[name] = sum(x.size for x in jax.tree.leaves(nnx.state(network)))
     found["transformer"] *= 2 if experts else 1
     return found
 
@@ -201,13 +201,6 @@ def parameters(networks: Architecture, *, experts: bool) -> dict[str, int]:
 def _stored(network: str) -> int:
     """Bytes of a parameter as `convert` stores it."""
     return 4 if network in ("vae", "image_encoder") else 2
-
-
-def _tokens(networks: Architecture, settings: Settings) -> int:
-    vae = networks.vae
-    frames = (settings.frames - 1) // vae.temporal_factor + 1
-    height, width = (pixels // vae.spatial_factor for pixels in settings.size)
-    return frames * height * width // prod(networks.transformer.patch)
 
 
 def _step_flops(networks: Architecture, tokens: int, guided: bool) -> int:

@@ -10,6 +10,7 @@ core is taken to do 40 GFLOP/s in float32, which is what JAX reached on the core
 
 import os
 from dataclasses import dataclass
+from typing import ClassVar
 
 GIB = 2**30
 
@@ -27,6 +28,7 @@ class Machine:
     products: float
     convolutions: float
     vectors: float  # of the bandwidth, in elementwise work
+    devices: ClassVar[int] = 1
 
 
 H100 = Machine("h100", "NVIDIA H100", int(79.2 * GIB), 989e12, 3.35e12, 0.6, 0.6, 0.25, 0.7)

@@ -24,22 +24,12 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from wanjax.abstract import CLASSES, abstract
 from wanjax.layers.conv import VIDEO
 from wanjax.layers.linear import placed, scan_compiler_options
-from wanjax.models.t5 import T5Config, T5Encoder
-from wanjax.models.vision import CLIPVision, CLIPVisionConfig
-from wanjax.models.wan.config import (
-    ControlTransformerConfig,
-    ImageTransformerConfig,
-    ResidualVAEConfig,
-    TransformerConfig,
-    VAEConfig,
-)
-from wanjax.models.wan.control import WanControlTransformer
-from wanjax.models.wan.image import WanImageTransformer
-from wanjax.models.wan.residual_vae import WanResidualVAE
-from wanjax.models.wan.transformer import WanTransformer
-from wanjax.models.wan.vae import WanVAE
+from wanjax.models.t5 import T5Config
+from wanjax.models.vision import CLIPVisionConfig
+from wanjax.models.wan.config import ControlTransformerConfig, ImageTransformerConfig, TransformerConfig, VAEConfig
 from wanjax.pipelines import programs
 from wanjax.pipelines.base import Settings
 from wanjax.pipelines.tasks import FIRST_AND_LAST_FRAME, TASKS, TEXT_TO_VIDEO, Condition, Task
@@ -49,16 +39,7 @@ from wanjax.plan.program import Program
 from wanjax.schedulers import UniPC
 from wanjax.sharding import MESH_AXES, RULES, Layout
 
-NETWORKS: dict[type, type[Any]] = {
-    T5Config: T5Encoder,
-    CLIPVisionConfig: CLIPVision,
-    TransformerConfig: WanTransformer,
-    ImageTransformerConfig: WanImageTransformer,
-    ControlTransformerConfig: WanControlTransformer,
-    VAEConfig: WanVAE,
-    ResidualVAEConfig: WanResidualVAE,
-}
-CONFIGS = {config.__name__: config for config in NETWORKS}
+CONFIGS = {config.__name__: config for config in CLASSES}
 
 
 @dataclass(frozen=True)
@@ -156,9 +137,8 @@ class _Plan:
 
     def network(self, name: str, dtype: DTypeLike, **options: Any) -> tuple[Any, Any]:
         """A network's definition, and its weights where they lie."""
-        config = getattr(self.networks, name)
-        make = partial(NETWORKS[type(config)], config, dtype=dtype, param_dtype=dtype, **options)
-        return nnx.split(placed(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))), self.layout))
+        network = abstract(getattr(self.networks, name), dtype=dtype, param_dtype=dtype, **options)
+        return nnx.split(placed(network, self.layout))
 
     def program(self, function: Callable, static: Any, *arguments: Any, donate: tuple[int, ...] = ()) -> Program:
         """A function of pipelines.programs; `donate` counts its arguments without the static one."""

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32
 
-from wanjax.kernels.attention.masks import Window
+from wanjax.kernels.attention.masks import Window, live_first
 from wanjax.kernels.attention.target import target
 
 LARGEST_HEAD = 128
@@ -50,9 +50,7 @@ def attention(
     """What the reference gives; zeros where no key takes part."""
     count = None
     if key_mask is not None:
-        order = jnp.argsort(~key_mask, axis=1)[:, :, None, None]  # stable: live keys first
-        k, v = (jnp.take_along_axis(x, order, axis=1) for x in (k, v))
-        count = key_mask.sum(axis=1, dtype=jnp.int32)
+        count, (k, v) = live_first(key_mask, k, v)
     with jax.numpy_dtype_promotion("standard"):  # what JAX does with its own constants
         out = jax.nn.dot_product_attention(
             q,

@@ -8,7 +8,7 @@ two ends of each, and nowhere else.
 
 import math
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import reduce
 from typing import NamedTuple
 
 import jax
@@ -81,15 +81,22 @@ class Mask(NamedTuple):
         return self.rows(keys) & (ahead >= -left) & (ahead <= right)
 
 
+class Tail(NamedTuple):
+    """The keys behind the last whole body, and whether this block of keys has them."""
+
+    keys: int
+    here: Array | bool
+
+
+NO_TAIL = Tail(0, False)
+
+
 def kernel(live_ref, q_ref, k_ref, v_ref, o_ref, lse_ref, *scratch, sizes: Sizes) -> None:
     """The grid runs over heads, blocks of queries, and blocks of keys."""
     state = State(*scratch)
     i, j = pl.program_id(1), pl.program_id(2)
     first_q, first_kv = i * sizes.block_q, j * sizes.block_kv
     last = j == -(-sizes.keys // sizes.block_kv) - 1
-    live = live_ref[pl.program_id(0) // sizes.heads] if sizes.ragged else sizes.keys
-    lift = partial(_lift, k_ref, state)
-    add = partial(_add, k_ref, v_ref, state)
     headroom = HEADROOM[q_ref.dtype.name]
 
     @pl.when((i == 0) & (j == 0))
@@ -100,86 +107,87 @@ def kernel(live_ref, q_ref, k_ref, v_ref, o_ref, lse_ref, *scratch, sizes: Sizes
     def _():
         _begin(q_ref, state, first_q, sizes)
         if not sizes.ragged:
-            lift(0, min(PROBE, sizes.keys), headroom=headroom)
-
-    def inside(position: Array | int) -> Array:
-        return jnp.clip(position - first_kv, 0, sizes.block_kv)
-
-    # Keys that some query sees, and the bodies of keys that every query sees.
-    left, right = sizes.window
-    some = inside(first_q - left), inside(jnp.minimum(live, first_q + sizes.block_q + right))
-    if sizes.ragged:
-        every = inside(first_q + sizes.block_q - 1 - left), inside(jnp.minimum(live, first_q + 1 + right))
-        begin = (every[0] + sizes.body - 1) // sizes.body
-        end = jnp.maximum(begin, every[1] // sizes.body)
-        tail = 0
-    else:
-        begin, end = 0, _bodies(last, sizes)
-        tail = sizes.keys % sizes.body
-
-    def quickly() -> None:
-        _loop(begin, end, lambda index: add(index * sizes.body, sizes.body))
-        if tail:
-            pl.when(last)(lambda: add(end * sizes.body, tail))
-
-    def carefully() -> None:
-        parts = sizes.body // sizes.chunk
-        _add_carefully(k_ref, v_ref, state, begin * parts, end * parts, sizes.chunk)
-        if tail:
-
-            @pl.when(last)
-            def _():
-                lift(end * sizes.body, tail)
-                add(end * sizes.body, tail)
-
-    def add_all() -> None:
-        """All keys that every query sees: quickly, and again where their weights left the room."""
-        state.kept_weight[...] = state.weight[...]
-        state.kept_total[...] = state.total[...]
-
-        @pl.when(state.flags[CAREFUL] == 0)
-        def _():
-            quickly()
-
-            @pl.when(jnp.max(jnp.where(state.weight[...] <= LARGEST_SUM, 0, 1)) == 1)  # NaN too
-            def _():
-                state.flags[CAREFUL] = 1
-                state.weight[...] = state.kept_weight[...]
-                state.total[...] = state.kept_total[...]
-
-        pl.when(state.flags[CAREFUL] == 1)(carefully)
-
-    if not sizes.ragged:
-        add_all()
-    else:
-
-        @pl.when(end > begin)
-        def _():
-            @pl.when(state.flags[PROBED] == 0)
-            def _():
-                lift(begin * sizes.body, PROBE, headroom=headroom)
-                state.flags[PROBED] = 1
-
-            add_all()
+            _lift(k_ref, state, 0, min(PROBE, sizes.keys), headroom=headroom)
 
     if sizes.ragged:
-        chunk = math.gcd(sizes.body, CHUNK)
-        per_body = sizes.body // chunk
-        done = (end - begin) * per_body
-
-        def masked(index: Array) -> None:
-            start = (index + jnp.where(index >= begin * per_body, done, 0)) * chunk
-            mask = Mask(live - first_kv - start, sizes.window, first_kv + start - first_q)
-            lift(start, chunk, mask)
-            add(start, chunk, mask)
-
-        _loop(some[0] // chunk, (some[1] + chunk - 1) // chunk - done, masked)
+        live = live_ref[pl.program_id(0) // sizes.heads]
+        _add_seen(k_ref, v_ref, state, live, first_q, first_kv, sizes, headroom)
+    else:
+        tail = Tail(sizes.keys % sizes.body, last)
+        _add_whole(k_ref, v_ref, state, 0, _bodies(last, sizes), sizes, tail)
 
     @pl.when(last)
     def _():
         weight = state.weight[...].sum(axis=0, keepdims=True)
         o_ref[...] = divide_live(state.total[...], weight).T.astype(o_ref.dtype)
         lse_ref[...] = jnp.where(weight == 0, -jnp.inf, (state.offset[...] + jnp.log2(weight)) * math.log(2))
+
+
+def _add_whole(
+    k_ref, v_ref, state: State, begin: Array | int, end: Array | int, sizes: Sizes, tail: Tail = NO_TAIL
+) -> None:
+    """Bodies of keys that every query sees: quickly, and again with care where their weights left the room."""
+    state.kept_weight[...] = state.weight[...]
+    state.kept_total[...] = state.total[...]
+
+    @pl.when(state.flags[CAREFUL] == 0)
+    def _():
+        _loop(begin, end, lambda index: _add(k_ref, v_ref, state, index * sizes.body, sizes.body))
+        if tail.keys:
+            pl.when(tail.here)(lambda: _add(k_ref, v_ref, state, end * sizes.body, tail.keys))
+
+        @pl.when(jnp.max(jnp.where(state.weight[...] <= LARGEST_SUM, 0, 1)) == 1)  # NaN too
+        def _():
+            state.flags[CAREFUL] = 1
+            state.weight[...] = state.kept_weight[...]
+            state.total[...] = state.kept_total[...]
+
+    @pl.when(state.flags[CAREFUL] == 1)
+    def _():
+        parts = sizes.body // sizes.chunk
+        _add_carefully(k_ref, v_ref, state, begin * parts, end * parts, sizes.chunk)
+        if tail.keys:
+
+            @pl.when(tail.here)
+            def _():
+                _lift(k_ref, state, end * sizes.body, tail.keys)
+                _add(k_ref, v_ref, state, end * sizes.body, tail.keys)
+
+
+def _add_seen(
+    k_ref, v_ref, state: State, live: Array, first_q: Array, first_kv: Array, sizes: Sizes, headroom: float
+) -> None:
+    """The keys of a block that a mask and a window leave: bodies that every query sees, then chunks of the rest."""
+
+    def inside(position: Array | int) -> Array:
+        return jnp.clip(position - first_kv, 0, sizes.block_kv)
+
+    left, right = sizes.window
+    some = inside(first_q - left), inside(jnp.minimum(live, first_q + sizes.block_q + right))
+    every = inside(first_q + sizes.block_q - 1 - left), inside(jnp.minimum(live, first_q + 1 + right))
+    begin = (every[0] + sizes.body - 1) // sizes.body
+    end = jnp.maximum(begin, every[1] // sizes.body)
+
+    @pl.when(end > begin)
+    def _():
+        @pl.when(state.flags[PROBED] == 0)
+        def _():
+            _lift(k_ref, state, begin * sizes.body, PROBE, headroom=headroom)
+            state.flags[PROBED] = 1
+
+        _add_whole(k_ref, v_ref, state, begin, end, sizes)
+
+    chunk = math.gcd(sizes.body, CHUNK)
+    per_body = sizes.body // chunk
+    done = (end - begin) * per_body
+
+    def masked(index: Array) -> None:
+        start = (index + jnp.where(index >= begin * per_body, done, 0)) * chunk
+        mask = Mask(live - first_kv - start, sizes.window, first_kv + start - first_q)
+        _lift(k_ref, state, start, chunk, mask)
+        _add(k_ref, v_ref, state, start, chunk, mask)
+
+    _loop(some[0] // chunk, (some[1] + chunk - 1) // chunk - done, masked)
 
 
 def _bodies(last: Array, sizes: Sizes) -> Array | int:

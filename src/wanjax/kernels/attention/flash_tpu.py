@@ -13,6 +13,7 @@ are the others of that head. Ragged ends are exact; no key is made up.
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,7 @@ from wanjax.kernels.attention.flash_kernel import (
     Sizes,
     kernel,
 )
-from wanjax.kernels.attention.masks import Window, divide_live
+from wanjax.kernels.attention.masks import Window, divide_live, live_first
 
 HEAD_DIMS = (64, 128)
 DTYPES = ("float32", "bfloat16")
@@ -208,21 +209,31 @@ def _attention(
     batch, queries, heads, head_dim = q.shape
     kv_heads = k.shape[2]
     keys = k.shape[1] if keys is None else keys
-    masked = key_mask is not None
+    ragged = key_mask is not None or window is not None
     if config is None:
-        ragged = masked or window is not None
         config = default_config(_vmem_bytes() or 0, head_dim, queries, keys, q.dtype.name, ragged)
     mean = None
     if config.center_keys:
         k, mean = _center(k, key_mask)
     live = jnp.full((batch,), keys, jnp.int32)
     if key_mask is not None:
-        live = key_mask.sum(axis=1, dtype=jnp.int32)
-        k, v = _live_first(key_mask, k, v)
+        live, (k, v) = live_first(key_mask, k, v)  # whole blocks of the others are spared then
     side_by_side = head_dim % LANES == 0  # a block takes one head's columns then, as projections wrote them
     operands = ((x.reshape(*x.shape[:2], -1) if side_by_side else _by_head(x)) for x in (q, k, v))
-    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "keys": keys}
-    out, lse = _call(live, *operands, **sizes, masked=masked, window=window, scale=scale, config=config)
+    left, right = (UNBOUNDED if side is None else min(side, UNBOUNDED) for side in window or (None, None))
+    sizes = Sizes(
+        queries=queries,
+        keys=keys,
+        heads=heads,
+        block_q=config.block_q,
+        block_kv=config.block_kv,
+        body=config.block_kv_compute,
+        chunk=config.chunk,
+        ragged=ragged,
+        window=(left, right),
+        factor=scale * math.log2(math.e),
+    )
+    out, lse = _call(live, *operands, sizes=sizes, kv_heads=kv_heads, head_dim=head_dim, config=config)
     out = out.reshape(q.shape) if side_by_side else jnp.moveaxis(out.reshape(batch, heads, queries, -1), 1, 2)
     lse = jnp.moveaxis(lse.reshape(batch, heads, queries), 1, 2)
     if mean is not None:
@@ -246,12 +257,6 @@ def _center(k: Float[Array, "B S K D"], key_mask: Bool[Array, "B S"] | None) -> 
     return (wide - mean[:, None]).astype(k.dtype), mean
 
 
-def _live_first(key_mask: Bool[Array, "B S"], *arrays: Float[Array, "B S K D"]) -> list[Float[Array, "B S K D"]]:
-    """Keys that take part before those that do not: softmax does not know their order, and whole blocks are spared."""
-    order = jnp.argsort(~key_mask, axis=1, stable=True)
-    return [jnp.take_along_axis(x, order[:, :, None, None], axis=1) for x in arrays]
-
-
 def _ceil(a, b: int):
     return (a + b - 1) // b
 
@@ -265,79 +270,42 @@ def _even(length: int, block: int, unit: int) -> int:
     return _round_up(_ceil(length, _ceil(length, block)), unit)
 
 
-def _call(
-    live,
-    q,
-    k,
-    v,
-    *,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    keys: int,
-    masked: bool,
-    window: Window | None,
-    scale: float,
-    config: Config,
-):
+def _call(live, q, k, v, *, sizes: Sizes, kv_heads: int, head_dim: int, config: Config):
     """The kernel over a grid of heads, blocks of queries and blocks of keys.
 
     q, k and v are [B L N·D] and [B S K·D], or [B·N L D] and [B·K S D].
     """
+    heads, block_q, block_kv = sizes.heads, sizes.block_q, sizes.block_kv
     rows, queries, beside = q.shape[0], q.shape[1], q.shape[2] // head_dim  # heads beside each other in a row
     batch, group = rows * beside // heads, heads // kv_heads
-    left, right = (UNBOUNDED if side is None else min(side, UNBOUNDED) for side in window or (None, None))
     split = q.dtype == jnp.bfloat16  # q times the factor, as a sum of two: rounded to one it would lose three digits
     if split and 2 * head_dim <= LANES:  # fills rows that would be padded; wider ones are doubled in the kernel
         k = jnp.concatenate([k, k], axis=2)
-    sizes = Sizes(
-        queries=queries,
-        keys=keys,
-        heads=heads,
-        block_q=config.block_q,
-        block_kv=config.block_kv,
-        body=config.block_kv_compute,
-        chunk=config.chunk,
-        ragged=masked or window is not None,
-        window=(left, right),
-        factor=scale * math.log2(math.e),
-    )
-    block_q, block_kv = config.block_q, config.block_kv
+    left, right = sizes.window
 
     def kv_block(h, i, j, live):
         """Blocks out of sight are not fetched: the index stays on the nearest that is in sight."""
         if sizes.ragged:
             first = (i * block_q - left) // block_kv
-            last = jnp.minimum(live[h // sizes.heads], i * block_q + block_q + right) - 1
+            last = jnp.minimum(live[h // heads], i * block_q + block_q + right) - 1
             j = jnp.clip(j, jnp.maximum(first, 0), jnp.maximum(last // block_kv, 0))
         row, column = (h // group, 0) if beside == 1 else (h // heads, h % heads // group)
         return row, j, column
 
     q_spec = pl.BlockSpec((None, block_q, head_dim), lambda h, i, j, live: (h // beside, i, h % beside))
-    grid = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=1,
-        grid=(batch * heads, _ceil(queries, block_q), _ceil(keys, block_kv)),
-        in_specs=[
-            q_spec,
-            pl.BlockSpec((None, block_kv, k.shape[2] if beside == 1 else head_dim), kv_block),
-            pl.BlockSpec((None, block_kv, head_dim), kv_block),
-        ],
-        out_specs=[q_spec, pl.BlockSpec((None, 1, block_q), lambda h, i, j, live: (h, 0, i))],
-        scratch_shapes=[
-            pltpu.VMEM((head_dim * (1 + split), block_q), q.dtype),
-            pltpu.VMEM((1, block_q), jnp.float32),
-            pltpu.VMEM((8, block_q), jnp.float32),
-            pltpu.VMEM((head_dim, block_q), jnp.float32),
-            pltpu.VMEM((8, block_q), jnp.float32),
-            pltpu.VMEM((head_dim, block_q), jnp.float32),
-            pltpu.VMEM((config.chunk, block_q), jnp.float32),
-            pltpu.VMEM((8, block_q), jnp.float32),
-            pltpu.SMEM((2,), jnp.int32),
-        ],
-    )
-    out, lse = pl.pallas_call(
+    return pl.pallas_call(
         partial(kernel, sizes=sizes),
-        grid_spec=grid,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(batch * heads, _ceil(queries, block_q), _ceil(sizes.keys, block_kv)),
+            in_specs=[
+                q_spec,
+                pl.BlockSpec((None, block_kv, k.shape[2] if beside == 1 else head_dim), kv_block),
+                pl.BlockSpec((None, block_kv, head_dim), kv_block),
+            ],
+            out_specs=[q_spec, pl.BlockSpec((None, 1, block_q), lambda h, i, j, live: (h, 0, i))],
+            scratch_shapes=_scratch(sizes, head_dim * (1 + split), head_dim, q.dtype),
+        ),
         out_shape=[
             jax.ShapeDtypeStruct(q.shape, q.dtype),
             jax.ShapeDtypeStruct((batch * heads, 1, queries), jnp.float32),
@@ -349,4 +317,19 @@ def _call(
         interpret=config.interpret,
         name="flash_attention",
     )(live, q, k, v)
-    return out, lse
+
+
+def _scratch(sizes: Sizes, q_rows: int, head_dim: int, dtype: jnp.dtype) -> list[Any]:
+    """The memory of the kernel's `State`, in its order."""
+    queries = sizes.block_q
+    return [
+        pltpu.VMEM((q_rows, queries), dtype),
+        pltpu.VMEM((1, queries), jnp.float32),
+        pltpu.VMEM((8, queries), jnp.float32),
+        pltpu.VMEM((head_dim, queries), jnp.float32),
+        pltpu.VMEM((8, queries), jnp.float32),
+        pltpu.VMEM((head_dim, queries), jnp.float32),
+        pltpu.VMEM((sizes.chunk, queries), jnp.float32),
+        pltpu.VMEM((8, queries), jnp.float32),
+        pltpu.SMEM((2,), jnp.int32),
+    ]

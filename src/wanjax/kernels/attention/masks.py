@@ -2,7 +2,7 @@
 """Which keys a query may see, and the sum over keys that stays finite when it may see none."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Int32
 
 Window = tuple[int | None, int | None]
 
@@ -17,6 +17,14 @@ def in_window(queries: Int[Array, " L"], keys: Int[Array, " S"], window: Window)
     if right is not None:
         seen &= ahead <= right
     return seen
+
+
+def live_first(
+    key_mask: Bool[Array, "B S"], *arrays: Float[Array, "B S K D"]
+) -> tuple[Int32[Array, " B"], list[Float[Array, "B S K D"]]]:
+    """How many keys take part, and arrays of keys with those before the others: softmax does not know their order."""
+    order = jnp.argsort(~key_mask, axis=1, stable=True)[:, :, None, None]
+    return key_mask.sum(axis=1, dtype=jnp.int32), [jnp.take_along_axis(x, order, axis=1) for x in arrays]
 
 
 def finite_max(maximum: Float[Array, "..."]) -> Float[Array, "..."]:
