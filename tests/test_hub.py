@@ -3,6 +3,7 @@
 
 import hashlib
 import json
+import math
 import os
 import random
 import re
@@ -64,14 +65,15 @@ class Hub(ThreadingHTTPServer):
 
     `status`, `error_code`: what every request is answered with, if set; `refusals`: what the next ones for a file's
     bytes are answered with; `drops`: how many answers break off halfway; `short`: how many bytes answers lack of what
-    the file has; `pause`: seconds between pieces; `pieces`: how many of large files have been sent.
+    the file has; `pause`: seconds between pieces; `pieces`: how many of large files have been sent; `limit`: how many
+    of them may be.
     """
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Answer)
         self.files = dict(FILES)
         self.status, self.error_code, self.drops = None, None, 0
-        self.refusals, self.short, self.pause, self.pieces = [], 0, 0.0, 0
+        self.refusals, self.short, self.pause, self.pieces, self.limit = [], 0, 0.0, 0, math.inf
         self.sent = []
 
     def handle_error(self, request, client_address):
@@ -143,9 +145,11 @@ class Answer(BaseHTTPRequestHandler):
             self.server.drops -= 1
             self.wfile.write(body[: len(body) // 2])
         elif with_body:
+            is_large = len(body) > 1_000_000
             for begin in range(0, len(body), PIECE):
+                wait_until(lambda: not is_large or self.server.pieces < self.server.limit)
                 self.wfile.write(body[begin : begin + PIECE])
-                self.server.pieces += len(body) > 1_000_000
+                self.server.pieces += is_large
                 time.sleep(self.server.pause)
 
 
@@ -369,7 +373,7 @@ def wait_until(true):
 def test_killed_while_downloading_it_goes_on_to_the_same_bytes(server, tmp_path):
     """Killed 20 times at random moments; in the end every byte is right, and hardly anything was sent again."""
     name = "vae/diffusion_pytorch_model.safetensors"
-    server.files[name] = random.Random(0).randbytes(12_000_000)
+    server.files[name] = random.Random(0).randbytes(17_500_000)  # more than 20 attempts can get
     server.pause = 0.01
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     environment |= {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path), "NO_PROXY": "*"}
@@ -383,7 +387,8 @@ def test_killed_while_downloading_it_goes_on_to_the_same_bytes(server, tmp_path)
         text=True,
     ) as attempts:
         for kill in [True] * 20 + [False]:
-            enough = server.pieces + moments.randrange(5)  # of the 46, or before the first
+            enough = server.pieces + moments.randrange(3)  # of the 67, or before the first
+            server.limit = enough + 1 if kill else math.inf
             print(file=attempts.stdin, flush=True)
             child = int(attempts.stdout.readline())
             if kill:
