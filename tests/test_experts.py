@@ -2,6 +2,7 @@
 """Two experts: who takes which steps, and whose weights are in memory meanwhile."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,13 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as some
 
+from tests.test_sharding import network, pipeline, transformer_config
+from wanjax.models.wan.transformer import WanTransformer
 from wanjax.pipelines import experts
-from wanjax.pipelines.base import Parts
+from wanjax.pipelines.base import Embeddings, Parts, Step
 from wanjax.pipelines.experts import Stretch, stretches, take_over
 from wanjax.registry import PRESETS
-from wanjax.schedulers import UniPC
+from wanjax.schedulers import FlowEuler, UniPC
 
 T2V, I2V = (PRESETS[name].defaults for name in ("wan2.2-t2v-a14b", "wan2.2-i2v-a14b"))
 
@@ -83,6 +86,28 @@ def test_the_first_is_gone_when_the_second_is_loaded(monkeypatch):
     take_over(parts, "transformer")
     take_over(parts, "transformer_2")
     assert max(seen) < 1e6
+
+
+def test_so_is_its_context(monkeypatch):
+    monkeypatch.setattr(experts, "_free_memory", lambda device: 0)
+    pipe, seen = pipeline(4, None), []
+    keys = (2, 1, 7, 24)  # of two layers, one prompt of seven tokens
+
+    def load() -> nnx.Module:
+        seen.append(sum(array.shape == keys for array in jax.live_arrays()))
+        return network(partial(WanTransformer, transformer_config(4)), None)
+
+    pipe.parts = Parts({"transformer": load, "transformer_2": load, "scheduler": lambda: FlowEuler(1.0)})
+    pipe.configs = pipe.configs._replace(experts=True)
+    held = []
+
+    def hold(step: Step) -> None:
+        held.append(sum(array.shape == keys for array in jax.live_arrays()))
+
+    prompts = Embeddings(*(jnp.zeros((1, 7, 8)) for _ in range(2)))
+    video = {"size": (12, 12), "frames": 5, "steps": 2, "guidance_scale": 4.0, "flow_shift": 1.0}
+    pipe.denoise(prompts, callback=hold, boundary=0.7, **video)
+    assert (seen, held) == ([0, 0], [4, 4])  # keys and values of both prompts
 
 
 def test_some_memory_is_free_here():

@@ -113,7 +113,8 @@ def test_tokens_at_two_timesteps():
     def run(layout):
         def call(weights):
             with use(layout):
-                return nnx.merge(graphdef, weights)(x, t, text, clean_frames=1)
+                model = nnx.merge(graphdef, weights)
+                return model(x, t, model.context(text), model.rope(model.grid(x)), clean_frames=1)
 
         graphdef, weights = nnx.split(network(partial(WanTransformer, transformer_config(4)), layout))
         return jax.jit(call)(weights)

@@ -84,8 +84,11 @@ def test_programs_are_those_that_the_pipeline_runs(calls, axes, rules):
     prompts = Embeddings(*(jnp.zeros((1, TEXT_LENGTH, 8)) for _ in range(2)))
     pipe.decode(pipe.denoise(prompts, **VIDEO.to_json()))
     runs = stages(networks, VIDEO, "v6e-8", dict(zip(MESH_AXES, axes, strict=True)), rules=rules)
-    assert [run.times for stage in runs.values() for run in stage] == [1, 2, 1, 2]
-    for run, name in ((runs["denoise"][0], "guided_step"), (runs["decode"][1], "decode_to_frames")):
+    assert [run.times for stage in runs.values() for run in stage] == [1, 1, 2, 1, 2]
+    names = ("make_context", "guided_step", None, "decode_to_frames")
+    for run, name in zip((*runs["denoise"], *runs["decode"]), names, strict=True):
+        if name is None:  # of the first frame, which the second's call stands for
+            continue
         static, given, donated = calls[name]
         program = planned(run.job)
         assert program.donate == tuple(i - 1 for i in donated)
@@ -99,8 +102,8 @@ def test_every_program_of_every_preset_is_traced(name):
     """From configs alone, at its own size."""
     video = PRESETS[name].defaults
     runs = stages(PUBLISHED[name], video, "v6e-8", {"dp": 2, "tp": 4})
-    (step,) = runs["denoise"]
-    assert step.times == video.steps
+    context, step = runs["denoise"]
+    assert (context.times, step.times) == (1 if video.boundary is None else 2, video.steps)
     x, *_ = planned(step.job).arguments
     networks = PUBLISHED[name]
     count = (video.frames - 1) // 4 + 1

@@ -28,11 +28,16 @@ def step(clean_frames: int) -> Compiled:
     options = {"attention": "chunked", "dtype": jnp.float32, "param_dtype": jnp.float32}
     graphdef, weights = nnx.split(nnx.eval_shape(lambda: WanTransformer(config, **options, rngs=nnx.Rngs(0))))
 
-    def run(weights, latents, t, text):
-        return nnx.merge(graphdef, weights)(latents, t, text, clean_frames=clean_frames)
+    def once(weights, latents, text):
+        model = nnx.merge(graphdef, weights)
+        return model.context(text), model.rope(model.grid(latents))
 
-    shapes = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (LATENTS, (1,), (1, 512, 4096)))
-    return jax.jit(run, compiler_options=scan_compiler_options()).lower(weights, *shapes).compile()
+    def run(weights, latents, t, context, rope):
+        return nnx.merge(graphdef, weights)(latents, t, context, rope, clean_frames=clean_frames)
+
+    latents, t, text = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (LATENTS, (1,), (1, 512, 4096)))
+    arguments = weights, latents, t, *jax.eval_shape(once, weights, latents, text)
+    return jax.jit(run, compiler_options=scan_compiler_options()).lower(*arguments).compile()
 
 
 def sizes(compiled: Compiled) -> Iterator[int]:

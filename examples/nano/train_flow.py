@@ -64,7 +64,8 @@ def velocity_error(model: PromptedTransformer, batch: dict, key: jax.Array, give
     noise = jax.random.normal(noise_key, x.shape)
     noisy = ((1.0 - s) * x + s * noise).at[:, :given].set(x[:, :given])
     text = encode_text(model.text_encoder, batch["ids"], batch["mask"])
-    velocity = model.transformer(noisy, 1000.0 * level, text, clean_frames=given)
+    context, rope = model.transformer.context(text), model.transformer.rope(model.transformer.grid(noisy))
+    velocity = model.transformer(noisy, 1000.0 * level, context, rope, clean_frames=given)
     return jnp.mean((velocity - (noise - x))[:, given:] ** 2)
 
 

@@ -29,7 +29,12 @@ def test_whole():
         exact = channels_last(reference(latents, t, text, control_hidden_states=control).sample)
         alone = channels_last(reference(latents, t, text, control_hidden_states=control * 0).sample)
     graphdef, weights = nnx.split(model)
-    run = jax.jit(lambda weights, *args: nnx.merge(graphdef, weights)(*args))
+
+    @jax.jit
+    def run(weights, latents, t, text, control):
+        model = nnx.merge(graphdef, weights)
+        return model(latents, t, model.context(text), model.rope(model.grid(latents)), control)
+
     inputs = (channels_last(latents), t.float().numpy(), text.numpy(), channels_last(control))
     assert relative_l2(run(weights, *map(jnp.asarray, inputs)), exact) <= 1e-5
     assert relative_l2(alone, exact) > 1e-2

@@ -9,7 +9,7 @@ from diffusers import WanTransformer3DModel
 from flax import nnx
 
 from tests.parity.references import channels_last, randomise, relative_l2, wan_transformer
-from wanjax.models.wan.image import WanImageTransformer
+from wanjax.models.wan.image import ImageContext, WanImageTransformer
 
 TEXT = 512  # the reference takes this many tokens from the end for the prompt's
 IMAGE_TOKENS, IMAGE_WIDTH = 5, 40
@@ -42,7 +42,12 @@ def test_whole(models):
     with torch.no_grad():
         velocity = channels_last(reference(latents, t, text, image).sample)
     graphdef, weights = nnx.split(model)
-    run = jax.jit(lambda weights, *args: nnx.merge(graphdef, weights)(*args))
+
+    @jax.jit
+    def run(weights, latents, t, text, image):
+        model = nnx.merge(graphdef, weights)
+        return model(latents, t, model.context(text, image), model.rope(model.grid(latents)))
+
     answer = run(
         weights, jnp.asarray(channels_last(latents)), ours(t.float()), ours(text), ours(image).reshape(1, -1, 40)
     )
@@ -63,6 +68,8 @@ def test_image_embed_and_cross_attention(models):
         prompt_alone = reference.blocks[0].attn2(x, torch.cat([embedded * 0, text], dim=1), None, None)
     embed = jax.jit(lambda image: model.image_embed(image))(ours(image).reshape(1, -1, IMAGE_WIDTH))
     assert relative_l2(embed, embedded) <= 1e-5
-    answer = jax.jit(lambda *args: block.cross_attn(*args))(ours(x), ours(text), embed)
+    attention = block.cross_attn
+    context = ImageContext(attention.context(ours(text)), attention.image_context(embed))
+    answer = jax.jit(lambda *args: attention(*args))(ours(x), context)
     assert relative_l2(answer, attended) <= 1e-5
     assert relative_l2(attended, prompt_alone) > 1e-2  # the image matters

@@ -14,8 +14,9 @@ from wanjax.kernels.attention.target import target
 from wanjax.sharding import Layout, constrain, whole
 
 Module = TypeVar("Module", bound=nnx.Module)
-Blocks = TypeVar("Blocks")  # a stacked module, or a tuple of them
+Blocks = TypeVar("Blocks")  # a stacked module, or a tree of them and of arrays
 Carry = TypeVar("Carry")  # an array, or a tuple of them
+Result = TypeVar("Result")
 
 Axes = tuple[str | None, ...]
 TOKENS = ("batch", "length", "embed")
@@ -81,35 +82,43 @@ def stack(make_block: Callable[[nnx.Rngs], Module], layers: int, rngs: nnx.Rngs)
     return make(rngs)
 
 
-def part(blocks: Module, index: int | slice) -> Module:
+def part(blocks: Blocks, index: int | slice) -> Blocks:
     """The block, or the stack, at an index of stacked blocks."""
     graphdef, weights = nnx.split(blocks)
     return nnx.merge(graphdef, jax.tree.map(lambda w: w[index], weights))
 
 
-def grouped(blocks: Module, groups: int) -> Module:
+def grouped(blocks: Blocks, groups: int) -> Blocks:
     """Stacked blocks as a stack of `groups` stacks of equal size, in the same order."""
     graphdef, weights = nnx.split(blocks)
     return nnx.merge(graphdef, jax.tree.map(lambda w: w.reshape(groups, -1, *w.shape[1:]), weights))
 
 
-def scan_blocks(blocks: Blocks, apply: Callable[[Blocks, Carry], Carry], x: Carry) -> Carry:
-    """Runs `x = apply(block, x)` over the stacked blocks, compiled once for all of them; x is [B L E].
+def scan_blocks(blocks: Blocks, apply: Callable[..., Carry], x: Carry, *beside: Any) -> Carry:
+    """Runs `x = apply(block, x, *parts)` over the stacked blocks, compiled once for all of them; x is [B L E].
 
-    Stacks of equal length may run side by side, as a tuple; so may arrays as x.
+    Stacks of equal length may run side by side, as a tuple; so may arrays as x. The parts are those of the trees of
+    arrays `beside`, which have a leading axis as the stacks have.
 
     Backwards, each block is computed again from its input: less memory, and on the CPU less time than to keep it all.
     """
     graphdef, weights = nnx.split(blocks)
 
     @partial(jax.checkpoint, prevent_cse=False)  # which a scan needs no guard against
-    def step(x: Carry, block_weights: nnx.State) -> tuple[Carry, None]:
-        return spread(apply(nnx.merge(graphdef, block_weights), x)), None
+    def step(x: Carry, layer: tuple[nnx.State, tuple]) -> tuple[Carry, None]:
+        block_weights, parts = layer
+        return spread(apply(nnx.merge(graphdef, block_weights), x, *parts)), None
 
     def spread(x: Carry) -> Carry:
         return jax.tree.map(lambda tokens: constrain(tokens, TOKENS), x)
 
-    return jax.lax.scan(step, spread(x), weights)[0]
+    return jax.lax.scan(step, spread(x), (weights, beside))[0]
+
+
+def map_blocks(blocks: Blocks, apply: Callable[[Blocks], Result]) -> Result:
+    """What `apply(block)` gives for each of the stacked blocks, compiled once, behind a leading axis."""
+    graphdef, weights = nnx.split(blocks)
+    return jax.lax.map(lambda block_weights: apply(nnx.merge(graphdef, block_weights)), weights)
 
 
 def placed(abstract: Module, layout: Layout | None) -> Module:

@@ -2,6 +2,7 @@
 """Rotary position embeddings over frames, height and width (Su et al., RoFormer, 2021; three axes as in Wan)."""
 
 from dataclasses import dataclass, field
+from math import prod
 
 import jax
 import jax.numpy as jnp
@@ -33,14 +34,19 @@ def rope_3d(grid: tuple[int, int, int], axes: tuple[int, int, int], theta: float
     `axes` says how many channels of a head turn with each of T, H, W. Angles are computed in float64: in float32
     those of far positions are off by more than bfloat16 activations are.
     """
-    positions = np.meshgrid(*(np.arange(size) for size in grid), indexing="ij")
     angles = [
-        position.reshape(-1, 1) * theta ** (-np.arange(0, channels, 2, dtype=np.float64) / channels)
-        for position, channels in zip(positions, axes, strict=True)
+        np.arange(size)[:, None] * theta ** (-np.arange(0, channels, 2, dtype=np.float64) / channels)
+        for size, channels in zip(grid, axes, strict=True)
     ]
-    angle = np.concatenate(angles, axis=1)
-    cos, sin = (spread(jnp.asarray(table, jnp.float32), ("length", None)) for table in (np.cos(angle), np.sin(angle)))
-    return Rope(cos, sin, len(angle))
+
+    def table(function: np.ufunc) -> Float[Array, "_L P"]:
+        """Of all angles at all tokens; a program that makes it holds but the values along each axis."""
+        along = (jnp.asarray(function(angle), jnp.float32) for angle in angles)
+        parts = (jnp.expand_dims(x, others) for x, others in zip(along, ((1, 2), (0, 2), (0, 1)), strict=True))
+        whole = [jnp.broadcast_to(x, (*grid, x.shape[-1])) for x in parts]
+        return spread(jnp.concatenate(whole, axis=-1).reshape(prod(grid), -1), ("length", None))
+
+    return Rope(table(np.cos), table(np.sin), prod(grid))
 
 
 @jax.named_scope("rope")

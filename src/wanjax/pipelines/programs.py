@@ -49,18 +49,29 @@ def encode_images(static, images, weights):
     return nnx.merge(graphdef, weights)(images)
 
 
-def _velocity(task, transformer, x, timestep, text, condition):
-    """The velocity of the latents [1 T H W C] under a condition for each of the prompts in `text`."""
-    x, condition = jax.tree.map(lambda a: jnp.broadcast_to(a, (len(text), *a.shape[1:])), (x, condition))
-    return task.velocity(transformer, x, jnp.full((len(text),), timestep), text, condition).astype(jnp.float32)
+def make_context(static, x, weights, prompts, condition):
+    """What no step changes: what cross-attention asks of each of `prompts`, and RoPE's tables for latents such as x."""
+    graphdef, task = static
+    transformer = nnx.merge(graphdef, weights)
+    contexts = tuple(task.context(transformer, text, condition) for text in prompts)
+    return contexts, transformer.rope(transformer.grid(x))
 
 
-def guided_step(static, x, state, weights, prompts, condition, guidance_scale, schedule, index):
+def _velocity(task, transformer, x, timestep, context, rope, condition):
+    """The velocity of the latents [1 T H W C] under a condition for each of the prompts that `context` is of."""
+    batch = jax.tree.leaves(context)[0].shape[1]  # of [layers B S E]
+    x, condition = jax.tree.map(lambda a: jnp.broadcast_to(a, (batch, *a.shape[1:])), (x, condition))
+    return task.velocity(transformer, x, jnp.full((batch,), timestep), context, rope, condition).astype(jnp.float32)
+
+
+def guided_step(static, x, state, weights, contexts, rope, condition, guidance_scale, schedule, index):
     """One step of the scheduler along the guided velocity; also the predicted clean latents, and if all is finite."""
     graphdef, scheduler, task = static
     transformer = nnx.merge(graphdef, weights)
     timestep = schedule.timesteps[index]
-    velocities = jnp.concatenate([_velocity(task, transformer, x, timestep, text, condition) for text in prompts])
+    velocities = jnp.concatenate(
+        [_velocity(task, transformer, x, timestep, context, rope, condition) for context in contexts]
+    )
     velocity = velocities[:1] if len(velocities) == 1 else guide(velocities[:1], velocities[1:], guidance_scale)
     velocity = replicate(velocity)
     x0 = scheduler.x0(schedule, index, velocity, x)

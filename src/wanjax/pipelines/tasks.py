@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from wanjax.errors import WanjaxError
+from wanjax.layers.rope import Rope
 from wanjax.layers.tiling import Tiling
 from wanjax.models.wan.config import ControlTransformerConfig, ImageTransformerConfig, TransformerConfig, VAEConfig
 from wanjax.pictures import Picture, Pictures, fit
@@ -104,9 +105,13 @@ class Task(ABC):
         """How many latent frames stand before those of the video while it is denoised, and are dropped then."""
         return 0
 
+    def context(self, transformer: Any, text: Float[Array, "B S E"], given: Condition) -> Any:
+        """What the transformer's cross-attention asks of encoded prompts, and of a condition if it sees that."""
+        return transformer.context(text)
+
     @abstractmethod
     def velocity(
-        self, transformer: Any, x: Video, t: Float[Array, "B"], text: Float[Array, "B S E"], given: Condition
+        self, transformer: Any, x: Video, t: Float[Array, "B"], context: Any, rope: Rope, given: Condition
     ) -> Velocity:
         """What the transformer predicts for the latents x at timesteps t under a condition."""
 
@@ -128,9 +133,9 @@ class TextToVideo(Task):
         return {"video_latents": pipe.encode_video(clip, tiling=tiling)}
 
     def velocity(
-        self, transformer: Any, x: Video, t: Float[Array, "B"], text: Float[Array, "B S E"], given: Condition
+        self, transformer: Any, x: Video, t: Float[Array, "B"], context: Any, rope: Rope, given: Condition
     ) -> Velocity:
-        return transformer(x, t, text)
+        return transformer(x, t, context, rope)
 
 
 class FirstFrameToVideo(TextToVideo):
@@ -150,10 +155,10 @@ class FirstFrameToVideo(TextToVideo):
         return {**start, "condition": pipe.encode_video([unit(pictures.image, settings)], tiling=tiling)}
 
     def velocity(
-        self, transformer: Any, x: Video, t: Float[Array, "B"], text: Float[Array, "B S E"], given: Condition
+        self, transformer: Any, x: Video, t: Float[Array, "B"], context: Any, rope: Rope, given: Condition
     ) -> Velocity:
         known = 0 if given.condition is None else 1
-        return transformer(self.finish(x, given), t, text, clean_frames=known)
+        return transformer(self.finish(x, given), t, context, rope, clean_frames=known)
 
     def finish(self, x: Video, given: Condition) -> Video:
         return x if given.condition is None else jnp.concatenate([given.condition, x[:, 1:]], axis=1)
@@ -179,9 +184,9 @@ class ImageToVideo(Task):
         return {"condition": jnp.concatenate([mask, latents], axis=1)}
 
     def velocity(
-        self, transformer: Any, x: Video, t: Float[Array, "B"], text: Float[Array, "B S E"], given: Condition
+        self, transformer: Any, x: Video, t: Float[Array, "B"], context: Any, rope: Rope, given: Condition
     ) -> Velocity:
-        return transformer(jnp.concatenate([x, given.condition], axis=-1), t, text)
+        return transformer(jnp.concatenate([x, given.condition], axis=-1), t, context, rope)
 
 
 class AttendedImageToVideo(ImageToVideo):
@@ -207,10 +212,8 @@ class AttendedImageToVideo(ImageToVideo):
         ]
         return {**super().encode(pipe, pictures, settings, tiling), "image_embeds": pipe.encode_images(images)}
 
-    def velocity(
-        self, transformer: Any, x: Video, t: Float[Array, "B"], text: Float[Array, "B S E"], given: Condition
-    ) -> Velocity:
-        return transformer(jnp.concatenate([x, given.condition], axis=-1), t, text, given.image)
+    def context(self, transformer: Any, text: Float[Array, "B S E"], given: Condition) -> Any:
+        return transformer.context(text, jnp.broadcast_to(given.image, (len(text), *given.image.shape[1:])))
 
 
 class ControlledVideo(Task):
@@ -254,9 +257,9 @@ class ControlledVideo(Task):
         return {"condition": jnp.concatenate([*(jnp.pad(x, rest) for x in references), condition], axis=2)}
 
     def velocity(
-        self, transformer: Any, x: Video, t: Float[Array, "B"], text: Float[Array, "B S E"], given: Condition
+        self, transformer: Any, x: Video, t: Float[Array, "B"], context: Any, rope: Rope, given: Condition
     ) -> Velocity:
-        return transformer(x, t, text, given.condition)
+        return transformer(x, t, context, rope, given.condition)
 
 
 TEXT_TO_VIDEO = TextToVideo("text to video", takes=("video",))

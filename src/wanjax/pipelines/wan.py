@@ -31,6 +31,7 @@ from wanjax.pipelines.programs import (
     encode_prompts,
     from_frames,
     guided_step,
+    make_context,
     to_frames,
 )
 from wanjax.pipelines.tasks import TEXT_TO_VIDEO, Condition, Task
@@ -257,7 +258,9 @@ class WanPipeline:
             prompts = tuple(embeddings[:2]) if stretch.guidance_scale > 1 else (embeddings.prompt_embeds,)
             if batch_guidance or (self.layout is not None and self.layout.size("dp") > 1):
                 prompts = (jnp.concatenate(prompts),)
-            prompts = self._on_devices(prompts)
+            contexts, rope = self._compiled(make_context)(
+                (graphdef, self.task), x, weights, self._on_devices(prompts), condition
+            )
             guidance_scale = jnp.float32(stretch.guidance_scale)
             for index in range(stretch.start, stretch.stop):
                 x, state, x0, is_finite = step(
@@ -265,7 +268,8 @@ class WanPipeline:
                     x,
                     state,
                     weights,
-                    prompts,
+                    contexts,
+                    rope,
                     condition,
                     guidance_scale,
                     schedule,
@@ -276,7 +280,7 @@ class WanPipeline:
                 if callback and callback(Step(index, steps, t, *(jnp.moveaxis(a, -1, 1) for a in (x, x0)))) is False:
                     raise Cancelled(index)
             in_flight.wait()
-            del weights  # lest they stay while the next expert is loaded
+            del weights, contexts  # lest they stay while the next expert is loaded
         return jnp.moveaxis(self.task.finish(x, condition)[:, references:], -1, 1)
 
     def _begin(

@@ -127,7 +127,7 @@ def outlook(
     runs = _priced(stages(networks, settings, chip, axes, **options))
     made = _digests(place, runs)
     told = {name: _stage(stage, made, place.memory) for name, stage in runs.items()}
-    step = made[runs["denoise"][0].job.builder]
+    (step,) = (made[run.job.builder] for run in runs["denoise"] if run.name == "step")
     fits = all(stage.spare_bytes_per_chip >= 0 for stage in told.values())
     seconds = [stage.seconds for stage in told.values()]
     return Outlook(

@@ -91,9 +91,10 @@ def stages(
         clips = 2 if isinstance(networks.transformer, ControlTransformerConfig) else 1
         encode += [run("encode_first", clips), *([run("encode_next", clips * chunks)] if chunks else [])]
     guided = settings.guidance_scale > 1
-    step = run("step", settings.steps, attention=attention, guided=guided, batch_guidance=batch_guidance)
+    options = {"attention": attention, "guided": guided, "batch_guidance": batch_guidance}
+    denoise = [run("context", 1 if settings.boundary is None else 2, **options), run("step", settings.steps, **options)]
     decode = [run("decode_first"), *([run("decode_next", chunks)] if chunks else [])]
-    return {"encode": tuple(encode), "denoise": (step,), "decode": tuple(decode)}
+    return {"encode": tuple(encode), "denoise": tuple(denoise), "decode": tuple(decode)}
 
 
 def _to_json(networks: Architecture) -> dict[str, Any]:
@@ -135,6 +136,11 @@ class _Plan:
         """The arrays that a function gives."""
         return jax.tree.map(lambda x: self.array(x.shape, x.dtype, axes), jax.eval_shape(function, *arguments))
 
+    def keys(self, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        """Keys or values [layers B S E] of cross-attention: all on every device, or by heads."""
+        spec = self.layout.activation((None, "batch", None, "heads"), (*x.shape[:3], self.networks.transformer.heads))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.layout.mesh, spec))
+
     def network(self, name: str, dtype: DTypeLike, **options: Any) -> tuple[Any, Any]:
         """A network's definition, and its weights where they lie."""
         network = abstract(getattr(self.networks, name), dtype=dtype, param_dtype=dtype, **options)
@@ -162,28 +168,39 @@ def encode_images(mesh: Mesh, **video: Any) -> Program:
     return plan.program(programs.encode_images, (graphdef,), images, weights)
 
 
-def step(mesh: Mesh, *, attention: str | None, guided: bool, batch_guidance: bool, **video: Any) -> Program:
-    """One step: the transformer on one prompt or on both, guidance, and the scheduler."""
+def context(mesh: Mesh, *, attention: str | None, guided: bool, batch_guidance: bool, **video: Any) -> Program:
+    """What no step changes: the keys and values of one prompt or of both, and the tables of RoPE."""
     plan = _Plan(mesh, **video)
-    config = plan.networks.transformer
     graphdef, weights = plan.network("transformer", plan.dtype, attention=attention)
-    scheduler = UniPC(1.0)  # its numbers come as arguments
-    schedule = plan.arrays(lambda: scheduler.schedule(2))
     x = plan.array((*plan.latents, plan.networks.vae.latent_channels), jnp.float32)
-    state = plan.arrays(scheduler.init, schedule, x)
-    text = plan.array((1, TEXT_LENGTH, config.text_width), plan.dtype)
+    text = plan.array((1, TEXT_LENGTH, plan.networks.transformer.text_width), plan.dtype)
     prompts = (text,) * (2 if guided else 1)
     if batch_guidance or plan.layout.size("dp") > 1:
         prompts = (plan.array((len(prompts), *text.shape[1:]), plan.dtype),)
+    static = graphdef, plan.networks.task
+    return plan.program(programs.make_context, static, x, weights, prompts, _condition(plan))
+
+
+def step(mesh: Mesh, *, attention: str | None, guided: bool, batch_guidance: bool, **video: Any) -> Program:
+    """One step: the transformer on one prompt or on both, guidance, and the scheduler."""
+    plan = _Plan(mesh, **video)
+    once = context(mesh, attention=attention, guided=guided, batch_guidance=batch_guidance, **video)
+    ((graphdef, task),) = once.function.args
+    x, weights, _, condition = once.arguments
+    contexts, rope = jax.eval_shape(once.function, *once.arguments)
+    scheduler = UniPC(1.0)  # its numbers come as arguments
+    schedule = plan.arrays(lambda: scheduler.schedule(2))
+    state = plan.arrays(scheduler.init, schedule, x)
     guidance_scale, index = (plan.array((), dtype) for dtype in (jnp.float32, jnp.int32))
     return plan.program(
         programs.guided_step,
-        (graphdef, scheduler, plan.networks.task),
+        (graphdef, scheduler, task),
         x,
         state,
         weights,
-        prompts,
-        _condition(plan),
+        jax.tree.map(plan.keys, contexts),
+        jax.tree.map(lambda table: plan.array(table.shape, table.dtype, ("length", None)), rope),
+        condition,
         guidance_scale,
         schedule,
         index,

@@ -30,7 +30,8 @@ def compile_one(job: dict, folder: Path) -> None:
     program = find(job["builder"])(mesh, **job["settings"])
     start = perf_counter()
     with jax.set_mesh(mesh):  # what is traced learns from it which chip it is for
-        jitted = jax.jit(program.function, donate_argnums=program.donate)
+        # what a program does not use of its arguments takes memory beside it all the same
+        jitted = jax.jit(program.function, donate_argnums=program.donate, keep_unused=True)
         compiled = jitted.lower(*program.arguments).compile(compiler_options=program.compiler_options)
     seconds = perf_counter() - start
     memory, module = compiled.memory_analysis(), compiled.as_text()

@@ -6,7 +6,7 @@ and the latents of the given frames; and cross-attention asks the image's featur
 prompt, each with a softmax of its own. The reference is diffusers' models/transformers/transformer_wan.py.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from wanjax.layers.embeddings import sinusoid
-from wanjax.layers.linear import linear, scan_blocks
+from wanjax.layers.linear import linear, map_blocks, scan_blocks
 from wanjax.layers.mlp import MLP, gelu, gelu_tanh
 from wanjax.layers.modulation import gated_add, modulate, split_modulation
 from wanjax.layers.norms import layer_norm, rms_norm
@@ -23,6 +23,7 @@ from wanjax.layers.patch import patchify, unpatchify
 from wanjax.layers.rope import Rope
 from wanjax.models.wan.config import ImageTransformerConfig
 from wanjax.models.wan.transformer import (
+    Context,
     CrossAttention,
     SelfAttention,
     Tokens,
@@ -34,6 +35,13 @@ from wanjax.models.wan.transformer import (
 ImageTokens = Float[Array, "B _S E"]  # 257 for an image, 514 for a first and a last one
 
 
+class ImageContext(NamedTuple):
+    """Keys and values of the prompt, and those of the image."""
+
+    text: Context
+    image: Context
+
+
 class ImageCrossAttention(CrossAttention):
     """Attention of every token to the prompt, plus its attention to the image: two softmaxes, one q, one way out."""
 
@@ -43,13 +51,15 @@ class ImageCrossAttention(CrossAttention):
         self.image_v = linear(config.width, config.width, ("embed", "heads"), **kw)
         self.image_k_norm = rms_norm(config.width, config.eps, **kw)
 
+    def image_context(self, image: ImageTokens) -> Context:
+        """What queries ask of an image."""
+        return Context(self.kept(self.image_k_norm(self.image_k(image))), self.kept(self.image_v(image)))
+
     @jax.named_scope("cross_attention")
-    def __call__(self, x: Tokens, context: Float[Array, "B S E"], image: ImageTokens) -> Tokens:
+    def __call__(self, x: Tokens, context: ImageContext) -> Tokens:
         q = split_heads(self.q_norm(self.q(x)), self.heads)  # [B L N D]
-        k = split_heads(self.k_norm(self.k(context)), self.heads)  # [B S N D]
-        v = split_heads(self.v(context), self.heads)
-        image_k = split_heads(self.image_k_norm(self.image_k(image)), self.heads)
-        image_v = split_heads(self.image_v(image), self.heads)
+        k, v = (split_heads(keys, self.heads) for keys in context.text)  # [B S N D]
+        image_k, image_v = (split_heads(keys, self.heads) for keys in context.image)
         return self.out(self.attend(q, k, v) + self.attend(q, image_k, image_v))
 
 
@@ -65,13 +75,11 @@ class ImageBlock(nnx.Module):
         self.table = modulation_table(6, width, kw["rngs"])
         self.dtype = kw["dtype"]
 
-    def __call__(
-        self, x: Tokens, context: Float[Array, "B S E"], image: ImageTokens, mod: Float[Array, "B 1 6 E"], rope: Rope
-    ) -> Tokens:
+    def __call__(self, x: Tokens, context: ImageContext, mod: Float[Array, "B 1 6 E"], rope: Rope) -> Tokens:
         self_mod, mlp_mod = split_modulation(mod + self.table[...][None, None])
         y = modulate(self.norm1(x), self_mod.shift, self_mod.scale).astype(self.dtype)
         x = gated_add(x, self.self_attn(y, rope), self_mod.gate)
-        x = x + self.cross_attn(self.norm2(x).astype(self.dtype), context, image).astype(x.dtype)
+        x = x + self.cross_attn(self.norm2(x).astype(self.dtype), context).astype(x.dtype)
         y = modulate(self.norm3(x), mlp_mod.shift, mlp_mod.scale).astype(self.dtype)
         return gated_add(x, self.mlp(y), mlp_mod.gate)
 
@@ -119,22 +127,24 @@ class WanImageTransformer(WanTransformer):
         super().__init__(config, attention=attention, **kw)
         self.image_embed = ImageEmbed(config, **kw)
 
+    def context(self, text: Float[Array, "B S _E"], image: Float[Array, "B _S _E"]) -> ImageContext:
+        """What the blocks' cross-attention asks of encoded prompts and images: keys and values [layers B S E]."""
+        text, image = self.text_embed(text.astype(self.dtype)), self.image_embed(image)
+        return map_blocks(
+            self.blocks,
+            lambda block: ImageContext(block.cross_attn.context(text), block.cross_attn.image_context(image)),
+        )
+
     def __call__(
-        self,
-        latents: Float[Array, "B T H W C"],
-        t: Float[Array, "B"],
-        text: Float[Array, "B S E"],
-        image: Float[Array, "B _S _E"],
+        self, latents: Float[Array, "B T H W C"], t: Float[Array, "B"], context: ImageContext, rope: Rope
     ) -> Float[Array, "B T H W _C"]:
+        """`context` and `rope` are those of the methods."""
         grid = self.grid(latents)
-        rope = self.rope(grid)
         x = self.patch_embed(patchify(latents.astype(self.dtype), self.config.patch))  # [B L E]
-        context = self.text_embed(text.astype(self.dtype))
-        image = self.image_embed(image)
         time = self.time_embed(sinusoid(t, self.config.frequency_dim))[:, None]  # [B 1 E]
         mod = self.time_proj(jax.nn.silu(time)).reshape(-1, 1, 6, self.config.width)
 
-        x = scan_blocks(self.blocks, lambda block, x: block(x, context, image, mod, rope), x)
+        x = scan_blocks(self.blocks, lambda block, x, context: block(x, context, mod, rope), x, context)
 
         shift, scale = (time + row for row in jnp.split(self.table[...][None], 2, axis=1))
         x = self.proj_out(modulate(self.norm_out(x), shift, scale).astype(self.dtype))

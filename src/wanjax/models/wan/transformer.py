@@ -2,12 +2,13 @@
 """Wan's diffusion transformer for text to video.
 
 Latents become patches; each block is self-attention over all patches of all frames, cross-attention to the prompt,
-and an MLP, the first and last modulated by the timestep. The reference is diffusers'
+and an MLP, the first and last modulated by the timestep. What no step changes, the prompt's keys and values in every
+block and the tables of RoPE, is made once for a video: `context` and `rope`. The reference is diffusers'
 models/transformers/transformer_wan.py and, for what stays in float32, the official wan/modules/model.py.
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,16 +19,23 @@ from jaxtyping import Array, Float
 from wanjax.kernels.attention import attention
 from wanjax.kernels.heads import apart
 from wanjax.layers.embeddings import sinusoid
-from wanjax.layers.linear import linear, scan_blocks, stack
+from wanjax.layers.linear import linear, map_blocks, scan_blocks, stack
 from wanjax.layers.mlp import MLP, gelu_tanh
 from wanjax.layers.modulation import Clean, gated_add, modulate, split_modulation
 from wanjax.layers.norms import layer_norm, rms_norm
 from wanjax.layers.patch import patchify, unpatchify
 from wanjax.layers.rope import Rope, normed_rope, rope_3d
 from wanjax.models.wan.config import TransformerConfig
-from wanjax.sharding import spread
+from wanjax.sharding import constrain, spread
 
 Tokens = Float[Array, "B L E"]
+
+
+class Context(NamedTuple):
+    """Keys and values in cross-attention, heads side by side; those of all blocks have a leading axis."""
+
+    k: Float[Array, "*layers B S E"]
+    v: Float[Array, "*layers B S E"]
 
 
 class Attention(nnx.Module):
@@ -72,11 +80,19 @@ class CrossAttention(Attention):
     def __init__(self, config: TransformerConfig, implementation: str | None, **kw):
         super().__init__(config, implementation and implementation.partition(":")[0], **kw)
 
+    def context(self, text: Float[Array, "B S E"]) -> Context:
+        """What queries ask of a prompt."""
+        return Context(self.kept(self.k_norm(self.k(text))), self.kept(self.v(text)))
+
+    def kept(self, x: Float[Array, "B _S E"]) -> Float[Array, "B _S E"]:
+        """Keys or values where the queries will ask for them: all on every device, or by heads."""
+        x = split_heads(x.astype(self.dtype), self.heads)  # [B S N D]
+        return join_heads(constrain(x, ("batch", None, "heads", None)))
+
     @jax.named_scope("cross_attention")
-    def __call__(self, x: Tokens, context: Float[Array, "B S E"]) -> Tokens:
+    def __call__(self, x: Tokens, context: Context) -> Tokens:
         q = split_heads(self.q_norm(self.q(x)), self.heads)  # [B L N D]
-        k = split_heads(self.k_norm(self.k(context)), self.heads)  # [B S N D]
-        v = split_heads(self.v(context), self.heads)
+        k, v = (split_heads(keys, self.heads) for keys in context)  # [B S N D]
         return self.out(self.attend(q, k, v))
 
 
@@ -95,7 +111,7 @@ class Block(nnx.Module):
     def __call__(
         self,
         x: Tokens,
-        context: Float[Array, "B S E"],
+        context: Context,
         mod: Float[Array, "B _T 6 E"],
         rope: Rope,
         clean: Clean = None,
@@ -110,6 +126,8 @@ class Block(nnx.Module):
 
 class WanTransformer(nnx.Module):
     """Predicts the velocity of latents [B T H W C] at timesteps t in [0, 1000] for encoded prompts [B S E].
+
+        velocity = transformer(latents, t, transformer.context(text), transformer.rope(transformer.grid(latents)))
 
     Transformers that see more than the prompt have what this one has, blocks of a type of their own, and more.
     """
@@ -154,6 +172,11 @@ class WanTransformer(nnx.Module):
         third = 2 * (self.config.head_dim // 6)
         return rope_3d(grid, (self.config.head_dim - 2 * third, third, third))
 
+    def context(self, text: Float[Array, "B S _E"]) -> Any:
+        """What the blocks' cross-attention asks of encoded prompts [B S E]: keys and values [layers B S E]."""
+        text = self.text_embed(text.astype(self.dtype))
+        return map_blocks(self.blocks, lambda block: block.cross_attn.context(text))
+
     def grid(self, latents: Float[Array, "B T H W C"]) -> tuple[int, int, int]:
         pt, ph, pw = self.config.patch
         return latents.shape[1] // pt, latents.shape[2] // ph, latents.shape[3] // pw
@@ -168,22 +191,24 @@ class WanTransformer(nnx.Module):
         self,
         latents: Float[Array, "B T H W C"],
         t: Float[Array, "B"],
-        text: Float[Array, "B S E"],
+        context: Context,
+        rope: Rope,
         *,
         clean_frames: int = 0,
     ) -> Float[Array, "B T H W _C"]:
-        """The first `clean_frames` latent frames hold no noise and are at timestep 0, whatever t."""
+        """`context` and `rope` are those of the methods; the first `clean_frames` latent frames hold no noise.
+
+        These are at timestep 0, whatever t.
+        """
         grid = self.grid(latents)
-        rope = self.rope(grid)
         clean = self.clean_tokens(grid, clean_frames)
         timesteps = t[:, None] if clean is None else jnp.stack([t, jnp.zeros_like(t)], axis=1)
         x = self.patch_embed(patchify(latents.astype(self.dtype), self.config.patch))  # [B L E]
-        context = self.text_embed(text.astype(self.dtype))
         time = self.time_embed(sinusoid(timesteps.reshape(-1), self.config.frequency_dim))
         time = time.reshape(*timesteps.shape, self.config.width)  # [B 1 E], of two timesteps [B 2 E]
         mod = self.time_proj(jax.nn.silu(time)).reshape(*timesteps.shape, 6, self.config.width)
 
-        x = scan_blocks(self.blocks, lambda block, x: block(x, context, mod, rope, clean), x)
+        x = scan_blocks(self.blocks, lambda block, x, context: block(x, context, mod, rope, clean), x, context)
 
         shift, scale = (time + row for row in jnp.split(self.table[...][None], 2, axis=1))
         x = self.proj_out(modulate(self.norm_out(x), shift, scale, clean).astype(self.dtype))
