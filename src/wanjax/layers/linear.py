@@ -94,7 +94,7 @@ def grouped(blocks: Blocks, groups: int) -> Blocks:
     return nnx.merge(graphdef, jax.tree.map(lambda w: w.reshape(groups, -1, *w.shape[1:]), weights))
 
 
-def scan_blocks(blocks: Blocks, apply: Callable[..., Carry], x: Carry, *beside: Any) -> Carry:
+def scan_blocks(blocks: Any, apply: Callable[..., Carry], x: Carry, *beside: Any) -> Carry:
     """Runs `x = apply(block, x, *parts)` over the stacked blocks, compiled once for all of them; x is [B L E].
 
     Stacks of equal length may run side by side, as a tuple; so may arrays as x. The parts are those of the trees of
@@ -115,7 +115,7 @@ def scan_blocks(blocks: Blocks, apply: Callable[..., Carry], x: Carry, *beside: 
     return jax.lax.scan(step, spread(x), (weights, beside))[0]
 
 
-def map_blocks(blocks: Blocks, apply: Callable[[Blocks], Result]) -> Result:
+def map_blocks(blocks: Module, apply: Callable[[Module], Result]) -> Result:
     """What `apply(block)` gives for each of the stacked blocks, compiled once, behind a leading axis."""
     graphdef, weights = nnx.split(blocks)
     return jax.lax.map(lambda block_weights: apply(nnx.merge(graphdef, block_weights)), weights)
