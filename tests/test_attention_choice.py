@@ -52,10 +52,14 @@ def test_a_traced_array_says_what_it_is_for():
 
 def test_compiler_options_are_those_of_the_target():
     """XLA for one platform does not know the options of another."""
-    assert scan_compiler_options() == scan_compiler_options("cpu")
+    cpu, tpu, v6e = (
+        scan_compiler_options(Target(*on)) for on in (("cpu", "cpu"), ("tpu", "TPU v5"), ("tpu", TPU.device_kind))
+    )
+    assert scan_compiler_options() == cpu
     with jax.sharding.use_abstract_mesh(mesh(TPU)):
-        assert scan_compiler_options() == scan_compiler_options("tpu")
-    assert scan_compiler_options("tpu") != scan_compiler_options("cpu")
+        assert scan_compiler_options() == v6e
+    assert not cpu.keys() & v6e.keys()
+    assert tpu.items() < v6e.items()  # half of a v6e's VMEM is all of a v5p's
 
 
 def test_cpus_have_no_cudnn():

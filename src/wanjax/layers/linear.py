@@ -10,7 +10,7 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 from jax.typing import DTypeLike
 
-from wanjax.kernels.attention.target import target
+from wanjax.kernels.attention.target import Target, target
 from wanjax.sharding import Layout, constrain, whole
 
 Module = TypeVar("Module", bound=nnx.Module)
@@ -135,13 +135,15 @@ def placed(abstract: Module, layout: Layout | None) -> Module:
     return nnx.merge(graphdef, nnx.from_flat_state([(path, place(leaf)) for path, leaf in nnx.to_flat_state(state)]))
 
 
-def scan_compiler_options(platform: str | None = None) -> dict[str, str]:
-    """What to give `jax.jit` as `compiler_options` where the program runs `scan_blocks`; None: that of `target`.
+def scan_compiler_options(on: Target | None = None) -> dict[str, str]:
+    """What to give `jax.jit` as `compiler_options` where the program runs `scan_blocks`; None: on that of `target`.
 
     On the CPU, XLA would cast the half-precision weights of all blocks to float32 ahead of the loop and so take three
     times their memory; this has it cast one block at a time. On TPUs, heads change chips and weights are gathered while
-    something is computed, which is not so unless it is asked for.
+    something is computed, which is not so unless it is asked for; and on v6e one operation may take half of the VMEM,
+    for products in larger tiles.
     """
+    platform, kind = on or target()
     options = {
         "cpu": {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"},
         "tpu": {
@@ -153,4 +155,5 @@ def scan_compiler_options(platform: str | None = None) -> dict[str, str]:
             "xla_tpu_overlap_compute_collective_tc": "true",
         },
     }
-    return options.get(platform or target().platform, {})
+    larger = {"xla_tpu_scoped_vmem_limit_kib": str(64 << 10)} if kind in ("TPU v6 lite", "TPU v6e") else {}
+    return options.get(platform, {}) | larger

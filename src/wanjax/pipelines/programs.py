@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from wanjax.kernels.attention.target import target_of
 from wanjax.layers.conv import VIDEO
 from wanjax.layers.linear import scan_compiler_options
 from wanjax.models.wan.vae import to_cells, to_pixels
@@ -23,7 +24,7 @@ from wanjax.sharding import Layout, constrain, replicate, use
 @cache
 def compiled(function: Callable, donated: tuple[int, ...] = (), layout: Layout | None = None) -> Callable:
     """`function` for the devices of a layout; the buffers of the donated arguments are taken over."""
-    options = scan_compiler_options(None if layout is None else layout.mesh.devices.flat[0].platform)
+    options = scan_compiler_options(None if layout is None else target_of(layout.mesh.devices.flat[0]))
     return jax.jit(laid_out(function, layout), static_argnums=0, donate_argnums=donated, compiler_options=options)
 
 

@@ -25,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from wanjax.abstract import CLASSES, abstract
+from wanjax.kernels.attention.target import target_of
 from wanjax.layers.conv import VIDEO
 from wanjax.layers.linear import placed, scan_compiler_options
 from wanjax.models.t5 import T5Config
@@ -149,7 +150,7 @@ class _Plan:
     def program(self, function: Callable, static: Any, *arguments: Any, donate: tuple[int, ...] = ()) -> Program:
         """A function of pipelines.programs; `donate` counts its arguments without the static one."""
         run = partial(programs.laid_out(function, self.layout), static)
-        return Program(run, arguments, donate, scan_compiler_options("tpu"))
+        return Program(run, arguments, donate, scan_compiler_options(target_of(self.layout.mesh.devices.flat[0])))
 
 
 def encode_prompts(mesh: Mesh, **video: Any) -> Program:

@@ -107,7 +107,7 @@ def kernel(live_ref, q_ref, k_ref, v_ref, o_ref, lse_ref, *scratch, sizes: Sizes
     def _():
         _begin(q_ref, state, first_q, sizes)
         if not sizes.ragged:
-            _lift(k_ref, state, 0, min(PROBE, sizes.keys), headroom=headroom)
+            _probe(k_ref, state, min(PROBE, sizes.keys), headroom)
 
     if sizes.ragged:
         live = live_ref[pl.program_id(0) // sizes.heads]
@@ -119,7 +119,7 @@ def kernel(live_ref, q_ref, k_ref, v_ref, o_ref, lse_ref, *scratch, sizes: Sizes
     @pl.when(last)
     def _():
         weight = state.weight[...].sum(axis=0, keepdims=True)
-        o_ref[...] = divide_live(state.total[...], weight).T.astype(o_ref.dtype)
+        o_ref[...] = divide_live(state.total[...], weight).astype(o_ref.dtype).T
         lse_ref[...] = jnp.where(weight == 0, -jnp.inf, (state.offset[...] + jnp.log2(weight)) * math.log(2))
 
 
@@ -127,8 +127,10 @@ def _add_whole(
     k_ref, v_ref, state: State, begin: Array | int, end: Array | int, sizes: Sizes, tail: Tail = NO_TAIL
 ) -> None:
     """Bodies of keys that every query sees: quickly, and again with care where their weights left the room."""
-    state.kept_weight[...] = state.weight[...]
-    state.kept_total[...] = state.total[...]
+    only = not sizes.ragged and sizes.keys <= sizes.block_kv  # block of keys: there is nothing to keep before it
+    if not only:
+        state.kept_weight[...] = state.weight[...]
+        state.kept_total[...] = state.total[...]
 
     @pl.when(state.flags[CAREFUL] == 0)
     def _():
@@ -139,8 +141,8 @@ def _add_whole(
         @pl.when(jnp.max(jnp.where(state.weight[...] <= LARGEST_SUM, 0, 1)) == 1)  # NaN too
         def _():
             state.flags[CAREFUL] = 1
-            state.weight[...] = state.kept_weight[...]
-            state.total[...] = state.kept_total[...]
+            state.weight[...] = jnp.zeros(state.weight.shape) if only else state.kept_weight[...]
+            state.total[...] = jnp.zeros(state.total.shape) if only else state.kept_total[...]
 
     @pl.when(state.flags[CAREFUL] == 1)
     def _():
@@ -224,14 +226,14 @@ def _precision(x: Array) -> str:
 
 def _begin(q_ref, state: State, first_q: Array, sizes: Sizes) -> None:
     """Lays out the queries; those past the last become zeros, lest what stands there seem to leave the room."""
-    q = sizes.factor * q_ref[...].astype(jnp.float32)
+    q = sizes.factor * q_ref[...].T.astype(jnp.float32)  # [D L]
     if sizes.queries % sizes.block_q:
-        q = jnp.where(first_q + _count(slice(0, sizes.block_q), 0) < sizes.queries, q, 0.0)
+        q = jnp.where(first_q + _count(slice(0, sizes.block_q), 1) < sizes.queries, q, 0.0)
     high = q.astype(state.q.dtype)
-    head_dim = q.shape[1]
-    state.q[:head_dim] = high.T
+    head_dim = q.shape[0]
+    state.q[:head_dim] = high
     if state.q.shape[0] > head_dim:
-        state.q[head_dim:] = (q - high.astype(jnp.float32)).astype(state.q.dtype).T
+        state.q[head_dim:] = (q - high.astype(jnp.float32)).astype(state.q.dtype)
     state.offset[...] = jnp.full(state.offset.shape, -jnp.inf)
     state.weight[...] = jnp.zeros(state.weight.shape)
     state.total[...] = jnp.zeros(state.total.shape)
@@ -261,9 +263,19 @@ def _lift(
     """Lifts the offset to these keys' maximum, if that is higher, and takes what there is already to it."""
     strips, mask = _ragged(count, mask)
     for strip in _strips(state.q.shape[1], STRIP_Q):
-        tops = [_scores(k_ref, state, start, keys, strip, mask).max(axis=0, keepdims=True) for keys in strips]
-        new = reduce(jnp.maximum, tops) + headroom
-        _lift_to(state, strip, new)
+        _lift_to(state, strip, _tops(k_ref, state, start, strips, strip, mask) + headroom)
+
+
+def _probe(k_ref, state: State, count: int, headroom: float) -> None:
+    """Sets the offset, where there is nothing yet, by the first keys."""
+    strips, mask = _ragged(count, None)
+    for strip in _strips(state.q.shape[1], STRIP_Q):
+        state.offset[:, strip] = _tops(k_ref, state, 0, strips, strip, mask) + headroom
+
+
+def _tops(k_ref, state: State, start: Array | int, strips: list[slice], strip: slice, mask: Mask | None) -> Array:
+    tops = [_scores(k_ref, state, start, keys, strip, mask).max(axis=0, keepdims=True) for keys in strips]
+    return reduce(jnp.maximum, tops)
 
 
 def _lift_to(state: State, strip: slice, top: Float32[Array, "1 L"]) -> None:

@@ -17,6 +17,12 @@ class Target(NamedTuple):
     kind: str
 
 
+def target_of(device: Any) -> Target:
+    """That of a device of JAX's, which need not be there."""
+    platform = str(device.platform)
+    return Target(_PLATFORMS.get(platform, platform), device.device_kind)
+
+
 def target(x: jax.Array | jax.ShapeDtypeStruct | None = None) -> Target:
     """The device that an array is on, or that a program which is being traced, with it or at all, is for.
 
@@ -31,8 +37,7 @@ def target(x: jax.Array | jax.ShapeDtypeStruct | None = None) -> Target:
             break
     else:
         device = _default_device(x)
-    platform = str(device.platform)
-    return Target(_PLATFORMS.get(platform, platform), device.device_kind)
+    return target_of(device)
 
 
 def _default_device(x: jax.Array | jax.ShapeDtypeStruct | None) -> Any:

@@ -34,8 +34,8 @@ Tokens = Float[Array, "B L E"]
 class Context(NamedTuple):
     """Keys and values in cross-attention, heads side by side; those of all blocks have a leading axis."""
 
-    k: Float[Array, "*layers B S E"]
-    v: Float[Array, "*layers B S E"]
+    k: Float[Array, "... B S E"]
+    v: Float[Array, "... B S E"]
 
 
 class Attention(nnx.Module):
