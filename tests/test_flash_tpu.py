@@ -108,7 +108,7 @@ def test_logits_that_rise(monkeypatch, loud, careful, dtype):
     q = jnp.abs(q) * direction  # every query likes the loud keys
     out = flash(q, k, v, scale=1.0, config=SMALL_TILES)
     jax.effects_barrier()
-    assert (len(lifts) > 2) == careful  # each head is probed once; after that only the careful pass lifts
+    assert bool(lifts) == careful  # only the careful pass lifts an offset
     assert error(out, exact(q, k, v, scale=1.0)) <= BOUND[dtype]
 
 
