@@ -10,7 +10,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionS
 from tests.test_attention import exact, operands, run
 from wanjax.kernels.attention import attention, choose, chunked, cudnn
 from wanjax.kernels.attention.target import Target, target
-from wanjax.layers.linear import scan_compiler_options
+from wanjax.layers.linear import product_compiler_options, scan_compiler_options
 
 CARD = AbstractDevice("NVIDIA H200", None, "gpu")
 TPU = AbstractDevice("TPU v6 lite", 1, "tpu")
@@ -52,14 +52,14 @@ def test_a_traced_array_says_what_it_is_for():
 
 def test_compiler_options_are_those_of_the_target():
     """XLA for one platform does not know the options of another."""
-    cpu, tpu, v6e = (
-        scan_compiler_options(Target(*on)) for on in (("cpu", "cpu"), ("tpu", "TPU v5"), ("tpu", TPU.device_kind))
-    )
-    assert scan_compiler_options() == cpu
+    cpu, v5p, v6e = Target("cpu", "cpu"), Target("tpu", "TPU v5"), Target("tpu", TPU.device_kind)
+    assert scan_compiler_options() == scan_compiler_options(cpu) == product_compiler_options()
     with jax.sharding.use_abstract_mesh(mesh(TPU)):
-        assert scan_compiler_options() == v6e
-    assert not cpu.keys() & v6e.keys()
-    assert tpu.items() < v6e.items()  # half of a v6e's VMEM is all of a v5p's
+        assert scan_compiler_options() == scan_compiler_options(v6e)
+        assert product_compiler_options() == product_compiler_options(v6e)
+    assert not scan_compiler_options(cpu).keys() & scan_compiler_options(v6e).keys()
+    # half of a v6e's VMEM is all of a v5p's
+    assert scan_compiler_options(v6e) == product_compiler_options(v5p) != product_compiler_options(v6e)
 
 
 def test_cpus_have_no_cudnn():

@@ -140,10 +140,8 @@ def scan_compiler_options(on: Target | None = None) -> dict[str, str]:
 
     On the CPU, XLA would cast the half-precision weights of all blocks to float32 ahead of the loop and so take three
     times their memory; this has it cast one block at a time. On TPUs, heads change chips and weights are gathered while
-    something is computed, which is not so unless it is asked for; and on v6e one operation may take half of the VMEM,
-    for products in larger tiles.
+    something is computed, which is not so unless it is asked for.
     """
-    platform, kind = on or target()
     options = {
         "cpu": {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"},
         "tpu": {
@@ -155,5 +153,11 @@ def scan_compiler_options(on: Target | None = None) -> dict[str, str]:
             "xla_tpu_overlap_compute_collective_tc": "true",
         },
     }
-    larger = {"xla_tpu_scoped_vmem_limit_kib": str(64 << 10)} if kind in ("TPU v6 lite", "TPU v6e") else {}
-    return options.get(platform, {}) | larger
+    return options.get((on or target()).platform, {})
+
+
+def product_compiler_options(on: Target | None = None) -> dict[str, str]:
+    """Those, and on v6e half of the VMEM for one operation: larger tiles for a program that is products above all."""
+    larger = {"xla_tpu_scoped_vmem_limit_kib": str(64 << 10)}
+    on = on or target()
+    return scan_compiler_options(on) | (larger if on.kind in ("TPU v6 lite", "TPU v6e") else {})

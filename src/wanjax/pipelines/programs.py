@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from wanjax.kernels.attention.target import target_of
+from wanjax.kernels.attention.target import Target, target_of
 from wanjax.layers.conv import VIDEO
-from wanjax.layers.linear import scan_compiler_options
+from wanjax.layers.linear import product_compiler_options, scan_compiler_options
 from wanjax.models.wan.vae import to_cells, to_pixels
 from wanjax.pipelines.guidance import guide
 from wanjax.pipelines.text import encode_text
@@ -24,8 +24,13 @@ from wanjax.sharding import Layout, constrain, replicate, use
 @cache
 def compiled(function: Callable, donated: tuple[int, ...] = (), layout: Layout | None = None) -> Callable:
     """`function` for the devices of a layout; the buffers of the donated arguments are taken over."""
-    options = scan_compiler_options(None if layout is None else target_of(layout.mesh.devices.flat[0]))
+    options = compiler_options(function, None if layout is None else target_of(layout.mesh.devices.flat[0]))
     return jax.jit(laid_out(function, layout), static_argnums=0, donate_argnums=donated, compiler_options=options)
+
+
+def compiler_options(function: Callable, on: Target | None) -> dict[str, str]:
+    """What the compiler is asked for where it makes an executable of a function here; `on` None: what JAX runs on."""
+    return (product_compiler_options if function is guided_step else scan_compiler_options)(on)
 
 
 def laid_out(function: Callable, layout: Layout | None) -> Callable:

@@ -27,7 +27,7 @@ from jax.typing import DTypeLike
 from wanjax.abstract import CLASSES, abstract
 from wanjax.kernels.attention.target import target_of
 from wanjax.layers.conv import VIDEO
-from wanjax.layers.linear import placed, scan_compiler_options
+from wanjax.layers.linear import placed
 from wanjax.models.t5 import T5Config
 from wanjax.models.vision import CLIPVisionConfig
 from wanjax.models.wan.config import ControlTransformerConfig, ImageTransformerConfig, TransformerConfig, VAEConfig
@@ -150,7 +150,8 @@ class _Plan:
     def program(self, function: Callable, static: Any, *arguments: Any, donate: tuple[int, ...] = ()) -> Program:
         """A function of pipelines.programs; `donate` counts its arguments without the static one."""
         run = partial(programs.laid_out(function, self.layout), static)
-        return Program(run, arguments, donate, scan_compiler_options(target_of(self.layout.mesh.devices.flat[0])))
+        options = programs.compiler_options(function, target_of(self.layout.mesh.devices.flat[0]))
+        return Program(run, arguments, donate, options)
 
 
 def encode_prompts(mesh: Mesh, **video: Any) -> Program:
