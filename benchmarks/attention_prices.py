@@ -33,13 +33,22 @@ def plain(mesh: Mesh, *, workload: str) -> Program:
 
 
 def splash(mesh: Mesh, *, workload: str, tiles: tuple[int, int, int]) -> Program:
+    size = WORKLOADS[workload]
+    kernel = splash_kernel(size.heads, size.queries, size.keys, tiles)
+    return _program(mesh, size, partial(kernel, scale=size.head_dim**-0.5))
+
+
+def splash_kernel(heads: int, queries: int, keys: int, tiles: tuple[int, int, int]) -> Callable[..., jax.Array]:
+    """Attention (q, k, v, scale) of one device's operands [1 L N D]; the tiles are of queries, of keys, and of keys
+    computed at a time.
+    """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
-    size, (block_q, block_kv, block_kv_compute) = WORKLOADS[workload], tiles
-    block_kv = min(block_kv, -(-size.keys // block_kv_compute) * block_kv_compute)
-    queries, keys = (-(-length // block) * block for length, block in ((size.queries, block_q), (size.keys, block_kv)))
+    block_q, block_kv, block_kv_compute = tiles
+    block_kv = min(block_kv, -(-keys // block_kv_compute) * block_kv_compute)
+    whole_q, whole_kv = (-(-length // block) * block for length, block in ((queries, block_q), (keys, block_kv)))
     kernel = splash_attention_kernel.make_splash_mha(
-        splash_attention_mask.MultiHeadMask([splash_attention_mask.FullMask((queries, keys))] * size.heads),
+        splash_attention_mask.MultiHeadMask([splash_attention_mask.FullMask((whole_q, whole_kv))] * heads),
         block_sizes=splash_attention_kernel.BlockSizes(
             block_q=block_q, block_kv=block_kv, block_kv_compute=block_kv_compute
         ),
@@ -47,14 +56,14 @@ def splash(mesh: Mesh, *, workload: str, tiles: tuple[int, int, int]) -> Program
         q_seq_shards=1,
     )
 
-    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
         def lay(x: jax.Array, length: int) -> jax.Array:  # [N L D]
             return jnp.pad(jnp.moveaxis(x[0], 1, 0), ((0, 0), (0, length - x.shape[1]), (0, 0)))
 
-        out = kernel(lay(q * size.head_dim**-0.5, queries), lay(k, keys), lay(v, keys))
-        return jnp.moveaxis(out[:, : size.queries], 0, 1)[None]
+        out = kernel(lay(q * scale, whole_q), lay(k, whole_kv), lay(v, whole_kv))
+        return jnp.moveaxis(out[:, :queries], 0, 1)[None]
 
-    return _program(mesh, size, run)
+    return run
 
 
 def _program(mesh: Mesh, workload: Workload, function: Callable) -> Program:

@@ -384,6 +384,37 @@ def test_what_runs_beside_other_work_costs_what_is_not_covered():
     assert items["s"].cost.mid > 0
 
 
+def test_what_runs_on_another_core_is_beside_too():
+    """A computation of another thread ends with the thread's name."""
+    text = ASYNC.replace(
+        "ENTRY",
+        """%called (x: f32[1024,1024]) -> f32[4096,1024] {
+  %p = f32[1024,1024]{1,0:T(8,128)} parameter(0)
+  ROOT %s = f32[4096,1024]{1,0:T(8,128)} all-gather(%p), replica_groups=[2,4]<=[8], dimensions={0}
+}, execution_thread="sparsecore"
+
+ENTRY""",
+    )
+    text = text.replace(
+        "all-gather-start(%x), replica_groups=[2,4]<=[8], dimensions={0}",
+        'call-start(%x), async_execution_thread="sparsecore", to_apply=%called',
+    ).replace("all-gather-done", "call-done")
+    assert hlo.parse(text).computations["called"].root.opcode == "all-gather"
+    assert price(compiled(text)).total == pytest.approx(price(compiled(ASYNC)).total)
+
+
+@pytest.mark.parametrize("second", ["all-gather-start", "all-gather"])
+def test_collectives_share_the_links(second):
+    """Whether the program waits for one at once or only in the end, it comes after the one that was begun."""
+    gather = "replica_groups=[2,4]<=[8], dimensions={0}"
+    lines = [f"  %s2 = (f32[1024,1024], f32[4096,1024]) all-gather-start(%x), {gather}"]
+    lines += ["  %d2 = f32[4096,1024]{1,0:T(8,128)} all-gather-done(%s2)"]
+    if second == "all-gather":
+        lines = [f"  %d2 = f32[4096,1024]{{1,0:T(8,128)}} all-gather(%x), {gather}"]
+    text = ASYNC.replace("  %n =", "\n".join(lines) + "\n  %n =")
+    assert price(compiled(text)).by_kind["collectives"].mid == pytest.approx(2 * 3 * 2**22 / 180e9)
+
+
 def test_slices():
     assert chips.find_slice("v6e-8").devices == 8
     assert chips.find_slice("v5p-8").devices == 4

@@ -144,20 +144,27 @@ def scan_compiler_options(on: Target | None = None) -> dict[str, str]:
     """
     options = {
         "cpu": {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"},
-        "tpu": {
-            "xla_tpu_enable_async_all_to_all": "true",
-            "xla_enable_async_all_gather": "true",
-            "xla_tpu_enable_async_collective_fusion": "true",
-            "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
-            "xla_tpu_enable_async_collective_fusion_with_mosaic_custom_call": "true",
-            "xla_tpu_overlap_compute_collective_tc": "true",
-        },
+        "tpu": {"xla_tpu_enable_async_all_to_all": "true", "xla_enable_async_all_gather": "true"},
     }
     return options.get((on or target()).platform, {})
 
 
+OFFLOADED = {
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_dense_all_to_all": "true",
+    "xla_tpu_use_tc_device_shape_on_sc": "true",
+}
+HALF_OF_VMEM = {"xla_tpu_scoped_vmem_limit_kib": str(64 << 10)}
+
+
 def product_compiler_options(on: Target | None = None) -> dict[str, str]:
-    """Those, and on v6e half of the VMEM for one operation: larger tiles for a program that is products above all."""
-    larger = {"xla_tpu_scoped_vmem_limit_kib": str(64 << 10)}
+    """Those, and more for a program that is products above all.
+
+    SparseCores, which all TPUs but v5e have, send and gather beside them; on v6e one operation may take half of the
+    VMEM, for larger tiles.
+    """
     on = on or target()
-    return scan_compiler_options(on) | (larger if on.kind in ("TPU v6 lite", "TPU v6e") else {})
+    options = scan_compiler_options(on)
+    if on.platform == "tpu" and on.kind not in ("TPU v5 lite", "TPU v5e"):
+        options |= OFFLOADED
+    return options | (HALF_OF_VMEM if on.kind in ("TPU v6 lite", "TPU v6e") else {})

@@ -54,24 +54,24 @@ def digests(jobs: Sequence[Job]) -> list[Digest]:
 def _kept(job: Job) -> Digest:
     if (found := recall("prices", asdict(job))) is not None:
         return Digest(**found)
-    made = _made(job)
+    made = digest(job)
     keep("prices", asdict(job), asdict(made))
     return made
 
 
-def _made(job: Job) -> Digest:
-    """Compiles the program, then each of its kernels alone, of those that are alike one."""
+def digest(job: Job) -> Digest:
+    """Compiles the program, then each of its kernels alone, of those that are alike one. Raises as `compile_job`."""
     [result] = compile_all([job])
     if isinstance(result, CompilerError):
         if (needed := needed_bytes(str(result))) is None:
             raise result
         return Digest(arguments=0, peak=needed)
     calls = kernels(result)
-    signatures = sorted(set(calls.values()))
-    alones = compile_all([alone(job, signature) for signature in signatures], schedules=True) if signatures else []
+    different = sorted(set(calls.values()))
+    alones = compile_all([alone(job, call) for call in different], schedules=True) if different else []
     seconds = {
-        signature: kernel_seconds(compiled)
-        for signature, compiled in zip(signatures, alones, strict=True)
+        call: kernel_seconds(call, compiled)
+        for call, compiled in zip(different, alones, strict=True)
         if isinstance(compiled, Compiled)
     }
     return _digest(result, {name: seconds[call] for name, call in calls.items() if call in seconds})

@@ -168,7 +168,7 @@ def parse(text: str) -> Module:
         if found := _COMPUTATION.match(line):
             name, lines = found[2], []
             entry = name if found[1] else entry
-        elif line == "}" and name:
+        elif name and re.match(r"}($|, execution_thread=)", line):
             computations[name] = Computation(name, tuple(map(_instruction, lines)))
             name = ""
         elif name and _INSTRUCTION.match(line):

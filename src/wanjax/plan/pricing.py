@@ -146,22 +146,33 @@ class _Reader:
     def sequence(self, within: Computation, times: int) -> list[Item]:
         """The items of a computation that runs so many times."""
         items: list[Item] = []
-        begun: dict[str, tuple[Item, float]] = {}  # what runs beside, and the time that had passed as it began
-        passed = 0.0
+        begun: dict[str, tuple[Item, float]] = {}  # what runs beside, and when it will have ended
+        passed = links_free = 0.0
+
+        def end_of(item: Item) -> float:
+            nonlocal links_free
+            if item.kind != "collectives":
+                return passed + item.cost.mid
+            links_free = max(passed, links_free) + item.cost.mid  # one after another: they share the links
+            return links_free
+
         for instruction in within.instructions:
             if instruction.name.startswith("async-collective-done"):  # its work is done in the fusions since its start
                 continue
             if instruction.opcode.endswith("-start"):
-                begun[instruction.name] = (self.item(instruction, within, times), passed)
+                item = self.item(instruction, within, times)
+                begun[instruction.name] = item, end_of(item)
                 continue
             if instruction.opcode.endswith(("-update", "-done")) and instruction.operands[0] in begun:
-                item, since = begun.pop(instruction.operands[0])
+                item, end = begun.pop(instruction.operands[0])
                 if instruction.opcode.endswith("-update"):
-                    begun[instruction.name] = (item, since)
+                    begun[instruction.name] = item, end
                     continue
-                new = [_uncovered(item, passed - since)]
+                new = [_waited_for(item, end - passed)]
             else:
                 new = self.items(instruction, within, times)
+                if [item.kind for item in new] == ["collectives"]:
+                    new = [_waited_for(new[0], end_of(new[0]) - passed)]
             items += new
             passed += _sum(new).mid
         return items
@@ -184,8 +195,8 @@ class _Reader:
         return replace(self._item(instruction, within, times), scope=(call or instruction).scope)
 
     def _item(self, instruction: Instruction, within: Computation, times: int) -> Item:
-        if instruction.opcode == "async-start":  # a computation that holds one operation
-            inner = self.module.computations[instruction.called or ""]
+        if instruction.opcode in ("async-start", "call-start"):  # a computation that holds one operation
+            inner = self.module.computations[instruction.called or instruction.named("to_apply")]
             return self.item(inner.root, inner, times)
         moved = traffic(self.module, instruction, within)
         call, around = self.kernel_in(instruction, within)
@@ -250,7 +261,7 @@ class _Reader:
         return Cost(low, mid, mid)
 
 
-def _uncovered(item: Item, covered: float) -> Item:
-    """What is left of an operation beside which other work ran for so long."""
-    part = max(0.0, 1 - covered / item.cost.mid) if item.cost.mid else 0.0
+def _waited_for(item: Item, seconds: float) -> Item:
+    """What is left of an operation beside which other work ran."""
+    part = max(0.0, seconds) / item.cost.mid if item.cost.mid else 0.0
     return replace(item, cost=item.cost.times(part))

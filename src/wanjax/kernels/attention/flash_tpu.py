@@ -314,6 +314,11 @@ def _call(live, q, k, v, *, sizes: Sizes, kv_heads: int, head_dim: int, config: 
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=config.vmem_bytes(head_dim, q.dtype.itemsize) + SPILL_BYTES,
         ),
+        cost_estimate=pl.CostEstimate(  # without it the compiler would do next to nothing beside the kernel
+            flops=4 * q.size * sizes.keys,
+            transcendentals=q.size // head_dim * sizes.keys,
+            bytes_accessed=q.dtype.itemsize * (2 * q.size + k.size + v.size),
+        ),
         interpret=config.interpret,
         name="flash_attention",
     )(live, q, k, v)
