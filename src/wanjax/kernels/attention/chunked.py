@@ -100,7 +100,8 @@ def _over(f: Callable, axes: Sequence[int | None], *, batched: bool) -> Callable
 def _entry(index: Array, x: Array | None, axis: int | None) -> Array | None:
     if x is None or axis is None:
         return x
-    return (_wide_entry if x.dtype == jnp.bfloat16 else _index)(x, index, axis)
+    casts_all = x.dtype == jnp.bfloat16 and jax.__version_info__ < (0, 11)
+    return (_wide_entry if casts_all else _index)(x, index, axis)
 
 
 def _index(x: Array, index: Array, axis: int) -> Array:
@@ -109,7 +110,7 @@ def _index(x: Array, index: Array, axis: int) -> Array:
 
 @partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _wide_entry(x: BFloat16[Array, "..."], index: Array, axis: int) -> Float32[Array, "..."]:
-    """An entry in float32. XLA on a CPU would index bfloat16 in float32 and cast all entries ahead of the loop.
+    """An entry in float32. XLA on a CPU, up to jax 0.10, would index it in float32 and cast all entries before a loop.
 
     So it is indexed as whole numbers: the bits of a bfloat16 are the upper half of the float32 of the same value.
     """
