@@ -255,12 +255,8 @@ class WanPipeline:
         in_flight = InFlight(steps)
         for stretch in stretches(timesteps, chosen):
             graphdef, weights = self._expert(stretch, steps, switched)
-            prompts = tuple(embeddings[:2]) if stretch.guidance_scale > 1 else (embeddings.prompt_embeds,)
-            if batch_guidance or (self.layout is not None and self.layout.size("dp") > 1):
-                prompts = (jnp.concatenate(prompts),)
-            contexts, rope = self._compiled(make_context)(
-                (graphdef, self.task), x, weights, self._on_devices(prompts), condition
-            )
+            prompts = self._prompts(embeddings, stretch.guidance_scale > 1, batch_guidance)
+            contexts, rope = self._compiled(make_context)((graphdef, self.task), x, weights, prompts, condition)
             guidance_scale = jnp.float32(stretch.guidance_scale)
             for index in range(stretch.start, stretch.stop):
                 x, state, x0, is_finite = step(
@@ -293,6 +289,13 @@ class WanPipeline:
         video = jnp.moveaxis(jnp.asarray(embeddings.video_latents, jnp.float32), 1, -1)
         schedule = scheduler.schedule(settings.steps, skip=settings.steps - _share(settings))
         return schedule, scheduler.noised(schedule, video, x)
+
+    def _prompts(self, embeddings: Embeddings, guided: bool, batched: bool) -> tuple[Float[Array, "B S E"], ...]:
+        """Those that the transformer runs on, one after another or as one batch, on every device."""
+        prompts = tuple(embeddings[:2]) if guided else (embeddings.prompt_embeds,)
+        if batched or (self.layout is not None and self.layout.size("dp") > 1):
+            prompts = (jnp.concatenate(prompts),)
+        return self._on_devices(prompts)
 
     def _expert(self, stretch: Stretch, steps: int, switched: Callable[[Switch], Any] | None) -> tuple[Any, Any]:
         """The transformer of a stretch, split."""

@@ -112,17 +112,14 @@ def outlook(
     known, the mesh is not one of its devices, or libtpu is missing.
     """
     place = find_place(chip)
-    if isinstance(place, Machine):
-        attention = "reference"
-        if prod(mesh or ()) != 1:
-            raise WanjaxError(f"the mesh has {prod(mesh or ())} devices: {chip} stands for one")
+    attention = attention if isinstance(place, Slice) else "reference"
     sizes = parameters(networks, experts=settings.boundary is not None)
     tokens = WanConfigs(networks.transformer, networks.vae).tokens(settings)
     guided = settings.guidance_scale > 1
     if mesh is None and isinstance(place, Slice):
         size = {"tokens": tokens, "text": TEXT_LENGTH, "parameters": sizes["transformer"]}
         mesh = choose_mesh(place, networks.transformer, guided=guided, **size)
-    axes: dict[str, int] = dict(zip(MESH_AXES, mesh or (1, 1, 1), strict=True))
+    axes = _axes(place, mesh or (1, 1, 1))
     options: dict[str, Any] = {"attention": attention, "rules": rules, "batch_guidance": batch_guidance}
     runs = _priced(stages(networks, settings, chip, axes, **options))
     made = _digests(place, runs)
@@ -160,6 +157,12 @@ def outlook(
         doubts=[doubt for found in made.values() for doubt in found.doubts],
         advice=None if fits else _advice(settings, chip, told, place.devices),
     )
+
+
+def _axes(place: Place, mesh: tuple[int, int, int]) -> dict[str, int]:
+    if isinstance(place, Machine) and prod(mesh) != 1:
+        raise WanjaxError(f"the mesh has {prod(mesh)} devices: {place.name} stands for one")
+    return dict(zip(MESH_AXES, mesh, strict=True))
 
 
 def _digests(place: Place, runs: Mapping[str, Sequence[Run]]) -> dict[str, Digest]:

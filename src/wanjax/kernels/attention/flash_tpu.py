@@ -314,7 +314,7 @@ def _call(live, q, k, v, *, sizes: Sizes, kv_heads: int, head_dim: int, config: 
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=config.vmem_bytes(head_dim, q.dtype.itemsize) + SPILL_BYTES,
         ),
-        cost_estimate=pl.CostEstimate(  # without it the compiler would do next to nothing beside the kernel
+        cost_estimate=pl.CostEstimate(  # which the compiler, who plans what goes on beside the kernel, cannot see
             flops=4 * q.size * sizes.keys,
             transcendentals=q.size // head_dim * sizes.keys,
             bytes_accessed=q.dtype.itemsize * (2 * q.size + k.size + v.size),
