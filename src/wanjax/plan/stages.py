@@ -173,23 +173,28 @@ def encode_images(mesh: Mesh, **video: Any) -> Program:
 def context(mesh: Mesh, *, attention: str | None, guided: bool, batch_guidance: bool, **video: Any) -> Program:
     """What no step changes: the keys and values of one prompt or of both, and the tables of RoPE."""
     plan = _Plan(mesh, **video)
+    static, arguments = _given_once(plan, attention, guided, batch_guidance)
+    return plan.program(programs.make_context, static, *arguments)
+
+
+def _given_once(plan: _Plan, attention: str | None, guided: bool, batch_guidance: bool) -> tuple[Any, tuple]:
+    """What `make_context` is given: latents, weights, prompts and the condition, behind what is static."""
     graphdef, weights = plan.network("transformer", plan.dtype, attention=attention)
     x = plan.array((*plan.latents, plan.networks.vae.latent_channels), jnp.float32)
     text = plan.array((1, TEXT_LENGTH, plan.networks.transformer.text_width), plan.dtype)
     prompts = (text,) * (2 if guided else 1)
     if batch_guidance or plan.layout.size("dp") > 1:
         prompts = (plan.array((len(prompts), *text.shape[1:]), plan.dtype),)
-    static = graphdef, plan.networks.task
-    return plan.program(programs.make_context, static, x, weights, prompts, _condition(plan))
+    return (graphdef, plan.networks.task), (x, weights, prompts, _condition(plan))
 
 
 def step(mesh: Mesh, *, attention: str | None, guided: bool, batch_guidance: bool, **video: Any) -> Program:
     """One step: the transformer on one prompt or on both, guidance, and the scheduler."""
     plan = _Plan(mesh, **video)
-    once = context(mesh, attention=attention, guided=guided, batch_guidance=batch_guidance, **video)
-    ((graphdef, task),) = once.function.args
-    x, weights, _, condition = once.arguments
-    contexts, rope = jax.eval_shape(once.function, *once.arguments)
+    static, arguments = _given_once(plan, attention, guided, batch_guidance)
+    make_context = partial(programs.laid_out(programs.make_context, plan.layout), static)
+    contexts, rope = jax.eval_shape(make_context, *arguments)
+    (graphdef, task), (x, weights, _, condition) = static, arguments
     scheduler = UniPC(1.0)  # its numbers come as arguments
     schedule = plan.arrays(lambda: scheduler.schedule(2))
     state = plan.arrays(scheduler.init, schedule, x)
