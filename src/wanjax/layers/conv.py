@@ -11,46 +11,45 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from wanjax.kernels.attention.target import Target, target
 from wanjax.layers.linear import default_kernel_init
 from wanjax.layers.norms import along_last
 from wanjax.sharding import constrain
 
 CONV_AXES = ("conv_in", "conv_out")
 VIDEO = ("batch", "frames", "height", "width", None)
+Frames = Float[Array, "B _T _H _W _C"]  # what goes in and what comes out differ in size
+Kernel = Float[Array, "*K C _C"]
 
 
-def frame_conv(
-    channels_in: int,
-    channels_out: int,
-    *,
-    kernel_size: int = 3,
-    stride: int = 1,
-    padding: tuple[int, int] = (1, 1),
-    dtype: DTypeLike,
-    param_dtype: DTypeLike,
-    rngs: nnx.Rngs,
-) -> nnx.Conv:
-    """A 2-D convolution of each frame of `[B T H W C]`; `padding` is (before, after), the same for height and width."""
-    return nnx.Conv(
-        channels_in,
-        channels_out,
-        (kernel_size, kernel_size),
-        strides=stride,
-        padding=(padding, padding),
-        kernel_init=nnx.with_partitioning(default_kernel_init, (None, None, *CONV_AXES)),
-        bias_init=nnx.with_partitioning(nnx.initializers.zeros_init(), CONV_AXES[1:]),
-        dtype=dtype,
-        param_dtype=param_dtype,
-        rngs=rngs,
-    )
+class FrameConv(nnx.Module):
+    """A 2-D convolution of each frame."""
+
+    def __init__(
+        self,
+        channels_in: int,
+        channels_out: int,
+        *,
+        kernel_size: int = 3,
+        stride: int = 1,
+        padding: tuple[int, int] = (1, 1),
+        dtype: DTypeLike,
+        param_dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ):
+        """`padding` is (before, after), the same for height and width."""
+        self.kernel, self.bias = _weights((kernel_size, kernel_size, channels_in, channels_out), param_dtype, rngs)
+        self.stride = stride
+        self.padding = padding
+        self.dtype = dtype
+
+    def __call__(self, x: Float[Array, "B T H W C"]) -> Float[Array, "B T _H _W _C"]:
+        y = _convolve_frames(as_operand(x, self.dtype), self.kernel[...], self.stride, self.padding)
+        return _biased(y, self.bias[...], self.dtype)
 
 
 class CausalConv(nnx.Module):
-    """A 3-D convolution that sees no later frame, run as one 2-D convolution for each of its taps in time.
-
-    The sum of 2-D convolutions over frames folded into the batch is the same sum of products as the 3-D one, and two to
-    six times as fast as it under XLA on the CPU (docs/performance.md).
-    """
+    """A 3-D convolution that sees no later frame."""
 
     def __init__(
         self,
@@ -65,41 +64,88 @@ class CausalConv(nnx.Module):
     ):
         """`kernel_size` is (time, height and width)."""
         taps, size = kernel_size
-        kernel_init = nnx.with_partitioning(default_kernel_init, (None, None, None, *CONV_AXES))
-        bias_init = nnx.with_partitioning(nnx.initializers.zeros_init(), CONV_AXES[1:])
-        self.kernel = nnx.Param(kernel_init(rngs.params(), (taps, size, size, channels_in, channels_out), param_dtype))
-        self.bias = nnx.Param(bias_init(rngs.params(), (channels_out,), param_dtype))
+        self.kernel, self.bias = _weights((taps, size, size, channels_in, channels_out), param_dtype, rngs)
         self.time_stride = time_stride
         self.dtype = dtype
 
     def blank(self, x: Float[Array, "B T H W C"]) -> Float[Array, "B 2 H W C"]:
         """The kept frames of a layer before which there is nothing: zeros, the causal padding."""
         batch, _, height, width, channels = x.shape
-        return jnp.zeros((batch, self.kernel.shape[0] - 1, height, width, channels), self.dtype)
+        return as_operand(jnp.zeros((batch, self.kernel.shape[0] - 1, height, width, channels)), self.dtype)
 
     def __call__(
         self, x: Float[Array, "B T H W C"], kept: Array | None
     ) -> tuple[Float[Array, "B _T H W _C"], Float[Array, "B _K H W C"]]:
-        x = x.astype(self.dtype)
+        x = as_operand(x, self.dtype)
         x = constrain(jnp.concatenate([self.blank(x) if kept is None else kept, x], axis=1), VIDEO)
-        taps, size = self.kernel.shape[:2]
-        frames_out = (x.shape[1] - taps) // self.time_stride + 1
-        y = jnp.zeros((), jnp.float32)
-        for tap in range(taps):
-            frames = x[:, tap : tap + (frames_out - 1) * self.time_stride + 1 : self.time_stride]
-            y = y + _conv_frames(frames, self.kernel[tap].astype(self.dtype), padding=size // 2)
-        y = y + along_last(self.bias[...].astype(jnp.float32), x.ndim)
-        return constrain(y.astype(self.dtype), VIDEO), x[:, x.shape[1] - (taps - self.time_stride) :]
+        convolve = convolve_clip if target(x).platform == "tpu" else sum_of_taps
+        y = _biased(convolve(x, self.kernel[...], self.time_stride), self.bias[...], self.dtype)
+        return constrain(y, VIDEO), x[:, x.shape[1] - (self.kernel.shape[0] - self.time_stride) :]
 
 
-def _conv_frames(x: Float[Array, "B T H W C"], kernel: Float[Array, "_K _K C _C"], padding: int) -> Array:
+def as_operand(x: Array, dtype: DTypeLike) -> Array:
+    """x as a convolution of this dtype takes it: on TPUs in bfloat16 unless JAX is asked for precise products.
+
+    The matrix units round float32 to that in any case; here it is done before frames are kept, padded and exchanged.
+    """
+    rounded = target(x).platform == "tpu" and jax.default_matmul_precision.value is None
+    return x.astype(jnp.bfloat16 if rounded else dtype)
+
+
+def convolve_clip(x: Float[Array, "B T H W C"], kernel: Kernel, time_stride: int) -> Frames:
+    """A 3-D convolution, padded in height and width alone."""
+    around = kernel.shape[1] // 2
+    return jax.lax.conv_general_dilated(
+        x,
+        kernel.astype(x.dtype),
+        window_strides=(time_stride, 1, 1),
+        padding=[(0, 0), (around, around), (around, around)],
+        dimension_numbers=("NDHWC", "DHWIO", "NDHWC"),
+        preferred_element_type=jnp.float32,
+    )
+
+
+def sum_of_taps(x: Float[Array, "B T H W C"], kernel: Kernel, time_stride: int) -> Frames:
+    """`convolve_clip` as a 2-D convolution for each tap in time, over frames that are folded into the batch.
+
+    It is the same sum of products, and two to six times as fast under XLA on the CPU (docs/performance.md).
+    """
+    taps, size = kernel.shape[:2]
+    y = jnp.zeros((), jnp.float32)
+    for tap in range(taps):
+        frames = x[:, tap : x.shape[1] - taps + tap + 1 : time_stride]
+        y = y + _convolve_frames(frames, kernel[tap], 1, (size // 2, size // 2))
+    return y
+
+
+def _convolve_frames(x: Frames, kernel: Kernel, stride: int, padding: tuple[int, int]) -> Frames:
     batch, frames, *image = x.shape
     y = jax.lax.conv_general_dilated(
         x.reshape(batch * frames, *image),
-        kernel,
-        window_strides=(1, 1),
-        padding=[(padding, padding)] * 2,
+        kernel.astype(x.dtype),
+        window_strides=(stride, stride),
+        padding=[padding] * 2,
         dimension_numbers=("NHWC", "HWIO", "NHWC"),
         preferred_element_type=jnp.float32,
     )
     return y.reshape(batch, frames, *y.shape[1:])
+
+
+def convolution_compiler_options(on: Target | None = None) -> dict[str, float]:
+    """What to give `jax.jit` as `compiler_options` where the program is convolutions; None: on the device of `target`.
+
+    For TPUs a search for the best tiles of every convolution takes six of seven parts of the compiler's time, and gains
+    a quarter of the program's (docs/performance.md).
+    """
+    return {"exec_time_optimization_effort": -0.5} if (on or target()).platform == "tpu" else {}
+
+
+def _biased(y: Frames, bias: Float[Array, "C"], dtype: DTypeLike) -> Frames:
+    return (y + along_last(bias.astype(jnp.float32), y.ndim)).astype(dtype)
+
+
+def _weights(shape: tuple[int, ...], dtype: DTypeLike, rngs: nnx.Rngs) -> tuple[nnx.Param, nnx.Param]:
+    """The kernel [... C _C] and the bias of a convolution."""
+    kernel_init = nnx.with_partitioning(default_kernel_init, (*[None] * (len(shape) - 2), *CONV_AXES))
+    bias_init = nnx.with_partitioning(nnx.initializers.zeros_init(), CONV_AXES[1:])
+    return nnx.Param(kernel_init(rngs.params(), shape, dtype)), nnx.Param(bias_init(rngs.params(), shape[-1:], dtype))

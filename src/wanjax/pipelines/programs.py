@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from wanjax.kernels.attention.target import Target, target_of
-from wanjax.layers.conv import VIDEO
+from wanjax.layers.conv import VIDEO, convolution_compiler_options
 from wanjax.layers.linear import product_compiler_options, scan_compiler_options
 from wanjax.models.wan.vae import to_cells, to_pixels
 from wanjax.pipelines.guidance import guide
@@ -28,8 +28,10 @@ def compiled(function: Callable, donated: tuple[int, ...] = (), layout: Layout |
     return jax.jit(laid_out(function, layout), static_argnums=0, donate_argnums=donated, compiler_options=options)
 
 
-def compiler_options(function: Callable, on: Target | None) -> dict[str, str]:
+def compiler_options(function: Callable, on: Target | None) -> dict[str, Any]:
     """What the compiler is asked for where it makes an executable of a function here; `on` None: what JAX runs on."""
+    if function in (decode_frames, decode_to_frames, encode_frames):
+        return convolution_compiler_options(on)
     return (product_compiler_options if function is guided_step else scan_compiler_options)(on)
 
 

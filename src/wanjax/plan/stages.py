@@ -135,7 +135,9 @@ class _Plan:
 
     def arrays(self, function: Callable, *arguments: Any, axes: Any = None) -> Any:
         """The arrays that a function gives."""
-        return jax.tree.map(lambda x: self.array(x.shape, x.dtype, axes), jax.eval_shape(function, *arguments))
+        with jax.set_mesh(self.layout.mesh):  # some are of other dtypes on other chips
+            given = jax.eval_shape(function, *arguments)
+        return jax.tree.map(lambda x: self.array(x.shape, x.dtype, axes), given)
 
     def keys(self, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         """Keys or values [layers B S E] of cross-attention: all on every device, or by heads."""

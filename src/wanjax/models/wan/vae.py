@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from wanjax.kernels.attention import attention
-from wanjax.layers.conv import CausalConv, frame_conv
+from wanjax.layers.conv import CausalConv, FrameConv, as_operand
 from wanjax.layers.linear import linear
 from wanjax.layers.norms import ChannelNorm, along_last
 from wanjax.models.wan.config import VAEConfig
@@ -92,7 +92,7 @@ class Downsample(nnx.Module):
     """Halves height and width, then, with `temporal`, the frames after the first."""
 
     def __init__(self, channels: int, temporal: bool, **kw):
-        self.conv = frame_conv(channels, channels, stride=2, padding=(0, 1), **kw)
+        self.conv = FrameConv(channels, channels, stride=2, padding=(0, 1), **kw)
         self.time_conv = nnx.data(CausalConv(channels, channels, (3, 1), time_stride=2, **kw) if temporal else None)
 
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
@@ -100,7 +100,7 @@ class Downsample(nnx.Module):
         if self.time_conv is None:
             return x, ()
         if cache is None:  # the first frame stays as it is, and opens the window of the next chunk
-            return x, x
+            return x, as_operand(x, self.time_conv.dtype)
         return self.time_conv(x, cache)
 
 
@@ -109,7 +109,7 @@ class Upsample(nnx.Module):
 
     def __init__(self, channels_in: int, channels_out: int, temporal: bool, **kw):
         self.time_conv = nnx.data(CausalConv(channels_in, 2 * channels_in, (3, 1), **kw) if temporal else None)
-        self.conv = frame_conv(channels_in, channels_out, **kw)
+        self.conv = FrameConv(channels_in, channels_out, **kw)
 
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
         if self.time_conv is None:
@@ -120,7 +120,7 @@ class Upsample(nnx.Module):
             x, cache = self.time_conv(x, cache)
             x = jnp.stack(jnp.split(x, 2, axis=-1), axis=2)  # [B T 2 H W C]
             x = x.reshape(x.shape[0], -1, *x.shape[3:])
-        x = x.repeat(2, axis=2).repeat(2, axis=3)
+        x = as_operand(x, self.conv.dtype).repeat(2, axis=2).repeat(2, axis=3)
         return self.conv(x), cache
 
 

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Convolutions of autoencoders in the forms that each platform runs, and what a program for TPUs makes of them."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from wanjax import load
+from wanjax.kernels.attention.target import Target
+from wanjax.layers import conv
+from wanjax.layers.conv import CausalConv, FrameConv, convolution_compiler_options, convolve_clip, sum_of_taps
+from wanjax.models.wan.config import VAEConfig
+from wanjax.models.wan.residual_vae import WanResidualVAE
+from wanjax.models.wan.vae import WanVAE
+from wanjax.pipelines.programs import compiled
+
+CPU, V6E = Target("cpu", "cpu"), Target("tpu", "TPU v6 lite")
+SINGLE = {"dtype": jnp.float32, "param_dtype": jnp.float32}
+SMALL = VAEConfig(
+    width=4,
+    decoder_width=4,
+    patch=1,
+    latent_channels=4,
+    multipliers=(1, 2, 2, 2),
+    res_blocks=1,
+    temporal_downsample=(False, True, True),
+    latents_mean=(0.0,) * 4,
+    latents_std=(1.0,) * 4,
+)
+
+
+def for_tpu():
+    """Within, what is traced is for a TPU that is not there."""
+    device = AbstractDevice(V6E.kind, 1, "tpu")
+    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("chips",), abstract_device=device))
+
+
+def convolutions(function, *arguments):
+    """The operands' dtypes and ranks of each convolution that a function runs."""
+    equations = jax.make_jaxpr(function)(*arguments).jaxpr.eqns
+    found = [equation for equation in equations if equation.primitive.name == "conv_general_dilated"]
+    return [({v.aval.dtype.name for v in equation.invars}, equation.outvars[0].aval.ndim) for equation in found]
+
+
+@given(st.sampled_from([1, 3]), st.sampled_from([1, 3]), st.sampled_from([1, 2]), st.integers(0, 4), st.integers(0, 99))
+@settings(max_examples=20, deadline=None)
+def test_both_forms_are_the_same_sum(taps, size, stride, more, seed):
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((2, taps + stride * more, 5, 4, 3)).astype(np.float32)
+    kernel = rng.standard_normal((taps, size, size, 3, 6)).astype(np.float32)
+    whole, summed = (form(jnp.asarray(x), jnp.asarray(kernel), stride) for form in (convolve_clip, sum_of_taps))
+    assert whole.shape == (2, more + 1, 5, 4, 6)
+    np.testing.assert_allclose(whole, summed, rtol=1e-5, atol=1e-5)
+
+
+def test_a_tpu_is_given_what_its_matrix_units_take():
+    """One convolution, of operands that are rounded before they are kept; of float32 where precision is asked for."""
+    x = jnp.ones((1, 2, 4, 4, 3))
+    causal, frames = CausalConv(3, 5, **SINGLE, rngs=nnx.Rngs(0)), FrameConv(3, 5, **SINGLE, rngs=nnx.Rngs(0))
+
+    def both(x):
+        y, kept = causal(x, None)
+        assert y.dtype == frames(x).dtype == jnp.float32
+        return kept
+
+    assert convolutions(both, x) == [({"float32"}, 4)] * 4
+    with for_tpu():
+        assert convolutions(both, x) == [({"bfloat16"}, 5), ({"bfloat16"}, 4)]
+        assert jax.eval_shape(both, x).dtype == jnp.bfloat16
+        with jax.default_matmul_precision("highest"):
+            assert convolutions(both, x) == [({"float32"}, 5), ({"float32"}, 4)]
+
+
+@pytest.mark.parametrize("make", [WanVAE, WanResidualVAE])
+@pytest.mark.parametrize("way", ["encode_chunk", "decode_chunk"])
+def test_what_is_kept_stays_of_one_kind(make, way):
+    """On TPUs too each chunk but the first is the same program."""
+    config = SMALL if make is WanVAE else replace(SMALL, patch=2)
+    frames, shape = (4, (16, 16, 3)) if way == "encode_chunk" else (1, (2, 2, 4))
+
+    def chunks(x):
+        vae = make(config, **SINGLE, rngs=nnx.Rngs(0))
+        kept = [None]
+        for first, count in ((0, 1), (1, frames), (1, frames)):
+            kept.append(getattr(vae, way)(x[:, first : first + count], kept[-1])[1])
+        return kept[1:]
+
+    with for_tpu():
+        first, second, third = jax.eval_shape(chunks, jax.ShapeDtypeStruct((1, 1 + frames, *shape), jnp.float32))
+    assert {x.dtype for x in jax.tree.leaves(first)} == {jnp.dtype(jnp.bfloat16)}
+    assert first == second == third
+
+
+def test_rounded_operands_cannot_be_seen(monkeypatch):
+    """The bundled model's frames as a TPU computes them, beside those of float32."""
+    pipe = load("nano")
+    latents = pipe.denoise(pipe.encode("a red circle moving right"), seed=0)
+    exact = pipe.decode(latents, jnp.float32)
+    monkeypatch.setattr(conv, "target", lambda x=None: V6E)
+    compiled.cache_clear()
+    rounded = pipe.decode(latents, jnp.float32)
+    compiled.cache_clear()
+    error = np.mean((np.asarray(rounded) - np.asarray(exact)) ** 2)
+    assert 0 < error < 10 ** (-60 / 10)  # 60 dB
+
+
+def test_only_tpus_are_asked_to_spare_effort():
+    assert convolution_compiler_options(CPU) == convolution_compiler_options() == {}
+    assert convolution_compiler_options(V6E)["exec_time_optimization_effort"] < 0
+    with for_tpu():
+        assert convolution_compiler_options() == convolution_compiler_options(V6E)
