@@ -90,6 +90,15 @@ def test_a_function_knows_which_chip_it_is_compiled_for(results):
 
 
 @needs_libtpu
+def test_what_wanjax_refuses_is_told_as_it_is():
+    heads = Operand((1, 64, 2, 64), "bfloat16")
+    with pytest.raises(WanjaxError, match=r"^cudnn runs on NVIDIA's cards, and this is for TPU v6 lite$"):
+        compile_function(
+            "v6e-1", "wanjax.kernels.attention:attention", *[heads] * 3, keywords={"implementation": "cudnn"}
+        )
+
+
+@needs_libtpu
 def test_one_function_alone_is_compiled_or_refused():
     with pytest.raises(CompilerError, match=r"of_function does not compile for v6e-1: AttributeError"):
         compile_function("v6e-1", "jax.numpy:no_such_function", Operand((8, 128), "float32"))

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedulers against fields whose solution is known in closed form, and against printed noise levels."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from wanjax import schedulers
+from wanjax import load, schedulers
 from wanjax.errors import WanjaxError
-from wanjax.schedulers import FlowEuler, UniPC
+from wanjax.pipelines.programs import compiled, guided_step
+from wanjax.schedulers import FlowEuler, UniPC, one_step
 
 EVERY = [
     UniPC(5.0, "official"),
@@ -216,3 +219,29 @@ def test_sigmas_of_another_name_are_refused():
 def test_noise_levels_that_float32_cannot_tell_apart_are_refused():
     with pytest.raises(WanjaxError, match=r"1000 steps at a flow shift of 100000.0"):
         UniPC(100000.0).schedule(1000)
+
+
+@every
+def test_a_step_by_its_own_part_of_the_schedule(scheduler):
+    """Whatever the number of steps, one program takes them all."""
+    x, velocity = jax.random.normal(jax.random.key(0), (2, 64))
+    shapes = set()
+    for schedule, index in [(scheduler.schedule(steps), index) for steps in (1, 2, 7) for index in range(steps)]:
+        own, state = one_step(schedule, index), scheduler.init(schedule, x)
+        whole = scheduler.step(schedule, state, index, velocity, x)
+        jax.tree.map(np.testing.assert_array_equal, scheduler.step(own, state, 0, velocity, x), whole)
+        shapes.add(tuple(number.shape for number in own))
+    assert len(shapes) == 1
+
+
+def test_settings_that_change_no_shape_compile_nothing():
+    pipe = load("nano")
+    embeddings = pipe.encode("a red circle moving right")
+    program = compiled(guided_step, (1, 2), pipe.layout)
+    plain: dict[str, Any] = {"steps": 2, "frames": 5, "seed": 0}
+    clip = pipe.denoise(embeddings, **plain)
+    programs = program._cache_size()
+    changes: tuple[dict[str, Any], ...] = ({"flow_shift": 7.0}, {"steps": 3}, {"sigmas": "diffusers"})
+    for changed in changes:
+        assert np.abs(pipe.denoise(embeddings, **plain | changed) - clip).max() > 0.01
+    assert program._cache_size() == programs

@@ -69,6 +69,13 @@ def test_a_second_process_compiles_nothing(warm, latents):
     assert np.isfinite(latents).all()
 
 
+def test_another_schedule_compiles_nothing(folder, warm, latents):
+    before = programs(folder)
+    wanjax(folder, "denoise", "--steps", "5", "--flow-shift", "4", "--guidance-scale", "3", "--seed", "1")
+    assert programs(folder) == before
+    assert np.abs(kept(folder) - latents).max() > 1e-3
+
+
 def test_changed_code_meets_no_stale_program(folder, warm, latents):
     wanjax(folder, "generate", "a red circle moving right", *RUN, code=CHANGED)
     assert programs(folder) > warm

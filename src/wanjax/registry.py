@@ -20,7 +20,7 @@ from wanjax.adapters import AdaptedSource, Note
 from wanjax.cache import enable_compile_cache
 from wanjax.converters.lora import Lora
 from wanjax.errors import WanjaxError
-from wanjax.kernels.attention import named
+from wanjax.kernels.attention import choose, named
 from wanjax.layers.linear import placed
 from wanjax.networks import Network, components, network
 from wanjax.pipelines.base import Parts, Settings
@@ -300,7 +300,7 @@ def load(
     it is read: a file, or FILE:STRENGTH, or several; FILE may be OWNER/NAME/FILE on the hub, and of two experts
     `high=FILE` and `low=FILE` mean one. `progress(part, done, total)` is told the bytes read, `note(sentence)` what of
     each LoRA was merged. Raises WanjaxError where the checkpoint or a LoRA cannot be found or does not fit, or there is
-    no such mesh.
+    no such mesh, UnsupportedError where the attention that is named cannot be that of this transformer here.
     """
     named(attention)
     enable_compile_cache()
@@ -322,6 +322,9 @@ def load(
     usual = "float32" if jax.default_backend() == "cpu" else kept or _stored_dtype(source, "transformer")
     defaults = replace(defaults, dtype=dtype or usual)
     layout = _layout(mesh, rules, configs, defaults)
+    if attention is not None:  # an answer before anything is read
+        some = jax.ShapeDtypeStruct((1, 256, configs.transformer.heads, configs.transformer.head_dim), defaults.dtype)
+        choose(some, some, some, implementation=attention)
     build = partial(_build, source, jnp.dtype(defaults.dtype), kept, layout, progress)
     loaders = {
         "tokenizer": lambda: Tokenizer.load(source.files("tokenizer")[0].parent),

@@ -72,18 +72,18 @@ def _velocity(task, transformer, x, timestep, context, rope, condition):
     return task.velocity(transformer, x, jnp.full((batch,), timestep), context, rope, condition).astype(jnp.float32)
 
 
-def guided_step(static, x, state, weights, contexts, rope, condition, guidance_scale, schedule, index):
-    """One step of the scheduler along the guided velocity; also the predicted clean latents, and if all is finite."""
+def guided_step(static, x, state, weights, contexts, rope, condition, guidance_scale, schedule):
+    """The one step of a schedule along the guided velocity; also the predicted clean latents, and if all is finite."""
     graphdef, scheduler, task = static
     transformer = nnx.merge(graphdef, weights)
-    timestep = schedule.timesteps[index]
+    timestep = schedule.timesteps[0]
     velocities = jnp.concatenate(
         [_velocity(task, transformer, x, timestep, context, rope, condition) for context in contexts]
     )
     velocity = velocities[:1] if len(velocities) == 1 else guide(velocities[:1], velocities[1:], guidance_scale)
     velocity = replicate(velocity)
-    x0 = scheduler.x0(schedule, index, velocity, x)
-    x, state = scheduler.step(schedule, state, index, velocity, x)
+    x0 = scheduler.x0(schedule, 0, velocity, x)
+    x, state = scheduler.step(schedule, state, 0, velocity, x)
     return *replicate((x, state, x0)), jnp.isfinite(x).all()
 
 

@@ -36,7 +36,7 @@ from wanjax.pipelines.programs import (
 )
 from wanjax.pipelines.tasks import TEXT_TO_VIDEO, Condition, Task
 from wanjax.pipelines.text import TokenBatch, clean_prompt
-from wanjax.schedulers.base import Scheduler
+from wanjax.schedulers import Scheduler, one_step
 from wanjax.sharding import Layout, replicate, use
 
 Latents = Float[Array, "B C T H W"]
@@ -250,7 +250,8 @@ class WanPipeline:
         state = scheduler.init(schedule, x)
         x, state, condition = self._on_devices((x, state, condition))
         step = self._compiled(guided_step, donated=(1, 2))
-        timesteps = np.asarray(schedule.timesteps)
+        schedule = jax.device_get(schedule)  # lest each step waits for those before it
+        timesteps = schedule.timesteps
         steps = len(timesteps)
         in_flight = InFlight(steps)
         for stretch in stretches(timesteps, chosen):
@@ -260,7 +261,7 @@ class WanPipeline:
             guidance_scale = jnp.float32(stretch.guidance_scale)
             for index in range(stretch.start, stretch.stop):
                 x, state, x0, is_finite = step(
-                    (graphdef, scheduler, self.task),
+                    (graphdef, self.scheduler, self.task),
                     x,
                     state,
                     weights,
@@ -268,8 +269,7 @@ class WanPipeline:
                     rope,
                     condition,
                     guidance_scale,
-                    schedule,
-                    jnp.int32(index),
+                    one_step(schedule, index),
                 )
                 in_flight.add(index, is_finite)
                 t = float(timesteps[index])

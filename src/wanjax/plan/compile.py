@@ -103,8 +103,8 @@ def compile_job(job: Job, *, schedules: bool = False) -> Compiled:
     """Compiles for a chip that need not be there.
 
     `schedules` asks for the bundles of each operation, which takes far more memory: for kernels and small programs.
-    Raises WanjaxError where the slice or the mesh cannot be, or where libtpu is missing or of another
-    version than jax wants; CompilerError where the program does not compile.
+    Raises WanjaxError where the slice or the mesh cannot be, where libtpu is missing or of another version than jax
+    wants, and where wanjax itself refuses what is asked of the program; CompilerError where it does not compile.
     """
     (result,) = compile_all([job], schedules=schedules)
     if isinstance(result, CompilerError):
@@ -164,8 +164,10 @@ def _request(job: Job, place: Slice) -> dict[str, Any]:
 def _result(job: Job, place: Slice, folder: Path, schedules: bool) -> Compiled | CompilerError:
     error = folder / "error.json"
     if error.exists():
-        said = json.loads(error.read_text(encoding="utf-8"))
-        return CompilerError(f"{job.builder} does not compile for {place.name}: {said}")
+        told = json.loads(error.read_text(encoding="utf-8"))
+        if told["asked"]:
+            raise WanjaxError(told["said"])
+        return CompilerError(f"{job.builder} does not compile for {place.name}: {told['kind']}: {told['said']}")
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     module = (folder / "module.txt").read_text(encoding="utf-8")
     dump = read_dump(folder, place.chip) if schedules else {}

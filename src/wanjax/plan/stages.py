@@ -37,7 +37,7 @@ from wanjax.pipelines.tasks import FIRST_AND_LAST_FRAME, TASKS, TEXT_TO_VIDEO, C
 from wanjax.pipelines.text import TEXT_LENGTH
 from wanjax.plan.compile import Job
 from wanjax.plan.program import Program
-from wanjax.schedulers import UniPC
+from wanjax.schedulers import UniPC, one_step
 from wanjax.sharding import MESH_AXES, RULES, Layout
 
 CONFIGS = {config.__name__: config for config in CLASSES}
@@ -198,9 +198,8 @@ def step(mesh: Mesh, *, attention: str | None, guided: bool, batch_guidance: boo
     contexts, rope = jax.eval_shape(make_context, *arguments)
     (graphdef, task), (x, weights, _, condition) = static, arguments
     scheduler = UniPC(1.0)  # its numbers come as arguments
-    schedule = plan.arrays(lambda: scheduler.schedule(2))
+    schedule = jax.tree.map(lambda x: plan.array(x.shape, x.dtype), one_step(scheduler.schedule(2), 0))
     state = plan.arrays(scheduler.init, schedule, x)
-    guidance_scale, index = (plan.array((), dtype) for dtype in (jnp.float32, jnp.int32))
     return plan.program(
         programs.guided_step,
         (graphdef, scheduler, task),
@@ -210,9 +209,8 @@ def step(mesh: Mesh, *, attention: str | None, guided: bool, batch_guidance: boo
         jax.tree.map(plan.keys, contexts),
         jax.tree.map(lambda table: plan.array(table.shape, table.dtype, ("length", None)), rope),
         condition,
-        guidance_scale,
+        plan.array((), jnp.float32),
         schedule,
-        index,
         donate=(0, 1),
     )
 

@@ -14,6 +14,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from wanjax.errors import WanjaxError
 from wanjax.plan.program import find
 from wanjax.sharding import arrange
 
@@ -59,7 +60,8 @@ def main(root: Path) -> None:
         try:
             compile_one(job, folder)
         except Exception as error:  # whatever the builder or the compiler refuses: the other jobs go on
-            (folder / "error.json").write_text(json.dumps(f"{type(error).__name__}: {error}"), encoding="utf-8")
+            told = {"kind": type(error).__name__, "said": str(error), "asked": isinstance(error, WanjaxError)}
+            (folder / "error.json").write_text(json.dumps(told), encoding="utf-8")
         for path in dumped.glob("*"):
             path.rename(folder / path.name)
 

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from wanjax.errors import WanjaxError
-from wanjax.schedulers.base import TRAIN_STEPS, Scheduler
+from wanjax.schedulers.base import TRAIN_STEPS, Scheduler, one_step
 from wanjax.schedulers.flow_euler import FlowEuler
 from wanjax.schedulers.unipc import UniPC
 
-__all__ = ["FlowEuler", "Scheduler", "UniPC", "from_config"]
+__all__ = ["FlowEuler", "Scheduler", "UniPC", "from_config", "one_step"]
 
 # Entry: what an absent one means to the reference, and the values under which these schedulers are what is asked for.
 _BOTH = {

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every scheduler is: noise levels laid out once, and a step whose memory goes in and comes out.
 
-A scheduler itself is a value. `schedule(steps)` gives every number that depends on the step, as arrays, so that one
-compiled step serves all indices; `init` and `step` hand the state on. Steps go by index and never by timestep, of which
-two may be equal.
+A scheduler itself is a value. `schedule(steps)` gives every number that depends on the step or on the shift, as arrays;
+`init` and `step` hand the state on. Steps go by index and never by timestep, of which two may be equal. A compiled step
+that is given `one_step(schedule, index)` serves every step of every schedule.
 
 Noise levels are those of rectified flow: x(σ) = (1 - σ) x0 + σ noise, and the networks predict v = noise - x0.
 """
@@ -13,6 +13,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
@@ -73,6 +75,12 @@ class Scheduler(ABC):
     def x0(self, schedule: Any, index: Index, velocity: Sample, x: Sample) -> Sample:
         """The clean sample that the velocity at x points to."""
         return x - schedule.sigmas[index] * velocity
+
+
+def one_step(schedule: Any, index: int) -> Any:
+    """What one step needs of a schedule: itself a schedule, whose step 0 it is, of the same shapes for any number."""
+    steps = len(schedule.timesteps)
+    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x)[index : index + 1 + len(x) - steps]), schedule)
 
 
 def shifted(sigmas: np.ndarray, shift: float) -> np.ndarray:

@@ -110,9 +110,9 @@ def _on_one_device(
 
 
 def choose(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: jax.Array | jax.ShapeDtypeStruct,
+    k: jax.Array | jax.ShapeDtypeStruct,
+    v: jax.Array | jax.ShapeDtypeStruct,
     *,
     key_mask: jax.Array | None = None,
     window: int | Window | None = None,
