@@ -40,6 +40,12 @@ class Given(NamedTuple):
         return len(self.shape)
 
 
+def as_given(x):
+    """An array that a program is given; those of the host no one has placed."""
+    committed = isinstance(x, jax.Array) and x.committed
+    return Given(x.shape, x.dtype, x.sharding if committed else None, committed)
+
+
 def alike(given, planned):
     """Whether arrays that a program is given are as planned: those that no one has placed go where the program says."""
     return (
@@ -60,7 +66,7 @@ def calls(monkeypatch):
 
     def recorded(function, donated=(), layout=None):
         def run(static, *arguments):
-            shapes = jax.tree.map(lambda x: Given(x.shape, x.dtype, x.sharding, x.committed), arguments)
+            shapes = jax.tree.map(as_given, arguments)
             seen[function.__name__] = static, shapes, donated
             return compiled(function, donated, layout)(static, *arguments)
 

@@ -250,11 +250,9 @@ class WanPipeline:
         state = scheduler.init(schedule, x)
         x, state, condition = self._on_devices((x, state, condition))
         step = self._compiled(guided_step, donated=(1, 2))
-        schedule = jax.device_get(schedule)  # lest each step waits for those before it
-        timesteps = schedule.timesteps
-        steps = len(timesteps)
+        steps = len(schedule.timesteps)
         in_flight = InFlight(steps)
-        for stretch in stretches(timesteps, chosen):
+        for stretch in stretches(schedule.timesteps, chosen):
             graphdef, weights = self._expert(stretch, steps, switched)
             prompts = self._prompts(embeddings, stretch.guidance_scale > 1, batch_guidance)
             contexts, rope = self._compiled(make_context)((graphdef, self.task), x, weights, prompts, condition)
@@ -272,7 +270,7 @@ class WanPipeline:
                     one_step(schedule, index),
                 )
                 in_flight.add(index, is_finite)
-                t = float(timesteps[index])
+                t = float(schedule.timesteps[index])
                 if callback and callback(Step(index, steps, t, *(jnp.moveaxis(a, -1, 1) for a in (x, x0)))) is False:
                     raise Cancelled(index)
             in_flight.wait()

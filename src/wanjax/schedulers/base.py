@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
@@ -22,6 +21,7 @@ from wanjax.errors import WanjaxError
 
 TRAIN_STEPS = 1000  # a timestep is σ · 1000
 Sigmas = Literal["official", "diffusers"]  # as the models' authors lay the noise levels out, or as diffusers does
+Numbers = np.ndarray | Array  # the host's, until a program is given them
 Index = int | Int[Array, ""]
 Sample = Float[Array, "..."]
 
@@ -29,8 +29,8 @@ Sample = Float[Array, "..."]
 class Schedule(NamedTuple):
     """Noise levels σ, from noise to none, and the timesteps that the network is told."""
 
-    timesteps: Float32[Array, " steps"]
-    sigmas: Float32[Array, " steps+1"]
+    timesteps: Float32[Numbers, " steps"]
+    sigmas: Float32[Numbers, " steps+1"]
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Scheduler(ABC):
 def one_step(schedule: Any, index: int) -> Any:
     """What one step needs of a schedule: itself a schedule, whose step 0 it is, of the same shapes for any number."""
     steps = len(schedule.timesteps)
-    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x)[index : index + 1 + len(x) - steps]), schedule)
+    return jax.tree.map(lambda x: x[index : index + 1 + len(x) - steps], schedule)
 
 
 def shifted(sigmas: np.ndarray, shift: float) -> np.ndarray:

@@ -3,7 +3,6 @@
 
 from dataclasses import dataclass
 
-import jax.numpy as jnp
 import numpy as np
 
 from wanjax.schedulers.base import TRAIN_STEPS, Index, Sample, Schedule, Scheduler, check_steps, shifted
@@ -26,7 +25,7 @@ class FlowEuler(Scheduler):
             high, low = shifted(np.array([1, 1 / TRAIN_STEPS], np.float32), self.shift)
             line = np.linspace(float(high), float(low), steps)
         sigmas = shifted(line, self.shift)[skip:].astype(np.float32)
-        return Schedule(jnp.asarray(sigmas * TRAIN_STEPS), jnp.asarray(np.append(sigmas, np.float32(0))))
+        return Schedule(sigmas * TRAIN_STEPS, np.append(sigmas, np.float32(0)))
 
     def init(self, schedule: Schedule, x: Sample) -> tuple[()]:
         """Nothing: Euler does not look back."""

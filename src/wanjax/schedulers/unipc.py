@@ -20,16 +20,16 @@ import numpy as np
 from jaxtyping import Array, Float, Float32
 
 from wanjax.errors import WanjaxError
-from wanjax.schedulers.base import TRAIN_STEPS, Index, Sample, Scheduler, check_steps, shifted
+from wanjax.schedulers.base import TRAIN_STEPS, Index, Numbers, Sample, Scheduler, check_steps, shifted
 
 
 class UniPCSchedule(NamedTuple):
     """Timesteps, which are whole numbers; noise levels; each step's weights (w0, w1, w2 ...) of the two expansions."""
 
-    timesteps: Float32[Array, " steps"]
-    sigmas: Float32[Array, " steps+1"]
-    corrector: Float32[Array, "steps 4"]
-    predictor: Float32[Array, "steps 3"]
+    timesteps: Float32[Numbers, " steps"]
+    sigmas: Float32[Numbers, " steps+1"]
+    corrector: Float32[Numbers, "steps 4"]
+    predictor: Float32[Numbers, "steps 3"]
 
 
 class UniPCState(NamedTuple):
@@ -62,10 +62,10 @@ class UniPC(Scheduler):
         corrector = [(1, 0, 0, 0)] + [_corrector(s, i, min(self.order, i)) for i in range(1, len(levels))]
         predictor = [_predictor(s, i, min(self.order, i + 1)) for i in range(len(levels) - 1)] + [(0, 1, 0)]
         return UniPCSchedule(
-            timesteps=jnp.asarray(np.trunc(levels * TRAIN_STEPS), jnp.float32),
-            sigmas=jnp.asarray(sigmas),
-            corrector=jnp.asarray(np.array(corrector), jnp.float32),
-            predictor=jnp.asarray(np.array(predictor), jnp.float32),
+            timesteps=np.trunc(levels * TRAIN_STEPS).astype(np.float32),
+            sigmas=sigmas,
+            corrector=np.array(corrector, np.float32),
+            predictor=np.array(predictor, np.float32),
         )
 
     def _levels(self, steps: int) -> np.ndarray:
