@@ -116,8 +116,9 @@ def decode_to_frames(static, z, cache, weights):
 def to_frames(static, x):
     """Cells of pixels as they leave the devices: bytes, or floats in [0, 1], whole, so that any process has them."""
     dtype, patch = static
-    frames = jnp.clip(to_pixels(x, patch)[0] * 0.5 + 0.5, 0.0, 1.0)
-    return replicate(jnp.round(frames * 255.0).astype(dtype) if dtype == jnp.uint8 else frames.astype(dtype))
+    frames = jnp.clip(to_pixels(x, patch) * 0.5 + 0.5, 0.0, 1.0)
+    frames = jnp.round(frames * 255.0).astype(dtype) if dtype == jnp.uint8 else frames.astype(dtype)
+    return replicate(constrain(frames, VIDEO)[0])  # bytes are sent, where bytes are asked for
 
 
 def from_frames(static, frames):
