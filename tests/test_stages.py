@@ -103,6 +103,22 @@ def test_programs_are_those_that_the_pipeline_runs(calls, axes, rules):
         assert all(alike(*pair) for pair in pairs)
 
 
+def test_programs_that_are_alike_are_one_job():
+    """So that one price does for all of them."""
+    mesh = {"dp": 2, "tp": 4}
+    text, image, small = (
+        stages(PUBLISHED[name], PRESETS[name].defaults, "v6e-8", mesh)
+        for name in ("wan2.1-t2v-14b", "wan2.1-i2v-14b-720p", "wan2.1-t2v-1.3b")
+    )
+    assert text["decode"] == image["decode"] != small["decode"]
+    assert text["encode"][0] == image["encode"][0] == small["encode"][0]
+    assert text["denoise"] != image["denoise"]
+    shorter = PRESETS["wan2.1-t2v-14b"].defaults.updated({"frames": 49, "steps": 30})
+    again = stages(PUBLISHED["wan2.1-t2v-14b"], shorter, "v6e-8", mesh)
+    assert [run.job for run in again["decode"]] == [run.job for run in text["decode"]]
+    assert again["denoise"][1].job != text["denoise"][1].job
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_every_program_of_every_preset_is_traced(name):
     """From configs alone, at its own size."""

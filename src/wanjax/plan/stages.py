@@ -16,6 +16,7 @@ so that what is priced is what runs.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -77,24 +78,31 @@ def stages(
     `mesh` gives the sizes of dp, sp and tp; the other keywords are those of `wanjax.load` and `WanPipeline.denoise`.
     Whether the slice and the mesh can be is for `compile_job` to say.
     """
-    video = {"networks": _to_json(networks), "rules": rules, "dtype": settings.dtype}
-    video |= {"size": settings.size, "frames": settings.frames}
+    parts, size = _to_json(networks), settings.size
     axes = {axis: mesh.get(axis, 1) for axis in MESH_AXES}
 
-    def run(name: str, times: int = 1, **more: Any) -> Run:
-        return Run(name, Job(place, f"{__name__}:{name}", {**video, **more}, axes), times)
+    def run(name: str, times: int, *of: str, **more: Any) -> Run:
+        """A program of some of the networks: models and videos that have them in common have its price in common."""
+        given = {"networks": {part: parts[part] for part in of}, "rules": rules, "dtype": settings.dtype}
+        return Run(name, Job(place, f"{__name__}:{name}", given | more, axes), times)
 
     chunks = (settings.frames - 1) // networks.vae.temporal_factor
-    encode = [run("encode_prompts")]
+    encode = [run("encode_prompts", 1, "text_encoder")]
     if networks.image_encoder is not None:
-        encode.append(run("encode_images"))
+        encode.append(run("encode_images", 1, "image_encoder", "task"))
     if condition_channels(networks):
         clips = 2 if isinstance(networks.transformer, ControlTransformerConfig) else 1
-        encode += [run("encode_first", clips), *([run("encode_next", clips * chunks)] if chunks else [])]
-    guided = settings.guidance_scale > 1
-    options = {"attention": attention, "guided": guided, "batch_guidance": batch_guidance}
-    denoise = [run("context", 1 if settings.boundary is None else 2, **options), run("step", settings.steps, **options)]
-    decode = [run("decode_first"), *([run("decode_next", chunks)] if chunks else [])]
+        encode.append(run("encode_first", clips, "vae", size=size))
+        encode += [run("encode_next", clips * chunks, "vae", size=size)] if chunks else []
+    denoised = ("transformer", "vae", "image_encoder", "task")
+    video = {"size": size, "frames": settings.frames}
+    video |= {"guided": settings.guidance_scale > 1, "attention": attention, "batch_guidance": batch_guidance}
+    denoise = [
+        run("context", 1 if settings.boundary is None else 2, *denoised, **video),
+        run("step", settings.steps, *denoised, **video),
+    ]
+    decode = [run("decode_first", 1, "vae", size=size)]
+    decode += [run("decode_next", chunks, "vae", size=size)] if chunks else []
     return {"encode": tuple(encode), "denoise": tuple(denoise), "decode": tuple(decode)}
 
 
@@ -106,27 +114,42 @@ def _to_json(networks: Architecture) -> dict[str, Any]:
     } | {"task": next(name for name, task in TASKS.items() if task == networks.task)}
 
 
-def _from_json(json: Mapping[str, Any]) -> Architecture:
-    parts: dict[str, Any] = {"task": TASKS[json["task"]]}
+def _from_json(json: Mapping[str, Any]) -> SimpleNamespace:
+    """The parts of an `Architecture` that are there."""
+    parts = dict(json)
     for name, values in json.items():
         if isinstance(values, Mapping):
             sizes = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k != "config"}
             parts[name] = CONFIGS[values["config"]](**sizes)
-    return Architecture(**parts)
+    if "task" in parts:
+        parts["task"] = TASKS[parts["task"]]
+    return SimpleNamespace(**parts)
 
 
 class _Plan:
     """What the programs of one video are traced with: networks, the layout, and the shapes of latents."""
 
     def __init__(
-        self, mesh: Mesh, *, networks: Mapping[str, Any], rules: str, dtype: str, size: Sequence[int], frames: int
+        self,
+        mesh: Mesh,
+        *,
+        networks: Mapping[str, Any],
+        rules: str,
+        dtype: str,
+        size: Sequence[int] = (),
+        frames: int = 1,
     ):
-        self.networks = _from_json(networks)
+        self.networks: Any = _from_json(networks)
         self.layout = Layout(mesh, RULES[rules])
         self.dtype = jnp.dtype(dtype)
         self.size = tuple(size)
+        self.frames = frames
+
+    @property
+    def latents(self) -> tuple[int, ...]:
+        """The shape [1 T H W] of the video's latents."""
         vae = self.networks.vae
-        self.latents = (1, (frames - 1) // vae.temporal_factor + 1, *(n // vae.spatial_factor for n in self.size))
+        return 1, (self.frames - 1) // vae.temporal_factor + 1, *(n // vae.spatial_factor for n in self.size)
 
     def array(self, shape: tuple[int, ...], dtype: DTypeLike, axes: Any = None) -> jax.ShapeDtypeStruct:
         """An array whole on every device or, with the logical names of its axes, laid out as an activation."""
