@@ -24,14 +24,13 @@ Kernel = Float[Array, "*K C _C"]
 
 
 class FrameConv(nnx.Module):
-    """A 2-D convolution of each frame."""
+    """A 2-D convolution of each frame, 3 × 3."""
 
     def __init__(
         self,
         channels_in: int,
         channels_out: int,
         *,
-        kernel_size: int = 3,
         stride: int = 1,
         padding: tuple[int, int] = (1, 1),
         dtype: DTypeLike,
@@ -39,7 +38,7 @@ class FrameConv(nnx.Module):
         rngs: nnx.Rngs,
     ):
         """`padding` is (before, after), the same for height and width."""
-        self.kernel, self.bias = _weights((kernel_size, kernel_size, channels_in, channels_out), param_dtype, rngs)
+        self.kernel, self.bias = _weights((3, 3, channels_in, channels_out), param_dtype, rngs)
         self.stride = stride
         self.padding = padding
         self.dtype = dtype
@@ -50,7 +49,7 @@ class FrameConv(nnx.Module):
 
 
 class CausalConv(nnx.Module):
-    """A 3-D convolution that sees no later frame."""
+    """A 3-D convolution that sees no later frame; `kernel_size` is (time, height and width)."""
 
     def __init__(
         self,
@@ -63,7 +62,6 @@ class CausalConv(nnx.Module):
         param_dtype: DTypeLike,
         rngs: nnx.Rngs,
     ):
-        """`kernel_size` is (time, height and width)."""
         taps, size = kernel_size
         self.kernel, self.bias = _weights((taps, size, size, channels_in, channels_out), param_dtype, rngs)
         self.time_stride = time_stride
