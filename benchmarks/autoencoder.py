@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an autoencoder's programs cost the TPU's compiler, at each level of its effort, and their prices.
 
-The plan of a video has the compiler make the later frames' program alone; a video needs the first one's too.
-
-    python -m benchmarks.autoencoder [MODEL] [--chip v6e-8] [--levels O0 O1 O2] [--encode]
+python -m benchmarks.autoencoder [MODEL] [--chip v6e-8] [--levels O0 O1 O2] [--encode]
 """
 
 import argparse

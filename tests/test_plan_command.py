@@ -113,12 +113,12 @@ def test_a_trace_counts_what_the_formula_does():
     assert step.alive > 0
 
 
-def test_the_first_frame_counts_as_one_of_the_rest():
+def test_how_often_each_program_runs():
     runs = stages(NETWORKS, VIDEO, "v6e-8", {"tp": 8})
-    priced = {run.name: run.times for stage in outlook._priced(runs).values() for run in stage}
-    assert priced == {"encode_prompts": 1, "context": 1, "step": 2, "decode_next": 3}
+    counted = {run.name: run.times for stage in runs.values() for run in stage}
+    assert counted == {"encode_prompts": 1, "context": 1, "step": 2, "decode_first": 1, "decode_next": 2}
     alone = stages(NETWORKS, VIDEO.updated({"frames": 1}), "v6e-8", {"tp": 8})
-    assert [run.name for run in outlook._priced(alone)["decode"]] == ["decode_first"]
+    assert [run.name for run in alone["decode"]] == ["decode_first"]
 
 
 def test_a_plan_holds_what_a_network_weighs():

@@ -121,7 +121,7 @@ def outlook(
         mesh = choose_mesh(place, networks.transformer, guided=guided, **size)
     axes = _axes(place, mesh or (1, 1, 1))
     options: dict[str, Any] = {"attention": attention, "rules": rules, "batch_guidance": batch_guidance}
-    runs = _priced(stages(networks, settings, chip, axes, **options))
+    runs = stages(networks, settings, chip, axes, **options)
     made = _digests(place, runs)
     told = {name: _stage(stage, made, place.memory) for name, stage in runs.items()}
     (step,) = (made[run.job.builder] for run in runs["denoise"] if run.name == "step")
@@ -170,23 +170,6 @@ def _digests(place: Place, runs: Mapping[str, Sequence[Run]]) -> dict[str, Diges
     jobs = [run.job for stage in runs.values() for run in stage]
     found = digests(jobs) if isinstance(place, Slice) else [traced.digest(place, job) for job in jobs]
     return dict(zip((job.builder for job in jobs), found, strict=True))
-
-
-def _priced(stages: Mapping[str, Sequence[Run]]) -> dict[str, list[Run]]:
-    """Without the programs of a clip's first frame, where there are more: it counts as one of the rest.
-
-    It is less work in less memory, so the price is above the truth by little, and the compiler is spared minutes.
-    """
-    found = {}
-    for stage, runs in stages.items():
-        first = {run.name.removesuffix("_first"): run.times for run in runs if run.name.endswith("_first")}
-        rest = {run.name.removesuffix("_next") for run in runs if run.name.endswith("_next")}
-        found[stage] = [
-            run._replace(times=run.times + first.get(run.name.removesuffix("_next"), 0))
-            for run in runs
-            if run.name.removesuffix("_first") not in rest
-        ]
-    return found
 
 
 def parameters(networks: Architecture, *, experts: bool) -> dict[str, int]:
