@@ -2,6 +2,7 @@
 """Convolutions of autoencoders in the forms that each platform runs, and what a program for TPUs makes of them."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,28 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh
 
+from tests.tiny import VAE
 from wanjax import load
 from wanjax.kernels.attention.target import Target
 from wanjax.layers import conv
 from wanjax.layers.conv import CausalConv, FrameConv, convolution_compiler_options, convolve_clip, sum_of_taps
-from wanjax.models.wan.config import VAEConfig
 from wanjax.models.wan.residual_vae import WanResidualVAE
 from wanjax.models.wan.vae import WanVAE
+from wanjax.networks import NETWORKS
 from wanjax.pipelines.programs import compiled
 
 CPU, V6E = Target("cpu", "cpu"), Target("tpu", "TPU v6 lite")
 SINGLE = {"dtype": jnp.float32, "param_dtype": jnp.float32}
-SMALL = VAEConfig(
-    width=4,
-    decoder_width=4,
-    patch=1,
-    latent_channels=4,
-    multipliers=(1, 2, 2, 2),
-    res_blocks=1,
-    temporal_downsample=(False, True, True),
-    latents_mean=(0.0,) * 4,
-    latents_std=(1.0,) * 4,
-)
+SMALL: Any = NETWORKS["AutoencoderKLWan"](VAE).config
 
 
 def for_tpu():

@@ -18,7 +18,7 @@ from wanjax.sharding import constrain
 
 CONV_AXES = ("conv_in", "conv_out")
 VIDEO = ("batch", "frames", "height", "width", None)
-O1 = 19  # XLA's number for it
+O1 = 19  # XLA's number for this level of its effort
 Frames = Float[Array, "B _T _H _W _C"]  # what goes in and what comes out differ in size
 Kernel = Float[Array, "*K C _C"]
 

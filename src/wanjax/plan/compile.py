@@ -165,7 +165,7 @@ def _result(job: Job, place: Slice, folder: Path, schedules: bool) -> Compiled |
     error = folder / "error.json"
     if error.exists():
         told = json.loads(error.read_text(encoding="utf-8"))
-        if told["asked"]:
+        if told["ours"]:
             raise WanjaxError(told["said"])
         return CompilerError(f"{job.builder} does not compile for {place.name}: {told['kind']}: {told['said']}")
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))

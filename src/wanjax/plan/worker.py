@@ -60,7 +60,7 @@ def main(root: Path) -> None:
         try:
             compile_one(job, folder)
         except Exception as error:  # whatever the builder or the compiler refuses: the other jobs go on
-            told = {"kind": type(error).__name__, "said": str(error), "asked": isinstance(error, WanjaxError)}
+            told = {"kind": type(error).__name__, "said": str(error), "ours": isinstance(error, WanjaxError)}
             (folder / "error.json").write_text(json.dumps(told), encoding="utf-8")
         for path in dumped.glob("*"):
             path.rename(folder / path.name)
