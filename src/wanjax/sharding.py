@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many devices: their mesh, the rules that say what of an array lies on which axis of it, and what models ask of both.
+"""Sharding: the mesh of devices, and the rules that map logical axes of arrays to axes of the mesh.
 
-A mesh has three axes: `dp` for the two prompts of guidance and for batches, `sp` for the sequence, `tp` for the heads
-and for what else of a weight is split. Models name the axes of weights and activations after what they are (`heads`,
-`mlp`, `length` ...); rules map those names to axes of the mesh. Two sets of rules are offered:
+A mesh has three axes: `dp` for batches and for the two prompts of guidance, `sp` for the sequence, `tp` for heads and
+for the other sharded axes of weights. Models give the axes of weights and activations logical names (`heads`, `mlp`,
+`length` ...), and rules map the names to mesh axes. There are two sets of rules:
 
-- `fsdp`: a weight is stored in parts and gathered where it is used; activations are split by their tokens. Attention
-  alone needs other chips' tokens.
-- `tp`: weights stay where they are, by columns and then by rows (Shoeybi et al., Megatron-LM, 2019); between the two
-  activations are split by heads or by the width inside the MLP, elsewhere by tokens (Korthikanti et al., 2022).
+- `fsdp`: weights are stored sharded and gathered where they are used; activations are sharded by tokens. Only attention
+  needs the tokens of other devices.
+- `tp`: weights stay sharded, by columns and then by rows (Shoeybi et al., Megatron-LM, 2019). Between the two,
+  activations are sharded by heads or by the width inside the MLP, elsewhere by tokens (Korthikanti et al., 2022).
 
-Outside `use(layout)` everything here is a no-op, and there is one device.
+Outside `use(partitioner)` there is one device, and `constrain`, `spread`, `replicate` and `whole` return their input.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,16 +30,16 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from wanjax.errors import WanjaxError
 
 MESH_AXES = ("dp", "sp", "tp")
-TOKENS_PER_DEVICE = 32  # fewer tokens than this on a device are not worth the communication
-TILE = 16  # rows of a tile of bfloat16 on a TPU: parts of whole tiles are joined without a copy
+TOKENS_PER_DEVICE = 32  # with fewer tokens on a device, communication costs more than it saves
+TILE = 16  # rows of a bfloat16 tile on TPUs: shards of whole tiles are joined without a copy
 Axes = Sequence[str | None]
 
 
 @dataclass(frozen=True)
 class Rules:
-    """The mesh axes that logical axes may take, those that come first choosing first; no mesh axis is taken twice.
+    """Mesh axes that each logical axis may take. Earlier entries choose first; no mesh axis is taken twice.
 
-    `gathered`: weights are made whole where they are used.
+    `gathered` says that weights are gathered where they are used.
     """
 
     weights: Mapping[str, tuple[str, ...]]
@@ -50,7 +50,7 @@ class Rules:
         return hash((tuple(self.weights.items()), tuple(self.activations.items()), self.gathered))
 
 
-_SPACE = {"width": MESH_AXES, "height": MESH_AXES}  # an autoencoder's frames are split over all devices
+_SPACE = {"width": MESH_AXES, "height": MESH_AXES}  # an autoencoder's frames are sharded over all devices
 RULES: Mapping[str, Rules] = MappingProxyType(
     {
         "fsdp": Rules(
@@ -68,28 +68,28 @@ RULES: Mapping[str, Rules] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Layout:
-    """A mesh and the rules by which arrays lie on it."""
+class Partitioner:
+    """A mesh and its rules: decides how each array is sharded."""
 
     mesh: Mesh
     rules: Rules
 
     def size(self, axes: str | tuple[str, ...] | None) -> int:
-        """How many devices lie along an axis of the mesh, or along several together."""
+        """The number of devices along an axis of the mesh, or along several axes together."""
         return prod(self.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))
 
     def activation(self, axes: Axes, shape: Sequence[int]) -> PartitionSpec:
-        """Where an activation of this shape lies, by the logical names of its axes."""
+        """The sharding of an activation of this shape, by the logical names of its axes."""
         return self._spec(self.rules.activations, axes, shape)
 
     def weight(self, axes: Axes, shape: Sequence[int]) -> NamedSharding:
-        """Where a weight is stored. What is gathered for use is stored whole if it is a mere vector."""
+        """The sharding of a stored weight. A vector that would be gathered for use is replicated."""
         vector = sum(axis != "layers" for axis in axes) < 2
         rules = {} if vector and self.rules.gathered else self.rules.weights
         return NamedSharding(self.mesh, self._spec(rules, axes, shape))
 
     def _spec(self, rules: Mapping[str, tuple[str, ...]], axes: Axes, shape: Sequence[int]) -> PartitionSpec:
-        """Of all ways to split the array evenly one over the most devices, and of these what the rules name first."""
+        """The even sharding over the most devices; among equals, the one that the rules name first."""
         mesh_axes = [axis for axis in MESH_AXES if self.size(axis) > 1]
         order = [axes.index(name) for name in rules if name in axes]
         ways = [[dim for dim in order if axis in rules[axes[dim] or ""]] + [None] for axis in mesh_axes]
@@ -104,18 +104,18 @@ class Layout:
         return PartitionSpec(*(taken or None for taken in split(max(product(*ways), key=devices))))
 
 
-_current: ContextVar[Layout | None] = ContextVar("layout", default=None)
+_current: ContextVar[Partitioner | None] = ContextVar("partitioner", default=None)
 
 
-def current() -> Layout | None:
-    """The layout in use, None where there is one device."""
+def current() -> Partitioner | None:
+    """The partitioner in use; None on one device."""
     return _current.get()
 
 
 @contextmanager
-def use(layout: Layout | None) -> Iterator[None]:
-    """Arrays lie by this layout within; what `jax.jit` traces inside must not be shared with another layout."""
-    token = _current.set(layout)
+def use(partitioner: Partitioner | None) -> Iterator[None]:
+    """Makes a partitioner current in its `with` block. A `jax.jit` traced there must not serve another partitioner."""
+    token = _current.set(partitioner)
     try:
         yield
     finally:
@@ -123,98 +123,98 @@ def use(layout: Layout | None) -> Iterator[None]:
 
 
 def constrain(x: jax.Array, axes: Axes) -> jax.Array:
-    """x, laid out by the logical names of its axes."""
-    layout = current()
-    if layout is None:
+    """Returns x, sharded by the logical names of its axes."""
+    partitioner = current()
+    if partitioner is None:
         return x
-    return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, layout.activation(axes, x.shape)))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(partitioner.mesh, partitioner.activation(axes, x.shape)))
 
 
 def spread(x: jax.Array, axes: Axes) -> jax.Array:
-    """x with zeros behind its `length`, so that each device gets as many tokens, and laid out.
+    """Returns x, sharded, with zeros at the end of its axis `length` so that every device holds the same number.
 
-    Attention has to be told how many tokens are real.
+    Attention needs the number of real tokens as its `keys`.
     """
-    layout = current()
-    if layout is None:
+    partitioner = current()
+    if partitioner is None:
         return x
-    axis, devices = list(axes).index("length"), layout.size(("sp", "tp"))
-    many = x.shape[axis] >= TILE**2 * devices  # what is made up is a sixteenth at most
+    axis, devices = list(axes).index("length"), partitioner.size(("sp", "tp"))
+    many = x.shape[axis] >= TILE**2 * devices  # then padding to whole tiles adds a sixteenth at most
     return constrain(pad_to(x, axis, TILE * devices if many else devices), axes)
 
 
 def replicate(tree: Any) -> Any:
-    """The arrays in `tree`, whole on every device."""
-    layout = current()
-    if layout is None:
+    """Returns the arrays of a tree, replicated on every device."""
+    partitioner = current()
+    if partitioner is None:
         return tree
-    return jax.lax.with_sharding_constraint(tree, NamedSharding(layout.mesh, PartitionSpec()))
+    return jax.lax.with_sharding_constraint(tree, NamedSharding(partitioner.mesh, PartitionSpec()))
 
 
 def whole(weight: jax.Array) -> jax.Array:
-    """A weight as it is used: whole on each device under rules that gather them."""
-    layout = current()
-    return replicate(weight) if layout is not None and layout.rules.gathered else weight
+    """Returns a weight as it is used: gathered on every device if the rules say so."""
+    partitioner = current()
+    return replicate(weight) if partitioner is not None and partitioner.rules.gathered else weight
 
 
 def pad_to(x: jax.Array, axis: int, multiple: int) -> jax.Array:
-    """x with zeros at the end of an axis, up to a multiple."""
+    """Pads an axis of x with zeros at its end, up to a multiple."""
     fill = -x.shape[axis] % multiple
     return jnp.pad(x, [(0, fill if i == axis else 0) for i in range(x.ndim)]) if fill else x
 
 
 def make_mesh(dp: int = 1, sp: int = 1, tp: int = 1, *, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh of all `devices` (None: all there are), neighbours on its last axes being neighbours on the chips' links.
+    """Makes a mesh of all `devices` (None: all of JAX's), arranged as `arrange` does.
 
     Raises WanjaxError unless the product of the axes is the number of devices.
     """
     devices = jax.devices() if devices is None else devices
     sizes: dict[str, int] = dict(zip(MESH_AXES, (dp, sp, tp), strict=True))
-    told = ",".join(f"{axis}={size}" for axis, size in sizes.items())
+    text = ",".join(f"{axis}={size}" for axis, size in sizes.items())
     if min(sizes.values()) < 1:
-        raise WanjaxError(f"the mesh {told} has an axis below 1: each is at least 1")
+        raise WanjaxError(f"the mesh {text} has an axis below 1: every axis must be at least 1")
     if dp * sp * tp != len(devices):
         raise WanjaxError(
-            f"the mesh {told} is for {dp * sp * tp} devices where there are {len(devices)}: "
-            f"dp · sp · tp has to be {len(devices)}"
+            f"the mesh {text} needs {dp * sp * tp} devices and there are {len(devices)}: "
+            f"dp · sp · tp must be {len(devices)}"
         )
     return arrange(devices, sizes)
 
 
 def arrange(devices: Sequence[Any], axes: Mapping[str, int]) -> Mesh:
-    """A mesh in which neighbours on the last axes are neighbours on the chips' links, as far as those allow."""
+    """Makes a mesh whose last axes connect neighbouring chips, as far as the links allow."""
     sizes = tuple(axes.values())
-    # on 4 × 4 chips an axis of 8 takes half of one of the links' directions, which is split only on request
+    # on 4 × 4 chips an axis of 8 takes half of one physical axis, which JAX splits only on request
     placed = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
     return Mesh(placed, tuple(axes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def choose_axes(devices: int, *, heads: int, tokens: int, guided: bool = True) -> tuple[int, int, int]:
-    """The dp, sp and tp that suit a transformer: guidance on dp, heads on tp as far as they go evenly, sp for the rest.
+    """Chooses dp, sp and tp for a transformer: guidance on dp, heads on tp as far as they divide, the rest on sp.
 
-    Attention by heads sends less than by sequence, and no head is made up. Their product is less than `devices` where
-    there are too few tokens for all.
+    Attention sends less when it is sharded by heads than by sequence, and no head is padded. The product is less than
+    `devices` if there are too few tokens for all of them.
     """
     dp = 2 if guided and devices % 2 == 0 else 1
     most = max(1, min(devices // dp, tokens // TOKENS_PER_DEVICE))
-    parts = max(n for n in range(1, most + 1) if devices // dp % n == 0)
-    tp = max(n for n in range(1, parts + 1) if parts % n == 0 and heads % n == 0)
-    return dp, parts // tp, tp
+    shards = max(n for n in range(1, most + 1) if devices // dp % n == 0)
+    tp = max(n for n in range(1, shards + 1) if shards % n == 0 and heads % n == 0)
+    return dp, shards // tp, tp
 
 
 def parse_mesh(text: str) -> tuple[int, int, int]:
-    """The sizes of dp, sp and tp in text such as `dp=2,tp=4`, 1 where left out; raises WanjaxError for other text."""
+    """Reads dp, sp and tp from text such as `dp=2,tp=4`, 1 if left out; raises WanjaxError for other text."""
     given: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, size = (word.strip() for word in part.partition("="))
+    for entry in text.split(","):
+        name, _, size = (word.strip() for word in entry.partition("="))
         if name not in MESH_AXES or name in given or not (size.isascii() and size.isdigit()):
-            raise WanjaxError(f"the mesh {text!r} is not such as dp=2,sp=1,tp=4, nor auto")
+            raise WanjaxError(f"the mesh {text!r} cannot be read: write it as dp=2,sp=1,tp=4, or auto")
         given[name] = int(size)
     return given.get("dp", 1), given.get("sp", 1), given.get("tp", 1)
 
 
 def find_rules(name: str) -> Rules:
-    """The rules of that name; raises WanjaxError where there are none."""
+    """Returns the rules of this name; raises WanjaxError for an unknown name."""
     if name not in RULES:
         raise WanjaxError(f"no rules are named {name!r}: there are {' and '.join(RULES)}")
     return RULES[name]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is done to heads on their way from a projection to attention and back, each in one pass over a TPU's memory.
+"""TPU kernels for heads between a projection and attention, each with one pass over memory.
 
-XLA lays tokens along the lanes to join the halves of a head, and copies queries and keys back and forth for it; and to
-cut the width of a token in parts for other devices it copies it twice. The kernels here read rows of all heads as a
-projection wrote them, turn halves by a rotation of lanes, and write each part in one piece.
+XLA lays tokens along the lanes to join the halves of a head, and copies queries and keys back and forth for it. To
+split the width of a token into parts for other devices, it copies twice. The kernels here read rows of all heads as a
+projection wrote them, swap the halves of a head by a rotation of lanes, and write each part contiguously.
 """
 
 from functools import partial
@@ -16,64 +16,70 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Float32
 
-from wanjax.kernels.attention.target import target
-from wanjax.sharding import TILE, Layout, current
+from wanjax.kernels.target import target
+from wanjax.sharding import TILE, Partitioner, current
 
 LANES = 128
-ROWS = 256  # tokens at a time: more gain nothing, and fewer leave transfers short
+ROWS = 256  # tokens at a time: more are no faster, and fewer make transfers too short
 
 
 def normed_rotary(
-    x: Float[Array, "B L N*D"],
+    x: Float[Array, "B L E"],
     inverse: Float32[Array, "B L 1"],
-    scale: Float32[Array, "N*D"],
+    scale: Float32[Array, " E"],
     cos: Float32[Array, "L P"],
     sin: Float32[Array, "L P"],
     *,
     interpret: bool = False,
-) -> Float[Array, "B L N*D"]:
-    """x · inverse · scale in float32, in each head of 2 P channels p turned with p + P by its angle, rounded once.
+) -> Float[Array, "B L E"]:
+    """Computes x · inverse · scale, then rotates channels p and p + P of each head of 2 P channels by the p-th angle.
 
-    Over several devices each does its tokens, and its heads where these lie on devices of their own. `interpret` runs
-    the kernel without a TPU, slowly, as tests do.
+    Float32 inside, rounded once to x's dtype. On several devices each computes its tokens, and its heads where heads
+    are sharded. `interpret` runs the kernel without a TPU, slowly, for tests.
     """
     if not interpret and (target(x).platform != "tpu" or 2 * cos.shape[1] != LANES):
         return plain(x, inverse, scale, cos, sin)
-    layout = current()
-    if layout is None:
+    partitioner = current()
+    if partitioner is None:
         return _with_gradient(1, interpret, x, inverse, scale, cos, sin)
-    batch, length, heads, parts = _places(layout, x)
+    batch, length, heads, parts = _placement(partitioner, x)
     turn = partial(_with_gradient, parts, interpret)
     tokens = PartitionSpec(batch, length)
     specs = (PartitionSpec(batch, length, heads), tokens, PartitionSpec(heads), *2 * (PartitionSpec(length),))
-    # a kernel does not say along which axes of the mesh its result differs, so that it cannot be checked
-    return jax.shard_map(turn, mesh=layout.mesh, in_specs=specs, out_specs=specs[0], check_vma=False)(
+    # a kernel does not say along which mesh axes its result varies, so that cannot be checked
+    return jax.shard_map(turn, mesh=partitioner.mesh, in_specs=specs, out_specs=specs[0], check_vma=False)(
         x, inverse, scale, cos, sin
     )
 
 
-def apart(x: Float[Array, "B L N*D"]) -> Float[Array, "B L N*D"]:
-    """x, written in the parts in which its heads are sent to other devices, if they are."""
-    layout = current()
-    if layout is None or target(x).platform != "tpu" or x.shape[2] % LANES:
+def pack_for_all_to_all(x: Float[Array, "B L E"]) -> Float[Array, "B L E"]:
+    """Returns x, whose heads lie in memory by the device that they are sent to, if an all-to-all is to send them."""
+    partitioner = current()
+    if partitioner is None or target(x).platform != "tpu" or x.shape[2] % LANES:
         return x
-    batch, length, heads, parts = _places(layout, x)
+    batch, length, heads, parts = _placement(partitioner, x)
     spec = PartitionSpec(batch, length, heads)
-    write = partial(_copied, parts=parts)
-    return (
-        x if parts == 1 else jax.shard_map(write, mesh=layout.mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
-    )
+    write = partial(_packed, parts=parts)
+    if parts == 1:
+        return x
+    return jax.shard_map(write, mesh=partitioner.mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
 
 
-def _places(layout: Layout, x: Array) -> tuple[Any, Any, Any, int]:
-    """Where batch, tokens and heads lie, and in how many parts the heads of a token are sent (1: they stay)."""
-    heads, devices = x.shape[2] // LANES, layout.size("tp")
-    places = layout.activation(("batch", "length", "heads"), (*x.shape[:2], heads))
-    return *places, devices if places[2] is None and heads % devices == 0 else 1
+def _placement(partitioner: Partitioner, x: Array) -> tuple[Any, Any, Any, int]:
+    """The mesh axes of batch, tokens and heads, and the number of parts that an all-to-all sends (1: there is none)."""
+    heads, devices = x.shape[2] // LANES, partitioner.size("tp")
+    axes = partitioner.activation(("batch", "length", "heads"), (*x.shape[:2], heads))
+    return *axes, devices if axes[2] is None and heads % devices == 0 else 1
 
 
-def plain(x: Array, inverse: Array, scale: Array, cos: Array, sin: Array) -> Float[Array, "B L N*D"]:
-    """What the kernel is held to."""
+def plain(
+    x: Float[Array, "B L E"],
+    inverse: Float32[Array, "B L 1"],
+    scale: Float32[Array, " E"],
+    cos: Float32[Array, "L P"],
+    sin: Float32[Array, "L P"],
+) -> Float[Array, "B L E"]:
+    """`normed_rotary` in plain JAX: the specification of the kernel, and its gradient."""
     y = (x.astype(jnp.float32) * inverse * scale[None, None]).reshape(*x.shape[:2], -1, 2 * cos.shape[1])
     a, b = jnp.split(y, 2, axis=-1)
     cos, sin = cos[None, :, None], sin[None, :, None]
@@ -96,8 +102,10 @@ def _backward(parts: int, interpret: bool, operands: tuple[Array, ...], g: Array
 _with_gradient.defvjp(_forward, _backward)
 
 
-def _call(x: Array, inverse: Array, scale: Array, cos: Array, sin: Array, *, parts: int, interpret: bool) -> Array:
-    """Written in `parts` of consecutive heads, each of which lies in one piece, as it is sent to another device."""
+def _call(
+    x: Array, inverse: Array, scale: Array, cos: Array, sin: Array, *, parts: int, interpret: bool
+) -> Float[Array, "B L E"]:
+    """The kernel of `normed_rotary`. It writes `parts` of consecutive heads, each contiguous, for an all-to-all."""
     batch, length, width = x.shape
     rows = _height(length)
     table = pl.BlockSpec((rows, cos.shape[1]), lambda b, i: (i, 0))
@@ -120,8 +128,8 @@ def _call(x: Array, inverse: Array, scale: Array, cos: Array, sin: Array, *, par
     return _beside(out)
 
 
-def _beside(parts: Float[Array, "_N B L E"]) -> Float[Array, "B L N*D"]:
-    """Parts one beside the other, which the compiler sees through where they are then taken apart again."""
+def _beside(parts: Float[Array, "_N B L E"]) -> Float[Array, "B L _E"]:
+    """Joins parts along the width. The compiler drops this where the parts are then split again."""
     return jnp.moveaxis(parts, 0, 2).reshape(*parts.shape[1:3], -1)
 
 
@@ -136,7 +144,8 @@ def _kernel(x_ref, inverse_ref, scale_ref, cos_ref, sin_ref, out_ref):
         out_ref[part, :, pl.ds(within, LANES)] = (x * cos + pltpu.roll(x, LANES // 2, 1) * sin).astype(out_ref.dtype)
 
 
-def _copied(x: Array, *, parts: int, interpret: bool = False) -> Array:
+def _packed(x: Float[Array, "B L E"], *, parts: int, interpret: bool = False) -> Float[Array, "B L E"]:
+    """The kernel of `pack_for_all_to_all`."""
     batch, length, width = x.shape
     rows = _height(length)
 
@@ -157,8 +166,8 @@ def _copied(x: Array, *, parts: int, interpret: bool = False) -> Array:
     return _beside(out)
 
 
-def joined(parts: Float[Array, "_N B L E"], *, interpret: bool = False) -> Float[Array, "B L N*D"]:
-    """Parts of the width of each token, one beside the other in memory."""
+def join_parts(parts: Float[Array, "_N B L E"], *, interpret: bool = False) -> Float[Array, "B L _E"]:
+    """Joins parts along the width of each token, after an all-to-all; `interpret` is for tests."""
     count, batch, length, width = parts.shape
     if not interpret and (target(parts).platform != "tpu" or width % LANES):
         return _beside(parts)
@@ -181,6 +190,7 @@ def joined(parts: Float[Array, "_N B L E"], *, interpret: bool = False) -> Float
 
 
 def _height(length: int) -> int:
+    """Tokens of one block."""
     return min(ROWS, -(-length // TILE) * TILE)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What arrays are computed on, as far as it can be known while a program is traced."""
+"""The device that a program is for, as far as it is known while the program is traced."""
 
 from typing import Any, NamedTuple
 
@@ -11,25 +11,25 @@ _PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
 
 
 class Target(NamedTuple):
-    """A platform, `cpu`, `gpu` or `tpu`, and the kind of device in JAX's words, such as `TPU v6 lite`."""
+    """A platform (`cpu`, `gpu` or `tpu`) and the kind of device as JAX names it, such as `TPU v6 lite`."""
 
     platform: str
     kind: str
 
 
 def target_of(device: Any) -> Target:
-    """That of a device of JAX's, which need not be there."""
+    """The target of a JAX device, which need not be present."""
     platform = str(device.platform)
     return Target(_PLATFORMS.get(platform, platform), device.device_kind)
 
 
 def target(x: jax.Array | jax.ShapeDtypeStruct | None = None) -> Target:
-    """The device that an array is on, or that a program which is being traced, with it or at all, is for.
+    """The target of an array, or of the program that is being traced.
 
-    The array's own sharding says so, or else the mesh that `jax.set_mesh` set: both name the devices of a mesh, so that
-    a program compiled on a CPU for TPUs that are only described (`jax.experimental.topologies`) knows that it is for
-    TPUs. Where neither does, it is JAX's default device. `jax.lax.platform_dependent` would leave the choice to the
-    lowering in every case, but it traces all branches, and could not say which one was taken.
+    It is taken from the array's sharding, else from the mesh that `jax.set_mesh` set. Both name the devices of a mesh,
+    so a program that a CPU compiles for TPUs that are only described (`jax.experimental.topologies`) knows that it is
+    for TPUs. Otherwise it is JAX's default device. `jax.lax.platform_dependent` would decide at lowering, but it traces
+    all branches, and cannot tell which one was taken.
     """
     meshes = (getattr(_sharding(x), "mesh", None), jax.sharding.get_abstract_mesh())
     for device in (getattr(mesh, "abstract_device", None) for mesh in meshes):

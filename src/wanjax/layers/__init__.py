@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leaves that models are built from. A leaf knows its own formula and its weights' logical axes, and no model."""
+"""Layers that models are built from. A layer knows its formula and the logical axes of its weights, and no model."""

@@ -1,26 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Convolutions of causal video autoencoders, streamed over time.
 
-A causal layer takes a chunk of frames and the frames it kept from the chunk before, and returns its output and what to
-keep for the next one. `None` in place of kept frames means that nothing came before.
+A causal layer takes a chunk of frames and the frames that it kept from the chunk before. It returns its output and the
+frames to keep for the next chunk. `None` in place of kept frames means that nothing came before.
 """
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
-from wanjax.kernels.attention.target import Target, target
+from wanjax.kernels.target import target
 from wanjax.layers.linear import default_kernel_init
 from wanjax.layers.norms import along_last
+from wanjax.layers.placement import with_axes
 from wanjax.sharding import constrain
 
 CONV_AXES = ("conv_in", "conv_out")
 VIDEO = ("batch", "frames", "height", "width", None)
-O1 = 19  # XLA's number for this level of its effort
-Frames = Float[Array, "B _T _H _W _C"]  # what goes in and what comes out differ in size
-Kernel = Float[Array, "*K C _C"]
+Frames = Float[Array, "B _T _H _W _C"]  # inputs and outputs differ in size
 
 
 class FrameConv(nnx.Module):
@@ -67,14 +66,15 @@ class CausalConv(nnx.Module):
         self.time_stride = time_stride
         self.dtype = dtype
 
-    def blank(self, x: Float[Array, "B T H W C"]) -> Float[Array, "B 2 H W C"]:
-        """The kept frames of a layer before which there is nothing: zeros, the causal padding."""
+    def blank(self, x: Float[Array, "B T H W C"]) -> Float[Array, "B _T H W C"]:
+        """The kept frames before the first chunk: zeros, the causal padding."""
         batch, _, height, width, channels = x.shape
         return as_operand(jnp.zeros((batch, self.kernel.shape[0] - 1, height, width, channels)), self.dtype)
 
     def __call__(
-        self, x: Float[Array, "B T H W C"], kept: Array | None
-    ) -> tuple[Float[Array, "B _T H W _C"], Float[Array, "B _K H W C"]]:
+        self, x: Float[Array, "B T H W C"], kept: Float[Array, "B _T H W C"] | None
+    ) -> tuple[Float[Array, "B _T H W _C"], Float[Array, "B _T H W C"]]:
+        """The output of a chunk, and the frames to keep for the next."""
         x = as_operand(x, self.dtype)
         x = constrain(jnp.concatenate([self.blank(x) if kept is None else kept, x], axis=1), VIDEO)
         convolve = convolve_clip if target(x).platform == "tpu" else sum_of_taps
@@ -82,17 +82,19 @@ class CausalConv(nnx.Module):
         return constrain(y, VIDEO), x[:, x.shape[1] - (self.kernel.shape[0] - self.time_stride) :]
 
 
-def as_operand(x: Array, dtype: DTypeLike) -> Array:
-    """x as a convolution of this dtype takes it: on TPUs in bfloat16 unless JAX is asked for precise products.
+def as_operand(x: Frames, dtype: DTypeLike) -> Frames:
+    """Casts x to the dtype of a convolution's operands: on TPUs bfloat16, unless JAX is asked for precise products.
 
-    The matrix units round float32 to that in any case; here it is done before frames are kept, padded and exchanged.
+    The matrix units round float32 to bfloat16 in any case. Here it happens before frames are kept, padded and sent.
     """
     rounded = target(x).platform == "tpu" and jax.default_matmul_precision.value is None
     return x.astype(jnp.bfloat16 if rounded else dtype)
 
 
-def convolve_clip(x: Float[Array, "B T H W C"], kernel: Kernel, time_stride: int) -> Frames:
-    """A 3-D convolution, padded in height and width alone."""
+def convolve_clip(
+    x: Float[Array, "B T H W C"], kernel: Float[Array, "_T _H _W C _C"], time_stride: int
+) -> Float32[Array, "B _T H W _C"]:
+    """A 3-D convolution, padded in height and width only; float32."""
     around = kernel.shape[1] // 2
     return jax.lax.conv_general_dilated(
         x,
@@ -104,10 +106,12 @@ def convolve_clip(x: Float[Array, "B T H W C"], kernel: Kernel, time_stride: int
     )
 
 
-def sum_of_taps(x: Float[Array, "B T H W C"], kernel: Kernel, time_stride: int) -> Frames:
-    """`convolve_clip` as a 2-D convolution for each tap in time, over frames that are folded into the batch.
+def sum_of_taps(
+    x: Float[Array, "B T H W C"], kernel: Float[Array, "_T _H _W C _C"], time_stride: int
+) -> Float32[Array, "B _T H W _C"]:
+    """`convolve_clip` as one 2-D convolution for each tap in time, with frames folded into the batch.
 
-    It is the same sum of products, and two to six times as fast under XLA on the CPU (docs/performance.md).
+    The sum of products is the same. On CPUs, XLA runs it two to six times as fast (docs/performance.md).
     """
     taps, size = kernel.shape[:2]
     y = jnp.zeros((), jnp.float32)
@@ -117,7 +121,10 @@ def sum_of_taps(x: Float[Array, "B T H W C"], kernel: Kernel, time_stride: int) 
     return y
 
 
-def _convolve_frames(x: Frames, kernel: Kernel, stride: int, padding: tuple[int, int]) -> Frames:
+def _convolve_frames(
+    x: Float[Array, "B T H W C"], kernel: Float[Array, "_H _W C _C"], stride: int, padding: tuple[int, int]
+) -> Float32[Array, "B T _H _W _C"]:
+    """A 2-D convolution of each frame."""
     batch, frames, *image = x.shape
     y = jax.lax.conv_general_dilated(
         x.reshape(batch * frames, *image),
@@ -130,21 +137,12 @@ def _convolve_frames(x: Frames, kernel: Kernel, stride: int, padding: tuple[int,
     return y.reshape(batch, frames, *y.shape[1:])
 
 
-def convolution_compiler_options(on: Target | None = None) -> dict[str, int]:
-    """What to give `jax.jit` as `compiler_options` where the program is convolutions; None: on the device of `target`.
-
-    For TPUs the search for each convolution's best tiles, which the compiler's usual level has, takes four fifths of
-    its time and gains a quarter of the program's (docs/performance.md).
-    """
-    return {"optimization_level": O1} if (on or target()).platform == "tpu" else {}
-
-
-def _biased(y: Frames, bias: Float[Array, "C"], dtype: DTypeLike) -> Frames:
+def _biased(y: Float32[Array, "B T H W C"], bias: Float[Array, " C"], dtype: DTypeLike) -> Float[Array, "B T H W C"]:
     return (y + along_last(bias.astype(jnp.float32), y.ndim)).astype(dtype)
 
 
 def _weights(shape: tuple[int, ...], dtype: DTypeLike, rngs: nnx.Rngs) -> tuple[nnx.Param, nnx.Param]:
     """The kernel [... C _C] and the bias of a convolution."""
-    kernel_init = nnx.with_partitioning(default_kernel_init, (*[None] * (len(shape) - 2), *CONV_AXES))
-    bias_init = nnx.with_partitioning(nnx.initializers.zeros_init(), CONV_AXES[1:])
+    kernel_init = with_axes(default_kernel_init, (*[None] * (len(shape) - 2), *CONV_AXES))
+    bias_init = with_axes(nnx.initializers.zeros_init(), CONV_AXES[1:])
     return nnx.Param(kernel_init(rngs.params(), shape, dtype)), nnx.Param(bias_init(rngs.params(), shape[-1:], dtype))

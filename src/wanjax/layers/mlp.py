@@ -28,7 +28,7 @@ class MLP(nnx.Module):
         param_dtype: DTypeLike,
         rngs: nnx.Rngs,
     ):
-        """`features` and their logical `axes` are those of the input, the inside and the output."""
+        """`features` and their logical `axes` are those of the input, of the layer between, and of the output."""
         width_in, inside, width_out = features
         self.up = linear(width_in, inside, axes[:2], dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.down = linear(inside, width_out, axes[1:], dtype=dtype, param_dtype=param_dtype, rngs=rngs)

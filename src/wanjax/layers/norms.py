@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms that compute in float32 whatever the precision around them."""
+"""Norms, which compute in float32 whatever the dtype around them."""
 
 import jax
 import jax.numpy as jnp
@@ -7,17 +7,19 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
+from wanjax.layers.placement import with_axes
 
-def along_last(vector: Float[Array, "C"], ndim: int) -> Array:
-    """`vector` with leading axes of 1, so that it meets the last axis of an array of `ndim` axes."""
+
+def along_last(vector: Float[Array, " C"], ndim: int) -> Float[Array, "... C"]:
+    """Reshapes a vector to `ndim` axes, all but the last of size 1: strict rank promotion broadcasts no vector."""
     return vector.reshape((1,) * (ndim - 1) + vector.shape)
 
 
 class ChannelNorm(nnx.Module):
-    """Scales the channels of each cell to a root mean square of `gamma`, as autoencoders of video do."""
+    """Scales the channels of each cell to a root mean square of `gamma`; for autoencoders of video."""
 
     def __init__(self, channels: int, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
-        init = nnx.with_partitioning(nnx.initializers.ones_init(), ("conv_in",))
+        init = with_axes(nnx.initializers.ones_init(), ("conv_in",))
         self.gamma = nnx.Param(init(rngs.params(), (channels,), param_dtype))
         self.dtype = dtype
 
@@ -31,18 +33,18 @@ class ChannelNorm(nnx.Module):
 def layer_norm(
     features: int, eps: float, *, affine: bool, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs
 ) -> nnx.LayerNorm:
-    """Layer norm over the last axis; takes any precision and hands over float32.
+    """Layer norm over the last axis; takes any float dtype and returns float32.
 
-    Mean and mean square are summed in one pass over what is then scaled: centred squares would take a second one.
+    One pass sums the mean and the mean square; centred squares would need a second one.
     """
-    del dtype, param_dtype  # its few weights stay in float32
+    del dtype, param_dtype  # the few weights stay in float32
     return nnx.LayerNorm(
         features,
         epsilon=eps,
         use_bias=affine,
         use_scale=affine,
-        scale_init=nnx.with_partitioning(nnx.initializers.ones_init(), ("embed",)),
-        bias_init=nnx.with_partitioning(nnx.initializers.zeros_init(), ("embed",)),
+        scale_init=with_axes(nnx.initializers.ones_init(), ("embed",)),
+        bias_init=with_axes(nnx.initializers.zeros_init(), ("embed",)),
         use_fast_variance=True,
         dtype=jnp.float32,
         param_dtype=jnp.float32,
@@ -53,12 +55,12 @@ def layer_norm(
 def rms_norm(
     features: int, eps: float, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs, axis: str = "heads"
 ) -> nnx.RMSNorm:
-    """Root-mean-square norm over the last axis; takes any precision and hands over float32."""
-    del dtype, param_dtype  # its few weights stay in float32
+    """Root-mean-square norm over the last axis; takes any float dtype and returns float32."""
+    del dtype, param_dtype  # the few weights stay in float32
     return nnx.RMSNorm(
         features,
         epsilon=eps,
-        scale_init=nnx.with_partitioning(nnx.initializers.ones_init(), (axis,)),
+        scale_init=with_axes(nnx.initializers.ones_init(), (axis,)),
         dtype=jnp.float32,
         param_dtype=jnp.float32,
         rngs=rngs,
@@ -66,6 +68,6 @@ def rms_norm(
 
 
 def inverse_rms(x: Float[Array, "*B E"], eps: float) -> Float32[Array, "*B 1"]:
-    """What a root-mean-square norm multiplies by."""
+    """The factor of a root-mean-square norm over the last axis."""
     x32 = x.astype(jnp.float32)
     return jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)

@@ -1,16 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Videos to sequences of patches and back."""
+"""Patches: videos to sequences of tokens and back, and pixels to cells of an autoencoder and back."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from wanjax.sharding import spread
 
+Size = tuple[int, int, int]  # frames, height, width
 
-def patchify(x: Float[Array, "B T H W C"], patch: tuple[int, int, int]) -> Float[Array, "B L E"]:
+
+def patch_grid(x: Float[Array, "B T H W C"], patch: Size) -> Size:
+    """The number of patches along frames, height and width."""
+    _, frames, height, width, _ = x.shape
+    return frames // patch[0], height // patch[1], width // patch[2]
+
+
+def patchify(x: Float[Array, "B T H W C"], patch: Size) -> Float[Array, "B L E"]:
     """Tokens in the order T, H, W; in a token its cells in the same order, the channel fastest.
 
-    Over several devices there are tokens of zeros behind them, so that each device has as many.
+    On several devices tokens of zeros follow, so that every device holds the same number.
     """
     batch, frames, height, width, channels = x.shape
     pt, ph, pw = patch
@@ -19,12 +27,24 @@ def patchify(x: Float[Array, "B T H W C"], patch: tuple[int, int, int]) -> Float
     return spread(x.reshape(batch, -1, pt * ph * pw * channels), ("batch", "length", None))
 
 
-def unpatchify(
-    x: Float[Array, "B L E"], grid: tuple[int, int, int], patch: tuple[int, int, int]
-) -> Float[Array, "B T H W C"]:
-    """The inverse of `patchify` for a `grid` of (frames, height, width) patches."""
+def unpatchify(x: Float[Array, "B L E"], grid: Size, patch: Size) -> Float[Array, "B T H W C"]:
+    """The inverse of `patchify` for a `grid` of patches."""
     batch = x.shape[0]
     (t, h, w), (pt, ph, pw) = grid, patch
     x = x[:, : t * h * w].reshape(batch, t, h, w, pt, ph, pw, -1)
     x = jnp.transpose(x, (0, 1, 4, 2, 5, 3, 6, 7))
     return x.reshape(batch, t * pt, h * ph, w * pw, -1)
+
+
+def to_cells(x: Float[Array, "B T H W C"], patch: int) -> Float[Array, "B T _H _W _C"]:
+    """Pixels to cells of `patch` × `patch` pixels: channels in the order colour, column, row, the row fastest."""
+    batch, frames, height, width, colours = x.shape
+    x = x.reshape(batch, frames, height // patch, patch, width // patch, patch, colours)
+    return jnp.transpose(x, (0, 1, 2, 4, 6, 5, 3)).reshape(*x.shape[:3], x.shape[4], -1)
+
+
+def to_pixels(x: Float[Array, "B T H W C"], patch: int) -> Float[Array, "B T _H _W _C"]:
+    """The inverse of `to_cells`."""
+    batch, frames, height, width, channels = x.shape
+    x = jnp.transpose(x.reshape(batch, frames, height, width, -1, patch, patch), (0, 1, 2, 6, 3, 5, 4))
+    return x.reshape(batch, frames, height * patch, width * patch, channels // patch**2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Large frames through a network in overlapping tiles that are cross-faded where they meet."""
+"""Tiling: large frames pass a network in overlapping tiles, which are cross-faded where they meet."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-Frames = Float[Array, "B _T _H _W _C"]  # what goes in and what comes out differ in size
+Frames = Float[Array, "B _T _H _W _C"]  # inputs and outputs differ in size
 
 
 class Tiling(NamedTuple):
@@ -26,12 +26,12 @@ def map_tiles(
     tiling: Tiling | None,
     cells: tuple[int, int],
 ) -> tuple[Frames, Any]:
-    """Runs `process(tile, cache) -> (tile, cache)` over the tiles of a chunk; each tile keeps a cache of its own.
+    """Runs `process(tile, cache) -> (tile, cache)` over the tiles of a chunk; each tile has a cache of its own.
 
-    `cells` says how many pixels a cell of x is across, and a cell of the result. Frames that fit in a tile, and all if
-    there is no tiling, are processed whole; otherwise tiles at the right and lower edge are what is left. As in the
-    reference, a tile is faded into its upper neighbour first and then into its left one, both as they are after their
-    own fading, and loses what lies beyond its stride.
+    `cells` are the widths in pixels of a cell of x and of a cell of the result. Frames that fit in one tile are
+    processed whole, as are all frames if `tiling` is None. Tiles at the right and lower edge may be smaller. As in the
+    reference, a tile is faded into its upper neighbour and then into its left one, both after their own fading, and is
+    cropped to its stride.
     """
     if tiling is None or max(x.shape[2:4]) <= tiling.size // cells[0]:
         return process(x, caches)
@@ -55,7 +55,7 @@ def map_tiles(
 
 @partial(jax.jit, static_argnames=("overlap", "axis"))
 def _fade(before: Frames, after: Frames, overlap: int, axis: int) -> Frames:
-    """`after` with its first cells along `axis` faded in over the last cells of `before`."""
+    """Returns `after`, whose first cells along `axis` are blended with the last cells of `before`."""
     overlap = min(before.shape[axis], after.shape[axis], overlap)
     shape = [1] * after.ndim
     shape[axis] = overlap

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention: one function, several implementations of it."""
+"""Attention: one function with several implementations."""
 
 from wanjax.kernels.attention.api import IMPLEMENTATIONS, Choice, attention, choose, named
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one door to attention: says which implementation fits a call, and calls it."""
+"""The entry to attention: chooses the implementation that fits a call, and calls it."""
 
 from functools import partial
 from types import ModuleType
@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from wanjax.errors import UnsupportedError, WanjaxError
-from wanjax.kernels.attention import chunked, context, cudnn, flash_tpu, reference
+from wanjax.kernels.attention import chunked, cudnn, flash_tpu, reference, sharded
 from wanjax.kernels.attention.masks import Window
-from wanjax.kernels.attention.target import target
+from wanjax.kernels.target import target
 from wanjax.sharding import current
 
 IMPLEMENTATIONS: dict[str, ModuleType] = {
@@ -25,13 +25,13 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 class Choice(NamedTuple):
-    """An implementation and the reason it was picked, as words."""
+    """An implementation, and the reason for choosing it in words."""
 
     name: str
     reason: str
 
 
-# By platform, where none is named: the first that can do what is asked. A kernel for one platform refuses the others.
+# By platform, if none is named: the first that supports the call. A kernel for one platform refuses the others.
 ANYWHERE = (Choice("chunked", "its memory does not grow with the number of scores"),)
 PREFERRED: dict[str, tuple[Choice, ...]] = {
     "gpu": (Choice("cudnn", "it is NVIDIA's own"), *ANYWHERE),
@@ -40,9 +40,9 @@ PREFERRED: dict[str, tuple[Choice, ...]] = {
 
 
 def named(text: str | None) -> tuple[str | None, Any]:
-    """An implementation and its tiles, from text such as `chunked` or `flash_tpu:block_q=1024,block_kv=2048`.
+    """Reads an implementation and its tiles from text such as `chunked` or `flash_tpu:block_q=1024,block_kv=2048`.
 
-    Raises WanjaxError where there is no such implementation, or where it has no such tiles.
+    Raises WanjaxError for an unknown implementation, and for tiles that it does not have.
     """
     if text is None:
         return None, None
@@ -70,15 +70,17 @@ def attention(
     implementation: str | None = None,
     config: Any = None,
 ) -> Float[Array, "B L N D"]:
-    """softmax(scale · q kᵀ + bias) v, with softmax and sums in float32, in the dtype of the operands.
+    """Returns softmax(scale · q kᵀ + bias) v in the dtype of the operands; softmax and sums are in float32.
 
-    k and v may have fewer heads than q: each serves N / K consecutive ones. Of their keys the first `keys` take part
-    (None: all), and of these the ones whose `key_mask` is True; a query that has none gives zeros. `window` is (left,
-    right), how many keys before and after its own position a query sees; one number is both, None on a side no bound.
-    `scale` is 1 / √D unless given; `bias` is float32 and broadcasts to [B N L S]. `implementation` names one, and its
-    tiles if they are chosen (`named`), and then never falls back; None picks by platform and shape, and `choose` says
-    which. `config` is of the implementation's own type. Within `sharding.use` all devices do it together. Raises
-    WanjaxError where operands do not fit together, UnsupportedError where the implementation cannot do what is asked.
+    k and v may have fewer heads than q: each then serves N / K consecutive heads. Only the first `keys` keys take part
+    (None: all), and only those whose `key_mask` is True; a query without keys gives zeros. `window` is (left, right),
+    the keys before and after its own position that a query sees; one number sets both, and None removes the bound.
+    `scale` is 1 / √D by default. `bias` is float32 and broadcasts to [B N L S].
+
+    `implementation` names an implementation, with tiles if wanted (see `named`), and never falls back; None chooses by
+    platform and shape, and `choose` tells the choice. `config` has the implementation's own type. Within `sharding.use`
+    all devices compute together. Raises WanjaxError for operands that do not fit each other, and UnsupportedError if
+    the implementation does not support the call.
     """
     implementation, tiles = named(implementation)
     options = _options(q, k, v, key_mask, window, scale, bias, config or tiles)
@@ -89,20 +91,20 @@ def attention(
     if keys < k.shape[1] and bias is not None and bias.shape[3] > 1:
         bias = bias[..., :keys]
     kernel = partial(_on_one_device, implementation=implementation, **options)
-    layout = current()
-    if layout is not None:
-        return context.attention(kernel, layout, q, k, v, keys=keys, key_mask=mask, window=window, bias=bias)
+    partitioner = current()
+    if partitioner is not None:
+        return sharded.attention(kernel, partitioner, q, k, v, keys=keys, key_mask=mask, window=window, bias=bias)
     return kernel(q, k, v, key_mask=mask, window=window, bias=bias, keys=keys)
 
 
 def _on_one_device(
     q, k, v, *, key_mask, implementation: str | None, keys: int | None = None, return_lse: bool = False, **options: Any
 ) -> Any:
-    """Attention on the device that holds the operands; keys behind the first `keys` were made up."""
+    """Attention on the device that holds the operands; keys after the first `keys` are padding."""
     options |= {"return_lse": return_lse}
     name = choose(q, k, v, key_mask=key_mask, **options, implementation=implementation).name
     if keys is not None and keys < k.shape[1]:
-        if getattr(IMPLEMENTATIONS[name], "COUNTS_KEYS", False) and key_mask is None:  # to cut them off is to copy
+        if getattr(IMPLEMENTATIONS[name], "COUNTS_KEYS", False) and key_mask is None:  # slicing would copy
             options |= {"keys": keys}
         else:
             k, v, key_mask = (x if x is None else x[:, :keys] for x in (k, v, key_mask))
@@ -122,11 +124,10 @@ def choose(
     config: Any = None,
     return_lse: bool = False,
 ) -> Choice:
-    """The implementation that `attention` takes for these arguments, and why it and none before; raises as it does.
+    """The implementation that `attention` takes for these arguments, with the reasons; raises as `attention` does.
 
-    Shapes suffice (`jax.ShapeDtypeStruct`). `return_lse` asks for the log-sum-exp of each query too, by which parts of
-    a ring are merged. The platform is that of the operands' sharding, of the mesh that `jax.set_mesh` set, or else
-    JAX's own (target.py).
+    Shapes suffice (`jax.ShapeDtypeStruct`). `return_lse` asks for the log-sum-exp of each query too, which merges the
+    steps of ring attention. The platform is that of `kernels.target.target`.
     """
     implementation, tiles = named(implementation)
     options = _options(q, k, v, key_mask, window, scale, bias, config or tiles)
@@ -141,7 +142,7 @@ def choose(
 
 
 def _options(q, k, v, key_mask, window, scale, bias, config) -> dict[str, Any]:
-    """The options as implementations take them; raises WanjaxError where operands do not fit together."""
+    """The options as implementations take them; raises WanjaxError for operands that do not fit each other."""
     if not (q.ndim == k.ndim == 4 and k.shape == v.shape and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]):
         shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
         raise WanjaxError(f"attention of q, k, v shaped {shapes}: [B L N D] and twice [B S K D] would do")

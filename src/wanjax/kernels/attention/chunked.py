@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention by blocks of queries and keys, on any platform, with memory that does not grow with their product.
 
-The softmax over all keys is put together from that of each block (Milakov and Gimelshein, Online normalizer calculation
-for softmax, 2018; Rabe and Staats, Self-attention does not need O(n²) memory, 2021). Blocks of keys tile S exactly: the
-first is the ragged one, and no key is made up to fill another.
+The softmax over all keys is merged from those of the blocks (Milakov and Gimelshein, Online normalizer calculation for
+softmax, 2018; Rabe and Staats, Self-attention does not need O(n²) memory, 2021). Blocks of keys tile S exactly: the
+first may be shorter, and no key is padding.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,15 +18,15 @@ from jaxtyping import Array, BFloat16, Bool, Float, Float32
 
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention.masks import Window, divide_live, finite_max, in_window, log_sum_exp
-from wanjax.kernels.attention.target import target
+from wanjax.kernels.target import target
 
 
 @dataclass(frozen=True)
 class Config:
-    """How many queries and keys are scored at a time at most; blocks are as even as the lengths allow.
+    """The largest numbers of queries and keys in a block; blocks are as even as the lengths allow.
 
-    `batched` scores all heads of all examples side by side, as an accelerator wants; otherwise one after another, so
-    that a block's scores stay in a CPU's cache.
+    `batched` computes all heads of all examples at once, which suits an accelerator; otherwise one after another, which
+    keeps the scores of a block in a CPU's cache.
     """
 
     block_q: int
@@ -35,16 +35,16 @@ class Config:
 
     def __post_init__(self):
         if self.block_q < 1 or self.block_kv < 1:
-            raise WanjaxError(f"blocks of {self.block_q} queries and {self.block_kv} keys: at least 1 of each is right")
+            raise WanjaxError(f"blocks of {self.block_q} queries and {self.block_kv} keys: each must be at least 1")
 
 
 def default_config(platform: str) -> Config:
-    """The sizes that were fastest in benchmarks/attention.py on a CPU; elsewhere, blocks that fill a matrix unit."""
+    """The fastest sizes of benchmarks/attention.py for CPUs; elsewhere, blocks that fill a matrix unit."""
     return Config(640, 1024, batched=False) if platform == "cpu" else Config(256, 1024, batched=True)
 
 
 def unsupported(q, k, v, *, key_mask, window, scale, bias, config, return_lse) -> str | None:
-    """Why this cannot be done here, or None."""
+    """The reason why this call is not supported, or None."""
     if config is not None and not isinstance(config, Config):
         return f"chunked is configured by a chunked.Config, which {type(config).__name__} is not"
     return None
@@ -62,7 +62,7 @@ def attention(
     config: Config | None,
     return_lse: bool = False,
 ) -> Float[Array, "B L N D"] | tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]:
-    """What the reference gives, block by block; its gradient computes the scores again in place of keeping them."""
+    """Computes what the reference does, block by block; the gradient computes the scores again."""
     config = config or default_config(target(q).platform)
     batch, length, heads, size = q.shape
     kv_heads = k.shape[2]
@@ -70,7 +70,7 @@ def attention(
     q = q.reshape(batch, length, *groups, size)
     if bias is not None:
         bias = bias.reshape(bias.shape[0], *(groups if bias.shape[1] == heads else (1, 1)), *bias.shape[2:])
-    # By example, then by head of k, then by the heads of q that share it: the axes of q, k, v, key_mask, bias.
+    # over examples, then heads of k, then the heads of q that share one: the axes of q, k, v, key_mask, bias
     head = partial(_head, window=window, scale=scale, dtype=q.dtype, config=config)
     for axes in ((1, None, None, None, 0), (1, 1, 1, None, 0), (0, 0, 0, 0, 0)):
         head = _over(head, axes, batched=config.batched)
@@ -80,7 +80,7 @@ def attention(
 
 
 def _over(f: Callable, axes: Sequence[int | None], *, batched: bool) -> Callable:
-    """f for each entry along an axis of its arguments; one that has no such axis, or one entry, is the same for all."""
+    """Maps f over an axis of its arguments; an argument without the axis, or with one entry, is shared by all."""
 
     def run(*arguments: Array | None) -> tuple[Array, ...]:
         xs, ways = list(arguments), list(axes)
@@ -110,9 +110,9 @@ def _index(x: Array, index: Array, axis: int) -> Array:
 
 @partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _wide_entry(x: BFloat16[Array, "..."], index: Array, axis: int) -> Float32[Array, "..."]:
-    """An entry in float32. XLA on a CPU, up to jax 0.10, would index it in float32 and cast all entries before a loop.
+    """An entry in float32. Up to jax 0.10, XLA on CPUs would cast all entries to float32 before a loop indexes them.
 
-    So it is indexed as whole numbers: the bits of a bfloat16 are the upper half of the float32 of the same value.
+    So it indexes integers: the bits of a bfloat16 are the upper half of the float32 of the same value.
     """
     bits = _index(jax.lax.bitcast_convert_type(x, jnp.uint16), index, axis)
     return jax.lax.bitcast_convert_type(bits.astype(jnp.uint32) << 16, jnp.float32)
@@ -124,7 +124,7 @@ def _wide_entry_jvp(axis: int, values: tuple, tangents: tuple) -> tuple[Array, A
 
 
 class Partial(NamedTuple):
-    """Softmax over some keys: the largest logit, and relative to it the sums of weights and of weighted values."""
+    """Softmax over some keys: the largest logit and, relative to it, the sums of weights and of weighted values."""
 
     top: Float32[Array, "L 1"]
     weight: Float32[Array, "L 1"]
@@ -132,7 +132,7 @@ class Partial(NamedTuple):
 
 
 def merge(a: Partial, b: Partial) -> Partial:
-    """The softmax over the keys of both."""
+    """Merges the softmaxes over two sets of keys."""
     top = jnp.maximum(a.top, b.top)
     scale_a, scale_b = (jnp.exp(x.top - finite_max(top)) for x in (a, b))
     return Partial(top, a.weight * scale_a + b.weight * scale_b, a.total * scale_a + b.total * scale_b)
@@ -150,8 +150,8 @@ def _head(
     dtype: DTypeLike,
     config: Config,
 ) -> tuple[Float[Array, "L D"], Float32[Array, "L 1"]]:
-    """One head of one example, and its log-sum-exps. Queries are filled up to whole blocks, which changes no other."""
-    precision = "highest" if dtype == jnp.float32 else "default"  # one pass of a matrix unit is bfloat16's own
+    """One head of one example, and its log-sum-exps. Queries are padded to whole blocks, which changes no result."""
+    precision = "highest" if dtype == jnp.float32 else "default"  # one pass of a matrix unit is exact for bfloat16
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     length, keys = q.shape[0], k.shape[0]
     blocks, rows = _even(length, config.block_q)
@@ -160,27 +160,13 @@ def _head(
     if bias is not None and bias.shape[0] > 1:
         bias = jnp.pad(bias, ((0, fill), (0, 0)))
     back, ahead = (keys if side is None else side for side in window or (None, None))
-    reach = min(keys, rows + back + ahead)  # how many neighbouring keys a block of queries can see
+    reach = min(keys, rows + back + ahead)  # neighbouring keys that a block of queries can see
 
     @jax.checkpoint
     def block(start: Array) -> tuple[Float32[Array, "L D"], Float32[Array, "L 1"]]:
         x = _take(queries, start, rows)
         first = jnp.clip(start - back, 0, keys - reach)
-
-        def score(begin: Array, count: int) -> Partial:
-            logits = jnp.matmul(x, _take(k, begin, count).T, precision=precision)
-            if bias is not None:
-                logits += _take(_take(bias, start, rows), begin, count, axis=1)
-            if live is not None:
-                logits = jnp.where(_take(live, begin, count)[None, :], logits, -jnp.inf)
-            if window is not None:
-                seen = in_window(start + jnp.arange(rows), begin + jnp.arange(count), window)
-                logits = jnp.where(seen, logits, -jnp.inf)
-            top = jax.lax.stop_gradient(logits.max(axis=1, keepdims=True))
-            weights = jnp.exp(logits - finite_max(top))
-            total = jnp.matmul(weights, _take(v, begin, count), precision=precision)
-            return Partial(top, weights.sum(axis=1, keepdims=True), total)
-
+        score = partial(_score, x, k, v, live, bias, start, window=window, precision=precision)
         steps, columns = _even(reach, config.block_kv)
         ragged = reach - (steps - 1) * columns
         begins = first + ragged + columns * jnp.arange(steps - 1, dtype=start.dtype)
@@ -193,12 +179,41 @@ def _head(
     return out.reshape(-1, v.shape[1])[:length].astype(dtype), lse.reshape(-1, 1)[:length]
 
 
+def _score(
+    x: Float32[Array, "L D"],
+    k: Float32[Array, "S D"],
+    v: Float32[Array, "S D"],
+    live: Bool[Array, " S"] | None,
+    bias: Float32[Array, "..."] | None,
+    start: Array,
+    begin: Array,
+    count: int,
+    *,
+    window: Window | None,
+    precision: str,
+) -> Partial:
+    """The softmax of a block of queries, the first of which is at `start`, over `count` keys from `begin` on."""
+    rows = x.shape[0]
+    logits = jnp.matmul(x, _take(k, begin, count).T, precision=precision)
+    if bias is not None:
+        logits += _take(_take(bias, start, rows), begin, count, axis=1)
+    if live is not None:
+        logits = jnp.where(_take(live, begin, count)[None, :], logits, -jnp.inf)
+    if window is not None:
+        seen = in_window(start + jnp.arange(rows), begin + jnp.arange(count), window)
+        logits = jnp.where(seen, logits, -jnp.inf)
+    top = jax.lax.stop_gradient(logits.max(axis=1, keepdims=True))
+    weights = jnp.exp(logits - finite_max(top))
+    total = jnp.matmul(weights, _take(v, begin, count), precision=precision)
+    return Partial(top, weights.sum(axis=1, keepdims=True), total)
+
+
 def _even(length: int, block: int) -> tuple[int, int]:
-    """The fewest blocks of at most `block` that cover a length, and the size that makes them even."""
+    """The fewest blocks of at most `block` that cover a length, and their even size."""
     blocks = -(-length // block)
     return blocks, -(-length // blocks)
 
 
 def _take(x: Array, start: Array, size: int, axis: int = 0) -> Array:
-    """`size` entries from `start` along an axis, or the only one where the axis is broadcast."""
+    """Slices `size` entries from `start` along an axis; an axis of size 1 broadcasts and stays."""
     return x if x.shape[axis] == 1 else jax.lax.dynamic_slice_in_dim(x, start, size, axis)

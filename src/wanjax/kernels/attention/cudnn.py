@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention by NVIDIA's cuDNN, through `jax.nn.dot_product_attention`, on cards from Ampere on.
+"""Attention by NVIDIA's cuDNN, through `jax.nn.dot_product_attention`, on GPUs from Ampere on.
 
-cuDNN's own masks are whole score matrices. Attention does not mind in which order its keys come, so keys that take part
-are moved to the front instead, and cuDNN is told how many there are.
+A mask of cuDNN's is a whole score matrix. Attention does not depend on the order of keys, so the keys that take part
+are moved to the front instead, and cuDNN receives their number.
 """
 
 import jax
@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32
 
 from wanjax.kernels.attention.masks import Window, live_first
-from wanjax.kernels.attention.target import target
+from wanjax.kernels.target import target
 
 LARGEST_HEAD = 128
 
 
 def unsupported(q, k, v, *, key_mask, window, scale, bias, config, return_lse) -> str | None:
-    """Why this cannot be done here, or None."""
+    """The reason why this call is not supported, or None."""
     device = target(q)
     if device.platform != "gpu" or "NVIDIA" not in device.kind:
         return f"cudnn runs on NVIDIA's cards, and this is for {device.kind}"
@@ -47,11 +47,11 @@ def attention(
     config: None,
     return_lse: bool = False,
 ) -> Float[Array, "B L N D"]:
-    """What the reference gives; zeros where no key takes part."""
+    """Computes what the reference does."""
     count = None
     if key_mask is not None:
         count, (k, v) = live_first(key_mask, k, v)
-    with jax.numpy_dtype_promotion("standard"):  # what JAX does with its own constants
+    with jax.numpy_dtype_promotion("standard"):  # JAX itself mixes dtypes here
         out = jax.nn.dot_product_attention(
             q,
             k,

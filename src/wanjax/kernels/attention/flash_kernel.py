@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Pallas kernel of flash_tpu: one block of queries against one block of keys, with an offset in a maximum's place.
+"""The Pallas kernel of flash_tpu: one block of queries against one block of keys, with an offset for the maximum.
 
-Scores are laid out keys × queries, so that a row's offset and its sums are one register row for many queries, and the
-second product takes the weights as they come. Keys go through in bodies, unrolled whole: the matrix unit waits at the
-two ends of each, and nowhere else.
+Scores are laid out keys × queries: the offsets and sums of many queries are one row of registers, and the second
+product takes the weights without a transpose. Keys are processed in bodies that are unrolled whole. The matrix unit
+waits only at the two ends of a body.
 """
 
 import math
@@ -18,20 +18,20 @@ from jaxtyping import Array, Bool, Float32
 
 from wanjax.kernels.attention.masks import divide_live, finite_max
 
-STRIP_Q, STRIP_KV = 512, 256  # what one step scores: a tile of the matrix unit for each of the two of a core
-LEAD = 2  # strips whose scores are under way before their values are added: the matrix unit need not wait for softmax
-CHUNK = 512  # keys of one step where a mask has to be looked at
-CAREFUL_KV, CAREFUL_Q = 1024, 256  # at most so many keys and queries in a step that takes the maximum as it goes
-REGISTER = 16  # rows of keys that a register holds
-PROBE = 32  # keys whose maximum gives a row its offset
-HEADROOM = {"bfloat16": 60.0, "float32": 0.0}  # of the offset above the first keys' maximum: it costs float32 digits
-LARGEST_SUM = 2.0**64  # of a row's weights, which tells that it left the room
+STRIP_Q, STRIP_KV = 512, 256  # queries and keys of one step: a tile for each of the two matrix units of a core
+LEAD = 2  # strips that are scored before their values are added, so that the matrix unit does not wait for softmax
+CHUNK = 512  # keys of one masked step
+CAREFUL_KV, CAREFUL_Q = 1024, 256  # the most keys and queries of a step of the careful pass
+REGISTER = 16  # rows of keys in a register
+PROBE = 32  # keys whose maximum sets a row's offset
+HEADROOM = {"bfloat16": 60.0, "float32": 0.0}  # of the offset above that maximum; in float32 it would cost digits
+LARGEST_SUM = 2.0**64  # of a row's weights: a larger sum means that a logit left the range of the offset
 
-CAREFUL, PROBED = 0, 1  # flags: this head left the room; there is an offset
+CAREFUL, PROBED = 0, 1  # flags: this head left the range; the offset is set
 
 
 class Sizes(NamedTuple):
-    """What the kernel knows when it is compiled."""
+    """Static arguments of the kernel."""
 
     queries: int
     keys: int
@@ -39,20 +39,20 @@ class Sizes(NamedTuple):
     block_q: int
     block_kv: int
     body: int  # keys that are unrolled
-    chunk: int  # keys of a careful step, a part of a body
-    ragged: bool  # whether some queries may not see some keys
+    chunk: int  # keys of a careful step, which divide a body
+    ragged: bool  # a mask or a window hides some keys from some queries
     window: tuple[int, int]  # keys before and after a query's own position
-    factor: float  # of q, which makes exponents of two from logits
+    factor: float  # of q, so that logits are exponents of two
 
 
 class State(NamedTuple):
-    """References to what one block of queries carries over the keys."""
+    """References to the state that one block of queries carries over the keys."""
 
-    q: jax.Ref  # [D L], times the factor; [2·D L] for bfloat16, where the second half holds what the first one rounds
+    q: jax.Ref  # [D L], times the factor; for bfloat16 [2·D L], with the rounding error of the first half behind it
     offset: jax.Ref  # [1 L]
     weight: jax.Ref  # [8 L], the sum of weights in eight parts
     total: jax.Ref  # [D L], the sum of weighted values
-    kept_weight: jax.Ref  # both as they were before this block of keys
+    kept_weight: jax.Ref  # both as before this block of keys
     kept_total: jax.Ref
     scores: jax.Ref  # [S L], of the next careful step
     top: jax.Ref  # [8 L], the largest of them in eight parts
@@ -60,14 +60,14 @@ class State(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """Which keys of a step take part: those before `live`, and in the window of a query, which they are `ahead` of."""
+    """The keys of a step that take part: those before `live` and within the window; the first is `ahead` of query 0."""
 
     live: Array | int
     window: tuple[int, int] | None = None
     ahead: Array | int = 0
 
     def spares(self, keys: slice) -> bool:
-        """Whether it is known to leave these keys alone."""
+        """Tells if it is known that all these keys take part."""
         return isinstance(self.live, int) and keys.stop <= self.live
 
     def rows(self, keys: slice) -> Bool[Array, "S 1"]:
@@ -82,7 +82,7 @@ class Mask(NamedTuple):
 
 
 class Tail(NamedTuple):
-    """The keys behind the last whole body, and whether this block of keys has them."""
+    """The keys after the last whole body, and whether they are in this block of keys."""
 
     keys: int
     here: Array | bool
@@ -126,8 +126,8 @@ def kernel(live_ref, q_ref, k_ref, v_ref, o_ref, lse_ref, *scratch, sizes: Sizes
 def _add_whole(
     k_ref, v_ref, state: State, begin: Array | int, end: Array | int, sizes: Sizes, tail: Tail = NO_TAIL
 ) -> None:
-    """Bodies of keys that every query sees: quickly, and again with care where their weights left the room."""
-    only = not sizes.ragged and sizes.keys <= sizes.block_kv  # block of keys: there is nothing to keep before it
+    """Adds bodies of keys that every query sees: quickly, then again with care if a logit left the range."""
+    only = not sizes.ragged and sizes.keys <= sizes.block_kv  # the only block: there is no earlier state to keep
     if not only:
         state.kept_weight[...] = state.weight[...]
         state.kept_total[...] = state.total[...]
@@ -159,7 +159,7 @@ def _add_whole(
 def _add_seen(
     k_ref, v_ref, state: State, live: Array, first_q: Array, first_kv: Array, sizes: Sizes, headroom: float
 ) -> None:
-    """The keys of a block that a mask and a window leave: bodies that every query sees, then chunks of the rest."""
+    """Adds the keys of a block that a mask and a window leave: bodies that every query sees, then masked chunks."""
 
     def inside(position: Array | int) -> Array:
         return jnp.clip(position - first_kv, 0, sizes.block_kv)
@@ -212,7 +212,7 @@ def _size(x: slice) -> int:
 
 
 def _count(x: slice, axis: int) -> Array:
-    """The positions of a slice, along an axis of a matrix."""
+    """The positions of a slice along an axis of a matrix."""
     return x.start + jax.lax.broadcasted_iota(jnp.int32, (1,) * axis + (_size(x),) + (1,) * (1 - axis), axis)
 
 
@@ -221,11 +221,11 @@ def _strips(length: int, size: int) -> list[slice]:
 
 
 def _precision(x: Array) -> str:
-    return "highest" if x.dtype == jnp.float32 else "default"  # one pass of the matrix unit is bfloat16's own
+    return "highest" if x.dtype == jnp.float32 else "default"  # one pass of the matrix unit is exact for bfloat16
 
 
 def _begin(q_ref, state: State, first_q: Array, sizes: Sizes) -> None:
-    """Lays out the queries; those past the last become zeros, lest what stands there seem to leave the room."""
+    """Transposes and scales the queries; those past the last become zeros, since memory there holds anything."""
     q = sizes.factor * q_ref[...].T.astype(jnp.float32)  # [D L]
     if sizes.queries % sizes.block_q:
         q = jnp.where(first_q + _count(slice(0, sizes.block_q), 1) < sizes.queries, q, 0.0)
@@ -241,7 +241,7 @@ def _begin(q_ref, state: State, first_q: Array, sizes: Sizes) -> None:
 
 
 def _ragged(count: int, mask: Mask | None) -> tuple[list[slice], Mask | None]:
-    """Strips of keys in whole registers, and the mask that the last one needs then."""
+    """Strips of keys in whole registers, and the mask for the last of them if keys end within a register."""
     whole = -(-count // REGISTER) * REGISTER
     return _strips(whole, STRIP_KV), Mask(count) if mask is None and whole > count else mask
 
@@ -249,7 +249,7 @@ def _ragged(count: int, mask: Mask | None) -> tuple[list[slice], Mask | None]:
 def _scores(
     k_ref, state: State, start: Array | int, keys: slice, strip: slice, mask: Mask | None
 ) -> Float32[Array, "S L"]:
-    """Exponents of two."""
+    """Scores of a strip of keys and a strip of queries, as exponents of two; -inf for masked keys."""
     k = k_ref[pl.ds(start + keys.start, _size(keys)), :]
     if k.shape[1] < state.q.shape[0]:
         k = jnp.concatenate([k, k], axis=1)
@@ -260,14 +260,14 @@ def _scores(
 def _lift(
     k_ref, state: State, start: Array | int, count: int, mask: Mask | None = None, *, headroom: float = 0.0
 ) -> None:
-    """Lifts the offset to these keys' maximum, if that is higher, and takes what there is already to it."""
+    """Raises the offset to the maximum of these keys, if that is higher, and rescales the sums."""
     strips, mask = _ragged(count, mask)
     for strip in _strips(state.q.shape[1], STRIP_Q):
         _lift_to(state, strip, _tops(k_ref, state, start, strips, strip, mask) + headroom)
 
 
 def _probe(k_ref, state: State, count: int, headroom: float) -> None:
-    """Sets the offset, where there is nothing yet, by the first keys."""
+    """Sets the first offset by the first keys."""
     strips, mask = _ragged(count, None)
     for strip in _strips(state.q.shape[1], STRIP_Q):
         state.offset[:, strip] = _tops(k_ref, state, 0, strips, strip, mask) + headroom
@@ -288,22 +288,22 @@ def _lift_to(state: State, strip: slice, top: Float32[Array, "1 L"]) -> None:
 
 
 def _add(k_ref, v_ref, state: State, start: Array | int, count: int, mask: Mask | None = None) -> None:
-    """Adds these keys' weights and weighted values, with the offset as it stands.
+    """Adds the weights and weighted values of these keys, with the offset unchanged.
 
-    The compiler's schedule hangs on the order of these steps: docs/attention.md tells what others cost.
+    The compiler's schedule depends on the order of these steps; docs/attention.md has the cost of others.
     """
     strips, mask = _ragged(count, mask)
     waiting: list[tuple[Array, slice, Array]] = []
     for keys in strips:
         v = v_ref[pl.ds(start + keys.start, _size(keys)), :]
-        part = None if mask is None or mask.spares(keys) else mask
-        if part is not None:
-            v = jnp.where(part.rows(keys), v, jnp.zeros_like(v))  # past the last key there is no telling what stands
+        step = None if mask is None or mask.spares(keys) else mask
+        if step is not None:
+            v = jnp.where(step.rows(keys), v, jnp.zeros_like(v))  # memory past the last key holds anything
         v = v.T
         for strip in _strips(state.q.shape[1], STRIP_Q):
             offset = state.offset[:, strip]
-            s = _scores(k_ref, state, start, keys, strip, part)
-            p = jnp.exp2(s - (offset if part is None else finite_max(offset)))
+            s = _scores(k_ref, state, start, keys, strip, step)
+            p = jnp.exp2(s - (offset if step is None else finite_max(offset)))
             state.weight[:, strip] += _in_eights(p).sum(axis=0)
             waiting.append((v, strip, p.astype(v.dtype)))
             if len(waiting) > LEAD:
@@ -317,9 +317,10 @@ def _add_values(state: State, v: Array, strip: slice, p: Array) -> None:
 
 
 def _add_carefully(k_ref, v_ref, state: State, begin: Array | int, end: Array | int, count: int) -> None:
-    """Adds keys, so many a step, with the offset lifted to their maximum before each.
+    """Adds steps of `count` keys, and raises the offset to their maximum before each.
 
-    The scores of a step are made in the one before, and wait in VMEM: the matrix unit need not wait for the maximum.
+    The scores of a step are computed in the step before and kept in VMEM, so that the matrix unit does not wait for the
+    maximum.
     """
     strips = _strips(state.q.shape[1], CAREFUL_Q)
 
@@ -348,6 +349,6 @@ def _add_carefully(k_ref, v_ref, state: State, begin: Array | int, end: Array | 
     _loop(begin, end, step)
 
 
-def _in_eights(x: Float32[Array, "S L"]) -> Float32[Array, "S 8 L"]:
-    """Rows by registers, which are added or compared without a look inside."""
+def _in_eights(x: Float32[Array, "S L"]) -> Float32[Array, "_S 8 L"]:
+    """Groups rows by eight, as registers hold them: registers are added or compared whole."""
     return x.reshape(-1, 8, x.shape[1])

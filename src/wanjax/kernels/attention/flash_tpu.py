@@ -3,11 +3,11 @@
 
 Scores are laid out keys × queries, exponents are in base 2, and sums in float32 (Milakov and Gimelshein, Online
 normalizer calculation for softmax, 2018; Dao et al., FlashAttention, 2022). Softmax does not change when an offset is
-taken from a row's logits, and floating point leaves room for it: any offset up to 60 powers of two from the row's
-maximum gives the same answer. So a row's offset is taken from its first keys, and the rest costs no maximum and no
-rescaling, and no block waits for another. Should a later logit rise out of that room, the row's sum of weights says so:
-the state before the block of keys is kept, and the block is done again with the offset lifted to its maximum first, as
-are the others of that head. Ragged ends are exact; no key is made up.
+subtracted from the logits of a row, and floating point leaves a range for it: any offset up to 60 powers of two from
+the row's maximum gives the same result. So a row's offset comes from its first keys. The other keys need no maximum and
+no rescaling, and no block waits for another. If a later logit leaves the range, the row's sum of weights shows it. Then
+the kernel restores the state from before the block of keys and repeats the block with the offset first raised to its
+maximum, as it does for the later blocks of that head. Ragged ends are exact; no key is padding.
 """
 
 import math
@@ -40,19 +40,19 @@ DTYPES = ("float32", "bfloat16")
 TILES = ("block_q", "block_kv", "block_kv_compute")
 LANES = 128
 COUNTS_KEYS = True
-UNBOUNDED = 1 << 30  # a side of a window that reaches all keys
-SPILL_BYTES = 32 << 20  # what the compiler keeps in VMEM beside the kernel's own
-LONGEST_BODY = {"bfloat16": 8192, "float32": 1024}  # keys that are unrolled: more take the compiler minutes
-LONGEST_TAIL = 2048  # keys that are unrolled beside
-BODY_ENDS = 120  # what the two ends of a body cost, in keys
+UNBOUNDED = 1 << 30  # a side of a window that includes all keys
+SPILL_BYTES = 32 << 20  # the compiler's own share of VMEM, beside the kernel's
+LONGEST_BODY = {"bfloat16": 8192, "float32": 1024}  # unrolled keys: with more, compiling takes minutes
+LONGEST_TAIL = 2048  # keys after the last whole body, unrolled too
+BODY_ENDS = 120  # the cost of the two ends of a body, in keys
 
 
 @dataclass(frozen=True)
 class Config:
-    """Tiles: queries a grid step, keys in VMEM at a time, keys in one unrolled body of the quick pass.
+    """Tiles: queries of a grid step, keys in VMEM at a time, keys of one unrolled body of the quick pass.
 
-    `center_keys` takes the mean of the keys from each, which moves all logits of a row alike and changes no weight.
-    `interpret` runs the kernel without a TPU, slowly, as the tests do.
+    `center_keys` subtracts the mean of the keys, which shifts all logits of a row equally and changes no weight.
+    `interpret` runs the kernel without a TPU, slowly, for tests.
     """
 
     block_q: int
@@ -75,27 +75,27 @@ class Config:
 
     @property
     def chunk(self) -> int:
-        """Keys of a step that takes the maximum as it goes."""
-        parts = range(_ceil(self.block_kv_compute, CAREFUL_KV), self.block_kv_compute // REGISTER + 1)
-        return self.block_kv_compute // next(n for n in parts if self.block_kv_compute % (n * REGISTER) == 0)
+        """Keys of one step of the careful pass, which computes the maximum before each step."""
+        counts = range(_ceil(self.block_kv_compute, CAREFUL_KV), self.block_kv_compute // REGISTER + 1)
+        return self.block_kv_compute // next(n for n in counts if self.block_kv_compute % (n * REGISTER) == 0)
 
     def vmem_bytes(self, head_dim: int, itemsize: int) -> int:
-        """What the kernel holds in VMEM: two of each block that streams, and its scratch."""
-        width = max(head_dim, LANES)  # rows of 64 are kept in rows of 128
+        """Bytes of VMEM that the kernel holds: two of each streamed block, and scratch."""
+        width = max(head_dim, LANES)  # rows of 64 occupy rows of 128
         streamed = 2 * itemsize * width * (2 * self.block_q + 2 * self.block_kv)
         scratch = self.block_q * (2 * width * itemsize + 2 * 4 * head_dim + 4 * self.chunk + 4 * 40)
         return streamed + scratch
 
 
 def read_config(text: str) -> Config:
-    """Tiles written as `block_q=2048,block_kv=4096,block_kv_compute=2048`.
+    """Reads tiles from text such as `block_q=2048,block_kv=4096,block_kv_compute=2048`.
 
-    What is left out is 2,048 for queries, and for keys the other of the two. Raises WanjaxError for other text, and for
-    tiles that cannot be.
+    `block_q` is 2,048 if left out; either size of keys is the other one, or 2,048 if both are left out. Raises
+    WanjaxError for other text, and for tiles that are not possible.
     """
     given: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, size = part.partition("=")
+    for entry in text.split(","):
+        name, _, size = entry.partition("=")
         if name not in TILES or name in given or not (size.isascii() and size.isdigit()):
             raise WanjaxError(f"the tiles {text!r} are not such as block_q=2048,block_kv=4096,block_kv_compute=2048")
         given[name] = int(size)
@@ -106,7 +106,7 @@ def read_config(text: str) -> Config:
 def default_config(vmem_bytes: int, head_dim: int, queries: int, keys: int, dtype: str, ragged: bool = False) -> Config:
     """The tiles that docs/attention.md prices best: long even bodies, and as many keys as a chip's VMEM holds.
 
-    `ragged` is for a mask or a window, which look at keys by shorter bodies.
+    `ragged` says that there is a mask or a window, for which bodies are shorter.
     """
     block_q = _even(queries, 2048, STRIP_Q if queries > STRIP_Q else LANES)
     longest = LONGEST_BODY[dtype]
@@ -120,7 +120,7 @@ def default_config(vmem_bytes: int, head_dim: int, queries: int, keys: int, dtyp
 
 
 def _body(keys: int, longest: int) -> int:
-    """The cheapest size of bodies, of those that careful steps fill and that leave no long tail to be compiled."""
+    """The cheapest size of a body that whole careful steps fill and that leaves no long tail to compile."""
     if keys <= min(longest, LONGEST_TAIL):
         return max(PROBE, _round_up(keys, REGISTER))
     longest = min(longest, keys)
@@ -130,14 +130,14 @@ def _body(keys: int, longest: int) -> int:
 
 
 def _cost(keys: int, body: int) -> int:
-    """Of all keys, tripled: scores take two thirds, values one third and that in whole strips, and bodies have ends."""
+    """Three times the cost of all keys: two for scores, one for values in whole strips, and the ends of bodies."""
     count, tail = divmod(keys, body)
     one, other = (2 * size + _round_up(size, STRIP_KV) + 3 * BODY_ENDS for size in (body, tail))
     return count * one + (other if tail else 0)
 
 
 def unsupported(q, k, v, *, key_mask, window, scale, bias, config, return_lse) -> str | None:
-    """Why this cannot be done here, or None."""
+    """The reason why this call is not supported, or None."""
     head_dim, vmem = q.shape[3], _vmem_bytes()
     if config is not None and not isinstance(config, Config):
         return f"flash_tpu is configured by a flash_tpu.Config, which {type(config).__name__} is not"
@@ -158,7 +158,7 @@ def unsupported(q, k, v, *, key_mask, window, scale, bias, config, return_lse) -
 
 
 def _vmem_bytes() -> int | None:
-    """Of a core of the TPU that is computed or compiled for; None where that is no TPU."""
+    """Bytes of VMEM of a core of the target TPU; None if the target is no TPU."""
     try:
         return pltpu.get_tpu_info().vmem_capacity_bytes
     except ValueError:
@@ -178,9 +178,9 @@ def attention(
     return_lse: bool = False,
     keys: int | None = None,
 ) -> Float[Array, "B L N D"] | tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]:
-    """What the reference gives; its gradient is that of `chunked`, which computes the scores again.
+    """Computes what the reference does; the gradient is that of `chunked`, which computes the scores again.
 
-    `keys` says that only the first of k and v take part, none of which a `key_mask` leaves out.
+    Only the first `keys` keys take part (None: all); `keys` and `key_mask` are not given together.
     """
     options = {"key_mask": key_mask, "window": window, "scale": scale}
 
@@ -194,8 +194,8 @@ def attention(
 
     def backward(qkv: tuple[Array, Array, Array], g):
         def again(q: Array, k: Array, v: Array):
-            taking_part = k[:, :keys], v[:, :keys]
-            return chunked.attention(q, *taking_part, **options, bias=None, config=None, return_lse=return_lse)
+            live = k[:, :keys], v[:, :keys]
+            return chunked.attention(q, *live, **options, bias=None, config=None, return_lse=return_lse)
 
         return jax.vjp(again, *qkv)[1](g)
 
@@ -217,8 +217,8 @@ def _attention(
         k, mean = _center(k, key_mask)
     live = jnp.full((batch,), keys, jnp.int32)
     if key_mask is not None:
-        live, (k, v) = live_first(key_mask, k, v)  # whole blocks of the others are spared then
-    side_by_side = head_dim % LANES == 0  # a block takes one head's columns then, as projections wrote them
+        live, (k, v) = live_first(key_mask, k, v)  # then whole blocks of masked keys are skipped
+    side_by_side = head_dim % LANES == 0  # then a block takes the columns of one head, as projections wrote them
     operands = ((x.reshape(*x.shape[:2], -1) if side_by_side else _by_head(x)) for x in (q, k, v))
     left, right = (UNBOUNDED if side is None else min(side, UNBOUNDED) for side in window or (None, None))
     sizes = Sizes(
@@ -242,17 +242,17 @@ def _attention(
     return out, lse
 
 
-def _by_head(x: Float[Array, "B L N D"]) -> Float[Array, "B·N L D"]:
+def _by_head(x: Float[Array, "B L N D"]) -> Float[Array, "_B L D"]:
     return jnp.moveaxis(x, 2, 1).reshape(-1, x.shape[1], x.shape[3])
 
 
 def _center(k: Float[Array, "B S K D"], key_mask: Bool[Array, "B S"] | None) -> tuple[Array, Float32[Array, "B K D"]]:
-    """Keys less their mean over those that take part, and the mean."""
+    """Subtracts the mean of the keys that take part; returns the keys and the mean."""
     wide = k.astype(jnp.float32)
-    part = jnp.ones(k.shape[:2], bool) if key_mask is None else key_mask
+    live = jnp.ones(k.shape[:2], bool) if key_mask is None else key_mask
     mean = divide_live(
-        jnp.where(part[:, :, None, None], wide, 0.0).sum(axis=1),
-        part.sum(axis=1, dtype=jnp.float32)[:, None, None],
+        jnp.where(live[:, :, None, None], wide, 0.0).sum(axis=1),
+        live.sum(axis=1, dtype=jnp.float32)[:, None, None],
     )
     return (wide - mean[:, None]).astype(k.dtype), mean
 
@@ -266,7 +266,7 @@ def _round_up(a: int, b: int) -> int:
 
 
 def _even(length: int, block: int, unit: int) -> int:
-    """The size, in whole units, of the fewest blocks of at most `block` that cover a length."""
+    """The size of the fewest even blocks of at most `block` that cover a length, rounded up to whole units."""
     return _round_up(_ceil(length, _ceil(length, block)), unit)
 
 
@@ -276,19 +276,14 @@ def _call(live, q, k, v, *, sizes: Sizes, kv_heads: int, head_dim: int, config: 
     q, k and v are [B L N·D] and [B S K·D], or [B·N L D] and [B·K S D].
     """
     heads, block_q, block_kv = sizes.heads, sizes.block_q, sizes.block_kv
-    rows, queries, beside = q.shape[0], q.shape[1], q.shape[2] // head_dim  # heads beside each other in a row
+    rows, queries, beside = q.shape[0], q.shape[1], q.shape[2] // head_dim  # heads side by side in a row
     batch, group = rows * beside // heads, heads // kv_heads
-    split = q.dtype == jnp.bfloat16  # q times the factor, as a sum of two: rounded to one it would lose three digits
-    if split and 2 * head_dim <= LANES:  # fills rows that would be padded; wider ones are doubled in the kernel
+    split = q.dtype == jnp.bfloat16  # q times the factor, as a sum of two: one alone would lose three digits
+    if split and 2 * head_dim <= LANES:  # fills rows that would be padded; the kernel doubles wider rows
         k = jnp.concatenate([k, k], axis=2)
-    left, right = sizes.window
 
     def kv_block(h, i, j, live):
-        """Blocks out of sight are not fetched: the index stays on the nearest that is in sight."""
-        if sizes.ragged:
-            first = (i * block_q - left) // block_kv
-            last = jnp.minimum(live[h // heads], i * block_q + block_q + right) - 1
-            j = jnp.clip(j, jnp.maximum(first, 0), jnp.maximum(last // block_kv, 0))
+        j = _seen_block(h, i, j, live, sizes) if sizes.ragged else j
         row, column = (h // group, 0) if beside == 1 else (h // heads, h % heads // group)
         return row, j, column
 
@@ -314,18 +309,31 @@ def _call(live, q, k, v, *, sizes: Sizes, kv_heads: int, head_dim: int, config: 
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=config.vmem_bytes(head_dim, q.dtype.itemsize) + SPILL_BYTES,
         ),
-        cost_estimate=pl.CostEstimate(  # which the compiler, who plans what goes on beside the kernel, cannot see
-            flops=4 * q.size * sizes.keys,
-            transcendentals=q.size // head_dim * sizes.keys,
-            bytes_accessed=q.dtype.itemsize * (2 * q.size + k.size + v.size),
-        ),
+        cost_estimate=_estimate(q, k, v, sizes.keys, head_dim),
         interpret=config.interpret,
         name="flash_attention",
     )(live, q, k, v)
 
 
+def _seen_block(h, i, j, live, sizes: Sizes):
+    """The block of keys to fetch in grid step (h, i, j): j, or the nearest block that a query sees."""
+    left, right = sizes.window
+    first = (i * sizes.block_q - left) // sizes.block_kv
+    last = jnp.minimum(live[h // sizes.heads], i * sizes.block_q + sizes.block_q + right) - 1
+    return jnp.clip(j, jnp.maximum(first, 0), jnp.maximum(last // sizes.block_kv, 0))
+
+
+def _estimate(q, k, v, keys: int, head_dim: int) -> pl.CostEstimate:
+    """The kernel's work, by which the compiler schedules other work beside it."""
+    return pl.CostEstimate(
+        flops=4 * q.size * keys,
+        transcendentals=q.size // head_dim * keys,
+        bytes_accessed=q.dtype.itemsize * (2 * q.size + k.size + v.size),
+    )
+
+
 def _scratch(sizes: Sizes, q_rows: int, head_dim: int, dtype: jnp.dtype) -> list[Any]:
-    """The memory of the kernel's `State`, in its order."""
+    """The memory of the kernel's `State`, in the order of its fields."""
     queries = sizes.block_q
     return [
         pltpu.VMEM((q_rows, queries), dtype),

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention as the formula says it, with the whole score matrix in float32: the specification of every other kernel."""
+"""Attention by its formula, with the whole score matrix in float32: the specification of all other kernels."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32
 
 from wanjax.kernels.attention.masks import Window, divide_live, finite_max, in_window, log_sum_exp
+
+BLOCK = 512  # keys that are summed at once
 
 
 def attention(
@@ -20,9 +22,10 @@ def attention(
     config: None,
     return_lse: bool = False,
 ) -> Float[Array, "B L N D"] | tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]:
-    """softmax(scale · q kᵀ + bias) v over the keys that take part, in float32; zeros for a query that has none.
+    """Returns softmax(scale · q kᵀ + bias) v over the keys that take part, or zeros for a query without keys.
 
-    With `return_lse` also log Σ exp of each query's logits, -inf for a query that has no key.
+    Float32 inside, rounded once to the operands' dtype. With `return_lse` also returns log Σ exp of each query's
+    logits, -inf for a query without keys.
     """
     group = q.shape[2] // k.shape[2]
     dtype = q.dtype
@@ -38,12 +41,28 @@ def attention(
     top = jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))
     weights = jnp.exp(logits - finite_max(top))
     total = weights.sum(axis=-1, keepdims=True)
-    out = jnp.einsum("BNLS,BSND->BLND", divide_live(weights, total), v, precision="highest").astype(dtype)
+    out = _weighted_sum(divide_live(weights, total), v).astype(dtype)
     return (out, jnp.moveaxis(log_sum_exp(top, total)[..., 0], 1, 2)) if return_lse else out
 
 
+def _weighted_sum(weights: Float32[Array, "B N L S"], v: Float32[Array, "B S N D"]) -> Float32[Array, "B L N D"]:
+    """The values, weighted and summed block by block: one float32 sum over thousands of keys would lose a digit."""
+    blocks = v.shape[1] // BLOCK
+    whole = blocks * BLOCK
+    out = _product(weights[..., whole:], v[:, whole:])
+    if blocks:
+        parts = jnp.moveaxis(weights[..., :whole].reshape(*weights.shape[:3], blocks, BLOCK), 3, 0)
+        values = jnp.moveaxis(v[:, :whole].reshape(len(v), blocks, BLOCK, *v.shape[2:]), 1, 0)
+        out += jax.vmap(_product)(parts, values).sum(axis=0)
+    return out
+
+
+def _product(weights: Float32[Array, "B N L S"], v: Float32[Array, "B S N D"]) -> Float32[Array, "B L N D"]:
+    return jnp.einsum("BNLS,BSND->BLND", weights, v, precision="highest")
+
+
 def unsupported(q, k, v, *, key_mask, window, scale, bias, config, return_lse) -> str | None:
-    """Why this cannot be done here, or None."""
+    """The reason why this call is not supported, or None."""
     if config is not None:
         return f"reference has nothing to configure: {type(config).__name__} belongs to another implementation"
     return None

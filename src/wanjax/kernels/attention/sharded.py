@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over several devices, around any kernel that runs on one.
+"""Attention on several devices, around any kernel that runs on one.
 
-Operands are [B L N D], batches on `dp`. Keys that are few beside the queries are whole everywhere, and each device
-attends its own queries to them. Otherwise `tp` trades tokens for heads (Jacobs et al., DeepSpeed Ulysses, 2023) where
-heads do not lie on it anyway, and over `sp` keys and values go round while queries stay (Liu et al., Ring Attention,
-2023); the softmaxes over each part are merged by their log-sum-exps. Lengths and heads that do not divide are filled
-up. A key that was made up never takes part: it is cut off again where a device holds all keys, and masked elsewhere.
+Operands are [B L N D], with batches on `dp`. If keys are few beside queries, each device holds all keys and attends its
+own queries to them. Otherwise an all-to-all over `tp` exchanges tokens for heads (Jacobs et al., DeepSpeed Ulysses,
+2023), unless heads are sharded there already; over `sp`, keys and values pass around a ring while queries stay (Liu et
+al., Ring Attention, 2023), and the softmaxes of the steps are merged by their log-sum-exps. Lengths and heads that do
+not divide are padded. A padded key never takes part: it is sliced off on a device that holds all keys, and masked
+elsewhere.
 """
 
 from collections.abc import Callable
@@ -18,15 +19,15 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32
 
 from wanjax.kernels.attention.masks import divide_live, finite_max, log_sum_exp
-from wanjax.kernels.heads import joined
-from wanjax.sharding import Layout, pad_to
+from wanjax.kernels.heads import join_parts
+from wanjax.sharding import Partitioner, pad_to
 
 Kernel = Callable[..., Any]  # attention on one device: (q, k, v, *, key_mask, window, bias, return_lse)
 Mask = Bool[Array, "B S"]
 
 
 class Placement(NamedTuple):
-    """The mesh axes on which batch, tokens and heads of the queries lie."""
+    """The mesh axes of the batch, tokens and heads of the queries."""
 
     batch: Any
     tokens: Any
@@ -35,7 +36,7 @@ class Placement(NamedTuple):
 
 def attention(
     kernel: Kernel,
-    layout: Layout,
+    partitioner: Partitioner,
     q: Float[Array, "B L N D"],
     k: Float[Array, "B S K D"],
     v: Float[Array, "B S K D"],
@@ -45,29 +46,31 @@ def attention(
     window: Any,
     bias: Float32[Array, "..."] | None,
 ) -> Float[Array, "B L N D"]:
-    """What `kernel` gives on one device for the first `keys` of k and v; the operands are those of `api.attention`."""
+    """Computes what `kernel` does on one device for the first `keys` keys; operands are those of `api.attention`."""
     length, heads = q.shape[1:3]
     if k.shape[2] < heads:
         k, v = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (k, v))
-    q = pad_to(q, 1, layout.size(("sp", "tp")))
-    place = Placement(*layout.activation(("batch", "length", "heads"), q.shape[:3]))
-    if window is None and bias is None and not _few(keys, length, heads, layout, place):
-        out = _by_both(partial(kernel, window=None, bias=None), layout, place, q, k, v, keys, key_mask)
+    q = pad_to(q, 1, partitioner.size(("sp", "tp")))
+    place = Placement(*partitioner.activation(("batch", "length", "heads"), q.shape[:3]))
+    if window is None and bias is None and not _few(keys, length, heads, partitioner, place):
+        out = _by_both(partial(kernel, window=None, bias=None), partitioner, place, q, k, v, keys, key_mask)
         return out[:, :length]
     k, v, key_mask = k[:, :keys], v[:, :keys], None if key_mask is None else key_mask[:, :keys]
     if window is None:
-        return _by_queries(partial(kernel, window=None), layout, place, q, k, v, key_mask, bias)[:, :length]
-    return _by_heads(partial(kernel, window=window), layout, place, q[:, :length], k, v, key_mask, bias)
+        return _by_queries(partial(kernel, window=None), partitioner, place, q, k, v, key_mask, bias)[:, :length]
+    return _by_heads(partial(kernel, window=window), partitioner, place, q[:, :length], k, v, key_mask, bias)
 
 
-def _few(keys: int, queries: int, heads: int, layout: Layout, place: Placement) -> bool:
-    """Whether to give every device all keys and values is the least to send; it is for heads that are too few, too."""
-    parts = layout.size(place.tokens)
-    return keys * (parts - 1) <= queries or (place.heads is None and heads < layout.size("tp"))
+def _few(keys: int, queries: int, heads: int, partitioner: Partitioner, place: Placement) -> bool:
+    """Tells if replicating keys and values sends the least, or if heads are too few for an all-to-all."""
+    shards = partitioner.size(place.tokens)
+    return keys * (shards - 1) <= queries or (place.heads is None and heads < partitioner.size("tp"))
 
 
-def _by_queries(kernel: Kernel, layout: Layout, place: Placement, q, k, v, key_mask: Mask | None, bias) -> Array:
-    """Each device attends its queries to all keys."""
+def _by_queries(
+    kernel: Kernel, partitioner: Partitioner, place: Placement, q, k, v, key_mask: Mask | None, bias
+) -> Array:
+    """Attention with queries sharded by tokens and all keys on each device."""
     spec = PartitionSpec(*place)
     whole = PartitionSpec(place.batch, None, place.heads)
     bias_spec = None
@@ -80,17 +83,19 @@ def _by_queries(kernel: Kernel, layout: Layout, place: Placement, q, k, v, key_m
         return kernel(q, k, v, key_mask=key_mask, bias=bias)
 
     specs = (spec, whole, whole, PartitionSpec(place.batch), bias_spec)
-    return _on_each(attend, layout, specs, spec)(q, k, v, key_mask, bias)
+    return _on_each(attend, partitioner, specs, spec)(q, k, v, key_mask, bias)
 
 
-def _by_heads(kernel: Kernel, layout: Layout, place: Placement, q, k, v, key_mask: Mask | None, bias) -> Array:
-    """Each device attends with its heads, of which some may be made up, over the whole sequence."""
+def _by_heads(
+    kernel: Kernel, partitioner: Partitioner, place: Placement, q, k, v, key_mask: Mask | None, bias
+) -> Array:
+    """Attention sharded by heads, padded to the number of devices, over the whole sequence."""
     heads, axes = q.shape[2], ("sp", "tp")
-    q, k, v = (pad_to(x, 2, layout.size(axes)) for x in (q, k, v))
+    q, k, v = (pad_to(x, 2, partitioner.size(axes)) for x in (q, k, v))
     spec = PartitionSpec(place.batch, None, axes)
     bias_spec = None
     if bias is not None:
-        bias = bias if bias.shape[1] == 1 else pad_to(bias, 1, layout.size(axes))
+        bias = bias if bias.shape[1] == 1 else pad_to(bias, 1, partitioner.size(axes))
         bias_spec = PartitionSpec(
             place.batch if bias.shape[0] > 1 else None, axes if bias.shape[1] > 1 else None, None, None
         )
@@ -99,40 +104,42 @@ def _by_heads(kernel: Kernel, layout: Layout, place: Placement, q, k, v, key_mas
         return kernel(q, k, v, key_mask=key_mask, bias=bias)
 
     specs = (spec, spec, spec, PartitionSpec(place.batch), bias_spec)
-    return _on_each(attend, layout, specs, spec)(q, k, v, key_mask, bias)[:, :, :heads]
+    return _on_each(attend, partitioner, specs, spec)(q, k, v, key_mask, bias)[:, :, :heads]
 
 
-def _by_both(kernel: Kernel, layout: Layout, place: Placement, q, k, v, keys: int, key_mask: Mask | None) -> Array:
-    """Heads over `tp`, keys and values round the ring of `sp`."""
+def _by_both(
+    kernel: Kernel, partitioner: Partitioner, place: Placement, q, k, v, keys: int, key_mask: Mask | None
+) -> Array:
+    """Attention with heads on `tp`, and keys and values around the ring of `sp`."""
     spec = PartitionSpec(*place)
-    k, v = (pad_to(x, 1, layout.size(("sp", "tp"))) for x in (k, v))
-    hops = layout.size("sp")
+    k, v = (pad_to(x, 1, partitioner.size(("sp", "tp"))) for x in (k, v))
+    hops = partitioner.size("sp")
     if key_mask is not None or (hops > 1 and k.shape[1] > keys):
         key_mask = jnp.ones((k.shape[0], keys), bool) if key_mask is None else key_mask[:, :keys]
         key_mask = jnp.pad(key_mask, ((0, 0), (0, k.shape[1] - keys)))
-    heads_whole = place.heads is None and layout.size("tp") > 1
+    heads_whole = place.heads is None and partitioner.size("tp") > 1
 
     def attend(q, k, v, key_mask):
         heads = q.shape[2]
         if heads_whole:
-            q, k, v = (_tokens_to_heads(x, layout.size("tp")) for x in (q, k, v))
+            q, k, v = (_tokens_to_heads(x, partitioner.size("tp")) for x in (q, k, v))
         one = partial(kernel, keys=keys)
         out = one(q, k, v, key_mask=key_mask) if hops == 1 else _ring(kernel, q, (k, v, key_mask), hops)
-        return _heads_to_tokens(out, layout.size("tp"))[:, :, :heads] if heads_whole else out
+        return _heads_to_tokens(out, partitioner.size("tp"))[:, :, :heads] if heads_whole else out
 
     specs = (spec, spec, spec, PartitionSpec(place.batch, "sp"))
-    return _on_each(attend, layout, specs, spec)(q, k, v, key_mask)
+    return _on_each(attend, partitioner, specs, spec)(q, k, v, key_mask)
 
 
-def _on_each(function: Callable, layout: Layout, specs: tuple, out: PartitionSpec) -> Callable:
-    # kernels do not say along which axes of the mesh their results differ, so that it cannot be checked
-    return jax.shard_map(function, mesh=layout.mesh, in_specs=specs, out_specs=out, check_vma=False)
+def _on_each(function: Callable, partitioner: Partitioner, specs: tuple, out: PartitionSpec) -> Callable:
+    # kernels do not say along which mesh axes their results vary, so that cannot be checked
+    return jax.shard_map(function, mesh=partitioner.mesh, in_specs=specs, out_specs=out, check_vma=False)
 
 
 def _tokens_to_heads(x: Float[Array, "B L N D"], devices: int) -> Float[Array, "B _L _N D"]:
-    """From some tokens of all heads to all tokens of some heads; heads are filled up to what the devices divide.
+    """Exchanges some tokens of all heads for all tokens of some heads, padded to the number of devices.
 
-    What goes to one device is made whole first, and what comes from one lies whole behind that of the one before it.
+    What is sent to a device, and what is received from it, is contiguous in memory.
     """
     x = pad_to(x, 2, devices)
     batch, length, heads, size = x.shape
@@ -142,35 +149,36 @@ def _tokens_to_heads(x: Float[Array, "B L N D"], devices: int) -> Float[Array, "
 
 
 def _heads_to_tokens(x: Float[Array, "B L N D"], devices: int) -> Float[Array, "B _L _N D"]:
+    """The inverse of `_tokens_to_heads`; padded heads stay."""
     batch, length, heads, size = x.shape
     parts = jnp.moveaxis(x.reshape(batch, devices, length // devices, heads * size), 1, 0)
     parts = jax.lax.all_to_all(parts, "tp", split_axis=0, concat_axis=0, tiled=True)
-    return joined(parts).reshape(batch, length // devices, devices * heads, size)
+    return join_parts(parts).reshape(batch, length // devices, devices * heads, size)
 
 
-def _ring(kernel: Kernel, q: Float[Array, "B L N D"], part: tuple[Array, Array, Mask | None], devices: int) -> Array:
-    """Attention to the keys and values of all devices of `sp`; the last part is not sent on."""
+def _ring(kernel: Kernel, q: Float[Array, "B L N D"], shard: tuple[Array, Array, Mask | None], devices: int) -> Array:
+    """Attention to the keys and values of all devices of `sp`; the last ones received are not sent on."""
     to_next = [(i, (i + 1) % devices) for i in range(devices)]
 
-    def attend(done, part):
-        k, v, key_mask = part
+    def attend(done, shard):
+        k, v, key_mask = shard
         return merge(done, kernel(q, k, v, key_mask=key_mask, return_lse=True))
 
     def hop(carry, _):
-        done, part = carry
-        arriving = jax.lax.ppermute(part, "sp", to_next)  # while this part is attended to
-        return (attend(done, part), arriving), None
+        done, shard = carry
+        arriving = jax.lax.ppermute(shard, "sp", to_next)  # runs beside the attention to this shard
+        return (attend(done, shard), arriving), None
 
     nothing = (jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:3], -jnp.inf, jnp.float32))
-    (done, part), _ = jax.lax.scan(hop, (nothing, part), length=devices - 1)
-    return attend(done, part)[0].astype(q.dtype)
+    (done, shard), _ = jax.lax.scan(hop, (nothing, shard), length=devices - 1)
+    return attend(done, shard)[0].astype(q.dtype)
 
 
 Attended = tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]
 
 
 def merge(a: Attended, b: Attended) -> Attended:
-    """Attention to the keys of both, from that to each and its log-sum-exp, in float32."""
+    """Merges attention to two sets of keys by its log-sum-exps, in float32."""
     top = jnp.maximum(a[1], b[1])
     (x, of_x), (y, of_y) = ((out.astype(jnp.float32), jnp.exp(lse - finite_max(top))) for out, lse in (a, b))
     total = of_x + of_y

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled programs: their functions, their compiler options, and the cache that keeps them between runs."""
+
+import functools
+import hashlib
+import inspect
+import os
+import platform
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import jax
+
+from wanjax.kernels.target import Target, target_of
+from wanjax.sharding import Partitioner, use
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+KEEP_ALL = {"jax_persistent_cache_min_compile_time_secs": 0.0, "jax_persistent_cache_min_entry_size_bytes": -1}
+
+
+class Lowering(NamedTuple):
+    """A function to lower, and its arguments as trees of `jax.ShapeDtypeStruct` with shardings.
+
+    `donate` are the indices of the arguments whose buffers the results may reuse. `compiler_options` are XLA's.
+    """
+
+    function: Callable
+    arguments: tuple[Any, ...]
+    donate: tuple[int, ...] = ()
+    compiler_options: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Program:
+    """A function that is compiled as a whole, and its compiler options.
+
+    The first argument of `function` is static: it is hashable, and each value of it is a separate program. Results
+    reuse the buffers of the arguments named in `donated`. `options` returns the compiler's options for a device.
+    """
+
+    function: Callable[..., Any]
+    options: Callable[[Target | None], Mapping[str, Any]]
+    donated: tuple[str, ...] = ()
+
+    def on(self, partitioner: Partitioner | None) -> Callable[..., Any]:
+        """Returns the compiled function for the devices of a partitioner, or for JAX's default device if it is None."""
+        return _compiled(self, partitioner)
+
+    def lowering(self, partitioner: Partitioner, static: Any, *shapes: Any) -> Lowering:
+        """Returns the program for arguments that are shapes, to be compiled for devices that need not be present."""
+        names = list(_names(self.function))[1:]
+        donate = tuple(names.index(name) for name in self.donated)
+        return Lowering(self.traceable(partitioner, static), shapes, donate, self.options(_target(partitioner)))
+
+    def traceable(self, partitioner: Partitioner | None, static: Any) -> Callable[..., Any]:
+        """Returns the function with its static argument bound, which is traced under the partitioner."""
+        return functools.partial(_partitioned(self.function, partitioner), static)
+
+
+def program(
+    options: Callable[[Target | None], Mapping[str, Any]], *, donated: tuple[str, ...] = ()
+) -> Callable[[Callable[..., Any]], Program]:
+    """Decorates a function: makes it a `Program`."""
+    return lambda function: Program(function, options, donated)
+
+
+@functools.cache
+def _compiled(program: Program, partitioner: Partitioner | None) -> Callable[..., Any]:
+    return jax.jit(
+        _partitioned(program.function, partitioner),
+        static_argnums=0,
+        donate_argnums=tuple(list(_names(program.function)).index(name) for name in program.donated),
+        compiler_options=dict(program.options(_target(partitioner))),
+    )
+
+
+def _names(function: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
+
+
+def _target(partitioner: Partitioner | None) -> Target | None:
+    return None if partitioner is None else target_of(partitioner.mesh.devices.flat[0])
+
+
+def _partitioned(function: Callable[..., Any], partitioner: Partitioner | None) -> Callable[..., Any]:
+    def run(*arguments: Any) -> Any:
+        with use(partitioner):
+            return function(*arguments)
+
+    return run
+
+
+@contextmanager
+def compile_cache() -> Iterator[None]:
+    """Keeps every program that XLA compiles in this context in the cache, even one that compiled quickly.
+
+    Restores JAX's own thresholds afterwards.
+    """
+    before = {name: getattr(jax.config, name) for name in KEEP_ALL}
+    for name, value in KEEP_ALL.items():
+        jax.config.update(name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+
+def keeps_programs(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Decorates a function: runs it under `compile_cache`."""
+
+    @functools.wraps(function)
+    def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        with compile_cache():
+            return function(*args, **kwargs)
+
+    return run
+
+
+def set_cache_folder() -> None:
+    """Sets JAX's compile cache to the user's cache folder, unless the user has chosen another.
+
+    JAX's key covers the traced program with its kernels, the versions of JAX and the compiler, the compiler's options
+    and flags, the devices and the shardings. Any change that matters therefore gives another key. The key may omit the
+    processor for which a CPU program was compiled, so each kind of processor has its own folder.
+    """
+    if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
+        jax.config.update("jax_compilation_cache_dir", str(user_cache() / "xla" / _processor()))
+
+
+def compile_cache_folder() -> str:
+    """Returns the folder of compiled programs."""
+    return jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def user_cache() -> Path:
+    """Returns this library's folder in the user's cache, for files that can be made again."""
+    if "XDG_CACHE_HOME" in os.environ:
+        return Path(os.environ["XDG_CACHE_HOME"]) / "wanjax"
+    return Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "wanjax"
+
+
+def _processor() -> str:
+    """Returns the machine's architecture, and a digest of its processor's instruction sets."""
+    known = platform.processor()
+    with suppress(OSError):
+        found = re.search(r"^(?:flags|Features)\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        known = " ".join(sorted(found[1].split())) if found else known
+    return f"{platform.machine()}-{hashlib.sha256(known.encode()).hexdigest()[:8]}"

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of XLA for each kind of program, as `jax.jit` takes them in `compiler_options`.
+
+Each function receives the target of the program, or None for the one that `target` finds. XLA for one platform refuses
+the options of another.
+"""
+
+from wanjax.kernels.target import Target, target
+
+O1 = 19  # XLA's number for this level of its effort
+NO_SPARSE_CORES = ("TPU v5 lite", "TPU v5e")
+TWICE_THE_VMEM = ("TPU v6 lite", "TPU v6e")
+SPARSE_CORES = {
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_dense_all_to_all": "true",
+    "xla_tpu_use_tc_device_shape_on_sc": "true",
+}
+HALF_OF_VMEM = {"xla_tpu_scoped_vmem_limit_kib": str(64 << 10)}
+
+
+def scanned(on: Target | None = None) -> dict[str, str]:
+    """Options of a program that scans over the blocks of a network.
+
+    On CPUs, XLA would cast the half-precision weights of all blocks to float32 before the loop and so take three times
+    their memory; without that pass it casts one block at a time. On TPUs, all-to-alls and all-gathers run beside other
+    work, which XLA does only on request.
+    """
+    options = {
+        "cpu": {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"},
+        "tpu": {"xla_tpu_enable_async_all_to_all": "true", "xla_enable_async_all_gather": "true"},
+    }
+    return options.get((on or target()).platform, {})
+
+
+def products(on: Target | None = None) -> dict[str, str]:
+    """Options of a program that scans and spends its time in matrix products.
+
+    TPUs other than v5e leave collectives to their SparseCores. On v6e one operation may take half of the VMEM, which
+    allows larger tiles.
+    """
+    on = on or target()
+    options = scanned(on)
+    if on.platform == "tpu" and on.kind not in NO_SPARSE_CORES:
+        options |= SPARSE_CORES
+    return options | (HALF_OF_VMEM if on.kind in TWICE_THE_VMEM else {})
+
+
+def convolutions(on: Target | None = None) -> dict[str, int]:
+    """Options of a program that spends its time in convolutions.
+
+    For TPUs, XLA's usual level searches the best tiles of each convolution. The search takes four fifths of the
+    compiler's time and saves a quarter of the program's (docs/performance.md), so it is left out.
+    """
+    return {"optimization_level": O1} if (on or target()).platform == "tpu" else {}

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logical axes of weights: each weight carries their names, and rules map the names to a sharding.
+
+The names are metadata of this library's own. Flax's metadata for shardings would make it place weights at once, under
+whatever mesh is set while a module is built.
+"""
+
+from typing import TypeVar
+
+import jax
+from flax import nnx
+
+from wanjax.sharding import Partitioner
+
+Module = TypeVar("Module", bound=nnx.Module)
+Axes = tuple[str | None, ...]
+
+
+def with_axes(initializer: nnx.Initializer, axes: Axes) -> nnx.Initializer:
+    """The initializer of a weight whose axes have these logical names."""
+    return nnx.with_metadata(initializer, axes=axes)
+
+
+def axes_of(weight: nnx.Variable) -> Axes | None:
+    """The logical names of a weight's axes; None for a weight without names."""
+    return weight.get_metadata("axes", None)
+
+
+def placed(abstract: Module, partitioner: Partitioner | None) -> Module:
+    """The abstract module, as `nnx.eval_shape` returns it, with the sharding of each weight by its logical axes.
+
+    A weight without names is replicated. Without a partitioner the module is returned as it is.
+    """
+    if partitioner is None:
+        return abstract
+    graphdef, state = nnx.split(abstract)
+
+    def place(weight: nnx.Variable) -> nnx.Variable:
+        x = weight.get_value()
+        axes = axes_of(weight) or (None,) * len(x.shape)
+        return weight.replace(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=partitioner.weight(axes, x.shape)))
+
+    return nnx.merge(graphdef, nnx.from_flat_state([(path, place(leaf)) for path, leaf in nnx.to_flat_state(state)]))

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stacks: equal blocks as one module, whose weights have a leading axis, compiled once for all of them."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+from flax import nnx
+
+from wanjax.layers.placement import axes_of
+from wanjax.sharding import constrain
+
+Module = TypeVar("Module", bound=nnx.Module)
+Blocks = TypeVar("Blocks")  # a stacked module, or a tree of stacked modules and arrays
+Carry = TypeVar("Carry")  # an array, or a tuple of arrays
+Result = TypeVar("Result")
+
+TOKENS = ("batch", "length", "embed")
+
+
+def stack(make_block: Callable[[nnx.Rngs], Module], layers: int, rngs: nnx.Rngs) -> Module:
+    """Makes `layers` blocks, as one module whose weights have a leading axis named `layers`."""
+
+    @nnx.split_rngs(splits=layers)
+    @nnx.vmap
+    def make(rngs: nnx.Rngs) -> Module:
+        return make_block(rngs)
+
+    blocks = make(rngs)
+    for _, weight in nnx.to_flat_state(nnx.state(blocks)):
+        if (axes := axes_of(weight)) is not None:
+            weight.set_metadata(axes=("layers", *axes))
+    return blocks
+
+
+def block_at(blocks: Blocks, index: int | slice) -> Blocks:
+    """The block at an index of stacked blocks, or the stack at a slice."""
+    graphdef, weights = nnx.split(blocks)
+    return nnx.merge(graphdef, jax.tree.map(lambda w: w[index], weights))
+
+
+def grouped(blocks: Blocks, groups: int) -> Blocks:
+    """Stacked blocks as a stack of `groups` stacks of equal size, in the same order."""
+    graphdef, weights = nnx.split(blocks)
+    return nnx.merge(graphdef, jax.tree.map(lambda w: w.reshape(groups, -1, *w.shape[1:]), weights))
+
+
+def scan_blocks(blocks: Any, apply: Callable[..., Carry], x: Carry, *per_block: Any) -> Carry:
+    """Runs `x = apply(block, x, *entries)` over stacked blocks; x is [B L E].
+
+    `blocks` may be a tuple of stacks of equal length, and x a tuple of arrays. `per_block` are trees of arrays with a
+    leading axis as long as the stack; `apply` receives the entries of one block.
+
+    The backward pass computes each block again from its input. That takes less memory than keeping the activations,
+    and on CPUs less time.
+    """
+    graphdef, weights = nnx.split(blocks)
+
+    @partial(jax.checkpoint, prevent_cse=False)  # a scan leaves nothing for CSE to undo
+    def step(x: Carry, layer: tuple[Any, tuple]) -> tuple[Carry, None]:
+        block_weights, entries = layer
+        return constrained(apply(nnx.merge(graphdef, block_weights), x, *entries)), None
+
+    def constrained(x: Carry) -> Carry:
+        return jax.tree.map(lambda tokens: constrain(tokens, TOKENS), x)
+
+    return jax.lax.scan(step, constrained(x), (weights, per_block))[0]
+
+
+def map_blocks(blocks: Module, apply: Callable[[Module], Result]) -> Result:
+    """Returns `apply(block)` of each stacked block, stacked along a leading axis."""
+    graphdef, weights = nnx.split(blocks)
+    return jax.lax.map(lambda block_weights: apply(nnx.merge(graphdef, block_weights)), weights)
