@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vision tower of CLIP, which turns an image into the features that a video model attends to.
+"""The vision tower of CLIP: turns an image into features that a video model attends to.
 
-A vision transformer (Dosovitskiy et al. 2020, arXiv:2010.11929) trained beside a text tower (Radford et al. 2021,
-arXiv:2103.00020): the image's patches and a class token, learnt positions, pre-norm blocks with biases. The reference
-is transformers' models/clip/modeling_clip.py.
+A vision transformer (Dosovitskiy et al. 2020, arXiv:2010.11929) that was trained beside a text tower (Radford et al.
+2021, arXiv:2103.00020): patches of the image and a class token, learned positions, pre-norm blocks with biases. The
+reference is transformers' models/clip/modeling_clip.py.
 """
 
 from dataclasses import dataclass
@@ -15,15 +15,17 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from wanjax.kernels.attention import attention
-from wanjax.layers.linear import linear, scan_blocks, stack
+from wanjax.layers.linear import linear
 from wanjax.layers.mlp import MLP, gelu
 from wanjax.layers.norms import layer_norm
 from wanjax.layers.patch import patchify
+from wanjax.layers.placement import with_axes
+from wanjax.layers.stack import scan_blocks, stack
 
 
 @dataclass(frozen=True)
 class CLIPVisionConfig:
-    """The sizes of a vision tower. `layers` are those that run: the features are taken before the tower's last one."""
+    """The sizes of a vision tower. `layers` counts the blocks that run: features are taken before the last block."""
 
     layers: int
     heads: int
@@ -35,7 +37,7 @@ class CLIPVisionConfig:
 
     @property
     def tokens(self) -> int:
-        """The class token and the patches."""
+        """The number of tokens: the class token and the patches."""
         return 1 + (self.image_size // self.patch) ** 2
 
 
@@ -58,7 +60,7 @@ class SelfAttention(nnx.Module):
 
 
 class CLIPBlock(nnx.Module):
-    """Self-attention and an MLP, each after a norm and added to the float32 residual."""
+    """Self-attention and an MLP, each after a norm and added to a float32 residual."""
 
     def __init__(self, config: CLIPVisionConfig, **kw):
         width = config.width
@@ -74,16 +76,16 @@ class CLIPBlock(nnx.Module):
 
 
 class CLIPVision(nnx.Module):
-    """Images [B H W 3], normalised, to features of the class token and the patches, before the last block and norm."""
+    """Encodes normalised images [B H W 3]: features of the class token and of each patch, before the last block."""
 
     def __init__(self, config: CLIPVisionConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
         kw: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         width = config.width
         normal = nnx.initializers.normal(stddev=width**-0.5)
         self.patch_embed = linear(3 * config.patch**2, width, (None, "embed"), bias=False, **kw)
-        class_init = nnx.with_partitioning(normal, ("embed",))
+        class_init = with_axes(normal, ("embed",))
         self.class_token = nnx.Param(class_init(rngs.params(), (width,), param_dtype))
-        position_init = nnx.with_partitioning(normal, (None, "embed"))
+        position_init = with_axes(normal, (None, "embed"))
         self.positions = nnx.Param(position_init(rngs.params(), (config.tokens, width), param_dtype))
         self.norm = layer_norm(width, config.eps, affine=True, **kw)
         self.blocks = stack(lambda rngs: CLIPBlock(config, **{**kw, "rngs": rngs}), config.layers, rngs)

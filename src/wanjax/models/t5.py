@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The encoder of T5 v1.1 and UMT5, which turns the tokens of a prompt into the sequence that a video model attends to.
+"""The encoder of T5 v1.1 and UMT5: turns the tokens of a prompt into features that a video model attends to.
 
-Pre-norm blocks of self-attention and a gated MLP, with no biases. Positions enter only as a learned bias on the
-attention logits, by the bucketed distance from query to key; the logits are not scaled, and the initialisers make up
-for it. Follows Raffel et al. 2020 (arXiv:1910.10683), Shazeer 2020 (arXiv:2002.05202) for the gated MLP, and Chung et
-al. 2023 (arXiv:2304.09151) for UMT5, where every layer has its own table of position biases.
+Pre-norm blocks of self-attention and a gated MLP, without biases. Positions enter only as a learned bias on the
+attention logits, by the bucketed distance from query to key. The logits are not scaled; the initialisers make up for
+that. Follows Raffel et al. 2020 (arXiv:1910.10683), Shazeer 2020 (arXiv:2002.05202) for the gated MLP, and Chung et al.
+2023 (arXiv:2304.09151) for UMT5, where every layer has its own table of position biases.
 """
 
 import math
@@ -15,19 +15,21 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from wanjax.kernels.attention import attention
-from wanjax.layers.linear import linear, scan_blocks, stack
+from wanjax.layers.linear import linear
 from wanjax.layers.mlp import gelu_tanh
 from wanjax.layers.norms import rms_norm
+from wanjax.layers.placement import with_axes
+from wanjax.layers.stack import scan_blocks, stack
 
 normal = nnx.initializers.normal
 
 
 @dataclass(frozen=True)
 class T5Config:
-    """The sizes of a T5 encoder; `shared_bias`: one table of position biases serves all layers (T5 v1.1)."""
+    """The sizes of a T5 encoder; with `shared_bias`, one table of position biases serves all layers (T5 v1.1)."""
 
     vocab_size: int
     width: int
@@ -55,16 +57,16 @@ UMT5_XXL = T5Config(
 )
 
 
-def distance_buckets(distance: np.ndarray, buckets: int, max_distance: int) -> np.ndarray:
-    """The bucket of each distance, key's position minus query's.
+def distance_buckets(distance: Int[np.ndarray, "..."], buckets: int, max_distance: int) -> Int[np.ndarray, "..."]:
+    """The bucket of each distance, which is the key's position minus the query's.
 
-    Half of the buckets are for keys that come after the query. Of each half, the first half holds one distance a
-    bucket; the second half grows geometrically up to `max_distance`, and its last bucket holds all that is beyond.
+    Half of the buckets are for keys after the query. In each half, the first buckets hold one distance each; the others
+    grow geometrically up to `max_distance`, and the last one holds all larger distances.
     """
     half = buckets // 2
     exact = half // 2
     away = np.abs(distance)
-    # float32, as in the reference, so that a distance on the edge of two buckets falls into the same one
+    # float32, as in the reference, so that a distance at the edge of a bucket falls into the same one
     growth = np.log(np.maximum(away, 1).astype(np.float32) / np.float32(exact))
     share = growth / np.float32(math.log(max_distance / exact))
     geometric = np.minimum(exact + (share * np.float32(half - exact)).astype(int), half - 1)
@@ -72,15 +74,15 @@ def distance_buckets(distance: np.ndarray, buckets: int, max_distance: int) -> n
 
 
 class PositionBias(nnx.Module):
-    """What each head adds to a logit, by the bucket of the distance from query to key."""
+    """A bias of each head on its logits, by the bucket of the distance from query to key."""
 
     def __init__(self, config: T5Config, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
-        init = nnx.with_partitioning(normal(config.width**-0.5), (None, "heads"))
+        init = with_axes(normal(config.width**-0.5), (None, "heads"))
         self.table = nnx.Param(init(rngs.params(), (config.buckets, config.heads), param_dtype))
         self.max_distance = config.max_distance
 
-    def __call__(self, length: int) -> Float[Array, "1 N S S"]:
-        """The biases of a sequence of `length` tokens that attends to itself, in float32."""
+    def __call__(self, length: int) -> Float32[Array, "1 N S S"]:
+        """The biases of self-attention over `length` tokens."""
         table = self.table[...].astype(jnp.float32)
         position = np.arange(length)
         buckets = distance_buckets(position[None, :] - position[:, None], table.shape[0], self.max_distance)
@@ -93,7 +95,7 @@ class SelfAttention(nnx.Module):
     def __init__(self, config: T5Config, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
         width, inner = config.width, config.heads * config.head_dim
         dense = partial(linear, bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        # the queries start smaller by the root of the head's size, in place of scaling the logits
+        # the initial queries are smaller by the root of the head size, instead of scaled logits
         self.q = dense(width, inner, ("embed", "heads"), kernel_init=normal((width * config.head_dim) ** -0.5))
         self.k = dense(width, inner, ("embed", "heads"), kernel_init=normal(width**-0.5))
         self.v = dense(width, inner, ("embed", "heads"), kernel_init=normal(width**-0.5))
@@ -101,7 +103,7 @@ class SelfAttention(nnx.Module):
         self.heads = config.heads
 
     def __call__(
-        self, x: Float[Array, "B S E"], mask: Bool[Array, "B S"] | None, bias: Float[Array, "1 N S S"] | None
+        self, x: Float[Array, "B S E"], mask: Bool[Array, "B S"] | None, bias: Float32[Array, "1 N S S"] | None
     ) -> Float[Array, "B S E"]:
         q, k, v = (self.split_heads(project(x)) for project in (self.q, self.k, self.v))
         y = attention(q, k, v, key_mask=mask, bias=bias, scale=1.0)
@@ -126,7 +128,7 @@ class GatedMLP(nnx.Module):
 
 
 class T5Block(nnx.Module):
-    """Self-attention and a gated MLP, each after a norm and added to the float32 residual."""
+    """Self-attention and a gated MLP, each after a norm and added to a float32 residual."""
 
     def __init__(self, config: T5Config, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
         dtypes = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
@@ -140,7 +142,7 @@ class T5Block(nnx.Module):
         self,
         x: Float[Array, "B S E"],
         mask: Bool[Array, "B S"] | None,
-        shared_bias: Float[Array, "1 N S S"] | None,
+        shared_bias: Float32[Array, "1 N S S"] | None,
     ) -> Float[Array, "B S E"]:
         bias = shared_bias if self.position_bias is None else self.position_bias(x.shape[1])
         x = x + self.attn(self.norm1(x), mask, bias).astype(jnp.float32)
@@ -148,15 +150,15 @@ class T5Block(nnx.Module):
 
 
 class T5Encoder(nnx.Module):
-    """Tokens to a sequence of features, final norm included."""
+    """Encodes tokens [B S] as features [B S E], with the final norm."""
 
     def __init__(self, config: T5Config, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
         dtypes = {"dtype": dtype, "param_dtype": param_dtype}
         self.embed = nnx.Embed(
             config.vocab_size,
             config.width,
-            embedding_init=nnx.with_partitioning(normal(1.0), ("vocab", "embed")),
-            dtype=param_dtype,  # the rows that are looked up are cast, never the whole table
+            embedding_init=with_axes(normal(1.0), ("vocab", "embed")),
+            dtype=param_dtype,  # only the rows that are looked up are cast, not the whole table
             param_dtype=param_dtype,
             rngs=rngs,
         )
@@ -169,12 +171,12 @@ class T5Encoder(nnx.Module):
     def __call__(
         self, tokens: Int[Array, "B S"], mask: Bool[Array, "B S"] | Int[Array, "B S"] | None = None
     ) -> Float[Array, "B S E"]:
-        """Features in the compute dtype; `mask` is true where a token is real, and others are not attended to.
+        """Features in the compute dtype. `mask` is true at real tokens; no token attends to the others.
 
-        Features at masked positions are computed too, and mean nothing.
+        Features at masked positions are computed too, and are meaningless.
         """
         mask = None if mask is None else mask.astype(bool)
         bias = None if self.position_bias is None else self.position_bias(tokens.shape[1])
-        x = self.embed(tokens).astype(jnp.float32)  # the residual grows large: it stays in float32
+        x = self.embed(tokens).astype(jnp.float32)  # the residual grows too large for less than float32
         x = scan_blocks(self.blocks, lambda block, x: block(x, mask, bias), x)
         return self.norm(x).astype(self.dtype)

@@ -1,96 +1,114 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every scheduler is: noise levels laid out once, and a step whose memory goes in and comes out.
+"""The interface of schedulers: a schedule computed once, and a step that takes and returns the solver's state.
 
-A scheduler itself is a value. `schedule(steps)` gives every number that depends on the step or on the shift, as arrays;
-`init` and `step` hand the state on. Steps go by index and never by timestep, of which two may be equal. A compiled step
-that is given `one_step(schedule, index)` serves every step of every schedule.
+A noisy sample is x = α x0 + σ noise. A scheduler is a value without arrays:
 
-Noise levels are those of rectified flow: x(σ) = (1 - σ) x0 + σ noise, and the networks predict v = noise - x0.
+    schedule = scheduler.schedule(steps, ...)                # the numbers that depend on the step, as arrays
+    state = scheduler.init(schedule, x, key)                 # the solver's memory
+    x, state = scheduler.step(schedule, i, prediction, x, state)
+
+Each scheduler has its own options of `schedule`, such as the `shift` of a flow. Steps are identified by index, never
+by timestep, because two timesteps may be equal. One compiled step, called with `one_step(schedule, index)`, serves
+every step of every schedule. A step that draws noise takes it from the key, which the state then holds.
 """
 
-import dataclasses
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray
 
 from wanjax.errors import WanjaxError
 
-TRAIN_STEPS = 1000  # a timestep is σ · 1000
-Sigmas = Literal["official", "diffusers"]  # as the models' authors lay the noise levels out, or as diffusers does
-Numbers = np.ndarray | Array  # the host's, until a program is given them
+TRAIN_STEPS = 1000  # a flow's timestep is σ · 1000
+Prediction = Literal["velocity", "v", "epsilon", "x0"]
+Sigmas = Literal["official", "diffusers"]  # the noise levels of the models' authors, or of diffusers
+Numbers = np.ndarray | Array  # NumPy's until they are passed to a program
 Index = int | Int[Array, ""]
 Sample = Float[Array, "..."]
 
 
 class Schedule(NamedTuple):
-    """Noise levels σ, from noise to none, and the timesteps that the network is told."""
+    """The noise levels σ of a rectified flow, in falling order, and the network's timesteps; α is 1 - σ."""
 
     timesteps: Float32[Numbers, " steps"]
     sigmas: Float32[Numbers, " steps+1"]
 
+    @property
+    def alphas(self) -> Float32[Numbers, "..."]:
+        return 1.0 - self.sigmas
+
 
 @dataclass(frozen=True)
 class Scheduler(ABC):
-    """Noise levels under a shift, which is above 0, and 1 for none: the higher, the more steps go to much noise.
+    """A solver and its noise levels; `prediction` names the quantity that the network predicts:
 
-    Raises WanjaxError for a shift that is no such number and for sigmas of another name.
+    `velocity`: noise - x0, for a flow, where α = 1 - σ; `v`: α noise - σ x0, where α² + σ² = 1 (Salimans and Ho,
+    Progressive Distillation, 2022); `epsilon`: the noise; `x0`: the clean sample.
     """
 
-    shift: float
-    sigmas: Sigmas = "official"
-
-    def __post_init__(self):
-        if not (isinstance(self.shift, int | float) and 0 < self.shift < float("inf")):
-            raise WanjaxError(f"the flow shift {self.shift!r} is not a number above zero: 3 to 12 is usual")
-        if self.sigmas not in get_args(Sigmas):
-            raise WanjaxError(f"the sigmas {self.sigmas!r} are not known: {' or '.join(get_args(Sigmas))} would do")
-
-    def configured(self, *, shift: float, sigmas: Sigmas) -> "Scheduler":
-        """This scheduler with another shift and other noise levels."""
-        return dataclasses.replace(self, shift=shift, sigmas=sigmas)
+    prediction: Prediction = "velocity"
 
     @abstractmethod
-    def schedule(self, steps: int, skip: int = 0) -> Any:
-        """Arrays by name, `timesteps` and `sigmas` among them, of `steps` steps but the first `skip`.
+    def schedule(self, steps: int, *, skip: int = 0, **options: Any) -> Any:
+        """Returns arrays, with `timesteps`, `sigmas` and `alphas`, for `steps` steps without the first `skip`.
 
-        Raises WanjaxError unless at least one step is left.
+        Raises WanjaxError unless at least one step is left, and where an option has an impossible value.
         """
 
+    @abstractmethod
+    def init(self, schedule: Any, x: Sample, key: PRNGKeyArray) -> Any:
+        """Returns the state before the first step; x is the noise. A scheduler that draws noise keeps the key in it."""
+
+    @abstractmethod
+    def step(self, schedule: Any, index: Index, prediction: Sample, x: Sample, state: Any) -> tuple[Sample, Any]:
+        """Returns x at noise level `index + 1` and the next state; takes x and the prediction at level `index`."""
+
+    def x0(self, schedule: Any, index: Index, prediction: Sample, x: Sample) -> Sample:
+        """Returns the clean sample that follows from the network's prediction at x."""
+        sigma = schedule.sigmas[index]
+        match self.prediction:
+            case "velocity":
+                return x - sigma * prediction
+            case "v":
+                return schedule.alphas[index] * x - sigma * prediction
+            case "epsilon":
+                return (x - sigma * prediction) / schedule.alphas[index]
+            case "x0":
+                return prediction
+
     def noised(self, schedule: Any, x0: Sample, noise: Sample) -> Sample:
-        """A clean sample with as much noise as the first step expects."""
-        return (1.0 - schedule.sigmas[0]) * x0 + schedule.sigmas[0] * noise
-
-    @abstractmethod
-    def init(self, schedule: Any, x: Sample) -> Any:
-        """The state before the first step, x being the noise."""
-
-    @abstractmethod
-    def step(self, schedule: Any, state: Any, index: Index, velocity: Sample, x: Sample) -> tuple[Sample, Any]:
-        """x at noise level `index + 1` and the state to go on with, from x and its velocity at level `index`."""
-
-    def x0(self, schedule: Any, index: Index, velocity: Sample, x: Sample) -> Sample:
-        """The clean sample that the velocity at x points to."""
-        return x - schedule.sigmas[index] * velocity
+        """Adds noise to a clean sample, up to the first noise level of the schedule."""
+        return schedule.alphas[0] * x0 + schedule.sigmas[0] * noise
 
 
 def one_step(schedule: Any, index: int) -> Any:
-    """What one step needs of a schedule: itself a schedule, whose step 0 it is, of the same shapes for any number."""
+    """Returns a schedule of one step, cut from a schedule; its shapes are the same for any number of steps."""
     steps = len(schedule.timesteps)
     return jax.tree.map(lambda x: x[index : index + 1 + len(x) - steps], schedule)
 
 
 def shifted(sigmas: np.ndarray, shift: float) -> np.ndarray:
-    """Noise levels with the ratio of noise to signal multiplied by the shift."""
+    """Returns noise levels whose ratio of noise to signal is multiplied by the shift."""
     return shift * sigmas / (1 + (shift - 1) * sigmas)
 
 
 def check_steps(steps: int, skip: int) -> None:
-    """Raises WanjaxError unless there is a step, and one is left."""
+    """Raises WanjaxError unless there is at least one step, and one is left after `skip`."""
     if steps < 1:
         raise WanjaxError(f"{steps} steps cannot make a video: at least 1 is needed")
     if not 0 <= skip < steps:
         raise WanjaxError(f"{skip} of {steps} steps cannot be skipped: from 0 to {steps - 1} would do")
+
+
+def check_flow(shift: object, sigmas: object) -> None:
+    """Raises WanjaxError for a shift that is not a finite number above 0, and for an unknown name of sigmas.
+
+    A shift of 1 changes nothing; a higher shift moves steps to high noise.
+    """
+    if not (isinstance(shift, int | float) and 0 < shift < float("inf")):
+        raise WanjaxError(f"the flow shift {shift!r} is not a number above zero: 3 to 12 is usual")
+    if sigmas not in get_args(Sigmas):
+        raise WanjaxError(f"the sigmas {sigmas!r} are not known: {' or '.join(get_args(Sigmas))} would do")

@@ -4,35 +4,46 @@
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import PRNGKeyArray
 
-from wanjax.schedulers.base import TRAIN_STEPS, Index, Sample, Schedule, Scheduler, check_steps, shifted
+from wanjax.schedulers.base import (
+    TRAIN_STEPS,
+    Index,
+    Sample,
+    Schedule,
+    Scheduler,
+    check_flow,
+    check_steps,
+    shifted,
+)
 
 
 @dataclass(frozen=True)
 class FlowEuler(Scheduler):
     """Euler on flow predictions.
 
-    The official noise levels are an even line down from 1, shifted. Left to itself diffusers shifts twice: first the
-    ends of the line, then the line.
+    The official noise levels fall evenly from 1 and are then shifted. diffusers shifts twice by default: first the two
+    ends, then all levels between them.
     """
 
-    def schedule(self, steps: int, skip: int = 0) -> Schedule:
-        """Noise levels and timesteps, which are not rounded."""
+    def schedule(self, steps: int, *, shift: float, sigmas: str = "official", skip: int = 0) -> Schedule:
+        """Returns noise levels and unrounded timesteps; raises WanjaxError for an invalid shift or sigmas."""
         check_steps(steps, skip)
-        if self.sigmas == "official":
+        check_flow(shift, sigmas)
+        if sigmas == "official":
             line = np.linspace(1, 0, steps + 1)[:-1].astype(np.float32)
         else:
-            high, low = shifted(np.array([1, 1 / TRAIN_STEPS], np.float32), self.shift)
+            high, low = shifted(np.array([1, 1 / TRAIN_STEPS], np.float32), shift)
             line = np.linspace(float(high), float(low), steps)
-        sigmas = shifted(line, self.shift)[skip:].astype(np.float32)
-        return Schedule(sigmas * TRAIN_STEPS, np.append(sigmas, np.float32(0)))
+        levels = shifted(line, shift)[skip:].astype(np.float32)
+        return Schedule(levels * TRAIN_STEPS, np.append(levels, np.float32(0)))
 
-    def init(self, schedule: Schedule, x: Sample) -> tuple[()]:
-        """Nothing: Euler does not look back."""
+    def init(self, schedule: Schedule, x: Sample, key: PRNGKeyArray) -> tuple[()]:
+        """Returns an empty state: Euler's method uses the current sample only."""
         return ()
 
     def step(
-        self, schedule: Schedule, state: tuple[()], index: Index, velocity: Sample, x: Sample
+        self, schedule: Schedule, index: Index, prediction: Sample, x: Sample, state: tuple[()]
     ) -> tuple[Sample, tuple[()]]:
-        """Moves x with the velocity to the next noise level."""
-        return x + (schedule.sigmas[index + 1] - schedule.sigmas[index]) * velocity, state
+        """Moves x along the velocity to the next noise level."""
+        return x + (schedule.sigmas[index + 1] - schedule.sigmas[index]) * prediction, state

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shapes of Wan's networks, and those of the published checkpoints."""
+"""Configs of Wan's networks, and those of the published checkpoints."""
 
 from dataclasses import asdict, dataclass, replace
+from math import prod
 
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """Shape of a Wan diffusion transformer (Wan: Open and Advanced Large-Scale Video Generative Models, 2025)."""
+    """The sizes of a diffusion transformer (Wan: Open and Advanced Large-Scale Video Generative Models, 2025)."""
 
     layers: int
     heads: int
@@ -23,13 +24,24 @@ class TransformerConfig:
     def width(self) -> int:
         return self.heads * self.head_dim
 
+    @property
+    def patch_cells(self) -> int:
+        """Latent cells of a patch."""
+        return prod(self.patch)
+
+    @property
+    def rope_channels(self) -> tuple[int, int, int]:
+        """Channels of a head that RoPE rotates by frame, row and column: 44, 42 and 42 of 128."""
+        third = 2 * (self.head_dim // 6)
+        return self.head_dim - 2 * third, third, third
+
 
 @dataclass(frozen=True)
 class ImageTransformerConfig(TransformerConfig):
-    """Shape of a transformer whose cross-attention sees the features of one image, or of a first and a last one.
+    """The sizes of a transformer whose cross-attention sees features of one image, or of a first and a last image.
 
-    `image_width` is that of the features; `image_positions` the number of features that have a learnt position, all of
-    both images, or None where there is one image, without positions.
+    `image_width` is the width of the features. `image_positions` is the number of learned positions, one for each
+    feature of both images; None for one image, without positions.
     """
 
     image_width: int
@@ -38,9 +50,9 @@ class ImageTransformerConfig(TransformerConfig):
 
 @dataclass(frozen=True)
 class ControlTransformerConfig(TransformerConfig):
-    """Shape of a transformer that a control clip steers (VACE): a control block beside every `control_stride`th block.
+    """The sizes of a transformer that a control clip steers (VACE): a control block for every `control_stride` blocks.
 
-    `control_channels` are those of the clip: the latents of what stays and of what is made anew, and the mask's cells.
+    `control_channels` are the channels of the clip: latents of what stays, latents of what is replaced, and the mask.
     """
 
     control_channels: int
@@ -53,9 +65,9 @@ class ControlTransformerConfig(TransformerConfig):
 
 @dataclass(frozen=True)
 class VAEConfig:
-    """Shape of a Wan 2.1 causal video autoencoder, and the statistics of its latents.
+    """The sizes of a Wan 2.1 causal video autoencoder, and the statistics of its latents.
 
-    `patch` × `patch` pixels make one cell of what the convolutions see.
+    `patch` × `patch` pixels are one cell, which is what the convolutions see.
     """
 
     width: int
@@ -70,33 +82,43 @@ class VAEConfig:
 
     @property
     def cell_channels(self) -> int:
-        """Channels of a cell: the colours of its pixels."""
+        """Channels of a cell: three colours of each of its pixels."""
         return 3 * self.patch**2
 
     @property
     def encoder_sizes(self) -> list[int]:
-        """Channels before the encoder's first level and after each."""
+        """Channels before the encoder's first level, and after each level."""
         return [self.width * m for m in (1, *self.multipliers)]
 
     @property
     def decoder_sizes(self) -> list[int]:
-        """Channels before the decoder's first level and inside each."""
+        """Channels before the decoder's first level, and inside each level."""
         return [self.decoder_width * m for m in (self.multipliers[-1], *reversed(self.multipliers))]
 
     @property
     def spatial_factor(self) -> int:
-        """Pixels to a latent cell, in height and in width."""
+        """Pixels per latent cell, in height and in width."""
         return self.patch * 2 ** len(self.temporal_downsample)
 
     @property
     def temporal_factor(self) -> int:
-        """Frames to a latent frame, after the first."""
+        """Frames per latent frame, after the first."""
         return 2 ** sum(self.temporal_downsample)
+
+    @property
+    def encoded_at_once(self) -> tuple[int, int]:
+        """Frames in the first chunk to encode, and in each later one."""
+        return 1, self.temporal_factor
+
+    @property
+    def decoded_at_once(self) -> tuple[int, int]:
+        """Latent frames in the first chunk to decode, and in each later one."""
+        return 1, 1
 
 
 @dataclass(frozen=True)
 class ResidualVAEConfig(VAEConfig):
-    """Shape of a Wan 2.2 autoencoder, in which each change of resolution has a shortcut."""
+    """The sizes of a Wan 2.2 autoencoder, where each change of resolution has a shortcut."""
 
 
 T2V_14B = TransformerConfig(

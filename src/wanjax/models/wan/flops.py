@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many operations a transformer takes, by its shape alone; a multiplication and an addition are two.
+"""Operation counts of a transformer, from its config; a multiplication and an addition are two operations.
 
-What is counted is products, of tokens that are real: fillings, and what a compiler adds, are no use to anyone.
+Only matrix products of real tokens count, neither padding nor what a compiler adds.
 """
 
 from collections.abc import Mapping
-from math import prod
 
 from wanjax.models.wan.config import ControlTransformerConfig, ImageTransformerConfig, TransformerConfig
 
 
 def forward_flops(config: TransformerConfig, *, tokens: int, text: int, image: int = 0) -> Mapping[str, int]:
-    """Of one forward of one video with its context, by the part of the transformer; their sum is the whole.
+    """Operations of one forward for one video and its context, by part of the transformer; their sum is the total.
 
-    `tokens` are those of the video, `text` and `image` those that its cross-attention sees.
+    `tokens` is the number of tokens of the video; `text` and `image` are those of its cross-attention.
     """
-    width, cells = config.width, prod(config.patch)
+    width, cells = config.width, config.patch_cells
     block = _block(config, tokens, text, image)
     flops = {part: config.layers * count for part, count in block.items()}
     flops["embeddings"] = (
@@ -32,8 +31,13 @@ def forward_flops(config: TransformerConfig, *, tokens: int, text: int, image: i
     return flops
 
 
+def self_attention_flops(config: TransformerConfig, tokens: int) -> int:
+    """The products of self-attention, q with k and scores with v, in the blocks of one forward."""
+    return config.layers * _attention(tokens, tokens, config.width)
+
+
 def context_flops(config: TransformerConfig, *, text: int, image: int = 0) -> int:
-    """Of the context of one prompt, and of its images, which is made once for all forwards."""
+    """Operations of the context of one prompt and its images, which is computed once for all forwards."""
     width, blocks = config.width, config.layers
     flops = _linear(text, config.text_width, width) + _linear(text, width, width)
     if isinstance(config, ImageTransformerConfig):
@@ -57,5 +61,5 @@ def _linear(rows: int, width_in: int, width_out: int) -> int:
 
 
 def _attention(queries: int, keys: int, width: int) -> int:
-    """The products of q with k and of the scores with v, over all heads."""
+    """Operations of q kᵀ and of the weights times v, over all heads."""
     return 4 * queries * keys * width

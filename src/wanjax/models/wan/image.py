@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wan 2.1's diffusion transformer for image to video, and for first and last frame to video.
 
-What the text-to-video transformer is, but for two things: the latents come with the channels of a condition, the mask
-and the latents of the given frames; and cross-attention asks the image's features (those of a CLIP) as well as the
-prompt, each with a softmax of its own. The reference is diffusers' models/transformers/transformer_wan.py.
+It differs from the text-to-video transformer in two ways. The latents come with the channels of a condition: a mask and
+the latents of the given frames. Cross-attention attends to features of the image (a CLIP's) as well as to the prompt,
+each with a softmax of its own. The reference is diffusers' models/transformers/transformer_wan.py.
 """
 
 from typing import Any, NamedTuple
@@ -15,21 +15,25 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from wanjax.layers.embeddings import sinusoid
-from wanjax.layers.linear import linear, map_blocks, scan_blocks
+from wanjax.layers.linear import linear
 from wanjax.layers.mlp import MLP, gelu, gelu_tanh
 from wanjax.layers.modulation import gated_add, modulate, split_modulation
 from wanjax.layers.norms import layer_norm, rms_norm
-from wanjax.layers.patch import patchify, unpatchify
-from wanjax.layers.rope import Rope
+from wanjax.layers.patch import patch_grid, patchify, unpatchify
+from wanjax.layers.placement import with_axes
+from wanjax.layers.rope import Rope, rope_3d
+from wanjax.layers.stack import map_blocks, scan_blocks, stack
 from wanjax.models.wan.config import ImageTransformerConfig
 from wanjax.models.wan.transformer import (
+    Attention,
     Context,
-    CrossAttention,
     SelfAttention,
     Tokens,
-    WanTransformer,
     modulation_table,
+    shard_keys,
     split_heads,
+    time_mlp,
+    without_tiles,
 )
 
 ImageTokens = Float[Array, "B _S E"]  # 257 for an image, 514 for a first and a last one
@@ -42,18 +46,24 @@ class ImageContext(NamedTuple):
     image: Context
 
 
-class ImageCrossAttention(CrossAttention):
-    """Attention of every token to the prompt, plus its attention to the image: two softmaxes, one q, one way out."""
+class ImageCrossAttention(Attention):
+    """Attention of every token to the prompt plus its attention to the image: two softmaxes of one query."""
 
     def __init__(self, config: ImageTransformerConfig, implementation: str | None, **kw):
-        super().__init__(config, implementation, **kw)
+        super().__init__(config, without_tiles(implementation), **kw)
         self.image_k = linear(config.width, config.width, ("embed", "heads"), **kw)
         self.image_v = linear(config.width, config.width, ("embed", "heads"), **kw)
         self.image_k_norm = rms_norm(config.width, config.eps, **kw)
 
+    def context(self, text: Float[Array, "B S E"]) -> Context:
+        """Keys and values of a prompt, which are the same in every step."""
+        k = shard_keys(self.k_norm(self.k(text)).astype(self.dtype), self.heads)
+        return Context(k, shard_keys(self.v(text).astype(self.dtype), self.heads))
+
     def image_context(self, image: ImageTokens) -> Context:
-        """What queries ask of an image."""
-        return Context(self.kept(self.image_k_norm(self.image_k(image))), self.kept(self.image_v(image)))
+        """Keys and values of an image, which are the same in every step."""
+        k = shard_keys(self.image_k_norm(self.image_k(image)).astype(self.dtype), self.heads)
+        return Context(k, shard_keys(self.image_v(image).astype(self.dtype), self.heads))
 
     @jax.named_scope("cross_attention")
     def __call__(self, x: Tokens, context: ImageContext) -> Tokens:
@@ -64,6 +74,8 @@ class ImageCrossAttention(CrossAttention):
 
 
 class ImageBlock(nnx.Module):
+    """The text-to-video transformer's block, with cross-attention to the image too."""
+
     def __init__(self, config: ImageTransformerConfig, implementation: str | None, **kw):
         width = config.width
         self.norm1 = layer_norm(width, config.eps, affine=False, **kw)
@@ -85,10 +97,10 @@ class ImageBlock(nnx.Module):
 
 
 class ImageEmbed(nnx.Module):
-    """Features of an image in the transformer's width; those of a first and a last one are told apart by position."""
+    """Features of an image, in the transformer's width; positions tell a first image from a last one."""
 
     def __init__(self, config: ImageTransformerConfig, **kw):
-        width_in, width, eps = config.image_width, config.width, 1e-5  # not the config's, which the blocks have
+        width_in, width, eps = config.image_width, config.width, 1e-5  # the blocks have another eps, the config's
         self.positions = nnx.data(
             None if config.image_positions is None else position_table(config.image_positions, width_in, **kw)
         )
@@ -105,13 +117,12 @@ class ImageEmbed(nnx.Module):
         return self.norm2(x).astype(self.dtype)
 
 
-class WanImageTransformer(WanTransformer):
+class WanImageTransformer(nnx.Module):
     """Predicts the velocity of latents at timesteps t in [0, 1000] for encoded prompts and images [B S E].
 
-    `latents` [B T H W C] are those of the video and behind them, along the channels, the condition.
+    `latents` [B T H W C] are those of the video and, after them along the channels, the condition: a mask and the
+    latents of the given frames.
     """
-
-    block_type = ImageBlock
 
     def __init__(
         self,
@@ -122,23 +133,41 @@ class WanImageTransformer(WanTransformer):
         param_dtype: DTypeLike,
         rngs: nnx.Rngs,
     ):
-        """`attention` names an implementation of it; None picks by platform and shape."""
+        """`attention` names an implementation; None chooses by platform and shape."""
         kw: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        super().__init__(config, attention=attention, **kw)
+        width, cells = config.width, config.patch_cells
+        self.config = config
+        self.dtype = dtype
+        self.patch_embed = linear(cells * config.channels_in, width, (None, "embed"), **kw)
+        self.text_embed = MLP((config.text_width, width, width), ("text", "mlp", "embed"), gelu_tanh, **kw)
+        self.time_embed = time_mlp(config, rngs)
+        self.time_proj = linear(width, 6 * width, ("embed", "mlp"), **{**kw, "dtype": jnp.float32})
+        self.blocks = stack(lambda rngs: ImageBlock(config, attention, **{**kw, "rngs": rngs}), config.layers, rngs)
+        self.norm_out = layer_norm(width, config.eps, affine=False, **kw)
+        self.table = modulation_table(2, width, rngs)
+        self.proj_out = linear(width, cells * config.channels_out, ("embed", None), **kw)
         self.image_embed = ImageEmbed(config, **kw)
 
     def context(self, text: Float[Array, "B S _E"], image: Float[Array, "B _S _E"]) -> ImageContext:
-        """What the blocks' cross-attention asks of encoded prompts and images: keys and values [layers B S E]."""
+        """Keys and values of encoded prompts and images [B S E] in every block: [layers B S E]."""
         text, image = self.text_embed(text.astype(self.dtype)), self.image_embed(image)
         return map_blocks(
             self.blocks,
             lambda block: ImageContext(block.cross_attn.context(text), block.cross_attn.image_context(image)),
         )
 
+    def grid(self, latents: Float[Array, "B T H W C"]) -> tuple[int, int, int]:
+        """The number of patches along frames, height and width."""
+        return patch_grid(latents, self.config.patch)
+
+    def rope(self, grid: tuple[int, int, int]) -> Rope:
+        """Tables of RoPE for a grid of patches."""
+        return rope_3d(grid, self.config.rope_channels)
+
     def __call__(
         self, latents: Float[Array, "B T H W C"], t: Float[Array, "B"], context: ImageContext, rope: Rope
     ) -> Float[Array, "B T H W _C"]:
-        """`context` and `rope` are those of the methods."""
+        """`context` and `rope` come from the methods of these names."""
         grid = self.grid(latents)
         x = self.patch_embed(patchify(latents.astype(self.dtype), self.config.patch))  # [B L E]
         time = self.time_embed(sinusoid(t, self.config.frequency_dim))[:, None]  # [B 1 E]
@@ -152,7 +181,7 @@ class WanImageTransformer(WanTransformer):
 
 
 def position_table(tokens: int, width: int, *, param_dtype: DTypeLike, rngs: nnx.Rngs, dtype: DTypeLike) -> nnx.Param:
-    """What is added to each of the images' features, learnt; zeros before that, as in the reference."""
+    """Learned positions of the features of all images; zeros before training, as in the reference."""
     del dtype
-    init = nnx.with_partitioning(nnx.initializers.zeros_init(), (None, None))
+    init = with_axes(nnx.initializers.zeros_init(), (None, None))
     return nnx.Param(init(rngs.params(), (tokens, width), param_dtype))

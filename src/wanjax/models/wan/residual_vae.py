@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wan 2.2's autoencoder of the 5B model: 16 × 16 pixels and 4 frames to a latent cell of 48 channels.
 
-It is streamed as Wan 2.1's and made of the same parts, but works on cells of 2 × 2 pixels, and every level that changes
-the resolution has a shortcut around it that learns nothing: means on the way down, copies on the way up. The reference
-is diffusers' models/autoencoders/autoencoder_kl_wan.py with `is_residual`.
+It streams as Wan 2.1's and has the same blocks, but it works on cells of 2 × 2 pixels, and every level has a shortcut
+without weights where it changes the resolution: means on the way down, copies on the way up. The reference is
+diffusers' models/autoencoders/autoencoder_kl_wan.py with `is_residual`.
 """
 
 from itertools import pairwise
@@ -15,13 +15,13 @@ from jaxtyping import Array, Float
 from wanjax.models.wan.config import VAEConfig
 from wanjax.models.wan.vae import Cache, Chunk, Downsample, Level, Upsample, WanVAE
 
-Factors = tuple[int, int]  # of time, and of height and width
+Factors = tuple[int, int]  # of frames, and of height and width
 
 
 def fold_means(x: Float[Array, "B T H W C"], factors: Factors, channels: int) -> Chunk:
-    """Folds blocks of frames and cells into the channels, and these by means of neighbours to `channels`.
+    """Folds blocks of frames and cells into channels, then averages neighbouring channels down to `channels`.
 
-    A first frame alone makes a whole block with the blank that comes before it.
+    A first frame that comes alone makes a block with zeros before it.
     """
     ft, fs = factors
     x = jnp.pad(x, ((0, 0), (-x.shape[1] % ft, 0), (0, 0), (0, 0), (0, 0)))
@@ -32,7 +32,7 @@ def fold_means(x: Float[Array, "B T H W C"], factors: Factors, channels: int) ->
 
 
 def unfold_copies(x: Float[Array, "B T H W C"], factors: Factors, channels: int, *, first: bool) -> Chunk:
-    """The other way: copies of the channels unfold to blocks of frames and cells; of the first block its last frame."""
+    """Repeats channels and unfolds them to blocks of frames and cells; keeps only the last frame of the first block."""
     ft, fs = factors
     batch, frames, height, width, channels_in = x.shape
     x = x.repeat(channels * ft * fs * fs // channels_in, axis=-1)
@@ -46,7 +46,7 @@ class DownLevel(Level):
     """A level of the encoder and its shortcut."""
 
     def __init__(self, channels_in: int, channels_out: int, res_blocks: int, temporal: bool | None, **kw):
-        """`temporal` is as for `Downsample`; None for a level that keeps its resolution."""
+        """`temporal` is that of `Downsample`; None for a level that keeps its resolution."""
         down = None if temporal is None else Downsample(channels_out, temporal, **kw)
         super().__init__(channels_in, channels_out, res_blocks, down, **kw)
         self.factors = (1, 1) if temporal is None else (1 + temporal, 2)
@@ -70,7 +70,7 @@ class UpLevel(Level):
 
 
 class WanResidualVAE(WanVAE):
-    """Wan 2.2's autoencoder, from videos [B T H W 3] in [-1, 1] to the normalised latents [B T H W C] and back."""
+    """Wan 2.2's autoencoder: videos [B T H W 3] in [-1, 1] to normalised latents [B T H W C] and back."""
 
     @staticmethod
     def encoder_levels(config: VAEConfig, **kw) -> list[nnx.Module]:

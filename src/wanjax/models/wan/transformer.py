@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wan's diffusion transformer for text to video.
 
-Latents become patches; each block is self-attention over all patches of all frames, cross-attention to the prompt,
-and an MLP, the first and last modulated by the timestep. What no step changes, the prompt's keys and values in every
-block and the tables of RoPE, is made once for a video: `context` and `rope`. The reference is diffusers'
-models/transformers/transformer_wan.py and, for what stays in float32, the official wan/modules/model.py.
+Latents become patches. Each block is self-attention over the patches of all frames, cross-attention to the prompt, and
+an MLP; the timestep modulates the first and the last. The prompt's keys and values in every block and the tables of
+RoPE are the same in every step, so a pipeline computes them once for a video: `context` and `rope`. The reference is
+diffusers' models/transformers/transformer_wan.py and, for what stays in float32, the official wan/modules/model.py.
 """
 
 import math
@@ -17,14 +17,16 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from wanjax.kernels.attention import attention
-from wanjax.kernels.heads import apart
+from wanjax.kernels.heads import pack_for_all_to_all
 from wanjax.layers.embeddings import sinusoid
-from wanjax.layers.linear import linear, map_blocks, scan_blocks, stack
+from wanjax.layers.linear import linear
 from wanjax.layers.mlp import MLP, gelu_tanh
 from wanjax.layers.modulation import Clean, gated_add, modulate, split_modulation
 from wanjax.layers.norms import layer_norm, rms_norm
-from wanjax.layers.patch import patchify, unpatchify
-from wanjax.layers.rope import Rope, normed_rope, rope_3d
+from wanjax.layers.patch import patch_grid, patchify, unpatchify
+from wanjax.layers.placement import with_axes
+from wanjax.layers.rope import Rope, norm_and_rope, rope_3d
+from wanjax.layers.stack import map_blocks, scan_blocks, stack
 from wanjax.models.wan.config import TransformerConfig
 from wanjax.sharding import constrain, spread
 
@@ -32,14 +34,14 @@ Tokens = Float[Array, "B L E"]
 
 
 class Context(NamedTuple):
-    """Keys and values in cross-attention, heads side by side; those of all blocks have a leading axis."""
+    """Keys and values of cross-attention, heads side by side; those of stacked blocks have a leading axis."""
 
     k: Float[Array, "... B S E"]
     v: Float[Array, "... B S E"]
 
 
 class Attention(nnx.Module):
-    """What self- and cross-attention have alike: projections, and norms of q and k over all heads together."""
+    """The projections of self- and cross-attention, and the norms of q and k over all heads together."""
 
     def __init__(self, config: TransformerConfig, implementation: str | None, **kw):
         self.q = linear(config.width, config.width, ("embed", "heads"), **kw)
@@ -55,39 +57,38 @@ class Attention(nnx.Module):
     def attend(
         self,
         q: Float[Array, "B L N D"],
-        k: Float[Array, "B _S N D"],
-        v: Float[Array, "B _S N D"],
+        k: Float[Array, "B S N D"],
+        v: Float[Array, "B S N D"],
         keys: int | None = None,
     ) -> Float[Array, "B L E"]:
-        q, k = q.astype(self.dtype), k.astype(self.dtype)  # norms and rope hand over float32
+        """Attention in the compute dtype, heads joined; only the first `keys` keys take part (None: all)."""
+        q, k = q.astype(self.dtype), k.astype(self.dtype)  # norms return float32
         return join_heads(attention(q, k, v, keys=keys, implementation=self.implementation))
 
 
 class SelfAttention(Attention):
-    """Attention of every token to every token, with q and k turned by position."""
+    """Attention of every token to every token, with q and k rotated by position."""
 
     @jax.named_scope("self_attention")
     def __call__(self, x: Tokens, rope: Rope) -> Tokens:
-        q = split_heads(normed_rope(self.q(x), self.q_norm, rope), self.heads)  # [B L N D]
-        k = split_heads(normed_rope(self.k(x), self.k_norm, rope), self.heads)
-        v = split_heads(apart(self.v(x)), self.heads)
+        # norm and RoPE are one call because they are one kernel on TPUs: apart, each copies q and k in memory
+        q = split_heads(norm_and_rope(self.q(x), self.q_norm, rope), self.heads)  # [B L N D]
+        k = split_heads(norm_and_rope(self.k(x), self.k_norm, rope), self.heads)
+        # the values of v(x) as they are; on several TPUs, in the memory layout in which heads are sent
+        v = split_heads(pack_for_all_to_all(self.v(x)), self.heads)
         return self.out(self.attend(q, k, v, rope.length))
 
 
 class CrossAttention(Attention):
-    """Attention of every token to the prompt; tiles that are chosen are for self-attention's length alone."""
+    """Attention of every token to the prompt."""
 
     def __init__(self, config: TransformerConfig, implementation: str | None, **kw):
-        super().__init__(config, implementation and implementation.partition(":")[0], **kw)
+        super().__init__(config, without_tiles(implementation), **kw)
 
     def context(self, text: Float[Array, "B S E"]) -> Context:
-        """What queries ask of a prompt."""
-        return Context(self.kept(self.k_norm(self.k(text))), self.kept(self.v(text)))
-
-    def kept(self, x: Float[Array, "B _S E"]) -> Float[Array, "B _S E"]:
-        """Keys or values where the queries will ask for them: all on every device, or by heads."""
-        x = split_heads(x.astype(self.dtype), self.heads)  # [B S N D]
-        return join_heads(constrain(x, ("batch", None, "heads", None)))
+        """Keys and values of a prompt, which are the same in every step."""
+        k = shard_keys(self.k_norm(self.k(text)).astype(self.dtype), self.heads)
+        return Context(k, shard_keys(self.v(text).astype(self.dtype), self.heads))
 
     @jax.named_scope("cross_attention")
     def __call__(self, x: Tokens, context: Context) -> Tokens:
@@ -97,6 +98,8 @@ class CrossAttention(Attention):
 
 
 class Block(nnx.Module):
+    """Self-attention, cross-attention to the prompt, and an MLP; the timestep modulates the first and the last."""
+
     def __init__(self, config: TransformerConfig, implementation: str | None, **kw):
         width = config.width
         self.norm1 = layer_norm(width, config.eps, affine=False, **kw)
@@ -109,12 +112,7 @@ class Block(nnx.Module):
         self.dtype = kw["dtype"]
 
     def __call__(
-        self,
-        x: Tokens,
-        context: Context,
-        mod: Float[Array, "B _T 6 E"],
-        rope: Rope,
-        clean: Clean = None,
+        self, x: Tokens, context: Context, mod: Float[Array, "B _T 6 E"], rope: Rope, clean: Clean = None
     ) -> Tokens:
         self_mod, mlp_mod = split_modulation(mod + self.table[...][None, None])
         y = modulate(self.norm1(x), self_mod.shift, self_mod.scale, clean).astype(self.dtype)
@@ -127,12 +125,8 @@ class Block(nnx.Module):
 class WanTransformer(nnx.Module):
     """Predicts the velocity of latents [B T H W C] at timesteps t in [0, 1000] for encoded prompts [B S E].
 
-        velocity = transformer(latents, t, transformer.context(text), transformer.rope(transformer.grid(latents)))
-
-    Transformers that see more than the prompt have what this one has, blocks of a type of their own, and more.
+    velocity = transformer(latents, t, transformer.context(text), transformer.rope(transformer.grid(latents)))
     """
-
-    block_type: type[Any] = Block
 
     def __init__(
         self,
@@ -143,49 +137,32 @@ class WanTransformer(nnx.Module):
         param_dtype: DTypeLike,
         rngs: nnx.Rngs,
     ):
-        """`attention` names an implementation of it; None picks by platform and shape."""
+        """`attention` names an implementation; None chooses by platform and shape."""
         kw: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        width = config.width
-        cells = config.patch[0] * config.patch[1] * config.patch[2]
+        width, cells = config.width, config.patch_cells
         self.config = config
         self.dtype = dtype
         self.patch_embed = linear(cells * config.channels_in, width, (None, "embed"), **kw)
         self.text_embed = MLP((config.text_width, width, width), ("text", "mlp", "embed"), gelu_tanh, **kw)
-        # the timestep's path is too sensitive for less than float32; its first half is kept in it too
-        float32 = {**kw, "dtype": jnp.float32}
-        self.time_embed = MLP(
-            (config.frequency_dim, width, width),
-            (None, "mlp", "embed"),
-            jax.nn.silu,
-            **{**float32, "param_dtype": jnp.float32},
-        )
-        self.time_proj = linear(width, 6 * width, ("embed", "mlp"), **float32)
-        self.blocks = stack(
-            lambda rngs: self.block_type(config, attention, **{**kw, "rngs": rngs}), config.layers, rngs
-        )
+        self.time_embed = time_mlp(config, rngs)
+        self.time_proj = linear(width, 6 * width, ("embed", "mlp"), **{**kw, "dtype": jnp.float32})
+        self.blocks = stack(lambda rngs: Block(config, attention, **{**kw, "rngs": rngs}), config.layers, rngs)
         self.norm_out = layer_norm(width, config.eps, affine=False, **kw)
         self.table = modulation_table(2, width, rngs)
         self.proj_out = linear(width, cells * config.channels_out, ("embed", None), **kw)
 
-    def rope(self, grid: tuple[int, int, int]) -> Rope:
-        """Position tables for a grid of (frames, height, width) patches: 44, 42, 42 of 128 channels go to T, H, W."""
-        third = 2 * (self.config.head_dim // 6)
-        return rope_3d(grid, (self.config.head_dim - 2 * third, third, third))
-
-    def context(self, text: Float[Array, "B S _E"]) -> Any:
-        """What the blocks' cross-attention asks of encoded prompts [B S E]: keys and values [layers B S E]."""
+    def context(self, text: Float[Array, "B S _E"]) -> Context:
+        """Keys and values of encoded prompts [B S E] in every block: [layers B S E]."""
         text = self.text_embed(text.astype(self.dtype))
         return map_blocks(self.blocks, lambda block: block.cross_attn.context(text))
 
     def grid(self, latents: Float[Array, "B T H W C"]) -> tuple[int, int, int]:
-        pt, ph, pw = self.config.patch
-        return latents.shape[1] // pt, latents.shape[2] // ph, latents.shape[3] // pw
+        """The number of patches along frames, height and width."""
+        return patch_grid(latents, self.config.patch)
 
-    def clean_tokens(self, grid: tuple[int, int, int], frames: int) -> Clean:
-        """Marks the tokens of the first `frames` latent frames; None where there are none to mark."""
-        tokens = jnp.arange(math.prod(grid))
-        clean = tokens < frames // self.config.patch[0] * grid[1] * grid[2]
-        return spread(clean, ("length",)) if frames else None
+    def rope(self, grid: tuple[int, int, int]) -> Rope:
+        """Tables of RoPE for a grid of patches."""
+        return rope_3d(grid, self.config.rope_channels)
 
     def __call__(
         self,
@@ -196,16 +173,16 @@ class WanTransformer(nnx.Module):
         *,
         clean_frames: int = 0,
     ) -> Float[Array, "B T H W _C"]:
-        """`context` and `rope` are those of the methods; the first `clean_frames` latent frames hold no noise.
+        """`context` and `rope` come from the methods of these names.
 
-        These are at timestep 0, whatever t.
+        The first `clean_frames` latent frames hold no noise: their tokens are at timestep 0, whatever t is.
         """
         grid = self.grid(latents)
-        clean = self.clean_tokens(grid, clean_frames)
+        clean = clean_tokens(grid, clean_frames // self.config.patch[0])
         timesteps = t[:, None] if clean is None else jnp.stack([t, jnp.zeros_like(t)], axis=1)
         x = self.patch_embed(patchify(latents.astype(self.dtype), self.config.patch))  # [B L E]
         time = self.time_embed(sinusoid(timesteps.reshape(-1), self.config.frequency_dim))
-        time = time.reshape(*timesteps.shape, self.config.width)  # [B 1 E], of two timesteps [B 2 E]
+        time = time.reshape(*timesteps.shape, self.config.width)  # [B 1 E], or [B 2 E] of two timesteps
         mod = self.time_proj(jax.nn.silu(time)).reshape(*timesteps.shape, 6, self.config.width)
 
         x = scan_blocks(self.blocks, lambda block, x, context: block(x, context, mod, rope, clean), x, context)
@@ -223,7 +200,29 @@ def join_heads(x: Float[Array, "B L N D"]) -> Float[Array, "B L E"]:
     return x.reshape(*x.shape[:2], -1)
 
 
+def shard_keys(x: Float[Array, "B S E"], heads: int) -> Float[Array, "B S E"]:
+    """Keys or values on the devices whose queries attend to them: all of them on each, or sharded by heads."""
+    return join_heads(constrain(split_heads(x, heads), ("batch", None, "heads", None)))
+
+
+def without_tiles(implementation: str | None) -> str | None:
+    """The name of an implementation without its tiles, which are chosen for the length of self-attention."""
+    return implementation and implementation.partition(":")[0]
+
+
+def time_mlp(config: TransformerConfig, rngs: nnx.Rngs) -> MLP:
+    """Embeds sinusoids of timesteps, in float32 with weights in float32: less precision shows in the videos."""
+    features, axes = (config.frequency_dim, config.width, config.width), (None, "mlp", "embed")
+    return MLP(features, axes, jax.nn.silu, dtype=jnp.float32, param_dtype=jnp.float32, rngs=rngs)
+
+
 def modulation_table(rows: int, width: int, rngs: nnx.Rngs) -> nnx.Param:
-    """What is added to the timestep's shifts, scales and gates, learnt for each block; kept in float32."""
-    init = nnx.with_partitioning(nnx.initializers.normal(stddev=width**-0.5), (None, "embed"))
+    """Learned rows that a block adds to the timestep's shifts, scales and gates; kept in float32."""
+    init = with_axes(nnx.initializers.normal(stddev=width**-0.5), (None, "embed"))
     return nnx.Param(init(rngs.params(), (rows, width), jnp.float32))
+
+
+def clean_tokens(grid: tuple[int, int, int], frames: int) -> Clean:
+    """Marks the tokens of the first `frames` frames of patches; None if there are no such frames."""
+    clean = jnp.arange(math.prod(grid)) < frames * grid[1] * grid[2]
+    return spread(clean, ("length",)) if frames else None

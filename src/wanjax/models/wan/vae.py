@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wan 2.1's causal video autoencoder: 8 × 8 pixels and 4 frames to a latent cell, the first frame alone.
+"""Wan 2.1's causal video autoencoder: 8 × 8 pixels of 4 frames to a latent cell, the first frame alone.
 
-Everything here is streamed: the first call is given one frame and `None`, each later one a chunk (4 frames to encode, 1
-latent frame to decode, or several of these) and the cache that the call before returned, a pytree of the last frames
-each causal layer saw. Chunk by chunk gives the same numbers as the whole clip at once, for any length, in memory that
-does not grow with it. The reference is diffusers' models/autoencoders/autoencoder_kl_wan.py.
+It streams. The first call receives one frame and `None`. Each later call receives a chunk (a multiple of 4 frames to
+encode, latent frames to decode) and the cache that the call before returned: a pytree of the last frames that each
+causal layer saw. The numbers are those of the whole clip at once, for any length, and memory does not grow with the
+length. The reference is diffusers' models/autoencoders/autoencoder_kl_wan.py.
 """
 
 from itertools import pairwise
@@ -20,25 +20,12 @@ from wanjax.kernels.attention import attention
 from wanjax.layers.conv import CausalConv, FrameConv, as_operand
 from wanjax.layers.linear import linear
 from wanjax.layers.norms import ChannelNorm, along_last
+from wanjax.layers.patch import to_cells, to_pixels
 from wanjax.models.wan.config import VAEConfig
 
 Cache = Any  # a pytree of kept frames; None before the first frame
-Chunk = Float[Array, "B _T _H _W _C"]  # what goes in and what comes out differ in size
+Chunk = Float[Array, "B _T _H _W _C"]  # inputs and outputs differ in size
 POINTWISE = ("conv_in", "conv_out")
-
-
-def to_cells(x: Float[Array, "B T H W C"], patch: int) -> Chunk:
-    """Pixels to cells of `patch` × `patch` of them: channels in the order colour, column, row, the row fastest."""
-    batch, frames, height, width, colours = x.shape
-    x = x.reshape(batch, frames, height // patch, patch, width // patch, patch, colours)
-    return jnp.transpose(x, (0, 1, 2, 4, 6, 5, 3)).reshape(*x.shape[:3], x.shape[4], -1)
-
-
-def to_pixels(x: Float[Array, "B T H W C"], patch: int) -> Chunk:
-    """The inverse of `to_cells`."""
-    batch, frames, height, width, channels = x.shape
-    x = jnp.transpose(x.reshape(batch, frames, height, width, -1, patch, patch), (0, 1, 2, 6, 3, 5, 4))
-    return x.reshape(batch, frames, height * patch, width * patch, channels // patch**2)
 
 
 class ResBlock(nnx.Module):
@@ -75,6 +62,8 @@ class FrameAttention(nnx.Module):
 
 
 class MidBlock(nnx.Module):
+    """Attention between two residual blocks, at the lowest resolution."""
+
     def __init__(self, channels: int, **kw):
         self.res1 = ResBlock(channels, channels, **kw)
         self.attention = FrameAttention(channels, **kw)
@@ -89,7 +78,7 @@ class MidBlock(nnx.Module):
 
 
 class Downsample(nnx.Module):
-    """Halves height and width, then, with `temporal`, the frames after the first."""
+    """Halves height and width; then, with `temporal`, halves the number of frames after the first."""
 
     def __init__(self, channels: int, temporal: bool, **kw):
         self.conv = FrameConv(channels, channels, stride=2, padding=(0, 1), **kw)
@@ -99,13 +88,13 @@ class Downsample(nnx.Module):
         x = self.conv(x)
         if self.time_conv is None:
             return x, ()
-        if cache is None:  # the first frame stays as it is, and opens the window of the next chunk
+        if cache is None:  # the first frame stays as it is, and is kept for the next chunk
             return x, as_operand(x, self.time_conv.dtype)
         return self.time_conv(x, cache)
 
 
 class Upsample(nnx.Module):
-    """With `temporal`, doubles the frames after the first; then doubles height and width."""
+    """Doubles height and width and, if `temporal`, first the number of frames after the first."""
 
     def __init__(self, channels_in: int, channels_out: int, temporal: bool, **kw):
         self.time_conv = nnx.data(CausalConv(channels_in, 2 * channels_in, (3, 1), **kw) if temporal else None)
@@ -114,7 +103,7 @@ class Upsample(nnx.Module):
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
         if self.time_conv is None:
             cache = ()
-        elif cache is None:  # the first frame stays one frame, and the later ones do not see it
+        elif cache is None:  # the first frame stays one frame, and later frames do not see it
             cache = self.time_conv.blank(x)
         else:
             x, cache = self.time_conv(x, cache)
@@ -125,7 +114,7 @@ class Upsample(nnx.Module):
 
 
 class Level(nnx.Module):
-    """The residual blocks of one resolution and, at all but the last, the change to the next."""
+    """The residual blocks of one resolution, then the change to the next resolution if there is one."""
 
     def __init__(self, channels_in: int, channels_out: int, res_blocks: int, resample: nnx.Module | None, **kw):
         sizes = [channels_in] + [channels_out] * res_blocks
@@ -142,7 +131,7 @@ class Level(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """From cells of pixels down through the levels to the mean and log-variance of latents."""
+    """Cells of pixels, through the levels, to the mean and log-variance of latents."""
 
     def __init__(self, config: VAEConfig, levels: list[nnx.Module], **kw):
         first, *_, last = config.encoder_sizes
@@ -163,7 +152,7 @@ class Encoder(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """From latents up through the levels to cells of pixels."""
+    """Latents, through the levels, to cells of pixels."""
 
     def __init__(self, config: VAEConfig, levels: list[nnx.Module], **kw):
         first, *_, last = config.decoder_sizes
@@ -184,7 +173,7 @@ class Decoder(nnx.Module):
 
 
 class WanVAE(nnx.Module):
-    """Wan 2.1's autoencoder, from videos [B T H W 3] in [-1, 1] to the normalised latents [B T H W C] and back."""
+    """Wan 2.1's autoencoder: videos [B T H W 3] in [-1, 1] to normalised latents [B T H W C] and back."""
 
     def __init__(self, config: VAEConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
         kw: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
@@ -216,15 +205,17 @@ class WanVAE(nnx.Module):
         ]
 
     def posterior(self, x: Chunk, cache: Cache) -> tuple[Chunk, Chunk, Cache]:
-        """Mean and log-variance of the latents of a chunk of cells, float32, not normalised."""
+        """Mean and log-variance of the latents of a chunk of cells; float32, not normalised."""
         h, cache = self.encoder(x.astype(self.dtype), cache)
         mean, log_variance = jnp.split(self.quant(h).astype(jnp.float32), 2, axis=-1)
         return mean, jnp.clip(log_variance, -30.0, 20.0), cache
 
     def normalise(self, z: Chunk) -> Chunk:
+        """Latents with the mean and deviation of each channel, which the config states, taken out."""
         return (z - self._statistic(self.config.latents_mean)) / self._statistic(self.config.latents_std)
 
     def denormalise(self, z: Chunk) -> Chunk:
+        """The inverse of `normalise`."""
         return z * self._statistic(self.config.latents_std) + self._statistic(self.config.latents_mean)
 
     @staticmethod
@@ -232,37 +223,37 @@ class WanVAE(nnx.Module):
         return along_last(jnp.array(values, jnp.float32), 5)
 
     def encode_chunk(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        """Frames, 1 when `cache` is None and a multiple of 4 after, to latents: the mode of their posterior."""
+        """Encodes frames, one if `cache` is None and a multiple of 4 after, as latents: the mode of the posterior."""
         return self.encode_cells(to_cells(x, self.config.patch), cache)
 
     def encode_cells(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        """`encode_chunk` after its first step, which comes before frames are cut into tiles."""
+        """`encode_chunk` from cells on: frames become cells before they are cut into tiles."""
         mean, _, cache = self.posterior(x, cache)
         return self.normalise(mean), cache
 
     def decode_chunk(self, z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        """Latents, 1 frame when `cache` is None and any number after, to frames in [-1, 1], float32."""
+        """Decodes latent frames, one if `cache` is None and any number after, to frames in [-1, 1], float32."""
         x, cache = self.decode_cells(z, cache)
         return jnp.clip(to_pixels(x, self.config.patch), -1.0, 1.0), cache
 
     def decode_cells(self, z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        """`decode_chunk` without its last steps, which tiles that overlap take after they are blended."""
+        """`decode_chunk` up to cells: tiles are blended before cells become pixels."""
         h = self.post_quant(self.denormalise(z.astype(jnp.float32)).astype(self.dtype))
         x, cache = self.decoder(h, cache)
         return x.astype(jnp.float32), cache
 
     def encode(self, video: Chunk) -> Chunk:
-        """A video of 4n + 1 frames to its n + 1 latent frames in one executable, for clips that fit in memory whole."""
+        """Encodes 4n + 1 frames as n + 1 latent frames in one call, for clips that fit in memory whole."""
         first, cache = self.encode_chunk(video[:, :1], None)
         return self._stream(self.encode_chunk, first, cache, video[:, 1:], self.config.temporal_factor)
 
     def decode(self, latents: Chunk) -> Chunk:
-        """n + 1 latent frames to a video of 4n + 1 frames, in one executable: for clips that fit in memory whole."""
+        """Decodes n + 1 latent frames to 4n + 1 frames in one call, for clips that fit in memory whole."""
         first, cache = self.decode_chunk(latents[:, :1], None)
         return self._stream(self.decode_chunk, first, cache, latents[:, 1:], 1)
 
     def _stream(self, process, first: Chunk, cache: Cache, rest: Chunk, chunk: int) -> Chunk:
-        """`first`, then what `process` makes of the chunks of `rest`, joined in time; one chunk is compiled for all."""
+        """Joins `first` and the processed chunks of `rest` in time; a scan compiles one chunk for all."""
         if rest.shape[1] == 0:
             return first
         chunks = rest.reshape(rest.shape[0], -1, chunk, *rest.shape[2:])
