@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vision tower of CLIP as Hugging Face stores it."""
+"""The conversion table of CLIP's vision tower: config and names in Hugging Face's files."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -7,15 +7,15 @@ from typing import Any
 
 from wanjax.converters.engine import Rule, linear, norm, patches
 from wanjax.errors import WanjaxError
-from wanjax.models.vision import CLIPVisionConfig
+from wanjax.models.clip import CLIPVisionConfig
 
-PREFIX = "vision_model."  # which newer files lack
+PREFIX = "vision_model."  # newer files lack it
 
 
 def clip_config(json: Mapping[str, Any]) -> CLIPVisionConfig:
-    """The vision tower, but for its last block, that a config.json of `CLIPVisionModel` describes.
+    """Reads the config of the vision tower from a config.json of `CLIPVisionModel`; the last block is left out.
 
-    Raises WanjaxError where it is another model, has another activation, or lacks a size.
+    Raises WanjaxError for another model or activation, or if a size is missing.
     """
     for entry, right in (("model_type", "clip_vision_model"), ("hidden_act", "gelu")):
         if (value := json.get(entry)) != right:
@@ -35,7 +35,7 @@ def clip_config(json: Mapping[str, Any]) -> CLIPVisionConfig:
 
 
 def clip_rules(config: CLIPVisionConfig) -> list[Rule]:
-    """Every parameter of `CLIPVision`."""
+    """Returns the rules for every parameter of `CLIPVision`."""
     layer = "encoder.layers.{i}"
     rules = [
         Rule("embeddings.class_embedding", "class_token"),
@@ -55,6 +55,6 @@ def clip_rules(config: CLIPVisionConfig) -> list[Rule]:
 
 
 def clip_unused(config: CLIPVisionConfig) -> list[str]:
-    """Patterns of the keys that files hold beside these: the last block, the last norm, and positions as numbers."""
+    """Returns patterns of the unused keys: the last block, the last norm, and the position indices."""
     unused = (f"encoder.layers.{config.layers}.*", "post_layernorm.*", "embeddings.position_ids")
     return [prefix + key for key in unused for prefix in (PREFIX, "")]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moves weights between a Hugging Face checkpoint and an NNX module by a table of rules, in both directions.
 
-A table is total: every parameter is filled from the checkpoint and every tensor of the checkpoint is used,
-or `plan` raises one error that lists all that is wrong. What a family's table needs can be imported from here.
+A table is total: every parameter is filled from the checkpoint and every tensor of the checkpoint is used, or `assign`
+raises one error that lists every fault. All names that a family's table needs can be imported from here.
 """
 
 import os
@@ -23,17 +23,19 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from wanjax.checkpoint import CACHE_LINE, Reader, Spec, aligned, write_safetensors
+from wanjax.checkpoints.arrays import Arrays, place
+from wanjax.checkpoints.files import CACHE_LINE, Reader, Spec, aligned, write_safetensors
 from wanjax.converters.transforms import CONV, IDENTITY, TRANSPOSE, Shape, Transform, patches, rope_halves, squeeze
 from wanjax.errors import WanjaxError
-from wanjax.store import Arrays, place
 
 __all__ = [
     "CONV",
     "IDENTITY",
     "TRANSPOSE",
+    "Assignment",
     "Rule",
     "Transform",
+    "assign",
     "conv",
     "export",
     "linear",
@@ -41,7 +43,6 @@ __all__ = [
     "norm",
     "parameters",
     "patches",
-    "plan",
     "restore",
     "rope_halves",
     "save",
@@ -56,11 +57,11 @@ PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 @dataclass(frozen=True)
 class Rule:
-    """The tensors named `source` become the parameters named `target`.
+    """A line of a table: the tensors named `source` become the parameters named `target`.
 
-    A placeholder such as `{i}` stands for an index. One that is in both names is substituted; one that is in `source`
-    only runs along the leading axis of the target, where equal blocks are stacked. `aliases` are other names under
-    which files store the same tensor (tied weights): the first that is there is read, the rest are surplus.
+    A placeholder such as `{i}` stands for an index. A placeholder in both names has the same value in both; one in
+    `source` alone runs along the leading axis of the target, which stacks equal blocks. `aliases` are other names under
+    which files store the same tensor (tied weights): the first one found is read, the others are ignored.
     """
 
     source: str
@@ -70,28 +71,28 @@ class Rule:
 
 
 def linear(source: str, target: str, *, bias: bool = True, rows: Transform = IDENTITY) -> list[Rule]:
-    """A dense layer, [out, in] -> kernel [in, out]; `rows` rearranges its outputs, of the weight and of the bias."""
+    """Returns a dense layer's rules, [out, in] -> kernel [in, out]; `rows` rearranges the outputs of both."""
     rules = [Rule(f"{source}.weight", f"{target}.kernel", rows >> TRANSPOSE)]
     return rules + [Rule(f"{source}.bias", f"{target}.bias", rows)] * bias
 
 
 def conv(source: str, target: str, *, bias: bool = True) -> list[Rule]:
-    """A convolution of any rank, [O, I, *kernel] -> kernel [*kernel, I, O]."""
+    """Returns the rules of a convolution of any rank, [out, in, *kernel] -> kernel [*kernel, in, out]."""
     rules = [Rule(f"{source}.weight", f"{target}.kernel", CONV)]
     return rules + [Rule(f"{source}.bias", f"{target}.bias")] * bias
 
 
 def norm(source: str, target: str, *, bias: bool = False, rows: Transform = IDENTITY) -> list[Rule]:
-    """A normalisation's `weight` -> `scale`, and its `bias` if it has one."""
+    """Returns a normalisation's rules, `weight` -> `scale`, and `bias` if it has one."""
     rules = [Rule(f"{source}.weight", f"{target}.scale", rows)]
     return rules + [Rule(f"{source}.bias", f"{target}.bias", rows)] * bias
 
 
 @dataclass(frozen=True)
-class Fill:
-    """One parameter: the tensors that fill it, one for each index of its stacked axis, or just one.
+class Assignment:
+    """The tensors that fill one parameter: one for each index of its stacked axis, or a single one.
 
-    `names` are what the rule calls the tensors, which `sources` has by the aliases that are in the files.
+    `sources` are the tensors' names in the files, which may be aliases; `names` are their names in the rule.
     """
 
     target: str
@@ -101,12 +102,9 @@ class Fill:
     stacked: bool
 
 
-Plan = list[Fill]
-
-
 @runtime_checkable
 class Described(Protocol):
-    """Anything with a shape and a dtype: a `Spec`, an array, a `jax.ShapeDtypeStruct`."""
+    """An object with a shape and a dtype: a `Spec`, an array, a `jax.ShapeDtypeStruct`."""
 
     @property
     def shape(self) -> Shape: ...
@@ -115,21 +113,21 @@ class Described(Protocol):
     def dtype(self) -> np.dtype: ...
 
 
-def plan(
+def assign(
     rules: Iterable[Rule],
     sources: Mapping[str, Described],
     targets: Mapping[str, Described],
     *,
     ignore: Iterable[str] = (),
-) -> Plan:
-    """Which tensor fills which parameter.
+) -> list[Assignment]:
+    """Returns the tensors that fill each of the targets, by the rules.
 
-    `ignore`: patterns with `*` of keys known to be superfluous.
-    Raises WanjaxError that lists every key that is missing, left over, used twice or of the wrong shape or dtype, and
-    every parameter that not exactly one rule fills.
+    ignore: patterns with `*` for the names of superfluous tensors.
+    Raises WanjaxError that lists every tensor that is missing, left over, used twice or of the wrong shape or dtype,
+    and every parameter that no rule fills, or more than one.
     """
     rules, ignore = list(rules), list(ignore)
-    fills: Plan = []
+    assignments: list[Assignment] = []
     missing, unfit, orphans = [], [], []
     surplus = {key for key in sources if any(fnmatchcase(key, pattern) for pattern in ignore)}
     for path, target in targets.items():
@@ -137,15 +135,15 @@ def plan(
         if len(candidates) != 1:
             orphans.append(path)
             continue
-        fill, aliases = _fill(*candidates[0], path, target.shape, sources)
-        fills.append(fill)
+        assignment, aliases = _assignment(*candidates[0], path, target.shape, sources)
+        assignments.append(assignment)
         surplus |= aliases
-        for key in fill.sources:
+        for key in assignment.sources:
             if key not in sources:
                 missing.append(key)
-            elif wrong := _misfit(sources[key], target, fill):
+            elif wrong := _misfit(sources[key], target, assignment):
                 unfit.append(f"{key} ({wrong})")
-    uses = Counter(key for fill in fills for key in fill.sources)
+    uses = Counter(key for assignment in assignments for key in assignment.sources)
     faults = {
         "missing": missing,
         "left over": [key for key in sources if key not in uses and key not in surplus],
@@ -156,11 +154,11 @@ def plan(
     if any(faults.values()):
         listed = "; ".join(f"{fault}: {', '.join(_folded(names))}" for fault, names in faults.items() if names)
         raise WanjaxError(f"the checkpoint does not fit the model, every tensor must fill one parameter; {listed}")
-    return fills
+    return assignments
 
 
 def _rules_for(path: str, rules: Iterable[Rule]) -> list[tuple[Rule, dict[str, str]]]:
-    """The rules whose target is `path`, with the values of the placeholders that make it so."""
+    """Returns the rules whose target matches `path`, with the values of their placeholders."""
     matches = [(rule, _regex(rule.target).fullmatch(path)) for rule in rules]
     return [(rule, match.groupdict()) for rule, match in matches if match]
 
@@ -170,10 +168,10 @@ def _regex(pattern: str) -> re.Pattern:
     return re.compile(PLACEHOLDER.sub(r"(?P<\1>[0-9]+)", pattern.replace(".", r"\.")))
 
 
-def _fill(
+def _assignment(
     rule: Rule, indices: dict[str, str], target: str, shape: Shape, sources: Iterable[str]
-) -> tuple[Fill, set[str]]:
-    """How the rule fills the target, and which aliases are then surplus."""
+) -> tuple[Assignment, set[str]]:
+    """Returns the tensors by which the rule fills the target, and the aliases that are then surplus."""
     stacked = set(PLACEHOLDER.findall(rule.source)) - set(indices)
     if len(stacked) > 1:
         raise ValueError(f"{rule.source} -> {rule.target}: only one placeholder can be stacked, not {sorted(stacked)}")
@@ -184,14 +182,15 @@ def _fill(
         own.append(names[0])
         keys.append(next((name for name in names if name in sources), names[0]))
         surplus |= set(names) - {keys[-1]}
-    return Fill(target, tuple(keys), tuple(own), rule.transform, bool(stacked)), surplus
+    return Assignment(target, tuple(keys), tuple(own), rule.transform, bool(stacked)), surplus
 
 
-def _misfit(source: Described, target: Described, fill: Fill) -> str:
-    """What of the source does not fit the target; empty if all does."""
-    shape = tuple(target.shape)[fill.stacked :]
-    if fill.transform.shape(tuple(source.shape)) != shape:
-        return f"{list(source.shape)} where {list(fill.transform.source_shape(shape) or shape)} is right"
+def _misfit(source: Described, target: Described, assignment: Assignment) -> str:
+    """Says how the source does not fit the target; empty if it does."""
+    shape = tuple(target.shape)[assignment.stacked :]
+    transform = assignment.transform
+    if transform.shape(tuple(source.shape)) != shape:
+        return f"{list(source.shape)} where {list(transform.source_shape(shape) or shape)} is right"
     floating = [jnp.issubdtype(described.dtype, jnp.floating) for described in (source, target)]
     if not all(floating) and source.dtype != target.dtype:
         return f"{source.dtype} where {target.dtype} is right"
@@ -199,7 +198,7 @@ def _misfit(source: Described, target: Described, fill: Fill) -> str:
 
 
 def _folded(names: Iterable[str]) -> list[str]:
-    """The names, those that differ in their first index alone as one: `blocks.{0-3}.norm`."""
+    """Joins names that differ only in their first index: `blocks.{0-3}.norm`."""
     groups = defaultdict(list)
     for name in names:
         before, index, after = (*re.split(r"(?<=\.)([0-9]{1,9})(?=\.)", name, maxsplit=1), "", "")[:3]
@@ -227,34 +226,34 @@ def load(
     ignore: Iterable[str] = (),
     progress: Callable[[int, int], object] | None = None,
 ) -> Module:
-    """The module with the checkpoint's weights, each in the dtype and with the sharding that the abstract module has.
+    """Returns the module with the checkpoint's weights, each in the abstract module's dtype and sharding.
 
-    abstract: the result of `nnx.eval_shape`, or `nnx.merge(*nnx.get_abstract_model(..., mesh))`, which has shardings.
-    `progress(done, total)` is called with the bytes of the checkpoint read so far, after each tensor.
-    One tensor at a time is on the host, beside what a CPU itself keeps as weights; a process that has a part of the
-    devices reads the parts of each tensor that are theirs. Raises WanjaxError as `plan` does.
+    abstract: from `nnx.eval_shape`, or `nnx.merge(*nnx.get_abstract_model(..., mesh))`, which has shardings; progress:
+    called after each tensor with the checkpoint's bytes read so far and in all.
+    One tensor at a time is in host memory, beside the weights themselves where the device is a CPU; each process reads
+    only its devices' shards. Raises WanjaxError as `assign` does.
     """
     targets = parameters(abstract)
     specs = {key: reader.spec(key) for key in reader.keys()}  # noqa: SIM118
-    fills = plan(rules, specs, targets, ignore=ignore)
-    total, done = sum(specs[key].nbytes for fill in fills for key in fill.sources), 0
+    assignments = assign(rules, specs, targets, ignore=ignore)
+    total, done = sum(specs[key].nbytes for each in assignments for key in each.sources), 0
 
     @contextmanager
     def reading(key: str, transform: Transform) -> Iterator[np.ndarray]:
-        """The tensor in our layout; it is told of when it has been used."""
+        """Yields the rearranged tensor, and reports its bytes once it has been used."""
         nonlocal done
         yield transform.forward(reader.read(key))
         done += specs[key].nbytes
         if progress:
             progress(done, total)
 
-    return _filled(abstract, {fill.target: _place(fill, targets[fill.target], reading) for fill in fills})
+    return _filled(abstract, {each.target: _place(each, targets[each.target], reading) for each in assignments})
 
 
 def restore(abstract: Module, arrays: Arrays, *, progress: Callable[[int, int], object] | None = None) -> Module:
-    """The module with weights that are stored under our own names, wherever it was written; as `load` otherwise."""
+    """Returns the module with weights that `save` or `wanjax convert` stored; otherwise as `load`."""
     targets, done = parameters(abstract), 0
-    plan([Rule(name, name) for name in targets], {name: arrays.spec(name) for name in arrays.keys()}, targets)  # noqa: SIM118
+    assign([Rule(name, name) for name in targets], {name: arrays.spec(name) for name in arrays.keys()}, targets)  # noqa: SIM118
 
     def tell(nbytes: int) -> None:
         nonlocal done
@@ -266,7 +265,7 @@ def restore(abstract: Module, arrays: Arrays, *, progress: Callable[[int, int], 
 
 
 def save(module: nnx.Module, folder: Path) -> None:
-    """Writes the module's weights to a new folder, from which `restore` reads them; raises as `Arrays.save` does."""
+    """Writes the module's weights to a new folder for `restore`; raises as `Arrays.save` does."""
     Arrays.save(folder, parameters(module))
 
 
@@ -277,7 +276,7 @@ def _filled(abstract: Module, weights: Mapping[str, jax.Array]) -> Module:
 
 
 def parameters(module: nnx.Module) -> dict[str, Any]:
-    """The module's arrays, or their shapes and dtypes where it is abstract, by dotted path: the targets of `plan`."""
+    """Returns the module's arrays by dotted path, as shapes and dtypes if it is abstract: targets for `assign`."""
     return {_dotted(path): variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(module))}
 
 
@@ -285,45 +284,47 @@ def _dotted(path: Iterable) -> str:
     return ".".join(map(str, path))
 
 
-def _place(fill: Fill, target: Any, reading: Callable[[str, Transform], AbstractContextManager]) -> jax.Array:
+def _place(
+    assignment: Assignment, target: Any, reading: Callable[[str, Transform], AbstractContextManager]
+) -> jax.Array:
     """Reads one parameter's tensors onto its devices.
 
-    A stack goes to an accelerator slice by slice, into a buffer that is updated in place, so that the host never holds
-    it whole. A CPU takes over the host's own buffer without a copy.
+    A stack goes to an accelerator block by block, into a buffer that is updated in place, so that host memory never
+    holds the whole stack. A CPU takes over the host's own buffer without a copy.
     """
     sharding = getattr(target, "sharding", None)
     devices = sharding.device_set if sharding else jax.devices()[:1]
-    if not fill.stacked:
-        with reading(fill.sources[0], fill.transform) as x:
+    if not assignment.stacked:
+        with reading(assignment.sources[0], assignment.transform) as x:
             return _put(x, target)
     if len(devices) == 1 and all(device.platform == "cpu" for device in devices):
         host = aligned(target.shape, target.dtype)
-        for i, key in enumerate(fill.sources):
-            with reading(key, fill.transform) as x:
+        for i, key in enumerate(assignment.sources):
+            with reading(key, assignment.transform) as x:
                 rearrange(x, host[i])
         return jax.device_put(host, sharding)
     stack = jax.jit(partial(jnp.zeros, target.shape, target.dtype), out_shardings=sharding)()
-    block = jax.ShapeDtypeStruct(target.shape[1:], target.dtype, sharding=_of_block(sharding))
-    for i, key in enumerate(fill.sources):
-        with reading(key, fill.transform) as x:
-            stack = _set_block(stack, _put(x, block), i).block_until_ready()  # or many would wait there
+    block = jax.ShapeDtypeStruct(target.shape[1:], target.dtype, sharding=_block_sharding(sharding))
+    for i, key in enumerate(assignment.sources):
+        with reading(key, assignment.transform) as x:
+            stack = _set_block(stack, _put(x, block), i).block_until_ready()  # else many would wait there
     return stack
 
 
 @partial(jax.jit, donate_argnums=0)
-def _set_block(stack: jax.Array, block: jax.Array, i: int) -> jax.Array:
+def _set_block(stack: jax.Array, block: jax.Array, i: int | jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_index_in_dim(stack, block, i, 0)
 
 
-def _of_block(sharding: Sharding | None) -> Sharding | None:
-    """The sharding of one block of a stack that has `sharding`."""
+def _block_sharding(sharding: Sharding | None) -> Sharding | None:
+    """Returns the sharding of one block, given its stack's."""
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
     return sharding
 
 
 def _put(x: np.ndarray, target: Any) -> jax.Array:
-    """A tensor that may be a view of a file on the devices, of which each process reads its own shards."""
+    """Puts a tensor, which may be a view of a file, on the devices; each process reads its own shards."""
 
     def read(part: Sequence[slice], dtype: np.dtype) -> np.ndarray:
         shard = x[tuple(part)]
@@ -335,12 +336,12 @@ def _put(x: np.ndarray, target: Any) -> jax.Array:
 
 
 def rearrange(x: np.ndarray, out: np.ndarray) -> None:
-    """Copies `x`, a view with its axes in any order, to `out` and casts it; on all cores where that pays."""
+    """Copies `x`, a view with its axes in any order, to `out` and casts it; large ones on all cores."""
     if x.nbytes < PIECE:
-        np.copyto(out, x, casting="unsafe")  # `plan` has seen to it that both are floating, or equal
+        np.copyto(out, x, casting="unsafe")  # `assign` has checked that both are floating or equal
         return
     order = sorted(range(x.ndim), key=lambda axis: -x.strides[axis])
-    x, out = x.transpose(order), out.transpose(order)  # the source as it lies in memory
+    x, out = x.transpose(order), out.transpose(order)  # the source in its order in memory
     if order == sorted(order):
         step, copy = max(1, PIECE * len(x) // x.nbytes), _copy
     else:
@@ -354,10 +355,10 @@ def _copy(x: np.ndarray, out: np.ndarray) -> None:
 
 
 def _copy_through_cache(x: np.ndarray, out: np.ndarray) -> None:
-    """Copies rows to columns, two to four times as fast as NumPy alone, which strides through memory as it casts.
+    """Copies rows to columns, two to four times as fast as NumPy, which casts while it strides through memory.
 
-    The rows are first cast into a buffer, in order. The buffer's rows are a cache line longer than they need be: at a
-    distance of a power of two the elements of a column would all compete for the same few lines of the cache.
+    The rows are first cast into a buffer, in order. The buffer's rows are a cache line longer than needed, since the
+    elements of a column, at a distance of a power of two, would compete for the same few cache lines.
     """
     row = x[0].size
     padded = np.empty((len(x), row + CACHE_LINE // out.itemsize), out.dtype)[:, :row].reshape(x.shape)
@@ -372,10 +373,10 @@ def _workers() -> ThreadPoolExecutor:
 
 
 class Exported:
-    """Weights under our names as a `Reader` of tensors with the names and in the layouts of the table's sources.
+    """A module's weights as a `Reader` of the table's source tensors, with their names, shapes and order of axes.
 
-    weights: arrays, or what has a shape and a dtype and gives an array for an index, a tensor at a time.
-    The inverse of `load`, bit for bit.
+    weights: arrays, or objects with a shape and a dtype that return an array for an index, such as `StoredArray`.
+    It inverts `load` bit for bit.
     """
 
     def __init__(self, weights: Mapping[str, Any], rules: Iterable[Rule]):
@@ -383,9 +384,9 @@ class Exported:
         rules = list(rules)
         for target, values in weights.items():
             ((rule, indices),) = _rules_for(target, rules)
-            fill, _ = _fill(rule, indices, target, values.shape, ())
-            for i, key in enumerate(fill.sources):
-                self._places[key] = (target, i if fill.stacked else ..., fill.transform)
+            found, _ = _assignment(rule, indices, target, values.shape, ())
+            for i, key in enumerate(found.sources):
+                self._places[key] = (target, i if found.stacked else ..., found.transform)
 
     def keys(self) -> Iterable[str]:
         return self._places.keys()
@@ -402,9 +403,9 @@ class Exported:
 
 
 def export(model: nnx.Module, rules: Iterable[Rule], path: Path, *, metadata: Mapping[str, str] | None = None) -> None:
-    """Writes the module's weights as one safetensors file with the names and layouts of the table's sources.
+    """Writes the module's weights as one safetensors file of the table's source tensors.
 
-    The inverse of `load`, bit for bit when the dtypes are the same. Raises WanjaxError if the file cannot be written.
+    It inverts `load`, bit for bit when the dtypes are the same. Raises WanjaxError if the file cannot be written.
     """
     weights = {target: np.asarray(value) for target, value in parameters(model).items()}
     exported = Exported(weights, rules)

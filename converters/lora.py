@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA: changes of a network's weights, of low rank or whole, merged into them while they are read.
+"""LoRA: low-rank or full changes of a network's weights, merged while the weights are read.
 
-Files name what they change in the layout of diffusers or of the authors, under one of several prefixes, or with the
-dots written as underscores; and the two factors `lora_A` and `lora_B`, or `lora_down` and `lora_up`. All of these
-become changes of the tensors of one checkpoint. `Merged` is that checkpoint with them added, in float32 and in the
-layout in which it is stored, so that whatever rearranges its weights afterwards knows nothing of it
-(Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2106.09685; W + strength · alpha / rank · B A).
+A file names the changed modules in the layout of diffusers or of the authors, with one of several prefixes, or with
+underscores for dots. It calls the two factors `lora_A` and `lora_B`, or `lora_down` and `lora_up`. All variants become
+changes of the tensors of one checkpoint. `Merged` is that checkpoint with the changes added in float32, in the layout
+of its files, so the conversion that follows needs no special case. Source: Hu et al., "LoRA: Low-Rank Adaptation of
+Large Language Models", 2106.09685; W + strength · alpha / rank · B A.
 """
 
 import json
@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from wanjax.checkpoint import Reader, Spec
+from wanjax.checkpoints.files import Reader, Spec
 from wanjax.converters.readers import Names, View, open_tensors
 from wanjax.errors import WanjaxError
 
-EXPERTS = ("high", "low")
+NOISE_LEVELS = ("high", "low")  # the names of a model's two experts
 PREFIXES = ("base_model.model.", "model.diffusion_model.", "diffusion_model.", "transformer.", "lora_unet_")
-ROLES = {  # what a key ends with: what that is, and the leaf of the tensor that it changes
+ROLES = {  # the end of a key -> its role, and the end of the name of the tensor that it changes
     ".lora_A.weight": ("down", ".weight"),
     ".lora_A.default.weight": ("down", ".weight"),
     ".lora_A": ("down", ".weight"),
@@ -44,14 +44,14 @@ ROLES = {  # what a key ends with: what that is, and the leaf of the tensor that
     ".lora_B.default.bias": ("scaled diff", ".bias"),
 }
 OTHER_KINDS = ("dora_scale", "lora_magnitude_vector", "hada_", "lokr_", "lora_mid", "oft_", "reshape_weight")
-PEFT_METADATA = "lora_adapter_metadata"  # the entry of a file's metadata in which diffusers keeps PEFT's config
-PEFT_FILE, PEFT_CONFIG = "adapter_model", "adapter_config.json"  # PEFT keeps it in a file of its own
-ENOUGH = 0.5  # of a file's changes must fit, or it is another model's
+PEFT_METADATA = "lora_adapter_metadata"  # diffusers stores PEFT's config in this entry of a file's metadata
+PEFT_FILE, PEFT_CONFIG = "adapter_model", "adapter_config.json"  # PEFT stores it in a separate file
+ENOUGH = 0.5  # fraction of a file's changes that must fit; with fewer the file is for another model
 
 
 @dataclass(frozen=True)
 class Lora:
-    """A file of changes, how strongly they count, and which of a model's two experts they are for (None: all)."""
+    """A LoRA file, its strength, and the expert of a model that it changes: "high", "low" or None for all."""
 
     file: str
     strength: float = 1.0
@@ -60,23 +60,23 @@ class Lora:
     def __post_init__(self):
         if not math.isfinite(self.strength):
             raise WanjaxError(f"the strength {self.strength} of {self.file} is not a finite number: 1 is usual")
-        if self.expert not in (None, *EXPERTS):
-            raise WanjaxError(f"no expert is named {self.expert!r}: there are {' and '.join(EXPERTS)}")
+        if self.expert not in (None, *NOISE_LEVELS):
+            raise WanjaxError(f"no expert is named {self.expert!r}: there are {' and '.join(NOISE_LEVELS)}")
 
     @classmethod
     def parse(cls, text: str) -> "Lora":
-        """From `FILE`, `FILE:STRENGTH`, or either behind `high=` or `low=`; raises WanjaxError for an empty file."""
+        """Parses `FILE` or `FILE:STRENGTH`, optionally after `high=` or `low=`. Raises WanjaxError without a FILE."""
         expert, equals, rest = text.partition("=")
-        if not equals or expert not in EXPERTS:
+        if not equals or expert not in NOISE_LEVELS:
             expert, rest = None, text
         file, colon, number = rest.rpartition(":")
         try:
             strength = float(number) if colon else 1.0
-        except ValueError:  # the colon is the file name's own
+        except ValueError:  # the colon belongs to the file's name
             file, strength = rest, 1.0
         file = file if colon else rest
         if not file:
-            raise WanjaxError(f"the LoRA {text!r} names no file: FILE or FILE:STRENGTH does")
+            raise WanjaxError(f"the LoRA {text!r} names no file: write FILE or FILE:STRENGTH")
         return cls(file, strength, expert)
 
     def __str__(self) -> str:
@@ -86,7 +86,7 @@ class Lora:
 
 
 class Matches(NamedTuple):
-    """What a file changes: how many of its changes fit the network, and the names of those that do not."""
+    """The outcome of a merge: how many changes of the file fit the network, and the names of those that do not."""
 
     file: str
     matched: int
@@ -94,15 +94,15 @@ class Matches(NamedTuple):
 
     def __str__(self) -> str:
         total = self.matched + len(self.unmatched)
-        told = f"{self.file}: {self.matched} of {total} changes merged"
+        summary = f"{self.file}: {self.matched} of {total} changes merged"
         if not self.unmatched:
-            return told
+            return summary
         listed = ", ".join(self.unmatched[:3]) + (" and so on" if len(self.unmatched) > 3 else "")
-        return f"{told}; what has no place in the model was left out: {listed}"
+        return f"{summary}; the rest has no place in the model and was left out: {listed}"
 
 
 class Change(NamedTuple):
-    """What is added to one tensor, times `scale`: the tensor of the one key, or the product of those of two."""
+    """The change of one tensor: `scale` times one tensor of the file, or times the product of two."""
 
     factors: tuple[str, ...]
     scale: float
@@ -111,9 +111,9 @@ class Change(NamedTuple):
 class LoraFile:
     """The changes in a file, by the tensors of one network that they change.
 
-    specs: the network's tensors by the names that diffusers gives them; names: what the authors call them.
-    Raises WanjaxError if the file cannot be read, is incomplete, holds changes of another kind, or hardly any of them
-    has a place in the network.
+    specs: the network's tensors by their names in diffusers; names: the translation to and from the authors' names.
+    Raises WanjaxError if the file cannot be read, is incomplete, holds changes of another kind, or too few of its
+    changes fit the network.
     """
 
     def __init__(self, path: Path, specs: Mapping[str, Spec], names: Names):
@@ -137,14 +137,14 @@ class LoraFile:
         return target in self._changes
 
     def change(self, target: str, strength: float) -> np.ndarray:
-        """What is added to a tensor, float32."""
+        """Returns the float32 array to add to a tensor, times the strength."""
         change = self._changes[target]
         factors = [self._reader.read(key).astype(np.float32) for key in change.factors]
         factors[0] *= np.float32(strength * change.scale)
         return factors[0] if len(factors) == 1 else _product(*factors)
 
     def _shape(self, change: Change) -> tuple[int, ...]:
-        """The shape of what is added; empty where the factors do not go together."""
+        """Returns the shape of a change; empty if the factors do not fit each other."""
         shapes = [self._reader.spec(key).shape for key in change.factors]
         if len(shapes) == 1:
             return shapes[0]
@@ -154,7 +154,7 @@ class LoraFile:
 
 
 class Merged(View):
-    """A checkpoint with changes added; a tensor that has none, or none of a strength but 0, stays as it is."""
+    """A checkpoint with the changes added; a tensor without changes of non-zero strength is returned unchanged."""
 
     def __init__(self, reader: Reader, files: Sequence[tuple[LoraFile, float]]):
         super().__init__(reader)
@@ -162,27 +162,28 @@ class Merged(View):
 
     def spec(self, key: str) -> Spec:
         shape, dtype = self._reader.spec(key)
-        return Spec(shape, np.dtype(np.float32) if self._of(key) else dtype)
+        return Spec(shape, np.dtype(np.float32) if self._changing(key) else dtype)
 
     def read(self, key: str) -> np.ndarray:
         x = self._reader.read(key)
-        if files := self._of(key):
+        if files := self._changing(key):
             x = x.astype(np.float32)
         for file, strength in files:
             x += file.change(key, strength)
         return x
 
-    def _of(self, key: str) -> list[tuple[LoraFile, float]]:
+    def _changing(self, key: str) -> list[tuple[LoraFile, float]]:
+        """Returns the files that change a tensor, with their strengths."""
         return [(file, strength) for file, strength in self._files if key in file]
 
 
 def _product(up: np.ndarray, down: np.ndarray) -> np.ndarray:
-    """Of matrices, or of the weights of two convolutions of which the second has a kernel of 1."""
+    """Multiplies two matrices, or composes the kernels of two convolutions, `up` of size 1."""
     return (up.reshape(len(up), -1) @ down.reshape(len(down), -1)).reshape(len(up), *down.shape[1:])
 
 
 def _targets(specs: Mapping[str, Spec], names: Names) -> dict[str, str]:
-    """The network's tensors by every name under which a file may have them."""
+    """Maps every name that a file may use for a tensor to the network's own name."""
     found: dict[str, str] = {}
     for key in specs:
         for name in (key, names.theirs(key)):
@@ -193,7 +194,7 @@ def _targets(specs: Mapping[str, Spec], names: Names) -> dict[str, str]:
 
 
 def _changes(path: Path, reader: Reader) -> tuple[dict[str, Change], list[str]]:
-    """The changes in a file by the names that it has for what they change, without prefixes; and keys that are none."""
+    """Returns the changes by the file's names of the changed tensors, without prefixes, and the keys of no change."""
     found, parts, unknown = {}, *_parts(path, reader)
     config = _peft_config(path, reader)
     for module, keys in parts.items():
@@ -212,7 +213,7 @@ def _changes(path: Path, reader: Reader) -> tuple[dict[str, Change], list[str]]:
 
 
 def _parts(path: Path, reader: Reader) -> tuple[dict[str, dict[tuple[str, str], str]], list[str]]:
-    """The file's keys by the module that they change and what they are of that change; and those that are neither."""
+    """Returns the file's keys by the module that they change and their role in the change, and the keys of no role."""
     found: defaultdict[str, dict[tuple[str, str], str]] = defaultdict(dict)
     unknown = []
     for key in reader.keys():  # noqa: SIM118
@@ -240,7 +241,7 @@ def _rank(reader: Reader, down: str) -> int:
 
 
 def _scale(reader: Reader, alpha: str | None, rank: int, module: str, config: Mapping[str, Any]) -> float:
-    """What a product counts: alpha / rank; 1 where the file tells no alpha."""
+    """Returns the scale of a product: alpha / rank, or 1 if the file has no alpha."""
     if alpha is not None and reader.spec(alpha).shape in ((), (1,)) and rank:
         return float(reader.read(alpha).astype(np.float64).item()) / rank
     if "lora_alpha" not in config or not rank:
@@ -252,14 +253,14 @@ def _scale(reader: Reader, alpha: str | None, rank: int, module: str, config: Ma
 
 
 def _names(pattern: str, module: str) -> bool:
-    """Whether PEFT's pattern, the end of a module's name or behind a caret all of it, names the module."""
+    """Returns True if PEFT's pattern matches: it is the end of the module's name or, after a caret, the whole name."""
     if pattern.startswith("^"):
         return pattern[1:] == module
     return module == pattern or module.endswith(f".{pattern}")
 
 
 def _peft_config(path: Path, reader: Reader) -> dict[str, Any]:
-    """PEFT's config, from the file's metadata or from beside it; empty where there is none."""
+    """Returns PEFT's config from the file's metadata or from the JSON file next to it; empty if there is none."""
     if text := getattr(reader, "metadata", {}).get(PEFT_METADATA):
         where = f"the {PEFT_METADATA} of {path}"
     elif path.stem == PEFT_FILE and (beside := path.with_name(PEFT_CONFIG)).is_file():
@@ -273,4 +274,4 @@ def _peft_config(path: Path, reader: Reader) -> dict[str, Any]:
             return config
     except (ValueError, AttributeError, RecursionError):
         pass
-    raise WanjaxError(f"{where} is not a config of PEFT: a JSON object with numbers for alpha is needed")
+    raise WanjaxError(f"{where} is not a config of PEFT: a JSON object with numeric alphas is needed")

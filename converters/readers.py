@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of tensors in either format, layouts that name the same tensors differently, and one read as another."""
+"""Opens files of tensors of either format, and reads a checkpoint as one of another layout."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -10,18 +10,18 @@ from pathlib import Path
 
 import numpy as np
 
-from wanjax.checkpoint import Reader, SafetensorsFile, Spec
+from wanjax.checkpoints.files import Reader, SafetensorsFile, Spec
+from wanjax.checkpoints.torch_file import SUFFIXES as TORCH
+from wanjax.checkpoints.torch_file import TorchFile
 from wanjax.converters.engine import PLACEHOLDER
 from wanjax.errors import WanjaxError
-from wanjax.torch_file import SUFFIXES as TORCH
-from wanjax.torch_file import TorchFile
 
 SUFFIXES = (".safetensors", *TORCH)
 Table = list[tuple[re.Pattern, str]]
 
 
 def open_tensors(path: str | Path) -> SafetensorsFile | TorchFile:
-    """A file of tensors, of the format that its suffix tells; raises WanjaxError where it cannot be read."""
+    """Opens a file of tensors in the format of its suffix; raises WanjaxError if it cannot be read."""
     path = Path(path).expanduser()
     if path.suffix not in SUFFIXES:
         raise WanjaxError(f"{path} is no file of weights that can be read: one that ends in {' or '.join(SUFFIXES)} is")
@@ -32,17 +32,17 @@ def open_tensors(path: str | Path) -> SafetensorsFile | TorchFile:
 class Names:
     """Pairs (theirs, ours) of names of the same module or tensor; `{i}` stands for an index, the same in both.
 
-    What stands behind a module's name, such as `.weight`, is alike in both layouts.
+    The names of a module's own tensors, such as `.weight`, are the same in both layouts.
     """
 
     pairs: Sequence[tuple[str, str]]
 
     def ours(self, theirs: str) -> str | None:
-        """Our name of their tensor or module; None where it has none."""
+        """Returns our name of their tensor or module; None if it has none."""
         return _translated(theirs, self._to_ours)
 
     def theirs(self, ours: str) -> str | None:
-        """Their name of our tensor or module; None where it has none."""
+        """Returns their name of our tensor or module; None if it has none."""
         return _translated(ours, self._to_theirs)
 
     @cached_property
@@ -59,7 +59,7 @@ def _table(pairs: Iterable[tuple[str, str]]) -> Table:
 
 
 def _expression(name: str) -> str:
-    """A regular expression of a name with placeholders; a placeholder that comes twice has the same value twice."""
+    """Returns a regular expression for a name with placeholders, none of which comes twice."""
     return PLACEHOLDER.sub(r"(?P<\1>[0-9]{1,4})", name.replace(".", r"\."))
 
 
@@ -71,14 +71,14 @@ def _translated(name: str, table: Table) -> str | None:
 
 
 class View:
-    """A checkpoint read through another."""
+    """A reader of another reader's tensors, unchanged; the base of those that change them."""
 
     def __init__(self, reader: Reader):
         self._reader = reader
 
     @property
     def paths(self) -> Sequence[Path]:
-        """The files that hold the tensors, if they are in files."""
+        """The files that hold the tensors; none if they are not in files."""
         return getattr(self._reader, "paths", [])
 
     def keys(self) -> Sequence[str]:
@@ -92,7 +92,7 @@ class View:
 
 
 class Renamed(View):
-    """A checkpoint by other names: `rename` gives each, None for a tensor that is left out."""
+    """A checkpoint by other names: `rename` returns each one, None for a tensor that is left out."""
 
     def __init__(self, reader: Reader, rename: Callable[[str], str | None]):
         super().__init__(reader)
@@ -115,7 +115,7 @@ class Renamed(View):
 
 
 class Together:
-    """Checkpoints as one; none has a tensor that another has."""
+    """Several checkpoints, which have no tensor in common, as one."""
 
     def __init__(self, *readers: Reader):
         self._readers = {key: reader for reader in readers for key in reader.keys()}  # noqa: SIM118
@@ -131,7 +131,7 @@ class Together:
 
 
 class Flattened(View):
-    """A checkpoint whose named tensors have lost their leading axes of size 1."""
+    """A checkpoint without the leading axes of size 1 of the named tensors."""
 
     def __init__(self, reader: Reader, names: Iterable[str]):
         super().__init__(reader)
@@ -150,7 +150,7 @@ class Flattened(View):
 
 
 class Unfused(View):
-    """A checkpoint with each `NAME.to_qkv` as `NAME.to_q`, `NAME.to_k` and `NAME.to_v`, a third of the rows each."""
+    """A checkpoint with each `NAME.to_qkv` split by rows into `NAME.to_q`, `NAME.to_k` and `NAME.to_v`."""
 
     def __init__(self, reader: Reader):
         super().__init__(reader)
@@ -182,7 +182,7 @@ class Unfused(View):
 class Descaled(View):
     """A checkpoint with the scales of its 8-bit weights multiplied in: `NAME.weight` by the number `NAME.scale_weight`.
 
-    What else such files hold is left out: the mark `scaled_fp8`, and scales for inputs, which are not rounded here.
+    The mark `scaled_fp8` and the scales of inputs, which are not rounded here, are left out.
     """
 
     def __init__(self, reader: Reader):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""T5 v1.1 and UMT5 encoders as Hugging Face stores them."""
+"""The conversion table of T5 v1.1 and UMT5 encoders: config and names in Hugging Face's files."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,9 +10,9 @@ from wanjax.models.t5 import T5Config
 
 
 def t5_config(json: Mapping[str, Any]) -> T5Config:
-    """The encoder that a config.json of `T5EncoderModel` or `UMT5EncoderModel` describes.
+    """Reads the encoder's config from a config.json of `T5EncoderModel` or `UMT5EncoderModel`.
 
-    Raises WanjaxError where it is another model, has another MLP, or lacks a size.
+    Raises WanjaxError for another model or MLP, or if a size is missing.
     """
     kind = json.get("model_type")
     if kind not in ("t5", "umt5"):
@@ -29,7 +29,7 @@ def t5_config(json: Mapping[str, Any]) -> T5Config:
             mlp_dim=json["d_ff"],
             layers=json["num_layers"],
             buckets=json["relative_attention_num_buckets"],
-            max_distance=json.get("relative_attention_max_distance", 128),  # files older than the setting lack it
+            max_distance=json.get("relative_attention_max_distance", 128),  # older files lack the entry
             eps=json["layer_norm_epsilon"],
             shared_bias=kind == "t5",
         )
@@ -38,7 +38,7 @@ def t5_config(json: Mapping[str, Any]) -> T5Config:
 
 
 def t5_rules(config: T5Config) -> list[Rule]:
-    """Every parameter of `T5Encoder`; files may store the tied embedding twice."""
+    """Returns the rules for every parameter of `T5Encoder`; files may store the tied embedding twice."""
     attention, mlp = "encoder.block.{i}.layer.0", "encoder.block.{i}.layer.1"
     bias = "SelfAttention.relative_attention_bias.weight"
     return [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rearrangements of a tensor's values between a checkpoint's layout and ours, each with an exact inverse."""
+"""Rearrangements of a tensor's values, from a checkpoint's order of axes to ours, each with an exact inverse."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Transform:
-    """An exact rearrangement of a tensor's values, from the checkpoint's layout to ours (`forward`) and back."""
+    """An exact rearrangement of a tensor's values, from the checkpoint's order to ours (`forward`) and back."""
 
     name: str
     forward: Callable
     inverse: Callable
 
     def __rshift__(self, after: "Transform") -> "Transform":
-        """This transform, then `after`."""
+        """Returns this transform followed by `after`."""
         return Transform(
             f"{self.name} >> {after.name}",
             lambda x: after.forward(self.forward(x)),
@@ -27,11 +27,11 @@ class Transform:
         )
 
     def shape(self, source: Shape) -> Shape | None:
-        """The shape that a source shape becomes; None where the transform does not apply to it."""
+        """Returns the shape that a source shape becomes; None if the transform does not apply to it."""
         return _shape_through(self.forward, source)
 
     def source_shape(self, target: Shape) -> Shape | None:
-        """The shape that the source must have to become `target`."""
+        """Returns the shape that becomes `target`; None if there is none."""
         return _shape_through(self.inverse, target)
 
 
@@ -44,13 +44,13 @@ def _shape_through(rearrange: Callable, shape: Shape) -> Shape | None:
 
 
 def _swap_pairs(x, groups: int, inner: tuple[int, int]):
-    """Rows [groups * a * b, ...] with the axes a and b, of sizes `inner` (one of them -1), exchanged."""
+    """Splits the rows into axes [groups, a, b], where (a, b) is `inner`, one of them -1; exchanges a and b."""
     rows = x.reshape(groups, *inner, *x.shape[1:])
     return rows.swapaxes(1, 2).reshape(x.shape)
 
 
 def rope_halves(heads: int) -> Transform:
-    """Rows of a q or k weight, bias or norm [N*D, ...]: in each head pairs (0,1),(2,3).. become (0,D/2),(1,D/2+1).."""
+    """Reorders a q or k weight, bias or norm [N*D, ...]: in each head pairs (0,1),(2,3).. become (0,D/2),(1,D/2+1).."""
     return Transform(
         f"rope_halves({heads})",
         lambda x: _swap_pairs(x, heads, (-1, 2)),
@@ -68,7 +68,7 @@ def squeeze(*axes: int) -> Transform:
 
 
 def patches(patch: tuple[int, ...]) -> Transform:
-    """The weight of a convolution whose stride is its kernel, [E, C, *patch] -> a kernel [prod(patch) * C, E].
+    """Makes a matrix [prod(patch) * C, E] of the weight [E, C, *patch] of a convolution whose stride is its kernel.
 
     The rows are ordered as our patches are flattened: offsets in the patch first, channel last.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of Wan: the diffusers names and shapes of each network's weights, and its config.json."""
+"""The conversion tables of Wan's networks in the diffusers layout: names and shapes of the weights, and config.json."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -26,7 +26,7 @@ from wanjax.models.wan.config import (
     VAEConfig,
 )
 
-# Entries of config.json that change the architecture, and the values that mean this one, first an absent entry's.
+# Entries of config.json that select the architecture, and their supported values; the first is that of a missing entry.
 TRANSFORMER_KIND = {
     "_class_name": ("WanTransformer3DModel", "WanVACETransformer3DModel"),
     "cross_attn_norm": (True,),
@@ -40,9 +40,10 @@ VAE_KIND = {
 
 
 def transformer_config(json: Mapping[str, Any]) -> TransformerConfig:
-    """From `transformer/config.json` of a diffusers folder; its type says what the transformer sees beside the prompt.
+    """Reads a transformer's config from `transformer/config.json` of a diffusers folder.
 
-    Raises WanjaxError where a size is missing or contradicts another, or the architecture is not one of these.
+    Its type says what the transformer sees in addition to the prompt: nothing, an image, or a control clip. Raises
+    WanjaxError if a size is missing or contradicts another, or if the architecture is not supported.
     """
     _check("transformer", json, TRANSFORMER_KIND)
     try:
@@ -77,12 +78,12 @@ def _control_config(plain: TransformerConfig, json: Mapping[str, Any]) -> Contro
     stride = plain.layers // len(layers)
     if list(layers) != list(range(0, plain.layers, stride)) or plain.layers % stride:
         right = f"evenly spaced layers from 0 that divide {plain.layers}"
-        raise WanjaxError(f"the transformer's config.json has vace_layers {list(layers)} where {right} are what runs")
+        raise WanjaxError(f"the transformer's config.json has vace_layers {list(layers)} where {right} are supported")
     return ControlTransformerConfig(**asdict(plain), control_channels=channels, control_stride=stride)
 
 
 def transformer_rules(config: TransformerConfig) -> list[Rule]:
-    """Every parameter of the transformer that the config's type stands for."""
+    """Returns the rules for every parameter of the transformer; the config's type selects the variant."""
     rules = _plain_rules(config)
     match config:
         case ImageTransformerConfig():
@@ -93,7 +94,7 @@ def transformer_rules(config: TransformerConfig) -> list[Rule]:
 
 
 def _control_rules(config: ControlTransformerConfig) -> list[Rule]:
-    """What a transformer that follows a control clip has more."""
+    """Returns the rules for the additional parameters of a transformer that follows a control clip."""
     return [
         Rule("vace_patch_embedding.weight", "control_embed.kernel", patches(config.patch)),
         Rule("vace_patch_embedding.bias", "control_embed.bias"),
@@ -104,7 +105,7 @@ def _control_rules(config: ControlTransformerConfig) -> list[Rule]:
 
 
 def _image_rules(config: ImageTransformerConfig) -> list[Rule]:
-    """What a transformer that sees an image has more."""
+    """Returns the rules for the additional parameters of a transformer that sees an image."""
     embed = "condition_embedder.image_embedder"
     return [
         *norm(f"{embed}.norm1", "image_embed.norm1", bias=True),
@@ -145,7 +146,7 @@ def _block(source: str, target: str, config: TransformerConfig) -> list[Rule]:
 
 
 def _attention(source: str, target: str, order: Transform) -> list[Rule]:
-    """q, k, v, out and the norms; `order` rearranges the channels that positions turn."""
+    """Returns the rules of an attention layer; `order` rearranges the channels that RoPE rotates."""
     return [
         *linear(f"{source}.to_q", f"{target}.q", rows=order),
         *linear(f"{source}.to_k", f"{target}.k", rows=order),
@@ -157,14 +158,14 @@ def _attention(source: str, target: str, order: Transform) -> list[Rule]:
 
 
 def vae_config(json: Mapping[str, Any]) -> VAEConfig:
-    """From `vae/config.json` of a diffusers folder; raises WanjaxError as `transformer_config` does."""
+    """Reads an autoencoder's config from `vae/config.json`. Raises the errors of `transformer_config`."""
     _check("VAE", json, VAE_KIND)
     patch = json.get("patch_size") or 1
     for entry in ("in_channels", "out_channels"):
         if json.get(entry, 3) != 3 * patch**2:
             raise WanjaxError(
-                f"the VAE's config.json has {entry} {json.get(entry, 3)} where {3 * patch**2} are the colours of the "
-                f"{patch} × {patch} pixels that patch_size says"
+                f"the VAE's config.json has {entry} {json.get(entry, 3)} where {3 * patch**2} is right: three colours "
+                f"of each of {patch} × {patch} pixels, by its patch_size"
             )
     shape = ResidualVAEConfig if json.get("is_residual") else VAEConfig
     try:
@@ -183,15 +184,16 @@ def vae_config(json: Mapping[str, Any]) -> VAEConfig:
         raise WanjaxError(f"the VAE's config.json has no {missing.args[0]}") from None
 
 
-def _check(part: str, json: Mapping[str, Any], kind: Mapping[str, tuple]) -> None:
-    """Raises WanjaxError where an entry asks for an architecture that is not this one."""
+def _check(component: str, json: Mapping[str, Any], kind: Mapping[str, tuple]) -> None:
+    """Raises WanjaxError if an entry selects an architecture that is not supported."""
     for entry, offered in kind.items():
         if (value := json.get(entry, offered[0])) not in offered:
             right = " or ".join(map(repr, offered))
-            raise WanjaxError(f"the {part}'s config.json has {entry} {value!r} where {right} is what runs today")
+            raise WanjaxError(f"the {component}'s config.json has {entry} {value!r} where {right} is supported")
 
 
 def vae_rules(config: VAEConfig) -> list[Rule]:
+    """Returns the rules for every parameter of the autoencoder; the config's type selects the variant."""
     levels = _residual_levels() if isinstance(config, ResidualVAEConfig) else _levels(config)
     return [
         *_pointwise("quant_conv", "quant"),
@@ -204,7 +206,7 @@ def vae_rules(config: VAEConfig) -> list[Rule]:
 
 
 def _ends(half: str) -> list[Rule]:
-    """What the encoder and the decoder have alike: first and last convolution, and the middle."""
+    """Returns the rules that encoder and decoder share: the first and last convolutions, and the middle."""
     return [
         *conv(f"{half}.conv_in", f"{half}.conv_in"),
         *_res_block(f"{half}.mid_block.resnets.0", f"{half}.mid.res1"),
@@ -218,7 +220,7 @@ def _ends(half: str) -> list[Rule]:
 
 
 def _levels(config: VAEConfig) -> list[Rule]:
-    """Wan 2.1's: the checkpoint numbers the encoder's blocks and downsamplers in one flat list."""
+    """Returns the rules of Wan 2.1's levels. Its files number the encoder's blocks and downsamplers in one list."""
     rules = _resample("decoder.up_blocks.{i}.upsamplers.0", "decoder.levels.{i}.resample")
     for level in range(len(config.multipliers)):
         first = level * (config.res_blocks + 1)
@@ -229,7 +231,7 @@ def _levels(config: VAEConfig) -> list[Rule]:
 
 
 def _residual_levels() -> list[Rule]:
-    """Wan 2.2's."""
+    """Returns the rules of Wan 2.2's levels."""
     return [
         *_res_block("encoder.down_blocks.{i}.resnets.{j}", "encoder.levels.{i}.res.{j}"),
         *_resample("encoder.down_blocks.{i}.downsampler", "encoder.levels.{i}.resample"),
@@ -252,7 +254,7 @@ def _res_block(source: str, target: str) -> list[Rule]:
 
 
 def _pointwise(source: str, target: str, axes: tuple[int, ...] = (2, 3, 4)) -> list[Rule]:
-    """A convolution with a kernel of 1 as a dense layer."""
+    """Returns the rules that read a convolution with a kernel of size 1 as a dense layer."""
     return [
         Rule(f"{source}.weight", f"{target}.kernel", squeeze(*axes) >> TRANSPOSE),
         Rule(f"{source}.bias", f"{target}.bias"),

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wan as its authors store it, and as ComfyUI stores it after them: names, and configs read from names and shapes.
+"""Wan in its authors' layout, which ComfyUI uses too: names of tensors, and configs inferred from names and shapes.
 
-The tables are total in both directions: each tensor of the original layout has a name in that of diffusers and back,
-so that what reads the one reads the other. Sources: wan/modules/{model,vace_model,vae,t5,clip}.py of the official
-Wan 2.1 and 2.2 for their names, and diffusers' scripts/convert_wan_to_diffusers.py for what it calls them.
+The tables are total in both directions: each tensor of the authors' layout has one name in the diffusers layout, and
+the reverse. So a reader of one layout reads the other. Sources: wan/modules/{model,vace_model,vae,t5,clip}.py of the
+official Wan 2.1 and 2.2 for the authors' names, diffusers' scripts/convert_wan_to_diffusers.py for those of diffusers.
 """
 
 import math
@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from wanjax.checkpoint import Spec
+from wanjax.checkpoints.files import Spec
 from wanjax.converters.readers import Names
 from wanjax.errors import WanjaxError
 from wanjax.models.wan.config import VAE_2_1, VAE_2_2
@@ -19,12 +19,12 @@ from wanjax.models.wan.config import VAE_2_1, VAE_2_2
 Specs = Mapping[str, Spec]
 Pairs = list[tuple[str, str]]
 HEAD_DIM = 128  # in every published Wan transformer
-CLIP_HEAD_DIM = 80  # in CLIP's ViT-H, the one that Wan sees with
-STATISTICS = {config.latent_channels: config for config in (VAE_2_1, VAE_2_2)}  # of latents, which files do not hold
+CLIP_HEAD_DIM = 80  # in CLIP's ViT-H, Wan's image encoder
+STATISTICS = {config.latent_channels: config for config in (VAE_2_1, VAE_2_2)}  # files lack the latents' mean and std
 
 
 def _block(block: str) -> Pairs:
-    """What a transformer block holds; the normalisations before cross-attention and MLP have changed places."""
+    """Returns the names of a transformer block. The norms before cross-attention and before the MLP swap numbers."""
     projections = (("q", "to_q"), ("k", "to_k"), ("v", "to_v"), ("o", "to_out.0"))
     attention = [
         *projections,
@@ -99,7 +99,7 @@ IMAGE_ENCODER = Names(
         ("visual.post_norm", "vision_model.post_layernorm"),
     ]
 )
-"""Of names that are `Unfused`; the file's half for text and the projection behind the last norm are left out."""
+"""Names after `Unfused`. CLIP's text encoder and the projection after the last norm are left out."""
 
 
 def _res_block(theirs: str, ours: str) -> Pairs:
@@ -115,7 +115,7 @@ def _resample(theirs: str, ours: str) -> Pairs:
 
 
 def vae_names(config: Mapping[str, Any]) -> Names:
-    """The names of an autoencoder with the levels and blocks that its config.json tells."""
+    """Returns the names of the autoencoder that a config.json in the diffusers layout describes."""
     levels, blocks = len(config["dim_mult"]), config["num_res_blocks"]
     inside = _nested if config["is_residual"] else _flat
     return Names(
@@ -140,7 +140,10 @@ def _ends(half: str) -> Pairs:
 
 
 def _flat(levels: int, blocks: int) -> Pairs:
-    """The autoencoder of Wan 2.1 counts its blocks and resamplers in one list; diffusers' decoder does not."""
+    """Returns the names of Wan 2.1's levels. The authors number blocks and resamplers in one list.
+
+    diffusers does so in the encoder, but numbers the decoder's by level.
+    """
     pairs: Pairs = []
     for i in range(levels * (blocks + 1) - 1):
         theirs, ours = f"encoder.downsamples.{i}", f"encoder.down_blocks.{i}"
@@ -154,7 +157,7 @@ def _flat(levels: int, blocks: int) -> Pairs:
 
 
 def _nested(levels: int, blocks: int) -> Pairs:
-    """That of Wan 2.2 counts them in a list for each level."""
+    """Returns the names of Wan 2.2's levels, which number blocks and resamplers in one list per level."""
     pairs: Pairs = []
     for level in range(levels):
         sides = (
@@ -168,14 +171,11 @@ def _nested(levels: int, blocks: int) -> Pairs:
     return pairs
 
 
-# --- configs ---
-
-
 def transformer_json(specs: Specs, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The config.json that diffusers would write for a transformer whose tensors have these original names.
+    """Returns diffusers' config.json for a transformer with these tensors, by the authors' names.
 
-    given: the original config.json, where there is one, for what shapes do not tell. Raises WanjaxError where a tensor
-    is missing that tells a size.
+    given: the authors' config.json, if there is one, for the values that shapes do not determine. Raises WanjaxError
+    if a tensor that determines a size is missing.
     """
     given = given or {}
     width, channels_in, *patch = _shape(specs, "patch_embedding.weight", 5)
@@ -211,7 +211,7 @@ def transformer_json(specs: Specs, given: Mapping[str, Any] | None = None) -> di
 
 
 def vae_json(specs: Specs) -> dict[str, Any]:
-    """The config.json that diffusers would write for an autoencoder; raises WanjaxError as `transformer_json` does."""
+    """Returns diffusers' config.json for an autoencoder. Raises the errors of `transformer_json`."""
     base, channels = _shape(specs, "encoder.conv1.weight", 5)[:2]
     latents = _shape(specs, "conv2.weight", 5)[0]
     if latents not in STATISTICS:
@@ -234,7 +234,7 @@ def vae_json(specs: Specs) -> dict[str, Any]:
 
 
 def _flat_json(specs: Specs) -> dict[str, Any]:
-    """Levels end with a resampler, but for the last; the width of each is that of its last block."""
+    """Reads the levels of Wan 2.1's autoencoder: all but the last end with a resampler, after blocks of one width."""
     count = _count(specs, r"encoder\.downsamples\.([0-9]{1,4})\..*")
     ends = [i for i in range(count) if f"encoder.downsamples.{i}.resample.1.weight" in specs]
     blocks = ends[0] if ends else count
@@ -247,6 +247,7 @@ def _flat_json(specs: Specs) -> dict[str, Any]:
 
 
 def _nested_json(specs: Specs, channels: int) -> dict[str, Any]:
+    """Reads the levels of Wan 2.2's autoencoder."""
     levels = _count(specs, r"encoder\.downsamples\.([0-9]{1,4})\..*")
     prefix = "encoder.downsamples.{}.downsamples"
     blocks = _count(specs, prefix.format(levels - 1).replace(".", r"\.") + r"\.([0-9]{1,4})\..*")
@@ -267,7 +268,7 @@ def _nested_json(specs: Specs, channels: int) -> dict[str, Any]:
 
 
 def text_encoder_json(specs: Specs) -> dict[str, Any]:
-    """The config.json of a UMT5 encoder by its original names; raises WanjaxError as `transformer_json` does."""
+    """Returns the config.json of a UMT5 encoder with these tensors. Raises the errors of `transformer_json`."""
     vocabulary, width = _shape(specs, "token_embedding.weight", 2)
     buckets, heads = _shape(specs, "blocks.0.pos_embedding.embedding.weight", 2)
     return {
@@ -287,9 +288,9 @@ def text_encoder_json(specs: Specs) -> dict[str, Any]:
 
 
 def image_encoder_json(specs: Specs) -> dict[str, Any]:
-    """The config.json of CLIP's vision tower by its original names, the positions without the axis for a batch.
+    """Returns the config.json of a CLIP vision tower with these tensors; its positions must have no batch axis.
 
-    Raises WanjaxError as `transformer_json` does.
+    Raises the errors of `transformer_json`.
     """
     width, _, patch, _ = _shape(specs, "visual.patch_embedding.weight", 4)
     tokens = _shape(specs, "visual.pos_embedding", 2)[0]
@@ -308,9 +309,11 @@ def image_encoder_json(specs: Specs) -> dict[str, Any]:
 
 
 def _shape(specs: Specs, key: str, rank: int) -> tuple[int, ...]:
-    """The shape of a tensor that tells a size."""
+    """Returns the shape of a tensor that determines a size. Raises WanjaxError unless it is there with this rank."""
     if key not in specs:
-        raise WanjaxError(f"the checkpoint lacks {key}, which tells a size of the network: a complete file is needed")
+        raise WanjaxError(
+            f"the checkpoint lacks {key}, which determines a size of the network: a complete file is needed"
+        )
     shape = specs[key].shape
     if len(shape) != rank or 0 in shape:
         raise WanjaxError(f"{key} has the shape {list(shape)} where {rank} axes are right")
@@ -318,5 +321,5 @@ def _shape(specs: Specs, key: str, rank: int) -> tuple[int, ...]:
 
 
 def _count(keys: Iterable[str], pattern: str) -> int:
-    """One more than the highest index; 0 where no key matches."""
+    """Returns one more than the highest index in the keys, or 0 if no key matches."""
     return max((int(found[1]) for key in keys if (found := re.fullmatch(pattern, key))), default=-1) + 1

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a file of tensors holds, told by their names: a component in the authors' layout or in that of diffusers.
+"""Recognition of the components in a file by the names of its tensors, in the authors' or the diffusers layout.
 
-Files for ComfyUI have a prefix before every name, and may hold several components at once.
+Files for ComfyUI prefix every name, and may hold several components.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from wanjax.checkpoint import Reader
-from wanjax.converters import original
+from wanjax.checkpoints.files import Reader
+from wanjax.checkpoints.layouts import Component
 from wanjax.converters.readers import Descaled, Flattened, Names, Renamed, Unfused
+from wanjax.converters.wan import original
 from wanjax.errors import WanjaxError
 
-TELLING = {  # tensors that only this component has: as the authors name them, as diffusers and transformers do
+TELLING = {  # tensors that only this component has: the authors' name, and that of diffusers or transformers
     "transformer": ("time_projection.1.weight", "condition_embedder.time_proj.weight"),
     "vae": ("encoder.conv1.weight", "encoder.conv_in.weight"),
     "text_encoder": ("token_embedding.weight", "shared.weight"),
@@ -24,18 +25,11 @@ PREFIXES = {
     "text_encoder": ("", "text_encoders.umt5xxl.transformer."),
     "image_encoder": ("",),
 }
-TOKENIZERS = ("spiece_model",)  # stored beside the weights of text encoders
-
-
-class Part(NamedTuple):
-    """A component: its config.json, and its tensors by the names of diffusers, or of transformers."""
-
-    json: dict[str, Any]
-    weights: Reader
+TOKENIZERS = ("spiece_model",)  # stored with the weights of text encoders
 
 
 def prefixes(keys: Sequence[str]) -> dict[str, str]:
-    """The components that a file with these keys holds, and what stands before the names of each."""
+    """Returns the components in a file with these keys, each with the prefix of its names."""
     found, present = {}, set(keys)
     for component, telling in TELLING.items():
         for prefix in PREFIXES[component]:
@@ -45,23 +39,23 @@ def prefixes(keys: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def parts(reader: Reader) -> dict[str, Part]:
-    """The components that a file holds; raises WanjaxError where one of them is incomplete, or not Wan's."""
+def components(reader: Reader) -> dict[str, Component]:
+    """Returns the components that a file holds. Raises WanjaxError if one of them is incomplete or not Wan's."""
     found = prefixes(tuple(reader.keys()))
-    return {component: part(component, _without(reader, prefix, found)) for component, prefix in found.items()}
+    return {name: component(name, _without(reader, prefix, found)) for name, prefix in found.items()}
 
 
-def part(component: str, reader: Reader, given: Mapping[str, Any] | None = None) -> Part:
-    """A component of a reader that holds nothing else, in either layout.
+def component(name: str, reader: Reader, given: Mapping[str, Any] | None = None) -> Component:
+    """Returns a component from a reader that holds nothing else, in either layout.
 
-    given: the authors' config.json, where there is one. Raises WanjaxError where the tensors are not the component's.
+    given: the authors' config.json, if there is one. Raises WanjaxError if the tensors are not the component's.
     """
     reader = Descaled(reader)
     keys = set(reader.keys())
-    if not any(name in keys for name in TELLING[component]):
-        raise WanjaxError(f"the {component} lacks {' or '.join(TELLING[component])}: weights of Wan are needed")
-    authors = TELLING[component][0] in keys
-    match component:
+    if not any(key in keys for key in TELLING[name]):
+        raise WanjaxError(f"the {name} lacks {' or '.join(TELLING[name])}: weights of Wan are needed")
+    authors = TELLING[name][0] in keys
+    match name:
         case "transformer":
             names = original.TRANSFORMER
             json = original.transformer_json(_theirs(reader, names, authors), given)
@@ -73,11 +67,11 @@ def part(component: str, reader: Reader, given: Mapping[str, Any] | None = None)
         case _:
             reader, names = _vision(reader) if authors else reader, original.IMAGE_ENCODER
             json = original.image_encoder_json(_theirs(reader, names, authors))
-    return Part(json, Renamed(reader, lambda key: names.ours(key) or key) if authors else reader)
+    return Component(json, Renamed(reader, lambda key: names.ours(key) or key) if authors else reader)
 
 
 def _without(reader: Reader, prefix: str, found: Mapping[str, str]) -> Reader:
-    """The tensors behind a prefix; where there is none, those that belong to no other component."""
+    """Returns the tensors with a prefix; if it is empty, those that belong to no other component."""
     others = tuple(other for other in found.values() if other and other != prefix)
 
     def rename(key: str) -> str | None:
@@ -88,12 +82,15 @@ def _without(reader: Reader, prefix: str, found: Mapping[str, str]) -> Reader:
 
 
 def _theirs(reader: Reader, names: Names, authors: bool) -> dict[str, Any]:
-    """The shapes of the tensors by the authors' names."""
+    """Returns the specs of the tensors by the authors' names."""
     return {key if authors else names.theirs(key) or key: reader.spec(key) for key in reader.keys()}  # noqa: SIM118
 
 
 def _vae(reader: Reader, authors: bool) -> tuple[dict[str, Any], Names]:
-    """An autoencoder's config, and its names, which depend on it: of diffusers' layout as published."""
+    """Returns an autoencoder's config and its names.
+
+    The names depend on the config. For the diffusers layout they are those of the published autoencoders.
+    """
     if authors:
         json = original.vae_json(_theirs(reader, Names([]), authors=True))
         return json, original.vae_names(json)
@@ -103,7 +100,7 @@ def _vae(reader: Reader, authors: bool) -> tuple[dict[str, Any], Names]:
 
 
 def _vision(reader: Reader) -> Reader:
-    """The half of CLIP that sees, with its tensors shaped as transformers shapes them."""
+    """Returns CLIP's vision tower, with its tensors in the shapes that transformers uses."""
     seeing = Renamed(reader, lambda key: key if key.startswith("visual.") and key != "visual.head" else None)
     return Unfused(Flattened(seeing, ("visual.cls_embedding", "visual.pos_embedding")))
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays in the layout of Orbax, written piece by piece and restored onto any sharding.
+"""Stores arrays in the layout of Orbax, chunk by chunk, and restores them onto any sharding.
 
 An Orbax checkpoint is a folder with an array in the format zarr 3 for each leaf of a tree, and a file that describes
-the tree. Orbax saves what is whole in memory. Here tensorstore, the library under it, writes the same files a chunk at
-a time, so that a stack of blocks is never whole in memory. A chunk is a file of a few megabytes which appears complete
-or not at all, so that what was stopped goes on, and it ends with the checksum of its bytes (crc32c), which is tested
-whenever it is read, by Orbax too. Restoring reads the shards of this process's devices and no more, array by array.
+the tree. Orbax saves arrays that are in memory whole. Here tensorstore, the library that it uses, writes the same files
+a chunk at a time, so that a stack of blocks is never in memory whole. A chunk is a file of a few megabytes that appears
+complete or not at all, so that an interrupted run can be continued. It ends with the checksum of its bytes (crc32c),
+which every reader tests, Orbax too. Restoring reads only the shards of this process's devices, array by array.
 
-Layout: https://orbax.readthedocs.io and https://zarr-specs.readthedocs.io/en/latest/v3/core
+Format: https://orbax.readthedocs.io and https://zarr-specs.readthedocs.io/en/latest/v3/core
 """
 
 import hashlib
@@ -28,7 +28,7 @@ import numpy as np
 import tensorstore as ts
 from jax.experimental import multihost_utils
 
-from wanjax.checkpoint import Spec, aligned
+from wanjax.checkpoints.files import Spec, aligned
 from wanjax.errors import WanjaxError
 
 CHUNK = 16 << 20  # bytes in one file, at most
@@ -36,25 +36,26 @@ LARGEST_CHUNK = 1 << 30  # bytes that are read as one
 CHECKSUM = 4  # bytes at the end of a file
 TREE, COMMITTED = "_METADATA", "_CHECKPOINT_METADATA"  # Orbax's own names
 CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
-STRICT = {"store_data_equal_to_fill_value": True, "fill_missing_data_reads": False}  # a missing chunk is no zeros
+# Chunks of zeros are written, and missing chunks are faults.
+STRICT = {"store_data_equal_to_fill_value": True, "fill_missing_data_reads": False}
 NAME = re.compile(r"\w+(\.\w+)*", re.ASCII)
-AT_ONCE = 4  # chunks in memory on their way to or from the disk
+AT_ONCE = 4  # chunks in memory that are being read or written
 
 Piece = tuple[slice, ...]
 
 
 class StoredArray:
-    """One array in a folder. Raises WanjaxError that names the folder if it is missing or damaged."""
+    """An array in a folder. Raises WanjaxError that names the folder if it is missing or damaged."""
 
     def __init__(self, path: Path, metadata: Mapping[str, Any] | None = None):
-        """`metadata`: of an array that is to be made, unless it is there."""
+        """Opens the array, or creates it with this `metadata` if there is none."""
         self.path = path
-        # Not synchronised file by file: `synchronise` does it for all when they are written.
+        # Files are not synchronised one by one: `synchronise` does it for all when they are written.
         files = {"driver": "file", "path": f"{path}/", "file_io_sync": False}
         spec = {"driver": "zarr3", "kvstore": files, "open": True} | STRICT
         if metadata is not None:
             spec |= {"create": True, "metadata": metadata}
-        with _told(f"{path} is no array that can be read"):
+        with _one_sentence(f"{path} is no array that can be read"):
             self._array = ts.open(spec).result()
         self.spec = Spec(tuple(self._array.shape), self._array.dtype.numpy_dtype)
         self.shape, self.dtype = self.spec
@@ -66,7 +67,7 @@ class StoredArray:
         return self.shape[0]
 
     def pieces(self) -> Iterator[Piece]:
-        """The ranges of the chunks."""
+        """Yields the ranges of the chunks."""
         ranges = [range(0, size, step) for size, step in zip(self.spec.shape, self.chunk, strict=True)]
         for starts in product(*ranges):
             yield tuple(
@@ -75,22 +76,22 @@ class StoredArray:
             )
 
     def file(self, piece: Piece) -> Path:
-        """Where a piece is kept."""
+        """Returns a chunk's file."""
         cells = (str(part.start // step) for part, step in zip(piece, self.chunk, strict=True))
         return self.path.joinpath("c", *cells)
 
     def has(self, piece: Piece) -> bool:
-        """Whether a piece has been written: its file is given its name when it is complete."""
+        """Returns True if a chunk has been written; its file appears when it is complete."""
         file = self.file(piece)
         return file.is_file() and file.stat().st_size == prod(self.chunk) * self.spec.dtype.itemsize + CHECKSUM
 
-    def begin(self, piece: Piece, values: np.ndarray) -> ts.WriteFutures:
-        """Begins to write a piece, whose values may not change until that is done."""
+    def begin(self, piece: Piece, values: np.ndarray | np.generic) -> ts.WriteFutures:
+        """Begins to write a chunk, whose values must not change until that is done."""
         return self._array[piece].write(values)
 
     def read(self, part: Sequence[slice] = (), dtype: np.dtype | None = None) -> np.ndarray:
-        """A part of the array, all if there is no more said, cast while it is read, where JAX can take it over."""
-        with _told(f"{self.path} is damaged"):
+        """Reads a part of the array, by default all, cast to `dtype`, into memory that JAX on the CPU can take over."""
+        with _one_sentence(f"{self.path} is damaged"):
             source = ts.cast(self._array, dtype or self.spec.dtype)[tuple(part)]
             source = source[ts.d[:].translate_to[0]] if source.ndim else source
             values = aligned(source.shape, source.dtype.numpy_dtype)
@@ -98,17 +99,17 @@ class StoredArray:
         return values
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        """One block of a stack, or with `...` all."""
+        """Reads one block of a stack, or with `...` the whole array."""
         return self.read() if index is ... else self.read([slice(index, index + 1)])[0]
 
     def digest(self, progress: Callable[[int], object] = lambda nbytes: None) -> str:
-        """One checksum of the shape, the dtype and all chunks, each of which is read and tested."""
+        """Returns a checksum of the shape, the dtype and the chunks' checksums; reads and tests each chunk."""
         digest = hashlib.sha256(f"{self.spec.shape} {self.spec.dtype} {self.chunk}".encode())
         reading: deque = deque()
 
         def test() -> None:
             piece, values = reading.popleft()
-            with _told(f"{self.path} is damaged"):
+            with _one_sentence(f"{self.path} is damaged"):
                 values.result()
             with self.file(piece).open("rb") as file:
                 file.seek(-CHECKSUM, os.SEEK_END)
@@ -124,12 +125,12 @@ class StoredArray:
         return digest.hexdigest()[:16]
 
     def files(self) -> set[Path]:
-        """What the folder should hold once all is written."""
+        """Returns the files that the folder holds when everything is written."""
         return {self.path / "zarr.json", *map(self.file, self.pieces())}
 
 
 class Writer:
-    """Writes pieces in the background, a few at a time; raises OSError, at the next piece or the end, if one fails."""
+    """Writes chunks in the background, a few at a time; raises OSError for one at the next chunk or at the end."""
 
     def __init__(self):
         self._begun: deque[ts.WriteFutures] = deque()
@@ -140,12 +141,12 @@ class Writer:
     def __exit__(self, *error: object) -> None:
         self._wait(0)
 
-    def write(self, array: StoredArray, piece: Piece, values: np.ndarray) -> None:
+    def write(self, array: StoredArray, piece: Piece, values: np.ndarray | np.generic) -> None:
         self._wait(AT_ONCE - 1)
         self._begun.append(array.begin(piece, values))
 
     def _wait(self, count: int) -> None:
-        """Until at most `count` are on their way."""
+        """Waits until at most `count` chunks are being written."""
         while len(self._begun) > count:
             try:
                 self._begun.popleft().result()
@@ -169,7 +170,7 @@ class Arrays:
 
     @classmethod
     def create(cls, path: Path, specs: Mapping[str, Spec], chunks: Mapping[str, Sequence[int]]) -> "Arrays":
-        """Arrays to be written in chunks of these shapes; keeps what is already written."""
+        """Creates arrays with chunks of these shapes; keeps the chunks that are already written."""
         path.mkdir(parents=True, exist_ok=True)
         for name, spec in specs.items():
             metadata = {
@@ -188,9 +189,9 @@ class Arrays:
 
     @classmethod
     def save(cls, path: Path, weights: Mapping[str, jax.Array]) -> None:
-        """Writes arrays that are spread over devices, each process the shards of its own, one shard at a time.
+        """Writes sharded arrays; each process writes its own shards, one at a time.
 
-        They have their name when all are complete. Raises WanjaxError if something has it, OSError if it cannot write.
+        The folder appears when all are complete. Raises WanjaxError if it exists, OSError if it cannot be written.
         """
         partial = path.with_name(f".{path.name}.partial")
         if path.exists():
@@ -235,9 +236,9 @@ class Arrays:
     def restore(
         self, targets: Mapping[str, Any], progress: Callable[[int], object] = lambda nbytes: None
     ) -> dict[str, jax.Array]:
-        """The arrays that `targets` names, in the dtype and with the sharding that each has there (None: one device).
+        """Reads the arrays that `targets` names, each in its target's dtype and sharding (None: one device).
 
-        targets: such as `jax.ShapeDtypeStruct`, of the right shapes. `progress` is told the bytes of each that is read.
+        targets: of the right shapes, such as `jax.ShapeDtypeStruct`; progress: receives the bytes of each array read.
         """
         restored = {}
         for name, target in targets.items():
@@ -246,12 +247,12 @@ class Arrays:
         return restored
 
     def files(self) -> set[Path]:
-        """What the folder should hold once all is written."""
+        """Returns the files that the folder holds when everything is written."""
         return {self.path / TREE, self.path / COMMITTED}.union(*(array.files() for array in self._arrays.values()))
 
 
 def place(read: Callable[[Sequence[slice], np.dtype], np.ndarray], target: Any) -> jax.Array:
-    """An array on the devices of its sharding, of whose shards those are read that this process has, each once."""
+    """Puts an array on the devices of its target's sharding; reads each locally addressable shard once."""
     sharding = getattr(target, "sharding", None)
     if sharding is None:
         return jax.device_put(read((), target.dtype))
@@ -266,7 +267,7 @@ def place(read: Callable[[Sequence[slice], np.dtype], np.ndarray], target: Any) 
 
 
 def chunk_shape(spec: Spec, stacked: bool) -> tuple[int, ...]:
-    """The sizes of an array's chunks: of a stack as many blocks as one takes, else halves of halves of the longest."""
+    """Returns a chunk's sizes: as many blocks of a stack as fit, then the longest axes halved until it fits."""
     chunk = list(spec.shape)
     if stacked:
         fitting = max(1, CHUNK * spec.shape[0] // spec.nbytes)
@@ -278,7 +279,7 @@ def chunk_shape(spec: Spec, stacked: bool) -> tuple[int, ...]:
 
 
 def chunk_of_shard(shard: Sequence[int], dtype: np.dtype) -> tuple[int, ...]:
-    """The sizes of the chunks of a shard, none of which another shard has a part of: two may be written at a time."""
+    """Returns a chunk's sizes, which divide the shard's, so that no two shards write to one chunk."""
     chunk = list(shard)
     while prod(chunk) * dtype.itemsize > CHUNK:
         longest = max(chunk)
@@ -287,7 +288,7 @@ def chunk_of_shard(shard: Sequence[int], dtype: np.dtype) -> tuple[int, ...]:
 
 
 def _wait_for_all(what: str) -> None:
-    """Until all processes that run this have come so far."""
+    """Waits until all processes have come this far."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(what)
 
@@ -303,9 +304,9 @@ def synchronise(files: set[Path]) -> None:
 
 
 def _leaf(name: str, spec: Spec) -> dict[str, Any]:
-    """What Orbax says of an array in its tree."""
+    """Returns Orbax's description of an array in its tree."""
     return {
-        "key_metadata": [{"key": key, "key_type": 2} for key in name.split(".")],  # 2: of a dictionary
+        "key_metadata": [{"key": key, "key_type": 2} for key in name.split(".")],  # 2: a key of a dictionary
         "value_metadata": {"value_type": "jax.Array", "skip_deserialize": False, "write_shape": list(spec.shape)},
     }
 
@@ -315,8 +316,8 @@ def _nbytes(piece: Piece, dtype: np.dtype) -> int:
 
 
 @contextmanager
-def _told(what: str) -> Iterator[None]:
-    """Makes one sentence of what tensorstore says in several lines."""
+def _one_sentence(what: str) -> Iterator[None]:
+    """Raises tensorstore's errors, of several lines, as a WanjaxError of one sentence."""
     try:
         yield
     except (ValueError, OSError, NotImplementedError) as error:
@@ -324,10 +325,10 @@ def _told(what: str) -> Iterator[None]:
 
 
 def reason(error: Exception) -> str:
-    """What went wrong, in the words of the system where it has some."""
+    """Returns an error's cause, in the system's words if it has any."""
     text = str(error)
     if system := re.search(r"os_error_code='(\d+)'", text):
         return os.strerror(int(system[1]))
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return text.partition("\n")[0].partition(" [")[0].partition(": ")[2]  # without the kind before, the trace behind
+    return text.partition("\n")[0].partition(" [")[0].partition(": ")[2]  # without the kind of error and the trace

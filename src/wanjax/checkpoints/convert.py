@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts a checkpoint once: to one that is restored straight onto any mesh, and back to the layout of diffusers.
+"""Conversion of a checkpoint to one that loads directly onto any mesh, and back to the layout of diffusers.
 
-A wanjax checkpoint is laid out as diffusers does it, but for the weights: those of each network are an Orbax checkpoint
-in its folder `weights`. `wanjax.json` beside it says where they come from and keeps the checksum of everything.
-It is written tensor by tensor in a hidden folder beside the place where it shall be, verified there, and given its name
-at the end; what was stopped goes on from the last chunk.
+A wanjax checkpoint has the layout of diffusers, except that the weights of each network are an Orbax checkpoint in its
+folder `weights`. `wanjax.json` beside them records their origin and a digest of everything. The conversion writes
+tensor by tensor to a hidden folder beside the target, verifies it there, and renames it at the end. A conversion that
+was stopped resumes from the last chunk.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ import re
 import shutil
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -23,26 +23,25 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from wanjax.checkpoint import Reader, SafetensorsFile, Spec, save_index, shards, write_safetensors, writing
+from wanjax.checkpoints.arrays import Arrays, chunk_shape, synchronise
+from wanjax.checkpoints.files import Reader, SafetensorsFile, Spec, save_index, shards, write_safetensors, writing
+from wanjax.checkpoints.hub import INDEX, cached_checksum
+from wanjax.checkpoints.manifest import REQUEST, SHARE, Progress, beside, counting, described, digest, files_in
+from wanjax.checkpoints.networks import Kinds, Network, components, network
+from wanjax.checkpoints.sources import FORMAT, MANIFEST, UNUSED, WEIGHTS, Source, WanjaxSource, Weights, read_json
 from wanjax.converters import engine
 from wanjax.converters.stream import stored, stream
 from wanjax.errors import WanjaxError
-from wanjax.hub import INDEX
-from wanjax.manifest import REQUEST, SHARE, Progress, beside, counting, described, digest, files_in
-from wanjax.networks import NETWORKS, Network, components, network
-from wanjax.sources import FORMAT, MANIFEST, UNUSED, WEIGHTS, Source, WanjaxSource, Weights, read_json
-from wanjax.store import Arrays, chunk_shape, synchronise
 
 PARTIAL = ".{}.partial"  # the folder beside the target until it is complete
 NOT_NETWORKS = re.compile(r"Tokenizer|Scheduler|Processor|Extractor|Guidance")
 BESIDE = ("*.json", "README.md", "LICENSE*", "NOTICE*")
 LICENCE = re.compile(r"^license:\s*(\S+)", re.MULTILINE)
-SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
-class Part:
-    """A network on its way: the tensors that are read for it, those that are written, and those kept as they are."""
+class Converted:
+    """A network to convert: the tensors to read, the tensors to write, and the unused tensors to keep unchanged."""
 
     name: str
     network: Network
@@ -64,7 +63,7 @@ class Part:
 
     @property
     def dtype(self) -> str:
-        """The dtype of most of what is written."""
+        """The dtype of most of the written bytes."""
         counts: Counter[str] = Counter()
         for spec in self.written.values():
             counts[spec.dtype.name] += spec.nbytes
@@ -72,32 +71,36 @@ class Part:
 
 
 class Conversion(ABC):
-    """A checkpoint that shall become another; what is read and written is known from headers alone.
+    """A conversion of one checkpoint to another, planned from the files' headers alone.
 
-    Raises WanjaxError if the source is not whole, or its weights do not fit its configs.
+    `kinds` are the kinds of networks that can be converted. Raises WanjaxError if the source is incomplete, or its
+    weights do not fit its configs.
     """
 
-    def __init__(self, source: Source, target: Path):
+    def __init__(self, source: Source, target: Path, kinds: Kinds):
         self.source = source
+        self.kinds = kinds
         self.target = target.expanduser().absolute()
         self.partial = self.target.with_name(PARTIAL.format(self.target.name))
         self._opened: dict[str, Weights] = {}
-        self.parts = [self._part(name) for name, kind in components(source.index).items() if _is_network(kind)]
+        self.networks = [
+            self._converted(name) for name, kind in components(source.index).items() if self._is_network(kind)
+        ]
 
     @property
     def bytes_written(self) -> int:
-        return sum(part.bytes_written for part in self.parts)
+        return sum(entry.bytes_written for entry in self.networks)
 
     @property
     def bytes_there(self) -> int:
-        """What an earlier run has written of it."""
+        """The bytes that an earlier run of the same conversion has written."""
         return sum(path.stat().st_size for path in self.partial.rglob("*") if path.is_file()) if self._goes_on() else 0
 
     def run(self, progress: Progress = lambda at, done, total: None) -> bool:
-        """Writes the target, or what is missing of it; False if it was already there, and is what was asked for.
+        """Writes the target, or the missing part of it; returns False if the same target is already complete.
 
-        `progress(at, done, total)` is told the bytes. Raises WanjaxError if something else is there, or it cannot be
-        written: then nothing has its name, and what was written waits for the next run.
+        `progress(at, done, total)` receives the bytes. Raises WanjaxError if the target is something else, or cannot be
+        written. The target then does not exist, and the next run resumes from the written part.
         """
         if self.target.exists():
             if self._is_there():
@@ -106,8 +109,8 @@ class Conversion(ABC):
         with _writing(self.target):
             self._begin()
             self._check_download(progress)
-            for part in self.parts:
-                (self.partial / part.name).mkdir(exist_ok=True)
+            for entry in self.networks:
+                (self.partial / entry.name).mkdir(exist_ok=True)
             self._write(counting(progress, "converting", self.bytes_written))
             self._copy_files()
             self._finish(counting(progress, "verifying", self.bytes_written))
@@ -115,30 +118,34 @@ class Conversion(ABC):
             self.partial.rename(self.target)
         return True
 
+    def _is_network(self, name: str) -> bool:
+        """Tells whether a class in model_index.json is that of a network."""
+        return any(name in kind.classes for kind in self.kinds) or not NOT_NETWORKS.search(name)
+
     @abstractmethod
-    def _part(self, name: str) -> Part:
-        """What is read and written of a component."""
+    def _converted(self, name: str) -> Converted:
+        """Returns the tensors to read and to write for a component."""
 
     @abstractmethod
     def _request(self) -> dict[str, Any]:
-        """All that what is written depends on."""
+        """Returns everything on which the target's contents depend."""
 
     @abstractmethod
     def _is_there(self) -> bool:
-        """Whether the target is what was asked for."""
+        """Tells whether the target is the result of the same request."""
 
     @abstractmethod
     def _write(self, progress: Callable[[int], object]) -> None:
-        """Writes the weights that are missing."""
+        """Writes the missing weights."""
 
     @abstractmethod
     def _finish(self, progress: Callable[[int], object]) -> None:
-        """Makes sure that all is right, and on the disk."""
+        """Verifies the written files, and flushes them to the disk."""
 
     def _written(
         self, name: str, file: str, specs: Mapping[str, Spec], reader: Reader, progress: Callable[[int], object]
     ) -> None:
-        """Writes tensors to a file of a component, unless it is there: then it is complete."""
+        """Writes tensors to a file of a component; a file that exists is complete."""
         path = self.partial / name / file
         if path.exists():
             progress(sum(spec.nbytes for spec in specs.values()))
@@ -157,29 +164,29 @@ class Conversion(ABC):
             progress(spec.nbytes)
 
     def _weights(self, name: str) -> Weights:
-        """A component's tensors, whose headers are read once."""
+        """Returns a component's tensors; reads their headers once."""
         if name not in self._opened:
             self._opened[name] = self.source.weights(name)
         return self._opened[name]
 
     def _fingerprint(self) -> str:
-        """Changes when the files of the source do."""
+        """Returns a digest that changes when the files of the source do."""
         digest = hashlib.sha256()
-        for part in self.parts:
-            for path in self._weights(part.name).paths:
+        for entry in self.networks:
+            for path in self._weights(entry.name).paths:
                 stat = path.stat()
-                digest.update(f"{part.name} {path.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+                digest.update(f"{entry.name} {path.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
         return digest.hexdigest()[:SHARE]
 
     def _check_download(self, progress: Progress) -> None:
-        """Compares files with their checksums, where the hub's cache names them so."""
-        files = [path.resolve() for part in self.parts for path in self._weights(part.name).paths]
-        named = [path for path in files if SHA256.fullmatch(path.name)]
+        """Compares the weights' files with their checksums, where the hub's cache knows them."""
+        files = [path for entry in self.networks for path in self._weights(entry.name).paths]
+        named = [path for path in files if cached_checksum(path)]
         told = counting(progress, "checking", sum(path.stat().st_size for path in named))
         for path in named:
             with path.open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != path.name:
-                    raise WanjaxError(f"{path} is damaged: delete it, and it is downloaded again")
+                if hashlib.file_digest(file, "sha256").hexdigest() != cached_checksum(path):
+                    raise WanjaxError(f"{path.resolve()} is damaged: delete it, and it is downloaded again")
             told(path.stat().st_size)
 
     def _goes_on(self) -> bool:
@@ -189,7 +196,7 @@ class Conversion(ABC):
             return False
 
     def _begin(self) -> None:
-        """Makes the folder, empty unless the same was begun in it, and sees that there is room."""
+        """Makes the folder, emptied unless the same conversion began in it; raises OSError if the disk is too full."""
         if not self._goes_on():
             shutil.rmtree(self.partial, ignore_errors=True)
             self.partial.mkdir(parents=True)
@@ -199,7 +206,7 @@ class Conversion(ABC):
             raise OSError(f"{free / 1e9:.2f} GB are free where {missing / 1e9:.2f} GB are needed")
 
     def _copy_files(self) -> None:
-        """What lies beside the weights, as it is; what the source has in another form, as diffusers has it."""
+        """Copies the files beside the weights; writes configs that the source lacks in the form of diffusers."""
         for pattern in BESIDE:
             for path in self.source.root.glob(pattern):
                 if path.name not in (MANIFEST, INDEX) and path.is_file():
@@ -209,21 +216,25 @@ class Conversion(ABC):
             (self.partial / name).mkdir(exist_ok=True)
             for path in self.source.files(name):
                 shutil.copyfile(path, self.partial / name / path.name)
-            config = "scheduler_config.json" if "Scheduler" in kind else "config.json" if _is_network(kind) else None
+            config = (
+                "scheduler_config.json" if "Scheduler" in kind else "config.json" if self._is_network(kind) else None
+            )
             if config and not (self.partial / name / config).exists():
                 _save_json(self.partial / name / config, self.source.config(name))
 
 
 class ToWanjax(Conversion):
-    """Any layout to a wanjax checkpoint.
+    """A conversion from any layout to a wanjax checkpoint.
 
-    dtypes: what components are stored in; others as they are. origin: the name under which they were published.
+    `dtypes` are new dtypes by component; the other components keep theirs. `origin` is the name under which the weights
+    were published.
     """
 
     def __init__(
         self,
         source: Source,
         target: Path,
+        kinds: Kinds,
         *,
         dtypes: Mapping[str, str] | None = None,
         origin: str | None = None,
@@ -235,18 +246,18 @@ class ToWanjax(Conversion):
         if unknown := self.dtypes.keys() - components(source.index).keys():
             listed = ", ".join(components(source.index))
             raise WanjaxError(f"{source.name} has no {sorted(unknown)[0]} to store in another dtype, but {listed}")
-        self._plans: dict[str, engine.Plan] = {}
-        super().__init__(source, target)
+        self._assignments: dict[str, list[engine.Assignment]] = {}
+        super().__init__(source, target, kinds)
 
-    def _part(self, name: str) -> Part:
-        found, weights, dtype = network(self.source, name), self._weights(name), self.dtypes.get(name)
+    def _converted(self, name: str) -> Converted:
+        found, weights, dtype = network(self.source, name, self.kinds), self._weights(name), self.dtypes.get(name)
         specs = {key: weights.spec(key) for key in weights.keys()}  # noqa: SIM118
         made_with = jnp.dtype(dtype or "float32")
         targets = engine.parameters(found.abstract(dtype=made_with, param_dtype=made_with))
-        self._plans[name] = plan = engine.plan(found.rules, specs, targets, ignore=found.unused)
-        read = {key: specs[key] for fill in plan for key in fill.sources}
+        self._assignments[name] = assignments = engine.assign(found.rules, specs, targets, ignore=found.unused)
+        read = {key: specs[key] for each in assignments for key in each.sources}
         kept = {key: spec for key, spec in specs.items() if any(fnmatchcase(key, x) for x in found.unused)}
-        return Part(name, found, read, stored(plan, specs, targets, dtype), kept)
+        return Converted(name, found, read, stored(assignments, specs, targets, dtype), kept)
 
     def _request(self) -> dict[str, Any]:
         return {
@@ -261,38 +272,38 @@ class ToWanjax(Conversion):
         return file.is_file() and read_json(file).get("request") == self._request()
 
     def _write(self, progress: Callable[[int], object]) -> None:
-        for part in self.parts:
-            plan = self._plans[part.name]
-            stacks = {fill.target for fill in plan if fill.stacked}
-            chunks = {name: chunk_shape(spec, name in stacks) for name, spec in part.written.items()}
-            arrays = Arrays.create(self.partial / part.name / WEIGHTS, part.written, chunks)
-            stream(plan, self._weights(part.name), arrays, progress)
-            if part.kept:
-                self._written(part.name, UNUSED, part.kept, self._weights(part.name), progress)
+        for entry in self.networks:
+            assignments = self._assignments[entry.name]
+            stacks = {each.target for each in assignments if each.stacked}
+            chunks = {name: chunk_shape(spec, name in stacks) for name, spec in entry.written.items()}
+            arrays = Arrays.create(self.partial / entry.name / WEIGHTS, entry.written, chunks)
+            stream(assignments, self._weights(entry.name), arrays, progress)
+            if entry.kept:
+                self._written(entry.name, UNUSED, entry.kept, self._weights(entry.name), progress)
 
     def _finish(self, progress: Callable[[int], object]) -> None:
         found = {}
-        for part in self.parts:
-            arrays = Arrays(self.partial / part.name / WEIGHTS)
-            assert {name: arrays.spec(name) for name in arrays.keys()} == part.written  # noqa: SIM118
-            for stray in set(files_in(arrays.path)) - arrays.files():  # of a chunk that was being written
+        for entry in self.networks:
+            arrays = Arrays(self.partial / entry.name / WEIGHTS)
+            assert {name: arrays.spec(name) for name in arrays.keys()} == entry.written  # noqa: SIM118
+            for stray in set(files_in(arrays.path)) - arrays.files():  # left by a chunk that was not completed
                 stray.unlink()
             synchronise(arrays.files())
-            found[part.name] = self._verified(arrays, progress)
-            if part.kept:
-                self._compare(part.name, UNUSED, part.kept, self._weights(part.name), progress)
+            found[entry.name] = self._verified(arrays, progress)
+            if entry.kept:
+                self._compare(entry.name, UNUSED, entry.kept, self._weights(entry.name), progress)
         manifest = {
             "format": FORMAT,
             "licence": self._licence(),
             "request": self._request(),
             "networks": found,
-            "names": {name: aliases for name, plan in self._plans.items() if (aliases := _aliases(plan))},
+            "names": {name: aliases for name, made in self._assignments.items() if (aliases := _aliases(made))},
             "files": {str(path.relative_to(self.partial)): digest(path) for path in beside(self.partial)},
         }
         _save_json(self.partial / MANIFEST, manifest)
 
     def _verified(self, arrays: Arrays, progress: Callable[[int], object]) -> dict[str, str]:
-        """What is written in the manifest; what is damaged is removed, so that the next run writes it again."""
+        """Returns a network's entry of the manifest; removes damaged weights, which the next run writes again."""
         try:
             return described(arrays, progress)
         except WanjaxError:
@@ -300,27 +311,27 @@ class ToWanjax(Conversion):
             raise
 
     def _licence(self) -> str | None:
-        """The licence of the weights, as far as it is known."""
+        """Returns the licence of the weights; None where it is unknown."""
         readme = self.source.root / "README.md"
         found = LICENCE.search(readme.read_text(encoding="utf-8", errors="replace")) if readme.is_file() else None
         return found[1] if found else self.licence
 
 
 class ToDiffusers(Conversion):
-    """A wanjax checkpoint back to the layout of diffusers, each tensor in the dtype in which it is stored."""
+    """A conversion from a wanjax checkpoint to the layout of diffusers. Each tensor keeps its stored dtype."""
 
-    def __init__(self, source: Source, target: Path):
+    def __init__(self, source: Source, target: Path, kinds: Kinds):
         if not isinstance(source, WanjaxSource):
             raise WanjaxError(f"{source.name} is no wanjax checkpoint: only what `convert` wrote can be written back")
         self._stored = source
         self._readers: dict[str, Reader] = {}
-        super().__init__(source, target)
+        super().__init__(source, target, kinds)
 
-    def _part(self, name: str) -> Part:
-        found, arrays = network(self.source, name), self._weights(name)
+    def _converted(self, name: str) -> Converted:
+        found, arrays = network(self.source, name, self.kinds), self._weights(name)
         self._readers[name] = exported = self._stored.original(name, found.rules)
         read = {key: arrays.spec(key) for key in arrays.keys()}  # noqa: SIM118
-        return Part(name, found, read, {key: exported.spec(key) for key in exported.keys()})  # noqa: SIM118
+        return Converted(name, found, read, {key: exported.spec(key) for key in exported.keys()})  # noqa: SIM118
 
     def _request(self) -> dict[str, Any]:
         return {"to": "diffusers", "fingerprint": self._fingerprint()}
@@ -328,31 +339,31 @@ class ToDiffusers(Conversion):
     def _is_there(self) -> bool:
         return False
 
-    def _shards(self, part: Part) -> tuple[str, dict[str, dict[str, Spec]]]:
-        """The name that the component's files begin with, and what each holds."""
-        library = self.source.index[part.name][0]
+    def _shards(self, entry: Converted) -> tuple[str, dict[str, dict[str, Spec]]]:
+        """Returns the stem of the component's file names, and the tensors of each file."""
+        library = self.source.index[entry.name][0]
         stem = "model" if library == "transformers" else "diffusion_pytorch_model"
-        files = shards(self._readers[part.name], stem)
-        return stem, {name: {key: part.written[key] for key in keys} for name, keys in files.items()}
+        files = shards(self._readers[entry.name], stem)
+        return stem, {name: {key: entry.written[key] for key in keys} for name, keys in files.items()}
 
     def _write(self, progress: Callable[[int], object]) -> None:
-        for part in self.parts:
-            reader, (stem, files) = self._readers[part.name], self._shards(part)
+        for entry in self.networks:
+            reader, (stem, files) = self._readers[entry.name], self._shards(entry)
             for name, specs in files.items():
-                self._written(part.name, name, specs, reader, progress)
+                self._written(entry.name, name, specs, reader, progress)
             if len(files) > 1:
-                save_index(self.partial / part.name, stem, files, part.bytes_written)
+                save_index(self.partial / entry.name, stem, files, entry.bytes_written)
 
     def _finish(self, progress: Callable[[int], object]) -> None:
-        """Compares what was written with what it was written from."""
-        for part in self.parts:
-            reader, (_, files) = self._readers[part.name], self._shards(part)
+        """Compares the written tensors with those of the source."""
+        for entry in self.networks:
+            reader, (_, files) = self._readers[entry.name], self._shards(entry)
             for name, specs in files.items():
-                self._compare(part.name, name, specs, reader, progress)
+                self._compare(entry.name, name, specs, reader, progress)
 
 
 class _Told:
-    """A reader that tells of what is read."""
+    """A reader that reports the bytes that it reads."""
 
     def __init__(self, reader: Reader, progress: Callable[[int], object]):
         self.keys, self.spec, self._read, self._progress = reader.keys, reader.spec, reader.read, progress
@@ -362,14 +373,10 @@ class _Told:
         return self._read(key)
 
 
-def _aliases(plan: engine.Plan) -> dict[str, str]:
-    """The names of tensors in the source, where a rule calls them by others."""
-    pairs = ((ours, theirs) for fill in plan for ours, theirs in zip(fill.names, fill.sources, strict=True))
+def _aliases(assignments: Iterable[engine.Assignment]) -> dict[str, str]:
+    """Returns the source's names of tensors that a rule calls by another name."""
+    pairs = ((ours, theirs) for each in assignments for ours, theirs in zip(each.names, each.sources, strict=True))
     return {ours: theirs for ours, theirs in pairs if ours != theirs}
-
-
-def _is_network(kind: str) -> bool:
-    return kind in NETWORKS or not NOT_NETWORKS.search(kind)
 
 
 def _save_json(path: Path, value: Any) -> None:

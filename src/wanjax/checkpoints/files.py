@@ -2,7 +2,7 @@
 """Reads and writes safetensors: one file, or a component's folder with its shards and their index.
 
 A file is eight bytes that give the length of a JSON header, the header, and the tensors' bytes end to end. Reading maps
-one tensor at a time, so that nothing stays in memory but what the caller keeps; the header is believed only after every
+one tensor at a time, so that only the tensors that the caller keeps stay in memory. The header is used only after every
 offset in it has been checked against the file (https://huggingface.co/docs/safetensors, format section).
 """
 
@@ -10,6 +10,7 @@ import json
 import math
 import mmap
 import os
+import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -47,7 +48,7 @@ SHARD = 5e9  # bytes of a file, as in published checkpoints
 
 
 class Spec(NamedTuple):
-    """What is known of a tensor without reading it."""
+    """A tensor's shape and dtype, known without reading it."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -59,7 +60,7 @@ class Spec(NamedTuple):
 
 @runtime_checkable
 class Reader(Protocol):
-    """Named tensors that are described before they are read."""
+    """Named tensors whose shapes and dtypes are known before they are read."""
 
     def keys(self) -> Iterable[str]: ...
 
@@ -69,7 +70,7 @@ class Reader(Protocol):
 
 
 class SafetensorsFile:
-    """One safetensors file: its header, checked, and its tensors, read when asked for.
+    """A safetensors file: checks its header, and reads a tensor when asked for it.
 
     Raises WanjaxError that names the file if it is missing, truncated or corrupt.
     """
@@ -96,11 +97,11 @@ class SafetensorsFile:
         return tuple(self._places)
 
     def spec(self, key: str) -> Spec:
-        """The tensor's shape and dtype, from the header alone."""
+        """Returns the tensor's shape and dtype, from the header alone."""
         return self._places[key][0]
 
     def read(self, key: str) -> np.ndarray:
-        """The tensor, a read-only view of the file's pages that lets go of them when it is dropped."""
+        """Returns a read-only view of the tensor's pages in the file, which are unmapped with it."""
         (shape, dtype), start = self._places[key]
         nbytes = self.spec(key).nbytes
         if nbytes == 0:  # an empty range cannot be mapped
@@ -109,7 +110,7 @@ class SafetensorsFile:
         try:
             with self.path.open("rb") as file:
                 pages = mmap.mmap(file.fileno(), start + nbytes - page, access=mmap.ACCESS_READ, offset=page)
-        except (OSError, ValueError) as error:  # ValueError: the file has become shorter than the range
+        except (OSError, ValueError) as error:  # ValueError: the file is now shorter than the range
             raise _unreadable(self.path, error) from error
         return np.frombuffer(pages, dtype, math.prod(shape), start - page).reshape(shape)
 
@@ -117,7 +118,7 @@ class SafetensorsFile:
 class SafetensorsFolder:
     """The weights of a component's folder such as `transformer/`: one file, or shards and the index that lists them.
 
-    variant: "fp16" for `model.fp16.safetensors` and the like. Raises WanjaxError that names the file which is missing,
+    variant: "fp16" for `model.fp16.safetensors` and the like. Raises WanjaxError that names the file if one is missing,
     truncated, corrupt, or at odds with the index.
     """
 
@@ -150,16 +151,16 @@ class SafetensorsFolder:
         return tuple(self._files)
 
     def spec(self, key: str) -> Spec:
-        """The tensor's shape and dtype, from the headers alone."""
+        """Returns the tensor's shape and dtype, from the headers alone."""
         return self._files[key].spec(key)
 
     def read(self, key: str) -> np.ndarray:
-        """The tensor, a read-only view of the file's pages that lets go of them when it is dropped."""
+        """Returns a read-only view of the tensor's pages in the file, which are unmapped with it."""
         return self._files[key].read(key)
 
 
 def aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """An empty array that begins where JAX on the CPU can take it over as it is, at a multiple of 64 bytes."""
+    """Returns an uninitialised array at a multiple of 64 bytes, which JAX on the CPU takes over without a copy."""
     nbytes = math.prod(shape) * dtype.itemsize
     raw = np.empty(nbytes + CACHE_LINE, np.uint8)
     start = -raw.ctypes.data % CACHE_LINE
@@ -167,7 +168,7 @@ def aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 
 
 def load_safetensors(path: str | Path) -> dict[str, np.ndarray]:
-    """All tensors of one file, read-only and mapped to it; raises WanjaxError if it cannot be read."""
+    """Returns all tensors of one file, read-only and mapped to it; raises WanjaxError if it cannot be read."""
     file = SafetensorsFile(path)
     return {key: file.read(key) for key in file.keys()}  # noqa: SIM118
 
@@ -201,9 +202,9 @@ def save_safetensors(
 def write_safetensors(
     path: Path, reader: Reader, keys: Iterable[str], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """As `save_safetensors`, of the tensors with these keys, each of which is read when its turn comes."""
+    """Writes the reader's tensors with these keys as `save_safetensors` does, and reads each when its turn comes."""
     specs = {key: reader.spec(key) for key in keys}
-    # Wide dtypes first, as the format's library does: then every tensor begins at a multiple of its item size.
+    # Wide dtypes come first, as in the format's library: every tensor begins at a multiple of its item size.
     keys = sorted(specs, key=lambda key: (-specs[key].dtype.itemsize, key))
     header: dict = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
@@ -221,8 +222,8 @@ def write_safetensors(
         os.fsync(file.fileno())
 
 
-def shards(reader: Reader, stem: str, limit: float = SHARD) -> dict[str, list[str]]:
-    """The keys of each file that a component's tensors are written to: one file, or more of at most `limit` bytes."""
+def shards(reader: Reader, stem: str, limit: int | float = SHARD) -> dict[str, list[str]]:
+    """Splits a component's keys among files of at most `limit` bytes, or of one tensor; returns each file's keys."""
     groups: list[list[str]] = [[]]
     size = 0
     for key in reader.keys():  # noqa: SIM118
@@ -238,7 +239,7 @@ def shards(reader: Reader, stem: str, limit: float = SHARD) -> dict[str, list[st
 
 
 def save_index(folder: Path, stem: str, files: Mapping[str, Iterable[str]], nbytes: int) -> None:
-    """Writes the index of a component's shards, which says in which of them each tensor is."""
+    """Writes the index of a component's shards, which gives each tensor's file."""
     weight_map = {key: file for file, keys in files.items() for key in keys}
     index = {"metadata": {"total_size": nbytes}, "weight_map": weight_map}
     with writing(folder / f"{stem}.safetensors.index.json") as beside:
@@ -247,7 +248,7 @@ def save_index(folder: Path, stem: str, files: Mapping[str, Iterable[str]], nbyt
 
 @contextmanager
 def writing(path: Path) -> Iterator[Path]:
-    """A file beside `path` to write to, with the same suffix; it becomes `path` if the block ends well, else it goes.
+    """Yields a file beside `path`, with the same suffix, which becomes `path` if the block succeeds, else is removed.
 
     Raises WanjaxError in place of the block's OSError.
     """
@@ -262,8 +263,19 @@ def writing(path: Path) -> Iterator[Path]:
             beside.unlink()
 
 
+def check_folder(folder: Path) -> None:
+    """Makes the folder if need be; raises WanjaxError if files cannot be written to it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        why = error.strerror or error
+        raise WanjaxError(f"the folder {folder} cannot be written, {why}: another one is needed") from error
+
+
 class _CorruptError(Exception):
-    """What is wrong with a file's contents."""
+    """A fault in a file's contents."""
 
 
 def _unreadable(path: Path, error: Exception) -> WanjaxError:
@@ -272,7 +284,7 @@ def _unreadable(path: Path, error: Exception) -> WanjaxError:
 
 
 def _parse_json(text: bytes) -> dict:
-    """A JSON object in which no name is given twice."""
+    """Parses a JSON object in which no name is given twice."""
     try:
         parsed = json.loads(text.decode(), object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
@@ -289,7 +301,7 @@ def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _read_header(file, size: int) -> tuple[dict, int]:
-    """The parsed header and where the tensors' bytes begin."""
+    """Returns the parsed header, and the first byte of the tensors."""
     if size < 8:
         raise _CorruptError(f"it has only {size} bytes")
     length = int.from_bytes(file.read(8), "little")
@@ -305,7 +317,7 @@ def _metadata(metadata: object) -> dict[str, str]:
 
 
 def _places(header: dict, data_start: int, size: int) -> dict[str, tuple[Spec, int]]:
-    """Each tensor's spec and its first byte in the file; together they must cover the file, without gap or overlap."""
+    """Returns each tensor's spec and its first byte in the file, which they must cover without gap or overlap."""
     ranges = {key: _checked_entry(key, entry) for key, entry in header.items()}
     end = 0
     for key, (_, begin, stop) in sorted(ranges.items(), key=lambda item: item[1][1:]):
@@ -318,7 +330,7 @@ def _places(header: dict, data_start: int, size: int) -> dict[str, tuple[Spec, i
 
 
 def _checked_entry(key: str, entry: object) -> tuple[Spec, int, int]:
-    """Spec, first and end byte of one tensor of the header."""
+    """Returns spec, first byte and end byte of one tensor of the header."""
     if not key.isprintable() or not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise _CorruptError(f"the header's entry of {key!r} is malformed")
     name, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -337,7 +349,7 @@ def _are_sizes(numbers: object) -> bool:
 
 
 def _open_shards(index: Path) -> dict[str, SafetensorsFile]:
-    """The file of each key, as the index says and the files confirm."""
+    """Returns the file of each key, as the index says and the files confirm."""
     try:
         if index.stat().st_size > HEADER_LIMIT:
             raise _CorruptError(f"it has more than {HEADER_LIMIT} bytes")

@@ -1,20 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds a checkpoint's folder: one that is at hand, or a Hugging Face repository's, downloaded as far as needed."""
+"""Finds a checkpoint's folder: a local one, or that of a Hugging Face repository, whose needed files are downloaded.
 
+Downloads are made by huggingface-hub into its cache, through hf-xet where the repository has it. The client resumes a
+file after a lost connection. After the end of the process it keeps the files that are complete, and sends those again
+that were not; `hf cache prune` removes what is left of them.
+"""
+
+import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from threading import Lock
+from typing import Any
 
-from wanjax.checkpoint import WEIGHT_NAMES
-from wanjax.download import Progress, snapshot
+from wanjax.checkpoints.files import WEIGHT_NAMES
 from wanjax.errors import WanjaxError
+
+Progress = Callable[[int, int], Any]
 
 INDEX = "model_index.json"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 HUB_FILE = re.compile(rf"(?P<repository>{HUB_ID.pattern})/(?P<file>[\w./ +-]+)", re.ASCII)
-MARKERS = (INDEX, "config.json", "high_noise_model/config.json")  # by which one layout is told from another
-# Of the weights only the plain variant, whole or in shards: no ".fp16." twin, no ".bin" beside the safetensors.
+CHECKSUM = re.compile(r"[0-9a-f]{64}")  # SHA-256
+AT_ONCE = 2  # files that are downloaded at a time, and lost if the process ends; hf-xet splits each among connections
+# The weights' plain variant only, whole or in shards: no ".fp16." twin, no ".bin" beside the safetensors.
 COMPONENT_FILES = ("*.json", *(f"{name}{tail}.safetensors" for name in WEIGHT_NAMES for tail in ("", "-*-of-*")))
 
 
@@ -25,39 +37,44 @@ def resolve(
     revision: str | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """The folder of the checkpoint `source`, a folder or a Hugging Face id such as `Wan-AI/Wan2.1-T2V-1.3B-Diffusers`.
+    """Returns the folder of a checkpoint, given as a folder or as a Hugging Face id.
 
-    Of a repository only the named components (all those of its model_index.json, if none are named) are downloaded, to
-    the cache of huggingface-hub, whose settings (HF_HOME, HF_HUB_OFFLINE, HF_TOKEN, HF_ENDPOINT) hold.
-    `progress(done, total)` is told the bytes; where there is none, the client shows bars of its own on a terminal.
+    source: such as `OWNER/NAME`; components: those that are downloaded, by default all of its
+    model_index.json; progress: called with the bytes done and their total, or None for the client's own bars on a
+    terminal. The settings of huggingface-hub apply (HF_HOME, HF_HUB_OFFLINE, HF_TOKEN, HF_ENDPOINT).
     Raises WanjaxError if the folder is no checkpoint, or the repository is unknown, gated or out of reach.
     """
     folder = locate(source, revision=revision)
     if not (folder / INDEX).is_file():
-        raise WanjaxError(f"{source} holds no {INDEX}: a whole checkpoint, by diffusers or Wan's authors, is needed")
+        raise WanjaxError(
+            f"{source} holds no {INDEX}: a whole checkpoint, as diffusers or its authors lay it out, is needed"
+        )
     if Path(source).expanduser().exists():
         return folder
     if components is None:
         components = _components(folder / INDEX)
     wanted = [f"{component}/{name}" for component in components for name in COMPONENT_FILES]
-    # the folder's name is the commit that was found
-    return download(str(source), [INDEX, *wanted], revision=folder.name, progress=progress)
+    commit = folder.name
+    return download(str(source), [INDEX, *wanted], revision=commit, progress=progress)
 
 
-def locate(source: str | Path, *, revision: str | None = None) -> Path:
-    """The folder `source`, or that of a repository with what tells its layout; raises WanjaxError as `resolve` does."""
+def locate(source: str | Path, *, revision: str | None = None, markers: Sequence[str] = ()) -> Path:
+    """Returns the folder `source`, or a repository's with model_index.json and `markers`, which show its layout.
+
+    Raises the errors of `resolve`.
+    """
     folder = Path(source).expanduser()
     if folder.exists():
         return folder
     if not HUB_ID.fullmatch(str(source)):
         raise WanjaxError(f"there is no folder {folder}, and it is not a Hugging Face id, which is OWNER/NAME")
-    return download(str(source), MARKERS, revision=revision, progress=lambda *_: None)  # they are small
+    return download(str(source), [INDEX, *markers], revision=revision, progress=lambda *_: None)  # small files, no bars
 
 
 def locate_file(source: str | Path, *, revision: str | None = None, progress: Progress | None = None) -> Path:
-    """The file `source`, or the one of a repository that is called OWNER/NAME/FILE, downloaded if it has to be.
+    """Returns the file `source`, local or OWNER/NAME/FILE on the hub, from where it is downloaded if need be.
 
-    Raises WanjaxError where there is no such file, or the repository is unknown, gated or out of reach.
+    Raises WanjaxError if there is no such file, or the repository is unknown, gated or out of reach.
     """
     file = Path(source).expanduser()
     if file.is_file():
@@ -75,7 +92,7 @@ def locate_file(source: str | Path, *, revision: str | None = None, progress: Pr
 
 
 def _components(index: Path) -> list[str]:
-    """The components that model_index.json lists: the entries that name a library and a class."""
+    """Returns the components that model_index.json lists: the entries that name a library and a class."""
     try:
         entries = json.loads(index.read_bytes())
         return [name for name, value in entries.items() if isinstance(value, list) and value[:1] != [None]]
@@ -86,18 +103,82 @@ def _components(index: Path) -> list[str]:
 def download(
     repository: str, patterns: Iterable[str], *, revision: str | None = None, progress: Progress | None = None
 ) -> Path:
-    """The folder in the hub's cache that holds at least the repository's files of these patterns.
+    """Returns the folder in the client's cache that holds at least the repository's files of these patterns.
 
-    `progress` is told as `resolve` tells it. Raises WanjaxError where the repository is unknown, gated or out of reach.
+    `progress` is called as `resolve` does. Raises WanjaxError if the repository is unknown, gated or out of reach, or a
+    file differs from its checksum on the hub.
     """
     try:
-        return snapshot(repository, list(patterns), revision=revision, progress=progress)
-    except Exception as error:  # what the transport raises comes from another library, which one depends on the version
+        return _snapshot(repository, list(patterns), revision, progress)
+    except Exception as error:  # the classes of transport errors differ between versions of the client
         raise WanjaxError(_explanation(error, repository, revision)) from error
 
 
+def _snapshot(repository: str, patterns: list[str], revision: str | None, progress: Progress | None) -> Path:
+    from huggingface_hub import errors, snapshot_download  # here: local checkpoints need no client
+
+    client = partial(snapshot_download, repository, revision=revision, allow_patterns=patterns, max_workers=AT_ONCE)
+    try:
+        missing = [file for file in client(dry_run=True, tqdm_class=_bars(0, None)) if file.will_download]
+    except errors.DryRunError:  # offline; the call below says which files the cache lacks
+        missing = []
+    total = sum(file.file_size or 0 for file in missing)
+    folder = Path(client(tqdm_class=_bars(total, progress) if progress else None))
+    with ThreadPoolExecutor(AT_ONCE) as workers:
+        list(workers.map(_check, [folder / file.filename for file in missing]))
+    if progress and total:
+        progress(total, total)
+    return folder
+
+
+def _bars(total: int, progress: Progress | None) -> Any:
+    """Returns a class of bars for the client that shows nothing and calls `progress` with the bytes done.
+
+    The client has two bars for bytes, received and written, of which the one that is further counts.
+    """
+    from huggingface_hub.utils import tqdm
+
+    lock, done = Lock(), 0
+
+    class Bar(tqdm):
+        monitor_interval = 0  # starts no thread
+
+        def __init__(self, *args: Any, **options: Any):
+            self.in_bytes = options.get("unit") == "B"
+            super().__init__(*args, **options | {"disable": True})
+
+        def update(self, n: int | float | None = 1) -> None:
+            nonlocal done
+            with lock:
+                self.n += n or 0
+                if progress and self.in_bytes and self.n > done:
+                    done = min(self.n, total)
+                    progress(done, total)
+
+    return Bar
+
+
+def cached_checksum(path: Path) -> str | None:
+    """Returns the SHA-256 by which the client's cache names a large file, whose name is a link; None for others."""
+    name = path.readlink().name if path.is_symlink() else ""
+    return name if CHECKSUM.fullmatch(name) else None
+
+
+def _check(path: Path) -> None:
+    """Raises OSError if a file differs from its checksum, after removing it from the cache."""
+    checksum = cached_checksum(path)
+    if checksum is None:
+        return
+    with path.open("rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() == checksum:
+            return
+    path.resolve().unlink()
+    path.unlink()
+    raise OSError(f"{path.name} arrived with another checksum than the hub gives")
+
+
 def _explanation(error: Exception, repository: str, revision: str | None) -> str:
-    """What the caller can do about the client's error, in one sentence."""
+    """Returns one sentence that says what is wrong, and what the caller can do about it."""
     from huggingface_hub import constants, errors
 
     page, cache = f"{constants.ENDPOINT}/{repository}", constants.HF_HUB_CACHE
@@ -105,9 +186,7 @@ def _explanation(error: Exception, repository: str, revision: str | None) -> str
     what = str(error.__cause__ or error).strip().partition("\n")[0]
     if isinstance(error, errors.GatedRepoError):
         return f"{repository} is gated: accept its terms at {page}, then log in with `hf auth login`"
-    if status == 401 or isinstance(
-        error, errors.RepositoryNotFoundError
-    ):  # the hub answers 401 for what does not exist too
+    if status == 401 or isinstance(error, errors.RepositoryNotFoundError):  # 401 also means: there is none
         return f"there is no folder {repository} and {page} is not public: check the spelling or `hf auth login`"
     if isinstance(error, errors.RevisionNotFoundError):
         return f"{repository} has no revision {revision}: {page} shows those that it has"
@@ -119,11 +198,11 @@ def _explanation(error: Exception, repository: str, revision: str | None) -> str
         return (
             f"{constants.ENDPOINT} cannot be reached ({what}) and {cache} lacks files of {repository}: try again later"
         )
-    return f"{page} could not be downloaded ({what or type(error).__name__}): run again to go on from there"
+    return f"{page} could not be downloaded ({what or type(error).__name__}): run again, complete files are kept"
 
 
 def _status(error: BaseException | None) -> int | None:
-    """The status of the answer that an error is about, or that the error before it was about."""
+    """Returns the HTTP status that an error, or one of its causes, carries."""
     while error is not None:
         if (response := getattr(error, "response", None)) is not None:
             return response.status_code

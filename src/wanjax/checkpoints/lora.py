@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint with LoRA merged into its transformers while they are read."""
+"""A checkpoint whose transformers have LoRAs merged in while they are read."""
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -9,42 +9,42 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 from flax import nnx
 
-from wanjax.checkpoint import Reader
+from wanjax.checkpoints.files import Reader
+from wanjax.checkpoints.hub import locate_file
+from wanjax.checkpoints.networks import Kinds, components, network
+from wanjax.checkpoints.sources import Progress, Source, Weights
 from wanjax.converters import engine
 from wanjax.converters.engine import Rule
 from wanjax.converters.lora import Lora, LoraFile, Merged
-from wanjax.converters.original import TRANSFORMER
 from wanjax.converters.readers import Names
 from wanjax.errors import WanjaxError
-from wanjax.hub import locate_file
-from wanjax.networks import components, network
-from wanjax.sources import Progress, Source, Weights
 
-EXPERTS = {"transformer": "high", "transformer_2": "low"}
+PREFIXES = {"transformer": "high", "transformer_2": "low"}  # prefixes of a LoRA for one of two transformers
 Module = TypeVar("Module", bound=nnx.Module)
 Note = Callable[[str], Any]
 
 
 class AdaptedSource(Source):
-    """A source whose transformers have LoRA merged in; all else is the source's own.
+    """A source whose transformers have LoRAs merged in; everything else is unchanged.
 
-    `note` is told what of each file was merged; where it is None, a warning tells what was not. Raises WanjaxError
-    where a file cannot be found or read, hardly fits the transformer, or is for an expert that there is not.
+    `note` receives a sentence on what was merged from each file; where it is None, a warning lists what was not.
+    Raises WanjaxError where a file cannot be found or read, too little of it fits the transformer, or the source lacks
+    the expert that it is for.
     """
 
-    def __init__(self, source: Source, loras: Sequence[Lora], note: Note | None = None):
+    def __init__(self, source: Source, loras: Sequence[Lora], kinds: Kinds, note: Note | None = None):
         self._source = source
         self.name, self.root, self.revision, self.index = source.name, source.root, source.revision, source.index
-        present = [name for name in EXPERTS if name in components(source.index)]
+        present = [name for name in PREFIXES if name in components(source.index)]
         self._files: dict[str, list[tuple[LoraFile, float]]] = {name: [] for name in present}
         for lora in loras:
-            chosen = [name for name in present if len(present) == 1 or lora.expert in (None, EXPERTS[name])]
+            chosen = [name for name in present if len(present) == 1 or lora.expert in (None, PREFIXES[name])]
             if lora.expert and len(present) == 1:
                 expert = f"{lora.expert}="
                 raise WanjaxError(f"{lora} is for one of two experts, which {source.name} has not: leave {expert} out")
             path = locate_file(lora.file)
             for name in chosen:
-                file = _opened(source, name, path)
+                file = _opened(source, name, path, kinds)
                 self._files[name].append((file, lora.strength))
                 told = str(file.matches)
                 if note:
@@ -78,15 +78,15 @@ class AdaptedSource(Source):
         ignore: Iterable[str] = (),
         progress: Progress | None = None,
     ) -> Module:
-        if not self._files.get(component):  # as it loads best by itself
+        if not self._files.get(component):  # the source's own way of loading is faster
             return self._source.load(component, abstract, rules, ignore=ignore, progress=progress)
         return super().load(component, abstract, rules, ignore=ignore, progress=progress)
 
 
-def _opened(source: Source, component: str, path: Path) -> LoraFile:
-    """A file's changes of a transformer, whose tensors are known from its config before they are there."""
-    found = network(source, component)
+def _opened(source: Source, component: str, path: Path, kinds: Kinds) -> LoraFile:
+    """Opens a LoRA file for a transformer, whose tensor shapes come from its config."""
+    found = network(source, component, kinds)
     abstract = found.abstract(dtype=jnp.float32, param_dtype=jnp.float32)
     shapes: Reader = engine.Exported(engine.parameters(abstract), found.rules)
-    wan = components(source.index)[component].startswith("Wan")
-    return LoraFile(path, {key: shapes.spec(key) for key in shapes.keys()}, TRANSFORMER if wan else Names([]))  # noqa: SIM118
+    specs = {key: shapes.spec(key) for key in shapes.keys()}  # noqa: SIM118
+    return LoraFile(path, specs, found.kind.lora_names or Names([]))

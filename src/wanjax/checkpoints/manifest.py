@@ -1,35 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `wanjax.json` says of a checkpoint, and whether it is so: the checksums of its arrays and of its other files."""
+"""Checks a wanjax checkpoint against `wanjax.json`: the checksums of its arrays and of its other files."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from wanjax.checkpoint import Spec
+from wanjax.checkpoints.arrays import Arrays
+from wanjax.checkpoints.files import Spec
+from wanjax.checkpoints.sources import MANIFEST, WEIGHTS, Source, WanjaxSource
 from wanjax.errors import WanjaxError
-from wanjax.sources import MANIFEST, WEIGHTS, Source, WanjaxSource
-from wanjax.store import Arrays
 
-REQUEST = "request.json"  # what was asked for, in a folder that is not complete
+REQUEST = "request.json"  # the conversion that was asked for, in a folder that is not complete
 SHARE = 16  # digits of a SHA-256
 Progress = Callable[[str, int, int], object]
 
 
 def verify(source: Source, progress: Progress = lambda at, done, total: None) -> dict[str, Any]:
-    """Reads all of a wanjax checkpoint; returns what `wanjax.json` says of it, if that is so.
+    """Reads a wanjax checkpoint and compares it with its `wanjax.json`, which it returns.
 
-    Raises WanjaxError that names what is missing, damaged, or not as it was when it was written.
+    Raises WanjaxError that names the first file or array that is missing, damaged or changed.
     """
     if not isinstance(source, WanjaxSource):
         raise WanjaxError(f"{source.name} is no wanjax checkpoint, whose checksums could be compared")
     networks, files = source.manifest["networks"], source.manifest["files"]
     weights = {name: source.weights(name) for name in networks}
-    told = counting(progress, "verifying", sum(arrays.nbytes for arrays in weights.values()))
+    count = counting(progress, "verifying", sum(arrays.nbytes for arrays in weights.values()))
     for name, arrays in weights.items():
         promised = {key: words.rpartition(" ")[0] for key, words in networks[name].items()}
         found = {key: _words(arrays.spec(key)) for key in arrays.keys()}  # noqa: SIM118
-        differing = _differing(found, promised) or _differing(described(arrays, told), networks[name])
+        differing = _differing(found, promised) or _differing(described(arrays, count), networks[name])
         if differing:
             raise WanjaxError(f"{differing[0]} in {arrays.path} is not what was written: convert it again")
     found = {str(path.relative_to(source.root)): digest(path) for path in beside(source.root)}
@@ -39,7 +39,7 @@ def verify(source: Source, progress: Progress = lambda at, done, total: None) ->
 
 
 def described(arrays: Arrays, progress: Callable[[int], object]) -> dict[str, str]:
-    """The dtype, the shape and the checksum of each array, all of which is read."""
+    """Reads each array; returns its dtype, shape and checksum, as in the manifest."""
     return {name: f"{_words(arrays.spec(name))} {arrays[name].digest(progress)}" for name in arrays.keys()}  # noqa: SIM118
 
 
@@ -56,7 +56,7 @@ def files_in(folder: Path) -> Iterable[Path]:
 
 
 def beside(root: Path) -> Iterator[Path]:
-    """The files of a wanjax checkpoint that are not weights."""
+    """Yields the files of a wanjax checkpoint that are not weights."""
     for path in sorted(files_in(root)):
         if WEIGHTS not in path.relative_to(root).parts and path.name not in (MANIFEST, REQUEST):
             yield path
@@ -67,12 +67,12 @@ def digest(path: Path) -> str:
 
 
 def counting(progress: Progress, at: str, total: int) -> Callable[[int], object]:
-    """Adds up the bytes that it is told."""
+    """Returns a function that adds up the bytes it receives, and reports their sum."""
     done = 0
 
-    def tell(nbytes: int) -> None:
+    def count(nbytes: int) -> None:
         nonlocal done
         done += nbytes
         progress(at, done, total)
 
-    return tell
+    return count

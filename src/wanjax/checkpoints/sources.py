@@ -1,31 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint, wherever it is and however it is laid out, as the components that a pipeline is made of.
+"""Sources: checkpoints of any layout, read as the components of a pipeline.
 
-Whoever loads or converts a checkpoint sees a `Source`: the configs and the weights of each component under the names
-that diffusers gives them. A layout is a class with these methods and a place in `open_source`, which tells one layout
-from another.
+Loading and conversion use a `Source`: the config and the weights of each component, by the names of diffusers.
+`open_source` recognises the layout.
 """
 
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from flax import nnx
 
-from wanjax.checkpoint import Reader, SafetensorsFile, SafetensorsFolder
+from wanjax.checkpoints.arrays import Arrays
+from wanjax.checkpoints.files import Reader, SafetensorsFile, SafetensorsFolder
+from wanjax.checkpoints.hub import COMPONENT_FILES, HUB_FILE, INDEX, download, locate, locate_file, resolve
 from wanjax.converters import engine
 from wanjax.converters.engine import Rule
 from wanjax.converters.readers import SUFFIXES, Renamed, Together
 from wanjax.errors import WanjaxError
-from wanjax.hub import HUB_FILE, INDEX, locate, locate_file, resolve
-from wanjax.store import Arrays
 
-MANIFEST = "wanjax.json"  # of a checkpoint that `wanjax convert` wrote: where it comes from, and what it holds
+MANIFEST = "wanjax.json"  # written by `wanjax convert`: a checkpoint's origin and contents
 FORMAT = 1
-WEIGHTS = "weights"  # a component's folder in it
-UNUSED = "unused.safetensors"  # the tensors of its source that the network has no use for
+WEIGHTS = "weights"  # in a component's folder of such a checkpoint
+UNUSED = "unused.safetensors"  # tensors of the original checkpoint that the network does not use
 Module = TypeVar("Module", bound=nnx.Module)
 Progress = Callable[[int, int], object]
 
@@ -35,42 +35,47 @@ class Weights(Reader, Protocol):
 
     @property
     def paths(self) -> Sequence[Path]:
-        """The files that hold them, by which it is known whether they have changed."""
+        """The files of the tensors, from which a change is recognised."""
         ...
 
 
 class Source(ABC):
-    """What is known of a checkpoint before its weights are read, and the way to them; raises WanjaxError throughout."""
+    """A checkpoint: its configs, and access to its weights. Every method raises WanjaxError where files are damaged."""
 
     name: str
     """The hub id or the folder, as the user gave it."""
     root: Path
-    """The folder of what lies beside the components."""
+    """The folder of the files beside the components."""
     revision: str | None = None
-    """The commit of the hub's repository; None for a folder."""
+    """The commit of the repository on the hub; None for a local folder."""
     index: dict[str, Any]
     """`model_index.json`: the pipeline's class, and each component's library and class."""
 
     @property
     def origin(self) -> str:
-        """Where the weights were published, as far as is known."""
+        """The repository in which the weights were published; `name` where that is unknown."""
         return self.name
 
     @abstractmethod
     def config(self, component: str) -> dict[str, Any]:
-        """The component's config.json, or its scheduler_config.json."""
+        """Reads the component's config.json or scheduler_config.json."""
 
     @abstractmethod
     def weights(self, component: str) -> Weights:
-        """The component's tensors by the names that diffusers, or transformers, gives them."""
+        """Returns the component's tensors by their names in diffusers or transformers."""
 
     def tensors(self, component: str, rules: Iterable[Rule]) -> Reader:
-        """The component's tensors by the names and in the layouts of diffusers, from which `rules` are."""
+        """Returns the component's tensors with the names and shapes of diffusers, to which `rules` apply."""
         return self.weights(component)
 
     @abstractmethod
     def files(self, component: str) -> Sequence[Path]:
-        """The component's files that are not weights, all in one folder."""
+        """Returns the component's files other than weights, which are in one folder."""
+
+    @property
+    def lent(self) -> Sequence[str]:
+        """The components that the checkpoint lacks; they come from the repository of the same model."""
+        return ()
 
     def load(
         self,
@@ -81,22 +86,22 @@ class Source(ABC):
         ignore: Iterable[str] = (),
         progress: Progress | None = None,
     ) -> Module:
-        """The network with the component's weights; `rules` are from the names of diffusers, all as in `engine`."""
+        """Returns the network with the component's weights, as `engine.load`; `rules` take the names of diffusers."""
         rules = list(rules)
         return engine.load(abstract, rules, self.tensors(component, rules), ignore=ignore, progress=progress)
 
 
 class DiffusersSource(Source):
-    """A folder, or a repository on the hub, in the layout of diffusers; a component is downloaded when it is needed."""
+    """A folder or hub repository in the layout of diffusers. A component is downloaded when it is first needed."""
 
     def __init__(self, name: str | Path, revision: str | None = None):
         self.name = str(name)
         self.root = resolve(name, components=(), revision=revision)
-        self.revision = None if Path(name).expanduser().exists() else self.root.name  # as the hub's cache names it
+        self.revision = None if Path(name).expanduser().exists() else self.root.name  # the folder's name is the commit
         self.index = read_json(self.root / INDEX)
 
     def config(self, component: str) -> dict[str, Any]:
-        folder = self.folder(component)
+        folder = self.folder(component, files=("*.json",))
         names = [folder / name for name in ("config.json", "scheduler_config.json")]
         return read_json(next((path for path in names if path.is_file()), names[0]))
 
@@ -106,23 +111,24 @@ class DiffusersSource(Source):
     def files(self, component: str) -> Sequence[Path]:
         return [path for path in sorted(self.folder(component).iterdir()) if _is_small(path)]
 
-    def folder(self, component: str) -> Path:
-        """The component's folder, downloaded if it has to be."""
+    def folder(self, component: str, files: Sequence[str] = COMPONENT_FILES) -> Path:
+        """Returns the component's folder, with at least these files; downloads those that are missing."""
         if not component.isidentifier():
             raise WanjaxError(f"{self.root} lists a component {component!r}, which is not the name of a folder in it")
         if self.revision is None:
             folder = self.root / component
         else:
-            folder = resolve(self.name, components=(component,), revision=self.revision) / component
+            patterns = [f"{component}/{name}" for name in files]
+            folder = download(self.name, patterns, revision=self.revision) / component
         if not folder.is_dir():
             raise WanjaxError(f"{self.root} has no folder {component}: a checkpoint in the diffusers layout is needed")
         return folder
 
 
 class WanjaxSource(DiffusersSource):
-    """A folder that `wanjax convert` wrote: as diffusers lays it out, but for the weights, an Orbax checkpoint each.
+    """A folder written by `wanjax convert`: the layout of diffusers, except that weights are Orbax checkpoints.
 
-    `weights` has our own names and layouts.
+    `weights` has the names and shapes of this library.
     """
 
     def __init__(self, folder: str | Path):
@@ -145,7 +151,7 @@ class WanjaxSource(DiffusersSource):
         return Arrays(self.folder(component) / WEIGHTS)
 
     def original(self, component: str, rules: Iterable[Rule]) -> Reader:
-        """All that the source had, by the names that it had there."""
+        """Returns all tensors of the original checkpoint, by their original names."""
         names, unused = self.manifest.get("names", {}).get(component, {}), self.folder(component) / UNUSED
         used = Renamed(self.tensors(component, rules), lambda key: names.get(key, key))
         return Together(used, SafetensorsFile(unused)) if unused.exists() else used
@@ -166,29 +172,53 @@ class WanjaxSource(DiffusersSource):
         return engine.restore(abstract, self.weights(component), progress=progress)
 
 
-def open_source(name: str | Path, revision: str | None = None) -> Source:
-    """The checkpoint of this name: a folder, a file, or a Hugging Face repository or OWNER/NAME/FILE, at a revision.
+@dataclass(frozen=True)
+class Layout:
+    """A layout of checkpoints other than that of diffusers.
 
-    Raises WanjaxError where there is none, or it is in no layout that is known.
+    `markers` are small files that identify the layout and are downloaded first; `is_folder` and `is_file` tell whether
+    a folder or a file has this layout; `open` and `open_file` return its source.
     """
-    from wanjax.layouts import FileSource, OriginalSource  # here: they are sources too, made of what stands above
 
+    markers: tuple[str, ...]
+    is_folder: Callable[[Path], bool]
+    is_file: Callable[[Path], bool]
+    open: Callable[[str | Path, str | None], Source]
+    open_file: Callable[[Path], Source]
+
+
+def open_source(name: str | Path, revision: str | None = None, layouts: Sequence[Layout] = ()) -> Source:
+    """Opens the checkpoint of this name: a folder, a file, a Hugging Face repository, or OWNER/NAME/FILE on the hub.
+
+    Its layout is that of diffusers or one of `layouts`. Raises WanjaxError where no checkpoint is found, or its layout
+    is unknown.
+    """
     path = Path(name).expanduser()
     if revision is not None and path.exists():
         raise WanjaxError(f"{path} is not on the hub: it has no revision {revision}")
     if path.is_file():
-        return FileSource(path)
+        return _open_file(path, layouts)
     if path.suffix in SUFFIXES and HUB_FILE.fullmatch(str(name)):
-        return FileSource(locate_file(name, revision=revision))
+        return _open_file(locate_file(name, revision=revision), layouts)
     if (path / MANIFEST).is_file():
         return WanjaxSource(name)
-    if OriginalSource.is_at(locate(name, revision=revision)):
-        return OriginalSource(name, revision)
+    markers = [marker for layout in layouts for marker in layout.markers]
+    folder = locate(name, revision=revision, markers=markers)
+    for layout in layouts:
+        if layout.is_folder(folder):
+            return layout.open(name, revision)
     return DiffusersSource(name, revision)
 
 
+def _open_file(path: Path, layouts: Sequence[Layout]) -> Source:
+    for layout in layouts:
+        if layout.is_file(path):
+            return layout.open_file(path)
+    raise WanjaxError(f"{path} holds no transformer that is known: a file or folder that has one is needed")
+
+
 def read_json(path: Path, missing: dict | None = None) -> dict[str, Any]:
-    """The JSON object in a file; `missing` where there is no such file and that is allowed."""
+    """Reads a JSON object from a file; returns `missing`, unless it is None, where the file does not exist."""
     if missing is not None and not path.exists():
         return missing
     try:
@@ -207,6 +237,6 @@ def _is_of_texts(table: object) -> bool:
 
 
 def _is_small(path: Path) -> bool:
-    """Whether a component's file is something other than weights, or their index."""
+    """Tells whether a component's file is neither weights nor their index."""
     weights = {".safetensors", ".bin", ".pth", ".pt", ".ckpt", ".msgpack", ".h5", ".onnx"}
     return path.is_file() and path.suffix not in weights and not path.name.endswith(".index.json")

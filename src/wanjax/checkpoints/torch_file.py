@@ -1,27 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads what `torch.save` wrote, without torch and without running the pickle that is in it.
+"""Reads files by `torch.save` without torch, and without running the pickle in them.
 
-Since torch 1.6 such a file is a zip archive whose records are not compressed: `NAME/data.pkl`, a pickle that describes
-a table of tensors, and `NAME/data/0`, `NAME/data/1` ..., the storages that they lie in. A pickle is a program, and
-what it may call is anything. So it is only read here: `describe` follows the few operations that tables of tensors are
-made of, and notes a call instead of making it. Tensors are mapped to the file one at a time
-(https://pytorch.org/docs/stable/notes/serialization.html; the operations are documented in Python's pickletools).
+Since torch 1.6 such a file is a zip archive of uncompressed records: `NAME/data.pkl`, a pickle that describes a table
+of tensors, and `NAME/data/0`, `NAME/data/1` ..., their storages. A pickle is a program that may call anything. Here its
+names and calls become inert descriptions, of which `_place` accepts those of tensors. Each tensor is mapped to the file
+when it is read (https://pytorch.org/docs/stable/notes/serialization.html).
 """
 
+import io
 import math
 import mmap
 import os
+import pickle
 import pickletools
 import struct
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-from wanjax.checkpoint import HEADER_LIMIT, MAX_RANK, Spec
+from wanjax.checkpoints.files import HEADER_LIMIT, MAX_RANK, Spec
 from wanjax.errors import WanjaxError
 
 SUFFIXES = (".pth", ".pt", ".ckpt", ".bin")
@@ -38,7 +39,7 @@ STORAGES = {
     "BoolStorage": np.dtype(np.bool_),
     "UntypedStorage": np.dtype(np.uint8),
 }
-LATER_DTYPES = {  # those that have no storage of their own
+LATER_DTYPES = {  # dtypes without a storage class
     "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
     "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
     "uint16": np.dtype(np.uint16),
@@ -46,14 +47,16 @@ LATER_DTYPES = {  # those that have no storage of their own
     "uint64": np.dtype(np.uint64),
 }
 PICKLE_LIMIT = 1 << 24  # bytes; a thousand tensors take about 200,000
-LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a zip record: signature, lengths of its name and of its extra field
-
-
-class Name(NamedTuple):
-    """A class or function that the pickle names; nothing is imported."""
-
-    module: str
-    name: str
+# The operations that tables of tensors are made of, for pickles of protocol 2 and later.
+TEXTS = {"BINUNICODE", "SHORT_BINUNICODE"}
+OPERATIONS = TEXTS | {
+    *("PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE"),
+    *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
+    *("EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_LIST", "APPEND", "APPENDS"),
+    *("EMPTY_DICT", "SETITEM", "SETITEMS", "BINPUT", "LONG_BINPUT", "MEMOIZE", "BINGET", "LONG_BINGET"),
+    *("GLOBAL", "STACK_GLOBAL", "BINPERSID", "REDUCE", "BUILD"),
+}
+LOCAL_HEADER = struct.Struct("<4s22xHH")  # a zip record's signature, and the lengths of its name and extra field
 
 
 class Call(NamedTuple):
@@ -63,14 +66,34 @@ class Call(NamedTuple):
     arguments: object
 
 
+class Name(NamedTuple):
+    """A class or function that the pickle names; it is not imported."""
+
+    module: str
+    name: str
+
+    def __call__(self, *arguments: object) -> "Call | Table":
+        return Table() if self == ORDERED_TABLE and not arguments else Call(self, arguments)
+
+
+ORDERED_TABLE = Name("collections", "OrderedDict")
+
+
+class Table(dict):
+    """An ordered table whose attributes, which say nothing of its tensors, are dropped."""
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+
 class Storage(NamedTuple):
-    """What the pickle says of a record with values."""
+    """The pickle's description of a record with values."""
 
     identity: object
 
 
 class _Place(NamedTuple):
-    """A tensor's shape and dtype, the number of elements between neighbours, and its first byte in the file."""
+    """A tensor's shape and dtype, its strides in elements, and its first byte in the file."""
 
     spec: Spec
     strides: tuple[int, ...]
@@ -78,14 +101,14 @@ class _Place(NamedTuple):
 
 
 class _CorruptError(Exception):
-    """What is wrong with a file's contents."""
+    """A fault in a file's contents."""
 
 
 class TorchFile:
-    """The tensors of a file by `torch.save`, read when asked for, like `wanjax.checkpoint.SafetensorsFile`.
+    """A `wanjax.checkpoints.files.Reader` of a file by `torch.save`; reads a tensor when asked for it.
 
-    Raises WanjaxError that names the file if it is missing, truncated or corrupt, older than torch 1.6, or anything but
-    a table of tensors.
+    Raises WanjaxError that names the file if it is missing, truncated, corrupt, written before torch 1.6, or not a
+    table of tensors.
     """
 
     def __init__(self, path: str | Path):
@@ -96,27 +119,27 @@ class TorchFile:
             with _Bounded(self.path) as file, zipfile.ZipFile(file) as archive:
                 self._places = _places(_Archive(archive, file))
         except zipfile.BadZipFile as error:
-            why = f"it is no zip archive ({error}), which `torch.save` writes since torch 1.6"
+            why = f"it is not a zip archive ({error}), which `torch.save` writes since torch 1.6"
             raise _unreadable(self.path, why) from error
         except OSError as error:
             raise _unreadable(self.path, error.strerror or str(error)) from error
         except (_CorruptError, ValueError, NotImplementedError, RuntimeError, EOFError, struct.error) as error:
-            raise _unreadable(self.path, str(error).partition("\n")[0]) from error  # what zipfile raises of its own
+            raise _unreadable(self.path, str(error).partition("\n")[0]) from error  # as zipfile raises them
 
     @property
     def paths(self) -> Sequence[Path]:
-        """The files with the tensors."""
+        """The file itself, as the one that holds the tensors."""
         return [self.path]
 
     def keys(self) -> Sequence[str]:
         return tuple(self._places)
 
     def spec(self, key: str) -> Spec:
-        """The tensor's shape and dtype, from the pickle alone."""
+        """Returns the tensor's shape and dtype without reading it."""
         return self._places[key].spec
 
     def read(self, key: str) -> np.ndarray:
-        """The tensor, a read-only view of the file's pages that lets go of them when it is dropped."""
+        """Returns a read-only view of the tensor's pages in the file, which are unmapped with it."""
         (shape, dtype), strides, start = self._places[key]
         if 0 in shape:  # an empty range cannot be mapped
             return np.empty(shape, dtype)
@@ -126,7 +149,7 @@ class TorchFile:
             with self.path.open("rb") as file:
                 length = start + elements * dtype.itemsize - page
                 pages = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_READ, offset=page)
-        except (OSError, ValueError) as error:  # ValueError: the file has become shorter than the range
+        except (OSError, ValueError) as error:  # ValueError: the file is now shorter than the range
             raise _unreadable(self.path, str(error)) from error
         flat = np.frombuffer(pages, np.uint8, elements * dtype.itemsize, start - page)
         steps = [stride * dtype.itemsize for stride in strides]
@@ -138,7 +161,7 @@ def _unreadable(path: Path, why: str) -> WanjaxError:
 
 
 class _Bounded:
-    """A file that is not read in pieces larger than any table of contents, whatever its own header claims."""
+    """A file for `zipfile` that refuses to read more at once than a table of contents may take."""
 
     def __init__(self, path: Path):
         self._file = path.open("rb")
@@ -163,7 +186,7 @@ class _Bounded:
 
 
 class _Archive:
-    """The records of the zip archive, by their names behind `NAME/`."""
+    """The records of the zip archive, by their names without the leading `NAME/`."""
 
     def __init__(self, archive: zipfile.ZipFile, file: _Bounded):
         self._archive, self._file = archive, file
@@ -173,7 +196,7 @@ class _Archive:
         self._root = pickles[0].removesuffix("data.pkl")
 
     def record(self, name: str) -> tuple[int, int]:
-        """The first byte of a record and how many there are; raises _CorruptError unless the file holds them."""
+        """Returns a record's first byte and its size; raises _CorruptError unless the file holds it whole."""
         try:
             info = self._archive.getinfo(self._root + name)
         except KeyError:
@@ -184,7 +207,7 @@ class _Archive:
         signature, name_length, extra_length = LOCAL_HEADER.unpack(self._file.read(LOCAL_HEADER.size))
         start = info.header_offset + LOCAL_HEADER.size + name_length + extra_length
         if signature != b"PK\x03\x04" or start + info.file_size > self._file.size:
-            raise _CorruptError(f"its record {name!r} does not lie where its table of contents says")
+            raise _CorruptError(f"its record {name!r} is not where its table of contents says")
         return start, info.file_size
 
     def read(self, name: str) -> bytes:
@@ -197,7 +220,7 @@ class _Archive:
 
 
 def _places(archive: _Archive) -> dict[str, _Place]:
-    """Where the tensors of the archive's table lie, checked against its records."""
+    """Returns where each tensor of the archive's table lies, checked against its records."""
     if archive.has("byteorder") and (order := archive.read("byteorder")) != b"little":
         raise _CorruptError(f"its byte order is {order[:16]!r} where b'little' is right")
     if archive.record("data.pkl")[1] > PICKLE_LIMIT:
@@ -209,7 +232,7 @@ def _places(archive: _Archive) -> dict[str, _Place]:
 
 
 def _place(key: str, value: object, archive: _Archive) -> _Place:
-    """Where one tensor lies; raises _CorruptError where it is none, or lies outside of its storage."""
+    """Returns where a tensor lies; raises _CorruptError if `value` is no tensor, or one outside of its storage."""
     match value:
         case Call(Name("torch._utils", "_rebuild_parameter"), (inner, *_)):
             return _place(key, inner, archive)
@@ -249,116 +272,69 @@ def _are_counts(numbers: object) -> bool:
     )
 
 
-MARK = object()  # on the stack, where a tuple, a list's items or a table's begin
+class _Unpickler(pickle.Unpickler):
+    """Builds numbers, texts, tuples, lists, tables and this module's inert stand-ins; imports nothing of the file."""
+
+    def find_class(self, module: str, name: str) -> Name:
+        if not (module.isprintable() and name.isprintable()):
+            raise pickle.UnpicklingError("a name that cannot be printed")
+        return Name(module, name)
+
+    def persistent_load(self, pid: object) -> Storage:
+        return Storage(pid)
 
 
-def describe(pickle: bytes) -> Any:
-    """What a pickle would build, with `Call`s where it would call and `Name`s where it would import.
+def describe(data: bytes) -> Any:
+    """Returns what a pickle would build, with a `Name` where it would import and a `Call` where it would call.
 
-    Raises ValueError for an operation that has no place in a table of tensors, and where the pickle is malformed.
+    Raises ValueError where it is malformed, or has an operation or a key that no table of tensors needs.
     """
-    stack: list[Any] = []
-    memo: list[Any] = []
-    argument: Any
-    for opcode, argument, position in pickletools.genops(pickle):
+    _check(data)
+    try:
+        return _Unpickler(io.BytesIO(data)).load()
+    except Exception as error:  # malformed pickles raise errors of many kinds
+        raise ValueError("its pickle is malformed") from error
+
+
+def _check(data: bytes) -> None:
+    """Raises ValueError for a pickle that would cost `pickle.Unpickler` more memory or time than its length.
+
+    Refused are operations outside of `OPERATIONS`; memo entries out of order, since the unpickler allocates its memo up
+    to any index; and keys other than texts, since hashing nested tuples can take exponential time.
+    """
+    stack: list[str] = []  # the operation that made each value
+    memo: list[str] = []
+    marks: list[int] = []  # heights of the stack
+    for opcode, argument, position in pickletools.genops(data):
         if opcode.name == "STOP":
             break
+        if opcode.name not in OPERATIONS:
+            raise ValueError(f"its pickle has the operation {opcode.name}, which no table of tensors needs")
         try:
-            if opcode.name in _CONSTANTS:
-                stack.append(_CONSTANTS[opcode.name])
-            elif opcode.name in _NUMBERS_AND_TEXTS:
-                stack.append(argument)
-            elif opcode.name in _STORE:
-                _store(memo, len(memo) if argument is None else argument, stack[-1])
-            elif opcode.name in _RECALL:
-                stack.append(memo[argument])
-            else:
-                _OPERATIONS[opcode.name](stack, argument)
-        except KeyError:
-            raise ValueError(f"its pickle has the operation {opcode.name}, which no table of tensors needs") from None
-        except (IndexError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"its pickle is malformed at byte {position}") from error
+            _follow(opcode, argument, stack, memo, marks)
+        except IndexError:
+            raise ValueError(f"its pickle is malformed at byte {position}") from None
     if len(stack) != 1:
         raise ValueError("its pickle is malformed at its end")
-    return stack[0]
 
 
-def _store(memo: list[Any], index: int, value: Any) -> None:
-    """Keeps a value for later; they are numbered as they come."""
-    if index > len(memo):
-        raise IndexError
-    memo[index : index + 1] = [value]
-
-
-def _since_mark(stack: list[Any]) -> list[Any]:
-    """Takes what lies above the last mark, and the mark."""
-    start = len(stack) - 1
-    while stack[start] is not MARK:  # raises IndexError below the stack
-        start -= 1
-        if start < 0:
+def _follow(opcode: Any, argument: Any, stack: list[str], memo: list[str], marks: list[int]) -> None:
+    """Does to the stack what one operation does; raises IndexError where `_check` has to refuse it."""
+    name, operands = opcode.name, opcode.stack_before
+    if name == "MARK":
+        marks.append(len(stack))
+    elif name in ("BINGET", "LONG_BINGET"):
+        stack.append(memo[argument])
+    elif name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
+        index = len(memo) if argument is None else argument
+        if index > len(memo):
             raise IndexError
-    items = stack[start + 1 :]
-    del stack[start:]
-    return items
-
-
-def _last(stack: list[Any], count: int) -> tuple[Any, ...]:
-    if len(stack) < count:
-        raise IndexError
-    items = tuple(stack[len(stack) - count :])
-    del stack[len(stack) - count :]
-    return items
-
-
-def _fill(stack: list[Any], items: Sequence[Any]) -> None:
-    """Puts keys and values into the table on top of the stack; only texts are keys, which are quick to look up."""
-    if len(items) % 2 or type(stack[-1]) is not dict or not all(isinstance(key, str) for key in items[::2]):
-        raise TypeError
-    stack[-1].update(zip(items[::2], items[1::2], strict=True))
-
-
-def _extend(stack: list[Any], items: Sequence[Any]) -> None:
-    if type(stack[-1]) is not list:
-        raise TypeError
-    stack[-1].extend(items)
-
-
-def _call(stack: list[Any]) -> None:
-    """An ordered table is one; every other call is only noted."""
-    function, arguments = _last(stack, 2)
-    empty = function == Name("collections", "OrderedDict") and arguments == ()
-    stack.append({} if empty else Call(function, arguments))
-
-
-def _name(stack: list[Any], argument: str | None) -> None:
-    module, name = argument.split(" ") if argument else _last(stack, 2)
-    if not (isinstance(module, str) and isinstance(name, str) and module.isprintable() and name.isprintable()):
-        raise TypeError
-    stack.append(Name(module, name))
-
-
-_STORE = {"BINPUT", "LONG_BINPUT", "MEMOIZE"}
-_RECALL = {"BINGET", "LONG_BINGET"}
-_NUMBERS_AND_TEXTS = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE"}
-_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_OPERATIONS: dict[str, Callable[[list[Any], Any], object]] = {
-    "PROTO": lambda stack, _: None,
-    "FRAME": lambda stack, _: None,
-    "MARK": lambda stack, _: stack.append(MARK),
-    "EMPTY_DICT": lambda stack, _: stack.append({}),
-    "EMPTY_LIST": lambda stack, _: stack.append([]),
-    "EMPTY_TUPLE": lambda stack, _: stack.append(()),
-    "TUPLE": lambda stack, _: stack.append(tuple(_since_mark(stack))),
-    "TUPLE1": lambda stack, _: stack.append(_last(stack, 1)),
-    "TUPLE2": lambda stack, _: stack.append(_last(stack, 2)),
-    "TUPLE3": lambda stack, _: stack.append(_last(stack, 3)),
-    "SETITEM": lambda stack, _: _fill(stack, _last(stack, 2)),
-    "SETITEMS": lambda stack, _: _fill(stack, _since_mark(stack)),
-    "APPEND": lambda stack, _: _extend(stack, _last(stack, 1)),
-    "APPENDS": lambda stack, _: _extend(stack, _since_mark(stack)),
-    "GLOBAL": _name,
-    "STACK_GLOBAL": _name,
-    "BINPERSID": lambda stack, _: stack.append(Storage(*_last(stack, 1))),
-    "REDUCE": lambda stack, _: _call(stack),
-    "BUILD": lambda stack, _: _last(stack, 1),  # attributes of a table, which say nothing of its tensors
-}
+        memo[index : index + 1] = [stack[-1]]
+    else:
+        to_mark = pickletools.markobject in operands
+        first = marks.pop() - operands.index(pickletools.markobject) if to_mark else len(stack) - len(operands)
+        if first < (marks[-1] if marks else 0):
+            raise IndexError
+        if name in ("SETITEM", "SETITEMS") and not TEXTS.issuperset(stack[first + 1 :: 2]):
+            raise IndexError
+        stack[first:] = [name] * len(opcode.stack_after)

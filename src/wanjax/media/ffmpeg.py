@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one way to ffmpeg, a program of its own, which reads and writes films."""
+"""Runs ffmpeg, a program of its own, which reads and writes films."""
 
 import re
 import subprocess
@@ -11,10 +11,10 @@ from wanjax.errors import WanjaxError
 
 
 def run_ffmpeg(arguments: list[str], pieces: Iterable[bytes] = ()) -> bytes:
-    """What ffmpeg puts out when it is given the pieces; raises OSError with the last thing it said if it fails."""
+    """Feeds the pieces to ffmpeg and returns its output; raises OSError with its last message if it fails."""
     command = [_ffmpeg(), "-hide_banner", "-loglevel", "error", *arguments]
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as said:
-        # in a session of its own: Ctrl-C is for us alone, and we stop it
+        # In a session of its own it does not receive Ctrl-C; the `finally` below stops it.
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=said, start_new_session=True)
         assert process.stdin is not None
         try:
@@ -22,24 +22,24 @@ def run_ffmpeg(arguments: list[str], pieces: Iterable[bytes] = ()) -> bytes:
                 process.stdin.write(piece)
             process.stdin.close()
             process.wait()
-        except BrokenPipeError:  # it gave up, and has said why
+        except BrokenPipeError:  # it has failed, and said why
             process.wait()
         finally:
             process.kill()
-            with suppress(BrokenPipeError):  # by what is still in the buffer
+            with suppress(BrokenPipeError):  # raised by flushing the buffer
                 process.stdin.close()
             process.wait()
         if process.returncode:
             said.seek(0)
             lines = said.read().decode(errors="replace").strip().splitlines()
-            last = re.sub(r"^\[.*?\] ", "", lines[-1]) if lines else ""  # without the address of what said it
+            last = re.sub(r"^\[.*?\] ", "", lines[-1]) if lines else ""  # without the name and address of its module
             raise OSError(f"ffmpeg said {last!r}" if last else f"ffmpeg ended with {process.returncode}")
         out.seek(0)
         return out.read()
 
 
 def _ffmpeg() -> str:
-    import imageio_ffmpeg  # here, because mp4 alone needs it
+    import imageio_ffmpeg  # here: only films need it
 
     try:
         return imageio_ffmpeg.get_ffmpeg_exe()

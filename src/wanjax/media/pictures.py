@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures and clips that a video is made from: how they are read, what size the video takes from them, how they fit.
+"""Reads the pictures and clips that a video is made from, finds the video's size from theirs, and fits them to it.
 
-A picture is shown as it was meant to be: turned as its EXIF says, its palette resolved, what is transparent on white.
+A picture is read as a viewer shows it: turned as its EXIF says, its palette resolved, on a white background.
 """
 
 import math
@@ -18,28 +18,22 @@ from jaxtyping import Shaped, UInt8
 from PIL import Image, ImageOps, ImageSequence
 
 from wanjax.errors import WanjaxError
-from wanjax.ffmpeg import run_ffmpeg
+from wanjax.media.ffmpeg import run_ffmpeg
 
 RESIZES = ("crop", "pad", "stretch")
 Picture = UInt8[np.ndarray, "H W 3"]
 Clip = UInt8[np.ndarray, "T H W 3"]
 PPM = re.compile(rb"P6\s(\d+)\s(\d+)\s255\s")
-PictureSource = str | Path | Image.Image | Shaped[np.ndarray, "H W 3"]
-ClipSource = str | Path | Sequence[PictureSource] | Shaped[np.ndarray, "T H W 3"]
+PictureSource = str | Path | Image.Image | Shaped[np.ndarray, "..."]
+ClipSource = str | Path | Sequence[PictureSource] | Shaped[np.ndarray, "..."]
 LANCZOS = Image.Resampling.LANCZOS
-ANIMATED = ("GIF", "WEBP", "PNG", "AVIF", "TIFF")  # not MPO: a telephone's photograph with its thumbnails
-BROKEN = (
-    OSError,
-    ValueError,
-    SyntaxError,
-    EOFError,
-    IndexError,
-    Image.DecompressionBombError,
-)  # what Pillow raises on bad files
+ANIMATED = ("GIF", "WEBP", "PNG", "AVIF", "TIFF")  # not MPO: a photograph with its thumbnails
+# Pillow raises these on broken files.
+BROKEN = (OSError, ValueError, SyntaxError, EOFError, IndexError, Image.DecompressionBombError)
 
 
 class Pictures(NamedTuple):
-    """What a video is made from beside the prompt, in RGB and of any size."""
+    """The pictures and clips that a video is made from beside the prompt, in RGB and of any size."""
 
     image: Picture | None = None
     last_image: Picture | None = None
@@ -48,12 +42,12 @@ class Pictures(NamedTuple):
     references: tuple[Picture, ...] = ()
 
     def given(self) -> list[str]:
-        """The names of those that are there."""
+        """Returns the names of the fields that are given."""
         return [name for name, value in zip(self._fields, self, strict=True) if value is not None and len(value)]
 
     @property
     def first(self) -> Picture | None:
-        """The picture whose shape the video takes, if there is one."""
+        """The picture whose proportions the video takes, if there is one."""
         return self.video[0] if self.image is None and self.video is not None else self.image
 
 
@@ -65,13 +59,13 @@ def read_pictures(
     mask: ClipSource | None = None,
     references: Iterable[PictureSource] = (),
     frames: int,
-    fps: float,
+    fps: int | float,
 ) -> Pictures:
-    """Reads each of these, from files or from what is in memory, where it is given.
+    """Reads the pictures and clips that are given, as files or as arrays.
 
-    Of clips at most `frames` frames are read; those with more than `fps` of them a second are thinned out to that. A
-    mask may be one picture, which then holds for every frame. Raises WanjaxError where a file is missing, cannot be
-    read, or is a clip where a picture is needed, and where the mask is longer or shorter than the video.
+    A clip is thinned out to `fps` frames a second, and then cut to `frames` frames. A mask of one picture holds for
+    every frame. Raises WanjaxError if a file is missing, cannot be read, or is a clip where a picture is needed, and if
+    the mask is longer or shorter than the video.
     """
     clip = None if video is None else read_clip(video, frames, fps)
     masks = None if mask is None else read_clip(mask, frames, fps)
@@ -92,7 +86,7 @@ def read_pictures(
 
 
 def read_picture(source: PictureSource) -> Picture:
-    """The picture in a file, or one that is in memory; raises WanjaxError as `read_pictures` does."""
+    """Returns a picture, from a file or from memory; raises WanjaxError as `read_pictures` does."""
     if isinstance(source, np.ndarray):
         return _checked(source, 3)
     if isinstance(source, Image.Image):
@@ -103,8 +97,11 @@ def read_picture(source: PictureSource) -> Picture:
         return _shown(image)
 
 
-def read_clip(source: ClipSource, frames: int, fps: float) -> Clip:
-    """The clip in a file, in a folder of pictures by their names, or in memory, as `read_pictures` has it."""
+def read_clip(source: ClipSource, frames: int, fps: int | float) -> Clip:
+    """Returns a clip, from a file, from a folder of pictures in the order of their names, or from memory.
+
+    `frames`, `fps` and errors are those of `read_pictures`.
+    """
     if isinstance(source, np.ndarray):
         return _checked(source[:frames], 4)
     with closing(_pictures(source, frames, fps)) as pictures:
@@ -113,12 +110,12 @@ def read_clip(source: ClipSource, frames: int, fps: float) -> Clip:
     if not kept:
         raise WanjaxError(f"{name} holds no pictures: at least one is needed")
     if any(picture.shape != kept[0].shape for picture in kept):
-        raise WanjaxError(f"{name} holds pictures of different sizes: all of a clip have to be alike")
+        raise WanjaxError(f"{name} holds pictures of different sizes: all pictures of a clip have the same size")
     return np.stack(kept)
 
 
-def _pictures(source: str | Path | Sequence[PictureSource], frames: int, fps: float) -> Generator[Picture]:
-    """The pictures of a clip in turn, of which `frames` are wanted, no more than `fps` for a second of it."""
+def _pictures(source: str | Path | Sequence[PictureSource], frames: int, fps: int | float) -> Generator[Picture]:
+    """Returns the pictures of a clip in turn: at least the first `frames`, at most `fps` for a second of the clip."""
     if not isinstance(source, str | Path):
         return (read_picture(picture) for picture in source)
     suffixes = Image.registered_extensions()
@@ -127,17 +124,17 @@ def _pictures(source: str | Path | Sequence[PictureSource], frames: int, fps: fl
     return _animation(source, fps) if Path(source).suffix.lower() in suffixes else _film(source, frames, fps)
 
 
-def _animation(source: str | Path, fps: float) -> Generator[Picture]:
-    """The pictures of what Pillow reads; one picture is a clip of one."""
+def _animation(source: str | Path, fps: int | float) -> Generator[Picture]:
+    """Yields the pictures of an animation that Pillow reads; a single picture is a clip of one."""
     with _opened(source) as image, _damage_told(source):
-        image.load()  # some formats tell the duration of a frame that is loaded
+        image.load()  # some formats give the duration only now
         duration = image.info.get("duration")
         frames = (_shown(frame) for frame in ImageSequence.Iterator(image))
         yield from _thinned(frames, 1000 / duration if duration else fps, fps)
 
 
-def _film(source: str | Path, frames: int, fps: float) -> Generator[Picture]:
-    """The pictures of what ffmpeg reads, turned as the file says."""
+def _film(source: str | Path, frames: int, fps: int | float) -> Generator[Picture]:
+    """Yields the pictures of a film that ffmpeg reads, turned as the file says."""
     if not Path(source).is_file():
         raise WanjaxError(f"there is no file {source}")
     thinned = ["-vf", rf"fps=min(source_fps\,{fps})", "-frames:v", str(frames)]
@@ -146,14 +143,14 @@ def _film(source: str | Path, frames: int, fps: float) -> Generator[Picture]:
     except OSError as error:
         raise WanjaxError(f"{source} cannot be read as a video: {error}") from error
     at = 0
-    while header := PPM.match(data, at):  # pictures end to end, each with its size
+    while header := PPM.match(data, at):  # pictures end to end, each with a header
         width, height = int(header[1]), int(header[2])
         at = header.end() + width * height * 3
         yield np.frombuffer(data[header.end() : at], np.uint8).reshape(height, width, 3)
 
 
-def _thinned(pictures: Iterable[Picture], rate: float, fps: float) -> Iterator[Picture]:
-    """As many of the pictures, of which `rate` make a second, as keep their speed at no more than `fps`."""
+def _thinned(pictures: Iterable[Picture], rate: int | float, fps: int | float) -> Iterator[Picture]:
+    """Returns evenly spaced pictures, at most `fps` a second, out of `rate` a second."""
     share = min(1.0, fps / rate)
     return (picture for i, picture in enumerate(pictures) if math.floor(i * share) != math.floor((i - 1) * share))
 
@@ -161,7 +158,7 @@ def _thinned(pictures: Iterable[Picture], rate: float, fps: float) -> Iterator[P
 def _checked(array: np.ndarray, rank: int) -> np.ndarray:
     if array.dtype != np.uint8 or array.ndim != rank or array.shape[-1] != 3 or 0 in array.shape:
         right = f"uint8 [{'T, ' * (rank - 3)}H, W, 3]"
-        raise WanjaxError(f"{array.dtype} {list(array.shape)} is given as pictures, where {right} is right")
+        raise WanjaxError(f"{array.dtype} {list(array.shape)} is given as pictures where {right} is right")
     return array
 
 
@@ -183,9 +180,9 @@ def _damage_told(source: str | Path) -> Iterator[None]:
 
 
 def _shown(image: Image.Image) -> Picture:
-    """The picture as a viewer would show it on a white page."""
+    """Returns the picture as a viewer shows it on a white page."""
     image = ImageOps.exif_transpose(image)
-    if image.mode.startswith(("I", "F")):  # 16 bits of grey, which Pillow would clip
+    if image.mode.startswith(("I", "F")):  # 16-bit grey, which Pillow would clip
         image = Image.fromarray((np.asarray(image, np.float32) / 257.0 + 0.5).clip(0, 255).astype(np.uint8))
     if image.has_transparency_data:
         image = image.convert("RGBA")
@@ -194,17 +191,17 @@ def _shown(image: Image.Image) -> Picture:
 
 
 def size_within(picture: tuple[int, ...], area: int, grid: int) -> tuple[int, int]:
-    """The (height, width) of a video with about the proportions of a picture's [H W 3] and at most about `area` pixels.
+    """Returns the (height, width) of a video with about the proportions of a picture, given by its shape [H W 3].
 
-    Both are multiples of `grid`, rounded down, as in the reference.
+    Both are rounded down to multiples of `grid` from exactly `area` pixels, as in the reference.
     """
     ratio = picture[0] / picture[1]
     height, width = (max(grid, round(math.sqrt(area * r)) // grid * grid) for r in (ratio, 1 / ratio))
     return height, width
 
 
-def fit(picture: Picture, size: tuple[int, int], resize: str) -> Picture:
-    """The picture in a (height, width): its edges cut off, black bars added, or its proportions changed."""
+def fit(picture: Picture, size: tuple[int, int], resize: str) -> UInt8[np.ndarray, "_H _W 3"]:
+    """Returns the picture in a (height, width): its edges cut off, black bars added, or its proportions changed."""
     height, width = size
     if picture.shape[:2] == size:
         return picture

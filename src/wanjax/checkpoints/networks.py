@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kinds of networks: the reader of their config.json, the module that it describes, and the rules that fill it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from wanjax.checkpoints.sources import Source
+from wanjax.converters.engine import Rule
+from wanjax.converters.readers import Names
+from wanjax.errors import WanjaxError
+
+Config = Any  # a frozen dataclass, of a type of its own for each module
+
+
+@dataclass(frozen=True)
+class NetworkKind:
+    """One kind of network: its class names in model_index.json, and the functions that read, build and fill it.
+
+    `read` turns a config.json into a config; `modules` maps the config's type to the module's class; `rules` fill the
+    module from the published names. A `float32` kind keeps its weights in float32, whatever the dtype of the others.
+    `unused` returns patterns of published names that the module does not use. `lora_names` pairs the authors' names of
+    its layers, which LoRA files may use, with those of diffusers.
+    """
+
+    classes: tuple[str, ...]
+    read: Callable[[Mapping[str, Any]], Config]
+    modules: Mapping[type, type[Any]]
+    rules: Callable[[Config], list[Rule]]
+    float32: bool = False
+    unused: Callable[[Config], Sequence[str]] = lambda config: ()
+    lora_names: Names | None = None
+
+
+Kinds = Sequence[NetworkKind]
+
+
+class Network(NamedTuple):
+    """A network: its config and its kind."""
+
+    config: Config
+    kind: NetworkKind
+
+    @property
+    def rules(self) -> list[Rule]:
+        return self.kind.rules(self.config)
+
+    @property
+    def unused(self) -> Sequence[str]:
+        return self.kind.unused(self.config)
+
+    @property
+    def float32(self) -> bool:
+        return self.kind.float32
+
+    def abstract(self, *, dtype: DTypeLike, param_dtype: DTypeLike, **options: Any) -> Any:
+        """Returns the module as shapes and dtypes without values; the options are its class's own, except `rngs`."""
+        module = self.kind.modules[type(self.config)]
+        kw = {"dtype": dtype, "param_dtype": param_dtype, **options}
+        return nnx.eval_shape(lambda: module(self.config, **kw, rngs=nnx.Rngs(0)))
+
+    @property
+    def parameters(self) -> int:
+        """The number of parameters."""
+        module = self.abstract(dtype=jnp.float32, param_dtype=jnp.float32)
+        return sum(x.size for x in jax.tree.leaves(nnx.state(module)))
+
+
+def network_of(config: Config, kinds: Kinds) -> Network:
+    """Returns the network that a config of one of these kinds describes."""
+    return Network(config, next(kind for kind in kinds if type(config) in kind.modules))
+
+
+def components(index: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the class of each component in model_index.json, without those that are null."""
+    entries = {name: value for name, value in index.items() if isinstance(value, list) and len(value) == 2}
+    return {name: str(kind) for name, (library, kind) in entries.items() if library is not None and kind is not None}
+
+
+def network(source: Source, component: str, kinds: Kinds) -> Network:
+    """Returns the network of a checkpoint's component.
+
+    Raises WanjaxError where the component is missing, its class is unknown, or its config is that of another model.
+    """
+    listed = components(source.index)
+    if component not in listed:
+        raise WanjaxError(f"{source.name} lists no {component} in its model_index.json, which has {', '.join(listed)}")
+    by_class = {name: kind for kind in kinds for name in kind.classes}
+    if listed[component] not in by_class:
+        known = ", ".join(by_class)
+        raise WanjaxError(f"the {component} of {source.name} is a {listed[component]}, where {known} can be read")
+    return read_network(listed[component], source.config(component), kinds)
+
+
+def read_network(name: str, json: Mapping[str, Any], kinds: Kinds) -> Network:
+    """Returns the network that a config.json describes, for a class name of one of the kinds."""
+    kind = next(kind for kind in kinds if name in kind.classes)
+    return Network(kind.read(json), kind)

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files that join encode, denoise and decode: settings, encoded inputs, latents; and initial noise.
+
+A stage's file keeps the settings that shaped it, so that files which do not belong together are refused. Every file
+appears under its name only when it is complete.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Shaped
+
+from wanjax.checkpoints.files import SafetensorsFile, save_safetensors, writing
+from wanjax.errors import WanjaxError
+
+EMBEDDINGS = "stage1_embeddings.safetensors"
+LATENTS = "stage2_latents.safetensors"
+CONFIG = "generation_config.json"
+VIDEO = "output_video.mp4"
+
+OLD_NAMES = {"model_id": "model", "num_inference_steps": "steps", "num_frames": "frames"}
+"""Settings in generation_config.json that had other names before wanjax."""
+PICTURE_FILES = ("image", "last_image", "video", "mask", "references")
+PICTURE_SETTINGS = ("height", "width", "frames", "resize", *PICTURE_FILES)
+"""Settings that shape what is encoded from pictures."""
+FLOATS = {"floats": jnp.floating}
+FLOATS_AND_MASKS = FLOATS | {"integers": jnp.integer, "booleans": jnp.bool_}
+
+
+def save_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Writes generation_config.json, which gives the later stages their default settings."""
+    with writing(folder / CONFIG) as beside:
+        beside.write_text(json.dumps(dict(settings), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def load_settings(folder: Path) -> dict[str, Any]:
+    """Returns the settings in generation_config.json, under their present names.
+
+    Raises WanjaxError if the file is missing or no JSON object.
+    """
+    file = folder / CONFIG
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise WanjaxError(f"{folder} holds no {CONFIG}, which `wanjax encode` writes: run it first") from error
+    except (OSError, ValueError) as error:
+        raise WanjaxError(f"{file} cannot be read, {error}: run `wanjax encode` again") from error
+    if not isinstance(settings, dict):
+        raise WanjaxError(f"{file} is not a JSON object: run `wanjax encode` again")
+    return {OLD_NAMES.get(name) or name: value for name, value in settings.items()}
+
+
+def save_encoded(
+    folder: Path, tensors: Mapping[str, Shaped[Array | np.ndarray, "1 ..."]], settings: Mapping[str, Any]
+) -> None:
+    """Writes the first stage's tensors, each with a first axis of size 1, with the settings that shaped them.
+
+    The prompts always did. The pictures and the video's size did if pictures were given, or if a tensor has the five
+    axes of a video.
+    """
+    of_video = any(settings.get(name) for name in PICTURE_FILES) or any(x.ndim == 5 for x in tensors.values())
+    shaping = ("prompt", "negative_prompt", *(PICTURE_SETTINGS if of_video else ()))
+    _save_stage(folder / EMBEDDINGS, tensors, {name: settings[name] for name in shaping if name in settings})
+
+
+def load_encoded(folder: Path, settings: Mapping[str, Any]) -> dict[str, Shaped[Array, "1 ..."]]:
+    """Returns the tensors of the folder's first stage; `settings` as `load_settings` returns them.
+
+    They are floats, or masks of integers or booleans; their names and ranks are the caller's to check.
+    Raises WanjaxError if the file is missing or broken, or was made with other prompts or pictures than `settings` say.
+    """
+    file = _open_stage(folder, EMBEDDINGS, settings, "wanjax encode PROMPT")
+    return {name: _read(file, name, FLOATS_AND_MASKS) for name in file.keys()}  # noqa: SIM118
+
+
+def save_latents(folder: Path, latents: Float[Array | np.ndarray, "1 C T H W"], settings: Mapping[str, Any]) -> None:
+    """Writes the latents of a denoised video with the settings that shaped them."""
+    record = {name: value for name, value in settings.items() if name != "fps"}
+    _save_stage(folder / LATENTS, {"latents": latents}, record)
+
+
+def load_latents(folder: Path, settings: Mapping[str, Any]) -> Float[Array, "1 C T H W"]:
+    """Returns the latents of the folder's second stage; `settings` as `load_settings` returns them.
+
+    Raises WanjaxError if they are missing, broken, not finite, of another rank, or made with other settings.
+    """
+    file = _open_stage(folder, LATENTS, settings, "wanjax denoise")
+    latents = _read(file, "latents", FLOATS, rank=5)
+    if not jnp.isfinite(latents).all():
+        raise WanjaxError(f"{file.path} holds latents that are not finite: `wanjax denoise` has to run again")
+    return latents
+
+
+def load_noise(path: str | Path) -> Float[Array, "1 C T H W"]:
+    """Returns initial noise, the tensor `noise` of a safetensors file; raises WanjaxError if there is none."""
+    return _read(SafetensorsFile(path), "noise", FLOATS, rank=5)
+
+
+def _save_stage(
+    path: Path, tensors: Mapping[str, Shaped[Array | np.ndarray, "1 ..."]], record: Mapping[str, Any]
+) -> None:
+    save_safetensors(path, {name: np.asarray(x) for name, x in tensors.items()}, {"settings": json.dumps(record)})
+
+
+def _open_stage(folder: Path, name: str, settings: Mapping[str, Any], command: str) -> SafetensorsFile:
+    """Opens a stage's file; raises WanjaxError if it is missing or was made with other settings than the folder's."""
+    if not (folder / name).is_file():
+        raise WanjaxError(f"{folder} holds no {name}: run `{command} --dir {folder}` first")
+    file = SafetensorsFile(folder / name)
+    for key, value in _table(file, "settings").items():
+        if key in settings and settings[key] != value:
+            raise WanjaxError(
+                f"{name} and {CONFIG} in {folder} do not belong together: {key} is {_short(value)} in the one and "
+                f"{_short(settings[key])} in the other, so `{command} --dir {folder}` has to run again"
+            )
+    return file
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _read(
+    file: SafetensorsFile, name: str, kinds: Mapping[str, Any], *, rank: int | None = None
+) -> Shaped[Array, "1 ..."]:
+    """Returns one tensor of these kinds, in bfloat16 where `dtype_info` says that it was before it was stored."""
+    if name not in file.keys():  # noqa: SIM118
+        raise WanjaxError(f"{file.path} holds no tensor {name!r}, only {', '.join(file.keys()) or 'none at all'}")
+    shape, dtype = file.spec(name)
+    fits = any(jnp.issubdtype(dtype, kind) for kind in kinds.values()) and rank in (None, len(shape))
+    if not fits or shape[:1] != (1,):
+        right = f"{' or '.join(kinds)}{f' of {rank} axes' if rank else ''}, with a first axis of size 1, are right"
+        raise WanjaxError(f"{name!r} in {file.path} is {dtype} {list(shape)}, where {right}")
+    was_bfloat16 = "bfloat16" in str(_table(file, "dtype_info").get(name))
+    return jnp.asarray(file.read(name), jnp.bfloat16 if was_bfloat16 else None)
+
+
+def _table(file: SafetensorsFile, name: str) -> dict[str, Any]:
+    """Returns the JSON object under a name of the file's metadata, empty if there is none."""
+    try:
+        return dict(json.loads(file.metadata.get(name, "{}")))
+    except (ValueError, TypeError) as error:
+        raise WanjaxError(f"{file.path} has {name!r} in its metadata that is no JSON object: write it again") from error

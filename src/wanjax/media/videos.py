@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes videos, and reads the settings back that they were made with.
+
+A video keeps its settings as JSON in its own metadata. It appears under its name only when it is complete.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Shaped, UInt8
+from PIL import Image, PngImagePlugin
+
+from wanjax.checkpoints.files import check_folder, writing
+from wanjax.errors import WanjaxError
+from wanjax.media.ffmpeg import run_ffmpeg
+
+FRAME = "frame_{:05d}.png"
+IS_FRAME = re.compile(r"frame_\d{5,}\.png")
+DESCRIPTION = 0x010E  # the EXIF field for a text about the image
+
+Frame = UInt8[np.ndarray, "H W 3"]
+
+
+@dataclass(frozen=True, eq=False)
+class Video:
+    """RGB frames, their number a second, and the settings that they were made with, as JSON."""
+
+    frames: UInt8[np.ndarray, "T H W 3"]
+    fps: int | float
+    settings: Mapping[str, Any]
+
+    def save(self, path: str | Path) -> Path:
+        """Writes the video and its settings as `write_video` does."""
+        return write_video(path, self.frames, self.fps, self.settings)
+
+
+def write_video(
+    path: str | Path,
+    frames: Shaped[np.ndarray, "..."] | Iterable[Shaped[np.ndarray, "..."]],
+    fps: int | float,
+    metadata: Mapping[str, Any] | None = None,
+) -> Path:
+    """Writes RGB frames, uint8 [T, H, W, 3], whole or in chunks, in the format of the name; returns the path.
+
+    `.mp4`: H.264, yuv420p, BT.709, playable while it loads; `.gif` and `.webp`: an animation that repeats; no suffix or
+    a slash at the end: a folder of PNG. The video keeps `metadata` as JSON, which `read_metadata` reads.
+    Raises WanjaxError if the suffix is another one, the frames do not fit, or the file cannot be written.
+    """
+    target = check_output(path)
+    chunks = (frames,) if isinstance(frames, np.ndarray) else frames
+    WRITERS[_suffix(path)](target, _single_frames(chunks), fps, json.dumps(dict(metadata or {})))
+    return target
+
+
+def check_output(path: str | Path) -> Path:
+    """Returns the absolute path for a video of this name; makes its folder if need be.
+
+    Raises WanjaxError if the suffix is unknown, the folder cannot be written, or a folder of PNG holds other things.
+    """
+    suffix, target = _suffix(path), Path(path).expanduser().absolute()
+    if suffix not in WRITERS:
+        known = ", ".join(filter(None, WRITERS))
+        raise WanjaxError(f"{path} ends in {suffix}: {known}, or no suffix for a folder of PNG, would do")
+    if suffix and target.is_dir():
+        raise WanjaxError(f"{path} is a folder: end the name with a slash for a folder of PNG, or name a file")
+    if not suffix and target.exists():
+        names = sorted(os.listdir(target)) if target.is_dir() else [target.name]
+        if others := [name for name in names if not IS_FRAME.fullmatch(name)]:
+            raise WanjaxError(f"{path} holds {others[0]}, which is not a frame: a new or empty folder is needed")
+    check_folder(target.parent)
+    return target
+
+
+def read_metadata(path: str | Path) -> dict[str, Any]:
+    """Returns the settings that `write_video` put into a video; raises WanjaxError if it has none."""
+    file = Path(path) / FRAME.format(0) if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        raise WanjaxError(f"there is no file {file}")
+    try:
+        settings = json.loads(_mp4_comment(file) if file.suffix.lower() == ".mp4" else _image_comment(file))
+    except (ValueError, OSError):  # neither JSON nor a picture nor a video
+        settings = None
+    if not isinstance(settings, dict):
+        raise WanjaxError(f"{file} holds no settings: wanjax did not write it, or something rewrote it")
+    return settings
+
+
+def _suffix(path: str | Path) -> str:
+    """Returns a name's suffix, which is empty for a folder."""
+    return "" if str(path).endswith(("/", os.sep)) else Path(path).suffix.lower()
+
+
+def _single_frames(chunks: Iterable[Shaped[np.ndarray, "..."]]) -> Iterator[Frame]:
+    """Yields the chunks' frames one at a time; raises WanjaxError if there are none, or they do not fit."""
+    size = None
+    for chunk in chunks:
+        if chunk.dtype != np.uint8 or chunk.ndim != 4 or chunk.shape[-1] != 3 or size not in (None, chunk.shape[1:]):
+            raise WanjaxError(f"a video's frames are uint8 [T, H, W, 3], all alike, not {chunk.dtype} {chunk.shape}")
+        for frame in chunk:
+            size = frame.shape
+            yield frame
+    if size is None:
+        raise WanjaxError("no frames cannot be written as a video: at least 1 is needed")
+
+
+def _write_mp4(path: Path, frames: Iterator[Frame], fps: int | float, comment: str) -> None:
+    first = next(frames)
+    height, width, _ = first.shape
+    if height % 2 or width % 2:
+        raise WanjaxError(
+            f"frames of {width}x{height} cannot become an mp4, whose width and height are even: "
+            ".gif, .webp or a folder of PNG would do"
+        )
+    source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-framerate", str(fps), "-i", "pipe:0"]
+    codec = ["-c:v", "libx264", "-crf", "17", "-pix_fmt", "yuv420p"]
+    # The matrix is set together with its tags: players take untagged videos for BT.601 or for BT.709.
+    colours = ["-vf", "scale=out_color_matrix=bt709:out_range=tv", "-color_range", "tv"]
+    colours += ["-colorspace", "bt709", "-color_primaries", "bt709", "-color_trc", "bt709"]
+    container = ["-movflags", "+faststart", "-metadata", f"comment={comment}"]
+    with writing(path) as beside:
+        pieces = (frame.tobytes() for frame in chain([first], frames))
+        run_ffmpeg([*source, *codec, *colours, *container, "-y", str(beside)], pieces)
+
+
+def _mp4_comment(path: Path) -> str:
+    """Returns the comment of an mp4, without the backslashes by which ffmpeg escapes its own special characters."""
+    lines = run_ffmpeg(["-i", str(path), "-f", "ffmetadata", "pipe:1"]).decode()
+    found = re.search(r"^comment=((?:[^\\\n]|\\.)*)", lines, re.MULTILINE | re.DOTALL)
+    return re.sub(r"\\(.)", r"\1", found[1], flags=re.DOTALL) if found else ""
+
+
+def _write_gif(path: Path, frames: Iterator[Frame], fps: int | float, comment: str) -> None:
+    _write_animation(path, frames, fps, 10, comment=comment)
+
+
+def _write_webp(path: Path, frames: Iterator[Frame], fps: int | float, comment: str) -> None:
+    exif = Image.Exif()
+    exif[DESCRIPTION] = comment
+    _write_animation(path, frames, fps, 1, quality=90, exif=exif)
+
+
+def _write_animation(path: Path, frames: Iterator[Frame], fps: int | float, unit: int, **options: Any) -> None:
+    """Writes an animation by Pillow; times are multiples of `unit` milliseconds, rounded without a growing error."""
+    first, *rest = [Image.fromarray(frame) for frame in frames]
+    ends = [round(1000 * i / fps / unit) * unit for i in range(len(rest) + 2)]
+    durations = [b - a for a, b in pairwise(ends)]
+    with writing(path) as beside:
+        first.save(beside, save_all=True, append_images=rest, duration=durations, loop=0, **options)
+
+
+def _write_pngs(path: Path, frames: Iterator[Frame], fps: int | float, comment: str) -> None:
+    del fps  # a folder keeps it in the settings alone
+    text = PngImagePlugin.PngInfo()
+    text.add_text("comment", comment)
+    beside, old = (path.with_name(f".{os.getpid()}.{what}.{path.name}") for what in ("partial", "old"))
+    try:
+        beside.mkdir()
+        for index, frame in enumerate(frames):
+            Image.fromarray(frame).save(beside / FRAME.format(index), pnginfo=text)
+        if path.exists():
+            path.rename(old)
+        beside.rename(path)
+    except OSError as error:
+        raise WanjaxError(f"{path} cannot be written: {error.strerror or error}") from error
+    finally:
+        for folder in (beside, old):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+WRITERS: dict[str, Callable[[Path, Iterator[Frame], float, str], None]] = {
+    ".mp4": _write_mp4,
+    ".gif": _write_gif,
+    ".webp": _write_webp,
+    "": _write_pngs,
+}
+
+
+def _image_comment(path: Path) -> str | bytes:
+    with Image.open(path) as image:
+        return image.info.get("comment") or image.getexif().get(DESCRIPTION, "")
