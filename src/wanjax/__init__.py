@@ -11,26 +11,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from wanjax.errors import WanjaxError
-    from wanjax.io import Video
-    from wanjax.pipelines.base import Cancelled, Embeddings, Settings, Step
-    from wanjax.registry import load
+    from wanjax.media.videos import Video
+    from wanjax.pipelines.family import Family
+    from wanjax.pipelines.settings import Settings
+    from wanjax.pipelines.steps import Cancelled, Step
+    from wanjax.registry import load, register
     from wanjax.sharding import make_mesh
 
 _HOMES = {
-    "Cancelled": "wanjax.pipelines.base",
-    "Embeddings": "wanjax.pipelines.base",
-    "Settings": "wanjax.pipelines.base",
-    "Step": "wanjax.pipelines.base",
-    "Video": "wanjax.io",
+    "Cancelled": "wanjax.pipelines.steps",
+    "Family": "wanjax.pipelines.family",
+    "Settings": "wanjax.pipelines.settings",
+    "Step": "wanjax.pipelines.steps",
+    "Video": "wanjax.media.videos",
     "WanjaxError": "wanjax.errors",
     "load": "wanjax.registry",
     "make_mesh": "wanjax.sharding",
+    "register": "wanjax.registry",
 }
-__all__ = ["Cancelled", "Embeddings", "Settings", "Step", "Video", "WanjaxError", "load", "make_mesh"]
+__all__ = ["Cancelled", "Family", "Settings", "Step", "Video", "WanjaxError", "load", "make_mesh", "register"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what is asked for and nothing else, so that `wanjax --help` does not wait for JAX."""
+    """Imports a public name when it is first used, so that `wanjax --help` does not wait for JAX."""
     if name not in _HOMES:
         raise AttributeError(f"module 'wanjax' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

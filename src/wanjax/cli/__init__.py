@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: `wanjax "a red circle moving right"`.
 
-Here stand the commands and their options. What they do is in `stages` and `catalogue`, imported only when one of them
-runs: `--help` does not wait for JAX. The user's mistakes are told in one sentence, without a traceback.
+This module defines the commands and their options. The code that runs them is in the other modules and is imported
+only when a command runs, so that `--help` does not wait for JAX. A mistake of the user gives one sentence and no
+traceback.
 """
 
 from pathlib import Path
@@ -19,10 +20,10 @@ FAILURE, MISTAKE, INTERRUPTED = 1, 2, 130  # exit statuses
 
 
 class Commands(click.Group):
-    """The commands; what does not begin with the name of one is `generate`, its prompt and its options."""
+    """The group of commands. Arguments that do not begin with a command's name are those of `generate`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)  # in the order in which they are used
+        return list(self.commands)  # in the order of use
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         own = {name for parameter in self.get_params(ctx) for name in parameter.opts}
@@ -89,8 +90,8 @@ def main(ctx: click.Context) -> None:
 def generate(report: Report, **given: Any) -> None:
     """Make a video of PROMPT, and of pictures with models that take them.
 
-    Runs the three stages, each freed before the next, and keeps their files in --dir, so that what stops can go
-    on. Options that are not given are as the model's authors recommend.
+    Runs the three stages, each freed before the next. Keeps their files in --dir, so that a run that was stopped can
+    be resumed. Options that are not given have the values that the model's authors recommend.
     """
     from wanjax.cli import stages
 
@@ -111,8 +112,8 @@ def generate(report: Report, **given: Any) -> None:
 def encode(report: Report, **given: Any) -> None:
     """Encode PROMPT and pictures, the first stage.
 
-    Leaves the embeddings and the model's recommended settings in --dir. Pictures are encoded for a video of one size
-    and length, which then can be changed no more.
+    Writes the embeddings and the model's recommended settings to --dir. Pictures are encoded for one size and length of
+    the video, which later stages cannot change.
     """
     from wanjax.cli import stages
 
@@ -134,7 +135,7 @@ def encode(report: Report, **given: Any) -> None:
 def denoise(report: Report, **given: Any) -> None:
     """Make latents, the second stage.
 
-    Starts from what `encode` left in --dir. Options that are not given are as they stand there.
+    Reads the files that `encode` wrote to --dir. Options that are not given have the values stored there.
     """
     from wanjax.cli import stages
 
@@ -153,7 +154,7 @@ def denoise(report: Report, **given: Any) -> None:
 def decode(report: Report, **given: Any) -> None:
     """Decode latents to a video, the third stage.
 
-    Starts from what `denoise` or `generate` left in --dir.
+    Reads the files that `denoise` or `generate` wrote to --dir.
     """
     from wanjax.cli import stages
 
@@ -175,8 +176,8 @@ def decode(report: Report, **given: Any) -> None:
 def plan(**given: Any) -> None:
     """Price a video with MODEL, without the chips.
 
-    Memory of each stage, seconds of a step and of the run, and what limits them. Programs for TPUs are compiled by
-    the TPU's own compiler and priced; other devices are priced by a stated model. No weights are loaded.
+    Prints the memory of each stage, the seconds of a step and of the run, and what limits them. Programs for TPUs are
+    compiled by the TPU's own compiler and priced; other devices are priced by a stated model. No weights are loaded.
     """
     from wanjax.cli import planning
 
@@ -195,10 +196,10 @@ def plan(**given: Any) -> None:
 @options.tile
 @click.pass_obj
 def warmup(report: Report, **given: Any) -> None:
-    """Compile all that a run needs.
+    """Compile all programs that a run needs.
 
     Loads the model and takes the first steps of each stage, so that `generate` with the same options begins at once.
-    What is compiled stays in the user's cache, where changed options, code or devices never meet it.
+    The compiled programs stay in the user's cache. Other options, code or devices never use them.
     """
     from wanjax.cli import warming
 
@@ -222,9 +223,9 @@ def warmup(report: Report, **given: Any) -> None:
 def convert(report: Report, **given: Any) -> None:
     """Convert SOURCE, a name, hub id, folder or file, to a checkpoint in FOLDER.
 
-    A folder is laid out as diffusers or Wan's authors do it; a file holds the transformer, and more or not, as for
-    ComfyUI. What is written is restored straight onto any number of devices. Weights stay as they are stored unless
-    --dtype is given. What was stopped goes on when the same command is run again.
+    A folder has the layout of diffusers or of the model's authors. A file holds the transformer, and may hold other
+    components, as for ComfyUI. The checkpoint in FOLDER loads directly onto any number of devices. Weights keep their
+    dtype unless --dtype is given. The same command resumes a conversion that was stopped.
     """
     from wanjax.cli import conversion
 
@@ -236,7 +237,8 @@ def convert(report: Report, **given: Any) -> None:
 def models(as_json: bool) -> None:
     """List the models known by name.
 
-    With parameters, memory of the transformer's weights, recommended settings, and the licence of the weights.
+    Prints the number of parameters, the memory of the transformer's weights, the recommended settings, and the licence
+    of the weights.
     """
     from wanjax.cli import catalogue
 

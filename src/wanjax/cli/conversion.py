@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `convert` does: says what will be read and written, then shows how far it is."""
+"""The command `convert`: prints a table of what will be read and written, then shows the progress."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -7,20 +7,19 @@ from pathlib import Path
 
 import click
 
+from wanjax.checkpoints.convert import Conversion, ToDiffusers, ToWanjax
+from wanjax.checkpoints.manifest import Progress, verify
+from wanjax.checkpoints.networks import components, network
+from wanjax.checkpoints.sources import Source
 from wanjax.cli.report import Report
-from wanjax.convert import Conversion, ToDiffusers, ToWanjax
 from wanjax.errors import WanjaxError
-from wanjax.layouts import FileSource
-from wanjax.manifest import Progress, verify
-from wanjax.networks import NETWORKS, components, network
-from wanjax.registry import find
-from wanjax.sources import Source
+from wanjax.registry import find, kinds
 
 
 def convert(
     report: Report, source: str, target: Path | None, to: str, dtypes: Sequence[str], revision: str | None, check: bool
 ) -> None:
-    """Converts SOURCE to TARGET, or checks what is there."""
+    """Converts the source to the target or, with `check`, verifies the source's checksums."""
     if check:
         _verify(report, source, target)
         return
@@ -29,15 +28,16 @@ def convert(
     found, preset = find(source, revision)
     if preset and preset.loras and source == preset.name:
         raise WanjaxError(f"{source} is {preset.source} with a LoRA, merged when it is loaded: convert the former")
-    if isinstance(found, FileSource) and (lent := found.lent) and found.origin != found.name:
+    if (lent := found.lent) and found.origin != found.name:
         report.note(f"{source} holds no {', '.join(lent)}: taken from {found.origin}")
     if to == "diffusers":
-        conversion: Conversion = ToDiffusers(found, target)
+        conversion: Conversion = ToDiffusers(found, target, kinds())
     else:
-        shipped = preset is not None and Path(preset.source).exists()  # then its folder is of this machine alone
+        shipped = preset is not None and Path(preset.source).exists()  # then its folder exists on this machine only
         conversion = ToWanjax(
             found,
             target,
+            kinds(),
             dtypes=_dtypes(dtypes, found),
             origin=preset.name if preset and shipped else None,
             licence=preset.licence if preset else None,
@@ -58,28 +58,30 @@ def _verify(report: Report, source: str, target: Path | None) -> None:
 
 
 def _dtypes(given: Sequence[str], source: Source) -> dict[str, str]:
-    """The dtype of each component that has another than its own: a bare one is for all but those kept in float32."""
+    """Returns the new dtypes by component. A dtype without a name is for all components not kept in float32."""
     chosen = {}
     for text in given:
         name, _, dtype = text.rpartition("=")
         if dtype not in ("bfloat16", "float32"):
             raise WanjaxError(f"--dtype {text} is no dtype to store weights in: bfloat16 or float32 is")
-        listed = [known for known, kind in components(source.index).items() if kind in NETWORKS]
-        names = [name] if name else [known for known in listed if not network(source, known).float32]
+        classes = {word for kind in kinds() for word in kind.classes}
+        listed = [known for known, kind in components(source.index).items() if kind in classes]
+        names = [name] if name else [known for known in listed if not network(source, known, kinds()).float32]
         chosen |= dict.fromkeys(names, dtype)
     return chosen
 
 
 def _announce(report: Report, conversion: Conversion) -> None:
-    """Tells what is read, and what is written where."""
+    """Prints the size of each network as it is read and as it is written."""
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("network", "parameters", "read", "written", "as"):
         table.add_column(heading, justify="left" if heading in ("network", "as") else "right")
-    for part in conversion.parts:
-        table.add_row(part.name, f"{part.parameters:,}", _size(part.bytes_read), _size(part.bytes_written), part.dtype)
-    read, written = (sum(sizes) for sizes in zip(*((p.bytes_read, p.bytes_written) for p in conversion.parts)))  # noqa: B905
+    for each in conversion.networks:
+        table.add_row(each.name, f"{each.parameters:,}", _size(each.bytes_read), _size(each.bytes_written), each.dtype)
+    read = sum(each.bytes_read for each in conversion.networks)
+    written = sum(each.bytes_written for each in conversion.networks)
     table.add_row("together", "", _size(read), _size(written), "")
     report.console.print(table)
     if there := conversion.bytes_there:
@@ -88,7 +90,7 @@ def _announce(report: Report, conversion: Conversion) -> None:
 
 @contextmanager
 def _bar(report: Report) -> Iterator[Progress]:
-    """A bar for each thing that is done, with its rate."""
+    """Shows a progress bar, with its rate, for each part of the work."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (TextColumn("{task.description:10}"), BarColumn(24), DownloadColumn(), TransferSpeedColumn())

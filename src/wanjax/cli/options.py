@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options, named alike in every command; groups of them are decorators."""
+"""The command line's options. An option has one name in all commands; a group of options is a decorator."""
 
 import re
 from collections.abc import Callable
@@ -20,22 +20,22 @@ OLD_NAMES = {
     "output-path": "out",
     "output-video": "out",
 }
-"""Options that had other names before wanjax; underscores in them are read as dashes."""
+"""Former names of options, with dashes for underscores, and their present names."""
 
 
 def today(name: str) -> str:
-    """The name of an option as it is today."""
+    """Returns the present name of an option, which may be given by a former one."""
     dashed = name.replace("_", "-")
     return OLD_NAMES.get(dashed, dashed)
 
 
 DTYPES = ("bfloat16", "float32")
-TILES = "wanjax.tiles"  # where a command's context keeps those that are given
+TILES = "wanjax.tiles"  # the key of the given tile sizes in a command's context
 CONTEXT = {"help_option_names": ["-h", "--help"], "token_normalize_func": today, "max_content_width": 100}
 
 
 class Size(click.ParamType):
-    """WIDTHxHEIGHT in pixels, to (height, width)."""
+    """A type of option: reads WIDTHxHEIGHT in pixels as (height, width)."""
 
     name = "size"
 
@@ -47,12 +47,12 @@ class Size(click.ParamType):
 
 
 def together(*decorators: Decorator) -> Decorator:
-    """One decorator of many, whose options stand in the help in this order."""
+    """Joins decorators into one; the help lists their options in this order."""
     return lambda command: reduce(lambda inner, decorate: decorate(inner), reversed(decorators), command)
 
 
 def _prompt(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str:
-    """The prompt, which may also be given by --prompt, as it was before wanjax."""
+    """Returns the prompt: the argument, or the value of the former option --prompt."""
     value = ctx.params.pop("prompt_option", None) if value is None else value
     if value is None:
         raise click.UsageError(f'the prompt is missing: `wanjax {ctx.info_name} "a red circle moving right"` has one')
@@ -60,7 +60,7 @@ def _prompt(ctx: click.Context, parameter: click.Parameter, value: str | None) -
 
 
 def _attention(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """The implementation, with the tiles that are given beside it."""
+    """Returns the name of the implementation, followed by the given tile sizes."""
     tiles = ",".join(f"{name}={size}" for name, size in ctx.meta.get(TILES, {}).items())
     return f"{value or 'flash_tpu'}:{tiles}" if tiles else value
 
@@ -70,7 +70,7 @@ def _tile(option: str, told: str) -> Decorator:
         if value is not None:
             ctx.meta.setdefault(TILES, {})[parameter.name] = value
 
-    kept = {"callback": keep, "expose_value": False, "is_eager": True}  # before --attention is looked at
+    kept = {"callback": keep, "expose_value": False, "is_eager": True}  # before --attention is read
     return click.option(option, type=click.IntRange(min=1), metavar="N", help=told, **kept)
 
 

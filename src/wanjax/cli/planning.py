@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `plan` tells: what a video takes on devices that need not be there."""
+"""The command `plan`: the memory and the time of a video on devices that need not be present."""
 
 import json
 from typing import Any
@@ -11,47 +11,33 @@ from rich.table import Table
 
 from wanjax import registry
 from wanjax.cli.stages import given_settings
-from wanjax.networks import PUBLISHED, architecture
-from wanjax.pipelines.base import Settings
 from wanjax.plan.outlook import Outlook, outlook
-from wanjax.plan.stages import Architecture
 from wanjax.sharding import find_rules, parse_mesh
 
 GIB = 2**30
 
 
 def plan(*, model: str, chip: str, mesh: str | None, as_json: bool, **given: Any) -> None:
-    """Prices a video, and prints the table or the JSON."""
-    jax.config.update("jax_platforms", "cpu")  # chips are described, not looked for
+    """Prices a video, and prints a table or JSON."""
+    jax.config.update("jax_platforms", "cpu")  # the priced chips need not be present
     rules = given.pop("rules") or "fsdp"
     find_rules(rules)
     axes = None if mesh in (None, "auto") else parse_mesh(mesh)
-    networks, defaults = _known(model)
+    family, architecture, defaults = registry.outline(model)
     attention, batch_guidance = given.pop("attention"), given.pop("batch_guidance")
     chosen = given_settings(**given)
     settings = defaults.updated({"dtype": "float32" if chip == "cpu" else "bfloat16"} | chosen)
-    vae = networks.vae
-    settings.check(spatial=vae.spatial_factor * networks.transformer.patch[1], temporal=vae.temporal_factor)
-    found = outlook(
-        networks, settings, chip, axes, rules=rules, attention=attention, batch_guidance=bool(batch_guidance)
-    )
+    settings.check(spatial=architecture.grid, temporal=architecture.vae.temporal_factor)
+    options = {"rules": rules, "attention": attention, "batch_guidance": bool(batch_guidance)}
+    found = outlook(family, architecture, settings, chip, axes, **options)
     if as_json:
         click.echo(json.dumps(found.to_json(), indent=2))
     else:
         show(found, Console())
 
 
-def _known(model: str) -> tuple[Architecture, Settings]:
-    """The shapes of a model's networks and its recommended settings; of those known by name nothing is downloaded."""
-    preset = next((preset for preset in registry.PRESETS.values() if model in (preset.name, preset.source)), None)
-    if preset is not None and preset.name in PUBLISHED:
-        return PUBLISHED[preset.name], preset.defaults
-    source, _ = registry.find(model)
-    return architecture(source), registry.load(model).defaults
-
-
 def show(found: Outlook, console: Console) -> None:
-    """The table for people."""
+    """Prints the prices as tables and sentences."""
     mesh = ", ".join(f"{axis}={size}" for axis, size in found.mesh.items())
     console.print(
         f"{found.model}, {found.size}, {found.frames} frames, {found.steps} steps, {found.dtype}, on {found.chip} "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several processes that make one video together, each with devices of its own: on a pod, or on several hosts."""
+"""Several processes that make one video together, each with its own devices: on a TPU pod or on several hosts."""
 
 import os
 from collections.abc import Mapping
@@ -13,12 +13,12 @@ ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PRO
 
 
 def join(asked: str | None, environment: Mapping[str, str] = os.environ) -> None:
-    """Joins the others where the command line or the environment asks for it, before JAX looks for devices.
+    """Joins the other processes if the command line or the environment asks for it. Call before JAX looks for devices.
 
-    `asked` is "auto", by which JAX finds the others (on TPU pods, under Slurm, Kubernetes or MPI), or
-    "HOST:PORT,COUNT,INDEX". The environment asks by a coordinator's address, with the count and the index beside it
-    where JAX cannot find them, or by naming several workers of a pod. Raises WanjaxError where what is asked for cannot
-    be read, or there is no meeting.
+    `asked` is "auto", with which JAX finds the others (on TPU pods, under Slurm, Kubernetes or MPI), or
+    "HOST:PORT,COUNT,INDEX". The environment asks with a coordinator's address (and the count and index, if JAX cannot
+    find them) or with the names of several workers of a pod. Raises WanjaxError if `asked` cannot be parsed or the
+    processes do not connect.
     """
     if asked is None and ADDRESS in environment:
         given = [environment[name] for name in (ADDRESS, COUNT, INDEX) if name in environment]
@@ -32,7 +32,7 @@ def join(asked: str | None, environment: Mapping[str, str] = os.environ) -> None
         jax.distributed.initialize(address, count, index)
     except (RuntimeError, ValueError) as error:
         raise WanjaxError(
-            f"the processes of {asked} did not meet, {error}: each is started with the same address and count"
+            f"the processes of {asked} did not connect ({error}): start each with the same address and count"
         ) from error
 
 
@@ -40,20 +40,20 @@ def _parsed(asked: str) -> tuple[str, int, int]:
     address, *numbers = asked.split(",")
     if ":" not in address or len(numbers) != 2 or not all(number.isascii() and number.isdigit() for number in numbers):
         raise WanjaxError(
-            f"the processes {asked!r} are not such as 10.0.0.1:8476,2,0 (address, count, index), nor auto"
+            f"the processes {asked!r} cannot be read: give ADDRESS,COUNT,INDEX such as 10.0.0.1:8476,2,0, or auto"
         )
     count, index = map(int, numbers)
     if not index < count:
-        raise WanjaxError(f"the process {index} is not one of {count}: the first is 0")
+        raise WanjaxError(f"the process index {index} is not below the count {count}: the first index is 0")
     return address, count, index
 
 
 def meet(report: Report, asked: str | None) -> None:
-    """Joins the others, if there are to be any; of them all the first alone tells how the run goes."""
+    """Joins the other processes, if any. Only the first process reports."""
     join(asked)
     report.mute(not is_first())
 
 
 def is_first() -> bool:
-    """Whether this process is the one that writes and speaks."""
+    """Returns True in the process that writes files and reports."""
     return jax.process_index() == 0

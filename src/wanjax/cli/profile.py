@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `--profile DIR` writes: a trace of some steps, and what each step took beside what the device could do."""
+"""The option `--profile`: a trace of some steps, their times, and the share of the device's peak that they reach."""
 
 import json
 import statistics
@@ -9,11 +9,10 @@ from typing import Any
 
 import jax
 
-from wanjax.pipelines.base import Settings, Step
-from wanjax.pipelines.text import TEXT_LENGTH
-from wanjax.pipelines.wan import WanPipeline
+from wanjax.pipelines.pipeline import Pipeline
+from wanjax.pipelines.settings import Settings
+from wanjax.pipelines.steps import Step
 from wanjax.plan.chips import KINDS
-from wanjax.plan.flops import forward_flops
 from wanjax.plan.roofline import peak_flops
 
 TRACED = (1, 2)  # steps, from 0: the first compiles
@@ -21,28 +20,25 @@ STEPS = "steps.json"
 
 
 def trace_with_scopes() -> None:
-    """Has a program's scopes and lines stand for it in the cache: an older one would show those of older code."""
+    """Adds scopes and line numbers to the compile cache's key: a trace would otherwise show those of older code."""
     jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
 
 
 class StepProfile:
-    """The steps of a video as they end: traced, timed, and reported on."""
+    """Traces and times the steps of a video, and reports on them."""
 
-    def __init__(self, folder: Path, pipe: WanPipeline, settings: Settings, image_tokens: int):
+    def __init__(self, folder: Path, pipe: Pipeline, settings: Settings):
         self.folder = folder
         self.settings = settings
-        self.devices = 1 if pipe.layout is None else pipe.layout.mesh.size
+        self.devices = 1 if pipe.partitioner is None else pipe.partitioner.mesh.size
         forwards = 2 if settings.guidance_scale > 1 else 1
-        config, tokens = pipe.configs.transformer, pipe.configs.tokens(settings)
-        self.parts = {
-            part: forwards * count
-            for part, count in forward_flops(config, tokens=tokens, text=TEXT_LENGTH, image=image_tokens).items()
-        }
+        work = pipe.architecture.forward(settings)
+        self.parts = {part: forwards * count for part, count in work.flops.items()}
         self._ends: list[float] = []
         self._tracing = False
 
     def after(self, step: Step) -> None:
-        """Waits for the step, so that times are those of the device."""
+        """Waits for the end of a step on the device and records the time; starts and stops the trace."""
         jax.block_until_ready(step.latents)
         self._ends.append(perf_counter())
         if step.index + 1 == TRACED[0] and step.total > TRACED[0]:
@@ -51,10 +47,10 @@ class StepProfile:
         elif self._tracing and step.index + 1 >= min(TRACED[-1] + 1, step.total):
             jax.profiler.stop_trace()
             self._tracing = False
-            self._ends[-1] = perf_counter()  # the next step begins when the trace is written
+            self._ends[-1] = perf_counter()  # the next step begins after the trace is written
 
     def report(self) -> str:
-        """Writes the report; returns its sum, what a step took and how much of the peak that is."""
+        """Writes the report; returns one sentence: seconds and operations of a step, and the share of the peak."""
         found = self._found()
         (self.folder / STEPS).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
         of_peak = "" if found["mfu"] is None else f", {found['mfu']:.1%} of the bfloat16 peak"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run tells on stderr: how far each stage is, what it is waiting for, and in the end what it took."""
+"""The report of a run on stderr: the progress of each stage, and at the end a table of time and memory."""
 
 import re
 import signal
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 COMPILATION = "/jax/core/compile/backend_compile_duration"
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
-STATUS = Path("/proc/self/status")  # on Linux, where the peak of memory can be read and set back
+STATUS = Path("/proc/self/status")  # Linux alone lets a process read and reset its peak memory
 CLEAR = Path("/proc/self/clear_refs")
 
 
 @dataclass
 class Compilations:
-    """What a stage compiled, and how much of it came from the cache."""
+    """The programs that a stage compiled or loaded from the cache, and the seconds spent compiling."""
 
     compiled: int = 0
     cached: int = 0
@@ -36,7 +36,7 @@ class Compilations:
 
 
 class Stage:
-    """The line of one stage: a bar, and what the stage is at."""
+    """The progress line of one stage: a bar, and what the stage is doing."""
 
     def __init__(self, progress: "Progress", name: str):
         self._progress = progress
@@ -45,26 +45,28 @@ class Stage:
         self._first: tuple[float, int] | None = None
         self.compilations = Compilations()
 
-    def load(self, part: str, done: int, total: int) -> None:
-        """`done` of `total` bytes of a part are loaded."""
+    def load(self, component: str, done: int, total: int) -> None:
+        """Shows that `done` of `total` bytes of a component are loaded."""
         if done < total:
-            self._show(f"loading {part}, {_bytes(done)} of {_bytes(total)}", done, total)
+            self._show(f"loading {component}, {_bytes(done)} of {_bytes(total)}", done, total)
         else:
             self._show("running", 0, None)
 
     def advance(self, unit: str, done: int, total: int) -> None:
-        """`done` of `total` steps, or whatever the unit is, have been taken."""
+        """Shows that `done` of `total` units, such as steps, are complete."""
         now = perf_counter()
-        self._first = self._first or (now, done)  # with what was compiled for it, so it does not count
+        self._first = self._first or (now, done)  # the first unit includes compilation, so the pace starts after it
         since, before = self._first
         pace = f", {_seconds((now - since) / (done - before))} each" if done > before else ""
         self._show(f"{unit} {done} of {total}{pace}", done, total)
 
     def stopping(self) -> None:
+        """Shows that the run will stop after the current step."""
         self._at = f"{self._at}, stopping; Ctrl-C again stops at once"
         self._progress.update(self._task, at=self._at)
 
     def end(self) -> None:
+        """Shows that the stage is complete."""
         self._show("done" if self._at == "running" else self._at, 1, 1)
 
     def _show(self, at: str, done: int, total: int | None) -> None:
@@ -73,7 +75,7 @@ class Stage:
 
     @contextmanager
     def watching_compiler(self) -> Iterator[None]:
-        """Tells when JAX compiles rather than runs, and counts what came from the cache."""
+        """Shows when JAX compiles, and counts the programs that it compiled or found in the cache."""
         from jax import monitoring
 
         from_cache = False
@@ -110,7 +112,7 @@ class Stage:
 
 
 class Report:
-    """One run: notes, the stages as they go, a table of what they took, and how to go on from what is complete."""
+    """The report of one run: notes, the progress of its stages, the final table, and the command to resume it."""
 
     def __init__(self) -> None:
         self.way_on: str | None = None
@@ -120,32 +122,33 @@ class Report:
         self._muted = False
 
     def mute(self, muted: bool) -> None:
-        """Tells no more: another process does."""
+        """Silences this process; another one reports."""
         self._muted = muted
 
     @cached_property
     def console(self) -> "Console":
-        from rich.console import Console  # here, for a quick --help
+        from rich.console import Console  # imported late for a quick --help
 
         return Console(stderr=True, highlight=False, markup=False, soft_wrap=True, quiet=self._muted)
 
     def note(self, text: str) -> None:
+        """Prints a line."""
         self.console.print(text)
 
     def kept(self, text: str, way_on: str) -> None:
-        """Tells what is complete, and the command that goes on from it."""
+        """Prints what is complete, and the command that continues from there."""
         self.way_on = way_on
-        self.note(f"{text}; to go on from there: {way_on}")
+        self.note(f"{text}; to continue from there: {way_on}")
         self._stop_if_asked()
 
-    def load(self, part: str, done: int, total: int) -> None:
-        """`done` of `total` bytes of a part are loaded, for the stage that waits for it."""
+    def load(self, component: str, done: int, total: int) -> None:
+        """Shows that `done` of `total` bytes of a component are loaded, on the line of the current stage."""
         if self._current:
-            self._current.load(part, done, total)
+            self._current.load(component, done, total)
             self._stop_if_asked()
 
     def advance(self, unit: str, done: int, total: int) -> None:
-        """`done` of `total` steps of the stage, or whatever the unit is, have been taken."""
+        """Shows that `done` of `total` units, such as steps, of the current stage are complete."""
         if self._current:
             self._current.advance(unit, done, total)
         if done < total:
@@ -157,7 +160,7 @@ class Report:
 
     @contextmanager
     def _stopping_between_steps(self, stage: Stage) -> Iterator[None]:
-        """Makes of Ctrl-C a wish that is met after the step: JAX loses what is raised inside it, or crashes."""
+        """Defers Ctrl-C to the end of the step: inside JAX the exception would be lost, or crash the process."""
 
         def ask(number: int, frame: object) -> None:
             self._stop = True
@@ -172,7 +175,7 @@ class Report:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Shows a stage while it runs, and keeps its time and the peaks of memory for the table."""
+        """Shows a stage while it runs, and records its time and its peak memory for the table."""
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
         columns = (
@@ -195,12 +198,12 @@ class Report:
         self._rows.append((name, f"{perf_counter() - start:.1f} s", str(stage.compilations), *peaks))
 
     def table(self) -> None:
-        """Tells the time and the peak of memory of each stage."""
+        """Prints the time and the peak memory of each stage."""
         from rich.table import Table
 
         table = Table(box=None, padding=(0, 2, 0, 0))
-        names = ("stage", "time", "of it compiling", "peak memory", "of the device")
-        used = [i for i in range(len(names)) if any(row[i] for row in self._rows)]  # a CPU has no memory of its own
+        names = ("stage", "time", "compiling", "peak memory", "peak device memory")
+        used = [i for i in range(len(names)) if any(row[i] for row in self._rows)]  # CPUs report no device memory
         for i in used:
             table.add_column(names[i], justify="left" if i == 0 else "right")
         for row in self._rows:
@@ -224,21 +227,21 @@ def _reset_host_peak() -> None:
 
 
 def _host_peak() -> int | None:
-    """The most bytes that the process held in memory, since the last reset where the system knows one."""
+    """Returns the peak memory of the process in bytes, since the last reset if the system supports resets."""
     with suppress(OSError):
         if found := re.search(r"VmHWM:\s*(\d+) kB", STATUS.read_text()):
             return int(found[1]) * 1024
     try:
         import resource
         import sys
-    except ImportError:  # on Windows
+    except ImportError:  # Windows
         return None
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _device_peak() -> int | None:
-    """The most bytes that were in use on one accelerator since the process began; None where there is none."""
+    """Returns the peak bytes in use on any local accelerator since the process began, or None without accelerators."""
     import jax
 
     stats = [device.memory_stats() or {} for device in jax.local_devices() if device.platform != "cpu"]

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `generate`, `encode`, `denoise` and `decode` do: each stage loads what it needs, runs, saves, and is freed."""
+"""The commands `generate`, `encode`, `denoise` and `decode`. A stage loads its networks, runs, saves and frees them."""
 
 import math
 import shlex
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ import click
 import jax
 import numpy as np
 
-from wanjax import io, registry
+from wanjax import registry
+from wanjax.checkpoints.files import check_folder
 from wanjax.cli import options
 from wanjax.cli.processes import is_first, meet
 from wanjax.cli.profile import StepProfile, trace_with_scopes
@@ -22,60 +23,57 @@ from wanjax.cli.report import Report
 from wanjax.converters.lora import Lora
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
-from wanjax.pictures import Pictures
-from wanjax.pipelines.base import Embeddings, Step
-from wanjax.pipelines.experts import EXPERTS, Switch
+from wanjax.media import stage_files, videos
+from wanjax.media.pictures import Pictures
+from wanjax.pipelines.pipeline import Pipeline
+from wanjax.pipelines.steps import Step, Switch
 
 
 def generate(report: Report, *, folder: Path, out: str | None, noise: str | None, **given: Any) -> None:
-    """The three stages in one run."""
+    """Runs the three stages."""
     meet(report, given.get("processes"))
-    run = Run(report, folder, given, out=out, noise=noise)
+    run = Rendering(report, folder, given, out=out, noise=noise)
     run.tell()
-    embeddings = run.encode()
-    latents = run.denoise(embeddings)
+    encoded = run.encode()
+    latents = run.denoise(encoded)
     run.decode(latents)
     report.table()
 
 
 def encode(report: Report, *, folder: Path, **given: Any) -> None:
-    """The first stage, from the command line alone."""
+    """Runs the first stage, from the command line alone."""
     meet(report, given.get("processes"))
-    run = Run(report, folder, given)
+    run = Rendering(report, folder, given)
     run.encode()
     report.table()
 
 
 def denoise(report: Report, *, folder: Path, noise: str | None, **given: Any) -> None:
-    """The second stage, from what the first left and what is given anew."""
+    """Runs the second stage, from the first stage's files and the options given now."""
     meet(report, given.get("processes"))
-    left = io.load_settings(folder)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        embeddings = io.load_embeddings(folder, left)
-    for warning in told:
-        report.note(f"note: {warning.message}")
-    run = Run(report, folder, given, left, noise=noise)
-    run.check_fit(io.EMBEDDINGS, embeddings.prompt_embeds.shape[2], run.pipe.configs.transformer.text_width)
+    left = stage_files.load_settings(folder)
+    tensors = stage_files.load_encoded(folder, left)
+    run = Rendering(report, folder, given, left, noise=noise)
+    encoded = run.checked(tensors)
     run.tell()
-    run.denoise(embeddings)
+    run.denoise(encoded)
     report.table()
 
 
 def decode(report: Report, *, folder: Path, out: str | None, **given: Any) -> None:
-    """The third stage, from what the second left."""
+    """Runs the third stage, from the second stage's files."""
     meet(report, given.get("processes"))
-    left = io.load_settings(folder)
-    latents = io.load_latents(folder, left)
-    run = Run(report, folder, given, left, out=out)
-    run.check_fit(io.LATENTS, latents.shape[1], run.pipe.configs.vae.latent_channels)
+    left = stage_files.load_settings(folder)
+    latents = stage_files.load_latents(folder, left)
+    run = Rendering(report, folder, given, left, out=out)
+    run.check_channels(latents)
     run.record = left | run.record
     run.decode(latents)
     report.table()
 
 
-class Run:
-    """A pipeline, the settings of the video, and where its files are."""
+class Rendering:
+    """A pipeline, the settings of a video, and the folder of its files."""
 
     def __init__(
         self,
@@ -87,9 +85,9 @@ class Run:
         out: str | None = None,
         noise: str | None = None,
     ):
-        """`given` on the command line goes before what is `left` by the stage before, and that before the defaults.
+        """Options `given` on the command line override settings `left` by the previous stage, which override defaults.
 
-        All that can be wrong is looked at here, before anything takes long.
+        Raises WanjaxError here for everything that can be wrong, before any slow work begins.
         """
         chosen = dict(left or {}) | given_settings(**given)
         self.report = report
@@ -98,92 +96,109 @@ class Run:
         self.tiling = Tiling() if given.get("tile") else None
         self.profile: Path | None = given.get("profile")
         self.batch_guidance = bool(given.get("batch_guidance"))
-        loras = _loras(chosen) if "lora" in given else []  # the other stages have no use for them
-        self.pipe = registry.load(
+        loras = _loras(chosen) if "lora" in given else []  # only denoising uses them
+        self.pipe = self._load(chosen, given, loras)
+        settings = _checked(chosen, given, self.pipe.defaults.to_json())
+        files = {name: chosen[name] for name in Pictures._fields if chosen.get(name)}
+        if left is None:
+            self.pictures, self.settings = self.pipe.prepare(**files, **settings)
+        else:  # the previous stage has encoded the pictures
+            self.settings = self.pipe.settings(**settings)
+        self.noise = None if noise is None else self._noise(noise, len(files.get("references", ())))
+        if is_first():
+            videos.check_output(self.target)
+            check_folder(folder)
+        if self.profile:
+            check_folder(self.profile)
+            trace_with_scopes()
+        self.record = self.settings.to_json() | files | ({} if noise is None else {"noise": noise})
+        self.record |= {"lora": [str(lora) for lora in loras]} if loras else {}
+
+    def _load(self, chosen: Mapping[str, Any], given: Mapping[str, Any], loras: Sequence[Lora]) -> Pipeline:
+        return registry.load(
             _model(chosen),
             dtype=_dtype(chosen),
             attention=given.get("attention"),
             mesh=given.get("mesh"),
             rules=given.get("rules") or "fsdp",
             lora=loras,
-            progress=report.load,
-            note=report.note,
+            progress=self.report.load,
+            note=self.report.note,
         )
-        settings = _checked(chosen, self.pipe.defaults.to_json())
-        files = {name: chosen[name] for name in Pictures._fields if chosen.get(name)}
-        if left is None:
-            self.pictures, self.settings = self.pipe.prepare(**files, **settings)
-        else:  # pictures are in what the stage before left
-            self.settings = self.pipe.settings(**settings)
-        self.noise = None if noise is None else self._noise(noise, len(files.get("references", ())))
-        if is_first():
-            io.check_output(self.target)
-            io.check_folder(folder)
-        if self.profile:
-            io.check_folder(self.profile)
-            trace_with_scopes()
-        self.record = self.settings.to_json() | files | ({} if noise is None else {"noise": noise})
-        self.record |= {"lora": [str(lora) for lora in loras]} if loras else {}
 
     @property
     def target(self) -> str:
-        return self.out or str(self.folder / io.VIDEO)
+        return self.out or str(self.folder / stage_files.VIDEO)
 
     def _noise(self, file: str, references: int) -> jax.Array:
-        noise = io.load_noise(file)
-        right = self.pipe.latent_shape(self.settings, references)
+        noise = stage_files.load_noise(file)
+        right = self.pipe.noise_shape(self.settings, references)
         if noise.shape != right:
             raise WanjaxError(f"the noise in {file} is {list(noise.shape)} where this video needs {list(right)}")
         return noise
 
-    def check_fit(self, name: str, channels: int, right: int) -> None:
-        """Raises WanjaxError unless a stage's file has the channels that the model works with."""
+    def check_channels(self, latents: Any) -> None:
+        """Raises WanjaxError unless latents have as many channels as the model's."""
+        channels, right = latents.shape[1], self.pipe.architecture.vae.latent_channels
         if channels != right:
             raise WanjaxError(
-                f"{self.folder / name} has {channels} channels where {self.settings.model} has {right}: "
+                f"{self.folder / stage_files.LATENTS} has {channels} channels where {self.settings.model} has {right}: "
                 "it was made with another model"
             )
 
+    def checked(self, tensors: Mapping[str, Any]) -> Any:
+        """Returns the output of `encode` from its tensors; prints warnings. Raises WanjaxError if it does not fit."""
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            try:
+                encoded = self.pipe.encoded_from(tensors)
+                self.pipe.check_encoded(encoded, self.settings)
+            except WanjaxError as error:
+                raise WanjaxError(f"{self.folder / stage_files.EMBEDDINGS}: {error}") from error
+        for warning in told:
+            self.report.note(f"note: {warning.message}")
+        return encoded
+
     def tell(self) -> None:
-        """Tells what will be made, and what of it may not be meant."""
+        """Prints the settings of the video, and notes on settings that may be unintended."""
         chosen = self.settings
-        scales = [scale for scale in (chosen.guidance_scale, chosen.guidance_scale_2) if scale is not None]
-        guidance = " and ".join(f"{scale:g}" for scale in scales)
+        guidance = " and ".join(f"{scale:g}" for scale in chosen.guidance_scales)
         self.report.note(
             f"{chosen.model}: {chosen.width}x{chosen.height}, {chosen.frames} frames at {chosen.fps} a second, "
             f"{chosen.steps} steps, guidance {guidance}, seed {chosen.seed}, {chosen.dtype}, "
             f"on {jax.devices()[0].device_kind}"
         )
-        if max(scales) <= 1:
+        if not chosen.guided:
             self.report.note("note: guidance is off, so the negative prompt has no effect")
         if self.noise is not None:
             self.report.note(f"note: the initial noise is that of {self.record['noise']}, whatever the seed")
 
-    def encode(self) -> Embeddings:
+    def encode(self) -> Any:
         chosen = self.settings
         if not chosen.prompt.strip():
             self.report.note("note: the prompt is empty, so the video shows what the model likes")
         for name, text in (("prompt", chosen.prompt), ("negative prompt", chosen.negative_prompt)):
-            for truncation in filter(None, self.pipe.tokenize(text).truncated):
+            for truncation in self.pipe.truncations(text):
                 self.report.note("note: " + str(truncation).replace("the prompt", f"the {name}", 1))
-        embeddings = self.embed()
-        self._save(io.save_embeddings, embeddings)
-        self.report.kept(f"the embeddings are in {self.folder / io.EMBEDDINGS}", self._command("denoise"))
-        return embeddings
+        encoded = self.embed()
+        tensors = {name: x for name, x in encoded._asdict().items() if x is not None}
+        self._save(stage_files.save_encoded, tensors)
+        self.report.kept(f"the embeddings are in {self.folder / stage_files.EMBEDDINGS}", self._command("denoise"))
+        return encoded
 
-    def embed(self) -> Embeddings:
-        """What becomes of the prompts and the pictures."""
+    def embed(self) -> Any:
+        """Encodes the prompts and the pictures; frees each network after its use."""
         with self.report.stage("encode"):
             texts = self.settings.prompt, self.settings.negative_prompt
-            embeddings = jax.block_until_ready(self.pipe.encode_prompts(*texts))
-            self.pipe.free("text_encoder")
+            encoded = jax.block_until_ready(self.pipe.encode_prompts(*texts))
+            self.pipe.free()
             made = self.pipe.encode_pictures(self.pictures, self.settings, tiling=self.tiling)
             jax.block_until_ready(made)
-        self.pipe.free("image_encoder", "vae")
-        return embeddings._replace(**made)
+        self.pipe.free()
+        return encoded._replace(**made)
 
-    def denoise(self, embeddings: Embeddings) -> jax.Array:
-        profile = self._profile(embeddings)
+    def denoise(self, encoded: Any) -> jax.Array:
+        profile = StepProfile(self.profile, self.pipe, self.settings) if self.profile else None
 
         def show(step: Step) -> None:
             if profile:
@@ -192,14 +207,14 @@ class Run:
 
         def tell_switch(switch: Switch) -> None:
             self.report.note(
-                f"from step {switch.index + 1} of {switch.total} on the expert of little noise is at work, "
+                f"from step {switch.index + 1} of {switch.total} on {switch.network} is at work, "
                 f"loaded in {switch.seconds:.1f} s"
             )
 
         with self.report.stage("denoise"):
             given = self.settings.to_json()
             latents = self.pipe.denoise(
-                embeddings,
+                encoded,
                 noise=self.noise,
                 callback=show,
                 switched=tell_switch,
@@ -209,46 +224,40 @@ class Run:
             jax.block_until_ready(latents)
         if profile and is_first():
             self.report.note(profile.report())
-        self.pipe.free(*EXPERTS)
-        self._save(io.save_latents, latents)
-        self.report.kept(f"the latents are in {self.folder / io.LATENTS}", self._command("decode"))
+        self.pipe.free()
+        self._save(stage_files.save_latents, latents)
+        self.report.kept(f"the latents are in {self.folder / stage_files.LATENTS}", self._command("decode"))
         return latents
-
-    def _profile(self, embeddings: Embeddings) -> StepProfile | None:
-        if self.profile is None:
-            return None
-        image = embeddings.image_embeds
-        return StepProfile(self.profile, self.pipe, self.settings, 0 if image is None else image.shape[1])
 
     def decode(self, latents: Any) -> None:
         def frames() -> Iterator[np.ndarray]:
-            """The frames as they are decoded, so that they are never all in memory."""
+            """Yields frames as they are decoded, so that they are never all in memory."""
             for done, chunk in enumerate(self.pipe.decode_chunks(latents, tiling=self.tiling), 1):
                 yield np.asarray(chunk)
                 self.report.advance("chunk", done, latents.shape[2])
 
         with self.report.stage("decode"):
             if is_first():
-                click.echo(io.write_video(self.target, frames(), self.settings.fps, self.record))
+                click.echo(videos.write_video(self.target, frames(), self.settings.fps, self.record))
             else:
                 deque(frames(), maxlen=0)
-        self.pipe.free("vae")
+        self.pipe.free()
         self.report.way_on = None
 
     def _save(self, save: Callable[..., None], made: Any) -> None:
-        """Writes what a stage made, and the settings; of several processes the first does."""
+        """Writes the output of a stage and the settings, in the first process only."""
         if is_first():
             save(self.folder, made, self.record)
-            io.save_settings(self.folder, self.record)
+            stage_files.save_settings(self.folder, self.record)
 
     def _command(self, stage: str) -> str:
-        """The command that goes on from here."""
+        """Returns the command that resumes from here."""
         out = ["--out", self.out] if self.out and stage == "decode" else []
         return shlex.join(["wanjax", stage, "--dir", str(self.folder), *out])
 
 
 def given_settings(size: tuple[int, int] | None = None, **given: Any) -> dict[str, Any]:
-    """What is given on the command line, a size as the height and width that it stands for."""
+    """Returns the options given on the command line, with `size` replaced by height and width."""
     if size and (given["height"] or given["width"]):
         raise WanjaxError("--size is given beside --height or --width: one way is enough")
     height, width = size or (given.get("height"), given.get("width"))
@@ -256,18 +265,20 @@ def given_settings(size: tuple[int, int] | None = None, **given: Any) -> dict[st
 
 
 def _model(chosen: Mapping[str, Any]) -> str:
-    """The model that is chosen; a folder with its full path, so that a later stage finds it from anywhere."""
+    """Returns the chosen model; a folder by its full path, so that a later stage finds it from any folder."""
     name = chosen.get("model")
     if not isinstance(name, str):
-        raise WanjaxError(f"{io.CONFIG} names no model: --model has to")
-    return name if name in registry.PRESETS or not Path(name).is_dir() else str(Path(name).absolute())
+        raise WanjaxError(f"{stage_files.CONFIG} names no model: --model has to")
+    return name if name in registry.presets() or not Path(name).is_dir() else str(Path(name).absolute())
 
 
 def _loras(chosen: Mapping[str, Any]) -> list[Lora]:
-    """The LoRA that are chosen, files with their full paths as for a model."""
+    """Returns the chosen LoRAs, files by their full paths as for a model."""
     texts = chosen.get("lora", [])
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
-        raise WanjaxError(f"{io.CONFIG} gives lora as {texts!r} where a list such as ['a.safetensors:0.8'] is right")
+        raise WanjaxError(
+            f"{stage_files.CONFIG} gives lora as {texts!r} where a list such as ['a.safetensors:0.8'] is right"
+        )
     loras = [Lora.parse(text) for text in texts]
     found = [(lora, Path(lora.file).expanduser()) for lora in loras]
     return [replace(lora, file=str(path.absolute())) if path.is_file() else lora for lora, path in found]
@@ -276,18 +287,26 @@ def _loras(chosen: Mapping[str, Any]) -> list[Lora]:
 def _dtype(chosen: Mapping[str, Any]) -> str | None:
     dtype = chosen.get("dtype")
     if dtype not in (None, *options.DTYPES):
-        raise WanjaxError(f"{io.CONFIG} gives the dtype {dtype!r} where {' or '.join(options.DTYPES)} is right")
+        raise WanjaxError(
+            f"{stage_files.CONFIG} gives the dtype {dtype!r} where {' or '.join(options.DTYPES)} is right"
+        )
     return dtype
 
 
-def _checked(chosen: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings among what is chosen, each of the kind that its default is."""
+def _checked(chosen: Mapping[str, Any], given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the chosen settings of the model, each of its default's type.
+
+    Raises WanjaxError for a setting of another type, and for a given option that this model does not have.
+    """
+    others = {name for preset in registry.presets().values() for name in preset.defaults.to_json()} - defaults.keys()
+    if unknown := [name for name in others if given.get(name) is not None]:
+        raise WanjaxError(f"{unknown[0]} is no setting of {defaults['model']}: {', '.join(defaults)} are")
     settings = {name: value for name, value in chosen.items() if name in defaults and value is not None}
     for name, value in settings.items():
-        kind = float if defaults[name] is None else type(defaults[name])  # numbers that not every model has
+        kind = float if defaults[name] is None else type(defaults[name])  # a default of None stands for a number
         if type(value) is not kind and not (kind is float and type(value) is int):
             raise WanjaxError(
-                f"{io.CONFIG} gives {name} as {value!r} where a value such as {defaults[name]!r} is right"
+                f"{stage_files.CONFIG} gives {name} as {value!r} where a value such as {defaults[name]!r} is right"
             )
         if kind is float and not math.isfinite(value):
             raise WanjaxError(f"{name} is {value} where a finite number such as {defaults[name]} is right")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `warmup` does: the beginning of a run, which compiles all of it, and nothing is kept but what was compiled."""
+"""The command `warmup`: the first steps of a run, which compile all its programs. Only these are kept."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wanjax.cache import compile_cache_folder
 from wanjax.cli.processes import meet
 from wanjax.cli.report import Report
-from wanjax.cli.stages import Run
-from wanjax.pipelines.base import Cancelled, Embeddings, Step
+from wanjax.cli.stages import Rendering
+from wanjax.compilation import compile_cache_folder
+from wanjax.pipelines.steps import Cancelled, Step
 
-STEPS, CHUNKS = 2, 3  # from which on a run compiles nothing: what comes back from a step lies as it will from then on
+STEPS, CHUNKS = 2, 3  # a run compiles nothing after these: later inputs have the sharding of the last outputs
 
 
 def warmup(report: Report, **given: Any) -> None:
@@ -32,29 +32,27 @@ def warmup(report: Report, **given: Any) -> None:
     report.note(f"what was compiled is in {compile_cache_folder()}")
 
 
-class Rehearsal(Run):
-    """The beginning of each stage."""
+class Rehearsal(Rendering):
+    """A run that ends after the first steps of each stage."""
 
-    def denoise(self, embeddings: Embeddings) -> None:
-        chosen = self.settings
-        second = chosen.guidance_scale if chosen.guidance_scale_2 is None else chosen.guidance_scale_2
+    def denoise(self, encoded: Any) -> None:
         with self.report.stage("denoise"):
-            for scale in {scale > 1: scale for scale in (chosen.guidance_scale, second)}.values():
-                # two experts run the same program, unless one of them is without guidance
-                self._first_steps(embeddings, replace(chosen, guidance_scale=scale).to_json())
+            for scale in {scale > 1: scale for scale in self.settings.guidance_scales}.values():
+                # two experts share a program, unless only one of them has guidance
+                self._first_steps(encoded, replace(self.settings, guidance_scale=scale).to_json())
         self.pipe.free()
 
-    def _first_steps(self, embeddings: Embeddings, settings: dict[str, Any]) -> None:
+    def _first_steps(self, encoded: Any, settings: dict[str, Any]) -> None:
         def take(step: Step) -> bool:
             self.report.advance("step", step.index + 1, STEPS)
             jax.block_until_ready(step.latents)
             return step.index + 1 < STEPS
 
         with suppress(Cancelled):
-            self.pipe.denoise(embeddings, callback=take, batch_guidance=self.batch_guidance, **settings)
+            self.pipe.denoise(encoded, callback=take, batch_guidance=self.batch_guidance, **settings)
 
     def decode(self) -> None:
-        latents = jnp.zeros(self.pipe.latent_shape(self.settings), jnp.float32)
+        latents = jnp.zeros(self.pipe.architecture.latent_shape(self.settings), jnp.float32)
         with self.report.stage("decode"):
             chunks = self.pipe.decode_chunks(latents, tiling=self.tiling)
             for done, chunk in enumerate(islice(chunks, CHUNKS), 1):

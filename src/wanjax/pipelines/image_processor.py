@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a picture to what CLIP's vision tower reads: scaled, its middle cut out, and its colours normalised."""
+"""Preprocessing of pictures for CLIP's vision tower: scaling, cropping and normalising."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ import numpy as np
 from jaxtyping import Float
 from PIL import Image
 
+from wanjax.checkpoints.sources import read_json
 from wanjax.errors import WanjaxError
-from wanjax.pictures import Picture
-from wanjax.sources import read_json
+from wanjax.media.pictures import Picture
 
-# Steps that a preprocessor_config.json can choose otherwise, as they are here.
+# Entries of preprocessor_config.json, and the only value of each that is implemented.
 STEPS = {
     "do_resize": True,
     "do_center_crop": True,
@@ -26,7 +26,7 @@ STEPS = {
 
 @dataclass(frozen=True)
 class ImageProcessor:
-    """Scales the shorter edge to `edge` pixels, cuts out the middle `crop`, takes off `mean` and divides by `std`.
+    """Scales the shorter edge to `edge` pixels, crops the middle to `crop`, subtracts `mean` and divides by `std`.
 
     Follows transformers' CLIPImageProcessor, with Pillow's bicubic filter.
     """
@@ -40,7 +40,7 @@ class ImageProcessor:
     def load(cls, folder: Path) -> "ImageProcessor":
         """Reads an `image_processor` folder in the layout of transformers.
 
-        Raises WanjaxError where preprocessor_config.json cannot be read, asks for another step or lacks an entry.
+        Raises WanjaxError where preprocessor_config.json cannot be read, has an unsupported value or lacks an entry.
         """
         json = read_json(folder / "preprocessor_config.json")
         for entry, offered in STEPS.items():
@@ -57,11 +57,11 @@ class ImageProcessor:
         except KeyError as missing:
             raise WanjaxError(f"{folder}'s preprocessor_config.json has no {missing.args[0]}") from None
 
-    def __call__(self, pictures: Sequence[Picture]) -> Float[np.ndarray, "B H W 3"]:
-        """The pictures, all of one size then, as float32."""
+    def __call__(self, pictures: Sequence[Picture]) -> Float[np.ndarray, "B _H _W 3"]:
+        """Returns the preprocessed pictures, which then have one size, as float32."""
         return np.stack([self._one(picture) for picture in pictures])
 
-    def _one(self, picture: Picture) -> Float[np.ndarray, "H W 3"]:
+    def _one(self, picture: Picture) -> Float[np.ndarray, "_H _W 3"]:
         image = Image.fromarray(picture)
         short = min(image.size)
         width, height = (int(self.edge * side / short) for side in image.size)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a prompt to what the video model attends to: clean, cut into tokens, encode, and zero what is padding."""
+"""Tokenizing of prompts: cleaning, truncation and padding to a length."""
 
 import html
 import json
@@ -10,27 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import ftfy
-import jax.numpy as jnp
 import numpy as np
 import tokenizers
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Int
 
 from wanjax.errors import WanjaxError
-from wanjax.models.t5 import T5Encoder
-
-TEXT_LENGTH = 512
-"""The tokens that Wan reads of a prompt, padding included."""
 
 
 def clean_prompt(prompt: str) -> str:
-    """The prompt as Wan was trained to read it: mojibake mended, HTML entities resolved, whitespace collapsed."""
-    text = html.unescape(html.unescape(ftfy.fix_text(prompt))).strip()  # twice, for entities that were escaped twice
+    """Returns the prompt with mojibake repaired, HTML entities resolved and whitespace collapsed."""
+    text = html.unescape(html.unescape(ftfy.fix_text(prompt))).strip()  # twice: some entities are escaped twice
     return re.sub(r"\s+", " ", text).strip()
 
 
 @dataclass(frozen=True)
 class Truncation:
-    """What a prompt lost: it has `tokens` tokens, the model reads `length`, and `cut` is the text left out."""
+    """The truncation of a prompt of `tokens` tokens to `length` tokens; `cut` is the text left out."""
 
     tokens: int
     length: int
@@ -43,7 +38,7 @@ class Truncation:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Prompts of one length: the ids, the mask that is true where a token is real, and what each prompt lost."""
+    """Prompts of one length: the ids, the mask that is True at real tokens, and the truncation of each prompt."""
 
     ids: Int[np.ndarray, "B S"]
     mask: Bool[np.ndarray, "B S"]
@@ -53,19 +48,21 @@ class TokenBatch:
 class Tokenizer:
     """The tokenizer of a checkpoint, read from the `tokenizer.json` of its folder."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, *, pad: str, max_length: float):
-        """`pad`: the token that fills up; `max_length`: the most tokens that the tokenizer's own settings allow."""
+    def __init__(self, backend: tokenizers.Tokenizer, *, pad: str, length: int):
+        """Takes the padding token `pad`, and the `length` in tokens to which prompts are cut and padded."""
         pad_id = backend.token_to_id(pad)
         if pad_id is None:
             raise WanjaxError(f"the tokenizer has no token {pad!r}, which its settings name as the padding")
-        backend.no_padding()  # a file may have stored a padding of its own
+        backend.no_padding()  # the file may have its own padding
         self.backend = backend
         self.pad_id = pad_id
-        self.text_length = int(min(TEXT_LENGTH, max_length))
+        self.text_length = length
 
     @classmethod
-    def load(cls, folder: Path) -> "Tokenizer":
+    def load(cls, folder: Path, *, length: int) -> "Tokenizer":
         """Reads a `tokenizer` folder in the layout of transformers.
+
+        Prompts get `length` tokens, or fewer where the tokenizer's settings have a lower limit.
 
         Raises WanjaxError where `tokenizer.json` is missing or a file cannot be read.
         """
@@ -85,16 +82,16 @@ class Tokenizer:
         return cls(
             backend,
             pad=pad["content"] if isinstance(pad, dict) else pad,
-            max_length=settings.get("model_max_length") or TEXT_LENGTH,
+            length=int(min(length, settings.get("model_max_length") or length)),
         )
 
     @property
     def vocab_size(self) -> int:
-        """The number of ids, which the text encoder's table of embeddings must not fall short of."""
+        """The number of ids; the text encoder's table of embeddings needs at least as many rows."""
         return self.backend.get_vocab_size()
 
     def tokenize(self, prompts: Sequence[str], length: int | None = None) -> TokenBatch:
-        """The prompts' ids, cut and padded to `length` (`text_length` if None); the end token is always kept."""
+        """Returns the prompts' ids, cut and padded to `length` (`text_length` if None). Always keeps the end token."""
         length = self.text_length if length is None else length
         self.backend.enable_truncation(length)
         ids = np.full((len(prompts), length), self.pad_id, np.int32)
@@ -111,23 +108,17 @@ class Tokenizer:
 def _truncation(prompt: str, encoding: tokenizers.Encoding, length: int) -> Truncation | None:
     if not encoding.overflowing:
         return None
-    specials = sum(encoding.special_tokens_mask)  # each part that overflowed has these again
+    specials = sum(encoding.special_tokens_mask)  # each overflowing part repeats these
     tokens = len(encoding.ids) + sum(len(part.ids) - specials for part in encoding.overflowing)
     start, _ = encoding.overflowing[0].offsets[0]
     return Truncation(tokens, length, prompt[start:].strip())
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """The file's settings; none where it does not exist."""
+    """Returns the file's settings, which are empty where it does not exist."""
     if not file.is_file():
         return {}
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise WanjaxError(f"{file} is not readable JSON: {error}") from error
-
-
-def encode_text(encoder: T5Encoder, tokens: Int[Array, "B S"], mask: Bool[Array, "B S"]) -> Float[Array, "B S E"]:
-    """The features of the real tokens, and exact zeros after them, which is what Wan's transformer expects."""
-    features = encoder(tokens, mask)
-    return jnp.where(mask[:, :, None], features, jnp.zeros((), features.dtype))

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a program needs and costs on a TPU that is not there: compile it for a described chip, and read the price.
+"""Prices of programs on TPUs that need not be present: compile for a described chip, then read memory and time.
 
     from wanjax.plan import Operand, compile_function, price
     x = Operand((8192, 8192), "bfloat16")
     print(price(compile_function("v6e-1", "jax.numpy:matmul", x, x)))
 
-The compiler is libtpu's own (the extra `plan`), which needs no chip. It runs in a process of its own, and what it dumps
-is removed when it has been read. Prices are prices, not measurements: docs/performance.md says how near they come.
+The compiler is libtpu's own (the extra `plan`), which needs no chip. It runs in a process of its own, and its dumps
+are deleted once they are read. Prices are estimates, not measurements: docs/performance.md compares the two.
 """
 
 from wanjax.plan.chips import SLICES, Chip, Slice, find_slice

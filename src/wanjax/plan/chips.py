@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chips that programs are compiled for and priced on, and the slices of them that are rented.
+"""TPU chips that programs are compiled for and priced on, and the slices in which they are rented.
 
-Peaks, bandwidths and VMEM are those that JAX's Pallas states for its kernels (`jax/_src/pallas/mosaic/tpu_info.py`),
-HBM is what the compiler says is available when a program does not fit, and a clock is the peak over the operations of a
-cycle (524,288 on v6e and on half a v7x, 131,072 on each core before them). A link's rate is each way.
+Sources: peak FLOP/s, bandwidth and VMEM are from JAX's Pallas (`jax/_src/pallas/mosaic/tpu_info.py`). HBM is the
+capacity that the compiler reports when a program does not fit. The clock is the peak divided by the operations per
+cycle: 524,288 on v6e and on half a v7x, 131,072 on each core of earlier chips.
 """
 
 from dataclasses import dataclass
@@ -13,22 +13,22 @@ from wanjax.errors import WanjaxError
 
 @dataclass(frozen=True)
 class Chip:
-    """One device as JAX counts them: a chip, or half a v7x, whose two cores are devices of their own."""
+    """One JAX device: a whole chip, except on v7x, where each of a chip's two cores is a device."""
 
     name: str
-    hbm: int  # bytes that a program can have
-    vmem: int  # bytes, of one core
-    flops: float  # bfloat16 operations a second
-    bandwidth: float  # bytes a second of its memory
-    clock: float  # cycles a second
-    link: float  # bytes a second over one link, each way
-    cores: int  # that share one device's operations
-    branch_delay: int  # bundles after a branch that still run
+    hbm: int  # bytes available to a program
+    vmem: int  # bytes per core
+    flops: float  # peak, bfloat16 operations per second
+    bandwidth: float  # of HBM, bytes per second
+    clock: float  # cycles per second
+    link: float  # bytes per second and direction over one inter-chip link
+    cores: int  # cores that share the work of one device
+    branch_delay: int  # delay slots: bundles after a branch that still run
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Chips that are joined and rented together; `topology` is the compiler's name for them."""
+    """Connected chips that are rented together; `topology` is the compiler's name for the arrangement."""
 
     name: str
     chip: Chip
@@ -56,7 +56,7 @@ SLICES = {
         ("v5e-1", V5E, 1, "v5e:1x1"),
         ("v5e-4", V5E, 4, "v5e:2x2"),
         ("v5e-8", V5E, 8, "v5e:2x4"),
-        ("v5p-8", V5P, 4, "v5p:2x2x1"),  # counted in cores, two to a device
+        ("v5p-8", V5P, 4, "v5p:2x2x1"),  # the name counts cores, two per device
         ("v6e-1", V6E, 1, "v6e:1x1"),
         ("v6e-4", V6E, 4, "v6e:2x2"),
         ("v6e-8", V6E, 8, "v6e:2x4"),
@@ -74,11 +74,11 @@ KINDS = {
     "TPU v6 lite": V6E,
     "TPU7x": V7X,
 }
-"""The chips by JAX's names for their kinds."""
+"""Chips by JAX's `device_kind`."""
 
 
 def find_slice(name: str) -> Slice:
-    """The slice of a name such as `v6e-8`; raises WanjaxError that lists those there are."""
+    """Returns the slice of a name such as `v6e-8`. Raises WanjaxError that lists the known names."""
     if name not in SLICES:
         raise WanjaxError(f"no TPU slice is named {name!r}: there are {', '.join(SLICES)}")
     return SLICES[name]

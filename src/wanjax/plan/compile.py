@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiling for a described slice of TPUs, in a process of its own, and reading what the compiler says.
+"""Compilation for a described slice of TPUs, in a process of its own, and its results.
 
-The process needs its own environment from its first import on, may take gigabytes, and holds a lock of the TPU runtime:
-none of it is left behind, the dumps included.
+A separate process, because the TPU runtime needs its own environment from the first import on, may take gigabytes and
+holds a lock. Nothing of it remains afterwards, dumps included.
 """
 
 import json
@@ -26,10 +26,10 @@ from wanjax.plan.schedule import Schedule, read_dump
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
-    "TPU_SKIP_MDS_QUERY": "1",  # asks no cloud what machine this is
+    "TPU_SKIP_MDS_QUERY": "1",  # no metadata server is asked which machine this is
     "TPU_ACCELERATOR_TYPE": "v6e-8",
     "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # beside another such process
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several such processes may run at once
     "TPU_STDERR_LOG_LEVEL": "3",
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
@@ -37,12 +37,12 @@ DUMP = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_l
 
 
 class CompilerError(RuntimeError):
-    """The program does not compile for the chip, and what was said about it: too much memory, most often."""
+    """A program that does not compile for the chip, with the compiler's message: most often, too little memory."""
 
 
 @dataclass(frozen=True)
 class Operand:
-    """An array argument: its shape, its dtype, and for each axis the mesh axes that it is split over."""
+    """An array argument: its shape, its dtype, and the mesh axes over which each dimension is sharded."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -51,10 +51,10 @@ class Operand:
 
 @dataclass(frozen=True)
 class Job:
-    """What to compile, for what.
+    """A program to compile, and the slice to compile it for.
 
-    `builder` is the import path `package.module:name` of a function that is called with the mesh and with the settings
-    (which JSON can hold) and gives a `Program`. `mesh` names the axes and their sizes; none is one axis of all devices.
+    `builder` is the import path `package.module:name` of a function that takes the mesh and, as keywords, the settings
+    (JSON values) and returns a `Lowering`. `mesh` gives the size of each axis; None is one axis over all devices.
     """
 
     slice: str
@@ -65,7 +65,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one device's memory; `peak` is the most that is alive at a time, arguments and results included."""
+    """Bytes of one device's memory; `peak` is the maximum allocated at a time, arguments and results included."""
 
     arguments: int
     outputs: int
@@ -77,13 +77,13 @@ class Memory:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler made: memory, the final module as text, and the schedules of its operations by their names."""
+    """A compiled program: its memory, its final HLO module as text, and the schedules of its operations by name."""
 
     slice: Slice
     memory: Memory
     module: str = field(repr=False)
     schedules: Mapping[str, Schedule] = field(repr=False)
-    seconds: float = 0.0  # that compiling took, here
+    seconds: float = 0.0  # time to compile, on this machine
 
 
 def compile_function(
@@ -94,17 +94,17 @@ def compile_function(
     mesh: Mapping[str, int] | None = None,
     schedules: bool = True,
 ) -> Compiled:
-    """A function named by its import path, for arrays of these shapes; raises as `compile_job` does."""
+    """Compiles a function, named by its import path, for the operands. Raises the errors of `compile_job`."""
     settings = {"function": function, "operands": [asdict(operand) for operand in operands], "keywords": keywords or {}}
-    return compile_job(Job(slice_name, "wanjax.plan.program:of_function", settings, mesh), schedules=schedules)
+    return compile_job(Job(slice_name, "wanjax.plan.builders:of_function", settings, mesh), schedules=schedules)
 
 
 def compile_job(job: Job, *, schedules: bool = False) -> Compiled:
-    """Compiles for a chip that need not be there.
+    """Compiles a program for a chip that need not be present.
 
-    `schedules` asks for the bundles of each operation, which takes far more memory: for kernels and small programs.
-    Raises WanjaxError where the slice or the mesh cannot be, where libtpu is missing or of another version than jax
-    wants, and where wanjax itself refuses what is asked of the program; CompilerError where it does not compile.
+    `schedules` also returns the LLO bundles of each operation. That takes far more memory, so it is for kernels and
+    small programs. Raises WanjaxError if the slice is unknown, the mesh does not fill it, libtpu is missing or not the
+    version that jax requires, or wanjax itself refuses the program; CompilerError if the program does not compile.
     """
     (result,) = compile_all([job], schedules=schedules)
     if isinstance(result, CompilerError):
@@ -113,21 +113,24 @@ def compile_job(job: Job, *, schedules: bool = False) -> Compiled:
 
 
 def _check_compiler() -> None:
-    """Raises WanjaxError unless libtpu is here, in a version that goes with this jax."""
+    """Raises WanjaxError unless libtpu is installed, in a version that this jax accepts."""
     if find_spec("libtpu") is None:
         raise WanjaxError(
-            "prices come from the TPU compiler, libtpu, which is missing: pip install 'wanjax[plan]' adds it"
+            "prices come from the TPU compiler, libtpu, which is missing: pip install 'wanjax[plan]' installs it"
         )
     wanted = [wanted.specifier for wanted in map(Requirement, requires("jax") or ()) if wanted.name == "libtpu"]
     if wanted and not wanted[0].contains(found := version("libtpu"), prereleases=True):
         raise WanjaxError(
-            f"libtpu {found} does not go with jax {version('jax')}, which asks for {wanted[0]}: "
-            "pip install 'wanjax[plan]' brings that"
+            f"libtpu {found} does not fit jax {version('jax')}, which requires {wanted[0]}: "
+            "pip install 'wanjax[plan]' installs that"
         )
 
 
 def compile_all(jobs: Sequence[Job], *, schedules: bool = False) -> list[Compiled | CompilerError]:
-    """Each job in turn, in one process, which spares its start; a program that does not compile gives its error."""
+    """Compiles the jobs one after another in one process, which saves start-up time.
+
+    A program that does not compile yields its CompilerError in place of a result. Raises WanjaxError as `compile_job`.
+    """
     slices = [find_slice(job.slice) for job in jobs]
     requests = [_request(job, place) for job, place in zip(jobs, slices, strict=True)]
     _check_compiler()
@@ -164,10 +167,12 @@ def _request(job: Job, place: Slice) -> dict[str, Any]:
 def _result(job: Job, place: Slice, folder: Path, schedules: bool) -> Compiled | CompilerError:
     error = folder / "error.json"
     if error.exists():
-        told = json.loads(error.read_text(encoding="utf-8"))
-        if told["ours"]:
-            raise WanjaxError(told["said"])
-        return CompilerError(f"{job.builder} does not compile for {place.name}: {told['kind']}: {told['said']}")
+        failure = json.loads(error.read_text(encoding="utf-8"))
+        if failure["ours"]:
+            raise WanjaxError(failure["message"])
+        return CompilerError(
+            f"{job.builder} does not compile for {place.name}: {failure['kind']}: {failure['message']}"
+        )
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     module = (folder / "module.txt").read_text(encoding="utf-8")
     dump = read_dump(folder, place.chip) if schedules else {}

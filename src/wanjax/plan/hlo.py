@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The final module of a compiled program, read from its text: operations, their bytes and products, loops, collectives.
+"""A parser of optimised HLO: the final module of a compiled program, as computations, instructions and arrays.
 
-The text is XLA's HLO after scheduling and layout. Sizes are those in memory, where the last two dimensions of an array,
-in the order in which they lie, fill whole tiles: a bfloat16[300, 100] of tiles (8, 128) takes 304 × 128 × 2 bytes.
+The text is XLA's HLO after scheduling and the assignment of memory layouts. Sizes are those in memory, where the two
+minor-most dimensions are padded to whole tiles: bfloat16[300, 100] in tiles of (8, 128) takes 304 × 128 × 2 bytes.
 """
 
 import math
@@ -21,11 +21,11 @@ BITS = {"pred": 8, "token": 0, "u2": 2, "s2": 2, "u4": 4, "s4": 4, "c64": 64, "c
 
 @dataclass(frozen=True)
 class Array:
-    """An array's type and layout; `space` is 0 for HBM, and 1 for VMEM, which costs nothing to reach."""
+    """An array's type and memory layout; `space` is 0 for HBM and 1 for VMEM, whose accesses are free."""
 
     dtype: str
     shape: tuple[int, ...]
-    order: tuple[int, ...]  # dimensions from the one that lies closest together to the one that lies furthest apart
+    order: tuple[int, ...]  # dimensions from minor-most to major-most
     tile: tuple[int, ...]
     space: int
 
@@ -35,7 +35,7 @@ class Array:
 
     @property
     def bytes(self) -> int:
-        """In memory, padding included."""
+        """Bytes in memory, padding included."""
         dims = [self.shape[axis] for axis in self.order]
         for i, size in enumerate(reversed(self.tile)):
             if i < len(dims):
@@ -45,17 +45,17 @@ class Array:
 
     @property
     def traffic(self) -> int:
-        """Bytes that reading or writing it moves from or to HBM."""
+        """HBM bytes that one read or write of the array moves."""
         return 0 if self.space else self.bytes
 
 
 def arrays(text: str) -> tuple[Array, ...]:
-    """Those of a shape, in order; a tuple's one after another."""
+    """Returns the arrays of an HLO shape, in order; a tuple has several."""
     found = []
-    for dtype, sizes, order, layout in _ARRAY.findall(text):
+    for dtype, sizes, order, memory_layout in _ARRAY.findall(text):
         shape = tuple(int(size.lstrip("<=")) for size in sizes.split(",") if size)
-        tile = _TILE.search(layout)
-        space = re.search(r"S\((\d+)\)", layout)
+        tile = _TILE.search(memory_layout)
+        space = re.search(r"S\((\d+)\)", memory_layout)
         dims = tuple(int(axis) for axis in order.split(",") if axis) or tuple(reversed(range(len(shape))))
         tiles = tuple(int(size) for size in tile[1].split(",")) if tile and "*" not in tile[1] else ()
         found.append(Array(dtype, shape, dims, tiles, int(space[1]) if space else 0))
@@ -64,13 +64,13 @@ def arrays(text: str) -> tuple[Array, ...]:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One operation: what it gives, of what, and the rest of its line."""
+    """One operation: its opcode, its results, the names of its operands, and the rest of its line."""
 
     name: str
     opcode: str
     results: tuple[Array, ...]
     operands: tuple[str, ...]
-    arguments: str = field(repr=False)  # between the brackets: operands, or a constant's value
+    arguments: str = field(repr=False)  # the text in parentheses: operands, or a constant's value
     attributes: str = field(repr=False)
     root: bool
 
@@ -79,7 +79,7 @@ class Instruction:
         return None if found is None else found[1]
 
     def named(self, role: str) -> str:
-        """The computation that plays a part in this operation: `calls`, `body`, `condition`, `to_apply`."""
+        """Returns the name of the computation in a role: `calls`, `body`, `condition` or `to_apply`."""
         found = re.search(rf"\b{role}=%([\w.\-]+)", self.attributes)
         assert found is not None, f"{self.name} has no {role}"
         return found[1]
@@ -90,13 +90,13 @@ class Instruction:
 
     @property
     def estimated_cycles(self) -> int | None:
-        """The compiler's own estimate, which fusions and copies carry."""
+        """The compiler's own estimate, present on fusions and copies."""
         found = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
         return None if found is None else int(found[1])
 
     @property
     def scope(self) -> str:
-        """The functions, named scopes and loops that it was traced in, joined by slashes."""
+        """The functions, named scopes and loops in which the operation was traced, joined by slashes."""
         found = re.search(r'op_name="([^"]*)"', self.attributes)
         return "" if found is None else found[1]
 
@@ -107,10 +107,10 @@ class Instruction:
 
     @property
     def group_size(self) -> int:
-        """How many devices a collective joins.
+        """Number of devices in each replica group of a collective.
 
-        Groups are told as lists of devices, as an array of them, or as axes of a mesh, of which a part may be joined:
-        `'a':(2)4` is 4 of the devices of axis a, between 2 groups.
+        HLO writes the groups as lists of devices, as a reshaped array of them, or as mesh axes. A mesh axis may be
+        split: `'a':(2)4` takes 4 devices of axis a, and leaves 2 groups.
         """
         if found := re.search(r"replica_groups=\[(\d+),(\d+)\]", self.attributes):
             return int(found[2])
@@ -125,7 +125,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Computation:
-    """Instructions in the order in which they are scheduled."""
+    """Instructions in scheduled order."""
 
     name: str
     instructions: tuple[Instruction, ...]
@@ -149,11 +149,13 @@ class Computation:
 
 @dataclass(frozen=True)
 class Module:
+    """All computations by name, and the entry computation."""
+
     computations: Mapping[str, Computation]
     entry: Computation
 
     def inside(self, instruction: Instruction) -> Iterator[Instruction]:
-        """What a fusion or a call is made of, those within it included."""
+        """Yields the instructions of a fusion or call, including those of nested ones."""
         if instruction.called is not None:
             for part in self.computations[instruction.called].instructions:
                 yield part
@@ -161,7 +163,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """A module from the text that `compiled.as_text()` gives."""
+    """Parses a module from the text of `compiled.as_text()`."""
     computations: dict[str, Computation] = {}
     entry, name, lines = "", "", []
     for line in text.splitlines():
@@ -173,7 +175,7 @@ def parse(text: str) -> Module:
             name = ""
         elif name and _INSTRUCTION.match(line):
             lines.append(line)
-        elif name:  # a long attribute goes on
+        elif name:  # an attribute that spans several lines
             lines[-1] += line
     return Module(computations, computations[entry])
 
@@ -193,10 +195,10 @@ def _instruction(line: str) -> Instruction:
 
 
 def _closing(text: str, start: int) -> int:
-    """Where the bracket that opens at `start` has closed."""
+    """Returns the index after the parenthesis that closes the one at `start`."""
     depth = 0
     for mark in re.compile(r"[()]").finditer(text, start):
         depth += 1 if mark[0] == "(" else -1
         if depth == 0:
             return mark.end()
-    raise ValueError(f"a bracket does not close: {text[start : start + 80]}")
+    raise ValueError(f"a parenthesis does not close: {text[start : start + 80]}")

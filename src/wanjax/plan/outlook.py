@@ -1,28 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a video will take on devices that need not be there: memory of each stage, seconds, and what limits them."""
+"""The memory and the seconds of each stage of a video, and their limits, on devices that need not be present."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from flax import nnx
-
-from wanjax.abstract import abstract
 from wanjax.errors import WanjaxError
-from wanjax.models.wan.config import ImageTransformerConfig
-from wanjax.pipelines.base import Settings
-from wanjax.pipelines.text import TEXT_LENGTH
-from wanjax.pipelines.wan import WanConfigs
+from wanjax.pipelines.family import Architecture, Family, Forward
+from wanjax.pipelines.settings import Settings
 from wanjax.plan import traced
 from wanjax.plan.chips import SLICES, Slice
-from wanjax.plan.digest import PARTS, Digest, digests
-from wanjax.plan.flops import forward_flops
 from wanjax.plan.meshes import choose_mesh
+from wanjax.plan.priced import PARTS, Priced, price_all
 from wanjax.plan.roofline import Machine, machines
-from wanjax.plan.stages import Architecture, Run, stages
+from wanjax.plan.stages import Scheduled, stages
 from wanjax.sharding import MESH_AXES
 
 Place = Slice | Machine
@@ -33,11 +25,11 @@ LIMITS = {
     "copies": "the memory's bandwidth, in copies",
     "communication": "the links between chips",
 }
-ROOM = 0.9  # of a device's memory: what a guess of what would fit is allowed
+ROOM = 0.9  # the share of a device's memory that advice may use
 
 
 def find_place(name: str) -> Place:
-    """The slice of TPUs, or the device, of this name; raises WanjaxError that lists those there are."""
+    """Returns the slice of TPUs or the device of this name; raises WanjaxError that lists the known ones."""
     known: dict[str, Place] = {**SLICES, **machines()}
     if name not in known:
         raise WanjaxError(f"no chip is named {name!r}: there are {', '.join(known)}")
@@ -46,9 +38,9 @@ def find_place(name: str) -> Place:
 
 @dataclass(frozen=True)
 class Stage:
-    """Of one device: bytes of weights and what else a program is given, bytes beside them, and bytes at most.
+    """A stage on one device: bytes of weights and other arguments, bytes beside them, and the peak.
 
-    `seconds` are those of all runs of its programs; None where it does not fit.
+    `seconds` is the time of all runs of its programs; None where the stage does not fit.
     """
 
     weights_bytes_per_chip: int
@@ -61,7 +53,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Outlook:
-    """Prices, not measurements; `fits` says whether each stage does, and `advice` what would where one does not."""
+    """The prices of a video, not measurements. `fits` is True if every stage fits; else `advice` says what would."""
 
     model: str
     chip: str
@@ -97,7 +89,8 @@ class Outlook:
 
 
 def outlook(
-    networks: Architecture,
+    family: Family,
+    architecture: Architecture,
     settings: Settings,
     chip: str,
     mesh: tuple[int, int, int] | None = None,
@@ -106,57 +99,78 @@ def outlook(
     attention: str | None = None,
     batch_guidance: bool = False,
 ) -> Outlook:
-    """A video of these settings on a chip such as v6e-8; `mesh` None finds the best.
+    """Prices a video of these settings on a slice such as v6e-8; `mesh` None chooses the best mesh.
 
-    The keywords are those of `wanjax.load` and of `WanPipeline.denoise`. Raises WanjaxError where the chip is not
-    known, the mesh is not one of its devices, or libtpu is missing.
+    The keywords are those of `wanjax.load` and of `Pipeline.denoise`. Raises WanjaxError where the chip is unknown, the
+    mesh has another number of devices, or libtpu is missing.
     """
     place = find_place(chip)
     attention = attention if isinstance(place, Slice) else "reference"
-    sizes = parameters(networks, experts=settings.boundary is not None)
-    tokens = WanConfigs(networks.transformer, networks.vae).tokens(settings)
-    guided = settings.guidance_scale > 1
+    parameters = _parameters(family, architecture)
+    work = architecture.forward(settings)
     if mesh is None and isinstance(place, Slice):
-        size = {"tokens": tokens, "text": TEXT_LENGTH, "parameters": sizes["transformer"]}
-        mesh = choose_mesh(place, networks.transformer, guided=guided, **size)
+        together = sum(parameters[name] for name in architecture.denoisers)
+        mesh = choose_mesh(place, work, guided=settings.guidance_scale > 1, parameters=together)
     axes = _axes(place, mesh or (1, 1, 1))
     options: dict[str, Any] = {"attention": attention, "rules": rules, "batch_guidance": batch_guidance}
-    runs = stages(networks, settings, chip, axes, **options)
-    made = _digests(place, runs)
-    told = {name: _stage(stage, made, place.memory) for name, stage in runs.items()}
-    (step,) = (made[run.job.builder] for run in runs["denoise"] if run.name == "step")
-    fits = all(stage.spare_bytes_per_chip >= 0 for stage in told.values())
-    seconds = [stage.seconds for stage in told.values()]
+    runs = stages(architecture, settings, chip, axes, **options)
+    prices = _prices(place, runs)
+    told = {name: _stage(prices[name], place.memory) for name in runs}
+    (step,) = (priced for run, priced in prices["denoise"] if run.name == "step")
     return Outlook(
-        model=settings.model,
-        chip=chip,
-        devices=place.devices,
-        mesh=axes,
-        rules=rules,
-        size=f"{settings.width}x{settings.height}",
-        frames=settings.frames,
-        steps=settings.steps,
-        guidance_scale=settings.guidance_scale,
-        dtype=settings.dtype,
-        priced_by="the chip's compiler" if isinstance(place, Slice) else "a stated model",
-        memory_per_chip=place.memory,
-        fits=fits,
-        stages=told,
-        step_seconds=step.seconds,
-        step_seconds_low=step.low if step.seconds else None,
-        step_seconds_high=step.high if step.seconds else None,
-        step_breakdown={part: step.breakdown.get(part, 0.0) for part in PARTS},
-        step_outside_self_attention_seconds=step.seconds and step.seconds - step.self_attention,
-        mfu=step.seconds and _step_flops(networks, tokens, guided) / (step.seconds * place.devices * place.flops),
-        total_seconds=None if None in seconds else sum(filter(None, seconds)),
-        compile_seconds=sum(stage.compile_seconds for stage in told.values()),
-        download_bytes_at_most=4 * sum(sizes.values()),
-        disk_bytes=sum(_stored(name) * count for name, count in sizes.items()),
-        limit=_limit(fits, told, step),
-        collectives=step.collectives,
-        doubts=[doubt for found in made.values() for doubt in found.doubts],
-        advice=None if fits else _advice(settings, chip, told, place.devices),
+        **_asked(settings, chip, place, axes, rules),
+        **_verdict(settings, chip, place, told),
+        **_step(settings, place, step, work),
+        download_bytes_at_most=4 * sum(parameters.values()),
+        disk_bytes=_stored_bytes(family, architecture, parameters),
+        limit=_limit(told, step),
+        doubts=[doubt for stage in prices.values() for _, priced in stage for doubt in priced.doubts],
     )
+
+
+def _asked(settings: Settings, chip: str, place: Place, axes: Mapping[str, int], rules: str) -> dict[str, Any]:
+    """Returns the fields that describe the video, the devices and the way of pricing."""
+    return {
+        "model": settings.model,
+        "chip": chip,
+        "devices": place.devices,
+        "mesh": axes,
+        "rules": rules,
+        "size": f"{settings.width}x{settings.height}",
+        "frames": settings.frames,
+        "steps": settings.steps,
+        "guidance_scale": settings.guidance_scale,
+        "dtype": settings.dtype,
+        "priced_by": "the chip's compiler" if isinstance(place, Slice) else "a stated model",
+    }
+
+
+def _verdict(settings: Settings, chip: str, place: Place, told: Mapping[str, Stage]) -> dict[str, Any]:
+    """Returns the fields on memory, the stages and the totals."""
+    seconds = [stage.seconds for stage in told.values()]
+    fits = _fits(told)
+    return {
+        "memory_per_chip": place.memory,
+        "fits": fits,
+        "stages": told,
+        "total_seconds": None if None in seconds else sum(filter(None, seconds)),
+        "compile_seconds": sum(stage.compile_seconds for stage in told.values()),
+        "advice": None if fits else _advice(settings, chip, told, place.devices),
+    }
+
+
+def _step(settings: Settings, place: Place, step: Priced, work: Forward) -> dict[str, Any]:
+    """Returns the fields on a step."""
+    flops = (2 if settings.guidance_scale > 1 else 1) * sum(work.flops.values())
+    return {
+        "step_seconds": step.seconds,
+        "step_seconds_low": step.low if step.seconds else None,
+        "step_seconds_high": step.high if step.seconds else None,
+        "step_breakdown": {part: step.breakdown.get(part, 0.0) for part in PARTS},
+        "step_outside_self_attention_seconds": step.seconds and step.seconds - step.self_attention,
+        "mfu": step.seconds and flops / (step.seconds * place.devices * place.flops),
+        "collectives": step.collectives,
+    }
 
 
 def _axes(place: Place, mesh: tuple[int, int, int]) -> dict[str, int]:
@@ -165,60 +179,55 @@ def _axes(place: Place, mesh: tuple[int, int, int]) -> dict[str, int]:
     return dict(zip(MESH_AXES, mesh, strict=True))
 
 
-def _digests(place: Place, runs: Mapping[str, Sequence[Run]]) -> dict[str, Digest]:
-    """What there is to tell of each program, by what builds it."""
-    jobs = [run.job for stage in runs.values() for run in stage]
-    found = digests(jobs) if isinstance(place, Slice) else [traced.digest(place, job) for job in jobs]
-    return dict(zip((job.builder for job in jobs), found, strict=True))
+def _prices(place: Place, runs: Mapping[str, Sequence[Scheduled]]) -> dict[str, list[tuple[Scheduled, Priced]]]:
+    """Returns the price of each program of each stage."""
+    every = [run for stage in runs.values() for run in stage]
+    jobs = [run.job for run in every]
+    found = iter(price_all(jobs) if isinstance(place, Slice) else [traced.price_job(place, job) for job in jobs])
+    return {name: [(run, next(found)) for run in stage] for name, stage in runs.items()}
 
 
-def parameters(networks: Architecture, *, experts: bool) -> dict[str, int]:
-    """How many each network has; of two experts, both are the transformer's."""
-    found = {}
-    for name in ("text_encoder", "transformer", "vae", "image_encoder"):
-        if (config := getattr(networks, name)) is None:
-            continue
-        network = abstract(config, dtype=jnp.float32, param_dtype=jnp.float32)
-        found[name] = sum(x.size for x in jax.tree.leaves(nnx.state(network)))
-    found["transformer"] *= 2 if experts else 1
-    return found
+def _parameters(family: Family, architecture: Architecture) -> dict[str, int]:
+    """Returns the number of parameters of each network; computes it once for networks of the same shape."""
+    counts: dict[Any, int] = {}
+    for config in architecture.networks.values():
+        if config not in counts:
+            counts[config] = family.network_of(config).parameters
+    return {name: counts[config] for name, config in architecture.networks.items()}
 
 
-def _stored(network: str) -> int:
-    """Bytes of a parameter as `convert` stores it."""
-    return 4 if network in ("vae", "image_encoder") else 2
+def _stored_bytes(family: Family, architecture: Architecture, parameters: Mapping[str, int]) -> int:
+    """Returns the bytes of all weights as `convert` stores them."""
+    networks = {name: family.network_of(config) for name, config in architecture.networks.items()}
+    return sum(count * (4 if networks[name].float32 else 2) for name, count in parameters.items())
 
 
-def _step_flops(networks: Architecture, tokens: int, guided: bool) -> int:
-    config, image = networks.transformer, 0
-    if isinstance(config, ImageTransformerConfig) and networks.image_encoder is not None:
-        image = config.image_positions or networks.image_encoder.tokens
-    return (2 if guided else 1) * sum(forward_flops(config, tokens=tokens, text=TEXT_LENGTH, image=image).values())
-
-
-def _stage(runs: Sequence[Run], made: Mapping[str, Digest], memory: int) -> Stage:
-    """The programs of a stage, one after another; the one that needs the most memory is told."""
-    all_made = [(run.times, made[run.job.builder]) for run in runs]
-    largest = max((found for _, found in all_made), key=lambda found: found.peak)
-    seconds = [None if found.seconds is None else times * found.seconds for times, found in all_made]
+def _stage(programs: Sequence[tuple[Scheduled, Priced]], memory: int) -> Stage:
+    """Returns a stage from its programs, which run in turn; its memory is that of the largest program."""
+    largest = max((priced for _, priced in programs), key=lambda priced: priced.peak)
+    seconds = [None if priced.seconds is None else run.times * priced.seconds for run, priced in programs]
     return Stage(
         weights_bytes_per_chip=largest.arguments,
         activation_bytes_per_chip=largest.peak - largest.arguments,
         peak_bytes_per_chip=largest.peak,
         spare_bytes_per_chip=memory - largest.peak,
         seconds=None if None in seconds else sum(filter(None, seconds)),
-        compile_seconds=sum(found.compile_seconds for _, found in all_made),
+        compile_seconds=sum(priced.compile_seconds for _, priced in programs),
     )
 
 
-def _limit(fits: bool, told: Mapping[str, Stage], step: Digest) -> str:
-    if not fits or not step.breakdown:
+def _fits(told: Mapping[str, Stage]) -> bool:
+    return all(stage.spare_bytes_per_chip >= 0 for stage in told.values())
+
+
+def _limit(told: Mapping[str, Stage], step: Priced) -> str:
+    if not _fits(told) or not step.breakdown:
         return "the memory of a chip, in " + min(told, key=lambda name: told[name].spare_bytes_per_chip)
     return LIMITS[max(step.breakdown, key=lambda part: step.breakdown[part])]
 
 
 def _advice(settings: Settings, chip: str, told: Mapping[str, Stage], devices: int) -> str:
-    """What would hold it, guessed from what is needed in all."""
+    """Returns advice on a slice that would fit, estimated from the memory of all devices together."""
     name, worst = max(told.items(), key=lambda item: item[1].peak_bytes_per_chip)
     needed = worst.peak_bytes_per_chip * devices
     memory = worst.peak_bytes_per_chip + worst.spare_bytes_per_chip

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan keeps of a program: its bytes on a device, and its price by what the time goes to."""
+"""The price of a program as a plan reports it: bytes on one device, and seconds divided into parts."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -7,30 +7,30 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from wanjax.cache import keep, recall
 from wanjax.plan.compile import Compiled, CompilerError, Job, compile_all
-from wanjax.plan.kernels import alone, kernel_seconds, kernels
+from wanjax.plan.kept import keep, recall
+from wanjax.plan.kernels import kernel_calls, kernel_job, kernel_seconds
 from wanjax.plan.pricing import Item, price
 
-ATTENTION = "/attention/"  # the scope of the kernels' one door
+ATTENTION = "/attention/"  # the scope of the dispatcher, through which every attention kernel is called
 SELF_ATTENTION = "/self_attention/attention/"
 PARTS: tuple[str, ...] = ("attention", "matmuls", "elementwise", "copies", "communication")
 PART_OF = {
     "kernels": "elementwise",
     "products": "matmuls",
     "elementwise": "elementwise",
-    "layout": "copies",
+    "copies": "copies",
     "collectives": "communication",
 }
-AT_ONCE = 2  # programs: each takes one core and up to four gigabytes
+AT_ONCE = 2  # compilations, each of one core and up to four gigabytes
 UNITS = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclass(frozen=True)
-class Digest:
-    """A program on one device: bytes, and seconds of one run. `seconds` is None where it needs more than there is.
+class Priced:
+    """A program on one device: bytes, and seconds per run. `seconds` is None if the program does not fit in memory.
 
-    `collectives` has for each kind and size of group how often it runs, the bytes on the wire and the seconds.
+    `collectives` lists, for each kind and group size, the number of runs, the bytes on the wire and the seconds.
     """
 
     arguments: int
@@ -39,51 +39,57 @@ class Digest:
     low: float = 0.0
     high: float = 0.0
     breakdown: Mapping[str, float] = field(default_factory=dict)
-    self_attention: float = 0.0  # its kernels alone
+    self_attention: float = 0.0  # seconds in its kernels or products
     collectives: Sequence[Mapping[str, Any]] = ()
     compile_seconds: float = 0.0
     doubts: Sequence[str] = ()
 
 
-def digests(jobs: Sequence[Job]) -> list[Digest]:
-    """Of each job, in order, two at a time; what was compiled before is not compiled again. Raises as `compile_all`."""
+def price_all(jobs: Sequence[Job]) -> list[Priced]:
+    """Prices the jobs, two at a time, and returns the prices in order. Earlier prices come from the user's cache.
+
+    Raises the errors of `compile_all`.
+    """
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        return list(pool.map(_kept, jobs))
+        return list(pool.map(_price_once, jobs))
 
 
-def _kept(job: Job) -> Digest:
+def _price_once(job: Job) -> Priced:
     if (found := recall("prices", asdict(job))) is not None:
-        return Digest(**found)
-    made = digest(job)
+        return Priced(**found)
+    made = price_job(job)
     keep("prices", asdict(job), asdict(made))
     return made
 
 
-def digest(job: Job) -> Digest:
-    """Compiles the program, then each of its kernels alone, of those that are alike one. Raises as `compile_job`."""
+def price_job(job: Job) -> Priced:
+    """Compiles and prices a program. Its distinct kernels are compiled again, each on its own, for their schedules.
+
+    Raises the errors of `compile_job`, except that a program that is too large returns the bytes that it needs.
+    """
     [result] = compile_all([job])
     if isinstance(result, CompilerError):
         if (needed := needed_bytes(str(result))) is None:
             raise result
-        return Digest(arguments=0, peak=needed)
-    calls = kernels(result)
-    different = sorted(set(calls.values()))
-    alones = compile_all([alone(job, call) for call in different], schedules=True) if different else []
+        return Priced(arguments=0, peak=needed)
+    calls = kernel_calls(result)
+    distinct = sorted(set(calls.values()))
+    results = compile_all([kernel_job(job, call) for call in distinct], schedules=True) if distinct else []
     seconds = {
         call: kernel_seconds(call, compiled)
-        for call, compiled in zip(different, alones, strict=True)
+        for call, compiled in zip(distinct, results, strict=True)
         if isinstance(compiled, Compiled)
     }
-    return _digest(result, {name: seconds[call] for name, call in calls.items() if call in seconds})
+    return _priced(result, {name: seconds[call] for name, call in calls.items() if call in seconds})
 
 
-def _digest(compiled: Compiled, of_kernels: Mapping[str, float]) -> Digest:
-    priced = price(compiled, kernels=of_kernels)
+def _priced(compiled: Compiled, kernel_prices: Mapping[str, float]) -> Priced:
+    priced = price(compiled, kernels=kernel_prices)
     total = priced.total
     breakdown: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     for item in priced.items:
         breakdown[_part(item)] += item.cost.mid
-    return Digest(
+    return Priced(
         arguments=compiled.memory.arguments,
         peak=compiled.memory.peak,
         seconds=total.mid,
@@ -101,7 +107,10 @@ def _digest(compiled: Compiled, of_kernels: Mapping[str, float]) -> Digest:
 
 
 def _part(item: Item) -> str:
-    """What an operation's time is told as: attention is its kernel, or its products; other kernels are elementwise."""
+    """Returns the part of a step that an operation belongs to.
+
+    Kernels and products in attention's scope are "attention"; other kernels are elementwise.
+    """
     if item.kind in ("kernels", "products") and ATTENTION in item.scope:
         return "attention"
     return PART_OF[item.kind]
@@ -122,7 +131,7 @@ def _collectives(items: Sequence[Item]) -> list[dict[str, Any]]:
     return [found[key] for key in sorted(found)]
 
 
-def needed_bytes(said: str) -> int | None:
-    """What a program needs, from the compiler's words where that is more than there is."""
-    found = re.search(r"Used ([\d.]+)([BKMGT]?) of [\d.]+[BKMGT]? hbm", said)
+def needed_bytes(message: str) -> int | None:
+    """Returns the bytes that a program needs, from the compiler's out-of-memory message; None for another message."""
+    found = re.search(r"Used ([\d.]+)([BKMGT]?) of [\d.]+[BKMGT]? hbm", message)
     return round(float(found[1]) * UNITS[found[2] or "B"]) if found else None

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The price of a compiled program in seconds on its chip: a middle, with a low and a high one around it.
+"""The price of a compiled program in seconds on its chip: a low, a middle and a high value.
 
-Products cost between their floor (operations at the peak, bytes at the bandwidth) and the compiler's estimate, and the
-geometric mean of the two in the middle. Kernels cost the bundles that run, or the bytes that they move where that takes
-longer. Other operations cost their bytes at the bandwidth that is reached, or the bundles that run where a schedule is
-there. Collectives cost their bytes on the wire. What runs beside other work costs only what that work does not cover.
+- Matrix products cost between their roofline (operations at the peak, bytes at the bandwidth) and the compiler's
+  estimate; the middle is the geometric mean of the two.
+- Kernels cost the LLO bundles that they run, or the bytes that they move if that takes longer.
+- Other operations cost their bytes at the achieved bandwidth, or their bundles if a schedule is available.
+- Collectives cost their bytes on the wire.
+- Asynchronous operations cost only the time that the work between their start and their end does not hide.
 """
 
 import math
@@ -16,10 +18,10 @@ from typing import NamedTuple
 from wanjax.plan.chips import Chip
 from wanjax.plan.compile import Compiled
 from wanjax.plan.hlo import Computation, Instruction, Module, parse
-from wanjax.plan.schedule import Run, Schedule
-from wanjax.plan.work import COLLECTIVES, PRODUCTS, branches, flops, traffic, trips, wire_bytes
+from wanjax.plan.schedule import Execution, Schedule
+from wanjax.plan.work import COLLECTIVES, PRODUCTS, branches, flops, traffic, trip_count, wire_bytes
 
-KINDS = ("kernels", "products", "elementwise", "layout", "collectives")
+KINDS = ("kernels", "products", "elementwise", "copies", "collectives")
 FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id"} | {
     "opt-barrier",
     "add-dependency",
@@ -36,44 +38,44 @@ MOVES = {
     "broadcast",
 }
 KERNEL = "tpu_custom_call"
-ACHIEVED_BANDWIDTH = 0.8  # of the nominal one
-CHEAPER, DEARER = 6 / 7, 1.1  # of a kernel's price: how far published measurements stand from it
-SMELL = 3  # an estimate so many times the price by bytes says that the layout is bad
-VECTOR_BYTES = 2 * 4096  # that the vector unit reads and writes in a cycle, at best
+ACHIEVED_BANDWIDTH = 0.8  # fraction of the nominal bandwidth
+CHEAPER, DEARER = 6 / 7, 1.1  # published measurements of kernels lie between these multiples of the price
+SUSPECT = 3  # an estimate above this multiple of the price by bytes points to a bad memory layout
+VECTOR_BYTES = 2 * 4096  # read and written by the vector unit per cycle, at best
 
 
 class Cost(NamedTuple):
-    """Seconds."""
+    """A price in seconds."""
 
     low: float
     mid: float
     high: float
 
-    def times(self, factor: float) -> "Cost":
+    def times(self, factor: int | float) -> "Cost":
         return Cost(*(factor * seconds for seconds in self))
 
 
 @dataclass(frozen=True)
 class Item:
-    """One operation of the program: how often it runs, and what all its runs cost together."""
+    """One operation of the program: how often it runs, and the cost of all its runs together."""
 
     name: str
     kind: str
     times: int
     cost: Cost
     flops: int = 0  # of all runs
-    bytes: int = 0  # moved from and to HBM, or for a collective over the wire, of all runs
-    group: int = 1  # devices that a collective joins
-    smells: bool = False  # costs far more by the compiler's estimate than its bytes do
-    scope: str = ""  # where in the traced program it comes from
+    bytes: int = 0  # HBM traffic of all runs; of a collective, bytes on the wire
+    group: int = 1  # devices in each group of a collective
+    suspect: bool = False  # the compiler's estimate is far above the price by bytes
+    scope: str = ""  # its named scope in the traced program
 
 
 @dataclass(frozen=True)
 class Price:
-    """Every operation with its cost, and what the price leaves open.
+    """Every operation with its cost, and the open points of the price.
 
-    `unpriced` names kernels whose schedule is not there, `unknown_loops` loops whose trips are not known, which count
-    once, and `undecided` the blocks of each kernel whose data says whether they jump.
+    `unpriced` names kernels without a schedule, which cost nothing. `unknown_loops` names loops of unknown trip count,
+    which count once. `undecided` gives, per kernel, the blocks whose branch depends on data.
     """
 
     items: tuple[Item, ...]
@@ -91,7 +93,7 @@ class Price:
 
     @property
     def flops(self) -> int:
-        """Of the products, on one device: 2 × parameters × tokens in a model, or a loop was misread."""
+        """Operations of all products on one device: for a model 2 × parameters × tokens, unless a loop was misread."""
         return sum(item.flops for item in self.items)
 
 
@@ -104,12 +106,12 @@ def price(
     kernels: Mapping[str, float] | None = None,
     skip: Mapping[str, Container[int]] | None = None,
 ) -> Price:
-    """What a run of the program costs.
+    """Prices one run of the program.
 
-    `kernels` gives seconds for kernels by their names in the module (`flash.3`, or `flash` for all such): of a whole
-    model, which is compiled without schedules, kernels are compiled alone and priced with `price_schedule`. `skip`
-    gives for kernels the blocks, of those that `undecided` lists, that jump over what they guard: unless it does, all
-    is run, both sides of a choice too.
+    `kernels` gives the seconds of kernels by their names in the module (`flash.3`, or `flash` for all such). A whole
+    model needs it: it is compiled without schedules, and its kernels are compiled and priced on their own. `skip`
+    gives, per kernel, the blocks among `undecided` whose branch is taken and skips the code that it guards. By default
+    all of that code runs, both sides of a choice too.
     """
     reader = _Reader(parse(compiled.module), compiled.slice.chip, compiled.schedules, kernels or {}, skip or {})
     items = reader.sequence(reader.module.entry, 1)
@@ -117,18 +119,18 @@ def price(
 
 
 def price_schedule(schedule: Schedule, chip: Chip, skip: Container[int] = ()) -> Cost:
-    """Of one operation by its bundles; `skip` holds the blocks whose data makes them jump (`Schedule.run`)."""
-    return _price_run(schedule, schedule.run(skip), chip)
+    """Prices one operation by its bundles; `skip` is that of `Schedule.run`."""
+    return _price_execution(schedule, schedule.run(skip), chip)
 
 
-def _price_run(schedule: Schedule, run: Run, chip: Chip) -> Cost:
+def _price_execution(schedule: Schedule, run: Execution, chip: Chip) -> Cost:
     moved = chip.cores * run.moved / (ACHIEVED_BANDWIDTH * chip.bandwidth)
     seconds = max(schedule.cycles(run.times) / chip.clock, moved)
     return Cost(CHEAPER * seconds, seconds, DEARER * seconds)
 
 
 class _Reader:
-    """Goes through a module in the order of its schedule."""
+    """Walks through a module in scheduled order and prices its operations."""
 
     def __init__(
         self,
@@ -144,20 +146,20 @@ class _Reader:
         self.unknown_loops: list[str] = []
 
     def sequence(self, within: Computation, times: int) -> list[Item]:
-        """The items of a computation that runs so many times."""
+        """Prices a computation that runs `times` times."""
         items: list[Item] = []
-        begun: dict[str, tuple[Item, float]] = {}  # what runs beside, and when it will have ended
+        begun: dict[str, tuple[Item, float]] = {}  # asynchronous operations and when they end
         passed = links_free = 0.0
 
         def end_of(item: Item) -> float:
             nonlocal links_free
             if item.kind != "collectives":
                 return passed + item.cost.mid
-            links_free = max(passed, links_free) + item.cost.mid  # one after another: they share the links
+            links_free = max(passed, links_free) + item.cost.mid  # collectives share the links, so they queue
             return links_free
 
         for instruction in within.instructions:
-            if instruction.name.startswith("async-collective-done"):  # its work is done in the fusions since its start
+            if instruction.name.startswith("async-collective-done"):  # the fusions since its start include its work
                 continue
             if instruction.opcode.endswith("-start"):
                 item = self.item(instruction, within, times)
@@ -168,23 +170,24 @@ class _Reader:
                 if instruction.opcode.endswith("-update"):
                     begun[instruction.name] = item, end
                     continue
-                new = [_waited_for(item, end - passed)]
+                new = [_exposed(item, end - passed)]
             else:
                 new = self.items(instruction, within, times)
                 if [item.kind for item in new] == ["collectives"]:
-                    new = [_waited_for(new[0], end_of(new[0]) - passed)]
+                    new = [_exposed(new[0], end_of(new[0]) - passed)]
             items += new
             passed += _sum(new).mid
         return items
 
     def items(self, instruction: Instruction, within: Computation, times: int) -> list[Item]:
+        """Prices an instruction; a loop or a call may consist of several items."""
         if instruction.opcode in FREE:
             return []
         if instruction.opcode == "while":
-            turns = trips(self.module, instruction, within)
-            if turns is None:
+            trips = trip_count(self.module, instruction, within)
+            if trips is None:
                 self.unknown_loops.append(instruction.name)
-            return self.sequence(self.module.computations[instruction.named("body")], times * (turns or 1))
+            return self.sequence(self.module.computations[instruction.named("body")], times * (trips or 1))
         if instruction.opcode in ("call", "conditional"):
             inner = [self.module.computations[name] for name in branches(instruction)]
             return max((self.sequence(part, times) for part in inner), key=lambda part: _sum(part).mid)
@@ -195,7 +198,7 @@ class _Reader:
         return replace(self._item(instruction, within, times), scope=(call or instruction).scope)
 
     def _item(self, instruction: Instruction, within: Computation, times: int) -> Item:
-        if instruction.opcode in ("async-start", "call-start"):  # a computation that holds one operation
+        if instruction.opcode in ("async-start", "call-start"):  # wraps a computation of one operation
             inner = self.module.computations[instruction.called or instruction.named("to_apply")]
             return self.item(inner.root, inner, times)
         moved = traffic(self.module, instruction, within)
@@ -206,7 +209,7 @@ class _Reader:
         opcodes = {part.opcode for part in (instruction, *self.module.inside(instruction))}
         if instruction.opcode.removesuffix("-start") in COLLECTIVES:
             sent = wire_bytes(instruction, within)
-            rings = 1 if instruction.group_size == 2 else 2  # links of a chip in its group
+            rings = 1 if instruction.group_size == 2 else 2  # links of a chip that the group uses
             seconds = sent / (rings * self.chip.link)
             cost = Cost(seconds, seconds, seconds).times(times)
             return Item(instruction.name, "collectives", times, cost, bytes=times * sent, group=instruction.group_size)
@@ -214,14 +217,14 @@ class _Reader:
             work = flops(self.module, instruction, within)
             cost = self.products(instruction, work, moved).times(times)
             return Item(instruction.name, "products", times, cost, times * work, times * moved)
-        kind = "layout" if opcodes <= MOVES | FREE | {"fusion", "copy-start"} else "elementwise"
+        kind = "copies" if opcodes <= MOVES | FREE | {"fusion", "copy-start"} else "elementwise"
         by_bytes = self.by_bytes(instruction, within, moved)
         estimate = (instruction.estimated_cycles or 0) / self.chip.clock
-        cost = by_bytes._replace(high=min(max(by_bytes.mid, estimate), SMELL * by_bytes.mid)).times(times)
-        return Item(instruction.name, kind, times, cost, bytes=times * moved, smells=estimate > SMELL * by_bytes.mid)
+        cost = by_bytes._replace(high=min(max(by_bytes.mid, estimate), SUSPECT * by_bytes.mid)).times(times)
+        return Item(instruction.name, kind, times, cost, bytes=times * moved, suspect=estimate > SUSPECT * by_bytes.mid)
 
     def kernel_in(self, instruction: Instruction, within: Computation) -> tuple[Instruction | None, Computation]:
-        """The kernel that an operation is, or that is fused with a part of a collective, and where it stands."""
+        """Returns the kernel that an operation is, or that its fusion contains, and the computation that holds it."""
         if instruction.target == KERNEL:
             return instruction, within
         inner = None if instruction.called is None else self.module.computations[instruction.called]
@@ -229,7 +232,7 @@ class _Reader:
         return next((part for part in parts if part.target == KERNEL), None), inner or within
 
     def kernel(self, instruction: Instruction, moved: int) -> Cost:
-        least = moved / (ACHIEVED_BANDWIDTH * self.chip.bandwidth)  # reads what it is given, and writes what it gives
+        least = moved / (ACHIEVED_BANDWIDTH * self.chip.bandwidth)  # it reads its operands and writes its results
         for name in (instruction.name, re.sub(r"\.\d+$", "", instruction.name)):
             if name in self.kernels:
                 return Cost(CHEAPER, 1, DEARER).times(max(self.kernels[name], least))
@@ -238,7 +241,7 @@ class _Reader:
             run = schedule.run(self.skip.get(instruction.name, ()))
             if run.undecided:
                 self.undecided[instruction.name] = run.undecided
-            return _price_run(schedule, run, self.chip)
+            return _price_execution(schedule, run, self.chip)
         self.unpriced.append(instruction.name)
         return Cost(0, 0, 0)
 
@@ -248,7 +251,7 @@ class _Reader:
         return Cost(floor, math.sqrt(floor * estimate), estimate)
 
     def by_bytes(self, instruction: Instruction, within: Computation, moved: int) -> Cost:
-        """Of vector work: the bytes at the bandwidth, or what the vector unit has to pass on."""
+        """Prices vector work: its HBM traffic at the bandwidth, or the cycles of the vector unit if they are more."""
         everything = [*instruction.results, *(a for name in instruction.operands for a in within.by_name[name].results)]
         if instruction.name in self.schedules:
             schedule = self.schedules[instruction.name]
@@ -261,7 +264,7 @@ class _Reader:
         return Cost(low, mid, mid)
 
 
-def _waited_for(item: Item, seconds: float) -> Item:
-    """What is left of an operation beside which other work ran."""
-    part = max(0.0, seconds) / item.cost.mid if item.cost.mid else 0.0
-    return replace(item, cost=item.cost.times(part))
+def _exposed(item: Item, seconds: float) -> Item:
+    """Scales an item's cost to the `seconds` that other work did not hide."""
+    share = max(0.0, seconds) / item.cost.mid if item.cost.mid else 0.0
+    return replace(item, cost=item.cost.times(share))

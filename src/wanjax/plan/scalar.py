@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scalar half of a TPU core, as far as control flow needs it: what an instruction gives for known numbers.
+"""An interpreter of a TPU core's scalar instructions, as far as control flow needs them.
 
-Branches of a kernel hang on its grid indices and on constants, so that running the scalar instructions alone says how
-often each branch is taken. What comes from data (a mask in memory, a vector's sum) is unknown, and so is what follows
-from it, unless the known half settles it: `false and unknown` is false.
+Most branches of a kernel depend on its grid indices and on constants, so the scalar instructions suffice to count how
+often each branch is taken. Values that come from data (a mask in memory, the sum of a vector) are unknown. A result of
+unknown operands is unknown too, unless the known operands determine it: `false and unknown` is false.
 """
 
 import re
@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from itertools import starmap
 from typing import NamedTuple
 
-Value = int | bool | None  # None is not known
+Value = int | bool | None  # None is unknown
 WORD = 1 << 32
 PHIS = ("sphi", "pphi")
-ASSUMED = "assumed "  # before a predicate's name: its value where data decides it, as its block's branch is told
-GRANULE = 32  # bytes that a DMA counts in
+ASSUMED = "assumed "  # prefix of a predicate's name: the value that its block's branch assumes if it is unknown
+GRANULE = 32  # bytes; the unit of DMA sizes
 
 _ASSIGN = re.compile(r"%([\w.]+) = ([a-z][\w.]*)\s*([^;}]*)")
 _SLOT = r"\[smem:(\[#\w+(?: \+ \$0x[0-9a-f]+)?\])\]"
@@ -26,6 +26,7 @@ _TRANSFER = re.compile(r"%\w+ = dma\.(?:hbm_to_vmem|vmem_to_hbm)\b([^;}]*)")
 
 
 def signed(value: int) -> int:
+    """Reads a 32-bit word as a two's complement number."""
     return value - WORD if value >= WORD // 2 else value
 
 
@@ -85,23 +86,24 @@ BINARY: dict[str, Callable[[Value, Value], Value]] = {
 
 
 class Registers(dict[str, Value]):
-    """Values by the compiler's names, each assigned in one place; one never assigned is unknown."""
+    """Values by the compiler's names, in static single assignment; an unassigned name is unknown."""
 
     def __missing__(self, name: str) -> Value:
         return None
 
 
 class Condition(NamedTuple):
-    """Of an instruction that may be skipped: a predicate's name and what it must be."""
+    """The condition of a predicated instruction: the predicate's name, and the value at which it runs."""
 
     name: str
     wanted: bool
 
     def holds(self, registers: Registers) -> Value:
+        """Returns True or False, or None if the predicate is unknown."""
         return self._is_wanted(registers[self.name])
 
     def assumed(self, registers: Registers) -> Value:
-        """As `holds`; where that is unknown, what the branch at the end of the block assumes of the same predicate."""
+        """Returns `holds`, or if unknown the value that the block's branch assumes for the same predicate."""
         known = self.holds(registers)
         return self._is_wanted(registers[ASSUMED + self.name]) if known is None else known
 
@@ -109,40 +111,40 @@ class Condition(NamedTuple):
         return None if value is None else bool(value) is self.wanted
 
 
-Step = Callable[[Registers, Registers, bool], None]  # registers, scratch memory, whether a loop comes round again
+Step = Callable[[Registers, Registers, bool], None]  # registers, scratch memory, True after a backward branch
 
 
 def condition(text: str) -> Condition | None:
-    """The predicate at the head of an instruction's arguments, or at their end."""
+    """Returns the predicate among an instruction's arguments, or None."""
     found = _PREDICATE.search(text)
     return None if found is None else Condition(_key(found[2]), not found[1])
 
 
 def steps(bundle: str) -> list[Step]:
-    """What a bundle does to the scalar registers and to the scratch memory that registers spill to.
+    """Returns the effects of a bundle on the scalar registers and on the scratch memory that they spill to.
 
-    The bundle is without its comments. What is not understood makes its result unknown.
+    The bundle's text must have no comments. An instruction that is not understood makes its result unknown.
     """
     assigned = [x for x in _ASSIGN.findall(bundle) if x[0][0] in "sp" and x[1] != "sst"]
     phis, others = ([x for x in assigned if (x[1] in PHIS) is wanted] for wanted in (True, False))
     stores = [_store(slot, condition(when), _key(name)) for slot, when, name in _STORE.findall(bundle)]
     make = lambda name, opcode, arguments: _assign(_key(name), opcode, arguments)  # noqa: E731
-    return [*starmap(make, phis), *stores, *starmap(make, others)]  # a phi is there as its bundle begins
+    return [*starmap(make, phis), *stores, *starmap(make, others)]  # phis take effect at the start of the bundle
 
 
 def transfers(bundle: str) -> list[tuple[Condition | None, str | int]]:
-    """DMAs between HBM and VMEM: their condition, and how many granules, or the register that holds it."""
+    """Returns a bundle's DMAs between HBM and VMEM: the condition, and the granules or the register that holds them."""
     found = []
     for arguments in _TRANSFER.findall(bundle):
         sizes = [part.strip() for part in arguments.split(",")]
-        skip = 2 if _PREDICATE.search(sizes[0]) else 1  # a predicate, then where from, then how many
+        skip = 2 if _PREDICATE.search(sizes[0]) else 1  # an optional predicate, then the source, then the size
         size = sizes[skip]
         found.append((condition(sizes[0]), int(size) if size.isdigit() else _key(size.lstrip("%"))))
     return found
 
 
 def _key(name: str) -> str:
-    """The compiler's name of a value without the machine's register that holds it."""
+    """Returns the compiler's name of a value without its suffix, the physical register."""
     return name.split("_")[0]
 
 
@@ -200,7 +202,7 @@ def _value(opcode: str, parts: list[str]) -> Callable[[Registers, Mapping[str, V
         return lambda registers, memory, again: operands[0](registers)
     if opcode == "pneg":
         return lambda registers, memory, again: _not(operands[0](registers))
-    if opcode in PHIS:  # the first as the loop is entered, the last as it comes round
+    if opcode in PHIS:  # the first operand on entry to the loop, the last after a backward branch
         return lambda registers, memory, again: operands[-1 if again else 0](registers)
     if opcode == "sld" and (found := re.fullmatch(_SLOT, parts[0])):
         return lambda registers, memory, again: memory[found[1]]

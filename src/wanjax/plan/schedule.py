@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schedule of one operation on a TPU core: its bundles, what units they use, and how often each of them runs.
+"""The schedule of one operation on a TPU core: its LLO bundles, the units that they use, and how often each runs.
 
-The compiler's dump holds every bundle of an operation once. Bundles between two branches form a block; running the
-scalar instructions (scalar.py) walks through the blocks as the chip would, so that each counts as often as it runs: the
-loop over the grid, the body under its condition, the tail. A bundle issues in a cycle unless it waits for memory.
+The compiler's dump lists every bundle of an operation once. The bundles between two branches form a basic block. An
+interpreter of the scalar instructions (scalar.py) walks through the blocks as the chip would, so each block counts as
+often as it runs: the loop over the grid, the body under its condition, the tail. A bundle takes one cycle unless it
+waits for memory.
 """
 
 import re
@@ -19,9 +20,9 @@ from wanjax.plan.scalar import ASSUMED, GRANULE, Condition, Registers, Step, con
 
 CODE, UNITS = "final_bundles", "final_hlo-static-per-bundle-utilization"
 BUFFERS = "pre-finalize-registers-and-allocations"
-WHOLE_PROGRAM = "TLP"  # calls the operations in turn
-CORE_INDEX = "[#allocation0]"  # in scratch memory; the cores of a v5p split a grid, and the first is priced
-LONGEST_RUN = 20_000_000  # blocks; a loop that does not end is a misreading
+WHOLE_PROGRAM = "TLP"  # the top-level program, which calls the operations
+CORE_INDEX = "[#allocation0]"  # in scratch memory; the cores of a v5p split a grid, and the first core is priced
+LONGEST_RUN = 20_000_000  # blocks; a longer run means that a loop was misread
 
 _BUNDLE = re.compile(r"^\s*(0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*: ", re.MULTILINE)
 _COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
@@ -30,7 +31,7 @@ _BRANCH = re.compile(r"sbr\.rel\s*(\(!?%\w+\))?,?\s*target = \$region(\d+)")
 
 
 class Branch(NamedTuple):
-    """A jump at the end of a block; without a condition it is always taken."""
+    """A branch at the end of a block; without a condition it is always taken."""
 
     condition: Condition | None
     target: int
@@ -38,7 +39,7 @@ class Branch(NamedTuple):
 
 @dataclass(frozen=True)
 class Block:
-    """Bundles that run one after another: their addresses, and how many slots of each unit they fill."""
+    """A basic block: the addresses of its bundles, and how many slots of each unit they fill."""
 
     start: int
     stop: int
@@ -52,17 +53,17 @@ class Block:
         return self.stop - self.start
 
 
-class Run(NamedTuple):
-    """How often each block ran, by its address; bytes moved from and to HBM; branches that data decides, by address."""
+class Execution(NamedTuple):
+    """One execution of a schedule."""
 
-    times: Mapping[int, int]
-    moved: int
-    undecided: frozenset[int]
+    times: Mapping[int, int]  # runs of each block, by address
+    moved: int  # HBM traffic in bytes
+    undecided: frozenset[int]  # addresses of the blocks whose branch depends on data
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """An operation's blocks in the order of their addresses, the slots of each unit in a bundle, its VMEM in bytes."""
+    """An operation's blocks by ascending address, the slots per bundle of each unit, and its VMEM in bytes."""
 
     name: str
     blocks: tuple[Block, ...]
@@ -71,30 +72,31 @@ class Schedule:
 
     @property
     def bundles(self) -> int:
-        """All bundles, each counted once."""
+        """Number of bundles, each counted once."""
         return sum(block.bundles for block in self.blocks)
 
     def units(self, times: Mapping[int, int] | None = None) -> dict[str, int]:
-        """Slots filled of each unit, by the bundles as they ran or, without `times`, each once."""
+        """Returns the filled slots of each unit; each block counts `times` times or, without `times`, once."""
         weights = {block.start: 1 for block in self.blocks} if times is None else times
         return {
             unit: sum(weights.get(block.start, 0) * block.units[unit] for block in self.blocks) for unit in self.slots
         }
 
     def occupancy(self, times: Mapping[int, int] | None = None) -> dict[str, float]:
-        """The part of each unit's slots that is filled."""
+        """Returns the filled fraction of each unit's slots; `times` as for `units`."""
         cycles = self.bundles if times is None else self.cycles(times)
         return {unit: filled / (cycles * self.slots[unit]) for unit, filled in self.units(times).items()}
 
     def cycles(self, times: Mapping[int, int]) -> int:
+        """Returns the cycles of an execution in which no bundle waits for memory."""
         return sum(block.bundles * times.get(block.start, 0) for block in self.blocks)
 
-    def run(self, skip: Container[int] = ()) -> Run:
+    def run(self, skip: Container[int] = ()) -> Execution:
         """Walks through the blocks as the chip would.
 
-        Where data decides whether a branch jumps, it does if its block's address is in `skip` (or if it would begin a
-        loop again: such a loop counts once); otherwise what it guards is run.
-        Instructions in its block under the same predicate go with it.
+        A forward branch that depends on data is taken, and skips the code that it guards, only if its block's address
+        is in `skip`. A backward branch that depends on data is not taken, so its loop counts once. Instructions of the
+        block under the same predicate follow the branch. Raises RuntimeError if the walk does not end.
         """
         order = [block.start for block in self.blocks]
         index = {start: i for i, start in enumerate(order)}
@@ -127,12 +129,12 @@ class Schedule:
             else:
                 again, here = False, here + 1
             if here == len(self.blocks):
-                return Run(times, moved, frozenset(undecided))
+                return Execution(times, moved, frozenset(undecided))
         raise RuntimeError(f"the schedule of {self.name} did not end in {LONGEST_RUN} blocks")
 
 
 def parse(name: str, code: str, units: str, buffers: str, branch_delay: int) -> Schedule:
-    """The schedule from the texts of a dump: final bundles, utilization of each bundle, and allocations."""
+    """Parses the texts of a dump: final bundles, utilization of each bundle, and allocations."""
     header, *rows = [line for line in units.splitlines() if line and not line.startswith("==")]
     names = [unit.strip() for unit in header.split(",")]
     slots, *filled = [[int(count) for count in row.split()] for row in rows]
@@ -167,7 +169,7 @@ def parse(name: str, code: str, units: str, buffers: str, branch_delay: int) -> 
 
 
 def read_dump(folder: Path, chip: Chip) -> dict[str, Schedule]:
-    """The schedules of a compiler's dump by the names of their operations in the module."""
+    """Reads the schedules of a compiler's dump, by the names of their operations in the HLO module."""
     found = {}
     for code in sorted(folder.glob(f"*-[0-9][0-9]-{CODE}.txt")):
         stamp, operation = re.fullmatch(rf"(\d+)-(.*)-\d\d-{CODE}\.txt", code.name).groups()  # type: ignore[union-attr]

@@ -1,22 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a program does, read from its trace: for devices whose compiler is not at hand.
+"""Prices from a program's jaxpr and a roofline, for devices whose compiler is not available.
 
-Counted are the operations of attention, of other products and of convolutions, the bytes that products read and write,
-and the most bytes that are alive at a time if nothing is fused, in which scores of attention have no part.
+The trace gives the operations of attention, of other matrix products and of convolutions; the bytes that products read
+and write; and the peak of live bytes if nothing is fused. Attention's scores are not counted as live: a kernel never
+holds them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from wanjax.cache import keep, recall
+from wanjax.plan.builders import find
 from wanjax.plan.compile import Job
-from wanjax.plan.digest import Digest
-from wanjax.plan.program import find
+from wanjax.plan.kept import keep, recall
+from wanjax.plan.kernels import inner_jaxprs
+from wanjax.plan.priced import Priced
 from wanjax.plan.roofline import Machine
 from wanjax.sharding import make_mesh
 
@@ -25,19 +27,19 @@ KEPT = "works"
 
 @dataclass(frozen=True)
 class Work:
-    """Of one run of a program: operations, bytes of products, bytes of its arguments, and bytes at most beside them."""
+    """Operations and bytes of one run of a program on one device."""
 
-    attention: int
-    products: int
-    convolutions: int
-    product_bytes: int
-    written: int  # by products and convolutions, which what stands between them reads and writes again
-    arguments: int
-    alive: int
+    attention: int  # operations
+    products: int  # operations outside attention
+    convolutions: int  # operations
+    product_bytes: int  # read and written by products
+    written: int  # bytes that products and convolutions write; the elementwise work between reads and writes them again
+    arguments: int  # bytes
+    alive: int  # bytes at the peak, arguments not included
 
 
-def digest(machine: Machine, job: Job) -> Digest:
-    """A program's bytes, and its price by the machine's stated model."""
+def price_job(machine: Machine, job: Job) -> Priced:
+    """Prices a program with the machine's roofline."""
     work = work_of(job)
     bandwidth = machine.vectors * machine.bandwidth
     seconds = {
@@ -49,7 +51,7 @@ def digest(machine: Machine, job: Job) -> Digest:
         "communication": 0.0,
     }
     total = sum(seconds.values())
-    return Digest(
+    return Priced(
         arguments=work.arguments,
         peak=work.arguments + work.alive,
         seconds=total,
@@ -61,7 +63,7 @@ def digest(machine: Machine, job: Job) -> Digest:
 
 
 def work_of(job: Job) -> Work:
-    """What the program of a job does on one device."""
+    """Traces a job's program on one device and counts its work."""
     key = {"builder": job.builder, "settings": dict(job.settings)}
     if (found := recall(KEPT, key)) is not None:
         return Work(**found)
@@ -82,7 +84,7 @@ def work_of(job: Job) -> Work:
 
 
 def _products(jaxpr: Jaxpr, scope: str, times: int) -> Iterator[tuple[str, int, JaxprEqn, int]]:
-    """Each product: its kind, its operations, and how often it runs."""
+    """Yields every matrix product and convolution: its kind, its operations, its equation, and how often it runs."""
     for equation in jaxpr.eqns:
         within = f"{scope}/{equation.source_info.name_stack}"
         name = equation.primitive.name
@@ -96,12 +98,12 @@ def _products(jaxpr: Jaxpr, scope: str, times: int) -> Iterator[tuple[str, int, 
             outs = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
             yield "convolutions", 2 * prod(_shape(equation.outvars[0])) * prod(kernel) // outs, equation, times
         runs = equation.params["length"] if name == "scan" else 1
-        for inner in _inner(equation.params):
+        for inner in inner_jaxprs(equation):
             yield from _products(inner, within, times * runs)
 
 
 def _alive(jaxpr: Jaxpr, scope: str) -> int:
-    """The most bytes that are made within and alive at a time."""
+    """Returns the peak of live bytes among the values that the jaxpr computes."""
     last: dict[Any, int] = {}
     for index, given in enumerate([*(equation.invars for equation in jaxpr.eqns), jaxpr.outvars]):
         last |= {x: index for x in given if not isinstance(x, Literal)}
@@ -110,7 +112,7 @@ def _alive(jaxpr: Jaxpr, scope: str) -> int:
     for index, equation in enumerate(jaxpr.eqns):
         within = f"{scope}/{equation.source_info.name_stack}"
         fused = _is_attention(within)
-        inside = 0 if fused else max((_alive(inner, within) for inner in _inner(equation.params)), default=0)
+        inside = 0 if fused else max((_alive(inner, within) for inner in inner_jaxprs(equation)), default=0)
         outs = {x: _bytes(x) for x in equation.outvars if x in last and not (fused and _scores(x))}
         most = max(most, now + max(inside, sum(outs.values())))
         made |= outs
@@ -124,18 +126,9 @@ def _is_attention(scope: str) -> bool:
 
 
 def _scores(x: Any) -> bool:
-    """Whether an array within attention is as large as its scores: a kernel never holds them."""
+    """Returns True for an array in attention that has the size of its scores."""
     shape = _shape(x)
     return len(shape) >= 2 and min(shape[-2:]) > 256
-
-
-def _inner(params: Mapping[str, Any]) -> Iterator[Jaxpr]:
-    for value in params.values():
-        for inner in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(inner, ClosedJaxpr):
-                yield inner.jaxpr
-            elif isinstance(inner, Jaxpr):
-                yield inner
 
 
 def _shape(x: Any) -> tuple[int, ...]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operation of a module has to do: how often it runs, which bytes it moves, which products it computes."""
+"""The work of an HLO operation: trip counts, operations of products, HBM traffic, and bytes on the wire."""
 
 import math
 import re
@@ -17,18 +17,21 @@ COLLECTIVES = (
     "collective-permute",
     "collective-broadcast",
 )
-PASSING = ("copy", "bitcast", "convert", "reshape")
-SLICES = ("slice", "dynamic-slice", "gather")
+PASSING = ("copy", "bitcast", "convert", "reshape")  # pass a scalar on unchanged
+SLICING = ("slice", "dynamic-slice", "gather")
 
 
-def trips(module: Module, loop: Instruction, within: Computation) -> int | None:
-    """How often a loop's body runs: (bound − start) / step of its counter, or None if they are not all constants."""
+def trip_count(module: Module, loop: Instruction, within: Computation) -> int | None:
+    """Returns how often a loop's body runs: (bound − start) / step of its counter.
+
+    None if start, bound or step is not a constant.
+    """
     if found := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
         return int(found[1])
     condition, body = (module.computations[loop.named(role)] for role in ("condition", "body"))
     start = _elements(within, loop.operands[0])
     test = condition.root
-    if test.opcode == "fusion":  # the comparison is within; its parameters are what the fusion is given
+    if test.opcode == "fusion":  # the comparison is inside; its parameters stand for the fusion's operands
         test = next((part for part in module.inside(test) if part.opcode == "compare"), test)
         sides = [_outer(module, condition.root, name) for name in test.operands]
     else:
@@ -45,14 +48,14 @@ def trips(module: Module, loop: Instruction, within: Computation) -> int | None:
 
 
 def _outer(module: Module, fusion: Instruction, name: str) -> str:
-    """The operand of a fusion that one of its parameters stands for."""
+    """Returns the operand that a fusion's parameter stands for, or `name` itself if it is no parameter."""
     assert fusion.called is not None
     inner = module.computations[fusion.called].by_name.get(name)
     return fusion.operands[int(inner.arguments)] if inner is not None and inner.opcode == "parameter" else name
 
 
 def _elements(within: Computation, name: str) -> dict[int, int]:
-    """The known whole numbers in a tuple."""
+    """Returns the constant integers of a tuple, by index."""
     made = within.by_name[name]
     if made.opcode in PASSING:
         return _elements(within, made.operands[0])
@@ -61,7 +64,7 @@ def _elements(within: Computation, name: str) -> dict[int, int]:
 
 
 def _element(within: Computation, name: str) -> int | None:
-    """Which element of the computation's only parameter this is."""
+    """Returns the index of a value in the tuple that is the computation's only parameter, or None."""
     made = within.by_name.get(name)
     if made is not None and made.opcode in PASSING:
         return _element(within, made.operands[0])
@@ -69,6 +72,7 @@ def _element(within: Computation, name: str) -> int | None:
 
 
 def _constant(within: Computation, name: str, elements: Mapping[int, int]) -> int | None:
+    """Returns the value of a constant or of a constant element of the computation's parameter, or None."""
     made = within.by_name.get(name)
     if made is None:
         return None
@@ -82,7 +86,7 @@ def _constant(within: Computation, name: str, elements: Mapping[int, int]) -> in
 
 
 def _step(module: Module, body: Computation, counter: int, elements: Mapping[int, int]) -> int | None:
-    """What a turn adds to the counter."""
+    """Returns the constant that one iteration adds to the counter, or None."""
     made = body.by_name.get(body.root.operands[counter]) if body.root.opcode == "tuple" else None
     while made is not None and made.opcode in PASSING:
         made = body.by_name.get(made.operands[0])
@@ -104,12 +108,12 @@ def _step(module: Module, body: Computation, counter: int, elements: Mapping[int
 
 
 def branches(instruction: Instruction) -> list[str]:
-    """The computations of which a call runs one."""
+    """Returns the computations that a call or conditional may run; it runs one of them."""
     return re.findall(r"(?:to_apply=|_computation=|[{ ])%([\w.\-]+)", instruction.attributes.partition("metadata=")[0])
 
 
 def wire_bytes(collective: Instruction, within: Computation) -> int:
-    """Bytes that each device of a ring sends, those that it passes on for others included."""
+    """Returns the bytes that each device sends in a ring algorithm, including those that it forwards."""
     count = collective.group_size
     given = sum(array.bytes for name in collective.operands for array in within.by_name[name].results)
     hops = sum(min(distance, count - distance) for distance in range(1, count))
@@ -126,7 +130,7 @@ def wire_bytes(collective: Instruction, within: Computation) -> int:
 
 
 def flops(module: Module, instruction: Instruction, within: Computation) -> int:
-    """Of the products in an operation; a multiplication and an addition are two."""
+    """Returns the operations of the products in an instruction; one multiply-add counts as two."""
     if instruction.opcode in PRODUCTS:
         return _product_flops(instruction, within)
     total = 0
@@ -156,9 +160,9 @@ def _product_flops(product: Instruction, within: Computation) -> int:
 
 
 def _taps(product: Instruction, axis: int, taps: int, length: int, out: int) -> int:
-    """Pairs of an output and a tap along an axis of a convolution that meet an entry and no padding.
+    """Counts, along one axis of a convolution, the pairs of an output and a tap that read an entry and not padding.
 
-    Batched products are such convolutions: dilated until each output meets one entry.
+    XLA writes batched products as such convolutions, dilated so that each output reads one entry.
     """
     window = re.search(r"window=\{([^}]*)\}", product.attributes)
 
@@ -174,15 +178,15 @@ def _taps(product: Instruction, axis: int, taps: int, length: int, out: int) -> 
 
 
 def traffic(module: Module, instruction: Instruction, within: Computation) -> int:
-    """Bytes that an operation moves from and to HBM.
+    """Returns the bytes that an operation reads from and writes to HBM.
 
-    Operands in VMEM are free; one of which a slice is read counts that slice, and an output that is updated in place
+    Operands in VMEM are free. An operand that is only sliced counts the slice, and an output that is updated in place
     counts the update.
     """
     inner = module.computations[instruction.called] if instruction.called is not None else None
     given = [within.by_name[name].results for name in instruction.operands if name in within.by_name]
     if inner is None:
-        if instruction.opcode in SLICES:
+        if instruction.opcode in SLICING:
             return 2 * sum(result.traffic for result in instruction.results)
         if instruction.opcode == "dynamic-update-slice":
             return 2 * sum(result.traffic for result in given[1])
@@ -197,18 +201,18 @@ def _total(results: tuple[Array, ...]) -> int:
 
 
 def _read(module: Module, inner: Computation, value: Instruction) -> int:
-    """Bytes of a fusion's parameter (or of what passes it on) that are read."""
+    """Returns the bytes that a fusion reads of a parameter, or of a bitcast of one."""
     users = inner.users(value.name)
     if not value.results or value.results[0].space:
         return 0
-    if value.root:  # passed on whole
+    if value.root:  # returned whole
         return _total(value.results)
     read = 0
     for user in users:
-        if user.opcode in SLICES and user.operands[0] == value.name:
+        if user.opcode in SLICING and user.operands[0] == value.name:
             read += _total(user.results)
         elif user.opcode == "dynamic-update-slice" and user.operands[0] == value.name:
-            continue  # written in place, and only the update
+            continue  # updated in place, which reads nothing
         elif user.opcode == "bitcast":
             read += _read(module, inner, user)
         elif user.opcode == "fusion" and user.called is not None:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a Wan checkpoint makes videos from beside the prompt, and how that reaches its transformer.
+"""The tasks of Wan's checkpoints: the pictures that each takes, and the arrays that the transformer receives for them.
 
-A checkpoint's own configs say which task is its own (`task_of`). The task turns pictures into the condition that
-`encode` hands to `denoise`, and puts the condition beside the latents at every step.
+`task_of` reads the task from a checkpoint's configs. `Task.encode` turns pictures into arrays, and `Task.velocity`
+passes them to the transformer at every step.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +17,10 @@ from jaxtyping import Array, Float
 
 from wanjax.errors import WanjaxError
 from wanjax.layers.rope import Rope
-from wanjax.layers.tiling import Tiling
+from wanjax.media.pictures import Picture, Pictures, fit
 from wanjax.models.wan.config import ControlTransformerConfig, ImageTransformerConfig, TransformerConfig, VAEConfig
-from wanjax.pictures import Picture, Pictures, fit
-from wanjax.pipelines.base import Embeddings, Settings
+from wanjax.pipelines.settings import Settings
 
-if TYPE_CHECKING:
-    from wanjax.pipelines.wan import WanPipeline
-
-PIPELINES = ("WanPipeline", "WanImageToVideoPipeline", "WanVACEPipeline")
 NOUNS = {
     "image": "an image",
     "last_image": "a last image",
@@ -33,30 +28,58 @@ NOUNS = {
     "mask": "a mask",
     "references": "reference images",
 }
-GREY = np.float32(0.5)  # 0 where pixels are in [-1, 1]: what stands for a frame that is not known
+GREY = np.float32(0.5)  # 0 for pixels in [-1, 1]: the colour of unknown frames
 Video = Float[Array, "B T H W C"]
-Velocity = Float[Array, "B T H W _C"]  # that of the latents alone, without the channels of a condition
-Shape = tuple[int | None, ...]  # None for a size that may be any
+Velocity = Float[Array, "B T H W _C"]  # for the latents' channels, without those of a condition
+Shape = tuple[int | None, ...]  # None for any size
 
 
-class Condition(NamedTuple):
-    """What pictures were made into, as networks take it; None where the task has no such thing."""
+class WanEncoded(NamedTuple):
+    """The output of `encode` for a prompt, the negative prompt and pictures; each array has a first axis of size 1.
 
-    condition: Any  # [B T H W C]
-    image: Any  # [B S E]
+    `prompt_embeds` and `negative_prompt_embeds` are zeros after their last tokens. `condition` joins the latents and
+    has their shape except for its channels and frames; `image_embeds` are features of images; `video_latents` are the
+    video from which denoising starts, before noise is added.
+    """
+
+    prompt_embeds: Float[Array, "1 S E"]
+    negative_prompt_embeds: Float[Array, "1 _S _E"]
+    condition: Float[Array, "1 C T H W"] | None = None
+    image_embeds: Float[Array, "1 _S _E"] | None = None
+    video_latents: Float[Array, "1 _C _T _H _W"] | None = None
+
+
+class PictureInputs(NamedTuple):
+    """Pictures as inputs of the transformer; a field is None where the task does not use it.
+
+    `latents` [B T H W C] join those of the video or replace some of them; `features` [B S E] are context of
+    cross-attention.
+    """
+
+    latents: Any = None
+    features: Any = None
+
+
+class Encoders(NamedTuple):
+    """The encoders of a task, clips to latents and images to features, and the configs of the networks."""
+
+    video: Callable[[Sequence[np.ndarray]], Float[Array, "1 C T H W"]]
+    images: Callable[[Sequence[Picture]], Float[Array, "1 S E"]]
+    transformer: TransformerConfig
+    vae: VAEConfig
 
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """A task by its name, the pictures that it takes, and those of them that it cannot do without."""
+    """A task: its name, the pictures that it takes, and those that it needs."""
 
     name: str
     takes: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
-    optional: ClassVar[tuple[str, ...]] = ()  # of what the pictures become
+    optional: ClassVar[tuple[str, ...]] = ()  # fields of `WanEncoded` that may be None
 
     def check_pictures(self, pictures: Pictures, settings: Settings) -> None:
-        """Raises WanjaxError unless these are what the task takes and needs."""
+        """Raises WanjaxError unless the task takes these pictures and needs no others."""
         given, model = pictures.given(), settings.model
         for name in given:
             if name not in self.takes:
@@ -68,177 +91,161 @@ class Task(ABC):
         if pictures.last_image is not None and settings.frames == 1:
             raise WanjaxError("a video of 1 frame has no last image beside the first: 5 frames or more would do")
 
-    def check(self, embeddings: Embeddings, latents: tuple[int, ...], config: TransformerConfig) -> None:
-        """Raises WanjaxError unless the condition is the task's, for latents of the shape [1 C T H W]."""
+    def check(self, encoded: WanEncoded, latents: tuple[int, ...], config: TransformerConfig) -> None:
+        """Raises WanjaxError unless the encoded pictures fit the task and latents of the shape [1 C T H W]."""
         shapes = self.shapes(latents, config)
         for name, right in shapes.items():
-            array = getattr(embeddings, name)
+            array = getattr(encoded, name)
             if array is None and name in self.optional:
                 continue
             if array is None:
                 raise WanjaxError(f"there is no {name}, which {self.name} needs: encode the pictures with the prompt")
-            if any(n not in (size, None) for size, n in zip(array.shape, right, strict=True)):
+            fits = [n in (size, None) for size, n in zip(array.shape, right, strict=False)]
+            if array.ndim != len(right) or not all(fits):
                 wanted = ", ".join("any" if n is None else str(n) for n in right)
                 raise WanjaxError(
                     f"the {name} has the shape {list(array.shape)} where this video needs [{wanted}]: encode again, "
                     "with the size and the frames of the video"
                 )
         for name in ("condition", "image_embeds", "video_latents"):
-            if getattr(embeddings, name) is not None and name not in shapes:
+            if getattr(encoded, name) is not None and name not in shapes:
                 raise WanjaxError(f"there is a {name}, which {self.name} has no use for: encode the prompt alone")
 
     def shapes(self, latents: tuple[int, ...], config: TransformerConfig) -> Mapping[str, Shape]:
-        """The fields of `Embeddings` that pictures become, and their shapes for latents [1 C T H W]."""
+        """Returns the fields of `WanEncoded` that hold pictures, by their shapes for latents [1 C T H W]."""
         return {}
 
-    def encode(
-        self, pipe: "WanPipeline", pictures: Pictures, settings: Settings, tiling: Tiling | None
-    ) -> Mapping[str, Array]:
-        """The fields of `Embeddings` that the pictures become."""
+    def encode(self, encoders: Encoders, pictures: Pictures, settings: Settings) -> Mapping[str, Array]:
+        """Encodes the pictures; returns fields of `WanEncoded`."""
         return {}
 
-    def finish(self, x: Video, given: Condition) -> Video:
-        """The latents of the video, from what the last step left."""
+    def finish(self, x: Video, pictures: PictureInputs) -> Video:
+        """Returns the latents of the video, from those of the last step."""
         return x
 
-    def references(self, embeddings: Embeddings, latents: tuple[int, ...]) -> int:
-        """How many latent frames stand before those of the video while it is denoised, and are dropped then."""
+    def references(self, encoded: WanEncoded, latents: tuple[int, ...]) -> int:
+        """Returns the number of reference latent frames, which are denoised before the video's and then dropped."""
         return 0
 
-    def context(self, transformer: Any, text: Float[Array, "B S E"], given: Condition) -> Any:
-        """What the transformer's cross-attention asks of encoded prompts, and of a condition if it sees that."""
+    def context(self, transformer: Any, text: Float[Array, "B S E"], pictures: PictureInputs) -> Any:
+        """Returns the keys and values of cross-attention, from encoded prompts and the features of pictures."""
         return transformer.context(text)
 
     @abstractmethod
     def velocity(
-        self, transformer: Any, x: Video, t: Float[Array, "B"], context: Any, rope: Rope, given: Condition
+        self, transformer: Any, x: Video, t: Float[Array, "B"], context: Any, rope: Rope, pictures: PictureInputs
     ) -> Velocity:
-        """What the transformer predicts for the latents x at timesteps t under a condition."""
+        """Returns the velocity that the transformer predicts for latents x at timesteps t."""
 
 
 class TextToVideo(Task):
-    """From noise alone, or from a video under as much noise as the strength asks for."""
+    """Text to video, from noise alone or from a given video with noise added up to the strength."""
 
     optional = ("video_latents",)
 
     def shapes(self, latents: tuple[int, ...], config: TransformerConfig) -> Mapping[str, Shape]:
         return {"video_latents": latents}
 
-    def encode(
-        self, pipe: "WanPipeline", pictures: Pictures, settings: Settings, tiling: Tiling | None
-    ) -> Mapping[str, Array]:
+    def encode(self, encoders: Encoders, pictures: Pictures, settings: Settings) -> Mapping[str, Array]:
         if pictures.video is None:
             return {}
         clip = [unit(frame, settings) for frame in pictures.video[: settings.frames]]
-        return {"video_latents": pipe.encode_video(clip, tiling=tiling)}
+        return {"video_latents": encoders.video(clip)}
 
     def velocity(
-        self, transformer: Any, x: Video, t: Float[Array, "B"], context: Any, rope: Rope, given: Condition
+        self, transformer: Any, x: Video, t: Float[Array, "B"], context: Any, rope: Rope, pictures: PictureInputs
     ) -> Velocity:
         return transformer(x, t, context, rope)
 
 
 class FirstFrameToVideo(TextToVideo):
-    """The condition, if there is one, is the clean first latent frame: it takes the place of the noise there."""
+    """Text and image to video; the condition, if any, is the clean first latent frame, which replaces the noise."""
 
     optional = ("video_latents", "condition")
 
     def shapes(self, latents: tuple[int, ...], config: TransformerConfig) -> Mapping[str, Shape]:
         return {**super().shapes(latents, config), "condition": (*latents[:2], 1, *latents[3:])}
 
-    def encode(
-        self, pipe: "WanPipeline", pictures: Pictures, settings: Settings, tiling: Tiling | None
-    ) -> Mapping[str, Array]:
-        start = super().encode(pipe, pictures, settings, tiling)
+    def encode(self, encoders: Encoders, pictures: Pictures, settings: Settings) -> Mapping[str, Array]:
+        start = super().encode(encoders, pictures, settings)
         if pictures.image is None:
             return start
-        return {**start, "condition": pipe.encode_video([unit(pictures.image, settings)], tiling=tiling)}
+        return {**start, "condition": encoders.video([unit(pictures.image, settings)])}
 
     def velocity(
-        self, transformer: Any, x: Video, t: Float[Array, "B"], context: Any, rope: Rope, given: Condition
+        self, transformer: Any, x: Video, t: Float[Array, "B"], context: Any, rope: Rope, pictures: PictureInputs
     ) -> Velocity:
-        known = 0 if given.condition is None else 1
-        return transformer(self.finish(x, given), t, context, rope, clean_frames=known)
+        known = 0 if pictures.latents is None else 1
+        return transformer(self.finish(x, pictures), t, context, rope, clean_frames=known)
 
-    def finish(self, x: Video, given: Condition) -> Video:
-        return x if given.condition is None else jnp.concatenate([given.condition, x[:, 1:]], axis=1)
+    def finish(self, x: Video, pictures: PictureInputs) -> Video:
+        return x if pictures.latents is None else jnp.concatenate([pictures.latents, x[:, 1:]], axis=1)
 
 
 class ImageToVideo(Task):
-    """The condition is a clip of the known frames, grey between them: a mask that says which, and its latents."""
+    """Image to video; the condition is a mask of the known frames, and the latents of a clip with grey others."""
 
     def shapes(self, latents: tuple[int, ...], config: TransformerConfig) -> Mapping[str, Shape]:
         return {"condition": (1, config.channels_in - latents[1], *latents[2:])}
 
-    def encode(
-        self, pipe: "WanPipeline", pictures: Pictures, settings: Settings, tiling: Tiling | None
-    ) -> Mapping[str, Array]:
+    def encode(self, encoders: Encoders, pictures: Pictures, settings: Settings) -> Mapping[str, Array]:
         clip, known = [np.full((*settings.size, 3), GREY)] * settings.frames, []
         for frame, picture in ((0, pictures.image), (settings.frames - 1, pictures.last_image)):
             if picture is not None:
                 clip[frame] = unit(picture, settings)
                 known.append(frame)
-        latents = pipe.encode_video(clip, tiling=tiling)
-        mask = known_frames(known, settings.frames, pipe.configs.vae.temporal_factor)
+        latents = encoders.video(clip)
+        mask = known_frames(known, settings.frames, encoders.vae.temporal_factor)
         mask = jnp.broadcast_to(mask[None, :, :, None, None], (1, len(mask), *latents.shape[2:]))
         return {"condition": jnp.concatenate([mask, latents], axis=1)}
 
     def velocity(
-        self, transformer: Any, x: Video, t: Float[Array, "B"], context: Any, rope: Rope, given: Condition
+        self, transformer: Any, x: Video, t: Float[Array, "B"], context: Any, rope: Rope, pictures: PictureInputs
     ) -> Velocity:
-        return transformer(jnp.concatenate([x, given.condition], axis=-1), t, context, rope)
+        return transformer(jnp.concatenate([x, pictures.latents], axis=-1), t, context, rope)
 
 
 class AttendedImageToVideo(ImageToVideo):
-    """The transformer also attends to the images, through the features of a vision tower."""
+    """Image to video, with cross-attention to the images' features by a vision tower."""
 
     def shapes(self, latents: tuple[int, ...], config: TransformerConfig) -> Mapping[str, Shape]:
         assert isinstance(config, ImageTransformerConfig)
         seen = {"image_embeds": (1, config.image_positions, config.image_width)}
         return {**super().shapes(latents, config), **seen}
 
-    def encode(
-        self, pipe: "WanPipeline", pictures: Pictures, settings: Settings, tiling: Tiling | None
-    ) -> Mapping[str, Array]:
-        config = pipe.configs.transformer
+    def encode(self, encoders: Encoders, pictures: Pictures, settings: Settings) -> Mapping[str, Array]:
+        config = encoders.transformer
         assert isinstance(config, ImageTransformerConfig)
-        if (width := pipe.image_encoder.config.width) != config.image_width:
-            raise WanjaxError(
-                f"the checkpoint's configs contradict each other: its image encoder makes {width} features where its "
-                f"transformer takes {config.image_width}"
-            )
         images = [
             fit(x, settings.size, settings.resize) for x in (pictures.image, pictures.last_image) if x is not None
         ]
-        return {**super().encode(pipe, pictures, settings, tiling), "image_embeds": pipe.encode_images(images)}
+        return {**super().encode(encoders, pictures, settings), "image_embeds": encoders.images(images)}
 
-    def context(self, transformer: Any, text: Float[Array, "B S E"], given: Condition) -> Any:
-        return transformer.context(text, jnp.broadcast_to(given.image, (len(text), *given.image.shape[1:])))
+    def context(self, transformer: Any, text: Float[Array, "B S E"], pictures: PictureInputs) -> Any:
+        return transformer.context(text, jnp.broadcast_to(pictures.features, (len(text), *pictures.features.shape[1:])))
 
 
 class ControlledVideo(Task):
-    """The condition is a clip that steers the video (VACE), and before it in time a frame for each reference picture.
+    """Controlled video (VACE); the condition is a control clip, after one latent frame for each reference picture.
 
-    Its channels are the latents of what the mask leaves as it is, the latents of what it has made anew, and the mask's
-    own pixels. No clip is a grey one, and no mask one that has everything made anew.
+    Its channels are the latents of the pixels that the mask keeps, the latents of those that it replaces, and the
+    mask's own pixels. A missing clip is grey; a missing mask replaces everything.
     """
 
     def shapes(self, latents: tuple[int, ...], config: TransformerConfig) -> Mapping[str, Shape]:
         assert isinstance(config, ControlTransformerConfig)
         return {"condition": (1, config.control_channels, None, *latents[3:])}
 
-    def check(self, embeddings: Embeddings, latents: tuple[int, ...], config: TransformerConfig) -> None:
-        super().check(embeddings, latents, config)
-        if (missing := -self.references(embeddings, latents)) > 0:
+    def check(self, encoded: WanEncoded, latents: tuple[int, ...], config: TransformerConfig) -> None:
+        super().check(encoded, latents, config)
+        if (missing := -self.references(encoded, latents)) > 0:
             raise WanjaxError(f"the condition is {missing} latent frames shorter than the video: encode it again")
 
-    def references(self, embeddings: Embeddings, latents: tuple[int, ...]) -> int:
-        assert embeddings.condition is not None
-        return embeddings.condition.shape[2] - latents[2]
+    def references(self, encoded: WanEncoded, latents: tuple[int, ...]) -> int:
+        assert encoded.condition is not None
+        return encoded.condition.shape[2] - latents[2]
 
-    def encode(
-        self, pipe: "WanPipeline", pictures: Pictures, settings: Settings, tiling: Tiling | None
-    ) -> Mapping[str, Array]:
+    def encode(self, encoders: Encoders, pictures: Pictures, settings: Settings) -> Mapping[str, Array]:
         clip = [np.full((*settings.size, 3), GREY)] * settings.frames
         if pictures.video is not None:
             clip = [unit(frame, settings) for frame in pictures.video[: settings.frames]]
@@ -247,19 +254,19 @@ class ControlledVideo(Task):
             mask = np.stack([unit(frame, settings).mean(axis=-1) for frame in pictures.mask[: settings.frames]])
         anew = (mask > 0.5)[..., None]
         kept, made = (
-            pipe.encode_video([np.where(a == here, x, GREY) for a, x in zip(anew, clip, strict=True)], tiling=tiling)
+            encoders.video([np.where(a == here, x, GREY) for a, x in zip(anew, clip, strict=True)])
             for here in (False, True)
         )
-        cells = mask_cells(mask, kept.shape[2], pipe.configs.vae.spatial_factor)
+        cells = mask_cells(mask, kept.shape[2], encoders.vae.spatial_factor)
         condition = jnp.concatenate([kept, made, cells[None]], axis=1)
-        references = [pipe.encode_video([on_white(x, settings.size)], tiling=tiling) for x in pictures.references]
+        references = [encoders.video([on_white(x, settings.size)]) for x in pictures.references]
         rest = [(0, 0), (0, condition.shape[1] - kept.shape[1]), (0, 0), (0, 0), (0, 0)]
         return {"condition": jnp.concatenate([*(jnp.pad(x, rest) for x in references), condition], axis=2)}
 
     def velocity(
-        self, transformer: Any, x: Video, t: Float[Array, "B"], context: Any, rope: Rope, given: Condition
+        self, transformer: Any, x: Video, t: Float[Array, "B"], context: Any, rope: Rope, pictures: PictureInputs
     ) -> Velocity:
-        return transformer(x, t, context, rope, given.condition)
+        return transformer(x, t, context, rope, pictures.latents)
 
 
 TEXT_TO_VIDEO = TextToVideo("text to video", takes=("video",))
@@ -270,25 +277,10 @@ FIRST_AND_LAST_FRAME = AttendedImageToVideo(
     "first and last frame to video", takes=("image", "last_image"), needs=("image", "last_image")
 )
 CONTROLLED_VIDEO = ControlledVideo("controlled video (VACE)", takes=("video", "mask", "references"))
-TASKS: Mapping[str, Task] = {
-    "text": TEXT_TO_VIDEO,
-    "first_frame": FIRST_FRAME_TO_VIDEO,
-    "image": IMAGE_TO_VIDEO,
-    "attended_image": ATTENDED_IMAGE_TO_VIDEO,
-    "first_and_last_frame": FIRST_AND_LAST_FRAME,
-    "control": CONTROLLED_VIDEO,
-}
-"""All tasks, by names that files can hold."""
-
-
-def check_pipeline(index: Mapping[str, Any], name: str) -> None:
-    """Raises WanjaxError unless the pipeline that a checkpoint's model_index.json names is one of these."""
-    if (kind := index.get("_class_name")) not in PIPELINES:
-        raise WanjaxError(f"{name} holds a {kind}: {' or '.join(PIPELINES)} would do")
 
 
 def task_of(index: Mapping[str, Any], transformer: TransformerConfig, vae: VAEConfig) -> Task:
-    """The task of a checkpoint, from its model_index.json and the shapes of its networks.
+    """Returns the task of a checkpoint, from its model_index.json and its networks' configs.
 
     Raises WanjaxError where these contradict each other.
     """
@@ -314,15 +306,16 @@ def task_of(index: Mapping[str, Any], transformer: TransformerConfig, vae: VAECo
             )
 
 
-def unit(picture: Picture, settings: Settings) -> Float[np.ndarray, "H W 3"]:
-    """The picture in the video's size, from 0 to 1."""
+def unit(picture: Picture, settings: Settings) -> Float[np.ndarray, "_H _W 3"]:
+    """Returns the picture in the video's size, in [0, 1]."""
     return fit(picture, settings.size, settings.resize).astype(np.float32) / np.float32(255)
 
 
 def known_frames(known: Sequence[int], frames: int, factor: int) -> Float[Array, "C T"]:
-    """Which frames of a video are known, 1 or 0, as channels of their latent frames.
+    """Returns the mask of a video's known frames, 1 or 0, as channels of the latent frames.
 
-    A latent frame has a channel for each of its `factor` frames; the first, which has one frame, has it in all.
+    A latent frame has one channel for each of its `factor` frames. The first latent frame has one frame, which fills
+    all its channels.
     """
     flags = np.zeros(frames, np.float32)
     flags[list(known)] = 1
@@ -330,9 +323,9 @@ def known_frames(known: Sequence[int], frames: int, factor: int) -> Float[Array,
 
 
 def mask_cells(mask: Float[np.ndarray, "T H W"], frames: int, factor: int) -> Float[Array, "C _T _H _W"]:
-    """A mask's pixels as channels of latent cells, `factor` × `factor` of them, at `frames` of its frames.
+    """Returns a mask's pixels as `factor` × `factor` channels of latent cells, at `frames` of its frames.
 
-    These are the frames in the middle of as many equal stretches, as in the reference.
+    The chosen frames are the middles of `frames` equal intervals, as in the reference.
     """
     count, height, width = mask.shape
     picked = [(2 * i + 1) * count // (2 * frames) for i in range(frames)]
@@ -340,10 +333,10 @@ def mask_cells(mask: Float[np.ndarray, "T H W"], frames: int, factor: int) -> Fl
     return jnp.asarray(cells.transpose(2, 4, 0, 1, 3).reshape(factor**2, frames, height // factor, width // factor))
 
 
-def on_white(picture: Picture, size: tuple[int, int]) -> Float[np.ndarray, "H W 3"]:
-    """The whole picture in the middle of a white page of a (height, width), from 0 to 1.
+def on_white(picture: Picture, size: tuple[int, int]) -> Float[np.ndarray, "_H _W 3"]:
+    """Returns the whole picture, in [0, 1], in the middle of a white page of size (height, width).
 
-    It is scaled between its nearest four pixels, as in the reference, and not smoothed as `fit` would.
+    Scaling is bilinear without antialiasing, as in the reference; `fit` would smooth.
     """
     height, width, _ = picture.shape
     scale = min(size[0] / height, size[1] / width)

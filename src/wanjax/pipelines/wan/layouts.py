@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints as Wan's authors lay them out, and single files such as ComfyUI's, seen as sources like any other.
+"""The layout of Wan's authors, and single files such as ComfyUI's.
 
-What a layout does not hold, such as a scheduler's config, is made up as the authors have it, or taken from the
-repository in the layout of diffusers that holds the same model.
+These lack a scheduler's config, which is that of the authors' code. Other missing components come from the diffusers
+repository of the same model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,15 +11,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from wanjax.checkpoint import SafetensorsFolder
+from wanjax.checkpoints.files import SafetensorsFolder
+from wanjax.checkpoints.hub import download, locate
+from wanjax.checkpoints.layouts import Component, RecognisedSource
+from wanjax.checkpoints.sources import Layout, read_json
 from wanjax.converters.readers import open_tensors
-from wanjax.converters.recognise import Part, part, parts
+from wanjax.converters.wan import recognise
+from wanjax.converters.wan.diffusers import transformer_config
 from wanjax.errors import WanjaxError
-from wanjax.hub import download, locate
-from wanjax.sources import DiffusersSource, Source, Weights, read_json
+from wanjax.pipelines.wan.architecture import WanArchitecture
+from wanjax.pipelines.wan.presets import PUBLISHED
 
 KINDS = ("WanModel", "VaceWanModel")  # the classes in the authors' config.json
-EXPERTS = {"transformer": "high_noise_model", "transformer_2": "low_noise_model"}
+FOLDERS = {"transformer": "high_noise_model", "transformer_2": "low_noise_model"}
 TRANSFORMER_FILES = ("config.json", "diffusion_pytorch_model*.safetensors", "diffusion_pytorch_model*.index.json")
 FILES = {
     "vae": ("Wan2.?_VAE.safetensors", "Wan2.?_VAE.pth"),
@@ -27,15 +31,6 @@ FILES = {
     "image_encoder": ("models_clip_*.safetensors", "models_clip_*.pth"),
 }
 TOKENIZER = "google/umt5-xxl"
-REPOSITORIES = {  # by width, channels in and positions of image tokens, which only two models have at all
-    (1536, 16, None): "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
-    (5120, 16, None): "Wan-AI/Wan2.1-T2V-14B-Diffusers",
-    (5120, 36, 257): "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers",
-    (5120, 36, 514): "Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers",
-    (3072, 48, None): "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
-}
-PAIRS = {16: "Wan-AI/Wan2.2-T2V-A14B-Diffusers", 36: "Wan-AI/Wan2.2-I2V-A14B-Diffusers"}  # by channels in
-CONTROLLED = {1536: "Wan-AI/Wan2.1-VACE-1.3B-diffusers", 5120: "Wan-AI/Wan2.1-VACE-14B-diffusers"}  # by width
 CLASSES = {
     "scheduler": ("diffusers", "UniPCMultistepScheduler"),
     "text_encoder": ("transformers", "UMT5EncoderModel"),
@@ -48,84 +43,58 @@ IMAGE_CLASSES = {
 }
 
 
-class _Recognised(Source):
-    """A source whose components are told by their tensors; what it lacks comes from the same model's repository."""
-
-    def part(self, component: str) -> Part | None:
-        """A component, if the layout holds it."""
-        raise NotImplementedError
-
-    @cached_property
-    def _published(self) -> DiffusersSource:
-        """The repository with the same model."""
-        return DiffusersSource(self.origin)
-
-    def _lending(self, component: str) -> DiffusersSource:
-        """That repository, if there is one, for a component that the layout does not hold."""
-        if self.origin == self.name:
-            raise WanjaxError(
-                f"{self.name} holds no {component}, and its transformer has the size of no published model, which "
-                "would have one: a whole checkpoint is needed"
-            )
-        return self._published
-
-    @property
-    def origin(self) -> str:
-        """The repository in the layout of diffusers that holds the same model, where one is known."""
-        return _repository(self._transformer, "transformer_2" in self.index) or self.name
+class _WanSource(RecognisedSource):
+    """A source of Wan's networks, recognised by their tensors."""
 
     @cached_property
     def _transformer(self) -> dict[str, Any]:
-        found = self.part("transformer")
+        """The transformer's config.json."""
+        found = self.component("transformer")
         if found is None:
             raise WanjaxError(f"{self.name} holds no transformer of Wan: a file or folder that has one is needed")
         return found.json
 
-    def config(self, component: str) -> dict[str, Any]:
-        if component == "scheduler":
-            return _scheduler(self._transformer, "transformer_2" in self.index)
-        found = self.part(component)
-        return self._lending(component).config(component) if found is None else found.json
+    @property
+    def repository(self) -> str | None:
+        return _repository(self._transformer, "transformer_2" in self.index)
 
-    def weights(self, component: str) -> Weights:
-        found = self.part(component)
-        return self._lending(component).weights(component) if found is None else found.weights
-
-    def files(self, component: str) -> Sequence[Path]:
-        own = component == "scheduler" or self.part(component) is not None
-        return [] if own else self._lending(component).files(component)
+    @property
+    def scheduler(self) -> dict[str, Any]:
+        return _scheduler(self._transformer, "transformer_2" in self.index)
 
 
-class OriginalSource(_Recognised):
-    """A folder, or a repository on the hub, as Wan's authors lay it out; a component is downloaded when needed."""
+class OriginalSource(_WanSource):
+    """A folder or hub repository in the layout of Wan's authors; a component is downloaded when first needed."""
 
     def __init__(self, name: str | Path, revision: str | None = None):
         self.name = str(name)
         self.root = locate(name, revision=revision)
-        self.revision = None if Path(name).expanduser().exists() else self.root.name  # as the hub's cache names it
-        self._parts: dict[str, Part | None] = {}
+        self.revision = None if Path(name).expanduser().exists() else self.root.name  # the folder's name is the commit
+        self._components: dict[str, Component | None] = {}
         self.index = _index(self._transformer, experts=_has_experts(self.root))
 
     @staticmethod
     def is_at(folder: Path) -> bool:
-        """Whether a folder, of which there may be no more than what tells layouts apart, has this layout."""
-        config = folder / EXPERTS["transformer"] / "config.json" if _has_experts(folder) else folder / "config.json"
+        """Tells whether a folder has this layout; the files that identify layouts are enough."""
+        config = folder / FOLDERS["transformer"] / "config.json" if _has_experts(folder) else folder / "config.json"
         return config.is_file() and read_json(config).get("_class_name") in KINDS
 
-    def part(self, component: str) -> Part | None:
-        if component not in self._parts:
-            self._parts[component] = self._part(component)
-        return self._parts[component]
+    def component(self, name: str) -> Component | None:
+        if name not in self._components:
+            self._components[name] = self._found(name)
+        return self._components[name]
 
-    def _part(self, component: str) -> Part | None:
-        if component in EXPERTS:
-            folder = EXPERTS[component] if _has_experts(self.root) else ""
+    def _found(self, component: str) -> Component | None:
+        if component in FOLDERS:
+            folder = FOLDERS[component] if _has_experts(self.root) else ""
             root = self._fetched([f"{folder}/{name}".lstrip("/") for name in TRANSFORMER_FILES])
-            return part("transformer", SafetensorsFolder(root / folder), read_json(root / folder / "config.json"))
+            return recognise.component(
+                "transformer", SafetensorsFolder(root / folder), read_json(root / folder / "config.json")
+            )
         root = self._fetched(FILES.get(component, ()))
         for pattern in FILES.get(component, ()):
             if found := sorted(path for path in root.iterdir() if fnmatchcase(path.name, pattern)):
-                return part(component, open_tensors(found[0]))
+                return recognise.component(component, open_tensors(found[0]))
         return None
 
     def files(self, component: str) -> Sequence[Path]:
@@ -136,38 +105,38 @@ class OriginalSource(_Recognised):
         return super().files(component)
 
     def _fetched(self, patterns: Sequence[str]) -> Path:
-        """The folder with what is there of the files, downloaded if they have to be."""
+        """Returns the folder with those of the files that exist; downloads them from the hub."""
         if self.revision is None or not patterns:
             return self.root
         return download(self.name, patterns, revision=self.revision)
 
 
-class FileSource(_Recognised):
-    """A single file, of the transformer or of several components."""
+class FileSource(_WanSource):
+    """A single file that holds the transformer or several components."""
 
     def __init__(self, path: str | Path):
         path = Path(path).expanduser()
         self.name = str(path)
-        self.root = path  # beside which lies what is not of it
-        self._parts = parts(open_tensors(path))
+        self.root = path  # a file, so no files lie beside the components
+        self._components = recognise.components(open_tensors(path))
         self.index = _index(self._transformer, experts=False)
 
     @property
     def lent(self) -> list[str]:
-        """The components that the file does not hold, which the same model's repository gives."""
-        own = {"scheduler", *self._parts}
+        """The components that the file lacks, which come from the same model's repository."""
+        own = {"scheduler", *self._components}
         return [name for name, kind in self.index.items() if isinstance(kind, list) and name not in own]
 
-    def part(self, component: str) -> Part | None:
-        return self._parts.get(component)
+    def component(self, name: str) -> Component | None:
+        return self._components.get(name)
 
 
 def _has_experts(folder: Path) -> bool:
-    return (folder / EXPERTS["transformer"]).is_dir()
+    return (folder / FOLDERS["transformer"]).is_dir()
 
 
 def _index(transformer: Mapping[str, Any], experts: bool) -> dict[str, Any]:
-    """The model_index.json that diffusers would write."""
+    """Returns the model_index.json that diffusers would write."""
     images = transformer["in_channels"] != transformer["out_channels"]
     controlled = transformer["_class_name"] == "WanVACETransformer3DModel"
     pipeline = "WanVACEPipeline" if controlled else "WanImageToVideoPipeline" if images else "WanPipeline"
@@ -185,7 +154,7 @@ def _index(transformer: Mapping[str, Any], experts: bool) -> dict[str, Any]:
 
 
 def _scheduler(transformer: Mapping[str, Any], experts: bool) -> dict[str, Any]:
-    """The scheduler_config.json, with the shift of the official code's command line."""
+    """Returns the scheduler_config.json, with the default shift of the official code's command line."""
     images = transformer["in_channels"] != transformer["out_channels"]
     sixteen = transformer["pos_embed_seq_len"] or transformer["_class_name"] == "WanVACETransformer3DModel"
     return {
@@ -198,12 +167,25 @@ def _scheduler(transformer: Mapping[str, Any], experts: bool) -> dict[str, Any]:
 
 
 def _repository(transformer: Mapping[str, Any], experts: bool) -> str | None:
-    """The repository with a transformer of these sizes, if there is one."""
-    width = transformer["num_attention_heads"] * transformer["attention_head_dim"]
-    channels, positions = transformer["in_channels"], transformer["pos_embed_seq_len"]
-    if transformer["_class_name"] == "WanVACETransformer3DModel":
-        return CONTROLLED.get(width)
-    if experts:
-        return PAIRS.get(channels)
-    positions = positions or (257 if transformer["image_dim"] is not None else None)
-    return REPOSITORIES.get((width, channels, positions))
+    """Returns the published repository whose transformer has this shape; None where there is none."""
+    shape = transformer_config(transformer)
+    for preset in PUBLISHED:
+        found = preset.architecture
+        assert isinstance(found, WanArchitecture)
+        if (found.transformer, found.experts) == (shape, experts):
+            return preset.source
+    return None
+
+
+def _holds_wan(path: Path) -> bool:
+    """Tells whether a file holds a component of Wan."""
+    return bool(recognise.prefixes(tuple(open_tensors(path).keys())))
+
+
+LAYOUT = Layout(
+    markers=("config.json", f"{FOLDERS['transformer']}/config.json"),
+    is_folder=OriginalSource.is_at,
+    is_file=_holds_wan,
+    open=OriginalSource,
+    open_file=FileSource,
+)

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A family of models as one value, which holds everything that the rest of the library needs to know of it.
+
+Loading, stages, files, sampling, LoRA, conversion, plans and the command line use a family through this value alone.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from wanjax.checkpoints.networks import Config, Network, NetworkKind, components, network, network_of
+from wanjax.checkpoints.sources import Layout, Source
+from wanjax.compilation import Lowering
+from wanjax.errors import WanjaxError
+from wanjax.pipelines.settings import Settings
+from wanjax.schedulers import Scheduler
+
+
+class Forward(NamedTuple):
+    """The work of one forward of the denoiser for one prompt, for plans and profiles.
+
+    `tokens` is the length of self-attention's sequence, `scores` the operations of its two products, and `flops` all
+    operations by part of the network. A multiplication and an addition are two operations.
+    """
+
+    tokens: int
+    layers: int
+    heads: int
+    width: int
+    scores: int
+    flops: Mapping[str, int]
+
+
+class Planned(NamedTuple):
+    """A program of a video: its builder from shapes, and the number of times that the video runs it.
+
+    `build(blueprint, **arguments)` returns its `Lowering`. The arguments, such as configs and sizes, are values that
+    JSON can hold or frozen dataclasses of such values. Videos with equal arguments share the program and its price.
+    """
+
+    name: str
+    build: Callable[..., Lowering]
+    arguments: Mapping[str, Any]
+    times: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture(ABC):
+    """The shapes of a pipeline's networks, and its scheduler: the knowledge that needs no weights.
+
+    `vae` is the autoencoder's config, which has `spatial_factor`, `temporal_factor`, `latent_channels` and `patch`.
+    """
+
+    vae: Any
+    scheduler: Scheduler
+
+    @property
+    @abstractmethod
+    def networks(self) -> Mapping[str, Config]:
+        """The config of each network, by component."""
+
+    @property
+    @abstractmethod
+    def grid(self) -> int:
+        """The number of pixels of which a video's height and width are multiples."""
+
+    @property
+    def denoisers(self) -> tuple[str, ...]:
+        """The components that denoise. They have one shape, and each step uses one of them."""
+        return ("transformer",)
+
+    def latent_shape(self, settings: Settings) -> tuple[int, ...]:
+        """Returns the shape [1 C T H W] of a video's latents."""
+        frames = (settings.frames - 1) // self.vae.temporal_factor + 1
+        height, width = (pixels // self.vae.spatial_factor for pixels in settings.size)
+        return 1, self.vae.latent_channels, frames, height, width
+
+    @abstractmethod
+    def forward(self, settings: Settings) -> Forward:
+        """Returns the work of one forward of the denoiser."""
+
+    @abstractmethod
+    def programs(
+        self, settings: Settings, *, attention: str | None = None, batch_guidance: bool = False
+    ) -> Mapping[str, Sequence[Planned]]:
+        """Returns the programs of the stages `encode`, `denoise` and `decode`; a step's program is named `step`."""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A published checkpoint: its source, a description, its licence, and the settings that its authors publish.
+
+    `architecture` is None for a checkpoint in the package, whose folder is `source`. `loras` are merged into it. A
+    `scheduler` replaces the checkpoint's own.
+    """
+
+    name: str
+    source: str
+    about: str
+    transformer_parameters: int
+    licence: str
+    param_dtype: str
+    defaults: Settings
+    architecture: Architecture | None = None
+    loras: tuple[str, ...] = ()
+    scheduler: Scheduler | None = None
+
+    @property
+    def shipped(self) -> bool:
+        """True for a checkpoint in the package."""
+        return Path(self.source).is_dir()
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of models.
+
+    `networks` are the kinds of networks in its checkpoints; `pipelines` the class names in model_index.json. `pipeline`
+    makes a pipeline from components, an architecture, default settings and a partitioner. `architecture` reads a
+    checkpoint's configs. `settings` returns the default settings of a checkpoint. `loaders` load tokenizers and image
+    processors from their folders. `layouts` are the layouts of its checkpoints other than that of diffusers.
+    """
+
+    name: str
+    networks: tuple[NetworkKind, ...]
+    pipelines: tuple[str, ...]
+    pipeline: Callable[..., Any]
+    architecture: Callable[[Source], Architecture]
+    settings: Callable[[Source, Any, Preset | None], Settings]
+    presets: tuple[Preset, ...] = ()
+    loaders: Mapping[str, Callable[[Path], Any]] = field(default_factory=dict)
+    layouts: tuple[Layout, ...] = ()
+
+    def network_of(self, config: Config) -> Network:
+        """Returns the network that a config describes."""
+        return network_of(config, self.networks)
+
+    def config(self, source: Source, component: str) -> Config:
+        """Returns the config of a checkpoint's network; raises WanjaxError as `checkpoints.networks.network` does."""
+        return network(source, component, self.networks).config
+
+
+def family_of(source: Source, families: Sequence[Family]) -> Family:
+    """Returns the family of the pipeline that model_index.json names; raises WanjaxError where none has it."""
+    kind = source.index.get("_class_name")
+    for family in families:
+        if kind in family.pipelines:
+            return family
+    known = " or ".join(name for family in families for name in family.pipelines)
+    raise WanjaxError(f"{source.name} holds a {kind}: {known} would do")
+
+
+def optional(source: Source, component: str) -> bool:
+    """Tells whether a checkpoint has a component."""
+    return component in components(source.index)
+
+
+def all_presets(families: Sequence[Family]) -> Iterator[tuple[Family, Preset]]:
+    """Yields every preset with its family."""
+    for family in families:
+        for preset in family.presets:
+            yield family, preset

@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pipeline: three stages from a prompt to a video, encode, denoise and decode, each of which can run alone.
+
+Plain arrays connect the stages. Each family implements the abstract methods.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from wanjax.compilation import Program, compile_cache, keeps_programs
+from wanjax.errors import WanjaxError
+from wanjax.layers.tiling import Tiling
+from wanjax.media.pictures import ClipSource, Pictures, PictureSource, read_pictures, size_within
+from wanjax.media.videos import Video
+from wanjax.pipelines.components import Components
+from wanjax.pipelines.frames import Frames, GivenFrames, GivenLatents, Latents, decoded, encoded
+from wanjax.pipelines.sampler import Denoiser, Inputs, Segment, sample
+from wanjax.pipelines.settings import Settings
+from wanjax.pipelines.steps import Step, Switch
+from wanjax.pipelines.tokenizer import Truncation
+from wanjax.sharding import Partitioner, replicate, use
+
+Encoded = Any  # the family's own NamedTuple of arrays, each with a first axis of size 1
+Switched = Callable[[Switch], Any]
+
+
+class Pipeline(ABC):
+    """A checkpoint as a function from prompts, and pictures if it takes them, to videos.
+
+    Components (`text_encoder`, `transformer`, `vae`, `tokenizer`, `scheduler` ...) are attributes, which are loaded at
+    first use. Each can be used alone, and `free` releases its memory.
+    """
+
+    encoded_type: type[Any]
+    """The type that `encode` returns; its fields are the tensors of the first stage's file."""
+
+    def __init__(
+        self,
+        components: Components,
+        architecture: Any,
+        defaults: Settings,
+        partitioner: Partitioner | None = None,
+    ):
+        """Takes the components, default settings, and the partitioner: a mesh and its rules, or None for one device."""
+        self.components = components
+        self.architecture = architecture
+        self.defaults = defaults
+        self.partitioner = partitioner
+
+    @property
+    def vae(self) -> Any:
+        return self.components.get("vae")
+
+    @property
+    def scheduler(self) -> Any:
+        return self.components.get("scheduler")
+
+    def free(self, *names: str) -> None:
+        """Drops the named components, or all, until their next use."""
+        self.components.free(*names)
+
+    @abstractmethod
+    def check_pictures(self, pictures: Pictures, settings: Settings) -> None:
+        """Raises WanjaxError unless the model takes these pictures and needs no others."""
+
+    @abstractmethod
+    def truncations(self, prompt: str) -> Sequence[Truncation]:
+        """Returns the parts of a prompt that the model does not read, if any."""
+
+    @abstractmethod
+    def encode_prompts(self, prompt: str, negative_prompt: str | None = None) -> Encoded:
+        """Encodes a prompt and the negative prompt (None is the model's default), with the text encoders alone."""
+
+    @abstractmethod
+    def encode_pictures(
+        self, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
+    ) -> Mapping[str, Array]:
+        """Encodes the pictures of `prepare` without the text encoders; returns fields of `encoded_type`."""
+
+    @abstractmethod
+    def check_encoded(self, encoded: Encoded, settings: Settings) -> None:
+        """Raises WanjaxError unless this output of `encode` fits a video of these settings."""
+
+    @abstractmethod
+    def begin(self, encoded: Encoded, settings: Settings, noise: Latents) -> tuple[Any, Float[Array, "B T H W C"]]:
+        """Returns the schedule, and the latents at its first noise level."""
+
+    @abstractmethod
+    def inputs(
+        self, network: nnx.Module, segment: Segment, encoded: Encoded, x: Float[Array, "B T H W C"], batched: bool
+    ) -> tuple[Denoiser, Inputs]:
+        """Returns the denoiser of a segment's network, and the inputs that its steps share."""
+
+    def segments(self, schedule: Any, settings: Settings) -> Sequence[Segment]:
+        """Returns the steps of each network, and their guidance scales."""
+        steps = len(schedule.timesteps)
+        return [Segment(self.architecture.denoisers[0], 0, (settings.guidance_scale,) * steps)]
+
+    def references(self, encoded: Encoded, settings: Settings) -> int:
+        """Returns the number of reference latent frames, which are denoised before the video's and then dropped."""
+        return 0
+
+    def noise_shape(self, settings: Settings, references: int = 0) -> tuple[int, ...]:
+        """Returns the shape [1 C T H W] of the initial noise, `references` frames before the video's included."""
+        batch, channels, frames, height, width = self.architecture.latent_shape(settings)
+        return batch, channels, references + frames, height, width
+
+    def finish(self, x: Float[Array, "B T H W C"], encoded: Encoded) -> Float[Array, "B T H W C"]:
+        """Returns the latents of the video and its references, from those of the last step."""
+        return x
+
+    def __call__(
+        self,
+        prompt: str,
+        *,
+        noise: GivenLatents | None = None,
+        callback: Callable[[Step], bool | None] | None = None,
+        **given: Any,
+    ) -> Video:
+        """Makes a video from a prompt. The keywords of `prepare` are settings, `size=(height, width)` and pictures."""
+        pictures, chosen = self.prepare(prompt=prompt, **given)
+        embeddings = self.encode(**chosen.to_json(), **pictures._asdict())
+        latents = self.denoise(embeddings, noise=noise, callback=callback, **chosen.to_json())
+        return Video(np.asarray(self.decode(latents)), chosen.fps, chosen.to_json())
+
+    def prepare(
+        self,
+        *,
+        image: PictureSource | None = None,
+        last_image: PictureSource | None = None,
+        video: ClipSource | None = None,
+        mask: ClipSource | None = None,
+        references: Iterable[PictureSource] = (),
+        **settings: Any,
+    ) -> tuple[Pictures, Settings]:
+        """Reads the pictures, and completes the settings of the video.
+
+        Pictures and clips are files or uint8 arrays [H W 3] and [T H W 3]. A size that is not given has the proportions
+        of `image` or `video` and about the default area; a length that is not given is that of `video`. Raises
+        WanjaxError where a picture cannot be read, is of no use to the model or is missing, or a setting is invalid.
+        """
+        asked = self.settings(**settings)
+        pictures = read_pictures(
+            image=image,
+            last_image=last_image,
+            video=video,
+            mask=mask,
+            references=references,
+            frames=asked.frames,
+            fps=asked.fps,
+        )
+        self.check_pictures(pictures, asked)
+        return pictures, asked.updated(self._shape_of(pictures, asked, settings))
+
+    def _shape_of(self, pictures: Pictures, asked: Settings, given: Mapping[str, Any]) -> dict[str, int]:
+        """Returns the height, width and frames that follow from the pictures, where they are not given."""
+        shape: dict[str, int] = {}
+        if pictures.first is not None and not given.keys() & {"size", "height", "width"}:
+            size = size_within(pictures.first.shape, asked.height * asked.width, self.grid)
+            shape |= {"height": size[0], "width": size[1]}
+        if pictures.video is not None and (count := len(pictures.video)) < asked.frames:
+            if given.get("frames"):
+                raise WanjaxError(f"the video has {count} frames where {asked.frames} are asked for: fewer would do")
+            factor = self.architecture.vae.temporal_factor
+            shape["frames"] = (count - 1) // factor * factor + 1
+        return shape
+
+    def settings(self, *, size: tuple[int, int] | None = None, **settings: Any) -> Any:
+        """Returns the model's defaults, overridden by the given settings; raises WanjaxError for invalid ones."""
+        if size is not None:
+            settings |= {"height": size[0], "width": size[1]}
+        if unknown := settings.keys() - self.defaults.to_json().keys():
+            raise WanjaxError(f"{sorted(unknown)[0]!r} is not a setting: {', '.join(self.defaults.to_json())} are")
+        chosen = self.defaults.updated(settings)
+        chosen.check(spatial=self.grid, temporal=self.architecture.vae.temporal_factor)
+        return chosen
+
+    @property
+    def grid(self) -> int:
+        """The number of pixels of which a video's height and width are multiples."""
+        return self.architecture.grid
+
+    def encode(self, prompt: str, negative_prompt: str | None = None, **given: Any) -> Encoded:
+        """Encodes a prompt, the negative prompt (None is the model's default), and pictures.
+
+        The other keywords are those of `prepare`. With pictures, the size and the frames have to be those of the video.
+        """
+        pictures, chosen = self.prepare(**given)
+        encoded = self.encode_prompts(prompt, negative_prompt)
+        return encoded._replace(**self.encode_pictures(pictures, chosen))
+
+    def encoded_from(self, tensors: Mapping[str, Array]) -> Encoded:
+        """Restores the output of `encode` from its tensors by name; raises WanjaxError where one is missing."""
+        optional = self.encoded_type._field_defaults.keys()
+        if missing := [name for name in self.encoded_type._fields if name not in tensors and name not in optional]:
+            has = ", ".join(tensors) or "none at all"
+            raise WanjaxError(f"there is no tensor {missing[0]!r} among the encoded prompts, only {has}: encode again")
+        return self.encoded_type(**{name: x for name, x in tensors.items() if name in self.encoded_type._fields})
+
+    def noise(self, settings: Settings, references: int = 0) -> Latents:
+        """Returns the seed's initial noise, float32, of the shape `noise_shape`."""
+        return jax.random.normal(jax.random.key(settings.seed), self.noise_shape(settings, references))
+
+    @keeps_programs
+    def denoise(
+        self,
+        encoded: Encoded,
+        *,
+        noise: GivenLatents | None = None,
+        callback: Callable[[Step], bool | None] | None = None,
+        switched: Switched | None = None,
+        batch_guidance: bool = False,
+        **settings: Any,
+    ) -> Float[Array, "1 C _T H W"]:
+        """Returns latents [1 C T H W], float32 and normalised, from noise (None is the seed's noise).
+
+        Under guidance the network runs twice a step; with `batch_guidance`, or on a mesh whose `dp` splits the two
+        prompts, it runs once on a batch of two. `callback` receives every step, perhaps before the device has finished
+        it; if it returns False, Cancelled is raised. `switched` is called when another network takes over. Raises
+        WanjaxError where `noise` or `encoded` has a shape that does not fit the video, and where latents stop being
+        finite; the message then names the step.
+        """
+        chosen = self.settings(**self._with_size_of(encoded, settings))
+        self.check_encoded(encoded, chosen)
+        references = self.references(encoded, chosen)
+        given = self.noise(chosen, references) if noise is None else self._checked_noise(noise, chosen, references)
+        schedule, x = self.begin(encoded, chosen, given)
+        solver = self.scheduler.init(schedule, x, jax.random.key(chosen.seed))
+        x, solver = self.on_devices((x, solver))
+
+        def prepare(segment: Segment, x: Float[Array, "B T H W C"]) -> tuple[Denoiser, Inputs]:
+            network, seconds = self.components.take_over(segment.network, self.architecture.denoisers)
+            if segment.start and switched:
+                switched(Switch(segment.network, segment.start, len(schedule.timesteps), seconds))
+            return self.inputs(network, segment, encoded, x, batch_guidance)
+
+        segments = self.segments(schedule, chosen)
+        x = sample(x, solver, schedule, segments, prepare, partitioner=self.partitioner, callback=callback)
+        return jnp.moveaxis(self.finish(x, encoded)[:, references:], -1, 1)
+
+    def _with_size_of(self, encoded: Encoded, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the settings, with the size of the encoded pictures where no size is given."""
+        made = [x for x in encoded if x is not None and x.ndim == 5]  # latents
+        if made and not settings.keys() & {"size", "height", "width"}:
+            size = tuple(self.architecture.vae.spatial_factor * cells for cells in made[0].shape[3:])
+            return {**settings, "size": size}
+        return settings
+
+    def _checked_noise(self, noise: GivenLatents, settings: Settings, references: int) -> Latents:
+        right = self.noise_shape(settings, references)
+        if noise.shape != right:
+            raise WanjaxError(f"the noise has the shape {list(noise.shape)} where this video needs {list(right)}")
+        return jnp.asarray(noise)
+
+    def decode(
+        self,
+        latents: GivenLatents,
+        dtype: DTypeLike = jnp.uint8,
+        *,
+        tiling: Tiling | None = None,
+        callback: Callable[[int, int], Any] | None = None,
+    ) -> np.ndarray:
+        """Decodes latents [1 C T H W] to frames [T H W 3]: uint8, or a float dtype in [0, 1].
+
+        `tiling` decodes tile by tile, for frames that would not fit in memory: `Tiling()` is 256 × 256 pixels at a
+        time. `callback(done, total)` receives the number of latent frames.
+        """
+        chunks = []
+        for chunk in self.decode_chunks(latents, dtype, tiling=tiling):
+            chunks.append(np.asarray(chunk))
+            if callback:
+                callback(len(chunks), latents.shape[2])
+        return np.concatenate(chunks)
+
+    def decode_chunks(
+        self, latents: GivenLatents, dtype: DTypeLike = jnp.uint8, *, tiling: Tiling | None = None
+    ) -> Iterator[Frames]:
+        """Yields the frames of each chunk of latents, so that only one chunk is in memory."""
+        with compile_cache():
+            chunks = decoded(self.vae, latents, dtype, tiling, self.partitioner)
+        while True:
+            with compile_cache():
+                if (chunk := next(chunks, None)) is None:
+                    return
+            yield chunk
+
+    @keeps_programs
+    def encode_video(self, frames: GivenFrames, *, tiling: Tiling | None = None) -> Float[Array, "1 C _T _H _W"]:
+        """Encodes frames [T H W 3], or a list of them, uint8 or floats in [0, 1], to latents [1 C T H W] in float32.
+
+        `decode` inverts it, except for what the autoencoder loses; `tiling` is the same. Raises WanjaxError where the
+        autoencoder does not accept this number or size of frames.
+        """
+        config = self.architecture.vae
+        count, (height, width, _) = len(frames), frames[0].shape
+        self.defaults.updated({"frames": count, "height": height, "width": width}).check(
+            spatial=config.spatial_factor, temporal=config.temporal_factor
+        )
+        return encoded(self.vae, frames, tiling, self.partitioner)
+
+    def compiled(self, program: Program) -> Callable[..., Any]:
+        """Returns a program compiled for the pipeline's devices."""
+        return program.on(self.partitioner)
+
+    def on_devices(self, arrays: Any) -> Any:
+        """Replicates arrays on every device: the arguments of one executable have to be on the same devices."""
+        with use(self.partitioner):
+            return replicate(arrays)

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sampler: a loop over steps. A step is a prediction for every prompt, guidance, and the scheduler's step.
+
+    for each step t of the schedule:
+        p₊, p₋ = predict(x, t) under the prompt and under the negative prompt
+        p = p₋ + scale · (p₊ - p₋)                           # Ho and Salimans, Classifier-Free Guidance, 2022
+        x = the scheduler's step from t along p
+
+A family implements `Denoiser.predict`. Its `carry` is the state that a prediction hands to the next step, as a step
+cache does.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float
+
+from wanjax.compilation import program
+from wanjax.kernels.compiler_options import products
+from wanjax.pipelines.steps import Cancelled, InFlight, Step
+from wanjax.schedulers import Scheduler, one_step
+from wanjax.sharding import Partitioner, replicate
+
+Latents = Float[Array, "B T H W C"]
+
+
+@dataclass(frozen=True)
+class Denoiser(ABC):
+    """A network's definition and the scheduler, which define a compiled step. A hashable value."""
+
+    graphdef: Any
+    scheduler: Scheduler
+
+    @abstractmethod
+    def predict(
+        self, network: Any, x: Latents, t: Float[Array, "B"], prompt: Any, shared: Any, carry: Any
+    ) -> tuple[Float[Array, "B T H W _C"], Any]:
+        """Returns the network's prediction at x and t under a prompt, and the carry for the next step."""
+
+    def first_carry(self, x: Latents, inputs: "Inputs") -> tuple[Any, ...]:
+        """Returns the carry of each forward before the first step."""
+        return ((),) * len(inputs.prompts)
+
+    def at(self, index: int) -> "Denoiser":
+        """Returns the denoiser of step `index`; different denoisers are compiled separately."""
+        return self
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs that no step changes: the weights, the contexts of the prompts, and the inputs that these share.
+
+    `prompts` has one entry for each forward of a step, with `batch` prompts each; the prompt precedes the negative one.
+    """
+
+    weights: Any
+    prompts: tuple[Any, ...]
+    shared: Any
+    batch: int = field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class State:
+    """The values that each step replaces: the latents, the scheduler's state, and the carry of each forward."""
+
+    x: Any  # [B T H W C]
+    solver: Any
+    carry: tuple[Any, ...]
+
+
+class Segment(NamedTuple):
+    """The consecutive steps from `start` that one network takes, by the guidance scale of each."""
+
+    network: str
+    start: int
+    scales: tuple[float, ...]
+
+    @property
+    def guided(self) -> bool:
+        return max(self.scales) > 1
+
+
+@jax.named_scope("guidance")
+def guide(predictions: Float[Array, "B T H W C"], scale: Float[Array, ""]) -> Float[Array, "1 T H W C"]:
+    """Extrapolates from the second prediction through the first, in float32, because their difference is small."""
+    if len(predictions) == 1:
+        return predictions
+    conditional, unconditional = predictions[:1], predictions[1:]
+    return unconditional + scale * (conditional - unconditional)
+
+
+@program(products, donated=("state",))
+def take_step(
+    denoiser: Denoiser, state: State, inputs: Inputs, scale: Float[Array, ""], schedule: Any
+) -> tuple[State, Latents, Bool[Array, ""]]:
+    """Takes the only step of a schedule; returns also the predicted clean latents, and whether the new are finite."""
+    network = nnx.merge(denoiser.graphdef, inputs.weights)
+    x = jnp.broadcast_to(state.x, (inputs.batch, *state.x.shape[1:]))
+    t = jnp.full((inputs.batch,), schedule.timesteps[0])
+    pairs = [
+        denoiser.predict(network, x, t, prompt, inputs.shared, carry)
+        for prompt, carry in zip(inputs.prompts, state.carry, strict=True)
+    ]
+    predictions = jnp.concatenate([prediction.astype(jnp.float32) for prediction, _ in pairs])
+    prediction = replicate(guide(predictions, scale))
+    x0 = denoiser.scheduler.x0(schedule, 0, prediction, state.x)
+    x, solver = denoiser.scheduler.step(schedule, 0, prediction, state.x, state.solver)
+    x, solver, x0 = replicate((x, solver, x0))
+    return State(x, solver, tuple(carry for _, carry in pairs)), x0, jnp.isfinite(x).all()
+
+
+def sample(
+    x: Latents,
+    solver: Any,
+    schedule: Any,
+    segments: Iterable[Segment],
+    prepare: Callable[[Segment, Latents], tuple[Denoiser, Inputs]],
+    *,
+    partitioner: Partitioner | None,
+    callback: Callable[[Step], bool | None] | None = None,
+) -> Latents:
+    """Takes the steps of a schedule from latents x, and returns the last latents.
+
+    `prepare` returns the denoiser and the inputs of a segment. Raises Cancelled where the callback returns False, and
+    WanjaxError that names the step after which latents are not finite; the callback may have received later steps too.
+    """
+    total, step = len(schedule.timesteps), take_step.on(partitioner)
+    in_flight = InFlight(total)
+    for segment in segments:
+        denoiser, inputs = prepare(segment, x)
+        state = State(x, solver, denoiser.first_carry(x, inputs))
+        for index, scale in enumerate(segment.scales, segment.start):
+            row = one_step(schedule, index)
+            state, x0, finite = step(denoiser.at(index), state, inputs, jnp.float32(scale), row)
+            in_flight.add(index, finite)
+            latents = (jnp.moveaxis(a, -1, 1) for a in (state.x, x0))
+            if callback and callback(Step(index, total, float(schedule.timesteps[index]), *latents)) is False:
+                raise Cancelled(index)
+        in_flight.wait()
+        x, solver = state.x, state.solver
+        del denoiser, inputs, state  # the weights are freed before the next network is loaded
+    return x

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of a video; the defaults are those that a model's authors recommend."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from wanjax.errors import WanjaxError
+from wanjax.media.pictures import RESIZES
+
+SomeSettings = TypeVar("SomeSettings", bound="Settings")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The settings that every model has; a family's own class adds its own.
+
+    `size` is (height, width) in pixels; `dtype` is the dtype in which the networks compute; `resize`, one of `RESIZES`,
+    is the way in which pictures are brought to the size; `strength` is the share of the steps that a given video takes.
+    """
+
+    model: str
+    prompt: str
+    negative_prompt: str
+    height: int
+    width: int
+    frames: int
+    fps: int
+    steps: int
+    guidance_scale: float
+    seed: int
+    dtype: str
+    resize: str
+    strength: float
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.height, self.width
+
+    @property
+    def guidance_scales(self) -> tuple[float, ...]:
+        """The guidance scales that occur in a video's steps."""
+        return (self.guidance_scale,)
+
+    @property
+    def guided(self) -> bool:
+        """True where some step also runs the negative prompt."""
+        return max(self.guidance_scales) > 1
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def updated(self: SomeSettings, values: Mapping[str, Any]) -> SomeSettings:
+        """Returns these settings with the given values; ignores unknown names and values that are None."""
+        names = {field.name for field in dataclasses.fields(self)}
+        return dataclasses.replace(self, **{k: v for k, v in values.items() if k in names and v is not None})
+
+    def check(self, *, spatial: int, temporal: int) -> None:
+        """Raises WanjaxError unless sizes are multiples of `spatial`, frames `temporal`·n + 1, and the rest valid."""
+        for name, pixels in (("height", self.height), ("width", self.width)):
+            if pixels <= 0 or pixels % spatial:
+                legal = _neighbours(pixels, spatial, 0)
+                raise WanjaxError(f"the {name} {pixels} is not a multiple of {spatial}: {legal} would do")
+        if self.frames <= 0 or (self.frames - 1) % temporal:
+            legal = _neighbours(self.frames, temporal, 1)
+            raise WanjaxError(f"{self.frames} frames are not of the form {temporal}n + 1: {legal} would do")
+        if self.steps < 1:
+            raise WanjaxError(f"{self.steps} steps cannot make a video: at least 1 is needed")
+        for scale in self.guidance_scales:
+            if not 0 <= scale < math.inf:
+                raise WanjaxError(f"the guidance scale {scale} is not a finite number from 0 on: 1 is none, 5 usual")
+        if not 0 < self.strength <= 1:
+            raise WanjaxError(f"the strength {self.strength} is not above 0 and at most 1: 0.8 is usual")
+        if self.fps < 1:
+            raise WanjaxError(f"{self.fps} frames a second cannot be played: at least 1 is needed")
+        if self.resize not in RESIZES:
+            raise WanjaxError(f"pictures cannot be resized by {self.resize!r}: {', '.join(RESIZES)} would do")
+
+    @property
+    def strong_steps(self) -> int:
+        """The number of steps that a given video takes; raises WanjaxError where it is 0."""
+        if not (steps := int(self.steps * self.strength)):
+            least = math.ceil(1000 / self.steps) / 1000
+            raise WanjaxError(f"a strength of {self.strength} takes none of {self.steps} steps: {least} takes one")
+        return steps
+
+
+def _neighbours(value: int, unit: int, offset: int) -> str:
+    """Returns the nearest legal values of an illegal one, as text."""
+    below = (value - offset) // unit * unit + offset
+    return f"{below} or {below + unit}" if below > 0 else f"{unit if offset == 0 else offset}"

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wan 2.1 and 2.2: https://github.com/Wan-Video, text, image and control to video."""
+
+from wanjax.pipelines.family import Family
+from wanjax.pipelines.image_processor import ImageProcessor
+from wanjax.pipelines.tokenizer import Tokenizer
+from wanjax.pipelines.wan.architecture import WanArchitecture
+from wanjax.pipelines.wan.layouts import LAYOUT
+from wanjax.pipelines.wan.networks import NETWORKS
+from wanjax.pipelines.wan.pipeline import WanPipeline
+from wanjax.pipelines.wan.presets import PRESETS, settings_of
+from wanjax.pipelines.wan.programs import TEXT_LENGTH
+
+FAMILY = Family(
+    name="Wan",
+    networks=NETWORKS,
+    pipelines=("WanPipeline", "WanImageToVideoPipeline", "WanVACEPipeline"),
+    pipeline=WanPipeline,
+    architecture=WanArchitecture.of,
+    settings=settings_of,
+    presets=PRESETS,
+    loaders={
+        "tokenizer": lambda folder: Tokenizer.load(folder, length=TEXT_LENGTH),
+        "image_processor": ImageProcessor.load,
+    },
+    layouts=(LAYOUT,),
+)

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The architecture of a Wan checkpoint, read from its configs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from wanjax.checkpoints.networks import Config
+from wanjax.checkpoints.networks import network as network_in
+from wanjax.checkpoints.sources import Source
+from wanjax.errors import WanjaxError
+from wanjax.models.clip import CLIPVisionConfig
+from wanjax.models.t5 import T5Config
+from wanjax.models.wan.config import ControlTransformerConfig, ImageTransformerConfig, TransformerConfig
+from wanjax.models.wan.flops import forward_flops, self_attention_flops
+from wanjax.pipelines.family import Architecture, Forward, Planned, optional
+from wanjax.pipelines.settings import Settings
+from wanjax.pipelines.wan import planned
+from wanjax.pipelines.wan.conditioning import TEXT_TO_VIDEO, Task, task_of
+from wanjax.pipelines.wan.experts import EXPERTS
+from wanjax.pipelines.wan.networks import NETWORKS
+from wanjax.pipelines.wan.programs import TEXT_LENGTH
+from wanjax.schedulers import Scheduler, UniPC, from_config
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanArchitecture(Architecture):
+    """The shapes of Wan's networks, and the task.
+
+    With `experts`, a second transformer of the same shape takes the steps at low noise.
+    """
+
+    text_encoder: T5Config | None = None
+    transformer: TransformerConfig
+    image_encoder: CLIPVisionConfig | None = None
+    task: Task = TEXT_TO_VIDEO
+    experts: bool = False
+    scheduler: Scheduler = field(default_factory=UniPC)
+
+    @classmethod
+    def of(cls, source: Source) -> "WanArchitecture":
+        """Reads the architecture from a checkpoint's configs; raises WanjaxError where they contradict each other."""
+
+        def config(component: str) -> Any:
+            return network_in(source, component, NETWORKS).config
+
+        transformer, vae = config("transformer"), config("vae")
+        experts = optional(source, EXPERTS[1])
+        if experts and config(EXPERTS[1]) != transformer:
+            raise WanjaxError(f"the two transformers of {source.name} differ in their config.json: experts are alike")
+        image_encoder = config("image_encoder") if optional(source, "image_encoder") else None
+        if isinstance(transformer, ImageTransformerConfig) and image_encoder is not None:
+            _check_features(transformer, image_encoder)
+        return cls(
+            text_encoder=config("text_encoder") if optional(source, "text_encoder") else None,
+            transformer=transformer,
+            vae=vae,
+            image_encoder=image_encoder,
+            task=task_of(source.index, transformer, vae),
+            experts=experts,
+            scheduler=from_config(source.config("scheduler")),
+        )
+
+    @property
+    def networks(self) -> Mapping[str, Config]:
+        found: dict[str, Config | None] = {
+            "text_encoder": self.text_encoder,
+            "image_encoder": self.image_encoder,
+            "transformer": self.transformer,
+            "transformer_2": self.transformer if self.experts else None,
+            "vae": self.vae,
+        }
+        return {name: config for name, config in found.items() if config is not None}
+
+    @property
+    def denoisers(self) -> tuple[str, ...]:
+        return EXPERTS if self.experts else EXPERTS[:1]
+
+    @property
+    def grid(self) -> int:
+        return self.vae.spatial_factor * self.transformer.patch[1]
+
+    @property
+    def condition_channels(self) -> int:
+        """The number of channels of the condition beside the latents; 0 for text to video."""
+        if isinstance(self.transformer, ControlTransformerConfig):
+            return self.transformer.control_channels
+        return self.transformer.channels_in - self.vae.latent_channels
+
+    @property
+    def image_tokens(self) -> int:
+        """The number of picture tokens in cross-attention's context."""
+        if isinstance(self.transformer, ImageTransformerConfig) and self.image_encoder is not None:
+            return self.transformer.image_positions or self.image_encoder.tokens
+        return 0
+
+    def forward(self, settings: Settings) -> Forward:
+        _, _, *cells = self.latent_shape(settings)
+        config, tokens = self.transformer, prod(cells) // prod(self.transformer.patch)
+        return Forward(
+            tokens=tokens,
+            layers=config.layers,
+            heads=config.heads,
+            width=config.width,
+            scores=self_attention_flops(config, tokens),
+            flops=forward_flops(config, tokens=tokens, text=TEXT_LENGTH, image=self.image_tokens),
+        )
+
+    def programs(
+        self, settings: Settings, *, attention: str | None = None, batch_guidance: bool = False
+    ) -> Mapping[str, Sequence[Planned]]:
+        latents, frames = self.latent_shape(settings), {"vae": self.vae, "size": settings.size}
+        chunks = latents[2] - 1
+        encode = [Planned("encode_prompts", planned.encode_prompts, {"text_encoder": self.text_encoder}, 1)]
+        if self.image_encoder is not None:
+            images = {"image_encoder": self.image_encoder, "images": self.image_tokens // self.image_encoder.tokens}
+            encode.append(Planned("encode_images", planned.encode_images, images, 1))
+        if self.condition_channels:
+            clips = 2 if isinstance(self.transformer, ControlTransformerConfig) else 1
+            encode.append(Planned("encode_first", planned.encode_first, frames, clips))
+            encode.append(Planned("encode_next", planned.encode_next, frames, clips * chunks))
+        video = {
+            "transformer": self.transformer,
+            "task": self.task,
+            "latents": latents,
+            "condition": self.condition_channels,
+            "features": self.image_tokens,
+            "guided": settings.guided,
+            "attention": attention,
+            "batch_guidance": batch_guidance,
+        }
+        denoise = [
+            Planned("context", planned.context, video, len(self.denoisers)),
+            Planned("step", planned.step, video | {"scheduler": self.scheduler}, settings.steps),
+        ]
+        decode = [
+            Planned("decode_first", planned.decode_first, frames, 1),
+            Planned("decode_next", planned.decode_next, frames, chunks),
+        ]
+        return {"encode": encode, "denoise": denoise, "decode": decode}
+
+
+def _check_features(transformer: ImageTransformerConfig, image_encoder: CLIPVisionConfig) -> None:
+    """Raises WanjaxError unless the transformer takes the features that the image encoder makes."""
+    made, taken = image_encoder.width, transformer.image_width
+    if made != taken:
+        raise WanjaxError(
+            f"the checkpoint's configs contradict each other: its image encoder makes {made} features where its "
+            f"transformer takes {taken}"
+        )

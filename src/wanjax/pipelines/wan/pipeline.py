@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wan's pipeline: its handling of prompts, pictures and two experts."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from wanjax.compilation import keeps_programs
+from wanjax.errors import WanjaxError
+from wanjax.layers.tiling import Tiling
+from wanjax.media.pictures import Picture, Pictures
+from wanjax.pipelines.frames import Latents
+from wanjax.pipelines.guidance import group, grouping
+from wanjax.pipelines.pipeline import Pipeline
+from wanjax.pipelines.sampler import Denoiser, Inputs, Segment
+from wanjax.pipelines.settings import Settings
+from wanjax.pipelines.tokenizer import TokenBatch, Truncation, clean_prompt
+from wanjax.pipelines.wan.architecture import WanArchitecture
+from wanjax.pipelines.wan.conditioning import Encoders, PictureInputs, WanEncoded
+from wanjax.pipelines.wan.experts import segments
+from wanjax.pipelines.wan.programs import TEXT_LENGTH, Shared, WanDenoiser, encode_images, encode_prompts, make_context
+from wanjax.pipelines.wan.settings import WanSettings
+
+OLD_TEXT_LENGTH = 226  # the length of prompts in files of the scripts before wanjax, a mistake
+
+
+class WanPipeline(Pipeline):
+    """A Wan checkpoint as a function from prompts, and pictures if its task has them, to videos."""
+
+    architecture: WanArchitecture
+    defaults: WanSettings
+    encoded_type = WanEncoded
+
+    text_encoder = property(lambda self: self.components.get("text_encoder"))
+    image_encoder = property(lambda self: self.components.get("image_encoder"))
+    image_processor = property(lambda self: self.components.get("image_processor"))
+    transformer = property(lambda self: self.components.get("transformer"))
+    transformer_2 = property(lambda self: self.components.get("transformer_2"))
+    tokenizer = property(lambda self: self.components.get("tokenizer"))
+
+    def settings(self, *, size: tuple[int, int] | None = None, **settings: Any) -> WanSettings:
+        """Returns the model's defaults, overridden by the given settings; raises WanjaxError for invalid ones.
+
+        A single guidance scale for a model of two experts applies to both.
+        """
+        for name in ("guidance_scale_2", "boundary"):
+            if settings.get(name) is not None and not self.architecture.experts:
+                raise WanjaxError(f"{self.defaults.model} has one transformer: {name} is for models with two")
+        if self.architecture.experts and settings.get("guidance_scale_2") is None:
+            settings |= {"guidance_scale_2": settings.get("guidance_scale")}
+        return super().settings(size=size, **settings)
+
+    def check_pictures(self, pictures: Pictures, settings: Settings) -> None:
+        self.architecture.task.check_pictures(pictures, settings)
+
+    def tokenize(self, prompt: str) -> TokenBatch:
+        """Returns the cleaned prompt's tokens; `truncated[0]` is the truncation, or None."""
+        return self.tokenizer.tokenize([clean_prompt(prompt)])
+
+    def truncations(self, prompt: str) -> Sequence[Truncation]:
+        return tuple(filter(None, self.tokenize(prompt).truncated))
+
+    @keeps_programs
+    def encode_prompts(self, prompt: str, negative_prompt: str | None = None) -> WanEncoded:
+        negative = self.defaults.negative_prompt if negative_prompt is None else negative_prompt
+        both = [self.tokenize(text) for text in (prompt, negative)]
+        ids, mask = (jnp.asarray(np.concatenate(x)) for x in zip(*((b.ids, b.mask) for b in both), strict=True))
+        graphdef, weights = nnx.split(self.text_encoder)
+        embeds = self.compiled(encode_prompts)(graphdef, ids, mask, weights)
+        return WanEncoded(embeds[:1], embeds[1:])
+
+    def encode_pictures(
+        self, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
+    ) -> Mapping[str, Array]:
+        config = self.architecture
+        encoders = Encoders(
+            partial(self.encode_video, tiling=tiling), self.encode_images, config.transformer, config.vae
+        )
+        return config.task.encode(encoders, pictures, settings)
+
+    @keeps_programs
+    def encode_images(self, images: Sequence[Picture]) -> Float[Array, "1 S E"]:
+        """Returns the features of images, joined along the sequence, by the checkpoint's vision tower."""
+        graphdef, weights = nnx.split(self.image_encoder)
+        pixels = jnp.asarray(self.image_processor(images))
+        features = self.compiled(encode_images)(graphdef, pixels, weights)
+        return features.reshape(1, -1, features.shape[-1])
+
+    def encoded_from(self, tensors: Mapping[str, Array]) -> WanEncoded:
+        """Restores the output of `encode` from its tensors by name; warns where prompts are shorter than Wan's."""
+        encoded = super().encoded_from(tensors)
+        if encoded.prompt_embeds.shape[1] == OLD_TEXT_LENGTH:
+            warnings.warn(
+                f"the prompt has {OLD_TEXT_LENGTH} tokens where Wan reads {TEXT_LENGTH}: the video will differ",
+                stacklevel=2,
+            )
+        return encoded
+
+    def check_encoded(self, encoded: WanEncoded, settings: Settings) -> None:
+        config = self.architecture.transformer
+        for name in ("prompt_embeds", "negative_prompt_embeds"):
+            embeds = getattr(encoded, name)
+            if not jnp.issubdtype(embeds.dtype, jnp.floating):
+                raise WanjaxError(f"the {name} are {embeds.dtype}, where floats are right: encode again")
+            if embeds.ndim != 3 or embeds.shape != (1, encoded.prompt_embeds.shape[1], config.text_width):
+                raise WanjaxError(
+                    f"the {name} have the shape {list(embeds.shape)} where {settings.model} has "
+                    f"[1, {encoded.prompt_embeds.shape[1]}, {config.text_width}]: they were made with another model"
+                )
+        self.architecture.task.check(encoded, self.architecture.latent_shape(settings), config)
+
+    def references(self, encoded: WanEncoded, settings: Settings) -> int:
+        return self.architecture.task.references(encoded, self.architecture.latent_shape(settings))
+
+    def begin(self, encoded: WanEncoded, settings: Settings, noise: Latents) -> tuple[Any, Float[Array, "B T H W C"]]:
+        """Returns the schedule, and the latents at its first noise level; a given video skips the noisiest steps."""
+        assert isinstance(settings, WanSettings)
+        x = jnp.moveaxis(noise.astype(jnp.float32), 1, -1)
+        options = {"shift": settings.flow_shift, "sigmas": settings.sigmas}
+        if encoded.video_latents is None:
+            return self.scheduler.schedule(settings.steps, **options), x
+        video = jnp.moveaxis(jnp.asarray(encoded.video_latents, jnp.float32), 1, -1)
+        skip = settings.steps - settings.strong_steps
+        schedule = self.scheduler.schedule(settings.steps, skip=skip, **options)
+        return schedule, self.scheduler.noised(schedule, video, x)
+
+    def segments(self, schedule: Any, settings: Settings) -> Sequence[Segment]:
+        assert isinstance(settings, WanSettings)
+        return segments(schedule.timesteps, settings)
+
+    def inputs(
+        self,
+        network: nnx.Module,
+        segment: Segment,
+        encoded: WanEncoded,
+        x: Float[Array, "B T H W C"],
+        batched: bool,
+    ) -> tuple[Denoiser, Inputs]:
+        graphdef, weights = nnx.split(network)
+        groups = grouping(segment.guided, batched, self.partitioner)
+        texts = (encoded.prompt_embeds, encoded.negative_prompt_embeds)
+        prompts, pictures = self.on_devices((group(texts, groups), _picture_inputs(encoded)))
+        task = self.architecture.task
+        contexts, rope = self.compiled(make_context)((graphdef, task), x, weights, prompts, pictures)
+        denoiser = WanDenoiser(graphdef, self.scheduler, task)
+        return denoiser, Inputs(weights, contexts, Shared(rope, pictures), groups[1])
+
+    def finish(self, x: Float[Array, "B T H W C"], encoded: WanEncoded) -> Float[Array, "B T H W C"]:
+        return self.architecture.task.finish(x, self.on_devices(_picture_inputs(encoded)))
+
+
+def _picture_inputs(encoded: WanEncoded) -> PictureInputs:
+    """Returns the encoded pictures as inputs of the transformer."""
+    latents = encoded.condition
+    return PictureInputs(
+        None if latents is None else jnp.moveaxis(jnp.asarray(latents, jnp.float32), 1, -1), encoded.image_embeds
+    )

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wan's published checkpoints, and the default settings of other checkpoints."""
+
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from wanjax.checkpoints.sources import Source, read_json
+from wanjax.models.clip import CLIP_VIT_H
+from wanjax.models.t5 import UMT5_XXL
+from wanjax.models.wan.config import (
+    FLF2V_14B,
+    I2V_14B,
+    I2V_A14B,
+    T2V_1_3B,
+    T2V_14B,
+    TI2V_5B,
+    VACE_1_3B,
+    VACE_14B,
+    VAE_2_1,
+    VAE_2_2,
+)
+from wanjax.pipelines.family import Preset
+from wanjax.pipelines.wan.architecture import WanArchitecture
+from wanjax.pipelines.wan.conditioning import (
+    ATTENDED_IMAGE_TO_VIDEO,
+    CONTROLLED_VIDEO,
+    FIRST_AND_LAST_FRAME,
+    FIRST_FRAME_TO_VIDEO,
+    IMAGE_TO_VIDEO,
+)
+from wanjax.pipelines.wan.settings import WanSettings
+from wanjax.schedulers import FlowEuler
+
+NANO = Path(str(files("wanjax") / "nano"))
+OFFICIAL_NEGATIVE_PROMPT = (
+    "色调艳丽，过曝，静态，细节模糊不清，字幕，风格，作品，画作，画面，静止，整体发灰，最差质量，低质量，JPEG压缩残留，丑陋的，"
+    "残缺的，多余的手指，画得不好的手部，画得不好的脸部，畸形的，毁容的，形态畸形的肢体，手指融合，静止不动的画面，杂乱的背景，"
+    "三条腿，背景人很多，倒着走"
+)
+SHAKING, CUTTING = "镜头晃动，", "镜头切换，"  # prefixes of negative prompts for models that animate pictures
+DEFAULTS = WanSettings(
+    model="",
+    prompt="",
+    negative_prompt=OFFICIAL_NEGATIVE_PROMPT,
+    height=480,
+    width=832,
+    frames=81,
+    fps=16,
+    steps=50,
+    guidance_scale=5.0,
+    guidance_scale_2=None,
+    boundary=None,
+    flow_shift=5.0,
+    sigmas="official",
+    seed=42,
+    dtype="bfloat16",
+    resize="crop",
+    strength=0.8,
+)
+T2V = WanArchitecture(text_encoder=UMT5_XXL, transformer=T2V_14B, vae=VAE_2_1)
+T2V_SMALL = replace(T2V, transformer=T2V_1_3B)
+I2V = replace(T2V, transformer=I2V_14B, image_encoder=CLIP_VIT_H, task=ATTENDED_IMAGE_TO_VIDEO)
+FLF2V = replace(I2V, transformer=FLF2V_14B, task=FIRST_AND_LAST_FRAME)
+VACE = replace(T2V, transformer=VACE_14B, task=CONTROLLED_VIDEO)
+VACE_SMALL = replace(VACE, transformer=VACE_1_3B)
+T2V_EXPERTS = replace(T2V, experts=True)
+I2V_EXPERTS = replace(T2V_EXPERTS, transformer=I2V_A14B, task=IMAGE_TO_VIDEO)
+TI2V = replace(T2V, transformer=TI2V_5B, vae=VAE_2_2, task=FIRST_FRAME_TO_VIDEO)
+HD: dict[str, Any] = {"height": 720, "width": 1280}
+SD: dict[str, Any] = {"height": 480, "width": 832}
+
+
+def _preset(
+    name: str, source: str, about: str, architecture: WanArchitecture, parameters: int, **settings: Any
+) -> Preset:
+    """Returns the preset of a checkpoint by Wan's authors; `settings` are those that differ from the defaults."""
+    return Preset(
+        name=name,
+        source=f"Wan-AI/{source}",
+        about=about,
+        transformer_parameters=parameters,
+        licence="Apache-2.0",
+        param_dtype="bfloat16",
+        defaults=replace(DEFAULTS, model=name, **settings),
+        architecture=architecture,
+    )
+
+
+PUBLISHED = (
+    _preset(
+        "wan2.1-t2v-1.3b",
+        "Wan2.1-T2V-1.3B-Diffusers",
+        "text to video, 480p",
+        T2V_SMALL,
+        1_418_996_800,
+    ),
+    _preset(
+        "wan2.1-t2v-14b",
+        "Wan2.1-T2V-14B-Diffusers",
+        "text to video, 480p and 720p",
+        T2V,
+        14_288_491_584,
+        **HD,
+    ),
+    _preset(
+        "wan2.1-i2v-14b-480p",
+        "Wan2.1-I2V-14B-480P-Diffusers",
+        "image to video, 480p",
+        I2V,
+        16_394_878_784,
+        negative_prompt=SHAKING + OFFICIAL_NEGATIVE_PROMPT,
+        steps=40,
+        flow_shift=3.0,
+    ),
+    _preset(
+        "wan2.1-i2v-14b-720p",
+        "Wan2.1-I2V-14B-720P-Diffusers",
+        "image to video, 720p",
+        I2V,
+        16_394_878_784,
+        negative_prompt=SHAKING + OFFICIAL_NEGATIVE_PROMPT,
+        steps=40,
+        flow_shift=5.0,
+        **HD,
+    ),
+    _preset(
+        "wan2.1-flf2v-14b",
+        "Wan2.1-FLF2V-14B-720P-diffusers",
+        "first and last frame to video, 720p",
+        FLF2V,
+        16_395_536_704,
+        negative_prompt=CUTTING + SHAKING + OFFICIAL_NEGATIVE_PROMPT,
+        flow_shift=16.0,
+        **HD,
+    ),
+    _preset(
+        "wan2.1-vace-1.3b",
+        "Wan2.1-VACE-1.3B-diffusers",
+        "video from a control clip, a mask and reference pictures, 480p",
+        VACE_SMALL,
+        2_153_972_032,
+        flow_shift=16.0,
+    ),
+    _preset(
+        "wan2.1-vace-14b",
+        "Wan2.1-VACE-14B-diffusers",
+        "video from a control clip, a mask and reference pictures, 480p and 720p",
+        VACE,
+        17_337_592_896,
+        flow_shift=16.0,
+        **HD,
+    ),
+    _preset(
+        "wan2.2-t2v-a14b",
+        "Wan2.2-T2V-A14B-Diffusers",
+        "text to video, 480p and 720p; two experts of as many parameters each",
+        T2V_EXPERTS,
+        14_288_491_584,
+        steps=40,
+        guidance_scale=4.0,  # at high noise; the official pair, (3.0, 4.0), begins with the scale at low noise
+        guidance_scale_2=3.0,
+        boundary=0.875,
+        flow_shift=12.0,
+        **HD,
+    ),
+    _preset(
+        "wan2.2-i2v-a14b",
+        "Wan2.2-I2V-A14B-Diffusers",
+        "image to video, 480p and 720p; two experts of as many parameters each",
+        I2V_EXPERTS,
+        14_288_901_184,
+        steps=40,
+        guidance_scale=3.5,
+        guidance_scale_2=3.5,
+        boundary=0.9,
+        **HD,
+    ),
+    _preset(
+        "wan2.2-ti2v-5b",
+        "Wan2.2-TI2V-5B-Diffusers",
+        "text and image to video, 704p",
+        TI2V,
+        4_999_787_712,
+        height=704,
+        width=1280,
+        frames=121,
+        fps=24,
+    ),
+)
+
+
+def _in_four_steps(name: str, authors: str, *loras: str, **settings: Any) -> Preset:
+    """Returns a preset with a LoRA that needs 4 steps and no guidance.
+
+    Euler's method has the noise levels 1, 0.75, 0.5, 0.25 shifted by 5, which are the timesteps 1000, 937.5, 833.3 and
+    625. Each of two experts takes two steps. Follows configs/distill/ and models/schedulers/wan/step_distill/ of
+    ModelTC/LightX2V, and wan/configs/ and wan/utils/fm_solvers_euler.py of ModelTC/Wan2.2-Lightning.
+    """
+    preset, few = named(name), f"{name}-4step"
+    assert isinstance(preset.architecture, WanArchitecture)
+    if preset.architecture.experts:
+        settings |= {"guidance_scale_2": 1.0}
+    return replace(
+        preset,
+        name=few,
+        about=f"{preset.about.partition(',')[0]} in 4 steps, with a LoRA by {authors}",
+        defaults=preset.defaults.updated(
+            {"model": few, "steps": 4, "guidance_scale": 1.0, "flow_shift": 5.0} | settings
+        ),
+        architecture=replace(preset.architecture, scheduler=FlowEuler()),
+        loras=loras,
+        scheduler=FlowEuler(),
+    )
+
+
+def named(name: str) -> Preset:
+    """Returns the published checkpoint of this name."""
+    return next(preset for preset in PUBLISHED if preset.name == name)
+
+
+_X2V = "lightx2v/Wan2.1-Distill-Loras/wan2.1"
+_LIGHTNING, _RANK = "lightx2v/Wan2.2-Lightning/Wan2.2", "A14B-4steps-lora-rank64-Seko"
+_NOISES = ("high", "low")
+FEW_STEPS = (
+    _in_four_steps("wan2.1-t2v-14b", "LightX2V", f"{_X2V}_t2v_14b_lora_rank64_lightx2v_4step.safetensors", **SD),
+    _in_four_steps("wan2.1-i2v-14b-480p", "LightX2V", f"{_X2V}_i2v_lora_rank64_lightx2v_4step.safetensors"),
+    _in_four_steps(
+        "wan2.2-t2v-a14b",
+        "Lightning",
+        *(f"{noise}={_LIGHTNING}-T2V-{_RANK}-V1.1/{noise}_noise_model.safetensors" for noise in _NOISES),
+    ),
+    _in_four_steps(
+        "wan2.2-i2v-a14b",
+        "Lightning",
+        *(f"{noise}={_LIGHTNING}-I2V-{_RANK}-V1/{noise}_noise_model.safetensors" for noise in _NOISES),
+    ),
+)
+PRESETS = (
+    Preset(
+        name="nano",
+        source=str(NANO),
+        about="text and image to video, 64 × 64, one coloured shape; ships with wanjax and runs on any CPU",
+        transformer_parameters=2_380_032,
+        licence="Apache-2.0",
+        param_dtype="float32",
+        defaults=DEFAULTS.updated(read_json(NANO / "generation_config.json", missing={}) | {"model": "nano"}),
+    ),
+    *PUBLISHED,
+    *FEW_STEPS,
+)
+
+
+def settings_of(source: Source, architecture: WanArchitecture, preset: Preset | None) -> WanSettings:
+    """Returns the default settings of a checkpoint: its preset's, if it has one.
+
+    Else they are those of the first preset with the same task and number of experts, or of Wan 2.1 1.3B if there is
+    none, overridden by the checkpoint's flow shift and its generation_config.json.
+    """
+    settings = _like(architecture) if preset is None else preset.defaults
+    if preset is None:
+        scheduler = source.config("scheduler")
+        shift = scheduler.get("flow_shift", scheduler.get("shift"))
+        own = read_json(source.root / "generation_config.json", missing={})
+        settings = settings.updated({"flow_shift": shift} | own)
+    assert isinstance(settings, WanSettings)
+    if not architecture.experts:
+        return replace(settings, boundary=None, guidance_scale_2=None)
+    return replace(settings, boundary=source.index.get("boundary_ratio") or settings.boundary)
+
+
+def _like(architecture: WanArchitecture) -> WanSettings:
+    """Returns the settings of the first preset with this task and number of experts, else those of Wan 2.1 1.3B."""
+    task = architecture.task
+    if (task, architecture.experts) == (IMAGE_TO_VIDEO, False):
+        task = ATTENDED_IMAGE_TO_VIDEO  # no published preset of one transformer has this task
+    for preset in PUBLISHED:
+        found = preset.architecture
+        assert isinstance(found, WanArchitecture)
+        assert isinstance(preset.defaults, WanSettings)
+        if (found.task, found.experts) == (task, architecture.experts):
+            return preset.defaults
+    return DEFAULTS
