@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured and not tested: run as `python -m benchmarks.NAME` from the repository's root."""
+"""Measurements that are not tests: run `python -m benchmarks.NAME` in the repository's root."""

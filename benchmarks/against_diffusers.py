@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speed beside diffusers and transformers in torch: the same weights and inputs, the same CPU, float32.
+"""Speed compared with diffusers and transformers in torch: the same weights, inputs and CPU, in float32.
 
-Text encoding, denoising steps and decoding at the widths of Wan 2.1 1.3B, with fewer layers, which all cost the same.
+Text encoding, denoising steps and decoding at the widths of Wan 2.1 1.3B. Fewer layers are run, as all cost the same.
 
     python -m benchmarks.against_diffusers [--json FILE] [--stage NAME ...] [--repeats 5]
 """
@@ -31,14 +31,15 @@ from transformers import UMT5Config, UMT5EncoderModel
 from benchmarks.timing import Run, speed_ratio, time_rivals
 from tests.parity.references import StateDict, relative_l2, wan_transformer, wan_vae
 from wanjax.converters import engine, t5
-from wanjax.layers.linear import scan_compiler_options
+from wanjax.kernels import compiler_options
 from wanjax.models.t5 import T5Encoder
 from wanjax.models.wan.config import T2V_1_3B
 from wanjax.models.wan.vae import WanVAE
-from wanjax.pipelines.base import Embeddings, Parts
-from wanjax.pipelines.text import encode_text
-from wanjax.pipelines.wan import WanConfigs, WanPipeline
-from wanjax.registry import PRESETS
+from wanjax.pipelines.components import Components
+from wanjax.pipelines.wan.conditioning import WanEncoded
+from wanjax.pipelines.wan.pipeline import WanPipeline
+from wanjax.pipelines.wan.programs import encode_text
+from wanjax.registry import presets
 from wanjax.schedulers import from_config
 
 STEPS = 2
@@ -46,18 +47,18 @@ STEPS = 2
 
 @dataclass(frozen=True)
 class Case:
-    """One stage done by both: functions that give the same array, and how many equal pieces of work a call holds."""
+    """One stage in both libraries: two functions that return the same array."""
 
     name: str
-    bar: float
+    bar: float  # the speed ratio to reach
     ours: Run
     theirs: Run
-    pieces: int = 1
+    pieces: int = 1  # equal pieces of work in a call, such as steps
 
 
 @dataclass(frozen=True)
 class Result:
-    """Median seconds of each, how many times as fast ours is, and the relative L2 distance of the two answers."""
+    """Median seconds per piece of each library, theirs / ours, and the relative L2 distance between the two results."""
 
     name: str
     bar: float
@@ -68,7 +69,7 @@ class Result:
 
 
 def text_case(layers: int) -> Iterator[Case]:
-    """The encoder of UMT5-XXL with few layers and a small vocabulary, over 512 tokens of which 60 are real."""
+    """Yields the encoder of UMT5-XXL with few layers and a small vocabulary, on 512 tokens with 452 of padding."""
     config = UMT5Config(
         vocab_size=4096, d_model=4096, d_kv=64, d_ff=10240, num_layers=layers, num_heads=64,
         feed_forward_proj="gated-gelu", tie_word_embeddings=True,
@@ -80,7 +81,7 @@ def text_case(layers: int) -> Iterator[Case]:
     graphdef, weights = nnx.split(encoder)
     encode = jax.jit(
         lambda weights, ids, mask: encode_text(nnx.merge(graphdef, weights), ids, mask),
-        compiler_options=scan_compiler_options(),
+        compiler_options=compiler_options.scanned(),
     )
     ids = np.random.default_rng(0).integers(2, config.vocab_size, (1, 512))
     mask = np.arange(512)[None] < 60
@@ -94,14 +95,14 @@ def text_case(layers: int) -> Iterator[Case]:
 
 
 def step_cases(layers: int) -> Iterator[Case]:
-    """Denoising 17 frames of 256 × 256 (1280 tokens) at the widths of 1.3B, with few layers, guided and not."""
+    """Yields the denoising of 17 frames of 256 × 256 (1280 tokens) at the widths of 1.3B, with and without guidance."""
     reference = WanTransformer3DModel(
         num_layers=layers, num_attention_heads=12, attention_head_dim=128, ffn_dim=8960, text_dim=4096
     ).eval()
     scheduler = UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0, num_train_timesteps=1000
     )
-    vae = AutoencoderKLWan(base_dim=8)  # asked for its sizes alone
+    vae = AutoencoderKLWan(base_dim=8)  # used only for its sizes
     torch_pipeline = TorchPipeline(
         tokenizer=None, text_encoder=None, vae=vae, scheduler=scheduler, transformer=reference
     )
@@ -114,7 +115,7 @@ def step_cases(layers: int) -> Iterator[Case]:
 
     def ours(scale: float) -> jax.Array:
         return pipeline.denoise(
-            Embeddings(*map(jnp.asarray, texts)), noise=jnp.asarray(noise), size=(256, 256), frames=17, steps=STEPS,
+            WanEncoded(*map(jnp.asarray, texts)), noise=jnp.asarray(noise), size=(256, 256), frames=17, steps=STEPS,
             guidance_scale=scale, flow_shift=3.0, sigmas="diffusers",
         )  # fmt: skip
 
@@ -131,7 +132,7 @@ def step_cases(layers: int) -> Iterator[Case]:
 
 
 def vae_case(height: int, width: int, frames: int) -> Iterator[Case]:
-    """Decoding with Wan 2.1's own autoencoder."""
+    """Yields the decoding of a video with Wan 2.1's autoencoder."""
     reference = AutoencoderKLWan().eval()
     pipeline = _pipeline(wan_vae(reference))
     mean, std = (
@@ -151,14 +152,18 @@ def vae_case(height: int, width: int, frames: int) -> Iterator[Case]:
 
 
 def _pipeline(vae: WanVAE, **others: Any) -> WanPipeline:
-    """Our pipeline around parts that are here already."""
-    parts = Parts({})
+    """Returns our pipeline with components that are loaded already."""
+    parts = Components({})
     for name, part in {"vae": vae, **others}.items():
         parts.put(name, part)
-    return WanPipeline(parts, WanConfigs(T2V_1_3B, vae.config), PRESETS["wan2.1-t2v-1.3b"].defaults)
+    return WanPipeline(
+        parts, WanArchitecture(transformer=T2V_1_3B, vae=vae.config), presets()["wan2.1-t2v-1.3b"].defaults
+    )
 
 
 def measure(case: Case, repeats: int) -> Result:
+    """Times both libraries in turns and compares their results."""
+
     def theirs() -> torch.Tensor:
         with torch.no_grad():
             return case.theirs()
@@ -170,7 +175,7 @@ def measure(case: Case, repeats: int) -> Result:
 
 
 def show(results: list[Result]) -> None:
-    table = Table("stage", "wanjax, s", "torch, s", "times as fast", "bar", "relative L2 distance")
+    table = Table("stage", "wanjax, s", "torch, s", "torch / wanjax", "bar", "relative L2 distance")
     for r in results:
         mark = "" if r.ratio >= r.bar else " (missed)"
         table.add_row(
@@ -186,12 +191,12 @@ def machine() -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stage", action="append", choices=("text", "step", "vae"), help="all if none is named")
+    parser.add_argument("--stage", action="append", choices=("text", "step", "vae"), help="default: all")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--layers", type=int, default=2, help="of the text encoder and of the transformer")
+    parser.add_argument("--layers", type=int, default=2, help="layers of the text encoder and of the transformer")
     parser.add_argument("--vae-size", default="256x256", help="WIDTHxHEIGHT of the decoded video")
     parser.add_argument("--vae-frames", type=int, default=9)
-    parser.add_argument("--json", type=Path, help="where the figures go too")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     width, height = map(int, options.vae_size.split("x"))
     stages: dict[str, Callable[[], Iterator[Case]]] = {

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention at the sizes of real models: every implementation that runs here beside torch's, and the memory of each.
+"""Attention at the sizes of real models: speed and memory of every implementation that runs here, compared with torch.
 
     python -m benchmarks.attention [WORKLOAD ...] [--dtype float32] [--one-core] [--block-q N --block-kv N]
     python -m benchmarks.attention [WORKLOAD ...] --price v6e
 
-Workloads are named in wanjax.kernels.attention.specs; `all` is all of them. The reference is left out where its scores
-would pass 1 GB. With `--one-core` all run on one core and their processor time counts, which others that use the
-machine hardly change. With `--price` nothing runs: the TPU compiler's schedules are priced, JAX's own splash attention
-beside them (benchmarks/attention_prices.py).
+benchmarks.workloads names the workloads; `all` selects all of them. The reference is left out if its
+scores exceed 1 GB. With `--one-core` everything runs on one core and CPU time counts, which other users of the machine
+hardly change. With `--price` nothing runs: the TPU compiler's schedules are priced, together with those of JAX's splash
+attention (benchmarks/attention_prices.py).
 """
 
 import argparse
@@ -26,8 +26,8 @@ from rich.table import Table
 
 from benchmarks.attention_prices import price_table
 from benchmarks.timing import Run, Timing, speed_ratio, time_rivals
+from benchmarks.workloads import WORKLOADS, Workload
 from wanjax.kernels.attention import IMPLEMENTATIONS, attention, choose, chunked
-from wanjax.kernels.attention.specs import WORKLOADS, Workload
 
 DEFAULT = ("wan_1_3b_256x256x17_self", "wan_1_3b_256x256x17_cross", "wan_1_3b_480x832x17_self")
 PRICED = (
@@ -45,7 +45,7 @@ BAR_SPEED, BAR_MEMORY = 0.9, 0.25
 
 
 def torch_attention(arrays: list[np.ndarray], dtype: str) -> Callable[[], Any]:
-    """torch's fused attention of the same operands [B L N D]; its own layout is a view of them."""
+    """Returns torch's fused attention of the operands [B L N D]; torch's axis order [B N L D] is a view of them."""
     import torch
 
     q, k, v = (torch.from_numpy(x).to(getattr(torch, dtype)).transpose(1, 2) for x in arrays)
@@ -58,14 +58,14 @@ def torch_attention(arrays: list[np.ndarray], dtype: str) -> Callable[[], Any]:
 
 
 def ours(workload: Workload, dtype: str, name: str, config: Any) -> tuple[Callable, int]:
-    """The compiled call, and the bytes that it needs beside its operands and its result."""
+    """Returns the compiled call, and the bytes that it needs in addition to its operands and its result."""
     function = jax.jit(partial(attention, implementation=name, config=config))
     compiled = function.lower(*workload.operands(jnp.dtype(dtype))).compile()
     return compiled, compiled.memory_analysis().temp_size_in_bytes
 
 
 def processor_time_rivals(rivals: Mapping[str, Run], repeats: int) -> dict[str, Timing]:
-    """As `time_rivals`, by the time that this process had a processor."""
+    """Times functions in turns like `time_rivals`, by the CPU time of this process."""
     taken: dict[str, list[float]] = {name: [] for name in rivals}
     for _ in range(repeats):
         for name, run in rivals.items():
@@ -76,6 +76,7 @@ def processor_time_rivals(rivals: Mapping[str, Run], repeats: int) -> dict[str, 
 
 
 def measure(workload: Workload, dtype: str, config: Any, repeats: int, one_core: bool) -> Table:
+    """Checks every implementation against torch's result, then measures its speed and memory."""
     random = np.random.default_rng(0)
     arrays = [random.standard_normal(x.shape, np.float32) for x in workload.operands()]
     operands = [jnp.asarray(x, dtype) for x in arrays]
@@ -87,7 +88,7 @@ def measure(workload: Workload, dtype: str, config: Any, repeats: int, one_core:
         try:
             choose(*operands, implementation=name)
         except NotImplementedError as refusal:
-            print(f"not {name}: {refusal}")
+            print(f"{name} is left out: {refusal}")
             continue
         compiled, memory[name] = ours(workload, dtype, name, config if name == "chunked" else None)
         rivals[name] = partial(compiled, *operands)
@@ -97,7 +98,7 @@ def measure(workload: Workload, dtype: str, config: Any, repeats: int, one_core:
         assert distance < {"float32": 1e-5, "bfloat16": 1e-2}[dtype], (name, distance)
     timings = (processor_time_rivals if one_core else time_rivals)(rivals, repeats)
     title = f"{workload.name}, {dtype}: [1 {workload.queries} {workload.heads} {workload.head_dim}] × {workload.keys}"
-    table = Table("", "best, ms", "GFLOP/s", "times torch's speed", "memory, MB", "part of the scores", title=title)
+    table = Table("", "best, ms", "GFLOP/s", "torch / this", "memory, MB", "memory / scores", title=title)
     for name, timing in timings.items():
         share = [f"{memory[name] / 1e6:.1f}", f"{memory[name] / scores:.3f}"] if name in memory else ["", ""]
         rate = f"{workload.flops / timing.best / 1e9:.0f}"
@@ -113,14 +114,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--block-q", type=int)
     parser.add_argument("--block-kv", type=int)
-    parser.add_argument("--one-core", action="store_true", help="run on one core and count its time")
+    parser.add_argument("--one-core", action="store_true", help="run on one core and count CPU time")
     options = parser.parse_args()
     names = list(WORKLOADS) if options.workload == ["all"] else options.workload
     if options.price:
         for name in names or PRICED:
             Console(width=150).print(price_table(WORKLOADS[name], options.price))
         return
-    if options.one_core:  # before JAX starts its threads, which inherit it
+    if options.one_core:  # before JAX starts its threads, which inherit the affinity
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
         import torch
 
@@ -130,7 +131,7 @@ def main() -> None:
     config = replace(default, **{name: size for name, size in sizes.items() if size})
     for name in names or DEFAULT:
         Console(width=120).print(measure(WORKLOADS[name], options.dtype, config, options.repeats, options.one_core))
-    print(f"bars for chunked on a CPU: {BAR_SPEED} × torch's speed, {BAR_MEMORY} of the scores")
+    print(f"bars for chunked on a CPU: {BAR_SPEED} × torch's speed, memory {BAR_MEMORY} × the scores")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention priced for a TPU that is not there: ours, JAX's own splash attention, and the plain form that XLA compiles.
+"""Attention priced for a described TPU: ours, JAX's splash attention, and the plain formula compiled by XLA.
 
-Operands are [1 L N·D] in bfloat16, as projections write them, so that padding and transposes around a kernel are in its
-price. Splash attention takes lengths of whole tiles only: as its users do, zero keys fill them, which take part.
+Operands are [1 L N·D] in bfloat16, as projections write them, so a kernel's price includes its padding and transposes.
+Splash attention needs lengths of whole tiles. As its users do, they are padded with zero keys, which are not masked.
 """
 
 from collections.abc import Callable, Container, Mapping
@@ -13,34 +13,35 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.table import Table
 
+from benchmarks.workloads import WORKLOADS, Workload
+from wanjax.compilation import Lowering
 from wanjax.kernels.attention import IMPLEMENTATIONS, attention
-from wanjax.kernels.attention.specs import WORKLOADS, Workload
 from wanjax.plan import SLICES, Compiled, CompilerError, Job, compile_all, price
-from wanjax.plan.program import Program
 
-SPLASH_TILES = ((2048, 1024, 512), (3328, 2816, 256))  # of queries, keys, and keys computed at a time
-LARGEST_SCORES = 16e9  # bytes; the plain form of more does not fit any chip
-WITH_RARE_WORK = {"flash_tpu": "every head careful"}  # what data decides: priced without it, and with all of it
+SPLASH_TILES = ((2048, 1024, 512), (3328, 2816, 256))  # block_q, block_kv and block_kv_compute
+LARGEST_SCORES = 16e9  # bytes; with more, the plain formula fits no chip
+WITH_RARE_WORK = {"flash_tpu": "every head careful"}  # priced without and with its data-dependent branches
 OWN = [name for name in IMPLEMENTATIONS if name not in ("reference", "cudnn")]
 
 
-def ours(mesh: Mesh, *, workload: str, implementation: str) -> Program:
+def ours(mesh: Mesh, *, workload: str, implementation: str) -> Lowering:
     return _program(mesh, WORKLOADS[workload], partial(attention, implementation=implementation))
 
 
-def plain(mesh: Mesh, *, workload: str) -> Program:
+def plain(mesh: Mesh, *, workload: str) -> Lowering:
     return _program(mesh, WORKLOADS[workload], partial(jax.nn.dot_product_attention, implementation="xla"))
 
 
-def splash(mesh: Mesh, *, workload: str, tiles: tuple[int, int, int]) -> Program:
+def splash(mesh: Mesh, *, workload: str, tiles: tuple[int, int, int]) -> Lowering:
     size = WORKLOADS[workload]
     kernel = splash_kernel(size.heads, size.queries, size.keys, tiles)
     return _program(mesh, size, partial(kernel, scale=size.head_dim**-0.5))
 
 
 def splash_kernel(heads: int, queries: int, keys: int, tiles: tuple[int, int, int]) -> Callable[..., jax.Array]:
-    """Attention (q, k, v, scale) of one device's operands [1 L N D]; the tiles are of queries, of keys, and of keys
-    computed at a time.
+    """Returns splash attention (q, k, v, scale) of one device's operands [1 L N D].
+
+    tiles: block_q, block_kv and block_kv_compute.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
@@ -57,17 +58,17 @@ def splash_kernel(heads: int, queries: int, keys: int, tiles: tuple[int, int, in
     )
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
-        def lay(x: jax.Array, length: int) -> jax.Array:  # [N L D]
+        def padded(x: jax.Array, length: int) -> jax.Array:  # [N L D]
             return jnp.pad(jnp.moveaxis(x[0], 1, 0), ((0, 0), (0, length - x.shape[1]), (0, 0)))
 
-        out = kernel(lay(q * scale, whole_q), lay(k, whole_kv), lay(v, whole_kv))
+        out = kernel(padded(q * scale, whole_q), padded(k, whole_kv), padded(v, whole_kv))
         return jnp.moveaxis(out[:, :queries], 0, 1)[None]
 
     return run
 
 
-def _program(mesh: Mesh, workload: Workload, function: Callable) -> Program:
-    """On every device the same, of operands with their heads side by side."""
+def _program(mesh: Mesh, workload: Workload, function: Callable) -> Lowering:
+    """Builds the program that runs a function, replicated on every device, on operands [1 L N·D]."""
     spec = PartitionSpec()
     arguments = (
         jax.ShapeDtypeStruct((*x.shape[:2], x.shape[2] * x.shape[3]), x.dtype, sharding=NamedSharding(mesh, spec))
@@ -79,11 +80,11 @@ def _program(mesh: Mesh, workload: Workload, function: Callable) -> Program:
         return function(*heads).reshape(operands[0].shape)
 
     everywhere = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    return Program(everywhere, tuple(arguments))
+    return Lowering(everywhere, tuple(arguments))
 
 
 def jobs(workload: Workload, chip: str) -> Mapping[str, Job]:
-    """What is compared, by its name in the table."""
+    """Returns the jobs to compare, by their names in the table."""
     place = min((place for place in SLICES.values() if place.chip.name == chip), key=lambda place: place.devices).name
     found = {name: Job(place, f"{__name__}:ours", {"workload": workload.name, "implementation": name}) for name in OWN}
     for tiles in SPLASH_TILES:
@@ -95,6 +96,7 @@ def jobs(workload: Workload, chip: str) -> Mapping[str, Job]:
 
 
 def price_table(workload: Workload, chip: str) -> Table:
+    """Compiles and prices all forms of a workload on one chip."""
     compared = jobs(workload, chip)
     results = dict(zip(compared, compile_all(list(compared.values()), schedules=True), strict=True))
     done = {name: result for name, result in results.items() if isinstance(result, Compiled)}
@@ -102,7 +104,7 @@ def price_table(workload: Workload, chip: str) -> Table:
     splash_best = min((prices[name] for name in prices if name.startswith("splash")), default=float("nan"))
     shape = f"[1 {workload.queries:,} {workload.heads} {workload.head_dim}] × {workload.keys:,}"
     table = Table(title=f"{workload.name} on one {chip}, bfloat16, priced: {shape}")
-    for column in ("", "ms", "low to high", "kernel", "around it", "times stock splash", "of peak", "MXU", "VALU"):
+    for column in ("", "ms", "low to high", "kernel", "around it", "splash / this", "of peak", "MXU", "VALU"):
         table.add_column(column)
     for column in ("fills, spills a bundle", "VMEM, MiB", "memory, MiB"):
         table.add_column(column)
@@ -117,7 +119,7 @@ def price_table(workload: Workload, chip: str) -> Table:
 
 
 def _rare(name: str, compiled: Compiled) -> Mapping[str, Container[int]]:
-    """The blocks of kernels that jump over what few inputs need."""
+    """Returns the blocks of a kernel whose branch skips work that few inputs need."""
     return price(compiled).undecided if name in WITH_RARE_WORK else {}
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an autoencoder's programs cost the TPU's compiler, at each level of its effort, and their prices.
+"""Compile times and prices of an autoencoder's programs at each optimisation level of the TPU compiler.
 
-The level that wanjax asks for is O1; the compiler's own is O2.
+wanjax compiles them at O1; the compiler's default is O2.
 
     python -m benchmarks.autoencoder [MODEL] [--chip v6e-8] [--levels O0 O1 O2] [--encode]
 """
@@ -14,41 +14,41 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
-from wanjax.layers.conv import O1
-from wanjax.networks import PUBLISHED
+from wanjax.compilation import Lowering
+from wanjax.kernels.compiler_options import O1
 from wanjax.plan import stages as programs
 from wanjax.plan.chips import find_slice
 from wanjax.plan.compile import compile_job
 from wanjax.plan.pricing import price
-from wanjax.plan.program import Program
-from wanjax.registry import PRESETS
+from wanjax.registry import presets
 
 LEVELS = {"O0": 9, "O1": O1, "O2": 29}  # XLA's numbers
 
 
-def program(mesh: Mesh, *, name: str, level: int, **video: Any) -> Program:
-    """A program of the pipeline's with the compiler at another level."""
-    made = getattr(programs, name)(mesh, **video)
+def program(mesh: Mesh, *, level: int, **job: Any) -> Lowering:
+    """Builds one of the pipeline's programs with another optimisation level."""
+    made = programs.build(mesh, **job)
     return made._replace(compiler_options={**(made.compiler_options or {}), "optimization_level": level})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", default="wan2.1-t2v-14b", choices=PUBLISHED)
-    parser.add_argument("--chip", default="v6e-8", help="a slice of TPUs; frames lie over all of it")
+    known = [name for name, preset in presets().items() if preset.architecture]
+    parser.add_argument("model", nargs="?", default="wan2.1-t2v-14b", choices=known)
+    parser.add_argument("--chip", default="v6e-8", help="a slice of TPUs; frames are sharded over all of it")
     parser.add_argument("--levels", nargs="+", default=list(LEVELS), choices=LEVELS)
-    parser.add_argument("--encode", action="store_true", help="of models that are given pictures")
+    parser.add_argument("--encode", action="store_true", help="the encoder, for models that take pictures")
     options = parser.parse_args()
-    video, mesh = PRESETS[options.model].defaults, {"tp": find_slice(options.chip).devices}
+    video, mesh = presets()[options.model].defaults, {"tp": find_slice(options.chip).devices}
     stage = "encode" if options.encode else "decode"
     names = (f"{stage}_first", f"{stage}_next")
-    runs = programs.stages(PUBLISHED[options.model], video, options.chip, mesh)[stage]
+    runs = programs.stages(presets()[options.model].architecture, video, options.chip, mesh)[stage]
     table = Table(title=f"{options.model}, {video.width}x{video.height}, {options.chip}")
     for column in ("program", "level", "compiled in, s", "priced, ms", "runs", "peak, GiB"):
         table.add_column(column)
     for run in (run for run in runs if run.name in names):
         for level in options.levels:
-            settings = {**run.job.settings, "name": run.name, "level": LEVELS[level]}
+            settings = {**run.job.settings, "level": LEVELS[level]}
             made = compile_job(replace(run.job, builder="benchmarks.autoencoder:program", settings=settings))
             cost, peak = price(made).total.mid, made.memory.peak / 2**30
             table.add_row(run.name, level, f"{made.seconds:.0f}", f"{1e3 * cost:.1f}", str(run.times), f"{peak:.2f}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forms of one computation that were weighed for the CPU, the one in use first: docs/performance.md.
+"""Alternative forms of a computation on the CPU; the first is the one in use, docs/performance.md says why.
 
 python -m benchmarks.choices [conv] [dense] [casts] [--repeats 5]
 """
@@ -16,16 +16,16 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.timing import Run, time_rivals
+from wanjax.kernels import compiler_options
 from wanjax.layers.conv import CausalConv
-from wanjax.layers.linear import scan_compiler_options
 from wanjax.models.t5 import UMT5_XXL, T5Encoder
 
-LAYOUT = ("NHWC", "HWIO", "NHWC")
-LAYOUT_3D = ("NDHWC", "DHWIO", "NDHWC")
+AXES = ("NHWC", "HWIO", "NHWC")
+AXES_3D = ("NDHWC", "DHWIO", "NDHWC")
 
 
 def conv(repeats: int) -> Table:
-    """The VAE's causal convolution, 3 × 3 × 3, of 4 frames and the 2 that it kept, near the pixels and deep down."""
+    """Times the VAE's causal 3 × 3 × 3 convolution of 4 frames and 2 cached ones, at a shallow and at a deep level."""
     table = Table("channels", "frame", *("2-D per tap", "3-D", "2-D of stacked taps", "torch"), title="conv, GFLOP/s")
     for channels, height, width in ((96, 120, 208), (384, 30, 52)):
         x = np.random.default_rng(0).standard_normal((1, 6, height, width, channels), np.float32)
@@ -52,13 +52,13 @@ def _conv_forms(frames: np.ndarray) -> dict[str, Run]:
     @jax.jit
     def whole(kernel, x):
         padding = ((0, 0), (1, 1), (1, 1))
-        return jax.lax.conv_general_dilated(x, kernel, (1, 1, 1), padding, dimension_numbers=LAYOUT_3D)
+        return jax.lax.conv_general_dilated(x, kernel, (1, 1, 1), padding, dimension_numbers=AXES_3D)
 
     @jax.jit
     def stacked(kernel, x):
         taps = jnp.concatenate([x[0, tap : tap + 4] for tap in range(3)], axis=-1)
         kernel = jnp.concatenate(list(kernel), axis=2)
-        return jax.lax.conv_general_dilated(taps, kernel, (1, 1), ((1, 1), (1, 1)), dimension_numbers=LAYOUT)
+        return jax.lax.conv_general_dilated(taps, kernel, (1, 1), ((1, 1), (1, 1)), dimension_numbers=AXES)
 
     def in_torch() -> torch.Tensor:
         with torch.no_grad():
@@ -73,7 +73,7 @@ def _conv_forms(frames: np.ndarray) -> dict[str, Run]:
 
 
 def dense(repeats: int) -> Table:
-    """The gradient of a dense layer at a training step's sizes, over [B L E] as it is and flattened to [B·L E]."""
+    """Times the gradient of a dense layer at the sizes of a training step, on [B L E] and flattened to [B·L E]."""
     random = np.random.default_rng(0)
     x = jnp.asarray(random.standard_normal((64, 80, 192), np.float32))
     kernel = jnp.asarray(random.standard_normal((192, 512), np.float32))
@@ -91,14 +91,14 @@ def dense(repeats: int) -> Table:
 
 
 def casts(repeats: int) -> Table:
-    """Memory beside the weights of UMT5-XXL in bfloat16 that computes in float32, as XLA plans it; nothing is run."""
+    """Reads XLA's temporary memory for UMT5-XXL with bfloat16 weights and float32 compute; nothing is run."""
     del repeats
     make = partial(T5Encoder, UMT5_XXL, dtype=jnp.float32, param_dtype=jnp.bfloat16)
     graphdef, weights = nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
     tokens = jax.ShapeDtypeStruct((2, 512), jnp.int32)
     lowered = jax.jit(lambda weights, tokens: nnx.merge(graphdef, weights)(tokens)).lower(weights, tokens)
-    plans = (lowered.compile(compiler_options=given).memory_analysis() for given in (scan_compiler_options(), None))
-    table = Table("weights cast in the loop over blocks", "ahead of it", title="memory of UMT5-XXL, GB")
+    plans = (lowered.compile(compiler_options=given).memory_analysis() for given in (compiler_options.scanned(), None))
+    table = Table("weights cast inside the loop over blocks", "before it", title="temporary memory of UMT5-XXL, GB")
     table.add_row(*(f"{plan.temp_size_in_bytes / 1e9:.1f}" for plan in plans))
     return table
 
@@ -106,7 +106,7 @@ def casts(repeats: int) -> Table:
 def main() -> None:
     measures = {"conv": conv, "dense": dense, "casts": casts}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", choices=[*measures, []], help=f"{', '.join(measures)}; all if none is named")
+    parser.add_argument("what", nargs="*", choices=[*measures, []], help=f"{', '.join(measures)}; default: all")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     for what in options.what or measures:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts, verifies and restores a checkpoint of the size of Wan 2.1 T2V 1.3B, beside a plain copy of the same bytes.
+"""Conversion, verification and restoring of a checkpoint of the size of Wan 2.1 T2V 1.3B, compared with a plain copy.
 
-Each part runs in a process of its own, whose peak of memory is told, and begins with the files on the disk alone. A
-copy and the conversion take turns, twice, and wait until all is on the disk; the quicker of each counts. Takes twice
-the checkpoint's 18 GB, and deletes them.
+Each part runs in its own process, reports its peak memory, and starts with a cold page cache. The copy and the
+conversion alternate, twice, and end once everything is on the disk; the faster run of each counts. Needs twice the
+checkpoint's 18 GB of disk, and deletes them at the end.
 
     python -m benchmarks.convert [--folder FOLDER] [--source FOLDER] [--json FILE]
 
-`--source` is another checkpoint to convert, in place of the synthetic one.
+`--source` converts another checkpoint in place of the synthetic one.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from benchmarks.real_shapes import run
 
-MEMORY, RATE = 4e9, 0.6  # at most while converting, in bytes; at least, of the rate of a copy
+MEMORY, RATE = 4e9, 0.6  # bars: at most these bytes while converting; at least this fraction of a copy's rate
 NETWORKS = ("text_encoder", "transformer", "vae")
 
 
@@ -35,21 +35,21 @@ def copy(source: Path, target: Path) -> dict:
 
 
 def convert(source: Path, target: Path) -> dict:
-    from wanjax.convert import ToWanjax
-    from wanjax.sources import open_source
+    from wanjax.checkpoints.convert import ToWanjax
+    from wanjax.checkpoints.sources import open_source
 
     start, ends = time.perf_counter(), {}
 
     def progress(at: str, done: int, total: int) -> None:
         ends[at] = time.perf_counter() - start
 
-    assert ToWanjax(open_source(source), target).run(progress)
+    assert ToWanjax(open_source(source), target, NETWORKS).run(progress)
     return {"seconds": time.perf_counter() - start, "written after": ends["converting"]}
 
 
 def verify(source: Path, target: Path) -> dict:
-    from wanjax.manifest import verify
-    from wanjax.sources import open_source
+    from wanjax.checkpoints.manifest import verify
+    from wanjax.checkpoints.sources import open_source
 
     start = time.perf_counter()
     verify(open_source(target))
@@ -57,15 +57,18 @@ def verify(source: Path, target: Path) -> dict:
 
 
 def compare(source: Path, target: Path) -> dict:
-    """Every tensor of the source with what would be written back, bit for bit."""
-    from wanjax.checkpoint import SafetensorsFolder
-    from wanjax.networks import network
-    from wanjax.sources import open_source
+    """Compares every tensor of the source with its conversion there and back, bit for bit."""
+    from wanjax.checkpoints.files import SafetensorsFolder
+    from wanjax.checkpoints.networks import network
+    from wanjax.checkpoints.sources import open_source
 
     start, count = time.perf_counter(), 0
     converted = open_source(target)
     for name in NETWORKS:
-        here, there = SafetensorsFolder(source / name), converted.tensors(name, network(converted, name).rules)
+        here, there = (
+            SafetensorsFolder(source / name),
+            converted.tensors(name, network(converted, name, NETWORKS).rules),
+        )
         assert set(here.keys()) == set(there.keys())
         for key in here.keys():  # noqa: SIM118
             x, y = here.read(key), there.read(key)
@@ -98,7 +101,7 @@ PARTS: dict[str, Callable[[Path, Path], dict]] = {
 
 
 def synchronise(folder: Path) -> None:
-    """Waits until the files are on the disk, and has the system forget what it keeps of them in memory."""
+    """Waits until the files are on the disk, and drops them from the page cache."""
     for path in folder.rglob("*"):
         if path.is_file():
             descriptor = os.open(path, os.O_RDONLY)
@@ -108,23 +111,23 @@ def synchronise(folder: Path) -> None:
 
 
 def measured(part: str, source: Path, target: Path) -> dict:
-    """What a part took, in a process of its own."""
+    """Runs a part in its own process and returns its figures."""
     for folder in (source, target):
         synchronise(folder)
     with tempfile.NamedTemporaryFile() as result:
         command = [sys.executable, "-m", "benchmarks.convert", "--part", part, str(source), str(target), result.name]
         _, peak = run(command, os.environ)
         figures = json.loads(Path(result.name).read_text()) | {"peak": peak}
-    told = ", ".join(f"{name} {value:,.1f}" for name, value in figures.items() if name != "peak")
-    print(f"{part}: {told}, peak {peak / 1e9:.2f} GB", flush=True)
+    listed = ", ".join(f"{name} {value:,.1f}" for name, value in figures.items() if name != "peak")
+    print(f"{part}: {listed}, peak {peak / 1e9:.2f} GB", flush=True)
     return figures
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where there is room")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="a folder with enough room")
     parser.add_argument("--source", type=Path)
-    parser.add_argument("--json", type=Path, help="where the figures go too")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--part", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peak memory of decoding a long clip beside a short one, with Wan 2.1's own autoencoder (random weights).
+"""Peak memory of decoding a long clip compared with a short one, with Wan 2.1's autoencoder (random weights).
 
-Each clip is decoded in a process of its own, chunk by chunk, and its frames are written as they come.
+Each clip is decoded in its own process, chunk by chunk, and each chunk's frames are written at once.
 
     python -m benchmarks.memory [--frames 17 81] [--size 256x256] [--json FILE]
 """
@@ -21,19 +21,19 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
-from wanjax.io import write_video
+from wanjax.media.videos import write_video
 from wanjax.models.wan.config import T2V_1_3B, VAE_2_1
 from wanjax.models.wan.vae import WanVAE
-from wanjax.pipelines.base import Parts
-from wanjax.pipelines.wan import WanConfigs, WanPipeline
-from wanjax.registry import PRESETS
+from wanjax.pipelines.components import Components
+from wanjax.pipelines.wan.pipeline import WanPipeline
+from wanjax.registry import presets
 
-BAR = 1.3  # times the memory of the first clip
+BAR = 1.3  # at most this multiple of the first clip's memory
 STATUS = Path("/proc/self/status")
 
 
 def memory(field: str) -> int:
-    """Bytes of this process that Linux counts as `VmRSS`, now, or `VmHWM`, at the most so far."""
+    """Returns this process's memory in bytes: `VmRSS` is the current size, `VmHWM` the peak."""
     [line] = [line for line in STATUS.read_text().splitlines() if line.startswith(f"{field}:")]
     return 1024 * int(line.split()[1])
 
@@ -47,11 +47,11 @@ def random_vae() -> WanVAE:
 
 
 def decode(frames: int, height: int, width: int) -> dict[str, int]:
-    """The process's memory before decoding and at its peak, in bytes."""
-    parts = Parts({})
+    """Decodes one clip and returns the process's memory before decoding and at its peak, in bytes."""
+    parts = Components({})
     parts.put("vae", random_vae())
-    preset = PRESETS["wan2.1-t2v-1.3b"]
-    pipeline = WanPipeline(parts, WanConfigs(T2V_1_3B, VAE_2_1), preset.defaults)
+    preset = presets()["wan2.1-t2v-1.3b"]
+    pipeline = WanPipeline(parts, WanArchitecture(transformer=T2V_1_3B, vae=VAE_2_1), preset.defaults)
     latents = jax.random.normal(jax.random.key(0), (1, 16, (frames + 3) // 4, height // 8, width // 8))
     before = memory("VmRSS")
     with tempfile.TemporaryDirectory() as folder:
@@ -64,7 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--frames", type=int, nargs="+", default=[17, 81])
     parser.add_argument("--size", default="256x256", help="WIDTHxHEIGHT")
-    parser.add_argument("--json", type=Path, help="where the figures go too")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--here", action="store_true", help="decode in this process and print one clip's figures")
     options = parser.parse_args()
     width, height = map(int, options.size.split("x"))
@@ -72,7 +72,7 @@ def main() -> None:
         print(json.dumps(decode(options.frames[0], height, width)))
         return
     results = [_in_new_process(frames, options.size) for frames in options.frames]
-    table = Table("frames", "before decoding, GB", "peak, GB", "times the first", f"bar {BAR}", title=options.size)
+    table = Table("frames", "before decoding, GB", "peak, GB", "peak / first", f"bar {BAR}", title=options.size)
     for r in results:
         ratio = r["peak"] / results[0]["peak"]
         sizes = (f"{r[name] / 1e9:.2f}" for name in ("before", "peak"))

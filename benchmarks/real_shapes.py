@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command that a user types for Wan 2.1 T2V 1.3B, run on a checkpoint of the real names, shapes and dtypes.
+"""`wanjax generate` with Wan 2.1 T2V 1.3B, on a checkpoint of the real names, shapes and dtypes.
 
-The weights are random and the tokenizer is small: what is shown is that UMT5-XXL, the transformer and the autoencoder
-load, run and are freed within the memory of this machine, and what each takes. Writes some 18 GB, and deletes them.
+The weights are random and the tokenizer is small. The run shows that UMT5-XXL, the transformer and the autoencoder
+load, run and are freed within this machine's memory, and how much each needs. Writes about 18 GB and deletes them.
 
     python -m benchmarks.real_shapes [--folder FOLDER] [--json FILE] [-- OPTIONS OF wanjax generate ...]
 """
@@ -27,7 +27,7 @@ BAR = 20e9  # bytes
 
 
 def write_hub_cache(home: Path) -> None:
-    """The checkpoint where huggingface-hub keeps what it has downloaded, so that the model is found by its name."""
+    """Writes the checkpoint into a cache of huggingface-hub, so that the model is found by its name."""
     repository = home / "hub" / REPOSITORY
     revision = "0" * 40
     (repository / "refs").mkdir(parents=True)
@@ -36,9 +36,9 @@ def write_hub_cache(home: Path) -> None:
 
 
 def run(command: list[str], environment: Mapping[str, str]) -> tuple[float, int]:
-    """Runs it, its output shown; wall seconds and the most bytes it held in memory.
+    """Runs a command with its output shown, and returns the wall time in seconds and the peak memory in bytes.
 
-    The command sets its own peak back at the start of each stage, so the peak is looked at all along.
+    The command resets its own peak at the start of each stage, so the peak is polled during the run.
     """
     start, peak = time.perf_counter(), 0
     process = subprocess.Popen(command, env=environment)
@@ -54,9 +54,9 @@ def run(command: list[str], environment: Mapping[str, str]) -> tuple[float, int]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where there is room")
-    parser.add_argument("--json", type=Path, help="where the figures go too")
-    parser.add_argument("generate", nargs="*", help=f"after --, in place of {' '.join(GENERATE)}")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="a folder with enough room")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("generate", nargs="*", help=f"arguments after --, in place of {' '.join(GENERATE)}")
     options = parser.parse_args()
     home = Path(tempfile.mkdtemp(prefix="wanjax-synthetic-", dir=options.folder))
     try:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint with the names, shapes and dtypes of Wan 2.1 T2V 1.3B as it is published: some 18 GB of random weights.
+"""A checkpoint with the names, shapes and dtypes of the published Wan 2.1 T2V 1.3B: about 18 GB of random weights.
 
-UMT5-XXL in bfloat16, the transformer and the autoencoder in float32, in shards as on the hub; the tokenizer is small.
+UMT5-XXL is in bfloat16, the transformer and the autoencoder in float32, sharded as on the hub. The tokenizer is small.
 """
 
 import json
@@ -11,16 +11,16 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from tests.toy_tokenizer import save_tokenizer
-from wanjax.checkpoint import Spec, save_index, shards, write_safetensors
+from tests.support.toy_tokenizer import save_tokenizer
+from wanjax.checkpoints.files import Spec, save_index, shards, write_safetensors
 
 SPREAD = 0.02
 
 
 class RandomTensors:
-    """Tensors of given shapes as views of one stretch of noise, so that none is in memory before it is written.
+    """Tensors of given shapes, as views of one array of noise, so that the whole checkpoint is never in memory.
 
-    Each row of a matrix is the one above it, moved on by `STEP` values.
+    Each row of a matrix is the row above it, shifted by `STEP` values.
     """
 
     STEP = 7
@@ -48,7 +48,7 @@ class RandomTensors:
 
 
 def write_checkpoint(folder: Path) -> None:
-    """A folder in the diffusers layout; names and shapes come from the reference's own classes."""
+    """Writes a folder in the diffusers layout; names and shapes come from the classes of diffusers and transformers."""
     import torch
     from diffusers import AutoencoderKLWan, WanTransformer3DModel
     from transformers import UMT5Config, UMT5EncoderModel
@@ -80,9 +80,9 @@ def write_checkpoint(folder: Path) -> None:
 
 
 def _write_component(folder: Path, config: dict, model, dtype: np.dtype, stem: str) -> None:
-    """config.json and the weights, in shards with an index where they are large."""
+    """Writes config.json and the weights, in shards with an index if they are large."""
     _write_json(folder / "config.json", config)
-    tied = "encoder.embed_tokens.weight"  # the same tensor as shared.weight, which files hold once
+    tied = "encoder.embed_tokens.weight"  # the same tensor as shared.weight; files hold it once
     tensors = RandomTensors({k: tuple(x.shape) for k, x in model.state_dict().items() if k != tied}, dtype)
     files = shards(tensors, stem)
     for name, keys in files.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a function takes, and how two that do the same compare on a machine that is never quiet."""
+"""Timing of functions, and comparison of functions that do the same, on a machine with other load."""
 
 import statistics
 import time
@@ -28,14 +28,14 @@ class Timing:
 
 
 def seconds(run: Run) -> float:
-    """Wall time of one call, its result computed and not merely enqueued."""
+    """Returns the wall time of one call, until its result is computed."""
     start = time.perf_counter()
     jax.block_until_ready(run())
     return time.perf_counter() - start
 
 
 def time_rivals(rivals: Mapping[str, Run], repeats: int, *, warm_up: int = 1) -> dict[str, Timing]:
-    """Times functions in turns, A B A B, so that what else the machine does falls on all of them alike.
+    """Times functions in turns, A B A B, so that other load affects all of them alike.
 
     The first `warm_up` calls of each, which compile, do not count.
     """
@@ -47,5 +47,5 @@ def time_rivals(rivals: Mapping[str, Run], repeats: int, *, warm_up: int = 1) ->
 
 
 def speed_ratio(ours: Timing, theirs: Timing) -> float:
-    """How many times as fast ours is: the median over rounds of theirs / ours, each a pair timed back to back."""
+    """Returns how many times as fast ours is: the median of theirs / ours over rounds timed back to back."""
     return statistics.median(b / a for a, b in zip(ours.seconds, theirs.seconds, strict=True))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention of real models at real sizes, named once for tests, benchmarks and docs."""
+"""Workloads: attention of real models at real sizes, named once for tests, benchmarks and docs."""
 
 from collections.abc import Iterator
 from itertools import chain
@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 
 class Workload(NamedTuple):
-    """One attention layer's operands: q [1 L N D], k and v [1 S N D]."""
+    """The sizes of one attention layer: q [1 L N D], k and v [1 S N D]."""
 
     name: str
     queries: int
@@ -20,7 +20,7 @@ class Workload(NamedTuple):
     head_dim: int
 
     def operands(self, dtype: DTypeLike = jnp.float32) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes of q, k and v."""
+        """The shapes of q, k and v."""
         return tuple(
             jax.ShapeDtypeStruct((1, length, self.heads, self.head_dim), dtype)
             for length in (self.queries, self.keys, self.keys)
@@ -32,11 +32,11 @@ class Workload(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Of the two products; a multiplication and an addition are two."""
+        """Operations of the two products; a multiplication and an addition are two operations."""
         return 4 * self.scores * self.head_dim
 
     def on(self, chips: int) -> "Workload":
-        """One chip's part: of self-attention some of the heads, of attention to a few keys some of the queries."""
+        """The share of one chip: some of the heads of self-attention, or some of the queries if keys are few."""
         name = f"{self.name}_on_{chips}"
         if self.keys < self.queries:
             return self._replace(name=name, queries=-(-self.queries // chips))
@@ -51,7 +51,7 @@ SHARDS = (4, 8)
 
 
 def _patches(height: int, width: int, frames: int, patch: tuple[int, int, int]) -> int:
-    """Of pixels; latent frames are the first frame alone and then one for every four, filled up to whole patches."""
+    """The number of patches, given in pixels. Latent frames are the first frame and one for every four after it."""
     deep, high, wide = patch
     return -(-((frames - 1) // 4 + 1) // deep) * (height // high) * (width // wide)
 
@@ -65,13 +65,13 @@ def _wan() -> Iterator[Workload]:
 
 
 def _cogvideox() -> Iterator[Workload]:
-    """Video and 226 tokens of text in one sequence."""
+    """Self-attention of video and 226 tokens of text in one sequence."""
     tokens = _patches(768, 1360, 81, (2, 16, 16)) + 226
     yield from _with_shards(Workload("cogvideox_768x1360_self", tokens, tokens, 48, 64))
 
 
 def _hunyuanvideo() -> Iterator[Workload]:
-    """Video and 1,000 + 256 tokens of two texts and 729 of an image, of which some may be masked, in one sequence."""
+    """Self-attention of video, 1,000 + 256 tokens of two texts and 729 of an image, some masked, in one sequence."""
     for size, shape in (("480p", (480, 848, 121)), ("720p", (720, 1280, 121))):
         tokens = _patches(*shape, (1, 16, 16)) + 1000 + 256 + 729
         yield from _with_shards(Workload(f"hunyuanvideo_{size}_self", tokens, tokens, 16, 128))
