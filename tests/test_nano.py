@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model in the box: it is what its recipe says, it is small, and it makes what it is asked for."""
+"""The bundled model: it matches its recipe, is small, and makes the video that a prompt describes."""
 
 import json
 import sys
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import wanjax
-from wanjax.registry import NANO
+from wanjax.pipelines.wan.presets import NANO
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "nano"))
 import recipe

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The clips of the model in the box, their captions and tokenizer, and the reader that judges its videos."""
+"""The bundled model's training clips, captions and tokenizer, and the reader that scores its videos."""
 
 import itertools
 import json
@@ -23,7 +23,8 @@ from clips import BACKGROUNDS, COLOURS, COMBINATIONS, HELD_OUT, MOTIONS, SHAPES,
 from reading import Reading, read
 
 import wanjax
-from wanjax.pipelines.text import Tokenizer
+from wanjax.pipelines.tokenizer import Tokenizer
+from wanjax.pipelines.wan.programs import TEXT_LENGTH
 
 
 def pixels(video: np.ndarray) -> np.ndarray:
@@ -38,9 +39,6 @@ def accuracy(specs: list[Spec], videos: np.ndarray) -> dict[str, float]:
     readings = [read(pixels(video)) for video in videos]
     parts = ("colour", "shape", "motion")
     return {p: np.mean([getattr(r, p) == getattr(s, p) for r, s in zip(readings, specs, strict=True)]) for p in parts}
-
-
-# The clips
 
 
 def test_a_tenth_is_held_out_and_evenly():
@@ -76,7 +74,7 @@ def test_drawing_is_a_function_of_the_generator(frames, size):
 
 
 def test_a_clip_looks_alike_at_any_resolution():
-    """A frame drawn large and averaged down is the frame drawn small, but for how edges are softened."""
+    """Compares a frame drawn large and averaged down with the frame drawn small; only antialiased edges differ."""
     for seed, (shape, motion) in enumerate(itertools.product(SHAPES, MOTIONS)):
         spec = Spec("red", shape, motion, "horizontal gradient")
         small, large = one(spec, seed, 5, 32), one(spec, seed, 5, 128)
@@ -91,9 +89,6 @@ def test_the_shape_stays_in_the_frame(shape, motion):
         video = one(Spec("yellow", shape, motion, "dark"), seed)
         rim = np.concatenate([video[:, 0], video[:, -1], video[:, :, 0], video[:, :, -1]], axis=1)
         assert np.ptp(rim[..., 0]) == 0.0
-
-
-# The captions
 
 
 def test_plain_captions():
@@ -124,9 +119,6 @@ def test_captions_of_different_clips_differ():
     assert max(map(len, meanings.values())) == 1
 
 
-# The tokenizer
-
-
 def test_each_word_is_one_token_and_no_caption_is_cut():
     built, rng = tokenizer.build(), np.random.default_rng(0)
     for spec in sample_specs(rng, 2_000):
@@ -151,14 +143,11 @@ def test_the_tokenizer_has_the_models_layout():
 
 def test_the_written_folder_loads(tmp_path):
     tokenizer.write(tmp_path / "tokenizer")
-    loaded = Tokenizer.load(tmp_path / "tokenizer")
+    loaded = Tokenizer.load(tmp_path / "tokenizer", length=TEXT_LENGTH)
     batch = loaded.tokenize(["a red circle moving right", ""])
     assert batch.ids.shape == (2, tokenizer.MAX_LENGTH)
     assert batch.ids[0, :6].tolist() == tokenizer.build().encode("a red circle moving right").ids
     assert batch.ids[1].tolist() == [1] + [0] * (tokenizer.MAX_LENGTH - 1)
-
-
-# The reader
 
 
 def test_every_combination_is_read_on_every_background():
@@ -255,14 +244,11 @@ def test_a_motion_that_is_none_of_the_seven_is_not_named(motion):
     assert (reading.colour, reading.shape, reading.motion) == ("red", "square", None)
 
 
-# The evaluation
-
-
 PROMPTS = {captions.plain_caption(*combination): combination for combination in COMBINATIONS}
 
 
 class DrawingPipeline:
-    """Stands for the model: draws what the prompt says, but for one colour that it never learnt."""
+    """A stand-in for the model that draws the prompt's shape, but one of the colours always in blue."""
 
     def __init__(self, unlearnt: str):
         self.unlearnt = unlearnt

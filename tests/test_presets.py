@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The published models at their real sizes, as shapes alone: parameters, keys of the checkpoints, defaults."""
+"""The published models at their real sizes, as shapes: parameters, keys of the checkpoints, and defaults."""
 
 import hashlib
 import math
@@ -10,13 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.published import Keys, image_encoder_keys, text_encoder_keys, transformer_keys, vae_keys
-from wanjax.abstract import abstract
-from wanjax.checkpoint import Spec
-from wanjax.converters import clip, engine, t5, wan
+from tests.support.published import Keys, image_encoder_keys, text_encoder_keys, transformer_keys, vae_keys
+from wanjax.checkpoints.files import Spec
+from wanjax.checkpoints.networks import network_of
+from wanjax.checkpoints.sources import read_json
+from wanjax.converters import clip, engine, t5
+from wanjax.converters.wan import diffusers as wan
 from wanjax.errors import WanjaxError
+from wanjax.models.clip import CLIP_VIT_H
 from wanjax.models.t5 import UMT5_XXL
-from wanjax.models.vision import CLIP_VIT_H
 from wanjax.models.wan.config import (
     FLF2V_14B,
     I2V_14B,
@@ -29,13 +31,14 @@ from wanjax.models.wan.config import (
     VAE_2_1,
     VAE_2_2,
 )
-from wanjax.pipelines.text import TEXT_LENGTH
-from wanjax.registry import NANO, OFFICIAL_NEGATIVE_PROMPT, PRESETS
-from wanjax.sources import read_json
+from wanjax.pipelines.wan import FAMILY
+from wanjax.pipelines.wan.presets import NANO, OFFICIAL_NEGATIVE_PROMPT
+from wanjax.pipelines.wan.programs import TEXT_LENGTH
+from wanjax.registry import presets
 
 
 class Published(NamedTuple):
-    """A network, the table of its weights, what its checkpoint holds, and how many parameters that is."""
+    """A network, the table of its weights, the keys of its checkpoint, and the number of its parameters."""
 
     config: Any
     rules: list[engine.Rule]
@@ -89,7 +92,8 @@ NETWORKS = {
 
 @cache
 def weights(name: str) -> dict[str, Any]:
-    return engine.parameters(abstract(NETWORKS[name].config, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16))
+    network = network_of(NETWORKS[name].config, FAMILY.networks)
+    return engine.parameters(network.abstract(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16))
 
 
 def checkpoint(name: str) -> dict[str, Spec]:
@@ -97,7 +101,7 @@ def checkpoint(name: str) -> dict[str, Spec]:
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_as_many_parameters_as_published(name):
+def test_the_number_of_parameters_is_the_published_one(name):
     published = NETWORKS[name]
     assert sum(math.prod(shape) for shape in published.keys.values()) == published.parameters
     assert sum(weight.size for weight in weights(name).values()) == published.parameters
@@ -106,18 +110,18 @@ def test_as_many_parameters_as_published(name):
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_key_of_the_checkpoint_is_mapped(name):
     sources = checkpoint(name)
-    fills = engine.plan(NETWORKS[name].rules, sources, weights(name))
-    assert sorted(key for fill in fills for key in fill.sources) == sorted(sources)
-    assert {fill.target for fill in fills} == weights(name).keys()
+    assignments = engine.assign(NETWORKS[name].rules, sources, weights(name))
+    assert sorted(key for each in assignments for key in each.sources) == sorted(sources)
+    assert {each.target for each in assignments} == weights(name).keys()
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_a_key_too_many_or_too_few_is_told(name):
+def test_superfluous_and_missing_keys_are_reported(name):
     sources = checkpoint(name)
     key = list(sources)[len(sources) // 2]
     for wrong in ({k: v for k, v in sources.items() if k != key}, sources | {f"{key}.other": sources[key]}):
         with pytest.raises(WanjaxError, match=key.rsplit(".", 1)[-1]):
-            engine.plan(NETWORKS[name].rules, wrong, weights(name))
+            engine.assign(NETWORKS[name].rules, wrong, weights(name))
 
 
 @pytest.mark.parametrize(
@@ -128,8 +132,8 @@ def test_a_key_too_many_or_too_few_is_told(name):
     ],
 )
 def test_defaults_of_two_experts(name, source, guidance, boundary, shift):
-    """The guidance of much noise first: the official pair for text to video is written (3.0, 4.0)."""
-    preset, defaults = PRESETS[name], PRESETS[name].defaults
+    """The guidance scale at high noise is first; the official pair for text to video is written (3.0, 4.0)."""
+    preset, defaults = presets()[name], presets()[name].defaults
     assert (preset.name, defaults.model, preset.source) == (name, name, source)
     assert (defaults.guidance_scale, defaults.guidance_scale_2) == guidance
     assert (defaults.boundary, defaults.flow_shift, defaults.steps) == (boundary, shift, 40)
@@ -138,7 +142,7 @@ def test_defaults_of_two_experts(name, source, guidance, boundary, shift):
 
 
 def test_defaults_of_the_5b():
-    preset, defaults = PRESETS["wan2.2-ti2v-5b"], PRESETS["wan2.2-ti2v-5b"].defaults
+    preset, defaults = presets()["wan2.2-ti2v-5b"], presets()["wan2.2-ti2v-5b"].defaults
     assert (defaults.model, preset.source) == ("wan2.2-ti2v-5b", "Wan-AI/Wan2.2-TI2V-5B-Diffusers")
     assert (defaults.size, defaults.frames, defaults.fps) == ((704, 1280), 121, 24)
     assert (defaults.steps, defaults.guidance_scale, defaults.flow_shift) == (50, 5.0, 5.0)
@@ -149,7 +153,7 @@ def test_defaults_of_the_5b():
 def test_704_is_offered_for_720():
     grid = VAE_2_2.spatial_factor * TI2V_5B.patch[1]
     with pytest.raises(WanjaxError, match="the height 720 is not a multiple of 32: 704 or 736 would do"):
-        PRESETS["wan2.2-ti2v-5b"].defaults.updated({"height": 720}).check(spatial=grid, temporal=4)
+        presets()["wan2.2-ti2v-5b"].defaults.updated({"height": 720}).check(spatial=grid, temporal=4)
 
 
 @pytest.mark.parametrize(
@@ -161,21 +165,21 @@ def test_704_is_offered_for_720():
     ],
     ids=str,
 )
-def test_what_is_no_number_of_a_video_is_refused(change):
+def test_invalid_numbers_are_refused(change):
     [(name, value)] = change.items()
-    defaults = PRESETS["wan2.2-t2v-a14b"].defaults
+    defaults = presets()["wan2.2-t2v-a14b"].defaults
     defaults.check(spatial=16, temporal=4)
     with pytest.raises(WanjaxError, match=f"the {name.removesuffix('_2').replace('_', ' ')} {value} is not a finite"):
         defaults.updated(change).check(spatial=16, temporal=4)
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_says_its_parameters(name):
-    assert PRESETS[name].transformer_parameters == NETWORKS[name.removesuffix("-4step")].parameters
+@pytest.mark.parametrize("name", presets())
+def test_a_preset_has_the_right_number_of_parameters(name):
+    assert presets()[name].transformer_parameters == NETWORKS[name.removesuffix("-4step")].parameters
 
 
 SMALL, LARGE = (480, 832), (720, 1280)
-SHAKING, CUTS = "镜头晃动，", "镜头切换，"  # what negative prompts begin with for models that animate pictures
+SHAKING, CUTS = "镜头晃动，", "镜头切换，"  # prefixes of negative prompts for models that animate pictures
 
 
 @pytest.mark.parametrize(
@@ -191,7 +195,7 @@ SHAKING, CUTS = "镜头晃动，", "镜头切换，"  # what negative prompts be
     ],
 )
 def test_defaults_are_those_of_the_authors(name, source, size, steps, shift, negative):
-    preset, defaults = PRESETS[name], PRESETS[name].defaults
+    preset, defaults = presets()[name], presets()[name].defaults
     assert (preset.name, defaults.model, preset.source, preset.licence) == (name, name, source, "Apache-2.0")
     assert (defaults.size, defaults.frames, defaults.fps) == (size, 81, 16)
     assert (defaults.steps, defaults.guidance_scale, defaults.flow_shift) == (steps, 5.0, shift)

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.test_attention import error
-from tests.tiny import tiny_checkpoint
-from wanjax import io
+from tests.support.compare import error
+from tests.support.tiny import tiny_checkpoint
 from wanjax.cli import processes
 from wanjax.errors import WanjaxError
+from wanjax.media import stage_files
 
 RUN = ("a red circle", "--size", "32x32", "--frames", "5", "--steps", "2", "--dtype", "float32")
 RUNS = ("one", "two")
@@ -43,7 +43,10 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Of a video that one process made, and of the same one that two made, one told by options, one by environment."""
+    """The outputs of one process, and of two processes that make the same video.
+
+    One of the two joins by its options, the other by its environment.
+    """
     folder = tmp_path_factory.mktemp("processes")
     model = tiny_checkpoint(folder / "tiny")
     given = (*RUN, "--model", model)
@@ -69,12 +72,12 @@ def folder(tmp_path_factory) -> Path:
 
 
 def kept(folder: Path) -> tuple[np.ndarray, ...]:
-    settings = io.load_settings(folder)
-    embeddings = io.load_embeddings(folder, settings)
-    return (*map(np.asarray, embeddings[:2]), np.asarray(io.load_latents(folder, settings)))
+    settings = stage_files.load_settings(folder)
+    encoded = stage_files.load_encoded(folder, settings)
+    return (*map(np.asarray, encoded.values()), np.asarray(stage_files.load_latents(folder, settings)))
 
 
-def test_two_processes_give_the_answer_of_one(folder):
+def test_two_processes_make_the_video_of_one(folder):
     for two, one in zip(kept(folder / "two"), kept(folder / "one"), strict=True):
         assert error(two, one) <= BOUND
     frames = [
@@ -83,7 +86,7 @@ def test_two_processes_give_the_answer_of_one(folder):
     assert np.abs(np.subtract(*frames)).max() <= 1
 
 
-def test_one_process_writes_and_speaks(folder):
+def test_only_the_first_process_writes_and_reports(folder):
     assert not (folder / "other").exists()
     names = [sorted(path.name for path in (folder / run).rglob("*")) for run in RUNS]
     assert names[0] == names[1]
@@ -94,18 +97,18 @@ def test_one_process_writes_and_speaks(folder):
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
-        ("localhost,2,0", "not such as 10.0.0.1:8476,2,0"),
-        ("localhost:1,2", "not such as"),
-        ("localhost:1,2,-1", "not such as"),
-        ("localhost:1,2,2", "the process 2 is not one of 2"),
+        ("localhost,2,0", "'localhost,2,0' cannot be read: give ADDRESS,COUNT,INDEX such as 10.0.0.1:8476,2,0"),
+        ("localhost:1,2", "cannot be read"),
+        ("localhost:1,2,-1", "cannot be read"),
+        ("localhost:1,2,2", "the process index 2 is not below the count 2"),
     ],
 )
-def test_processes_that_cannot_be(asked, why):
+def test_invalid_processes_are_refused(asked, why):
     with pytest.raises(WanjaxError, match=why):
         processes.join(asked)
 
 
-def test_alone_unless_asked_otherwise(monkeypatch):
+def test_one_process_is_the_default(monkeypatch):
     monkeypatch.setattr(processes.jax.distributed, "initialize", lambda *given: asked.append(given))
     asked: list[tuple] = []
     for environment in (

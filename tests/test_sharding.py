@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Meshes and rules, and every network over eight devices against the same on one."""
+"""Meshes and rules; every network on eight devices against one device."""
 
-from dataclasses import replace
 from functools import cache, partial
 
 import jax
@@ -12,85 +11,27 @@ from flax import nnx
 from jax.sharding import PartitionSpec as Spec
 
 import wanjax
-from tests.test_attention import error
-from tests.tiny import tiny_checkpoint
+from tests.support.compare import error
+from tests.support.small_wan import network, partitioner, pipeline, transformer_config
+from tests.support.tiny import tiny_checkpoint
 from wanjax.errors import WanjaxError
-from wanjax.layers.linear import placed
-from wanjax.models.wan.config import T2V_14B, VAE_2_1, TransformerConfig
+from wanjax.layers.placement import placed
+from wanjax.models.wan.config import T2V_14B
 from wanjax.models.wan.transformer import WanTransformer
-from wanjax.models.wan.vae import WanVAE
-from wanjax.pipelines.base import Embeddings, Parts
-from wanjax.pipelines.programs import compiled, decode_to_frames
-from wanjax.pipelines.wan import WanConfigs, WanPipeline
-from wanjax.registry import PRESETS
-from wanjax.schedulers import FlowEuler
-from wanjax.sharding import MESH_AXES, RULES, Layout, choose_axes, make_mesh, parse_mesh, use
+from wanjax.pipelines.frames import decode_chunk
+from wanjax.pipelines.wan.conditioning import WanEncoded
+from wanjax.sharding import MESH_AXES, RULES, choose_axes, parse_mesh, use
 
 MESHES = [(1, 1, 8), (2, 1, 4), (2, 2, 2), (1, 4, 2), (1, 8, 1)]
 BOUND = 1e-5
-VAE = replace(
-    VAE_2_1,
-    width=4,
-    decoder_width=4,
-    latent_channels=4,
-    multipliers=(1, 2),
-    res_blocks=1,
-    temporal_downsample=(True,),
-    latents_mean=(0.1, -0.2, 0.3, 0.0),
-    latents_std=(1.1, 0.9, 1.2, 1.0),
-)
-
-
-def layout(axes, rules="fsdp"):
-    return None if axes is None else Layout(make_mesh(*axes), RULES[rules])
-
-
-def network(make, layout):
-    """Random weights, the same on any devices."""
-    abstract = nnx.eval_shape(lambda: make(dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0)))
-    graphdef, state = nnx.split(placed(abstract, layout))
-    random = np.random.default_rng(0)
-
-    def draw(x):
-        return jax.device_put(random.normal(0, 0.15, x.shape).astype(np.float32), x.sharding)
-
-    return nnx.merge(graphdef, jax.tree.map(draw, state))
-
-
-def transformer_config(heads):
-    return TransformerConfig(
-        layers=2,
-        heads=heads,
-        head_dim=6,
-        mlp_dim=16,
-        channels_in=4,
-        channels_out=4,
-        patch=(1, 2, 2),
-        text_width=8,
-        frequency_dim=8,
-        eps=1e-6,
-    )
-
-
-def pipeline(heads, layout):
-    """A pipeline of a transformer and a VAE with random weights."""
-    config = transformer_config(heads)
-    parts = Parts(
-        {
-            "transformer": lambda: network(partial(WanTransformer, config), layout),
-            "vae": lambda: network(partial(WanVAE, VAE), layout),
-            "scheduler": lambda: FlowEuler(3.0),
-        }
-    )
-    return WanPipeline(parts, WanConfigs(config, VAE), PRESETS["nano"].defaults, layout=layout)
 
 
 @cache
 def denoised(heads, axes=None, rules="fsdp"):
-    """Latents of 27 tokens, which nothing divides."""
+    """Denoises 27 tokens, which no axis divides; returns the latents."""
     random = np.random.default_rng(1)
-    embeddings = Embeddings(*(jnp.asarray(random.normal(size=(1, 7, 8)), jnp.float32) for _ in range(2)))
-    pipe = pipeline(heads, layout(axes, rules))
+    embeddings = WanEncoded(*(jnp.asarray(random.normal(size=(1, 7, 8)), jnp.float32) for _ in range(2)))
+    pipe = pipeline(heads, partitioner(axes, rules))
     return pipe.denoise(embeddings, size=(12, 12), frames=5, steps=2, guidance_scale=4.0, seed=0)
 
 
@@ -110,24 +51,24 @@ def test_tokens_at_two_timesteps():
         jnp.asarray(np.random.default_rng(3).normal(size=s), jnp.float32) for s in ((2, 3, 6, 6, 4), 2, (2, 7, 8))
     )
 
-    def run(layout):
+    def run(partitioner):
         def call(weights):
-            with use(layout):
+            with use(partitioner):
                 model = nnx.merge(graphdef, weights)
                 return model(x, t, model.context(text), model.rope(model.grid(x)), clean_frames=1)
 
-        graphdef, weights = nnx.split(network(partial(WanTransformer, transformer_config(4)), layout))
+        graphdef, weights = nnx.split(network(partial(WanTransformer, transformer_config(4)), partitioner))
         return jax.jit(call)(weights)
 
-    assert error(run(layout((2, 2, 2))), np.asarray(run(None), np.float64)) <= BOUND
+    assert error(run(partitioner((2, 2, 2))), np.asarray(run(None), np.float64)) <= BOUND
 
 
 def test_vae():
-    """Frames are split by height and width, as far as they go evenly, until they are whole in bytes or floats."""
+    """Frames are split by height and width where these divide evenly; the final bytes or floats are replicated."""
     z = np.random.default_rng(2).normal(size=(1, 4, 2, 6, 4)).astype(np.float32)
-    alone, together = pipeline(4, None), pipeline(4, layout((2, 2, 2)))
+    alone, together = pipeline(4, None), pipeline(4, partitioner((2, 2, 2)))
     graphdef, weights = nnx.split(together.vae)
-    decode = compiled(decode_to_frames, layout=together.layout)
+    decode = decode_chunk.on(together.partitioner)
     first, kept = decode((graphdef, jnp.dtype(jnp.float32), 1), jnp.moveaxis(z, 1, -1)[:, :1], None, weights)
     assert first.sharding.is_fully_replicated
     assert all(len({str(shard.index) for shard in x.addressable_shards}) == 8 for x in jax.tree.leaves(kept))
@@ -144,7 +85,7 @@ def checkpoint(tmp_path_factory):
 
 
 def test_a_checkpoint_from_prompt_to_video(checkpoint):
-    """Every weight goes where it belongs as it is loaded, and the video is the same to the last bit or so."""
+    """Every weight is loaded with its sharding, and the video is the same up to rounding."""
     videos = []
     for mesh in (None, "dp=2,sp=2,tp=2"):
         pipe = wanjax.load(checkpoint, mesh=mesh)
@@ -173,7 +114,7 @@ def test_a_checkpoint_from_prompt_to_video(checkpoint):
     ],
 )
 def test_where_weights_lie(rules, axes, shape, spec):
-    assert layout((2, 2, 2), rules).weight(axes, shape).spec == spec
+    assert partitioner((2, 2, 2), rules).weight(axes, shape).spec == spec
 
 
 @pytest.mark.parametrize(
@@ -202,16 +143,16 @@ def test_where_weights_lie(rules, axes, shape, spec):
     ],
 )
 def test_where_activations_lie(rules, axes, shape, spec):
-    assert layout((2, 2, 2), rules).activation(axes, shape) == spec
+    assert partitioner((2, 2, 2), rules).activation(axes, shape) == spec
 
 
 def test_what_the_14b_keeps_on_each_of_eight_chips():
-    """Its 28.6 GB lie over `sp` and `tp`; both halves of `dp` have all."""
+    """The 28.6 GB are split over `sp` and `tp`, and replicated over `dp`."""
 
     def bytes_a_device(axes, rules):
         make = partial(WanTransformer, T2V_14B, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
         weights = jax.tree.leaves(
-            nnx.state(placed(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))), layout(axes, rules)))
+            nnx.state(placed(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))), partitioner(axes, rules)))
         )
         return sum(np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in weights)
 
@@ -240,12 +181,12 @@ def test_the_mesh_that_suits(devices, heads, tokens, guided, axes):
 @pytest.mark.parametrize(
     ("mesh", "told"),
     [
-        ("dp=2,sp=2,tp=4", "the mesh dp=2,sp=2,tp=4 is for 16 devices where there are 8: dp · sp · tp has to be 8"),
-        ("tp=3", "is for 3 devices where there are 8"),
+        ("dp=2,sp=2,tp=4", "the mesh dp=2,sp=2,tp=4 needs 16 devices and there are 8: dp · sp · tp must be 8"),
+        ("tp=3", "needs 3 devices and there are 8"),
         ("dp=0,tp=8", "an axis below 1"),
-        ("tp=8,pp=1", "'tp=8,pp=1' is not such as dp=2,sp=1,tp=4, nor auto"),
-        ("tp=4,tp=2", "is not such as"),
-        ("8", "is not such as"),
+        ("tp=8,pp=1", "'tp=8,pp=1' cannot be read: write it as dp=2,sp=1,tp=4, or auto"),
+        ("tp=4,tp=2", "cannot be read"),
+        ("8", "cannot be read"),
     ],
 )
 def test_meshes_that_cannot_be(mesh, told):
@@ -261,13 +202,13 @@ def test_rules_that_are_not_known():
 def test_a_mesh_is_read_and_found():
     assert parse_mesh("tp=4, dp=2") == (2, 1, 4)
     pipe = wanjax.load("nano", mesh="auto", rules="tp")
-    assert pipe.layout is not None
-    assert pipe.layout.mesh.size == 4  # of the eight: 80 tokens are few
+    assert pipe.partitioner is not None
+    assert pipe.partitioner.mesh.size == 4  # four of the eight devices, because 80 tokens are few
 
 
 def test_accelerators_are_all_used_unless_told(monkeypatch):
-    assert wanjax.load("nano").layout is None  # though a CPU can be made to seem many
+    assert wanjax.load("nano").partitioner is None  # even where the CPU simulates several devices
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    assert wanjax.load("nano").layout == wanjax.load("nano", mesh="auto").layout
+    assert wanjax.load("nano").partitioner == wanjax.load("nano", mesh="auto").partitioner
     monkeypatch.setattr(jax, "device_count", lambda: 1)
-    assert wanjax.load("nano").layout is None
+    assert wanjax.load("nano").partitioner is None

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the code is laid out, read from its text: who imports whom, what shapes are spelled with, how long files are."""
+"""The structure of the code, read from its text: imports, spellings of shapes, and lengths of files."""
 
 import ast
 import re
+import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,35 +14,25 @@ from wanjax.dims import ALPHABET
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"wanjax": ROOT / "src/wanjax", "wanjax.converters": ROOT / "converters"}
-LAYERS = [  # imports run downwards, or stay in one layer
+LAYERS = [  # a module imports from its own layer and those below
     ["wanjax.cli", "wanjax.__main__"],
-    ["wanjax", "wanjax.registry", "wanjax.adapters", "wanjax.convert", "wanjax.networks"],
-    [
-        "wanjax.abstract",
-        "wanjax.pipelines",
-        "wanjax.plan",
-        "wanjax.converters",
-        "wanjax.io",
-        "wanjax.pictures",
-        "wanjax.ffmpeg",
-        "wanjax.hub",
-        "wanjax.download",
-        "wanjax.cache",
-        "wanjax.sources",
-        "wanjax.layouts",
-        "wanjax.manifest",
-    ],
+    ["wanjax", "wanjax.registry"],
+    ["wanjax.plan"],
+    ["wanjax.pipelines"],
+    ["wanjax.checkpoints", "wanjax.converters", "wanjax.media"],
     ["wanjax.models", "wanjax.schedulers"],
-    ["wanjax.layers", "wanjax.checkpoint", "wanjax.store", "wanjax.torch_file"],
+    ["wanjax.layers", "wanjax.compilation"],
     ["wanjax.kernels"],
     ["wanjax.dims", "wanjax.sharding", "wanjax.errors"],
 ]
+FAMILIES = ["wan"]  # folders of models, converters and pipelines
+DISTRIBUTIONS = {"PIL": "pillow", "imageio_ffmpeg": "imageio"}  # distributions with another name than their import
 STRANGERS = {"torch", "transformers", "diffusers", "tensorflow"}
 LONGEST = 450
 
 
 def modules() -> dict[str, Path]:
-    """The library's modules by their dotted names."""
+    """Returns the library's modules by their dotted names."""
     found = {}
     for package, folder in PACKAGES.items():
         for path in sorted(folder.rglob("*.py")):
@@ -58,7 +50,7 @@ def tree(path: Path) -> ast.Module:
 
 
 def imports(path: Path) -> set[str]:
-    """The dotted names of all that a file imports, at its top or later."""
+    """Returns the dotted names that a file imports, anywhere in it."""
     names = set()
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
@@ -71,7 +63,7 @@ def imports(path: Path) -> set[str]:
 
 
 def layer(module: str) -> int:
-    """How far up a module stands; its own layer if it has one, else that of its package."""
+    """Returns the height of a module: that of its own layer if it has one, else of its package's."""
     name = module
     while not (found := [height for height, layer in enumerate(reversed(LAYERS)) if name in layer]):
         name = name.rpartition(".")[0]
@@ -80,7 +72,7 @@ def layer(module: str) -> int:
 
 
 def parts(module: str, below: str) -> str:
-    """The part of a package that a module belongs to: `parts("wanjax.models.wan.vae", "wanjax.models")` is "wan"."""
+    """Returns the name of a module's part of a package: `parts("wanjax.models.wan.vae", "wanjax.models")` is "wan"."""
     return module.removeprefix(below).lstrip(".").partition(".")[0] if module.startswith(below) else ""
 
 
@@ -88,6 +80,71 @@ def parts(module: str, below: str) -> str:
 def test_imports_run_downwards(module):
     known = {name for name in imports(MODULES[module]) if name.partition(".")[0] == "wanjax"}
     assert module == "wanjax" or all(layer(name) <= layer(module) for name in known), known
+
+
+def test_no_files_import_each_other():
+    graph = {module: imports(path) & MODULES.keys() for module, path in MODULES.items() if module != "wanjax"}
+    done: set[str] = set()
+
+    def visit(module: str, way: tuple[str, ...]) -> None:
+        assert module not in way, " -> ".join([*way, module])
+        if module not in done:
+            for name in graph.get(module, ()):
+                visit(name, (*way, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+def family(module: str) -> str | None:
+    """Returns the family whose folder a module is in."""
+    return next((name for name in FAMILIES if re.search(rf"\.(models|converters|pipelines)\.{name}\b", module)), None)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_only_the_registry_knows_a_family(module):
+    found = {family(name) for name in imports(MODULES[module])} - {None, family(module)}
+    assert not found or (module == "wanjax.registry" and found == set(FAMILIES)), found
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if family(module) is None])
+def test_shared_files_name_no_family(module):
+    """Allowed names are the package, examples in help texts, and each family's line in the registry."""
+    text = re.sub(r"wanjax|wanted|wants?\b", "", MODULES[module].read_text(encoding="utf-8"), flags=re.IGNORECASE)
+    lines = [line for line in text.splitlines() if re.search("|".join(FAMILIES), line, re.IGNORECASE)]
+    examples = [line for line in lines if re.search(r"wan2\.1-t2v|outline\(", line)]
+    allowed = {"wanjax.registry": 2}
+    assert len(lines) - len(examples) <= allowed.get(module, 0), lines
+
+
+def test_few_modules_stand_at_the_top():
+    assert len([path for path in PACKAGES["wanjax"].glob("*.py")]) <= 8
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_function_is_long(module):
+    for node in ast.walk(tree(MODULES[module])):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert (node.end_lineno or 0) - node.lineno < 45, node.name
+
+
+def test_the_sampler_fits_on_two_pages():
+    assert len(MODULES["wanjax.pipelines.sampler"].read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = {re.split(r"[\[<>=]", text)[0] for text in project["dependencies"]}
+    imported = {name.partition(".")[0] for path in MODULES.values() for name in imports(path)}
+    outside = {name for name in imported if name not in sys.stdlib_module_names and name != "wanjax"}
+    assert {DISTRIBUTIONS.get(name, name.replace("_", "-")) for name in outside} == declared
+
+
+@pytest.mark.parametrize("path", [path for path in OTHERS if path.is_relative_to(ROOT / "tests")], ids=str)
+def test_tests_import_no_test(path):
+    assert not [name for name in imports(path) if name.startswith("tests.") and ".test_" in name]
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= LONGEST
 
 
 @pytest.mark.parametrize("module", [module for module in MODULES if module.startswith("wanjax.models.")])
@@ -122,12 +179,12 @@ def test_every_file_names_its_licence(path):
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_no_file_is_two_ideas_long(module):
+def test_no_file_is_long(module):
     assert len(MODULES[module].read_text(encoding="utf-8").splitlines()) <= LONGEST
 
 
 def spellings(path: Path) -> Iterator[str]:
-    """The shapes of a file's annotations, and its einsum strings."""
+    """Yields the shapes in a file's annotations, and its einsum strings."""
     code = tree(path)
     kinds = {
         alias.asname or alias.name
@@ -146,7 +203,7 @@ def spellings(path: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_shapes_are_spelled_with_one_alphabet(module):
-    """Letters may be joined into sums and products; a leading underscore says that the size is another one."""
+    """Letters may form sums and products; a leading underscore marks another size."""
     for shape in spellings(MODULES[module]):
         for axis in shape.replace("...", "").split():
             letters = re.split(r"[-+*·()]", axis.lstrip("*#_"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stored arrays: what Orbax reads of ours, any sharding from any other, and faults that are named."""
+"""Stored arrays: Orbax reads them, any sharding is restored from any other, and faults are named."""
 
 import json
 import math
@@ -15,20 +15,21 @@ import pytest
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from tests.devices import most_held, nbytes_on_each, on_eight_devices
-from wanjax import store
-from wanjax.checkpoint import Spec
+from tests.support.devices import most_held, nbytes_on_each, on_eight_devices
+from wanjax.checkpoints import arrays as store
+from wanjax.checkpoints.arrays import Arrays, StoredArray, Writer, chunk_shape
+from wanjax.checkpoints.files import Spec
 from wanjax.converters import engine
 from wanjax.errors import WanjaxError
+from wanjax.layers.placement import axes_of
 from wanjax.models.t5 import UMT5_XXL, T5Encoder
-from wanjax.store import Arrays, StoredArray, Writer, chunk_shape
 
 TENSORS = {
     "blocks.q.kernel": np.arange(6 * 16 * 24, dtype=np.float32).reshape(6, 16, 24),
     "blocks.q.bias": np.linspace(-1, 1, 6 * 24).reshape(6, 24).astype(ml_dtypes.bfloat16),
-    "levels.0.gamma": np.zeros(5, np.float32),  # what the format would not store unless told to
+    "levels.0.gamma": np.zeros(5, np.float32),  # the format omits chunks of zeros by default
     "scalar": np.array(7.0, np.float16),
 }
 STACKED = ("blocks.q.kernel", "blocks.q.bias")
@@ -36,7 +37,7 @@ STACKED = ("blocks.q.kernel", "blocks.q.bias")
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The tensors, in chunks of which each array has several."""
+    """Writes the tensors, each in several chunks."""
     monkeypatch.setattr(store, "CHUNK", 1 << 10)
     specs = {name: Spec(x.shape, x.dtype) for name, x in TENSORS.items()}
     chunks = {name: chunk_shape(spec, name in STACKED) for name, spec in specs.items()}
@@ -44,12 +45,12 @@ def folder(tmp_path, monkeypatch):
     with Writer() as writer:
         for name, x in TENSORS.items():
             for piece in arrays[name].pieces():
-                writer.write(arrays[name], piece, x[piece])
+                writer.write(arrays[name], piece, np.asarray(x[piece]))
     return tmp_path / "w"
 
 
 def fault(read, *args):
-    """The one sentence that `read` fails with."""
+    """Returns the one sentence with which `read` fails."""
     with pytest.raises(WanjaxError) as caught:
         read(*args)
     assert "\n" not in str(caught.value)
@@ -92,7 +93,7 @@ def test_what_is_written_is_read(folder):
 
 
 def test_orbax_reads_what_we_write(folder):
-    """The layout is Orbax's: its own checkpointer restores it, tree and values."""
+    """Orbax's own checkpointer restores the tree and the values."""
     tree = {
         "blocks": {"q": {name: TENSORS[f"blocks.q.{name}"] for name in ("kernel", "bias")}},
         "levels": {"0": {"gamma": TENSORS["levels.0.gamma"]}},
@@ -115,9 +116,6 @@ def test_on_one_cpu_an_array_takes_no_memory_beyond_itself(folder, monkeypatch):
     [weights] = Arrays(folder).restore({"blocks.q.kernel": jax.ShapeDtypeStruct((6, 16, 24), jnp.bfloat16)}).values()
     assert len(buffers) == 1
     assert weights.unsafe_buffer_pointer() == buffers[0].ctypes.data
-
-
-# --- faults ---
 
 
 def chunk(folder, name="blocks.q.kernel"):
@@ -178,12 +176,10 @@ LARGE = {"name": "regular", "configuration": {"chunk_shape": [1 << 40] * 3}}
 def test_broken_metadata_of_an_array_is_named(folder, key, value):
     file = folder / "blocks.q.kernel" / "zarr.json"
     file.write_text(json.dumps(json.loads(file.read_bytes()) | {key: value}))
-    if key == "shape" and isinstance(value, list):  # a shape that is only absurd fits no model
+    if key == "shape" and isinstance(value, list):  # a valid but absurd shape fits no model
         return
     assert str(file.parent) in fault(StoredArray, file.parent)
 
-
-# --- on devices ---
 
 CONFIG = replace(
     UMT5_XXL, vocab_size=64, width=32, heads=8, head_dim=4, mlp_dim=64, layers=3, buckets=8, max_distance=16
@@ -195,10 +191,10 @@ def encoder():
 
 
 def test_written_on_one_device_read_on_eight_and_back(tmp_path):
-    """Equal, on the shards asked for, and no device ever holds more than its shards and one tensor; below."""
+    """The values are equal on the requested shards; no device ever holds more than its shards and one tensor."""
     model = encoder()
     engine.save(model, tmp_path / "one")
-    on_eight_devices("from tests.test_store import there_and_back; there_and_back()", tmp_path)
+    on_eight_devices("from tests.checkpoints.test_arrays import there_and_back; there_and_back()", tmp_path)
     again = engine.restore(nnx.eval_shape(encoder), Arrays(tmp_path / "eight"))
     for name, x in engine.parameters(model).items():
         assert np.asarray(engine.parameters(again)[name]).tobytes() == np.asarray(x).tobytes()
@@ -209,10 +205,16 @@ ROWS = {"vocab": None, "embed": "tp", "heads": ("dp",), "mlp": "dp", "layers": N
 
 
 def meshed(sizes, rules):
-    """The encoder as shapes with shardings."""
+    """Returns the encoder as shapes with shardings."""
     mesh = jax.make_mesh(sizes, ("dp", "tp"), axis_types=(AxisType.Auto, AxisType.Auto))
-    with jax.set_mesh(mesh), nnx.logical_axis_rules(list(rules.items())):
-        return nnx.merge(*nnx.get_abstract_model(encoder, mesh))
+
+    def place(weight):
+        x = weight.get_value()
+        spec = PartitionSpec(*(rules.get(axis) for axis in axes_of(weight) or ()))
+        return weight.replace(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)))
+
+    graphdef, state = nnx.split(nnx.eval_shape(encoder))
+    return nnx.merge(graphdef, nnx.from_flat_state([(path, place(leaf)) for path, leaf in nnx.to_flat_state(state)]))
 
 
 def there_and_back():

@@ -6,6 +6,7 @@ import mmap
 import os
 import resource
 from contextlib import suppress
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -15,11 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from wanjax.checkpoint import (
+from wanjax.checkpoints.files import (
     DTYPES,
     SafetensorsFile,
     SafetensorsFolder,
     Spec,
+    check_folder,
     load_safetensors,
     save_safetensors,
     writing,
@@ -43,15 +45,12 @@ def assert_same(tensors, wanted):
 
 
 def fault(read, *args):
-    """The one sentence that `read` fails with."""
+    """Returns the one sentence with which `read` fails."""
     with pytest.raises(WanjaxError) as caught:
         read(*args)
     message = str(caught.value)
     assert "\n" not in message
     return message
-
-
-# --- one file ---
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -107,7 +106,7 @@ def test_a_tensor_is_a_view_of_the_file_not_a_copy(tmp_path):
 
 
 def raw(header, data=b"", length=None):
-    """The bytes of a safetensors file with this header."""
+    """Returns the bytes of a safetensors file with this header."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return (len(text) if length is None else length).to_bytes(8, "little") + text + data
 
@@ -182,9 +181,6 @@ def test_a_file_that_shrinks_after_it_was_opened_is_refused(tmp_path):
     assert str(path) in fault(file.read, "a")
 
 
-# --- writing ---
-
-
 def test_a_full_disk_leaves_the_old_file_and_no_other(tmp_path):
     path = tmp_path / "x.safetensors"
     save_safetensors(path, {"a": np.ones(1, np.float32)})
@@ -217,11 +213,8 @@ def test_an_interrupt_leaves_nothing_half_written(tmp_path):
     assert not os.listdir(tmp_path)
 
 
-# --- folders ---
-
-
 def write_shards(folder, shards, weight_map=None, stem="diffusion_pytorch_model", infix=""):
-    """`shards`: the tensors of each; the index lists them all unless `weight_map` says otherwise."""
+    """Writes shards with these tensors, and an index that lists them all unless `weight_map` says otherwise."""
     names = [f"{stem}{infix}-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     for name, tensors in zip(names, shards, strict=True):
         save_safetensors(folder / name, tensors)
@@ -321,3 +314,10 @@ def test_an_index_cannot_name_a_file_outside_its_folder(tmp_path, name):
 def test_a_broken_index_is_named(tmp_path, text):
     (tmp_path / "model.safetensors.index.json").write_text(text, encoding="latin-1")
     assert "model.safetensors.index.json cannot be read" in fault(SafetensorsFolder, tmp_path)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file" / "stages", Path("/proc/stages")):
+        with pytest.raises(WanjaxError, match=r"cannot be written, .*: another one is needed"):
+            check_folder(folder)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that someone made up: each is read as what it says within its own bytes, or refused in one sentence.
+"""Random files: each is read within its own bytes, or refused in one sentence.
 
-A few hundred cases of each kind; ten thousand with `pytest -m slow tests/test_fuzz.py`.
+A few hundred cases of each kind; ten thousand with `pytest -m slow tests/checkpoints/test_fuzz.py`.
 """
 
 import json
@@ -14,10 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from wanjax.checkpoint import DTYPES, SafetensorsFile, SafetensorsFolder, Spec, save_safetensors
+from wanjax.checkpoints.arrays import Arrays, Writer
+from wanjax.checkpoints.files import DTYPES, SafetensorsFile, SafetensorsFolder, Spec, save_safetensors
+from wanjax.checkpoints.sources import open_source
 from wanjax.errors import WanjaxError
-from wanjax.sources import open_source
-from wanjax.store import Arrays, Writer
 
 CASES = [300, pytest.param(10_000, marks=pytest.mark.slow)]
 TENSORS = {"a.weight": np.ones((2, 3), np.float32), "b": np.ones(5, np.int8), "c": np.ones(3, ml_dtypes.bfloat16)}
@@ -55,7 +55,7 @@ def read_or_refuse(read: Callable[[], object]) -> None:
 
 
 def read_all(reader, size: int) -> None:
-    """What is accepted lies within the file."""
+    """Reads every tensor, all of which lie within the file."""
     assert sum(reader.spec(key).nbytes for key in reader.keys()) <= size  # noqa: SIM118
     for key in reader.keys():  # noqa: SIM118
         assert len(reader.read(key).tobytes()) == reader.spec(key).nbytes
@@ -63,7 +63,7 @@ def read_all(reader, size: int) -> None:
 
 @st.composite
 def headers(draw) -> bytes:
-    """A file whose header may be anything; often it says how long it is, and has the data that it speaks of."""
+    """Draws a file with any header; often its length and its data are right."""
     text = json.dumps(draw(st.dictionaries(keys, entries, max_size=4) | junk)).encode()
     length = draw(st.one_of(st.just(len(text)), numbers)) % 2**64
     return length.to_bytes(8, "little") + text + bytes(draw(st.integers(0, 40)))
@@ -71,7 +71,7 @@ def headers(draw) -> bytes:
 
 @st.composite
 def consistent(draw) -> bytes:
-    """A file that is right but for one or two of the numbers in its header."""
+    """Draws a file in whose header at most two numbers are wrong."""
     header, end = {}, 0
     for key in draw(st.lists(st.sampled_from("abcdef"), unique=True, min_size=1, max_size=4)):
         shape, name = draw(st.lists(st.integers(0, 4), max_size=3)), draw(st.sampled_from(list(DTYPES)))
@@ -88,7 +88,7 @@ def consistent(draw) -> bytes:
 
 @st.composite
 def damaged(draw, contents: bytes) -> bytes:
-    """The contents with bytes changed, taken out or put in."""
+    """Draws the contents with bytes changed, removed or inserted."""
     harmed = bytearray(contents)
     for _ in range(draw(st.integers(1, 4))):
         start = draw(st.integers(0, len(harmed)))
@@ -167,7 +167,7 @@ def test_stored_arrays_are_read_or_refused(tmp_path, file, cases):
         def read() -> None:
             arrays = Arrays(tmp_path)
             for key in arrays.keys():  # noqa: SIM118
-                if arrays.spec(key).nbytes < 1000:  # what loads a model knows the shape of each of its arrays
+                if arrays.spec(key).nbytes < 1000:  # a model's arrays have known shapes
                     arrays.read(key)
                     arrays[key].digest()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA from the outside: in `load`, over checkpoints of every layout, for one expert or both, on the command line."""
+"""LoRA in `load`, over checkpoints of every layout, for one expert or both, and on the command line."""
 
 import json
 import warnings
@@ -11,19 +11,22 @@ import pytest
 from click.testing import CliRunner
 
 import wanjax
-from tests.tiny import tiny_checkpoint
-from wanjax.adapters import AdaptedSource
-from wanjax.checkpoint import load_safetensors, save_safetensors
+from tests.support.tiny import tiny_checkpoint
+from wanjax import registry
+from wanjax.checkpoints.convert import ToWanjax
+from wanjax.checkpoints.files import load_safetensors, save_safetensors
+from wanjax.checkpoints.lora import AdaptedSource
+from wanjax.checkpoints.networks import network
+from wanjax.checkpoints.sources import open_source
 from wanjax.cli import main
-from wanjax.convert import ToWanjax
 from wanjax.converters import engine
 from wanjax.converters.lora import Lora
-from wanjax.converters.wan import transformer_rules
+from wanjax.converters.wan.diffusers import transformer_rules
 from wanjax.errors import WanjaxError
-from wanjax.networks import network
-from wanjax.registry import PRESETS
-from wanjax.schedulers import FlowEuler, from_config
-from wanjax.sources import open_source
+from wanjax.pipelines.wan import FAMILY
+from wanjax.pipelines.wan.networks import NETWORKS
+from wanjax.registry import presets
+from wanjax.schedulers import FlowEuler
 
 Q = "blocks.1.self_attn.q"
 KEY = "blocks.1.attn1.to_q.weight"
@@ -37,7 +40,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
-    """A LoRA of one of the two blocks' q, by the names of the authors."""
+    """Writes a LoRA for the q of one of the two blocks, with the authors' names."""
     path = tmp_path_factory.mktemp("lora") / "style.safetensors"
     random = np.random.default_rng(0)
     down, up = (random.normal(size=shape).astype(np.float32) for shape in ((2, WIDTH), (WIDTH, 2)))
@@ -51,12 +54,12 @@ def change(file):
 
 
 def q_of(pipe):
-    """The network's q of the second block, in the layout of diffusers."""
+    """Returns the q of the network's second block, as diffusers stores it."""
     weights = {path: np.asarray(x) for path, x in engine.parameters(pipe.transformer).items()}
-    return engine.Exported(weights, transformer_rules(pipe.configs.transformer)).read(KEY)
+    return engine.Exported(weights, transformer_rules(pipe.architecture.transformer)).read(KEY)
 
 
-def test_it_is_merged_when_the_transformer_is_loaded(checkpoint, file):
+def test_a_lora_is_merged_when_the_transformer_is_loaded(checkpoint, file):
     plain = q_of(wanjax.load(checkpoint))
     notes = []
     merged = wanjax.load(checkpoint, lora=f"{file}:0.5", note=notes.append)
@@ -71,13 +74,13 @@ def test_a_strength_of_0_leaves_every_weight_as_it_is(checkpoint, file):
     jax.tree.map(np.testing.assert_array_equal, plain, none)
 
 
-def test_a_converted_checkpoint_takes_it_too(checkpoint, file, tmp_path):
-    ToWanjax(open_source(checkpoint), tmp_path / "converted").run()
+def test_a_lora_is_merged_into_a_converted_checkpoint(checkpoint, file, tmp_path):
+    ToWanjax(open_source(checkpoint), tmp_path / "converted", NETWORKS).run()
     pipe = wanjax.load(tmp_path / "converted", lora=str(file))
     np.testing.assert_allclose(q_of(pipe), q_of(wanjax.load(checkpoint)) + change(file), rtol=1e-6, atol=1e-6)
 
 
-def test_what_does_not_fit_is_told_before_anything_is_loaded(checkpoint, file, tmp_path):
+def test_a_lora_that_does_not_fit_is_refused_before_loading(checkpoint, file, tmp_path):
     other = tmp_path / "other.safetensors"
     save_safetensors(other, {f"{Q}.diff": np.ones((5, 5), np.float32)})
     with pytest.raises(WanjaxError, match=r"of shape \[5, 5\], where \[24, 24\] is right: a LoRA for this model"):
@@ -94,21 +97,19 @@ def test_what_does_not_fit_is_told_before_anything_is_loaded(checkpoint, file, t
         wanjax.load(checkpoint, lora=str(file))
 
 
-def test_of_two_experts_each_has_its_own(checkpoint, file):
+def test_each_of_two_experts_has_its_own_lora(checkpoint, file):
     source = open_source(checkpoint)
     source.index["transformer_2"] = source.index["transformer"]
-    source.folder = lambda component: checkpoint / component.removesuffix("_2")
-    rules = network(source, "transformer").rules
+    source.folder = lambda component, files=(): checkpoint / component.removesuffix("_2")
+    rules = network(source, "transformer", NETWORKS).rules
     loras = [Lora(str(file)), Lora(str(file), 2.0, "high"), Lora(str(file), 4.0, "low")]
-    adapted = AdaptedSource(source, loras)
+    adapted = AdaptedSource(source, loras, NETWORKS)
     plain = source.tensors("transformer", rules).read(KEY)
     for component, strength in (("transformer", 3), ("transformer_2", 5)):
         merged = adapted.tensors(component, rules).read(KEY)
         np.testing.assert_allclose(merged, plain + strength * change(file), rtol=1e-6, atol=1e-6)
     assert adapted.tensors("vae", []).read("quant_conv.bias") is not None
 
-
-# --- the command line ---
 
 VIDEO = ["--size", "32x32", "--frames", "5", "--steps", "1"]
 
@@ -119,14 +120,14 @@ def run(*args):
     return result.output
 
 
-def test_stages_hand_it_on(checkpoint, file, tmp_path, monkeypatch):
+def test_stages_record_the_lora(checkpoint, file, tmp_path, monkeypatch):
     monkeypatch.chdir(file.parent)
     told = run("a cat", "--model", checkpoint, *VIDEO, "--dir", tmp_path / "one", "--lora", f"{file.name}:0.5")
     assert "style.safetensors: 1 of 1 changes merged" in told
     record = json.loads((tmp_path / "one/generation_config.json").read_text())
     assert record["lora"] == [f"{file}:0.5"]
     monkeypatch.chdir(tmp_path)
-    run("denoise", "--dir", tmp_path / "one")  # as it stands there
+    run("denoise", "--dir", tmp_path / "one")  # with the settings stored there
     again = load_safetensors(tmp_path / "one/stage2_latents.safetensors")["latents"].copy()
     assert "changes merged" not in run("decode", "--dir", tmp_path / "one")
     assert json.loads((tmp_path / "one/generation_config.json").read_text())["lora"] == [f"{file}:0.5"]
@@ -147,22 +148,20 @@ def test_a_broken_record_is_named(lora, checkpoint, file, tmp_path):
     assert "generation_config.json gives lora as" in result.output
 
 
-# --- few steps ---
-
-FEW_STEPS = [name for name in PRESETS if name.endswith("-4step")]
+FEW_STEPS = [name for name in presets() if name.endswith("-4step")]
 
 
 @pytest.mark.parametrize("name", FEW_STEPS)
 def test_few_step_presets_have_the_settings_of_their_authors(name):
-    """ModelTC/LightX2V, configs/distill: denoising_step_list 1000, 750, 500, 250 of levels that are shifted by 5."""
-    preset = PRESETS[name]
+    """Follows ModelTC/LightX2V, configs/distill: denoising_step_list 1000, 750, 500, 250, with levels shifted by 5."""
+    preset = presets()[name]
     chosen = preset.defaults
     assert (chosen.steps, chosen.guidance_scale, chosen.flow_shift, chosen.model) == (4, 1.0, 5.0, name)
-    scheduler = from_config(preset.scheduler).configured(shift=chosen.flow_shift, sigmas=chosen.sigmas)
-    assert isinstance(scheduler, FlowEuler)
+    scheduler = preset.scheduler
+    assert preset.architecture.scheduler == scheduler == FlowEuler()
     levels = np.array([1000, 750, 500, 250]) / 1000
     levels = 5 * levels / (1 + 4 * levels)
-    schedule = scheduler.schedule(chosen.steps)
+    schedule = scheduler.schedule(chosen.steps, shift=chosen.flow_shift, sigmas=chosen.sigmas)
     np.testing.assert_allclose(schedule.timesteps, 1000 * levels, rtol=1e-6)
     np.testing.assert_allclose(schedule.timesteps, [1000, 937.5, 2500 / 3, 625], rtol=1e-6)
     np.testing.assert_allclose(schedule.sigmas, [*levels, 0], rtol=1e-6)
@@ -170,25 +169,28 @@ def test_few_step_presets_have_the_settings_of_their_authors(name):
     assert all(lora.file.startswith("lightx2v/") and lora.strength == 1 for lora in loras)
     if chosen.boundary is None:
         assert [lora.expert for lora in loras] == [None]
-    else:  # the same split as by the boundary_step_index 2 of LightX2V
+    else:  # the split of LightX2V's boundary_step_index 2
         assert [lora.expert for lora in loras] == ["high", "low"]
         assert chosen.guidance_scale_2 == 1.0
         assert list(np.asarray(schedule.timesteps) >= 1000 * chosen.boundary) == [True, True, False, False]
-    assert preset.source == PRESETS[name.removesuffix("-4step")].source
+    assert preset.source == presets()[name.removesuffix("-4step")].source
+
+
+def add(monkeypatch, preset):
+    """Adds a preset to Wan's for a test."""
+    monkeypatch.setattr(registry, "FAMILIES", [replace(FAMILY, presets=(*FAMILY.presets, preset))])
 
 
 def test_a_preset_with_a_lora_is_not_converted_without_it(checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setitem(
-        PRESETS, "small-4step", replace(PRESETS[FEW_STEPS[0]], name="small-4step", source=str(checkpoint))
-    )
+    add(monkeypatch, replace(presets()[FEW_STEPS[0]], name="small-4step", source=str(checkpoint)))
     result = CliRunner().invoke(main, ["convert", "small-4step", str(tmp_path / "out")])
     assert result.exit_code == 2
     assert "with a LoRA, merged when it is loaded: convert the former" in result.output
 
 
 def test_a_preset_with_a_lora_and_a_scheduler_of_its_own(checkpoint, file, monkeypatch):
-    preset = replace(PRESETS[FEW_STEPS[0]], name="small-4step", source=str(checkpoint), loras=(f"{file}:0.5",))
-    monkeypatch.setitem(PRESETS, "small-4step", preset)
+    preset = replace(presets()[FEW_STEPS[0]], name="small-4step", source=str(checkpoint), loras=(f"{file}:0.5",))
+    add(monkeypatch, preset)
     pipe = wanjax.load("small-4step", lora=str(file), param_dtype="float32")
     np.testing.assert_allclose(q_of(pipe), q_of(wanjax.load(checkpoint)) + 1.5 * change(file), rtol=1e-6, atol=1e-6)
     assert isinstance(pipe.scheduler, FlowEuler)

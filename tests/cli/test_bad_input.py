@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user can get wrong: one sentence, exit status 2, no traceback, nothing half-written."""
+"""Mistakes of the user: one sentence, exit status 2, no traceback, no incomplete files."""
 
 import errno
 import json
@@ -7,21 +7,21 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from tests.tiny import compile_cache, tiny_checkpoint
-from wanjax import io
-from wanjax.checkpoint import load_safetensors, save_safetensors
+from tests.support.commands import refused
+from tests.support.harm import WEIGHTS, corrupt, rewrite, truncated, with_other_keys, without_a_shard
+from tests.support.tiny import compile_cache, tiny_checkpoint
+from wanjax.checkpoints.files import save_safetensors
 from wanjax.cli import main
+from wanjax.media import stage_files
 
 SHORT = ("--frames", "5", "--steps", "2", "--dtype", "float32")
 SMALL = ("--size", "32x16", *SHORT)
-WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def _compile_cache(tmp_path_factory):
 
 @pytest.fixture
 def damaged(intact, tmp_path) -> Path:
-    """A copy to do harm to."""
+    """A copy of the checkpoint, to be damaged."""
     return shutil.copytree(intact, tmp_path / "damaged")
 
 
@@ -47,21 +47,8 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "here")
 
 
-def refused(*arguments: str | Path) -> str:
-    """Runs a command that has to be refused, and returns the sentence that says why."""
-    result = CliRunner().invoke(main, list(map(str, arguments)), prog_name="wanjax")
-    assert result.exit_code == 2, (result.output, result.exception)
-    assert result.stdout == ""
-    sentences = re.findall(r"^wanjax: (.*)$", result.stderr, re.MULTILINE)
-    assert len(sentences) == 1, result.stderr
-    rest = result.stderr.partition(sentences[0])[2].strip()
-    assert rest == "" or rest.startswith("what was complete is kept")
-    assert not [path for path in Path().rglob("*") if path.name.startswith(".") or "partial" in path.name]
-    return sentences[0]
-
-
 def left() -> list[str]:
-    """The files under the current folder, and folders that are empty."""
+    """Returns the files and the empty folders below the current folder."""
     return sorted(str(path) for path in Path().rglob("*") if path.is_file() or not any(path.iterdir()))
 
 
@@ -134,42 +121,8 @@ def test_models(name, message):
     assert left() == []
 
 
-def rewrite(file: Path, change: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]) -> None:
-    save_safetensors(file, change({key: value.copy() for key, value in load_safetensors(file).items()}))
-
-
 def without_index(folder: Path) -> None:
     (folder / "model_index.json").unlink()
-
-
-def without_a_shard(folder: Path) -> None:
-    tensors = load_safetensors(folder / "transformer" / WEIGHTS)
-    names = [f"diffusion_pytorch_model-0000{i}-of-00002.safetensors" for i in (1, 2)]
-    weight_map = {key: names[i % 2] for i, key in enumerate(tensors)}
-    for name in names:
-        save_safetensors(folder / "transformer" / name, {k: v for k, v in tensors.items() if weight_map[k] == name})
-    (folder / "transformer" / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    (folder / "transformer" / WEIGHTS).unlink()
-    (folder / "transformer" / names[1]).unlink()
-
-
-def truncated(folder: Path) -> None:
-    file = folder / "vae" / WEIGHTS
-    file.write_bytes(file.read_bytes()[:-100])
-
-
-def corrupt(folder: Path) -> None:
-    file = folder / "text_encoder" / "model.safetensors"
-    file.write_bytes(b"\xff" * 16 + file.read_bytes()[16:])
-
-
-def with_other_keys(folder: Path) -> None:
-    def change(tensors):
-        del tensors["blocks.0.attn1.to_q.weight"], tensors["proj_out.bias"]
-        tensors["blocks.1.ffn.net.2.bias"] = np.zeros(7, np.float32)
-        return tensors | {"extra.weight": np.zeros(3, np.float32), "more.bias": np.zeros(3, np.float32)}
-
-    rewrite(folder / "transformer" / WEIGHTS, change)
 
 
 def without_config(folder: Path) -> None:
@@ -275,7 +228,7 @@ def complete(intact, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def stages(complete) -> Path:
-    """A copy of them to do harm to."""
+    """A copy of the stage files, to be damaged."""
     return shutil.copytree(complete, Path("stage_outputs"))
 
 
@@ -287,22 +240,26 @@ def test_stage_files_that_do_not_belong_together(intact, stages):
         r"the one and 'b' in the other, so `wanjax denoise --dir other` has to run again",
         refused("decode", "--dir", "other"),
     )
-    shutil.copy(stages / io.EMBEDDINGS, Path("other") / io.EMBEDDINGS)
+    shutil.copy(stages / stage_files.EMBEDDINGS, Path("other") / stage_files.EMBEDDINGS)
     assert "stage1_embeddings.safetensors and generation_config.json in other" in refused("denoise", "--dir", "other")
-    assert not (Path("other") / io.VIDEO).exists()
+    assert not (Path("other") / stage_files.VIDEO).exists()
 
 
 @pytest.mark.parametrize(
     ("command", "missing", "message"),
     [
-        ("denoise", io.CONFIG, r"holds no generation_config\.json, which `wanjax encode` writes"),
+        ("denoise", stage_files.CONFIG, r"holds no generation_config\.json, which `wanjax encode` writes"),
         (
             "denoise",
-            io.EMBEDDINGS,
+            stage_files.EMBEDDINGS,
             r"holds no stage1_embeddings\.safetensors: run `wanjax encode PROMPT --dir stage_outputs`",
         ),
-        ("decode", io.LATENTS, r"holds no stage2_latents\.safetensors: run `wanjax denoise --dir stage_outputs` first"),
-        ("decode", io.CONFIG, r"holds no generation_config\.json"),
+        (
+            "decode",
+            stage_files.LATENTS,
+            r"holds no stage2_latents\.safetensors: run `wanjax denoise --dir stage_outputs` first",
+        ),
+        ("decode", stage_files.CONFIG, r"holds no generation_config\.json"),
     ],
 )
 def test_missing_stages(stages, command, missing, message):
@@ -312,11 +269,11 @@ def test_missing_stages(stages, command, missing, message):
 
 def test_stage_files_of_another_model(stages):
     wide = np.zeros((1, 8, 99), np.float32)
-    save_safetensors(stages / io.EMBEDDINGS, {"prompt_embeds": wide, "negative_prompt_embeds": wide})
-    before = (stages / io.LATENTS).read_bytes()
-    assert re.search(r"stage1_embeddings\.safetensors has 99 channels where .* has 16", refused("denoise"))
-    assert (stages / io.LATENTS).read_bytes() == before
-    save_safetensors(stages / io.LATENTS, {"latents": np.zeros((1, 16, 2, 2, 4), np.float32)})
+    save_safetensors(stages / stage_files.EMBEDDINGS, {"prompt_embeds": wide, "negative_prompt_embeds": wide})
+    before = (stages / stage_files.LATENTS).read_bytes()
+    assert re.search(r"stage1_embeddings\.safetensors: .*\[1, 8, 99\] where .* has \[1, 8, 16\]", refused("denoise"))
+    assert (stages / stage_files.LATENTS).read_bytes() == before
+    save_safetensors(stages / stage_files.LATENTS, {"latents": np.zeros((1, 16, 2, 2, 4), np.float32)})
     assert re.search(r"stage2_latents\.safetensors has 16 channels where .* has 4", refused("decode"))
 
 
@@ -331,14 +288,14 @@ def test_stage_files_of_another_model(stages):
     ],
 )
 def test_settings_changed_by_hand(stages, change, message):
-    settings = json.loads((stages / io.CONFIG).read_text())
-    (stages / io.CONFIG).write_text(json.dumps(settings | change))
+    settings = json.loads((stages / stage_files.CONFIG).read_text())
+    (stages / stage_files.CONFIG).write_text(json.dumps(settings | change))
     assert re.search(message, refused("denoise"))
 
 
 def test_latents_that_are_not_finite_cannot_be_shown(stages):
-    settings = io.load_settings(stages)
-    io.save_latents(stages, np.full((1, 4, 2, 2, 4), np.nan, np.float32), settings)
+    settings = stage_files.load_settings(stages)
+    stage_files.save_latents(stages, np.full((1, 4, 2, 2, 4), np.nan, np.float32), settings)
     assert "not finite" in refused("decode")
 
 
@@ -361,7 +318,7 @@ def test_a_disk_that_fills_with_latents(intact, monkeypatch):
 
     def sync(descriptor):
         calls.append(descriptor)
-        if len(calls) == 2:  # of the latents, after the embeddings
+        if len(calls) == 2:  # the second file, which holds the latents
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", sync)
@@ -371,7 +328,7 @@ def test_a_disk_that_fills_with_latents(intact, monkeypatch):
 
 
 def test_a_disk_that_fills_with_the_video(intact, monkeypatch):
-    """A limit on the size of files is what ffmpeg, another process, meets in place of a full disk."""
+    """Simulates the full disk by a limit on the size of files, because ffmpeg runs in another process."""
     run = subprocess.Popen
     limited = ["sh", "-c", 'ulimit -f 1; trap "" XFSZ; exec "$@"', "sh"]
     monkeypatch.setattr(subprocess, "Popen", lambda command, **kw: run([*limited, *command], **kw))

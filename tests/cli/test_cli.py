@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands with a checkpoint of random weights: what they write, what they tell, and how they end."""
+"""The commands with a checkpoint of random weights: their files, their output and their exit status."""
 
 import json
 import os
@@ -18,19 +18,20 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 from PIL import Image
 
-from tests.tiny import compile_cache, tiny_checkpoint
-from wanjax import io
-from wanjax.checkpoint import load_safetensors, save_safetensors
+from tests.support.commands import files, succeeded, wanjax
+from tests.support.tiny import compile_cache, tiny_checkpoint
+from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.cli import main, report, stages
 from wanjax.cli.quiet import DEVICES
 from wanjax.cli.report import Report
-from wanjax.pipelines.wan import WanPipeline
+from wanjax.media import stage_files, videos
+from wanjax.pipelines.wan.pipeline import WanPipeline
 
 SMALL = ("--size", "32x16", "--frames", "5", "--steps", "2", "--dtype", "float32")
-STAGE_FILES = [io.CONFIG, io.EMBEDDINGS, io.LATENTS]
+STAGE_FILES = [stage_files.CONFIG, stage_files.EMBEDDINGS, stage_files.LATENTS]
 
 
 @pytest.fixture(scope="module")
@@ -49,22 +50,9 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def wanjax(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(main, list(map(str, arguments)), prog_name="wanjax")
-
-
-def succeeded(result: Result) -> Result:
-    assert result.exit_code == 0, result.output
-    return result
-
-
-def files(folder: str | Path) -> list[str]:
-    return sorted(path.name for path in Path(folder).iterdir())
-
-
 @pytest.fixture
 def given(monkeypatch) -> dict:
-    """What the command line makes of its options, in place of a run."""
+    """The arguments that the command line passes to a stage, which does not run."""
     kept = {}
     for name in ("generate", "encode", "denoise", "decode"):
         monkeypatch.setattr(stages, name, lambda report, _name=name, **given: kept.update(given, command=_name))
@@ -128,12 +116,12 @@ def test_help_is_complete(command, options):
         ["generate", "--prompt", "a red circle", "--seed", "3"],
     ],
 )
-def test_a_bare_word_is_the_prompt(given, arguments):
+def test_an_argument_that_is_no_command_is_the_prompt(given, arguments):
     succeeded(wanjax(*arguments))
     assert (given["command"], given["prompt"], given["seed"]) == ("generate", "a red circle", 3)
 
 
-def test_names_of_before(given):
+def test_former_names_of_options(given):
     old = "--num_inference_steps 7 --guidance_scale 2.5 --flow_shift 4 --negative_prompt x --model_id m --num_frames 9"
     succeeded(wanjax("a", *old.split(), "--output_dir", "d", "--output_video", "v.mp4"))
     names = ("steps", "guidance_scale", "flow_shift", "negative_prompt", "model", "frames", "folder", "out")
@@ -158,32 +146,32 @@ def test_help_does_not_wait_for_jax():
 
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, which has so much to say, is not installed")
 @pytest.mark.skipif(any(map(glob, DEVICES)), reason="there is a TPU")
-def test_a_machine_without_a_tpu_need_not_be_told():
+def test_libtpu_is_silent_without_a_tpu():
     code = """if True:
         import jax
         from wanjax.cli import main
         main.command("look")(lambda: print(jax.devices()))
         main(["look"])"""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TPU_", "JAX_"))}
-    environment["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # or it gives up in silence while another process has it
+    environment["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # else libtpu gives up silently while another process uses it
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_generate(model):
     result = succeeded(wanjax("a red circle", "--model", model, *SMALL))
-    path = Path("stage_outputs") / io.VIDEO
+    path = Path("stage_outputs") / stage_files.VIDEO
     assert result.stdout.strip() == str(path.absolute())
-    assert files("stage_outputs") == sorted([*STAGE_FILES, io.VIDEO])
-    settings = io.load_settings(Path("stage_outputs"))
-    assert io.read_metadata(path) == settings
+    assert files("stage_outputs") == sorted([*STAGE_FILES, stage_files.VIDEO])
+    settings = stage_files.load_settings(Path("stage_outputs"))
+    assert videos.read_metadata(path) == settings
     assert (settings["prompt"], settings["model"], settings["width"], settings["height"]) == (
         "a red circle",
         model,
         32,
         16,
     )
-    assert load_safetensors(Path("stage_outputs") / io.LATENTS)["latents"].shape == (1, 4, 2, 2, 4)
+    assert load_safetensors(Path("stage_outputs") / stage_files.LATENTS)["latents"].shape == (1, 4, 2, 2, 4)
     assert "wanjax decode --dir stage_outputs" in result.stderr
     for stage in ("encode", "denoise", "decode"):
         assert re.search(
@@ -198,12 +186,12 @@ def test_three_stages_are_one_run(model):
         wanjax("a red circle", "--model", model, *SMALL, "--seed", "5", "--dir", "one", "--out", "one/frames")
     )
     succeeded(wanjax("encode", "a red circle", "--model", model, "--dir", "three", "--dtype", "float32"))
-    assert files("three") == [io.CONFIG, io.EMBEDDINGS]
+    assert files("three") == [stage_files.CONFIG, stage_files.EMBEDDINGS]
     succeeded(wanjax("denoise", *SMALL, "--seed", "5", "--dir", "three"))
     three = succeeded(wanjax("decode", "--dir", "three", "--out", "three/frames/"))
     for name in STAGE_FILES[1:]:
         assert (Path("one") / name).read_bytes() == (Path("three") / name).read_bytes()
-    assert io.load_settings(Path("one")) == io.load_settings(Path("three"))
+    assert stage_files.load_settings(Path("one")) == stage_files.load_settings(Path("three"))
     frames = files("one/frames")
     assert len(frames) == 5
     for name in frames:
@@ -212,23 +200,23 @@ def test_three_stages_are_one_run(model):
     assert three.stdout.strip().endswith("three/frames")
 
 
-def test_the_way_on_is_a_command_that_works(model):
+def test_the_printed_command_resumes_the_run(model):
     said = succeeded(wanjax("encode", "a", "--model", model, "--dir", "with space")).stderr
     command = shlex.split(re.search(r"wanjax (denoise --dir .*)$", said, re.MULTILINE)[1])
     said = succeeded(wanjax(*command, *SMALL)).stderr
     command = shlex.split(re.search(r"wanjax (decode --dir .*)$", said, re.MULTILINE)[1])
     succeeded(wanjax(*command, "--fps", "8", "--out", "a.gif"))
-    assert io.read_metadata("a.gif")["fps"] == 8
-    assert io.load_settings(Path("with space"))["fps"] != 8
+    assert videos.read_metadata("a.gif")["fps"] == 8
+    assert stage_files.load_settings(Path("with space"))["fps"] != 8
 
 
-def test_a_later_seed_makes_other_latents(model):
+def test_another_seed_for_denoise_gives_other_latents(model):
     succeeded(wanjax("encode", "a", "--model", model))
     made = []
     for seed in ("1", "2", "1"):
         succeeded(wanjax("denoise", *SMALL, "--seed", seed))
-        made.append(load_safetensors(Path("stage_outputs") / io.LATENTS)["latents"].copy())
-    assert io.load_settings(Path("stage_outputs"))["seed"] == 1
+        made.append(load_safetensors(Path("stage_outputs") / stage_files.LATENTS)["latents"].copy())
+    assert stage_files.load_settings(Path("stage_outputs"))["seed"] == 1
     assert not np.array_equal(made[0], made[1])
     np.testing.assert_array_equal(made[0], made[2])
 
@@ -239,10 +227,10 @@ def test_noise_from_a_file(model):
     latents = []
     for seed in ("1", "2"):
         result = succeeded(wanjax("a", "--model", model, *SMALL, "--seed", seed, "--noise", "noise.safetensors"))
-        latents.append(load_safetensors(Path("stage_outputs") / io.LATENTS)["latents"].copy())
+        latents.append(load_safetensors(Path("stage_outputs") / stage_files.LATENTS)["latents"].copy())
     np.testing.assert_array_equal(*latents)
     assert "the initial noise is that of noise.safetensors" in result.stderr
-    assert io.read_metadata(Path("stage_outputs") / io.VIDEO)["noise"] == "noise.safetensors"
+    assert videos.read_metadata(Path("stage_outputs") / stage_files.VIDEO)["noise"] == "noise.safetensors"
 
 
 def test_two_experts(model):
@@ -253,30 +241,30 @@ def test_two_experts(model):
     index.write_text(json.dumps(json.loads(index.read_text()) | added))
     said = succeeded(wanjax("a", "--model", folder, *SMALL, "--guidance-scale", "2", "--guidance-scale-2", "3")).stderr
     assert "guidance 2 and 3" in said
-    assert re.search(r"from step 2 of 2 on the expert of little noise is at work, loaded in \d+\.\d s", said)
-    settings = json.loads((Path("stage_outputs") / io.CONFIG).read_text())
+    assert re.search(r"from step 2 of 2 on transformer_2 is at work, loaded in \d+\.\d s", said)
+    settings = json.loads((Path("stage_outputs") / stage_files.CONFIG).read_text())
     assert (settings["guidance_scale"], settings["guidance_scale_2"], settings["boundary"]) == (2.0, 3.0, 0.8)
 
 
-def test_a_video_to_begin_from(model):
+def test_denoising_from_a_video(model):
     Path("first").mkdir()
     for i, frame in enumerate(np.random.default_rng(0).integers(0, 256, (5, 16, 32, 3), dtype=np.uint8)):
         Image.fromarray(frame).save(f"first/{i}.png")
     given = ("--video", "first", *SMALL)
     said = succeeded(wanjax("b", "--model", model, *given, "--strength", "0.5", "--out", "second")).stderr
     assert "step 1 of 1" in said or "1 of 1" in said
-    kept = load_safetensors(Path("stage_outputs") / io.EMBEDDINGS)
+    kept = load_safetensors(Path("stage_outputs") / stage_files.EMBEDDINGS)
     assert kept["video_latents"].shape == (1, 4, 2, 2, 4)
-    assert io.read_metadata("second/frame_00000.png")["strength"] == 0.5
-    latents = load_safetensors(Path("stage_outputs") / io.LATENTS)["latents"].copy()
-    succeeded(wanjax("denoise"))  # from what the first stage left
-    np.testing.assert_array_equal(load_safetensors(Path("stage_outputs") / io.LATENTS)["latents"], latents)
+    assert videos.read_metadata("second/frame_00000.png")["strength"] == 0.5
+    latents = load_safetensors(Path("stage_outputs") / stage_files.LATENTS)["latents"].copy()
+    succeeded(wanjax("denoise"))  # from the files of the first stage
+    np.testing.assert_array_equal(load_safetensors(Path("stage_outputs") / stage_files.LATENTS)["latents"], latents)
     sentence = wanjax("b", "--model", model, *given, "--strength", "0.4").stderr
     assert "a strength of 0.4 takes none of 2 steps: 0.5 takes one" in sentence
 
 
-def test_what_may_not_be_meant_is_told(model, monkeypatch):
-    monkeypatch.setattr(WanPipeline, "encode_prompts", interrupted)  # all is told before
+def test_unintended_settings_give_notes(model, monkeypatch):
+    monkeypatch.setattr(WanPipeline, "encode_prompts", interrupted)  # after all notes are printed
     said = wanjax("encode", "word " * 40 + "end", "--model", model).stderr
     assert re.search(r'note: the prompt has \d+ tokens, the model reads 24: the end "word .*\.\.\." was cut', said)
     said = wanjax(" ", "--model", model, *SMALL, "--guidance-scale", "1").stderr
@@ -284,10 +272,10 @@ def test_what_may_not_be_meant_is_told(model, monkeypatch):
     assert "guidance is off" in said
 
 
-def test_embeddings_of_226_tokens_are_told(model, monkeypatch):
+def test_embeddings_of_226_tokens_give_a_note(model, monkeypatch):
     succeeded(wanjax("encode", "a", "--model", model))
     embeds = np.zeros((1, 226, 16), np.float32)
-    path = Path("stage_outputs") / io.EMBEDDINGS
+    path = Path("stage_outputs") / stage_files.EMBEDDINGS
     save_safetensors(path, {"prompt_embeds": embeds, "negative_prompt_embeds": embeds})
     monkeypatch.setattr(WanPipeline, "denoise", interrupted)
     assert "226 tokens where Wan reads 512" in wanjax("denoise", *SMALL).stderr
@@ -297,7 +285,7 @@ def interrupted(*_, **__):
     raise KeyboardInterrupt
 
 
-def test_latents_are_there_before_decoding(model, monkeypatch):
+def test_latents_are_saved_before_decoding(model, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(WanPipeline, "decode_chunks", interrupted)
         result = wanjax("a", "--model", model, *SMALL, "--out", "b c.mp4")
@@ -318,9 +306,9 @@ def test_an_interrupted_denoising_leaves_the_embeddings(model, monkeypatch):
         result = wanjax("a", "--model", model, *SMALL)
     assert result.exit_code == 130
     assert result.stderr.endswith("this goes on from there: wanjax denoise --dir stage_outputs\n")
-    assert files("stage_outputs") == [io.CONFIG, io.EMBEDDINGS]
+    assert files("stage_outputs") == [stage_files.CONFIG, stage_files.EMBEDDINGS]
     succeeded(wanjax("denoise"))
-    assert io.load_settings(Path("stage_outputs"))["steps"] == 2  # as the first command said
+    assert stage_files.load_settings(Path("stage_outputs"))["steps"] == 2  # as in the first command
 
 
 def test_an_interrupted_encoding_leaves_nothing(model, monkeypatch):
@@ -336,7 +324,9 @@ def test_ctrl_c(model, xla):
     environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(xla)}
     run = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 300
-    while run.poll() is None and not (Path("stage_outputs") / io.CONFIG).exists() and time.monotonic() < deadline:
+    while (
+        run.poll() is None and not (Path("stage_outputs") / stage_files.CONFIG).exists() and time.monotonic() < deadline
+    ):
         time.sleep(0.1)
     time.sleep(0.5)
     run.send_signal(signal.SIGINT)
@@ -344,11 +334,11 @@ def test_ctrl_c(model, xla):
     assert run.returncode == 130
     assert said.endswith("wanjax denoise --dir stage_outputs\n")
     assert "Traceback" not in said
-    assert files("stage_outputs") == [io.CONFIG, io.EMBEDDINGS]
+    assert files("stage_outputs") == [stage_files.CONFIG, stage_files.EMBEDDINGS]
 
 
 def denoising(told: Report, last: int, presses: int = 1) -> None:
-    """Takes steps up to `last` of 3, with Ctrl-C pressed before that one."""
+    """Takes steps up to `last` of 3; presses Ctrl-C before the last."""
     with told.stage("denoise"):
         told.advance("step", 1, 3)
         for _ in range(presses):
@@ -357,14 +347,14 @@ def denoising(told: Report, last: int, presses: int = 1) -> None:
 
 
 def test_ctrl_c_waits_for_the_step():
-    """JAX loses what a signal raises inside it, or crashes."""
+    """An exception that a signal raises inside JAX is lost, or crashes the process."""
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         denoising(Report(), 2)
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_ctrl_c_does_not_throw_away_what_is_complete():
+def test_ctrl_c_keeps_complete_files():
     told = Report()
     denoising(told, 3)
     with pytest.raises(KeyboardInterrupt):
@@ -378,16 +368,16 @@ def test_a_second_ctrl_c_does_not_wait():
 
 
 def test_peaks_of_memory(monkeypatch):
-    assert report._device_peak() is None  # a CPU has no memory of its own
+    assert report._device_peak() is None  # a CPU reports no device memory
     assert report._host_peak() > 1e7
-    monkeypatch.setattr(report, "STATUS", Path("absent"))  # as it is outside Linux
+    monkeypatch.setattr(report, "STATUS", Path("absent"))  # as outside Linux
     assert report._host_peak() > 1e7
     chips = [SimpleNamespace(platform="tpu", memory_stats=lambda n=n: {"peak_bytes_in_use": n}) for n in (3, 5)]
     monkeypatch.setattr(jax, "local_devices", lambda: chips)
     assert report._device_peak() == 5
 
 
-def test_a_failure_is_no_mistake_of_the_user(model, monkeypatch):
+def test_a_failure_has_a_traceback(model, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("a bug")
 

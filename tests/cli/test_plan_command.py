@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `plan` tells of a video on devices that are not there, and what it keeps of it."""
+"""The command `plan`: prices of a video on devices that need not be present, and their cache."""
 
 import json
 from importlib.util import find_spec
@@ -8,26 +8,21 @@ from math import prod
 import pytest
 from click.testing import CliRunner
 
-from tests.test_sharding import VAE, transformer_config
-from tests.test_stages import TEXT, VIDEO
-from wanjax import cache
+from tests.support.small_wan import VIDEO, architecture
 from wanjax.cli import main
-from wanjax.models.wan.config import T2V_1_3B, T2V_14B
-from wanjax.networks import PUBLISHED
-from wanjax.pipelines.text import TEXT_LENGTH
-from wanjax.pipelines.wan import WanConfigs
+from wanjax.models.wan.flops import context_flops
+from wanjax.pipelines.wan.programs import TEXT_LENGTH
 from wanjax.plan import compile as compiling
-from wanjax.plan import digest, outlook, traced
+from wanjax.plan import kept, outlook, priced, traced
 from wanjax.plan.chips import SLICES
-from wanjax.plan.digest import Digest
-from wanjax.plan.flops import context_flops, forward_flops
 from wanjax.plan.meshes import choose_mesh, meshes
-from wanjax.plan.stages import Architecture, stages
-from wanjax.registry import PRESETS
+from wanjax.plan.priced import Priced
+from wanjax.plan.stages import stages
+from wanjax.registry import outline
 
-NETWORKS = Architecture(TEXT, transformer_config(4), VAE)
+NETWORKS = architecture(4)
 GIB = 2**30
-PROMISED = {"model", "chip", "mesh", "fits", "stages", "step_seconds", "step_breakdown", "mfu", "total_seconds"} | {
+DOCUMENTED = {"model", "chip", "mesh", "fits", "stages", "step_seconds", "step_breakdown", "mfu", "total_seconds"} | {
     "collectives"
 }
 
@@ -43,9 +38,9 @@ def plan(*arguments: str) -> dict:
     return json.loads(run.stdout)
 
 
-def test_what_is_promised_is_told():
+def test_json_has_every_documented_entry():
     found = plan("--chip", "h200", "--steps", "7")
-    assert found.keys() >= PROMISED
+    assert found.keys() >= DOCUMENTED
     assert found["fits"] is True
     assert found["stages"].keys() == {"encode", "denoise", "decode"}
     for stage in found["stages"].values():
@@ -58,11 +53,11 @@ def test_what_is_promised_is_told():
     assert found["disk_bytes"] < found["download_bytes_at_most"] < 3 * found["disk_bytes"]
 
 
-def test_people_are_told_in_words():
-    said = CliRunner().invoke(main, ["plan", "nano", "--chip", "cpu"])
-    assert said.exit_code == 0, said.output
+def test_the_table():
+    run = CliRunner().invoke(main, ["plan", "nano", "--chip", "cpu"])
+    assert run.exit_code == 0, run.output
     for words in ("not measured", "float32", "denoise", "attention", "the whole run", "download", "limits it"):
-        assert words in said.output, said.output
+        assert words in run.output, run.output
 
 
 @pytest.mark.parametrize(
@@ -72,10 +67,10 @@ def test_people_are_told_in_words():
         (["--chip", "v6e-8", "--mesh", "dp=2,tp=2"], "the mesh dp=2, sp=1, tp=2 has 4 devices: v6e-8 has 8"),
         (["--chip", "h200", "--mesh", "tp=8"], "the mesh has 8 devices: h200 stands for one"),
         (["--chip", "h200", "--size", "60x64"], "the width 60 is not a multiple of"),
-        (["--chip", "h200", "--mesh", "tq=8"], "is not such as dp=2,sp=1,tp=4"),
+        (["--chip", "h200", "--mesh", "tq=8"], "write it as dp=2,sp=1,tp=4"),
     ],
 )
-def test_what_cannot_be_is_told_in_a_sentence(arguments, why):
+def test_an_impossible_request_is_refused_in_one_sentence(arguments, why):
     run = CliRunner().invoke(main, ["plan", "nano", *arguments])
     assert run.exit_code == 2
     assert why in run.stderr
@@ -89,11 +84,11 @@ def test_without_the_compiler(monkeypatch):
     assert "libtpu, which is missing" in run.stderr
 
 
-def test_what_does_not_fit_is_told_with_what_would(monkeypatch):
-    needed = digest.needed_bytes("RESOURCE_EXHAUSTED: Ran out of memory. Used 41.50G of 31.25G hbm. Exceeded")
+def test_advice_when_a_video_does_not_fit(monkeypatch):
+    needed = priced.needed_bytes("RESOURCE_EXHAUSTED: Ran out of memory. Used 41.50G of 31.25G hbm. Exceeded")
     assert needed == 41.5 * GIB
-    monkeypatch.setattr(outlook, "digests", lambda jobs: [Digest(arguments=0, peak=needed)] * len(jobs))
-    found = outlook.outlook(PUBLISHED["wan2.1-t2v-14b"], PRESETS["wan2.1-t2v-14b"].defaults, "v6e-1")
+    monkeypatch.setattr(outlook, "price_all", lambda jobs: [Priced(arguments=0, peak=needed)] * len(jobs))
+    found = outlook.outlook(*outline("wan2.1-t2v-14b"), "v6e-1")
     assert not found.fits
     assert found.step_seconds is found.total_seconds is found.mfu is None
     assert found.limit.startswith("the memory of a chip")
@@ -105,8 +100,7 @@ def test_what_does_not_fit_is_told_with_what_would(monkeypatch):
 def test_a_trace_counts_what_the_formula_does():
     runs = stages(NETWORKS, VIDEO, "h200", {}, attention="reference")["denoise"]
     context, step = (traced.work_of(run.job) for run in runs)
-    tokens = WanConfigs(NETWORKS.transformer, NETWORKS.vae).tokens(VIDEO)
-    formula = forward_flops(NETWORKS.transformer, tokens=tokens, text=TEXT_LENGTH)
+    formula = NETWORKS.forward(VIDEO).flops
     assert context.attention + context.products == 2 * context_flops(NETWORKS.transformer, text=TEXT_LENGTH)
     assert step.attention + step.products == 2 * sum(formula.values())
     assert step.convolutions == context.convolutions == 0
@@ -121,9 +115,10 @@ def test_how_often_each_program_runs():
     assert [run.name for run in alone["decode"]] == ["decode_first"]
 
 
-def test_a_plan_holds_what_a_network_weighs():
-    sizes = outlook.parameters(PUBLISHED["wan2.2-t2v-a14b"], experts=True)
-    assert sizes["transformer"] == 2 * PRESETS["wan2.2-t2v-a14b"].transformer_parameters
+def test_a_plan_counts_all_weights():
+    family, shapes, _ = outline("wan2.2-t2v-a14b")
+    sizes = outlook._parameters(family, shapes)
+    assert sizes["transformer"] == sizes["transformer_2"] == 14_288_491_584
 
 
 def test_all_meshes_of_a_slice_are_considered():
@@ -134,35 +129,37 @@ def test_all_meshes_of_a_slice_are_considered():
 
 
 @pytest.mark.parametrize(
-    ("chip", "config", "count", "wanted"),
+    ("chip", "model", "count", "wanted"),
     [
-        ("v6e-8", T2V_14B, 14_288_491_584, (2, 1, 4)),
-        ("v6e-1", T2V_1_3B, 1_418_996_800, (1, 1, 1)),
-        ("v6e-16", T2V_14B, 14_288_491_584, (2, 1, 8)),
+        ("v6e-8", "wan2.1-t2v-14b", 14_288_491_584, (2, 1, 4)),
+        ("v6e-1", "wan2.1-t2v-1.3b", 1_418_996_800, (1, 1, 1)),
+        ("v6e-16", "wan2.1-t2v-14b", 14_288_491_584, (2, 1, 8)),
     ],
 )
-def test_the_mesh_that_is_found(chip, config, count, wanted):
-    size = {"tokens": 75_600, "text": TEXT_LENGTH, "guided": True, "parameters": count}
-    assert choose_mesh(SLICES[chip], config, **size) == wanted
+def test_the_best_mesh(chip, model, count, wanted):
+    _, shapes, settings = outline(model)
+    work = shapes.forward(settings.updated({"height": 720, "width": 1280}))
+    assert work.tokens == 75_600
+    assert choose_mesh(SLICES[chip], work, guided=True, parameters=count) == wanted
 
 
 def test_prices_are_kept_for_the_same_code_and_arguments(monkeypatch, tmp_path):
-    cache.keep("prices", {"a": 1}, {"seconds": 2.0})
-    assert cache.recall("prices", {"a": 1}) == {"seconds": 2.0}
-    assert cache.recall("prices", {"a": 2}) is None
+    kept.keep("prices", {"a": 1}, {"seconds": 2.0})
+    assert kept.recall("prices", {"a": 1}) == {"seconds": 2.0}
+    assert kept.recall("prices", {"a": 2}) is None
     with monkeypatch.context() as patch:
-        patch.setattr(cache, "code_word", lambda: "another")
-        assert cache.recall("prices", {"a": 1}) is None
+        patch.setattr(kept, "code_digest", lambda: "another")
+        assert kept.recall("prices", {"a": 1}) is None
     (file,) = (tmp_path / "wanjax" / "prices").iterdir()
     file.write_text("{")
-    assert cache.recall("prices", {"a": 1}) is None
+    assert kept.recall("prices", {"a": 1}) is None
 
 
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="prices for TPUs need libtpu")
 def test_a_slice_is_priced_by_its_compiler_and_only_once(monkeypatch):
     given = ("--chip", "v6e-8", "--size", "32x32", "--frames", "1", "--mesh", "dp=2,sp=1,tp=4")
     first = plan(*given)
-    monkeypatch.setattr(digest, "compile_all", lambda *_, **__: pytest.fail("compiled again"))
+    monkeypatch.setattr(priced, "compile_all", lambda *_, **__: pytest.fail("compiled again"))
     assert plan(*given) == first
     assert first["priced_by"] == "the chip's compiler"
     assert first["fits"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `--profile` leaves: a trace that names the parts of a block, and a report whose figures fit together."""
+"""The files of `--profile`: a trace that names the parts of a block, and a report with consistent figures."""
 
 import json
 from pathlib import Path
@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tests.tiny import TRANSFORMER, compile_cache, tiny_checkpoint
+from tests.support.tiny import TRANSFORMER, compile_cache, tiny_checkpoint
 from wanjax.cli import main, profile
-from wanjax.converters.wan import transformer_config
-from wanjax.pipelines.text import TEXT_LENGTH
+from wanjax.converters.wan.diffusers import transformer_config
+from wanjax.models.wan.flops import forward_flops
+from wanjax.pipelines.wan.programs import TEXT_LENGTH
 from wanjax.plan.chips import KINDS, V6E
-from wanjax.plan.flops import forward_flops
 
 SCOPES = ("self_attention", "cross_attention", "mlp", "modulation", "rope", "attention", "guidance")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Of a profiled run of four steps."""
+    """The folder of a profiled run of four steps."""
     root = tmp_path_factory.mktemp("profile")
     model = tiny_checkpoint(root / "tiny")
     arguments = ["a red circle", "--model", model, "--size", "32x16", "--frames", "5", "--steps", "4"]
@@ -41,7 +41,7 @@ def test_the_report_counts_both_forwards_of_a_step(folder):
     found = json.loads((folder / profile.STEPS).read_text())
     parts = forward_flops(transformer_config(TRANSFORMER), tokens=2 * 1 * 2, text=TEXT_LENGTH)
     assert found["step_flops"] == 2 * sum(parts.values()) == sum(found["step_flops_by_part"].values())
-    assert len(found["seconds"]) == 3  # between the ends of four steps
-    assert found["step_seconds"] == found["seconds"][-1]  # the one that was not traced
+    assert len(found["seconds"]) == 3  # the intervals between the ends of four steps
+    assert found["step_seconds"] == found["seconds"][-1]  # the only interval that was not traced
     assert found["achieved_flops_per_second"] == pytest.approx(found["step_flops"] / found["step_seconds"])
     assert found["mfu"] == pytest.approx(found["achieved_flops_per_second"] / V6E.flops)

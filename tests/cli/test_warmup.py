@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs kept from process to process: found again by the same run, and by no other."""
+"""Compiled programs kept between processes: the same run finds them again, other runs do not."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from wanjax import io
+from wanjax.media import stage_files
 
 RUN = ("--size", "32x32", "--frames", "9", "--steps", "3")
 CHANGED = """
@@ -27,7 +27,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def wanjax(folder: Path, *arguments: str, code: str = "from wanjax.cli import main; main()") -> str:
-    """Runs the command in a process of its own, where programs are kept in the folder; returns what it tells."""
+    """Runs the command in a new process that keeps its programs in the folder; returns its output."""
     run = subprocess.run(
         [sys.executable, "-c", code, *arguments],
         env=os.environ | {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(folder)},
@@ -52,7 +52,7 @@ def warm(folder) -> set[str]:
 
 @pytest.fixture(scope="module")
 def latents(folder, warm) -> np.ndarray:
-    """Those of a run after the warm-up."""
+    """The latents of a run after the warm-up."""
     told = wanjax(folder, "generate", "a red circle moving right", *RUN)
     assert told.count("cached") == 3, told
     assert programs(folder) == warm
@@ -61,7 +61,7 @@ def latents(folder, warm) -> np.ndarray:
 
 def kept(folder: Path) -> np.ndarray:
     left = folder / "stage_outputs"
-    return np.asarray(io.load_latents(left, io.load_settings(left)))
+    return np.asarray(stage_files.load_latents(left, stage_files.load_settings(left)))
 
 
 def test_a_second_process_compiles_nothing(warm, latents):

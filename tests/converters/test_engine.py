@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The conversion engine: exact inverses, total plans, and weights that arrive where and as the module wants them."""
+"""The conversion engine: exact inverses, total assignments, and weights with the module's dtypes and shardings."""
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from tests.devices import most_held, nbytes_on_each, on_eight_devices
-from wanjax.checkpoint import SafetensorsFile, Spec, aligned
+from tests.support.devices import most_held, nbytes_on_each, on_eight_devices
+from wanjax.checkpoints.files import SafetensorsFile, Spec, aligned
 from wanjax.converters import engine
 from wanjax.converters.engine import CONV, IDENTITY, TRANSPOSE, Rule, conv, linear, norm, patches, rope_halves, squeeze
 from wanjax.errors import WanjaxError
-from wanjax.layers.linear import stack
+from wanjax.layers.placement import axes_of, with_axes
+from wanjax.layers.stack import stack
 
 sizes = st.integers(1, 5)
 
@@ -25,12 +26,9 @@ def counting(shape):
     return np.arange(np.prod(shape), dtype=np.int64).reshape(shape)
 
 
-# --- transforms ---
-
-
 @st.composite
 def transformed(draw):
-    """A transform and a source shape that it applies to."""
+    """Draws a source shape, and a function that makes a transform for it, outside of the strategy."""
     patch = tuple(draw(st.lists(sizes, min_size=1, max_size=3)))
     heads, half = draw(sizes), draw(sizes)
     rest = tuple(draw(st.lists(sizes, max_size=2)))
@@ -38,15 +36,15 @@ def transformed(draw):
     return draw(
         st.sampled_from(
             [
-                (IDENTITY, rest),
-                (TRANSPOSE, (o, c)),
-                (CONV, (o, c, *patch)),
-                (patches(patch), (o, c, *patch)),
-                (rope_halves(heads), (heads * half * 2, *rest)),
-                (rope_halves(heads) >> TRANSPOSE, (heads * half * 2, c)),
-                (squeeze(1, 2, 3), (c, 1, 1, 1)),
-                (squeeze(0), (1, o, c)),
-                (squeeze(2, 3) >> TRANSPOSE, (o, c, 1, 1)),
+                (lambda: IDENTITY, rest),
+                (lambda: TRANSPOSE, (o, c)),
+                (lambda: CONV, (o, c, *patch)),
+                (lambda: patches(patch), (o, c, *patch)),
+                (lambda: rope_halves(heads), (heads * half * 2, *rest)),
+                (lambda: rope_halves(heads) >> TRANSPOSE, (heads * half * 2, c)),
+                (lambda: squeeze(1, 2, 3), (c, 1, 1, 1)),
+                (lambda: squeeze(0), (1, o, c)),
+                (lambda: squeeze(2, 3) >> TRANSPOSE, (o, c, 1, 1)),
             ]
         )
     )
@@ -54,7 +52,8 @@ def transformed(draw):
 
 @given(transformed())
 def test_transform_has_an_exact_inverse_and_knows_its_shapes(case):
-    transform, shape = case
+    make, shape = case
+    transform = make()
     x = counting(shape)
     y = transform.forward(x)
     np.testing.assert_array_equal(transform.inverse(y), x)
@@ -83,7 +82,7 @@ def test_transposes_and_convolutions_agree_with_their_definitions():
 
 
 def test_patches_gives_the_kernel_of_flattened_patches():
-    """The dense layer on a patch flattened channel last equals the convolution on that patch."""
+    """Compares the dense layer on a patch, flattened channel last, with the convolution on that patch."""
     rng = np.random.default_rng(0)
     w, patch = rng.normal(size=(7, 3, 1, 2, 2)), rng.normal(size=(1, 2, 2, 3))  # [E C pt ph pw], [pt ph pw C]
     np.testing.assert_allclose(
@@ -96,12 +95,9 @@ def test_rope_halves_moves_interleaved_pairs_half_a_head_apart():
     np.testing.assert_array_equal(y, [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11])
 
 
-# --- a small module with every kind of rule ---
-
-
 class Block(nnx.Module):
     def __init__(self, *, param_dtype, rngs):
-        axes = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "heads"))
+        axes = with_axes(nnx.initializers.lecun_normal(), ("embed", "heads"))
         self.q = nnx.Linear(6, 8, kernel_init=axes, param_dtype=param_dtype, rngs=rngs)
         self.norm = nnx.RMSNorm(8, param_dtype=param_dtype, rngs=rngs)
 
@@ -135,7 +131,7 @@ SHAPES = {
 
 
 class Memory:
-    """A checkpoint in memory that notes what is read."""
+    """A checkpoint in memory that records the keys read."""
 
     def __init__(self, tensors):
         self.tensors = tensors
@@ -171,7 +167,7 @@ def test_load_fills_stacks_lists_and_leaves_the_abstract_module_alone():
         model.levels[1].kernel[...], source.tensors["levels.1.conv.weight"].transpose(2, 3, 1, 0)
     )
     np.testing.assert_array_equal(model.table[...], source.tensors["scale_shift_table"][0])
-    assert model.blocks.q.kernel.get_metadata()["out_sharding"] == ("layers", "embed", "heads")
+    assert axes_of(model.blocks.q.kernel) == ("layers", "embed", "heads")
     assert isinstance(shapes.blocks.q.kernel.get_value(), jax.ShapeDtypeStruct)
     assert sorted(source.been_read) == sorted(SHAPES)  # each tensor is read once
 
@@ -182,7 +178,7 @@ def test_load_casts_to_the_dtype_of_each_parameter(dtype, param_dtype):
     source = checkpoint(dtype)
     model = engine.load(abstract(param_dtype), RULES, source)
     assert model.levels[0].kernel.dtype == param_dtype
-    assert model.table.dtype == jnp.float32  # this one asks for float32 whatever the rest is
+    assert model.table.dtype == jnp.float32  # this one is float32 whatever the dtype of the others
     wanted = source.tensors["levels.0.conv.bias"].astype(param_dtype)
     np.testing.assert_array_equal(np.asarray(model.levels[0].bias[...]), wanted)
 
@@ -224,9 +220,6 @@ def test_rearranging_in_pieces_equals_a_plain_copy(shape, dtypes, axes):
     assert out.tobytes() == np.ascontiguousarray(x.astype(dtypes[1])).tobytes()
 
 
-# --- a plan is total ---
-
-
 def faults(source, rules=RULES, **options):
     with pytest.raises(WanjaxError) as caught:
         engine.load(abstract(), rules, source, **options)
@@ -235,8 +228,8 @@ def faults(source, rules=RULES, **options):
 
 def test_plan_needs_shapes_alone():
     sources = {key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in SHAPES.items()}
-    fills = engine.plan(RULES, sources, engine.parameters(abstract()))
-    assert sorted(key for fill in fills for key in fill.sources) == sorted(SHAPES)
+    assignments = engine.assign(RULES, sources, engine.parameters(abstract()))
+    assert sorted(key for each in assignments for key in each.sources) == sorted(SHAPES)
 
 
 def test_every_fault_is_listed_at_once_and_nothing_is_read():
@@ -260,7 +253,7 @@ def test_every_fault_is_listed_at_once_and_nothing_is_read():
     assert not source.been_read
 
 
-def test_a_wrong_shape_is_told_in_the_layout_of_the_checkpoint():
+def test_a_wrong_shape_is_reported_as_in_the_checkpoint():
     wrong = checkpoint(**{"blocks.2.attn.to_q.weight": np.zeros((6, 8), np.float32)})
     assert "blocks.2.attn.to_q.weight ([6, 8] where [8, 6] is right)" in faults(wrong)
 
@@ -280,12 +273,12 @@ def test_a_hostile_index_in_a_key_is_only_a_key():
     assert "left over: " + ", ".join(keys) in faults(checkpoint(**dict.fromkeys(keys, np.zeros(1, np.float32))))
 
 
-def test_two_stacked_placeholders_are_a_mistake_in_the_table():
+def test_two_stacked_placeholders_are_refused():
     with pytest.raises(ValueError, match="only one placeholder"):
-        engine.plan([Rule("a.{i}.b.{j}", "a")], {}, {"a": jax.ShapeDtypeStruct((2, 2), jnp.float32)})
+        engine.assign([Rule("a.{i}.b.{j}", "a")], {}, {"a": jax.ShapeDtypeStruct((2, 2), jnp.float32)})
 
 
-def test_known_superfluous_keys_are_ignored_by_pattern():
+def test_unused_keys_are_ignored_by_pattern():
     source = checkpoint(**{"blocks.0.norm_added_q.weight": np.zeros(8, np.float32)})
     assert "left over: blocks.0.norm_added_q.weight" in faults(source)
     engine.load(abstract(), RULES, source, ignore=["*.norm_added_q.*"])
@@ -302,11 +295,8 @@ def test_a_tied_tensor_is_found_under_either_name(both):
     np.testing.assert_array_equal(model.patch.kernel[...], wanted)
 
 
-# --- onto devices ---
-
-
 def test_weights_on_one_cpu_are_the_hosts_own_buffer():
-    """A parameter takes no memory beyond itself: JAX takes over the buffer into which it was read."""
+    """JAX takes over the buffer into which a parameter is read, so that it takes no further memory."""
     buffers = []
 
     def remembered(shape, dtype):
@@ -322,8 +312,8 @@ def test_weights_on_one_cpu_are_the_hosts_own_buffer():
 
 
 def test_weights_arrive_on_their_shards():
-    """On eight devices: each parameter has the sharding asked for and the values of one device; below."""
-    on_eight_devices("from tests.test_engine import load_onto_a_mesh; load_onto_a_mesh()")
+    """Each parameter on eight devices has the requested sharding, and the values of one device."""
+    on_eight_devices("from tests.converters.test_engine import load_onto_a_mesh; load_onto_a_mesh()")
 
 
 def load_onto_a_mesh():
@@ -354,7 +344,7 @@ def load_onto_a_mesh():
     assert max(held) <= sum(map(nbytes_on_each, targets.values())) + largest
     here = engine.parameters(engine.load(abstract(), RULES, checkpoint()))
     assert (6, 2) in host_shapes  # the shard of a block
-    assert not {(3, 6, 8), (3, 6, 2), (6, 8)} & set(host_shapes)  # a stack is never whole on the host, nor is a block
+    assert not {(3, 6, 8), (3, 6, 2), (6, 8)} & set(host_shapes)  # no whole stack or block on the host
     for path, weights in there.items():
         assert weights.sharding == NamedSharding(mesh, PartitionSpec(*specs.get(path, ()))), (path, weights.sharding)
         np.testing.assert_array_equal(weights, here[path])

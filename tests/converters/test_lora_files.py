@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA files: what they change by the formula, what is told of them, and what is refused."""
+"""LoRA files: their changes by the formula, the report on them, and refused files."""
 
 import ml_dtypes
 import numpy as np
@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanjax.checkpoint import Spec, save_safetensors
+from wanjax.checkpoints.files import Spec, save_safetensors
 from wanjax.converters.lora import PEFT_METADATA, Lora, LoraFile, Merged
-from wanjax.converters.original import TRANSFORMER
+from wanjax.converters.wan.original import TRANSFORMER
 from wanjax.errors import WanjaxError
 
 SHAPES = {
@@ -67,9 +67,6 @@ def refusal(write, tensors, **options):
         write(tensors, **options)
     assert "\n" not in str(caught.value)
     return str(caught.value)
-
-
-# --- the formula ---
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
@@ -148,23 +145,22 @@ def test_several_are_added_up_and_the_checkpoint_stays_as_it_is(opened):
 
 
 @pytest.mark.parametrize("pattern", ["to_q", "attn1.to_q", "^blocks.0.attn1.to_q", "blocks.0.attn1.to_q"])
-def test_pefts_alpha_is_that_of_the_module(pattern, opened):
+def test_peft_may_set_alpha_by_module(pattern, opened):
     pair = {"transformer.blocks.0.attn1.to_q.lora_A.weight": DOWN, "transformer.blocks.0.attn1.to_q.lora_B.weight": UP}
     config = f'{{"transformer.lora_alpha": 8, "transformer.alpha_pattern": {{"k": 1, "{pattern}": 5}}}}'
     change = opened(pair, {PEFT_METADATA: config}).change("blocks.0.attn1.to_q.weight", 1.0)
     np.testing.assert_allclose(change, 5 / 2 * UP @ DOWN, rtol=1e-6)
 
 
-# --- what is told ---
-
-
-def test_what_has_no_place_is_told(opened):
+def test_unmatched_tensors_are_reported(opened):
     extra = {
         "lora_te_text_model.lora_down.weight": DOWN,
         "lora_te_text_model.lora_up.weight": UP,
     }
     told = str(opened(PAIR | extra).matches)
-    assert "1 of 2 changes merged; what has no place in the model was left out: lora_te_text_model.weight" in told
+    assert (
+        "1 of 2 changes merged; the rest has no place in the model and was left out: lora_te_text_model.weight" in told
+    )
     assert str(opened(PAIR).matches).endswith("lora.safetensors: 1 of 1 changes merged")
     patch = {"diffusion_model.patch_embedding.diff": np.ones((4, 36, 1, 2, 2), np.float32)}
     told = str(opened(PAIR | patch).matches)
@@ -172,7 +168,7 @@ def test_what_has_no_place_is_told(opened):
 
 
 @pytest.mark.parametrize("unmatched", [1, 2, 9])
-def test_a_file_of_which_too_little_fits_is_refused(unmatched, opened):
+def test_a_file_with_too_few_matches_is_refused(unmatched, opened):
     extra = {f"double_blocks.{i}.diff": DOWN for i in range(unmatched)}
     if unmatched == 1:
         assert opened(PAIR | extra).matches.matched == 1
@@ -199,16 +195,13 @@ def test_a_file_of_which_too_little_fits_is_refused(unmatched, opened):
         ({f"{Q}.lora_down.weight": np.float32(1), f"{Q}.lora_up.weight": UP}, "of shape []"),
     ],
 )
-def test_what_cannot_be_merged_is_named(tensors, what, opened):
+def test_tensors_that_cannot_be_merged_are_named(tensors, what, opened):
     assert what in refusal(opened, {key: np.asarray(value) for key, value in tensors.items()})
 
 
 @pytest.mark.parametrize("config", ["{", "[]", '{"lora_alpha": "8"}', '{"alpha_pattern": 3}', '{"lora_alpha": NaN}'])
 def test_a_broken_config_of_peft_is_named(config, opened):
     assert "is not a config of PEFT" in refusal(opened, PAIR, metadata={PEFT_METADATA: config})
-
-
-# --- how they are asked for ---
 
 
 @pytest.mark.parametrize(
@@ -225,19 +218,19 @@ def test_a_broken_config_of_peft_is_named(config, opened):
         ("owner/name/a=b.safetensors", Lora("owner/name/a=b.safetensors")),
     ],
 )
-def test_a_file_its_strength_and_its_expert_are_read(text, lora):
+def test_file_strength_and_expert_are_parsed(text, lora):
     assert Lora.parse(text) == lora
     assert Lora.parse(str(lora)) == lora
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False), st.sampled_from([None, "high", "low"]))
-def test_what_is_written_down_is_read_back(strength, expert):
+def test_a_written_lora_is_parsed_again(strength, expert):
     lora = Lora("a.safetensors", strength, expert)
     assert Lora.parse(str(lora)) == lora
 
 
 @pytest.mark.parametrize("text", ["", ":0.8", "high=", "high=:1", "a.safetensors:nan", "a.safetensors:inf"])
-def test_what_is_no_lora_is_refused(text):
+def test_invalid_lora_arguments_are_refused(text):
     with pytest.raises(WanjaxError, match=r"names no file|is not a finite number"):
         Lora.parse(text)
 

@@ -10,71 +10,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.workloads import WORKLOADS
+from tests.support.attention import BOUND, SMALL_TILES, exact, normal, operands, run, softmax
+from tests.support.compare import error
+from tests.support.types import unchecked
 from wanjax.errors import WanjaxError
-from wanjax.kernels.attention import IMPLEMENTATIONS, attention, choose, chunked, flash_tpu
-from wanjax.kernels.attention.specs import WORKLOADS
+from wanjax.kernels.attention import IMPLEMENTATIONS, attention, choose, chunked
 
 LENGTHS = (1, 7, 128, 513, 1000, 4097)
-BOUND = {"float32": 1e-6, "bfloat16": 3e-3}
 SMALL_BLOCKS = (chunked.Config(4, 3, batched=False), chunked.Config(5, 8, batched=True))
-SMALL_TILES = flash_tpu.Config(128, 64, 32, interpret=True)
 HERE_VARIANTS = [("reference", None), ("chunked", None), *(("chunked", config) for config in SMALL_BLOCKS)]
 VARIANTS = [*HERE_VARIANTS, ("flash_tpu", SMALL_TILES)]
 
-HERE = ("reference", "chunked")  # what runs on any platform
+HERE = ("reference", "chunked")  # the implementations for any platform
 each_implementation = pytest.mark.parametrize("name", HERE)
 each_variant = pytest.mark.parametrize(("name", "config"), VARIANTS)
 each_variant_here = pytest.mark.parametrize(("name", "config"), HERE_VARIANTS)
 
 
 def head_size(name):
-    """A size that an implementation takes."""
+    """Returns a head size that an implementation supports."""
     return 64 if name == "flash_tpu" else 8
 
 
-def normal(seed, *shape, dtype="float32"):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
-
-
-def operands(batch, queries, keys, heads, kv_heads, size, dtype="float32", seed=0):
-    q = normal(seed, batch, queries, heads, size, dtype=dtype)
-    k, v = (normal(seed + i, batch, keys, kv_heads, size, dtype=dtype) for i in (1, 2))
-    return q, k, v
-
-
-def run(name, q, k, v, **options):
-    """The call, compiled. `window`, `scale` and `config` are static."""
-    static = {key: options.pop(key) for key in ("window", "scale", "config") if key in options}
-    return jax.jit(partial(attention, implementation=name, **static))(q, k, v, **options)
-
-
-def softmax(q, k, key_mask=None, window=None, scale=None, bias=None):
-    """Weights [B N L S] of the formula, in float64; rows of zeros where no key takes part."""
-    q, k = (np.asarray(x, np.float64) for x in (q, k))
-    k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
-    logits = np.einsum("BLND,BSND->BNLS", q, k, optimize=True) * (q.shape[3] ** -0.5 if scale is None else scale)
-    if bias is not None:
-        logits = logits + np.asarray(bias, np.float64)
-    seen = np.ones(logits.shape, bool)
-    if key_mask is not None:
-        seen &= np.asarray(key_mask)[:, None, None, :]
-    if window is not None:
-        left, right = (window, window) if isinstance(window, int) else window
-        ahead = np.arange(k.shape[1]) - np.arange(q.shape[1])[:, None]
-        seen &= ahead >= (-np.inf if left is None else -left)
-        seen &= ahead <= (np.inf if right is None else right)
-    logits = np.where(seen, logits, -1e300)
-    weights = np.where(seen, np.exp(logits - logits.max(axis=-1, keepdims=True)), 0)
-    return weights / np.maximum(weights.sum(axis=-1, keepdims=True), 1e-300)
-
-
-def exact(q, k, v, **options):
-    v = np.repeat(np.asarray(v, np.float64), q.shape[2] // v.shape[2], axis=2)
-    return np.einsum("BNLS,BSND->BLND", softmax(q, k, **options), v, optimize=True)
-
-
 def exact_gradients(q, k, v, g, *, scale, **options):
-    """Of Σ g · attention to q, k, v and the logits, in float64 (k and v with all heads)."""
+    """Returns the gradients of Σ g · attention for q, k, v (with all heads) and the logits, in float64."""
     weights = softmax(q, k, scale=scale, **options)
     q, k, v, g = (np.asarray(x, np.float64) for x in (q, k, v, g))
     d_weights = np.einsum("BLND,BSND->BNLS", g, v)
@@ -85,12 +45,6 @@ def exact_gradients(q, k, v, g, *, scale, **options):
         np.einsum("BNLS,BLND->BSND", weights, g),
         d_logits,
     )
-
-
-def error(got, wanted):
-    got = np.asarray(got, np.float64)
-    assert np.isfinite(got).all()
-    return np.linalg.norm(got - wanted) / np.linalg.norm(wanted)
 
 
 @cache
@@ -136,7 +90,7 @@ def test_masked_rows_are_zero(name, config):
 
 @each_variant
 def test_masked_rows_with_logits_far_below_zero(name, config):
-    """A block without live keys must not pull the maximum up to its own."""
+    """The running maximum ignores a block whose keys are all masked."""
     size = head_size(name)
     q = jnp.full((1, 2, 1, size), 50.0)
     k = jnp.full((1, 16, 1, size), -50.0)
@@ -168,7 +122,7 @@ def test_bias(name, config, shape):
 
 @each_variant
 def test_logits_of_ten_thousand(name, config):
-    """Halves of whole numbers, so that the logits themselves are exact: ±1e4 where q and k are alike or opposite."""
+    """Multiples of a half make the logits exact: ±1e4 where q and k are equal or opposite."""
     signs = np.random.default_rng(1).choice([-12.5, 12.5], size=(1, 40, 2, 64))
     q, k, v = jnp.asarray(signs, jnp.float32), jnp.asarray(signs, jnp.float32), normal(2, 1, 40, 2, 64)
     k = k.at[:, ::3].multiply(-1.0)
@@ -199,7 +153,7 @@ def test_gradients(name, config):
 
 @each_variant
 def test_log_sum_exp(name, config):
-    """By which a softmax over some keys is merged with that over others; -inf where no key takes part."""
+    """The log-sum-exp merges softmaxes over parts of the keys; it is -inf for a row without keys."""
     q, k, v = operands(2, 13, 11, 4, 2, head_size(name))
     mask = np.ones((2, 11), bool)
     mask[1] = False
@@ -214,7 +168,7 @@ def test_log_sum_exp(name, config):
 @each_variant_here
 @pytest.mark.parametrize("size", [64, 128])
 def test_bfloat16(name, config, size):
-    """Batches of grouped heads, a mask, a window: the answer is rounded once, from float32."""
+    """Batches of grouped heads, a mask and a window: the output is rounded once, from float32."""
     q, k, v = operands(3, 33, 29, 4, 2, size, "bfloat16")
     mask = np.random.default_rng(7).random((3, 29)) < 0.7
     mask[2] = False
@@ -239,7 +193,7 @@ def test_gradients_bfloat16(name, config):
 
 @each_implementation
 def test_logits_of_ten_thousand_bfloat16(name):
-    """Where the largest of a row's logits stands alone, the answer is its value, exactly."""
+    """The output of a row with a single largest logit is exactly that key's value."""
     signs = np.random.default_rng(1).choice([-25.0, 25.0], size=(1, 40, 2, 16))
     q, v = jnp.asarray(signs, jnp.bfloat16), normal(2, 1, 40, 2, 16, dtype="bfloat16")
     assert error(run(name, q, q, v, scale=1.0), exact(q, q, v, scale=1.0)) <= BOUND["bfloat16"]
@@ -248,7 +202,7 @@ def test_logits_of_ten_thousand_bfloat16(name):
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_chunked_at_odd_shapes(data):
-    """Blocks of any size over lengths of any size give what the formula gives."""
+    """Blocks of any size over sequences of any length agree with the formula."""
     draw = lambda low, high: data.draw(st.integers(low, high))  # noqa: E731
     batch, queries, keys, group, kv_heads = draw(1, 2), draw(1, 40), draw(1, 40), draw(1, 2), draw(1, 2)
     config = chunked.Config(draw(1, 45), draw(1, 45), batched=data.draw(st.booleans()))
@@ -257,7 +211,7 @@ def test_chunked_at_odd_shapes(data):
     mask = jnp.asarray(np.random.default_rng(draw(0, 9)).random((batch, keys)) < 0.8)
     out = np.asarray(run("chunked", q, k, v, window=window, key_mask=mask, config=config))
     wanted = exact(q, k, v, window=window, key_mask=mask)
-    np.testing.assert_allclose(out, wanted, atol=3e-6)  # each row: a relative bound fails where all is zero
+    np.testing.assert_allclose(out, wanted, atol=3e-6)  # an absolute bound, because some outputs are all zero
     assert not out[~wanted.any(axis=-1)].any()
 
 
@@ -267,7 +221,7 @@ def test_chunked_memory(workload, dtype):
     workload = WORKLOADS[workload]
     operands = workload.operands(jnp.dtype(dtype))
     compiled = jax.jit(partial(attention, implementation="chunked")).lower(*operands).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < workload.scores  # a quarter of four bytes each
+    assert compiled.memory_analysis().temp_size_in_bytes < workload.scores  # a quarter of the scores in float32
 
 
 def test_chunked_gradient_memory():
@@ -319,7 +273,7 @@ def wrong(**changes):
     ],
 )
 def test_operands_that_do_not_fit(call, told):
-    with pytest.raises(WanjaxError, match=told):
+    with unchecked(), pytest.raises(WanjaxError, match=told):
         attention(**call)
 
 

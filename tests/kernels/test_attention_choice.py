@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What attention runs on, which implementation is picked for it, and cuDNN's, as far as that goes without a card."""
+"""The choice of an implementation of attention by platform and shape; cuDNN's implementation without a GPU."""
 
 import jax
 import jax.numpy as jnp
@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
 
-from tests.test_attention import exact, operands, run
+from tests.support.attention import exact, operands, run
 from wanjax.kernels.attention import attention, choose, chunked, cudnn
-from wanjax.kernels.attention.target import Target, target
-from wanjax.layers.linear import product_compiler_options, scan_compiler_options
+from wanjax.kernels.target import Target, target
 
 CARD = AbstractDevice("NVIDIA H200", None, "gpu")
 TPU = AbstractDevice("TPU v6 lite", 1, "tpu")
@@ -48,24 +47,6 @@ def test_a_traced_array_says_what_it_is_for():
     with jax.default_device(jax.devices("cpu")[0]), jax.set_mesh(jax.make_mesh((1,), ("chips",))):
         jax.eval_shape(look, jnp.ones(3))
     assert seen == [("cpu", "cpu"), ("gpu", "NVIDIA H200"), ("cpu", "cpu")]
-
-
-def test_compiler_options_are_those_of_the_target():
-    """XLA for one platform does not know the options of another."""
-    cpu, v5p, v6e = Target("cpu", "cpu"), Target("tpu", "TPU v5"), Target("tpu", TPU.device_kind)
-    assert scan_compiler_options() == scan_compiler_options(cpu) == product_compiler_options()
-    with jax.sharding.use_abstract_mesh(mesh(TPU)):
-        assert scan_compiler_options() == scan_compiler_options(v6e)
-        assert product_compiler_options() == product_compiler_options(v6e)
-    assert not scan_compiler_options(cpu).keys() & scan_compiler_options(v6e).keys()
-    # a v5e has no SparseCores, and half of a v6e's VMEM is all of a v5p's
-    v5e = Target("tpu", "TPU v5 lite")
-    assert scan_compiler_options(v5e) == product_compiler_options(v5e)
-    offloaded = {name for name, _ in product_compiler_options(v5p).items() - product_compiler_options(v5e).items()}
-    assert {name for name in offloaded if "sparse_core" in name}
-    assert product_compiler_options(v6e).keys() - product_compiler_options(v5p).keys() == {
-        "xla_tpu_scoped_vmem_limit_kib"
-    }
 
 
 def test_cpus_have_no_cudnn():
@@ -118,7 +99,7 @@ def test_cudnn_refuses_what_it_would_not_do_exactly(changed, told):
 
 @pytest.fixture
 def card_without_cudnn(monkeypatch):
-    """cuDNN's kernel played by JAX's own formula, as for a card."""
+    """Simulates a GPU, with JAX's own formula in place of cuDNN's kernel."""
     asked = []
     formula = jax.nn.dot_product_attention
 
@@ -135,17 +116,17 @@ def card_without_cudnn(monkeypatch):
 def test_cudnn_is_given_live_keys_first(card_without_cudnn, batch, kv_heads):
     q, k, v = operands(batch, 21, 17, 4, kv_heads, 16, "bfloat16")
     mask = np.random.default_rng(5).random((batch, 17)) < 0.6
-    mask[0] = batch == 1  # or no key at all
+    mask[0] = batch == 1  # in a batch of several, the first example has no key
     out = np.asarray(run("cudnn", q, k, v, key_mask=jnp.asarray(mask), scale=0.3), np.float64)
     wanted = exact(q, k, v, key_mask=mask, scale=0.3)
     assert card_without_cudnn == ["cudnn"]
     assert out[0].any() == (batch == 1)
-    np.testing.assert_allclose(out, wanted, atol=0.03)  # the formula that plays cuDNN rounds its weights to bfloat16
+    np.testing.assert_allclose(out, wanted, atol=0.03)  # the formula in place of cuDNN rounds its weights to bfloat16
     assert np.linalg.norm(out - wanted) <= 6e-3 * np.linalg.norm(wanted)
 
 
 def test_cudnn_is_what_is_lowered(monkeypatch):
-    """For CUDA, on a machine without: the call is there, with the scale, and no score matrix."""
+    """Lowers for CUDA without a GPU: the program has the call with the scale, and no score matrix."""
     from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn
 
     class Versions:

@@ -13,11 +13,12 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.test_attention import BOUND, SMALL_TILES, error, exact, operands, run
-from tests.test_flops import SMALL
+from benchmarks.workloads import WORKLOADS
+from tests.support.attention import BOUND, SMALL_TILES, exact, operands, run
+from tests.support.compare import error
+from tests.support.configs import TRANSFORMER
 from wanjax.errors import WanjaxError
-from wanjax.kernels.attention import attention, flash_tpu, named
-from wanjax.kernels.attention.specs import WORKLOADS
+from wanjax.kernels.attention import attention, flash_kernel, flash_tpu, named
 from wanjax.models.wan.transformer import Block
 from wanjax.plan import Compiled, CompilerError, Job, compile_all
 
@@ -56,7 +57,7 @@ def test_tiles_are_named(tiles, config):
 
 def test_chosen_tiles_are_for_self_attention():
     sizes = {"dtype": jnp.float32, "param_dtype": jnp.float32, "rngs": nnx.Rngs(0)}
-    block = Block(SMALL, "flash_tpu:block_q=512", **sizes)
+    block = Block(TRANSFORMER, "flash_tpu:block_q=512", **sizes)
     assert block.self_attn.implementation == "flash_tpu:block_q=512"
     assert block.cross_attn.implementation == "flash_tpu"
 
@@ -71,41 +72,41 @@ def test_head_size_of_128(dtype):
 
 @pytest.mark.parametrize("gain", [3, 6])
 def test_the_scale_is_not_rounded(gain):
-    """The factor that makes exponents of two from logits would, rounded into q, cost more than the bound allows."""
+    """Folding the conversion to base 2 into a rounded q would exceed the bound."""
     q, k, v = operands(1, 64, 300, 1, 1, 128, "bfloat16")
     assert error(flash(gain * q, k, v, config=SMALL_TILES), exact(gain * q, k, v)) <= BOUND["bfloat16"]
 
 
 @pytest.mark.parametrize("window", [(0, 0), (None, 40), (130, 5), (200, None)])
 def test_windows(window):
-    """Some of which leave whole bodies of keys alone, and some rows without a key."""
+    """Some windows skip whole bodies of keys, and some leave rows without a key."""
     q, k, v = operands(1, 300, 200, 2, 1, 64)
     assert error(flash(q, k, v, window=window, config=SMALL_TILES), exact(q, k, v, window=window)) <= BOUND["float32"]
 
 
 def careful_steps(monkeypatch):
-    """Counts, when the kernel runs, how often an offset is lifted."""
+    """Counts how often the running kernel raises an offset."""
     lifts = []
-    lift = flash_tpu.kernel.__globals__["_lift"]
+    lift = flash_kernel._lift
 
     def counted(*arguments, **options):
         jax.debug.callback(lambda: lifts.append(1))
         return lift(*arguments, **options)
 
-    monkeypatch.setitem(flash_tpu.kernel.__globals__, "_lift", counted)
+    monkeypatch.setattr(flash_kernel, "_lift", counted)
     return lifts
 
 
 @pytest.mark.parametrize(("loud", "careful"), [(40.0, False), (4000.0, True)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_logits_that_rise(monkeypatch, loud, careful, dtype):
-    """Later keys whose logits leave the room that the first ones' offset has are done again, and are as exact."""
+    """Later keys whose logits exceed the range of the first offset are computed again, and are as exact."""
     lifts = careful_steps(monkeypatch)
     monkeypatch.setattr(flash_tpu, "CAREFUL_KV", 16)  # two careful steps a body
     q, k, v = operands(1, 40, 200, 2, 1, 64, dtype)
     direction = jnp.sign(q[:, :1, :1])
     k = k.at[:, 90:96].set((loud / 64 * direction).astype(k.dtype))
-    q = jnp.abs(q) * direction  # every query likes the loud keys
+    q = jnp.abs(q) * direction  # every query has large logits with the loud keys
     out = flash(q, k, v, scale=1.0, config=SMALL_TILES)
     jax.effects_barrier()
     assert bool(lifts) == careful  # only the careful pass lifts an offset
@@ -113,7 +114,7 @@ def test_logits_that_rise(monkeypatch, loud, careful, dtype):
 
 
 def test_keys_less_their_mean():
-    """Taken from all, it changes no weight; the log-sum-exp is that of the keys as they were."""
+    """Subtracting the mean from all keys changes no weight; the log-sum-exp is that of the original keys."""
     q, k, v = operands(2, 30, 100, 2, 1, 64)
     k += 3
     mask = np.random.default_rng(3).random((2, 100)) < 0.8
@@ -213,7 +214,7 @@ needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, t
 
 @needs_libtpu
 def test_compiles_for_each_generation():
-    jobs = [Job(chip, "tests.plan_programs:attend_small", settings) for chip, settings in COMPILED]
+    jobs = [Job(chip, "tests.support.plan_programs:attend_small", settings) for chip, settings in COMPILED]
     for job, compiled in zip(jobs, compile_all(jobs), strict=True):
         assert isinstance(compiled, Compiled), (job, compiled)
         assert "tpu_custom_call" in compiled.module, job
@@ -222,7 +223,7 @@ def test_compiles_for_each_generation():
 @pytest.mark.slow
 @needs_libtpu
 def test_named_workloads_compile():
-    jobs = [Job("v6e-1", "tests.plan_programs:attend", {"workload": name}) for name in WORKLOADS]
+    jobs = [Job("v6e-1", "tests.support.plan_programs:attend", {"workload": name}) for name in WORKLOADS]
     results = zip(WORKLOADS, compile_all(jobs), strict=True)
     refused = {name: result for name, result in results if isinstance(result, CompilerError)}
     assert not refused

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels around attention, interpreted, against what they stand for."""
+"""The kernels around attention, interpreted, against the operations that they replace."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.test_attention import error
+from tests.support.compare import error
 from wanjax.kernels import heads
 
 
@@ -42,7 +42,7 @@ def test_gradient():
 @pytest.mark.parametrize("length", [8, 300])
 def test_parts_are_written_and_joined(length):
     x = operands(2, length, 4, jnp.bfloat16)[0]
-    assert (heads._copied(x, parts=2, interpret=True) == x).all()
+    assert (heads._packed(x, parts=2, interpret=True) == x).all()
     parts = jnp.moveaxis(x.reshape(2, length, 2, -1), 2, 0)
-    assert (heads.joined(parts, interpret=True) == x).all()
-    assert (heads.joined(parts) == x).all()
+    assert (heads.join_parts(parts, interpret=True) == x).all()
+    assert (heads.join_parts(parts) == x).all()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over eight devices against the formula, and what of it travels between devices."""
+"""Attention over eight devices against the formula, and its collectives."""
 
 import re
 from collections import Counter
@@ -9,34 +9,35 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.test_attention import error, exact, normal, operands
+from tests.support.attention import exact, normal, operands
+from tests.support.compare import error
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import attention
-from wanjax.sharding import RULES, Layout, constrain, make_mesh, use
+from wanjax.sharding import RULES, Partitioner, constrain, make_mesh, use
 
 MESHES = [(1, 1, 8), (2, 1, 4), (2, 2, 2), (1, 4, 2), (1, 8, 1)]
-BOUND = 1e-6  # of float32 attention to the formula, as on one device
+BOUND = 1e-6  # the error of float32 attention, as on one device
 TOKENS = ("batch", "length", "heads", "head_dim")
 
 
-def layout(axes, rules="fsdp"):
-    return Layout(make_mesh(*axes), RULES[rules])
+def partitioner(axes, rules="fsdp"):
+    return Partitioner(make_mesh(*axes), RULES[rules])
 
 
-def compiled(layout, q, k, v, **options):
-    """The call on the layout's devices, queries as activations lie there, as an executable and its arguments."""
+def compiled(partitioner, q, k, v, **options):
+    """Compiles attention with the partitioner's sharding of activations; returns the executable and its arguments."""
     static = {key: options.pop(key) for key in ("window", "scale", "keys") if key in options}
 
     def run(q, k, v, options):
-        with use(layout):
+        with use(partitioner):
             q = constrain(q, TOKENS)
             return constrain(attention(q, k, v, implementation="reference", **static, **options), TOKENS)
 
     return jax.jit(run).lower(q, k, v, options).compile(), (q, k, v, options)
 
 
-def run(layout, q, k, v, **options):
-    executable, arguments = compiled(layout, q, k, v, **options)
+def run(partitioner, q, k, v, **options):
+    executable, arguments = compiled(partitioner, q, k, v, **options)
     return executable(*arguments)
 
 
@@ -46,17 +47,17 @@ def run(layout, q, k, v, **options):
     + [((1, 1, 8), "fsdp", 12), ((1, 1, 8), "tp", 12), ((2, 2, 2), "fsdp", 3)],
 )
 def test_self_attention(axes, rules, heads):
-    """37 tokens, which nothing divides, of two examples, which `dp` divides."""
+    """Two examples, which `dp` splits, of 37 tokens, which no axis divides."""
     q, k, v = operands(2, 37, 37, heads, heads, 4)
-    assert error(run(layout(axes, rules), q, k, v), exact(q, k, v)) <= BOUND
+    assert error(run(partitioner(axes, rules), q, k, v), exact(q, k, v)) <= BOUND
 
 
 @pytest.mark.parametrize("axes", [(1, 1, 8), (1, 4, 2), (1, 8, 1)])
 def test_keys_behind_the_real_ones_take_no_part(axes):
-    """Of a ring's last devices all keys may be made up."""
+    """The last devices of a ring may hold padding keys only."""
     q, k, v = operands(1, 40, 40, 8, 8, 4)
     keys = 9
-    out = run(layout(axes), q, k.at[:, keys:].set(1e4), v.at[:, keys:].set(1e4), keys=keys)
+    out = run(partitioner(axes), q, k.at[:, keys:].set(1e4), v.at[:, keys:].set(1e4), keys=keys)
     assert error(out, exact(q, k[:, :keys], v[:, :keys])) <= BOUND
 
 
@@ -65,7 +66,7 @@ def test_masked_keys_with_shared_heads(axes):
     q, k, v = operands(2, 24, 24, 8, 2, 4)
     mask = np.random.default_rng(3).random((2, 24)) < 0.5
     mask[1] = False
-    out = run(layout(axes), q, k, v, key_mask=jnp.asarray(mask))
+    out = run(partitioner(axes), q, k, v, key_mask=jnp.asarray(mask))
     assert not np.asarray(out[1]).any()
     assert error(out, exact(q, k, v, key_mask=mask)) <= BOUND
 
@@ -75,35 +76,35 @@ def test_masked_keys_with_shared_heads(axes):
 def test_bias_and_window(rules, option):
     q, k, v = operands(2, 19, 19, 4, 4, 4)
     options = {"bias": normal(5, 1, 4, 19, 19)} if option == "bias" else {"window": (3, 1)}
-    assert error(run(layout((2, 2, 2), rules), q, k, v, **options), exact(q, k, v, **options)) <= BOUND
+    assert error(run(partitioner((2, 2, 2), rules), q, k, v, **options), exact(q, k, v, **options)) <= BOUND
 
 
-def collectives(layout, *operands, **options):
-    """How often each kind of communication stands in the compiled program."""
-    text = compiled(layout, *operands, **options)[0].as_text()
+def collectives(partitioner, *operands, **options):
+    """Returns the number of collectives of each kind in the compiled program."""
+    text = compiled(partitioner, *operands, **options)[0].as_text()
     return Counter(re.findall(r"= .*? (all-gather|all-to-all|collective-permute|all-reduce)(?:-start)?\(", text))
 
 
 def test_heads_are_traded_for_tokens_once_each_way():
-    sent = collectives(layout((1, 1, 8)), *operands(1, 64, 64, 8, 8, 4))
+    sent = collectives(partitioner((1, 1, 8)), *operands(1, 64, 64, 8, 8, 4))
     assert sent["all-to-all"] == 4
     assert not sent["all-gather"]
     assert not sent["collective-permute"]
 
 
 def test_heads_that_lie_apart_are_not_traded():
-    assert not collectives(layout((2, 1, 4), "tp"), *operands(2, 64, 64, 8, 8, 4))
+    assert not collectives(partitioner((2, 1, 4), "tp"), *operands(2, 64, 64, 8, 8, 4))
 
 
 def test_few_keys_stay_where_they_are():
     q, k, v = operands(1, 64, 5, 8, 8, 4)
-    assert not collectives(layout((1, 2, 4)), q, k, v)
-    assert error(run(layout((1, 2, 4)), q, k, v), exact(q, k, v)) <= BOUND
+    assert not collectives(partitioner((1, 2, 4)), q, k, v)
+    assert error(run(partitioner((1, 2, 4)), q, k, v), exact(q, k, v)) <= BOUND
 
 
 def test_the_ring_sends_keys_and_values_round_once():
     q, k, v = operands(1, 64, 64, 8, 8, 4)
-    executable, arguments = compiled(layout((1, 8, 1)), q, k, v)
+    executable, arguments = compiled(partitioner((1, 8, 1)), q, k, v)
     [trips] = set(re.findall(r'"known_trip_count":{"n":"(\d+)"}', executable.as_text()))
     assert trips == "7"
     assert executable(*arguments).sharding.spec[1] == "sp"

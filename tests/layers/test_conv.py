@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolutions of autoencoders in the forms that each platform runs, and what a program for TPUs makes of them."""
+"""Convolutions of autoencoders in the form for each platform, and their operands in programs for TPUs."""
 
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,29 +12,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from tests.tiny import VAE
-from wanjax import load
-from wanjax.kernels.attention.target import Target
+from tests.support.tiny import VAE
+from wanjax import compilation, load
+from wanjax.converters.wan.diffusers import vae_config
+from wanjax.kernels.target import Target
 from wanjax.layers import conv
-from wanjax.layers.conv import CausalConv, FrameConv, convolution_compiler_options, convolve_clip, sum_of_taps
+from wanjax.layers.conv import CausalConv, FrameConv, convolve_clip, sum_of_taps
 from wanjax.models.wan.residual_vae import WanResidualVAE
 from wanjax.models.wan.vae import WanVAE
-from wanjax.networks import NETWORKS
-from wanjax.pipelines.programs import compiled
 
-CPU, V6E = Target("cpu", "cpu"), Target("tpu", "TPU v6 lite")
+V6E = Target("tpu", "TPU v6 lite")
 SINGLE = {"dtype": jnp.float32, "param_dtype": jnp.float32}
-SMALL: Any = NETWORKS["AutoencoderKLWan"](VAE).config
+SMALL = vae_config(VAE)
 
 
 def for_tpu():
-    """Within, what is traced is for a TPU that is not there."""
+    """Traces for a TPU that need not be present."""
     device = AbstractDevice(V6E.kind, 1, "tpu")
     return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("chips",), abstract_device=device))
 
 
 def convolutions(function, *arguments):
-    """The operands' dtypes and ranks of each convolution that a function runs."""
+    """Returns the operands' dtypes and ranks of each convolution in a function."""
     equations = jax.make_jaxpr(function)(*arguments).jaxpr.eqns
     found = [equation for equation in equations if equation.primitive.name == "conv_general_dilated"]
     return [({v.aval.dtype.name for v in equation.invars}, equation.outvars[0].aval.ndim) for equation in found]
@@ -53,7 +51,7 @@ def test_both_forms_are_the_same_sum(taps, size, stride, more, seed):
 
 
 def test_a_tpu_is_given_what_its_matrix_units_take():
-    """One convolution, of operands that are rounded before they are kept; of float32 where precision is asked for."""
+    """A layer is one convolution; its operands are rounded before they are cached, or float32 at high precision."""
     x = jnp.ones((1, 2, 4, 4, 3))
     causal, frames = CausalConv(3, 5, **SINGLE, rngs=nnx.Rngs(0)), FrameConv(3, 5, **SINGLE, rngs=nnx.Rngs(0))
 
@@ -73,7 +71,7 @@ def test_a_tpu_is_given_what_its_matrix_units_take():
 @pytest.mark.parametrize("make", [WanVAE, WanResidualVAE])
 @pytest.mark.parametrize("way", ["encode_chunk", "decode_chunk"])
 def test_what_is_kept_stays_of_one_kind(make, way):
-    """On TPUs too each chunk but the first is the same program."""
+    """All chunks but the first share one program, on TPUs too."""
     config = SMALL if make is WanVAE else replace(SMALL, patch=2)
     frames, shape = (4, (16, 16, 3)) if way == "encode_chunk" else (1, (2, 2, 4))
 
@@ -91,20 +89,13 @@ def test_what_is_kept_stays_of_one_kind(make, way):
 
 
 def test_rounded_operands_cannot_be_seen(monkeypatch):
-    """The bundled model's frames as a TPU computes them, beside those of float32."""
+    """The bundled model's frames with a TPU's rounding are within 60 dB of those in float32."""
     pipe = load("nano")
     latents = pipe.denoise(pipe.encode("a red circle moving right"), seed=0)
     exact = pipe.decode(latents, jnp.float32)
     monkeypatch.setattr(conv, "target", lambda x=None: V6E)
-    compiled.cache_clear()
+    compilation._compiled.cache_clear()
     rounded = pipe.decode(latents, jnp.float32)
-    compiled.cache_clear()
+    compilation._compiled.cache_clear()
     error = np.mean((np.asarray(rounded) - np.asarray(exact)) ** 2)
     assert 0 < error < 10 ** (-60 / 10)  # 60 dB
-
-
-def test_only_tpus_are_asked_to_spare_effort():
-    assert convolution_compiler_options(CPU) == convolution_compiler_options() == {}
-    assert convolution_compiler_options(V6E) == {"optimization_level": 19}
-    with for_tpu():
-        assert convolution_compiler_options() == convolution_compiler_options(V6E)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures and clips from files of every kind, the size that a video takes from them, and how they are made to fit."""
+"""Pictures and clips from files of every kind, the size that a video takes from them, and their fitting to it."""
 
 import io as bytes_io
 import math
@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from wanjax import io
 from wanjax.errors import WanjaxError
-from wanjax.pictures import Pictures, fit, read_clip, read_picture, read_pictures, size_within
-from wanjax.pipelines.tasks import known_frames, mask_cells, on_white
+from wanjax.media import videos as io
+from wanjax.media.pictures import Pictures, fit, read_clip, read_picture, read_pictures, size_within
+from wanjax.pipelines.wan.conditioning import known_frames, mask_cells, on_white
 
 ORIENTATION = 0x0112
 WHITE, RED, BLUE = (255, 255, 255), (255, 0, 0), (0, 0, 255)
@@ -103,9 +103,9 @@ def test_files_that_are_no_pictures(tmp_path, monkeypatch):
         read_picture(saved(tmp_path / "bomb.png", Image.fromarray(PICTURE)))
 
 
-@pytest.mark.parametrize("array", [PICTURE.astype(np.float32), PICTURE[..., :2], PICTURE[None], PICTURE[:0]], ids=str)
+@pytest.mark.parametrize("array", [PICTURE.astype(np.float32), PICTURE[..., :2], PICTURE[None], PICTURE[:0]])
 def test_arrays_that_are_no_pictures(array):
-    with pytest.raises(WanjaxError, match=r"is given as pictures, where uint8 \[H, W, 3\] is right"):
+    with pytest.raises(WanjaxError, match=r"is given as pictures where uint8 \[H, W, 3\] is right"):
         read_picture(array)
 
 
@@ -119,7 +119,7 @@ def test_clips(tmp_path, name):
     assert clip.shape == CLIP.shape
     assert np.abs(clip.astype(int) - CLIP).max() <= 6  # mp4 and webp lose a little
     assert len(read_clip(path, frames=4, fps=16)) == 4
-    if name != "a/":  # pictures in a folder have no speed
+    if name != "a/":  # a folder of pictures has no frame rate
         half = read_clip(path, frames=100, fps=5)
         assert np.abs(half.astype(int) - CLIP[::2]).max() <= 6
 
@@ -168,7 +168,7 @@ def test_pictures_together(tmp_path):
     st.integers(16, 4000), st.integers(16, 4000), st.sampled_from([480 * 832, 720 * 1280]), st.sampled_from([16, 32])
 )
 def test_a_video_takes_the_proportions_of_a_picture(height, width, area, grid):
-    """As the reference's documentation has it, but for pictures so long that nothing would be left of a side."""
+    """Follows the reference's documentation, except for pictures so long that a side would become 0."""
     size = size_within((height, width, 3), area, grid)
     ratio = height / width
     exact = [round(np.sqrt(area * r)) // grid * grid for r in (ratio, 1 / ratio)]
@@ -186,7 +186,7 @@ def test_sizes_of_usual_pictures():
 
 
 def halves(height: int, width: int) -> np.ndarray:
-    """Red on the left, blue on the right."""
+    """Returns a picture that is red on the left and blue on the right."""
     picture = np.zeros((height, width, 3), np.uint8)
     picture[:, : width // 2], picture[:, width // 2 :] = RED, BLUE
     return picture
@@ -209,7 +209,7 @@ def test_whatever_its_size_a_picture_fits(height, width, resize):
 
 
 def test_known_frames_as_channels():
-    """As the reference counts them: the first frame fills its latent frame, a last one is the last of four."""
+    """Follows the reference: the first frame fills its latent frame, and a last frame is the last of four."""
     np.testing.assert_array_equal(known_frames([0], 9, 4), [[1, 0, 0]] * 4)
     np.testing.assert_array_equal(known_frames([0, 8], 9, 4), [[1, 0, 0]] * 3 + [[1, 0, 1]])
     np.testing.assert_array_equal(known_frames([0], 1, 4), [[1]] * 4)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The count of operations, against the products in a compiled program and the compiler's own count."""
+"""The count of operations against the products in a compiled program, and against the compiler's own count."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cache
 from math import prod
 from typing import Any
@@ -11,31 +11,31 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from wanjax.abstract import abstract
+from tests.support.configs import TRANSFORMER
+from wanjax.checkpoints.networks import network_of
 from wanjax.models.wan.config import (
-    T2V_14B,
     ControlTransformerConfig,
     ImageTransformerConfig,
     TransformerConfig,
 )
-from wanjax.plan.flops import context_flops, forward_flops
+from wanjax.models.wan.flops import context_flops, forward_flops
+from wanjax.pipelines.wan.networks import NETWORKS
 from wanjax.plan.hlo import parse
 from wanjax.plan.work import flops
 
-SMALL = replace(T2V_14B, layers=1, heads=4, head_dim=24, mlp_dim=160, channels_in=6, text_width=40, frequency_dim=32)
 CONFIGS = {
-    "text": SMALL,
-    "image": ImageTransformerConfig(**asdict(SMALL), image_width=24, image_positions=None),
-    "control": ControlTransformerConfig(**asdict(SMALL), control_channels=10, control_stride=1),
+    "text": TRANSFORMER,
+    "image": ImageTransformerConfig(**asdict(TRANSFORMER), image_width=24, image_positions=None),
+    "control": ControlTransformerConfig(**asdict(TRANSFORMER), control_channels=10, control_stride=1),
 }
 GRID, TEXT, IMAGE = (3, 6, 10), 12, 10
 
 
 @cache
 def compiled(config: TransformerConfig, part: str) -> jax.stages.Compiled:
-    """A forward, or its context, with one block, whose loop is none, from shapes alone."""
+    """Compiles a forward, or its context, from shapes; its one block needs no loop."""
     options = {"attention": "reference", "dtype": jnp.float32, "param_dtype": jnp.float32}
-    graphdef, weights = nnx.split(abstract(config, **options))
+    graphdef, weights = nnx.split(network_of(config, NETWORKS).abstract(**options))
     frames, height, width = (size * cells for size, cells in zip(GRID, config.patch, strict=True))
 
     def context(weights: nnx.State, *seen: jax.Array) -> Any:
@@ -70,7 +70,7 @@ def counted(config: TransformerConfig, part: str) -> int:
 
 @pytest.mark.parametrize("part", ["forward", "context"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_the_count_is_that_of_the_programs_products(config, part):
+def test_the_count_equals_that_of_the_program_s_products(config, part):
     module = parse(compiled(config, part).as_text())
     products = sum(
         flops(module, instruction, within)
@@ -82,8 +82,8 @@ def test_the_count_is_that_of_the_programs_products(config, part):
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_the_compilers_count_is_little_more(config):
-    """It counts the operations of norms, softmax and the rest, too."""
+def test_the_compiler_s_count_is_slightly_larger(config):
+    """The compiler also counts the operations of norms, softmax and the rest."""
     cost = compiled(config, "forward").cost_analysis()
     assert cost is not None
     assert 1 < cost["flops"] / counted(config, "forward") < 1.1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The T5 encoder by itself: sizes, axes, position buckets, masks, and what its first weights do."""
+"""The T5 encoder: sizes, axes, position buckets, masks, and its initial weights."""
 
 import dataclasses
 import functools
@@ -10,21 +10,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from wanjax.layers.linear import scan_compiler_options
+from tests.support.configs import UMT5
+from wanjax.kernels import compiler_options
+from wanjax.layers.placement import axes_of
 from wanjax.models.t5 import UMT5_XXL, T5Config, T5Encoder, distance_buckets
 
-UMT5 = T5Config(
-    vocab_size=80,
-    width=48,
-    heads=3,
-    head_dim=16,
-    mlp_dim=96,
-    layers=2,
-    buckets=8,
-    max_distance=20,
-    eps=1e-6,
-    shared_bias=False,
-)
 T5 = dataclasses.replace(UMT5, shared_bias=True)
 
 
@@ -41,7 +31,7 @@ def abstract_weights(config: T5Config) -> list[tuple[tuple, nnx.Variable]]:
 
 
 def prompt(batch: int, length: int) -> tuple[jax.Array, jax.Array]:
-    """Random tokens; row i has its last i + 1 positions masked."""
+    """Returns random tokens and a mask; row i has its last i + 1 positions masked."""
     tokens = jax.random.randint(jax.random.key(length), (batch, length), 0, UMT5.vocab_size)
     return tokens, jnp.arange(length)[None, :] < length - 1 - jnp.arange(batch)[:, None]
 
@@ -53,7 +43,7 @@ def test_umt5_xxl_has_as_many_parameters_as_the_published_encoder():
 @pytest.mark.parametrize("config", [UMT5, T5])
 def test_every_weight_names_each_of_its_axes(config):
     for path, weight in abstract_weights(config):
-        axes, shape = weight.get_metadata("out_sharding"), weight.get_value().shape
+        axes, shape = axes_of(weight), weight.get_value().shape
         assert len(axes) == len(shape), path
         assert (axes[0] == "layers") == (path[0] == "blocks"), path
 
@@ -71,7 +61,7 @@ def test_buckets_follow_their_definition_in_exact_arithmetic(buckets, max_distan
 
 
 @pytest.mark.parametrize("config", [UMT5, T5])
-def test_masked_tokens_leave_no_trace(config):
+def test_masked_tokens_have_no_effect(config):
     model = build(config)
     tokens, mask = prompt(2, 12)
     features = encode(model, tokens, mask)
@@ -89,7 +79,7 @@ def test_an_integer_mask_is_as_good_as_a_boolean_one():
     np.testing.assert_array_equal(encode(model, tokens, mask), encode(model, tokens, mask.astype(jnp.int32)))
 
 
-def test_one_layer_s_bias_is_its_own_and_a_shared_one_moves_every_layer():
+def test_a_layer_s_bias_affects_that_layer_and_a_shared_one_every_layer():
     tokens, _ = prompt(1, 10)
     own, shared = build(UMT5), nnx.clone(build(T5))
     assert own.blocks.position_bias.table.get_value().shape == (2, 8, 3)
@@ -111,7 +101,7 @@ def test_half_precision_weights_are_cast_one_block_at_a_time(dtype):
     config = dataclasses.replace(UMT5, width=256, mlp_dim=1024, layers=16)
     graphdef, weights = nnx.split(nnx.eval_shape(lambda: build(config, dtype=dtype, param_dtype=jnp.bfloat16)))
     encode = jax.jit(
-        lambda weights, tokens: nnx.merge(graphdef, weights)(tokens), compiler_options=scan_compiler_options()
+        lambda weights, tokens: nnx.merge(graphdef, weights)(tokens), compiler_options=compiler_options.scanned()
     )
     memory = encode.lower(weights, jax.ShapeDtypeStruct((1, 8), jnp.int32)).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 0.25 * memory.argument_size_in_bytes
@@ -129,7 +119,7 @@ def test_first_weights_give_logits_and_features_of_unit_size():
 
 
 @pytest.mark.parametrize("config", [UMT5, T5])
-def test_every_weight_is_trained_by_the_features(config):
+def test_every_weight_has_a_gradient(config):
     graphdef, weights = nnx.split(build(config))
     tokens, mask = prompt(2, 12)
     pull = jax.random.normal(jax.random.key(2), (2, 12, config.width))

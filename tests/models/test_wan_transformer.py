@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Wan's transformer costs in memory when its tokens are at two timesteps, from its compiled program."""
+"""The memory of Wan's transformer with tokens at two timesteps, from its compiled program."""
 
 import math
 import re
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.stages import Compiled
 
-from wanjax.layers.linear import scan_compiler_options
+from wanjax.kernels import compiler_options
 from wanjax.models.wan.config import TI2V_5B
 from wanjax.models.wan.transformer import WanTransformer
 
@@ -23,7 +23,7 @@ MODULATIONS = TOKENS * 6 * TI2V_5B.width
 
 @cache
 def step(clean_frames: int) -> Compiled:
-    """Two blocks of Wan 2.2 TI2V-5B, compiled for its largest video in float32, from shapes alone."""
+    """Compiles two blocks of Wan 2.2 TI2V-5B for its largest video in float32, from shapes."""
     config = replace(TI2V_5B, layers=2)
     options = {"attention": "chunked", "dtype": jnp.float32, "param_dtype": jnp.float32}
     graphdef, weights = nnx.split(nnx.eval_shape(lambda: WanTransformer(config, **options, rngs=nnx.Rngs(0))))
@@ -37,11 +37,11 @@ def step(clean_frames: int) -> Compiled:
 
     latents, t, text = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (LATENTS, (1,), (1, 512, 4096)))
     arguments = weights, latents, t, *jax.eval_shape(once, weights, latents, text)
-    return jax.jit(run, compiler_options=scan_compiler_options()).lower(*arguments).compile()
+    return jax.jit(run, compiler_options=compiler_options.scanned()).lower(*arguments).compile()
 
 
 def sizes(compiled: Compiled) -> Iterator[int]:
-    """The elements of every array of the program."""
+    """Yields the number of elements of every array in the program."""
     for shape in re.findall(r"= \w+\[([\d,]+)\]", compiled.as_text()):
         yield math.prod(map(int, shape.split(",")))
 
@@ -50,7 +50,7 @@ def test_no_array_holds_all_modulations_of_all_tokens():
     assert TOKENS * TI2V_5B.mlp_dim == max(sizes(step(1))) < MODULATIONS
 
 
-def test_a_clean_frame_takes_no_more_memory_than_none():
-    """In several arrays the modulations of all tokens would be seen here: they take 2 GB, half as much as all else."""
+def test_a_clean_frame_needs_no_more_memory():
+    """Detects modulations of all tokens even in several arrays: they take 2 GB, half as much as the rest."""
     without, with_one = (step(frames).memory_analysis().temp_size_in_bytes for frames in (0, 1))
     assert with_one < 1.05 * without

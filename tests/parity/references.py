@@ -1,25 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small random reference models, their weights moved into ours, and how far two answers are apart."""
+"""Small random reference models, their weights loaded into ours, and errors between two outputs."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import torch
-from diffusers import AutoencoderKLWan, UniPCMultistepScheduler
-from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
+from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanTransformer3DModel
+from flax import nnx
+from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel, UMT5Config, UMT5EncoderModel
 
-from tests.toy_tokenizer import save_tokenizer
-from wanjax.checkpoint import Spec
+from tests.support.toy_tokenizer import save_tokenizer
+from wanjax.checkpoints.files import SafetensorsFolder, Spec
+from wanjax.checkpoints.networks import read_network
 from wanjax.converters import engine
+from wanjax.converters.t5 import t5_config, t5_rules
+from wanjax.models.t5 import T5Encoder
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.models.wan.vae import WanVAE
-from wanjax.networks import NETWORKS
+from wanjax.pipelines.wan.networks import NETWORKS
+
+PROMPT, NEGATIVE_PROMPT = "a red circle moving right &amp;  up", "色调艳丽, a blue cat"
+BAR = 2e-5  # the largest allowed relative L2 error of latents
+T5_SIZES = {
+    "vocab_size": 99,
+    "d_model": 64,
+    "d_kv": 24,  # heads × head size differs from the width
+    "d_ff": 160,
+    "num_layers": 3,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 16,
+    "relative_attention_max_distance": 40,
+    "feed_forward_proj": "gated-gelu",
+}
+T5_FAMILIES = {
+    "umt5": (UMT5Config, UMT5EncoderModel),
+    "t5": (T5Config, T5EncoderModel),
+}
 
 
 class StateDict:
-    """A torch module's weights, read as the engine reads a checkpoint."""
+    """A torch module's weights as a reader of a checkpoint."""
 
     def __init__(self, module: torch.nn.Module):
         self.tensors = {key: value.detach().float().numpy() for key, value in module.state_dict().items()}
@@ -41,7 +64,7 @@ def relative_l2(answer: Any, reference: Any) -> float:
 
 
 def randomise(module: torch.nn.Module, seed: int) -> None:
-    """Random values for every weight, those that start as zeros or ones included, so that each one matters."""
+    """Randomises also the weights that start as zeros or ones, so that each weight matters."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -50,9 +73,9 @@ def randomise(module: torch.nn.Module, seed: int) -> None:
 
 
 def small_parts(folder: Path) -> dict[str, Any]:
-    """All that Wan's pipelines have in common but their transformer: what it reads is 48 wide, latents have 4 channels.
+    """Returns the components of Wan's pipelines without a transformer: text features are 48 wide, latents 4 channels.
 
-    The tokenizer is written to the folder.
+    Writes the tokenizer to the folder.
     """
     parts = {
         "text_encoder": UMT5EncoderModel(
@@ -73,15 +96,62 @@ def small_parts(folder: Path) -> dict[str, Any]:
 
 
 def channels_last(x: torch.Tensor) -> np.ndarray:
-    """[B, C, T, H, W] to ours."""
+    """Converts [B C T H W] to [B T H W C]."""
     return np.ascontiguousarray(x.detach().float().numpy().transpose(0, 2, 3, 4, 1))
 
 
 def wan_transformer(reference, dtype=jnp.float32, param_dtype=jnp.float32) -> WanTransformer:
-    network = NETWORKS[type(reference).__name__](reference.config)
+    network = read_network(type(reference).__name__, reference.config, NETWORKS)
     return engine.load(network.abstract(dtype=dtype, param_dtype=param_dtype), network.rules, StateDict(reference))
 
 
 def wan_vae(reference, dtype=jnp.float32, param_dtype=jnp.float32) -> WanVAE:
-    network = NETWORKS["AutoencoderKLWan"](reference.config)
+    network = read_network("AutoencoderKLWan", reference.config, NETWORKS)
     return engine.load(network.abstract(dtype=dtype, param_dtype=param_dtype), network.rules, StateDict(reference))
+
+
+@torch.no_grad()
+def emphasise_mlps(network: WanTransformer3DModel) -> None:
+    """Enlarges the MLPs' inputs and outputs: random MLPs would stay in the linear range of their GELU."""
+    for block in network.blocks:
+        block.ffn.net[0].proj.weight.mul_(3)
+        block.scale_shift_table[:, 5].add_(1)  # the MLP's gate
+    network.proj_out.weight.mul_(3)
+
+
+def largest_error(latents: list[np.ndarray], exact: list[np.ndarray]) -> float:
+    """Returns the largest relative error of the latents of any step; `pytest -rP` shows it."""
+    error = max(relative_l2(*pair) for pair in zip(latents, exact, strict=True))
+    print(f"latents {error:.1e}")
+    return error
+
+
+def psnr(frames: np.ndarray, exact: np.ndarray) -> float:
+    """Returns the PSNR in decibels of frames in [0, 1]; `pytest -rP` shows it."""
+    decibels = -10 * np.log10(np.mean((frames - exact) ** 2))
+    print(f"frames {decibels:.0f} dB")
+    return decibels
+
+
+def t5_reference(family: str, **sizes: int) -> torch.nn.Module:
+    config, model = T5_FAMILIES[family]
+    torch.manual_seed(0)
+    reference = model(config(**T5_SIZES | sizes)).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():  # norms differ from one, position biases are as large as logits, the softmax is peaked
+        for name, weight in reference.named_parameters():
+            if "layer_norm" in name:
+                weight.copy_(1 + 0.3 * torch.randn(weight.shape, generator=generator))
+            elif "relative_attention_bias" in name:
+                weight.copy_(torch.randn(weight.shape, generator=generator))
+            elif name.endswith("SelfAttention.q.weight"):
+                weight.mul_(3)
+    return reference
+
+
+def converted_t5(reference: torch.nn.Module, folder: Path, dtype=jnp.float32) -> T5Encoder:
+    """Converts a model through the files that transformers writes."""
+    reference.save_pretrained(folder)
+    config = t5_config(json.loads((folder / "config.json").read_text()))
+    abstract = nnx.eval_shape(lambda: T5Encoder(config, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0)))
+    return engine.load(abstract, t5_rules(config), SafetensorsFolder(folder))

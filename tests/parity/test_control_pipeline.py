@@ -11,9 +11,18 @@ from diffusers import WanVACEPipeline, WanVACETransformer3DModel
 from PIL import Image
 
 import wanjax
-from tests.parity.references import randomise, relative_l2, small_parts
-from tests.parity.test_pipeline import BAR, NEGATIVE_PROMPT, PROMPT, emphasise_mlps, largest_error, psnr
-from tests.tiny import compile_cache
+from tests.parity.references import (
+    BAR,
+    NEGATIVE_PROMPT,
+    PROMPT,
+    emphasise_mlps,
+    largest_error,
+    psnr,
+    randomise,
+    relative_l2,
+    small_parts,
+)
+from tests.support.tiny import compile_cache
 
 HEIGHT, WIDTH, FRAMES, STEPS, GUIDANCE = 32, 48, 9, 3, 5.0
 RANDOM = np.random.default_rng(0)
@@ -65,7 +74,7 @@ def condition(pipe: WanVACEPipeline, **given: list[Image.Image] | None) -> np.nd
 
 
 def test_conditions(reference, folder):
-    """With all that can be given, and with as little; diffusers has references in the opposite order."""
+    """Compares conditions of all inputs and of none; diffusers has references in the opposite order."""
     pipe = wanjax.load(folder)
     settings = {"size": (HEIGHT, WIDTH), "frames": FRAMES}
     whole = {"video": CLIP, "mask": MASK, "references": REFERENCES}

@@ -13,12 +13,21 @@ from transformers import CLIPVisionConfig, CLIPVisionModel
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 import wanjax
-from tests.parity.references import randomise, relative_l2, small_parts
-from tests.parity.test_pipeline import BAR, NEGATIVE_PROMPT, PROMPT, emphasise_mlps, largest_error, psnr
-from tests.tiny import compile_cache
+from tests.parity.references import (
+    BAR,
+    NEGATIVE_PROMPT,
+    PROMPT,
+    emphasise_mlps,
+    largest_error,
+    psnr,
+    randomise,
+    relative_l2,
+    small_parts,
+)
+from tests.support.tiny import compile_cache
 
 HEIGHT, WIDTH, FRAMES, STEPS, GUIDANCE = 32, 48, 9, 3, 5.0
-KINDS = {  # what of the transformer differs
+KINDS = {  # options of the transformer, by kind
     "attended": {"image_dim": 40, "added_kv_proj_dim": 96},
     "first and last": {"image_dim": 40, "added_kv_proj_dim": 96, "pos_embed_seq_len": 2 * 17},
     "condition alone": {},
@@ -70,7 +79,7 @@ PICTURES = [np.random.default_rng(i).integers(0, 256, (HEIGHT, WIDTH, 3), dtype=
 
 
 def given(reference: WanImageToVideoPipeline) -> dict[str, np.ndarray]:
-    """A last picture as well, unless the transformer attends to one alone."""
+    """Returns the pictures: also a last one, unless the transformer attends to a single picture."""
     config = reference.transformer.config
     count = 1 if config.image_dim and config.pos_embed_seq_len is None else 2
     return dict(zip(["image", "last_image"][:count], PICTURES, strict=False))
@@ -78,7 +87,7 @@ def given(reference: WanImageToVideoPipeline) -> dict[str, np.ndarray]:
 
 @torch.no_grad()
 def expected(pipe: WanImageToVideoPipeline) -> tuple[list[np.ndarray], np.ndarray]:
-    """The latents after every step, and the frames."""
+    """Returns diffusers' latents after every step, and its frames."""
     latents = []
     frames = pipe(
         prompt=PROMPT, negative_prompt=NEGATIVE_PROMPT, height=HEIGHT, width=WIDTH, num_frames=FRAMES,
@@ -91,7 +100,7 @@ def expected(pipe: WanImageToVideoPipeline) -> tuple[list[np.ndarray], np.ndarra
 
 @torch.no_grad()
 def conditions(pipe: WanImageToVideoPipeline) -> tuple[np.ndarray, np.ndarray | None]:
-    """The condition beside the latents, and the features of the images."""
+    """Returns diffusers' condition beside the latents, and its features of the images."""
     images = [Image.fromarray(picture) for picture in given(pipe).values()]
     pixels = [pipe.video_processor.preprocess(image, height=HEIGHT, width=WIDTH) for image in images]
     _, condition = pipe.prepare_latents(

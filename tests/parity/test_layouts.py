@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints in the authors' layout and single files, against the same weights in the layout of diffusers."""
+"""The authors' layout and single files, against the same weights in the layout of diffusers."""
 
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import jax
 import ml_dtypes
@@ -12,19 +13,25 @@ import pytest
 import torch
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
-from tests import tiny
-from tests.published import transformer_keys
-from wanjax import layouts, registry, sources
-from wanjax.checkpoint import SafetensorsFolder, Spec, save_safetensors
-from wanjax.convert import ToWanjax
-from wanjax.converters import original, recognise, wan
+from tests.support import tiny
+from tests.support.published import transformer_keys
+from wanjax import registry
+from wanjax.checkpoints import layouts, sources
+from wanjax.checkpoints.convert import ToWanjax
+from wanjax.checkpoints.files import SafetensorsFolder, Spec, save_safetensors
+from wanjax.checkpoints.networks import network
+from wanjax.checkpoints.sources import DiffusersSource
 from wanjax.converters.engine import parameters
+from wanjax.converters.readers import open_tensors
+from wanjax.converters.wan import diffusers as wan
+from wanjax.converters.wan import original, recognise
 from wanjax.errors import WanjaxError
-from wanjax.layouts import FileSource, OriginalSource
 from wanjax.models.wan.config import T2V_1_3B, T2V_14B
-from wanjax.networks import network
-from wanjax.sources import DiffusersSource, open_source
+from wanjax.pipelines.wan import layouts as wan_layouts
+from wanjax.pipelines.wan.layouts import LAYOUT, FileSource, OriginalSource
+from wanjax.pipelines.wan.networks import NETWORKS
 
+open_source = partial(sources.open_source, layouts=(LAYOUT,))
 NAMES = {
     "transformer": original.TRANSFORMER,
     "vae": original.vae_names(tiny.VAE | {"is_residual": False}),
@@ -35,7 +42,7 @@ ORIGINAL_CONFIG = {"_class_name": "WanModel", "model_type": "t2v", "num_heads": 
 
 @pytest.fixture(autouse=True)
 def known_statistics(monkeypatch):
-    """The tiny autoencoder's latents are known as the published ones' are."""
+    """Makes the tiny autoencoder's latent statistics known, as those of the published ones are."""
     monkeypatch.setitem(original.STATISTICS, tiny.LATENT_CHANNELS, wan.vae_config(tiny.VAE))
 
 
@@ -45,7 +52,7 @@ def diffusers(tmp_path_factory):
 
 
 def theirs(folder, component):
-    """A component's tensors by the names of the authors."""
+    """Returns a component's tensors by the authors' names."""
     weights = SafetensorsFolder(folder / component)
     return {NAMES[component].theirs(key): weights.read(key) for key in weights.keys()}  # noqa: SIM118
 
@@ -56,7 +63,7 @@ def save_pth(path, tensors):
 
 @pytest.fixture
 def authors(diffusers, tmp_path):
-    """The checkpoint as the authors would lay it out."""
+    """Writes the checkpoint in the authors' layout."""
     save_safetensors(tmp_path / "diffusion_pytorch_model.safetensors", theirs(diffusers, "transformer"))
     (tmp_path / "config.json").write_text(json.dumps(ORIGINAL_CONFIG))
     save_pth(tmp_path / "Wan2.1_VAE.pth", theirs(diffusers, "vae"))
@@ -78,9 +85,9 @@ def test_the_authors_folder_is_the_same_checkpoint(authors, diffusers):
     assert source.index == {key: value for key, value in reference.index.items() if key != "_diffusers_version"}
     for component in NAMES:
         assert_same_weights(source.weights(component), reference.weights(component))
-        ours, wanted = network(source, component).config, network(reference, component).config
+        ours, wanted = network(source, component, NETWORKS).config, network(reference, component, NETWORKS).config
         if component == "text_encoder":
-            wanted = replace(wanted, max_distance=128)  # as in every published one: tensors do not tell it
+            wanted = replace(wanted, max_distance=128)  # the published value, which tensors do not show
         assert ours == wanted
     assert source.files("tokenizer")[0].parent == authors / "google/umt5-xxl"
     assert source.weights("vae").paths == [authors / "Wan2.1_VAE.pth"]
@@ -99,16 +106,16 @@ def test_it_makes_the_same_latents(authors, diffusers):
 
 
 @pytest.mark.parametrize("layout", ["folder", "file"])
-def test_it_is_converted(layout, authors, diffusers, tmp_path, monkeypatch):
-    """To the same checkpoint as from the layout of diffusers, but for what tensors do not tell."""
-    monkeypatch.setattr(layouts._Recognised, "_lending", lambda self, component: DiffusersSource(diffusers))
+def test_every_layout_is_converted(layout, authors, diffusers, tmp_path, monkeypatch):
+    """The result equals that from the layout of diffusers, except for configs that tensors do not show."""
+    monkeypatch.setattr(layouts.RecognisedSource, "_lender", lambda self, component: DiffusersSource(diffusers))
     name = authors if layout == "folder" else authors / "diffusion_pytorch_model.safetensors"
     target = tmp_path / "converted"
-    assert ToWanjax(open_source(name), target).run()
+    assert ToWanjax(open_source(name), target, NETWORKS).run()
     for component in NAMES:
         assert (target / component / "config.json").is_file()
     loaded = [registry.load(folder) for folder in (target, diffusers)]
-    if layout == "file":  # whose heads no config tells
+    if layout == "file":  # no config gives its number of heads
         return
     for part in ("text_encoder", "transformer", "vae"):
         ours, reference = (parameters(getattr(pipe, part)) for pipe in loaded)
@@ -130,8 +137,6 @@ def test_two_experts_are_two_transformers(authors, diffusers):
     assert_same_weights(source.weights("transformer_2"), open_source(diffusers).weights("transformer"))
 
 
-# --- single files ---
-
 PREFIXES = ["", "model.diffusion_model.", "diffusion_model."]
 
 
@@ -147,7 +152,7 @@ def test_a_single_file_of_a_transformer(prefix, named, diffusers, tmp_path):
     assert_same_weights(source.weights("transformer"), reference)
 
 
-def test_a_file_of_the_hub_is_one_too(diffusers, tmp_path, monkeypatch):
+def test_a_single_file_on_the_hub(diffusers, tmp_path, monkeypatch):
     path = tmp_path / "wan.safetensors"
     save_safetensors(path, theirs(diffusers, "transformer"))
     found = {("owner/name/split/wan.safetensors", "v1"): path}
@@ -165,7 +170,7 @@ def test_a_file_with_everything(diffusers, tmp_path):
         "text_encoder": "text_encoders.umt5xxl.transformer.",
     }
     tensors = {p + key: x for name, p in prefixes.items() for key, x in theirs(diffusers, name).items()}
-    text = SafetensorsFolder(diffusers / "text_encoder")  # ComfyUI keeps this one as transformers names it
+    text = SafetensorsFolder(diffusers / "text_encoder")  # ComfyUI uses the names of transformers here
     tensors = {key: value for key, value in tensors.items() if not key.startswith(prefixes["text_encoder"])}
     tensors |= {prefixes["text_encoder"] + key: text.read(key) for key in text.keys()}  # noqa: SIM118
     tensors[prefixes["text_encoder"] + "spiece_model"] = np.arange(5, dtype=np.uint8)
@@ -198,7 +203,7 @@ def test_scaled_eight_bit_weights_are_multiplied_out(diffusers, tmp_path):
     ("config", "repository"),
     [(T2V_1_3B, "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"), (T2V_14B, "Wan-AI/Wan2.1-T2V-14B-Diffusers")],
 )
-def test_what_a_file_lacks_is_that_of_the_published_model(config, repository, monkeypatch, diffusers):
+def test_missing_components_are_those_of_the_published_model(config, repository, monkeypatch, diffusers):
     class Shapes:
         def __init__(self, specs):
             self.specs = specs
@@ -210,7 +215,7 @@ def test_what_a_file_lacks_is_that_of_the_published_model(config, repository, mo
             return Spec(self.specs[key], np.dtype(np.float32))
 
     specs = {original.TRANSFORMER.theirs(key): shape for key, shape in transformer_keys(config).items()}
-    monkeypatch.setattr(layouts, "open_tensors", lambda path: Shapes(specs))
+    monkeypatch.setattr(wan_layouts, "open_tensors", lambda path: Shapes(specs))
     asked = []
     monkeypatch.setattr(layouts, "DiffusersSource", lambda name: asked.append(name) or DiffusersSource(diffusers))
     source = FileSource("wan.safetensors")
@@ -230,7 +235,7 @@ def refusal(path):
 
 def test_a_file_of_another_model_is_named(tmp_path, diffusers):
     save_safetensors(tmp_path / "flux.safetensors", {"double_blocks.0.weight": np.ones(2, np.float32)})
-    assert "flux.safetensors holds no transformer of Wan" in refusal(tmp_path / "flux.safetensors")
+    assert "flux.safetensors holds no transformer that is known" in refusal(tmp_path / "flux.safetensors")
     save_safetensors(tmp_path / "tiny.safetensors", theirs(diffusers, "transformer"))
     assert "holds no vae, and its transformer has the size of no published model" in refusal(
         tmp_path / "tiny.safetensors"
@@ -254,7 +259,7 @@ def test_an_image_encoder_by_the_authors_is_that_of_transformers(tmp_path):
     tensors["visual.pos_embedding"] = tensors["visual.pos_embedding"][None]
     others = {"visual.head": np.ones((160, 8)), "textual.norm.weight": np.ones(4), "log_scale": np.ones(())}
     save_pth(tmp_path / "clip.pth", tensors | others)
-    found = recognise.part("image_encoder", layouts.open_tensors(tmp_path / "clip.pth"))
+    found = recognise.component("image_encoder", open_tensors(tmp_path / "clip.pth"))
     assert {key: getattr(config, key) for key in found.json if key != "architectures"} == {
         key: value for key, value in found.json.items() if key != "architectures"
     }

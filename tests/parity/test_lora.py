@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA in every dialect that diffusers or PEFT read: the same merged weights, through the same conversion."""
+"""LoRA in every dialect that diffusers or PEFT reads: the merged weights are the same."""
 
 import json
 
@@ -13,14 +13,16 @@ from flax import nnx
 from safetensors.torch import load_file, save_file
 
 from tests.parity.references import StateDict, randomise
-from wanjax.converters import engine, lora, original, wan
+from wanjax.converters import engine, lora
+from wanjax.converters.wan import diffusers as wan
+from wanjax.converters.wan import original
 from wanjax.models.wan.transformer import WanTransformer
 
 SIZES = {
     **{"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 12, "ffn_dim": 32, "in_channels": 4},
     **{"out_channels": 4, "text_dim": 16, "freq_dim": 16},
 }
-BLOCK = {  # a block's projections: as diffusers calls them, as the authors do
+BLOCK = {  # a block's projections: diffusers' names and the authors'
     **{f"attn1.to_{x}": f"self_attn.{x}" for x in "qkv"} | {"attn1.to_out.0": "self_attn.o"},
     **{f"attn2.to_{x}": f"cross_attn.{x}" for x in "qkv"} | {"attn2.to_out.0": "cross_attn.o"},
     **{"ffn.net.0.proj": "ffn.0", "ffn.net.2": "ffn.2"},
@@ -38,7 +40,7 @@ RANK, ALPHA = 4, 3.0
 
 
 def reference():
-    """The same small transformer every time."""
+    """Returns the same small transformer at every call."""
     torch.manual_seed(0)
     module = WanTransformer3DModel(**SIZES)
     randomise(module, 1)
@@ -46,7 +48,7 @@ def reference():
 
 
 def factors(names, seed=2, rank=RANK):
-    """A pair of random factors for each of diffusers' modules."""
+    """Returns a pair of random factors for each of diffusers' modules."""
     generator, weights = torch.Generator().manual_seed(seed), dict(reference().state_dict())
     return {
         name: (
@@ -70,7 +72,7 @@ def diffusers_file(path):
 
 
 def diffusers_file_with_metadata(path):
-    """As diffusers saves it: PEFT's config, with another alpha for some modules, in the file's metadata."""
+    """Writes diffusers' form: PEFT's config, with another alpha for some modules, in the file's metadata."""
     diffusers_file(path)
     config = {
         **{"transformer.r": RANK, "transformer.lora_alpha": 2.5, "transformer.use_rslora": True},
@@ -81,7 +83,7 @@ def diffusers_file_with_metadata(path):
 
 
 def comfy_file(path):
-    """`diffusion_model.`, lora_down and lora_up, alpha, and changes of biases."""
+    """Writes a file with `diffusion_model.`, lora_down and lora_up, alpha, and changes of biases."""
     tensors, names = {}, NAMES
     for name, (down, up) in factors(names).items():
         theirs = f"diffusion_model.{names[name]}"
@@ -91,7 +93,7 @@ def comfy_file(path):
 
 
 def comfy_file_of_all_modules(path):
-    """`diffusion_model.` with lora_A and lora_B, and modules outside of the blocks."""
+    """Writes a file with `diffusion_model.`, lora_A and lora_B, and modules outside the blocks."""
     tensors, names = {}, NAMES | AROUND
     for name, (down, up) in factors(names).items():
         theirs = f"diffusion_model.{names[name]}"
@@ -113,7 +115,7 @@ DIALECTS = [diffusers_file, diffusers_file_with_metadata, comfy_file, comfy_file
 
 
 def merged(*files):
-    """The reference's weights with (path, strength) merged by us, and what matched."""
+    """Returns the reference's weights with pairs (path, strength) merged by us, and the matches."""
     base = StateDict(reference())
     specs = {key: base.spec(key) for key in base.tensors}
     opened = [(lora.LoraFile(path, specs, original.TRANSFORMER), strength) for path, strength in files]
@@ -121,7 +123,7 @@ def merged(*files):
 
 
 def fused(*files):
-    """The reference's weights with (path, strength) merged by diffusers."""
+    """Returns the reference's weights with pairs (path, strength) merged by diffusers."""
     module = reference()
     for i, (path, strength) in enumerate(files):
         state, metadata = WanPipeline.lora_state_dict(str(path), return_lora_metadata=True)
@@ -149,8 +151,8 @@ def test_every_dialect_is_merged_as_diffusers_merges_it(write, tmp_path):
     assert_equal(ours, fused((tmp_path / "lora.safetensors", -0.35)))
 
 
-def test_several_are_merged_at_their_strengths_and_arrive_in_the_network(tmp_path):
-    """All the way: stacked blocks, and q and k in the order that positions turn."""
+def test_several_loras_are_merged_at_their_strengths_into_the_network(tmp_path):
+    """The whole way includes stacked blocks, and q and k in the order of RoPE."""
     files = [(tmp_path / "comfy.safetensors", 0.5), (tmp_path / "diffusers.safetensors", 1.5)]
     comfy_file(files[0][0])
     diffusers_file_with_metadata(files[1][0])
@@ -163,7 +165,7 @@ def test_several_are_merged_at_their_strengths_and_arrive_in_the_network(tmp_pat
 
 
 def load(reader):
-    """Our network's weights from a checkpoint."""
+    """Returns our network's weights from a checkpoint."""
     config = wan.transformer_config(reference().config)
     abstract = nnx.eval_shape(
         lambda: WanTransformer(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
@@ -171,9 +173,9 @@ def load(reader):
     return engine.parameters(engine.load(abstract, wan.transformer_rules(config), reader))
 
 
-@pytest.mark.filterwarnings("ignore:.*have invalid shape")  # PEFT takes biases for factors
+@pytest.mark.filterwarnings("ignore:.*have invalid shape")  # PEFT mistakes biases for factors
 @pytest.mark.parametrize("options", [{}, {"use_rslora": True, "alpha_pattern": {"attn1.to_q": 5}}, {"lora_bias": True}])
-def test_what_peft_saves_is_merged_as_peft_merges_it(options, tmp_path):
+def test_files_by_peft_are_merged_as_peft_does(options, tmp_path):
     targets = [name.removeprefix("blocks.0.") for name in NAMES if name.startswith("blocks.0.")] + ["proj_out"]
     config = peft.LoraConfig(r=RANK, lora_alpha=9, target_modules=targets, init_lora_weights=False, **options)
     module = peft.get_peft_model(reference(), config)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokenizer of the model in the box as transformers reads its folder."""
+"""The bundled model's tokenizer, as transformers reads its folder."""
 
 import sys
 from pathlib import Path

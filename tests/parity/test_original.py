@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The original layout's names and configs, against what diffusers renames and builds, in both directions."""
+"""The original layout's names and configs against diffusers' conversion, in both directions."""
 
 import numpy as np
 import pytest
@@ -8,9 +8,10 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel, WanVACETransforme
 from diffusers.loaders import single_file_utils
 from transformers import UMT5Config, UMT5EncoderModel
 
-from tests.published import transformer_keys
-from wanjax.checkpoint import Spec
-from wanjax.converters import original, wan
+from tests.support.published import transformer_keys
+from wanjax.checkpoints.files import Spec
+from wanjax.converters.wan import diffusers as wan
+from wanjax.converters.wan import original
 from wanjax.errors import WanjaxError
 from wanjax.models.wan.config import (
     FLF2V_14B,
@@ -52,7 +53,7 @@ def built(kind, sizes):
 
 
 def originally(names, specs):
-    """The tensors by their original names, of which each has one and comes back from it."""
+    """Returns the tensors by their original names; checks that the renaming is invertible."""
     renamed = {key: names.theirs(key) for key in specs}
     assert None not in renamed.values()
     assert len(set(renamed.values())) == len(renamed)
@@ -69,7 +70,7 @@ def test_every_tensor_of_a_transformer_has_the_name_that_diffusers_renames(trans
     specs = shapes(transformer)
     theirs = originally(original.TRANSFORMER, specs)
     renamed = single_file_utils.convert_wan_transformer_to_diffusers(dict(theirs))
-    if "img_emb.emb_pos" in renamed:  # this one diffusers' script renames, and its loader of single files forgets
+    if "img_emb.emb_pos" in renamed:  # diffusers' script renames it, its loader of single files does not
         renamed["condition_embedder.image_embedder.pos_embed"] = renamed.pop("img_emb.emb_pos")
     assert renamed == specs
 
@@ -94,7 +95,7 @@ def test_a_transformers_config_is_read_from_its_shapes(transformer):
     assert shapes(built(type(transformer), {k: v for k, v in json.items() if k[0] != "_"})) == shapes(transformer)
 
 
-def test_what_shapes_do_not_tell_is_taken_from_the_original_config():
+def test_settings_without_shapes_come_from_the_original_config():
     sizes = {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 12, "ffn_dim": 8, "text_dim": 16}
     module = built(WanTransformer3DModel, sizes)
     json = original.transformer_json(
@@ -116,7 +117,7 @@ def test_every_tensor_of_the_autoencoder_has_the_name_that_diffusers_renames(siz
     module = built(AutoencoderKLWan, sizes)
     specs = shapes(module)
     theirs = originally(original.vae_names(module.config), specs)
-    if not sizes:  # diffusers renames the published autoencoder alone
+    if not sizes:  # diffusers renames only the published autoencoder
         assert single_file_utils.convert_wan_vae_to_diffusers(dict(theirs)) == specs
     json = original.vae_json(theirs)
     assert {key: tuple(x) if isinstance(x, list) else x for key, x in json.items() if key[0] != "_"} == {
@@ -128,7 +129,7 @@ def test_every_tensor_of_the_nested_autoencoder_has_a_name():
     module = built(AutoencoderKLWan, NESTED)
     specs = shapes(module)
     theirs = originally(original.vae_names(module.config), specs)
-    assert {  # as wan/modules/vae2_2.py of the official code has them
+    assert {  # the names in wan/modules/vae2_2.py of the official code
         "encoder.downsamples.0.downsamples.2.resample.1.weight",
         "encoder.downsamples.1.downsamples.2.time_conv.weight",
         "encoder.downsamples.3.downsamples.1.residual.6.weight",
@@ -148,7 +149,7 @@ def test_every_tensor_of_the_text_encoder_has_a_name():
     specs = shapes(module)
     del specs["encoder.embed_tokens.weight"]  # the same tensor as `shared.weight`
     theirs = originally(original.TEXT_ENCODER, specs)
-    assert {  # as wan/modules/t5.py of the official code has them
+    assert {  # the names in wan/modules/t5.py of the official code
         "token_embedding.weight",
         "blocks.23.attn.o.weight",
         "blocks.0.ffn.gate.0.weight",
@@ -169,8 +170,8 @@ def test_every_tensor_of_the_text_encoder_has_a_name():
         (original.text_encoder_json, "token_embedding.weight"),
     ],
 )
-def test_a_tensor_that_tells_a_size_is_needed(read, key):
-    with pytest.raises(WanjaxError, match=f"lacks {key}, which tells a size"):
+def test_tensors_that_give_a_size_are_required(read, key):
+    with pytest.raises(WanjaxError, match=f"lacks {key}, which determines a size"):
         read({})
     with pytest.raises(WanjaxError, match=rf"{key} has the shape \[3\] where"):
         read({key: Spec((3,), np.dtype(np.float32))})

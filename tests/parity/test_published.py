@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lists of keys and the presets, against what diffusers and transformers build for the real configs."""
+"""The lists of keys and the presets against the modules of diffusers and transformers for the real configs."""
 
 from fnmatch import fnmatchcase
 
@@ -8,10 +8,11 @@ import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel, WanVACETransformer3DModel
 from transformers import CLIPVisionConfig, CLIPVisionModel, UMT5Config, UMT5EncoderModel
 
-from tests.published import Keys, image_encoder_keys, text_encoder_keys, transformer_keys, vae_keys
-from wanjax.converters import clip, wan
+from tests.support.published import Keys, image_encoder_keys, text_encoder_keys, transformer_keys, vae_keys
+from wanjax.converters import clip
+from wanjax.converters.wan import diffusers as wan
+from wanjax.models.clip import CLIP_VIT_H
 from wanjax.models.t5 import UMT5_XXL
-from wanjax.models.vision import CLIP_VIT_H
 from wanjax.models.wan.config import (
     FLF2V_14B,
     I2V_14B,
@@ -110,7 +111,7 @@ def test_image_encoder():
     with torch.device("meta"):
         reference = CLIPVisionModel(CLIPVisionConfig(**sizes, image_size=224, patch_size=14, hidden_act="gelu"))
     assert clip.clip_config(reference.config.to_dict()) == CLIP_VIT_H
-    keys = {f"vision_model.{key}": shape for key, shape in keys_of(reference).items()}  # as they are published
+    keys = {f"vision_model.{key}": shape for key, shape in keys_of(reference).items()}  # the published names
     unused = {key for key in keys if any(fnmatchcase(key, pattern) for pattern in clip.clip_unused(CLIP_VIT_H))}
     assert len(unused) == 16 + 2  # the last block and the last norm
     assert image_encoder_keys(CLIP_VIT_H) == {key: shape for key, shape in keys.items() if key not in unused}

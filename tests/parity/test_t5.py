@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The text encoder against transformers' UMT5EncoderModel and T5EncoderModel, on the same small random weights."""
 
-import json
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,71 +10,32 @@ import transformers
 from flax import nnx
 from transformers.models.umt5.modeling_umt5 import UMT5Attention
 
-from tests.parity.references import relative_l2
-from wanjax.checkpoint import SafetensorsFolder, load_safetensors
-from wanjax.converters.engine import export, load, plan
+from tests.parity.references import T5_FAMILIES, T5_SIZES, converted_t5, relative_l2, t5_reference
+from wanjax.checkpoints.files import load_safetensors
+from wanjax.converters.engine import assign, export
 from wanjax.converters.t5 import t5_config, t5_rules
 from wanjax.errors import WanjaxError
 from wanjax.models.t5 import UMT5_XXL, T5Encoder, distance_buckets
 
-SIZES = {
-    "vocab_size": 99,
-    "d_model": 64,
-    "d_kv": 24,  # heads x head size is not the width
-    "d_ff": 160,
-    "num_layers": 3,
-    "num_heads": 4,
-    "relative_attention_num_buckets": 16,
-    "relative_attention_max_distance": 40,
-    "feed_forward_proj": "gated-gelu",
-}
-FAMILIES = {
-    "umt5": (transformers.UMT5Config, transformers.UMT5EncoderModel),
-    "t5": (transformers.T5Config, transformers.T5EncoderModel),
-}
 LENGTHS = [1, 7, 64, 512]
 
 
-def reference_model(family: str, **sizes: int) -> torch.nn.Module:
-    config, model = FAMILIES[family]
-    torch.manual_seed(0)
-    reference = model(config(**SIZES | sizes)).eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():  # norms away from one, position biases as large as logits, a peaked softmax
-        for name, weight in reference.named_parameters():
-            if "layer_norm" in name:
-                weight.copy_(1 + 0.3 * torch.randn(weight.shape, generator=generator))
-            elif "relative_attention_bias" in name:
-                weight.copy_(torch.randn(weight.shape, generator=generator))
-            elif name.endswith("SelfAttention.q.weight"):
-                weight.mul_(3)
-    return reference
-
-
-def convert(reference: torch.nn.Module, folder: Path, dtype=jnp.float32) -> T5Encoder:
-    """The model by way of the files that transformers writes."""
-    reference.save_pretrained(folder)
-    config = t5_config(json.loads((folder / "config.json").read_text()))
-    abstract = nnx.eval_shape(lambda: T5Encoder(config, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0)))
-    return load(abstract, t5_rules(config), SafetensorsFolder(folder))
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=T5_FAMILIES)
 def models(request, tmp_path_factory):
-    reference = reference_model(request.param)
-    return reference, convert(reference, tmp_path_factory.mktemp("text_encoder"))
+    reference = t5_reference(request.param)
+    return reference, converted_t5(reference, tmp_path_factory.mktemp("text_encoder"))
 
 
 def prompt(length: int, batch: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random tokens, and masks with fewer and fewer real tokens."""
+    """Returns random tokens, and masks with fewer real tokens in each row."""
     generator = torch.Generator().manual_seed(length)
-    tokens = torch.randint(0, SIZES["vocab_size"], (batch, length), generator=generator)
+    tokens = torch.randint(0, T5_SIZES["vocab_size"], (batch, length), generator=generator)
     real = torch.tensor([max(1, length - row * length // 2) for row in range(batch)])
     return tokens, (torch.arange(length)[None, :] < real[:, None]).long()
 
 
 def hidden(length: int) -> torch.Tensor:
-    return torch.randn(2, length, SIZES["d_model"], generator=torch.Generator().manual_seed(length)) * 2
+    return torch.randn(2, length, T5_SIZES["d_model"], generator=torch.Generator().manual_seed(length)) * 2
 
 
 def ours(x: torch.Tensor) -> jax.Array:
@@ -90,14 +48,14 @@ def block_of(model: T5Encoder, layer: int):
 
 
 def additive(mask: torch.Tensor) -> torch.Tensor:
-    """The mask as the reference's blocks take it."""
+    """Returns the mask in the additive form of the reference's blocks."""
     return (1.0 - mask[:, None, None, :].float()) * torch.finfo(torch.float32).min
 
 
 @pytest.mark.parametrize(("buckets", "max_distance"), [(32, 128), (16, 40), (8, 20), (32, 256), (64, 512), (32, 64)])
 def test_buckets_are_the_same(buckets, max_distance):
     config = transformers.UMT5Config(
-        **SIZES | {"relative_attention_num_buckets": buckets, "relative_attention_max_distance": max_distance}
+        **T5_SIZES | {"relative_attention_num_buckets": buckets, "relative_attention_max_distance": max_distance}
     )
     distance = np.arange(-2000, 2001)
     expected = UMT5Attention(config)._relative_position_bucket(torch.from_numpy(distance)).numpy()
@@ -109,7 +67,7 @@ def test_position_biases_are_the_same(models, length):
     reference, model = models
     for layer, block in enumerate(reference.encoder.block):
         attention = block.layer[0].SelfAttention
-        if not attention.has_relative_attention_bias:  # T5 v1.1 takes those of its first layer
+        if not attention.has_relative_attention_bias:  # T5 v1.1 uses the biases of its first layer
             continue
         bias = model.position_bias or block_of(model, layer).position_bias
         np.testing.assert_array_equal(bias(length), attention.compute_bias(length, length).detach().numpy())
@@ -158,14 +116,14 @@ def test_whole(models, length, masked):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", T5_FAMILIES)
 def test_half_precision_is_no_worse_than_torch_s(family, tmp_path):
-    reference = reference_model(family)
+    reference = t5_reference(family)
     tokens, mask = prompt(64, batch=4)
     exact = reference(tokens, mask).last_hidden_state
     half = reference.to(torch.bfloat16)
     theirs = relative_l2(half(tokens, mask).last_hidden_state.float(), exact)
-    answer = convert(half, tmp_path, jnp.bfloat16)(ours(tokens), ours(mask))
+    answer = converted_t5(half, tmp_path, jnp.bfloat16)(ours(tokens), ours(mask))
     assert answer.dtype == jnp.bfloat16
     assert relative_l2(answer.astype(jnp.float32), exact) <= 1.1 * theirs
 
@@ -185,9 +143,9 @@ def test_umt5_xxl_has_the_reference_s_parameters():
     theirs = {
         key: jax.ShapeDtypeStruct(tuple(weight.shape), jnp.bfloat16) for key, weight in reference.state_dict().items()
     }
-    assert "encoder.embed_tokens.weight" in theirs  # tied, and some files hold it twice
-    fills = plan(t5_rules(UMT5_XXL), theirs, ours)
-    assert {key for fill in fills for key in fill.sources} == set(theirs) - {"encoder.embed_tokens.weight"}
+    assert "encoder.embed_tokens.weight" in theirs  # tied; some files hold it twice
+    assignments = assign(t5_rules(UMT5_XXL), theirs, ours)
+    assert {key for each in assignments for key in each.sources} == set(theirs) - {"encoder.embed_tokens.weight"}
     assert sum(w.size for w in ours.values()) == sum(weight.numel() for weight in reference.parameters())
 
 
@@ -210,7 +168,7 @@ def test_the_weights_return_to_the_reference_s_names(models, tmp_path):
         ({"d_kv": None}, "no d_kv"),
     ],
 )
-def test_a_config_that_is_not_ours(change, said):
-    config = transformers.UMT5Config(**SIZES).to_dict() | change
+def test_unsupported_configs_are_refused(change, said):
+    config = transformers.UMT5Config(**T5_SIZES).to_dict() | change
     with pytest.raises(WanjaxError, match=said):
         t5_config({key: value for key, value in config.items() if value is not None})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cleaning, tokenizing and zero-padding against diffusers and transformers, on awkward prompts."""
+"""Cleaning, tokenizing and zero-padding against diffusers and transformers, on difficult prompts."""
 
 import io
 
@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, T5TokenizerFast
 
-from tests.parity.references import relative_l2
-from tests.parity.test_t5 import SIZES, convert, reference_model
-from tests.toy_tokenizer import AWKWARD_PROMPTS, save_tokenizer
-from wanjax.pipelines.text import Tokenizer, clean_prompt, encode_text
+from tests.parity.references import T5_SIZES, converted_t5, relative_l2, t5_reference
+from tests.support.toy_tokenizer import AWKWARD_PROMPTS, save_tokenizer
+from wanjax.pipelines.tokenizer import Tokenizer, clean_prompt
+from wanjax.pipelines.wan.programs import TEXT_LENGTH, encode_text
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sentencepiece_folder(tmp_path_factory):
-    """As the folders of T5 were made: a SentencePiece model with its normaliser, converted by transformers."""
+    """A folder made as those of T5: a SentencePiece model with its normaliser, converted by transformers."""
     sentencepiece = pytest.importorskip("sentencepiece")
     folder, model = tmp_path_factory.mktemp("sentencepiece"), io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -58,7 +58,7 @@ def test_tokens(kind, length, request):
     expected = AutoTokenizer.from_pretrained(folder)(
         prompts, padding="max_length", max_length=length, truncation=True, return_tensors="np"
     )
-    batch = Tokenizer.load(folder).tokenize(prompts, length)
+    batch = Tokenizer.load(folder, length=TEXT_LENGTH).tokenize(prompts, length)
     np.testing.assert_array_equal(batch.ids, expected["input_ids"])
     np.testing.assert_array_equal(batch.mask, expected["attention_mask"])
 
@@ -66,14 +66,16 @@ def test_tokens(kind, length, request):
 @torch.no_grad()
 @pytest.mark.parametrize("length", [512, 226])
 def test_embeddings_of_the_pipeline(folder, length, tmp_path):
-    reference = reference_model("umt5", vocab_size=400)
+    reference = t5_reference("umt5", vocab_size=400)
     pipeline = WanPipeline(AutoTokenizer.from_pretrained(folder), reference, vae=None, scheduler=None)
     expected = pipeline._get_t5_prompt_embeds(
         AWKWARD_PROMPTS, max_sequence_length=length, device=torch.device("cpu"), dtype=torch.float32
     ).numpy()
-    batch = Tokenizer.load(folder).tokenize([clean_prompt(prompt) for prompt in AWKWARD_PROMPTS], length)
-    answer = encode_text(convert(reference, tmp_path), jnp.asarray(batch.ids), jnp.asarray(batch.mask))
+    batch = Tokenizer.load(folder, length=TEXT_LENGTH).tokenize(
+        [clean_prompt(prompt) for prompt in AWKWARD_PROMPTS], length
+    )
+    answer = encode_text(converted_t5(reference, tmp_path), jnp.asarray(batch.ids), jnp.asarray(batch.mask))
     np.testing.assert_array_equal(np.asarray(answer == 0).all(axis=-1), (expected == 0).all(axis=-1))
     for row in range(len(AWKWARD_PROMPTS)):
         assert relative_l2(answer[row], expected[row]) <= 1e-5, AWKWARD_PROMPTS[row]
-    assert answer.shape == (len(AWKWARD_PROMPTS), length, SIZES["d_model"])
+    assert answer.shape == (len(AWKWARD_PROMPTS), length, T5_SIZES["d_model"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files by `torch.save`, read without torch: equal values, and nothing that a file says is run or believed."""
+"""Files by `torch.save`, read without torch: the values are equal, and no code or claim of a file is trusted."""
 
 import io
 import os
@@ -14,9 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanjax import torch_file
+from wanjax.checkpoints import torch_file
+from wanjax.checkpoints.torch_file import TorchFile, describe
 from wanjax.errors import WanjaxError
-from wanjax.torch_file import TorchFile, describe
 
 DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -25,7 +25,7 @@ DTYPES = (
 
 
 def bits(tensor):
-    """A tensor's bytes in order, whatever its dtype."""
+    """Returns a tensor's bytes in order, whatever its dtype."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
@@ -38,9 +38,6 @@ def assert_read_as_it_is(path, tensors):
         assert str(array.dtype) == str(tensor.dtype).removeprefix("torch.")
         assert array.tobytes() == bits(tensor)
         assert not array.flags.writeable or not array.size
-
-
-# --- what torch writes ---
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -71,11 +68,8 @@ def test_a_modules_state_dict_is_a_table(tmp_path):
     assert_read_as_it_is(tmp_path / "module.pth", module.state_dict())
 
 
-# --- malice ---
-
-
 def refusal(path):
-    """The one sentence that the file is refused with."""
+    """Returns the error message for the file."""
     with pytest.raises(WanjaxError) as caught:
         TorchFile(path)
     assert "\n" not in str(caught.value)
@@ -102,7 +96,7 @@ def test_a_pickle_that_would_run_code_does_not(place, tmp_path):
     torch.save(table, tmp_path / "evil.pth")
     if place in ("storage", "hooks"):
         rewrite_pickle(tmp_path / "evil.pth", _injected(tmp_path, place))
-    if place in ("state", "hooks"):  # these say nothing of the tensors, so they are skipped
+    if place in ("state", "hooks"):  # these do not affect the tensors, so they are skipped
         assert TorchFile(tmp_path / "evil.pth").keys() == (("weight", "bias") if place == "state" else ("x",))
     else:
         assert "tensor" in refusal(tmp_path / "evil.pth") or place == "storage"
@@ -113,7 +107,7 @@ def test_a_pickle_that_would_run_code_does_not(place, tmp_path):
 
 
 def _injected(folder, place):
-    """A table of one tensor with a call for its storage, or for its hooks."""
+    """Returns a table of one tensor with a function call as its storage, or as its hooks."""
 
     class Parts:
         def __reduce__(self):
@@ -125,11 +119,11 @@ def _injected(folder, place):
 
 
 class _Persistent:
-    """Stands for a storage."""
+    """A stand-in for a storage."""
 
 
 def rewrite_pickle(path, table):
-    """Puts another table's pickle into a file by torch."""
+    """Replaces the pickle in a file by torch with that of another table."""
 
     class Pickler(pickle.Pickler):
         def persistent_id(self, obj):
@@ -157,7 +151,7 @@ def saved(tmp_path):
     return tmp_path / "x.pth"
 
 
-def test_records_that_lie_are_refused(saved):
+def test_false_sizes_of_records_are_refused(saved):
     replace_record(saved, "data/0", b"\0" * 47)
     assert "'a' of shape [3, 4] lies outside of its storage of 47 bytes" in refusal(saved)
     replace_record(saved, "data/0", None)
@@ -202,11 +196,17 @@ def test_a_shape_that_claims_more_than_the_file_is_refused(offset, shape, stride
     assert "'x'" in refusal(tmp_path / "x.pth")
 
 
-def test_a_key_that_takes_for_ever_to_hash_is_refused():
-    """Sixty nested pairs of the same: 2^60 elements for a hash, none of which is computed."""
+def test_a_key_with_endless_hashing_is_refused():
+    """Sixty nested pairs of one object would need 2^60 hashes; none is computed."""
     nested = b"\x80\x02}(K\x01q\x00" + b"".join(b"h%c\x86q%c" % (i, i + 1) if i else b"h\0\x86q\1" for i in range(60))
     with pytest.raises(ValueError, match="malformed"):
         describe(nested + b"K\x01u.")
+
+
+def test_a_memo_larger_than_the_pickle_is_refused():
+    """`pickle.Unpickler` would allocate a memo for the named index, here 64 GB."""
+    with pytest.raises(ValueError, match="malformed at byte 3"):
+        describe(b"\x80\x02Nr\xff\xff\xff\xff.")
 
 
 @given(st.binary(max_size=200))
@@ -216,7 +216,7 @@ def test_any_bytes_are_described_or_refused(data):
 
 
 def test_a_file_with_flipped_or_missing_bytes_is_read_or_refused(saved, tmp_path):
-    """Each of many faults gives tensors of the right shapes, or the one sentence; never another error."""
+    """Each of many faults gives tensors of the right shapes or one error message, never another error."""
     good, rng = saved.read_bytes(), random.Random(0)
     broken = tmp_path / "broken.pth"
     for _ in range(300):
@@ -232,7 +232,7 @@ def test_a_file_with_flipped_or_missing_bytes_is_read_or_refused(saved, tmp_path
             assert "\n" not in str(error)  # noqa: PT017
 
 
-def test_no_more_is_read_of_a_table_of_contents_than_can_be_one(saved, monkeypatch):
+def test_a_large_table_of_contents_is_refused(saved, monkeypatch):
     monkeypatch.setattr(torch_file, "HEADER_LIMIT", 50)
     assert "its table of contents has" in refusal(saved)
     monkeypatch.setattr(torch_file, "HEADER_LIMIT", 10**8)

@@ -13,10 +13,10 @@ from transformers import CLIPVisionConfig, CLIPVisionModel
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from tests.parity.references import StateDict, randomise, relative_l2
-from wanjax.checkpoint import SafetensorsFolder
+from wanjax.checkpoints.files import SafetensorsFolder
 from wanjax.converters import clip, engine
-from wanjax.models.vision import CLIPVision
-from wanjax.pipelines.vision import ImageProcessor
+from wanjax.models.clip import CLIPVision
+from wanjax.pipelines.image_processor import ImageProcessor
 
 SIZES = {"hidden_size": 48, "intermediate_size": 112, "num_hidden_layers": 4, "num_attention_heads": 3}
 
@@ -37,7 +37,7 @@ def load(json: dict, reader) -> CLIPVision:
 
 @torch.no_grad()
 def features(model: CLIPVisionModel, images: torch.Tensor) -> np.ndarray:
-    """What diffusers takes: the output of the last block but one."""
+    """Returns the features that diffusers uses: the output of the last block but one."""
     return model(images, output_hidden_states=True).hidden_states[-2].numpy()
 
 
@@ -52,14 +52,14 @@ def test_features(reference):
     assert relative_l2(ours, features(reference, IMAGES)) <= 1e-5
 
 
-def test_the_bar_is_below_what_another_gelu_does(reference):
+def test_another_gelu_exceeds_the_bound(reference):
     other = CLIPVisionModel(CLIPVisionConfig(**SIZES, image_size=28, patch_size=7, hidden_act="quick_gelu")).eval()
     other.load_state_dict(reference.state_dict())
     assert relative_l2(features(other, IMAGES), features(reference, IMAGES)) > 1e-4
 
 
-def test_files_of_today_and_of_before(reference, tmp_path):
-    """Published files have a prefix to their names, and positions as numbers, that today's transformers leave out."""
+def test_present_and_former_file_formats(reference, tmp_path):
+    """Published files have a prefix and position ids, which today's transformers omit."""
     reference.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert (tmp_path / "model.safetensors").is_file()

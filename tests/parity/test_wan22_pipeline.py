@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole pipelines of two experts, from a first frame without noise, and from a video, against those of diffusers."""
+"""Whole pipelines of two experts, of a clean first frame, and of a given video, against those of diffusers."""
 
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,19 @@ from PIL import Image
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
 import wanjax
-from tests.parity.references import randomise
-from tests.parity.test_pipeline import BAR, NEGATIVE_PROMPT, PROMPT, emphasise_mlps, largest_error, psnr
-from tests.tiny import compile_cache
-from tests.toy_tokenizer import save_tokenizer
-from wanjax.pipelines.experts import Switch
-from wanjax.pipelines.wan import WanPipeline as Ours
+from tests.parity.references import (
+    BAR,
+    NEGATIVE_PROMPT,
+    PROMPT,
+    emphasise_mlps,
+    largest_error,
+    psnr,
+    randomise,
+)
+from tests.support.tiny import compile_cache
+from tests.support.toy_tokenizer import save_tokenizer
+from wanjax.pipelines.steps import Switch
+from wanjax.pipelines.wan.pipeline import WanPipeline as Ours
 
 HEIGHT, WIDTH, FRAMES, STEPS, SHIFT = 32, 64, 5, 6, 5.0
 STATISTICS = {"z_dim": 4, "latents_mean": [0.1, -0.2, 0.3, 0.0], "latents_std": [1.5, 0.7, 2.0, 1.0]}
@@ -57,7 +64,7 @@ def transformer(seed: int, channels_in: int = 4) -> WanTransformer3DModel:
 
 @pytest.fixture(scope="module")
 def common(tmp_path_factory) -> dict[str, Any]:
-    """What all the pipelines have."""
+    """The components that all the pipelines share."""
     torch.manual_seed(0)
     config = UMT5Config(
         vocab_size=512, d_model=48, d_kv=16, d_ff=96, num_layers=1, num_heads=2,
@@ -84,7 +91,7 @@ def noise(factor: int) -> torch.Tensor:
 
 @torch.no_grad()
 def expected(pipe: Any, **given: Any) -> tuple[list[np.ndarray], np.ndarray]:
-    """The latents after every step, and the frames."""
+    """Returns diffusers' latents after every step, and its frames."""
     latents = []
     pipe.set_progress_bar_config(disable=True)
     frames = pipe(
@@ -97,7 +104,7 @@ def expected(pipe: Any, **given: Any) -> tuple[list[np.ndarray], np.ndarray]:
 def answer(
     folder: Path, noise: torch.Tensor, pictures: dict[str, Any], **settings: Any
 ) -> tuple[Ours, list, Any, list]:
-    """Of ours the same, the last latents, and the switches."""
+    """Returns our pipeline, its latents after every step, the last latents and the switches."""
     pipe = wanjax.load(folder)
     settings |= {"size": (HEIGHT, WIDTH), "frames": FRAMES, "steps": STEPS, "flow_shift": SHIFT, "sigmas": "diffusers"}
     latents, switches = [], []
@@ -116,7 +123,7 @@ def compare(pipe: Ours, latents: list, last: Any, exact: list[np.ndarray], frame
 
 @pytest.mark.parametrize("image", [None, IMAGE], ids=["text", "image"])
 def test_two_experts(common, tmp_path, image):
-    """At guidance scales of their own: in diffusers the first is that of much noise."""
+    """The experts have different guidance scales; in diffusers the scale at high noise is first."""
     kind = WanPipeline if image is None else WanImageToVideoPipeline
     channels = 4 if image is None else 12
     experts = {"transformer": transformer(1, channels), "transformer_2": transformer(2, channels)}
@@ -135,7 +142,7 @@ def test_two_experts(common, tmp_path, image):
 
 
 def test_text_with_the_5b_autoencoder(common, tmp_path):
-    """Without a picture every token is at one timestep, which the reference gives one by one."""
+    """All tokens have the same timestep without a picture; the reference passes it for each token."""
     reference = WanPipeline(**common, transformer=transformer(1), vae=vae(RESIDUAL_VAE), expand_timesteps=True)
     reference.save_pretrained(tmp_path)
     exact, frames = expected(reference, num_frames=FRAMES, guidance_scale=5.0, latents=noise(16))
@@ -146,7 +153,7 @@ def test_text_with_the_5b_autoencoder(common, tmp_path):
 def test_a_first_frame_without_noise(common, tmp_path):
     network = transformer(1)
     published = WanPipeline(**common, transformer=network, vae=vae(RESIDUAL_VAE), expand_timesteps=True)
-    published.save_pretrained(tmp_path)  # as a pipeline of text: the reference builds the other from the same folder
+    published.save_pretrained(tmp_path)  # as a text pipeline; the reference builds the other one from the same folder
     reference = WanImageToVideoPipeline.from_pretrained(tmp_path)
     exact, frames = expected(
         reference, image=Image.fromarray(IMAGE), num_frames=FRAMES, guidance_scale=5.0, latents=noise(16)
@@ -160,7 +167,7 @@ def test_from_a_video(common, tmp_path, strength):
     networks = {"transformer": transformer(1), "vae": vae(VAE)}
     WanPipeline(**common, **networks).save_pretrained(tmp_path)
     reference = WanVideoToVideoPipeline(**common, **networks)
-    generator = torch.Generator().manual_seed(7)  # whose first numbers are those of `noise`
+    generator = torch.Generator().manual_seed(7)  # its first numbers are those of `noise`
     exact, frames = expected(
         reference, video=[Image.fromarray(frame) for frame in VIDEO], strength=strength, guidance_scale=5.0,
         generator=generator,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transformer that a control clip steers against diffusers' WanVACETransformer3DModel, float32, random weights."""
+"""The transformer with control clips against diffusers' WanVACETransformer3DModel, float32, small random weights."""
 
 import jax
 import jax.numpy as jnp

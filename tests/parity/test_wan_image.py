@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transformers that see images against diffusers' WanTransformer3DModel, float32, on small random weights."""
+"""The transformers with images against diffusers' WanTransformer3DModel, float32, on small random weights."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from flax import nnx
 from tests.parity.references import channels_last, randomise, relative_l2, wan_transformer
 from wanjax.models.wan.image import ImageContext, WanImageTransformer
 
-TEXT = 512  # the reference takes this many tokens from the end for the prompt's
+TEXT = 512  # the reference takes the last TEXT tokens as the prompt's
 IMAGE_TOKENS, IMAGE_WIDTH = 5, 40
 
 

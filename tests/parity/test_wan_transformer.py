@@ -64,7 +64,7 @@ def test_whole(models, size):
 
 @pytest.mark.parametrize("clean_frames", [1, 2])
 def test_clean_frames_are_at_timestep_0(models, clean_frames):
-    """As the reference has it when it is given a timestep for every token."""
+    """Compares with the reference, which receives a timestep for every token."""
     reference, model = models
     latents, t, text = inputs(*SIZES[1])
     tokens = t[:, None].repeat(1, 5 * 4 * 6)
@@ -76,7 +76,7 @@ def test_clean_frames_are_at_timestep_0(models, clean_frames):
 def test_bfloat16_is_no_further_from_float32_than_the_reference_s_own(models, tmp_path):
     reference, _ = models
     reference.save_pretrained(tmp_path)
-    half = WanTransformer3DModel.from_pretrained(tmp_path, torch_dtype=torch.bfloat16)  # keeps in float32 what it must
+    half = WanTransformer3DModel.from_pretrained(tmp_path, torch_dtype=torch.bfloat16)  # some weights stay in float32
     assert half.dtype == torch.bfloat16
     model = wan_transformer(half, jnp.bfloat16, jnp.bfloat16)
     exact = velocity(reference, *inputs(*SIZES[1]))

@@ -16,15 +16,18 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import WanResidualUpBlock,
 from flax import nnx
 
 from tests.parity.references import channels_last, randomise, relative_l2, wan_vae
+from wanjax.layers.patch import to_cells, to_pixels
 from wanjax.layers.tiling import Tiling
-from wanjax.models.wan.vae import WanVAE, to_cells, to_pixels
-from wanjax.pipelines.base import Parts
-from wanjax.pipelines.wan import WanConfigs, WanPipeline
-from wanjax.registry import PRESETS
+from wanjax.models.wan.config import T2V_1_3B
+from wanjax.models.wan.vae import WanVAE
+from wanjax.pipelines.components import Components
+from wanjax.pipelines.wan.architecture import WanArchitecture
+from wanjax.pipelines.wan.pipeline import WanPipeline
+from wanjax.registry import presets
 
 BAR = 1e-5
 FRAMES = [1, 5, 17, 33]
-FRAMES_OF_TILES = [1, 33]  # the others are what 33 begin with
+FRAMES_OF_TILES = [1, 33]  # 33 frames begin with all shorter clips
 SIZE = (32, 32)
 LATENTS_MEAN, LATENTS_STD = [0.1, -0.2, 0.3, 0.0], [1.5, 0.7, 2.0, 1.0]
 STATISTICS = {"z_dim": 4, "latents_mean": LATENTS_MEAN, "latents_std": LATENTS_STD}
@@ -38,7 +41,7 @@ KINDS = {
 ENCODED = Tiling(32, 24)
 DECODED = {"2.1": Tiling(32, 24), "2.2": Tiling(64, 48)}
 SIZE_OF_TILES = {"2.1": (40, 56), "2.2": (80, 112)}
-"""2 × 3 tiles, those at the edge smaller, so that all four kinds of neighbour meet; 2.2 encodes tiles of cells."""
+"""Sizes of 2 × 3 tiles, smaller at the edges, with all four kinds of seams; 2.2 encodes tiles of cells."""
 
 
 class Models(NamedTuple):
@@ -57,9 +60,9 @@ def models(request) -> Models:
 
 @pytest.fixture(scope="module")
 def pipe(models) -> WanPipeline:
-    """A pipeline of nothing but the autoencoder."""
-    configs = WanConfigs(transformer=None, vae=models.vae.config)  # pyright: ignore[reportArgumentType]
-    return WanPipeline(Parts({"vae": lambda: models.vae}), configs, PRESETS["wan2.1-t2v-1.3b"].defaults)
+    """A pipeline of the autoencoder alone."""
+    shapes = WanArchitecture(transformer=T2V_1_3B, vae=models.vae.config)
+    return WanPipeline(Components({"vae": lambda: models.vae}), shapes, presets()["wan2.1-t2v-1.3b"].defaults)
 
 
 @contextmanager
@@ -70,12 +73,12 @@ def tiled(reference: AutoencoderKLWan, tiling: Tiling) -> Iterator[None]:
 
 
 def video(frames: int, size: tuple[int, int]) -> torch.Tensor:
-    """[B C T H W] in [0, 1]."""
+    """Returns random videos [B C T H W] in [0, 1]."""
     return torch.rand(1, 3, frames, *size, generator=torch.Generator().manual_seed(frames))
 
 
 def latents(models: Models, frames: int, size: tuple[int, int]) -> torch.Tensor:
-    """Those of a video, normalised."""
+    """Returns the reference's normalised latents of a random video."""
     cells = (pixels // models.vae.config.spatial_factor for pixels in size)
     return torch.randn(1, 4, (frames + 3) // 4, *cells, generator=torch.Generator().manual_seed(frames))
 
@@ -86,7 +89,7 @@ def statistics() -> list[torch.Tensor]:
 
 @torch.no_grad()
 def reference_latents(reference: AutoencoderKLWan, video: torch.Tensor) -> np.ndarray:
-    """Normalised, [B C T H W]."""
+    """Returns the reference's normalised latents [B C T H W]."""
     mean, std = statistics()
     pixels = (video * 2 - 1).to(reference.dtype)
     return ((reference.encode(pixels).latent_dist.mode().float() - mean) / std).numpy()
@@ -94,7 +97,7 @@ def reference_latents(reference: AutoencoderKLWan, video: torch.Tensor) -> np.nd
 
 @torch.no_grad()
 def reference_frames(reference: AutoencoderKLWan, latents: torch.Tensor) -> np.ndarray:
-    """[B C T H W] in [-1, 1]."""
+    """Returns the reference's frames [B C T H W] in [-1, 1]."""
     mean, std = statistics()
     return reference.decode((latents * std + mean).to(reference.dtype)).sample.float().numpy()
 
@@ -133,7 +136,7 @@ def test_decode_tiled(models, pipe, frames):
     z = latents(models, frames, SIZE_OF_TILES[models.kind])
     with tiled(models.reference, DECODED[models.kind]):
         expected = reference_frames(models.reference, z)
-    assert np.mean(np.abs(expected) == 1) < 0.5  # clipped, but not all
+    assert np.mean(np.abs(expected) == 1) < 0.5  # only some are clipped
     assert relative_l2(decode(pipe, z, DECODED[models.kind]), expected) <= BAR
 
 
@@ -146,7 +149,7 @@ def test_frames_that_fit_in_a_tile_are_not_tiled(models, pipe):
 
 @pytest.mark.parametrize("chunks", [(1, 1, 1), (1, 2), (2, 1), (3,)])
 def test_any_chunks_make_the_whole(models, streams, whole, chunks):
-    """In time latents may come one at a time or several; all ways to cut three are here."""
+    """Latent frames may be decoded one or several at a time; all ways to split three are tested."""
     x, z = whole[0], whole[2]
     for stream, source, per_latent, expected in (("encode", x, 4, z), ("decode", z, 1, whole[1])):
         y, cache = streams[stream](models.vae, source[:, :1], None)
@@ -168,7 +171,7 @@ def streams():
 
 @pytest.fixture(scope="module")
 def whole(models) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Two videos of 13 frames, what is decoded of their latents, and these, in one executable."""
+    """Two videos of 13 frames, their decoded latents, and their latents, from one executable."""
     size = models.vae.config.spatial_factor
     x = jnp.asarray(np.random.default_rng(0).uniform(-1, 1, (2, 13, size, 2 * size, 3)), jnp.float32)
 
@@ -181,7 +184,7 @@ def whole(models) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def test_whole_videos(models, whole):
-    """A batch of two, and all frames in one executable."""
+    """Compares a batch of two videos, with all frames in one executable."""
     x, frames, z = whole
     pixels = torch.from_numpy(np.array(x)).permute(0, 4, 1, 2, 3) / 2 + 0.5
     expected = reference_latents(models.reference, pixels)
@@ -190,7 +193,7 @@ def test_whole_videos(models, whole):
     assert relative_l2(jnp.moveaxis(frames, -1, 1), expected) <= BAR
 
 
-STREAMED = {  # of each kind, ours: the reference's, and its channels
+STREAMED = {  # by kind: our module, the reference's module, and its channels
     "2.1": {
         "encoder.conv_in": ("encoder.conv_in", 3),
         "encoder.levels.1.res.0": ("encoder.down_blocks.2", 8),  # with a shortcut

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Videos from pictures on the command line: what is made, what the stages hand on, and what is refused."""
+"""Videos from pictures on the command line: outputs, files between stages, and refused inputs."""
 
 import json
 import shutil
@@ -11,19 +11,18 @@ from click.testing import CliRunner
 from PIL import Image
 
 import wanjax
-from tests.test_bad_input import refused
-from tests.test_cli import files, succeeded
-from tests.test_cli import wanjax as run
-from tests.tiny import (
+from tests.support.commands import files, refused, succeeded
+from tests.support.commands import wanjax as run
+from tests.support.tiny import (
     compile_cache,
     tiny_checkpoint,
     tiny_control_checkpoint,
     tiny_image_checkpoint,
 )
-from wanjax import io
-from wanjax.checkpoint import load_safetensors, save_safetensors
+from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.cli import main
 from wanjax.errors import WanjaxError
+from wanjax.media import stage_files, videos
 
 MODELS = {
     "text": tiny_checkpoint,
@@ -51,17 +50,17 @@ def _in_a_folder_with_pictures(tmp_path, monkeypatch):
     random = np.random.default_rng(0)
     for name, size in (("wide", (16, 64)), ("other", (16, 64)), ("square", (40, 40))):
         Image.fromarray(random.integers(0, 256, (*size, 3), dtype=np.uint8)).save(f"../{name}.png")
-    io.write_video("../clip.gif", random.integers(0, 256, (7, 32, 32, 3), dtype=np.uint8), 8)
-    io.write_video("../short.gif", random.integers(0, 256, (2, 32, 32, 3), dtype=np.uint8), 8)
+    videos.write_video("../clip.gif", random.integers(0, 256, (7, 32, 32, 3), dtype=np.uint8), 8)
+    videos.write_video("../short.gif", random.integers(0, 256, (2, 32, 32, 3), dtype=np.uint8), 8)
     Path("../text.png").write_text("a red circle")
 
 
 def embeddings(folder: str = "stage_outputs") -> dict[str, np.ndarray]:
-    return load_safetensors(Path(folder) / io.EMBEDDINGS)
+    return load_safetensors(Path(folder) / stage_files.EMBEDDINGS)
 
 
 def test_three_stages_are_one_run(models):
-    """The size is the picture's, 1 to 4, in the 32 × 32 pixels of the model's default."""
+    """The size has the picture's proportions, 1 to 4, and the model's default area, 32 × 32 pixels."""
     given = ("a", "--model", models["image"], "--image", "../wide.png", "--frames", "5")
     one = succeeded(run(*given, "--dir", "one", "--out", "one/frames"))
     assert "64x16, 5 frames" in one.stderr
@@ -74,14 +73,14 @@ def test_three_stages_are_one_run(models):
     }
     succeeded(run("denoise", "--dir", "three"))
     succeeded(run("decode", "--dir", "three", "--out", "three/frames"))
-    for name in (io.EMBEDDINGS, io.LATENTS, *(f"frames/{frame}" for frame in files("one/frames"))):
+    for name in (stage_files.EMBEDDINGS, stage_files.LATENTS, *(f"frames/{frame}" for frame in files("one/frames"))):
         assert (Path("one") / name).read_bytes() == (Path("three") / name).read_bytes()
-    settings = io.load_settings(Path("one"))
+    settings = stage_files.load_settings(Path("one"))
     assert (settings["image"], settings["width"], settings["height"]) == ("../wide.png", 64, 16)
-    assert io.load_settings(Path("three")) == settings
+    assert stage_files.load_settings(Path("three")) == settings
 
 
-def test_a_size_that_is_given_goes_before_the_picture_s(models):
+def test_a_given_size_overrides_the_picture_s(models):
     conditions = []
     for resize in ("crop", "pad", "stretch"):
         succeeded(
@@ -89,7 +88,7 @@ def test_a_size_that_is_given_goes_before_the_picture_s(models):
                 "--frames", "5", "--resize", resize)
         )  # fmt: skip
         conditions.append(embeddings()["condition"].copy())
-        assert io.load_settings(Path("stage_outputs"))["resize"] == resize
+        assert stage_files.load_settings(Path("stage_outputs"))["resize"] == resize
     assert {condition.shape for condition in conditions} == {(1, 8, 2, 2, 4)}
     assert not any(np.array_equal(conditions[i], conditions[i - 1]) for i in range(3))
 
@@ -103,12 +102,12 @@ def test_first_and_last(models):
 
 
 def test_control(models):
-    """7 frames at 8 a second are fewer than the 9 of the model: 5 are made; a reference goes before them."""
+    """A clip of 7 frames, fewer than the model's 9, gives 5 frames; a reference precedes them."""
     given = ("--model", models["control"], "--video", "../clip.gif", "--mask", "../square.png")
     said = succeeded(run("a", *given, "--reference", "../wide.png", "--reference", "../square.png")).stderr
     assert "32x32, 5 frames" in said
     assert embeddings()["condition"].shape == (1, 72, 2 + 2, 4, 4)
-    latents = load_safetensors(Path("stage_outputs") / io.LATENTS)["latents"]
+    latents = load_safetensors(Path("stage_outputs") / stage_files.LATENTS)["latents"]
     assert latents.shape == (1, 4, 2, 4, 4)
     noise = np.zeros((1, 4, 2 + 2, 4, 4), np.float32)
     save_safetensors("noise.safetensors", {"noise": noise})
@@ -146,7 +145,7 @@ def test_the_library_takes_the_size_from_what_was_encoded(models):
         ("control", "--video ../text.png", "text.png cannot be read as a picture"),
     ],
 )
-def test_what_is_refused(models, model, options, message):
+def test_refused_pictures(models, model, options, message):
     assert message in refused("a", "--model", models[model], *options.split())
     assert files(".") == []
 
@@ -158,7 +157,7 @@ def test_stages_that_do_not_fit(models):
     )
     assert "needs [1, 8, 3, 4, 4]: encode again, with the size and the frames" in refused("denoise", "--frames", "9")
     assert "there is a condition, which text to video has no use for" in refused("denoise", "--model", models["text"])
-    assert "there is no" not in refused("denoise", "--model", models["last"])  # features of one image, not of two
+    assert "there is no" not in refused("denoise", "--model", models["last"])  # the features are of one image, not two
     succeeded(run("encode", "a", "--model", models["text"], "--size", "32x32", "--frames", "5"))
     assert "there is no condition, which image to video needs" in refused("denoise", "--model", models["image"])
     succeeded(run("encode", "a", "--model", models["control"], "--frames", "5"))

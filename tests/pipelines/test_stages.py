@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs that are priced, held to those that the pipeline runs."""
+"""The priced programs against those that the pipeline runs."""
 
 import json
 from typing import Any, NamedTuple
@@ -8,25 +8,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import wanjax.pipelines.wan as pipelines
-from tests.test_sharding import VAE, layout, pipeline, transformer_config
-from wanjax.models.t5 import T5Config
-from wanjax.networks import PUBLISHED, architecture
-from wanjax.pipelines.base import Embeddings
-from wanjax.pipelines.programs import compiled
-from wanjax.pipelines.tasks import FIRST_FRAME_TO_VIDEO
-from wanjax.pipelines.text import TEXT_LENGTH
-from wanjax.plan.program import find
-from wanjax.plan.stages import Architecture, stages
-from wanjax.registry import NANO, PRESETS
+from tests.support.small_wan import VIDEO, architecture, partitioner, pipeline
+from wanjax import compilation
+from wanjax.pipelines.wan.conditioning import FIRST_FRAME_TO_VIDEO, WanEncoded
+from wanjax.pipelines.wan.programs import TEXT_LENGTH
+from wanjax.plan.builders import find
+from wanjax.plan.stages import stages
+from wanjax.registry import outline, presets
 from wanjax.schedulers import UniPC
 from wanjax.sharding import MESH_AXES, make_mesh
-from wanjax.sources import open_source
-
-TEXT = T5Config(64, 8, 2, 4, 16, 2, 8, 16, 1e-6, False)
-VIDEO = PRESETS["nano"].defaults.updated(
-    {"height": 12, "width": 12, "frames": 5, "steps": 2, "guidance_scale": 4.0, "dtype": "float32"}
-)
 
 
 class Given(NamedTuple):
@@ -41,13 +31,13 @@ class Given(NamedTuple):
 
 
 def as_given(x):
-    """An array that a program is given; those of the host no one has placed."""
+    """Returns the shape of an argument, with its sharding unless it is an array of the host."""
     committed = isinstance(x, jax.Array) and x.committed
     return Given(x.shape, x.dtype, x.sharding if committed else None, committed)
 
 
 def alike(given, planned):
-    """Whether arrays that a program is given are as planned: those that no one has placed go where the program says."""
+    """Tells whether arguments match the plan. Arrays of the host have no sharding and match any."""
     return (
         given.shape == planned.shape
         and given.dtype == planned.dtype
@@ -61,83 +51,83 @@ def leaves(given):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What the pipeline's programs are given, by their names, the last call of each."""
+    """The arguments of the last call of each of the pipeline's programs, by name."""
     seen = {}
 
-    def recorded(function, donated=(), layout=None):
+    def recorded(program, partitioner):
         def run(static, *arguments):
-            shapes = jax.tree.map(as_given, arguments)
-            seen[function.__name__] = static, shapes, donated
-            return compiled(function, donated, layout)(static, *arguments)
+            seen[program.function.__name__] = static, jax.tree.map(as_given, arguments), program.donated
+            return compiled(program, partitioner)(static, *arguments)
 
         return run
 
-    monkeypatch.setattr(pipelines, "compiled", recorded)
+    compiled = compilation._compiled
+    monkeypatch.setattr(compilation, "_compiled", recorded)
     return seen
 
 
 def planned(job):
-    """The program of a job, made as the compiling process makes it, for the devices of this one."""
+    """Builds a job's program as the compiling process does, for the devices of this process."""
     mesh = make_mesh(*job.mesh.values())
     return find(job.builder)(mesh, **json.loads(json.dumps(job.settings)))
 
 
 @pytest.mark.parametrize(("axes", "rules"), [((2, 2, 2), "fsdp"), ((1, 4, 2), "tp")])
-def test_programs_are_those_that_the_pipeline_runs(calls, axes, rules):
-    networks = Architecture(TEXT, transformer_config(4), VAE)
-    pipe = pipeline(4, layout(axes, rules))
-    pipe.parts.put("scheduler", UniPC(3.0))
-    prompts = Embeddings(*(jnp.zeros((1, TEXT_LENGTH, 8)) for _ in range(2)))
+def test_priced_programs_are_those_of_the_pipeline(calls, axes, rules):
+    networks = architecture(4, scheduler=UniPC())
+    pipe = pipeline(4, partitioner(axes, rules))
+    pipe.components.put("scheduler", UniPC())
+    prompts = WanEncoded(*(jnp.zeros((1, TEXT_LENGTH, 8)) for _ in range(2)))
     pipe.decode(pipe.denoise(prompts, **VIDEO.to_json()))
     runs = stages(networks, VIDEO, "v6e-8", dict(zip(MESH_AXES, axes, strict=True)), rules=rules)
     assert [run.times for stage in runs.values() for run in stage] == [1, 1, 2, 1, 2]
-    names = ("make_context", "guided_step", None, "decode_to_frames")
+    names = ("make_context", "take_step", None, "decode_chunk")
     for run, name in zip((*runs["denoise"], *runs["decode"]), names, strict=True):
-        if name is None:  # of the first frame, which the second's call stands for
+        if name is None:  # the first chunk's call, which a later one replaced in `calls`
             continue
         static, given, donated = calls[name]
         program = planned(run.job)
-        assert program.donate == tuple(i - 1 for i in donated)
-        assert program.function.args[0][0] == static[0]  # the graph definition
+        assert len(program.donate) == len(donated)
+        assert program.function.args[0] == static
         pairs = zip(leaves(given), jax.tree.leaves(program.arguments), strict=True)
         assert all(alike(*pair) for pair in pairs)
 
 
-def test_programs_that_are_alike_are_one_job():
-    """So that one price does for all of them."""
+def test_equal_programs_are_one_job():
+    """Equal programs share one job, so that they are priced once."""
     mesh = {"dp": 2, "tp": 4}
     text, image, small = (
-        stages(PUBLISHED[name], PRESETS[name].defaults, "v6e-8", mesh)
+        stages(presets()[name].architecture, presets()[name].defaults, "v6e-8", mesh)
         for name in ("wan2.1-t2v-14b", "wan2.1-i2v-14b-720p", "wan2.1-t2v-1.3b")
     )
     assert text["decode"] == image["decode"] != small["decode"]
     assert text["encode"][0] == image["encode"][0] == small["encode"][0]
     assert text["denoise"] != image["denoise"]
-    shorter = PRESETS["wan2.1-t2v-14b"].defaults.updated({"frames": 49, "steps": 30})
-    again = stages(PUBLISHED["wan2.1-t2v-14b"], shorter, "v6e-8", mesh)
+    shorter = presets()["wan2.1-t2v-14b"].defaults.updated({"frames": 49, "steps": 30})
+    again = stages(presets()["wan2.1-t2v-14b"].architecture, shorter, "v6e-8", mesh)
     assert [run.job for run in again["decode"]] == [run.job for run in text["decode"]]
     assert again["denoise"][1].job != text["denoise"][1].job
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", [name for name, preset in presets().items() if preset.architecture])
 def test_every_program_of_every_preset_is_traced(name):
-    """From configs alone, at its own size."""
-    video = PRESETS[name].defaults
-    runs = stages(PUBLISHED[name], video, "v6e-8", {"dp": 2, "tp": 4})
+    """Traces every program of a preset at its default size, from configs alone."""
+    video = presets()[name].defaults
+    runs = stages(presets()[name].architecture, video, "v6e-8", {"dp": 2, "tp": 4})
     context, step = runs["denoise"]
     assert (context.times, step.times) == (1 if video.boundary is None else 2, video.steps)
-    x, *_ = planned(step.job).arguments
-    networks = PUBLISHED[name]
+    state, *_ = planned(step.job).arguments
+    networks = presets()[name].architecture
     count = (video.frames - 1) // 4 + 1
     height, width = (n // networks.vae.spatial_factor for n in video.size)
-    assert x.shape == (1, count, height, width, networks.vae.latent_channels)
+    assert state.x.shape == (1, count, height, width, networks.vae.latent_channels)
     for run in runs["encode"]:
         program = planned(run.job)
         jax.eval_shape(program.function, *program.arguments)
 
 
 def test_an_architecture_is_read_from_a_checkpoint():
-    read = architecture(open_source(NANO))
+    _, read, _ = outline("nano")
     assert read.task == FIRST_FRAME_TO_VIDEO
     assert read.transformer.text_width == read.text_encoder.width
     assert stages(read, VIDEO, "v6e-8", {"tp": 8}).keys() == {"encode", "denoise", "decode"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text side by itself: what cleaning, tokenizing and encoding do, and what they say of a folder they cannot use."""
+"""Cleaning, tokenizing and encoding of prompts, and messages for unusable folders."""
 
 import json
 
@@ -9,11 +9,12 @@ import pytest
 import tokenizers
 from flax import nnx
 
-from tests.test_t5 import UMT5
-from tests.toy_tokenizer import save_tokenizer
+from tests.support.configs import UMT5
+from tests.support.toy_tokenizer import save_tokenizer
 from wanjax.errors import WanjaxError
 from wanjax.models.t5 import T5Encoder
-from wanjax.pipelines.text import Tokenizer, clean_prompt, encode_text
+from wanjax.pipelines.tokenizer import Tokenizer, clean_prompt
+from wanjax.pipelines.wan.programs import TEXT_LENGTH, encode_text
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +24,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tokenizer(folder):
-    return Tokenizer.load(folder)
+    return Tokenizer.load(folder, length=TEXT_LENGTH)
 
 
 @pytest.mark.parametrize(
@@ -49,11 +50,11 @@ def test_tokens_are_padded_and_the_end_token_is_real(tokenizer):
     assert batch.ids.shape == batch.mask.shape == (2, 512)
     assert (batch.ids.dtype, batch.mask.dtype) == (np.int32, np.bool_)
     assert [tokenizer.backend.id_to_token(i) for i in batch.ids[0, :4]] == ["▁the", "▁cat", "</s>", "<pad>"]
-    assert batch.mask.sum(axis=1).tolist() == [3, 1]  # an empty prompt is its end token
+    assert batch.mask.sum(axis=1).tolist() == [3, 1]  # an empty prompt has only the end token
     assert batch.truncated == (None, None)
 
 
-def test_what_is_cut_is_told(tokenizer):
+def test_truncation_is_reported(tokenizer):
     prompt = " ".join(["cat"] * 599 + ["piano"])
     fits, cut = tokenizer.tokenize([" ".join(["cat"] * 511), prompt]).truncated
     assert fits is None
@@ -67,29 +68,31 @@ def test_what_is_cut_is_told(tokenizer):
 
 
 @pytest.mark.parametrize(("setting", "length"), [(77, 77), (4096, 512), (int(1e30), 512), (None, 512)])
-def test_the_length_is_what_the_settings_allow(tmp_path, setting, length):
-    tokenizer = Tokenizer.load(save_tokenizer(tmp_path, model_max_length=setting))
+def test_the_settings_may_limit_the_length(tmp_path, setting, length):
+    tokenizer = Tokenizer.load(save_tokenizer(tmp_path, model_max_length=setting), length=TEXT_LENGTH)
     assert tokenizer.text_length == length
     assert tokenizer.tokenize(["cat"]).ids.shape == (1, length)
 
 
-def test_padding_and_cutting_stored_in_the_file_are_not_ours(folder, tokenizer, tmp_path):
+def test_padding_and_truncation_stored_in_the_file_are_ignored(folder, tokenizer, tmp_path):
     save_tokenizer(tmp_path)
     stored = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     stored.enable_padding(length=40, pad_id=2)
     stored.enable_truncation(5)
     stored.save(str(tmp_path / "tokenizer.json"))
     prompts = ["the cat on the red piano moving left"]
-    np.testing.assert_array_equal(Tokenizer.load(tmp_path).tokenize(prompts).ids, tokenizer.tokenize(prompts).ids)
+    np.testing.assert_array_equal(
+        Tokenizer.load(tmp_path, length=TEXT_LENGTH).tokenize(prompts).ids, tokenizer.tokenize(prompts).ids
+    )
 
 
 def test_the_padding_token_is_read_from_either_file(tmp_path):
     save_tokenizer(tmp_path, pad_token={"content": "<unk>", "special": True})
-    assert Tokenizer.load(tmp_path).pad_id == 2
+    assert Tokenizer.load(tmp_path, length=TEXT_LENGTH).pad_id == 2
     (tmp_path / "tokenizer_config.json").unlink()
-    assert Tokenizer.load(tmp_path).pad_id == 0
+    assert Tokenizer.load(tmp_path, length=TEXT_LENGTH).pad_id == 0
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"pad_token": "</s>"}))
-    assert Tokenizer.load(tmp_path).pad_id == 1
+    assert Tokenizer.load(tmp_path, length=TEXT_LENGTH).pad_id == 1
 
 
 def test_the_vocabulary_s_size(tokenizer):
@@ -99,15 +102,15 @@ def test_the_vocabulary_s_size(tokenizer):
 def test_an_unknown_padding_token(tmp_path):
     save_tokenizer(tmp_path, pad_token="<nothing>")
     with pytest.raises(WanjaxError, match="no token '<nothing>'"):
-        Tokenizer.load(tmp_path)
+        Tokenizer.load(tmp_path, length=TEXT_LENGTH)
 
 
 def test_a_folder_without_tokenizer_json(tmp_path):
     with pytest.raises(WanjaxError, match=r"has no tokenizer\.json: download"):
-        Tokenizer.load(tmp_path)
+        Tokenizer.load(tmp_path, length=TEXT_LENGTH)
     (tmp_path / "spiece.model").touch()
     with pytest.raises(WanjaxError, match=r"has no tokenizer\.json, only spiece\.model: download"):
-        Tokenizer.load(tmp_path)
+        Tokenizer.load(tmp_path, length=TEXT_LENGTH)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
@@ -115,7 +118,7 @@ def test_a_corrupt_file_is_named(tmp_path, name):
     file = save_tokenizer(tmp_path) / name
     file.write_text(file.read_text()[:-20])
     with pytest.raises(WanjaxError, match=f"{name} is not"):
-        Tokenizer.load(tmp_path)
+        Tokenizer.load(tmp_path, length=TEXT_LENGTH)
 
 
 def test_padding_is_encoded_as_exact_zeros():

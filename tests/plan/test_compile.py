@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The TPU compiler itself, run once for several small programs: needs libtpu (the extra `plan`), and no TPU."""
+"""The TPU compiler, run once for several small programs. Needs libtpu (the extra `plan`), but no TPU."""
 
 import re
 import tempfile
@@ -17,16 +17,16 @@ def call(function, *shapes, dtype="bfloat16"):
     return {"function": function, "operands": operands, "keywords": {}}
 
 
-KERNEL = call("tests.plan_programs:product_kernel", (512, 256), (256, 128))
+KERNEL = call("tests.support.plan_programs:product_kernel", (512, 256), (256, 128))
 JOBS = {
-    "kernel": Job("v6e-1", "wanjax.plan.program:of_function", KERNEL),
+    "kernel": Job("v6e-1", "wanjax.plan.builders:of_function", KERNEL),
     "layers": Job(
-        "v6e-8", "tests.plan_programs:layers", {"count": 6, "tokens": 4096, "width": 1024}, {"dp": 2, "tp": 4}
+        "v6e-8", "tests.support.plan_programs:layers", {"count": 6, "tokens": 4096, "width": 1024}, {"dp": 2, "tp": 4}
     ),
-    "other chip": Job("v5e-1", "wanjax.plan.program:of_function", KERNEL),
-    "refused": Job("v6e-1", "tests.plan_programs:refused"),
-    "too large": Job("v5e-1", "wanjax.plan.program:of_function", call("jax.numpy:sin", (2**16, 2**16))),
-    "target": Job("v6e-1", "wanjax.plan.program:of_function", call("tests.plan_programs:target_of", (8, 128))),
+    "other chip": Job("v5e-1", "wanjax.plan.builders:of_function", KERNEL),
+    "refused": Job("v6e-1", "tests.support.plan_programs:refused"),
+    "too large": Job("v5e-1", "wanjax.plan.builders:of_function", call("jax.numpy:sin", (2**16, 2**16))),
+    "target": Job("v6e-1", "wanjax.plan.builders:of_function", call("tests.support.plan_programs:target_of", (8, 128))),
 }
 
 needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
@@ -34,7 +34,7 @@ needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, t
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """What the compiler made of each job, and what is left of its folder."""
+    """The result of each job by name and, as `left`, the files that remain in the compiler's folder."""
     folder = tmp_path_factory.mktemp("compiler")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(folder))
@@ -65,7 +65,7 @@ def test_a_kernel_is_priced(results, job):
 def test_a_sharded_program_is_priced(results):
     compiled = results["layers"]
     assert compiled.memory.arguments == 2048 * 1024 * 2 + 6 * 1024 * 256 * 2
-    assert compiled.memory.aliased == compiled.memory.outputs == 2048 * 1024 * 2  # given away
+    assert compiled.memory.aliased == compiled.memory.outputs == 2048 * 1024 * 2  # the donated argument
     assert compiled.memory.peak >= compiled.memory.arguments
     priced = price(compiled)
     assert priced.unknown_loops == priced.unpriced == ()
@@ -85,7 +85,7 @@ def test_a_refusal_names_its_cause_and_stops_no_other(results):
 
 @needs_libtpu
 def test_a_function_knows_which_chip_it_is_compiled_for(results):
-    """On a host of CPUs: attention picks its implementation so."""
+    """Attention chooses its implementation by the described chip, not by the host's CPU."""
     assert "tpu_custom_call" in results["target"].module
 
 
@@ -106,20 +106,20 @@ def test_one_function_alone_is_compiled_or_refused():
 
 def test_meshes_that_are_not_the_slice():
     with pytest.raises(WanjaxError, match="the mesh dp=2, tp=2 has 4 devices: v6e-8 has 8"):
-        compile_all([Job("v6e-8", "tests.plan_programs:layers", mesh={"dp": 2, "tp": 2})])
+        compile_all([Job("v6e-8", "tests.support.plan_programs:layers", mesh={"dp": 2, "tp": 2})])
 
 
 def test_without_the_compiler(monkeypatch):
     monkeypatch.setattr(compiling, "find_spec", lambda name: None)
-    with pytest.raises(WanjaxError, match=r"libtpu, which is missing: pip install 'wanjax\[plan\]' adds it"):
+    with pytest.raises(WanjaxError, match=r"libtpu, which is missing: pip install 'wanjax\[plan\]' installs it"):
         compile_function("v6e-1", "jax.numpy:sin", Operand((8,), "float32"))
 
 
 @needs_libtpu
 def test_with_another_compiler(monkeypatch):
     monkeypatch.setattr(compiling, "version", lambda name: {"libtpu": "0.0.7", "jax": "0.10.2"}[name])
-    told = (
-        r"libtpu 0\.0\.7 does not go with jax 0\.10\.2, which asks for ==.*: pip install 'wanjax\[plan\]' brings that"
+    message = (
+        r"libtpu 0\.0\.7 does not fit jax 0\.10\.2, which requires ==.*: pip install 'wanjax\[plan\]' installs that"
     )
-    with pytest.raises(WanjaxError, match=told):
+    with pytest.raises(WanjaxError, match=message):
         compile_function("v6e-1", "jax.numpy:sin", Operand((8,), "float32"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading what the TPU compiler wrote: schedules, modules, and the rules of prices, from texts that were kept."""
+"""Schedules, HLO modules and the rules of pricing, from stored texts of the TPU compiler."""
 
 from pathlib import Path
 
@@ -13,16 +13,19 @@ from wanjax.plan import chips, hlo, schedule
 from wanjax.plan.compile import Compiled, Memory
 from wanjax.plan.pricing import CHEAPER, price, price_schedule
 from wanjax.plan.scalar import BINARY, Registers, steps
-from wanjax.plan.work import flops, traffic, trips, wire_bytes
+from wanjax.plan.work import flops, traffic, trip_count, wire_bytes
 
-DATA = Path(__file__).parent / "data/plan"
-LAYERS = (DATA / "layers_module.txt").read_text()  # 6 layers of 2048 tokens and width 1024, over 4 columns: v6e-8
+DATA = Path(__file__).parents[1] / "data/plan"
+LAYERS = (DATA / "layers_module.txt").read_text()  # 6 layers, 2048 tokens, width 1024, weights over 4 devices: v6e-8
 WORDS = st.integers(0, 2**32 - 1)
 
 
 @pytest.fixture(scope="module")
 def kernel():
-    """A product [512, 256] × [256, 128] by blocks of 128, for v6e: grid (4, 1, 2), a beginning, a body, an end."""
+    """The schedule of a product [512, 256] × [256, 128] in blocks of 128 on v6e.
+
+    Its grid is (4, 1, 2); the kernel has a prologue, a body and an epilogue.
+    """
     texts = ((DATA / f"kernel_{part}.txt").read_text() for part in ("bundles", "utilization", "allocations"))
     return schedule.parse("product.1", *texts, chips.V6E.branch_delay)
 
@@ -35,20 +38,18 @@ def test_every_block_counts_as_often_as_the_grid_takes_it(kernel):
             by_times.setdefault(unit, {}).setdefault(run.times[block.start], 0)
             by_times[unit][run.times[block.start]] += slots
     assert run.undecided == set()
-    assert by_times["EUP"] == {count: 16 if count == 4 else 0 for count in by_times["EUP"]}  # the end: 4 of 8 steps
+    assert by_times["EUP"] == {
+        count: 16 if count == 4 else 0 for count in by_times["EUP"]
+    }  # the epilogue, in 4 of 8 steps
     assert by_times["MXU"][8] > 0  # the body
     assert sum(by_times["MXU"].values()) == by_times["MXU"][8]
-    assert set(run.times.values()) == {
-        1,
-        4,
-        8,
-        10,
-    }  # around the grid; ends; body; the loop with its pipeline's two ends
+    # outside the grid; prologue and epilogue; body; the loop with the two ends of its pipeline
+    assert set(run.times.values()) == {1, 4, 8, 10}
 
 
 def test_a_kernel_moves_its_blocks(kernel):
     blocks = 128 * 128
-    x, y, out = 8 * 2 * blocks, 8 * 2 * blocks, 4 * 4 * blocks  # bfloat16 at each step, float32 at each end
+    x, y, out = 8 * 2 * blocks, 8 * 2 * blocks, 4 * 4 * blocks  # bfloat16 in each step, float32 in each epilogue
     assert kernel.run().moved == x + y + out
 
 
@@ -68,7 +69,7 @@ def test_a_kernel_costs_its_bundles(kernel):
     cost = price_schedule(kernel, chips.V6E)
     assert cost.mid == pytest.approx(cycles / 1.75e9)
     assert cost.low == pytest.approx(CHEAPER * cost.mid)
-    slow = chips.Chip("slow", 1, 1, 1, bandwidth=1e6, clock=1.75e9, link=1, cores=1, branch_delay=4)
+    slow = chips.Chip("slow", 1, 1, 1.0, bandwidth=1e6, clock=1.75e9, link=1.0, cores=1, branch_delay=4)
     assert price_schedule(kernel, slow).mid == pytest.approx(kernel.run().moved / 0.8e6)
 
 
@@ -128,7 +129,7 @@ FLAGS = """
 
 
 def test_flags_in_memory_decide_branches():
-    """A store under a known predicate is known, and one that data decides goes with the branch of its block."""
+    """A store under a known predicate is decided. Under a predicate from data it follows the branch of its block."""
     read = schedule.parse("flags", FLAGS, "VALU\n4\n" + "0\n" * 14, "", branch_delay=0)
     assert read.run().undecided == {8}
     assert read.run().times == {0: 1, 6: 0, 8: 1, 9: 1, 12: 1, 13: 1}
@@ -166,10 +167,10 @@ def test_words_behave_as_the_machines(a, b):
 @pytest.mark.parametrize(
     ("bundle", "value"),
     [
-        ("%s9 = smov (%p1, %s1), 8", 8),  # a predicated move over an older value
+        ("%s9 = smov (%p1, %s1), 8", 8),  # a predicated move, else the older value
         ("%s9 = smov (!%p1, %s1), 8", 5),
         ("%s9 = scalar_select %p1, %s1, 8", 5),
-        ("%s9 = sadd.s32 (!%p1), 1, %s1", None),  # did not run
+        ("%s9 = sadd.s32 (!%p1), 1, %s1", None),  # does not run
         ("%s9 = sadd.s32 (%p1), 4294967295, %s1", 4),
         ("%p9 = pand %p2, %p3", False),  # false and unknown
         ("%p9 = por %p2, %p3", None),
@@ -211,7 +212,7 @@ def layers():
 
 def test_loops():
     module, loop, _ = layers()
-    assert trips(module, loop, module.entry) == 6
+    assert trip_count(module, loop, module.entry) == 6
 
 
 @pytest.mark.parametrize(
@@ -219,7 +220,7 @@ def test_loops():
     [
         ("constant.1.clone.1..sunk = s32[]{:T(128)} constant(1)", "constant.1.clone.1..sunk = s32[] constant(2)", 3),
         ("constant.8.clone = s32[]{:T(128)} constant(0)", "constant.8.clone = s32[]{:T(128)} constant(1)", 5),
-        ("%copy.4, %constant.1.clone.1..sunk", "%copy.4, %get-tuple-element.57", 6),  # a step that the loop carries
+        ("%copy.4, %constant.1.clone.1..sunk", "%copy.4, %get-tuple-element.57", 6),  # the step is carried by the loop
         ("%copy.4, %constant.1.clone.1..sunk", "%copy.4, %copy.4", None),
         ("direction=LT", "direction=NE", None),
         (
@@ -233,7 +234,7 @@ def test_loops_of_other_kinds(old, new, wanted):
     assert old in LAYERS
     module = hlo.parse(LAYERS.replace(old, new))
     loop = next(instruction for instruction in module.entry.instructions if instruction.opcode == "while")
-    assert trips(module, loop, module.entry) == wanted
+    assert trip_count(module, loop, module.entry) == wanted
 
 
 def test_fusions_read_what_they_slice():
@@ -260,7 +261,7 @@ def test_collectives():
         ("all-gather", "mesh['a'=8] {'a':(2)4}", 3 * 1024),
         ("reduce-scatter", "{{0,1},{2,3}}", 512),
         ("all-reduce", "{{0,1,2,3}}", 2 * 768),
-        ("all-to-all", "{{0,1,2,3}}", 1024),  # a quarter to each neighbour, and one over two links
+        ("all-to-all", "{{0,1,2,3}}", 1024),  # a quarter to each neighbour, and a quarter over two links
         ("all-to-all", "[4,2]<=[8]", 512),
         ("all-to-all", "[1,8]<=[8]", 2048),
     ],
@@ -277,7 +278,7 @@ def test_bytes_on_the_wire(opcode, groups, wanted):
     ("shapes", "attributes", "wanted"),
     [
         (("f32[4,8]", "f32[8,16]", "f32[4,16]"), "dim_labels=bf_io->bf", 2 * 4 * 8 * 16),
-        # a batch of five products, written as a convolution whose taps meet one entry each
+        # a batch of five products, written as a convolution whose outputs read one entry each
         (
             ("f32[5,4,8]", "f32[5,8,16]", "f32[5,4,16]"),
             "window={size=5 stride=4 pad=0_0 lhs_dilate=5}, dim_labels=0bf_0io->0bf",
@@ -346,8 +347,8 @@ def test_price_of_layers():
     assert product.cost.mid == pytest.approx((floor * estimate) ** 0.5)
     assert items["all-gather.2"].cost.mid == pytest.approx(6 * 3 * 2**20 / 180e9)
     assert items["all-gather.2"].group == 4
-    copy = items["copy"]  # to VMEM, transposed: 4 MiB are read, and the estimate is over three times that
-    assert (copy.kind, copy.bytes, copy.smells) == ("layout", 2048 * 1024 * 2, True)
+    copy = items["copy"]  # a transpose to VMEM that reads 4 MiB; the estimate is above three times its price
+    assert (copy.kind, copy.bytes, copy.suspect) == ("copies", 2048 * 1024 * 2, True)
     assert copy.cost.mid == pytest.approx(copy.bytes / (0.8 * 1.64e12))
     assert sum(cost.mid for cost in priced.by_kind.values()) == pytest.approx(priced.total.mid)
     assert price(compiled(LAYERS.replace("direction=LT", "direction=NE"))).unknown_loops == ("while.9",)
@@ -385,7 +386,7 @@ def test_what_runs_beside_other_work_costs_what_is_not_covered():
 
 
 def test_what_runs_on_another_core_is_beside_too():
-    """A computation of another thread ends with the thread's name."""
+    """The text of a computation of another thread ends with the thread's name."""
     text = ASYNC.replace(
         "ENTRY",
         """%called (x: f32[1024,1024]) -> f32[4096,1024] {
@@ -405,7 +406,7 @@ ENTRY""",
 
 @pytest.mark.parametrize("second", ["all-gather-start", "all-gather"])
 def test_collectives_share_the_links(second):
-    """Whether the program waits for one at once or only in the end, it comes after the one that was begun."""
+    """A collective waits for the one before it, whether it is synchronous or not."""
     gather = "replica_groups=[2,4]<=[8], dimensions={0}"
     lines = [f"  %s2 = (f32[1024,1024], f32[4096,1024]) all-gather-start(%x), {gather}"]
     lines += ["  %d2 = f32[4096,1024]{1,0:T(8,128)} all-gather-done(%s2)"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedulers against fields whose solution is known in closed form, and against printed noise levels."""
+"""Schedulers against fields with a solution in closed form, and against published noise levels."""
 
 from typing import Any
 
@@ -8,36 +8,38 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.flows import flow_euler, unipc
+from tests.support.types import unchecked
 from wanjax import load, schedulers
 from wanjax.errors import WanjaxError
-from wanjax.pipelines.programs import compiled, guided_step
+from wanjax.pipelines.sampler import take_step
 from wanjax.schedulers import FlowEuler, UniPC, one_step
 
 EVERY = [
-    UniPC(5.0, "official"),
-    UniPC(5.0, "diffusers"),
-    UniPC(12.0, "diffusers", order=1),
-    FlowEuler(5.0, "official"),
-    FlowEuler(5.0, "diffusers"),
+    unipc(5.0, "official"),
+    unipc(5.0, "diffusers"),
+    unipc(12.0, "diffusers", order=1),
+    flow_euler(5.0, "official"),
+    flow_euler(5.0, "diffusers"),
 ]
 every = pytest.mark.parametrize("scheduler", EVERY, ids=str)
 
 
 def solve(scheduler, steps, x, field):
-    """Every sample from x on, where the field gives the clean sample that is predicted at x and σ."""
+    """Returns every sample from x on; `field` predicts the clean sample at x and σ."""
     schedule = scheduler.schedule(steps)
     state = scheduler.init(schedule, x)
     samples = [x]
     for index in range(steps):
         sigma = schedule.sigmas[index]
-        x, state = scheduler.step(schedule, state, index, (x - field(x, sigma)) / sigma, x)
+        x, state = scheduler.step(schedule, index, (x - field(x, sigma)) / sigma, x, state)
         samples.append(x)
     return schedule, samples
 
 
 @every
 @pytest.mark.parametrize("steps", [1, 2, 3, 20])
-def test_the_way_to_one_clean_sample_is_a_straight_line(scheduler, steps):
+def test_a_constant_clean_sample_is_reached_on_a_straight_line(scheduler, steps):
     noise, clean = jax.random.normal(jax.random.key(0), (2, 64))
     schedule, samples = solve(scheduler, steps, noise, lambda x, sigma: clean)
     for sigma, x in zip(schedule.sigmas, samples, strict=True):
@@ -48,15 +50,15 @@ def test_the_way_to_one_clean_sample_is_a_straight_line(scheduler, steps):
 @pytest.mark.parametrize(
     ("scheduler", "spreads"),
     [
-        (UniPC(5.0, "diffusers"), [0.325, 0.441, 0.492, 0.501]),
-        (UniPC(5.0, "official"), [0.327, 0.443, 0.494, 0.502]),
-        (UniPC(5.0, order=1), [0.313, 0.410, 0.463, 0.487]),
-        (FlowEuler(5.0), [0.309, 0.398, 0.447, 0.473]),
+        (unipc(5.0, "diffusers"), [0.325, 0.441, 0.492, 0.501]),
+        (unipc(5.0, "official"), [0.327, 0.443, 0.494, 0.502]),
+        (unipc(5.0, order=1), [0.313, 0.410, 0.463, 0.487]),
+        (flow_euler(5.0), [0.309, 0.398, 0.447, 0.473]),
     ],
     ids=str,
 )
-def test_the_spread_of_normal_data_is_found_the_sooner_the_higher_the_order(scheduler, spreads):
-    """Data spread by 0.5 about zero: the field is linear, so that one sample at one deviation says the spread."""
+def test_a_higher_order_finds_the_spread_of_normal_data_in_fewer_steps(scheduler, spreads):
+    """The field of normal data with deviation 0.5 is linear, so that one sample at one deviation gives the spread."""
 
     def field(x, sigma):
         return x * (1 - sigma) * 0.25 / ((1 - sigma) ** 2 * 0.25 + sigma**2)
@@ -93,27 +95,27 @@ def test_the_spread_of_normal_data_is_found_the_sooner_the_higher_the_order(sche
     ],
 )
 def test_unipc_noise_levels_are_the_published_ones(shift, steps, sigmas, first, last, timesteps):
-    schedule = UniPC(shift, sigmas).schedule(steps)
+    schedule = unipc(shift, sigmas).schedule(steps)
     np.testing.assert_allclose(schedule.sigmas[:3], first, atol=6e-7)
     np.testing.assert_allclose(schedule.sigmas[-3:], [*last, 0], atol=6e-7)
     np.testing.assert_array_equal(schedule.timesteps[jnp.array([0, 1, 2, 3, -3, -2, -1])], timesteps)
 
 
 def test_official_timesteps_start_from_a_rounded_level():
-    """0.999 in float32 lies above 0.999: without it these would be 665 and 332."""
-    np.testing.assert_array_equal(UniPC(1.0, "official").schedule(3).timesteps, [999, 666, 333])
+    """0.999 rounded to float32 is above 0.999; without the rounding these would be 665 and 332."""
+    np.testing.assert_array_equal(unipc(1.0, "official").schedule(3).timesteps, [999, 666, 333])
 
 
 @pytest.mark.parametrize(("shift", "last"), [(5.0, 0.0926), (9.0, 0.1552), (7.0, 0.125)])
 def test_euler_noise_levels_are_shifted_once_officially(shift, last):
-    schedule = FlowEuler(shift, "official").schedule(50)
+    schedule = flow_euler(shift, "official").schedule(50)
     np.testing.assert_array_equal(schedule.sigmas[jnp.array([0, -1])], [1, 0])
     np.testing.assert_allclose(schedule.sigmas[-2], last, atol=5e-5)
     np.testing.assert_allclose(schedule.timesteps, schedule.sigmas[:-1] * 1000, rtol=1e-7)
 
 
 def test_euler_noise_levels_are_shifted_twice_by_diffusers():
-    np.testing.assert_allclose(FlowEuler(7.0, "diffusers").schedule(2).sigmas, [1, 0.046756, 0], atol=1e-6)
+    np.testing.assert_allclose(flow_euler(7.0, "diffusers").schedule(2).sigmas, [1, 0.046756, 0], atol=1e-6)
 
 
 @every
@@ -123,17 +125,17 @@ def test_the_last_step_gives_the_clean_sample_exactly(scheduler):
     state = jax.tree.map(jnp.ones_like, scheduler.init(schedule, x))
     clean = scheduler.x0(schedule, 3, velocity, x)
     np.testing.assert_array_equal(clean, x - schedule.sigmas[3] * velocity)
-    following, _ = scheduler.step(schedule, state, 3, velocity, x)
+    following, _ = scheduler.step(schedule, 3, velocity, x, state)
     np.testing.assert_array_equal(following, clean)
 
 
 @every
-def test_one_compiled_step_serves_every_index_and_gives_its_buffers_on(scheduler):
+def test_one_compiled_step_serves_every_index_and_donates_its_buffers(scheduler):
     traces = []
 
     def step(schedule, state, index, x):
         traces.append(index)
-        return scheduler.step(schedule, state, index, jnp.sin(x), x)
+        return scheduler.step(schedule, index, jnp.sin(x), x, state)
 
     compiled = jax.jit(step, donate_argnums=(1, 3))
     x = expected = jax.random.normal(jax.random.key(2), (1, 2, 4, 4, 3))
@@ -141,7 +143,7 @@ def test_one_compiled_step_serves_every_index_and_gives_its_buffers_on(scheduler
     eager = scheduler.init(schedule, x)
     state = scheduler.init(schedule, x := jnp.copy(x))
     for index in range(6):
-        expected, eager = scheduler.step(schedule, eager, index, jnp.sin(expected), expected)
+        expected, eager = scheduler.step(schedule, index, jnp.sin(expected), expected, eager)
         x, state = compiled(schedule, state, index, x)
         assert x.dtype == jnp.float32
         np.testing.assert_allclose(x, expected, rtol=1e-4, atol=2e-6)
@@ -149,16 +151,11 @@ def test_one_compiled_step_serves_every_index_and_gives_its_buffers_on(scheduler
 
 
 def test_two_equal_timesteps_are_two_steps():
-    scheduler = UniPC(16.0, "diffusers")
+    scheduler = unipc(16.0, "diffusers")
     noise = jnp.arange(4.0)
     schedule, samples = solve(scheduler, 100, noise, lambda x, sigma: jnp.ones(4))
     assert schedule.timesteps[0] == schedule.timesteps[1]
     np.testing.assert_allclose(samples[1], 1 + (noise - 1) * schedule.sigmas[1] / schedule.sigmas[0], atol=1e-6)
-
-
-def test_configured_changes_shift_and_noise_levels_only():
-    assert UniPC(3.0, order=1).configured(shift=5.0, sigmas="diffusers") == UniPC(5.0, "diffusers", order=1)
-    assert FlowEuler(3.0).configured(shift=5.0, sigmas="diffusers") == FlowEuler(5.0, "diffusers")
 
 
 WAN = {
@@ -173,10 +170,10 @@ WAN = {
 EULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 7.0, "use_dynamic_shifting": False}
 
 
-def test_a_file_says_which_scheduler():
-    assert schedulers.from_config(WAN) == UniPC(3.0, "official", order=2)
-    assert schedulers.from_config(WAN | {"solver_order": 1}) == UniPC(3.0, "official", order=1)
-    assert schedulers.from_config(EULER) == FlowEuler(7.0, "official")
+def test_a_config_names_the_scheduler():
+    assert schedulers.from_config(WAN) == UniPC(order=2)
+    assert schedulers.from_config(WAN | {"solver_order": 1}) == UniPC(order=1)
+    assert schedulers.from_config(EULER) == FlowEuler()
 
 
 @pytest.mark.parametrize(
@@ -200,36 +197,36 @@ def test_a_file_says_which_scheduler():
         (EULER | {"shift_terminal": 0.1}, "shift_terminal 0.1.*None"),
     ],
 )
-def test_what_a_file_may_not_ask_for_is_named(config, words):
+def test_unsupported_entries_of_a_config_are_named(config, words):
     with pytest.raises(WanjaxError, match=words):
         schedulers.from_config(config)
 
 
 @every
-def test_no_steps_are_refused(scheduler):
+def test_zero_steps_are_refused(scheduler):
     with pytest.raises(WanjaxError, match="0 steps"):
         scheduler.schedule(0)
 
 
 def test_sigmas_of_another_name_are_refused():
-    with pytest.raises(WanjaxError, match=r"'karras'.*official or diffusers"):
-        UniPC(3.0, "karras")  # pyright: ignore[reportArgumentType]
+    with unchecked(), pytest.raises(WanjaxError, match=r"'karras'.*official or diffusers"):
+        unipc(3.0, "karras").schedule(2)
 
 
-def test_noise_levels_that_float32_cannot_tell_apart_are_refused():
+def test_noise_levels_that_are_equal_in_float32_are_refused():
     with pytest.raises(WanjaxError, match=r"1000 steps at a flow shift of 100000.0"):
-        UniPC(100000.0).schedule(1000)
+        unipc(100000.0).schedule(1000)
 
 
 @every
-def test_a_step_by_its_own_part_of_the_schedule(scheduler):
-    """Whatever the number of steps, one program takes them all."""
+def test_a_step_with_a_schedule_of_one_step(scheduler):
+    """One program takes every step of schedules of any length."""
     x, velocity = jax.random.normal(jax.random.key(0), (2, 64))
     shapes = set()
     for schedule, index in [(scheduler.schedule(steps), index) for steps in (1, 2, 7) for index in range(steps)]:
         own, state = one_step(schedule, index), scheduler.init(schedule, x)
-        whole = scheduler.step(schedule, state, index, velocity, x)
-        jax.tree.map(np.testing.assert_array_equal, scheduler.step(own, state, 0, velocity, x), whole)
+        whole = scheduler.step(schedule, index, velocity, x, state)
+        jax.tree.map(np.testing.assert_array_equal, scheduler.step(own, 0, velocity, x, state), whole)
         shapes.add(tuple(number.shape for number in own))
     assert len(shapes) == 1
 
@@ -237,7 +234,7 @@ def test_a_step_by_its_own_part_of_the_schedule(scheduler):
 def test_settings_that_change_no_shape_compile_nothing():
     pipe = load("nano")
     embeddings = pipe.encode("a red circle moving right")
-    program = compiled(guided_step, (1, 2), pipe.layout)
+    program = take_step.on(pipe.partitioner)
     plain: dict[str, Any] = {"steps": 2, "frames": 5, "seed": 0}
     clip = pipe.denoise(embeddings, **plain)
     programs = program._cache_size()

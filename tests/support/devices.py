@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Code run in a process of its own, where the CPU stands for eight devices."""
+"""Helpers for tests on eight devices, which the CPU simulates in a new process."""
 
 import math
 import os
@@ -14,13 +14,13 @@ EIGHT = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS
 
 
 def nbytes_on_each(x: jax.Array | jax.ShapeDtypeStruct) -> int:
-    """The bytes that an array has on each of its devices."""
+    """Returns the bytes of an array on each of its devices."""
     assert x.sharding is not None
     return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
 
 def most_held() -> int:
-    """The most bytes that a device holds now."""
+    """Returns the bytes on the fullest device now."""
     of_device: Counter = Counter()
     for array in jax.live_arrays():
         of_device.update(dict.fromkeys(array.sharding.device_set, nbytes_on_each(array)))
@@ -28,11 +28,11 @@ def most_held() -> int:
 
 
 def on_eight_devices(code: str, *arguments: str | Path) -> str:
-    """Runs Python code, in which warnings are errors, with arguments; returns what it prints."""
+    """Runs Python code with arguments, warnings being errors; returns its output."""
     run = subprocess.run(
         [sys.executable, "-W", "error", "-c", code, *map(str, arguments)],
         env=os.environ | EIGHT,
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         check=False,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The names and shapes of the tensors in the published Wan checkpoints, in the layout of diffusers."""
 
+from wanjax.models.clip import CLIPVisionConfig
 from wanjax.models.t5 import T5Config
-from wanjax.models.vision import CLIPVisionConfig
 from wanjax.models.wan.config import (
     ControlTransformerConfig,
     ImageTransformerConfig,
@@ -52,7 +52,7 @@ def _block(block: str, config: TransformerConfig) -> Keys:
 
 
 def control_keys(config: ControlTransformerConfig) -> Keys:
-    """What a transformer that a control clip steers has more."""
+    """Returns the keys that a transformer with control clips adds."""
     width = config.width
     keys: Keys = {
         "vace_patch_embedding.weight": (width, config.control_channels, *config.patch),
@@ -65,7 +65,7 @@ def control_keys(config: ControlTransformerConfig) -> Keys:
 
 
 def image_keys(config: ImageTransformerConfig) -> Keys:
-    """What a transformer that attends to images has more."""
+    """Returns the keys that a transformer with cross-attention to images adds."""
     width_in, width, embed = config.image_width, config.width, "condition_embedder.image_embedder"
     keys = _norm(f"{embed}.norm1", width_in) | _norm(f"{embed}.norm2", width)
     keys |= _linear(f"{embed}.ff.net.0.proj", width_in, width_in) | _linear(f"{embed}.ff.net.2", width, width_in)
@@ -78,7 +78,7 @@ def image_keys(config: ImageTransformerConfig) -> Keys:
 
 
 def image_encoder_keys(config: CLIPVisionConfig) -> Keys:
-    """All but the last block and norm, of which no one has a use."""
+    """Returns the keys of all blocks except the last block and the last norm, which are unused."""
     width, embeddings = config.width, "vision_model.embeddings"
     keys: Keys = {
         f"{embeddings}.class_embedding": (width,),
@@ -95,7 +95,7 @@ def image_encoder_keys(config: CLIPVisionConfig) -> Keys:
 
 
 def vae_keys(config: VAEConfig) -> Keys:
-    """Four levels of two blocks; the first three are halved, two of these in time too."""
+    """Returns the keys of an autoencoder of four levels with two blocks; three change resolution, two also in time."""
     w, d, z, cell = config.width, config.decoder_width, config.latent_channels, config.cell_channels
     keys = _conv("quant_conv", 2 * z, 2 * z, 1, 1, 1) | _conv("post_quant_conv", z, z, 1, 1, 1)
     halves = (("encoder", 4 * w, (w, cell), (2 * z, 4 * w)), ("decoder", 4 * d, (4 * d, z), (cell, d)))
@@ -111,7 +111,7 @@ def vae_keys(config: VAEConfig) -> Keys:
 
 
 def _levels(w: int) -> Keys:
-    """Wan 2.1's."""
+    """Returns the keys of Wan 2.1's levels."""
     keys: Keys = {}
     blocks = {0: (w, w), 1: (w, w), 3: (w, 2 * w), 4: (2 * w, 2 * w), 6: (2 * w, 4 * w), 7: (4 * w, 4 * w)}
     blocks |= {9: (4 * w, 4 * w), 10: (4 * w, 4 * w)}
@@ -129,7 +129,7 @@ def _levels(w: int) -> Keys:
 
 
 def _residual_levels(w: int, d: int) -> Keys:
-    """Wan 2.2's."""
+    """Returns the keys of Wan 2.2's levels."""
     keys: Keys = {}
     for i, (channels_in, channels) in enumerate(((w, w), (w, 2 * w), (2 * w, 4 * w), (4 * w, 4 * w))):
         for j in range(2):
@@ -172,7 +172,7 @@ def _conv(name: str, channels_out: int, channels_in: int, *kernel: int) -> Keys:
 
 
 def _resample(name: str, channels_in: int, channels_out: int, time: int | None) -> Keys:
-    """A change of resolution, with `time` outputs of its convolution in time if there is one."""
+    """Returns the keys of a change of resolution; `time` is the output channels of its convolution in time, if any."""
     keys = _conv(f"{name}.resample.1", channels_out, channels_in, 3, 3)
     return keys | (_conv(f"{name}.time_conv", time, channels_in, 3, 1, 1) if time else {})
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint of random weights, as small as every part allows, in the folder layout of diffusers."""
+"""Very small checkpoints of random weights, in the layout of diffusers."""
 
 import json
 import shutil
@@ -14,10 +14,11 @@ import numpy as np
 from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
 
-from tests.toy_tokenizer import save_tokenizer
-from wanjax.checkpoint import load_safetensors, save_safetensors
+from tests.support.toy_tokenizer import save_tokenizer
+from wanjax import registry
+from wanjax.checkpoints.files import load_safetensors, save_safetensors
+from wanjax.checkpoints.networks import read_network
 from wanjax.converters import engine
-from wanjax.networks import NETWORKS
 
 TEXT_WIDTH = 16
 LATENT_CHANNELS = 4
@@ -103,10 +104,10 @@ INDEX = {
 
 @contextmanager
 def compile_cache(folder: Path) -> Iterator[Path]:
-    """Keeps what JAX compiles in the folder, so that the same program is compiled once."""
+    """Keeps compiled programs in the folder, so that each program is compiled once."""
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    compilation_cache.reset_cache()  # it does not look at the folder again otherwise
+    compilation_cache.reset_cache()  # else JAX keeps using the previous folder
     try:
         yield folder
     finally:
@@ -115,12 +116,12 @@ def compile_cache(folder: Path) -> Iterator[Path]:
 
 
 def tiny_checkpoint(folder: Path) -> Path:
-    """Writes the checkpoint of a text-to-video model, the same at every call, and returns its folder."""
+    """Writes the checkpoint of a text-to-video model, equal at every call; returns its folder."""
     return _checkpoint(folder, INDEX, TRANSFORMER)
 
 
 def tiny_image_checkpoint(folder: Path, *, last: bool = False) -> Path:
-    """One of an image-to-video model, whose videos are by default as small as it is; with `last`, first and last."""
+    """Writes the checkpoint of an image-to-video model, or of first and last frame; its videos are small."""
     sizes = {"in_channels": 2 * LATENT_CHANNELS + 4, "image_dim": 16, "added_kv_proj_dim": 24}
     index = INDEX | {"_class_name": "WanImageToVideoPipeline", "image_encoder": ["transformers", "CLIPVisionModel"]}
     index["image_processor"] = ["transformers", "CLIPImageProcessor"]
@@ -131,7 +132,7 @@ def tiny_image_checkpoint(folder: Path, *, last: bool = False) -> Path:
 
 
 def tiny_control_checkpoint(folder: Path) -> Path:
-    """One of a VACE model, whose videos are by default as small as it is."""
+    """Writes the checkpoint of a VACE model; its default videos are small."""
     sizes = {
         "_class_name": "WanVACETransformer3DModel",
         "vace_layers": [0],
@@ -145,7 +146,7 @@ def tiny_control_checkpoint(folder: Path) -> Path:
 
 
 def tiny_experts_checkpoint(folder: Path) -> Path:
-    """One of a model with two transformers, which are not equal."""
+    """Writes the checkpoint of a model with two transformers, which differ in their weights."""
     tiny_checkpoint(folder)
     shutil.copytree(folder / "transformer", folder / "transformer_2")
     file = folder / "transformer_2" / "diffusion_pytorch_model.safetensors"
@@ -156,7 +157,7 @@ def tiny_experts_checkpoint(folder: Path) -> Path:
 
 
 def tiny_residual_checkpoint(folder: Path) -> Path:
-    """One with Wan 2.2's autoencoder, whose videos may begin from a picture."""
+    """Writes a checkpoint with Wan 2.2's autoencoder, whose videos may begin from a picture."""
     tiny_checkpoint(folder)
     residual = {"is_residual": True, "patch_size": 2, "in_channels": 12, "out_channels": 12, "scale_factor_spatial": 16}
     _save(folder / "vae", "AutoencoderKLWan", VAE | residual)
@@ -175,12 +176,12 @@ def _checkpoint(folder: Path, index: dict[str, Any], transformer: dict[str, Any]
 
 
 def _save(folder: Path, kind: str, config: dict[str, Any], name: str = "diffusion_pytorch_model") -> None:
-    """Writes a network of a class of diffusers or transformers."""
+    """Writes a network with the class name that diffusers or transformers gives it."""
     _write_json(folder / "config.json", config)
-    network = NETWORKS[kind](config)
+    network = read_network(kind, config, registry.kinds())
     random = np.random.default_rng(0)
     graphdef, state = nnx.split(network.abstract(dtype=jnp.float32, param_dtype=jnp.float32))
-    # drawn by NumPy: what JAX compiles to initialise small networks takes half a minute
+    # drawn by NumPy, because compiling JAX's initialisers takes half a minute
     weights = jax.tree.map(lambda x: random.normal(0, 0.15, x.shape).astype(np.float32), state)
     engine.export(nnx.merge(graphdef, weights), network.rules, folder / f"{name}.safetensors")
 

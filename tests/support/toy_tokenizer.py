@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small tokenizer of UMT5's kind, in the folder layout of transformers, and prompts that are awkward to read."""
+"""A small tokenizer of UMT5's kind, in the layout of transformers, and prompts that are hard to tokenize."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ AWKWARD_PROMPTS = [
     "ＦＵＬＬ　ｗｉｄｔｈ １２３ ｶﾀｶﾅ ﬁne ™ ½",
     "色调艳丽，过曝，静态，细节模糊不清，字幕，三条腿，背景人很多，倒着走",
     "👩‍👩‍👧‍👦 family 🏳️‍🌈 flag 👍🏽 ☃ \U0001fae8",
-    "schÃ¶n âœ” cafÃ© Ð¿Ñ€Ð¸Ð²ÐµÑ‚",  # UTF-8 that was read as something else
+    "schÃ¶n âœ” cafÃ© Ð¿Ñ€Ð¸Ð²ÐµÑ‚",  # UTF-8 decoded with the wrong encoding
     "e\u0301 versus \u00e9, \u0928\u093f, \u05e9\u05dc\u05d5\u05dd, \u0645\u0631\u062d\u0628\u0627",
     "“curly” ‘quotes’ — dashes… \u2028 line\x00 control\x1b[31m\x85 \ufeffbom \ud83d lone",
     "a prompt with </s> and <pad> and <unk> and <extra_id_0> inside",

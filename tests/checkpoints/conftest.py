@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A hub on loopback that the client is pointed at, and a checkpoint that has been converted."""
+
+import shutil
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from huggingface_hub import close_session, constants
+
+from tests.support.conversion import split
+from tests.support.hub import running_hub
+from tests.support.tiny import tiny_checkpoint
+from wanjax.checkpoints.convert import ToWanjax
+from wanjax.checkpoints.files import load_safetensors, save_safetensors
+from wanjax.checkpoints.networks import Network
+from wanjax.checkpoints.sources import open_source
+from wanjax.pipelines.wan.networks import NETWORKS
+
+
+@pytest.fixture
+def server():
+    with running_hub() as server:
+        yield server
+
+
+@pytest.fixture
+def hub_at(tmp_path, monkeypatch):
+    """Points the client, which reads the environment only when it is imported, at a hub."""
+
+    def point(url, offline=False):
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)
+        monkeypatch.setenv("NO_PROXY", "*")
+        close_session()
+
+    yield point
+    close_session()
+
+
+@pytest.fixture
+def online(server, hub_at):
+    hub_at(server.url)
+
+
+@pytest.fixture(scope="module")
+def known_shapes():
+    """Traces each network once: tracing takes most of the time in converting so small a checkpoint."""
+    known = {}
+
+    def abstract(network, **options):
+        key = (network.config, str(options))
+        if key not in known:
+            known[key] = found(network, **options)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        found = Network.abstract
+        patch.setattr(Network, "abstract", abstract)
+        yield
+
+
+@pytest.fixture(scope="session")
+def source(tmp_path_factory) -> Path:
+    """A checkpoint with its text encoder in bfloat16, as published, and its transformer in shards."""
+    folder = tiny_checkpoint(tmp_path_factory.mktemp("source"))
+    encoder = folder / "text_encoder" / "model.safetensors"
+    halves = {key: np.asarray(x).astype(ml_dtypes.bfloat16) for key, x in load_safetensors(encoder).items()}
+    save_safetensors(encoder, halves)
+    split(folder / "transformer")
+    (folder / "README.md").write_text("---\nlicense: apache-2.0\n---\nA model.\n")
+    (folder / "transformer" / "unused.bin").write_bytes(b"0")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def converted(source, tmp_path_factory) -> Path:
+    target = tmp_path_factory.mktemp("converted") / "checkpoint"
+    assert ToWanjax(open_source(source), target, NETWORKS).run()
+    return target
+
+
+@pytest.fixture
+def damaged(source, tmp_path) -> Path:
+    return shutil.copytree(source, tmp_path / "damaged")

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`wanjax convert`: exact to the bit in both directions, and read like any other checkpoint."""
+
+import json
+import os
+import re
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import wanjax
+from tests.support.conversion import COMPONENTS, checksums, refused, tensors, wanjax_command
+from tests.support.harm import WEIGHTS
+from tests.support.tiny import (
+    tiny_control_checkpoint,
+    tiny_experts_checkpoint,
+    tiny_image_checkpoint,
+    tiny_residual_checkpoint,
+)
+from wanjax import registry
+from wanjax.checkpoints import convert
+from wanjax.checkpoints.convert import ToDiffusers, ToWanjax
+from wanjax.checkpoints.files import load_safetensors, save_safetensors
+from wanjax.checkpoints.manifest import verify
+from wanjax.checkpoints.sources import open_source
+from wanjax.converters import engine
+from wanjax.converters.engine import parameters
+from wanjax.pipelines.wan.networks import NETWORKS
+
+pytestmark = pytest.mark.usefixtures("known_shapes")
+
+
+def test_there_and_back_is_equal_bit_for_bit(source, converted, tmp_path):
+    assert ToDiffusers(open_source(converted), tmp_path / "back", NETWORKS).run()
+    assert tensors(tmp_path / "back") == tensors(source)
+    beside = ["model_index.json", "tokenizer/tokenizer.json", "scheduler/scheduler_config.json", "README.md"]
+    for name in [*beside, *(f"{network}/config.json" for network in COMPONENTS)]:
+        assert json_or_text(tmp_path / "back" / name) == json_or_text(source / name)
+    assert not list((tmp_path / "back").rglob("*.bin"))
+    again = tmp_path / "again"
+    ToWanjax(open_source(tmp_path / "back"), again, NETWORKS).run()
+    assert checksums(again) == checksums(converted)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(tiny_image_checkpoint, last=True),
+        tiny_control_checkpoint,
+        tiny_experts_checkpoint,
+        tiny_residual_checkpoint,
+    ],
+    ids=["first and last", "control", "two experts", "residual"],
+)
+def test_every_model_goes_there_and_back(make, tmp_path):
+    given = make(tmp_path / "given")
+    assert ToWanjax(open_source(given), tmp_path / "there", NETWORKS).run()
+    assert ToDiffusers(open_source(tmp_path / "there"), tmp_path / "back", NETWORKS).run()
+    assert tensors(tmp_path / "back") == tensors(given)
+    for file in given.rglob("*.json"):
+        assert json_or_text(tmp_path / "back" / file.relative_to(given)) == json_or_text(file)
+
+
+@pytest.mark.parametrize("prefix", ["vision_model.", ""])
+def test_what_a_network_has_no_use_for_goes_there_and_back_too(prefix, tmp_path):
+    """CLIP's last block and norm, under either of their names, are converted but not read by `load`."""
+    given = tiny_image_checkpoint(tmp_path / "given")
+    weights = given / "image_encoder" / "model.safetensors"
+    used = {key: np.array(x) for key, x in load_safetensors(weights).items()}
+    last = {key.replace(".0.", ".1."): x + 1 for key, x in used.items() if ".layers.0." in key}
+    more = {"vision_model.post_layernorm.weight": np.ones(16, np.float32), **last}
+    more["vision_model.embeddings.position_ids"] = np.arange(5)[None]
+    whole = {prefix + key.removeprefix("vision_model."): x for key, x in (used | more).items()}
+    save_safetensors(weights, whole)
+    assert ToWanjax(open_source(given), tmp_path / "there", NETWORKS).run()
+    verify(open_source(tmp_path / "there"))
+    assert ToDiffusers(open_source(tmp_path / "there"), tmp_path / "back", NETWORKS).run()
+    assert tensors(tmp_path / "back") == tensors(given)
+    assert set(tensors(given)) >= {f"image_encoder.{key}" for key in whole}
+    encoders = [parameters(registry.load(tmp_path / name).image_encoder) for name in ("given", "there")]
+    for name, x in encoders[0].items():
+        np.testing.assert_array_equal(x, encoders[1][name])
+
+
+def json_or_text(path: Path):
+    return json.loads(path.read_text()) if path.suffix == ".json" else path.read_text()
+
+
+def test_large_components_go_back_in_shards(source, converted, tmp_path, monkeypatch):
+    monkeypatch.setattr(convert, "shards", lambda reader, stem: store_shards(reader, stem, 20_000))
+    ToDiffusers(open_source(converted), tmp_path / "back", NETWORKS).run()
+    assert (tmp_path / "back" / "transformer" / f"{WEIGHTS}.index.json").is_file()
+    assert tensors(tmp_path / "back") == tensors(source)
+
+
+store_shards = convert.shards
+
+
+def test_it_says_where_it_comes_from(source, converted):
+    manifest = json.loads((converted / "wanjax.json").read_text())
+    assert manifest["licence"] == "apache-2.0"
+    assert manifest["request"]["source"] == str(source)
+    assert manifest["request"]["revision"] is None
+    assert manifest["networks"].keys() == set(COMPONENTS)
+    assert "text_encoder/config.json" in manifest["files"]
+
+
+def test_a_converted_checkpoint_is_loaded_like_any_other(source, converted):
+    told = []
+    here = wanjax.load(source, param_dtype="bfloat16")
+    there = wanjax.load(converted, param_dtype="bfloat16", progress=lambda *at: told.append(at))
+    assert there.defaults.updated({"model": ""}) == here.defaults.updated({"model": ""})
+    for name in COMPONENTS:
+        weights, wanted = (engine.parameters(getattr(pipe, name)) for pipe in (there, here))
+        assert weights.keys() == wanted.keys()
+        for path, x in weights.items():
+            assert (x.dtype, np.asarray(x).tobytes()) == (wanted[path].dtype, np.asarray(wanted[path]).tobytes())
+    for name in COMPONENTS:
+        done, total = [at[1:] for at in told if at[0] == name][-1]
+        assert done == total > 0
+    assert there.tokenize("a red circle").ids.tolist() == here.tokenize("a red circle").ids.tolist()
+
+
+def test_the_command_says_what_it_reads_and_writes(source, tmp_path):
+    target = tmp_path / "made" / "here"
+    status, out, err = wanjax_command(source, target, "--dtype", "bfloat16")
+    assert (status, out) == (0, "")
+    for words in (
+        r"transformer +19,832 ",
+        r"together +0\.3 MB",
+        r"converting.*281\.2/281\.2 kB",
+        r"is complete and verified",
+    ):
+        assert re.search(words, err), err
+    dtypes = {name: {words.split()[0] for words in arrays.values()} for name, arrays in checksums(target).items()}
+    assert dtypes["vae"] == {"float32"}
+    assert dtypes["transformer"] == {"bfloat16", "float32"}  # norms keep their dtype
+    assert dtypes["text_encoder"] == {"bfloat16"}
+    assert "was already there" in wanjax_command(source, target, "--dtype", "bfloat16")[2]
+    status, _, err = wanjax_command("--verify", target)
+    assert (status, "is as it was written" in err) == (0, True)
+
+
+KERNELS = {"text_encoder": "blocks.attn.q.kernel", "transformer": "proj_out.kernel", "vae": "quant.kernel"}
+
+
+def test_a_component_can_have_a_dtype_of_its_own(source, tmp_path):
+    wanjax_command(
+        source, tmp_path / "x", "--dtype", "bfloat16", "--dtype", "text_encoder=float32", "--dtype", "vae=bfloat16"
+    )
+    arrays = checksums(tmp_path / "x")
+    assert {words.split()[0] for words in arrays["text_encoder"].values()} >= {"float32"}
+    assert arrays["transformer"]["proj_out.kernel"].startswith("bfloat16")
+    pipe = registry.load(tmp_path / "x")  # each network keeps its stored dtype, except the autoencoder
+    kinds = [parameters(getattr(pipe, name))[key].dtype.name for name, key in KERNELS.items()]
+    assert kinds == ["float32", "bfloat16", "float32"]
+    assert arrays["vae"]["quant.kernel"].startswith("bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("{source}",), r"where to is missing: `wanjax convert .* FOLDER`"),
+        (
+            ("nanoo", "{new}"),
+            r"no model is named 'nanoo', nor is there such a folder or file: a near name is nano, and",
+        ),
+        (
+            ("qqqqqqqq", "{new}"),
+            r"nor is there such a folder or file: `wanjax models` lists the names, and a hub id is",
+        ),
+        (("{source}/model_index.json", "{new}"), r"model_index\.json is no file of weights that can be read: one that"),
+        (("{source}", "{new}", "--revision", "abc"), r"source.* is not on the hub: it has no revision abc"),
+        (("{source}", "{source}"), r"is there already and is not what was asked for: name a new folder"),
+        (("{source}", "{converted}", "--dtype", "bfloat16"), r"is there already and is not what was asked for"),
+        (("{converted}", "{new}"), r"is a wanjax checkpoint already: `--to diffusers` writes it back"),
+        (("{source}", "{new}", "--to", "diffusers"), r"is no wanjax checkpoint: only what `convert` wrote"),
+        (("{source}", "--verify"), r"is no wanjax checkpoint, whose checksums could be compared"),
+        (("{converted}", "{new}", "--verify"), r"--verify takes one folder"),
+        (
+            ("{source}", "{new}", "--dtype", "float8"),
+            r"--dtype float8 is no dtype to store weights in",
+        ),
+        (
+            ("{source}", "{new}", "--dtype", "unet=float32"),
+            r"has no unet to store in another dtype, but sch",
+        ),
+        (
+            ("{source}", "/proc/nowhere/x"),
+            r"/proc/nowhere/x cannot be written, No such file or directory: name a folder that can",
+        ),
+        (("{source}", "{source}/README.md/x"), r"README.md/x cannot be written, Not a directory"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(source, converted, tmp_path, arguments, message):
+    places = {"source": source, "converted": converted, "new": tmp_path / "new"}
+    assert re.search(message, refused(*(argument.format(**places) for argument in arguments)))
+    assert not os.listdir(tmp_path)

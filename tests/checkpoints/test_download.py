@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Downloads by the real client from a faulty hub: bytes are right, files are sent once, progress is reported."""
+
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from contextlib import suppress
+
+import pytest
+from huggingface_hub.utils import _http
+
+from tests.support.hub import FILES, ID, TRANSFORMER, VAE, checksum, files_in, wait_until
+from wanjax.checkpoints import hub
+from wanjax.errors import WanjaxError
+
+WEIGHTS = "vae/diffusion_pytorch_model.safetensors"
+
+
+def fault(components):
+    """Returns the one sentence with which `resolve` fails."""
+    with pytest.raises(WanjaxError) as caught:
+        hub.resolve(ID, components)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.usefixtures("online")
+def test_a_dropped_connection_is_taken_up_where_it_broke_off(server):
+    server.files[WEIGHTS] = bytes(range(256)) * 100_000  # more than two of the pieces of 10 MiB that the client writes
+    server.drops = 1
+    folder = hub.resolve(ID, ["vae"])
+    assert (folder / WEIGHTS).read_bytes() == server.files[WEIGHTS]
+    assert [start for sent, start in server.sent if sent == WEIGHTS] == [0, 10 << 20]
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """The client does not wait between attempts."""
+    waited = []
+    monkeypatch.setattr(_http.time, "sleep", waited.append)
+    return waited
+
+
+@pytest.mark.usefixtures("online")
+def test_a_hub_that_is_busy_for_a_while_is_asked_again(server, impatient):
+    server.refusals = [429, 503, 429]
+    with suppress(WanjaxError):  # a 503 for a file's bytes is an error, and the next run resumes
+        hub.resolve(ID, ["vae"])
+    folder = hub.resolve(ID, ["vae"])
+    assert (folder / WEIGHTS).read_bytes() == FILES[WEIGHTS]
+    assert not server.refusals
+
+
+@pytest.mark.usefixtures("online", "impatient")
+@pytest.mark.parametrize(
+    ("status", "what"),
+    [
+        (429, "has had too many requests from here: wait some minutes"),
+        (503, "could not be downloaded (Server error '503 Service Unavailable'"),
+        (404, "could not be downloaded ("),
+    ],
+)
+def test_a_file_that_stays_out_of_reach_is_told(server, status, what):
+    server.refusals = [status] * 100
+    assert what in fault(["vae"])
+    server.refusals = []
+    assert files_in(hub.resolve(ID, ["vae"])) == {"model_index.json"} | VAE
+
+
+@pytest.mark.usefixtures("online")
+def test_a_file_of_another_length_than_the_hub_lists_is_not_taken(server):
+    hub.resolve(ID, ())
+    server.short = 7
+    assert "could not be downloaded (Consistency check failed" in fault(["vae"])
+    server.short = 0
+    folder = hub.resolve(ID, ["vae"])
+    assert all((folder / name).read_bytes() == FILES[name] for name in VAE)
+
+
+ATTEMPTS = """
+import os, sys
+from wanjax.checkpoints import hub
+for _ in sys.stdin:
+    if (child := os.fork()) == 0:
+        hub.resolve("owner/video", ["vae", "transformer"])
+        os._exit(0)
+    print(child, flush=True)
+    print(os.waitpid(child, 0)[1], flush=True)
+"""
+
+
+def test_killed_while_downloading_each_run_goes_on_to_the_same_bytes(server, tmp_path):
+    """Kills ten downloads at random moments: only complete files have their names, and these are not sent again."""
+    for name in FILES:
+        if name.endswith(".safetensors") and "/diffusion" in name:
+            server.files[name] = random.Random(name).randbytes(4_000_000)  # 16 pieces each
+    server.pause = 0.01
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    environment |= {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path), "NO_PROXY": "*"}
+    moments = random.Random(1)
+    complete: dict[str, int] = {}  # the number of times that each was sent so far
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", ATTEMPTS],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as attempts:
+        for kill in [True] * 10 + [False]:
+            enough = server.pieces + moments.randrange(20)
+            server.limit = enough + 1 if kill else math.inf
+            print(file=attempts.stdin, flush=True)
+            child = int(attempts.stdout.readline())
+            if kill:
+                wait_until(lambda enough=enough: server.pieces >= enough)
+                time.sleep(moments.uniform(0, 0.02))
+                os.kill(child, signal.SIGKILL)
+            status = int(attempts.stdout.readline())
+            assert os.WIFSIGNALED(status) if kill else status == 0
+            for folder in tmp_path.glob("hub/models--owner--video/snapshots/*"):
+                for name in files_in(folder):
+                    assert (folder / name).read_bytes() == server.files[name]
+                    complete.setdefault(name, Counter(sent for sent, _ in server.sent)[name])
+        attempts.stdin.close()
+    assert complete.keys() == {"model_index.json"} | TRANSFORMER | VAE
+    assert complete == Counter(sent for sent, _ in server.sent)
+
+
+@pytest.mark.usefixtures("online")
+def test_a_file_that_differs_from_its_checksum_is_removed_and_sent_again(server):
+    server.files[WEIGHTS] = random.Random(0).randbytes(2_000_000)
+    server.flip = WEIGHTS
+    assert "arrived with another checksum than the hub gives" in fault(["vae"])
+    server.flip = None
+    folder = hub.resolve(ID, ["vae"])
+    assert (folder / WEIGHTS).read_bytes() == server.files[WEIGHTS]
+    assert hub.cached_checksum(folder / WEIGHTS) == checksum(server.files[WEIGHTS])
+    assert hub.cached_checksum(folder / "vae/config.json") is None
+    assert [sent for sent, _ in server.sent].count(WEIGHTS) == 2
+
+
+@pytest.mark.usefixtures("online")
+def test_progress_is_told_in_bytes_up_to_all_of_them(server, capfd):
+    server.files[WEIGHTS] = bytes(25_000_000)
+    server.pause = 0.01
+    told = []
+    hub.resolve(ID, ["vae"], progress=lambda done, total: told.append((done, total)))
+    assert told == sorted(told)
+    total = sum(len(server.files[name]) for name in VAE)
+    assert told[-1] == (total, total)
+    assert len({done for done, _ in told}) > 2
+    assert capfd.readouterr() == ("", "")

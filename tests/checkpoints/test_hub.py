@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints by folder and by hub id: the files that are downloaded, and the message for each fault."""
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.hub import FILES, ID, TRANSFORMER, VAE, files_in
+from wanjax.checkpoints import hub
+from wanjax.errors import WanjaxError
+
+
+def fault(*args, **options):
+    """Returns the one sentence with which `resolve` fails."""
+    with pytest.raises(WanjaxError) as caught:
+        hub.resolve(*args, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_folder_that_is_there_is_taken_as_it_is(tmp_path):
+    (tmp_path / "model_index.json").write_text("{}")
+    assert hub.resolve(tmp_path, ["transformer"]) == tmp_path
+    assert hub.resolve(str(tmp_path)) == tmp_path
+
+
+def test_a_folder_without_an_index_is_refused(tmp_path):
+    with pytest.raises(WanjaxError, match=f"{tmp_path} holds no model_index.json"):
+        hub.resolve(tmp_path)
+
+
+@pytest.mark.parametrize("source", ["nowhere", "./no/where", "/no/where", "a/b/c", "", "a b/c", "ä/b"])
+def test_a_source_that_is_neither_folder_nor_id_is_refused(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(WanjaxError, match=r"there is no folder|holds no"):
+        hub.resolve(source)
+
+
+@pytest.mark.usefixtures("online")
+def test_only_the_wanted_files_are_downloaded(server):
+    folder = hub.resolve(ID, ["transformer"])
+    assert files_in(folder) == {"model_index.json"} | TRANSFORMER
+    assert all((folder / name).read_bytes() == FILES[name] for name in files_in(folder))
+    assert hub.resolve(ID) == folder  # the index's components; existing files are not fetched again
+    assert files_in(folder) == {"model_index.json"} | TRANSFORMER | VAE
+    assert sorted(server.sent) == sorted((name, 0) for name in files_in(folder))
+
+
+def test_offline_the_cache_is_used_and_what_it_lacks_is_said(server, hub_at):
+    hub_at(server.url, offline=True)
+    assert "unset HF_HUB_OFFLINE" in fault(ID, ["vae"])
+    hub_at(server.url)
+    folder = hub.resolve(ID, ["vae"])
+    server.sent.clear()
+    hub_at(server.url, offline=True)
+    assert hub.resolve(ID, ["vae"]) == folder
+    assert "unset HF_HUB_OFFLINE" in fault(ID, ["transformer"])
+    assert not server.sent
+
+
+@pytest.mark.usefixtures("online")
+def test_an_unknown_repository_or_revision_is_named(server):
+    assert f"no folder owner/typo and {server.url}/owner/typo is not public" in fault("owner/typo")
+    assert f"{ID} has no revision v9" in fault(ID, revision="v9")
+
+
+@pytest.mark.usefixtures("online")
+@pytest.mark.parametrize(
+    ("status", "error_code", "what"),
+    [
+        (401, None, "is not public: check the spelling or `hf auth login`"),
+        (403, "GatedRepo", "owner/video is gated: accept its terms at http://127.0.0.1:"),
+        (401, "GatedRepo", "owner/video is gated: accept its terms at http://127.0.0.1:"),
+        (429, None, "has had too many requests from here: wait some minutes"),
+        (404, "RepoNotFound", "there is no folder owner/video"),
+        (500, None, "cannot be reached (Server error '500 Internal Server Error'"),
+    ],
+)
+def test_a_refusal_is_explained(server, status, error_code, what):
+    server.status, server.error_code = status, error_code
+    assert what in fault(ID)
+
+
+@pytest.mark.usefixtures("online")
+def test_a_repository_without_an_index_is_refused(server):
+    del server.files["model_index.json"]
+    assert f"{ID} holds no model_index.json" in fault(ID)
+
+
+@pytest.mark.usefixtures("online")
+def test_a_broken_index_is_named(server):
+    server.files["model_index.json"] = b"[]"
+    assert "model_index.json cannot be read" in fault(ID)
+
+
+def test_a_hub_that_is_down_is_named(hub_at):
+    hub_at("http://127.0.0.1:9")
+    assert "http://127.0.0.1:9 cannot be reached" in fault(ID)
+
+
+@pytest.mark.usefixtures("online")
+def test_a_disk_that_is_full_is_told(server):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        message = fault(ID, ["transformer"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert f"{server.url}/{ID} could not be downloaded ([Errno 27] File too large)" in message
+
+
+@pytest.mark.usefixtures("online")
+def test_a_single_file_of_the_hub_or_of_the_disk(server, tmp_path):
+    server.files["loras/style 1.safetensors"] = b"L" * 100
+    found = hub.locate_file(f"{ID}/loras/style 1.safetensors")
+    assert found.read_bytes() == b"L" * 100
+    assert [name for name, _ in server.sent] == ["loras/style 1.safetensors"]
+    assert hub.locate_file(found) == found
+    assert hub.locate_file(str(tmp_path / found)) == found
+
+
+@pytest.mark.usefixtures("online")
+@pytest.mark.parametrize("source", ["a.safetensors", "/a/b/c.safetensors", f"{ID}/../../x", "", f"{ID}/a*.safetensors"])
+def test_what_is_no_file_is_refused(source):
+    with pytest.raises(WanjaxError, match="and it is not one of the hub, which is OWNER/NAME/FILE"):
+        hub.locate_file(source)
+
+
+@pytest.mark.usefixtures("online")
+def test_a_file_that_a_repository_lacks_is_named():
+    with pytest.raises(WanjaxError, match=r"owner/video on the hub holds no lora\.safetensors"):
+        hub.locate_file(f"{ID}/lora.safetensors")
+    with pytest.raises(WanjaxError, match="there is no folder owner/typo"):
+        hub.locate_file("owner/typo/lora.safetensors")
+
+
+def test_the_clients_settings_come_from_the_environment(server, tmp_path):
+    """Runs a new process, because the client reads the environment when it is imported."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    run = subprocess.run(
+        [sys.executable, "-c", f"from wanjax.checkpoints import hub; print(hub.resolve({ID!r}, ['vae']))"],
+        env=environment | {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path), "NO_PROXY": "*"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    folder = Path(run.stdout.strip())
+    assert folder.is_relative_to(tmp_path / "hub")
+    assert files_in(folder) == {"model_index.json"} | VAE

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The check of the first stage's files when the second stage of Wan reads them."""
+
+import numpy as np
+import pytest
+
+from tests.support.small_wan import VIDEO, pipeline
+from wanjax.checkpoints.files import save_safetensors
+from wanjax.errors import WanjaxError
+from wanjax.media.stage_files import EMBEDDINGS, load_encoded
+
+ONE = np.zeros((1, 3, 8), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"prompt_embeds": ONE}, "no tensor 'negative_prompt_embeds', only prompt_embeds"),
+        ({}, "no tensor 'prompt_embeds', only none at all"),
+        ({"prompt_embeds": ONE[..., 0], "negative_prompt_embeds": ONE}, r"prompt_embeds have the shape \[1, 3\]"),
+        (
+            {"prompt_embeds": ONE.astype(np.int32), "negative_prompt_embeds": ONE},
+            "prompt_embeds are int32, where floats",
+        ),
+        (
+            {"prompt_embeds": ONE, "negative_prompt_embeds": ONE[:, :2]},
+            r"negative_prompt_embeds have the shape \[1, 2, 8\] where nano has \[1, 3, 8\]",
+        ),
+    ],
+)
+def test_unfit_embeddings(tmp_path, tensors, message):
+    save_safetensors(tmp_path / EMBEDDINGS, tensors)
+    with pytest.raises(WanjaxError, match=message):
+        checked(tmp_path)
+
+
+def checked(folder):
+    """Returns the embeddings that the second stage reads."""
+    pipe = pipeline(4, None)
+    encoded = pipe.encoded_from(load_encoded(folder, {}))
+    pipe.check_encoded(encoded, VIDEO)
+    return encoded
+
+
+def test_embeddings_of_former_scripts_are_shorter(tmp_path):
+    short = np.zeros((1, 226, 8), np.float32)
+    save_safetensors(tmp_path / EMBEDDINGS, {"prompt_embeds": short, "negative_prompt_embeds": short})
+    with pytest.warns(UserWarning, match="has 226 tokens where Wan reads 512"):
+        assert checked(tmp_path).prompt_embeds.shape == short.shape

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stage files written by wanjax or the scripts before it are read back, and refused where they do not fit."""
+
+import json
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tests.support.media import SETTINGS, leftovers
+from wanjax.checkpoints.files import SafetensorsFile, save_safetensors
+from wanjax.errors import WanjaxError
+from wanjax.media import stage_files
+
+
+def texts(tokens: int = 6, dtype=np.float32) -> dict[str, np.ndarray]:
+    values = np.random.default_rng(0).normal(size=(2, 1, tokens, 8)).astype(dtype)
+    return dict(zip(("prompt_embeds", "negative_prompt_embeds"), values, strict=True))
+
+
+PICTURES = {"condition": np.ones((1, 8, 3, 2, 4), np.float32), "image_embeds": np.ones((1, 5, 6), np.float32)}
+MASKS = {"mask": np.array([[True, False]]), "lengths": np.array([[3, 4]], np.int32)}
+
+
+@pytest.mark.parametrize("made", [{}, {"condition": PICTURES["condition"]}, PICTURES], ids=len)
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_stage_files_return_what_they_were_given(tmp_path, dtype, made):
+    stage_files.save_settings(tmp_path, SETTINGS)
+    settings = stage_files.load_settings(tmp_path)
+    assert settings == SETTINGS
+    written = texts(dtype=dtype) | {name: x.astype(dtype) for name, x in made.items()} | MASKS
+    stage_files.save_encoded(tmp_path, written, settings)
+    encoded = stage_files.load_encoded(tmp_path, settings)
+    assert encoded.keys() == written.keys()
+    for name, x in written.items():
+        assert encoded[name].dtype == x.dtype
+        np.testing.assert_array_equal(encoded[name], x)
+    latents = jnp.arange(48.0).reshape(1, 4, 3, 2, 2).astype(dtype)
+    stage_files.save_latents(tmp_path, latents, settings)
+    read = stage_files.load_latents(tmp_path, settings)
+    assert read.dtype == dtype
+    np.testing.assert_array_equal(read, latents)
+    assert SafetensorsFile(tmp_path / stage_files.LATENTS).spec("latents").shape == (1, 4, 3, 2, 2)
+    assert leftovers(tmp_path) == [stage_files.CONFIG, stage_files.EMBEDDINGS, stage_files.LATENTS]
+
+
+def test_stage_files_that_do_not_belong_together(tmp_path):
+    stage_files.save_encoded(tmp_path, texts(), SETTINGS)
+    stage_files.save_latents(tmp_path, np.zeros((1, 4, 3, 2, 2), np.float32), SETTINGS)
+    stage_files.load_encoded(tmp_path, SETTINGS | {"seed": 8})  # changes the latents only
+    stage_files.load_latents(tmp_path, SETTINGS | {"fps": 8})  # changes neither
+    stage_files.load_encoded(tmp_path, SETTINGS | {"height": 8})  # changes encoded pictures; there are none
+    other = SETTINGS | {"prompt": "a blue square" * 20}
+    with pytest.raises(
+        WanjaxError, match=r"do not belong together: prompt is .* in the one and 'a blue square.*\.\.\. in"
+    ):
+        stage_files.load_encoded(tmp_path, other)
+    with pytest.raises(WanjaxError, match=r"do not belong together: seed is 7 in the one and 8 in the other"):
+        stage_files.load_latents(tmp_path, SETTINGS | {"seed": 8})
+    stage_files.save_encoded(tmp_path, texts() | PICTURES, SETTINGS)  # pictures without a file name, such as black ones
+    with pytest.raises(WanjaxError, match="do not belong together: height is 32 in the one and 8 in"):
+        stage_files.load_encoded(tmp_path, SETTINGS | {"height": 8})
+    stage_files.save_encoded(tmp_path, texts() | PICTURES, SETTINGS | {"image": "a.png", "frames": 9})
+    for name, value in (("image", "b.png"), ("frames", 5)):
+        with pytest.raises(WanjaxError, match=rf"do not belong together: {name} is .* in the one and {value!r} in"):
+            stage_files.load_encoded(tmp_path, SETTINGS | {"image": "a.png", "frames": 9} | {name: value})
+
+
+def test_files_of_the_scripts_before(tmp_path):
+    """Tensors are bfloat16 stored as float32 (`dtype_info`), have other names, and no settings beside them."""
+    old = {"prompt": "a cat", "model_id": "Wan-AI/Wan2.1-T2V-14B-Diffusers", "num_inference_steps": 50, "frames": 81}
+    (tmp_path / stage_files.CONFIG).write_text(json.dumps(old))
+    settings = stage_files.load_settings(tmp_path)
+    assert settings == {"prompt": "a cat", "model": "Wan-AI/Wan2.1-T2V-14B-Diffusers", "steps": 50, "frames": 81}
+    rounded = texts(dtype=ml_dtypes.bfloat16)
+    tensors = {name: x.astype(np.float32) for name, x in rounded.items()}
+    info = {"dtype_info": json.dumps(dict.fromkeys(tensors, "bfloat16"))}
+    save_safetensors(tmp_path / stage_files.EMBEDDINGS, tensors, info)
+    for name, x in stage_files.load_encoded(tmp_path, settings).items():
+        assert x.dtype == ml_dtypes.bfloat16
+        np.testing.assert_array_equal(x, rounded[name])
+    latents = np.ones((1, 4, 3, 2, 2), np.float32)
+    save_safetensors(
+        tmp_path / stage_files.LATENTS, {"latents": latents}, {"dtype_info": '{"latents": "torch.float32"}'}
+    )
+    assert stage_files.load_latents(tmp_path, settings).dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (None, "holds no generation_config.json, which `wanjax encode` writes"),
+        ("{", "cannot be read, Expecting property name"),
+        ("[1]", "is not a JSON object"),
+    ],
+)
+def test_broken_settings(tmp_path, config, message):
+    if config is not None:
+        (tmp_path / stage_files.CONFIG).write_text(config)
+    with pytest.raises(WanjaxError, match=message):
+        stage_files.load_settings(tmp_path)
+
+
+def test_missing_stages_name_the_command(tmp_path):
+    with pytest.raises(WanjaxError, match="run `wanjax encode PROMPT --dir"):
+        stage_files.load_encoded(tmp_path, {})
+    with pytest.raises(WanjaxError, match="run `wanjax denoise --dir"):
+        stage_files.load_latents(tmp_path, {})
+
+
+@pytest.mark.parametrize(
+    ("x", "metadata", "message"),
+    [
+        (
+            np.zeros((2, 3)),
+            {},
+            r"'x' in .* is float64 \[2, 3\], where floats or integers or booleans, with a first axis",
+        ),
+        (np.zeros(()), {}, r"'x' in .* is float64 \[\], where floats"),
+        (np.zeros((1, 3)), {"settings": "{"}, "'settings' in its metadata"),
+        (np.zeros((1, 3)), {"dtype_info": "3"}, "'dtype_info' in its metadata"),
+    ],
+)
+def test_unfit_encoded_tensors(tmp_path, x, metadata, message):
+    save_safetensors(tmp_path / stage_files.EMBEDDINGS, {"x": x}, metadata)
+    with pytest.raises(WanjaxError, match=message):
+        stage_files.load_encoded(tmp_path, {})
+
+
+@pytest.mark.parametrize(
+    ("latents", "message"),
+    [
+        (
+            np.zeros((1, 4, 3, 2, 2), np.int32),
+            r"'latents' in .* is int32 .*, where floats of 5 axes, with a first axis of",
+        ),
+        (np.zeros((1, 4, 3, 2), np.float32), r"is float32 \[1, 4, 3, 2\], where floats of 5 axes"),
+        (np.full((1, 4, 3, 2, 2), np.nan, np.float32), "holds latents that are not finite"),
+    ],
+)
+def test_unfit_latents(tmp_path, latents, message):
+    save_safetensors(tmp_path / stage_files.LATENTS, {"latents": latents})
+    with pytest.raises(WanjaxError, match=message):
+        stage_files.load_latents(tmp_path, {})
+
+
+def test_noise(tmp_path):
+    noise = np.random.default_rng(0).normal(size=(1, 4, 3, 2, 2)).astype(np.float32)
+    save_safetensors(tmp_path / "noise.safetensors", {"noise": noise})
+    np.testing.assert_array_equal(stage_files.load_noise(tmp_path / "noise.safetensors"), noise)
+    save_safetensors(tmp_path / "other.safetensors", {"latents": noise})
+    with pytest.raises(WanjaxError, match="no tensor 'noise', only latents"):
+        stage_files.load_noise(tmp_path / "other.safetensors")

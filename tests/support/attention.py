@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operands of attention, its formula in float64, and the bounds of its error."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from wanjax.kernels.attention import attention, flash_tpu
+
+BOUND = {"float32": 1e-6, "bfloat16": 3e-3}
+SMALL_TILES = flash_tpu.Config(128, 64, 32, interpret=True)
+
+
+def normal(seed, *shape, dtype="float32"):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def operands(batch, queries, keys, heads, kv_heads, size, dtype="float32", seed=0):
+    q = normal(seed, batch, queries, heads, size, dtype=dtype)
+    k, v = (normal(seed + i, batch, keys, kv_heads, size, dtype=dtype) for i in (1, 2))
+    return q, k, v
+
+
+def run(name, q, k, v, **options):
+    """Compiles and runs an implementation. `window`, `scale` and `config` are static."""
+    static = {key: options.pop(key) for key in ("window", "scale", "config") if key in options}
+    return jax.jit(partial(attention, implementation=name, **static))(q, k, v, **options)
+
+
+def softmax(q, k, key_mask=None, window=None, scale=None, bias=None):
+    """Returns the weights [B N L S] of the formula in float64; a row without keys is zeros."""
+    q, k = (np.asarray(x, np.float64) for x in (q, k))
+    k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
+    logits = np.einsum("BLND,BSND->BNLS", q, k, optimize=True) * (q.shape[3] ** -0.5 if scale is None else scale)
+    if bias is not None:
+        logits = logits + np.asarray(bias, np.float64)
+    seen = np.ones(logits.shape, bool)
+    if key_mask is not None:
+        seen &= np.asarray(key_mask)[:, None, None, :]
+    if window is not None:
+        left, right = (window, window) if isinstance(window, int) else window
+        ahead = np.arange(k.shape[1]) - np.arange(q.shape[1])[:, None]
+        seen &= ahead >= (-np.inf if left is None else -left)
+        seen &= ahead <= (np.inf if right is None else right)
+    logits = np.where(seen, logits, -1e300)
+    weights = np.where(seen, np.exp(logits - logits.max(axis=-1, keepdims=True)), 0)
+    return weights / np.maximum(weights.sum(axis=-1, keepdims=True), 1e-300)
+
+
+def exact(q, k, v, **options):
+    v = np.repeat(np.asarray(v, np.float64), q.shape[2] // v.shape[2], axis=2)
+    return np.einsum("BNLS,BSND->BLND", softmax(q, k, **options), v, optimize=True)

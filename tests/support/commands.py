@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Helpers that run `wanjax` in this process."""
+
+import re
+from pathlib import Path
+
+from click.testing import CliRunner, Result
+
+from wanjax.cli import main
+
+
+def wanjax(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(main, list(map(str, arguments)), prog_name="wanjax")
+
+
+def succeeded(result: Result) -> Result:
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def files(folder: str | Path) -> list[str]:
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def refused(*arguments: str | Path) -> str:
+    """Runs a command that has to be refused, and returns its error message."""
+    result = wanjax(*arguments)
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert result.stdout == ""
+    sentences = re.findall(r"^wanjax: (.*)$", result.stderr, re.MULTILINE)
+    assert len(sentences) == 1, result.stderr
+    rest = result.stderr.partition(sentences[0])[2].strip()
+    assert rest == "" or rest.startswith("what was complete is kept")
+    assert not [path for path in Path().rglob("*") if path.name.startswith(".") or "partial" in path.name]
+    return sentences[0]

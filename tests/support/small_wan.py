@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small Wan networks of random weights, on one device or on a mesh."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from wanjax.layers.placement import placed
+from wanjax.models.t5 import T5Config
+from wanjax.models.wan.config import VAE_2_1, TransformerConfig
+from wanjax.models.wan.transformer import WanTransformer
+from wanjax.models.wan.vae import WanVAE
+from wanjax.pipelines.components import Components
+from wanjax.pipelines.wan.architecture import WanArchitecture
+from wanjax.pipelines.wan.pipeline import WanPipeline
+from wanjax.registry import presets
+from wanjax.schedulers import FlowEuler
+from wanjax.sharding import RULES, Partitioner, make_mesh
+
+TEXT = T5Config(64, 8, 2, 4, 16, 2, 8, 16, 1e-6, False)
+VIDEO = presets()["nano"].defaults.updated(
+    {"height": 12, "width": 12, "frames": 5, "steps": 2, "guidance_scale": 4.0, "dtype": "float32"}
+)
+VAE = replace(
+    VAE_2_1,
+    width=4,
+    decoder_width=4,
+    latent_channels=4,
+    multipliers=(1, 2),
+    res_blocks=1,
+    temporal_downsample=(True,),
+    latents_mean=(0.1, -0.2, 0.3, 0.0),
+    latents_std=(1.1, 0.9, 1.2, 1.0),
+)
+
+
+def partitioner(axes, rules="fsdp"):
+    """Returns the partitioner of a mesh of these sizes of dp, sp and tp; None for None."""
+    return None if axes is None else Partitioner(make_mesh(*axes), RULES[rules])
+
+
+def network(make, partitioner):
+    """Returns a network with random weights, which do not depend on the devices."""
+    abstract = nnx.eval_shape(lambda: make(dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0)))
+    graphdef, state = nnx.split(placed(abstract, partitioner))
+    random = np.random.default_rng(0)
+
+    def draw(x):
+        return jax.device_put(random.normal(0, 0.15, x.shape).astype(np.float32), x.sharding)
+
+    return nnx.merge(graphdef, jax.tree.map(draw, state))
+
+
+def transformer_config(heads):
+    """Returns the config of a transformer of two blocks with this number of heads."""
+    return TransformerConfig(
+        layers=2,
+        heads=heads,
+        head_dim=6,
+        mlp_dim=16,
+        channels_in=4,
+        channels_out=4,
+        patch=(1, 2, 2),
+        text_width=8,
+        frequency_dim=8,
+        eps=1e-6,
+    )
+
+
+def architecture(heads, **more):
+    """Returns the shapes of that pipeline."""
+    shapes = {"text_encoder": TEXT, "transformer": transformer_config(heads), "vae": VAE, "scheduler": FlowEuler()}
+    return WanArchitecture(**shapes | more)
+
+
+def pipeline(heads, partitioner):
+    """Returns a pipeline of a transformer and a VAE with random weights."""
+    config = transformer_config(heads)
+    components = Components(
+        {
+            "transformer": lambda: network(partial(WanTransformer, config), partitioner),
+            "vae": lambda: network(partial(WanVAE, VAE), partitioner),
+            "scheduler": FlowEuler,
+        }
+    )
+    return WanPipeline(components, architecture(heads), presets()["nano"].defaults, partitioner)

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A family outside the package, unlike those in it. `wanjax.register(TOY)` alone adds it.
+
+Two text encoders, a dual stream with a text mask, a scheduler on v-predictions whose steps draw noise, an autoencoder
+of another scale.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from tests.support.toy import networks as nets
+from tests.support.toy.scheduler import Ancestral
+from wanjax.checkpoints.networks import NetworkKind, network, network_of
+from wanjax.compilation import program
+from wanjax.converters import t5
+from wanjax.converters.engine import linear
+from wanjax.errors import WanjaxError
+from wanjax.kernels.compiler_options import scanned
+from wanjax.models.t5 import T5Config, T5Encoder
+from wanjax.pipelines.family import Architecture, Family, Forward, Planned, Preset
+from wanjax.pipelines.guidance import group, grouping
+from wanjax.pipelines.pipeline import Pipeline
+from wanjax.pipelines.sampler import Denoiser, Inputs
+from wanjax.pipelines.settings import Settings
+from wanjax.pipelines.tokenizer import Tokenizer
+
+LENGTH, GLYPHS = 12, 8
+DEFAULTS = Settings(
+    model="toy", prompt="", negative_prompt="", height=32, width=32, frames=5, fps=8, steps=2, guidance_scale=3.0,
+    seed=0, dtype="float32", resize="crop", strength=1.0,
+)  # fmt: skip
+
+
+def read(config: type, *names: str) -> Any:
+    """Reads a config.json whose entries are the fields of a config."""
+    return lambda json: config(**{name: json[name] for name in names})
+
+
+NETWORKS = (
+    NetworkKind(("T5EncoderModel",), t5.t5_config, {T5Config: T5Encoder}, t5.t5_rules),
+    NetworkKind(
+        ("ToyGlyphs",),
+        read(nets.GlyphConfig, "width"),
+        {nets.GlyphConfig: nets.GlyphEncoder},
+        lambda config: linear("table", "table", bias=False),
+    ),
+    NetworkKind(
+        ("ToyTransformer",),
+        read(nets.TransformerConfig, "layers", "heads", "head_dim", "text_width", "glyph_width", "channels"),
+        {nets.TransformerConfig: nets.Transformer},
+        lambda config: (
+            [
+                rule
+                for name in ("patch_embed", "text_embed", "glyph_embed", "time_embed", "proj_out")
+                for rule in linear(name, name)
+            ]
+            + [
+                rule
+                for name in ("video_qkv", "text_qkv", "video_out", "text_out")
+                for rule in linear(f"blocks.{{i}}.{name}", f"blocks.{name}")
+            ]
+        ),
+    ),
+    NetworkKind(
+        ("ToyVAE",),
+        read(nets.VAEConfig, "latent_channels", "spatial_factor", "temporal_factor"),
+        {nets.VAEConfig: nets.VAE},
+        lambda config: [*linear("encoder", "encoder"), *linear("decoder", "decoder")],
+        float32=True,
+    ),
+)
+
+
+class Encoded(NamedTuple):
+    prompt_embeds: Any
+    prompt_mask: Any
+    glyph_embeds: Any
+    negative_prompt_embeds: Any
+    negative_prompt_mask: Any
+    negative_glyph_embeds: Any
+
+
+@program(scanned)
+def encode_texts(graphdefs, ids, mask, glyphs, weights):
+    """Features of both encoders, and the mask of all tokens."""
+    text, second = (nnx.merge(*pair) for pair in zip(graphdefs, weights, strict=True))
+    return text(ids, mask), jnp.concatenate([mask, glyphs > 0], axis=1), second(glyphs)
+
+
+@program(scanned)
+def embed_texts(graphdef, text, glyphs, weights):
+    return nnx.merge(graphdef, weights).context(text, glyphs)
+
+
+@dataclass(frozen=True)
+class ToyDenoiser(Denoiser):
+    def predict(self, network, x, t, prompt, shared, carry):
+        return network(x, t, *prompt), carry
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyArchitecture(Architecture):
+    text_encoder: T5Config
+    text_encoder_2: nets.GlyphConfig
+    transformer: nets.TransformerConfig
+    scheduler: Ancestral = field(default_factory=Ancestral)
+
+    @classmethod
+    def of(cls, source):
+        names = ("text_encoder", "text_encoder_2", "transformer", "vae")
+        return cls(**{name: network(source, name, NETWORKS).config for name in names})
+
+    @property
+    def networks(self) -> Mapping[str, Any]:
+        return {name: getattr(self, name) for name in ("text_encoder", "text_encoder_2", "transformer", "vae")}
+
+    @property
+    def grid(self) -> int:
+        return self.vae.spatial_factor * nets.PATCH[1]
+
+    def forward(self, settings: Settings) -> Forward:
+        config, (_, _, *cells) = self.transformer, self.latent_shape(settings)
+        tokens = int(np.prod(cells)) // 4 + LENGTH + GLYPHS
+        scores = config.layers * 4 * tokens**2 * config.width
+        return Forward(tokens, config.layers, config.heads, config.width, scores, {"blocks": scores})
+
+    def programs(self, settings, *, attention=None, batch_guidance=False) -> Mapping[str, Sequence[Planned]]:
+        texts = {"text_encoder": self.text_encoder, "text_encoder_2": self.text_encoder_2}
+        video = {"transformer": self.transformer, "scheduler": self.scheduler, "latents": self.latent_shape(settings)}
+        video |= {"guided": settings.guided, "attention": attention, "batched": batch_guidance}
+        frames = {"vae": self.vae, "size": settings.size}
+        chunks = self.latent_shape(settings)[2] - 1
+        return {
+            "encode": [Planned("encode_texts", planned_texts, texts, 1)],
+            "denoise": [Planned("step", planned_step, video, settings.steps)],
+            "decode": [
+                Planned("decode_first", planned_decode, frames | {"first": True}, 1),
+                Planned("decode_next", planned_decode, frames | {"first": False}, chunks),
+            ],
+        }
+
+
+def planned_texts(blueprint, *, text_encoder, text_encoder_2):
+    pairs = [blueprint.network(network_of(config, NETWORKS)) for config in (text_encoder, text_encoder_2)]
+    graphdefs, weights = zip(*pairs, strict=True)
+    ids, mask = (blueprint.array((2, LENGTH), dtype) for dtype in (jnp.int32, jnp.bool_))
+    return blueprint.lowering(encode_texts, graphdefs, ids, mask, blueprint.array((2, GLYPHS), jnp.int32), weights)
+
+
+def planned_step(blueprint, *, transformer, scheduler, latents, guided, attention, batched):
+    graphdef, weights = blueprint.network(network_of(transformer, NETWORKS), attention=attention)
+    forwards, batch = grouping(guided, batched, blueprint.partitioner)
+    text = blueprint.array((batch, LENGTH + GLYPHS, transformer.width), blueprint.dtype)
+    prompt = text, blueprint.array((batch, LENGTH + GLYPHS), jnp.bool_)
+    x = blueprint.array((1, *latents[2:], latents[1]), jnp.float32)
+    inputs = Inputs(weights, (prompt,) * forwards, (), batch)
+    return blueprint.step(ToyDenoiser(graphdef, scheduler), scheduler.schedule(2), x, inputs)
+
+
+def planned_decode(blueprint, *, vae, size, first):
+    return blueprint.decode(network_of(vae, NETWORKS), size, first=first)
+
+
+class ToyPipeline(Pipeline):
+    encoded_type = Encoded
+
+    def check_pictures(self, pictures, settings):
+        if pictures.given():
+            raise WanjaxError(f"{settings.model} takes no pictures: it takes a prompt alone")
+
+    def _tokens(self, prompt):
+        glyphs = np.frombuffer(prompt.encode()[:GLYPHS].ljust(GLYPHS, b"\0"), np.uint8)
+        return self.components.get("tokenizer").tokenize([prompt]), glyphs.astype(np.int32)[None]
+
+    def truncations(self, prompt):
+        return tuple(filter(None, self._tokens(prompt)[0].truncated))
+
+    def encode_prompts(self, prompt, negative_prompt=None):
+        both = [self._tokens(text) for text in (prompt, negative_prompt or "")]
+        ids, mask, glyphs = (np.concatenate(x) for x in zip(*((b.ids, b.mask, g) for b, g in both), strict=True))
+        splits = [nnx.split(self.components.get(name)) for name in ("text_encoder", "text_encoder_2")]
+        graphdefs, weights = zip(*splits, strict=True)
+        made = self.compiled(encode_texts)(graphdefs, *map(jnp.asarray, (ids, mask, glyphs)), weights)
+        return Encoded(*(x[:1] for x in made), *(x[1:] for x in made))
+
+    def encode_pictures(self, pictures, settings, *, tiling=None):
+        return {}
+
+    def check_encoded(self, encoded, settings):
+        if encoded.prompt_embeds.shape != (1, LENGTH, self.architecture.transformer.text_width):
+            raise WanjaxError(f"the prompt_embeds have the shape {list(encoded.prompt_embeds.shape)}: encode again")
+
+    def begin(self, encoded, settings, noise):
+        return self.scheduler.schedule(settings.steps), jnp.moveaxis(noise.astype(jnp.float32), 1, -1)
+
+    def inputs(self, network, segment, encoded, x, batched):
+        graphdef, weights = nnx.split(network)
+        groups = grouping(segment.guided, batched, self.partitioner)
+        texts = self.on_devices(group(((encoded[0], encoded[2]), (encoded[3], encoded[5])), groups))
+        masks = self.on_devices(group((encoded[1], encoded[4]), groups))
+        embedded = [self.compiled(embed_texts)(graphdef, *text, weights) for text in texts]
+        prompts = tuple(zip(embedded, masks, strict=True))
+        return ToyDenoiser(graphdef, self.scheduler), Inputs(weights, prompts, (), groups[1])
+
+
+TOY = Family(
+    name="Toy",
+    networks=NETWORKS,
+    pipelines=("ToyPipeline",),
+    pipeline=ToyPipeline,
+    architecture=ToyArchitecture.of,
+    settings=lambda source, architecture, preset: DEFAULTS if preset is None else preset.defaults,
+    loaders={"tokenizer": lambda folder: Tokenizer.load(folder, length=LENGTH)},
+    presets=(
+        Preset(
+            name="toy",
+            source="owner/toy",
+            about="text to video, for tests",
+            transformer_parameters=0,
+            licence="Apache-2.0",
+            param_dtype="float32",
+            defaults=DEFAULTS,
+            architecture=ToyArchitecture(
+                text_encoder=T5Config(512, 16, 2, 8, 32, 2, 8, 16, 1e-6, True),
+                text_encoder_2=nets.GlyphConfig(width=8),
+                transformer=nets.TransformerConfig(2, 2, 8, 16, 8, 3),
+                vae=nets.VAEConfig(latent_channels=3, spatial_factor=4, temporal_factor=2),
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The toy family's scheduler, whose steps draw noise."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from wanjax.schedulers import Scheduler
+from wanjax.schedulers.base import check_steps
+
+
+class Levels(NamedTuple):
+    timesteps: Any
+    sigmas: Any
+    alphas: Any
+
+
+@dataclass(frozen=True)
+class Ancestral(Scheduler):
+    """Ancestral steps along a cosine schedule. A step replaces half of the remaining noise by new noise."""
+
+    prediction: Any = "v"
+
+    def schedule(self, steps: int, *, skip: int = 0) -> Levels:
+        check_steps(steps, skip)
+        angles = np.linspace(0.49, 0, steps + 1)[skip:] * np.pi
+        return Levels(*(x.astype(np.float32) for x in (angles[:-1] * 1000, np.sin(angles), np.cos(angles))))
+
+    def init(self, schedule, x, key):
+        return jax.random.key_data(key)
+
+    def step(self, schedule, index, prediction, x, state):
+        x0 = self.x0(schedule, index, prediction, x)
+        noise = (x - schedule.alphas[index] * x0) / schedule.sigmas[index]
+        mine, following = jax.random.split(jax.random.wrap_key_data(state))
+        noise = (noise + jax.random.normal(mine, x.shape)) / jnp.sqrt(2.0)
+        x = schedule.alphas[index + 1] * x0 + schedule.sigmas[index + 1] * noise
+        return x, jax.random.key_data(following)

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Effects of importing and loading on the process, and the modules that they load."""
+
+import json
+import os
+import subprocess
+import sys
+
+FLAGS = """
+import json, sys
+import jax
+from flax import configurations, nnx
+
+def flags():
+    known = {name: repr(value) for name, value in jax.config.values.items()}
+    known["nnx_eager_sharding"] = repr(nnx.using_eager_sharding())
+    return known | {f"flax_{name}": repr(value) for name, value in configurations.config._values.items()}
+
+before = flags()
+import wanjax
+wanjax.load("nano").encode("a red circle moving right")
+after = flags()
+print(json.dumps([len(before), [name for name in after if after[name] != before.get(name)]]))
+"""
+MODULES = """
+import json, sys
+import wanjax
+first = sorted(sys.modules)
+import wanjax.registry
+print(json.dumps([first, sorted(sys.modules)]))
+"""
+
+
+def printed(code, **environment):
+    """Runs code in a new Python process; returns its output, read as JSON."""
+    run = subprocess.run([sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+def test_no_flag_changes_but_the_folder_of_the_compile_cache(tmp_path):
+    count, changed = printed(FLAGS, XDG_CACHE_HOME=str(tmp_path))
+    assert count > 100
+    assert changed == ["jax_compilation_cache_dir"]
+
+
+def test_a_folder_that_the_user_chose_stays(tmp_path):
+    _, changed = printed(FLAGS, JAX_COMPILATION_CACHE_DIR=str(tmp_path))
+    assert changed == []
+
+
+def test_importing_the_registry_loads_no_planner_and_wanjax_alone_no_jax():
+    alone, registry = printed(MODULES)
+    assert not [name for name in alone if name.partition(".")[0] in ("jax", "flax")]
+    assert not [name for name in registry if name.startswith("wanjax.plan")]
+    assert not {"torch", "transformers", "diffusers"} & set(registry)

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A family from outside the package, in every command and the library: the interface of families."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from flax import nnx
+from PIL import Image
+
+import wanjax
+from tests.support.compare import error
+from tests.support.toy import LENGTH, NETWORKS, TOY, ToyDenoiser
+from tests.support.toy_tokenizer import save_tokenizer
+from wanjax import registry
+from wanjax.checkpoints.files import load_safetensors, save_safetensors
+from wanjax.checkpoints.networks import network_of
+from wanjax.cli import main
+from wanjax.converters import engine
+from wanjax.errors import WanjaxError
+from wanjax.media.stage_files import EMBEDDINGS, LATENTS
+from wanjax.media.videos import read_metadata
+from wanjax.pipelines.sampler import take_step
+
+CLASSES = {
+    "text_encoder": "T5EncoderModel",
+    "text_encoder_2": "ToyGlyphs",
+    "transformer": "ToyTransformer",
+    "vae": "ToyVAE",
+}
+MODEL_TYPES = {"text_encoder": {"model_type": "t5", "feed_forward_proj": "gated-gelu"}}
+T5_NAMES = {
+    "width": "d_model",
+    "heads": "num_heads",
+    "head_dim": "d_kv",
+    "mlp_dim": "d_ff",
+    "layers": "num_layers",
+    "buckets": "relative_attention_num_buckets",
+    "max_distance": "relative_attention_max_distance",
+    "eps": "layer_norm_epsilon",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "FAMILIES", [*registry.FAMILIES])
+        wanjax.register(TOY)
+        yield
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    """A checkpoint of random weights in the layout of diffusers."""
+    folder, random = tmp_path_factory.mktemp("toy"), np.random.default_rng(0)
+    shapes = TOY.presets[0].architecture
+    assert shapes is not None
+    for name, config in shapes.networks.items():
+        found = network_of(config, NETWORKS)
+        json_config = {T5_NAMES.get(k, k) if name == "text_encoder" else k: v for k, v in vars(config).items()}
+        write(folder / name / "config.json", json_config | MODEL_TYPES.get(name, {}))
+        graphdef, state = nnx.split(found.abstract(dtype=jnp.float32, param_dtype=jnp.float32))
+        weights = jax.tree.map(lambda x: random.normal(0, 0.3, x.shape).astype(np.float32), state)
+        engine.export(nnx.merge(graphdef, weights), found.rules, folder / name / "model.safetensors")
+    save_tokenizer(folder / "tokenizer", model_max_length=LENGTH)
+    write(folder / "scheduler" / "scheduler_config.json", {"_class_name": "Ancestral"})
+    listed = {name: ["toys", kind] for name, kind in CLASSES.items()}
+    others = {"tokenizer": ["transformers", "T5TokenizerFast"], "scheduler": ["toys", "AncestralScheduler"]}
+    write(folder / "model_index.json", {"_class_name": "ToyPipeline"} | listed | others)
+    return folder
+
+
+def write(path, value):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value))
+
+
+def run(*arguments, status=0):
+    result = CliRunner().invoke(main, [*map(str, arguments)])
+    assert result.exit_code == status, result.output
+    return result
+
+
+@pytest.fixture(scope="module")
+def video(toy):
+    return wanjax.load(toy)("a red circle", seed=3)
+
+
+def test_generate_and_the_stages_make_the_same_video_as_the_library(toy, video, tmp_path):
+    assert video.frames.shape == (5, 32, 32, 3)
+    assert video.frames.std() > 1
+    one, three = tmp_path / "one", tmp_path / "three"
+    run("a red circle", "--model", toy, "--seed", 3, "--dir", one, "--out", tmp_path / "frames")
+    run("encode", "a red circle", "--model", toy, "--dir", three)
+    run("denoise", "--seed", 3, "--dir", three)
+    run("decode", "--dir", three, "--out", tmp_path / "again")
+    assert load_safetensors(one / EMBEDDINGS)["prompt_mask"].dtype == bool
+    assert load_safetensors(one / LATENTS)["latents"].shape == (1, 3, 3, 8, 8)
+    for folder in (tmp_path / "frames", tmp_path / "again"):
+        pngs = [np.asarray(Image.open(path)) for path in sorted(folder.iterdir())]
+        np.testing.assert_array_equal(np.stack(pngs), video.frames)
+    assert read_metadata(tmp_path / "frames")["seed"] == 3
+
+
+def test_the_seed_decides_each_step_s_noise_too(toy, video):
+    pipe = wanjax.load(toy)
+    noise = pipe.noise(pipe.settings(seed=3))
+    again, other = (pipe("a red circle", seed=seed, noise=noise).frames for seed in (3, 4))
+    np.testing.assert_array_equal(again, video.frames)
+    assert (other != video.frames).any()
+
+
+def test_masked_tokens_change_nothing(toy):
+    pipe = wanjax.load(toy)
+    encoded = pipe.encode("a red circle")
+    assert not encoded.prompt_mask.all()
+    width = encoded.prompt_embeds.shape[1]
+    hidden = jnp.where(encoded.prompt_mask[:, :width, None], encoded.prompt_embeds, 100.0)
+    answers = [pipe.denoise(e, seed=0, guidance_scale=1.0) for e in (encoded, encoded._replace(prompt_embeds=hidden))]
+    assert error(*map(np.asarray, answers)) <= 1e-6
+
+
+def test_a_truncated_prompt_is_reported(toy, tmp_path):
+    told = run("encode", "a red circle moving right " * 5, "--model", toy, "--dir", tmp_path)
+    assert f"the model reads {LENGTH}" in told.stderr
+
+
+def test_eight_devices_agree_with_one(toy):
+    alone, together = wanjax.load(toy), wanjax.load(toy, mesh="dp=2,sp=2,tp=2")
+    latents, spread = (np.asarray(pipe.denoise(pipe.encode("a red circle"), seed=3)) for pipe in (alone, together))
+    assert error(spread, latents.astype(np.float64)) <= 1e-5
+    assert np.abs(together.decode(latents).astype(int) - alone.decode(latents)).max() <= 1
+
+
+def test_convert_and_back(toy, video, tmp_path):
+    run("convert", toy, tmp_path / "there")
+    np.testing.assert_array_equal(wanjax.load(tmp_path / "there")("a red circle", seed=3).frames, video.frames)
+    run("convert", tmp_path / "there", tmp_path / "back", "--to", "diffusers")
+    for name in CLASSES:
+        [file] = (tmp_path / "back" / name).glob("*.safetensors")
+        there, here = load_safetensors(file), load_safetensors(toy / name / "model.safetensors")
+        assert there.keys() == here.keys()
+        assert all(np.array_equal(there[key], here[key]) for key in here)
+
+
+def test_a_lora_is_merged(toy, tmp_path):
+    key, random = "blocks.1.video_out", np.random.default_rng(1)
+    a, b = (random.normal(size=size).astype(np.float32) for size in ((2, 16), (16, 2)))
+    save_safetensors(
+        tmp_path / "a.safetensors", {f"transformer.{key}.lora_A.weight": a, f"transformer.{key}.lora_B.weight": b}
+    )
+    loras = ((), f"{tmp_path / 'a.safetensors'}:0.5")
+    kernels = [kernel(wanjax.load(toy, lora=lora)) for lora in loras]
+    np.testing.assert_allclose(kernels[1] - kernels[0], 0.5 * (b @ a).T, rtol=1e-5, atol=1e-5)
+
+
+def kernel(pipe):
+    return np.asarray(pipe.components.get("transformer").blocks.video_out.kernel[...][1])
+
+
+def test_models_plan_and_warmup(toy, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert "toy" in [model["name"] for model in json.loads(run("models", "--json").stdout)]
+    for name in ("toy", toy):
+        planned = json.loads(run("plan", name, "--chip", "cpu", "--json").stdout)
+        assert planned["fits"]
+        assert planned["step_seconds"] > 0
+        assert planned["stages"].keys() == {"encode", "denoise", "decode"}
+    assert "what was compiled is in" in run("warmup", "--model", toy).stderr
+
+
+def test_settings_of_other_families_are_refused(toy, tmp_path):
+    Image.new("RGB", (32, 32)).save(tmp_path / "x.png")
+    refused = run("a", "--model", toy, "--dir", tmp_path / "out", "--image", tmp_path / "x.png", status=2)
+    assert "takes no pictures" in refused.stderr
+    refused = run("a", "--model", toy, "--dir", tmp_path / "out", "--flow-shift", 3, status=2)
+    assert "flow_shift is no setting of" in refused.stderr
+    with pytest.raises(WanjaxError, match="'flow_shift' is not a setting"):
+        wanjax.load(toy)("a", flow_shift=3.0)
+
+
+def test_names_that_are_taken_are_refused():
+    with pytest.raises(WanjaxError, match="toy is known already"):
+        wanjax.register(TOY)
+
+
+@dataclass(frozen=True)
+class Lazy(ToyDenoiser):
+    """A step cache: every second prediction is the previous one, taken from the carry."""
+
+    skips: bool = False
+
+    def first_carry(self, x, inputs):
+        return (jnp.zeros((inputs.batch, *x.shape[1:])),) * len(inputs.prompts)
+
+    def at(self, index: int) -> "Lazy":
+        return Lazy(self.graphdef, self.scheduler, skips=index % 2 == 1)
+
+    def predict(self, network: Any, x: Any, t: Any, prompt: Any, shared: Any, carry: Any) -> Any:
+        if self.skips:
+            return carry, carry
+        prediction, _ = super().predict(network, x, t, prompt, shared, None)
+        return prediction, prediction
+
+
+def test_a_step_cache_needs_no_change_of_the_sampler(toy, monkeypatch):
+    """The step cache needs two programs, one without the network, and no change of the loop."""
+    pipe = wanjax.load(toy)
+    encoded, inputs = pipe.encode("a red circle"), pipe.inputs
+
+    def lazily(*given):
+        denoiser, made = inputs(*given)
+        return Lazy(denoiser.graphdef, denoiser.scheduler), made
+
+    whole = pipe.denoise(encoded, seed=0, steps=4)
+    compiled = take_step.on(None)._cache_size()
+    monkeypatch.setattr(pipe, "inputs", lazily)
+    lazy = pipe.denoise(encoded, seed=0, steps=4)
+    assert take_step.on(None)._cache_size() == compiled + 2
+    assert np.isfinite(lazy).all()
+    assert error(np.asarray(lazy), np.asarray(whole, np.float64)) > 0
