@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a clip is called: one plain wording for evaluation, and many for training."""
+"""Captions of clips: one plain wording for evaluation, many wordings for training."""
 
 from itertools import product
 
@@ -13,7 +13,7 @@ _NAMES = {
     "cross": ("cross", "cross", "cross", "plus sign"),
 }
 
-# A travelling motion is a verb and a way; each verb is given as "is moving", "moving", "moves".
+# A travelling motion is a verb and a direction; each verb has two forms, "moving" and "moves".
 _TRAVEL = (
     ("moving", "moves"),
     ("moving", "moves"),
@@ -49,7 +49,7 @@ _CHANGES = {
         ("staying in place", "stays in place"),
     ),
 }
-_SIZES = {"grows": ("small", "little"), "shrinks": ("big", "large")}  # as the clip begins
+_SIZES = {"grows": ("small", "little"), "shrinks": ("big", "large")}  # at the start of the clip
 
 _BACKGROUNDS = {
     "dark": ("a dark background", "a dark background", "a black background"),
@@ -61,7 +61,7 @@ _BACKGROUNDS = {
 
 
 def _deeds(motion: str) -> tuple[tuple[str, str], ...]:
-    """The wordings of a motion, each as what it is doing and what it does."""
+    """Returns the wordings of a motion, each in two forms: "moving left" and "moves left"."""
     if motion in _CHANGES:
         return _CHANGES[motion]
     return tuple((f"{doing} {way}", f"{does} {way}") for (doing, does), way in product(_TRAVEL, _WAYS[motion]))
@@ -71,17 +71,17 @@ _DEEDS = {motion: _deeds(motion) for motion in MOTIONS}
 
 
 def plain_caption(colour: str, shape: str, motion: str) -> str:
-    """The wording of the evaluation: "a red circle moving right", growing, shrinking, staying still."""
+    """Returns the wording used in evaluation, such as "a red circle moving right"."""
     return f"{_article(colour)} {colour} {shape} {plain_deed(motion)}"
 
 
 def plain_deed(motion: str) -> str:
-    """What the evaluation asks of a picture: "moving right", growing, shrinking, staying still."""
+    """Returns the prompt that evaluation gives with a picture, such as "moving right"."""
     return _DEEDS[motion][0][0]
 
 
 def caption(spec: Spec, rng: np.random.Generator) -> str:
-    """One of the many wordings of a clip; a third say what the background is, a few are written with capitals."""
+    """Draws one of the many wordings of a clip. A third name the background; a few are capitalised."""
     doing, does = _pick(rng, _DEEDS[spec.motion])
     text = _sentence(_subject(spec, rng), doing, does, rng)
     if rng.random() < 0.35:
@@ -93,12 +93,12 @@ def caption(spec: Spec, rng: np.random.Generator) -> str:
 
 
 def deed(spec: Spec, rng: np.random.Generator) -> str:
-    """What happens in a clip and not to what, for one whose first frame is given: "moving right"."""
+    """Draws a wording of the motion alone, such as "moving right", for a clip whose first frame is given."""
     return _pick(rng, (str, str, _capital))(_pick(rng, _pick(rng, _DEEDS[spec.motion])))
 
 
 def _subject(spec: Spec, rng: np.random.Generator) -> str:
-    """The shape and its colour, with an article or without, sometimes with the size that it begins with."""
+    """Draws a wording of the colour and the shape, with or without an article, sometimes with the initial size."""
     name = _pick(rng, _NAMES[spec.shape])
     article = _pick(rng, ("a", "a", "a", "the", ""))
     if rng.random() < 0.1:
@@ -110,7 +110,7 @@ def _subject(spec: Spec, rng: np.random.Generator) -> str:
 
 
 def _sentence(subject: str, doing: str, does: str, rng: np.random.Generator) -> str:
-    """The subject and its deed; the plain wording is the likeliest."""
+    """Draws a sentence from the subject and the motion; the plain wording is the most likely."""
     forms = (f"{subject} {doing}", f"{subject} {doing}", f"{subject} {does}", f"{subject} that {does}")
     if subject.endswith(","):  # "a circle, red, is moving" would break the phrase
         return forms[0]
@@ -130,7 +130,7 @@ def _pick(rng: np.random.Generator, options):
 
 
 def vocabulary() -> list[str]:
-    """Every word that a caption can hold, in lower case, sorted."""
+    """Returns every word that a caption may contain, in lower case, sorted."""
     phrases = [*COLOURS, *SHAPES, "a an the on is that video of"]
     for group in (_NAMES, _SIZES, _BACKGROUNDS):
         phrases += [phrase for options in group.values() for phrase in options]

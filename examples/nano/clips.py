@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The world of the model in the box: one coloured shape on a plain background, drawn without jagged edges.
+"""The clips of the model in the box: one coloured shape on a plain background, drawn with antialiasing.
 
-A clip is told by its `Spec`; where the shape stands, how large it is and how fast it goes are drawn at random, within
-bounds that keep it wholly in the frame and its motion plain to see.
+A clip is described by its `Spec`. The shape's position, size and speed are random, within bounds that keep it inside
+the frame and its motion visible.
 """
 
 from collections.abc import Sequence
@@ -22,14 +22,14 @@ COLOURS = {
     "purple": (0.52, 0.12, 0.76),
     "pink": (1.00, 0.45, 0.76),
 }
-"""What each name looks like, in sRGB from 0 to 1."""
+"""The sRGB values of each colour, from 0 to 1."""
 
 SHAPES = ("circle", "square", "triangle", "cross")
 MOTIONS = ("left", "right", "up", "down", "grows", "shrinks", "stays")
 BACKGROUNDS = ("dark", "grey", "light", "vertical gradient", "horizontal gradient")
 
 DIRECTIONS = {"left": (-1.0, 0.0), "right": (1.0, 0.0), "up": (0.0, -1.0), "down": (0.0, 1.0)}
-"""Unit steps (x, y) of the motions that travel; y grows downwards, as in an image."""
+"""Unit steps (x, y) of the travelling motions; y increases downwards, as in an image."""
 
 COMBINATIONS = tuple(product(COLOURS, SHAPES, MOTIONS))
 
@@ -38,11 +38,11 @@ HELD_OUT = tuple(
     for (c, colour), (s, shape), (m, motion) in product(enumerate(COLOURS), enumerate(SHAPES), enumerate(MOTIONS))
     if (c + 2 * s + 3 * m) % 10 == 0
 )
-"""The tenth of the combinations that training never sees; any two of their three words are seen together."""
+"""The tenth of the combinations that training never sees. Training sees every pair of their words in other clips."""
 
 _TRAINED = tuple(sorted(set(COMBINATIONS) - set(HELD_OUT)))
 
-# Half the width, and the reach above and below the centre, of each shape of radius 1. The areas are nearly equal.
+# Half the width, and the extents above and below the centre, of each shape of radius 1. The areas are nearly equal.
 _CIRCUMRADIUS = 1.36  # of the triangle
 _REACH = {
     "circle": (1.0, 1.0, 1.0),
@@ -55,7 +55,7 @@ _ARM = 0.36  # half the thickness of the cross's arms
 
 @dataclass(frozen=True)
 class Spec:
-    """What a clip shows: a name from each of `COLOURS`, `SHAPES`, `MOTIONS` and `BACKGROUNDS`."""
+    """The content of a clip: one name each from `COLOURS`, `SHAPES`, `MOTIONS` and `BACKGROUNDS`."""
 
     colour: str
     shape: str
@@ -65,7 +65,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Track:
-    """Where the shape is in each frame, in pixels: its centre x and y, and its radius."""
+    """The shape's position in each frame, in pixels: its centre x and y, and its radius."""
 
     x: Float[np.ndarray, "T"]
     y: Float[np.ndarray, "T"]
@@ -73,7 +73,7 @@ class Track:
 
 
 def sample_specs(rng: np.random.Generator, n: int, held_out: bool = False) -> list[Spec]:
-    """`n` specs, each combination and background as likely as any other: of the training ones, or of those held out."""
+    """Draws `n` specs uniformly from the combinations of training, or from those held out."""
     combinations = HELD_OUT if held_out else _TRAINED
     picked = rng.integers(len(combinations), size=n)
     backgrounds = rng.integers(len(BACKGROUNDS), size=n)
@@ -81,7 +81,7 @@ def sample_specs(rng: np.random.Generator, n: int, held_out: bool = False) -> li
 
 
 def draw(specs: Sequence[Spec], frames: int, size: int, rng: np.random.Generator) -> Float[np.ndarray, "B T H W 3"]:
-    """One clip of `frames` frames of `size` by `size` pixels for each spec: float32 in [-1, 1]."""
+    """Draws one clip per spec, of `frames` frames of `size` by `size` pixels: float32 in [-1, 1]."""
     clips = np.empty((len(specs), frames, size, size, 3), np.float32)
     for clip, spec in zip(clips, specs, strict=True):
         clip[:] = 2.0 * _background(spec.background, size, rng) - 1.0
@@ -90,7 +90,7 @@ def draw(specs: Sequence[Spec], frames: int, size: int, rng: np.random.Generator
 
 
 def _track(spec: Spec, frames: int, size: int, rng: np.random.Generator) -> Track:
-    """A steady motion; sizes are parts of the frame's, so that a clip looks alike at any resolution."""
+    """Draws a steady motion. Sizes are fractions of the frame's, so a clip looks alike at any resolution."""
     time = np.linspace(0.0, 1.0, frames) if frames > 1 else np.zeros(1)
     travel = np.zeros(2)
     if spec.motion in DIRECTIONS:
@@ -111,7 +111,7 @@ def _track(spec: Spec, frames: int, size: int, rng: np.random.Generator) -> Trac
 
 
 def _background(name: str, size: int, rng: np.random.Generator) -> Float[np.ndarray, "H W 3"]:
-    """A plain grey or a soft gradient of two muted colours, from 0 to 1; one of height and width may be 1."""
+    """Draws a plain grey or a soft gradient between two muted colours, from 0 to 1; height or width may be 1."""
     if name in _GREYS:
         return np.full((1, 1, 3), rng.uniform(*_GREYS[name]))
     middle, half = rng.uniform(0.3, 0.7), rng.uniform(0.08, 0.18) * rng.choice([-1.0, 1.0])
@@ -125,7 +125,7 @@ _GREYS = {"dark": (0.06, 0.20), "grey": (0.40, 0.58), "light": (0.80, 0.94)}
 
 
 def _paint(clip: Float[np.ndarray, "T H W 3"], spec: Spec, track: Track) -> None:
-    """Blends the shape over the clip in place, only in the box that it passes through."""
+    """Blends the shape over the clip in place, within the bounding box of its track."""
     size = clip.shape[1]
     width, above, below = np.outer(_REACH[spec.shape], track.radius) + 1.0
     rows = slice(max(int((track.y - above).min()), 0), min(int((track.y + below).max()) + 1, size))
@@ -135,13 +135,13 @@ def _paint(clip: Float[np.ndarray, "T H W 3"], spec: Spec, track: Track) -> None
     y = (centres[rows] - track.y[:, None]).astype(np.float32)[:, :, None]
     radius = track.radius.astype(np.float32)[:, None, None]
     cover = np.clip(0.5 - distance(spec.shape, x, y, radius), 0.0, 1.0)
-    for channel, level in enumerate(COLOURS[spec.colour]):  # three is too short for numpy's inner loop
+    for channel, level in enumerate(COLOURS[spec.colour]):  # an axis of three is too short for numpy's inner loop
         plane = clip[:, rows, columns, channel]
         plane += cover * (np.float32(2.0 * level - 1.0) - plane)
 
 
 def distance(shape: str, x: np.ndarray, y: np.ndarray, radius: np.ndarray) -> np.ndarray:
-    """Signed distance in pixels from the shape's edge, negative inside; corners are mitred outside."""
+    """Returns the signed distance in pixels from the shape's edge, negative inside; corners are mitred outside."""
     x = np.abs(x)
     if shape == "circle":
         return np.hypot(x, y) - radius

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks the model in the box for every combination that training never saw, and reads what it made.
+"""Evaluation of the model in the box on every combination that training never saw.
 
-Prints, for colour, motion and shape, the part of the videos in which it is right, each failure, and how well the video
-autoencoder gives unseen clips back. A reading of None counts as wrong. With `--pictures` it is given the first frame of
-an unseen clip and told only what is to happen.
+Prints the fraction of videos with the right colour, motion and shape, each failure, and the PSNR of unseen clips after
+the autoencoder. A reading of None counts as wrong. With `--pictures` the model receives the first frame of an unseen
+clip and a prompt that names only the motion.
 """
 
 import argparse
@@ -33,7 +33,7 @@ Clips = Float[np.ndarray, "B T H W 3"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """A video that was asked for, and what is seen in it."""
+    """One generated video: its prompt, the names that are right, and the reading."""
 
     prompt: str
     seed: int
@@ -41,12 +41,12 @@ class Outcome:
     reading: Reading
     frames: Frames
 
-    def right(self, part: str) -> bool:
-        """Whether `part` (colour, motion or shape) is as the prompt has it."""
-        return getattr(self.reading, part) == self.asked[part]
+    def right(self, aspect: str) -> bool:
+        """Returns True if `aspect` (colour, motion or shape) is as asked."""
+        return getattr(self.reading, aspect) == self.asked[aspect]
 
     def __str__(self) -> str:
-        wrong = ", ".join(f"{part} {getattr(self.reading, part)}" for part in BARS if not self.right(part))
+        wrong = ", ".join(f"{aspect} {getattr(self.reading, aspect)}" for aspect in BARS if not self.right(aspect))
         return f"{self.prompt}, seed {self.seed}: {wrong or 'right'}"
 
 
@@ -56,7 +56,7 @@ def evaluate(
     seeds: int,
     tell: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
-    """Generates each (colour, shape, motion) with the seeds 0, 1, ... and reads it; `tell` is given each outcome."""
+    """Generates each (colour, shape, motion) with the seeds 0, 1, ... and reads it; `tell` receives each outcome."""
     outcomes = []
     for colour, shape, motion in combinations:
         prompt = plain_caption(colour, shape, motion)
@@ -74,7 +74,7 @@ def evaluate_pictures(
     seeds: int,
     tell: Callable[[Outcome], None] = lambda outcome: None,
 ) -> tuple[list[Outcome], list[float]]:
-    """The same from the first frame of a drawn clip of each; also the first frames' PSNR against it, in dB."""
+    """Evaluates from the first frames of drawn clips; also returns the PSNR of the videos' first frames, in dB."""
     outcomes, psnr = [], []
     for number, (colour, shape, motion) in enumerate(combinations):
         for seed in range(seeds):
@@ -90,8 +90,8 @@ def evaluate_pictures(
 
 
 def accuracies(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """The part of the outcomes that is right, for colour, motion and shape."""
-    return {part: sum(outcome.right(part) for outcome in outcomes) / len(outcomes) for part in BARS}
+    """Returns the fraction of outcomes with the right colour, motion and shape."""
+    return {aspect: sum(outcome.right(aspect) for outcome in outcomes) / len(outcomes) for aspect in BARS}
 
 
 def reconstruction_psnr(
@@ -101,9 +101,9 @@ def reconstruction_psnr(
     batch: int = 8,
     seed: int = 2026,
 ) -> float:
-    """Peak signal-to-noise ratio in dB over all pixels of clips, of held-out combinations, put through the autoencoder.
+    """Returns the peak signal-to-noise ratio in dB of clips of held-out combinations after the autoencoder.
 
-    `encode` takes videos [B T H W 3] in [-1, 1] to latents, `decode` takes these back.
+    `encode` maps videos [B T H W 3] in [-1, 1] to latents, `decode` maps them back.
     """
     rng = np.random.default_rng(seed)
     squared = []
@@ -114,7 +114,7 @@ def reconstruction_psnr(
 
 
 def contact_sheet(outcomes: Sequence[Outcome], columns: int = 9) -> Image.Image:
-    """The first video of each prompt, a row each, `columns` frames of it from first to last, two pixels apart."""
+    """Draws one row per prompt: `columns` frames of its first video, from first to last, two pixels apart."""
     rows = []
     for outcome in outcomes:
         if outcome.seed == 0:
@@ -124,7 +124,7 @@ def contact_sheet(outcomes: Sequence[Outcome], columns: int = 9) -> Image.Image:
 
 
 def report(outcomes: Sequence[Outcome], psnr: float) -> dict:
-    """Everything that was found, for a file."""
+    """Returns all figures and failures as JSON values."""
     return {
         "videos": len(outcomes),
         "accuracy": accuracies(outcomes),
@@ -132,22 +132,24 @@ def report(outcomes: Sequence[Outcome], psnr: float) -> dict:
         "failures": [
             {"prompt": outcome.prompt, "seed": outcome.seed, "reading": dataclasses.asdict(outcome.reading)}
             for outcome in outcomes
-            if not all(outcome.right(part) for part in BARS)
+            if not all(outcome.right(aspect) for aspect in BARS)
         ],
     }
 
 
 def table(found: dict) -> str:
-    """The figures of a report beside their bars."""
-    lines = [f"{part:<8} {100 * found['accuracy'][part]:6.1f} %   bar {100 * BARS[part]:.0f} %" for part in BARS]
+    """Formats the figures of a report and their bars."""
+    lines = [
+        f"{aspect:<8} {100 * found['accuracy'][aspect]:6.1f} %   bar {100 * bar:.0f} %" for aspect, bar in BARS.items()
+    ]
     return "\n".join([*lines, f"{'VAE':<8} {found['psnr']:6.1f} dB  bar {PSNR_BAR:.0f} dB"])
 
 
 def picture_table(outcomes: Sequence[Outcome], psnr: Sequence[float]) -> str:
-    """The figures of the videos that were made from pictures."""
+    """Formats the figures of the videos that were made from pictures, and their bars."""
+    bars = {aspect: f"   bar {100 * bar:.0f} %" for aspect, bar in PICTURE_BARS.items()}
     lines = [
-        f"{part:<8} {100 * right:6.1f} %" + (f"   bar {100 * PICTURE_BARS[part]:.0f} %" if part in PICTURE_BARS else "")
-        for part, right in accuracies(outcomes).items()
+        f"{aspect:<8} {100 * right:6.1f} %{bars.get(aspect, '')}" for aspect, right in accuracies(outcomes).items()
     ]
     first = f"{'first frame':<8} {np.mean(psnr):.1f} dB, the worst {min(psnr):.1f} dB  bar {FIRST_FRAME_BAR:.0f} dB"
     return "\n".join([*lines, first])
@@ -156,14 +158,16 @@ def picture_table(outcomes: Sequence[Outcome], psnr: Sequence[float]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="nano", help="a name or a folder (default: nano)")
-    parser.add_argument("--seeds", type=int, default=4, help="videos for each prompt (default: 4)")
-    parser.add_argument("--pictures", action="store_true", help="animate pictures in place of prompts alone")
-    parser.add_argument("--limit", type=int, help="only the first so many combinations")
+    parser.add_argument("--seeds", type=int, default=4, help="videos per prompt (default: 4)")
+    parser.add_argument(
+        "--pictures", action="store_true", help="give the first frame, and a prompt of the motion alone"
+    )
+    parser.add_argument("--limit", type=int, help="evaluate only the first LIMIT combinations")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures and the failures there")
     parser.add_argument("--sheet", type=Path, metavar="FILE.png", help="write a picture of the videos there")
     options = parser.parse_args(arguments)
 
-    from flax import nnx  # here, so that --help and the functions above need no model
+    from flax import nnx  # imported late: --help and the functions above need no model
 
     import wanjax
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training loop that draws its batches while the step runs, prints where it is, and resumes where it stopped."""
+"""A training loop that draws the next batch while a step runs, prints its progress, and resumes where it stopped."""
 
 import time
 from collections.abc import Callable
@@ -17,10 +17,10 @@ PRINT_EVERY = 100
 
 
 class Trainer:
-    """Steps of `optimizer` on `loss(model, batch, key) -> (loss, metrics)`, with an average of the weights on the side.
+    """Training of a model with `optimizer` on `loss(model, batch, key) -> (loss, metrics)`; also averages the weights.
 
-    The batch of step i is drawn from a generator seeded with (seed, i) and the key is folded with i, so a run that was
-    stopped and resumed sees what an unbroken one sees.
+    The batch of step i is drawn from a generator seeded with (seed, i), and the key is folded with i. So a run that is
+    stopped and resumed sees the same batches and keys as an uninterrupted one.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Trainer:
         self._train_step = jax.jit(train_step, donate_argnums=0)
 
     def run(self, last: int, draw_batch: Callable[[np.random.Generator], object]) -> None:
-        """Trains up to step `last`; nothing if that lies behind."""
+        """Trains up to step `last`; does nothing if that is past."""
         if self.step >= last:
             return
         key = jax.random.key(self.seed)
@@ -75,13 +75,13 @@ class Trainer:
                 self.state, metrics = self._train_step(self.state, batch, jax.random.fold_in(key, self.step))
                 self.step += 1
                 if self.step % PRINT_EVERY == 0 or self.step == last:
-                    told = "  ".join(f"{name} {float(value):.4f}" for name, value in metrics.items())
+                    values = "  ".join(f"{name} {float(value):.4f}" for name, value in metrics.items())
                     pace = (time.monotonic() - begun) / (self.step - begun_at)
-                    print(f"{self.name} {self.step}/{last}  {told}  {pace:.3f} s/step", flush=True)
+                    print(f"{self.name} {self.step}/{last}  {values}  {pace:.3f} s/step", flush=True)
                 if self.step % SAVE_EVERY == 0 or self.step == last:
                     self.manager.save(self.step, args=ocp.args.StandardSave(self.state))
         self.manager.wait_until_finished()
 
     def model(self) -> nnx.Module:
-        """The model with the averaged weights."""
+        """Returns the model with the averaged weights."""
         return nnx.merge(self.graphdef, self.state["average"])

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a clip back by classical vision: which colour, which shape, which motion, or None where it cannot tell.
+"""Recognition of a clip's colour, shape and motion by classical vision; None for what cannot be recognised.
 
-The steps: fit a plain or evenly shaded background to each frame; take what differs from it as the shape; name its
-colour by the nearest of the palette; lay a template of each shape, of the same centre and area, over it; and fit
-straight lines to its centre and size over time. Nothing is learnt, and nothing is known of the prompt.
+The steps: fit a plain or linearly shaded background to each frame; take the pixels that differ from it as the shape;
+name its colour by the nearest of the palette; compare it with a template of each shape, of the same centre and area;
+fit straight lines to its centre and size over time. Nothing is learnt, and the prompt is not used.
 """
 
 from dataclasses import dataclass
@@ -14,34 +14,34 @@ from jaxtyping import Float, UInt8
 from scipy import ndimage
 
 CONTRAST = 0.18  # a pixel further than this from the background, in RGB from 0 to 1, belongs to the shape
-LEAST_AREA, MOST_AREA = 0.004, 0.35  # of the frame
-READABLE = 0.75  # part of the frames that must show one shape
-COLOUR_TOLERANCE = 0.25
+LEAST_AREA, MOST_AREA = 0.004, 0.35  # fractions of the frame
+READABLE = 0.75  # fraction of the frames that must show one shape
+COLOUR_TOLERANCE = 0.25  # distance in RGB from 0 to 1
 LEAST_OVERLAP, LEAST_LEAD = 0.75, 0.03  # of the best template, and over the second best
-TRAVELS, STANDS = 0.20, 0.08  # displacement over the clip, as part of the frame
+TRAVELS, STANDS = 0.20, 0.08  # displacement over the clip, as a fraction of the frame
 GROWS, KEEPS = 1.4, 1.2  # ratio of the sizes at the two ends
-UNSTEADY = 0.04  # root mean square distance from a straight track, as part of the frame
+UNSTEADY = 0.04  # root mean square distance from a straight track, as a fraction of the frame
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a clip shows; None where it cannot be told. The measures behind it stand beside it."""
+    """The recognised names, None for what cannot be recognised, and the measurements behind them."""
 
     colour: str | None = None
     shape: str | None = None
     motion: str | None = None
     rgb: tuple[float, float, float] | None = None
-    displacement: tuple[float, float] | None = None  # x and y, as part of the frame; y grows downwards
+    displacement: tuple[float, float] | None = None  # x and y, as fractions of the frame; y increases downwards
     growth: float | None = None  # ratio of the last size to the first
-    overlaps: dict[str, float] | None = None  # with the template of each shape
+    overlaps: dict[str, float] | None = None  # intersection over union with the template of each shape
 
 
 @dataclass(frozen=True)
 class _Blobs:
-    """The shape in those frames that show one."""
+    """The shape in the frames that show exactly one."""
 
-    index: Float[np.ndarray, "T"]  # of the frame, 0 for the first and 1 for the last
-    cover: Float[np.ndarray, "T H W"]
+    index: Float[np.ndarray, "T"]  # position of the frame in the clip, from 0 to 1
+    cover: Float[np.ndarray, "T H W"]  # fraction of each pixel that the shape covers
     area: Float[np.ndarray, "T"]  # in pixels
     x: Float[np.ndarray, "T"]
     y: Float[np.ndarray, "T"]
@@ -68,11 +68,11 @@ def read(frames: UInt8[np.ndarray, "T H W 3"]) -> Reading:
 
 
 def _background(video: Float[np.ndarray, "T H W 3"], rounds: int = 8) -> Float[np.ndarray, "T H W 3"]:
-    """The plane a + b x + c y of each frame and channel that fits most pixels, from the frame's rim inwards."""
+    """Fits a plane a + b x + c y to each frame and channel, robustly, starting from the frame's rim."""
     frames, height, width, _ = video.shape
     y, x = np.meshgrid(np.linspace(-1, 1, height), np.linspace(-1, 1, width), indexing="ij")
     everywhere = np.stack([np.ones_like(x), x, y], axis=-1).astype(np.float32)
-    basis = everywhere[::2, ::2].reshape(-1, 3)  # a quarter of the pixels is plenty for three numbers
+    basis = everywhere[::2, ::2].reshape(-1, 3)  # a quarter of the pixels is enough for three numbers
     products = (basis[:, :, None] * basis[:, None, :]).reshape(-1, 9)
     pixels = video[:, ::2, ::2].reshape(frames, -1, 3)
     rim = (np.abs(basis).max(axis=1, where=[False, True, True], initial=0.0) > 0.85).astype(np.float32)
@@ -81,14 +81,14 @@ def _background(video: Float[np.ndarray, "T H W 3"], rounds: int = 8) -> Float[n
         moments = (weights @ products).reshape(frames, 3, 3) + 1e-4 * np.eye(3, dtype=np.float32)
         plane = np.linalg.solve(moments, basis.T @ (weights[:, :, None] * pixels))
         squared = np.sum((pixels - basis @ plane) ** 2, axis=-1)
-        weights = 1.0 / (1.0 + squared / 0.05**2) ** 2  # what lies far off, the shape, counts for nothing
+        weights = 1.0 / (1.0 + squared / 0.05**2) ** 2  # outliers, that is the shape, hardly count
     return (everywhere.reshape(-1, 3) @ plane).reshape(video.shape)
 
 
 def _find(video: Float[np.ndarray, "T H W 3"]) -> _Blobs | None:
-    """The shape, as the part of each pixel that it covers; None where too few frames show just one."""
+    """Finds the shape in each frame; None if too few frames show exactly one."""
     background = _background(video)
-    smooth = ndimage.uniform_filter(video - background, (1, 3, 3, 1))  # lone noisy pixels are no shape
+    smooth = ndimage.uniform_filter(video - background, (1, 3, 3, 1))  # removes single noisy pixels
     masks = np.linalg.norm(smooth, axis=-1) > CONTRAST
     single = [_single(mask) for mask in masks]
     seen = np.array([mask is not None for mask in single])
@@ -109,7 +109,7 @@ def _find(video: Float[np.ndarray, "T H W 3"]) -> _Blobs | None:
 
 
 def _single(mask: np.ndarray) -> np.ndarray | None:
-    """The largest connected part, if it is nearly all of the mask and of a fair size."""
+    """Returns the largest connected region, if it is most of the mask and of a plausible size."""
     labels, count = ndimage.label(mask)
     if count == 0:
         return None
@@ -121,13 +121,13 @@ def _single(mask: np.ndarray) -> np.ndarray | None:
 
 
 def _core(mask: np.ndarray) -> np.ndarray:
-    """The mask without its rim, where the shape's colour is mixed with the background's."""
+    """Returns the mask without its rim, where the shape's colour mixes with the background's."""
     core = ndimage.binary_erosion(mask, iterations=2)
     return core if core.sum() > 4 else mask
 
 
 def _colour(rgb: Float[np.ndarray, "T 3"]) -> str | None:
-    """The palette's name that is near in nearly every frame."""
+    """Returns the colour of the palette that is nearest, and near enough, in most frames."""
     distances = np.linalg.norm(rgb[:, None] - np.array(list(COLOURS.values())), axis=-1)
     near = (distances.argmin(axis=1)[:, None] == np.arange(len(COLOURS))) & (distances < COLOUR_TOLERANCE)
     votes = near.mean(axis=0)
@@ -135,7 +135,7 @@ def _colour(rgb: Float[np.ndarray, "T 3"]) -> str | None:
 
 
 def _unit_area(shape: str) -> float:
-    """The area of the shape of radius 1."""
+    """Returns the area of the shape of radius 1."""
     grid = (np.arange(400) - 199.5) / 100.0
     return float(np.clip(0.5 - 100.0 * distance(shape, grid[None], grid[:, None], np.ones(1)), 0, 1).sum()) / 1e4
 
@@ -144,7 +144,7 @@ _AREAS = {shape: _unit_area(shape) for shape in SHAPES}
 
 
 def _overlaps(blobs: _Blobs) -> dict[str, float]:
-    """Intersection over union with each shape's template of the same centre and area, averaged over the frames."""
+    """Returns the intersection over union with a template of each shape, of equal centre and area, over all frames."""
     _, height, width = blobs.cover.shape
     x = (np.arange(width) + 0.5 - blobs.x[:, None])[:, None, :]
     y = (np.arange(height) + 0.5 - blobs.y[:, None])[:, :, None]
@@ -159,21 +159,21 @@ def _overlaps(blobs: _Blobs) -> dict[str, float]:
 
 
 def _shape(overlaps: dict[str, float]) -> str | None:
-    """The shape whose template fits best, if it fits well and clearly better than the others."""
+    """Returns the shape whose template fits best, if it fits well and clearly better than the others."""
     best, second = sorted(overlaps, key=overlaps.__getitem__, reverse=True)[:2]
     clear = overlaps[best] >= LEAST_OVERLAP and overlaps[best] - overlaps[second] >= LEAST_LEAD
     return best if clear else None
 
 
 def _line(index: np.ndarray, track: np.ndarray) -> tuple[float, float, float]:
-    """A straight line through a track: its values at the clip's two ends, and how far the track strays from it."""
+    """Fits a straight line to a track: returns its values at the clip's two ends, and the track's RMS distance."""
     slope, start = np.polyfit(index, track, 1)
     stray = np.sqrt(np.mean((track - start - slope * index) ** 2))
     return float(start), float(start + slope), float(stray)
 
 
 def _motion(blobs: _Blobs, size: tuple[int, int]) -> tuple[str | None, tuple[float, float], float]:
-    """The motion, the displacement of the centre and the ratio of the sizes, over the whole clip."""
+    """Returns the motion, the displacement of the centre and the ratio of the sizes, over the whole clip."""
     height, width = size
     x0, x1, stray_x = _line(blobs.index, blobs.x / width)
     y0, y1, stray_y = _line(blobs.index, blobs.y / height)
@@ -187,7 +187,7 @@ def _motion(blobs: _Blobs, size: tuple[int, int]) -> tuple[str | None, tuple[flo
 
 
 def _name_motion(dx: float, dy: float, growth: float) -> str | None:
-    """The one motion that is plain to see while the others are not."""
+    """Returns the motion that is clear, or None if none or several are."""
     travel, sideways = max(abs(dx), abs(dy)), min(abs(dx), abs(dy))
     keeps = 1 / KEEPS < growth < KEEPS
     if travel > TRAVELS and sideways < travel / 3 and keeps:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the model in the box is: the configs of its parts, as a diffusers folder holds them, and their training."""
+"""The recipe of the model in the box: the configs of its components, in the diffusers layout, and their training."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ VAE = {
     "attn_scales": [],
     "temperal_downsample": [False, True, True],
     "dropout": 0.0,
-    "latents_mean": [0.0] * 16,  # measured after the VAE is trained
+    "latents_mean": [0.0] * 16,  # measured once the VAE is trained
     "latents_std": [1.0] * 16,
 }
 
@@ -73,7 +73,7 @@ SCHEDULER = {
 
 MODEL_INDEX = {
     "_class_name": "WanPipeline",
-    "expand_timesteps": True,  # a first frame can be given, which is at timestep 0
+    "expand_timesteps": True,  # the first frame can be given: it has timestep 0
     "text_encoder": ["transformers", "UMT5EncoderModel"],
     "tokenizer": ["transformers", "T5TokenizerFast"],
     "transformer": ["diffusers", "WanTransformer3DModel"],
@@ -84,7 +84,7 @@ MODEL_INDEX = {
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of the VAE's training on crops of clips."""
+    """A phase of the VAE's training on crops of clips."""
 
     steps: int
     batch: int
@@ -93,14 +93,14 @@ class Phase:
 
 
 VAE_PHASES = (Phase(2500, 10, 1, 32), Phase(3300, 4, 5, 32), Phase(1400, 4, 9, 32))
-"""Images first, then crops of video."""
+"""Training of the whole VAE: images first, then crops of video."""
 DECODER_PHASES = (Phase(3000, 4, 9, 32), Phase(1200, 1, 17, 64))
-"""Then the decoder alone, in the end on whole clips."""
+"""Further training of the decoder alone, at the end on whole clips."""
 
-CLIPS = 16384  # encoded once for the flow's training
+CLIPS = 16384  # encoded once, for flow matching
 FLOW_BATCH = 32
 FLOW_STEPS = 14000
-PICTURE_STEPS = 5000  # in which half of the batch is given its first frame
+PICTURE_STEPS = 5000  # with the first frame given for half of each batch
 
 DEFAULTS = {
     "negative_prompt": "",
@@ -112,4 +112,4 @@ DEFAULTS = {
     "guidance_scale": 3.0,
     "flow_shift": 3.0,
 }
-"""How the model is best asked: what `generation_config.json` of its folder says."""
+"""The recommended settings, as in the folder's `generation_config.json`."""

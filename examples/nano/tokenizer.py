@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the small tokenizer: a unigram model in UMT5's form, where every word of the captions is one token.
+"""The small tokenizer: a unigram model in UMT5's form, in which every word of the captions is one token.
 
-Its parts are those that transformers' T5Tokenizer rebuilds from a vocabulary (no normaliser, no byte fallback), so
-that both read a folder alike. That is why words stand in it in three cases: nothing lowers them. What the captions do
-not know is spelt in characters of ASCII, and beyond ASCII is <unk>.
+It has only what transformers' T5Tokenizer rebuilds from a vocabulary (no normaliser, no byte fallback), so that both
+libraries read its folder alike. Without a normaliser the vocabulary holds each word in three cases. Other words are
+spelt in ASCII characters; characters beyond ASCII become <unk>.
 """
 
 import argparse
@@ -16,18 +16,18 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 VOCABULARY_SIZE = 512
 MAX_LENGTH = 32
-_SPACE = "▁"  # what marks the start of a word in SentencePiece
+_SPACE = "▁"  # SentencePiece's mark for the start of a word
 
 
 def build() -> Tokenizer:
-    """The tokenizer; the same at every call."""
+    """Builds the tokenizer, the same at every call."""
     words = vocabulary()
     cased = [*words, *map(str.title, words), *map(str.upper, words)]
     whole = list(dict.fromkeys(_SPACE + word for word in cased))
     characters = [_SPACE, *(chr(code) for code in range(ord("!"), ord("~") + 1))]
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
     pieces += [(piece, -math.log(len(whole))) for piece in whole]
-    pieces += [(piece, -12.0) for piece in characters if piece not in whole]  # always dearer than a whole word
+    pieces += [(piece, -12.0) for piece in characters if piece not in whole]  # less likely than any whole word
     if len(pieces) > VOCABULARY_SIZE:
         raise ValueError(f"the captions need {len(pieces)} tokens where the model has {VOCABULARY_SIZE}")
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=2, byte_fallback=False))
@@ -44,7 +44,7 @@ def build() -> Tokenizer:
 
 
 def write(folder: Path) -> None:
-    """Writes the `tokenizer` folder of a checkpoint, as transformers reads it."""
+    """Writes the `tokenizer` folder of a checkpoint in the form that transformers reads."""
     folder.mkdir(parents=True, exist_ok=True)
     build().save(str(folder / "tokenizer.json"))
     special = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
@@ -61,5 +61,5 @@ def write(folder: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where tokenizer.json and its two settings files are written")
+    parser.add_argument("folder", type=Path, help="the folder for tokenizer.json and its two settings files")
     write(parser.parse_args().folder)

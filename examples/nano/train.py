@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the model in the box from nothing: `python examples/nano/train.py --out DIR`.
+"""Training of the model in the box from scratch: `python examples/nano/train.py --out DIR`.
 
-Trains the autoencoder, measures its latents, trains the transformer with its text encoder, and writes a diffusers
-folder. Stopped at any moment, the same command goes on where it was.
+Trains the autoencoder, measures its latents, trains the transformer together with its text encoder, and writes a folder
+in the diffusers layout. After an interruption the same command resumes.
 """
 
 import json
@@ -16,7 +16,8 @@ from flax import nnx
 from train_flow import PromptedTransformer, train_flow
 from train_vae import latent_statistics, train_vae
 
-from wanjax.converters import engine, t5, wan
+from wanjax.converters import engine, t5
+from wanjax.converters.wan import diffusers as wan
 from wanjax.models.t5 import T5Encoder
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.models.wan.vae import WanVAE
@@ -27,7 +28,7 @@ from wanjax.models.wan.vae import WanVAE
 @click.option("--work", type=click.Path(path_type=Path), default="nano_training", help="Checkpoints of the training.")
 @click.option("--seed", default=0, show_default=True)
 def main(out: Path, work: Path, seed: int) -> None:
-    """Trains what is not trained yet and writes the model."""
+    """Trains what is not trained yet, and writes the model."""
     settings = {"dtype": jnp.float32, "param_dtype": jnp.float32, "rngs": nnx.Rngs(seed)}
     vae = train_vae(WanVAE(wan.vae_config(recipe.VAE), **settings), work, seed)
     mean, std = latent_statistics(vae, seed)
@@ -40,9 +41,9 @@ def main(out: Path, work: Path, seed: int) -> None:
     model = train_flow(model, vae, work, seed)
 
     transformer, text_encoder = model.transformer, model.text_encoder
-    write_part(out / "vae", vae_json, vae, wan.vae_rules(vae.config))
-    write_part(out / "transformer", recipe.TRANSFORMER, transformer, wan.transformer_rules(transformer.config))
-    write_part(out / "text_encoder", recipe.TEXT_ENCODER, text_encoder, t5.t5_rules(text_encoder.config), "model")
+    write_network(out / "vae", vae_json, vae, wan.vae_rules(vae.config))
+    write_network(out / "transformer", recipe.TRANSFORMER, transformer, wan.transformer_rules(transformer.config))
+    write_network(out / "text_encoder", recipe.TEXT_ENCODER, text_encoder, t5.t5_rules(text_encoder.config), "model")
     tokenizer.write(out / "tokenizer")
     write_json(out / "scheduler" / "scheduler_config.json", recipe.SCHEDULER)
     write_json(out / "model_index.json", recipe.MODEL_INDEX)
@@ -50,10 +51,10 @@ def main(out: Path, work: Path, seed: int) -> None:
     print(f"the model is in {out}")
 
 
-def write_part(
+def write_network(
     folder: Path, config: dict, network: nnx.Module, rules: list, name: str = "diffusion_pytorch_model"
 ) -> None:
-    """A network's folder: its config and its weights under the names of the published checkpoints."""
+    """Writes a network's folder: its config, and its weights under the names of the published checkpoints."""
     write_json(folder / "config.json", config)
     engine.export(network, rules, folder / f"{name}.safetensors", metadata={"format": "pt"})
 

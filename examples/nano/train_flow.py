@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains the small diffusion transformer and its text encoder together, by flow matching on encoded clips.
+"""Training of the small diffusion transformer and its text encoder together, by flow matching on encoded clips.
 
-Flow matching (Lipman et al., 2023; Liu et al., rectified flow, 2023): at noise level s a clip x and noise e are mixed
-to (1 - s) x + s e, and the transformer is asked for the velocity e - x. First it learns to make clips of a prompt
-alone; then also to go on from a picture, whose latents are the first frame's: they stay without noise, at timestep 0.
+Flow matching (Lipman et al., 2023; Liu et al., rectified flow, 2023): at noise level s, a clip x and noise e are mixed
+to (1 - s) x + s e, and the transformer predicts the velocity e - x. It first learns to make clips from a prompt alone,
+then also to continue from a picture: the picture's latents, those of the first frame, have no noise and timestep 0.
 """
 
 from functools import partial
@@ -25,17 +25,17 @@ from tokenizer import build as build_tokenizer
 from wanjax.models.t5 import T5Encoder
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.models.wan.vae import WanVAE
-from wanjax.pipelines.text import encode_text
+from wanjax.pipelines.wan.programs import encode_text
 
 PEAK_LEARNING_RATE = 2e-3
 WARM_UP = 200  # steps
-EMPTY_CAPTIONS = 0.1  # the share trained without a prompt, for guidance
-DEEDS_ALONE = 0.4  # the share of pictures' captions that say only what happens
+EMPTY_CAPTIONS = 0.1  # fraction of clips without a prompt, for guidance
+DEEDS_ALONE = 0.4  # fraction of clips with a picture whose caption names only the motion
 NOISE_MEAN, NOISE_STD = 0.5, 1.0  # of the logit of the noise level
 
 
 class PromptedTransformer(nnx.Module):
-    """The two networks that learn together."""
+    """The two networks that are trained together."""
 
     def __init__(self, text_encoder: T5Encoder, transformer: WanTransformer):
         self.text_encoder = text_encoder
@@ -43,12 +43,12 @@ class PromptedTransformer(nnx.Module):
 
 
 def text_loss(model: PromptedTransformer, batch: dict, key: jax.Array) -> tuple[jax.Array, dict]:
-    """Mean squared error of the velocity at random noise levels."""
+    """Returns the mean squared error of the velocity at random noise levels."""
     return velocity_error(model, batch, key), {}
 
 
 def text_and_picture_loss(model: PromptedTransformer, batch: dict, key: jax.Array) -> tuple[jax.Array, dict]:
-    """The same, where the second half of the batch is given its first frame."""
+    """Returns the same error, with the first frame given for the second half of the batch."""
     half = FLOW_BATCH // 2
     text = velocity_error(model, {name: x[:half] for name, x in batch.items()}, key)
     picture = velocity_error(model, {name: x[half:] for name, x in batch.items()}, jax.random.fold_in(key, 1), given=1)
@@ -56,7 +56,7 @@ def text_and_picture_loss(model: PromptedTransformer, batch: dict, key: jax.Arra
 
 
 def velocity_error(model: PromptedTransformer, batch: dict, key: jax.Array, given: int = 0) -> jax.Array:
-    """Over all latent frames but the first `given`, which are the clip's own."""
+    """Returns the error over all latent frames except the first `given`, which have no noise."""
     level_key, noise_key = jax.random.split(key)
     x = batch["latents"]
     level = jax.nn.sigmoid(NOISE_MEAN + NOISE_STD * jax.random.normal(level_key, x.shape[:1]))
@@ -70,7 +70,7 @@ def velocity_error(model: PromptedTransformer, batch: dict, key: jax.Array, give
 
 
 def train_flow(model: PromptedTransformer, vae: WanVAE, workdir: Path, seed: int) -> PromptedTransformer:
-    """The trained networks; stops and resumes at any step."""
+    """Trains the networks, or resumes their training, and returns them."""
     specs, latents = encoded_clips(vae, workdir, seed)
     tokenizer = build_tokenizer()
     tokenizer.enable_truncation(MAX_LENGTH)
@@ -97,14 +97,14 @@ def train_flow(model: PromptedTransformer, vae: WanVAE, workdir: Path, seed: int
 
 
 def words_of(spec: Spec, rng: np.random.Generator, picture: bool) -> str:
-    """A caption as training gives it: at times none, and to a picture at times only what happens."""
+    """Draws a caption for training: sometimes none, and with a picture sometimes only the motion."""
     if rng.random() < EMPTY_CAPTIONS:
         return ""
     return deed(spec, rng) if picture and rng.random() < DEEDS_ALONE else caption(spec, rng)
 
 
 def muon(peak: float, steps: int) -> optax.GradientTransformation:
-    """Muon on the kernels and Adam on the rest: warmed up, held, and let down over the last three tenths."""
+    """Returns Muon for the kernels and Adam for the rest: warm-up, constant rate, linear decay over the last 30 %."""
     decay = steps * 3 // 10
     schedule = optax.join_schedules(
         [
@@ -124,7 +124,7 @@ def muon(peak: float, steps: int) -> optax.GradientTransformation:
 
 
 def encoded_clips(vae: WanVAE, workdir: Path, seed: int) -> tuple[list, np.ndarray]:
-    """Specs and normalised latents [n T H W C] of the clips of the training; kept in a file for the next start."""
+    """Returns specs and normalised latents [B T H W C] of the training clips, which a file keeps for the next start."""
     rng = np.random.default_rng([seed, 2])
     specs = sample_specs(rng, CLIPS)
     file = workdir / "latents.npy"
@@ -139,7 +139,7 @@ def encoded_clips(vae: WanVAE, workdir: Path, seed: int) -> tuple[list, np.ndarr
 
 
 def matrices(weights: nnx.State) -> nnx.State:
-    """Which axes of each weight Muon (Jordan, 2024) takes as a matrix: the last two of every kernel, stacked or not."""
+    """Returns the axes of each weight that form Muon's matrix (Jordan, 2024): the last two of every kernel."""
 
     def axes(path, weight):
         is_kernel = "kernel" in jax.tree_util.keystr(path)
@@ -149,7 +149,7 @@ def matrices(weights: nnx.State) -> nnx.State:
 
 
 def start_as_identity(transformer: WanTransformer) -> None:
-    """Blocks that add nothing and an output of zero to begin with (adaLN-Zero, Peebles and Xie, 2023)."""
+    """Initialises every block to the identity and the output to zero (adaLN-Zero, Peebles and Xie, 2023)."""
     for linear in (transformer.time_proj, transformer.proj_out, transformer.blocks.cross_attn.out):
         linear.kernel[...] = jnp.zeros_like(linear.kernel[...])
     table = transformer.blocks.table[...]
@@ -157,7 +157,7 @@ def start_as_identity(transformer: WanTransformer) -> None:
 
 
 def multiply_flat(model: nnx.Module) -> None:
-    """Has dense layers see a sequence as a matrix: backwards, XLA on the CPU is twice as fast so."""
+    """Flattens the inputs of dense layers to matrices: XLA's backward pass on the CPU is twice as fast so."""
 
     def dot(x, kernel, dimension_numbers, **options):
         flat = lax.dot_general(x.reshape(-1, x.shape[-1]), kernel, (((1,), (0,)), ((), ())), **options)

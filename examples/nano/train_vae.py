@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains the small video autoencoder on crops of drawn clips: reconstruction, and a light pull to a unit normal."""
+"""Training of the small video autoencoder on crops of drawn clips: reconstruction and a small KL divergence."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,11 +20,11 @@ ABSOLUTE_WEIGHT = 0.03
 KL_WEIGHT = 2e-5
 PEAK_LEARNING_RATE = 2e-3
 DECODER_LEARNING_RATE = 1e-3
-LOG_VARIANCE = -6.0  # of the latents at the start: with more noise the decoder learns nothing for long
+LOG_VARIANCE = -6.0  # of the latents at the start; with more noise the decoder is slow to learn anything
 
 
 def crops(phase: Phase, rng: np.random.Generator) -> np.ndarray:
-    """A batch of random crops, in space and time, of clips that are drawn for it: [B T H W 3] in [-1, 1]."""
+    """Draws clips and returns a batch of random crops of them, in space and time: [B T H W 3] in [-1, 1]."""
     clips = draw(sample_specs(rng, phase.batch), FRAMES, SIZE, rng)
     corners = rng.integers(
         0, np.array([FRAMES - phase.frames, SIZE - phase.size, SIZE - phase.size]) + 1, (phase.batch, 3)
@@ -34,7 +34,7 @@ def crops(phase: Phase, rng: np.random.Generator) -> np.ndarray:
 
 
 def posteriors(vae: WanVAE, video: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-    """Mean and log-variance of the first frame's latents and, if there are more frames, of all the others' at once."""
+    """Returns mean and log-variance of the first frame's latents and, if there are more frames, of all others."""
     mean, log_variance, cache = vae.posterior(video[:, :1], None)
     if video.shape[1] == 1:
         return [(mean, log_variance)]
@@ -42,12 +42,12 @@ def posteriors(vae: WanVAE, video: jax.Array) -> list[tuple[jax.Array, jax.Array
 
 
 def sample(mean: jax.Array, log_variance: jax.Array, key: jax.Array) -> jax.Array:
-    """Latents drawn from the posterior."""
+    """Draws latents from the posterior."""
     return mean + jnp.exp(0.5 * log_variance) * jax.random.normal(key, mean.shape)
 
 
 def reconstruction(vae: WanVAE, z: jax.Array) -> jax.Array:
-    """The decoder's frames, not clipped: those out of range must feel a slope."""
+    """Returns the decoder's frames without clipping, so that values out of range have a gradient."""
     first, cache = vae.decoder(vae.post_quant(z[:, :1]), None)
     if z.shape[1] == 1:
         return first
@@ -55,7 +55,7 @@ def reconstruction(vae: WanVAE, z: jax.Array) -> jax.Array:
 
 
 def loss(vae: WanVAE, video: jax.Array, key: jax.Array) -> tuple[jax.Array, dict]:
-    """Absolute and squared error of the reconstruction, plus the divergence of the latents from a unit normal."""
+    """Returns the absolute and squared error of the reconstruction plus the latents' divergence from a unit normal."""
     mean, log_variance = (jnp.concatenate(parts, axis=1) for parts in zip(*posteriors(vae, video), strict=True))
     error = reconstruction(vae, sample(mean, log_variance, key)) - video
     squared = jnp.mean(error**2)
@@ -65,10 +65,10 @@ def loss(vae: WanVAE, video: jax.Array, key: jax.Array) -> tuple[jax.Array, dict
 
 
 def inflate(vae: WanVAE) -> None:
-    """Makes the video autoencoder start as one of images, applied to every frame.
+    """Initialises the video autoencoder as an image autoencoder that is applied to every frame.
 
-    Residual blocks are the identity, convolutions look at the current frame alone, halving the frames averages them and
-    doubling repeats them; and the latents start with little noise. Colours and places are learnt first, then time.
+    Residual blocks are the identity, convolutions see only the current frame, temporal downsampling averages frames,
+    temporal upsampling repeats them, and the latents have little noise. So colours and positions are learnt first.
     """
     for _, module in nnx.iter_graph(vae):
         if isinstance(module, CausalConv) and module.kernel.shape[:2] == (3, 3):
@@ -86,7 +86,7 @@ def inflate(vae: WanVAE) -> None:
 
 
 def decoder_loss(vae: WanVAE, video: jax.Array, key: jax.Array) -> tuple[jax.Array, dict]:
-    """The error of the decoder alone: the encoder, and so the latents that the transformer learns, stay as they are."""
+    """Returns the error with a fixed encoder, so that only the decoder is trained and the latents do not change."""
     posterior = [
         jax.lax.stop_gradient(jnp.concatenate(parts, axis=1)) for parts in zip(*posteriors(vae, video), strict=True)
     ]
@@ -96,7 +96,7 @@ def decoder_loss(vae: WanVAE, video: jax.Array, key: jax.Array) -> tuple[jax.Arr
 
 
 def train_vae(vae: WanVAE, workdir: Path, seed: int) -> WanVAE:
-    """The trained autoencoder; stops and resumes at any step."""
+    """Trains the autoencoder, or resumes its training, and returns it."""
     inflate(vae)
     vae = _train("vae", vae, loss, VAE_PHASES, PEAK_LEARNING_RATE, workdir, seed)
     return _train("decoder", vae, decoder_loss, DECODER_PHASES, DECODER_LEARNING_RATE, workdir, seed + 1)
@@ -117,7 +117,7 @@ def _train(
 
 
 def latent_statistics(vae: WanVAE, seed: int, clips: int = 256) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard deviation of each latent channel over unseen drawings of the training combinations."""
+    """Returns mean and standard deviation of each latent channel, over new clips of the training combinations."""
     rng = np.random.default_rng([seed, 1])
     encode = nnx.jit(lambda vae, video: vae.encode(video))
     latents = np.concatenate(
