@@ -185,7 +185,7 @@ def test_settings_of_other_families_are_refused(toy, tmp_path):
 
 
 def test_names_that_are_taken_are_refused():
-    with pytest.raises(WanjaxError, match="toy is known already"):
+    with pytest.raises(WanjaxError, match="brings toy, which is known already"):
         wanjax.register(TOY)
 
 

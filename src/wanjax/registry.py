@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from wanjax.checkpoints.lora import AdaptedSource, Note
-from wanjax.checkpoints.networks import NetworkKind
+from wanjax.checkpoints.networks import NetworkKind, components, network
 from wanjax.checkpoints.sources import Layout, Source, open_source
 from wanjax.compilation import keeps_programs, set_cache_folder
 from wanjax.converters.lora import Lora
@@ -26,6 +26,7 @@ from wanjax.kernels.attention import choose, named
 from wanjax.layers.placement import placed
 from wanjax.pipelines.components import Components
 from wanjax.pipelines.family import Architecture, Family, Preset, family_of
+from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.wan import FAMILY as WAN
 from wanjax.sharding import Partitioner, choose_axes, find_rules, make_mesh, parse_mesh
@@ -40,7 +41,7 @@ def register(family: Family) -> None:
     """Adds a family of models; raises WanjaxError where a name of its presets or pipelines is already known."""
     taken = {*presets(), *(name for known in FAMILIES for name in known.pipelines)}
     if clashing := [name for name in (*(p.name for p in family.presets), *family.pipelines) if name in taken]:
-        raise WanjaxError(f"{clashing[0]} is known already: a family's names are its own")
+        raise WanjaxError(f"the family {family.name} brings {clashing[0]}, which is known already")
     FAMILIES.append(family)
 
 
@@ -51,10 +52,7 @@ def presets() -> dict[str, Preset]:
 
 def kinds() -> list[NetworkKind]:
     """Returns the kinds of networks of all families, each once."""
-    found: dict[tuple[str, ...], NetworkKind] = {}
-    for family in FAMILIES:
-        found |= {kind.classes: kind for kind in family.networks}
-    return list(found.values())
+    return list(dict.fromkeys(kind for family in FAMILIES for kind in family.networks))
 
 
 def layouts() -> list[Layout]:
@@ -105,13 +103,14 @@ def _unknown(name: str) -> str:
     return f"no model is named {name!r}, nor is there such a folder or file: {told}, and a hub id is OWNER/NAME"
 
 
-def examine(model: str | Path, revision: str | None = None) -> Checkpoint:
-    """Finds a checkpoint as `find` does and reads its configs; raises WanjaxError where they contradict each other."""
+def examine(model: str | Path, revision: str | None = None, *, encoders: bool = False) -> Checkpoint:
+    """Finds a checkpoint as `find` does and reads its configs; raises WanjaxError where they contradict each other.
+
+    `encoders` tells whether to read those of text and image encoders too, for which a file may have to be downloaded.
+    """
     source, preset = find(model, revision)
     family = family_of(source, FAMILIES)
-    architecture = family.architecture(source)
-    if preset is not None and preset.scheduler is not None:
-        architecture = replace(architecture, scheduler=preset.scheduler)
+    architecture = _scheduled(family.architecture(source, encoders), preset)
     settings = family.settings(source, architecture, preset)
     if preset is None:
         settings = replace(settings, model=str(model))
@@ -124,9 +123,16 @@ def outline(model: str) -> tuple[Family, Architecture, Settings]:
         for preset in family.presets:
             meant = model == preset.name or (model == preset.source and not preset.loras)
             if meant and preset.architecture is not None:
-                return family, preset.architecture, preset.defaults
-    found = examine(model)
+                return family, _scheduled(preset.architecture, preset), preset.defaults
+    found = examine(model, encoders=True)
     return found.family, found.architecture, found.settings
+
+
+def _scheduled(architecture: Architecture, preset: Preset | None) -> Architecture:
+    """Returns the architecture with the preset's own scheduler, if it has one."""
+    if preset is None or preset.scheduler is None:
+        return architecture
+    return replace(architecture, scheduler=preset.scheduler)
 
 
 @keeps_programs
@@ -142,7 +148,7 @@ def load(
     lora: str | Lora | Sequence[str | Lora] = (),
     progress: Progress | None = None,
     note: Note | None = None,
-) -> Any:
+) -> Pipeline:
     """Returns the pipeline of a known name, a Hugging Face id, a folder or a file. Networks are loaded at first use.
 
     dtype: "bfloat16" or "float32", in which networks compute; None is float32 on a CPU, which has no fast bfloat16, and
@@ -200,8 +206,7 @@ def _partitioner(
         mesh = "auto"
     if mesh == "auto":
         work = architecture.forward(settings)
-        guided = settings.guidance_scale > 1
-        axes = choose_axes(jax.device_count(), heads=work.heads, tokens=work.tokens, guided=guided)
+        axes = choose_axes(jax.device_count(), heads=work.heads, tokens=work.tokens, guided=settings.guided)
         mesh = make_mesh(*axes, devices=jax.devices()[: math.prod(axes)])
     elif isinstance(mesh, str):
         mesh = make_mesh(*parse_mesh(mesh))
@@ -216,21 +221,18 @@ def _loaders(
     partitioner: Partitioner | None,
     progress: Progress | None,
 ) -> Mapping[str, Callable[[], Any]]:
-    """Returns a function for each component, which loads it."""
-    source, family, architecture = found.source, found.family, found.architecture
+    """Returns a function for each component that the checkpoint lists, which loads it."""
+    source, loaders, architecture = found.source, found.family.loaders, found.architecture
 
-    def network(name: str) -> nnx.Module:
+    def load(name: str) -> Any:
+        if name == "scheduler":
+            return architecture.scheduler
+        if name in loaders:
+            return loaders[name](source.files(name)[0].parent)
         options = {"attention": attention} if name in architecture.denoisers else {}
         return _network(found, name, jnp.dtype(dtype), param_dtype, options, partitioner, progress)
 
-    def other(name: str) -> Any:
-        return family.loaders[name](source.files(name)[0].parent)
-
-    return {
-        **{name: partial(network, name) for name in architecture.networks},
-        **{name: partial(other, name) for name in family.loaders},
-        "scheduler": lambda: architecture.scheduler,
-    }
+    return {name: partial(load, name) for name in components(source.index)}
 
 
 def _network(
@@ -243,13 +245,13 @@ def _network(
     progress: Progress | None,
 ) -> nnx.Module:
     """Loads a network with its weights."""
-    network = found.family.network_of(found.architecture.networks[name])
-    if network.float32:
+    read = network(found.source, name, found.family.networks)
+    if read.float32:
         dtype, param_dtype = jnp.float32, "float32"
     kept = jnp.dtype(param_dtype or _stored_dtype(found.source, name))
-    abstract = placed(network.abstract(dtype=dtype, param_dtype=kept, **options), partitioner)
+    abstract = placed(read.abstract(dtype=dtype, param_dtype=kept, **options), partitioner)
     told = None if progress is None else partial(progress, name)
-    return found.source.load(name, abstract, network.rules, ignore=network.unused, progress=told)
+    return found.source.load(name, abstract, read.rules, ignore=read.unused, progress=told)
 
 
 def _stored_dtype(source: Source, name: str) -> str:

@@ -241,7 +241,7 @@ def test_two_experts(model):
     index.write_text(json.dumps(json.loads(index.read_text()) | added))
     said = succeeded(wanjax("a", "--model", folder, *SMALL, "--guidance-scale", "2", "--guidance-scale-2", "3")).stderr
     assert "guidance 2 and 3" in said
-    assert re.search(r"from step 2 of 2 on transformer_2 is at work, loaded in \d+\.\d s", said)
+    assert re.search(r"from step 2 of 2 on, transformer_2 is at work, loaded in \d+\.\d s", said)
     settings = json.loads((Path("stage_outputs") / stage_files.CONFIG).read_text())
     assert (settings["guidance_scale"], settings["guidance_scale_2"], settings["boundary"]) == (2.0, 3.0, 0.8)
 

@@ -4,10 +4,12 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from tests.support.tiny import TRANSFORMER, compile_cache, tiny_checkpoint
+import wanjax
+from tests.support.tiny import TRANSFORMER, compile_cache, tiny_checkpoint, tiny_image_checkpoint
 from wanjax.cli import main, profile
 from wanjax.converters.wan.diffusers import transformer_config
 from wanjax.models.wan.flops import forward_flops
@@ -35,6 +37,14 @@ def test_the_trace_names_the_parts_of_a_block(folder):
     [trace] = folder.rglob("*.xplane.pb")
     data = trace.read_bytes()
     assert [scope for scope in SCOPES if scope.encode() not in data] == []
+
+
+def test_a_picture_s_tokens_are_counted(tmp_path):
+    pipe = wanjax.load(tiny_image_checkpoint(tmp_path / "image"))
+    encoded = pipe.encode("a", image=np.zeros((32, 32, 3), np.uint8), frames=5)
+    assert encoded.image_embeds.shape[1] == 5
+    found = pipe.architecture.forward(pipe.settings(size=(32, 32), frames=5), encoded)
+    assert found.flops == forward_flops(pipe.architecture.transformer, tokens=2 * 2 * 2, text=TEXT_LENGTH, image=5)
 
 
 def test_the_report_counts_both_forwards_of_a_step(folder):

@@ -15,8 +15,8 @@ ONE = np.zeros((1, 3, 8), np.float32)
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ({"prompt_embeds": ONE}, "no tensor 'negative_prompt_embeds', only prompt_embeds"),
-        ({}, "no tensor 'prompt_embeds', only none at all"),
+        ({"prompt_embeds": ONE}, "no tensor 'negative_prompt_embeds' among the encoded prompts, only prompt_embeds"),
+        ({}, "no tensor 'prompt_embeds' among the encoded prompts, only none at all"),
         ({"prompt_embeds": ONE[..., 0], "negative_prompt_embeds": ONE}, r"prompt_embeds have the shape \[1, 3\]"),
         (
             {"prompt_embeds": ONE.astype(np.int32), "negative_prompt_embeds": ONE},

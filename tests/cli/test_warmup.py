@@ -30,7 +30,7 @@ def wanjax(folder: Path, *arguments: str, code: str = "from wanjax.cli import ma
     """Runs the command in a new process that keeps its programs in the folder; returns its output."""
     run = subprocess.run(
         [sys.executable, "-c", code, *arguments],
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(folder)},
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(folder / "cache")},
         cwd=folder,
         capture_output=True,
         text=True,
@@ -41,7 +41,7 @@ def wanjax(folder: Path, *arguments: str, code: str = "from wanjax.cli import ma
 
 
 def programs(folder: Path) -> set[str]:
-    return {path.name for path in (folder / "wanjax" / "xla").rglob("*-cache")}
+    return {path.name for path in (folder / "cache" / "wanjax" / "xla").rglob("*-cache")}
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ import json
 import shutil
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import jax
 import ml_dtypes
@@ -103,6 +104,18 @@ def test_it_makes_the_same_latents(authors, diffusers):
         answers.append((np.asarray(latents), pipe.decode(latents)))
     for ours, reference in zip(*answers, strict=True):
         np.testing.assert_array_equal(ours, reference)
+
+
+def test_components_are_read_when_they_are_needed(authors, diffusers):
+    """A folder without its text encoder and tokenizer denoises and decodes: nothing looks for them before."""
+    encoded = registry.load(diffusers).encode("a cat", "")
+    (authors / "models_t5_umt5-xxl-enc-bf16.pth").unlink()
+    shutil.rmtree(authors / "google")
+    pipe = registry.load(authors)
+    latents = pipe.denoise(encoded, size=(32, 32), frames=5, steps=1)
+    assert pipe.decode(latents).shape == (5, 32, 32, 3)
+    with pytest.raises(WanjaxError, match="holds no text_encoder"):
+        _ = pipe.text_encoder
 
 
 @pytest.mark.parametrize("layout", ["folder", "file"])
@@ -214,11 +227,15 @@ def test_missing_components_are_those_of_the_published_model(config, repository,
         def spec(self, key):
             return Spec(self.specs[key], np.dtype(np.float32))
 
+        def read(self, key):
+            raise AssertionError(f"{key} is read, where its shape is enough")
+
     specs = {original.TRANSFORMER.theirs(key): shape for key, shape in transformer_keys(config).items()}
     monkeypatch.setattr(wan_layouts, "open_tensors", lambda path: Shapes(specs))
     asked = []
     monkeypatch.setattr(layouts, "DiffusersSource", lambda name: asked.append(name) or DiffusersSource(diffusers))
-    source = FileSource("wan.safetensors")
+    source = FileSource.at(Path("wan.safetensors"))
+    assert source is not None
     assert source.origin == repository
     assert source.config("vae") == tiny.VAE
     assert source.files("tokenizer")[0].parent == diffusers / "tokenizer"

@@ -18,7 +18,7 @@ from wanjax.errors import WanjaxError
 Config = Any  # a frozen dataclass, of a type of its own for each module
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # equal only to itself
 class NetworkKind:
     """One kind of network: its class names in model_index.json, and the functions that read, build and fill it.
 

@@ -176,15 +176,15 @@ class WanjaxSource(DiffusersSource):
 class Layout:
     """A layout of checkpoints other than that of diffusers.
 
-    `markers` are small files that identify the layout and are downloaded first; `is_folder` and `is_file` tell whether
-    a folder or a file has this layout; `open` and `open_file` return its source.
+    `markers` are small files that identify the layout and are downloaded first; `is_folder` tells whether a folder has
+    it, and `open` returns that folder's source. `open_file` returns a file's source, or None for a file of another
+    layout.
     """
 
     markers: tuple[str, ...]
     is_folder: Callable[[Path], bool]
-    is_file: Callable[[Path], bool]
     open: Callable[[str | Path, str | None], Source]
-    open_file: Callable[[Path], Source]
+    open_file: Callable[[Path], Source | None]
 
 
 def open_source(name: str | Path, revision: str | None = None, layouts: Sequence[Layout] = ()) -> Source:
@@ -212,8 +212,8 @@ def open_source(name: str | Path, revision: str | None = None, layouts: Sequence
 
 def _open_file(path: Path, layouts: Sequence[Layout]) -> Source:
     for layout in layouts:
-        if layout.is_file(path):
-            return layout.open_file(path)
+        if (source := layout.open_file(path)) is not None:
+            return source
     raise WanjaxError(f"{path} holds no transformer that is known: a file or folder that has one is needed")
 
 

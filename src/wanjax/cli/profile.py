@@ -27,12 +27,12 @@ def trace_with_scopes() -> None:
 class StepProfile:
     """Traces and times the steps of a video, and reports on them."""
 
-    def __init__(self, folder: Path, pipe: Pipeline, settings: Settings):
+    def __init__(self, folder: Path, pipe: Pipeline, settings: Settings, encoded: Any):
         self.folder = folder
         self.settings = settings
         self.devices = 1 if pipe.partitioner is None else pipe.partitioner.mesh.size
-        forwards = 2 if settings.guidance_scale > 1 else 1
-        work = pipe.architecture.forward(settings)
+        forwards = 2 if settings.guided else 1
+        work = pipe.architecture.forward(settings, encoded)
         self.parts = {part: forwards * count for part, count in work.flops.items()}
         self._ends: list[float] = []
         self._tracing = False

@@ -198,7 +198,7 @@ class Rendering:
         return encoded._replace(**made)
 
     def denoise(self, encoded: Any) -> jax.Array:
-        profile = StepProfile(self.profile, self.pipe, self.settings) if self.profile else None
+        profile = StepProfile(self.profile, self.pipe, self.settings, encoded) if self.profile else None
 
         def show(step: Step) -> None:
             if profile:
@@ -207,7 +207,7 @@ class Rendering:
 
         def tell_switch(switch: Switch) -> None:
             self.report.note(
-                f"from step {switch.index + 1} of {switch.total} on {switch.network} is at work, "
+                f"from step {switch.index + 1} of {switch.total} on, {switch.network} is at work, "
                 f"loaded in {switch.seconds:.1f} s"
             )
 
@@ -232,9 +232,10 @@ class Rendering:
     def decode(self, latents: Any) -> None:
         def frames() -> Iterator[np.ndarray]:
             """Yields frames as they are decoded, so that they are never all in memory."""
+            total = self.pipe.chunks(latents)
             for done, chunk in enumerate(self.pipe.decode_chunks(latents, tiling=self.tiling), 1):
                 yield np.asarray(chunk)
-                self.report.advance("chunk", done, latents.shape[2])
+                self.report.advance("chunk", done, total)
 
         with self.report.stage("decode"):
             if is_first():
@@ -299,7 +300,7 @@ def _checked(chosen: Mapping[str, Any], given: Mapping[str, Any], defaults: Mapp
     Raises WanjaxError for a setting of another type, and for a given option that this model does not have.
     """
     others = {name for preset in registry.presets().values() for name in preset.defaults.to_json()} - defaults.keys()
-    if unknown := [name for name in others if given.get(name) is not None]:
+    if unknown := [name for name in sorted(others) if given.get(name) is not None]:
         raise WanjaxError(f"{unknown[0]} is no setting of {defaults['model']}: {', '.join(defaults)} are")
     settings = {name: value for name, value in chosen.items() if name in defaults and value is not None}
     for name, value in settings.items():

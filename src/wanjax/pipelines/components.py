@@ -10,6 +10,8 @@ from typing import Any
 import jax
 from flax import nnx
 
+from wanjax.errors import WanjaxError
+
 SPARE = 0.25  # the share of a device's memory that is left for activations
 
 
@@ -21,7 +23,10 @@ class Components:
         self._loaded: dict[str, Any] = {}
 
     def get(self, name: str) -> Any:
+        """Returns a component; raises WanjaxError that names the others where there is none of this name."""
         if name not in self._loaded:
+            if name not in self._loaders:
+                raise WanjaxError(f"the model has no component {name!r}: it has {', '.join(self._loaders)}")
             self._loaded[name] = self._loaders[name]()
         return self._loaded[name]
 

@@ -5,15 +5,16 @@ Loading, stages, files, sampling, LoRA, conversion, plans and the command line u
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from wanjax.checkpoints.networks import Config, Network, NetworkKind, components, network, network_of
+from wanjax.checkpoints.networks import Config, Network, NetworkKind, components, network_of
 from wanjax.checkpoints.sources import Layout, Source
 from wanjax.compilation import Lowering
 from wanjax.errors import WanjaxError
+from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Settings
 from wanjax.schedulers import Scheduler
 
@@ -46,10 +47,24 @@ class Planned(NamedTuple):
     times: int
 
 
+def by_chunk(
+    name: str, build: Callable[..., Lowering], arguments: Mapping[str, Any], chunks: int, clips: int = 1
+) -> list[Planned]:
+    """Returns the two programs of an autoencoder, for the first chunk of a clip and for the later ones.
+
+    `build` takes `first`, which tells them apart, beside the arguments.
+    """
+    return [
+        Planned(f"{name}_first", build, {**arguments, "first": True}, clips),
+        Planned(f"{name}_next", build, {**arguments, "first": False}, clips * (chunks - 1)),
+    ]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Architecture(ABC):
     """The shapes of a pipeline's networks, and its scheduler: the knowledge that needs no weights.
 
+    Text and image encoders are in it for plans alone; a pipeline that runs reads their configs when it loads them.
     `vae` is the autoencoder's config, which has `spatial_factor`, `temporal_factor`, `latent_channels` and `patch`.
     """
 
@@ -59,7 +74,7 @@ class Architecture(ABC):
     @property
     @abstractmethod
     def networks(self) -> Mapping[str, Config]:
-        """The config of each network, by component."""
+        """The config of each network whose config was read, by component."""
 
     @property
     @abstractmethod
@@ -78,8 +93,8 @@ class Architecture(ABC):
         return 1, self.vae.latent_channels, frames, height, width
 
     @abstractmethod
-    def forward(self, settings: Settings) -> Forward:
-        """Returns the work of one forward of the denoiser."""
+    def forward(self, settings: Settings, encoded: Any = None) -> Forward:
+        """Returns the work of one forward of the denoiser, for this output of `encode` where there is one."""
 
     @abstractmethod
     def programs(
@@ -119,15 +134,16 @@ class Family:
 
     `networks` are the kinds of networks in its checkpoints; `pipelines` the class names in model_index.json. `pipeline`
     makes a pipeline from components, an architecture, default settings and a partitioner. `architecture` reads a
-    checkpoint's configs. `settings` returns the default settings of a checkpoint. `loaders` load tokenizers and image
-    processors from their folders. `layouts` are the layouts of its checkpoints other than that of diffusers.
+    checkpoint's configs, and those of its text and image encoders if the second argument is True. `settings` returns
+    the default settings of a checkpoint. `loaders` load tokenizers and image processors from their folders. `layouts`
+    are the layouts of its checkpoints other than that of diffusers.
     """
 
     name: str
     networks: tuple[NetworkKind, ...]
     pipelines: tuple[str, ...]
-    pipeline: Callable[..., Any]
-    architecture: Callable[[Source], Architecture]
+    pipeline: Callable[..., Pipeline]
+    architecture: Callable[[Source, bool], Architecture]
     settings: Callable[[Source, Any, Preset | None], Settings]
     presets: tuple[Preset, ...] = ()
     loaders: Mapping[str, Callable[[Path], Any]] = field(default_factory=dict)
@@ -136,10 +152,6 @@ class Family:
     def network_of(self, config: Config) -> Network:
         """Returns the network that a config describes."""
         return network_of(config, self.networks)
-
-    def config(self, source: Source, component: str) -> Config:
-        """Returns the config of a checkpoint's network; raises WanjaxError as `checkpoints.networks.network` does."""
-        return network(source, component, self.networks).config
 
 
 def family_of(source: Source, families: Sequence[Family]) -> Family:
@@ -155,10 +167,3 @@ def family_of(source: Source, families: Sequence[Family]) -> Family:
 def optional(source: Source, component: str) -> bool:
     """Tells whether a checkpoint has a component."""
     return component in components(source.index)
-
-
-def all_presets(families: Sequence[Family]) -> Iterator[tuple[Family, Preset]]:
-    """Yields every preset with its family."""
-    for family in families:
-        for preset in family.presets:
-            yield family, preset

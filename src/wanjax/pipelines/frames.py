@@ -123,6 +123,11 @@ def _with_weights(run: Any, graphdef: Any, weights: Any, x: Chunk, cache: Any) -
     return run(graphdef, x, cache, weights)
 
 
+def chunk_count(count: int, at_once: tuple[int, int]) -> int:
+    """Returns the number of chunks of `count` frames, as `spans` divides them."""
+    return len(list(spans(count, at_once)))
+
+
 def spans(count: int, at_once: tuple[int, int]) -> Iterable[slice]:
     """Yields slices of `count` frames: the first slice has `at_once[0]` frames, the others `at_once[1]`."""
     first, rest = at_once

@@ -21,7 +21,7 @@ from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import ClipSource, Pictures, PictureSource, read_pictures, size_within
 from wanjax.media.videos import Video
 from wanjax.pipelines.components import Components
-from wanjax.pipelines.frames import Frames, GivenFrames, GivenLatents, Latents, decoded, encoded
+from wanjax.pipelines.frames import Frames, GivenFrames, GivenLatents, Latents, chunk_count, decoded, encoded
 from wanjax.pipelines.sampler import Denoiser, Inputs, Segment, sample
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Step, Switch
@@ -29,7 +29,6 @@ from wanjax.pipelines.tokenizer import Truncation
 from wanjax.sharding import Partitioner, replicate, use
 
 Encoded = Any  # the family's own NamedTuple of arrays, each with a first axis of size 1
-Switched = Callable[[Switch], Any]
 
 
 class Pipeline(ABC):
@@ -54,6 +53,18 @@ class Pipeline(ABC):
         self.architecture = architecture
         self.defaults = defaults
         self.partitioner = partitioner
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.components.get("tokenizer")
+
+    @property
+    def text_encoder(self) -> Any:
+        return self.components.get("text_encoder")
+
+    @property
+    def transformer(self) -> Any:
+        return self.components.get("transformer")
 
     @property
     def vae(self) -> Any:
@@ -216,7 +227,7 @@ class Pipeline(ABC):
         *,
         noise: GivenLatents | None = None,
         callback: Callable[[Step], bool | None] | None = None,
-        switched: Switched | None = None,
+        switched: Callable[[Switch], Any] | None = None,
         batch_guidance: bool = False,
         **settings: Any,
     ) -> Float[Array, "1 C _T H W"]:
@@ -271,14 +282,18 @@ class Pipeline(ABC):
         """Decodes latents [1 C T H W] to frames [T H W 3]: uint8, or a float dtype in [0, 1].
 
         `tiling` decodes tile by tile, for frames that would not fit in memory: `Tiling()` is 256 × 256 pixels at a
-        time. `callback(done, total)` receives the number of latent frames.
+        time. `callback(done, total)` receives the number of chunks.
         """
-        chunks = []
+        chunks, total = [], self.chunks(latents)
         for chunk in self.decode_chunks(latents, dtype, tiling=tiling):
             chunks.append(np.asarray(chunk))
             if callback:
-                callback(len(chunks), latents.shape[2])
+                callback(len(chunks), total)
         return np.concatenate(chunks)
+
+    def chunks(self, latents: GivenLatents) -> int:
+        """Returns the number of chunks in which latents [1 C T H W] are decoded."""
+        return chunk_count(latents.shape[2], self.architecture.vae.decoded_at_once)
 
     def decode_chunks(
         self, latents: GivenLatents, dtype: DTypeLike = jnp.uint8, *, tiling: Tiling | None = None

@@ -110,7 +110,7 @@ def outlook(
     work = architecture.forward(settings)
     if mesh is None and isinstance(place, Slice):
         together = sum(parameters[name] for name in architecture.denoisers)
-        mesh = choose_mesh(place, work, guided=settings.guidance_scale > 1, parameters=together)
+        mesh = choose_mesh(place, work, guided=settings.guided, parameters=together)
     axes = _axes(place, mesh or (1, 1, 1))
     options: dict[str, Any] = {"attention": attention, "rules": rules, "batch_guidance": batch_guidance}
     runs = stages(architecture, settings, chip, axes, **options)
@@ -161,7 +161,7 @@ def _verdict(settings: Settings, chip: str, place: Place, told: Mapping[str, Sta
 
 def _step(settings: Settings, place: Place, step: Priced, work: Forward) -> dict[str, Any]:
     """Returns the fields on a step."""
-    flops = (2 if settings.guidance_scale > 1 else 1) * sum(work.flops.values())
+    flops = (2 if settings.guided else 1) * sum(work.flops.values())
     return {
         "step_seconds": step.seconds,
         "step_seconds_low": step.low if step.seconds else None,

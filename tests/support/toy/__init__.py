@@ -17,12 +17,13 @@ from tests.support.toy import networks as nets
 from tests.support.toy.scheduler import Ancestral
 from wanjax.checkpoints.networks import NetworkKind, network, network_of
 from wanjax.compilation import program
-from wanjax.converters import t5
 from wanjax.converters.engine import linear
 from wanjax.errors import WanjaxError
 from wanjax.kernels.compiler_options import scanned
-from wanjax.models.t5 import T5Config, T5Encoder
-from wanjax.pipelines.family import Architecture, Family, Forward, Planned, Preset
+from wanjax.models.t5 import T5Config
+from wanjax.pipelines.encoders import T5
+from wanjax.pipelines.family import Architecture, Family, Forward, Planned, Preset, by_chunk
+from wanjax.pipelines.frames import chunk_count
 from wanjax.pipelines.guidance import group, grouping
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.sampler import Denoiser, Inputs
@@ -42,7 +43,7 @@ def read(config: type, *names: str) -> Any:
 
 
 NETWORKS = (
-    NetworkKind(("T5EncoderModel",), t5.t5_config, {T5Config: T5Encoder}, t5.t5_rules),
+    T5,
     NetworkKind(
         ("ToyGlyphs",),
         read(nets.GlyphConfig, "width"),
@@ -111,7 +112,7 @@ class ToyArchitecture(Architecture):
     scheduler: Ancestral = field(default_factory=Ancestral)
 
     @classmethod
-    def of(cls, source):
+    def of(cls, source, encoders=False):
         names = ("text_encoder", "text_encoder_2", "transformer", "vae")
         return cls(**{name: network(source, name, NETWORKS).config for name in names})
 
@@ -123,7 +124,7 @@ class ToyArchitecture(Architecture):
     def grid(self) -> int:
         return self.vae.spatial_factor * nets.PATCH[1]
 
-    def forward(self, settings: Settings) -> Forward:
+    def forward(self, settings: Settings, encoded: Any = None) -> Forward:
         config, (_, _, *cells) = self.transformer, self.latent_shape(settings)
         tokens = int(np.prod(cells)) // 4 + LENGTH + GLYPHS
         scores = config.layers * 4 * tokens**2 * config.width
@@ -134,14 +135,11 @@ class ToyArchitecture(Architecture):
         video = {"transformer": self.transformer, "scheduler": self.scheduler, "latents": self.latent_shape(settings)}
         video |= {"guided": settings.guided, "attention": attention, "batched": batch_guidance}
         frames = {"vae": self.vae, "size": settings.size}
-        chunks = self.latent_shape(settings)[2] - 1
+        chunks = chunk_count(self.latent_shape(settings)[2], self.vae.decoded_at_once)
         return {
             "encode": [Planned("encode_texts", planned_texts, texts, 1)],
             "denoise": [Planned("step", planned_step, video, settings.steps)],
-            "decode": [
-                Planned("decode_first", planned_decode, frames | {"first": True}, 1),
-                Planned("decode_next", planned_decode, frames | {"first": False}, chunks),
-            ],
+            "decode": by_chunk("decode", planned_decode, frames, chunks),
         }
 
 
@@ -221,7 +219,7 @@ TOY = Family(
             name="toy",
             source="owner/toy",
             about="text to video, for tests",
-            transformer_parameters=0,
+            transformer_parameters=5_324,
             licence="Apache-2.0",
             param_dtype="float32",
             defaults=DEFAULTS,

@@ -14,10 +14,11 @@ from wanjax.models.clip import CLIPVisionConfig
 from wanjax.models.t5 import T5Config
 from wanjax.models.wan.config import ControlTransformerConfig, ImageTransformerConfig, TransformerConfig
 from wanjax.models.wan.flops import forward_flops, self_attention_flops
-from wanjax.pipelines.family import Architecture, Forward, Planned, optional
+from wanjax.pipelines.family import Architecture, Forward, Planned, by_chunk, optional
+from wanjax.pipelines.frames import chunk_count
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.wan import planned
-from wanjax.pipelines.wan.conditioning import TEXT_TO_VIDEO, Task, task_of
+from wanjax.pipelines.wan.conditioning import TEXT_TO_VIDEO, Task, WanEncoded, task_of
 from wanjax.pipelines.wan.experts import EXPERTS
 from wanjax.pipelines.wan.networks import NETWORKS
 from wanjax.pipelines.wan.programs import TEXT_LENGTH
@@ -39,24 +40,27 @@ class WanArchitecture(Architecture):
     scheduler: Scheduler = field(default_factory=UniPC)
 
     @classmethod
-    def of(cls, source: Source) -> "WanArchitecture":
-        """Reads the architecture from a checkpoint's configs; raises WanjaxError where they contradict each other."""
+    def of(cls, source: Source, encoders: bool = False) -> "WanArchitecture":
+        """Reads the architecture from a checkpoint's configs, those of its encoders if asked.
+
+        Raises WanjaxError where the configs contradict each other.
+        """
 
         def config(component: str) -> Any:
             return network_in(source, component, NETWORKS).config
+
+        def encoder(component: str) -> Any:
+            return config(component) if encoders and optional(source, component) else None
 
         transformer, vae = config("transformer"), config("vae")
         experts = optional(source, EXPERTS[1])
         if experts and config(EXPERTS[1]) != transformer:
             raise WanjaxError(f"the two transformers of {source.name} differ in their config.json: experts are alike")
-        image_encoder = config("image_encoder") if optional(source, "image_encoder") else None
-        if isinstance(transformer, ImageTransformerConfig) and image_encoder is not None:
-            _check_features(transformer, image_encoder)
         return cls(
-            text_encoder=config("text_encoder") if optional(source, "text_encoder") else None,
+            text_encoder=encoder("text_encoder"),
             transformer=transformer,
             vae=vae,
-            image_encoder=image_encoder,
+            image_encoder=encoder("image_encoder"),
             task=task_of(source.index, transformer, vae),
             experts=experts,
             scheduler=from_config(source.config("scheduler")),
@@ -90,12 +94,13 @@ class WanArchitecture(Architecture):
 
     @property
     def image_tokens(self) -> int:
-        """The number of picture tokens in cross-attention's context."""
+        """The number of picture tokens in cross-attention's context, for plans."""
         if isinstance(self.transformer, ImageTransformerConfig) and self.image_encoder is not None:
             return self.transformer.image_positions or self.image_encoder.tokens
         return 0
 
-    def forward(self, settings: Settings) -> Forward:
+    def forward(self, settings: Settings, encoded: WanEncoded | None = None) -> Forward:
+        seen = None if encoded is None else encoded.image_embeds
         _, _, *cells = self.latent_shape(settings)
         config, tokens = self.transformer, prod(cells) // prod(self.transformer.patch)
         return Forward(
@@ -104,22 +109,23 @@ class WanArchitecture(Architecture):
             heads=config.heads,
             width=config.width,
             scores=self_attention_flops(config, tokens),
-            flops=forward_flops(config, tokens=tokens, text=TEXT_LENGTH, image=self.image_tokens),
+            flops=forward_flops(
+                config, tokens=tokens, text=TEXT_LENGTH, image=self.image_tokens if seen is None else seen.shape[1]
+            ),
         )
 
     def programs(
         self, settings: Settings, *, attention: str | None = None, batch_guidance: bool = False
     ) -> Mapping[str, Sequence[Planned]]:
         latents, frames = self.latent_shape(settings), {"vae": self.vae, "size": settings.size}
-        chunks = latents[2] - 1
         encode = [Planned("encode_prompts", planned.encode_prompts, {"text_encoder": self.text_encoder}, 1)]
         if self.image_encoder is not None:
             images = {"image_encoder": self.image_encoder, "images": self.image_tokens // self.image_encoder.tokens}
             encode.append(Planned("encode_images", planned.encode_images, images, 1))
         if self.condition_channels:
             clips = 2 if isinstance(self.transformer, ControlTransformerConfig) else 1
-            encode.append(Planned("encode_first", planned.encode_first, frames, clips))
-            encode.append(Planned("encode_next", planned.encode_next, frames, clips * chunks))
+            chunks = chunk_count(settings.frames, self.vae.encoded_at_once)
+            encode += by_chunk("encode", planned.encode_frames, frames, chunks, clips)
         video = {
             "transformer": self.transformer,
             "task": self.task,
@@ -134,18 +140,6 @@ class WanArchitecture(Architecture):
             Planned("context", planned.context, video, len(self.denoisers)),
             Planned("step", planned.step, video | {"scheduler": self.scheduler}, settings.steps),
         ]
-        decode = [
-            Planned("decode_first", planned.decode_first, frames, 1),
-            Planned("decode_next", planned.decode_next, frames, chunks),
-        ]
+        chunks = chunk_count(latents[2], self.vae.decoded_at_once)
+        decode = by_chunk("decode", planned.decode_frames, frames, chunks)
         return {"encode": encode, "denoise": denoise, "decode": decode}
-
-
-def _check_features(transformer: ImageTransformerConfig, image_encoder: CLIPVisionConfig) -> None:
-    """Raises WanjaxError unless the transformer takes the features that the image encoder makes."""
-    made, taken = image_encoder.width, transformer.image_width
-    if made != taken:
-        raise WanjaxError(
-            f"the checkpoint's configs contradict each other: its image encoder makes {made} features where its "
-            f"transformer takes {taken}"
-        )

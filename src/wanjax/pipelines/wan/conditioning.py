@@ -219,7 +219,13 @@ class AttendedImageToVideo(ImageToVideo):
         images = [
             fit(x, settings.size, settings.resize) for x in (pictures.image, pictures.last_image) if x is not None
         ]
-        return {**super().encode(encoders, pictures, settings), "image_embeds": encoders.images(images)}
+        features = encoders.images(images)
+        if (made := features.shape[-1]) != config.image_width:
+            raise WanjaxError(
+                f"the checkpoint's configs contradict each other: its image encoder makes {made} features where its "
+                f"transformer takes {config.image_width}"
+            )
+        return {**super().encode(encoders, pictures, settings), "image_embeds": features}
 
     def context(self, transformer: Any, text: Float[Array, "B S E"], pictures: PictureInputs) -> Any:
         return transformer.context(text, jnp.broadcast_to(pictures.features, (len(text), *pictures.features.shape[1:])))

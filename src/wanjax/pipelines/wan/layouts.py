@@ -114,12 +114,17 @@ class OriginalSource(_WanSource):
 class FileSource(_WanSource):
     """A single file that holds the transformer or several components."""
 
-    def __init__(self, path: str | Path):
-        path = Path(path).expanduser()
+    def __init__(self, path: Path, components: Mapping[str, Component]):
         self.name = str(path)
         self.root = path  # a file, so no files lie beside the components
-        self._components = recognise.components(open_tensors(path))
+        self._components = components
         self.index = _index(self._transformer, experts=False)
+
+    @classmethod
+    def at(cls, path: Path) -> "FileSource | None":
+        """Returns the source of a file; None for one that holds no component of Wan."""
+        components = recognise.components(open_tensors(path))
+        return cls(path, components) if components else None
 
     @property
     def lent(self) -> list[str]:
@@ -177,15 +182,9 @@ def _repository(transformer: Mapping[str, Any], experts: bool) -> str | None:
     return None
 
 
-def _holds_wan(path: Path) -> bool:
-    """Tells whether a file holds a component of Wan."""
-    return bool(recognise.prefixes(tuple(open_tensors(path).keys())))
-
-
 LAYOUT = Layout(
     markers=("config.json", f"{FOLDERS['transformer']}/config.json"),
     is_folder=OriginalSource.is_at,
-    is_file=_holds_wan,
     open=OriginalSource,
-    open_file=FileSource,
+    open_file=FileSource.at,
 )

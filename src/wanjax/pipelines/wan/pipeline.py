@@ -37,12 +37,9 @@ class WanPipeline(Pipeline):
     defaults: WanSettings
     encoded_type = WanEncoded
 
-    text_encoder = property(lambda self: self.components.get("text_encoder"))
     image_encoder = property(lambda self: self.components.get("image_encoder"))
     image_processor = property(lambda self: self.components.get("image_processor"))
-    transformer = property(lambda self: self.components.get("transformer"))
     transformer_2 = property(lambda self: self.components.get("transformer_2"))
-    tokenizer = property(lambda self: self.components.get("tokenizer"))
 
     def settings(self, *, size: tuple[int, int] | None = None, **settings: Any) -> WanSettings:
         """Returns the model's defaults, overridden by the given settings; raises WanjaxError for invalid ones.

@@ -90,17 +90,9 @@ def _context(
     return (graphdef, task), arguments, transformer.heads, prompts
 
 
-def decode_first(blueprint: Blueprint, *, vae: VAEConfig, size: Sequence[int]) -> Lowering:
-    return blueprint.decode(network_of(vae, NETWORKS), size, first=True)
+def decode_frames(blueprint: Blueprint, *, vae: VAEConfig, size: Sequence[int], first: bool) -> Lowering:
+    return blueprint.decode(network_of(vae, NETWORKS), size, first=first)
 
 
-def decode_next(blueprint: Blueprint, *, vae: VAEConfig, size: Sequence[int]) -> Lowering:
-    return blueprint.decode(network_of(vae, NETWORKS), size, first=False)
-
-
-def encode_first(blueprint: Blueprint, *, vae: VAEConfig, size: Sequence[int]) -> Lowering:
-    return blueprint.encode(network_of(vae, NETWORKS), size, first=True)
-
-
-def encode_next(blueprint: Blueprint, *, vae: VAEConfig, size: Sequence[int]) -> Lowering:
-    return blueprint.encode(network_of(vae, NETWORKS), size, first=False)
+def encode_frames(blueprint: Blueprint, *, vae: VAEConfig, size: Sequence[int], first: bool) -> Lowering:
+    return blueprint.encode(network_of(vae, NETWORKS), size, first=first)

@@ -199,8 +199,8 @@ def _in_four_steps(name: str, authors: str, *loras: str, **settings: Any) -> Pre
     ModelTC/LightX2V, and wan/configs/ and wan/utils/fm_solvers_euler.py of ModelTC/Wan2.2-Lightning.
     """
     preset, few = named(name), f"{name}-4step"
-    assert isinstance(preset.architecture, WanArchitecture)
-    if preset.architecture.experts:
+    assert isinstance(preset.defaults, WanSettings)
+    if preset.defaults.boundary is not None:
         settings |= {"guidance_scale_2": 1.0}
     return replace(
         preset,
@@ -209,7 +209,6 @@ def _in_four_steps(name: str, authors: str, *loras: str, **settings: Any) -> Pre
         defaults=preset.defaults.updated(
             {"model": few, "steps": 4, "guidance_scale": 1.0, "flow_shift": 5.0} | settings
         ),
-        architecture=replace(preset.architecture, scheduler=FlowEuler()),
         loras=loras,
         scheduler=FlowEuler(),
     )
