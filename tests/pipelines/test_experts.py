@@ -16,8 +16,7 @@ from tests.support.small_wan import network, pipeline, transformer_config
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.pipelines import components
 from wanjax.pipelines.components import Components
-from wanjax.pipelines.sampler import Segment
-from wanjax.pipelines.steps import Step
+from wanjax.pipelines.steps import Segment, Step
 from wanjax.pipelines.wan.conditioning import WanEncoded
 from wanjax.pipelines.wan.experts import EXPERTS, segments
 from wanjax.registry import presets

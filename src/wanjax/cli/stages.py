@@ -219,6 +219,8 @@ class Rendering:
                 callback=show,
                 switched=tell_switch,
                 batch_guidance=self.batch_guidance,
+                keep=self.folder / stage_files.STATE,
+                continued=lambda done, total: self.report.note(f"the first {done} of {total} steps were taken before"),
                 **given,
             )
             jax.block_until_ready(latents)
@@ -226,6 +228,8 @@ class Rendering:
             self.report.note(profile.report())
         self.pipe.free()
         self._save(stage_files.save_latents, latents)
+        if is_first():
+            (self.folder / stage_files.STATE).unlink(missing_ok=True)
         self.report.kept(f"the latents are in {self.folder / stage_files.LATENTS}", self._command("decode"))
         return latents
 

@@ -19,6 +19,8 @@ from wanjax.errors import WanjaxError
 
 EMBEDDINGS = "stage1_embeddings.safetensors"
 LATENTS = "stage2_latents.safetensors"
+STATE = "stage2_state.safetensors"
+"""The state of denoising that is not complete."""
 CONFIG = "generation_config.json"
 VIDEO = "output_video.mp4"
 

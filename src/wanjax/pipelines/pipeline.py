@@ -6,6 +6,8 @@ Plain arrays connect the stages. Each family implements the abstract methods.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,12 +24,14 @@ from wanjax.media.pictures import ClipSource, Pictures, PictureSource, read_pict
 from wanjax.media.videos import Video
 from wanjax.pipelines.components import Components
 from wanjax.pipelines.frames import Frames, GivenFrames, GivenLatents, Latents, chunk_count, decoded, encoded
-from wanjax.pipelines.sampler import Denoiser, Inputs, Segment, sample
+from wanjax.pipelines.resume import Keeper, digest
+from wanjax.pipelines.sampler import Denoiser, Inputs, State, sample
 from wanjax.pipelines.settings import Settings
-from wanjax.pipelines.steps import Step, Switch
+from wanjax.pipelines.steps import Segment, Step, Switch, left_of
 from wanjax.pipelines.tokenizer import Truncation
 from wanjax.sharding import Partitioner, replicate, use
 
+VERSION = version("wanjax")
 Encoded = Any  # the family's own NamedTuple of arrays, each with a first axis of size 1
 
 
@@ -229,6 +233,8 @@ class Pipeline(ABC):
         callback: Callable[[Step], bool | None] | None = None,
         switched: Callable[[Switch], Any] | None = None,
         batch_guidance: bool = False,
+        keep: str | Path | None = None,
+        continued: Callable[[int, int], Any] | None = None,
         **settings: Any,
     ) -> Float[Array, "1 C _T H W"]:
         """Returns latents [1 C T H W], float32 and normalised, from noise (None is the seed's noise).
@@ -236,26 +242,40 @@ class Pipeline(ABC):
         Under guidance the network runs twice a step; with `batch_guidance`, or on a mesh whose `dp` splits the two
         prompts, it runs once on a batch of two. `callback` receives every step, perhaps before the device has finished
         it; if it returns False, Cancelled is raised. `switched` is called when another network takes over. Raises
-        WanjaxError where `noise` or `encoded` has a shape that does not fit the video, and where latents stop being
-        finite; the message then names the step.
+        WanjaxError where a shape does not fit the video, and where latents stop being finite, with the step's number.
+
+        `keep` is a file in which the state is kept from time to time, and when the callback stops the run. The same
+        call then continues from there to the same latents; `continued(done, total)` receives the steps taken before.
         """
         chosen = self.settings(**self._with_size_of(encoded, settings))
         self.check_encoded(encoded, chosen)
         references = self.references(encoded, chosen)
-        given = self.noise(chosen, references) if noise is None else self._checked_noise(noise, chosen, references)
+        given = self._checked_noise(noise, chosen, references)
         schedule, x = self.begin(encoded, chosen, given)
-        solver = self.scheduler.init(schedule, x, jax.random.key(chosen.seed))
-        x, solver = self.on_devices((x, solver))
+        state = State(x, self.scheduler.init(schedule, x, jax.random.key(chosen.seed)))
+        segments, total, done = self.segments(schedule, chosen), len(schedule.timesteps), 0
+        if keep is not None:
+            keeper = Keeper(Path(keep), self._origin(chosen, encoded, given, batch_guidance))
+            state, done = keeper.continued(state, segments)
+            callback = keeper.keeping(callback)
+            if done and continued:
+                continued(done, total)
 
         def prepare(segment: Segment, x: Float[Array, "B T H W C"]) -> tuple[Denoiser, Inputs]:
             network, seconds = self.components.take_over(segment.network, self.architecture.denoisers)
-            if segment.start and switched:
-                switched(Switch(segment.network, segment.start, len(schedule.timesteps), seconds))
+            if segment.start > done and switched:
+                switched(Switch(segment.network, segment.start, total, seconds))
             return self.inputs(network, segment, encoded, x, batch_guidance)
 
-        segments = self.segments(schedule, chosen)
-        x = sample(x, solver, schedule, segments, prepare, partitioner=self.partitioner, callback=callback)
+        state, segments = self.on_devices(state), left_of(segments, done)
+        x = sample(state, schedule, segments, prepare, partitioner=self.partitioner, callback=callback)
         return jnp.moveaxis(self.finish(x, encoded)[:, references:], -1, 1)
+
+    def _origin(self, settings: Settings, encoded: Encoded, noise: Latents, batch_guidance: bool) -> str:
+        """Returns a digest of everything on which the latents depend."""
+        mesh = None if self.partitioner is None else dict(self.partitioner.mesh.shape)
+        told = {"settings": settings.to_json(), "scheduler": repr(self.scheduler), "mesh": mesh, "version": VERSION}
+        return digest(told | {"batch_guidance": batch_guidance}, [x for x in (*encoded, noise) if x is not None])
 
     def _with_size_of(self, encoded: Encoded, settings: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the settings, with the size of the encoded pictures where no size is given."""
@@ -265,7 +285,10 @@ class Pipeline(ABC):
             return {**settings, "size": size}
         return settings
 
-    def _checked_noise(self, noise: GivenLatents, settings: Settings, references: int) -> Latents:
+    def _checked_noise(self, noise: GivenLatents | None, settings: Settings, references: int) -> Latents:
+        """Returns the noise, or the seed's if it is None; raises WanjaxError for another shape than the video's."""
+        if noise is None:
+            return self.noise(settings, references)
         right = self.noise_shape(settings, references)
         if noise.shape != right:
             raise WanjaxError(f"the noise has the shape {list(noise.shape)} where this video needs {list(right)}")

@@ -12,8 +12,8 @@ cache does.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float
 
 from wanjax.compilation import program
 from wanjax.kernels.compiler_options import products
-from wanjax.pipelines.steps import Cancelled, InFlight, Step
+from wanjax.pipelines.steps import Cancelled, InFlight, Segment, Step
 from wanjax.schedulers import Scheduler, one_step
 from wanjax.sharding import Partitioner, replicate
 
@@ -68,23 +68,14 @@ class Inputs:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class State:
-    """The values that each step replaces: the latents, the scheduler's state, and the carry of each forward."""
+    """The values that each step replaces: the latents, the scheduler's state, and the carry of each forward.
+
+    Before a network's first step the carry is the leaves of one that was kept, or None.
+    """
 
     x: Any  # [B T H W C]
     solver: Any
-    carry: tuple[Any, ...]
-
-
-class Segment(NamedTuple):
-    """The consecutive steps from `start` that one network takes, by the guidance scale of each."""
-
-    network: str
-    start: int
-    scales: tuple[float, ...]
-
-    @property
-    def guided(self) -> bool:
-        return max(self.scales) > 1
+    carry: Any = None
 
 
 @jax.named_scope("guidance")
@@ -117,8 +108,7 @@ def take_step(
 
 
 def sample(
-    x: Latents,
-    solver: Any,
+    state: State,
     schedule: Any,
     segments: Iterable[Segment],
     prepare: Callable[[Segment, Latents], tuple[Denoiser, Inputs]],
@@ -126,7 +116,7 @@ def sample(
     partitioner: Partitioner | None,
     callback: Callable[[Step], bool | None] | None = None,
 ) -> Latents:
-    """Takes the steps of a schedule from latents x, and returns the last latents.
+    """Takes the steps of the segments, and returns the last latents.
 
     `prepare` returns the denoiser and the inputs of a segment. Raises Cancelled where the callback returns False, and
     WanjaxError that names the step after which latents are not finite; the callback may have received later steps too.
@@ -134,16 +124,19 @@ def sample(
     total, step = len(schedule.timesteps), take_step.on(partitioner)
     in_flight = InFlight(total)
     for segment in segments:
-        denoiser, inputs = prepare(segment, x)
-        state = State(x, solver, denoiser.first_carry(x, inputs))
+        denoiser, inputs = prepare(segment, state.x)
+        carry = denoiser.first_carry(state.x, inputs)
+        if state.carry is not None:
+            carry = jax.tree.unflatten(jax.tree.structure(carry), state.carry)
+        state = replace(state, carry=carry)
         for index, scale in enumerate(segment.scales, segment.start):
             row = one_step(schedule, index)
             state, x0, finite = step(denoiser.at(index), state, inputs, jnp.float32(scale), row)
             in_flight.add(index, finite)
-            latents = (jnp.moveaxis(a, -1, 1) for a in (state.x, x0))
-            if callback and callback(Step(index, total, float(schedule.timesteps[index]), *latents)) is False:
+            x, x0 = (jnp.moveaxis(a, -1, 1) for a in (state.x, x0))
+            if callback and callback(Step(index, total, float(schedule.timesteps[index]), x, x0, state)) is False:
                 raise Cancelled(index)
         in_flight.wait()
-        x, solver = state.x, state.solver
-        del denoiser, inputs, state  # the weights are freed before the next network is loaded
-    return x
+        state = replace(state, carry=None)
+        del denoiser, inputs  # the weights are freed before the next network is loaded
+    return state.x

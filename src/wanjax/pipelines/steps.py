@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Denoising steps for callbacks, and the queue of steps on the device."""
+"""Denoising steps: their division among networks, what callbacks receive, and the queue on the device."""
 
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 from jaxtyping import Array, Bool, Float
@@ -12,14 +13,37 @@ from wanjax.errors import WanjaxError
 IN_FLIGHT = 2  # steps queued on the device: two keep it busy, more would hold memory
 
 
+class Segment(NamedTuple):
+    """The consecutive steps from `start` that one network takes, by the guidance scale of each."""
+
+    network: str
+    start: int
+    scales: tuple[float, ...]
+
+    @property
+    def guided(self) -> bool:
+        return max(self.scales) > 1
+
+
+def left_of(segments: Sequence[Segment], steps: int) -> list[Segment]:
+    """Returns the segments that are left once the first `steps` steps are taken."""
+    taken = [min(max(steps - segment.start, 0), len(segment.scales)) for segment in segments]
+    left = [Segment(s.network, s.start + n, s.scales[n:]) for s, n in zip(segments, taken, strict=True)]
+    return [segment for segment in left if segment.scales]
+
+
 class Step(NamedTuple):
-    """A denoising step, `index` of `total` from 0: the latents after it, and the clean latents predicted in it."""
+    """A denoising step, `index` of `total` from 0: the latents after it, and the clean latents predicted in it.
+
+    `state` is all that the next step takes from it. The next step reuses its buffers.
+    """
 
     index: int
     total: int
     timestep: float
     latents: Float[Array, "B C T H W"]
     x0: Float[Array, "B C T H W"]
+    state: Any
 
 
 class Switch(NamedTuple):

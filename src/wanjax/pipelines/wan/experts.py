@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from wanjax.pipelines.sampler import Segment
+from wanjax.pipelines.steps import Segment
 from wanjax.pipelines.wan.settings import WanSettings
 from wanjax.schedulers.base import TRAIN_STEPS
 

@@ -18,8 +18,9 @@ from wanjax.media.pictures import Picture, Pictures
 from wanjax.pipelines.frames import Latents
 from wanjax.pipelines.guidance import group, grouping
 from wanjax.pipelines.pipeline import Pipeline
-from wanjax.pipelines.sampler import Denoiser, Inputs, Segment
+from wanjax.pipelines.sampler import Denoiser, Inputs
 from wanjax.pipelines.settings import Settings
+from wanjax.pipelines.steps import Segment
 from wanjax.pipelines.tokenizer import TokenBatch, Truncation, clean_prompt
 from wanjax.pipelines.wan.architecture import WanArchitecture
 from wanjax.pipelines.wan.conditioning import Encoders, PictureInputs, WanEncoded

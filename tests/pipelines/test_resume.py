@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Denoising that was stopped continues from its last kept state to the same latents, bit for bit."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support import small_wan
+from tests.support.tiny import tiny_checkpoint
+from wanjax.media import stage_files
+from wanjax.pipelines.resume import Keeper
+from wanjax.pipelines.steps import Cancelled, Segment, Step, left_of
+from wanjax.pipelines.wan.conditioning import WanEncoded
+from wanjax.schedulers import UniPC
+
+GIVEN = {"size": (12, 12), "frames": 5, "steps": 6, "seed": 3}
+
+
+def encoded(value: float = 0.5) -> WanEncoded:
+    return WanEncoded(jnp.full((1, 3, 8), value), jnp.zeros((1, 3, 8)))
+
+
+def pipeline(experts: bool):
+    pipe = small_wan.pipeline(2, None)
+    pipe.components.put("scheduler", UniPC())
+    if experts:
+        pipe.architecture = replace(pipe.architecture, experts=True)
+        pipe.defaults = replace(pipe.defaults, boundary=0.6, guidance_scale_2=2.0)
+        pipe.components.put("transformer_2", pipe.transformer)
+    return pipe
+
+
+def run(pipe, keep=None, stop_at=None, prompt=0.5, **more):
+    """Returns the latents, None if the run was stopped; the steps taken; and those that were taken before."""
+    taken, before = [], []
+
+    def callback(step):
+        taken.append(step.index)
+        return False if step.index == stop_at else None
+
+    try:
+        latents = pipe.denoise(
+            encoded(prompt), callback=callback, keep=keep, continued=lambda *told: before.append(told), **GIVEN | more
+        )
+    except Cancelled:
+        return None, taken, before
+    return np.asarray(latents), taken, before
+
+
+@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize("stop_at", [0, 1, 2, 3, 4, 5])
+def test_a_stopped_run_continues(tmp_path, experts, stop_at):
+    file = tmp_path / "state"
+    pipe = pipeline(experts)
+    whole, _, _ = run(pipe)
+    assert run(pipe, file, stop_at)[0] is None
+    latents, taken, before = run(pipe, file)
+    np.testing.assert_array_equal(latents, whole)
+    assert taken == list(range(stop_at + 1, 6))
+    assert before == [(stop_at + 1, 6)]
+
+
+def test_the_boundary_lies_between_steps_that_were_tried():
+    pipe = pipeline(True)
+    settings = pipe.settings(**GIVEN)
+    schedule = pipe.scheduler.schedule(settings.steps, shift=settings.flow_shift)
+    assert [segment.start for segment in pipe.segments(schedule, settings)] in ([0, n] for n in range(1, 6))
+
+
+def test_an_exception_keeps_the_state_too(tmp_path):
+    def interrupt(step):
+        if step.index == 2:
+            raise KeyboardInterrupt
+
+    pipe, file = pipeline(False), tmp_path / "state"
+    with pytest.raises(KeyboardInterrupt):
+        pipe.denoise(encoded(), callback=interrupt, keep=file, **GIVEN)
+    assert run(pipe, file)[1] == [3, 4, 5]
+
+
+@pytest.mark.parametrize("change", [{"seed": 4}, {"steps": 7}, {"prompt": 0.6}, {"flow_shift": 2.0}])
+def test_another_video_begins_anew(tmp_path, change):
+    pipe, file = pipeline(False), tmp_path / "state"
+    run(pipe, file, stop_at=2)
+    _, taken, before = run(pipe, file, **change)
+    assert taken[0] == 0
+    assert before == []
+
+
+def test_another_noise_begins_anew(tmp_path):
+    pipe, file = pipeline(False), tmp_path / "state"
+    run(pipe, file, stop_at=2)
+    assert run(pipe, file, noise=np.zeros((1, 4, 3, 6, 6), np.float32))[1][0] == 0
+
+
+def test_a_broken_file_begins_anew(tmp_path):
+    file = tmp_path / "state"
+    file.write_bytes(b"no state")
+    assert run(pipeline(False), file)[1] == list(range(6))
+
+
+def test_states_that_are_not_finite_are_not_kept(tmp_path):
+    pipe, file = pipeline(False), tmp_path / "state"
+    noise = np.full((1, 4, 3, 6, 6), np.nan, np.float32)
+    with pytest.raises(Exception, match="not finite after step 1 of 6"):
+        pipe.denoise(encoded(), noise=noise, keep=file, **GIVEN)
+    assert not file.exists()
+
+
+def test_writing_takes_a_small_share_of_the_time(tmp_path, monkeypatch):
+    """A state that takes a second to write is written once in fifty seconds."""
+    now, writes = [0.0], []
+    monkeypatch.setattr("wanjax.pipelines.resume.perf_counter", lambda: now[0])
+    keeper = Keeper(tmp_path / "state", "origin")
+
+    def save(step):
+        writes.append(now[0])
+        now[0] += 1
+        keeper._last, keeper._cost = now[0], 1.0
+
+    monkeypatch.setattr(keeper, "save", save)
+    after, x = keeper.keeping(None), jnp.zeros((1, 1, 1, 1, 1))
+    while now[0] < 200:
+        after(Step(0, 1, 0.0, x, x, None))
+        now[0] += 1
+    assert len(writes) == 4
+
+
+def test_segments_that_are_left():
+    both = [Segment("a", 0, (1.0, 2.0)), Segment("b", 2, (3.0,))]
+    assert left_of(both, 0) == both
+    assert left_of(both, 1) == [Segment("a", 1, (2.0,)), both[1]]
+    assert left_of(both, 2) == [both[1]]
+    assert left_of(both, 3) == []
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends signals of POSIX")
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
+def test_the_command_continues(tmp_path, sent):
+    steps = "400"
+    model = str(tiny_checkpoint(tmp_path / "tiny"))
+    command = [sys.executable, "-m", "wanjax", "a", "--model", model, "--size", "32x32", "--frames", "5"]
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    left, whole = tmp_path / "left", tmp_path / "whole"
+
+    def start(folder: Path) -> subprocess.Popen:
+        return subprocess.Popen(
+            [*command, "--steps", steps, "--dir", str(folder)], env=environment, stderr=subprocess.PIPE, text=True
+        )
+
+    stopped = start(left)
+    deadline = time.monotonic() + 300
+    while not (left / stage_files.STATE).exists() and stopped.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    stopped.send_signal(sent)
+    _, said = stopped.communicate(timeout=300)
+    assert stopped.returncode == (130 if sent == signal.SIGINT else -signal.SIGKILL), said
+    assert (left / stage_files.STATE).exists()
+    continued = subprocess.run(
+        [sys.executable, "-m", "wanjax", "denoise", "--dir", str(left)],
+        env=environment, stderr=subprocess.PIPE, text=True, check=True,
+    )  # fmt: skip
+    assert f"of {steps} steps were taken before" in continued.stderr
+    assert not (left / stage_files.STATE).exists()
+    start(whole).communicate(timeout=300)
+    made = [stage_files.load_latents(folder, stage_files.load_settings(folder)) for folder in (left, whole)]
+    np.testing.assert_array_equal(*map(np.asarray, made))
