@@ -75,33 +75,42 @@ def folder(reference, tmp_path_factory) -> Path:
 
 
 NOISE = torch.randn(1, 4, (FRAMES + 3) // 4, HEIGHT // 8, WIDTH // 8, generator=torch.Generator().manual_seed(7))
-PICTURES = [np.random.default_rng(i).integers(0, 256, (HEIGHT, WIDTH, 3), dtype=np.uint8) for i in range(2)]
+SIZES = {  # (height, width) of the first and the last picture; the video's is 32 × 48
+    "the video's size": ((HEIGHT, WIDTH), (HEIGHT, WIDTH)),
+    "portrait": ((61, 37), (97, 41)),
+    "landscape": ((29, 83), (31, 67)),
+    "portrait, then landscape": ((53, 31), (27, 101)),
+}
+Given = dict[str, np.ndarray]
 
 
-def given(reference: WanImageToVideoPipeline) -> dict[str, np.ndarray]:
-    """Returns the pictures: also a last one, unless the transformer attends to a single picture."""
+@pytest.fixture(params=SIZES)
+def given(request, reference) -> Given:
+    """The pictures: also a last one, unless the transformer attends to a single picture."""
     config = reference.transformer.config
     count = 1 if config.image_dim and config.pos_embed_seq_len is None else 2
-    return dict(zip(["image", "last_image"][:count], PICTURES, strict=False))
+    sizes = zip(["image", "last_image"][:count], SIZES[request.param], strict=False)
+    random = np.random.default_rng(list(SIZES).index(request.param))
+    return {name: random.integers(0, 256, (*size, 3), dtype=np.uint8) for name, size in sizes}
 
 
 @torch.no_grad()
-def expected(pipe: WanImageToVideoPipeline) -> tuple[list[np.ndarray], np.ndarray]:
+def expected(pipe: WanImageToVideoPipeline, given: Given) -> tuple[list[np.ndarray], np.ndarray]:
     """Returns diffusers' latents after every step, and its frames."""
     latents = []
     frames = pipe(
         prompt=PROMPT, negative_prompt=NEGATIVE_PROMPT, height=HEIGHT, width=WIDTH, num_frames=FRAMES,
         num_inference_steps=STEPS, guidance_scale=GUIDANCE, latents=NOISE,
         callback_on_step_end=lambda pipe, i, t, values: latents.append(values["latents"].numpy()) or {},
-        **{name: Image.fromarray(picture) for name, picture in given(pipe).items()},
+        **{name: Image.fromarray(picture) for name, picture in given.items()},
     ).frames[0]  # fmt: skip
     return latents, frames
 
 
 @torch.no_grad()
-def conditions(pipe: WanImageToVideoPipeline) -> tuple[np.ndarray, np.ndarray | None]:
+def conditions(pipe: WanImageToVideoPipeline, given: Given) -> tuple[np.ndarray, np.ndarray | None]:
     """Returns diffusers' condition beside the latents, and its features of the images."""
-    images = [Image.fromarray(picture) for picture in given(pipe).values()]
+    images = [Image.fromarray(picture) for picture in given.values()]
     pixels = [pipe.video_processor.preprocess(image, height=HEIGHT, width=WIDTH) for image in images]
     _, condition = pipe.prepare_latents(
         pixels[0], 1, 4, HEIGHT, WIDTH, FRAMES, torch.float32, None, None, NOISE, *pixels[1:]
@@ -110,11 +119,12 @@ def conditions(pipe: WanImageToVideoPipeline) -> tuple[np.ndarray, np.ndarray | 
     return condition.numpy(), pipe.encode_image(images).numpy().reshape(1, -1, 40) if seen else None
 
 
-def test_every_step_and_every_frame(reference, folder):
+def test_every_step_and_every_frame(reference, folder, given):
+    """Pictures of other proportions are stretched for the autoencoder, and CLIP sees them as they came."""
     pipe = wanjax.load(folder)
     settings = {"size": (HEIGHT, WIDTH), "frames": FRAMES}
-    embeddings = pipe.encode(PROMPT, NEGATIVE_PROMPT, **given(reference), **settings)
-    condition, image_embeds = conditions(reference)
+    embeddings = pipe.encode(PROMPT, NEGATIVE_PROMPT, **given, resize="stretch", **settings)
+    condition, image_embeds = conditions(reference, given)
     np.testing.assert_array_equal(embeddings.condition[:, :4], condition[:, :4])  # the mask
     assert relative_l2(embeddings.condition[:, 4:], condition[:, 4:]) <= 1e-5
     assert (embeddings.image_embeds is None) == (image_embeds is None)
@@ -125,7 +135,7 @@ def test_every_step_and_every_frame(reference, folder):
         embeddings, steps=STEPS, guidance_scale=GUIDANCE, flow_shift=3.0, sigmas="diffusers",
         noise=jnp.asarray(NOISE.numpy()), callback=lambda step: latents.append(np.asarray(step.latents)), **settings,
     )  # fmt: skip
-    exact, frames = expected(reference)
+    exact, frames = expected(reference, given)
     assert len(latents) == STEPS
     assert largest_error(latents, exact) <= BAR
     assert psnr(pipe.decode(last, jnp.float32), frames) >= 60

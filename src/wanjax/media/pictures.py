@@ -22,6 +22,7 @@ from wanjax.media.ffmpeg import run_ffmpeg
 
 RESIZES = ("crop", "pad", "stretch")
 Picture = UInt8[np.ndarray, "H W 3"]
+PictureOfAnySize = UInt8[np.ndarray, "_H _W 3"]  # in a list whose pictures differ in size
 Clip = UInt8[np.ndarray, "T H W 3"]
 PPM = re.compile(rb"P6\s(\d+)\s(\d+)\s255\s")
 PictureSource = str | Path | Image.Image | Shaped[np.ndarray, "..."]

@@ -11,7 +11,7 @@ from PIL import Image
 
 from wanjax.checkpoints.sources import read_json
 from wanjax.errors import WanjaxError
-from wanjax.media.pictures import Picture
+from wanjax.media.pictures import Picture, PictureOfAnySize
 
 # Entries of preprocessor_config.json, and the only value of each that is implemented.
 STEPS = {
@@ -57,7 +57,7 @@ class ImageProcessor:
         except KeyError as missing:
             raise WanjaxError(f"{folder}'s preprocessor_config.json has no {missing.args[0]}") from None
 
-    def __call__(self, pictures: Sequence[Picture]) -> Float[np.ndarray, "B _H _W 3"]:
+    def __call__(self, pictures: Sequence[PictureOfAnySize]) -> Float[np.ndarray, "B _H _W 3"]:
         """Returns the preprocessed pictures, which then have one size, as float32."""
         return np.stack([self._one(picture) for picture in pictures])
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from wanjax.errors import WanjaxError
 from wanjax.layers.rope import Rope
-from wanjax.media.pictures import Picture, Pictures, fit
+from wanjax.media.pictures import Picture, PictureOfAnySize, Pictures, fit
 from wanjax.models.wan.config import ControlTransformerConfig, ImageTransformerConfig, TransformerConfig, VAEConfig
 from wanjax.pipelines.settings import Settings
 
@@ -64,7 +64,7 @@ class Encoders(NamedTuple):
     """The encoders of a task, clips to latents and images to features, and the configs of the networks."""
 
     video: Callable[[Sequence[np.ndarray]], Float[Array, "1 C T H W"]]
-    images: Callable[[Sequence[Picture]], Float[Array, "1 S E"]]
+    images: Callable[[Sequence[PictureOfAnySize]], Float[Array, "1 S E"]]
     transformer: TransformerConfig
     vae: VAEConfig
 
@@ -206,7 +206,10 @@ class ImageToVideo(Task):
 
 
 class AttendedImageToVideo(ImageToVideo):
-    """Image to video, with cross-attention to the images' features by a vision tower."""
+    """Image to video, with cross-attention to the images' features by a vision tower.
+
+    The tower sees the images as they were given, whatever the video's size, as in both references.
+    """
 
     def shapes(self, latents: tuple[int, ...], config: TransformerConfig) -> Mapping[str, Shape]:
         assert isinstance(config, ImageTransformerConfig)
@@ -216,9 +219,7 @@ class AttendedImageToVideo(ImageToVideo):
     def encode(self, encoders: Encoders, pictures: Pictures, settings: Settings) -> Mapping[str, Array]:
         config = encoders.transformer
         assert isinstance(config, ImageTransformerConfig)
-        images = [
-            fit(x, settings.size, settings.resize) for x in (pictures.image, pictures.last_image) if x is not None
-        ]
+        images = [picture for picture in (pictures.image, pictures.last_image) if picture is not None]
         features = encoders.images(images)
         if (made := features.shape[-1]) != config.image_width:
             raise WanjaxError(

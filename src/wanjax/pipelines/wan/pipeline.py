@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from wanjax.compilation import keeps_programs
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
-from wanjax.media.pictures import Picture, Pictures
+from wanjax.media.pictures import PictureOfAnySize, Pictures
 from wanjax.pipelines.frames import Latents
 from wanjax.pipelines.guidance import group, grouping
 from wanjax.pipelines.pipeline import Pipeline
@@ -83,7 +83,7 @@ class WanPipeline(Pipeline):
         return config.task.encode(encoders, pictures, settings)
 
     @keeps_programs
-    def encode_images(self, images: Sequence[Picture]) -> Float[Array, "1 S E"]:
+    def encode_images(self, images: Sequence[PictureOfAnySize]) -> Float[Array, "1 S E"]:
         """Returns the features of images, joined along the sequence, by the checkpoint's vision tower."""
         graphdef, weights = nnx.split(self.image_encoder)
         pixels = jnp.asarray(self.image_processor(images))
