@@ -2,7 +2,6 @@
 """Two processes of four devices each, against one process with one device."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.support.compare import error
+from tests.support.devices import free_port
 from tests.support.tiny import tiny_checkpoint
 from wanjax.cli import processes
 from wanjax.errors import WanjaxError
@@ -33,12 +33,6 @@ def start(folder: Path, devices: int, *arguments: str | Path, **environment: str
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 
 import math
 import os
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -25,6 +26,13 @@ def most_held() -> int:
     for array in jax.live_arrays():
         of_device.update(dict.fromkeys(array.sharding.device_set, nbytes_on_each(array)))
     return max(of_device.values())
+
+
+def free_port() -> int:
+    """Returns a port on which processes can meet."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
 
 
 def on_eight_devices(code: str, *arguments: str | Path) -> str:

@@ -153,7 +153,7 @@ denoising = together(
         type=click.Choice(["official", "diffusers"]),
         help="Noise levels as the model's authors or as diffusers choose them.",
     ),
-    click.option("--seed", type=int, metavar="N", help="Seed of the initial noise."),
+    click.option("--seed", type=int, metavar="N", help="Seed of the initial noise; -1 draws one and tells it."),
     click.option(
         "--noise",
         type=click.Path(dir_okay=False),

@@ -26,6 +26,7 @@ from wanjax.layers.tiling import Tiling
 from wanjax.media import stage_files, videos
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines.pipeline import Pipeline
+from wanjax.pipelines.seeds import DRAW
 from wanjax.pipelines.steps import Step, Switch
 
 
@@ -95,6 +96,7 @@ class Rendering:
         self.out = out
         self.tiling = Tiling() if given.get("tile") else None
         self.profile: Path | None = given.get("profile")
+        self.drawn = chosen.get("seed") == DRAW
         self.batch_guidance = bool(given.get("batch_guidance"))
         loras = _loras(chosen) if "lora" in given else []  # only denoising uses them
         self.pipe = self._load(chosen, given, loras)
@@ -161,11 +163,11 @@ class Rendering:
 
     def tell(self) -> None:
         """Prints the settings of the video, and notes on settings that may be unintended."""
-        chosen = self.settings
+        chosen, drawn = self.settings, " (drawn)" if self.drawn else ""
         guidance = " and ".join(f"{scale:g}" for scale in chosen.guidance_scales)
         self.report.note(
             f"{chosen.model}: {chosen.width}x{chosen.height}, {chosen.frames} frames at {chosen.fps} a second, "
-            f"{chosen.steps} steps, guidance {guidance}, seed {chosen.seed}, {chosen.dtype}, "
+            f"{chosen.steps} steps, guidance {guidance}, seed {chosen.seed}{drawn}, {chosen.dtype}, "
             f"on {jax.devices()[0].device_kind}"
         )
         if not chosen.guided:

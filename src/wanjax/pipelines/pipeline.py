@@ -4,13 +4,13 @@
 Plain arrays connect the stages. Each family implements the abstract methods.
 """
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -26,6 +26,7 @@ from wanjax.pipelines.components import Components
 from wanjax.pipelines.frames import Frames, GivenFrames, GivenLatents, Latents, chunk_count, decoded, encoded
 from wanjax.pipelines.resume import Keeper, digest
 from wanjax.pipelines.sampler import Denoiser, Inputs, State, sample
+from wanjax.pipelines.seeds import DRAW, checked_seed, initial_noise, solver_key, steady_draws
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Segment, Step, Switch, left_of
 from wanjax.pipelines.tokenizer import Truncation
@@ -189,11 +190,16 @@ class Pipeline(ABC):
         return shape
 
     def settings(self, *, size: tuple[int, int] | None = None, **settings: Any) -> Any:
-        """Returns the model's defaults, overridden by the given settings; raises WanjaxError for invalid ones."""
+        """Returns the model's defaults, overridden by the given settings; raises WanjaxError for invalid ones.
+
+        A seed of -1 becomes one drawn at random.
+        """
         if size is not None:
             settings |= {"height": size[0], "width": size[1]}
         if unknown := settings.keys() - self.defaults.to_json().keys():
             raise WanjaxError(f"{sorted(unknown)[0]!r} is not a setting: {', '.join(self.defaults.to_json())} are")
+        if settings.get("seed") is not None:
+            settings |= {"seed": checked_seed(settings["seed"])}
         chosen = self.defaults.updated(settings)
         chosen.check(spatial=self.grid, temporal=self.architecture.vae.temporal_factor)
         return chosen
@@ -222,9 +228,10 @@ class Pipeline(ABC):
 
     def noise(self, settings: Settings, references: int = 0) -> Latents:
         """Returns the seed's initial noise, float32, of the shape `noise_shape`."""
-        return jax.random.normal(jax.random.key(settings.seed), self.noise_shape(settings, references))
+        return initial_noise(settings.seed, self.noise_shape(settings, references))
 
     @keeps_programs
+    @steady_draws()
     def denoise(
         self,
         encoded: Encoded,
@@ -241,18 +248,21 @@ class Pipeline(ABC):
 
         Under guidance the network runs twice a step; with `batch_guidance`, or on a mesh whose `dp` splits the two
         prompts, it runs once on a batch of two. `callback` receives every step, perhaps before the device has finished
-        it; if it returns False, Cancelled is raised. `switched` is called when another network takes over. Raises
-        WanjaxError where a shape does not fit the video, and where latents stop being finite, with the step's number.
+        it; if it returns False, Cancelled is raised. `switched` is called when another network takes over. A seed of -1 is
+        drawn, and a warning tells it. Raises WanjaxError where a shape does not fit the video, and where latents stop
+        being finite, with the step's number.
 
         `keep` is a file in which the state is kept from time to time, and when the callback stops the run. The same
         call then continues from there to the same latents; `continued(done, total)` receives the steps taken before.
         """
         chosen = self.settings(**self._with_size_of(encoded, settings))
+        if settings.get("seed") == DRAW:
+            warnings.warn(f"the seed {chosen.seed} was drawn at random", stacklevel=4)
         self.check_encoded(encoded, chosen)
         references = self.references(encoded, chosen)
         given = self._checked_noise(noise, chosen, references)
         schedule, x = self.begin(encoded, chosen, given)
-        state = State(x, self.scheduler.init(schedule, x, jax.random.key(chosen.seed)))
+        state = State(x, self.scheduler.init(schedule, x, solver_key(chosen.seed)))
         segments, total, done = self.segments(schedule, chosen), len(schedule.timesteps), 0
         if keep is not None:
             keeper = Keeper(Path(keep), self._origin(chosen, encoded, given, batch_guidance))

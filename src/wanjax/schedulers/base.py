@@ -9,7 +9,8 @@ A noisy sample is x = α x0 + σ noise. A scheduler is a value without arrays:
 
 Each scheduler has its own options of `schedule`, such as the `shift` of a flow. Steps are identified by index, never
 by timestep, because two timesteps may be equal. One compiled step, called with `one_step(schedule, index)`, serves
-every step of every schedule. A step that draws noise takes it from the key, which the state then holds.
+every step of every schedule. A step that draws noise takes it from the key, which the state then holds. The key's
+generator is threefry2x32, whatever JAX's default, and noise is drawn in the dtype of x.
 """
 
 from abc import ABC, abstractmethod

@@ -35,7 +35,7 @@ class Ancestral(Scheduler):
     def step(self, schedule, index, prediction, x, state):
         x0 = self.x0(schedule, index, prediction, x)
         noise = (x - schedule.alphas[index] * x0) / schedule.sigmas[index]
-        mine, following = jax.random.split(jax.random.wrap_key_data(state))
-        noise = (noise + jax.random.normal(mine, x.shape)) / jnp.sqrt(2.0)
+        mine, following = jax.random.split(jax.random.wrap_key_data(state, impl="threefry2x32"))
+        noise = (noise + jax.random.normal(mine, x.shape, x.dtype)) / jnp.sqrt(2.0)
         x = schedule.alphas[index + 1] * x0 + schedule.sigmas[index + 1] * noise
         return x, jax.random.key_data(following)

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A seed's noise under every flag of JAX that concerns random numbers, and the seeds that are refused or drawn."""
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import wanjax
+from tests.support.commands import refused, succeeded
+from tests.support.commands import wanjax as run
+from tests.support.devices import free_port
+from tests.support.tiny import compile_cache, tiny_checkpoint
+from wanjax.errors import WanjaxError
+from wanjax.media import stage_files
+from wanjax.media.videos import read_metadata
+from wanjax.pipelines import seeds
+from wanjax.pipelines.seeds import initial_noise, solver_key
+
+SMALL = {"size": (16, 32), "frames": 5, "steps": 2, "dtype": "float32"}
+OPTIONS = ("--size", "32x16", "--frames", "5", "--steps", "2", "--dtype", "float32")
+SHAPE = (1, 4, 3, 5, 6)
+FLAGS = [
+    {"jax_enable_x64": True},
+    {"jax_default_prng_impl": "rbg"},
+    {"jax_default_prng_impl": "unsafe_rbg"},
+    {"jax_threefry_partitionable": False},
+    {"jax_random_seed_offset": 7},
+    {"jax_enable_custom_prng": True},
+    {"jax_enable_x64": True, "jax_default_prng_impl": "rbg", "jax_threefry_partitionable": False},
+]
+VIDEO = """
+import json, sys
+import jax
+for name, value in json.loads(sys.argv[1]).items():
+    jax.config.update(name, value)
+import numpy as np, wanjax
+video = wanjax.load(sys.argv[2])("a", size=(16, 32), frames=5, steps=2, seed=5)
+np.save(sys.argv[3], video.frames)
+"""
+DRAW = """
+import sys
+import jax
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+from wanjax.pipelines import seeds
+print(seeds.draw(), seeds.draw())
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return str(tiny_checkpoint(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def xla(tmp_path_factory):
+    with compile_cache(tmp_path_factory.getbasetemp() / "xla") as folder:
+        yield folder
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def under(flags: dict, draw):
+    """Returns what `draw` returns under flags of JAX, which are then restored."""
+    with ExitStack() as stack:
+        for name, value in flags.items():
+            stack.callback(jax.config.update, name, getattr(jax.config, name))
+            jax.config.update(name, value)
+        return np.asarray(draw())
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+@pytest.mark.parametrize("seed", [0, 42, 2**40 + 7])
+def test_the_noise_is_the_same_under_every_flag(flags, seed):
+    for draw in (lambda: initial_noise(seed, SHAPE), lambda: jax.random.key_data(solver_key(seed))):
+        plain = draw()
+        other = under(flags, draw)
+        assert other.dtype == plain.dtype
+        np.testing.assert_array_equal(other, plain)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 42, 2**31, 2**32 - 1])
+def test_seeds_below_32_bits_give_jax_s_own_noise(seed):
+    np.testing.assert_array_equal(initial_noise(seed, SHAPE), jax.random.normal(jax.random.key(seed), SHAPE))
+
+
+def test_noise_of_one_seed_in_numbers():
+    """Guards the noise against changes of JAX's defaults in later versions."""
+    exact = [-1.0978881, -0.64294845, 0.18318748, -0.11200721]
+    np.testing.assert_allclose(initial_noise(2**33 + 5, (4,)), exact, rtol=1e-6)
+
+
+def test_all_bits_of_a_seed_count():
+    noises = [np.asarray(initial_noise(seed, SHAPE)) for seed in (0, *(2**bit for bit in range(64)), 2**64 - 1)]
+    assert len({noise.tobytes() for noise in noises}) == len(noises)
+
+
+def test_a_video_is_the_same_under_all_flags_together(model, xla):
+    """In a new process, so that nothing is compiled before the flags are set."""
+    frames = wanjax.load(model)("a", seed=5, **SMALL).frames
+    command = [sys.executable, "-c", VIDEO, json.dumps(FLAGS[-1]), model, "frames.npy"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(xla)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    np.testing.assert_array_equal(np.load("frames.npy"), frames)
+
+
+@pytest.mark.parametrize("seed", [2**64, 10**20, -2, 1.5, 3.0, True, "3", "many", [3], np.float32(3), np.True_])
+def test_seeds_that_are_refused(model, seed):
+    pipe = wanjax.load(model)
+    with pytest.raises(WanjaxError, match=r"^the seed .* is not a whole number from 0 to 2\^64 - 1, nor -1"):
+        pipe("a", seed=seed, **SMALL)
+    assert not pipe.components.has("text_encoder")
+
+
+@pytest.mark.parametrize("seed", ["100000000000000000000", "-2"])
+def test_seeds_that_are_refused_on_the_command_line(model, seed):
+    assert f"the seed {seed} is not a whole number" in refused("a", "--model", model, *OPTIONS, "--seed", seed)
+
+
+@pytest.mark.parametrize("seed", [np.int64(3), np.uint8(3), jnp.int32(3)])
+def test_whole_numbers_of_other_types_are_seeds(model, seed):
+    assert type(wanjax.load(model).settings(seed=seed).seed) is int
+
+
+def test_a_drawn_seed_is_recorded_and_makes_the_video_again(model):
+    pipe = wanjax.load(model)
+    first, second = (pipe("a", seed=-1, **SMALL) for _ in range(2))
+    assert 0 <= first.settings["seed"] < 2**32
+    assert first.settings["seed"] != second.settings["seed"]
+    again = pipe("a", seed=first.settings["seed"], **SMALL)
+    np.testing.assert_array_equal(again.frames, first.frames)
+
+
+def test_denoising_alone_tells_the_drawn_seed(model):
+    pipe = wanjax.load(model)
+    encoded = pipe.encode("a")
+    with pytest.warns(UserWarning, match=r"the seed \d+ was drawn at random") as told:
+        latents = pipe.denoise(encoded, seed=-1, **SMALL)
+    seed = int(str(told[0].message).split()[2])
+    np.testing.assert_array_equal(pipe.denoise(encoded, seed=seed, **SMALL), latents)
+
+
+def test_the_command_line_tells_a_drawn_seed(model):
+    said = succeeded(run("a", "--model", model, *OPTIONS, "--seed", "-1", "--out", "one.mp4")).stderr
+    seed = read_metadata("one.mp4")["seed"]
+    assert f"seed {seed} (drawn), float32" in said
+    assert stage_files.load_settings(Path("stage_outputs"))["seed"] == seed
+    said = succeeded(run("denoise", "--seed", "-1")).stderr
+    other = stage_files.load_settings(Path("stage_outputs"))["seed"]
+    assert f"seed {other} (drawn)" in said
+    assert other not in (seed, -1)
+
+
+def test_all_processes_draw_the_same_seed():
+    address = f"localhost:{free_port()}"
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", DRAW, address, str(index)],
+            env=os.environ | {"JAX_PLATFORMS": "cpu"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    told = [run.communicate(timeout=300) for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], told
+    drawn = [out.splitlines()[-1].split() for out, _ in told]
+    assert drawn[0] == drawn[1]
+    assert drawn[0][0] != drawn[0][1]
+
+
+def test_one_process_draws_without_the_others(monkeypatch):
+    monkeypatch.setattr(seeds.secrets, "randbits", lambda bits: 2**bits - 1)
+    assert seeds.draw() == 2**32 - 1
