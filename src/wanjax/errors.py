@@ -11,3 +11,12 @@ class WanjaxError(ValueError):
 
 class UnsupportedError(WanjaxError, NotImplementedError):
     """A request that this implementation does not support; another implementation may."""
+
+
+def shown(value: object) -> str:
+    """Returns a value as a message names it: itself if it is short, else its type."""
+    text = repr(value)
+    if len(text) <= 40 and "\n" not in text and not text.startswith("<"):
+        return text
+    kind = type(value).__name__
+    return f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"

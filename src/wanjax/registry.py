@@ -21,7 +21,7 @@ from wanjax.checkpoints.networks import NetworkKind, components, network
 from wanjax.checkpoints.sources import Layout, Source, open_source
 from wanjax.compilation import keeps_programs, set_cache_folder
 from wanjax.converters.lora import Lora
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, shown
 from wanjax.kernels.attention import choose, named
 from wanjax.layers.placement import placed
 from wanjax.pipelines.components import Components
@@ -145,7 +145,7 @@ def load(
     revision: str | None = None,
     mesh: Mesh | str | None = None,
     rules: str = "fsdp",
-    lora: str | Lora | Sequence[str | Lora] = (),
+    lora: str | Path | Lora | Sequence[str | Path | Lora] = (),
     progress: Progress | None = None,
     note: Note | None = None,
 ) -> Pipeline:
@@ -170,7 +170,7 @@ def load(
     named(attention)
     set_cache_folder()
     found = examine(model, revision)
-    source = _adapted(found, [lora] if isinstance(lora, str | Lora) else lora, note)
+    source = _adapted(found, lora, note)
     kept = param_dtype or found.param_dtype
     usual = "float32" if jax.default_backend() == "cpu" else kept or _stored_dtype(source, "transformer")
     defaults = replace(found.settings, dtype=dtype or usual)
@@ -181,12 +181,13 @@ def load(
     return found.family.pipeline(Components(loaders), found.architecture, defaults, partitioner)
 
 
-def _adapted(found: Checkpoint, loras: Sequence[str | Lora], note: Note | None) -> Source:
+def _adapted(found: Checkpoint, given: str | Path | Lora | Sequence[str | Path | Lora], note: Note | None) -> Source:
     """Returns the source with the preset's own LoRAs and the given ones merged in."""
-    given = [*(found.preset.loras if found.preset else ()), *loras]
-    if not given:
+    listed = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    loras = [*(found.preset.loras if found.preset else ()), *listed]
+    if not loras:
         return found.source
-    parsed = [lora if isinstance(lora, Lora) else Lora.parse(lora) for lora in given]
+    parsed = [lora if isinstance(lora, Lora) else Lora.parse(str(lora)) for lora in loras]
     return AdaptedSource(found.source, parsed, found.family.networks, note)
 
 
@@ -204,12 +205,14 @@ def _partitioner(
     found = find_rules(rules)
     if mesh is None and jax.default_backend() != "cpu" and jax.device_count() > 1:
         mesh = "auto"
-    if mesh == "auto":
+    if isinstance(mesh, str) and mesh == "auto":
         work = architecture.forward(settings)
         axes = choose_axes(jax.device_count(), heads=work.heads, tokens=work.tokens, guided=settings.guided)
         mesh = make_mesh(*axes, devices=jax.devices()[: math.prod(axes)])
     elif isinstance(mesh, str):
         mesh = make_mesh(*parse_mesh(mesh))
+    elif not isinstance(mesh, Mesh | None):
+        raise WanjaxError(f"the mesh is given as {shown(mesh)} where wanjax.make_mesh(dp=2, tp=4) or 'auto' is right")
     return None if mesh is None else Partitioner(mesh, found)
 
 

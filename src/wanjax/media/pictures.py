@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Shaped, UInt8
 from PIL import Image, ImageOps, ImageSequence
 
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, shown
 from wanjax.media.ffmpeg import run_ffmpeg
 
 RESIZES = ("crop", "pad", "stretch")
@@ -68,6 +68,8 @@ def read_pictures(
     every frame. Raises WanjaxError if a file is missing, cannot be read, or is a clip where a picture is needed, and if
     the mask is longer or shorter than the video.
     """
+    if isinstance(references, str | bytes) or not isinstance(references, Iterable):
+        raise WanjaxError(f"the references are given as {shown(references)} where a list of pictures is right")
     clip = None if video is None else read_clip(video, frames, fps)
     masks = None if mask is None else read_clip(mask, frames, fps)
     if masks is not None:
@@ -92,6 +94,9 @@ def read_picture(source: PictureSource) -> Picture:
         return _checked(source, 3)
     if isinstance(source, Image.Image):
         return _shown(source)
+    if not isinstance(source, str | Path):
+        right = "the path of a file, a PIL image or uint8 [H, W, 3] is"
+        raise WanjaxError(f"{shown(source)} is given as a picture where {right} right")
     with _opened(source) as image, _damage_told(source):
         if image.format in ANIMATED and (count := getattr(image, "n_frames", 1)) > 1:
             raise WanjaxError(f"{source} is animated, it has {count} frames: a picture with one is needed")
@@ -104,7 +109,10 @@ def read_clip(source: ClipSource, frames: int, fps: int | float) -> Clip:
     `frames`, `fps` and errors are those of `read_pictures`.
     """
     if isinstance(source, np.ndarray):
-        return _checked(source[:frames], 4)
+        return _checked(source, 4)[:frames]
+    if not isinstance(source, str | Path | Sequence) or isinstance(source, bytes):
+        right = "the path of a file or folder, a list of pictures or uint8 [T, H, W, 3] is"
+        raise WanjaxError(f"{shown(source)} is given as a clip where {right} right")
     with closing(_pictures(source, frames, fps)) as pictures:
         kept = list(islice(pictures, frames))
     name = source if isinstance(source, str | Path) else "the clip"

@@ -22,12 +22,13 @@ from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import ClipSource, Pictures, PictureSource, read_pictures, size_within
 from wanjax.media.videos import Video
+from wanjax.pipelines.checks import check_encoded, check_frames, check_latents, check_noise, check_tiling
 from wanjax.pipelines.components import Components
 from wanjax.pipelines.frames import Frames, GivenFrames, GivenLatents, Latents, chunk_count, decoded, encoded
 from wanjax.pipelines.resume import Keeper, digest
 from wanjax.pipelines.sampler import Denoiser, Inputs, State, sample
 from wanjax.pipelines.seeds import DRAW, checked_seed, initial_noise, solver_key, steady_draws
-from wanjax.pipelines.settings import Settings
+from wanjax.pipelines.settings import Settings, height_and_width
 from wanjax.pipelines.steps import Segment, Step, Switch, left_of
 from wanjax.pipelines.tokenizer import Truncation
 from wanjax.sharding import Partitioner, replicate, use
@@ -143,6 +144,8 @@ class Pipeline(ABC):
     ) -> Video:
         """Makes a video from a prompt. The keywords of `prepare` are settings, `size=(height, width)` and pictures."""
         pictures, chosen = self.prepare(prompt=prompt, **given)
+        if noise is not None:  # before the prompt is encoded, which may take long
+            check_noise(noise, self.noise_shape(chosen, len(pictures.references)))
         embeddings = self.encode(**chosen.to_json(), **pictures._asdict())
         latents = self.denoise(embeddings, noise=noise, callback=callback, **chosen.to_json())
         return Video(np.asarray(self.decode(latents)), chosen.fps, chosen.to_json())
@@ -195,14 +198,20 @@ class Pipeline(ABC):
         A seed of -1 becomes one drawn at random.
         """
         if size is not None:
-            settings |= {"height": size[0], "width": size[1]}
+            settings |= self._sides(size, settings)
         if unknown := settings.keys() - self.defaults.to_json().keys():
             raise WanjaxError(f"{sorted(unknown)[0]!r} is not a setting: {', '.join(self.defaults.to_json())} are")
         if settings.get("seed") is not None:
             settings |= {"seed": checked_seed(settings["seed"])}
-        chosen = self.defaults.updated(settings)
+        chosen = self.defaults.updated(self.defaults.typed(settings))
         chosen.check(spatial=self.grid, temporal=self.architecture.vae.temporal_factor)
         return chosen
+
+    def _sides(self, size: Any, settings: Mapping[str, Any]) -> dict[str, int]:
+        """Returns the height and width that a size gives; raises WanjaxError where they are given beside it."""
+        if settings.get("height") is not None or settings.get("width") is not None:
+            raise WanjaxError("size is given beside height or width: one way is enough")
+        return dict(zip(("height", "width"), height_and_width(size), strict=True))
 
     @property
     def grid(self) -> int:
@@ -214,8 +223,8 @@ class Pipeline(ABC):
 
         The other keywords are those of `prepare`. With pictures, the size and the frames have to be those of the video.
         """
-        pictures, chosen = self.prepare(**given)
-        encoded = self.encode_prompts(prompt, negative_prompt)
+        pictures, chosen = self.prepare(prompt=prompt, negative_prompt=negative_prompt, **given)
+        encoded = self.encode_prompts(chosen.prompt, chosen.negative_prompt)
         return encoded._replace(**self.encode_pictures(pictures, chosen))
 
     def encoded_from(self, tensors: Mapping[str, Array]) -> Encoded:
@@ -255,6 +264,7 @@ class Pipeline(ABC):
         `keep` is a file in which the state is kept from time to time, and when the callback stops the run. The same
         call then continues from there to the same latents; `continued(done, total)` receives the steps taken before.
         """
+        check_encoded(encoded, self.encoded_type)
         chosen = self.settings(**self._with_size_of(encoded, settings))
         if settings.get("seed") == DRAW:
             warnings.warn(f"the seed {chosen.seed} was drawn at random", stacklevel=4)
@@ -296,12 +306,10 @@ class Pipeline(ABC):
         return settings
 
     def _checked_noise(self, noise: GivenLatents | None, settings: Settings, references: int) -> Latents:
-        """Returns the noise, or the seed's if it is None; raises WanjaxError for another shape than the video's."""
+        """Returns the noise, or the seed's if it is None."""
         if noise is None:
             return self.noise(settings, references)
-        right = self.noise_shape(settings, references)
-        if noise.shape != right:
-            raise WanjaxError(f"the noise has the shape {list(noise.shape)} where this video needs {list(right)}")
+        check_noise(noise, self.noise_shape(settings, references))
         return jnp.asarray(noise)
 
     def decode(
@@ -326,12 +334,15 @@ class Pipeline(ABC):
 
     def chunks(self, latents: GivenLatents) -> int:
         """Returns the number of chunks in which latents [1 C T H W] are decoded."""
+        check_latents(latents, self.architecture.vae.latent_channels)
         return chunk_count(latents.shape[2], self.architecture.vae.decoded_at_once)
 
     def decode_chunks(
         self, latents: GivenLatents, dtype: DTypeLike = jnp.uint8, *, tiling: Tiling | None = None
     ) -> Iterator[Frames]:
         """Yields the frames of each chunk of latents, so that only one chunk is in memory."""
+        check_latents(latents, self.architecture.vae.latent_channels)
+        check_tiling(tiling)
         with compile_cache():
             chunks = decoded(self.vae, latents, dtype, tiling, self.partitioner)
         while True:
@@ -347,6 +358,8 @@ class Pipeline(ABC):
         `decode` inverts it, except for what the autoencoder loses; `tiling` is the same. Raises WanjaxError where the
         autoencoder does not accept this number or size of frames.
         """
+        check_frames(frames)
+        check_tiling(tiling)
         config = self.architecture.vae
         count, (height, width, _) = len(frames), frames[0].shape
         self.defaults.updated({"frames": count, "height": height, "width": width}).check(

@@ -3,11 +3,13 @@
 
 import dataclasses
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from numbers import Real
+from typing import Any, TypeVar, get_type_hints
 
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, shown
 from wanjax.media.pictures import RESIZES
 
 SomeSettings = TypeVar("SomeSettings", bound="Settings")
@@ -57,6 +59,14 @@ class Settings:
         names = {field.name for field in dataclasses.fields(self)}
         return dataclasses.replace(self, **{k: v for k, v in values.items() if k in names and v is not None})
 
+    def typed(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns values as their settings' types, so that a NumPy number becomes Python's; None stays None.
+
+        Raises WanjaxError for a value of another type.
+        """
+        kinds = get_type_hints(type(self))
+        return {k: v if v is None else _typed(k, v, kinds[k], getattr(self, k)) for k, v in values.items()}
+
     def check(self, *, spatial: int, temporal: int) -> None:
         """Raises WanjaxError unless sizes are multiples of `spatial`, frames `temporal`·n + 1, and the rest valid."""
         for name, pixels in (("height", self.height), ("width", self.width)):
@@ -85,6 +95,40 @@ class Settings:
             least = math.ceil(1000 / self.steps) / 1000
             raise WanjaxError(f"a strength of {self.strength} takes none of {self.steps} steps: {least} takes one")
         return steps
+
+
+def _typed(name: str, value: Any, kind: Any, usual: Any) -> str | int | float:
+    """Returns the value of a setting as a `str`, an `int`, or else a `float`; `usual` is a value to name as right."""
+    if kind is str:
+        if isinstance(value, str):
+            return value
+        right = "one text is"
+    elif kind is int:
+        if (number := whole(value)) is not None:
+            return number
+        right = f"a whole number such as {usual} is"
+    else:
+        if isinstance(value, Real) and not isinstance(value, bool):
+            return float(value)
+        right = f"a number such as {1.0 if usual is None else usual} is"
+    raise WanjaxError(f"{name} is given as {shown(value)} where {right} right")
+
+
+def height_and_width(size: Any) -> tuple[int, int]:
+    """Returns a size as (height, width); raises WanjaxError unless it is two whole numbers."""
+    if isinstance(size, tuple | list) and len(size) == 2:
+        height, width = (whole(n) for n in size)
+        if height is not None and width is not None:
+            return height, width
+    raise WanjaxError(f"size is given as {shown(size)} where (height, width) such as (480, 832) is right")
+
+
+def whole(value: Any) -> int | None:
+    """Returns a whole number of Python or NumPy as an int, and None for any other value."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
 
 
 def _neighbours(value: int, unit: int, offset: int) -> str:

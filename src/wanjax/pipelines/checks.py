@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of the arrays that a pipeline's stages are given."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from wanjax.errors import WanjaxError, shown
+from wanjax.layers.tiling import Tiling
+
+
+def check_noise(noise: Any, right: tuple[int, ...]) -> None:
+    """Raises WanjaxError unless noise is an array of floats of the right shape."""
+    _check_floats("the noise is", noise, f"an array {list(right)} is")
+    if noise.shape != right:
+        raise WanjaxError(f"the noise has the shape {list(noise.shape)} where this video needs {list(right)}")
+
+
+def check_latents(latents: Any, channels: int) -> None:
+    """Raises WanjaxError unless latents are an array of floats for one video of so many channels."""
+    right = f"one video's [1, {channels}, T, H, W] is"
+    _check_floats("the latents are", latents, right)
+    batch, found, *sides = latents.shape if latents.ndim == 5 else (0, 0, 0)
+    if (batch, found) != (1, channels) or 0 in sides:
+        raise WanjaxError(f"the latents have the shape {list(latents.shape)} where {right} right")
+
+
+def check_encoded(encoded: Any, kind: type) -> None:
+    """Raises WanjaxError unless this is what `encode` of the same kind of model returns."""
+    if not isinstance(encoded, kind):
+        raise WanjaxError(f"{shown(encoded)} is given to denoise where the {kind.__name__} of `encode` is right")
+
+
+def check_frames(frames: Any) -> None:
+    """Raises WanjaxError unless frames are an array, or a list of arrays of one shape, in bytes or floats."""
+    listed = isinstance(frames, Sequence) and not isinstance(frames, str | bytes)
+    arrays: list[Any] = list(frames) if listed else [frames]
+    rank = 3 if listed else 4
+    right = "uint8 [T, H, W, 3], or floats from 0 to 1, are"
+    if not arrays or not all(isinstance(x, np.ndarray | jax.Array) for x in arrays):
+        raise WanjaxError(f"{shown(frames)} is given as frames where {right} right")
+    first = arrays[0]
+    bytes_or_floats = first.dtype == jnp.uint8 or jnp.issubdtype(first.dtype, jnp.floating)
+    if first.ndim != rank or first.shape[-1] != 3 or not bytes_or_floats:
+        raise WanjaxError(f"{first.dtype} {list(first.shape)} is given as frames where {right} right")
+    if any(x.shape != first.shape for x in arrays):
+        raise WanjaxError("the frames have different sizes: all frames of a video have the same size")
+
+
+def check_tiling(tiling: Any) -> None:
+    """Raises WanjaxError unless this is a `Tiling`, or None for whole frames."""
+    if not isinstance(tiling, Tiling | None):
+        raise WanjaxError(f"the tiling is given as {shown(tiling)} where wanjax.Tiling() is right")
+
+
+def _check_floats(what: str, x: Any, right: str) -> None:
+    if not isinstance(x, np.ndarray | jax.Array):
+        raise WanjaxError(f"{what} given as {shown(x)} where {right} right")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise WanjaxError(f"{what} {x.dtype} where floats are right")
