@@ -12,24 +12,34 @@ from typing import Any
 import click
 
 from wanjax.cli import options
+from wanjax.cli.mistyped import check_prompt
 from wanjax.cli.quiet import hush_libtpu
 from wanjax.cli.report import Report
 from wanjax.errors import WanjaxError
 
 FAILURE, MISTAKE, INTERRUPTED = 1, 2, 130  # exit statuses
+IMPLIED = "generate"  # the command of arguments that name none
 
 
 class Commands(click.Group):
     """The group of commands. Arguments that do not begin with a command's name are those of `generate`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)  # in the order of use
+        return [name for name in self.commands if not self.commands[name].hidden]  # in the order of use
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         own = {name for parameter in self.get_params(ctx) for name in parameter.opts}
         if args and args[0] not in own | self.commands.keys():
-            args = ["generate", *args]
+            args = [IMPLIED, *args]
+            ctx.meta[IMPLIED] = True
         return super().parse_args(ctx, args)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if IMPLIED in ctx.meta:
+            check_prompt(ctx, args[1:], IMPLIED)
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -57,7 +67,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _tell_way_on(ctx: click.Context) -> None:
-    if ctx.obj.way_on:
+    if ctx.obj and ctx.obj.way_on:
         click.echo(f"what was complete is kept, and this goes on from there: {ctx.obj.way_on}", err=True)
 
 
@@ -243,3 +253,18 @@ def models(as_json: bool) -> None:
     from wanjax.cli import catalogue
 
     catalogue.show(as_json)
+
+
+@main.command("help", hidden=True)
+@click.argument("command", required=False)
+@click.pass_context
+def help_(ctx: click.Context, command: str | None) -> None:
+    """Show the help of COMMAND."""
+    assert ctx.parent is not None
+    if command is None:
+        click.echo(ctx.parent.get_help())
+    elif command in main.commands:
+        found = main.commands[command]
+        click.echo(found.get_help(click.Context(found, info_name=command, parent=ctx.parent)))
+    else:
+        raise click.UsageError(f"no command is named {command!r}: there are {', '.join(main.list_commands(ctx))}")

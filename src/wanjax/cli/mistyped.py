@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The check that the arguments of a prompt without a command are not a mistyped command."""
+
+import shlex
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+
+import click
+
+from wanjax.cli.options import today
+
+NEAR = 0.75  # the ratio of difflib from which two words count as near
+
+
+def check_prompt(ctx: click.Context, arguments: Sequence[str], implied: str) -> None:
+    """Raises UsageError where arguments without a command are meant for another command than the `implied` one.
+
+    They are if an option belongs only to other commands; or if the prompt is one word that is near a command's name,
+    or that asks for help.
+    """
+    group = ctx.command
+    assert isinstance(group, click.Group)
+    word = _prompt(group.commands[implied], ctx, arguments)
+    word = "" if word is None or not word or word.split() != [word] else word
+    if foreign := next(_foreign(group, arguments, implied), None):
+        option, command = foreign
+        told = f"no command is named {word!r}" if word else f"`wanjax {implied}` has no such option"
+        raise click.UsageError(f"{option} is an option of `wanjax {command}`, and {told}")
+    if not word:
+        return
+    again = f"`{shlex.join(['wanjax', implied, word])}` makes a video of this word"
+    if word in group.commands:
+        raise click.UsageError(f"{word!r} is a command, which precedes its options: `wanjax {word} ...`; {again}")
+    near = get_close_matches(word.lower(), [*group.commands, "version"], n=1, cutoff=NEAR)
+    if near:
+        right = "--version" if near == ["version"] else near[0]
+        raise click.UsageError(f"no command is named {word!r}: `wanjax {right}` is near; {again}")
+    if {"--help", "-h"} & {*arguments}:
+        raise click.UsageError(f"no command is named {word!r}: there are {', '.join(group.list_commands(ctx))}")
+
+
+def _prompt(command: click.Command, ctx: click.Context, arguments: Sequence[str]) -> str | None:
+    """Returns the command's argument among arguments that may hold unknown options; None where there is none."""
+    parser = command.make_parser(click.Context(command, parent=ctx, resilient_parsing=True))
+    parser.ignore_unknown_options = True
+    try:
+        return parser.parse_args([*arguments])[0].get("prompt")
+    except click.UsageError:  # which the command itself reports
+        return None
+
+
+def _foreign(group: click.Group, arguments: Sequence[str], implied: str) -> Iterator[tuple[str, str]]:
+    """Yields the options among the arguments that only other commands have, each with the first of these commands."""
+    known = {name: {option for each in group.commands[name].params for option in each.opts} for name in group.commands}
+    for argument in arguments:
+        option = f"--{today(argument[2:].partition('=')[0])}"
+        if argument.startswith("--") and option not in known[implied] | {"--help"}:
+            yield from ((option, name) for name in known if option in known[name])
