@@ -257,18 +257,13 @@ class Pipeline(ABC):
 
         Under guidance the network runs twice a step; with `batch_guidance`, or on a mesh whose `dp` splits the two
         prompts, it runs once on a batch of two. `callback` receives every step, perhaps before the device has finished
-        it; if it returns False, Cancelled is raised. `switched` is called when another network takes over. A seed of -1 is
-        drawn, and a warning tells it. Raises WanjaxError where a shape does not fit the video, and where latents stop
-        being finite, with the step's number.
+        it; if it returns False, Cancelled is raised. `switched` is called when another network takes over. Raises
+        WanjaxError where a shape does not fit the video, and where latents stop being finite, with the step's number.
 
         `keep` is a file in which the state is kept from time to time, and when the callback stops the run. The same
         call then continues from there to the same latents; `continued(done, total)` receives the steps taken before.
         """
-        check_encoded(encoded, self.encoded_type)
-        chosen = self.settings(**self._with_size_of(encoded, settings))
-        if settings.get("seed") == DRAW:
-            warnings.warn(f"the seed {chosen.seed} was drawn at random", stacklevel=4)
-        self.check_encoded(encoded, chosen)
+        chosen = self._settings_for(encoded, settings)
         references = self.references(encoded, chosen)
         given = self._checked_noise(noise, chosen, references)
         schedule, x = self.begin(encoded, chosen, given)
@@ -297,13 +292,20 @@ class Pipeline(ABC):
         told = {"settings": settings.to_json(), "scheduler": repr(self.scheduler), "mesh": mesh, "version": VERSION}
         return digest(told | {"batch_guidance": batch_guidance}, [x for x in (*encoded, noise) if x is not None])
 
-    def _with_size_of(self, encoded: Encoded, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the settings, with the size of the encoded pictures where no size is given."""
+    def _settings_for(self, encoded: Encoded, given: dict[str, Any]) -> Any:
+        """Returns the settings of a video of this output of `encode`, which has to fit; warns of a drawn seed.
+
+        Where no size is given it is that of the encoded pictures.
+        """
+        check_encoded(encoded, self.encoded_type)
         made = [x for x in encoded if x is not None and x.ndim == 5]  # latents
-        if made and not settings.keys() & {"size", "height", "width"}:
-            size = tuple(self.architecture.vae.spatial_factor * cells for cells in made[0].shape[3:])
-            return {**settings, "size": size}
-        return settings
+        if made and not given.keys() & {"size", "height", "width"}:
+            given["size"] = tuple(self.architecture.vae.spatial_factor * cells for cells in made[0].shape[3:])
+        chosen = self.settings(**given)
+        if given.get("seed") == DRAW:
+            warnings.warn(f"the seed {chosen.seed} was drawn at random", stacklevel=5)
+        self.check_encoded(encoded, chosen)
+        return chosen
 
     def _checked_noise(self, noise: GivenLatents | None, settings: Settings, references: int) -> Latents:
         """Returns the noise, or the seed's if it is None."""
