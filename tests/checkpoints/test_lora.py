@@ -25,7 +25,7 @@ from wanjax.converters.wan.diffusers import transformer_rules
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.wan import FAMILY
 from wanjax.pipelines.wan.networks import NETWORKS
-from wanjax.registry import presets
+from wanjax.registry import outline, presets
 from wanjax.schedulers import FlowEuler
 
 Q = "blocks.1.self_attn.q"
@@ -158,7 +158,7 @@ def test_few_step_presets_have_the_settings_of_their_authors(name):
     chosen = preset.defaults
     assert (chosen.steps, chosen.guidance_scale, chosen.flow_shift, chosen.model) == (4, 1.0, 5.0, name)
     scheduler = preset.scheduler
-    assert preset.architecture.scheduler == scheduler == FlowEuler()
+    assert outline(name)[1].scheduler == scheduler == FlowEuler()
     levels = np.array([1000, 750, 500, 250]) / 1000
     levels = 5 * levels / (1 + 4 * levels)
     schedule = scheduler.schedule(chosen.steps, shift=chosen.flow_shift, sigmas=chosen.sigmas)

@@ -21,7 +21,7 @@ class Flow:
         return self.scheduler.schedule(steps, skip=skip, shift=self.shift, sigmas=self.sigmas)
 
     def init(self, schedule: Any, x: Any) -> Any:
-        return self.scheduler.init(schedule, x, jax.random.key(0))
+        return self.scheduler.init(schedule, x, jax.random.key(0)[None])
 
     def step(self, schedule: Any, index: Any, prediction: Any, x: Any, state: Any) -> Any:
         return self.scheduler.step(schedule, index, prediction, x, state)

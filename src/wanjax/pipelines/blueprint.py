@@ -18,7 +18,7 @@ from wanjax.layers.conv import VIDEO
 from wanjax.layers.placement import placed
 from wanjax.pipelines.frames import decode_chunk, encode_chunk
 from wanjax.pipelines.sampler import Denoiser, Inputs, State, take_step
-from wanjax.pipelines.seeds import key_of
+from wanjax.pipelines.seeds import solver_keys
 from wanjax.schedulers import one_step
 from wanjax.sharding import Partitioner
 
@@ -59,8 +59,8 @@ class Blueprint:
     def step(self, denoiser: Denoiser, schedule: Any, x: Shapes, inputs: Inputs) -> Lowering:
         """Returns the program of a step of the sampler; only the shapes of the schedule matter."""
         schedule = jax.tree.map(lambda x: self.array(x.shape, x.dtype), one_step(schedule, 0))
-        key = jax.eval_shape(partial(key_of, 0))
-        solver = self.results(denoiser.scheduler.init, schedule, x, key)
+        keys = jax.eval_shape(partial(solver_keys, [0] * x.shape[0]))
+        solver = self.results(denoiser.scheduler.init, schedule, x, keys)
         carry = self.results(denoiser.first_carry, x, inputs)
         scale = self.array((), jnp.float32)
         return self.lowering(take_step, denoiser, State(x, solver, carry), inputs, scale, schedule)

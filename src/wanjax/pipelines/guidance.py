@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grouping of a guided step's two prompts: one after the other, or as one batch."""
+"""The grouping of a step's prompts: the negative ones after the others, or in one batch with them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,9 +11,9 @@ from wanjax.sharding import Partitioner
 
 
 def grouping(guided: bool, batched: bool, partitioner: Partitioner | None) -> tuple[int, int]:
-    """Returns the number of forwards in a step, and the number of prompts in each.
+    """Returns the number of forwards in a step, and for how many prompts of a video each is.
 
-    The prompts are one batch if `batched`, or if the mesh's axis `dp` splits them.
+    A video's two prompts are in one batch if `batched`, or if the mesh's axis `dp` splits them.
     """
     prompts = 2 if guided else 1
     together = batched or (partitioner is not None and partitioner.size("dp") > 1)
@@ -21,7 +21,7 @@ def grouping(guided: bool, batched: bool, partitioner: Partitioner | None) -> tu
 
 
 def group(prompts: Sequence[Any], grouping: tuple[int, int]) -> tuple[Any, ...]:
-    """Joins trees of arrays [1 ...], one for each prompt, into one tree for each forward."""
+    """Joins trees of arrays [B ...], those of the prompts and of the negative ones, into one tree for each forward."""
     forwards, batch = grouping
     if batch == 1:
         return tuple(prompts[:forwards])

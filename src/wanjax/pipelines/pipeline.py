@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,12 +22,13 @@ from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import ClipSource, Pictures, PictureSource, read_pictures, size_within
 from wanjax.media.videos import Video
+from wanjax.pipelines import many
 from wanjax.pipelines.checks import check_encoded, check_frames, check_latents, check_noise, check_tiling
 from wanjax.pipelines.components import Components
 from wanjax.pipelines.frames import Frames, GivenFrames, GivenLatents, Latents, chunk_count, decoded, encoded
-from wanjax.pipelines.resume import Keeper, digest
+from wanjax.pipelines.resume import continuing, digest
 from wanjax.pipelines.sampler import Denoiser, Inputs, State, sample
-from wanjax.pipelines.seeds import DRAW, checked_seed, initial_noise, solver_key, steady_draws
+from wanjax.pipelines.seeds import DRAW, checked_seed, initial_noise, solver_keys, steady_draws
 from wanjax.pipelines.settings import Settings, height_and_width
 from wanjax.pipelines.steps import Segment, Step, Switch, left_of
 from wanjax.pipelines.tokenizer import Truncation
@@ -134,7 +135,25 @@ class Pipeline(ABC):
         """Returns the latents of the video and its references, from those of the last step."""
         return x
 
+    @overload
+    def __call__(self, prompt: str, **given: Any) -> Video: ...
+
+    @overload
+    def __call__(self, prompt: Sequence[str], **given: Any) -> list[Video]: ...
+
     def __call__(
+        self, prompt: str | Sequence[str], *, seeds: Sequence[int] | None = None, **given: Any
+    ) -> Video | list[Video]:
+        """Makes a video of a prompt; a list of videos of several prompts, or of several seeds, as `videos` does.
+
+        The keywords are those of `prepare`, which are settings, `size=(height, width)` and pictures, and `callback`. A
+        single video may have a given `noise`, as in `denoise`.
+        """
+        if isinstance(prompt, str) and seeds is None:
+            return self._video(prompt, **given)
+        return list(self.videos([prompt] if isinstance(prompt, str) else prompt, seeds=seeds, **given))
+
+    def _video(
         self,
         prompt: str,
         *,
@@ -142,13 +161,40 @@ class Pipeline(ABC):
         callback: Callable[[Step], bool | None] | None = None,
         **given: Any,
     ) -> Video:
-        """Makes a video from a prompt. The keywords of `prepare` are settings, `size=(height, width)` and pictures."""
         pictures, chosen = self.prepare(prompt=prompt, **given)
         if noise is not None:  # before the prompt is encoded, which may take long
             check_noise(noise, self.noise_shape(chosen, len(pictures.references)))
         embeddings = self.encode(**chosen.to_json(), **pictures._asdict())
         latents = self.denoise(embeddings, noise=noise, callback=callback, **chosen.to_json())
         return Video(np.asarray(self.decode(latents)), chosen.fps, chosen.to_json())
+
+    def videos(
+        self,
+        prompts: Sequence[str],
+        *,
+        seeds: Sequence[int] | None = None,
+        callback: Callable[[Step], bool | None] | None = None,
+        **given: Any,
+    ) -> Iterator[Video]:
+        """Yields a video for each prompt and seed, prompt by prompt, each when it is done.
+
+        `seeds` None is the one seed of the settings. Each prompt is encoded once. As many videos are denoised at once
+        as the mesh's axis `dp` splits; `callback` then receives their latents together. The other keywords are those of
+        `prepare`.
+        """
+        pictures, chosen = self.prepare(**given)
+        chosen_seeds = [chosen.seed] if seeds is None else [checked_seed(seed) for seed in seeds]
+        wanted = many.orders([chosen.updated(chosen.typed({"prompt": p})).prompt for p in prompts], chosen_seeds)
+        texts = dict.fromkeys(order.prompt for order in wanted)
+        encoded = {prompt: self.encode_prompts(prompt, chosen.negative_prompt) for prompt in texts}
+        seen = self.encode_pictures(pictures, chosen)
+        for batch, own in many.batches(wanted, many.together(self.partitioner, chosen.guided)):
+            inputs = many.joined([encoded[order.prompt] for order in batch])._replace(**seen)
+            made = [order.seed for order in batch]
+            latents = self.denoise(inputs, seeds=made, callback=callback, **chosen.to_json())
+            for order, x in zip(batch[:own], latents, strict=False):
+                settings = chosen.updated(order._asdict())
+                yield Video(np.asarray(self.decode(x[None])), settings.fps, settings.to_json())
 
     def prepare(
         self,
@@ -249,32 +295,33 @@ class Pipeline(ABC):
         callback: Callable[[Step], bool | None] | None = None,
         switched: Callable[[Switch], Any] | None = None,
         batch_guidance: bool = False,
+        seeds: Sequence[int] | None = None,
         keep: str | Path | None = None,
         continued: Callable[[int, int], Any] | None = None,
         **settings: Any,
-    ) -> Float[Array, "1 C _T H W"]:
+    ) -> Float[Array, "B C _T H W"]:
         """Returns latents [1 C T H W], float32 and normalised, from noise (None is the seed's noise).
 
-        Under guidance the network runs twice a step; with `batch_guidance`, or on a mesh whose `dp` splits the two
-        prompts, it runs once on a batch of two. `callback` receives every step, perhaps before the device has finished
-        it; if it returns False, Cancelled is raised. `switched` is called when another network takes over. Raises
-        WanjaxError where a shape does not fit the video, and where latents stop being finite, with the step's number.
+        `seeds` makes a video of each together; `encoded` then has a prompt for each on its first axis.
 
-        `keep` is a file in which the state is kept from time to time, and when the callback stops the run. The same
-        call then continues from there to the same latents; `continued(done, total)` receives the steps taken before.
+        Under guidance the network runs twice a step; with `batch_guidance`, or on a mesh whose `dp` splits the prompts,
+        once on a batch. `callback` receives every step, perhaps before the device has finished it; if it returns False,
+        Cancelled is raised. `switched` is called when another network takes over. Raises WanjaxError where a shape does
+        not fit the video, and where latents stop being finite, with the step's number.
+
+        `keep` is a file from which the same call continues after it was stopped; `continued` receives (done, total).
         """
         chosen = self._settings_for(encoded, settings)
         references = self.references(encoded, chosen)
-        given = self._checked_noise(noise, chosen, references)
+        seeds = [chosen.seed] if seeds is None else [checked_seed(seed) for seed in seeds]
+        given = self._checked_noise(noise, chosen, seeds, references)
         schedule, x = self.begin(encoded, chosen, given)
-        state = State(x, self.scheduler.init(schedule, x, solver_key(chosen.seed)))
-        segments, total, done = self.segments(schedule, chosen), len(schedule.timesteps), 0
-        if keep is not None:
-            keeper = Keeper(Path(keep), self._origin(chosen, encoded, given, batch_guidance))
-            state, done = keeper.continued(state, segments)
-            callback = keeper.keeping(callback)
-            if done and continued:
-                continued(done, total)
+        state = State(x, self.scheduler.init(schedule, x, solver_keys(seeds)))
+        segments, total = self.segments(schedule, chosen), len(schedule.timesteps)
+        origin = "" if keep is None else self._origin(chosen, encoded, given, seeds, batch_guidance)
+        state, done, callback = continuing(keep, origin, state, segments, callback)
+        if done and continued:
+            continued(done, total)
 
         def prepare(segment: Segment, x: Float[Array, "B T H W C"]) -> tuple[Denoiser, Inputs]:
             network, seconds = self.components.take_over(segment.network, self.architecture.denoisers)
@@ -286,11 +333,19 @@ class Pipeline(ABC):
         x = sample(state, schedule, segments, prepare, partitioner=self.partitioner, callback=callback)
         return jnp.moveaxis(self.finish(x, encoded)[:, references:], -1, 1)
 
-    def _origin(self, settings: Settings, encoded: Encoded, noise: Latents, batch_guidance: bool) -> str:
+    def _origin(
+        self, settings: Settings, encoded: Encoded, noise: Latents, seeds: Sequence[int], batch_guidance: bool
+    ) -> str:
         """Returns a digest of everything on which the latents depend."""
-        mesh = None if self.partitioner is None else dict(self.partitioner.mesh.shape)
-        told = {"settings": settings.to_json(), "scheduler": repr(self.scheduler), "mesh": mesh, "version": VERSION}
-        return digest(told | {"batch_guidance": batch_guidance}, [x for x in (*encoded, noise) if x is not None])
+        told = {
+            "settings": settings.to_json(),
+            "seeds": seeds,
+            "scheduler": repr(self.scheduler),
+            "mesh": None if self.partitioner is None else dict(self.partitioner.mesh.shape),
+            "batch_guidance": batch_guidance,
+            "version": VERSION,
+        }
+        return digest(told, [x for x in (*encoded, noise) if x is not None])
 
     def _settings_for(self, encoded: Encoded, given: dict[str, Any]) -> Any:
         """Returns the settings of a video of this output of `encode`, which has to fit; warns of a drawn seed.
@@ -307,11 +362,14 @@ class Pipeline(ABC):
         self.check_encoded(encoded, chosen)
         return chosen
 
-    def _checked_noise(self, noise: GivenLatents | None, settings: Settings, references: int) -> Latents:
-        """Returns the noise, or the seed's if it is None."""
+    def _checked_noise(
+        self, noise: GivenLatents | None, settings: Settings, seeds: Sequence[int], references: int
+    ) -> Latents:
+        """Returns the noise, or that of the seeds if it is None."""
+        right = self.noise_shape(settings, references)
         if noise is None:
-            return self.noise(settings, references)
-        check_noise(noise, self.noise_shape(settings, references))
+            return jnp.concatenate([initial_noise(seed, right) for seed in seeds])
+        check_noise(noise, (len(seeds), *right[1:]))
         return jnp.asarray(noise)
 
     def decode(

@@ -78,6 +78,19 @@ class Keeper:
         self._cost = self._last - start
 
 
+def continuing(
+    keep: str | Path | None, origin: str, state: State, segments: Sequence[Segment], callback: Callback | None
+) -> tuple[State, int, Callback | None]:
+    """Returns the state from which to go on, the number of steps taken before, and a callback that keeps the state.
+
+    `keep` is the file of the state; None keeps none.
+    """
+    if keep is None:
+        return state, 0, callback
+    keeper = Keeper(Path(keep), origin)
+    return *keeper.continued(state, segments), keeper.keeping(callback)
+
+
 def digest(settings: Mapping[str, Any], arrays: Sequence[Array | np.ndarray]) -> str:
     """Returns a digest of settings, which JSON can hold, and of arrays."""
     found = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())

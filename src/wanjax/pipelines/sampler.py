@@ -56,7 +56,8 @@ class Denoiser(ABC):
 class Inputs:
     """The inputs that no step changes: the weights, the contexts of the prompts, and the inputs that these share.
 
-    `prompts` has one entry for each forward of a step, with `batch` prompts each; the prompt precedes the negative one.
+    `prompts` has one entry for each forward of a step, with `batch` prompts each; those of all videos precede the
+    negative ones.
     """
 
     weights: Any
@@ -79,11 +80,14 @@ class State:
 
 
 @jax.named_scope("guidance")
-def guide(predictions: Float[Array, "B T H W C"], scale: Float[Array, ""]) -> Float[Array, "1 T H W C"]:
-    """Extrapolates from the second prediction through the first, in float32, because their difference is small."""
-    if len(predictions) == 1:
+def guide(predictions: Float[Array, "P T H W C"], videos: int, scale: Float[Array, ""]) -> Latents:
+    """Extrapolates from the second half of the predictions, for the negative prompts, through the first.
+
+    There is one half without guidance. The sum is in float32, because the difference is small.
+    """
+    if len(predictions) == videos:
         return predictions
-    conditional, unconditional = predictions[:1], predictions[1:]
+    conditional, unconditional = predictions[:videos], predictions[videos:]
     return unconditional + scale * (conditional - unconditional)
 
 
@@ -93,14 +97,15 @@ def take_step(
 ) -> tuple[State, Latents, Bool[Array, ""]]:
     """Takes the only step of a schedule; returns also the predicted clean latents, and whether the new are finite."""
     network = nnx.merge(denoiser.graphdef, inputs.weights)
-    x = jnp.broadcast_to(state.x, (inputs.batch, *state.x.shape[1:]))
+    videos, *shape = state.x.shape
+    x = jnp.broadcast_to(state.x, (inputs.batch // videos, videos, *shape)).reshape(-1, *shape)
     t = jnp.full((inputs.batch,), schedule.timesteps[0])
     pairs = [
         denoiser.predict(network, x, t, prompt, inputs.shared, carry)
         for prompt, carry in zip(inputs.prompts, state.carry, strict=True)
     ]
     predictions = jnp.concatenate([prediction.astype(jnp.float32) for prediction, _ in pairs])
-    prediction = replicate(guide(predictions, scale))
+    prediction = replicate(guide(predictions, videos, scale))
     x0 = denoiser.scheduler.x0(schedule, 0, prediction, state.x)
     x, solver = denoiser.scheduler.step(schedule, 0, prediction, state.x, state.solver)
     x, solver, x0 = replicate((x, solver, x0))

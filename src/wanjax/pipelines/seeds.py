@@ -7,7 +7,7 @@ seed below 2^32 gives the key of `jax.random.key(seed)` with JAX's default flags
 
 import operator
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jaxtyping import Array, Float32, PRNGKeyArray
+from jaxtyping import Array, Float32, Key, PRNGKeyArray
 
 from wanjax.errors import WanjaxError
 
@@ -63,6 +63,6 @@ def initial_noise(seed: int, shape: tuple[int, ...]) -> Float32[Array, "..."]:
     return jax.random.normal(key_of(seed), shape, jnp.float32)
 
 
-def solver_key(seed: int) -> PRNGKeyArray:
-    """Returns the key for the noise that steps draw, which is independent of the initial noise."""
-    return jax.random.fold_in(key_of(seed), 1)
+def solver_keys(seeds: Sequence[int]) -> Key[Array, " B"]:
+    """Returns the keys [B] for the noise that steps draw, which is independent of the initial noise."""
+    return jnp.stack([jax.random.fold_in(key_of(seed), 1) for seed in seeds])

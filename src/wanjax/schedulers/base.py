@@ -4,12 +4,12 @@
 A noisy sample is x = α x0 + σ noise. A scheduler is a value without arrays:
 
     schedule = scheduler.schedule(steps, ...)                # the numbers that depend on the step, as arrays
-    state = scheduler.init(schedule, x, key)                 # the solver's memory
+    state = scheduler.init(schedule, x, keys)                # the solver's memory
     x, state = scheduler.step(schedule, i, prediction, x, state)
 
 Each scheduler has its own options of `schedule`, such as the `shift` of a flow. Steps are identified by index, never
 by timestep, because two timesteps may be equal. One compiled step, called with `one_step(schedule, index)`, serves
-every step of every schedule. A step that draws noise takes it from the key, which the state then holds. The key's
+every step of every schedule. A step that draws noise takes it from the keys, which the state then holds. The key's
 generator is threefry2x32, whatever JAX's default, and noise is drawn in the dtype of x.
 """
 
@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Float32, Int, Key
 
 from wanjax.errors import WanjaxError
 
@@ -60,8 +60,11 @@ class Scheduler(ABC):
         """
 
     @abstractmethod
-    def init(self, schedule: Any, x: Sample, key: PRNGKeyArray) -> Any:
-        """Returns the state before the first step; x is the noise. A scheduler that draws noise keeps the key in it."""
+    def init(self, schedule: Any, x: Sample, keys: Key[Array, " B"]) -> Any:
+        """Returns the state before the first step, a tree of arrays; x is the noise.
+
+        `keys` has a key for each sample on the first axis. A scheduler that draws noise keeps their data in the state.
+        """
 
     @abstractmethod
     def step(self, schedule: Any, index: Index, prediction: Sample, x: Sample, state: Any) -> tuple[Sample, Any]:

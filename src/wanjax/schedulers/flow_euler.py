@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, Key
 
 from wanjax.schedulers.base import (
     TRAIN_STEPS,
@@ -38,7 +38,7 @@ class FlowEuler(Scheduler):
         levels = shifted(line, shift)[skip:].astype(np.float32)
         return Schedule(levels * TRAIN_STEPS, np.append(levels, np.float32(0)))
 
-    def init(self, schedule: Schedule, x: Sample, key: PRNGKeyArray) -> tuple[()]:
+    def init(self, schedule: Schedule, x: Sample, keys: Key[Array, " B"]) -> tuple[()]:
         """Returns an empty state: Euler's method uses the current sample only."""
         return ()
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Float32, PRNGKeyArray
+from jaxtyping import Array, Float, Float32, Key
 
 from wanjax.errors import WanjaxError
 from wanjax.schedulers.base import (
@@ -85,7 +85,7 @@ class UniPC(Scheduler):
             predictor=np.array(predictor, np.float32),
         )
 
-    def init(self, schedule: UniPCSchedule, x: Sample, key: PRNGKeyArray) -> UniPCState:
+    def init(self, schedule: UniPCSchedule, x: Sample, keys: Key[Array, " B"]) -> UniPCState:
         """Returns the state of the first step, which has no corrector: the noise is the corrected sample."""
         return UniPCState(jnp.copy(x), jnp.zeros_like(x), jnp.zeros_like(x))
 

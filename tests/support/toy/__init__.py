@@ -190,7 +190,7 @@ class ToyPipeline(Pipeline):
         return {}
 
     def check_encoded(self, encoded, settings):
-        if encoded.prompt_embeds.shape != (1, LENGTH, self.architecture.transformer.text_width):
+        if encoded.prompt_embeds.shape[1:] != (LENGTH, self.architecture.transformer.text_width):
             raise WanjaxError(f"the prompt_embeds have the shape {list(encoded.prompt_embeds.shape)}: encode again")
 
     def begin(self, encoded, settings, noise):
@@ -203,7 +203,7 @@ class ToyPipeline(Pipeline):
         masks = self.on_devices(group((encoded[1], encoded[4]), groups))
         embedded = [self.compiled(embed_texts)(graphdef, *text, weights) for text in texts]
         prompts = tuple(zip(embedded, masks, strict=True))
-        return ToyDenoiser(graphdef, self.scheduler), Inputs(weights, prompts, (), groups[1])
+        return ToyDenoiser(graphdef, self.scheduler), Inputs(weights, prompts, (), groups[1] * len(x))
 
 
 TOY = Family(

@@ -29,13 +29,14 @@ class Ancestral(Scheduler):
         angles = np.linspace(0.49, 0, steps + 1)[skip:] * np.pi
         return Levels(*(x.astype(np.float32) for x in (angles[:-1] * 1000, np.sin(angles), np.cos(angles))))
 
-    def init(self, schedule, x, key):
-        return jax.random.key_data(key)
+    def init(self, schedule, x, keys):
+        return jax.random.key_data(keys)
 
     def step(self, schedule, index, prediction, x, state):
         x0 = self.x0(schedule, index, prediction, x)
         noise = (x - schedule.alphas[index] * x0) / schedule.sigmas[index]
-        mine, following = jax.random.split(jax.random.wrap_key_data(state, impl="threefry2x32"))
-        noise = (noise + jax.random.normal(mine, x.shape, x.dtype)) / jnp.sqrt(2.0)
+        keys = jax.vmap(jax.random.split)(jax.random.wrap_key_data(state, impl="threefry2x32"))
+        drawn = jax.vmap(lambda key: jax.random.normal(key, x.shape[1:], x.dtype))(keys[:, 0])
+        noise = (noise + drawn) / jnp.sqrt(2.0)
         x = schedule.alphas[index + 1] * x0 + schedule.sigmas[index + 1] * noise
-        return x, jax.random.key_data(following)
+        return x, jax.random.key_data(keys[:, 1])

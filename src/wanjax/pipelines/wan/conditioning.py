@@ -37,13 +37,14 @@ Shape = tuple[int | None, ...]  # None for any size
 class WanEncoded(NamedTuple):
     """The output of `encode` for a prompt, the negative prompt and pictures; each array has a first axis of size 1.
 
-    `prompt_embeds` and `negative_prompt_embeds` are zeros after their last tokens. `condition` joins the latents and
-    has their shape except for its channels and frames; `image_embeds` are features of images; `video_latents` are the
-    video from which denoising starts, before noise is added.
+    Videos that are made together have a prompt each on that axis, and share the pictures. `prompt_embeds` and
+    `negative_prompt_embeds` are zeros after their last tokens. `condition` joins the latents and has their shape except
+    for its channels and frames; `image_embeds` are features of images; `video_latents` are the video from which
+    denoising starts, before noise is added.
     """
 
-    prompt_embeds: Float[Array, "1 S E"]
-    negative_prompt_embeds: Float[Array, "1 _S _E"]
+    prompt_embeds: Float[Array, "B S E"]
+    negative_prompt_embeds: Float[Array, "_B _S _E"]
     condition: Float[Array, "1 C T H W"] | None = None
     image_embeds: Float[Array, "1 _S _E"] | None = None
     video_latents: Float[Array, "1 _C _T _H _W"] | None = None
@@ -179,7 +180,10 @@ class FirstFrameToVideo(TextToVideo):
         return transformer(self.finish(x, pictures), t, context, rope, clean_frames=known)
 
     def finish(self, x: Video, pictures: PictureInputs) -> Video:
-        return x if pictures.latents is None else jnp.concatenate([pictures.latents, x[:, 1:]], axis=1)
+        if pictures.latents is None:
+            return x
+        known = jnp.broadcast_to(pictures.latents, (len(x), *pictures.latents.shape[1:]))
+        return jnp.concatenate([known, x[:, 1:]], axis=1)
 
 
 class ImageToVideo(Task):

@@ -106,10 +106,11 @@ class WanPipeline(Pipeline):
             embeds = getattr(encoded, name)
             if not jnp.issubdtype(embeds.dtype, jnp.floating):
                 raise WanjaxError(f"the {name} are {embeds.dtype}, where floats are right: encode again")
-            if embeds.ndim != 3 or embeds.shape != (1, encoded.prompt_embeds.shape[1], config.text_width):
+            videos, length = encoded.prompt_embeds.shape[:2]
+            if embeds.shape != (videos, length, config.text_width):
                 raise WanjaxError(
                     f"the {name} have the shape {list(embeds.shape)} where {settings.model} has "
-                    f"[1, {encoded.prompt_embeds.shape[1]}, {config.text_width}]: they were made with another model"
+                    f"[{videos}, {length}, {config.text_width}]: they were made with another model"
                 )
         self.architecture.task.check(encoded, self.architecture.latent_shape(settings), config)
 
@@ -147,7 +148,7 @@ class WanPipeline(Pipeline):
         task = self.architecture.task
         contexts, rope = self.compiled(make_context)((graphdef, task), x, weights, prompts, pictures)
         denoiser = WanDenoiser(graphdef, self.scheduler, task)
-        return denoiser, Inputs(weights, contexts, Shared(rope, pictures), groups[1])
+        return denoiser, Inputs(weights, contexts, Shared(rope, pictures), groups[1] * len(x))
 
     def finish(self, x: Float[Array, "B T H W C"], encoded: WanEncoded) -> Float[Array, "B T H W C"]:
         return self.architecture.task.finish(x, self.on_devices(_picture_inputs(encoded)))

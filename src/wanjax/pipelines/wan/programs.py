@@ -62,9 +62,9 @@ def encode_images(graphdef: Any, images: Float[Array, "B H W 3"], weights: Any) 
 @program(scanned)
 def make_context(
     static: tuple[Any, Task],
-    x: Float[Array, "1 T H W C"],
+    x: Float[Array, "B T H W C"],
     weights: Any,
-    prompts: tuple[Float[Array, "B S E"], ...],
+    prompts: tuple[Float[Array, "_B S E"], ...],
     pictures: PictureInputs,
 ) -> tuple[tuple[Any, ...], Rope]:
     """Returns cross-attention's keys and values for each prompt, and RoPE's tables. static: graphdef, task."""

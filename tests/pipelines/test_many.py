@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many videos from one load: the same as one by one, and several denoised together."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import wanjax
+from tests.support import small_wan
+from tests.support.compare import error
+from tests.support.types import unchecked
+from wanjax.errors import WanjaxError
+from wanjax.pipelines import many
+from wanjax.pipelines.wan.conditioning import WanEncoded
+
+PROMPTS = ["a red circle moving right", "a blue square moving left"]
+SMALL = {"size": (32, 32), "frames": 5, "steps": 2}
+GIVEN = {"size": (12, 12), "frames": 5, "steps": 3}
+
+
+@pytest.fixture(scope="module")
+def nano():
+    return wanjax.load("nano")
+
+
+def test_prompts_and_seeds_give_the_videos_of_single_calls(nano, monkeypatch):
+    single = [nano(prompt, seed=seed, **SMALL) for prompt in PROMPTS for seed in (3, 4)]
+    texts, encode_prompts = [], nano.encode_prompts
+    monkeypatch.setattr(nano, "encode_prompts", lambda *prompt: texts.append(prompt[0]) or encode_prompts(*prompt))
+    videos = nano(PROMPTS, seeds=[3, 4], **SMALL)
+    assert texts == PROMPTS
+    for ours, reference in zip(videos, single, strict=True):
+        np.testing.assert_array_equal(ours.frames, reference.frames)
+        assert ours.settings == reference.settings
+
+
+def test_a_video_is_there_before_the_next_is_made(nano):
+    steps = []
+    videos = nano.videos(PROMPTS, callback=lambda step: steps.append(step.index), **SMALL)
+    assert next(videos).settings["prompt"] == PROMPTS[0]
+    assert steps == [0, 1]
+
+
+def test_several_seeds_of_one_prompt(nano):
+    assert [video.settings["seed"] for video in nano(PROMPTS[0], seeds=range(2), **SMALL)] == [0, 1]
+
+
+def test_mistakes_are_found_before_anything_is_encoded(nano, monkeypatch):
+    monkeypatch.setattr(nano, "encode_prompts", lambda *_: pytest.fail("a prompt was encoded"))
+    with unchecked(), pytest.raises(WanjaxError, match="prompt is given as 3"):
+        nano([PROMPTS[0], 3], **SMALL)
+    with unchecked(), pytest.raises(WanjaxError, match=r"the seed 1\.5 is not a whole number"):
+        nano(PROMPTS, seeds=[0, 1.5], **SMALL)
+
+
+@pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
+@pytest.mark.parametrize("batch_guidance", [False, True])
+def test_videos_denoised_together_are_those_denoised_alone(guidance_scale, batch_guidance):
+    pipe = small_wan.pipeline(2, None)
+    random = np.random.default_rng(0)
+    encoded = [WanEncoded(*(jnp.asarray(random.normal(size=(1, 3, 8)), jnp.float32) for _ in range(2))) for _ in "ab"]
+    options = {"guidance_scale": guidance_scale, "batch_guidance": batch_guidance, **GIVEN}
+    alone = [pipe.denoise(one, seed=seed, **options) for one, seed in zip(encoded, (5, 6), strict=True)]
+    made = pipe.denoise(many.joined(encoded), seeds=[5, 6], **options)
+    assert made.shape == (2, *alone[0].shape[1:])
+    assert error(np.asarray(made), np.concatenate([np.asarray(x, np.float64) for x in alone])) <= 1e-5
+
+
+@pytest.mark.parametrize(("guidance_scale", "together"), [(1.0, 2), (4.0, 1)])
+def test_the_mesh_s_axis_is_filled(guidance_scale, together):
+    """An axis of two takes two videos without guidance, and both prompts of one video with it."""
+    pipe = small_wan.pipeline(4, small_wan.partitioner((2, 2, 2)))
+    assert many.together(pipe.partitioner, guidance_scale > 1) == together
+    one = WanEncoded(jnp.ones((1, 3, 8)), jnp.zeros((1, 3, 8)))
+    encoded = many.joined([one] * together)
+    made = pipe.denoise(encoded, seeds=[7] * together, guidance_scale=guidance_scale, **GIVEN)
+    right = small_wan.pipeline(4, None).denoise(one, seed=7, guidance_scale=guidance_scale, **GIVEN)
+    assert error(np.asarray(made[-1:]), np.asarray(right, np.float64)) <= 1e-5
+
+
+def test_the_last_batch_repeats_its_last_order():
+    wanted = many.orders(["a"], [1, 2, 3])
+    assert list(many.batches(wanted, 2)) == [(wanted[:2], 2), ([wanted[2]] * 2, 1)]
