@@ -124,6 +124,58 @@ def test_clips(tmp_path, name):
         assert np.abs(half.astype(int) - CLIP[::2]).max() <= 6
 
 
+def plain(colours: list[int]) -> np.ndarray:
+    """Returns a clip of plain frames, 20 pixels wide: many small ones are quick to write."""
+    return np.broadcast_to(np.array(colours, np.uint8)[:, None, None, None], (len(colours), 16, 20, 3)).copy()
+
+
+@pytest.mark.parametrize("suffix", ["mp4", "gif", "webp"])
+@pytest.mark.parametrize("fps", [1, 7, 8, 16, 23.976, 24, 25, 30, 60])
+def test_a_clip_is_read_with_every_frame_that_was_written(tmp_path, suffix, fps):
+    """A GIF's times are rounded to 10 ms, and encoders join equal frames in a row."""
+    moving = [15 * (i % 17) for i in range(81)]
+    halting = [0, *[50] * 7, 100, 200, *[150] * 5]
+    for colours in (moving[:1], moving[:2], moving[:17], moving, halting):
+        path = io.write_video(tmp_path / f"a.{suffix}", plain(colours), fps, {"fps": fps} if colours is halting else {})
+        for asked in (fps, 2 * fps):
+            clip = read_clip(path, frames=100, fps=asked)
+            assert len(clip) == len(colours)
+            assert np.abs(clip.mean(axis=(1, 2, 3)) - colours).max() <= 6
+
+
+@pytest.mark.parametrize("count", [2, 17, 81])
+def test_a_still_gif_is_as_long_as_its_settings_say(tmp_path, count):
+    """All its frames are one, whose time alone tells no number of frames."""
+    path = io.write_video(tmp_path / "a.gif", plain([90] * count), 8, {"fps": 8})
+    assert len(read_clip(path, frames=100, fps=8)) == count
+    assert len(read_clip(path, frames=100, fps=16)) == count
+    assert len(read_clip(path, frames=100, fps=4)) == math.ceil(count / 2)
+
+
+def test_settings_that_no_longer_fit_are_ignored(tmp_path):
+    path = io.write_video(tmp_path / "a.gif", plain([0, 50, 100, 150]), 20, {"fps": 8})
+    assert len(read_clip(path, frames=100, fps=20)) == 4
+
+
+@pytest.mark.parametrize(
+    ("durations", "fps", "right"),
+    [
+        ([100] * 4, 5, [0, 2]),
+        ([40, 40, 50] * 4, 24, range(12)),  # 23 frames a second
+        ([40, 40, 50] * 4, 60, range(12)),
+        ([100, 300, 100], 10, [0, 1, 1, 1, 2]),
+        ([100, 300, 100], 20, [0, 1, 1, 1, 2]),
+        ([100, 300, 100], 5, [0, 1, 2]),
+        ([0, 0, 0], 16, [0, 1, 2]),
+    ],
+)
+def test_animations_of_other_programs_are_read_by_their_times(tmp_path, durations, fps, right):
+    first, *rest = [Image.new("L", (8, 6), 20 * i) for i in range(len(durations))]
+    first.save(tmp_path / "a.gif", save_all=True, append_images=rest, duration=durations)
+    clip = read_clip(tmp_path / "a.gif", frames=100, fps=fps)
+    assert (clip[:, 0, 0, 0] // 20).tolist() == list(right)
+
+
 def test_clips_in_memory():
     np.testing.assert_array_equal(read_clip(CLIP, frames=5, fps=1), CLIP[:5])
     np.testing.assert_array_equal(read_clip(list(CLIP), frames=5, fps=1), CLIP[:5])

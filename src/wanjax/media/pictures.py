@@ -8,9 +8,10 @@ import math
 import os
 import re
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from PIL import Image, ImageOps, ImageSequence
 
 from wanjax.errors import WanjaxError, shown
 from wanjax.media.ffmpeg import run_ffmpeg
+from wanjax.media.videos import read_metadata
 
 RESIZES = ("crop", "pad", "stretch")
 Picture = UInt8[np.ndarray, "H W 3"]
@@ -28,6 +30,7 @@ PPM = re.compile(rb"P6\s(\d+)\s(\d+)\s255\s")
 PictureSource = str | Path | Image.Image | Shaped[np.ndarray, "..."]
 ClipSource = str | Path | Sequence[PictureSource] | Shaped[np.ndarray, "..."]
 LANCZOS = Image.Resampling.LANCZOS
+ROUNDING = 10  # a GIF's times are multiples of so many milliseconds
 ANIMATED = ("GIF", "WEBP", "PNG", "AVIF", "TIFF")  # not MPO: a photograph with its thumbnails
 # Pillow raises these on broken files.
 BROKEN = (OSError, ValueError, SyntaxError, EOFError, IndexError, Image.DecompressionBombError)
@@ -136,10 +139,49 @@ def _pictures(source: str | Path | Sequence[PictureSource], frames: int, fps: in
 def _animation(source: str | Path, fps: int | float) -> Generator[Picture]:
     """Yields the pictures of an animation that Pillow reads; a single picture is a clip of one."""
     with _opened(source) as image, _damage_told(source):
-        image.load()  # some formats give the duration only now
-        duration = image.info.get("duration")
+        durations = [_duration(frame) for frame in ImageSequence.Iterator(image)]
+        tick = _tick([duration for duration in durations if duration], _told_fps(source)) or 1000 / fps
         frames = (_shown(frame) for frame in ImageSequence.Iterator(image))
-        yield from _thinned(frames, 1000 / duration if duration else fps, fps)
+        timed = zip(frames, (duration or tick for duration in durations), strict=True)
+        yield from _sampled(timed, tick, max(tick, 1000 / fps))
+
+
+def _duration(frame: Image.Image) -> float | None:
+    """Returns the milliseconds for which the current frame of an animation is shown; None or 0 if it does not say."""
+    frame.load()  # some formats give the duration only now
+    return frame.info.get("duration")
+
+
+def _told_fps(source: str | Path) -> float | None:
+    """Returns the frames a second in the settings that a video keeps, if it is one of this library's."""
+    with suppress(WanjaxError):
+        fps = read_metadata(source).get("fps")
+        return fps if isinstance(fps, int | float) and fps > 0 else None
+
+
+def _tick(durations: Sequence[float], fps: float | None) -> float | None:
+    """Returns the milliseconds of one frame, before equal frames in a row became one that is shown for longer.
+
+    The frames a second that the file tells count unless a frame is shorter than that. Else the shortest frames, equal
+    but for rounding, are one tick, and the others are whole numbers of ticks. None without durations.
+    """
+    if not durations:
+        return None
+    longest = min(durations) + ROUNDING
+    if fps is not None and 1000 / fps < longest:
+        return 1000 / fps
+    shortest = fmean(duration for duration in durations if duration <= longest)
+    return sum(durations) / sum(max(1, round(duration / shortest)) for duration in durations)
+
+
+def _sampled(timed: Iterable[tuple[Picture, float]], tick: float, step: float) -> Iterator[Picture]:
+    """Yields the picture that is shown at each multiple of `step`; half a tick later, because times are rounded."""
+    end, count = 0.0, 0
+    for picture, duration in timed:
+        end += duration
+        while count * step + tick / 2 < end:
+            yield picture
+            count += 1
 
 
 def _film(source: str | Path, frames: int, fps: int | float) -> Generator[Picture]:
@@ -156,12 +198,6 @@ def _film(source: str | Path, frames: int, fps: int | float) -> Generator[Pictur
         width, height = int(header[1]), int(header[2])
         at = header.end() + width * height * 3
         yield np.frombuffer(data[header.end() : at], np.uint8).reshape(height, width, 3)
-
-
-def _thinned(pictures: Iterable[Picture], rate: int | float, fps: int | float) -> Iterator[Picture]:
-    """Returns evenly spaced pictures, at most `fps` a second, out of `rate` a second."""
-    share = min(1.0, fps / rate)
-    return (picture for i, picture in enumerate(pictures) if math.floor(i * share) != math.floor((i - 1) * share))
 
 
 def _checked(array: np.ndarray, rank: int) -> np.ndarray:
