@@ -117,7 +117,7 @@ class LoraFile:
     """
 
     def __init__(self, path: Path, specs: Mapping[str, Spec], names: Names):
-        self._reader = open_tensors(path)
+        self._path, self._reader = path, open_tensors(path)
         self._changes: dict[str, Change] = {}
         changes, unmatched = _changes(path, self._reader)
         targets = _targets(specs, names)
@@ -137,9 +137,9 @@ class LoraFile:
         return target in self._changes
 
     def change(self, target: str, strength: float) -> np.ndarray:
-        """Returns the float32 array to add to a tensor, times the strength."""
+        """Returns the float32 array to add to a tensor, times the strength; raises WanjaxError if it is not finite."""
         change = self._changes[target]
-        factors = [self._reader.read(key).astype(np.float32) for key in change.factors]
+        factors = [_finite(self._path, self._reader, key) for key in change.factors]
         factors[0] *= np.float32(strength * change.scale)
         return factors[0] if len(factors) == 1 else _product(*factors)
 
@@ -177,6 +177,14 @@ class Merged(View):
         return [(file, strength) for file, strength in self._files if key in file]
 
 
+def _finite(path: Path, reader: Reader, key: str) -> np.ndarray:
+    """Returns a tensor in float32; raises WanjaxError if any of its numbers is not finite."""
+    x = reader.read(key).astype(np.float32)
+    if not np.isfinite(x).all():
+        raise WanjaxError(f"{path} holds {key} with numbers that are not finite: the file is damaged, get it again")
+    return x
+
+
 def _product(up: np.ndarray, down: np.ndarray) -> np.ndarray:
     """Multiplies two matrices, or composes the kernels of two convolutions, `up` of size 1."""
     return (up.reshape(len(up), -1) @ down.reshape(len(down), -1)).reshape(len(up), *down.shape[1:])
@@ -201,7 +209,7 @@ def _changes(path: Path, reader: Reader) -> tuple[dict[str, Change], list[str]]:
         up, down, alpha = (keys.pop((role, ".weight"), None) for role in ("up", "down", "alpha"))
         scale = 1.0
         if up and down:
-            scale = _scale(reader, alpha, _rank(reader, down), module, config)
+            scale = _scale(path, reader, alpha, _rank(reader, down), module, config)
             found[f"{module}.weight"] = Change((up, down), scale)
         elif up or down:
             raise WanjaxError(f"{path} holds {up or down} without its other factor: a complete file is needed")
@@ -240,10 +248,12 @@ def _rank(reader: Reader, down: str) -> int:
     return shape[0] if shape else 0
 
 
-def _scale(reader: Reader, alpha: str | None, rank: int, module: str, config: Mapping[str, Any]) -> float:
+def _scale(
+    path: Path, reader: Reader, alpha: str | None, rank: int, module: str, config: Mapping[str, Any]
+) -> float:
     """Returns the scale of a product: alpha / rank, or 1 if the file has no alpha."""
     if alpha is not None and reader.spec(alpha).shape in ((), (1,)) and rank:
-        return float(reader.read(alpha).astype(np.float64).item()) / rank
+        return float(_finite(path, reader, alpha).item()) / rank
     if "lora_alpha" not in config or not rank:
         return 1.0
     patterns = config.get("alpha_pattern") or {}

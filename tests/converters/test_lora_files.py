@@ -238,3 +238,16 @@ def test_invalid_lora_arguments_are_refused(text):
 def test_an_unknown_expert_is_refused():
     with pytest.raises(WanjaxError, match="no expert is named 'middle': there are high and low"):
         Lora("a", 1.0, "middle")
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("key", [f"{Q}.lora_down.weight", f"{Q}.lora_up.weight", f"{Q}.alpha", f"{Q}.diff_b"])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_numbers_that_are_not_finite_are_refused_by_name(bad, key, dtype, opened):
+    tensors = PAIR | {f"{Q}.alpha": np.array(2.0, np.float32), f"{Q}.diff_b": np.zeros(6, np.float32)}
+    damaged = np.array(tensors[key], dtype)
+    damaged.flat[-1] = bad
+    with pytest.raises(WanjaxError, match=rf"lora\.safetensors holds {key} with numbers that are not finite"):
+        merged = Merged(BASE, [(opened(tensors | {key: damaged}), 0.5)])
+        for name in merged.keys():  # noqa: SIM118
+            merged.read(name)
