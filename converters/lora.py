@@ -248,9 +248,7 @@ def _rank(reader: Reader, down: str) -> int:
     return shape[0] if shape else 0
 
 
-def _scale(
-    path: Path, reader: Reader, alpha: str | None, rank: int, module: str, config: Mapping[str, Any]
-) -> float:
+def _scale(path: Path, reader: Reader, alpha: str | None, rank: int, module: str, config: Mapping[str, Any]) -> float:
     """Returns the scale of a product: alpha / rank, or 1 if the file has no alpha."""
     if alpha is not None and reader.spec(alpha).shape in ((), (1,)) and rank:
         return float(_finite(path, reader, alpha).item()) / rank

@@ -29,7 +29,7 @@ from wanjax.pipelines.family import Architecture, Family, Preset, family_of
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.wan import FAMILY as WAN
-from wanjax.sharding import Partitioner, choose_axes, find_rules, make_mesh, parse_mesh
+from wanjax.sharding import Partitioner, choose_axes, find_rules, make_mesh, parse_mesh, platform
 
 FAMILIES = [
     WAN,
@@ -172,7 +172,7 @@ def load(
     found = examine(model, revision)
     source = _adapted(found, lora, note)
     kept = param_dtype or found.param_dtype
-    usual = "float32" if jax.default_backend() == "cpu" else kept or _stored_dtype(source, "transformer")
+    usual = "float32" if platform() == "cpu" else kept or _stored_dtype(source, "transformer")
     defaults = replace(found.settings, dtype=dtype or usual)
     partitioner = _partitioner(mesh, rules, found.architecture, defaults)
     if attention is not None:
@@ -203,7 +203,7 @@ def _partitioner(
 ) -> Partitioner | None:
     """Returns the mesh and its rules; None for one device. "auto" chooses a mesh for a video of these settings."""
     found = find_rules(rules)
-    if mesh is None and jax.default_backend() != "cpu" and jax.device_count() > 1:
+    if mesh is None and platform() != "cpu" and jax.device_count() > 1:
         mesh = "auto"
     if isinstance(mesh, str) and mesh == "auto":
         work = architecture.forward(settings)

@@ -163,6 +163,19 @@ def pad_to(x: jax.Array, axis: int, multiple: int) -> jax.Array:
     return jnp.pad(x, [(0, fill if i == axis else 0) for i in range(x.ndim)]) if fill else x
 
 
+def platform() -> str:
+    """Returns the platform of JAX's devices, such as "cpu"; raises WanjaxError where the one asked for has none."""
+    try:
+        return jax.default_backend()
+    except (RuntimeError, AssertionError) as error:  # without a plugin for NVIDIA's cards JAX raises the second
+        asked = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+        told = " ".join(str(error).partition(" (set JAX_PLATFORMS")[0].split()).rstrip(".")
+        why = told or f"there is no device of {asked}, or no plugin for it"
+        raise WanjaxError(
+            f"JAX cannot use JAX_PLATFORMS={asked} here ({why}): without JAX_PLATFORMS it takes what there is"
+        ) from error
+
+
 def make_mesh(dp: int = 1, sp: int = 1, tp: int = 1, *, devices: Sequence[Any] | None = None) -> Mesh:
     """Makes a mesh of all `devices` (None: all of JAX's), arranged as `arrange` does.
 

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -89,12 +90,69 @@ AFTER_ENCODING = ["stage_outputs/generation_config.json", "stage_outputs/stage1_
         ("--block-kv 2048 --block-kv-compute 768", r"block_kv=2048: a multiple of block_kv_compute=768 would do"),
         ("--noise absent.safetensors", r"there is no file absent\.safetensors"),
         ("--out clip.avi", r"clip\.avi ends in \.avi: \.mp4, \.gif, \.webp"),
+        ("--out -", r"a video cannot be written to the standard output, -: the name of a file, or \./-, would do"),
+        ("--strength 0.5", r"a strength of 0\.5 is given without a video to begin from: give both, or neither"),
+        ("--strength 0.8", r"a strength of 0\.8 is given without a video"),  # the default
+        ("--seed 18446744073709551616", r"the seed 18446744073709551616 is not a whole number from 0 to 2\^64 - 1"),
+        ("--negative-prompt caf\udce9", r"the negative prompt 'caf\\udce9' is no text: one text, in UTF-8"),
         ("two prompts", r"unexpected extra argument"),
     ],
 )
 def test_options(intact, options, message):
     assert re.search(message, refused("a", "--model", intact, *SHORT, *options.split()))
     assert left() == []
+
+
+def test_a_prompt_that_is_not_utf_8(intact):
+    """Python keeps a byte of the command line that is no UTF-8 as a surrogate."""
+    for command in ("generate", "encode"):
+        said = refused(command, os.fsdecode(b"caf\xe9"), "--model", intact)
+        assert said == r"the prompt 'caf\udce9' is no text: one text, in UTF-8 on a command line, is right"
+    assert left() == []
+
+
+@pytest.mark.parametrize(
+    ("platform", "why"),
+    [
+        ("cuda", r"there is no device of cuda, or no plugin for it|Unable to initialize backend 'cuda'"),
+        ("abacus", r"Backend 'abacus' is not in the list of known backends"),
+    ],
+)
+@pytest.mark.parametrize("command", [["a red circle"], ["denoise"], ["models"]])
+@pytest.mark.skipif(any(map(os.path.exists, ("/dev/nvidia0", "/dev/nvidiactl"))), reason="there is a card")
+def test_a_platform_without_devices(platform, why, command):
+    """In a new process, because JAX chooses its devices once."""
+    environment = os.environ | {"JAX_PLATFORMS": platform}
+    run = subprocess.run([sys.executable, "-m", "wanjax", *command], env=environment, capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (2, "")
+    [sentence] = run.stderr.splitlines()
+    assert sentence.startswith(f"wanjax: JAX cannot use JAX_PLATFORMS={platform} here (")
+    assert sentence.endswith("): without JAX_PLATFORMS it takes what there is")
+    assert re.search(why, sentence)
+    assert left() == []
+
+
+def test_processes_that_are_not_there(intact):
+    """In a new process, because JAX joins others before it chooses its devices."""
+    command = [sys.executable, "-m", "wanjax", "a", "--model", intact, "--processes", "auto"]
+    run = subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (2, "")
+    [sentence] = run.stderr.splitlines()
+    assert sentence.startswith("wanjax: no other processes were found by `auto`, which knows TPU pods, Slurm")
+    assert left() == []
+
+
+def test_a_lora_with_numbers_that_are_not_finite(intact):
+    q = "blocks.0.attn1.to_q"
+    tensors = {f"{q}.lora_A.weight": np.full((2, 24), np.nan, np.float32), f"{q}.lora_B.weight": np.ones((24, 2))}
+    save_safetensors("bad.safetensors", {name: x.astype(np.float32) for name, x in tensors.items()})
+    said = refused("a", "--model", intact, *SMALL, "--lora", "bad.safetensors")
+    assert re.search(rf"bad\.safetensors holds {q}\.lora_A\.weight with numbers that are not finite", said)
+
+
+def test_a_strength_for_denoising_without_a_video(stages):
+    assert "is given without a video to begin from" in refused("denoise", "--strength", "0.5")
+    assert "is given without a video to begin from" in refused("denoise", "--strength", "0.8")
 
 
 def test_attention_for_other_devices(intact):

@@ -8,6 +8,7 @@ import jax
 
 from wanjax.cli.report import Report
 from wanjax.errors import WanjaxError
+from wanjax.sharding import platform
 
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 
@@ -31,6 +32,11 @@ def join(asked: str | None, environment: Mapping[str, str] = os.environ) -> None
     try:
         jax.distributed.initialize(address, count, index)
     except (RuntimeError, ValueError) as error:
+        if address is None and isinstance(error, ValueError):
+            raise WanjaxError(
+                "no other processes were found by `auto`, which knows TPU pods, Slurm, Kubernetes and MPI: "
+                "elsewhere each is told HOST:PORT,COUNT,INDEX, and one process alone needs no --processes"
+            ) from error
         raise WanjaxError(
             f"the processes of {asked} did not connect ({error}): start each with the same address and count"
         ) from error
@@ -51,6 +57,7 @@ def _parsed(asked: str) -> tuple[str, int, int]:
 def meet(report: Report, asked: str | None) -> None:
     """Joins the other processes, if any. Only the first process reports."""
     join(asked)
+    platform()  # a mistake in JAX_PLATFORMS is told here, before anything else asks for devices
     report.mute(not is_first())
 
 

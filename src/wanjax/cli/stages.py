@@ -25,7 +25,7 @@ from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
 from wanjax.media import stage_files, videos
 from wanjax.media.pictures import Pictures
-from wanjax.pipelines.pipeline import Pipeline
+from wanjax.pipelines.pipeline import WITHOUT_VIDEO, Pipeline
 from wanjax.pipelines.seeds import DRAW
 from wanjax.pipelines.steps import Step, Switch
 
@@ -106,6 +106,8 @@ class Rendering:
             self.pictures, self.settings = self.pipe.prepare(**files, **settings)
         else:  # the previous stage has encoded the pictures
             self.settings = self.pipe.settings(**settings)
+        if given.get("strength") is not None and "video" not in files:
+            raise WanjaxError(WITHOUT_VIDEO.format(self.settings.strength))
         self.noise = None if noise is None else self._noise(noise, len(files.get("references", ())))
         if is_first():
             videos.check_output(self.target)

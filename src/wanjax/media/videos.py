@@ -66,6 +66,8 @@ def check_output(path: str | Path) -> Path:
     Raises WanjaxError if the suffix is unknown, the folder cannot be written, or a folder of PNG holds other things.
     """
     suffix, target = _suffix(path), Path(path).expanduser().absolute()
+    if str(path) == "-":
+        raise WanjaxError("a video cannot be written to the standard output, -: the name of a file, or ./-, would do")
     if suffix not in WRITERS:
         known = ", ".join(filter(None, WRITERS))
         raise WanjaxError(f"{path} ends in {suffix}: {known}, or no suffix for a folder of PNG, would do")

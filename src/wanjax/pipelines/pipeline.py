@@ -36,6 +36,7 @@ from wanjax.sharding import Partitioner, replicate, use
 
 VERSION = version("wanjax")
 Encoded = Any  # the family's own NamedTuple of arrays, each with a first axis of size 1
+WITHOUT_VIDEO = "a strength of {} is given without a video to begin from: give both, or neither"
 
 
 class Pipeline(ABC):
@@ -223,6 +224,8 @@ class Pipeline(ABC):
             fps=asked.fps,
         )
         self.check_pictures(pictures, asked)
+        if pictures.video is None and asked.strength != self.defaults.strength:
+            raise WanjaxError(WITHOUT_VIDEO.format(asked.strength))
         return pictures, asked.updated(self._shape_of(pictures, asked, settings))
 
     def _shape_of(self, pictures: Pictures, asked: Settings, given: Mapping[str, Any]) -> dict[str, int]:

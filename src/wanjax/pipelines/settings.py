@@ -69,6 +69,9 @@ class Settings:
 
     def check(self, *, spatial: int, temporal: int) -> None:
         """Raises WanjaxError unless sizes are multiples of `spatial`, frames `temporal`·n + 1, and the rest valid."""
+        for name, text in (("prompt", self.prompt), ("negative prompt", self.negative_prompt)):
+            if not is_text(text):
+                raise WanjaxError(f"the {name} {text!r} is no text: one text, in UTF-8 on a command line, is right")
         for name, pixels in (("height", self.height), ("width", self.width)):
             if pixels <= 0 or pixels % spatial:
                 legal = _neighbours(pixels, spatial, 0)
@@ -129,6 +132,14 @@ def whole(value: Any) -> int | None:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         return None
+
+
+def is_text(text: Any) -> bool:
+    """Tells whether this is a text that can be written; bytes of a command line that are not UTF-8 cannot."""
+    try:
+        return isinstance(text, str) and text.encode() is not None
+    except UnicodeEncodeError:
+        return False
 
 
 def _neighbours(value: int, unit: int, offset: int) -> str:
