@@ -27,7 +27,7 @@ from wanjax.layers.placement import placed
 from wanjax.pipelines.components import Components
 from wanjax.pipelines.family import Architecture, Family, Preset, family_of
 from wanjax.pipelines.pipeline import Pipeline
-from wanjax.pipelines.settings import Settings
+from wanjax.pipelines.settings import Settings, dtype_name
 from wanjax.pipelines.wan import FAMILY as WAN
 from wanjax.sharding import Partitioner, choose_axes, find_rules, make_mesh, parse_mesh, platform
 
@@ -139,8 +139,8 @@ def _scheduled(architecture: Architecture, preset: Preset | None) -> Architectur
 def load(
     model: str | Path = "nano",
     *,
-    dtype: str | None = None,
-    param_dtype: str | None = None,
+    dtype: DTypeLike | None = None,
+    param_dtype: DTypeLike | None = None,
     attention: str | None = None,
     revision: str | None = None,
     mesh: Mesh | str | None = None,
@@ -151,10 +151,10 @@ def load(
 ) -> Pipeline:
     """Returns the pipeline of a known name, a Hugging Face id, a folder or a file. Networks are loaded at first use.
 
-    dtype: "bfloat16" or "float32", in which networks compute; None is float32 on a CPU, which has no fast bfloat16, and
-        `param_dtype` elsewhere. The VAE is always in float32, as in the reference.
-    param_dtype: the dtype in which weights are kept; None is bfloat16 for published checkpoints, and the stored dtype
-        for others.
+    dtype: bfloat16 or float32, a name or JAX's dtype, in which networks compute; None is float32 on a CPU, which has no
+        fast bfloat16, and `param_dtype` elsewhere. The VAE is always in float32, as in the reference.
+    param_dtype: the dtype, of the same two, in which weights are kept; None is bfloat16 for published checkpoints, and
+        the stored dtype for others.
     attention: the transformer's implementation; None chooses by platform and shape.
     mesh: a mesh of `wanjax.make_mesh`, a text such as "dp=2,sp=1,tp=4", or "auto", which uses as many devices as help;
         None is one device on a CPU, and "auto" elsewhere.
@@ -164,10 +164,11 @@ def load(
     progress: `progress(component, done, total)` receives the bytes read.
     note: `note(sentence)` receives what was merged from each LoRA.
 
-    Raises WanjaxError where the checkpoint or a LoRA cannot be found or does not fit, or the mesh is impossible;
-    UnsupportedError where the named attention cannot be used here.
+    Raises WanjaxError where the checkpoint or a LoRA cannot be found or does not fit, or the mesh or a dtype is
+    impossible; UnsupportedError where the named attention cannot be used here.
     """
     named(attention)
+    dtype, param_dtype = dtype_name(dtype), dtype_name(param_dtype, "param_dtype")
     set_cache_folder()
     found = examine(model, revision)
     source = _adapted(found, lora, note)

@@ -247,7 +247,10 @@ def test_numbers_that_are_not_finite_are_refused_by_name(bad, key, dtype, opened
     tensors = PAIR | {f"{Q}.alpha": np.array(2.0, np.float32), f"{Q}.diff_b": np.zeros(6, np.float32)}
     damaged = np.array(tensors[key], dtype)
     damaged.flat[-1] = bad
+
+    def merged():
+        together = Merged(BASE, [(opened(tensors | {key: damaged}), 0.5)])
+        return [together.read(name) for name in together.keys()]  # noqa: SIM118
+
     with pytest.raises(WanjaxError, match=rf"lora\.safetensors holds {key} with numbers that are not finite"):
-        merged = Merged(BASE, [(opened(tensors | {key: damaged}), 0.5)])
-        for name in merged.keys():  # noqa: SIM118
-            merged.read(name)
+        merged()

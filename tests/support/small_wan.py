@@ -87,4 +87,5 @@ def pipeline(heads, partitioner):
             "scheduler": FlowEuler,
         }
     )
-    return WanPipeline(components, architecture(heads), presets()["nano"].defaults, partitioner)
+    defaults = presets()["nano"].defaults.updated({"dtype": "float32"})
+    return WanPipeline(components, architecture(heads), defaults, partitioner)

@@ -102,6 +102,7 @@ class Rendering:
         self.pipe = self._load(chosen, given, loras)
         settings = _checked(chosen, given, self.pipe.defaults.to_json())
         files = {name: chosen[name] for name in Pictures._fields if chosen.get(name)}
+        del settings["model"]  # the pipeline's own name of it holds in any folder
         if left is None:
             self.pictures, self.settings = self.pipe.prepare(**files, **settings)
         else:  # the previous stage has encoded the pictures

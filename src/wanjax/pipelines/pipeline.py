@@ -29,7 +29,7 @@ from wanjax.pipelines.frames import Frames, GivenFrames, GivenLatents, Latents, 
 from wanjax.pipelines.resume import continuing, digest
 from wanjax.pipelines.sampler import Denoiser, Inputs, State, sample
 from wanjax.pipelines.seeds import DRAW, checked_seed, initial_noise, solver_keys, steady_draws
-from wanjax.pipelines.settings import Settings, height_and_width
+from wanjax.pipelines.settings import Settings, dtype_name, height_and_width
 from wanjax.pipelines.steps import Segment, Step, Switch, left_of
 from wanjax.pipelines.tokenizer import Truncation
 from wanjax.sharding import Partitioner, replicate, use
@@ -244,12 +244,13 @@ class Pipeline(ABC):
     def settings(self, *, size: tuple[int, int] | None = None, **settings: Any) -> Any:
         """Returns the model's defaults, overridden by the given settings; raises WanjaxError for invalid ones.
 
-        A seed of -1 becomes one drawn at random.
+        A seed of -1 becomes one drawn at random. The model and the dtype are those that were loaded.
         """
         if size is not None:
             settings |= self._sides(size, settings)
         if unknown := settings.keys() - self.defaults.to_json().keys():
             raise WanjaxError(f"{sorted(unknown)[0]!r} is not a setting: {', '.join(self.defaults.to_json())} are")
+        self._check_loaded(settings.pop("model", None), settings.pop("dtype", None))
         if settings.get("seed") is not None:
             settings |= {"seed": checked_seed(settings["seed"])}
         chosen = self.defaults.updated(self.defaults.typed(settings))
@@ -261,6 +262,17 @@ class Pipeline(ABC):
         if settings.get("height") is not None or settings.get("width") is not None:
             raise WanjaxError("size is given beside height or width: one way is enough")
         return dict(zip(("height", "width"), height_and_width(size), strict=True))
+
+    def _check_loaded(self, model: str | None, dtype: DTypeLike | None) -> None:
+        """Raises WanjaxError if the model or the dtype is not the one that was loaded: a call cannot change it."""
+        loaded, name = self.defaults, dtype_name(dtype)
+        if model not in (None, loaded.model):
+            raise WanjaxError(
+                f"this pipeline was loaded as {loaded.model}: wanjax.load({str(model)!r}) loads that model"
+            )
+        if name not in (None, loaded.dtype):
+            other = f"wanjax.load({loaded.model!r}, dtype={name!r})"
+            raise WanjaxError(f"this pipeline was loaded in {loaded.dtype}: {other} loads one in {name}")
 
     @property
     def grid(self) -> int:

@@ -9,9 +9,13 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, TypeVar, get_type_hints
 
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
 from wanjax.errors import WanjaxError, shown
 from wanjax.media.pictures import RESIZES
 
+DTYPES = ("bfloat16", "float32")
 SomeSettings = TypeVar("SomeSettings", bound="Settings")
 
 
@@ -132,6 +136,22 @@ def whole(value: Any) -> int | None:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         return None
+
+
+def dtype_name(dtype: DTypeLike | None, role: str = "dtype") -> str | None:
+    """Returns the name of a dtype, given by its name or as JAX's or NumPy's; None for None.
+
+    Raises WanjaxError, which calls it by its role, for any other dtype than those of `DTYPES`.
+    """
+    if dtype is None:
+        return None
+    try:
+        name = jnp.dtype(dtype).name
+    except (TypeError, ValueError):
+        name = str(dtype)
+    if name not in DTYPES:
+        raise WanjaxError(f"the {role} {name} is not offered: {' and '.join(DTYPES)} are")
+    return name
 
 
 def is_text(text: Any) -> bool:

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings that the library takes or refuses: dtypes, what only loading can change, texts, a strength."""
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import wanjax
+from tests.support.tiny import compile_cache, tiny_checkpoint
+from tests.support.types import unchecked
+from wanjax.errors import WanjaxError
+from wanjax.media.videos import read_metadata
+from wanjax.pipelines.settings import dtype_name
+
+SMALL = {"size": (16, 32), "frames": 5, "steps": 2}
+BFLOAT16 = ["bfloat16", jnp.bfloat16, ml_dtypes.bfloat16, np.dtype(ml_dtypes.bfloat16)]
+FLOAT32 = ["float32", jnp.float32, np.float32, np.dtype("float32"), "f4"]
+OTHERS = [
+    "float16",
+    jnp.float16,
+    np.float16,
+    jnp.float8_e4m3fn,
+    "float8_e4m3fn",
+    np.int8,
+    "fp8",
+    "half",
+    np.float64,
+    float,
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return str(tiny_checkpoint(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_cache(tmp_path_factory):
+    with compile_cache(tmp_path_factory.getbasetemp() / "xla"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def pipe(model):
+    return wanjax.load(model)
+
+
+def test_a_dtype_has_one_name():
+    assert {dtype_name(dtype) for dtype in BFLOAT16} == {"bfloat16"}
+    assert {dtype_name(dtype) for dtype in FLOAT32} == {"float32"}
+    assert dtype_name(None) is None
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float32], ids=str)
+def test_a_video_keeps_the_name_of_a_dtype(model, tmp_path, dtype):
+    pipe = wanjax.load(model, dtype=dtype, param_dtype=dtype)
+    assert pipe.transformer.blocks.self_attn.q.kernel[...].dtype == dtype
+    video = pipe("a", dtype=dtype, **SMALL)
+    assert read_metadata(video.save(tmp_path / "a.mp4"))["dtype"] == np.dtype(dtype).name
+
+
+@pytest.mark.parametrize("dtype", OTHERS, ids=str)
+def test_other_dtypes_are_refused(model, pipe, dtype):
+    for option in ("dtype", "param_dtype"):
+        with pytest.raises(WanjaxError, match=rf"^the {option} \S+ is not offered: bfloat16 and float32 are$"):
+            wanjax.load(model, **{option: dtype})
+    with pytest.raises(WanjaxError, match=r"^the dtype \S+ is not offered"):
+        pipe("a", dtype=dtype, **SMALL)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16], ids=str)
+def test_a_call_cannot_change_the_dtype(model, pipe, dtype):
+    why = rf"loaded in float32: wanjax\.load\('{model}', dtype='bfloat16'\) loads one in bfloat16$"
+    for call in (pipe, pipe.encode, pipe.prepare, pipe.settings):
+        with pytest.raises(WanjaxError, match=why):
+            call(prompt="a", dtype=dtype)
+    with pytest.raises(WanjaxError, match=why):
+        pipe.denoise(pipe.encode("a"), dtype=dtype, **SMALL)
+
+
+def test_a_call_cannot_change_the_model(model, pipe):
+    for call in (pipe, pipe.encode, pipe.settings):
+        with pytest.raises(WanjaxError, match=rf"was loaded as {model}: wanjax\.load\('nano'\) loads that model$"):
+            call(prompt="a", model="nano")
+    assert pipe.settings(model=model, dtype=jnp.float32) == pipe.settings()
+
+
+@pytest.mark.parametrize("text", ["caf\udce9", b"a", ["a", "b"], 3])
+def test_what_is_no_text_is_no_prompt(pipe, text):
+    for name, given in (("prompt", {"prompt": text}), ("negative prompt", {"prompt": "a", "negative_prompt": text})):
+        with unchecked(), pytest.raises(WanjaxError, match=rf"^the {name} .* is no text: one text, in UTF-8"):
+            pipe.prepare(**given)
+    with pytest.raises(WanjaxError, match=r"^the prompt .* is no text"):
+        pipe.encode("caf\udce9")
+
+
+def test_a_strength_needs_a_video(pipe):
+    with pytest.raises(WanjaxError, match=r"^a strength of 0\.5 is given without a video to begin from: give both"):
+        pipe("a", strength=0.5, **SMALL)
+    clip = np.zeros((5, 16, 32, 3), np.uint8)
+    assert pipe.prepare(prompt="a", video=clip, strength=0.5, **SMALL)[1].strength == 0.5
