@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +29,14 @@ from wanjax.pipelines.family import Architecture, Family, Preset, family_of
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Settings, dtype_name
 from wanjax.pipelines.wan import FAMILY as WAN
+from wanjax.schedulers import Scheduler, successor
 from wanjax.sharding import Partitioner, choose_axes, find_rules, make_mesh, parse_mesh, platform
 
 FAMILIES = [
     WAN,
 ]
 Progress = Callable[[str, int, int], Any]
+Loras = str | Path | Lora | Sequence[str | Path | Lora]
 
 
 def register(family: Family) -> None:
@@ -145,7 +147,8 @@ def load(
     revision: str | None = None,
     mesh: Mesh | str | None = None,
     rules: str = "fsdp",
-    lora: str | Path | Lora | Sequence[str | Path | Lora] = (),
+    lora: Loras = (),
+    scheduler: str | Scheduler | None = None,
     progress: Progress | None = None,
     note: Note | None = None,
 ) -> Pipeline:
@@ -161,35 +164,59 @@ def load(
     rules: "fsdp" or "tp", the way in which weights are sharded.
     lora: FILE or FILE:STRENGTH, or several, merged into the transformer as it is read. FILE may be OWNER/NAME/FILE on
         the hub. For two experts, `high=FILE` and `low=FILE` name one of them.
+    scheduler: "unipc", "euler" or another value of `wanjax.schedulers`; None is the checkpoint's own.
     progress: `progress(component, done, total)` receives the bytes read.
     note: `note(sentence)` receives what was merged from each LoRA.
 
-    Raises WanjaxError where the checkpoint or a LoRA cannot be found or does not fit, or the mesh or a dtype is
-    impossible; UnsupportedError where the named attention cannot be used here.
+    Raises WanjaxError where the checkpoint, a LoRA or the scheduler cannot be found or does not fit, or the mesh or a
+    dtype is impossible; UnsupportedError where the named attention cannot be used here.
     """
     named(attention)
     dtype, param_dtype = dtype_name(dtype), dtype_name(param_dtype, "param_dtype")
     set_cache_folder()
-    found = examine(model, revision)
-    source = _adapted(found, lora, note)
-    kept = param_dtype or found.param_dtype
-    usual = "float32" if platform() == "cpu" else kept or _stored_dtype(source, "transformer")
-    defaults = replace(found.settings, dtype=dtype or usual)
-    partitioner = _partitioner(mesh, rules, found.architecture, defaults)
-    if attention is not None:
-        _check_attention(attention, found.architecture, defaults)
-    loaders = _loaders(replace(found, source=source), defaults.dtype, kept, attention, partitioner, progress)
-    return found.family.pipeline(Components(loaders), found.architecture, defaults, partitioner)
+    found = _scheduled_by(scheduler, _adapted(examine(model, revision), lora, note))
+    return _pipeline(found, Loading(dtype, param_dtype, attention, mesh, rules, progress))
 
 
-def _adapted(found: Checkpoint, given: str | Path | Lora | Sequence[str | Path | Lora], note: Note | None) -> Source:
-    """Returns the source with the preset's own LoRAs and the given ones merged in."""
+class Loading(NamedTuple):
+    """The way in which a checkpoint is loaded: arguments of `load`."""
+
+    dtype: str | None
+    param_dtype: str | None
+    attention: str | None
+    mesh: Mesh | str | None
+    rules: str
+    progress: Progress | None
+
+
+def _adapted(found: Checkpoint, given: Loras, note: Note | None) -> Checkpoint:
+    """Returns the checkpoint with the preset's own LoRAs and the given ones merged in."""
     listed = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
     loras = [*(found.preset.loras if found.preset else ()), *listed]
     if not loras:
-        return found.source
+        return found
     parsed = [lora if isinstance(lora, Lora) else Lora.parse(str(lora)) for lora in loras]
-    return AdaptedSource(found.source, parsed, found.family.networks, note)
+    return replace(found, source=AdaptedSource(found.source, parsed, found.family.networks, note))
+
+
+def _scheduled_by(scheduler: str | Scheduler | None, found: Checkpoint) -> Checkpoint:
+    """Returns the checkpoint with this scheduler in place of its own, if one is given."""
+    if scheduler is None:
+        return found
+    shapes = found.architecture
+    return replace(found, architecture=replace(shapes, scheduler=successor(scheduler, shapes.scheduler)))
+
+
+def _pipeline(found: Checkpoint, way: Loading) -> Pipeline:
+    """Returns the pipeline of a checkpoint, whose components are loaded at first use."""
+    kept = way.param_dtype or found.param_dtype
+    usual = "float32" if platform() == "cpu" else kept or _stored_dtype(found.source, "transformer")
+    defaults = replace(found.settings, dtype=way.dtype or usual)
+    partitioner = _partitioner(way.mesh, way.rules, found.architecture, defaults)
+    if way.attention is not None:
+        _check_attention(way.attention, found.architecture, defaults)
+    loaders = _loaders(found, defaults.dtype, way._replace(param_dtype=kept), partitioner)
+    return found.family.pipeline(Components(loaders), found.architecture, defaults, partitioner)
 
 
 def _check_attention(attention: str, architecture: Architecture, settings: Settings) -> None:
@@ -218,43 +245,30 @@ def _partitioner(
 
 
 def _loaders(
-    found: Checkpoint,
-    dtype: str,
-    param_dtype: str | None,
-    attention: str | None,
-    partitioner: Partitioner | None,
-    progress: Progress | None,
+    found: Checkpoint, dtype: str, way: Loading, partitioner: Partitioner | None
 ) -> Mapping[str, Callable[[], Any]]:
     """Returns a function for each component that the checkpoint lists, which loads it."""
-    source, loaders, architecture = found.source, found.family.loaders, found.architecture
+    source, loaders = found.source, found.family.loaders
 
     def load(name: str) -> Any:
-        if name == "scheduler":
-            return architecture.scheduler
         if name in loaders:
             return loaders[name](source.files(name)[0].parent)
-        options = {"attention": attention} if name in architecture.denoisers else {}
-        return _network(found, name, jnp.dtype(dtype), param_dtype, options, partitioner, progress)
+        return _network(found, name, jnp.dtype(dtype), way, partitioner)
 
-    return {name: partial(load, name) for name in components(source.index)}
+    return {name: partial(load, name) for name in components(source.index) if name != "scheduler"}
 
 
 def _network(
-    found: Checkpoint,
-    name: str,
-    dtype: DTypeLike,
-    param_dtype: str | None,
-    options: Mapping[str, Any],
-    partitioner: Partitioner | None,
-    progress: Progress | None,
+    found: Checkpoint, name: str, dtype: DTypeLike, way: Loading, partitioner: Partitioner | None
 ) -> nnx.Module:
     """Loads a network with its weights."""
     read = network(found.source, name, found.family.networks)
+    kept: DTypeLike = way.param_dtype or _stored_dtype(found.source, name)
     if read.float32:
-        dtype, param_dtype = jnp.float32, "float32"
-    kept = jnp.dtype(param_dtype or _stored_dtype(found.source, name))
-    abstract = placed(read.abstract(dtype=dtype, param_dtype=kept, **options), partitioner)
-    told = None if progress is None else partial(progress, name)
+        dtype, kept = jnp.float32, jnp.float32
+    options = {"attention": way.attention} if name in found.architecture.denoisers else {}
+    abstract = placed(read.abstract(dtype=dtype, param_dtype=jnp.dtype(kept), **options), partitioner)
+    told = None if way.progress is None else partial(way.progress, name)
     return found.source.load(name, abstract, read.rules, ignore=read.unused, progress=told)
 
 

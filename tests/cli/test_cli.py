@@ -72,8 +72,8 @@ def test_help_lists_the_commands():
         (
             "generate",
             "model negative-prompt image last-image video mask reference resize size height width frames "
-            "fps steps guidance-scale guidance-scale-2 boundary strength flow-shift sigmas seed noise lora attention "
-            "block-q block-kv block-kv-compute batch-guidance dtype mesh rules processes tile profile dir out help",
+            "fps steps guidance-scale guidance-scale-2 boundary strength flow-shift sigmas scheduler seed noise lora "
+            "attention block-q block-kv block-kv-compute batch-guidance dtype mesh rules processes tile profile dir out help",
         ),
         (
             "encode",
@@ -83,7 +83,7 @@ def test_help_lists_the_commands():
         (
             "denoise",
             "model size height width frames fps steps guidance-scale guidance-scale-2 boundary strength flow-shift "
-            "sigmas seed noise "
+            "sigmas scheduler seed noise "
             "lora attention block-q block-kv block-kv-compute batch-guidance dtype mesh rules processes profile dir "
             "help",
         ),
@@ -96,7 +96,7 @@ def test_help_lists_the_commands():
         (
             "warmup",
             "model image last-image video mask reference resize size height width frames fps steps guidance-scale "
-            "guidance-scale-2 boundary strength flow-shift sigmas seed noise attention block-q block-kv "
+            "guidance-scale-2 boundary strength flow-shift sigmas scheduler seed noise attention block-q block-kv "
             "block-kv-compute batch-guidance dtype mesh rules processes tile help",
         ),
         ("models", "json help"),

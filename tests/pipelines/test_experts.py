@@ -20,7 +20,7 @@ from wanjax.pipelines.steps import Segment, Step
 from wanjax.pipelines.wan.conditioning import WanEncoded
 from wanjax.pipelines.wan.experts import EXPERTS, segments
 from wanjax.registry import presets
-from wanjax.schedulers import FlowEuler, UniPC
+from wanjax.schedulers import UniPC
 
 T2V, I2V = (presets()[name].defaults for name in ("wan2.2-t2v-a14b", "wan2.2-i2v-a14b"))
 
@@ -99,7 +99,7 @@ def test_the_first_expert_s_context_is_freed_too(monkeypatch):
         seen.append(sum(array.shape == keys for array in jax.live_arrays()))
         return network(partial(WanTransformer, transformer_config(4)), None)
 
-    pipe.components = Components({"transformer": load, "transformer_2": load, "scheduler": FlowEuler})
+    pipe.components = Components({"transformer": load, "transformer_2": load})
     pipe.architecture = replace(pipe.architecture, experts=True)
     held = []
 

@@ -76,7 +76,7 @@ def planned(job):
 def test_priced_programs_are_those_of_the_pipeline(calls, axes, rules):
     networks = architecture(4, scheduler=UniPC())
     pipe = pipeline(4, partitioner(axes, rules))
-    pipe.components.put("scheduler", UniPC())
+    pipe.scheduler = UniPC()
     prompts = WanEncoded(*(jnp.zeros((1, TEXT_LENGTH, 8)) for _ in range(2)))
     pipe.decode(pipe.denoise(prompts, **VIDEO.to_json()))
     runs = stages(networks, VIDEO, "v6e-8", dict(zip(MESH_AXES, axes, strict=True)), rules=rules)

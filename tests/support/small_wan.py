@@ -84,7 +84,6 @@ def pipeline(heads, partitioner):
         {
             "transformer": lambda: network(partial(WanTransformer, config), partitioner),
             "vae": lambda: network(partial(WanVAE, VAE), partitioner),
-            "scheduler": FlowEuler,
         }
     )
     defaults = presets()["nano"].defaults.updated({"dtype": "float32"})

@@ -153,6 +153,11 @@ denoising = together(
         type=click.Choice(["official", "diffusers"]),
         help="Noise levels as the model's authors or as diffusers choose them.",
     ),
+    click.option(
+        "--scheduler",
+        metavar="NAME",
+        help="Solver in place of the model's own: unipc, of the second order or as unipc:order=1, or euler.",
+    ),
     click.option("--seed", type=int, metavar="N", help="Seed of the initial noise; -1 draws one and tells it."),
     click.option(
         "--noise",

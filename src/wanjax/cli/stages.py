@@ -118,6 +118,7 @@ class Rendering:
             trace_with_scopes()
         self.record = self.settings.to_json() | files | ({} if noise is None else {"noise": noise})
         self.record |= {"lora": [str(lora) for lora in loras]} if loras else {}
+        self.record |= {"scheduler": chosen["scheduler"]} if "scheduler" in chosen else {}
 
     def _load(self, chosen: Mapping[str, Any], given: Mapping[str, Any], loras: Sequence[Lora]) -> Pipeline:
         return registry.load(
@@ -127,6 +128,7 @@ class Rendering:
             mesh=given.get("mesh"),
             rules=given.get("rules") or "fsdp",
             lora=loras,
+            scheduler=chosen.get("scheduler"),
             progress=self.report.load,
             note=self.report.note,
         )

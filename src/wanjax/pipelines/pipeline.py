@@ -7,6 +7,7 @@ Plain arrays connect the stages. Each family implements the abstract methods.
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, overload
@@ -32,6 +33,7 @@ from wanjax.pipelines.seeds import DRAW, checked_seed, initial_noise, solver_key
 from wanjax.pipelines.settings import Settings, dtype_name, height_and_width
 from wanjax.pipelines.steps import Segment, Step, Switch, left_of
 from wanjax.pipelines.tokenizer import Truncation
+from wanjax.schedulers import Scheduler, successor
 from wanjax.sharding import Partitioner, replicate, use
 
 VERSION = version("wanjax")
@@ -79,8 +81,13 @@ class Pipeline(ABC):
         return self.components.get("vae")
 
     @property
-    def scheduler(self) -> Any:
-        return self.components.get("scheduler")
+    def scheduler(self) -> Scheduler:
+        return self.architecture.scheduler
+
+    @scheduler.setter
+    def scheduler(self, scheduler: str | Scheduler) -> None:
+        """Sets another scheduler, by name or as a value; raises WanjaxError where it does not fit the model."""
+        self.architecture = replace(self.architecture, scheduler=successor(scheduler, self.scheduler))
 
     def free(self, *names: str) -> None:
         """Drops the named components, or all, until their next use."""

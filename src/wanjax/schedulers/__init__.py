@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schedulers, and the reader of a checkpoint's scheduler_config.json."""
+"""The schedulers: by name, from a checkpoint's scheduler_config.json, and in place of another."""
 
+import inspect
 from collections.abc import Mapping
+from dataclasses import fields, replace
 from typing import Any
 
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, shown
 from wanjax.schedulers.base import TRAIN_STEPS, Scheduler, check_flow, one_step
 from wanjax.schedulers.flow_euler import FlowEuler
 from wanjax.schedulers.unipc import UniPC
 
-__all__ = ["FlowEuler", "Scheduler", "UniPC", "from_config", "one_step"]
+__all__ = ["NAMED", "FlowEuler", "Scheduler", "UniPC", "from_config", "name_of", "named", "one_step", "successor"]
+
+NAMED: Mapping[str, Scheduler] = {"unipc": UniPC(), "euler": FlowEuler()}
 
 # By entry: the reference's default, and the values that these schedulers implement.
 _BOTH = {
@@ -51,6 +55,50 @@ def from_config(config: Mapping[str, Any]) -> Scheduler:
         case name:
             known = "UniPCMultistepScheduler or FlowMatchEulerDiscreteScheduler"
             raise WanjaxError(f"the scheduler {name!r} is not known: {known} would do")
+
+
+def named(text: object) -> Scheduler:
+    """Returns the scheduler of a name in `NAMED`, perhaps with an order: `unipc`, `unipc:order=1`.
+
+    Raises WanjaxError for any other text.
+    """
+    name, colon, option = str(text).partition(":")
+    field, _, number = option.partition("=")
+    found = NAMED.get(name)
+    if found is None or (colon and (field != "order" or not hasattr(found, field) or not number.isdecimal())):
+        raise WanjaxError(f"no scheduler is named {shown(text)}: there are {', '.join(NAMED)} and unipc:order=1")
+    return replace(found, order=int(number)) if colon else found
+
+
+def name_of(scheduler: Scheduler) -> str:
+    """Returns the text of which `named` makes the scheduler, and a description of one that has no name."""
+    for name, usual in NAMED.items():
+        if type(scheduler) is type(usual):
+            differs = [
+                field.name for field in fields(usual) if getattr(scheduler, field.name) != getattr(usual, field.name)
+            ]
+            if set(differs) <= {"order"}:
+                return name + "".join(f":{field}={getattr(scheduler, field)}" for field in differs)
+    return repr(scheduler)
+
+
+def successor(scheduler: str | Scheduler, before: Scheduler) -> Scheduler:
+    """Returns the scheduler, given by name or as a value, that is to take the place of another.
+
+    Raises WanjaxError unless networks that were made for the one can be sampled by the other: their predictions are the
+    same quantity, and their schedules have the same options.
+    """
+    new = scheduler if isinstance(scheduler, Scheduler) else named(scheduler)
+    if new.prediction != before.prediction:
+        predicts = f"predictions of {new.prediction}, and the model predicts {before.prediction}"
+        raise WanjaxError(f"the scheduler {name_of(new)} takes {predicts}: one like {name_of(before)} would do")
+    own, right = (set(inspect.signature(value.schedule).parameters) for value in (new, before))
+    if own != right:
+        differs = ", ".join(sorted(own ^ right))
+        raise WanjaxError(
+            f"the schedule of {name_of(new)} differs in its options, {differs}: one like {name_of(before)} would do"
+        )
+    return new
 
 
 def _check(config: Mapping[str, Any], entries: Mapping[str, tuple[Any, list[Any]]]) -> None:

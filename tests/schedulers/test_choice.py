@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choice of a scheduler: by name or as a value, in place of a model's own."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import wanjax
+from tests.support.small_wan import VIDEO, pipeline
+from tests.support.toy.scheduler import Ancestral
+from tests.support.types import unchecked
+from wanjax.errors import WanjaxError
+from wanjax.pipelines.wan.conditioning import WanEncoded
+from wanjax.schedulers import NAMED, FlowEuler, UniPC, name_of, named, successor
+
+
+@pytest.mark.parametrize(
+    ("name", "scheduler"), [("unipc", UniPC()), ("unipc:order=1", UniPC(order=1)), ("euler", FlowEuler())]
+)
+def test_names(name, scheduler):
+    assert named(name) == scheduler
+    assert name_of(scheduler) == name
+    assert set(NAMED) <= {"unipc", "euler"}
+
+
+def test_a_scheduler_without_a_name_is_described():
+    assert name_of(Ancestral()) == "Ancestral(prediction='v')"
+    assert name_of(UniPC(prediction="v")) == "UniPC(prediction='v', order=2)"
+
+
+@pytest.mark.parametrize(
+    "name", ["dpm", "", "unipc:", "unipc:order", "unipc:order=x", "unipc:steps=1", "euler:order=1", 3]
+)
+def test_unknown_names(name):
+    with pytest.raises(WanjaxError, match=r"no scheduler is named .*: there are unipc, euler and unipc:order=1"):
+        named(name)
+
+
+def test_an_order_that_there_is_not():
+    with pytest.raises(WanjaxError, match="solver order 3"):
+        named("unipc:order=3")
+
+
+def test_schedulers_that_do_not_fit():
+    with pytest.raises(WanjaxError, match="takes predictions of v, and the model predicts velocity: one like unipc"):
+        successor(Ancestral(), UniPC())
+    with pytest.raises(WanjaxError, match="differs in its options, shift, sigmas: one like unipc would do"):
+        successor(Ancestral(prediction="velocity"), UniPC())
+
+
+def test_a_pipeline_takes_another_scheduler_and_keeps_it():
+    pipe = pipeline(4, None)
+    prompts = WanEncoded(*(jnp.full((1, 7, 8), value) for value in (1.0, 0.5)))
+    before = pipe.denoise(prompts, **VIDEO.to_json())
+    assert pipe.scheduler == FlowEuler()
+    pipe.scheduler = "unipc"
+    assert pipe.scheduler == UniPC()
+    other = pipe.denoise(prompts, **VIDEO.to_json())
+    assert np.abs(other - before).max() > 1e-3
+    pipe.free()
+    assert pipe.scheduler == UniPC()
+    pipe.scheduler = FlowEuler()
+    np.testing.assert_array_equal(pipe.denoise(prompts, **VIDEO.to_json()), before)
+
+
+@pytest.mark.parametrize("scheduler", ["dpm", Ancestral(), FlowEuler, None])
+def test_a_pipeline_refuses_a_scheduler_that_does_not_fit(scheduler):
+    pipe = pipeline(4, None)
+    with unchecked(), pytest.raises(WanjaxError):
+        pipe.scheduler = scheduler
+    assert pipe.scheduler == FlowEuler()
+
+
+def test_a_model_is_loaded_with_another_scheduler():
+    assert wanjax.load("nano", scheduler="unipc:order=1").scheduler == UniPC(order=1)
+    with pytest.raises(WanjaxError, match=r"no scheduler is named 'dpm'"):
+        wanjax.load("nano", scheduler="dpm")
