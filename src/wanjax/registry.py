@@ -27,6 +27,7 @@ from wanjax.layers.placement import placed
 from wanjax.pipelines.components import Components
 from wanjax.pipelines.family import Architecture, Family, Preset, family_of
 from wanjax.pipelines.pipeline import Pipeline
+from wanjax.pipelines.record import described
 from wanjax.pipelines.settings import Settings, dtype_name
 from wanjax.pipelines.wan import FAMILY as WAN
 from wanjax.schedulers import Scheduler, successor
@@ -64,13 +65,14 @@ def layouts() -> list[Layout]:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint: its source, its preset if it is a published one, and its architecture and settings."""
+    """A checkpoint: its source, its preset if it is a published one, its architecture and settings, and given LoRAs."""
 
     source: Source
     family: Family
     preset: Preset | None
     architecture: Any
     settings: Settings
+    loras: tuple[Lora, ...] = ()
 
     @property
     def param_dtype(self) -> str | None:
@@ -192,11 +194,11 @@ class Loading(NamedTuple):
 def _adapted(found: Checkpoint, given: Loras, note: Note | None) -> Checkpoint:
     """Returns the checkpoint with the preset's own LoRAs and the given ones merged in."""
     listed = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
-    loras = [*(found.preset.loras if found.preset else ()), *listed]
-    if not loras:
+    loras = tuple(lora if isinstance(lora, Lora) else Lora.parse(str(lora)) for lora in listed)
+    merged = [*(Lora.parse(lora) for lora in (found.preset.loras if found.preset else ())), *loras]
+    if not merged:
         return found
-    parsed = [lora if isinstance(lora, Lora) else Lora.parse(str(lora)) for lora in loras]
-    return replace(found, source=AdaptedSource(found.source, parsed, found.family.networks, note))
+    return replace(found, source=AdaptedSource(found.source, merged, found.family.networks, note), loras=loras)
 
 
 def _scheduled_by(scheduler: str | Scheduler | None, found: Checkpoint) -> Checkpoint:
@@ -216,7 +218,15 @@ def _pipeline(found: Checkpoint, way: Loading) -> Pipeline:
     if way.attention is not None:
         _check_attention(way.attention, found.architecture, defaults)
     loaders = _loaders(found, defaults.dtype, way._replace(param_dtype=kept), partitioner)
-    return found.family.pipeline(Components(loaders), found.architecture, defaults, partitioner)
+    made = Components(loaders, _options(found, way))
+    return found.family.pipeline(made, found.architecture, defaults, partitioner)
+
+
+def _options(found: Checkpoint, way: Loading) -> dict[str, Any]:
+    """Returns the options of loading that shape a video, for its record; without those that were left to the model."""
+    options = {"attention": way.attention, "param_dtype": way.param_dtype, "revision": found.source.revision}
+    loras = [str(replace(lora, file=described(lora.file))) for lora in found.loras]
+    return {name: value for name, value in (options | {"lora": loras}).items() if value}
 
 
 def _check_attention(attention: str, architecture: Architecture, settings: Settings) -> None:

@@ -74,6 +74,15 @@ class Partitioner:
     mesh: Mesh
     rules: Rules
 
+    def __str__(self) -> str:
+        """The mesh as `parse_mesh` reads it."""
+        return ",".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
+
+    @property
+    def rules_name(self) -> str:
+        """The name of the rules in `RULES`."""
+        return next(name for name, rules in RULES.items() if rules == self.rules)
+
     def size(self, axes: str | tuple[str, ...] | None) -> int:
         """The number of devices along an axis of the mesh, or along several axes together."""
         return prod(self.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))

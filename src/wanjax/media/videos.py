@@ -8,10 +8,13 @@ import json
 import os
 import re
 import shutil
+from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from html import escape
 from itertools import chain, pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -24,14 +27,18 @@ from wanjax.media.ffmpeg import run_ffmpeg
 
 FRAME = "frame_{:05d}.png"
 IS_FRAME = re.compile(r"frame_\d{5,}\.png")
+PLAYER_WIDTH = 256  # pixels that a notebook shows of a small video, at least half of them
 DESCRIPTION = 0x010E  # the EXIF field for a text about the image
 
 Frame = UInt8[np.ndarray, "H W 3"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Video:
-    """RGB frames, their number a second, and the settings that they were made with, as JSON."""
+    """RGB frames, their number a second, and everything that they were made with, as JSON.
+
+    A video is a sequence of its frames: `len(video)`, `video[0]`, `for frame in video`. In a notebook it plays.
+    """
 
     frames: UInt8[np.ndarray, "T H W 3"]
     fps: int | float
@@ -40,6 +47,44 @@ class Video:
     def save(self, path: str | Path) -> Path:
         """Writes the video and its settings as `write_video` does."""
         return write_video(path, self.frames, self.fps, self.settings)
+
+    def to_pil(self) -> list[Image.Image]:
+        """Returns the frames as images of Pillow."""
+        return [Image.fromarray(frame) for frame in self.frames]
+
+    def __len__(self) -> int:
+        return len(self.frames)
+
+    def __getitem__(self, index: int | slice) -> UInt8[np.ndarray, "... H W 3"]:
+        return self.frames[index]
+
+    def __iter__(self) -> Iterator[Frame]:
+        return iter(self.frames)
+
+    def __repr__(self) -> str:
+        count, height, width, _ = self.frames.shape
+        made = [repr(self.settings["prompt"])] if self.settings.get("prompt") else []
+        made += [f"seed {self.settings['seed']}"] if "seed" in self.settings else []
+        return ", ".join([f"Video: {count} frames of {width}x{height} at {self.fps} a second", *made])
+
+    def _repr_html_(self) -> str:
+        """Returns an element that plays the video in a notebook, which keeps the video inside itself."""
+        return _player(self)
+
+
+def _player(video: Video) -> str:
+    """Returns HTML with the video as an mp4, or as a GIF where an mp4 cannot be written; small ones are enlarged."""
+    _, height, width, _ = video.frames.shape
+    times = max(1, PLAYER_WIDTH // width)
+    title = escape(str(video.settings.get("prompt", "")), quote=True)
+    shape = f'width="{times * width}" height="{times * height}" title="{title}" style="image-rendering: pixelated"'
+    with TemporaryDirectory() as folder:
+        try:
+            data = b64encode(video.save(Path(folder) / "video.mp4").read_bytes()).decode()
+        except WanjaxError:  # an odd size, or no ffmpeg
+            data = b64encode(video.save(Path(folder) / "video.gif").read_bytes()).decode()
+            return f'<img {shape} src="data:image/gif;base64,{data}">'
+    return f'<video {shape} controls autoplay loop muted playsinline src="data:video/mp4;base64,{data}"></video>'
 
 
 def write_video(

@@ -16,10 +16,14 @@ SPARE = 0.25  # the share of a device's memory that is left for activations
 
 
 class Components:
-    """Components by name. Each is loaded at first use and stays in memory until it is freed."""
+    """Components by name. Each is loaded at first use and stays in memory until it is freed.
 
-    def __init__(self, loaders: Mapping[str, Callable[[], Any]]):
+    `options` are the options of loading that shape a video, as JSON.
+    """
+
+    def __init__(self, loaders: Mapping[str, Callable[[], Any]], options: Mapping[str, Any] | None = None):
         self._loaders = dict(loaders)
+        self.options = dict(options or {})
         self._loaded: dict[str, Any] = {}
 
     def get(self, name: str) -> Any:

@@ -27,6 +27,7 @@ from wanjax.pipelines import many
 from wanjax.pipelines.checks import check_encoded, check_frames, check_latents, check_noise, check_tiling
 from wanjax.pipelines.components import Components
 from wanjax.pipelines.frames import Frames, GivenFrames, GivenLatents, Latents, chunk_count, decoded, encoded
+from wanjax.pipelines.record import nameable, record
 from wanjax.pipelines.resume import continuing, digest
 from wanjax.pipelines.sampler import Denoiser, Inputs, State, sample
 from wanjax.pipelines.seeds import DRAW, checked_seed, initial_noise, solver_keys, steady_draws
@@ -167,14 +168,39 @@ class Pipeline(ABC):
         *,
         noise: GivenLatents | None = None,
         callback: Callable[[Step], bool | None] | None = None,
+        tiling: Tiling | None = None,
+        batch_guidance: bool = False,
         **given: Any,
     ) -> Video:
         pictures, chosen = self.prepare(prompt=prompt, **given)
         if noise is not None:  # before the prompt is encoded, which may take long
             check_noise(noise, self.noise_shape(chosen, len(pictures.references)))
-        embeddings = self.encode(**chosen.to_json(), **pictures._asdict())
-        latents = self.denoise(embeddings, noise=noise, callback=callback, **chosen.to_json())
-        return Video(np.asarray(self.decode(latents)), chosen.fps, chosen.to_json())
+        check_tiling(tiling)
+        sources = {name: nameable(given[name], getattr(pictures, name)) for name in pictures.given()}
+        made = self.record(chosen, sources | {"noise": noise}, tiling=tiling, batch_guidance=batch_guidance)
+        embeddings = self.encode(**chosen.to_json(), **pictures._asdict(), tiling=tiling)
+        options = {"noise": noise, "callback": callback, "batch_guidance": batch_guidance}
+        latents = self.denoise(embeddings, **options, **chosen.to_json())
+        return Video(np.asarray(self.decode(latents, tiling=tiling)), chosen.fps, made)
+
+    def record(
+        self,
+        settings: Settings,
+        sources: Mapping[str, Any],
+        *,
+        tiling: Tiling | None = None,
+        batch_guidance: bool = False,
+    ) -> dict[str, Any]:
+        """Returns everything that shapes a video, as JSON; `sources` are its pictures, clips and noise by name."""
+        return record(
+            settings,
+            sources,
+            loaded=self.components.options,
+            scheduler=self.scheduler,
+            partitioner=self.partitioner,
+            tiling=tiling,
+            batch_guidance=batch_guidance,
+        )
 
     def videos(
         self,
@@ -182,27 +208,33 @@ class Pipeline(ABC):
         *,
         seeds: Sequence[int] | None = None,
         callback: Callable[[Step], bool | None] | None = None,
+        tiling: Tiling | None = None,
+        batch_guidance: bool = False,
         **given: Any,
     ) -> Iterator[Video]:
         """Yields a video for each prompt and seed, prompt by prompt, each when it is done.
 
         `seeds` None is the one seed of the settings. Each prompt is encoded once. As many videos are denoised at once
         as the mesh's axis `dp` splits; `callback` then receives their latents together. The other keywords are those of
-        `prepare`.
+        a call for one video.
         """
+        check_tiling(tiling)
         pictures, chosen = self.prepare(**given)
+        sources = {name: nameable(given[name], getattr(pictures, name)) for name in pictures.given()}
         chosen_seeds = [chosen.seed] if seeds is None else [checked_seed(seed) for seed in seeds]
         wanted = many.orders([chosen.updated(chosen.typed({"prompt": p})).prompt for p in prompts], chosen_seeds)
         texts = dict.fromkeys(order.prompt for order in wanted)
         encoded = {prompt: self.encode_prompts(prompt, chosen.negative_prompt) for prompt in texts}
-        seen = self.encode_pictures(pictures, chosen)
+        seen = self.encode_pictures(pictures, chosen, tiling=tiling)
+        options: dict[str, Any] = {"callback": callback, "batch_guidance": batch_guidance}
         for batch, own in many.batches(wanted, many.together(self.partitioner, chosen.guided)):
             inputs = many.joined([encoded[order.prompt] for order in batch])._replace(**seen)
             made = [order.seed for order in batch]
-            latents = self.denoise(inputs, seeds=made, callback=callback, **chosen.to_json())
+            latents = self.denoise(inputs, seeds=made, **options, **chosen.to_json())
             for order, x in zip(batch[:own], latents, strict=False):
                 settings = chosen.updated(order._asdict())
-                yield Video(np.asarray(self.decode(x[None])), settings.fps, settings.to_json())
+                told = self.record(settings, sources, tiling=tiling, batch_guidance=batch_guidance)
+                yield Video(np.asarray(self.decode(x[None], tiling=tiling)), settings.fps, told)
 
     def prepare(
         self,
@@ -286,14 +318,17 @@ class Pipeline(ABC):
         """The number of pixels of which a video's height and width are multiples."""
         return self.architecture.grid
 
-    def encode(self, prompt: str, negative_prompt: str | None = None, **given: Any) -> Encoded:
+    def encode(
+        self, prompt: str, negative_prompt: str | None = None, *, tiling: Tiling | None = None, **given: Any
+    ) -> Encoded:
         """Encodes a prompt, the negative prompt (None is the model's default), and pictures.
 
-        The other keywords are those of `prepare`. With pictures, the size and the frames have to be those of the video.
+        The other keywords are those of `prepare`, and `tiling` is that of `encode_video`. With pictures, the size and
+        the frames have to be those of the video.
         """
         pictures, chosen = self.prepare(prompt=prompt, negative_prompt=negative_prompt, **given)
         encoded = self.encode_prompts(chosen.prompt, chosen.negative_prompt)
-        return encoded._replace(**self.encode_pictures(pictures, chosen))
+        return encoded._replace(**self.encode_pictures(pictures, chosen, tiling=tiling))
 
     def encoded_from(self, tensors: Mapping[str, Array]) -> Encoded:
         """Restores the output of `encode` from its tensors by name; raises WanjaxError where one is missing."""

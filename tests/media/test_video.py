@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A video as a value: a sequence of frames that describes itself, and plays in a notebook."""
+
+import base64
+import re
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from wanjax.errors import WanjaxError
+from wanjax.media import videos
+from wanjax.media.videos import Video
+
+FRAMES = np.random.default_rng(0).integers(0, 256, (5, 32, 64, 3), dtype=np.uint8)
+SETTINGS = {"prompt": 'a "red" circle <b>', "seed": 7}
+
+
+@pytest.fixture
+def video() -> Video:
+    return Video(FRAMES, 8, SETTINGS)
+
+
+def test_a_video_is_a_sequence_of_its_frames(video):
+    assert len(video) == 5
+    np.testing.assert_array_equal(video[0], FRAMES[0])
+    np.testing.assert_array_equal(video[-1], FRAMES[4])
+    np.testing.assert_array_equal(video[1:3], FRAMES[1:3])
+    np.testing.assert_array_equal(np.stack(list(video)), FRAMES)
+    with pytest.raises(IndexError):
+        video[5]
+
+
+def test_frames_for_pillow(video):
+    images = video.to_pil()
+    assert [image.size for image in images] == [(64, 32)] * 5
+    np.testing.assert_array_equal(np.asarray(images[3]), FRAMES[3])
+
+
+def test_a_video_describes_itself(video):
+    assert repr(video) == """Video: 5 frames of 64x32 at 8 a second, 'a "red" circle <b>', seed 7"""
+    assert repr(Video(FRAMES[:, :, :3], 16, {})) == "Video: 5 frames of 3x32 at 16 a second"
+
+
+def embedded(html: str, kind: str, tmp_path) -> dict:
+    """Returns the settings in the video of a data URI in HTML, after it is written to a file."""
+    data = re.search(rf'src="data:{kind};base64,([^"]*)"', html)[1]
+    path = tmp_path / f"embedded.{kind.rpartition('/')[2]}"
+    path.write_bytes(base64.b64decode(data))
+    return videos.read_metadata(path)
+
+
+def test_a_notebook_plays_an_mp4(video, tmp_path):
+    html = video._repr_html_()
+    assert html.startswith("<video ")
+    assert 'width="256" height="128"' in html
+    assert 'title="a &quot;red&quot; circle &lt;b&gt;"' in html
+    assert embedded(html, "video/mp4", tmp_path) == SETTINGS
+
+
+def test_a_notebook_plays_a_gif_where_an_mp4_cannot_be(tmp_path):
+    odd = Video(FRAMES[:, :31, :33], 8, SETTINGS)
+    html = odd._repr_html_()
+    assert html.startswith("<img ")
+    assert embedded(html, "image/gif", tmp_path) == SETTINGS
+    with Image.open(tmp_path / "embedded.gif") as image:
+        assert (image.n_frames, image.size) == (5, (33, 31))
+
+
+def test_a_notebook_plays_a_gif_without_ffmpeg(video, tmp_path, monkeypatch):
+    def missing(*_):
+        raise WanjaxError("there is no ffmpeg")
+
+    monkeypatch.setattr(videos, "run_ffmpeg", missing)
+    html = video._repr_html_()
+    monkeypatch.undo()
+    assert embedded(html, "image/gif", tmp_path) == SETTINGS
+
+
+def test_large_videos_keep_their_size():
+    large = Video(np.zeros((1, 64, 300, 3), np.uint8), 8, {})
+    assert 'width="300" height="64"' in large._repr_html_()

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The metadata of a video made by the library: everything that shaped it."""
+
+import json
+from importlib.metadata import version
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+import wanjax
+from tests.support.tiny import compile_cache, tiny_checkpoint, tiny_control_checkpoint
+from wanjax.checkpoints.files import save_safetensors
+from wanjax.converters.lora import Lora
+from wanjax.layers.tiling import Tiling
+from wanjax.media.videos import read_metadata
+from wanjax.pipelines.record import described
+from wanjax.schedulers import UniPC
+
+SMALL = {"size": (32, 32), "frames": 5, "steps": 1}
+PLAIN = {"scheduler": "unipc", "devices": f"1 x {jax.devices()[0].device_kind}", "version": version("wanjax")}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_cache(tmp_path_factory):
+    with compile_cache(tmp_path_factory.getbasetemp() / "xla"):
+        yield
+
+
+def extras(video) -> dict:
+    """Returns the entries of a video's record beside its settings."""
+    return {k: v for k, v in video.settings.items() if k not in wanjax.load("nano").defaults.to_json()}
+
+
+def test_a_plain_video(model, tmp_path):
+    video = wanjax.load(model)("a", seed=3, **SMALL)
+    assert extras(video) == PLAIN
+    assert (video.settings["seed"], video.settings["height"], video.settings["model"]) == (3, 32, str(model))
+    assert read_metadata(video.save(tmp_path / "video.mp4")) == video.settings
+
+
+def test_choices_of_loading_and_of_the_call(model, tmp_path):
+    """Records the mesh, rules, attention, dtype of weights, scheduler, noise, tiling and batched guidance."""
+    mesh = wanjax.make_mesh(dp=2, devices=jax.devices()[:2])
+    pipe = wanjax.load(model, mesh=mesh, rules="tp", attention="reference", param_dtype="bfloat16")
+    pipe.scheduler = UniPC(order=1)
+    noise = np.random.default_rng(0).normal(size=(1, 4, 2, 4, 4)).astype(np.float32)
+    video = pipe("a", noise=noise, tiling=Tiling(64, 48), batch_guidance=True, **SMALL)
+    digest = described(noise)
+    assert digest.startswith("float32 [1, 4, 2, 4, 4], sha256 ")
+    assert extras(video) == PLAIN | {
+        "mesh": "dp=2,sp=1,tp=1",
+        "rules": "tp",
+        "attention": "reference",
+        "param_dtype": "bfloat16",
+        "scheduler": "unipc:order=1",
+        "noise": digest,
+        "tiling": {"size": 64, "stride": 48},
+        "batch_guidance": True,
+        "devices": PLAIN["devices"].replace("1 x", "2 x"),
+    }
+    assert read_metadata(video.save(tmp_path / "video.gif")) == json.loads(json.dumps(video.settings))
+
+
+def test_pictures_and_clips(tmp_path, monkeypatch):
+    """A file is recorded by its full path, a picture in memory by a digest."""
+    pipe = wanjax.load(tiny_control_checkpoint(tmp_path / "control"))
+    picture = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    Image.fromarray(picture).save(tmp_path / "red.png")
+    monkeypatch.chdir(tmp_path)
+    clip = np.stack([picture] * 5)
+    video = pipe("a", video=clip, mask="red.png", references=["red.png"], **SMALL)
+    found = extras(video)
+    assert found["video"] == described(clip) != described(clip + 1)
+    assert found["mask"] == str(tmp_path / "red.png")
+    assert found["references"] == [str(tmp_path / "red.png")]
+    video = pipe("a", video=[Image.fromarray(frame) for frame in clip], references=iter([picture]), **SMALL)
+    assert extras(video)["video"] == found["video"]
+    assert extras(video)["references"] == [described(picture)]
+
+
+def test_loras_are_recorded_by_their_full_paths(model, tmp_path, monkeypatch):
+    q = {"lora_down": np.ones((2, 24), np.float32), "lora_up": np.ones((24, 2), np.float32)}
+    path = tmp_path / "style.safetensors"
+    save_safetensors(path, {f"diffusion_model.blocks.1.self_attn.q.{role}.weight": x for role, x in q.items()})
+    monkeypatch.chdir(tmp_path)
+    given = [Path("style.safetensors"), Lora("style.safetensors", 0.5)]
+    video = wanjax.load(model, lora=given)("a", **SMALL)
+    assert extras(video) == PLAIN | {"lora": [str(path), f"{path}:0.5"]}
