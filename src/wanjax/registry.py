@@ -17,14 +17,14 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from wanjax.checkpoints.lora import AdaptedSource, Note
-from wanjax.checkpoints.networks import NetworkKind, components, network
+from wanjax.checkpoints.networks import Network, NetworkKind, components, network
 from wanjax.checkpoints.sources import Layout, Source, open_source
 from wanjax.compilation import keeps_programs, set_cache_folder
 from wanjax.converters.lora import Lora
 from wanjax.errors import WanjaxError, shown
 from wanjax.kernels.attention import choose, named
 from wanjax.layers.placement import placed
-from wanjax.pipelines.components import Components
+from wanjax.pipelines.components import Components, MakeRoom
 from wanjax.pipelines.family import Architecture, Family, Preset, family_of
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.record import described
@@ -151,6 +151,7 @@ def load(
     rules: str = "fsdp",
     lora: Loras = (),
     scheduler: str | Scheduler | None = None,
+    offload: bool | None = None,
     progress: Progress | None = None,
     note: Note | None = None,
 ) -> Pipeline:
@@ -167,6 +168,8 @@ def load(
     lora: FILE or FILE:STRENGTH, or several, merged into the transformer as it is read. FILE may be OWNER/NAME/FILE on
         the hub. For two experts, `high=FILE` and `low=FILE` name one of them.
     scheduler: "unipc", "euler" or another value of `wanjax.schedulers`; None is the checkpoint's own.
+    offload: True frees each network at the end of its stage, to be read again at its next use; False none; None those
+        beside which the next network would not fit into three quarters of a device's memory.
     progress: `progress(component, done, total)` receives the bytes read.
     note: `note(sentence)` receives what was merged from each LoRA.
 
@@ -177,7 +180,7 @@ def load(
     dtype, param_dtype = dtype_name(dtype), dtype_name(param_dtype, "param_dtype")
     set_cache_folder()
     found = _scheduled_by(scheduler, _adapted(examine(model, revision), lora, note))
-    return _pipeline(found, Loading(dtype, param_dtype, attention, mesh, rules, progress))
+    return _pipeline(found, Loading(dtype, param_dtype, attention, mesh, rules, offload, progress))
 
 
 class Loading(NamedTuple):
@@ -188,6 +191,7 @@ class Loading(NamedTuple):
     attention: str | None
     mesh: Mesh | str | None
     rules: str
+    offload: bool | None
     progress: Progress | None
 
 
@@ -218,7 +222,7 @@ def _pipeline(found: Checkpoint, way: Loading) -> Pipeline:
     if way.attention is not None:
         _check_attention(way.attention, found.architecture, defaults)
     loaders = _loaders(found, defaults.dtype, way._replace(param_dtype=kept), partitioner)
-    made = Components(loaders, _options(found, way))
+    made = Components(loaders, _options(found, way), way.offload)
     return found.family.pipeline(made, found.architecture, defaults, partitioner)
 
 
@@ -256,30 +260,31 @@ def _partitioner(
 
 def _loaders(
     found: Checkpoint, dtype: str, way: Loading, partitioner: Partitioner | None
-) -> Mapping[str, Callable[[], Any]]:
+) -> Mapping[str, Callable[[MakeRoom], Any]]:
     """Returns a function for each component that the checkpoint lists, which loads it."""
     source, loaders = found.source, found.family.loaders
 
-    def load(name: str) -> Any:
+    def load(name: str, make_room: MakeRoom) -> Any:
         if name in loaders:
             return loaders[name](source.files(name)[0].parent)
-        return _network(found, name, jnp.dtype(dtype), way, partitioner)
+        read, shapes = _outlined(found, name, jnp.dtype(dtype), way, partitioner)
+        make_room(shapes)
+        told = None if way.progress is None else partial(way.progress, name)
+        return source.load(name, shapes, read.rules, ignore=read.unused, progress=told)
 
     return {name: partial(load, name) for name in components(source.index) if name != "scheduler"}
 
 
-def _network(
+def _outlined(
     found: Checkpoint, name: str, dtype: DTypeLike, way: Loading, partitioner: Partitioner | None
-) -> nnx.Module:
-    """Loads a network with its weights."""
+) -> tuple[Network, nnx.Module]:
+    """Returns a network, and its module as shapes with shardings."""
     read = network(found.source, name, found.family.networks)
     kept: DTypeLike = way.param_dtype or _stored_dtype(found.source, name)
     if read.float32:
         dtype, kept = jnp.float32, jnp.float32
     options = {"attention": way.attention} if name in found.architecture.denoisers else {}
-    abstract = placed(read.abstract(dtype=dtype, param_dtype=jnp.dtype(kept), **options), partitioner)
-    told = None if way.progress is None else partial(way.progress, name)
-    return found.source.load(name, abstract, read.rules, ignore=read.unused, progress=told)
+    return read, placed(read.abstract(dtype=dtype, param_dtype=jnp.dtype(kept), **options), partitioner)
 
 
 def _stored_dtype(source: Source, name: str) -> str:

@@ -62,7 +62,7 @@ def models(request) -> Models:
 def pipe(models) -> WanPipeline:
     """A pipeline of the autoencoder alone."""
     shapes = WanArchitecture(transformer=T2V_1_3B, vae=models.vae.config)
-    return WanPipeline(Components({"vae": lambda: models.vae}), shapes, presets()["wan2.1-t2v-1.3b"].defaults)
+    return WanPipeline(Components({"vae": lambda room: models.vae}), shapes, presets()["wan2.1-t2v-1.3b"].defaults)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from hypothesis import strategies as some
 from tests.support.small_wan import network, pipeline, transformer_config
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.pipelines import components
-from wanjax.pipelines.components import Components
+from wanjax.pipelines.components import Components, MakeRoom
 from wanjax.pipelines.steps import Segment, Step
 from wanjax.pipelines.wan.conditioning import WanEncoded
 from wanjax.pipelines.wan.experts import EXPERTS, segments
@@ -55,14 +55,19 @@ def alive() -> int:
     return sum(array.nbytes for array in jax.live_arrays())
 
 
+def expert() -> nnx.Module:
+    """Returns an expert of 4 MB."""
+    return nnx.Linear(1024, 1024, use_bias=False, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+
+
+def load_expert(make_room: MakeRoom) -> nnx.Module:
+    make_room(nnx.eval_shape(expert))
+    return expert()
+
+
 @pytest.fixture
 def experts() -> Components:
-    """Two experts of 4 MB each."""
-
-    def load() -> nnx.Module:
-        return nnx.Linear(1024, 1024, use_bias=False, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
-
-    return Components({"transformer": load, "transformer_2": load})
+    return Components({"transformer": load_expert, "transformer_2": load_expert})
 
 
 @pytest.mark.parametrize(("free", "kept"), [(3e6, 1), (5e6, 2)])
@@ -80,9 +85,10 @@ def test_the_first_expert_is_freed_before_the_second_is_loaded(monkeypatch):
     monkeypatch.setattr(components, "free_memory", lambda device: 0)
     before, seen = alive(), []
 
-    def load() -> nnx.Module:
+    def load(make_room: MakeRoom) -> nnx.Module:
+        make_room(nnx.eval_shape(expert))
         seen.append(alive() - before)
-        return nnx.Linear(1024, 1024, use_bias=False, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+        return expert()
 
     experts = Components({"transformer": load, "transformer_2": load})
     for name in EXPERTS:
@@ -95,7 +101,8 @@ def test_the_first_expert_s_context_is_freed_too(monkeypatch):
     pipe, seen = pipeline(4, None), []
     keys = (2, 1, 7, 24)  # two layers, one prompt of seven tokens
 
-    def load() -> nnx.Module:
+    def load(make_room: MakeRoom) -> nnx.Module:
+        make_room(nnx.eval_shape(expert))
         seen.append(sum(array.shape == keys for array in jax.live_arrays()))
         return network(partial(WanTransformer, transformer_config(4)), None)
 
@@ -110,7 +117,3 @@ def test_the_first_expert_s_context_is_freed_too(monkeypatch):
     video = {"size": (12, 12), "frames": 5, "steps": 2, "guidance_scale": 4.0, "flow_shift": 1.0}
     pipe.denoise(prompts, callback=hold, boundary=0.7, **video)
     assert (seen, held) == ([0, 0], [4, 4])  # keys and values of both prompts
-
-
-def test_free_memory_is_not_negative():
-    assert components.free_memory(jax.devices()[0]) >= 0

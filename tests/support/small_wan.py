@@ -82,8 +82,8 @@ def pipeline(heads, partitioner):
     config = transformer_config(heads)
     components = Components(
         {
-            "transformer": lambda: network(partial(WanTransformer, config), partitioner),
-            "vae": lambda: network(partial(WanVAE, VAE), partitioner),
+            "transformer": lambda room: network(partial(WanTransformer, config), partitioner),
+            "vae": lambda room: network(partial(WanVAE, VAE), partitioner),
         }
     )
     defaults = presets()["nano"].defaults.updated({"dtype": "float32"})

@@ -5,7 +5,8 @@ The names are metadata of this library's own. Flax's metadata for shardings woul
 whatever mesh is set while a module is built.
 """
 
-from typing import TypeVar
+import math
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx
@@ -41,3 +42,17 @@ def placed(abstract: Module, partitioner: Partitioner | None) -> Module:
         return weight.replace(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=partitioner.weight(axes, x.shape)))
 
     return nnx.merge(graphdef, nnx.from_flat_state([(path, place(leaf)) for path, leaf in nnx.to_flat_state(state)]))
+
+
+def bytes_by_device(network: nnx.Module) -> dict[Any, int]:
+    """Returns the bytes of a network's weights on each of this process's devices.
+
+    The network may be given as shapes; those without a sharding count for JAX's default device.
+    """
+    taken: dict[Any, int] = {}
+    for x in jax.tree.leaves(nnx.state(network)):
+        sharding = x.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        shard = math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for device in sharding.addressable_devices:
+            taken[device] = taken.get(device, 0) + shard
+    return taken

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The components of a pipeline: networks, tokenizers and the scheduler, each loaded at first use."""
+"""The components of a pipeline: networks, tokenizers and the like, each loaded at first use, and freed for others."""
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -11,27 +13,47 @@ import jax
 from flax import nnx
 
 from wanjax.errors import WanjaxError
+from wanjax.layers.placement import bytes_by_device
 
 SPARE = 0.25  # the share of a device's memory that is left for activations
+MEMORY = Path("/proc/meminfo")
+MakeRoom = Callable[[nnx.Module], None]
 
 
 class Components:
     """Components by name. Each is loaded at first use and stays in memory until it is freed.
 
-    `options` are the options of loading that shape a video, as JSON.
+    A loader receives `make_room`, and calls it with the network as shapes before its weights are read. `options` are
+    the options of loading that shape a video, as JSON.
+
+    `offload` decides which networks are freed without being asked: with True each one at the end of the stage that used
+    it, with False none, and with None as many as have to go where the next one would not fit in memory beside them. A
+    freed network is loaded again at its next use. One that was set by `put` stays.
     """
 
-    def __init__(self, loaders: Mapping[str, Callable[[], Any]], options: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        loaders: Mapping[str, Callable[[MakeRoom], Any]],
+        options: Mapping[str, Any] | None = None,
+        offload: bool | None = None,
+    ):
         self._loaders = dict(loaders)
-        self.options = dict(options or {})
         self._loaded: dict[str, Any] = {}
+        self._put: set[str] = set()
+        self.options = dict(options or {})
+        self.offload = offload
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all components, loaded or not."""
+        return tuple(dict.fromkeys((*self._loaders, *self._loaded)))
 
     def get(self, name: str) -> Any:
         """Returns a component; raises WanjaxError that names the others where there is none of this name."""
         if name not in self._loaded:
             if name not in self._loaders:
                 raise WanjaxError(f"the model has no component {name!r}: it has {', '.join(self._loaders)}")
-            self._loaded[name] = self._loaders[name]()
+            self._loaded[name] = self._loaders[name](self.make_room)
         return self._loaded[name]
 
     def has(self, name: str) -> bool:
@@ -41,40 +63,65 @@ class Components:
     def put(self, name: str, component: Any) -> None:
         """Sets a component in place of loading it."""
         self._loaded[name] = component
+        self._put.add(name)
 
     def free(self, *names: str) -> None:
         """Drops the named components, or all if none is named, and so frees their memory."""
         for name in names or tuple(self._loaded):
             self._loaded.pop(name, None)
+            self._put.discard(name)
+
+    def make_room(self, network: nnx.Module) -> None:
+        """Frees networks, the first loaded first, until this one, given as shapes, fits in memory beside the others."""
+        others = self._replaceable() if self.offload is None else []
+        while others and not fits(network):
+            self.free(others.pop(0))
+
+    def leave(self, results: Any) -> Any:
+        """Returns the results of a stage; if `offload` is True, waits for them and frees the networks."""
+        if self.offload:
+            jax.block_until_ready(results)
+            for name in self._replaceable():
+                self.free(name)
+        return results
 
     def take_over(self, name: str, others: tuple[str, ...]) -> tuple[Any, float]:
-        """Returns a network and the seconds that it took to load.
-
-        First frees any of the networks `others`, which have the same shape, if both would not fit in memory together.
-        """
+        """Returns a network that takes the place of `others`, and the seconds that it took to load."""
         start = perf_counter()
-        for other in others:
-            if other != name and self.has(other) and not self.has(name) and not fits_again(self.get(other)):
-                self.free(other)
+        if self.offload:
+            for other in self._replaceable():
+                if other in others and other != name:
+                    self.free(other)
         network = self.get(name)
         jax.block_until_ready(nnx.state(network))
         return network, perf_counter() - start
 
+    def _replaceable(self) -> list[str]:
+        """Returns the names of the networks that can be loaded again, the first loaded first."""
+        return [name for name, x in self._loaded.items() if isinstance(x, nnx.Module) and name not in self._put]
 
-def fits_again(network: nnx.Module) -> bool:
-    """Tells whether a second copy of a network's weights would fit on each of its devices."""
-    taken: dict[Any, int] = {}
-    for weight in jax.tree.leaves(nnx.state(network)):
-        for shard in weight.addressable_shards:
-            taken[shard.device] = taken.get(shard.device, 0) + shard.data.nbytes
-    return all(needed <= free_memory(device) for device, needed in taken.items())
+
+def fits(network: nnx.Module) -> bool:
+    """Tells whether the weights of a network, which may be given as shapes, fit into the free memory of its devices."""
+    return all(needed <= free_memory(device) for device, needed in bytes_by_device(network).items())
 
 
 def free_memory(device: Any) -> float:
     """Returns the bytes of a device's memory that are free for weights."""
     if stats := device.memory_stats():
         return max(0, (1 - SPARE) * stats["bytes_limit"] - stats["bytes_in_use"])
+    with suppress(OSError):  # Linux: what the system could give, its cache of files included
+        total, available = (int(_entry(name)) * 1024 for name in ("MemTotal", "MemAvailable"))
+        return max(0, available - SPARE * total)
     with suppress(AttributeError, ValueError, OSError):  # some systems do not report it
         page = os.sysconf("SC_PAGE_SIZE")
         return max(0, page * (os.sysconf("SC_AVPHYS_PAGES") - SPARE * os.sysconf("SC_PHYS_PAGES")))
     return 0
+
+
+def _entry(name: str) -> str:
+    """Returns a number of kilobytes from the system's account of its memory; raises OSError where it has none."""
+    found = re.search(rf"^{name}:\s*(\d+) kB", MEMORY.read_text(), re.MULTILINE)
+    if found is None:
+        raise OSError(f"{MEMORY} has no {name}")
+    return found[1]

@@ -82,6 +82,11 @@ class Architecture(ABC):
         """The number of pixels of which a video's height and width are multiples."""
 
     @property
+    def purpose(self) -> str:
+        """The kind of videos that the model makes, in words."""
+        return "text to video"
+
+    @property
     def denoisers(self) -> tuple[str, ...]:
         """The components that denoise. They have one shape, and each step uses one of them."""
         return ("transformer",)

@@ -7,8 +7,6 @@ Plain arrays connect the stages. Each family implements the abstract methods.
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, overload
 
@@ -18,81 +16,32 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from wanjax.compilation import Program, compile_cache, keeps_programs
+from wanjax.compilation import compile_cache, keeps_programs
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import ClipSource, Pictures, PictureSource, read_pictures, size_within
 from wanjax.media.videos import Video
 from wanjax.pipelines import many
 from wanjax.pipelines.checks import check_encoded, check_frames, check_latents, check_noise, check_tiling
-from wanjax.pipelines.components import Components
 from wanjax.pipelines.frames import Frames, GivenFrames, GivenLatents, Latents, chunk_count, decoded, encoded
-from wanjax.pipelines.record import nameable, record
+from wanjax.pipelines.model import Model
+from wanjax.pipelines.record import VERSION, nameable
 from wanjax.pipelines.resume import continuing, digest
 from wanjax.pipelines.sampler import Denoiser, Inputs, State, sample
 from wanjax.pipelines.seeds import DRAW, checked_seed, initial_noise, solver_keys, steady_draws
 from wanjax.pipelines.settings import Settings, dtype_name, height_and_width
 from wanjax.pipelines.steps import Segment, Step, Switch, left_of
 from wanjax.pipelines.tokenizer import Truncation
-from wanjax.schedulers import Scheduler, successor
-from wanjax.sharding import Partitioner, replicate, use
 
-VERSION = version("wanjax")
 Encoded = Any  # the family's own NamedTuple of arrays, each with a first axis of size 1
 WITHOUT_VIDEO = "a strength of {} is given without a video to begin from: give both, or neither"
 
 
-class Pipeline(ABC):
-    """A checkpoint as a function from prompts, and pictures if it takes them, to videos.
-
-    Components (`text_encoder`, `transformer`, `vae`, `tokenizer`, `scheduler` ...) are attributes, which are loaded at
-    first use. Each can be used alone, and `free` releases its memory.
-    """
+class Pipeline(Model, ABC):
+    """A checkpoint as a function from prompts, and pictures if it takes them, to videos."""
 
     encoded_type: type[Any]
     """The type that `encode` returns; its fields are the tensors of the first stage's file."""
-
-    def __init__(
-        self,
-        components: Components,
-        architecture: Any,
-        defaults: Settings,
-        partitioner: Partitioner | None = None,
-    ):
-        """Takes the components, default settings, and the partitioner: a mesh and its rules, or None for one device."""
-        self.components = components
-        self.architecture = architecture
-        self.defaults = defaults
-        self.partitioner = partitioner
-
-    @property
-    def tokenizer(self) -> Any:
-        return self.components.get("tokenizer")
-
-    @property
-    def text_encoder(self) -> Any:
-        return self.components.get("text_encoder")
-
-    @property
-    def transformer(self) -> Any:
-        return self.components.get("transformer")
-
-    @property
-    def vae(self) -> Any:
-        return self.components.get("vae")
-
-    @property
-    def scheduler(self) -> Scheduler:
-        return self.architecture.scheduler
-
-    @scheduler.setter
-    def scheduler(self, scheduler: str | Scheduler) -> None:
-        """Sets another scheduler, by name or as a value; raises WanjaxError where it does not fit the model."""
-        self.architecture = replace(self.architecture, scheduler=successor(scheduler, self.scheduler))
-
-    def free(self, *names: str) -> None:
-        """Drops the named components, or all, until their next use."""
-        self.components.free(*names)
 
     @abstractmethod
     def check_pictures(self, pictures: Pictures, settings: Settings) -> None:
@@ -183,25 +132,6 @@ class Pipeline(ABC):
         latents = self.denoise(embeddings, **options, **chosen.to_json())
         return Video(np.asarray(self.decode(latents, tiling=tiling)), chosen.fps, made)
 
-    def record(
-        self,
-        settings: Settings,
-        sources: Mapping[str, Any],
-        *,
-        tiling: Tiling | None = None,
-        batch_guidance: bool = False,
-    ) -> dict[str, Any]:
-        """Returns everything that shapes a video, as JSON; `sources` are its pictures, clips and noise by name."""
-        return record(
-            settings,
-            sources,
-            loaded=self.components.options,
-            scheduler=self.scheduler,
-            partitioner=self.partitioner,
-            tiling=tiling,
-            batch_guidance=batch_guidance,
-        )
-
     def videos(
         self,
         prompts: Sequence[str],
@@ -225,7 +155,8 @@ class Pipeline(ABC):
         wanted = many.orders([chosen.updated(chosen.typed({"prompt": p})).prompt for p in prompts], chosen_seeds)
         texts = dict.fromkeys(order.prompt for order in wanted)
         encoded = {prompt: self.encode_prompts(prompt, chosen.negative_prompt) for prompt in texts}
-        seen = self.encode_pictures(pictures, chosen, tiling=tiling)
+        self.components.leave(encoded)
+        seen = self.components.leave(self.encode_pictures(pictures, chosen, tiling=tiling))
         options: dict[str, Any] = {"callback": callback, "batch_guidance": batch_guidance}
         for batch, own in many.batches(wanted, many.together(self.partitioner, chosen.guided)):
             inputs = many.joined([encoded[order.prompt] for order in batch])._replace(**seen)
@@ -327,8 +258,8 @@ class Pipeline(ABC):
         the frames have to be those of the video.
         """
         pictures, chosen = self.prepare(prompt=prompt, negative_prompt=negative_prompt, **given)
-        encoded = self.encode_prompts(chosen.prompt, chosen.negative_prompt)
-        return encoded._replace(**self.encode_pictures(pictures, chosen, tiling=tiling))
+        encoded = self.components.leave(self.encode_prompts(chosen.prompt, chosen.negative_prompt))
+        return encoded._replace(**self.components.leave(self.encode_pictures(pictures, chosen, tiling=tiling)))
 
     def encoded_from(self, tensors: Mapping[str, Array]) -> Encoded:
         """Restores the output of `encode` from its tensors by name; raises WanjaxError where one is missing."""
@@ -388,7 +319,7 @@ class Pipeline(ABC):
 
         state, segments = self.on_devices(state), left_of(segments, done)
         x = sample(state, schedule, segments, prepare, partitioner=self.partitioner, callback=callback)
-        return jnp.moveaxis(self.finish(x, encoded)[:, references:], -1, 1)
+        return self.components.leave(jnp.moveaxis(self.finish(x, encoded)[:, references:], -1, 1))
 
     def _origin(
         self, settings: Settings, encoded: Encoded, noise: Latents, seeds: Sequence[int], batch_guidance: bool
@@ -400,6 +331,7 @@ class Pipeline(ABC):
             "scheduler": repr(self.scheduler),
             "mesh": None if self.partitioner is None else dict(self.partitioner.mesh.shape),
             "batch_guidance": batch_guidance,
+            "loaded": self.components.options,
             "version": VERSION,
         }
         return digest(told, [x for x in (*encoded, noise) if x is not None])
@@ -465,8 +397,9 @@ class Pipeline(ABC):
         while True:
             with compile_cache():
                 if (chunk := next(chunks, None)) is None:
-                    return
+                    break
             yield chunk
+        self.components.leave(())
 
     @keeps_programs
     def encode_video(self, frames: GivenFrames, *, tiling: Tiling | None = None) -> Float[Array, "1 C _T _H _W"]:
@@ -483,12 +416,3 @@ class Pipeline(ABC):
             spatial=config.spatial_factor, temporal=config.temporal_factor
         )
         return encoded(self.vae, frames, tiling, self.partitioner)
-
-    def compiled(self, program: Program) -> Callable[..., Any]:
-        """Returns a program compiled for the pipeline's devices."""
-        return program.on(self.partitioner)
-
-    def on_devices(self, arrays: Any) -> Any:
-        """Replicates arrays on every device: the arguments of one executable have to be on the same devices."""
-        with use(self.partitioner):
-            return replicate(arrays)

@@ -15,6 +15,8 @@ from wanjax.pipelines.settings import Settings
 from wanjax.schedulers import Scheduler, name_of
 from wanjax.sharding import Partitioner
 
+VERSION = version("wanjax")
+
 
 def record(
     settings: Settings,
@@ -30,7 +32,6 @@ def record(
 
     `sources` are pictures, clips and noise by name; `loaded` are options of `wanjax.load`.
     """
-    devices = 1 if partitioner is None else partitioner.mesh.size
     made = settings.to_json() | {"scheduler": name_of(scheduler)} | dict(loaded)
     made |= {name: described(source) for name, source in sources.items() if source is not None}
     if partitioner is not None:
@@ -39,7 +40,14 @@ def record(
         made |= {"tiling": tiling._asdict()}
     if batch_guidance:
         made |= {"batch_guidance": True}
-    return made | {"devices": f"{devices} x {jax.devices()[0].device_kind}", "version": version("wanjax")}
+    return made | {"devices": devices_of(partitioner), "version": VERSION}
+
+
+def devices_of(partitioner: Partitioner | None) -> str:
+    """Returns the number and the kind of a model's devices."""
+    if partitioner is None:
+        return f"1 x {jax.devices()[0].device_kind}"
+    return f"{partitioner.mesh.size} x {partitioner.mesh.devices.flat[0].device_kind}"
 
 
 def nameable(given: Any, read: Any) -> Any:

@@ -67,6 +67,10 @@ class WanArchitecture(Architecture):
         )
 
     @property
+    def purpose(self) -> str:
+        return self.task.name
+
+    @property
     def networks(self) -> Mapping[str, Config]:
         found: dict[str, Config | None] = {
             "text_encoder": self.text_encoder,

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A loaded model: its components, shapes, default settings and devices."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+from flax import nnx
+
+from wanjax.compilation import Program
+from wanjax.layers.tiling import Tiling
+from wanjax.pipelines.components import Components
+from wanjax.pipelines.record import devices_of, record
+from wanjax.pipelines.settings import Settings
+from wanjax.schedulers import Scheduler, name_of, successor
+from wanjax.sharding import Partitioner, replicate, use
+
+
+class Model:
+    """A model: components, which are loaded at first use, the shapes of its networks, and its default settings.
+
+    Components (`text_encoder`, `transformer`, `vae`, `tokenizer` ...) are attributes. Each can be used alone. `free`
+    releases their memory.
+    """
+
+    def __init__(
+        self,
+        components: Components,
+        architecture: Any,
+        defaults: Settings,
+        partitioner: Partitioner | None = None,
+    ):
+        """Takes the components, default settings, and the partitioner: a mesh and its rules, or None for one device."""
+        self.components = components
+        self.architecture = architecture
+        self.defaults = defaults
+        self.partitioner = partitioner
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.components.get("tokenizer")
+
+    @property
+    def text_encoder(self) -> Any:
+        return self.components.get("text_encoder")
+
+    @property
+    def transformer(self) -> Any:
+        return self.components.get("transformer")
+
+    @property
+    def vae(self) -> Any:
+        return self.components.get("vae")
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.architecture.scheduler
+
+    @scheduler.setter
+    def scheduler(self, scheduler: str | Scheduler) -> None:
+        """Sets another scheduler, by name or as a value; raises WanjaxError where it does not fit the model."""
+        self.architecture = replace(self.architecture, scheduler=successor(scheduler, self.scheduler))
+
+    def free(self, *names: str) -> None:
+        """Drops the named components, or all, until their next use."""
+        self.components.free(*names)
+
+    def record(
+        self,
+        settings: Settings,
+        sources: Mapping[str, Any],
+        *,
+        tiling: Tiling | None = None,
+        batch_guidance: bool = False,
+    ) -> dict[str, Any]:
+        """Returns everything that shapes a video, as JSON; `sources` are its pictures, clips and noise by name."""
+        return record(
+            settings,
+            sources,
+            loaded=self.components.options,
+            scheduler=self.scheduler,
+            partitioner=self.partitioner,
+            tiling=tiling,
+            batch_guidance=batch_guidance,
+        )
+
+    def compiled(self, program: Program) -> Callable[..., Any]:
+        """Returns a program compiled for the model's devices."""
+        return program.on(self.partitioner)
+
+    def on_devices(self, arrays: Any) -> Any:
+        """Replicates arrays on every device: the arguments of one executable have to be on the same devices."""
+        with use(self.partitioner):
+            return replicate(arrays)
+
+    def __repr__(self) -> str:
+        mesh = "" if self.partitioner is None else f" ({self.partitioner}, rules {self.partitioner.rules_name})"
+        what = f"{self.defaults.model}, {self.architecture.purpose}, {self.defaults.dtype}"
+        lines = [f"{type(self).__name__}: {what}, on {devices_of(self.partitioner)}{mesh}"]
+        lines += [f"  {name}: {self._state_of(name)}" for name in self.components.names]
+        return "\n".join([*lines, f"  scheduler: {name_of(self.scheduler)}"])
+
+    def _state_of(self, name: str) -> str:
+        """Returns whether a component is loaded, and a network's bytes on all devices together."""
+        if not self.components.has(name):
+            return "not loaded"
+        component = self.components.get(name)
+        if not isinstance(component, nnx.Module):
+            return "loaded"
+        weights = jax.tree.leaves(nnx.state(component))
+        dtypes = " and ".join(sorted({str(weight.dtype) for weight in weights}))
+        return f"loaded, {sum(weight.nbytes for weight in weights) / 1e6:,.1f} MB in {dtypes}"

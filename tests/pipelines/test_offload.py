@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Networks in memory: which are freed without being asked, and how a pipeline describes itself."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import wanjax
+from tests.support.tiny import compile_cache, tiny_checkpoint, tiny_experts_checkpoint, tiny_image_checkpoint
+from wanjax.layers.placement import bytes_by_device
+from wanjax.pipelines import components
+from wanjax.pipelines.components import Components
+
+SMALL = {"size": (32, 32), "frames": 5, "steps": 2}
+NETWORKS = ("text_encoder", "image_encoder", "transformer", "transformer_2", "vae")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_cache(tmp_path_factory):
+    with compile_cache(tmp_path_factory.getbasetemp() / "xla"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+def loaded(pipe) -> list[str]:
+    return [name for name in NETWORKS if pipe.components.has(name)]
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """The networks that are loaded when another one has been read, by the name of that one."""
+    seen = {}
+    get = Components.get
+
+    def recorded(self, name):
+        new = not self.has(name)
+        found = get(self, name)
+        if new and name in NETWORKS:
+            seen[name] = [other for other in NETWORKS if self.has(other)]
+        return found
+
+    monkeypatch.setattr(Components, "get", recorded)
+    return seen
+
+
+def test_each_network_is_freed_at_the_end_of_its_stage(model, held):
+    pipe = wanjax.load(model, offload=True)
+    video = pipe("a", **SMALL)
+    assert loaded(pipe) == []
+    assert held == {"text_encoder": ["text_encoder"], "transformer": ["transformer"], "vae": ["vae"]}
+    pipe.components.offload = False
+    np.testing.assert_array_equal(pipe("a", **SMALL).frames, video.frames)
+    assert loaded(pipe) == ["text_encoder", "transformer", "vae"]
+
+
+def test_the_text_encoder_is_freed_before_pictures_are_encoded(tmp_path, held):
+    pipe = wanjax.load(tiny_image_checkpoint(tmp_path), offload=True)
+    pipe.encode("a", image=np.zeros((32, 32, 3), np.uint8))
+    assert "text_encoder" not in held["image_encoder"] + held["vae"]
+    assert loaded(pipe) == []
+
+
+def test_one_expert_is_freed_before_the_other_is_read(tmp_path, held):
+    pipe = wanjax.load(tiny_experts_checkpoint(tmp_path), offload=True)
+    pipe.denoise(pipe.encode("a"), **SMALL)
+    assert held["transformer_2"] == ["transformer_2"]
+
+
+@pytest.mark.parametrize("free", [0, 1e12])
+def test_networks_make_room_where_memory_is_short(model, held, monkeypatch, free):
+    monkeypatch.setattr(components, "free_memory", lambda device: free)
+    pipe = wanjax.load(model)
+    pipe("a", **SMALL)
+    all_three = ["text_encoder", "transformer", "vae"]
+    assert loaded(pipe) == (all_three if free else ["vae"])
+    assert held["vae"] == (all_three if free else ["vae"])
+
+
+def test_only_as_many_networks_are_freed_as_have_to_go(monkeypatch):
+    """Four networks of 4 bytes where 10 are free: the third makes the first go, the fourth the second."""
+
+    def network(size):
+        return nnx.Linear(1, size, use_bias=False, rngs=nnx.Rngs(0))
+
+    def load(make_room, size):
+        make_room(nnx.eval_shape(partial(network, size)))
+        return network(size)
+
+    parts = Components({name: partial(load, size=1) for name in "abcd"} | {"all": partial(load, size=3)})
+    held = lambda: "".join(name for name in "abcdx" if parts.has(name))  # noqa: E731
+    monkeypatch.setattr(components, "free_memory", lambda device: 10 - 4 * len(held()))
+    for name, right in zip("abcd", ("a", "ab", "bc", "cd"), strict=True):
+        parts.get(name)
+        assert held() == right
+    parts.put("x", network(1))
+    parts.get("all")
+    assert held() == "x"
+    parts.offload = False
+    for name in "abc":
+        parts.get(name)
+    assert held() == "abcx"
+
+
+def test_a_network_that_was_set_stays(model):
+    pipe = wanjax.load(model, offload=True)
+    mine = pipe.text_encoder
+    pipe.components.put("text_encoder", mine)
+    pipe.encode("a")
+    assert pipe.text_encoder is mine
+
+
+def test_bytes_by_device():
+    """Counts a module and its shapes alike, each shard on its own device."""
+    devices = jax.devices()[:2]
+    mesh = wanjax.make_mesh(tp=2, devices=devices)
+
+    def make() -> nnx.Module:
+        return nnx.Linear(4, 6, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+
+    assert bytes_by_device(make()) == bytes_by_device(nnx.eval_shape(make)) == {devices[0]: 4 * (24 + 6)}
+    graphdef, state = nnx.split(make())
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("tp"))
+    sharded = nnx.merge(graphdef, jax.device_put(state, split))
+    assert bytes_by_device(sharded) == dict.fromkeys(devices, 4 * (12 + 3))
+
+
+def test_the_system_s_cache_of_files_is_free_memory(monkeypatch, tmp_path):
+    told = tmp_path / "meminfo"
+    told.write_text("MemTotal:  1000 kB\nMemFree:  10 kB\nMemAvailable:  900 kB\n")
+    monkeypatch.setattr(components, "MEMORY", told)
+    assert components.free_memory(jax.devices()[0]) == 1024 * (900 - 250)
+    told.write_text("MemTotal:  1000 kB\nMemFree:  10 kB\nMemAvailable:  100 kB\n")
+    assert components.free_memory(jax.devices()[0]) == 0
+    monkeypatch.setattr(components, "MEMORY", tmp_path / "nothing")
+    assert components.free_memory(jax.devices()[0]) >= 0
+
+
+def test_a_pipeline_describes_itself():
+    pipe = wanjax.load("nano", dtype="float32")
+    kind = jax.devices()[0].device_kind
+    first, *parts = repr(pipe).splitlines()
+    assert first == f"WanPipeline: nano, text and image to video, float32, on 1 x {kind}"
+    assert parts == [
+        "  text_encoder: not loaded",
+        "  tokenizer: not loaded",
+        "  transformer: not loaded",
+        "  vae: not loaded",
+        "  scheduler: unipc",
+    ]
+    _ = pipe.transformer, pipe.tokenizer
+    parts = repr(pipe).splitlines()
+    assert "  tokenizer: loaded" in parts
+    assert "  transformer: loaded, 9.5 MB in float32" in parts
+    pipe = wanjax.load("nano", mesh=wanjax.make_mesh(dp=2, tp=4), scheduler="euler")
+    assert repr(pipe).splitlines()[0].endswith(f"on 8 x {kind} (dp=2,sp=1,tp=4, rules fsdp)")
+    assert repr(pipe).endswith("scheduler: euler")
