@@ -292,7 +292,7 @@ def stages(complete) -> Path:
 
 def test_stage_files_that_do_not_belong_together(intact, stages):
     shutil.copytree(stages, "other")
-    assert CliRunner().invoke(main, ["encode", "b", "--model", str(intact), "--dir", "other"]).exit_code == 0
+    assert CliRunner().invoke(main, ["encode", "b", "--model", str(intact), "--dir", "other", "--force"]).exit_code == 0
     assert re.search(
         r"stage2_latents\.safetensors and generation_config\.json in other do not belong together: prompt is 'a' in "
         r"the one and 'b' in the other, so `wanjax denoise --dir other` has to run again",
@@ -380,7 +380,7 @@ def test_a_disk_that_fills_with_latents(intact, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", sync)
-    said = refused("a", "--model", intact, *SMALL)
+    said = refused("a", "--model", intact, *SMALL, "--dir", "stage_outputs")
     assert said == "stage_outputs/stage2_latents.safetensors cannot be written: No space left on device"
     assert left() == AFTER_ENCODING
 
@@ -390,5 +390,6 @@ def test_a_disk_that_fills_with_the_video(intact, monkeypatch):
     run = subprocess.Popen
     limited = ["sh", "-c", 'ulimit -f 1; trap "" XFSZ; exec "$@"', "sh"]
     monkeypatch.setattr(subprocess, "Popen", lambda command, **kw: run([*limited, *command], **kw))
-    assert re.search(r"output_video\.mp4 cannot be written: ffmpeg said", refused("a", "--model", intact, *SMALL))
+    said = refused("a", "--model", intact, *SMALL, "--dir", "stage_outputs")
+    assert re.search(r"output_video\.mp4 cannot be written: ffmpeg said", said)
     assert left() == [*AFTER_ENCODING, "stage_outputs/stage2_latents.safetensors"]

@@ -31,6 +31,7 @@ from wanjax.media import stage_files, videos
 from wanjax.pipelines.wan.pipeline import WanPipeline
 
 SMALL = ("--size", "32x16", "--frames", "5", "--steps", "2", "--dtype", "float32")
+HERE = ("--dir", "stage_outputs")
 STAGE_FILES = [stage_files.CONFIG, stage_files.EMBEDDINGS, stage_files.LATENTS]
 
 
@@ -74,21 +75,21 @@ def test_help_lists_the_commands():
             "model negative-prompt image last-image video mask reference resize size height width frames "
             "fps steps guidance-scale guidance-scale-2 boundary strength flow-shift sigmas scheduler seed noise lora "
             "attention block-q block-kv block-kv-compute batch-guidance dtype mesh rules processes tile profile dir "
-            "out help",
+            "out force help",
         ),
         (
             "encode",
             "model negative-prompt image last-image video mask reference resize size height width frames "
-            "dtype mesh rules processes tile dir help",
+            "dtype mesh rules processes tile dir force help",
         ),
         (
             "denoise",
             "model size height width frames fps steps guidance-scale guidance-scale-2 boundary strength flow-shift "
             "sigmas scheduler seed noise "
             "lora attention block-q block-kv block-kv-compute batch-guidance dtype mesh rules processes profile dir "
-            "help",
+            "force help",
         ),
-        ("decode", "model fps dtype mesh rules processes tile dir out help"),
+        ("decode", "model fps dtype mesh rules processes tile dir out force help"),
         (
             "plan",
             "chip size height width frames steps guidance-scale attention block-q block-kv block-kv-compute "
@@ -160,7 +161,7 @@ def test_libtpu_is_silent_without_a_tpu():
 
 
 def test_generate(model):
-    result = succeeded(wanjax("a red circle", "--model", model, *SMALL))
+    result = succeeded(wanjax("a red circle", "--model", model, *SMALL, *HERE))
     path = Path("stage_outputs") / stage_files.VIDEO
     assert result.stdout.strip() == str(path.absolute())
     assert files("stage_outputs") == sorted([*STAGE_FILES, stage_files.VIDEO])
@@ -227,7 +228,8 @@ def test_noise_from_a_file(model):
     save_safetensors("noise.safetensors", {"noise": noise})
     latents = []
     for seed in ("1", "2"):
-        result = succeeded(wanjax("a", "--model", model, *SMALL, "--seed", seed, "--noise", "noise.safetensors"))
+        noisy = ("--seed", seed, "--noise", "noise.safetensors", "--force")
+        result = succeeded(wanjax("a", "--model", model, *SMALL, *noisy, *HERE))
         latents.append(load_safetensors(Path("stage_outputs") / stage_files.LATENTS)["latents"].copy())
     np.testing.assert_array_equal(*latents)
     assert "the initial noise is that of noise.safetensors" in result.stderr
@@ -240,7 +242,8 @@ def test_two_experts(model):
     index = Path(folder) / "model_index.json"
     added = {"transformer_2": ["diffusers", "WanTransformer3DModel"], "boundary_ratio": 0.8}
     index.write_text(json.dumps(json.loads(index.read_text()) | added))
-    said = succeeded(wanjax("a", "--model", folder, *SMALL, "--guidance-scale", "2", "--guidance-scale-2", "3")).stderr
+    scales = ("--guidance-scale", "2", "--guidance-scale-2", "3")
+    said = succeeded(wanjax("a", "--model", folder, *SMALL, *scales, *HERE)).stderr
     assert "guidance 2 and 3" in said
     assert re.search(r"from step 2 of 2 on, transformer_2 is at work, loaded in \d+\.\d s", said)
     settings = json.loads((Path("stage_outputs") / stage_files.CONFIG).read_text())
@@ -252,7 +255,7 @@ def test_denoising_from_a_video(model):
     for i, frame in enumerate(np.random.default_rng(0).integers(0, 256, (5, 16, 32, 3), dtype=np.uint8)):
         Image.fromarray(frame).save(f"first/{i}.png")
     given = ("--video", "first", *SMALL)
-    said = succeeded(wanjax("b", "--model", model, *given, "--strength", "0.5", "--out", "second")).stderr
+    said = succeeded(wanjax("b", "--model", model, *given, "--strength", "0.5", "--out", "second", *HERE)).stderr
     assert "step 1 of 1" in said or "1 of 1" in said
     kept = load_safetensors(Path("stage_outputs") / stage_files.EMBEDDINGS)
     assert kept["video_latents"].shape == (1, 4, 2, 2, 4)
@@ -289,7 +292,7 @@ def interrupted(*_, **__):
 def test_latents_are_saved_before_decoding(model, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(WanPipeline, "decode_chunks", interrupted)
-        result = wanjax("a", "--model", model, *SMALL, "--out", "b c.mp4")
+        result = wanjax("a", "--model", model, *SMALL, "--out", "b c.mp4", *HERE)
     assert result.exit_code == 130
     assert result.stderr.splitlines()[-2:] == [
         "wanjax: stopped",
@@ -304,7 +307,7 @@ def test_latents_are_saved_before_decoding(model, monkeypatch):
 def test_an_interrupted_denoising_leaves_the_embeddings(model, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(WanPipeline, "denoise", interrupted)
-        result = wanjax("a", "--model", model, *SMALL)
+        result = wanjax("a", "--model", model, *SMALL, *HERE)
     assert result.exit_code == 130
     assert result.stderr.endswith("this goes on from there: wanjax denoise --dir stage_outputs\n")
     assert files("stage_outputs") == [stage_files.CONFIG, stage_files.EMBEDDINGS]
@@ -316,12 +319,12 @@ def test_an_interrupted_encoding_leaves_nothing(model, monkeypatch):
     monkeypatch.setattr(WanPipeline, "encode_prompts", interrupted)
     result = wanjax("a", "--model", model, *SMALL)
     assert (result.exit_code, result.stderr.splitlines()[-1]) == (130, "wanjax: stopped")
-    assert files("stage_outputs") == []
+    assert files(".") == []
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal of POSIX")
 def test_ctrl_c(model, xla):
-    command = [sys.executable, "-m", "wanjax", "a", "--model", model, *SMALL, "--steps", "100000"]
+    command = [sys.executable, "-m", "wanjax", "a", "--model", model, *SMALL, *HERE, "--steps", "100000"]
     environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(xla)}
     run = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 300
@@ -383,7 +386,7 @@ def test_a_failure_has_a_traceback(model, monkeypatch):
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(WanPipeline, "decode_chunks", fail)
-    result = wanjax("a", "--model", model, *SMALL)
+    result = wanjax("a", "--model", model, *SMALL, *HERE)
     assert result.exit_code == 1
     assert isinstance(result.exception, RuntimeError)
     assert "wanjax decode --dir stage_outputs" in result.stderr.splitlines()[-1]

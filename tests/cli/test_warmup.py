@@ -12,6 +12,7 @@ import pytest
 from wanjax.media import stage_files
 
 RUN = ("--size", "32x32", "--frames", "9", "--steps", "3")
+HERE = ("--dir", "stage_outputs", "--out", "video.mp4", "--force")
 CHANGED = """
 import jax
 from wanjax.layers import mlp
@@ -53,7 +54,7 @@ def warm(folder) -> set[str]:
 @pytest.fixture(scope="module")
 def latents(folder, warm) -> np.ndarray:
     """The latents of a run after the warm-up."""
-    told = wanjax(folder, "generate", "a red circle moving right", *RUN)
+    told = wanjax(folder, "generate", "a red circle moving right", *RUN, *HERE)
     assert told.count("cached") == 3, told
     assert programs(folder) == warm
     return kept(folder)
@@ -77,7 +78,7 @@ def test_another_schedule_compiles_nothing(folder, warm, latents):
 
 
 def test_changed_code_meets_no_stale_program(folder, warm, latents):
-    wanjax(folder, "generate", "a red circle moving right", *RUN, code=CHANGED)
+    wanjax(folder, "generate", "a red circle moving right", *RUN, *HERE, code=CHANGED)
     assert programs(folder) > warm
     assert np.abs(kept(folder) - latents).max() > 1e-3
 

@@ -104,7 +104,8 @@ def test_first_and_last(models):
 def test_control(models):
     """A clip of 7 frames, fewer than the model's 9, gives 5 frames; a reference precedes them."""
     given = ("--model", models["control"], "--video", "../clip.gif", "--mask", "../square.png")
-    said = succeeded(run("a", *given, "--reference", "../wide.png", "--reference", "../square.png")).stderr
+    references = ("--reference", "../wide.png", "--reference", "../square.png")
+    said = succeeded(run("a", *given, *references, "--dir", "stage_outputs", "--out", "a.mp4")).stderr
     assert "32x32, 5 frames" in said
     assert embeddings()["condition"].shape == (1, 72, 2 + 2, 4, 4)
     latents = load_safetensors(Path("stage_outputs") / stage_files.LATENTS)["latents"]

@@ -94,14 +94,16 @@ def main(ctx: click.Context) -> None:
 @options.devices
 @options.tile
 @options.profile
-@options.folder
-@options.out
+@options.own_folder
+@options.own_out
+@options.force
 @click.pass_obj
 def generate(report: Report, **given: Any) -> None:
     """Make a video of PROMPT, and of pictures with models that take them.
 
-    Runs the three stages, each freed before the next. Keeps their files in --dir, so that a run that was stopped can
-    be resumed. Options that are not given have the values that the model's authors recommend.
+    Runs the three stages, each freed before the next, and keeps their files, so that a run that was stopped can be
+    resumed. The video's name has the prompt, the seed and the time, unless --out or --dir is given. Options that are
+    not given have the values that the model's authors recommend.
     """
     from wanjax.cli import stages
 
@@ -117,7 +119,8 @@ def generate(report: Report, **given: Any) -> None:
 @options.compute
 @options.devices
 @options.tile
-@options.folder
+@options.stage_folder
+@options.force
 @click.pass_obj
 def encode(report: Report, **given: Any) -> None:
     """Encode PROMPT and pictures, the first stage.
@@ -140,7 +143,8 @@ def encode(report: Report, **given: Any) -> None:
 @options.compute
 @options.devices
 @options.profile
-@options.folder
+@options.stage_folder
+@options.force
 @click.pass_obj
 def denoise(report: Report, **given: Any) -> None:
     """Make latents, the second stage.
@@ -158,8 +162,9 @@ def denoise(report: Report, **given: Any) -> None:
 @options.compute
 @options.devices
 @options.tile
-@options.folder
-@options.out
+@options.stage_folder
+@options.stage_out
+@options.force
 @click.pass_obj
 def decode(report: Report, **given: Any) -> None:
     """Decode latents to a video, the third stage.

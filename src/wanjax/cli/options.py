@@ -224,17 +224,33 @@ profile = click.option(
     metavar="FOLDER",
     help="Write a trace of two steps there, and what a step takes beside what the devices can do.",
 )
-folder = click.option(
-    "--dir",
-    "folder",
-    type=click.Path(path_type=Path),
-    default="stage_outputs",
-    show_default=True,
-    metavar="FOLDER",
-    help="Where the stages keep their files.",
-)
-out = click.option(
-    "--out",
-    metavar="FILE",
-    help="The video: .mp4, .gif, .webp, or a folder of PNG if it has no suffix.  [default: output_video.mp4 in --dir]",
-)
+force = click.option("--force", is_flag=True, help="Replace a finished video, or its stages, in --dir.")
+
+
+def folder(default: str | None, told: str = "") -> Decorator:
+    """Returns the option of the stages' folder, with its default or the sentence about it."""
+    return click.option(
+        "--dir",
+        "folder",
+        type=click.Path(path_type=Path),
+        default=default,
+        show_default=told or True,
+        metavar="FOLDER",
+        help="Where the stages keep their files.",
+    )
+
+
+def out(default: str) -> Decorator:
+    """Returns the option of the video's name, with a sentence about its default."""
+    return click.option(
+        "--out",
+        metavar="FILE",
+        show_default=default,
+        help="The video: .mp4, .gif, .webp, or a folder of PNG if it has no suffix. Replaces a file of this name.",
+    )
+
+
+own_folder = folder(None, "a folder of its own in stage_outputs")
+stage_folder = folder("stage_outputs")
+own_out = out("a name of its own in wanjax_videos, or output_video.mp4 in --dir")
+stage_out = out("output_video.mp4 in --dir")

@@ -16,7 +16,7 @@ import numpy as np
 
 from wanjax import registry
 from wanjax.checkpoints.files import check_folder
-from wanjax.cli import options
+from wanjax.cli import names, options
 from wanjax.cli.processes import is_first, meet
 from wanjax.cli.profile import StepProfile, trace_with_scopes
 from wanjax.cli.report import Report
@@ -30,28 +30,38 @@ from wanjax.pipelines.seeds import DRAW
 from wanjax.pipelines.steps import Step, Switch
 
 
-def generate(report: Report, *, folder: Path, out: str | None, noise: str | None, **given: Any) -> None:
-    """Runs the three stages."""
+def generate(
+    report: Report, *, folder: Path | None, out: str | None, noise: str | None, force: bool, **given: Any
+) -> None:
+    """Runs the three stages; without a folder, under names of the video's own."""
     meet(report, given.get("processes"))
+    if folder is not None:
+        names.check_free(folder, "generate", force)
     run = Rendering(report, folder, given, out=out, noise=noise)
-    run.tell()
-    encoded = run.encode()
-    latents = run.denoise(encoded)
-    run.decode(latents)
+    try:
+        run.tell()
+        encoded = run.encode()
+        latents = run.denoise(encoded)
+        run.decode(latents)
+    finally:
+        if folder is None and is_first():
+            names.release(run.place)
     report.table()
 
 
-def encode(report: Report, *, folder: Path, **given: Any) -> None:
+def encode(report: Report, *, folder: Path, force: bool, **given: Any) -> None:
     """Runs the first stage, from the command line alone."""
     meet(report, given.get("processes"))
+    names.check_free(folder, "encode", force)
     run = Rendering(report, folder, given)
     run.encode()
     report.table()
 
 
-def denoise(report: Report, *, folder: Path, noise: str | None, **given: Any) -> None:
+def denoise(report: Report, *, folder: Path, noise: str | None, force: bool, **given: Any) -> None:
     """Runs the second stage, from the first stage's files and the options given now."""
     meet(report, given.get("processes"))
+    names.check_free(folder, "denoise", force)
     left = stage_files.load_settings(folder)
     tensors = stage_files.load_encoded(folder, left)
     run = Rendering(report, folder, given, left, noise=noise)
@@ -61,9 +71,11 @@ def denoise(report: Report, *, folder: Path, noise: str | None, **given: Any) ->
     report.table()
 
 
-def decode(report: Report, *, folder: Path, out: str | None, **given: Any) -> None:
+def decode(report: Report, *, folder: Path, out: str | None, force: bool, **given: Any) -> None:
     """Runs the third stage, from the second stage's files."""
     meet(report, given.get("processes"))
+    if out is None:
+        names.check_free(folder, "decode", force)
     left = stage_files.load_settings(folder)
     latents = stage_files.load_latents(folder, left)
     run = Rendering(report, folder, given, left, out=out)
@@ -74,12 +86,12 @@ def decode(report: Report, *, folder: Path, out: str | None, **given: Any) -> No
 
 
 class Rendering:
-    """A pipeline, the settings of a video, and the folder of its files."""
+    """A pipeline, the settings of a video, and the names of its files."""
 
     def __init__(
         self,
         report: Report,
-        folder: Path,
+        folder: Path | None,
         given: Mapping[str, Any],
         left: Mapping[str, Any] | None = None,
         *,
@@ -92,8 +104,6 @@ class Rendering:
         """
         chosen = dict(left or {}) | given_settings(**given)
         self.report = report
-        self.folder = folder
-        self.out = out
         self.tiling = Tiling() if given.get("tile") else None
         self.profile: Path | None = given.get("profile")
         self.drawn = chosen.get("seed") == DRAW
@@ -110,12 +120,10 @@ class Rendering:
         if given.get("strength") is not None and "video" not in files:
             raise WanjaxError(WITHOUT_VIDEO.format(self.settings.strength))
         self.noise = None if noise is None else self._noise(noise, len(files.get("references", ())))
-        if is_first():
-            videos.check_output(self.target)
-            check_folder(folder)
         if self.profile:
             check_folder(self.profile)
             trace_with_scopes()
+        self.place = self._place(folder, out)
         self.record = self.settings.to_json() | files | ({} if noise is None else {"noise": noise})
         self.record |= {"lora": [str(lora) for lora in loras]} if loras else {}
         self.record |= {"scheduler": chosen["scheduler"]} if "scheduler" in chosen else {}
@@ -133,9 +141,20 @@ class Rendering:
             note=self.report.note,
         )
 
+    def _place(self, folder: Path | None, out: str | None) -> names.Place:
+        """Returns the names of the run's files, after a check that they can be written."""
+        video = out or str((folder or names.VIDEOS) / stage_files.VIDEO)
+        if is_first():
+            videos.check_output(video)
+        if folder is None:
+            return names.own_place(self.settings.prompt, self.settings.seed, out, reserve=is_first())
+        if is_first():
+            check_folder(folder)
+        return names.Place(folder, video)
+
     @property
-    def target(self) -> str:
-        return self.out or str(self.folder / stage_files.VIDEO)
+    def folder(self) -> Path:
+        return self.place.folder
 
     def _noise(self, file: str, references: int) -> jax.Array:
         noise = stage_files.load_noise(file)
@@ -250,7 +269,7 @@ class Rendering:
 
         with self.report.stage("decode"):
             if is_first():
-                click.echo(videos.write_video(self.target, frames(), self.settings.fps, self.record))
+                click.echo(videos.write_video(self.place.video, frames(), self.settings.fps, self.record))
             else:
                 deque(frames(), maxlen=0)
         self.pipe.free()
@@ -264,7 +283,8 @@ class Rendering:
 
     def _command(self, stage: str) -> str:
         """Returns the command that resumes from here."""
-        out = ["--out", self.out] if self.out and stage == "decode" else []
+        elsewhere = stage == "decode" and self.place.video != str(self.folder / stage_files.VIDEO)
+        out = ["--out", self.place.video] if elsewhere else []
         return shlex.join(["wanjax", stage, "--dir", str(self.folder), *out])
 
 
