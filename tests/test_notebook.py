@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The notebook of the examples, executed: its videos play in it."""
+
+import base64
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from wanjax.media.videos import read_metadata
+
+NOTEBOOK = Path(__file__).parents[1] / "examples/notebook.ipynb"
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory):
+    """The last output of each cell of code, by the cell's id, and the folder in which it ran."""
+    folder = tmp_path_factory.mktemp("notebook")
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbformat.validate(notebook)
+    assert not [cell for cell in notebook.cells if cell.get("outputs")], "the notebook is kept without outputs"
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(folder)}}).execute()
+    code = {cell.id: cell.outputs[-1].data for cell in notebook.cells if cell.cell_type == "code"}
+    return code, folder
+
+
+@pytest.mark.parametrize(("cell", "prompt"), [("make", "a red circle moving right"), ("stages", "what the first step")])
+def test_a_video_plays_in_the_notebook(outputs, tmp_path, cell, prompt):
+    code, _ = outputs
+    html = code[cell]["text/html"]
+    assert re.match(r'<video width="256" height="256" title="[^"]*" [^>]*controls', html)
+    data = re.search(r'src="data:video/mp4;base64,([^"]+)"', html)[1]
+    (tmp_path / "played.mp4").write_bytes(base64.b64decode(data, validate=True))
+    assert read_metadata(tmp_path / "played.mp4")["prompt"].startswith(prompt)
+    assert code[cell]["text/plain"].startswith("Video: 17 frames of 64x64 at 8 a second")
+
+
+def test_the_rest_of_the_notebook(outputs):
+    code, folder = outputs
+    assert code["load"]["text/plain"].startswith("WanPipeline: nano, text and image to video, ")
+    assert re.sub(r"\s+", " ", code["save"]["text/plain"]).endswith("circle.mp4'), 17, (64, 64, 3), (64, 64))")
+    assert read_metadata(folder / "circle.mp4")["seed"] == 3
