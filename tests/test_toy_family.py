@@ -180,7 +180,7 @@ def test_settings_of_other_families_are_refused(toy, tmp_path):
     assert "takes no pictures" in refused.stderr
     refused = run("a", "--model", toy, "--dir", tmp_path / "out", "--flow-shift", 3, status=2)
     assert "flow_shift is no setting of" in refused.stderr
-    with pytest.raises(WanjaxError, match="'flow_shift' is not a setting"):
+    with pytest.raises(WanjaxError, match="'flow_shift' is not a keyword here"):
         wanjax.load(toy)("a", flow_shift=3.0)
 
 

@@ -11,29 +11,56 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from wanjax.errors import WanjaxError
+    from wanjax.layers.tiling import Tiling
     from wanjax.media.videos import Video
     from wanjax.pipelines.family import Family
+    from wanjax.pipelines.pipeline import Pipeline
     from wanjax.pipelines.settings import Settings
     from wanjax.pipelines.steps import Cancelled, Step
     from wanjax.registry import load, register
     from wanjax.sharding import make_mesh
 
+    __version__: str
+
 _HOMES = {
     "Cancelled": "wanjax.pipelines.steps",
     "Family": "wanjax.pipelines.family",
+    "Pipeline": "wanjax.pipelines.pipeline",
     "Settings": "wanjax.pipelines.settings",
     "Step": "wanjax.pipelines.steps",
+    "Tiling": "wanjax.layers.tiling",
     "Video": "wanjax.media.videos",
     "WanjaxError": "wanjax.errors",
     "load": "wanjax.registry",
     "make_mesh": "wanjax.sharding",
     "register": "wanjax.registry",
 }
-__all__ = ["Cancelled", "Family", "Settings", "Step", "Video", "WanjaxError", "load", "make_mesh", "register"]
+__all__ = [
+    "Cancelled",
+    "Family",
+    "Pipeline",
+    "Settings",
+    "Step",
+    "Tiling",
+    "Video",
+    "WanjaxError",
+    "__version__",
+    "load",
+    "make_mesh",
+    "register",
+]
 
 
 def __getattr__(name: str) -> Any:
     """Imports a public name when it is first used, so that `wanjax --help` does not wait for JAX."""
+    if name == "__version__":
+        return import_module("importlib.metadata").version("wanjax")
     if name not in _HOMES:
-        raise AttributeError(f"module 'wanjax' has no attribute {name!r}")
+        sentence = None if name.startswith("_") else import_module("wanjax.pipelines.keywords").right_name(name)
+        raise AttributeError(sentence or f"module 'wanjax' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """Returns the public names, without the modules that are loaded."""
+    return __all__

@@ -26,6 +26,7 @@ from wanjax.kernels.attention import choose, named
 from wanjax.layers.placement import placed
 from wanjax.pipelines.components import Components, MakeRoom
 from wanjax.pipelines.family import Architecture, Family, Preset, family_of
+from wanjax.pipelines.keywords import knows_keywords
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.record import described
 from wanjax.pipelines.settings import Settings, dtype_name
@@ -139,6 +140,7 @@ def _scheduled(architecture: Architecture, preset: Preset | None) -> Architectur
     return replace(architecture, scheduler=preset.scheduler)
 
 
+@knows_keywords
 @keeps_programs
 def load(
     model: str | Path = "nano",

@@ -92,7 +92,7 @@ def test_a_tiling_is_no_flag(pipe):
     assert refused(pipe.decode, LATENTS, tiling=True) == ("the tiling is given as True where wanjax.Tiling() is right")
 
 
-@pytest.mark.parametrize("encoded", ["a red circle", ("a", "b"), LATENTS, None], ids=str)
+@pytest.mark.parametrize("encoded", ["a red circle", ("a", "b"), LATENTS, None], ids=["text", "pair", "array", "None"])
 def test_what_is_not_encoded_cannot_be_denoised(pipe, encoded):
     assert "is given to denoise where the WanEncoded of `encode` is right" in refused(pipe.denoise, encoded)
 

@@ -61,7 +61,7 @@ def read_pictures(
     last_image: PictureSource | None = None,
     video: ClipSource | None = None,
     mask: ClipSource | None = None,
-    references: Iterable[PictureSource] = (),
+    references: Iterable[PictureSource] | None = None,
     frames: int,
     fps: int | float,
 ) -> Pictures:
@@ -71,6 +71,7 @@ def read_pictures(
     every frame. Raises WanjaxError if a file is missing, cannot be read, or is a clip where a picture is needed, and if
     the mask is longer or shorter than the video.
     """
+    references = () if references is None else references
     if isinstance(references, str | bytes) or not isinstance(references, Iterable):
         raise WanjaxError(f"the references are given as {shown(references)} where a list of pictures is right")
     clip = None if video is None else read_clip(video, frames, fps)

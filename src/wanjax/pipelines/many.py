@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from wanjax.errors import WanjaxError
 from wanjax.sharding import Partitioner
 
 
@@ -20,6 +21,12 @@ class Order(NamedTuple):
 def orders(prompts: Sequence[str], seeds: Sequence[int]) -> list[Order]:
     """Returns an order for each prompt and seed, prompt by prompt."""
     return [Order(prompt, seed) for prompt in prompts for seed in seeds]
+
+
+def check_single(orders: Sequence[Order], name: str) -> None:
+    """Raises WanjaxError where something that is made for one video is given for another number of videos."""
+    if len(orders) != 1:
+        raise WanjaxError(f"one {name} is given for {len(orders)} videos: it makes one video")
 
 
 def together(partitioner: Partitioner | None, guided: bool) -> int:

@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from flax import nnx
@@ -11,6 +11,7 @@ from flax import nnx
 from wanjax.compilation import Program
 from wanjax.layers.tiling import Tiling
 from wanjax.pipelines.components import Components
+from wanjax.pipelines.keywords import right_name
 from wanjax.pipelines.record import devices_of, record
 from wanjax.pipelines.settings import Settings
 from wanjax.schedulers import Scheduler, name_of, successor
@@ -93,6 +94,14 @@ class Model:
         """Replicates arrays on every device: the arguments of one executable have to be on the same devices."""
         with use(self.partitioner):
             return replicate(arrays)
+
+    if not TYPE_CHECKING:  # an editor is to see that an attribute is missing
+
+        def __getattr__(self, name: str) -> Any:
+            """Raises AttributeError, which tells what is right for names of other libraries."""
+            if sentence := right_name(name):
+                raise AttributeError(sentence)
+            return object.__getattribute__(self, name)  # raises the error for which Python came here
 
     def __repr__(self) -> str:
         mesh = "" if self.partitioner is None else f" ({self.partitioner}, rules {self.partitioner.rules_name})"

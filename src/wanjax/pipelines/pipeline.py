@@ -8,7 +8,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +24,7 @@ from wanjax.media.videos import Video
 from wanjax.pipelines import many
 from wanjax.pipelines.checks import check_encoded, check_frames, check_latents, check_noise, check_tiling
 from wanjax.pipelines.frames import Frames, GivenFrames, GivenLatents, Latents, chunk_count, decoded, encoded
+from wanjax.pipelines.keywords import Given, GivenSettings, knows_keywords, spelled_out, unknown_keyword
 from wanjax.pipelines.model import Model
 from wanjax.pipelines.record import VERSION, nameable
 from wanjax.pipelines.resume import continuing, digest
@@ -94,79 +95,96 @@ class Pipeline(Model, ABC):
         return x
 
     @overload
-    def __call__(self, prompt: str, **given: Any) -> Video: ...
+    def __call__(self, prompt: str, *, seeds: None = None, **given: Any) -> Video: ...
 
     @overload
-    def __call__(self, prompt: Sequence[str], **given: Any) -> list[Video]: ...
+    def __call__(self, prompt: str | Sequence[str], *, seeds: Sequence[int] | None = None, **given: Any) -> Any: ...
 
+    @spelled_out(Given)
     def __call__(
-        self, prompt: str | Sequence[str], *, seeds: Sequence[int] | None = None, **given: Any
-    ) -> Video | list[Video]:
-        """Makes a video of a prompt; a list of videos of several prompts, or of several seeds, as `videos` does.
-
-        The keywords are those of `prepare`, which are settings, `size=(height, width)` and pictures, and `callback`. A
-        single video may have a given `noise`, as in `denoise`.
-        """
-        if isinstance(prompt, str) and seeds is None:
-            return self._video(prompt, **given)
-        return list(self.videos([prompt] if isinstance(prompt, str) else prompt, seeds=seeds, **given))
-
-    def _video(
         self,
-        prompt: str,
+        prompt: str | Sequence[str],
         *,
+        negative_prompt: str | None = None,
+        seeds: Sequence[int] | None = None,
         noise: GivenLatents | None = None,
         callback: Callable[[Step], bool | None] | None = None,
         tiling: Tiling | None = None,
         batch_guidance: bool = False,
-        **given: Any,
-    ) -> Video:
-        pictures, chosen = self.prepare(prompt=prompt, **given)
-        if noise is not None:  # before the prompt is encoded, which may take long
-            check_noise(noise, self.noise_shape(chosen, len(pictures.references)))
-        check_tiling(tiling)
-        sources = {name: nameable(given[name], getattr(pictures, name)) for name in pictures.given()}
-        made = self.record(chosen, sources | {"noise": noise}, tiling=tiling, batch_guidance=batch_guidance)
-        embeddings = self.encode(**chosen.to_json(), **pictures._asdict(), tiling=tiling)
-        options = {"noise": noise, "callback": callback, "batch_guidance": batch_guidance}
-        latents = self.denoise(embeddings, **options, **chosen.to_json())
-        return Video(np.asarray(self.decode(latents, tiling=tiling)), chosen.fps, made)
+        **given: Unpack[Given],
+    ) -> Video | list[Video]:
+        """Makes a video from a prompt; a list of videos from several prompts or `seeds`, as `videos` does.
 
+        The keywords of `prepare` are settings, `size=(height, width)` and pictures. `noise`, `callback` and
+        `batch_guidance` are those of `denoise`; `tiling` is that of `decode`, for pictures too.
+        """
+        single = isinstance(prompt, str)
+        made = self.videos(
+            [prompt] if single else prompt,
+            negative_prompt=negative_prompt,
+            seeds=seeds,
+            noise=noise,
+            callback=callback,
+            tiling=tiling,
+            batch_guidance=batch_guidance,
+            **given,
+        )
+        return next(made) if single and seeds is None else list(made)
+
+    @spelled_out(Given)
     def videos(
         self,
         prompts: Sequence[str],
         *,
+        negative_prompt: str | None = None,
         seeds: Sequence[int] | None = None,
+        noise: GivenLatents | None = None,
         callback: Callable[[Step], bool | None] | None = None,
         tiling: Tiling | None = None,
         batch_guidance: bool = False,
-        **given: Any,
+        **given: Unpack[Given],
     ) -> Iterator[Video]:
-        """Yields a video for each prompt and seed, prompt by prompt, each when it is done.
+        """Returns an iterator over a video for each prompt and seed, prompt by prompt, each made when it is asked for.
 
         `seeds` None is the one seed of the settings. Each prompt is encoded once. As many videos are denoised at once
         as the mesh's axis `dp` splits; `callback` then receives their latents together. The other keywords are those of
         a call for one video.
         """
+        pictures, chosen = self.prepare(negative_prompt=negative_prompt, **given)
+        texts = [self.settings(prompt=prompt).prompt for prompt in prompts]
+        numbers = [chosen.seed] if seeds is None else [checked_seed(seed) for seed in seeds]
+        wanted = many.orders(texts, numbers)
+        if noise is not None:  # before a prompt is encoded, which may take long
+            many.check_single(wanted, "noise")
+            check_noise(noise, self.noise_shape(chosen, len(pictures.references)))
         check_tiling(tiling)
-        pictures, chosen = self.prepare(**given)
-        sources = {name: nameable(given[name], getattr(pictures, name)) for name in pictures.given()}
-        chosen_seeds = [chosen.seed] if seeds is None else [checked_seed(seed) for seed in seeds]
-        wanted = many.orders([chosen.updated(chosen.typed({"prompt": p})).prompt for p in prompts], chosen_seeds)
+        sources = {name: nameable(given.get(name), getattr(pictures, name)) for name in pictures.given()}
+        options = {"noise": noise, "callback": callback, "batch_guidance": batch_guidance}
+        return self._made(wanted, pictures, chosen, sources | {"noise": noise}, tiling, options)
+
+    def _made(
+        self,
+        wanted: Sequence[many.Order],
+        pictures: Pictures,
+        chosen: Settings,
+        sources: Mapping[str, Any],
+        tiling: Tiling | None,
+        options: Mapping[str, Any],
+    ) -> Iterator[Video]:
+        """Yields the videos of orders; `options` are keywords of `denoise`."""
         texts = dict.fromkeys(order.prompt for order in wanted)
         encoded = {prompt: self.encode_prompts(prompt, chosen.negative_prompt) for prompt in texts}
         self.components.leave(encoded)
         seen = self.components.leave(self.encode_pictures(pictures, chosen, tiling=tiling))
-        options: dict[str, Any] = {"callback": callback, "batch_guidance": batch_guidance}
         for batch, own in many.batches(wanted, many.together(self.partitioner, chosen.guided)):
             inputs = many.joined([encoded[order.prompt] for order in batch])._replace(**seen)
-            made = [order.seed for order in batch]
-            latents = self.denoise(inputs, seeds=made, **options, **chosen.to_json())
+            latents = self.denoise(inputs, seeds=[order.seed for order in batch], **options, **chosen.to_json())
             for order, x in zip(batch[:own], latents, strict=False):
                 settings = chosen.updated(order._asdict())
-                told = self.record(settings, sources, tiling=tiling, batch_guidance=batch_guidance)
+                told = self.record(settings, sources, tiling=tiling, batch_guidance=options["batch_guidance"])
                 yield Video(np.asarray(self.decode(x[None], tiling=tiling)), settings.fps, told)
 
+    @spelled_out(Given)
     def prepare(
         self,
         *,
@@ -174,7 +192,7 @@ class Pipeline(Model, ABC):
         last_image: PictureSource | None = None,
         video: ClipSource | None = None,
         mask: ClipSource | None = None,
-        references: Iterable[PictureSource] = (),
+        references: Iterable[PictureSource] | None = None,
         **settings: Any,
     ) -> tuple[Pictures, Settings]:
         """Reads the pictures, and completes the settings of the video.
@@ -211,6 +229,7 @@ class Pipeline(Model, ABC):
             shape["frames"] = (count - 1) // factor * factor + 1
         return shape
 
+    @spelled_out(GivenSettings)
     def settings(self, *, size: tuple[int, int] | None = None, **settings: Any) -> Any:
         """Returns the model's defaults, overridden by the given settings; raises WanjaxError for invalid ones.
 
@@ -219,7 +238,7 @@ class Pipeline(Model, ABC):
         if size is not None:
             settings |= self._sides(size, settings)
         if unknown := settings.keys() - self.defaults.to_json().keys():
-            raise WanjaxError(f"{sorted(unknown)[0]!r} is not a setting: {', '.join(self.defaults.to_json())} are")
+            raise unknown_keyword(sorted(unknown)[0], ("size", *self.defaults.to_json()))
         self._check_loaded(settings.pop("model", None), settings.pop("dtype", None))
         if settings.get("seed") is not None:
             settings |= {"seed": checked_seed(settings["seed"])}
@@ -249,8 +268,9 @@ class Pipeline(Model, ABC):
         """The number of pixels of which a video's height and width are multiples."""
         return self.architecture.grid
 
+    @spelled_out(Given)
     def encode(
-        self, prompt: str, negative_prompt: str | None = None, *, tiling: Tiling | None = None, **given: Any
+        self, prompt: str, negative_prompt: str | None = None, *, tiling: Tiling | None = None, **given: Unpack[Given]
     ) -> Encoded:
         """Encodes a prompt, the negative prompt (None is the model's default), and pictures.
 
@@ -273,6 +293,7 @@ class Pipeline(Model, ABC):
         """Returns the seed's initial noise, float32, of the shape `noise_shape`."""
         return initial_noise(settings.seed, self.noise_shape(settings, references))
 
+    @spelled_out(GivenSettings)
     @keeps_programs
     @steady_draws()
     def denoise(
@@ -286,7 +307,7 @@ class Pipeline(Model, ABC):
         seeds: Sequence[int] | None = None,
         keep: str | Path | None = None,
         continued: Callable[[int, int], Any] | None = None,
-        **settings: Any,
+        **settings: Unpack[GivenSettings],
     ) -> Float[Array, "B C _T H W"]:
         """Returns latents [1 C T H W], float32 and normalised, from noise (None is the seed's noise).
 
@@ -299,7 +320,7 @@ class Pipeline(Model, ABC):
 
         `keep` is a file from which the same call continues after it was stopped; `continued` receives (done, total).
         """
-        chosen = self._settings_for(encoded, settings)
+        chosen = self._settings_for(encoded, dict(settings))
         references = self.references(encoded, chosen)
         seeds = [chosen.seed] if seeds is None else [checked_seed(seed) for seed in seeds]
         given = self._checked_noise(noise, chosen, seeds, references)
@@ -361,6 +382,7 @@ class Pipeline(Model, ABC):
         check_noise(noise, (len(seeds), *right[1:]))
         return jnp.asarray(noise)
 
+    @knows_keywords
     def decode(
         self,
         latents: GivenLatents,

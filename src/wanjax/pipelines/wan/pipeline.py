@@ -17,6 +17,7 @@ from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import PictureOfAnySize, Pictures
 from wanjax.pipelines.frames import Latents
 from wanjax.pipelines.guidance import group, grouping
+from wanjax.pipelines.keywords import GivenSettings, spelled_out
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.sampler import Denoiser, Inputs
 from wanjax.pipelines.settings import Settings
@@ -42,6 +43,7 @@ class WanPipeline(Pipeline):
     image_processor = property(lambda self: self.components.get("image_processor"))
     transformer_2 = property(lambda self: self.components.get("transformer_2"))
 
+    @spelled_out(GivenSettings)
     def settings(self, *, size: tuple[int, int] | None = None, **settings: Any) -> WanSettings:
         """Returns the model's defaults, overridden by the given settings; raises WanjaxError for invalid ones.
 

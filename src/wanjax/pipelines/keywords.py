@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The keywords of a pipeline's methods: their names and types for editors, and the names that other libraries have.
+
+`GivenSettings` repeats the fields of the families' settings, because editors read types without running code. A test
+compares the two.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from functools import wraps
+from typing import ParamSpec, TypedDict, TypeVar, get_type_hints
+
+from wanjax.errors import WanjaxError
+from wanjax.media.pictures import ClipSource, PictureSource
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+class GivenSettings(TypedDict, total=False):
+    """The settings that a call may give; None is the model's default. `size` is (height, width)."""
+
+    size: tuple[int, int] | None
+    height: int | None
+    width: int | None
+    frames: int | None
+    fps: int | None
+    steps: int | None
+    guidance_scale: float | None
+    guidance_scale_2: float | None
+    boundary: float | None
+    strength: float | None
+    flow_shift: float | None
+    sigmas: str | None
+    seed: int | None
+
+
+class Given(GivenSettings, total=False):
+    """The settings, the pictures and clips, and the way in which these are brought to the video's size."""
+
+    image: PictureSource | None
+    last_image: PictureSource | None
+    video: ClipSource | None
+    mask: ClipSource | None
+    references: Iterable[PictureSource] | None
+    resize: str | None
+
+
+RENAMED = {
+    "num_inference_steps": "steps",
+    "sample_steps": "steps",
+    "num_frames": "frames",
+    "frame_num": "frames",
+    "frame_rate": "fps",
+    "cfg": "guidance_scale",
+    "cfg_scale": "guidance_scale",
+    "guide_scale": "guidance_scale",
+    "shift": "flow_shift",
+    "sample_shift": "flow_shift",
+    "boundary_ratio": "boundary",
+    "negative": "negative_prompt",
+    "n_prompt": "negative_prompt",
+    "latents": "noise",
+    "reference_images": "references",
+    "denoise": "strength",
+    "callback_on_step_end": "callback",
+    "torch_dtype": "dtype",
+    "pretrained_model_name_or_path": "model",
+}
+"""Keywords of diffusers, of models' authors and of ComfyUI that have another name here."""
+OTHERWISE = {
+    "generator": "seed=42 takes its place",
+    "output_type": "a video's frames are uint8, video.to_pil() gives images, and pipe.decode(latents, dtype) floats",
+    "return_dict": "a call returns a Video",
+    "num_videos_per_prompt": "a call with another seed makes another video",
+    "prompt_embeds": "pipe.denoise(encoded) takes what pipe.encode(prompt) returns",
+    "negative_prompt_embeds": "pipe.denoise(encoded) takes what pipe.encode(prompt) returns",
+    "image_embeds": "pipe.denoise(encoded) takes what pipe.encode(prompt, image=...) returns",
+    "max_sequence_length": "it is the model's own",
+    "attention_kwargs": "wanjax.load(attention=..., lora=...) takes their place",
+    "callback_on_step_end_tensor_inputs": "callback receives a Step with its latents and x0",
+    "sampler": "pipe.scheduler sets the solver",
+    "scheduler": "pipe.scheduler sets the solver",
+    "device": "JAX's devices are used, and wanjax.load(mesh=...) spreads a model over them",
+    "device_map": "wanjax.load(mesh=...) spreads a model over devices",
+    "variant": "a checkpoint has one variant, and wanjax.load(param_dtype=...) says in which dtype it is kept",
+    "cache_dir": "the environment variable HF_HOME says where downloads are kept",
+    "token": "`hf auth login` or the environment variable HF_TOKEN says who you are",
+    "local_files_only": "the environment variable HF_HUB_OFFLINE=1 keeps from downloading",
+    "low_cpu_mem_usage": "a checkpoint is always read one tensor at a time",
+    "use_safetensors": "safetensors are used where there are any",
+}
+"""Keywords of diffusers that have nothing of the kind here, and a sentence on what is right."""
+ELSEWHERE = {
+    "from_pretrained": "wanjax.load(MODEL) loads a model",
+    "from_single_file": "wanjax.load(FILE) loads a model",
+    "save_pretrained": "`wanjax convert MODEL FOLDER` writes a checkpoint",
+    "to": "JAX's devices are used, and wanjax.load(mesh=...) spreads a model over them",
+    "device": "pipe.partitioner has the mesh, or None for one device",
+    "dtype": "pipe.defaults.dtype is the dtype",
+    "enable_model_cpu_offload": "wanjax.load(MODEL, offload=True) frees each network after its stage",
+    "enable_sequential_cpu_offload": "wanjax.load(MODEL, offload=True) frees each network after its stage",
+    "enable_vae_tiling": "pipe(prompt, tiling=wanjax.Tiling()) decodes tile by tile",
+    "enable_vae_slicing": "pipe(prompt, tiling=wanjax.Tiling()) decodes tile by tile",
+    "enable_attention_slicing": "attention never holds all its scores",
+    "enable_xformers_memory_efficient_attention": "attention never holds all its scores",
+    "load_lora_weights": "wanjax.load(MODEL, lora='FILE:STRENGTH') merges a LoRA",
+    "fuse_lora": "wanjax.load(MODEL, lora='FILE:STRENGTH') merges a LoRA",
+    "set_adapters": "wanjax.load(MODEL, lora=['FILE:STRENGTH', ...]) merges LoRAs",
+    "encode_prompt": "pipe.encode(prompt) encodes a prompt",
+    "config": "pipe.architecture has the networks' configs, and pipe.defaults the settings",
+    "export_to_video": "video.save('NAME.mp4') writes a video",
+    "DiffusionPipeline": "wanjax.load(MODEL) loads a model",
+}
+"""Functions, classes and attributes of diffusers, and a sentence on what is right here."""
+
+
+def unknown_keyword(name: str, known: Iterable[str]) -> WanjaxError:
+    """Returns the error for a keyword that is not among the known ones: the right name, or a near one, or all."""
+    if name in RENAMED:
+        return WanjaxError(f"{name!r} is not a keyword here: {RENAMED[name]} is")
+    if name in OTHERWISE:
+        return WanjaxError(f"{name!r} is not a keyword here: {OTHERWISE[name]}")
+    names = list(known)
+    if near := get_close_matches(name, names, n=1):
+        return WanjaxError(f"{name!r} is not a keyword here: {near[0]} is")
+    return WanjaxError(f"{name!r} is not a keyword here: {', '.join(names)} are")
+
+
+def knows_keywords(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Decorates a function: a keyword that it does not have, but other libraries do, gives a WanjaxError."""
+    known = inspect.signature(function).parameters
+    names = [name for name, parameter in known.items() if parameter.kind is parameter.KEYWORD_ONLY]
+
+    @wraps(function)
+    def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        for name in kwargs:
+            if name not in known:
+                raise unknown_keyword(name, names)
+        return function(*args, **kwargs)
+
+    return run
+
+
+def spelled_out(keywords: type) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
+    """Decorates a function whose `**` takes the keywords of a TypedDict: `help` shows these keywords."""
+
+    def spell(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+        signature = inspect.signature(function)
+        own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        taken = {parameter.name for parameter in own}
+        more = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint)
+            for name, hint in get_type_hints(keywords).items()
+            if name not in taken
+        ]
+        function.__signature__ = signature.replace(parameters=[*own, *more])  # pyright: ignore[reportFunctionMemberAccess]
+        return function
+
+    return spell
+
+
+def right_name(name: str) -> str | None:
+    """Returns a sentence on a name that only other libraries have; None for any other name."""
+    known = ELSEWHERE.get("DiffusionPipeline" if name.endswith("Pipeline") else name)
+    return known and f"there is no `{name}` here: {known}"

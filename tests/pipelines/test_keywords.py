@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The keywords of calls: as editors, `help` and notebooks show them, and those of other libraries."""
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import get_type_hints
+
+import numpy as np
+import pytest
+
+import wanjax
+from wanjax.errors import WanjaxError
+from wanjax.media.pictures import RESIZES, Pictures
+from wanjax.pipelines.keywords import ELSEWHERE, OTHERWISE, RENAMED, Given, GivenSettings
+from wanjax.registry import presets
+
+ROOT = Path(__file__).parents[2]
+ELSEWHERE_GIVEN = {"model", "dtype", "prompt", "negative_prompt"}  # by `load`, and as parameters
+SHOWN = """
+import inspect, json
+import wanjax
+pipe = wanjax.load("nano")
+"""
+RIGHT = """
+import wanjax
+pipe = wanjax.load("nano")
+video: wanjax.Video = pipe("a", steps=2, size=(64, 64), guidance_scale=3, seed=1, image="a.png", flow_shift=3.0)
+latents = pipe.denoise(pipe.encode("a", resize="pad"), frames=17, sigmas=None, callback=lambda step: None)
+pipe.scheduler = "euler"
+print(video[0].shape, len(video), [image.size for image in video.to_pil()], wanjax.__version__, wanjax.Tiling(64, 48))
+"""
+WRONG = {
+    'pipe("a", steps="2")': "steps",
+    'pipe("a", num_inference_steps=2)': "num_inference_steps",
+    "pipe.denoise(None, size=64)": "size",
+    'pipe.encode("a", picture="a.png")': "picture",
+    "pipe.enable_vae_tiling()": "enable_vae_tiling",
+    'wanjax.load("nano", torch_dtype="bfloat16")': "torch_dtype",
+}
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    return wanjax.load("nano")
+
+
+def test_every_setting_of_every_family_is_a_typed_keyword():
+    """`GivenSettings` repeats the fields of the settings for editors: neither may have what the other lacks."""
+    known = {}
+    for kind in {type(preset.defaults) for preset in presets().values()}:
+        hints = get_type_hints(kind)
+        known |= {field.name: hints[field.name] | None for field in fields(kind)}
+    typed = get_type_hints(Given)
+    assert typed.pop("size") == tuple[int, int] | None
+    assert typed.keys() == (known.keys() - ELSEWHERE_GIVEN) | set(Pictures._fields)
+    assert {name: typed[name] for name in typed.keys() & known.keys()} == {
+        name: known[name] for name in known.keys() - ELSEWHERE_GIVEN
+    }
+    assert get_type_hints(Given).keys() - get_type_hints(GivenSettings).keys() == {*Pictures._fields, "resize"}
+
+
+def printed(code: str):
+    """Runs code in a process of its own, without the tests' checks of annotations; returns its output, read as JSON."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    run = subprocess.run([sys.executable, "-c", SHOWN + code], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+def test_help_shows_names_and_types():
+    shown = printed("""
+def parameters(call):
+    found = inspect.signature(call).parameters.values()
+    return {p.name: [str(p.annotation), p.kind.name, repr(p.default)] for p in found}
+
+calls = [pipe, pipe.encode, pipe.prepare, pipe.denoise, pipe.settings]
+print(json.dumps([parameters(call) for call in calls]))""")
+    for found in shown:
+        assert found["steps"] == ["int | None", "KEYWORD_ONLY", "None"]
+        assert found["guidance_scale"][0] == "float | None"
+        assert "VAR_KEYWORD" not in {kind for _, kind, _ in found.values()}
+    assert ["image" in found for found in shown] == [True, True, True, False, False]
+
+
+def test_a_notebook_completes_keywords():
+    """IPython completes the names of a call's keywords."""
+    found = printed("""
+from IPython.core.completer import IPCompleter, provisionalcompleter
+from IPython.core.interactiveshell import InteractiveShell
+
+shell = InteractiveShell(user_ns={"pipe": pipe, "wanjax": wanjax})
+completer = IPCompleter(shell=shell, namespace=shell.user_ns)
+
+def completed(text):
+    with provisionalcompleter():
+        return [found.text for found in completer.completions(text, len(text))]
+
+texts = ['pipe("a", st', "pipe.denoise(1, guidance", 'pipe.encode("a", la', 'wanjax.load("nano", off', "wanjax."]
+print(json.dumps([completed(text) for text in texts]))""")
+    assert {"steps=", "strength="} <= set(found[0])
+    assert "guidance_scale=" in found[1]
+    assert "last_image=" in found[2]
+    assert "offload=" in found[3]
+    assert set(wanjax.__all__) - {"__version__"} == {name for name in found[4] if not name.startswith("_")}
+
+
+def test_an_editor_knows_names_and_types(tmp_path):
+    """Checks a program with pyright: right calls pass, and each wrong one is marked."""
+    (tmp_path / "right.py").write_text(RIGHT)
+    wrong = ["import wanjax", 'pipe = wanjax.load("nano")', *WRONG]
+    (tmp_path / "wrong.py").write_text("\n".join(wrong))
+    config = {"include": ["."], "extraPaths": [str(ROOT / "src")], "reportMissingImports": False}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(config))
+    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "-p", str(tmp_path)]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True).stdout)["generalDiagnostics"]
+    marked = {each["range"]["start"]["line"]: each["message"] for each in found if "wrong" in each["file"]}
+    assert [each for each in found if "right" in each["file"]] == []
+    assert marked.keys() == set(range(2, len(wrong)))
+    for line, name in enumerate(WRONG.values(), 2):
+        assert name in marked[line]
+
+
+def test_dir_is_short_and_right():
+    assert dir(wanjax) == sorted(wanjax.__all__)
+    assert len(dir(wanjax)) <= 15
+    assert all(getattr(wanjax, name) is not None for name in dir(wanjax))
+    assert wanjax.__version__ == "0.1.0"
+    assert not hasattr(wanjax, "nothing")
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"num_inference_steps": 4}, "'num_inference_steps' is not a keyword here: steps is"),
+        ({"num_frames": 5}, "'num_frames' is not a keyword here: frames is"),
+        ({"generator": None}, "'generator' is not a keyword here: seed=42 takes its place"),
+        (
+            {"output_type": "pil"},
+            "'output_type' is not a keyword here: a video's frames are uint8, video.to_pil() gives",
+        ),
+        ({"stepz": 4}, "'stepz' is not a keyword here: steps is"),
+        ({"xyz": 4}, "'xyz' is not a keyword here: size, model, prompt,"),
+    ],
+)
+def test_keywords_of_other_libraries(pipe, given, sentence):
+    with pytest.raises(WanjaxError) as caught:
+        pipe("a", **given)
+    assert sentence in str(caught.value)
+
+
+def test_keywords_of_loading_and_decoding(pipe):
+    with pytest.raises(WanjaxError, match="'torch_dtype' is not a keyword here: dtype is"):
+        wanjax.load("nano", torch_dtype="bfloat16")
+    with pytest.raises(WanjaxError, match="'output_type' is not a keyword here"):
+        pipe.decode(np.zeros((1, 16, 1, 8, 8), np.float32), output_type="pil")
+
+
+@pytest.mark.parametrize("name", ["from_pretrained", "to", "enable_model_cpu_offload", "load_lora_weights"])
+def test_methods_of_other_libraries(pipe, name):
+    with pytest.raises(AttributeError, match=f"there is no `{name}` here: .*JAX|wanjax.load"):
+        getattr(pipe, name)
+    assert not hasattr(pipe, name)
+
+
+def test_classes_of_other_libraries():
+    for name in ("WanPipeline", "DiffusionPipeline", "from_pretrained"):
+        with pytest.raises(AttributeError, match=r"here: wanjax\.load\(MODEL\) loads a model"):
+            getattr(wanjax, name)
+
+
+def test_an_error_inside_an_attribute_is_not_hidden(pipe, monkeypatch):
+    def broken(name):
+        raise AttributeError("this is broken inside")
+
+    monkeypatch.setattr(pipe.components, "get", broken)
+    with pytest.raises(AttributeError, match="this is broken inside"):
+        _ = pipe.vae
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = pipe.nothing
+
+
+def test_names_of_other_libraries_are_not_ours(pipe):
+    """A name that is right here is not told to be wrong; the right names in the table exist."""
+    ours = set(get_type_hints(Given)) | set(pipe.defaults.to_json())
+    assert not ours & {*RENAMED, *OTHERWISE}
+    assert not set(ELSEWHERE) & (set(dir(pipe)) | set(dir(wanjax)))
+    parameters = {*inspect.signature(wanjax.load).parameters, *inspect.signature(pipe).parameters}
+    assert set(RENAMED.values()) <= ours | parameters
+    assert set(RESIZES) == {"crop", "pad", "stretch"}
