@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled programs: their functions, their compiler options, and the cache that keeps them between runs."""
+"""Programs: their functions, their compiler options and what becomes of refused ones, and the cache between runs."""
 
 import functools
 import hashlib
@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -16,11 +17,14 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 
+from wanjax.errors import WanjaxWarning
+from wanjax.kernels.compiler_options import FAST, SAFE
 from wanjax.kernels.target import Target, target_of
 from wanjax.sharding import Partitioner, use
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+Options = Callable[[Target | None], Mapping[str, Any]]
 KEEP_ALL = {"jax_persistent_cache_min_compile_time_secs": 0.0, "jax_persistent_cache_min_entry_size_bytes": -1}
 
 
@@ -41,51 +45,108 @@ class Program:
     """A function that is compiled as a whole, and its compiler options.
 
     The first argument of `function` is static: it is hashable, and each value of it is a separate program. Results
-    reuse the buffers of the arguments named in `donated`. `options` returns the compiler's options for a device.
+    reuse the buffers of the arguments named in `donated`. `options` returns the compiler's options for a device, and
+    `fast` those that the set of this name adds.
     """
 
     function: Callable[..., Any]
-    options: Callable[[Target | None], Mapping[str, Any]]
+    options: Options
     donated: tuple[str, ...] = ()
+    fast: Options | None = None
 
-    def on(self, partitioner: Partitioner | None) -> Callable[..., Any]:
-        """Returns the compiled function for the devices of a partitioner, or for JAX's default device if it is None."""
-        return _compiled(self, partitioner)
+    def on(self, partitioner: Partitioner | None, compiler: str = SAFE) -> "Executable":
+        """Returns the executable for the devices of a partitioner, or for JAX's default device if it is None.
 
-    def lowering(self, partitioner: Partitioner, static: Any, *shapes: Any) -> Lowering:
+        `compiler` names the set of the compiler's options.
+        """
+        return _executable(self, partitioner, tuple(self.options_of(partitioner, compiler).items()))
+
+    def lowering(self, partitioner: Partitioner, static: Any, *shapes: Any, compiler: str = SAFE) -> Lowering:
         """Returns the program for arguments that are shapes, to be compiled for devices that need not be present."""
-        names = list(_names(self.function))[1:]
+        names = _names(self.function)[1:]
         donate = tuple(names.index(name) for name in self.donated)
-        return Lowering(self.traceable(partitioner, static), shapes, donate, self.options(_target(partitioner)))
+        return Lowering(self.traceable(partitioner, static), shapes, donate, self.options_of(partitioner, compiler))
+
+    def options_of(self, partitioner: Partitioner | None, compiler: str) -> dict[str, Any]:
+        """Returns the compiler's options of a set, for the devices of a partitioner or JAX's default device."""
+        on = None if partitioner is None else target_of(partitioner.mesh.devices.flat[0])
+        return {**self.options(on), **(self.fast(on) if self.fast is not None and compiler == FAST else {})}
 
     def traceable(self, partitioner: Partitioner | None, static: Any) -> Callable[..., Any]:
         """Returns the function with its static argument bound, which is traced under the partitioner."""
         return functools.partial(_partitioned(self.function, partitioner), static)
 
 
+Compile = Callable[[Program], Callable[..., Any]]  # returns a program's executable, as `Pipeline.compiled` does
+
+
 def program(
-    options: Callable[[Target | None], Mapping[str, Any]], *, donated: tuple[str, ...] = ()
+    options: Options, *, donated: tuple[str, ...] = (), fast: Options | None = None
 ) -> Callable[[Callable[..., Any]], Program]:
     """Decorates a function: makes it a `Program`."""
-    return lambda function: Program(function, options, donated)
+    return lambda function: Program(function, options, donated, fast)
 
 
-@functools.cache
-def _compiled(program: Program, partitioner: Partitioner | None) -> Callable[..., Any]:
-    return jax.jit(
-        _partitioned(program.function, partitioner),
-        static_argnums=0,
-        donate_argnums=tuple(list(_names(program.function)).index(name) for name in program.donated),
-        compiler_options=dict(program.options(_target(partitioner))),
-    )
+class Executable:
+    """A program for some devices, compiled at the first call with arguments of each shape.
+
+    Options that the compiler refuses are left out from then on, with a warning.
+    """
+
+    def __init__(self, program: Program, partitioner: Partitioner | None, options: tuple[tuple[str, Any], ...]):
+        self._function = _partitioned(program.function, partitioner)
+        self._donated = tuple(_names(program.function).index(name) for name in program.donated)
+        self.options = dict(options)
+        self.jitted = self._jitted(self.options)
+
+    def __call__(self, *arguments: Any) -> Any:
+        def run(options: dict[str, Any]) -> Any:
+            jitted = self.jitted if options == self.options else self._jitted(options)
+            result = jitted(*arguments)
+            self.options, self.jitted = options, jitted
+            return result
+
+        return without_refused(self.options, run, _warn)
+
+    def _jitted(self, options: dict[str, Any]) -> Any:
+        return jax.jit(self._function, static_argnums=0, donate_argnums=self._donated, compiler_options=options)
+
+
+_executable = functools.cache(Executable)
+
+
+def without_refused(
+    options: dict[str, Any], attempt: Callable[[dict[str, Any]], Result], tell: Callable[[str], Any]
+) -> Result:
+    """Returns `attempt(options)`, which compiles a program. If the compiler refuses options, attempts it without them.
+
+    The refused options are those that the compiler's message names, or all of them if it names none. `tell` then
+    receives one sentence. A lack of memory is not a refusal.
+    """
+    try:
+        return attempt(options)
+    except jax.errors.JaxRuntimeError as error:
+        why = str(error)
+        if not options or "RESOURCE_EXHAUSTED" in why:
+            raise
+        refused = [name for name in options if re.search(rf"(?<!\w){re.escape(name)}(?!\w)", why)] or list(options)
+        left = {name: value for name, value in options.items() if name not in refused}
+        result = without_refused(left, attempt, tell)
+        tell(f"compiled without {' and '.join(refused)}, which the compiler refused: {_first_line(why)}")
+        return result
+
+
+def _first_line(text: str, longest: int = 200) -> str:
+    line, _, _ = text.partition("\n")
+    return line if len(line) <= longest else f"{line[:longest]} …"
+
+
+def _warn(told: str) -> None:
+    warnings.warn(told, WanjaxWarning, stacklevel=2)
 
 
 def _names(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(function).parameters)
-
-
-def _target(partitioner: Partitioner | None) -> Target | None:
-    return None if partitioner is None else target_of(partitioner.mesh.devices.flat[0])
 
 
 def _partitioned(function: Callable[..., Any], partitioner: Partitioner | None) -> Callable[..., Any]:

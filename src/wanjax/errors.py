@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The errors that wanjax raises on purpose."""
+"""The errors that wanjax raises on purpose, and its warnings."""
 
 
 class WanjaxError(ValueError):
@@ -11,6 +11,10 @@ class WanjaxError(ValueError):
 
 class UnsupportedError(WanjaxError, NotImplementedError):
     """A request that this implementation does not support; another implementation may."""
+
+
+class WanjaxWarning(UserWarning):
+    """A warning whose message is one sentence, which the command line prints as a note."""
 
 
 def shown(value: object) -> str:

@@ -23,6 +23,7 @@ from wanjax.compilation import keeps_programs, set_cache_folder
 from wanjax.converters.lora import Lora
 from wanjax.errors import WanjaxError, shown
 from wanjax.kernels.attention import choose, named
+from wanjax.kernels.compiler_options import SAFE, check_set
 from wanjax.layers.placement import placed
 from wanjax.pipelines.components import Components, MakeRoom
 from wanjax.pipelines.family import Architecture, Family, Preset, family_of
@@ -151,6 +152,7 @@ def load(
     revision: str | None = None,
     mesh: Mesh | str | None = None,
     rules: str = "fsdp",
+    compiler: str = SAFE,
     lora: Loras = (),
     scheduler: str | Scheduler | None = None,
     offload: bool | None = None,
@@ -167,6 +169,7 @@ def load(
     mesh: a mesh of `wanjax.make_mesh`, a text such as "dp=2,sp=1,tp=4", or "auto", which uses as many devices as help;
         None is one device on a CPU, and "auto" elsewhere.
     rules: "fsdp" or "tp", the way in which weights are sharded.
+    compiler: "safe" or "fast", a set of options of TPUs' compiler. What it refuses is left out, with a warning.
     lora: FILE or FILE:STRENGTH, or several, merged into the transformer as it is read. FILE may be OWNER/NAME/FILE on
         the hub. For two experts, `high=FILE` and `low=FILE` name one of them.
     scheduler: "unipc", "euler" or another value of `wanjax.schedulers`; None is the checkpoint's own.
@@ -180,9 +183,10 @@ def load(
     """
     named(attention)
     dtype, param_dtype = dtype_name(dtype), dtype_name(param_dtype, "param_dtype")
+    check_set(compiler)
     set_cache_folder()
     found = _scheduled_by(scheduler, _adapted(examine(model, revision), lora, note))
-    return _pipeline(found, Loading(dtype, param_dtype, attention, mesh, rules, offload, progress))
+    return _pipeline(found, Loading(dtype, param_dtype, attention, mesh, rules, compiler, offload, progress))
 
 
 class Loading(NamedTuple):
@@ -193,6 +197,7 @@ class Loading(NamedTuple):
     attention: str | None
     mesh: Mesh | str | None
     rules: str
+    compiler: str
     offload: bool | None
     progress: Progress | None
 
@@ -221,22 +226,24 @@ def _pipeline(found: Checkpoint, way: Loading) -> Pipeline:
     usual = "float32" if platform() == "cpu" else kept or _stored_dtype(found.source, "transformer")
     defaults = replace(found.settings, dtype=way.dtype or usual)
     partitioner = _partitioner(way.mesh, way.rules, found.architecture, defaults)
-    if way.attention is not None:
-        _check_attention(way.attention, found.architecture, defaults)
+    _check_attention(way.attention, found.architecture, defaults)
     loaders = _loaders(found, defaults.dtype, way._replace(param_dtype=kept), partitioner)
     made = Components(loaders, _options(found, way), way.offload)
-    return found.family.pipeline(made, found.architecture, defaults, partitioner)
+    return found.family.pipeline(made, found.architecture, defaults, partitioner, way.compiler)
 
 
 def _options(found: Checkpoint, way: Loading) -> dict[str, Any]:
     """Returns the options of loading that shape a video, for its record; without those that were left to the model."""
     options = {"attention": way.attention, "param_dtype": way.param_dtype, "revision": found.source.revision}
+    options |= {"compiler": None if way.compiler == SAFE else way.compiler}
     loras = [str(replace(lora, file=described(lora.file))) for lora in found.loras]
     return {name: value for name, value in (options | {"lora": loras}).items() if value}
 
 
-def _check_attention(attention: str, architecture: Architecture, settings: Settings) -> None:
-    """Raises UnsupportedError, before weights are read, where the denoiser cannot use this attention here."""
+def _check_attention(attention: str | None, architecture: Architecture, settings: Settings) -> None:
+    """Raises UnsupportedError, before weights are read, where the denoiser cannot use the named attention here."""
+    if attention is None:
+        return
     work = architecture.forward(settings)
     some = jax.ShapeDtypeStruct((1, 256, work.heads, work.width // work.heads), settings.dtype)
     choose(some, some, some, implementation=attention)

@@ -2,6 +2,7 @@
 """The command `plan`: prices of a video on devices that need not be present, and their cache."""
 
 import json
+from dataclasses import asdict
 from importlib.util import find_spec
 from math import prod
 
@@ -23,7 +24,8 @@ from wanjax.registry import outline
 NETWORKS = architecture(4)
 GIB = 2**30
 DOCUMENTED = {"model", "chip", "mesh", "fits", "stages", "step_seconds", "step_breakdown", "mfu", "total_seconds"} | {
-    "collectives"
+    "collectives",
+    "compiler",
 }
 
 
@@ -153,6 +155,31 @@ def test_prices_are_kept_for_the_same_code_and_arguments(monkeypatch, tmp_path):
     (file,) = (tmp_path / "wanjax" / "prices").iterdir()
     file.write_text("{")
     assert kept.recall("prices", {"a": 1}) is None
+
+
+def test_each_set_of_compiler_options_has_prices_of_its_own(monkeypatch):
+    asked = {}
+
+    def price_all(jobs):
+        asked["jobs"] = jobs
+        return [Priced(arguments=1, peak=2, seconds=1.0, doubts=["an option was refused"])] * len(jobs)
+
+    monkeypatch.setattr(outlook, "price_all", price_all)
+    kept_in = {}
+    for compiler, given in (("safe", ()), ("safe", ("--compiler", "safe")), ("fast", ("--compiler", "fast"))):
+        found = plan("--chip", "v6e-8", *given)
+        assert found["compiler"] == compiler
+        assert found["doubts"] == ["an option was refused"]
+        kept_in.setdefault(compiler, set()).add(tuple(kept._file("prices", asdict(job)) for job in asked["jobs"]))
+    [safe], [fast] = kept_in["safe"], kept_in["fast"]
+    assert not set(safe) & set(fast)
+    said = CliRunner().invoke(main, ["plan", "nano", "--compiler", "fast"]).output
+    assert "rules fsdp, compiler fast), priced by the chip's compiler" in " ".join(said.split())
+
+
+def test_where_nothing_is_compiled_no_set_is_named():
+    assert plan("--chip", "h200", "--compiler", "fast")["compiler"] is None
+    assert "compiler" not in CliRunner().invoke(main, ["plan", "nano", "--chip", "h200"]).output
 
 
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="prices for TPUs need libtpu")

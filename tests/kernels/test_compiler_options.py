@@ -2,12 +2,15 @@
 """Options of XLA for each kind of program and each target."""
 
 import jax
+import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from wanjax.kernels.compiler_options import convolutions, products, scanned
+from wanjax.errors import WanjaxError
+from wanjax.kernels.compiler_options import SETS, check_set, convolutions, products, scanned, sparse_cores
 from wanjax.kernels.target import Target
 
-CPU, V5E, V5P, V6E = (Target("cpu", "cpu"), *(Target("tpu", f"TPU {kind}") for kind in ("v5 lite", "v5", "v6 lite")))
+CPU, GPU = Target("cpu", "cpu"), Target("gpu", "NVIDIA H200")
+V5E, V5P, V6E, V7X = (Target("tpu", f"TPU {kind}") for kind in ("v5 lite", "v5", "v6 lite", "7x"))
 
 
 def for_v6e():
@@ -25,11 +28,36 @@ def test_options_are_those_of_the_target():
     assert not scanned(CPU).keys() & scanned(V6E).keys()
 
 
-def test_products_use_what_a_chip_has():
-    """A v5e has no SparseCores; half of a v6e's VMEM is as much as a v5p's whole VMEM."""
-    assert scanned(V5E) == products(V5E)
-    assert {name for name, _ in products(V5P).items() - products(V5E).items() if "sparse_core" in name}
-    assert products(V6E).keys() - products(V5P).keys() == {"xla_tpu_scoped_vmem_limit_kib"}
+@pytest.mark.parametrize("on", [V5E, V5P, V6E, V7X], ids=str)
+def test_the_safe_set_has_asynchronous_collectives_and_vmem_alone(on):
+    """Half of a v6e's VMEM is as much as a v5p's whole VMEM."""
+    assert products(on).keys() - scanned(on).keys() == ({"xla_tpu_scoped_vmem_limit_kib"} if on == V6E else set())
+    assert all("async" in name for name in scanned(on))
+
+
+@pytest.mark.parametrize(
+    ("on", "has"), [(V5E, False), (V5P, True), (V6E, True), (V7X, True), (CPU, False), (GPU, False)]
+)
+def test_the_fast_set_adds_the_sparse_cores_of_chips_that_have_them(on, has):
+    added = sparse_cores(on)
+    assert bool(added) is has
+    assert {name for name, value in added.items() if "sparse_core_collective_offload" in name and value == "true"} == {
+        f"xla_tpu_enable_sparse_core_collective_offload_{kind}" for kind in ("all_gather", "dense_all_to_all") if has
+    }
+    assert not added.keys() & products(on).keys()
+
+
+def test_a_single_chip_without_a_mesh_is_asked_for_its_options():
+    with for_v6e():
+        assert sparse_cores() == sparse_cores(V6E)
+    assert sparse_cores() == {}
+
+
+def test_unknown_sets_are_refused():
+    for name in SETS:
+        check_set(name)
+    with pytest.raises(WanjaxError, match=r"^no set of compiler options is named 'quick': there are safe and fast$"):
+        check_set("quick")
 
 
 def test_only_tpus_are_asked_to_spare_effort():

@@ -10,7 +10,13 @@ import pytest
 
 from tests.support.small_wan import VIDEO, architecture, partitioner, pipeline
 from wanjax import compilation
+from wanjax.kernels.compiler_options import SETS
+from wanjax.kernels.target import Target
+from wanjax.pipelines.components import Components
+from wanjax.pipelines.frames import decode_chunk
+from wanjax.pipelines.sampler import take_step
 from wanjax.pipelines.wan.conditioning import FIRST_FRAME_TO_VIDEO, WanEncoded
+from wanjax.pipelines.wan.pipeline import WanPipeline
 from wanjax.pipelines.wan.programs import TEXT_LENGTH
 from wanjax.plan.builders import find
 from wanjax.plan.stages import stages
@@ -54,15 +60,15 @@ def calls(monkeypatch):
     """The arguments of the last call of each of the pipeline's programs, by name."""
     seen = {}
 
-    def recorded(program, partitioner):
+    def recorded(program, partitioner, options):
         def run(static, *arguments):
-            seen[program.function.__name__] = static, jax.tree.map(as_given, arguments), program.donated
-            return compiled(program, partitioner)(static, *arguments)
+            seen[program.function.__name__] = static, jax.tree.map(as_given, arguments), program.donated, dict(options)
+            return executable(program, partitioner, options)(static, *arguments)
 
         return run
 
-    compiled = compilation._compiled
-    monkeypatch.setattr(compilation, "_compiled", recorded)
+    executable = compilation._executable
+    monkeypatch.setattr(compilation, "_executable", recorded)
     return seen
 
 
@@ -85,12 +91,28 @@ def test_priced_programs_are_those_of_the_pipeline(calls, axes, rules):
     for run, name in zip((*runs["denoise"], *runs["decode"]), names, strict=True):
         if name is None:  # the first chunk's call, which a later one replaced in `calls`
             continue
-        static, given, donated = calls[name]
+        static, given, donated, options = calls[name]
         program = planned(run.job)
         assert len(program.donate) == len(donated)
         assert program.function.args[0] == static
+        assert program.compiler_options == options
         pairs = zip(leaves(given), jax.tree.leaves(program.arguments), strict=True)
         assert all(alike(*pair) for pair in pairs)
+
+
+@pytest.mark.parametrize("compiler", SETS)
+@pytest.mark.parametrize("kind", ["v5 lite", "v5", "v6 lite"])
+def test_priced_options_are_those_of_the_pipeline(monkeypatch, kind, compiler):
+    monkeypatch.setattr(compilation, "target_of", lambda device: Target("tpu", f"TPU {kind}"))
+    pipe = WanPipeline(Components({}), architecture(4), VIDEO, partitioner((2, 2, 2)), compiler)
+    mesh = {"dp": 2, "sp": 2, "tp": 2}
+    runs = stages(architecture(4), VIDEO, "v6e-8", mesh, compiler=compiler)
+    programs = {"step": take_step, "decode_first": decode_chunk}
+    jobs = {run.name: run.job for stage in runs.values() for run in stage}
+    options = {name: planned(jobs[name]).compiler_options for name in programs}
+    assert options == {name: pipe.compiled(program).options for name, program in programs.items()}
+    has_sparse_cores = any("sparse_core" in name for name in options["step"])
+    assert has_sparse_cores is (compiler == "fast" and kind != "v5 lite")
 
 
 def test_equal_programs_are_one_job():

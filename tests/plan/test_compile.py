@@ -10,6 +10,7 @@ import pytest
 from wanjax.errors import WanjaxError
 from wanjax.plan import CompilerError, Job, Operand, compile_all, compile_function, price
 from wanjax.plan import compile as compiling
+from wanjax.plan.priced import _priced
 
 
 def call(function, *shapes, dtype="bfloat16"):
@@ -25,6 +26,11 @@ JOBS = {
     ),
     "other chip": Job("v5e-1", "wanjax.plan.builders:of_function", KERNEL),
     "refused": Job("v6e-1", "tests.support.plan_programs:refused"),
+    "refused option": Job(
+        "v6e-1",
+        "tests.support.plan_programs:with_options",
+        {"options": {"xla_no_such_option": "true", "xla_tpu_scoped_vmem_limit_kib": "much"}},
+    ),
     "too large": Job("v5e-1", "wanjax.plan.builders:of_function", call("jax.numpy:sin", (2**16, 2**16))),
     "target": Job("v6e-1", "wanjax.plan.builders:of_function", call("tests.support.plan_programs:target_of", (8, 128))),
 }
@@ -81,6 +87,16 @@ def test_a_refusal_names_its_cause_and_stops_no_other(results):
     assert "has no attribute undefined" in str(results["refused"])
     assert isinstance(results["too large"], CompilerError)
     assert re.search("does not compile for v5e-1: .*available HBM", str(results["too large"]))
+
+
+@needs_libtpu
+def test_refused_options_are_left_out_and_put_the_price_in_doubt(results):
+    doubts = _priced(results["refused option"], {}).doubts
+    assert sorted(doubt.partition(", which")[0] for doubt in doubts) == [
+        "compiled without xla_no_such_option",
+        "compiled without xla_tpu_scoped_vmem_limit_kib",
+    ]
+    assert not _priced(results["kernel"], {"product.1": 1.0}).doubts
 
 
 @needs_libtpu

@@ -237,8 +237,8 @@ def test_settings_that_change_no_shape_compile_nothing():
     program = take_step.on(pipe.partitioner)
     plain: dict[str, Any] = {"steps": 2, "frames": 5, "seed": 0}
     clip = pipe.denoise(embeddings, **plain)
-    programs = program._cache_size()
+    programs = program.jitted._cache_size()
     changes: tuple[dict[str, Any], ...] = ({"flow_shift": 7.0}, {"steps": 3}, {"sigmas": "diffusers"})
     for changed in changes:
         assert np.abs(pipe.denoise(embeddings, **plain | changed) - clip).max() > 0.01
-    assert program._cache_size() == programs
+    assert program.jitted._cache_size() == programs

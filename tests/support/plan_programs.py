@@ -58,6 +58,11 @@ def refused(mesh: Mesh) -> Lowering:
     return Lowering(lambda x: x.undefined, (jax.ShapeDtypeStruct((8,), jnp.float32),))
 
 
+def with_options(mesh: Mesh, *, options: dict[str, str]) -> Lowering:
+    """Lowers exp with these compiler options."""
+    return Lowering(jnp.exp, (jax.ShapeDtypeStruct((8, 128), jnp.float32),), compiler_options=options)
+
+
 def target_of(x: jax.Array) -> jax.Array:
     """Runs a kernel when compiled for TPUs, else a sum."""
     copy = pl.pallas_call(_copy, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))

@@ -190,7 +190,17 @@ batch_guidance = click.option(
     help="Run prompt and negative prompt as a batch of two: more memory, and on some devices faster.",
 )
 tile = click.option("--tile", is_flag=True, help="Decode 256 x 256 pixels at a time, for frames that would not fit.")
-compute = click.option("--dtype", type=click.Choice(DTYPES), help="What the networks compute in.")
+compute = together(
+    click.option("--dtype", type=click.Choice(DTYPES), help="What the networks compute in."),
+    click.option(
+        "--compiler",
+        type=click.Choice(["safe", "fast"]),
+        default="safe",
+        show_default=True,
+        help="Options of TPUs' compiler: those in wide use, or also those that it prices better and that no chip here "
+        "has run. An option that it refuses is left out.",
+    ),
+)
 mesh = click.option(
     "--mesh",
     metavar="dp=N,sp=N,tp=N|auto",

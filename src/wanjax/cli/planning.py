@@ -17,7 +17,7 @@ from wanjax.sharding import find_rules, parse_mesh
 GIB = 2**30
 
 
-def plan(*, model: str, chip: str, mesh: str | None, as_json: bool, **given: Any) -> None:
+def plan(*, model: str, chip: str, mesh: str | None, compiler: str, as_json: bool, **given: Any) -> None:
     """Prices a video, and prints a table or JSON."""
     jax.config.update("jax_platforms", "cpu")  # the priced chips need not be present
     rules = given.pop("rules") or "fsdp"
@@ -29,7 +29,7 @@ def plan(*, model: str, chip: str, mesh: str | None, as_json: bool, **given: Any
     settings = defaults.updated({"dtype": "float32" if chip == "cpu" else "bfloat16"} | chosen)
     settings.check(spatial=architecture.grid, temporal=architecture.vae.temporal_factor)
     options = {"rules": rules, "attention": attention, "batch_guidance": bool(batch_guidance)}
-    found = outlook(family, architecture, settings, chip, axes, **options)
+    found = outlook(family, architecture, settings, chip, axes, compiler=compiler, **options)
     if as_json:
         click.echo(json.dumps(found.to_json(), indent=2))
     else:
@@ -39,9 +39,10 @@ def plan(*, model: str, chip: str, mesh: str | None, as_json: bool, **given: Any
 def show(found: Outlook, console: Console) -> None:
     """Prints the prices as tables and sentences."""
     mesh = ", ".join(f"{axis}={size}" for axis, size in found.mesh.items())
+    options = "" if found.compiler is None else f", compiler {found.compiler}"
     console.print(
         f"{found.model}, {found.size}, {found.frames} frames, {found.steps} steps, {found.dtype}, on {found.chip} "
-        f"({mesh}, rules {found.rules}), priced by {found.priced_by}, not measured",
+        f"({mesh}, rules {found.rules}{options}), priced by {found.priced_by}, not measured",
         highlight=False,
         soft_wrap=True,
     )

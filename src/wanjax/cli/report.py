@@ -3,13 +3,16 @@
 
 import re
 import signal
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from wanjax.errors import WanjaxWarning
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -120,6 +123,7 @@ class Report:
         self._current: Stage | None = None
         self._stop = False
         self._muted = False
+        self._told: set[str] = set()
 
     def mute(self, muted: bool) -> None:
         """Silences this process; another one reports."""
@@ -174,6 +178,22 @@ class Report:
             signal.signal(signal.SIGINT, before)
 
     @contextmanager
+    def _telling_warnings(self) -> Iterator[None]:
+        """Prints each warning of wanjax as a note, once."""
+
+        def show(message: Warning | str, category: type[Warning], *where: Any, **file: Any) -> None:
+            if not issubclass(category, WanjaxWarning):
+                usual(message, category, *where, **file)
+            elif str(message) not in self._told:
+                self._told.add(str(message))
+                self.note(f"note: {message}")
+
+        with warnings.catch_warnings():
+            usual, warnings.showwarning = warnings.showwarning, show
+            warnings.simplefilter("always", WanjaxWarning)
+            yield
+
+    @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Shows a stage while it runs, and records its time and its peak memory for the table."""
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -189,7 +209,7 @@ class Report:
         with Progress(*columns, console=self.console) as progress:
             self._current = stage = Stage(progress, name)
             try:
-                with self._stopping_between_steps(stage), stage.watching_compiler():
+                with self._stopping_between_steps(stage), stage.watching_compiler(), self._telling_warnings():
                     yield
                 stage.end()
             finally:

@@ -22,6 +22,7 @@ from wanjax.cli.profile import StepProfile, trace_with_scopes
 from wanjax.cli.report import Report
 from wanjax.converters.lora import Lora
 from wanjax.errors import WanjaxError
+from wanjax.kernels.compiler_options import SAFE
 from wanjax.layers.tiling import Tiling
 from wanjax.media import stage_files, videos
 from wanjax.media.pictures import Pictures
@@ -135,6 +136,7 @@ class Rendering:
             attention=given.get("attention"),
             mesh=given.get("mesh"),
             rules=given.get("rules") or "fsdp",
+            compiler=given.get("compiler") or SAFE,
             lora=loras,
             scheduler=chosen.get("scheduler"),
             progress=self.report.load,

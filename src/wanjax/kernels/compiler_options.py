@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of XLA for each kind of program, as `jax.jit` takes them in `compiler_options`.
+"""Options of XLA for each kind of program, as `jax.jit` takes them in `compiler_options`, and their named sets.
+
+The set `safe` has options that are in wide use. The set `fast` adds those that the compiler prices better and that no
+chip here has run; docs/performance.md has both prices. The sets differ on TPUs alone.
 
 Each function receives the target of the program, or None for the one that `target` finds. XLA for one platform refuses
 the options of another.
 """
 
+from wanjax.errors import WanjaxError
 from wanjax.kernels.target import Target, target
 
+SAFE, FAST = SETS = ("safe", "fast")
 O1 = 19  # XLA's number for this level of its effort
 NO_SPARSE_CORES = ("TPU v5 lite", "TPU v5e")
 TWICE_THE_VMEM = ("TPU v6 lite", "TPU v6e")
@@ -35,14 +40,16 @@ def scanned(on: Target | None = None) -> dict[str, str]:
 def products(on: Target | None = None) -> dict[str, str]:
     """Options of a program that scans and spends its time in matrix products.
 
-    TPUs other than v5e leave collectives to their SparseCores. On v6e one operation may take half of the VMEM, which
-    allows larger tiles.
+    On v6e one operation may take half of the VMEM, which allows larger tiles.
     """
     on = on or target()
-    options = scanned(on)
-    if on.platform == "tpu" and on.kind not in NO_SPARSE_CORES:
-        options |= SPARSE_CORES
-    return options | (HALF_OF_VMEM if on.kind in TWICE_THE_VMEM else {})
+    return scanned(on) | (HALF_OF_VMEM if on.kind in TWICE_THE_VMEM else {})
+
+
+def sparse_cores(on: Target | None = None) -> dict[str, str]:
+    """Options with which TPUs other than v5e leave collectives to their SparseCores."""
+    on = on or target()
+    return dict(SPARSE_CORES) if on.platform == "tpu" and on.kind not in NO_SPARSE_CORES else {}
 
 
 def convolutions(on: Target | None = None) -> dict[str, int]:
@@ -52,3 +59,9 @@ def convolutions(on: Target | None = None) -> dict[str, int]:
     compiler's time and saves a quarter of the program's (docs/performance.md), so it is left out.
     """
     return {"optimization_level": O1} if (on or target()).platform == "tpu" else {}
+
+
+def check_set(name: str) -> None:
+    """Raises WanjaxError unless this is the name of a set of options."""
+    if name not in SETS:
+        raise WanjaxError(f"no set of compiler options is named {name!r}: there are {' and '.join(SETS)}")

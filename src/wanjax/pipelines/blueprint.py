@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from wanjax.checkpoints.networks import Network
 from wanjax.compilation import Lowering, Program
+from wanjax.kernels.compiler_options import SAFE
 from wanjax.layers.conv import VIDEO
 from wanjax.layers.placement import placed
 from wanjax.pipelines.frames import decode_chunk, encode_chunk
@@ -27,10 +28,14 @@ Shapes = Any  # a tree of jax.ShapeDtypeStruct
 
 @dataclass(frozen=True)
 class Blueprint:
-    """The devices of a program, and the dtype of its networks except those kept in float32."""
+    """The devices of a program, the dtype of its networks except those kept in float32, and the compiler's options.
+
+    `compiler` names their set.
+    """
 
     partitioner: Partitioner
     dtype: Any
+    compiler: str = SAFE
 
     def array(
         self, shape: tuple[int, ...], dtype: DTypeLike, axes: Any = None, *, like: tuple[int, ...] | None = None
@@ -54,7 +59,7 @@ class Blueprint:
         return nnx.split(placed(network.abstract(dtype=dtype, param_dtype=dtype, **options), self.partitioner))
 
     def lowering(self, program: Program, static: Any, *arguments: Shapes) -> Lowering:
-        return program.lowering(self.partitioner, static, *arguments)
+        return program.lowering(self.partitioner, static, *arguments, compiler=self.compiler)
 
     def step(self, denoiser: Denoiser, schedule: Any, x: Shapes, inputs: Inputs) -> Lowering:
         """Returns the program of a step of the sampler; only the shapes of the schedule matter."""

@@ -138,10 +138,10 @@ class Family:
     """A family of models.
 
     `networks` are the kinds of networks in its checkpoints; `pipelines` the class names in model_index.json. `pipeline`
-    makes a pipeline from components, an architecture, default settings and a partitioner. `architecture` reads a
-    checkpoint's configs, and those of its text and image encoders if the second argument is True. `settings` returns
-    the default settings of a checkpoint. `loaders` load tokenizers and image processors from their folders. `layouts`
-    are the layouts of its checkpoints other than that of diffusers.
+    makes a pipeline from components, an architecture, default settings, a partitioner and the name of a set of
+    compiler options. `architecture` reads a checkpoint's configs, and those of its text and image encoders if the
+    second argument is True. `settings` returns the default settings of a checkpoint. `loaders` load tokenizers and
+    image processors from their folders. `layouts` are the layouts of its checkpoints other than that of diffusers.
     """
 
     name: str

@@ -16,12 +16,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped, UInt8
 
-from wanjax.compilation import program
+from wanjax.compilation import Compile, program
 from wanjax.kernels.compiler_options import convolutions, scanned
 from wanjax.layers.conv import VIDEO
 from wanjax.layers.patch import to_cells, to_pixels
 from wanjax.layers.tiling import Tiling, map_tiles
-from wanjax.sharding import Partitioner, constrain, replicate
+from wanjax.sharding import constrain, replicate
 
 Latents = Float[Array, "B C T H W"]
 GivenLatents = Float[Array | np.ndarray, "B C T H W"]
@@ -82,38 +82,36 @@ def _finished(x: Chunk, dtype: Any, patch: int) -> Frames:
 
 
 def decoded(
-    vae: Any, latents: GivenLatents, dtype: DTypeLike, tiling: Tiling | None, partitioner: Partitioner | None
+    vae: Any, latents: GivenLatents, dtype: DTypeLike, tiling: Tiling | None, compiled: Compile
 ) -> Iterator[Frames]:
     """Yields the frames of each chunk of latents, so that only one chunk is in memory."""
     z = jnp.moveaxis(jnp.asarray(latents), 1, -1)
     config = vae.config
     cells = (config.spatial_factor, config.patch)
     graphdef, weights = nnx.split(vae)
-    decode = decode_tile.on(partitioner)
+    decode = compiled(decode_tile)
     cache = None
     for chunk in spans(z.shape[1], config.decoded_at_once):
         z_chunk = z[:, chunk]
         if tiling is None:  # one program from latents to frames
             static = (graphdef, jnp.dtype(dtype), config.patch)
-            frames, cache = decode_chunk.on(partitioner)(static, z_chunk, cache, weights)
+            frames, cache = compiled(decode_chunk)(static, z_chunk, cache, weights)
         else:
             process = partial(_with_weights, decode, graphdef, weights)
             x, cache = map_tiles(process, z_chunk, cache, tiling, cells)
-            frames = to_frames.on(partitioner)((jnp.dtype(dtype), config.patch), x)
+            frames = compiled(to_frames)((jnp.dtype(dtype), config.patch), x)
         yield frames
 
 
-def encoded(
-    vae: Any, frames: GivenFrames, tiling: Tiling | None, partitioner: Partitioner | None
-) -> Float[Array, "1 C _T _H _W"]:
+def encoded(vae: Any, frames: GivenFrames, tiling: Tiling | None, compiled: Compile) -> Float[Array, "1 C _T _H _W"]:
     """Returns the latents of frames that are uint8 or floats in [0, 1]."""
     config = vae.config
     cells = (1, config.spatial_factor // config.patch)  # a tile has as many cells as `tiling` has pixels
     graphdef, weights = nnx.split(vae)
-    process = partial(_with_weights, encode_chunk.on(partitioner), graphdef, weights)
+    process = partial(_with_weights, compiled(encode_chunk), graphdef, weights)
     cache, latents = None, []
     for chunk in spans(len(frames), config.encoded_at_once):
-        x = from_frames.on(partitioner)(config.patch, np.asarray(frames[chunk]))
+        x = compiled(from_frames)(config.patch, np.asarray(frames[chunk]))
         z, cache = map_tiles(process, x, cache, tiling, cells)
         latents.append(z)
     return jnp.moveaxis(jnp.concatenate(latents, axis=1), -1, 1)

@@ -9,6 +9,7 @@ import jax
 from flax import nnx
 
 from wanjax.compilation import Program
+from wanjax.kernels.compiler_options import SAFE
 from wanjax.layers.tiling import Tiling
 from wanjax.pipelines.components import Components
 from wanjax.pipelines.keywords import right_name
@@ -31,12 +32,17 @@ class Model:
         architecture: Any,
         defaults: Settings,
         partitioner: Partitioner | None = None,
+        compiler: str = SAFE,
     ):
-        """Takes the components, default settings, and the partitioner: a mesh and its rules, or None for one device."""
+        """Takes the components, the shapes, default settings, and how programs are compiled.
+
+        `partitioner` is a mesh and its rules, or None for one device. `compiler` names a set of compiler options.
+        """
         self.components = components
         self.architecture = architecture
         self.defaults = defaults
         self.partitioner = partitioner
+        self.compiler = compiler
 
     @property
     def tokenizer(self) -> Any:
@@ -87,8 +93,8 @@ class Model:
         )
 
     def compiled(self, program: Program) -> Callable[..., Any]:
-        """Returns a program compiled for the model's devices."""
-        return program.on(self.partitioner)
+        """Returns a program compiled for the model's devices, with its set of compiler options."""
+        return program.on(self.partitioner, self.compiler)
 
     def on_devices(self, arrays: Any) -> Any:
         """Replicates arrays on every device: the arguments of one executable have to be on the same devices."""

@@ -339,7 +339,7 @@ class Pipeline(Model, ABC):
             return self.inputs(network, segment, encoded, x, batch_guidance)
 
         state, segments = self.on_devices(state), left_of(segments, done)
-        x = sample(state, schedule, segments, prepare, partitioner=self.partitioner, callback=callback)
+        x = sample(state, schedule, segments, prepare, compiled=self.compiled, callback=callback)
         return self.components.leave(jnp.moveaxis(self.finish(x, encoded)[:, references:], -1, 1))
 
     def _origin(
@@ -352,6 +352,7 @@ class Pipeline(Model, ABC):
             "scheduler": repr(self.scheduler),
             "mesh": None if self.partitioner is None else dict(self.partitioner.mesh.shape),
             "batch_guidance": batch_guidance,
+            "compiler": self.compiler,
             "loaded": self.components.options,
             "version": VERSION,
         }
@@ -415,7 +416,7 @@ class Pipeline(Model, ABC):
         check_latents(latents, self.architecture.vae.latent_channels)
         check_tiling(tiling)
         with compile_cache():
-            chunks = decoded(self.vae, latents, dtype, tiling, self.partitioner)
+            chunks = decoded(self.vae, latents, dtype, tiling, self.compiled)
         while True:
             with compile_cache():
                 if (chunk := next(chunks, None)) is None:
@@ -437,4 +438,4 @@ class Pipeline(Model, ABC):
         self.defaults.updated({"frames": count, "height": height, "width": width}).check(
             spatial=config.spatial_factor, temporal=config.temporal_factor
         )
-        return encoded(self.vae, frames, tiling, self.partitioner)
+        return encoded(self.vae, frames, tiling, self.compiled)

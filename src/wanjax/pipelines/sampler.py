@@ -20,11 +20,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
-from wanjax.compilation import program
-from wanjax.kernels.compiler_options import products
+from wanjax.compilation import Compile, program
+from wanjax.kernels.compiler_options import products, sparse_cores
 from wanjax.pipelines.steps import Cancelled, InFlight, Segment, Step
 from wanjax.schedulers import Scheduler, one_step
-from wanjax.sharding import Partitioner, replicate
+from wanjax.sharding import replicate
 
 Latents = Float[Array, "B T H W C"]
 
@@ -91,7 +91,7 @@ def guide(predictions: Float[Array, "P T H W C"], videos: int, scale: Float[Arra
     return unconditional + scale * (conditional - unconditional)
 
 
-@program(products, donated=("state",))
+@program(products, donated=("state",), fast=sparse_cores)
 def take_step(
     denoiser: Denoiser, state: State, inputs: Inputs, scale: Float[Array, ""], schedule: Any
 ) -> tuple[State, Latents, Bool[Array, ""]]:
@@ -118,15 +118,16 @@ def sample(
     segments: Iterable[Segment],
     prepare: Callable[[Segment, Latents], tuple[Denoiser, Inputs]],
     *,
-    partitioner: Partitioner | None,
+    compiled: Compile,
     callback: Callable[[Step], bool | None] | None = None,
 ) -> Latents:
     """Takes the steps of the segments, and returns the last latents.
 
-    `prepare` returns the denoiser and the inputs of a segment. Raises Cancelled where the callback returns False, and
-    WanjaxError that names the step after which latents are not finite; the callback may have received later steps too.
+    `prepare` returns a segment's denoiser and inputs, `compiled` a program's executable. Raises Cancelled where the
+    callback returns False, and WanjaxError that names the step after which latents are not finite; the callback may
+    have received later steps too.
     """
-    total, step = len(schedule.timesteps), take_step.on(partitioner)
+    total, step = len(schedule.timesteps), compiled(take_step)
     in_flight = InFlight(total)
     for segment in segments:
         denoiser, inputs = prepare(segment, state.x)

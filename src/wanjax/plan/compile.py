@@ -77,13 +77,17 @@ class Memory:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled program: its memory, its final HLO module as text, and the schedules of its operations by name."""
+    """A compiled program: its memory, its final HLO module as text, and the schedules of its operations by name.
+
+    `refused` has a sentence on each option that the compiler refused and that was left out.
+    """
 
     slice: Slice
     memory: Memory
     module: str = field(repr=False)
     schedules: Mapping[str, Schedule] = field(repr=False)
     seconds: float = 0.0  # time to compile, on this machine
+    refused: Sequence[str] = ()
 
 
 def compile_function(
@@ -176,4 +180,4 @@ def _result(job: Job, place: Slice, folder: Path, schedules: bool) -> Compiled |
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     module = (folder / "module.txt").read_text(encoding="utf-8")
     dump = read_dump(folder, place.chip) if schedules else {}
-    return Compiled(place, Memory(**result["memory"]), module, dump, result["seconds"])
+    return Compiled(place, Memory(**result["memory"]), module, dump, result["seconds"], result["refused"])

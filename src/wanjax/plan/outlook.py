@@ -7,6 +7,7 @@ from math import prod
 from typing import Any
 
 from wanjax.errors import WanjaxError
+from wanjax.kernels.compiler_options import SAFE, check_set
 from wanjax.pipelines.family import Architecture, Family, Forward
 from wanjax.pipelines.settings import Settings
 from wanjax.plan import traced
@@ -53,13 +54,17 @@ class Stage:
 
 @dataclass(frozen=True)
 class Outlook:
-    """The prices of a video, not measurements. `fits` is True if every stage fits; else `advice` says what would."""
+    """The prices of a video, not measurements. `fits` is True if every stage fits; else `advice` says what would.
+
+    `compiler` is the set of compiler options, None where nothing was compiled.
+    """
 
     model: str
     chip: str
     devices: int
     mesh: Mapping[str, int]
     rules: str
+    compiler: str | None
     size: str
     frames: int
     steps: int
@@ -96,6 +101,7 @@ def outlook(
     mesh: tuple[int, int, int] | None = None,
     *,
     rules: str = "fsdp",
+    compiler: str = SAFE,
     attention: str | None = None,
     batch_guidance: bool = False,
 ) -> Outlook:
@@ -105,7 +111,9 @@ def outlook(
     mesh has another number of devices, or libtpu is missing.
     """
     place = find_place(chip)
-    attention = attention if isinstance(place, Slice) else "reference"
+    check_set(compiler)
+    if isinstance(place, Machine):
+        attention, compiler = "reference", SAFE  # nothing is compiled
     parameters = _parameters(family, architecture)
     work = architecture.forward(settings)
     if mesh is None and isinstance(place, Slice):
@@ -113,18 +121,20 @@ def outlook(
         mesh = choose_mesh(place, work, guided=settings.guided, parameters=together)
     axes = _axes(place, mesh or (1, 1, 1))
     options: dict[str, Any] = {"attention": attention, "rules": rules, "batch_guidance": batch_guidance}
-    runs = stages(architecture, settings, chip, axes, **options)
+    runs = stages(architecture, settings, chip, axes, compiler=compiler, **options)
     prices = _prices(place, runs)
     told = {name: _stage(prices[name], place.memory) for name in runs}
+    every = [priced for stage in prices.values() for _, priced in stage]
     (step,) = (priced for run, priced in prices["denoise"] if run.name == "step")
     return Outlook(
         **_asked(settings, chip, place, axes, rules),
+        compiler=compiler if isinstance(place, Slice) else None,
         **_verdict(settings, chip, place, told),
         **_step(settings, place, step, work),
         download_bytes_at_most=4 * sum(parameters.values()),
         disk_bytes=_stored_bytes(family, architecture, parameters),
         limit=_limit(told, step),
-        doubts=[doubt for stage in prices.values() for _, priced in stage for doubt in priced.doubts],
+        doubts=list(dict.fromkeys(doubt for priced in every for doubt in priced.doubts)),
     )
 
 

@@ -101,7 +101,8 @@ def _priced(compiled: Compiled, kernel_prices: Mapping[str, float]) -> Priced:
         ),
         collectives=_collectives(priced.items),
         compile_seconds=compiled.seconds,
-        doubts=[f"the kernel {name} is not priced" for name in priced.unpriced]
+        doubts=[*compiled.refused]
+        + [f"the kernel {name} is not priced" for name in priced.unpriced]
         + [f"the loop {name} is counted once" for name in priced.unknown_loops],
     )
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from wanjax.compilation import Lowering
+from wanjax.kernels.compiler_options import SAFE
 from wanjax.pipelines.blueprint import Blueprint
 from wanjax.pipelines.family import Architecture
 from wanjax.pipelines.settings import Settings
@@ -42,6 +43,7 @@ def stages(
     mesh: Mapping[str, int],
     *,
     rules: str = "fsdp",
+    compiler: str = SAFE,
     attention: str | None = None,
     batch_guidance: bool = False,
 ) -> dict[str, tuple[Scheduled, ...]]:
@@ -52,7 +54,7 @@ def stages(
     """
     axes = {axis: mesh.get(axis, 1) for axis in MESH_AXES}
     programs = architecture.programs(settings, attention=attention, batch_guidance=batch_guidance)
-    shared = {"rules": rules, "dtype": settings.dtype}
+    shared = {"rules": rules, "dtype": settings.dtype, "compiler": compiler}
     found = {}
     for stage, planned in programs.items():
         jobs = []
@@ -63,7 +65,7 @@ def stages(
     return found
 
 
-def build(mesh: Mesh, *, of: str, arguments: Mapping[str, Any], rules: str, dtype: str) -> Lowering:
+def build(mesh: Mesh, *, of: str, arguments: Mapping[str, Any], rules: str, dtype: str, compiler: str) -> Lowering:
     """Builds a family's program, named by the import path `of`, for a mesh."""
-    blueprint = Blueprint(Partitioner(mesh, RULES[rules]), jnp.dtype(dtype))
+    blueprint = Blueprint(Partitioner(mesh, RULES[rules]), jnp.dtype(dtype), compiler)
     return find(of)(blueprint, **{name: from_json(value) for name, value in arguments.items()})

@@ -14,6 +14,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from wanjax.compilation import without_refused
 from wanjax.errors import WanjaxError
 from wanjax.plan.builders import find
 from wanjax.sharding import arrange
@@ -31,10 +32,11 @@ def compile_one(job: dict, folder: Path) -> None:
     mesh = make_mesh(job["topology"], job["devices"], job["mesh"])
     program = find(job["builder"])(mesh, **job["settings"])
     start = perf_counter()
+    refused: list[str] = []
     with jax.set_mesh(mesh):  # traced code reads from it which chip it is for
         # unused arguments stay in memory during the run, so they must count
-        jitted = jax.jit(program.function, donate_argnums=program.donate, keep_unused=True)
-        compiled = jitted.lower(*program.arguments).compile(compiler_options=program.compiler_options)
+        lowered = jax.jit(program.function, donate_argnums=program.donate, keep_unused=True).lower(*program.arguments)
+        compiled = without_refused(dict(program.compiler_options or {}), lowered.compile, refused.append)
     seconds = perf_counter() - start
     memory, module = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None, "the TPU compiler reports both"
@@ -47,8 +49,9 @@ def compile_one(job: dict, folder: Path) -> None:
         "code": memory.generated_code_size_in_bytes,
         "peak": memory.peak_memory_in_bytes,
     }
+    result = {"memory": sizes, "seconds": seconds, "refused": refused}
     (folder / "module.txt").write_text(module, encoding="utf-8")
-    (folder / "result.json").write_text(json.dumps({"memory": sizes, "seconds": seconds}), encoding="utf-8")
+    (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
 
 
 def main(root: Path) -> None:

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sets of compiler options, on the command line and in the library."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import wanjax as library
+from tests.support.commands import refused, succeeded, wanjax
+from tests.support.tiny import compile_cache, tiny_checkpoint
+from wanjax.errors import WanjaxError, WanjaxWarning
+from wanjax.media import stage_files
+from wanjax.pipelines import frames, sampler
+
+SMALL = ("--size", "32x16", "--frames", "5", "--steps", "2", "--dtype", "float32")
+FAST = ("--compiler", "fast")
+NOTE = "note: compiled without xla_no_such_option, which the compiler refused: INVALID_ARGUMENT: No such compile option"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return str(tiny_checkpoint(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_cache(tmp_path_factory):
+    with compile_cache(tmp_path_factory.getbasetemp() / "xla"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _with_a_refused_option_in_the_fast_set(monkeypatch, tmp_path):
+    """Adds an option that XLA does not know to the fast set of two programs."""
+    monkeypatch.chdir(tmp_path)
+    for module, name in ((sampler, "take_step"), (frames, "decode_chunk")):
+        refusing = replace(getattr(module, name), fast=lambda on: {"xla_no_such_option": "true"})
+        monkeypatch.setattr(module, name, refusing)
+
+
+def latents(folder: str) -> np.ndarray:
+    return np.asarray(stage_files.load_latents(Path(folder), stage_files.load_settings(Path(folder))))
+
+
+def test_a_refused_option_is_one_note_and_the_video_is_made(model):
+    given = ("a red circle", "--model", model, *SMALL)
+    fast = succeeded(wanjax(*given, *FAST, "--dir", "fast"))
+    assert fast.stderr.count(NOTE) == fast.stderr.count("xla_no_such_option, which") == 1, fast.stderr
+    assert Path("fast/output_video.mp4").exists()
+    safe = succeeded(wanjax(*given, "--dir", "safe"))
+    assert "note: compiled" not in safe.stderr
+    assert np.array_equal(latents("fast"), latents("safe"))
+
+
+def test_each_stage_takes_a_set(model):
+    succeeded(wanjax("encode", "a red circle", "--model", model, "--size", "32x16", "--frames", "5", *FAST))
+    assert NOTE in succeeded(wanjax("denoise", "--steps", "2", *FAST)).stderr
+    assert NOTE in succeeded(wanjax("decode", *FAST)).stderr
+
+
+def test_the_warm_up_takes_a_set(model):
+    assert NOTE in succeeded(wanjax("warmup", "--model", model, *SMALL, *FAST)).stderr
+
+
+@pytest.mark.parametrize("command", ["generate a", "encode a", "denoise", "decode", "plan", "warmup"])
+def test_an_unknown_set_is_refused_in_one_sentence(command):
+    assert "'quick' is not one of 'safe', 'fast'" in refused(*command.split(), "--compiler", "quick")
+
+
+def test_the_library_warns_of_a_refused_option(model):
+    pipe = library.load(model, compiler="fast", dtype="float32")
+    with pytest.warns(WanjaxWarning, match="compiled without xla_no_such_option") as warned:
+        pipe("a red circle", size=(16, 32), frames=5, steps=2)
+    assert {str(warning.message).partition(",")[0] for warning in warned} == {"compiled without xla_no_such_option"}
+    library.load(model, dtype="float32")("a red circle", size=(16, 32), frames=5, steps=2)  # warnings are errors here
+
+
+def test_the_library_refuses_an_unknown_set(model):
+    with pytest.raises(WanjaxError, match=r"^no set of compiler options is named 'quick': there are safe and fast$"):
+        library.load(model, compiler="quick")

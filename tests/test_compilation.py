@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs whose compiler options XLA refuses. The refusals are XLA's own."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from wanjax.compilation import Program, program, without_refused
+from wanjax.errors import WanjaxWarning
+from wanjax.kernels import compiler_options
+from wanjax.kernels.target import Target
+from wanjax.pipelines.sampler import take_step
+
+BOGUS = {"xla_no_such_option": "true"}
+KEPT = {"xla_cpu_enable_fast_math": False}
+NEEDED = {"xla_disable_hlo_passes": "topk-decomposer"}  # XLA then cannot compile top_k, and does not say why
+OUT_OF_MEMORY = 2**50  # numbers
+
+
+def sums(_: None, x: jax.Array, total: jax.Array) -> jax.Array:
+    return total + x
+
+
+def largest(_: None, x: jax.Array) -> jax.Array:
+    return jax.lax.top_k(x, 2)[0]
+
+
+def impossible(_: None, x: jax.Array) -> jax.Array:
+    return jax.ffi.ffi_call("no_such_kernel", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+
+def huge(_: None, x: jax.Array) -> jax.Array:
+    return jnp.zeros(OUT_OF_MEMORY) + x[0]
+
+
+def made(function, options) -> Program:
+    return program(lambda on: options)(function)
+
+
+def test_an_unknown_option_is_left_out_and_told_once():
+    adds = Program(sums, lambda on: {**BOGUS, **KEPT}, donated=("total",))
+    x, total = jnp.arange(3.0), jnp.ones(3)
+    told = (
+        r"^compiled without xla_no_such_option, which the compiler refused: INVALID_ARGUMENT: No such compile option: "
+    )
+    with pytest.warns(WanjaxWarning, match=told) as warned:
+        total = adds.on(None)(None, x, total)
+    assert len(warned) == 1
+    total = adds.on(None)(None, x, total)  # warnings are errors here
+    np.testing.assert_array_equal(total, [1, 3, 5])
+    assert adds.on(None).options == KEPT
+    assert adds.on(None).jitted._cache_size() == 1
+
+
+def test_an_option_whose_value_is_refused_is_left_out():
+    x = jnp.ones(3)
+    with pytest.warns(WanjaxWarning, match="compiled without xla_cpu_enable_fast_math, which"):
+        made(sums, {"xla_cpu_enable_fast_math": "perhaps"}).on(None)(None, x, x)
+
+
+def test_each_refused_option_is_told():
+    several = made(sums, {"xla_bogus": "1", **KEPT, "xla_bogus_too": "1"})  # one name is the beginning of another
+    x = jnp.ones(3)
+    with pytest.warns(WanjaxWarning) as warned:
+        several.on(None)(None, x, x)
+    assert sorted(str(warning.message).partition(",")[0] for warning in warned) == [
+        "compiled without xla_bogus",
+        "compiled without xla_bogus_too",
+    ]
+    assert several.on(None).options == KEPT
+
+
+def test_a_refusal_that_names_no_option_leaves_all_out():
+    top = made(largest, {**NEEDED, **KEPT})
+    with pytest.warns(
+        WanjaxWarning, match="without xla_disable_hlo_passes and xla_cpu_enable_fast_math.*UNIMPLEMENTED"
+    ):
+        np.testing.assert_array_equal(top.on(None)(None, jnp.arange(5.0)), [4, 3])
+    assert top.on(None).options == {}
+
+
+def test_a_program_that_fails_without_options_too_says_why():
+    calls = made(impossible, KEPT)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_kernel"):
+        calls.on(None)(None, jnp.ones(3))
+    assert calls.on(None).options == KEPT
+
+
+def test_a_lack_of_memory_is_no_refusal():
+    attempts = []
+
+    def attempt(options):
+        attempts.append(options)
+        return jax.jit(huge, static_argnums=0, compiler_options=options)(None, jnp.ones(1))
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        without_refused(dict(KEPT), attempt, warnings.warn)
+    assert len(attempts) == 1
+
+
+def test_sets_with_equal_options_share_an_executable():
+    """On a CPU both sets are the same, so that nothing is compiled twice."""
+    both = Program(sums, lambda on: KEPT, fast=lambda on: {})
+    assert both.on(None, "fast") is both.on(None, "safe") is both.on(None)
+    more = Program(sums, lambda on: KEPT, fast=lambda on: BOGUS)
+    assert more.on(None, "fast").options == {**KEPT, **BOGUS}
+    assert more.on(None, "safe").options == KEPT
+
+
+@pytest.mark.parametrize(("compiler", "count"), [("safe", 0), ("fast", 2)])
+def test_a_single_chip_without_a_mesh_gets_the_options_of_its_kind(monkeypatch, compiler, count):
+    monkeypatch.setattr(compiler_options, "target", lambda: Target("tpu", "TPU v6 lite"))
+    options = take_step.on(None, compiler).options
+    assert options.keys() >= {"xla_tpu_scoped_vmem_limit_kib", "xla_enable_async_all_gather"}
+    assert len([name for name in options if "sparse_core" in name]) == count
