@@ -74,8 +74,8 @@ def test_help_lists_the_commands():
             "generate",
             "model negative-prompt image last-image video mask reference resize size height width frames "
             "fps steps guidance-scale guidance-scale-2 boundary strength flow-shift sigmas scheduler seed noise lora "
-            "attention block-q block-kv block-kv-compute batch-guidance dtype compiler mesh rules processes tile profile "
-            "dir out force help",
+            "attention block-q block-kv block-kv-compute batch-guidance dtype compiler mesh rules processes tile "
+            "profile dir out force help",
         ),
         (
             "encode",
@@ -85,8 +85,8 @@ def test_help_lists_the_commands():
         (
             "denoise",
             "model size height width frames fps steps guidance-scale guidance-scale-2 boundary strength flow-shift "
-            "sigmas scheduler seed noise lora attention block-q block-kv block-kv-compute batch-guidance dtype compiler "
-            "mesh rules processes profile dir force help",
+            "sigmas scheduler seed noise lora attention block-q block-kv block-kv-compute batch-guidance dtype "
+            "compiler mesh rules processes profile dir force help",
         ),
         ("decode", "model fps dtype compiler mesh rules processes tile dir out force help"),
         (
