@@ -12,6 +12,7 @@ from tests.support.types import unchecked
 from wanjax.errors import WanjaxError
 from wanjax.pipelines import many
 from wanjax.pipelines.wan.conditioning import WanEncoded
+from wanjax.registry import presets
 
 PROMPTS = ["a red circle moving right", "a blue square moving left"]
 SMALL = {"size": (32, 32), "frames": 5, "steps": 2}
@@ -39,6 +40,23 @@ def test_a_video_is_there_before_the_next_is_made(nano):
     videos = nano.videos(PROMPTS, callback=lambda step: steps.append(step.index), **SMALL)
     assert next(videos).settings["prompt"] == PROMPTS[0]
     assert steps == [0, 1]
+
+
+def test_videos_that_are_not_wanted_are_not_made(nano):
+    """What decides is the record of the video, which is what its metadata holds."""
+    records = []
+    made = list(
+        nano.videos(PROMPTS, seeds=[1, 2], skip=lambda told: records.append(told) or told["seed"] == 1, **SMALL)
+    )
+    assert [(told["prompt"], told["seed"]) for told in records] == [(p, seed) for p in PROMPTS for seed in (1, 2)]
+    assert [video.settings for video in made] == [told for told in records if told["seed"] == 2]
+
+
+def test_one_noise_makes_one_video(nano):
+    noise = np.zeros(nano.noise_shape(nano.settings(**SMALL)), np.float32)
+    assert len(nano.videos(PROMPTS[:1], noise=noise, **SMALL).__next__().frames) == 5
+    with pytest.raises(WanjaxError, match="one noise is given for 2 videos"):
+        nano.videos(PROMPTS, noise=noise, **SMALL)
 
 
 def test_several_seeds_of_one_prompt(nano):
@@ -79,5 +97,5 @@ def test_the_mesh_s_axis_is_filled(guidance_scale, together):
 
 
 def test_the_last_batch_repeats_its_last_order():
-    wanted = many.orders(["a"], [1, 2, 3])
+    wanted = [many.Order(presets()["nano"].defaults, {"seed": seed}) for seed in range(3)]
     assert list(many.batches(wanted, 2)) == [(wanted[:2], 2), ([wanted[2]] * 2, 1)]

@@ -1,32 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many videos from one load: a video for each prompt and seed. Each prompt is encoded once."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from wanjax.errors import WanjaxError
+from wanjax.pipelines.settings import Settings
 from wanjax.sharding import Partitioner
 
 
 class Order(NamedTuple):
-    """A video that is asked for: its prompt and its seed."""
+    """A video that is to be made: its settings, and the record that its metadata will hold."""
 
-    prompt: str
-    seed: int
-
-
-def orders(prompts: Sequence[str], seeds: Sequence[int]) -> list[Order]:
-    """Returns an order for each prompt and seed, prompt by prompt."""
-    return [Order(prompt, seed) for prompt in prompts for seed in seeds]
-
-
-def check_single(orders: Sequence[Order], name: str) -> None:
-    """Raises WanjaxError where something that is made for one video is given for another number of videos."""
-    if len(orders) != 1:
-        raise WanjaxError(f"one {name} is given for {len(orders)} videos: it makes one video")
+    settings: Settings
+    record: Mapping[str, Any]
 
 
 def together(partitioner: Partitioner | None, guided: bool) -> int:

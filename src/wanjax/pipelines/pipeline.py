@@ -142,47 +142,51 @@ class Pipeline(Model, ABC):
         callback: Callable[[Step], bool | None] | None = None,
         tiling: Tiling | None = None,
         batch_guidance: bool = False,
+        skip: Callable[[Mapping[str, Any]], bool] | None = None,
         **given: Unpack[Given],
     ) -> Iterator[Video]:
         """Returns an iterator over a video for each prompt and seed, prompt by prompt, each made when it is asked for.
 
         `seeds` None is the one seed of the settings. Each prompt is encoded once. As many videos are denoised at once
-        as the mesh's axis `dp` splits; `callback` then receives their latents together. The other keywords are those of
-        a call for one video.
+        as the mesh's axis `dp` splits; `callback` then receives their latents together. `skip` receives the record of
+        each video that is to be made, which its metadata will hold, and returns True for one that is not wanted. The
+        other keywords are those of a call for one video.
         """
         pictures, chosen = self.prepare(negative_prompt=negative_prompt, **given)
         texts = [self.settings(prompt=prompt).prompt for prompt in prompts]
         numbers = [chosen.seed] if seeds is None else [checked_seed(seed) for seed in seeds]
-        wanted = many.orders(texts, numbers)
+        wanted = [chosen.updated({"prompt": text, "seed": seed}) for text in texts for seed in numbers]
         if noise is not None:  # before a prompt is encoded, which may take long
-            many.check_single(wanted, "noise")
+            if len(wanted) != 1:
+                raise WanjaxError(f"one noise is given for {len(wanted)} videos: it makes one video")
             check_noise(noise, self.noise_shape(chosen, len(pictures.references)))
         check_tiling(tiling)
         sources = {name: nameable(given.get(name), getattr(pictures, name)) for name in pictures.given()}
+        told = {"tiling": tiling, "batch_guidance": batch_guidance}
+        orders = [many.Order(x, self.record(x, sources | {"noise": noise}, **told)) for x in wanted]
+        if skip:
+            orders = [order for order in orders if not skip(order.record)]
         options = {"noise": noise, "callback": callback, "batch_guidance": batch_guidance}
-        return self._made(wanted, pictures, chosen, sources | {"noise": noise}, tiling, options)
+        return self._made(orders, pictures, tiling, options)
 
     def _made(
-        self,
-        wanted: Sequence[many.Order],
-        pictures: Pictures,
-        chosen: Settings,
-        sources: Mapping[str, Any],
-        tiling: Tiling | None,
-        options: Mapping[str, Any],
+        self, orders: Sequence[many.Order], pictures: Pictures, tiling: Tiling | None, options: Mapping[str, Any]
     ) -> Iterator[Video]:
-        """Yields the videos of orders; `options` are keywords of `denoise`."""
-        texts = dict.fromkeys(order.prompt for order in wanted)
-        encoded = {prompt: self.encode_prompts(prompt, chosen.negative_prompt) for prompt in texts}
+        """Yields the videos of orders, which differ in prompt and seed alone; `options` are keywords of `denoise`."""
+        if not orders:
+            return
+        shared = orders[0].settings
+        texts = dict.fromkeys(order.settings.prompt for order in orders)
+        encoded = {prompt: self.encode_prompts(prompt, shared.negative_prompt) for prompt in texts}
         self.components.leave(encoded)
-        seen = self.components.leave(self.encode_pictures(pictures, chosen, tiling=tiling))
-        for batch, own in many.batches(wanted, many.together(self.partitioner, chosen.guided)):
-            inputs = many.joined([encoded[order.prompt] for order in batch])._replace(**seen)
-            latents = self.denoise(inputs, seeds=[order.seed for order in batch], **options, **chosen.to_json())
+        seen = self.components.leave(self.encode_pictures(pictures, shared, tiling=tiling))
+        for batch, own in many.batches(orders, many.together(self.partitioner, shared.guided)):
+            inputs = many.joined([encoded[order.settings.prompt] for order in batch])._replace(**seen)
+            seeds = [order.settings.seed for order in batch]
+            latents = self.denoise(inputs, seeds=seeds, **options, **batch[0].settings.to_json())
             for order, x in zip(batch[:own], latents, strict=False):
-                settings = chosen.updated(order._asdict())
-                told = self.record(settings, sources, tiling=tiling, batch_guidance=options["batch_guidance"])
-                yield Video(np.asarray(self.decode(x[None], tiling=tiling)), settings.fps, told)
+                frames = np.asarray(self.decode(x[None], tiling=tiling))
+                yield Video(frames, order.settings.fps, order.record)
 
     @spelled_out(Given)
     def prepare(
