@@ -29,6 +29,7 @@ from wanjax.pipelines.components import Components, MakeRoom
 from wanjax.pipelines.family import Architecture, Family, Preset, family_of
 from wanjax.pipelines.keywords import knows_keywords
 from wanjax.pipelines.pipeline import Pipeline
+from wanjax.pipelines.progress import loading
 from wanjax.pipelines.record import described
 from wanjax.pipelines.settings import Settings, dtype_name
 from wanjax.pipelines.wan import FAMILY as WAN
@@ -175,7 +176,7 @@ def load(
     scheduler: "unipc", "euler" or another value of `wanjax.schedulers`; None is the checkpoint's own.
     offload: True frees each network at the end of its stage, to be read again at its next use; False none; None those
         beside which the next network would not fit into three quarters of a device's memory.
-    progress: `progress(component, done, total)` receives the bytes read.
+    progress: `progress(component, done, total)` receives the bytes read; None shows them with the stage that reads.
     note: `note(sentence)` receives what was merged from each LoRA.
 
     Raises WanjaxError where the checkpoint, a LoRA or the scheduler cannot be found or does not fit, or the mesh or a
@@ -278,7 +279,7 @@ def _loaders(
             return loaders[name](source.files(name)[0].parent)
         read, shapes = _outlined(found, name, jnp.dtype(dtype), way, partitioner)
         make_room(shapes)
-        told = None if way.progress is None else partial(way.progress, name)
+        told = partial(way.progress or loading, name)
         return source.load(name, shapes, read.rules, ignore=read.unused, progress=told)
 
     return {name: partial(load, name) for name in components(source.index) if name != "scheduler"}

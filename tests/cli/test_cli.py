@@ -6,10 +6,8 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from glob import glob
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +24,6 @@ from tests.support.tiny import compile_cache, tiny_checkpoint
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.cli import main, report, stages
 from wanjax.cli.quiet import DEVICES
-from wanjax.cli.report import Report
 from wanjax.media import stage_files, videos
 from wanjax.pipelines.wan.pipeline import WanPipeline
 
@@ -319,55 +316,6 @@ def test_an_interrupted_encoding_leaves_nothing(model, monkeypatch):
     result = wanjax("a", "--model", model, *SMALL)
     assert (result.exit_code, result.stderr.splitlines()[-1]) == (130, "wanjax: stopped")
     assert files(".") == []
-
-
-@pytest.mark.skipif(os.name != "posix", reason="sends a signal of POSIX")
-def test_ctrl_c(model, xla):
-    command = [sys.executable, "-m", "wanjax", "a", "--model", model, *SMALL, *HERE, "--steps", "100000"]
-    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(xla)}
-    run = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 300
-    while (
-        run.poll() is None and not (Path("stage_outputs") / stage_files.CONFIG).exists() and time.monotonic() < deadline
-    ):
-        time.sleep(0.1)
-    time.sleep(0.5)
-    run.send_signal(signal.SIGINT)
-    _, said = run.communicate(timeout=300)
-    assert run.returncode == 130
-    assert said.endswith("wanjax denoise --dir stage_outputs\n")
-    assert "Traceback" not in said
-    assert files("stage_outputs") == [stage_files.CONFIG, stage_files.EMBEDDINGS]
-
-
-def denoising(told: Report, last: int, presses: int = 1) -> None:
-    """Takes steps up to `last` of 3; presses Ctrl-C before the last."""
-    with told.stage("denoise"):
-        told.advance("step", 1, 3)
-        for _ in range(presses):
-            signal.raise_signal(signal.SIGINT)
-        told.advance("step", last, 3)
-
-
-def test_ctrl_c_waits_for_the_step():
-    """An exception that a signal raises inside JAX is lost, or crashes the process."""
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        denoising(Report(), 2)
-    assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_ctrl_c_keeps_complete_files():
-    told = Report()
-    denoising(told, 3)
-    with pytest.raises(KeyboardInterrupt):
-        told.kept("the latents are there", "wanjax decode")
-    assert told.way_on == "wanjax decode"
-
-
-def test_a_second_ctrl_c_does_not_wait():
-    with pytest.raises(KeyboardInterrupt):
-        denoising(Report(), 3, presses=2)
 
 
 def test_peaks_of_memory(monkeypatch):

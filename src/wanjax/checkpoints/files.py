@@ -12,10 +12,10 @@ import mmap
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import ml_dtypes
 import numpy as np
@@ -254,13 +254,34 @@ def writing(path: Path) -> Iterator[Path]:
     """
     beside = path.with_name(f".{os.getpid()}.partial.{path.name}")
     try:
-        yield beside
-        beside.replace(path)
+        with abandoned_by(beside.unlink):
+            yield beside
+            beside.replace(path)
     except OSError as error:
         raise WanjaxError(f"{path} cannot be written: {error.strerror or error}") from error
     finally:
         with suppress(OSError):
             beside.unlink()
+
+
+_abandoned: list[Callable[[], Any]] = []
+
+
+@contextmanager
+def abandoned_by(clean_up: Callable[[], Any]) -> Iterator[None]:
+    """Calls `clean_up` if the process is ended while the block runs, when no `finally` would run."""
+    _abandoned.append(clean_up)
+    try:
+        yield
+    finally:
+        _abandoned.remove(clean_up)
+
+
+def abandon() -> None:
+    """Cleans up what is under way, because the process ends at once."""
+    for clean_up in reversed(_abandoned):
+        with suppress(OSError):
+            clean_up()
 
 
 def check_folder(folder: Path) -> None:

@@ -12,12 +12,13 @@ from typing import Any
 import click
 
 from wanjax.cli import options
+from wanjax.cli.interrupts import INTERRUPTED
 from wanjax.cli.mistyped import check_prompt
 from wanjax.cli.quiet import hush_libtpu
 from wanjax.cli.report import Report
 from wanjax.errors import WanjaxError
 
-FAILURE, MISTAKE, INTERRUPTED = 1, 2, 130  # exit statuses
+FAILURE, MISTAKE = 1, 2  # exit statuses
 IMPLIED = "generate"  # the command of arguments that name none
 
 
@@ -67,8 +68,8 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _tell_way_on(ctx: click.Context) -> None:
-    if ctx.obj and ctx.obj.way_on:
-        click.echo(f"what was complete is kept, and this goes on from there: {ctx.obj.way_on}", err=True)
+    if ctx.obj:
+        click.echo(ctx.obj.outcome, err=True, nl=False)
 
 
 @click.group(cls=Commands, context_settings=options.CONTEXT, epilog='`wanjax "PROMPT"` is `wanjax generate "PROMPT"`.')

@@ -2,116 +2,23 @@
 """The report of a run on stderr: the progress of each stage, and at the end a table of time and memory."""
 
 import re
-import signal
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from wanjax.cli import interrupts
 from wanjax.errors import WanjaxWarning
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress, TaskID
 
-COMPILATION = "/jax/core/compile/backend_compile_duration"
-CACHE_HIT = "/jax/compilation_cache/cache_hits"
+    from wanjax.pipelines.progress import Stage
+
 STATUS = Path("/proc/self/status")  # Linux alone lets a process read and reset its peak memory
 CLEAR = Path("/proc/self/clear_refs")
-
-
-@dataclass
-class Compilations:
-    """The programs that a stage compiled or loaded from the cache, and the seconds spent compiling."""
-
-    compiled: int = 0
-    cached: int = 0
-    seconds: float = 0.0
-
-    def __str__(self) -> str:
-        if self.compiled:
-            return f"{self.seconds:.1f} s"
-        return "cached" if self.cached else "nothing"
-
-
-class Stage:
-    """The progress line of one stage: a bar, and what the stage is doing."""
-
-    def __init__(self, progress: "Progress", name: str):
-        self._progress = progress
-        self._task: TaskID = progress.add_task(name, total=None, at="starting")
-        self._at = "running"
-        self._first: tuple[float, int] | None = None
-        self.compilations = Compilations()
-
-    def load(self, component: str, done: int, total: int) -> None:
-        """Shows that `done` of `total` bytes of a component are loaded."""
-        if done < total:
-            self._show(f"loading {component}, {_bytes(done)} of {_bytes(total)}", done, total)
-        else:
-            self._show("running", 0, None)
-
-    def advance(self, unit: str, done: int, total: int) -> None:
-        """Shows that `done` of `total` units, such as steps, are complete."""
-        now = perf_counter()
-        self._first = self._first or (now, done)  # the first unit includes compilation, so the pace starts after it
-        since, before = self._first
-        pace = f", {_seconds((now - since) / (done - before))} each" if done > before else ""
-        self._show(f"{unit} {done} of {total}{pace}", done, total)
-
-    def stopping(self) -> None:
-        """Shows that the run will stop after the current step."""
-        self._at = f"{self._at}, stopping; Ctrl-C again stops at once"
-        self._progress.update(self._task, at=self._at)
-
-    def end(self) -> None:
-        """Shows that the stage is complete."""
-        self._show("done" if self._at == "running" else self._at, 1, 1)
-
-    def _show(self, at: str, done: int, total: int | None) -> None:
-        self._at = at
-        self._progress.update(self._task, at=at, completed=done, total=total)
-
-    @contextmanager
-    def watching_compiler(self) -> Iterator[None]:
-        """Shows when JAX compiles, and counts the programs that it compiled or found in the cache."""
-        from jax import monitoring
-
-        from_cache = False
-
-        def start(event: str, value: float, **_: object) -> None:
-            nonlocal from_cache
-            if event == COMPILATION:
-                from_cache = False
-                self._progress.update(self._task, at="compiling")
-
-        def hit(event: str, **_: object) -> None:
-            nonlocal from_cache
-            from_cache |= event == CACHE_HIT
-
-        def end(event: str, duration_secs: float, **_: object) -> None:
-            if event != COMPILATION:
-                return
-            if from_cache:
-                self.compilations.cached += 1
-            else:
-                self.compilations.compiled += 1
-                self.compilations.seconds += duration_secs
-            self._progress.update(self._task, at=self._at)
-
-        monitoring.register_scalar_listener(start)
-        monitoring.register_event_listener(hit)
-        monitoring.register_event_duration_secs_listener(end)
-        try:
-            yield
-        finally:
-            monitoring.unregister_scalar_listener(start)
-            monitoring.unregister_event_listener(hit)
-            monitoring.unregister_event_duration_listener(end)
 
 
 class Report:
@@ -131,9 +38,9 @@ class Report:
 
     @cached_property
     def console(self) -> "Console":
-        from rich.console import Console  # imported late for a quick --help
+        from wanjax.pipelines.progress import console  # imported late for a quick --help
 
-        return Console(stderr=True, highlight=False, markup=False, soft_wrap=True, quiet=self._muted)
+        return console(quiet=self._muted)
 
     def note(self, text: str) -> None:
         """Prints a line."""
@@ -143,39 +50,40 @@ class Report:
         """Prints what is complete, and the command that continues from there."""
         self.way_on = way_on
         self.note(f"{text}; to continue from there: {way_on}")
-        self._stop_if_asked()
+        self.stop_if_asked()
 
     def load(self, component: str, done: int, total: int) -> None:
         """Shows that `done` of `total` bytes of a component are loaded, on the line of the current stage."""
         if self._current:
             self._current.load(component, done, total)
-            self._stop_if_asked()
+            self.stop_if_asked()
 
-    def advance(self, unit: str, done: int, total: int) -> None:
-        """Shows that `done` of `total` units, such as steps, of the current stage are complete."""
+    def count(self, unit: str, done: int, total: int) -> None:
+        """Shows that `done` of `total` units of the current stage, such as chunks, are complete."""
         if self._current:
-            self._current.advance(unit, done, total)
+            self._current.count(unit, done, total)
         if done < total:
-            self._stop_if_asked()
+            self.stop_if_asked()
 
-    def _stop_if_asked(self) -> None:
+    def stop_if_asked(self) -> None:
+        """Raises KeyboardInterrupt if Ctrl-C was pressed while a stage ran."""
         if self._stop:
             raise KeyboardInterrupt
 
-    @contextmanager
-    def _stopping_between_steps(self, stage: Stage) -> Iterator[None]:
-        """Defers Ctrl-C to the end of the step: inside JAX the exception would be lost, or crash the process."""
+    @property
+    def outcome(self) -> str:
+        """The last line of a run that did not complete: what is left of it, if anything."""
+        return f"what was complete is kept, and this goes on from there: {self.way_on}\n" if self.way_on else ""
 
-        def ask(number: int, frame: object) -> None:
-            self._stop = True
-            stage.stopping()
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-        before = signal.signal(signal.SIGINT, ask)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
+    def _pressed(self) -> None:
+        """Answers Ctrl-C. An exception inside JAX would be lost, or crash the process, so the run stops in between."""
+        if self._stop:
+            told = "" if self._muted else f"\nwanjax: stopped at once\n{self.outcome}"
+            interrupts.end(told, self.console.is_terminal)
+        self._stop = True
+        unit = self._current.unit if self._current else ""
+        work = f"the {unit}s under way" if unit else "this stage"
+        self.note(f"stopping after {work}; Ctrl-C again stops at once")
 
     @contextmanager
     def _telling_warnings(self) -> Iterator[None]:
@@ -196,26 +104,19 @@ class Report:
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Shows a stage while it runs, and records its time and its peak memory for the table."""
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+        from wanjax.pipelines import progress
 
-        columns = (
-            TextColumn("{task.description:7}"),
-            BarColumn(24),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[at]}"),
-        )
         _reset_host_peak()
-        start = perf_counter()
-        with Progress(*columns, console=self.console) as progress:
-            self._current = stage = Stage(progress, name)
+        with interrupts.watched(self._pressed):
             try:
-                with self._stopping_between_steps(stage), stage.watching_compiler(), self._telling_warnings():
-                    yield
-                stage.end()
+                with progress.on_console(name, None if self._muted else self.console) as stage:
+                    self._current = stage
+                    with self._telling_warnings():
+                        yield
             finally:
                 self._current = None
-        peaks = (_bytes(_host_peak()), _bytes(_device_peak()))
-        self._rows.append((name, f"{perf_counter() - start:.1f} s", str(stage.compilations), *peaks))
+        peaks = [progress.in_bytes(peak) if peak else "" for peak in (_host_peak(), _device_peak())]
+        self._rows.append((name, f"{stage.elapsed:.1f} s", str(stage.compilations), *peaks))
 
     def table(self) -> None:
         """Prints the time and the peak memory of each stage."""
@@ -229,16 +130,6 @@ class Report:
         for row in self._rows:
             table.add_row(*(row[i] for i in used))
         self.console.print(table)
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"
-
-
-def _bytes(number: int | None) -> str:
-    if number is None:
-        return ""
-    return f"{number / 1e9:.2f} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"
 
 
 def _reset_host_peak() -> None:

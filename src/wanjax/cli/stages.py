@@ -231,7 +231,8 @@ class Rendering:
         def show(step: Step) -> None:
             if profile:
                 profile.after(step)
-            self.report.advance("step", step.index + 1, step.total)
+            if step.index + 1 < step.total:
+                self.report.stop_if_asked()
 
         def tell_switch(switch: Switch) -> None:
             self.report.note(
@@ -265,16 +266,19 @@ class Rendering:
         def frames() -> Iterator[np.ndarray]:
             """Yields frames as they are decoded, so that they are never all in memory."""
             total = self.pipe.chunks(latents)
+            self.report.count("chunk", 0, total)
             for done, chunk in enumerate(self.pipe.decode_chunks(latents, tiling=self.tiling), 1):
                 yield np.asarray(chunk)
-                self.report.advance("chunk", done, total)
+                self.report.count("chunk", done, total)
 
         with self.report.stage("decode"):
             if is_first():
-                click.echo(videos.write_video(self.place.video, frames(), self.settings.fps, self.record))
+                written = videos.write_video(self.place.video, frames(), self.settings.fps, self.record)
             else:
-                deque(frames(), maxlen=0)
+                written = deque(frames(), maxlen=0)
         self.pipe.free()
+        if is_first():
+            click.echo(written)
         self.report.way_on = None
 
     def _save(self, save: Callable[..., None], made: Any) -> None:

@@ -44,7 +44,7 @@ class Rehearsal(Rendering):
 
     def _first_steps(self, encoded: Any, settings: dict[str, Any]) -> None:
         def take(step: Step) -> bool:
-            self.report.advance("step", step.index + 1, STEPS)
+            self.report.stop_if_asked()
             jax.block_until_ready(step.latents)
             return step.index + 1 < STEPS
 
@@ -57,5 +57,5 @@ class Rehearsal(Rendering):
             chunks = self.pipe.decode_chunks(latents, tiling=self.tiling)
             for done, chunk in enumerate(islice(chunks, CHUNKS), 1):
                 np.asarray(chunk)
-                self.report.advance("chunk", done, CHUNKS)
+                self.report.count("chunk", done, CHUNKS)
         self.pipe.free()

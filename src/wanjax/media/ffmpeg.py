@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 
+from wanjax.checkpoints.files import abandoned_by
 from wanjax.errors import WanjaxError
 
 
@@ -18,10 +19,11 @@ def run_ffmpeg(arguments: list[str], pieces: Iterable[bytes] = ()) -> bytes:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=said, start_new_session=True)
         assert process.stdin is not None
         try:
-            for piece in pieces:
-                process.stdin.write(piece)
-            process.stdin.close()
-            process.wait()
+            with abandoned_by(process.kill):
+                for piece in pieces:
+                    process.stdin.write(piece)
+                process.stdin.close()
+                process.wait()
         except BrokenPipeError:  # it has failed, and said why
             process.wait()
         finally:

@@ -11,6 +11,7 @@ import shutil
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from itertools import chain, pairwise
 from pathlib import Path
@@ -21,7 +22,7 @@ import numpy as np
 from jaxtyping import Shaped, UInt8
 from PIL import Image, PngImagePlugin
 
-from wanjax.checkpoints.files import check_folder, writing
+from wanjax.checkpoints.files import abandoned_by, check_folder, writing
 from wanjax.errors import WanjaxError
 from wanjax.media.ffmpeg import run_ffmpeg
 
@@ -210,8 +211,9 @@ def _write_pngs(path: Path, frames: Iterator[Frame], fps: int | float, comment: 
     beside, old = (path.with_name(f".{os.getpid()}.{what}.{path.name}") for what in ("partial", "old"))
     try:
         beside.mkdir()
-        for index, frame in enumerate(frames):
-            Image.fromarray(frame).save(beside / FRAME.format(index), pnginfo=text)
+        with abandoned_by(partial(shutil.rmtree, beside)):
+            for index, frame in enumerate(frames):
+                Image.fromarray(frame).save(beside / FRAME.format(index), pnginfo=text)
         if path.exists():
             path.rename(old)
         beside.rename(path)

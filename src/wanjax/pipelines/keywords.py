@@ -105,6 +105,8 @@ ELSEWHERE = {
     "enable_vae_slicing": "pipe(prompt, tiling=wanjax.Tiling()) decodes tile by tile",
     "enable_attention_slicing": "attention never holds all its scores",
     "enable_xformers_memory_efficient_attention": "attention never holds all its scores",
+    "set_progress_bar_config": "pipe.progress = False hides the progress, and True shows it without a terminal",
+    "progress_bar": "pipe.progress = False hides the progress, and True shows it without a terminal",
     "load_lora_weights": "wanjax.load(MODEL, lora='FILE:STRENGTH') merges a LoRA",
     "fuse_lora": "wanjax.load(MODEL, lora='FILE:STRENGTH') merges a LoRA",
     "set_adapters": "wanjax.load(MODEL, lora=['FILE:STRENGTH', ...]) merges LoRAs",

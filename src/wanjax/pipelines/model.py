@@ -23,7 +23,8 @@ class Model:
     """A model: components, which are loaded at first use, the shapes of its networks, and its default settings.
 
     Components (`text_encoder`, `transformer`, `vae`, `tokenizer` ...) are attributes. Each can be used alone. `free`
-    releases their memory.
+    releases their memory. `progress` says whether stages are shown on stderr while they run: True, False, or None for
+    on a terminal and in a notebook.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Model:
         self.defaults = defaults
         self.partitioner = partitioner
         self.compiler = compiler
+        self.progress: bool | None = None
 
     @property
     def tokenizer(self) -> Any:

@@ -26,6 +26,7 @@ from wanjax.pipelines.checks import check_encoded, check_frames, check_latents, 
 from wanjax.pipelines.frames import Frames, GivenFrames, GivenLatents, Latents, chunk_count, decoded, encoded
 from wanjax.pipelines.keywords import Given, GivenSettings, knows_keywords, spelled_out, unknown_keyword
 from wanjax.pipelines.model import Model
+from wanjax.pipelines.progress import counted, stage
 from wanjax.pipelines.record import VERSION, nameable
 from wanjax.pipelines.resume import continuing, digest
 from wanjax.pipelines.sampler import Denoiser, Inputs, State, sample
@@ -177,9 +178,10 @@ class Pipeline(Model, ABC):
             return
         shared = orders[0].settings
         texts = dict.fromkeys(order.settings.prompt for order in orders)
-        encoded = {prompt: self.encode_prompts(prompt, shared.negative_prompt) for prompt in texts}
-        self.components.leave(encoded)
-        seen = self.components.leave(self.encode_pictures(pictures, shared, tiling=tiling))
+        with stage("encode", self.progress):
+            encoded = {prompt: self.encode_prompts(prompt, shared.negative_prompt) for prompt in texts}
+            self.components.leave(encoded)
+            seen = self.components.leave(self.encode_pictures(pictures, shared, tiling=tiling))
         for batch, own in many.batches(orders, many.together(self.partitioner, shared.guided)):
             inputs = many.joined([encoded[order.settings.prompt] for order in batch])._replace(**seen)
             seeds = [order.settings.seed for order in batch]
@@ -282,8 +284,9 @@ class Pipeline(Model, ABC):
         the frames have to be those of the video.
         """
         pictures, chosen = self.prepare(prompt=prompt, negative_prompt=negative_prompt, **given)
-        encoded = self.components.leave(self.encode_prompts(chosen.prompt, chosen.negative_prompt))
-        return encoded._replace(**self.components.leave(self.encode_pictures(pictures, chosen, tiling=tiling)))
+        with stage("encode", self.progress):
+            encoded = self.components.leave(self.encode_prompts(chosen.prompt, chosen.negative_prompt))
+            return encoded._replace(**self.components.leave(self.encode_pictures(pictures, chosen, tiling=tiling)))
 
     def encoded_from(self, tensors: Mapping[str, Array]) -> Encoded:
         """Restores the output of `encode` from its tensors by name; raises WanjaxError where one is missing."""
@@ -314,7 +317,6 @@ class Pipeline(Model, ABC):
         **settings: Unpack[GivenSettings],
     ) -> Float[Array, "B C _T H W"]:
         """Returns latents [1 C T H W], float32 and normalised, from noise (None is the seed's noise).
-
         `seeds` makes a video of each together; `encoded` then has a prompt for each on its first axis.
 
         Under guidance the network runs twice a step; with `batch_guidance`, or on a mesh whose `dp` splits the prompts,
@@ -343,7 +345,8 @@ class Pipeline(Model, ABC):
             return self.inputs(network, segment, encoded, x, batch_guidance)
 
         state, segments = self.on_devices(state), left_of(segments, done)
-        x = sample(state, schedule, segments, prepare, compiled=self.compiled, callback=callback)
+        with counted("denoise", "step", done, total, self.progress) as count:
+            x = sample(state, schedule, segments, prepare, compiled=self.compiled, callback=callback, done=count)
         return self.components.leave(jnp.moveaxis(self.finish(x, encoded)[:, references:], -1, 1))
 
     def _origin(
@@ -402,10 +405,12 @@ class Pipeline(Model, ABC):
         time. `callback(done, total)` receives the number of chunks.
         """
         chunks, total = [], self.chunks(latents)
-        for chunk in self.decode_chunks(latents, dtype, tiling=tiling):
-            chunks.append(np.asarray(chunk))
-            if callback:
-                callback(len(chunks), total)
+        with counted("decode", "chunk", 0, total, self.progress) as count:
+            for chunk in self.decode_chunks(latents, dtype, tiling=tiling):
+                chunks.append(np.asarray(chunk))
+                count(len(chunks), total)
+                if callback:
+                    callback(len(chunks), total)
         return np.concatenate(chunks)
 
     def chunks(self, latents: GivenLatents) -> int:

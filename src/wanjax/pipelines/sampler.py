@@ -120,15 +120,16 @@ def sample(
     *,
     compiled: Compile,
     callback: Callable[[Step], bool | None] | None = None,
+    done: Callable[[int, int], Any] | None = None,
 ) -> Latents:
     """Takes the steps of the segments, and returns the last latents.
 
     `prepare` returns a segment's denoiser and inputs, `compiled` a program's executable. Raises Cancelled where the
     callback returns False, and WanjaxError that names the step after which latents are not finite; the callback may
-    have received later steps too.
+    have received later steps too. `done(count, total)` is called when the device has finished a step.
     """
     total, step = len(schedule.timesteps), compiled(take_step)
-    in_flight = InFlight(total)
+    in_flight = InFlight(total, done)
     for segment in segments:
         denoiser, inputs = prepare(segment, state.x)
         carry = denoiser.first_carry(state.x, inputs)

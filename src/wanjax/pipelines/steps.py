@@ -2,7 +2,7 @@
 """Denoising steps: their division among networks, what callbacks receive, and the queue on the device."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -64,10 +64,14 @@ class Cancelled(Exception):
 
 
 class InFlight:
-    """The queue of steps that the device may not have finished; detects the first whose latents are not finite."""
+    """The queue of steps that the device may not have finished; detects the first whose latents are not finite.
 
-    def __init__(self, total: int):
+    `done(count, total)` is called when the device has finished a step.
+    """
+
+    def __init__(self, total: int, done: Callable[[int, int], Any] | None = None):
         self.total = total
+        self._done = done
         self._finite: deque[tuple[int, jax.Array]] = deque()
 
     def add(self, index: int, finite: Bool[Array, ""]) -> None:
@@ -76,8 +80,14 @@ class InFlight:
         self.wait(IN_FLIGHT)
 
     def wait(self, left: int = 0) -> None:
-        """Waits until `left` steps are left; raises WanjaxError that names the first step with latents not finite."""
-        while len(self._finite) > left:
+        """Waits until at most `left` steps are left; raises WanjaxError that names the first that is not finite."""
+        while len(self._finite) > left or (self._finite and _is_ready(self._finite[0][1])):
             index, finite = self._finite.popleft()
             if not finite:
                 raise WanjaxError(f"the latents are not finite after step {index + 1} of {self.total}: use float32")
+            if self._done:
+                self._done(index + 1, self.total)
+
+
+def _is_ready(array: jax.Array) -> bool:
+    return array.is_ready()  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ctrl-C, by real signals to real processes: the first stops in between, the second at once."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import files
+from tests.support.tiny import tiny_checkpoint
+from wanjax.cli.report import Report
+from wanjax.media import stage_files
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="sends signals of POSIX")
+GIVEN = ("a", "--size", "32x16", "--frames", "5", "--dtype", "float32", "--dir", "d")
+CODE = """
+import jax, jax.numpy as jnp, numpy as np
+from jax import lax
+from wanjax.cli import main
+from wanjax.pipelines.wan.pipeline import WanPipeline
+
+def compute():
+    jax.block_until_ready(jax.jit(lambda x: lax.while_loop(lambda y: y < 2, jnp.sin, x))(1.0))  # for ever
+
+def compile():
+    constant = np.ones(20000, np.float32)  # folded by a slow interpreter, which takes minutes
+    jax.jit(lambda: lax.reduce_window(jnp.asarray(constant), 0.0, lax.add, constant.shape, (1,), "SAME"))()
+
+def frames(*_, **__):
+    yield np.zeros((1, 16, 32, 3), np.uint8)
+    compute()
+
+WanPipeline.{patched} = {work}
+main()
+"""
+DENOISE = "what was complete is kept, and this goes on from there: wanjax denoise --dir d\n"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return str(tiny_checkpoint(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory) -> dict[str, str]:
+    return os.environ | {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+class Run:
+    """A command in a process, and what it has written to stderr, a pipe or a terminal."""
+
+    def __init__(self, command: list[str], environment: dict[str, str], *, terminal: bool = False):
+        self.reader, writer = pty.openpty() if terminal else os.pipe()
+        self.process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=writer)
+        os.close(writer)
+        os.set_blocking(self.reader, False)
+        self.said = ""
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.reader)
+
+    def wait_for(self, text: str, seconds: float) -> None:
+        """Waits until the command has written a text."""
+        deadline = time.monotonic() + seconds
+        while text not in self.said:
+            assert time.monotonic() < deadline, self.said
+            self.read()
+            time.sleep(0.05)
+
+    def read(self) -> None:
+        with suppress(OSError):  # nothing yet, or the other end of the terminal is closed
+            self.said += os.read(self.reader, 65536).decode()
+
+    def press(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+
+    def ended(self, seconds: float) -> int:
+        """Returns the exit status; fails if the process goes on for longer."""
+        status = self.process.wait(seconds)
+        self.read()
+        return status
+
+
+def blocked(patched: str, work: str, *arguments: str) -> list[str]:
+    """Returns a command whose pipeline has one method replaced."""
+    return [sys.executable, "-c", CODE.format(patched=patched, work=work), *arguments]
+
+
+@pytest.mark.parametrize("work", ["compute", "compile"])
+def test_a_second_ctrl_c_ends_what_xla_is_doing(model, environment, work):
+    command = blocked("denoise", f"lambda *_, **__: {work}()", *GIVEN, "--model", model)
+    with Run(command, environment) as run:
+        run.wait_for("to continue from there: wanjax denoise --dir d\n", 300)
+        time.sleep(2)
+        run.press()
+        run.wait_for("stopping after this stage; Ctrl-C again stops at once\n", 5)
+        time.sleep(1)
+        assert run.process.poll() is None
+        run.press()
+        assert run.ended(5) == 130
+    assert run.said.endswith(f"\nwanjax: stopped at once\n{DENOISE}")
+    assert files("d") == [stage_files.CONFIG, stage_files.EMBEDDINGS]
+
+
+@pytest.mark.parametrize("out", ["output_video.mp4", "frames"])
+def test_a_second_ctrl_c_leaves_no_unfinished_file(model, environment, out):
+    """The encoder of the mp4 writes its file once its input ends, unless it ends too."""
+    given = ("--model", model, "--steps", "1", "--out", f"d/{out}")
+    with Run(blocked("decode_chunks", "frames", *GIVEN, *given), environment, terminal=True) as run:
+        run.wait_for("chunk 1 of 2", 300)
+        run.press()
+        run.wait_for("stopping after the chunks under way", 5)
+        run.press()
+        assert run.ended(5) == 130
+    assert run.said.count("\x1b[?25l") == run.said.count("\x1b[?25h")  # the cursor is shown again
+    assert "this goes on from there: wanjax decode --dir d" in run.said
+    time.sleep(1)
+    assert files("d") == [stage_files.CONFIG, stage_files.EMBEDDINGS, stage_files.LATENTS]
+
+
+def test_one_ctrl_c_stops_after_a_step(model, environment):
+    command = [sys.executable, "-m", "wanjax", *GIVEN, "--model", model, "--steps", "100000"]
+    with Run(command, environment) as run:
+        run.wait_for("to continue from there: wanjax denoise --dir d\n", 300)
+        time.sleep(4)
+        run.press()
+        run.wait_for("; Ctrl-C again stops at once\n", 5)
+        assert run.ended(120) == 130
+    assert run.said.endswith(f"\nwanjax: stopped\n{DENOISE}")
+    assert "Traceback" not in run.said
+    assert {stage_files.CONFIG, stage_files.EMBEDDINGS} <= set(files("d"))
+    assert not (Path("d") / stage_files.LATENTS).exists()
+
+
+def denoising(told: Report, last: int) -> None:
+    """Counts steps up to `last` of 3; presses Ctrl-C before the last."""
+    with told.stage("denoise"):
+        told.count("step", 1, 3)
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(0.1)
+        told.count("step", last, 3)
+
+
+def test_ctrl_c_waits_for_the_step():
+    """An exception that a signal raises inside JAX is lost, or crashes the process."""
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        denoising(Report(), 2)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_ctrl_c_keeps_complete_files():
+    told = Report()
+    denoising(told, 3)
+    with pytest.raises(KeyboardInterrupt):
+        told.kept("the latents are there", "wanjax decode")
+    assert told.way_on == "wanjax decode"

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Progress: the count is that of what the device has done, and the time left that of the pace without compiling."""
+
+import re
+import sys
+import time
+from io import StringIO
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from rich.console import Console
+
+import wanjax
+from tests.support.tiny import compile_cache, tiny_checkpoint
+from wanjax.pipelines import progress
+from wanjax.pipelines.progress import Pace, Stage, duration
+from wanjax.pipelines.wan.programs import WanDenoiser
+
+STEPS, SECONDS = 24, 0.25
+SMALL: dict[str, Any] = {"size": (16, 32), "frames": 5, "guidance_scale": 1.0, "seed": 0}
+
+
+class Recorder(StringIO):
+    """A terminal that keeps what is written to it, and when."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[tuple[float, str]] = []
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        self.written.append((time.perf_counter(), text))
+        return len(text)
+
+    @property
+    def text(self) -> str:
+        return "".join(text for _, text in self.written)
+
+
+ENDS: list[float] = []  # of the steps on the device
+
+
+class SlowDenoiser(WanDenoiser):
+    """A denoiser whose steps take a known time on the device."""
+
+    def predict(self, *given: Any) -> Any:
+        prediction, carry = super().predict(*given)
+        return jax.pure_callback(self.wait, prediction, prediction), carry
+
+    @staticmethod
+    def wait(prediction: Any) -> Any:
+        time.sleep(SECONDS)
+        ENDS.append(time.perf_counter())
+        return prediction
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_cache(tmp_path_factory):
+    with compile_cache(tmp_path_factory.getbasetemp() / "xla"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def pipe(tmp_path_factory):
+    return wanjax.load(tiny_checkpoint(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture
+def slow(pipe, monkeypatch):
+    """The pipeline with steps that take a known time."""
+    inputs = pipe.inputs
+
+    def slowly(*given):
+        denoiser, made = inputs(*given)
+        return SlowDenoiser(denoiser.graphdef, denoiser.scheduler, denoiser.task), made
+
+    monkeypatch.setattr(pipe, "inputs", slowly)
+    ENDS.clear()
+    return pipe
+
+
+def test_a_recorded_terminal(slow):
+    """No line is ahead of the device, and from half of the steps on the time left is right within 25 %."""
+    encoded, recorder = slow.encode("a"), Recorder()
+    with progress.on_console("denoise", Console(file=recorder, force_terminal=True, width=120)):
+        jax.block_until_ready(slow.denoise(encoded, steps=STEPS, **SMALL))
+    assert len(ENDS) == STEPS
+    counts, lefts = [], 0
+    for when, text in recorder.written:
+        for count in re.findall(rf"step (\d+) of {STEPS}", text):
+            counts.append(int(count))
+            assert counts[-1] <= sum(end <= when for end in ENDS)
+        left = re.search(rf"step (\d+) of {STEPS}, \d+ ms each, (\d+) s left", text)
+        if left and int(left[1]) >= STEPS / 2:
+            right = ENDS[-1] - when
+            assert abs(int(left[2]) - right) <= 0.25 * right + 0.5  # it is told in whole seconds
+            lefts += 1
+    assert counts == sorted(counts)
+    assert set(range(STEPS // 2, STEPS)) <= {*counts}
+    assert lefts > STEPS / 2
+
+
+def test_plain_lines_where_there_is_no_terminal(slow, monkeypatch):
+    monkeypatch.setattr(progress, "EVERY", 4 * SECONDS)
+    written = StringIO()
+    encoded = slow.encode("a")
+    with progress.on_console("denoise", Console(file=written, width=120)):
+        jax.block_until_ready(slow.denoise(encoded, steps=STEPS, **SMALL))
+    lines = written.getvalue().splitlines()
+    assert len(lines) >= STEPS / 8
+    assert all(re.match(rf"denoise: step \d+ of {STEPS}", line) for line in lines)
+    assert re.fullmatch(rf"denoise: step {STEPS} of {STEPS}, \d+ ms each, \d+ s in all", lines[-1])
+
+
+def test_compiling_is_told_and_not_in_the_pace():
+    recorder = Recorder()
+    with progress.on_console("denoise", Console(file=recorder, force_terminal=True, width=120)) as stage:
+        stage.count("step", 0, 9)
+        for done in range(1, 5):
+            if done == 2:
+
+                def unlike_others(x):
+                    for i in range(40):
+                        x = jnp.sort(x * (i + 1.5))
+                    return x
+
+                jax.block_until_ready(jax.jit(unlike_others)(jnp.arange(8.0)))
+            time.sleep(0.02)
+            stage.count("step", done, 9)
+        seconds = stage.compilations.seconds
+    assert "step 1 of 9, compiling for" in recorder.text
+    assert seconds > 0.3
+    assert stage.pace.each is not None
+    assert stage.pace.each < 0.2
+
+
+@pytest.fixture
+def clock(monkeypatch) -> list[float]:
+    now = [0.0]
+    monkeypatch.setattr(progress, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_the_pace(clock):
+    pace = Pace()
+    pace.disturb()
+    for done, seconds in enumerate([100, 0, 2, 2, 4, 4, 4, 4], 1):  # it begins with compiling, and slows down
+        clock[0] += seconds
+        pace.count(done, 20)
+    assert pace.each == 4  # of the later half
+    assert pace.left == 12 * 4
+    clock[0] += 3
+    assert pace.left == 12 * 4 - 3
+    clock[0] += 30
+    assert pace.left == 11 * 4  # the present unit takes longer than any before
+
+
+def test_a_stage_that_continues(clock):
+    """The steps that an earlier run took have no pace."""
+    stage = Stage("denoise")
+    stage.count("step", 10, 20)
+    assert str(stage) == "step 10 of 20"
+    for done in (11, 12, 13):
+        clock[0] += 60
+        stage.count("step", done, 20)
+    assert str(stage) == "step 13 of 20, 60.00 s each, 7 min 0 s left"
+    stage.load("transformer_2", 10**9, 28 * 10**9)
+    assert str(stage) == "step 13 of 20, 60.00 s each, loading transformer_2, 1.00 GB of 28.00 GB"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"), [(0.4, "0 s"), (59.6, "1 min 0 s"), (150, "2 min 30 s"), (7290, "2 h 1 min")]
+)
+def test_durations(seconds, told):
+    assert duration(seconds) == told
+
+
+def test_the_library_shows_its_stages_on_a_terminal_only(pipe, monkeypatch, capsys):
+    def told(shown: bool | None) -> None:
+        monkeypatch.setattr(pipe, "progress", shown)
+        pipe("a", steps=2, **SMALL)
+
+    told(None)
+    assert capsys.readouterr().err == ""
+    told(True)
+    assert re.findall(r"^(\w+): (.*), ", capsys.readouterr().err, re.MULTILINE) == [
+        ("encode", "done"),
+        ("denoise", "step 2 of 2"),
+        ("decode", "chunk 2 of 2"),
+    ]
+    terminal = Recorder()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    told(False)
+    assert terminal.text == ""
+    told(None)
+    for words in ("encode", "denoise", "step 2 of 2", "decode", "chunk 2 of 2"):
+        assert words in terminal.text
+    with pytest.raises(AttributeError, match=r"pipe\.progress = False hides the progress"):
+        pipe.set_progress_bar_config(disable=True)
+
+
+def test_loading_is_shown_with_the_stage_that_loads(pipe, monkeypatch):
+    loaded = []
+    monkeypatch.setattr(Stage, "load", lambda self, component, done, total: loaded.append((self.name, component)))
+    pipe.free()
+    pipe("a", steps=1, **SMALL)
+    assert set(loaded) == {("encode", "text_encoder"), ("denoise", "transformer"), ("decode", "vae")}
