@@ -83,6 +83,7 @@ def main(ctx: click.Context) -> None:
 
 @main.command()
 @options.prompt
+@options.many
 @options.model
 @options.text
 @options.pictures
@@ -105,10 +106,17 @@ def generate(report: Report, **given: Any) -> None:
     Runs the three stages, each freed before the next, and keeps their files, so that a run that was stopped can be
     resumed. The video's name has the prompt, the seed and the time, unless --out or --dir is given. Options that are
     not given have the values that the model's authors recommend.
-    """
-    from wanjax.cli import stages
 
-    stages.generate(report, **given)
+    With --prompts, --seeds or --count one load makes many videos, into the folder --out. Each is saved when it is done,
+    and one that is there already is not made again, unless with --force.
+    """
+    from wanjax.cli import many, stages
+
+    several = {name: given.pop(name) for name in ("prompts", "seeds", "count")}
+    if any(value is not None for value in several.values()):
+        many.generate(report, **several, **given)
+    else:
+        stages.generate(report, **given)
 
 
 @main.command()

@@ -51,10 +51,10 @@ def together(*decorators: Decorator) -> Decorator:
     return lambda command: reduce(lambda inner, decorate: decorate(inner), reversed(decorators), command)
 
 
-def _prompt(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str:
-    """Returns the prompt: the argument, or the value of the former option --prompt."""
+def _prompt(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """Returns the prompt: the argument, or the value of the former option --prompt; None with --prompts."""
     value = ctx.params.pop("prompt_option", None) if value is None else value
-    if value is None:
+    if value is None and ctx.params.get("prompts") is None:
         raise click.UsageError(f'the prompt is missing: `wanjax {ctx.info_name} "a red circle moving right"` has one')
     return value
 
@@ -77,6 +77,16 @@ def _tile(option: str, told: str) -> Decorator:
 prompt = together(
     click.argument("prompt", required=False, callback=_prompt),
     click.option("--prompt", "prompt_option", hidden=True, is_eager=True),
+)
+many = together(
+    click.option(
+        "--prompts",
+        metavar="FILE",
+        is_eager=True,  # before the prompt, which it replaces, is missed
+        help="Make a video of each line of FILE, or of standard input for -, in place of PROMPT.",
+    ),
+    click.option("--seeds", metavar="LIST", help="Make a video with each of these seeds, such as 0..7 or 1,5,9."),
+    click.option("--count", type=click.IntRange(min=1), metavar="N", help="Make N videos, with seeds from --seed on."),
 )
 MODEL = "NAME|HUB_ID|FOLDER"
 model = click.option(

@@ -119,9 +119,10 @@ class Pipeline(Model, ABC):
         The keywords of `prepare` are settings, `size=(height, width)` and pictures. `noise`, `callback` and
         `batch_guidance` are those of `denoise`; `tiling` is that of `decode`, for pictures too.
         """
-        single = isinstance(prompt, str)
+        single = isinstance(prompt, str) or not isinstance(prompt, Sequence)
+        prompts: Any = [prompt] if single else prompt
         made = self.videos(
-            [prompt] if single else prompt,
+            prompts,
             negative_prompt=negative_prompt,
             seeds=seeds,
             noise=noise,

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`generate` with several prompts or seeds: one load for all videos. Each is saved when it is done."""
+
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from wanjax.cli import names
+from wanjax.cli.processes import is_first, meet
+from wanjax.cli.report import Report
+from wanjax.cli.stages import Rendering
+from wanjax.errors import WanjaxError
+from wanjax.media import videos
+from wanjax.media.pictures import Pictures
+from wanjax.pipelines.seeds import checked_seed
+from wanjax.pipelines.steps import Step
+
+HERE = ("devices", "version")  # entries of a record that do not say which video it is
+RANGE = re.compile(r"(\d+)\.\.(\d+)")
+
+
+def generate(
+    report: Report,
+    *,
+    prompt: str | None,
+    prompts: str | None,
+    seeds: str | None,
+    count: int | None,
+    folder: Path | None,
+    out: str | None,
+    force: bool,
+    **given: Any,
+) -> None:
+    """Makes a video of each prompt and seed into a folder, except those that are there already."""
+    meet(report, given.get("processes"))
+    texts = prompts_of(prompt, prompts)
+    run = Rendering(report, _target(folder, out), given | {"prompt": texts[0]})
+    numbers = seeds_of(seeds, count, run.settings.seed)
+    report.note(f"prompts: {len(texts)}, seeds: {', '.join(map(str, numbers))}, into {run.folder}")
+    run.tell()
+    there: list[Path] = []
+
+    def skip(record: Mapping[str, Any]) -> bool:
+        path = run.folder / name_of(record)
+        if not force and path.is_file():
+            there.append(path)
+        return path in there
+
+    made = run.pipe.videos(
+        texts,
+        seeds=numbers,
+        negative_prompt=run.settings.negative_prompt,
+        callback=lambda step: _stop_between(report, step),
+        tiling=run.tiling,
+        batch_guidance=run.batch_guidance,
+        skip=skip,
+        **{name: given[name] for name in Pictures._fields if given.get(name)},
+        **_shared(run.settings.to_json()),
+    )
+    left = len(texts) * len(numbers) - len(there)
+    if there:
+        report.note(f"{len(there)} of the videos are there already, {left} are to be made")
+    with report.stage("videos"):
+        for done, video in enumerate(made, 1):
+            path = run.folder / name_of(video.settings)
+            if is_first():
+                click.echo(videos.write_video(path, video.frames, video.fps, video.settings))
+            report.note(f"video {done} of {left} is done")
+    report.table()
+
+
+def prompts_of(prompt: str | None, file: str | None) -> list[str]:
+    """Returns the prompt, or the lines of a file of prompts, "-" for standard input, without empty ones.
+
+    Raises WanjaxError where both are given, the file cannot be read, or it has no prompt.
+    """
+    if file is None:
+        assert prompt is not None
+        return [prompt]
+    if prompt is not None:
+        raise WanjaxError("--prompts is given beside a prompt: one way is enough")
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise WanjaxError(f"the prompts in {file} cannot be read: {error}") from error
+    lines = [line.strip() for line in text.splitlines()]
+    if found := [line for line in lines if line]:
+        return found
+    raise WanjaxError(f"{'standard input' if file == '-' else file} has no prompt: one on each line is right")
+
+
+def seeds_of(listed: str | None, count: int | None, first: int) -> list[int]:
+    """Returns the seeds of a list such as "1,5,8..11", or `count` seeds from the first on.
+
+    Raises WanjaxError for another list, and where both are given.
+    """
+    if listed is None:
+        return [checked_seed(seed) for seed in range(first, first + (count or 1))]
+    if count is not None:
+        raise WanjaxError("--seeds is given beside --count: one way is enough")
+    found: list[int] = []
+    for part in listed.split(","):
+        if bounds := RANGE.fullmatch(part.strip()):
+            found += range(int(bounds[1]), int(bounds[2]) + 1)
+        elif part.strip().isdecimal():
+            found.append(int(part))
+        else:
+            raise WanjaxError(f"the seeds {listed!r} are no list of whole numbers such as 1,5,8..11")
+    if not found:
+        raise WanjaxError(f"the seeds {listed!r} are none at all: 0..3 are four")
+    return [checked_seed(seed) for seed in dict.fromkeys(found)]
+
+
+def name_of(record: Mapping[str, Any]) -> str:
+    """Returns the name of a video: its prompt, its seed, and a digest of all that shapes it."""
+    told = {name: value for name, value in record.items() if name not in HERE}
+    digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
+    return f"{names.slug(record['prompt'])}-{record['seed']}-{digest}.mp4"
+
+
+def _target(folder: Path | None, out: str | None) -> Path:
+    """Returns the folder of the videos."""
+    if folder is not None:
+        raise WanjaxError("--dir keeps the stages of one video: --out names the folder of several")
+    if out is not None and Path(out).suffix:
+        raise WanjaxError(f"--out names the file {out} for several videos: a folder is right")
+    return names.VIDEOS if out is None else Path(out).expanduser()
+
+
+def _stop_between(report: Report, step: Step) -> None:
+    if step.index + 1 < step.total:
+        report.stop_if_asked()
+
+
+def _shared(settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings that all videos share, which a call of the pipeline takes."""
+    own = ("model", "dtype", "prompt", "negative_prompt", "seed")
+    return {name: value for name, value in settings.items() if name not in own and value is not None}

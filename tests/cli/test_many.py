@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`generate` with several prompts and seeds: names, videos that are there already, and a run that was killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as some
+
+from tests.support.tiny import compile_cache
+from wanjax.cli import main
+from wanjax.cli.many import prompts_of, seeds_of
+from wanjax.errors import WanjaxError
+from wanjax.media.pictures import read_clip
+from wanjax.media.videos import read_metadata
+
+PROMPTS = "a red circle moving right\n\n  a blue square moving left  \n"
+SMALL = ("--size", "32x32", "--frames", "5", "--steps", "2")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_cache(tmp_path_factory):
+    with compile_cache(tmp_path_factory.getbasetemp() / "xla"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.txt").write_text(PROMPTS)
+
+
+def run(*arguments, status=0, **more):
+    result = CliRunner().invoke(main, [*map(str, arguments)], **more)
+    assert result.exit_code == status, result.output
+    return result
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_each_video_is_that_of_its_own_command(tmp_path):
+    told = run("generate", "--prompts", "prompts.txt", "--seeds", "3,4", "--out", "many", *SMALL)
+    paths = told.stdout.splitlines()
+    assert sorted(os.path.basename(path) for path in paths) == names(tmp_path / "many")
+    assert [(read_metadata(path)["prompt"], read_metadata(path)["seed"]) for path in paths] == [
+        (prompt, seed) for prompt in ("a red circle moving right", "a blue square moving left") for seed in (3, 4)
+    ]
+    for path in paths[1:3]:
+        made = read_metadata(path)
+        run("generate", made["prompt"], "--seed", made["seed"], "--out", "one.mp4", *SMALL)
+        np.testing.assert_array_equal(read_clip(path, 5, 8), read_clip("one.mp4", 5, 8))
+    assert not (tmp_path / "stage_outputs").exists() or not any((tmp_path / "stage_outputs").glob("*/*latents*"))
+
+
+def test_only_missing_videos_are_made(tmp_path):
+    given = ("generate", "--prompts", "-", "--count", 2, "--seed", 7, "--out", "many", *SMALL)
+    made = run(*given, input=PROMPTS).stdout.splitlines()
+    os.unlink(made[2])
+    again = run(*given, input=PROMPTS)
+    assert again.stdout.splitlines() == [made[2]]
+    assert "3 of the videos are there already, 1 are to be made" in again.stderr
+    assert run(*given, input=PROMPTS).stdout == ""
+    assert len(run(*given, "--force", input=PROMPTS).stdout.splitlines()) == 4
+    other = run(*given, "--guidance-scale", 2, input=PROMPTS).stdout.splitlines()
+    assert len(other) == 4
+    assert len(names(tmp_path / "many")) == 8
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends a signal of POSIX")
+def test_a_run_that_was_killed_makes_the_rest(tmp_path):
+    command = [sys.executable, "-m", "wanjax", "generate", "--prompts", "prompts.txt", "--count", "3", "--out", "many"]
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    killed = subprocess.Popen([*command, *SMALL], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    end = time.monotonic() + 300
+    while not list((tmp_path / "many").glob("*.mp4")) and killed.poll() is None and time.monotonic() < end:
+        time.sleep(0.01)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "many").glob("*.mp4")}
+    assert 1 <= len(before) < 6
+    rest = subprocess.run([*command, *SMALL], env=environment, capture_output=True, text=True, check=True)
+    assert len(rest.stdout.splitlines()) == 6 - len(before)
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert len(list((tmp_path / "many").glob("*.mp4"))) == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("a", "--prompts", "prompts.txt"), "--prompts is given beside a prompt"),
+        (("--prompts", "nowhere.txt"), "the prompts in nowhere.txt cannot be read"),
+        (("--prompts", "empty.txt"), "empty.txt has no prompt: one on each line is right"),
+        (("a", "--seeds", "1..x"), "the seeds '1..x' are no list of whole numbers such as 1,5,8..11"),
+        (("a", "--seeds", "4..1"), "the seeds '4..1' are none at all: 0..3 are four"),
+        (("a", "--seeds", "1", "--count", 2), "--seeds is given beside --count"),
+        (("a", "--count", 0), "0 is not in the range x>=1"),
+        (("a", "--count", 2, "--dir", "here"), "--dir keeps the stages of one video"),
+        (("a", "--count", 2, "--out", "one.mp4"), "--out names the file one.mp4 for several videos"),
+    ],
+    ids=str,
+)
+def test_mistakes(tmp_path, arguments, sentence):
+    (tmp_path / "empty.txt").write_text("\n \n")
+    assert sentence in run("generate", *arguments, *SMALL, status=2).stderr
+
+
+@given(some.lists(some.integers(0, 2**40), min_size=1, max_size=5), some.integers(0, 9), some.integers(0, 9))
+def test_lists_of_seeds(single, first, more):
+    listed = ",".join([*map(str, single), f"{first}..{first + more}"])
+    assert seeds_of(listed, None, 0) == list(dict.fromkeys([*single, *range(first, first + more + 1)]))
+
+
+def test_one_prompt_is_a_list_of_one():
+    assert prompts_of("a", None) == ["a"]
+    with pytest.raises(WanjaxError, match="one way is enough"):
+        prompts_of("a", "prompts.txt")
