@@ -246,7 +246,7 @@ def test_a_named_implementation_never_falls_back():
         attention(q, k, v, implementation="reference", config=SMALL_BLOCKS[0])
     with pytest.raises(NotImplementedError, match="chunked is configured by"):
         attention(q, k, v, config=object())
-    with pytest.raises(WanjaxError, match="no attention is named 'fastest': there are reference, chunked"):
+    with pytest.raises(WanjaxError, match="no attention is named 'fastest': there are auto, reference, chunked"):
         attention(q, k, v, implementation="fastest")
 
 

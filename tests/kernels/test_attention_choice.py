@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
 
-from tests.support.attention import exact, operands, run
-from wanjax.kernels.attention import attention, choose, chunked, cudnn
+from tests.support.attention import BOUND, exact, operands, run
+from tests.support.compare import error
+from wanjax.errors import WanjaxError
+from wanjax.kernels.attention import attention, choose, chunked, cudnn, named
 from wanjax.kernels.target import Target, target
 
 CARD = AbstractDevice("NVIDIA H200", None, "gpu")
@@ -138,3 +140,39 @@ def test_cudnn_is_what_is_lowered(monkeypatch):
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "__cudnn$fmhaSoftmax" in text
     assert "96x96" not in text
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        (None, (None, None, None)),
+        ("auto", (None, None, None)),
+        ("auto:window=9", (None, None, 9)),
+        ("chunked", ("chunked", None, None)),
+        ("chunked:window=0", ("chunked", None, 0)),
+    ],
+)
+def test_implementations_and_windows_are_named(text, right):
+    assert named(text) == right
+
+
+@pytest.mark.parametrize("text", ["auto:window=", "auto:window=x", "chunked:window=3,window=4", "auto:window=-3"])
+def test_windows_that_are_no_number(text):
+    with pytest.raises(WanjaxError, match=r"the window in .* is not a number of tokens, such as window=4096"):
+        named(text)
+
+
+@pytest.mark.parametrize("name", ["auto", "chunked", "reference"])
+def test_a_named_window_is_that_of_the_call(name):
+    q, k, v = operands(1, 40, 40, 2, 2, 16)
+    out = attention(q, k, v, implementation=f"{name}:window=5")
+    assert error(out, exact(q, k, v, window=(5, 5))) <= BOUND["float32"]
+    wider = attention(q, k, v, implementation=f"{name}:window=5", window=9)
+    assert error(wider, exact(q, k, v, window=(9, 9))) <= BOUND["float32"]
+
+
+def test_cards_have_a_window_through_another_implementation():
+    with jax.sharding.use_abstract_mesh(mesh(CARD)):
+        chosen = choose(*shapes(), implementation="auto:window=5")
+    assert chosen.name == "chunked"
+    assert "cudnn has no window" in chosen.reason

@@ -49,10 +49,21 @@ def test_lengths(queries, keys, dtype):
         ("block_q=1024,block_kv=4096,block_kv_compute=2048", flash_tpu.Config(1024, 4096, 2048)),
         ("block_kv=4096", flash_tpu.Config(2048, 4096, 4096)),
         ("block_kv_compute=512,block_q=128", flash_tpu.Config(128, 512, 512)),
+        ("block_q=3328,block_kv=2816,block_kv_compute=256", flash_tpu.Config(3328, 2816, 256)),
+        ("center_keys", flash_tpu.Config(2048, 2048, 2048, center_keys=True)),
+        ("center_keys,block_q=1024", flash_tpu.Config(1024, 2048, 2048, center_keys=True)),
     ],
 )
 def test_tiles_are_named(tiles, config):
-    assert named(f"flash_tpu:{tiles}") == ("flash_tpu", config)
+    assert named(f"flash_tpu:{tiles}") == ("flash_tpu", config, None)
+    assert named(f"flash_tpu:window=9,{tiles}") == ("flash_tpu", config, 9)
+
+
+@pytest.mark.parametrize(("queries", "block_q"), [(700, 640), (3400, 3328)])
+def test_blocks_of_queries_that_end_within_a_strip(queries, block_q):
+    q, k, v = operands(1, queries, 300, 1, 1, 64)
+    config = flash_tpu.Config(block_q, 512, 256, interpret=True)
+    assert error(flash(q, k, v, config=config), exact(q, k, v)) <= BOUND["float32"]
 
 
 def test_chosen_tiles_are_for_self_attention():
@@ -155,8 +166,8 @@ def test_odd_shapes(data):
 @pytest.mark.parametrize(
     ("tiles", "told"),
     [
-        ((96, 64, 32), "block_q=96: a multiple of 512, or of 128 below it"),
-        ((640, 64, 32), "block_q=640"),
+        ((96, 64, 32), "block_q=96: a multiple of 128 would do, best of 512"),
+        ((700, 64, 32), "block_q=700"),
         ((128, 80, 32), "block_kv=80: a multiple of block_kv_compute=32"),
         ((128, 40, 40), "block_kv_compute=40: a multiple of 16"),
     ],

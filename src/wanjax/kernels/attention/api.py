@@ -21,6 +21,7 @@ IMPLEMENTATIONS: dict[str, ModuleType] = {
     "cudnn": cudnn,
     "flash_tpu": flash_tpu,
 }
+AUTO = "auto"
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -39,21 +40,34 @@ PREFERRED: dict[str, tuple[Choice, ...]] = {
 }
 
 
-def named(text: str | None) -> tuple[str | None, Any]:
-    """Reads an implementation and its tiles from text such as `chunked` or `flash_tpu:block_q=1024,block_kv=2048`.
+class Named(NamedTuple):
+    """An implementation, or None to choose one, with its tiles and the window of self-attention; None if not given."""
+
+    implementation: str | None = None
+    config: Any = None
+    window: int | None = None
+
+
+def named(text: str | None) -> Named:
+    """Reads text such as `chunked`, `flash_tpu:block_q=1024,block_kv=2048` or `auto:window=4096`; `auto` is None.
 
     Raises WanjaxError for an unknown implementation, and for tiles that it does not have.
     """
-    if text is None:
-        return None, None
-    name, _, tiles = text.partition(":")
-    if name not in IMPLEMENTATIONS:
-        raise WanjaxError(f"no attention is named {name!r}: there are {', '.join(IMPLEMENTATIONS)}")
-    if not tiles:
-        return name, None
-    if name != "flash_tpu":
+    name, _, options = (text or AUTO).partition(":")
+    if name not in (AUTO, *IMPLEMENTATIONS):
+        raise WanjaxError(f"no attention is named {name!r}: there are {', '.join((AUTO, *IMPLEMENTATIONS))}")
+    entries = options.split(",") if options else []
+    windows = [entry.partition("=")[2] for entry in entries if entry.startswith("window=")]
+    if len(windows) > 1 or not all(window.isascii() and window.isdigit() for window in windows):
+        raise WanjaxError(f"the window in {text!r} is not a number of tokens, such as window=4096")
+    tiles = ",".join(entry for entry in entries if not entry.startswith("window="))
+    if tiles and name != "flash_tpu":
         raise WanjaxError(f"{name} has no tiles to choose: those of flash_tpu can be chosen")
-    return name, flash_tpu.read_config(tiles)
+    return Named(
+        None if name == AUTO else name,
+        flash_tpu.read_config(tiles) if tiles else None,
+        int(windows[0]) if windows else None,
+    )
 
 
 @jax.named_scope("attention")
@@ -77,13 +91,13 @@ def attention(
     the keys before and after its own position that a query sees; one number sets both, and None removes the bound.
     `scale` is 1 / √D by default. `bias` is float32 and broadcasts to [B N L S].
 
-    `implementation` names an implementation, with tiles if wanted (see `named`), and never falls back; None chooses by
-    platform and shape, and `choose` tells the choice. `config` has the implementation's own type. Within `sharding.use`
-    all devices compute together. Raises WanjaxError for operands that do not fit each other, and UnsupportedError if
-    the implementation does not support the call.
+    `implementation` names an implementation, with tiles and a window if wanted (see `named`), and never falls back;
+    None chooses by platform and shape, and `choose` tells the choice. `config` has the implementation's own type.
+    Within `sharding.use` all devices compute together. Raises WanjaxError for operands that do not fit each other, and
+    UnsupportedError if the implementation does not support the call.
     """
-    implementation, tiles = named(implementation)
-    options = _options(q, k, v, key_mask, window, scale, bias, config or tiles)
+    implementation, tiles, usual = named(implementation)
+    options = _options(q, k, v, key_mask, usual if window is None else window, scale, bias, config or tiles)
     mask, window, bias = (options.pop(name) for name in ("key_mask", "window", "bias"))
     keys = k.shape[1] if keys is None else keys
     if not 1 <= keys <= k.shape[1]:
@@ -129,8 +143,8 @@ def choose(
     Shapes suffice (`jax.ShapeDtypeStruct`). `return_lse` asks for the log-sum-exp of each query too, which merges the
     steps of ring attention. The platform is that of `kernels.target.target`.
     """
-    implementation, tiles = named(implementation)
-    options = _options(q, k, v, key_mask, window, scale, bias, config or tiles)
+    implementation, tiles, usual = named(implementation)
+    options = _options(q, k, v, key_mask, usual if window is None else window, scale, bias, config or tiles)
     preferred = PREFERRED.get(target(q).platform, ANYWHERE)
     refusals = []
     for choice in preferred if implementation is None else (Choice(implementation, "it was named"),):

@@ -38,6 +38,7 @@ from wanjax.kernels.attention.masks import Window, divide_live, live_first
 HEAD_DIMS = (64, 128)
 DTYPES = ("float32", "bfloat16")
 TILES = ("block_q", "block_kv", "block_kv_compute")
+CENTER = "center_keys"
 LANES = 128
 COUNTS_KEYS = True
 UNBOUNDED = 1 << 30  # a side of a window that includes all keys
@@ -62,8 +63,8 @@ class Config:
     interpret: bool = False
 
     def __post_init__(self):
-        if self.block_q < 1 or self.block_q % (STRIP_Q if self.block_q > STRIP_Q else LANES):
-            raise WanjaxError(f"block_q={self.block_q}: a multiple of {STRIP_Q}, or of {LANES} below it, would do")
+        if self.block_q < 1 or self.block_q % LANES:
+            raise WanjaxError(f"block_q={self.block_q}: a multiple of {LANES} would do, best of {STRIP_Q}")
         if self.block_kv_compute < PROBE or self.block_kv_compute % REGISTER:
             raise WanjaxError(
                 f"block_kv_compute={self.block_kv_compute}: a multiple of {REGISTER} from {PROBE} on would do"
@@ -88,19 +89,22 @@ class Config:
 
 
 def read_config(text: str) -> Config:
-    """Reads tiles from text such as `block_q=2048,block_kv=4096,block_kv_compute=2048`.
+    """Reads tiles from text such as `block_q=2048,block_kv=4096,block_kv_compute=2048`, perhaps with `center_keys`.
 
     `block_q` is 2,048 if left out; either size of keys is the other one, or 2,048 if both are left out. Raises
     WanjaxError for other text, and for tiles that are not possible.
     """
     given: dict[str, int] = {}
-    for entry in text.split(","):
+    entries = text.split(",")
+    for entry in entries:
+        if entry == CENTER:
+            continue
         name, _, size = entry.partition("=")
         if name not in TILES or name in given or not (size.isascii() and size.isdigit()):
             raise WanjaxError(f"the tiles {text!r} are not such as block_q=2048,block_kv=4096,block_kv_compute=2048")
         given[name] = int(size)
     keys = given.get("block_kv", given.get("block_kv_compute", 2048))
-    return Config(given.get("block_q", 2048), keys, given.get("block_kv_compute", keys))
+    return Config(given.get("block_q", 2048), keys, given.get("block_kv_compute", keys), CENTER in entries)
 
 
 def default_config(vmem_bytes: int, head_dim: int, queries: int, keys: int, dtype: str, ragged: bool = False) -> Config:
