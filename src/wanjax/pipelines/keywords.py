@@ -12,7 +12,10 @@ from functools import wraps
 from typing import ParamSpec, TypedDict, TypeVar, get_type_hints
 
 from wanjax.errors import WanjaxError
+from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import ClipSource, PictureSource
+from wanjax.pipelines.frames import GivenLatents
+from wanjax.pipelines.steps import Step
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -45,6 +48,16 @@ class Given(GivenSettings, total=False):
     mask: ClipSource | None
     references: Iterable[PictureSource] | None
     resize: str | None
+
+
+class Called(Given, total=False):
+    """The keywords of a call for videos."""
+
+    negative_prompt: str | None
+    noise: GivenLatents | None
+    callback: Callable[[Step], bool | None] | None
+    tiling: Tiling | None
+    batch_guidance: bool
 
 
 RENAMED = {

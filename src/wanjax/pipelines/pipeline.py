@@ -24,7 +24,7 @@ from wanjax.media.videos import Video
 from wanjax.pipelines import many
 from wanjax.pipelines.checks import check_encoded, check_frames, check_latents, check_noise, check_tiling
 from wanjax.pipelines.frames import Frames, GivenFrames, GivenLatents, Latents, chunk_count, decoded, encoded
-from wanjax.pipelines.keywords import Given, GivenSettings, knows_keywords, spelled_out, unknown_keyword
+from wanjax.pipelines.keywords import Called, Given, GivenSettings, knows_keywords, spelled_out, unknown_keyword
 from wanjax.pipelines.model import Model
 from wanjax.pipelines.progress import counted, stage
 from wanjax.pipelines.record import VERSION, nameable
@@ -96,10 +96,15 @@ class Pipeline(Model, ABC):
         return x
 
     @overload
-    def __call__(self, prompt: str, *, seeds: None = None, **given: Any) -> Video: ...
+    def __call__(self, prompt: str, *, seeds: None = None, **given: Unpack[Called]) -> Video: ...
 
     @overload
-    def __call__(self, prompt: str | Sequence[str], *, seeds: Sequence[int] | None = None, **given: Any) -> Any: ...
+    def __call__(self, prompt: str, *, seeds: Sequence[int], **given: Unpack[Called]) -> list[Video]: ...
+
+    @overload
+    def __call__(
+        self, prompt: Sequence[str], *, seeds: Sequence[int] | None = None, **given: Unpack[Called]
+    ) -> list[Video]: ...
 
     @spelled_out(Given)
     def __call__(
