@@ -152,6 +152,7 @@ def load(
     attention: str | None = None,
     revision: str | None = None,
     mesh: Mesh | str | None = None,
+    video: Mapping[str, Any] | None = None,
     rules: str = "fsdp",
     compiler: str = SAFE,
     lora: Loras = (),
@@ -169,6 +170,7 @@ def load(
     attention: the transformer's implementation; None chooses by platform and shape.
     mesh: a mesh of `wanjax.make_mesh`, a text such as "dp=2,sp=1,tp=4", or "auto", which uses as many devices as help;
         None is one device on a CPU, and "auto" elsewhere.
+    video: settings of the videos to come, for which "auto" chooses the mesh; None is the model's defaults.
     rules: "fsdp" or "tp", the way in which weights are sharded.
     compiler: "safe" or "fast", a set of options of TPUs' compiler. What it refuses is left out, with a warning.
     lora: FILE or FILE:STRENGTH, or several, merged into the transformer as it is read. FILE may be OWNER/NAME/FILE on
@@ -187,7 +189,9 @@ def load(
     check_set(compiler)
     set_cache_folder()
     found = _scheduled_by(scheduler, _adapted(examine(model, revision), lora, note))
-    return _pipeline(found, Loading(dtype, param_dtype, attention, mesh, rules, compiler, offload, progress))
+    return _pipeline(
+        found, Loading(dtype, param_dtype, attention, mesh, video or {}, rules, compiler, offload, progress)
+    )
 
 
 class Loading(NamedTuple):
@@ -197,6 +201,7 @@ class Loading(NamedTuple):
     param_dtype: str | None
     attention: str | None
     mesh: Mesh | str | None
+    video: Mapping[str, Any]
     rules: str
     compiler: str
     offload: bool | None
@@ -226,7 +231,9 @@ def _pipeline(found: Checkpoint, way: Loading) -> Pipeline:
     kept = way.param_dtype or found.param_dtype
     usual = "float32" if platform() == "cpu" else kept or _stored_dtype(found.source, "transformer")
     defaults = replace(found.settings, dtype=way.dtype or usual)
-    partitioner = _partitioner(way.mesh, way.rules, found.architecture, defaults)
+    asked = {name: value for name, value in way.video.items() if name in defaults.to_json()}
+    video = defaults.updated(defaults.typed(asked))
+    partitioner = _partitioner(way.mesh, way.rules, found.architecture, video)
     _check_attention(way.attention, found.architecture, defaults)
     loaders = _loaders(found, defaults.dtype, way._replace(param_dtype=kept), partitioner)
     made = Components(loaders, _options(found, way), way.offload)

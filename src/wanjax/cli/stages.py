@@ -27,6 +27,7 @@ from wanjax.layers.tiling import Tiling
 from wanjax.media import stage_files, videos
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines.pipeline import WITHOUT_VIDEO, Pipeline
+from wanjax.pipelines.record import devices_of
 from wanjax.pipelines.seeds import DRAW
 from wanjax.pipelines.steps import Step, Switch
 
@@ -135,6 +136,7 @@ class Rendering:
             dtype=_dtype(chosen),
             attention=given.get("attention"),
             mesh=given.get("mesh"),
+            video={name: value for name, value in chosen.items() if isinstance(value, int | float)},
             rules=given.get("rules") or "fsdp",
             compiler=given.get("compiler") or SAFE,
             lora=loras,
@@ -189,12 +191,12 @@ class Rendering:
 
     def tell(self) -> None:
         """Prints the settings of the video, and notes on settings that may be unintended."""
-        chosen, drawn = self.settings, " (drawn)" if self.drawn else ""
+        chosen, drawn, mesh = self.settings, " (drawn)" if self.drawn else "", self.pipe.partitioner
         guidance = " and ".join(f"{scale:g}" for scale in chosen.guidance_scales)
         self.report.note(
             f"{chosen.model}: {chosen.width}x{chosen.height}, {chosen.frames} frames at {chosen.fps} a second, "
             f"{chosen.steps} steps, guidance {guidance}, seed {chosen.seed}{drawn}, {chosen.dtype}, "
-            f"on {jax.devices()[0].device_kind}"
+            f"on {devices_of(mesh)}{f', mesh {mesh}, rules {mesh.rules_name}' if mesh else ''}"
         )
         if not chosen.guided:
             self.report.note("note: guidance is off, so the negative prompt has no effect")

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mesh that "auto" chooses for the settings of a run, on eight devices."""
+
+import pytest
+from click.testing import CliRunner
+
+import wanjax
+from tests.support.tiny import compile_cache, tiny_checkpoint
+from wanjax.cli import main
+from wanjax.media.videos import read_metadata
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_cache(tmp_path_factory):
+    with compile_cache(tmp_path_factory.getbasetemp() / "xla"):
+        yield
+
+
+def test_without_guidance_no_devices_repeat_the_work_of_others():
+    guided, free = (wanjax.load("nano", mesh="auto", video={"guidance_scale": scale}) for scale in (3.0, 1.0))
+    assert guided.partitioner.size("dp") == 2
+    assert free.partitioner.size("dp") == 1
+    assert free.defaults == guided.defaults == wanjax.load("nano").defaults
+
+
+@pytest.mark.parametrize(("scale", "mesh"), [("1", "dp=1"), ("4", "dp=2")])
+def test_the_command_line_chooses_by_its_own_guidance_tells_the_mesh_and_keeps_it(tmp_path, monkeypatch, scale, mesh):
+    monkeypatch.chdir(tmp_path)
+    model = str(tiny_checkpoint(tmp_path / "tiny"))
+    given = ["--size", "32x32", "--frames", "5", "--steps", "1", "--guidance-scale", scale, "--mesh", "auto"]
+    told = CliRunner().invoke(main, ["generate", "a", "--model", model, *given, "--out", "a.mp4"])
+    assert told.exit_code == 0, told.output
+    assert f"mesh {mesh}" in told.stderr
+    assert read_metadata("a.mp4")["mesh"].startswith(mesh)
