@@ -228,8 +228,9 @@ def test_noise_from_a_file(model):
         result = succeeded(wanjax("a", "--model", model, *SMALL, *noisy, *HERE))
         latents.append(load_safetensors(Path("stage_outputs") / stage_files.LATENTS)["latents"].copy())
     np.testing.assert_array_equal(*latents)
-    assert "the initial noise is that of noise.safetensors" in result.stderr
-    assert videos.read_metadata(Path("stage_outputs") / stage_files.VIDEO)["noise"] == "noise.safetensors"
+    file = str(Path("noise.safetensors").absolute())
+    assert f"the initial noise is that of {file}" in result.stderr
+    assert videos.read_metadata(Path("stage_outputs") / stage_files.VIDEO)["noise"] == file
 
 
 def test_two_experts(model):

@@ -76,7 +76,8 @@ def test_three_stages_are_one_run(models):
     for name in (stage_files.EMBEDDINGS, stage_files.LATENTS, *(f"frames/{frame}" for frame in files("one/frames"))):
         assert (Path("one") / name).read_bytes() == (Path("three") / name).read_bytes()
     settings = stage_files.load_settings(Path("one"))
-    assert (settings["image"], settings["width"], settings["height"]) == ("../wide.png", 64, 16)
+    image = str(Path("../wide.png").absolute())
+    assert (settings["image"], settings["width"], settings["height"]) == (image, 64, 16)
     assert stage_files.load_settings(Path("three")) == settings
 
 

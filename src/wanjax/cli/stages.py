@@ -27,9 +27,10 @@ from wanjax.layers.tiling import Tiling
 from wanjax.media import stage_files, videos
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines.pipeline import WITHOUT_VIDEO, Pipeline
-from wanjax.pipelines.record import devices_of
+from wanjax.pipelines.record import described, devices_of
 from wanjax.pipelines.seeds import DRAW
 from wanjax.pipelines.steps import Step, Switch
+from wanjax.schedulers import name_of
 
 
 def generate(
@@ -82,7 +83,7 @@ def decode(report: Report, *, folder: Path, out: str | None, force: bool, **give
     latents = stage_files.load_latents(folder, left)
     run = Rendering(report, folder, given, left, out=out)
     run.check_channels(latents)
-    run.record = left | run.record
+    run.record |= left | run.settings.to_json()  # the latents are as they were made
     run.decode(latents)
     report.table()
 
@@ -104,7 +105,7 @@ class Rendering:
 
         Raises WanjaxError here for everything that can be wrong, before any slow work begins.
         """
-        chosen = dict(left or {}) | given_settings(**given)
+        chosen = _inherited(left or {}, given) | given_settings(**given)
         self.report = report
         self.tiling = Tiling() if given.get("tile") else None
         self.profile: Path | None = given.get("profile")
@@ -113,7 +114,7 @@ class Rendering:
         loras = _loras(chosen) if "lora" in given else []  # only denoising uses them
         self.pipe = self._load(chosen, given, loras)
         settings = _checked(chosen, given, self.pipe.defaults.to_json())
-        files = {name: chosen[name] for name in Pictures._fields if chosen.get(name)}
+        files = {name: described(chosen[name]) for name in Pictures._fields if chosen.get(name)}
         del settings["model"]  # the pipeline's own name of it holds in any folder
         if left is None:
             self.pictures, self.settings = self.pipe.prepare(**files, **settings)
@@ -126,12 +127,12 @@ class Rendering:
             check_folder(self.profile)
             trace_with_scopes()
         self.place = self._place(folder, out)
-        self.record = self.settings.to_json() | files | ({} if noise is None else {"noise": noise})
-        self.record |= {"lora": [str(lora) for lora in loras]} if loras else {}
-        self.record |= {"scheduler": chosen["scheduler"]} if "scheduler" in chosen else {}
+        self.record = self.pipe.record(
+            self.settings, files | {"noise": noise}, tiling=self.tiling, batch_guidance=self.batch_guidance
+        )
 
     def _load(self, chosen: Mapping[str, Any], given: Mapping[str, Any], loras: Sequence[Lora]) -> Pipeline:
-        return registry.load(
+        pipe = registry.load(
             _model(chosen),
             dtype=_dtype(chosen),
             attention=given.get("attention"),
@@ -139,11 +140,14 @@ class Rendering:
             video={name: value for name, value in chosen.items() if isinstance(value, int | float)},
             rules=given.get("rules") or "fsdp",
             compiler=given.get("compiler") or SAFE,
+            revision=chosen.get("revision"),
             lora=loras,
-            scheduler=chosen.get("scheduler"),
             progress=self.report.load,
             note=self.report.note,
         )
+        if chosen.get("scheduler") not in (None, name_of(pipe.scheduler)):
+            pipe.scheduler = chosen["scheduler"]
+        return pipe
 
     def _place(self, folder: Path | None, out: str | None) -> names.Place:
         """Returns the names of the run's files, after a check that they can be written."""
@@ -296,6 +300,13 @@ class Rendering:
         return shlex.join(["wanjax", stage, "--dir", str(self.folder), *out])
 
 
+def _inherited(left: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what the previous stage left; without what belongs to its model if another one is given."""
+    if given.get("model") in (None, left.get("model")):
+        return dict(left)
+    return {name: value for name, value in left.items() if name not in ("scheduler", "revision")}
+
+
 def given_settings(size: tuple[int, int] | None = None, **given: Any) -> dict[str, Any]:
     """Returns the options given on the command line, with `size` replaced by height and width."""
     if size and (given["height"] or given["width"]):
@@ -305,11 +316,11 @@ def given_settings(size: tuple[int, int] | None = None, **given: Any) -> dict[st
 
 
 def _model(chosen: Mapping[str, Any]) -> str:
-    """Returns the chosen model; a folder by its full path, so that a later stage finds it from any folder."""
+    """Returns the chosen model; a local one by its full path, so that a later stage finds it from any folder."""
     name = chosen.get("model")
     if not isinstance(name, str):
         raise WanjaxError(f"{stage_files.CONFIG} names no model: --model has to")
-    return name if name in registry.presets() or not Path(name).is_dir() else str(Path(name).absolute())
+    return name if name in registry.presets() else described(name)
 
 
 def _loras(chosen: Mapping[str, Any]) -> list[Lora]:

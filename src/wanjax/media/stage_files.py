@@ -29,6 +29,18 @@ OLD_NAMES = {"model_id": "model", "num_inference_steps": "steps", "num_frames": 
 PICTURE_FILES = ("image", "last_image", "video", "mask", "references")
 PICTURE_SETTINGS = ("height", "width", "frames", "resize", *PICTURE_FILES)
 """Settings that shape what is encoded from pictures."""
+SURROUNDINGS = {
+    "devices",
+    "mesh",
+    "rules",
+    "attention",
+    "compiler",
+    "batch_guidance",
+    "tiling",
+    "param_dtype",
+    "version",
+}
+"""Entries of a record on which a video depends only in its last digits, and which differ from machine to machine."""
 FLOATS = {"floats": jnp.floating}
 FLOATS_AND_MASKS = FLOATS | {"integers": jnp.integer, "booleans": jnp.bool_}
 
@@ -114,7 +126,7 @@ def _open_stage(folder: Path, name: str, settings: Mapping[str, Any], command: s
         raise WanjaxError(f"{folder} holds no {name}: run `{command} --dir {folder}` first")
     file = SafetensorsFile(folder / name)
     for key, value in _table(file, "settings").items():
-        if key in settings and settings[key] != value:
+        if key in settings and settings[key] != value and key not in SURROUNDINGS:
             raise WanjaxError(
                 f"{name} and {CONFIG} in {folder} do not belong together: {key} is {_short(value)} in the one and "
                 f"{_short(settings[key])} in the other, so `{command} --dir {folder}` has to run again"

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The record of a video made by commands: everything that shaped it, with names that hold in any folder."""
+
+import os
+import shutil
+from importlib.metadata import version
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.support.commands import files, succeeded, wanjax
+from tests.support.tiny import compile_cache, tiny_checkpoint, tiny_image_checkpoint
+from wanjax.checkpoints.files import save_safetensors
+from wanjax.media import stage_files
+from wanjax.media.videos import read_metadata
+
+SMALL = ("--size", "32x32", "--frames", "5", "--steps", "1")
+KIND = jax.devices()[0].device_kind
+PLAIN = {"scheduler": "unipc", "devices": f"1 x {KIND}", "version": version("wanjax")}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory) -> Path:
+    return tiny_image_checkpoint(tmp_path_factory.mktemp("image"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_cache(tmp_path_factory):
+    with compile_cache(tmp_path_factory.getbasetemp() / "xla"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch) -> Path:
+    """The folder of the command, with a picture, noise and a LoRA."""
+    monkeypatch.chdir(tmp_path)
+    random = np.random.default_rng(0)
+    Image.fromarray(random.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save("red.png")
+    save_safetensors("noise.safetensors", {"noise": random.normal(size=(1, 4, 2, 4, 4)).astype(np.float32)})
+    q = {"lora_down": np.ones((2, 24), np.float32), "lora_up": np.ones((24, 2), np.float32)}
+    save_safetensors(
+        "style.safetensors", {f"diffusion_model.blocks.1.self_attn.q.{role}.weight": x for role, x in q.items()}
+    )
+    return tmp_path
+
+
+def extras(record: dict, model: Path) -> dict:
+    """Returns the entries of a record beside the settings."""
+    import wanjax
+
+    return {name: value for name, value in record.items() if name not in wanjax.load(model).defaults.to_json()}
+
+
+def test_a_plain_video(text):
+    succeeded(wanjax("a", "--model", text, *SMALL, "--dir", "d", "--out", "a.mp4"))
+    record = read_metadata("a.mp4")
+    assert extras(record, text) == PLAIN
+    assert record == stage_files.load_settings(Path("d"))
+
+
+def test_all_that_can_be_chosen(text, here):
+    chosen = "--mesh dp=2,sp=2,tp=2 --rules tp --attention reference --scheduler unipc:order=1 --tile --batch-guidance"
+    more = ("--lora", "style.safetensors:0.5", "--noise", "noise.safetensors", "--compiler", "fast")
+    succeeded(wanjax("a", "--model", text, *SMALL, *chosen.split(), *more, "--dir", "d", "--out", "a.mp4"))
+    record = read_metadata("a.mp4")
+    assert extras(record, text) == PLAIN | {
+        "mesh": "dp=2,sp=2,tp=2",
+        "rules": "tp",
+        "devices": f"8 x {KIND}",
+        "attention": "reference",
+        "scheduler": "unipc:order=1",
+        "compiler": "fast",
+        "tiling": {"size": 256, "stride": 192},
+        "batch_guidance": True,
+        "lora": [f"{here}/style.safetensors:0.5"],
+        "noise": f"{here}/noise.safetensors",
+    }
+
+
+def test_stages_go_on_from_another_folder(image, here, monkeypatch):
+    shutil.copytree(image, "i2v")
+    given = ("a", "--model", "./i2v", "--image", "red.png", "--size", "32x32", "--frames", "5")
+    denoising = ("--steps", "1", "--lora", "style.safetensors")
+    succeeded(wanjax(*given, *denoising, "--dir", "one", "--out", "one.mp4"))
+    succeeded(wanjax("encode", *given, "--dir", "three"))
+    (here / "elsewhere").mkdir()
+    os.rename("style.safetensors", "elsewhere/style.safetensors")
+    monkeypatch.chdir("elsewhere")
+    succeeded(wanjax("denoise", *denoising, "--dir", "../three"))
+    succeeded(wanjax("decode", "--dir", "../three", "--out", "three.mp4"))
+    record, other = read_metadata("three.mp4"), read_metadata("../one.mp4")
+    assert record.pop("lora") == [f"{here}/elsewhere/style.safetensors"]
+    assert other.pop("lora") == [f"{here}/style.safetensors"]
+    assert record == other
+    assert (record["model"], record["image"]) == (f"{here}/i2v", f"{here}/red.png")
+
+
+def test_stages_may_run_on_other_devices(text):
+    """The record of a video is that of the devices that denoised it."""
+    succeeded(wanjax("encode", "a", "--model", text, "--dir", "d"))
+    succeeded(wanjax("denoise", *SMALL, "--mesh", "dp=2,sp=2,tp=2", "--scheduler", "unipc:order=1", "--dir", "d"))
+    succeeded(wanjax("decode", "--fps", "3", "--dir", "d"))
+    record = read_metadata("d/output_video.mp4")
+    assert (record["devices"], record["mesh"]) == (f"8 x {KIND}", "dp=2,sp=2,tp=2")
+    assert (record["scheduler"], record["fps"]) == ("unipc:order=1", 3)
+    succeeded(wanjax("encode", "a", "--model", text, "--size", "32x32", "--frames", "5", "--dir", "d", "--force"))
+    left = stage_files.load_settings(Path("d"))
+    stage_files.save_settings(Path("d"), left | {"steps": 1, "scheduler": "unipc:order=1"})
+    succeeded(wanjax("decode", "--dir", "d", "--out", "b.mp4"))  # the latents are of the same settings
+    assert files("d") == [stage_files.CONFIG, "output_video.mp4", stage_files.EMBEDDINGS, stage_files.LATENTS]
+
+
+def test_another_model_has_its_own_scheduler(text, here):
+    shutil.copytree(text, "other")
+    succeeded(wanjax("encode", "a", "--model", text, "--dir", "d"))
+    settings = stage_files.load_settings(Path("d"))
+    stage_files.save_settings(Path("d"), settings | {"scheduler": "unipc:order=1"})
+    succeeded(wanjax("denoise", *SMALL, "--dir", "d", "--model", "other"))
+    record = stage_files.load_settings(Path("d"))
+    assert (record["model"], record["scheduler"]) == (f"{here}/other", "unipc")
