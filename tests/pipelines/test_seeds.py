@@ -149,15 +149,19 @@ def test_denoising_alone_tells_the_drawn_seed(model):
         latents = pipe.denoise(encoded, seed=-1, **SMALL)
     seed = int(str(told[0].message).split()[2])
     np.testing.assert_array_equal(pipe.denoise(encoded, seed=seed, **SMALL), latents)
+    with pytest.warns(UserWarning, match=r"the seed \d+ was drawn at random") as told:
+        latents = pipe.denoise(encoded, seeds=[-1], **SMALL)
+    seed = int(str(told[0].message).split()[2])
+    np.testing.assert_array_equal(pipe.denoise(encoded, seeds=[seed], **SMALL), latents)
 
 
 def test_the_command_line_tells_a_drawn_seed(model):
-    said = succeeded(run("a", "--model", model, *OPTIONS, "--seed", "-1", "--out", "one.mp4")).stderr
+    said = succeeded(run("a", "--model", model, *OPTIONS, "--seed", "-1", "--dir", "one", "--out", "one.mp4")).stderr
     seed = read_metadata("one.mp4")["seed"]
     assert f"seed {seed} (drawn), float32" in said
-    assert stage_files.load_settings(Path("stage_outputs"))["seed"] == seed
-    said = succeeded(run("denoise", "--seed", "-1")).stderr
-    other = stage_files.load_settings(Path("stage_outputs"))["seed"]
+    assert stage_files.load_settings(Path("one"))["seed"] == seed
+    said = succeeded(run("denoise", "--seed", "-1", "--dir", "one", "--force")).stderr
+    other = stage_files.load_settings(Path("one"))["seed"]
     assert f"seed {other} (drawn)" in said
     assert other not in (seed, -1)
 

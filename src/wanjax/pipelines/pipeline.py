@@ -4,7 +4,6 @@
 Plain arrays connect the stages. Each family implements the abstract methods.
 """
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,7 +29,7 @@ from wanjax.pipelines.progress import counted, stage
 from wanjax.pipelines.record import VERSION, nameable
 from wanjax.pipelines.resume import continuing, digest
 from wanjax.pipelines.sampler import Denoiser, Inputs, State, sample
-from wanjax.pipelines.seeds import DRAW, checked_seed, initial_noise, solver_keys, steady_draws
+from wanjax.pipelines.seeds import checked_seed, initial_noise, solver_keys, steady_draws, told_seeds
 from wanjax.pipelines.settings import Settings, dtype_name, height_and_width
 from wanjax.pipelines.steps import Segment, Step, Switch, left_of
 from wanjax.pipelines.tokenizer import Truncation
@@ -334,7 +333,7 @@ class Pipeline(Model, ABC):
         """
         chosen = self._settings_for(encoded, dict(settings))
         references = self.references(encoded, chosen)
-        seeds = [chosen.seed] if seeds is None else [checked_seed(seed) for seed in seeds]
+        seeds = told_seeds([settings.get("seed")], [chosen.seed]) if seeds is None else told_seeds(seeds)
         given = self._checked_noise(noise, chosen, seeds, references)
         schedule, x = self.begin(encoded, chosen, given)
         state = State(x, self.scheduler.init(schedule, x, solver_keys(seeds)))
@@ -372,7 +371,7 @@ class Pipeline(Model, ABC):
         return digest(told, [x for x in (*encoded, noise) if x is not None])
 
     def _settings_for(self, encoded: Encoded, given: dict[str, Any]) -> Any:
-        """Returns the settings of a video of this output of `encode`, which has to fit; warns of a drawn seed.
+        """Returns the settings of a video of this output of `encode`, which has to fit.
 
         Where no size is given it is that of the encoded pictures.
         """
@@ -381,8 +380,6 @@ class Pipeline(Model, ABC):
         if made and not given.keys() & {"size", "height", "width"}:
             given["size"] = tuple(self.architecture.vae.spatial_factor * cells for cells in made[0].shape[3:])
         chosen = self.settings(**given)
-        if given.get("seed") == DRAW:
-            warnings.warn(f"the seed {chosen.seed} was drawn at random", stacklevel=5)
         self.check_encoded(encoded, chosen)
         return chosen
 

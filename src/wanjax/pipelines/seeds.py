@@ -7,6 +7,7 @@ seed below 2^32 gives the key of `jax.random.key(seed)` with JAX's default flags
 
 import operator
 import secrets
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -34,6 +35,18 @@ def checked_seed(seed: Any) -> int:
     if number is None or not (number == DRAW or 0 <= number < 2**BITS):
         raise WanjaxError(f"the seed {seed!r} is not a whole number from 0 to 2^{BITS} - 1, nor -1, which draws one")
     return draw() if number == DRAW else number
+
+
+def told_seeds(asked: Sequence[Any], chosen: Sequence[int] | None = None) -> list[int]:
+    """Returns the seeds that a call asked for, as ints; a warning at the call tells those drawn in place of -1.
+
+    `chosen` are the same seeds after drawing, if that was done before.
+    """
+    numbers = [checked_seed(seed) for seed in asked] if chosen is None else list(chosen)
+    for seed, number in zip(asked, numbers, strict=True):
+        if seed == DRAW:
+            warnings.warn(f"the seed {number} was drawn at random", stacklevel=5)  # past `denoise` and its decorators
+    return numbers
 
 
 def draw() -> int:
