@@ -189,9 +189,8 @@ def load(
     check_set(compiler)
     set_cache_folder()
     found = _scheduled_by(scheduler, _adapted(examine(model, revision), lora, note))
-    return _pipeline(
-        found, Loading(dtype, param_dtype, attention, mesh, video or {}, rules, compiler, offload, progress)
-    )
+    way = Loading(dtype, param_dtype, attention, mesh, video or {}, rules, compiler, offload, progress)
+    return _pipeline(found, way)
 
 
 class Loading(NamedTuple):

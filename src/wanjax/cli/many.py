@@ -5,7 +5,7 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,40 +39,46 @@ def generate(
 ) -> None:
     """Makes a video of each prompt and seed into a folder, except those that are there already."""
     meet(report, given.get("processes"))
+    for option in ("noise", "profile"):
+        if given.pop(option) is not None:
+            raise WanjaxError(f"--{option} is for one video: it cannot be given for several")
     texts = prompts_of(prompt, prompts)
     run = Rendering(report, _target(folder, out), given | {"prompt": texts[0]})
     numbers = seeds_of(seeds, count, run.settings.seed)
     report.note(f"prompts: {len(texts)}, seeds: {', '.join(map(str, numbers))}, into {run.folder}")
     run.tell()
-    there: list[Path] = []
+    pictures = {name: given[name] for name in Pictures._fields if given.get(name)}
+    _save_all(report, run, force, texts, seeds=numbers, **pictures)
+    report.table()
+
+
+def _save_all(report: Report, run: Rendering, force: bool, prompts: Sequence[str], **given: Any) -> None:
+    """Makes the videos that are not there and saves each when it is done; `given` are keywords of `videos`."""
+    wanted, there = [], []
 
     def skip(record: Mapping[str, Any]) -> bool:
-        path = run.folder / name_of(record)
-        if not force and path.is_file():
-            there.append(path)
-        return path in there
+        known = not force and (run.folder / name_of(record)).is_file()
+        (there if known else wanted).append(record)
+        return known
 
     made = run.pipe.videos(
-        texts,
-        seeds=numbers,
+        prompts,
         negative_prompt=run.settings.negative_prompt,
         callback=lambda step: _stop_between(report, step),
         tiling=run.tiling,
         batch_guidance=run.batch_guidance,
         skip=skip,
-        **{name: given[name] for name in Pictures._fields if given.get(name)},
+        **given,
         **_shared(run.settings.to_json()),
     )
-    left = len(texts) * len(numbers) - len(there)
     if there:
-        report.note(f"{len(there)} of the videos are there already, {left} are to be made")
+        report.note(f"{len(there)} of the videos are there already, {len(wanted)} are to be made")
     with report.stage("videos"):
         for done, video in enumerate(made, 1):
             path = run.folder / name_of(video.settings)
             if is_first():
                 click.echo(videos.write_video(path, video.frames, video.fps, video.settings))
-            report.note(f"video {done} of {left} is done")
-    report.table()
+            report.note(f"video {done} of {len(wanted)} is done")
 
 
 def prompts_of(prompt: str | None, file: str | None) -> list[str]:

@@ -7,9 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from wanjax.errors import WanjaxError, shown
 from wanjax.layers.tiling import Tiling
+from wanjax.pipelines.settings import Settings, dtype_name
 
 
 def check_noise(noise: Any, right: tuple[int, ...]) -> None:
@@ -54,6 +56,16 @@ def check_tiling(tiling: Any) -> None:
     """Raises WanjaxError unless this is a `Tiling`, or None for whole frames."""
     if not isinstance(tiling, Tiling | None):
         raise WanjaxError(f"the tiling is given as {shown(tiling)} where wanjax.Tiling() is right")
+
+
+def check_loaded(loaded: Settings, model: str | None, dtype: DTypeLike | None) -> None:
+    """Raises WanjaxError if the model or the dtype is not the one that was loaded: a call cannot change it."""
+    name = dtype_name(dtype)
+    if model not in (None, loaded.model):
+        raise WanjaxError(f"this pipeline was loaded as {loaded.model}: wanjax.load({str(model)!r}) loads that model")
+    if name not in (None, loaded.dtype):
+        other = f"wanjax.load({loaded.model!r}, dtype={name!r})"
+        raise WanjaxError(f"this pipeline was loaded in {loaded.dtype}: {other} loads one in {name}")
 
 
 def _check_floats(what: str, x: Any, right: str) -> None:

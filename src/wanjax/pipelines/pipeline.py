@@ -21,7 +21,7 @@ from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import ClipSource, Pictures, PictureSource, read_pictures, size_within
 from wanjax.media.videos import Video
 from wanjax.pipelines import many
-from wanjax.pipelines.checks import check_encoded, check_frames, check_latents, check_noise, check_tiling
+from wanjax.pipelines.checks import check_encoded, check_frames, check_latents, check_loaded, check_noise, check_tiling
 from wanjax.pipelines.frames import Frames, GivenFrames, GivenLatents, Latents, chunk_count, decoded, encoded
 from wanjax.pipelines.keywords import Called, Given, GivenSettings, knows_keywords, spelled_out, unknown_keyword
 from wanjax.pipelines.model import Model
@@ -30,7 +30,7 @@ from wanjax.pipelines.record import VERSION, nameable
 from wanjax.pipelines.resume import continuing, digest
 from wanjax.pipelines.sampler import Denoiser, Inputs, State, sample
 from wanjax.pipelines.seeds import checked_seed, initial_noise, solver_keys, steady_draws, told_seeds
-from wanjax.pipelines.settings import Settings, dtype_name, height_and_width
+from wanjax.pipelines.settings import Settings, height_and_width
 from wanjax.pipelines.steps import Segment, Step, Switch, left_of
 from wanjax.pipelines.tokenizer import Truncation
 
@@ -250,7 +250,7 @@ class Pipeline(Model, ABC):
             settings |= self._sides(size, settings)
         if unknown := settings.keys() - self.defaults.to_json().keys():
             raise unknown_keyword(sorted(unknown)[0], ("size", *self.defaults.to_json()))
-        self._check_loaded(settings.pop("model", None), settings.pop("dtype", None))
+        check_loaded(self.defaults, settings.pop("model", None), settings.pop("dtype", None))
         if settings.get("seed") is not None:
             settings |= {"seed": checked_seed(settings["seed"])}
         chosen = self.defaults.updated(self.defaults.typed(settings))
@@ -262,17 +262,6 @@ class Pipeline(Model, ABC):
         if settings.get("height") is not None or settings.get("width") is not None:
             raise WanjaxError("size is given beside height or width: one way is enough")
         return dict(zip(("height", "width"), height_and_width(size), strict=True))
-
-    def _check_loaded(self, model: str | None, dtype: DTypeLike | None) -> None:
-        """Raises WanjaxError if the model or the dtype is not the one that was loaded: a call cannot change it."""
-        loaded, name = self.defaults, dtype_name(dtype)
-        if model not in (None, loaded.model):
-            raise WanjaxError(
-                f"this pipeline was loaded as {loaded.model}: wanjax.load({str(model)!r}) loads that model"
-            )
-        if name not in (None, loaded.dtype):
-            other = f"wanjax.load({loaded.model!r}, dtype={name!r})"
-            raise WanjaxError(f"this pipeline was loaded in {loaded.dtype}: {other} loads one in {name}")
 
     @property
     def grid(self) -> int:

@@ -4,6 +4,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -73,7 +74,8 @@ class Keeper:
         parts = {name: jax.tree.leaves(getattr(step.state, name)) for name in ("solver", "carry")}
         leaves = {f"{name}.{i}": np.asarray(leaf) for name, part in parts.items() for i, leaf in enumerate(part)}
         metadata = {"origin": self.origin, "steps": str(step.index + 1)}
-        save_safetensors(self.file, {"x": np.asarray(step.state.x), **leaves}, metadata)
+        with suppress(OSError, WanjaxError):  # a full disk; what is lost is the way back, not the run
+            save_safetensors(self.file, {"x": np.asarray(step.state.x), **leaves}, metadata)
         self._last = perf_counter()
         self._cost = self._last - start
 
