@@ -189,8 +189,7 @@ def load(
     check_set(compiler)
     set_cache_folder()
     found = _scheduled_by(scheduler, _adapted(examine(model, revision), lora, note))
-    way = Loading(dtype, param_dtype, attention, mesh, video or {}, rules, compiler, offload, progress)
-    return _pipeline(found, way)
+    return _pipeline(found, Loading(dtype, param_dtype, attention, mesh, video, rules, compiler, offload, progress))
 
 
 class Loading(NamedTuple):
@@ -200,7 +199,7 @@ class Loading(NamedTuple):
     param_dtype: str | None
     attention: str | None
     mesh: Mesh | str | None
-    video: Mapping[str, Any]
+    video: Mapping[str, Any] | None
     rules: str
     compiler: str
     offload: bool | None
@@ -230,7 +229,7 @@ def _pipeline(found: Checkpoint, way: Loading) -> Pipeline:
     kept = way.param_dtype or found.param_dtype
     usual = "float32" if platform() == "cpu" else kept or _stored_dtype(found.source, "transformer")
     defaults = replace(found.settings, dtype=way.dtype or usual)
-    asked = {name: value for name, value in way.video.items() if name in defaults.to_json()}
+    asked = {name: value for name, value in (way.video or {}).items() if name in defaults.to_json()}
     video = defaults.updated(defaults.typed(asked))
     partitioner = _partitioner(way.mesh, way.rules, found.architecture, video)
     _check_attention(way.attention, found.architecture, defaults)

@@ -80,16 +80,16 @@ def test_a_run_that_was_killed_makes_the_rest(tmp_path):
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     killed = subprocess.Popen([*command, *SMALL], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     end = time.monotonic() + 300
-    while not list((tmp_path / "many").glob("*.mp4")) and killed.poll() is None and time.monotonic() < end:
+    while not list((tmp_path / "many").glob("[!.]*.mp4")) and killed.poll() is None and time.monotonic() < end:
         time.sleep(0.01)
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "many").glob("*.mp4")}
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "many").glob("[!.]*.mp4")}
     assert 1 <= len(before) < 6
     rest = subprocess.run([*command, *SMALL], env=environment, capture_output=True, text=True, check=True)
     assert len(rest.stdout.splitlines()) == 6 - len(before)
     assert {path: path.stat().st_mtime_ns for path in before} == before
-    assert len(list((tmp_path / "many").glob("*.mp4"))) == 6
+    assert len(list((tmp_path / "many").glob("[!.]*.mp4"))) == 6
 
 
 @pytest.mark.parametrize(
