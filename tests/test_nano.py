@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 
 import wanjax
-from wanjax.pipelines.wan.presets import NANO
+from tests.support.commands import wanjax as command
+from wanjax.pipelines.wan.pipeline import WanPipeline
+from wanjax.pipelines.wan.presets import NANO, PRESETS
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "nano"))
+import captions
 import recipe
 from reading import read
 
@@ -27,6 +30,34 @@ CONFIGS = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_is_what_the_recipe_makes(name):
     assert json.loads((NANO / name).read_text()) == CONFIGS[name]
+
+
+def test_its_words_are_those_of_its_captions():
+    assert {word for word in captions.vocabulary() if word.isalpha()} == PRESETS[0].lesson.words
+
+
+@pytest.mark.parametrize(
+    ("options", "notes"),
+    [
+        (["A red circle, moving right."], []),
+        (["moving right", "--frames", "17"], []),
+        (
+            ["a cat on a red sofa"],
+            ["nano does not know 'cat', 'sofa': it was trained on one coloured shape that moves"],
+        ),
+        (["a red circle", "--size", "256x256"], ["nano was trained on 64x64 and 17 frames alone: 256x256 may show"]),
+        (["a red circle", "--frames", "33", "--size", "64x128"], ["alone: 64x128 and 33 frames may show nothing but"]),
+    ],
+)
+def test_what_it_never_learnt_gives_a_note(options, notes, monkeypatch, tmp_path):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(WanPipeline, "encode_prompts", interrupted)  # after all notes are printed
+    monkeypatch.chdir(tmp_path)
+    told = [line for line in command(*options).stderr.splitlines() if line.startswith("note: ")]
+    assert len(told) == len(notes)
+    assert all(note in line for note, line in zip(notes, told, strict=True))
 
 
 def test_fits_in_the_package():

@@ -171,6 +171,9 @@ def test_no_prompt(intact):
         ("nanoo", r"nanoo.*nano"),
         ("wan2.1-t2v-1.3", r"wan2\.1-t2v-1\.3.*wan2\.1-t2v-1\.3b"),
         ("no/such-model", r"no/such-model"),
+        ("./nowhere", r"there is no folder or file nowhere, and it is not a Hugging Face id, which is OWNER/NAME"),
+        ("../nowhere", r"there is no folder or file \.\./nowhere"),
+        ("./nowhere.safetensors", r"there is no folder or file nowhere\.safetensors"),
         (".", r"holds no model_index\.json"),
     ],
 )

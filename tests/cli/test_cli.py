@@ -355,8 +355,13 @@ def test_models():
     described = json.loads(succeeded(wanjax("models", "--json")).stdout)
     assert described[0]["name"] == "nano"
     for model in described:
-        assert model.keys() == {"name", "about", "source", "parameters", "memory", "licence", "defaults"}
-        assert model["parameters"] > 0
+        assert model.keys() == {"name", "about", "source", "parameters", "memory", "networks", "licence", "defaults"}
+        assert model["memory"] == sum(model["networks"].values()) > 2 * model["parameters"] > 0
+        assert {"text_encoder", "transformer", "vae"} <= model["networks"].keys()
+    sizes = {model["name"]: model["networks"] for model in described}
+    assert sizes["wan2.1-t2v-14b"]["text_encoder"] == 2 * 5_680_910_336
+    assert sizes["wan2.1-t2v-14b"]["vae"] == 4 * 126_892_531
+    assert sizes["wan2.2-t2v-a14b"]["transformer_2"] == 2 * 14_288_491_584
     said = succeeded(CliRunner(env={"COLUMNS": "200"}).invoke(main, ["models"])).stdout
     for model in described:
         size = f"{model['defaults']['width']}x{model['defaults']['height']}"

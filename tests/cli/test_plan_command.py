@@ -44,6 +44,7 @@ def test_json_has_every_documented_entry():
     found = plan("--chip", "h200", "--steps", "7")
     assert found.keys() >= DOCUMENTED
     assert found["fits"] is True
+    assert found["peak_dtype"] == "bfloat16"
     assert found["stages"].keys() == {"encode", "denoise", "decode"}
     for stage in found["stages"].values():
         assert 0 < stage["weights_bytes_per_chip"] < stage["peak_bytes_per_chip"] < found["memory_per_chip"]
@@ -58,7 +59,16 @@ def test_json_has_every_documented_entry():
 def test_the_table():
     run = CliRunner().invoke(main, ["plan", "nano", "--chip", "cpu"])
     assert run.exit_code == 0, run.output
-    for words in ("not measured", "float32", "denoise", "attention", "the whole run", "download", "limits it"):
+    for words in (
+        "not measured",
+        "float32",
+        "denoise",
+        "attention",
+        "the whole run",
+        "download",
+        "limits it",
+        "chips' float32 peak",
+    ):
         assert words in run.output, run.output
 
 

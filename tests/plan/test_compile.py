@@ -127,7 +127,9 @@ def test_meshes_that_are_not_the_slice():
 
 def test_without_the_compiler(monkeypatch):
     monkeypatch.setattr(compiling, "find_spec", lambda name: None)
-    with pytest.raises(WanjaxError, match=r"libtpu, which is missing: pip install 'wanjax\[plan\]' installs it"):
+    with pytest.raises(
+        WanjaxError, match=r"libtpu, which is missing: pip install 'jax\[tpu\]==.*' brings it, and h200"
+    ):
         compile_function("v6e-1", "jax.numpy:sin", Operand((8,), "float32"))
 
 
@@ -135,7 +137,7 @@ def test_without_the_compiler(monkeypatch):
 def test_with_another_compiler(monkeypatch):
     monkeypatch.setattr(compiling, "version", lambda name: {"libtpu": "0.0.7", "jax": "0.10.2"}[name])
     message = (
-        r"libtpu 0\.0\.7 does not fit jax 0\.10\.2, which requires ==.*: pip install 'wanjax\[plan\]' installs that"
+        r"libtpu 0\.0\.7 does not fit jax 0\.10\.2, which requires ==.*: pip install 'jax\[tpu\]==0\.10\.2' brings that"
     )
     with pytest.raises(WanjaxError, match=message):
         compile_function("v6e-1", "jax.numpy:sin", Operand((8,), "float32"))

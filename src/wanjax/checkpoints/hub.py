@@ -22,7 +22,7 @@ from wanjax.errors import WanjaxError
 Progress = Callable[[int, int], Any]
 
 INDEX = "model_index.json"
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)  # not ./NAME, which is a path
 HUB_FILE = re.compile(rf"(?P<repository>{HUB_ID.pattern})/(?P<file>[\w./ +-]+)", re.ASCII)
 CHECKSUM = re.compile(r"[0-9a-f]{64}")  # SHA-256
 AT_ONCE = 2  # files that are downloaded at a time, and lost if the process ends; hf-xet splits each among connections
@@ -67,7 +67,7 @@ def locate(source: str | Path, *, revision: str | None = None, markers: Sequence
     if folder.exists():
         return folder
     if not HUB_ID.fullmatch(str(source)):
-        raise WanjaxError(f"there is no folder {folder}, and it is not a Hugging Face id, which is OWNER/NAME")
+        raise WanjaxError(f"there is no folder or file {folder}, and it is not a Hugging Face id, which is OWNER/NAME")
     return download(str(source), [INDEX, *markers], revision=revision, progress=lambda *_: None)  # small files, no bars
 
 

@@ -261,8 +261,8 @@ def convert(report: Report, **given: Any) -> None:
 def models(as_json: bool) -> None:
     """List the models known by name.
 
-    Prints the number of parameters, the memory of the transformer's weights, the recommended settings, and the licence
-    of the weights.
+    Prints the number of the transformer's parameters, the memory of all networks' weights, the recommended settings,
+    and the licence of the weights.
     """
     from wanjax.cli import catalogue
 

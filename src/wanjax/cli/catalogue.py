@@ -6,10 +6,11 @@ from typing import Any
 
 import click
 
-from wanjax.pipelines.family import Preset
-from wanjax.registry import load, presets
+from wanjax.pipelines.family import Family, Preset
+from wanjax.plan import kept
+from wanjax.registry import load, outline, presets
 
-ROW = "{:26} {:>10} {:>8} {:>9} {:>6} {:>5} {:>8}  {}"
+ROW = "{:26} {:>11} {:>8} {:>9} {:>6} {:>5} {:>8}  {}"
 
 
 def show(as_json: bool) -> None:
@@ -19,7 +20,7 @@ def show(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(described, indent=2, ensure_ascii=False))
         return
-    click.echo(ROW.format("model", "parameters", "memory", "size", "frames", "steps", "guidance", "weights"))
+    click.echo(ROW.format("model", "transformer", "memory", "size", "frames", "steps", "guidance", "weights"))
     for preset, model in zip(known, described, strict=True):
         chosen = model["defaults"]
         sizes = (
@@ -34,18 +35,41 @@ def show(as_json: bool) -> None:
 
 
 def _described(preset: Preset) -> dict[str, Any]:
-    """Returns a preset as JSON; `parameters` and `memory` (bytes) are those of the transformer's weights."""
+    """Returns a preset as JSON. `parameters` are those of the transformer, or of each of two.
+
+    `networks` are the bytes of each network's weights as they are kept on devices, and `memory` is their sum.
+    """
+    networks = _weights(preset)
     defaults = load(preset.name).defaults if preset.shipped else preset.defaults
-    item = {"bfloat16": 2, "float32": 4}[preset.param_dtype]
     return {
         "name": preset.name,
         "about": preset.about,
         "source": preset.source,
         "parameters": preset.transformer_parameters,
-        "memory": item * preset.transformer_parameters,
+        "memory": sum(networks.values()),
+        "networks": networks,
         "licence": preset.licence,
         "defaults": {k: v for k, v in defaults.to_json().items() if k not in ("model", "prompt")},
     }
+
+
+def _weights(preset: Preset) -> dict[str, int]:
+    """Returns the bytes of the weights of each network, as they are kept on devices."""
+    family, architecture, _ = outline(preset.name)
+    item = {"bfloat16": 2, "float32": 4}[preset.param_dtype]
+    sizes = {}
+    for name, config in architecture.networks.items():
+        sizes[name] = (4 if family.network_of(config).float32 else item) * _parameters(family, config)
+    return sizes
+
+
+def _parameters(family: Family, config: Any) -> int:
+    """Returns the number of a network's parameters, which takes a second to count and is kept."""
+    key = {"network": repr(config)}
+    if (count := kept.recall("parameters", key)) is None:
+        count = family.network_of(config).parameters
+        kept.keep("parameters", key, count)
+    return count
 
 
 def _rounded(number: float) -> str:

@@ -85,7 +85,9 @@ def _summary(found: Outlook) -> list[str]:
     lines = []
     if found.step_seconds and found.mfu:
         spread = f"{found.step_seconds_low:.2f} to {found.step_seconds_high:.2f} s"
-        lines.append(f"a step: {spread}, {found.mfu:.0%} of the chips' bfloat16 peak; what limits it: {found.limit}")
+        lines.append(
+            f"a step: {spread}, {found.mfu:.0%} of the chips' {found.peak_dtype} peak; what limits it: {found.limit}"
+        )
     for item in found.collectives:
         lines.append(
             f"{item['operation']} over {item['devices']} devices: {item['times']} a step, "

@@ -26,6 +26,7 @@ from wanjax.kernels.compiler_options import SAFE
 from wanjax.layers.tiling import Tiling
 from wanjax.media import stage_files, videos
 from wanjax.media.pictures import Pictures
+from wanjax.pipelines.family import Lesson
 from wanjax.pipelines.pipeline import WITHOUT_VIDEO, Pipeline
 from wanjax.pipelines.record import described, devices_of
 from wanjax.pipelines.seeds import DRAW
@@ -161,6 +162,11 @@ class Rendering:
         return names.Place(folder, video)
 
     @property
+    def _lesson(self) -> Lesson | None:
+        preset = registry.presets().get(self.settings.model)
+        return preset.lesson if preset else None
+
+    @property
     def folder(self) -> Path:
         return self.place.folder
 
@@ -204,6 +210,11 @@ class Rendering:
         )
         if not chosen.guided:
             self.report.note("note: guidance is off, so the negative prompt has no effect")
+        if (lesson := self._lesson) and (unlike := lesson.unlike(chosen)):
+            self.report.note(
+                f"note: {chosen.model} was trained on {lesson.size[1]}x{lesson.size[0]} and {lesson.frames} frames "
+                f"alone: {' and '.join(unlike)} may show nothing but grey"
+            )
         if self.noise is not None:
             self.report.note(f"note: the initial noise is that of {self.record['noise']}, whatever the seed")
 
@@ -211,6 +222,9 @@ class Rendering:
         chosen = self.settings
         if not chosen.prompt.strip():
             self.report.note("note: the prompt is empty, so the video shows what the model likes")
+        if (lesson := self._lesson) and (unknown := lesson.unknown(chosen.prompt)):
+            words = ", ".join(map(repr, unknown[:3])) + (" ..." if len(unknown) > 3 else "")
+            self.report.note(f"note: {chosen.model} does not know {words}: it was trained on {lesson.about}")
         for name, text in (("prompt", chosen.prompt), ("negative prompt", chosen.negative_prompt)):
             for truncation in self.pipe.truncations(text):
                 self.report.note("note: " + str(truncation).replace("the prompt", f"the {name}", 1))

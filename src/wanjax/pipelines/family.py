@@ -4,6 +4,7 @@
 Loading, stages, files, sampling, LoRA, conversion, plans and the command line use a family through this value alone.
 """
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -109,11 +110,33 @@ class Architecture(ABC):
 
 
 @dataclass(frozen=True)
+class Lesson:
+    """All that a small model was trained on, and can show: the words of its prompts, and one size and length.
+
+    `about` describes its clips, and gives a prompt as an example.
+    """
+
+    about: str
+    words: frozenset[str]
+    size: tuple[int, int]
+    frames: int
+
+    def unknown(self, prompt: str) -> list[str]:
+        """Returns the words of a prompt that the model does not know, each once."""
+        return [word for word in dict.fromkeys(re.findall(r"[^\W\d_]+", prompt.lower())) if word not in self.words]
+
+    def unlike(self, settings: Settings) -> list[str]:
+        """Returns what a video of these settings has that no clip of the training had."""
+        found = [] if settings.size == self.size else [f"{settings.width}x{settings.height}"]
+        return found if settings.frames == self.frames else [*found, f"{settings.frames} frames"]
+
+
+@dataclass(frozen=True)
 class Preset:
     """A published checkpoint: its source, a description, its licence, and the settings that its authors publish.
 
     `architecture` is None for a checkpoint in the package, whose folder is `source`. `loras` are merged into it. A
-    `scheduler` replaces the checkpoint's own.
+    `scheduler` replaces the checkpoint's own. `lesson` is None for a model that knows more than can be listed.
     """
 
     name: str
@@ -126,6 +149,7 @@ class Preset:
     architecture: Architecture | None = None
     loras: tuple[str, ...] = ()
     scheduler: Scheduler | None = None
+    lesson: Lesson | None = None
 
     @property
     def shipped(self) -> bool:

@@ -7,6 +7,7 @@ cycle: 524,288 on v6e and on half a v7x, 131,072 on each core of earlier chips.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from wanjax.errors import WanjaxError
 
@@ -42,6 +43,8 @@ class Slice:
     @property
     def flops(self) -> float:
         return self.chip.flops
+
+    peak_dtype: ClassVar[str] = "bfloat16"  # of the operations at the peak
 
 
 GIB, MIB = 2**30, 2**20

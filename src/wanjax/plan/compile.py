@@ -22,6 +22,7 @@ from packaging.requirements import Requirement
 
 from wanjax.errors import WanjaxError
 from wanjax.plan.chips import Slice, find_slice
+from wanjax.plan.roofline import machines
 from wanjax.plan.schedule import Schedule, read_dump
 
 ENVIRONMENT = {
@@ -118,15 +119,16 @@ def compile_job(job: Job, *, schedules: bool = False) -> Compiled:
 
 def _check_compiler() -> None:
     """Raises WanjaxError unless libtpu is installed, in a version that this jax accepts."""
+    install = f"pip install 'jax[tpu]=={version('jax')}'"  # which a clone and a package have alike
     if find_spec("libtpu") is None:
         raise WanjaxError(
-            "prices come from the TPU compiler, libtpu, which is missing: pip install 'wanjax[plan]' installs it"
+            f"prices of TPUs come from their compiler, libtpu, which is missing: {install} brings it, and "
+            f"{', '.join(machines())} are priced without it"
         )
     wanted = [wanted.specifier for wanted in map(Requirement, requires("jax") or ()) if wanted.name == "libtpu"]
     if wanted and not wanted[0].contains(found := version("libtpu"), prereleases=True):
         raise WanjaxError(
-            f"libtpu {found} does not fit jax {version('jax')}, which requires {wanted[0]}: "
-            "pip install 'wanjax[plan]' installs that"
+            f"libtpu {found} does not fit jax {version('jax')}, which requires {wanted[0]}: {install} brings that"
         )
 
 

@@ -80,6 +80,7 @@ class Outlook:
     step_breakdown: Mapping[str, float]
     step_outside_self_attention_seconds: float | None
     mfu: float | None
+    peak_dtype: str
     total_seconds: float | None
     compile_seconds: float
     download_bytes_at_most: int
@@ -179,6 +180,7 @@ def _step(settings: Settings, place: Place, step: Priced, work: Forward) -> dict
         "step_breakdown": {part: step.breakdown.get(part, 0.0) for part in PARTS},
         "step_outside_self_attention_seconds": step.seconds and step.seconds - step.self_attention,
         "mfu": step.seconds and flops / (step.seconds * place.devices * place.flops),
+        "peak_dtype": place.peak_dtype,
         "collectives": step.collectives,
     }
 

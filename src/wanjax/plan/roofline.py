@@ -22,12 +22,13 @@ class Machine:
     name: str
     kind: str  # prefix of JAX's `device_kind`
     memory: int  # bytes available to a program
-    flops: float  # peak, bfloat16 operations per second
+    flops: float  # peak, operations per second in `peak_dtype`
     bandwidth: float  # of memory, bytes per second
     attention: float  # fraction of the peak
     products: float  # fraction of the peak
     convolutions: float  # fraction of the peak
     vectors: float  # fraction of the bandwidth, in elementwise work
+    peak_dtype: str = "bfloat16"
     devices: ClassVar[int] = 1
 
 
@@ -39,7 +40,7 @@ def processor() -> Machine:
     """Returns the model of this machine's CPU: all its available cores, all its memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 16 * GIB
-    return Machine("cpu", "cpu", memory, cores * 40e9, cores * 8e9, 0.9, 1.0, 0.9, 0.7)
+    return Machine("cpu", "cpu", memory, cores * 40e9, cores * 8e9, 0.9, 1.0, 0.9, 0.7, "float32")
 
 
 def machines() -> dict[str, Machine]:

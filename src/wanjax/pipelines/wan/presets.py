@@ -21,7 +21,7 @@ from wanjax.models.wan.config import (
     VAE_2_1,
     VAE_2_2,
 )
-from wanjax.pipelines.family import Preset
+from wanjax.pipelines.family import Lesson, Preset
 from wanjax.pipelines.wan.architecture import WanArchitecture
 from wanjax.pipelines.wan.conditioning import (
     ATTENDED_IMAGE_TO_VIDEO,
@@ -236,6 +236,20 @@ FEW_STEPS = (
         *(f"{noise}={_LIGHTNING}-I2V-{_RANK}-V1/{noise}_noise_model.safetensors" for noise in _NOISES),
     ),
 )
+
+
+def _lesson_of_nano() -> Lesson:
+    """Returns what the bundled model was trained on; its tokenizer has a token for each word in lower case."""
+    pieces = read_json(NANO / "tokenizer" / "tokenizer.json")["model"]["vocab"]
+    words = {piece[1:] for piece, _ in pieces if piece.startswith("▁") and piece[1:].isalpha() and piece.islower()}
+    return Lesson(
+        about='one coloured shape that moves, grows, shrinks or stays, such as "a red circle moving right"',
+        words=frozenset(words),
+        size=(64, 64),
+        frames=17,
+    )
+
+
 PRESETS = (
     Preset(
         name="nano",
@@ -245,6 +259,7 @@ PRESETS = (
         licence="Apache-2.0",
         param_dtype="float32",
         defaults=DEFAULTS.updated(read_json(NANO / "generation_config.json", missing={}) | {"model": "nano"}),
+        lesson=_lesson_of_nano(),
     ),
     *PUBLISHED,
     *FEW_STEPS,
