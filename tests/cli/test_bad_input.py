@@ -89,7 +89,8 @@ AFTER_ENCODING = ["stage_outputs/generation_config.json", "stage_outputs/stage1_
         ("--block-q 100", r"block_q=100: a multiple of 128 would do, best of 512"),
         ("--block-kv 2048 --block-kv-compute 768", r"block_kv=2048: a multiple of block_kv_compute=768 would do"),
         ("--noise absent.safetensors", r"there is no file absent\.safetensors"),
-        ("--out clip.avi", r"clip\.avi ends in \.avi: \.mp4, \.gif, \.webp"),
+        ("--out clip.avi", r"clip\.avi ends in \.avi: \.mp4, \.mov, \.webm, \.gif, \.webp"),
+        ("-o clip.png", r"clip\.png is one picture, for a video of one frame"),
         ("--out -", r"a video cannot be written to the standard output, -: the name of a file, or \./-, would do"),
         ("--strength 0.5", r"a strength of 0\.5 is given without a video to begin from: give both, or neither"),
         ("--strength 0.8", r"a strength of 0\.8 is given without a video"),  # the default

@@ -13,6 +13,7 @@ from PIL import Image
 from tests.support.media import SETTINGS, leftovers
 from wanjax.errors import WanjaxError
 from wanjax.media import videos
+from wanjax.media.pictures import read_clip
 
 COLOURS = np.array([[220, 30, 40], [30, 180, 60], [40, 60, 220], [240, 220, 40], [128, 128, 128]], np.uint8)
 
@@ -43,19 +44,35 @@ def atoms(path: Path) -> list[str]:
     return names
 
 
-def test_mp4(tmp_path):
-    path = videos.Video(clip(), 16, SETTINGS).save(tmp_path / "new" / "clip.mp4")
+@pytest.mark.parametrize(("suffix", "codec"), [(".mp4", "h264"), (".mov", "h264"), (".webm", "vp9")])
+def test_films(tmp_path, suffix, codec):
+    path = videos.Video(clip(), 16, SETTINGS).save(tmp_path / "new" / f"clip{suffix}")
     said = ffmpeg("-i", path).stderr.decode()
-    assert "Video: h264" in said
+    assert f"Video: {codec}" in said
     assert "yuv420p(tv, bt709" in said
     assert "64x32" in said
     assert "16 fps" in said
-    assert atoms(path).index("moov") < atoms(path).index("mdat")  # faststart
+    if codec == "h264":
+        assert atoms(path).index("moov") < atoms(path).index("mdat")  # faststart
     assert videos.read_metadata(path) == SETTINGS
     frames = decoded(path)
     assert frames.shape == (5, 32, 64, 3)
     assert np.abs(frames.astype(int) - clip()).max() <= 6  # 8-bit YUV with half the chroma
-    assert leftovers(path.parent) == ["clip.mp4"]
+    assert leftovers(path.parent) == [f"clip{suffix}"]
+
+
+def test_a_film_of_odd_sizes(tmp_path):
+    path = videos.write_video(tmp_path / "clip.webm", clip(height=31, width=33), 16, SETTINGS)
+    frames = read_clip(path, 5, 16)
+    assert np.abs(frames.astype(int) - clip(height=31, width=33)).max() <= 6
+
+
+def test_a_picture(tmp_path):
+    path = videos.write_video(tmp_path / "one.png", clip(1), 16, SETTINGS)
+    np.testing.assert_array_equal(np.asarray(Image.open(path)), clip(1)[0])
+    assert videos.read_metadata(path) == SETTINGS
+    with pytest.raises(WanjaxError, match=r"one\.png is one picture, for a video of one frame"):
+        videos.check_output(path, 5)
 
 
 def test_mp4_of_chunks_and_long_settings(tmp_path):
@@ -101,7 +118,8 @@ def test_a_folder_with_other_things_is_left_alone(tmp_path):
 @pytest.mark.parametrize(
     ("name", "frames", "message"),
     [
-        ("clip.avi", clip(), r"clip\.avi ends in \.avi: \.mp4, \.gif, \.webp, or no suffix"),
+        ("clip.avi", clip(), r"clip\.avi ends in \.avi: \.mp4, \.mov, \.webm, \.gif, \.webp, \.png, or no"),
+        ("clip.png", clip(), r"clip\.png is one picture, for a video of one frame"),
         ("clip.mp4", clip(height=31), r"frames of 64x31 cannot become an mp4"),
         ("clip.mp4", clip().astype(np.float32), r"uint8 \[T, H, W, 3\], all alike, not float32"),
         ("clip.mp4", [clip(), clip(height=16)], r"all alike, not uint8 \(5, 16, 64, 3\)"),
@@ -119,13 +137,13 @@ def test_refused_videos_leave_nothing(tmp_path, name, frames, message):
     assert leftovers(tmp_path) == ["file"]
 
 
-@pytest.mark.parametrize("name", ["clip.mp4", "clip.gif", "clip.webp", "frames"])
+@pytest.mark.parametrize("name", ["clip.mp4", "clip.webm", "clip.gif", "clip.png", "frames"])
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, RuntimeError("decoding failed")])
 def test_what_stops_half_way_leaves_the_file_before(tmp_path, name, failure):
-    before = videos.write_video(tmp_path / name, clip(), 16, {"seed": 1})
+    before = videos.write_video(tmp_path / name, clip(1), 16, {"seed": 1})
 
     def frames():
-        yield clip()
+        yield clip(1)
         raise failure
 
     with pytest.raises((KeyboardInterrupt, RuntimeError)):

@@ -263,10 +263,12 @@ def folder(default: str | None, told: str = "") -> Decorator:
 def out(default: str) -> Decorator:
     """Returns the option of the video's name, with a sentence about its default."""
     return click.option(
+        "-o",
         "--out",
         metavar="FILE",
         show_default=default,
-        help="The video: .mp4, .gif, .webp, or a folder of PNG if it has no suffix. Replaces a file of this name.",
+        help="The video: .mp4, .mov, .webm, .gif, .webp, .png for one frame, or a folder of PNG if it has no suffix. "
+        "Replaces a file of this name.",
     )
 
 

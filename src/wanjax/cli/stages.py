@@ -154,7 +154,7 @@ class Rendering:
         """Returns the names of the run's files, after a check that they can be written."""
         video = out or str((folder or names.VIDEOS) / stage_files.VIDEO)
         if is_first():
-            videos.check_output(video)
+            videos.check_output(video, self.settings.frames)
         if folder is None:
             return names.own_place(self.settings.prompt, self.settings.seed, out, reserve=is_first())
         if is_first():

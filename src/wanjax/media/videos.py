@@ -29,6 +29,13 @@ from wanjax.media.ffmpeg import run_ffmpeg
 FRAME = "frame_{:05d}.png"
 IS_FRAME = re.compile(r"frame_\d{5,}\.png")
 PLAYER_WIDTH = 256  # pixels that a notebook shows of a small video, at least half of them
+FILMS = {
+    ".mp4": ("-c:v", "libx264", "-crf", "17"),
+    ".mov": ("-c:v", "libx264", "-crf", "17"),
+    ".webm": ("-c:v", "libvpx-vp9", "-crf", "20", "-b:v", "0", "-row-mt", "1", "-cpu-used", "4"),
+}
+"""The encoders of films by suffix, as ffmpeg's arguments."""
+PICTURE = "{} is one picture, for a video of one frame: .mp4, .webm, .mov, .gif, .webp or a folder of PNG holds more"
 DESCRIPTION = 0x010E  # the EXIF field for a text about the image
 
 Frame = UInt8[np.ndarray, "H W 3"]
@@ -96,9 +103,10 @@ def write_video(
 ) -> Path:
     """Writes RGB frames, uint8 [T, H, W, 3], whole or in chunks, in the format of the name; returns the path.
 
-    `.mp4`: H.264, yuv420p, BT.709, playable while it loads; `.gif` and `.webp`: an animation that repeats; no suffix or
-    a slash at the end: a folder of PNG. The video keeps `metadata` as JSON, which `read_metadata` reads.
-    Raises WanjaxError if the suffix is another one, the frames do not fit, or the file cannot be written.
+    `.mp4` and `.mov`: H.264, yuv420p, BT.709, playable while it loads; `.webm`: VP9, the same colours; `.gif` and
+    `.webp`: an animation that repeats; `.png`: a picture, of one frame; no suffix or a slash at the end: a folder of
+    PNG. The video keeps `metadata` as JSON, which `read_metadata` reads. Raises WanjaxError if the suffix is another
+    one, the frames do not fit, or the file cannot be written.
     """
     target = check_output(path)
     chunks = (frames,) if isinstance(frames, np.ndarray) else frames
@@ -106,10 +114,11 @@ def write_video(
     return target
 
 
-def check_output(path: str | Path) -> Path:
-    """Returns the absolute path for a video of this name; makes its folder if need be.
+def check_output(path: str | Path, frames: int = 1) -> Path:
+    """Returns the absolute path for a video of this name and number of frames; makes its folder if need be.
 
-    Raises WanjaxError if the suffix is unknown, the folder cannot be written, or a folder of PNG holds other things.
+    Raises WanjaxError if the suffix is unknown, the folder cannot be written, a folder of PNG holds other things, or
+    one picture is to hold several frames.
     """
     suffix, target = _suffix(path), Path(path).expanduser().absolute()
     if str(path) == "-":
@@ -117,6 +126,8 @@ def check_output(path: str | Path) -> Path:
     if suffix not in WRITERS:
         known = ", ".join(filter(None, WRITERS))
         raise WanjaxError(f"{path} ends in {suffix}: {known}, or no suffix for a folder of PNG, would do")
+    if suffix == ".png" and frames != 1:
+        raise WanjaxError(PICTURE.format(path))
     if suffix and target.is_dir():
         raise WanjaxError(f"{path} is a folder: end the name with a slash for a folder of PNG, or name a file")
     if not suffix and target.exists():
@@ -133,7 +144,7 @@ def read_metadata(path: str | Path) -> dict[str, Any]:
     if not file.is_file():
         raise WanjaxError(f"there is no file {file}")
     try:
-        settings = json.loads(_mp4_comment(file) if file.suffix.lower() == ".mp4" else _image_comment(file))
+        settings = json.loads(_film_comment(file) if file.suffix.lower() in FILMS else _image_comment(file))
     except (ValueError, OSError):  # neither JSON nor a picture nor a video
         settings = None
     if not isinstance(settings, dict):
@@ -159,29 +170,30 @@ def _single_frames(chunks: Iterable[Shaped[np.ndarray, "..."]]) -> Iterator[Fram
         raise WanjaxError("no frames cannot be written as a video: at least 1 is needed")
 
 
-def _write_mp4(path: Path, frames: Iterator[Frame], fps: int | float, comment: str) -> None:
+def _write_film(path: Path, frames: Iterator[Frame], fps: int | float, comment: str) -> None:
     first = next(frames)
     height, width, _ = first.shape
-    if height % 2 or width % 2:
+    kind = path.suffix.lower()
+    if kind != ".webm" and (height % 2 or width % 2):
         raise WanjaxError(
-            f"frames of {width}x{height} cannot become an mp4, whose width and height are even: "
-            ".gif, .webp or a folder of PNG would do"
+            f"frames of {width}x{height} cannot become an {kind[1:]}, whose width and height are even: "
+            ".webm, .gif, .webp or a folder of PNG would do"
         )
     source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-framerate", str(fps), "-i", "pipe:0"]
-    codec = ["-c:v", "libx264", "-crf", "17", "-pix_fmt", "yuv420p"]
+    codec = [*FILMS[kind], "-pix_fmt", "yuv420p"]
     # The matrix is set together with its tags: players take untagged videos for BT.601 or for BT.709.
     colours = ["-vf", "scale=out_color_matrix=bt709:out_range=tv", "-color_range", "tv"]
     colours += ["-colorspace", "bt709", "-color_primaries", "bt709", "-color_trc", "bt709"]
-    container = ["-movflags", "+faststart", "-metadata", f"comment={comment}"]
+    container = [*([] if kind == ".webm" else ["-movflags", "+faststart"]), "-metadata", f"comment={comment}"]
     with writing(path) as beside:
         pieces = (frame.tobytes() for frame in chain([first], frames))
         run_ffmpeg([*source, *codec, *colours, *container, "-y", str(beside)], pieces)
 
 
-def _mp4_comment(path: Path) -> str:
-    """Returns the comment of an mp4, without the backslashes by which ffmpeg escapes its own special characters."""
+def _film_comment(path: Path) -> str:
+    """Returns the comment of a film, without the backslashes by which ffmpeg escapes its own special characters."""
     lines = run_ffmpeg(["-i", str(path), "-f", "ffmetadata", "pipe:1"]).decode()
-    found = re.search(r"^comment=((?:[^\\\n]|\\.)*)", lines, re.MULTILINE | re.DOTALL)
+    found = re.search(r"^comment=((?:[^\\\n]|\\.)*)", lines, re.MULTILINE | re.DOTALL | re.IGNORECASE)
     return re.sub(r"\\(.)", r"\1", found[1], flags=re.DOTALL) if found else ""
 
 
@@ -204,10 +216,24 @@ def _write_animation(path: Path, frames: Iterator[Frame], fps: int | float, unit
         first.save(beside, save_all=True, append_images=rest, duration=durations, loop=0, **options)
 
 
-def _write_pngs(path: Path, frames: Iterator[Frame], fps: int | float, comment: str) -> None:
-    del fps  # a folder keeps it in the settings alone
+def _write_picture(path: Path, frames: Iterator[Frame], fps: int | float, comment: str) -> None:
+    del fps  # a picture keeps it in the settings alone
+    first, *rest = frames
+    if rest:
+        raise WanjaxError(PICTURE.format(path))
+    with writing(path) as beside:
+        Image.fromarray(first).save(beside, pnginfo=_text(comment))
+
+
+def _text(comment: str) -> PngImagePlugin.PngInfo:
     text = PngImagePlugin.PngInfo()
     text.add_text("comment", comment)
+    return text
+
+
+def _write_pngs(path: Path, frames: Iterator[Frame], fps: int | float, comment: str) -> None:
+    del fps  # a folder keeps it in the settings alone
+    text = _text(comment)
     beside, old = (path.with_name(f".{os.getpid()}.{what}.{path.name}") for what in ("partial", "old"))
     try:
         beside.mkdir()
@@ -225,9 +251,10 @@ def _write_pngs(path: Path, frames: Iterator[Frame], fps: int | float, comment: 
 
 
 WRITERS: dict[str, Callable[[Path, Iterator[Frame], float, str], None]] = {
-    ".mp4": _write_mp4,
+    **dict.fromkeys(FILMS, _write_film),
     ".gif": _write_gif,
     ".webp": _write_webp,
+    ".png": _write_picture,
     "": _write_pngs,
 }
 
