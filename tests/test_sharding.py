@@ -179,6 +179,34 @@ def test_the_mesh_that_suits(devices, heads, tokens, guided, axes):
 
 
 @pytest.mark.parametrize(
+    ("devices", "sp", "guided", "axes"),
+    [
+        (8, 1, True, (2, 1, 4)),
+        (8, 2, True, (2, 2, 2)),
+        (8, 4, True, (2, 4, 1)),
+        (8, 8, True, (1, 8, 1)),
+        (8, 2, False, (1, 2, 4)),
+        (16, 1, True, (2, 1, 4)),  # eight do not divide 12 heads
+    ],
+)
+def test_the_mesh_that_suits_a_given_sp(devices, sp, guided, axes):
+    assert choose_axes(devices, heads=12, tokens=32_760, guided=guided, sp=sp) == axes
+
+
+def test_a_chosen_mesh_with_a_given_sp():
+    pipe = wanjax.load("nano", mesh="auto,sp=2")
+    assert pipe.partitioner.mesh.shape["sp"] == 2
+    with pytest.raises(WanjaxError, match="8 devices cannot be divided by sp=3: a divisor of 8 would do"):
+        wanjax.load("nano", mesh="auto,sp=3")
+
+
+@pytest.mark.parametrize("mesh", ["auto,sp=", "auto,sp=0", "auto,tp=2", "auto,sp=2,tp=2", "auto sp=2"])
+def test_a_chosen_mesh_that_cannot_be_read(mesh):
+    with pytest.raises(WanjaxError, match="cannot be read: write it as dp=2,sp=1,tp=4, "):
+        wanjax.load("nano", mesh=mesh)
+
+
+@pytest.mark.parametrize(
     ("mesh", "told"),
     [
         ("dp=2,sp=2,tp=4", "the mesh dp=2,sp=2,tp=4 needs 16 devices and there are 8: dp · sp · tp must be 8"),

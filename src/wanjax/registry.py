@@ -34,7 +34,7 @@ from wanjax.pipelines.record import described
 from wanjax.pipelines.settings import Settings, dtype_name
 from wanjax.pipelines.wan import FAMILY as WAN
 from wanjax.schedulers import Scheduler, successor
-from wanjax.sharding import Partitioner, choose_axes, find_rules, make_mesh, parse_mesh, platform
+from wanjax.sharding import Partitioner, choose_axes, find_rules, is_auto, make_mesh, parse_auto, parse_mesh, platform
 
 FAMILIES = [
     WAN,
@@ -98,10 +98,13 @@ def find(model: str | Path, revision: str | None = None) -> tuple[Source, Preset
 
 
 def _published(name: str) -> Preset | None:
-    """Returns the preset of this name, or the one that is this repository without a LoRA."""
+    """Returns the preset of this name, or the one that is this repository, whose owner may be left out."""
     known = presets()
-    whole = {preset.source: preset for preset in reversed(known.values()) if not preset.loras}
-    return known.get(name) or whole.get(name)
+    bare = "/" not in name and not Path(name).exists()
+    for preset in known.values():
+        if name in preset.sources or (bare and name in [source.rpartition("/")[2] for source in preset.sources]):
+            return preset
+    return known.get(name)
 
 
 def _unknown(name: str) -> str:
@@ -126,11 +129,10 @@ def examine(model: str | Path, revision: str | None = None, *, encoders: bool = 
 
 def outline(model: str) -> tuple[Family, Architecture, Settings]:
     """Returns a model's family, architecture and settings; downloads nothing for a preset."""
-    for family in FAMILIES:
-        for preset in family.presets:
-            meant = model == preset.name or (model == preset.source and not preset.loras)
-            if meant and preset.architecture is not None:
-                return family, _scheduled(preset.architecture, preset), preset.defaults
+    preset = _published(model)
+    if preset is not None and preset.architecture is not None:
+        family = next(family for family in FAMILIES if preset in family.presets)
+        return family, _scheduled(preset.architecture, preset), preset.defaults
     found = examine(model, encoders=True)
     return found.family, found.architecture, found.settings
 
@@ -176,8 +178,7 @@ def load(
     lora: FILE or FILE:STRENGTH, or several, merged into the transformer as it is read. FILE may be OWNER/NAME/FILE on
         the hub. For two experts, `high=FILE` and `low=FILE` name one of them.
     scheduler: "unipc", "euler" or another value of `wanjax.schedulers`; None is the checkpoint's own.
-    offload: True frees each network at the end of its stage, to be read again at its next use; False none; None those
-        beside which the next network would not fit into three quarters of a device's memory.
+    offload: True frees each network after its stage; False none; None those beside which the next would not fit.
     progress: `progress(component, done, total)` receives the bytes read; None shows them with the stage that reads.
     note: `note(sentence)` receives what was merged from each LoRA.
 
@@ -185,8 +186,8 @@ def load(
     dtype is impossible; UnsupportedError where the named attention cannot be used here.
     """
     named(attention)
-    dtype, param_dtype = dtype_name(dtype), dtype_name(param_dtype, "param_dtype")
     check_set(compiler)
+    dtype, param_dtype = dtype_name(dtype), dtype_name(param_dtype, "param_dtype")
     set_cache_folder()
     found = _scheduled_by(scheduler, _adapted(examine(model, revision), lora, note))
     return _pipeline(found, Loading(dtype, param_dtype, attention, mesh, video, rules, compiler, offload, progress))
@@ -262,9 +263,9 @@ def _partitioner(
     found = find_rules(rules)
     if mesh is None and platform() != "cpu" and jax.device_count() > 1:
         mesh = "auto"
-    if isinstance(mesh, str) and mesh == "auto":
-        work = architecture.forward(settings)
-        axes = choose_axes(jax.device_count(), heads=work.heads, tokens=work.tokens, guided=settings.guided)
+    if isinstance(mesh, str) and is_auto(mesh):
+        work, sp = architecture.forward(settings), parse_auto(mesh)
+        axes = choose_axes(jax.device_count(), heads=work.heads, tokens=work.tokens, guided=settings.guided, sp=sp)
         mesh = make_mesh(*axes, devices=jax.devices()[: math.prod(axes)])
     elif isinstance(mesh, str):
         mesh = make_mesh(*parse_mesh(mesh))

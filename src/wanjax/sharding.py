@@ -30,6 +30,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from wanjax.errors import WanjaxError
 
 MESH_AXES = ("dp", "sp", "tp")
+AUTO = "auto"  # a mesh that is to be chosen
 TOKENS_PER_DEVICE = 32  # with fewer tokens on a device, communication costs more than it saves
 TILE = 16  # rows of a bfloat16 tile on TPUs: shards of whole tiles are joined without a copy
 Axes = Sequence[str | None]
@@ -211,17 +212,38 @@ def arrange(devices: Sequence[Any], axes: Mapping[str, int]) -> Mesh:
     return Mesh(placed, tuple(axes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def choose_axes(devices: int, *, heads: int, tokens: int, guided: bool = True) -> tuple[int, int, int]:
+def choose_axes(
+    devices: int, *, heads: int, tokens: int, guided: bool = True, sp: int | None = None
+) -> tuple[int, int, int]:
     """Chooses dp, sp and tp for a transformer: guidance on dp, heads on tp as far as they divide, the rest on sp.
 
     Attention sends less when it is sharded by heads than by sequence, and no head is padded. The product is less than
-    `devices` if there are too few tokens for all of them.
+    `devices` if there are too few tokens for all of them. Raises WanjaxError where a given `sp` does not divide them.
     """
-    dp = 2 if guided and devices % 2 == 0 else 1
-    most = max(1, min(devices // dp, tokens // TOKENS_PER_DEVICE))
+    if sp is not None and devices % sp:
+        raise WanjaxError(f"{devices} devices cannot be divided by sp={sp}: a divisor of {devices} would do")
+    dp = 2 if guided and devices % (2 * (sp or 1)) == 0 else 1
+    most = max(sp or 1, min(devices // dp, tokens // TOKENS_PER_DEVICE))
+    if sp is not None:
+        fitting = (n for n in range(1, most // sp + 1) if devices // (dp * sp) % n == 0 and heads % n == 0)
+        return dp, sp, max(fitting)
     shards = max(n for n in range(1, most + 1) if devices // dp % n == 0)
     tp = max(n for n in range(1, shards + 1) if shards % n == 0 and heads % n == 0)
     return dp, shards // tp, tp
+
+
+def parse_auto(text: str | None) -> int | None:
+    """Returns the sp that `auto,sp=2` gives, and None for `auto`, which `is_auto` tells from a whole mesh."""
+    given = (text or AUTO).partition(",")[2].strip()
+    name, _, size = given.partition("=")
+    if given and (name != "sp" or not (size.isascii() and size.isdigit()) or int(size) < 1):
+        raise WanjaxError(f"the mesh {text!r} cannot be read: write it as dp=2,sp=1,tp=4, auto, or auto,sp=2")
+    return int(size) if given else None
+
+
+def is_auto(mesh: object) -> bool:
+    """Tells whether a mesh, given as a text, is to be chosen."""
+    return isinstance(mesh, str) and mesh.partition(",")[0].strip() == AUTO
 
 
 def parse_mesh(text: str) -> tuple[int, int, int]:

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that choose how a video is made: the scheduler."""
+"""Options that choose how a video is made: the scheduler, attention and devices, by present and former names."""
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import wanjax as library
 from tests.support.commands import refused, succeeded, wanjax
+from tests.support.compare import error
 from tests.support.tiny import compile_cache, tiny_checkpoint
+from wanjax import registry
 from wanjax.checkpoints.files import load_safetensors
+from wanjax.cli import planning, stages
 from wanjax.media import stage_files
 
 SMALL = ("--size", "32x16", "--frames", "5", "--steps", "2", "--dtype", "float32")
@@ -29,8 +34,12 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+def read(folder: str) -> np.ndarray:
+    return load_safetensors(Path(folder) / stage_files.LATENTS)["latents"].copy()
+
+
 def latents(folder: str) -> bytes:
-    return load_safetensors(Path(folder) / stage_files.LATENTS)["latents"].tobytes()
+    return read(folder).tobytes()
 
 
 def test_a_scheduler_is_chosen_and_kept_for_the_next_stage(model):
@@ -51,3 +60,107 @@ def test_an_unknown_scheduler_is_refused(model):
     assert refused("a", "--model", model, *SMALL, "--scheduler", "dpm") == (
         "no scheduler is named 'dpm': there are unipc, euler and unipc:order=1"
     )
+
+
+@pytest.fixture
+def given(monkeypatch) -> dict:
+    """The arguments that the command line passes to `generate` or to `plan`, which do not run."""
+    kept = {}
+    monkeypatch.setattr(stages, "generate", lambda report, **given: kept.update(given))
+    monkeypatch.setattr(planning, "plan", lambda **given: kept.update(given))
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "value"),
+    [
+        ("", "attention", None),
+        ("--attention auto", "attention", None),
+        ("--attention chunked", "attention", "chunked"),
+        ("--window 4096", "attention", "auto:window=4096"),
+        ("--window_size 4096 --attention chunked", "attention", "chunked:window=4096"),
+        (
+            "--bqsize 3328 --bkvsize 2816 --bkvcomputesize 256",
+            "attention",
+            "flash_tpu:block_q=3328,block_kv=2816,block_kv_compute=256",
+        ),
+        ("--use_custom_attention", "attention", "flash_tpu"),
+        ("--use_custom_attention --window_size 9", "attention", "flash_tpu:window=9"),
+        ("--use_k_smooth --block-q 512", "attention", "flash_tpu:block_q=512,center_keys"),
+        ("--attention flash_tpu:block_q=512 --window 9", "attention", "flash_tpu:block_q=512,window=9"),
+        ("", "mesh", None),
+        ("--use_dp", "mesh", "auto"),
+        ("--sp_num 2", "mesh", "auto,sp=2"),
+        ("--use_dp --sp_num 1 --mesh auto", "mesh", "auto,sp=1"),
+        ("--use_fsdp", "rules", "fsdp"),
+        ("--use_fsdp --rules fsdp", "rules", "fsdp"),
+        ("--rules tp", "rules", "tp"),
+    ],
+)
+def test_former_options(given, options, name, value):
+    for command in (["a"], ["plan"]):
+        succeeded(wanjax(*command, *options.split()))
+        assert given[name] == value
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            "--use_custom_attention --attention chunked",
+            "--use-custom-attention is --attention flash_tpu, and chunked is",
+        ),
+        ("--use_dp --mesh tp=4", "--use-dp is given beside --mesh: one way is enough"),
+        ("--sp_num 2 --mesh tp=4", "--sp-num is given beside --mesh: one way is enough"),
+        ("--use_fsdp --rules tp", "--use-fsdp is --rules fsdp, and tp is given: one way is enough"),
+        ("--window 0", "Invalid value for '--window': 0 is not in the range"),
+        ("--attention chunked:window=x", "the window in 'chunked:window=x' is not a number of tokens"),
+        ("--use_k_smooth", "flash_tpu runs on TPUs"),
+        ("--sp_num 3", "8 devices cannot be divided by sp=3: a divisor of 8 would do"),
+        ("--mesh auto,tp=2", "the mesh 'auto,tp=2' cannot be read"),
+    ],
+)
+def test_options_that_contradict_each_other(model, options, sentence):
+    assert sentence in refused("a", "--model", model, *SMALL, *options.split())
+
+
+def test_the_model_of_a_plan_has_two_ways(given):
+    for command in (
+        ["plan", "wan2.1-t2v-14b"],
+        ["plan", "--model", "wan2.1-t2v-14b"],
+        ["plan", "--model_id", "x", "x"],
+    ):
+        succeeded(wanjax(*command))
+        assert given["model"] == command[-1]
+    succeeded(wanjax("plan"))
+    assert given["model"] == "nano"
+    assert "the model is given as a and as --model b: one way is enough" in refused("plan", "a", "--model", "b")
+
+
+def test_a_window_confines_self_attention(model):
+    """A window as long as the video changes nothing; a short one gives what the library gives."""
+    for name, window in (("whole", []), ("wide", ["--window", "99"]), ("narrow", ["--window", "2"])):
+        succeeded(wanjax("encode", "a", "--model", model, "--dir", name, "--dtype", "float32"))
+        succeeded(wanjax("denoise", *SMALL, "--dir", name, *window))
+    assert np.abs(read("wide") - read("whole")).max() < 1e-5
+    assert np.abs(read("narrow") - read("whole")).max() > 1e-4
+    pipe = library.load(model, attention="reference:window=2", dtype="float32")
+    ours = pipe.denoise(pipe.encode("a"), size=(16, 32), frames=5, steps=2)
+    assert error(read("narrow"), np.float64(ours)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("Wan2.2-I2V-14B-Diffusers", "wan2.2-i2v-a14b"),
+        ("Wan-AI/Wan2.2-I2V-14B-Diffusers", "wan2.2-i2v-a14b"),
+        ("Wan2.1-T2V-14B-Diffusers", "wan2.1-t2v-14b"),
+        ("Wan-AI/Wan2.1-T2V-14B-Diffusers", "wan2.1-t2v-14b"),
+        ("wan2.1-t2v-14b-4step", "wan2.1-t2v-14b-4step"),
+    ],
+)
+def test_names_of_repositories(name, preset, tmp_path):
+    assert registry.outline(name)[2].model == preset
+    Path(name).mkdir(parents=True)
+    if "/" not in name:  # a folder here comes before a name of which the owner was left out
+        assert registry._published(name) == (registry.presets()[name] if name == preset else None)

@@ -71,8 +71,8 @@ def test_help_lists_the_commands():
             "generate",
             "model negative-prompt image last-image video mask reference resize size height width frames "
             "fps steps guidance-scale guidance-scale-2 boundary strength flow-shift sigmas scheduler seed noise lora "
-            "attention block-q block-kv block-kv-compute batch-guidance dtype compiler mesh rules processes tile "
-            "profile dir out force help",
+            "attention block-q block-kv block-kv-compute window batch-guidance dtype compiler mesh rules processes "
+            "tile profile dir out force help",
         ),
         (
             "encode",
@@ -82,20 +82,20 @@ def test_help_lists_the_commands():
         (
             "denoise",
             "model size height width frames fps steps guidance-scale guidance-scale-2 boundary strength flow-shift "
-            "sigmas scheduler seed noise lora attention block-q block-kv block-kv-compute batch-guidance dtype "
+            "sigmas scheduler seed noise lora attention block-q block-kv block-kv-compute window batch-guidance dtype "
             "compiler mesh rules processes profile dir force help",
         ),
         ("decode", "model fps dtype compiler mesh rules processes tile dir out force help"),
         (
             "plan",
-            "chip size height width frames steps guidance-scale attention block-q block-kv block-kv-compute "
-            "batch-guidance dtype compiler mesh rules json help",
+            "model chip size height width frames steps guidance-scale attention block-q block-kv block-kv-compute "
+            "window batch-guidance dtype compiler mesh rules json help",
         ),
         (
             "warmup",
             "model image last-image video mask reference resize size height width frames fps steps guidance-scale "
             "guidance-scale-2 boundary strength flow-shift sigmas scheduler seed noise attention block-q block-kv "
-            "block-kv-compute batch-guidance dtype compiler mesh rules processes tile help",
+            "block-kv-compute window batch-guidance dtype compiler mesh rules processes tile help",
         ),
         ("models", "json help"),
     ],

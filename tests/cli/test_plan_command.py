@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from tests.support.small_wan import VIDEO, architecture
 from wanjax.cli import main
+from wanjax.errors import WanjaxError
 from wanjax.models.wan.flops import context_flops
 from wanjax.pipelines.wan.programs import TEXT_LENGTH
 from wanjax.plan import compile as compiling
@@ -153,6 +154,10 @@ def test_the_best_mesh(chip, model, count, wanted):
     work = shapes.forward(settings.updated({"height": 720, "width": 1280}))
     assert work.tokens == 75_600
     assert choose_mesh(SLICES[chip], work, guided=True, parameters=count) == wanted
+    if SLICES[chip].devices > 1:
+        assert choose_mesh(SLICES[chip], work, guided=True, parameters=count, sp=2)[1] == 2
+    with pytest.raises(WanjaxError, match="devices cannot be divided by sp=3: a divisor would do"):
+        choose_mesh(SLICES[chip], work, guided=True, parameters=count, sp=3)
 
 
 def test_prices_are_kept_for_the_same_code_and_arguments(monkeypatch, tmp_path):

@@ -186,7 +186,8 @@ def decode(report: Report, **given: Any) -> None:
 
 
 @main.command()
-@click.argument("model", default="nano")
+@click.argument("model", required=False)
+@options.model_again
 @options.chip
 @options.shape
 @options.steps
@@ -197,15 +198,17 @@ def decode(report: Report, **given: Any) -> None:
 @options.mesh
 @options.rules
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def plan(**given: Any) -> None:
-    """Price a video with MODEL, without the chips.
+def plan(model: str | None, model_option: str | None, **given: Any) -> None:
+    """Price a video with MODEL, or nano, without the chips.
 
     Prints the memory of each stage, the seconds of a step and of the run, and what limits them. Programs for TPUs are
     compiled by the TPU's own compiler and priced; other devices are priced by a stated model. No weights are loaded.
     """
     from wanjax.cli import planning
 
-    planning.plan(**given)
+    if None not in (model, model_option) and model != model_option:
+        raise click.UsageError(f"the model is given as {model} and as --model {model_option}: one way is enough")
+    planning.plan(model=model or model_option or "nano", **given)
 
 
 @main.command()

@@ -19,6 +19,10 @@ OLD_NAMES = {
     "output-dir": "dir",
     "output-path": "out",
     "output-video": "out",
+    "bqsize": "block-q",
+    "bkvsize": "block-kv",
+    "bkvcomputesize": "block-kv-compute",
+    "window-size": "window",
 }
 """Former names of options, with dashes for underscores, and their present names."""
 
@@ -30,7 +34,7 @@ def today(name: str) -> str:
 
 
 DTYPES = ("bfloat16", "float32")
-TILES = "wanjax.tiles"  # the key of the given tile sizes in a command's context
+KEPT = "wanjax.kept"  # the key, in a command's context, of options that become a part of another option
 CONTEXT = {"help_option_names": ["-h", "--help"], "token_normalize_func": today, "max_content_width": 100}
 
 
@@ -59,19 +63,56 @@ def _prompt(ctx: click.Context, parameter: click.Parameter, value: str | None) -
     return value
 
 
-def _attention(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """Returns the name of the implementation, followed by the given tile sizes."""
-    tiles = ",".join(f"{name}={size}" for name, size in ctx.meta.get(TILES, {}).items())
-    return f"{value or 'flash_tpu'}:{tiles}" if tiles else value
+def _kept(*names: str, value: Any = None, **options: Any) -> Decorator:
+    """Returns an option that becomes a part of another one; a flag if it has a `value`."""
+
+    def keep(ctx: click.Context, parameter: click.Parameter, given: Any) -> None:
+        if given:
+            ctx.meta.setdefault(KEPT, {})[parameter.name] = given if value is None else value
+
+    if value is not None:
+        options |= {"is_flag": True, "hidden": True}
+    return click.option(*names, callback=keep, expose_value=False, is_eager=True, **options)  # before the other one
 
 
 def _tile(option: str, told: str) -> Decorator:
-    def keep(ctx: click.Context, parameter: click.Parameter, value: int | None) -> None:
-        if value is not None:
-            ctx.meta.setdefault(TILES, {})[parameter.name] = value
+    return _kept(option, type=click.IntRange(min=1), metavar="N", help=told)
 
-    kept = {"callback": keep, "expose_value": False, "is_eager": True}  # before --attention is read
-    return click.option(option, type=click.IntRange(min=1), metavar="N", help=told, **kept)
+
+def _parts(ctx: click.Context, *names: str) -> dict[str, Any]:
+    """Returns the options of these names that were kept, in the order of the names."""
+    kept = ctx.meta.get(KEPT, {})
+    return {name: kept[name] for name in names if name in kept}
+
+
+def _attention(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """Returns the name of the implementation, followed by the given tiles and window."""
+    tiles = [f"{k}={v}" for k, v in _parts(ctx, "block_q", "block_kv", "block_kv_compute").items()]
+    tiles += _parts(ctx, "use_k_smooth").values()
+    window = [f"window={size}" for size in _parts(ctx, "window").values()]
+    own = _parts(ctx, "use_custom_attention").get("use_custom_attention")
+    if own and value and value.partition(":")[0] != own:
+        raise click.UsageError(f"--use-custom-attention is --attention {own}, and {value} is given: one way is enough")
+    name = value or own or ("flash_tpu" if tiles else "auto")
+    text = ("," if ":" in name else ":").join([name, *filter(None, [",".join([*tiles, *window])])])
+    return None if text == "auto" else text
+
+
+def _mesh(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """Returns the mesh; the former options ask for a chosen one, which splits guidance, with `sp` as it was given."""
+    former = _parts(ctx, "use_dp", "sp_num")
+    if former and value not in (None, "auto"):
+        raise click.UsageError(f"--{next(iter(former)).replace('_', '-')} is given beside --mesh: one way is enough")
+    return f"auto,sp={former['sp_num']}" if "sp_num" in former else "auto" if former else value
+
+
+def _rules(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """Returns the rules, which a former option names too."""
+    for rules in _parts(ctx, "use_fsdp").values():
+        if value not in (None, rules):
+            raise click.UsageError(f"--use-fsdp is --rules {rules}, and {value} is given: one way is enough")
+        return rules
+    return value
 
 
 prompt = together(
@@ -96,6 +137,7 @@ model = click.option(
     help="A name that `wanjax models` lists, an id on the Hugging Face hub, or a folder in the layout of diffusers.",
     metavar=MODEL,
 )
+model_again = click.option("--model", "model_option", help="The same as MODEL.", metavar=MODEL)
 model_override = click.option("--model", help="Another model than that of the stage before.", metavar=MODEL)
 text = click.option("--negative-prompt", metavar="TEXT", help="What the video should not show.")
 fps = click.option("--fps", type=int, metavar="N", help="Frames a second.")
@@ -181,11 +223,14 @@ attention = together(
         "--attention",
         metavar="NAME",
         callback=_attention,
-        help="Implementation of attention.  [default: the best for platform and shape]",
+        help="Implementation of attention; auto is the best for platform and shape.  [default: auto]",
     ),
     _tile("--block-q", "Queries that flash_tpu's self-attention takes at a time, and flash_tpu for it."),
     _tile("--block-kv", "Keys that it keeps in a TPU's fast memory at a time."),
     _tile("--block-kv-compute", "Keys that it goes through in one unrolled body."),
+    _tile("--window", "Tokens before and after its own to which self-attention is confined.  [default: all]"),
+    _kept("--use-custom-attention", value="flash_tpu"),
+    _kept("--use-k-smooth", value="center_keys"),
 )
 lora = click.option(
     "--lora",
@@ -211,16 +256,25 @@ compute = together(
         "has run. An option that it refuses is left out.",
     ),
 )
-mesh = click.option(
-    "--mesh",
-    metavar="dp=N,sp=N,tp=N|auto",
-    help="Devices to spread over: guidance over dp, the sequence over sp, heads over tp.  "
-    "[default: auto, and one on a CPU]",
+mesh = together(
+    click.option(
+        "--mesh",
+        metavar="dp=N,sp=N,tp=N|auto",
+        callback=_mesh,
+        help="Devices to spread over: guidance over dp, the sequence over sp, heads over tp.  "
+        "[default: auto, and one on a CPU]",
+    ),
+    _kept("--use-dp", value="auto"),
+    _kept("--sp-num", type=click.IntRange(min=1), hidden=True),
 )
-rules = click.option(
-    "--rules",
-    type=click.Choice(["fsdp", "tp"]),
-    help="How weights are spread: gathered as they are used, or by columns and rows.  [default: fsdp]",
+rules = together(
+    click.option(
+        "--rules",
+        type=click.Choice(["fsdp", "tp"]),
+        callback=_rules,
+        help="How weights are spread: gathered as they are used, or by columns and rows.  [default: fsdp]",
+    ),
+    _kept("--use-fsdp", value="fsdp"),
 )
 chip = click.option(
     "--chip",

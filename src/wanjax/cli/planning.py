@@ -12,7 +12,7 @@ from rich.table import Table
 from wanjax import registry
 from wanjax.cli.stages import given_settings
 from wanjax.plan.outlook import Outlook, outlook
-from wanjax.sharding import find_rules, parse_mesh
+from wanjax.sharding import find_rules, is_auto, parse_auto, parse_mesh
 
 GIB = 2**30
 
@@ -22,14 +22,14 @@ def plan(*, model: str, chip: str, mesh: str | None, compiler: str, as_json: boo
     jax.config.update("jax_platforms", "cpu")  # the priced chips need not be present
     rules = given.pop("rules") or "fsdp"
     find_rules(rules)
-    axes = None if mesh in (None, "auto") else parse_mesh(mesh)
+    axes, sp = (None, parse_auto(mesh)) if mesh is None or is_auto(mesh) else (parse_mesh(mesh), None)
     family, architecture, defaults = registry.outline(model)
     attention, batch_guidance = given.pop("attention"), given.pop("batch_guidance")
     chosen = given_settings(**given)
     settings = defaults.updated({"dtype": "float32" if chip == "cpu" else "bfloat16"} | chosen)
     settings.check(spatial=architecture.grid, temporal=architecture.vae.temporal_factor)
     options = {"rules": rules, "attention": attention, "batch_guidance": bool(batch_guidance)}
-    found = outlook(family, architecture, settings, chip, axes, compiler=compiler, **options)
+    found = outlook(family, architecture, settings, chip, axes, sp=sp, compiler=compiler, **options)
     if as_json:
         click.echo(json.dumps(found.to_json(), indent=2))
     else:

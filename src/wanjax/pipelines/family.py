@@ -137,6 +137,7 @@ class Preset:
 
     `architecture` is None for a checkpoint in the package, whose folder is `source`. `loras` are merged into it. A
     `scheduler` replaces the checkpoint's own. `lesson` is None for a model that knows more than can be listed.
+    `aliases` are other names for the source.
     """
 
     name: str
@@ -150,6 +151,12 @@ class Preset:
     loras: tuple[str, ...] = ()
     scheduler: Scheduler | None = None
     lesson: Lesson | None = None
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The repositories that this preset is, without its LoRAs."""
+        return () if self.loras else (self.source, *self.aliases)
 
     @property
     def shipped(self) -> bool:

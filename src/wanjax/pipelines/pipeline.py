@@ -105,37 +105,19 @@ class Pipeline(Model, ABC):
         self, prompt: Sequence[str], *, seeds: Sequence[int] | None = None, **given: Unpack[Called]
     ) -> list[Video]: ...
 
-    @spelled_out(Given)
+    @spelled_out(Called)
     def __call__(
-        self,
-        prompt: str | Sequence[str],
-        *,
-        negative_prompt: str | None = None,
-        seeds: Sequence[int] | None = None,
-        noise: GivenLatents | None = None,
-        callback: Callable[[Step], bool | None] | None = None,
-        tiling: Tiling | None = None,
-        batch_guidance: bool = False,
-        **given: Unpack[Given],
+        self, prompt: str | Sequence[str], *, seeds: Sequence[int] | None = None, **given: Unpack[Called]
     ) -> Video | list[Video]:
         """Makes a video from a prompt; a list of videos from several prompts or `seeds`, as `videos` does.
 
         The keywords of `prepare` are settings, `size=(height, width)` and pictures. `noise`, `callback` and
         `batch_guidance` are those of `denoise`; `tiling` is that of `decode`, for pictures too.
         """
-        single = isinstance(prompt, str) or not isinstance(prompt, Sequence)
-        prompts: Any = [prompt] if single else prompt
-        made = self.videos(
-            prompts,
-            negative_prompt=negative_prompt,
-            seeds=seeds,
-            noise=noise,
-            callback=callback,
-            tiling=tiling,
-            batch_guidance=batch_guidance,
-            **given,
-        )
-        return next(made) if single and seeds is None else list(made)
+        several = isinstance(prompt, Sequence) and not isinstance(prompt, str)
+        prompts: Sequence[Any] = prompt if several else [prompt]
+        made = self.videos(prompts, seeds=seeds, **given)
+        return list(made) if several or seeds is not None else next(made)
 
     @spelled_out(Given)
     def videos(

@@ -9,6 +9,7 @@ so only the order of its results is meaningful. The best mesh is then compiled a
 from collections.abc import Iterator
 from math import ceil
 
+from wanjax.errors import WanjaxError
 from wanjax.pipelines.family import Forward
 from wanjax.plan.chips import Slice
 
@@ -17,9 +18,14 @@ BYTES = 2  # a bfloat16 number
 Axes = tuple[int, int, int]
 
 
-def choose_mesh(place: Slice, work: Forward, *, guided: bool, parameters: int) -> Axes:
-    """Returns the sizes of dp, sp and tp with which a step is fastest, among the meshes on which the weights fit."""
-    found = list(meshes(place.devices, guided))
+def choose_mesh(place: Slice, work: Forward, *, guided: bool, parameters: int, sp: int | None = None) -> Axes:
+    """Returns the sizes of dp, sp and tp with which a step is fastest, among the meshes on which the weights fit.
+
+    Raises WanjaxError where no mesh has the given `sp`.
+    """
+    found = [axes for axes in meshes(place.devices, guided) if sp in (None, axes[1])]
+    if not found:
+        raise WanjaxError(f"{place.devices} devices cannot be divided by sp={sp}: a divisor would do")
     room = [axes for axes in found if BYTES * parameters / (axes[1] * axes[2]) < 0.8 * place.chip.hbm]
     return min(room or found, key=lambda axes: step_seconds(place, work, axes, guided=guided, parameters=parameters))
 

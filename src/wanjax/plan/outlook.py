@@ -101,12 +101,13 @@ def outlook(
     chip: str,
     mesh: tuple[int, int, int] | None = None,
     *,
+    sp: int | None = None,
     rules: str = "fsdp",
     compiler: str = SAFE,
     attention: str | None = None,
     batch_guidance: bool = False,
 ) -> Outlook:
-    """Prices a video of these settings on a slice such as v6e-8; `mesh` None chooses the best mesh.
+    """Prices a video of these settings on a slice such as v6e-8; `mesh` None chooses the best mesh, with `sp` if given.
 
     The keywords are those of `wanjax.load` and of `Pipeline.denoise`. Raises WanjaxError where the chip is unknown, the
     mesh has another number of devices, or libtpu is missing.
@@ -119,7 +120,7 @@ def outlook(
     work = architecture.forward(settings)
     if mesh is None and isinstance(place, Slice):
         together = sum(parameters[name] for name in architecture.denoisers)
-        mesh = choose_mesh(place, work, guided=settings.guided, parameters=together)
+        mesh = choose_mesh(place, work, guided=settings.guided, parameters=together, sp=sp)
     axes = _axes(place, mesh or (1, 1, 1))
     options: dict[str, Any] = {"attention": attention, "rules": rules, "batch_guidance": batch_guidance}
     runs = stages(architecture, settings, chip, axes, compiler=compiler, **options)

@@ -73,7 +73,13 @@ SD: dict[str, Any] = {"height": 480, "width": 832}
 
 
 def _preset(
-    name: str, source: str, about: str, architecture: WanArchitecture, parameters: int, **settings: Any
+    name: str,
+    source: str,
+    about: str,
+    architecture: WanArchitecture,
+    parameters: int,
+    aliases: tuple[str, ...] = (),
+    **settings: Any,
 ) -> Preset:
     """Returns the preset of a checkpoint by Wan's authors; `settings` are those that differ from the defaults."""
     return Preset(
@@ -85,6 +91,7 @@ def _preset(
         param_dtype="bfloat16",
         defaults=replace(DEFAULTS, model=name, **settings),
         architecture=architecture,
+        aliases=aliases,
     )
 
 
@@ -175,6 +182,7 @@ PUBLISHED = (
         guidance_scale=3.5,
         guidance_scale_2=3.5,
         boundary=0.9,
+        aliases=("Wan-AI/Wan2.2-I2V-14B-Diffusers",),  # as some guides have it
         **HD,
     ),
     _preset(
