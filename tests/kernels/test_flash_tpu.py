@@ -18,7 +18,7 @@ from tests.support.attention import BOUND, SMALL_TILES, exact, operands, run
 from tests.support.compare import error
 from tests.support.configs import TRANSFORMER
 from wanjax.errors import WanjaxError
-from wanjax.kernels.attention import attention, flash_kernel, flash_tpu, named
+from wanjax.kernels.attention import attention, choose, flash_kernel, flash_tpu, named
 from wanjax.models.wan.transformer import Block
 from wanjax.plan import Compiled, CompilerError, Job, compile_all
 
@@ -199,6 +199,15 @@ def test_tiles_that_vmem_would_not_hold(monkeypatch):
     q, k, v = operands(1, 8, 8, 2, 1, 64)
     with pytest.raises(NotImplementedError, match=r"need \d+ MiB of VMEM, and the chip has 64: smaller ones would do"):
         attention(q, k, v, implementation="flash_tpu", config=flash_tpu.Config(2048, 51200, 5120))
+
+
+def test_chips_whose_vmem_is_too_small_take_another_implementation(monkeypatch):
+    monkeypatch.setattr(flash_tpu, "_vmem_bytes", lambda: 16 << 20)  # v4
+    operands = [jax.ShapeDtypeStruct((1, 4096, 2, 128), jnp.bfloat16)] * 3
+    with pytest.raises(
+        NotImplementedError, match=r"need \d+ MiB of VMEM, and the chip has 16: a chip with more would do"
+    ):
+        choose(*operands, implementation="flash_tpu")
 
 
 @pytest.mark.parametrize("vmem", [64 << 20, 128 << 20])

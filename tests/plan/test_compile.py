@@ -25,6 +25,8 @@ JOBS = {
         "v6e-8", "tests.support.plan_programs:layers", {"count": 6, "tokens": 4096, "width": 1024}, {"dp": 2, "tp": 4}
     ),
     "other chip": Job("v5e-1", "wanjax.plan.builders:of_function", KERNEL),
+    "two cores": Job("v4-8", "tests.support.plan_programs:product_on_each"),
+    "two later cores": Job("v5p-8", "tests.support.plan_programs:product_on_each"),
     "refused": Job("v6e-1", "tests.support.plan_programs:refused"),
     "refused option": Job(
         "v6e-1",
@@ -65,6 +67,18 @@ def test_a_kernel_is_priced(results, job):
     priced = price(compiled)
     assert priced.unpriced == ()
     assert priced.total.mid >= schedule.cycles(run.times) / compiled.slice.chip.clock
+
+
+@needs_libtpu
+def test_a_kernel_is_priced_on_chips_of_two_cores(results):
+    """The cores split the grid, and are one device; the first one's schedule is priced."""
+    cycles = []
+    for job in ("two cores", "two later cores"):
+        assert results[job].slice.devices == 4
+        (schedule,) = results[job].schedules.values()
+        cycles.append(schedule.cycles(schedule.run().times))
+        assert price(results[job]).unpriced == ()
+    assert cycles[0] == pytest.approx(cycles[1], rel=0.1)
 
 
 @needs_libtpu

@@ -281,7 +281,7 @@ chip = click.option(
     default="v6e-8",
     show_default=True,
     metavar="NAME",
-    help="TPUs such as v5e-8, v5p-8, v6e-16 or v7x-8; h200, h100; or cpu.",
+    help="TPUs such as v4-8, v5e-8, v5p-8, v6e-16 or v7x-8; h200, h100; or cpu.",
 )
 devices = together(
     mesh,

@@ -3,7 +3,8 @@
 
 Sources: peak FLOP/s, bandwidth and VMEM are from JAX's Pallas (`jax/_src/pallas/mosaic/tpu_info.py`). HBM is the
 capacity that the compiler reports when a program does not fit. The clock is the peak divided by the operations per
-cycle: 524,288 on v6e and on half a v7x, 131,072 on each core of earlier chips.
+cycle: 524,288 on v6e and on half a v7x, 131,072 on each core of earlier chips. The delay slots are those of the
+compiler's dumps.
 """
 
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ class Slice:
 
 
 GIB, MIB = 2**30, 2**20
+V4 = Chip("v4", int(30.75 * GIB), 16 * MIB, 275e12, 1.23e12, 1.05e9, 45e9, 2, 1)
 V5E = Chip("v5e", int(15.75 * GIB), 128 * MIB, 197e12, 0.82e12, 1.5e9, 45e9, 1, 4)
 V5P = Chip("v5p", int(95.74 * GIB), 64 * MIB, 459e12, 2.46e12, 1.75e9, 90e9, 2, 4)
 V6E = Chip("v6e", int(31.25 * GIB), 128 * MIB, 918e12, 1.64e12, 1.75e9, 90e9, 1, 4)
@@ -65,10 +67,12 @@ SLICES = {
         ("v6e-8", V6E, 8, "v6e:2x4"),
         ("v6e-16", V6E, 16, "v6e:4x4"),
         ("v7x-8", V7X, 8, "tpu7x:2x2x1"),
+        ("v4-8", V4, 4, "v4:2x2x1"),  # the name counts cores, two per device
     )
 }
 
 KINDS = {
+    "TPU v4": V4,
     "TPU v5e": V5E,
     "TPU v5 lite": V5E,
     "TPU v5": V5P,

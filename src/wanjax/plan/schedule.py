@@ -141,6 +141,7 @@ def parse(name: str, code: str, units: str, buffers: str, branch_delay: int) -> 
     marks = list(_BUNDLE.finditer(code))
     stops = [mark.start() for mark in marks[1:]] + [len(code)]
     texts = {int(mark[1], 0): code[mark.end() : stop] for mark, stop in zip(marks, stops, strict=True)}
+    last = max(texts) + 1
     labels: dict[int, int] = {}
     branches: dict[int, Branch] = {}
     for address, text in texts.items():
@@ -148,8 +149,9 @@ def parse(name: str, code: str, units: str, buffers: str, branch_delay: int) -> 
             labels.setdefault(int(label), address)
     for address, text in texts.items():
         if found := _BRANCH.search(text):
-            branches[address + branch_delay + 1] = Branch(condition(found[1] or ""), labels[int(found[2])])
-    last = max(texts) + 1
+            branches[address + branch_delay + 1] = Branch(
+                condition(found[1] or ""), _start(int(found[2]), labels, last)
+            )
     edges = sorted({0, last, *branches, *(branch.target for branch in branches.values())})
     blocks = []
     for start, stop in pairwise(edges):
@@ -166,6 +168,11 @@ def parse(name: str, code: str, units: str, buffers: str, branch_delay: int) -> 
         )
     vmem = sum(int(size, 16) for size in re.findall(r"space=vmem, size = 0x([0-9a-f]+), .*scoped", buffers))
     return Schedule(name, tuple(blocks), dict(zip(names, slots, strict=True)), vmem)
+
+
+def _start(region: int, labels: Mapping[int, int], last: int) -> int:
+    """Returns the address of a region; one that is empty may have no label, and begins with the region after it."""
+    return labels.get(region, min((labels[other] for other in labels if other > region), default=last))
 
 
 def read_dump(folder: Path, chip: Chip) -> dict[str, Schedule]:

@@ -9,6 +9,7 @@ import json
 import sys
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -22,8 +23,10 @@ from wanjax.sharding import arrange
 
 def make_mesh(topology: str, devices: int, axes: dict[str, int]) -> Mesh:
     """Returns a mesh of described devices, none of which need be present."""
-    bounds = {"chips_per_host_bounds": (1, 1, 1)} if devices == 1 else {}
-    described = topologies.get_topology_desc(platform="tpu", topology_name=topology, **bounds)
+    options: dict[str, Any] = {"chips_per_host_bounds": (1, 1, 1)} if devices == 1 else {}
+    if topology.startswith("v4:"):  # whose two cores are one device of JAX's; later chips need no word for it
+        options["chip_config_name"] = "megacore"
+    described = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options)
     return arrange(described.devices, axes)
 
 

@@ -155,9 +155,14 @@ def unsupported(q, k, v, *, key_mask, window, scale, bias, config, return_lse) -
         return "flash_tpu takes no bias: a key mask or a window is supported"
     if key_mask is not None and window is not None:
         return "flash_tpu takes a key mask or a window, not both"
-    need = 0 if config is None else config.vmem_bytes(head_dim, q.dtype.itemsize) + SPILL_BYTES
-    if vmem is not None and need > vmem:
-        return f"flash_tpu's tiles need {need >> 20} MiB of VMEM, and the chip has {vmem >> 20}: smaller ones would do"
+    if vmem is None:
+        return None
+    ragged = key_mask is not None or window is not None
+    tiles = config or default_config(vmem, head_dim, q.shape[1], k.shape[1], q.dtype.name, ragged)
+    need = tiles.vmem_bytes(head_dim, q.dtype.itemsize) + SPILL_BYTES
+    if need > vmem:
+        right = "a chip with more" if vmem < SPILL_BYTES else "smaller ones"
+        return f"flash_tpu's tiles need {need >> 20} MiB of VMEM, and the chip has {vmem >> 20}: {right} would do"
     return None
 
 
