@@ -227,6 +227,7 @@ def _scheduled_by(scheduler: str | Scheduler | None, found: Checkpoint) -> Check
 
 def _pipeline(found: Checkpoint, way: Loading) -> Pipeline:
     """Returns the pipeline of a checkpoint, whose components are loaded at first use."""
+    found.source.check_room()
     kept = way.param_dtype or found.param_dtype
     usual = "float32" if platform() == "cpu" else kept or _stored_dtype(found.source, "transformer")
     defaults = replace(found.settings, dtype=way.dtype or usual)

@@ -10,12 +10,14 @@ import sys
 import time
 from collections import Counter
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 from huggingface_hub.utils import _http
 
 from tests.support.hub import FILES, ID, TRANSFORMER, VAE, checksum, files_in, wait_until
 from wanjax.checkpoints import hub
+from wanjax.checkpoints.sources import DiffusersSource
 from wanjax.errors import WanjaxError
 
 WEIGHTS = "vae/diffusion_pytorch_model.safetensors"
@@ -85,6 +87,7 @@ def test_a_file_of_another_length_than_the_hub_lists_is_not_taken(server):
 ATTEMPTS = """
 import os, sys
 from wanjax.checkpoints import hub
+from wanjax.checkpoints.sources import DiffusersSource
 for _ in sys.stdin:
     if (child := os.fork()) == 0:
         hub.resolve("owner/video", ["vae", "transformer"])
@@ -156,3 +159,15 @@ def test_progress_is_told_in_bytes_up_to_all_of_them(server, capfd):
     assert told[-1] == (total, total)
     assert len({done for done, _ in told}) > 2
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.usefixtures("online")
+def test_a_disk_that_is_too_small_is_told_before_the_first_byte(server, monkeypatch):
+    monkeypatch.setattr(hub.shutil, "disk_usage", lambda _: SimpleNamespace(free=100_000))
+    assert "needs 0.0 GB more where" in fault(["transformer"])
+    assert not [name for name, _ in server.sent if name.endswith(".safetensors")]
+    source = DiffusersSource(ID)
+    with pytest.raises(WanjaxError, match=f"{ID} needs .* make room, or set HF_HOME"):
+        source.check_room()
+    monkeypatch.setattr(hub.shutil, "disk_usage", lambda _: SimpleNamespace(free=10_000_000))
+    source.check_room()

@@ -9,8 +9,10 @@ that were not; `hf cache prune` removes what is left of them.
 import hashlib
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -110,25 +112,62 @@ def download(
     """
     try:
         return _snapshot(repository, list(patterns), revision, progress)
+    except WanjaxError:
+        raise
     except Exception as error:  # the classes of transport errors differ between versions of the client
         raise WanjaxError(_explanation(error, repository, revision)) from error
 
 
-def _snapshot(repository: str, patterns: list[str], revision: str | None, progress: Progress | None) -> Path:
-    from huggingface_hub import errors, snapshot_download  # here: local checkpoints need no client
+def check_room(repository: str, patterns: Iterable[str], *, revision: str | None = None) -> None:
+    """Raises WanjaxError where the disk has no room for those of the files that are still to be downloaded.
 
-    client = partial(snapshot_download, repository, revision=revision, allow_patterns=patterns, max_workers=AT_ONCE)
-    try:
-        missing = [file for file in client(dry_run=True, tqdm_class=_bars(0, None)) if file.will_download]
-    except errors.DryRunError:  # offline; the call below says which files the cache lacks
-        missing = []
+    Files of a repository that cannot be asked, because there is no network, are not checked.
+    """
+    missing: list[Any] = []
+    with suppress(Exception):  # the download will tell why
+        missing = _missing(repository, list(patterns), revision)
+    _check_room(repository, sum(file.file_size or 0 for file in missing))
+
+
+def _snapshot(repository: str, patterns: list[str], revision: str | None, progress: Progress | None) -> Path:
+    from huggingface_hub import snapshot_download  # here: local checkpoints need no client
+
+    missing = _missing(repository, patterns, revision)
     total = sum(file.file_size or 0 for file in missing)
-    folder = Path(client(tqdm_class=_bars(total, progress) if progress else None))
+    _check_room(repository, total)
+    bars = _bars(total, progress) if progress else None
+    client = partial(snapshot_download, repository, revision=revision, allow_patterns=patterns, max_workers=AT_ONCE)
+    folder = Path(client(tqdm_class=bars))
     with ThreadPoolExecutor(AT_ONCE) as workers:
         list(workers.map(_check, [folder / file.filename for file in missing]))
     if progress and total:
         progress(total, total)
     return folder
+
+
+def _missing(repository: str, patterns: list[str], revision: str | None) -> list[Any]:
+    """Returns the files of these patterns that the client's cache lacks; none if the client is offline."""
+    from huggingface_hub import errors, snapshot_download
+
+    with suppress(errors.DryRunError):  # the download says which files the cache lacks
+        found = snapshot_download(
+            repository, revision=revision, allow_patterns=patterns, dry_run=True, tqdm_class=_bars(0, None)
+        )
+        return [file for file in found if file.will_download]
+    return []
+
+
+def _check_room(repository: str, needed: int) -> None:
+    """Raises WanjaxError where the disk of the client's cache has less free room than a download needs."""
+    from huggingface_hub import constants
+
+    cache = Path(constants.HF_HUB_CACHE)
+    disk = next(folder for folder in (cache, *cache.parents) if folder.exists())
+    if needed > (free := shutil.disk_usage(disk).free):
+        raise WanjaxError(
+            f"{repository} needs {needed / 1e9:.1f} GB more where {cache} has {free / 1e9:.1f} GB free: make room, or "
+            "set HF_HOME to a folder on a larger disk"
+        )
 
 
 def _bars(total: int, progress: Progress | None) -> Any:

@@ -56,6 +56,9 @@ class AdaptedSource(Source):
     def origin(self) -> str:
         return self._source.origin
 
+    def check_room(self) -> None:
+        self._source.check_room()
+
     def tensors(self, component: str, rules: Iterable[Rule]) -> Reader:
         tensors = self._source.tensors(component, rules)
         return Merged(tensors, self._files[component]) if self._files.get(component) else tensors

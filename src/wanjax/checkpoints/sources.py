@@ -16,7 +16,7 @@ from flax import nnx
 
 from wanjax.checkpoints.arrays import Arrays
 from wanjax.checkpoints.files import Reader, SafetensorsFile, SafetensorsFolder
-from wanjax.checkpoints.hub import COMPONENT_FILES, HUB_FILE, INDEX, download, locate, locate_file, resolve
+from wanjax.checkpoints.hub import COMPONENT_FILES, HUB_FILE, INDEX, check_room, download, locate, locate_file, resolve
 from wanjax.converters import engine
 from wanjax.converters.engine import Rule
 from wanjax.converters.readers import SUFFIXES, Renamed, Together
@@ -72,6 +72,10 @@ class Source(ABC):
     def files(self, component: str) -> Sequence[Path]:
         """Returns the component's files other than weights, which are in one folder."""
 
+    def check_room(self) -> None:
+        """Raises WanjaxError where the disk has no room for what is still to be downloaded."""
+        return
+
     @property
     def lent(self) -> Sequence[str]:
         """The components that the checkpoint lacks; they come from the repository of the same model."""
@@ -107,6 +111,12 @@ class DiffusersSource(Source):
 
     def weights(self, component: str) -> Weights:
         return SafetensorsFolder(self.folder(component))
+
+    def check_room(self) -> None:
+        if self.revision is not None:
+            listed = [name for name, value in self.index.items() if isinstance(value, list) and value[:1] != [None]]
+            patterns = [f"{component}/{name}" for component in listed for name in COMPONENT_FILES]
+            check_room(self.name, patterns, revision=self.revision)
 
     def files(self, component: str) -> Sequence[Path]:
         return [path for path in sorted(self.folder(component).iterdir()) if _is_small(path)]
