@@ -127,7 +127,7 @@ def test_stages_record_the_lora(checkpoint, file, tmp_path, monkeypatch):
     record = json.loads((tmp_path / "one/generation_config.json").read_text())
     assert record["lora"] == [f"{file}:0.5"]
     monkeypatch.chdir(tmp_path)
-    run("denoise", "--dir", tmp_path / "one")  # with the settings stored there
+    run("denoise", "--dir", tmp_path / "one", "--force")  # with the settings stored there
     again = load_safetensors(tmp_path / "one/stage2_latents.safetensors")["latents"].copy()
     assert "changes merged" not in run("decode", "--dir", tmp_path / "one")
     assert json.loads((tmp_path / "one/generation_config.json").read_text())["lora"] == [f"{file}:0.5"]

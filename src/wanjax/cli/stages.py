@@ -138,7 +138,7 @@ class Rendering:
             dtype=_dtype(chosen),
             attention=given.get("attention"),
             mesh=given.get("mesh"),
-            video={name: value for name, value in chosen.items() if isinstance(value, int | float)},
+            video={name: value for name, value in chosen.items() if type(value) in (int, float)},
             rules=given.get("rules") or "fsdp",
             compiler=given.get("compiler") or SAFE,
             revision=chosen.get("revision"),
