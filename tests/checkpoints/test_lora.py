@@ -129,7 +129,7 @@ def test_stages_record_the_lora(checkpoint, file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run("denoise", "--dir", tmp_path / "one", "--force")  # with the settings stored there
     again = load_safetensors(tmp_path / "one/stage2_latents.safetensors")["latents"].copy()
-    assert "changes merged" not in run("decode", "--dir", tmp_path / "one")
+    assert "changes merged" not in run("decode", "--dir", tmp_path / "one", "--force")
     assert json.loads((tmp_path / "one/generation_config.json").read_text())["lora"] == [f"{file}:0.5"]
     run("encode", "a cat", "--model", checkpoint, "--dir", tmp_path / "two")
     run("denoise", "--dir", tmp_path / "two", *VIDEO, "--lora", f"{file}:0.5")

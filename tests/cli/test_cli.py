@@ -70,9 +70,9 @@ def test_help_lists_the_commands():
         (
             "generate",
             "prompts seeds count model negative-prompt image last-image video mask reference resize size height width "
-            "frames fps steps guidance-scale guidance-scale-2 boundary strength flow-shift sigmas scheduler seed noise lora "
-            "attention block-q block-kv block-kv-compute window batch-guidance dtype compiler mesh rules processes "
-            "tile profile dir out force help",
+            "frames fps steps guidance-scale guidance-scale-2 boundary strength flow-shift sigmas scheduler seed noise "
+            "lora attention block-q block-kv block-kv-compute window batch-guidance dtype compiler mesh rules "
+            "processes tile profile dir out force help",
         ),
         (
             "encode",
