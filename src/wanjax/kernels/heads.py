@@ -6,6 +6,7 @@ split the width of a token into parts for other devices, it copies twice. The ke
 projection wrote them, swap the halves of a head by a rotation of lanes, and write each part contiguously.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,16 +41,41 @@ def normed_rotary(
     if not interpret and (target(x).platform != "tpu" or 2 * cos.shape[1] != LANES):
         return plain(x, inverse, scale, cos, sin)
     partitioner = current()
+    turn = partial(_with_gradient, _call, plain, interpret)
     if partitioner is None:
-        return _with_gradient(1, interpret, x, inverse, scale, cos, sin)
-    batch, length, heads, parts = _placement(partitioner, x)
-    turn = partial(_with_gradient, parts, interpret)
+        return turn(1, x, inverse, scale, cos, sin)
+    batch, length, heads, parts = _placement(partitioner, x, LANES)
     tokens = PartitionSpec(batch, length)
     specs = (PartitionSpec(batch, length, heads), tokens, PartitionSpec(heads), *2 * (PartitionSpec(length),))
-    # a kernel does not say along which mesh axes its result varies, so that cannot be checked
-    return jax.shard_map(turn, mesh=partitioner.mesh, in_specs=specs, out_specs=specs[0], check_vma=False)(
-        x, inverse, scale, cos, sin
-    )
+    return _on_each(partial(turn, parts), partitioner, specs)(x, inverse, scale, cos, sin)
+
+
+def head_normed_rotary(
+    x: Float[Array, "B L E"],
+    scale: Float32[Array, " D"],
+    bias: Float32[Array, " D"],
+    cos: Float32[Array, "L P"],
+    sin: Float32[Array, "L P"],
+    *,
+    eps: float,
+    interpret: bool = False,
+) -> Float[Array, "B L E"]:
+    """Computes the layer norm of each head of x by itself, then rotates as `normed_rotary` does.
+
+    The kernel has heads of 128 channels, and smaller ones of which several fill 128 lanes.
+    """
+    partitioner, size = current(), len(scale)
+    batch, length, heads, parts = (None, None, None, 1) if partitioner is None else _placement(partitioner, x, size)
+    shard = x.shape[2] // (1 if partitioner is None else partitioner.size(heads))
+    specification = partial(plain_by_head, eps=eps)
+    if (target(x).platform != "tpu" and not interpret) or LANES % size or shard % LANES:
+        return specification(x, scale, bias, cos, sin)
+    turn = partial(_with_gradient, partial(_call_by_head, eps=eps), specification, interpret, parts)
+    if partitioner is None:
+        return turn(x, scale, bias, cos, sin)
+    vector, table = PartitionSpec(), PartitionSpec(length)
+    specs = (PartitionSpec(batch, length, heads), vector, vector, table, table)
+    return _on_each(turn, partitioner, specs)(x, scale, bias, cos, sin)
 
 
 def pack_for_all_to_all(x: Float[Array, "B L E"]) -> Float[Array, "B L E"]:
@@ -57,19 +83,23 @@ def pack_for_all_to_all(x: Float[Array, "B L E"]) -> Float[Array, "B L E"]:
     partitioner = current()
     if partitioner is None or target(x).platform != "tpu" or x.shape[2] % LANES:
         return x
-    batch, length, heads, parts = _placement(partitioner, x)
-    spec = PartitionSpec(batch, length, heads)
-    write = partial(_packed, parts=parts)
+    batch, length, heads, parts = _placement(partitioner, x, LANES)
     if parts == 1:
         return x
-    return jax.shard_map(write, mesh=partitioner.mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
+    return _on_each(partial(_packed, parts=parts), partitioner, (PartitionSpec(batch, length, heads),))(x)
 
 
-def _placement(partitioner: Partitioner, x: Array) -> tuple[Any, Any, Any, int]:
-    """The mesh axes of batch, tokens and heads, and the number of parts that an all-to-all sends (1: there is none)."""
-    heads, devices = x.shape[2] // LANES, partitioner.size("tp")
-    axes = partitioner.activation(("batch", "length", "heads"), (*x.shape[:2], heads))
-    return *axes, devices if axes[2] is None and heads % devices == 0 else 1
+def _on_each(function: Callable, partitioner: Partitioner, specs: tuple[PartitionSpec, ...]) -> Callable:
+    """Runs a function on the shards of each device; its result is sharded as its first argument."""
+    # a kernel does not say along which mesh axes its result varies, so that cannot be checked
+    return jax.shard_map(function, mesh=partitioner.mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
+
+
+def _placement(partitioner: Partitioner, x: Array, size: int) -> tuple[Any, Any, Any, int]:
+    """The mesh axes of batch, tokens and heads of `size` channels, and the parts that an all-to-all sends (1: none)."""
+    width, devices = x.shape[2], partitioner.size("tp")
+    axes = partitioner.activation(("batch", "length", "heads"), (*x.shape[:2], width // size))
+    return *axes, devices if axes[2] is None and width % (LANES * devices) == 0 else 1
 
 
 def plain(
@@ -81,22 +111,47 @@ def plain(
 ) -> Float[Array, "B L E"]:
     """`normed_rotary` in plain JAX: the specification of the kernel, and its gradient."""
     y = (x.astype(jnp.float32) * inverse * scale[None, None]).reshape(*x.shape[:2], -1, 2 * cos.shape[1])
-    a, b = jnp.split(y, 2, axis=-1)
+    return _rotated(y, cos, sin).astype(x.dtype).reshape(x.shape)
+
+
+def plain_by_head(
+    x: Float[Array, "B L E"],
+    scale: Float32[Array, " D"],
+    bias: Float32[Array, " D"],
+    cos: Float32[Array, "L P"],
+    sin: Float32[Array, "L P"],
+    *,
+    eps: float,
+) -> Float[Array, "B L E"]:
+    """`head_normed_rotary` in plain JAX: the specification of the kernel, and its gradient."""
+    y = x.astype(jnp.float32).reshape(*x.shape[:2], -1, len(scale))
+    y = y - jnp.mean(y, axis=-1, keepdims=True)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    y = y * scale[None, None, None] + bias[None, None, None]
+    return _rotated(y, cos, sin).astype(x.dtype).reshape(x.shape)
+
+
+def _rotated(
+    x: Float32[Array, "B L N D"], cos: Float32[Array, "L P"], sin: Float32[Array, "L P"]
+) -> Float32[Array, "B L N D"]:
+    a, b = jnp.split(x, 2, axis=-1)
     cos, sin = cos[None, :, None], sin[None, :, None]
-    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype).reshape(x.shape)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _with_gradient(parts: int, interpret: bool, *operands: Array) -> Array:
-    return _call(*operands, parts=parts, interpret=interpret)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _with_gradient(call: Callable, specification: Callable, interpret: bool, parts: int, *operands: Array) -> Array:
+    return call(*operands, parts=parts, interpret=interpret)
 
 
-def _forward(parts: int, interpret: bool, *operands: Array):
-    return _with_gradient(parts, interpret, *operands), operands
+def _forward(call: Callable, specification: Callable, interpret: bool, parts: int, *operands: Array):
+    return call(*operands, parts=parts, interpret=interpret), operands
 
 
-def _backward(parts: int, interpret: bool, operands: tuple[Array, ...], g: Array):
-    return jax.vjp(plain, *operands)[1](g)
+def _backward(
+    call: Callable, specification: Callable, interpret: bool, parts: int, operands: tuple[Array, ...], g: Array
+):
+    return jax.vjp(specification, *operands)[1](g)
 
 
 _with_gradient.defvjp(_forward, _backward)
@@ -106,26 +161,39 @@ def _call(
     x: Array, inverse: Array, scale: Array, cos: Array, sin: Array, *, parts: int, interpret: bool
 ) -> Float[Array, "B L E"]:
     """The kernel of `normed_rotary`. It writes `parts` of consecutive heads, each contiguous, for an all-to-all."""
+    rows = _height(x.shape[1])
+    beside = [pl.BlockSpec((None, rows, 1), lambda b, i: (b, i, 0)), _vector(x.shape[2]), *2 * [_table(rows, cos)]]
+    call = _pallas_call(_kernel, x, beside, parts=parts, interpret=interpret, name="normed_rotary")
+    return _beside(call(x, inverse, scale[None], cos, sin))
+
+
+def _call_by_head(
+    x: Array, scale: Array, bias: Array, cos: Array, sin: Array, *, eps: float, parts: int, interpret: bool
+) -> Float[Array, "B L E"]:
+    """The kernel of `head_normed_rotary`, which writes as that of `normed_rotary` does."""
+    beside = [*2 * [_vector(LANES)], *2 * [_table(_height(x.shape[1]), cos)]]
+    kernel = partial(_kernel_by_head, size=len(scale), eps=eps)
+    call = _pallas_call(kernel, x, beside, parts=parts, interpret=interpret, name="head_normed_rotary")
+    scale, bias = (jnp.tile(vector, LANES // len(vector))[None] for vector in (scale, bias))
+    return _beside(call(x, scale, bias, cos, sin))
+
+
+def _pallas_call(
+    kernel: Callable, x: Array, beside: Sequence[pl.BlockSpec], *, parts: int, interpret: bool, name: str
+) -> Callable:
+    """A kernel over rows of x, and over the operands beside x, that writes rows in parts."""
     batch, length, width = x.shape
     rows = _height(length)
-    table = pl.BlockSpec((rows, cos.shape[1]), lambda b, i: (i, 0))
-    out = pl.pallas_call(
-        _kernel,
+    return pl.pallas_call(
+        kernel,
         grid=(batch, -(-length // rows)),
-        in_specs=[
-            _rows(rows, width),
-            pl.BlockSpec((None, rows, 1), lambda b, i: (b, i, 0)),
-            pl.BlockSpec((1, width), lambda b, i: (0, 0)),
-            table,
-            table,
-        ],
+        in_specs=[_rows(rows, width), *beside],
         out_specs=_rows_of_parts(parts, rows, width),
         out_shape=jax.ShapeDtypeStruct((parts, batch, length, width // parts), x.dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
         interpret=interpret,
-        name="normed_rotary",
-    )(x, inverse, scale[None], cos, sin)
-    return _beside(out)
+        name=name,
+    )
 
 
 def _beside(parts: Float[Array, "_N B L E"]) -> Float[Array, "B L _E"]:
@@ -144,26 +212,36 @@ def _kernel(x_ref, inverse_ref, scale_ref, cos_ref, sin_ref, out_ref):
         out_ref[part, :, pl.ds(within, LANES)] = (x * cos + pltpu.roll(x, LANES // 2, 1) * sin).astype(out_ref.dtype)
 
 
+def _kernel_by_head(x_ref, scale_ref, bias_ref, cos_ref, sin_ref, out_ref, *, size: int, eps: float):
+    beside = LANES // size  # heads in a row of lanes
+    cos = jnp.concatenate(2 * beside * [cos_ref[...]], axis=1)
+    sin = jnp.concatenate(beside * [-sin_ref[...], sin_ref[...]], axis=1)
+    lane = jax.lax.broadcasted_iota(jnp.int32, cos.shape, 1)
+    first_half = lane % size < size // 2
+
+    def mean(x):
+        """The mean of each head, at all of its lanes."""
+        means = [jnp.sum(jnp.where(lane // size == head, x, 0.0), axis=1, keepdims=True) for head in range(beside)]
+        return sum(jnp.where(lane // size == head, means[head] / size, 0.0) for head in range(beside))
+
+    for start in range(0, x_ref.shape[1], LANES):
+        x = x_ref[:, pl.ds(start, LANES)].astype(jnp.float32)
+        x = x - mean(x)
+        x = x * jax.lax.rsqrt(mean(x * x) + eps) * scale_ref[...] + bias_ref[...]
+        partner = jnp.where(first_half, pltpu.roll(x, LANES - size // 2, 1), pltpu.roll(x, size // 2, 1))
+        part, within = divmod(start, out_ref.shape[2])
+        out_ref[part, :, pl.ds(within, LANES)] = (x * cos + partner * sin).astype(out_ref.dtype)
+
+
 def _packed(x: Float[Array, "B L E"], *, parts: int, interpret: bool = False) -> Float[Array, "B L E"]:
     """The kernel of `pack_for_all_to_all`."""
-    batch, length, width = x.shape
-    rows = _height(length)
+    width = x.shape[2]
 
     def kernel(x_ref, out_ref):
         for part in range(parts):
             out_ref[part] = x_ref[:, pl.ds(part * width // parts, width // parts)]
 
-    out = pl.pallas_call(
-        kernel,
-        grid=(batch, -(-length // rows)),
-        in_specs=[_rows(rows, width)],
-        out_specs=_rows_of_parts(parts, rows, width),
-        out_shape=jax.ShapeDtypeStruct((parts, batch, length, width // parts), x.dtype),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
-        interpret=interpret,
-        name="heads_apart",
-    )(x)
-    return _beside(out)
+    return _beside(_pallas_call(kernel, x, [], parts=parts, interpret=interpret, name="heads_apart")(x))
 
 
 def join_parts(parts: Float[Array, "_N B L E"], *, interpret: bool = False) -> Float[Array, "B L _E"]:
@@ -192,6 +270,14 @@ def join_parts(parts: Float[Array, "_N B L E"], *, interpret: bool = False) -> F
 def _height(length: int) -> int:
     """Tokens of one block."""
     return min(ROWS, -(-length // TILE) * TILE)
+
+
+def _vector(width: int) -> pl.BlockSpec:
+    return pl.BlockSpec((1, width), lambda b, i: (0, 0))
+
+
+def _table(rows: int, table: Array) -> pl.BlockSpec:
+    return pl.BlockSpec((rows, table.shape[1]), lambda b, i: (i, 0))
 
 
 def _rows(rows: int, width: int) -> pl.BlockSpec:

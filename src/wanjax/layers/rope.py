@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary position embeddings over frames, height and width (Su et al., RoFormer, 2021)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Float32
 
-from wanjax.kernels.heads import normed_rotary
+from wanjax.kernels.heads import head_normed_rotary, normed_rotary
 from wanjax.layers.norms import inverse_rms
 from wanjax.sharding import spread
 
@@ -29,15 +30,23 @@ class Rope:
     length: int = field(metadata={"static": True})
 
 
-def rope_3d(grid: tuple[int, int, int], axes: tuple[int, int, int], theta: float = 10000.0) -> Rope:
-    """Tables for tokens in the order T, H, W of a `grid` of that shape.
+def rope_3d(
+    grid: tuple[int, int, int],
+    axes: tuple[int, int, int],
+    theta: float = 10000.0,
+    *,
+    positions: Sequence[Float[np.ndarray, " _L"]] | None = None,
+    still: int = 0,
+) -> Rope:
+    """Tables for tokens in the order T, H, W of a `grid` of that shape, and for `still` tokens after them.
 
-    `axes` are the channels of a head that rotate with each of T, H, W. Angles are computed in float64: in float32 those
-    of far positions have a larger error than bfloat16 activations.
+    `axes` are the channels of a head that rotate with each of T, H, W. `positions` are those along each; None counts
+    from 0. Still tokens do not rotate. Angles are computed in float64: in float32 those of far positions have a larger
+    error than bfloat16 activations.
     """
     angles = [
-        np.arange(size)[:, None] * theta ** (-np.arange(0, channels, 2, dtype=np.float64) / channels)
-        for size, channels in zip(grid, axes, strict=True)
+        along[:, None] * theta ** (-np.arange(0, channels, 2, dtype=np.float64) / channels)
+        for along, channels in zip(positions or [np.arange(size) for size in grid], axes, strict=True)
     ]
 
     def table(function: np.ufunc) -> Float32[Array, "L P"]:
@@ -45,9 +54,12 @@ def rope_3d(grid: tuple[int, int, int], axes: tuple[int, int, int], theta: float
         along = (jnp.asarray(function(angle), jnp.float32) for angle in angles)
         parts = (jnp.expand_dims(x, others) for x, others in zip(along, ((1, 2), (0, 2), (0, 1)), strict=True))
         whole = [jnp.broadcast_to(x, (*grid, x.shape[-1])) for x in parts]
-        return spread(jnp.concatenate(whole, axis=-1).reshape(prod(grid), -1), ("length", None))
+        rows = jnp.concatenate(whole, axis=-1).reshape(prod(grid), -1)
+        if still:
+            rows = jnp.concatenate([rows, jnp.full((still, rows.shape[1]), function(0.0), jnp.float32)])
+        return spread(rows, ("length", None))
 
-    return Rope(table(np.cos), table(np.sin), prod(grid))
+    return Rope(table(np.cos), table(np.sin), prod(grid) + still)
 
 
 @jax.named_scope("rope")
@@ -60,3 +72,11 @@ def norm_and_rope(x: Float[Array, "B L E"], norm: nnx.RMSNorm, rope: Rope) -> Fl
     """
     assert norm.scale is not None
     return normed_rotary(x, inverse_rms(x, norm.epsilon), norm.scale[...], rope.cos, rope.sin)
+
+
+@jax.named_scope("rope")
+def head_norm_and_rope(x: Float[Array, "B L E"], norm: nnx.LayerNorm, rope: Rope) -> Float[Array, "B L E"]:
+    """Normalises each head of x by itself, then rotates as `norm_and_rope` does. The norm is as wide as a head."""
+    assert norm.scale is not None
+    assert norm.bias is not None
+    return head_normed_rotary(x, norm.scale[...], norm.bias[...], rope.cos, rope.sin, eps=norm.epsilon)
