@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adaptive layer norm: shift, scale and gate from the timestep (Peebles and Xie, DiT, 2023), in float32.
 
-Tokens are at one timestep, or at two; then a mask `clean` [L] marks the tokens at the second. Both results are computed
-and one is selected for each token, so that no array holds the shifts, scales and gates of all tokens.
+Tokens share one modulation, or there are two: then a mask `second` [L] marks the tokens of the second, such as those
+without noise at timestep 0, or those of the text. Both results are computed and one is selected for each token, so that
+no array holds the shifts, scales and gates of all tokens.
 """
 
 from collections.abc import Callable
@@ -12,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32
 
-Clean = Bool[Array, " L"] | None
+Second = Bool[Array, " L"] | None
 
 
 class Modulation(NamedTuple):
-    """The modulation of one sub-layer by one timestep or two: each [B T E], float32."""
+    """The modulation of one sub-layer, or two of them: each [B T E], float32."""
 
     shift: Float32[Array, "B T E"]
     scale: Float32[Array, "B T E"]
@@ -31,24 +32,26 @@ def split_modulation(mod: Float32[Array, "B T 6 E"]) -> tuple[Modulation, Modula
 
 @jax.named_scope("modulation")
 def modulate(
-    x: Float32[Array, "B L E"], shift: Float32[Array, "B T E"], scale: Float32[Array, "B T E"], clean: Clean = None
+    x: Float32[Array, "B L E"], shift: Float32[Array, "B T E"], scale: Float32[Array, "B T E"], second: Second = None
 ) -> Float32[Array, "B L E"]:
     """Returns `x (1 + scale) + shift`, in float32 as norms return it."""
-    return _by_token(lambda shift, scale: x * (1.0 + scale) + shift, clean, shift, scale)
+    return _by_token(lambda shift, scale: x * (1.0 + scale) + shift, second, shift, scale)
 
 
 @jax.named_scope("modulation")
 def gated_add(
-    x: Float[Array, "B L E"], y: Float[Array, "B L E"], gate: Float32[Array, "B _T E"], clean: Clean = None
+    x: Float[Array, "B L E"], y: Float[Array, "B L E"], gate: Float32[Array, "B _T E"], second: Second = None
 ) -> Float[Array, "B L E"]:
     """Returns the residual sum `x + gate · y`, added in float32 and rounded once to x's dtype."""
     x32, y32 = x.astype(jnp.float32), y.astype(jnp.float32)
-    return _by_token(lambda gate: x32 + gate * y32, clean, gate).astype(x.dtype)
+    return _by_token(lambda gate: x32 + gate * y32, second, gate).astype(x.dtype)
 
 
-def _by_token(apply: Callable[..., Array], clean: Clean, *values: Float32[Array, "B T E"]) -> Float32[Array, "B _L E"]:
-    """Applies a function to the values at each token's timestep."""
-    if clean is None:
+def _by_token(
+    apply: Callable[..., Array], second: Second, *values: Float32[Array, "B T E"]
+) -> Float32[Array, "B _L E"]:
+    """Applies a function to the values of each token's modulation."""
+    if second is None:
         return apply(*values)
-    noisy, still = (apply(*(value[:, t : t + 1] for value in values)) for t in (0, 1))
-    return jnp.where(clean[None, :, None], still, noisy)
+    first, other = (apply(*(value[:, t : t + 1] for value in values)) for t in (0, 1))
+    return jnp.where(second[None, :, None], other, first)

@@ -21,7 +21,7 @@ from wanjax.kernels.heads import pack_for_all_to_all
 from wanjax.layers.embeddings import sinusoid
 from wanjax.layers.linear import linear
 from wanjax.layers.mlp import MLP, gelu_tanh
-from wanjax.layers.modulation import Clean, gated_add, modulate, split_modulation
+from wanjax.layers.modulation import Second, gated_add, modulate, split_modulation
 from wanjax.layers.norms import layer_norm, rms_norm
 from wanjax.layers.patch import patch_grid, patchify, unpatchify
 from wanjax.layers.placement import with_axes
@@ -112,7 +112,7 @@ class Block(nnx.Module):
         self.dtype = kw["dtype"]
 
     def __call__(
-        self, x: Tokens, context: Context, mod: Float[Array, "B _T 6 E"], rope: Rope, clean: Clean = None
+        self, x: Tokens, context: Context, mod: Float[Array, "B _T 6 E"], rope: Rope, clean: Second = None
     ) -> Tokens:
         self_mod, mlp_mod = split_modulation(mod + self.table[...][None, None])
         y = modulate(self.norm1(x), self_mod.shift, self_mod.scale, clean).astype(self.dtype)
@@ -222,7 +222,7 @@ def modulation_table(rows: int, width: int, rngs: nnx.Rngs) -> nnx.Param:
     return nnx.Param(init(rngs.params(), (rows, width), jnp.float32))
 
 
-def clean_tokens(grid: tuple[int, int, int], frames: int) -> Clean:
+def clean_tokens(grid: tuple[int, int, int], frames: int) -> Second:
     """Marks the tokens of the first `frames` frames of patches; None if there are no such frames."""
     clean = jnp.arange(math.prod(grid)) < frames * grid[1] * grid[2]
     return spread(clean, ("length",)) if frames else None
