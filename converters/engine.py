@@ -25,7 +25,17 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from wanjax.checkpoints.arrays import Arrays, place
 from wanjax.checkpoints.files import CACHE_LINE, Reader, Spec, aligned, write_safetensors
-from wanjax.converters.transforms import CONV, IDENTITY, TRANSPOSE, Shape, Transform, patches, rope_halves, squeeze
+from wanjax.converters.transforms import (
+    CONV,
+    IDENTITY,
+    TRANSPOSE,
+    Shape,
+    Transform,
+    channels_last,
+    patches,
+    rope_halves,
+    squeeze,
+)
 from wanjax.errors import WanjaxError
 
 __all__ = [
@@ -36,6 +46,7 @@ __all__ = [
     "Rule",
     "Transform",
     "assign",
+    "channels_last",
     "conv",
     "export",
     "linear",

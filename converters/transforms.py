@@ -86,6 +86,15 @@ def patches(patch: tuple[int, ...]) -> Transform:
     return Transform(f"patches{patch}", forward, inverse)
 
 
+def channels_last(cells: int) -> Transform:
+    """Reorders the rows [C * cells, ...] of flattened patches to [cells * C, ...]."""
+    return Transform(
+        f"channels_last({cells})",
+        lambda x: _swap_pairs(x, 1, (-1, cells)),
+        lambda x: _swap_pairs(x, 1, (cells, -1)),
+    )
+
+
 IDENTITY = Transform("identity", lambda x: x, lambda x: x)
 TRANSPOSE = Transform("transpose", lambda x: x.transpose(1, 0), lambda x: x.transpose(1, 0))
 CONV = Transform(

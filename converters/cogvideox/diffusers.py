@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The conversion table of CogVideoX's transformer in the layout of diffusers: names and shapes, and config.json."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from wanjax.converters.engine import (
+    TRANSPOSE,
+    Rule,
+    Transform,
+    channels_last,
+    linear,
+    norm,
+    patches,
+    rope_halves,
+    squeeze,
+)
+from wanjax.errors import WanjaxError
+from wanjax.models.cogvideox.config import TransformerConfig
+
+# Entries of config.json that select the architecture, and their supported values; the first is that of a missing entry.
+KIND = {
+    "_class_name": ("CogVideoXTransformer3DModel",),
+    "activation_fn": ("gelu-approximate",),
+    "attention_bias": (True,),
+    "flip_sin_to_cos": (True,),
+    "freq_shift": (0,),
+    "norm_elementwise_affine": (True,),
+    "patch_size_t": (None, 2),
+    "temporal_compression_ratio": (4,),
+    "timestep_activation_fn": ("silu",),
+    "use_learned_positional_embeddings": (False, True),
+    "use_rotary_positional_embeddings": (False, True),
+}
+FIRST_GENERATION = {"patch_bias": (True,), "ofs_embed_dim": (None,)}  # with patches of one frame
+SECOND_GENERATION = {"use_learned_positional_embeddings": (False,), "use_rotary_positional_embeddings": (True,)}
+
+
+def transformer_config(json: Mapping[str, Any]) -> TransformerConfig:
+    """Reads a transformer's config from `transformer/config.json` of a diffusers folder.
+
+    Raises WanjaxError if a size is missing, or if the architecture is not supported.
+    """
+    _check(json, KIND)
+    frames = json.get("patch_size_t")
+    _check(json, SECOND_GENERATION if frames else FIRST_GENERATION)
+    try:
+        size = json["patch_size"]
+        scale = json["spatial_interpolation_scale"]
+        return TransformerConfig(
+            layers=json["num_layers"],
+            heads=json["num_attention_heads"],
+            head_dim=json["attention_head_dim"],
+            channels_in=json["in_channels"],
+            channels_out=json["out_channels"],
+            patch=(frames or 1, size, size),
+            text_width=json["text_embed_dim"],
+            text_length=json["max_text_seq_length"],
+            time_width=json["time_embed_dim"],
+            offset_width=json.get("ofs_embed_dim"),
+            eps=json["norm_eps"],
+            position_scales=(json["temporal_interpolation_scale"], scale, scale),
+            **_positions(json),
+        )
+    except KeyError as missing:
+        raise WanjaxError(f"the transformer's config.json has no {missing.args[0]}") from None
+
+
+def _positions(json: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the entries of the config that say how tokens know their positions."""
+    rotary, learned = (json.get(f"use_{kind}_positional_embeddings", False) for kind in ("rotary", "learned"))
+    if json.get("patch_size_t"):
+        return {"rotary": "counted", "added": None, "trained_grid": None}
+    if not rotary:
+        if learned:
+            raise WanjaxError(
+                "the transformer's config.json has learned positions without rotary ones: no such model is known"
+            )
+        return {"rotary": None, "added": "sinusoids", "trained_grid": None}
+    frames = (json["sample_frames"] - 1) // json.get("temporal_compression_ratio", 4) + 1
+    grid = frames, *(json[f"sample_{side}"] // json["patch_size"] for side in ("height", "width"))
+    return {"rotary": "resized", "added": "learned" if learned else None, "trained_grid": grid}
+
+
+def _check(json: Mapping[str, Any], kind: Mapping[str, tuple]) -> None:
+    """Raises WanjaxError if an entry selects an architecture that is not supported."""
+    for entry, offered in kind.items():
+        if (value := json.get(entry, offered[0])) not in offered:
+            right = " or ".join(map(repr, offered))
+            raise WanjaxError(f"the transformer's config.json has {entry} {value!r} where {right} is supported")
+
+
+def transformer_rules(config: TransformerConfig) -> list[Rule]:
+    """Returns the rules for every parameter of the transformer."""
+    patch, cells = config.patch, config.patch_cells
+    embed = patches(patch[1:]) if patch[0] == 1 else TRANSPOSE >> channels_last(cells)  # a convolution, or linear
+    offset = linear("ofs_embedding.linear_1", "time_embed.offset.up")
+    offset += linear("ofs_embedding.linear_2", "time_embed.offset.down")
+    return [
+        Rule("patch_embed.proj.weight", "patch_embed.kernel", embed),
+        Rule("patch_embed.proj.bias", "patch_embed.bias"),
+        *linear("patch_embed.text_proj", "text_embed"),
+        *[Rule("patch_embed.pos_embedding", "added_positions.table", squeeze(0))] * (config.added == "learned"),
+        *linear("time_embedding.linear_1", "time_embed.up"),
+        *linear("time_embedding.linear_2", "time_embed.down"),
+        *offset * (config.offset_width is not None),
+        *_block("transformer_blocks.{i}", "blocks", config),
+        *norm("norm_final", "norm_final", bias=True),
+        *linear("norm_out.linear", "out_mod"),
+        *norm("norm_out.norm", "norm_out", bias=True),
+        *linear("proj_out", "proj_out", rows=channels_last(cells)),
+    ]
+
+
+def _block(source: str, target: str, config: TransformerConfig) -> list[Rule]:
+    return [
+        *linear(f"{source}.norm1.linear", f"{target}.attn_mod"),
+        *norm(f"{source}.norm1.norm", f"{target}.norm1", bias=True),
+        *_attention(f"{source}.attn1", f"{target}.attn", rope_halves(config.heads), rope_halves(1)),
+        *linear(f"{source}.norm2.linear", f"{target}.mlp_mod"),
+        *norm(f"{source}.norm2.norm", f"{target}.norm2", bias=True),
+        *linear(f"{source}.ff.net.0.proj", f"{target}.mlp.up"),
+        *linear(f"{source}.ff.net.2", f"{target}.mlp.down"),
+    ]
+
+
+def _attention(source: str, target: str, heads: Transform, head: Transform) -> list[Rule]:
+    """Returns the rules of attention; `heads` rearranges the channels of all heads that RoPE rotates, `head` of one."""
+    return [
+        *linear(f"{source}.to_q", f"{target}.q", rows=heads),
+        *linear(f"{source}.to_k", f"{target}.k", rows=heads),
+        *linear(f"{source}.to_v", f"{target}.v"),
+        *linear(f"{source}.to_out.0", f"{target}.out"),
+        *norm(f"{source}.norm_q", f"{target}.q_norm", bias=True, rows=head),
+        *norm(f"{source}.norm_k", f"{target}.k_norm", bias=True, rows=head),
+    ]

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Config of CogVideoX's diffusion transformer, and those of the published checkpoints."""
+
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Literal
+
+Grid = tuple[int, int, int]  # patches along frames, height and width
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """The sizes of a diffusion transformer (Yang et al., CogVideoX, 2024).
+
+    Tokens know their positions in two ways, of which a model has one or both. `rotary` says by which positions RoPE
+    rotates q and k: `counted` ones, which are 0, 1, 2 and so on; `resized` ones, by which a grid of any size covers
+    that of the training videos; or none. `added` says which embeddings of positions are added to the tokens:
+    `sinusoids`, a `learned` table, or none. `trained_grid` is the grid of the training videos, None where neither needs
+    it; sinusoids see positions divided by `position_scales`, those of frames, height and width.
+
+    `offset_width` is the width of the embedding of an offset in the timestep's, None without one.
+    """
+
+    layers: int
+    heads: int
+    head_dim: int
+    channels_in: int
+    channels_out: int
+    patch: tuple[int, int, int]
+    text_width: int
+    text_length: int
+    time_width: int
+    offset_width: int | None
+    eps: float
+    rotary: Literal["counted", "resized"] | None
+    added: Literal["sinusoids", "learned"] | None
+    trained_grid: Grid | None
+    position_scales: tuple[float, float, float]
+
+    @property
+    def width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def mlp_dim(self) -> int:
+        return 4 * self.width
+
+    @property
+    def patch_cells(self) -> int:
+        """Latent cells of a patch."""
+        return prod(self.patch)
+
+    @property
+    def rope_channels(self) -> tuple[int, int, int]:
+        """Channels of a head that RoPE rotates by frame, row and column: 16, 24 and 24 of 64."""
+        space = 3 * self.head_dim // 8
+        return self.head_dim - 2 * space, space, space
+
+
+T2V_1_5_5B = TransformerConfig(
+    layers=42,
+    heads=48,
+    head_dim=64,
+    channels_in=16,
+    channels_out=16,
+    patch=(2, 2, 2),
+    text_width=4096,
+    text_length=226,
+    time_width=512,
+    offset_width=None,
+    eps=1e-5,
+    rotary="counted",
+    added=None,
+    trained_grid=None,
+    position_scales=(1.0, 1.875, 1.875),
+)
+I2V_1_5_5B = replace(T2V_1_5_5B, channels_in=32, offset_width=512)
+T2V_5B = replace(T2V_1_5_5B, patch=(1, 2, 2), rotary="resized", trained_grid=(13, 30, 45))
+I2V_5B = replace(T2V_5B, channels_in=32, added="learned")
+T2V_2B = replace(T2V_5B, layers=30, heads=30, rotary=None, added="sinusoids", trained_grid=None)

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Positions of CogVideoX's tokens: the tables of RoPE, and embeddings that are added to the tokens.
+
+The joint sequence is the video's tokens in the order T, H, W, then those of the prompt, which RoPE does not rotate. The
+reference is diffusers' models/embeddings.py (get_3d_rotary_pos_embed, get_3d_sincos_pos_embed, CogVideoXPatchEmbed) and
+pipelines/cogvideo/pipeline_cogvideox.py (get_resize_crop_region_for_grid).
+"""
+
+from math import prod
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Float32
+
+from wanjax.errors import WanjaxError
+from wanjax.layers.placement import with_axes
+from wanjax.layers.rope import Rope, rope_3d
+from wanjax.models.cogvideox.config import Grid, TransformerConfig
+from wanjax.sharding import spread
+
+
+class Positions(NamedTuple):
+    """The positions of a joint sequence: RoPE's tables, and the embeddings to add, None for a model that adds none."""
+
+    rope: Rope
+    added: Float[Array, "1 L E"] | None
+
+
+class NothingAdded(nnx.Module):
+    """No embeddings of positions: RoPE alone tells them."""
+
+    def __init__(self, config: TransformerConfig, **kw: Any):
+        pass
+
+    def __call__(self, grid: Grid, text: int) -> None:
+        return None
+
+
+class Sinusoids(nnx.Module):
+    """Sines and cosines of the positions of the video's tokens, and zeros for the text's."""
+
+    def __init__(self, config: TransformerConfig, **kw: Any):
+        self.width = config.width
+        self.scales = config.position_scales
+
+    def __call__(self, grid: Grid, text: int) -> Float[Array, "1 L E"]:
+        """Embeddings of a grid of patches and of `text` tokens."""
+        return _of_sequence(sinusoids(grid, self.width, self.scales), jnp.zeros((text, self.width), jnp.float32))
+
+
+class LearnedTable(Sinusoids):
+    """A learned embedding of each token of the training videos, and of their prompts."""
+
+    def __init__(self, config: TransformerConfig, **kw: Any):
+        super().__init__(config)
+        assert config.trained_grid is not None
+        init = with_axes(nnx.initializers.zeros_init(), (None, "embed"))
+        rows = config.text_length + prod(config.trained_grid)  # text first, as in checkpoints
+        self.table = nnx.Param(init(kw["rngs"].params(), (rows, config.width), kw["param_dtype"]))
+        self.trained_grid = config.trained_grid
+
+    def __call__(self, grid: Grid, text: int) -> Float[Array, "1 L E"]:
+        """Learned embeddings; for another number of frames those of `Sinusoids`, as the reference.
+
+        Raises WanjaxError for another height or width.
+        """
+        if grid[1:] != self.trained_grid[1:]:
+            (_, rows, columns), (_, *given) = self.trained_grid, grid
+            raise WanjaxError(
+                f"positions are learned for {rows} rows and {columns} columns of patches, not for {given[0]} and "
+                f"{given[1]}: that size alone would do"
+            )
+        if grid[0] != self.trained_grid[0]:
+            return super().__call__(grid, text)
+        table = self.table[...]
+        split = len(table) - prod(grid)
+        return _of_sequence(table[split:], table[:split][:text])
+
+
+ADDED = {None: NothingAdded, "sinusoids": Sinusoids, "learned": LearnedTable}
+
+
+def rope_tables(config: TransformerConfig, grid: Grid, text: int) -> Rope:
+    """Tables for a grid of patches, and for `text` tokens that do not rotate."""
+    positions = {"counted": counted, "resized": resized, None: unmoved}[config.rotary](grid, config.trained_grid)
+    return rope_3d(grid, config.rope_channels, positions=positions, still=text)
+
+
+def counted(grid: Grid, trained: Grid | None) -> list[Float[np.ndarray, " _L"]]:
+    """Positions 0, 1, 2 ... along frames, height and width."""
+    return [np.arange(size, dtype=np.float64) for size in grid]
+
+
+def unmoved(grid: Grid, trained: Grid | None) -> list[Float[np.ndarray, " _L"]]:
+    """Position 0 everywhere: no token rotates."""
+    return [np.zeros(size) for size in grid]
+
+
+def resized(grid: Grid, trained: Grid | None) -> list[Float[np.ndarray, " _L"]]:
+    """Positions by which the grid covers the middle of the trained grid, as far as its shape allows.
+
+    The last row is at `bottom · (1 - 1 / height)`, as in the reference. Where `top` is not 0, that is not a whole row
+    before the bottom.
+    """
+    assert trained is not None
+    (frames, height, width), (_, rows, columns) = grid, trained
+    if height / width > rows / columns:
+        covered = rows, round(rows / height * width)
+    else:
+        covered = round(columns / width * height), columns
+    top, left = (round((whole - part) / 2) for whole, part in zip((rows, columns), covered, strict=True))
+    bottom, right = top + covered[0], left + covered[1]
+    return [
+        np.arange(frames, dtype=np.float64),
+        np.linspace(top, bottom * (height - 1) / height, height),
+        np.linspace(left, right * (width - 1) / width, width),
+    ]
+
+
+def sinusoids(grid: Grid, width: int, scales: tuple[float, float, float]) -> Float32[Array, "L E"]:
+    """Embeddings of all positions of a grid, each divided by its scale: of the frame, the column and the row."""
+    axes = (0, width // 4), (2, 3 * width // 8), (1, 3 * width // 8)  # a quarter of the channels tells the frame
+    parts = []
+    for axis, channels in axes:
+        position = np.arange(grid[axis], dtype=np.float32) / np.float32(scales[axis])
+        frequencies = 10000.0 ** -(np.arange(channels // 2) / (channels // 2))
+        angles = position.astype(np.float64)[:, None] * frequencies
+        along = jnp.asarray(np.concatenate([np.sin(angles), np.cos(angles)], axis=1), jnp.float32)
+        others = tuple(other for other in range(3) if other != axis)
+        parts.append(jnp.broadcast_to(jnp.expand_dims(along, others), (*grid, channels)))
+    return jnp.concatenate(parts, axis=-1).reshape(prod(grid), -1)
+
+
+def _of_sequence(video: Float[Array, "_L E"], text: Float[Array, "_S E"]) -> Float[Array, "1 L E"]:
+    return spread(jnp.concatenate([video, text])[None], ("batch", "length", None))

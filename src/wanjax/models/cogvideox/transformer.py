@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CogVideoX's diffusion transformer, for text to video and for image to video.
+
+Patches of the latents and tokens of the prompt form one sequence, which attends to itself. The same weights serve both
+kinds of tokens; only the shifts, scales and gates, which come from the timestep, differ. The projected prompt and the
+positions are the same in every step, so a pipeline computes them once for a video: `context` and `positions`. The
+reference is diffusers' models/transformers/cogvideox_transformer_3d.py.
+"""
+
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Float32
+
+from wanjax.kernels.attention import attention
+from wanjax.kernels.heads import pack_for_all_to_all
+from wanjax.layers.embeddings import sinusoid
+from wanjax.layers.linear import linear
+from wanjax.layers.mlp import MLP, gelu_tanh
+from wanjax.layers.modulation import Modulation, gated_add, modulate
+from wanjax.layers.norms import layer_norm
+from wanjax.layers.patch import patch_grid, patchify, unpatchify
+from wanjax.layers.rope import Rope, head_norm_and_rope
+from wanjax.layers.stack import scan_blocks, stack
+from wanjax.models.cogvideox.config import Grid, TransformerConfig
+from wanjax.models.cogvideox.positions import ADDED, Positions, rope_tables
+from wanjax.sharding import spread
+
+Tokens = Float[Array, "B L E"]
+HEAD_EPS = 1e-6  # of the norms of q and k; the config's is that of the others
+OFFSET = 2.0  # the only offset that checkpoints were trained with
+
+
+class JointAttention(nnx.Module):
+    """Attention of all tokens, of the video and the text, to all tokens."""
+
+    def __init__(self, config: TransformerConfig, implementation: str | None, **kw):
+        width = config.width
+        self.q = linear(width, width, ("embed", "heads"), **kw)
+        self.k = linear(width, width, ("embed", "heads"), **kw)
+        self.v = linear(width, width, ("embed", "heads"), **kw)
+        self.out = linear(width, width, ("heads", "embed"), **kw)
+        self.q_norm = layer_norm(config.head_dim, HEAD_EPS, affine=True, **kw)
+        self.k_norm = layer_norm(config.head_dim, HEAD_EPS, affine=True, **kw)
+        self.heads = config.heads
+        self.implementation = implementation
+
+    @jax.named_scope("self_attention")
+    def __call__(self, x: Tokens, rope: Rope) -> Tokens:
+        q = split_heads(head_norm_and_rope(self.q(x), self.q_norm, rope), self.heads)  # [B L N D]
+        k = split_heads(head_norm_and_rope(self.k(x), self.k_norm, rope), self.heads)
+        # the values of v(x) as they are; on several TPUs, in the memory layout in which heads are sent
+        v = split_heads(pack_for_all_to_all(self.v(x)), self.heads)
+        y = attention(q, k, v, keys=rope.length, implementation=self.implementation)
+        return self.out(y.reshape(x.shape))
+
+
+class Block(nnx.Module):
+    """Joint attention and an MLP; the timestep modulates both, the video's tokens and the text's differently."""
+
+    def __init__(self, config: TransformerConfig, implementation: str | None, **kw):
+        width = config.width
+        self.attn_mod = time_projection(config, 6, **kw)
+        self.norm1 = layer_norm(width, config.eps, affine=True, **kw)
+        self.attn = JointAttention(config, implementation, **kw)
+        self.mlp_mod = time_projection(config, 6, **kw)
+        self.norm2 = layer_norm(width, config.eps, affine=True, **kw)
+        self.mlp = MLP((width, config.mlp_dim, width), ("embed", "mlp", "embed"), gelu_tanh, **kw)
+        self.dtype = kw["dtype"]
+
+    def __call__(self, x: Tokens, time: Float32[Array, "B _E"], rope: Rope, text: Bool[Array, " L"]) -> Tokens:
+        """`text` marks the tokens of the text."""
+        attn_mod, mlp_mod = by_kind(self.attn_mod(time)), by_kind(self.mlp_mod(time))
+        y = modulate(self.norm1(x), attn_mod.shift, attn_mod.scale, text).astype(self.dtype)
+        x = gated_add(x, self.attn(y, rope), attn_mod.gate, text)
+        y = modulate(self.norm2(x), mlp_mod.shift, mlp_mod.scale, text).astype(self.dtype)
+        return gated_add(x, self.mlp(y), mlp_mod.gate, text)
+
+
+class TimeEmbed(MLP):
+    """Embeds timesteps, in float32 with weights in float32."""
+
+    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
+        features = (config.width, config.time_width, config.time_width)
+        super().__init__(features, (None, "mlp", "embed"), jax.nn.silu, **_float32(rngs))
+        self.channels = config.width
+
+    def __call__(self, t: Float[Array, " B"]) -> Float32[Array, "B _E"]:
+        return super().__call__(sinusoid(t, self.channels))
+
+
+class OffsetTimeEmbed(TimeEmbed):
+    """Embeds timesteps and adds the embedding of an offset, which is always the same."""
+
+    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
+        super().__init__(config, rngs)
+        assert config.offset_width is not None
+        features = (config.offset_width, config.offset_width, config.offset_width)
+        self.offset = MLP(features, (None, "mlp", "embed"), jax.nn.silu, **_float32(rngs))
+        self.offset_channels = config.offset_width
+
+    def __call__(self, t: Float[Array, " B"]) -> Float32[Array, "B _E"]:
+        offset = self.offset(sinusoid(jnp.full((1,), OFFSET, jnp.float32), self.offset_channels))
+        return super().__call__(t) + offset
+
+
+class CogVideoXTransformer(nnx.Module):
+    """Predicts v of latents [B T H W C] at timesteps t in [0, 1000) for encoded prompts [B S E].
+
+    v = transformer(latents, t, transformer.context(text), transformer.positions(transformer.grid(latents), S))
+
+    For image to video the latents of the image follow those of the video along the channels.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        attention: str | None = None,
+        dtype: DTypeLike,
+        param_dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ):
+        """`attention` names an implementation; None chooses by platform and shape."""
+        kw: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        width, cells = config.width, config.patch_cells
+        self.config = config
+        self.dtype = dtype
+        self.patch_embed = linear(cells * config.channels_in, width, (None, "embed"), **kw)
+        self.text_embed = linear(config.text_width, width, ("text", "embed"), **kw)
+        self.added_positions = ADDED[config.added](config, **kw)
+        self.time_embed = (TimeEmbed if config.offset_width is None else OffsetTimeEmbed)(config, rngs)
+        self.blocks = stack(lambda rngs: Block(config, attention, **{**kw, "rngs": rngs}), config.layers, rngs)
+        self.norm_final = layer_norm(width, config.eps, affine=True, **kw)
+        self.out_mod = time_projection(config, 2, **kw)
+        self.norm_out = layer_norm(width, config.eps, affine=True, **kw)
+        self.proj_out = linear(width, cells * config.channels_out, ("embed", None), **kw)
+
+    def context(self, text: Float[Array, "B S _E"]) -> Float[Array, "B S E"]:
+        """Encoded prompts [B S E] in the transformer's width."""
+        return self.text_embed(text.astype(self.dtype))
+
+    def grid(self, latents: Float[Array, "B T H W C"]) -> Grid:
+        """The number of patches along frames, height and width."""
+        return patch_grid(latents, self.config.patch)
+
+    def positions(self, grid: Grid, text: int) -> Positions:
+        """The positions of a grid of patches and of `text` tokens.
+
+        Raises WanjaxError for a size that a model with learned positions has not learned.
+        """
+        return Positions(rope_tables(self.config, grid, text), self.added_positions(grid, text))
+
+    def __call__(
+        self,
+        latents: Float[Array, "B T H W C"],
+        t: Float[Array, " B"],
+        context: Float[Array, "B S E"],
+        positions: Positions,
+    ) -> Float[Array, "B T H W _C"]:
+        """`context` and `positions` come from the methods of these names."""
+        grid = self.grid(latents)
+        video = self.patch_embed(patchify(latents.astype(self.dtype), self.config.patch))[:, : prod(grid)]
+        x = spread(jnp.concatenate([video, context], axis=1), ("batch", "length", "embed"))  # [B L E]
+        x = x if positions.added is None else x + positions.added.astype(x.dtype)
+        text = spread(jnp.arange(positions.rope.length) >= prod(grid), ("length",))
+        time = jax.nn.silu(self.time_embed(t))
+
+        x = scan_blocks(self.blocks, lambda block, x: block(x, time, positions.rope, text), x)
+
+        shift, scale = jnp.split(self.out_mod(time)[:, None], 2, axis=-1)
+        x = self.norm_out(self.norm_final(x))
+        x = self.proj_out(modulate(x, shift, scale).astype(self.dtype))
+        return unpatchify(x, grid, self.config.patch)
+
+
+def split_heads(x: Float[Array, "B L E"], heads: int) -> Float[Array, "B L N D"]:
+    return x.reshape(*x.shape[:2], heads, -1)
+
+
+def time_projection(config: TransformerConfig, rows: int, **kw: Any) -> nnx.Module:
+    """Projects the embedding of the timestep to rows of shifts, scales and gates, in float32."""
+    return linear(config.time_width, rows * config.width, (None, "mlp"), **{**kw, "dtype": jnp.float32})
+
+
+def by_kind(mod: Float32[Array, "B _E"]) -> Modulation:
+    """The modulation of the video's tokens, and of the text's after it."""
+    kinds = mod.reshape(len(mod), 2, 3, -1)
+    return Modulation(*(kinds[:, :, row] for row in range(3)))
+
+
+def _float32(rngs: nnx.Rngs) -> dict[str, Any]:
+    return {"dtype": jnp.float32, "param_dtype": jnp.float32, "rngs": rngs}

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CogVideoX's transformer against diffusers' CogVideoXTransformer3DModel, float32, on the same small random weights."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from diffusers import CogVideoXPipeline, CogVideoXTransformer3DModel
+from flax import nnx
+
+from tests.parity.references import StateDict, randomise, relative_l2
+from wanjax.checkpoints.files import load_safetensors
+from wanjax.converters import engine
+from wanjax.converters.cogvideox.diffusers import transformer_config, transformer_rules
+from wanjax.errors import WanjaxError
+from wanjax.layers.modulation import modulate
+from wanjax.layers.patch import patchify
+from wanjax.layers.stack import block_at
+from wanjax.models.cogvideox.transformer import CogVideoXTransformer, by_kind
+
+TEXT = 7  # tokens of a prompt
+SIZES = {
+    **{"num_attention_heads": 3, "attention_head_dim": 16, "in_channels": 4, "out_channels": 4, "num_layers": 3},
+    **{"time_embed_dim": 24, "text_embed_dim": 20, "max_text_seq_length": TEXT},
+    **{"sample_frames": 9, "sample_height": 8, "sample_width": 12},
+}
+SECOND = {
+    **{"patch_size_t": 2, "patch_bias": False, "use_rotary_positional_embeddings": True},
+    **{"sample_height": 40, "sample_width": 40},  # the reference has positions up to here
+}
+VARIANTS = {
+    "1.5": SECOND,
+    "1.5 i2v": SECOND | {"in_channels": 8, "ofs_embed_dim": 24},
+    "2b": {},
+    "5b": {"use_rotary_positional_embeddings": True},
+    "5b i2v": {
+        **{"use_rotary_positional_embeddings": True, "use_learned_positional_embeddings": True},
+        "in_channels": 8,
+    },
+}
+ANY_SIZE = [(1, 3, 8, 12), (2, 5, 10, 6), (1, 2, 6, 14)]  # batch, latent frames, height, width; the first is trained on
+INPUTS = {
+    **{name: [(1, 2, 8, 12), (2, 6, 10, 6)] for name in ("1.5", "1.5 i2v")},
+    **{name: ANY_SIZE for name in ("2b", "5b")},
+    "5b i2v": [(1, 3, 8, 12), (2, 5, 8, 12)],  # for five frames the reference takes sines in place of what was learned
+}
+
+
+@torch.no_grad()
+def make(name):
+    """Returns the reference, in which each weight matters, and our transformer of the same weights."""
+    torch.manual_seed(0)
+    reference = CogVideoXTransformer3DModel(**SIZES | VARIANTS[name]).eval()
+    randomise(reference, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    for key, weight in reference.state_dict().items():
+        if "norm1.linear" in key or "norm2.linear" in key or "norm_out.linear" in key:
+            weight.copy_(torch.randn(weight.shape, generator=generator) * 0.5)
+        elif "norm_q" in key or "norm_k" in key:
+            weight.add_(torch.randn(weight.shape, generator=generator) * 0.5)
+        elif key.endswith("pos_embedding"):
+            weight.copy_(torch.randn(weight.shape, generator=generator))
+    return reference, ours_of(reference)
+
+
+def ours_of(reference, dtype=jnp.float32):
+    config = transformer_config(reference.config)
+    abstract = nnx.eval_shape(lambda: CogVideoXTransformer(config, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0)))
+    return engine.load(abstract, transformer_rules(config), StateDict(reference))
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def models(request):
+    return request.param, *make(request.param)
+
+
+def inputs(reference, batch, frames, height, width):
+    generator = torch.Generator().manual_seed(height + frames)
+    latents = torch.randn(batch, frames, reference.config.in_channels, height, width, generator=generator)
+    text = torch.randn(batch, TEXT, SIZES["text_embed_dim"], generator=generator)
+    return latents, torch.tensor([999, 137])[:batch], text
+
+
+def ours(x: torch.Tensor) -> jax.Array:
+    return jnp.asarray(x.detach().float().numpy())
+
+
+def channels_last(x: torch.Tensor) -> jax.Array:
+    """Converts [B T C H W], CogVideoX's order, to [B T H W C]."""
+    return jnp.moveaxis(ours(x), 2, -1)
+
+
+def rotary(reference, latents):
+    """Returns the reference's tables, made as its pipeline makes them."""
+    if not reference.config.use_rotary_positional_embeddings:
+        return None
+    _, frames, _, height, width = latents.shape
+    pipeline = SimpleNamespace(transformer=reference, vae_scale_factor_spatial=8)
+    make = CogVideoXPipeline._prepare_rotary_positional_embeddings
+    return make(pipeline, 8 * height, 8 * width, frames, torch.device("cpu"))
+
+
+@torch.no_grad()
+def predicted(reference, latents, t, text) -> np.ndarray:
+    rope, dtype = rotary(reference, latents), reference.dtype
+    ofs = torch.full((1,), 2.0, dtype=dtype) if reference.config.ofs_embed_dim else None
+    out = reference(latents.to(dtype), text.to(dtype), t, ofs=ofs, image_rotary_emb=rope).sample
+    return np.moveaxis(out.float().numpy(), 2, -1)
+
+
+def our_prediction(model, latents, t, text) -> jax.Array:
+    graphdef, weights = nnx.split(model)
+
+    @jax.jit
+    def run(weights, latents, t, text):
+        model = nnx.merge(graphdef, weights)
+        context = model.context(text)
+        return model(latents, t, context, model.positions(model.grid(latents), context.shape[1]))
+
+    return run(weights, channels_last(latents), ours(t), ours(text))
+
+
+def agree(answer, reference) -> None:
+    error = relative_l2(answer, reference)
+    print(f"{error:.1e}")
+    assert error <= 1e-5
+
+
+def test_whole(models):
+    name, reference, model = models
+    for size in INPUTS[name]:
+        given = inputs(reference, *size)
+        agree(our_prediction(model, *given), predicted(reference, *given))
+
+
+def test_embeddings(models):
+    name, reference, model = models
+    for size in INPUTS[name]:
+        latents, t, text = inputs(reference, *size)
+        grid = model.grid(channels_last(latents))
+        with torch.no_grad():
+            joint = reference.patch_embed(text, latents)
+            time = reference.time_embedding(reference.time_proj(t))
+            if reference.ofs_embedding is not None:
+                time = time + reference.ofs_embedding(reference.ofs_proj(torch.full((1,), 2.0)))
+        video = model.patch_embed(patchify(channels_last(latents), model.config.patch))
+        answer = jnp.concatenate([video, model.context(ours(text))], axis=1)
+        positions = model.positions(grid, TEXT)
+        assert (positions.added is None) == (name in ("1.5", "1.5 i2v", "5b"))
+        answer = answer if positions.added is None else answer + positions.added
+        agree(answer, torch.cat([joint[:, TEXT:], joint[:, :TEXT]], dim=1))
+        agree(model.time_embed(ours(t)), time)
+
+
+@torch.no_grad()
+def test_block_and_attention(models):
+    name, reference, model = models
+    latents, _, _ = inputs(reference, *INPUTS[name][1])
+    block, theirs = block_at(model.blocks, 1), reference.transformer_blocks[1]
+    grid, rope = model.grid(channels_last(latents)), rotary(reference, latents)
+    tokens, generator = int(np.prod(grid)), torch.Generator().manual_seed(3)
+    video, text = (torch.randn(2, length, 48, generator=generator) for length in (tokens, TEXT))
+    time = torch.randn(2, 24, generator=generator)
+    x, ours_rope = ours(torch.cat([video, text], dim=1)), model.positions(grid, TEXT).rope
+    is_text = jnp.arange(tokens + TEXT) >= tokens
+
+    *normed, gate, text_gate = theirs.norm1(video, text, time)
+    mod = by_kind(block.attn_mod(jax.nn.silu(ours(time))))
+    agree(modulate(block.norm1(x), mod.shift, mod.scale, is_text), torch.cat(normed, dim=1))
+    agree(mod.gate, torch.cat([gate, text_gate], dim=1))
+    attended = theirs.attn1(video, encoder_hidden_states=text, image_rotary_emb=rope)
+    agree(block.attn(x, ours_rope), torch.cat(attended, dim=1))
+    agree(block.mlp(x), theirs.ff(torch.cat([video, text], dim=1)))
+    whole = theirs(video, text, time, rope)
+    agree(block(x, jax.nn.silu(ours(time)), ours_rope, is_text), torch.cat(whole, dim=1))
+
+
+@pytest.mark.parametrize("name", ["1.5 i2v", "5b i2v", "2b"])
+def test_bfloat16_is_no_further_from_float32_than_the_reference_s_own(name):
+    reference, _ = make(name)
+    given = inputs(reference, *INPUTS[name][1])
+    exact = predicted(reference, *given)
+    model = ours_of(reference.to(torch.bfloat16), jnp.bfloat16)
+    answer = our_prediction(model, *given)
+    assert answer.dtype == jnp.bfloat16
+    assert relative_l2(answer.astype(jnp.float32), exact) <= 1.1 * relative_l2(predicted(reference, *given), exact)
+
+
+def test_a_size_that_was_not_learned_is_refused():
+    _, model = make("5b i2v")
+    with pytest.raises(WanjaxError, match="learned for 4 rows and 6 columns of patches, not for 5 and 6"):
+        model.positions((3, 5, 6), TEXT)
+
+
+def test_the_weights_return_to_the_reference_s_names(models, tmp_path):
+    _, reference, model = models
+    engine.export(model, transformer_rules(model.config), tmp_path / "model.safetensors")
+    exported = load_safetensors(tmp_path / "model.safetensors")
+    expected = {key: weight.float().numpy() for key, weight in reference.state_dict().items()}
+    assert exported.keys() == expected.keys()
+    for key, weight in expected.items():
+        np.testing.assert_array_equal(exported[key], weight)
