@@ -11,16 +11,23 @@ from tests.support.toy.scheduler import Ancestral
 from tests.support.types import unchecked
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.wan.conditioning import WanEncoded
-from wanjax.schedulers import NAMED, FlowEuler, UniPC, name_of, named, successor
+from wanjax.schedulers import DDIM, DPM, NAMED, FlowEuler, UniPC, name_of, named, successor
 
 
 @pytest.mark.parametrize(
-    ("name", "scheduler"), [("unipc", UniPC()), ("unipc:order=1", UniPC(order=1)), ("euler", FlowEuler())]
+    ("name", "scheduler"),
+    [
+        ("unipc", UniPC()),
+        ("unipc:order=1", UniPC(order=1)),
+        ("euler", FlowEuler()),
+        ("ddim", DDIM()),
+        ("dpm", DPM()),
+    ],
 )
 def test_names(name, scheduler):
     assert named(name) == scheduler
     assert name_of(scheduler) == name
-    assert set(NAMED) <= {"unipc", "euler"}
+    assert set(NAMED) <= {"unipc", "euler", "ddim", "dpm"}
 
 
 def test_a_scheduler_without_a_name_is_described():
@@ -29,10 +36,12 @@ def test_a_scheduler_without_a_name_is_described():
 
 
 @pytest.mark.parametrize(
-    "name", ["dpm", "", "unipc:", "unipc:order", "unipc:order=x", "unipc:steps=1", "euler:order=1", 3]
+    "name", ["heun", "", "dpm:order=1", "unipc:", "unipc:order", "unipc:order=x", "unipc:steps=1", "euler:order=1", 3]
 )
 def test_unknown_names(name):
-    with pytest.raises(WanjaxError, match=r"no scheduler is named .*: there are unipc, euler and unipc:order=1"):
+    with pytest.raises(
+        WanjaxError, match=r"no scheduler is named .*: there are unipc, euler, ddim, dpm and unipc:order=1"
+    ):
         named(name)
 
 
@@ -63,7 +72,7 @@ def test_a_pipeline_takes_another_scheduler_and_keeps_it():
     np.testing.assert_array_equal(pipe.denoise(prompts, **VIDEO.to_json()), before)
 
 
-@pytest.mark.parametrize("scheduler", ["dpm", Ancestral(), FlowEuler, None])
+@pytest.mark.parametrize("scheduler", ["dpm", "heun", Ancestral(), FlowEuler, None])
 def test_a_pipeline_refuses_a_scheduler_that_does_not_fit(scheduler):
     pipe = pipeline(4, None)
     with unchecked(), pytest.raises(WanjaxError):
@@ -73,5 +82,5 @@ def test_a_pipeline_refuses_a_scheduler_that_does_not_fit(scheduler):
 
 def test_a_model_is_loaded_with_another_scheduler():
     assert wanjax.load("nano", scheduler="unipc:order=1").scheduler == UniPC(order=1)
-    with pytest.raises(WanjaxError, match=r"no scheduler is named 'dpm'"):
-        wanjax.load("nano", scheduler="dpm")
+    with pytest.raises(WanjaxError, match=r"no scheduler is named 'heun'"):
+        wanjax.load("nano", scheduler="heun")

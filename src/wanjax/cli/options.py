@@ -208,7 +208,8 @@ denoising = together(
     click.option(
         "--scheduler",
         metavar="NAME",
-        help="Solver in place of the model's own: unipc, of the second order or as unipc:order=1, or euler.",
+        help="Solver in place of the model's own: unipc, of the second order or as unipc:order=1, or euler; ddim or "
+        "dpm for a model that predicts v.",
     ),
     click.option("--seed", type=int, metavar="N", help="Seed of the initial noise; -1 draws one and tells it."),
     click.option(

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grouping of a step's prompts: the negative ones after the others, or in one batch with them."""
+"""Guidance: how a step's prompts are grouped, and scales that differ from step to step."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
 
 from wanjax.sharding import Partitioner
 
@@ -26,3 +29,13 @@ def group(prompts: Sequence[Any], grouping: tuple[int, int]) -> tuple[Any, ...]:
     if batch == 1:
         return tuple(prompts[:forwards])
     return (jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *prompts[:batch]),)
+
+
+def dynamic_scales(scale: float, timesteps: Float[np.ndarray, " steps"], steps: int) -> list[float]:
+    """Returns the guidance scale of each step along a cosine, from 1 to `1 + scale`.
+
+    Follows diffusers' `use_dynamic_cfg` (pipelines/cogvideo/pipeline_cogvideox.py), which compares timesteps, up to a
+    thousand, with the number of steps: before the last `2 · steps` timesteps the scale swings between its bounds.
+    """
+    ways = ((steps - float(t)) / steps for t in timesteps)
+    return [1 + scale * (1 - math.cos(math.pi * way**5)) / 2 for way in ways]

@@ -2,18 +2,33 @@
 """The schedulers: by name, from a checkpoint's scheduler_config.json, and in place of another."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 from wanjax.errors import WanjaxError, shown
 from wanjax.schedulers.base import TRAIN_STEPS, Scheduler, check_flow, one_step
+from wanjax.schedulers.ddim import DDIM
+from wanjax.schedulers.diffusion import BETAS, Diffusion
+from wanjax.schedulers.dpm import DPM
 from wanjax.schedulers.flow_euler import FlowEuler
 from wanjax.schedulers.unipc import UniPC
 
-__all__ = ["NAMED", "FlowEuler", "Scheduler", "UniPC", "from_config", "name_of", "named", "one_step", "successor"]
+__all__ = [
+    "DDIM",
+    "DPM",
+    "NAMED",
+    "FlowEuler",
+    "Scheduler",
+    "UniPC",
+    "from_config",
+    "name_of",
+    "named",
+    "one_step",
+    "successor",
+]
 
-NAMED: Mapping[str, Scheduler] = {"unipc": UniPC(), "euler": FlowEuler()}
+NAMED: Mapping[str, Scheduler] = {"unipc": UniPC(), "euler": FlowEuler(), "ddim": DDIM(), "dpm": DPM()}
 
 # By entry: the reference's default, and the values that these schedulers implement.
 _BOTH = {
@@ -35,6 +50,18 @@ _UNIPC = _BOTH | {
     "disable_corrector": ([], [[], None]),
     "solver_p": (None, [None]),
 }
+_DIFFUSION = {
+    "num_train_timesteps": (TRAIN_STEPS, [TRAIN_STEPS]),
+    "beta_start": (BETAS[0], BETAS[:1]),
+    "beta_end": (BETAS[1], BETAS[1:]),
+    "beta_schedule": ("scaled_linear", ["scaled_linear"]),
+    "trained_betas": (None, [None]),
+    "prediction_type": ("epsilon", ["v_prediction"]),
+    "rescale_betas_zero_snr": (False, [True]),
+    "set_alpha_to_one": (True, [True]),
+    "steps_offset": (0, [0]),
+}
+_DISCRETE: Mapping[Any, type[Diffusion]] = {"CogVideoXDDIMScheduler": DDIM, "CogVideoXDPMScheduler": DPM}
 _FLOW_EULER = _BOTH | {"invert_sigmas": (False, [False, None]), "stochastic_sampling": (False, [False, None])}
 
 
@@ -43,7 +70,8 @@ def from_config(config: Mapping[str, Any]) -> Scheduler:
 
     Raises WanjaxError for an unknown class, and for an entry with an unsupported value.
     """
-    match config.get("_class_name"):
+    name = config.get("_class_name")
+    match name:
         case "UniPCMultistepScheduler":
             _check(config, _UNIPC)
             check_flow(config.get("flow_shift", 1.0), "official")
@@ -52,9 +80,12 @@ def from_config(config: Mapping[str, Any]) -> Scheduler:
             _check(config, _FLOW_EULER)
             check_flow(config.get("shift", 1.0), "official")
             return FlowEuler()
-        case name:
-            known = "UniPCMultistepScheduler or FlowMatchEulerDiscreteScheduler"
-            raise WanjaxError(f"the scheduler {name!r} is not known: {known} would do")
+    if name in _DISCRETE:  # some of the other entries, such as clip_sample, have no effect in the reference
+        _check(config, _DIFFUSION)
+        shift, spacing = config.get("snr_shift_scale", 3.0), config.get("timestep_spacing", "leading")
+        return _DISCRETE[name](snr_shift=shift, spacing=spacing)
+    known = ["UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler", *_DISCRETE]
+    raise WanjaxError(f"the scheduler {name!r} is not known: {' or '.join(known)} would do")
 
 
 def named(text: object) -> Scheduler:
@@ -71,12 +102,11 @@ def named(text: object) -> Scheduler:
 
 
 def name_of(scheduler: Scheduler) -> str:
-    """Returns the text of which `named` makes the scheduler, and a description of one that has no name."""
+    """Returns the text of which `named` makes the scheduler, but for the checkpoint's values; else a description."""
     for name, usual in NAMED.items():
         if type(scheduler) is type(usual):
-            differs = [
-                field.name for field in fields(usual) if getattr(scheduler, field.name) != getattr(usual, field.name)
-            ]
+            told = (field.name for field in fields(usual) if field.name not in usual.of_checkpoint)
+            differs = [field for field in told if getattr(scheduler, field) != getattr(usual, field)]
             if set(differs) <= {"order"}:
                 return name + "".join(f":{field}={getattr(scheduler, field)}" for field in differs)
     return repr(scheduler)
@@ -85,13 +115,17 @@ def name_of(scheduler: Scheduler) -> str:
 def successor(scheduler: str | Scheduler, before: Scheduler) -> Scheduler:
     """Returns the scheduler, given by name or as a value, that is to take the place of another.
 
-    Raises WanjaxError unless networks that were made for the one can be sampled by the other: their predictions are the
-    same quantity, and their schedules have the same options.
+    One given by name keeps the other's values of the checkpoint. Raises WanjaxError unless networks that were made for
+    the one can be sampled by the other: their predictions are the same quantity, and their schedules have the same
+    options.
     """
     new = scheduler if isinstance(scheduler, Scheduler) else named(scheduler)
     if new.prediction != before.prediction:
         predicts = f"predictions of {new.prediction}, and the model predicts {before.prediction}"
         raise WanjaxError(f"the scheduler {name_of(new)} takes {predicts}: one like {name_of(before)} would do")
+    if new is not scheduler:
+        kept = set(new.of_checkpoint) & set(before.of_checkpoint)
+        new = replace(new, **{field: getattr(before, field) for field in kept})
     own, right = (set(inspect.signature(value.schedule).parameters) for value in (new, before))
     if own != right:
         differs = ", ".join(sorted(own ^ right))
@@ -101,7 +135,7 @@ def successor(scheduler: str | Scheduler, before: Scheduler) -> Scheduler:
     return new
 
 
-def _check(config: Mapping[str, Any], entries: Mapping[str, tuple[Any, list[Any]]]) -> None:
+def _check(config: Mapping[str, Any], entries: Mapping[str, tuple[Any, Sequence[Any]]]) -> None:
     for entry, (absent, offered) in entries.items():
         value = config.get(entry, absent)
         if value not in offered:

@@ -15,7 +15,7 @@ generator is threefry2x32, whatever JAX's default, and noise is drawn in the dty
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import jax
 import numpy as np
@@ -51,6 +51,8 @@ class Scheduler(ABC):
     """
 
     prediction: Prediction = "velocity"
+    of_checkpoint: ClassVar[tuple[str, ...]] = ()
+    """Fields with the values of a checkpoint's training, which another solver of that checkpoint keeps."""
 
     @abstractmethod
     def schedule(self, steps: int, *, skip: int = 0, **options: Any) -> Any:

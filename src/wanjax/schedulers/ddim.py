@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DDIM (Song et al., "Denoising Diffusion Implicit Models", 2010.02502), without noise in its steps."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Array, Key
+
+from wanjax.schedulers.base import Index, Sample
+from wanjax.schedulers.diffusion import Diffusion, DiffusionSchedule, Levels
+
+
+@dataclass(frozen=True)
+class DDIM(Diffusion):
+    """Takes the predicted noise along to the next level, and adds the predicted clean sample in its measure there.
+
+    The weights of a step are those of x and of the clean sample.
+    """
+
+    def init(self, schedule: DiffusionSchedule, x: Sample, keys: Key[Array, " B"]) -> tuple[()]:
+        """Returns an empty state: a step uses the current sample only."""
+        return ()
+
+    def step(
+        self, schedule: DiffusionSchedule, index: Index, prediction: Sample, x: Sample, state: tuple[()]
+    ) -> tuple[Sample, tuple[()]]:
+        """Moves x to the level at which the step ends."""
+        weights = schedule.weights[index]
+        return weights[0] * x + weights[1] * self.x0(schedule, index, prediction, x), state
+
+    def _weights(self, levels: Levels) -> tuple[float, ...]:
+        kept = np.sqrt((1 - levels.end) / (1 - levels.start))
+        return kept, np.sqrt(levels.end) - np.sqrt(levels.start) * kept

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The noise levels of diffusions trained in a thousand discrete steps, where α² + σ² = 1.
+
+The levels are those of Rombach et al., "High-Resolution Image Synthesis with Latent Diffusion Models", 2112.10752, with
+more noise at all levels as in Esser et al., 2403.03206, and pure noise at the last one as in Lin et al., "Common
+Diffusion Noise Schedules and Sample Steps are Flawed", 2305.08891. The reference is diffusers'
+schedulers/scheduling_ddim_cogvideox.py, which scheduling_dpm_cogvideox.py repeats.
+"""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple, get_args
+
+import numpy as np
+from jaxtyping import Float, Float32, Int
+
+from wanjax.errors import WanjaxError
+from wanjax.schedulers.base import TRAIN_STEPS, Numbers, Prediction, Scheduler, check_steps
+
+BETAS = 0.00085, 0.012  # the first and the last
+Spacing = Literal["trailing", "linspace", "leading"]
+
+
+class DiffusionSchedule(NamedTuple):
+    """Whole-numbered timesteps, the levels, and each step's weights of the terms that it sums.
+
+    A step ends at a level that may differ from the next one's; the last level is that at which the last step ends.
+    """
+
+    timesteps: Float32[Numbers, " steps"]
+    sigmas: Float32[Numbers, " steps+1"]
+    alphas: Float32[Numbers, " steps+1"]
+    weights: Float32[Numbers, "steps terms"]
+
+
+class Levels(NamedTuple):
+    """The values of α² at which a step begins and ends, and at which the step before began, None at the first."""
+
+    start: np.float64
+    end: np.float64
+    before: np.float64 | None
+
+
+@dataclass(frozen=True)
+class Diffusion(Scheduler):
+    """The levels of a discrete diffusion; subclasses are its solvers.
+
+    `snr_shift` divides the ratio of signal to noise, α² / σ², at every level. `spacing` chooses the timesteps:
+    `trailing` from the last one down, `linspace` evenly from the last to the first, `leading` from the first up. The
+    checkpoint tells both, so a scheduler's name does not.
+    """
+
+    prediction: Prediction = "v"
+    snr_shift: float = 1.0
+    spacing: Spacing = "trailing"
+    of_checkpoint: ClassVar[tuple[str, ...]] = ("snr_shift", "spacing")
+
+    def __post_init__(self):
+        if not (isinstance(self.snr_shift, int | float) and 0 < self.snr_shift < float("inf")):
+            raise WanjaxError(f"the SNR shift {self.snr_shift!r} is not a number above zero: 1 to 3 is usual")
+        if self.spacing not in get_args(Spacing):
+            raise WanjaxError(
+                f"the timestep spacing {self.spacing!r} is not known: {' or '.join(get_args(Spacing))} would do"
+            )
+
+    def schedule(self, steps: int, *, skip: int = 0) -> DiffusionSchedule:
+        """Returns levels and weights; raises WanjaxError for more steps than there are timesteps."""
+        check_steps(steps, skip)
+        if steps > TRAIN_STEPS:
+            raise WanjaxError(f"{steps} steps are more than the {TRAIN_STEPS} timesteps of the model: take fewer")
+        bars = noise_levels(self.snr_shift)
+        timesteps = _spaced(steps, self.spacing)[skip:]
+        ends = timesteps - TRAIN_STEPS // steps  # as in the reference, also where the next timestep is another
+        start, end = bars[timesteps], np.where(ends >= 0, bars[ends], 1.0)
+        levels = [Levels(start[i], end[i], start[i - 1] if i else None) for i in range(len(start))]
+        squares = np.append(start, end[-1])
+        return DiffusionSchedule(
+            timesteps=timesteps.astype(np.float32),
+            sigmas=np.sqrt(1 - squares).astype(np.float32),
+            alphas=np.sqrt(squares).astype(np.float32),
+            weights=np.array([self._weights(level) for level in levels], np.float32),
+        )
+
+    @abstractmethod
+    def _weights(self, levels: Levels) -> tuple[float, ...]:
+        """Returns the weights of a step."""
+
+
+def noise_levels(snr_shift: float) -> Float[np.ndarray, " steps"]:
+    """Returns α² at each of the training's timesteps, in float64; it is 0 at the last one."""
+    betas = np.linspace(BETAS[0] ** 0.5, BETAS[1] ** 0.5, TRAIN_STEPS) ** 2
+    bars = np.cumprod(1 - betas)
+    alphas = np.sqrt(bars / (snr_shift + (1 - snr_shift) * bars))
+    return ((alphas - alphas[-1]) * (alphas[0] / (alphas[0] - alphas[-1]))) ** 2
+
+
+def _spaced(steps: int, spacing: Spacing) -> Int[np.ndarray, " steps"]:
+    """Returns the timesteps, in falling order."""
+    match spacing:
+        case "trailing":
+            # for some numbers of steps the reference's rounding adds timestep -1 at the end, which is left out here
+            timesteps = np.round(np.arange(TRAIN_STEPS, 0, -TRAIN_STEPS / steps))[:steps] - 1
+        case "linspace":
+            timesteps = np.linspace(0, TRAIN_STEPS - 1, steps).round()[::-1]
+        case "leading":
+            timesteps = np.arange(steps)[::-1] * (TRAIN_STEPS // steps)
+    return timesteps.astype(np.int64)
