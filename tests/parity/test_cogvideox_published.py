@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CogVideoX's presets against diffusers' modules of the published configs: names, shapes and numbers of parameters."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+from diffusers import CogVideoXTransformer3DModel
+from flax import nnx
+
+from wanjax.converters.cogvideox.diffusers import transformer_config, transformer_rules
+from wanjax.converters.engine import assign, parameters
+from wanjax.errors import WanjaxError
+from wanjax.models.cogvideox.config import I2V_1_5_5B, I2V_5B, T2V_1_5_5B, T2V_2B, T2V_5B
+from wanjax.models.cogvideox.transformer import CogVideoXTransformer
+
+# transformer/config.json of THUDM's repositories; those of the first generation have fewer entries
+FIRST = {
+    "_class_name": "CogVideoXTransformer3DModel",
+    "activation_fn": "gelu-approximate",
+    "attention_bias": True,
+    "attention_head_dim": 64,
+    "dropout": 0.0,
+    "flip_sin_to_cos": True,
+    "freq_shift": 0,
+    "in_channels": 16,
+    "max_text_seq_length": 226,
+    "norm_elementwise_affine": True,
+    "norm_eps": 1e-05,
+    "num_attention_heads": 48,
+    "num_layers": 42,
+    "out_channels": 16,
+    "patch_size": 2,
+    "sample_frames": 49,
+    "sample_height": 60,
+    "sample_width": 90,
+    "spatial_interpolation_scale": 1.875,
+    "temporal_compression_ratio": 4,
+    "temporal_interpolation_scale": 1.0,
+    "text_embed_dim": 4096,
+    "time_embed_dim": 512,
+    "timestep_activation_fn": "silu",
+    "use_rotary_positional_embeddings": True,
+}
+SECOND = FIRST | {
+    "patch_bias": False,
+    "patch_size_t": 2,
+    "sample_frames": 81,
+    "sample_height": 300,
+    "sample_width": 300,
+    "use_learned_positional_embeddings": False,
+}
+PUBLISHED = {
+    "CogVideoX-2b": (
+        T2V_2B,
+        FIRST | {"num_attention_heads": 30, "num_layers": 30, "use_rotary_positional_embeddings": False},
+        1_693_783_872,
+    ),
+    "CogVideoX-5b": (T2V_5B, FIRST, 5_570_283_072),
+    "CogVideoX-5b-I2V": (I2V_5B, FIRST | {"in_channels": 32, "use_learned_positional_embeddings": True}, 5_570_479_680),
+    "CogVideoX1.5-5B": (T2V_1_5_5B, SECOND, 5_570_676_352),
+    "CogVideoX1.5-5B-I2V": (I2V_1_5_5B, SECOND | {"in_channels": 32, "ofs_embed_dim": 512}, 5_571_594_880),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_names_shapes_and_numbers(name):
+    config, json, count = PUBLISHED[name]
+    with torch.device("meta"):
+        reference = CogVideoXTransformer3DModel(**{key: x for key, x in json.items() if key != "_class_name"})
+    assert transformer_config(json) == config == transformer_config(reference.config)
+    abstract = nnx.eval_shape(
+        lambda: CogVideoXTransformer(config, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    )
+    theirs = {
+        key: jax.ShapeDtypeStruct(tuple(weight.shape), jnp.bfloat16) for key, weight in reference.state_dict().items()
+    }
+    ours = parameters(abstract)
+    assert {key for each in assign(transformer_rules(config), theirs, ours) for key in each.sources} == set(theirs)
+    learned = theirs.get("patch_embed.pos_embedding")  # not a parameter in the reference
+    assert sum(weight.numel() for weight in reference.parameters()) == count
+    assert sum(x.size for x in jax.tree.leaves(nnx.state(abstract))) == count + (learned.size if learned else 0)
+
+
+@pytest.mark.parametrize(
+    ("json", "said"),
+    [
+        (FIRST | {"_class_name": "CogView3PlusTransformer2DModel"}, "_class_name 'CogView3PlusTransformer2DModel'"),
+        (FIRST | {"patch_bias": False}, "patch_bias False where True"),
+        (FIRST | {"ofs_embed_dim": 512}, "ofs_embed_dim 512 where None"),
+        (SECOND | {"patch_size_t": 4}, "patch_size_t 4 where None or 2"),
+        (SECOND | {"use_rotary_positional_embeddings": False}, "use_rotary_positional_embeddings False where True"),
+        (SECOND | {"use_learned_positional_embeddings": True}, "use_learned_positional_embeddings True where False"),
+        (
+            FIRST | {"use_rotary_positional_embeddings": False, "use_learned_positional_embeddings": True},
+            "learned positions without rotary ones",
+        ),
+        ({key: value for key, value in FIRST.items() if key != "num_layers"}, "no num_layers"),
+        ({key: value for key, value in FIRST.items() if key != "sample_height"}, "no sample_height"),
+    ],
+)
+def test_other_configs_are_refused(json, said):
+    with pytest.raises(WanjaxError, match=f"config.json has {said}"):
+        transformer_config(json)
