@@ -82,6 +82,14 @@ class CausalConv(nnx.Module):
         return constrain(y, VIDEO), x[:, x.shape[1] - (self.kernel.shape[0] - self.time_stride) :]
 
 
+class RepeatingConv(CausalConv):
+    """A 3-D convolution that sees no later frame, and before the first frame sees its copies."""
+
+    def blank(self, x: Float[Array, "B T H W C"]) -> Float[Array, "B _T H W C"]:
+        """The kept frames before the first chunk: copies of its first frame."""
+        return as_operand(x[:, :1], self.dtype).repeat(self.kernel.shape[0] - 1, axis=1)
+
+
 def as_operand(x: Frames, dtype: DTypeLike) -> Frames:
     """Casts x to the dtype of a convolution's operands: on TPUs bfloat16, unless JAX is asked for precise products.
 

@@ -30,6 +30,37 @@ class ChannelNorm(nnx.Module):
         return y.astype(self.dtype)
 
 
+class GroupNorm(nnx.Module):
+    """Normalises each group of channels over all cells of a chunk of frames; takes any float dtype, returns float32.
+
+    One pass sums values and their squares. Each channel is averaged over rows and frames first, over columns next: sums
+    of few values stay precise.
+    """
+
+    def __init__(
+        self, channels: int, groups: int, eps: float, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs
+    ):
+        del dtype, param_dtype  # the few weights stay in float32
+        ones, zeros = nnx.initializers.ones_init(), nnx.initializers.zeros_init()
+        self.scale = nnx.Param(with_axes(ones, ("conv_in",))(rngs.params(), (channels,), jnp.float32))
+        self.bias = nnx.Param(with_axes(zeros, ("conv_in",))(rngs.params(), (channels,), jnp.float32))
+        self.groups = groups
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "B T H W C"]) -> Float32[Array, "B T H W C"]:
+        x32 = x.astype(jnp.float32)
+        mean, square = self._mean(x32), self._mean(x32 * x32)
+        variance = jnp.maximum(square - mean * mean, 0.0)  # of equal values, rounding could make it negative
+        factor = jax.lax.rsqrt(variance + self.eps) * along_last(self.scale[...], x.ndim)
+        return (x32 - mean) * factor + along_last(self.bias[...], x.ndim)
+
+    def _mean(self, x: Float32[Array, "B T H W C"]) -> Float32[Array, "B 1 1 1 C"]:
+        """The mean of each group, for each of its channels."""
+        mean = x.mean(axis=(1, 2)).mean(axis=1)  # [B C]
+        mean = mean.reshape(len(x), self.groups, -1).mean(axis=2)
+        return mean.repeat(x.shape[-1] // self.groups, axis=1)[:, None, None, None, :]
+
+
 def layer_norm(
     features: int, eps: float, *, affine: bool, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs
 ) -> nnx.LayerNorm:

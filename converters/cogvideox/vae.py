@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The conversion table of CogVideoX's autoencoder: names and shapes of its weights, and config.json."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from wanjax.converters.engine import TRANSPOSE, Rule, conv, norm, squeeze
+from wanjax.errors import WanjaxError
+from wanjax.models.cogvideox.vae_config import VAEConfig
+
+# Entries of config.json that select the architecture, and the supported value, which is that of a missing entry.
+KIND = {
+    "_class_name": "AutoencoderKLCogVideoX",
+    "in_channels": 3,
+    "out_channels": 3,
+    "act_fn": "silu",
+    "norm_eps": 1e-6,
+    "shift_factor": None,
+    "latents_mean": None,
+    "latents_std": None,
+    "use_quant_conv": False,
+    "use_post_quant_conv": False,
+}
+
+
+def vae_config(json: Mapping[str, Any]) -> VAEConfig:
+    """Reads an autoencoder's config from `vae/config.json` of a diffusers folder.
+
+    Raises WanjaxError if a size is missing, or if the architecture is not supported.
+    """
+    for entry, right in KIND.items():
+        if (value := json.get(entry, right)) != right:
+            raise WanjaxError(f"the VAE's config.json has {entry} {value!r} where {right!r} is supported")
+    try:
+        channels, factor = tuple(json["block_out_channels"]), int(json["temporal_compression_ratio"])
+        config = VAEConfig(
+            channels=channels,
+            latent_channels=json["latent_channels"],
+            res_blocks=json["layers_per_block"],
+            groups=json["norm_num_groups"],
+            temporal_factor=factor,
+            sample_size=(json["sample_height"], json["sample_width"]),
+            scaling_factor=json["scaling_factor"],
+            invert_scale_latents=json.get("invert_scale_latents", False),
+        )
+    except KeyError as missing:
+        raise WanjaxError(f"the VAE's config.json has no {missing.args[0]}") from None
+    if factor != 2**config.temporal_levels or config.temporal_levels >= len(channels):
+        right = f"a power of two up to {config.spatial_factor} is right: one halving for each change of resolution"
+        raise WanjaxError(f"the VAE's config.json has temporal_compression_ratio {factor} where {right}")
+    return config
+
+
+def vae_rules(config: VAEConfig) -> list[Rule]:
+    """Returns the rules for every parameter of the autoencoder."""
+    return [
+        *_ends("encoder"),
+        *norm("encoder.norm_out", "encoder.norm_out", bias=True),
+        *_res_blocks("encoder.mid_block", "encoder.mid", _plain_norm),
+        *_res_blocks("encoder.down_blocks.{i}", "encoder.levels.{i}", _plain_norm),
+        *conv("encoder.down_blocks.{i}.downsamplers.0.conv", "encoder.levels.{i}.resample.conv"),
+        *_ends("decoder"),
+        *_spatial_norm("decoder.norm_out", "decoder.norm_out"),
+        *_res_blocks("decoder.mid_block", "decoder.mid", _spatial_norm),
+        *_res_blocks("decoder.up_blocks.{i}", "decoder.levels.{i}", _spatial_norm),
+        *conv("decoder.up_blocks.{i}.upsamplers.0.conv", "decoder.levels.{i}.resample.conv"),
+    ]
+
+
+def _ends(half: str) -> list[Rule]:
+    return [
+        *conv(f"{half}.conv_in.conv", f"{half}.conv_in"),
+        *conv(f"{half}.conv_out.conv", f"{half}.conv_out"),
+    ]
+
+
+def _res_blocks(source: str, target: str, norms: Any) -> list[Rule]:
+    """Returns the rules of a level's residual blocks; `norms` are those of one of its norms."""
+    theirs, ours = f"{source}.resnets.{{j}}", f"{target}.res.{{j}}"
+    return [
+        *norms(f"{theirs}.norm1", f"{ours}.norm1"),
+        *conv(f"{theirs}.conv1.conv", f"{ours}.conv1"),
+        *norms(f"{theirs}.norm2", f"{ours}.norm2"),
+        *conv(f"{theirs}.conv2.conv", f"{ours}.conv2"),
+        *_pointwise(f"{theirs}.conv_shortcut", f"{ours}.shortcut"),
+    ]
+
+
+def _plain_norm(source: str, target: str) -> list[Rule]:
+    return norm(source, target, bias=True)
+
+
+def _spatial_norm(source: str, target: str) -> list[Rule]:
+    return [
+        *norm(f"{source}.norm_layer", f"{target}.norm", bias=True),
+        *_pointwise(f"{source}.conv_y.conv", f"{target}.scale"),
+        *_pointwise(f"{source}.conv_b.conv", f"{target}.shift"),
+    ]
+
+
+def _pointwise(source: str, target: str) -> list[Rule]:
+    """Returns the rules that read a convolution with a kernel of size 1 as a dense layer."""
+    return [
+        Rule(f"{source}.weight", f"{target}.kernel", squeeze(2, 3, 4) >> TRANSPOSE),
+        Rule(f"{source}.bias", f"{target}.bias"),
+    ]

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CogVideoX's causal video autoencoder: 8 × 8 pixels of 4 frames to a latent cell, an odd first frame alone.
+
+It streams. The first call receives the first chunk and `None`. Each later call receives a chunk and the cache that the
+call before returned: a pytree of the last frames that each causal layer saw. Chunks shape the numbers, because the
+norms average over the frames of a chunk: `VAEConfig.encoded_at_once` and `decoded_at_once` are the reference's. In a
+chunk of an odd number of frames the first one is alone; the others are halved or doubled in number by twos. The
+reference is diffusers' models/autoencoders/autoencoder_kl_cogvideox.py.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from wanjax.layers.conv import FrameConv, RepeatingConv, as_operand
+from wanjax.layers.linear import linear
+from wanjax.layers.norms import GroupNorm
+from wanjax.models.cogvideox.vae_config import VAEConfig
+
+Cache = Any  # a pytree of kept frames; None before the first chunk
+Chunk = Float[Array, "B _T _H _W _C"]  # inputs and outputs differ in size
+Norm = Callable[[int], nnx.Module]  # makes a norm of so many channels
+POINTWISE = ("conv_in", "conv_out")
+EPS = 1e-6
+
+
+def beside_first(change: Callable[[Chunk], Chunk], x: Chunk) -> Chunk:
+    """Changes the frames of a chunk without the first one if their number is odd."""
+    first, others = jnp.split(x, [x.shape[1] % 2], axis=1)
+    return jnp.concatenate([first, change(others)], axis=1)
+
+
+def halve(x: Float[Array, "B T H W C"]) -> Chunk:
+    """Averages pairs of frames."""
+    return x.reshape(len(x), x.shape[1] // 2, 2, *x.shape[2:]).mean(axis=2)
+
+
+def enlarge(z: Float[Array, "B T H W C"], like: Float[Array, "B _T _H _W _C"]) -> Chunk:
+    """Repeats cells up to the frames, height and width of `like`."""
+    odd, (frames, height, width) = z.shape[1] % 2, like.shape[1:4]
+    if z.shape[1] > 1:
+        z = beside_first(lambda x: x.repeat((frames - odd) // x.shape[1], axis=1), z)
+    return z.repeat(height // z.shape[2], axis=2).repeat(width // z.shape[3], axis=3)
+
+
+class SpatialNorm(nnx.Module):
+    """A group norm that latents scale and shift, each cell of latents all that it decodes to (MoVQ, 2022)."""
+
+    def __init__(self, channels: int, *, config: VAEConfig, **kw):
+        self.norm = GroupNorm(channels, config.groups, EPS, **kw)
+        self.scale = linear(config.latent_channels, channels, POINTWISE, **kw)
+        self.shift = linear(config.latent_channels, channels, POINTWISE, **kw)
+
+    def __call__(self, x: Chunk, z: Chunk) -> Chunk:
+        scale, shift = (enlarge(part(z).astype(jnp.float32), x) for part in (self.scale, self.shift))
+        return self.norm(x) * scale + shift
+
+
+class ResBlock(nnx.Module):
+    """Two causal convolutions, each after a norm and SiLU, around a shortcut; the decoder's norms see `latents`."""
+
+    def __init__(self, channels_in: int, channels_out: int, norm: Norm, **kw):
+        self.norm1 = norm(channels_in)
+        self.conv1 = RepeatingConv(channels_in, channels_out, **kw)
+        self.norm2 = norm(channels_out)
+        self.conv2 = RepeatingConv(channels_out, channels_out, **kw)
+        same = channels_in == channels_out
+        self.shortcut = nnx.data(None if same else linear(channels_in, channels_out, POINTWISE, **kw))
+
+    def __call__(self, x: Chunk, cache: Cache, *latents: Chunk) -> tuple[Chunk, Cache]:
+        kept1, kept2 = cache or (None, None)
+        h, kept1 = self.conv1(jax.nn.silu(self.norm1(x, *latents)), kept1)
+        h, kept2 = self.conv2(jax.nn.silu(self.norm2(h, *latents)), kept2)
+        return h + (self.shortcut(x) if self.shortcut else x), (kept1, kept2)
+
+
+class Downsample(nnx.Module):
+    """Halves, with `temporal`, the number of frames beside an odd first one; then height and width."""
+
+    def __init__(self, channels: int, temporal: bool, **kw):
+        self.conv = FrameConv(channels, channels, stride=2, padding=(0, 1), **kw)
+        self.temporal = temporal
+
+    def __call__(self, x: Chunk) -> Chunk:
+        return self.conv(beside_first(halve, x) if self.temporal else x)
+
+
+class Upsample(nnx.Module):
+    """Doubles, with `temporal`, the number of frames beside an odd first one; then height and width."""
+
+    def __init__(self, channels: int, temporal: bool, **kw):
+        self.conv = FrameConv(channels, channels, **kw)
+        self.temporal = temporal
+
+    def __call__(self, x: Chunk) -> Chunk:
+        x = as_operand(x, self.conv.dtype)
+        x = beside_first(lambda others: others.repeat(2, axis=1), x) if self.temporal else x
+        return self.conv(x.repeat(2, axis=2).repeat(2, axis=3))
+
+
+class Level(nnx.Module):
+    """The residual blocks of one resolution, then the change to the next resolution if there is one."""
+
+    def __init__(self, sizes: list[int], norm: Norm, resample: nnx.Module | None, **kw):
+        """`sizes` are the channels before the first block and after each."""
+        self.res = nnx.List([ResBlock(a, b, norm, **kw) for a, b in pairwise(sizes)])
+        self.resample = nnx.data(resample)
+
+    def __call__(self, x: Chunk, cache: Cache, *latents: Chunk) -> tuple[Chunk, Cache]:
+        kept = list(cache or [None] * len(self.res))
+        for index, block in enumerate(self.res):
+            x, kept[index] = block(x, kept[index], *latents)
+        return x if self.resample is None else self.resample(x), tuple(kept)
+
+
+class Encoder(nnx.Module):
+    """Pixels, through the levels, to the mean and log-variance of latents."""
+
+    def __init__(self, config: VAEConfig, **kw):
+        first, *_, last = sizes = config.channels
+        norm = partial(GroupNorm, groups=config.groups, eps=EPS, **kw)
+        downs = [Downsample(size, i < config.temporal_levels, **kw) for i, size in enumerate(sizes[:-1])]
+        self.conv_in = RepeatingConv(config.cell_channels, first, **kw)
+        self.levels = nnx.List(
+            [
+                Level([a, *[b] * config.res_blocks], norm, down, **kw)
+                for a, b, down in zip((first, *sizes[:-1]), sizes, [*downs, None], strict=True)
+            ]
+        )
+        self.mid = Level([last] * 3, norm, None, **kw)
+        self.norm_out = norm(last)
+        self.conv_out = RepeatingConv(last, 2 * config.latent_channels, **kw)
+
+    def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
+        kept_in, *kept, kept_mid, kept_out = cache or [None] * (len(self.levels) + 3)
+        x, kept_in = self.conv_in(x, kept_in)
+        for index, level in enumerate(self.levels):
+            x, kept[index] = level(x, kept[index])
+        x, kept_mid = self.mid(x, kept_mid)
+        x, kept_out = self.conv_out(jax.nn.silu(self.norm_out(x)), kept_out)
+        return x, (kept_in, *kept, kept_mid, kept_out)
+
+
+class Decoder(nnx.Module):
+    """Latents, through the levels, to pixels; the latents also scale and shift every norm."""
+
+    def __init__(self, config: VAEConfig, **kw):
+        first, *_, last = sizes = config.channels[::-1]
+        norm = partial(SpatialNorm, config=config, **kw)
+        ups = [Upsample(size, i < config.temporal_levels, **kw) for i, size in enumerate(sizes[:-1])]
+        self.conv_in = RepeatingConv(config.latent_channels, first, **kw)
+        self.mid = Level([first] * 3, norm, None, **kw)
+        self.levels = nnx.List(
+            [
+                Level([a, *[b] * (config.res_blocks + 1)], norm, up, **kw)
+                for a, b, up in zip((first, *sizes[:-1]), sizes, [*ups, None], strict=True)
+            ]
+        )
+        self.norm_out = norm(last)
+        self.conv_out = RepeatingConv(last, config.cell_channels, **kw)
+
+    def __call__(self, z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
+        kept_in, kept_mid, *kept, kept_out = cache or [None] * (len(self.levels) + 3)
+        x, kept_in = self.conv_in(z, kept_in)
+        x, kept_mid = self.mid(x, kept_mid, z)
+        for index, level in enumerate(self.levels):
+            x, kept[index] = level(x, kept[index], z)
+        x, kept_out = self.conv_out(jax.nn.silu(self.norm_out(x, z)), kept_out)
+        return x, (kept_in, kept_mid, *kept, kept_out)
+
+
+class CogVideoXVAE(nnx.Module):
+    """CogVideoX's autoencoder: videos [B T H W 3] in [-1, 1] to latents [B T H W C] for a transformer, and back."""
+
+    def __init__(self, config: VAEConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
+        kw: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.config = config
+        self.dtype = dtype
+        self.encoder = Encoder(config, **kw)
+        self.decoder = Decoder(config, **kw)
+
+    def encode_cells(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
+        """Encodes a chunk of frames in [-1, 1] as the mean and then the log-variance of its latents, as channels.
+
+        They are float32, and not scaled. A cell is one pixel.
+        """
+        h, cache = self.encoder(x.astype(self.dtype), cache)
+        return h.astype(jnp.float32), cache
+
+    def posterior(self, x: Chunk, cache: Cache) -> tuple[Chunk, Chunk, Cache]:
+        """The mean and the log-variance that `encode_cells` joins, the latter within the reference's limits."""
+        h, cache = self.encode_cells(x, cache)
+        mean, log_variance = jnp.split(h, 2, axis=-1)
+        return mean, jnp.clip(log_variance, -30.0, 20.0), cache
+
+    def decode_cells(self, z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
+        """Decodes a chunk of a transformer's latents to frames, about [-1, 1], float32."""
+        z = z.astype(jnp.float32) / self.config.scaling_factor
+        x, cache = self.decoder(z.astype(self.dtype), cache)
+        return x.astype(jnp.float32), cache
