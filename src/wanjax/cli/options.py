@@ -245,7 +245,7 @@ batch_guidance = click.option(
     is_flag=True,
     help="Run prompt and negative prompt as a batch of two: more memory, and on some devices faster.",
 )
-tile = click.option("--tile", is_flag=True, help="Decode 256 x 256 pixels at a time, for frames that would not fit.")
+tile = click.option("--tile", is_flag=True, help="Decode frames in tiles, for frames that would not fit.")
 compute = together(
     click.option("--dtype", type=click.Choice(DTYPES), help="What the networks compute in."),
     click.option(

@@ -70,23 +70,27 @@ class Blueprint:
         scale = self.array((), jnp.float32)
         return self.lowering(take_step, denoiser, State(x, solver, carry), inputs, scale, schedule)
 
-    def decode(self, vae: Network, size: Sequence[int], *, first: bool) -> Lowering:
-        """Returns the program that decodes the first chunk of latents, or the one for every later chunk."""
+    def decode(self, vae: Network, size: Sequence[int], at_once: Sequence[int], *, first: bool) -> Lowering:
+        """Returns the program that decodes the first chunk of latents, or the one for every later chunk.
+
+        `at_once` are the lengths of the two, as the config's `decoded_at_once` returns them.
+        """
         config = vae.config
-        cache = None if first else self._cache(self.decode(vae, size, first=True))
+        cache = None if first else self._cache(self.decode(vae, size, at_once, first=True))
         cells = (n // config.spatial_factor for n in size)
-        frames = config.decoded_at_once[0 if first else 1]
-        z = self.array((1, frames, *cells, config.latent_channels), jnp.float32)
+        z = self.array((1, at_once[0 if first else 1], *cells, config.latent_channels), jnp.float32)
         graphdef, weights = self.network(vae)
         return self.lowering(decode_chunk, (graphdef, jnp.dtype(jnp.uint8), config.patch), z, cache, weights)
 
-    def encode(self, vae: Network, size: Sequence[int], *, first: bool) -> Lowering:
-        """Returns the program that encodes the first chunk of frames, or the one for every later chunk."""
+    def encode(self, vae: Network, size: Sequence[int], at_once: Sequence[int], *, first: bool) -> Lowering:
+        """Returns the program that encodes the first chunk of frames, or the one for every later chunk.
+
+        `at_once` are the lengths of the two, as the config's `encoded_at_once` returns them.
+        """
         config = vae.config
-        cache = None if first else self._cache(self.encode(vae, size, first=True))
+        cache = None if first else self._cache(self.encode(vae, size, at_once, first=True))
         cells = (n // config.patch for n in size)
-        frames = config.encoded_at_once[0 if first else 1]
-        x = self.array((1, frames, *cells, config.cell_channels), jnp.float32)
+        x = self.array((1, at_once[0 if first else 1], *cells, config.cell_channels), jnp.float32)
         graphdef, weights = self.network(vae)
         return self.lowering(encode_chunk, graphdef, x, cache, weights)
 

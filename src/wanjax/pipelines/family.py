@@ -15,6 +15,7 @@ from wanjax.checkpoints.networks import Config, Network, NetworkKind, components
 from wanjax.checkpoints.sources import Layout, Source
 from wanjax.compilation import Lowering
 from wanjax.errors import WanjaxError
+from wanjax.pipelines.frames import chunk_count
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Settings
 from wanjax.schedulers import Scheduler
@@ -49,15 +50,21 @@ class Planned(NamedTuple):
 
 
 def by_chunk(
-    name: str, build: Callable[..., Lowering], arguments: Mapping[str, Any], chunks: int, clips: int = 1
+    name: str,
+    build: Callable[..., Lowering],
+    arguments: Mapping[str, Any],
+    frames: int,
+    at_once: tuple[int, int],
+    clips: int = 1,
 ) -> list[Planned]:
-    """Returns the two programs of an autoencoder, for the first chunk of a clip and for the later ones.
+    """Returns the two programs of an autoencoder, for the first chunk of a clip of `frames` and for the later ones.
 
-    `build` takes `first`, which tells them apart, beside the arguments.
+    `build` takes `at_once`, the lengths of both, and `first`, which tells them apart, beside the arguments.
     """
+    arguments, later = {**arguments, "at_once": at_once}, chunk_count(frames, at_once) - 1
     return [
         Planned(f"{name}_first", build, {**arguments, "first": True}, clips),
-        Planned(f"{name}_next", build, {**arguments, "first": False}, clips * (chunks - 1)),
+        Planned(f"{name}_next", build, {**arguments, "first": False}, clips * later),
     ]
 
 

@@ -2,7 +2,9 @@
 """Decoding and encoding of frames by a causal video autoencoder, chunk by chunk and optionally tile by tile.
 
 The autoencoder has the methods `decode_cells(z, cache)` and `encode_cells(x, cache)`, which also return the cache for
-the next chunk. A cell is `config.patch` × `config.patch` pixels.
+the next chunk. A cell is `config.patch` × `config.patch` pixels. `config.decoded_at_once(frames)` and
+`config.encoded_at_once(frames)` are the lengths of the first chunk of a clip and of the later ones, and
+`config.tiling` the tiles of frames that would not fit in memory.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -88,10 +90,11 @@ def decoded(
     z = jnp.moveaxis(jnp.asarray(latents), 1, -1)
     config = vae.config
     cells = (config.spatial_factor, config.patch)
+    tiling = tiling and tiling.completed(config.tiling)
     graphdef, weights = nnx.split(vae)
     decode = compiled(decode_tile)
     cache = None
-    for chunk in spans(z.shape[1], config.decoded_at_once):
+    for chunk in spans(z.shape[1], config.decoded_at_once(z.shape[1])):
         z_chunk = z[:, chunk]
         if tiling is None:  # one program from latents to frames
             static = (graphdef, jnp.dtype(dtype), config.patch)
@@ -107,10 +110,11 @@ def encoded(vae: Any, frames: GivenFrames, tiling: Tiling | None, compiled: Comp
     """Returns the latents of frames that are uint8 or floats in [0, 1]."""
     config = vae.config
     cells = (1, config.spatial_factor // config.patch)  # a tile has as many cells as `tiling` has pixels
+    tiling = tiling and tiling.completed(config.tiling)
     graphdef, weights = nnx.split(vae)
     process = partial(_with_weights, compiled(encode_chunk), graphdef, weights)
     cache, latents = None, []
-    for chunk in spans(len(frames), config.encoded_at_once):
+    for chunk in spans(len(frames), config.encoded_at_once(len(frames))):
         x = compiled(from_frames)(config.patch, np.asarray(frames[chunk]))
         z, cache = map_tiles(process, x, cache, tiling, cells)
         latents.append(z)

@@ -90,7 +90,7 @@ class Model:
             loaded=self.components.options,
             scheduler=self.scheduler,
             partitioner=self.partitioner,
-            tiling=tiling,
+            tiling=tiling and tiling.completed(self.architecture.vae.tiling),
             batch_guidance=batch_guidance,
         )
 

@@ -375,8 +375,8 @@ class Pipeline(Model, ABC):
     ) -> np.ndarray:
         """Decodes latents [1 C T H W] to frames [T H W 3]: uint8, or a float dtype in [0, 1].
 
-        `tiling` decodes tile by tile, for frames that would not fit in memory: `Tiling()` is 256 × 256 pixels at a
-        time. `callback(done, total)` receives the number of chunks.
+        `tiling` decodes tile by tile, for frames that would not fit in memory: `Tiling()` is the size that the
+        model's authors chose. `callback(done, total)` receives the number of chunks.
         """
         chunks, total = [], self.chunks(latents)
         with counted("decode", "chunk", 0, total, self.progress) as count:
@@ -390,7 +390,8 @@ class Pipeline(Model, ABC):
     def chunks(self, latents: GivenLatents) -> int:
         """Returns the number of chunks in which latents [1 C T H W] are decoded."""
         check_latents(latents, self.architecture.vae.latent_channels)
-        return chunk_count(latents.shape[2], self.architecture.vae.decoded_at_once)
+        frames = latents.shape[2]
+        return chunk_count(frames, self.architecture.vae.decoded_at_once(frames))
 
     def decode_chunks(
         self, latents: GivenLatents, dtype: DTypeLike = jnp.uint8, *, tiling: Tiling | None = None

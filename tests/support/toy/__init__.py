@@ -23,7 +23,6 @@ from wanjax.kernels.compiler_options import scanned
 from wanjax.models.t5 import T5Config
 from wanjax.pipelines.encoders import T5
 from wanjax.pipelines.family import Architecture, Family, Forward, Planned, Preset, by_chunk
-from wanjax.pipelines.frames import chunk_count
 from wanjax.pipelines.guidance import group, grouping
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.sampler import Denoiser, Inputs
@@ -134,12 +133,11 @@ class ToyArchitecture(Architecture):
         texts = {"text_encoder": self.text_encoder, "text_encoder_2": self.text_encoder_2}
         video = {"transformer": self.transformer, "scheduler": self.scheduler, "latents": self.latent_shape(settings)}
         video |= {"guided": settings.guided, "attention": attention, "batched": batch_guidance}
-        frames = {"vae": self.vae, "size": settings.size}
-        chunks = chunk_count(self.latent_shape(settings)[2], self.vae.decoded_at_once)
+        frames, count = {"vae": self.vae, "size": settings.size}, self.latent_shape(settings)[2]
         return {
             "encode": [Planned("encode_texts", planned_texts, texts, 1)],
             "denoise": [Planned("step", planned_step, video, settings.steps)],
-            "decode": by_chunk("decode", planned_decode, frames, chunks),
+            "decode": by_chunk("decode", planned_decode, frames, count, self.vae.decoded_at_once(count)),
         }
 
 
@@ -160,8 +158,8 @@ def planned_step(blueprint, *, transformer, scheduler, latents, guided, attentio
     return blueprint.step(ToyDenoiser(graphdef, scheduler), scheduler.schedule(2), x, inputs)
 
 
-def planned_decode(blueprint, *, vae, size, first):
-    return blueprint.decode(network_of(vae, NETWORKS), size, first=first)
+def planned_decode(blueprint, *, vae, size, at_once, first):
+    return blueprint.decode(network_of(vae, NETWORKS), size, at_once, first=first)
 
 
 class ToyPipeline(Pipeline):

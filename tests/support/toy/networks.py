@@ -2,6 +2,7 @@
 """The toy family's networks: a table of bytes, a dual stream with a text mask, an autoencoder of another scale."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from wanjax.layers.linear import linear
 from wanjax.layers.norms import layer_norm
 from wanjax.layers.patch import patch_grid, patchify, to_cells, to_pixels, unpatchify
 from wanjax.layers.stack import scan_blocks, stack
+from wanjax.layers.tiling import Tiling
 
 PATCH = (1, 2, 2)
 
@@ -43,12 +45,14 @@ class VAEConfig:
     spatial_factor: int
     temporal_factor: int
     patch: int = 1
-    decoded_at_once: tuple[int, int] = (1, 1)
     cell_channels: int = 3
+    tiling: ClassVar[Tiling] = Tiling(16, 12)
 
-    @property
-    def encoded_at_once(self) -> tuple[int, int]:
+    def encoded_at_once(self, frames: int) -> tuple[int, int]:
         return 1, self.temporal_factor
+
+    def decoded_at_once(self, frames: int) -> tuple[int, int]:
+        return 1, 1
 
 
 class GlyphEncoder(nnx.Module):

@@ -15,7 +15,6 @@ from wanjax.models.t5 import T5Config
 from wanjax.models.wan.config import ControlTransformerConfig, ImageTransformerConfig, TransformerConfig
 from wanjax.models.wan.flops import forward_flops, self_attention_flops
 from wanjax.pipelines.family import Architecture, Forward, Planned, by_chunk, optional
-from wanjax.pipelines.frames import chunk_count
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.wan import planned
 from wanjax.pipelines.wan.conditioning import TEXT_TO_VIDEO, Task, WanEncoded, task_of
@@ -128,8 +127,8 @@ class WanArchitecture(Architecture):
             encode.append(Planned("encode_images", planned.encode_images, images, 1))
         if self.condition_channels:
             clips = 2 if isinstance(self.transformer, ControlTransformerConfig) else 1
-            chunks = chunk_count(settings.frames, self.vae.encoded_at_once)
-            encode += by_chunk("encode", planned.encode_frames, frames, chunks, clips)
+            at_once = self.vae.encoded_at_once(settings.frames)
+            encode += by_chunk("encode", planned.encode_frames, frames, settings.frames, at_once, clips)
         video = {
             "transformer": self.transformer,
             "task": self.task,
@@ -144,6 +143,5 @@ class WanArchitecture(Architecture):
             Planned("context", planned.context, video, len(self.denoisers)),
             Planned("step", planned.step, video | {"scheduler": self.scheduler}, settings.steps),
         ]
-        chunks = chunk_count(latents[2], self.vae.decoded_at_once)
-        decode = by_chunk("decode", planned.decode_frames, frames, chunks)
+        decode = by_chunk("decode", planned.decode_frames, frames, latents[2], self.vae.decoded_at_once(latents[2]))
         return {"encode": encode, "denoise": denoise, "decode": decode}

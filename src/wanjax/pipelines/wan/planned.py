@@ -90,9 +90,13 @@ def _context(
     return (graphdef, task), arguments, transformer.heads, prompts
 
 
-def decode_frames(blueprint: Blueprint, *, vae: VAEConfig, size: Sequence[int], first: bool) -> Lowering:
-    return blueprint.decode(network_of(vae, NETWORKS), size, first=first)
+def decode_frames(
+    blueprint: Blueprint, *, vae: VAEConfig, size: Sequence[int], at_once: Sequence[int], first: bool
+) -> Lowering:
+    return blueprint.decode(network_of(vae, NETWORKS), size, at_once, first=first)
 
 
-def encode_frames(blueprint: Blueprint, *, vae: VAEConfig, size: Sequence[int], first: bool) -> Lowering:
-    return blueprint.encode(network_of(vae, NETWORKS), size, first=first)
+def encode_frames(
+    blueprint: Blueprint, *, vae: VAEConfig, size: Sequence[int], at_once: Sequence[int], first: bool
+) -> Lowering:
+    return blueprint.encode(network_of(vae, NETWORKS), size, at_once, first=first)

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CogVideoX's autoencoder against diffusers' AutoencoderKLCogVideoX, on the same small random weights."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKLCogVideoX
+from flax import nnx
+
+from tests.parity.references import StateDict, channels_last, psnr, randomise, relative_l2
+from wanjax.checkpoints.networks import NetworkKind, network_of
+from wanjax.converters import engine
+from wanjax.converters.cogvideox.vae import vae_config, vae_rules
+from wanjax.errors import WanjaxError
+from wanjax.layers.tiling import Tiling, map_tiles
+from wanjax.models.cogvideox.vae import CogVideoXVAE
+from wanjax.models.cogvideox.vae_config import VAE_1_5, VAE_2B, VAE_5B, VAEConfig
+from wanjax.pipelines.frames import decoded, encoded
+
+BAR = 1e-5
+KIND = NetworkKind(("AutoencoderKLCogVideoX",), vae_config, {VAEConfig: CogVideoXVAE}, vae_rules, float32=True)
+SMALL = {
+    "block_out_channels": (8, 16, 16, 24), "latent_channels": 4, "layers_per_block": 1, "norm_num_groups": 4,
+    "sample_height": 96, "sample_width": 80, "scaling_factor": 0.7,
+}  # fmt: skip
+SIZE = (16, 24)
+OWN_TILES = Tiling((48, 40), (40, 32))
+SIZE_OF_TILES = (64, 72)  # 2 × 3 tiles, smaller at the edges
+PUBLISHED = {
+    "2B": (VAE_2B, {}),
+    "5B": (VAE_5B, {"scaling_factor": 0.7}),
+    "1.5": (VAE_1_5, {"scaling_factor": 0.7, "invert_scale_latents": True}),
+}
+
+
+def cogvideox_vae(reference: AutoencoderKLCogVideoX) -> CogVideoXVAE:
+    network = network_of(vae_config(reference.config), [KIND])
+    abstract = network.abstract(dtype=jnp.float32, param_dtype=jnp.float32)
+    return engine.load(abstract, network.rules, StateDict(reference))
+
+
+@pytest.fixture(scope="module")
+def reference() -> AutoencoderKLCogVideoX:
+    torch.manual_seed(0)
+    reference = AutoencoderKLCogVideoX(**SMALL).eval()
+    randomise(reference, seed=1)
+    with torch.no_grad():  # so that the latents change the decoder's norms by their own size
+        for name, weight in reference.named_parameters():
+            if ".conv_y." in name or ".conv_b." in name:
+                weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(name))) * 0.5)
+    return reference
+
+
+@pytest.fixture(scope="module")
+def vae(reference) -> CogVideoXVAE:
+    return cogvideox_vae(reference)
+
+
+@contextmanager
+def tiled(reference: AutoencoderKLCogVideoX) -> Iterator[None]:
+    reference.enable_tiling()
+    yield
+    reference.disable_tiling()
+
+
+def random(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def video(frames: int, size: tuple[int, int] = SIZE) -> torch.Tensor:
+    """Returns random videos [B C T H W] in [0, 1]."""
+    return torch.rand(1, 3, frames, *size, generator=torch.Generator().manual_seed(frames))
+
+
+def latents(frames: int, size: tuple[int, int] = SIZE) -> torch.Tensor:
+    return random(frames, 1, 4, frames, *(pixels // 8 for pixels in size))
+
+
+def compiled(program: Any) -> Any:
+    return program.on(None)
+
+
+def frames_of(vae: CogVideoXVAE, z: torch.Tensor, tiling: Tiling | None = None) -> np.ndarray:
+    """Decodes chunk by chunk; returns frames [B C T H W] in [0, 1]."""
+    frames = [np.asarray(x) for x in decoded(vae, jnp.asarray(z.numpy()), jnp.float32, tiling, compiled)]
+    return np.concatenate(frames).transpose(3, 0, 1, 2)[None]
+
+
+@torch.no_grad()
+def reference_frames(reference: AutoencoderKLCogVideoX, z: torch.Tensor) -> np.ndarray:
+    frames = reference.decode(z / reference.config.scaling_factor).sample
+    return (frames * 0.5 + 0.5).clamp(0, 1).numpy()
+
+
+def check_frames(answer: np.ndarray, expected: np.ndarray) -> None:
+    assert np.mean((expected == 0) | (expected == 1)) < 0.5  # only some are clipped
+    error = relative_l2(answer, expected)
+    print(f"relative error {error:.1e}")
+    assert error <= BAR
+    assert psnr(answer, expected) >= 60
+
+
+def moments(vae: CogVideoXVAE, x: torch.Tensor, tiling: Tiling | None = None) -> jax.Array:
+    """Encodes chunk by chunk; returns mean and log-variance [B C T H W]."""
+    return encoded(vae, x[0].permute(1, 2, 3, 0).numpy(), tiling, compiled)
+
+
+@torch.no_grad()
+def check_moments(reference: AutoencoderKLCogVideoX, vae: CogVideoXVAE, x: torch.Tensor, tiling: Tiling | None) -> None:
+    expected = reference.encode(x * 2 - 1).latent_dist.parameters.numpy()
+    error = relative_l2(moments(vae, x, tiling), expected)
+    print(f"relative error {error:.1e} of values of size {np.std(expected):.2f}")
+    assert error <= BAR
+
+
+@pytest.mark.parametrize("frames", [1, 5, 8, 9, 13, 16, 17, 49])
+def test_encode(reference, vae, frames):
+    """One picture; one chunk, odd or even; chunks of which the first has a remainder, 13 or 9 frames, or none."""
+    check_moments(reference, vae, video(frames), None)
+
+
+@pytest.mark.parametrize("frames", [1, 2, 3, 4, 5, 12, 13])
+def test_decode(reference, vae, frames):
+    z = latents(frames)
+    expected = reference_frames(reference, z)
+    assert expected.shape[2] == 4 * frames - 3 * (frames % 2)
+    check_frames(frames_of(vae, z), expected)
+
+
+def test_encode_tiled(reference, vae):
+    with tiled(reference):
+        check_moments(reference, vae, video(17, SIZE_OF_TILES), Tiling())
+
+
+def test_decode_tiled(reference, vae):
+    z = latents(5, SIZE_OF_TILES)
+    with tiled(reference):
+        expected = reference_frames(reference, z)
+    check_frames(frames_of(vae, z, Tiling()), expected)
+    assert relative_l2(reference_frames(reference, z), expected) > 1e-3  # tiles can be seen
+
+
+class Simple(torch.nn.Module):
+    """Stands for a decoder: enlarges cells, and scales them by the mean of the tile."""
+
+    def forward(self, z: torch.Tensor, conv_cache: Any) -> tuple[torch.Tensor, None]:
+        return (z * (1 + z.mean())).repeat_interleave(8, dim=3).repeat_interleave(8, dim=4), None
+
+
+@pytest.mark.parametrize("size", [(30, 45), (29, 46), (31, 45), (60, 90), (96, 170), (52, 36), (25, 82)])
+def test_tiles(monkeypatch, size):
+    """The published tiles of a decoder without weights: one, a row, a column, narrow ones at the edges."""
+    with torch.device("meta"):
+        reference = AutoencoderKLCogVideoX()
+    monkeypatch.setattr(reference, "decoder", Simple())
+    z = random(0, 1, 3, 1, *size)
+    with tiled(reference):
+        expected = reference.decode(z).sample
+    process = lambda x, cache: (jnp.repeat(jnp.repeat(x * (1 + x.mean()), 8, axis=2), 8, axis=3), cache)  # noqa: E731
+    assert relative_l2(map_tiles(process, array(z), None, VAE_5B.tiling, (8, 1))[0], channels_last(expected)) <= BAR
+
+
+def test_tiles_are_those_of_the_reference(vae):
+    assert vae.config.tiling == OWN_TILES
+    assert {config.tiling for config, _ in PUBLISHED.values()} == {Tiling((240, 360), (200, 288))}
+
+
+def test_the_posterior(reference, vae):
+    """The log-variance is limited as the reference limits it."""
+    x = video(9)
+    mean, log_variance, _ = vae.posterior(jnp.asarray(channels_last(x * 200 - 100)), None)
+    with torch.no_grad():
+        expected = reference.encode(x * 200 - 100).latent_dist
+    assert relative_l2(mean, channels_last(expected.mean)) <= BAR
+    assert relative_l2(log_variance, channels_last(expected.logvar)) <= BAR
+
+
+MODULES = {  # our module: the reference's module, its channels, and whether it sees latents
+    "encoder.conv_in": ("encoder.conv_in", 3, False),
+    "encoder.levels.1.res.0": ("encoder.down_blocks.1.resnets.0", 8, False),  # with a shortcut
+    "encoder.levels.0": ("encoder.down_blocks.0", 8, False),  # halves time too
+    "encoder.levels.2": ("encoder.down_blocks.2", 16, False),  # keeps time
+    "decoder.mid": ("decoder.mid_block", 24, True),
+    "decoder.levels.0": ("decoder.up_blocks.0", 24, True),  # doubles time too
+    "decoder.levels.2": ("decoder.up_blocks.2", 16, True),
+    "decoder.levels.3": ("decoder.up_blocks.3", 16, True),  # at one resolution
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("chunks", [(1,), (3, 2, 2), (2, 4)])
+@pytest.mark.parametrize("path", MODULES)
+def test_modules(reference, vae, path, chunks):
+    """The first chunk repeats its first frame, later ones go on from the cache."""
+    their_path, channels, latent = MODULES[path]
+    theirs, ours, cache, their_cache = reference.get_submodule(their_path), submodule(vae, path), None, None
+    for seed, frames in enumerate(chunks):
+        x, z = random(seed, 2, channels, frames, 8, 4), random(seed + 9, 2, 4, frames, 4, 2)
+        given = {"zq": z} if latent else {}
+        expected, their_cache = theirs(x, **given, conv_cache=their_cache)
+        y, cache = run(ours, array(x), cache, *map(array, given.values()))
+        assert relative_l2(y, channels_last(expected)) <= BAR
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("frames", [(1, 1), (2, 2), (2, 8), (3, 3), (3, 9), (5, 9)])
+def test_norms(reference, vae, frames):
+    """Latents of some frames reach eight or fewer frames each, an odd first one of its own."""
+    z, x = random(0, 2, 4, frames[0], 2, 3), random(1, 2, 24, frames[1], 16, 24) + 3
+    ours, theirs = vae.decoder.mid.res[0].norm1, reference.decoder.mid_block.resnets[0].norm1
+    assert relative_l2(ours(array(x), array(z)), channels_last(theirs(x, z)[0])) <= BAR
+    assert relative_l2(ours.norm(array(x)), channels_last(theirs.norm_layer(x))) <= BAR
+
+
+def test_published():
+    """The table takes every tensor of a published checkpoint, and fills every parameter."""
+    with torch.device("meta"):
+        reference = AutoencoderKLCogVideoX()
+    for config, json in PUBLISHED.values():
+        assert vae_config({**reference.config, **json}) == config
+        assert (config.spatial_factor, config.temporal_factor, config.patch) == (8, 4, 1)
+    network = network_of(VAE_2B, [KIND])
+    targets = engine.parameters(network.abstract(dtype=jnp.float32, param_dtype=jnp.float32))
+    tensors = {key: jax.ShapeDtypeStruct(x.shape, jnp.float32) for key, x in reference.state_dict().items()}
+    assert len(engine.assign(network.rules, tensors, targets)) == len(tensors)
+    parameters = sum(x.size for x in targets.values())
+    assert parameters == sum(x.numel() for x in reference.parameters()) == 215_583_907
+
+
+def test_pictures_are_scaled_as_the_checkpoint_says():
+    assert (VAE_5B.picture_scale, VAE_1_5.picture_scale) == (0.7, 1 / 0.7)
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"),
+    [("use_quant_conv", True), ("act_fn", "relu"), ("latents_mean", [0.0]), ("temporal_compression_ratio", 3)],
+)
+def test_other_architectures_are_refused(reference, entry, value):
+    with pytest.raises(WanjaxError, match=f"has {entry} "):
+        vae_config({**reference.config, entry: value})
+
+
+def test_a_missing_size_is_named(reference):
+    with pytest.raises(WanjaxError, match="has no sample_height"):
+        vae_config({name: value for name, value in reference.config.items() if name != "sample_height"})
+
+
+@nnx.jit
+def run(module: Any, *operands: Any) -> Any:
+    return module(*operands)
+
+
+def submodule(module: Any, path: str) -> Any:
+    for name in path.split("."):
+        module = module[int(name)] if name.isdigit() else getattr(module, name)
+    return module
+
+
+def array(x: torch.Tensor) -> jax.Array:
+    return jnp.asarray(channels_last(x))
