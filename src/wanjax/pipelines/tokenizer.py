@@ -25,15 +25,19 @@ def clean_prompt(prompt: str) -> str:
 
 @dataclass(frozen=True)
 class Truncation:
-    """The truncation of a prompt of `tokens` tokens to `length` tokens; `cut` is the text left out."""
+    """The truncation of a prompt of `tokens` tokens to `length` tokens; `cut` is the text left out.
+
+    `name` says what was cut, where it is not the whole prompt.
+    """
 
     tokens: int
     length: int
     cut: str
+    name: str = "prompt"
 
     def __str__(self) -> str:
         end = self.cut if len(self.cut) <= 60 else f"{self.cut[:57]}..."
-        return f'the prompt has {self.tokens} tokens, the model reads {self.length}: the end "{end}" was cut'
+        return f'the {self.name} has {self.tokens} tokens, the model reads {self.length}: the end "{end}" was cut'
 
 
 @dataclass(frozen=True)
