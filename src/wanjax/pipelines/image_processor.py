@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Preprocessing of pictures for CLIP's vision tower: scaling, cropping and normalising."""
+"""Preprocessing of pictures for vision towers: scaling, cropping and normalising, with Pillow's filters."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 from jaxtyping import Float
@@ -14,14 +15,10 @@ from wanjax.errors import WanjaxError
 from wanjax.media.pictures import Picture, PictureOfAnySize
 
 # Entries of preprocessor_config.json, and the only value of each that is implemented.
-STEPS = {
-    "do_resize": True,
-    "do_center_crop": True,
-    "do_rescale": True,
-    "do_normalize": True,
-    "resample": 3,  # bicubic
-    "rescale_factor": 1 / 255,
-}
+STEPS = {"do_resize": True, "do_rescale": True, "do_normalize": True, "rescale_factor": 1 / 255}
+STEPS_TO_CROP = {**STEPS, "do_center_crop": True, "resample": 3}  # bicubic
+Colour = tuple[float, float, float]
+Processor = TypeVar("Processor")
 
 
 @dataclass(frozen=True)
@@ -33,8 +30,8 @@ class ImageProcessor:
 
     edge: int
     crop: tuple[int, int]
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
+    mean: Colour
+    std: Colour
 
     @classmethod
     def load(cls, folder: Path) -> "ImageProcessor":
@@ -42,30 +39,76 @@ class ImageProcessor:
 
         Raises WanjaxError where preprocessor_config.json cannot be read, has an unsupported value or lacks an entry.
         """
-        json = read_json(folder / "preprocessor_config.json")
-        for entry, offered in STEPS.items():
-            if (value := json.get(entry, offered)) != offered:
-                raise WanjaxError(f"the image processor's {entry} {value!r} is not offered: {offered!r} is")
-        try:
+
+        def read(json: Mapping[str, Any]) -> ImageProcessor:
             size, crop = json["size"], json["crop_size"]
-            return cls(
-                edge=size["shortest_edge"] if isinstance(size, Mapping) else size,
-                crop=(crop["height"], crop["width"]) if isinstance(crop, Mapping) else (crop, crop),
-                mean=tuple(json["image_mean"]),
-                std=tuple(json["image_std"]),
-            )
-        except KeyError as missing:
-            raise WanjaxError(f"{folder}'s preprocessor_config.json has no {missing.args[0]}") from None
+            edge = size["shortest_edge"] if isinstance(size, Mapping) else size
+            return cls(edge, _height_and_width(crop), tuple(json["image_mean"]), tuple(json["image_std"]))
+
+        return _load(folder, STEPS_TO_CROP, read)
 
     def __call__(self, pictures: Sequence[PictureOfAnySize]) -> Float[np.ndarray, "B _H _W 3"]:
         """Returns the preprocessed pictures, which then have one size, as float32."""
-        return np.stack([self._one(picture) for picture in pictures])
+        return np.stack([_normalised(self._cropped(picture), self.mean, self.std) for picture in pictures])
 
-    def _one(self, picture: Picture) -> Float[np.ndarray, "_H _W 3"]:
+    def _cropped(self, picture: Picture) -> Image.Image:
         image = Image.fromarray(picture)
         short = min(image.size)
         width, height = (int(self.edge * side / short) for side in image.size)
         image = image.resize((width, height), Image.Resampling.BICUBIC)
         top, left = (height - self.crop[0]) // 2, (width - self.crop[1]) // 2
-        pixels = np.asarray(image.crop((left, top, left + self.crop[1], top + self.crop[0])), np.float32)
-        return (pixels / np.float32(255) - np.array(self.mean, np.float32)) / np.array(self.std, np.float32)
+        return image.crop((left, top, left + self.crop[1], top + self.crop[0]))
+
+
+@dataclass(frozen=True)
+class StretchingImageProcessor:
+    """Scales a picture to `size`, whatever its proportions, subtracts `mean` and divides by `std`.
+
+    Follows transformers' SiglipImageProcessor, with one of Pillow's filters.
+    """
+
+    size: tuple[int, int]
+    resample: Image.Resampling
+    mean: Colour
+    std: Colour
+
+    @classmethod
+    def load(cls, folder: Path) -> "StretchingImageProcessor":
+        """Reads a `feature_extractor` folder in the layout of transformers; raises as `ImageProcessor.load` does."""
+
+        def read(json: Mapping[str, Any]) -> StretchingImageProcessor:
+            size, resample = _height_and_width(json["size"]), Image.Resampling(json.get("resample", 3))
+            return cls(size, resample, tuple(json["image_mean"]), tuple(json["image_std"]))
+
+        return _load(folder, STEPS, read)
+
+    def __call__(self, pictures: Sequence[PictureOfAnySize]) -> Float[np.ndarray, "B _H _W 3"]:
+        """Returns the preprocessed pictures, which then have one size, as float32."""
+        return np.stack([_normalised(self._stretched(picture), self.mean, self.std) for picture in pictures])
+
+    def _stretched(self, picture: Picture) -> Image.Image:
+        height, width = self.size
+        return Image.fromarray(picture).resize((width, height), self.resample)
+
+
+def _load(folder: Path, steps: Mapping[str, Any], read: Callable[[Mapping[str, Any]], Processor]) -> Processor:
+    """Returns what `read` makes of a preprocessor_config.json that has these steps."""
+    json = read_json(folder / "preprocessor_config.json")
+    for entry, offered in steps.items():
+        if (value := json.get(entry, offered)) != offered:
+            raise WanjaxError(f"the image processor's {entry} {value!r} is not offered: {offered!r} is")
+    try:
+        return read(json)
+    except KeyError as missing:
+        raise WanjaxError(f"{folder}'s preprocessor_config.json has no {missing.args[0]}") from None
+    except ValueError as error:
+        raise WanjaxError(f"{folder}'s preprocessor_config.json has an entry that is not offered: {error}") from None
+
+
+def _height_and_width(size: Any) -> tuple[int, int]:
+    return (size["height"], size["width"]) if isinstance(size, Mapping) else (size, size)
+
+
+def _normalised(image: Image.Image, mean: Colour, std: Colour) -> Float[np.ndarray, "_H _W 3"]:
+    pixels = np.asarray(image, np.float32)
+    return (pixels / np.float32(255) - np.array(mean, np.float32)) / np.array(std, np.float32)
