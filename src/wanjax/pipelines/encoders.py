@@ -2,8 +2,9 @@
 """The kinds of text and image encoders that families share."""
 
 from wanjax.checkpoints.networks import NetworkKind
-from wanjax.converters import clip, t5
+from wanjax.converters import clip, qwen2_vl, t5
 from wanjax.models.clip import CLIPVision, CLIPVisionConfig
+from wanjax.models.qwen2_vl import Qwen2VLConfig, Qwen2VLEncoder
 from wanjax.models.t5 import T5Config, T5Encoder
 
 T5 = NetworkKind(
@@ -11,6 +12,13 @@ T5 = NetworkKind(
     read=t5.t5_config,
     modules={T5Config: T5Encoder},
     rules=t5.t5_rules,
+)
+QWEN2_VL = NetworkKind(
+    classes=("Qwen2_5_VLTextModel",),
+    read=qwen2_vl.qwen2_vl_config,
+    modules={Qwen2VLConfig: Qwen2VLEncoder},
+    rules=qwen2_vl.qwen2_vl_rules,
+    unused=qwen2_vl.qwen2_vl_unused,
 )
 CLIP_VISION = NetworkKind(
     classes=("CLIPVisionModel",),

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The conversion table of the language model of Qwen2.5-VL: config and names in Hugging Face's files."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from wanjax.converters.engine import Rule, linear, norm
+from wanjax.errors import WanjaxError
+from wanjax.models.qwen2_vl import Qwen2VLConfig
+
+PREFIX = "model."  # some files have it
+SKIPPED = 2  # blocks after those whose output is the features
+THETA = 1e6  # of files that do not name it
+
+
+def qwen2_vl_config(json: Mapping[str, Any]) -> Qwen2VLConfig:
+    """Reads the encoder's config from a config.json of `Qwen2_5_VLTextModel`; the last two blocks are left out.
+
+    Raises WanjaxError for another model, activation, attention or rotary embedding, or if a size is missing.
+    """
+    rope = json.get("rope_parameters") or json.get("rope_scaling") or {}
+    read = (
+        ("model_type", json.get("model_type"), ("qwen2_5_vl_text",)),
+        ("hidden_act", json.get("hidden_act"), ("silu",)),
+        ("use_sliding_window", bool(json.get("use_sliding_window")), (False,)),
+        ("rope_type", rope.get("rope_type", rope.get("type", "default")), ("default", "mrope")),
+    )
+    for entry, value, offered in read:
+        if value not in offered:
+            raise WanjaxError(f"the text encoder's config.json has {entry} {value!r} where {offered[0]!r} is right")
+    try:
+        return Qwen2VLConfig(
+            vocab_size=json["vocab_size"],
+            width=json["hidden_size"],
+            layers=json["num_hidden_layers"] - SKIPPED,
+            heads=json["num_attention_heads"],
+            kv_heads=json["num_key_value_heads"],
+            mlp_dim=json["intermediate_size"],
+            theta=float(rope.get("rope_theta") or json.get("rope_theta") or THETA),
+            eps=json["rms_norm_eps"],
+        )
+    except KeyError as missing:
+        raise WanjaxError(f"the text encoder's config.json has no {missing.args[0]}") from None
+
+
+def qwen2_vl_rules(config: Qwen2VLConfig) -> list[Rule]:
+    """Returns the rules for every parameter of `Qwen2VLEncoder`."""
+    layer = "layers.{i}"
+    rules = [
+        Rule("embed_tokens.weight", "embed.embedding"),
+        *norm(f"{layer}.input_layernorm", "blocks.norm1"),
+        *linear(f"{layer}.self_attn.q_proj", "blocks.attn.q"),
+        *linear(f"{layer}.self_attn.k_proj", "blocks.attn.k"),
+        *linear(f"{layer}.self_attn.v_proj", "blocks.attn.v"),
+        *linear(f"{layer}.self_attn.o_proj", "blocks.attn.out", bias=False),
+        *norm(f"{layer}.post_attention_layernorm", "blocks.norm2"),
+        *linear(f"{layer}.mlp.gate_proj", "blocks.mlp.gate", bias=False),
+        *linear(f"{layer}.mlp.up_proj", "blocks.mlp.up", bias=False),
+        *linear(f"{layer}.mlp.down_proj", "blocks.mlp.down", bias=False),
+    ]
+    return [replace(rule, aliases=(PREFIX + rule.source,)) for rule in rules]
+
+
+def qwen2_vl_unused(config: Qwen2VLConfig) -> list[str]:
+    """Returns patterns of the unused keys: the last blocks and the last norm."""
+    blocks = (f"layers.{config.layers + i}.*" for i in range(SKIPPED))
+    return [prefix + key for key in (*blocks, "norm.weight") for prefix in ("", PREFIX)]

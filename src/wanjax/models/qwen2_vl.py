@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The language model of Qwen2.5-VL as an encoder: turns the tokens of a prompt into features for a video model.
+
+A causal transformer (Qwen team 2025, arXiv:2502.13923): pre-norm blocks of self-attention, in which several heads of
+queries share one of keys and values (Ainslie et al. 2023, arXiv:2305.13245), and a gated MLP. The features are the
+residual stream after some of the blocks, without the final norm. Text has one position in time, height and width, so
+that the multimodal rotary embedding is the plain one. The reference is transformers'
+models/qwen2_5_vl/modeling_qwen2_5_vl.py.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int
+
+from wanjax.kernels.attention import attention
+from wanjax.layers.linear import linear
+from wanjax.layers.norms import rms_norm
+from wanjax.layers.placement import with_axes
+from wanjax.layers.stack import scan_blocks, stack
+
+CAUSAL = (None, 0)  # the window of a query: all keys before it, and none after it
+
+
+@dataclass(frozen=True)
+class Qwen2VLConfig:
+    """The sizes of a language model. `layers` counts the blocks that run: features are taken before the last ones."""
+
+    vocab_size: int
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    mlp_dim: int
+    theta: float
+    eps: float
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+
+QWEN2_5_VL_7B = Qwen2VLConfig(
+    vocab_size=152064, width=3584, layers=26, heads=28, kv_heads=4, mlp_dim=18944, theta=1e6, eps=1e-6
+)
+
+
+class Angles(NamedTuple):
+    """Cosine and sine of the angle of each pair of channels at each token."""
+
+    cos: Float32[Array, "S P"]
+    sin: Float32[Array, "S P"]
+
+
+def text_angles(length: int, config: Qwen2VLConfig) -> Angles:
+    """The angles of rotary embeddings at the positions 0, 1, ..., computed in float64."""
+    channels = np.arange(0, config.head_dim, 2, dtype=np.float64)
+    angles = np.arange(length)[:, None] * config.theta ** (-channels / config.head_dim)
+    return Angles(jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32))
+
+
+def rotate(x: Float[Array, "B S K D"], angles: Angles) -> Float[Array, "B S K D"]:
+    """Rotates channels p and p + D/2 of each head by the p-th angle, in float32."""
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = angles.cos[None, :, None], angles.sin[None, :, None]
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
+
+
+class SelfAttention(nnx.Module):
+    """Causal attention with rotary embeddings; each head of keys and values serves `heads / kv_heads` of queries."""
+
+    def __init__(self, config: Qwen2VLConfig, **kw):
+        width, of_keys = config.width, config.kv_heads * config.head_dim
+        self.q = linear(width, width, ("embed", "heads"), **kw)
+        self.k = linear(width, of_keys, ("embed", "heads"), **kw)
+        self.v = linear(width, of_keys, ("embed", "heads"), **kw)
+        self.out = linear(width, width, ("heads", "embed"), bias=False, **kw)
+        self.head_dim = config.head_dim
+
+    def __call__(self, x: Float[Array, "B S E"], angles: Angles) -> Float[Array, "B S E"]:
+        q, k, v = (project(x).reshape(*x.shape[:2], -1, self.head_dim) for project in (self.q, self.k, self.v))
+        y = attention(rotate(q, angles), rotate(k, angles), v, window=CAUSAL)
+        return self.out(y.reshape(x.shape))
+
+
+class GatedMLP(nnx.Module):
+    """`down(silu(gate(x)) * up(x))`, without biases."""
+
+    def __init__(self, config: Qwen2VLConfig, **kw):
+        self.gate = linear(config.width, config.mlp_dim, ("embed", "mlp"), bias=False, **kw)
+        self.up = linear(config.width, config.mlp_dim, ("embed", "mlp"), bias=False, **kw)
+        self.down = linear(config.mlp_dim, config.width, ("mlp", "embed"), bias=False, **kw)
+
+    def __call__(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+class Qwen2VLBlock(nnx.Module):
+    """Self-attention and a gated MLP, each after a norm and added to a float32 residual."""
+
+    def __init__(self, config: Qwen2VLConfig, **kw):
+        self.norm1 = rms_norm(config.width, config.eps, axis="embed", **kw)
+        self.attn = SelfAttention(config, **kw)
+        self.norm2 = rms_norm(config.width, config.eps, axis="embed", **kw)
+        self.mlp = GatedMLP(config, **kw)
+        self.dtype = kw["dtype"]
+
+    def __call__(self, x: Float32[Array, "B S E"], angles: Angles) -> Float32[Array, "B S E"]:
+        x = x + self.attn(self.norm1(x).astype(self.dtype), angles).astype(jnp.float32)
+        return x + self.mlp(self.norm2(x).astype(self.dtype)).astype(jnp.float32)
+
+
+class Qwen2VLEncoder(nnx.Module):
+    """Encodes tokens [B S], padded at their end, as features [B S E].
+
+    There is no mask of keys: no token sees those after it, so padding changes the features of padding alone, which are
+    finite and meaningless.
+    """
+
+    def __init__(self, config: Qwen2VLConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
+        kw: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
+        self.embed = nnx.Embed(
+            config.vocab_size,
+            config.width,
+            embedding_init=with_axes(nnx.initializers.normal(1.0), ("vocab", "embed")),
+            dtype=param_dtype,  # only the rows that are looked up are cast, not the whole table
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
+        self.blocks = stack(lambda rngs: Qwen2VLBlock(config, rngs=rngs, **kw), config.layers, rngs)
+        self.config = config
+        self.dtype = dtype
+
+    def __call__(self, tokens: Int[Array, "B S"]) -> Float[Array, "B S E"]:
+        """Features in the compute dtype."""
+        angles = text_angles(tokens.shape[1], self.config)
+        x = self.embed(tokens).astype(jnp.float32)  # a few channels grow too large for less than float32
+        x = scan_blocks(self.blocks, lambda block, x: block(x, angles), x)
+        return x.astype(self.dtype)
