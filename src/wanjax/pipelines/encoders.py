@@ -2,9 +2,10 @@
 """The kinds of text and image encoders that families share."""
 
 from wanjax.checkpoints.networks import NetworkKind
-from wanjax.converters import clip, qwen2_vl, t5
+from wanjax.converters import clip, qwen2_vl, siglip, t5
 from wanjax.models.clip import CLIPVision, CLIPVisionConfig
 from wanjax.models.qwen2_vl import Qwen2VLConfig, Qwen2VLEncoder
+from wanjax.models.siglip import SiglipVision, SiglipVisionConfig
 from wanjax.models.t5 import T5Config, T5Encoder
 
 T5 = NetworkKind(
@@ -27,4 +28,11 @@ CLIP_VISION = NetworkKind(
     rules=clip.clip_rules,
     float32=True,
     unused=clip.clip_unused,
+)
+SIGLIP_VISION = NetworkKind(
+    classes=("SiglipVisionModel",),
+    read=siglip.siglip_config,
+    modules={SiglipVisionConfig: SiglipVision},
+    rules=siglip.siglip_rules,
+    unused=siglip.siglip_unused,
 )

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SigLIP's vision tower and the preprocessing before it, against transformers, float32, on small random weights."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from PIL import Image
+from transformers import SiglipVisionConfig, SiglipVisionModel
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+from tests.parity.encoder_references import SIGLIP_SIZES, converted, siglip_reference
+from tests.parity.references import StateDict, relative_l2
+from wanjax.checkpoints.networks import Network
+from wanjax.converters import engine
+from wanjax.converters.siglip import siglip_config
+from wanjax.errors import WanjaxError
+from wanjax.layers.patch import patchify
+from wanjax.layers.stack import block_at
+from wanjax.pipelines.encoders import SIGLIP_VISION
+from wanjax.pipelines.image_processor import StretchingImageProcessor
+
+IMAGES = torch.randn(2, 3, 45, 45, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    reference = siglip_reference()
+    return reference, converted(reference, SIGLIP_VISION, tmp_path_factory.mktemp("image_encoder"))
+
+
+run = nnx.jit(lambda model, x: model(x))
+
+
+def channels_last(images: torch.Tensor):
+    return jnp.asarray(images.numpy().transpose(0, 2, 3, 1))
+
+
+def error(answer, reference: torch.Tensor) -> float:
+    """Returns the relative error; `pytest -rP` shows it."""
+    error = relative_l2(answer, reference.detach().float().numpy())
+    print(f"relative error {error:.1e}")
+    return error
+
+
+@torch.no_grad()
+def test_every_block_s_output(models):
+    reference, model = models
+    states = reference(IMAGES, output_hidden_states=True).hidden_states
+    pixels = channels_last(IMAGES)[:, None, :42, :42]
+    x = model.patch_embed(patchify(pixels, (1, 7, 7))) + model.positions[...][None]
+    assert error(x, states[0]) <= 1e-5
+    for layer in range(model.config.layers):
+        x = run(block_at(model.blocks, layer), x)
+        assert error(x, states[layer + 1]) <= 1e-5
+    assert error(model.norm(x), reference.post_layernorm(states[-1])) <= 1e-5
+
+
+@torch.no_grad()
+def test_whole(models):
+    reference, model = models
+    answer = run(model, channels_last(IMAGES))
+    assert answer.shape == (2, 36, 216)
+    assert error(answer, reference(IMAGES).last_hidden_state) <= 1e-5
+
+
+@torch.no_grad()
+def test_another_gelu_exceeds_the_bound(models):
+    reference, _ = models
+    other = SiglipVisionModel(SiglipVisionConfig(**SIGLIP_SIZES, hidden_act="gelu")).eval()
+    other.load_state_dict(reference.state_dict())
+    assert error(other(IMAGES).last_hidden_state, reference(IMAGES).last_hidden_state) > 1e-5
+
+
+@torch.no_grad()
+def test_half_precision_is_no_worse_than_torch_s(tmp_path):
+    reference = siglip_reference()
+    exact = reference(IMAGES).last_hidden_state
+    half = reference.to(torch.bfloat16)
+    theirs = relative_l2(half(IMAGES.bfloat16()).last_hidden_state.float(), exact)
+    answer = run(converted(half, SIGLIP_VISION, tmp_path, jnp.bfloat16), channels_last(IMAGES))
+    assert answer.dtype == jnp.bfloat16
+    assert relative_l2(answer.astype(jnp.float32), exact) <= 1.1 * theirs
+
+
+def test_present_and_former_file_formats(models):
+    """Published files have a prefix, and may have position ids; all have a head that is not used."""
+    reference, model = models
+    now, before = StateDict(reference), StateDict(reference)
+    before.tensors = {f"vision_model.{key}": tensor for key, tensor in before.tensors.items()}
+    before.tensors["vision_model.embeddings.position_ids"] = np.arange(36)[None]
+    network = Network(model.config, SIGLIP_VISION)
+    abstract = network.abstract(dtype=jnp.float32, param_dtype=jnp.float32)
+    for reader in (now, before):
+        assert any("head.probe" in key for key in reader.keys())  # noqa: SIM118
+        again = engine.load(abstract, network.rules, reader, ignore=network.unused)
+        for one, same in zip(engine.parameters(model).values(), engine.parameters(again).values(), strict=True):
+            np.testing.assert_array_equal(one, same)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model_type": "siglip2_vision_model"}, "model_type 'siglip2_vision_model'"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' where 'gelu_pytorch_tanh' is right"),
+        ({"patch_size": None}, "no patch_size"),
+    ],
+)
+def test_unsupported_configs_are_refused(change, said):
+    entries = SiglipVisionConfig(**SIGLIP_SIZES).to_dict() | change
+    with pytest.raises(WanjaxError, match=said):
+        siglip_config({key: value for key, value in entries.items() if value is not None})
+
+
+@pytest.mark.parametrize("resample", [0, 1, 2, 3])
+@pytest.mark.parametrize("size", [(384, 384), (100, 300), (333, 251), (720, 1280), (17, 900)])
+def test_preprocessing(size, resample, tmp_path):
+    picture = np.random.default_rng(size[0]).integers(0, 256, (*size, 3), dtype=np.uint8)
+    reference = SiglipImageProcessorPil(
+        size={"height": 384, "width": 384}, resample=resample, image_mean=[0.5] * 3, image_std=[0.5] * 3
+    )
+    reference.save_pretrained(tmp_path)
+    exact = reference(images=Image.fromarray(picture), return_tensors="np")["pixel_values"].transpose(0, 2, 3, 1)
+    answer = StretchingImageProcessor.load(tmp_path)([picture])
+    assert answer.dtype == np.float32
+    assert answer.shape == (1, 384, 384, 3)
+    np.testing.assert_allclose(answer, exact, atol=2e-7, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"do_normalize": False}, "do_normalize False is not offered: True is"),
+        ({"resample": 77}, "77 is not a valid Resampling"),
+        ({"size": {"shortest_edge": 384}}, "no height"),
+        ({"image_mean": None}, "no image_mean"),
+    ],
+)
+def test_unsupported_preprocessing_is_refused(change, said, tmp_path):
+    SiglipImageProcessorPil().save_pretrained(tmp_path)
+    file = tmp_path / "preprocessor_config.json"
+    entries = json.loads(file.read_text()) | change
+    file.write_text(json.dumps({key: value for key, value in entries.items() if value is not None}))
+    with pytest.raises(WanjaxError, match=said):
+        StretchingImageProcessor.load(tmp_path)
