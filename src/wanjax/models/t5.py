@@ -55,6 +55,18 @@ UMT5_XXL = T5Config(
     eps=1e-6,
     shared_bias=False,
 )
+GLYPH_BYT5 = T5Config(
+    vocab_size=1510,  # bytes, and names of colours and fonts
+    width=1472,
+    heads=6,
+    head_dim=64,
+    mlp_dim=3584,
+    layers=12,
+    buckets=32,
+    max_distance=128,
+    eps=1e-6,
+    shared_bias=True,
+)
 
 
 def distance_buckets(distance: Int[np.ndarray, "..."], buckets: int, max_distance: int) -> Int[np.ndarray, "..."]:
