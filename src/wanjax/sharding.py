@@ -189,9 +189,11 @@ def platform() -> str:
 def make_mesh(dp: int = 1, sp: int = 1, tp: int = 1, *, devices: Sequence[Any] | None = None) -> Mesh:
     """Makes a mesh of all `devices` (None: all of JAX's), arranged as `arrange` does.
 
-    Raises WanjaxError unless the product of the axes is the number of devices.
+    Raises WanjaxError unless the product of the axes is the number of devices, and where JAX finds no devices.
     """
-    devices = jax.devices() if devices is None else devices
+    if devices is None:
+        platform()  # a mistake in JAX_PLATFORMS is told here, in one sentence
+        devices = jax.devices()
     sizes: dict[str, int] = dict(zip(MESH_AXES, (dp, sp, tp), strict=True))
     text = ",".join(f"{axis}={size}" for axis, size in sizes.items())
     if min(sizes.values()) < 1:

@@ -133,6 +133,21 @@ def test_a_platform_without_devices(platform, why, command):
     assert left() == []
 
 
+@pytest.mark.skipif(any(map(os.path.exists, ("/dev/nvidia0", "/dev/nvidiactl"))), reason="there is a card")
+def test_a_mesh_of_a_platform_without_devices():
+    """In the library, where `make_mesh` may be the first to ask for devices."""
+    code = """if True:
+        import wanjax
+        try:
+            wanjax.make_mesh(tp=4)
+        except wanjax.WanjaxError as error:
+            print(error)"""
+    environment = os.environ | {"JAX_PLATFORMS": "cuda"}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    [sentence] = run.stdout.splitlines()
+    assert sentence.startswith("JAX cannot use JAX_PLATFORMS=cuda here (")
+
+
 def test_processes_that_are_not_there(intact):
     """In a new process, because JAX joins others before it chooses its devices."""
     command = [sys.executable, "-m", "wanjax", "a", "--model", intact, "--processes", "auto"]
@@ -163,7 +178,8 @@ def test_attention_for_other_devices(intact):
 
 
 def test_no_prompt(intact):
-    assert "the prompt is missing" in refused("generate", "--model", intact)
+    for command in (["generate", "--model", intact], ["--seed", "3"], ["--model", intact, "--steps", "2"]):
+        assert "the prompt is missing" in refused(*command)
 
 
 @pytest.mark.parametrize(

@@ -144,9 +144,10 @@ def test_a_clip_is_read_with_every_frame_that_was_written(tmp_path, suffix, fps)
 
 
 @pytest.mark.parametrize("count", [2, 17, 81])
-def test_a_still_gif_is_as_long_as_its_settings_say(tmp_path, count):
+@pytest.mark.parametrize("suffix", ["gif", "webp"])
+def test_a_still_animation_is_as_long_as_its_settings_say(tmp_path, suffix, count):
     """All its frames are one, whose time alone tells no number of frames."""
-    path = io.write_video(tmp_path / "a.gif", plain([90] * count), 8, {"fps": 8})
+    path = io.write_video(tmp_path / f"a.{suffix}", plain([90] * count), 8, {"fps": 8})
     assert len(read_clip(path, frames=100, fps=8)) == count
     assert len(read_clip(path, frames=100, fps=16)) == count
     assert len(read_clip(path, frames=100, fps=4)) == math.ceil(count / 2)

@@ -145,6 +145,13 @@ def test_the_library_takes_the_size_from_what_was_encoded(models):
         ("control", "--mask ../clip.gif", "a mask is given without a video"),
         ("control", "--video ../clip.gif --frames 9", "the video has 7 frames where 9 are asked for"),
         ("control", "--video ../text.png", "text.png cannot be read as a picture"),
+        (
+            "control",
+            "--video ../clip.gif --strength 0.5",
+            "is only guided by a video, it begins from noise: leave it out",
+        ),
+        ("control", "--video ../clip.gif --strength 0.8", "a strength of 0.8 is given and"),  # the default
+        ("control", "--strength 0.5", "a strength of 0.5 is given without a video to begin from"),
     ],
 )
 def test_refused_pictures(models, model, options, message):

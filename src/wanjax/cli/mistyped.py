@@ -44,9 +44,10 @@ def _prompt(command: click.Command, ctx: click.Context, arguments: Sequence[str]
     parser = command.make_parser(click.Context(command, parent=ctx, resilient_parsing=True))
     parser.ignore_unknown_options = True
     try:
-        return parser.parse_args([*arguments])[0].get("prompt")
+        found = parser.parse_args([*arguments])[0].get("prompt")
     except click.UsageError:  # which the command itself reports
         return None
+    return found if isinstance(found, str) else None  # a missing one is a sentinel in some versions of click
 
 
 def _foreign(group: click.Group, arguments: Sequence[str], implied: str) -> Iterator[tuple[str, str]]:

@@ -20,7 +20,7 @@ from PIL import Image, ImageOps, ImageSequence
 
 from wanjax.errors import WanjaxError, shown
 from wanjax.media.ffmpeg import run_ffmpeg
-from wanjax.media.videos import read_metadata
+from wanjax.media.videos import BROKEN, read_metadata
 
 RESIZES = ("crop", "pad", "stretch")
 Picture = UInt8[np.ndarray, "H W 3"]
@@ -32,8 +32,6 @@ ClipSource = str | Path | Sequence[PictureSource] | Shaped[np.ndarray, "..."]
 LANCZOS = Image.Resampling.LANCZOS
 ROUNDING = 10  # a GIF's times are multiples of so many milliseconds
 ANIMATED = ("GIF", "WEBP", "PNG", "AVIF", "TIFF")  # not MPO: a photograph with its thumbnails
-# Pillow raises these on broken files.
-BROKEN = (OSError, ValueError, SyntaxError, EOFError, IndexError, Image.DecompressionBombError)
 
 
 class Pictures(NamedTuple):

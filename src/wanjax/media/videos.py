@@ -25,6 +25,7 @@ from PIL import Image, PngImagePlugin
 from wanjax.checkpoints.files import abandoned_by, check_folder, writing
 from wanjax.errors import WanjaxError
 from wanjax.media.ffmpeg import run_ffmpeg
+from wanjax.media.webp import keep_time
 
 FRAME = "frame_{:05d}.png"
 IS_FRAME = re.compile(r"frame_\d{5,}\.png")
@@ -37,6 +38,8 @@ FILMS = {
 """The encoders of films by suffix, as ffmpeg's arguments."""
 PICTURE = "{} is one picture, for a video of one frame: .mp4, .webm, .mov, .gif, .webp or a folder of PNG holds more"
 DESCRIPTION = 0x010E  # the EXIF field for a text about the image
+# Pillow raises these on broken files.
+BROKEN = (OSError, ValueError, SyntaxError, EOFError, IndexError, Image.DecompressionBombError)
 
 Frame = UInt8[np.ndarray, "H W 3"]
 
@@ -143,9 +146,12 @@ def read_metadata(path: str | Path) -> dict[str, Any]:
     file = Path(path) / FRAME.format(0) if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise WanjaxError(f"there is no file {file}")
+    comment = _film_comment if file.suffix.lower() in FILMS else _image_comment
     try:
-        settings = json.loads(_film_comment(file) if file.suffix.lower() in FILMS else _image_comment(file))
-    except (ValueError, OSError):  # neither JSON nor a picture nor a video
+        settings = json.loads(comment(file))
+    except WanjaxError:  # there is no ffmpeg
+        raise
+    except (*BROKEN, RecursionError):  # neither JSON nor a picture nor a video
         settings = None
     if not isinstance(settings, dict):
         raise WanjaxError(f"{file} holds no settings: wanjax did not write it, or something rewrote it")
@@ -214,6 +220,8 @@ def _write_animation(path: Path, frames: Iterator[Frame], fps: int | float, unit
     durations = [b - a for a, b in pairwise(ends)]
     with writing(path) as beside:
         first.save(beside, save_all=True, append_images=rest, duration=durations, loop=0, **options)
+        if rest and path.suffix.lower() == ".webp":
+            keep_time(beside, first.size, ends[-1])
 
 
 def _write_picture(path: Path, frames: Iterator[Frame], fps: int | float, comment: str) -> None:

@@ -58,6 +58,15 @@ def check_tiling(tiling: Any) -> None:
         raise WanjaxError(f"the tiling is given as {shown(tiling)} where wanjax.Tiling() is right")
 
 
+def check_strength(settings: Settings, *, video: bool, begins: bool) -> None:
+    """Raises WanjaxError for a strength that is of no use: without a video, or where no video `begins` denoising."""
+    told = f"a strength of {settings.strength} is given"
+    if not video:
+        raise WanjaxError(f"{told} without a video to begin from: give both, or neither")
+    if not begins:
+        raise WanjaxError(f"{told} and {settings.model} is only guided by a video, it begins from noise: leave it out")
+
+
 def check_loaded(loaded: Settings, model: str | None, dtype: DTypeLike | None) -> None:
     """Raises WanjaxError if the model or the dtype is not the one that was loaded: a call cannot change it."""
     name = dtype_name(dtype)

@@ -21,7 +21,15 @@ from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import ClipSource, Pictures, PictureSource, read_pictures, size_within
 from wanjax.media.videos import Video
 from wanjax.pipelines import many
-from wanjax.pipelines.checks import check_encoded, check_frames, check_latents, check_loaded, check_noise, check_tiling
+from wanjax.pipelines.checks import (
+    check_encoded,
+    check_frames,
+    check_latents,
+    check_loaded,
+    check_noise,
+    check_strength,
+    check_tiling,
+)
 from wanjax.pipelines.frames import Frames, GivenFrames, GivenLatents, Latents, chunk_count, decoded, encoded
 from wanjax.pipelines.keywords import Called, Given, GivenSettings, knows_keywords, spelled_out, unknown_keyword
 from wanjax.pipelines.model import Model
@@ -35,7 +43,6 @@ from wanjax.pipelines.steps import Segment, Step, Switch, left_of
 from wanjax.pipelines.tokenizer import Truncation
 
 Encoded = Any  # the family's own NamedTuple of arrays, each with a first axis of size 1
-WITHOUT_VIDEO = "a strength of {} is given without a video to begin from: give both, or neither"
 
 
 class Pipeline(Model, ABC):
@@ -205,8 +212,8 @@ class Pipeline(Model, ABC):
             fps=asked.fps,
         )
         self.check_pictures(pictures, asked)
-        if pictures.video is None and asked.strength != self.defaults.strength:
-            raise WanjaxError(WITHOUT_VIDEO.format(asked.strength))
+        if asked.strength != self.defaults.strength:
+            check_strength(asked, video=pictures.video is not None, begins=self.begins_from_video)
         return pictures, asked.updated(self._shape_of(pictures, asked, settings))
 
     def _shape_of(self, pictures: Pictures, asked: Settings, given: Mapping[str, Any]) -> dict[str, int]:
@@ -244,6 +251,11 @@ class Pipeline(Model, ABC):
         if settings.get("height") is not None or settings.get("width") is not None:
             raise WanjaxError("size is given beside height or width: one way is enough")
         return dict(zip(("height", "width"), height_and_width(size), strict=True))
+
+    @property
+    def begins_from_video(self) -> bool:
+        """True where denoising begins from a given video, up to the strength; False where the video only guides it."""
+        return True
 
     @property
     def grid(self) -> int:

@@ -78,6 +78,7 @@ class Task(ABC):
     takes: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     optional: ClassVar[tuple[str, ...]] = ()  # fields of `WanEncoded` that may be None
+    begins_from_video: ClassVar[bool] = False  # denoising begins from a given video, with noise up to the strength
 
     def check_pictures(self, pictures: Pictures, settings: Settings) -> None:
         """Raises WanjaxError unless the task takes these pictures and needs no others."""
@@ -143,6 +144,7 @@ class TextToVideo(Task):
     """Text to video, from noise alone or from a given video with noise added up to the strength."""
 
     optional = ("video_latents",)
+    begins_from_video = True
 
     def shapes(self, latents: tuple[int, ...], config: TransformerConfig) -> Mapping[str, Shape]:
         return {"video_latents": latents}

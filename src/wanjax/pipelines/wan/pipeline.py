@@ -56,6 +56,10 @@ class WanPipeline(Pipeline):
             settings |= {"guidance_scale_2": settings.get("guidance_scale")}
         return super().settings(size=size, **settings)
 
+    @property
+    def begins_from_video(self) -> bool:
+        return self.architecture.task.begins_from_video
+
     def check_pictures(self, pictures: Pictures, settings: Settings) -> None:
         self.architecture.task.check_pictures(pictures, settings)
 
