@@ -59,7 +59,7 @@ def given(monkeypatch) -> dict:
 
 def test_help_lists_the_commands():
     said = succeeded(wanjax("--help")).output
-    commands = ["generate", "encode", "denoise", "decode", "plan", "warmup", "convert", "models"]
+    commands = ["generate", "encode", "denoise", "decode", "plan", "warmup", "convert", "info", "models"]
     assert re.findall(r"^  (\w+)  ", said, re.MULTILINE) == commands
     assert succeeded(wanjax("--version")).output.startswith("wanjax ")
 
@@ -69,35 +69,37 @@ def test_help_lists_the_commands():
     [
         (
             "generate",
-            "prompts seeds count model negative-prompt image last-image video mask reference resize size height width "
-            "frames fps steps guidance-scale guidance-scale-2 boundary strength flow-shift sigmas scheduler seed noise "
-            "lora attention block-q block-kv block-kv-compute window batch-guidance dtype compiler mesh rules "
-            "processes tile profile dir out force help",
+            "from prompts seeds count model negative-prompt image last-image video mask reference resize size height "
+            "width frames fps steps guidance-scale guidance-scale-2 boundary strength flow-shift sigmas scheduler seed "
+            "noise lora attention block-q block-kv block-kv-compute window batch-guidance dtype compiler mesh rules "
+            "processes tile profile dir out force quiet json config help",
         ),
         (
             "encode",
             "model negative-prompt image last-image video mask reference resize size height width frames "
-            "dtype compiler mesh rules processes tile dir force help",
+            "dtype compiler mesh rules processes tile dir force quiet json config help",
         ),
         (
             "denoise",
             "model size height width frames fps steps guidance-scale guidance-scale-2 boundary strength flow-shift "
             "sigmas scheduler seed noise lora attention block-q block-kv block-kv-compute window batch-guidance dtype "
-            "compiler mesh rules processes profile dir force help",
+            "compiler mesh rules processes profile dir force quiet json config help",
         ),
-        ("decode", "model fps dtype compiler mesh rules processes tile dir out force help"),
+        ("decode", "model fps dtype compiler mesh rules processes tile dir out force quiet json config help"),
         (
             "plan",
             "model chip size height width frames steps guidance-scale attention block-q block-kv block-kv-compute "
-            "window batch-guidance dtype compiler mesh rules json help",
+            "window batch-guidance dtype compiler mesh rules json config help",
         ),
         (
             "warmup",
             "model image last-image video mask reference resize size height width frames fps steps guidance-scale "
             "guidance-scale-2 boundary strength flow-shift sigmas scheduler seed noise attention block-q block-kv "
-            "block-kv-compute window batch-guidance dtype compiler mesh rules processes tile help",
+            "block-kv-compute window batch-guidance dtype compiler mesh rules processes tile quiet config help",
         ),
-        ("models", "json help"),
+        ("convert", "to dtype revision verify quiet config help"),
+        ("info", "json config help"),
+        ("models", "json config help"),
     ],
 )
 def test_help_is_complete(command, options):

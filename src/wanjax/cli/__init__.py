@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
-from wanjax.cli import options
+from wanjax.cli import defaults, options
+from wanjax.cli.completion import complete_commands, complete_files, complete_models
 from wanjax.cli.interrupts import INTERRUPTED
 from wanjax.cli.mistyped import check_prompt
 from wanjax.cli.quiet import hush_libtpu
@@ -24,6 +26,8 @@ IMPLIED = "generate"  # the command of arguments that name none
 
 class Commands(click.Group):
     """The group of commands. Arguments that do not begin with a command's name are those of `generate`."""
+
+    command_class = defaults.Command
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [name for name in self.commands if not self.commands[name].hidden]  # in the order of use
@@ -38,9 +42,16 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if IMPLIED in ctx.meta:
+        if IMPLIED in ctx.meta and not ctx.resilient_parsing:  # as it is while a shell completes the arguments
             check_prompt(ctx, args[1:], IMPLIED)
         return super().resolve_command(ctx, args)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Returns the commands and options, and those of the implied command."""
+        implied = click.Context(self.commands[IMPLIED], parent=ctx, resilient_parsing=True)
+        own = super().shell_complete(ctx, incomplete)
+        known = {item.value for item in own}
+        return own + [x for x in implied.command.shell_complete(implied, incomplete) if x.value not in known]
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -83,6 +94,7 @@ def main(ctx: click.Context) -> None:
 
 @main.command()
 @options.prompt
+@defaults.source
 @options.many
 @options.model
 @options.text
@@ -99,8 +111,11 @@ def main(ctx: click.Context) -> None:
 @options.own_folder
 @options.own_out
 @options.force
+@options.quiet
+@options.json
+@defaults.config
 @click.pass_obj
-def generate(report: Report, **given: Any) -> None:
+def generate(report: Report, made: dict[str, Any] | None, **given: Any) -> None:
     """Make a video of PROMPT, and of pictures with models that take them.
 
     Runs the three stages, each freed before the next, and keeps their files, so that a run that was stopped can be
@@ -109,9 +124,13 @@ def generate(report: Report, **given: Any) -> None:
 
     With --prompts, --seeds or --count one load makes many videos, into the folder --out. Each is saved when it is done,
     and one that is there already is not made again, unless with --force.
-    """
-    from wanjax.cli import many, stages
 
+    With --from a video is made again from what it tells of itself, in place of PROMPT and options, or beside them.
+    """
+    from wanjax.cli import again, many, stages
+
+    if made is not None:
+        given = again.completed(given, made)
     several = {name: given.pop(name) for name in ("prompts", "seeds", "count")}
     if any(value is not None for value in several.values()):
         many.generate(report, **several, **given)
@@ -130,6 +149,9 @@ def generate(report: Report, **given: Any) -> None:
 @options.tile
 @options.stage_folder
 @options.force
+@options.quiet
+@options.json
+@defaults.config
 @click.pass_obj
 def encode(report: Report, **given: Any) -> None:
     """Encode PROMPT and pictures, the first stage.
@@ -154,6 +176,9 @@ def encode(report: Report, **given: Any) -> None:
 @options.profile
 @options.stage_folder
 @options.force
+@options.quiet
+@options.json
+@defaults.config
 @click.pass_obj
 def denoise(report: Report, **given: Any) -> None:
     """Make latents, the second stage.
@@ -174,6 +199,9 @@ def denoise(report: Report, **given: Any) -> None:
 @options.stage_folder
 @options.stage_out
 @options.force
+@options.quiet
+@options.json
+@defaults.config
 @click.pass_obj
 def decode(report: Report, **given: Any) -> None:
     """Decode latents to a video, the third stage.
@@ -186,7 +214,7 @@ def decode(report: Report, **given: Any) -> None:
 
 
 @main.command()
-@click.argument("model", required=False)
+@click.argument("model", required=False, shell_complete=complete_models)
 @options.model_again
 @options.chip
 @options.shape
@@ -198,6 +226,7 @@ def decode(report: Report, **given: Any) -> None:
 @options.mesh
 @options.rules
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@defaults.config
 def plan(model: str | None, model_option: str | None, **given: Any) -> None:
     """Price a video with MODEL, or nano, without the chips.
 
@@ -206,7 +235,7 @@ def plan(model: str | None, model_option: str | None, **given: Any) -> None:
     """
     from wanjax.cli import planning
 
-    if None not in (model, model_option) and model != model_option:
+    if None not in (model, model_option) and model != model_option and options.is_typed("model_option"):
         raise click.UsageError(f"the model is given as {model} and as --model {model_option}: one way is enough")
     planning.plan(model=model or model_option or "nano", **given)
 
@@ -221,6 +250,8 @@ def plan(model: str | None, model_option: str | None, **given: Any) -> None:
 @options.compute
 @options.devices
 @options.tile
+@options.quiet
+@defaults.config
 @click.pass_obj
 def warmup(report: Report, **given: Any) -> None:
     """Compile all programs that a run needs.
@@ -234,7 +265,7 @@ def warmup(report: Report, **given: Any) -> None:
 
 
 @main.command()
-@click.argument("source")
+@click.argument("source", shell_complete=complete_models)
 @click.argument("target", required=False, type=click.Path(path_type=Path), metavar="[FOLDER]")
 @click.option("--to", type=click.Choice(["wanjax", "diffusers"]), default="wanjax", show_default=True, help="Layout.")
 @click.option(
@@ -246,6 +277,8 @@ def warmup(report: Report, **given: Any) -> None:
 )
 @click.option("--revision", metavar="NAME", help="Branch, tag or commit on the hub.")
 @click.option("--verify", "check", is_flag=True, help="Compare SOURCE, a wanjax checkpoint, with its checksums.")
+@options.quiet
+@defaults.config
 @click.pass_obj
 def convert(report: Report, **given: Any) -> None:
     """Convert SOURCE, a name, hub id, folder or file, to a checkpoint in FOLDER.
@@ -260,7 +293,23 @@ def convert(report: Report, **given: Any) -> None:
 
 
 @main.command()
+@click.argument("file", shell_complete=complete_files)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@defaults.config
+def info(file: str, as_json: bool) -> None:
+    """Tell what made the video FILE.
+
+    Prints the model, the prompt, the settings and all else that shaped it, which a video keeps in its metadata. FILE
+    may also be a stage's file or a generation_config.json. `wanjax generate --from FILE` makes the video again.
+    """
+    from wanjax.cli import records
+
+    records.show(file, as_json)
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@defaults.config
 def models(as_json: bool) -> None:
     """List the models known by name.
 
@@ -273,7 +322,7 @@ def models(as_json: bool) -> None:
 
 
 @main.command("help", hidden=True)
-@click.argument("command", required=False)
+@click.argument("command", required=False, shell_complete=complete_commands)
 @click.pass_context
 def help_(ctx: click.Context, command: str | None) -> None:
     """Show the help of COMMAND."""

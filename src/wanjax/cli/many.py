@@ -7,9 +7,8 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from time import perf_counter
 from typing import Any
-
-import click
 
 from wanjax.cli import names
 from wanjax.cli.processes import is_first, meet
@@ -74,10 +73,14 @@ def _save_all(report: Report, run: Rendering, force: bool, prompts: Sequence[str
     if there:
         report.note(f"{len(there)} of the videos are there already, {len(wanted)} are to be made")
     with report.stage("videos"):
+        start = perf_counter()
         for done, video in enumerate(made, 1):
             path = run.folder / name_of(video.settings)
             if is_first():
-                click.echo(videos.write_video(path, video.frames, video.fps, video.settings))
+                written = videos.write_video(path, video.frames, video.fps, video.settings)
+                seconds = {"video": round(perf_counter() - start, 3)}  # its three stages, or their part of a batch
+                report.made(written, video.settings, seconds=seconds)
+            start = perf_counter()
             report.note(f"video {done} of {len(wanted)} is done")
 
 

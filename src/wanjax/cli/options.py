@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
+
+from wanjax.cli.completion import complete_files, complete_models
 
 Decorator = Callable[[Any], Any]
 
@@ -33,6 +36,12 @@ def today(name: str) -> str:
     return OLD_NAMES.get(dashed, dashed)
 
 
+def is_typed(name: str, ctx: click.Context | None = None) -> bool:
+    """Tells whether a parameter of a command (None is the one that runs, if any) stands on the command line."""
+    ctx = ctx or click.get_current_context(silent=True)
+    return ctx is not None and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+
 DTYPES = ("bfloat16", "float32")
 KEPT = "wanjax.kept"  # the key, in a command's context, of options that become a part of another option
 CONTEXT = {"help_option_names": ["-h", "--help"], "token_normalize_func": today, "max_content_width": 100}
@@ -56,8 +65,12 @@ def together(*decorators: Decorator) -> Decorator:
 
 
 def _prompt(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """Returns the prompt: the argument, or the value of the former option --prompt; None with --prompts."""
-    value = ctx.params.pop("prompt_option", None) if value is None else value
+    """Returns the prompt: the argument, or the value of the former option --prompt; None with --prompts.
+
+    One that is typed, in either way, takes the place of one from a file.
+    """
+    former = ctx.params.pop("prompt_option", None)
+    value = value if former is None or is_typed("prompt", ctx) else former
     if value is None and ctx.params.get("prompts") is None:
         raise click.UsageError(f'the prompt is missing: `wanjax {ctx.info_name} "a red circle moving right"` has one')
     return value
@@ -123,6 +136,7 @@ many = together(
     click.option(
         "--prompts",
         metavar="FILE",
+        shell_complete=complete_files,
         is_eager=True,  # before the prompt, which it replaces, is missed
         help="Make a video of each line of FILE, or of standard input for -, in place of PROMPT.",
     ),
@@ -136,21 +150,44 @@ model = click.option(
     show_default=True,
     help="A name that `wanjax models` lists, an id on the Hugging Face hub, or a folder in the layout of diffusers.",
     metavar=MODEL,
+    shell_complete=complete_models,
 )
-model_again = click.option("--model", "model_option", help="The same as MODEL.", metavar=MODEL)
-model_override = click.option("--model", help="Another model than that of the stage before.", metavar=MODEL)
+model_again = click.option(
+    "--model", "model_option", help="The same as MODEL.", metavar=MODEL, shell_complete=complete_models
+)
+model_override = click.option(
+    "--model", help="Another model than that of the stage before.", metavar=MODEL, shell_complete=complete_models
+)
 text = click.option("--negative-prompt", metavar="TEXT", help="What the video should not show.")
 fps = click.option("--fps", type=int, metavar="N", help="Frames a second.")
 pictures = together(
-    click.option("--image", metavar="FILE", help="The first frame, for models of image to video."),
-    click.option("--last-image", metavar="FILE", help="The last frame, for models of first and last frame."),
-    click.option("--video", metavar="FILE", help="A clip, or a folder of pictures, for models that take one."),
-    click.option("--mask", metavar="FILE", help="White where --video is to be made anew: a clip, or one picture."),
+    click.option(
+        "--image", metavar="FILE", shell_complete=complete_files, help="The first frame, for models of image to video."
+    ),
+    click.option(
+        "--last-image",
+        metavar="FILE",
+        shell_complete=complete_files,
+        help="The last frame, for models of first and last frame.",
+    ),
+    click.option(
+        "--video",
+        metavar="FILE",
+        shell_complete=complete_files,
+        help="A clip, or a folder of pictures, for models that take one.",
+    ),
+    click.option(
+        "--mask",
+        metavar="FILE",
+        shell_complete=complete_files,
+        help="White where --video is to be made anew: a clip, or one picture.",
+    ),
     click.option(
         "--reference",
         "references",
         multiple=True,
         metavar="FILE",
+        shell_complete=complete_files,
         help="A picture of what the video should show; may be given more than once.",
     ),
     click.option(
@@ -237,6 +274,7 @@ lora = click.option(
     "--lora",
     multiple=True,
     metavar="FILE[:X]",
+    shell_complete=complete_files,
     help="Merge a LoRA into the transformer, at the strength X; may be given more than once. FILE may be "
     "OWNER/NAME/FILE on the hub; of two experts, high=FILE and low=FILE mean one.",
 )
@@ -321,12 +359,33 @@ def out(default: str) -> Decorator:
         "-o",
         "--out",
         metavar="FILE",
+        shell_complete=complete_files,
         show_default=default,
         help="The video: .mp4, .mov, .webm, .gif, .webp, .png for one frame, or a folder of PNG if it has no suffix. "
         "Replaces a file of this name.",
     )
 
 
+def _told(name: str) -> Callable[[click.Context, click.Parameter, bool], None]:
+    """Returns the callback of a flag that is an attribute of the command's report."""
+    return lambda ctx, parameter, value: setattr(ctx.obj, name, value)
+
+
+quiet = click.option(
+    "-q",
+    "--quiet",
+    is_flag=True,
+    expose_value=False,
+    callback=_told("quiet"),
+    help="Print nothing but the name of the video, and errors.",
+)
+json = click.option(
+    "--json",
+    is_flag=True,
+    expose_value=False,
+    callback=_told("in_json"),
+    help="Print what was made as a JSON object: its file, its record and the seconds of each stage.",
+)
 own_folder = folder(None, "a folder of its own in stage_outputs")
 stage_folder = folder("stage_outputs")
 own_out = out("a name of its own in wanjax_videos, or output_video.mp4 in --dir")

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of a run on stderr: the progress of each stage, and at the end a table of time and memory."""
+"""The report of a run: on stderr the progress of each stage, and a table of time and memory; on stdout what it made."""
 
+import json
+import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import click
 
 from wanjax.cli import interrupts
 from wanjax.errors import WanjaxWarning
@@ -22,10 +26,17 @@ CLEAR = Path("/proc/self/clear_refs")
 
 
 class Report:
-    """The report of one run: notes, the progress of its stages, the final table, and the command to resume it."""
+    """The report of one run: notes, the progress of its stages, the final table, and the command to resume it.
+
+    With `quiet`, nothing is printed but what the run made and errors. With `in_json`, what it made is a JSON object.
+    `seconds` are those of the stages so far.
+    """
 
     def __init__(self) -> None:
         self.way_on: str | None = None
+        self.quiet = False
+        self.in_json = False
+        self.seconds: dict[str, float] = {}
         self._rows: list[tuple[str, ...]] = []
         self._current: Stage | None = None
         self._stop = False
@@ -40,7 +51,16 @@ class Report:
     def console(self) -> "Console":
         from wanjax.pipelines.progress import console  # imported late for a quick --help
 
-        return console(quiet=self._muted)
+        return console(quiet=self._silent)
+
+    @property
+    def _silent(self) -> bool:
+        return self._muted or self.quiet
+
+    def made(self, file: Path, record: Mapping[str, Any], **more: Any) -> None:
+        """Prints what a run made: the name of the file, or an object of it, its record and more."""
+        # bytes, because a name may hold some that are no text
+        click.echo(as_json({"file": str(file), **more, "record": dict(record)}) if self.in_json else os.fsencode(file))
 
     def note(self, text: str) -> None:
         """Prints a line."""
@@ -109,12 +129,13 @@ class Report:
         _reset_host_peak()
         with interrupts.watched(self._pressed):
             try:
-                with progress.on_console(name, None if self._muted else self.console) as stage:
+                with progress.on_console(name, None if self._silent else self.console) as stage:
                     self._current = stage
                     with self._telling_warnings():
                         yield
             finally:
                 self._current = None
+        self.seconds[name] = round(stage.elapsed, 3)
         peaks = [progress.in_bytes(peak) if peak else "" for peak in (_host_peak(), _device_peak())]
         self._rows.append((name, f"{stage.elapsed:.1f} s", str(stage.compilations), *peaks))
 
@@ -130,6 +151,11 @@ class Report:
         for row in self._rows:
             table.add_row(*(row[i] for i in used))
         self.console.print(table)
+
+
+def as_json(value: Any, indent: int | None = None) -> bytes:
+    """Returns JSON in UTF-8; bytes of a file's name that are no text become escapes."""
+    return json.dumps(value, indent=indent, ensure_ascii=False).encode(errors="backslashreplace")
 
 
 def _reset_host_peak() -> None:

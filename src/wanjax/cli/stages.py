@@ -10,13 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import click
 import jax
 import numpy as np
 
 from wanjax import registry
 from wanjax.checkpoints.files import check_folder
 from wanjax.cli import names, options
+from wanjax.cli.again import differences
 from wanjax.cli.processes import is_first, meet
 from wanjax.cli.profile import StepProfile, trace_with_scopes
 from wanjax.cli.report import Report
@@ -26,8 +26,9 @@ from wanjax.kernels.compiler_options import SAFE
 from wanjax.layers.tiling import Tiling
 from wanjax.media import stage_files, videos
 from wanjax.media.pictures import Pictures
+from wanjax.pipelines.checks import check_strength
 from wanjax.pipelines.family import Lesson
-from wanjax.pipelines.pipeline import WITHOUT_VIDEO, Pipeline
+from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.record import described, devices_of
 from wanjax.pipelines.seeds import DRAW
 from wanjax.pipelines.steps import Step, Switch
@@ -46,11 +47,12 @@ def generate(
         run.tell()
         encoded = run.encode()
         latents = run.denoise(encoded)
-        run.decode(latents)
+        written = run.decode(latents)
     finally:
         if folder is None and is_first():
             names.release(run.place)
     report.table()
+    run.made(written)
 
 
 def encode(report: Report, *, folder: Path, force: bool, **given: Any) -> None:
@@ -60,6 +62,8 @@ def encode(report: Report, *, folder: Path, force: bool, **given: Any) -> None:
     run = Rendering(report, folder, given)
     run.encode()
     report.table()
+    if report.in_json:
+        run.made(folder / stage_files.EMBEDDINGS)
 
 
 def denoise(report: Report, *, folder: Path, noise: str | None, force: bool, **given: Any) -> None:
@@ -73,6 +77,8 @@ def denoise(report: Report, *, folder: Path, noise: str | None, force: bool, **g
     run.tell()
     run.denoise(encoded)
     report.table()
+    if report.in_json:
+        run.made(folder / stage_files.LATENTS)
 
 
 def decode(report: Report, *, folder: Path, out: str | None, force: bool, **given: Any) -> None:
@@ -85,8 +91,9 @@ def decode(report: Report, *, folder: Path, out: str | None, force: bool, **give
     run = Rendering(report, folder, given, left, out=out)
     run.check_channels(latents)
     run.record |= left | run.settings.to_json()  # the latents are as they were made
-    run.decode(latents)
+    written = run.decode(latents)
     report.table()
+    run.made(written)
 
 
 class Rendering:
@@ -108,7 +115,8 @@ class Rendering:
         """
         chosen = _inherited(left or {}, given) | given_settings(**given)
         self.report = report
-        self.tiling = Tiling() if given.get("tile") else None
+        self.tiling = given.get("tiling") or (Tiling() if given.get("tile") else None)
+        self.remade: Mapping[str, Any] | None = given.get("remade")
         self.profile: Path | None = given.get("profile")
         self.drawn = chosen.get("seed") == DRAW
         self.batch_guidance = bool(given.get("batch_guidance"))
@@ -121,8 +129,8 @@ class Rendering:
             self.pictures, self.settings = self.pipe.prepare(**files, **settings)
         else:  # the previous stage has encoded the pictures
             self.settings = self.pipe.settings(**settings)
-        if given.get("strength") is not None and "video" not in files:
-            raise WanjaxError(WITHOUT_VIDEO.format(self.settings.strength))
+        if options.is_typed("strength"):
+            check_strength(self.settings, video="video" in files, begins=self.pipe.begins_from_video)
         self.noise = None if noise is None else self._noise(noise, len(files.get("references", ())))
         if self.profile:
             check_folder(self.profile)
@@ -136,6 +144,7 @@ class Rendering:
         pipe = registry.load(
             _model(chosen),
             dtype=_dtype(chosen),
+            param_dtype=given.get("param_dtype"),
             attention=given.get("attention"),
             mesh=given.get("mesh"),
             video={name: value for name, value in chosen.items() if type(value) in (int, float)},
@@ -215,6 +224,8 @@ class Rendering:
                 f"note: {chosen.model} was trained on {lesson.size[1]}x{lesson.size[0]} and {lesson.frames} frames "
                 f"alone: {' and '.join(unlike)} may show nothing but grey"
             )
+        if self.remade and (sentence := differences(self.remade, self.record)):
+            self.report.note(f"note: {sentence}")
         if self.noise is not None:
             self.report.note(f"note: the initial noise is that of {self.record['noise']}, whatever the seed")
 
@@ -282,7 +293,9 @@ class Rendering:
         self.report.kept(f"the latents are in {self.folder / stage_files.LATENTS}", self._command("decode"))
         return latents
 
-    def decode(self, latents: Any) -> None:
+    def decode(self, latents: Any) -> Path:
+        """Decodes latents and writes the video; returns its path."""
+
         def frames() -> Iterator[np.ndarray]:
             """Yields frames as they are decoded, so that they are never all in memory."""
             total = self.pipe.chunks(latents)
@@ -295,11 +308,17 @@ class Rendering:
             if is_first():
                 written = videos.write_video(self.place.video, frames(), self.settings.fps, self.record)
             else:
-                written = deque(frames(), maxlen=0)
+                deque(frames(), maxlen=0)
+                written = Path(self.place.video)
         self.pipe.free()
-        if is_first():
-            click.echo(written)
         self.report.way_on = None
+        return written
+
+    def made(self, file: Path) -> None:
+        """Prints the file that the command made, in the first process only."""
+        if is_first():
+            folder = str(self.folder.absolute())
+            self.report.made(file.absolute(), self.record, folder=folder, seconds=self.report.seconds)
 
     def _save(self, save: Callable[..., None], made: Any) -> None:
         """Writes the output of a stage and the settings, in the first process only."""

@@ -47,8 +47,10 @@ FLOATS_AND_MASKS = FLOATS | {"integers": jnp.integer, "booleans": jnp.bool_}
 
 def save_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     """Writes generation_config.json, which gives the later stages their default settings."""
+    text = json.dumps(dict(settings), indent=2, ensure_ascii=False) + "\n"
     with writing(folder / CONFIG) as beside:
-        beside.write_text(json.dumps(dict(settings), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        # bytes of a path that are no UTF-8 are surrogates, which become the escapes of JSON
+        beside.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def load_settings(folder: Path) -> dict[str, Any]:
@@ -65,7 +67,17 @@ def load_settings(folder: Path) -> dict[str, Any]:
         raise WanjaxError(f"{file} cannot be read, {error}: run `wanjax encode` again") from error
     if not isinstance(settings, dict):
         raise WanjaxError(f"{file} is not a JSON object: run `wanjax encode` again")
+    return present_names(settings)
+
+
+def present_names(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings with their present names in place of former ones."""
     return {OLD_NAMES.get(name) or name: value for name, value in settings.items()}
+
+
+def settings_of(path: Path) -> dict[str, Any]:
+    """Returns the settings that a stage's file keeps, none if it keeps none; raises WanjaxError if it is damaged."""
+    return _table(SafetensorsFile(path), "settings")
 
 
 def save_encoded(

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options from files, in place of the command line: `--config`, a TOML file, and `--from`, the record of a video.
+
+Both become click's `default_map`. What is typed counts first, then the record, then the TOML file.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from wanjax.cli.completion import complete_files
+from wanjax.cli.options import Size, is_typed, today
+from wanjax.errors import WanjaxError
+
+RIVALS = {
+    "size": ("height", "width"),
+    "prompt": ("prompts",),
+    "prompts": ("prompt",),
+    "seed": ("seeds",),
+    "seeds": ("count",),
+    "count": ("seeds",),
+}
+"""Parameters that, where they are typed, take the place of others that come from a file."""
+
+
+class Command(click.Command):
+    """A command of which some options may come from files."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        rest = super().parse_args(ctx, args)
+        from_file = {name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.DEFAULT_MAP}
+        replaced = {rival for name, rivals in RIVALS.items() if is_typed(name, ctx) for rival in rivals}
+        if ctx.params.get("video") is None:
+            replaced.add("strength")  # that of a video to begin from
+        ctx.params.update(dict.fromkeys(replaced & from_file))
+        return rest
+
+
+def read_config(ctx: click.Context, parameter: click.Parameter, file: str | None) -> None:
+    """Takes options from a TOML file: those at its top, which hold for all commands, and the command's own table.
+
+    Raises WanjaxError, with the name of the key, for an option that no command has and a value of another type.
+    """
+    if file is not None and not ctx.resilient_parsing:
+        ctx.default_map = {**_from_config(file, ctx), **(ctx.default_map or {})}
+
+
+def read_record(ctx: click.Context, parameter: click.Parameter, file: str | None) -> dict[str, Any] | None:
+    """Takes the prompt and the options from the record of a video, which it returns."""
+    if file is None or ctx.resilient_parsing:
+        return None
+    from wanjax.cli.again import record_of  # imported late for a quick --help
+
+    record = record_of(file)
+    own = [x for x in ctx.command.params if record.get(x.name) is not None and x is not parameter]
+    found = {x.name: _checked(file, x.name, record[x.name], x) for x in own}
+    ctx.default_map = {**(ctx.default_map or {}), **found, "tile": "tiling" in record}
+    return record
+
+
+def _from_config(file: str, ctx: click.Context) -> dict[str, Any]:
+    """Returns the options of a TOML file for the command of a context, by the names of its parameters."""
+    group, command = ctx.parent.command if ctx.parent else None, str(ctx.info_name)
+    assert isinstance(group, click.Group)
+    known = {name: _options(group.commands[name]) for name in group.list_commands(ctx)}
+    every = {key: option for name in (*reversed(known), command) for key, option in known[name].items()}
+    tables: dict[str, Any] = {}
+    table = _table(file)
+    for name in known.keys() & table.keys():
+        if not isinstance(more := table.pop(name), dict):
+            raise WanjaxError(f"{file} gives {name} as {more!r} where a table of its options, [{name}], is right")
+        tables[name] = _named(f"{file}, in [{name}],", more, known[name])
+    names = {option.name for option in known[command].values()}
+    shared = {name: value for name, value in _named(file, table, every).items() if name in names}
+    return shared | tables.get(command, {})
+
+
+def _table(file: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(file).expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # TOML's and Unicode's errors are of the second kind
+        raise WanjaxError(f"the options in {file} cannot be read: {error}") from error
+
+
+def _options(command: click.Command) -> dict[str, click.Option]:
+    """Returns the options that a file may give a command, by their names without dashes before them."""
+    found = [x for x in command.params if isinstance(x, click.Option) and not x.hidden]
+    named = {name[2:]: option for option in found for name in option.opts if name.startswith("--")}
+    return {key: option for key, option in named.items() if key not in ("config", "from")}
+
+
+def _named(place: str, table: Mapping[str, Any], options: Mapping[str, click.Option]) -> dict[str, Any]:
+    """Returns the values of a table by the names of their parameters; a size as height and width.
+
+    `place` says in a message where the table stands.
+    """
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        name = today(key)
+        if name not in options:
+            near = get_close_matches(name, options, n=1)
+            raise WanjaxError(f"{place} has {key!r}, which is no option there{f': {near[0]} is near' if near else ''}")
+        option = options[name]
+        checked = _checked(place, key, value, option)
+        if isinstance(option.type, Size):
+            found |= zip(("height", "width"), option.type.convert(checked, option, None), strict=True)
+        else:
+            found[option.name] = checked
+    return found
+
+
+def _checked(place: str, key: str, value: Any, parameter: click.Parameter) -> Any:
+    """Returns a parameter's value, a list where it may be given more than once; raises WanjaxError for another type."""
+    kinds: tuple[type, ...] = (str,)
+    right = "a text"
+    if getattr(parameter, "is_flag", False):
+        kinds, right = (bool,), "true or false"
+    elif isinstance(parameter.type, click.types.IntParamType):
+        kinds, right = (int,), "a whole number"
+    elif isinstance(parameter.type, click.types.FloatParamType):
+        kinds, right = (int, float), "a number"
+    several = getattr(parameter, "multiple", False)
+    values = value if several and isinstance(value, list) else [value]
+    if any(type(one) not in kinds for one in values):
+        raise WanjaxError(f"{place} gives {key} as {value!r} where {right} is right")
+    return values if several else value
+
+
+config = click.option(
+    "--config",
+    metavar="FILE",
+    shell_complete=complete_files,
+    is_eager=True,  # before the options that it gives
+    expose_value=False,
+    callback=read_config,
+    help="Options from a TOML file, at its top or in a table such as [generate]; what is typed counts more.",
+)
+source = click.option(
+    "--from",
+    "made",
+    metavar="FILE",
+    shell_complete=complete_files,
+    is_eager=True,
+    callback=read_record,
+    help="Make the video FILE again, of which the prompt and all settings are read; other options and a prompt change "
+    "them. Also a stage's file, or a generation_config.json.",
+)

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`info` and `generate --from`: what made a video is told, and makes the same video again."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import wanjax as library
+from tests.support.commands import refused, succeeded, wanjax
+from tests.support.tiny import compile_cache, tiny_checkpoint, tiny_image_checkpoint
+from wanjax.checkpoints.files import save_safetensors
+from wanjax.cli import records
+from wanjax.media import stage_files
+from wanjax.media.pictures import read_clip
+from wanjax.media.videos import read_metadata, write_video
+
+SMALL = ("--size", "32x16", "--frames", "5", "--steps", "2", "--dtype", "float32")
+FRAMES = np.zeros((1, 16, 32, 3), np.uint8)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> str:
+    return str(tiny_checkpoint(tmp_path_factory.mktemp("text")))
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory) -> str:
+    return str(tiny_image_checkpoint(tmp_path_factory.mktemp("image")))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_cache(tmp_path_factory):
+    with compile_cache(tmp_path_factory.getbasetemp() / "xla"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def frames(path: str | Path) -> np.ndarray:
+    return read_clip(path, 99, 16)
+
+
+def lines(said: str) -> dict[str, str]:
+    """Returns the lines of `info`: names and values."""
+    return {line.partition("  ")[0]: line.partition("  ")[2].strip() for line in said.splitlines()}
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.mov", "a.webm", "a.gif", "a.webp", "a"])
+def test_info_of_each_format(text, name):
+    given = ("--negative-prompt", "grey", "--guidance-scale", "2.5", "--seed", "7", "--fps", "8")
+    succeeded(wanjax("a red circle", "--model", text, *SMALL, *given, "--dir", "d", "--out", name))
+    told = lines(succeeded(wanjax("info", name)).stdout)
+    assert list(told)[:8] == ["model", "prompt", "negative prompt", "size", "frames", "steps", "guidance", "seed"]
+    assert (
+        told.items()
+        >= {
+            "model": text,
+            "prompt": "a red circle",
+            "negative prompt": "grey",
+            "size": "32x16",
+            "frames": "5 at 8 a second",
+            "steps": "2",
+            "guidance": "2.5",
+            "seed": "7",
+            "dtype": "float32",
+            "scheduler": "unipc",
+        }.items()
+    )
+    record = json.loads(succeeded(wanjax("info", name, "--json")).stdout)
+    assert record == read_metadata(name) == stage_files.load_settings(Path("d"))
+    if name == "a":
+        for other in ("a/frame_00002.png", "d", "d/generation_config.json", "d/stage2_latents.safetensors"):
+            told = json.loads(succeeded(wanjax("info", other, "--json")).stdout)
+            assert told.items() <= record.items()
+            assert {**told, "fps": 8} == record
+        encoded = json.loads(succeeded(wanjax("info", "d/stage1_embeddings.safetensors", "--json")).stdout)
+        assert encoded == {"prompt": "a red circle", "negative_prompt": "grey"}
+
+
+def test_info_of_all_that_can_be_chosen(image):
+    Image.fromarray(np.full((16, 32, 3), 200, np.uint8)).save("red.png")
+    more = ("--image", "red.png", "--mesh", "dp=2,sp=2,tp=2", "--tile", "--scheduler", "unipc:order=1")
+    succeeded(wanjax("a", "--model", image, *SMALL, *more, "--seed", "-1", "--dir", "d", "--out", "a.mp4"))
+    told = lines(succeeded(wanjax("info", "a.mp4")).stdout)
+    assert told["image"] == str(Path("red.png").absolute())
+    assert (told["mesh"], told["rules"], told["tiling"]) == ("dp=2,sp=2,tp=2", "fsdp", "size 256, stride 192")
+    assert int(told["seed"]) == read_metadata("a.mp4")["seed"] >= 0
+
+
+def test_characters_that_would_steer_a_terminal():
+    assert records._text("a\x1b[2J\n\udce9é红") == r"a\x1b[2J\n\udce9é红"
+
+
+@pytest.mark.parametrize(
+    ("name", "contents", "told"),
+    [
+        ("absent.mp4", None, "there is no file absent.mp4"),
+        ("absent.safetensors", None, "there is no file absent.safetensors"),
+        ("text.mp4", b"not a video", "text.mp4 holds no settings of a video|text.mp4 holds no settings: "),
+        ("text.txt", b"not a video", "text.txt holds no settings"),
+        ("empty.png", b"", "empty.png holds no settings"),
+        ("broken.png", b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR\x00", "broken.png holds no settings"),
+        ("other.json", b'{"bos_token_id": 1}', "other.json holds no settings of a video"),
+        ("list.json", b'["prompt"]', "list.json holds no settings of a video"),
+        ("deep.json", b"[" * 100_000, "deep.json holds no settings of a video"),
+        ("weights.safetensors", b"\x02\x00\x00\x00\x00\x00\x00\x00{}", "weights.safetensors holds no settings"),
+        (".", None, "holds no settings of a video"),
+    ],
+)
+def test_files_without_a_record(name, contents, told):
+    if contents is not None:
+        Path(name).write_bytes(contents)
+    for command in (["info", name], ["info", "--json", name], ["generate", "--from", name]):
+        said = refused(*command)
+        assert any(one in said for one in told.split("|")), said
+    assert [path.name for path in Path().iterdir()] == ([name] if contents is not None else [])
+
+
+def test_comments_of_other_programs_are_no_record():
+    write_video("film.mp4", FRAMES, 8, {"prompt": {"3": {"class_type": "KSampler"}}, "workflow": {}})
+    assert "film.mp4 holds no settings of a video" in refused("info", "film.mp4")
+
+
+def test_a_video_is_made_again_to_the_bit(text):
+    given = ("--model", text, *SMALL, "--guidance-scale", "3.5", "--scheduler", "euler", "--attention", "chunked")
+    succeeded(wanjax("a red circle", *given, "--seed", "-1", "--fps", "8", "--dir", "one", "--out", "one.mp4"))
+    succeeded(wanjax("generate", "--from", "one.mp4", "--dir", "two", "--out", "two.mp4"))
+    assert read_metadata("two.mp4") == read_metadata("one.mp4")
+    np.testing.assert_array_equal(frames("two.mp4"), frames("one.mp4"))
+    latents = [(Path(folder) / stage_files.LATENTS).read_bytes() for folder in ("one", "two")]
+    assert latents[0] == latents[1]
+    for source in ("one", "one/stage2_latents.safetensors", "one/generation_config.json"):
+        succeeded(wanjax("--from", source, "--fps", "8", "--out", "three.mp4"))
+        assert read_metadata("three.mp4") == read_metadata("one.mp4")
+
+
+def test_what_is_typed_wins(text):
+    succeeded(wanjax("a red circle", "--model", text, *SMALL, "--seed", "7", "--out", "one.mp4"))
+    made = read_metadata("one.mp4")
+    changes = ("--size", "16x32", "--seed", "8", "--steps", "1", "--negative-prompt", "blur")
+    for prompt in (["a blue square"], ["--prompt", "a blue square"]):
+        succeeded(wanjax("generate", *prompt, "--from", "one.mp4", *changes, "--out", "two.mp4"))
+        changed = {
+            "prompt": "a blue square",
+            "width": 16,
+            "height": 32,
+            "seed": 8,
+            "steps": 1,
+            "negative_prompt": "blur",
+        }
+        assert read_metadata("two.mp4") == made | changed
+    succeeded(wanjax("--from", "one.mp4", "--height", "32", "--out", "two.mp4"))
+    assert read_metadata("two.mp4") == made | {"height": 32}
+
+
+def test_another_model_keeps_its_own_scheduler(text, tmp_path):
+    other = tiny_checkpoint(tmp_path / "other")
+    succeeded(wanjax("a", "--model", text, *SMALL, "--scheduler", "euler", "--out", "one.mp4"))
+    succeeded(wanjax("--from", "one.mp4", "--model", other, "--out", "two.mp4"))
+    assert read_metadata("two.mp4") == read_metadata("one.mp4") | {"model": str(other), "scheduler": "unipc"}
+    succeeded(wanjax("--from", "one.mp4", "--model", other, "--scheduler", "euler", "--out", "two.mp4"))
+    assert read_metadata("two.mp4")["scheduler"] == "euler"
+
+
+def test_many_videos_from_one(text):
+    succeeded(wanjax("a", "--model", text, *SMALL, "--seed", "3", "--out", "one.mp4"))
+    made = succeeded(wanjax("generate", "--from", "one.mp4", "--count", "2", "--out", "many")).stdout.splitlines()
+    assert [read_metadata(path)["seed"] for path in made] == [3, 4]
+    np.testing.assert_array_equal(frames(made[0]), frames("one.mp4"))
+    Path("prompts.txt").write_text("b\n")
+    [path] = succeeded(wanjax("--from", "one.mp4", "--prompts", "prompts.txt", "--out", "many")).stdout.splitlines()
+    assert read_metadata(path)["prompt"] == "b"
+
+
+def test_videos_of_the_library(text):
+    """Loading in another dtype, and tiles of another size, have no options."""
+    pipe = library.load(text, dtype="float32", param_dtype="bfloat16")
+    tiling = library.Tiling(16, 8)
+    pipe("a", size=(32, 32), frames=5, steps=2, seed=1, tiling=tiling, batch_guidance=True).save("one.webp")
+    succeeded(wanjax("--from", "one.webp", "--out", "two.webp"))
+    assert read_metadata("two.webp") == read_metadata("one.webp")
+    assert read_metadata("two.webp")["tiling"] == {"size": 16, "stride": 8}
+    np.testing.assert_array_equal(frames("two.webp"), frames("one.webp"))
+
+
+def test_pictures_and_noise_that_are_gone(image, text):
+    Image.fromarray(np.full((16, 32, 3), 200, np.uint8)).save("red.png")
+    succeeded(wanjax("a", "--model", image, "--image", "red.png", *SMALL, "--out", "one.mp4"))
+    succeeded(wanjax("--from", "one.mp4", "--out", "two.mp4"))
+    np.testing.assert_array_equal(frames("two.mp4"), frames("one.mp4"))
+    os.rename("red.png", "blue.png")
+    gone = Path("red.png").absolute()
+    assert refused("--from", "one.mp4", "--out", "three.mp4") == (
+        f"the video was made with --image from {gone}, which is gone: --image FILE gives another"
+    )
+    succeeded(wanjax("--from", "one.mp4", "--image", "blue.png", "--out", "three.mp4"))
+    np.testing.assert_array_equal(frames("three.mp4"), frames("one.mp4"))
+    noise = np.random.default_rng(0).normal(size=(1, 4, 2, 2, 4)).astype(np.float32)
+    save_safetensors("noise.safetensors", {"noise": noise})
+    succeeded(wanjax("a", "--model", text, *SMALL, "--noise", "noise.safetensors", "--out", "four.mp4"))
+    os.unlink("noise.safetensors")
+    assert "made with --noise from" in refused("--from", "four.mp4")
+    pipe = library.load(text, dtype="float32")
+    pipe("a", size=(16, 32), frames=5, steps=1, noise=noise).save("five.webp")
+    assert "from an array, float32 [1, 4, 2, 2, 4], sha256" in refused("--from", "five.webp")
+
+
+def test_other_devices_and_versions_are_told(text):
+    succeeded(wanjax("a", "--model", text, *SMALL, "--dir", "d", "--out", "one.mp4"))
+    said = succeeded(wanjax("--from", "one.mp4", "--out", "two.mp4")).stderr
+    assert "last digits" not in said
+    record = read_metadata("one.mp4") | {"version": "0.0.1", "devices": "8 x TPU v6 lite"}
+    stage_files.save_settings(Path("d"), record)
+    said = succeeded(wanjax("--from", "d", "--out", "two.mp4")).stderr
+    assert "note: the video was made by wanjax 0.0.1 on 8 x TPU v6 lite: here it may differ in its last digits" in said
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"steps": "many"}, "one.json gives steps as 'many' where a whole number is right"),
+        ({"guidance_scale": True}, "gives guidance_scale as True where a number is right"),
+        ({"dtype": "float8"}, "'float8' is not one of 'bfloat16', 'float32'"),
+        ({"model": None}, "one.json names no model: the generation_config.json beside a stage's file does"),
+        ({"tiling": {"rows": 3}}, "the record gives the tiling as {'rows': 3}: size and stride are right"),
+        ({"mesh": "tp=3"}, "the mesh dp=1,sp=1,tp=3 needs 3 devices and there are 8"),
+    ],
+)
+def test_records_that_were_changed_by_hand(change, told):
+    Path("one.json").write_text(json.dumps({"model": "nano", "prompt": "a", "steps": 1, **change}))
+    assert told in refused("--from", "one.json")
+
+
+def test_records_of_the_scripts_before():
+    config = {"model_id": "nano", "prompt": "a red circle", "num_frames": 5, "num_inference_steps": 1, "seed": 2}
+    Path("generation_config.json").write_text(json.dumps(config))
+    assert lines(succeeded(wanjax("info", ".")).stdout)["steps"] == "1"
+    succeeded(wanjax("--from", "generation_config.json", "--size", "32x32", "--out", "a.gif"))
+    assert read_metadata("a.gif").items() >= {"frames": 5, "steps": 1, "seed": 2, "prompt": "a red circle"}.items()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="file systems elsewhere refuse such names")
+def test_names_that_are_not_utf_8(text):
+    """Runs each command in a new process, because the streams of tests take other bytes than a terminal."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONUTF8": "1"}
+
+    def run(*arguments: bytes) -> subprocess.CompletedProcess:
+        return subprocess.run([sys.executable, "-m", "wanjax", *arguments], env=environment, capture_output=True)
+
+    picture = b"caf\xe9.png"
+    Image.fromarray(np.full((16, 32, 3), 200, np.uint8)).save("red.png")
+    os.rename(b"red.png", picture)
+    small = [b"--size", b"32x32", b"--frames", b"5", b"--steps", b"1", b"--dir", b"d\xe9"]
+    done = run(b"moving right", b"--image", picture, *small, b"--out", b"na\xefve.mp4")
+    assert (done.returncode, done.stdout) == (0, os.fsencode(Path.cwd()) + b"/na\xefve.mp4\n"), done.stderr
+    assert b"Traceback" not in done.stderr
+    told = run(b"info", b"na\xefve.mp4")
+    assert rb"caf\udce9.png" in told.stdout
+    record = json.loads(run(b"info", b"--json", b"na\xefve.mp4").stdout)
+    assert os.fsencode(record["image"]) == os.fsencode(Path.cwd()) + b"/" + picture
+    assert json.loads(run(b"info", b"--json", b"d\xe9").stdout) == record
+    again = run(b"--from", b"na\xefve.mp4", b"--out", b"two\xe9.gif", b"--json")
+    assert os.fsencode(json.loads(again.stdout)["file"]).endswith(b"/two\xe9.gif"), again.stderr
+    for wrong in ([b"info", b"\xe9.mp4"], [b"a", b"--image", b"\xe9.png"], [b"a", b"--out", b"\xe9.avi"]):
+        done = run(*wrong)
+        assert (done.returncode, done.stdout, b"Traceback" in done.stderr) == (2, b"", False), done.stderr

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Completion by the shell: commands, options, models and files."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from wanjax.cli import main
+from wanjax.registry import presets
+
+COMMANDS = ["generate", "encode", "denoise", "decode", "plan", "warmup", "convert", "info", "models"]
+
+
+def completed(line: str) -> list[tuple[str, str]]:
+    """Returns the completions of a line's last word, as (type, value)."""
+    words = line.split(" ")
+    asked = {"_WANJAX_COMPLETE": "bash_complete", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
+    done = CliRunner(env=asked).invoke(main, [], prog_name="wanjax")
+    assert done.exit_code == 0, done.output
+    assert done.stderr == ""
+    return [tuple(item.split(",", 1)) for item in done.stdout.splitlines() if item]
+
+
+def values(line: str) -> list[str]:
+    return [value for _, value in completed(line)]
+
+
+def test_commands():
+    assert values("wanjax ") == COMMANDS
+    assert values("wanjax de") == ["denoise", "decode"]
+    assert values("wanjax help de") == ["denoise", "decode"]
+
+
+def test_options():
+    assert values("wanjax generate --gui") == ["--guidance-scale", "--guidance-scale-2"]
+    assert values("wanjax plan --ch") == ["--chip"]
+    assert values("wanjax --guidance-scale-") == ["--guidance-scale-2"]  # of the implied command
+    assert {"--help", "--version", "--seed"} <= set(values("wanjax --"))
+    assert values("wanjax sunset --see") == ["--seeds", "--seed"]
+    assert values("wanjax decod --f") == ["--from", "--frames", "--fps", "--flow-shift", "--force"]  # a prompt so far
+    assert values("wanjax generate --dtype ") == ["bfloat16", "float32"]
+    assert "--use-dp" not in values("wanjax generate --")
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["wanjax generate --model ", "wanjax --model ", "wanjax plan ", "wanjax convert ", "wanjax a --seed 3 --model "],
+)
+def test_models(line):
+    assert values(line) == list(presets())
+    assert values(line + "wan2.1-t2v") == [name for name in presets() if name.startswith("wan2.1-t2v")]
+    assert completed(line + "./wa") == [("file", "./wa")]
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--image", "--video", "--lora", "--prompts", "--config", "--from", "--out", "-o", "--noise", "--reference"],
+)
+def test_files(option):
+    assert completed(f"wanjax generate {option} so") == [("file", "so")]
+
+
+def test_other_files_and_folders():
+    assert completed("wanjax info so") == [("file", "so")]
+    assert completed("wanjax generate --dir so") == [("file", "so")]
+    assert completed("wanjax generate --profile so") == [("dir", "so")]
+
+
+def test_a_line_that_would_be_refused_is_completed():
+    assert values("wanjax generate --config nowhere.toml --from nowhere.mp4 --see") == ["--seeds", "--seed"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_script_of_a_shell(shell):
+    done = CliRunner(env={"_WANJAX_COMPLETE": f"{shell}_source"}).invoke(main, [], prog_name="wanjax")
+    assert done.exit_code == 0
+    assert f"_WANJAX_COMPLETE={shell}_complete" in done.stdout
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+def test_bash_itself(tmp_path):
+    """Runs the function of click's script on a line, as bash does when Tab is pressed."""
+    program = tmp_path / "wanjax"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m wanjax "$@"\n')
+    program.chmod(0o755)
+    script = """
+    eval "$(_WANJAX_COMPLETE=bash_source wanjax)"
+    COMP_WORDS=(wanjax plan wan2.1-vace-1)
+    COMP_CWORD=2
+    _wanjax_completion wanjax
+    printf '%s\\n' "${COMPREPLY[@]}"
+    """
+    environment = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, cwd=Path(tmp_path))
+    assert done.stdout.split() == ["wan2.1-vace-1.3b", "wan2.1-vace-14b"], done.stderr

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--config`: options from a TOML file, in every command that has options for it."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import refused, succeeded, wanjax
+from tests.support.tiny import compile_cache
+from wanjax.cli import catalogue, conversion, main, many, planning, records, stages, warming
+from wanjax.media.videos import read_metadata
+
+CONFIG = """
+model = "wan2.1-t2v-14b"
+guidance-scale = 4          # a whole number is a number too
+size = "832x480"
+seed = 7
+tile = true
+lora = ["a.safetensors:0.5", "b.safetensors"]
+mesh = "dp=2,tp=4"
+num_frames = 33             # a former name
+
+[generate]
+steps = 30
+height = 704
+
+[plan]
+chip = "h200"
+json = true
+
+[warmup]
+"""
+
+
+@pytest.fixture(autouse=True)
+def given(monkeypatch, tmp_path) -> dict:
+    """The arguments that the command line passes to commands, which do not run."""
+    monkeypatch.chdir(tmp_path)
+    Path("my.toml").write_text(CONFIG)
+    kept = {}
+
+    def keep(*positional, **named):
+        kept.clear()
+        kept.update(named, report=positional[0] if positional else None)
+
+    for module, names in (
+        (stages, ("generate", "encode", "denoise", "decode")),
+        (many, ("generate",)),
+        (planning, ("plan",)),
+        (warming, ("warmup",)),
+        (conversion, ("convert",)),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, keep)
+    return kept
+
+
+def test_options_for_all_commands_and_for_one(given):
+    succeeded(wanjax("a cat", "--config", "my.toml"))
+    assert (
+        given.items()
+        >= {
+            "prompt": "a cat",
+            "model": "wan2.1-t2v-14b",
+            "guidance_scale": 4.0,
+            "height": 704,
+            "width": 832,
+            "size": None,
+            "seed": 7,
+            "tile": True,
+            "lora": ("a.safetensors:0.5", "b.safetensors"),
+            "mesh": "dp=2,tp=4",
+            "frames": 33,
+            "steps": 30,
+        }.items()
+    )
+    succeeded(wanjax("plan", "--config", "my.toml"))
+    options = {"model": "wan2.1-t2v-14b", "chip": "h200", "as_json": True, "steps": None, "height": 480, "frames": 33}
+    assert given.items() >= options.items()
+    succeeded(wanjax("encode", "a", "--config", "my.toml"))
+    assert (given["tile"], given["height"], "steps" in given) == (True, 480, False)
+    succeeded(wanjax("decode", "--config", "my.toml"))
+    assert (given["model"], given["tile"], given["fps"]) == ("wan2.1-t2v-14b", True, None)
+    succeeded(wanjax("warmup", "--config", "my.toml"))
+    assert (given["steps"], given["seed"]) == (None, 7)
+
+
+def test_what_is_typed_wins(given):
+    typed = ("--size", "640x320", "--seed", "8", "--lora", "c.safetensors", "--model", "nano")
+    succeeded(wanjax(*typed, "a cat", "--config", "my.toml"))
+    assert (given["size"], given["height"], given["width"]) == ((320, 640), None, None)
+    assert (given["seed"], given["lora"], given["model"], given["steps"]) == (8, ("c.safetensors",), "nano", 30)
+    succeeded(wanjax("a cat", "--width", "1280", "--config", "my.toml"))
+    assert (given["height"], given["width"]) == (704, 1280)
+    succeeded(wanjax("plan", "wan2.1-t2v-1.3b", "--config", "my.toml"))
+    assert given["model"] == "wan2.1-t2v-1.3b"
+
+
+def test_typed_options_take_the_place_of_their_rivals(given):
+    Path("my.toml").write_text('seeds = "0..3"\nprompts = "lines.txt"\nstrength = 0.5\n')
+    succeeded(wanjax("generate", "--config", "my.toml"))
+    assert (given["prompts"], given["prompt"], given["seeds"]) == ("lines.txt", None, "0..3")
+    succeeded(wanjax("a cat", "--count", "2", "--config", "my.toml"))
+    assert (given["prompts"], given["prompt"], given["seeds"], given["count"]) == (None, "a cat", None, 2)
+    succeeded(wanjax("a cat", "--seed", "2", "--config", "my.toml"))
+    assert (given["seed"], "seeds" in given, given["strength"]) == (2, False, None)
+    succeeded(wanjax("a cat", "--seed", "2", "--video", "b.mp4", "--config", "my.toml"))
+    assert given["strength"] == 0.5
+
+
+def test_a_record_comes_before_the_file(given):
+    Path("made.json").write_text('{"model": "nano", "prompt": "b", "seed": 1, "height": 32, "width": 64, "steps": 3}')
+    for order in (("--config", "my.toml", "--from", "made.json"), ("--from", "made.json", "--config", "my.toml")):
+        succeeded(wanjax(*order))
+        assert [given[name] for name in ("model", "prompt", "seed", "height", "width", "steps")] == [
+            "nano", "b", 1, 32, 64, 3,
+        ]  # fmt: skip
+        assert (given["guidance_scale"], given["tile"]) == (4.0, False)
+    Path("my.toml").write_text("[generate]\nfrom = 'made.json'\n")
+    assert "has 'from', which is no option there" in refused("a", "--config", "my.toml")
+
+
+def test_flags_of_reports(given):
+    Path("my.toml").write_text("quiet = true\njson = true\n")
+    succeeded(wanjax("a cat", "--config", "my.toml"))
+    assert (given["report"].quiet, given["report"].in_json) == (True, True)
+    succeeded(wanjax("convert", "nano", "there", "--config", "my.toml"))
+    assert (given["report"].quiet, given["report"].in_json) == (True, False)
+
+
+def test_every_command_takes_it(monkeypatch):
+    monkeypatch.setattr(catalogue, "show", lambda as_json: print(as_json))
+    monkeypatch.setattr(records, "show", lambda file, as_json: print(as_json))
+    Path("my.toml").write_text("json = true\n")
+    for command in main.commands.values():
+        own = {name for parameter in command.params for name in parameter.opts}
+        assert ("--config" in own) == (command.name != "help")
+    for command in (["models"], ["info", "a.mp4"]):
+        assert succeeded(wanjax(*command, "--config", "my.toml")).stdout == "True\n"
+
+
+def test_empty_files_and_tables_change_nothing(given):
+    succeeded(wanjax("a"))
+    plain = {**given, "report": None}
+    for text in ("", "[generate]\n[plan]\n"):
+        Path("my.toml").write_text(text)
+        succeeded(wanjax("a", "--config", "my.toml"))
+        assert {**given, "report": None} == plain
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("stepps = 3", "my.toml has 'stepps', which is no option there: steps is near"),
+        ("xyzzy = 3", "my.toml has 'xyzzy', which is no option there"),
+        ("[plan]\nseed = 3", "my.toml, in [plan], has 'seed', which is no option there"),
+        ("[paint]\nseed = 3", "my.toml has 'paint', which is no option there"),
+        ("config = 'b.toml'", "my.toml has 'config', which is no option there"),
+        ("prompt = 'a'", "my.toml has 'prompt', which is no option there"),
+        ("steps = '30'", "my.toml gives steps as '30' where a whole number is right"),
+        ("steps = 30.0", "my.toml gives steps as 30.0 where a whole number is right"),
+        ("steps = true", "my.toml gives steps as True where a whole number is right"),
+        ("guidance-scale = 'high'", "my.toml gives guidance-scale as 'high' where a number is right"),
+        ("guidance_scale = false", "my.toml gives guidance_scale as False where a number is right"),
+        ("tile = 'yes'", "my.toml gives tile as 'yes' where true or false is right"),
+        ("model = 3", "my.toml gives model as 3 where a text is right"),
+        ("seed = [1, 2]", "my.toml gives seed as [1, 2] where a whole number is right"),
+        ("lora = [1]", "my.toml gives lora as [1] where a text is right"),
+        ("size = 832", "my.toml gives size as 832 where a text is right"),
+        ("[seed]\nx = 1", "my.toml gives seed as {'x': 1} where a whole number is right"),
+        ("generate = 3", "my.toml gives generate as 3 where a table of its options, [generate], is right"),
+        ("size = 'big'", "'big' is not WIDTHxHEIGHT, such as 832x480"),
+        ("dtype = 'float8'", "Invalid value for '--dtype': 'float8' is not one of 'bfloat16', 'float32'"),
+        ("count = 0", "Invalid value for '--count': 0 is not in the range x>=1"),
+        ("[plan]\nsteps = '3'", "my.toml, in [plan], gives steps as '3' where a whole number is right"),
+        ("steps = ", "the options in my.toml cannot be read: Invalid value (at "),
+        ("steps = 1\nsteps = 2", "the options in my.toml cannot be read: Cannot overwrite a value"),
+        (b"\xff", "the options in my.toml cannot be read: 'utf-8' codec"),
+        (None, "the options in my.toml cannot be read: [Errno 2]"),
+    ],
+)
+def test_mistakes(text, told):
+    if text is None:
+        Path("my.toml").unlink()
+    else:
+        Path("my.toml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert told in refused("a", "--config", "my.toml")
+
+
+def test_a_video(tmp_path_factory, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path_factory.mktemp("video"))
+    Path("my.toml").write_text('size = "32x32"\nframes = 5\n[generate]\nsteps = 1\nout = "a.mp4"\n')
+    with compile_cache(tmp_path_factory.getbasetemp() / "xla"):
+        succeeded(wanjax("a red circle", "--config", "my.toml"))
+    assert read_metadata("a.mp4").items() >= {"width": 32, "height": 32, "frames": 5, "steps": 1}.items()

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--quiet` and `--json`: what commands print on stdout, and that nothing else is printed."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import refused, succeeded, wanjax
+from tests.support.tiny import compile_cache, tiny_checkpoint
+from wanjax.media import stage_files
+from wanjax.media.videos import read_metadata
+from wanjax.pipelines.wan.pipeline import WanPipeline
+
+SMALL = ("--size", "32x16", "--frames", "5", "--steps", "2", "--dtype", "float32")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return str(tiny_checkpoint(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_cache(tmp_path_factory):
+    with compile_cache(tmp_path_factory.getbasetemp() / "xla"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "")  # restored afterwards
+
+
+@pytest.mark.parametrize("option", ["-q", "--quiet"])
+def test_quiet(model, option):
+    done = succeeded(wanjax(" ", "--model", model, *SMALL, "--out", "a.mp4", option))  # an empty prompt gives a note
+    assert (done.stdout, done.stderr) == (f"{Path('a.mp4').absolute()}\n", "")
+    for command in (["encode", "a", "--model", model], ["denoise", *SMALL], ["warmup", "--model", model, *SMALL]):
+        assert succeeded(wanjax(*command, option)).output == ""
+    assert succeeded(wanjax("decode", option)).output == f"{Path('stage_outputs/output_video.mp4').absolute()}\n"
+    many = succeeded(wanjax("a", "--model", model, *SMALL, "--count", "2", "--out", "many", option))
+    assert (len(many.stdout.splitlines()), many.stderr) == (2, "")
+    assert succeeded(wanjax("convert", model, "there", option)).output == ""
+
+
+def test_errors_are_told_even_so(model, monkeypatch):
+    assert refused("a", "--model", model, *SMALL, "-q", "--frames", "6").startswith("6 frames are not of the form")
+
+    def fail(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(WanPipeline, "decode_chunks", fail)
+    said = wanjax("a", "--model", model, *SMALL, "-q", "--dir", "d").stderr
+    assert said == ("wanjax: stopped\nwhat was complete is kept, and this goes on from there: wanjax decode --dir d\n")
+
+
+def test_json(model):
+    done = succeeded(wanjax("a", "--model", model, *SMALL, "--json", "--dir", "d", "--out", "a.mp4"))
+    [line] = done.stdout.splitlines()
+    made = json.loads(line)
+    assert made.keys() == {"file", "folder", "record", "seconds"}
+    assert (made["file"], made["folder"]) == (str(Path("a.mp4").absolute()), str(Path("d").absolute()))
+    assert made["record"] == read_metadata("a.mp4")
+    assert made["seconds"].keys() == {"encode", "denoise", "decode"}
+    assert all(0 < seconds < 600 for seconds in made["seconds"].values())
+    assert "step 2 of 2" in done.stderr
+
+
+def test_json_of_the_stages(model):
+    for command, name in (
+        (["encode", "a", "--model", model, "--dtype", "float32"], stage_files.EMBEDDINGS),
+        (["denoise", *SMALL, "-q"], stage_files.LATENTS),
+        (["decode"], stage_files.VIDEO),
+    ):
+        done = succeeded(wanjax(*command, "--json", "--dir", "d"))
+        made = json.loads(done.stdout)
+        assert made["file"] == str((Path("d") / name).absolute())
+        assert made["record"] == stage_files.load_settings(Path("d"))
+        assert list(made["seconds"]) == [command[0]]
+        assert (done.stderr == "") == ("-q" in command)
+
+
+def test_json_of_many_videos_is_a_line_for_each(model):
+    Path("prompts.txt").write_text("a red circle\nein Straßenmusikant\n")
+    given = ("generate", "--prompts", "prompts.txt", "--seeds", "1,2", "--model", model, *SMALL, "--out", "many")
+    made = [json.loads(line) for line in succeeded(wanjax(*given, "--json")).stdout.splitlines()]
+    told = [(one["record"]["prompt"], one["record"]["seed"]) for one in made]
+    assert told == [(p, s) for p in ("a red circle", "ein Straßenmusikant") for s in (1, 2)]
+    for one in made:
+        assert one["record"] == read_metadata(one["file"])
+        assert one["seconds"]["video"] > 0
+    assert {Path(one["file"]).name for one in made} == set(os.listdir("many"))
+
+
+def test_json_of_a_run_that_fails_is_nothing(model):
+    assert refused("a", "--model", model, *SMALL, "--json", "--frames", "6").startswith("6 frames are not")
