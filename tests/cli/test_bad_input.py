@@ -282,7 +282,7 @@ def noise(path: str, shape: tuple[int, ...], name: str = "noise", dtype=np.float
         (
             (1, 4, 3, 2, 4),
             "noise",
-            r"the noise in noise\.safetensors is \[1, 4, 3, 2, 4\] where this video needs \[1, 4, 2, 2, 4\]",
+            r"noise\.safetensors: the noise has the shape \[1, 4, 3, 2, 4\] where this video needs \[1, 4, 2, 2, 4\]",
         ),
         ((4, 2, 2, 4), "noise", r"'noise' in noise\.safetensors is float32 \[4, 2, 2, 4\]"),
         ((1, 4, 2, 2, 4), "latents", r"no tensor 'noise', only latents"),

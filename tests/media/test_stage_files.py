@@ -148,7 +148,7 @@ def test_unfit_latents(tmp_path, latents, message):
 def test_noise(tmp_path):
     noise = np.random.default_rng(0).normal(size=(1, 4, 3, 2, 2)).astype(np.float32)
     save_safetensors(tmp_path / "noise.safetensors", {"noise": noise})
-    np.testing.assert_array_equal(stage_files.load_noise(tmp_path / "noise.safetensors"), noise)
+    np.testing.assert_array_equal(stage_files.load_noise(tmp_path / "noise.safetensors")["noise"], noise)
     save_safetensors(tmp_path / "other.safetensors", {"latents": noise})
     with pytest.raises(WanjaxError, match="no tensor 'noise', only latents"):
         stage_files.load_noise(tmp_path / "other.safetensors")

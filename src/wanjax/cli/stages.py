@@ -27,6 +27,7 @@ from wanjax.layers.tiling import Tiling
 from wanjax.media import stage_files, videos
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines.checks import check_strength
+from wanjax.pipelines.draws import checked_draws
 from wanjax.pipelines.family import Lesson
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.record import described, devices_of
@@ -179,12 +180,12 @@ class Rendering:
     def folder(self) -> Path:
         return self.place.folder
 
-    def _noise(self, file: str, references: int) -> jax.Array:
-        noise = stage_files.load_noise(file)
-        right = self.pipe.noise_shape(self.settings, references)
-        if noise.shape != right:
-            raise WanjaxError(f"the noise in {file} is {list(noise.shape)} where this video needs {list(right)}")
-        return noise
+    def _noise(self, file: str, references: int) -> Mapping[str, jax.Array]:
+        right = self.pipe.draws(self.settings, references)
+        try:
+            return checked_draws(stage_files.load_noise(file, tuple(right)), right)
+        except WanjaxError as error:
+            raise WanjaxError(f"{file}: {error}") from error
 
     def check_channels(self, latents: Any) -> None:
         """Raises WanjaxError unless latents have as many channels as the model's."""

@@ -6,7 +6,7 @@ appears under its name only when it is complete.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,9 +121,14 @@ def load_latents(folder: Path, settings: Mapping[str, Any]) -> Float[Array, "1 C
     return latents
 
 
-def load_noise(path: str | Path) -> Float[Array, "1 C T H W"]:
-    """Returns initial noise, the tensor `noise` of a safetensors file; raises WanjaxError if there is none."""
-    return _read(SafetensorsFile(path), "noise", FLOATS, rank=5)
+def load_noise(path: str | Path, names: Sequence[str] = ("noise",)) -> dict[str, Float[Array, "..."]]:
+    """Returns the tensors of these names in a safetensors file; raises WanjaxError unless it holds the first of them.
+
+    The first is the initial noise.
+    """
+    file = SafetensorsFile(path)
+    held = [name for name in names[1:] if name in file.keys()]  # noqa: SIM118
+    return {name: _read(file, name, FLOATS, first=None) for name in (names[0], *held)}
 
 
 def _save_stage(
@@ -152,15 +157,19 @@ def _short(value: Any) -> str:
 
 
 def _read(
-    file: SafetensorsFile, name: str, kinds: Mapping[str, Any], *, rank: int | None = None
-) -> Shaped[Array, "1 ..."]:
-    """Returns one tensor of these kinds, in bfloat16 where `dtype_info` says that it was before it was stored."""
+    file: SafetensorsFile, name: str, kinds: Mapping[str, Any], *, rank: int | None = None, first: int | None = 1
+) -> Shaped[Array, "..."]:
+    """Returns one tensor of these kinds, in bfloat16 where `dtype_info` says that it was before it was stored.
+
+    Raises WanjaxError unless it has `rank` axes, and a first axis of the size `first`; None is any.
+    """
     if name not in file.keys():  # noqa: SIM118
         raise WanjaxError(f"{file.path} holds no tensor {name!r}, only {', '.join(file.keys()) or 'none at all'}")
     shape, dtype = file.spec(name)
     fits = any(jnp.issubdtype(dtype, kind) for kind in kinds.values()) and rank in (None, len(shape))
-    if not fits or shape[:1] != (1,):
-        right = f"{' or '.join(kinds)}{f' of {rank} axes' if rank else ''}, with a first axis of size 1, are right"
+    if not fits or (first is not None and shape[:1] != (first,)):
+        axes = f" of {rank} axes" if rank else ""
+        right = f"{' or '.join(kinds)}{axes}{f', with a first axis of size {first},' if first else ''} are right"
         raise WanjaxError(f"{name!r} in {file.path} is {dtype} {list(shape)}, where {right}")
     was_bfloat16 = "bfloat16" in str(_table(file, "dtype_info").get(name))
     return jnp.asarray(file.read(name), jnp.bfloat16 if was_bfloat16 else None)

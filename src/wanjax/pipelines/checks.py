@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the arrays that a pipeline's stages are given."""
+"""Checks of the pictures and arrays that a pipeline's stages are given."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -13,12 +13,33 @@ from wanjax.errors import WanjaxError, shown
 from wanjax.layers.tiling import Tiling
 from wanjax.pipelines.settings import Settings, dtype_name
 
+NOUNS = {
+    "image": "an image",
+    "last_image": "a last image",
+    "video": "a video",
+    "mask": "a mask",
+    "references": "reference images",
+}
 
-def check_noise(noise: Any, right: tuple[int, ...]) -> None:
+
+def check_taken(
+    given: Collection[str], model: str, purpose: str, *, takes: Sequence[str], needs: Sequence[str]
+) -> None:
+    """Raises WanjaxError unless a model takes the given pictures, by their names, and has those that it needs."""
+    for name in given:
+        if name not in takes:
+            taken = " and ".join(NOUNS[name] for name in takes) or "a prompt alone"
+            raise WanjaxError(f"{model} is made for {purpose} and cannot use {NOUNS[name]}: it takes {taken}")
+    for name in needs:
+        if name not in given:
+            raise WanjaxError(f"{model} is made for {purpose}: {NOUNS[name]} is needed beside the prompt")
+
+
+def check_noise(noise: Any, right: tuple[int, ...], name: str = "noise") -> None:
     """Raises WanjaxError unless noise is an array of floats of the right shape."""
-    _check_floats("the noise is", noise, f"an array {list(right)} is")
+    _check_floats(f"the {name} is", noise, f"an array {list(right)} is")
     if noise.shape != right:
-        raise WanjaxError(f"the noise has the shape {list(noise.shape)} where this video needs {list(right)}")
+        raise WanjaxError(f"the {name} has the shape {list(noise.shape)} where this video needs {list(right)}")
 
 
 def check_latents(latents: Any, channels: int) -> None:

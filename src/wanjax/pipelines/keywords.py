@@ -14,7 +14,7 @@ from typing import ParamSpec, TypedDict, TypeVar, get_type_hints
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import ClipSource, PictureSource
-from wanjax.pipelines.frames import GivenLatents
+from wanjax.pipelines.draws import GivenDraws
 from wanjax.pipelines.steps import Step
 
 Parameters = ParamSpec("Parameters")
@@ -33,6 +33,7 @@ class GivenSettings(TypedDict, total=False):
     guidance_scale: float | None
     guidance_scale_2: float | None
     boundary: float | None
+    dynamic_guidance: bool | None
     strength: float | None
     flow_shift: float | None
     sigmas: str | None
@@ -54,7 +55,7 @@ class Called(Given, total=False):
     """The keywords of a call for videos."""
 
     negative_prompt: str | None
-    noise: GivenLatents | None
+    noise: GivenDraws | None
     callback: Callable[[Step], bool | None] | None
     tiling: Tiling | None
     batch_guidance: bool
@@ -66,6 +67,7 @@ RENAMED = {
     "num_frames": "frames",
     "frame_num": "frames",
     "frame_rate": "fps",
+    "use_dynamic_cfg": "dynamic_guidance",
     "cfg": "guidance_scale",
     "cfg_scale": "guidance_scale",
     "guide_scale": "guidance_scale",

@@ -1,24 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pipeline: three stages from a prompt to a video, encode, denoise and decode, each of which can run alone.
 
-Plain arrays connect the stages. Each family implements the abstract methods.
+Plain arrays connect the stages. `Hooks` are the methods that differ from family to family.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack, overload
 
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from wanjax.compilation import compile_cache, keeps_programs
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
-from wanjax.media.pictures import ClipSource, Pictures, PictureSource, read_pictures, size_within
+from wanjax.media.pictures import ClipSource, Pictures, PictureSource, read_pictures
 from wanjax.media.videos import Video
 from wanjax.pipelines import many
 from wanjax.pipelines.checks import (
@@ -26,13 +24,13 @@ from wanjax.pipelines.checks import (
     check_frames,
     check_latents,
     check_loaded,
-    check_noise,
     check_strength,
     check_tiling,
 )
+from wanjax.pipelines.draws import INITIAL, OF_STEPS, GivenDraws, checked_draws, with_initial
 from wanjax.pipelines.frames import Frames, GivenFrames, GivenLatents, Latents, chunk_count, decoded, encoded
+from wanjax.pipelines.hooks import Encoded, Hooks
 from wanjax.pipelines.keywords import Called, Given, GivenSettings, knows_keywords, spelled_out, unknown_keyword
-from wanjax.pipelines.model import Model
 from wanjax.pipelines.progress import counted, stage
 from wanjax.pipelines.record import VERSION, nameable
 from wanjax.pipelines.resume import continuing, digest
@@ -40,66 +38,10 @@ from wanjax.pipelines.sampler import Denoiser, Inputs, State, sample
 from wanjax.pipelines.seeds import checked_seed, initial_noise, solver_keys, steady_draws, told_seeds
 from wanjax.pipelines.settings import Settings, height_and_width
 from wanjax.pipelines.steps import Segment, Step, Switch, left_of
-from wanjax.pipelines.tokenizer import Truncation
-
-Encoded = Any  # the family's own NamedTuple of arrays, each with a first axis of size 1
 
 
-class Pipeline(Model, ABC):
+class Pipeline(Hooks):
     """A checkpoint as a function from prompts, and pictures if it takes them, to videos."""
-
-    encoded_type: type[Any]
-    """The type that `encode` returns; its fields are the tensors of the first stage's file."""
-
-    @abstractmethod
-    def check_pictures(self, pictures: Pictures, settings: Settings) -> None:
-        """Raises WanjaxError unless the model takes these pictures and needs no others."""
-
-    @abstractmethod
-    def truncations(self, prompt: str) -> Sequence[Truncation]:
-        """Returns the parts of a prompt that the model does not read, if any."""
-
-    @abstractmethod
-    def encode_prompts(self, prompt: str, negative_prompt: str | None = None) -> Encoded:
-        """Encodes a prompt and the negative prompt (None is the model's default), with the text encoders alone."""
-
-    @abstractmethod
-    def encode_pictures(
-        self, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
-    ) -> Mapping[str, Array]:
-        """Encodes the pictures of `prepare` without the text encoders; returns fields of `encoded_type`."""
-
-    @abstractmethod
-    def check_encoded(self, encoded: Encoded, settings: Settings) -> None:
-        """Raises WanjaxError unless this output of `encode` fits a video of these settings."""
-
-    @abstractmethod
-    def begin(self, encoded: Encoded, settings: Settings, noise: Latents) -> tuple[Any, Float[Array, "B T H W C"]]:
-        """Returns the schedule, and the latents at its first noise level."""
-
-    @abstractmethod
-    def inputs(
-        self, network: nnx.Module, segment: Segment, encoded: Encoded, x: Float[Array, "B T H W C"], batched: bool
-    ) -> tuple[Denoiser, Inputs]:
-        """Returns the denoiser of a segment's network, and the inputs that its steps share."""
-
-    def segments(self, schedule: Any, settings: Settings) -> Sequence[Segment]:
-        """Returns the steps of each network, and their guidance scales."""
-        steps = len(schedule.timesteps)
-        return [Segment(self.architecture.denoisers[0], 0, (settings.guidance_scale,) * steps)]
-
-    def references(self, encoded: Encoded, settings: Settings) -> int:
-        """Returns the number of reference latent frames, which are denoised before the video's and then dropped."""
-        return 0
-
-    def noise_shape(self, settings: Settings, references: int = 0) -> tuple[int, ...]:
-        """Returns the shape [1 C T H W] of the initial noise, `references` frames before the video's included."""
-        batch, channels, frames, height, width = self.architecture.latent_shape(settings)
-        return batch, channels, references + frames, height, width
-
-    def finish(self, x: Float[Array, "B T H W C"], encoded: Encoded) -> Float[Array, "B T H W C"]:
-        """Returns the latents of the video and its references, from those of the last step."""
-        return x
 
     @overload
     def __call__(self, prompt: str, *, seeds: None = None, **given: Unpack[Called]) -> Video: ...
@@ -133,7 +75,7 @@ class Pipeline(Model, ABC):
         *,
         negative_prompt: str | None = None,
         seeds: Sequence[int] | None = None,
-        noise: GivenLatents | None = None,
+        noise: GivenDraws | None = None,
         callback: Callable[[Step], bool | None] | None = None,
         tiling: Tiling | None = None,
         batch_guidance: bool = False,
@@ -154,7 +96,7 @@ class Pipeline(Model, ABC):
         if noise is not None:  # before a prompt is encoded, which may take long
             if len(wanted) != 1:
                 raise WanjaxError(f"one noise is given for {len(wanted)} videos: it makes one video")
-            check_noise(noise, self.noise_shape(chosen, len(pictures.references)))
+            checked_draws(noise, self.draws(chosen, len(pictures.references)))
         check_tiling(tiling)
         sources = {name: nameable(given.get(name), getattr(pictures, name)) for name in pictures.given()}
         told = {"tiling": tiling, "batch_guidance": batch_guidance}
@@ -220,8 +162,7 @@ class Pipeline(Model, ABC):
         """Returns the height, width and frames that follow from the pictures, where they are not given."""
         shape: dict[str, int] = {}
         if pictures.first is not None and not given.keys() & {"size", "height", "width"}:
-            size = size_within(pictures.first.shape, asked.height * asked.width, self.grid)
-            shape |= {"height": size[0], "width": size[1]}
+            shape |= dict(zip(("height", "width"), self.size_for(pictures.first.shape, asked), strict=True))
         if pictures.video is not None and (count := len(pictures.video)) < asked.frames:
             if given.get("frames"):
                 raise WanjaxError(f"the video has {count} frames where {asked.frames} are asked for: fewer would do")
@@ -257,11 +198,6 @@ class Pipeline(Model, ABC):
         """True where denoising begins from a given video, up to the strength; False where the video only guides it."""
         return True
 
-    @property
-    def grid(self) -> int:
-        """The number of pixels of which a video's height and width are multiples."""
-        return self.architecture.grid
-
     @spelled_out(Given)
     def encode(
         self, prompt: str, negative_prompt: str | None = None, *, tiling: Tiling | None = None, **given: Unpack[Given]
@@ -295,7 +231,7 @@ class Pipeline(Model, ABC):
         self,
         encoded: Encoded,
         *,
-        noise: GivenLatents | None = None,
+        noise: GivenDraws | None = None,
         callback: Callable[[Step], bool | None] | None = None,
         switched: Callable[[Switch], Any] | None = None,
         batch_guidance: bool = False,
@@ -304,8 +240,8 @@ class Pipeline(Model, ABC):
         continued: Callable[[int, int], Any] | None = None,
         **settings: Unpack[GivenSettings],
     ) -> Float[Array, "B C _T H W"]:
-        """Returns latents [1 C T H W], float32 and normalised, from noise (None is the seed's noise).
-        `seeds` makes a video of each together; `encoded` then has a prompt for each on its first axis.
+        """Returns latents [1 C T H W], float32 and normalised, from noise (None is the seed's; a mapping may hold all
+        that `draws` names). `seeds` makes a video of each; `encoded` then has a prompt for each on its first axis.
 
         Under guidance the network runs twice a step; with `batch_guidance`, or on a mesh whose `dp` splits the prompts,
         once on a batch. `callback` receives every step, perhaps before the device has finished it; if it returns False,
@@ -315,13 +251,12 @@ class Pipeline(Model, ABC):
         `keep` is a file from which the same call continues after it was stopped; `continued` receives (done, total).
         """
         chosen = self._settings_for(encoded, dict(settings))
-        references = self.references(encoded, chosen)
         seeds = told_seeds([settings.get("seed")], [chosen.seed]) if seeds is None else told_seeds(seeds)
-        given = self._checked_noise(noise, chosen, seeds, references)
-        schedule, x = self.begin(encoded, chosen, given)
-        state = State(x, self.scheduler.init(schedule, x, solver_keys(seeds)))
+        encoded, draws = self._drawn(encoded, chosen, seeds, noise)
+        schedule, x = self.begin(encoded, chosen, draws[INITIAL])
+        state = State(x, self._solver_state(schedule, x, seeds, draws.get(OF_STEPS)))
         segments, total = self.segments(schedule, chosen), len(schedule.timesteps)
-        origin = "" if keep is None else self._origin(chosen, encoded, given, seeds, batch_guidance)
+        origin = "" if keep is None else self._origin(chosen, encoded, draws, seeds, batch_guidance)
         state, done, callback = continuing(keep, origin, state, segments, callback)
         if done and continued:
             continued(done, total)
@@ -335,10 +270,32 @@ class Pipeline(Model, ABC):
         state, segments = self.on_devices(state), left_of(segments, done)
         with counted("denoise", "step", done, total, self.progress) as count:
             x = sample(state, schedule, segments, prepare, compiled=self.compiled, callback=callback, done=count)
-        return self.components.leave(jnp.moveaxis(self.finish(x, encoded)[:, references:], -1, 1))
+        frames = self.architecture.latent_shape(chosen)[2]
+        return self.components.leave(jnp.moveaxis(self.finish(x, encoded)[:, -frames:], -1, 1))
+
+    def _drawn(
+        self, encoded: Encoded, settings: Settings, seeds: Sequence[int], noise: GivenDraws | None
+    ) -> tuple[Encoded, dict[str, Array]]:
+        """Returns the encoded inputs with random pictures drawn, and the given noise with the initial noise."""
+        right = self.draws(settings, self.references(encoded, settings), len(seeds))
+        draws = with_initial(checked_draws(noise, right), right, seeds)
+        return self.sampled(encoded, seeds, draws), draws
+
+    def _solver_state(self, schedule: Any, x: Array, seeds: Sequence[int], noise: Array | None) -> Any:
+        """Returns the scheduler's state before the first step; `noise` [steps B C T H W] is that of its steps."""
+        init: Any = self.scheduler.init  # that of a stochastic solver takes noise too
+        if noise is None:
+            return init(schedule, x, solver_keys(seeds))
+        of_steps = noise[len(noise) - len(schedule.timesteps) :]
+        return init(schedule, x, solver_keys(seeds), jnp.moveaxis(of_steps, 2, -1))
 
     def _origin(
-        self, settings: Settings, encoded: Encoded, noise: Latents, seeds: Sequence[int], batch_guidance: bool
+        self,
+        settings: Settings,
+        encoded: Encoded,
+        draws: Mapping[str, Array],
+        seeds: Sequence[int],
+        batch_guidance: bool,
     ) -> str:
         """Returns a digest of everything on which the latents depend."""
         told = {
@@ -351,7 +308,7 @@ class Pipeline(Model, ABC):
             "loaded": self.components.options,
             "version": VERSION,
         }
-        return digest(told, [x for x in (*encoded, noise) if x is not None])
+        return digest(told, [x for x in (*encoded, *draws.values()) if x is not None])
 
     def _settings_for(self, encoded: Encoded, given: dict[str, Any]) -> Any:
         """Returns the settings of a video of this output of `encode`, which has to fit.
@@ -365,16 +322,6 @@ class Pipeline(Model, ABC):
         chosen = self.settings(**given)
         self.check_encoded(encoded, chosen)
         return chosen
-
-    def _checked_noise(
-        self, noise: GivenLatents | None, settings: Settings, seeds: Sequence[int], references: int
-    ) -> Latents:
-        """Returns the noise, or that of the seeds if it is None."""
-        right = self.noise_shape(settings, references)
-        if noise is None:
-            return jnp.concatenate([initial_noise(seed, right) for seed in seeds])
-        check_noise(noise, (len(seeds), *right[1:]))
-        return jnp.asarray(noise)
 
     @knows_keywords
     def decode(

@@ -63,6 +63,8 @@ def described(source: Any) -> Any:
         return str(path.absolute()) if path.exists() else str(source)
     if isinstance(source, list | tuple):
         return [described(one) for one in source]
+    if isinstance(source, Mapping):
+        return {name: described(one) for name, one in source.items()}
     array = np.asarray(source)
     digest = hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()[:16]
     return f"{array.dtype} {list(array.shape)}, sha256 {digest}"

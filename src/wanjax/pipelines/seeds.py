@@ -76,6 +76,15 @@ def initial_noise(seed: int, shape: tuple[int, ...]) -> Float32[Array, "..."]:
     return jax.random.normal(key_of(seed), shape, jnp.float32)
 
 
+@steady_draws()
+def further_noise(seed: int, number: int, shape: tuple[int, ...]) -> Float32[Array, "..."]:
+    """Returns normally distributed noise of a seed; that of each number is independent of all other noise of the seed.
+
+    Number 1 is that of `solver_keys`.
+    """
+    return jax.random.normal(jax.random.fold_in(key_of(seed), number), shape, jnp.float32)
+
+
 def solver_keys(seeds: Sequence[int]) -> Key[Array, " B"]:
     """Returns the keys [B] for the noise that steps draw, which is independent of the initial noise."""
     return jnp.stack([jax.random.fold_in(key_of(seed), 1) for seed in seeds])

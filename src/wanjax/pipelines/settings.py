@@ -10,6 +10,7 @@ from numbers import Real
 from typing import Any, TypeVar, get_type_hints
 
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from wanjax.errors import WanjaxError, shown
@@ -104,12 +105,16 @@ class Settings:
         return steps
 
 
-def _typed(name: str, value: Any, kind: Any, usual: Any) -> str | int | float:
-    """Returns the value of a setting as a `str`, an `int`, or else a `float`; `usual` is a value to name as right."""
+def _typed(name: str, value: Any, kind: Any, usual: Any) -> str | bool | int | float:
+    """Returns a setting's value as a `str`, `bool`, `int`, or else a `float`; `usual` is a value to name as right."""
     if kind is str:
         if isinstance(value, str):
             return value
         right = "one text is"
+    elif kind is bool:
+        if isinstance(value, bool | np.bool_):
+            return bool(value)
+        right = "True or False is"
     elif kind is int:
         if (number := whole(value)) is not None:
             return number

@@ -51,6 +51,8 @@ class Scheduler(ABC):
     """
 
     prediction: Prediction = "velocity"
+    stochastic: ClassVar[bool] = False
+    """True for a solver whose steps draw noise. Its `init` also takes noise [steps, shape of x] to be used instead."""
     of_checkpoint: ClassVar[tuple[str, ...]] = ()
     """Fields with the values of a checkpoint's training, which another solver of that checkpoint keeps."""
 

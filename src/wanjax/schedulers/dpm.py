@@ -13,7 +13,7 @@ The reference draws twice in a step of second order and uses the second noise; h
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,8 @@ class DPMState(NamedTuple):
 @dataclass(frozen=True)
 class DPM(Diffusion):
     """SDE-DPM-Solver++(2M). The weights of a step are those of x, x0, x0 before and the noise."""
+
+    stochastic: ClassVar[bool] = True
 
     def init(
         self, schedule: DiffusionSchedule, x: Sample, keys: Key[Array, " B"], noise: Float[Array, "..."] | None = None

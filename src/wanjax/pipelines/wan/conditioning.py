@@ -19,15 +19,9 @@ from wanjax.errors import WanjaxError
 from wanjax.layers.rope import Rope
 from wanjax.media.pictures import Picture, PictureOfAnySize, Pictures, fit
 from wanjax.models.wan.config import ControlTransformerConfig, ImageTransformerConfig, TransformerConfig, VAEConfig
+from wanjax.pipelines.checks import check_taken
 from wanjax.pipelines.settings import Settings
 
-NOUNS = {
-    "image": "an image",
-    "last_image": "a last image",
-    "video": "a video",
-    "mask": "a mask",
-    "references": "reference images",
-}
 GREY = np.float32(0.5)  # 0 for pixels in [-1, 1]: the colour of unknown frames
 Video = Float[Array, "B T H W C"]
 Velocity = Float[Array, "B T H W _C"]  # for the latents' channels, without those of a condition
@@ -82,14 +76,7 @@ class Task(ABC):
 
     def check_pictures(self, pictures: Pictures, settings: Settings) -> None:
         """Raises WanjaxError unless the task takes these pictures and needs no others."""
-        given, model = pictures.given(), settings.model
-        for name in given:
-            if name not in self.takes:
-                takes = " and ".join(NOUNS[name] for name in self.takes) or "a prompt alone"
-                raise WanjaxError(f"{model} is made for {self.name} and cannot use {NOUNS[name]}: it takes {takes}")
-        for name in self.needs:
-            if name not in given:
-                raise WanjaxError(f"{model} is made for {self.name}: {NOUNS[name]} is needed beside the prompt")
+        check_taken(pictures.given(), settings.model, self.name, takes=self.takes, needs=self.needs)
         if pictures.last_image is not None and settings.frames == 1:
             raise WanjaxError("a video of 1 frame has no last image beside the first: 5 frames or more would do")
 
