@@ -25,6 +25,7 @@ from wanjax.errors import WanjaxError, shown
 from wanjax.kernels.attention import choose, named
 from wanjax.kernels.compiler_options import SAFE, check_set
 from wanjax.layers.placement import placed
+from wanjax.pipelines.cogvideox import FAMILY as COGVIDEOX
 from wanjax.pipelines.components import Components, MakeRoom
 from wanjax.pipelines.family import Architecture, Family, Preset, family_of
 from wanjax.pipelines.keywords import knows_keywords
@@ -38,6 +39,7 @@ from wanjax.sharding import Partitioner, choose_axes, find_rules, is_auto, make_
 
 FAMILIES = [
     WAN,
+    COGVIDEOX,
 ]
 Progress = Callable[[str, int, int], Any]
 Loras = str | Path | Lora | Sequence[str | Path | Lora]

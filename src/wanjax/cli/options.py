@@ -236,6 +236,11 @@ denoising = together(
         metavar="X",
         help="How far to go from --video, where it is what to begin from: the share of the steps that are taken.",
     ),
+    click.option(
+        "--dynamic-guidance/--no-dynamic-guidance",
+        default=None,
+        help="Let the guidance of CogVideoX follow a cosine over the steps.",
+    ),
     click.option("--flow-shift", type=float, metavar="X", help="Above 1, more steps at high noise."),
     click.option(
         "--sigmas",

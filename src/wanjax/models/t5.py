@@ -8,7 +8,7 @@ that. Follows Raffel et al. 2020 (arXiv:1910.10683), Shazeer 2020 (arXiv:2002.05
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax.numpy as jnp
@@ -55,6 +55,7 @@ UMT5_XXL = T5Config(
     eps=1e-6,
     shared_bias=False,
 )
+T5_XXL = replace(UMT5_XXL, vocab_size=32128, shared_bias=True)
 GLYPH_BYT5 = T5Config(
     vocab_size=1510,  # bytes, and names of colours and fonts
     width=1472,

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CogVideoX and CogVideoX-1.5: https://github.com/zai-org/CogVideo, text and image to video."""
+
+from wanjax.pipelines.cogvideox.architecture import CogVideoXArchitecture
+from wanjax.pipelines.cogvideox.networks import NETWORKS
+from wanjax.pipelines.cogvideox.pipeline import CogVideoXPipeline
+from wanjax.pipelines.cogvideox.presets import PRESETS, settings_of
+from wanjax.pipelines.family import Family
+from wanjax.pipelines.tokenizer import Tokenizer
+
+TEXT_LENGTH = 226
+"""The number of tokens of a prompt that the published transformers read, padding included."""
+
+FAMILY = Family(
+    name="CogVideoX",
+    networks=NETWORKS,
+    pipelines=("CogVideoXPipeline", "CogVideoXImageToVideoPipeline", "CogVideoXVideoToVideoPipeline"),
+    pipeline=CogVideoXPipeline,
+    architecture=CogVideoXArchitecture.of,
+    settings=settings_of,
+    presets=PRESETS,
+    loaders={"tokenizer": lambda folder: Tokenizer.load(folder, length=TEXT_LENGTH)},
+)

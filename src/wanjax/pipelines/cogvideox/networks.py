@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The networks of CogVideoX's checkpoints."""
+
+from wanjax.checkpoints.networks import NetworkKind
+from wanjax.converters.cogvideox import diffusers, vae
+from wanjax.models.cogvideox.config import TransformerConfig
+from wanjax.models.cogvideox.transformer import CogVideoXTransformer
+from wanjax.models.cogvideox.vae import CogVideoXVAE
+from wanjax.models.cogvideox.vae_config import VAEConfig
+from wanjax.pipelines.encoders import T5
+
+NETWORKS = (
+    T5,
+    NetworkKind(
+        classes=("CogVideoXTransformer3DModel",),
+        read=diffusers.transformer_config,
+        modules={TransformerConfig: CogVideoXTransformer},
+        rules=diffusers.transformer_rules,
+    ),
+    NetworkKind(
+        classes=("AutoencoderKLCogVideoX",),
+        read=vae.vae_config,
+        modules={VAEConfig: CogVideoXVAE},
+        rules=vae.vae_rules,
+        float32=True,
+    ),
+)

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CogVideoX's pipeline: its handling of prompts, pictures, and the frames that it denoises in front of the video."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from wanjax.compilation import keeps_programs
+from wanjax.errors import WanjaxError
+from wanjax.layers.tiling import Tiling
+from wanjax.media.pictures import Pictures, fit
+from wanjax.pipelines.checks import check_taken
+from wanjax.pipelines.cogvideox.architecture import CogVideoXArchitecture
+from wanjax.pipelines.cogvideox.conditioning import POSTERIORS, CogVideoXEncoded, drawn, led
+from wanjax.pipelines.cogvideox.programs import CogVideoXDenoiser, Shared, encode_prompts, make_context
+from wanjax.pipelines.cogvideox.settings import CogVideoXSettings
+from wanjax.pipelines.frames import GivenFrames, Latents, encoded
+from wanjax.pipelines.guidance import dynamic_scales, group, grouping
+from wanjax.pipelines.pipeline import Pipeline
+from wanjax.pipelines.sampler import Denoiser, Inputs
+from wanjax.pipelines.settings import Settings
+from wanjax.pipelines.steps import Segment
+from wanjax.pipelines.tokenizer import Truncation
+
+Video = Float[Array, "B T H W C"]
+
+
+class CogVideoXPipeline(Pipeline):
+    """A CogVideoX checkpoint as a function from prompts, and pictures if it takes them, to videos."""
+
+    architecture: CogVideoXArchitecture
+    defaults: CogVideoXSettings
+    encoded_type = CogVideoXEncoded
+
+    def check_pictures(self, pictures: Pictures, settings: Settings) -> None:
+        task = self.architecture
+        check_taken(pictures.given(), settings.model, task.purpose, takes=task.takes, needs=task.needs)
+
+    def size_for(self, picture: tuple[int, int, int], asked: Settings) -> tuple[int, int]:
+        fixed = self.architecture.fixed_size
+        return fixed if fixed else super().size_for(picture, asked)
+
+    def settings(self, *, size: tuple[int, int] | None = None, **settings: Any) -> CogVideoXSettings:
+        """Returns the model's defaults, overridden by the given settings; raises WanjaxError for invalid ones."""
+        chosen = super().settings(size=size, **settings)
+        fixed = self.architecture.fixed_size
+        if fixed and chosen.size != fixed:
+            raise WanjaxError(
+                f"{chosen.model} has learned positions for {fixed[1]}x{fixed[0]} alone: "
+                f"{chosen.width}x{chosen.height} cannot be made with it"
+            )
+        return chosen
+
+    def truncations(self, prompt: str) -> Sequence[Truncation]:
+        return tuple(filter(None, self.tokenizer.tokenize([prompt]).truncated))
+
+    @keeps_programs
+    def encode_prompts(self, prompt: str, negative_prompt: str | None = None) -> CogVideoXEncoded:
+        negative = self.defaults.negative_prompt if negative_prompt is None else negative_prompt
+        ids = jnp.asarray(self.tokenizer.tokenize([prompt, negative]).ids)
+        graphdef, weights = nnx.split(self.text_encoder)
+        embeds = self.compiled(encode_prompts)(graphdef, ids, weights)
+        return CogVideoXEncoded(embeds[:1], embeds[1:])
+
+    def encode_pictures(
+        self, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
+    ) -> Mapping[str, Array]:
+        made: dict[str, Array] = {}
+        if pictures.image is not None:
+            scale = self.architecture.picture_scale
+            made["image_latents"], made["image_deviation"] = self._posterior([pictures.image], settings, scale, tiling)
+        if pictures.video is not None:
+            clip, scale = pictures.video[: settings.frames], self.architecture.vae.scaling_factor
+            made["video_latents"], made["video_deviation"] = self._posterior(clip, settings, scale, tiling)
+        return made
+
+    @keeps_programs
+    def _posterior(
+        self, frames: Iterable[np.ndarray], settings: Settings, scale: float, tiling: Tiling | None
+    ) -> tuple[Float[Array, "1 C T H W"], Float[Array, "1 C T H W"]]:
+        """Returns the mean and the deviation of the latents of frames in the video's size, multiplied by a factor."""
+        fitted = [fit(frame, settings.size, settings.resize) for frame in frames]
+        mean, log_variance = jnp.split(encoded(self.vae, fitted, tiling, self.compiled), 2, axis=1)
+        return scale * mean, scale * jnp.exp(0.5 * log_variance)
+
+    @keeps_programs
+    def encode_video(self, frames: GivenFrames, *, tiling: Tiling | None = None) -> Float[Array, "1 C _T _H _W"]:
+        """Encodes frames as `Pipeline.encode_video` does: the mean of their posterior."""
+        mean, _ = jnp.split(super().encode_video(frames, tiling=tiling), 2, axis=1)
+        return self.architecture.vae.scaling_factor * mean
+
+    def check_encoded(self, encoded: CogVideoXEncoded, settings: Settings) -> None:
+        config = self.architecture.transformer
+        right = (len(encoded.prompt_embeds), config.text_length, config.text_width)
+        for name in ("prompt_embeds", "negative_prompt_embeds"):
+            embeds = getattr(encoded, name)
+            if not jnp.issubdtype(embeds.dtype, jnp.floating) or embeds.shape[1:] != right[1:]:
+                raise WanjaxError(
+                    f"the {name} are {embeds.dtype} {list(embeds.shape)} where {settings.model} has floats "
+                    f"{list(right)}: they were made with another model"
+                )
+        shapes = self.architecture.latent_fields(settings)
+        for name in CogVideoXEncoded._fields[2:]:
+            array, right = getattr(encoded, name), shapes.get(name)
+            if array is None and name == "image_latents" and right:
+                raise WanjaxError(f"there is no {name}, which {settings.model} needs: encode the picture too")
+            if array is not None and array.shape[1:] != right:
+                needed = f"[1, {', '.join(map(str, right))}]" if right else "none"
+                raise WanjaxError(
+                    f"the {name} have the shape {list(array.shape)} where this video needs {needed}: encode again, "
+                    "with the size and the frames of the video"
+                )
+
+    def noise_shape(self, settings: Settings, references: int = 0) -> tuple[int, ...]:
+        return self.architecture.denoised_shape(settings)
+
+    def draws(self, settings: Settings, references: int = 0, videos: int = 1) -> Mapping[str, tuple[int, ...]]:
+        shapes = dict(super().draws(settings, references, videos))
+        for name, (_, mean, _) in POSTERIORS.items():
+            if right := self.architecture.latent_fields(settings).get(mean):
+                shapes[name] = (videos, *right)
+        return shapes
+
+    def sampled(self, encoded: CogVideoXEncoded, seeds: Sequence[int], draws: Mapping[str, Array]) -> CogVideoXEncoded:
+        return drawn(encoded, seeds, draws)
+
+    def begin(self, encoded: CogVideoXEncoded, settings: Settings, noise: Latents) -> tuple[Any, Video]:
+        """Returns the schedule, and the latents at its first noise level; a given video skips the noisiest steps."""
+        x = jnp.moveaxis(noise.astype(jnp.float32), 1, -1)
+        if encoded.video_latents is None:
+            return self.scheduler.schedule(settings.steps), x
+        video = jnp.moveaxis(jnp.asarray(encoded.video_latents, jnp.float32), 1, -1)
+        schedule = self.scheduler.schedule(settings.steps, skip=settings.steps - settings.strong_steps)
+        return schedule, self.scheduler.noised(schedule, led(video, x.shape[1]), x)
+
+    def segments(self, schedule: Any, settings: Settings) -> Sequence[Segment]:
+        assert isinstance(settings, CogVideoXSettings)
+        if not (settings.dynamic_guidance and settings.guided):
+            return super().segments(schedule, settings)
+        scales = dynamic_scales(settings.guidance_scale, schedule.timesteps, settings.steps)
+        return [Segment(self.architecture.denoisers[0], 0, tuple(scales))]
+
+    def inputs(
+        self, network: nnx.Module, segment: Segment, encoded: CogVideoXEncoded, x: Video, batched: bool
+    ) -> tuple[Denoiser, Inputs]:
+        graphdef, weights = nnx.split(network)
+        groups = grouping(segment.guided, batched, self.partitioner)
+        image = encoded.image_latents
+        image = None if image is None else jnp.moveaxis(jnp.asarray(image, jnp.float32), 1, -1)
+        texts = (encoded.prompt_embeds, encoded.negative_prompt_embeds)
+        prompts, image = self.on_devices((group(texts, groups), image))
+        contexts, positions = self.compiled(make_context)(graphdef, x, weights, prompts)
+        denoiser = CogVideoXDenoiser(graphdef, self.scheduler)
+        return denoiser, Inputs(weights, contexts, Shared(positions, image), groups[1] * len(x))

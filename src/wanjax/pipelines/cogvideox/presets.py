@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CogVideoX's published checkpoints, and the default settings of other checkpoints."""
+
+from dataclasses import replace
+from typing import Any
+
+from wanjax.checkpoints.sources import Source, read_json
+from wanjax.models.cogvideox.config import I2V_1_5_5B, I2V_5B, T2V_1_5_5B, T2V_2B, T2V_5B
+from wanjax.models.cogvideox.vae_config import VAE_1_5, VAE_2B, VAE_5B
+from wanjax.models.t5 import T5_XXL
+from wanjax.pipelines.cogvideox.architecture import CogVideoXArchitecture
+from wanjax.pipelines.cogvideox.settings import CogVideoXSettings
+from wanjax.pipelines.family import Preset
+from wanjax.schedulers.ddim import DDIM
+
+DEFAULTS = CogVideoXSettings(
+    model="",
+    prompt="",
+    negative_prompt="",
+    height=768,
+    width=1360,
+    frames=81,
+    fps=16,
+    steps=50,
+    guidance_scale=6.0,
+    dynamic_guidance=False,
+    seed=42,
+    dtype="bfloat16",
+    resize="crop",
+    strength=0.8,
+)
+OLD: dict[str, Any] = {"height": 480, "width": 720, "frames": 49, "fps": 8}
+LICENCE = "CogVideoX licence"
+
+T2V_NEW = CogVideoXArchitecture(text_encoder=T5_XXL, transformer=T2V_1_5_5B, vae=VAE_1_5)
+I2V_NEW = replace(T2V_NEW, transformer=I2V_1_5_5B)
+T2V_OLD = replace(T2V_NEW, transformer=T2V_5B, vae=VAE_5B)
+I2V_OLD = replace(T2V_OLD, transformer=I2V_5B)
+T2V_SMALL = replace(T2V_OLD, transformer=T2V_2B, vae=VAE_2B, scheduler=DDIM(snr_shift=3.0))
+
+
+def _preset(
+    name: str,
+    repository: str,
+    about: str,
+    architecture: CogVideoXArchitecture,
+    parameters: int,
+    licence: str = LICENCE,
+    **settings: Any,
+) -> Preset:
+    """Returns the preset of a checkpoint by CogVideoX's authors, which the hub has under two names of theirs."""
+    return Preset(
+        name=name,
+        source=f"zai-org/{repository}",
+        about=about,
+        transformer_parameters=parameters,
+        licence=licence,
+        param_dtype="bfloat16",
+        defaults=replace(DEFAULTS, model=name, **settings),
+        architecture=architecture,
+        aliases=(f"THUDM/{repository}",),
+    )
+
+
+PRESETS = (
+    _preset("cogvideox1.5-5b", "CogVideoX1.5-5B", "text to video, 768 × 1360", T2V_NEW, 0),
+    _preset("cogvideox1.5-5b-i2v", "CogVideoX1.5-5B-I2V", "image to video, 768 × 1360", I2V_NEW, 0),
+    _preset("cogvideox-2b", "CogVideoX-2b", "text to video, 480 × 720", T2V_SMALL, 0, "Apache-2.0", **OLD),
+    _preset("cogvideox-5b", "CogVideoX-5b", "text to video, 480 × 720", T2V_OLD, 0, **OLD),
+    _preset("cogvideox-5b-i2v", "CogVideoX-5b-I2V", "image to video, 480 × 720", I2V_OLD, 0, **OLD),
+)
+
+
+def settings_of(source: Source, architecture: CogVideoXArchitecture, preset: Preset | None) -> CogVideoXSettings:
+    """Returns the default settings of a checkpoint: its preset's, if it has one.
+
+    Else they are those of the first preset with the same patch and pictures, overridden by generation_config.json.
+    """
+    if preset is not None:
+        settings = preset.defaults
+    else:
+        like = (preset for preset in PRESETS if _kind(preset.architecture) == _kind(architecture))
+        settings = next(like, PRESETS[0]).defaults.updated(
+            read_json(source.root / "generation_config.json", missing={})
+        )
+    assert isinstance(settings, CogVideoXSettings)
+    return settings
+
+
+def _kind(architecture: Any) -> tuple[Any, ...]:
+    """Returns what decides the default settings."""
+    return architecture.transformer.patch, architecture.pictured

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CogVideoX's own programs, beside those of all families, and its part of a denoising step."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from wanjax.compilation import program
+from wanjax.kernels.compiler_options import scanned
+from wanjax.models.cogvideox.positions import Positions
+from wanjax.pipelines.sampler import Denoiser
+
+Latents = Float[Array, "B T H W C"]
+
+
+class Shared(NamedTuple):
+    """The inputs that the forwards for all prompts share: positions, and latents of the first frame or None."""
+
+    positions: Positions
+    image: Any = None  # [B 1 H W C]
+
+
+@dataclass(frozen=True)
+class CogVideoXDenoiser(Denoiser):
+    """CogVideoX's transformer; predicts v of latents."""
+
+    def predict(
+        self, network: Any, x: Latents, t: Float[Array, "B"], prompt: Any, shared: Shared, carry: Any
+    ) -> tuple[Latents, Any]:
+        if shared.image is not None:
+            x = jnp.concatenate([x, first_frame(shared.image, x)], axis=-1)
+        return network(x, t, prompt, shared.positions), carry
+
+
+def first_frame(image: Float[Array, "_B 1 H W _C"], x: Latents) -> Float[Array, "B T H W _C"]:
+    """Returns latents of an image followed by zeros, as many frames and videos as x has.
+
+    The frames that are denoised in front of the video count: the image is beside the first of them, as in the
+    reference.
+    """
+    images = jnp.concatenate([image] * (len(x) // len(image)))
+    return jnp.pad(images, [(0, 0), (0, x.shape[1] - 1), (0, 0), (0, 0), (0, 0)])
+
+
+@program(scanned)
+def encode_prompts(graphdef: Any, ids: Int[Array, "B S"], weights: Any) -> Float[Array, "B S E"]:
+    """Encodes prompts. The padding is encoded and attended to like any token, as in the reference."""
+    return nnx.merge(graphdef, weights)(ids)
+
+
+@program(scanned)
+def make_context(
+    graphdef: Any, x: Latents, weights: Any, prompts: tuple[Float[Array, "_B S E"], ...]
+) -> tuple[tuple[Float[Array, "_B S _E"], ...], Positions]:
+    """Returns each prompt in the transformer's width, and the positions of all tokens."""
+    transformer = nnx.merge(graphdef, weights)
+    contexts = tuple(transformer.context(text) for text in prompts)
+    return contexts, transformer.positions(transformer.grid(x), prompts[0].shape[1])

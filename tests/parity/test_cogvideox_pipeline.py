@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CogVideoX's pipelines against diffusers': checkpoints that diffusers wrote, the same prompts, pictures and noise."""
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from diffusers import (
+    AutoencoderKLCogVideoX,
+    CogVideoXDDIMScheduler,
+    CogVideoXDPMScheduler,
+    CogVideoXImageToVideoPipeline,
+    CogVideoXPipeline,
+    CogVideoXTransformer3DModel,
+    CogVideoXVideoToVideoPipeline,
+)
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from diffusers.schedulers import scheduling_dpm_cogvideox
+from PIL import Image
+from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
+
+import wanjax
+from tests.parity.references import BAR, largest_error, psnr, randomise
+from tests.support.tiny import compile_cache
+from tests.support.toy_tokenizer import save_tokenizer
+
+PROMPT, NEGATIVE = "a red circle moving right", "a blue cat"
+HEIGHT, WIDTH, STEPS, GUIDANCE, CHANNELS = 32, 48, 6, 6.0, 4
+LATENTS = HEIGHT // 8, WIDTH // 8
+SHARED = {
+    "num_attention_heads": 2, "attention_head_dim": 16, "time_embed_dim": 24, "text_embed_dim": 48, "num_layers": 3,
+    "max_text_seq_length": 12, "out_channels": CHANNELS, "temporal_compression_ratio": 4,
+}  # fmt: skip
+NEW = {"patch_size_t": 2, "patch_bias": False, "use_rotary_positional_embeddings": True, "sample_height": 20,
+       "sample_width": 20, "sample_frames": 17}  # fmt: skip
+OLD = {"sample_height": LATENTS[0], "sample_width": LATENTS[1], "sample_frames": 9}
+TRANSFORMERS: dict[str, dict[str, Any]] = {
+    "cogvideox1.5-5b": NEW | {"in_channels": CHANNELS},
+    "cogvideox1.5-5b-i2v": NEW | {"in_channels": 2 * CHANNELS, "ofs_embed_dim": 24},
+    "cogvideox-2b": OLD | {"in_channels": CHANNELS},
+    "cogvideox-5b": OLD | {"in_channels": CHANNELS, "use_rotary_positional_embeddings": True},
+    "cogvideox-5b-i2v": OLD | {"in_channels": 2 * CHANNELS, "use_rotary_positional_embeddings": True,
+                               "use_learned_positional_embeddings": True},
+}  # fmt: skip
+SCHEDULE = {
+    "beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "prediction_type": "v_prediction",
+    "rescale_betas_zero_snr": True, "timestep_spacing": "trailing", "clip_sample": False,
+}  # fmt: skip
+SOLVERS = {"ddim": CogVideoXDDIMScheduler, "dpm": CogVideoXDPMScheduler}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_cache(tmp_path_factory):
+    with compile_cache(tmp_path_factory.getbasetemp() / "xla"):
+        yield
+
+
+def networks(name: str) -> dict[str, torch.nn.Module]:
+    torch.manual_seed(0)
+    made = {
+        "text_encoder": T5EncoderModel(
+            T5Config(
+                vocab_size=512, d_model=48, d_kv=16, d_ff=96, num_layers=2, num_heads=4,
+                relative_attention_num_buckets=16, relative_attention_max_distance=40, feed_forward_proj="gated-gelu",
+            )
+        ),
+        "transformer": CogVideoXTransformer3DModel(**SHARED | TRANSFORMERS[name]),
+        "vae": AutoencoderKLCogVideoX(
+            block_out_channels=(8, 16, 16, 24), latent_channels=CHANNELS, layers_per_block=1, norm_num_groups=4,
+            down_block_types=("CogVideoXDownBlock3D",) * 4, up_block_types=("CogVideoXUpBlock3D",) * 4,
+            scaling_factor=1.15258426 if name == "cogvideox-2b" else 0.7, sample_height=HEIGHT, sample_width=WIDTH,
+            invert_scale_latents="1.5" in name,
+        ),
+    }  # fmt: skip
+    for seed, network in enumerate(made.values()):
+        randomise(network.eval(), seed)
+    return made
+
+
+def reference(name: str, solver: str, folder: Path) -> Any:
+    """Returns diffusers' pipeline, whose checkpoint it writes to the folder."""
+    shift = 3.0 if name == "cogvideox-2b" else 1.0
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(save_tokenizer(folder / "toy"))
+    tokenizer.model_max_length = 12
+    kind = CogVideoXImageToVideoPipeline if name.endswith("i2v") else CogVideoXPipeline
+    pipe = kind(
+        tokenizer=tokenizer,
+        scheduler=SOLVERS[solver](**SCHEDULE, snr_shift_scale=shift),
+        **networks(name),
+    )
+    pipe.set_progress_bar_config(disable=True)
+    pipe.save_pretrained(folder / "checkpoint")
+    return pipe
+
+
+def noise_for(frames: int, padded: bool, pictures: str = "") -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    count = (frames - 1) // 4 + 1
+    count += padded * (count % 2)
+    shape = (1, CHANNELS, count, *LATENTS)
+    noise = {"noise": torch.randn(shape, generator=generator)}
+    noise["step_noise"] = torch.randn((STEPS, *shape), generator=generator)
+    if pictures:
+        shape = (1, CHANNELS, 1 if pictures == "image" else (frames - 1) // 4 + 1, *LATENTS)
+        noise[f"{pictures}_noise"] = torch.randn(shape, generator=generator)
+    return noise
+
+
+@torch.no_grad()
+def expected(pipe: Any, noise: dict[str, torch.Tensor], monkeypatch, **given) -> tuple[list[np.ndarray], np.ndarray]:
+    """Returns diffusers' latents [1 C T H W] after every step, and its frames; all of its draws are the given noise."""
+    latents: list[np.ndarray] = []
+
+    def drawn(shape, **_):  # two draws a step from the second on, of which the last counts
+        return noise["step_noise"][len(latents)].transpose(1, 2)
+
+    def sample(posterior, generator=None):
+        (own,) = (noise[name] for name in ("image_noise", "video_noise") if name in noise)
+        return posterior.mean + posterior.std * own
+
+    monkeypatch.setattr(scheduling_dpm_cogvideox, "randn_tensor", drawn)
+    monkeypatch.setattr(DiagonalGaussianDistribution, "sample", sample)
+    frames = pipe(
+        prompt=PROMPT, negative_prompt=NEGATIVE, height=HEIGHT, width=WIDTH, num_inference_steps=STEPS,
+        max_sequence_length=12, output_type="np",
+        callback_on_step_end=lambda pipe, i, t, v: latents.append(v["latents"].transpose(1, 2).numpy()) or {},
+        **{"guidance_scale": GUIDANCE} | given,
+    ).frames[0]  # fmt: skip
+    return latents, frames
+
+
+def answer(folder: Path, noise: dict[str, torch.Tensor], **given) -> tuple[list[np.ndarray], np.ndarray]:
+    pipe = wanjax.load(folder / "checkpoint")
+    settings = {"size": (HEIGHT, WIDTH), "steps": STEPS, "guidance_scale": GUIDANCE, "resize": "stretch"} | given
+    frames = settings["frames"]
+    pictures = {name: settings.pop(name) for name in ("image", "video") if name in settings}
+    encoded = pipe.encode(PROMPT, NEGATIVE, **pictures, **settings)
+    latents: list[np.ndarray] = []
+    right = pipe.draws(pipe.settings(**settings))
+    kept = {n: jnp.asarray(x.numpy()) for n, x in noise.items() if n in right or n.startswith(("image", "video"))}
+    last = pipe.denoise(encoded, noise=kept, callback=lambda step: latents.append(np.asarray(step.latents)), **settings)
+    assert last.shape[2] == (frames - 1) // 4 + 1
+    np.testing.assert_array_equal(last, latents[-1][:, :, -last.shape[2] :])
+    return latents, pipe.decode(last, jnp.float32)
+
+
+def compare(ours: tuple[list[np.ndarray], np.ndarray], theirs: tuple[list[np.ndarray], np.ndarray]) -> None:
+    assert len(ours[0]) == len(theirs[0])
+    assert largest_error(ours[0], theirs[0]) <= BAR
+    assert ours[1].shape == theirs[1].shape
+    assert psnr(ours[1], theirs[1]) >= 60
+
+
+@pytest.mark.parametrize(
+    ("name", "solver", "frames", "given"),
+    [
+        ("cogvideox1.5-5b", "ddim", 17, {}),
+        ("cogvideox1.5-5b", "dpm", 17, {}),
+        ("cogvideox1.5-5b", "dpm", 13, {"guidance_scale": 1.0}),
+        ("cogvideox-2b", "ddim", 9, {}),
+        ("cogvideox-5b", "dpm", 9, {}),
+    ],
+)
+def test_text_to_video(tmp_path, monkeypatch, name, solver, frames, given):
+    noise = noise_for(frames, "1.5" in name)
+    pipe = reference(name, solver, tmp_path)
+    theirs = expected(pipe, noise, monkeypatch, num_frames=frames, latents=noise["noise"].transpose(1, 2), **given)
+    compare(answer(tmp_path, noise, frames=frames, **given), theirs)
+
+
+def test_dynamic_guidance(tmp_path, monkeypatch):
+    noise = noise_for(9, True)
+    pipe = reference("cogvideox1.5-5b", "ddim", tmp_path)
+    begin = {"num_frames": 9, "latents": noise["noise"].transpose(1, 2)}
+    theirs = expected(pipe, noise, monkeypatch, use_dynamic_cfg=True, **begin)
+    compare(answer(tmp_path, noise, frames=9, dynamic_guidance=True), theirs)
+
+
+@pytest.mark.parametrize("name", ["cogvideox1.5-5b-i2v", "cogvideox-5b-i2v"])
+def test_image_to_video(tmp_path, monkeypatch, name):
+    frames = 9
+    noise = noise_for(frames, "1.5" in name, "image")
+    picture = np.random.default_rng(0).integers(0, 256, (52, 61, 3), np.uint8)  # of other proportions than the video
+    pipe = reference(name, "ddim", tmp_path)
+    begin = {"num_frames": frames, "latents": noise["noise"].transpose(1, 2), "image": Image.fromarray(picture)}
+    theirs = expected(pipe, noise, monkeypatch, **begin)
+    compare(answer(tmp_path, noise, frames=frames, image=picture), theirs)
+
+
+@pytest.mark.parametrize(("name", "frames"), [("cogvideox1.5-5b", 13), ("cogvideox-2b", 9)])
+def test_video_to_video(tmp_path, monkeypatch, name, frames):
+    noise = noise_for(frames, "1.5" in name, "video")
+    clip = np.random.default_rng(0).integers(0, 256, (frames, 40, 48, 3), np.uint8)
+    pipe = CogVideoXVideoToVideoPipeline(**reference(name, "ddim", tmp_path).components)
+    pipe.set_progress_bar_config(disable=True)
+    module = "diffusers.pipelines.cogvideo.pipeline_cogvideox_video2video.randn_tensor"
+    monkeypatch.setattr(module, lambda shape, **_: noise["noise"].transpose(1, 2))
+    theirs = expected(pipe, noise, monkeypatch, video=[Image.fromarray(x) for x in clip], strength=0.6)
+    compare(answer(tmp_path, noise, frames=frames, video=clip, strength=0.6), theirs)
