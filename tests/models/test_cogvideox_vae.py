@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CogVideoX's autoencoder on eight devices, in constant memory, and its norm's precision."""
+
+from dataclasses import replace
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from tests.support.compare import error
+from tests.support.devices import most_held
+from tests.support.small_wan import network, partitioner
+from wanjax.layers.norms import GroupNorm
+from wanjax.models.cogvideox.vae import CogVideoXVAE
+from wanjax.models.cogvideox.vae_config import VAE_5B
+from wanjax.pipelines.frames import chunk_count, decode_chunk, decoded, encoded, spans
+
+SMALL = replace(VAE_5B, channels=(4, 8, 8), latent_channels=4, res_blocks=1, groups=2, sample_size=(48, 64))
+EVEN, SOME, NONE = (8, 6), (6, 4), (3, 5)  # sizes of latents that eight devices can share, or not
+
+
+@cache
+def vae(axes=None):
+    return network(partial(CogVideoXVAE, SMALL), partitioner(axes))
+
+
+def frames_of(z, axes=None):
+    chunks = decoded(vae(axes), z, jnp.float32, None, lambda program: program.on(partitioner(axes)))
+    return np.concatenate([np.asarray(x) for x in chunks])
+
+
+def latents_of(frames, axes=None):
+    return encoded(vae(axes), frames, None, lambda program: program.on(partitioner(axes)))
+
+
+@pytest.mark.parametrize(("axes", "size"), [((1, 1, 8), EVEN), ((2, 1, 4), SOME), ((2, 2, 2), NONE), ((1, 8, 1), SOME)])
+def test_eight_devices(axes, size):
+    z = np.random.default_rng(0).normal(size=(1, 4, 5, *size)).astype(np.float32)
+    frames = frames_of(z)
+    assert frames.shape == (17, 4 * size[0], 4 * size[1], 3)
+    assert frames.std() > 0.05
+    assert error(frames_of(z, axes), frames.astype(np.float64)) <= 1e-5
+    latents = np.asarray(latents_of(frames), np.float64)
+    assert latents.shape == (1, 8, 5, *size)
+    assert error(latents_of(frames, axes), latents) <= 1e-5
+
+
+def test_each_device_holds_an_eighth():
+    z = jnp.ones((1, 3, 8, 6, 4))
+    graphdef, weights = nnx.split(vae((2, 1, 4)))
+    decode = decode_chunk.on(partitioner((2, 1, 4)))
+    frames, kept = decode((graphdef, jnp.dtype(jnp.uint8), 1), z, None, weights)
+    assert frames.sharding.is_fully_replicated
+    assert all(len({str(shard.index) for shard in x.addressable_shards}) == 8 for x in jax.tree.leaves(kept))
+
+
+def test_memory_does_not_grow_with_the_clip():
+    z = jnp.asarray(np.random.default_rng(0).normal(size=(1, 4, 13, 4, 4)), jnp.float32)
+    held = []
+    for frames in decoded(vae(), z, jnp.uint8, None, lambda program: program.on(None)):
+        frames.block_until_ready()
+        held.append(most_held())
+    assert len(held) == 6
+    assert len(set(held[1:])) == 1
+
+
+@pytest.mark.parametrize(
+    ("frames", "lengths"), [(1, [1]), (2, [2]), (3, [3]), (4, [2, 2]), (5, [3, 2]), (13, [3] + 5 * [2])]
+)
+def test_chunks(frames, lengths):
+    at_once = SMALL.decoded_at_once(frames)
+    assert [len(range(frames)[part]) for part in spans(frames, at_once)] == lengths
+    assert chunk_count(frames, at_once) == len(lengths)
+
+
+def test_clips_of_many_lengths_share_their_programs():
+    assert {SMALL.encoded_at_once(frames) for frames in (9, 17, 49, 81)} == {(9, 8)}
+    assert {SMALL.decoded_at_once(frames) for frames in (3, 5, 13, 21)} == {(3, 2)}
+    assert (SMALL.encoded_at_once(1), SMALL.encoded_at_once(13)) == ((1, 8), (13, 8))
+
+
+@pytest.mark.parametrize("way", ["encode_cells", "decode_cells"])
+def test_what_is_kept_stays_of_one_kind(way):
+    """All chunks but the first share one program, on TPUs too."""
+    first, later, channels = (9, 8, 3) if way == "encode_cells" else (3, 2, 4)
+
+    def chunks(x):
+        vae = CogVideoXVAE(SMALL, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+        kept = [None]
+        for part in spans(x.shape[1], (first, later)):
+            kept.append(getattr(vae, way)(x[:, part], kept[-1])[1])
+        return kept[1:]
+
+    device = AbstractDevice("TPU v6 lite", 1, "tpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("chips",), abstract_device=device)):
+        shape = (1, first + 2 * later, 8, 8, channels)
+        kept = jax.eval_shape(chunks, jax.ShapeDtypeStruct(shape, jnp.float32))
+    assert {x.dtype for x in jax.tree.leaves(kept)} == {jnp.dtype(jnp.bfloat16)}
+    assert kept[0] == kept[1] == kept[2]
+
+
+@pytest.mark.parametrize(("mean", "bound"), [(0, 1e-6), (3, 2e-6), (30, 1e-4)])
+def test_group_norm_is_precise(mean, bound):
+    """One pass over many cells, whose mean may be larger than their deviation, against float64."""
+    x = np.random.default_rng(0).normal(mean, 1, (1, 4, 96, 170, 8)).astype(np.float32)
+    norm = GroupNorm(8, 2, 1e-6, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+    groups = x.astype(np.float64).reshape(1, -1, 2, 4)
+    centred = groups - groups.mean(axis=(1, 3), keepdims=True)
+    exact = (centred / np.sqrt(centred.var(axis=(1, 3), keepdims=True) + 1e-6)).reshape(x.shape)
+    found = error(jax.jit(lambda norm, x: norm(x))(norm, x), exact)
+    print(f"mean {mean}: relative error {found:.1e}")
+    assert found <= bound
