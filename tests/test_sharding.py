@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Meshes and rules; every network on eight devices against one device."""
 
+from dataclasses import replace
 from functools import cache, partial
+from math import prod
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ from tests.support.compare import error
 from tests.support.small_wan import network, partitioner, pipeline, transformer_config
 from tests.support.tiny import tiny_checkpoint
 from wanjax.errors import WanjaxError
+from wanjax.layers.conv import VIDEO
 from wanjax.layers.placement import placed
 from wanjax.models.wan.config import T2V_14B
 from wanjax.models.wan.transformer import WanTransformer
@@ -77,6 +80,17 @@ def test_vae():
     latents = alone.encode_video(frames)
     assert error(together.encode_video(frames), np.asarray(latents, np.float64)) <= BOUND
     assert all(weight.sharding.is_fully_replicated for weight in jax.tree.leaves(nnx.state(together.vae)))
+
+
+@pytest.mark.parametrize("size", [(480, 832), (720, 1280), (1280, 720), (768, 1360), (1360, 768)])
+@pytest.mark.parametrize("axes", MESHES)
+def test_frames_keep_their_sharding_from_level_to_level(axes, size):
+    """Frames of an autoencoder are not sent between devices where its resolution changes."""
+    following = replace(partitioner(axes), coarsest=(size[0] // 8, size[1] // 8))
+    sizes = [(1, 2, size[0] // n, size[1] // n, 8) for n in (8, 4, 2, 1)]
+    specs = {following.activation(VIDEO, shape) for shape in sizes}
+    assert len(specs) == 1
+    assert prod(following.size(taken) for taken in specs.pop()) == 8
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ Outside `use(partitioner)` there is one device, and `constrain`, `spread`, `repl
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from types import MappingProxyType
@@ -70,10 +70,14 @@ RULES: Mapping[str, Rules] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Partitioner:
-    """A mesh and its rules: decides how each array is sharded."""
+    """A mesh and its rules: decides how each array is sharded.
+
+    `coarsest` are the height and width of the smallest frames of an autoencoder, which the larger ones follow.
+    """
 
     mesh: Mesh
     rules: Rules
+    coarsest: tuple[int, int] | None = None
 
     def __str__(self) -> str:
         """The mesh as `parse_mesh` reads it."""
@@ -99,7 +103,10 @@ class Partitioner:
         return NamedSharding(self.mesh, self._spec(rules, axes, shape))
 
     def _spec(self, rules: Mapping[str, tuple[str, ...]], axes: Axes, shape: Sequence[int]) -> PartitionSpec:
-        """The even sharding over the most devices; among equals, the one that the rules name first."""
+        """The even sharding over the most devices; among equals, one that `coarsest` can have, the first by the rules.
+
+        Frames that change between two shardings from level to level would be sent between devices.
+        """
         mesh_axes = [axis for axis in MESH_AXES if self.size(axis) > 1]
         order = [axes.index(name) for name in rules if name in axes]
         ways = [[dim for dim in order if axis in rules[axes[dim] or ""]] + [None] for axis in mesh_axes]
@@ -111,7 +118,13 @@ class Partitioner:
             sizes = [self.size(taken) for taken in split(way)]
             return prod(sizes) if all(n % size == 0 for n, size in zip(shape, sizes, strict=True)) else 0
 
-        return PartitionSpec(*(taken or None for taken in split(max(product(*ways), key=devices))))
+        def followed(way: Sequence[int | None]) -> bool:
+            sizes = {axes[dim]: self.size(taken) for dim, taken in enumerate(split(way))}
+            sides = zip(("height", "width"), self.coarsest or (), strict=False)
+            return all(n % sizes.get(name, 1) == 0 for name, n in sides)
+
+        best = max(product(*ways), key=lambda way: (devices(way), followed(way)))
+        return PartitionSpec(*(taken or None for taken in split(best)))
 
 
 _current: ContextVar[Partitioner | None] = ContextVar("partitioner", default=None)
@@ -130,6 +143,14 @@ def use(partitioner: Partitioner | None) -> Iterator[None]:
         yield
     finally:
         _current.reset(token)
+
+
+@contextmanager
+def following(height: int, width: int) -> Iterator[None]:
+    """Shards frames in its `with` block as those of this height and width, where that loses no device."""
+    partitioner = current()
+    with use(partitioner and replace(partitioner, coarsest=(height, width))):
+        yield
 
 
 def constrain(x: jax.Array, axes: Axes) -> jax.Array:

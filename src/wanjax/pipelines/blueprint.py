@@ -2,7 +2,7 @@
 """Programs of a pipeline for arguments that are shapes and shardings, to be compiled and priced but not run."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -76,7 +76,7 @@ class Blueprint:
         `at_once` are the lengths of the two, as the config's `decoded_at_once` returns them.
         """
         config = vae.config
-        cache = None if first else self._cache(self.decode(vae, size, at_once, first=True))
+        cache = None if first else self._cache(vae, size, self.decode(vae, size, at_once, first=True))
         cells = (n // config.spatial_factor for n in size)
         z = self.array((1, at_once[0 if first else 1], *cells, config.latent_channels), jnp.float32)
         graphdef, weights = self.network(vae)
@@ -88,12 +88,14 @@ class Blueprint:
         `at_once` are the lengths of the two, as the config's `encoded_at_once` returns them.
         """
         config = vae.config
-        cache = None if first else self._cache(self.encode(vae, size, at_once, first=True))
+        cache = None if first else self._cache(vae, size, self.encode(vae, size, at_once, first=True))
         cells = (n // config.patch for n in size)
         x = self.array((1, at_once[0 if first else 1], *cells, config.cell_channels), jnp.float32)
         graphdef, weights = self.network(vae)
         return self.lowering(encode_chunk, graphdef, x, cache, weights)
 
-    def _cache(self, chunk: Lowering) -> Shapes:
+    def _cache(self, vae: Network, size: Sequence[int], chunk: Lowering) -> Shapes:
         """Returns the cache that an autoencoder passes from chunk to chunk, as shapes with shardings."""
-        return self.results(lambda *arguments: chunk.function(*arguments)[1], *chunk.arguments, axes=VIDEO)
+        height, width = (n // vae.config.spatial_factor for n in size)
+        alike = replace(self, partitioner=replace(self.partitioner, coarsest=(height, width)))
+        return alike.results(lambda *arguments: chunk.function(*arguments)[1], *chunk.arguments, axes=VIDEO)

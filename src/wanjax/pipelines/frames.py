@@ -23,7 +23,7 @@ from wanjax.kernels.compiler_options import convolutions, scanned
 from wanjax.layers.conv import VIDEO
 from wanjax.layers.patch import to_cells, to_pixels
 from wanjax.layers.tiling import Tiling, map_tiles
-from wanjax.sharding import constrain, replicate
+from wanjax.sharding import constrain, following, replicate
 
 Latents = Float[Array, "B C T H W"]
 GivenLatents = Float[Array | np.ndarray, "B C T H W"]
@@ -36,21 +36,26 @@ Frames = UInt8[Array, "T H W 3"] | Float[Array, "T H W 3"]
 def decode_chunk(static: tuple[Any, Any, int], z: Chunk, cache: Any, weights: Any) -> tuple[Frames, Any]:
     """Decodes a chunk of latents to frames of the final dtype; returns the cache. static: graphdef, dtype, patch."""
     graphdef, dtype, patch = static
-    x, cache = _decode(graphdef, z, cache, weights)
-    return _finished(x, dtype, patch), cache
+    with following(*z.shape[2:4]):
+        x, cache = _decode(graphdef, z, cache, weights)
+        return _finished(x, dtype, patch), cache
 
 
 @program(convolutions, donated=("cache",))
 def decode_tile(graphdef: Any, z: Chunk, cache: Any, weights: Any) -> tuple[Chunk, Any]:
     """Decodes a tile of latents to cells of pixels, about [-1, 1]; returns the cache too."""
-    return _decode(graphdef, z, cache, weights)
+    with following(*z.shape[2:4]):
+        return _decode(graphdef, z, cache, weights)
 
 
 @program(convolutions)
 def encode_chunk(graphdef: Any, x: Chunk, cache: Any, weights: Any) -> tuple[Chunk, Any]:
     """Encodes a chunk of cells of pixels in [-1, 1] to latents; returns the cache too."""
-    z, cache = nnx.merge(graphdef, weights).encode_cells(constrain(x, VIDEO), cache)
-    return constrain(z, VIDEO), _constrained(cache)
+    vae = nnx.merge(graphdef, weights)
+    cells = vae.config.spatial_factor // vae.config.patch
+    with following(x.shape[2] // cells, x.shape[3] // cells):
+        z, cache = vae.encode_cells(constrain(x, VIDEO), cache)
+        return constrain(z, VIDEO), _constrained(cache)
 
 
 @program(scanned)
