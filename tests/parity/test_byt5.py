@@ -22,6 +22,7 @@ from tests.support.toy_tokenizer import AWKWARD_PROMPTS
 from wanjax.converters.engine import assign, parameters
 from wanjax.converters.t5 import t5_config, t5_rules
 from wanjax.errors import WanjaxError
+from wanjax.layers.stack import block_at
 from wanjax.models.t5 import GLYPH_BYT5, T5Encoder
 from wanjax.pipelines.byt5_tokenizer import ByT5Tokenizer
 
@@ -149,12 +150,19 @@ def test_encoder(length, tmp_path):
     model = converted_t5(reference, tmp_path)
     tokens = torch.randint(3, 384, (2, length), generator=torch.Generator().manual_seed(length))
     mask = (torch.arange(length)[None] < torch.tensor([[length], [max(1, length // 3)]])).float()
+    real = mask.numpy().astype(bool)
     outputs = reference(tokens, attention_mask=mask, output_hidden_states=True)
-    encode = nnx.jit(lambda model, *prompt: model(*prompt))
-    answer = encode(model, jnp.asarray(tokens.numpy()), jnp.asarray(mask.numpy().astype(bool)))
-    error = relative_l2(answer, outputs.last_hidden_state)
-    print(f"relative error {error:.1e}")
-    assert error <= 1e-5
+    ids = jnp.asarray(tokens.numpy())
+    run = nnx.jit(lambda model, *arguments: model(*arguments))
+    states, bias = [model.embed(ids)], model.position_bias(length)
+    for layer in range(model.config.layers):
+        states.append(run(block_at(model.blocks, layer), states[-1], jnp.asarray(real), bias))
+    states[-1] = model.norm(states[-1])
+    states.append(run(model, ids, jnp.asarray(real)))
+    for answer, expected in zip(states, (*outputs.hidden_states, outputs.last_hidden_state), strict=True):
+        error = relative_l2(answer[real], expected.numpy()[real])
+        print(f"relative error {error:.1e}")
+        assert error <= 1e-5
 
 
 def test_the_published_sizes():

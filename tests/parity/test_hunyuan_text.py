@@ -88,6 +88,12 @@ def test_tokens_of_chats(tokenizers):
     assert (batch.ids == special).sum(axis=1).tolist()[:3] == [3, 3, 3]
 
 
+def test_half_a_character_is_replaced(tokenizers):
+    _, tokenizer = tokenizers
+    batch = tokenize_chats(tokenizer, ["half \ud83d", "half \ufffd", "a whole \ud83d\ude00", "a whole 😀"])
+    np.testing.assert_array_equal(batch.ids[::2], batch.ids[1::2])
+
+
 def test_the_truncation_of_a_chat_is_that_of_its_prompt(tokenizers):
     """The toy's template has more tokens than the true one, so that less of a prompt fits."""
     _, tokenizer = tokenizers
