@@ -29,6 +29,7 @@ from wanjax.pipelines.cogvideox import FAMILY as COGVIDEOX
 from wanjax.pipelines.components import Components, MakeRoom
 from wanjax.pipelines.family import Architecture, Family, Preset, family_of
 from wanjax.pipelines.keywords import knows_keywords
+from wanjax.pipelines.memory import bytes_needed, check_memory
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.progress import loading
 from wanjax.pipelines.record import described
@@ -133,10 +134,14 @@ def outline(model: str) -> tuple[Family, Architecture, Settings]:
     """Returns a model's family, architecture and settings; downloads nothing for a preset."""
     preset = _published(model)
     if preset is not None and preset.architecture is not None:
-        family = next(family for family in FAMILIES if preset in family.presets)
-        return family, _scheduled(preset.architecture, preset), preset.defaults
+        return family_with(preset), _scheduled(preset.architecture, preset), preset.defaults
     found = examine(model, encoders=True)
     return found.family, found.architecture, found.settings
+
+
+def family_with(preset: Preset) -> Family:
+    """Returns the family that has this preset."""
+    return next(family for family in FAMILIES if preset in family.presets)
 
 
 def _scheduled(architecture: Architecture, preset: Preset | None) -> Architecture:
@@ -231,15 +236,49 @@ def _pipeline(found: Checkpoint, way: Loading) -> Pipeline:
     """Returns the pipeline of a checkpoint, whose components are loaded at first use."""
     found.source.check_room()
     kept = way.param_dtype or found.param_dtype
-    usual = "float32" if platform() == "cpu" else kept or _stored_dtype(found.source, "transformer")
-    defaults = replace(found.settings, dtype=way.dtype or usual)
-    asked = {name: value for name, value in (way.video or {}).items() if name in defaults.to_json()}
-    video = defaults.updated(defaults.typed(asked))
+    asked = {name: value for name, value in (way.video or {}).items() if name in found.settings.to_json()}
+    video = found.settings.updated(found.settings.typed(asked))
     partitioner = _partitioner(way.mesh, way.rules, found.architecture, video)
+    usual = "float32" if platform() == "cpu" else kept
+    way = way._replace(dtype=way.dtype or usual, param_dtype=kept)
+    sizes = _sizes(found, way, partitioner)
+    defaults = replace(found.settings, dtype=way.dtype or _stored_dtype(found.source, "transformer"))
     _check_attention(way.attention, found.architecture, defaults)
-    loaders = _loaders(found, defaults.dtype, way._replace(param_dtype=kept), partitioner)
-    made = Components(loaders, _options(found, way), way.offload)
+    loaders = _loaders(found, defaults.dtype, way, partitioner)
+    made = Components(loaders, _options(found, way), way.offload, sizes)
     return found.family.pipeline(made, found.architecture, defaults, partitioner, way.compiler)
+
+
+def _sizes(found: Checkpoint, way: Loading, partitioner: Partitioner | None) -> dict[str, int]:
+    """Returns the bytes of the weights of each network whose shapes are known, as `bytes_needed` counts them.
+
+    Weights that are kept as they are stored are counted in bfloat16, because reading their dtype may need a download.
+    The autoencoder, which is small, is left out. Raises WanjaxError where a network is larger than the memory.
+    """
+    published = found.preset.architecture.networks if found.preset and found.preset.architecture else {}
+    sizes: dict[str, int] = {}
+    for name, config in {**published, **found.architecture.networks}.items():
+        described = found.family.network_of(config)
+        if name in components(found.source.index) and not described.float32:
+            dtype, kept = way.dtype or "bfloat16", way.param_dtype or "bfloat16"
+            shapes = _shapes(found, name, described, (dtype, kept), way, partitioner)
+            check_memory(found.settings.model, name, shapes, fitting)
+            sizes[name] = bytes_needed(shapes)
+    return sizes
+
+
+def fitting(memory: int) -> list[str]:
+    """Returns the names of at most three published models whose largest networks fit into so many bytes."""
+    found = [preset for preset in presets().values() if _largest(preset) <= memory]
+    return [preset.name for preset in sorted(found, key=_largest)[-3:]]
+
+
+def _largest(preset: Preset) -> int:
+    """Returns the bytes of the weights of a published model's largest network: a transformer, or a text encoder."""
+    networks = preset.architecture.networks if preset.architecture else {}
+    encoders = [family_with(preset).network_of(x) for name, x in networks.items() if name.startswith("text_encoder")]
+    counts = [preset.transformer_parameters, *(encoder.parameters for encoder in encoders)]
+    return jnp.dtype(preset.param_dtype).itemsize * max(counts)
 
 
 def _options(found: Checkpoint, way: Loading) -> dict[str, Any]:
@@ -286,7 +325,10 @@ def _loaders(
     def load(name: str, make_room: MakeRoom) -> Any:
         if name in loaders:
             return loaders[name](source.files(name)[0].parent)
-        read, shapes = _outlined(found, name, jnp.dtype(dtype), way, partitioner)
+        read = network(found.source, name, found.family.networks)
+        kept = "float32" if read.float32 else way.param_dtype or _stored_dtype(found.source, name)
+        shapes = _shapes(found, name, read, (dtype, kept), way, partitioner)
+        check_memory(found.settings.model, name, shapes, fitting)
         make_room(shapes)
         told = partial(way.progress or loading, name)
         return source.load(name, shapes, read.rules, ignore=read.unused, progress=told)
@@ -294,16 +336,18 @@ def _loaders(
     return {name: partial(load, name) for name in components(source.index) if name != "scheduler"}
 
 
-def _outlined(
-    found: Checkpoint, name: str, dtype: DTypeLike, way: Loading, partitioner: Partitioner | None
-) -> tuple[Network, nnx.Module]:
-    """Returns a network, and its module as shapes with shardings."""
-    read = network(found.source, name, found.family.networks)
-    kept: DTypeLike = way.param_dtype or _stored_dtype(found.source, name)
-    if read.float32:
-        dtype, kept = jnp.float32, jnp.float32
+def _shapes(
+    found: Checkpoint,
+    name: str,
+    described: Network,
+    dtypes: tuple[str, str],
+    way: Loading,
+    partitioner: Partitioner | None,
+) -> nnx.Module:
+    """Returns a network as shapes with shardings; `dtypes` are those in which it computes and keeps its weights."""
+    dtype, kept = ("float32", "float32") if described.float32 else dtypes
     options = {"attention": way.attention} if name in found.architecture.denoisers else {}
-    return read, placed(read.abstract(dtype=dtype, param_dtype=jnp.dtype(kept), **options), partitioner)
+    return placed(described.abstract(dtype=dtype, param_dtype=kept, **options), partitioner)
 
 
 def _stored_dtype(source: Source, name: str) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import refused, succeeded, wanjax
-from tests.support.tiny import compile_cache
+from tests.support.tiny import compile_cache, tiny_checkpoint
 from wanjax.cli import catalogue, conversion, main, many, planning, records, stages, warming
 from wanjax.media.videos import read_metadata
 
@@ -36,6 +36,8 @@ json = true
 def given(monkeypatch, tmp_path) -> dict:
     """The arguments that the command line passes to commands, which do not run."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "")  # is restored, because a test may set it
+    monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS")
     Path("my.toml").write_text(CONFIG)
     kept = {}
 
@@ -190,7 +192,9 @@ def test_mistakes(text, told):
 def test_a_video(tmp_path_factory, monkeypatch):
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path_factory.mktemp("video"))
-    Path("my.toml").write_text('size = "32x32"\nframes = 5\n[generate]\nsteps = 1\nout = "a.mp4"\n')
+    model = tiny_checkpoint(Path("tiny").absolute())
+    shape = f'model = "{model}"\nsize = "32x16"\nframes = 5\ndtype = "float32"\n'
+    Path("my.toml").write_text(f'{shape}[generate]\nsteps = 2\nout = "a.mp4"\n')
     with compile_cache(tmp_path_factory.getbasetemp() / "xla"):
         succeeded(wanjax("a red circle", "--config", "my.toml"))
-    assert read_metadata("a.mp4").items() >= {"width": 32, "height": 32, "frames": 5, "steps": 1}.items()
+    assert read_metadata("a.mp4").items() >= {"width": 32, "height": 16, "frames": 5, "steps": 2}.items()

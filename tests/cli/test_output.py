@@ -30,7 +30,8 @@ def _compile_cache(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "")  # restored afterwards
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "")  # is restored, because a test may set it
+    monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS")
 
 
 @pytest.mark.parametrize("option", ["-q", "--quiet"])

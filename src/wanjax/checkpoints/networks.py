@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -59,16 +60,23 @@ class Network(NamedTuple):
         return self.kind.float32
 
     def abstract(self, *, dtype: DTypeLike, param_dtype: DTypeLike, **options: Any) -> Any:
-        """Returns the module as shapes and dtypes without values; the options are its class's own, except `rngs`."""
-        module = self.kind.modules[type(self.config)]
-        kw = {"dtype": dtype, "param_dtype": param_dtype, **options}
-        return nnx.eval_shape(lambda: module(self.config, **kw, rngs=nnx.Rngs(0)))
+        """Returns the module as shapes and dtypes without values, which is not to be changed: it is made once.
+
+        The options are its class's own, except `rngs`.
+        """
+        dtypes = {"dtype": jnp.dtype(dtype), "param_dtype": jnp.dtype(param_dtype)}
+        return _abstract(self.kind.modules[type(self.config)], self.config, **dtypes, **options)
 
     @property
     def parameters(self) -> int:
         """The number of parameters."""
         module = self.abstract(dtype=jnp.float32, param_dtype=jnp.float32)
         return sum(x.size for x in jax.tree.leaves(nnx.state(module)))
+
+
+@lru_cache(maxsize=16)  # tracing takes a quarter of a second
+def _abstract(module: type[Any], config: Config, **options: Any) -> Any:
+    return nnx.eval_shape(lambda: module(config, **options, rngs=nnx.Rngs(0)))
 
 
 def network_of(config: Config, kinds: Kinds) -> Network:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line's options. An option has one name in all commands; a group of options is a decorator."""
 
+import os
 import re
 from collections.abc import Callable
 from functools import reduce
@@ -371,9 +372,16 @@ def out(default: str) -> Decorator:
     )
 
 
-def _told(name: str) -> Callable[[click.Context, click.Parameter, bool], None]:
-    """Returns the callback of a flag that is an attribute of the command's report."""
-    return lambda ctx, parameter, value: setattr(ctx.obj, name, value)
+def _quiet(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
+    """Silences the report, and the bars of the hub's client, which reads the variable when it is imported."""
+    if value:
+        ctx.obj.quiet = True
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+
+
+def _in_json(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if value:
+        ctx.obj.in_json = True
 
 
 quiet = click.option(
@@ -381,14 +389,14 @@ quiet = click.option(
     "--quiet",
     is_flag=True,
     expose_value=False,
-    callback=_told("quiet"),
+    callback=_quiet,
     help="Print nothing but the name of the video, and errors.",
 )
 json = click.option(
     "--json",
     is_flag=True,
     expose_value=False,
-    callback=_told("in_json"),
+    callback=_in_json,
     help="Print what was made as a JSON object: its file, its record and the seconds of each stage.",
 )
 own_folder = folder(None, "a folder of its own in stage_outputs")

@@ -12,7 +12,6 @@ import jax
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Step
-from wanjax.plan.chips import KINDS
 from wanjax.plan.roofline import peak_flops
 
 TRACED = (1, 2)  # steps, from 0: the first compiles
@@ -64,7 +63,7 @@ class StepProfile:
         untraced = [time for index, time in enumerate(seconds, 1) if index not in TRACED]
         step = statistics.median(untraced or seconds or [float("nan")])
         kind = jax.devices()[0].device_kind
-        peak = KINDS[kind].flops if kind in KINDS else peak_flops(kind)
+        peak = peak_flops(kind)
         flops = sum(self.parts.values())
         return {
             "model": self.settings.model,

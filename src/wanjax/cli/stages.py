@@ -17,6 +17,7 @@ from wanjax import registry
 from wanjax.checkpoints.files import check_folder
 from wanjax.cli import names, options
 from wanjax.cli.again import differences
+from wanjax.cli.demand import demand
 from wanjax.cli.processes import is_first, meet
 from wanjax.cli.profile import StepProfile, trace_with_scopes
 from wanjax.cli.report import Report
@@ -130,6 +131,7 @@ class Rendering:
             self.pictures, self.settings = self.pipe.prepare(**files, **settings)
         else:  # the previous stage has encoded the pictures
             self.settings = self.pipe.settings(**settings)
+        self.from_video = "video" in files and self.pipe.begins_from_video
         if options.is_typed("strength"):
             check_strength(self.settings, video="video" in files, begins=self.pipe.begins_from_video)
         self.noise = None if noise is None else self._noise(noise, len(files.get("references", ())))
@@ -218,6 +220,8 @@ class Rendering:
             f"{chosen.steps} steps, guidance {guidance}, seed {chosen.seed}{drawn}, {chosen.dtype}, "
             f"on {devices_of(mesh)}{f', mesh {mesh}, rules {mesh.rules_name}' if mesh else ''}"
         )
+        if sentence := demand(self.pipe, chosen, self.from_video):
+            self.report.note(sentence)
         if not chosen.guided:
             self.report.note("note: guidance is off, so the negative prompt has no effect")
         if (lesson := self._lesson) and (unlike := lesson.unlike(chosen)):

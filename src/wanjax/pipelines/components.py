@@ -24,7 +24,8 @@ class Components:
     """Components by name. Each is loaded at first use and stays in memory until it is freed.
 
     A loader receives `make_room`, and calls it with the network as shapes before its weights are read. `options` are
-    the options of loading that shape a video, as JSON.
+    the options of loading that shape a video, as JSON. `sizes` are the bytes of the networks' weights, as far as they
+    are known before anything is loaded.
 
     `offload` decides which networks are freed without being asked: with True each one at the end of the stage that used
     it, with False none, and with None as many as have to go where the next one would not fit in memory beside them. A
@@ -36,12 +37,14 @@ class Components:
         loaders: Mapping[str, Callable[[MakeRoom], Any]],
         options: Mapping[str, Any] | None = None,
         offload: bool | None = None,
+        sizes: Mapping[str, int] | None = None,
     ):
         self._loaders = dict(loaders)
         self._loaded: dict[str, Any] = {}
         self._put: set[str] = set()
         self.options = dict(options or {})
         self.offload = offload
+        self.sizes = dict(sizes or {})
 
     @property
     def names(self) -> tuple[str, ...]:

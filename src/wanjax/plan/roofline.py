@@ -12,7 +12,7 @@ import os
 from dataclasses import dataclass
 from typing import ClassVar
 
-from wanjax.plan.chips import GIB
+from wanjax.plan.chips import GIB, KINDS
 
 
 @dataclass(frozen=True)
@@ -49,5 +49,7 @@ def machines() -> dict[str, Machine]:
 
 
 def peak_flops(kind: str) -> float | None:
-    """Returns the peak of a device by JAX's `device_kind`, or None if it is not modelled."""
+    """Returns the peak of an accelerator by JAX's `device_kind`, or None if it is not known."""
+    if kind in KINDS:
+        return KINDS[kind].flops
     return next((machine.flops for machine in (H200, H100) if kind.startswith(machine.kind)), None)

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory that weights need, and that there is: a network that cannot fit is refused before its weights are read."""
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+
+from wanjax.errors import WanjaxError
+from wanjax.layers.placement import bytes_by_device
+from wanjax.pipelines.progress import in_bytes
+from wanjax.sharding import platform
+
+GROUPS = Path("/proc/self/cgroup")  # the control groups of this process, on Linux
+HIERARCHY = Path("/sys/fs/cgroup")
+SWAP = Path("/proc/swaps")
+HALF = (
+    "it would fit in bfloat16, with wanjax.load(..., param_dtype='bfloat16') or after `wanjax convert --dtype bfloat16`"
+)
+Fitting = Callable[[int], list[str]]
+
+
+def bytes_needed(network: nnx.Module) -> int:
+    """Returns the bytes of a network's weights, which may be given as shapes, in the memory that holds most of them.
+
+    CPU devices share one memory.
+    """
+    taken = bytes_by_device(network).values()
+    return sum(taken) if platform() == "cpu" else max(taken)
+
+
+def check_memory(model: str, component: str, network: nnx.Module, fitting: Fitting) -> None:
+    """Raises WanjaxError, with what would do, where the weights of a network are larger than a device's whole memory.
+
+    The network may be given as shapes. `fitting` returns the names of models whose networks fit into so many bytes.
+    Nothing is refused where the memory is unknown.
+    """
+    device = jax.local_devices()[0]
+    needed, there = bytes_needed(network), total_memory(device)
+    if there is None or needed <= there:
+        return
+    weights = jax.tree.leaves(nnx.state(network))
+    ways = []
+    if all(x.dtype.itemsize == 4 for x in weights) and needed <= 2 * there:
+        ways.append(HALF)
+    if device.platform != "cpu":
+        devices = math.ceil(sum(x.size * x.dtype.itemsize for x in weights) / there)
+        ways.append(f"a mesh whose sp · tp is {devices} or more would hold it")
+    if names := fitting(there):
+        ways.append(f"{' and '.join(names)} would fit")
+    dtypes = " and ".join(sorted({str(x.dtype) for x in weights}))
+    where = "this machine" if device.platform == "cpu" else f"each {device.device_kind}"
+    raise WanjaxError(
+        f"the {component} of {model} needs {in_bytes(needed)} of memory for its weights in {dtypes} where {where} has "
+        f"{in_bytes(there)}: {'; '.join(ways) or 'more memory is needed'}"
+    )
+
+
+def total_memory(device: Any) -> int | None:
+    """Returns the bytes of a device's memory, of which a program may use all; None where they are unknown.
+
+    The memory of a CPU is the machine's, or what its control group allows, and the swap space.
+    """
+    if device.platform != "cpu":
+        return (device.memory_stats() or {}).get("bytes_limit")
+    with suppress(AttributeError, ValueError, OSError):  # some systems do not report it
+        return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_group_limits()]) + _swap()
+    return None
+
+
+def _group_limits() -> Iterator[int]:
+    """Yields the limits of the process's control groups, of both versions of their interface."""
+    with suppress(OSError):
+        for line in GROUPS.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            root, file = (HIERARCHY / "memory", "memory.limit_in_bytes") if controllers else (HIERARCHY, "memory.max")
+            parts = Path(path.lstrip("/")).parts
+            for depth in range(len(parts) + 1):
+                with suppress(OSError, ValueError):  # a group without a limit, whose file is missing or says "max"
+                    yield int(root.joinpath(*parts[:depth], file).read_text())
+
+
+def _swap() -> int:
+    """Returns the bytes of the machine's swap space, as far as the system tells."""
+    with suppress(OSError, ValueError, IndexError):
+        return sum(1024 * int(line.split()[2]) for line in SWAP.read_text().splitlines()[1:])
+    return 0

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Networks that do not fit into memory are refused before any weights are downloaded or read."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import wanjax
+from tests.support.commands import refused, succeeded
+from tests.support.commands import wanjax as command
+from tests.support.hub import ID
+from tests.support.tiny import tiny_checkpoint
+from wanjax import registry
+from wanjax.checkpoints.sources import DiffusersSource
+from wanjax.cli.demand import least_seconds
+from wanjax.errors import WanjaxError
+from wanjax.layers.placement import placed
+from wanjax.pipelines import memory
+from wanjax.plan.chips import V6E
+from wanjax.sharding import RULES, Partitioner, make_mesh
+
+GB = 1_000_000_000
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def published(server, tiny, online):
+    """The checkpoint on the hub."""
+    server.files = {str(path.relative_to(tiny)): path.read_bytes() for path in tiny.rglob("*") if path.is_file()}
+    return server
+
+
+@pytest.fixture
+def memory_of(monkeypatch):
+    def set_to(size: int | None) -> None:
+        monkeypatch.setattr(memory, "total_memory", lambda device: size)
+
+    return set_to
+
+
+def sent_weights(server) -> list[str]:
+    return [name for name, _ in server.sent if name.endswith(".safetensors")]
+
+
+def bytes_of(tiny: Path, param_dtype: str) -> int:
+    return wanjax.load(tiny, param_dtype=param_dtype).components.sizes["transformer"]
+
+
+def test_a_model_of_the_hub_is_refused_before_its_weights_are_downloaded(
+    published, tiny, memory_of, tmp_path, monkeypatch
+):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    least = bytes_of(tiny, "bfloat16")  # its stored dtype is not known yet
+    memory_of(least - 1)
+    with pytest.raises(WanjaxError, match=rf"^the transformer of {ID} needs .* where this machine has .* is needed$"):
+        wanjax.load(ID)
+    said = refused("a", "--model", ID, "--size", "32x32", "--frames", "5")
+    assert said.startswith(f"the transformer of {ID} needs 0.0 MB of memory for its weights in bfloat16")
+    assert sent_weights(published) == []
+    memory_of(least)
+    assert wanjax.load(ID).components.sizes == {"transformer": least}
+    memory_of(None)  # unknown, so nothing is refused
+    pipe = wanjax.load(ID)
+    assert sent_weights(published) == []
+    assert pipe.transformer is not None
+    assert sent_weights(published)
+
+
+def test_the_exact_dtype_is_known_when_a_network_is_loaded(tiny, memory_of):
+    """The weights are stored in float32."""
+    exact = bytes_of(tiny, "float32")
+    memory_of(exact - 1)
+    pipe = wanjax.load(tiny)
+    with pytest.raises(WanjaxError, match=r"in float32 where this machine .* it would fit in bfloat16, with wanjax"):
+        _ = pipe.transformer
+    assert wanjax.load(tiny, param_dtype="bfloat16").transformer is not None
+    with pytest.raises(WanjaxError, match="it would fit in bfloat16"):
+        wanjax.load(tiny, param_dtype="float32")
+    memory_of(exact)
+    assert pipe.transformer is not None
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "told"),
+    [
+        ("wan2.1-t2v-14b", 28 * GB, "the transformer of wan2.1-t2v-14b needs 28.64 GB"),
+        ("wan2.2-t2v-a14b", 28 * GB, "the transformer of wan2.2-t2v-a14b needs 28.64 GB"),
+        ("wan2.1-t2v-14b", 29 * GB, None),
+        ("wan2.1-t2v-1.3b", 11 * GB, "the text_encoder of wan2.1-t2v-1.3b needs 11.36 GB"),
+        ("wan2.1-t2v-1.3b", 12 * GB, None),
+        ("nano", 1_000_000, "of nano needs "),
+    ],
+)
+def test_published_models(model, size, told, memory_of, monkeypatch):
+    """Of the hub nothing but what was cached could be read here: the configs are those of the presets."""
+    family, architecture, settings = registry.outline(model)
+    if model == "nano":
+        found = registry.examine(model)
+    else:
+        classes = {name: ["", ""] for name in architecture.networks}
+        source = object.__new__(DiffusersSource)
+        source.index, source.revision, source.name = classes, None, model
+        found = registry.Checkpoint(source, family, registry.presets()[model], architecture, settings)
+    monkeypatch.setattr(registry, "examine", lambda *_: found)
+    memory_of(size)
+    if told is None:
+        assert max(wanjax.load(model).components.sizes.values()) <= size
+        return
+    with pytest.raises(WanjaxError) as caught:
+        wanjax.load(model)
+    assert told in str(caught.value)
+    names = registry.fitting(size)
+    assert (names == []) == (model == "nano")
+    assert model not in names
+    assert all(name in str(caught.value) for name in names)
+
+
+def test_models_that_fit():
+    assert registry.fitting(0) == []
+    assert registry.fitting(1 * GB) == ["nano"]
+    assert {"wan2.1-t2v-1.3b", "wan2.2-ti2v-5b"} & {*registry.fitting(12 * GB)}
+    assert "wan2.1-vace-14b" in registry.fitting(1000 * GB)
+
+
+def test_a_mesh_divides_the_weights(monkeypatch):
+    """Devices that are no CPUs have a memory each; those of a CPU share one."""
+    family, architecture, _ = registry.outline("wan2.1-t2v-14b")
+    network = family.network_of(architecture.networks["transformer"]).abstract(
+        dtype=jnp.bfloat16, param_dtype=jnp.bfloat16
+    )
+    spread = placed(network, Partitioner(make_mesh(1, 1, 8), RULES["fsdp"]))
+    alone = memory.bytes_needed(network)
+    assert alone == pytest.approx(28.6 * GB, rel=0.01)
+    assert memory.bytes_needed(spread) >= alone
+    monkeypatch.setattr(memory, "platform", lambda: "tpu")
+    assert memory.bytes_needed(spread) == pytest.approx(alone / 8, rel=0.01)
+    chip = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite", memory_stats=lambda: {"bytes_limit": 16 * GB})
+    monkeypatch.setattr(memory.jax, "local_devices", lambda: [chip])
+    memory.check_memory("it", "transformer", spread, lambda _: [])
+    monkeypatch.setattr(memory, "bytes_by_device", lambda _: {"chip": alone})
+    with pytest.raises(
+        WanjaxError, match=r"each TPU v5 lite has 16\.00 GB: a mesh whose sp · tp is 2 or more would hold it"
+    ):
+        memory.check_memory("it", "transformer", network, lambda _: [])
+
+
+def test_the_memory_of_a_machine(monkeypatch, tmp_path):
+    cpu = jax.devices()[0]
+    monkeypatch.setattr(memory, "GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(memory, "HIERARCHY", tmp_path)
+    monkeypatch.setattr(memory, "SWAP", tmp_path / "swaps")
+    whole = memory.total_memory(cpu)
+    assert whole is not None
+    assert whole > GB
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    for path, text in (
+        ("groups", "0::/a/b\n"),
+        ("memory.max", "max\n"),
+        ("a/memory.max", "700000000\n"),
+        ("a/b/memory.max", "max"),
+    ):
+        (tmp_path / path).write_text(text)
+    assert memory.total_memory(cpu) == 700_000_000
+    (tmp_path / "swaps").write_text("Filename Type Size Used Priority\n/swap file 1000 0 -2\n")
+    assert memory.total_memory(cpu) == 700_000_000 + 1000 * 1024
+    (tmp_path / "swaps").unlink()
+    (tmp_path / "memory").mkdir()  # the first version of control groups
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("600000000")
+    (tmp_path / "groups").write_text("5:cpu:/x\n4:memory:/x\n")
+    assert memory.total_memory(cpu) == 600_000_000
+    assert memory.total_memory(SimpleNamespace(platform="gpu", memory_stats=lambda: None)) is None
+
+
+def test_what_it_will_take_is_told(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = ("a", "--model", tiny, "--size", "32x32", "--frames", "5", "--steps", "1", "--dtype", "float32")
+    said = succeeded(command(*given)).stderr
+    assert "a video takes about 0.0 MB of memory, for the weights of its transformer" in said
+    assert "at least" not in said  # a CPU's peak is not known
+    pipe = wanjax.load(tiny)
+    settings = pipe.settings(guidance_scale=5.0, steps=4)
+    flops = sum(pipe.architecture.forward(settings).flops.values())
+    assert least_seconds(pipe, settings, 4, "TPU v6 lite") == pytest.approx(4 * 2 * flops / V6E.flops)
+    assert least_seconds(pipe, pipe.settings(guidance_scale=1.0), 4, "TPU v6e") == pytest.approx(4 * flops / V6E.flops)
+    assert least_seconds(pipe, settings, 4, "cpu") is None
+    spread = wanjax.load(tiny, mesh="dp=2,sp=2,tp=2")
+    assert least_seconds(spread, settings, 4, "TPU v6e") == pytest.approx(flops / V6E.flops)
+    near = wanjax.load(tiny, attention="chunked:window=4")
+    seconds = least_seconds(near, settings, 4, "TPU v6e")
+    assert seconds is not None
+    assert 0 < seconds < 4 * 2 * flops / V6E.flops
+    assert least_seconds(near, settings, 4, "NVIDIA H200") is not None
