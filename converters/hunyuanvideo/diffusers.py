@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The conversion tables of HunyuanVideo 1.5's networks in the diffusers layout: names, shapes, and config.json."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from wanjax.converters.engine import TRANSPOSE, Rule, Transform, conv, linear, norm, patches, rope_halves, squeeze
+from wanjax.errors import WanjaxError
+from wanjax.models.hunyuanvideo.config import TransformerConfig
+from wanjax.models.hunyuanvideo.vae_config import VAE_1_5, VAEConfig
+
+# Entries of config.json that select the architecture, and their supported values; the first is that of a missing entry.
+TRANSFORMER_KIND = {
+    "_class_name": ("HunyuanVideo15Transformer3DModel",),
+    "patch_size": (1,),
+    "patch_size_t": (1,),
+    "qk_norm": ("rms_norm",),
+}
+VAE_KIND = {
+    "_class_name": ("AutoencoderKLHunyuanVideo15",),
+    "in_channels": (3,),
+    "out_channels": (3,),
+    "downsample_match_channel": (True,),
+    "upsample_match_channel": (True,),
+}
+REFINER_MLP_RATIO = 4  # the entries of config.json do not include these
+GLYPH_MLP_DIM = 2048
+FREQUENCY_DIM = 256
+EPS = 1e-6
+
+
+def transformer_config(json: Mapping[str, Any]) -> TransformerConfig:
+    """Reads a transformer's config from `transformer/config.json` of a diffusers folder.
+
+    Raises WanjaxError if a size is missing or contradicts another, or if the architecture is not supported.
+    """
+    _check("transformer", json, TRANSFORMER_KIND)
+    try:
+        width = json["num_attention_heads"] * json["attention_head_dim"]
+        config = TransformerConfig(
+            layers=json["num_layers"],
+            refiner_layers=json["num_refiner_layers"],
+            heads=json["num_attention_heads"],
+            head_dim=json["attention_head_dim"],
+            mlp_dim=round(width * json["mlp_ratio"]),
+            refiner_mlp_dim=REFINER_MLP_RATIO * width,
+            channels_in=json["in_channels"],
+            channels_out=json["out_channels"],
+            text_width=json["text_embed_dim"],
+            glyph_width=json["text_embed_2_dim"],
+            glyph_mlp_dim=GLYPH_MLP_DIM,
+            image_width=json["image_embed_dim"],
+            frequency_dim=FREQUENCY_DIM,
+            rope_channels=tuple(json["rope_axes_dim"]),
+            rope_theta=json["rope_theta"],
+            eps=EPS,
+            meanflow=bool(json.get("use_meanflow", False)),
+            target_size=json["target_size"],
+        )
+    except KeyError as missing:
+        raise WanjaxError(f"the transformer's config.json has no {missing.args[0]}") from None
+    if sum(config.rope_channels) != config.head_dim:
+        raise WanjaxError(
+            f"the transformer's config.json has rope_axes_dim {list(config.rope_channels)} where three numbers that "
+            f"add up to attention_head_dim {config.head_dim} are right"
+        )
+    return config
+
+
+def transformer_rules(config: TransformerConfig) -> list[Rule]:
+    """Returns the rules for every parameter of the transformer."""
+    last = config.layers - 1
+    return [
+        Rule("x_embedder.proj.weight", "patch_embed.kernel", patches((1, 1, 1))),
+        Rule("x_embedder.proj.bias", "patch_embed.bias"),
+        *_pair("time_embed.timestep_embedder", "time_embed"),
+        *_pair("time_embed.timestep_embedder_r", "next_time_embed"),
+        *_refiner("context_embedder", "refiner"),
+        *norm("context_embedder_2.norm", "glyph_embed.norm", bias=True),
+        *_pair("context_embedder_2", "glyph_embed.mlp"),
+        *linear("context_embedder_2.linear_3", "glyph_embed.out"),
+        *norm("image_embedder.norm_in", "image_embed.norm1", bias=True),
+        *_pair("image_embedder", "image_embed.mlp"),
+        *norm("image_embedder.norm_out", "image_embed.norm2", bias=True),
+        Rule("cond_type_embed.weight", "kinds"),
+        *_block("transformer_blocks.{i}", "blocks", config),
+        *_block(f"transformer_blocks.{last}", "last_block", config),
+        *linear("norm_out.linear", "mod_out"),
+        *linear("proj_out", "proj_out"),
+    ]
+
+
+def _refiner(source: str, target: str) -> list[Rule]:
+    block, ours = f"{source}.token_refiner.refiner_blocks.{{i}}", f"{target}.blocks"
+    return [
+        *_pair(f"{source}.time_text_embed.timestep_embedder", f"{target}.time_embed"),
+        *_pair(f"{source}.time_text_embed.text_embedder", f"{target}.mean_embed"),
+        *linear(f"{source}.proj_in", f"{target}.tokens"),
+        *norm(f"{block}.norm1", f"{ours}.norm1", bias=True),
+        *linear(f"{block}.attn.to_q", f"{ours}.q"),
+        *linear(f"{block}.attn.to_k", f"{ours}.k"),
+        *linear(f"{block}.attn.to_v", f"{ours}.v"),
+        *linear(f"{block}.attn.to_out.0", f"{ours}.out"),
+        *norm(f"{block}.norm2", f"{ours}.norm2", bias=True),
+        *_mlp(f"{block}.ff", f"{ours}.mlp"),
+        *linear(f"{block}.norm_out.linear", f"{ours}.gates"),
+    ]
+
+
+def _block(source: str, target: str, config: TransformerConfig) -> list[Rule]:
+    """Returns the rules of a block; the channels of text's q and k are reordered with the video's, which RoPE rotates.
+
+    Each head has the same norm.
+    """
+    order, one = rope_halves(config.heads), rope_halves(1)
+    return [
+        *linear(f"{source}.norm1.linear", f"{target}.mod"),
+        *linear(f"{source}.norm1_context.linear", f"{target}.text_mod"),
+        *_attention(f"{source}.attn", ("to_q", "to_k", "to_v", "to_out.0"), f"{target}.attn.", order),
+        *_attention(
+            f"{source}.attn", ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"), f"{target}.attn.text_", order
+        ),
+        *norm(f"{source}.attn.norm_q", f"{target}.attn.q_norm", rows=one),
+        *norm(f"{source}.attn.norm_k", f"{target}.attn.k_norm", rows=one),
+        *norm(f"{source}.attn.norm_added_q", f"{target}.attn.text_q_norm", rows=one),
+        *norm(f"{source}.attn.norm_added_k", f"{target}.attn.text_k_norm", rows=one),
+        *_mlp(f"{source}.ff", f"{target}.mlp"),
+        *_mlp(f"{source}.ff_context", f"{target}.text_mlp"),
+    ]
+
+
+def _attention(source: str, names: tuple[str, str, str, str], target: str, order: Transform) -> list[Rule]:
+    """Returns the rules of one stream's projections; `order` rearranges the channels of q and k."""
+    q, k, v, out = names
+    return [
+        *linear(f"{source}.{q}", f"{target}q", rows=order),
+        *linear(f"{source}.{k}", f"{target}k", rows=order),
+        *linear(f"{source}.{v}", f"{target}v"),
+        *linear(f"{source}.{out}", f"{target}out"),
+    ]
+
+
+def _mlp(source: str, target: str) -> list[Rule]:
+    return [*linear(f"{source}.net.0.proj", f"{target}.up"), *linear(f"{source}.net.2", f"{target}.down")]
+
+
+def _pair(source: str, target: str) -> list[Rule]:
+    """Returns the rules of two layers that files call `linear_1` and `linear_2`."""
+    return [*linear(f"{source}.linear_1", f"{target}.up"), *linear(f"{source}.linear_2", f"{target}.down")]
+
+
+def vae_config(json: Mapping[str, Any]) -> VAEConfig:
+    """Reads an autoencoder's config from `vae/config.json`. Raises the errors of `transformer_config`."""
+    _check("VAE", json, VAE_KIND)
+    try:
+        config = VAEConfig(
+            channels=tuple(json["block_out_channels"]),
+            res_blocks=json["layers_per_block"],
+            latent_channels=json["latent_channels"],
+            spatial_factor=json["spatial_compression_ratio"],
+            temporal_factor=json["temporal_compression_ratio"],
+            scale=json["scaling_factor"],
+            longest=VAE_1_5.longest,
+        )
+    except KeyError as missing:
+        raise WanjaxError(f"the VAE's config.json has no {missing.args[0]}") from None
+    spatial, temporal = config.halvings
+    factors = config.spatial_factor, config.temporal_factor
+    if not (temporal <= spatial < len(config.channels) and factors == (2**spatial, 2**temporal)):
+        raise WanjaxError(
+            f"the VAE's config.json has compression ratios {factors[0]} in space and {factors[1]} in time where powers "
+            f"of two are right, the second at most the first, and the first below {2 ** len(config.channels)}"
+        )
+    return config
+
+
+def vae_rules(config: VAEConfig) -> list[Rule]:
+    """Returns the rules for every parameter of the autoencoder."""
+    return [
+        *_half("encoder", "down_blocks", "downsamplers"),
+        *_half("decoder", "up_blocks", "upsamplers"),
+    ]
+
+
+def _half(half: str, levels: str, resamplers: str) -> list[Rule]:
+    source, target = f"{half}.mid_block.attentions.0", f"{half}.mid.attention"
+    return [
+        *conv(f"{half}.conv_in.conv", f"{half}.conv_in"),
+        *_res_block(f"{half}.{levels}.{{i}}.resnets.{{j}}", f"{half}.levels.{{i}}.res.{{j}}"),
+        *conv(f"{half}.{levels}.{{i}}.{resamplers}.0.conv.conv", f"{half}.levels.{{i}}.resample.conv"),
+        *_res_block(f"{half}.mid_block.resnets.0", f"{half}.mid.res1"),
+        _gamma(f"{source}.norm", f"{target}.norm"),
+        *_pointwise(f"{source}.to_q", f"{target}.q"),
+        *_pointwise(f"{source}.to_k", f"{target}.k"),
+        *_pointwise(f"{source}.to_v", f"{target}.v"),
+        *_pointwise(f"{source}.proj_out", f"{target}.out"),
+        *_res_block(f"{half}.mid_block.resnets.1", f"{half}.mid.res2"),
+        _gamma(f"{half}.norm_out", f"{half}.norm_out"),
+        *conv(f"{half}.conv_out.conv", f"{half}.conv_out"),
+    ]
+
+
+def _res_block(source: str, target: str) -> list[Rule]:
+    return [
+        _gamma(f"{source}.norm1", f"{target}.norm1"),
+        *conv(f"{source}.conv1.conv", f"{target}.conv1"),
+        _gamma(f"{source}.norm2", f"{target}.norm2"),
+        *conv(f"{source}.conv2.conv", f"{target}.conv2"),
+    ]
+
+
+def _gamma(source: str, target: str) -> Rule:
+    return Rule(f"{source}.gamma", f"{target}.gamma", squeeze(1, 2, 3))
+
+
+def _pointwise(source: str, target: str) -> list[Rule]:
+    """Returns the rules that read a convolution with a kernel of size 1 as a dense layer."""
+    return [
+        Rule(f"{source}.weight", f"{target}.kernel", squeeze(2, 3, 4) >> TRANSPOSE),
+        Rule(f"{source}.bias", f"{target}.bias"),
+    ]
+
+
+def _check(component: str, json: Mapping[str, Any], kind: Mapping[str, tuple]) -> None:
+    """Raises WanjaxError if an entry selects an architecture that is not supported."""
+    for entry, offered in kind.items():
+        if (value := json.get(entry, offered[0])) not in offered:
+            right = " or ".join(map(repr, offered))
+            raise WanjaxError(f"the {component}'s config.json has {entry} {value!r} where {right} is supported")

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HunyuanVideo 1.5 in its authors' layout: names of tensors, and configs from names, shapes and the authors' configs.
+
+The tables are total in both directions, so a reader of one layout reads the other. Sources:
+hyvideo/models/transformers/hunyuanvideo_1_5_transformer.py of the official code for the authors' names, diffusers'
+scripts/convert_hunyuan_video1_5_to_diffusers.py for those of diffusers.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from wanjax.checkpoints.files import Reader, Spec
+from wanjax.checkpoints.layouts import Component
+from wanjax.converters.readers import Names, Renamed, Unfused, View
+from wanjax.errors import WanjaxError
+from wanjax.models.hunyuanvideo.config import SIZE_480P, SIZE_720P
+from wanjax.models.hunyuanvideo.vae_config import VAE_1_5
+
+Specs = Mapping[str, Spec]
+Pairs = list[tuple[str, str]]
+TELLING = {"transformer": "byt5_in.fc1.weight", "vae": "encoder.down.0.block.0.conv1.conv.weight"}
+SIZES = {"480p": SIZE_480P.target_size, "720p": SIZE_720P.target_size}
+SWAPPED = "norm_out.linear."  # the authors have the shift first, diffusers the scale
+
+
+def _mlp(theirs: str, ours: str) -> Pairs:
+    return [(f"{theirs}.fc1", f"{ours}.net.0.proj"), (f"{theirs}.fc2", f"{ours}.net.2")]
+
+
+def _stream(block: str, ours: str, stream: str, names: Mapping[str, str]) -> Pairs:
+    return [(f"{block}.{stream}_attn_{theirs}", f"{ours}.attn.{name}") for theirs, name in names.items()]
+
+
+def _block(block: str, ours: str) -> Pairs:
+    video = {"q": "to_q", "k": "to_k", "v": "to_v", "proj": "to_out.0", "q_norm": "norm_q", "k_norm": "norm_k"}
+    text = {
+        **{"q": "add_q_proj", "k": "add_k_proj", "v": "add_v_proj", "proj": "to_add_out"},
+        **{"q_norm": "norm_added_q", "k_norm": "norm_added_k"},
+    }
+    return [
+        (f"{block}.img_mod.linear", f"{ours}.norm1.linear"),
+        (f"{block}.txt_mod.linear", f"{ours}.norm1_context.linear"),
+        *_stream(block, ours, "img", video),
+        *_stream(block, ours, "txt", text),
+        *_mlp(f"{block}.img_mlp", f"{ours}.ff"),
+        *_mlp(f"{block}.txt_mlp", f"{ours}.ff_context"),
+    ]
+
+
+def _refiner_block(block: str, ours: str) -> Pairs:
+    return [
+        (f"{block}.norm1", f"{ours}.norm1"),
+        (f"{block}.self_attn_qkv", f"{ours}.attn.to_qkv"),
+        (f"{block}.self_attn_proj", f"{ours}.attn.to_out.0"),
+        (f"{block}.norm2", f"{ours}.norm2"),
+        *_mlp(f"{block}.mlp", f"{ours}.ff"),
+        (f"{block}.adaLN_modulation.1", f"{ours}.norm_out.linear"),
+    ]
+
+
+TRANSFORMER = Names(
+    [
+        ("img_in.proj", "x_embedder.proj"),
+        ("time_in.mlp.0", "time_embed.timestep_embedder.linear_1"),
+        ("time_in.mlp.2", "time_embed.timestep_embedder.linear_2"),
+        ("time_r_in.mlp.0", "time_embed.timestep_embedder_r.linear_1"),
+        ("time_r_in.mlp.2", "time_embed.timestep_embedder_r.linear_2"),
+        ("txt_in.t_embedder.mlp.0", "context_embedder.time_text_embed.timestep_embedder.linear_1"),
+        ("txt_in.t_embedder.mlp.2", "context_embedder.time_text_embed.timestep_embedder.linear_2"),
+        ("txt_in.c_embedder.linear_1", "context_embedder.time_text_embed.text_embedder.linear_1"),
+        ("txt_in.c_embedder.linear_2", "context_embedder.time_text_embed.text_embedder.linear_2"),
+        ("txt_in.input_embedder", "context_embedder.proj_in"),
+        *_refiner_block(
+            "txt_in.individual_token_refiner.blocks.{i}", "context_embedder.token_refiner.refiner_blocks.{i}"
+        ),
+        ("byt5_in.layernorm", "context_embedder_2.norm"),
+        *((f"byt5_in.fc{i}", f"context_embedder_2.linear_{i}") for i in (1, 2, 3)),
+        ("vision_in.proj.0", "image_embedder.norm_in"),
+        ("vision_in.proj.1", "image_embedder.linear_1"),
+        ("vision_in.proj.3", "image_embedder.linear_2"),
+        ("vision_in.proj.4", "image_embedder.norm_out"),
+        ("cond_type_embedding", "cond_type_embed"),
+        *_block("double_blocks.{i}", "transformer_blocks.{i}"),
+        ("final_layer.adaLN_modulation.1", "norm_out.linear"),
+        ("final_layer.linear", "proj_out"),
+    ]
+)
+"""Names before `Unfused`: the refiner's q, k and v are one tensor."""
+
+
+def _half(half: str, levels: str, ours: str, resampler: str) -> Pairs:
+    middle = f"{half}.mid_block"
+    return [
+        (f"{half}.conv_in", f"{half}.conv_in"),
+        (f"{half}.{levels}.{{i}}.block.{{j}}", f"{half}.{ours}.{{i}}.resnets.{{j}}"),
+        (f"{half}.{levels}.{{i}}.{resampler}", f"{half}.{ours}.{{i}}.{resampler}rs.0"),
+        (f"{half}.mid.block_1", f"{middle}.resnets.0"),
+        (f"{half}.mid.block_2", f"{middle}.resnets.1"),
+        (f"{half}.mid.attn_1.norm", f"{middle}.attentions.0.norm"),
+        *((f"{half}.mid.attn_1.{x}", f"{middle}.attentions.0.to_{x}") for x in "qkv"),
+        (f"{half}.mid.attn_1.proj_out", f"{middle}.attentions.0.proj_out"),
+        (f"{half}.norm_out", f"{half}.norm_out"),
+        (f"{half}.conv_out", f"{half}.conv_out"),
+    ]
+
+
+VAE = Names(
+    [*_half("encoder", "down", "down_blocks", "downsample"), *_half("decoder", "up", "up_blocks", "upsample")],
+)
+
+
+class Swapped(View):
+    """A checkpoint with the two halves of the rows of one layer's tensors exchanged."""
+
+    def read(self, key: str) -> np.ndarray:
+        x = self._reader.read(key)
+        return np.concatenate(np.split(x, 2)[::-1]) if key.startswith(SWAPPED) else x
+
+
+def component(name: str, reader: Reader, given: Mapping[str, Any] | None = None) -> Component:
+    """Returns the transformer or the VAE in the authors' layout, from a reader that holds nothing else.
+
+    given: the authors' config.json, if there is one. Raises WanjaxError if the tensors are not the component's.
+    """
+    specs = {key: reader.spec(key) for key in reader.keys()}  # noqa: SIM118
+    if TELLING[name] not in specs:
+        raise WanjaxError(f"the {name} lacks {TELLING[name]}: weights of HunyuanVideo 1.5 are needed")
+    if name == "transformer":
+        renamed = Renamed(reader, lambda key: TRANSFORMER.ours(key) or key)
+        return Component(transformer_json(specs, given), Swapped(Unfused(renamed)))
+    return Component(vae_json(specs, given), Renamed(reader, lambda key: VAE.ours(key) or key))
+
+
+def transformer_json(specs: Specs, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Returns diffusers' config.json for a transformer with these tensors, by the authors' names.
+
+    given: the authors' config.json, if there is one, for the values that shapes do not determine. Without it the
+    resolution is 480p. Raises WanjaxError if a tensor that determines a size is missing.
+    """
+    given = given or {}
+    width, channels_in, patch_t, patch, _ = _shape(specs, "img_in.proj.weight", 5)
+    head_dim = _shape(specs, "double_blocks.0.img_attn_q_norm.weight", 1)[0]
+    return {
+        "_class_name": "HunyuanVideo15Transformer3DModel",
+        "attention_head_dim": head_dim,
+        "image_embed_dim": _shape(specs, "vision_in.proj.1.weight", 2)[1],
+        "in_channels": channels_in,
+        "mlp_ratio": _shape(specs, "double_blocks.0.img_mlp.fc1.weight", 2)[0] / width,
+        "num_attention_heads": width // head_dim,
+        "num_layers": _count(specs, r"double_blocks\.([0-9]{1,4})\..*"),
+        "num_refiner_layers": _count(specs, r"txt_in\.individual_token_refiner\.blocks\.([0-9]{1,4})\..*"),
+        "out_channels": _shape(specs, "final_layer.linear.weight", 2)[0] // (patch_t * patch**2),
+        "patch_size": patch,
+        "patch_size_t": patch_t,
+        "qk_norm": "rms_norm",
+        "rope_axes_dim": list(given.get("rope_dim_list", SIZE_480P.rope_channels)),
+        "rope_theta": float(given.get("rope_theta", SIZE_480P.rope_theta)),
+        "target_size": SIZES.get(str(given.get("ideal_resolution")), SIZE_480P.target_size),
+        "text_embed_2_dim": _shape(specs, "byt5_in.fc1.weight", 2)[1],
+        "text_embed_dim": _shape(specs, "txt_in.input_embedder.weight", 2)[1],
+        "use_meanflow": "time_r_in.mlp.0.weight" in specs,
+    }
+
+
+def vae_json(specs: Specs, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Returns diffusers' config.json for an autoencoder. Raises the errors of `transformer_json`."""
+    levels = _count(specs, r"encoder\.down\.([0-9]{1,4})\..*")
+    channels = [_shape(specs, f"encoder.down.{i}.block.0.conv1.conv.weight", 5)[0] for i in range(levels)]
+    key = "encoder.down.{}.downsample.conv.conv.weight"
+    downs = [i for i in range(levels) if key.format(i) in specs]
+    last = any(i + 1 == levels for i in downs)
+    if last:
+        raise WanjaxError(f"the checkpoint has {key.format(levels - 1)}, where the last level keeps its resolution")
+    folded = [channels[i + 1] // _shape(specs, key.format(i), 5)[0] for i in downs]  # 4 in space, 8 also in time
+    return {
+        "_class_name": "AutoencoderKLHunyuanVideo15",
+        "block_out_channels": channels,
+        "downsample_match_channel": True,
+        "in_channels": _shape(specs, "encoder.conv_in.conv.weight", 5)[1],
+        "latent_channels": _shape(specs, "decoder.conv_in.conv.weight", 5)[1],
+        "layers_per_block": _count(specs, r"encoder\.down\.0\.block\.([0-9]{1,4})\..*"),
+        "out_channels": _shape(specs, "decoder.conv_out.conv.weight", 5)[0],
+        "scaling_factor": (given or {}).get("scaling_factor", VAE_1_5.scale),
+        "spatial_compression_ratio": 2 ** len(folded),
+        "temporal_compression_ratio": 2 ** folded.count(8),
+        "upsample_match_channel": True,
+    }
+
+
+def _shape(specs: Specs, key: str, rank: int) -> tuple[int, ...]:
+    """Returns the shape of a tensor that determines a size. Raises WanjaxError unless it is there with this rank."""
+    if key not in specs:
+        raise WanjaxError(
+            f"the checkpoint lacks {key}, which determines a size of the network: a complete file is needed"
+        )
+    shape = specs[key].shape
+    if len(shape) != rank or 0 in shape:
+        raise WanjaxError(f"{key} has the shape {list(shape)} where {rank} axes are right")
+    return shape
+
+
+def _count(keys: Iterable[str], pattern: str) -> int:
+    """Returns one more than the highest index in the keys, or 0 if no key matches."""
+    return max((int(found[1]) for key in keys if (found := re.fullmatch(pattern, key))), default=-1) + 1

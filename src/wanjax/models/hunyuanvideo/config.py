@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configs of HunyuanVideo 1.5's diffusion transformer, and those of the published checkpoints."""
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """The sizes of a dual-stream diffusion transformer (HunyuanVideo 1.5 Technical Report, 2025).
+
+    A latent cell is a token. `glyph_width` is the width of the features of quoted text, and `image_width` that of a
+    picture's. `rope_channels` are the channels of a head that RoPE rotates by frame, row and column. `meanflow` says
+    that the network is told the timestep to which a step goes. `target_size` is the side in pixels of the square whose
+    area its videos have.
+    """
+
+    layers: int
+    refiner_layers: int
+    heads: int
+    head_dim: int
+    mlp_dim: int
+    refiner_mlp_dim: int
+    channels_in: int
+    channels_out: int
+    text_width: int
+    glyph_width: int
+    glyph_mlp_dim: int
+    image_width: int
+    frequency_dim: int
+    rope_channels: tuple[int, int, int]
+    rope_theta: float
+    eps: float
+    meanflow: bool
+    target_size: int
+
+    @property
+    def width(self) -> int:
+        return self.heads * self.head_dim
+
+
+SIZE_480P = TransformerConfig(
+    layers=54,
+    refiner_layers=2,
+    heads=16,
+    head_dim=128,
+    mlp_dim=8192,
+    refiner_mlp_dim=8192,
+    channels_in=65,
+    channels_out=32,
+    text_width=3584,
+    glyph_width=1472,
+    glyph_mlp_dim=2048,
+    image_width=1152,
+    frequency_dim=256,
+    rope_channels=(16, 56, 56),
+    rope_theta=256.0,
+    eps=1e-6,
+    meanflow=False,
+    target_size=640,
+)
+"""Text to video and image to video at 480p, and the networks that were distilled from them for guidance."""
+SIZE_720P = replace(SIZE_480P, target_size=960)
+"""The same networks at 720p."""
+FEW_STEPS_480P = replace(SIZE_480P, meanflow=True)
+"""Image to video at 480p in eight or twelve steps."""

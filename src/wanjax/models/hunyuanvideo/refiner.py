@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The embeddings of HunyuanVideo 1.5's three kinds of text tokens: the prompt, quoted text, and a picture.
+
+The prompt's tokens pass through a small transformer, which the timestep and the prompt's mean gate (Ma et al., LI-DiT,
+2024, arXiv:2406.11831). The others are projected. The reference is diffusers'
+models/transformers/transformer_hunyuan_video15.py.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Float32
+
+from wanjax.kernels.attention import attention
+from wanjax.layers.embeddings import sinusoid
+from wanjax.layers.linear import linear
+from wanjax.layers.mlp import MLP, gelu
+from wanjax.layers.modulation import gated_add
+from wanjax.layers.norms import layer_norm
+from wanjax.layers.stack import scan_blocks, stack
+from wanjax.models.hunyuanvideo.config import TransformerConfig
+
+TextTokens = Float[Array, "B S E"]
+Mask = Bool[Array, "B S"]
+PROJECTION_EPS = 1e-5  # of the norms in the projections; the blocks have another, the config's
+
+
+class Prompt(NamedTuple):
+    """A prompt before it is refined: its projected tokens, and the embedding of their mean."""
+
+    tokens: TextTokens
+    mean: Float32[Array, "B E"]
+
+
+class RefinerBlock(nnx.Module):
+    """Self-attention over the prompt's tokens, and an MLP; gates from the timestep and the prompt weigh both."""
+
+    def __init__(self, config: TransformerConfig, implementation: str | None, **kw):
+        width = config.width
+        self.norm1 = layer_norm(width, config.eps, affine=True, **kw)
+        self.q = linear(width, width, ("embed", "heads"), **kw)
+        self.k = linear(width, width, ("embed", "heads"), **kw)
+        self.v = linear(width, width, ("embed", "heads"), **kw)
+        self.out = linear(width, width, ("heads", "embed"), **kw)
+        self.norm2 = layer_norm(width, config.eps, affine=True, **kw)
+        self.mlp = MLP((width, config.refiner_mlp_dim, width), ("embed", "mlp", "embed"), jax.nn.silu, **kw)
+        self.gates = linear(width, 2 * width, ("embed", "mlp"), **{**kw, "dtype": jnp.float32})
+        self.heads = config.heads
+        self.dtype = kw["dtype"]
+        self.implementation = implementation and implementation.partition(":")[0]  # tiles are those of long sequences
+
+    def __call__(self, x: TextTokens, condition: Float32[Array, "B E"], mask: Mask) -> TextTokens:
+        attention_gate, mlp_gate = jnp.split(self.gates(jax.nn.silu(condition))[:, None], 2, axis=-1)  # [B 1 E]
+        x = gated_add(x, self.attend(self.norm1(x).astype(self.dtype), mask), attention_gate)
+        return gated_add(x, self.mlp(self.norm2(x).astype(self.dtype)), mlp_gate)
+
+    def attend(self, x: TextTokens, mask: Mask) -> TextTokens:
+        """Self-attention to the tokens in the mask."""
+        q, k, v = (project(x).reshape(*x.shape[:2], self.heads, -1) for project in (self.q, self.k, self.v))
+        y = attention(q, k, v, key_mask=mask, implementation=self.implementation)  # [B S N D]
+        return self.out(y.reshape(x.shape))
+
+
+class Refiner(nnx.Module):
+    """Refines a prompt's tokens at a timestep."""
+
+    def __init__(self, config: TransformerConfig, implementation: str | None, **kw):
+        width = config.width
+        self.tokens = linear(config.text_width, width, ("text", "embed"), **kw)
+        self.time_embed = time_mlp(config, kw["rngs"])
+        self.mean_embed = MLP(
+            (config.text_width, width, width), ("text", "mlp", "embed"), jax.nn.silu, **{**kw, "dtype": jnp.float32}
+        )
+        self.blocks = stack(
+            lambda rngs: RefinerBlock(config, implementation, **{**kw, "rngs": rngs}), config.refiner_layers, kw["rngs"]
+        )
+        self.frequency_dim = config.frequency_dim
+        self.dtype = kw["dtype"]
+
+    def prompt(self, text: Float[Array, "B S _E"], mask: Mask) -> Prompt:
+        """The part that is the same at every timestep: projections of the tokens, and of the mean of those in the mask.
+
+        The mean of no token is zero.
+        """
+        weight = mask[:, :, None].astype(jnp.float32)
+        mean = jnp.sum(text.astype(jnp.float32) * weight, axis=1) / jnp.maximum(jnp.sum(weight, axis=1), 1.0)
+        return Prompt(self.tokens(text.astype(self.dtype)), self.mean_embed(mean))
+
+    def __call__(self, prompt: Prompt, t: Float[Array, "B"], mask: Mask) -> TextTokens:
+        condition = self.time_embed(sinusoid(t, self.frequency_dim)) + prompt.mean
+        return scan_blocks(self.blocks, lambda block, x: block(x, condition, mask), prompt.tokens)
+
+
+class GlyphEmbed(nnx.Module):
+    """Features of quoted text, which is to be seen in the video, in the transformer's width."""
+
+    def __init__(self, config: TransformerConfig, **kw):
+        inside = config.glyph_mlp_dim
+        self.norm = layer_norm(config.glyph_width, PROJECTION_EPS, affine=True, **kw)
+        self.mlp = MLP((config.glyph_width, inside, inside), ("text", "mlp", "embed"), gelu, **kw)
+        self.out = linear(inside, config.width, ("mlp", "embed"), **kw)
+        self.dtype = kw["dtype"]
+
+    def __call__(self, glyphs: Float[Array, "B S _E"]) -> TextTokens:
+        return self.out(gelu(self.mlp(self.norm(glyphs).astype(self.dtype))))
+
+
+class ImageEmbed(nnx.Module):
+    """Features of a picture, in the transformer's width."""
+
+    def __init__(self, config: TransformerConfig, **kw):
+        width_in, width = config.image_width, config.width
+        self.norm1 = layer_norm(width_in, PROJECTION_EPS, affine=True, **kw)
+        self.mlp = MLP((width_in, width_in, width), (None, "mlp", "embed"), gelu, **kw)
+        self.norm2 = layer_norm(width, PROJECTION_EPS, affine=True, **kw)
+        self.dtype = kw["dtype"]
+
+    def __call__(self, image: Float[Array, "B S _E"]) -> TextTokens:
+        return self.norm2(self.mlp(self.norm1(image).astype(self.dtype))).astype(self.dtype)
+
+
+def time_mlp(config: TransformerConfig, rngs: nnx.Rngs) -> MLP:
+    """Embeds sinusoids of timesteps, in float32 with weights in float32."""
+    features, axes = (config.frequency_dim, config.width, config.width), (None, "mlp", "embed")
+    return MLP(features, axes, jax.nn.silu, dtype=jnp.float32, param_dtype=jnp.float32, rngs=rngs)

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HunyuanVideo 1.5's diffusion transformer, for text to video and for a picture to video.
+
+Two streams, of the video and of its text, have weights of their own in each block and meet in joint attention. Text is
+the prompt, then quoted text and a picture if there are any. It has no positions, so its order does not matter, and a
+mask of keys leaves its padding out. The reference, diffusers' models/transformers/transformer_hunyuan_video15.py, moves
+padding behind all text in place of a fixed order; its video is the same.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Float32
+
+from wanjax.kernels.attention import attention
+from wanjax.layers.embeddings import sinusoid
+from wanjax.layers.linear import Linear, linear
+from wanjax.layers.mlp import MLP, gelu_tanh
+from wanjax.layers.modulation import Modulation, gated_add, modulate, split_modulation
+from wanjax.layers.norms import layer_norm, rms_norm
+from wanjax.layers.patch import patch_grid, patchify, unpatchify
+from wanjax.layers.placement import with_axes
+from wanjax.layers.rope import Rope, rope_3d
+from wanjax.layers.stack import scan_blocks, stack
+from wanjax.models.hunyuanvideo.config import TransformerConfig
+from wanjax.models.hunyuanvideo.joint import divide, join, joint_keys, normed_heads, rotated
+from wanjax.models.hunyuanvideo.refiner import GlyphEmbed, ImageEmbed, Prompt, Refiner, TextTokens, time_mlp
+from wanjax.sharding import spread
+
+CELL = (1, 1, 1)  # a token is one latent cell
+PROMPT, GLYPHS, IMAGE = range(3)  # rows of the table of kinds of text tokens
+Tokens = Float[Array, "B L E"]
+Time = Float32[Array, "B E"]
+Keys = Bool[Array, "B _L"]
+
+
+class Context(NamedTuple):
+    """The text of a video, as far as it is the same in every step.
+
+    `beside` are the finished tokens of quoted text and of a picture; none if there are neither. `mask` [B S + _S] marks
+    the real tokens among those of the prompt and those beside it.
+    """
+
+    prompt: Prompt
+    beside: Float[Array, "B _S E"]
+    mask: Bool[Array, "B _S"]
+
+
+class Streams(NamedTuple):
+    """The tokens of a video and of its text between two blocks; on several devices zeros follow each."""
+
+    video: Tokens
+    text: TextTokens
+
+
+class JointAttention(nnx.Module):
+    """Attention over the tokens of both streams; video is rotated by position, and each stream has its projections."""
+
+    def __init__(self, config: TransformerConfig, implementation: str | None, **kw):
+        width = config.width
+        self.q = linear(width, width, ("embed", "heads"), **kw)
+        self.k = linear(width, width, ("embed", "heads"), **kw)
+        self.v = linear(width, width, ("embed", "heads"), **kw)
+        self.out = linear(width, width, ("heads", "embed"), **kw)
+        self.text_q = linear(width, width, ("embed", "heads"), **kw)
+        self.text_k = linear(width, width, ("embed", "heads"), **kw)
+        self.text_v = linear(width, width, ("embed", "heads"), **kw)
+        self.text_out = linear(width, width, ("heads", "embed"), **kw)
+        self.q_norm = rms_norm(config.head_dim, config.eps, **kw, axis="head_dim")
+        self.k_norm = rms_norm(config.head_dim, config.eps, **kw, axis="head_dim")
+        self.text_q_norm = rms_norm(config.head_dim, config.eps, **kw, axis="head_dim")
+        self.text_k_norm = rms_norm(config.head_dim, config.eps, **kw, axis="head_dim")
+        self.heads = config.heads
+        self.dtype = kw["dtype"]
+        self.implementation = implementation
+
+    @jax.named_scope("joint_attention")
+    def __call__(self, x: Tokens, text: TextTokens, rope: Rope, keys: Keys) -> tuple[Tokens, TextTokens]:
+        q = rotated(normed_heads(self.q(x), self.q_norm, self.heads), rope)  # [B L N D]
+        k = rotated(normed_heads(self.k(x), self.k_norm, self.heads), rope)
+        v = self.v(x).reshape(q.shape)
+        text_q = normed_heads(self.text_q(text), self.text_q_norm, self.heads)  # [B S N D]
+        text_k = normed_heads(self.text_k(text), self.text_k_norm, self.heads)
+        text_v = self.text_v(text).reshape(text_q.shape)
+        q, k = (join(a.astype(self.dtype), b.astype(self.dtype)) for a, b in ((q, text_q), (k, text_k)))
+        y = attention(q, k, join(v, text_v), key_mask=keys, implementation=self.implementation)
+        y, text_y = divide(y.reshape(*y.shape[:2], -1), text.shape[1])
+        return self.out(y), self.text_out(text_y)
+
+
+class Block(nnx.Module):
+    """Joint attention and an MLP for each of the two streams; the timestep modulates both."""
+
+    def __init__(self, config: TransformerConfig, implementation: str | None, **kw):
+        width, mlp = config.width, (config.width, config.mlp_dim, config.width)
+        self.mod = modulation(6, width, **kw)
+        self.text_mod = modulation(6, width, **kw)
+        self.norm1 = layer_norm(width, config.eps, affine=False, **kw)
+        self.text_norm1 = layer_norm(width, config.eps, affine=False, **kw)
+        self.attn = JointAttention(config, implementation, **kw)
+        self.norm2 = layer_norm(width, config.eps, affine=False, **kw)
+        self.text_norm2 = layer_norm(width, config.eps, affine=False, **kw)
+        self.mlp = MLP(mlp, ("embed", "mlp", "embed"), gelu_tanh, **kw)
+        self.text_mlp = MLP(mlp, ("embed", "mlp", "embed"), gelu_tanh, **kw)
+        self.dtype = kw["dtype"]
+
+    def __call__(self, streams: Streams, time: Time, rope: Rope, keys: Keys) -> Streams:
+        x, text = streams
+        attn_mod, mlp_mod = rows_of(self.mod, time)
+        text_attn_mod, text_mlp_mod = rows_of(self.text_mod, time)
+        y = modulate(self.norm1(x), attn_mod.shift, attn_mod.scale).astype(self.dtype)
+        text_y = modulate(self.text_norm1(text), text_attn_mod.shift, text_attn_mod.scale).astype(self.dtype)
+        y, text_y = self.attn(y, text_y, rope, keys)
+        x = gated_add(x, y, attn_mod.gate)
+        text = gated_add(text, text_y, text_attn_mod.gate)
+        y = modulate(self.norm2(x), mlp_mod.shift, mlp_mod.scale).astype(self.dtype)
+        text_y = modulate(self.text_norm2(text), text_mlp_mod.shift, text_mlp_mod.scale).astype(self.dtype)
+        return Streams(
+            gated_add(x, self.mlp(y), mlp_mod.gate), gated_add(text, self.text_mlp(text_y), text_mlp_mod.gate)
+        )
+
+
+class HunyuanVideoTransformer(nnx.Module):
+    """Predicts the velocity of latents at timesteps t in [0, 1000] for encoded texts.
+
+    velocity = transformer(latents, t, transformer.context(text, mask), transformer.rope(transformer.grid(latents)))
+
+    `latents` [B T H W C] are those of the video and, after them along the channels, the condition: the latents of a
+    given frame and a mask, or zeros. `embed`, `blocks_before_last` and `last_block_and_head` are the forward in three
+    pieces.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        attention: str | None = None,
+        dtype: DTypeLike,
+        param_dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ):
+        """`attention` names an implementation; None chooses by platform and shape."""
+        kw: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        width = config.width
+        self.config = config
+        self.dtype = dtype
+        self.patch_embed = linear(config.channels_in, width, (None, "embed"), **kw)
+        self.time_embed = time_mlp(config, rngs)
+        self.next_time_embed = nnx.data(time_mlp(config, rngs) if config.meanflow else None)
+        self.refiner = Refiner(config, attention, **kw)
+        self.glyph_embed = GlyphEmbed(config, **kw)
+        self.image_embed = ImageEmbed(config, **kw)
+        self.kinds = kind_table(width, rngs)
+        self.blocks = stack(lambda rngs: Block(config, attention, **{**kw, "rngs": rngs}), config.layers - 1, rngs)
+        self.last_block = Block(config, attention, **kw)
+        self.norm_out = layer_norm(width, config.eps, affine=False, **kw)
+        self.mod_out = modulation(2, width, **kw)
+        self.proj_out = linear(width, config.channels_out, ("embed", None), **kw)
+
+    def context(
+        self,
+        text: Float[Array, "B S _E"],
+        mask: Bool[Array, "B S"],
+        glyphs: tuple[Float[Array, "B _S _E"], Bool[Array, "B _S"]] | None = None,
+        image: Float[Array, "B _S _E"] | None = None,
+    ) -> Context:
+        """The text of a video in the transformer's width: features of the prompt and their mask, and what is beside.
+
+        `glyphs` are features of quoted text and their mask, and `image` those of a picture. A video without one of them
+        has fewer tokens, and the same answer as with all of their tokens masked.
+        """
+        beside, masks = [jnp.zeros((len(text), 0, self.config.width), self.dtype)], [mask]
+        if glyphs is not None:
+            beside.append(self._of_kind(self.glyph_embed(glyphs[0]), GLYPHS))
+            masks.append(glyphs[1])
+        if image is not None:
+            beside.append(self._of_kind(self.image_embed(image), IMAGE))
+            masks.append(jnp.ones(image.shape[:2], bool))
+        prompt = self.refiner.prompt(text, mask)
+        return Context(prompt, jnp.concatenate(beside, axis=1), jnp.concatenate(masks, axis=1))
+
+    def _of_kind(self, tokens: TextTokens, kind: int) -> TextTokens:
+        return tokens + self.kinds[...][kind][None, None].astype(tokens.dtype)
+
+    def grid(self, latents: Float[Array, "B T H W C"]) -> tuple[int, int, int]:
+        """The number of tokens along frames, height and width."""
+        return patch_grid(latents, CELL)
+
+    def rope(self, grid: tuple[int, int, int]) -> Rope:
+        """Tables of RoPE for a grid of tokens."""
+        return rope_3d(grid, self.config.rope_channels, self.config.rope_theta)
+
+    def time(self, t: Float[Array, "B"], t_next: Float[Array, "B"] | None = None) -> Time:
+        """The embedding of timesteps; a network of few steps needs also those to which the step goes."""
+        time = self.time_embed(sinusoid(t, self.config.frequency_dim))
+        if self.next_time_embed is None:
+            return time
+        assert t_next is not None, "a network of few steps is told the next timestep"
+        return time + self.next_time_embed(sinusoid(t_next, self.config.frequency_dim))
+
+    def embed(self, latents: Float[Array, "B T H W C"], t: Float[Array, "B"], context: Context) -> Streams:
+        """Both streams before the first block."""
+        prompt = self.refiner(context.prompt, t, context.mask[:, : context.prompt.tokens.shape[1]])
+        text = jnp.concatenate([self._of_kind(prompt, PROMPT), context.beside.astype(prompt.dtype)], axis=1)
+        x = self.patch_embed(patchify(latents.astype(self.dtype), CELL))  # [B L E]
+        return Streams(x, spread(text, ("batch", "length", None)))
+
+    def blocks_before_last(self, streams: Streams, time: Time, context: Context, rope: Rope) -> Streams:
+        """Both streams before the last block, which a step cache may keep."""
+        keys = joint_keys(rope, context.mask)
+        return scan_blocks(self.blocks, lambda block, streams: block(streams, time, rope, keys), streams)
+
+    def last_block_and_head(
+        self, streams: Streams, time: Time, context: Context, rope: Rope, grid: tuple[int, int, int]
+    ) -> Float[Array, "B T H W C"]:
+        """The velocity, from both streams before the last block."""
+        x, _ = self.last_block(streams, time, rope, joint_keys(rope, context.mask))
+        scale, shift = jnp.split(self.mod_out(jax.nn.silu(time))[:, None], 2, axis=-1)  # [B 1 E]
+        x = self.proj_out(modulate(self.norm_out(x), shift, scale).astype(self.dtype))
+        return unpatchify(x, grid, CELL)
+
+    def __call__(
+        self,
+        latents: Float[Array, "B T H W C"],
+        t: Float[Array, "B"],
+        context: Context,
+        rope: Rope,
+        t_next: Float[Array, "B"] | None = None,
+    ) -> Float[Array, "B T H W _C"]:
+        """`context` and `rope` come from the methods of these names; `t_next` is that of `time`."""
+        time = self.time(t, t_next)
+        streams = self.embed(latents, t, context)
+        streams = self.blocks_before_last(streams, time, context, rope)
+        return self.last_block_and_head(streams, time, context, rope, self.grid(latents))
+
+
+def modulation(rows: int, width: int, **kw) -> Linear:
+    """The projection of the timestep to shifts, scales and gates; it computes in float32."""
+    return linear(width, rows * width, ("embed", "mlp"), **{**kw, "dtype": jnp.float32})
+
+
+def rows_of(mod: Linear, time: Time) -> tuple[Modulation, Modulation]:
+    """The modulations of a stream's attention and of its MLP."""
+    return split_modulation(mod(jax.nn.silu(time)).reshape(len(time), 1, 6, -1))
+
+
+def kind_table(width: int, rngs: nnx.Rngs) -> nnx.Param:
+    """Learned rows that tell the kinds of text tokens apart; kept in float32."""
+    init = with_axes(nnx.initializers.zeros_init(), (None, "embed"))
+    return nnx.Param(init(rngs.params(), (3, width), jnp.float32))

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HunyuanVideo in its authors' layout: the same weights by either layout's names, and configs read from shapes."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DModel
+
+from wanjax.checkpoints.files import Spec
+from wanjax.converters.hunyuanvideo import diffusers as tables
+from wanjax.converters.hunyuanvideo import original
+from wanjax.errors import WanjaxError
+from wanjax.models.hunyuanvideo.config import FEW_STEPS_480P, SIZE_720P
+from wanjax.models.hunyuanvideo.vae_config import VAE_1_5
+
+SMALL = {
+    "num_layers": 3, "num_attention_heads": 2, "attention_head_dim": 32, "rope_axes_dim": (8, 12, 12),
+    "text_embed_dim": 24, "text_embed_2_dim": 16, "image_embed_dim": 20, "in_channels": 9, "out_channels": 4,
+    "mlp_ratio": 2.0, "use_meanflow": True,
+}  # fmt: skip
+AUTHORS = {"rope_dim_list": [8, 12, 12], "rope_theta": 256, "ideal_resolution": "720p", "use_meanflow": True}
+TRANSFORMER_NAMES = {  # in the authors' code
+    "img_in.proj.weight",
+    "time_in.mlp.2.bias",
+    "time_r_in.mlp.0.weight",
+    "txt_in.t_embedder.mlp.0.weight",
+    "txt_in.c_embedder.linear_2.weight",
+    "txt_in.input_embedder.bias",
+    "txt_in.individual_token_refiner.blocks.1.self_attn_qkv.weight",
+    "txt_in.individual_token_refiner.blocks.0.self_attn_proj.bias",
+    "txt_in.individual_token_refiner.blocks.0.mlp.fc2.weight",
+    "txt_in.individual_token_refiner.blocks.1.adaLN_modulation.1.weight",
+    "byt5_in.layernorm.weight",
+    "byt5_in.fc3.weight",
+    "vision_in.proj.4.bias",
+    "cond_type_embedding.weight",
+    "double_blocks.2.img_mod.linear.weight",
+    "double_blocks.0.txt_attn_q_norm.weight",
+    "double_blocks.1.img_attn_proj.weight",
+    "double_blocks.1.txt_mlp.fc1.bias",
+    "final_layer.adaLN_modulation.1.weight",
+    "final_layer.linear.weight",
+}
+VAE_NAMES = {
+    "encoder.conv_in.conv.weight",
+    "encoder.down.4.block.1.norm2.gamma",
+    "encoder.down.2.downsample.conv.conv.weight",
+    "encoder.mid.block_1.conv1.conv.bias",
+    "encoder.mid.attn_1.norm.gamma",
+    "decoder.mid.attn_1.q.weight",
+    "decoder.mid.attn_1.proj_out.bias",
+    "decoder.up.4.block.2.conv2.conv.weight",
+    "decoder.up.0.upsample.conv.conv.bias",
+    "decoder.norm_out.gamma",
+}
+
+
+class Tensors:
+    """Tensors as a reader."""
+
+    def __init__(self, tensors: Mapping[str, np.ndarray]):
+        self.tensors = tensors
+
+    def keys(self):
+        return self.tensors.keys()
+
+    def spec(self, key: str) -> Spec:
+        return Spec(self.tensors[key].shape, self.tensors[key].dtype)
+
+    def read(self, key: str) -> np.ndarray:
+        return self.tensors[key]
+
+
+def state(module: torch.nn.Module) -> dict[str, np.ndarray]:
+    return {key: x.numpy() for key, x in module.state_dict().items()}
+
+
+def originally(ours: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns a transformer's tensors as its authors have them: one of q, k and v in the refiner, shifts first."""
+    theirs = {}
+    for key, x in ours.items():
+        if "token_refiner" in key and ".to_q." in key:
+            name = key.replace(".to_q.", ".to_qkv.")
+            x = np.concatenate([ours[key.replace(".to_q.", f".to_{part}.")] for part in "qkv"])
+        elif "token_refiner" in key and (".to_k." in key or ".to_v." in key):
+            continue
+        else:
+            name = key
+        if key.startswith("norm_out."):
+            x = np.concatenate([x[len(x) // 2 :], x[: len(x) // 2]])
+        theirs[original.TRANSFORMER.theirs(name)] = x
+    assert None not in theirs
+    return theirs
+
+
+def same(answer, expected: Mapping[str, np.ndarray]) -> None:
+    assert set(answer.keys()) == expected.keys()
+    for key, x in expected.items():
+        assert answer.spec(key).shape == x.shape
+        np.testing.assert_array_equal(answer.read(key), x)
+
+
+@pytest.fixture(scope="module")
+def transformer() -> HunyuanVideo15Transformer3DModel:
+    torch.manual_seed(0)
+    return HunyuanVideo15Transformer3DModel(**SMALL, target_size=960).requires_grad_(False)
+
+
+def test_a_transformer_has_the_same_tensors_by_its_authors_names(transformer):
+    theirs = originally(state(transformer))
+    assert theirs.keys() >= TRANSFORMER_NAMES
+    component = original.component("transformer", Tensors(theirs), AUTHORS)
+    same(component.weights, state(transformer))
+    assert tables.transformer_config(component.json) == tables.transformer_config(transformer.config)
+    assert all(original.TRANSFORMER.theirs(str(original.TRANSFORMER.ours(key))) == key for key in theirs)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "given", "config"),
+    [
+        ({"target_size": 960}, {"ideal_resolution": "720p"}, SIZE_720P),
+        ({"use_meanflow": True}, None, FEW_STEPS_480P),
+    ],
+)
+def test_the_published_transformers(sizes, given, config):
+    with torch.device("meta"):
+        keys = HunyuanVideo15Transformer3DModel(**sizes).state_dict()
+    ours = {key: tuple(x.shape) for key, x in keys.items() if "token_refiner" not in key or ".attn." not in key}
+    specs = {original.TRANSFORMER.theirs(key): Spec(shape, np.dtype(np.float32)) for key, shape in ours.items()}
+    assert None not in specs
+    assert tables.transformer_config(original.transformer_json(specs, given)) == config
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {},
+        {"block_out_channels": (8, 16, 32), "spatial_compression_ratio": 4, "temporal_compression_ratio": 2},
+    ],
+)
+def test_an_autoencoder_has_the_same_tensors_by_its_authors_names(sizes):
+    with torch.device("meta"):
+        reference = AutoencoderKLHunyuanVideo15(**sizes)
+    ours = {key: np.broadcast_to(np.float32(0), tuple(x.shape)) for key, x in reference.state_dict().items()}
+    theirs = {original.VAE.theirs(key): x for key, x in ours.items()}
+    assert None not in theirs
+    assert len(theirs) == len(ours)
+    if not sizes:
+        assert theirs.keys() >= VAE_NAMES
+    component = original.component("vae", Tensors(theirs))
+    same(component.weights, ours)
+    config = tables.vae_config(component.json)
+    assert config == tables.vae_config(reference.config)
+    assert sizes or config == VAE_1_5
+    assert (
+        original.vae_json({key: Spec(x.shape, x.dtype) for key, x in theirs.items()}, {"scaling_factor": 0.5})[
+            "scaling_factor"
+        ]
+        == 0.5
+    )
+
+
+@pytest.mark.parametrize("name", ["transformer", "vae"])
+def test_weights_of_another_model_are_named(name):
+    with pytest.raises(WanjaxError, match=f"the {name} lacks .*: weights of HunyuanVideo 1.5 are needed"):
+        original.component(name, Tensors({"blocks.0.attn1.to_q.weight": np.zeros((2, 2), np.float32)}))
+
+
+def test_tensors_that_give_a_size_are_required():
+    with pytest.raises(WanjaxError, match=r"lacks img_in.proj.weight, which determines a size"):
+        original.transformer_json({})
+    with pytest.raises(WanjaxError, match=r"img_in.proj.weight has the shape \[3\] where 5 axes"):
+        original.transformer_json({"img_in.proj.weight": Spec((3,), np.dtype(np.float32))})

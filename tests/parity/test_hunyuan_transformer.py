@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HunyuanVideo's transformer against diffusers' HunyuanVideo15Transformer3DModel, float32, on small random weights."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from diffusers import HunyuanVideo15Transformer3DModel
+from flax import nnx
+
+from tests.parity.references import StateDict, channels_last, randomise, relative_l2
+from wanjax.converters import engine
+from wanjax.converters.hunyuanvideo import diffusers as tables
+from wanjax.layers.placement import placed
+from wanjax.layers.stack import block_at
+from wanjax.models.hunyuanvideo.config import FEW_STEPS_480P, SIZE_480P, SIZE_720P
+from wanjax.models.hunyuanvideo.joint import divide, join, joint_keys
+from wanjax.models.hunyuanvideo.refiner import Prompt
+from wanjax.models.hunyuanvideo.transformer import Context, HunyuanVideoTransformer, Streams
+from wanjax.sharding import RULES, Partitioner, make_mesh, use
+
+BAR = 1e-5
+SIZES = {
+    "in_channels": 9, "out_channels": 4, "num_attention_heads": 3, "attention_head_dim": 32, "num_layers": 3,
+    "num_refiner_layers": 2, "mlp_ratio": 2.0, "text_embed_dim": 40, "text_embed_2_dim": 24, "image_embed_dim": 20,
+    "rope_axes_dim": (8, 12, 12),
+}  # fmt: skip
+WIDTH, VIDEO = 96, (3, 4, 6)  # the latents' frames, height and width
+TASKS = ["text", "quoted text", "picture", "both"]
+
+
+def built(**sizes) -> HunyuanVideo15Transformer3DModel:
+    """Returns a reference whose timestep, gates and types of tokens matter as much as its tokens."""
+    torch.manual_seed(0)
+    reference = HunyuanVideo15Transformer3DModel(**SIZES | sizes).eval()
+    randomise(reference, seed=1)
+    with torch.no_grad():
+        for name, weight in reference.named_parameters():
+            if weight.ndim == 2 and (".norm" in name or "norm_out" in name or "context_embedder_2" in name):
+                weight.mul_(4)
+            elif weight.ndim == 2 and ("timestep_embedder" in name or "to_q" in name or ".ff" in name):
+                weight.mul_(2)
+    return reference
+
+
+def loaded(reference, dtype=jnp.float32, partitioner=None) -> HunyuanVideoTransformer:
+    config = tables.transformer_config(reference.config)
+    kw = {"dtype": dtype, "param_dtype": dtype}
+    abstract = nnx.eval_shape(lambda: HunyuanVideoTransformer(config, **kw, rngs=nnx.Rngs(0)))
+    return engine.load(placed(abstract, partitioner), tables.transformer_rules(config), StateDict(reference))
+
+
+@pytest.fixture(scope="module")
+def models():
+    reference = built()
+    return reference, loaded(reference)
+
+
+def ours(x: torch.Tensor) -> jax.Array:
+    return jnp.asarray(x.numpy())
+
+
+def normal(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def masked(*lengths: int, of: int) -> torch.Tensor:
+    return torch.arange(of)[None] < torch.tensor(lengths)[:, None]
+
+
+def inputs(task: str) -> dict[str, torch.Tensor]:
+    """Returns the reference's inputs for two videos, whose texts differ in length."""
+    quoted, picture = task in ("quoted text", "both"), task in ("picture", "both")
+    return {
+        "hidden_states": normal(0, 2, 9, *VIDEO),
+        "timestep": torch.tensor([968.0, 137.0]),
+        "encoder_hidden_states": normal(1, 2, 11, 40),
+        "encoder_attention_mask": masked(11, 6, of=11),
+        "encoder_hidden_states_2": normal(2, 2, 5, 24) * quoted,
+        "encoder_attention_mask_2": masked(5 * quoted, 2 * quoted, of=5),
+        "image_embeds": normal(3, 2, 7, 20) * picture,
+    }
+
+
+@torch.no_grad()
+def velocity(reference, given) -> np.ndarray:
+    given = {name: x.float() if x.dtype == torch.bool else x for name, x in given.items()}
+    return channels_last(reference(**{name: x.to(reference.dtype) for name, x in given.items()}).sample)
+
+
+def our_velocity(model, given, *, dropped: bool = True, partitioner=None) -> jax.Array:
+    """Returns our velocity; `dropped` leaves out quoted text and a picture that are not there."""
+    graphdef, weights = nnx.split(model)
+    glyphs = ours(given["encoder_hidden_states_2"]), ours(given["encoder_attention_mask_2"])
+    image = ours(given["image_embeds"]) if given["image_embeds"].any() else None
+    if dropped and not glyphs[1].any():
+        glyphs = None
+    t_next = ours(given["timestep_r"]) if "timestep_r" in given else None
+
+    def run(weights, latents, t, text, mask, glyphs, image, t_next):
+        with use(partitioner):
+            model = nnx.merge(graphdef, weights)
+            context = model.context(text, mask, glyphs, image)
+            return model(latents, t, context, model.rope(model.grid(latents)), t_next)
+
+    text, mask = ours(given["encoder_hidden_states"]), ours(given["encoder_attention_mask"])
+    latents = jnp.asarray(channels_last(given["hidden_states"]))
+    return jax.jit(run)(weights, latents, ours(given["timestep"]), text, mask, glyphs, image, t_next)
+
+
+def close(answer, expected) -> None:
+    error = relative_l2(answer, expected)
+    print(f"{error:.1e}")  # `pytest -rP` shows it
+    assert error <= BAR
+
+
+@pytest.mark.parametrize("dropped", [True, False])
+@pytest.mark.parametrize("task", TASKS)
+def test_whole(models, task, dropped):
+    """The reference moves padding behind all text; a fixed order with a mask gives the same video."""
+    reference, model = models
+    close(our_velocity(model, inputs(task), dropped=dropped), velocity(reference, inputs(task)))
+
+
+@pytest.mark.parametrize(
+    "change", ["timestep", "encoder_hidden_states", "encoder_hidden_states_2", "image_embeds", "encoder_attention_mask"]
+)
+def test_every_input_matters(models, change):
+    given = inputs("both")
+    changed = masked(7, 4, of=11) if change == "encoder_attention_mask" else given[change].flip(-1)
+    assert relative_l2(our_velocity(models[1], given | {change: changed}), our_velocity(models[1], given)) > 1e-2
+
+
+def test_padding_does_not_matter(models):
+    """Text may be padded to any length with any values."""
+    reference, model = models
+    given = inputs("both")
+    expected = velocity(reference, given)
+    for name, size in (("encoder_hidden_states", 40), ("encoder_hidden_states_2", 24)):
+        given[name] = torch.cat([given[name], 50 * normal(9, 2, 6, size)], dim=1)
+    for name in ("encoder_attention_mask", "encoder_attention_mask_2"):
+        given[name] = torch.cat([given[name], torch.zeros(2, 6, dtype=torch.bool)], dim=1)
+    close(our_velocity(model, given), expected)
+
+
+def test_a_video_without_any_text_is_finite(models):
+    given = inputs("text") | {"encoder_attention_mask": masked(11, 0, of=11)}
+    assert np.isfinite(our_velocity(models[1], given)).all()
+
+
+def test_the_next_timestep_of_a_network_of_few_steps():
+    reference = built(use_meanflow=True)
+    model = loaded(reference)
+    given = inputs("picture") | {"timestep_r": torch.tensor([850.0, 0.0])}
+    answer = our_velocity(model, given)
+    close(answer, velocity(reference, given))
+    other = given | {"timestep_r": torch.tensor([600.0, 90.0])}
+    assert relative_l2(our_velocity(model, other), answer) > 1e-2
+    with pytest.raises(AssertionError, match="is told the next timestep"):
+        our_velocity(model, inputs("picture"))
+
+
+@torch.no_grad()
+def test_refiner(models):
+    reference, model = models
+    text, mask, t = normal(1, 2, 11, 40), masked(11, 6, of=11), torch.tensor([968.0, 137.0])
+    expected = reference.context_embedder(text, t, mask.float())
+    prompt = model.refiner.prompt(ours(text), ours(mask))
+    live = mask.numpy()
+    answer = np.asarray(model.refiner(prompt, ours(t), ours(mask)))
+    close(answer[live], expected.numpy()[live])  # the reference's padded tokens attend to nothing
+    assert np.isfinite(answer).all()
+    close(prompt.tokens, reference.context_embedder.proj_in(text))
+    mean = (text * mask[..., None]).sum(1) / mask.sum(1)[:, None]
+    close(prompt.mean, reference.context_embedder.time_text_embed.text_embedder(mean))
+
+
+@torch.no_grad()
+def test_embeddings(models):
+    reference, model = models
+    glyphs, image, t = normal(2, 2, 5, 24), normal(3, 2, 7, 20), torch.tensor([968.0, 137.0])
+    close(model.glyph_embed(ours(glyphs)), reference.context_embedder_2(glyphs))
+    close(model.image_embed(ours(image)), reference.image_embedder(image))
+    close(model.time(ours(t)), reference.time_embed(t))
+    close(model.kinds[...], reference.cond_type_embed.weight)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("index", range(3))
+def test_block(models, index):
+    reference, model = models
+    block = block_at(model.blocks, index) if index < 2 else model.last_block
+    x, text, temb = normal(4, 2, 72, WIDTH), normal(5, 2, 9, WIDTH), normal(6, 2, WIDTH)
+    mask = masked(9, 4, of=9)
+    rotary = reference.rope(torch.zeros(1, 9, *VIDEO))
+    expected, expected_text = reference.transformer_blocks[index](x, text, temb, mask.float(), rotary)
+    rope = model.rope(VIDEO)
+    answer = block(Streams(ours(x), ours(text)), ours(temb), rope, joint_keys(rope, ours(mask)))
+    close(answer.video, expected)
+    close(np.asarray(answer.text)[mask.numpy()], expected_text.numpy()[mask.numpy()])
+
+
+def test_the_order_of_text_does_not_matter(models):
+    _, model = models
+    rope, time = model.rope(VIDEO), ours(normal(6, 2, WIDTH))
+    x, text, mask = ours(normal(4, 2, 72, WIDTH)), ours(normal(5, 2, 9, WIDTH)), ours(masked(9, 4, of=9))
+    prompt = Prompt(text[:, :0], time)
+
+    def run(order):
+        context = Context(prompt, text[:, :0], mask[:, order])
+        streams = model.blocks_before_last(Streams(x, text[:, order]), time, context, rope)
+        return model.last_block_and_head(streams, time, context, rope, VIDEO)
+
+    close(run(np.random.default_rng(0).permutation(9)), run(np.arange(9)))
+
+
+def test_the_pieces_make_the_whole(models):
+    """A step cache may keep both streams before the last block."""
+    _, model = models
+    given = inputs("text")
+    latents, t = jnp.asarray(channels_last(given["hidden_states"])), ours(given["timestep"])
+    context = model.context(ours(given["encoder_hidden_states"]), ours(given["encoder_attention_mask"]))
+    rope, time = model.rope(VIDEO), model.time(t)
+    kept = model.blocks_before_last(model.embed(latents, t, context), time, context, rope)
+    close(model.last_block_and_head(kept, time, context, rope, VIDEO), our_velocity(model, given))
+
+
+def test_bfloat16_is_no_further_from_float32_than_the_reference_s_own(models, tmp_path):
+    reference, _ = models
+    reference.save_pretrained(tmp_path)
+    half = HunyuanVideo15Transformer3DModel.from_pretrained(tmp_path, torch_dtype=torch.bfloat16)
+    exact, given = velocity(reference, inputs("both")), inputs("both")
+    answer = our_velocity(loaded(half, jnp.bfloat16), given)
+    assert answer.dtype == jnp.bfloat16
+    assert relative_l2(answer, exact) <= 1.1 * relative_l2(velocity(half, given), exact)
+
+
+@pytest.mark.parametrize(
+    ("axes", "rules"),
+    [((1, 1, 8), "fsdp"), ((2, 2, 2), "fsdp"), ((1, 8, 1), "fsdp"), ((1, 1, 8), "tp"), ((2, 2, 2), "tp")],
+)
+def test_eight_devices(models, axes, rules):
+    """70 tokens of video and 23 of text, which no axis divides, and three heads."""
+    reference, model = models
+    given = inputs("both") | {"hidden_states": normal(0, 2, 9, 2, 5, 7)}
+    partitioner = Partitioner(make_mesh(*axes), RULES[rules])
+    answer = our_velocity(loaded(reference, partitioner=partitioner), given, partitioner=partitioner)
+    assert len(answer.sharding.device_set) == 8
+    close(answer, np.asarray(our_velocity(model, given), np.float64))
+
+
+@pytest.mark.parametrize("rules", RULES)
+def test_joining_streams_sends_nothing(rules):
+    partitioner = Partitioner(make_mesh(1, 2, 4), RULES[rules])
+    video, text = (jnp.asarray(normal(0, 2, n, 4).numpy()) for n in (64, 24))
+    spec = jax.sharding.NamedSharding(partitioner.mesh, jax.sharding.PartitionSpec(None, ("sp", "tp")))
+
+    def there_and_back(video, text):
+        with use(partitioner):
+            both = divide(join(video, text), 24)
+            return jax.lax.with_sharding_constraint(both, (spec, spec))
+
+    given = [jax.device_put(x, spec) for x in (video, text)]
+    compiled = jax.jit(there_and_back).lower(*given).compile()
+    assert not any(word in compiled.as_text() for word in ("all-gather", "all-to-all", "collective", "all-reduce"))
+    for answer, expected in zip(compiled(*given), (video, text), strict=True):
+        np.testing.assert_array_equal(answer, expected)
+
+
+@pytest.mark.parametrize("name", ["480p", "720p", "few steps"])
+def test_the_published_transformers(name):
+    sizes = {"480p": {}, "720p": {"target_size": 960}, "few steps": {"use_meanflow": True}}[name]
+    with torch.device("meta"):
+        reference = HunyuanVideo15Transformer3DModel(**sizes)
+    config = tables.transformer_config(reference.config)
+    published = {"480p": SIZE_480P, "720p": SIZE_720P, "few steps": FEW_STEPS_480P}
+    assert config == published[name]
+    kw = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
+    abstract = nnx.eval_shape(lambda: HunyuanVideoTransformer(config, **kw, rngs=nnx.Rngs(0)))
+    parameters = engine.parameters(abstract)
+    specs = {key: jax.ShapeDtypeStruct(tuple(x.shape), jnp.float32) for key, x in reference.state_dict().items()}
+    engine.assign(tables.transformer_rules(config), specs, parameters)
+    assert sum(x.size for x in parameters.values()) == sum(x.numel() for x in reference.parameters())
+    assert sum(x.size for x in parameters.values()) == (8_331_330_848 if config.meanflow else 8_326_608_160)
