@@ -2,6 +2,7 @@
 """The families of models, and `load`, which makes a pipeline from a name, a hub id, a folder or a file."""
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -42,6 +43,7 @@ FAMILIES = [
     WAN,
     COGVIDEOX,
 ]
+FREE = "Apache-2.0"
 Progress = Callable[[str, int, int], Any]
 Loras = str | Path | Lora | Sequence[str | Path | Lora]
 
@@ -187,7 +189,7 @@ def load(
     scheduler: "unipc", "euler" or another value of `wanjax.schedulers`; None is the checkpoint's own.
     offload: True frees each network after its stage; False none; None those beside which the next would not fit.
     progress: `progress(component, done, total)` receives the bytes read; None shows them with the stage that reads.
-    note: `note(sentence)` receives what was merged from each LoRA.
+    note: `note(sentence)` receives what was merged from each LoRA, and the licence of weights to be downloaded.
 
     Raises WanjaxError where the checkpoint, a LoRA or the scheduler cannot be found or does not fit, or the mesh or a
     dtype is impossible; UnsupportedError where the named attention cannot be used here.
@@ -197,6 +199,7 @@ def load(
     dtype, param_dtype = dtype_name(dtype), dtype_name(param_dtype, "param_dtype")
     set_cache_folder()
     found = _scheduled_by(scheduler, _adapted(examine(model, revision), lora, note))
+    _check_download(found, note)
     return _pipeline(found, Loading(dtype, param_dtype, attention, mesh, video, rules, compiler, offload, progress))
 
 
@@ -212,6 +215,17 @@ class Loading(NamedTuple):
     compiler: str
     offload: bool | None
     progress: Progress | None
+
+
+def _check_download(found: Checkpoint, note: Note | None) -> None:
+    """Tells the licence of weights that are about to be downloaded, where it sets conditions of its own.
+
+    Raises WanjaxError where the disk has no room for the download.
+    """
+    preset = found.preset
+    if found.source.check_room() and preset and preset.licence != FREE:
+        told = f"the weights of {preset.name} are under the {preset.licence}, whose text {preset.source} on the hub has"
+        note(told) if note else warnings.warn(told, stacklevel=4)  # past `load` and its decorators
 
 
 def _adapted(found: Checkpoint, given: Loras, note: Note | None) -> Checkpoint:
@@ -234,7 +248,6 @@ def _scheduled_by(scheduler: str | Scheduler | None, found: Checkpoint) -> Check
 
 def _pipeline(found: Checkpoint, way: Loading) -> Pipeline:
     """Returns the pipeline of a checkpoint, whose components are loaded at first use."""
-    found.source.check_room()
     kept = way.param_dtype or found.param_dtype
     asked = {name: value for name, value in (way.video or {}).items() if name in found.settings.to_json()}
     video = found.settings.updated(found.settings.typed(asked))

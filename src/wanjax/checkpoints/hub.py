@@ -118,15 +118,19 @@ def download(
         raise WanjaxError(_explanation(error, repository, revision)) from error
 
 
-def check_room(repository: str, patterns: Iterable[str], *, revision: str | None = None) -> None:
-    """Raises WanjaxError where the disk has no room for those of the files that are still to be downloaded.
+def check_room(repository: str, patterns: Iterable[str], *, revision: str | None = None) -> int:
+    """Returns the bytes of those of the files that are still to be downloaded.
 
-    Files of a repository that cannot be asked, because there is no network, are not checked.
+    Raises WanjaxError where the disk has no room for them.
+
+    Files of a repository that cannot be asked, because there is no network, do not count.
     """
     missing: list[Any] = []
     with suppress(Exception):  # the download will tell why
         missing = _missing(repository, list(patterns), revision)
-    _check_room(repository, sum(file.file_size or 0 for file in missing))
+    needed = sum(file.file_size or 0 for file in missing)
+    _check_room(repository, needed)
+    return needed
 
 
 def _snapshot(repository: str, patterns: list[str], revision: str | None, progress: Progress | None) -> Path:

@@ -56,8 +56,8 @@ class AdaptedSource(Source):
     def origin(self) -> str:
         return self._source.origin
 
-    def check_room(self) -> None:
-        self._source.check_room()
+    def check_room(self) -> int:
+        return self._source.check_room()
 
     def tensors(self, component: str, rules: Iterable[Rule]) -> Reader:
         tensors = self._source.tensors(component, rules)

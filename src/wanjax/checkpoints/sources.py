@@ -72,9 +72,9 @@ class Source(ABC):
     def files(self, component: str) -> Sequence[Path]:
         """Returns the component's files other than weights, which are in one folder."""
 
-    def check_room(self) -> None:
-        """Raises WanjaxError where the disk has no room for what is still to be downloaded."""
-        return
+    def check_room(self) -> int:
+        """Returns the bytes that are still to be downloaded; raises WanjaxError where the disk has no room for them."""
+        return 0
 
     @property
     def lent(self) -> Sequence[str]:
@@ -112,11 +112,12 @@ class DiffusersSource(Source):
     def weights(self, component: str) -> Weights:
         return SafetensorsFolder(self.folder(component))
 
-    def check_room(self) -> None:
-        if self.revision is not None:
-            listed = [name for name, value in self.index.items() if isinstance(value, list) and value[:1] != [None]]
-            patterns = [f"{component}/{name}" for component in listed for name in COMPONENT_FILES]
-            check_room(self.name, patterns, revision=self.revision)
+    def check_room(self) -> int:
+        if self.revision is None:
+            return 0
+        listed = [name for name, value in self.index.items() if isinstance(value, list) and value[:1] != [None]]
+        patterns = [f"{component}/{name}" for component in listed for name in COMPONENT_FILES]
+        return check_room(self.name, patterns, revision=self.revision)
 
     def files(self, component: str) -> Sequence[Path]:
         return [path for path in sorted(self.folder(component).iterdir()) if _is_small(path)]
