@@ -173,7 +173,7 @@ def test_invalid_numbers_are_refused(change):
         defaults.updated(change).check(spatial=16, temporal=4)
 
 
-@pytest.mark.parametrize("name", presets())
+@pytest.mark.parametrize("name", [preset.name for preset in FAMILY.presets])
 def test_a_preset_has_the_right_number_of_parameters(name):
     assert presets()[name].transformer_parameters == NETWORKS[name.removesuffix("-4step")].parameters
 

@@ -13,6 +13,8 @@ from wanjax.converters.engine import assign, parameters
 from wanjax.errors import WanjaxError
 from wanjax.models.cogvideox.config import I2V_1_5_5B, I2V_5B, T2V_1_5_5B, T2V_2B, T2V_5B
 from wanjax.models.cogvideox.transformer import CogVideoXTransformer
+from wanjax.pipelines.cogvideox.presets import PRESETS
+from wanjax.schedulers.ddim import DDIM
 
 # transformer/config.json of THUDM's repositories; those of the first generation have fewer entries
 FIRST = {
@@ -80,6 +82,21 @@ def test_names_shapes_and_numbers(name):
     learned = theirs.get("patch_embed.pos_embedding")  # not a parameter in the reference
     assert sum(weight.numel() for weight in reference.parameters()) == count
     assert sum(x.size for x in jax.tree.leaves(nnx.state(abstract))) == count + (learned.size if learned else 0)
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.name)
+def test_presets(preset):
+    """A preset has the architecture, the parameters and both names of its repository."""
+    name = preset.source.removeprefix("zai-org/")
+    config, _, count = PUBLISHED[name]
+    assert (preset.architecture.transformer, preset.transformer_parameters) == (config, count)
+    assert preset.name == name.lower()
+    assert preset.sources == (f"zai-org/{name}", f"THUDM/{name}")
+    second = "1.5" in name
+    shape = (768, 1360, 81, 16) if second else (480, 720, 49, 8)
+    chosen = preset.defaults
+    assert (*chosen.size, chosen.frames, chosen.fps, chosen.steps, chosen.guidance_scale) == (*shape, 50, 6.0)
+    assert preset.architecture.scheduler == DDIM(snr_shift=3.0 if name == "CogVideoX-2b" else 1.0)
 
 
 @pytest.mark.parametrize(

@@ -240,7 +240,7 @@ denoising = together(
     click.option(
         "--dynamic-guidance/--no-dynamic-guidance",
         default=None,
-        help="Let the guidance of CogVideoX follow a cosine over the steps.",
+        help="Let the guidance follow a cosine over the steps, for models that have it.",
     ),
     click.option("--flow-shift", type=float, metavar="X", help="Above 1, more steps at high noise."),
     click.option(

@@ -105,6 +105,10 @@ class Architecture(ABC):
         height, width = (pixels // self.vae.spatial_factor for pixels in settings.size)
         return 1, self.vae.latent_channels, frames, height, width
 
+    def denoised_shape(self, settings: Settings) -> tuple[int, ...]:
+        """Returns the shape [1 C T H W] of the latents that are denoised, with frames that are dropped at the end."""
+        return self.latent_shape(settings)
+
     @abstractmethod
     def forward(self, settings: Settings, encoded: Any = None) -> Forward:
         """Returns the work of one forward of the denoiser, for this output of `encode` where there is one."""

@@ -70,7 +70,7 @@ class Hooks(Model, ABC):
 
     def noise_shape(self, settings: Settings, references: int = 0) -> tuple[int, ...]:
         """Returns the shape [1 C T H W] of the initial noise, with all frames that are dropped before the video's."""
-        batch, channels, frames, height, width = self.architecture.latent_shape(settings)
+        batch, channels, frames, height, width = self.architecture.denoised_shape(settings)
         return batch, channels, references + frames, height, width
 
     def draws(self, settings: Settings, references: int = 0, videos: int = 1) -> Mapping[str, tuple[int, ...]]:

@@ -115,9 +115,6 @@ class CogVideoXPipeline(Pipeline):
                     "with the size and the frames of the video"
                 )
 
-    def noise_shape(self, settings: Settings, references: int = 0) -> tuple[int, ...]:
-        return self.architecture.denoised_shape(settings)
-
     def draws(self, settings: Settings, references: int = 0, videos: int = 1) -> Mapping[str, tuple[int, ...]]:
         shapes = dict(super().draws(settings, references, videos))
         for name, (_, mean, _) in POSTERIORS.items():
