@@ -102,7 +102,7 @@ class CogVideoXArchitecture(Architecture):
         return 1 / factor if self.vae.invert_scale_latents else factor
 
     def denoised_shape(self, settings: Settings) -> tuple[int, ...]:
-        """Returns the shape [1 C T H W] of the latents that are denoised; frames before the video's fill the patches."""
+        """Returns the shape [1 C T H W] of the latents that are denoised; frames in front fill the patches."""
         batch, channels, frames, *cells = self.latent_shape(settings)
         return batch, channels, frames + -frames % self.transformer.patch[0], *cells
 
