@@ -23,6 +23,8 @@ num_frames = 33             # a former name
 [generate]
 steps = 30
 height = 704
+out = "a.mp4"
+block-q = 512
 
 [plan]
 chip = "h200"
@@ -74,6 +76,8 @@ def test_options_for_all_commands_and_for_one(given):
             "mesh": "dp=2,tp=4",
             "frames": 33,
             "steps": 30,
+            "out": "a.mp4",
+            "attention": "flash_tpu:block_q=512",
         }.items()
     )
     succeeded(wanjax("plan", "--config", "my.toml"))
@@ -117,7 +121,9 @@ def test_a_record_comes_before_the_file(given):
         assert [given[name] for name in ("model", "prompt", "seed", "height", "width", "steps")] == [
             "nano", "b", 1, 32, 64, 3,
         ]  # fmt: skip
-        assert (given["guidance_scale"], given["tile"]) == (4.0, False)
+        assert (given["guidance_scale"], given["tile"], given["lora"], given["mesh"]) == (None, False, (), None)
+        assert given["attention"] is None
+        assert given["out"] == "a.mp4"
     Path("my.toml").write_text("[generate]\nfrom = 'made.json'\n")
     assert "has 'from', which is no option there" in refused("a", "--config", "my.toml")
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options from files, in place of the command line: `--config`, a TOML file, and `--from`, the record of a video.
 
-Both become click's `default_map`. What is typed counts first, then the record, then the TOML file.
+Both become click's `default_map`. What is typed counts first, then the record, then the TOML file. Beside a record, the
+TOML file gives no options that shape the video.
 """
 
 import tomllib
@@ -28,6 +29,11 @@ RIVALS = {
 """Parameters that, where they are typed, take the place of others that come from a file."""
 
 
+BESIDE_THE_VIDEO = ("folder", "out", "force", "profile", "processes", "quiet", "json")
+"""Parameters that do not shape a video."""
+CONFIG, RECORD = "wanjax.config", "wanjax.record"  # keys, in a command's context, of options from files
+
+
 class Command(click.Command):
     """A command of which some options may come from files."""
 
@@ -47,7 +53,8 @@ def read_config(ctx: click.Context, parameter: click.Parameter, file: str | None
     Raises WanjaxError, with the name of the key, for an option that no command has and a value of another type.
     """
     if file is not None and not ctx.resilient_parsing:
-        ctx.default_map = {**_from_config(file, ctx), **(ctx.default_map or {})}
+        ctx.meta[CONFIG] = _from_config(file, ctx)
+        _take(ctx)
 
 
 def read_record(ctx: click.Context, parameter: click.Parameter, file: str | None) -> dict[str, Any] | None:
@@ -59,8 +66,17 @@ def read_record(ctx: click.Context, parameter: click.Parameter, file: str | None
     record = record_of(file)
     own = [x for x in ctx.command.params if record.get(x.name) is not None and x is not parameter]
     found = {x.name: _checked(file, x.name, record[x.name], x) for x in own}
-    ctx.default_map = {**(ctx.default_map or {}), **found, "tile": "tiling" in record}
+    ctx.meta[RECORD] = {**found, "tile": "tiling" in record}
+    _take(ctx)
     return record
+
+
+def _take(ctx: click.Context) -> None:
+    """Makes the options of the files click's defaults; beside a record, a TOML file cannot change the video."""
+    given, record = ctx.meta.get(CONFIG, {}), ctx.meta.get(RECORD)
+    if record is not None:
+        given = {name: value for name, value in given.items() if name in BESIDE_THE_VIDEO} | record
+    ctx.default_map = given
 
 
 def _from_config(file: str, ctx: click.Context) -> dict[str, Any]:
@@ -147,6 +163,6 @@ source = click.option(
     shell_complete=complete_files,
     is_eager=True,
     callback=read_record,
-    help="Make the video FILE again, of which the prompt and all settings are read; other options and a prompt change "
-    "them. Also a stage's file, or a generation_config.json.",
+    help="Make the video FILE again, with its prompt and settings; a prompt and options change them. FILE "
+    "may also be a stage's file or a generation_config.json.",
 )

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `info`: the record of a video, as a table or as JSON."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 import click
 
-from wanjax.cli.report import as_json
 from wanjax.media.records import read_record
 
 LEFT_OUT = ("height", "width", "frames", "fps", "guidance_scale", "guidance_scale_2")  # told together, or with others
 FIRST = ("model", "prompt", "negative_prompt", "size", "frames", "steps", "guidance", "seed")
 
 
-def show(file: str, json: bool) -> None:
+def show(file: str, as_json: bool) -> None:
     """Prints the record in a file."""
     record = read_record(file)
-    if json:
-        click.echo(as_json(record, indent=2))
+    if as_json:
+        click.echo(json.dumps(record, indent=2))
         return
     lines = _lines(record)
     width = max(map(len, lines))

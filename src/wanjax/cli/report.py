@@ -4,6 +4,7 @@
 import json
 import os
 import re
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -59,8 +60,10 @@ class Report:
 
     def made(self, file: Path, record: Mapping[str, Any], **more: Any) -> None:
         """Prints what a run made: the name of the file, or an object of it, its record and more."""
-        # bytes, because a name may hold some that are no text
-        click.echo(as_json({"file": str(file), **more, "record": dict(record)}) if self.in_json else os.fsencode(file))
+        if self.in_json:
+            click.echo(json.dumps({"file": str(file), **more, "record": dict(record)}))
+        else:  # in bytes, where the stream takes them, because a name may hold some that are no text
+            click.echo(os.fsencode(file) if hasattr(sys.stdout, "buffer") else str(file))
 
     def note(self, text: str) -> None:
         """Prints a line."""
@@ -153,11 +156,6 @@ class Report:
         self.console.print(table)
 
 
-def as_json(value: Any, indent: int | None = None) -> bytes:
-    """Returns JSON in UTF-8; bytes of a file's name that are no text become escapes."""
-    return json.dumps(value, indent=indent, ensure_ascii=False).encode(errors="backslashreplace")
-
-
 def _reset_host_peak() -> None:
     with suppress(OSError):
         CLEAR.write_text("5")
@@ -170,7 +168,6 @@ def _host_peak() -> int | None:
             return int(found[1]) * 1024
     try:
         import resource
-        import sys
     except ImportError:  # Windows
         return None
     unit = 1 if sys.platform == "darwin" else 1024
