@@ -5,6 +5,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
@@ -268,16 +269,27 @@ def _sizes(found: Checkpoint, way: Loading, partitioner: Partitioner | None) -> 
     Weights that are kept as they are stored are counted in bfloat16, because reading their dtype may need a download.
     The autoencoder, which is small, is left out. Raises WanjaxError where a network is larger than the memory.
     """
-    published = found.preset.architecture.networks if found.preset and found.preset.architecture else {}
     sizes: dict[str, int] = {}
-    for name, config in {**published, **found.architecture.networks}.items():
-        described = found.family.network_of(config)
-        if name in components(found.source.index) and not described.float32:
+    for name, known in _networks(found).items():
+        if not known.float32:
             dtype, kept = way.dtype or "bfloat16", way.param_dtype or "bfloat16"
-            shapes = _shapes(found, name, described, (dtype, kept), way, partitioner)
+            shapes = _shapes(found, name, known, (dtype, kept), way, partitioner)
             check_memory(found.settings.model, name, shapes, fitting)
             sizes[name] = bytes_needed(shapes)
     return sizes
+
+
+def _networks(found: Checkpoint) -> dict[str, Network]:
+    """Returns the networks of a checkpoint whose configs are known without a download."""
+    published = found.preset.architecture.networks if found.preset and found.preset.architecture else {}
+    configs, known = {**published, **found.architecture.networks}, {}
+    for name in components(found.source.index):
+        if name in configs:
+            known[name] = found.family.network_of(configs[name])
+        elif name not in found.family.loaders and found.source.is_at_hand(name):
+            with suppress(WanjaxError):  # it is told when the network is loaded, if it is
+                known[name] = network(found.source, name, found.family.networks)
+    return known
 
 
 def fitting(memory: int) -> list[str]:
@@ -352,15 +364,15 @@ def _loaders(
 def _shapes(
     found: Checkpoint,
     name: str,
-    described: Network,
+    known: Network,
     dtypes: tuple[str, str],
     way: Loading,
     partitioner: Partitioner | None,
 ) -> nnx.Module:
     """Returns a network as shapes with shardings; `dtypes` are those in which it computes and keeps its weights."""
-    dtype, kept = ("float32", "float32") if described.float32 else dtypes
+    dtype, kept = ("float32", "float32") if known.float32 else dtypes
     options = {"attention": way.attention} if name in found.architecture.denoisers else {}
-    return placed(described.abstract(dtype=dtype, param_dtype=kept, **options), partitioner)
+    return placed(known.abstract(dtype=dtype, param_dtype=kept, **options), partitioner)
 
 
 def _stored_dtype(source: Source, name: str) -> str:

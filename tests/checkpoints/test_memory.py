@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Networks that do not fit into memory are refused before any weights are downloaded or read."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -66,7 +67,7 @@ def test_a_model_of_the_hub_is_refused_before_its_weights_are_downloaded(
     assert said.startswith(f"the transformer of {ID} needs 0.0 MB of memory for its weights in bfloat16")
     assert sent_weights(published) == []
     memory_of(least)
-    assert wanjax.load(ID).components.sizes == {"transformer": least}
+    assert wanjax.load(ID).components.sizes == {"transformer": least}  # another's config needs a download
     memory_of(None)  # unknown, so nothing is refused
     pipe = wanjax.load(ID)
     assert sent_weights(published) == []
@@ -183,7 +184,9 @@ def test_what_it_will_take_is_told(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     given = ("a", "--model", tiny, "--size", "32x32", "--frames", "5", "--steps", "1", "--dtype", "float32")
     said = succeeded(command(*given)).stderr
-    assert "a video takes about 0.0 MB of memory, for the weights of its transformer" in said
+    assert re.search(
+        r"a video takes about 0\.\d MB of memory for the weights of its (transformer|text_encoder)\n", said
+    )
     assert "at least" not in said  # a CPU's peak is not known
     pipe = wanjax.load(tiny)
     settings = pipe.settings(guidance_scale=5.0, steps=4)

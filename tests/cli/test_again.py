@@ -75,6 +75,7 @@ def test_info_of_each_format(text, name):
             "scheduler": "unipc",
         }.items()
     )
+    assert not {"strength", "resize"} & told.keys()  # of no use without a video, or a picture
     record = json.loads(succeeded(wanjax("info", name, "--json")).stdout)
     assert record == read_metadata(name) == stage_files.load_settings(Path("d"))
     if name == "a":
@@ -88,12 +89,15 @@ def test_info_of_each_format(text, name):
 
 def test_info_of_all_that_can_be_chosen(image):
     Image.fromarray(np.full((16, 32, 3), 200, np.uint8)).save("red.png")
-    more = ("--image", "red.png", "--mesh", "dp=2,sp=2,tp=2", "--tile", "--scheduler", "unipc:order=1")
+    more = ("--image", "red.png", "--tile", "--scheduler", "unipc:order=1")
     succeeded(wanjax("a", "--model", image, *SMALL, *more, "--seed", "-1", "--dir", "d", "--out", "a.mp4"))
-    told = lines(succeeded(wanjax("info", "a.mp4")).stdout)
-    assert told["image"] == str(Path("red.png").absolute())
-    assert (told["mesh"], told["rules"], told["tiling"]) == ("dp=2,sp=2,tp=2", "fsdp", "size 256, stride 192")
-    assert int(told["seed"]) == read_metadata("a.mp4")["seed"] >= 0
+    record = read_metadata("a.mp4") | {"mesh": "dp=2,sp=2,tp=2", "rules": "tp", "lora": ["a:0.5", "b:1"]}
+    stage_files.save_settings(Path("d"), record)
+    told = lines(succeeded(wanjax("info", "d")).stdout)
+    assert (told["image"], told["resize"]) == (str(Path("red.png").absolute()), "crop")
+    assert (told["mesh"], told["rules"], told["tiling"]) == ("dp=2,sp=2,tp=2", "tp", "size 256, stride 192")
+    assert (told["lora"], told["scheduler"]) == ("a:0.5, b:1", "unipc:order=1")
+    assert int(told["seed"]) == record["seed"] >= 0
 
 
 def test_characters_that_would_steer_a_terminal():

@@ -59,6 +59,9 @@ class AdaptedSource(Source):
     def check_room(self) -> int:
         return self._source.check_room()
 
+    def is_at_hand(self, component: str) -> bool:
+        return self._source.is_at_hand(component)
+
     def tensors(self, component: str, rules: Iterable[Rule]) -> Reader:
         tensors = self._source.tensors(component, rules)
         return Merged(tensors, self._files[component]) if self._files.get(component) else tensors

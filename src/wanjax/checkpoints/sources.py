@@ -76,6 +76,10 @@ class Source(ABC):
         """Returns the bytes that are still to be downloaded; raises WanjaxError where the disk has no room for them."""
         return 0
 
+    def is_at_hand(self, component: str) -> bool:
+        """Tells whether the component's config is there to be read at once, without a download."""
+        return False
+
     @property
     def lent(self) -> Sequence[str]:
         """The components that the checkpoint lacks; they come from the repository of the same model."""
@@ -111,6 +115,9 @@ class DiffusersSource(Source):
 
     def weights(self, component: str) -> Weights:
         return SafetensorsFolder(self.folder(component))
+
+    def is_at_hand(self, component: str) -> bool:
+        return self.revision is None and (self.root / component / "config.json").is_file()
 
     def check_room(self) -> int:
         if self.revision is None:

@@ -18,7 +18,7 @@ def demand(pipe: Pipeline, settings: Settings, from_video: bool) -> str | None:
     parts = []
     if sizes := pipe.components.sizes:
         largest = max(sizes, key=lambda name: sizes[name])
-        parts.append(f"about {in_bytes(sizes[largest])} of memory, for the weights of its {largest}")
+        parts.append(f"about {in_bytes(sizes[largest])} of memory for the weights of its {largest}")
     steps = settings.strong_steps if from_video else settings.steps
     if seconds := least_seconds(pipe, settings, steps, jax.devices()[0].device_kind):
         parts.append(f"at least {duration(seconds)} of denoising, at the peak of {devices_of(pipe.partitioner)}")

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from wanjax.media.records import read_record
+from wanjax.media.stage_files import PICTURE_FILES
 
 LEFT_OUT = ("height", "width", "frames", "fps", "guidance_scale", "guidance_scale_2")  # told together, or with others
 FIRST = ("model", "prompt", "negative_prompt", "size", "frames", "steps", "guidance", "seed")
@@ -28,6 +29,10 @@ def show(file: str, as_json: bool) -> None:
 def _lines(record: Mapping[str, Any]) -> dict[str, str]:
     """Returns the entries of a record as texts, in the order of their importance; those that are None are left out."""
     told = {name: value for name, value in record.items() if name not in LEFT_OUT}
+    if not record.get("video"):
+        told.pop("strength", None)
+    if not any(record.get(name) for name in PICTURE_FILES):
+        told.pop("resize", None)
     if {"height", "width"} <= record.keys():
         told["size"] = f"{record['width']}x{record['height']}"
     if "frames" in record:
