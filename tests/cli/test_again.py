@@ -235,7 +235,8 @@ def test_other_devices_and_versions_are_told(text):
         ({"guidance_scale": True}, "gives guidance_scale as True where a number is right"),
         ({"dtype": "float8"}, "'float8' is not one of 'bfloat16', 'float32'"),
         ({"model": None}, "one.json names no model: the generation_config.json beside a stage's file does"),
-        ({"tiling": {"rows": 3}}, "the record gives the tiling as {'rows': 3}: size and stride are right"),
+        ({"tiling": {"rows": 3}}, "the record gives the tiling as {'rows': 3} where a size and a stride are right"),
+        ({"tiling": {"size": "big", "stride": 8}}, "the record gives the tiling as {'size': 'big', 'stride': 8} where"),
         ({"mesh": "tp=3"}, "the mesh dp=1,sp=1,tp=3 needs 3 devices and there are 8"),
     ],
 )

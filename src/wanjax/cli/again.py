@@ -73,7 +73,7 @@ def _check_there(option: str, recorded: Any) -> None:
 
 
 def _tiling(recorded: Mapping[str, Any]) -> Tiling:
-    try:
-        return Tiling(**recorded)
-    except (TypeError, ValueError) as error:
-        raise WanjaxError(f"the record gives the tiling as {dict(recorded)}: size and stride are right") from error
+    """Returns the tiles of a record; raises WanjaxError unless it gives their size and stride."""
+    if recorded.keys() != {*Tiling._fields} or not all(type(x) is int and x > 0 for x in recorded.values()):
+        raise WanjaxError(f"the record gives the tiling as {dict(recorded)} where a size and a stride are right")
+    return Tiling(**recorded)
