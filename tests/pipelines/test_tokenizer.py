@@ -105,11 +105,27 @@ def test_an_unknown_padding_token(tmp_path):
         Tokenizer.load(tmp_path, length=TEXT_LENGTH)
 
 
-def test_a_folder_without_tokenizer_json(tmp_path):
-    with pytest.raises(WanjaxError, match=r"has no tokenizer\.json: download"):
+def test_a_folder_without_a_tokenizer(tmp_path):
+    with pytest.raises(WanjaxError, match=r"has neither tokenizer\.json nor spiece\.model: download one"):
         Tokenizer.load(tmp_path, length=TEXT_LENGTH)
-    (tmp_path / "spiece.model").touch()
-    with pytest.raises(WanjaxError, match=r"has no tokenizer\.json, only spiece\.model: download"):
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is not a model of T5"),
+        (b"\x0a\x05\x0a\x03", "is not a readable SentencePiece model"),  # a piece that ends too early
+        (b"\x0a\x02\x0a\x09", "is not a readable SentencePiece model"),
+        (b"\x0a\x03\x0a\x01\xff", "is not a readable SentencePiece model"),  # a piece that is not UTF-8
+        (b"\x0b", "is not a readable SentencePiece model"),
+        (b"\xff" * 40, "is not a readable SentencePiece model"),
+        (b"PK\x03\x04", "is not a readable SentencePiece model"),
+        (b"\x0a\x08\x0a\x04</s>\x18\x03\x0a\x09\x0a\x05<unk>\x18\x02\x12\x02\x18\x02", "is not a model of T5"),  # BPE
+    ],
+)
+def test_a_sentencepiece_model_that_cannot_be_used(tmp_path, content, said):
+    (tmp_path / "spiece.model").write_bytes(content)
+    with pytest.raises(WanjaxError, match=said):
         Tokenizer.load(tmp_path, length=TEXT_LENGTH)
 
 

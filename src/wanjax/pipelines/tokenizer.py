@@ -15,6 +15,9 @@ import tokenizers
 from jaxtyping import Bool, Int
 
 from wanjax.errors import WanjaxError
+from wanjax.pipelines.spiece import read_spiece
+
+T5_EXTRA_TOKENS = 100  # of a SentencePiece model whose settings do not give their number
 
 
 def clean_prompt(prompt: str) -> str:
@@ -50,7 +53,7 @@ class TokenBatch:
 
 
 class Tokenizer:
-    """The tokenizer of a checkpoint, read from the `tokenizer.json` of its folder."""
+    """The tokenizer of a checkpoint, read from the `tokenizer.json` or the `spiece.model` of its folder."""
 
     def __init__(self, backend: tokenizers.Tokenizer, *, pad: str, length: int):
         """Takes the padding token `pad`, and the `length` in tokens to which prompts are cut and padded."""
@@ -68,20 +71,17 @@ class Tokenizer:
 
         Prompts get `length` tokens, or fewer where the tokenizer's settings have a lower limit.
 
-        Raises WanjaxError where `tokenizer.json` is missing or a file cannot be read.
+        Raises WanjaxError where both are missing or a file cannot be read.
         """
-        file = folder / "tokenizer.json"
-        if not file.is_file():
-            has = ", only spiece.model" if (folder / "spiece.model").is_file() else ""
-            raise WanjaxError(
-                f"{folder} has no tokenizer.json{has}: download that file too, the checkpoint's repository holds it, "
-                "or write it with transformers' AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
-            )
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises no narrower type
-            raise WanjaxError(f"{file} is not a readable tokenizer: {error}") from error
         settings = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
+        if (folder / "tokenizer.json").is_file():
+            backend = _read_tokenizer(folder / "tokenizer.json")
+        elif (folder / "spiece.model").is_file():
+            backend = read_spiece(folder / "spiece.model", settings.get("extra_ids", T5_EXTRA_TOKENS))
+        else:
+            raise WanjaxError(
+                f"{folder} has neither tokenizer.json nor spiece.model: download one, the checkpoint's repository has it"
+            )
         pad = settings.get("pad_token") or "<pad>"
         return cls(
             backend,
@@ -116,6 +116,13 @@ def _truncation(prompt: str, encoding: tokenizers.Encoding, length: int) -> Trun
     tokens = len(encoding.ids) + sum(len(part.ids) - specials for part in encoding.overflowing)
     start, _ = encoding.overflowing[0].offsets[0]
     return Truncation(tokens, length, prompt[start:].strip())
+
+
+def _read_tokenizer(file: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises no narrower type
+        raise WanjaxError(f"{file} is not a readable tokenizer: {error}") from error
 
 
 def _read_json(file: Path) -> dict[str, Any]:

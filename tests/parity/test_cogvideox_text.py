@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CogVideoX's text: T5's tokenizer from a SentencePiece model, and features without a mask."""
+
+import io
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import sentencepiece
+import torch
+from diffusers import CogVideoXPipeline
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import T5Tokenizer
+
+from tests.parity.references import T5_SIZES, converted_t5, relative_l2, t5_reference
+from tests.support.toy_tokenizer import AWKWARD_PROMPTS
+from wanjax.pipelines.tokenizer import Tokenizer, clean_prompt
+
+LENGTH = 226
+PROMPTS = [prompt.encode("utf-8", "replace").decode() for prompt in AWKWARD_PROMPTS]  # no lone halves of a character
+CHARACTERS = st.one_of(
+    st.characters(exclude_categories=["Cs"]), st.sampled_from("abcdeioprstw .,'<>/▁\t\n\u00a0\u200b\u3000ﬁ™é色")
+)
+
+
+def train(folder: Path, **options) -> Path:
+    """Writes a small SentencePiece model, made as T5's."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([clean_prompt(prompt) for prompt in AWKWARD_PROMPTS if prompt] * 3),
+        model_writer=model, vocab_size=320, hard_vocab_limit=False, pad_id=0, eos_id=1, unk_id=2, bos_id=-1,
+        minloglevel=2, **options,
+    )  # fmt: skip
+    (folder / "spiece.model").write_bytes(model.getvalue())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tokenizer's folder as in CogVideoX's repositories, which have no tokenizer.json."""
+    folder = train(tmp_path_factory.mktemp("tokenizer"))
+    more = [f"<extra_id_{i}>" for i in range(100)]
+    config = {"extra_ids": 100, "additional_special_tokens": more, "legacy": True, "model_max_length": LENGTH}
+    names = {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>", "tokenizer_class": "T5Tokenizer"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | names))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizers(folder):
+    return Tokenizer.load(folder, length=512), T5Tokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("length", [LENGTH, 16])
+def test_tokens(tokenizers, length):
+    ours, theirs = tokenizers
+    assert ours.text_length == LENGTH  # the limit in the settings
+    assert ours.vocab_size == len(theirs)
+    expected = theirs(PROMPTS, padding="max_length", max_length=length, truncation=True, return_tensors="np")
+    batch = ours.tokenize(PROMPTS, length)
+    np.testing.assert_array_equal(batch.ids, expected["input_ids"])
+    np.testing.assert_array_equal(batch.mask, expected["attention_mask"])
+
+
+@settings(derandomize=True, max_examples=500, database=None, deadline=None)
+@given(prompt=st.text(CHARACTERS))
+def test_tokens_of_anything(tokenizers, prompt):
+    ours, theirs = tokenizers
+    assert ours.backend.encode(prompt).ids == theirs(prompt)["input_ids"]
+
+
+@settings(derandomize=True, max_examples=500, database=None, deadline=None)
+@given(
+    prompt=st.text(st.sampled_from("abcdefghijklmnopqrstuvwxyzABC0123456789 .,!?'\"-()™½ﬁéÃ色调艳丽，ｆ☃\t\n\u3000"))
+)
+def test_tokens_of_sentencepiece_itself(folder, tokenizers, prompt):
+    """Leaves out control characters and names of special tokens, which transformers takes otherwise."""
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(folder / "spiece.model"))
+    assert tokenizers[0].backend.encode(prompt).ids == [*processor.encode(prompt), processor.eos_id()]
+
+
+def test_every_piece_is_read(folder, tokenizers):
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(folder / "spiece.model"))
+    pieces = [processor.id_to_piece(i) for i in range(processor.get_piece_size())]
+    model = json.loads(tokenizers[0].backend.to_str())["model"]
+    assert [piece for piece, _ in model["vocab"]][: len(pieces)] == pieces
+    assert [score for _, score in model["vocab"]][: len(pieces)] == [processor.get_score(i) for i in range(len(pieces))]
+    assert model["unk_id"] == processor.unk_id()
+
+
+@torch.no_grad()
+def test_embeddings_of_the_pipeline(folder, tokenizers, tmp_path):
+    """Padding is attended to, and its features stay."""
+    reference = t5_reference("t5", vocab_size=500)
+    pipeline = CogVideoXPipeline(tokenizers[1], reference, vae=None, transformer=None, scheduler=None)
+    expected = pipeline._get_t5_prompt_embeds(
+        PROMPTS, max_sequence_length=LENGTH, device=torch.device("cpu"), dtype=torch.float32
+    ).numpy()
+    encoder = converted_t5(reference, tmp_path)
+    batch = tokenizers[0].tokenize(PROMPTS, LENGTH)
+    answer = encoder(jnp.asarray(batch.ids))
+    worst = max(relative_l2(answer[row], expected[row]) for row in range(len(PROMPTS)))
+    print(f"{worst:.1e}")
+    assert worst <= 1e-5
+    assert answer.shape == (len(PROMPTS), LENGTH, T5_SIZES["d_model"])
+    masked = encoder(jnp.asarray(batch.ids), jnp.asarray(batch.mask))
+    assert relative_l2(masked[0], expected[0]) > 1e-2
