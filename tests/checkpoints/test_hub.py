@@ -50,6 +50,13 @@ def test_only_the_wanted_files_are_downloaded(server):
     assert sorted(server.sent) == sorted((name, 0) for name in files_in(folder))
 
 
+@pytest.mark.usefixtures("online")
+@pytest.mark.parametrize("name", ["spiece.model", "tokenizer.json", "tokenizer_config.json"])
+def test_either_form_of_a_tokenizer_is_downloaded(server, name):
+    server.files[f"tokenizer/{name}"] = b"{}"
+    assert (hub.resolve(ID, ["tokenizer"]) / "tokenizer" / name).read_bytes() == b"{}"
+
+
 def test_offline_the_cache_is_used_and_what_it_lacks_is_said(server, hub_at):
     hub_at(server.url, offline=True)
     assert "unset HF_HUB_OFFLINE" in fault(ID, ["vae"])

@@ -29,7 +29,10 @@ HUB_FILE = re.compile(rf"(?P<repository>{HUB_ID.pattern})/(?P<file>[\w./ +-]+)",
 CHECKSUM = re.compile(r"[0-9a-f]{64}")  # SHA-256
 AT_ONCE = 2  # files that are downloaded at a time, and lost if the process ends; hf-xet splits each among connections
 # The weights' plain variant only, whole or in shards: no ".fp16." twin, no ".bin" beside the safetensors.
-COMPONENT_FILES = ("*.json", *(f"{name}{tail}.safetensors" for name in WEIGHT_NAMES for tail in ("", "-*-of-*")))
+COMPONENT_FILES = (
+    *("*.json", "spiece.model"),
+    *(f"{name}{tail}.safetensors" for name in WEIGHT_NAMES for tail in ("", "-*-of-*")),
+)
 
 
 def resolve(
