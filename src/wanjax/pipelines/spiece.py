@@ -21,7 +21,7 @@ PIECES, TRAINER, NORMALISER = 1, 2, 3  # fields of the file
 TEXT, SCORE, KIND = 1, 2, 3  # fields of a piece
 MODEL_KIND, UNIGRAM = 3, 1  # a field of the trainer, and the only kind of model that T5 has
 CHARACTER_MAP = 2  # a field of the normaliser
-NORMAL, UNKNOWN, CONTROL = 1, 2, 3  # kinds of pieces
+NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # kinds of pieces
 END, SPACE = "</s>", "▁"
 VARINT, EIGHT_BYTES, LENGTH_AND_BYTES, FOUR_BYTES = 0, 1, 2, 5  # forms of a value
 
@@ -46,9 +46,10 @@ def read_spiece(file: Path, extra: int) -> tokenizers.Tokenizer:
         raise WanjaxError(f"{file} is not a readable SentencePiece model: get it again") from error
     names = [piece.text for piece in pieces]
     unknown = next((i for i, piece in enumerate(pieces) if piece.kind == UNKNOWN), None)
-    if kind != UNIGRAM or unknown is None or END not in names:
+    if kind != UNIGRAM or unknown is None or END not in names or BYTE in [piece.kind for piece in pieces]:
         raise WanjaxError(
-            f"{file} is not a model of T5: one of the kind unigram, with pieces {END} and <unk>, is needed"
+            f"{file} is not a model of T5: one of the kind unigram, with pieces {END} and <unk> and none for bytes, is "
+            "needed, or a tokenizer.json"
         )
     more = [f"<extra_id_{i}>" for i in reversed(range(extra))]
     vocabulary = [(piece.text, piece.score) for piece in pieces] + [(name, 0.0) for name in more]

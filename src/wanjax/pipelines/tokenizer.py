@@ -80,7 +80,7 @@ class Tokenizer:
             backend = read_spiece(folder / "spiece.model", settings.get("extra_ids", T5_EXTRA_TOKENS))
         else:
             raise WanjaxError(
-                f"{folder} has neither tokenizer.json nor spiece.model: download one, the checkpoint's repository has it"
+                f"{folder} has neither tokenizer.json nor spiece.model: download one from the checkpoint's repository"
             )
         pad = settings.get("pad_token") or "<pad>"
         return cls(
