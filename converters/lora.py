@@ -24,7 +24,10 @@ from wanjax.converters.readers import Names, View, open_tensors
 from wanjax.errors import WanjaxError
 
 NOISE_LEVELS = ("high", "low")  # the names of a model's two experts
-PREFIXES = ("base_model.model.", "model.diffusion_model.", "diffusion_model.", "transformer.", "lora_unet_")
+PREFIXES = (
+    *("base_model.model.", "model.diffusion_model.", "diffusion_model.", "transformer."),
+    *("lora_unet__", "lora_unet_"),  # VideoX-Fun's trainer writes two underscores, kohya's one
+)
 ROLES = {  # the end of a key -> its role, and the end of the name of the tensor that it changes
     ".lora_A.weight": ("down", ".weight"),
     ".lora_A.default.weight": ("down", ".weight"),
