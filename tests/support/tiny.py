@@ -101,6 +101,61 @@ INDEX = {
     "vae": ["diffusers", "AutoencoderKLWan"],
 }
 
+COGVIDEOX_TRANSFORMER = {
+    "_class_name": "CogVideoXTransformer3DModel",
+    "num_layers": 2,
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
+    "in_channels": LATENT_CHANNELS,
+    "out_channels": LATENT_CHANNELS,
+    "patch_size": 2,
+    "patch_size_t": 2,
+    "patch_bias": False,
+    "text_embed_dim": TEXT_WIDTH,
+    "max_text_seq_length": TEXT_LENGTH,
+    "time_embed_dim": 24,
+    "norm_eps": 1e-5,
+    "use_rotary_positional_embeddings": True,
+    "spatial_interpolation_scale": 1.875,
+    "temporal_interpolation_scale": 1.0,
+    "sample_frames": 9,
+    "sample_height": 20,
+    "sample_width": 20,
+}
+COGVIDEOX_VAE = {
+    "_class_name": "AutoencoderKLCogVideoX",
+    "block_out_channels": [4, 8, 8, 8],
+    "latent_channels": LATENT_CHANNELS,
+    "layers_per_block": 1,
+    "norm_num_groups": 2,
+    "temporal_compression_ratio": 4,
+    "sample_height": 32,
+    "sample_width": 48,
+    "scaling_factor": 0.7,
+    "invert_scale_latents": True,
+}
+COGVIDEOX_SCHEDULER = {
+    "_class_name": "CogVideoXDPMScheduler",
+    "beta_schedule": "scaled_linear",
+    "beta_start": 0.00085,
+    "beta_end": 0.012,
+    "clip_sample": False,
+    "num_train_timesteps": 1000,
+    "prediction_type": "v_prediction",
+    "rescale_betas_zero_snr": True,
+    "snr_shift_scale": 1.0,
+    "timestep_spacing": "trailing",
+}
+COGVIDEOX_INDEX = {
+    "_class_name": "CogVideoXPipeline",
+    "_diffusers_version": "0.35.0",
+    "scheduler": ["diffusers", "CogVideoXDPMScheduler"],
+    "text_encoder": ["transformers", "T5EncoderModel"],
+    "tokenizer": ["transformers", "T5Tokenizer"],
+    "transformer": ["diffusers", "CogVideoXTransformer3DModel"],
+    "vae": ["diffusers", "AutoencoderKLCogVideoX"],
+}
+
 
 @contextmanager
 def compile_cache(folder: Path) -> Iterator[Path]:
@@ -162,6 +217,18 @@ def tiny_residual_checkpoint(folder: Path) -> Path:
     residual = {"is_residual": True, "patch_size": 2, "in_channels": 12, "out_channels": 12, "scale_factor_spatial": 16}
     _save(folder / "vae", "AutoencoderKLWan", VAE | residual)
     _write_json(folder / "model_index.json", INDEX | {"expand_timesteps": True})
+    return folder
+
+
+def tiny_cogvideox_checkpoint(folder: Path, **transformer: Any) -> Path:
+    """Writes the checkpoint of a CogVideoX model; the keywords override entries of its transformer's config."""
+    _save(folder / "text_encoder", "T5EncoderModel", TEXT_ENCODER | {"model_type": "t5"}, "model")
+    _save(folder / "transformer", "CogVideoXTransformer3DModel", COGVIDEOX_TRANSFORMER | transformer)
+    _save(folder / "vae", "AutoencoderKLCogVideoX", COGVIDEOX_VAE)
+    save_tokenizer(folder / "tokenizer", model_max_length=TEXT_LENGTH)
+    _write_json(folder / "scheduler" / "scheduler_config.json", COGVIDEOX_SCHEDULER)
+    _write_json(folder / "model_index.json", COGVIDEOX_INDEX)
+    _write_json(folder / "generation_config.json", SMALL)
     return folder
 
 
