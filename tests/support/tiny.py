@@ -227,7 +227,9 @@ def tiny_cogvideox_checkpoint(folder: Path, **transformer: Any) -> Path:
     _save(folder / "vae", "AutoencoderKLCogVideoX", COGVIDEOX_VAE)
     save_tokenizer(folder / "tokenizer", model_max_length=TEXT_LENGTH)
     _write_json(folder / "scheduler" / "scheduler_config.json", COGVIDEOX_SCHEDULER)
-    _write_json(folder / "model_index.json", COGVIDEOX_INDEX)
+    pictured = transformer.get("in_channels", LATENT_CHANNELS) > LATENT_CHANNELS
+    kind = {"_class_name": "CogVideoXImageToVideoPipeline"} if pictured else {}
+    _write_json(folder / "model_index.json", COGVIDEOX_INDEX | kind)
     _write_json(folder / "generation_config.json", SMALL)
     return folder
 
