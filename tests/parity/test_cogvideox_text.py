@@ -40,12 +40,21 @@ def train(folder: Path, size: int = 320, **options) -> Path:
     return folder
 
 
+def processor_of(folder: Path) -> Any:
+    return sentencepiece.SentencePieceProcessor(model_file=str(folder / "spiece.model"))
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A tokenizer's folder as in CogVideoX's repositories, which have no tokenizer.json."""
     folder = train(tmp_path_factory.mktemp("tokenizer"))
     more = [f"<extra_id_{i}>" for i in range(100)]
+    last = processor_of(folder).get_piece_size() + 99
+    plain = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
+    added = {str(i): {**plain, "content": name} for i, name in enumerate(["<pad>", "</s>", "<unk>"])}
+    added |= {str(last - i): {**plain, "lstrip": True, "rstrip": True, "content": more[i]} for i in range(100)}
     config = {"extra_ids": 100, "additional_special_tokens": more, "legacy": True, "model_max_length": LENGTH}
+    config |= {"added_tokens_decoder": added, "clean_up_tokenization_spaces": True, "sp_model_kwargs": {}}
     names = {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>", "tokenizer_class": "T5Tokenizer"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config | names))
     return folder
@@ -65,10 +74,6 @@ def test_tokens(tokenizers, length):
     batch = ours.tokenize(PROMPTS, length)
     np.testing.assert_array_equal(batch.ids, expected["input_ids"])
     np.testing.assert_array_equal(batch.mask, expected["attention_mask"])
-
-
-def processor_of(folder: Path) -> Any:
-    return sentencepiece.SentencePieceProcessor(model_file=str(folder / "spiece.model"))
 
 
 def tokens(tokenizer: Tokenizer, prompt: str) -> list[int]:
