@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HunyuanVideo's autoencoder against diffusers' AutoencoderKLHunyuanVideo15, on the same small random weights.
+
+The reference computes the whole clip at once, ours chunk by chunk.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKLHunyuanVideo15
+from flax import nnx
+
+from tests.parity.references import StateDict, channels_last, randomise, relative_l2
+from wanjax.converters import engine
+from wanjax.converters.hunyuanvideo import diffusers as tables
+from wanjax.layers.placement import placed
+from wanjax.layers.tiling import Tiling
+from wanjax.models.hunyuanvideo.vae import HunyuanVideoVAE
+from wanjax.models.hunyuanvideo.vae_config import VAE_1_5
+from wanjax.pipelines.frames import decoded, encoded
+from wanjax.sharding import RULES, Partitioner, make_mesh
+
+BAR = 1e-5
+SIZES = {"latent_channels": 4, "block_out_channels": (8, 16, 16, 32, 32), "layers_per_block": 1, "scaling_factor": 1.3}
+FRAMES = [1, 5, 9, 17]
+SIZE = (32, 48)
+TILING = Tiling(32, 16)
+SIZE_OF_TILES = (16, 48)  # three tiles, the last of which is smaller
+
+
+@pytest.fixture(scope="module")
+def reference() -> AutoencoderKLHunyuanVideo15:
+    """Attention whose logits are larger than one, so that each key matters."""
+    torch.manual_seed(0)
+    reference = AutoencoderKLHunyuanVideo15(**SIZES).eval()
+    randomise(reference, seed=1)
+    with torch.no_grad():
+        for half in (reference.encoder, reference.decoder):
+            half.mid_block.attentions[0].to_q.weight.mul_(4)
+            half.mid_block.attentions[0].to_k.weight.mul_(4)
+            half.mid_block.attentions[0].proj_out.weight.mul_(4)
+    return reference
+
+
+def loaded(reference, dtype=jnp.float32, partitioner=None) -> HunyuanVideoVAE:
+    config = replace(tables.vae_config(reference.config), longest=6)
+    kw = {"dtype": dtype, "param_dtype": dtype}
+    abstract = nnx.eval_shape(lambda: HunyuanVideoVAE(config, **kw, rngs=nnx.Rngs(0)))
+    return engine.load(placed(abstract, partitioner), tables.vae_rules(config), StateDict(reference))
+
+
+@pytest.fixture(scope="module")
+def vae(reference) -> HunyuanVideoVAE:
+    return loaded(reference)
+
+
+def video(frames: int, size: tuple[int, int] = SIZE) -> torch.Tensor:
+    """Returns a random video [B C T H W] in [0, 1]."""
+    return torch.rand(1, 3, frames, *size, generator=torch.Generator().manual_seed(frames))
+
+
+def latents(frames: int, size: tuple[int, int] = SIZE) -> torch.Tensor:
+    shape = (1, 4, (frames + 3) // 4, size[0] // 16, size[1] // 16)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(frames))
+
+
+@torch.no_grad()
+def reference_latents(reference, x: torch.Tensor) -> np.ndarray:
+    mode = reference.encode((x * 2 - 1).to(reference.dtype)).latent_dist.mode()
+    return (mode.float() * SIZES["scaling_factor"]).numpy()
+
+
+@torch.no_grad()
+def reference_frames(reference, z: torch.Tensor) -> np.ndarray:
+    return reference.decode((z / SIZES["scaling_factor"]).to(reference.dtype)).sample.float().numpy()
+
+
+def encode(vae, x: torch.Tensor, tiling: Tiling | None = None, partitioner=None) -> jax.Array:
+    """Encodes as a pipeline does: one frame, then four at a time."""
+    return encoded(vae, x[0].permute(1, 2, 3, 0).numpy(), tiling, lambda program: program.on(partitioner))
+
+
+def decode(vae, z: torch.Tensor, tiling: Tiling | None = None, partitioner=None) -> np.ndarray:
+    """Decodes as a pipeline does, one latent frame at a time, which clips; returns [B C T H W]."""
+    chunks = list(decoded(vae, z.numpy(), jnp.float32, tiling, lambda program: program.on(partitioner)))
+    return np.concatenate(chunks).transpose(3, 0, 1, 2)[None] * 2 - 1
+
+
+def close(answer, expected) -> None:
+    error = relative_l2(answer, expected)
+    print(f"{error:.1e}")  # `pytest -rP` shows it
+    assert error <= BAR
+
+
+@pytest.mark.parametrize("frames", FRAMES)
+def test_encode(reference, vae, frames):
+    close(encode(vae, video(frames)), reference_latents(reference, video(frames)))
+
+
+@pytest.mark.parametrize("frames", FRAMES)
+def test_decode(reference, vae, frames):
+    expected = reference_frames(reference, latents(frames))
+    assert np.mean(np.abs(expected) > 1) < 0.5  # only some are clipped
+    close(decode(vae, latents(frames)), np.clip(expected, -1, 1))
+
+
+def test_tiles(reference, vae):
+    x, z = video(9, SIZE_OF_TILES), latents(9, SIZE_OF_TILES)
+    reference.enable_tiling(32, 32, 2, 2, 0.5)
+    expected = reference_latents(reference, x), np.clip(reference_frames(reference, z), -1, 1)
+    reference.disable_tiling()
+    close(encode(vae, x, TILING), expected[0])
+    close(decode(vae, z, TILING), expected[1])
+
+
+def test_the_reference_s_tiling_is_ours():
+    reference = AutoencoderKLHunyuanVideo15
+    with torch.device("meta"):
+        usual = reference()
+    size = usual.tile_sample_min_height
+    assert Tiling() == (size, int(size * (1 - usual.tile_overlap_factor)))
+
+
+def test_longer_chunks_make_the_whole(vae, streams, whole):
+    """The first chunk and the later ones may have several latent frames."""
+    x, z = whole[0], whole[1]
+    for stream, source, per_latent, expected in (("encode", x, 4, z), ("decode", z, 1, whole[2])):
+        cache, parts, start = None, [], 0
+        for chunk in (2, 2):
+            end = start + chunk * per_latent - (per_latent - 1 if cache is None else 0)
+            y, cache = streams[stream](vae, source[:, start:end], cache)
+            parts.append(y)
+            start = end
+        assert start == source.shape[1]
+        assert relative_l2(jnp.concatenate(parts, axis=1), expected) <= 1e-6
+
+
+@pytest.fixture(scope="module")
+def streams():
+    return {
+        "encode": nnx.jit(lambda vae, x, cache: vae.encode_cells(x, cache)),
+        "decode": nnx.jit(lambda vae, z, cache: vae.decode_cells(z, cache)),
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(vae) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Two videos of 13 frames, their latents and these decoded, each in one call."""
+    x = jnp.asarray(np.random.default_rng(0).uniform(-1, 1, (2, 13, *SIZE, 3)), jnp.float32)
+    z = nnx.jit(lambda vae, x: vae.encode(x))(vae, x)
+    return x, z, nnx.jit(lambda vae, z: vae.decode_cells(z, None)[0])(vae, z)
+
+
+def test_whole_videos(reference, whole):
+    """The reference takes one video at a time: its mask has no axis for a batch."""
+    x, z, frames = whole
+    for index in range(2):
+        pixels = torch.from_numpy(np.array(x[index : index + 1])).permute(0, 4, 1, 2, 3) / 2 + 0.5
+        expected = reference_latents(reference, pixels)
+        close(jnp.moveaxis(z[index : index + 1], -1, 1), expected)
+        expected = reference_frames(reference, torch.from_numpy(expected))
+        close(jnp.moveaxis(frames[index : index + 1], -1, 1), expected)
+
+
+STREAMED = {  # our module, the reference's module, and its channels
+    "encoder.conv_in": ("encoder.conv_in", 3),
+    "encoder.levels.1.res.0": ("encoder.down_blocks.1.resnets.0", 16),
+    "encoder.levels.0.resample": ("encoder.down_blocks.0.downsamplers.0", 8),
+    "encoder.levels.2.resample": ("encoder.down_blocks.2.downsamplers.0", 16),  # in time too
+    "encoder.levels.3": ("encoder.down_blocks.3", 32),
+    "encoder.mid": ("encoder.mid_block", 32),
+    "decoder.mid.attention": ("decoder.mid_block.attentions.0", 32),
+    "decoder.levels.0.resample": ("decoder.up_blocks.0.upsamplers.0", 32),  # in time too
+    "decoder.levels.1.resample": ("decoder.up_blocks.1.upsamplers.0", 32),
+    "decoder.levels.3.resample": ("decoder.up_blocks.3.upsamplers.0", 16),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("path", STREAMED)
+def test_modules_chunk_by_chunk(reference, vae, path):
+    their_path, channels = STREAMED[path]
+    x = torch.randn(1, channels, 5, 6, 4, generator=torch.Generator().manual_seed(channels))
+    expected = channels_last(reference.get_submodule(their_path)(x))
+    ours, cache, parts = submodule(vae, path), None, []
+    for chunk in (x[:, :, :1], x[:, :, 1:3], x[:, :, 3:]):
+        y, cache = nnx.jit(lambda block, x, cache: block(x, cache))(ours, jnp.asarray(channels_last(chunk)), cache)
+        parts.append(y)
+    close(jnp.concatenate(parts, axis=1), expected)
+
+
+def submodule(module: nnx.Module, path: str) -> nnx.Module:
+    for name in path.split("."):
+        module = module[int(name)] if name.isdigit() else getattr(module, name)
+    return module
+
+
+def test_later_frames_do_not_matter(vae, whole):
+    """A frame sees no later one."""
+    x, z, _ = whole
+    changed = nnx.jit(lambda vae, x: vae.encode(x))(vae, x.at[:, 9:].multiply(-1))
+    assert relative_l2(changed[:, :3], z[:, :3]) <= 1e-6
+    assert relative_l2(changed[:, 3:], z[:, 3:]) > 1e-2
+
+
+def test_no_array_holds_all_products_of_cells(vae):
+    """Attention of 6 frames of 64 × 64 cells, compiled from shapes: a block of queries meets a block of keys."""
+    x = jax.ShapeDtypeStruct((1, 6, 64, 64, 32), jnp.float32)
+    graphdef, weights = nnx.split(vae.decoder.mid.attention)
+    run = jax.jit(lambda weights, x: nnx.merge(graphdef, weights)(x, None)[0])
+    memory = run.lower(weights, x).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 20 * 6 * 64 * 64 * 32 * 4 < (6 * 64 * 64) ** 2
+
+
+@pytest.mark.parametrize(("axes", "rules", "size"), [((1, 1, 8), "fsdp", (32, 128)), ((2, 2, 2), "tp", (64, 96))])
+def test_eight_devices(reference, vae, axes, rules, size):
+    """Frames of 2 × 8 latent cells are divided by width, those of 4 × 6 by both."""
+    partitioner = Partitioner(make_mesh(*axes), RULES[rules])
+    split = loaded(reference, partitioner=partitioner)
+    alone = decode(vae, latents(9, size))
+    close(decode(split, latents(9, size), partitioner=partitioner), alone.astype(np.float64))
+    alone = encode(vae, video(9, size))
+    close(encode(split, video(9, size), partitioner=partitioner), np.asarray(alone, np.float64))
+
+
+def test_the_published_autoencoder():
+    with torch.device("meta"):
+        reference = AutoencoderKLHunyuanVideo15()
+    config = tables.vae_config(reference.config)
+    assert config == VAE_1_5
+    kw = {"dtype": jnp.float32, "param_dtype": jnp.float32}
+    parameters = engine.parameters(nnx.eval_shape(lambda: HunyuanVideoVAE(config, **kw, rngs=nnx.Rngs(0))))
+    specs = {key: jax.ShapeDtypeStruct(tuple(x.shape), jnp.float32) for key, x in reference.state_dict().items()}
+    engine.assign(tables.vae_rules(config), specs, parameters)
+    assert sum(x.size for x in parameters.values()) == sum(x.numel() for x in reference.parameters())
+    assert (config.spatial_factor, config.temporal_factor, config.longest_video) == (16, 4, 129)
