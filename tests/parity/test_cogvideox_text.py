@@ -3,6 +3,7 @@
 
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import T5Tokenizer
 
+import wanjax
 from tests.parity.references import T5_SIZES, converted_t5, relative_l2, t5_reference
+from tests.support.tiny import TEXT_WIDTH, tiny_cogvideox_checkpoint
 from tests.support.toy_tokenizer import AWKWARD_PROMPTS
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.tokenizer import Tokenizer, clean_prompt
@@ -96,6 +99,15 @@ def test_tokens_of_sentencepiece_itself(folder, tokenizers, prompt):
     """Leaves out control characters and names of special tokens, which transformers takes otherwise."""
     processor = processor_of(folder)
     assert tokens(tokenizers[0], prompt) == [*processor.encode(prompt), processor.eos_id()]
+
+
+def test_a_checkpoint_with_nothing_but_a_sentencepiece_model(folder, tokenizers, tmp_path):
+    checkpoint = tiny_cogvideox_checkpoint(tmp_path / "checkpoint", max_text_seq_length=LENGTH)
+    shutil.rmtree(checkpoint / "tokenizer")
+    shutil.copytree(folder, checkpoint / "tokenizer")
+    pipe = wanjax.load(checkpoint)
+    np.testing.assert_array_equal(pipe.tokenizer.tokenize(PROMPTS).ids, tokenizers[0].tokenize(PROMPTS).ids)
+    assert pipe.encode_prompts(PROMPTS[0], "").prompt_embeds.shape == (1, LENGTH, TEXT_WIDTH)
 
 
 def test_every_piece_is_read(folder, tokenizers):
