@@ -199,8 +199,7 @@ def load(
     check_set(compiler)
     dtype, param_dtype = dtype_name(dtype), dtype_name(param_dtype, "param_dtype")
     set_cache_folder()
-    found = _scheduled_by(scheduler, _adapted(examine(model, revision), lora, note))
-    _check_download(found, note)
+    found = _scheduled_by(scheduler, _adapted(_told(examine(model, revision), note), lora, note))
     return _pipeline(found, Loading(dtype, param_dtype, attention, mesh, video, rules, compiler, offload, progress))
 
 
@@ -218,8 +217,8 @@ class Loading(NamedTuple):
     progress: Progress | None
 
 
-def _check_download(found: Checkpoint, note: Note | None) -> None:
-    """Tells the licence of weights that are about to be downloaded, where it sets conditions of its own.
+def _told(found: Checkpoint, note: Note | None) -> Checkpoint:
+    """Returns the checkpoint; tells the licence of weights to be downloaded, where it sets conditions of its own.
 
     Raises WanjaxError where the disk has no room for the download.
     """
@@ -227,6 +226,7 @@ def _check_download(found: Checkpoint, note: Note | None) -> None:
     if found.source.check_room() and preset and preset.licence != FREE:
         told = f"the weights of {preset.name} are under the {preset.licence}, whose text {preset.source} on the hub has"
         note(told) if note else warnings.warn(told, stacklevel=4)  # past `load` and its decorators
+    return found
 
 
 def _adapted(found: Checkpoint, given: Loras, note: Note | None) -> Checkpoint:
