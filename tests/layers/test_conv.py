@@ -17,10 +17,11 @@ from wanjax import compilation, load
 from wanjax.converters.wan.diffusers import vae_config
 from wanjax.kernels.target import Target
 from wanjax.layers import conv
-from wanjax.layers.conv import CausalConv, FrameConv, convolve_clip, sum_of_taps
+from wanjax.layers.conv import CausalConv, FrameConv, convolve_clip, stacked_taps, sum_of_taps
 from wanjax.models.wan.residual_vae import WanResidualVAE
 from wanjax.models.wan.vae import WanVAE
 
+FORMS = (convolve_clip, sum_of_taps, stacked_taps)
 V6E = Target("tpu", "TPU v6 lite")
 SINGLE = {"dtype": jnp.float32, "param_dtype": jnp.float32}
 SMALL = vae_config(VAE)
@@ -41,13 +42,14 @@ def convolutions(function, *arguments):
 
 @given(st.sampled_from([1, 3]), st.sampled_from([1, 3]), st.sampled_from([1, 2]), st.integers(0, 4), st.integers(0, 99))
 @settings(max_examples=20, deadline=None)
-def test_both_forms_are_the_same_sum(taps, size, stride, more, seed):
+def test_all_forms_are_the_same_sum(taps, size, stride, more, seed):
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((2, taps + stride * more, 5, 4, 3)).astype(np.float32)
     kernel = rng.standard_normal((taps, size, size, 3, 6)).astype(np.float32)
-    whole, summed = (form(jnp.asarray(x), jnp.asarray(kernel), stride) for form in (convolve_clip, sum_of_taps))
+    whole, *others = (form(jnp.asarray(x), jnp.asarray(kernel), stride) for form in FORMS)
     assert whole.shape == (2, more + 1, 5, 4, 6)
-    np.testing.assert_allclose(whole, summed, rtol=1e-5, atol=1e-5)
+    for other in others:
+        np.testing.assert_allclose(whole, other, rtol=1e-5, atol=1e-5)
 
 
 def test_a_tpu_is_given_what_its_matrix_units_take():
@@ -66,6 +68,7 @@ def test_a_tpu_is_given_what_its_matrix_units_take():
         assert jax.eval_shape(both, x).dtype == jnp.bfloat16
         with jax.default_matmul_precision("highest"):
             assert convolutions(both, x) == [({"float32"}, 5), ({"float32"}, 4)]
+        assert convolutions(both, jnp.ones((1, 8, 4, 4, 3))) == [({"bfloat16"}, 4)] * 2  # frames fill a tile
 
 
 @pytest.mark.parametrize("make", [WanVAE, WanResidualVAE])

@@ -5,6 +5,8 @@ A causal layer takes a chunk of frames and the frames that it kept from the chun
 frames to keep for the next chunk. `None` in place of kept frames means that nothing came before.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -18,6 +20,7 @@ from wanjax.layers.placement import with_axes
 from wanjax.sharding import constrain
 
 CONV_AXES = ("conv_in", "conv_out")
+SUBLANES = 8  # rows of a TPU's tile of float32
 VIDEO = ("batch", "frames", "height", "width", None)
 Frames = Float[Array, "B _T _H _W _C"]  # inputs and outputs differ in size
 
@@ -77,9 +80,15 @@ class CausalConv(nnx.Module):
         """The output of a chunk, and the frames to keep for the next."""
         x = as_operand(x, self.dtype)
         x = constrain(jnp.concatenate([self.blank(x) if kept is None else kept, x], axis=1), VIDEO)
-        convolve = convolve_clip if target(x).platform == "tpu" else sum_of_taps
-        y = _biased(convolve(x, self.kernel[...], self.time_stride), self.bias[...], self.dtype)
+        y = _biased(self._form(x)(x, self.kernel[...], self.time_stride), self.bias[...], self.dtype)
         return constrain(y, VIDEO), x[:, x.shape[1] - (self.kernel.shape[0] - self.time_stride) :]
+
+    def _form(self, x: Float[Array, "B T H W C"]) -> Callable[..., Float32[Array, "B _T H W _C"]]:
+        """The form of the sum that suits the platform, and on TPUs the number of frames that come out."""
+        if target(x).platform != "tpu":
+            return sum_of_taps
+        frames = (x.shape[1] - self.kernel.shape[0]) // self.time_stride + 1
+        return convolve_clip if frames % SUBLANES else stacked_taps
 
 
 class RepeatingConv(CausalConv):
@@ -127,6 +136,21 @@ def sum_of_taps(
         frames = x[:, tap : x.shape[1] - taps + tap + 1 : time_stride]
         y = y + _convolve_frames(frames, kernel[tap], 1, (size // 2, size // 2))
     return y
+
+
+def stacked_taps(
+    x: Float[Array, "B T H W C"], kernel: Float[Array, "_T _H _W C _C"], time_stride: int
+) -> Float32[Array, "B _T H W _C"]:
+    """`convolve_clip` as one 2-D convolution of frames, with the taps in time side by side in the channels.
+
+    The sum of products is the same. On TPUs, where a multiple of eight frames fills tiles, XLA then keeps one layout
+    from layer to layer; of a 3-D convolution it folds a part of the width into the batch, with copies around it.
+    """
+    taps, size = kernel.shape[:2]
+    end = x.shape[1] - taps + 1
+    x = jnp.concatenate([x[:, tap : end + tap : time_stride] for tap in range(taps)], axis=-1)
+    kernel = jnp.moveaxis(kernel, 0, 2).reshape(size, size, -1, kernel.shape[-1])
+    return _convolve_frames(x, kernel, 1, (size // 2, size // 2))
 
 
 def _convolve_frames(
