@@ -6,8 +6,7 @@
         p = p₋ + scale · (p₊ - p₋)                           # Ho and Salimans, Classifier-Free Guidance, 2022
         x = the scheduler's step from t along p
 
-A family implements `Denoiser.predict`. Its `carry` is the state that a prediction hands to the next step, as a step
-cache does.
+A family implements `Denoiser.predict`; its `carry` is what a prediction hands to the next step, as a step cache does.
 """
 
 from abc import ABC, abstractmethod
@@ -38,9 +37,13 @@ class Denoiser(ABC):
 
     @abstractmethod
     def predict(
-        self, network: Any, x: Latents, t: Float[Array, "B"], prompt: Any, shared: Any, carry: Any
+        self, network: Any, x: Latents, t: Any, prompt: Any, shared: Any, carry: Any
     ) -> tuple[Float[Array, "B T H W _C"], Any]:
-        """Returns the network's prediction at x and t under a prompt, and the carry for the next step."""
+        """Returns the network's prediction at x and t [B] under a prompt, and the carry for the next step."""
+
+    def times(self, schedule: Any) -> Any:
+        """Returns the timestep of a schedule's only step, or a tree of all the timesteps that the network is told."""
+        return schedule.timesteps[0]
 
     def first_carry(self, x: Latents, inputs: "Inputs") -> tuple[Any, ...]:
         """Returns the carry of each forward before the first step."""
@@ -99,16 +102,15 @@ def take_step(
     network = nnx.merge(denoiser.graphdef, inputs.weights)
     videos, *shape = state.x.shape
     x = jnp.broadcast_to(state.x, (inputs.batch // videos, videos, *shape)).reshape(-1, *shape)
-    t = jnp.full((inputs.batch,), schedule.timesteps[0])
+    t = jax.tree.map(lambda time: jnp.full((inputs.batch,), time), denoiser.times(schedule))
     pairs = [
         denoiser.predict(network, x, t, prompt, inputs.shared, carry)
         for prompt, carry in zip(inputs.prompts, state.carry, strict=True)
     ]
     predictions = jnp.concatenate([prediction.astype(jnp.float32) for prediction, _ in pairs])
     prediction = replicate(guide(predictions, videos, scale))
-    x0 = denoiser.scheduler.x0(schedule, 0, prediction, state.x)
-    x, solver = denoiser.scheduler.step(schedule, 0, prediction, state.x, state.solver)
-    x, solver, x0 = replicate((x, solver, x0))
+    x0 = replicate(denoiser.scheduler.x0(schedule, 0, prediction, state.x))
+    x, solver = replicate(denoiser.scheduler.step(schedule, 0, prediction, state.x, state.solver))
     return State(x, solver, tuple(carry for _, carry in pairs)), x0, jnp.isfinite(x).all()
 
 
@@ -133,12 +135,10 @@ def sample(
     for segment in segments:
         denoiser, inputs = prepare(segment, state.x)
         carry = denoiser.first_carry(state.x, inputs)
-        if state.carry is not None:
-            carry = jax.tree.unflatten(jax.tree.structure(carry), state.carry)
-        state = replace(state, carry=carry)
+        leaves = jax.tree.leaves(carry) if state.carry is None else state.carry
+        state = replace(state, carry=jax.tree.unflatten(jax.tree.structure(carry), leaves))
         for index, scale in enumerate(segment.scales, segment.start):
-            row = one_step(schedule, index)
-            state, x0, finite = step(denoiser.at(index), state, inputs, jnp.float32(scale), row)
+            state, x0, finite = step(denoiser.at(index), state, inputs, jnp.float32(scale), one_step(schedule, index))
             in_flight.add(index, finite)
             x, x0 = (jnp.moveaxis(a, -1, 1) for a in (state.x, x0))
             if callback and callback(Step(index, total, float(schedule.timesteps[index]), x, x0, state)) is False:
