@@ -3,6 +3,8 @@
 
 from dataclasses import dataclass
 
+from wanjax.layers.tiling import Tiling
+
 
 @dataclass(frozen=True)
 class VAEConfig:
@@ -43,13 +45,16 @@ class VAEConfig:
         return 1 + (self.longest - 1) * self.temporal_factor
 
     @property
-    def encoded_at_once(self) -> tuple[int, int]:
-        """Frames in the first chunk to encode, and in each later one."""
+    def tiling(self) -> Tiling:
+        """The reference's tiles of frames that would not fit in memory."""
+        return Tiling(256, 192)
+
+    def encoded_at_once(self, frames: int) -> tuple[int, int]:
+        """Frames in the first chunk to encode, and in each later one, for a clip of any number of frames."""
         return 1, self.temporal_factor
 
-    @property
-    def decoded_at_once(self) -> tuple[int, int]:
-        """Latent frames in the first chunk to decode, and in each later one."""
+    def decoded_at_once(self, frames: int) -> tuple[int, int]:
+        """Latent frames in the first chunk to decode, and in each later one, for a clip of any number of them."""
         return 1, 1
 
 
