@@ -23,6 +23,7 @@ from wanjax.converters.readers import SUFFIXES, Renamed, Together
 from wanjax.errors import WanjaxError
 
 MANIFEST = "wanjax.json"  # written by `wanjax convert`: a checkpoint's origin and contents
+CONFIGS = ("config.json", "scheduler_config.json", "guider_config.json")
 FORMAT = 1
 WEIGHTS = "weights"  # in a component's folder of such a checkpoint
 UNUSED = "unused.safetensors"  # tensors of the original checkpoint that the network does not use
@@ -58,7 +59,7 @@ class Source(ABC):
 
     @abstractmethod
     def config(self, component: str) -> dict[str, Any]:
-        """Reads the component's config.json or scheduler_config.json."""
+        """Reads the component's config, the first file of `CONFIGS`."""
 
     @abstractmethod
     def weights(self, component: str) -> Weights:
@@ -110,7 +111,7 @@ class DiffusersSource(Source):
 
     def config(self, component: str) -> dict[str, Any]:
         folder = self.folder(component, files=("*.json",))
-        names = [folder / name for name in ("config.json", "scheduler_config.json")]
+        names = [folder / name for name in CONFIGS]
         return read_json(next((path for path in names if path.is_file()), names[0]))
 
     def weights(self, component: str) -> Weights:
