@@ -30,6 +30,7 @@ from wanjax.layers.placement import placed
 from wanjax.pipelines.cogvideox import FAMILY as COGVIDEOX
 from wanjax.pipelines.components import Components, MakeRoom
 from wanjax.pipelines.family import Architecture, Family, Preset, family_of
+from wanjax.pipelines.hunyuanvideo import FAMILY as HUNYUANVIDEO
 from wanjax.pipelines.keywords import knows_keywords
 from wanjax.pipelines.memory import bytes_needed, check_memory
 from wanjax.pipelines.pipeline import Pipeline
@@ -43,6 +44,7 @@ from wanjax.sharding import Partitioner, choose_axes, find_rules, is_auto, make_
 FAMILIES = [
     WAN,
     COGVIDEOX,
+    HUNYUANVIDEO,
 ]
 FREE = "Apache-2.0"
 Progress = Callable[[str, int, int], Any]

@@ -1,2 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """HunyuanVideo-1.5: https://github.com/Tencent-Hunyuan/HunyuanVideo-1.5, text and image to video."""
+
+from wanjax.pipelines.byt5_tokenizer import ByT5Tokenizer
+from wanjax.pipelines.family import Family
+from wanjax.pipelines.hunyuanvideo.architecture import IMAGE_TO_VIDEO, HunyuanVideoArchitecture
+from wanjax.pipelines.hunyuanvideo.networks import NETWORKS
+from wanjax.pipelines.hunyuanvideo.pipeline import HunyuanVideoPipeline
+from wanjax.pipelines.hunyuanvideo.presets import PRESETS, settings_of
+from wanjax.pipelines.hunyuanvideo.text import GLYPH_LENGTH, TEMPLATE_TOKENS, TEXT_LENGTH
+from wanjax.pipelines.image_processor import StretchingImageProcessor
+from wanjax.pipelines.tokenizer import Tokenizer
+
+FAMILY = Family(
+    name="HunyuanVideo",
+    networks=NETWORKS,
+    pipelines=("HunyuanVideo15Pipeline", IMAGE_TO_VIDEO),
+    pipeline=HunyuanVideoPipeline,
+    architecture=HunyuanVideoArchitecture.of,
+    settings=settings_of,
+    presets=PRESETS,
+    loaders={
+        "tokenizer": lambda folder: Tokenizer.load(folder, length=TEMPLATE_TOKENS + TEXT_LENGTH),
+        "tokenizer_2": lambda folder: ByT5Tokenizer.load(folder, length=GLYPH_LENGTH),
+        "feature_extractor": StretchingImageProcessor.load,
+    },
+)

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The architecture of a HunyuanVideo checkpoint, read from its configs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from wanjax.checkpoints.networks import Config
+from wanjax.checkpoints.networks import network as network_in
+from wanjax.checkpoints.sources import Source
+from wanjax.errors import WanjaxError
+from wanjax.models.hunyuanvideo.config import TransformerConfig
+from wanjax.models.hunyuanvideo.flops import forward_flops, joint_attention_flops
+from wanjax.models.hunyuanvideo.vae_config import VAEConfig
+from wanjax.models.qwen2_vl import Qwen2VLConfig
+from wanjax.models.siglip import SiglipVisionConfig
+from wanjax.models.t5 import T5Config
+from wanjax.pipelines.family import Architecture, Forward, Planned, by_chunk
+from wanjax.pipelines.hunyuanvideo import planned
+from wanjax.pipelines.hunyuanvideo.conditioning import HunyuanVideoEncoded, shortened
+from wanjax.pipelines.hunyuanvideo.networks import NETWORKS
+from wanjax.pipelines.settings import Settings
+from wanjax.schedulers import Scheduler, from_config
+from wanjax.schedulers.flow_euler import FlowEuler
+
+IMAGE_TO_VIDEO = "HunyuanVideo15ImageToVideoPipeline"
+PLANNED_LENGTH = 256
+"""The number of a prompt's tokens in plans: a prompt of about 180 words, without quoted text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HunyuanVideoArchitecture(Architecture):
+    """The shapes of HunyuanVideo's networks. A `pictured` model continues a picture; its transformer is no other."""
+
+    text_encoder: Qwen2VLConfig | None = None
+    text_encoder_2: T5Config | None = None
+    image_encoder: SiglipVisionConfig | None = None
+    transformer: TransformerConfig
+    vae: VAEConfig
+    pictured: bool
+    scheduler: Scheduler = field(default_factory=FlowEuler)
+
+    @classmethod
+    def of(cls, source: Source, encoders: bool = False) -> "HunyuanVideoArchitecture":
+        """Reads the architecture from a checkpoint's configs, those of its text and image encoders if asked.
+
+        Raises WanjaxError where the configs contradict each other.
+        """
+
+        def config(component: str, *, read: bool = True) -> Any:
+            return network_in(source, component, NETWORKS).config if read else None
+
+        pictured = source.index.get("_class_name") == IMAGE_TO_VIDEO
+        made = cls(
+            text_encoder=config("text_encoder", read=encoders),
+            text_encoder_2=config("text_encoder_2", read=encoders),
+            image_encoder=config("image_encoder", read=encoders and pictured),
+            transformer=config("transformer"),
+            vae=config("vae"),
+            pictured=pictured,
+            scheduler=from_config(source.config("scheduler")),
+        )
+        channels, latents = made.transformer.channels_in, made.vae.latent_channels
+        if (channels, made.transformer.channels_out) != (2 * latents + 1, latents):
+            raise WanjaxError(
+                f"the checkpoint's configs contradict each other: with a VAE of {latents} channels the transformer has "
+                f"{2 * latents + 1} in and {latents} out, not {channels} and {made.transformer.channels_out}"
+            )
+        return made
+
+    @property
+    def purpose(self) -> str:
+        return "image to video" if self.pictured else "text to video"
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """The pictures that the model can use, by name; it needs them too."""
+        return ("image",) if self.pictured else ()
+
+    @property
+    def networks(self) -> Mapping[str, Config]:
+        names = ("text_encoder", "text_encoder_2", "image_encoder", "transformer", "vae")
+        return {name: config for name in names if (config := getattr(self, name)) is not None}
+
+    @property
+    def grid(self) -> int:
+        return self.vae.spatial_factor
+
+    @property
+    def image_tokens(self) -> int:
+        """The number of a picture's tokens, for plans."""
+        return self.image_encoder.tokens if self.pictured and self.image_encoder is not None else 0
+
+    def picture_shapes(self, settings: Settings) -> Mapping[str, tuple[int | None, ...]]:
+        """Returns the fields of `HunyuanVideoEncoded` that hold a picture, by their shapes; None is any size."""
+        if not self.pictured:
+            return {}
+        _, channels, _, *cells = self.latent_shape(settings)
+        return {"image_embeds": (1, None, self.transformer.image_width), "image_latents": (1, channels, 1, *cells)}
+
+    def forward(self, settings: Settings, encoded: HunyuanVideoEncoded | None = None) -> Forward:
+        config, (_, _, *cells) = self.transformer, self.latent_shape(settings)
+        prompt, beside = PLANNED_LENGTH, self.image_tokens
+        if encoded is not None:
+            [text] = shortened(encoded.texts[:1], together=False)
+            seen = 0 if encoded.image_embeds is None else encoded.image_embeds.shape[1]
+            prompt, beside = text.embeds.shape[1], text.glyphs.shape[1] + seen
+        video = prod(cells)
+        return Forward(
+            tokens=video + prompt + beside,
+            layers=config.layers,
+            heads=config.heads,
+            width=config.width,
+            scores=joint_attention_flops(config, video + prompt + beside),
+            flops=forward_flops(config, video=video, prompt=prompt, beside=beside),
+        )
+
+    def programs(
+        self, settings: Settings, *, attention: str | None = None, batch_guidance: bool = False
+    ) -> Mapping[str, Sequence[Planned]]:
+        frames = {"vae": self.vae, "size": settings.size}
+        encode = [
+            Planned("encode_chats", planned.encode_chats, {"text_encoder": self.text_encoder}, 1),
+            Planned("encode_glyphs", planned.encode_glyphs, {"text_encoder": self.text_encoder_2}, 1),
+        ]
+        if self.pictured:
+            encode.append(Planned("encode_images", planned.encode_images, {"image_encoder": self.image_encoder}, 1))
+            encode += by_chunk("encode", planned.encode_frames, frames, 1, self.vae.encoded_at_once(1))
+        video = {
+            "transformer": self.transformer,
+            "latents": self.latent_shape(settings),
+            "length": PLANNED_LENGTH,
+            "features": self.image_tokens,
+            "guided": settings.guided,
+            "attention": attention,
+            "batch_guidance": batch_guidance,
+        }
+        denoise = [
+            Planned("context", planned.context, video, 1),
+            Planned("step", planned.step, video | {"scheduler": self.scheduler}, settings.steps),
+        ]
+        count = self.latent_shape(settings)[2]
+        decode = by_chunk("decode", planned.decode_frames, frames, count, self.vae.decoded_at_once(count))
+        return {"encode": encode, "denoise": denoise, "decode": decode}

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The networks of HunyuanVideo's checkpoints."""
+
+from wanjax.checkpoints.networks import NetworkKind
+from wanjax.converters.hunyuanvideo import diffusers
+from wanjax.models.hunyuanvideo.config import TransformerConfig
+from wanjax.models.hunyuanvideo.transformer import HunyuanVideoTransformer
+from wanjax.models.hunyuanvideo.vae import HunyuanVideoVAE
+from wanjax.models.hunyuanvideo.vae_config import VAEConfig
+from wanjax.pipelines.encoders import QWEN2_VL, SIGLIP_VISION, T5
+
+NETWORKS = (
+    QWEN2_VL,
+    T5,
+    SIGLIP_VISION,
+    NetworkKind(
+        classes=("HunyuanVideo15Transformer3DModel",),
+        read=diffusers.transformer_config,
+        modules={TransformerConfig: HunyuanVideoTransformer},
+        rules=diffusers.transformer_rules,
+    ),
+    NetworkKind(
+        classes=("AutoencoderKLHunyuanVideo15",),
+        read=diffusers.vae_config,
+        modules={VAEConfig: HunyuanVideoVAE},
+        rules=diffusers.vae_rules,
+        float32=True,
+    ),
+)

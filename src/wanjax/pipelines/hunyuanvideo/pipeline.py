@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HunyuanVideo's pipeline: its handling of prompts, quoted text and pictures."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from wanjax.compilation import keeps_programs
+from wanjax.errors import WanjaxError
+from wanjax.layers.tiling import Tiling
+from wanjax.media.pictures import PictureOfAnySize, Pictures
+from wanjax.pipelines.checks import check_taken
+from wanjax.pipelines.frames import Latents
+from wanjax.pipelines.guidance import group, grouping
+from wanjax.pipelines.hunyuanvideo.architecture import HunyuanVideoArchitecture
+from wanjax.pipelines.hunyuanvideo.conditioning import HunyuanVideoEncoded, fitted, shortened, size_of
+from wanjax.pipelines.hunyuanvideo.programs import (
+    HunyuanVideoDenoiser,
+    Shared,
+    encode_chats,
+    encode_glyphs,
+    encode_images,
+    make_context,
+)
+from wanjax.pipelines.hunyuanvideo.settings import HunyuanVideoSettings
+from wanjax.pipelines.hunyuanvideo.text import TEMPLATE_TOKENS, tokenize_chats, tokenize_glyphs
+from wanjax.pipelines.keywords import GivenSettings, spelled_out
+from wanjax.pipelines.pipeline import Pipeline
+from wanjax.pipelines.sampler import Denoiser, Inputs
+from wanjax.pipelines.settings import Settings
+from wanjax.pipelines.steps import Segment
+from wanjax.pipelines.tokenizer import TokenBatch, Truncation
+
+Video = Float[Array, "B T H W C"]
+
+
+class HunyuanVideoPipeline(Pipeline):
+    """A HunyuanVideo checkpoint as a function from prompts, and a picture if it takes one, to videos."""
+
+    architecture: HunyuanVideoArchitecture
+    defaults: HunyuanVideoSettings
+    encoded_type = HunyuanVideoEncoded
+
+    tokenizer_2 = property(lambda self: self.components.get("tokenizer_2"))
+    text_encoder_2 = property(lambda self: self.components.get("text_encoder_2"))
+    image_encoder = property(lambda self: self.components.get("image_encoder"))
+    feature_extractor = property(lambda self: self.components.get("feature_extractor"))
+
+    @spelled_out(GivenSettings)
+    def settings(self, *, size: tuple[int, int] | None = None, **settings: Any) -> HunyuanVideoSettings:
+        """Returns the model's defaults, overridden by the given settings; raises WanjaxError for invalid ones."""
+        chosen = super().settings(size=size, **settings)
+        longest = self.architecture.vae.longest_video
+        if chosen.frames > longest:
+            raise WanjaxError(f"{chosen.frames} frames are too many for {chosen.model}: at most {longest} would do")
+        return chosen
+
+    def check_pictures(self, pictures: Pictures, settings: Settings) -> None:
+        taken = self.architecture.takes
+        check_taken(pictures.given(), settings.model, self.architecture.purpose, takes=taken, needs=taken)
+
+    def size_for(self, picture: tuple[int, int, int], asked: Settings) -> tuple[int, int]:
+        return size_of(picture, self.architecture.transformer.target_size, self.grid)
+
+    def truncations(self, prompt: str) -> Sequence[Truncation]:
+        chats, glyphs = tokenize_chats(self.tokenizer, [prompt]), tokenize_glyphs(self.tokenizer_2, [prompt])
+        return tuple(filter(None, (*chats.truncated, *glyphs.truncated)))
+
+    @keeps_programs
+    def encode_prompts(self, prompt: str, negative_prompt: str | None = None) -> HunyuanVideoEncoded:
+        both = [prompt, self.defaults.negative_prompt if negative_prompt is None else negative_prompt]
+        chats, quoted = tokenize_chats(self.tokenizer, both), tokenize_glyphs(self.tokenizer_2, both)
+        mask, glyph_mask = jnp.asarray(chats.mask[:, TEMPLATE_TOKENS:]), jnp.asarray(quoted.mask)
+        graphdef, weights = nnx.split(self.text_encoder)
+        embeds = self.compiled(encode_chats)(graphdef, jnp.asarray(chats.ids), mask, weights)
+        arrays = (embeds, mask, self._glyphs(quoted), glyph_mask)
+        return HunyuanVideoEncoded(*(x[:1] for x in arrays), *(x[1:] for x in arrays))
+
+    def _glyphs(self, quoted: TokenBatch) -> Float[Array, "B S E"]:
+        """Returns features of quoted texts; the encoder is not loaded for zeros, where nothing is quoted."""
+        if not quoted.mask.any():
+            return jnp.zeros((*quoted.ids.shape, self.architecture.transformer.glyph_width), self.defaults.dtype)
+        graphdef, weights = nnx.split(self.text_encoder_2)
+        return self.compiled(encode_glyphs)(graphdef, jnp.asarray(quoted.ids), jnp.asarray(quoted.mask), weights)
+
+    def encode_pictures(
+        self, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
+    ) -> Mapping[str, Array]:
+        if pictures.image is None:
+            return {}
+        frame = fitted(pictures.image, settings.size, settings.resize)
+        latents = self.encode_video(frame[None], tiling=tiling)
+        return {"image_embeds": self.encode_images([frame]), "image_latents": latents}
+
+    @keeps_programs
+    def encode_images(self, images: Sequence[PictureOfAnySize]) -> Float[Array, "B S E"]:
+        """Returns the features of images by the checkpoint's vision tower."""
+        graphdef, weights = nnx.split(self.image_encoder)
+        return self.compiled(encode_images)(graphdef, jnp.asarray(self.feature_extractor(images)), weights)
+
+    def check_encoded(self, encoded: HunyuanVideoEncoded, settings: Settings) -> None:
+        config, videos = self.architecture.transformer, len(encoded.prompt_embeds)
+        for name, width in zip(encoded._fields[:8:2], (config.text_width, config.glyph_width) * 2, strict=True):
+            embeds, mask = getattr(encoded, name), getattr(encoded, self._mask_of(name))
+            right = (videos, embeds.shape[1] if embeds.ndim == 3 else "S", width)
+            if not jnp.issubdtype(embeds.dtype, jnp.floating) or embeds.shape != right:
+                raise WanjaxError(
+                    f"the {name} are {embeds.dtype} {list(embeds.shape)} where {settings.model} has floats "
+                    f"[{', '.join(map(str, right))}]: they were made with another model"
+                )
+            if mask.shape != embeds.shape[:2]:
+                raise WanjaxError(f"the mask of the {name} is {list(mask.shape)} where {list(right[:2])} is right")
+        shapes = self.architecture.picture_shapes(settings)
+        for name in encoded._fields[8:]:
+            array, needed = getattr(encoded, name), shapes.get(name)
+            if array is None and needed:
+                raise WanjaxError(f"there is no {name}, which {settings.model} needs: encode the picture too")
+            if array is not None and not (needed and _fits(array.shape, needed)):
+                told = f"[{', '.join('any' if n is None else str(n) for n in needed)}]" if needed else "none"
+                raise WanjaxError(
+                    f"the {name} have the shape {list(array.shape)} where this video needs {told}: encode again, "
+                    "with the size of the video"
+                )
+
+    @staticmethod
+    def _mask_of(name: str) -> str:
+        """Returns the name of a text's mask: `prompt_embeds_mask_2` is that of `prompt_embeds_2`."""
+        stem, second, _ = name.partition("_2")
+        return f"{stem}_mask{second}"
+
+    def begin(self, encoded: HunyuanVideoEncoded, settings: Settings, noise: Latents) -> tuple[Any, Video]:
+        assert isinstance(settings, HunyuanVideoSettings)
+        schedule = self.scheduler.schedule(settings.steps, shift=settings.flow_shift)
+        return schedule, jnp.moveaxis(noise.astype(jnp.float32), 1, -1)
+
+    def inputs(
+        self, network: nnx.Module, segment: Segment, encoded: HunyuanVideoEncoded, x: Video, batched: bool
+    ) -> tuple[Denoiser, Inputs]:
+        graphdef, weights = nnx.split(network)
+        groups = grouping(segment.guided, batched, self.partitioner)
+        texts = shortened(encoded.texts, together=groups[1] > 1)
+        latents = encoded.image_latents
+        latents = None if latents is None else jnp.moveaxis(jnp.asarray(latents, jnp.float32), 1, -1)
+        texts, latents, seen = self.on_devices((group(texts, groups), latents, encoded.image_embeds))
+        contexts, rope = self.compiled(make_context)(graphdef, x, weights, texts, seen)
+        denoiser = HunyuanVideoDenoiser(graphdef, self.scheduler, self.architecture.transformer.meanflow)
+        return denoiser, Inputs(weights, contexts, Shared(rope, latents), groups[1] * len(x))
+
+
+def _fits(shape: tuple[int, ...], right: tuple[int | None, ...]) -> bool:
+    """Tells whether a shape is right; None is any size."""
+    return len(shape) == len(right) and all(b in (a, None) for a, b in zip(shape, right, strict=True))

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HunyuanVideo's published checkpoints, and the default settings of other checkpoints."""
+
+from dataclasses import replace
+from typing import Any
+
+from wanjax.checkpoints.sources import Source, read_json
+from wanjax.errors import WanjaxError
+from wanjax.models.hunyuanvideo.config import FEW_STEPS_480P, SIZE_480P, SIZE_720P, TransformerConfig
+from wanjax.models.hunyuanvideo.vae_config import VAE_1_5
+from wanjax.models.qwen2_vl import QWEN2_5_VL_7B
+from wanjax.models.siglip import SIGLIP_SO400M
+from wanjax.models.t5 import GLYPH_BYT5
+from wanjax.pipelines.family import Preset, optional
+from wanjax.pipelines.hunyuanvideo.architecture import HunyuanVideoArchitecture
+from wanjax.pipelines.hunyuanvideo.settings import HunyuanVideoSettings
+
+DEFAULTS = HunyuanVideoSettings(
+    model="",
+    prompt="",
+    negative_prompt="",
+    height=480,
+    width=848,
+    frames=121,
+    fps=24,
+    steps=50,
+    guidance_scale=6.0,
+    flow_shift=5.0,
+    seed=42,
+    dtype="bfloat16",
+    resize="crop",
+    strength=0.8,
+)
+LARGE: dict[str, Any] = {"height": 720, "width": 1280}
+UNGUIDED: dict[str, Any] = {"guidance_scale": 1.0}
+FEW_STEPS: dict[str, Any] = {"guidance_scale": 1.0, "steps": 12, "flow_shift": 7.0}
+GUIDER: dict[str, Any] = {"guidance_rescale": 0.0, "use_original_formulation": False, "start": 0.0, "stop": 1.0}
+"""Entries of guider_config.json, and the only value of each that is implemented."""
+PARAMETERS = 8_326_608_160
+PARAMETERS_OF_FEW_STEPS = 8_331_330_848
+
+
+def _preset(name: str, about: str, transformer: TransformerConfig = SIZE_480P, **settings: Any) -> Preset:
+    """Returns the preset of a checkpoint in diffusers' layout, which the hub has under two names.
+
+    `name` is that of the repository without its beginning, such as `480p_t2v`.
+    """
+    ours, owner = f"hunyuanvideo1.5-{name.replace('_', '-')}", "hunyuanvideo-community"
+    pictured = "i2v" in name
+    architecture = HunyuanVideoArchitecture(
+        text_encoder=QWEN2_5_VL_7B,
+        text_encoder_2=GLYPH_BYT5,
+        image_encoder=SIGLIP_SO400M if pictured else None,
+        transformer=transformer,
+        vae=VAE_1_5,
+        pictured=pictured,
+    )
+    return Preset(
+        name=ours,
+        source=f"{owner}/HunyuanVideo-1.5-Diffusers-{name}",
+        about=about,
+        transformer_parameters=PARAMETERS_OF_FEW_STEPS if transformer.meanflow else PARAMETERS,
+        licence="Tencent Hunyuan Community licence",
+        param_dtype="bfloat16",
+        defaults=replace(DEFAULTS, model=ours, **settings),
+        architecture=architecture,
+        aliases=(f"{owner}/HunyuanVideo-1.5-{name}",),
+    )
+
+
+PRESETS = (
+    _preset("480p_t2v", "text to video, 480 × 848"),
+    _preset("480p_i2v", "image to video, 480 × 848"),
+    _preset("720p_t2v", "text to video, 720 × 1280", SIZE_720P, **LARGE, flow_shift=9.0),
+    _preset("720p_i2v", "image to video, 720 × 1280", SIZE_720P, **LARGE, flow_shift=7.0),
+    _preset("480p_t2v_distilled", "text to video, 480 × 848, without guidance", **UNGUIDED),
+    _preset("480p_i2v_distilled", "image to video, 480 × 848, without guidance", **UNGUIDED),
+    _preset(
+        "720p_i2v_distilled", "image to video, 720 × 1280, without guidance",
+        SIZE_720P, **LARGE, **UNGUIDED, flow_shift=7.0,
+    ),
+    _preset("480p_i2v_step_distilled", "image to video, 480 × 848, in 8 or 12 steps", FEW_STEPS_480P, **FEW_STEPS),
+)  # fmt: skip
+
+
+def settings_of(source: Source, architecture: HunyuanVideoArchitecture, preset: Preset | None) -> HunyuanVideoSettings:
+    """Returns the default settings of a checkpoint: its preset's, if it has one.
+
+    Else they are those of the first preset with the same resolution, pictures and number of steps, overridden by the
+    checkpoint's flow shift, its guidance scale and its generation_config.json.
+    """
+    if preset is not None:
+        settings = preset.defaults
+    else:
+        like = (preset for preset in PRESETS if _kind(preset.architecture) == _kind(architecture))
+        shift = source.config("scheduler").get("shift")
+        own = read_json(source.root / "generation_config.json", missing={})
+        published = {"flow_shift": shift, "guidance_scale": _guidance_scale(source)}
+        settings = next(like, PRESETS[0]).defaults.updated(published | own)
+    assert isinstance(settings, HunyuanVideoSettings)
+    return settings
+
+
+def _guidance_scale(source: Source) -> float | None:
+    """Returns the guidance scale of a checkpoint's guider, and None where it has none.
+
+    Raises WanjaxError for a guider with an option that is not implemented.
+    """
+    if not optional(source, "guider"):
+        return None
+    guider = source.config("guider")
+    for entry, offered in GUIDER.items():
+        if (value := guider.get(entry, offered)) != offered:
+            raise WanjaxError(f"the guider's {entry} {value!r} is not offered: {offered!r} is")
+    return guider.get("guidance_scale") if guider.get("enabled", True) else 1.0
+
+
+def _kind(architecture: Any) -> tuple[Any, ...]:
+    """Returns what decides the default settings."""
+    transformer = architecture.transformer
+    return transformer.target_size, transformer.meanflow, architecture.pictured

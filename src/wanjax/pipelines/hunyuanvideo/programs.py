@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HunyuanVideo's own programs, beside those of all families, and its part of a denoising step."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from wanjax.compilation import program
+from wanjax.kernels.compiler_options import scanned
+from wanjax.layers.rope import Rope
+from wanjax.models.hunyuanvideo.transformer import Context
+from wanjax.pipelines.hunyuanvideo.conditioning import Text
+from wanjax.pipelines.hunyuanvideo.text import TEMPLATE_TOKENS
+from wanjax.pipelines.sampler import Denoiser
+from wanjax.schedulers.base import TRAIN_STEPS
+
+Latents = Float[Array, "B T H W C"]
+Features = Float[Array, "B S E"]
+
+
+class Shared(NamedTuple):
+    """The inputs that the forwards for all prompts share: RoPE's tables, and latents of the first frame or None."""
+
+    rope: Rope
+    image: Any = None  # [1 1 H W C]
+
+
+@dataclass(frozen=True)
+class HunyuanVideoDenoiser(Denoiser):
+    """HunyuanVideo's transformer; predicts the velocity. With `meanflow` it is told the next timestep too."""
+
+    meanflow: bool
+
+    def times(self, schedule: Any) -> tuple[Any, ...]:
+        now = (super().times(schedule),)
+        return (*now, schedule.sigmas[1] * TRAIN_STEPS) if self.meanflow else now
+
+    def predict(
+        self, network: Any, x: Latents, t: tuple[Float[Array, "B"], ...], prompt: Context, shared: Shared, carry: Any
+    ) -> tuple[Latents, Any]:
+        now, *following = t
+        return network(beside_condition(x, shared.image), now, prompt, shared.rope, *following), carry
+
+
+def beside_condition(x: Latents, image: Float[Array, "1 1 H W C"] | None) -> Float[Array, "B T H W _C"]:
+    """Joins latents, those of a picture as the first frame, and a mask that is 1 there; zeros without a picture."""
+    frames, channels = x.shape[1], x.shape[-1]
+    if image is None:
+        return jnp.pad(x, [(0, 0)] * 4 + [(0, channels + 1)])
+    first = jnp.pad(image, [(0, 0)] * 4 + [(0, 1)], constant_values=1)
+    condition = jnp.pad(first, [(0, 0), (0, frames - 1), (0, 0), (0, 0), (0, 0)])
+    return jnp.concatenate([x, jnp.broadcast_to(condition, (len(x), *condition.shape[1:]))], axis=-1)
+
+
+@program(scanned)
+def encode_chats(graphdef: Any, ids: Int[Array, "B _S"], mask: Bool[Array, "B S"], weights: Any) -> Features:
+    """Encodes chats; returns features of what follows the template, zeros outside the mask."""
+    return _masked(nnx.merge(graphdef, weights)(ids)[:, TEMPLATE_TOKENS:], mask)
+
+
+@program(scanned)
+def encode_glyphs(graphdef: Any, ids: Int[Array, "B S"], mask: Bool[Array, "B S"], weights: Any) -> Features:
+    """Encodes quoted texts; returns features of their bytes, zeros outside the mask."""
+    return _masked(nnx.merge(graphdef, weights)(ids, mask), mask)
+
+
+def _masked(features: Features, mask: Bool[Array, "B S"]) -> Features:
+    return jnp.where(mask[:, :, None], features, jnp.zeros((), features.dtype))
+
+
+@program(scanned)
+def encode_images(graphdef: Any, images: Float[Array, "B H W 3"], weights: Any) -> Features:
+    """Returns features of normalised images."""
+    return nnx.merge(graphdef, weights)(images)
+
+
+@program(scanned)
+def make_context(
+    graphdef: Any, x: Latents, weights: Any, texts: tuple[Text, ...], image: Float[Array, "1 _S _E"] | None
+) -> tuple[tuple[Context, ...], Rope]:
+    """Returns the context of each text, with features of a picture beside it, and RoPE's tables."""
+    transformer = nnx.merge(graphdef, weights)
+
+    def context(text: Text) -> Context:
+        glyphs = (text.glyphs, text.glyph_mask) if text.glyphs.shape[1] else None
+        seen = None if image is None else jnp.broadcast_to(image, (len(text.embeds), *image.shape[1:]))
+        return transformer.context(text.embeds, text.mask, glyphs, seen)
+
+    return tuple(context(text) for text in texts), transformer.rope(transformer.grid(x))

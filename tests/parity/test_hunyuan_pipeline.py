@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HunyuanVideo's pipelines against diffusers': checkpoints that diffusers wrote, the same prompts, pictures, noise."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from diffusers import (
+    AutoencoderKLHunyuanVideo15,
+    ClassifierFreeGuidance,
+    FlowMatchEulerDiscreteScheduler,
+    HunyuanVideo15ImageToVideoPipeline,
+    HunyuanVideo15Pipeline,
+    HunyuanVideo15Transformer3DModel,
+)
+from diffusers.pipelines.hunyuan_video1_5.image_processor import HunyuanVideo15ImageProcessor
+from PIL import Image
+from transformers import AutoTokenizer, SiglipImageProcessor
+from transformers import ByT5Tokenizer as ReferenceByT5
+
+import wanjax
+from tests.parity.encoder_references import qwen_reference, siglip_reference
+from tests.parity.references import BAR, largest_error, psnr, randomise, relative_l2, t5_reference
+from tests.support.tiny import compile_cache
+from tests.support.toy_chat_tokenizer import save_chat_tokenizer
+from wanjax.pipelines.hunyuanvideo.conditioning import LENGTHS, size_of, sizes_like
+
+PROMPT, NEGATIVE, QUOTED = "a cat plays the piano", "a blue dog", 'a sign that says "hello" and “你好”'
+HEIGHT, WIDTH, FRAMES, STEPS, GUIDANCE, SHIFT, CHANNELS = 32, 48, 5, 3, 6.0, 5.0, 4
+SIDE = 64  # a square of as many pixels
+TRANSFORMER = {
+    "in_channels": 2 * CHANNELS + 1, "out_channels": CHANNELS, "num_attention_heads": 2, "attention_head_dim": 32,
+    "num_layers": 3, "num_refiner_layers": 2, "mlp_ratio": 2.0, "text_embed_dim": 96, "text_embed_2_dim": 64,
+    "image_embed_dim": 216, "rope_axes_dim": (8, 12, 12), "target_size": SIDE,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_cache(tmp_path_factory):
+    with compile_cache(tmp_path_factory.getbasetemp() / "xla"):
+        yield
+
+
+@torch.no_grad()
+def transformer(**sizes: Any) -> HunyuanVideo15Transformer3DModel:
+    """Returns a transformer whose timestep, gates and types of tokens matter as much as its tokens."""
+    torch.manual_seed(0)
+    network = HunyuanVideo15Transformer3DModel(**TRANSFORMER | sizes).eval()
+    randomise(network, 1)
+    for name, weight in network.named_parameters():
+        if weight.ndim == 2 and (".norm" in name or "norm_out" in name or "context_embedder_2" in name):
+            weight.mul_(3)
+        elif weight.ndim == 2 and ("timestep_embedder" in name or "to_q" in name):
+            weight.mul_(2)
+    return network
+
+
+def autoencoder() -> AutoencoderKLHunyuanVideo15:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"block_out_channels": (8, 16, 16, 32, 32), "layers_per_block": 1}
+    network = AutoencoderKLHunyuanVideo15(latent_channels=CHANNELS, scaling_factor=1.3, **sizes).eval()
+    randomise(network, 2)
+    return network
+
+
+def components(folder: Path, guidance: float, **sizes: Any) -> dict[str, Any]:
+    glyphs = ReferenceByT5()
+    glyphs.add_tokens(["<color-0>", "<cn-font-1>"], special_tokens=True)
+    return {
+        "text_encoder": qwen_reference(vocab_size=400),
+        "tokenizer": AutoTokenizer.from_pretrained(save_chat_tokenizer(folder)),
+        "text_encoder_2": t5_reference("t5", vocab_size=400),
+        "tokenizer_2": glyphs,
+        "transformer": transformer(**sizes),
+        "vae": autoencoder(),
+        "scheduler": FlowMatchEulerDiscreteScheduler(shift=SHIFT),
+        "guider": ClassifierFreeGuidance(guidance_scale=guidance),
+    }
+
+
+def saved(pipe: Any, folder: Path) -> Any:
+    """Returns the pipeline, whose checkpoint it writes to the folder with the tokenizer as it was published.
+
+    It computes fewer masked tokens than it is used to, which changes nothing.
+    """
+    pipe.set_progress_bar_config(disable=True)
+    pipe.tokenizer_max_length, pipe.vision_num_semantic_tokens = 300, 7
+    pipe.save_pretrained(folder / "checkpoint")
+    shutil.rmtree(folder / "checkpoint/tokenizer")
+    save_chat_tokenizer(folder / "checkpoint/tokenizer")
+    return pipe
+
+
+def text_to_video(folder: Path, guidance: float = GUIDANCE) -> Any:
+    return saved(HunyuanVideo15Pipeline(**components(folder / "toy", guidance)), folder)
+
+
+def image_to_video(folder: Path, guidance: float = GUIDANCE, **sizes: Any) -> Any:
+    images = {
+        "image_encoder": siglip_reference(),
+        "feature_extractor": SiglipImageProcessor(size={"height": 45, "width": 45}),
+    }
+    return saved(HunyuanVideo15ImageToVideoPipeline(**components(folder / "toy", guidance, **sizes), **images), folder)
+
+
+def noise_for(height: int, width: int) -> torch.Tensor:
+    shape = (1, CHANNELS, (FRAMES - 1) // 4 + 1, height // 16, width // 16)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(7))
+
+
+@torch.no_grad()
+def expected(pipe: Any, noise: torch.Tensor, **given: Any) -> tuple[list[np.ndarray], np.ndarray]:
+    """Returns diffusers' latents [1 C T H W] after every step, and its frames."""
+    latents: list[np.ndarray] = []
+
+    def step(*args: Any, **options: Any) -> Any:
+        (x,) = FlowMatchEulerDiscreteScheduler.step(pipe.scheduler, *args, **options)
+        latents.append(x.numpy())
+        return (x,)
+
+    pipe.scheduler.step = step
+    options = {"num_frames": FRAMES, "num_inference_steps": STEPS, "latents": noise, "output_type": "np"}
+    frames = pipe(**{"prompt": PROMPT, "negative_prompt": NEGATIVE} | options | given).frames[0]
+    return latents, frames
+
+
+def answer(folder: Path, noise: torch.Tensor, prompt: str, image: Any = None, **settings: Any) -> Any:
+    """Returns our latents after every step, and our frames."""
+    pipe = wanjax.load(folder / "checkpoint")
+    settings |= {"steps": STEPS, "frames": FRAMES}
+    encoded = pipe.encode(prompt, NEGATIVE, image=image, **settings)
+    latents: list[np.ndarray] = []
+    last = pipe.denoise(
+        encoded, noise=jnp.asarray(noise.numpy()), callback=lambda step: latents.append(np.asarray(step.latents)),
+        **settings,
+    )  # fmt: skip
+    np.testing.assert_array_equal(last, latents[-1])
+    return latents, pipe.decode(last, jnp.float32)
+
+
+def compare(ours: Any, theirs: tuple[list[np.ndarray], np.ndarray]) -> None:
+    assert len(ours[0]) == len(theirs[0]) == STEPS
+    assert largest_error(ours[0], theirs[0]) <= BAR
+    assert ours[1].shape == theirs[1].shape
+    assert psnr(ours[1], theirs[1]) >= 60
+
+
+def test_text_to_video(tmp_path):
+    noise, size = noise_for(HEIGHT, WIDTH), {"height": HEIGHT, "width": WIDTH}
+    pipe = text_to_video(tmp_path)
+    plain, quoted = (expected(pipe, noise, prompt=prompt, **size) for prompt in (PROMPT, QUOTED))
+    assert relative_l2(plain[0][-1], quoted[0][-1]) > 1e-2
+    compare(answer(tmp_path, noise, PROMPT, **size), plain)
+    compare(answer(tmp_path, noise, QUOTED, **size), quoted)
+
+
+def test_text_to_video_without_guidance(tmp_path):
+    noise, size = noise_for(HEIGHT, WIDTH), {"height": HEIGHT, "width": WIDTH}
+    theirs = expected(text_to_video(tmp_path, 1.0), noise, prompt=QUOTED, **size)
+    compare(answer(tmp_path, noise, QUOTED, **size), theirs)
+
+
+def picture(height: int, width: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
+
+
+def test_image_to_video(tmp_path):
+    image = picture(52, 77)
+    height, width = size_of(image.shape, SIDE, 16)
+    noise = noise_for(height, width)
+    theirs = expected(image_to_video(tmp_path), noise, prompt=QUOTED, image=Image.fromarray(image))
+    assert theirs[1].shape[1:3] == (height, width)
+    compare(answer(tmp_path, noise, QUOTED, image), theirs)
+
+
+def test_few_steps(tmp_path):
+    """A network that is told the next timestep."""
+    image = picture(60, 33)
+    noise = noise_for(*size_of(image.shape, SIDE, 16))
+    theirs = expected(image_to_video(tmp_path, 1.0, use_meanflow=True), noise, image=Image.fromarray(image))
+    compare(answer(tmp_path, noise, PROMPT, image), theirs)
+
+
+@pytest.mark.parametrize("side", [640, 960])
+def test_sizes_of_pictures(side):
+    """The reference's list of sizes, and its choice for a picture."""
+    processor = HunyuanVideo15ImageProcessor()
+    for height, width in [(9, 16), (16, 9), (1, 1), (720, 1283), (1000, 999), (999, 1000), (100, 1), (1, 100), (3, 4)]:
+        theirs = processor.calculate_default_height_width(height, width, side)
+        assert size_of((height, width, 3), side, 16) == theirs, (height, width)
+    random = np.random.default_rng(side)
+    for height, width in random.integers(200, 3000, (50, 2)).tolist():
+        assert size_of((height, width, 3), side, 16) == processor.calculate_default_height_width(height, width, side)
+    assert (max(sizes_like(side, 16))[0], LENGTHS[-1]) == (2 * side, 1000)
