@@ -109,7 +109,7 @@ def test_decode(reference, vae, frames):
 
 
 def test_tiles(reference, vae):
-    x, z = video(9, SIZE_OF_TILES), latents(9, SIZE_OF_TILES)
+    x, z = video(1, SIZE_OF_TILES), latents(5, SIZE_OF_TILES)
     reference.enable_tiling(32, 32, 2, 2, 0.5)
     expected = reference_latents(reference, x), np.clip(reference_frames(reference, z), -1, 1)
     reference.disable_tiling()
@@ -136,7 +136,7 @@ def test_longer_chunks_make_the_whole(vae, streams, whole):
             parts.append(y)
             start = end
         assert start == source.shape[1]
-        assert relative_l2(jnp.concatenate(parts, axis=1), expected) <= 1e-6
+        close(jnp.concatenate(parts, axis=1), expected)
 
 
 @pytest.fixture(scope="module")
