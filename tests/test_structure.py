@@ -25,7 +25,7 @@ LAYERS = [  # a module imports from its own layer and those below
     ["wanjax.kernels"],
     ["wanjax.dims", "wanjax.sharding", "wanjax.errors"],
 ]
-FAMILIES = ["wan", "cogvideox"]  # folders of models, converters and pipelines
+FAMILIES = ["wan", "cogvideox", "hunyuanvideo"]  # folders of models, converters and pipelines
 DISTRIBUTIONS = {"PIL": "pillow", "imageio_ffmpeg": "imageio"}  # distributions with another name than their import
 STRANGERS = {"torch", "transformers", "diffusers", "tensorflow"}
 LONGEST = 450
