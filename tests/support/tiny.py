@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
 
+from tests.support.toy_chat_tokenizer import save_chat_tokenizer
 from tests.support.toy_tokenizer import save_tokenizer
 from wanjax import registry
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
@@ -155,6 +156,67 @@ COGVIDEOX_INDEX = {
     "transformer": ["diffusers", "CogVideoXTransformer3DModel"],
     "vae": ["diffusers", "AutoencoderKLCogVideoX"],
 }
+HUNYUAN_CHAT_ENCODER = {
+    "model_type": "qwen2_5_vl_text",
+    "hidden_act": "silu",
+    "vocab_size": 400,
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,  # of which one runs
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+}
+HUNYUAN_IMAGE_ENCODER = {
+    "model_type": "siglip_vision_model",
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 14,
+    "patch_size": 7,
+    "layer_norm_eps": 1e-6,
+}
+HUNYUAN_TRANSFORMER = {
+    "_class_name": "HunyuanVideo15Transformer3DModel",
+    "num_layers": 2,
+    "num_refiner_layers": 1,
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
+    "mlp_ratio": 2.0,
+    "in_channels": 2 * LATENT_CHANNELS + 1,
+    "out_channels": LATENT_CHANNELS,
+    "text_embed_dim": 24,
+    "text_embed_2_dim": TEXT_WIDTH,
+    "image_embed_dim": 16,
+    "rope_axes_dim": [4, 6, 6],
+    "rope_theta": 256.0,
+    "target_size": 48,
+}
+HUNYUAN_VAE = {
+    "_class_name": "AutoencoderKLHunyuanVideo15",
+    "block_out_channels": [4, 8, 8, 16, 16],
+    "layers_per_block": 1,
+    "latent_channels": LATENT_CHANNELS,
+    "spatial_compression_ratio": 16,
+    "temporal_compression_ratio": 4,
+    "scaling_factor": 1.3,
+}
+PICTURE_COMPONENTS = ("feature_extractor", "image_encoder")
+HUNYUAN_INDEX = {
+    "feature_extractor": ["transformers", "SiglipImageProcessor"],
+    "guider": ["diffusers", "ClassifierFreeGuidance"],
+    "image_encoder": ["transformers", "SiglipVisionModel"],
+    "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
+    "text_encoder": ["transformers", "Qwen2_5_VLTextModel"],
+    "text_encoder_2": ["transformers", "T5EncoderModel"],
+    "tokenizer": ["transformers", "Qwen2Tokenizer"],
+    "tokenizer_2": ["transformers", "ByT5Tokenizer"],
+    "transformer": ["diffusers", "HunyuanVideo15Transformer3DModel"],
+    "vae": ["diffusers", "AutoencoderKLHunyuanVideo15"],
+}
 
 
 @contextmanager
@@ -231,6 +293,29 @@ def tiny_cogvideox_checkpoint(folder: Path, **transformer: Any) -> Path:
     kind = {"_class_name": "CogVideoXImageToVideoPipeline"} if pictured else {}
     _write_json(folder / "model_index.json", COGVIDEOX_INDEX | kind)
     _write_json(folder / "generation_config.json", SMALL)
+    return folder
+
+
+def tiny_hunyuan_checkpoint(folder: Path, *, pictured: bool = False, **transformer: Any) -> Path:
+    """Writes the checkpoint of a HunyuanVideo model; the keywords override entries of its transformer's config."""
+    _save(folder / "text_encoder", "Qwen2_5_VLTextModel", HUNYUAN_CHAT_ENCODER, "model")
+    _save(folder / "text_encoder_2", "T5EncoderModel", TEXT_ENCODER | {"model_type": "t5"}, "model")
+    _save(folder / "transformer", "HunyuanVideo15Transformer3DModel", HUNYUAN_TRANSFORMER | transformer)
+    _save(folder / "vae", "AutoencoderKLHunyuanVideo15", HUNYUAN_VAE)
+    save_chat_tokenizer(folder / "tokenizer")
+    _write_json(folder / "tokenizer_2" / "tokenizer_config.json", {"extra_ids": 0})
+    _write_json(folder / "guider" / "guider_config.json", {"guidance_scale": 3.0})
+    _write_json(
+        folder / "scheduler" / "scheduler_config.json", {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 9.0}
+    )
+    index = {name: kind for name, kind in HUNYUAN_INDEX.items() if pictured or name not in PICTURE_COMPONENTS}
+    if pictured:
+        _save(folder / "image_encoder", "SiglipVisionModel", HUNYUAN_IMAGE_ENCODER, "model")
+        size = {"size": {"height": 14, "width": 14}}
+        _write_json(folder / "feature_extractor" / "preprocessor_config.json", IMAGE_PROCESSOR | size)
+    kind = "HunyuanVideo15ImageToVideoPipeline" if pictured else "HunyuanVideo15Pipeline"
+    _write_json(folder / "model_index.json", {"_class_name": kind} | index)
+    _write_json(folder / "generation_config.json", {"height": 32, "width": 48, "frames": 5, "steps": 2})
     return folder
 
 

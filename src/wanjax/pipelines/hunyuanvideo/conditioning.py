@@ -71,13 +71,13 @@ def shortened(texts: Sequence[Text], *, together: bool) -> list[Text]:
     ]
 
 
-def _enough(mask: Shaped[Array, "B S"], lengths: Sequence[int]) -> int:
+def _enough(mask: Shaped[Array | np.ndarray, "B S"], lengths: Sequence[int]) -> int:
     """Returns the first of the lengths behind which a mask has no token, else the last."""
     needed = int(np.max(np.nonzero(_booleans(mask))[1], initial=-1)) + 1
     return next((length for length in lengths if length >= needed), lengths[-1])
 
 
-def _booleans(mask: Shaped[Array, "B S"]) -> Bool[np.ndarray, "B S"]:
+def _booleans(mask: Shaped[Array | np.ndarray, "B S"]) -> Bool[np.ndarray, "B S"]:
     """Returns a mask, which may be one of numbers as in the reference's files, as booleans on the host."""
     return np.asarray(mask) != 0
 

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HunyuanVideo's pipeline on small checkpoints: stages and their files, lengths of text, and refused inputs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+
+import wanjax
+from tests.support.commands import succeeded
+from tests.support.commands import wanjax as run
+from tests.support.compare import error
+from tests.support.tiny import compile_cache, tiny_hunyuan_checkpoint
+from wanjax.checkpoints.files import load_safetensors
+from wanjax.errors import WanjaxError
+from wanjax.media.stage_files import EMBEDDINGS, LATENTS
+from wanjax.pipelines.hunyuanvideo.conditioning import GLYPH_LENGTHS, LENGTHS, HunyuanVideoEncoded, Text, shortened
+from wanjax.registry import find, outline
+from wanjax.schedulers import one_step
+
+QUOTED = 'a cat says "hello"'
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_cache(tmp_path_factory):
+    with compile_cache(tmp_path_factory.getbasetemp() / "xla"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {name: tiny_hunyuan_checkpoint(folder / name, pictured=name == "image") for name in ("text", "image")}
+
+
+@pytest.fixture(scope="module")
+def picture() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (30, 80, 3), np.uint8)
+
+
+def test_defaults_come_from_the_scheduler_and_the_guider(models):
+    defaults = wanjax.load(models["text"]).defaults
+    assert (defaults.flow_shift, defaults.guidance_scale, defaults.size, defaults.fps) == (9.0, 3.0, (32, 48), 24)
+
+
+def test_a_guider_of_another_kind_is_refused(tmp_path):
+    folder = tiny_hunyuan_checkpoint(tmp_path)
+    (folder / "guider" / "guider_config.json").write_text(json.dumps({"guidance_scale": 6.0, "guidance_rescale": 0.7}))
+    with pytest.raises(WanjaxError, match=r"guidance_rescale 0\.7 is not offered: 0\.0 is"):
+        wanjax.load(folder)
+
+
+def test_the_stages_and_the_library_make_the_same_latents(models, picture, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Image.fromarray(picture).save("picture.png")
+    succeeded(run("encode", QUOTED, "--model", str(models["image"]), "--image", "picture.png", "--dir", "three"))
+    succeeded(run("denoise", "--seed", "3", "--dir", "three"))
+    succeeded(run("decode", "--dir", "three", "--out", "video.mp4"))
+    tensors = load_safetensors(Path("three") / EMBEDDINGS)
+    assert tensors.keys() == set(HunyuanVideoEncoded._fields)
+    assert {len(x) for x in tensors.values()} == {1}
+    assert tensors["prompt_embeds"].shape == (1, 1000, 24)
+    assert tensors["prompt_embeds_2"].shape == (1, 256, 16)
+    assert tensors["image_embeds"].shape == (1, 4, 16)
+    assert tensors["prompt_embeds_mask"].dtype == bool
+    pipe = wanjax.load(models["image"])
+    encoded = pipe.encode(QUOTED, image=picture)
+    latents = pipe.denoise(encoded, seed=3)
+    assert latents.shape == (1, 4, 2, 2, 4)  # the model's size of the nearest proportions: 32 × 64
+    np.testing.assert_array_equal(load_safetensors(Path("three") / LATENTS)["latents"], latents)
+
+
+@pytest.mark.parametrize("prompt", ["a cat", QUOTED])
+def test_prompts_of_different_lengths_in_one_batch(models, prompt):
+    """The negative prompt is the longer one, or quotes nothing."""
+    pipe = wanjax.load(models["text"])
+    encoded = pipe.encode(prompt, "a blue dog " * 60)
+    apart, together = (np.asarray(pipe.denoise(encoded, batch_guidance=batched)) for batched in (False, True))
+    assert error(together, apart.astype(np.float64)) <= 1e-5
+
+
+def test_eight_devices_agree_with_one(models, picture):
+    alone, together = (wanjax.load(models["image"], mesh=mesh) for mesh in (None, "dp=2,sp=2,tp=2"))
+    encoded = alone.encode(QUOTED, image=picture)
+    for name, array in together.encode_prompts(QUOTED)._asdict().items():
+        if array is not None:
+            np.testing.assert_allclose(np.float32(array), np.float32(getattr(encoded, name)), atol=1e-5)
+    latents, spread = (np.asarray(pipe.denoise(encoded, seed=3)) for pipe in (alone, together))
+    assert error(spread, latents.astype(np.float64)) <= 1e-5
+
+
+def test_what_a_prompt_quotes_and_masks_matters(models):
+    pipe = wanjax.load(models["text"])
+    encoded = pipe.encode(QUOTED)
+    latents = np.asarray(pipe.denoise(encoded), np.float64)
+    hidden = jnp.where(encoded.prompt_embeds_mask[:, :, None], encoded.prompt_embeds, 100.0)
+    as_numbers = {name: getattr(encoded, name).astype(jnp.float32) for name in encoded._fields if "mask" in name}
+    assert error(np.asarray(pipe.denoise(encoded._replace(prompt_embeds=hidden, **as_numbers))), latents) <= 1e-6
+    mute = encoded._replace(prompt_embeds_mask_2=jnp.zeros_like(encoded.prompt_embeds_mask_2))
+    assert error(np.asarray(pipe.denoise(mute)), latents) > 1e-3
+
+
+def masked(tokens: int, glyphs: int, dtype: Any = bool) -> Text:
+    masks = [(np.arange(length) < count)[None].astype(dtype) for length, count in ((1000, tokens), (256, glyphs))]
+    return Text(np.zeros((1, 1000, 2)), masks[0], np.zeros((1, 256, 3)), masks[1])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "length"), [(1, 128), (128, 128), (129, 256), (256, 256), (512, 512), (513, 1000), (1000, 1000)]
+)
+def test_lengths_of_texts(tokens, length):
+    for dtype in (bool, np.float32):
+        text, other = masked(tokens, 0, dtype), masked(140, 1, dtype)
+        [alone] = shortened([text], together=False)
+        assert (alone.embeds.shape, alone.glyphs.shape) == ((1, length, 2), (1, 0, 3))
+        assert (int(alone.mask.sum()), alone.mask.dtype) == (tokens, bool)
+        both = shortened([text, other], together=True)
+        assert {text.embeds.shape for text in both} == {(1, max(length, 256), 2)}
+        assert {text.glyph_mask.shape for text in both} == {(1, 256)}
+    assert (LENGTHS[-1], GLYPH_LENGTHS) == (1000, (0, 256))
+
+
+def test_the_network_of_few_steps_is_told_the_next_timestep(tmp_path, picture):
+    pipe = wanjax.load(tiny_hunyuan_checkpoint(tmp_path, pictured=True, use_meanflow=True))
+    encoded, chosen = pipe.encode("a cat", image=picture), pipe.settings(size=(32, 64))
+    schedule, x = pipe.begin(encoded, chosen, pipe.noise(chosen))
+    denoiser, _ = pipe.inputs(pipe.transformer, pipe.segments(schedule, chosen)[0], encoded, x, False)
+    for index, right in enumerate([*schedule.timesteps[1:], 0.0]):
+        now, following = denoiser.times(one_step(schedule, index))
+        assert (float(now), float(following)) == (float(schedule.timesteps[index]), pytest.approx(float(right)))
+
+
+def test_truncations_of_a_prompt_and_of_what_it_quotes(models):
+    pipe = wanjax.load(models["text"])
+    assert pipe.truncations(QUOTED) == ()
+    told = [cut.name for cut in pipe.truncations(f'a cat says "{"meow " * 400}"')]
+    assert told == ["prompt", "quoted text"]
+
+
+def test_refused(models, picture):
+    text, image = wanjax.load(models["text"]), wanjax.load(models["image"])
+    with pytest.raises(WanjaxError, match=r"133 frames are too many for .*: at most 129 would do"):
+        text.settings(frames=133)
+    with pytest.raises(WanjaxError, match=r"the flow shift 0\.0 is not a finite number above 0"):
+        text.settings(flow_shift=0.0)
+    with pytest.raises(WanjaxError, match="is made for text to video and cannot use an image"):
+        text.encode("a cat", image=picture)
+    with pytest.raises(WanjaxError, match="is made for image to video: an image is needed"):
+        image.encode("a cat")
+    plain, pictured = text.encode("a cat"), image.encode("a cat", image=picture)
+    for pipe, encoded, told in (
+        (image, plain, "there is no image_embeds, which .* needs"),
+        (text, pictured, "the image_embeds have the shape .* where this video needs none"),
+        (
+            text,
+            plain._replace(prompt_embeds=plain.prompt_embeds[..., :5]),
+            "the prompt_embeds are .* made with another",
+        ),
+        (text, plain._replace(prompt_embeds_mask_2=plain.prompt_embeds_mask), r"the mask of the prompt_embeds_2 is"),
+    ):
+        with pytest.raises(WanjaxError, match=told):
+            pipe.denoise(encoded)
+    with pytest.raises(WanjaxError, match=r"the image_latents have the shape .* encode again, with the size"):
+        image.denoise(pictured, size=(32, 48))
+
+
+def test_published_checkpoints_have_two_names():
+    for name in ("HunyuanVideo-1.5-Diffusers-720p_i2v", "HunyuanVideo-1.5-720p_i2v"):
+        _, architecture, settings = outline(f"hunyuanvideo-community/{name}")
+        assert settings.model == "hunyuanvideo1.5-720p-i2v"
+        assert (settings.flow_shift, settings.guidance_scale, settings.size) == (7.0, 6.0, (720, 1280))
+        assert architecture.networks.keys() == {"text_encoder", "text_encoder_2", "image_encoder", "transformer", "vae"}
+    with pytest.raises(WanjaxError, match=r"a near name is hunyuanvideo1\.5-"):
+        find("hunyuanvideo1.5-720p-ti2v")
