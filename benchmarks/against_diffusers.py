@@ -36,6 +36,7 @@ from wanjax.models.t5 import T5Encoder
 from wanjax.models.wan.config import T2V_1_3B
 from wanjax.models.wan.vae import WanVAE
 from wanjax.pipelines.components import Components
+from wanjax.pipelines.wan.architecture import WanArchitecture
 from wanjax.pipelines.wan.conditioning import WanEncoded
 from wanjax.pipelines.wan.pipeline import WanPipeline
 from wanjax.pipelines.wan.programs import encode_text

@@ -37,13 +37,14 @@ def copy(source: Path, target: Path) -> dict:
 def convert(source: Path, target: Path) -> dict:
     from wanjax.checkpoints.convert import ToWanjax
     from wanjax.checkpoints.sources import open_source
+    from wanjax.registry import kinds
 
     start, ends = time.perf_counter(), {}
 
     def progress(at: str, done: int, total: int) -> None:
         ends[at] = time.perf_counter() - start
 
-    assert ToWanjax(open_source(source), target, NETWORKS).run(progress)
+    assert ToWanjax(open_source(source), target, kinds()).run(progress)
     return {"seconds": time.perf_counter() - start, "written after": ends["converting"]}
 
 
@@ -61,14 +62,13 @@ def compare(source: Path, target: Path) -> dict:
     from wanjax.checkpoints.files import SafetensorsFolder
     from wanjax.checkpoints.networks import network
     from wanjax.checkpoints.sources import open_source
+    from wanjax.registry import kinds
 
     start, count = time.perf_counter(), 0
     converted = open_source(target)
     for name in NETWORKS:
-        here, there = (
-            SafetensorsFolder(source / name),
-            converted.tensors(name, network(converted, name, NETWORKS).rules),
-        )
+        here = SafetensorsFolder(source / name)
+        there = converted.tensors(name, network(converted, name, kinds()).rules)
         assert set(here.keys()) == set(there.keys())
         for key in here.keys():  # noqa: SIM118
             x, y = here.read(key), there.read(key)

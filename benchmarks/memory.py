@@ -25,6 +25,7 @@ from wanjax.media.videos import write_video
 from wanjax.models.wan.config import T2V_1_3B, VAE_2_1
 from wanjax.models.wan.vae import WanVAE
 from wanjax.pipelines.components import Components
+from wanjax.pipelines.wan.architecture import WanArchitecture
 from wanjax.pipelines.wan.pipeline import WanPipeline
 from wanjax.registry import presets
 
