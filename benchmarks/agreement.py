@@ -54,7 +54,7 @@ def step(mesh: Mesh, **job: Any) -> Lowering:
     Building a splash kernel puts arrays on a device, which fails while a program for described devices is traced.
     So a first trace records the shapes, and the kernels are built before the second.
     """
-    shapes = set()
+    shapes: set[tuple[int, int, int]] = set()
 
     def shape_of(q: jax.Array, k: jax.Array) -> tuple[int, int, int]:
         return q.shape[2], q.shape[1], k.shape[1]

@@ -60,7 +60,7 @@ def torch_attention(arrays: list[np.ndarray], dtype: str) -> Callable[[], Any]:
 def ours(workload: Workload, dtype: str, name: str, config: Any) -> tuple[Callable, int]:
     """Returns the compiled call, and the bytes that it needs in addition to its operands and its result."""
     function = jax.jit(partial(attention, implementation=name, config=config))
-    compiled = function.lower(*workload.operands(jnp.dtype(dtype))).compile()
+    compiled: Any = function.lower(*workload.operands(jnp.dtype(dtype))).compile()
     return compiled, compiled.memory_analysis().temp_size_in_bytes
 
 

@@ -7,6 +7,7 @@ Splash attention needs lengths of whole tiles. As its users do, they are padded 
 
 from collections.abc import Callable, Container, Mapping
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +49,7 @@ def splash_kernel(heads: int, queries: int, keys: int, tiles: tuple[int, int, in
     block_q, block_kv, block_kv_compute = tiles
     block_kv = min(block_kv, -(-keys // block_kv_compute) * block_kv_compute)
     whole_q, whole_kv = (-(-length // block) * block for length, block in ((queries, block_q), (keys, block_kv)))
-    kernel = splash_attention_kernel.make_splash_mha(
+    kernel: Any = splash_attention_kernel.make_splash_mha(
         splash_attention_mask.MultiHeadMask([splash_attention_mask.FullMask((whole_q, whole_kv))] * heads),
         block_sizes=splash_attention_kernel.BlockSizes(
             block_q=block_q, block_kv=block_kv, block_kv_compute=block_kv_compute

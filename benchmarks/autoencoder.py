@@ -42,7 +42,9 @@ def main() -> None:
     video, mesh = presets()[options.model].defaults, {"tp": find_slice(options.chip).devices}
     stage = "encode" if options.encode else "decode"
     names = (f"{stage}_first", f"{stage}_next")
-    runs = programs.stages(presets()[options.model].architecture, video, options.chip, mesh)[stage]
+    architecture = presets()[options.model].architecture
+    assert architecture is not None
+    runs = programs.stages(architecture, video, options.chip, mesh)[stage]
     table = Table(title=f"{options.model}, {video.width}x{video.height}, {options.chip}")
     for column in ("program", "level", "compiled in, s", "priced, ms", "runs", "peak, GiB"):
         table.add_column(column)

@@ -6,6 +6,7 @@ python -m benchmarks.choices [conv] [dense] [casts] [--repeats 5]
 
 import argparse
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -97,7 +98,8 @@ def casts(repeats: int) -> Table:
     graphdef, weights = nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
     tokens = jax.ShapeDtypeStruct((2, 512), jnp.int32)
     lowered = jax.jit(lambda weights, tokens: nnx.merge(graphdef, weights)(tokens)).lower(weights, tokens)
-    plans = (lowered.compile(compiler_options=given).memory_analysis() for given in (compiler_options.scanned(), None))
+    options: Any = (compiler_options.scanned(), None)
+    plans: Any = (lowered.compile(compiler_options=given).memory_analysis() for given in options)
     table = Table("weights cast inside the loop over blocks", "before it", title="temporary memory of UMT5-XXL, GB")
     table.add_row(*(f"{plan.temp_size_in_bytes / 1e9:.1f}" for plan in plans))
     return table

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion, verification and restoring of a checkpoint of the size of Wan 2.1 T2V 1.3B, compared with a plain copy.
+"""Conversion, verification and restoring of a checkpoint of a published one's size, compared with a plain copy.
 
 Each part runs in its own process, reports its peak memory, and starts with a cold page cache. The copy and the
 conversion alternate, twice, and end once everything is on the disk; the faster run of each counts. Needs twice the
-checkpoint's 18 GB of disk, and deletes them at the end.
+checkpoint's 18 GB of disk, or 21 GB for CogVideoX-1.5 5B, and deletes them at the end.
 
-    python -m benchmarks.convert [--folder FOLDER] [--source FOLDER] [--json FILE]
+    python -m benchmarks.convert [--model cogvideox1.5-5b] [--folder FOLDER] [--source FOLDER] [--json FILE]
 
 `--source` converts another checkpoint in place of the synthetic one.
 """
@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.real_shapes import run
+from benchmarks.synthetic import MODELS, write_checkpoint
 
 MEMORY, RATE = 4e9, 0.6  # bars: at most these bytes while converting; at least this fraction of a copy's rate
 NETWORKS = ("text_encoder", "transformer", "vae")
@@ -95,8 +96,8 @@ PARTS: dict[str, Callable[[Path, Path], dict]] = {
     "copy": copy,
     "convert": convert,
     "verify": verify,
-    **{f"restore the {name}": partial(load, name) for name in NETWORKS},
     "compare": compare,
+    **{f"restore the {name}": partial(load, name) for name in NETWORKS},
 }
 
 
@@ -125,6 +126,8 @@ def measured(part: str, source: Path, target: Path) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="wan2.1-t2v-1.3b", choices=MODELS)
+    parser.add_argument("--rounds", type=int, default=2, help="of a copy and a conversion")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="a folder with enough room")
     parser.add_argument("--source", type=Path)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
@@ -138,13 +141,11 @@ def main() -> None:
     try:
         source = options.source or home / "source"
         if not options.source:
-            from benchmarks.synthetic import write_checkpoint
-
-            write_checkpoint(source)
+            write_checkpoint(options.model, source)
         size = sum(path.stat().st_size for path in source.rglob("*") if path.is_file())
         print(f"{size / 1e9:.2f} GB", flush=True)
         figures: dict = {"bytes": size, "copy": [], "convert": []}
-        for _ in range(2):
+        for _ in range(options.rounds):
             for part in ("copy", "convert"):
                 shutil.rmtree(home / "target", ignore_errors=True)
                 figures[part].append(measured(part, source, home / "target"))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peak memory of decoding a long clip compared with a short one, with Wan 2.1's autoencoder (random weights).
+"""Peak memory of decoding a long clip compared with a short one, with a model's autoencoder (random weights).
 
 Each clip is decoded in its own process, chunk by chunk, and each chunk's frames are written at once.
 
-    python -m benchmarks.memory [--frames 17 81] [--size 256x256] [--json FILE]
+    python -m benchmarks.memory [--model wan2.1-t2v-1.3b] [--frames 17 81] [--size 256x256] [--json FILE]
 """
 
 import argparse
@@ -11,8 +11,9 @@ import json
 import subprocess
 import sys
 import tempfile
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +22,10 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
+from wanjax.checkpoints.networks import Network
 from wanjax.media.videos import write_video
-from wanjax.models.wan.config import T2V_1_3B, VAE_2_1
-from wanjax.models.wan.vae import WanVAE
 from wanjax.pipelines.components import Components
-from wanjax.pipelines.wan.architecture import WanArchitecture
-from wanjax.pipelines.wan.pipeline import WanPipeline
-from wanjax.registry import presets
+from wanjax.registry import family_with, presets
 
 BAR = 1.3  # at most this multiple of the first clip's memory
 STATUS = Path("/proc/self/status")
@@ -39,21 +37,23 @@ def memory(field: str) -> int:
     return 1024 * int(line.split()[1])
 
 
-def random_vae() -> WanVAE:
-    make = partial(WanVAE, VAE_2_1, dtype=jnp.float32, param_dtype=jnp.float32)
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
+def random_network(network: Network) -> Any:
+    """Returns the network with random weights, in float32."""
+    graphdef, state = nnx.split(network.abstract(dtype=jnp.float32, param_dtype=jnp.float32))
     random = np.random.default_rng(0)
     weights = jax.tree.map(lambda x: jnp.asarray(0.02 * random.standard_normal(x.shape, x.dtype)), state)
     return nnx.merge(graphdef, weights)
 
 
-def decode(frames: int, height: int, width: int) -> dict[str, int]:
+def decode(model: str, frames: int, height: int, width: int) -> dict[str, int]:
     """Decodes one clip and returns the process's memory before decoding and at its peak, in bytes."""
-    parts = Components({})
-    parts.put("vae", random_vae())
-    preset = presets()["wan2.1-t2v-1.3b"]
-    pipeline = WanPipeline(parts, WanArchitecture(transformer=T2V_1_3B, vae=VAE_2_1), preset.defaults)
-    latents = jax.random.normal(jax.random.key(0), (1, 16, (frames + 3) // 4, height // 8, width // 8))
+    preset, parts = presets()[model], Components({})
+    family, architecture = family_with(preset), preset.architecture
+    assert architecture is not None
+    parts.put("vae", random_network(family.network_of(architecture.vae)))
+    pipeline = family.pipeline(parts, architecture, preset.defaults)
+    shape = architecture.latent_shape(replace(preset.defaults, frames=frames, height=height, width=width))
+    latents = jax.random.normal(jax.random.key(0), shape)
     before = memory("VmRSS")
     with tempfile.TemporaryDirectory() as folder:
         chunks = (np.asarray(chunk) for chunk in pipeline.decode_chunks(latents))
@@ -63,6 +63,8 @@ def decode(frames: int, height: int, width: int) -> dict[str, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    known = [name for name, preset in presets().items() if preset.architecture]
+    parser.add_argument("--model", default="wan2.1-t2v-1.3b", choices=known, metavar="NAME", help=", ".join(known))
     parser.add_argument("--frames", type=int, nargs="+", default=[17, 81])
     parser.add_argument("--size", default="256x256", help="WIDTHxHEIGHT")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
@@ -70,21 +72,24 @@ def main() -> None:
     options = parser.parse_args()
     width, height = map(int, options.size.split("x"))
     if options.here:
-        print(json.dumps(decode(options.frames[0], height, width)))
+        print(json.dumps(decode(options.model, options.frames[0], height, width)))
         return
-    results = [_in_new_process(frames, options.size) for frames in options.frames]
-    table = Table("frames", "before decoding, GB", "peak, GB", "peak / first", f"bar {BAR}", title=options.size)
+    results = [_in_new_process(options.model, frames, options.size) for frames in options.frames]
+    title = f"{options.model}, {options.size}"
+    table = Table("frames", "before decoding, GB", "peak, GB", "peak / first", f"bar {BAR}", title=title)
     for r in results:
         ratio = r["peak"] / results[0]["peak"]
         sizes = (f"{r[name] / 1e9:.2f}" for name in ("before", "peak"))
         table.add_row(str(r["frames"]), *sizes, f"{ratio:.2f}", "met" if ratio <= BAR else "missed")
     Console().print(table)
     if options.json:
-        options.json.write_text(json.dumps({"size": options.size, "results": results}, indent=2) + "\n")
+        record = {"model": options.model, "size": options.size, "results": results}
+        options.json.write_text(json.dumps(record, indent=2) + "\n")
 
 
-def _in_new_process(frames: int, size: str) -> dict[str, int]:
-    command = [sys.executable, "-m", "benchmarks.memory", "--here", "--frames", str(frames), "--size", size]
+def _in_new_process(model: str, frames: int, size: str) -> dict[str, int]:
+    here = ["--here", "--model", model, "--frames", str(frames), "--size", size]
+    command = [sys.executable, "-m", "benchmarks.memory", *here]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`wanjax generate` with Wan 2.1 T2V 1.3B, on a checkpoint of the real names, shapes and dtypes.
+"""`wanjax generate` with a model of the real names, shapes and dtypes.
 
-The weights are random and the tokenizer is small. The run shows that UMT5-XXL, the transformer and the autoencoder
-load, run and are freed within this machine's memory, and how much each needs. Writes about 18 GB and deletes them.
+The weights are random and the tokenizer is small. The run shows that the text encoder, the transformer and the
+autoencoder load, run and are freed within this machine's memory, and how much each needs. Writes about 18 GB, or 21 GB
+for CogVideoX-1.5 5B, and deletes them.
 
-    python -m benchmarks.real_shapes [--folder FOLDER] [--json FILE] [-- OPTIONS OF wanjax generate ...]
+    python -m benchmarks.real_shapes [--model cogvideox1.5-5b] [--folder FOLDER] [-- OPTIONS OF wanjax generate ...]
 """
 
 import argparse
@@ -18,21 +19,20 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks.synthetic import write_checkpoint
+from benchmarks.synthetic import MODELS, write_checkpoint
+from wanjax.registry import presets
 
-MODEL = "wan2.1-t2v-1.3b"
-REPOSITORY = "models--Wan-AI--Wan2.1-T2V-1.3B-Diffusers"  # as the hub's cache names it
 GENERATE = ["a cat playing the piano", "--size", "256x256", "--frames", "17", "--steps", "2"]
 BAR = 20e9  # bytes
 
 
-def write_hub_cache(home: Path) -> None:
+def write_hub_cache(model: str, home: Path) -> None:
     """Writes the checkpoint into a cache of huggingface-hub, so that the model is found by its name."""
-    repository = home / "hub" / REPOSITORY
+    repository = home / "hub" / f"models--{presets()[model].source.replace('/', '--')}"
     revision = "0" * 40
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text(revision)
-    write_checkpoint(repository / "snapshots" / revision)
+    write_checkpoint(model, repository / "snapshots" / revision)
 
 
 def run(command: list[str], environment: Mapping[str, str]) -> tuple[float, int]:
@@ -54,6 +54,7 @@ def run(command: list[str], environment: Mapping[str, str]) -> tuple[float, int]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="wan2.1-t2v-1.3b", choices=MODELS)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="a folder with enough room")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("generate", nargs="*", help=f"arguments after --, in place of {' '.join(GENERATE)}")
@@ -61,10 +62,10 @@ def main() -> None:
     home = Path(tempfile.mkdtemp(prefix="wanjax-synthetic-", dir=options.folder))
     try:
         start = time.perf_counter()
-        write_hub_cache(home)
+        write_hub_cache(options.model, home)
         size = sum(file.stat().st_size for file in home.rglob("*") if file.is_file())
         print(f"wrote {size / 1e9:.1f} GB in {time.perf_counter() - start:.0f} s", flush=True)
-        arguments = [*(options.generate or GENERATE), "--model", MODEL, "--dir", str(home / "outputs")]
+        arguments = [*(options.generate or GENERATE), "--model", options.model, "--dir", str(home / "outputs")]
         command = [sys.executable, "-m", "wanjax", "generate", *arguments]
         print("wanjax", *command[3:], flush=True)
         caches = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(home / "cache")}

@@ -1,26 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint with the names, shapes and dtypes of the published Wan 2.1 T2V 1.3B: about 18 GB of random weights.
+"""Checkpoints with the names, shapes and dtypes of published ones, and random weights.
 
-UMT5-XXL is in bfloat16, the transformer and the autoencoder in float32, sharded as on the hub. The tokenizer is small.
+Wan 2.1 T2V 1.3B has UMT5-XXL in bfloat16 and the others in float32, about 18 GB. CogVideoX-1.5 5B has T5-XXL and all
+else in bfloat16, about 21 GB. The weights are in shards as on the hub. The tokenizer is small.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
+from tests.support.tiny import COGVIDEOX_INDEX, COGVIDEOX_SCHEDULER, INDEX, SCHEDULER
 from tests.support.toy_tokenizer import save_tokenizer
 from wanjax.checkpoints.files import Spec, save_index, shards, write_safetensors
 
 SPREAD = 0.02
+BFLOAT16, FLOAT32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
+XXL: dict[str, Any] = {
+    "d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64, "feed_forward_proj": "gated-gelu"
+}  # fmt: skip
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint's networks without values, each with the dtype of its weights, and what stands beside them."""
+
+    networks: Mapping[str, tuple[Any, np.dtype]]
+    scheduler: Mapping[str, Any]
+    index: Mapping[str, Any]
+    text_length: int
 
 
 class RandomTensors:
     """Tensors of given shapes, as views of one array of noise, so that the whole checkpoint is never in memory.
 
-    Each row of a matrix is the row above it, shifted by `STEP` values.
+    Each row of a matrix is the row above it, shifted by `STEP` values. Scales of norms are ones.
     """
 
     STEP = 7
@@ -39,7 +55,7 @@ class RandomTensors:
 
     def read(self, key: str) -> np.ndarray:
         rows, *rest = self.shapes[key]
-        if key.endswith(("norm.weight", "norm_q.weight", "norm_k.weight", "norm2.weight", "gamma")):
+        if key.endswith("gamma") or (key.endswith("weight") and not rest):
             return np.ones((rows, *rest), self.noise.dtype)
         columns = np.prod(rest, dtype=int)
         step = self.STEP * self.noise.itemsize
@@ -47,43 +63,68 @@ class RandomTensors:
         return x.reshape(rows, *rest)
 
 
-def write_checkpoint(folder: Path) -> None:
-    """Writes a folder in the diffusers layout; names and shapes come from the classes of diffusers and transformers."""
-    import torch
+def wan() -> Checkpoint:
     from diffusers import AutoencoderKLWan, WanTransformer3DModel
     from transformers import UMT5Config, UMT5EncoderModel
 
-    text = UMT5Config(
-        vocab_size=256384, d_model=4096, d_kv=64, d_ff=10240, num_layers=24, num_heads=64,
-        feed_forward_proj="gated-gelu", architectures=["UMT5EncoderModel"],
+    text = UMT5Config(vocab_size=256384, architectures=["UMT5EncoderModel"], **XXL)
+    networks = {
+        "text_encoder": (UMT5EncoderModel(text), BFLOAT16),
+        "transformer": (WanTransformer3DModel(num_attention_heads=12, num_layers=30, ffn_dim=8960), FLOAT32),
+        "vae": (AutoencoderKLWan(), FLOAT32),
+    }
+    return Checkpoint(networks, SCHEDULER, INDEX, text_length=512)
+
+
+def cogvideox() -> Checkpoint:
+    from diffusers import AutoencoderKLCogVideoX, CogVideoXTransformer3DModel
+    from transformers import T5Config, T5EncoderModel
+
+    text = T5Config(vocab_size=32128, architectures=["T5EncoderModel"], **XXL)
+    transformer = CogVideoXTransformer3DModel(
+        num_attention_heads=48, attention_head_dim=64, num_layers=42, patch_size_t=2, patch_bias=False,
+        sample_height=300, sample_width=300, sample_frames=81, use_rotary_positional_embeddings=True,
     )  # fmt: skip
+    networks = {
+        "text_encoder": (T5EncoderModel(text), BFLOAT16),
+        "transformer": (transformer, BFLOAT16),
+        "vae": (AutoencoderKLCogVideoX(scaling_factor=0.7, invert_scale_latents=True), BFLOAT16),
+    }
+    return Checkpoint(networks, COGVIDEOX_SCHEDULER, COGVIDEOX_INDEX, text_length=226)
+
+
+MODELS: dict[str, Callable[[], Checkpoint]] = {"wan2.1-t2v-1.3b": wan, "cogvideox1.5-5b": cogvideox}
+
+
+def described(model: str) -> Checkpoint:
+    """Returns a model's checkpoint, made of the classes of diffusers and transformers on torch's device for shapes."""
+    import torch
+
     with torch.device("meta"):
-        encoder = UMT5EncoderModel(text)
-        transformer = WanTransformer3DModel(num_attention_heads=12, num_layers=30, ffn_dim=8960)
-    vae = AutoencoderKLWan()
-    bfloat16, float32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
-    _write_component(folder / "text_encoder", text.to_dict(), encoder, bfloat16, "model")
-    _write_component(folder / "transformer", dict(transformer.config), transformer, float32, "diffusion_pytorch_model")
-    _write_component(folder / "vae", dict(vae.config), vae, float32, "diffusion_pytorch_model")
-    save_tokenizer(folder / "tokenizer", model_max_length=512)
-    scheduler = {
-        "_class_name": "UniPCMultistepScheduler", "num_train_timesteps": 1000, "solver_order": 2,
-        "prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0,
-    }  # fmt: skip
-    _write_json(folder / "scheduler" / "scheduler_config.json", scheduler)
-    parts = {
-        "scheduler": ["diffusers", "UniPCMultistepScheduler"], "text_encoder": ["transformers", "UMT5EncoderModel"],
-        "tokenizer": ["transformers", "T5TokenizerFast"], "transformer": ["diffusers", "WanTransformer3DModel"],
-        "vae": ["diffusers", "AutoencoderKLWan"],
-    }  # fmt: skip
-    _write_json(folder / "model_index.json", {"_class_name": "WanPipeline", **parts})
+        return MODELS[model]()
 
 
-def _write_component(folder: Path, config: dict, model, dtype: np.dtype, stem: str) -> None:
-    """Writes config.json and the weights, in shards with an index if they are large."""
-    _write_json(folder / "config.json", config)
+def config_of(network: Any) -> dict[str, Any]:
+    """Returns the config.json of a network of diffusers or transformers."""
+    return dict(network.config if isinstance(network.config, Mapping) else network.config.to_dict())
+
+
+def write_checkpoint(model: str, folder: Path) -> None:
+    """Writes a folder in the diffusers layout."""
+    made = described(model)
+    for name, (network, dtype) in made.networks.items():
+        stem = "model" if made.index[name][0] == "transformers" else "diffusion_pytorch_model"
+        _write_json(folder / name / "config.json", config_of(network))
+        _write_weights(folder / name, network, dtype, stem)
+    save_tokenizer(folder / "tokenizer", model_max_length=made.text_length)
+    _write_json(folder / "scheduler" / "scheduler_config.json", made.scheduler)
+    _write_json(folder / "model_index.json", made.index)
+
+
+def _write_weights(folder: Path, network: Any, dtype: np.dtype, stem: str) -> None:
+    """Writes random weights, in shards with an index if they are large."""
     tied = "encoder.embed_tokens.weight"  # the same tensor as shared.weight; files hold it once
-    tensors = RandomTensors({k: tuple(x.shape) for k, x in model.state_dict().items() if k != tied}, dtype)
+    tensors = RandomTensors({k: tuple(x.shape) for k, x in network.state_dict().items() if k != tied}, dtype)
     files = shards(tensors, stem)
     for name, keys in files.items():
         write_safetensors(folder / name, tensors, keys)
@@ -91,6 +132,6 @@ def _write_component(folder: Path, config: dict, model, dtype: np.dtype, stem: s
         save_index(folder, stem, files, sum(tensors.spec(key).nbytes for key in tensors.keys()))  # noqa: SIM118
 
 
-def _write_json(path: Path, value: dict) -> None:
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value, indent=2, default=str) + "\n")

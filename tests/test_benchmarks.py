@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import convert
+from benchmarks import convert, synthetic
 from tests.support.tiny import tiny_checkpoint, tiny_cogvideox_checkpoint
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
+from wanjax.checkpoints.networks import read_network
+from wanjax.registry import kinds, presets
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 COMMANDS = [path.stem for path in sorted(FOLDER.glob("*.py")) if "__main__" in path.read_text(encoding="utf-8")]
@@ -27,6 +29,48 @@ def test_help(name, monkeypatch, capsys):
 
 def test_the_benchmarks_are_found():
     assert {"against_diffusers", "attention", "convert", "memory"} <= set(COMMANDS)
+
+
+SMALL_TEXT = {"d_model": 48, "d_kv": 16, "d_ff": 96, "num_heads": 2}
+SMALL = {
+    "wan": {
+        "TEXT": SMALL_TEXT,
+        "TRANSFORMER": {"num_attention_heads": 2, "attention_head_dim": 12, "ffn_dim": 32},
+        "VAE": {"base_dim": 8, "num_res_blocks": 1},
+    },
+    "cogvideox": {
+        "TEXT": SMALL_TEXT,
+        "TRANSFORMER": {"num_attention_heads": 2, "attention_head_dim": 16},
+        "VAE": {"block_out_channels": (8, 8, 8, 8), "norm_num_groups": 4, "layers_per_block": 1},
+    },
+}
+
+
+@pytest.mark.parametrize("stage", ["text", "step", "vae"])
+@pytest.mark.parametrize("family", SMALL)
+def test_both_libraries_do_the_same(family, stage, monkeypatch):
+    module, cases = (import_module(f"benchmarks.rivals.{name}") for name in (family, "cases"))
+    for name, entries in SMALL[family].items():
+        for key, value in entries.items():
+            monkeypatch.setitem(getattr(module, name), key, value)
+    results = [cases.measure(case, 1) for case in module.STAGES[stage](cases.Sizes(2, 32, 32, 9))]
+    assert len(results) >= 1
+    for result in results:
+        print(result)
+        assert result.distance <= 2e-5
+        assert result.ratio == pytest.approx(result.theirs / result.ours)
+
+
+@pytest.mark.parametrize("model", synthetic.MODELS)
+def test_synthetic_checkpoints_have_the_sizes_of_their_presets(model):
+    architecture = presets()[model].architecture
+    assert architecture is not None
+    made = synthetic.described(model)
+    for name, (network, _) in made.networks.items():
+        found = read_network(made.index[name][1], synthetic.config_of(network), kinds())
+        assert found.config == architecture.networks[name]
+        stored = sum(x.numel() for x in {id(x): x for x in network.parameters()}.values())
+        assert stored == found.parameters
 
 
 @pytest.mark.parametrize("checkpoint", [tiny_checkpoint, tiny_cogvideox_checkpoint])

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stage in both libraries, its timing, and what the families' stages are made of."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+import torch
+from flax import nnx
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.synthetic import config_of
+from benchmarks.timing import Run, speed_ratio, time_rivals
+from tests.parity.references import StateDict, relative_l2
+from wanjax.checkpoints.networks import read_network
+from wanjax.converters import engine
+from wanjax.pipelines.components import Components
+from wanjax.pipelines.pipeline import Pipeline
+from wanjax.registry import family_with, kinds, presets
+
+STEPS = 2  # of a denoising
+
+
+@dataclass(frozen=True)
+class Case:
+    """One stage in both libraries: two functions that return the same array."""
+
+    name: str
+    bar: float  # the speed ratio to reach
+    ours: Run
+    theirs: Run
+    pieces: int = 1  # equal pieces of work in a call, such as steps
+
+
+@dataclass(frozen=True)
+class Result:
+    """Median seconds per piece of each library, theirs / ours, and the relative L2 distance between the two results."""
+
+    name: str
+    bar: float
+    ours: float
+    theirs: float
+    ratio: float
+    distance: float
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The layers of the text encoder and of the transformer, and the video that is decoded."""
+
+    layers: int
+    height: int
+    width: int
+    frames: int
+
+
+Stages = Mapping[str, Callable[[Sizes], Iterator[Case]]]
+
+
+def converted(reference: torch.nn.Module) -> Any:
+    """Returns our network with the weights of a reference, in float32."""
+    network = read_network(type(reference).__name__, config_of(reference), kinds())
+    abstract = network.abstract(dtype=jnp.float32, param_dtype=jnp.float32)
+    return engine.load(abstract, network.rules, StateDict(reference))
+
+
+def torch_pipeline(kind: Any, **components: Any) -> Any:
+    """Returns a pipeline of diffusers without a tokenizer and a text encoder, and without its progress bar."""
+    pipeline = kind(tokenizer=None, text_encoder=None, **components)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def pipeline_of(model: str, networks: Mapping[str, nnx.Module], **shapes: Any) -> Pipeline:
+    """Returns the pipeline of a preset with networks that are loaded already; `shapes` replace its architecture's."""
+    preset, components = presets()[model], Components({})
+    assert preset.architecture is not None
+    for name, network in networks.items():
+        components.put(name, network)
+    return family_with(preset).pipeline(components, replace(preset.architecture, **shapes), preset.defaults)
+
+
+def measure(case: Case, repeats: int) -> Result:
+    """Compares the results of both libraries, and times them in turns."""
+
+    def theirs() -> torch.Tensor:
+        with torch.no_grad():
+            return case.theirs()
+
+    distance = relative_l2(case.ours(), theirs())
+    timings = time_rivals({"ours": case.ours, "theirs": theirs}, repeats, warm_up=0)  # they have just run
+    seconds = {name: timing.median / case.pieces for name, timing in timings.items()}
+    return Result(case.name, case.bar, **seconds, ratio=speed_ratio(**timings), distance=distance)
+
+
+def show(results: list[Result]) -> None:
+    """Prints the results as a table."""
+    table = Table("stage", "wanjax, s", "torch, s", "torch / wanjax", "bar", "relative L2 distance")
+    for r in results:
+        mark = "" if r.ratio >= r.bar else " (missed)"
+        table.add_row(
+            r.name, f"{r.ours:.3f}", f"{r.theirs:.3f}", f"{r.ratio:.2f}{mark}", f"{r.bar:.1f}", f"{r.distance:.1e}"
+        )
+    Console(width=140).print(table)

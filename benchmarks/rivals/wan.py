@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wan's stages in both libraries, at the widths of Wan 2.1 1.3B."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+from flax import nnx
+from transformers import UMT5Config, UMT5EncoderModel
+
+from benchmarks.rivals.cases import STEPS, Case, Sizes, Stages, converted, pipeline_of, torch_pipeline
+from wanjax.pipelines.wan.conditioning import WanEncoded
+from wanjax.pipelines.wan.programs import encode_prompts
+from wanjax.schedulers import from_config
+
+MODEL = "wan2.1-t2v-1.3b"
+TEXT: dict[str, Any] = {
+    "vocab_size": 4096, "d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_heads": 64, "feed_forward_proj": "gated-gelu"
+}  # fmt: skip
+TRANSFORMER: dict[str, Any] = {"num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 8960, "text_dim": 4096}
+VAE: dict[str, Any] = {}  # diffusers' own defaults
+
+
+def text(sizes: Sizes) -> Iterator[Case]:
+    """Yields the encoder of UMT5-XXL with few layers and a small vocabulary, on 512 tokens with 452 of padding."""
+    reference = UMT5EncoderModel(UMT5Config(num_layers=sizes.layers, **TEXT)).eval()
+    graphdef, weights = nnx.split(converted(reference))
+    ids = np.random.default_rng(0).integers(2, TEXT["vocab_size"], (1, 512))
+    mask = np.arange(512)[None] < 60
+    ours = partial(encode_prompts.on(None), graphdef, jnp.asarray(ids, jnp.int32), jnp.asarray(mask), weights)
+
+    def theirs() -> torch.Tensor:
+        features = reference(torch.from_numpy(ids), torch.from_numpy(mask).long()).last_hidden_state
+        return features * torch.from_numpy(mask)[..., None]
+
+    yield Case(f"text encoder, {sizes.layers} layers of UMT5-XXL, 512 tokens", 1.0, ours, theirs)
+
+
+def step(sizes: Sizes) -> Iterator[Case]:
+    """Yields the denoising of 17 frames of 256 × 256 (1280 tokens), with and without guidance."""
+    reference = WanTransformer3DModel(num_layers=sizes.layers, **TRANSFORMER).eval()
+    scheduler = UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0, num_train_timesteps=1000
+    )
+    vae = AutoencoderKLWan(base_dim=8)  # used only for its sizes
+    rival = torch_pipeline(WanPipeline, vae=vae, scheduler=scheduler, transformer=reference)
+    same_scheduler = from_config({**scheduler.config, "_class_name": "UniPCMultistepScheduler"})
+    pipeline = pipeline_of(MODEL, {"transformer": converted(reference)}, scheduler=same_scheduler)
+    random = np.random.default_rng(0)
+    noise = random.standard_normal((1, 16, 5, 32, 32), np.float32)
+    texts = [random.standard_normal((1, 512, 4096), np.float32) for _ in range(2)]
+
+    def ours(scale: float) -> jax.Array:
+        return pipeline.denoise(
+            WanEncoded(*map(jnp.asarray, texts)), noise=jnp.asarray(noise), size=(256, 256), frames=17, steps=STEPS,
+            guidance_scale=scale, flow_shift=3.0, sigmas="diffusers",
+        )  # fmt: skip
+
+    def theirs(scale: float) -> torch.Tensor:
+        prompt, negative = (torch.from_numpy(text) for text in texts)
+        return rival(
+            prompt_embeds=prompt, negative_prompt_embeds=negative, latents=torch.from_numpy(noise), height=256,
+            width=256, num_frames=17, num_inference_steps=STEPS, guidance_scale=scale, output_type="latent",
+        ).frames  # fmt: skip
+
+    for scale, guidance in ((1.0, "without guidance"), (5.0, "with guidance")):
+        name = f"step {guidance}, {sizes.layers} layers of 1.3B, 1280 tokens"
+        yield Case(name, 1.0, partial(ours, scale), partial(theirs, scale), pieces=STEPS)
+
+
+def vae(sizes: Sizes) -> Iterator[Case]:
+    """Yields the decoding of a video with Wan 2.1's autoencoder."""
+    reference: Any = AutoencoderKLWan(**VAE).eval()
+    pipeline = pipeline_of(MODEL, {"vae": converted(reference)})
+    mean, std = (
+        torch.tensor(values).view(1, -1, 1, 1, 1)
+        for values in (reference.config.latents_mean, reference.config.latents_std)
+    )
+    shape = (1, 16, (sizes.frames + 3) // 4, sizes.height // 8, sizes.width // 8)
+    latents = np.random.default_rng(0).standard_normal(shape, np.float32)
+
+    def ours() -> np.ndarray:
+        return pipeline.decode(jnp.asarray(latents), jnp.float32)
+
+    def theirs() -> torch.Tensor:
+        video = reference.decode(torch.from_numpy(latents) * std + mean).sample
+        return video[0].permute(1, 2, 3, 0) * 0.5 + 0.5
+
+    yield Case(f"VAE decode, {sizes.frames} frames of {sizes.width} × {sizes.height}", 0.7, ours, theirs)
+
+
+STAGES: Stages = {"text": text, "step": step, "vae": vae}
