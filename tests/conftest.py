@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every test runs offline, on a CPU as eight devices, with strict promotion, and with types and shapes checked."""
 
+import gc
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import jax
 import jaxtyping
+import pytest
 
 import tests.support.types  # noqa: F401 (the hook finds it by its name)
 
@@ -15,3 +19,18 @@ jaxtyping.install_import_hook("wanjax", "tests.support.types.checked")  # before
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+MAPS = 30_000  # of the 65,530 memory maps that Linux gives a process; XLA aborts where it gets no more
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_memory_maps() -> Iterator[None]:
+    """Frees compiled programs, each of which holds some memory maps, after a module that left too many of them."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and len(maps.read_bytes().splitlines()) > MAPS:
+        from wanjax import compilation
+
+        compilation._executable.cache_clear()
+        jax.clear_caches()
+        gc.collect()
