@@ -70,7 +70,8 @@ def test_help_lists_the_commands():
         (
             "generate",
             "from prompts seeds count model negative-prompt image last-image video mask reference resize size height "
-            "width frames fps steps guidance-scale guidance-scale-2 boundary strength flow-shift sigmas scheduler seed "
+            "width frames fps steps guidance-scale guidance-scale-2 boundary strength dynamic-guidance flow-shift "
+            "sigmas scheduler seed "
             "noise lora attention block-q block-kv block-kv-compute window batch-guidance dtype compiler mesh rules "
             "processes tile profile dir out force quiet json config help",
         ),
@@ -81,7 +82,8 @@ def test_help_lists_the_commands():
         ),
         (
             "denoise",
-            "model size height width frames fps steps guidance-scale guidance-scale-2 boundary strength flow-shift "
+            "model size height width frames fps steps guidance-scale guidance-scale-2 boundary strength "
+            "dynamic-guidance flow-shift "
             "sigmas scheduler seed noise lora attention block-q block-kv block-kv-compute window batch-guidance dtype "
             "compiler mesh rules processes profile dir force quiet json config help",
         ),
@@ -94,8 +96,8 @@ def test_help_lists_the_commands():
         (
             "warmup",
             "model image last-image video mask reference resize size height width frames fps steps guidance-scale "
-            "guidance-scale-2 boundary strength flow-shift sigmas scheduler seed noise attention block-q block-kv "
-            "block-kv-compute window batch-guidance dtype compiler mesh rules processes tile quiet config help",
+            "guidance-scale-2 boundary strength dynamic-guidance flow-shift sigmas scheduler seed noise attention "
+            "block-q block-kv block-kv-compute window batch-guidance dtype compiler mesh rules processes tile quiet config help",
         ),
         ("convert", "to dtype revision verify quiet config help"),
         ("info", "json config help"),
