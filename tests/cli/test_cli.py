@@ -97,7 +97,8 @@ def test_help_lists_the_commands():
             "warmup",
             "model image last-image video mask reference resize size height width frames fps steps guidance-scale "
             "guidance-scale-2 boundary strength dynamic-guidance flow-shift sigmas scheduler seed noise attention "
-            "block-q block-kv block-kv-compute window batch-guidance dtype compiler mesh rules processes tile quiet config help",
+            "block-q block-kv block-kv-compute window batch-guidance dtype compiler mesh rules processes tile "
+            "quiet config help",
         ),
         ("convert", "to dtype revision verify quiet config help"),
         ("info", "json config help"),
