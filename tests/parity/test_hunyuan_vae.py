@@ -122,7 +122,7 @@ def test_the_reference_s_tiling_is_ours():
     with torch.device("meta"):
         usual = reference()
     size = usual.tile_sample_min_height
-    assert Tiling() == (size, int(size * (1 - usual.tile_overlap_factor)))
+    assert VAE_1_5.tiling == (size, int(size * (1 - usual.tile_overlap_factor)))
 
 
 def test_longer_chunks_make_the_whole(vae, streams, whole):
