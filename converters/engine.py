@@ -93,6 +93,14 @@ def conv(source: str, target: str, *, bias: bool = True) -> list[Rule]:
     return rules + [Rule(f"{source}.bias", f"{target}.bias")] * bias
 
 
+def pointwise(source: str, target: str, axes: tuple[int, ...] = (2, 3, 4)) -> list[Rule]:
+    """Returns the rules that read a convolution with a kernel of size 1, on `axes`, as a dense layer."""
+    return [
+        Rule(f"{source}.weight", f"{target}.kernel", squeeze(*axes) >> TRANSPOSE),
+        Rule(f"{source}.bias", f"{target}.bias"),
+    ]
+
+
 def norm(source: str, target: str, *, bias: bool = False, rows: Transform = IDENTITY) -> list[Rule]:
     """Returns a normalisation's rules, `weight` -> `scale`, and `bias` if it has one."""
     rules = [Rule(f"{source}.weight", f"{target}.scale", rows)]

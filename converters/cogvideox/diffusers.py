@@ -4,6 +4,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from wanjax.converters.configs import check_kind
 from wanjax.converters.engine import (
     TRANSPOSE,
     Rule,
@@ -41,9 +42,9 @@ def transformer_config(json: Mapping[str, Any]) -> TransformerConfig:
 
     Raises WanjaxError if a size is missing, or if the architecture is not supported.
     """
-    _check(json, KIND)
+    check_kind("transformer", json, KIND)
     frames = json.get("patch_size_t")
-    _check(json, SECOND_GENERATION if frames else FIRST_GENERATION)
+    check_kind("transformer", json, SECOND_GENERATION if frames else FIRST_GENERATION)
     try:
         size = json["patch_size"]
         scale = json["spatial_interpolation_scale"]
@@ -80,14 +81,6 @@ def _positions(json: Mapping[str, Any]) -> dict[str, Any]:
     frames = (json["sample_frames"] - 1) // json.get("temporal_compression_ratio", 4) + 1
     grid = frames, *(json[f"sample_{side}"] // json["patch_size"] for side in ("height", "width"))
     return {"rotary": "resized", "added": "learned" if learned else None, "trained_grid": grid}
-
-
-def _check(json: Mapping[str, Any], kind: Mapping[str, tuple]) -> None:
-    """Raises WanjaxError if an entry selects an architecture that is not supported."""
-    for entry, offered in kind.items():
-        if (value := json.get(entry, offered[0])) not in offered:
-            right = " or ".join(map(repr, offered))
-            raise WanjaxError(f"the transformer's config.json has {entry} {value!r} where {right} is supported")
 
 
 def transformer_rules(config: TransformerConfig) -> list[Rule]:

@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from wanjax.converters.engine import TRANSPOSE, Rule, conv, norm, squeeze
+from wanjax.converters.engine import Rule, conv, norm, pointwise
 from wanjax.errors import WanjaxError
 from wanjax.models.cogvideox.vae_config import VAEConfig
 
@@ -82,7 +82,7 @@ def _res_blocks(source: str, target: str, norms: Any) -> list[Rule]:
         *conv(f"{theirs}.conv1.conv", f"{ours}.conv1"),
         *norms(f"{theirs}.norm2", f"{ours}.norm2"),
         *conv(f"{theirs}.conv2.conv", f"{ours}.conv2"),
-        *_pointwise(f"{theirs}.conv_shortcut", f"{ours}.shortcut"),
+        *pointwise(f"{theirs}.conv_shortcut", f"{ours}.shortcut"),
     ]
 
 
@@ -93,14 +93,6 @@ def _plain_norm(source: str, target: str) -> list[Rule]:
 def _spatial_norm(source: str, target: str) -> list[Rule]:
     return [
         *norm(f"{source}.norm_layer", f"{target}.norm", bias=True),
-        *_pointwise(f"{source}.conv_y.conv", f"{target}.scale"),
-        *_pointwise(f"{source}.conv_b.conv", f"{target}.shift"),
-    ]
-
-
-def _pointwise(source: str, target: str) -> list[Rule]:
-    """Returns the rules that read a convolution with a kernel of size 1 as a dense layer."""
-    return [
-        Rule(f"{source}.weight", f"{target}.kernel", squeeze(2, 3, 4) >> TRANSPOSE),
-        Rule(f"{source}.bias", f"{target}.bias"),
+        *pointwise(f"{source}.conv_y.conv", f"{target}.scale"),
+        *pointwise(f"{source}.conv_b.conv", f"{target}.shift"),
     ]

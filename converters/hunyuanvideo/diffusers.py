@@ -4,7 +4,18 @@
 from collections.abc import Mapping
 from typing import Any
 
-from wanjax.converters.engine import TRANSPOSE, Rule, Transform, conv, linear, norm, patches, rope_halves, squeeze
+from wanjax.converters.configs import check_kind
+from wanjax.converters.engine import (
+    Rule,
+    Transform,
+    conv,
+    linear,
+    norm,
+    patches,
+    pointwise,
+    rope_halves,
+    squeeze,
+)
 from wanjax.errors import WanjaxError
 from wanjax.models.hunyuanvideo.config import TransformerConfig
 from wanjax.models.hunyuanvideo.vae_config import VAE_1_5, VAEConfig
@@ -34,7 +45,7 @@ def transformer_config(json: Mapping[str, Any]) -> TransformerConfig:
 
     Raises WanjaxError if a size is missing or contradicts another, or if the architecture is not supported.
     """
-    _check("transformer", json, TRANSFORMER_KIND)
+    check_kind("transformer", json, TRANSFORMER_KIND)
     try:
         width = json["num_attention_heads"] * json["attention_head_dim"]
         config = TransformerConfig(
@@ -151,7 +162,7 @@ def _pair(source: str, target: str) -> list[Rule]:
 
 def vae_config(json: Mapping[str, Any]) -> VAEConfig:
     """Reads an autoencoder's config from `vae/config.json`. Raises the errors of `transformer_config`."""
-    _check("VAE", json, VAE_KIND)
+    check_kind("VAE", json, VAE_KIND)
     try:
         config = VAEConfig(
             channels=tuple(json["block_out_channels"]),
@@ -190,10 +201,10 @@ def _half(half: str, levels: str, resamplers: str) -> list[Rule]:
         *conv(f"{half}.{levels}.{{i}}.{resamplers}.0.conv.conv", f"{half}.levels.{{i}}.resample.conv"),
         *_res_block(f"{half}.mid_block.resnets.0", f"{half}.mid.res1"),
         _gamma(f"{source}.norm", f"{target}.norm"),
-        *_pointwise(f"{source}.to_q", f"{target}.q"),
-        *_pointwise(f"{source}.to_k", f"{target}.k"),
-        *_pointwise(f"{source}.to_v", f"{target}.v"),
-        *_pointwise(f"{source}.proj_out", f"{target}.out"),
+        *pointwise(f"{source}.to_q", f"{target}.q"),
+        *pointwise(f"{source}.to_k", f"{target}.k"),
+        *pointwise(f"{source}.to_v", f"{target}.v"),
+        *pointwise(f"{source}.proj_out", f"{target}.out"),
         *_res_block(f"{half}.mid_block.resnets.1", f"{half}.mid.res2"),
         _gamma(f"{half}.norm_out", f"{half}.norm_out"),
         *conv(f"{half}.conv_out.conv", f"{half}.conv_out"),
@@ -211,19 +222,3 @@ def _res_block(source: str, target: str) -> list[Rule]:
 
 def _gamma(source: str, target: str) -> Rule:
     return Rule(f"{source}.gamma", f"{target}.gamma", squeeze(1, 2, 3))
-
-
-def _pointwise(source: str, target: str) -> list[Rule]:
-    """Returns the rules that read a convolution with a kernel of size 1 as a dense layer."""
-    return [
-        Rule(f"{source}.weight", f"{target}.kernel", squeeze(2, 3, 4) >> TRANSPOSE),
-        Rule(f"{source}.bias", f"{target}.bias"),
-    ]
-
-
-def _check(component: str, json: Mapping[str, Any], kind: Mapping[str, tuple]) -> None:
-    """Raises WanjaxError if an entry selects an architecture that is not supported."""
-    for entry, offered in kind.items():
-        if (value := json.get(entry, offered[0])) not in offered:
-            right = " or ".join(map(repr, offered))
-            raise WanjaxError(f"the {component}'s config.json has {entry} {value!r} where {right} is supported")

@@ -6,20 +6,19 @@ hyvideo/models/transformers/hunyuanvideo_1_5_transformer.py of the official code
 scripts/convert_hunyuan_video1_5_to_diffusers.py for those of diffusers.
 """
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from wanjax.checkpoints.files import Reader, Spec
+from wanjax.checkpoints.files import Reader
 from wanjax.checkpoints.layouts import Component
+from wanjax.converters.configs import Specs, count_of, shape_of
 from wanjax.converters.readers import Names, Renamed, Unfused, View
 from wanjax.errors import WanjaxError
 from wanjax.models.hunyuanvideo.config import SIZE_480P, SIZE_720P
 from wanjax.models.hunyuanvideo.vae_config import VAE_1_5
 
-Specs = Mapping[str, Spec]
 Pairs = list[tuple[str, str]]
 TELLING = {"transformer": "byt5_in.fc1.weight", "vae": "encoder.down.0.block.0.conv1.conv.weight"}
 SIZES = {"480p": SIZE_480P.target_size, "720p": SIZE_720P.target_size}
@@ -141,67 +140,50 @@ def transformer_json(specs: Specs, given: Mapping[str, Any] | None = None) -> di
     resolution is 480p. Raises WanjaxError if a tensor that determines a size is missing.
     """
     given = given or {}
-    width, channels_in, patch_t, patch, _ = _shape(specs, "img_in.proj.weight", 5)
-    head_dim = _shape(specs, "double_blocks.0.img_attn_q_norm.weight", 1)[0]
+    width, channels_in, patch_t, patch, _ = shape_of(specs, "img_in.proj.weight", 5)
+    head_dim = shape_of(specs, "double_blocks.0.img_attn_q_norm.weight", 1)[0]
     return {
         "_class_name": "HunyuanVideo15Transformer3DModel",
         "attention_head_dim": head_dim,
-        "image_embed_dim": _shape(specs, "vision_in.proj.1.weight", 2)[1],
+        "image_embed_dim": shape_of(specs, "vision_in.proj.1.weight", 2)[1],
         "in_channels": channels_in,
-        "mlp_ratio": _shape(specs, "double_blocks.0.img_mlp.fc1.weight", 2)[0] / width,
+        "mlp_ratio": shape_of(specs, "double_blocks.0.img_mlp.fc1.weight", 2)[0] / width,
         "num_attention_heads": width // head_dim,
-        "num_layers": _count(specs, r"double_blocks\.([0-9]{1,4})\..*"),
-        "num_refiner_layers": _count(specs, r"txt_in\.individual_token_refiner\.blocks\.([0-9]{1,4})\..*"),
-        "out_channels": _shape(specs, "final_layer.linear.weight", 2)[0] // (patch_t * patch**2),
+        "num_layers": count_of(specs, r"double_blocks\.([0-9]{1,4})\..*"),
+        "num_refiner_layers": count_of(specs, r"txt_in\.individual_token_refiner\.blocks\.([0-9]{1,4})\..*"),
+        "out_channels": shape_of(specs, "final_layer.linear.weight", 2)[0] // (patch_t * patch**2),
         "patch_size": patch,
         "patch_size_t": patch_t,
         "qk_norm": "rms_norm",
         "rope_axes_dim": list(given.get("rope_dim_list", SIZE_480P.rope_channels)),
         "rope_theta": float(given.get("rope_theta", SIZE_480P.rope_theta)),
         "target_size": SIZES.get(str(given.get("ideal_resolution")), SIZE_480P.target_size),
-        "text_embed_2_dim": _shape(specs, "byt5_in.fc1.weight", 2)[1],
-        "text_embed_dim": _shape(specs, "txt_in.input_embedder.weight", 2)[1],
+        "text_embed_2_dim": shape_of(specs, "byt5_in.fc1.weight", 2)[1],
+        "text_embed_dim": shape_of(specs, "txt_in.input_embedder.weight", 2)[1],
         "use_meanflow": "time_r_in.mlp.0.weight" in specs,
     }
 
 
 def vae_json(specs: Specs, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Returns diffusers' config.json for an autoencoder. Raises the errors of `transformer_json`."""
-    levels = _count(specs, r"encoder\.down\.([0-9]{1,4})\..*")
-    channels = [_shape(specs, f"encoder.down.{i}.block.0.conv1.conv.weight", 5)[0] for i in range(levels)]
+    levels = count_of(specs, r"encoder\.down\.([0-9]{1,4})\..*")
+    channels = [shape_of(specs, f"encoder.down.{i}.block.0.conv1.conv.weight", 5)[0] for i in range(levels)]
     key = "encoder.down.{}.downsample.conv.conv.weight"
     downs = [i for i in range(levels) if key.format(i) in specs]
     last = any(i + 1 == levels for i in downs)
     if last:
         raise WanjaxError(f"the checkpoint has {key.format(levels - 1)}, where the last level keeps its resolution")
-    folded = [channels[i + 1] // _shape(specs, key.format(i), 5)[0] for i in downs]  # 4 in space, 8 also in time
+    folded = [channels[i + 1] // shape_of(specs, key.format(i), 5)[0] for i in downs]  # 4 in space, 8 also in time
     return {
         "_class_name": "AutoencoderKLHunyuanVideo15",
         "block_out_channels": channels,
         "downsample_match_channel": True,
-        "in_channels": _shape(specs, "encoder.conv_in.conv.weight", 5)[1],
-        "latent_channels": _shape(specs, "decoder.conv_in.conv.weight", 5)[1],
-        "layers_per_block": _count(specs, r"encoder\.down\.0\.block\.([0-9]{1,4})\..*"),
-        "out_channels": _shape(specs, "decoder.conv_out.conv.weight", 5)[0],
+        "in_channels": shape_of(specs, "encoder.conv_in.conv.weight", 5)[1],
+        "latent_channels": shape_of(specs, "decoder.conv_in.conv.weight", 5)[1],
+        "layers_per_block": count_of(specs, r"encoder\.down\.0\.block\.([0-9]{1,4})\..*"),
+        "out_channels": shape_of(specs, "decoder.conv_out.conv.weight", 5)[0],
         "scaling_factor": (given or {}).get("scaling_factor", VAE_1_5.scale),
         "spatial_compression_ratio": 2 ** len(folded),
         "temporal_compression_ratio": 2 ** folded.count(8),
         "upsample_match_channel": True,
     }
-
-
-def _shape(specs: Specs, key: str, rank: int) -> tuple[int, ...]:
-    """Returns the shape of a tensor that determines a size. Raises WanjaxError unless it is there with this rank."""
-    if key not in specs:
-        raise WanjaxError(
-            f"the checkpoint lacks {key}, which determines a size of the network: a complete file is needed"
-        )
-    shape = specs[key].shape
-    if len(shape) != rank or 0 in shape:
-        raise WanjaxError(f"{key} has the shape {list(shape)} where {rank} axes are right")
-    return shape
-
-
-def _count(keys: Iterable[str], pattern: str) -> int:
-    """Returns one more than the highest index in the keys, or 0 if no key matches."""
-    return max((int(found[1]) for key in keys if (found := re.fullmatch(pattern, key))), default=-1) + 1

@@ -5,15 +5,16 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from wanjax.converters.configs import check_kind
 from wanjax.converters.engine import (
     IDENTITY,
-    TRANSPOSE,
     Rule,
     Transform,
     conv,
     linear,
     norm,
     patches,
+    pointwise,
     rope_halves,
     squeeze,
 )
@@ -45,7 +46,7 @@ def transformer_config(json: Mapping[str, Any]) -> TransformerConfig:
     Its type says what the transformer sees in addition to the prompt: nothing, an image, or a control clip. Raises
     WanjaxError if a size is missing or contradicts another, or if the architecture is not supported.
     """
-    _check("transformer", json, TRANSFORMER_KIND)
+    check_kind("transformer", json, TRANSFORMER_KIND)
     try:
         plain = TransformerConfig(
             layers=json["num_layers"],
@@ -63,9 +64,11 @@ def transformer_config(json: Mapping[str, Any]) -> TransformerConfig:
         raise WanjaxError(f"the transformer's config.json has no {missing.args[0]}") from None
     image_width, controlled = json.get("image_dim"), "vace_layers" in json
     if image_width is None or controlled:
-        _check("transformer", json, {"image_dim": (None,), "added_kv_proj_dim": (None,), "pos_embed_seq_len": (None,)})
+        check_kind(
+            "transformer", json, {"image_dim": (None,), "added_kv_proj_dim": (None,), "pos_embed_seq_len": (None,)}
+        )
         return _control_config(plain, json) if controlled else plain
-    _check("transformer", json, {"added_kv_proj_dim": (plain.width,)})
+    check_kind("transformer", json, {"added_kv_proj_dim": (plain.width,)})
     return ImageTransformerConfig(
         **asdict(plain), image_width=image_width, image_positions=json.get("pos_embed_seq_len")
     )
@@ -159,7 +162,7 @@ def _attention(source: str, target: str, order: Transform) -> list[Rule]:
 
 def vae_config(json: Mapping[str, Any]) -> VAEConfig:
     """Reads an autoencoder's config from `vae/config.json`. Raises the errors of `transformer_config`."""
-    _check("VAE", json, VAE_KIND)
+    check_kind("VAE", json, VAE_KIND)
     patch = json.get("patch_size") or 1
     for entry in ("in_channels", "out_channels"):
         if json.get(entry, 3) != 3 * patch**2:
@@ -184,20 +187,12 @@ def vae_config(json: Mapping[str, Any]) -> VAEConfig:
         raise WanjaxError(f"the VAE's config.json has no {missing.args[0]}") from None
 
 
-def _check(component: str, json: Mapping[str, Any], kind: Mapping[str, tuple]) -> None:
-    """Raises WanjaxError if an entry selects an architecture that is not supported."""
-    for entry, offered in kind.items():
-        if (value := json.get(entry, offered[0])) not in offered:
-            right = " or ".join(map(repr, offered))
-            raise WanjaxError(f"the {component}'s config.json has {entry} {value!r} where {right} is supported")
-
-
 def vae_rules(config: VAEConfig) -> list[Rule]:
     """Returns the rules for every parameter of the autoencoder; the config's type selects the variant."""
     levels = _residual_levels() if isinstance(config, ResidualVAEConfig) else _levels(config)
     return [
-        *_pointwise("quant_conv", "quant"),
-        *_pointwise("post_quant_conv", "post_quant"),
+        *pointwise("quant_conv", "quant"),
+        *pointwise("post_quant_conv", "post_quant"),
         *_ends("encoder"),
         *_ends("decoder"),
         *_res_block("decoder.up_blocks.{i}.resnets.{j}", "decoder.levels.{i}.res.{j}"),
@@ -211,8 +206,8 @@ def _ends(half: str) -> list[Rule]:
         *conv(f"{half}.conv_in", f"{half}.conv_in"),
         *_res_block(f"{half}.mid_block.resnets.0", f"{half}.mid.res1"),
         Rule(f"{half}.mid_block.attentions.0.norm.gamma", f"{half}.mid.attention.norm.gamma", squeeze(1, 2)),
-        *_pointwise(f"{half}.mid_block.attentions.0.to_qkv", f"{half}.mid.attention.qkv", axes=(2, 3)),
-        *_pointwise(f"{half}.mid_block.attentions.0.proj", f"{half}.mid.attention.out", axes=(2, 3)),
+        *pointwise(f"{half}.mid_block.attentions.0.to_qkv", f"{half}.mid.attention.qkv", axes=(2, 3)),
+        *pointwise(f"{half}.mid_block.attentions.0.proj", f"{half}.mid.attention.out", axes=(2, 3)),
         *_res_block(f"{half}.mid_block.resnets.1", f"{half}.mid.res2"),
         Rule(f"{half}.norm_out.gamma", f"{half}.norm_out.gamma", squeeze(1, 2, 3)),
         *conv(f"{half}.conv_out", f"{half}.conv_out"),
@@ -249,13 +244,5 @@ def _res_block(source: str, target: str) -> list[Rule]:
         *conv(f"{source}.conv1", f"{target}.conv1"),
         Rule(f"{source}.norm2.gamma", f"{target}.norm2.gamma", squeeze(1, 2, 3)),
         *conv(f"{source}.conv2", f"{target}.conv2"),
-        *_pointwise(f"{source}.conv_shortcut", f"{target}.shortcut"),
-    ]
-
-
-def _pointwise(source: str, target: str, axes: tuple[int, ...] = (2, 3, 4)) -> list[Rule]:
-    """Returns the rules that read a convolution with a kernel of size 1 as a dense layer."""
-    return [
-        Rule(f"{source}.weight", f"{target}.kernel", squeeze(*axes) >> TRANSPOSE),
-        Rule(f"{source}.bias", f"{target}.bias"),
+        *pointwise(f"{source}.conv_shortcut", f"{target}.shortcut"),
     ]

@@ -7,16 +7,14 @@ official Wan 2.1 and 2.2 for the authors' names, diffusers' scripts/convert_wan_
 """
 
 import math
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from wanjax.checkpoints.files import Spec
+from wanjax.converters.configs import Specs, count_of, shape_of
 from wanjax.converters.readers import Names
 from wanjax.errors import WanjaxError
 from wanjax.models.wan.config import VAE_2_1, VAE_2_2
 
-Specs = Mapping[str, Spec]
 Pairs = list[tuple[str, str]]
 HEAD_DIM = 128  # in every published Wan transformer
 CLIP_HEAD_DIM = 80  # in CLIP's ViT-H, Wan's image encoder
@@ -178,9 +176,9 @@ def transformer_json(specs: Specs, given: Mapping[str, Any] | None = None) -> di
     if a tensor that determines a size is missing.
     """
     given = given or {}
-    width, channels_in, *patch = _shape(specs, "patch_embedding.weight", 5)
-    layers = _count(specs, r"blocks\.([0-9]{1,4})\..*")
-    vace = _count(specs, r"vace_blocks\.([0-9]{1,4})\..*")
+    width, channels_in, *patch = shape_of(specs, "patch_embedding.weight", 5)
+    layers = count_of(specs, r"blocks\.([0-9]{1,4})\..*")
+    vace = count_of(specs, r"vace_blocks\.([0-9]{1,4})\..*")
     images = "img_emb.proj.1.weight" in specs
     heads = given.get("num_heads", max(width // HEAD_DIM, 1))
     if type(heads) is not int or heads < 1 or width % heads:
@@ -191,29 +189,29 @@ def transformer_json(specs: Specs, given: Mapping[str, Any] | None = None) -> di
         "attention_head_dim": width // heads,
         "cross_attn_norm": True,
         "eps": given.get("eps", 1e-6),
-        "ffn_dim": _shape(specs, "blocks.0.ffn.0.weight", 2)[0],
-        "freq_dim": _shape(specs, "time_embedding.0.weight", 2)[1],
-        "image_dim": _shape(specs, "img_emb.proj.1.weight", 2)[1] if images else None,
+        "ffn_dim": shape_of(specs, "blocks.0.ffn.0.weight", 2)[0],
+        "freq_dim": shape_of(specs, "time_embedding.0.weight", 2)[1],
+        "image_dim": shape_of(specs, "img_emb.proj.1.weight", 2)[1] if images else None,
         "in_channels": channels_in,
         "num_attention_heads": heads,
         "num_layers": layers,
-        "out_channels": _shape(specs, "head.head.weight", 2)[0] // (patch[0] * patch[1] * patch[2]),
+        "out_channels": shape_of(specs, "head.head.weight", 2)[0] // (patch[0] * patch[1] * patch[2]),
         "patch_size": patch,
-        "pos_embed_seq_len": _shape(specs, "img_emb.emb_pos", 3)[1] if "img_emb.emb_pos" in specs else None,
+        "pos_embed_seq_len": shape_of(specs, "img_emb.emb_pos", 3)[1] if "img_emb.emb_pos" in specs else None,
         "qk_norm": "rms_norm_across_heads",
         "rope_max_seq_len": 1024,
-        "text_dim": _shape(specs, "text_embedding.0.weight", 2)[1],
+        "text_dim": shape_of(specs, "text_embedding.0.weight", 2)[1],
     }
     if vace:
         json["vace_layers"] = list(given.get("vace_layers", range(0, layers, layers // vace)))
-        json["vace_in_channels"] = _shape(specs, "vace_patch_embedding.weight", 5)[1]
+        json["vace_in_channels"] = shape_of(specs, "vace_patch_embedding.weight", 5)[1]
     return json
 
 
 def vae_json(specs: Specs) -> dict[str, Any]:
     """Returns diffusers' config.json for an autoencoder. Raises the errors of `transformer_json`."""
-    base, channels = _shape(specs, "encoder.conv1.weight", 5)[:2]
-    latents = _shape(specs, "conv2.weight", 5)[0]
+    base, channels = shape_of(specs, "encoder.conv1.weight", 5)[:2]
+    latents = shape_of(specs, "conv2.weight", 5)[0]
     if latents not in STATISTICS:
         known = " or ".join(map(str, STATISTICS))
         raise WanjaxError(f"the autoencoder has {latents} latent channels where the statistics of {known} are known")
@@ -235,10 +233,10 @@ def vae_json(specs: Specs) -> dict[str, Any]:
 
 def _flat_json(specs: Specs) -> dict[str, Any]:
     """Reads the levels of Wan 2.1's autoencoder: all but the last end with a resampler, after blocks of one width."""
-    count = _count(specs, r"encoder\.downsamples\.([0-9]{1,4})\..*")
+    count = count_of(specs, r"encoder\.downsamples\.([0-9]{1,4})\..*")
     ends = [i for i in range(count) if f"encoder.downsamples.{i}.resample.1.weight" in specs]
     blocks = ends[0] if ends else count
-    widths = [_shape(specs, f"encoder.downsamples.{i - 1}.residual.6.weight", 5)[0] for i in (*ends, count)]
+    widths = [shape_of(specs, f"encoder.downsamples.{i - 1}.residual.6.weight", 5)[0] for i in (*ends, count)]
     return {
         "dim_mult": widths,
         "num_res_blocks": blocks,
@@ -248,18 +246,18 @@ def _flat_json(specs: Specs) -> dict[str, Any]:
 
 def _nested_json(specs: Specs, channels: int) -> dict[str, Any]:
     """Reads the levels of Wan 2.2's autoencoder."""
-    levels = _count(specs, r"encoder\.downsamples\.([0-9]{1,4})\..*")
+    levels = count_of(specs, r"encoder\.downsamples\.([0-9]{1,4})\..*")
     prefix = "encoder.downsamples.{}.downsamples"
-    blocks = _count(specs, prefix.format(levels - 1).replace(".", r"\.") + r"\.([0-9]{1,4})\..*")
+    blocks = count_of(specs, prefix.format(levels - 1).replace(".", r"\.") + r"\.([0-9]{1,4})\..*")
     last = [f"{prefix.format(level)}.{blocks - 1}.residual.6.weight" for level in range(levels)]
     times = [f"{prefix.format(level)}.{blocks}.time_conv.weight" for level in range(levels - 1)]
     patch = round((channels / 3) ** 0.5)
     return {
-        "decoder_base_dim": _shape(specs, "decoder.head.0.gamma", 4)[0],
-        "dim_mult": [_shape(specs, key, 5)[0] for key in last],
+        "decoder_base_dim": shape_of(specs, "decoder.head.0.gamma", 4)[0],
+        "dim_mult": [shape_of(specs, key, 5)[0] for key in last],
         "in_channels": channels,
         "num_res_blocks": blocks,
-        "out_channels": _shape(specs, "decoder.head.2.weight", 5)[0],
+        "out_channels": shape_of(specs, "decoder.head.2.weight", 5)[0],
         "patch_size": patch,
         "scale_factor_spatial": patch * 2 ** (levels - 1),
         "scale_factor_temporal": 2 ** sum(time in specs for time in times),
@@ -269,18 +267,18 @@ def _nested_json(specs: Specs, channels: int) -> dict[str, Any]:
 
 def text_encoder_json(specs: Specs) -> dict[str, Any]:
     """Returns the config.json of a UMT5 encoder with these tensors. Raises the errors of `transformer_json`."""
-    vocabulary, width = _shape(specs, "token_embedding.weight", 2)
-    buckets, heads = _shape(specs, "blocks.0.pos_embedding.embedding.weight", 2)
+    vocabulary, width = shape_of(specs, "token_embedding.weight", 2)
+    buckets, heads = shape_of(specs, "blocks.0.pos_embedding.embedding.weight", 2)
     return {
         "architectures": ["UMT5EncoderModel"],
         "model_type": "umt5",
-        "d_ff": _shape(specs, "blocks.0.ffn.fc1.weight", 2)[0],
-        "d_kv": _shape(specs, "blocks.0.attn.q.weight", 2)[0] // heads,
+        "d_ff": shape_of(specs, "blocks.0.ffn.fc1.weight", 2)[0],
+        "d_kv": shape_of(specs, "blocks.0.attn.q.weight", 2)[0] // heads,
         "d_model": width,
         "feed_forward_proj": "gated-gelu",
         "layer_norm_epsilon": 1e-6,
         "num_heads": heads,
-        "num_layers": _count(specs, r"blocks\.([0-9]{1,4})\..*"),
+        "num_layers": count_of(specs, r"blocks\.([0-9]{1,4})\..*"),
         "relative_attention_max_distance": 128,
         "relative_attention_num_buckets": buckets,
         "vocab_size": vocabulary,
@@ -292,34 +290,17 @@ def image_encoder_json(specs: Specs) -> dict[str, Any]:
 
     Raises the errors of `transformer_json`.
     """
-    width, _, patch, _ = _shape(specs, "visual.patch_embedding.weight", 4)
-    tokens = _shape(specs, "visual.pos_embedding", 2)[0]
+    width, _, patch, _ = shape_of(specs, "visual.patch_embedding.weight", 4)
+    tokens = shape_of(specs, "visual.pos_embedding", 2)[0]
     return {
         "architectures": ["CLIPVisionModel"],
         "hidden_act": "gelu",
         "hidden_size": width,
         "image_size": patch * math.isqrt(tokens - 1),
-        "intermediate_size": _shape(specs, "visual.transformer.0.mlp.0.weight", 2)[0],
+        "intermediate_size": shape_of(specs, "visual.transformer.0.mlp.0.weight", 2)[0],
         "layer_norm_eps": 1e-5,
         "model_type": "clip_vision_model",
         "num_attention_heads": width // CLIP_HEAD_DIM,
-        "num_hidden_layers": _count(specs, r"visual\.transformer\.([0-9]{1,4})\..*"),
+        "num_hidden_layers": count_of(specs, r"visual\.transformer\.([0-9]{1,4})\..*"),
         "patch_size": patch,
     }
-
-
-def _shape(specs: Specs, key: str, rank: int) -> tuple[int, ...]:
-    """Returns the shape of a tensor that determines a size. Raises WanjaxError unless it is there with this rank."""
-    if key not in specs:
-        raise WanjaxError(
-            f"the checkpoint lacks {key}, which determines a size of the network: a complete file is needed"
-        )
-    shape = specs[key].shape
-    if len(shape) != rank or 0 in shape:
-        raise WanjaxError(f"{key} has the shape {list(shape)} where {rank} axes are right")
-    return shape
-
-
-def _count(keys: Iterable[str], pattern: str) -> int:
-    """Returns one more than the highest index in the keys, or 0 if no key matches."""
-    return max((int(found[1]) for key in keys if (found := re.fullmatch(pattern, key))), default=-1) + 1
