@@ -2,8 +2,6 @@
 """A family from outside the package, in every command and the library: the interface of families."""
 
 import json
-from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +13,7 @@ from PIL import Image
 
 import wanjax
 from tests.support.compare import error
-from tests.support.toy import LENGTH, NETWORKS, TOY, ToyDenoiser
+from tests.support.toy import LENGTH, NETWORKS, TOY
 from tests.support.toy_tokenizer import save_tokenizer
 from wanjax import registry
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
@@ -189,38 +187,13 @@ def test_names_that_are_taken_are_refused():
         wanjax.register(TOY)
 
 
-@dataclass(frozen=True)
-class Lazy(ToyDenoiser):
-    """A step cache: every second prediction is the previous one, taken from the carry."""
-
-    skips: bool = False
-
-    def first_carry(self, x, inputs):
-        return (jnp.zeros((inputs.batch, *x.shape[1:])),) * len(inputs.prompts)
-
-    def at(self, index: int) -> "Lazy":
-        return Lazy(self.graphdef, self.scheduler, skips=index % 2 == 1)
-
-    def predict(self, network: Any, x: Any, t: Any, prompt: Any, shared: Any, carry: Any) -> Any:
-        if self.skips:
-            return carry, carry
-        prediction, _ = super().predict(network, x, t, prompt, shared, None)
-        return prediction, prediction
-
-
-def test_a_step_cache_needs_no_change_of_the_sampler(toy, monkeypatch):
-    """The step cache needs two programs, one without the network, and no change of the loop."""
+def test_a_step_cache_needs_one_more_program(toy):
+    """A step that reuses what another kept is a program of its own, and the whole step another than without a cache."""
     pipe = wanjax.load(toy)
-    encoded, inputs = pipe.encode("a red circle"), pipe.inputs
-
-    def lazily(*given):
-        denoiser, made = inputs(*given)
-        return Lazy(denoiser.graphdef, denoiser.scheduler), made
-
+    encoded = pipe.encode("a red circle")
     whole = pipe.denoise(encoded, seed=0, steps=4)
     compiled = take_step.on(None).jitted._cache_size()
-    monkeypatch.setattr(pipe, "inputs", lazily)
-    lazy = pipe.denoise(encoded, seed=0, steps=4)
+    cached = pipe.denoise(encoded, seed=0, steps=4, cache="deepcache:0,4,2")
     assert take_step.on(None).jitted._cache_size() == compiled + 2
-    assert np.isfinite(lazy).all()
-    assert error(np.asarray(lazy), np.asarray(whole, np.float64)) > 0
+    assert np.isfinite(cached).all()
+    assert error(np.asarray(cached), np.asarray(whole, np.float64)) > 0

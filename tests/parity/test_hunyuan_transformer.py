@@ -209,8 +209,8 @@ def test_the_order_of_text_does_not_matter(models):
 
     def run(order):
         context = Context(prompt, text[:, :0], mask[:, order])
-        streams = model.blocks_before_last(Streams(x, text[:, order]), time, context, rope)
-        return model.last_block_and_head(streams, time, context, rope, VIDEO)
+        video, _ = model.trunk(time, context, rope).all(Streams(x, text[:, order]))
+        return model.head(video, time, VIDEO)
 
     close(run(np.random.default_rng(0).permutation(9)), run(np.arange(9)))
 
@@ -222,8 +222,9 @@ def test_the_pieces_make_the_whole(models):
     latents, t = jnp.asarray(channels_last(given["hidden_states"])), ours(given["timestep"])
     context = model.context(ours(given["encoder_hidden_states"]), ours(given["encoder_attention_mask"]))
     rope, time = model.rope(VIDEO), model.time(t)
-    kept = model.blocks_before_last(model.embed(latents, t, context), time, context, rope)
-    close(model.last_block_and_head(kept, time, context, rope, VIDEO), our_velocity(model, given))
+    trunk = model.trunk(time, context, rope)
+    video, _ = trunk.last(trunk.before_last(model.embed(latents, t, context)))
+    close(model.head(video, time, VIDEO), our_velocity(model, given))
 
 
 def test_bfloat16_is_no_further_from_float32_than_the_reference_s_own(models, tmp_path):

@@ -13,10 +13,12 @@ import pytest
 from rich.console import Console
 
 import wanjax
-from tests.support.tiny import compile_cache, tiny_checkpoint
+from tests.support.tiny import tiny_checkpoint
 from wanjax.pipelines import progress
 from wanjax.pipelines.progress import Pace, Stage, duration
 from wanjax.pipelines.wan.programs import WanDenoiser
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
 
 STEPS, SECONDS = 24, 0.25
 SMALL: dict[str, Any] = {"size": (16, 32), "frames": 5, "guidance_scale": 1.0, "seed": 0}
@@ -48,20 +50,14 @@ class SlowDenoiser(WanDenoiser):
     """A denoiser whose steps take a known time on the device."""
 
     def predict(self, *given: Any) -> Any:
-        prediction, carry = super().predict(*given)
-        return jax.pure_callback(self.wait, prediction, prediction), carry
+        prediction = super().predict(*given)
+        return jax.pure_callback(self.wait, prediction, prediction)
 
     @staticmethod
     def wait(prediction: Any) -> Any:
         time.sleep(SECONDS)
         ENDS.append(time.perf_counter())
         return prediction
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compile_cache(tmp_path_factory):
-    with compile_cache(tmp_path_factory.getbasetemp() / "xla"):
-        yield
 
 
 @pytest.fixture(scope="module")

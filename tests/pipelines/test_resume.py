@@ -68,6 +68,17 @@ def test_a_stopped_run_continues(tmp_path, experts, stop_at):
     assert before == [(stop_at + 1, 6)]
 
 
+@pytest.mark.parametrize("stop_at", [1, 2, 3, 4])
+def test_what_a_step_cache_kept_is_restored(tmp_path, stop_at):
+    file, cache = tmp_path / "state", "deepcache:1,5,3"  # steps 2 and 3 reuse
+    pipe = pipeline(False)
+    whole, _, _ = run(pipe, cache=cache)
+    assert run(pipe, file, stop_at, cache=cache)[0] is None
+    latents, taken, _ = run(pipe, file, cache=cache)
+    np.testing.assert_array_equal(latents, whole)
+    assert taken == list(range(stop_at + 1, 6))
+
+
 def test_the_boundary_lies_between_steps_that_were_tried():
     pipe = pipeline(True)
     settings = pipe.settings(**GIVEN)

@@ -220,6 +220,7 @@ def decode(report: Report, **given: Any) -> None:
 @options.shape
 @options.steps
 @options.guidance_scale
+@options.cache
 @options.attention
 @options.batch_guidance
 @options.compute

@@ -215,6 +215,12 @@ guidance_scale = click.option(
     metavar="X",
     help="How far to go from the negative prompt to the prompt; 1 is no guidance.",
 )
+cache = click.option(
+    "--cache",
+    metavar="NAME",
+    help="Let some steps reuse what another kept, for speed and another video: deepcache, or deepcache:11,45,4, which "
+    "runs from step 11 to 44 all but the last block every fourth time; none is the default.",
+)
 denoising = together(
     fps,
     steps,
@@ -254,6 +260,7 @@ denoising = together(
         help="Solver in place of the model's own: unipc, of the second order or as unipc:order=1, or euler; ddim or "
         "dpm for a model that predicts v.",
     ),
+    cache,
     click.option("--seed", type=int, metavar="N", help="Seed of the initial noise; -1 draws one and tells it."),
     click.option(
         "--noise",

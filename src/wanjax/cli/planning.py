@@ -88,6 +88,13 @@ def _summary(found: Outlook) -> list[str]:
         lines.append(
             f"a step: {spread}, {found.mfu:.0%} of the chips' {found.peak_dtype} peak; what limits it: {found.limit}"
         )
+    if found.reusing_step_seconds and found.step_seconds:
+        share = found.reusing_steps / found.steps
+        mean = (1 - share) * found.step_seconds + share * found.reusing_step_seconds
+        lines.append(
+            f"{found.reusing_steps} of {found.steps} steps reuse what another kept ({found.cache}): "
+            f"{found.reusing_step_seconds:.3f} s each, {mean:.3f} s a step on average"
+        )
     for item in found.collectives:
         lines.append(
             f"{item['operation']} over {item['devices']} devices: {item['times']} a step, "

@@ -3,7 +3,7 @@
 
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,9 +16,18 @@ from wanjax.cli.processes import meet
 from wanjax.cli.report import Report
 from wanjax.cli.stages import Rendering
 from wanjax.compilation import compile_cache_folder
+from wanjax.pipelines.settings import Settings
+from wanjax.pipelines.step_cache import step_cache
 from wanjax.pipelines.steps import Cancelled, Step
 
 STEPS, CHUNKS = 2, 3  # a run compiles nothing after these: later inputs have the sharding of the last outputs
+
+
+def first_steps(settings: Settings) -> int:
+    """Returns the number of steps after which a run compiles nothing: a step is known once its pair of kinds is."""
+    reuses = list(map(step_cache(settings.cache).reuses, range(settings.steps)))
+    pairs = list(pairwise(reuses))
+    return max([STEPS, *(pairs.index(pair) + 2 for pair in set(pairs))])
 
 
 def warmup(report: Report, **given: Any) -> None:
@@ -43,10 +52,12 @@ class Rehearsal(Rendering):
         self.pipe.free()
 
     def _first_steps(self, encoded: Any, settings: dict[str, Any]) -> None:
+        last = first_steps(self.settings) - 1
+
         def take(step: Step) -> bool:
             self.report.stop_if_asked()
             jax.block_until_ready(step.latents)
-            return step.index + 1 < STEPS
+            return step.index < last
 
         with suppress(Cancelled):
             self.pipe.denoise(encoded, callback=take, batch_guidance=self.batch_guidance, **settings)

@@ -3,9 +3,10 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from wanjax.layers.placement import axes_of
@@ -60,12 +61,57 @@ def scan_blocks(blocks: Any, apply: Callable[..., Carry], x: Carry, *per_block: 
     @partial(jax.checkpoint, prevent_cse=False)  # a scan leaves nothing for CSE to undo
     def step(x: Carry, layer: tuple[Any, tuple]) -> tuple[Carry, None]:
         block_weights, entries = layer
-        return constrained(apply(nnx.merge(graphdef, block_weights), x, *entries)), None
+        return as_tokens(apply(nnx.merge(graphdef, block_weights), x, *entries)), None
 
-    def constrained(x: Carry) -> Carry:
-        return jax.tree.map(lambda tokens: constrain(tokens, TOKENS), x)
+    return jax.lax.scan(step, as_tokens(x), (weights, per_block))[0]
 
-    return jax.lax.scan(step, constrained(x), (weights, per_block))[0]
+
+def scan_before_last(blocks: Any, apply: Callable[..., Carry], x: Carry, *per_block: Any) -> Carry:
+    """Runs all blocks but the last, as `scan_blocks` does, without a copy of their weights."""
+    graphdef, weights = nnx.split(blocks)
+    stacked = weights, per_block
+
+    def step(x: Carry, index: jax.Array) -> tuple[Carry, None]:
+        block_weights, entries = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, index, keepdims=False), stacked)
+        return as_tokens(apply(nnx.merge(graphdef, block_weights), x, *entries)), None
+
+    layers = len(jax.tree.leaves(weights)[0])
+    return jax.lax.scan(step, as_tokens(x), jnp.arange(layers - 1))[0]
+
+
+def as_tokens(x: Carry) -> Carry:
+    """Shards tokens [B L E], or a tree of them, as they are between blocks."""
+    return jax.tree.map(lambda tokens: constrain(tokens, TOKENS), x)
+
+
+class Trunk(NamedTuple):
+    """The blocks of a transformer as functions of its tokens: all of them, those before the last, and the last."""
+
+    all: Callable[[Any], Any]
+    before_last: Callable[[Any], Any]
+    last: Callable[[Any], Any]
+
+
+Through = Callable[[Trunk, Any], Any]
+"""A way through a transformer's blocks, from the tokens before them to those after them."""
+
+
+def through_all(trunk: Trunk, x: Carry) -> Carry:
+    """Runs every block, which a step cache may not."""
+    return trunk.all(x)
+
+
+def trunk_of(blocks: Any, apply: Callable[..., Any], *per_block: Any) -> Trunk:
+    """Returns the trunk of stacked blocks; the arguments are those of `scan_blocks`."""
+
+    def last(x: Any) -> Any:
+        return as_tokens(apply(block_at(blocks, -1), as_tokens(x), *block_at(per_block, -1)))
+
+    return Trunk(
+        lambda x: scan_blocks(blocks, apply, x, *per_block),
+        lambda x: scan_before_last(blocks, apply, x, *per_block),
+        last,
+    )
 
 
 def map_blocks(blocks: Module, apply: Callable[[Module], Result]) -> Result:

@@ -17,6 +17,7 @@ from wanjax.compilation import Lowering, Program
 from wanjax.kernels.compiler_options import SAFE
 from wanjax.layers.conv import VIDEO
 from wanjax.layers.placement import placed
+from wanjax.layers.stack import TOKENS
 from wanjax.pipelines.frames import decode_chunk, encode_chunk
 from wanjax.pipelines.sampler import Denoiser, Inputs, State, take_step
 from wanjax.pipelines.seeds import solver_keys
@@ -61,14 +62,21 @@ class Blueprint:
     def lowering(self, program: Program, static: Any, *arguments: Shapes) -> Lowering:
         return program.lowering(self.partitioner, static, *arguments, compiler=self.compiler)
 
-    def step(self, denoiser: Denoiser, schedule: Any, x: Shapes, inputs: Inputs) -> Lowering:
-        """Returns the program of a step of the sampler; only the shapes of the schedule matter."""
+    def step(self, denoiser: Denoiser, schedule: Any, x: Shapes, inputs: Inputs, *, reuses: bool) -> Lowering:
+        """Returns the program of a step of the sampler, or of one that reuses what another kept.
+
+        Only the shapes of the schedule matter.
+        """
         schedule = jax.tree.map(lambda x: self.array(x.shape, x.dtype), one_step(schedule, 0))
         keys = jax.eval_shape(partial(solver_keys, [0] * x.shape[0]))
         solver = self.results(denoiser.scheduler.init, schedule, x, keys)
-        carry = self.results(denoiser.first_carry, x, inputs)
-        scale = self.array((), jnp.float32)
-        return self.lowering(take_step, denoiser, State(x, solver, carry), inputs, scale, schedule)
+        state, given = State(x, solver), (inputs, self.array((), jnp.float32), schedule)
+        if reuses:
+            whole = take_step.traceable(self.partitioner, denoiser)
+            state = replace(
+                state, kept=self.results(lambda *arguments: whole(*arguments)[0].kept, state, *given, axes=TOKENS)
+            )
+        return self.lowering(take_step, denoiser, state, *given)
 
     def decode(self, vae: Network, size: Sequence[int], at_once: Sequence[int], *, first: bool) -> Lowering:
         """Returns the program that decodes the first chunk of latents, or the one for every later chunk.

@@ -18,6 +18,7 @@ from wanjax.errors import WanjaxError
 from wanjax.pipelines.frames import chunk_count
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Settings
+from wanjax.pipelines.step_cache import reused_steps, step_cache
 from wanjax.schedulers import Scheduler
 
 
@@ -65,6 +66,19 @@ def by_chunk(
     return [
         Planned(f"{name}_first", build, {**arguments, "first": True}, clips),
         Planned(f"{name}_next", build, {**arguments, "first": False}, clips * later),
+    ]
+
+
+def by_step(build: Callable[..., Lowering], arguments: Mapping[str, Any], settings: Settings) -> list[Planned]:
+    """Returns the programs of a video's steps: a whole step, and one that reuses what the step cache kept.
+
+    `build` takes `cache`, and `reuses`, which tells them apart, beside the arguments.
+    """
+    arguments = {**arguments, "cache": step_cache(settings.cache)}
+    reused = reused_steps(arguments["cache"], settings.steps)
+    return [
+        Planned("step", build, {**arguments, "reuses": False}, settings.steps - reused),
+        Planned("reusing_step", build, {**arguments, "reuses": True}, reused),
     ]
 
 

@@ -37,6 +37,7 @@ class GivenSettings(TypedDict, total=False):
     strength: float | None
     flow_shift: float | None
     sigmas: str | None
+    cache: str | None
     seed: int | None
 
 

@@ -5,6 +5,7 @@ Plain arrays connect the stages. `Hooks` are the methods that differ from family
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack, overload
 
@@ -37,6 +38,7 @@ from wanjax.pipelines.resume import continuing, digest
 from wanjax.pipelines.sampler import Denoiser, Inputs, State, sample
 from wanjax.pipelines.seeds import checked_seed, initial_noise, solver_keys, steady_draws, told_seeds
 from wanjax.pipelines.settings import Settings, height_and_width
+from wanjax.pipelines.step_cache import step_cache
 from wanjax.pipelines.steps import Segment, Step, Switch, left_of
 
 
@@ -265,7 +267,8 @@ class Pipeline(Hooks):
             network, seconds = self.components.take_over(segment.network, self.architecture.denoisers)
             if segment.start > done and switched:
                 switched(Switch(segment.network, segment.start, total, seconds))
-            return self.inputs(network, segment, encoded, x, batch_guidance)
+            denoiser, inputs = self.inputs(network, segment, encoded, x, batch_guidance)
+            return replace(denoiser, cache=step_cache(chosen.cache)), inputs
 
         state, segments = self.on_devices(state), left_of(segments, done)
         with counted("denoise", "step", done, total, self.progress) as count:

@@ -43,12 +43,12 @@ class Keeper:
             return state, 0
         if found.metadata.get("origin") != self.origin:
             return state, 0
-        leaves = {name: jnp.asarray(found.read(name)) for name in found.keys()}  # noqa: SIM118
-        solver, carry = ([leaves[f"{name}.{i}"] for i in range(_count(leaves, name))] for name in ("solver", "carry"))
+        arrays = {name: jnp.asarray(found.read(name)) for name in found.keys()}  # noqa: SIM118
+        solver = jax.tree.unflatten(jax.tree.structure(state.solver), _listed(arrays, "solver"))
         steps = int(found.metadata["steps"])
-        begins = steps in [segment.start for segment in segments]  # another network, which has no carry yet
-        solver = jax.tree.unflatten(jax.tree.structure(state.solver), solver)
-        return State(leaves["x"], solver, None if begins else carry), steps
+        begins = steps in [segment.start for segment in segments]  # another network, which has kept nothing yet
+        kept = tuple(_listed(arrays, f"kept.{i}") for i in range(int(found.metadata["forwards"])))
+        return State(arrays["x"], solver, None if begins else kept), steps
 
     def keeping(self, callback: Callback | None) -> Callback:
         """Returns a callback that also keeps the state: now and then, and when `callback` stops the run."""
@@ -71,11 +71,12 @@ class Keeper:
         if jax.process_index() != 0 or not np.isfinite(step.state.x).all():
             return
         start = perf_counter()
-        parts = {name: jax.tree.leaves(getattr(step.state, name)) for name in ("solver", "carry")}
-        leaves = {f"{name}.{i}": np.asarray(leaf) for name, part in parts.items() for i, leaf in enumerate(part)}
-        metadata = {"origin": self.origin, "steps": str(step.index + 1)}
+        kept = step.state.kept
+        listed = {"solver": jax.tree.leaves(step.state.solver)} | {f"kept.{i}": part for i, part in enumerate(kept)}
+        arrays = {f"{name}.{i}": np.asarray(leaf) for name, part in listed.items() for i, leaf in enumerate(part)}
+        metadata = {"origin": self.origin, "steps": str(step.index + 1), "forwards": str(len(kept))}
         with suppress(OSError, WanjaxError):  # a full disk; what is lost is the way back, not the run
-            save_safetensors(self.file, {"x": np.asarray(step.state.x), **leaves}, metadata)
+            save_safetensors(self.file, {"x": np.asarray(step.state.x), **arrays}, metadata)
         self._last = perf_counter()
         self._cost = self._last - start
 
@@ -102,5 +103,6 @@ def digest(settings: Mapping[str, Any], arrays: Sequence[Array | np.ndarray]) ->
     return found.hexdigest()
 
 
-def _count(leaves: Mapping[str, Any], part: str) -> int:
-    return sum(name.startswith(f"{part}.") for name in leaves)
+def _listed(arrays: Mapping[str, Array], part: str) -> tuple[Array, ...]:
+    """Returns the arrays named `part.0`, `part.1` and so on."""
+    return tuple(arrays[f"{part}.{i}"] for i in range(sum(name.startswith(f"{part}.") for name in arrays)))

@@ -6,12 +6,13 @@
         p = p₋ + scale · (p₊ - p₋)                           # Ho and Salimans, Classifier-Free Guidance, 2022
         x = the scheduler's step from t along p
 
-A family implements `Denoiser.predict`; its `carry` is what a prediction hands to the next step, as a step cache does.
+A family implements `Denoiser.predict`; a step cache decides how a prediction goes through the network's blocks.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,6 +22,8 @@ from jaxtyping import Array, Bool, Float
 
 from wanjax.compilation import Compile, program
 from wanjax.kernels.compiler_options import products, sparse_cores
+from wanjax.layers.stack import Through, through_all
+from wanjax.pipelines.step_cache import NO_CACHE, Kept, StepCache
 from wanjax.pipelines.steps import Cancelled, InFlight, Segment, Step
 from wanjax.schedulers import Scheduler, one_step
 from wanjax.sharding import replicate
@@ -30,28 +33,24 @@ Latents = Float[Array, "B T H W C"]
 
 @dataclass(frozen=True)
 class Denoiser(ABC):
-    """A network's definition and the scheduler, which define a compiled step. A hashable value."""
+    """A network's definition, the scheduler and a step cache, which define a compiled step. A hashable value.
+
+    A step that reuses what another kept is a program of its own.
+    """
 
     graphdef: Any
     scheduler: Scheduler
+    cache: StepCache = field(default=NO_CACHE, kw_only=True)
 
     @abstractmethod
     def predict(
-        self, network: Any, x: Latents, t: Any, prompt: Any, shared: Any, carry: Any
-    ) -> tuple[Float[Array, "B T H W _C"], Any]:
-        """Returns the network's prediction at x and t [B] under a prompt, and the carry for the next step."""
+        self, network: Any, x: Latents, t: Any, prompt: Any, shared: Any, through: Through = through_all
+    ) -> Float[Array, "B T H W _C"]:
+        """Returns the network's prediction at x and t [B] under a prompt; `through` runs its blocks."""
 
     def times(self, schedule: Any) -> Any:
         """Returns the timestep of a schedule's only step, or a tree of all the timesteps that the network is told."""
         return schedule.timesteps[0]
-
-    def first_carry(self, x: Latents, inputs: "Inputs") -> tuple[Any, ...]:
-        """Returns the carry of each forward before the first step."""
-        return ((),) * len(inputs.prompts)
-
-    def at(self, index: int) -> "Denoiser":
-        """Returns the denoiser of step `index`; different denoisers are compiled separately."""
-        return self
 
 
 @jax.tree_util.register_dataclass
@@ -72,14 +71,14 @@ class Inputs:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class State:
-    """The values that each step replaces: the latents, the scheduler's state, and the carry of each forward.
+    """The values that each step replaces: the latents, the scheduler's state, and what each forward kept.
 
-    Before a network's first step the carry is the leaves of one that was kept, or None.
+    A whole step is given None in place of what was kept.
     """
 
     x: Any  # [B T H W C]
     solver: Any
-    carry: Any = None
+    kept: tuple[Kept, ...] | None = None
 
 
 @jax.named_scope("guidance")
@@ -104,14 +103,14 @@ def take_step(
     x = jnp.broadcast_to(state.x, (inputs.batch // videos, videos, *shape)).reshape(-1, *shape)
     t = jax.tree.map(lambda time: jnp.full((inputs.batch,), time), denoiser.times(schedule))
     pairs = [
-        denoiser.predict(network, x, t, prompt, inputs.shared, carry)
-        for prompt, carry in zip(inputs.prompts, state.carry, strict=True)
+        denoiser.cache.run(partial(denoiser.predict, network, x, t, prompt, inputs.shared), kept)
+        for prompt, kept in zip(inputs.prompts, state.kept or (None,) * len(inputs.prompts), strict=True)
     ]
     predictions = jnp.concatenate([prediction.astype(jnp.float32) for prediction, _ in pairs])
     prediction = replicate(guide(predictions, videos, scale))
     x0 = replicate(denoiser.scheduler.x0(schedule, 0, prediction, state.x))
     x, solver = replicate(denoiser.scheduler.step(schedule, 0, prediction, state.x, state.solver))
-    return State(x, solver, tuple(carry for _, carry in pairs)), x0, jnp.isfinite(x).all()
+    return State(x, solver, tuple(kept for _, kept in pairs)), x0, jnp.isfinite(x).all()
 
 
 def sample(
@@ -134,16 +133,14 @@ def sample(
     in_flight = InFlight(total, done)
     for segment in segments:
         denoiser, inputs = prepare(segment, state.x)
-        carry = denoiser.first_carry(state.x, inputs)
-        leaves = jax.tree.leaves(carry) if state.carry is None else state.carry
-        state = replace(state, carry=jax.tree.unflatten(jax.tree.structure(carry), leaves))
         for index, scale in enumerate(segment.scales, segment.start):
-            state, x0, finite = step(denoiser.at(index), state, inputs, jnp.float32(scale), one_step(schedule, index))
+            state = state if denoiser.cache.reuses(index) else replace(state, kept=None)
+            state, x0, finite = step(denoiser, state, inputs, jnp.float32(scale), one_step(schedule, index))
             in_flight.add(index, finite)
             x, x0 = (jnp.moveaxis(a, -1, 1) for a in (state.x, x0))
             if callback and callback(Step(index, total, float(schedule.timesteps[index]), x, x0, state)) is False:
                 raise Cancelled(index)
         in_flight.wait()
-        state = replace(state, carry=None)
+        state = replace(state, kept=None)
         del denoiser, inputs  # the weights are freed before the next network is loaded
     return state.x

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 
 from wanjax.errors import WanjaxError, shown
 from wanjax.media.pictures import RESIZES
+from wanjax.pipelines.step_cache import NO_CACHE, reused_steps, step_cache
 
 DTYPES = ("bfloat16", "float32")
 SomeSettings = TypeVar("SomeSettings", bound="Settings")
@@ -25,7 +26,8 @@ class Settings:
     """The settings that every model has; a family's own class adds its own.
 
     `size` is (height, width) in pixels; `dtype` is the dtype in which the networks compute; `resize`, one of `RESIZES`,
-    is the way in which pictures are brought to the size; `strength` is the share of the steps that a given video takes.
+    is the way in which pictures are brought to the size; `strength` is the share of the steps that a given video takes;
+    `cache` names a step cache, as `step_cache` reads it.
     """
 
     model: str
@@ -41,6 +43,7 @@ class Settings:
     dtype: str
     resize: str
     strength: float
+    cache: str = NO_CACHE.name
 
     @property
     def size(self) -> tuple[int, int]:
@@ -95,6 +98,8 @@ class Settings:
             raise WanjaxError(f"{self.fps} frames a second cannot be played: at least 1 is needed")
         if self.resize not in RESIZES:
             raise WanjaxError(f"pictures cannot be resized by {self.resize!r}: {', '.join(RESIZES)} would do")
+        if not reused_steps(cache := step_cache(self.cache), self.steps) and cache != NO_CACHE:
+            raise WanjaxError(f"the step cache {cache} would reuse nothing in {self.steps} steps: more steps would do")
 
     @property
     def strong_steps(self) -> int:

@@ -56,7 +56,8 @@ class Stage:
 class Outlook:
     """The prices of a video, not measurements. `fits` is True if every stage fits; else `advice` says what would.
 
-    `compiler` is the set of compiler options, None where nothing was compiled.
+    `compiler` is the set of compiler options, None where nothing was compiled. Of the steps, `reusing_steps` reuse what
+    the step cache kept; fields named `step_...` are those of the others.
     """
 
     model: str
@@ -79,6 +80,9 @@ class Outlook:
     step_seconds_high: float | None
     step_breakdown: Mapping[str, float]
     step_outside_self_attention_seconds: float | None
+    cache: str
+    reusing_steps: int
+    reusing_step_seconds: float | None
     mfu: float | None
     peak_dtype: str
     total_seconds: float | None
@@ -128,11 +132,15 @@ def outlook(
     told = {name: _stage(prices[name], place.memory) for name in runs}
     every = [priced for stage in prices.values() for _, priced in stage]
     (step,) = (priced for run, priced in prices["denoise"] if run.name == "step")
+    reusing = next(((run.times, x) for run, x in prices["denoise"] if run.name == "reusing_step"), None)
     return Outlook(
         **_asked(settings, chip, place, axes, rules),
         compiler=compiler if isinstance(place, Slice) else None,
         **_verdict(settings, chip, place, told),
         **_step(settings, place, step, work),
+        cache=settings.cache,
+        reusing_steps=0 if reusing is None else reusing[0],
+        reusing_step_seconds=None if reusing is None else reusing[1].seconds,
         download_bytes_at_most=4 * sum(parameters.values()),
         disk_bytes=_stored_bytes(family, architecture, parameters),
         limit=_limit(told, step),

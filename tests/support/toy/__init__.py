@@ -22,7 +22,7 @@ from wanjax.errors import WanjaxError
 from wanjax.kernels.compiler_options import scanned
 from wanjax.models.t5 import T5Config
 from wanjax.pipelines.encoders import T5
-from wanjax.pipelines.family import Architecture, Family, Forward, Planned, Preset, by_chunk
+from wanjax.pipelines.family import Architecture, Family, Forward, Planned, Preset, by_chunk, by_step
 from wanjax.pipelines.guidance import group, grouping
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.sampler import Denoiser, Inputs
@@ -99,8 +99,8 @@ def embed_texts(graphdef, text, glyphs, weights):
 
 @dataclass(frozen=True)
 class ToyDenoiser(Denoiser):
-    def predict(self, network, x, t, prompt, shared, carry):
-        return network(x, t, *prompt), carry
+    def predict(self, network, x, t, prompt, shared, through):
+        return network(x, t, *prompt, through)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +136,7 @@ class ToyArchitecture(Architecture):
         frames, count = {"vae": self.vae, "size": settings.size}, self.latent_shape(settings)[2]
         return {
             "encode": [Planned("encode_texts", planned_texts, texts, 1)],
-            "denoise": [Planned("step", planned_step, video, settings.steps)],
+            "denoise": by_step(planned_step, video, settings),
             "decode": by_chunk("decode", planned_decode, frames, count, self.vae.decoded_at_once(count)),
         }
 
@@ -148,14 +148,15 @@ def planned_texts(blueprint, *, text_encoder, text_encoder_2):
     return blueprint.lowering(encode_texts, graphdefs, ids, mask, blueprint.array((2, GLYPHS), jnp.int32), weights)
 
 
-def planned_step(blueprint, *, transformer, scheduler, latents, guided, attention, batched):
+def planned_step(blueprint, *, transformer, scheduler, latents, guided, attention, batched, cache, reuses):
     graphdef, weights = blueprint.network(network_of(transformer, NETWORKS), attention=attention)
     forwards, batch = grouping(guided, batched, blueprint.partitioner)
     text = blueprint.array((batch, LENGTH + GLYPHS, transformer.width), blueprint.dtype)
     prompt = text, blueprint.array((batch, LENGTH + GLYPHS), jnp.bool_)
     x = blueprint.array((1, *latents[2:], latents[1]), jnp.float32)
     inputs = Inputs(weights, (prompt,) * forwards, (), batch)
-    return blueprint.step(ToyDenoiser(graphdef, scheduler), scheduler.schedule(2), x, inputs)
+    denoiser = ToyDenoiser(graphdef, scheduler, cache=cache)
+    return blueprint.step(denoiser, scheduler.schedule(2), x, inputs, reuses=reuses)
 
 
 def planned_decode(blueprint, *, vae, size, at_once, first):

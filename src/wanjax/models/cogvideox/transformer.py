@@ -25,7 +25,7 @@ from wanjax.layers.modulation import Modulation, gated_add, modulate
 from wanjax.layers.norms import layer_norm
 from wanjax.layers.patch import patch_grid, patchify, unpatchify
 from wanjax.layers.rope import Rope, head_norm_and_rope
-from wanjax.layers.stack import scan_blocks, stack
+from wanjax.layers.stack import Through, stack, through_all, trunk_of
 from wanjax.models.cogvideox.config import Grid, TransformerConfig
 from wanjax.models.cogvideox.positions import ADDED, Positions, rope_tables
 from wanjax.sharding import spread
@@ -161,8 +161,10 @@ class CogVideoXTransformer(nnx.Module):
         t: Float[Array, " B"],
         context: Float[Array, "B S E"],
         positions: Positions,
+        *,
+        through: Through = through_all,
     ) -> Float[Array, "B T H W _C"]:
-        """`context` and `positions` come from the methods of these names."""
+        """`context` and `positions` come from the methods of these names; `through` runs the blocks."""
         grid = self.grid(latents)
         video = self.patch_embed(patchify(latents.astype(self.dtype), self.config.patch))[:, : prod(grid)]
         x = spread(jnp.concatenate([video, context], axis=1), ("batch", "length", "embed"))  # [B L E]
@@ -170,7 +172,7 @@ class CogVideoXTransformer(nnx.Module):
         text = spread(jnp.arange(positions.rope.length) >= prod(grid), ("length",))
         time = jax.nn.silu(self.time_embed(t))
 
-        x = scan_blocks(self.blocks, lambda block, x: block(x, time, positions.rope, text), x)
+        x = through(trunk_of(self.blocks, lambda block, x: block(x, time, positions.rope, text)), x)
 
         shift, scale = jnp.split(self.out_mod(time)[:, None], 2, axis=-1)
         x = self.norm_out(self.norm_final(x))

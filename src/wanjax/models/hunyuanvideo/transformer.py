@@ -24,7 +24,7 @@ from wanjax.layers.norms import layer_norm, rms_norm
 from wanjax.layers.patch import patch_grid, patchify, unpatchify
 from wanjax.layers.placement import with_axes
 from wanjax.layers.rope import Rope, rope_3d
-from wanjax.layers.stack import scan_blocks, stack
+from wanjax.layers.stack import Through, Trunk, scan_blocks, stack, through_all
 from wanjax.models.hunyuanvideo.config import TransformerConfig
 from wanjax.models.hunyuanvideo.joint import divide, join, joint_keys, normed_heads, rotated
 from wanjax.models.hunyuanvideo.refiner import GlyphEmbed, ImageEmbed, Prompt, Refiner, TextTokens, time_mlp
@@ -129,8 +129,7 @@ class HunyuanVideoTransformer(nnx.Module):
     velocity = transformer(latents, t, transformer.context(text, mask), transformer.rope(transformer.grid(latents)))
 
     `latents` [B T H W C] are those of the video and, after them along the channels, the condition: the latents of a
-    given frame and a mask, or zeros. `embed`, `blocks_before_last` and `last_block_and_head` are the forward in three
-    pieces.
+    given frame and a mask, or zeros. `embed`, `trunk` and `head` are the forward in three pieces.
     """
 
     def __init__(
@@ -208,16 +207,23 @@ class HunyuanVideoTransformer(nnx.Module):
         x = self.patch_embed(patchify(latents.astype(self.dtype), CELL))  # [B L E]
         return Streams(x, spread(text, ("batch", "length", None)))
 
-    def blocks_before_last(self, streams: Streams, time: Time, context: Context, rope: Rope) -> Streams:
-        """Both streams before the last block, which a step cache may keep."""
+    def trunk(self, time: Time, context: Context, rope: Rope) -> Trunk:
+        """The blocks, functions of both streams."""
         keys = joint_keys(rope, context.mask)
-        return scan_blocks(self.blocks, lambda block, streams: block(streams, time, rope, keys), streams)
 
-    def last_block_and_head(
-        self, streams: Streams, time: Time, context: Context, rope: Rope, grid: tuple[int, int, int]
-    ) -> Float[Array, "B T H W C"]:
-        """The velocity, from both streams before the last block."""
-        x, _ = self.last_block(streams, time, rope, joint_keys(rope, context.mask))
+        def run(block: Block, streams: Streams) -> Streams:
+            return block(streams, time, rope, keys)
+
+        def before_last(streams: Streams) -> Streams:
+            return scan_blocks(self.blocks, run, streams)
+
+        def last(streams: Streams) -> Streams:
+            return run(self.last_block, streams)
+
+        return Trunk(lambda streams: last(before_last(streams)), before_last, last)
+
+    def head(self, x: Tokens, time: Time, grid: tuple[int, int, int]) -> Float[Array, "B T H W C"]:
+        """The velocity, from the video's tokens after the last block."""
         scale, shift = jnp.split(self.mod_out(jax.nn.silu(time))[:, None], 2, axis=-1)  # [B 1 E]
         x = self.proj_out(modulate(self.norm_out(x), shift, scale).astype(self.dtype))
         return unpatchify(x, grid, CELL)
@@ -229,12 +235,16 @@ class HunyuanVideoTransformer(nnx.Module):
         context: Context,
         rope: Rope,
         t_next: Float[Array, "B"] | None = None,
+        *,
+        through: Through = through_all,
     ) -> Float[Array, "B T H W _C"]:
-        """`context` and `rope` come from the methods of these names; `t_next` is that of `time`."""
+        """`context` and `rope` come from the methods of these names; `t_next` is that of `time`.
+
+        `through` runs the blocks.
+        """
         time = self.time(t, t_next)
-        streams = self.embed(latents, t, context)
-        streams = self.blocks_before_last(streams, time, context, rope)
-        return self.last_block_and_head(streams, time, context, rope, self.grid(latents))
+        video, _ = through(self.trunk(time, context, rope), self.embed(latents, t, context))
+        return self.head(video, time, self.grid(latents))
 
 
 def modulation(rows: int, width: int, **kw) -> Linear:

@@ -22,7 +22,7 @@ from wanjax.layers.modulation import gated_add, modulate, split_modulation
 from wanjax.layers.norms import layer_norm
 from wanjax.layers.patch import patch_grid, patchify, unpatchify
 from wanjax.layers.rope import Rope, rope_3d
-from wanjax.layers.stack import block_at, grouped, map_blocks, scan_blocks, stack
+from wanjax.layers.stack import Through, block_at, grouped, map_blocks, scan_blocks, stack, through_all, trunk_of
 from wanjax.models.wan.config import ControlTransformerConfig
 from wanjax.models.wan.transformer import (
     Block,
@@ -122,8 +122,10 @@ class WanControlTransformer(nnx.Module):
         context: ControlContext,
         rope: Rope,
         control: Float[Array, "B T H W _C"],
+        *,
+        through: Through = through_all,
     ) -> Float[Array, "B T H W _C"]:
-        """`context` and `rope` come from the methods of these names."""
+        """`context` and `rope` come from the methods of these names; `through` runs the blocks."""
         grid = self.grid(latents)
         x = self.patch_embed(patchify(latents.astype(self.dtype), self.config.patch))  # [B L E]
         control = self.control_embed(patchify(control.astype(self.dtype), self.config.patch))
@@ -148,7 +150,8 @@ class WanControlTransformer(nnx.Module):
             return x, control
 
         groups, contexts = grouped((self.blocks, context.blocks), self.config.control_blocks)
-        x, _ = scan_blocks((self.control_blocks, groups), run_group, (x, control), context.control_blocks, contexts)
+        trunk = trunk_of((self.control_blocks, groups), run_group, context.control_blocks, contexts)
+        x, _ = through(trunk, (x, control))
 
         shift, scale = (time + row for row in jnp.split(self.table[...][None], 2, axis=1))
         x = self.proj_out(modulate(self.norm_out(x), shift, scale).astype(self.dtype))

@@ -22,7 +22,7 @@ from wanjax.layers.norms import layer_norm, rms_norm
 from wanjax.layers.patch import patch_grid, patchify, unpatchify
 from wanjax.layers.placement import with_axes
 from wanjax.layers.rope import Rope, rope_3d
-from wanjax.layers.stack import map_blocks, scan_blocks, stack
+from wanjax.layers.stack import Through, map_blocks, stack, through_all, trunk_of
 from wanjax.models.wan.config import ImageTransformerConfig
 from wanjax.models.wan.transformer import (
     Attention,
@@ -165,15 +165,21 @@ class WanImageTransformer(nnx.Module):
         return rope_3d(grid, self.config.rope_channels)
 
     def __call__(
-        self, latents: Float[Array, "B T H W C"], t: Float[Array, "B"], context: ImageContext, rope: Rope
+        self,
+        latents: Float[Array, "B T H W C"],
+        t: Float[Array, "B"],
+        context: ImageContext,
+        rope: Rope,
+        *,
+        through: Through = through_all,
     ) -> Float[Array, "B T H W _C"]:
-        """`context` and `rope` come from the methods of these names."""
+        """`context` and `rope` come from the methods of these names; `through` runs the blocks."""
         grid = self.grid(latents)
         x = self.patch_embed(patchify(latents.astype(self.dtype), self.config.patch))  # [B L E]
         time = self.time_embed(sinusoid(t, self.config.frequency_dim))[:, None]  # [B 1 E]
         mod = self.time_proj(jax.nn.silu(time)).reshape(-1, 1, 6, self.config.width)
 
-        x = scan_blocks(self.blocks, lambda block, x, context: block(x, context, mod, rope), x, context)
+        x = through(trunk_of(self.blocks, lambda block, x, context: block(x, context, mod, rope), context), x)
 
         shift, scale = (time + row for row in jnp.split(self.table[...][None], 2, axis=1))
         x = self.proj_out(modulate(self.norm_out(x), shift, scale).astype(self.dtype))

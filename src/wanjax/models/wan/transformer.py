@@ -26,7 +26,7 @@ from wanjax.layers.norms import layer_norm, rms_norm
 from wanjax.layers.patch import patch_grid, patchify, unpatchify
 from wanjax.layers.placement import with_axes
 from wanjax.layers.rope import Rope, norm_and_rope, rope_3d
-from wanjax.layers.stack import map_blocks, scan_blocks, stack
+from wanjax.layers.stack import Through, map_blocks, stack, through_all, trunk_of
 from wanjax.models.wan.config import TransformerConfig
 from wanjax.sharding import constrain, spread
 
@@ -172,8 +172,9 @@ class WanTransformer(nnx.Module):
         rope: Rope,
         *,
         clean_frames: int = 0,
+        through: Through = through_all,
     ) -> Float[Array, "B T H W _C"]:
-        """`context` and `rope` come from the methods of these names.
+        """`context` and `rope` come from the methods of these names; `through` runs the blocks.
 
         The first `clean_frames` latent frames hold no noise: their tokens are at timestep 0, whatever t is.
         """
@@ -185,7 +186,7 @@ class WanTransformer(nnx.Module):
         time = time.reshape(*timesteps.shape, self.config.width)  # [B 1 E], or [B 2 E] of two timesteps
         mod = self.time_proj(jax.nn.silu(time)).reshape(*timesteps.shape, 6, self.config.width)
 
-        x = scan_blocks(self.blocks, lambda block, x, context: block(x, context, mod, rope, clean), x, context)
+        x = through(trunk_of(self.blocks, lambda block, x, context: block(x, context, mod, rope, clean), context), x)
 
         shift, scale = (time + row for row in jnp.split(self.table[...][None], 2, axis=1))
         x = self.proj_out(modulate(self.norm_out(x), shift, scale, clean).astype(self.dtype))

@@ -19,6 +19,7 @@ from wanjax.pipelines.cogvideox.networks import NETWORKS
 from wanjax.pipelines.cogvideox.programs import CogVideoXDenoiser, Shared
 from wanjax.pipelines.guidance import grouping
 from wanjax.pipelines.sampler import Inputs
+from wanjax.pipelines.step_cache import StepCache
 from wanjax.schedulers import Scheduler
 
 TOKENS = ("batch", "length", "embed")
@@ -36,7 +37,7 @@ def context(blueprint: Blueprint, **video: Any) -> Lowering:
     return blueprint.lowering(programs.make_context, graphdef, *arguments)
 
 
-def step(blueprint: Blueprint, *, scheduler: Scheduler, **video: Any) -> Lowering:
+def step(blueprint: Blueprint, *, scheduler: Scheduler, cache: StepCache, reuses: bool, **video: Any) -> Lowering:
     """Lowers a step of the sampler."""
     graphdef, arguments, image, batch = _context(blueprint, **video)
     contexts, positions = jax.eval_shape(programs.make_context.traceable(blueprint.partitioner, graphdef), *arguments)
@@ -45,7 +46,8 @@ def step(blueprint: Blueprint, *, scheduler: Scheduler, **video: Any) -> Lowerin
     added = jax.tree.map(lambda a: blueprint.array(a.shape, a.dtype, TOKENS), positions.added)
     x, weights, _ = arguments
     inputs = Inputs(weights, contexts, Shared(Positions(rope, added), image), batch)
-    return blueprint.step(CogVideoXDenoiser(graphdef, scheduler), scheduler.schedule(2), x, inputs)
+    denoiser = CogVideoXDenoiser(graphdef, scheduler, cache=cache)
+    return blueprint.step(denoiser, scheduler.schedule(2), x, inputs, reuses=reuses)
 
 
 def _context(

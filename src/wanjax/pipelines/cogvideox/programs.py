@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from wanjax.compilation import program
 from wanjax.kernels.compiler_options import scanned
+from wanjax.layers.stack import Through, through_all
 from wanjax.models.cogvideox.positions import Positions
 from wanjax.pipelines.sampler import Denoiser
 
@@ -28,11 +29,17 @@ class CogVideoXDenoiser(Denoiser):
     """CogVideoX's transformer; predicts v of latents."""
 
     def predict(
-        self, network: Any, x: Latents, t: Float[Array, "B"], prompt: Any, shared: Shared, carry: Any
-    ) -> tuple[Latents, Any]:
+        self,
+        network: Any,
+        x: Latents,
+        t: Float[Array, "B"],
+        prompt: Any,
+        shared: Shared,
+        through: Through = through_all,
+    ) -> Latents:
         if shared.image is not None:
             x = jnp.concatenate([x, first_frame(shared.image, x)], axis=-1)
-        return network(x, t, prompt, shared.positions), carry
+        return network(x, t, prompt, shared.positions, through=through)
 
 
 def first_frame(image: Float[Array, "_B 1 H W _C"], x: Latents) -> Float[Array, "B T H W _C"]:

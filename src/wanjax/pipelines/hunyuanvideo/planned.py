@@ -22,6 +22,7 @@ from wanjax.pipelines.hunyuanvideo.networks import NETWORKS
 from wanjax.pipelines.hunyuanvideo.programs import HunyuanVideoDenoiser, Shared
 from wanjax.pipelines.hunyuanvideo.text import GLYPH_LENGTH, TEMPLATE_TOKENS, TEXT_LENGTH
 from wanjax.pipelines.sampler import Inputs
+from wanjax.pipelines.step_cache import StepCache
 from wanjax.schedulers import Scheduler
 
 
@@ -54,7 +55,14 @@ def context(blueprint: Blueprint, **video: Any) -> Lowering:
 
 
 def step(
-    blueprint: Blueprint, *, transformer: TransformerConfig, features: int, scheduler: Scheduler, **video: Any
+    blueprint: Blueprint,
+    *,
+    transformer: TransformerConfig,
+    features: int,
+    scheduler: Scheduler,
+    cache: StepCache,
+    reuses: bool,
+    **video: Any,
 ) -> Lowering:
     """Lowers a step of the sampler."""
     networks = {"transformer": transformer, "features": features}
@@ -65,8 +73,8 @@ def step(
     x, weights, *_ = arguments
     image = blueprint.array((1, 1, *x.shape[2:]), jnp.float32) if features else None
     inputs = Inputs(weights, contexts, Shared(rope, image), batch)
-    denoiser = HunyuanVideoDenoiser(graphdef, scheduler, transformer.meanflow)
-    return blueprint.step(denoiser, scheduler.schedule(2, shift=1.0), x, inputs)
+    denoiser = HunyuanVideoDenoiser(graphdef, scheduler, transformer.meanflow, cache=cache)
+    return blueprint.step(denoiser, scheduler.schedule(2, shift=1.0), x, inputs, reuses=reuses)
 
 
 def _context(

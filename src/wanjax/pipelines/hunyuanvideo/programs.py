@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from wanjax.compilation import program
 from wanjax.kernels.compiler_options import scanned
 from wanjax.layers.rope import Rope
+from wanjax.layers.stack import Through, through_all
 from wanjax.models.hunyuanvideo.transformer import Context
 from wanjax.pipelines.hunyuanvideo.conditioning import Text
 from wanjax.pipelines.hunyuanvideo.text import TEMPLATE_TOKENS
@@ -39,10 +40,16 @@ class HunyuanVideoDenoiser(Denoiser):
         return (*now, schedule.sigmas[1] * TRAIN_STEPS) if self.meanflow else now
 
     def predict(
-        self, network: Any, x: Latents, t: tuple[Float[Array, "B"], ...], prompt: Context, shared: Shared, carry: Any
-    ) -> tuple[Latents, Any]:
+        self,
+        network: Any,
+        x: Latents,
+        t: tuple[Float[Array, "B"], ...],
+        prompt: Context,
+        shared: Shared,
+        through: Through = through_all,
+    ) -> Latents:
         now, *following = t
-        return network(beside_condition(x, shared.image), now, prompt, shared.rope, *following), carry
+        return network(beside_condition(x, shared.image), now, prompt, shared.rope, *following, through=through)
 
 
 def beside_condition(x: Latents, image: Float[Array, "1 1 H W C"] | None) -> Float[Array, "B T H W _C"]:

@@ -14,7 +14,7 @@ from wanjax.models.clip import CLIPVisionConfig
 from wanjax.models.t5 import T5Config
 from wanjax.models.wan.config import ControlTransformerConfig, ImageTransformerConfig, TransformerConfig
 from wanjax.models.wan.flops import forward_flops, self_attention_flops
-from wanjax.pipelines.family import Architecture, Forward, Planned, by_chunk, optional
+from wanjax.pipelines.family import Architecture, Forward, Planned, by_chunk, by_step, optional
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.wan import planned
 from wanjax.pipelines.wan.conditioning import TEXT_TO_VIDEO, Task, WanEncoded, task_of
@@ -141,7 +141,7 @@ class WanArchitecture(Architecture):
         }
         denoise = [
             Planned("context", planned.context, video, len(self.denoisers)),
-            Planned("step", planned.step, video | {"scheduler": self.scheduler}, settings.steps),
+            *by_step(planned.step, video | {"scheduler": self.scheduler}, settings),
         ]
         decode = by_chunk("decode", planned.decode_frames, frames, latents[2], self.vae.decoded_at_once(latents[2]))
         return {"encode": encode, "denoise": denoise, "decode": decode}

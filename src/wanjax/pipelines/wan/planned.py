@@ -15,6 +15,7 @@ from wanjax.models.wan.config import ImageTransformerConfig, TransformerConfig, 
 from wanjax.pipelines.blueprint import Blueprint
 from wanjax.pipelines.guidance import grouping
 from wanjax.pipelines.sampler import Inputs
+from wanjax.pipelines.step_cache import StepCache
 from wanjax.pipelines.wan import programs
 from wanjax.pipelines.wan.conditioning import PictureInputs, Task
 from wanjax.pipelines.wan.networks import NETWORKS
@@ -44,7 +45,7 @@ def context(blueprint: Blueprint, **video: Any) -> Lowering:
     return blueprint.lowering(programs.make_context, static, *arguments)
 
 
-def step(blueprint: Blueprint, *, scheduler: Scheduler, **video: Any) -> Lowering:
+def step(blueprint: Blueprint, *, scheduler: Scheduler, cache: StepCache, reuses: bool, **video: Any) -> Lowering:
     """Lowers a step of the sampler."""
     static, arguments, heads, batch = _context(blueprint, **video)
     contexts, rope = jax.eval_shape(programs.make_context.traceable(blueprint.partitioner, static), *arguments)
@@ -56,8 +57,8 @@ def step(blueprint: Blueprint, *, scheduler: Scheduler, **video: Any) -> Lowerin
     contexts = jax.tree.map(keys, contexts)
     rope = jax.tree.map(lambda table: blueprint.array(table.shape, table.dtype, ("length", None)), rope)
     inputs = Inputs(weights, contexts, Shared(rope, pictures), batch)
-    schedule = scheduler.schedule(2, shift=1.0)
-    return blueprint.step(WanDenoiser(graphdef, scheduler, task), schedule, x, inputs)
+    denoiser = WanDenoiser(graphdef, scheduler, task, cache=cache)
+    return blueprint.step(denoiser, scheduler.schedule(2, shift=1.0), x, inputs, reuses=reuses)
 
 
 def _context(

@@ -2,6 +2,7 @@
 """Wan's own programs, beside those of all families, and its part of a denoising step."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from wanjax.compilation import program
 from wanjax.kernels.compiler_options import scanned
 from wanjax.layers.rope import Rope
+from wanjax.layers.stack import Through, through_all
 from wanjax.pipelines.sampler import Denoiser
 from wanjax.pipelines.wan.conditioning import PictureInputs, Task
 
@@ -33,10 +35,16 @@ class WanDenoiser(Denoiser):
     task: Task
 
     def predict(
-        self, network: Any, x: Float[Array, "B T H W C"], t: Float[Array, "B"], prompt: Any, shared: Shared, carry: Any
-    ) -> tuple[Float[Array, "B T H W C"], Any]:
+        self,
+        network: Any,
+        x: Float[Array, "B T H W C"],
+        t: Float[Array, "B"],
+        prompt: Any,
+        shared: Shared,
+        through: Through = through_all,
+    ) -> Float[Array, "B T H W C"]:
         pictures = jax.tree.map(lambda a: jnp.broadcast_to(a, (len(x), *a.shape[1:])), shared.pictures)
-        return self.task.velocity(network, x, t, prompt, shared.rope, pictures), carry
+        return self.task.velocity(partial(network, through=through), x, t, prompt, shared.rope, pictures)
 
 
 def encode_text(encoder: Any, ids: Int[Array, "B S"], mask: Bool[Array, "B S"]) -> Float[Array, "B S E"]:

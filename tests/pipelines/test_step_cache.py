@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Step caches: which steps reuse, what these compute, and the texts that name a cache."""
+
+import json
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import wanjax
+from tests.support.commands import refused, succeeded
+from tests.support.commands import wanjax as run
+from tests.support.compare import error
+from tests.support.tiny import (
+    tiny_checkpoint,
+    tiny_cogvideox_checkpoint,
+    tiny_control_checkpoint,
+    tiny_experts_checkpoint,
+    tiny_hunyuan_checkpoint,
+)
+from wanjax.cli.warming import first_steps
+from wanjax.errors import WanjaxError
+from wanjax.layers.stack import block_at
+from wanjax.models.hunyuanvideo.joint import joint_keys
+from wanjax.pipelines.hunyuanvideo.programs import beside_condition
+from wanjax.pipelines.step_cache import NO_CACHE, DeepCache, reused_steps, step_cache
+from wanjax.pipelines.steps import Step
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
+
+CACHE = "deepcache:1,6,3"  # steps 0, 1, 4 and 6 of seven are whole
+WHOLE = {0, 1, 4, 6}
+STEPS = 7
+SMALL = {"size": (32, 32), "frames": 9}
+
+
+def test_which_steps_of_deepcache_are_whole():
+    """The authors' rule, as sets of steps: up to start, every interval-th from there to end, and from end on."""
+    for start, end, interval, steps in ((11, 45, 4, 50), (0, 6, 3, 9), (2, 30, 5, 20)):
+        whole = {*range(start), *range(start, end, interval), *range(end, steps)} & {*range(steps)}
+        cache = DeepCache(start, end, interval)
+        assert {step for step in range(steps) if not cache.reuses(step)} == whole
+        assert reused_steps(cache, steps) == steps - len(whole)
+    assert reused_steps(DeepCache(), 50) == 25
+
+
+@pytest.mark.parametrize(
+    ("text", "cache"),
+    [("none", NO_CACHE), ("deepcache", DeepCache()), ("deepcache:5", DeepCache(5)), (CACHE, DeepCache(1, 6, 3))],
+)
+def test_a_text_names_a_cache(text, cache):
+    assert step_cache(text) == cache
+    assert step_cache(str(cache)) == cache
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("magic", "there is no step cache 'magic': deepcache or none would do"),
+        ("", "there is no step cache ''"),
+        ("none:1", "is not written like none"),
+        ("deepcache:a", r"is not written like deepcache:11,45,4, which has \['start', 'end', 'interval'\]"),
+        ("deepcache:1,2,3,4", "is not written like deepcache:11,45,4"),
+        ("deepcache:5,5,2", "deepcache:5,5,2 keeps nothing to reuse"),
+        ("deepcache:5,9,1", "keeps nothing to reuse"),
+        ("deepcache:-1,9,2", "keeps nothing to reuse"),
+    ],
+)
+def test_other_texts_are_refused(text, told):
+    with pytest.raises(WanjaxError, match=told):
+        step_cache(text)
+
+
+def test_a_cache_that_no_step_would_use_is_refused(tmp_path):
+    pipe = wanjax.load(tiny_checkpoint(tmp_path))
+    with pytest.raises(WanjaxError, match="deepcache:11,45,4 would reuse nothing in 8 steps"):
+        pipe.settings(steps=8, cache="deepcache")
+
+
+def hunyuan_by_hand(pipe: Any, encoded: Any, settings: Any) -> np.ndarray:
+    """Returns HunyuanVideo's latents after a plain loop in float64, which calls its blocks one by one."""
+    model, sigmas = pipe.transformer, np.float64(pipe.scheduler.schedule(STEPS, shift=settings.flow_shift).sigmas)
+    x = np.moveaxis(np.float64(pipe.noise(settings)), 1, -1)
+    grid, kept = model.grid(jnp.float32(x)), {}
+    rope = model.rope(grid)
+
+    def velocity(step: int, text: Any) -> np.ndarray:
+        context = model.context(text.embeds, text.mask, (text.glyphs, text.glyph_mask))
+        t = jnp.float32(1000 * sigmas[step])[None]
+        time, keys = model.time(t), joint_keys(rope, context.mask)
+        if step in WHOLE:
+            streams = model.embed(beside_condition(jnp.float32(x), None), t, context)
+            for index in range(model.config.layers - 1):
+                streams = block_at(model.blocks, index)(streams, time, rope, keys)
+            kept[id(text)] = streams
+        video, _ = model.last_block(kept[id(text)], time, rope, keys)
+        return np.float64(model.head(video, time, grid))
+
+    prompt, negative = encoded.texts
+    for step in range(STEPS):
+        for_prompt, without = velocity(step, prompt), velocity(step, negative)
+        guided = without + settings.guidance_scale * (for_prompt - without)
+        x = x + (sigmas[step + 1] - sigmas[step]) * guided
+    return np.moveaxis(x, -1, 1)
+
+
+def test_deepcache_computes_the_last_block_alone(tmp_path):
+    pipe = wanjax.load(tiny_hunyuan_checkpoint(tmp_path))
+    encoded = pipe.encode('a cat says "hello"', "a dog")
+    settings = pipe.settings(steps=STEPS, seed=3, cache=CACHE)
+    exact = hunyuan_by_hand(pipe, encoded, settings)
+    assert error(np.asarray(pipe.denoise(encoded, steps=STEPS, seed=3, cache=CACHE)), exact) <= 1e-5
+    assert error(np.asarray(pipe.denoise(encoded, steps=STEPS, seed=3)), exact) > 1e-3
+
+
+MODELS = {
+    "wan": tiny_checkpoint,
+    "vace": tiny_control_checkpoint,
+    "cogvideox": tiny_cogvideox_checkpoint,
+    "hunyuanvideo": tiny_hunyuan_checkpoint,
+}
+
+
+def latents_of(pipe: Any, encoded: Any, cache: str, **settings: Any) -> list[np.ndarray]:
+    """Returns the latents after each step."""
+    found: list[np.ndarray] = []
+
+    def callback(step: Step) -> None:
+        found.append(np.asarray(step.latents))
+
+    pipe.denoise(encoded, **SMALL, steps=STEPS, seed=3, cache=cache, callback=callback, **settings)
+    return found
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_whole_steps_are_those_without_a_cache(model, tmp_path):
+    """The step after the first two reuses what the second kept, and leaves the path of a run without a cache."""
+    pipe = wanjax.load(MODELS[model](tmp_path))
+    encoded = pipe.encode("a red circle")
+    plain, cached = (latents_of(pipe, encoded, cache) for cache in ("none", CACHE))
+    differences = [error(got, wanted.astype(np.float64)) for got, wanted in zip(cached, plain, strict=True)]
+    assert max(differences[:2]) <= 1e-6
+    assert min(differences[2:]) > 1e-5
+
+
+def test_a_second_expert_begins_with_a_whole_step(tmp_path):
+    """A cache by whose rule the second expert's first step would reuse computes it as one that leaves it alone does."""
+    pipe = wanjax.load(tiny_experts_checkpoint(tmp_path))
+    encoded = pipe.encode("a red circle")
+    settings = pipe.settings(steps=STEPS, guidance_scale_2=2.0)
+    schedule = pipe.scheduler.schedule(STEPS, shift=settings.flow_shift, sigmas=settings.sigmas)
+    start = pipe.segments(schedule, settings)[1].start
+    assert DeepCache(start - 1, start + 1, 2).reuses(start)
+    first, other = (
+        latents_of(pipe, encoded, cache, guidance_scale_2=2.0)
+        for cache in (f"deepcache:{start - 1},{start + 1},2", f"deepcache:{start + 1},{start + 3},2")
+    )
+    np.testing.assert_array_equal(first[start], other[start])
+    assert error(first[start + 2], other[start + 2].astype(np.float64)) > 1e-5
+
+
+def test_eight_devices_agree_with_one(tmp_path):
+    folder = tiny_hunyuan_checkpoint(tmp_path)
+    alone, together = (wanjax.load(folder, mesh=mesh) for mesh in (None, "dp=2,sp=2,tp=2"))
+    encoded = alone.encode("a red circle")
+    one, eight = (np.asarray(x.denoise(encoded, steps=STEPS, seed=3, cache=CACHE)) for x in (alone, together))
+    assert error(eight, one.astype(np.float64)) <= 1e-5
+
+
+@pytest.mark.parametrize(("cache", "steps", "first"), [("none", 50, 2), ("deepcache", 50, 16), (CACHE, 7, 6)])
+def test_a_warm_up_takes_steps_of_every_kind(tmp_path, cache, steps, first):
+    pipe = wanjax.load(tiny_checkpoint(tmp_path))
+    assert first_steps(pipe.settings(steps=steps, cache=cache)) == first
+
+
+def test_the_command_line_tells_of_a_cache(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = str(tiny_checkpoint(tmp_path / "model"))
+    assert "there is no step cache 'magic'" in refused("a", "--model", folder, "--cache", "magic")
+    assert "would reuse nothing in 2 steps" in refused("a", "--model", folder, "--steps", "2", "--cache", "deepcache")
+    small = ("--size", "32x32", "--frames", "9", "--steps", "4")
+    succeeded(run("a", "--model", folder, *small, "--cache", "deepcache:0,4,2", "-o", "video.webp"))
+    assert json.loads(succeeded(run("info", "video.webp", "--json")).stdout)["cache"] == "deepcache:0,4,2"
+
+
+def test_a_plan_prices_steps_that_reuse():
+    told = succeeded(run("plan", "nano", "--chip", "cpu", "--steps", "20", "--cache", "deepcache:2,18,4")).stdout
+    assert "12 of 20 steps reuse what another kept (deepcache:2,18,4)" in told
+    given = ("plan", "nano", "--chip", "cpu", "--steps", "20", "--json")
+    plain = json.loads(succeeded(run(*given)).stdout)
+    cached = json.loads(succeeded(run(*given, "--cache", "deepcache:2,18,4")).stdout)
+    assert cached["step_seconds"] == pytest.approx(plain["step_seconds"], rel=0.2)
+    assert cached["reusing_step_seconds"] < 0.7 * plain["step_seconds"]
+    assert cached["total_seconds"] < plain["total_seconds"]
