@@ -22,6 +22,13 @@ def check_kind(component: str, json: Mapping[str, Any], kind: Mapping[str, tuple
             raise WanjaxError(f"the {component}'s config.json has {entry} {value!r} where {right} is supported")
 
 
+def check_entries(component: str, json: Mapping[str, Any], right: Mapping[str, Any]) -> None:
+    """Raises WanjaxError unless a component's config.json has these entries, with these values."""
+    for entry, value in right.items():
+        if (found := json.get(entry)) != value:
+            raise WanjaxError(f"the {component}'s config.json has {entry} {found!r} where {value!r} is right")
+
+
 def shape_of(specs: Specs, key: str, rank: int) -> tuple[int, ...]:
     """Returns the shape of a tensor that determines a size. Raises WanjaxError unless it is there with this rank."""
     if key not in specs:

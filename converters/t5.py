@@ -4,6 +4,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from wanjax.converters.configs import check_entries
 from wanjax.converters.engine import Rule, linear, norm
 from wanjax.errors import WanjaxError
 from wanjax.models.t5 import T5Config
@@ -17,9 +18,7 @@ def t5_config(json: Mapping[str, Any]) -> T5Config:
     kind = json.get("model_type")
     if kind not in ("t5", "umt5"):
         raise WanjaxError(f"the text encoder's config.json has model_type {kind!r} where 't5' or 'umt5' is right")
-    mlp = json.get("feed_forward_proj")
-    if mlp != "gated-gelu":
-        raise WanjaxError(f"the text encoder's config.json has feed_forward_proj {mlp!r} where 'gated-gelu' is right")
+    check_entries("text encoder", json, {"feed_forward_proj": "gated-gelu"})
     try:
         return T5Config(
             vocab_size=json["vocab_size"],

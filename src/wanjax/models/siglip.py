@@ -12,33 +12,20 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float
 
-from wanjax.kernels.attention import attention
 from wanjax.layers.linear import linear
-from wanjax.layers.mlp import MLP, gelu_tanh
+from wanjax.layers.mlp import gelu_tanh
 from wanjax.layers.norms import layer_norm
 from wanjax.layers.patch import patchify
 from wanjax.layers.placement import with_axes
 from wanjax.layers.stack import scan_blocks, stack
+from wanjax.models.vision import VisionBlock, VisionConfig
 
 
 @dataclass(frozen=True)
-class SiglipVisionConfig:
-    """The sizes of a vision tower."""
-
-    layers: int
-    heads: int
-    width: int
-    mlp_dim: int
-    image_size: int
-    patch: int
-    eps: float
-
-    @property
-    def patches(self) -> int:
-        """The number of whole patches along an edge of an image."""
-        return self.image_size // self.patch
+class SiglipVisionConfig(VisionConfig):
+    """The sizes of the tower."""
 
     @property
     def tokens(self) -> int:
@@ -47,37 +34,6 @@ class SiglipVisionConfig:
 
 
 SIGLIP_SO400M = SiglipVisionConfig(layers=27, heads=16, width=1152, mlp_dim=4304, image_size=384, patch=14, eps=1e-6)
-
-
-class SelfAttention(nnx.Module):
-    """Multi-head attention of every token to every token."""
-
-    def __init__(self, config: SiglipVisionConfig, **kw):
-        self.q = linear(config.width, config.width, ("embed", "heads"), **kw)
-        self.k = linear(config.width, config.width, ("embed", "heads"), **kw)
-        self.v = linear(config.width, config.width, ("embed", "heads"), **kw)
-        self.out = linear(config.width, config.width, ("heads", "embed"), **kw)
-        self.heads = config.heads
-
-    def __call__(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
-        q, k, v = (project(x).reshape(*x.shape[:2], self.heads, -1) for project in (self.q, self.k, self.v))
-        return self.out(attention(q, k, v).reshape(x.shape))
-
-
-class SiglipBlock(nnx.Module):
-    """Self-attention and an MLP, each after a norm and added to a float32 residual."""
-
-    def __init__(self, config: SiglipVisionConfig, **kw):
-        width = config.width
-        self.norm1 = layer_norm(width, config.eps, affine=True, **kw)
-        self.attn = SelfAttention(config, **kw)
-        self.norm2 = layer_norm(width, config.eps, affine=True, **kw)
-        self.mlp = MLP((width, config.mlp_dim, width), ("embed", "mlp", "embed"), gelu_tanh, **kw)
-        self.dtype = kw["dtype"]
-
-    def __call__(self, x: Float32[Array, "B S E"]) -> Float32[Array, "B S E"]:
-        x = x + self.attn(self.norm1(x).astype(self.dtype)).astype(jnp.float32)
-        return x + self.mlp(self.norm2(x).astype(self.dtype)).astype(jnp.float32)
 
 
 class SiglipVision(nnx.Module):
@@ -92,7 +48,7 @@ class SiglipVision(nnx.Module):
         self.patch_embed = linear(3 * config.patch**2, width, (None, "embed"), **kw)
         init = with_axes(nnx.initializers.normal(stddev=width**-0.5), (None, "embed"))
         self.positions = nnx.Param(init(rngs.params(), (config.tokens, width), param_dtype))
-        self.blocks = stack(lambda rngs: SiglipBlock(config, **{**kw, "rngs": rngs}), config.layers, rngs)
+        self.blocks = stack(lambda rngs: VisionBlock(config, gelu_tanh, **{**kw, "rngs": rngs}), config.layers, rngs)
         self.norm = layer_norm(width, config.eps, affine=True, **kw)
         self.config = config
         self.dtype = dtype

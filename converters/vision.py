@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts that the conversion tables of CLIP's and SigLIP's vision towers share: sizes, and the names of a block."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from wanjax.converters.configs import check_entries
+from wanjax.converters.engine import Rule, linear, norm
+from wanjax.errors import WanjaxError
+
+PREFIX = "vision_model."  # newer files lack it
+
+
+def vision_sizes(json: Mapping[str, Any], *, model: str, activation: str) -> dict[str, Any]:
+    """Reads the sizes of a `VisionConfig` from the config.json of a vision tower.
+
+    Raises WanjaxError for another model or activation, or if a size is missing.
+    """
+    check_entries("image encoder", json, {"model_type": model, "hidden_act": activation})
+    try:
+        return {
+            "layers": json["num_hidden_layers"],
+            "heads": json["num_attention_heads"],
+            "width": json["hidden_size"],
+            "mlp_dim": json["intermediate_size"],
+            "image_size": json["image_size"],
+            "patch": json["patch_size"],
+            "eps": json["layer_norm_eps"],
+        }
+    except KeyError as missing:
+        raise WanjaxError(f"the image encoder's config.json has no {missing.args[0]}") from None
+
+
+def block_rules() -> list[Rule]:
+    """Returns the rules for every parameter of the stacked `VisionBlock`s."""
+    layer = "encoder.layers.{i}"
+    return [
+        *norm(f"{layer}.layer_norm1", "blocks.norm1", bias=True),
+        *linear(f"{layer}.self_attn.q_proj", "blocks.attn.q"),
+        *linear(f"{layer}.self_attn.k_proj", "blocks.attn.k"),
+        *linear(f"{layer}.self_attn.v_proj", "blocks.attn.v"),
+        *linear(f"{layer}.self_attn.out_proj", "blocks.attn.out"),
+        *norm(f"{layer}.layer_norm2", "blocks.norm2", bias=True),
+        *linear(f"{layer}.mlp.fc1", "blocks.mlp.up"),
+        *linear(f"{layer}.mlp.fc2", "blocks.mlp.down"),
+    ]
+
+
+def with_prefix(rules: Sequence[Rule]) -> list[Rule]:
+    """Returns rules that read names with the prefix, or without it."""
+    return [replace(rule, source=PREFIX + rule.source, aliases=(rule.source,)) for rule in rules]
+
+
+def either_way(patterns: Sequence[str]) -> list[str]:
+    """Returns patterns of keys with the prefix and without it."""
+    return [prefix + pattern for pattern in patterns for prefix in (PREFIX, "")]
