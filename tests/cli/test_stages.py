@@ -17,14 +17,14 @@ ONE = np.zeros((1, 3, 8), np.float32)
     [
         ({"prompt_embeds": ONE}, "no tensor 'negative_prompt_embeds' among the encoded prompts, only prompt_embeds"),
         ({}, "no tensor 'prompt_embeds' among the encoded prompts, only none at all"),
-        ({"prompt_embeds": ONE[..., 0], "negative_prompt_embeds": ONE}, r"prompt_embeds have the shape \[1, 3\]"),
+        ({"prompt_embeds": ONE[..., 0], "negative_prompt_embeds": ONE}, r"prompt_embeds are float32 \[1, 3\] where"),
         (
             {"prompt_embeds": ONE.astype(np.int32), "negative_prompt_embeds": ONE},
-            "prompt_embeds are int32, where floats",
+            r"prompt_embeds are int32 \[1, 3, 8\] where nano has floats",
         ),
         (
             {"prompt_embeds": ONE, "negative_prompt_embeds": ONE[:, :2]},
-            r"negative_prompt_embeds have the shape \[1, 2, 8\] where nano has \[1, 3, 8\]",
+            r"negative_prompt_embeds are \w+ \[1, 2, 8\] where nano has floats \[1, 3, 8\]",
         ),
     ],
 )

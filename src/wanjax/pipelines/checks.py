@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of the pictures and arrays that a pipeline's stages are given."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from wanjax.errors import WanjaxError, shown
 from wanjax.layers.tiling import Tiling
 from wanjax.pipelines.settings import Settings, dtype_name
 
+Shape = tuple[int | None, ...]  # None for any size
 NOUNS = {
     "image": "an image",
     "last_image": "a last image",
@@ -55,6 +56,40 @@ def check_encoded(encoded: Any, kind: type) -> None:
     """Raises WanjaxError unless this is what `encode` of the same kind of model returns."""
     if not isinstance(encoded, kind):
         raise WanjaxError(f"{shown(encoded)} is given to denoise where the {kind.__name__} of `encode` is right")
+
+
+def check_features(name: str, features: Any, right: tuple[int, ...], model: str) -> None:
+    """Raises WanjaxError unless a prompt's features, a field of `encode`'s output, are floats of the right shape."""
+    if not jnp.issubdtype(features.dtype, jnp.floating) or features.shape != right:
+        raise WanjaxError(
+            f"the {name} are {features.dtype} {list(features.shape)} where {model} has floats {list(right)}: they were "
+            "made with another model"
+        )
+
+
+def check_fields(
+    encoded: Any, names: Sequence[str], shapes: Mapping[str, Shape], *, optional: Sequence[str] = (), purpose: str
+) -> None:
+    """Raises WanjaxError unless these fields of `encode`'s output, which hold pictures, are what a video needs.
+
+    `shapes` has the right shape of each field that the model has a use for; None is any size.
+    """
+    for name in names:
+        array, right = getattr(encoded, name), shapes.get(name)
+        if array is None and right and name not in optional:
+            raise WanjaxError(f"there is no {name}, which {purpose} needs: encode the pictures with the prompt")
+        if array is not None and not right:
+            raise WanjaxError(f"{name} is given, which {purpose} has no use for: encode the prompt alone")
+        if array is not None and right and not _fits(array.shape, right):
+            wanted = ", ".join("any" if n is None else str(n) for n in right)
+            raise WanjaxError(
+                f"the {name} has the shape {list(array.shape)} where this video needs [{wanted}]: encode again, with "
+                "the size and the frames of the video"
+            )
+
+
+def _fits(shape: tuple[int, ...], right: Shape) -> bool:
+    return len(shape) == len(right) and all(b in (a, None) for a, b in zip(shape, right, strict=True))
 
 
 def check_frames(frames: Any) -> None:

@@ -13,7 +13,7 @@ from wanjax.compilation import keeps_programs
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures, fit
-from wanjax.pipelines.checks import check_taken
+from wanjax.pipelines.checks import check_features, check_fields, check_taken
 from wanjax.pipelines.cogvideox.architecture import CogVideoXArchitecture
 from wanjax.pipelines.cogvideox.conditioning import POSTERIORS, CogVideoXEncoded, drawn, led
 from wanjax.pipelines.cogvideox.programs import CogVideoXDenoiser, Shared, encode_prompts, make_context
@@ -97,23 +97,10 @@ class CogVideoXPipeline(Pipeline):
         config = self.architecture.transformer
         right = (len(encoded.prompt_embeds), config.text_length, config.text_width)
         for name in ("prompt_embeds", "negative_prompt_embeds"):
-            embeds = getattr(encoded, name)
-            if not jnp.issubdtype(embeds.dtype, jnp.floating) or embeds.shape[1:] != right[1:]:
-                raise WanjaxError(
-                    f"the {name} are {embeds.dtype} {list(embeds.shape)} where {settings.model} has floats "
-                    f"{list(right)}: they were made with another model"
-                )
-        shapes = self.architecture.latent_fields(settings)
-        for name in CogVideoXEncoded._fields[2:]:
-            array, right = getattr(encoded, name), shapes.get(name)
-            if array is None and name == "image_latents" and right:
-                raise WanjaxError(f"there is no {name}, which {settings.model} needs: encode the picture too")
-            if array is not None and array.shape[1:] != right:
-                needed = f"[1, {', '.join(map(str, right))}]" if right else "none"
-                raise WanjaxError(
-                    f"the {name} have the shape {list(array.shape)} where this video needs {needed}: encode again, "
-                    "with the size and the frames of the video"
-                )
+            check_features(name, getattr(encoded, name), right, settings.model)
+        shapes = {name: (None, *shape) for name, shape in self.architecture.latent_fields(settings).items()}
+        optional = [name for name in shapes if name != "image_latents"]
+        check_fields(encoded, encoded._fields[2:], shapes, optional=optional, purpose=self.architecture.purpose)
 
     def draws(self, settings: Settings, references: int = 0, videos: int = 1) -> Mapping[str, tuple[int, ...]]:
         shapes = dict(super().draws(settings, references, videos))

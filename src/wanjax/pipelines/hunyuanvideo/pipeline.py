@@ -12,7 +12,7 @@ from wanjax.compilation import keeps_programs
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import PictureOfAnySize, Pictures
-from wanjax.pipelines.checks import check_taken
+from wanjax.pipelines.checks import check_features, check_fields, check_taken
 from wanjax.pipelines.frames import Latents
 from wanjax.pipelines.guidance import group, grouping
 from wanjax.pipelines.hunyuanvideo.architecture import HunyuanVideoArchitecture
@@ -104,26 +104,13 @@ class HunyuanVideoPipeline(Pipeline):
     def check_encoded(self, encoded: HunyuanVideoEncoded, settings: Settings) -> None:
         config, videos = self.architecture.transformer, len(encoded.prompt_embeds)
         for name, width in zip(encoded._fields[:8:2], (config.text_width, config.glyph_width) * 2, strict=True):
-            embeds, mask = getattr(encoded, name), getattr(encoded, self._mask_of(name))
-            right = (videos, embeds.shape[1] if embeds.ndim == 3 else "S", width)
-            if not jnp.issubdtype(embeds.dtype, jnp.floating) or embeds.shape != right:
-                raise WanjaxError(
-                    f"the {name} are {embeds.dtype} {list(embeds.shape)} where {settings.model} has floats "
-                    f"[{', '.join(map(str, right))}]: they were made with another model"
-                )
-            if mask.shape != embeds.shape[:2]:
-                raise WanjaxError(f"the mask of the {name} is {list(mask.shape)} where {list(right[:2])} is right")
+            features, mask = getattr(encoded, name), getattr(encoded, self._mask_of(name))
+            check_features(name, features, (videos, *features.shape[1:2], width), settings.model)
+            if mask.shape != features.shape[:2]:
+                right = list(features.shape[:2])
+                raise WanjaxError(f"the mask of the {name} is {list(mask.shape)} where {right} is right")
         shapes = self.architecture.picture_shapes(settings)
-        for name in encoded._fields[8:]:
-            array, needed = getattr(encoded, name), shapes.get(name)
-            if array is None and needed:
-                raise WanjaxError(f"there is no {name}, which {settings.model} needs: encode the picture too")
-            if array is not None and not (needed and _fits(array.shape, needed)):
-                told = f"[{', '.join('any' if n is None else str(n) for n in needed)}]" if needed else "none"
-                raise WanjaxError(
-                    f"the {name} have the shape {list(array.shape)} where this video needs {told}: encode again, "
-                    "with the size of the video"
-                )
+        check_fields(encoded, encoded._fields[8:], shapes, purpose=self.architecture.purpose)
 
     @staticmethod
     def _mask_of(name: str) -> str:
@@ -148,8 +135,3 @@ class HunyuanVideoPipeline(Pipeline):
         contexts, rope = self.compiled(make_context)(graphdef, x, weights, texts, seen)
         denoiser = HunyuanVideoDenoiser(graphdef, self.scheduler, self.architecture.transformer.meanflow)
         return denoiser, Inputs(weights, contexts, Shared(rope, latents), groups[1] * len(x))
-
-
-def _fits(shape: tuple[int, ...], right: tuple[int | None, ...]) -> bool:
-    """Tells whether a shape is right; None is any size."""
-    return len(shape) == len(right) and all(b in (a, None) for a, b in zip(shape, right, strict=True))

@@ -19,13 +19,12 @@ from wanjax.errors import WanjaxError
 from wanjax.layers.rope import Rope
 from wanjax.media.pictures import Picture, PictureOfAnySize, Pictures, fit
 from wanjax.models.wan.config import ControlTransformerConfig, ImageTransformerConfig, TransformerConfig, VAEConfig
-from wanjax.pipelines.checks import check_taken
+from wanjax.pipelines.checks import Shape, check_fields, check_taken
 from wanjax.pipelines.settings import Settings
 
 GREY = np.float32(0.5)  # 0 for pixels in [-1, 1]: the colour of unknown frames
 Video = Float[Array, "B T H W C"]
 Velocity = Float[Array, "B T H W _C"]  # for the latents' channels, without those of a condition
-Shape = tuple[int | None, ...]  # None for any size
 
 
 class WanEncoded(NamedTuple):
@@ -82,23 +81,8 @@ class Task(ABC):
 
     def check(self, encoded: WanEncoded, latents: tuple[int, ...], config: TransformerConfig) -> None:
         """Raises WanjaxError unless the encoded pictures fit the task and latents of the shape [1 C T H W]."""
-        shapes = self.shapes(latents, config)
-        for name, right in shapes.items():
-            array = getattr(encoded, name)
-            if array is None and name in self.optional:
-                continue
-            if array is None:
-                raise WanjaxError(f"there is no {name}, which {self.name} needs: encode the pictures with the prompt")
-            fits = [n in (size, None) for size, n in zip(array.shape, right, strict=False)]
-            if array.ndim != len(right) or not all(fits):
-                wanted = ", ".join("any" if n is None else str(n) for n in right)
-                raise WanjaxError(
-                    f"the {name} has the shape {list(array.shape)} where this video needs [{wanted}]: encode again, "
-                    "with the size and the frames of the video"
-                )
-        for name in ("condition", "image_embeds", "video_latents"):
-            if getattr(encoded, name) is not None and name not in shapes:
-                raise WanjaxError(f"there is a {name}, which {self.name} has no use for: encode the prompt alone")
+        names = ("condition", "image_embeds", "video_latents")
+        check_fields(encoded, names, self.shapes(latents, config), optional=self.optional, purpose=self.name)
 
     def shapes(self, latents: tuple[int, ...], config: TransformerConfig) -> Mapping[str, Shape]:
         """Returns the fields of `WanEncoded` that hold pictures, by their shapes for latents [1 C T H W]."""

@@ -15,6 +15,7 @@ from wanjax.compilation import keeps_programs
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import PictureOfAnySize, Pictures
+from wanjax.pipelines.checks import check_features
 from wanjax.pipelines.frames import Latents
 from wanjax.pipelines.guidance import group, grouping
 from wanjax.pipelines.keywords import GivenSettings, spelled_out
@@ -109,15 +110,8 @@ class WanPipeline(Pipeline):
     def check_encoded(self, encoded: WanEncoded, settings: Settings) -> None:
         config = self.architecture.transformer
         for name in ("prompt_embeds", "negative_prompt_embeds"):
-            embeds = getattr(encoded, name)
-            if not jnp.issubdtype(embeds.dtype, jnp.floating):
-                raise WanjaxError(f"the {name} are {embeds.dtype}, where floats are right: encode again")
-            videos, length = encoded.prompt_embeds.shape[:2]
-            if embeds.shape != (videos, length, config.text_width):
-                raise WanjaxError(
-                    f"the {name} have the shape {list(embeds.shape)} where {settings.model} has "
-                    f"[{videos}, {length}, {config.text_width}]: they were made with another model"
-                )
+            right = (*encoded.prompt_embeds.shape[:2], config.text_width)
+            check_features(name, getattr(encoded, name), right, settings.model)
         self.architecture.task.check(encoded, self.architecture.latent_shape(settings), config)
 
     def references(self, encoded: WanEncoded, settings: Settings) -> int:
