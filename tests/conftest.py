@@ -34,3 +34,12 @@ def _few_memory_maps() -> Iterator[None]:
         compilation._executable.cache_clear()
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture(scope="module")
+def kept_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keeps compiled programs in a folder, so that a module that loads a model again does not compile again."""
+    from tests.support.tiny import compile_cache
+
+    with compile_cache(tmp_path_factory.getbasetemp() / "xla"):
+        yield

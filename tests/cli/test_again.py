@@ -13,12 +13,14 @@ from PIL import Image
 
 import wanjax as library
 from tests.support.commands import refused, succeeded, wanjax
-from tests.support.tiny import compile_cache, tiny_checkpoint, tiny_image_checkpoint
+from tests.support.tiny import tiny_checkpoint, tiny_image_checkpoint
 from wanjax.checkpoints.files import save_safetensors
 from wanjax.cli import records
 from wanjax.media import stage_files
 from wanjax.media.pictures import read_clip
 from wanjax.media.videos import read_metadata, write_video
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
 
 SMALL = ("--size", "32x16", "--frames", "5", "--steps", "2", "--dtype", "float32")
 FRAMES = np.zeros((1, 16, 32, 3), np.uint8)
@@ -32,12 +34,6 @@ def text(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def image(tmp_path_factory) -> str:
     return str(tiny_image_checkpoint(tmp_path_factory.mktemp("image")))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compile_cache(tmp_path_factory):
-    with compile_cache(tmp_path_factory.getbasetemp() / "xla"):
-        yield
 
 
 @pytest.fixture(autouse=True)

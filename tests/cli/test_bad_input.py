@@ -16,10 +16,12 @@ from click.testing import CliRunner
 
 from tests.support.commands import refused
 from tests.support.harm import WEIGHTS, corrupt, rewrite, truncated, with_other_keys, without_a_shard
-from tests.support.tiny import compile_cache, tiny_checkpoint
+from tests.support.tiny import tiny_checkpoint
 from wanjax.checkpoints.files import save_safetensors
 from wanjax.cli import main
 from wanjax.media import stage_files
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
 
 SHORT = ("--frames", "5", "--steps", "2", "--dtype", "float32")
 SMALL = ("--size", "32x16", *SHORT)
@@ -28,12 +30,6 @@ SMALL = ("--size", "32x16", *SHORT)
 @pytest.fixture(scope="module")
 def intact(tmp_path_factory) -> Path:
     return tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compile_cache(tmp_path_factory):
-    with compile_cache(tmp_path_factory.getbasetemp() / "xla"):
-        yield
 
 
 @pytest.fixture

@@ -9,11 +9,13 @@ import pytest
 import wanjax as library
 from tests.support.commands import refused, succeeded, wanjax
 from tests.support.compare import error
-from tests.support.tiny import compile_cache, tiny_checkpoint
+from tests.support.tiny import tiny_checkpoint
 from wanjax import registry
 from wanjax.checkpoints.files import load_safetensors
 from wanjax.cli import planning, stages
 from wanjax.media import stage_files
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
 
 SMALL = ("--size", "32x16", "--frames", "5", "--steps", "2", "--dtype", "float32")
 
@@ -21,12 +23,6 @@ SMALL = ("--size", "32x16", "--frames", "5", "--steps", "2", "--dtype", "float32
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
     return str(tiny_checkpoint(tmp_path_factory.mktemp("tiny")))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compile_cache(tmp_path_factory):
-    with compile_cache(tmp_path_factory.getbasetemp() / "xla"):
-        yield
 
 
 @pytest.fixture(autouse=True)

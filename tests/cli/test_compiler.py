@@ -9,10 +9,12 @@ import pytest
 
 import wanjax as library
 from tests.support.commands import refused, succeeded, wanjax
-from tests.support.tiny import compile_cache, tiny_checkpoint
+from tests.support.tiny import tiny_checkpoint
 from wanjax.errors import WanjaxError, WanjaxWarning
 from wanjax.media import stage_files
 from wanjax.pipelines import frames, sampler
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
 
 SMALL = ("--size", "32x16", "--frames", "5", "--steps", "2", "--dtype", "float32")
 FAST = ("--compiler", "fast")
@@ -22,12 +24,6 @@ NOTE = "note: compiled without xla_no_such_option, which the compiler refused: I
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
     return str(tiny_checkpoint(tmp_path_factory.mktemp("tiny")))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compile_cache(tmp_path_factory):
-    with compile_cache(tmp_path_factory.getbasetemp() / "xla"):
-        yield
 
 
 @pytest.fixture(autouse=True)

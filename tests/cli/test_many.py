@@ -13,21 +13,16 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as some
 
-from tests.support.tiny import compile_cache
 from wanjax.cli import main
 from wanjax.cli.many import prompts_of, seeds_of
 from wanjax.errors import WanjaxError
 from wanjax.media.pictures import read_clip
 from wanjax.media.videos import read_metadata
 
+pytestmark = pytest.mark.usefixtures("kept_programs")
+
 PROMPTS = "a red circle moving right\n\n  a blue square moving left  \n"
 SMALL = ("--size", "32x32", "--frames", "5", "--steps", "2")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compile_cache(tmp_path_factory):
-    with compile_cache(tmp_path_factory.getbasetemp() / "xla"):
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -5,15 +5,11 @@ import pytest
 from click.testing import CliRunner
 
 import wanjax
-from tests.support.tiny import compile_cache, tiny_checkpoint
+from tests.support.tiny import tiny_checkpoint
 from wanjax.cli import main
 from wanjax.media.videos import read_metadata
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _compile_cache(tmp_path_factory):
-    with compile_cache(tmp_path_factory.getbasetemp() / "xla"):
-        yield
+pytestmark = pytest.mark.usefixtures("kept_programs")
 
 
 def test_without_guidance_no_devices_repeat_the_work_of_others():

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import files, refused, succeeded, wanjax
-from tests.support.tiny import compile_cache, tiny_checkpoint
+from tests.support.tiny import tiny_checkpoint
 from wanjax.cli import names
 from wanjax.media import stage_files
 from wanjax.media.videos import read_metadata
 from wanjax.pipelines.wan.pipeline import WanPipeline
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
 
 SMALL = ("--size", "32x16", "--frames", "5", "--steps", "2", "--dtype", "float32")
 NAME = r"a-red-circle-moving-right-7-\d{8}-\d{6}(-\d)?"
@@ -22,12 +24,6 @@ NAME = r"a-red-circle-moving-right-7-\d{8}-\d{6}(-\d)?"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
     return str(tiny_checkpoint(tmp_path_factory.mktemp("tiny")))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compile_cache(tmp_path_factory):
-    with compile_cache(tmp_path_factory.getbasetemp() / "xla"):
-        yield
 
 
 @pytest.fixture(autouse=True)

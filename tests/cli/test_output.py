@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import refused, succeeded, wanjax
-from tests.support.tiny import compile_cache, tiny_checkpoint
+from tests.support.tiny import tiny_checkpoint
 from wanjax.media import stage_files
 from wanjax.media.videos import read_metadata
 from wanjax.pipelines.wan.pipeline import WanPipeline
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
 
 SMALL = ("--size", "32x16", "--frames", "5", "--steps", "2", "--dtype", "float32")
 
@@ -19,12 +21,6 @@ SMALL = ("--size", "32x16", "--frames", "5", "--steps", "2", "--dtype", "float32
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
     return str(tiny_checkpoint(tmp_path_factory.mktemp("tiny")))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compile_cache(tmp_path_factory):
-    with compile_cache(tmp_path_factory.getbasetemp() / "xla"):
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -12,10 +12,12 @@ import pytest
 from PIL import Image
 
 from tests.support.commands import files, succeeded, wanjax
-from tests.support.tiny import compile_cache, tiny_checkpoint, tiny_image_checkpoint
+from tests.support.tiny import tiny_checkpoint, tiny_image_checkpoint
 from wanjax.checkpoints.files import save_safetensors
 from wanjax.media import stage_files
 from wanjax.media.videos import read_metadata
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
 
 SMALL = ("--size", "32x32", "--frames", "5", "--steps", "1")
 KIND = jax.devices()[0].device_kind
@@ -30,12 +32,6 @@ def text(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def image(tmp_path_factory) -> Path:
     return tiny_image_checkpoint(tmp_path_factory.mktemp("image"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compile_cache(tmp_path_factory):
-    with compile_cache(tmp_path_factory.getbasetemp() / "xla"):
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -24,8 +24,9 @@ from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
 import wanjax
 from tests.parity.references import BAR, largest_error, psnr, randomise
-from tests.support.tiny import compile_cache
 from tests.support.toy_tokenizer import save_tokenizer
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
 
 PROMPT, NEGATIVE = "a red circle moving right", "a blue cat"
 HEIGHT, WIDTH, STEPS, GUIDANCE, CHANNELS = 32, 48, 6, 6.0, 4
@@ -50,12 +51,6 @@ SCHEDULE = {
     "rescale_betas_zero_snr": True, "timestep_spacing": "trailing", "clip_sample": False,
 }  # fmt: skip
 SOLVERS = {"ddim": CogVideoXDDIMScheduler, "dpm": CogVideoXDPMScheduler}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compile_cache(tmp_path_factory):
-    with compile_cache(tmp_path_factory.getbasetemp() / "xla"):
-        yield
 
 
 def networks(name: str) -> dict[str, torch.nn.Module]:

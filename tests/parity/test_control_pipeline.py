@@ -22,19 +22,14 @@ from tests.parity.references import (
     relative_l2,
     small_parts,
 )
-from tests.support.tiny import compile_cache
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
 
 HEIGHT, WIDTH, FRAMES, STEPS, GUIDANCE = 32, 48, 9, 3, 5.0
 RANDOM = np.random.default_rng(0)
 CLIP = RANDOM.integers(0, 256, (FRAMES, HEIGHT, WIDTH, 3), dtype=np.uint8)
 MASK = RANDOM.choice(np.array([0, 100, 200, 255], np.uint8), (FRAMES, HEIGHT, WIDTH, 1)).repeat(3, axis=-1)
 REFERENCES = [RANDOM.integers(0, 256, (*size, 3), dtype=np.uint8) for size in ((64, 40), (16, 56))]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compile_cache(tmp_path_factory):
-    with compile_cache(tmp_path_factory.getbasetemp() / "xla"):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -25,9 +25,10 @@ from transformers import ByT5Tokenizer as ReferenceByT5
 import wanjax
 from tests.parity.encoder_references import qwen_reference, siglip_reference
 from tests.parity.references import BAR, largest_error, psnr, randomise, relative_l2, t5_reference
-from tests.support.tiny import compile_cache
 from tests.support.toy_chat_tokenizer import save_chat_tokenizer
 from wanjax.pipelines.hunyuanvideo.conditioning import LENGTHS, size_of, sizes_like
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
 
 PROMPT, NEGATIVE, QUOTED = "a cat plays the piano", "a blue dog", 'a sign that says "hello" and “你好”'
 HEIGHT, WIDTH, FRAMES, STEPS, GUIDANCE, SHIFT, CHANNELS = 32, 48, 5, 3, 6.0, 5.0, 4
@@ -37,12 +38,6 @@ TRANSFORMER = {
     "num_layers": 3, "num_refiner_layers": 2, "mlp_ratio": 2.0, "text_embed_dim": 96, "text_embed_2_dim": 64,
     "image_embed_dim": 216, "rope_axes_dim": (8, 12, 12), "target_size": SIDE,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compile_cache(tmp_path_factory):
-    with compile_cache(tmp_path_factory.getbasetemp() / "xla"):
-        yield
 
 
 @torch.no_grad()

@@ -24,7 +24,8 @@ from tests.parity.references import (
     relative_l2,
     small_parts,
 )
-from tests.support.tiny import compile_cache
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
 
 HEIGHT, WIDTH, FRAMES, STEPS, GUIDANCE = 32, 48, 9, 3, 5.0
 KINDS = {  # options of the transformer, by kind
@@ -32,12 +33,6 @@ KINDS = {  # options of the transformer, by kind
     "first and last": {"image_dim": 40, "added_kv_proj_dim": 96, "pos_embed_seq_len": 2 * 17},
     "condition alone": {},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compile_cache(tmp_path_factory):
-    with compile_cache(tmp_path_factory.getbasetemp() / "xla"):
-        yield
 
 
 @pytest.fixture(scope="module", params=KINDS)

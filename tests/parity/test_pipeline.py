@@ -28,10 +28,11 @@ from tests.parity.references import (
     psnr,
     randomise,
 )
-from tests.support.tiny import compile_cache
 from tests.support.toy_tokenizer import save_tokenizer
 from wanjax.checkpoints import networks
 from wanjax.models.wan import transformer
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
 
 HEIGHT, WIDTH, FRAMES, STEPS, GUIDANCE, SHIFT = 32, 48, 9, 8, 5.0, 3.0
 
@@ -41,12 +42,6 @@ OFFICIAL = {  # the levels before the schedulers shift them
     UNIPC: np.linspace(np.float32(0.999), 0, STEPS + 1)[:-1],
     EULER: np.linspace(1, 0, STEPS + 1)[:-1],
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compile_cache(tmp_path_factory):
-    with compile_cache(tmp_path_factory.getbasetemp() / "xla"):
-        yield
 
 
 @pytest.fixture(scope="module")

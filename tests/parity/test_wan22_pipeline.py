@@ -29,10 +29,11 @@ from tests.parity.references import (
     psnr,
     randomise,
 )
-from tests.support.tiny import compile_cache
 from tests.support.toy_tokenizer import save_tokenizer
 from wanjax.pipelines.steps import Switch
 from wanjax.pipelines.wan.pipeline import WanPipeline as Ours
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
 
 HEIGHT, WIDTH, FRAMES, STEPS, SHIFT = 32, 64, 5, 6, 5.0
 STATISTICS = {"z_dim": 4, "latents_mean": [0.1, -0.2, 0.3, 0.0], "latents_std": [1.5, 0.7, 2.0, 1.0]}
@@ -43,12 +44,6 @@ RESIDUAL_VAE = {
 RANDOM = np.random.default_rng(0)
 IMAGE = RANDOM.integers(0, 256, (HEIGHT, WIDTH, 3), dtype=np.uint8)
 VIDEO = RANDOM.integers(0, 256, (FRAMES, HEIGHT, WIDTH, 3), dtype=np.uint8)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compile_cache(tmp_path_factory):
-    with compile_cache(tmp_path_factory.getbasetemp() / "xla"):
-        yield
 
 
 def transformer(seed: int, channels_in: int = 4) -> WanTransformer3DModel:

@@ -14,7 +14,6 @@ import wanjax
 from tests.support.commands import files, refused, succeeded
 from tests.support.commands import wanjax as run
 from tests.support.tiny import (
-    compile_cache,
     tiny_checkpoint,
     tiny_control_checkpoint,
     tiny_image_checkpoint,
@@ -23,6 +22,8 @@ from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.cli import main
 from wanjax.errors import WanjaxError
 from wanjax.media import stage_files, videos
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
 
 MODELS = {
     "text": tiny_checkpoint,
@@ -35,12 +36,6 @@ MODELS = {
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, str]:
     return {name: str(make(tmp_path_factory.mktemp(name))) for name, make in MODELS.items()}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compile_cache(tmp_path_factory):
-    with compile_cache(tmp_path_factory.getbasetemp() / "xla"):
-        yield
 
 
 @pytest.fixture(autouse=True)
@@ -165,7 +160,7 @@ def test_stages_that_do_not_fit(models):
         "denoise", "--height", "16"
     )
     assert "needs [1, 8, 3, 4, 4]: encode again, with the size and the frames" in refused("denoise", "--frames", "9")
-    assert "there is a condition, which text to video has no use for" in refused("denoise", "--model", models["text"])
+    assert "condition is given, which text to video has no use for" in refused("denoise", "--model", models["text"])
     assert "there is no" not in refused("denoise", "--model", models["last"])  # the features are of one image, not two
     succeeded(run("encode", "a", "--model", models["text"], "--size", "32x32", "--frames", "5"))
     assert "there is no condition, which image to video needs" in refused("denoise", "--model", models["image"])

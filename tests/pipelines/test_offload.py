@@ -10,19 +10,15 @@ import pytest
 from flax import nnx
 
 import wanjax
-from tests.support.tiny import compile_cache, tiny_checkpoint, tiny_experts_checkpoint, tiny_image_checkpoint
+from tests.support.tiny import tiny_checkpoint, tiny_experts_checkpoint, tiny_image_checkpoint
 from wanjax.layers.placement import bytes_by_device
 from wanjax.pipelines import components
 from wanjax.pipelines.components import Components
 
+pytestmark = pytest.mark.usefixtures("kept_programs")
+
 SMALL = {"size": (32, 32), "frames": 5, "steps": 2}
 NETWORKS = ("text_encoder", "image_encoder", "transformer", "transformer_2", "vae")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compile_cache(tmp_path_factory):
-    with compile_cache(tmp_path_factory.getbasetemp() / "xla"):
-        yield
 
 
 @pytest.fixture(scope="module")

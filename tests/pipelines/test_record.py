@@ -11,13 +11,15 @@ import pytest
 from PIL import Image
 
 import wanjax
-from tests.support.tiny import compile_cache, tiny_checkpoint, tiny_control_checkpoint
+from tests.support.tiny import tiny_checkpoint, tiny_control_checkpoint
 from wanjax.checkpoints.files import save_safetensors
 from wanjax.converters.lora import Lora
 from wanjax.layers.tiling import Tiling
 from wanjax.media.videos import read_metadata
 from wanjax.pipelines.record import described
 from wanjax.schedulers import UniPC
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
 
 SMALL = {"size": (32, 32), "frames": 5, "steps": 1}
 PLAIN = {"scheduler": "unipc", "devices": f"1 x {jax.devices()[0].device_kind}", "version": version("wanjax")}
@@ -26,12 +28,6 @@ PLAIN = {"scheduler": "unipc", "devices": f"1 x {jax.devices()[0].device_kind}",
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compile_cache(tmp_path_factory):
-    with compile_cache(tmp_path_factory.getbasetemp() / "xla"):
-        yield
 
 
 def extras(video) -> dict:

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 
 import wanjax
-from tests.support.tiny import compile_cache, tiny_checkpoint
+from tests.support.tiny import tiny_checkpoint
 from wanjax.errors import WanjaxError
 from wanjax.media.videos import read_metadata
 from wanjax.pipelines.settings import dtype_name
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
 
 SMALL = {"size": (16, 32), "frames": 5, "steps": 2}
 BFLOAT16 = ["bfloat16", jnp.bfloat16, ml_dtypes.bfloat16, np.dtype(ml_dtypes.bfloat16)]
@@ -32,12 +34,6 @@ OTHERS = [
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
     return str(tiny_checkpoint(tmp_path_factory.mktemp("tiny")))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compile_cache(tmp_path_factory):
-    with compile_cache(tmp_path_factory.getbasetemp() / "xla"):
-        yield
 
 
 @pytest.fixture(scope="module")
