@@ -4,11 +4,11 @@
 Files for ComfyUI prefix every name, and may hold several components.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from wanjax.checkpoints.files import Reader
-from wanjax.checkpoints.layouts import Component
+from wanjax.checkpoints.layouts import TRANSFORMER_PREFIXES, VAE_PREFIXES, Component, held
 from wanjax.converters.readers import Descaled, Flattened, Names, Renamed, Unfused
 from wanjax.converters.wan import original
 from wanjax.errors import WanjaxError
@@ -20,29 +20,17 @@ TELLING = {  # tensors that only this component has: the authors' name, and that
     "image_encoder": ("visual.pos_embedding", "vision_model.embeddings.position_embedding.weight"),
 }
 PREFIXES = {
-    "transformer": ("", "model.diffusion_model.", "diffusion_model.", "model.", "transformer."),
-    "vae": ("", "vae.", "first_stage_model."),
+    "transformer": TRANSFORMER_PREFIXES,
+    "vae": VAE_PREFIXES,
     "text_encoder": ("", "text_encoders.umt5xxl.transformer."),
     "image_encoder": ("",),
 }
 TOKENIZERS = ("spiece_model",)  # stored with the weights of text encoders
 
 
-def prefixes(keys: Sequence[str]) -> dict[str, str]:
-    """Returns the components in a file with these keys, each with the prefix of its names."""
-    found, present = {}, set(keys)
-    for component, telling in TELLING.items():
-        for prefix in PREFIXES[component]:
-            if any(prefix + name in present for name in telling):
-                found[component] = prefix
-                break
-    return found
-
-
 def components(reader: Reader) -> dict[str, Component]:
     """Returns the components that a file holds. Raises WanjaxError if one of them is incomplete or not Wan's."""
-    found = prefixes(tuple(reader.keys()))
-    return {name: component(name, _without(reader, prefix, found)) for name, prefix in found.items()}
+    return {name: component(name, part) for name, part in held(reader, TELLING, PREFIXES).items()}
 
 
 def component(name: str, reader: Reader, given: Mapping[str, Any] | None = None) -> Component:
@@ -68,17 +56,6 @@ def component(name: str, reader: Reader, given: Mapping[str, Any] | None = None)
             reader, names = _vision(reader) if authors else reader, original.IMAGE_ENCODER
             json = original.image_encoder_json(_theirs(reader, names, authors))
     return Component(json, Renamed(reader, lambda key: names.ours(key) or key) if authors else reader)
-
-
-def _without(reader: Reader, prefix: str, found: Mapping[str, str]) -> Reader:
-    """Returns the tensors with a prefix; if it is empty, those that belong to no other component."""
-    others = tuple(other for other in found.values() if other and other != prefix)
-
-    def rename(key: str) -> str | None:
-        mine = key.startswith(prefix) and not (prefix == "" and key.startswith(others))
-        return key.removeprefix(prefix) if mine else None
-
-    return Renamed(reader, rename)
 
 
 def _theirs(reader: Reader, names: Names, authors: bool) -> dict[str, Any]:

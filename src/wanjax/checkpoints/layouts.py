@@ -5,13 +5,19 @@ A component that such a checkpoint lacks comes from the diffusers repository of 
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from wanjax.checkpoints.files import Reader
 from wanjax.checkpoints.sources import DiffusersSource, Source, Weights
+from wanjax.converters.readers import Renamed
 from wanjax.errors import WanjaxError
+
+TRANSFORMER_PREFIXES = ("", "model.diffusion_model.", "diffusion_model.", "model.", "transformer.")
+VAE_PREFIXES = ("", "vae.", "first_stage_model.")
+"""Prefixes of names in single files, such as those for ComfyUI."""
 
 
 class Component(NamedTuple):
@@ -35,8 +41,8 @@ class RecognisedSource(Source):
 
     @property
     @abstractmethod
-    def scheduler(self) -> dict[str, Any]:
-        """The scheduler_config.json of the same model."""
+    def configs(self) -> Mapping[str, dict[str, Any]]:
+        """The configs of components that are no more than a config, such as the scheduler's."""
 
     @property
     def origin(self) -> str:
@@ -56,8 +62,8 @@ class RecognisedSource(Source):
         return self._published
 
     def config(self, component: str) -> dict[str, Any]:
-        if component == "scheduler":
-            return self.scheduler
+        if component in self.configs:
+            return self.configs[component]
         found = self.component(component)
         return self._lender(component).config(component) if found is None else found.json
 
@@ -66,5 +72,32 @@ class RecognisedSource(Source):
         return self._lender(component).weights(component) if found is None else found.weights
 
     def files(self, component: str) -> Sequence[Path]:
-        own = component == "scheduler" or self.component(component) is not None
+        own = component in self.configs or self.component(component) is not None
         return [] if own else self._lender(component).files(component)
+
+
+def held(
+    reader: Reader, telling: Mapping[str, Sequence[str]], prefixes: Mapping[str, Sequence[str]]
+) -> dict[str, Reader]:
+    """Returns the components that a file holds, each without the prefix of its names.
+
+    telling: the names of tensors that only this component has; prefixes: those that its names may have in a file.
+    """
+    found, present = {}, set(reader.keys())
+    for component, names in telling.items():
+        for prefix in prefixes[component]:
+            if any(prefix + name in present for name in names):
+                found[component] = prefix
+                break
+    return {name: _without(reader, prefix, found) for name, prefix in found.items()}
+
+
+def _without(reader: Reader, prefix: str, found: Mapping[str, str]) -> Reader:
+    """Returns the tensors with a prefix; if it is empty, those that belong to no other component."""
+    others = tuple(other for other in found.values() if other and other != prefix)
+
+    def rename(key: str) -> str | None:
+        mine = key.startswith(prefix) and not (prefix == "" and key.startswith(others))
+        return key.removeprefix(prefix) if mine else None
+
+    return Renamed(reader, rename)

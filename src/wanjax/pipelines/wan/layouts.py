@@ -59,8 +59,8 @@ class _WanSource(RecognisedSource):
         return _repository(self._transformer, "transformer_2" in self.index)
 
     @property
-    def scheduler(self) -> dict[str, Any]:
-        return _scheduler(self._transformer, "transformer_2" in self.index)
+    def configs(self) -> Mapping[str, dict[str, Any]]:
+        return {"scheduler": _scheduler(self._transformer, "transformer_2" in self.index)}
 
 
 class OriginalSource(_WanSource):
@@ -129,7 +129,7 @@ class FileSource(_WanSource):
     @property
     def lent(self) -> list[str]:
         """The components that the file lacks, which come from the same model's repository."""
-        own = {"scheduler", *self._components}
+        own = {*self.configs, *self._components}
         return [name for name, kind in self.index.items() if isinstance(kind, list) and name not in own]
 
     def component(self, name: str) -> Component | None:
