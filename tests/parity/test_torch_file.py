@@ -68,6 +68,12 @@ def test_a_modules_state_dict_is_a_table(tmp_path):
     assert_read_as_it_is(tmp_path / "module.pth", module.state_dict())
 
 
+def test_the_state_dict_of_a_training_run_is_a_table(tmp_path):
+    tensors = torch.nn.Linear(3, 2).state_dict()
+    torch.save({"epoch": 3, "name": "run", "state_dict": tensors, "loss": [1.5]}, tmp_path / "run.pt")
+    assert_read_as_it_is(tmp_path / "run.pt", tensors)
+
+
 def refusal(path):
     """Returns the error message for the file."""
     with pytest.raises(WanjaxError) as caught:

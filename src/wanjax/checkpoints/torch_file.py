@@ -107,6 +107,8 @@ class _CorruptError(Exception):
 class TorchFile:
     """A `wanjax.checkpoints.files.Reader` of a file by `torch.save`; reads a tensor when asked for it.
 
+    A training run's checkpoint is read as the table that it calls `state_dict`.
+
     Raises WanjaxError that names the file if it is missing, truncated, corrupt, written before torch 1.6, or not a
     table of tensors.
     """
@@ -226,6 +228,8 @@ def _places(archive: _Archive) -> dict[str, _Place]:
     if archive.record("data.pkl")[1] > PICKLE_LIMIT:
         raise _CorruptError(f"its pickle has more than {PICKLE_LIMIT} bytes")
     table = describe(archive.read("data.pkl"))
+    if isinstance(table, dict) and isinstance(inner := table.get("state_dict"), dict):
+        table = inner  # a checkpoint of a training run
     if not isinstance(table, dict) or not all(isinstance(key, str) and key.isprintable() for key in table):
         raise _CorruptError("it is not a table of tensors by name")
     return {key: _place(key, value, archive) for key, value in table.items()}
