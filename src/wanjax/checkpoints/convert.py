@@ -35,6 +35,7 @@ from wanjax.errors import WanjaxError
 
 PARTIAL = ".{}.partial"  # the folder beside the target until it is complete
 NOT_NETWORKS = re.compile(r"Tokenizer|Scheduler|Processor|Extractor|Guidance")
+CONFIG_FILES = {"Scheduler": "scheduler_config.json", "Guidance": "guider_config.json"}  # by words of class names
 BESIDE = ("*.json", "README.md", "LICENSE*", "NOTICE*")
 LICENCE = re.compile(r"^license:\s*(\S+)", re.MULTILINE)
 
@@ -216,9 +217,8 @@ class Conversion(ABC):
             (self.partial / name).mkdir(exist_ok=True)
             for path in self.source.files(name):
                 shutil.copyfile(path, self.partial / name / path.name)
-            config = (
-                "scheduler_config.json" if "Scheduler" in kind else "config.json" if self._is_network(kind) else None
-            )
+            named = (file for word, file in CONFIG_FILES.items() if word in kind)
+            config = next(named, "config.json" if self._is_network(kind) else None)
             if config and not (self.partial / name / config).exists():
                 _save_json(self.partial / name / config, self.source.config(name))
 
