@@ -150,15 +150,17 @@ class Flattened(View):
 
 
 class Unfused(View):
-    """A checkpoint with each `NAME.to_qkv` split by rows into `NAME.to_q`, `NAME.to_k` and `NAME.to_v`."""
+    """A checkpoint with each module of a name such as `to_qkv` split by rows into `to_q`, `to_k` and `to_v`."""
 
-    def __init__(self, reader: Reader):
+    def __init__(self, reader: Reader, names: Sequence[str] = ("to_qkv",)):
         super().__init__(reader)
         self._parts: dict[str, tuple[str, int | None]] = {}
         for key in reader.keys():  # noqa: SIM118
-            before, fused, after = key.partition(".to_qkv.")
-            if fused:
-                self._parts |= {f"{before}.to_{name}.{after}": (key, part) for part, name in enumerate("qkv")}
+            module, _, leaf = key.rpartition(".")
+            before, dot, name = module.rpartition(".")
+            if name in names:
+                parts = (f"{before}{dot}{name.replace('qkv', x)}.{leaf}" for x in "qkv")
+                self._parts |= {part: (key, i) for i, part in enumerate(parts)}
             else:
                 self._parts[key] = (key, None)
 

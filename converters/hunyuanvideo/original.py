@@ -12,15 +12,20 @@ from typing import Any
 import numpy as np
 
 from wanjax.checkpoints.files import Reader
-from wanjax.checkpoints.layouts import Component
+from wanjax.checkpoints.layouts import TRANSFORMER_PREFIXES, VAE_PREFIXES, Component, held
 from wanjax.converters.configs import Specs, count_of, shape_of
-from wanjax.converters.readers import Names, Renamed, Unfused, View
+from wanjax.converters.readers import Descaled, Names, Renamed, Unfused, View
 from wanjax.errors import WanjaxError
 from wanjax.models.hunyuanvideo.config import SIZE_480P, SIZE_720P
 from wanjax.models.hunyuanvideo.vae_config import VAE_1_5
 
 Pairs = list[tuple[str, str]]
-TELLING = {"transformer": "byt5_in.fc1.weight", "vae": "encoder.down.0.block.0.conv1.conv.weight"}
+TELLING = {  # tensors that only this component has: the authors' name, and that of diffusers
+    "transformer": ("byt5_in.fc1.weight", "context_embedder_2.linear_1.weight"),
+    "vae": ("encoder.down.0.block.0.conv1.conv.weight", "encoder.down_blocks.0.resnets.0.conv1.conv.weight"),
+}
+PREFIXES = {"transformer": TRANSFORMER_PREFIXES, "vae": VAE_PREFIXES}
+FUSED = ("img_attn_qkv", "txt_attn_qkv")  # in files for ComfyUI, where the authors have three tensors
 SIZES = {"480p": SIZE_480P.target_size, "720p": SIZE_720P.target_size}
 SWAPPED = "norm_out.linear."  # the authors have the shift first, diffusers the scale
 
@@ -119,18 +124,27 @@ class Swapped(View):
         return np.concatenate(np.split(x, 2)[::-1]) if key.startswith(SWAPPED) else x
 
 
+def parts(reader: Reader) -> dict[str, Reader]:
+    """Returns the components that a single file holds, by their names in it without a prefix."""
+    return held(reader, TELLING, PREFIXES)
+
+
 def component(name: str, reader: Reader, given: Mapping[str, Any] | None = None) -> Component:
-    """Returns the transformer or the VAE in the authors' layout, from a reader that holds nothing else.
+    """Returns the transformer or the VAE from a reader that holds nothing else, by either layout's names.
 
     given: the authors' config.json, if there is one. Raises WanjaxError if the tensors are not the component's.
     """
-    specs = {key: reader.spec(key) for key in reader.keys()}  # noqa: SIM118
-    if TELLING[name] not in specs:
-        raise WanjaxError(f"the {name} lacks {TELLING[name]}: weights of HunyuanVideo 1.5 are needed")
-    if name == "transformer":
-        renamed = Renamed(reader, lambda key: TRANSFORMER.ours(key) or key)
-        return Component(transformer_json(specs, given), Swapped(Unfused(renamed)))
-    return Component(vae_json(specs, given), Renamed(reader, lambda key: VAE.ours(key) or key))
+    reader, names = Unfused(Descaled(reader), FUSED), TRANSFORMER if name == "transformer" else VAE
+    found = {key: reader.spec(key) for key in reader.keys()}  # noqa: SIM118
+    if not any(key in found for key in TELLING[name]):
+        raise WanjaxError(f"the {name} lacks {' or '.join(TELLING[name])}: weights of HunyuanVideo 1.5 are needed")
+    authors = TELLING[name][0] in found
+    specs = found if authors else {names.theirs(key) or key: spec for key, spec in found.items()}
+    json = transformer_json(specs, given) if name == "transformer" else vae_json(specs, given)
+    if not authors:
+        return Component(json, reader)
+    renamed = Renamed(reader, lambda key: names.ours(key) or key)
+    return Component(json, Swapped(Unfused(renamed)) if name == "transformer" else renamed)
 
 
 def transformer_json(specs: Specs, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
