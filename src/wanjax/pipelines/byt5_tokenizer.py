@@ -61,6 +61,29 @@ class ByT5Tokenizer:
             listed = {id: {"content": name} for name, id in added.items()}
         return cls(_added_tokens(config, listed), length=length)
 
+    def with_tokens(self, names: Sequence[str]) -> "ByT5Tokenizer":
+        """Returns the tokenizer with further added tokens, whose ids follow its own."""
+        first = self.vocab_size
+        new = [name for name in names if name not in self.added]
+        further = {name: AddedToken(first + i) for i, name in enumerate(new)}
+        return ByT5Tokenizer(self.added | further, length=self.text_length)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The tokenizer_config.json, from which `load` and transformers read the same tokenizer."""
+        listed = {
+            str(token.id): {
+                "content": name, "lstrip": token.before, "normalized": False, "rstrip": token.after,
+                "single_word": False, "special": True,
+            }
+            for name, token in sorted(self.added.items(), key=lambda entry: entry[1].id)
+        }  # fmt: skip
+        named = {entry: self.names[id] for id, entry in enumerate(NAMED)}
+        return {
+            "added_tokens_decoder": listed, "additional_special_tokens": [], "extra_ids": 0, **named,
+            "tokenizer_class": "ByT5Tokenizer",
+        }  # fmt: skip
+
     @property
     def vocab_size(self) -> int:
         """The number of ids; the text encoder's table of embeddings needs at least as many rows."""

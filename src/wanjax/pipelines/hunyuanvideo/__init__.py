@@ -4,6 +4,7 @@
 from wanjax.pipelines.byt5_tokenizer import ByT5Tokenizer
 from wanjax.pipelines.family import Family
 from wanjax.pipelines.hunyuanvideo.architecture import IMAGE_TO_VIDEO, HunyuanVideoArchitecture
+from wanjax.pipelines.hunyuanvideo.layouts import LAYOUT
 from wanjax.pipelines.hunyuanvideo.networks import NETWORKS
 from wanjax.pipelines.hunyuanvideo.pipeline import HunyuanVideoPipeline
 from wanjax.pipelines.hunyuanvideo.presets import PRESETS, settings_of
@@ -24,4 +25,5 @@ FAMILY = Family(
         "tokenizer_2": lambda folder: ByT5Tokenizer.load(folder, length=GLYPH_LENGTH),
         "feature_extractor": StretchingImageProcessor.load,
     },
+    layouts=(LAYOUT,),
 )

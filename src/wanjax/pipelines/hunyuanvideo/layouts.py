@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layout of HunyuanVideo 1.5's authors, and single files such as ComfyUI's.
+
+The authors' folder holds a transformer for each published model, and encoders that a user adds to it, as their
+checkpoints-download.md says. The scheduler's and the guider's configs are those of the same model in the layout of
+diffusers, from which missing components come too.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
+from typing import Any
+from weakref import finalize
+
+from wanjax.checkpoints.files import SafetensorsFolder
+from wanjax.checkpoints.hub import download, locate
+from wanjax.checkpoints.layouts import Component, RecognisedSource
+from wanjax.checkpoints.networks import components
+from wanjax.checkpoints.sources import Layout, read_json
+from wanjax.converters.hunyuanvideo import encoders, original
+from wanjax.converters.hunyuanvideo.diffusers import transformer_config
+from wanjax.converters.readers import open_tensors
+from wanjax.errors import WanjaxError
+from wanjax.pipelines.byt5_tokenizer import ByT5Tokenizer
+from wanjax.pipelines.family import Preset
+from wanjax.pipelines.hunyuanvideo.architecture import IMAGE_TO_VIDEO, HunyuanVideoArchitecture
+from wanjax.pipelines.hunyuanvideo.presets import PRESETS
+from wanjax.pipelines.hunyuanvideo.settings import HunyuanVideoSettings
+from wanjax.pipelines.hunyuanvideo.text import GLYPH_LENGTH
+
+KIND = "HunyuanVideo_1_5_DiffusionTransformer"  # the class in the authors' config.json
+MODELS = {preset.source.rpartition("-")[2]: preset for preset in PRESETS}
+"""The presets by the names of the authors' folders, such as `480p_t2v`."""
+NAME = re.compile(r"[0-9]+p_(?:t2v|i2v|sr)(?:_step)?(?:_distilled)?(?:_sparse)?")
+FEW_STEPS = "480p_i2v_step_distilled"  # the only one that is told the next timestep
+NEXT_TIMESTEP = ("time_r_in.", "time_embed.timestep_embedder_r.")
+TRANSFORMERS = "transformer"
+PLACES = {  # of the other components in the authors' folder
+    "vae": "vae",
+    "text_encoder": "text_encoder/llm",
+    "tokenizer": "text_encoder/llm",
+    "text_encoder_2": "text_encoder/Glyph-SDXL-v2/checkpoints",
+    "tokenizer_2": "text_encoder/Glyph-SDXL-v2/assets",
+    "image_encoder": "vision_encoder/siglip/image_encoder",
+    "feature_extractor": "vision_encoder/siglip/feature_extractor",
+}
+BYT5 = "text_encoder/byt5-small"  # its tokenizer; its weights are not used
+GLYPH_FILE, COLOURS, FONTS = "byt5_model.pt", "color_idx.json", "multilingual_10-lang_idx.json"
+MORE = ("tokenizer_config.json", "vocab.json", "merges.txt")  # beside tokenizer.json
+CLASSES = {
+    "guider": ("diffusers", "ClassifierFreeGuidance"),
+    "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
+    "text_encoder": ("transformers", "Qwen2_5_VLTextModel"),
+    "text_encoder_2": ("transformers", "T5EncoderModel"),
+    "tokenizer": ("transformers", "Qwen2Tokenizer"),
+    "tokenizer_2": ("transformers", "ByT5Tokenizer"),
+    "transformer": ("diffusers", "HunyuanVideo15Transformer3DModel"),
+    "vae": ("diffusers", "AutoencoderKLHunyuanVideo15"),
+}
+IMAGE_CLASSES = {
+    "feature_extractor": ("transformers", "SiglipImageProcessor"),
+    "image_encoder": ("transformers", "SiglipVisionModel"),
+}
+
+
+class _HunyuanVideoSource(RecognisedSource):
+    """A source of HunyuanVideo's networks. Its model is known by its name: the tensors of most have the same shapes."""
+
+    model: Preset
+    """The published model that the transformer is, or is derived from."""
+
+    @property
+    def repository(self) -> str | None:
+        found, published = self.component("transformer"), self.model.architecture
+        assert found is not None
+        assert isinstance(published, HunyuanVideoArchitecture)
+        return self.model.source if transformer_config(found.json) == published.transformer else None
+
+    @property
+    def configs(self) -> Mapping[str, dict[str, Any]]:
+        settings = self.model.defaults
+        assert isinstance(settings, HunyuanVideoSettings)
+        scheduler = {"num_train_timesteps": 1000, "shift": settings.flow_shift}
+        return {
+            "scheduler": {"_class_name": CLASSES["scheduler"][1], **scheduler},
+            "guider": {"_class_name": CLASSES["guider"][1], "guidance_scale": settings.guidance_scale},
+        }
+
+    @property
+    def lent(self) -> list[str]:
+        """The components that the checkpoint lacks, which come from the same model's repository."""
+        return [name for name in components(self.index) if name not in self.configs and not self.holds(name)]
+
+    def holds(self, name: str) -> bool:
+        """Tells whether the checkpoint has a component that is more than a config."""
+        return self.component(name) is not None
+
+
+class OriginalSource(_HunyuanVideoSource):
+    """A folder or hub repository in the authors' layout, or one of its transformers' folders.
+
+    Raises WanjaxError where it holds several transformers, or none that is supported.
+    """
+
+    def __init__(self, name: str | Path, revision: str | None = None):
+        self.name = str(name)
+        root = locate(name, revision=revision).absolute()
+        self.revision = None if Path(name).expanduser().exists() else root.name  # the folder's name is the commit
+        self._folder = root if _is_transformer(root) else _only_one(self.name, _transformers(root))
+        self.root = self._folder.parents[1] if self._folder.parent.name == TRANSFORMERS else self._folder
+        self.model = _model(_told(self._folder), self._folder)
+        self.index = _index(self.model)
+        self._components: dict[str, Component | None] = {}
+
+    @staticmethod
+    def is_at(folder: Path) -> bool:
+        """Tells whether a folder has this layout; the files that identify layouts are enough."""
+        return _is_transformer(folder) or bool(_transformers(folder))
+
+    def component(self, name: str) -> Component | None:
+        if name not in self._components:
+            self._components[name] = self._found(name)
+        return self._components[name]
+
+    def _found(self, name: str) -> Component | None:
+        if name == "transformer":
+            folder = self._fetched(self._folder)
+            return original.component(name, SafetensorsFolder(folder), read_json(folder / "config.json"))
+        folder = self._place(name)
+        if folder is None:
+            return None
+        match name:
+            case "vae":
+                given = read_json(folder / "config.json", missing={})
+                return original.component(name, SafetensorsFolder(folder), given)
+            case "text_encoder":
+                return encoders.language_model(SafetensorsFolder(folder), read_json(folder / "config.json"))
+            case "text_encoder_2":
+                return encoders.glyph_encoder(open_tensors(folder / GLYPH_FILE))
+            case "image_encoder":
+                return Component(read_json(folder / "config.json"), SafetensorsFolder(folder))
+            case _:
+                return None
+
+    def files(self, component: str) -> Sequence[Path]:
+        folder = self._place(component)
+        match component:
+            case "tokenizer" if folder:
+                return [folder / "tokenizer.json", *(path for path in map(folder.joinpath, MORE) if path.is_file())]
+            case "tokenizer_2" if folder:
+                return [self._glyph_tokenizer]
+            case "feature_extractor" if folder:
+                return [folder / "preprocessor_config.json"]
+        return super().files(component)
+
+    def holds(self, name: str) -> bool:
+        return name == "transformer" or self._place(name) is not None
+
+    @cached_property
+    def _glyph_tokenizer(self) -> Path:
+        """A tokenizer_config.json of ByT5's tokenizer with Glyph-SDXL-v2's colours and fonts, which has none."""
+        base = ByT5Tokenizer.load(self._fetched(self.root / BYT5), length=GLYPH_LENGTH)
+        assets = self.root / PLACES["tokenizer_2"]
+        names = encoders.glyph_tokens(read_json(assets / COLOURS), read_json(assets / FONTS))
+        folder = Path(mkdtemp(prefix="wanjax-"))
+        finalize(self, rmtree, folder, ignore_errors=True)
+        path = folder / "tokenizer_config.json"
+        path.write_text(json.dumps(base.with_tokens(names).config), encoding="utf-8")
+        return path
+
+    def _place(self, component: str) -> Path | None:
+        """Returns the folder of a component other than the transformer; None where it is missing."""
+        if component not in PLACES:
+            return None
+        folder = self._fetched(self.root / PLACES[component])
+        return folder if folder.is_dir() else None
+
+    def _fetched(self, folder: Path) -> Path:
+        """Returns the folder; downloads its files if the checkpoint is on the hub."""
+        if self.revision is not None:
+            download(self.name, [str((folder / "*").relative_to(self.root))], revision=self.revision)
+        return folder
+
+
+class FileSource(_HunyuanVideoSource):
+    """A single file that holds the transformer, and may hold the autoencoder."""
+
+    def __init__(self, path: Path, model: Preset, components: Mapping[str, Component]):
+        self.name = str(path)
+        self.root = path  # a file, so no files lie beside the components
+        self.model = model
+        self.index = _index(model)
+        self._components = components
+
+    @classmethod
+    def at(cls, path: Path) -> "FileSource | None":
+        """Returns the source of a file; None for one that holds no component of HunyuanVideo 1.5.
+
+        Raises WanjaxError where nothing tells which of the published models it is.
+        """
+        parts = original.parts(open_tensors(path))
+        if not parts:
+            return None
+        if "transformer" not in parts:
+            raise WanjaxError(f"{path} holds no transformer of HunyuanVideo: a file or folder that has one is needed")
+        few = any(key.startswith(NEXT_TIMESTEP) for key in parts["transformer"].keys())  # noqa: SIM118
+        named = FEW_STEPS if few else _named(path.name) or _named(path.parent.name)
+        model = _model(named, path)
+        given = {"ideal_resolution": str(named).partition("_")[0]}
+        return cls(path, model, {name: original.component(name, part, given) for name, part in parts.items()})
+
+    def component(self, name: str) -> Component | None:
+        return self._components.get(name)
+
+
+def _is_transformer(folder: Path) -> bool:
+    config = folder / "config.json"
+    return config.is_file() and read_json(config).get("_class_name") == KIND
+
+
+def _transformers(root: Path) -> list[Path]:
+    """Returns the folders of the transformers in the authors' folder."""
+    return sorted(file.parent for file in root.glob(f"{TRANSFORMERS}/*/config.json") if _is_transformer(file.parent))
+
+
+def _only_one(name: str, folders: Sequence[Path]) -> Path:
+    """Returns the only folder of a supported transformer, or of any; raises WanjaxError if there are several."""
+    supported = [folder for folder in folders if _told(folder) in MODELS]
+    if len(supported) > 1:
+        one = f"{name}/{TRANSFORMERS}/{supported[0].name}"
+        one += "" if Path(name).expanduser().exists() else "/diffusion_pytorch_model.safetensors"
+        listed = ", ".join(folder.name for folder in supported)
+        raise WanjaxError(f"{name} holds the transformers {listed}: name one of them, such as {one}")
+    return [*supported, *folders][0]
+
+
+def _named(text: str) -> str | None:
+    """Returns the model that the name of a file or folder tells. ComfyUI's names have `cfg_distilled`."""
+    found = NAME.search(text.lower().replace("-", "_").replace("_cfg_", "_"))
+    return found[0] if found else None
+
+
+def _told(folder: Path) -> str | None:
+    """Returns the model that a transformer's folder is, by its name or, if that tells none, by its config.json.
+
+    Raises WanjaxError where the two contradict each other.
+    """
+    named, config = _named(folder.name), read_json(folder / "config.json")
+    told = [str(config[entry]) for entry in ("ideal_resolution", "ideal_task") if config.get(entry)]
+    if named is None:
+        return "_".join(told) + ("_step_distilled" if config.get("use_meanflow") else "") or None
+    if not set(told) <= set(named.split("_")):
+        raise WanjaxError(
+            f"{folder} is named {named}, but its config.json says {' '.join(told)}: one of the two is wrong"
+        )
+    return named
+
+
+def _model(named: str | None, path: Path) -> Preset:
+    """Returns the published model of this name; raises WanjaxError where it is unknown or not supported."""
+    known = ", ".join(MODELS)
+    if named is None:
+        raise WanjaxError(f"{path} does not tell which model it is: a name that holds one of {known} does")
+    if named not in MODELS:
+        raise WanjaxError(f"{path} is {named}, which is not supported: {known} are")
+    return MODELS[named]
+
+
+def _index(model: Preset) -> dict[str, Any]:
+    """Returns the model_index.json that diffusers would write."""
+    assert isinstance(model.architecture, HunyuanVideoArchitecture)
+    pictured = model.architecture.pictured
+    classes = CLASSES | (IMAGE_CLASSES if pictured else {})
+    kind = IMAGE_TO_VIDEO if pictured else "HunyuanVideo15Pipeline"
+    return {"_class_name": kind} | {name: list(pair) for name, pair in sorted(classes.items())}
+
+
+LAYOUT = Layout(
+    markers=("config.json", f"{TRANSFORMERS}/*/config.json"),
+    is_folder=OriginalSource.is_at,
+    open=OriginalSource,
+    open_file=FileSource.at,
+)

@@ -1,0 +1,422 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HunyuanVideo in the authors' layout and in single files, against the same weights in the layout of diffusers."""
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from diffusers import HunyuanVideo15Transformer3DModel
+from transformers import ByT5Tokenizer, T5Config, T5EncoderModel
+
+from tests.parity import hunyuan_authors as authors
+from tests.support.tiny import compile_cache, tiny_hunyuan_checkpoint
+from wanjax import registry
+from wanjax.checkpoints import layouts, sources
+from wanjax.checkpoints.convert import ToDiffusers, ToWanjax
+from wanjax.checkpoints.files import Spec, save_safetensors
+from wanjax.checkpoints.networks import components, network
+from wanjax.checkpoints.sources import DiffusersSource
+from wanjax.converters.engine import parameters
+from wanjax.converters.hunyuanvideo import encoders
+from wanjax.converters.t5 import t5_config
+from wanjax.errors import WanjaxError
+from wanjax.models.hunyuanvideo.config import FEW_STEPS_480P, SIZE_480P, SIZE_720P
+from wanjax.models.t5 import GLYPH_BYT5
+from wanjax.pipelines.byt5_tokenizer import ByT5Tokenizer as OurByT5
+from wanjax.pipelines.hunyuanvideo import layouts as hunyuan_layouts
+from wanjax.pipelines.hunyuanvideo.layouts import LAYOUT, MODELS, FileSource, OriginalSource
+from wanjax.pipelines.hunyuanvideo.networks import NETWORKS
+from wanjax.pipelines.wan.layouts import LAYOUT as WAN_LAYOUT
+
+open_source = partial(sources.open_source, layouts=(WAN_LAYOUT, LAYOUT))
+QUOTED = 'a sign says "hello <color-2><cn-font-0>"'
+VIDEO = {"size": (32, 48), "frames": 5, "steps": 2, "flow_shift": 9.0, "guidance_scale": 3.0}
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+GLYPHS = "text_encoder/Glyph-SDXL-v2"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_cache(tmp_path_factory):
+    with compile_cache(tmp_path_factory.getbasetemp() / "xla"):
+        yield
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["text to video", "image to video"])
+def pair(request, tmp_path_factory):
+    return authors.both_layouts(tmp_path_factory.mktemp("pair"), pictured=request.param)
+
+
+@pytest.fixture(scope="module")
+def text_pair(tmp_path_factory):
+    return authors.both_layouts(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture
+def folder(text_pair, tmp_path):
+    """Returns a copy of the authors' folder."""
+    return Path(shutil.copytree(text_pair[1], tmp_path / "ckpts"))
+
+
+def assert_same_weights(ours, reference):
+    assert set(ours.keys()) == set(reference.keys())
+    for key in reference.keys():  # noqa: SIM118
+        assert ours.spec(key) == reference.spec(key)
+        np.testing.assert_array_equal(ours.read(key), reference.read(key))
+
+
+def networks_of(source):
+    names = ("text_encoder", "text_encoder_2", "image_encoder", "transformer", "vae")
+    return [name for name in names if name in components(source.index)]
+
+
+def refusal(path, call=open_source):
+    with pytest.raises(WanjaxError) as caught:
+        call(path)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_the_authors_folder_is_the_same_checkpoint(pair):
+    source, reference = (open_source(folder) for folder in reversed(pair))
+    assert isinstance(source, OriginalSource)
+    assert source.index == reference.index
+    assert source.lent == []
+    for component in networks_of(reference):
+        ours, theirs = (network(each, component, NETWORKS).config for each in (source, reference))
+        assert ours == theirs, component
+    for component in ("transformer", "vae"):
+        assert_same_weights(source.weights(component), reference.weights(component))
+    assert source.config("scheduler") == {
+        "_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 5.0,
+    }  # fmt: skip
+    assert source.config("guider") == {"_class_name": "ClassifierFreeGuidance", "guidance_scale": 6.0}
+    assert source.repository is None
+    assert source.root == pair[1]
+
+
+def test_it_has_the_same_parameters_and_makes_the_same_latents(pair):
+    """Everything is equal but the names of colours and fonts, which the small checkpoint of diffusers lacks."""
+    image = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)
+    answers = []
+    for each in pair:
+        pipe = registry.load(each)
+        pictures = {"image": image} if pipe.architecture.pictured else {}
+        encoded = pipe.encode('a cat that says "hello"', "a dog", **pictures, **VIDEO)
+        latents = pipe.denoise(encoded, **VIDEO)
+        weights = [parameters(getattr(pipe, name)) for name in networks_of(open_source(each))]
+        answers.append((weights, encoded, latents))
+    jax.tree.map(np.testing.assert_array_equal, *answers)
+    assert np.isfinite(answers[0][2]).all()
+
+
+def test_the_tokenizer_of_glyphs_is_that_of_the_published_script(folder):
+    """The script adds colours first, then fonts; it is transformers that gives them their ids."""
+    reference = ByT5Tokenizer()
+    fonts = [f"<{font[:2]}-font-{i}>" for font, i in authors.FONTS.items()]
+    reference.add_tokens([*(f"<color-{i}>" for i in range(3)), *fonts], special_tokens=True)
+    texts = [QUOTED, "<kr-font-1><color-0> 你好 <color-3>", "</s> <pad>x <extra_id_7>"]
+
+    def check(given: OurByT5):
+        batch = given.tokenize(texts, 80)
+        for text, ids, mask in zip(texts, batch.ids, batch.mask, strict=True):
+            assert ids[mask].tolist() == reference(text)["input_ids"]
+
+    pipe = registry.load(folder)
+    check(pipe.tokenizer_2)
+    assert pipe.tokenizer_2.vocab_size == len(reference) == 384 + 3 + 5
+    ToWanjax(open_source(folder), folder.parent / "wanjax", NETWORKS).run()
+    check(registry.load(folder.parent / "wanjax").tokenizer_2)
+    reference.save_pretrained(folder / "text_encoder/byt5-small")  # a tokenizer that has these tokens already
+    [path] = open_source(folder).files("tokenizer_2")
+    assert not path.exists()  # the source is gone, and its file with it
+    check(registry.load(folder).tokenizer_2)
+
+
+@pytest.mark.parametrize("layout", ["folder", "file"])
+def test_every_layout_is_converted_there_and_back(layout, text_pair, tmp_path, monkeypatch):
+    reference, folder = text_pair
+    monkeypatch.setattr(layouts.RecognisedSource, "_lender", lambda self, component: DiffusersSource(reference))
+    name = folder
+    if layout == "file":
+        reference = tiny_hunyuan_checkpoint(tmp_path / "128", **WIDE)
+        name = tmp_path / "480p_t2v.safetensors"
+        save_safetensors(name, authors.authors_transformer(authors.tensors_of(reference / "transformer")))
+    converted, back = tmp_path / "converted", tmp_path / "back"
+    assert ToWanjax(open_source(name), converted, NETWORKS).run()
+    assert ToDiffusers(open_source(converted), back, NETWORKS).run()
+    assert json.loads((back / "guider/guider_config.json").read_text())["guidance_scale"] == 6.0
+    for each in (converted, back):
+        ours, theirs = registry.load(each), registry.load(reference)
+        for part in ("text_encoder", "text_encoder_2", "transformer", "vae"):
+            jax.tree.map(np.testing.assert_array_equal, *(parameters(getattr(pipe, part)) for pipe in (ours, theirs)))
+        np.testing.assert_array_equal(*(pipe.tokenizer.tokenize(["a cat"]).ids for pipe in (ours, theirs)))
+    if layout == "folder":
+        shared = T5EncoderModel.from_pretrained(back / "text_encoder_2").state_dict()["shared.weight"]
+        np.testing.assert_array_equal(shared, authors.tensors_of(reference / "text_encoder_2")["shared.weight"])
+
+
+def test_one_of_several_transformers_is_named_by_its_folder(folder, text_pair):
+    ours = authors.tensors_of(text_pair[0] / "transformer")
+    doubled = {key: 2 * x for key, x in ours.items()}
+    authors.add_transformer(folder, "720p_i2v_distilled", doubled)
+    authors.add_transformer(folder, "720p_i2v_distilled_sparse", ours)
+    authors.add_transformer(folder, "1080p_sr_distilled", ours, ideal_task=None)
+    told = refusal(folder)
+    assert "holds the transformers 480p_t2v, 720p_i2v_distilled: name the folder of one of them" not in told
+    assert (
+        f"holds the transformers 480p_t2v, 720p_i2v_distilled: name one of them, such as {folder}/transformer/480p"
+        in told
+    )
+    source = open_source(folder / "transformer/720p_i2v_distilled")
+    assert source.root == folder
+    assert source.index["_class_name"] == "HunyuanVideo15ImageToVideoPipeline"
+    assert (source.config("scheduler")["shift"], source.config("guider")["guidance_scale"]) == (7.0, 1.0)
+    assert network(source, "transformer", NETWORKS).config.target_size == 960
+    assert source.lent == ["feature_extractor", "image_encoder"]
+    np.testing.assert_array_equal(source.weights("transformer").read("proj_out.bias"), doubled["proj_out.bias"])
+    shutil.rmtree(folder / "transformer/480p_t2v")
+    assert open_source(folder).config("guider")["guidance_scale"] == 1.0
+    for name in ("720p_i2v_distilled_sparse", "1080p_sr_distilled"):
+        assert f"is {name}, which is not supported: 480p_t2v, 480p_i2v, " in refusal(folder / "transformer" / name)
+
+
+def test_a_folder_of_another_name_is_the_model_of_its_config(folder, monkeypatch):
+    mine = (folder / "transformer/480p_t2v").rename(folder / "transformer/mine")
+    assert open_source(folder).model is MODELS["480p_t2v"]
+    assert open_source(mine).lent == []
+    monkeypatch.chdir(mine)
+    assert open_source(".").root == folder
+    authors.write_json(mine / "config.json", authors.config(ideal_task="i2v", use_meanflow=True))
+    assert open_source(mine).model is MODELS["480p_i2v_step_distilled"]
+    authors.write_json(mine / "config.json", authors.config(ideal_task=None, ideal_resolution=None))
+    assert "mine does not tell which model it is: a name that holds one of 480p_t2v, " in refusal(mine)
+    alone = shutil.move(mine, folder.parent / "alone")
+    authors.write_json(alone / "config.json", authors.config())
+    assert set(open_source(alone).lent) == {*MODELS["480p_t2v"].architecture.networks, "tokenizer", "tokenizer_2"} - {
+        "transformer"
+    }
+
+
+def test_what_contradicts_or_is_missing_is_told(folder):
+    transformer = folder / "transformer/480p_t2v"
+    weights = authors.tensors_of(transformer)
+    authors.write_json(transformer / "config.json", authors.config(ideal_resolution="720p"))
+    told = refusal(folder)
+    assert told.endswith("480p_t2v is named 480p_t2v, but its config.json says 720p t2v: one of the two is wrong")
+    authors.write_json(transformer / "config.json", authors.config(rope_dim_list=[16, 56, 56]))
+    assert "rope_axes_dim [16, 56, 56] where three numbers that add up to attention_head_dim 16" in refusal(
+        folder, registry.load
+    )
+    authors.write_json(transformer / "config.json", authors.config())
+    save_safetensors(transformer / WEIGHTS, weights | {"img_in.proj.weight": weights["img_in.proj.weight"][:, :7]})
+    assert "contradict each other: with a VAE of 4 channels the transformer has 9 in" in refusal(folder, registry.load)
+    save_safetensors(transformer / WEIGHTS, {key: x for key, x in weights.items() if "byt5_in" not in key})
+    assert "the transformer lacks byt5_in.fc1.weight or " in refusal(folder, registry.load)
+    (transformer / WEIGHTS).unlink()
+    assert "it holds no weights" in refusal(folder, registry.load)
+    save_safetensors(transformer / WEIGHTS, weights)
+    (folder / GLYPHS / "checkpoints/byt5_model.pt").unlink()
+    assert "there is no file" in refusal(folder, lambda path: registry.load(path).text_encoder_2)
+    shutil.rmtree(folder / GLYPHS)
+    shutil.rmtree(folder / "text_encoder/llm")
+    assert open_source(folder).lent == ["text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"]
+    for part in ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"):
+        told = refusal(folder, lambda path, part=part: getattr(registry.load(path), part))
+        assert f"holds no {part}, and its transformer has the size of no published model" in told
+
+
+def test_another_language_model_is_told(folder):
+    authors.write_json(folder / "text_encoder/llm/config.json", {"model_type": "llama", "hidden_size": 24})
+    assert "model_type 'llama' where 'qwen2_5_vl_text' is right" in refusal(
+        folder, lambda path: registry.load(path).text_encoder
+    )
+
+
+class Shapes:
+    """Tensors of which only names and shapes are known."""
+
+    paths = ()
+
+    def __init__(self, shapes):
+        self.shapes = shapes
+
+    def keys(self):
+        return self.shapes.keys()
+
+    def spec(self, key):
+        return Spec(tuple(self.shapes[key]), np.dtype(np.float32))
+
+    def read(self, key):
+        raise AssertionError(f"{key} is read, where its shape is enough")
+
+
+def test_the_language_model_is_found_by_older_and_newer_names():
+    flat = {"model_type": "qwen2_5_vl", "hidden_size": 24, "rope_scaling": {"type": "mrope"}, "vision_config": {}}
+    old = ["model.layers.0.mlp.up_proj.weight", "model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"]
+    new = [key.replace("model.", "model.language_model.") for key in old]
+    for keys, visual in ((old, "visual.patch_embed.proj.weight"), (new, "model.visual.patch_embed.proj.weight")):
+        found = encoders.language_model(Shapes(dict.fromkeys([*keys, visual], (2, 2))), flat)
+        assert list(found.weights.keys()) == ["layers.0.mlp.up_proj.weight", "norm.weight", "embed_tokens.weight"]
+        assert found.json == {
+            "model_type": "qwen2_5_vl_text", "hidden_size": 24, "rope_scaling": {"type": "mrope"},
+            "architectures": ["Qwen2_5_VLTextModel"],
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("inside", ["module.text_tower.encoder.", ""])
+def test_the_published_encoder_of_glyphs(inside):
+    config = T5Config(
+        vocab_size=1510, d_model=1472, d_kv=64, d_ff=3584, num_layers=12, num_heads=6, feed_forward_proj="gated-gelu"
+    )
+    with torch.device("meta"):
+        tower = T5EncoderModel(config).encoder.state_dict()
+    found = encoders.glyph_encoder(Shapes({inside + key: x.shape for key, x in tower.items()}))
+    assert t5_config(found.json) == GLYPH_BYT5
+    assert "shared.weight" in found.weights.keys()  # noqa: SIM118
+
+
+WIDE = {"num_attention_heads": 1, "attention_head_dim": 128, "rope_axes_dim": [16, 56, 56], "target_size": 640}
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """Returns the tensors of a transformer with the published size of a head, which a single file does not tell."""
+    folder = tiny_hunyuan_checkpoint(tmp_path_factory.mktemp("wide"), **WIDE)
+    return open_source(folder).weights("transformer"), authors.tensors_of(folder / "transformer")
+
+
+@pytest.mark.parametrize("named", ["authors", "ComfyUI", "diffusers"])
+@pytest.mark.parametrize("prefix", ["", "model.diffusion_model.", "diffusion_model."])
+def test_a_single_file_of_a_transformer(prefix, named, wide, tmp_path):
+    reference, ours = wide
+    theirs = ours if named == "diffusers" else authors.authors_transformer(ours, fused=named == "ComfyUI")
+    path = tmp_path / "hunyuanvideo1.5_720p_t2v_fp16.safetensors"
+    save_safetensors(path, {prefix + key: x for key, x in theirs.items()})
+    source = open_source(path)
+    assert isinstance(source, FileSource)
+    assert_same_weights(source.weights("transformer"), reference)
+    assert network(source, "transformer", NETWORKS).config.target_size == 960
+    assert source.model is MODELS["720p_t2v"]
+    assert source.lent == ["text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "vae"]
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("480p_i2v_distilled/diffusion_pytorch_model.safetensors", "480p_i2v_distilled"),
+        ("hunyuanvideo1.5_480p_t2v_cfg_distilled_fp8_scaled.safetensors", "480p_t2v_distilled"),
+        ("HunyuanVideo-1.5-720P-I2V.safetensors", "720p_i2v"),
+        ("few steps.safetensors", "480p_i2v_step_distilled"),
+    ],
+)
+def test_a_file_is_the_model_that_its_name_tells(name, model, wide, tmp_path):
+    _, ours = wide
+    theirs = authors.authors_transformer(ours)
+    if model.endswith("step_distilled"):
+        theirs |= {key.replace("time_in", "time_r_in"): x for key, x in theirs.items() if key.startswith("time_in.")}
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    save_safetensors(tmp_path / name, theirs)
+    assert open_source(tmp_path / name).model is MODELS[model]
+
+
+def test_files_that_are_no_model_are_told(wide, text_pair, tmp_path):
+    theirs = authors.authors_transformer(wide[1])
+    save_safetensors(tmp_path / "mine.safetensors", theirs)
+    assert "mine.safetensors does not tell which model it is" in refusal(tmp_path / "mine.safetensors")
+    save_safetensors(tmp_path / "720p_sr_distilled.safetensors", theirs)
+    assert "is 720p_sr_distilled, which is not supported" in refusal(tmp_path / "720p_sr_distilled.safetensors")
+    vae = shutil.copy(text_pair[1] / "vae" / WEIGHTS, tmp_path / "vae.safetensors")
+    assert "vae.safetensors holds no transformer of HunyuanVideo" in refusal(vae)
+    first = {"double_blocks.0.img_attn_qkv.weight": np.ones((6, 2), np.float32)}  # HunyuanVideo of 2024
+    save_safetensors(tmp_path / "480p_t2v.safetensors", first)
+    assert "holds no transformer that is known" in refusal(tmp_path / "480p_t2v.safetensors")
+
+
+def test_a_file_with_the_autoencoder(wide, text_pair, tmp_path):
+    theirs = authors.authors_transformer(wide[1], fused=True)
+    both = {f"model.diffusion_model.{key}": x for key, x in theirs.items()}
+    both |= {f"vae.{key}": x for key, x in authors.tensors_of(text_pair[1] / "vae").items()}
+    save_safetensors(tmp_path / "480p_t2v.safetensors", both)
+    source = open_source(tmp_path / "480p_t2v.safetensors")
+    assert_same_weights(source.weights("transformer"), wide[0])
+    assert_same_weights(source.weights("vae"), open_source(text_pair[0]).weights("vae"))
+    assert "vae" not in source.lent
+
+
+def test_scaled_eight_bit_weights_are_multiplied_out(wide, tmp_path):
+    tensors, scaled = authors.authors_transformer(wide[1], fused=True), "double_blocks.1.img_attn_qkv"
+    eight = (tensors[f"{scaled}.weight"] * 100).astype(ml_dtypes.float8_e4m3fn)
+    tensors |= {
+        f"{scaled}.weight": eight,
+        f"{scaled}.scale_weight": np.array(0.01, np.float32),
+        "scaled_fp8": np.zeros(2, ml_dtypes.float8_e4m3fn),
+    }
+    save_safetensors(tmp_path / "480p_t2v.safetensors", tensors)
+    weights, key = (
+        open_source(tmp_path / "480p_t2v.safetensors").weights("transformer"),
+        "transformer_blocks.1.attn.to_k",
+    )
+    right = np.split(eight.astype(np.float32) * np.float32(0.01), 3)[1]
+    np.testing.assert_array_equal(weights.read(f"{key}.weight"), right)
+    assert set(weights.keys()) == set(wide[0].keys())
+
+
+@pytest.mark.parametrize(
+    ("model", "config"),
+    [("480p_t2v", SIZE_480P), ("720p_i2v", SIZE_720P), ("480p_i2v_step_distilled", FEW_STEPS_480P)],
+)
+def test_missing_components_are_those_of_the_published_model(model, config, monkeypatch, text_pair):
+    with torch.device("meta"):
+        ours = HunyuanVideo15Transformer3DModel(use_meanflow=config.meanflow).state_dict()
+    one = {key: torch.Size((3 * x.shape[0], *x.shape[1:])) for key, x in ours.items() if ".attn.to_q." in key}
+    shapes = {key: x.shape for key, x in ours.items() if "refiner" not in key or ".attn.to_" not in key or "out" in key}
+    theirs = {authors.transformer_name(key): shape for key, shape in shapes.items()}
+    refined = {key.replace(".attn.to_q.", ".self_attn_qkv."): x for key, x in one.items() if "refiner" in key}
+    theirs |= {authors.transformer_name(key): shape for key, shape in refined.items()}
+    monkeypatch.setattr(hunyuan_layouts, "open_tensors", lambda path: Shapes(theirs))
+    asked = []
+    monkeypatch.setattr(layouts, "DiffusersSource", lambda name: asked.append(name) or DiffusersSource(text_pair[0]))
+    source = FileSource.at(Path(f"{model}.safetensors"))
+    assert source is not None
+    assert network(source, "transformer", NETWORKS).config == config
+    assert set(source.weights("transformer").keys()) == set(ours)
+    assert source.origin == f"hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-{model}"
+    assert source.config("vae")["latent_channels"] == 4
+    assert source.files("tokenizer")[0].parent == text_pair[0] / "tokenizer"
+    assert asked == [source.origin]
+
+
+def test_the_hub(folder, text_pair, tmp_path, monkeypatch):
+    """Small files tell the layout; the folders of components are downloaded when they are needed."""
+    snapshot, asked = tmp_path / "snapshots/0123", []
+    reference = open_source(text_pair[0])
+
+    def download(name, patterns, revision=None, **options):
+        asked.extend(patterns)
+        for path in [path for pattern in patterns for path in folder.glob(pattern) if path.is_file()]:
+            (snapshot / path.relative_to(folder)).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, snapshot / path.relative_to(folder))
+        return snapshot
+
+    def locate(name, revision=None, markers=()):
+        return download(name, markers)
+
+    for module in (hunyuan_layouts, sources):
+        monkeypatch.setattr(module, "locate", locate)
+    monkeypatch.setattr(hunyuan_layouts, "download", download)
+    source = open_source("owner/name")
+    assert source.revision == "0123"
+    asked.clear()
+    assert_same_weights(source.weights("transformer"), reference.weights("transformer"))
+    assert asked == ["transformer/480p_t2v/*"]
+    assert_same_weights(source.weights("vae"), reference.weights("vae"))
+    assert asked[1:] == ["vae/*"]
+    assert source.lent == []
+    authors.add_transformer(folder, "480p_i2v", authors.tensors_of(text_pair[0] / "transformer"))
+    assert refusal("owner/name").endswith(f"such as owner/name/transformer/480p_i2v/{WEIGHTS}")
