@@ -2,14 +2,15 @@
 """LoRA: low-rank or full changes of a network's weights, merged while the weights are read.
 
 A file names the changed modules in the layout of diffusers or of the authors, with one of several prefixes, or with
-underscores for dots. It calls the two factors `lora_A` and `lora_B`, or `lora_down` and `lora_up`. All variants become
-changes of the tensors of one checkpoint. `Merged` is that checkpoint with the changes added in float32, in the layout
-of its files, so the conversion that follows needs no special case. Source: Hu et al., "LoRA: Low-Rank Adaptation of
-Large Language Models", 2106.09685; W + strength · alpha / rank · B A.
+underscores for dots, and may have q, k and v as one module. It calls the two factors `lora_A` and `lora_B`, or
+`lora_down` and `lora_up`. All variants become changes of the tensors of one checkpoint. `Merged` is that checkpoint
+with the changes added in float32, in the layout of its files, so the conversion that follows needs no special case.
+Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2106.09685; W + strength · alpha / rank · B A.
 """
 
 import json
 import math
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ ROLES = {  # the end of a key -> its role, and the end of the name of the tensor
 OTHER_KINDS = ("dora_scale", "lora_magnitude_vector", "hada_", "lokr_", "lora_mid", "oft_", "reshape_weight")
 PEFT_METADATA = "lora_adapter_metadata"  # diffusers stores PEFT's config in this entry of a file's metadata
 PEFT_FILE, PEFT_CONFIG = "adapter_model", "adapter_config.json"  # PEFT stores it in a separate file
+ONE_OF_THREE = re.compile(r"((?:.*_)?)[qkv]((?:_.*)?)")  # the names of a query's, a key's or a value's projection
 ENOUGH = 0.5  # fraction of a file's changes that must fit; with fewer the file is for another model
 
 
@@ -105,10 +107,29 @@ class Matches(NamedTuple):
 
 
 class Change(NamedTuple):
-    """The change of one tensor: `scale` times one tensor of the file, or times the product of two."""
+    """The change of a tensor: `scale` times one tensor of the file, or times the product of two."""
 
     factors: tuple[str, ...]
     scale: float
+
+
+class Target(NamedTuple):
+    """A tensor of the network that a tensor of a file is, or is a part of.
+
+    The file's tensor has as many equal parts, one below the other, as `of` says; `parts` are this one's, in order.
+    """
+
+    key: str
+    parts: tuple[int, ...] = (0,)
+    of: int = 1
+
+    def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of the file's tensor, given that of the network's."""
+        return (shape[0] // len(self.parts) * self.of, *shape[1:]) if self.of > 1 else shape
+
+    def part(self, x: np.ndarray) -> np.ndarray:
+        """Returns the network's part of the file's tensor."""
+        return np.concatenate([np.split(x, self.of)[part] for part in self.parts]) if self.of > 1 else x
 
 
 class LoraFile:
@@ -121,19 +142,23 @@ class LoraFile:
 
     def __init__(self, path: Path, specs: Mapping[str, Spec], names: Names):
         self._path, self._reader = path, open_tensors(path)
-        self._changes: dict[str, Change] = {}
+        self._changes: dict[str, tuple[Change, Target]] = {}
         changes, unmatched = _changes(path, self._reader)
-        targets = _targets(specs, names)
+        known, matched = _targets(specs, names), 0
         for name, change in changes.items():
-            target = targets.get(name)
-            if target is None:
+            targets, shape = known.get(name, []), self._shape(change)
+            right = {target.whole(specs[target.key].shape) for target in targets}
+            if not targets:
                 unmatched.append(name)
-            elif (shape := self._shape(change)) != specs[target].shape:
-                unmatched.append(f"{name} of shape {list(shape)}, where {list(specs[target].shape)} is right")
+            elif right != {shape}:
+                unmatched.append(
+                    f"{name} of shape {list(shape)}, where {' or '.join(map(str, map(list, right)))} is right"
+                )
             else:
-                self._changes[target] = change
-        self.matches = Matches(str(path), len(self._changes), tuple(unmatched))
-        if len(self._changes) < max(1, ENOUGH * (len(self._changes) + len(unmatched))):
+                self._changes |= {target.key: (change, target) for target in targets}
+                matched += 1
+        self.matches = Matches(str(path), matched, tuple(unmatched))
+        if matched < max(1, ENOUGH * (matched + len(unmatched))):
             raise WanjaxError(f"{self.matches}: a LoRA for this model is needed")
 
     def __contains__(self, target: str) -> bool:
@@ -141,8 +166,9 @@ class LoraFile:
 
     def change(self, target: str, strength: float) -> np.ndarray:
         """Returns the float32 array to add to a tensor, times the strength; raises WanjaxError if it is not finite."""
-        change = self._changes[target]
+        change, place = self._changes[target]
         factors = [_finite(self._path, self._reader, key) for key in change.factors]
+        factors[0] = place.part(factors[0])
         factors[0] *= np.float32(strength * change.scale)
         return factors[0] if len(factors) == 1 else _product(*factors)
 
@@ -193,15 +219,33 @@ def _product(up: np.ndarray, down: np.ndarray) -> np.ndarray:
     return (up.reshape(len(up), -1) @ down.reshape(len(down), -1)).reshape(len(up), *down.shape[1:])
 
 
-def _targets(specs: Mapping[str, Spec], names: Names) -> dict[str, str]:
-    """Maps every name that a file may use for a tensor to the network's own name."""
-    found: dict[str, str] = {}
+def _targets(specs: Mapping[str, Spec], names: Names) -> dict[str, list[Target]]:
+    """Maps every name that a file may use for a tensor, or for q, k and v in one, to what it is in the network."""
+    found: dict[str, list[Target]] = {}
     for key in specs:
-        for name in (key, names.theirs(key)):
-            if name:
+        places = [(key, Target(key))]
+        if fused := _fused(key, specs):
+            places.append((fused[0], Target(key, (fused[1],), 3)))
+        for ours, target in places:
+            theirs = Target(key, (1, 0), 2) if names.exchanges(ours) else target
+            for name, place in ((ours, target), *((name, theirs) for name in names.all_theirs(ours))):
                 module, dot, leaf = name.rpartition(".")
-                found |= {name: key, f"{module.replace('.', '_')}{dot}{leaf}": key}
+                for spelling in dict.fromkeys((name, f"{module.replace('.', '_')}{dot}{leaf}")):
+                    found.setdefault(spelling, []).append(place)
     return found
+
+
+def _fused(key: str, specs: Mapping[str, Spec]) -> tuple[str, int] | None:
+    """Returns the name of a tensor of q, k and v together, and this one's place in it; None for other tensors.
+
+    `attn.to_q`, `attn.to_k` and `attn.to_v` together are `attn.to_qkv`.
+    """
+    module, _, leaf = key.rpartition(".")
+    where, dot, last = module.rpartition(".")
+    if not (found := ONE_OF_THREE.fullmatch(last)):
+        return None
+    whole, *three = (f"{where}{dot}{found[1]}{x}{found[2]}.{leaf}" for x in ("qkv", *"qkv"))
+    return (whole, three.index(key)) if all(name in specs for name in three) else None
 
 
 def _changes(path: Path, reader: Reader) -> tuple[dict[str, Change], list[str]]:

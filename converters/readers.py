@@ -2,7 +2,7 @@
 """Opens files of tensors of either format, and reads a checkpoint as one of another layout."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import dropwhile
@@ -32,18 +32,29 @@ def open_tensors(path: str | Path) -> SafetensorsFile | TorchFile:
 class Names:
     """Pairs (theirs, ours) of names of the same module or tensor; `{i}` stands for an index, the same in both.
 
-    The names of a module's own tensors, such as `.weight`, are the same in both layouts.
+    The names of a module's own tensors, such as `.weight`, are the same in both layouts. Where several pairs have one
+    name of ours, the first is theirs, and the others are only read. `exchanged` are our modules whose tensors' rows
+    come in two halves, of which their first is our second.
     """
 
     pairs: Sequence[tuple[str, str]]
+    exchanged: Sequence[str] = ()
 
     def ours(self, theirs: str) -> str | None:
         """Returns our name of their tensor or module; None if it has none."""
-        return _translated(theirs, self._to_ours)
+        return next(_translations(theirs, self._to_ours), None)
 
     def theirs(self, ours: str) -> str | None:
         """Returns their name of our tensor or module; None if it has none."""
-        return _translated(ours, self._to_theirs)
+        return next(self.all_theirs(ours), None)
+
+    def all_theirs(self, ours: str) -> Iterator[str]:
+        """Yields every name that they have for our tensor or module."""
+        return _translations(ours, self._to_theirs)
+
+    def exchanges(self, ours: str) -> bool:
+        """Tells whether the halves of our tensor are exchanged in theirs."""
+        return ours.rpartition(".")[0] in self.exchanged
 
     @cached_property
     def _to_ours(self) -> Table:
@@ -63,11 +74,10 @@ def _expression(name: str) -> str:
     return PLACEHOLDER.sub(r"(?P<\1>[0-9]{1,4})", name.replace(".", r"\."))
 
 
-def _translated(name: str, table: Table) -> str | None:
+def _translations(name: str, table: Table) -> Iterator[str]:
     for pattern, new in table:
         if found := pattern.fullmatch(name):
-            return PLACEHOLDER.sub(lambda placeholder: found[placeholder[1]], new) + found["leaf"]
-    return None
+            yield PLACEHOLDER.sub(lambda placeholder, found=found: found[placeholder[1]], new) + found["leaf"]
 
 
 class View:
@@ -128,6 +138,18 @@ class Together:
 
     def read(self, key: str) -> np.ndarray:
         return self._readers[key].read(key)
+
+
+class Exchanged(View):
+    """A checkpoint with the two halves of the rows of some modules' tensors exchanged, as `names` says."""
+
+    def __init__(self, reader: Reader, names: Names):
+        super().__init__(reader)
+        self._names = names
+
+    def read(self, key: str) -> np.ndarray:
+        x = self._reader.read(key)
+        return np.concatenate(np.split(x, 2)[::-1]) if self._names.exchanges(key) else x
 
 
 class Flattened(View):

@@ -128,6 +128,29 @@ def test_every_way_to_name_a_module(down, opened):
     np.testing.assert_allclose(file.change("blocks.0.attn1.to_q.weight", 1.0), UP @ DOWN, rtol=1e-6)
 
 
+def test_q_k_and_v_as_one_module(tmp_path):
+    """Each gets its third of the rows, of a product and of a difference; a norm of q and k is no part of three."""
+    specs = {f"attn.{name}_{x}.weight": Spec((6, 4), np.dtype(np.float32)) for name in ("to", "add") for x in "qkv"}
+    specs |= {f"attn.norm_{x}.weight": Spec((6,), np.dtype(np.float32)) for x in "qk"}
+    up, diff = random(9, 18, 2), random(10, 18, 4)
+    tensors = {"attn.to_qkv.lora_down.weight": DOWN, "attn.to_qkv.lora_up.weight": up, "attn.add_qkv.diff": diff}
+    save_safetensors(tmp_path / "fused.safetensors", tensors | {"attn.norm_qkv.diff": np.ones(18, np.float32)})
+    file = LoraFile(tmp_path / "fused.safetensors", specs, TRANSFORMER)
+    assert (file.matches.matched, file.matches.unmatched) == (2, ("attn.norm_qkv.weight",))
+    for i, x in enumerate("qkv"):
+        rows = slice(6 * i, 6 * i + 6)
+        np.testing.assert_allclose(file.change(f"attn.to_{x}.weight", 2.0), 2 * up[rows] @ DOWN, rtol=1e-6)
+        np.testing.assert_array_equal(file.change(f"attn.add_{x}.weight", 1.0), diff[rows])
+
+
+@pytest.mark.parametrize(("rows", "sizes"), [(17, (6, 6, 6)), (6, (6, 6, 6)), (14, (6, 4, 4))])
+def test_q_k_and_v_as_one_module_of_other_rows(rows, sizes, tmp_path):
+    specs = {f"to_{x}.weight": Spec((n, 4), np.dtype(np.float32)) for x, n in zip("qkv", sizes, strict=True)}
+    save_safetensors(tmp_path / "fused.safetensors", {"to_qkv.diff": random(0, rows, 4)})
+    with pytest.raises(WanjaxError, match=rf"to_qkv.weight of shape \[{rows}, 4\], where \["):
+        LoraFile(tmp_path / "fused.safetensors", specs, TRANSFORMER)
+
+
 def test_a_strength_of_0_changes_nothing(opened):
     merged = Merged(BASE, [(opened(PAIR), 0.0), (opened(PAIR, name="other.safetensors"), -0.0)])
     assert list(merged.keys()) == list(SHAPES)
