@@ -3,18 +3,17 @@
 
 The tables are total in both directions, so a reader of one layout reads the other. Sources:
 hyvideo/models/transformers/hunyuanvideo_1_5_transformer.py of the official code for the authors' names, diffusers'
-scripts/convert_hunyuan_video1_5_to_diffusers.py for those of diffusers.
+scripts/convert_hunyuan_video1_5_to_diffusers.py for those of diffusers, and `process_unet_state_dict` of ComfyUI's
+comfy/supported_models.py for its own.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from wanjax.checkpoints.files import Reader
 from wanjax.checkpoints.layouts import TRANSFORMER_PREFIXES, VAE_PREFIXES, Component, held
 from wanjax.converters.configs import Specs, count_of, shape_of
-from wanjax.converters.readers import Descaled, Names, Renamed, Unfused, View
+from wanjax.converters.readers import Descaled, Exchanged, Names, Renamed, Unfused
 from wanjax.errors import WanjaxError
 from wanjax.models.hunyuanvideo.config import SIZE_480P, SIZE_720P
 from wanjax.models.hunyuanvideo.vae_config import VAE_1_5
@@ -25,9 +24,21 @@ TELLING = {  # tensors that only this component has: the authors' name, and that
     "vae": ("encoder.down.0.block.0.conv1.conv.weight", "encoder.down_blocks.0.resnets.0.conv1.conv.weight"),
 }
 PREFIXES = {"transformer": TRANSFORMER_PREFIXES, "vae": VAE_PREFIXES}
-FUSED = ("img_attn_qkv", "txt_attn_qkv")  # in files for ComfyUI, where the authors have three tensors
+FUSED = ("to_qkv", "add_qkv_proj")  # names for q, k and v in one tensor, of which diffusers makes three
+COMFYUI = (  # in the authors' names, and in ComfyUI's code and LoRAs
+    ("_attn_qkv", "_attn.qkv"),
+    ("_attn_proj", "_attn.proj"),
+    ("_mod.linear", "_mod.lin"),
+    ("mlp.fc1", "mlp.0"),
+    ("mlp.fc2", "mlp.2"),
+    ("time_in.mlp.0", "time_in.in_layer"),
+    ("time_in.mlp.2", "time_in.out_layer"),
+    ("t_embedder.mlp.0", "t_embedder.in_layer"),
+    ("t_embedder.mlp.2", "t_embedder.out_layer"),
+    ("c_embedder.linear_1", "c_embedder.in_layer"),
+    ("c_embedder.linear_2", "c_embedder.out_layer"),
+)
 SIZES = {"480p": SIZE_480P.target_size, "720p": SIZE_720P.target_size}
-SWAPPED = "norm_out.linear."  # the authors have the shift first, diffusers the scale
 
 
 def _mlp(theirs: str, ours: str) -> Pairs:
@@ -88,11 +99,27 @@ TRANSFORMER = Names(
         ("vision_in.proj.4", "image_embedder.norm_out"),
         ("cond_type_embedding", "cond_type_embed"),
         *_block("double_blocks.{i}", "transformer_blocks.{i}"),
+        ("double_blocks.{i}.img_attn_qkv", "transformer_blocks.{i}.attn.to_qkv"),  # in files for ComfyUI
+        ("double_blocks.{i}.txt_attn_qkv", "transformer_blocks.{i}.attn.add_qkv_proj"),
         ("final_layer.adaLN_modulation.1", "norm_out.linear"),
         ("final_layer.linear", "proj_out"),
-    ]
+    ],
+    exchanged=("norm_out.linear",),  # the authors have the shift first, diffusers the scale
 )
 """Names before `Unfused`: the refiner's q, k and v are one tensor."""
+
+
+def _of_comfyui(name: str) -> str:
+    for theirs, new in COMFYUI:
+        name = name.replace(theirs, new)
+    return name
+
+
+LORA = Names(
+    list(dict.fromkeys([*TRANSFORMER.pairs, *((_of_comfyui(theirs), ours) for theirs, ours in TRANSFORMER.pairs)])),
+    TRANSFORMER.exchanged,
+)
+"""Names that LoRA files use: the authors', and those of ComfyUI's code."""
 
 
 def _half(half: str, levels: str, ours: str, resampler: str) -> Pairs:
@@ -116,14 +143,6 @@ VAE = Names(
 )
 
 
-class Swapped(View):
-    """A checkpoint with the two halves of the rows of one layer's tensors exchanged."""
-
-    def read(self, key: str) -> np.ndarray:
-        x = self._reader.read(key)
-        return np.concatenate(np.split(x, 2)[::-1]) if key.startswith(SWAPPED) else x
-
-
 def parts(reader: Reader) -> dict[str, Reader]:
     """Returns the components that a single file holds, by their names in it without a prefix."""
     return held(reader, TELLING, PREFIXES)
@@ -134,7 +153,7 @@ def component(name: str, reader: Reader, given: Mapping[str, Any] | None = None)
 
     given: the authors' config.json, if there is one. Raises WanjaxError if the tensors are not the component's.
     """
-    reader, names = Unfused(Descaled(reader), FUSED), TRANSFORMER if name == "transformer" else VAE
+    reader, names = Descaled(reader), TRANSFORMER if name == "transformer" else VAE
     found = {key: reader.spec(key) for key in reader.keys()}  # noqa: SIM118
     if not any(key in found for key in TELLING[name]):
         raise WanjaxError(f"the {name} lacks {' or '.join(TELLING[name])}: weights of HunyuanVideo 1.5 are needed")
@@ -144,7 +163,7 @@ def component(name: str, reader: Reader, given: Mapping[str, Any] | None = None)
     if not authors:
         return Component(json, reader)
     renamed = Renamed(reader, lambda key: names.ours(key) or key)
-    return Component(json, Swapped(Unfused(renamed)) if name == "transformer" else renamed)
+    return Component(json, Exchanged(Unfused(renamed, FUSED), names))
 
 
 def transformer_json(specs: Specs, given: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 
 from wanjax.checkpoints.networks import NetworkKind
 from wanjax.converters.hunyuanvideo import diffusers
+from wanjax.converters.hunyuanvideo.original import LORA
 from wanjax.models.hunyuanvideo.config import TransformerConfig
 from wanjax.models.hunyuanvideo.transformer import HunyuanVideoTransformer
 from wanjax.models.hunyuanvideo.vae import HunyuanVideoVAE
@@ -18,6 +19,7 @@ NETWORKS = (
         read=diffusers.transformer_config,
         modules={TransformerConfig: HunyuanVideoTransformer},
         rules=diffusers.transformer_rules,
+        lora_names=LORA,
     ),
     NetworkKind(
         classes=("AutoencoderKLHunyuanVideo15",),

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA for HunyuanVideo, in every dialect: the merged weights are those into which diffusers merges its own dialect."""
+
+import json
+
+import numpy as np
+import peft
+import pytest
+import torch
+from diffusers import HunyuanVideo15Transformer3DModel
+from safetensors.torch import load_file, save_file
+
+import wanjax
+from tests.parity import hunyuan_authors as authors
+from tests.parity.references import StateDict, randomise
+from tests.support.tiny import HUNYUAN_TRANSFORMER
+from wanjax.converters import engine, lora
+from wanjax.converters.hunyuanvideo.diffusers import transformer_config, transformer_rules
+from wanjax.converters.hunyuanvideo.original import LORA
+from wanjax.errors import WanjaxError
+
+CONFIG = HUNYUAN_TRANSFORMER | {"use_meanflow": True, "target_size": 640}
+RANK, ALPHA, STRENGTH = 4, 3.0, -0.7
+
+
+def reference():
+    """Returns the same small transformer at every call."""
+    torch.manual_seed(0)
+    module = HunyuanVideo15Transformer3DModel.from_config(CONFIG).eval()
+    randomise(module, 1)
+    return module
+
+
+def modules():
+    """Returns the names of all linear layers, as the authors' trainer adapts them."""
+    return [name for name, module in reference().named_modules() if isinstance(module, torch.nn.Linear)]
+
+
+def blocks():
+    return [name for name in modules() if name.startswith("transformer_blocks.")]
+
+
+def query_of(name):
+    """Returns the query's module for a key's or a value's, whose first factor is shared in what follows."""
+    for x in "kv":
+        name = name.replace(f"to_{x}", "to_q").replace(f"add_{x}_proj", "add_q_proj")
+    return name
+
+
+def factors(names):
+    """Returns a pair of random factors for each module; those of q, k and v have the first in common."""
+    weights, pairs = dict(reference().named_parameters()), {}
+    for name in names:
+        rows, columns = weights[f"{name}.weight"].shape
+        first, second = (torch.Generator().manual_seed(hash_of(text)) for text in (query_of(name), f"{name} up"))
+        pairs[name] = (
+            torch.randn(RANK, columns, generator=first) * 0.2,
+            torch.randn(rows, RANK, generator=second) * 0.2,
+        )
+    return pairs
+
+
+def hash_of(text):
+    return int.from_bytes(text.encode(), "big") % (1 << 31)
+
+
+def diffusers_file(path, names=None):
+    """Writes diffusers' form, without an alpha."""
+    tensors = {}
+    for name, (down, up) in factors(names or modules()).items():
+        tensors |= {f"transformer.{name}.lora_A.weight": down, f"transformer.{name}.lora_B.weight": up}
+    save_file(tensors, path)
+
+
+def theirs_of(names):
+    """Returns the factors by the authors' names: of q, k and v in the refiner as one, shifts before scales."""
+    found = {}
+    for name, (down, up) in factors(names).items():
+        if name == "norm_out.linear":
+            up = torch.cat(up.chunk(2)[::-1])
+        where = authors.transformer_name(f"{name}.").removesuffix(".")
+        if "refiner_blocks" in name and name.endswith((".to_k", ".to_v")):
+            continue
+        if "refiner_blocks" in name and name.endswith(".to_q"):
+            three = factors([name.replace(".to_q", f".to_{x}") for x in "qkv"])
+            where, up = where.replace(".attn.to_q", ".self_attn_qkv"), torch.cat([up for _, up in three.values()])
+        found[where] = (down, up)
+    return found
+
+
+def fused_of(pairs):
+    """Returns the authors' factors with q, k and v of the blocks as one too."""
+    found = dict(pairs)
+    for name in [name for name in pairs if name.endswith("_attn_q")]:
+        parts = [found.pop(f"{name.removesuffix('q')}{x}") for x in "qkv"]
+        found[f"{name}kv"] = (parts[0][0], torch.cat([up for _, up in parts]))
+    return found
+
+
+def authors_file(path):
+    """Writes the file of the authors' trainer, with PEFT's config in its metadata."""
+    tensors = {}
+    for name, (down, up) in theirs_of(modules()).items():
+        tensors |= {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
+    save_file(tensors, path, {lora.PEFT_METADATA: json.dumps({"r": RANK, "lora_alpha": ALPHA})})
+
+
+def comfyui_file(path):
+    """Writes the names of ComfyUI's code, with an alpha."""
+    tensors = {}
+    for name, (down, up) in fused_of(theirs_of(modules())).items():
+        theirs = "diffusion_model." + comfyui_name(name)
+        tensors |= {f"{theirs}.lora_down.weight": down, f"{theirs}.lora_up.weight": up}
+        tensors |= {f"{theirs}.alpha": torch.tensor(ALPHA)}
+    save_file(tensors, path)
+
+
+def comfyui_name(name):
+    """Returns ComfyUI's name of the authors' module, as its comfy/supported_models.py renames it."""
+    for theirs, new in (
+        ("txt_in.t_embedder.mlp.0.", "txt_in.t_embedder.in_layer."),
+        ("txt_in.t_embedder.mlp.2.", "txt_in.t_embedder.out_layer."),
+        ("txt_in.c_embedder.linear_1.", "txt_in.c_embedder.in_layer."),
+        ("txt_in.c_embedder.linear_2.", "txt_in.c_embedder.out_layer."),
+        ("_mod.linear.", "_mod.lin."),
+        ("_attn_qkv.", "_attn.qkv."),
+        ("mlp.fc1.", "mlp.0."),
+        ("mlp.fc2.", "mlp.2."),
+        ("_attn_proj.", "_attn.proj."),
+        ("time_in.mlp.2.", "time_in.out_layer."),
+        ("time_in.mlp.0.", "time_in.in_layer."),
+    ):
+        name = f"{name}.".replace(theirs, new).removesuffix(".")
+    return name
+
+
+def old_comfyui_file(path):
+    """Writes a prefix before the authors' names, in which q, k and v of a block are one."""
+    tensors = {}
+    for name, (down, up) in fused_of(theirs_of(modules())).items():
+        tensors |= {f"diffusion_model.{name}.lora_A.weight": down, f"diffusion_model.{name}.lora_B.weight": up}
+    save_file(tensors, path)
+
+
+def kohya_file(path):
+    """Writes the file of musubi-tuner, which adapts the blocks."""
+    tensors = {}
+    for name, (down, up) in theirs_of(blocks()).items():
+        theirs = f"lora_unet_{name.replace('.', '_')}"
+        tensors |= {f"{theirs}.lora_down.weight": down, f"{theirs}.lora_up.weight": up}
+        tensors |= {f"{theirs}.alpha": torch.tensor(ALPHA)}
+    save_file(tensors, path)
+
+
+def kohya_file_for_comfyui(path):
+    """Writes that file as musubi-tuner's convert_hunyuan_video_1_5_lora_to_comfy.py converts it.
+
+    The factors of q, k and v become one pair of three times the rank, the second of blocks on a diagonal.
+    """
+    tensors, pairs = {}, theirs_of(blocks())
+    renames = [("mlp_fc1", "mlp_0"), ("mlp_fc2", "mlp_2"), ("mod_linear", "mod_lin")]
+    for name, (down, up) in pairs.items():
+        alpha = ALPHA
+        if name.endswith(("_attn_k", "_attn_v")):
+            continue
+        if name.endswith("_attn_q"):
+            parts = [pairs[f"{name.removesuffix('q')}{x}"] for x in "qkv"]
+            name, alpha = f"{name}kv", 3 * ALPHA
+            down, up = torch.cat([x for x, _ in parts]), torch.block_diag(*(x for _, x in parts))
+        theirs = f"lora_unet_{name.replace('.', '_')}"
+        for old, new in renames:
+            theirs = theirs.replace(old, new)
+        tensors |= {f"{theirs}.lora_down.weight": down, f"{theirs}.lora_up.weight": up}
+        tensors |= {f"{theirs}.alpha": torch.tensor(alpha)}
+    save_file(tensors, path)
+
+
+PLAIN = [diffusers_file, old_comfyui_file]  # without an alpha
+DIALECTS = [*PLAIN, authors_file, comfyui_file, kohya_file, kohya_file_for_comfyui]
+
+
+def fused(path, strength):
+    """Returns the reference with diffusers' file merged by diffusers."""
+    module = reference()
+    module.load_lora_adapter(load_file(path), prefix="transformer")
+    module.fuse_lora(lora_scale=strength)
+    module.unload_lora()
+    return StateDict(module)
+
+
+def opened(path):
+    base = StateDict(reference())
+    return base, lora.LoraFile(path, {key: base.spec(key) for key in base.tensors}, LORA)
+
+
+@pytest.mark.parametrize("write", DIALECTS, ids=lambda write: write.__name__)
+def test_every_dialect_is_merged_as_diffusers_merges_its_own(write, tmp_path):
+    names = blocks() if "kohya" in write.__name__ else modules()
+    write(tmp_path / "lora.safetensors")
+    diffusers_file(tmp_path / "diffusers.safetensors", names)
+    theirs = fused(tmp_path / "diffusers.safetensors", STRENGTH * (1 if write in PLAIN else ALPHA / RANK))
+    base, file = opened(tmp_path / "lora.safetensors")
+    assert not file.matches.unmatched
+    assert file.matches.matched == sum(".alpha" not in key for key in load_file(tmp_path / "lora.safetensors")) / 2
+    ours = lora.Merged(base, [(file, STRENGTH)])
+    changed = [key for key, x in theirs.tensors.items() if not np.array_equal(x, base.read(key))]
+    assert len(changed) == len(names)
+    worst = max(np.abs(ours.read(key) - x).max() / np.abs(x).max() for key, x in theirs.tensors.items())
+    print(f"{worst:.1e}")
+    assert worst <= 1e-6
+
+
+def test_a_file_that_diffusers_saved_with_an_alpha(tmp_path):
+    """PEFT's config stands in the metadata, from where diffusers reads it too."""
+    module = reference()
+    options = {"lora_alpha": ALPHA, "alpha_pattern": {"attn.to_q": 7.0}, "init_lora_weights": False}
+    module.add_adapter(peft.LoraConfig(r=RANK, target_modules=modules(), **options))
+    module.save_lora_adapter(tmp_path)
+    path = tmp_path / "pytorch_lora_weights.safetensors"
+    theirs = reference()
+    theirs.load_lora_adapter(tmp_path, weight_name=path.name, prefix=None)
+    theirs.fuse_lora(lora_scale=STRENGTH)
+    theirs.unload_lora()
+    base, file = opened(path)
+    assert (file.matches.matched, file.matches.unmatched) == (len(modules()), ())
+    ours = lora.Merged(base, [(file, STRENGTH)])
+    for key, x in StateDict(theirs).tensors.items():
+        assert np.abs(ours.read(key) - x).max() <= 1e-6 * np.abs(x).max(), key
+
+
+def test_differences_of_fused_and_exchanged_tensors(tmp_path):
+    """Weights and biases themselves, as ComfyUI's extraction writes them."""
+    module = reference()
+    generator = torch.Generator().manual_seed(3)
+    changes = {key: torch.randn(x.shape, generator=generator) for key, x in module.state_dict().items()}
+    keys = [f"transformer_blocks.1.attn.add_{x}_proj.{leaf}" for x in "qkv" for leaf in ("weight", "bias")]
+    keys += ["norm_out.linear.weight", "norm_out.linear.bias", "proj_out.bias"]
+    tensors = {}
+    for leaf, role in (("weight", "diff"), ("bias", "diff_b")):
+        parts = [changes[f"transformer_blocks.1.attn.add_{x}_proj.{leaf}"] for x in "qkv"]
+        tensors[f"double_blocks.1.txt_attn_qkv.{role}"] = torch.cat(parts)
+        halves = changes[f"norm_out.linear.{leaf}"].chunk(2)
+        tensors[f"diffusion_model.final_layer.adaLN_modulation.1.{role}"] = torch.cat(halves[::-1])
+    tensors["final_layer.linear.diff_b"] = changes["proj_out.bias"]
+    save_file(tensors, tmp_path / "diff.safetensors")
+    base, file = opened(tmp_path / "diff.safetensors")
+    ours = lora.Merged(base, [(file, 2.0)])
+    for key, x in base.tensors.items():
+        np.testing.assert_allclose(ours.read(key), x + 2 * changes[key].numpy() if key in keys else x, rtol=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["diffusers", "authors"])
+def test_a_loaded_model_has_the_merged_weights(layout, tmp_path):
+    """The whole way, with a checkpoint in either layout, includes stacked blocks, and q and k in the order of RoPE."""
+    ours, theirs = authors.both_layouts(tmp_path)
+    module = reference()
+    module.save_pretrained(ours / "transformer")
+    tensors = {key: x.numpy() for key, x in module.state_dict().items()}
+    authors.add_transformer(theirs, "480p_t2v", tensors, use_meanflow=True)
+    comfyui_file(tmp_path / "lora.safetensors")
+    diffusers_file(tmp_path / "diffusers.safetensors")
+    told = []
+    folder = ours if layout == "diffusers" else theirs
+    pipe = wanjax.load(folder, lora=f"{tmp_path / 'lora.safetensors'}:{STRENGTH}", note=told.append)
+    assert "the rest" not in told[0]
+    config = transformer_config(module.config)
+    merged = fused(tmp_path / "diffusers.safetensors", STRENGTH * ALPHA / RANK)
+    weights = {path: np.asarray(x) for path, x in engine.parameters(pipe.transformer).items()}
+    found = engine.Exported(weights, transformer_rules(config))
+    for key, x in merged.tensors.items():
+        assert np.abs(found.read(key) - x).max() <= 1e-6 * np.abs(x).max(), key
+
+
+def test_a_lora_for_another_model_is_refused(tmp_path):
+    """HunyuanVideo of 2024 has the same names, other sizes, and blocks of one stream."""
+    tensors = {}
+    for name, rows in (("double_blocks.0.img_attn_qkv", 3 * 48), ("single_blocks.0.linear1", 90)):
+        tensors |= {f"{name}.lora_A.weight": torch.ones(2, 48), f"{name}.lora_B.weight": torch.ones(rows, 2)}
+    save_file(tensors, tmp_path / "old.safetensors")
+    with pytest.raises(WanjaxError) as caught:
+        opened(tmp_path / "old.safetensors")
+    assert "double_blocks.0.img_attn_qkv.weight of shape [144, 48], where [96, 32] is right" in str(caught.value)
+    assert str(caught.value).endswith("a LoRA for this model is needed")
