@@ -329,7 +329,8 @@ def test_files_that_are_no_model_are_told(wide, text_pair, tmp_path):
     theirs = authors.authors_transformer(wide[1])
     save_safetensors(tmp_path / "mine.safetensors", theirs)
     assert "mine.safetensors does not tell which model it is" in refusal(tmp_path / "mine.safetensors")
-    save_safetensors(tmp_path / "720p_sr_distilled.safetensors", theirs)
+    few = {key.replace("time_in.", "time_r_in."): x for key, x in theirs.items() if key.startswith("time_in.")}
+    save_safetensors(tmp_path / "720p_sr_distilled.safetensors", theirs | few)
     assert "is 720p_sr_distilled, which is not supported" in refusal(tmp_path / "720p_sr_distilled.safetensors")
     vae = shutil.copy(text_pair[1] / "vae" / WEIGHTS, tmp_path / "vae.safetensors")
     assert "vae.safetensors holds no transformer of HunyuanVideo" in refusal(vae)

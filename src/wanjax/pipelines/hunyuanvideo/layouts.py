@@ -208,7 +208,7 @@ class FileSource(_HunyuanVideoSource):
         if "transformer" not in parts:
             raise WanjaxError(f"{path} holds no transformer of HunyuanVideo: a file or folder that has one is needed")
         few = any(key.startswith(NEXT_TIMESTEP) for key in parts["transformer"].keys())  # noqa: SIM118
-        named = FEW_STEPS if few else _named(path.name) or _named(path.parent.name)
+        named = _named(path.name) or _named(path.parent.name) or (FEW_STEPS if few else None)
         model = _model(named, path)
         given = {"ideal_resolution": str(named).partition("_")[0]}
         return cls(path, model, {name: original.component(name, part, given) for name, part in parts.items()})
