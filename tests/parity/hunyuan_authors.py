@@ -74,12 +74,6 @@ VAE_RENAMES = (
     ("downsamplers.0.", "downsample."),
     ("upsamplers.0.", "upsample."),
 )
-COMFYUI_LORA = (  # the authors' text, ComfyUI's, in its comfy/ldm/hunyuan_video/model.py
-    *((f"{x}_attn_qkv.", f"{x}_attn.qkv.") for x in ("img", "txt")),
-    *((f"{x}_attn_proj.", f"{x}_attn.proj.") for x in ("img", "txt")),
-    *((f"{x}_mlp.fc{i + 1}.", f"{x}_mlp.{2 * i}.") for x in ("img", "txt") for i in (0, 1)),
-    *((f"{x}_mod.linear.", f"{x}_mod.lin.") for x in ("img", "txt")),
-)
 
 
 def renamed(key: str, renames: tuple[tuple[str, str], ...]) -> str:
