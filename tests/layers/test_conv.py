@@ -12,14 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh
 
+from tests.support.small_wan import partitioner
 from tests.support.tiny import VAE
 from wanjax import compilation, load
 from wanjax.converters.wan.diffusers import vae_config
 from wanjax.kernels.target import Target
 from wanjax.layers import conv
-from wanjax.layers.conv import CausalConv, FrameConv, convolve_clip, stacked_taps, sum_of_taps
+from wanjax.layers.conv import VIDEO, CausalConv, FrameConv, convolve_clip, stacked_taps, sum_of_taps
 from wanjax.models.wan.residual_vae import WanResidualVAE
 from wanjax.models.wan.vae import WanVAE
+from wanjax.sharding import constrain, use
 
 FORMS = (convolve_clip, sum_of_taps, stacked_taps)
 V6E = Target("tpu", "TPU v6 lite")
@@ -50,6 +52,27 @@ def test_all_forms_are_the_same_sum(taps, size, stride, more, seed):
     assert whole.shape == (2, more + 1, 5, 4, 6)
     for other in others:
         np.testing.assert_allclose(whole, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [(2, 4), (4, 2)])
+@pytest.mark.parametrize("form", FORMS)
+def test_frames_smaller_than_the_kernel_on_eight_devices(form, size):
+    """Several convolutions of frames with 2 rows or columns, which two devices share."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((1, 3, *size, 4)), jnp.float32)
+    kernels = jnp.asarray(rng.standard_normal((2, 3, 3, 3, 4, 5)), jnp.float32)
+
+    def run(partitioner):
+        def call(x, kernels):
+            with use(partitioner):
+                first, second = (form(constrain(x, VIDEO), kernel, 1) for kernel in kernels)
+                return constrain(first + second, VIDEO)
+
+        return jax.jit(call)(x, kernels)
+
+    divided = run(partitioner((2, 2, 2)))
+    assert len({str(shard.index) for shard in divided.addressable_shards}) == 8
+    np.testing.assert_allclose(divided, run(None), rtol=1e-5, atol=1e-5)
 
 
 def test_a_tpu_is_given_what_its_matrix_units_take():

@@ -17,7 +17,7 @@ from wanjax.kernels.target import target
 from wanjax.layers.linear import default_kernel_init
 from wanjax.layers.norms import along_last
 from wanjax.layers.placement import with_axes
-from wanjax.sharding import constrain
+from wanjax.sharding import constrain, replicate
 
 CONV_AXES = ("conv_in", "conv_out")
 SUBLANES = 8  # rows of a TPU's tile of float32
@@ -115,7 +115,7 @@ def convolve_clip(
     around = kernel.shape[1] // 2
     return jax.lax.conv_general_dilated(
         x,
-        kernel.astype(x.dtype),
+        _operand(kernel, x),
         window_strides=(time_stride, 1, 1),
         padding=[(0, 0), (around, around), (around, around)],
         dimension_numbers=("NDHWC", "DHWIO", "NDHWC"),
@@ -160,13 +160,22 @@ def _convolve_frames(
     batch, frames, *image = x.shape
     y = jax.lax.conv_general_dilated(
         x.reshape(batch * frames, *image),
-        kernel.astype(x.dtype),
+        _operand(kernel, x),
         window_strides=(stride, stride),
         padding=[padding] * 2,
         dimension_numbers=("NHWC", "HWIO", "NHWC"),
         preferred_element_type=jnp.float32,
     )
     return y.reshape(batch, frames, *y.shape[1:])
+
+
+def _operand(kernel: Float[Array, "... C _C"], x: Float[Array, "... C"]) -> Float[Array, "... C _C"]:
+    """The kernel in the dtype of x, whole on every device.
+
+    Left to choose, XLA divides the kernel's 3 rows among the devices that share 2 rows of cells, or so with columns. It
+    then adds up the products of all devices, among them equal ones: the sum is a multiple of the right one.
+    """
+    return replicate(kernel.astype(x.dtype))
 
 
 def _biased(y: Float32[Array, "B T H W C"], bias: Float[Array, " C"], dtype: DTypeLike) -> Float[Array, "B T H W C"]:
