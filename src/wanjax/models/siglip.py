@@ -20,7 +20,7 @@ from wanjax.layers.norms import layer_norm
 from wanjax.layers.patch import patchify
 from wanjax.layers.placement import with_axes
 from wanjax.layers.stack import scan_blocks, stack
-from wanjax.models.vision import VisionBlock, VisionConfig
+from wanjax.layers.vision import VisionBlock, VisionConfig
 
 
 @dataclass(frozen=True)

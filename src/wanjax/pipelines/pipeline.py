@@ -259,9 +259,7 @@ class Pipeline(Hooks):
         state = State(x, self._solver_state(schedule, x, seeds, draws.get(OF_STEPS)))
         segments, total = self.segments(schedule, chosen), len(schedule.timesteps)
         origin = "" if keep is None else self._origin(chosen, encoded, draws, seeds, batch_guidance)
-        state, done, callback = continuing(keep, origin, state, segments, callback)
-        if done and continued:
-            continued(done, total)
+        state, done, callback = continuing(keep, origin, state, segments, callback, continued)
 
         def prepare(segment: Segment, x: Float[Array, "B T H W C"]) -> tuple[Denoiser, Inputs]:
             network, seconds = self.components.take_over(segment.network, self.architecture.denoisers)

@@ -82,16 +82,24 @@ class Keeper:
 
 
 def continuing(
-    keep: str | Path | None, origin: str, state: State, segments: Sequence[Segment], callback: Callback | None
+    keep: str | Path | None,
+    origin: str,
+    state: State,
+    segments: Sequence[Segment],
+    callback: Callback | None,
+    told: Callable[[int, int], Any] | None,
 ) -> tuple[State, int, Callback | None]:
     """Returns the state from which to go on, the number of steps taken before, and a callback that keeps the state.
 
-    `keep` is the file of the state; None keeps none.
+    `keep` is the file of the state; None keeps none. `told` receives the steps taken before, if any, and those in all.
     """
     if keep is None:
         return state, 0, callback
     keeper = Keeper(Path(keep), origin)
-    return *keeper.continued(state, segments), keeper.keeping(callback)
+    state, done = keeper.continued(state, segments)
+    if done and told:
+        told(done, sum(len(segment.scales) for segment in segments))
+    return state, done, keeper.keeping(callback)
 
 
 def digest(settings: Mapping[str, Any], arrays: Sequence[Array | np.ndarray]) -> str:

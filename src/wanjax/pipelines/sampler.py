@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float
 from wanjax.compilation import Compile, program
 from wanjax.kernels.compiler_options import products, sparse_cores
 from wanjax.layers.stack import Through, through_all
-from wanjax.pipelines.step_cache import NO_CACHE, Kept, StepCache
+from wanjax.pipelines.step_cache import NO_CACHE, StepCache
 from wanjax.pipelines.steps import Cancelled, InFlight, Segment, Step
 from wanjax.schedulers import Scheduler, one_step
 from wanjax.sharding import replicate
@@ -78,7 +78,7 @@ class State:
 
     x: Any  # [B T H W C]
     solver: Any
-    kept: tuple[Kept, ...] | None = None
+    kept: Any = None  # a tuple for each forward
 
 
 @jax.named_scope("guidance")

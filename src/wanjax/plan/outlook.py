@@ -132,15 +132,12 @@ def outlook(
     told = {name: _stage(prices[name], place.memory) for name in runs}
     every = [priced for stage in prices.values() for _, priced in stage]
     (step,) = (priced for run, priced in prices["denoise"] if run.name == "step")
-    reusing = next(((run.times, x) for run, x in prices["denoise"] if run.name == "reusing_step"), None)
     return Outlook(
         **_asked(settings, chip, place, axes, rules),
         compiler=compiler if isinstance(place, Slice) else None,
         **_verdict(settings, chip, place, told),
         **_step(settings, place, step, work),
-        cache=settings.cache,
-        reusing_steps=0 if reusing is None else reusing[0],
-        reusing_step_seconds=None if reusing is None else reusing[1].seconds,
+        **_reusing(settings, prices["denoise"]),
         download_bytes_at_most=4 * sum(parameters.values()),
         disk_bytes=_stored_bytes(family, architecture, parameters),
         limit=_limit(told, step),
@@ -192,6 +189,12 @@ def _step(settings: Settings, place: Place, step: Priced, work: Forward) -> dict
         "peak_dtype": place.peak_dtype,
         "collectives": step.collectives,
     }
+
+
+def _reusing(settings: Settings, denoise: Sequence[tuple[Scheduled, Priced]]) -> dict[str, Any]:
+    """Returns the fields on steps that reuse what the step cache kept."""
+    times, seconds = next(((run.times, x.seconds) for run, x in denoise if run.name == "reusing_step"), (0, None))
+    return {"cache": settings.cache, "reusing_steps": times, "reusing_step_seconds": seconds}
 
 
 def _axes(place: Place, mesh: tuple[int, int, int]) -> dict[str, int]:
