@@ -203,6 +203,24 @@ def test_what_is_known(bundle, value):
     assert evaluate(bundle, p1=True, p2=False, p3=None, s1=5) == value
 
 
+@pytest.mark.parametrize(
+    ("bundle", "value"),
+    [
+        ("%s9_s0 = inlined_call_operand.<no memory space> [shape: s32[1], index: 0, kind: input]", 8192),
+        ("%s9_s0 = inlined_call_operand.hbm [shape: bf16[1,8192,128], index: 1, kind: input]", None),  # an address
+        ("%s9 = sld [smem:%s2]", 8192),
+        ("%s8 = smov 3  ;;  %7 = sst [smem:[#allocation4]] %s8  ;;  %s9 = sld [smem:[#allocation4]]", 3),
+    ],
+)
+def test_words_that_a_kernel_is_given(bundle, value):
+    registers, memory = Registers(), Registers()
+    memory.unassigned = 8192
+    for part in bundle.split("  ;;  "):
+        for step in steps(part):
+            step(registers, memory, False)
+    assert registers["s9"] == value
+
+
 def test_registers_spill_and_come_back():
     bundle = "%8 = sst [smem:[#allocation8_spill]] %s1_s4  ;;  %s9_s2 = sld [smem:[#allocation8_spill]] (%p1)"
     assert evaluate(bundle, s1=7, p1=True) == 7

@@ -101,8 +101,12 @@ def inner_jaxprs(equation: JaxprEqn) -> Iterator[Jaxpr]:
 
 
 def kernel_seconds(call: Call, compiled: Compiled) -> float:
-    """Prices a kernel that was compiled on its own, with its schedule. Branches that guard rare cases are skipped."""
-    priced = price(compiled)
-    if call.kernel in WITH_RARE_WORK:
-        priced = price(compiled, skip=priced.undecided)
-    return priced.by_kind["kernels"].mid
+    """Prices a kernel that was compiled on its own, with its schedule.
+
+    For our own, branches that guard rare cases are skipped, and a mask leaves all keys.
+    """
+    if call.kernel not in WITH_RARE_WORK:
+        return price(compiled).by_kind["kernels"].mid
+    _, _, (_, (_, keys, _)), _ = call.operands  # the number of keys that a mask leaves, queries, keys, values
+    undecided = price(compiled, words=keys).undecided
+    return price(compiled, skip=undecided, words=keys).by_kind["kernels"].mid

@@ -105,15 +105,17 @@ def price(
     compiled: Compiled,
     kernels: Mapping[str, float] | None = None,
     skip: Mapping[str, Container[int]] | None = None,
+    *,
+    words: int | None = None,
 ) -> Price:
     """Prices one run of the program.
 
     `kernels` gives the seconds of kernels by their names in the module (`flash.3`, or `flash` for all such). A whole
     model needs it: it is compiled without schedules, and its kernels are compiled and priced on their own. `skip`
     gives, per kernel, the blocks among `undecided` whose branch is taken and skips the code that it guards. By default
-    all of that code runs, both sides of a choice too.
+    all of that code runs, both sides of a choice too. `words` is that of `Schedule.run`.
     """
-    reader = _Reader(parse(compiled.module), compiled.slice.chip, compiled.schedules, kernels or {}, skip or {})
+    reader = _Reader(parse(compiled.module), compiled.slice.chip, compiled.schedules, kernels or {}, skip or {}, words)
     items = reader.sequence(reader.module.entry, 1)
     return Price(tuple(items), tuple(reader.unpriced), tuple(reader.unknown_loops), reader.undecided)
 
@@ -139,8 +141,10 @@ class _Reader:
         schedules: Mapping[str, Schedule],
         kernels: Mapping[str, float],
         skip: Mapping[str, Container[int]],
+        words: int | None,
     ):
         self.module, self.chip, self.schedules, self.kernels, self.skip = module, chip, schedules, kernels, skip
+        self.words = words
         self.undecided: dict[str, frozenset[int]] = {}
         self.unpriced: list[str] = []
         self.unknown_loops: list[str] = []
@@ -238,7 +242,7 @@ class _Reader:
                 return Cost(CHEAPER, 1, DEARER).times(max(self.kernels[name], least))
         if instruction.name in self.schedules:
             schedule = self.schedules[instruction.name]
-            run = schedule.run(self.skip.get(instruction.name, ()))
+            run = schedule.run(self.skip.get(instruction.name, ()), words=self.words)
             if run.undecided:
                 self.undecided[instruction.name] = run.undecided
             return _price_execution(schedule, run, self.chip)

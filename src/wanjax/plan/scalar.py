@@ -7,13 +7,14 @@ unknown operands is unknown too, unless the known operands determine it: `false 
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import starmap
 from typing import NamedTuple
 
 Value = int | bool | None  # None is unknown
 WORD = 1 << 32
 PHIS = ("sphi", "pphi")
+OPERAND = "inlined_call_operand."
 ASSUMED = "assumed "  # prefix of a predicate's name: the value that its block's branch assumes if it is unknown
 GRANULE = 32  # bytes; the unit of DMA sizes
 
@@ -86,10 +87,12 @@ BINARY: dict[str, Callable[[Value, Value], Value]] = {
 
 
 class Registers(dict[str, Value]):
-    """Values by the compiler's names, in static single assignment; an unassigned name is unknown."""
+    """Values by the compiler's names, in static single assignment; an unassigned name has the value `unassigned`."""
+
+    unassigned: Value = None
 
     def __missing__(self, name: str) -> Value:
-        return None
+        return self.unassigned
 
 
 class Condition(NamedTuple):
@@ -193,7 +196,7 @@ def _choice(name: str, when: Condition, yes: str, no: str) -> Step:
     return step
 
 
-def _value(opcode: str, parts: list[str]) -> Callable[[Registers, Mapping[str, Value], bool], Value]:
+def _value(opcode: str, parts: list[str]) -> Callable[[Registers, Registers, bool], Value]:
     operands = [_operand(part) for part in parts]
     if opcode in BINARY and len(operands) == 2:
         operation, (a, b) = BINARY[opcode], operands
@@ -206,4 +209,6 @@ def _value(opcode: str, parts: list[str]) -> Callable[[Registers, Mapping[str, V
         return lambda registers, memory, again: operands[-1 if again else 0](registers)
     if opcode == "sld" and (found := re.fullmatch(_SLOT, parts[0])):
         return lambda registers, memory, again: memory[found[1]]
+    if opcode == "sld" or (opcode == OPERAND and parts[0].startswith("<no memory space>")):  # which is a word
+        return lambda registers, memory, again: memory.unassigned
     return lambda registers, memory, again: None

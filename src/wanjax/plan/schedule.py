@@ -91,8 +91,8 @@ class Schedule:
         """Returns the cycles of an execution in which no bundle waits for memory."""
         return sum(block.bundles * times.get(block.start, 0) for block in self.blocks)
 
-    def run(self, skip: Container[int] = ()) -> Execution:
-        """Walks through the blocks as the chip would.
+    def run(self, skip: Container[int] = (), *, words: int | None = None) -> Execution:
+        """Walks through the blocks as the chip would. `words` is the value of words that a kernel is given.
 
         A forward branch that depends on data is taken, and skips the code that it guards, only if its block's address
         is in `skip`. A backward branch that depends on data is not taken, so its loop counts once. Instructions of the
@@ -101,6 +101,7 @@ class Schedule:
         order = [block.start for block in self.blocks]
         index = {start: i for i, start in enumerate(order)}
         registers, memory = Registers(), Registers({CORE_INDEX: 0})
+        memory.unassigned = words
         times = dict.fromkeys(order, 0)
         undecided: set[int] = set()
         moved, here, again = 0, 0, False
