@@ -71,34 +71,33 @@ def test_help_lists_the_commands():
             "generate",
             "from prompts seeds count model negative-prompt image last-image video mask reference resize size height "
             "width frames fps steps guidance-scale guidance-scale-2 boundary strength dynamic-guidance flow-shift "
-            "sigmas scheduler seed "
-            "noise lora attention block-q block-kv block-kv-compute window batch-guidance dtype compiler mesh rules "
-            "processes tile profile dir out force quiet json config help",
+            "sigmas scheduler cache seed noise lora attention block-q block-kv block-kv-compute window batch-guidance "
+            "dtype compiler mesh rules processes tile profile dir out force quiet json config help",
         ),
         (
             "encode",
-            "model negative-prompt image last-image video mask reference resize size height width frames "
-            "dtype compiler mesh rules processes tile dir force quiet json config help",
+            "model negative-prompt image last-image video mask reference resize size height width frames dtype "
+            "compiler mesh rules processes tile dir force quiet json config help",
         ),
         (
             "denoise",
             "model size height width frames fps steps guidance-scale guidance-scale-2 boundary strength "
-            "dynamic-guidance flow-shift "
-            "sigmas scheduler seed noise lora attention block-q block-kv block-kv-compute window batch-guidance dtype "
-            "compiler mesh rules processes profile dir force quiet json config help",
+            "dynamic-guidance flow-shift sigmas scheduler cache seed noise lora attention block-q block-kv "
+            "block-kv-compute window batch-guidance dtype compiler mesh rules processes profile "
+            "dir force quiet json config help",
         ),
         ("decode", "model fps dtype compiler mesh rules processes tile dir out force quiet json config help"),
         (
             "plan",
-            "model chip size height width frames steps guidance-scale attention block-q block-kv block-kv-compute "
-            "window batch-guidance dtype compiler mesh rules json config help",
+            "model chip size height width frames steps guidance-scale cache attention block-q block-kv "
+            "block-kv-compute window batch-guidance dtype compiler mesh rules json config help",
         ),
         (
             "warmup",
             "model image last-image video mask reference resize size height width frames fps steps guidance-scale "
-            "guidance-scale-2 boundary strength dynamic-guidance flow-shift sigmas scheduler seed noise attention "
-            "block-q block-kv block-kv-compute window batch-guidance dtype compiler mesh rules processes tile "
-            "quiet config help",
+            "guidance-scale-2 boundary strength dynamic-guidance flow-shift sigmas scheduler cache seed noise "
+            "attention block-q block-kv block-kv-compute window batch-guidance dtype compiler mesh rules processes "
+            "tile quiet config help",
         ),
         ("convert", "to dtype revision verify quiet config help"),
         ("info", "json config help"),
