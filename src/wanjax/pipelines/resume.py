@@ -66,9 +66,13 @@ class Keeper:
         return run
 
     def save(self, step: Step) -> None:
-        """Writes the state after a step, in the first process alone, unless its latents are not finite."""
+        """Writes the state after a step, in the first process alone, unless its latents are not finite.
+
+        Nothing is written where a step cache keeps a part in each of several processes.
+        """
         jax.block_until_ready(step.state)
-        if jax.process_index() != 0 or not np.isfinite(step.state.x).all():
+        whole = all(leaf.is_fully_addressable or leaf.is_fully_replicated for leaf in jax.tree.leaves(step.state))
+        if jax.process_index() != 0 or not whole or not np.isfinite(step.state.x).all():
             return
         start = perf_counter()
         kept = step.state.kept
