@@ -3,16 +3,13 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from wanjax.errors import WanjaxError
 from wanjax.plan import chips, hlo, schedule
 from wanjax.plan.compile import Compiled, Memory
 from wanjax.plan.pricing import CHEAPER, price, price_schedule
-from wanjax.plan.scalar import BINARY, Registers, steps
 from wanjax.plan.work import flops, traffic, trip_count, wire_bytes
 
 DATA = Path(__file__).parents[1] / "data/plan"
@@ -160,77 +157,6 @@ def test_a_loop_that_data_ends_counts_once():
     run = schedule.parse("endless", text, "VALU\n4\n" + "0\n" * 9, "", branch_delay=1).run()
     assert run.times == {0: 1, 1: 1, 4: 1, 5: 1, 8: 1}
     assert run.undecided == {1, 5}
-
-
-def evaluate(bundle, **given):
-    registers, memory = Registers(given), Registers()
-    for step in steps(bundle):
-        step(registers, memory, False)
-    return registers["s9"] if "s9" in registers else registers["p9"]
-
-
-@given(WORDS, WORDS)
-def test_words_behave_as_the_machines(a, b):
-    x, y = np.uint32(a), np.uint32(b)
-    signed = (x.view(np.int32), y.view(np.int32))
-    with np.errstate(over="ignore"):
-        assert evaluate("%s9_s1 = sadd.s32 %s1_s1, %s2", s1=a, s2=b) == int(x + y)
-        assert evaluate("%s9 = ssub.s32 %s1, %s2_s7", s1=a, s2=b) == int(x - y)
-        assert evaluate("%s9 = smul.u32 %s1, %s2", s1=a, s2=b) == int(x * y)
-    assert evaluate("%p9 = scmp.lt.s32.totalorder %s1, %s2", s1=a, s2=b) == (signed[0] < signed[1])
-    assert evaluate("%p9 = scmp.lt.u32.totalorder %s1, %s2", s1=a, s2=b) == (a < b)
-    assert evaluate("%s9 = sshra.s32 %s1, 3", s1=a) == int((signed[0] >> 3).view(np.uint32))
-    assert evaluate("%s9 = sshll.u32 %s1, 4", s1=a) == a * 16 % 2**32
-
-
-@pytest.mark.parametrize(
-    ("bundle", "value"),
-    [
-        ("%s9 = smov (%p1, %s1), 8", 8),  # a predicated move, else the older value
-        ("%s9 = smov (!%p1, %s1), 8", 5),
-        ("%s9 = scalar_select %p1, %s1, 8", 5),
-        ("%s9 = sadd.s32 (!%p1), 1, %s1", None),  # does not run
-        ("%s9 = sadd.s32 (%p1), 4294967295, %s1", 4),
-        ("%p9 = pand %p2, %p3", False),  # false and unknown
-        ("%p9 = por %p2, %p3", None),
-        ("%p9 = pnand %p2, %p3", True),
-        ("%p9 = pneg %p3", None),
-        ("%s9 = sld [smem:[#allocation4 + %s1]]", None),
-        ("%s9 = scalar_lea.vmem [#allocation3], %s1", None),
-    ],
-)
-def test_what_is_known(bundle, value):
-    assert evaluate(bundle, p1=True, p2=False, p3=None, s1=5) == value
-
-
-@pytest.mark.parametrize(
-    ("bundle", "value"),
-    [
-        ("%s9_s0 = inlined_call_operand.<no memory space> [shape: s32[1], index: 0, kind: input]", 8192),
-        ("%s9_s0 = inlined_call_operand.hbm [shape: bf16[1,8192,128], index: 1, kind: input]", None),  # an address
-        ("%s9 = sld [smem:%s2]", 8192),
-        ("%s8 = smov 3  ;;  %7 = sst [smem:[#allocation4]] %s8  ;;  %s9 = sld [smem:[#allocation4]]", 3),
-    ],
-)
-def test_words_that_a_kernel_is_given(bundle, value):
-    registers, memory = Registers(), Registers()
-    memory.unassigned = 8192
-    for part in bundle.split("  ;;  "):
-        for step in steps(part):
-            step(registers, memory, False)
-    assert registers["s9"] == value
-
-
-def test_registers_spill_and_come_back():
-    bundle = "%8 = sst [smem:[#allocation8_spill]] %s1_s4  ;;  %s9_s2 = sld [smem:[#allocation8_spill]] (%p1)"
-    assert evaluate(bundle, s1=7, p1=True) == 7
-
-
-def test_logic_of_the_unknown():
-    for name, value in (("pand", False), ("pnand", True)):
-        assert BINARY[name](None, False) is value
-    for name, value in (("por", True), ("pnor", False)):
-        assert BINARY[name](True, None) is value
 
 
 def test_bytes_are_those_of_whole_tiles():
