@@ -3,9 +3,9 @@
 
 Each part runs in its own process, reports its peak memory, and starts with a cold page cache. The copy and the
 conversion alternate, twice, and end once everything is on the disk; the faster run of each counts. Needs twice the
-checkpoint's 18 GB of disk, or 21 GB for CogVideoX-1.5 5B, and deletes them at the end.
+checkpoint's disk (benchmarks/synthetic.py), and deletes it at the end.
 
-    python -m benchmarks.convert [--model cogvideox1.5-5b] [--folder FOLDER] [--source FOLDER] [--json FILE]
+    python -m benchmarks.convert [--model NAME] [--folder FOLDER] [--source FOLDER] [--json FILE]
 
 `--source` converts another checkpoint in place of the synthetic one.
 """
@@ -25,7 +25,14 @@ from benchmarks.real_shapes import run
 from benchmarks.synthetic import MODELS, write_checkpoint
 
 MEMORY, RATE = 4e9, 0.6  # bars: at most these bytes while converting; at least this fraction of a copy's rate
-NETWORKS = ("text_encoder", "transformer", "vae")
+
+
+RESTORE = "restore the "  # and the name of a network
+
+
+def networks(source: Path) -> list[str]:
+    """Returns the names of a checkpoint's networks."""
+    return sorted({file.parent.name for file in source.rglob("*.safetensors")})
 
 
 def copy(source: Path, target: Path) -> dict:
@@ -67,7 +74,7 @@ def compare(source: Path, target: Path) -> dict:
 
     start, count = time.perf_counter(), 0
     converted = open_source(target)
-    for name in NETWORKS:
+    for name in networks(source):
         here = SafetensorsFolder(source / name)
         there = converted.tensors(name, network(converted, name, kinds()).rules)
         assert set(here.keys()) == set(there.keys())
@@ -97,8 +104,12 @@ PARTS: dict[str, Callable[[Path, Path], dict]] = {
     "convert": convert,
     "verify": verify,
     "compare": compare,
-    **{f"restore the {name}": partial(load, name) for name in NETWORKS},
 }
+
+
+def function_of(part: str) -> Callable[[Path, Path], dict]:
+    """Returns the function of a part: `restore the NAME` loads a network."""
+    return PARTS[part] if part in PARTS else partial(load, part.removeprefix(RESTORE))
 
 
 def synchronise(folder: Path) -> None:
@@ -135,7 +146,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.part:
         part, source, target, result = options.part
-        Path(result).write_text(json.dumps(PARTS[part](Path(source), Path(target))))
+        Path(result).write_text(json.dumps(function_of(part)(Path(source), Path(target))))
         return
     home = Path(tempfile.mkdtemp(prefix="wanjax-convert-", dir=options.folder))
     try:
@@ -149,7 +160,7 @@ def main() -> None:
             for part in ("copy", "convert"):
                 shutil.rmtree(home / "target", ignore_errors=True)
                 figures[part].append(measured(part, source, home / "target"))
-        for part in list(PARTS)[2:]:
+        for part in (*list(PARTS)[2:], *(f"{RESTORE}{name}" for name in networks(source))):
             figures[part] = measured(part, source, home / "target")
     finally:
         shutil.rmtree(home)

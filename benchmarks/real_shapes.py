@@ -2,10 +2,10 @@
 """`wanjax generate` with a model of the real names, shapes and dtypes.
 
 The weights are random and the tokenizer is small. The run shows that the text encoder, the transformer and the
-autoencoder load, run and are freed within this machine's memory, and how much each needs. Writes about 18 GB, or 21 GB
-for CogVideoX-1.5 5B, and deletes them.
+autoencoder load, run and are freed within this machine's memory, and how much each needs. Writes the checkpoint
+(benchmarks/synthetic.py) and deletes it.
 
-    python -m benchmarks.real_shapes [--model cogvideox1.5-5b] [--folder FOLDER] [-- OPTIONS OF wanjax generate ...]
+    python -m benchmarks.real_shapes [--model NAME] [--folder FOLDER] [-- OPTIONS OF wanjax generate ...]
 """
 
 import argparse

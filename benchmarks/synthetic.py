@@ -2,18 +2,30 @@
 """Checkpoints with the names, shapes and dtypes of published ones, and random weights.
 
 Wan 2.1 T2V 1.3B has UMT5-XXL in bfloat16 and the others in float32, about 18 GB. CogVideoX-1.5 5B has T5-XXL and all
-else in bfloat16, about 21 GB. The weights are in shards as on the hub. The tokenizer is small.
+else in bfloat16, about 21 GB. HunyuanVideo-1.5 has Qwen2.5-VL's language model and all else in bfloat16, about 35 GB.
+The weights are in shards as on the hub. The tokenizers are small.
 """
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-from tests.support.tiny import COGVIDEOX_INDEX, COGVIDEOX_SCHEDULER, INDEX, SCHEDULER
+from tests.support.tiny import (
+    COGVIDEOX_INDEX,
+    COGVIDEOX_SCHEDULER,
+    HUNYUAN_INDEX,
+    HUNYUAN_SCHEDULER,
+    INDEX,
+    PICTURE_COMPONENTS,
+    SCHEDULER,
+    save_byte_tokenizer,
+)
+from tests.support.toy_chat_tokenizer import save_chat_tokenizer
 from tests.support.toy_tokenizer import save_tokenizer
 from wanjax.checkpoints.files import Spec, save_index, shards, write_safetensors
 
@@ -25,12 +37,15 @@ XXL: dict[str, Any] = {
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint's networks without values, each with the dtype of its weights, and what stands beside them."""
+    """A checkpoint's networks without values, each with the dtype of its weights, and what stands beside them.
+
+    `tokenizers` are functions that write a tokenizer into its folder.
+    """
 
     networks: Mapping[str, tuple[Any, np.dtype]]
     scheduler: Mapping[str, Any]
     index: Mapping[str, Any]
-    text_length: int
+    tokenizers: Mapping[str, Callable[[Path], Any]]
 
 
 class RandomTensors:
@@ -73,7 +88,7 @@ def wan() -> Checkpoint:
         "transformer": (WanTransformer3DModel(num_attention_heads=12, num_layers=30, ffn_dim=8960), FLOAT32),
         "vae": (AutoencoderKLWan(), FLOAT32),
     }
-    return Checkpoint(networks, SCHEDULER, INDEX, text_length=512)
+    return Checkpoint(networks, SCHEDULER, INDEX, {"tokenizer": partial(save_tokenizer, model_max_length=512)})
 
 
 def cogvideox() -> Checkpoint:
@@ -90,10 +105,38 @@ def cogvideox() -> Checkpoint:
         "transformer": (transformer, BFLOAT16),
         "vae": (AutoencoderKLCogVideoX(scaling_factor=0.7, invert_scale_latents=True), BFLOAT16),
     }
-    return Checkpoint(networks, COGVIDEOX_SCHEDULER, COGVIDEOX_INDEX, text_length=226)
+    return Checkpoint(
+        networks, COGVIDEOX_SCHEDULER, COGVIDEOX_INDEX, {"tokenizer": partial(save_tokenizer, model_max_length=226)}
+    )
 
 
-MODELS: dict[str, Callable[[], Checkpoint]] = {"wan2.1-t2v-1.3b": wan, "cogvideox1.5-5b": cogvideox}
+def hunyuanvideo() -> Checkpoint:
+    from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DModel
+    from transformers import Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel, T5Config, T5EncoderModel
+
+    chats = Qwen2_5_VLTextConfig(
+        vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+        num_key_value_heads=4, rms_norm_eps=1e-6, rope_theta=1e6,
+    )  # fmt: skip
+    glyphs = T5Config(
+        vocab_size=1510, d_model=1472, d_kv=64, d_ff=3584, num_layers=12, num_heads=6, feed_forward_proj="gated-gelu"
+    )
+    networks = {
+        "text_encoder": (Qwen2_5_VLTextModel(chats), BFLOAT16),
+        "text_encoder_2": (T5EncoderModel(glyphs), BFLOAT16),
+        "transformer": (HunyuanVideo15Transformer3DModel(), BFLOAT16),
+        "vae": (AutoencoderKLHunyuanVideo15(), BFLOAT16),
+    }
+    index = {name: kind for name, kind in HUNYUAN_INDEX.items() if name not in (*PICTURE_COMPONENTS, "guider")}
+    tokenizers = {"tokenizer": save_chat_tokenizer, "tokenizer_2": save_byte_tokenizer}
+    return Checkpoint(networks, HUNYUAN_SCHEDULER, {"_class_name": "HunyuanVideo15Pipeline"} | index, tokenizers)
+
+
+MODELS: dict[str, Callable[[], Checkpoint]] = {
+    "wan2.1-t2v-1.3b": wan,
+    "cogvideox1.5-5b": cogvideox,
+    "hunyuanvideo1.5-480p-t2v": hunyuanvideo,
+}
 
 
 def described(model: str) -> Checkpoint:
@@ -116,7 +159,8 @@ def write_checkpoint(model: str, folder: Path) -> None:
         stem = "model" if made.index[name][0] == "transformers" else "diffusion_pytorch_model"
         _write_json(folder / name / "config.json", config_of(network))
         _write_weights(folder / name, network, dtype, stem)
-    save_tokenizer(folder / "tokenizer", model_max_length=made.text_length)
+    for name, save in made.tokenizers.items():
+        save(folder / name)
     _write_json(folder / "scheduler" / "scheduler_config.json", made.scheduler)
     _write_json(folder / "model_index.json", made.index)
 

@@ -204,6 +204,7 @@ HUNYUAN_VAE = {
     "temporal_compression_ratio": 4,
     "scaling_factor": 1.3,
 }
+HUNYUAN_SCHEDULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 5.0}
 PICTURE_COMPONENTS = ("feature_extractor", "image_encoder")
 HUNYUAN_INDEX = {
     "feature_extractor": ["transformers", "SiglipImageProcessor"],
@@ -303,11 +304,9 @@ def tiny_hunyuan_checkpoint(folder: Path, *, pictured: bool = False, **transform
     _save(folder / "transformer", "HunyuanVideo15Transformer3DModel", HUNYUAN_TRANSFORMER | transformer)
     _save(folder / "vae", "AutoencoderKLHunyuanVideo15", HUNYUAN_VAE)
     save_chat_tokenizer(folder / "tokenizer")
-    _write_json(folder / "tokenizer_2" / "tokenizer_config.json", {"extra_ids": 0})
+    save_byte_tokenizer(folder / "tokenizer_2")
     _write_json(folder / "guider" / "guider_config.json", {"guidance_scale": 3.0})
-    _write_json(
-        folder / "scheduler" / "scheduler_config.json", {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 9.0}
-    )
+    _write_json(folder / "scheduler" / "scheduler_config.json", HUNYUAN_SCHEDULER | {"shift": 9.0})
     index = {name: kind for name, kind in HUNYUAN_INDEX.items() if pictured or name not in PICTURE_COMPONENTS}
     if pictured:
         _save(folder / "image_encoder", "SiglipVisionModel", HUNYUAN_IMAGE_ENCODER, "model")
@@ -317,6 +316,11 @@ def tiny_hunyuan_checkpoint(folder: Path, *, pictured: bool = False, **transform
     _write_json(folder / "model_index.json", {"_class_name": kind} | index)
     _write_json(folder / "generation_config.json", {"height": 32, "width": 48, "frames": 5, "steps": 2})
     return folder
+
+
+def save_byte_tokenizer(folder: Path) -> None:
+    """Writes the folder of ByT5's tokenizer, whose tokens are bytes, without tokens of its own."""
+    _write_json(folder / "tokenizer_config.json", {"extra_ids": 0})
 
 
 def _checkpoint(folder: Path, index: dict[str, Any], transformer: dict[str, Any]) -> Path:
