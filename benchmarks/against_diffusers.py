@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Speed compared with diffusers and transformers in torch: the same weights, inputs and CPU, in float32.
 
-Text encoding, denoising steps and decoding at the widths of Wan 2.1 1.3B, or of CogVideoX-1.5 5B. Fewer layers are
-run, as all cost the same. benchmarks/rivals/ has the stages of each family.
+Text encoding, denoising steps and decoding at the widths of Wan 2.1 1.3B, CogVideoX-1.5 5B or HunyuanVideo-1.5. Fewer
+layers are run, as all cost the same. benchmarks/rivals/ has the stages of each family.
 
-    python -m benchmarks.against_diffusers [--model cogvideox] [--json FILE] [--stage NAME ...] [--repeats 5]
+    python -m benchmarks.against_diffusers [--model FAMILY] [--json FILE] [--stage NAME ...] [--repeats 5]
 """
 
 import argparse
@@ -17,10 +17,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.rivals import cogvideox, wan
+from benchmarks.rivals import cogvideox, hunyuanvideo, wan
 from benchmarks.rivals.cases import Result, Sizes, measure, show
 
-FAMILIES = {"wan": wan.STAGES, "cogvideox": cogvideox.STAGES}
+FAMILIES = {"wan": wan.STAGES, "cogvideox": cogvideox.STAGES, "hunyuanvideo": hunyuanvideo.STAGES}
 
 
 def machine() -> dict[str, str]:

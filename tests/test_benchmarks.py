@@ -44,7 +44,21 @@ SMALL = {
         "TRANSFORMER": {"num_attention_heads": 2, "attention_head_dim": 16},
         "VAE": {"block_out_channels": (8, 8, 8, 8), "norm_num_groups": 4, "layers_per_block": 1},
     },
-}
+    "hunyuanvideo": {
+        "TEXT": {
+            "vocab_size": 100, "hidden_size": 24, "intermediate_size": 32, "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 2, 2]},
+        },
+        "TRANSFORMER": {
+            "num_attention_heads": 2, "attention_head_dim": 16, "mlp_ratio": 2.0, "rope_axes_dim": (4, 6, 6),
+            "text_embed_dim": 24, "text_embed_2_dim": 16, "image_embed_dim": 16, "num_refiner_layers": 1,
+        },
+        "VAE": {"block_out_channels": (8, 16, 16, 32, 32), "layers_per_block": 1},
+        "VIDEO": {"height": 32, "width": 32, "frames": 5},
+        "PROMPTS": {"long": 200},
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("stage", ["text", "step", "vae"])

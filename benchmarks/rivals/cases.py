@@ -63,7 +63,7 @@ def converted(reference: torch.nn.Module) -> Any:
     """Returns our network with the weights of a reference, in float32."""
     network = read_network(type(reference).__name__, config_of(reference), kinds())
     abstract = network.abstract(dtype=jnp.float32, param_dtype=jnp.float32)
-    return engine.load(abstract, network.rules, StateDict(reference))
+    return engine.load(abstract, network.rules, StateDict(reference), ignore=network.unused)
 
 
 def torch_pipeline(kind: Any, **components: Any) -> Any:
