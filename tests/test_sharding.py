@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as Spec
 
 import wanjax
 from tests.support.compare import error
+from tests.support.devices import MESHES
 from tests.support.small_wan import network, partitioner, pipeline, transformer_config
 from tests.support.tiny import tiny_checkpoint
 from wanjax.errors import WanjaxError
@@ -25,7 +26,6 @@ from wanjax.pipelines.frames import decode_chunk
 from wanjax.pipelines.wan.conditioning import WanEncoded
 from wanjax.sharding import MESH_AXES, RULES, choose_axes, parse_mesh, use
 
-MESHES = [(1, 1, 8), (2, 1, 4), (2, 2, 2), (1, 4, 2), (1, 8, 1)]
 BOUND = 1e-5
 
 

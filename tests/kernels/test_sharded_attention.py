@@ -11,11 +11,11 @@ import pytest
 
 from tests.support.attention import exact, normal, operands
 from tests.support.compare import error
+from tests.support.devices import MESHES
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import attention
 from wanjax.sharding import RULES, Partitioner, constrain, make_mesh, use
 
-MESHES = [(1, 1, 8), (2, 1, 4), (2, 2, 2), (1, 4, 2), (1, 8, 1)]
 BOUND = 1e-6  # the error of float32 attention, as on one device
 TOKENS = ("batch", "length", "heads", "head_dim")
 

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from tests.support.compare import error
+from tests.support.devices import on_meshes
 from tests.support.small_wan import network, partitioner
 from wanjax.models.cogvideox.config import T2V_1_5_5B, T2V_2B
 from wanjax.models.cogvideox.transformer import CogVideoXTransformer
@@ -46,17 +47,16 @@ def predicted(name, axes=None, rules="fsdp", length=TEXT):
     return np.asarray(prediction)
 
 
-@pytest.mark.parametrize(
-    ("name", "axes", "rules"),
-    [
-        ("1.5", (2, 1, 4), "fsdp"),
-        ("1.5", (1, 4, 2), "tp"),
-        ("1.5", (1, 8, 1), "fsdp"),
-        ("2b", (2, 1, 4), "tp"),
-        ("2b", (1, 4, 2), "fsdp"),
-        ("2b", (1, 8, 1), "tp"),
-    ],
-)
+QUICK = {
+    "1.5": (((2, 1, 4), "fsdp"), ((1, 4, 2), "tp"), ((1, 8, 1), "fsdp")),
+    "2b": (((2, 1, 4), "tp"), ((1, 4, 2), "fsdp"), ((1, 8, 1), "tp")),
+}
+CASES = [
+    pytest.param(name, *pair.values, marks=pair.marks) for name, quick in QUICK.items() for pair in on_meshes(*quick)
+]
+
+
+@pytest.mark.parametrize(("name", "axes", "rules"), CASES)
 def test_prediction(name, axes, rules):
     found = error(predicted(name, axes, rules), predicted(name).astype(np.float64))
     print(f"{found:.1e}")

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from tests.support.compare import error
-from tests.support.devices import most_held
+from tests.support.devices import most_held, on_meshes
 from tests.support.small_wan import network, partitioner
 from wanjax.layers.norms import GroupNorm
 from wanjax.models.cogvideox.vae import CogVideoXVAE
@@ -24,29 +24,37 @@ EVEN, SOME, NONE = (8, 6), (6, 4), (3, 5)  # sizes of latents that eight devices
 
 
 @cache
-def vae(axes=None):
-    return network(partial(CogVideoXVAE, SMALL), partitioner(axes))
+def vae(axes=None, rules="fsdp"):
+    return network(partial(CogVideoXVAE, SMALL), partitioner(axes, rules))
 
 
-def frames_of(z, axes=None):
-    chunks = decoded(vae(axes), z, jnp.float32, None, lambda program: program.on(partitioner(axes)))
+def frames_of(z, axes=None, rules="fsdp"):
+    devices = partitioner(axes, rules)
+    chunks = decoded(vae(axes, rules), z, jnp.float32, None, lambda program: program.on(devices))
     return np.concatenate([np.asarray(x) for x in chunks])
 
 
-def latents_of(frames, axes=None):
-    return encoded(vae(axes), frames, None, lambda program: program.on(partitioner(axes)))
+def latents_of(frames, axes=None, rules="fsdp"):
+    devices = partitioner(axes, rules)
+    return encoded(vae(axes, rules), frames, None, lambda program: program.on(devices))
 
 
-@pytest.mark.parametrize(("axes", "size"), [((1, 1, 8), EVEN), ((2, 1, 4), SOME), ((2, 2, 2), NONE), ((1, 8, 1), SOME)])
-def test_eight_devices(axes, size):
+SIZES = {(1, 1, 8): EVEN, (2, 2, 2): NONE}
+
+
+@pytest.mark.parametrize(
+    ("axes", "rules"), on_meshes(*((axes, "fsdp") for axes in ((1, 1, 8), (2, 1, 4), (2, 2, 2), (1, 8, 1))))
+)
+def test_eight_devices(axes, rules):
+    size = SIZES.get(axes, SOME)
     z = np.random.default_rng(0).normal(size=(1, 4, 5, *size)).astype(np.float32)
     frames = frames_of(z)
     assert frames.shape == (17, 4 * size[0], 4 * size[1], 3)
     assert frames.std() > 0.05
-    assert error(frames_of(z, axes), frames.astype(np.float64)) <= 1e-5
+    assert error(frames_of(z, axes, rules), frames.astype(np.float64)) <= 1e-5
     latents = np.asarray(latents_of(frames), np.float64)
     assert latents.shape == (1, 8, 5, *size)
-    assert error(latents_of(frames, axes), latents) <= 1e-5
+    assert error(latents_of(frames, axes, rules), latents) <= 1e-5
 
 
 def test_each_device_holds_an_eighth():

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from tests.support.compare import error
+from tests.support.devices import on_meshes
 from tests.support.small_wan import network, partitioner
 from wanjax.layers.placement import axes_of
 from wanjax.models.qwen2_vl import QWEN2_5_VL_7B, Qwen2VLEncoder
@@ -48,8 +49,9 @@ def encoded(name, axes=None, rules="fsdp"):
     return np.asarray(features)[MASK if name == "byt5" else ...]
 
 
-@pytest.mark.parametrize("rules", RULES)
-@pytest.mark.parametrize("axes", [(2, 2, 2), (1, 1, 8)])
+@pytest.mark.parametrize(
+    ("axes", "rules"), on_meshes(*((axes, rules) for axes in ((2, 2, 2), (1, 1, 8)) for rules in RULES))
+)
 @pytest.mark.parametrize("name", ENCODERS)
 def test_features(name, axes, rules):
     alone = encoded(name).astype(np.float64)

@@ -10,6 +10,7 @@ from diffusers import HunyuanVideo15Transformer3DModel
 from flax import nnx
 
 from tests.parity.references import StateDict, channels_last, randomise, relative_l2
+from tests.support.devices import on_meshes
 from wanjax.converters import engine
 from wanjax.converters.hunyuanvideo import diffusers as tables
 from wanjax.layers.placement import placed
@@ -239,7 +240,7 @@ def test_bfloat16_is_no_further_from_float32_than_the_reference_s_own(models, tm
 
 @pytest.mark.parametrize(
     ("axes", "rules"),
-    [((1, 1, 8), "fsdp"), ((2, 2, 2), "fsdp"), ((1, 8, 1), "fsdp"), ((1, 1, 8), "tp"), ((2, 2, 2), "tp")],
+    on_meshes(((1, 1, 8), "fsdp"), ((2, 2, 2), "fsdp"), ((1, 8, 1), "fsdp"), ((1, 1, 8), "tp"), ((2, 2, 2), "tp")),
 )
 def test_eight_devices(models, axes, rules):
     """70 tokens of video and 23 of text, which no axis divides, and three heads."""

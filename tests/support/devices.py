@@ -8,10 +8,22 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import jax
+import pytest
 
+from wanjax.sharding import RULES
+
+MESHES = [(1, 1, 8), (2, 1, 4), (2, 2, 2), (1, 4, 2), (1, 8, 1)]  # sizes of dp, sp and tp
 EIGHT = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+
+
+def on_meshes(*quick: tuple[tuple[int, int, int], str]) -> list[Any]:
+    """Returns every mesh with every set of rules, as parameters of a test; all but the `quick` pairs are slow."""
+    pairs = [(axes, rules) for axes in MESHES for rules in RULES]
+    assert set(quick) <= set(pairs)
+    return [pytest.param(*pair, marks=() if pair in quick else pytest.mark.slow) for pair in pairs]
 
 
 def nbytes_on_each(x: jax.Array | jax.ShapeDtypeStruct) -> int:

@@ -25,13 +25,14 @@ from wanjax.schedulers import Scheduler, from_config
 from wanjax.schedulers.flow_euler import FlowEuler
 
 IMAGE_TO_VIDEO = "HunyuanVideo15ImageToVideoPipeline"
-PLANNED_LENGTH = 256
-"""The number of a prompt's tokens in plans: a prompt of about 180 words, without quoted text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HunyuanVideoArchitecture(Architecture):
-    """The shapes of HunyuanVideo's networks. A `pictured` model continues a picture; its transformer is no other."""
+    """The shapes of HunyuanVideo's networks. A `pictured` model continues a picture; its transformer is no other.
+
+    `prompt_tokens` is the number of a prompt's tokens in plans; 256 hold about 180 words. Nothing is quoted.
+    """
 
     text_encoder: Qwen2VLConfig | None = None
     text_encoder_2: T5Config | None = None
@@ -40,6 +41,7 @@ class HunyuanVideoArchitecture(Architecture):
     vae: VAEConfig
     pictured: bool
     scheduler: Scheduler = field(default_factory=FlowEuler)
+    prompt_tokens: int = 256
 
     @classmethod
     def of(cls, source: Source, encoders: bool = False) -> "HunyuanVideoArchitecture":
@@ -101,7 +103,7 @@ class HunyuanVideoArchitecture(Architecture):
 
     def forward(self, settings: Settings, encoded: HunyuanVideoEncoded | None = None) -> Forward:
         config, (_, _, *cells) = self.transformer, self.latent_shape(settings)
-        prompt, beside = PLANNED_LENGTH, self.image_tokens
+        prompt, beside = self.prompt_tokens, self.image_tokens
         if encoded is not None:
             [text] = shortened(encoded.texts[:1], together=False)
             seen = 0 if encoded.image_embeds is None else encoded.image_embeds.shape[1]
@@ -130,7 +132,7 @@ class HunyuanVideoArchitecture(Architecture):
         video = {
             "transformer": self.transformer,
             "latents": self.latent_shape(settings),
-            "length": PLANNED_LENGTH,
+            "length": self.prompt_tokens,
             "features": self.image_tokens,
             "guided": settings.guided,
             "attention": attention,

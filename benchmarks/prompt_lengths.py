@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prices of a step for prompts of several lengths, of a model that leaves out the padding of a prompt.
+
+python -m benchmarks.prompt_lengths [--model NAME] [--chip v6e-8] [--mesh dp=2,tp=4] [--tokens 128 1000]
+"""
+
+import argparse
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from wanjax.pipelines.hunyuanvideo.conditioning import LENGTHS
+from wanjax.plan.outlook import outlook
+from wanjax.registry import outline
+from wanjax.sharding import parse_mesh
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="hunyuanvideo1.5-720p-t2v")
+    parser.add_argument("--chip", default="v6e-8")
+    parser.add_argument("--mesh", type=parse_mesh, help="default: the best for the chips")
+    parser.add_argument("--tokens", type=int, nargs="+", default=LENGTHS)
+    options = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    family, architecture, defaults = outline(options.model)
+    settings = defaults.updated({"dtype": "bfloat16"})
+    for tokens in options.tokens:
+        shapes: Any = replace(architecture, prompt_tokens=tokens)
+        found = outlook(family, shapes, settings, options.chip, options.mesh)
+        spread = f"{found.step_seconds_low:.2f} to {found.step_seconds_high:.2f}"
+        print(f"{tokens} tokens: {found.step_seconds:.3f} s, {spread}")
+
+
+if __name__ == "__main__":
+    main()
