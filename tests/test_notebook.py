@@ -2,12 +2,14 @@
 """The notebook of the examples, executed: its videos play in it."""
 
 import base64
+import io
 import re
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from PIL import Image
 
 from wanjax.media.videos import read_metadata
 
@@ -22,7 +24,7 @@ def outputs(tmp_path_factory):
     nbformat.validate(notebook)
     assert not [cell for cell in notebook.cells if cell.get("outputs")], "the notebook is kept without outputs"
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(folder)}}).execute()
-    code = {cell.id: cell.outputs[-1].data for cell in notebook.cells if cell.cell_type == "code"}
+    code = {cell.id: cell.outputs[-1].data for cell in notebook.cells if cell.cell_type == "code" and cell.outputs}
     return code, folder
 
 
@@ -42,3 +44,9 @@ def test_the_rest_of_the_notebook(outputs):
     assert code["load"]["text/plain"].startswith("WanPipeline: nano, text and image to video, ")
     assert re.sub(r"\s+", " ", code["save"]["text/plain"]).endswith("circle.mp4'), 17, (64, 64, 3), (64, 64))")
     assert read_metadata(folder / "circle.mp4")["seed"] == 3
+
+
+def test_a_preview_is_shown_in_its_place(outputs):
+    code, _ = outputs
+    with Image.open(io.BytesIO(base64.b64decode(code["preview"]["image/png"]))) as picture:
+        assert picture.size == (5 * 96, 96)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from wanjax.layers.tiling import Tiling
     from wanjax.media.videos import Video
     from wanjax.pipelines.family import Family
+    from wanjax.pipelines.looks import Previews
     from wanjax.pipelines.pipeline import Pipeline
     from wanjax.pipelines.settings import Settings
     from wanjax.pipelines.steps import Cancelled, Step
@@ -26,6 +27,7 @@ _HOMES = {
     "Cancelled": "wanjax.pipelines.steps",
     "Family": "wanjax.pipelines.family",
     "Pipeline": "wanjax.pipelines.pipeline",
+    "Previews": "wanjax.pipelines.looks",
     "Settings": "wanjax.pipelines.settings",
     "Step": "wanjax.pipelines.steps",
     "Tiling": "wanjax.layers.tiling",
@@ -39,6 +41,7 @@ __all__ = [
     "Cancelled",
     "Family",
     "Pipeline",
+    "Previews",
     "Settings",
     "Step",
     "Tiling",

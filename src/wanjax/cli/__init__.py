@@ -108,6 +108,7 @@ def main(ctx: click.Context) -> None:
 @options.devices
 @options.tile
 @options.profile
+@options.preview
 @options.own_folder
 @options.own_out
 @options.force
@@ -174,6 +175,7 @@ def encode(report: Report, **given: Any) -> None:
 @options.compute
 @options.devices
 @options.profile
+@options.preview
 @options.stage_folder
 @options.force
 @options.quiet

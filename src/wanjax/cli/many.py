@@ -60,10 +60,17 @@ def _save_all(report: Report, run: Rendering, force: bool, prompts: Sequence[str
         (there if known else wanted).append(record)
         return known
 
+    def between(step: Step) -> None:
+        if run.previews:
+            run.previews(step)
+        if step.index + 1 < step.total:
+            report.stop_if_asked()
+
+    run.ready_previews()
     made = run.pipe.videos(
         prompts,
         negative_prompt=run.settings.negative_prompt,
-        callback=lambda step: _stop_between(report, step),
+        callback=between,
         tiling=run.tiling,
         batch_guidance=run.batch_guidance,
         skip=skip,
@@ -82,6 +89,8 @@ def _save_all(report: Report, run: Rendering, force: bool, prompts: Sequence[str
                 report.made(written, video.settings, seconds=seconds)
             start = perf_counter()
             report.note(f"video {done} of {len(wanted)} is done")
+    if run.previews:
+        run.previews.wait()
 
 
 def prompts_of(prompt: str | None, file: str | None) -> list[str]:
@@ -140,11 +149,6 @@ def _target(folder: Path | None, out: str | None) -> Path:
     if out is not None and Path(out).suffix:
         raise WanjaxError(f"--out names the file {out} for several videos: a folder is right")
     return names.VIDEOS if out is None else Path(out).expanduser()
-
-
-def _stop_between(report: Report, step: Step) -> None:
-    if step.index + 1 < step.total:
-        report.stop_if_asked()
 
 
 def _shared(settings: dict[str, Any]) -> dict[str, Any]:

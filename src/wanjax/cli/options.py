@@ -353,6 +353,13 @@ profile = click.option(
 force = click.option("--force", is_flag=True, help="Replace a finished video, or its stages, in --dir.")
 
 
+preview = click.option(
+    "--preview",
+    is_flag=True,
+    help="Show at a few steps what the video will be, in preview.png beside the stages' files and on a terminal.",
+)
+
+
 def folder(default: str | None, told: str = "") -> Decorator:
     """Returns the option of the stages' folder, with its default or the sentence about it."""
     return click.option(

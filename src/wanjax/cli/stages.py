@@ -30,11 +30,14 @@ from wanjax.media.pictures import Pictures
 from wanjax.pipelines.checks import check_strength
 from wanjax.pipelines.draws import checked_draws
 from wanjax.pipelines.family import Lesson
+from wanjax.pipelines.looks import Previews
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.record import described, devices_of
 from wanjax.pipelines.seeds import DRAW
 from wanjax.pipelines.steps import Step, Switch
 from wanjax.schedulers import name_of
+
+PREVIEW = "preview.png"
 
 
 def generate(
@@ -139,6 +142,7 @@ class Rendering:
             check_folder(self.profile)
             trace_with_scopes()
         self.place = self._place(folder, out)
+        self.previews = Previews(self.folder / PREVIEW, on=report.console) if given.get("preview") else None
         self.record = self.pipe.record(
             self.settings, files | {"noise": noise}, tiling=self.tiling, batch_guidance=self.batch_guidance
         )
@@ -261,12 +265,21 @@ class Rendering:
         self.pipe.free()
         return encoded._replace(**made)
 
+    def ready_previews(self) -> None:
+        """Fits the colours of previews, if they are asked for."""
+        if self.previews:
+            with self.report.stage("preview"):
+                self.pipe.colours()
+
     def denoise(self, encoded: Any) -> jax.Array:
+        self.ready_previews()
         profile = StepProfile(self.profile, self.pipe, self.settings, encoded) if self.profile else None
 
         def show(step: Step) -> None:
             if profile:
                 profile.after(step)
+            if self.previews:
+                self.previews(step)
             if step.index + 1 < step.total:
                 self.report.stop_if_asked()
 
@@ -291,6 +304,8 @@ class Rendering:
             jax.block_until_ready(latents)
         if profile and is_first():
             self.report.note(profile.report())
+        if self.previews:
+            self.previews.wait()
         self.pipe.free()
         self._save(stage_files.save_latents, latents)
         if is_first():

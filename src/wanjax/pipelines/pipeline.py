@@ -32,6 +32,8 @@ from wanjax.pipelines.draws import INITIAL, OF_STEPS, GivenDraws, checked_draws,
 from wanjax.pipelines.frames import Frames, GivenFrames, GivenLatents, Latents, chunk_count, decoded, encoded
 from wanjax.pipelines.hooks import Encoded, Hooks
 from wanjax.pipelines.keywords import Called, Given, GivenSettings, knows_keywords, spelled_out, unknown_keyword
+from wanjax.pipelines.looks import with_colours
+from wanjax.pipelines.preview import Colours, fitted
 from wanjax.pipelines.progress import counted, stage
 from wanjax.pipelines.record import VERSION, nameable
 from wanjax.pipelines.resume import continuing, digest
@@ -44,6 +46,8 @@ from wanjax.pipelines.steps import Segment, Step, Switch, left_of
 
 class Pipeline(Hooks):
     """A checkpoint as a function from prompts, and pictures if it takes them, to videos."""
+
+    _colours: Colours | None = None
 
     @overload
     def __call__(self, prompt: str, *, seeds: None = None, **given: Unpack[Called]) -> Video: ...
@@ -258,6 +262,7 @@ class Pipeline(Hooks):
         schedule, x = self.begin(encoded, chosen, draws[INITIAL])
         state = State(x, self._solver_state(schedule, x, seeds, draws.get(OF_STEPS)))
         segments, total = self.segments(schedule, chosen), len(schedule.timesteps)
+        callback = with_colours(callback, self.colours)
         origin = "" if keep is None else self._origin(chosen, encoded, draws, seeds, batch_guidance)
         state, done, callback = continuing(keep, origin, state, segments, callback, continued)
 
@@ -323,6 +328,18 @@ class Pipeline(Hooks):
         chosen = self.settings(**given)
         self.check_encoded(encoded, chosen)
         return chosen
+
+    def colours(self) -> Colours:
+        """Returns the map from latents to the colours of previews.
+
+        It is fitted at the first call, which encodes a small clip; the autoencoder is freed if it was not loaded.
+        """
+        if self._colours is None:
+            loaded, config = self.components.has("vae"), self.architecture.vae
+            self._colours = fitted(self.encode_video, config.spatial_factor, config.temporal_factor)
+            if not loaded:
+                self.free("vae")
+        return self._colours
 
     @knows_keywords
     def decode(

@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jaxtyping import Array, Bool, Float
+import numpy as np
+from jaxtyping import Array, Bool, Float, UInt8
 
 from wanjax.errors import WanjaxError
+from wanjax.pipelines.preview import Colours
 
 IN_FLIGHT = 2  # steps queued on the device: two keep it busy, more would hold memory
 
@@ -35,7 +37,8 @@ def left_of(segments: Sequence[Segment], steps: int) -> list[Segment]:
 class Step(NamedTuple):
     """A denoising step, `index` of `total` from 0: the latents after it, and the clean latents predicted in it.
 
-    `state` is all that the next step takes from it. The next step reuses its buffers.
+    `state` is all that the next step takes from it. The next step reuses its buffers. `colours` fits the map of
+    previews, at its first call.
     """
 
     index: int
@@ -44,6 +47,12 @@ class Step(NamedTuple):
     latents: Float[Array, "B C T H W"]
     x0: Float[Array, "B C T H W"]
     state: Any
+    colours: Callable[[], Colours] | None = None
+
+    def preview(self) -> UInt8[np.ndarray, "B T H W 3"]:
+        """Returns small pictures of the predicted latents, one for each latent frame; waits for the device."""
+        assert self.colours is not None, "a step of `Pipeline.denoise` can be previewed"
+        return self.colours().pictures(self.x0)
 
 
 class Switch(NamedTuple):

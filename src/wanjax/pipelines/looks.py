@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A callback that shows at a few steps what a video will be: in a file, on a terminal, in a notebook."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+from PIL import Image
+
+from wanjax.checkpoints.files import writing
+from wanjax.pipelines.preview import Colours, Picture, strip
+from wanjax.pipelines.progress import console
+from wanjax.pipelines.steps import Step
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+LOOKS = 6  # steps that are shown
+COLUMNS = 96  # of a terminal, at most, that a preview takes
+
+
+class Previews:
+    """A callback for denoising that shows a strip of small pictures at a few steps.
+
+    It writes them to `file`, which it replaces at each look, and shows them on a terminal that has colours or in a
+    notebook. Pictures are made beside the device's work, which does not wait for them. Several processes show them
+    once. `looks` is the number of steps that are shown, the last one included.
+    """
+
+    def __init__(self, file: str | Path | None = None, *, looks: int = LOOKS, on: "Console | None" = None):
+        self.file = None if file is None else Path(file)
+        self.looks = looks
+        self._console = console() if on is None else on
+        self._shown: Any = None  # a notebook's handle
+        self._worker = ThreadPoolExecutor(1)
+        self._last: Future[None] | None = None
+
+    def __call__(self, step: Step) -> None:
+        """Shows the step if it is one of those; raises what went wrong at the look before."""
+        looked = step.index * self.looks // step.total
+        if (step.index + 1) * self.looks // step.total > looked and jax.process_index() == 0:
+            self.wait()
+            assert step.colours is not None
+            self._last = self._worker.submit(self._look, step, step.colours())
+
+    def wait(self) -> None:
+        """Waits until the last look is shown."""
+        if self._last is not None:
+            self._last.result()
+
+    def _look(self, step: Step, colours: Colours) -> None:
+        page = strip(colours.pictures(step.x0))
+        title = f"preview after step {step.index + 1} of {step.total}"
+        if self.file is not None:
+            with writing(self.file) as beside:
+                Image.fromarray(page).save(beside, format="PNG")
+        if self._console.is_jupyter:
+            self._display(page)
+        elif self._console.is_terminal and self._console.color_system in ("256", "truecolor"):
+            self._console.print(title, half_blocks(page, min(COLUMNS, self._console.width)), sep="\n")
+
+    def _display(self, page: Picture) -> None:
+        """Shows a picture in a notebook, in place of the one before."""
+        from IPython.display import display  # pyright: ignore[reportMissingImports]
+
+        image = Image.fromarray(page)
+        if self._shown is None:
+            self._shown = display(image, display_id=True)
+        else:
+            self._shown.update(image)
+
+
+def half_blocks(page: Picture, columns: int) -> "Text":
+    """Returns a picture as text: a character shows two pixels, one above the other, in its two colours."""
+    from rich.text import Text
+
+    height, width, _ = page.shape
+    rows = max(1, round(columns * height / width / 2))
+    pixels: Any = Image.fromarray(page).resize((columns, 2 * rows), Image.Resampling.BOX)
+    text = Text()
+    for row in range(rows):
+        for column in range(columns):
+            upper, lower = (pixels.getpixel((column, 2 * row + half)) for half in (0, 1))
+            text.append("▀", f"rgb{upper} on rgb{lower}".replace(" ", "").replace("on", " on "))
+        text.append("\n")
+    return text
+
+
+def with_colours(
+    callback: Callable[[Step], bool | None] | None, colours: Callable[[], Colours]
+) -> Callable[[Step], bool | None] | None:
+    """Returns a callback whose steps can make previews."""
+    return callback and (lambda step: callback(step._replace(colours=colours)))

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Previews: small pictures of a video that is not finished."""
+
+import io
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from rich.console import Console
+
+import wanjax
+from tests.support.commands import succeeded
+from tests.support.commands import wanjax as command
+from wanjax.media.videos import read_metadata
+from wanjax.pipelines.looks import Previews, half_blocks
+from wanjax.pipelines.preview import Colours, drawn_clip, fitted, strip
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples/nano"))
+from clips import COLOURS
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
+
+PROMPT = "a blue square moving right"
+FEW = {"steps": 8, "seed": 1}
+SPATIAL, TEMPORAL = 4, 2
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    return wanjax.load("nano")
+
+
+def mixed(frames):
+    """Latents that are five mixtures of a cell's mean colour, of other weights for the first than for later ones."""
+    random = np.random.default_rng(1)
+    first, later = (random.normal(size=(3, 5)) for _ in range(2))
+    count, height, width, _ = frames.shape
+    cells = frames.reshape(count, height // SPATIAL, SPATIAL, width // SPATIAL, SPATIAL, 3).mean((2, 4)) / 255
+    means = cells[1:].reshape(-1, TEMPORAL, *cells.shape[1:]).mean(1)
+    return np.moveaxis(np.concatenate([cells[:1] @ first + 0.3, means @ later - 0.2]), -1, 0)[None]
+
+
+def test_a_linear_autoencoder_is_seen_as_it_is():
+    frames = drawn_clip(1 + 2 * TEMPORAL, SPATIAL)
+    assert len(np.unique(frames)) > 100
+    pictures = fitted(mixed, SPATIAL, TEMPORAL).pictures(mixed(frames))
+    assert pictures.shape == (1, 3, frames.shape[1] // SPATIAL, frames.shape[2] // SPATIAL, 3)
+    whole = frames.reshape(len(frames), *pictures.shape[2:3], SPATIAL, -1, SPATIAL, 3).mean((2, 4))
+    np.testing.assert_allclose(pictures[0, 0], whole[0], atol=1)
+    np.testing.assert_allclose(pictures[0, 1:], whole[1:].reshape(2, TEMPORAL, *whole.shape[1:]).mean(1), atol=1)
+
+
+def test_a_strip_has_a_row_for_each_video_and_at_most_six_pictures():
+    videos = np.arange(2 * 21)[:, None, None, None].astype(np.uint8).repeat(10, 1).repeat(8, 2).repeat(3, 3)
+    page = strip(videos.reshape(2, 21, 10, 8, 3))
+    assert page.shape == (2 * 100, 6 * 80, 3)
+    assert [page[0, 40 + 80 * i, 0] for i in range(6)] == [0, 4, 8, 12, 16, 20]
+    assert strip(videos[:1].reshape(1, 1, 10, 8, 3)).shape == (100, 80, 3)
+
+
+def opened(file):
+    with Image.open(file) as image:
+        return np.asarray(image)
+
+
+def colour_of(pictures):
+    """Names the colour of the cell that differs most from the rest, over the pictures."""
+    pages = pictures.reshape(len(pictures), -1, 3) / 255
+    rest = np.median(pages, axis=1, keepdims=True)
+    cells = pages[np.arange(len(pages)), np.square(pages - rest).sum(-1).argmax(1)]
+    return min(COLOURS, key=lambda name: np.square(np.median(cells, axis=0) - COLOURS[name]).sum())
+
+
+@pytest.mark.parametrize("colour", ["red", "blue", "yellow"])
+def test_the_colour_is_seen_at_half_of_the_steps(pipe, colour):
+    seen = []
+    pipe(f"a {colour} circle moving right", **FEW, callback=lambda step: seen.append(step.preview()))
+    assert seen[0].shape == (1, 5, 8, 8, 3)
+    assert colour_of(seen[len(seen) // 2 - 1][0, 1:]) == colour
+
+
+def test_previews_change_nothing_and_leave_the_last_look(tmp_path):
+    pipe, file, plain = wanjax.load("nano"), tmp_path / "preview.png", []
+    latents = pipe.denoise(pipe.encode(PROMPT), **FEW, callback=lambda step: plain.append(step))
+    assert not pipe.components.has("vae")
+    looks = Previews(file, looks=3)
+    np.testing.assert_array_equal(pipe.denoise(pipe.encode(PROMPT), **FEW, callback=looks), latents)
+    looks.wait()
+    assert not pipe.components.has("vae")
+    np.testing.assert_array_equal(opened(file), strip(pipe.colours().pictures(plain[-1].x0)))
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_terminal_with_colours_shows_each_look(pipe):
+    def shown(**terminal):
+        page = io.StringIO()
+        looks = Previews(looks=4, on=Console(file=page, width=80, highlight=False, **terminal))
+        pipe(PROMPT, **FEW, callback=looks)
+        looks.wait()
+        return page.getvalue()
+
+    text = shown(force_terminal=True, color_system="truecolor")
+    assert [f"preview after step {step} of 8" in text for step in range(1, 9)] == [False, True] * 4
+    assert "▀" in text
+    assert shown(force_terminal=False) == ""
+
+
+def test_half_blocks_have_the_colours_of_their_pixels():
+    page = np.zeros((2, 2, 3), np.uint8)
+    page[0, 1] = 255, 0, 7
+    text = half_blocks(page, 2)
+    assert text.plain == "▀▀\n"
+    assert [str(span.style) for span in text.spans] == ["rgb(0,0,0) on rgb(0,0,0)", "rgb(255,0,7) on rgb(0,0,0)"]
+
+
+def test_what_went_wrong_at_a_look_is_raised(pipe, tmp_path):
+    looks = Previews(tmp_path / "missing" / "preview.png", looks=2)
+    with pytest.raises(wanjax.WanjaxError, match="cannot be written"):
+        pipe(PROMPT, **FEW, callback=looks)
+
+
+def test_the_command_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = ["--steps", "3", "--seed", "1"]
+    succeeded(command("generate", PROMPT, "--dir", "one", "--preview", *options))
+    assert opened("one/preview.png").shape == (96, 5 * 96, 3)
+    assert "preview" not in read_metadata("one/output_video.mp4")
+    succeeded(command("generate", PROMPT, "--out", "many", "--seeds", "1,2", "--preview", *options))
+    assert opened("many/preview.png").shape == (96, 5 * 96, 3)
+
+
+def test_the_colours_are_those_of_the_model(pipe):
+    colours = pipe.colours()
+    assert isinstance(colours, Colours)
+    assert colours is pipe.colours()
+    assert colours.weights.shape == (2, 16, 3)
