@@ -17,7 +17,7 @@ PACKAGES = {"wanjax": ROOT / "src/wanjax", "wanjax.converters": ROOT / "converte
 LAYERS = [  # a module imports from its own layer and those below
     ["wanjax.cli", "wanjax.__main__"],
     ["wanjax", "wanjax.registry"],
-    ["wanjax.plan"],
+    ["wanjax.plan", "wanjax.training"],
     ["wanjax.pipelines"],
     ["wanjax.checkpoints", "wanjax.converters", "wanjax.media"],
     ["wanjax.models", "wanjax.schedulers"],
@@ -26,7 +26,11 @@ LAYERS = [  # a module imports from its own layer and those below
     ["wanjax.dims", "wanjax.sharding", "wanjax.errors"],
 ]
 FAMILIES = ["wan", "cogvideox", "hunyuanvideo"]  # folders of models, converters and pipelines
-DISTRIBUTIONS = {"PIL": "pillow", "imageio_ffmpeg": "imageio"}  # distributions with another name than their import
+DISTRIBUTIONS = {
+    "PIL": "pillow",
+    "imageio_ffmpeg": "imageio",
+    "orbax": "orbax-checkpoint",
+}  # distributions with another name than their import
 STRANGERS = {"torch", "transformers", "diffusers", "tensorflow"}
 LONGEST = 450
 

@@ -12,6 +12,7 @@ _NAMES = {
     "triangle": ("triangle",),
     "cross": ("cross", "cross", "cross", "plus sign"),
 }
+_TAUGHT = {"star": ("star",)}  # not in the model's vocabulary
 
 # A travelling motion is a verb and a direction; each verb has two forms, "moving" and "moves".
 _TRAVEL = (
@@ -99,7 +100,7 @@ def deed(spec: Spec, rng: np.random.Generator) -> str:
 
 def _subject(spec: Spec, rng: np.random.Generator) -> str:
     """Draws a wording of the colour and the shape, with or without an article, sometimes with the initial size."""
-    name = _pick(rng, _NAMES[spec.shape])
+    name = _pick(rng, (_NAMES | _TAUGHT)[spec.shape])
     article = _pick(rng, ("a", "a", "a", "the", ""))
     if rng.random() < 0.1:
         return f"{article} {name}, {spec.colour},".strip()

@@ -6,6 +6,7 @@ name its colour by the nearest of the palette; compare it with a template of eac
 fit straight lines to its centre and size over time. Nothing is learnt, and the prompt is not used.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,16 +49,20 @@ class _Blobs:
     rgb: Float[np.ndarray, "T 3"]
 
 
-def read(frames: UInt8[np.ndarray, "T H W 3"]) -> Reading:
+def read(
+    frames: UInt8[np.ndarray, "T H W 3"],
+    colours: Mapping[str, tuple[float, float, float]] = COLOURS,
+    shapes: Sequence[str] = SHAPES,
+) -> Reading:
     """Names the colour, the shape and the motion of the one shape in a clip."""
     video = np.asarray(frames, np.float32) / 255.0
     blobs = _find(video)
     if blobs is None:
         return Reading()
     motion, displacement, growth = _motion(blobs, video.shape[1:3])
-    overlaps = _overlaps(blobs)
+    overlaps = _overlaps(blobs, shapes)
     return Reading(
-        colour=_colour(blobs.rgb),
+        colour=_colour(blobs.rgb, colours),
         shape=_shape(overlaps),
         motion=motion,
         rgb=tuple(round(float(level), 3) for level in np.median(blobs.rgb, axis=0)),
@@ -126,12 +131,14 @@ def _core(mask: np.ndarray) -> np.ndarray:
     return core if core.sum() > 4 else mask
 
 
-def _colour(rgb: Float[np.ndarray, "T 3"]) -> str | None:
+def _colour(
+    rgb: Float[np.ndarray, "T 3"], colours: Mapping[str, tuple[float, float, float]]
+) -> str | None:
     """Returns the colour of the palette that is nearest, and near enough, in most frames."""
-    distances = np.linalg.norm(rgb[:, None] - np.array(list(COLOURS.values())), axis=-1)
-    near = (distances.argmin(axis=1)[:, None] == np.arange(len(COLOURS))) & (distances < COLOUR_TOLERANCE)
+    distances = np.linalg.norm(rgb[:, None] - np.array(list(colours.values())), axis=-1)
+    near = (distances.argmin(axis=1)[:, None] == np.arange(len(colours))) & (distances < COLOUR_TOLERANCE)
     votes = near.mean(axis=0)
-    return list(COLOURS)[int(votes.argmax())] if votes.max() >= READABLE else None
+    return list(colours)[int(votes.argmax())] if votes.max() >= READABLE else None
 
 
 def _unit_area(shape: str) -> float:
@@ -140,16 +147,16 @@ def _unit_area(shape: str) -> float:
     return float(np.clip(0.5 - 100.0 * distance(shape, grid[None], grid[:, None], np.ones(1)), 0, 1).sum()) / 1e4
 
 
-_AREAS = {shape: _unit_area(shape) for shape in SHAPES}
+_AREAS = {shape: _unit_area(shape) for shape in (*SHAPES, "star")}
 
 
-def _overlaps(blobs: _Blobs) -> dict[str, float]:
+def _overlaps(blobs: _Blobs, shapes: Sequence[str]) -> dict[str, float]:
     """Returns the intersection over union with a template of each shape, of equal centre and area, over all frames."""
     _, height, width = blobs.cover.shape
     x = (np.arange(width) + 0.5 - blobs.x[:, None])[:, None, :]
     y = (np.arange(height) + 0.5 - blobs.y[:, None])[:, :, None]
     overlaps = {}
-    for shape in SHAPES:
+    for shape in shapes:
         radius = np.sqrt(blobs.area / _AREAS[shape])[:, None, None]
         template = np.clip(0.5 - distance(shape, x, y, radius), 0.0, 1.0)
         both = np.minimum(template, blobs.cover).sum(axis=(1, 2))

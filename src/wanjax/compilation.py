@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
+from jax.core import Tracer
 
 from wanjax.errors import WanjaxWarning
 from wanjax.kernels.compiler_options import FAST, SAFE
@@ -90,7 +91,8 @@ def program(
 class Executable:
     """A program for some devices, compiled at the first call with arguments of each shape.
 
-    Options that the compiler refuses are left out from then on, with a warning.
+    Options that the compiler refuses are left out from then on, with a warning. Where another function is traced, as in
+    training, the program becomes a part of that function.
     """
 
     def __init__(self, program: Program, partitioner: Partitioner | None, options: tuple[tuple[str, Any], ...]):
@@ -100,6 +102,9 @@ class Executable:
         self.jitted = self._jitted(self.options)
 
     def __call__(self, *arguments: Any) -> Any:
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments[1:])):
+            return self._function(*arguments)
+
         def run(options: dict[str, Any]) -> Any:
             jitted = self.jitted if options == self.options else self._jitted(options)
             result = jitted(*arguments)

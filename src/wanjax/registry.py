@@ -261,7 +261,7 @@ def _pipeline(found: Checkpoint, way: Loading) -> Pipeline:
     defaults = replace(found.settings, dtype=way.dtype or _stored_dtype(found.source, "transformer"))
     _check_attention(way.attention, found.architecture, defaults)
     loaders = _loaders(found, defaults.dtype, way, partitioner)
-    made = Components(loaders, _options(found, way), way.offload, sizes)
+    made = Components(loaders, _options(found, way), way.offload, sizes, found.source, found.family.networks)
     return found.family.pipeline(made, found.architecture, defaults, partitioner, way.compiler)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from wanjax.cli import defaults, options
+from wanjax.cli import defaults, options, train_options
 from wanjax.cli.completion import complete_commands, complete_files, complete_models
 from wanjax.cli.interrupts import INTERRUPTED
 from wanjax.cli.mistyped import check_prompt
@@ -293,6 +293,30 @@ def convert(report: Report, **given: Any) -> None:
     from wanjax.cli import conversion
 
     conversion.convert(report, **given)
+
+
+@main.command()
+@click.argument("model", shell_complete=complete_models)
+@click.argument("data", type=click.Path(path_type=Path), shell_complete=complete_files)
+@train_options.train
+@options.shape
+@options.attention
+@options.compute
+@options.devices
+@options.quiet
+@options.json
+@defaults.config
+@click.pass_obj
+def train(report: Report, **given: Any) -> None:
+    """Train a LoRA for MODEL, or all its weights, on DATA.
+
+    DATA is a folder of clips and pictures with a text file of the same name beside each, or with a metadata.csv or
+    metadata.jsonl, or such a table. Clips and captions are encoded once, and kept beside the data. The same command
+    resumes a training that was stopped. It ends with FOLDER/lora.safetensors, for --lora, or with FOLDER/checkpoint.
+    """
+    from wanjax.cli import training
+
+    training.train(report, **given)
 
 
 @main.command()

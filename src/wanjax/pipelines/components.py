@@ -3,7 +3,7 @@
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
@@ -25,7 +25,7 @@ class Components:
 
     A loader receives `make_room`, and calls it with the network as shapes before its weights are read. `options` are
     the options of loading that shape a video, as JSON. `sizes` are the bytes of the networks' weights, as far as they
-    are known before anything is loaded.
+    are known before anything is loaded. `source` is the checkpoint, if any, and `kinds` are its kinds of networks.
 
     `offload` decides which networks are freed without being asked: with True each one at the end of the stage that used
     it, with False none, and with None as many as have to go where the next one would not fit in memory beside them. A
@@ -38,6 +38,8 @@ class Components:
         options: Mapping[str, Any] | None = None,
         offload: bool | None = None,
         sizes: Mapping[str, int] | None = None,
+        source: Any = None,
+        kinds: Sequence[Any] = (),
     ):
         self._loaders = dict(loaders)
         self._loaded: dict[str, Any] = {}
@@ -45,6 +47,8 @@ class Components:
         self.options = dict(options or {})
         self.offload = offload
         self.sizes = dict(sizes or {})
+        self.source = source
+        self.kinds = tuple(kinds)
 
     @property
     def names(self) -> tuple[str, ...]:

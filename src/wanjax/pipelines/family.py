@@ -109,6 +109,11 @@ class Architecture(ABC):
         return "text to video"
 
     @property
+    def needs(self) -> tuple[str, ...]:
+        """The pictures without which the model makes no video, by name."""
+        return ()
+
+    @property
     def denoisers(self) -> tuple[str, ...]:
         """The components that denoise. They have one shape, and each step uses one of them."""
         return ("transformer",)

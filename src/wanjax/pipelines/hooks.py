@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -89,6 +90,14 @@ class Hooks(Model, ABC):
     def sampled(self, encoded: Encoded, seeds: Sequence[int], draws: Mapping[str, Array]) -> Encoded:
         """Returns the encoded inputs with random pictures drawn, from the seeds or as given in `draws`."""
         return encoded
+
+    def noise_range(self, network: str) -> tuple[float, float]:
+        """Returns the noise levels, from 0 to 1, between which a network denoises."""
+        return 0.0, 1.0
+
+    def clean(self, latents: Latents) -> Float[Array, "B T H W C"]:
+        """Returns the latents of encoded videos [B C T H W] as the network is trained to make them."""
+        return jnp.moveaxis(latents, 1, -1)
 
     def finish(self, x: Float[Array, "B T H W C"], encoded: Encoded) -> Float[Array, "B T H W C"]:
         """Returns the latents of the video and its references, from those of the last step."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int, Key
 
@@ -40,6 +41,14 @@ class Schedule(NamedTuple):
     @property
     def alphas(self) -> Float32[Numbers, "..."]:
         return 1.0 - self.sigmas
+
+
+class NoiseLevels(NamedTuple):
+    """Noise levels of a batch in training, as the arrays of a schedule of one step that moves nothing."""
+
+    timesteps: Float[Array, "1 B"]
+    sigmas: Float[Array, "2 B"]
+    alphas: Float[Array, "2 B"]
 
 
 @dataclass(frozen=True)
@@ -90,6 +99,26 @@ class Scheduler(ABC):
     def noised(self, schedule: Any, x0: Sample, noise: Sample) -> Sample:
         """Adds noise to a clean sample, up to the first noise level of the schedule."""
         return schedule.alphas[0] * x0 + schedule.sigmas[0] * noise
+
+    def levels(self, fractions: Float[Array, "B"]) -> NoiseLevels:
+        """Returns the noise levels of training at fractions of their range, from 0 without noise to 1.
+
+        These are a flow's, whose σ is the fraction; other schedulers return their own.
+        """
+        sigmas = jnp.stack([fractions, fractions])
+        return NoiseLevels(sigmas[:1] * TRAIN_STEPS, sigmas, 1.0 - sigmas)
+
+    def target(self, alphas: Sample, sigmas: Sample, x0: Sample, noise: Sample) -> Sample:
+        """Returns the quantity that the network is to predict at α x0 + σ noise."""
+        match self.prediction:
+            case "velocity":
+                return noise - x0
+            case "v":
+                return alphas * noise - sigmas * x0
+            case "epsilon":
+                return noise
+            case "x0":
+                return x0
 
 
 def one_step(schedule: Any, index: int) -> Any:

@@ -11,11 +11,12 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple, get_args
 
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int
 
 from wanjax.errors import WanjaxError
-from wanjax.schedulers.base import TRAIN_STEPS, Numbers, Prediction, Scheduler, check_steps
+from wanjax.schedulers.base import TRAIN_STEPS, NoiseLevels, Numbers, Prediction, Scheduler, check_steps
 
 BETAS = 0.00085, 0.012  # the first and the last
 Spacing = Literal["trailing", "linspace", "leading"]
@@ -80,6 +81,14 @@ class Diffusion(Scheduler):
             alphas=np.sqrt(squares).astype(np.float32),
             weights=np.array([self._weights(level) for level in levels], np.float32),
         )
+
+    def levels(self, fractions: Float[Array, "B"]) -> NoiseLevels:
+        """Returns the levels of whole-numbered timesteps, each with the same share of the range."""
+        timesteps = jnp.minimum((fractions * TRAIN_STEPS).astype(jnp.int32), TRAIN_STEPS - 1)
+        bars = noise_levels(self.snr_shift)
+        alphas, sigmas = (jnp.asarray(np.sqrt(x), jnp.float32)[timesteps] for x in (bars, 1 - bars))
+        told = timesteps.astype(jnp.float32)[None]
+        return NoiseLevels(told, jnp.stack([sigmas, sigmas]), jnp.stack([alphas, alphas]))
 
     @abstractmethod
     def _weights(self, levels: Levels) -> tuple[float, ...]:

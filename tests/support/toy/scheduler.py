@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from wanjax.schedulers import Scheduler
-from wanjax.schedulers.base import check_steps
+from wanjax.schedulers.base import NoiseLevels, check_steps
 
 
 class Levels(NamedTuple):
@@ -28,6 +28,10 @@ class Ancestral(Scheduler):
         check_steps(steps, skip)
         angles = np.linspace(0.49, 0, steps + 1)[skip:] * np.pi
         return Levels(*(x.astype(np.float32) for x in (angles[:-1] * 1000, np.sin(angles), np.cos(angles))))
+
+    def levels(self, fractions):
+        angles = jnp.stack([fractions, fractions]) * np.float32(0.49 * np.pi)
+        return NoiseLevels(fractions[None] * np.float32(490 * np.pi), jnp.sin(angles), jnp.cos(angles))
 
     def init(self, schedule, x, keys):
         return jax.random.key_data(keys)

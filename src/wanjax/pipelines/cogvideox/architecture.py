@@ -75,7 +75,6 @@ class CogVideoXArchitecture(Architecture):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The pictures without which the model makes no video."""
         return ("image",) if self.pictured else ()
 
     @property

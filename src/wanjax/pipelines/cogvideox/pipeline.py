@@ -112,6 +112,10 @@ class CogVideoXPipeline(Pipeline):
     def sampled(self, encoded: CogVideoXEncoded, seeds: Sequence[int], draws: Mapping[str, Array]) -> CogVideoXEncoded:
         return drawn(encoded, seeds, draws)
 
+    def clean(self, latents: Latents) -> Video:
+        patch = self.architecture.transformer.patch[0]
+        return led(jnp.moveaxis(latents, 1, -1), latents.shape[2] + -latents.shape[2] % patch)
+
     def begin(self, encoded: CogVideoXEncoded, settings: Settings, noise: Latents) -> tuple[Any, Video]:
         """Returns the schedule, and the latents at its first noise level; a given video skips the noisiest steps."""
         x = jnp.moveaxis(noise.astype(jnp.float32), 1, -1)

@@ -76,8 +76,7 @@ class HunyuanVideoArchitecture(Architecture):
         return "image to video" if self.pictured else "text to video"
 
     @property
-    def takes(self) -> tuple[str, ...]:
-        """The pictures that the model can use, by name; it needs them too."""
+    def needs(self) -> tuple[str, ...]:
         return ("image",) if self.pictured else ()
 
     @property

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Shaped
 
 from wanjax.media.pictures import Picture, PictureOfAnySize, fit
@@ -72,14 +73,16 @@ def shortened(texts: Sequence[Text], *, together: bool) -> list[Text]:
 
 
 def _enough(mask: Shaped[Array | np.ndarray, "B S"], lengths: Sequence[int]) -> int:
-    """Returns the first of the lengths behind which a mask has no token, else the last."""
+    """Returns the first of the lengths behind which a mask has no token, else the last; all of one that is traced."""
+    if isinstance(mask, Tracer):
+        return mask.shape[1]
     needed = int(np.max(np.nonzero(_booleans(mask))[1], initial=-1)) + 1
     return next((length for length in lengths if length >= needed), lengths[-1])
 
 
-def _booleans(mask: Shaped[Array | np.ndarray, "B S"]) -> Bool[np.ndarray, "B S"]:
-    """Returns a mask, which may be one of numbers as in the reference's files, as booleans on the host."""
-    return np.asarray(mask) != 0
+def _booleans(mask: Shaped[Array | np.ndarray, "B S"]) -> Bool[Array | np.ndarray, "B S"]:
+    """Returns a mask, which may be one of numbers as in the reference's files, as booleans, on the host if possible."""
+    return (mask if isinstance(mask, Tracer) else np.asarray(mask)) != 0
 
 
 def size_of(picture: tuple[int, ...], side: int, grid: int) -> tuple[int, int]:

@@ -59,7 +59,7 @@ class HunyuanVideoPipeline(Pipeline):
         return chosen
 
     def check_pictures(self, pictures: Pictures, settings: Settings) -> None:
-        taken = self.architecture.takes
+        taken = self.architecture.needs
         check_taken(pictures.given(), settings.model, self.architecture.purpose, takes=taken, needs=taken)
 
     def size_for(self, picture: tuple[int, int, int], asked: Settings) -> tuple[int, int]:

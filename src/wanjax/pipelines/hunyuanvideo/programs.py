@@ -26,7 +26,7 @@ class Shared(NamedTuple):
     """The inputs that the forwards for all prompts share: RoPE's tables, and latents of the first frame or None."""
 
     rope: Rope
-    image: Any = None  # [1 1 H W C]
+    image: Any = None  # [_B 1 H W C]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class HunyuanVideoDenoiser(Denoiser):
         return network(beside_condition(x, shared.image), now, prompt, shared.rope, *following, through=through)
 
 
-def beside_condition(x: Latents, image: Float[Array, "1 1 H W C"] | None) -> Float[Array, "B T H W _C"]:
+def beside_condition(x: Latents, image: Float[Array, "_B 1 H W C"] | None) -> Float[Array, "B T H W _C"]:
     """Joins latents, those of a picture as the first frame, and a mask that is 1 there; zeros without a picture."""
     frames, channels = x.shape[1], x.shape[-1]
     if image is None:
@@ -86,7 +86,7 @@ def encode_images(graphdef: Any, images: Float[Array, "B H W 3"], weights: Any) 
 
 @program(scanned)
 def make_context(
-    graphdef: Any, x: Latents, weights: Any, texts: tuple[Text, ...], image: Float[Array, "1 _S _E"] | None
+    graphdef: Any, x: Latents, weights: Any, texts: tuple[Text, ...], image: Float[Array, "_B _S _E"] | None
 ) -> tuple[tuple[Context, ...], Rope]:
     """Returns the context of each text, with features of a picture beside it, and RoPE's tables."""
     transformer = nnx.merge(graphdef, weights)

@@ -70,6 +70,10 @@ class WanArchitecture(Architecture):
         return self.task.name
 
     @property
+    def needs(self) -> tuple[str, ...]:
+        return self.task.needs
+
+    @property
     def networks(self) -> Mapping[str, Config]:
         found: dict[str, Config | None] = {
             "text_encoder": self.text_encoder,

@@ -26,7 +26,7 @@ from wanjax.pipelines.steps import Segment
 from wanjax.pipelines.tokenizer import TokenBatch, Truncation, clean_prompt
 from wanjax.pipelines.wan.architecture import WanArchitecture
 from wanjax.pipelines.wan.conditioning import Encoders, PictureInputs, WanEncoded
-from wanjax.pipelines.wan.experts import segments
+from wanjax.pipelines.wan.experts import EXPERTS, segments
 from wanjax.pipelines.wan.programs import TEXT_LENGTH, Shared, WanDenoiser, encode_images, encode_prompts, make_context
 from wanjax.pipelines.wan.settings import WanSettings
 
@@ -128,6 +128,11 @@ class WanPipeline(Pipeline):
         skip = settings.steps - settings.strong_steps
         schedule = self.scheduler.schedule(settings.steps, skip=skip, **options)
         return schedule, self.scheduler.noised(schedule, video, x)
+
+    def noise_range(self, network: str) -> tuple[float, float]:
+        if not self.architecture.experts or self.defaults.boundary is None:
+            return super().noise_range(network)
+        return (self.defaults.boundary, 1.0) if network == EXPERTS[0] else (0.0, self.defaults.boundary)
 
     def segments(self, schedule: Any, settings: Settings) -> Sequence[Segment]:
         assert isinstance(settings, WanSettings)

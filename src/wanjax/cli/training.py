@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `train`: encodes the data, trains, and tells what was written."""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from wanjax import registry
+from wanjax.cli.processes import meet
+from wanjax.cli.report import Report
+from wanjax.kernels.compiler_options import SAFE
+from wanjax.sharding import platform
+from wanjax.training.adapters import LoraConfig
+from wanjax.training.config import TrainConfig
+from wanjax.training.optimizers import OptimizerConfig
+from wanjax.training.run import Training
+
+DIFFERENTIABLE = "chunked"  # the implementation of attention whose gradient needs little memory on a TPU
+
+
+def train(report: Report, *, model: str, data: Path, out: Path, **given: Any) -> None:
+    """Trains a model on a data set."""
+    meet(report, given.get("processes"))
+    config = config_of(**given)
+    pipe = registry.load(
+        model,
+        dtype=given.get("dtype"),
+        param_dtype="float32" if config.lora is None else None,
+        attention=given.get("attention") or (DIFFERENTIABLE if platform() == "tpu" else None),
+        mesh=given.get("mesh"),
+        rules=given.get("rules") or "fsdp",
+        compiler=given.get("compiler") or SAFE,
+        progress=report.load,
+        note=report.note,
+    )
+    begun = Training(pipe, data, out, config, note=report.note, count=report.count)
+    with report.stage("train"):
+        written = begun.run()
+    report.table()
+    report.made(written.absolute(), {"model": model, "steps": config.steps}, seconds=report.seconds)
+
+
+def config_of(**given: Any) -> TrainConfig:
+    """Returns the settings of a training from the command's options."""
+    lora = None
+    if not given["full"]:
+        lora = LoraConfig(given["rank"], given["alpha"], given["dropout"], tuple(given["targets"]))
+    names = ("rate", "warm_up", "schedule", "clip", "weight_decay")
+    optimizer = OptimizerConfig(name=given["optimizer"], **{name: given[name] for name in names})
+    size = given.get("size") or ((given["height"], given["width"]) if given.get("height") else None)
+    own = {field.name for field in fields(TrainConfig)} - {"lora", "optimizer", "size", "samples"}
+    rest = {name: value for name, value in given.items() if name in own}
+    return TrainConfig(lora=lora, optimizer=optimizer, size=size, samples=tuple(given["samples"]), **rest)

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clips cut from files: of the model's rate, of few sizes and few lengths, so that few programs are compiled."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+from PIL import Image
+
+from wanjax.errors import WanjaxError
+from wanjax.media.pictures import Clip, fit, read_clip
+from wanjax.media.videos import FILMS
+
+Cut = Literal["head", "uniform", "windows"]
+LONGEST = 1024  # frames of a file that are read, at the model's rate
+PROPORTIONS = (9 / 16, 3 / 4, 1.0, 4 / 3, 16 / 9)  # width to height, beside those of the model's default size
+RATES = (".gif", *FILMS)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The shape of the clips that are trained on together."""
+
+    frames: int
+    height: int
+    width: int
+
+    def __str__(self) -> str:
+        return f"{self.width}x{self.height}, {self.frames} frames"
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """The way in which clips are cut: the sizes and lengths, the frames a second, and the frames that are taken.
+
+    `head` takes the first frames of a file, `uniform` frames from all of it, and `windows` all of it in pieces.
+    `sizes` are (height, width), and `lengths` fall.
+    """
+
+    sizes: tuple[tuple[int, int], ...]
+    lengths: tuple[int, ...]
+    fps: int
+    cut: Cut
+    resize: str
+
+    def __post_init__(self):
+        if self.cut not in get_args(Cut):
+            raise WanjaxError(f"clips cannot be cut by {self.cut!r}: {', '.join(get_args(Cut))} would do")
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def pieces(self, file: Path) -> Iterator[Clip]:
+        """Yields the clips of a file, each of the shape of a bucket; a picture is a clip of one frame.
+
+        Raises WanjaxError where the file cannot be read, or is shorter than the shortest clip.
+        """
+        longest = self.lengths[0]
+        frames = read_clip(file, longest if self.cut == "head" else LONGEST, self.fps)
+        moving = file.suffix.lower() in RATES or len(frames) > 1
+        lengths = [n for n in self.lengths if n > 1 or not moving or self.lengths == (1,)]
+        fitting = [n for n in lengths if n <= len(frames)]
+        if not fitting and moving:
+            raise WanjaxError(f"it has {len(frames)} frames at {self.fps} a second where {lengths[-1]} are the least")
+        if not fitting:  # a picture, where only clips are trained on
+            raise WanjaxError(f"it is a picture where clips of {lengths[-1]} frames are the least")
+        size = nearest(frames.shape[1:3], self.sizes)
+        for chosen in self._chosen(len(frames), fitting[0]):
+            yield np.stack([fit(frames[i], size, self.resize) for i in chosen])
+
+    def _chosen(self, count: int, length: int) -> list[list[int]]:
+        """Returns the frames of each clip of `length`, of `count` frames."""
+        if self.cut == "uniform" and length > 1:
+            return [[round(i * (count - 1) / (length - 1)) for i in range(length)]]
+        if self.cut == "windows" and length > 1:
+            return [list(range(start, start + length)) for start in range(0, count - length + 1, length)]
+        return [list(range(length))]
+
+
+def lengths(frames: int, factor: int, shortest: int | None = None) -> tuple[int, ...]:
+    """Returns the lengths of clips: `frames`, about half of it and so on, of the form `factor` n + 1, and 1."""
+    found, units = [], (frames - 1) // factor
+    while units:
+        found.append(units * factor + 1)
+        units //= 2
+    return tuple(n for n in (*found, 1) if n >= (shortest or 1))
+
+
+def sizes(
+    asked: tuple[int, int], size_for: Callable[[tuple[int, int, int]], tuple[int, int]], buckets: bool
+) -> tuple[tuple[int, int], ...]:
+    """Returns the sizes of clips (height, width), about as large as the one asked for, which is the first."""
+    if not buckets:
+        return (asked,)
+    found = [size_for((3600, round(3600 * ratio), 3)) for ratio in PROPORTIONS]
+    return tuple(dict.fromkeys([asked, *found]))
+
+
+def nearest(shape: Sequence[int], sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Returns the size with the nearest proportions; the first of several."""
+    height, width = shape
+    return min(sizes, key=lambda size: abs(math.log(size[1] / size[0]) - math.log(width / height)))
+
+
+def is_picture(file: Path) -> bool:
+    """Tells whether a file's name is that of a picture."""
+    return file.suffix.lower() in Image.registered_extensions() and file.suffix.lower() not in RATES

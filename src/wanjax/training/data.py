@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data sets of clips and pictures with captions: a folder with a text file beside each, or a table.
+
+A table is `metadata.csv` or `metadata.jsonl` in the folder, or any file of these kinds, with the columns in use
+elsewhere. What cannot be used is left out, and told in one sentence each.
+"""
+
+import csv
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from wanjax.errors import WanjaxError
+from wanjax.media.videos import FILMS
+
+TABLES = ("metadata.csv", "metadata.jsonl")
+FILE_COLUMNS = ("file_name", "video", "video_path", "image", "image_path", "file", "path")
+CAPTION_COLUMNS = ("text", "prompt", "caption")
+REPEATS = "repeats"
+OTHER_FILMS = (".avi", ".mkv", ".m4v", ".mpg", ".mpeg", ".wmv", ".flv")
+KEPT = ".wanjax"  # the folder of what was made from the data, beside them
+
+
+@dataclass(frozen=True)
+class Example:
+    """A clip or a picture, its caption, and the number of times that an epoch shows it."""
+
+    file: Path
+    caption: str
+    repeats: int = 1
+
+
+@dataclass
+class Listing:
+    """The examples of a data set, its folder, and a sentence on each file that was left out."""
+
+    folder: Path
+    examples: list[Example] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+
+def list_data(data: str | Path) -> Listing:
+    """Lists a data set without opening its clips.
+
+    Raises WanjaxError where there is no such folder or table, or where nothing in it can be used.
+    """
+    data = Path(data).expanduser()
+    if data.is_dir():
+        tables = [data / name for name in TABLES if (data / name).is_file()]
+        listing = _of_table(tables[0]) if tables else _of_folder(data)
+    elif data.is_file():
+        listing = _of_table(data)
+    else:
+        raise WanjaxError(f"there is no folder or table {data}: a folder of clips with captions is needed")
+    if not listing.examples:
+        why = f": {listing.left_out[0]}" if listing.left_out else ""
+        raise WanjaxError(f"{data} holds no clip or picture with a caption{why or ', each with a .txt of its name'}")
+    return listing
+
+
+def _of_folder(folder: Path) -> Listing:
+    """Lists the clips and pictures of a folder and the folders in it, each with a text file of the same name."""
+    found, suffixes = Listing(folder), _suffixes()
+    hidden = lambda path: any(part.startswith(".") for part in path.relative_to(folder).parts)  # noqa: E731
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not hidden(path)]
+    media = [path for path in files if path.suffix.lower() in suffixes]
+    captions = {path for path in files if path.suffix.lower() == ".txt"}
+    for path in media:
+        caption = path.with_suffix(".txt")
+        if caption in captions:
+            _add(found, path, caption.read_text(encoding="utf-8", errors="replace").strip())
+        else:
+            found.left_out.append(f"{path.name} has no caption: {caption.name} beside it would do")
+    stems = {path.with_suffix("") for path in media}
+    for caption in sorted(captions):
+        if caption.with_suffix("") not in stems:
+            found.left_out.append(f"{caption.name} is a caption without a clip or a picture of its name")
+    return found
+
+
+def _of_table(table: Path) -> Listing:
+    """Lists the rows of a table, whose files are relative to its folder."""
+    found = Listing(table.parent)
+    for number, row in enumerate(_rows(table), 1):
+        where = f"row {number} of {table.name}"
+        file = _entry(row, FILE_COLUMNS, where, table)
+        caption = _entry(row, CAPTION_COLUMNS, where, table)
+        path = table.parent / str(file)
+        if not file or not path.is_file():
+            found.left_out.append(f"{where} names {file or 'no file'}, which is not there")
+            continue
+        try:
+            repeats = int(row.get(REPEATS) or 1)
+        except (TypeError, ValueError):
+            repeats = 0
+        if repeats < 1:
+            raise WanjaxError(f"{where} has repeats {row[REPEATS]!r}: a whole number from 1 on is right")
+        _add(found, path, str(caption or "").strip(), repeats)
+    return found
+
+
+def _add(found: Listing, path: Path, caption: str, repeats: int = 1) -> None:
+    if caption:
+        found.examples.append(Example(path, caption, repeats))
+    else:
+        found.left_out.append(f"{path.name} has an empty caption")
+
+
+def _rows(table: Path) -> Iterator[Mapping[str, Any]]:
+    """Yields the rows of a CSV or JSONL table; raises WanjaxError where one cannot be read."""
+    try:
+        with table.open(encoding="utf-8-sig", newline="") as file:
+            if table.suffix.lower() == ".csv":
+                yield from csv.DictReader(file)
+                return
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    row = json.loads(line)
+                    if not isinstance(row, Mapping):
+                        raise WanjaxError(f"line {number} of {table} is no JSON object with a file and a caption")
+                    yield row
+    except (OSError, ValueError, csv.Error) as error:
+        if isinstance(error, WanjaxError):
+            raise
+        raise WanjaxError(f"{table} cannot be read as a table of clips: {error}") from error
+
+
+def _entry(row: Mapping[str, Any], names: tuple[str, ...], where: str, table: Path) -> Any:
+    """Returns the first of these columns that a row has; raises WanjaxError where it has none."""
+    for name in names:
+        if name in row:
+            return row[name]
+    raise WanjaxError(f"{table.name} has no column {' or '.join(names)}, as {where} shows: it has {', '.join(row)}")
+
+
+def _suffixes() -> set[str]:
+    return {*FILMS, *OTHER_FILMS, *Image.registered_extensions()}

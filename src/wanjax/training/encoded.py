@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Latents of clips and features of captions, made once by the pipeline's own stages, and kept beside the data.
+
+Each file's name is a digest of all that it depends on: the clip or caption, the way of cutting, and the weights. Clips
+are read, encoded and written one at a time, and every encoder is freed before training.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from wanjax.checkpoints.files import SafetensorsFile, check_folder, load_safetensors, save_safetensors
+from wanjax.errors import WanjaxError
+from wanjax.media.pictures import Pictures
+from wanjax.pipelines.pipeline import Pipeline
+from wanjax.pipelines.record import VERSION
+from wanjax.training.clips import Bucket, Cutting
+from wanjax.training.data import Example, Listing
+
+INDEX = "clips.jsonl"
+LATENTS = "latents"
+NEGATIVE = "negative_"
+LISTED = 1000  # files of a checkpoint
+Tell = Callable[[str, int, int], Any]  # the unit, and how many of how many are done
+
+
+@dataclass(frozen=True)
+class Piece:
+    """An encoded clip: the file of its latents, that of its caption, its bucket, and its repeats in an epoch."""
+
+    latents: Path
+    text: Path
+    bucket: Bucket
+    repeats: int = 1
+
+
+class Store:
+    """The folder of what was encoded for one model."""
+
+    def __init__(self, folder: Path, pipe: Pipeline):
+        self.folder, self.pipe = folder, pipe
+        check_folder(folder)
+        self._made = weights_of(pipe)
+
+    def encode(self, listing: Listing, cutting: Cutting, tell: Tell) -> list[Piece]:
+        """Encodes what is not there yet, and returns all clips; adds to the listing's sentences on what is left out.
+
+        Raises WanjaxError where no clip can be read, and where the folder cannot be written.
+        """
+        clips = self._clips(listing, cutting, tell)
+        self.pipe.free()
+        texts = self.texts(sorted({example.caption for example, _ in clips} | {""}), tell)
+        self.pipe.free()
+        pieces = [
+            Piece(self.folder / name, texts[example.caption], Bucket(*shape), example.repeats)
+            for example, made in clips
+            for name, *shape in made
+        ]
+        if not pieces:
+            raise WanjaxError(f"no clip of {listing.folder} can be used: {listing.left_out[0]}")
+        return pieces
+
+    def _clips(self, listing: Listing, cutting: Cutting, tell: Tell) -> list[tuple[Example, list[list[Any]]]]:
+        """Returns the examples that can be read, each with the file and the bucket's sizes of its clips."""
+        index, found = self._index(), []
+        with (self.folder / INDEX).open("a", encoding="utf-8") as file:
+            for done, example in enumerate(listing.examples, 1):
+                key = self._key_of(example.file, cutting)
+                if key not in index:
+                    try:
+                        index[key] = [self._clip(f"{key}-{i}", x) for i, x in enumerate(cutting.pieces(example.file))]
+                    except WanjaxError as error:
+                        if "cannot be written" in str(error):
+                            raise
+                        listing.left_out.append(f"{example.file.name}: {error}")
+                        continue
+                    file.write(json.dumps({"key": key, "clips": index[key]}) + "\n")
+                    file.flush()
+                    tell("clip", done, len(listing.examples))
+                found.append((example, index[key]))
+        return found
+
+    def _clip(self, name: str, frames: np.ndarray) -> list[Any]:
+        """Encodes a clip; returns the name of its file, and its frames, height and width."""
+        count, height, width, _ = frames.shape
+        settings = self.pipe.settings(size=(height, width), frames=count)
+        needs = self.pipe.architecture.needs
+        pictures = Pictures(
+            image=frames[0] if "image" in needs else None, last_image=frames[-1] if "last_image" in needs else None
+        )
+        made = {LATENTS: self.pipe.encode_video(frames), **self.pipe.encode_pictures(pictures, settings)}
+        file = f"clip-{name}.safetensors"
+        save_safetensors(self.folder / file, {field: np.asarray(x) for field, x in made.items()})
+        return [file, count, height, width]
+
+    def texts(self, captions: Sequence[str], tell: Tell = lambda unit, done, total: None) -> dict[str, Path]:
+        """Encodes captions, two at a time, as a prompt and a negative one; returns their files."""
+        files = {text: self.folder / f"text-{_digest([text, self._made])}.safetensors" for text in captions}
+        there = {path.name for path in self.folder.glob("text-*")}
+        missing, done = [text for text in captions if files[text].name not in there], 0
+        for pair in (missing[i : i + 2] for i in range(0, len(missing), 2)):
+            encoded = self.pipe.encode_prompts(pair[0], pair[-1])._asdict()
+            for text, prefix in zip(pair, ("", NEGATIVE), strict=False):
+                fields = {name for name in encoded if NEGATIVE + name in encoded}
+                made = {name: np.asarray(encoded[prefix + name]) for name in fields}
+                save_safetensors(files[text], {name: shortened(x) for name, x in made.items()}, _lengths(made))
+            done += len(pair)
+            tell("caption", done, len(missing))
+        return files
+
+    def _index(self) -> dict[str, list[list[Any]]]:
+        """Returns the clips that were made before, by key; those whose files are gone are made again."""
+        try:
+            lines = (self.folder / INDEX).read_text(encoding="utf-8").splitlines()
+        except OSError:
+            return {}
+        there = {path.name for path in self.folder.glob("clip-*")}
+        found: dict[str, list[list[Any]]] = {}
+        for line in lines:
+            try:
+                entry = json.loads(line)
+                if all(name in there for name, *_ in entry["clips"]):
+                    found[entry["key"]] = entry["clips"]
+            except (ValueError, KeyError, TypeError):  # a line that was cut off
+                continue
+        return found
+
+    def _key_of(self, file: Path, cutting: Cutting) -> str:
+        try:
+            state = file.stat()
+        except OSError as error:
+            raise WanjaxError(f"{file} cannot be read: {error.strerror or error}") from error
+        needs = list(self.pipe.architecture.needs)
+        return _digest([str(file.name), state.st_size, state.st_mtime_ns, cutting.to_json(), needs, self._made])
+
+
+def weights_of(pipe: Pipeline) -> dict[str, Any]:
+    """Returns what tells the weights of a pipeline's encoders apart: the model, options, and local files."""
+    told = {"dtype": pipe.defaults.dtype, "param_dtype": pipe.components.options.get("param_dtype"), "version": VERSION}
+    source = pipe.components.source
+    if source is None:
+        return told | {"model": pipe.defaults.model}
+    files: list[Any] = []
+    if source.revision is None:  # a folder, whose files may be replaced
+        paths = sorted(x for x in source.root.rglob("*") if x.is_file() and not _denoises(x.relative_to(source.root)))
+        files = [(str(x.relative_to(source.root)), x.stat().st_size, x.stat().st_mtime_ns) for x in paths[:LISTED]]
+    return told | {"origin": source.origin, "revision": source.revision, "files": files}
+
+
+def _denoises(path: Path) -> bool:
+    return path.parts[0].startswith("transformer")
+
+
+def _digest(told: Any) -> str:
+    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+def shortened(x: np.ndarray) -> np.ndarray:
+    """Returns features [1 S ...] without the rows of zeros at the end, which padding has."""
+    rows = np.flatnonzero(x[0].reshape(x.shape[1], -1).any(axis=1))
+    return np.ascontiguousarray(x[:, : (rows[-1] + 1 if len(rows) else 0)])
+
+
+def _lengths(made: Mapping[str, np.ndarray]) -> dict[str, str]:
+    return {name: str(x.shape[1]) for name, x in made.items()}
+
+
+def load_text(file: Path) -> dict[str, np.ndarray]:
+    """Returns the features of a caption, padded to their full length again."""
+    opened = SafetensorsFile(file)
+    found = {}
+    for name in opened.keys():  # noqa: SIM118
+        x = opened.read(name)
+        rest = int(opened.metadata[name]) - x.shape[1]
+        found[name] = np.pad(x, [(0, rest if axis == 1 else 0) for axis in range(x.ndim)])
+    return found
+
+
+def joined(pieces: Iterable[tuple[Path, Path]], encoded_type: type[Any]) -> tuple[np.ndarray, Any]:
+    """Returns the latents of a batch [B C T H W], and what was encoded beside them, as `encode` would return it."""
+    clips, texts = [], []
+    for latents, text in pieces:
+        clips.append(load_safetensors(latents))
+        texts.append(load_text(text))
+    fields: dict[str, Any] = {}
+    for name in clips[0]:
+        fields[name] = np.concatenate([clip[name] for clip in clips])
+    latents = fields.pop(LATENTS)
+    for name in texts[0]:
+        fields[name] = fields[NEGATIVE + name] = np.concatenate([text[name] for text in texts])
+    return latents, encoded_type(**fields)
+
+
+def described(pieces: Sequence[Piece]) -> Iterator[str]:
+    """Yields a sentence for each bucket, with the number of its clips."""
+    counts: dict[Bucket, int] = {}
+    for piece in pieces:
+        counts[piece.bucket] = counts.get(piece.bucket, 0) + piece.repeats
+    for bucket, count in sorted(counts.items(), key=lambda item: -item[1]):
+        yield f"{count} of {bucket}"
+
+
+def told(piece: Piece) -> dict[str, Any]:
+    """Returns a clip as JSON, by which a resumed training recognises its data."""
+    return {"latents": piece.latents.name, "text": piece.text.name, **asdict(piece.bucket), "repeats": piece.repeats}

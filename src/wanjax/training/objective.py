@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loss of a family's denoiser: the mean squared error of what it predicts at random noise levels.
+
+For a flow this is flow matching (Lipman et al., 2023). For a network that predicts v it is also the error of the clean
+sample weighted by 1 / (1 - ᾱ), as the reference's examples/cogvideo/train_cogvideox_lora.py has it: the two errors
+differ by the factor σ.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.scipy.special import logit
+from jaxtyping import Array, Float
+
+from wanjax.errors import WanjaxError
+from wanjax.pipelines.draws import INITIAL, OF_STEPS
+from wanjax.pipelines.pipeline import Pipeline
+from wanjax.pipelines.settings import Settings
+from wanjax.pipelines.steps import Segment
+from wanjax.schedulers.base import shifted
+
+Timesteps = Literal["uniform", "logit-normal", "shift"]
+Loss = Callable[[nnx.Module, Any, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
+
+
+class Batch(NamedTuple):
+    """Latents [B C T H W], and what the first stage made for each of them."""
+
+    latents: Any
+    encoded: Any
+
+
+@dataclass(frozen=True)
+class NoiseLevels:
+    """The distribution of noise levels in training, as fractions of their range.
+
+    `uniform`; `logit-normal` with this mean and deviation (Esser et al., 2403.03206); or `shift`, uniform levels moved
+    to high noise by a flow's `shift`. All are cut to the range from `low` to `high`, that of one of two experts.
+    """
+
+    timesteps: Timesteps = "uniform"
+    shift: float = 1.0
+    mean: float = 0.0
+    deviation: float = 1.0
+    low: float = 0.0
+    high: float = 1.0
+
+    def __post_init__(self):
+        if self.timesteps not in get_args(Timesteps):
+            names = ", ".join(get_args(Timesteps))
+            raise WanjaxError(f"timesteps cannot be drawn by {self.timesteps!r}: {names} would do")
+        if not (0 < self.shift < float("inf") and 0 < self.deviation < float("inf")):
+            raise WanjaxError("the shift and the deviation of the noise levels are numbers above 0")
+
+    def draw(self, key: jax.Array, count: int) -> Float[Array, "B"]:
+        """Returns random levels."""
+        if self.timesteps == "logit-normal":
+            low, high = ((float(_logit(x)) - self.mean) / self.deviation for x in (self.low, self.high))
+            return jax.nn.sigmoid(
+                self.mean + self.deviation * jax.random.truncated_normal(key, low, high, (count,), jnp.float32)
+            )
+        return self.at(jax.random.uniform(key, (count,), jnp.float32))
+
+    def at(self, u: Float[Array, "B"]) -> Float[Array, "B"]:
+        """Returns the levels at fractions u of a uniform distribution, shifted."""
+        shift = self.shift if self.timesteps == "shift" else 1.0
+        low, high = (float(shifted(np.asarray(x), 1 / shift)) for x in (self.low, self.high))
+        u = jnp.float32(low) + jnp.float32(high - low) * u
+        return jnp.float32(shift) * u / (1 + jnp.float32(shift - 1) * u)
+
+
+def _logit(x: float) -> Any:
+    return logit(jnp.float32(x)) if 0 < x < 1 else math.copysign(math.inf, x - 0.5)
+
+
+def loss_of(pipe: Pipeline, levels: NoiseLevels, component: str = "transformer") -> Loss:
+    """Returns the loss of a pipeline's denoiser on a `Batch` and a key."""
+
+    def loss(network: nnx.Module, batch: Batch, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        level_key, noise_key, picture_key = jax.random.split(key, 3)
+        fractions = levels.draw(level_key, len(batch.latents))
+        noise = jax.random.normal(noise_key, pipe.clean(batch.latents).shape, jnp.float32)
+        return error(pipe, network, batch, fractions, noise, picture_key, component), {}
+
+    return loss
+
+
+def error(
+    pipe: Pipeline,
+    network: nnx.Module,
+    batch: Batch,
+    fractions: Float[Array, "B"],
+    noise: Float[Array, "B T H W C"],
+    key: jax.Array,
+    component: str = "transformer",
+) -> Float[Array, ""]:
+    """Returns the mean squared error at these noise levels, with this noise; the key draws random pictures."""
+    x0 = pipe.clean(batch.latents)
+    levels = pipe.scheduler.levels(fractions)
+    alphas, sigmas = (x[0].reshape(-1, 1, 1, 1, 1) for x in (levels.alphas, levels.sigmas))
+    x = alphas * x0 + sigmas * noise
+    encoded = pipe.sampled(batch.encoded, [0] * len(x), _pictures(pipe, batch, key))
+    denoiser, inputs = pipe.inputs(network, Segment(component, 0, (1.0,)), encoded, x, False)
+    network = nnx.merge(denoiser.graphdef, inputs.weights)
+    prediction = denoiser.predict(network, x, denoiser.times(levels), inputs.prompts[0], inputs.shared)
+    difference = prediction.astype(jnp.float32) - pipe.scheduler.target(alphas, sigmas, x0, noise)
+    return jnp.mean(jnp.square(difference))
+
+
+def _pictures(pipe: Pipeline, batch: Batch, key: jax.Array) -> dict[str, jax.Array]:
+    """Returns the noise of pictures whose latents are random."""
+    settings = settings_of(pipe, batch.latents.shape)
+    shapes = pipe.draws(settings, 0, len(batch.latents))
+    names = [name for name in shapes if name not in (INITIAL, OF_STEPS)]
+    keys = jax.random.split(key, max(1, len(names)))
+    return {name: jax.random.normal(k, shapes[name], jnp.float32) for name, k in zip(names, keys, strict=False)}
+
+
+def settings_of(pipe: Pipeline, latents: tuple[int, ...]) -> Settings:
+    """Returns the settings of videos whose latents have this shape [B C T H W]."""
+    vae = pipe.architecture.vae
+    _, _, frames, *cells = latents
+    height, width = (n * vae.spatial_factor for n in cells)
+    return pipe.defaults.updated({"frames": (frames - 1) * vae.temporal_factor + 1, "height": height, "width": width})

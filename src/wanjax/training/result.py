@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The outcome of a training: a LoRA file in a dialect that others load, or a whole checkpoint."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from wanjax.checkpoints.convert import ToWanjax
+from wanjax.checkpoints.files import Reader, save_safetensors
+from wanjax.checkpoints.lora import PREFIXES
+from wanjax.checkpoints.networks import Network
+from wanjax.checkpoints.sources import Source, Weights
+from wanjax.converters.engine import Exported, Rule, parameters
+from wanjax.converters.lora import PEFT_METADATA
+from wanjax.converters.readers import View
+from wanjax.errors import WanjaxError
+from wanjax.pipelines.record import VERSION
+from wanjax.training.adapters import LoraConfig
+
+Dialect = Literal["diffusers", "comfy"]
+DIFFUSERS, COMFY = "transformer", "diffusion_model"  # prefixes of keys
+FACTOR = (".lora_A.weight", ".lora_B.weight")
+
+
+def save_lora(
+    path: Path,
+    factors: Mapping[str, np.ndarray],
+    config: LoraConfig,
+    network: Network,
+    *,
+    component: str = "transformer",
+    dialect: Dialect = "diffusers",
+    told: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes factors by the names of diffusers to a LoRA file; `told` is JSON on the training, kept in its metadata.
+
+    In the dialect of diffusers keys begin with the component's name, and the metadata hold PEFT's config. In ComfyUI's
+    the modules have the authors' names, and an alpha each. Raises WanjaxError where it cannot be written.
+    """
+    metadata = {"format": "pt", "wanjax": json.dumps({"version": VERSION, **(told or {})}, default=str)}
+    if dialect == "comfy":
+        save_safetensors(path, dict(_comfy(factors, config, network)), metadata)
+        return
+    modules = sorted({key.removesuffix(FACTOR[0]) for key in factors if key.endswith(FACTOR[0])})
+    peft = {"r": config.rank, "lora_alpha": config.scale * config.rank, "target_modules": modules, "lora_dropout": 0.0}
+    peft |= {"use_rslora": False, "use_dora": False, "bias": "none", "peft_type": "LORA", "init_lora_weights": True}
+    prefix = component if component in PREFIXES else DIFFUSERS
+    metadata[PEFT_METADATA] = json.dumps({f"{prefix}.{name}": value for name, value in peft.items()})
+    save_safetensors(path, {f"{prefix}.{key}": value for key, value in factors.items()}, metadata)
+
+
+def _comfy(factors: Mapping[str, np.ndarray], config: LoraConfig, network: Network) -> Iterable[tuple[str, np.ndarray]]:
+    """Yields the factors by the authors' names, and an alpha for each module."""
+    names = network.kind.lora_names
+    if names is None:
+        raise WanjaxError("the dialect comfy has the authors' names, which this model has not: diffusers would do")
+    for key, value in factors.items():
+        module, ending = key[: -len(FACTOR[0])], key[-len(FACTOR[0]) :]
+        weight = f"{module}.weight"
+        theirs = (names.theirs(weight) or weight).removesuffix(".weight")
+        if ending == FACTOR[1] and names.exchanges(weight):
+            value = np.concatenate(np.split(value, 2)[::-1])
+        yield f"{COMFY}.{theirs}{ending}", value
+        if ending == FACTOR[0]:
+            yield f"{COMFY}.{theirs}.alpha", np.asarray(config.scale * config.rank, np.float32)
+
+
+class TrainedSource(Source):
+    """A source whose denoisers have other weights, those of trained networks; everything else is unchanged."""
+
+    def __init__(self, source: Source, trained: Mapping[str, tuple[Any, Network]]):
+        """`trained` are networks by component, each with what describes it."""
+        self._source, self._trained = source, trained
+        self.name, self.root, self.revision, self.index = source.name, source.root, source.revision, source.index
+
+    @property
+    def origin(self) -> str:
+        return f"{self._source.origin}, trained"
+
+    def config(self, component: str) -> dict[str, Any]:
+        return self._source.config(component)
+
+    def weights(self, component: str) -> Weights:
+        if component not in self._trained:
+            return self._source.weights(component)
+        network, found = self._trained[component]
+        values = {name: np.asarray(x) for name, x in parameters(network).items()}
+        return View(Exported(values, found.rules))
+
+    def tensors(self, component: str, rules: Iterable[Rule]) -> Reader:
+        return self.weights(component) if component in self._trained else self._source.tensors(component, rules)
+
+    def files(self, component: str) -> Sequence[Path]:
+        return self._source.files(component)
+
+    def check_room(self) -> int:
+        return self._source.check_room()
+
+
+def save_checkpoint(source: Source, trained: Mapping[str, tuple[Any, Network]], target: Path, kinds: Any) -> None:
+    """Writes a checkpoint with trained networks in place of the source's; raises WanjaxError as `convert` does."""
+    ToWanjax(TrainedSource(source, trained), target, kinds, origin=f"{source.origin}, trained").run()

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training from data to its outcome: encode once, train each network, and write what others can load."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from wanjax.checkpoints.files import check_folder
+from wanjax.checkpoints.networks import Network, network_of
+from wanjax.compilation import keeps_programs
+from wanjax.errors import WanjaxError
+from wanjax.media.videos import write_video
+from wanjax.pipelines.pipeline import Pipeline
+from wanjax.sharding import use
+from wanjax.training import adapters, clips
+from wanjax.training.batches import Batches
+from wanjax.training.config import TrainConfig
+from wanjax.training.data import KEPT, Listing, list_data
+from wanjax.training.encoded import NEGATIVE, Piece, Store, described, joined, load_text, told
+from wanjax.training.loop import Metrics, Trainer, everything
+from wanjax.training.objective import Batch, NoiseLevels, error, loss_of, settings_of
+from wanjax.training.optimizers import optimizer, schedule
+from wanjax.training.result import save_checkpoint, save_lora
+
+LORA, CHECKPOINT, SAMPLES = "lora.safetensors", "checkpoint", "samples"
+EXPERTS = {"high": 0, "low": 1}
+LEVELS = 8  # fixed noise levels of the held-out loss
+IN_FLIGHT = 2  # steps whose metrics are not waited for
+Note = Callable[[str], Any]
+Count = Callable[[str, int, int], Any]
+
+
+class Training:
+    """A training of a pipeline's denoisers on a data set, in a folder.
+
+    `note(sentence)` receives what a person should read, and `count(unit, done, total)` the progress.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        data: str | Path,
+        out: str | Path,
+        config: TrainConfig,
+        *,
+        note: Note = lambda sentence: None,
+        count: Count = lambda unit, done, total: None,
+    ):
+        """Raises WanjaxError for everything that can be told before anything is encoded."""
+        self.pipe, self.out, self.config = pipe, Path(out).expanduser(), config
+        self.note, self.count = note, count
+        self.networks = _chosen(pipe, config)
+        self.levels = {name: _levels(pipe, config, name) for name in self.networks}
+        asked = {"size": config.size, "frames": config.frames, "fps": config.fps}
+        self.settings = pipe.settings(**{name: x for name, x in asked.items() if x is not None})
+        self.data = Path(data).expanduser()
+        self.listing = list_data(self.data)
+        check_folder(self.out)
+
+    @cached_property
+    def cutting(self) -> clips.Cutting:
+        config, settings = self.config, self.settings
+        factor = self.pipe.architecture.vae.temporal_factor
+        return clips.Cutting(
+            clips.sizes(settings.size, lambda shape: self.pipe.size_for(shape, settings), config.buckets),
+            clips.lengths(settings.frames, factor, config.shortest),
+            settings.fps,
+            config.cut,
+            config.resize,
+        )
+
+    @keeps_programs
+    def encode(self) -> None:
+        """Encodes the clips and captions that were not encoded before, and frees the encoders."""
+        folder = self.config.store or self.listing.folder / KEPT
+        store = Store(Path(folder), self.pipe)
+        pieces = store.encode(self.listing, self.cutting, self.count)
+        negative = self.pipe.defaults.negative_prompt
+        texts = store.texts(["", negative, *self.config.samples])
+        self.pipe.free()
+        self.texts, self.empty, self.negative = texts, texts[""], texts[negative]
+        every = self.config.held_out
+        self.held_out = pieces[every - 1 :: every] if every else []
+        self.pieces = [piece for i, piece in enumerate(pieces) if not every or (i + 1) % every]
+        for sentence in _told(self.listing, pieces):
+            self.note(sentence)
+        if every and not self.held_out:
+            raise WanjaxError(f"{len(pieces)} clips are too few to hold out one in {every}: fewer, or none, would do")
+
+    @keeps_programs
+    def run(self) -> Path:
+        """Trains, and returns the LoRA file or the checkpoint; of two networks, the folder of their LoRA files."""
+        self.encode()
+        trained: dict[str, tuple[Any, Network]] = {}
+        written = self.out
+        for name in self.networks:
+            learner = Learner(self, name)
+            learner.run()
+            if self.config.lora is not None:
+                written = learner.save(learner.out / LORA)
+            else:
+                trained[name] = (learner.trainer.network(averaged=self.config.average is not None), learner.known)
+            learner.trainer.close()
+            if len(self.networks) > 1 and self.config.lora is not None:
+                self.pipe.free(name)
+        if trained:
+            written = self.out / CHECKPOINT
+            save_checkpoint(self.pipe.components.source, trained, written, self.pipe.components.kinds)
+        elif len(self.networks) > 1:
+            written = self.out
+        self.pipe.free()
+        return written
+
+
+class Learner:
+    """The training of one network."""
+
+    def __init__(self, training: Training, name: str):
+        self.training, self.name, self.pipe = training, name, training.pipe
+        config, pipe = training.config, training.pipe
+        self.config, several = config, len(training.networks) > 1
+        self.out = training.out / name if several else training.out
+        self.known = network_of(pipe.architecture.networks[name], pipe.components.kinds)
+        network, self.chosen = pipe.components.get(name), {}
+        if config.lora is not None:
+            network, self.chosen = adapters.adapt(network, self.known.rules, config.lora, config.seed, pipe.partitioner)
+        pipe.free(name)
+        self.loss = loss_of(pipe, training.levels[name], name)
+        self.batches = Batches(
+            training.pieces, config.batch, config.seed, empty=training.empty, dropped=config.dropped_captions
+        )
+        self.rate = schedule(config.optimizer, config.steps)
+        self.trainer = Trainer(
+            network,
+            self.loss,
+            optimizer(config.optimizer, config.steps),
+            self.out,
+            config.seed,
+            trained=everything if config.lora is None else adapters.is_factor,
+            average=config.average,
+            accumulated=config.accumulated,
+            partitioner=pipe.partitioner,
+            told=self._told(),
+        )
+        self.metrics = Metrics(self.out, self.trainer.step)
+        self._pending: deque[tuple[int, float, Mapping[str, jax.Array]]] = deque()
+        self._evaluate = jax.jit(self._error)
+
+    def _told(self) -> dict[str, Any]:
+        """Returns everything on which the trained weights depend, as JSON."""
+        clips = [told(piece) for piece in self.training.pieces]
+        levels = asdict(self.training.levels[self.name])
+        own = {"model": self.pipe.defaults.model, "network": self.name, "dtype": self.pipe.defaults.dtype}
+        mesh = None if self.pipe.partitioner is None else dict(self.pipe.partitioner.mesh.shape)
+        return self.config.to_json() | own | {"levels": levels, "mesh": mesh, "clips": clips}
+
+    def run(self) -> None:
+        """Trains up to the last step, with samples and held-out losses along the way."""
+        total, begun = self.config.steps, self.trainer.step
+        if begun:
+            self.training.note(f"the first {begun} of {total} steps were taken before")
+        else:
+            self._look(0)
+        self.training.count("step", begun, total)
+        self.trainer.run(total, self._draw, self._after, self.config.save_every)
+        self._write(0)
+
+    def _draw(self, step: int, generator: np.random.Generator) -> Batch:
+        del generator  # the batches have their own
+        latents, encoded = joined(self.batches.at(step), self.pipe.encoded_type)
+        return Batch(latents, encoded)
+
+    def _after(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
+        self._pending.append((step, time.time(), metrics))
+        due = step % self.config.evaluate_every == 0 or step % self.config.sample_every == 0
+        self._write(0 if due or step == self.config.steps else IN_FLIGHT)
+        if due or step == self.config.steps:
+            self._look(step)
+        if step % self.config.save_every == 0 and self.config.lora is not None and step < self.config.steps:
+            self.save(self.out / f"lora-{step:06}.safetensors")
+
+    def _write(self, left: int) -> None:
+        """Writes the metrics of all steps but the last `left`; raises WanjaxError where a loss is not finite."""
+        while len(self._pending) > left:
+            step, at, metrics = self._pending.popleft()
+            values = {name: float(value) for name, value in metrics.items()}
+            self.training.count("step", step, self.config.steps)
+            self.metrics.add(step, **values, rate=float(np.asarray(self.rate(step - 1))), time=round(at, 3))
+            if not np.isfinite(values["loss"]):
+                raise WanjaxError(f"the loss is not finite after step {step}: a lower rate or float32 may help")
+            if step % self.config.evaluate_every == 0 or step in (1, self.config.steps):
+                self.training.note(f"step {step} of {self.config.steps}: loss {values['loss']:.4f}")
+
+    def _look(self, step: int) -> None:
+        """Evaluates the held-out loss and makes the sample videos, where this step is one for them."""
+        last = step == self.config.steps
+        if self.training.held_out and (step % self.config.evaluate_every == 0 or last):
+            value = self.held_out_loss()
+            self.metrics.add(step, held_out=value)
+            self.training.note(f"step {step}: held-out loss {value:.4f}")
+        if self.config.samples and (step % self.config.sample_every == 0 or last):
+            self.sample(step)
+
+    def held_out_loss(self) -> float:
+        """Returns the mean loss of the held-out clips at fixed noise levels, with fixed noise."""
+        losses = []
+        for index, piece in enumerate(self.training.held_out):
+            latents, encoded = joined([(piece.latents, piece.text)], self.pipe.encoded_type)
+            for level in range(LEVELS):
+                key = jax.random.fold_in(jax.random.key(0), index * LEVELS + level)
+                u = jnp.full((1,), (level + 0.5) / LEVELS, jnp.float32)
+                with use(self.pipe.partitioner):
+                    losses.append(self._evaluate(self._weights(), Batch(latents, encoded), u, key))
+        return float(np.mean([float(loss) for loss in losses]))
+
+    def _weights(self) -> Any:
+        return nnx.state(self._plain())
+
+    def _plain(self) -> Any:
+        """Returns the network as it is used: with its mean weights if there are any, and without dropout."""
+        network = self.trainer.network(averaged=self.config.average is not None)
+        for _, module in nnx.iter_modules(network):
+            if isinstance(module, adapters.Adapted):
+                module.dropout_key = None
+        return network
+
+    def _error(self, weights: Any, batch: Batch, u: jax.Array, key: jax.Array) -> jax.Array:
+        network = nnx.merge(nnx.graphdef(self._plain()), weights)
+        noise = jax.random.normal(key, self.pipe.clean(batch.latents).shape, jnp.float32)
+        fractions = self.training.levels[self.name].at(u)
+        return error(self.pipe, network, batch, fractions, noise, key, self.name)
+
+    def sample(self, step: int) -> None:
+        """Makes a video of each sample prompt with the present weights, in the shape of the first clip."""
+        pipe, piece = self.pipe, self.training.pieces[0]
+        pipe.components.put(self.name, self._plain())
+        for index, prompt in enumerate(self.config.samples):
+            x, settings = self._sampled(piece, prompt)
+            latents = pipe.denoise(x, seed=index, **settings)
+            frames = np.asarray(pipe.decode(latents))
+            file = self.out / SAMPLES / f"{step:06}-{index}.mp4"
+            write_video(file, frames, self.training.settings.fps, {"prompt": prompt, "step": step, "seed": index})
+        pipe.free()
+
+    def _sampled(self, piece: Piece, prompt: str) -> tuple[Any, dict[str, Any]]:
+        """Returns a sample's inputs, with the pictures of a clip, and its settings."""
+        latents, encoded = joined([(piece.latents, self.training.texts[prompt])], self.pipe.encoded_type)
+        negative = {NEGATIVE + name: x for name, x in load_text(self.training.negative).items()}
+        shape = settings_of(self.pipe, latents.shape)
+        return encoded._replace(**negative), {"size": shape.size, "frames": shape.frames}
+
+    def save(self, file: Path) -> Path:
+        """Writes the present LoRA to a file."""
+        assert self.config.lora is not None
+        network = self.trainer.network(averaged=self.config.average is not None)
+        factors = adapters.factors_of(network, self.known.rules, self.chosen)
+        about = {"model": self.pipe.defaults.model, "step": self.trainer.step, "rank": self.config.lora.rank}
+        save_lora(
+            file,
+            factors,
+            self.config.lora,
+            self.known,
+            component=self.name if len(self.training.networks) > 1 else "transformer",
+            dialect=self.config.dialect,
+            told=about,
+        )
+        return file
+
+
+def _chosen(pipe: Pipeline, config: TrainConfig) -> tuple[str, ...]:
+    """Returns the networks to train."""
+    names = pipe.architecture.denoisers
+    if config.expert == "both":
+        return names
+    if len(names) == 1:
+        raise WanjaxError(f"{pipe.defaults.model} has one network: the expert {config.expert} is one of two")
+    return (names[EXPERTS[config.expert]],)
+
+
+def _levels(pipe: Pipeline, config: TrainConfig, network: str) -> NoiseLevels:
+    """Returns the noise levels of a network's training."""
+    own = getattr(pipe.defaults, "flow_shift", None)
+    kind = config.timesteps or ("uniform" if own is None else "shift")
+    if kind == "shift" and own is None and config.shift is None:
+        raise WanjaxError(f"{pipe.defaults.model} has no flow shift: timesteps uniform or logit-normal would do")
+    low, high = pipe.noise_range(network)
+    shift = (own if config.shift is None else config.shift) if kind == "shift" else 1.0
+    return NoiseLevels(kind, float(shift or 1.0), config.logit_mean, config.logit_deviation, low, high)
+
+
+def _told(listing: Listing, pieces: list[Piece]) -> list[str]:
+    """Returns sentences on what is trained on, and on what was left out."""
+    found = [f"{len(pieces)} clips: {'; '.join(described(pieces))}"]
+    if listing.left_out:
+        named = "; ".join(listing.left_out[:5]) + (" and so on" if len(listing.left_out) > 5 else "")
+        found.append(f"{len(listing.left_out)} left out: {named}")
+    return found
+
+
+def train(
+    pipe: Pipeline, data: str | Path, out: str | Path, config: TrainConfig | None = None, **settings: Any
+) -> Path:
+    """Trains a LoRA, or all weights, of a pipeline's denoiser on a folder of clips with captions; returns the result.
+
+    `settings` are fields of `TrainConfig`, which override those of `config`. `out` is a folder, from which the same
+    call continues after it was stopped. Raises WanjaxError where the data or the settings cannot be used.
+    """
+    return Training(pipe, data, out, replace(config or TrainConfig(), **settings)).run()
