@@ -12,7 +12,7 @@ _NAMES = {
     "triangle": ("triangle",),
     "cross": ("cross", "cross", "cross", "plus sign"),
 }
-_TAUGHT = {"star": ("star",)}  # not in the model's vocabulary
+_TAUGHT = {"bar": ("bar",)}  # not in the model's vocabulary
 
 # A travelling motion is a verb and a direction; each verb has two forms, "moving" and "moves".
 _TRAVEL = (

@@ -24,8 +24,8 @@ COLOURS = {
 }
 """The sRGB values of each colour, from 0 to 1."""
 
-TAUGHT = {"brown": (0.46, 0.27, 0.11)}
-"""A colour that the model in the box has never seen, which `teach.py` teaches it, as it does the shape "star"."""
+TAUGHT_COLOUR, TAUGHT_SHAPE = {"magenta": (0.90, 0.10, 0.60)}, "bar"
+"""A colour and a shape that the model in the box has never seen, which `teach.py` teaches it."""
 
 SHAPES = ("circle", "square", "triangle", "cross")
 MOTIONS = ("left", "right", "up", "down", "grows", "shrinks", "stays")
@@ -52,10 +52,9 @@ _REACH = {
     "square": (0.89, 0.89, 0.89),
     "triangle": (_CIRCUMRADIUS * 0.75**0.5, _CIRCUMRADIUS, _CIRCUMRADIUS / 2),
     "cross": (1.12, 1.12, 1.12),
-    "star": (1.26, 1.32, 1.07),
+    "bar": (1.25, 0.55, 0.55),
 }
 _ARM = 0.36  # half the thickness of the cross's arms
-_POINTS, _TIP, _NOTCH = 5, 1.32, 0.6  # the star's points, and the radii of their tips and of the notches between them
 
 
 @dataclass(frozen=True)
@@ -140,7 +139,9 @@ def _paint(clip: Float[np.ndarray, "T H W 3"], spec: Spec, track: Track) -> None
     y = (centres[rows] - track.y[:, None]).astype(np.float32)[:, :, None]
     radius = track.radius.astype(np.float32)[:, None, None]
     cover = np.clip(0.5 - distance(spec.shape, x, y, radius), 0.0, 1.0)
-    for channel, level in enumerate((COLOURS | TAUGHT)[spec.colour]):  # an axis of three is too short for numpy's inner loop
+    for channel, level in enumerate(
+        (COLOURS | TAUGHT_COLOUR)[spec.colour]
+    ):  # an axis of three is too short for numpy's inner loop
         plane = clip[:, rows, columns, channel]
         plane += cover * (np.float32(2.0 * level - 1.0) - plane)
 
@@ -148,8 +149,8 @@ def _paint(clip: Float[np.ndarray, "T H W 3"], spec: Spec, track: Track) -> None
 def distance(shape: str, x: np.ndarray, y: np.ndarray, radius: np.ndarray) -> np.ndarray:
     """Returns the signed distance in pixels from the shape's edge, negative inside; corners are mitred outside."""
     x = np.abs(x)
-    if shape == "star":
-        return _star_distance(x, y, radius)
+    if shape == "bar":
+        return np.maximum(x - 1.25 * radius, np.abs(y) - 0.55 * radius)
     if shape == "circle":
         return np.hypot(x, y) - radius
     if shape == "square":
@@ -160,14 +161,3 @@ def distance(shape: str, x: np.ndarray, y: np.ndarray, radius: np.ndarray) -> np
     y = np.abs(y)
     reach, arm = 1.12 * radius, _ARM * radius
     return np.minimum(np.maximum(x - reach, y - arm), np.maximum(x - arm, y - reach))
-
-
-def _star_distance(x: np.ndarray, y: np.ndarray, radius: np.ndarray) -> np.ndarray:
-    """Returns the signed distance from the lines of the star's edges, which are alike in each half of a point."""
-    half = np.pi / _POINTS
-    angle = np.arctan2(x, -y) % (2 * half)
-    angle = np.minimum(angle, 2 * half - angle)
-    along, across = np.hypot(x, y) * np.cos(angle), np.hypot(x, y) * np.sin(angle)
-    tip, notch = np.array([_TIP, 0.0]), _NOTCH * np.array([np.cos(half), np.sin(half)])
-    edge = (notch - tip) / np.linalg.norm(notch - tip)
-    return (along - _TIP * radius) * edge[1] - across * edge[0]

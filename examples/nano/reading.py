@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from clips import COLOURS, SHAPES, distance
+from clips import COLOURS, SHAPES, TAUGHT_SHAPE, distance
 from jaxtyping import Float, UInt8
 from scipy import ndimage
 
@@ -131,9 +131,7 @@ def _core(mask: np.ndarray) -> np.ndarray:
     return core if core.sum() > 4 else mask
 
 
-def _colour(
-    rgb: Float[np.ndarray, "T 3"], colours: Mapping[str, tuple[float, float, float]]
-) -> str | None:
+def _colour(rgb: Float[np.ndarray, "T 3"], colours: Mapping[str, tuple[float, float, float]]) -> str | None:
     """Returns the colour of the palette that is nearest, and near enough, in most frames."""
     distances = np.linalg.norm(rgb[:, None] - np.array(list(colours.values())), axis=-1)
     near = (distances.argmin(axis=1)[:, None] == np.arange(len(colours))) & (distances < COLOUR_TOLERANCE)
@@ -147,7 +145,7 @@ def _unit_area(shape: str) -> float:
     return float(np.clip(0.5 - 100.0 * distance(shape, grid[None], grid[:, None], np.ones(1)), 0, 1).sum()) / 1e4
 
 
-_AREAS = {shape: _unit_area(shape) for shape in (*SHAPES, "star")}
+_AREAS = {shape: _unit_area(shape) for shape in (*SHAPES, TAUGHT_SHAPE)}
 
 
 def _overlaps(blobs: _Blobs, shapes: Sequence[str]) -> dict[str, float]:

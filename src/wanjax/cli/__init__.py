@@ -228,6 +228,7 @@ def decode(report: Report, **given: Any) -> None:
 @options.compute
 @options.mesh
 @options.rules
+@train_options.priced
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @defaults.config
 def plan(model: str | None, model_option: str | None, **given: Any) -> None:
@@ -235,6 +236,7 @@ def plan(model: str | None, model_option: str | None, **given: Any) -> None:
 
     Prints the memory of each stage, the seconds of a step and of the run, and what limits them. Programs for TPUs are
     compiled by the TPU's own compiler and priced; other devices are priced by a stated model. No weights are loaded.
+    With --train a step of training is priced in place of a video.
     """
     from wanjax.cli import planning
 

@@ -12,7 +12,10 @@ from rich.table import Table
 from wanjax import registry
 from wanjax.cli.stages import given_settings
 from wanjax.plan.outlook import Outlook, outlook
+from wanjax.plan.training import TrainingOutlook, training_outlook
 from wanjax.sharding import find_rules, is_auto, parse_auto, parse_mesh
+from wanjax.training.adapters import LoraConfig
+from wanjax.training.optimizers import OptimizerConfig
 
 GIB = 2**30
 
@@ -20,6 +23,8 @@ GIB = 2**30
 def plan(*, model: str, chip: str, mesh: str | None, compiler: str, as_json: bool, **given: Any) -> None:
     """Prices a video, and prints a table or JSON."""
     jax.config.update("jax_platforms", "cpu")  # the priced chips need not be present
+    names = ("train", "lora_rank", "full", "batch", "optimizer")
+    train, rank, full, clips, optimizer = (given.pop(name) for name in names)
     rules = given.pop("rules") or "fsdp"
     find_rules(rules)
     axes, sp = (None, parse_auto(mesh)) if mesh is None or is_auto(mesh) else (parse_mesh(mesh), None)
@@ -28,12 +33,44 @@ def plan(*, model: str, chip: str, mesh: str | None, compiler: str, as_json: boo
     chosen = given_settings(**given)
     settings = defaults.updated({"dtype": "float32" if chip == "cpu" else "bfloat16"} | chosen)
     settings.check(spatial=architecture.grid, temporal=architecture.vae.temporal_factor)
+    if train:
+        how = {"lora": None if full else LoraConfig(rank), "optimized": OptimizerConfig(optimizer), "clips": clips}
+        how |= {"sp": sp, "rules": rules, "compiler": compiler, "attention": attention}
+        step = training_outlook(family, architecture, settings, chip, axes, **how)
+        click.echo(json.dumps(step.to_json(), indent=2)) if as_json else show_training(step, Console())
+        return
     options = {"rules": rules, "attention": attention, "batch_guidance": bool(batch_guidance)}
     found = outlook(family, architecture, settings, chip, axes, sp=sp, compiler=compiler, **options)
     if as_json:
         click.echo(json.dumps(found.to_json(), indent=2))
     else:
         show(found, Console())
+
+
+def show_training(found: TrainingOutlook, console: Console) -> None:
+    """Prints the price of a step of training."""
+    mesh = ", ".join(f"{axis}={size}" for axis, size in found.mesh.items())
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("seconds", "a step", "forward alone"):
+        table.add_column(column, justify="left" if column == "seconds" else "right")
+    for part, seconds in found.step_breakdown.items():
+        table.add_row(part, f"{seconds:.3f}", f"{found.forward_breakdown.get(part, 0.0):.3f}")
+    table.add_row("in all", *(f"{x or 0:.3f}" for x in (found.step_seconds, found.forward_seconds)))
+    lines = [
+        f"training of {found.trained} of {found.model} by {found.optimizer}, {found.clips} x {found.size}, "
+        f"{found.frames} frames, on {found.chip} ({mesh}, rules {found.rules}), priced, not measured",
+        f"a chip: {found.weights_bytes_per_chip / GIB:.2f} GiB of weights, state and inputs, "
+        f"{found.peak_bytes_per_chip / GIB:.2f} at the peak, of {found.memory_per_chip / GIB:.2f}",
+    ]
+    if found.backward_ratio is not None:
+        lines.append(f"backward and optimiser take {found.backward_ratio:.2f} x the forward; the limit: {found.limit}")
+    lines += [f"in doubt: {doubt}" for doubt in found.doubts]
+    lines.append(found.advice or f"fits, with {found.spare_bytes_per_chip / GIB:.1f} GiB to spare on each chip")
+    console.print(lines[0], highlight=False, soft_wrap=True)
+    if found.step_seconds:
+        console.print(table)
+    for line in lines[1:]:
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def show(found: Outlook, console: Console) -> None:

@@ -135,3 +135,20 @@ looks = together(
     click.option("--save-every", type=number, default=250, show_default=True, metavar="N", help="Keep a checkpoint."),
 )
 train: Decorator = together(out, steps, lora, optimizer, clips, noise, looks)
+priced = together(
+    click.option("--train", "train", is_flag=True, help="Price a step of training, of a LoRA unless with --full."),
+    click.option(
+        "--lora-rank", type=number, default=32, show_default=True, metavar="N", help="With --train: the rank."
+    ),
+    click.option("--full", is_flag=True, help="With --train: train all weights."),
+    click.option(
+        "--batch", type=number, default=1, show_default=True, metavar="N", help="With --train: clips in a step."
+    ),
+    click.option(
+        "--optimizer",
+        type=click.Choice(["adamw", "adafactor", "muon"]),
+        default="adamw",
+        show_default=True,
+        help="With --train: the optimiser.",
+    ),
+)

@@ -128,6 +128,13 @@ class Architecture(ABC):
         """Returns the shape [1 C T H W] of the latents that are denoised, with frames that are dropped at the end."""
         return self.latent_shape(settings)
 
+    def encoded_shapes(self, settings: Settings) -> Mapping[str, tuple[tuple[int, ...], Any]]:
+        """Returns the shapes of what `encode` returns for a prompt and the needed pictures, by field, and their dtypes.
+
+        None is the dtype of the networks. It is for plans of training alone.
+        """
+        raise WanjaxError(f"the training of {settings.model} cannot be priced: its family does not tell its inputs")
+
     @abstractmethod
     def forward(self, settings: Settings, encoded: Any = None) -> Forward:
         """Returns the work of one forward of the denoiser, for this output of `encode` where there is one."""

@@ -95,7 +95,7 @@ class Hooks(Model, ABC):
         """Returns the noise levels, from 0 to 1, between which a network denoises."""
         return 0.0, 1.0
 
-    def clean(self, latents: Latents) -> Float[Array, "B T H W C"]:
+    def clean(self, latents: Latents) -> Float[Array, "B _T H W C"]:
         """Returns the latents of encoded videos [B C T H W] as the network is trained to make them."""
         return jnp.moveaxis(latents, 1, -1)
 

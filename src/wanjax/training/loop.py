@@ -177,7 +177,7 @@ def step_of(
         after = {"weights": weights, "optimizer": of_optimizer}
         if average is not None:
             after["average"] = optax.incremental_update(weights, state["average"], 1.0 - average)
-        return after, {"loss": value, "gradient": optax.global_norm(gradients), **told}
+        return after, {"loss": value, "gradient": optax.tree.norm(gradients), **told}
 
     return step
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+import jax.numpy as jnp
+
 from wanjax.checkpoints.networks import Config
 from wanjax.checkpoints.networks import network as network_in
 from wanjax.checkpoints.sources import Source
@@ -123,6 +125,13 @@ class CogVideoXArchitecture(Architecture):
             scores=self_attention_flops(config, tokens),
             flops=forward_flops(config, video=video),
         )
+
+    def encoded_shapes(self, settings: Settings) -> Mapping[str, tuple[tuple[int, ...], Any]]:
+        config = self.transformer
+        found: dict[str, Any] = {"prompt_embeds": ((1, config.text_length, config.text_width), None)}
+        if self.pictured:
+            found |= {name: ((1, *shape), jnp.float32) for name, shape in self.latent_fields(settings).items()}
+        return found
 
     def programs(
         self, settings: Settings, *, attention: str | None = None, batch_guidance: bool = False

@@ -112,7 +112,7 @@ class CogVideoXPipeline(Pipeline):
     def sampled(self, encoded: CogVideoXEncoded, seeds: Sequence[int], draws: Mapping[str, Array]) -> CogVideoXEncoded:
         return drawn(encoded, seeds, draws)
 
-    def clean(self, latents: Latents) -> Video:
+    def clean(self, latents: Latents) -> Float[Array, "B _T H W C"]:
         patch = self.architecture.transformer.patch[0]
         return led(jnp.moveaxis(latents, 1, -1), latents.shape[2] + -latents.shape[2] % patch)
 

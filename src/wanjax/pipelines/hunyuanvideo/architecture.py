@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+import jax.numpy as jnp
+
 from wanjax.checkpoints.networks import Config
 from wanjax.checkpoints.networks import network as network_in
 from wanjax.checkpoints.sources import Source
@@ -20,6 +22,7 @@ from wanjax.pipelines.family import Architecture, Forward, Planned, by_chunk, by
 from wanjax.pipelines.hunyuanvideo import planned
 from wanjax.pipelines.hunyuanvideo.conditioning import HunyuanVideoEncoded, shortened
 from wanjax.pipelines.hunyuanvideo.networks import NETWORKS
+from wanjax.pipelines.hunyuanvideo.text import GLYPH_LENGTH, TEXT_LENGTH
 from wanjax.pipelines.settings import Settings
 from wanjax.schedulers import Scheduler, from_config
 from wanjax.schedulers.flow_euler import FlowEuler
@@ -116,6 +119,17 @@ class HunyuanVideoArchitecture(Architecture):
             scores=joint_attention_flops(config, video + prompt + beside),
             flops=forward_flops(config, video=video, prompt=prompt, beside=beside),
         )
+
+    def encoded_shapes(self, settings: Settings) -> Mapping[str, tuple[tuple[int, ...], Any]]:
+        config, glyphs = self.transformer, (1, GLYPH_LENGTH)
+        pictures = self.picture_shapes(settings).items()
+        return {
+            "prompt_embeds": ((1, TEXT_LENGTH, config.text_width), None),
+            "prompt_embeds_mask": ((1, TEXT_LENGTH), jnp.bool_),
+            "prompt_embeds_2": ((*glyphs, config.glyph_width), None),
+            "prompt_embeds_mask_2": (glyphs, jnp.bool_),
+            **{name: (tuple(self.image_tokens if n is None else n for n in x), jnp.float32) for name, x in pictures},
+        }
 
     def programs(
         self, settings: Settings, *, attention: str | None = None, batch_guidance: bool = False

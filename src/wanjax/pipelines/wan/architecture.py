@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+import jax.numpy as jnp
+
 from wanjax.checkpoints.networks import Config
 from wanjax.checkpoints.networks import network as network_in
 from wanjax.checkpoints.sources import Source
@@ -120,6 +122,15 @@ class WanArchitecture(Architecture):
                 config, tokens=tokens, text=TEXT_LENGTH, image=self.image_tokens if seen is None else seen.shape[1]
             ),
         )
+
+    def encoded_shapes(self, settings: Settings) -> Mapping[str, tuple[tuple[int, ...], Any]]:
+        latents = self.latent_shape(settings)
+        found: dict[str, Any] = {"prompt_embeds": ((1, TEXT_LENGTH, self.transformer.text_width), None)}
+        for name, shape in self.task.shapes(latents, self.transformer).items():
+            if name not in self.task.optional:
+                sizes = {"image_embeds": (1, self.image_tokens, shape[-1])}.get(name)
+                found[name] = (sizes or tuple(latents[2] if n is None else n for n in shape), jnp.float32)
+        return found
 
     def programs(
         self, settings: Settings, *, attention: str | None = None, batch_guidance: bool = False

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory and the seconds of a step of training, on devices that need not be present."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from wanjax.kernels.compiler_options import SAFE
+from wanjax.pipelines.family import Architecture, Family
+from wanjax.pipelines.settings import Settings
+from wanjax.plan import traced
+from wanjax.plan.builders import path_of, to_json
+from wanjax.plan.chips import SLICES, Slice
+from wanjax.plan.compile import Job
+from wanjax.plan.meshes import choose_mesh
+from wanjax.plan.outlook import LIMITS, ROOM, find_place
+from wanjax.plan.priced import PARTS, Priced, price_all
+from wanjax.plan.stages import build
+from wanjax.sharding import MESH_AXES
+from wanjax.training import planned
+from wanjax.training.adapters import LoraConfig
+from wanjax.training.optimizers import OptimizerConfig
+
+
+@dataclass(frozen=True)
+class TrainingOutlook:
+    """The prices of a step of training, not measurements. `fits` is True if it fits; else `advice` says what would.
+
+    `forward_seconds` are those of the loss alone, and `backward_ratio` how many times as long the rest of a step takes.
+    """
+
+    model: str
+    chip: str
+    mesh: Mapping[str, int]
+    rules: str
+    size: str
+    frames: int
+    clips: int
+    trained: str
+    optimizer: str
+    memory_per_chip: int
+    weights_bytes_per_chip: int
+    peak_bytes_per_chip: int
+    spare_bytes_per_chip: int
+    fits: bool
+    step_seconds: float | None
+    step_breakdown: Mapping[str, float]
+    forward_seconds: float | None
+    forward_breakdown: Mapping[str, float]
+    backward_ratio: float | None
+    limit: str
+    collectives: Sequence[Mapping[str, Any]]
+    doubts: Sequence[str]
+    advice: str | None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def training_outlook(
+    family: Family,
+    architecture: Architecture,
+    settings: Settings,
+    chip: str,
+    mesh: tuple[int, int, int] | None = None,
+    *,
+    lora: LoraConfig | None,
+    optimized: OptimizerConfig,
+    clips: int = 1,
+    sp: int | None = None,
+    rules: str = "fsdp",
+    compiler: str = SAFE,
+    attention: str | None = None,
+) -> TrainingOutlook:
+    """Prices a step of training on clips of these settings; the other keywords are those of `outlook`."""
+    place, settings = find_place(chip), replace(settings, guidance_scale=1.0)
+    known = family.network_of(architecture.networks["transformer"])
+    if isinstance(place, Slice):
+        attention = attention or "chunked"
+        if mesh is None:
+            work = architecture.forward(settings)
+            mesh = choose_mesh(place, work, guided=False, parameters=known.parameters, sp=sp)
+    axes: dict[str, int] = dict(zip(MESH_AXES, mesh or (1, 1, 1), strict=True))
+    arguments = {
+        "pipeline": path_of(family.pipeline),
+        "module": path_of(known.kind.modules[type(known.config)]),
+        "rules": path_of(known.kind.rules),
+        "architecture": architecture,
+        "settings": settings,
+        "clips": clips,
+        "lora": lora,
+        "optimized": optimized,
+        "attention": attention,
+    }
+    given = {"arguments": {name: to_json(value) for name, value in arguments.items()}, "rules": rules}
+    given |= {"dtype": settings.dtype, "compiler": compiler}
+    jobs = [Job(chip, path_of(build), {"of": path_of(x), **given}, axes) for x in (planned.step, planned.forward)]
+    step, forward = price_all(jobs) if isinstance(place, Slice) else [traced.price_job(place, job) for job in jobs]
+    ratio = (step.seconds - forward.seconds) / forward.seconds if step.seconds and forward.seconds else None
+    return TrainingOutlook(
+        model=settings.model,
+        chip=chip,
+        mesh=axes,
+        rules=rules,
+        size=f"{settings.width}x{settings.height}",
+        frames=settings.frames,
+        clips=clips,
+        trained="all weights" if lora is None else f"a LoRA of rank {lora.rank}",
+        optimizer=optimized.name,
+        **_memory(settings, chip, place, step),
+        step_seconds=step.seconds,
+        step_breakdown={part: step.breakdown.get(part, 0.0) for part in PARTS},
+        forward_seconds=forward.seconds,
+        forward_breakdown={part: forward.breakdown.get(part, 0.0) for part in PARTS},
+        backward_ratio=ratio,
+        collectives=step.collectives,
+        doubts=list(dict.fromkeys((*step.doubts, *forward.doubts))),
+    )
+
+
+def _memory(settings: Settings, chip: str, place: Any, step: Priced) -> dict[str, Any]:
+    """Returns the fields on memory, and what limits a step."""
+    spare = place.memory - step.peak
+    limited = spare < 0 or not step.breakdown
+    advice = None
+    if spare < 0:
+        needed = step.peak * place.devices
+        places = [x for x in SLICES.values() if x.devices * x.chip.hbm * ROOM > needed]
+        same = [x for x in places if x.chip.name == chip.partition("-")[0]] or places
+        least = min(same, key=lambda x: x.devices, default=None)
+        would = "a smaller size, fewer frames or a smaller rank may" if least is None else f"{least.name} should"
+        advice = (
+            f"a step of {settings.model} needs {step.peak / 2**30:.1f} GiB a chip where {place.memory / 2**30:.1f} are "
+            f"to be had: {would} do, and so may a smaller size or fewer frames"
+        )
+    return {
+        "memory_per_chip": place.memory,
+        "weights_bytes_per_chip": step.arguments,
+        "peak_bytes_per_chip": step.peak,
+        "spare_bytes_per_chip": spare,
+        "fits": spare >= 0,
+        "limit": "the memory of a chip" if limited else LIMITS[max(step.breakdown, key=lambda x: step.breakdown[x])],
+        "advice": advice,
+    }

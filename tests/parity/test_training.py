@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training steps against torch's: diffusers' model, PEFT's LoRA, torch's AdamW, the same noise and timesteps."""
+
+from functools import cached_property
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import peft
+import pytest
+import torch
+from diffusers import CogVideoXDDIMScheduler, CogVideoXPipeline, CogVideoXTransformer3DModel, WanTransformer3DModel
+from flax import nnx
+
+import wanjax
+from tests.support.tiny import (
+    COGVIDEOX_SCHEDULER,
+    LATENT_CHANNELS,
+    TEXT_LENGTH,
+    TEXT_WIDTH,
+    tiny_checkpoint,
+    tiny_cogvideox_checkpoint,
+    tiny_experts_checkpoint,
+    tiny_image_checkpoint,
+)
+from wanjax.checkpoints.files import load_safetensors, save_safetensors
+from wanjax.checkpoints.networks import network_of
+from wanjax.converters.engine import Exported, parameters
+from wanjax.training.adapters import Adapted, LoraConfig, adapt, factors_of, is_factor
+from wanjax.training.loop import Trainer, everything
+from wanjax.training.objective import Batch, error
+from wanjax.training.optimizers import OptimizerConfig, optimizer
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
+
+FILE = "diffusion_pytorch_model.safetensors"
+STEPS, CLIPS, RATE = 3, 2, 1e-3
+LATENTS = (CLIPS, LATENT_CHANNELS, 3, 4, 6)
+LORA = LoraConfig(rank=4, alpha=6.0, targets=("to_q", "to_k", "to_v", "to_out.0"))
+OPTIMIZER = OptimizerConfig(rate=RATE, clip=0.0, weight_decay=0.01, beta2=0.999)
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+class Wan:
+    """A Wan model, whose noise levels are fractions of a thousand timesteps."""
+
+    component, text = "transformer", (CLIPS, 512, TEXT_WIDTH)
+    fractions = np.array([0.31, 0.77], np.float32)
+
+    def __init__(self, folder):
+        self.folder = self.made(folder)
+        self.pipe = wanjax.load(self.folder)
+        self.reference = WanTransformer3DModel.from_pretrained(self.folder / self.component)
+
+    def made(self, folder):
+        return tiny_checkpoint(folder)
+
+    @cached_property
+    def beside(self):
+        return {}
+
+    def loss(self, model, x0, noise):
+        s = torch.tensor(self.fractions).reshape(-1, 1, 1, 1, 1)
+        x = (1 - s) * x0 + s * noise
+        text = torch.tensor(normal(2, *self.text))
+        prediction = model(self.joined(x), 1000 * torch.tensor(self.fractions), text, **self.more(), return_dict=False)
+        return torch.mean((prediction[0] - (noise - x0)) ** 2)
+
+    def joined(self, x):
+        return x
+
+    def more(self):
+        return {}
+
+
+class WanImage(Wan):
+    @cached_property
+    def beside(self):
+        return {
+            "condition": normal(5, CLIPS, LATENT_CHANNELS + 4, *LATENTS[2:]),
+            "image_embeds": normal(6, CLIPS, 5, 16),
+        }
+
+    def made(self, folder):
+        return tiny_image_checkpoint(folder)
+
+    def joined(self, x):
+        return torch.cat([x, torch.tensor(self.beside["condition"])], 1)
+
+    def more(self):
+        return {"encoder_hidden_states_image": torch.tensor(self.beside["image_embeds"])}
+
+
+class WanExpert(Wan):
+    """The second of two experts, at its own noise levels."""
+
+    component, fractions = "transformer_2", np.array([0.12, 0.8], np.float32)
+
+    def made(self, folder):
+        folder = tiny_experts_checkpoint(folder)
+        first, second = (folder / name / FILE for name in ("transformer", "transformer_2"))
+        save_safetensors(second, {name: np.flip(x) * 0.9 for name, x in load_safetensors(first).items()})
+        return folder
+
+
+class CogVideoX:
+    """CogVideoX-1.5; the reference weights the error of the clean sample, as its training script does."""
+
+    component, text = "transformer", (CLIPS, TEXT_LENGTH, TEXT_WIDTH)
+    timesteps = np.array([310, 771])
+
+    def __init__(self, folder):
+        self.folder = tiny_cogvideox_checkpoint(folder)
+        self.pipe = wanjax.load(self.folder)
+        self.reference = CogVideoXTransformer3DModel.from_pretrained(self.folder / "transformer")
+        self.fractions = ((self.timesteps + 0.5) / 1000).astype(np.float32)
+        self.beside = {}
+
+    def loss(self, model, x0, noise):
+        entries = {k: v for k, v in COGVIDEOX_SCHEDULER.items() if not k.startswith("_")}
+        scheduler, t = CogVideoXDDIMScheduler(**entries), torch.tensor(self.timesteps)
+        x0 = torch.cat([x0[:, :, :1], x0], 2).transpose(1, 2)  # [B T C H W], filled up to patches of two frames
+        noise = noise.transpose(1, 2)
+        x = scheduler.add_noise(x0, noise, t)
+        maker = SimpleNamespace(
+            vae_scale_factor_spatial=8,
+            transformer=SimpleNamespace(config=self.reference.config),
+        )
+        frames, (height, width) = x.shape[1], LATENTS[3:]
+        rope = CogVideoXPipeline._prepare_rotary_positional_embeddings(
+            maker, 8 * height, 8 * width, frames, torch.device("cpu")
+        )
+        prediction = model(x, torch.tensor(normal(2, *self.text)), t, image_rotary_emb=rope, return_dict=False)[0]
+        clean = scheduler.get_velocity(prediction, x, t)
+        weights = 1 / (1 - scheduler.alphas_cumprod[t]).reshape(-1, 1, 1, 1, 1)
+        return torch.mean(weights * (clean - x0) ** 2)
+
+
+CASES = {"wan": Wan, "wan-i2v": WanImage, "wan-experts": WanExpert, "cogvideox1.5": CogVideoX}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request, tmp_path_factory):
+    return CASES[request.param](tmp_path_factory.mktemp(request.param))
+
+
+def noise_of(case):
+    x = jnp.asarray(normal(0, *LATENTS))
+    return normal(1, *case.pipe.clean(x).shape)
+
+
+def our_batch(case):
+    text = normal(2, *case.text)
+    texts = {"prompt_embeds": text, "negative_prompt_embeds": text}
+    encoded = case.pipe.encoded_type(**{name: jnp.asarray(x) for name, x in (texts | case.beside).items()})
+    return Batch(jnp.asarray(normal(0, *LATENTS)), encoded)
+
+
+def our_loss(case):
+    def loss(network, batch, key):
+        value = error(case.pipe, network, *batch, key, case.component)
+        return value, {}
+
+    return loss
+
+
+def our_data(case):
+    return our_batch(case), jnp.asarray(case.fractions), jnp.asarray(noise_of(case))
+
+
+def their_loss(case, model):
+    noise = torch.tensor(np.moveaxis(noise_of(case), -1, 1).copy())
+    return case.loss(model, torch.tensor(normal(0, *LATENTS)), noise)
+
+
+def gradients_of(network, chosen, loss, data):
+    graphdef, weights, rest = nnx.split(network, chosen, ...)
+
+    @jax.jit
+    def compute(weights):
+        return jax.value_and_grad(lambda w: loss(nnx.merge(graphdef, w, rest), data, jax.random.key(0))[0])(weights)
+
+    value, gradients = compute(weights)
+    return float(value), nnx.merge(graphdef, gradients, rest)
+
+
+def trained(case, network, chosen, tmp_path):
+    trainer = Trainer(network, our_loss(case), optimizer(OPTIMIZER, STEPS), tmp_path, 0, trained=chosen)
+    trainer.run(STEPS, lambda step, generator: our_data(case))
+    trainer.close()
+    return trainer.network()
+
+
+def their_training(case, model):
+    """Trains a reference for some steps; returns the first loss, the first gradients, and the model's parameters."""
+    weights = {name: x for name, x in model.named_parameters() if x.requires_grad}
+    adam = torch.optim.AdamW(weights.values(), lr=RATE, betas=(0.9, 0.999), weight_decay=0.01)
+    first = None
+    for _ in range(STEPS):
+        adam.zero_grad()
+        loss = their_loss(case, model)
+        loss.backward()
+        if first is None:
+            first = (
+                float(loss.detach()),
+                {name: x.grad.numpy().copy() for name, x in weights.items() if x.grad is not None},
+            )
+        adam.step()
+    return *first, {name: x.detach().numpy() for name, x in weights.items()}
+
+
+def assert_near(ours, theirs, bar, what):
+    assert ours.keys() == theirs.keys()
+    worst = max(np.abs(ours[key] - theirs[key]).max() / max(np.abs(theirs[key]).max(), 1e-6) for key in theirs)
+    total = np.sqrt(
+        sum(((ours[k] - theirs[k]) ** 2).sum() for k in theirs) / sum((theirs[k] ** 2).sum() for k in theirs)
+    )
+    print(f"{what}: worst {worst:.1e}, together {total:.1e}")
+    assert total <= bar
+    return worst
+
+
+def test_a_lora_step_is_torch_s(case, tmp_path):
+    rules = network_of(case.pipe.architecture.networks[case.component], case.pipe.components.kinds).rules
+    network, chosen = adapt(case.pipe.components.get(case.component), rules, LORA, 0)
+    for seed, (_, module) in enumerate(nnx.iter_modules(network)):
+        if isinstance(module, Adapted):  # at zeros, half of the gradients would be zero
+            kernel = module.lora_up.kernel
+            kernel[...] = jnp.asarray(0.1 * normal(100 + seed, *kernel.shape))
+    model = case.reference
+    model.add_adapter(peft.LoraConfig(r=4, lora_alpha=6, target_modules=list(LORA.targets), init_lora_weights=False))
+    begun = {_their_name(name): x for name, x in factors_of(network, rules, chosen).items()}
+    with torch.no_grad():
+        for name, x in model.named_parameters():
+            x.requires_grad_("lora_" in name)
+            if "lora_" in name:
+                x.copy_(torch.tensor(begun[name]))
+    loss, gradients, weights = their_training(case, model)
+    value, found = gradients_of(network, is_factor, our_loss(case), our_data(case))
+    assert abs(value - loss) <= 1e-6 * max(1, abs(loss))
+    ours = {_their_name(name): x for name, x in factors_of(found, rules, chosen).items()}
+    assert_near(ours, gradients, 1e-5, f"gradients of {type(case).__name__}")
+    after = factors_of(trained(case, network, is_factor, tmp_path), rules, chosen)
+    worst = assert_near({_their_name(k): x for k, x in after.items()}, weights, 1e-5, "weights")
+    assert worst <= 1e-4
+    model.delete_adapters("default")
+    case.pipe.free()
+
+
+def _their_name(name):
+    return name.replace(".lora_A.", ".lora_A.default.").replace(".lora_B.", ".lora_B.default.")
+
+
+def test_a_full_step_is_torch_s(case, tmp_path):
+    known = network_of(case.pipe.architecture.networks[case.component], case.pipe.components.kinds)
+    kind = type(case.reference)
+    model = kind.from_pretrained(case.folder / case.component).requires_grad_(True)
+    loss, gradients, weights = their_training(case, model)
+    network = case.pipe.components.get(case.component)
+    value, found = gradients_of(network, everything, our_loss(case), our_data(case))
+    assert abs(value - loss) <= 1e-6 * max(1, abs(loss))
+    assert_near(_exported(found, known.rules, gradients), gradients, 1e-5, f"gradients of {type(case).__name__}")
+    after = trained(case, network, everything, tmp_path)
+    assert_near(_exported(after, known.rules, weights), weights, 1e-5, "weights")
+    case.pipe.free()
+
+
+def _exported(network, rules, like):
+    exported = Exported({name: np.asarray(x) for name, x in parameters(network).items()}, rules)
+    return {key: np.asarray(exported.read(key)) for key in exported.keys() if key in like}  # noqa: SIM118

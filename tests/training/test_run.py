@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training from a folder to a file that loads: every family, a LoRA and all weights, stopped and resumed."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import wanjax
+from tests.support.clips import write_clips
+from tests.support.tiny import (
+    tiny_checkpoint,
+    tiny_cogvideox_checkpoint,
+    tiny_experts_checkpoint,
+    tiny_hunyuan_checkpoint,
+    tiny_image_checkpoint,
+)
+from wanjax.checkpoints.files import SafetensorsFile, load_safetensors
+from wanjax.errors import WanjaxError
+from wanjax.training import LoraConfig, OptimizerConfig, TrainConfig, Training
+from wanjax.training.objective import NoiseLevels
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
+
+MODELS = {
+    "wan": tiny_checkpoint,
+    "wan-i2v": tiny_image_checkpoint,
+    "cogvideox": tiny_cogvideox_checkpoint,
+    "hunyuanvideo": tiny_hunyuan_checkpoint,
+}
+LORA = LoraConfig(rank=2)
+SMALL = TrainConfig(
+    steps=3,
+    batch=2,
+    size=(32, 32),
+    frames=5,
+    buckets=False,
+    lora=LORA,
+    save_every=2,
+    optimizer=OptimizerConfig(rate=1e-2),
+)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_clips(tmp_path_factory.mktemp("data"), 4)
+
+
+@pytest.fixture(scope="module")
+def wan(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("wan"))
+
+
+def trained(model, data, out, **changed):
+    told = []
+    config = TrainConfig(**{**vars(SMALL), **changed})
+    written = Training(wanjax.load(model), data, out, config, note=told.append).run()
+    return written, told
+
+
+def weights_of(pipe):
+    return {name: np.asarray(x) for name, x in nnx.to_flat_state(nnx.state(pipe.components.get("transformer")))}
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_a_lora_of_every_family_is_merged_as_it_was_trained(family, tmp_path, data):
+    model = MODELS[family](tmp_path / "model")
+    file, told = trained(model, data, tmp_path / "out", dialect="comfy" if family == "wan-i2v" else "diffusers")
+    assert any("clips: 4 of 32x32, 5 frames" in sentence for sentence in told)
+    lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(np.isfinite(line["loss"]) and line["gradient"] > 0 for line in lines)
+    notes = []
+    merged = wanjax.load(model, lora=str(file), note=notes.append)
+    changed = weights_of(merged)
+    base = weights_of(wanjax.load(model))
+    assert " of " in notes[0]
+    assert "rest" not in notes[0]
+    different = [name for name in base if not np.array_equal(base[name], changed[name])]
+    assert different
+    assert all(name[-1] == "kernel" for name in different)
+
+
+def test_the_file_s_factors_are_the_network_s(tmp_path, data, wan):
+    """The merged network answers as the adapted one does, whose projections compute the factors beside."""
+    file, _ = trained(wan, data, tmp_path / "out")
+    training = Training(wanjax.load(wan), data, tmp_path / "out", SMALL)
+    training.encode()
+    from wanjax.training.run import Learner
+
+    learner = Learner(training, "transformer")
+    assert learner.trainer.step == 3
+    adapted = wanjax.load(wan)
+    adapted.components.put("transformer", learner.trainer.network())
+    merged = wanjax.load(wan, lora=str(file), note=lambda text: None)
+    given = {"size": (32, 32), "frames": 5, "steps": 2, "guidance_scale": 1.0, "seed": 0}
+    ours, theirs = (np.asarray(p.denoise(p.encode("a red circle", **given), **given)) for p in (adapted, merged))
+    plain = wanjax.load(wan)
+    base = np.asarray(plain.denoise(plain.encode("a red circle", **given), **given))
+    assert np.abs(ours - base).max() > 1e-3
+    assert np.abs(ours - theirs).max() <= 2e-5 * max(1, np.abs(theirs).max())
+    assert "lora_adapter_metadata" in SafetensorsFile(file).metadata
+
+
+def test_a_full_training_ends_in_a_checkpoint(tmp_path, data, wan):
+    folder, _ = trained(wan, data, tmp_path / "out", lora=None)
+    before, after = weights_of(wanjax.load(wan)), weights_of(wanjax.load(folder))
+    assert before.keys() == after.keys()
+    assert sum(not np.array_equal(before[name], after[name]) for name in before) > len(before) / 2
+    wanjax.load(folder)("a red circle", size=(32, 32), frames=5, steps=1)
+
+
+def test_a_stopped_training_ends_with_the_same_bits(tmp_path, data, wan):
+    whole, _ = trained(wan, data, tmp_path / "whole", lora=LoraConfig(rank=2, dropout=0.2))
+
+    class Stop(Exception):
+        pass
+
+    def stop(text):
+        if text.startswith("step 1 "):
+            raise Stop
+
+    with pytest.raises(Stop):
+        Training(
+            wanjax.load(wan),
+            data,
+            tmp_path / "b",
+            TrainConfig(**vars(SMALL) | {"lora": LoraConfig(2, dropout=0.2), "save_every": 1}),
+            note=stop,
+        ).run()
+    again, _ = trained(wan, data, tmp_path / "b", lora=LoraConfig(rank=2, dropout=0.2), save_every=1)
+    ours, theirs = load_safetensors(whole), load_safetensors(again)
+    assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
+    with pytest.raises(WanjaxError, match="holds another training, whose seed was 0 and is 1"):
+        trained(wan, data, tmp_path / "b", lora=LoraConfig(rank=2, dropout=0.2), save_every=1, seed=1)
+
+
+def test_two_experts_make_two_files_at_their_own_levels(tmp_path, data):
+    model = tiny_experts_checkpoint(tmp_path / "model")
+    pipe = wanjax.load(model)
+    training = Training(pipe, data, tmp_path / "out", TrainConfig(**vars(SMALL) | {"steps": 1}))
+    assert [(x.low, x.high) for x in training.levels.values()] == [(0.875, 1.0), (0.0, 0.875)]
+    folder = training.run()
+    files = [folder / name / "lora.safetensors" for name in ("transformer", "transformer_2")]
+    high, low = (load_safetensors(file).keys() for file in files)
+    assert all(name.startswith("transformer.") for name in high)
+    assert all(name.startswith("transformer_2.") for name in low)
+    one, _ = trained(model, data, tmp_path / "low", expert="low", steps=1)
+    wanjax.load(model, lora=f"low={one}", note=lambda text: None).components.get("transformer_2")
+
+
+def test_held_out_losses_and_samples(tmp_path, data, wan):
+    told = trained(
+        wan, data, tmp_path / "out", held_out=2, evaluate_every=2, sample_every=2, samples=("a cat",), steps=2
+    )[1]
+    held = [line for line in told if "held-out" in line]
+    assert len(held) == 2
+    assert sorted(path.name for path in (tmp_path / "out/samples").iterdir()) == ["000000-0.mp4", "000002-0.mp4"]
+
+
+def test_clips_are_encoded_once_and_bad_ones_left_out(tmp_path, wan):
+    folder = write_clips(tmp_path / "data", 3)
+    (folder / "bad.mp4").write_bytes(b"no film")
+    (folder / "bad.txt").write_text("bad")
+    _, told = trained(wan, folder, tmp_path / "one", steps=1)
+    assert any("1 left out: bad.mp4: " in sentence for sentence in told)
+    kept = {path: path.stat().st_mtime_ns for path in (folder / ".wanjax").glob("clip-*")}
+    assert len(kept) == 3
+    pipe = wanjax.load(wan)
+    Training(pipe, folder, tmp_path / "two", TrainConfig(**vars(SMALL) | {"steps": 1})).encode()
+    assert {path: path.stat().st_mtime_ns for path in (folder / ".wanjax").glob("clip-*")} == kept
+    assert not pipe.components.has("vae")
+    for path in folder.glob("*.gif"):
+        path.write_bytes(b"")
+    with pytest.raises(WanjaxError, match=r"no clip of .* can be used"):
+        Training(wanjax.load(wan), folder, tmp_path / "three", SMALL).encode()
+
+
+def test_a_disk_that_is_full_is_told(tmp_path, data, wan, monkeypatch):
+    def full(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(WanjaxError, match="cannot be written: No space left on device"):
+        trained(wan, data, tmp_path / "out", store=tmp_path / "store")
+
+
+def test_targets_and_settings_that_are_wrong(tmp_path, data, wan):
+    with pytest.raises(WanjaxError, match="no layer named to_x to adapt: there are"):
+        trained(wan, data, tmp_path / "out", lora=LoraConfig(rank=2, targets=("to_x",)))
+    for settings in ({"lora": LoraConfig}, {"batch": 3, "accumulated": 2}, {"steps": 0}, {"held_out": 1}):
+        with pytest.raises((WanjaxError, TypeError, AttributeError)):
+            trained(wan, data, tmp_path / "other", **settings)
+    with pytest.raises(WanjaxError, match="has one network"):
+        trained(wan, data, tmp_path / "expert", expert="high")
+
+
+def test_accumulated_parts_are_one_batch(tmp_path, data, wan):
+    (one, _), (two, _) = (trained(wan, data, tmp_path / str(n), accumulated=n, steps=1) for n in (1, 2))
+    assert load_safetensors(one).keys() == load_safetensors(two).keys()
+
+
+def test_noise_levels_of_each_distribution():
+    key = jax.random.key(0)
+    shifted = np.asarray(NoiseLevels("shift", 3.0).draw(key, 4000))
+    uniform = np.asarray(NoiseLevels().draw(key, 4000))
+    np.testing.assert_allclose(shifted, 3 * uniform / (1 + 2 * uniform), rtol=1e-5)
+    normal = np.asarray(NoiseLevels("logit-normal", mean=0.5).draw(key, 4000))
+    assert abs(np.mean(np.log(normal / (1 - normal))) - 0.5) < 0.05
+    for kind in ("uniform", "shift", "logit-normal"):
+        cut = np.asarray(NoiseLevels(kind, 3.0, low=0.875).draw(key, 4000))
+        assert 0.875 <= cut.min() < 0.88
+        assert 0.99 < cut.max() <= 1
