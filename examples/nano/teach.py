@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Teaches the model in the box a shape and a colour that it has never seen: `python examples/nano/teach.py`.
 
-Draws 64 clips, of which 40 show a magenta bar and 24 what the model knows; trains a LoRA of rank 16 on them as `wanjax
-train` does; then asks for 40 magenta bars and for the held-out combinations of old words, and reads the videos. The new
-words are not in the model's vocabulary: its tokenizer spells them. Both were chosen among what its autoencoder, which
-stays as it is, can draw.
+Draws 64 clips of a magenta bar, and 128 of what the model knows; trains a LoRA of rank 16 on them as `wanjax train`
+does; then asks for 40 magenta bars and for the held-out combinations of old words, and reads the videos. The new words
+are not in the model's vocabulary: its tokenizer spells them. Both were chosen among what its autoencoder, which stays
+as it is, can draw.
 """
 
 import json
@@ -23,7 +23,7 @@ import wanjax
 from wanjax.media.videos import write_video
 from wanjax.training import LoraConfig, OptimizerConfig, TrainConfig, Training
 
-TAUGHT, KEPT = 40, 24  # clips of the new words, and of old ones
+TAUGHT, KEPT = 64, 128  # clips of the new words, and of old ones, which are shown so that they are not forgotten
 SIZE, FRAMES, FPS = 64, 17, 8
 [COLOUR] = TAUGHT_COLOUR
 WORDS = COLOUR, TAUGHT_SHAPE
@@ -35,6 +35,7 @@ CONFIG = TrainConfig(
     timesteps="logit-normal",
     logit_mean=0.5,
     dropped_captions=0.1,
+    average=0.99,
     buckets=False,
     save_every=300,
     evaluate_every=100,
@@ -42,16 +43,19 @@ CONFIG = TrainConfig(
 
 
 def write_clips(folder: Path, seed: int) -> None:
-    """Draws the clips with a caption beside each, unless they are there."""
+    """Draws the clips, unless they are there, and writes a table of their captions; half of an epoch is new."""
     rng = np.random.default_rng([seed, 16])
     new = [Spec(*WORDS, MOTIONS[i % len(MOTIONS)], BACKGROUNDS[i % len(BACKGROUNDS)]) for i in range(TAUGHT)]
     folder.mkdir(parents=True, exist_ok=True)
+    rows = []
     for number, spec in enumerate([*new, *sample_specs(rng, KEPT)]):
         clip = draw([spec], FRAMES, SIZE, rng)[0]
         text = caption(spec, rng)
-        if not (file := folder / f"{number:02}.mp4").exists():
+        if not (file := folder / f"{number:03}.mp4").exists():
             write_video(file, np.round(127.5 * (clip + 1.0)).astype(np.uint8), FPS, {"prompt": text})
-            file.with_suffix(".txt").write_text(text + "\n", encoding="utf-8")
+        rows.append({"file_name": file.name, "text": text, "repeats": KEPT // TAUGHT if number < TAUGHT else 1})
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "metadata.jsonl").write_text(lines, encoding="utf-8")
 
 
 def right(pipe: wanjax.Pipeline, combinations: Sequence[tuple[str, str, str]], count: int) -> tuple[dict, list]:

@@ -143,7 +143,10 @@ class CogVideoX:
 CASES = {"wan": Wan, "wan-i2v": WanImage, "wan-experts": WanExpert, "cogvideox1.5": CogVideoX}
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(
+    scope="module",
+    params=["wan", "cogvideox1.5", *(pytest.param(x, marks=pytest.mark.slow) for x in ("wan-i2v", "wan-experts"))],
+)
 def case(request, tmp_path_factory):
     return CASES[request.param](tmp_path_factory.mktemp(request.param))
 

@@ -20,6 +20,6 @@ def write_clips(folder, count=4, frames=9, size=(32, 32), suffix=".gif"):
         if frames == 1:
             pictures[0].save(file)
         else:
-            pictures[0].save(file, save_all=True, append_images=pictures[1:], duration=125, loop=0)
+            pictures[0].save(file, save_all=True, append_images=pictures[1:], duration=150, loop=0)
         file.with_suffix(".txt").write_text(CAPTIONS[index % len(CAPTIONS)])
     return folder

@@ -70,7 +70,7 @@ class NoiseLevels:
     def at(self, u: Float[Array, "B"]) -> Float[Array, "B"]:
         """Returns the levels at fractions u of a uniform distribution, shifted."""
         shift = self.shift if self.timesteps == "shift" else 1.0
-        low, high = (float(shifted(np.asarray(x), 1 / shift)) for x in (self.low, self.high))
+        low, high = map(float, shifted(np.array([self.low, self.high]), 1 / shift))
         u = jnp.float32(low) + jnp.float32(high - low) * u
         return jnp.float32(shift) * u / (1 + jnp.float32(shift - 1) * u)
 
