@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = {"wanjax": ROOT / "src/wanjax", "wanjax.converters": ROOT / "converters"}
 LAYERS = [  # a module imports from its own layer and those below
     ["wanjax.cli", "wanjax.__main__"],
+    ["wanjax.serve"],
     ["wanjax", "wanjax.registry"],
     ["wanjax.plan", "wanjax.training"],
     ["wanjax.pipelines"],
@@ -47,6 +48,9 @@ def modules() -> dict[str, Path]:
 
 MODULES = modules()
 OTHERS = sorted(path for folder in ("tests", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
+
+
+SERVERS = {name for name in MODULES if name.startswith("wanjax.serve")} | {"wanjax.cli.serving"}
 
 
 def tree(path: Path) -> ast.Module:
@@ -140,9 +144,21 @@ def test_the_sampler_fits_on_two_pages():
 def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     declared = {re.split(r"[\[<>=]", text)[0] for text in project["dependencies"]}
-    imported = {name.partition(".")[0] for path in MODULES.values() for name in imports(path)}
-    outside = {name for name in imported if name not in sys.stdlib_module_names and name != "wanjax"}
-    assert {DISTRIBUTIONS.get(name, name.replace("_", "-")) for name in outside} == declared
+    extra = set(project["optional-dependencies"]["serve"])
+    own = {module: distributions(path) for module, path in MODULES.items()}
+    assert set().union(*(own[module] for module in MODULES if module not in SERVERS)) == declared
+    assert set().union(*(own[module] for module in SERVERS)) - declared == extra - {"python-multipart"}
+
+
+def distributions(path: Path) -> set[str]:
+    """Returns the distributions outside the standard library that a file imports from."""
+    found = {name.partition(".")[0] for name in imports(path)} - {"wanjax"}
+    return {DISTRIBUTIONS.get(name, name.replace("_", "-")) for name in found if name not in sys.stdlib_module_names}
+
+
+def test_only_its_command_imports_the_server():
+    for module in MODULES.keys() - SERVERS:
+        assert not [name for name in imports(MODULES[module]) if name.startswith("wanjax.serve")], module
 
 
 @pytest.mark.parametrize("path", [path for path in OTHERS if path.is_relative_to(ROOT / "tests")], ids=str)

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from wanjax.cli import main
 from wanjax.registry import presets
 
-COMMANDS = ["generate", "encode", "denoise", "decode", "plan", "warmup", "convert", "info", "models"]
+COMMANDS = ["generate", "encode", "denoise", "decode", "plan", "warmup", "convert", "info", "models", "serve"]
 
 
 def completed(line: str) -> list[tuple[str, str]]:

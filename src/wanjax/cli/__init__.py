@@ -12,7 +12,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from wanjax.cli import defaults, options, train_options
+from wanjax.cli import defaults, options, server_options, train_options
 from wanjax.cli.completion import complete_commands, complete_files, complete_models
 from wanjax.cli.interrupts import INTERRUPTED
 from wanjax.cli.mistyped import check_prompt
@@ -348,6 +348,29 @@ def models(as_json: bool) -> None:
     from wanjax.cli import catalogue
 
     catalogue.show(as_json)
+
+
+@main.command()
+@options.model
+@options.attention
+@options.batch_guidance
+@options.lora
+@options.compute
+@options.devices
+@options.tile
+@server_options.serving
+@options.quiet
+@defaults.config
+@click.pass_obj
+def serve(report: Report, **given: Any) -> None:
+    """Keep a model loaded and compiled behind HTTP, with a page.
+
+    Videos are made one after another. POST /v1/videos asks for one, as OpenAI's videos API does, with this command's
+    settings by name beside it. Results and what waits are kept in --dir. Without a token only this machine is answered.
+    """
+    from wanjax.cli import serving
+
+    serving.serve(report, **given)
 
 
 @main.command("help", hidden=True)

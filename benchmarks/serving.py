@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`wanjax serve` with `nano`: how soon it answers, and whether it holds under load.
+
+    python -m benchmarks.serving start [--empty-cache]
+    python -m benchmarks.serving load [--requests 200] [--clients 20]
+
+`start`: the seconds from starting the process to the first finished video, and those of the second beside the
+library's. `load`: clients ask for small videos at once; a part of the requests is bad, oversized, cancelled or
+removed. Every finished video is compared with the library's, frame by frame, and the server's memory is followed.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+import wanjax
+from wanjax.media.pictures import read_clip
+
+PROMPTS = ("a red circle moving right", "a blue square growing", "a green triangle moving up")
+SMALL = {"size": "32x32", "frames": 5, "steps": 2}
+POLL = 0.02  # seconds
+BAR_FIRST, BAR_SECOND = 10.0, 1.2
+KINDS = ("plain",) * 6 + ("bad", "oversized", "large", "cancelled", "removed", "watched")
+
+
+@contextmanager
+def server(folder: Path, *options: str, environment: dict[str, str] | None = None):
+    """Starts `wanjax serve` on a free port; yields a client for it and the process."""
+    command = [sys.executable, "-m", "wanjax", "serve", "--port", "0", "--dir", str(folder), *options]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    assert process.stderr is not None
+    try:
+        found = None
+        for line in process.stderr:
+            if found := re.search(r"(http://\S+)/", line):
+                break
+        assert found, "the server did not begin"
+        with httpx.Client(base_url=found[1], timeout=120) as client:
+            yield client, process
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def finished(client: httpx.Client, id: str) -> dict[str, Any]:
+    """Waits for the end of a video."""
+    while (video := client.get(f"/v1/videos/{id}").json())["status"] not in ("completed", "failed"):
+        time.sleep(POLL)
+    return video
+
+
+def start(folder: Path, empty_cache: bool) -> dict[str, float]:
+    """Measures the first and the second video of a server, and those of the library in this process."""
+    environment = os.environ | ({"XDG_CACHE_HOME": str(folder / "cache")} if empty_cache else {})
+    seconds = []
+    began = time.perf_counter()
+    with server(folder, environment=environment) as (client, process):
+        for number in range(6):
+            id = client.post("/v1/videos", json={"prompt": PROMPTS[0]}).json()["id"]
+            video = finished(client, id)
+            assert video["status"] == "completed", video
+            assert client.get(f"/v1/videos/{id}/content").status_code == 200
+            seconds.append(time.perf_counter() - began)
+            if number == 0:
+                cpu = cpu_seconds(process.pid)
+            began = time.perf_counter()
+    pipe, library = wanjax.load("nano"), []
+    for _ in range(6):
+        began = time.perf_counter()
+        pipe(PROMPTS[0]).save(folder / "video.mp4")
+        library.append(time.perf_counter() - began)
+    own = {"first": seconds[0], "first_cpu": cpu, "second": seconds[1], "later": statistics.median(seconds[1:])}
+    return {**own, "library": statistics.median(library[1:])}
+
+
+def cpu_seconds(pid: int) -> float:
+    """Returns the seconds that a process's threads have computed."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def load(folder: Path, requests: int, clients: int) -> dict[str, Any]:
+    """Sends requests of all kinds from many clients; returns the outcomes and the memory."""
+    draws = random.Random(0)
+    kinds = [draws.choice(KINDS) for _ in range(requests)]
+    with server(folder, "--max-queue", str(max(4, clients // 2))) as (client, _):
+        while client.get("/health").json()["status"] != "ready":
+            time.sleep(0.1)
+        for seed in range(10):  # what is loaded once is loaded before memory counts
+            finished(client, asked(client, seed)["id"])
+        memory = [memory_of(client)]
+        with ThreadPoolExecutor(clients) as pool:
+            for start in range(0, requests, max(1, requests // 4)):
+                part = range(start, min(requests, start + max(1, requests // 4)))
+                done = pool.map(lambda n: one(str(client.base_url), kinds[n], n), part)
+                for kind, outcome in done:
+                    COUNTS[f"{kind}: {outcome}"] += 1
+                memory.append(memory_of(client))
+        compared = compare(client)
+    return {"outcomes": dict(sorted(COUNTS.items())), "compared": compared, "memory": memory}
+
+
+COUNTS: Counter[str] = Counter()
+
+
+def asked(client: httpx.Client, number: int) -> dict[str, Any]:
+    """Asks for a small video until the queue takes it."""
+    body = {"prompt": PROMPTS[number % len(PROMPTS)], "seed": number, **SMALL}
+    while (answer := client.post("/v1/videos", json=body)).status_code == 429:
+        COUNTS["asked again because the queue was full"] += 1
+        time.sleep(POLL)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def one(address: str, kind: str, number: int) -> tuple[str, str]:
+    """Sends one request of a kind, and returns the kind and what came of it."""
+    with httpx.Client(base_url=address, timeout=120) as client:
+        if kind in ("bad", "oversized", "large"):
+            return kind, str(refused(client, kind).status_code)
+        id = asked(client, number)["id"]
+        if kind == "cancelled":
+            client.post(f"/v1/videos/{id}/cancel")
+            video = finished(client, id)
+            return kind, "completed before" if video["status"] == "completed" else video["error"]["code"]
+        if kind == "removed":
+            client.delete(f"/v1/videos/{id}")
+            return kind, str(client.get(f"/v1/videos/{id}").status_code)
+        if kind == "watched":
+            lines = client.get(f"/v1/videos/{id}/events").text.splitlines()
+            events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+            return kind, events[-1]["status"]
+        return kind, finished(client, id)["status"]
+
+
+def refused(client: httpx.Client, kind: str) -> httpx.Response:
+    """Sends a request that has to be refused."""
+    if kind == "large":
+        return client.post("/v1/videos", json={"prompt": "a circle", "size": "4096x4096", "frames": 81})
+    if kind == "oversized":
+        return client.post("/v1/videos", files={"image": b"x" * (33 * 2**20)}, data={"prompt": "a circle"})
+    return client.post("/v1/videos", json={"prompt": "a circle", "steps": "many"})
+
+
+def compare(client: httpx.Client) -> int:
+    """Compares every finished small video with the library's, by the frames of both files; returns their number."""
+    pipe, count, after = wanjax.load("nano"), 0, ""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        while True:
+            page = client.get(f"/v1/videos?limit=100{after}").json()
+            for video in page["data"]:
+                if video["status"] == "completed":
+                    (folder / "served.mp4").write_bytes(client.get(f"/v1/videos/{video['id']}/content").content)
+                    made = video["settings"]
+                    shape = {name: made[name] for name in ("height", "width", "frames", "steps", "seed")}
+                    pipe(made["prompt"], **shape).save(folder / "own.mp4")
+                    served, own = (read_clip(folder / file, 99, 99) for file in ("served.mp4", "own.mp4"))
+                    np.testing.assert_array_equal(served, own)
+                    count += 1
+            if not page["has_more"]:
+                return count
+            after = f"&after={page['last_id']}"
+
+
+def memory_of(client: httpx.Client) -> float:
+    """Returns the server's resident memory in MB."""
+    found = re.search(r"^process_resident_memory_bytes (\S+)", client.get("/metrics").text, re.MULTILINE)
+    assert found
+    return round(float(found[1]) / 1e6, 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("start", "load"))
+    parser.add_argument("--empty-cache", action="store_true", help="begin without compiled programs")
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--clients", type=int, default=20)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if options.what == "load":
+            print(json.dumps(load(Path(folder), options.requests, options.clients), indent=2))
+            return
+        found = start(Path(folder), options.empty_cache)
+    print("seconds:", ", ".join(f"{name} {value:.3f}" for name, value in found.items()))
+    print(f"first within {BAR_FIRST:g} s: {found['first'] <= BAR_FIRST}")
+    print(f"second / library: {found['second'] / found['library']:.2f}, bar {BAR_SECOND}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The HTTP interface: OpenAI's videos API and the library's own settings, events, metrics, and the page."""
+
+import asyncio
+import json
+import shutil
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import FormData, UploadFile
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from wanjax.errors import WanjaxError
+from wanjax.pipelines.pipeline import Pipeline
+from wanjax.pipelines.record import VERSION
+from wanjax.serve import asked, metrics
+from wanjax.serve.board import Board, FullError, UnknownError
+from wanjax.serve.guard import COOKIE, Guard, told
+from wanjax.serve.jobs import COMPLETED, THUMBNAIL, VIDEO, Job, new_id
+from wanjax.serve.limits import Limits
+from wanjax.serve.worker import BROKE, Worker
+
+PAGE = files("wanjax.serve") / "page"
+FIELDS, FILES = 64, 8  # of a form
+BODY_SECONDS = 120.0  # in which a request has to arrive
+HEARTBEAT = 15.0  # seconds between signs of life of an idle stream
+CONTENT = {"video": (VIDEO, "video/mp4"), "thumbnail": (THUMBNAIL, "image/webp")}
+
+
+@dataclass(frozen=True)
+class Service:
+    """All that answers need."""
+
+    pipe: Pipeline
+    board: Board
+    worker: Worker
+    limits: Limits
+    token: str | None = None
+
+    def application(self) -> Guard:
+        """Returns the application, behind its guard."""
+        routes = [
+            Route("/v1/videos", self.create, methods=["POST"]),
+            Route("/v1/videos", self.videos, methods=["GET"]),
+            Route("/v1/videos/{id}", self.show, methods=["GET"]),
+            Route("/v1/videos/{id}", self.remove, methods=["DELETE"]),
+            Route("/v1/videos/{id}/cancel", self.cancel, methods=["POST"]),
+            Route("/v1/videos/{id}/content", self.content, methods=["GET"]),
+            Route("/v1/videos/{id}/events", self.events, methods=["GET"]),
+            Route("/v1/events", self.events, methods=["GET"]),
+            Route("/v1/models", self.models, methods=["GET"]),
+            Route("/login", self.login, methods=["POST"]),
+            Route("/health", self.health, methods=["GET"]),
+            Route("/metrics", self.measured, methods=["GET"]),
+            Route("/", lambda request: FileResponse(str(PAGE / "index.html")), methods=["GET"]),
+            Mount("/page", StaticFiles(directory=str(PAGE))),
+        ]
+        handlers: dict[Any, Callable[..., Any]] = {
+            HTTPException: lambda request, error: told(error.status_code, error.detail),
+            WanjaxError: lambda request, error: told(400, str(error)),
+            FullError: lambda request, error: told(429, str(error), "queue_full", retry_after="5"),
+            UnknownError: lambda request, error: told(404, str(error), "not_found"),
+            ClientDisconnect: lambda request, error: Response(status_code=400),
+            Exception: lambda request, error: told(500, "the server failed, and its log has the details", "internal"),
+        }
+        guard = Guard(Starlette(routes=routes, exception_handlers=handlers), self.token, self.limits.upload)
+        guard.application.state.guard = guard  # pyright: ignore[reportFunctionMemberAccess]
+        return guard
+
+    async def create(self, request: Request) -> JSONResponse:
+        """Takes a request for a video, as a form or as JSON, and answers at once."""
+        self.board.check_room()
+        try:
+            fields, pictures = await asyncio.wait_for(_body(request), BODY_SECONDS)
+        except TimeoutError:
+            raise HTTPException(408, f"the request did not arrive within {BODY_SECONDS:g} s") from None
+        job = await run_in_threadpool(self._accept, fields, pictures)
+        return self._shown(job)
+
+    def _accept(self, fields: Mapping[str, Any], pictures: Mapping[str, list[bytes]]) -> Job:
+        """Checks a request, keeps its pictures and puts it on the board; leaves nothing of one that is refused."""
+        found = asked.read(fields, pictures, self.pipe, self.limits)
+        id = new_id()
+        place = self.board.shelf.place(id)
+        place.mkdir()
+        try:
+            saved = asked.save_pictures(found.pictures, place, self.limits)
+            job = Job(id, {}, saved)
+            chosen = asked.completed(found, self.board.shelf.files(job), self.pipe, self.limits)
+            job.settings = chosen.to_json()
+            self.board.add(job)
+        except BaseException:
+            shutil.rmtree(place, ignore_errors=True)
+            raise
+        return job
+
+    async def videos(self, request: Request) -> JSONResponse:
+        """Lists videos, the newest first unless `order` is asc, at most `limit` after the one named `after`."""
+        query = request.query_params
+        limit, order = query.get("limit", "20"), query.get("order", "desc")
+        if not limit.isdecimal() or not 1 <= int(limit[:9]) <= 100:
+            raise WanjaxError(f"limit is {limit!r} where a whole number from 1 to 100 is right")
+        if order not in ("asc", "desc"):
+            raise WanjaxError(f"order is {order!r} where asc or desc is right")
+        jobs = sorted(list(self.board.jobs.values()), key=lambda job: job.created_at, reverse=order == "desc")
+        ids = [job.id for job in jobs]
+        start = ids.index(self.board.find(query["after"]).id) + 1 if "after" in query else 0
+        page = jobs[start : start + int(limit)]
+        return JSONResponse(
+            {
+                "object": "list",
+                "data": [self._told(job) for job in page],
+                "first_id": page[0].id if page else None,
+                "last_id": page[-1].id if page else None,
+                "has_more": start + len(page) < len(jobs),
+            }
+        )
+
+    async def show(self, request: Request) -> JSONResponse:
+        return self._shown(self.board.find(request.path_params["id"]))
+
+    async def remove(self, request: Request) -> JSONResponse:
+        """Removes a video; one that waits or is under way is cancelled before."""
+        id = request.path_params["id"]
+        await run_in_threadpool(self.board.remove, id)
+        return JSONResponse({"id": id, "object": "video.deleted", "deleted": True})
+
+    async def cancel(self, request: Request) -> JSONResponse:
+        return self._shown(await run_in_threadpool(self.board.cancel, request.path_params["id"]))
+
+    async def content(self, request: Request) -> Response:
+        """Sends a finished video, or with `variant=thumbnail` its middle frame."""
+        job, variant = self.board.find(request.path_params["id"]), request.query_params.get("variant", "video")
+        if variant not in CONTENT:
+            raise WanjaxError(f"the variant {variant[:40]!r} is not offered: {' and '.join(CONTENT)} are")
+        if job.status != COMPLETED:
+            return told(409, f"the video is {job.status.replace('_', ' ')}: only a completed one has content")
+        name, kind = CONTENT[variant]
+        if not (file := self.board.shelf.place(job.id) / name).is_file():
+            return told(404, f"the file {name} of this video is gone", "not_found")
+        stem = f"{job.id}{file.suffix}"
+        return FileResponse(file, media_type=kind, filename=stem, content_disposition_type="inline")
+
+    async def events(self, request: Request) -> StreamingResponse:
+        """Streams changes as server-sent events: those of one video until its end, or of all."""
+        if self.board.watchers >= self.limits.streams:
+            return told(429, f"{self.limits.streams} streams of events are open, as many as this server has")  # pyright: ignore[reportReturnType]
+        only = request.path_params.get("id")
+        if only is not None:
+            self.board.find(only)
+        return StreamingResponse(
+            self._stream(only), media_type="text/event-stream", headers={"cache-control": "no-store"}
+        )
+
+    async def _stream(self, only: str | None) -> AsyncIterator[str]:
+        """Yields each change of a video, or of all videos."""
+        version = 0 if only is not None else self.board.since(0)[0]
+        with self.board.watching() as woken:
+            yield "retry: 2000\n\n"
+            while not self.board.closed:
+                woken.clear()
+                version, changed, removed = self.board.since(version, only)
+                for job in changed:
+                    yield f"data: {json.dumps(self._told(job))}\n\n"
+                for id in removed:
+                    yield f"data: {json.dumps({'id': id, 'object': 'video.deleted', 'deleted': True})}\n\n"
+                if only is not None and (only not in self.board.jobs or self.board.jobs[only].over):
+                    return
+                try:
+                    await asyncio.wait_for(woken.wait(), HEARTBEAT)
+                except TimeoutError:
+                    yield ": still here\n\n"
+
+    async def models(self, request: Request) -> JSONResponse:
+        """Lists the one model, with its default settings and the bounds of a request."""
+        defaults = self.pipe.defaults
+        model = {
+            "id": defaults.model,
+            "object": "model",
+            "owned_by": "wanjax",
+            "created": int(metrics.STARTED),
+            "purpose": self.pipe.architecture.purpose,
+            "defaults": defaults.to_json(),
+            "limits": self.limits.to_json(),
+            "grid": self.pipe.architecture.grid,
+            "frames_step": self.pipe.architecture.vae.temporal_factor,
+        }
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def login(self, request: Request) -> Response:
+        """Keeps the token of a form in a cookie, for the page."""
+        async with request.form(max_files=0, max_fields=1) as form:
+            token = form.get("token", "")
+        guard = request.app.state.guard
+        if not isinstance(token, str) or not guard.knows(token.strip()):
+            return told(401, "the token is wrong: the one with which the server was started is right", "invalid_token")
+        answer = Response(status_code=204)
+        secure = request.url.scheme == "https"
+        answer.set_cookie(COOKIE, token.strip(), httponly=True, samesite="strict", secure=secure, max_age=30 * 86400)
+        return answer
+
+    async def health(self, request: Request) -> JSONResponse:
+        state = self.worker.state
+        found = {"status": state, "model": self.pipe.defaults.model, "queue": self.board.waiting, "version": VERSION}
+        return JSONResponse(found, 503 if state == BROKE else 200)
+
+    async def measured(self, request: Request) -> PlainTextResponse:
+        found = metrics.text(self.board, self.worker, request.app.state.guard.answers)
+        return PlainTextResponse(found, headers={"content-type": metrics.CONTENT_TYPE})
+
+    def _told(self, job: Job) -> dict[str, Any]:
+        return {**job.to_json(), "queue_position": self.board.position(job)}
+
+    def _shown(self, job: Job) -> JSONResponse:
+        return JSONResponse(self._told(job))
+
+
+async def _body(request: Request) -> tuple[dict[str, Any], dict[str, list[bytes]]]:
+    """Returns the fields of a request and its files; raises WanjaxError for a body that is neither form nor JSON."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind in ("multipart/form-data", "application/x-www-form-urlencoded"):
+        async with request.form(max_files=FILES, max_fields=FIELDS) as form:
+            return await _form(form)
+    if kind != "application/json":
+        raise HTTPException(415, "a video is asked for by application/json or multipart/form-data")
+    try:
+        found = json.loads(await request.body(), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise WanjaxError(f"the request is no JSON: {str(error)[:100]}") from error
+    if not isinstance(found, dict):
+        raise WanjaxError('the request is no JSON object: {"prompt": "a red circle"} is one')
+    return found, {}
+
+
+async def _form(form: FormData) -> tuple[dict[str, Any], dict[str, list[bytes]]]:
+    """Returns a form's fields and files; an empty field counts as one that is not given."""
+    fields: dict[str, Any] = {}
+    files: dict[str, list[bytes]] = {}
+    for given, value in form.multi_items():
+        name = given.removesuffix("[]")
+        if isinstance(value, UploadFile):
+            if data := await value.read():
+                files.setdefault(name, []).append(data)
+        elif name in fields:
+            raise WanjaxError(f"{name[:40]} is given twice: once is right")
+        elif value != "":
+            fields[name] = value
+    return fields, files
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")

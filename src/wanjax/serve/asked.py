@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request asks for: its fields as settings of the model, and its pictures as files.
+
+The fields are the library's settings by name, and those of OpenAI's videos API: `size` as a text, `seconds`,
+`input_reference` and `model`. Everything that can be wrong raises WanjaxError.
+"""
+
+import base64
+import binascii
+import io
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import NoneType
+from typing import Any, NamedTuple, get_args, get_type_hints
+
+from PIL import Image
+
+from wanjax.errors import WanjaxError, shown
+from wanjax.media.pictures import Pictures, read_picture
+from wanjax.media.videos import BROKEN
+from wanjax.pipelines.keywords import unknown_keyword
+from wanjax.pipelines.pipeline import Pipeline
+from wanjax.pipelines.settings import Settings
+from wanjax.serve.limits import Limits
+
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF", "AVIF")
+SAME_PICTURE = "input_reference"  # OpenAI's name of `image`
+PICTURES = ("image", "last_image", "references")
+LOADED = ("model", "dtype")  # settings that are the server's
+LONGEST_TEXT = 200  # characters of a setting other than the prompts
+DATA_URL = re.compile(r"data:[\w/+.-]*;base64,(.*)", re.DOTALL)
+WORDS = {"true": True, "false": False, "1": True, "0": False}
+
+
+class Asked(NamedTuple):
+    """A request: the settings that it gives, and its pictures by name, each as bytes."""
+
+    settings: Mapping[str, Any]
+    pictures: Mapping[str, Sequence[bytes]]
+
+
+def read(fields: Mapping[str, Any], files: Mapping[str, Sequence[bytes]], pipe: Pipeline, limits: Limits) -> Asked:
+    """Reads the fields of a JSON object or a form, and a form's files.
+
+    Raises WanjaxError for a field that is unknown or of another type, and for a picture that is none.
+    """
+    fields = {name: value for name, value in fields.items() if value is not None}
+    _check_model(fields.pop("model", None), pipe.defaults.model)
+    pictures = {name: list(given) for name, given in files.items()}
+    for name in (*PICTURES, SAME_PICTURE):
+        if name in fields:
+            pictures.setdefault(name, []).extend(_from_text(name, fields.pop(name)))
+    if SAME_PICTURE in pictures:
+        pictures.setdefault("image", []).extend(pictures.pop(SAME_PICTURE))
+    _check_pictures(pictures, limits)
+    settings = _shape(fields, pipe)
+    for name, value in settings.items():
+        _check_text(name, value, limits)
+    if not str(settings.get("prompt", "")).strip():
+        raise WanjaxError("the prompt is missing: a text that says what the video shows is right")
+    return Asked(settings, pictures)
+
+
+def _check_model(asked: Any, served: str) -> None:
+    if asked not in (None, served):
+        raise WanjaxError(f"the model {shown(asked)} is not served here: {served} is")
+
+
+def _shape(fields: Mapping[str, Any], pipe: Pipeline) -> dict[str, Any]:
+    """Returns the settings of a request, each of its type, with `size` and `seconds` resolved."""
+    kinds = {name: kind for name, kind in get_type_hints(type(pipe.defaults)).items() if name not in LOADED}
+    known = (*kinds, "size", "seconds", *PICTURES, SAME_PICTURE, "model")
+    settings: dict[str, Any] = {}
+    for name, value in fields.items():
+        if name == "size":
+            settings |= zip(("height", "width"), _size(value, fields), strict=True)
+        elif name in kinds:
+            settings[name] = _typed(name, value, kinds[name])
+        elif name != "seconds":
+            raise unknown_keyword(name, known)
+    if "seconds" in fields:
+        settings["frames"] = _frames(fields, settings, pipe)
+    return settings
+
+
+def _size(value: Any, fields: Mapping[str, Any]) -> tuple[int, int]:
+    found = re.fullmatch(r"\s*(\d{1,5})\s*[x×*]\s*(\d{1,5})\s*", value) if isinstance(value, str) else None
+    if found is None:
+        raise WanjaxError(f"size is given as {shown(value)} where a text such as '832x480' is right")
+    if "height" in fields or "width" in fields:
+        raise WanjaxError("size is given beside height or width: one way is enough")
+    return int(found[2]), int(found[1])
+
+
+def _frames(fields: Mapping[str, Any], settings: Mapping[str, Any], pipe: Pipeline) -> int:
+    """Returns the number of frames nearest to `seconds` that the model can make."""
+    if "frames" in settings:
+        raise WanjaxError("seconds is given beside frames: one way is enough")
+    seconds, unit = _typed("seconds", fields["seconds"], float), pipe.architecture.vae.temporal_factor
+    if not 0 < seconds <= 3600:
+        raise WanjaxError(f"seconds is {seconds:g} where a number above 0 and at most 3600 is right")
+    wanted = seconds * settings.get("fps", pipe.defaults.fps)
+    return max(0, round((wanted - 1) / unit)) * unit + 1
+
+
+def _typed(name: str, given: Any, kind: Any) -> Any:
+    """Returns a value as a setting's type; a form's texts and JSON's numbers mean the same."""
+    kind = next(one for one in (*get_args(kind), kind) if one is not NoneType)
+    value: Any = _parsed(given, kind) if isinstance(given, str) and kind is not str else given
+    if kind is float and type(value) in (int, float) and abs(value) < 1e9 and math.isfinite(value):
+        return float(value)
+    if type(value) is kind and kind in (str, bool):
+        return value
+    if type(value) is kind is int and abs(value) < 2**64:
+        return value
+    right = {str: "a text", bool: "true or false", int: "a whole number", float: "a finite number"}[kind]
+    raise WanjaxError(f"{name} is given as {shown(given)} where {right} is right")
+
+
+def _parsed(text: str, kind: Any) -> Any:
+    """Returns a number or a truth value in a text, or the text where it holds none."""
+    if kind is bool:
+        return WORDS.get(text.strip().lower(), text)
+    try:
+        return kind(text) if len(text) < 40 else text
+    except ValueError:
+        return text
+
+
+def _check_text(name: str, value: Any, limits: Limits) -> None:
+    most = limits.prompt if name in ("prompt", "negative_prompt") else LONGEST_TEXT
+    if isinstance(value, str) and len(value) > most:
+        raise WanjaxError(f"the {name.replace('_', ' ')} has {len(value)} characters where {most} are allowed at most")
+
+
+def _from_text(name: str, value: Any) -> list[bytes]:
+    """Returns pictures that JSON holds, as data: URLs, alone, in a list, or as OpenAI's {"image_url": ...}."""
+    if isinstance(value, list):
+        return [one for each in value[:100] for one in _from_text(name, each)]
+    if isinstance(value, Mapping):
+        value = value.get("image_url")
+    found = DATA_URL.fullmatch(value) if isinstance(value, str) else None
+    if found is None:
+        raise WanjaxError(f"{name} has no picture: a file in a form or a data: URL is right, and no address is fetched")
+    try:
+        return [base64.b64decode(found[1], validate=True)]
+    except binascii.Error as error:
+        raise WanjaxError(f"the data: URL of {name} is no base64: {error}") from error
+
+
+def _check_pictures(pictures: Mapping[str, Sequence[bytes]], limits: Limits) -> None:
+    for name, given in pictures.items():
+        if name not in PICTURES:
+            raise unknown_keyword(name, (*PICTURES, SAME_PICTURE))
+        most = limits.references if name == "references" else 1
+        if len(given) > most:
+            raise WanjaxError(f"{len(given)} pictures are given as {name} where {most} would do")
+
+
+def save_pictures(pictures: Mapping[str, Sequence[bytes]], folder: Path, limits: Limits) -> dict[str, Any]:
+    """Writes pictures as PNG files into a folder, and returns their names by setting."""
+    saved: dict[str, Any] = {}
+    for name, given in pictures.items():
+        files = [f"{name}.png"] if name != "references" else [f"{name}_{i}.png" for i in range(len(given))]
+        for file, data in zip(files, given, strict=True):
+            _decoded(name, data, limits).save(folder / file)
+        saved[name] = files if name == "references" else files[0]
+    return saved
+
+
+def _decoded(name: str, data: bytes, limits: Limits) -> Image.Image:
+    """Returns a picture as a viewer shows it; raises WanjaxError before a large one is decoded."""
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            if image.width * image.height > limits.picture:
+                raise WanjaxError(
+                    f"{name} has {image.width}x{image.height} pixels where {limits.picture:,} are allowed at most"
+                )
+            if getattr(image, "n_frames", 1) > 1:
+                raise WanjaxError(f"{name} is animated: a picture with one frame is needed")
+            return Image.fromarray(read_picture(image))
+    except WanjaxError:
+        raise
+    except (*BROKEN, MemoryError) as error:
+        raise WanjaxError(f"{name} cannot be read as a picture: {', '.join(FORMATS)} are known") from error
+
+
+def completed(asked: Asked, files: Mapping[str, Any], pipe: Pipeline, limits: Limits) -> Settings:
+    """Returns all settings of a request whose pictures are files; raises WanjaxError where they make no video."""
+    settings, shape = dict(asked.settings), {"height", "width"} & asked.settings.keys()
+    if len(shape) == 1:
+        raise WanjaxError(f"the {shape.pop()} is given alone: size, or height and width, are right")
+    limits.check(pipe.defaults.updated(settings))  # before pictures are fitted to it
+    _, chosen = pipe.prepare(**files, **settings)
+    limits.check(chosen)
+    return chosen
+
+
+assert set(PICTURES) < set(Pictures._fields)

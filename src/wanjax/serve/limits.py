@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bounds of what a request may ask for."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from wanjax.errors import WanjaxError
+from wanjax.pipelines.settings import Settings
+
+TIMES = 4  # a video may have this many times the pixels of the model's default one
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The most that a request may ask for, and the most requests that wait.
+
+    `pixels` counts those of all frames of a video; `upload` is the bytes of a request; `picture` the pixels of one that
+    is uploaded; `prompt` the characters of a prompt; `streams` the readers of events at a time.
+    """
+
+    pixels: int
+    steps: int = 200
+    fps: int = 240
+    prompt: int = 4000
+    upload: int = 32 * 2**20
+    picture: int = 64 * 10**6
+    references: int = 4
+    queue: int = 32
+    streams: int = 64
+
+    @classmethod
+    def of(cls, defaults: Settings, pixels: int | None = None, **given: int) -> "Limits":
+        """Returns the limits for a model; `pixels` None is a multiple of its default video's."""
+        return cls(pixels=pixels or TIMES * pixels_of(defaults), **given)
+
+    def check(self, settings: Settings) -> None:
+        """Raises WanjaxError where a video is larger than allowed."""
+        if (pixels := pixels_of(settings)) > self.pixels:
+            shape = f"{settings.width}x{settings.height} and {settings.frames} frames"
+            raise WanjaxError(f"{shape} are {pixels:,} pixels where this server makes {self.pixels:,} at most")
+        for name in ("steps", "fps"):
+            if (value := getattr(settings, name)) > (most := getattr(self, name)):
+                raise WanjaxError(f"{name} is {value} where this server takes {most} at most")
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def pixels_of(settings: Settings) -> int:
+    """Returns the pixels of all frames of a video."""
+    return settings.height * settings.width * settings.frames

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server of `nano` in this process, and small videos to ask for."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+import wanjax
+from wanjax.pipelines.pipeline import Pipeline
+from wanjax.serve.app import Service
+from wanjax.serve.board import Board
+from wanjax.serve.jobs import Shelf
+from wanjax.serve.limits import Limits
+from wanjax.serve.worker import Worker
+
+SMALL: dict[str, Any] = {"prompt": "a red circle", "size": "32x32", "frames": 5, "steps": 2}
+Start = Callable[..., "Server"]
+
+
+class Server:
+    """A server, a client that asks it from this machine, and a folder."""
+
+    def __init__(self, pipe: Pipeline, folder: Path, *, token: str | None = None, **limits: int):
+        bounds = Limits.of(pipe.defaults, **limits)
+        self.board = Board(Shelf(folder), bounds.queue)
+        self.worker = Worker(pipe, self.board, rehearse=False)
+        self.application = Service(pipe, self.board, self.worker, bounds, token).application()
+        self.client = self.client_from("127.0.0.1")
+
+    def client_from(self, address: str, host: str = "localhost:8000") -> TestClient:
+        return TestClient(self.application, f"http://{host}", client=(address, 5000), raise_server_exceptions=False)
+
+    def ask(self, **more: Any) -> dict[str, Any]:
+        answer = self.client.post("/v1/videos", json=SMALL | more)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def finished(self, id: str) -> dict[str, Any]:
+        for _ in range(3000):
+            video = self.client.get(f"/v1/videos/{id}").json()
+            if video["status"] in ("completed", "failed"):
+                return video
+            time.sleep(0.01)
+        raise AssertionError(f"{id} does not end: {video}")
+
+    def refused(self, status: int, **options: Any) -> str:
+        """Sends a request that has to be refused, and returns the one sentence about it."""
+        answer = self.client.post("/v1/videos", **options)
+        assert answer.status_code == status, answer.text
+        error = answer.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["message"]
+        assert "\n" not in error["message"]
+        return error["message"]
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Pipeline:
+    return wanjax.load("nano")
+
+
+@pytest.fixture
+def start(pipe: Pipeline, tmp_path: Path) -> Iterator[Start]:
+    """Starts servers; the worker of each works unless `work=False`."""
+    started: list[Server] = []
+
+    def make(folder: Path = tmp_path / "served", *, work: bool = True, **options: Any) -> Server:
+        server = Server(pipe, folder, **options)
+        started.append(server)
+        if work:
+            server.worker.start()
+        return server
+
+    yield make
+    for server in started:
+        server.board.close()
+        assert server.worker.join(60)

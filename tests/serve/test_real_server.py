@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`wanjax serve` in a process of its own: killed and started again, and its page in a real browser."""
+
+import io
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import httpx
+import pytest
+from PIL import Image
+
+pytestmark = pytest.mark.slow
+PROMPT = "a red circle moving right"
+SMALL = {"prompt": PROMPT, "size": "32x32", "frames": 5}
+
+
+@contextmanager
+def serving(folder, *options, **environment):
+    command = [sys.executable, "-m", "wanjax", "serve", "--port", "0", "--dir", str(folder), *options]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | environment)
+    assert process.stderr is not None
+    try:
+        found = None
+        while not found:
+            assert (line := process.stderr.readline())
+            found = re.search(r"served at (http://\S+)/", line)
+        with httpx.Client(base_url=found[1], timeout=60) as client:
+            yield client, process
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def finished(client, id):
+    while (video := client.get(f"/v1/videos/{id}").json())["status"] not in ("completed", "failed"):
+        time.sleep(0.05)
+    return video
+
+
+def test_a_kill_and_a_restart_lose_no_video(tmp_path):
+    with serving(tmp_path, "--no-rehearse") as (client, process):
+        ids = [client.post("/v1/videos", json=SMALL | {"seed": 0, "steps": 2}).json()["id"]]
+        assert finished(client, ids[0])["status"] == "completed"
+        content = client.get(f"/v1/videos/{ids[0]}/content").content
+        ids += [client.post("/v1/videos", json=SMALL | {"seed": n, "steps": 200}).json()["id"] for n in (1, 2)]
+        while client.get(f"/v1/videos/{ids[1]}").json()["status"] != "in_progress":
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    with serving(tmp_path, "--no-rehearse") as (client, process):
+        assert client.get(f"/v1/videos/{ids[0]}/content").content == content
+        assert [finished(client, id)["status"] for id in ids] == ["completed"] * 3
+        process.terminate()
+        assert process.wait(60) == 0
+
+
+def test_a_busy_server_ends_at_a_signal_and_goes_on_later(tmp_path):
+    with serving(tmp_path, "--no-rehearse") as (client, process):
+        id = client.post("/v1/videos", json=SMALL | {"steps": 200}).json()["id"]
+        with client.stream("GET", "/v1/events") as stream:
+            for line in stream.iter_lines():
+                if '"stage": "denoise"' in line:
+                    process.terminate()
+        assert process.wait(60) == 0
+    with serving(tmp_path, "--no-rehearse") as (client, _):
+        assert finished(client, id)["status"] == "completed"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api")
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("there is no Chromium")
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+def picture():
+    file = io.BytesIO()
+    Image.new("RGB", (64, 64), (200, 30, 30)).save(file, "PNG")
+    return {"name": "red.png", "mimeType": "image/png", "buffer": file.getvalue()}
+
+
+@pytest.mark.parametrize(("width", "height"), [(1100, 800), (360, 700)])
+def test_the_page_in_a_browser(browser, tmp_path, width, height):
+    told: list[str] = []
+    with serving(tmp_path / "served") as (client, _):
+        page = browser.new_page(viewport={"width": width, "height": height})
+        page.on("pageerror", lambda error: told.append(str(error)))
+        page.on("console", lambda message: told.append(message.text) if message.type == "error" else None)
+        asked = []
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(str(client.base_url))
+        page.fill("#prompt", PROMPT)
+        page.click("#ask details summary")
+        page.fill("[name=seed]", "5")
+        page.set_input_files("#image", picture())
+        page.wait_for_selector("#chosen:visible")
+        page.click("#make")
+        page.wait_for_selector(".card.completed", timeout=120_000)
+        [video] = client.get("/v1/videos").json()["data"]
+        assert (video["settings"]["seed"], video["pictures"]) == (5, ["image"])
+        player = page.query_selector(".card video")
+        player.evaluate("player => player.play()")
+        page.wait_for_selector(".card video")
+        assert player.evaluate("player => [player.videoWidth, player.error]") == [64, None]
+        page.fill("[name=frames]", "6")
+        page.evaluate("document.getElementById('ask').noValidate = true")
+        page.click("#make")
+        page.wait_for_selector("#told:has-text('6 frames are not of the form')")
+        page.fill("[name=frames]", "")
+        page.fill("[name=steps]", "200")
+        page.click("#make")
+        page.click(".card.in_progress .remove, .card.queued .remove")
+        page.wait_for_selector(".card.failed:has-text('cancelled')", timeout=60_000)
+        page.click(".card.completed .again")
+        assert page.input_value("[name=seed]") == "5"
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        page.screenshot(path=tmp_path / "page.png", full_page=True)
+        page.reload()
+        page.wait_for_selector(".card.completed")
+        page.on("dialog", lambda dialog: dialog.accept())
+        page.click(".card.completed .remove")
+        page.wait_for_selector(".card.completed", state="detached")
+        assert all(url.startswith((str(client.base_url), "blob:")) for url in asked)
+        page.close()
+    refused = [line for line in told if "400" not in line]  # the browser notes the one bad request
+    assert not refused
+
+
+def test_the_page_asks_for_the_token(browser, tmp_path):
+    token = "a-token-of-the-tests"
+    with serving(tmp_path, WANJAX_TOKEN=token) as (client, _):
+        page = browser.new_page()
+        page.goto(str(client.base_url))
+        page.wait_for_selector("#login:visible")
+        page.fill("#token", "wrong")
+        page.click("#login button")
+        page.wait_for_selector("#state:has-text('the token is wrong')")
+        page.fill("#token", token)
+        page.click("#login button")
+        page.wait_for_selector("#ask:visible")
+        page.fill("#prompt", PROMPT)
+        page.click("#make")
+        page.wait_for_selector(".card.completed", timeout=120_000)
+        page.close()

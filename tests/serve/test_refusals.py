@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that are refused with one sentence, and those who may not ask."""
+
+import base64
+import io
+import re
+
+import pytest
+from PIL import Image
+
+from tests.serve.conftest import SMALL
+from tests.support.commands import refused
+from wanjax.cli import serving
+from wanjax.serve.guard import COOKIE
+
+TOKEN = "a-token-of-the-tests"
+BAD_FIELDS = [
+    ({"prompt": ""}, "prompt is missing"),
+    ({"prompt": None}, "prompt is missing"),
+    ({"prompt": "x" * 5000}, "5000 characters where 4000"),
+    ({"prompt": 3}, "a text is right"),
+    ({"steps": "many"}, "'many' where a whole number"),
+    ({"steps": 0}, "at least 1"),
+    ({"steps": 10**6}, "takes 200 at most"),
+    ({"steps": True}, "whole number"),
+    ({"fps": 0}, "at least 1"),
+    ({"fps": 10**30}, "whole number"),
+    ({"frames": 6}, "not of the form"),
+    ({"frames": None, "seconds": "-4"}, "above 0"),
+    ({"seconds": "4"}, "beside frames"),
+    ({"size": "large"}, "such as '832x480'"),
+    ({"size": "33x32"}, "33 is not a multiple"),
+    ({"size": "4096x4096"}, "pixels where this server makes"),
+    ({"size": None, "height": 64}, "given alone"),
+    ({"height": 64, "width": 64}, "beside height or width"),
+    ({"guidance_scale": "nan"}, "finite number"),
+    ({"guidance_scale": -1}, "guidance scale"),
+    ({"seed": -2}, "seed"),
+    ({"cache": "x" * 300}, "300 characters"),
+    ({"model": "sora-2"}, "nano is"),
+    ({"num_frames": 5}, "frames is"),
+    ({"callback": "x"}, "not a keyword"),
+    ({"dtype": "float32"}, "not a keyword"),
+    ({"image": "https://example.org/a.png"}, "no address is fetched"),
+    ({"image": "/etc/passwd"}, "no address is fetched"),
+    ({"image": {"file_id": "1"}}, "no address is fetched"),
+    ({"image": "data:image/png;base64,!!"}, "no base64"),
+    ({"image": "data:image/png;base64,AAAA"}, "cannot be read as a picture"),
+    ({"image": ["data:;base64,AAAA"] * 2}, "2 pictures"),
+    ({"references": ["data:;base64,AAAA"] * 9}, "9 pictures are given as references where 4"),
+]
+
+
+def sent(image, kind="PNG", **options):
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return {"image": "data:;base64," + base64.b64encode(file.getvalue()).decode()}
+
+
+@pytest.fixture(scope="module")
+def large():
+    return sent(Image.new("1", (9000, 9000)))
+
+
+@pytest.mark.parametrize(("fields", "sentence"), BAD_FIELDS, ids=lambda x: str(x)[:40])
+def test_bad_fields(start, fields, sentence):
+    server = start(work=False)
+    assert sentence in server.refused(400, json=SMALL | fields)
+    assert not list(server.board.shelf.folder.iterdir())
+    assert not server.board.jobs
+
+
+def test_bad_pictures(start, large):
+    server = start(work=False)
+    assert "9000x9000 pixels" in server.refused(400, json=SMALL | large)
+    frames = [Image.new("RGB", (8, 8), (90 * i, 0, 0)) for i in range(3)]
+    animated = sent(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    assert "animated" in server.refused(400, json=SMALL | animated)
+    last = {"last_image": sent(Image.new("RGB", (32, 32)))["image"]}
+    assert "last" in server.refused(400, json=SMALL | last)  # nano has no use for it
+    assert "prompt" in server.refused(400, files={"image": b"x"})
+    assert "given twice" in server.refused(
+        400, content="prompt=a&prompt=b", headers={"content-type": "application/x-www-form-urlencoded"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "body"),
+    [
+        (400, "application/json", b"{"),
+        (400, "application/json", b"[1]"),
+        (400, "application/json", b'{"prompt": "a", "guidance_scale": NaN}'),
+        (400, "application/json", b"[" * 100_000),
+        (400, "application/json", b"\xff\xfe"),
+        (400, "multipart/form-data", b"x"),
+        (400, "multipart/form-data; boundary=b", b"--b\r\nnothing"),
+        (415, "text/plain", b"a red circle"),
+        (415, "", b""),
+    ],
+)
+def test_bad_bodies(start, status, kind, body):
+    server = start(work=False)
+    server.refused(status, content=body, headers={"content-type": kind})
+    assert not server.board.jobs
+
+
+def test_large_bodies(start):
+    server = start(work=False, upload=1000)
+    assert "MiB at most" in server.refused(413, files={"image": b"x" * 2000})
+
+    def pieces():
+        for _ in range(30):
+            yield b"x" * 100
+
+    headers = {"content-type": "application/json"}
+    assert "MiB at most" in server.refused(413, content=pieces(), headers=headers)
+
+
+def test_a_full_queue(start):
+    server = start(work=False, queue=2)
+    for _ in range(2):
+        server.ask()
+    assert "2 videos wait already" in server.refused(429, json=SMALL)
+    assert server.client.post("/v1/videos", json=SMALL).headers["retry-after"] == "5"
+
+
+def test_unknown_paths_and_methods(start):
+    client = start(work=False).client
+    for path in (
+        "/v1/videos/video_1",
+        "/v1/videos/..%2f..",
+        "/v1/videos/video_1/content",
+        "/nothing",
+        "/page/../app.py",
+    ):
+        assert client.get(path).status_code == 404
+    assert client.put("/v1/videos", json=SMALL).status_code == 405
+    for query in ("limit=0", "limit=x", "order=up", "after=video_1"):
+        assert client.get(f"/v1/videos?{query}").status_code in (400, 404)
+    assert client.delete("/v1/videos/video_1").status_code == 404
+    assert client.post("/v1/videos/video_1/cancel").status_code == 404
+
+
+def test_no_other_machine_gets_in_without_a_token(start):
+    server = start(work=False)
+    for client in (server.client_from("192.0.2.1"), server.client_from("127.0.0.1", "evil.example")):
+        for path in ("/", "/v1/videos", "/metrics", "/health", "/page/page.js"):
+            assert client.get(path).status_code == 403
+        assert client.post("/v1/videos", json=SMALL).status_code == 403
+    for address, host in (("127.0.0.1", "127.0.0.1:80"), ("::1", "[::1]:8000"), ("127.8.0.1", "localhost")):
+        assert server.client_from(address, host).get("/v1/videos").status_code == 200
+
+
+def test_no_other_site_asks_through_the_browser(start):
+    server = start(work=False)
+    assert "another site" in server.refused(403, json=SMALL, headers={"origin": "https://evil.example"})
+    assert server.client.post("/v1/videos", json=SMALL, headers={"origin": "http://localhost:8000"}).status_code == 200
+
+
+def test_a_token_lets_in(start):
+    server = start(work=False, token=TOKEN)
+    client = server.client_from("192.0.2.1", "videos.example")
+    for path in ("/v1/videos", "/metrics", "/v1/events", "/v1/models"):
+        assert client.get(path).status_code == 401
+        assert client.get(path, headers={"authorization": "Bearer wrong"}).status_code == 401
+    assert client.post("/v1/videos", json=SMALL).headers["www-authenticate"] == "Bearer"
+    right = {"authorization": f"Bearer {TOKEN}"}
+    assert client.post("/v1/videos", json=SMALL, headers=right).status_code == 200
+    assert client.get("/").status_code == client.get("/health").status_code == 200
+    assert client.post("/login", data={"token": "wrong"}).status_code == 401
+    answer = client.post("/login", data={"token": TOKEN})
+    assert answer.status_code == 204
+    assert re.search(f"{COOKIE}=.*HttpOnly.*SameSite=strict", answer.headers["set-cookie"])
+    assert client.get("/v1/videos").status_code == 200  # with the cookie
+
+
+def test_the_page_loads_nothing_from_elsewhere(start):
+    client = start(work=False).client
+    page = client.get("/")
+    assert "default-src 'self'" in page.headers["content-security-policy"]
+    texts = [page.text, *(client.get(f"/page/page.{kind}").text for kind in ("js", "css"))]
+    assert not [text for text in texts if re.search(r"(https?:)?//(?!www\.w3\.org)\w+\.\w+", text)]
+
+
+def test_metrics_are_in_the_form_of_prometheus(start):
+    server = start(work=False)
+    server.ask()
+    server.refused(400, json={})
+    lines = server.client.get("/metrics").text.splitlines()
+    assert all(re.fullmatch(r'(# (HELP|TYPE) \w+ .+|\w+({\w+="\w+"})? [-+.e\d]+)', line) for line in lines)
+    assert "wanjax_queue_length 1" in lines
+    assert 'wanjax_answers_total{status="400"} 1' in lines
+
+
+def test_the_command_refuses_what_is_open_to_all(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WANJAX_TOKEN", raising=False)
+    assert "a token is needed" in refused("serve", "--host", "0.0.0.0")
+    assert "16 or more characters" in refused("serve", "--host", "0.0.0.0", "--token", "short")
+    assert "no model is named" in refused("serve", "--model", "nothing")
+
+
+def test_without_the_libraries_a_sentence_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(serving, "find_spec", lambda name: None)
+    assert "pip install 'wanjax[serve]'" in refused("serve")

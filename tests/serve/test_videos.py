@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Videos by HTTP: asked for, followed, fetched, listed, cancelled, removed, and found again after a kill."""
+
+import base64
+import io
+import json
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.serve.conftest import SMALL
+from wanjax.media.pictures import read_clip
+from wanjax.media.videos import read_metadata
+from wanjax.serve import worker
+from wanjax.serve.jobs import JOB, Job, Shelf
+
+
+def picture(size=(40, 30), kind="PNG"):
+    file = io.BytesIO()
+    Image.new("RGB", size, (200, 30, 30)).save(file, kind)
+    return file.getvalue()
+
+
+def test_a_video_is_that_of_the_library(start, pipe, tmp_path):
+    server = start()
+    asked = server.ask(seed=7)
+    assert asked["object"] == "video"
+    assert asked["model"] == "nano"
+    assert asked["size"] == "32x32"
+    made = server.finished(asked["id"])
+    assert made["status"] == "completed"
+    assert made["progress"] == 100
+    assert set(made["stage_seconds"]) == {"encode", "denoise", "decode"}
+    content = server.client.get(f"/v1/videos/{asked['id']}/content")
+    assert content.headers["content-type"] == "video/mp4"
+    served = tmp_path / "served.mp4"
+    served.write_bytes(content.content)
+    own = pipe("a red circle", size=(32, 32), frames=5, steps=2, seed=7)
+    own.save(tmp_path / "own.mp4")
+    np.testing.assert_array_equal(read_clip(served, 9, 8), read_clip(tmp_path / "own.mp4", 9, 8))
+    assert read_metadata(served) == own.settings
+    thumbnail = server.client.get(f"/v1/videos/{asked['id']}/content?variant=thumbnail")
+    assert Image.open(io.BytesIO(thumbnail.content)).size == (32, 32)
+    part = server.client.get(f"/v1/videos/{asked['id']}/content", headers={"range": "bytes=0-9"})
+    assert (part.status_code, part.content) == (206, content.content[:10])
+
+
+def test_forms_and_json_mean_the_same(start, pipe):
+    server = start(work=False)
+    data = {name: str(value) for name, value in SMALL.items()} | {"seed": "3", "negative_prompt": ""}
+    form = server.client.post("/v1/videos", data=data, files={"input_reference": ("a.png", picture())}).json()
+    url = "data:image/png;base64," + base64.b64encode(picture()).decode()
+    asked = [server.ask(seed=3, input_reference={"image_url": url}), server.ask(seed="3", image=url), form]
+    assert all(one["settings"] == asked[0]["settings"] and one["pictures"] == ["image"] for one in asked)
+    files = [server.board.shelf.files(job)["image"].read_bytes() for job in server.board.jobs.values()]
+    assert len(set(files)) == 1
+    assert server.ask(seconds="0.6", frames=None, fps=8)["settings"]["frames"] == 5
+    assert [one["queue_position"] for one in server.client.get("/v1/videos?order=asc").json()["data"]] == [0, 1, 2, 3]
+    assert server.ask(seed=-1)["settings"]["seed"] >= 0
+
+
+def test_a_picture_begins_a_video(start):
+    server = start()
+    url = "data:image/jpeg;base64," + base64.b64encode(picture(kind="JPEG")).decode()
+    made = server.finished(server.ask(image=url)["id"])
+    assert made["status"] == "completed", made["error"]
+    job = server.board.jobs[made["id"]]
+    record = read_metadata(server.board.shelf.place(job.id) / "video.mp4")
+    assert record["image"] == str(server.board.shelf.files(job)["image"])
+
+
+def test_events_tell_the_way_of_a_video(start):
+    server = start()
+    answer = server.client.get(f"/v1/videos/{server.ask(steps=4)['id']}/events")
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: ")]
+    progress = [event["progress"] for event in events]
+    assert progress == sorted(progress)
+    assert events[-1]["status"] == "completed"
+    stages = list(dict.fromkeys(event["stage"] for event in events if event["stage"]))
+    assert set(stages) <= {"encode", "denoise", "decode"}
+    assert "denoise" in stages
+
+
+def test_videos_are_listed_in_pages(start):
+    server = start(work=False)
+    ids = [server.ask(seed=seed)["id"] for seed in range(5)]
+    page = server.client.get("/v1/videos?limit=2").json()
+    assert [one["id"] for one in page["data"]] == [ids[4], ids[3]] == [page["first_id"], page["last_id"]]
+    assert page["has_more"]
+    rest = server.client.get(f"/v1/videos?limit=3&after={ids[3]}").json()
+    assert [one["id"] for one in rest["data"]] == ids[2::-1]
+    assert not rest["has_more"]
+
+
+def test_what_waits_and_what_is_under_way_is_cancelled(start, monkeypatch):
+    server = start()
+    begun, go = threading.Event(), threading.Event()
+    denoise = server.worker.pipe.denoise
+
+    def slow(*given, **options):
+        begun.set()
+        assert go.wait(60)
+        return denoise(*given, **options)
+
+    monkeypatch.setattr(server.worker.pipe, "denoise", slow)
+    ids = [server.ask(seed=seed)["id"] for seed in range(4)]
+    assert begun.wait(60)
+    for id in ids[:2]:
+        assert server.client.post(f"/v1/videos/{id}/cancel").status_code == 200
+    for id in ids[2:3]:
+        assert server.client.delete(f"/v1/videos/{id}").json() == {
+            "id": id, "object": "video.deleted", "deleted": True
+        }  # fmt: skip
+    go.set()
+    ends = [server.finished(id) for id in (ids[0], ids[1], ids[3])]
+    assert [end["status"] for end in ends] == ["failed", "failed", "completed"]
+    assert ends[0]["error"] == ends[1]["error"] == {"code": "cancelled", "message": "the video was cancelled"}
+    assert server.client.get(f"/v1/videos/{ids[2]}").status_code == 404
+    assert not server.board.shelf.place(ids[2]).exists()
+    assert server.client.get(f"/v1/videos/{ids[0]}/content").status_code == 409
+
+
+def test_a_removed_video_that_was_under_way_leaves_nothing(start, monkeypatch):
+    server = start()
+    begun, go = threading.Event(), threading.Event()
+    encode = server.worker.pipe.encode
+    monkeypatch.setattr(server.worker.pipe, "encode", lambda *a, **k: (begun.set(), go.wait(60), encode(*a, **k))[2])
+    id = server.ask()["id"]
+    assert begun.wait(60)
+    assert server.client.delete(f"/v1/videos/{id}").status_code == 200
+    go.set()
+    assert server.finished(server.ask(seed=1)["id"])["status"] == "completed"
+    assert not server.board.shelf.place(id).exists()
+
+
+def test_a_failure_ends_its_video_alone(start, monkeypatch, caplog):
+    server = start()
+    encode = server.worker.pipe.encode
+    failures = [RuntimeError("a bug"), MemoryError()]
+    monkeypatch.setattr(worker.Worker, "_forget_shapes", lambda *_: None)
+
+    def failing(*given, **options):
+        if failures:
+            raise failures.pop(0)
+        return encode(*given, **options)
+
+    monkeypatch.setattr(server.worker.pipe, "encode", failing)
+    errors = [server.finished(server.ask()["id"])["error"] for _ in range(2)]
+    assert [error["code"] for error in errors] == ["server_error"] * 2
+    assert "a bug" not in errors[0]["message"]
+    assert "memory" in errors[1]["message"]
+    assert server.finished(server.ask()["id"])["status"] == "completed"
+
+
+def test_what_was_asked_of_a_killed_server_is_found_again(start, tmp_path):
+    """A kill leaves the disk as it is: a video finished, one whose end was not noted, one under way, one queued."""
+    first = start()
+    ids = [first.finished(first.ask(seed=seed)["id"])["id"] for seed in range(2)]
+    first.board.close()
+    assert first.worker.join(60)
+    place = first.board.shelf.place(ids[1])
+    (place / JOB).write_text((place / JOB).read_text().replace('"completed"', '"in_progress"'))
+    waiting = start(first.board.shelf.folder, work=False)
+    ids += [waiting.ask(seed=seed)["id"] for seed in (2, 3)]
+    torn = waiting.board.shelf.place("video_torn")
+    torn.mkdir()
+    assert waiting.board.take().id == ids[2]
+    again = start(first.board.shelf.folder)
+    assert [again.client.get(f"/v1/videos/{id}").json()["status"] for id in ids[:2]] == ["completed"] * 2
+    assert [again.finished(id)["status"] for id in ids] == ["completed"] * 4
+    assert all(again.client.get(f"/v1/videos/{id}/content").status_code == 200 for id in ids)
+    assert not torn.exists()
+
+
+def test_a_video_that_ends_the_server_is_not_tried_for_ever(tmp_path):
+    shelf = Shelf(tmp_path)
+    for id, tries in (("video_1", 1), ("video_2", 2)):
+        shelf.place(id).mkdir()
+        shelf.save(Job(id, dict(SMALL), status="in_progress", tries=tries))
+    assert {job.id: job.status for job in shelf.load()} == {"video_1": "queued", "video_2": "failed"}
+
+
+def test_a_server_that_ends_keeps_what_is_under_way(start, monkeypatch):
+    server = start()
+    denoise = server.worker.pipe.denoise
+
+    def closing(encoded, callback, **options):
+        server.board.close()
+        return denoise(encoded, callback=callback, **options)
+
+    monkeypatch.setattr(server.worker.pipe, "denoise", closing)
+    id = server.ask()["id"]
+    assert server.worker.join(60)
+    monkeypatch.undo()
+    again = start(server.board.shelf.folder)
+    made = again.finished(id)
+    assert made["status"] == "completed"
+    assert again.board.jobs[id].tries == 1
+
+
+def test_many_clients_at_once(start):
+    """A small version of benchmarks/serving.py: none is lost, none gets another's video."""
+    server = start(queue=4)
+    outcomes: Counter[str] = Counter()
+
+    def one(number):
+        if number % 4 == 3:
+            while (answer := server.client.post("/v1/videos", json=SMALL | {"steps": "many"})).status_code == 429:
+                outcomes["full"] += 1
+            return f"refused by {answer.status_code}"
+        while (answer := server.client.post("/v1/videos", json=SMALL | {"seed": number})).status_code == 429:
+            outcomes["full"] += 1
+        id = answer.json()["id"]
+        if number % 4 == 2:
+            server.client.post(f"/v1/videos/{id}/cancel")
+        made = server.finished(id)
+        record = made["status"] == "completed" and read_metadata(server.board.shelf.place(id) / "video.mp4")
+        assert not record or record["seed"] == number == made["settings"]["seed"]
+        return made["status"]
+
+    with ThreadPoolExecutor(6) as pool:
+        outcomes.update(pool.map(one, range(24)))
+    assert outcomes["refused by 400"] == 6
+    assert outcomes["completed"] >= 12
+    assert outcomes["completed"] + outcomes["failed"] == 18
+    assert server.worker.state == worker.READY
+
+
+def test_programs_of_many_shapes_are_forgotten(start, monkeypatch):
+    monkeypatch.setattr(worker, "SHAPES", 1)
+    dropped = []
+    monkeypatch.setattr(worker, "forget_programs", lambda: dropped.append(True))
+    server = start()
+    for frames in (5, 5, 1):
+        assert server.finished(server.ask(frames=frames)["id"])["status"] == "completed"
+    assert len(dropped) == 1
+
+
+@pytest.mark.parametrize("path", ["/v1/events", "/v1/videos/{}/events"])
+def test_streams_of_events_are_few(start, path):
+    server = start(work=False, streams=0)
+    answer = server.client.get(path.format(server.ask()["id"]))
+    assert answer.status_code == 429
+    assert "events" in answer.json()["error"]["message"]
