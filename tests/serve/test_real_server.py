@@ -28,7 +28,8 @@ def serving(folder, *options, **environment):
     try:
         found = None
         while not found:
-            assert (line := process.stderr.readline())
+            line = process.stderr.readline()
+            assert line
             found = re.search(r"served at (http://\S+)/", line)
         with httpx.Client(base_url=found[1], timeout=60) as client:
             yield client, process
