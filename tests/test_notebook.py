@@ -4,6 +4,7 @@
 import base64
 import io
 import re
+from collections import ChainMap
 from pathlib import Path
 
 import nbformat
@@ -18,13 +19,14 @@ NOTEBOOK = Path(__file__).parents[1] / "examples/notebook.ipynb"
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory):
-    """The last output of each cell of code, by the cell's id, and the folder in which it ran."""
+    """The outputs of each cell of code, all kinds together, by the cell's id, and the folder in which it ran."""
     folder = tmp_path_factory.mktemp("notebook")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
     assert not [cell for cell in notebook.cells if cell.get("outputs")], "the notebook is kept without outputs"
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(folder)}}).execute()
-    code = {cell.id: cell.outputs[-1].data for cell in notebook.cells if cell.cell_type == "code" and cell.outputs}
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    code = {cell.id: dict(ChainMap(*(x.data for x in cell.outputs[::-1] if "data" in x))) for cell in cells}
     return code, folder
 
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A callback that shows at a few steps what a video will be: in a file, on a terminal, in a notebook."""
 
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +46,8 @@ class Previews:
         if (step.index + 1) * self.looks // step.total > looked and jax.process_index() == 0:
             self.wait()
             assert step.colours is not None
-            self._last = self._worker.submit(self._look, step, step.colours())
+            run = copy_context().run  # a notebook finds the cell that the picture belongs to in it
+            self._last = self._worker.submit(run, self._look, step, step.colours())
 
     def wait(self) -> None:
         """Waits until the last look is shown."""
@@ -64,11 +67,9 @@ class Previews:
 
     def _display(self, page: Picture) -> None:
         """Shows a picture in a notebook, in place of the one before."""
-        from IPython.display import display  # pyright: ignore[reportMissingImports]
-
         image = Image.fromarray(page)
         if self._shown is None:
-            self._shown = display(image, display_id=True)
+            self._shown = sys.modules["IPython"].display.display(image, display_id=True)  # a notebook has imported it
         else:
             self._shown.update(image)
 

@@ -58,7 +58,7 @@ def fitted(encode: Callable[[Any], Any], spatial: int, temporal: int) -> Colours
 
 def _least_squares(
     latents: Float[np.ndarray, "T H W _C"], colours: Float[np.ndarray, "T H W 3"]
-) -> Float[np.ndarray, "_C1 3"]:
+) -> Float[np.ndarray, "_C 3"]:
     """Returns the weights that map latents to colours, and a last row that is added."""
     x = latents.reshape(-1, latents.shape[-1])
     with_one = np.concatenate([x, np.ones_like(x[:, :1])], axis=1)
