@@ -139,9 +139,8 @@ def _paint(clip: Float[np.ndarray, "T H W 3"], spec: Spec, track: Track) -> None
     y = (centres[rows] - track.y[:, None]).astype(np.float32)[:, :, None]
     radius = track.radius.astype(np.float32)[:, None, None]
     cover = np.clip(0.5 - distance(spec.shape, x, y, radius), 0.0, 1.0)
-    for channel, level in enumerate(
-        (COLOURS | TAUGHT_COLOUR)[spec.colour]
-    ):  # an axis of three is too short for numpy's inner loop
+    palette = COLOURS | TAUGHT_COLOUR
+    for channel, level in enumerate(palette[spec.colour]):  # an axis of three is too short for numpy's inner loop
         plane = clip[:, rows, columns, channel]
         plane += cover * (np.float32(2.0 * level - 1.0) - plane)
 

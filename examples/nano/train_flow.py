@@ -17,7 +17,7 @@ from captions import caption, deed
 from clips import Spec, draw, sample_specs
 from flax import nnx
 from jax import lax
-from loop import Trainer
+from loop import Drawn
 from recipe import CLIPS, FLOW_BATCH, FLOW_STEPS, FRAMES, PICTURE_STEPS, SIZE
 from tokenizer import MAX_LENGTH
 from tokenizer import build as build_tokenizer
@@ -26,6 +26,7 @@ from wanjax.models.t5 import T5Encoder
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.models.wan.vae import WanVAE
 from wanjax.pipelines.wan.programs import encode_text
+from wanjax.training.optimizers import matrices
 
 PEAK_LEARNING_RATE = 2e-3
 WARM_UP = 200  # steps
@@ -88,11 +89,11 @@ def train_flow(model: PromptedTransformer, vae: WanVAE, workdir: Path, seed: int
 
     start_as_identity(model.transformer)
     multiply_flat(model)
-    flow = Trainer("flow", model, text_loss, muon(PEAK_LEARNING_RATE, FLOW_STEPS), workdir, seed, average=0.999)
-    flow.run(FLOW_STEPS, partial(batch, pictures=False))
+    flow = Drawn("flow", model, text_loss, muon(PEAK_LEARNING_RATE, FLOW_STEPS), workdir, seed, average=0.999)
+    flow.train(FLOW_STEPS, partial(batch, pictures=False))
     optimizer = muon(PEAK_LEARNING_RATE / 2, PICTURE_STEPS)
-    both = Trainer("pictures", flow.model(), text_and_picture_loss, optimizer, workdir, seed + 1, average=0.999)
-    both.run(PICTURE_STEPS, partial(batch, pictures=True))
+    both = Drawn("pictures", flow.model(), text_and_picture_loss, optimizer, workdir, seed + 1, average=0.999)
+    both.train(PICTURE_STEPS, partial(batch, pictures=True))
     return both.model()
 
 
@@ -136,16 +137,6 @@ def encoded_clips(vae: WanVAE, workdir: Path, seed: int) -> tuple[list, np.ndarr
         ]
         np.save(file, np.concatenate(parts))
     return specs, np.load(file)
-
-
-def matrices(weights: nnx.State) -> nnx.State:
-    """Returns the axes of each weight that form Muon's matrix (Jordan, 2024): the last two of every kernel."""
-
-    def axes(path, weight):
-        is_kernel = "kernel" in jax.tree_util.keystr(path)
-        return optax.contrib.MuonDimensionNumbers(weight.ndim - 2, weight.ndim - 1) if is_kernel else None
-
-    return jax.tree_util.tree_map_with_path(axes, weights)
 
 
 def start_as_identity(transformer: WanTransformer) -> None:

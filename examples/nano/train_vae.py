@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from clips import draw, sample_specs
 from flax import nnx
-from loop import Trainer
+from loop import Drawn
 from recipe import DECODER_PHASES, FRAMES, SIZE, VAE_PHASES, Phase
 
 from wanjax.layers.conv import CausalConv
@@ -108,11 +108,11 @@ def _train(
     steps = sum(phase.steps for phase in phases)
     schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, 100, steps, learning_rate / 100)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule, b2=0.99))
-    trainer = Trainer(name, vae, loss, optimizer, workdir, seed)
+    trainer = Drawn(name, vae, loss, optimizer, workdir, seed)
     last = 0
     for phase in phases:
         last += phase.steps
-        trainer.run(last, lambda rng, phase=phase: crops(phase, rng))
+        trainer.train(last, lambda rng, phase=phase: crops(phase, rng))
     return trainer.model()
 
 

@@ -106,7 +106,8 @@ def adapt(
     names = module_names(network, rules)
     chosen = {path: name for path, name in names.items() if _is_chosen(path, name, config.targets)}
     matched = {target for target in config.targets for name in chosen.values() if _ends(name, target)}
-    if not chosen or (missing := [target for target in config.targets if target not in matched]):
+    missing = [target for target in config.targets if target not in matched]
+    if not chosen or missing:
         what = "layer of blocks" if not config.targets else f"layer named {missing[0]}"
         some = ", ".join(sorted({name.rpartition("{i}.")[2] for name in names.values()}))
         raise WanjaxError(f"the network has no {what} to adapt: there are {some}")

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training whose process is killed at random moments, again and again, ends with the bits of one left alone."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from tests.support.clips import write_clips
+from tests.support.tiny import tiny_checkpoint
+from wanjax.checkpoints.files import load_safetensors
+
+STEPS, KILLS = 400, 20
+COMMAND = """
+import sys
+from wanjax import load
+from wanjax.training import LoraConfig, OptimizerConfig, TrainConfig, train
+train(load(sys.argv[1]), sys.argv[2], sys.argv[3], TrainConfig(
+    steps=int(sys.argv[4]), batch=2, size=(32, 32), frames=5, buckets=False, save_every=3, evaluate_every=10**6,
+    sample_every=10**6, lora=LoraConfig(rank=2, dropout=0.1), optimizer=OptimizerConfig(rate=1e-3)))
+"""
+
+
+def start(tmp_path, out):
+    arguments = [sys.executable, "-c", COMMAND, tmp_path / "model", tmp_path / "data", tmp_path / out, str(STEPS)]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    return subprocess.Popen(list(map(str, arguments)), env=environment, stderr=subprocess.PIPE)
+
+
+def lines(tmp_path):
+    file = tmp_path / "b/metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+@pytest.mark.slow
+def test_twenty_kills(tmp_path):
+    tiny_checkpoint(tmp_path / "model")
+    write_clips(tmp_path / "data", 3)
+    whole = start(tmp_path, "a")
+    assert whole.wait() == 0, whole.stderr.read()
+    moments, kills = random.Random(0), 0
+    while kills < KILLS:
+        process, before = start(tmp_path, "b"), time.monotonic()
+        steps = lines(tmp_path)
+        while lines(tmp_path) <= steps and process.poll() is None and time.monotonic() - before < 120:
+            time.sleep(0.05)
+            steps = min(steps, lines(tmp_path))  # those after the last checkpoint are dropped
+        time.sleep(moments.uniform(0, 0.5))
+        if process.poll() is not None:
+            break
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        kills += 1
+    print(f"{kills} kills, {lines(tmp_path)} of {STEPS} steps by then")
+    last = start(tmp_path, "b")
+    assert last.wait() == 0, last.stderr.read()
+    assert kills >= KILLS // 2
+    ours, theirs = (load_safetensors(tmp_path / name / "lora.safetensors") for name in "ba")
+    assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)

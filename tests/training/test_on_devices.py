@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training on eight devices beside one: the losses of twenty steps, of a LoRA and of all weights."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support.small_wan import architecture, network, partitioner, transformer_config
+from wanjax.converters.wan.diffusers import transformer_rules
+from wanjax.models.wan.transformer import WanTransformer
+from wanjax.pipelines.components import Components
+from wanjax.pipelines.wan.pipeline import WanPipeline
+from wanjax.registry import presets
+from wanjax.training.adapters import LoraConfig, adapt, is_factor
+from wanjax.training.loop import Trainer, everything
+from wanjax.training.objective import Batch, NoiseLevels, loss_of
+from wanjax.training.optimizers import OptimizerConfig, optimizer
+
+HEADS, STEPS = 8, 20
+MESHES = {"dp=2,sp=2,tp=2": (2, 2, 2), "tp=8": (1, 1, 8), "sp=4,tp=2": (1, 4, 2)}
+slow = pytest.mark.slow
+
+
+def batch(step):
+    random = np.random.default_rng(step)
+    latents, text = (random.normal(size=size).astype(np.float32) for size in ((2, 4, 3, 8, 8), (2, 16, 8)))
+    pipe_type = WanPipeline.encoded_type
+    return Batch(jnp.asarray(latents), pipe_type(jnp.asarray(text), jnp.asarray(text)))
+
+
+def losses(axes, rules, full, folder):
+    place = partitioner(axes, rules)
+    pipe = WanPipeline(
+        Components({}), architecture(HEADS), presets()["nano"].defaults.updated({"dtype": "float32"}), place
+    )
+    config = transformer_config(HEADS)
+    model = network(lambda **kw: WanTransformer(config, **kw), place)
+    if not full:
+        model, _ = adapt(model, transformer_rules(config), LoraConfig(rank=4), 0, place)
+    chosen = everything if full else is_factor
+    made = optimizer(OptimizerConfig(rate=1e-3), STEPS)
+    trainer = Trainer(
+        model, loss_of(pipe, NoiseLevels("shift", 3.0)), made, folder, 0, trained=chosen, partitioner=place
+    )
+    found = []
+    trainer.run(STEPS, lambda step, _: batch(step), lambda step, metrics: found.append(metrics["loss"]), every=10**6)
+    trainer.close()
+    shardings = {x.sharding for x in jax.tree.leaves(trainer.state)}
+    return np.array(list(map(float, found))), shardings
+
+
+@pytest.mark.parametrize("full", [False, pytest.param(True, marks=slow)], ids=["lora", "full"])
+def test_the_losses_are_one_device_s(full, tmp_path):
+    alone, _ = losses(None, "fsdp", full, tmp_path / "one")
+    meshes = MESHES.items() if full else [*MESHES.items()][:1]
+    for index, (name, axes) in enumerate(meshes):
+        rules = "tp" if index == 1 else "fsdp"
+        together, shardings = losses(axes, rules, full, tmp_path / f"{index}")
+        worst = np.abs(together / alone - 1).max()
+        print(f"{name}, {rules}, {'all weights' if full else 'LoRA'}: {worst:.1e}")
+        assert worst <= 1e-5
+        assert any(not sharding.is_fully_replicated for sharding in shardings)
+
+
+@slow
+@pytest.mark.parametrize("mesh", [*MESHES][1:])
+@pytest.mark.parametrize("rules", ["fsdp", "tp"])
+def test_the_losses_of_a_lora_on_other_meshes(mesh, rules, tmp_path):
+    alone, _ = losses(None, "fsdp", False, tmp_path / "one")
+    together, _ = losses(MESHES[mesh], rules, False, tmp_path / "more")
+    print(f"{mesh}, {rules}, LoRA: {np.abs(together / alone - 1).max():.1e}")
+    assert np.abs(together / alone - 1).max() <= 1e-5
