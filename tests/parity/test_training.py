@@ -10,7 +10,13 @@ import numpy as np
 import peft
 import pytest
 import torch
-from diffusers import CogVideoXDDIMScheduler, CogVideoXPipeline, CogVideoXTransformer3DModel, WanTransformer3DModel
+from diffusers import (
+    CogVideoXDDIMScheduler,
+    CogVideoXPipeline,
+    CogVideoXTransformer3DModel,
+    WanPipeline,
+    WanTransformer3DModel,
+)
 from flax import nnx
 
 import wanjax
@@ -31,6 +37,7 @@ from wanjax.training.adapters import Adapted, LoraConfig, adapt, factors_of, is_
 from wanjax.training.loop import Trainer, everything
 from wanjax.training.objective import Batch, error
 from wanjax.training.optimizers import OptimizerConfig, optimizer
+from wanjax.training.result import save_lora
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
@@ -229,11 +236,7 @@ def assert_near(ours, theirs, bar, what):
 
 def test_a_lora_step_is_torch_s(case, tmp_path):
     rules = network_of(case.pipe.architecture.networks[case.component], case.pipe.components.kinds).rules
-    network, chosen = adapt(case.pipe.components.get(case.component), rules, LORA, 0)
-    for seed, (_, module) in enumerate(nnx.iter_modules(network)):
-        if isinstance(module, Adapted):  # at zeros, half of the gradients would be zero
-            kernel = module.lora_up.kernel
-            kernel[...] = jnp.asarray(0.1 * normal(100 + seed, *kernel.shape))
+    network, chosen = adapted(case, rules)
     model = case.reference
     model.add_adapter(peft.LoraConfig(r=4, lora_alpha=6, target_modules=list(LORA.targets), init_lora_weights=False))
     begun = {_their_name(name): x for name, x in factors_of(network, rules, chosen).items()}
@@ -252,6 +255,40 @@ def test_a_lora_step_is_torch_s(case, tmp_path):
     assert worst <= 1e-4
     model.delete_adapters("default")
     case.pipe.free()
+
+
+def test_the_file_is_read_by_diffusers(case, tmp_path):
+    """The adapted network, the file in diffusers, and the file merged here answer alike."""
+    known = network_of(case.pipe.architecture.networks[case.component], case.pipe.components.kinds)
+    network, chosen = adapted(case, known.rules, size=1.0)
+    file = tmp_path / "lora.safetensors"
+    save_lora(file, factors_of(network, known.rules, chosen), LORA, known)
+    model = type(case.reference).from_pretrained(case.folder / case.component)
+    plain = float(their_loss(case, model).detach())
+    pipeline = CogVideoXPipeline if isinstance(case, CogVideoX) else WanPipeline
+    state = pipeline.lora_state_dict(str(file), return_lora_metadata=True)
+    assert not [key for key in state[0] if not key.startswith("transformer.")]
+    pipeline.load_lora_into_transformer(state[0], model, adapter_name="ours", metadata=state[1])
+    with torch.no_grad():
+        theirs = float(their_loss(case, model))
+    value, _ = gradients_of(network, is_factor, our_loss(case), our_data(case))
+    assert abs(value - theirs) <= 1e-6 * max(1, abs(theirs))
+    assert abs(plain - theirs) > 1e-4 * abs(theirs)
+    expert = "low=" if case.component == "transformer_2" else ""
+    merged = wanjax.load(case.folder, lora=f"{expert}{file}", note=lambda text: None)
+    network = merged.components.get(case.component)
+    value, _ = gradients_of(network, everything, our_loss(case), our_data(case))
+    assert abs(value - theirs) <= 2e-6 * max(1, abs(theirs))
+
+
+def adapted(case, rules, size=0.1):
+    """Returns the adapted network with factors that all differ from zero, and the names of the adapted layers."""
+    network, chosen = adapt(case.pipe.components.get(case.component), rules, LORA, 0)
+    for seed, (_, module) in enumerate(nnx.iter_modules(network)):
+        if isinstance(module, Adapted):  # at zeros, half of the gradients would be zero
+            kernel = module.lora_up.kernel
+            kernel[...] = jnp.asarray(size * normal(100 + seed, *kernel.shape))
+    return network, chosen
 
 
 def _their_name(name):

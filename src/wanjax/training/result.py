@@ -10,7 +10,6 @@ import numpy as np
 
 from wanjax.checkpoints.convert import ToWanjax
 from wanjax.checkpoints.files import Reader, save_safetensors
-from wanjax.checkpoints.lora import PREFIXES
 from wanjax.checkpoints.networks import Network
 from wanjax.checkpoints.sources import Source, Weights
 from wanjax.converters.engine import Exported, Rule, parameters
@@ -31,14 +30,14 @@ def save_lora(
     config: LoraConfig,
     network: Network,
     *,
-    component: str = "transformer",
     dialect: Dialect = "diffusers",
     told: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes factors by the names of diffusers to a LoRA file; `told` is JSON on the training, kept in its metadata.
 
-    In the dialect of diffusers keys begin with the component's name, and the metadata hold PEFT's config. In ComfyUI's
-    the modules have the authors' names, and an alpha each. Raises WanjaxError where it cannot be written.
+    In the dialect of diffusers keys begin with `transformer`, for a second expert too, and the metadata hold PEFT's
+    config. In ComfyUI's the modules have the authors' names, and an alpha each. Raises WanjaxError where
+    it cannot be written.
     """
     metadata = {"format": "pt", "wanjax": json.dumps({"version": VERSION, **(told or {})}, default=str)}
     if dialect == "comfy":
@@ -47,9 +46,8 @@ def save_lora(
     modules = sorted({key.removesuffix(FACTOR[0]) for key in factors if key.endswith(FACTOR[0])})
     peft = {"r": config.rank, "lora_alpha": config.scale * config.rank, "target_modules": modules, "lora_dropout": 0.0}
     peft |= {"use_rslora": False, "use_dora": False, "bias": "none", "peft_type": "LORA", "init_lora_weights": True}
-    prefix = component if component in PREFIXES else DIFFUSERS
-    metadata[PEFT_METADATA] = json.dumps({f"{prefix}.{name}": value for name, value in peft.items()})
-    save_safetensors(path, {f"{prefix}.{key}": value for key, value in factors.items()}, metadata)
+    metadata[PEFT_METADATA] = json.dumps({f"{DIFFUSERS}.{name}": value for name, value in peft.items()})
+    save_safetensors(path, {f"{DIFFUSERS}.{key}": value for key, value in factors.items()}, metadata)
 
 
 def _comfy(factors: Mapping[str, np.ndarray], config: LoraConfig, network: Network) -> Iterable[tuple[str, np.ndarray]]:

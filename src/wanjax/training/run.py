@@ -269,7 +269,6 @@ class Learner:
             factors,
             self.config.lora,
             self.known,
-            component=self.name if len(self.training.networks) > 1 else "transformer",
             dialect=self.config.dialect,
             told=about,
         )
