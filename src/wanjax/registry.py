@@ -27,6 +27,7 @@ from wanjax.errors import WanjaxError, shown
 from wanjax.kernels.attention import choose, named
 from wanjax.kernels.compiler_options import SAFE, check_set
 from wanjax.layers.placement import placed
+from wanjax.pipelines.cache_tables import key_of, measured_file, tables_of
 from wanjax.pipelines.cogvideox import FAMILY as COGVIDEOX
 from wanjax.pipelines.components import Components, MakeRoom
 from wanjax.pipelines.family import Architecture, Family, Preset, family_of
@@ -128,7 +129,7 @@ def examine(model: str | Path, revision: str | None = None, *, encoders: bool = 
     """
     source, preset = find(model, revision)
     family = family_of(source, FAMILIES)
-    architecture = _scheduled(family.architecture(source, encoders), preset)
+    architecture = _tabled(_scheduled(family.architecture(source, encoders), preset), family, preset, source)
     settings = family.settings(source, architecture, preset)
     if preset is None:
         settings = replace(settings, model=str(model))
@@ -139,7 +140,8 @@ def outline(model: str) -> tuple[Family, Architecture, Settings]:
     """Returns a model's family, architecture and settings; downloads nothing for a preset."""
     preset = _published(model)
     if preset is not None and preset.architecture is not None:
-        return family_with(preset), _scheduled(preset.architecture, preset), preset.defaults
+        family = family_with(preset)
+        return family, _tabled(_scheduled(preset.architecture, preset), family, preset), preset.defaults
     found = examine(model, encoders=True)
     return found.family, found.architecture, found.settings
 
@@ -154,6 +156,19 @@ def _scheduled(architecture: Architecture, preset: Preset | None) -> Architectur
     if preset is None or preset.scheduler is None:
         return architecture
     return replace(architecture, scheduler=preset.scheduler)
+
+
+def _tabled(architecture: Architecture, family: Family, preset: Preset | None, source: Source | None = None) -> Any:
+    """Returns the architecture with the tables that step caches need of the checkpoint, the user's own first."""
+    key = preset.name if preset else key_of(source) if source else ""
+    published = (family.tables, preset.name) if preset else (None, None)
+    return replace(architecture, tables=tables_of([(measured_file(key), None), published]))
+
+
+def tables_key(model: str | Path) -> str:
+    """Returns the name by which the tables measured of a checkpoint are kept."""
+    source, preset = find(model)
+    return preset.name if preset else key_of(source)
 
 
 @knows_keywords
@@ -334,7 +349,7 @@ def _partitioner(
         mesh = "auto"
     if isinstance(mesh, str) and is_auto(mesh):
         work, sp = architecture.forward(settings), parse_auto(mesh)
-        axes = choose_axes(jax.device_count(), heads=work.heads, tokens=work.tokens, guided=settings.guided, sp=sp)
+        axes = choose_axes(jax.device_count(), heads=work.heads, tokens=work.tokens, guided=settings.split, sp=sp)
         mesh = make_mesh(*axes, devices=jax.devices()[: math.prod(axes)])
     elif isinstance(mesh, str):
         mesh = make_mesh(*parse_mesh(mesh))

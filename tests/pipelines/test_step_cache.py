@@ -2,6 +2,7 @@
 """Step caches: which steps reuse, what these compute, and the texts that name a cache."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,8 +24,8 @@ from wanjax.cli.warming import first_steps
 from wanjax.errors import WanjaxError
 from wanjax.layers.stack import block_at
 from wanjax.models.hunyuanvideo.joint import joint_keys
+from wanjax.pipelines.cache_tables import Changes, Magnitudes, Tables
 from wanjax.pipelines.hunyuanvideo.programs import beside_condition
-from wanjax.pipelines.step_cache import NO_CACHE, DeepCache, reused_steps, step_cache
 from wanjax.pipelines.steps import Step
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
@@ -33,43 +34,6 @@ CACHE = "deepcache:1,6,3"  # steps 0, 1, 4 and 6 of seven are whole
 WHOLE = {0, 1, 4, 6}
 STEPS = 7
 SMALL = {"size": (32, 32), "frames": 9}
-
-
-def test_which_steps_of_deepcache_are_whole():
-    """The authors' rule, as sets of steps: up to start, every interval-th from there to end, and from end on."""
-    for start, end, interval, steps in ((11, 45, 4, 50), (0, 6, 3, 9), (2, 30, 5, 20)):
-        whole = {*range(start), *range(start, end, interval), *range(end, steps)} & {*range(steps)}
-        cache = DeepCache(start, end, interval)
-        assert {step for step in range(steps) if not cache.reuses(step)} == whole
-        assert reused_steps(cache, steps) == steps - len(whole)
-    assert reused_steps(DeepCache(), 50) == 25
-
-
-@pytest.mark.parametrize(
-    ("text", "cache"),
-    [("none", NO_CACHE), ("deepcache", DeepCache()), ("deepcache:5", DeepCache(5)), (CACHE, DeepCache(1, 6, 3))],
-)
-def test_a_text_names_a_cache(text, cache):
-    assert step_cache(text) == cache
-    assert step_cache(str(cache)) == cache
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("magic", "there is no step cache 'magic': deepcache or none would do"),
-        ("", "there is no step cache ''"),
-        ("none:1", "is not written like none"),
-        ("deepcache:a", r"is not written like deepcache:11,45,4, which has \['start', 'end', 'interval'\]"),
-        ("deepcache:1,2,3,4", "is not written like deepcache:11,45,4"),
-        ("deepcache:5,5,2", "deepcache:5,5,2 keeps nothing to reuse"),
-        ("deepcache:5,9,1", "keeps nothing to reuse"),
-        ("deepcache:-1,9,2", "keeps nothing to reuse"),
-    ],
-)
-def test_other_texts_are_refused(text, told):
-    with pytest.raises(WanjaxError, match=told):
-        step_cache(text)
 
 
 def test_a_cache_that_no_step_would_use_is_refused(tmp_path):
@@ -114,6 +78,17 @@ def test_deepcache_computes_the_last_block_alone(tmp_path):
     assert error(np.asarray(pipe.denoise(encoded, steps=STEPS, seed=3)), exact) > 1e-3
 
 
+RATIOS = (1.0, 1.02, 0.99, 0.97, 0.99, 0.98, 0.9)
+TABLES = Tables(Magnitudes(RATIOS, RATIOS[::-1], 0.1, 2, 0.2), Changes((1.0, 0.0), 0.3, 1, 1))
+
+
+def tabled(folder: Any, **given: Any) -> Any:
+    """Returns the pipeline of a checkpoint for which there are tables."""
+    pipe = wanjax.load(folder, **given)
+    pipe.architecture = replace(pipe.architecture, tables=TABLES)
+    return pipe
+
+
 MODELS = {
     "wan": tiny_checkpoint,
     "vace": tiny_control_checkpoint,
@@ -151,7 +126,6 @@ def test_a_second_expert_begins_with_a_whole_step(tmp_path):
     settings = pipe.settings(steps=STEPS, guidance_scale_2=2.0)
     schedule = pipe.scheduler.schedule(STEPS, shift=settings.flow_shift, sigmas=settings.sigmas)
     start = pipe.segments(schedule, settings)[1].start
-    assert DeepCache(start - 1, start + 1, 2).reuses(start)
     first, other = (
         latents_of(pipe, encoded, cache, guidance_scale_2=2.0)
         for cache in (f"deepcache:{start - 1},{start + 1},2", f"deepcache:{start + 1},{start + 3},2")
@@ -168,10 +142,13 @@ def test_eight_devices_agree_with_one(tmp_path):
     assert error(eight, one.astype(np.float64)) <= 1e-5
 
 
-@pytest.mark.parametrize(("cache", "steps", "first"), [("none", 50, 2), ("deepcache", 50, 16), (CACHE, 7, 5)])
+@pytest.mark.parametrize(
+    ("cache", "steps", "first"),
+    [("none", 50, 2), ("deepcache", 50, 16), (CACHE, 7, 5), ("easycache", 50, 3), ("teacache", 50, 50)],
+)
 def test_a_warm_up_takes_steps_of_every_kind(tmp_path, cache, steps, first):
-    pipe = wanjax.load(tiny_checkpoint(tmp_path))
-    assert first_steps(pipe.settings(steps=steps, cache=cache)) == first
+    pipe = tabled(tiny_checkpoint(tmp_path))
+    assert first_steps(pipe.architecture, pipe.settings(steps=steps, cache=cache)) == first
 
 
 def test_the_command_line_tells_of_a_cache(tmp_path, monkeypatch):

@@ -270,6 +270,33 @@ def warmup(report: Report, **given: Any) -> None:
 
 
 @main.command()
+@click.argument("model", default="nano", shell_complete=complete_models)
+@click.option(
+    "--prompt", "prompts", multiple=True, metavar="TEXT", help="In place of the own ones; several may be given."
+)
+@options.image
+@options.shape
+@options.steps
+@options.guidance_scale
+@options.attention
+@options.compute
+@options.mesh
+@options.rules
+@options.quiet
+@defaults.config
+@click.pass_obj
+def calibrate(report: Report, **given: Any) -> None:
+    """Measure what step caches need to know of MODEL.
+
+    Denoises a few prompts without a cache, and keeps MagCache's ratios and TeaCache's polynomial in the user's folder
+    for data, where `--cache` finds them. The size, the number of steps and the guidance are best those of later videos.
+    """
+    from wanjax.cli import calibration
+
+    calibration.calibrate(report, **given)
+
+
+@main.command()
 @click.argument("source", shell_complete=complete_models)
 @click.argument("target", required=False, type=click.Path(path_type=Path), metavar="[FOLDER]")
 @click.option("--to", type=click.Choice(["wanjax", "diffusers"]), default="wanjax", show_default=True, help="Layout.")

@@ -7,7 +7,6 @@ from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.progress import duration, in_bytes
 from wanjax.pipelines.record import devices_of
 from wanjax.pipelines.settings import Settings
-from wanjax.pipelines.step_cache import reused_steps, step_cache
 from wanjax.plan.roofline import peak_flops
 
 
@@ -30,14 +29,15 @@ def least_seconds(pipe: Pipeline, settings: Settings, steps: int, kind: str) -> 
     """Returns the seconds of so many steps on devices of a kind that work at their peak; None where that is unknown.
 
     A lower bound: the second forwards of steps that only some of the guidance scales ask for are not counted, nor are
-    steps that reuse what another kept, nor is self-attention where a window confines it.
+    steps that reuse what another kept or may, nor is self-attention where a window confines it.
     """
     if (peak := peak_flops(kind)) is None:
         return None
     work = pipe.architecture.forward(settings)
     confined = "window=" in str(pipe.components.options.get("attention"))
     flops = sum(work.flops.values()) - (work.scores if confined else 0)
-    whole = steps - reused_steps(step_cache(settings.cache), steps)
-    forwards = whole * (2 if min(settings.guidance_scales) > 1 else 1)
+    rule, shapes = pipe.architecture.cache_rule(settings), pipe.architecture
+    reused = min(steps - 1, sum(sum(rule.reused(turn, shapes.tables)) for turn in shapes.turns(settings)))
+    forwards = (steps - reused) * (2 if min(settings.guidance_scales) > 1 else 1) + reused * rule.forwards
     devices = 1 if pipe.partitioner is None else pipe.partitioner.mesh.size
     return forwards * flops / (peak * devices)

@@ -161,10 +161,11 @@ model_override = click.option(
 )
 text = click.option("--negative-prompt", metavar="TEXT", help="What the video should not show.")
 fps = click.option("--fps", type=int, metavar="N", help="Frames a second.")
+image = click.option(
+    "--image", metavar="FILE", shell_complete=complete_files, help="The first frame, for models of image to video."
+)
 pictures = together(
-    click.option(
-        "--image", metavar="FILE", shell_complete=complete_files, help="The first frame, for models of image to video."
-    ),
+    image,
     click.option(
         "--last-image",
         metavar="FILE",
@@ -218,8 +219,8 @@ guidance_scale = click.option(
 cache = click.option(
     "--cache",
     metavar="NAME",
-    help="Let some steps reuse what another kept, for speed and another video: deepcache, or deepcache:11,45,4, which "
-    "runs from step 11 to 44 all but the last block every fourth time; none is the default.",
+    help="Let some steps reuse what another kept, for speed and another video: magcache, teacache, easycache, "
+    "deepcache or guidance, with settings as in magcache:0.06,2,0.2; auto is the best for the model, none the default.",
 )
 denoising = together(
     fps,

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from wanjax import registry
 from wanjax.cli.stages import given_settings
+from wanjax.pipelines.cache_rules import NONE
 from wanjax.plan.outlook import Outlook, outlook
 from wanjax.plan.training import TrainingOutlook, training_outlook
 from wanjax.sharding import find_rules, is_auto, parse_auto, parse_mesh
@@ -132,6 +133,8 @@ def _summary(found: Outlook) -> list[str]:
             f"{found.reusing_steps} of {found.steps} steps reuse what another kept ({found.cache}): "
             f"{found.reusing_step_seconds:.3f} s each, {mean:.3f} s a step on average"
         )
+    elif found.cache != NONE.name:
+        lines.append(f"which steps reuse what another kept ({found.cache}) is not known ahead: all are priced as whole")
     for item in found.collectives:
         lines.append(
             f"{item['operation']} over {item['devices']} devices: {item['times']} a step, "

@@ -16,17 +16,28 @@ from wanjax.cli.processes import meet
 from wanjax.cli.report import Report
 from wanjax.cli.stages import Rendering
 from wanjax.compilation import compile_cache_folder
+from wanjax.pipelines.family import Architecture
 from wanjax.pipelines.settings import Settings
-from wanjax.pipelines.step_cache import step_cache
 from wanjax.pipelines.steps import Cancelled, Step
 
 STEPS, CHUNKS = 2, 3  # a run compiles nothing after these: later inputs have the sharding of the last outputs
 
 
-def first_steps(settings: Settings) -> int:
-    """Returns the number of steps after which a run compiles nothing: a step is known once its pair of kinds is."""
-    reuses = list(map(step_cache(settings.cache).reuses, range(settings.steps)))
-    pairs = list(pairwise(reuses))
+PAIRS = 4  # of steps after one another: whole or reusing, each after each
+
+
+def first_steps(architecture: Architecture, settings: Settings) -> int:
+    """Returns the number of steps after which a run compiles nothing: a step is known once its pair of kinds is.
+
+    Where the steps that reuse are not known, these are all steps.
+    """
+    rule, turns = architecture.cache_rule(settings), architecture.turns(settings)
+    if not rule.counted and not rule.branches:
+        return settings.steps
+    reuses = [rule.reused(turn, architecture.tables) for turn in turns]
+    if rule.branches:  # one program for all steps but a network's first
+        reuses = [(False, *(True,) * (turn.steps - 1)) for turn in turns]
+    pairs = list(pairwise(sum(reuses, ())))
     return max([STEPS, *(pairs.index(pair) + 2 for pair in set(pairs))])
 
 
@@ -52,12 +63,13 @@ class Rehearsal(Rendering):
         self.pipe.free()
 
     def _first_steps(self, encoded: Any, settings: dict[str, Any]) -> None:
-        last = first_steps(self.settings) - 1
+        last, kinds = first_steps(self.pipe.architecture, self.settings) - 1, []
 
         def take(step: Step) -> bool:
             self.report.stop_if_asked()
             jax.block_until_ready(step.latents)
-            return step.index < last
+            kinds.append(step.reuses)
+            return step.index < last and len(set(pairwise(kinds))) < PAIRS
 
         with suppress(Cancelled):
             self.pipe.denoise(encoded, callback=take, batch_guidance=self.batch_guidance, **settings)

@@ -17,7 +17,6 @@ from wanjax.compilation import Lowering, Program
 from wanjax.kernels.compiler_options import SAFE
 from wanjax.layers.conv import VIDEO
 from wanjax.layers.placement import placed
-from wanjax.layers.stack import TOKENS
 from wanjax.pipelines.frames import decode_chunk, encode_chunk
 from wanjax.pipelines.sampler import Denoiser, Inputs, State, take_step
 from wanjax.pipelines.seeds import solver_keys
@@ -73,9 +72,8 @@ class Blueprint:
         state, given = State(x, solver), (inputs, self.array((), jnp.float32), schedule)
         if reuses:
             whole = take_step.traceable(self.partitioner, denoiser)
-            state = replace(
-                state, kept=self.results(lambda *arguments: whole(*arguments)[0].kept, state, *given, axes=TOKENS)
-            )
+            kept = self.results(lambda *x: whole(*x)[0].kept, state, *given, axes=denoiser.cache.axes)
+            state = replace(state, kept=kept)
         return self.lowering(take_step, denoiser, state, *given)
 
     def decode(self, vae: Network, size: Sequence[int], at_once: Sequence[int], *, first: bool) -> Lowering:

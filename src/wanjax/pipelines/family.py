@@ -15,10 +15,12 @@ from wanjax.checkpoints.networks import Config, Network, NetworkKind, components
 from wanjax.checkpoints.sources import Layout, Source
 from wanjax.compilation import Lowering
 from wanjax.errors import WanjaxError
+from wanjax.pipelines.cache_rules import NONE, CacheRule, Turn, chosen_rule, turns_of
+from wanjax.pipelines.cache_tables import NO_TABLES, Tables
 from wanjax.pipelines.frames import chunk_count
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Settings
-from wanjax.pipelines.step_cache import reused_steps, step_cache
+from wanjax.pipelines.steps import Segment
 from wanjax.schedulers import Scheduler
 
 
@@ -69,29 +71,18 @@ def by_chunk(
     ]
 
 
-def by_step(build: Callable[..., Lowering], arguments: Mapping[str, Any], settings: Settings) -> list[Planned]:
-    """Returns the programs of a video's steps: a whole step, and one that reuses what the step cache kept.
-
-    `build` takes `cache`, and `reuses`, which tells them apart, beside the arguments.
-    """
-    arguments = {**arguments, "cache": step_cache(settings.cache)}
-    reused = reused_steps(arguments["cache"], settings.steps)
-    return [
-        Planned("step", build, {**arguments, "reuses": False}, settings.steps - reused),
-        Planned("reusing_step", build, {**arguments, "reuses": True}, reused),
-    ]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Architecture(ABC):
     """The shapes of a pipeline's networks, and its scheduler: the knowledge that needs no weights.
 
     Text and image encoders are in it for plans alone; a pipeline that runs reads their configs when it loads them.
     `vae` is the autoencoder's config, which has `spatial_factor`, `temporal_factor`, `latent_channels` and `patch`.
+    `tables` are those that step caches need.
     """
 
     vae: Any
     scheduler: Scheduler
+    tables: Tables = NO_TABLES
 
     @property
     @abstractmethod
@@ -134,6 +125,36 @@ class Architecture(ABC):
         None is the dtype of the networks. It is for plans of training alone.
         """
         raise WanjaxError(f"the training of {settings.model} cannot be priced: its family does not tell its inputs")
+
+    def segments(self, settings: Settings) -> Sequence[Segment]:
+        """Returns the steps of each network of a video that begins from noise."""
+        return [Segment(self.denoisers[0], 0, (settings.guidance_scale,) * settings.steps)]
+
+    def turns(self, settings: Settings) -> tuple[Turn, ...]:
+        """Returns the steps of each network for a step cache."""
+        return turns_of(self.segments(settings), settings.steps)
+
+    def cache_rule(self, settings: Settings) -> CacheRule:
+        """Returns the rule of the settings' step cache, complete; raises WanjaxError where the model cannot have it."""
+        if settings.cache == NONE.name:
+            return NONE
+        return chosen_rule(settings.cache, self.turns(settings), self.tables, settings.model)
+
+    def steps(
+        self, build: Callable[..., Lowering], arguments: Mapping[str, Any], settings: Settings
+    ) -> Sequence[Planned]:
+        """Returns the programs of a video's steps: a whole step, and one that reuses what the step cache kept.
+
+        `build` takes `cache`, and `reuses`, which tells them apart, beside the arguments. Where the steps that reuse
+        are not known before weights are, all are counted as whole.
+        """
+        rule, turns = self.cache_rule(settings), self.turns(settings)
+        arguments = {**arguments, "cache": rule.cache(turns[0], ())}
+        reused = sum(sum(rule.reused(turn, self.tables)) for turn in turns) if rule.counted else 0
+        return [
+            Planned("step", build, {**arguments, "reuses": False}, settings.steps - reused),
+            Planned("reusing_step", build, {**arguments, "reuses": True}, reused),
+        ]
 
     @abstractmethod
     def forward(self, settings: Settings, encoded: Any = None) -> Forward:
@@ -210,6 +231,7 @@ class Family:
     compiler options. `architecture` reads a checkpoint's configs, and those of its text and image encoders if the
     second argument is True. `settings` returns the default settings of a checkpoint. `loaders` load tokenizers and
     image processors from their folders. `layouts` are the layouts of its checkpoints other than that of diffusers.
+    `tables` is a file of published tables for step caches, by the presets' names.
     """
 
     name: str
@@ -221,6 +243,7 @@ class Family:
     presets: tuple[Preset, ...] = ()
     loaders: Mapping[str, Callable[[Path], Any]] = field(default_factory=dict)
     layouts: tuple[Layout, ...] = ()
+    tables: Path | None = None
 
     def network_of(self, config: Config) -> Network:
         """Returns the network that a config describes."""

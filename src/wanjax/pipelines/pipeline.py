@@ -20,6 +20,8 @@ from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import ClipSource, Pictures, PictureSource, read_pictures
 from wanjax.media.videos import Video
 from wanjax.pipelines import many
+from wanjax.pipelines.cache_rules import check_apart
+from wanjax.pipelines.caching import Caching
 from wanjax.pipelines.checks import (
     check_encoded,
     check_frames,
@@ -40,7 +42,6 @@ from wanjax.pipelines.resume import continuing, digest
 from wanjax.pipelines.sampler import Denoiser, Inputs, State, sample
 from wanjax.pipelines.seeds import checked_seed, initial_noise, solver_keys, steady_draws, told_seeds
 from wanjax.pipelines.settings import Settings, height_and_width
-from wanjax.pipelines.step_cache import step_cache
 from wanjax.pipelines.steps import Segment, Step, Switch, left_of
 
 
@@ -191,7 +192,8 @@ class Pipeline(Hooks):
             settings |= {"seed": checked_seed(settings["seed"])}
         chosen = self.defaults.updated(self.defaults.typed(settings))
         chosen.check(spatial=self.grid, temporal=self.architecture.vae.temporal_factor)
-        return chosen
+        check_apart(chosen.cache, self.partitioner is not None and self.partitioner.size("dp") > 1)
+        return replace(chosen, cache=str(self.architecture.cache_rule(chosen)))
 
     def _sides(self, size: Any, settings: Mapping[str, Any]) -> dict[str, int]:
         """Returns the height and width that a size gives; raises WanjaxError where they are given beside it."""
@@ -264,6 +266,7 @@ class Pipeline(Hooks):
         segments, total = self.segments(schedule, chosen), len(schedule.timesteps)
         callback = with_colours(callback, self.colours)
         origin = "" if keep is None else self._origin(chosen, encoded, draws, seeds, batch_guidance)
+        caching = self._caching(chosen, segments, schedule, batch_guidance)
         state, done, callback = continuing(keep, origin, state, segments, callback, continued)
 
         def prepare(segment: Segment, x: Float[Array, "B T H W C"]) -> tuple[Denoiser, Inputs]:
@@ -271,13 +274,19 @@ class Pipeline(Hooks):
             if segment.start > done and switched:
                 switched(Switch(segment.network, segment.start, total, seconds))
             denoiser, inputs = self.inputs(network, segment, encoded, x, batch_guidance)
-            return replace(denoiser, cache=step_cache(chosen.cache)), inputs
+            return replace(denoiser, cache=caching.of(segment.network, denoiser, inputs, self.compiled)), inputs
 
         state, segments = self.on_devices(state), left_of(segments, done)
         with counted("denoise", "step", done, total, self.progress) as count:
             x = sample(state, schedule, segments, prepare, compiled=self.compiled, callback=callback, done=count)
         frames = self.architecture.latent_shape(chosen)[2]
         return self.components.leave(jnp.moveaxis(self.finish(x, encoded)[:, -frames:], -1, 1))
+
+    def _caching(self, settings: Settings, segments: Sequence[Segment], schedule: Any, batch_guidance: bool) -> Caching:
+        """Returns the step caches of the segments' networks; raises WanjaxError where there can be none."""
+        check_apart(settings.cache, batch_guidance)
+        rule, tables = self.architecture.cache_rule(settings), self.architecture.tables
+        return Caching(rule, tables, segments, schedule, settings.steps)
 
     def _drawn(
         self, encoded: Encoded, settings: Settings, seeds: Sequence[int], noise: GivenDraws | None
@@ -308,6 +317,7 @@ class Pipeline(Hooks):
             "settings": settings.to_json(),
             "seeds": seeds,
             "scheduler": repr(self.scheduler),
+            "tables": repr(self.architecture.tables),
             "mesh": None if self.partitioner is None else dict(self.partitioner.mesh.shape),
             "batch_guidance": batch_guidance,
             "compiler": self.compiler,

@@ -48,6 +48,10 @@ class Denoiser(ABC):
     ) -> Float[Array, "B T H W _C"]:
         """Returns the network's prediction at x and t [B] under a prompt; `through` runs its blocks."""
 
+    @abstractmethod
+    def embed_times(self, network: Any, times: Any) -> Float[Array, "B _E"]:
+        """Returns the embedding of timesteps as the blocks are given it; `times` is a tree like that of `times`."""
+
     def times(self, schedule: Any) -> Any:
         """Returns the timestep of a schedule's only step, or a tree of all the timesteps that the network is told."""
         return schedule.timesteps[0]
@@ -102,15 +106,12 @@ def take_step(
     videos, *shape = state.x.shape
     x = jnp.broadcast_to(state.x, (inputs.batch // videos, videos, *shape)).reshape(-1, *shape)
     t = jax.tree.map(lambda time: jnp.full((inputs.batch,), time), denoiser.times(schedule))
-    pairs = [
-        denoiser.cache.run(partial(denoiser.predict, network, x, t, prompt, inputs.shared), kept)
-        for prompt, kept in zip(inputs.prompts, state.kept or (None,) * len(inputs.prompts), strict=True)
-    ]
-    predictions = jnp.concatenate([prediction.astype(jnp.float32) for prediction, _ in pairs])
-    prediction = replicate(guide(predictions, videos, scale))
+    forwards = [partial(denoiser.predict, network, x, t, prompt, inputs.shared) for prompt in inputs.prompts]
+    predictions, kept = denoiser.cache.predictions(forwards, state.x, state.kept)
+    prediction = replicate(guide(jnp.concatenate(predictions), videos, scale))
     x0 = replicate(denoiser.scheduler.x0(schedule, 0, prediction, state.x))
     x, solver = replicate(denoiser.scheduler.step(schedule, 0, prediction, state.x, state.solver))
-    return State(x, solver, tuple(kept for _, kept in pairs)), x0, jnp.isfinite(x).all()
+    return State(x, solver, kept), x0, jnp.isfinite(x).all()
 
 
 def sample(
@@ -134,11 +135,12 @@ def sample(
     for segment in segments:
         denoiser, inputs = prepare(segment, state.x)
         for index, scale in enumerate(segment.scales, segment.start):
-            state = state if denoiser.cache.reuses(index) else replace(state, kept=None)
+            state = replace(state, kept=denoiser.cache.given(index, state.kept))
             state, x0, finite = step(denoiser, state, inputs, jnp.float32(scale), one_step(schedule, index))
             in_flight.add(index, finite)
             x, x0 = (jnp.moveaxis(a, -1, 1) for a in (state.x, x0))
-            if callback and callback(Step(index, total, float(schedule.timesteps[index]), x, x0, state)) is False:
+            told = Step(index, total, float(schedule.timesteps[index]), x, x0, state, denoiser.cache.reuses(index))
+            if callback and callback(told) is False:
                 raise Cancelled(index)
         in_flight.wait()
         state = replace(state, kept=None)

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from wanjax.errors import WanjaxError, shown
 from wanjax.media.pictures import RESIZES
-from wanjax.pipelines.step_cache import NO_CACHE, reused_steps, step_cache
+from wanjax.pipelines.cache_rules import AUTO, NONE, Guidance, cache_rule, cache_rule_name
 
 DTYPES = ("bfloat16", "float32")
 SomeSettings = TypeVar("SomeSettings", bound="Settings")
@@ -27,7 +27,7 @@ class Settings:
 
     `size` is (height, width) in pixels; `dtype` is the dtype in which the networks compute; `resize`, one of `RESIZES`,
     is the way in which pictures are brought to the size; `strength` is the share of the steps that a given video takes;
-    `cache` names a step cache, as `step_cache` reads it.
+    `cache` names a step cache, as `cache_rule` reads it.
     """
 
     model: str
@@ -43,7 +43,7 @@ class Settings:
     dtype: str
     resize: str
     strength: float
-    cache: str = NO_CACHE.name
+    cache: str = NONE.name
 
     @property
     def size(self) -> tuple[int, int]:
@@ -58,6 +58,11 @@ class Settings:
     def guided(self) -> bool:
         """True where some step also runs the negative prompt."""
         return max(self.guidance_scales) > 1
+
+    @property
+    def split(self) -> bool:
+        """True where it helps that a mesh splits the two prompts of a step; a guidance cache needs them apart."""
+        return self.guided and cache_rule_name(self.cache) != Guidance.name
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -98,8 +103,8 @@ class Settings:
             raise WanjaxError(f"{self.fps} frames a second cannot be played: at least 1 is needed")
         if self.resize not in RESIZES:
             raise WanjaxError(f"pictures cannot be resized by {self.resize!r}: {', '.join(RESIZES)} would do")
-        if not reused_steps(cache := step_cache(self.cache), self.steps) and cache != NO_CACHE:
-            raise WanjaxError(f"the step cache {cache} would reuse nothing in {self.steps} steps: more steps would do")
+        if self.cache != AUTO:
+            cache_rule(self.cache)
 
     @property
     def strong_steps(self) -> int:

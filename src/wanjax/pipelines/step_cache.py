@@ -1,72 +1,75 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step caches: a step keeps a part of its work, which later steps reuse in place of doing it again.
 
-A cache stands between the sampler and a transformer, which hands it the way through its blocks: `Through`.
+A cache stands between the sampler and a transformer, which hands it the way through its blocks: `Through`. It is what a
+step is compiled for; `cache_rules` decide which steps reuse.
 """
 
-import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
-from wanjax.errors import WanjaxError, shown
-from wanjax.layers.stack import Through, Trunk, through_all
+from wanjax.errors import WanjaxError
+from wanjax.layers.stack import TOKENS, Through, Trunk, as_tokens, through_all
+from wanjax.sharding import replicate
 
-Predict = Callable[[Through], Float[Array, "B T H W C"]]  # a forward, which goes through its blocks in this way
-Kept = tuple[Array, ...]
+Latents = Float[Array, "B T H W C"]
+Prediction = Float[Array, "_P T H W C"]  # of one video or more, under one prompt or both
+Predict = Callable[[Through], Prediction]  # a forward, which goes through its blocks in this way
+Kept = tuple[Any, ...]  # tuples of arrays
 
 
 @dataclass(frozen=True)
 class StepCache(ABC):
-    """A rule for the steps that reuse what another kept, and for what that is. A hashable value.
+    """What a step keeps, and how another reuses it: two programs without branches. A hashable value.
 
-    Which steps reuse depends on their number alone, so that each of the two kinds is a program without branches.
+    `reused` tells which steps reuse. The programs do not depend on it, so neither does the value.
     """
 
-    name: ClassVar[str]
+    reused: tuple[bool, ...] = field(default=(), compare=False, kw_only=True)
+    axes: ClassVar[Any] = TOKENS
+    """The logical axes of what is kept; None for arrays that are replicated."""
 
-    @abstractmethod
     def reuses(self, step: int) -> bool:
         """Tells whether a step, counted from 0, may reuse what an earlier one kept."""
+        return step < len(self.reused) and self.reused[step]
+
+    def given(self, step: int, kept: Kept | None) -> Kept | None:
+        """Returns what a step is given of what the step before it kept; None makes it whole."""
+        return kept if self.reuses(step) else None
+
+    def predictions(self, forwards: Sequence[Predict], x: Latents, kept: Kept | None) -> tuple[list[Prediction], Kept]:
+        """Returns the prediction of each forward of a step from x, in float32, and what the next step may reuse."""
+        pairs = [self.run(*pair) for pair in zip(forwards, kept or (None,) * len(forwards), strict=True)]
+        return [prediction.astype(jnp.float32) for prediction, _ in pairs], tuple(part for _, part in pairs)
+
+    def run(self, predict: Predict, kept: Kept | None) -> tuple[Prediction, Kept]:
+        """Returns a forward's prediction, and what the next may reuse; `kept` is None for a whole forward."""
+        return self.keep(predict) if kept is None else (self.reuse(predict, kept), kept)
 
     @abstractmethod
-    def keep(self, predict: Predict) -> tuple[Float[Array, "B T H W C"], Kept]:
+    def keep(self, predict: Predict) -> tuple[Prediction, Kept]:
         """Returns a whole forward's prediction, and what it keeps."""
 
     @abstractmethod
-    def reuse(self, predict: Predict, kept: Kept) -> Float[Array, "B T H W C"]:
+    def reuse(self, predict: Predict, kept: Kept) -> Prediction:
         """Returns a prediction made of what was kept."""
-
-    def run(self, predict: Predict, kept: Kept | None) -> tuple[Float[Array, "B T H W C"], Kept]:
-        """Returns a prediction, and what the next step may reuse; `kept` is None for a whole forward."""
-        return self.keep(predict) if kept is None else (self.reuse(predict, kept), kept)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The settings by name, in the order in which they are written."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-
-    def __str__(self) -> str:
-        return ":".join(filter(None, [self.name, ",".join(map(str, self.settings.values()))]))
 
 
 @dataclass(frozen=True)
 class NoCache(StepCache):
     """Keeps nothing: every step is whole."""
 
-    name = "none"
-
-    def reuses(self, step: int) -> bool:
-        return False
-
-    def keep(self, predict: Predict) -> tuple[Float[Array, "B T H W C"], Kept]:
+    def keep(self, predict: Predict) -> tuple[Prediction, Kept]:
         return predict(through_all), ()
 
-    def reuse(self, predict: Predict, kept: Kept) -> Float[Array, "B T H W C"]:
+    def reuse(self, predict: Predict, kept: Kept) -> Prediction:
         raise AssertionError("no step reuses anything")
 
 
@@ -74,26 +77,10 @@ NO_CACHE = NoCache()
 
 
 @dataclass(frozen=True)
-class DeepCache(StepCache):
-    """Reuses the tokens before the last block: a step then runs the last block and the head alone.
+class LastBlockCache(StepCache):
+    """Keeps the tokens before the last block: a step that reuses them runs the last block and the head alone."""
 
-    Of the steps from `start` to before `end` every `interval`-th is whole; the others there reuse. Follows Ma et al.,
-    DeepCache, 2024, as HunyuanVideo 1.5's authors apply it to a transformer: hyvideo/commons/cache_helper.py.
-    """
-
-    name = "deepcache"
-    start: int = 11
-    end: int = 45
-    interval: int = 4
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.start < self.end and self.interval > 1):
-            raise WanjaxError(f"{self} keeps nothing to reuse: 0 <= start < end and an interval from 2 on would do")
-
-    def reuses(self, step: int) -> bool:
-        return self.start <= step < self.end and (step - self.start) % self.interval != 0
-
-    def keep(self, predict: Predict) -> tuple[Float[Array, "B T H W C"], Kept]:
+    def keep(self, predict: Predict) -> tuple[Prediction, Kept]:
         kept: list[Array] = []
 
         def through(trunk: Trunk, x: Any) -> Any:
@@ -103,32 +90,145 @@ class DeepCache(StepCache):
 
         return predict(through), tuple(kept)
 
-    def reuse(self, predict: Predict, kept: Kept) -> Float[Array, "B T H W C"]:
+    def reuse(self, predict: Predict, kept: Kept) -> Prediction:
         return predict(lambda trunk, x: trunk.last(jax.tree.unflatten(jax.tree.structure(x), kept)))
 
 
-CACHES: Mapping[str, type[StepCache]] = {cache.name: cache for cache in (DeepCache, NoCache)}
+@dataclass(frozen=True)
+class ResidualCache(StepCache):
+    """Keeps what all blocks add to the video's tokens: a step that reuses it runs the embedding and the head alone.
 
-
-def step_cache(text: str) -> StepCache:
-    """Returns the cache that a text such as `deepcache`, `deepcache:11,45,4` or `none` describes.
-
-    Raises WanjaxError for any other text.
+    Of several streams of tokens the video's is the first, and all that a head reads.
     """
-    name, _, listed = text.partition(":")
-    if name not in CACHES:
-        raise WanjaxError(f"there is no step cache {shown(text)}: {' or '.join(CACHES)} would do")
-    usual = CACHES[name]()
-    settings, values = usual.settings, listed.split(",") if listed else []
-    try:
-        given = {key: type(settings[key])(value) for key, value in zip(settings, values, strict=False)}
-    except ValueError:
-        given = {}
-    if len(given) != len(values):
-        raise WanjaxError(f"the step cache {shown(text)} is not written like {usual}, which has {list(settings)}")
-    return CACHES[name](**given)
+
+    def keep(self, predict: Predict) -> tuple[Prediction, Kept]:
+        kept: list[Array] = []
+
+        def through(trunk: Trunk, x: Any) -> Any:
+            after = trunk.all(x)
+            kept.append(jax.tree.leaves(after)[0] - jax.tree.leaves(x)[0])
+            return after
+
+        return predict(through), tuple(as_tokens(kept))
+
+    def reuse(self, predict: Predict, kept: Kept) -> Prediction:
+        def through(trunk: Trunk, x: Any) -> Any:
+            (video, *others), tree = jax.tree.flatten(x)
+            return jax.tree.unflatten(tree, [as_tokens(video + kept[0]), *others])
+
+        return predict(through)
 
 
-def reused_steps(cache: StepCache, steps: int) -> int:
-    """Returns the number of steps that reuse what another kept."""
-    return sum(map(cache.reuses, range(steps)))
+class History(NamedTuple):
+    """The part of an `OutputCache` that all forwards share. Errors and changes are those of each video."""
+
+    at: Latents  # the latents at the last step that was computed
+    before: Latents  # the latents at the last step
+    rate: Float[Array, "B"]  # how much the output changed for each change of the latents, between computed steps
+    error: Float[Array, "B"]  # the relative change of the output that is expected since the last computed step
+    count: Any  # the number of steps that reused
+    threshold: Any  # of the error; the host sets it for each step, below 0 for one that has to be computed
+
+
+@dataclass(frozen=True)
+class OutputCache(StepCache):
+    """Keeps the output of a step, and decides on the device, from the prompt's own output, whether to reuse it.
+
+    A step that reuses adds to its latents what the last computed step added, without running the network. Of videos
+    that are made together all reuse or none. One program makes the first step, and another, with a branch, all others.
+    """
+
+    threshold: float = field(default=0.0, compare=False)
+    axes = None
+
+    def given(self, step: int, kept: Kept | None) -> Kept | None:
+        threshold = np.float32(self.threshold if self.reuses(step) else -1)
+        return kept and (*kept[:-1], tuple(History(*kept[-1])._replace(threshold=threshold)))
+
+    def predictions(self, forwards: Sequence[Predict], x: Latents, kept: Kept | None) -> tuple[list[Prediction], Kept]:
+        def computed() -> list[Prediction]:
+            return replicate([predict(through_all).astype(jnp.float32) for predict in forwards])
+
+        if kept is None:
+            outputs, none = computed(), jnp.zeros(len(x))
+            first = History(x, x, none + jnp.inf, none, jnp.int32(0), jnp.float32(-1))
+            return outputs, (*((output,) for output in outputs), tuple(first))
+        *parts, past = kept
+        old, past = [output for (output,) in parts], History(*past)
+        expected = past.error + past.rate * _size(x - past.before) / _size(old[0][: len(x)])
+        reuse = jnp.all(expected < past.threshold)
+
+        def again() -> tuple[list[Prediction], list[Prediction], History]:
+            moved = [_like(x, output) + (output - _like(past.at, output)) for output in old]
+            return moved, old, past._replace(before=x, error=expected, count=past.count + 1)
+
+        def anew() -> tuple[list[Prediction], list[Prediction], History]:
+            new = computed()
+            rate = _size(new[0][: len(x)] - old[0][: len(x)]) / _size(x - past.at)
+            return new, new, past._replace(at=x, before=x, rate=rate, error=jnp.zeros_like(past.error))
+
+        predictions, outputs, past = jax.lax.cond(reuse, again, anew)
+        return list(predictions), (*((output,) for output in outputs), tuple(past))
+
+    def keep(self, predict: Predict) -> tuple[Prediction, Kept]:
+        raise AssertionError("a step's forwards are decided together")
+
+    reuse = keep  # pyright: ignore[reportAssignmentType]
+
+
+@dataclass(frozen=True)
+class GuidanceCache(StepCache):
+    """Keeps how the negative prompt's output differs from the prompt's, at low and at high frequencies.
+
+    A step that reuses it runs the prompt alone. Before `half` the low frequencies count more, and then the high ones.
+    """
+
+    half: int = field(default=0, compare=False)
+    more: ClassVar[float] = 1.2
+    axes = None
+
+    def given(self, step: int, kept: Kept | None) -> Kept | None:
+        weights = (self.more, 1.0) if step < self.half else (1.0, self.more)
+        return kept and (kept[0], (np.array(weights, np.float32),)) if self.reuses(step) else None
+
+    def predictions(self, forwards: Sequence[Predict], x: Latents, kept: Kept | None) -> tuple[list[Prediction], Kept]:
+        if len(forwards) != 2:
+            raise WanjaxError("a guidance cache needs both prompts, one after the other: a mesh without dp would do")
+        if kept is None:
+            prompt, negative = (predict(through_all).astype(jnp.float32) for predict in forwards)
+            low = low_frequencies(change := replicate(negative - prompt))
+            return [prompt, negative], ((low, change - low), (jnp.ones(2, jnp.float32),))
+        (low, high), (weights,) = kept
+        prompt = forwards[0](through_all).astype(jnp.float32)
+        return [prompt, prompt + weights[0] * low + weights[1] * high], kept
+
+    def keep(self, predict: Predict) -> tuple[Prediction, Kept]:
+        raise AssertionError("a step's forwards are decided together")
+
+    reuse = keep  # pyright: ignore[reportAssignmentType]
+
+
+def low_frequencies(x: Prediction) -> Prediction:
+    """Returns the part of the lowest quarter of the frequencies along height and of those along width."""
+    height, width = x.shape[2:4]
+    for axis, matrix in ((2, _low_pass(height, height // 4)), (3, _low_pass(width, (width // 2 + 1) // 4))):
+        x = jnp.moveaxis(jnp.tensordot(matrix, x, axes=(1, axis), precision="highest"), 0, axis)
+    return x
+
+
+def _low_pass(length: int, count: int) -> Float[np.ndarray, "L L"]:
+    """Returns the matrix that keeps the `count` lowest frequencies of a signal, 0 among them, and at least that."""
+    along = np.arange(length)
+    waves = 2 * np.pi * np.arange(1, max(count, 1)) / length
+    ripples = np.cos(waves[:, None, None] * (along[:, None] - along)).sum(axis=0)
+    return ((1 + 2 * ripples) / length).astype(np.float32)
+
+
+def _size(x: Prediction) -> Float[Array, " _P"]:
+    """Returns the mean absolute value of each video's array."""
+    return jnp.abs(x).mean(axis=(1, 2, 3, 4))
+
+
+def _like(x: Latents, output: Prediction) -> Prediction:
+    """Returns latents as often as an output has them: once for each prompt."""
+    return jnp.concatenate([x] * (len(output) // len(x)))

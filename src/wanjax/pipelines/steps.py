@@ -37,8 +37,9 @@ def left_of(segments: Sequence[Segment], steps: int) -> list[Segment]:
 class Step(NamedTuple):
     """A denoising step, `index` of `total` from 0: the latents after it, and the clean latents predicted in it.
 
-    `state` is all that the next step takes from it. The next step reuses its buffers. `colours` fits the map of
-    previews, at its first call.
+    `state` is all that the next step takes from it. The next step reuses its buffers. `reuses` tells whether the step
+    reused what another kept, or might have where that is decided on the device. `colours` fits the map of previews, at
+    its first call.
     """
 
     index: int
@@ -47,6 +48,7 @@ class Step(NamedTuple):
     latents: Float[Array, "B C T H W"]
     x0: Float[Array, "B C T H W"]
     state: Any
+    reuses: bool = False
     colours: Callable[[], Colours] | None = None
 
     def preview(self) -> UInt8[np.ndarray, "B T H W 3"]:

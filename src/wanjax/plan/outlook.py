@@ -2,12 +2,13 @@
 """The memory and the seconds of each stage of a video, and their limits, on devices that need not be present."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any
 
 from wanjax.errors import WanjaxError
 from wanjax.kernels.compiler_options import SAFE, check_set
+from wanjax.pipelines.cache_rules import check_apart
 from wanjax.pipelines.family import Architecture, Family, Forward
 from wanjax.pipelines.settings import Settings
 from wanjax.plan import traced
@@ -124,13 +125,13 @@ def outlook(
     work = architecture.forward(settings)
     if mesh is None and isinstance(place, Slice):
         together = sum(parameters[name] for name in architecture.denoisers)
-        mesh = choose_mesh(place, work, guided=settings.guided, parameters=together, sp=sp)
+        mesh = choose_mesh(place, work, guided=settings.split, parameters=together, sp=sp)
     axes = _axes(place, mesh or (1, 1, 1))
+    settings = _settled(architecture, settings, axes["dp"] > 1 or batch_guidance)
     options: dict[str, Any] = {"attention": attention, "rules": rules, "batch_guidance": batch_guidance}
     runs = stages(architecture, settings, chip, axes, compiler=compiler, **options)
     prices = _prices(place, runs)
     told = {name: _stage(prices[name], place.memory) for name in runs}
-    every = [priced for stage in prices.values() for _, priced in stage]
     (step,) = (priced for run, priced in prices["denoise"] if run.name == "step")
     return Outlook(
         **_asked(settings, chip, place, axes, rules),
@@ -141,8 +142,19 @@ def outlook(
         download_bytes_at_most=4 * sum(parameters.values()),
         disk_bytes=_stored_bytes(family, architecture, parameters),
         limit=_limit(told, step),
-        doubts=list(dict.fromkeys(doubt for priced in every for doubt in priced.doubts)),
+        doubts=_doubts(prices),
     )
+
+
+def _doubts(prices: Mapping[str, Sequence[tuple[Scheduled, Priced]]]) -> list[str]:
+    """Returns the doubts about the price of any program, each once."""
+    return list(dict.fromkeys(doubt for stage in prices.values() for _, priced in stage for doubt in priced.doubts))
+
+
+def _settled(architecture: Architecture, settings: Settings, together: bool) -> Settings:
+    """Returns the settings with a complete step cache; `together` tells whether a forward has both prompts."""
+    check_apart(settings.cache, together)
+    return replace(settings, cache=str(architecture.cache_rule(settings)))
 
 
 def _asked(settings: Settings, chip: str, place: Place, axes: Mapping[str, int], rules: str) -> dict[str, Any]:

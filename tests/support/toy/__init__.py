@@ -22,7 +22,7 @@ from wanjax.errors import WanjaxError
 from wanjax.kernels.compiler_options import scanned
 from wanjax.models.t5 import T5Config
 from wanjax.pipelines.encoders import T5
-from wanjax.pipelines.family import Architecture, Family, Forward, Planned, Preset, by_chunk, by_step
+from wanjax.pipelines.family import Architecture, Family, Forward, Planned, Preset, by_chunk
 from wanjax.pipelines.guidance import group, grouping
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.sampler import Denoiser, Inputs
@@ -99,6 +99,9 @@ def embed_texts(graphdef, text, glyphs, weights):
 
 @dataclass(frozen=True)
 class ToyDenoiser(Denoiser):
+    def embed_times(self, network, times):
+        return network.time_embed(nets.sinusoid(times, 8).astype(network.dtype))
+
     def predict(self, network, x, t, prompt, shared, through):
         return network(x, t, *prompt, through)
 
@@ -136,7 +139,7 @@ class ToyArchitecture(Architecture):
         frames, count = {"vae": self.vae, "size": settings.size}, self.latent_shape(settings)[2]
         return {
             "encode": [Planned("encode_texts", planned_texts, texts, 1)],
-            "denoise": by_step(planned_step, video, settings),
+            "denoise": self.steps(planned_step, video, settings),
             "decode": by_chunk("decode", planned_decode, frames, count, self.vae.decoded_at_once(count)),
         }
 

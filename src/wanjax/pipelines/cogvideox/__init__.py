@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """CogVideoX and CogVideoX-1.5: https://github.com/zai-org/CogVideo, text and image to video."""
 
+from pathlib import Path
+
+from wanjax.pipelines.cache_tables import FILE
 from wanjax.pipelines.cogvideox.architecture import CogVideoXArchitecture
 from wanjax.pipelines.cogvideox.networks import NETWORKS
 from wanjax.pipelines.cogvideox.pipeline import CogVideoXPipeline
@@ -19,5 +22,6 @@ FAMILY = Family(
     architecture=CogVideoXArchitecture.of,
     settings=settings_of,
     presets=PRESETS,
+    tables=Path(__file__).parent / FILE,
     loaders={"tokenizer": lambda folder: Tokenizer.load(folder, length=TEXT_LENGTH)},
 )

@@ -18,7 +18,7 @@ from wanjax.models.cogvideox.vae_config import VAEConfig
 from wanjax.models.t5 import T5Config
 from wanjax.pipelines.cogvideox import planned
 from wanjax.pipelines.cogvideox.networks import NETWORKS
-from wanjax.pipelines.family import Architecture, Forward, Planned, by_chunk, by_step
+from wanjax.pipelines.family import Architecture, Forward, Planned, by_chunk
 from wanjax.pipelines.settings import Settings
 from wanjax.schedulers import Scheduler, from_config
 from wanjax.schedulers.ddim import DDIM
@@ -151,7 +151,7 @@ class CogVideoXArchitecture(Architecture):
         }
         denoise = [
             Planned("context", planned.context, video, 1),
-            *by_step(planned.step, video | {"scheduler": self.scheduler}, settings),
+            *self.steps(planned.step, video | {"scheduler": self.scheduler}, settings),
         ]
         count = self.latent_shape(settings)[2]
         decode = by_chunk("decode", planned.decode_frames, frames, count, self.vae.decoded_at_once(count))

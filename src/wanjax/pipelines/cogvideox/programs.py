@@ -28,6 +28,9 @@ class Shared(NamedTuple):
 class CogVideoXDenoiser(Denoiser):
     """CogVideoX's transformer; predicts v of latents."""
 
+    def embed_times(self, network: Any, times: Float[Array, "B"]) -> Float[Array, "B _E"]:
+        return network.time_embed(times)
+
     def predict(
         self,
         network: Any,

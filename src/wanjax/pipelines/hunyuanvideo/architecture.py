@@ -18,7 +18,7 @@ from wanjax.models.hunyuanvideo.vae_config import VAEConfig
 from wanjax.models.qwen2_vl import Qwen2VLConfig
 from wanjax.models.siglip import SiglipVisionConfig
 from wanjax.models.t5 import T5Config
-from wanjax.pipelines.family import Architecture, Forward, Planned, by_chunk, by_step
+from wanjax.pipelines.family import Architecture, Forward, Planned, by_chunk
 from wanjax.pipelines.hunyuanvideo import planned
 from wanjax.pipelines.hunyuanvideo.conditioning import HunyuanVideoEncoded, shortened
 from wanjax.pipelines.hunyuanvideo.networks import NETWORKS
@@ -153,7 +153,7 @@ class HunyuanVideoArchitecture(Architecture):
         }
         denoise = [
             Planned("context", planned.context, video, 1),
-            *by_step(planned.step, video | {"scheduler": self.scheduler}, settings),
+            *self.steps(planned.step, video | {"scheduler": self.scheduler}, settings),
         ]
         count = self.latent_shape(settings)[2]
         decode = by_chunk("decode", planned.decode_frames, frames, count, self.vae.decoded_at_once(count))

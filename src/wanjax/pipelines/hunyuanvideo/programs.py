@@ -39,6 +39,9 @@ class HunyuanVideoDenoiser(Denoiser):
         now = (super().times(schedule),)
         return (*now, schedule.sigmas[1] * TRAIN_STEPS) if self.meanflow else now
 
+    def embed_times(self, network: Any, times: tuple[Float[Array, "B"], ...]) -> Float[Array, "B _E"]:
+        return network.time(*times)
+
     def predict(
         self,
         network: Any,

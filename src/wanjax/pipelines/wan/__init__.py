@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wan 2.1 and 2.2: https://github.com/Wan-Video, text, image and control to video."""
 
+from pathlib import Path
+
+from wanjax.pipelines.cache_tables import FILE
 from wanjax.pipelines.family import Family
 from wanjax.pipelines.image_processor import ImageProcessor
 from wanjax.pipelines.tokenizer import Tokenizer
@@ -19,6 +22,7 @@ FAMILY = Family(
     architecture=WanArchitecture.of,
     settings=settings_of,
     presets=PRESETS,
+    tables=Path(__file__).parent / FILE,
     loaders={
         "tokenizer": lambda folder: Tokenizer.load(folder, length=TEXT_LENGTH),
         "image_processor": ImageProcessor.load,

@@ -16,13 +16,15 @@ from wanjax.models.clip import CLIPVisionConfig
 from wanjax.models.t5 import T5Config
 from wanjax.models.wan.config import ControlTransformerConfig, ImageTransformerConfig, TransformerConfig
 from wanjax.models.wan.flops import forward_flops, self_attention_flops
-from wanjax.pipelines.family import Architecture, Forward, Planned, by_chunk, by_step, optional
+from wanjax.pipelines.family import Architecture, Forward, Planned, by_chunk, optional
 from wanjax.pipelines.settings import Settings
+from wanjax.pipelines.steps import Segment
 from wanjax.pipelines.wan import planned
 from wanjax.pipelines.wan.conditioning import TEXT_TO_VIDEO, Task, WanEncoded, task_of
-from wanjax.pipelines.wan.experts import EXPERTS
+from wanjax.pipelines.wan.experts import EXPERTS, segments
 from wanjax.pipelines.wan.networks import NETWORKS
 from wanjax.pipelines.wan.programs import TEXT_LENGTH
+from wanjax.pipelines.wan.settings import WanSettings
 from wanjax.schedulers import Scheduler, UniPC, from_config
 
 
@@ -108,6 +110,11 @@ class WanArchitecture(Architecture):
             return self.transformer.image_positions or self.image_encoder.tokens
         return 0
 
+    def segments(self, settings: Settings) -> Sequence[Segment]:
+        assert isinstance(settings, WanSettings)
+        options = {"shift": settings.flow_shift, "sigmas": settings.sigmas}
+        return segments(self.scheduler.schedule(settings.steps, **options).timesteps, settings)
+
     def forward(self, settings: Settings, encoded: WanEncoded | None = None) -> Forward:
         seen = None if encoded is None else encoded.image_embeds
         _, _, *cells = self.latent_shape(settings)
@@ -156,7 +163,7 @@ class WanArchitecture(Architecture):
         }
         denoise = [
             Planned("context", planned.context, video, len(self.denoisers)),
-            *by_step(planned.step, video | {"scheduler": self.scheduler}, settings),
+            *self.steps(planned.step, video | {"scheduler": self.scheduler}, settings),
         ]
         decode = by_chunk("decode", planned.decode_frames, frames, latents[2], self.vae.decoded_at_once(latents[2]))
         return {"encode": encode, "denoise": denoise, "decode": decode}

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from wanjax.compilation import program
 from wanjax.kernels.compiler_options import scanned
+from wanjax.layers.embeddings import sinusoid
 from wanjax.layers.rope import Rope
 from wanjax.layers.stack import Through, through_all
 from wanjax.pipelines.sampler import Denoiser
@@ -33,6 +34,9 @@ class WanDenoiser(Denoiser):
     """Wan's transformer with its task; predicts the velocity of latents."""
 
     task: Task
+
+    def embed_times(self, network: Any, times: Float[Array, "B"]) -> Float[Array, "B _E"]:
+        return network.time_proj(jax.nn.silu(network.time_embed(sinusoid(times, network.config.frequency_dim))))
 
     def predict(
         self,

@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of step caches: which steps of a video reuse what another kept, and the texts that name a rule.
+
+All but one know the steps on the host, before a step is compiled; EasyCache decides on the device.
+"""
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, get_args, get_type_hints
+
+import numpy as np
+from jaxtyping import Float
+
+from wanjax.errors import WanjaxError, shown
+from wanjax.pipelines.cache_tables import Magnitudes, Tables
+from wanjax.pipelines.step_cache import (
+    NO_CACHE,
+    GuidanceCache,
+    LastBlockCache,
+    OutputCache,
+    ResidualCache,
+    StepCache,
+)
+from wanjax.pipelines.steps import Segment
+
+
+class Turn(NamedTuple):
+    """The consecutive steps of one network, of which `number` others came before it.
+
+    The video takes `total` steps; `skipped` ones are left out before, because it begins from a given video.
+    """
+
+    number: int
+    start: int
+    steps: int
+    total: int
+    skipped: int
+    guided: bool
+
+
+def turns_of(segments: Sequence[Segment], steps: int) -> tuple[Turn, ...]:
+    """Returns the turns of a video's networks; `steps` are those of its settings."""
+    total = sum(len(segment.scales) for segment in segments)
+    return tuple(
+        Turn(number, segment.start, len(segment.scales), total, steps - total, segment.guided)
+        for number, segment in enumerate(segments)
+    )
+
+
+@dataclass(frozen=True)
+class CacheRule(ABC):
+    """A rule for the steps that reuse what another kept. A network's first step never does."""
+
+    name: ClassVar[str]
+    table: ClassVar[str | None] = None
+    """The field of `Tables` that the rule reads."""
+    counted: ClassVar[bool] = True
+    """True where the steps that reuse are known before weights are."""
+    branches: ClassVar[bool] = False
+    """True where a step decides on the device whether it reuses."""
+    forwards: ClassVar[int] = 0
+    """The number of forwards that a step under guidance still runs where it reuses."""
+
+    def completed(self, tables: Tables) -> "CacheRule":
+        """Returns the rule with the checkpoint's own settings where none are given."""
+        return self
+
+    @abstractmethod
+    def reused(self, turn: Turn, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
+        """Tells of each step of a turn whether it reuses, or may where that is not `counted`."""
+
+    @abstractmethod
+    def cache(self, turn: Turn, reused: tuple[bool, ...]) -> StepCache:
+        """Returns the cache of a turn, whose steps, counted from the video's first, reuse as told."""
+
+    def __str__(self) -> str:
+        values = [getattr(self, field.name) for field in dataclasses.fields(self)]
+        return ":".join(filter(None, [self.name, ",".join(str(value) for value in values if value is not None)]))
+
+
+@dataclass(frozen=True)
+class NoRule(CacheRule):
+    """Every step is whole."""
+
+    name = "none"
+
+    def reused(self, turn: Turn, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
+        return (False,) * turn.steps
+
+    def cache(self, turn: Turn, reused: tuple[bool, ...]) -> StepCache:
+        return NO_CACHE
+
+
+@dataclass(frozen=True)
+class DeepCache(CacheRule):
+    """Reuses the tokens before the last block: a step then runs the last block and the head alone.
+
+    Of the steps from `start` to before `end` every `interval`-th is whole; the others there reuse. Follows Ma et al.,
+    DeepCache, 2024, as HunyuanVideo 1.5's authors apply it to a transformer: hyvideo/commons/cache_helper.py.
+    """
+
+    name = "deepcache"
+    start: int = 11
+    end: int = 45
+    interval: int = 4
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.start < self.end and self.interval > 1):
+            raise WanjaxError(f"{self} keeps nothing to reuse: 0 <= start < end and an interval from 2 on would do")
+
+    def reused(self, turn: Turn, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
+        steps = range(turn.start, turn.start + turn.steps)
+        return _begun([self.start <= i < self.end and (i - self.start) % self.interval != 0 for i in steps])
+
+    def cache(self, turn: Turn, reused: tuple[bool, ...]) -> StepCache:
+        return LastBlockCache(reused=reused)
+
+
+@dataclass(frozen=True)
+class MagCache(CacheRule):
+    """Reuses what all blocks add to the tokens, while its magnitude is known to change little.
+
+    Follows Ma et al., MagCache, 2025: magcache_generate.py in MagCache4Wan2.1 and MagCache4Wan2.2. A step reuses if it
+    does for both prompts. At most `most` steps in a row reuse, and the share `whole` of a network's steps comes first.
+    """
+
+    name = "magcache"
+    table = "magnitudes"
+    delta: float | None = None
+    most: int | None = None
+    whole: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.delta is not None and not 0 < self.delta < math.inf:
+            raise WanjaxError(f"the threshold of {self} is not a number above 0: 0.06 is usual")
+        if self.most is not None and self.most < 1:
+            raise WanjaxError(f"{self} lets {self.most} steps in a row reuse: from 1 on would do")
+        if self.whole is not None and not 0 <= self.whole < 1:
+            raise WanjaxError(f"{self} has {self.whole:g} as the share of whole steps: from 0 to below 1 would do")
+
+    def completed(self, tables: Tables) -> "CacheRule":
+        assert tables.magnitudes is not None
+        usual = {name: getattr(tables.magnitudes, name) for name in ("delta", "most", "whole")}
+        return dataclasses.replace(self, **{k: v for k, v in usual.items() if getattr(self, k) is None})
+
+    def reused(self, turn: Turn, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
+        table = tables.magnitudes
+        assert table is not None
+        delta, most = self.delta or table.delta, self.most or table.most
+        whole = table.whole if self.whole is None else self.whole
+        if not table.turns[turn.number]:
+            return (False,) * turn.steps
+        lists = (table.prompt, table.negative) if turn.guided else (table.prompt,)
+        listed = np.stack([nearest(ratios, turn.skipped + turn.total) for ratios in lists])[:, turn.skipped :]
+        found, (grown, errors, count) = [], NEW
+        for step in range(turn.steps):
+            if step == 0 or not _may(step, turn, whole, table):
+                found.append(False)
+                continue
+            grown = grown * listed[:, turn.start + step]
+            errors, count = errors + np.abs(1 - grown), count + 1
+            found.append(bool((errors < delta).all()) and count <= most)
+            if not found[-1]:
+                grown, errors, count = NEW
+        return _begun(found)
+
+    def cache(self, turn: Turn, reused: tuple[bool, ...]) -> StepCache:
+        return ResidualCache(reused=reused)
+
+
+NEW = (1.0, 0.0, 0)  # growth, errors and count of a MagCache after a step that was computed
+
+
+def _may(step: int, turn: Turn, whole: float, table: Magnitudes) -> bool:
+    """Tells whether a step of a turn may reuse, as MagCache's authors count: two forwards a step, a negative one last.
+
+    They round the count of whole forwards down, but up for the second of two networks that both reuse.
+    """
+    forward, after = 2 * step, 2 * turn.steps * whole
+    return forward > after if turn.number == 1 and table.turns[0] else forward >= int(after)
+
+
+def nearest(ratios: Sequence[float], steps: int) -> Float[np.ndarray, " steps"]:
+    """Returns a list of ratios read at the nearest indices for another number of steps."""
+    if steps == 1:
+        return np.array(ratios[-1:])
+    places = np.round(np.arange(steps) * ((len(ratios) - 1) / (steps - 1))).astype(int)
+    return np.array(ratios)[places]
+
+
+@dataclass(frozen=True)
+class TeaCache(CacheRule):
+    """Reuses what all blocks add to the tokens, while the timestep's embedding has changed little.
+
+    A polynomial turns its change into that of the output. Follows Liu et al., TeaCache, 2024: teacache_generate.py in
+    TeaCache4Wan2.1, with --use_ret_steps, and teacache_sample_video.py in TeaCache4CogVideoX1.5.
+    """
+
+    name = "teacache"
+    table = "changes"
+    counted = False
+    threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.threshold is not None and not 0 < self.threshold < math.inf:
+            raise WanjaxError(f"the threshold of {self} is not a number above 0: 0.1 is usual")
+
+    def completed(self, tables: Tables) -> "CacheRule":
+        assert tables.changes is not None
+        return self if self.threshold is not None else dataclasses.replace(self, threshold=tables.changes.threshold)
+
+    def reused(self, turn: Turn, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
+        """`changes` are those of the embedding before each step of the turn; without them each step reuses that may."""
+        table = tables.changes
+        assert table is not None
+        threshold = self.threshold or table.threshold
+        found, error = [], 0.0
+        for step in range(turn.steps):
+            may = step > 0 and table.first <= turn.start + step < turn.total - table.last
+            error = error + (0.0 if changes is None else float(np.polyval(table.polynomial, changes[step])))
+            found.append(may and error < threshold)
+            error = error if found[-1] else 0.0
+        return _begun(found)
+
+    def cache(self, turn: Turn, reused: tuple[bool, ...]) -> StepCache:
+        return ResidualCache(reused=reused)
+
+
+@dataclass(frozen=True)
+class EasyCache(CacheRule):
+    """Reuses what a step added to its latents, while the output is expected to change by less than a threshold.
+
+    Follows Zhou et al., EasyCache, 2025: easycache_generate.py in EasyCache4Wan2.1. The first `first` steps and the
+    last are computed; the run with the prompt decides for both prompts.
+    """
+
+    name = "easycache"
+    counted = False
+    branches = True
+    threshold: float = 0.05
+    first: int = 10
+
+    def __post_init__(self) -> None:
+        if not 0 < self.threshold < math.inf or self.first < 1:
+            raise WanjaxError(f"{self} has no threshold above 0 and first steps from 1 on: easycache:0.05,10 is usual")
+
+    def reused(self, turn: Turn, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
+        steps = range(turn.start, turn.start + turn.steps)
+        return _begun([self.first <= i < turn.total - 1 for i in steps])
+
+    def cache(self, turn: Turn, reused: tuple[bool, ...]) -> StepCache:
+        return OutputCache(reused=reused, threshold=self.threshold)
+
+
+@dataclass(frozen=True)
+class Guidance(CacheRule):
+    """Runs the negative prompt in every `interval`-th step alone, from a third of the steps to nine tenths.
+
+    In between its output is the prompt's and their last difference. Follows Lv et al., FasterCache, 2024, as in
+    maxdiffusion's pipelines/wan/wan_pipeline_2_1.py.
+    """
+
+    name = "guidance"
+    forwards = 1
+    interval: int = 5
+
+    def __post_init__(self) -> None:
+        if self.interval < 2:
+            raise WanjaxError(f"{self} keeps nothing to reuse: an interval from 2 on would do")
+
+    def reused(self, turn: Turn, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
+        start, end = int(turn.total / 3), int(turn.total * 0.9)
+        steps = range(turn.start, turn.start + turn.steps)
+        return _begun([turn.guided and start <= i < end and (i - start) % self.interval != 0 for i in steps])
+
+    def cache(self, turn: Turn, reused: tuple[bool, ...]) -> StepCache:
+        return GuidanceCache(reused=reused, half=turn.total // 2) if turn.guided else NO_CACHE
+
+
+RULES: Mapping[str, type[CacheRule]] = {
+    rule.name: rule for rule in (MagCache, TeaCache, EasyCache, DeepCache, Guidance, NoRule)
+}
+AUTO, NONE = "auto", NoRule()
+
+
+def cache_rule(text: str) -> CacheRule:
+    """Returns the rule that a text such as `magcache`, `deepcache:11,45,4` or `none` describes.
+
+    Raises WanjaxError for any other text.
+    """
+    name, _, listed = text.partition(":")
+    if name not in RULES:
+        raise WanjaxError(f"there is no step cache {shown(text)}: {', '.join([*RULES, AUTO])} would do")
+    fields, values = dataclasses.fields(RULES[name]), listed.split(",") if listed else []
+    hints = get_type_hints(RULES[name])
+    try:
+        kinds = [(get_args(hints[field.name]) or (hints[field.name],))[0] for field in fields]
+        given = {f.name: kind(value) for f, kind, value in zip(fields, kinds, values, strict=False)}
+    except ValueError:
+        given = {}
+    if len(given) != len(values):
+        written = f"{RULES[name]()}, which has {[field.name for field in fields]}"
+        raise WanjaxError(f"the step cache {shown(text)} is not written like {written}")
+    return RULES[name](**given)
+
+
+def chosen_rule(text: str, turns: Sequence[Turn], tables: Tables, model: str) -> CacheRule:
+    """Returns the rule of a text for a checkpoint, with all of its settings.
+
+    `auto` is MagCache where there is a table for it and else EasyCache, or none where neither would reuse anything.
+    Raises WanjaxError where the checkpoint lacks the table, or the rule would reuse nothing, or all.
+    """
+    if text == AUTO:
+        rules = [MagCache().completed(tables)] if tables.magnitudes else [EasyCache()]
+        return next((rule for rule in rules if any(any(rule.reused(turn, tables)) for turn in turns)), NONE)
+    if (rule := cache_rule(text)) == NONE:
+        return rule
+    if rule.table and getattr(tables, rule.table) is None:
+        raise WanjaxError(f"there is no table of {model} for {rule.name}: `wanjax calibrate {model}` measures one")
+    if isinstance(rule, Guidance) and not any(turn.guided for turn in turns):
+        raise WanjaxError(f"{rule} is worth nothing without guidance: a guidance scale above 1 would need it")
+    rule = rule.completed(tables)
+    check_reused(rule, [rule.reused(turn, tables) for turn in turns])
+    return rule
+
+
+def check_reused(rule: CacheRule, reused: Sequence[Sequence[bool]]) -> None:
+    """Raises WanjaxError where no step of any turn would reuse, or where, counted, all do after the first that may."""
+    steps = sum(map(len, reused))
+    if not any(map(any, reused)):
+        raise WanjaxError(f"the step cache {rule} would reuse nothing in {steps} steps: more steps would do")
+    if not rule.counted or rule.table is None:
+        return
+    every = [turn.index(True) for turn in map(list, reused) if True in turn and all(turn[turn.index(True) :])]
+    if every and len(every) == sum(map(any, reused)):
+        raise WanjaxError(
+            f"the step cache {rule} would compute no step after step {every[0]} of {steps}: a smaller threshold would"
+        )
+
+
+def check_apart(text: str, together: bool) -> None:
+    """Raises WanjaxError for a guidance cache where a step runs both prompts together."""
+    if together and cache_rule_name(text) == Guidance.name:
+        raise WanjaxError(
+            "a guidance cache is worth nothing where dp or --batch-guidance runs both prompts together: a mesh "
+            "without dp, such as tp=8, would do"
+        )
+
+
+def cache_rule_name(text: str) -> str:
+    """Returns the name in a text that names a rule."""
+    return text.partition(":")[0]
+
+
+def _begun(reused: Sequence[bool]) -> tuple[bool, ...]:
+    """Returns which steps of a turn reuse, without the first, for which nothing is kept."""
+    return (False, *reused[1:]) if reused else ()

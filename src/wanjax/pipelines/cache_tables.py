@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables that step caches need of a checkpoint: published ones, and those that `wanjax calibrate` measured."""
+
+import hashlib
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from numbers import Real
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from wanjax.checkpoints.sources import Source
+from wanjax.errors import WanjaxError
+
+FILE = "caches.json"  # the published tables of a family
+
+
+class Magnitudes(NamedTuple):
+    """MagCache's table: how much larger the blocks' residual is in each step than in the step before it.
+
+    `prompt` and `negative` have an entry for each step; the first is 1. `delta`, `most` and `whole` are the settings
+    in use where none are given. `turns` tells of each network, in their order, whether its steps may reuse at all.
+    """
+
+    prompt: tuple[float, ...]
+    negative: tuple[float, ...]
+    delta: float
+    most: int
+    whole: float
+    turns: tuple[bool, ...] = (True, True)
+
+
+class Changes(NamedTuple):
+    """TeaCache's polynomial, the highest degree first, from the change of the timestep's embedding to the output's.
+
+    The first `first` and the last `last` steps are whole. `threshold` is in use where none is given.
+    """
+
+    polynomial: tuple[float, ...]
+    threshold: float
+    first: int = 1
+    last: int = 0
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The tables of a checkpoint; None for those that it lacks."""
+
+    magnitudes: Magnitudes | None = None
+    changes: Changes | None = None
+
+
+NO_TABLES = Tables()
+
+
+def read_tables(file: Path, name: str | None = None) -> Tables:
+    """Reads the tables of a file, in which `name` selects a checkpoint's; a file that does not exist has none.
+
+    Raises WanjaxError where the file is damaged or a table has a wrong length.
+    """
+    try:
+        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        kinds = [found.get(kind, {}) for kind in ("magcache", "teacache")]
+        magcache, teacache = kinds if name is None else [kind.get(name) for kind in kinds]
+        return Tables(_magnitudes(magcache or {}), _changes(teacache or {})) if found else NO_TABLES
+    except WanjaxError as error:
+        raise WanjaxError(f"{file}: {error}") from error
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise WanjaxError(f"{file} holds no tables of step caches ({error}): `wanjax calibrate` writes one") from error
+
+
+def tables_of(places: Sequence[tuple[Path | None, str | None]]) -> Tables:
+    """Returns each table from the first of the places that has it: files, and names in them as for `read_tables`."""
+    found = [read_tables(file, name) for file, name in places if file is not None]
+    kinds = ("magnitudes", "changes")
+    return Tables(**{kind: next(filter(None, (getattr(x, kind) for x in found)), None) for kind in kinds})
+
+
+def measured_file(key: str) -> Path:
+    """Returns the file in which the tables measured of a checkpoint are kept, in the user's folder for data."""
+    usual = Path.home() / ("Library/Application Support" if sys.platform == "darwin" else ".local/share")
+    return Path(os.environ.get("XDG_DATA_HOME") or usual) / "wanjax" / "caches" / f"{key}.json"
+
+
+def key_of(source: Source) -> str:
+    """Returns a name for the tables of a checkpoint that is not a published one.
+
+    It is another one when the files of the transformer change.
+    """
+    if source.revision is not None:
+        told = [source.origin, source.revision]
+    else:
+        told = [str(Path(source.name).expanduser().absolute())]
+        with suppress(WanjaxError, OSError):
+            for path in source.weights("transformer").paths:
+                told += [path.name, path.stat().st_size, path.stat().st_mtime_ns]
+    name = re.sub(r"[^\w.-]+", "-", Path(source.origin).name)
+    return f"{name}-{hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]}"
+
+
+def to_json(tables: Tables) -> dict[str, Any]:
+    """Returns tables as `read_tables` reads them."""
+    found = {"magcache": tables.magnitudes, "teacache": tables.changes}
+    return {kind: table._asdict() for kind, table in found.items() if table}
+
+
+def _magnitudes(json: Mapping[str, Any]) -> Magnitudes | None:
+    if not json:
+        return None
+    prompt, negative = (_numbers(json[name]) for name in ("prompt", "negative"))
+    if len(prompt) != len(negative) or len(prompt) < 2:
+        raise WanjaxError(
+            f"the table has {len(prompt)} ratios for the prompt and {len(negative)} for the negative one: one for each "
+            "step is right"
+        )
+    if min(*prompt, *negative) <= 0:
+        raise WanjaxError(f"the table has the ratio {min(*prompt, *negative)}: ratios are above 0")
+    settings = float(json["delta"]), int(json["most"]), float(json["whole"])
+    return Magnitudes(prompt, negative, *settings, tuple(map(bool, json.get("turns", (True, True)))))
+
+
+def _changes(json: Mapping[str, Any]) -> Changes | None:
+    if not json:
+        return None
+    polynomial = _numbers(json["polynomial"])
+    return Changes(polynomial, float(json["threshold"]), int(json.get("first", 1)), int(json.get("last", 0)))
+
+
+def _numbers(json: Sequence[Any]) -> tuple[float, ...]:
+    if not all(isinstance(x, Real) and not isinstance(x, bool) and math.isfinite(float(x)) for x in json):
+        raise WanjaxError("the table holds what is not a number: finite numbers are right")
+    return tuple(map(float, json))

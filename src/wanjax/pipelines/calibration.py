@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measurement of what step caches need to know of a checkpoint, in runs whose steps are all whole."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+from numpy.polynomial import Polynomial
+
+from wanjax.compilation import keeps_programs
+from wanjax.errors import WanjaxError
+from wanjax.pipelines.cache_rules import MagCache, TeaCache, Turn, turns_of
+from wanjax.pipelines.cache_tables import Changes, Magnitudes, Tables
+from wanjax.pipelines.caching import changes_of
+from wanjax.pipelines.draws import INITIAL
+from wanjax.pipelines.pipeline import Pipeline
+from wanjax.pipelines.sampler import Denoiser, Inputs, State, sample
+from wanjax.pipelines.seeds import solver_keys, steady_draws
+from wanjax.pipelines.settings import Settings
+from wanjax.pipelines.step_cache import Kept, Predict, Prediction, ResidualCache, StepCache
+from wanjax.pipelines.steps import Segment, Step
+
+DELTA, MOST, WHOLE = 0.12, 2, 0.2  # settings of MagCache for a checkpoint without published ones
+DEGREE = 4  # of TeaCache's polynomial, as its authors have it
+LEAST = 2 * (DEGREE + 1)  # steps, so that each coefficient is told by two
+HALF = 0.5  # the share of the steps that reuse at TeaCache's measured threshold
+
+
+@dataclass(frozen=True)
+class MeasuringCache(StepCache):
+    """Runs every step whole, and measures how it differs from the step before it, for each prompt of a forward."""
+
+    def given(self, step: int, kept: Kept | None) -> Kept | None:
+        return kept
+
+    def run(self, predict: Predict, kept: Kept | None) -> tuple[Prediction, Kept]:
+        prediction, (residual,) = self.keep(predict)
+        output = prediction.astype(jnp.float32)
+        if kept is None:
+            nothing = jnp.ones(len(output))
+            return prediction, (residual, output, nothing, 0 * nothing)
+        past_residual, past_output, _, _ = kept
+        ratio = _norm(residual) / jnp.maximum(_norm(past_residual), jnp.finfo(jnp.float32).tiny)
+        changed = jnp.abs(output - past_output).mean(axis=(1, 2, 3, 4)) / jnp.abs(past_output).mean(axis=(1, 2, 3, 4))
+        return prediction, (residual, output, ratio.mean(axis=1), changed)
+
+    def keep(self, predict: Predict) -> tuple[Prediction, Kept]:
+        return ResidualCache().keep(predict)
+
+    def reuse(self, predict: Predict, kept: Kept) -> Prediction:
+        raise AssertionError("every step is whole")
+
+
+def _norm(tokens: Float[Array, "B L E"]) -> Float[Array, "B L"]:
+    return jnp.linalg.norm(tokens.astype(jnp.float32), axis=-1)
+
+
+class Measured(NamedTuple):
+    """What a run told of each step, [prompts, steps]: the residual's growth, and the output's relative change.
+
+    `embedded` are the changes of the timestep's embedding, and `turns` the steps of each network.
+    """
+
+    ratios: Float[np.ndarray, "_P steps"]
+    changed: Float[np.ndarray, "_P steps"]
+    embedded: Float[np.ndarray, " steps"]
+    turns: tuple[Turn, ...]
+
+
+@keeps_programs
+@steady_draws()
+def measure(pipe: Pipeline, encoded: Any, settings: Settings) -> Measured:
+    """Makes the latents of a video of an output of `encode`, and returns what its steps told."""
+    encoded, draws = pipe._drawn(encoded, settings, [settings.seed], None)
+    schedule, x = pipe.begin(encoded, settings, draws[INITIAL])
+    segments, embedded, told = pipe.segments(schedule, settings), [], []
+
+    def prepare(segment: Segment, x: Any) -> tuple[Denoiser, Inputs]:
+        network, _ = pipe.components.take_over(segment.network, pipe.architecture.denoisers)
+        denoiser, inputs = pipe.inputs(network, segment, encoded, x, False)
+        embedded.extend(changes_of(denoiser, inputs, schedule, segment, pipe.compiled))
+        return replace(denoiser, cache=MeasuringCache()), inputs
+
+    def callback(step: Step) -> None:
+        rows = [np.concatenate([np.asarray(part[index]) for part in step.state.kept]) for index in (2, 3)]
+        told.append(np.resize(np.stack(rows, axis=1), (2, 2)))  # without guidance the prompt's, twice
+
+    state = pipe.on_devices(State(x, pipe.scheduler.init(schedule, x, solver_keys([settings.seed]))))
+    sample(state, schedule, segments, prepare, compiled=pipe.compiled, callback=callback)
+    ratios, changed = np.moveaxis(np.array(told, np.float64), 0, -1)[:, 0], np.moveaxis(np.array(told), 0, -1)[:, 1]
+    return Measured(ratios, changed.astype(np.float64), np.array(embedded), turns_of(segments, settings.steps))
+
+
+def tables_from(runs: Sequence[Measured]) -> Tables:
+    """Returns the tables that runs of equal settings tell, with settings at which about half of the steps reuse."""
+    steps = runs[0].ratios.shape[1]
+    if steps < LEAST:
+        raise WanjaxError(f"{steps} steps tell too little of a model: at least {LEAST} would do")
+    ratios = np.mean([run.ratios for run in runs], axis=0).round(5)
+    magnitudes = Magnitudes(tuple(ratios[0].tolist()), tuple(ratios[1].tolist()), DELTA, MOST, WHOLE)
+    first = {turn.start for turn in runs[0].turns}
+    later = [step for step in range(steps) if step not in first]
+    embedded = np.concatenate([np.tile(run.embedded[later], len(run.changed)) for run in runs])
+    changed = np.concatenate([run.changed[:, later].ravel() for run in runs])
+    polynomial = Polynomial.fit(embedded, changed, DEGREE).convert().coef[::-1]
+    changes = Changes(tuple(float(f"{c:.9g}") for c in polynomial), 1.0, max(1, round(steps / 10)))
+    return Tables(magnitudes, changes._replace(threshold=_threshold(changes, runs[0])))
+
+
+def _threshold(changes: Changes, run: Measured) -> float:
+    """Returns TeaCache's least threshold, of two digits, at which half of the steps of a run reuse."""
+    tables, steps = Tables(changes=changes), run.ratios.shape[1]
+    for tenths in range(-30, 11):  # from 0.001 to 10
+        threshold = float(f"{10 ** (tenths / 10):.2g}")
+        turns = [TeaCache(threshold).reused(t, tables, run.embedded[t.start :].tolist()) for t in run.turns]
+        if sum(map(sum, turns)) >= HALF * steps:
+            return threshold
+    return 1.0
+
+
+def reused_by(tables: Tables, run: Measured) -> dict[str, int]:
+    """Returns the number of steps of a run that each rule would reuse at the tables' own settings."""
+    rules = {"magcache": MagCache(), "teacache": TeaCache()}
+    found = {
+        name: [rule.reused(turn, tables, run.embedded[turn.start :].tolist()) for turn in run.turns]
+        for name, rule in rules.items()
+    }
+    return {name: sum(map(sum, turns)) for name, turns in found.items()}

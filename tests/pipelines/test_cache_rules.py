@@ -1,0 +1,383 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rules of step caches: their schedules beside independent computations, and the texts that name them."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from wanjax.errors import WanjaxError
+from wanjax.pipelines import cache_rules
+from wanjax.pipelines.cache_rules import (
+    NONE,
+    DeepCache,
+    EasyCache,
+    Guidance,
+    MagCache,
+    TeaCache,
+    Turn,
+    cache_rule,
+    check_apart,
+    chosen_rule,
+    turns_of,
+)
+from wanjax.pipelines.cache_tables import (
+    NO_TABLES,
+    Changes,
+    Magnitudes,
+    Tables,
+    key_of,
+    measured_file,
+    read_tables,
+    tables_of,
+    to_json,
+)
+from wanjax.pipelines.steps import Segment
+from wanjax.registry import FAMILIES, find, outline, presets
+
+PUBLISHED = {name: outline(name)[1].tables for name in presets()}
+MAGNITUDES = [name for name, tables in PUBLISHED.items() if tables.magnitudes]
+CHANGES = [name for name, tables in PUBLISHED.items() if tables.changes]
+STEPS = (50, 40, 30, 20)
+SETTINGS = ((None, None, None), (0.04, 2, 0.2), (0.06, 2, 0.4), (0.06, 2, 0.1), (0.12, 4, 0.2), (0.24, 6, 0.2))
+
+
+def alone(steps: int, guided: bool = True) -> Turn:
+    return Turn(0, 0, steps, steps, 0, guided)
+
+
+def both(split: int, steps: int) -> list[Turn]:
+    """Returns the turns of two experts."""
+    return [Turn(0, 0, split, steps, 0, True), Turn(1, split, steps - split, steps, 0, True)]
+
+
+def reused(rule, turns, tables, changes=None) -> list[bool]:
+    return [step for turn in turns for step in rule.reused(turn, tables, changes)]
+
+
+def by_forwards(table: Magnitudes, steps: int, settings: tuple, split: int | None, joined: bool) -> list[list[bool]]:
+    """Returns which forwards of both prompts MagCache's authors skip, counting forwards as they do.
+
+    `joined` skips a step's two forwards or none, and begins anew with the second expert.
+    """
+    delta, most, share = (b if a is None else a for a, b in zip(settings, table[2:5], strict=True))
+    places = [round(i * (len(table.prompt) - 1) / (steps - 1)) for i in range(steps)]  # halves to even, as NumPy does
+    flat = [ratios[place] for place in places for ratios in (table.prompt, table.negative)]
+    first, second = (2 * steps, 0) if split is None else (2 * split, 2 * (steps - split))
+    acc, err, count, skipped = [1.0, 1.0], [0.0, 0.0], [0, 0], [[], []]
+    for step in range(steps):
+        if joined and step == split:
+            acc, err, count = [1.0, 1.0], [0.0, 0.0], [0, 0]
+        would = []
+        for which in (0, 1):
+            forward = 2 * step + which
+            if forward < first:
+                may = table.turns[0] and forward >= int(first * share)
+            elif table.turns[0]:
+                may = forward > second * share + first
+            else:
+                may = forward >= int(first + second * share)
+            if not may:
+                would.append(None)
+                continue
+            acc[which] *= flat[forward]
+            count[which] += 1
+            err[which] += abs(1 - acc[which])
+            would.append(err[which] < delta and count[which] <= most)
+        for which in (0, 1):
+            if joined and None in would:
+                acc[which], err[which], count[which] = 1.0, 0.0, 0
+            skip = all(would) if joined else bool(would[which])
+            if would[which] is not None and not skip:
+                acc[which], err[which], count[which] = 1.0, 0.0, 0
+            skipped[which].append(skip)
+    return skipped
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("name", MAGNITUDES)
+def test_magcache_skips_the_published_steps(name, settings):
+    tables = PUBLISHED[name]
+    for steps in STEPS:
+        splits = [steps // 3, steps // 2, steps * 13 // 20] if "a14b" in name else [None]
+        for split in splits:
+            turns = [alone(steps)] if split is None else both(split, steps)
+            found = reused(MagCache(*settings), turns, tables)
+            expected = by_forwards(tables.magnitudes, steps, settings, split, joined=True)
+            assert found == expected[0] == expected[1]
+            if name.startswith("wan2.1"):  # where the two prompts never differ
+                assert [found, found] == by_forwards(tables.magnitudes, steps, settings, split, joined=False)
+
+
+def test_the_tables_are_the_published_ones():
+    """The number of ratios, with the first, and the numbers of steps that are computed on the 14B's table."""
+    assert len(MAGNITUDES) == 10  # with the bundled model's
+    lengths = {name: len(PUBLISHED[name].magnitudes.prompt) for name in MAGNITUDES}
+    assert {name for name, length in lengths.items() if length == 40} == {
+        "wan2.1-i2v-14b-480p",
+        "wan2.1-i2v-14b-720p",
+        "wan2.2-t2v-a14b",
+        "wan2.2-i2v-a14b",
+    }
+    assert set(lengths.values()) == {40, 50}
+    table = PUBLISHED["wan2.1-t2v-14b"]
+    computed = {
+        (delta, most): 50 - sum(reused(MagCache(delta, most, 0.2), [alone(50)], table))
+        for delta, most in ((0.04, 2), (0.06, 2), (0.12, 4), (0.24, 6))
+    }
+    assert list(computed.values()) == [29, 28, 21, 18]
+
+
+def test_a_video_that_begins_from_another_reads_the_last_ratios():
+    """A run of the last 30 of 40 steps has the ratios of these steps."""
+    rising = tuple(1 + i / 1000 for i in range(40))
+    tables = Tables(Magnitudes(rising, rising, 0.06, 9, 0.2))
+    left = Turn(0, 0, 30, 30, 10, True)
+    ratios, errors, grown, found = rising[10:], 0.0, 1.0, []
+    for step in range(30):
+        grown, errors = (grown * ratios[step], errors) if step >= 6 else (1.0, 0.0)
+        errors += abs(1 - grown)
+        found.append(step >= 6 and errors < 0.06)
+        grown, errors = (grown, errors) if found[-1] else (1.0, 0.0)
+    assert list(MagCache().reused(left, tables)) == found
+    assert 5 < sum(found) < 24
+
+
+@pytest.mark.parametrize("threshold", [0.05, 0.1, 0.2, 0.3])
+@pytest.mark.parametrize("name", CHANGES)
+def test_teacache_skips_by_the_published_polynomial(name, threshold):
+    """The authors' loop, which forgets what has added up whenever it computes, on changes of the size of theirs."""
+    table = PUBLISHED[name].changes
+    for steps in STEPS:
+        changes = 0.02 + 0.08 * np.random.default_rng(steps).random(steps)
+        total, expected = 0.0, []
+        for step in range(steps):
+            if step < table.first or step >= steps - table.last:
+                skip, total = False, 0.0
+            else:
+                powers = [c * changes[step] ** (4 - i) for i, c in enumerate(table.polynomial)]
+                total += sum(powers)
+                skip = total < threshold
+                total = total if skip else 0.0
+            expected.append(skip)
+        assert list(TeaCache(threshold).reused(alone(steps), Tables(changes=table), changes.tolist())) == expected
+
+
+def test_the_polynomials_are_the_published_ones():
+    assert len(CHANGES) == 10
+    assert PUBLISHED["wan2.1-t2v-14b"].changes.polynomial[:2] == (-303318.725, 49053.7029)
+    assert PUBLISHED["cogvideox1.5-5b"].changes == Changes(
+        (250.210439, -165.061612, 35.7804877, -0.781551492, 0.0358559703), 0.2, 1, 1
+    )
+    assert {PUBLISHED[name].changes.first for name in CHANGES if name.startswith("wan")} == {5}
+
+
+def test_which_steps_of_deepcache_are_whole():
+    """The authors' rule, as sets of steps: up to start, every interval-th from there to end, and from end on."""
+    for start, end, interval, steps in ((11, 45, 4, 50), (0, 6, 3, 9), (2, 30, 5, 20)):
+        whole = {*range(start), *range(start, end, interval), *range(end, steps), 0} & {*range(steps)}
+        found = DeepCache(start, end, interval).reused(alone(steps), NO_TABLES)
+        assert {step for step in range(steps) if not found[step]} == whole
+    assert sum(DeepCache().reused(alone(50), NO_TABLES)) == 25
+
+
+def test_which_steps_of_a_guidance_cache_are_whole():
+    """From a third to nine tenths the negative prompt is run in every fifth step alone."""
+    for steps in STEPS:
+        found = Guidance().reused(alone(steps), NO_TABLES)
+        middle = range(steps // 3, steps * 9 // 10)
+        assert [i for i in range(steps) if found[i]] == [i for i in middle if (i - steps // 3) % 5]
+    assert not any(Guidance().reused(alone(50, guided=False), NO_TABLES))
+
+
+def test_which_steps_easycache_may_reuse():
+    found = EasyCache().reused(alone(50), NO_TABLES)
+    assert [i for i in range(50) if found[i]] == list(range(10, 49))
+
+
+@pytest.mark.parametrize("rule", [DeepCache(0, 50, 2), EasyCache(0.1, 1), Guidance(), MagCache(9.0, 99, 0.0)])
+def test_a_second_expert_begins_with_a_whole_step(rule):
+    """Whatever the step at which it takes over."""
+    ones = (1.0,) * 50
+    tables = Tables(Magnitudes(ones, ones, 0.1, 9, 0.2))
+    for split in range(1, 49):
+        first, second = (rule.reused(turn, tables) for turn in both(split, 50))
+        assert len(first) == split
+        assert len(second) == 50 - split
+        assert not first[0]
+        assert not second[0]
+
+
+def test_the_turns_of_segments():
+    segments = [Segment("a", 0, (3.0,) * 4), Segment("b", 4, (1.0,) * 6)]
+    assert turns_of(segments, 12) == (Turn(0, 0, 4, 10, 2, True), Turn(1, 4, 6, 10, 2, False))
+
+
+TEXTS = {
+    "none": NONE,
+    "deepcache": DeepCache(),
+    "deepcache:5": DeepCache(5),
+    "deepcache:1,6,3": DeepCache(1, 6, 3),
+    "magcache": MagCache(),
+    "magcache:.06,2,.2": MagCache(0.06, 2, 0.2),
+    "teacache:.1": TeaCache(0.1),
+    "easycache:0.1": EasyCache(0.1),
+    "guidance:4": Guidance(4),
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_text_names_a_rule(text):
+    assert cache_rule(text) == TEXTS[text]
+    assert cache_rule(str(TEXTS[text])) == TEXTS[text]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            "magic",
+            "there is no step cache 'magic': magcache, teacache, easycache, deepcache, guidance, none, auto",
+        ),
+        ("", "there is no step cache ''"),
+        ("none:1", "is not written like none"),
+        ("deepcache:a", r"is not written like deepcache:11,45,4, which has \['start', 'end', 'interval'\]"),
+        ("deepcache:1,2,3,4", "is not written like deepcache:11,45,4"),
+        ("deepcache:5,5,2", "deepcache:5,5,2 keeps nothing to reuse"),
+        ("deepcache:5,9,1", "keeps nothing to reuse"),
+        ("deepcache:-1,9,2", "keeps nothing to reuse"),
+        ("magcache:0", "the threshold of magcache:0.0 is not a number above 0"),
+        ("magcache:nan", "the threshold of magcache:nan is not a number above 0"),
+        ("magcache:.1,0", "magcache:0.1,0 lets 0 steps in a row reuse"),
+        ("magcache:.1,2,1", "magcache:0.1,2,1.0 has 1 as the share of whole steps"),
+        ("magcache:.1,2.5", "is not written like magcache, which has"),
+        ("magcache,guidance", "there is no step cache 'magcache,guidance'"),
+        ("teacache:inf", "the threshold of teacache:inf is not a number above 0"),
+        ("easycache:-1", "easycache:-1.0,10 has no threshold above 0"),
+        ("guidance:1", "guidance:1 keeps nothing to reuse"),
+    ],
+)
+def test_other_texts_are_refused(text, told):
+    with pytest.raises(WanjaxError, match=told):
+        cache_rule(text)
+
+
+def chosen(text, name="wan2.1-t2v-14b", steps=50, guided=True, tables=None):
+    return chosen_rule(text, [alone(steps, guided)], PUBLISHED[name] if tables is None else tables, name)
+
+
+def test_a_rule_is_completed_with_the_checkpoints_settings():
+    assert str(chosen("magcache")) == "magcache:0.12,2,0.2"
+    assert str(chosen("magcache:.06")) == "magcache:0.06,2,0.2"
+    assert str(chosen("magcache", "wan2.1-vace-1.3b")) == "magcache:0.02,3,0.2"
+    assert str(chosen("teacache")) == "teacache:0.1"
+    assert str(chosen("auto")) == "magcache:0.12,2,0.2"
+    assert str(chosen("auto", "hunyuanvideo1.5-720p-t2v")) == "easycache:0.05,10"
+    assert chosen("auto", steps=1) == NONE
+    assert chosen("auto", "hunyuanvideo1.5-720p-t2v", steps=8) == NONE
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "told"),
+    [
+        (
+            "magcache",
+            {"name": "hunyuanvideo1.5-720p-t2v"},
+            "for magcache: `wanjax calibrate hunyuanvideo1.5-720",
+        ),
+        (
+            "teacache",
+            {"name": "wan2.2-ti2v-5b"},
+            "no table of wan2.2-ti2v-5b for teacache: `wanjax cal",
+        ),
+        ("deepcache", {"steps": 8}, "deepcache:11,45,4 would reuse nothing in 8 steps: more steps would do"),
+        ("easycache", {"steps": 11}, "easycache:0.05,10 would reuse nothing in 11 steps"),
+        ("magcache:.001", {}, "magcache:0.001,2,0.2 would reuse nothing in 50 steps"),
+        ("magcache:99,99", {}, "magcache:99.0,99,0.2 would compute no step after step 10 of 50: a smaller threshold"),
+        ("guidance", {"guided": False}, "guidance:5 is worth nothing without guidance"),
+    ],
+)
+def test_a_rule_that_a_model_cannot_have_is_refused(text, given, told):
+    with pytest.raises(WanjaxError, match=told):
+        chosen(text, **given)
+
+
+def test_a_guidance_cache_needs_the_prompts_apart():
+    check_apart("guidance:5", False)
+    check_apart("magcache", True)
+    with pytest.raises(WanjaxError, match="worth nothing where dp or --batch-guidance runs both prompts together"):
+        check_apart("guidance:5", True)
+
+
+TABLES = Tables(Magnitudes((1.0, 0.9), (1.0, 0.8), 0.1, 2, 0.2), Changes((1.0, 0.0), 0.1))
+
+
+def test_tables_are_written_and_read(tmp_path):
+    file = tmp_path / "caches.json"
+    file.write_text(json.dumps(to_json(TABLES)))
+    assert read_tables(file) == TABLES
+    assert read_tables(tmp_path / "none.json") == NO_TABLES
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(to_json(replace(TABLES, magnitudes=None))))
+    assert tables_of([(None, None), (other, None), (file, None)]) == TABLES
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"prompt": [1.0]}, "the table has 1 ratios for the prompt and 2 for the negative one: one for each step"),
+        ({"prompt": [1.0, "a"]}, "holds what is not a number"),
+        ({"prompt": [1.0, float("nan")]}, "holds what is not a number"),
+        ({"prompt": [1.0, -0.5]}, "the table has the ratio -0.5: ratios are above 0"),
+        ({"delta": None}, "holds no tables of step caches"),
+        ({"negative": None}, "holds no tables of step caches"),
+    ],
+)
+def test_a_bad_table_is_refused(tmp_path, change, told):
+    file, found = tmp_path / "caches.json", to_json(TABLES)
+    file.write_text(json.dumps(found | {"magcache": found["magcache"] | change}))
+    with pytest.raises(WanjaxError, match=told) as refusal:
+        read_tables(file)
+    assert str(file) in str(refusal.value)
+
+
+def test_what_is_no_table_is_refused(tmp_path):
+    file = tmp_path / "caches.json"
+    for text in ("{", "[1]", '{"magcache": 3}'):
+        file.write_text(text)
+        with pytest.raises(WanjaxError, match="holds no tables of step caches"):
+            read_tables(file)
+
+
+def test_every_table_belongs_to_a_preset():
+    for family in FAMILIES:
+        if family.tables is not None:
+            found = json.loads(family.tables.read_text(encoding="utf-8"))
+            assert {name for kind in ("magcache", "teacache") for name in found.get(kind, {})} <= {
+                preset.name for preset in family.presets
+            }
+            assert "https://github.com" in found["source"]
+
+
+def test_the_users_tables_come_first(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert outline("wan2.1-t2v-1.3b")[1].tables == PUBLISHED["wan2.1-t2v-1.3b"]
+    file = measured_file("wan2.1-t2v-1.3b")
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps(to_json(replace(TABLES, changes=None))))
+    assert outline("wan2.1-t2v-1.3b")[1].tables == Tables(TABLES.magnitudes, PUBLISHED["wan2.1-t2v-1.3b"].changes)
+
+
+def test_the_tables_of_a_folder_are_those_of_its_weights(tmp_path):
+    folder = Path(presets()["nano"].source)
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    first = key_of(find(copy)[0])
+    assert first.startswith("copy-")
+    assert key_of(find(copy)[0]) == first
+    next((copy / "transformer").glob("*.safetensors")).touch()
+    assert key_of(find(copy)[0]) != first
+    assert cache_rules.AUTO not in cache_rules.RULES

@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What steps compute that reuse what another kept: for every family, to the bit; and programs without a cache."""
+
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import wanjax
+from tests.support.compare import error
+from tests.support.tiny import (
+    tiny_checkpoint,
+    tiny_cogvideox_checkpoint,
+    tiny_control_checkpoint,
+    tiny_experts_checkpoint,
+    tiny_hunyuan_checkpoint,
+)
+from wanjax.errors import WanjaxError
+from wanjax.layers.stack import through_all
+from wanjax.pipelines import sampler
+from wanjax.pipelines.cache_tables import Changes, Magnitudes, Tables
+from wanjax.pipelines.caching import changes_of
+from wanjax.pipelines.sampler import State, guide, take_step
+from wanjax.pipelines.seeds import solver_keys
+from wanjax.pipelines.step_cache import NO_CACHE, GuidanceCache, History, ResidualCache, low_frequencies
+from wanjax.schedulers import one_step
+from wanjax.sharding import replicate
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
+
+STEPS = 7
+SMALL = {"size": (32, 32), "frames": 9}
+RATIOS = (1.0, 1.02, 0.99, 0.97, 0.99, 0.98, 0.9)
+TABLES = Tables(Magnitudes(RATIOS, RATIOS, 0.1, 2, 0.2), Changes((1.0, 0.0), 0.3, 1, 1))
+MODELS = {
+    "wan": tiny_checkpoint,
+    "vace": tiny_control_checkpoint,
+    "cogvideox": tiny_cogvideox_checkpoint,
+    "hunyuanvideo": tiny_hunyuan_checkpoint,
+}
+
+
+def tabled(folder: Any, **given: Any) -> Any:
+    """Returns the pipeline of a checkpoint for which there are tables."""
+    pipe = wanjax.load(folder, **given)
+    pipe.architecture = replace(pipe.architecture, tables=TABLES)
+    return pipe
+
+
+@pytest.fixture(params=MODELS)
+def pipe(request, tmp_path) -> Any:
+    return tabled(MODELS[request.param](tmp_path))
+
+
+class Taken:
+    """The steps of a run: their kinds, and copies of the states after them."""
+
+    def __init__(self):
+        self.reused: list[bool] = []
+        self.states: list[Any] = []
+
+    def __call__(self, step: Any) -> None:
+        self.reused.append(step.reuses)
+        self.states.append(jax.tree.map(np.array, step.state))
+
+
+def run(pipe: Any, cache: str, encoded: Any = None, **settings: Any) -> tuple[Taken, np.ndarray]:
+    taken = Taken()
+    given = {"steps": STEPS, "seed": 3, "guidance_scale": 3.0} | SMALL | settings
+    encoded = pipe.encode("a red circle", "a dog") if encoded is None else encoded
+    return taken, np.asarray(pipe.denoise(encoded, cache=cache, callback=taken, **given))
+
+
+def forwards(pipe: Any, through: Any = through_all, **settings: Any) -> Any:
+    """Returns a function of a step's index and its latents: the prediction under each prompt, by the network itself."""
+    encoded = pipe.encode("a red circle", "a dog")
+    chosen = pipe.settings(**{"steps": STEPS, "seed": 3, "guidance_scale": 3.0} | SMALL | settings)
+    schedule, x = pipe.begin(encoded, chosen, pipe.noise(chosen))
+    segment = pipe.segments(schedule, chosen)[0]
+    denoiser, inputs = pipe.inputs(pipe.transformer, segment, encoded, x, False)
+
+    @jax.jit
+    def predict(x: Any, times: Any, inputs: Any, kept: Any = None) -> Any:
+        network = nnx.merge(denoiser.graphdef, inputs.weights)
+        t = jax.tree.map(lambda time: jnp.full((len(x),), time), times)
+        return [
+            denoiser.predict(network, x, t, prompt, inputs.shared, through if kept is None else through(kept[i]))
+            for i, prompt in enumerate(inputs.prompts)
+        ]
+
+    def at(index: int, x: Any, kept: Any = None) -> Any:
+        return predict(x, denoiser.times(one_step(schedule, index)), inputs, kept)
+
+    return at, denoiser, inputs, schedule, x, segment
+
+
+def test_a_step_of_magcache_adds_what_was_kept(pipe):
+    """Skipped steps are the embedding, the kept residual and the head, bit for bit; the residual is that of all blocks.
+
+    A step's prediction is compared through the latents that it leads to, by the scheduler alone.
+    """
+    taken, _ = run(pipe, "magcache")
+    assert taken.reused == list(pipe.architecture.cache_rule(pipe.settings(steps=STEPS, cache="magcache")).reused(
+        pipe.architecture.turns(pipe.settings(steps=STEPS))[0], TABLES
+    ))  # fmt: skip
+    assert 2 <= sum(taken.reused) <= 5
+    first = taken.reused.index(True)
+
+    def added(kept: Any) -> Any:
+        def through(trunk: Any, x: Any) -> Any:
+            (video, *others), tree = jax.tree.flatten(x)
+            return jax.tree.unflatten(tree, [video + kept[0], *others])
+
+        return through
+
+    at, denoiser, _, schedule, _, _ = forwards(pipe, added)
+    before, after = taken.states[first - 1], taken.states[first]
+    kept = jax.tree.map(jnp.asarray, before.kept)
+    prediction = jnp.concatenate(at(first, jnp.asarray(before.x), kept)).astype(jnp.float32)
+    scheduled = jax.jit(lambda schedule, p, x, solver: denoiser.scheduler.step(schedule, 0, p, x, solver)[0])
+    guided = jax.jit(guide, static_argnums=1)(prediction, 1, jnp.float32(3))
+    x = scheduled(one_step(schedule, first), guided, jnp.asarray(before.x), jax.tree.map(jnp.asarray, before.solver))
+    assert error(after.x, np.asarray(x, np.float64)) <= 1e-6
+    for one, other in zip(jax.tree.leaves(before.kept), jax.tree.leaves(after.kept), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_reused_step_equals_input_and_residual_to_the_bit(pipe):
+    """What reaches the head in a skipped step is x + r in x's dtype; r is what all blocks added, rounded once."""
+    seen: dict[str, Any] = {}
+    _, denoiser, inputs, schedule, x, _ = forwards(pipe)
+    network = nnx.merge(denoiser.graphdef, inputs.weights)
+    t = jax.tree.map(lambda time: jnp.full((len(x),), time), denoiser.times(one_step(schedule, 2)))
+
+    def spied(predict: Any, name: str) -> Any:
+        def with_spy(through: Any) -> Any:
+            def spying(trunk: Any, x: Any) -> Any:
+                found = through(trunk, x)
+                seen[name] = [np.asarray(jax.tree.leaves(a)[0]) for a in (x, found)]
+                return found
+
+            return predict(spying)
+
+        return with_spy
+
+    predict = partial(denoiser.predict, network, x, t, inputs.prompts[0], inputs.shared)
+    cache = ResidualCache()
+    whole, kept = cache.keep(spied(predict, "whole"))
+    again = cache.reuse(spied(predict, "reusing"), kept)
+    (residual,) = (np.asarray(array) for array in kept)
+    np.testing.assert_array_equal(residual, seen["whole"][1] - seen["whole"][0])
+    np.testing.assert_array_equal(seen["reusing"][1], seen["reusing"][0] + residual)
+    np.testing.assert_array_equal(seen["reusing"][0], seen["whole"][0])
+    assert np.abs(residual).max() > 1e-2
+    assert error(np.asarray(again), np.asarray(whole, np.float64)) <= 1e-5
+
+
+@pytest.mark.parametrize("cache", ["easycache:9,2", "guidance:2"])
+def test_every_family_takes_every_cache(pipe, cache):
+    plain, cached = (run(pipe, name, steps=10) for name in ("none", cache))
+    assert any(cached[0].reused)
+    assert not cached[0].reused[0]
+    assert np.isfinite(cached[1]).all()
+    first = cached[0].reused.index(True)
+    for step in range(first):
+        assert error(cached[0].states[step].x, plain[0].states[step].x.astype(np.float64)) <= 1e-6
+    assert error(cached[1], plain[1].astype(np.float64)) > 1e-6
+
+
+def test_teacache_reads_the_change_of_the_timesteps_embedding(pipe):
+    """The polynomial here is the change itself; a step reuses while less than the threshold has added up."""
+    _, denoiser, inputs, schedule, _, segment = forwards(pipe)
+    found = changes_of(denoiser, inputs, schedule, segment, pipe.compiled)
+    network = nnx.merge(denoiser.graphdef, inputs.weights)
+    times = [jax.tree.map(lambda t: jnp.asarray(t)[None], denoiser.times(one_step(schedule, i))) for i in range(STEPS)]
+    embedded = [np.asarray(denoiser.embed_times(network, t), np.float64) for t in times]
+    expected = [abs(b - a).mean() / abs(a).mean() for a, b in pairwise(embedded)]
+    assert found[0] == 0
+    assert error(np.array(found[1:]), np.array(expected)) <= 1e-5
+    taken, _ = run(pipe, f"teacache:{2.5 * np.mean(expected)}")
+    total, reused = 0.0, [False]
+    for change in expected[:-1]:
+        total += change
+        reused.append(total < 2.5 * np.mean(expected))
+        total = total if reused[-1] else 0.0
+    assert taken.reused == [*reused, False]
+    assert any(reused)
+
+
+def easycache_by_hand(pipe: Any, threshold: float, first: int) -> tuple[list[bool], np.ndarray]:
+    """Returns the computed steps and the last latents of a loop on the host by the authors' rule.
+
+    Errors are in float32, because a threshold decides.
+    """
+    at, denoiser, _, schedule, x, _ = forwards(pipe)
+    state = denoiser.scheduler.init(schedule, x, solver_keys([3]))
+    x, total, rate, before, past, computed = np.asarray(x), np.float32(0), None, None, None, []
+    step_of = jax.jit(lambda schedule, p, x, state: denoiser.scheduler.step(schedule, 0, p, x, state))
+    for step in range(STEPS):
+        compute = True
+        if first <= step < STEPS - 1 and rate is not None:
+            total = total + rate * np.abs(x - before).mean() / np.abs(past[1][0]).mean()
+            compute = not total < threshold
+        before = x
+        if compute:
+            outputs, total = [np.asarray(p, np.float32) for p in at(step, jnp.asarray(x))], np.float32(0)
+            if past is not None:
+                rate = np.abs(outputs[0] - past[1][0]).mean() / np.abs(x - past[0]).mean()
+            past = x, outputs
+        predictions = [x + (output - past[0]) for output in past[1]]
+        predictions = past[1] if compute else predictions
+        guided = predictions[1] + np.float32(3) * (predictions[0] - predictions[1])
+        x, state = step_of(one_step(schedule, step), jnp.asarray(guided), jnp.asarray(x), state)
+        x = np.asarray(x)
+        computed.append(compute)
+    return computed, x
+
+
+def test_easycache_decides_as_its_authors_do(tmp_path):
+    for name in ("wan", "hunyuanvideo"):
+        pipe = tabled(MODELS[name](tmp_path / name))
+        for threshold in (0.2, 0.4, 0.8, 1.6, 3.2):  # until some steps are reused
+            computed, expected = easycache_by_hand(pipe, threshold, 2)
+            if not all(computed):
+                break
+        taken, latents = run(pipe, f"easycache:{threshold},2")
+        histories = [History(*state.kept[-1]) for state in taken.states]
+        found = [True, *(a.count == b.count for a, b in pairwise(histories))]
+        assert [bool(step) for step in found] == computed
+        assert 0 < sum(computed[2:-1]) < STEPS - 3, computed
+        assert error(np.moveaxis(latents, 1, -1), np.asarray(expected, np.float64)) <= 1e-4
+
+
+def test_a_guidance_cache_estimates_the_negative_prompt(tmp_path):
+    """By the reference's Fourier transform: low and high frequencies of the last difference have weights of their own.
+
+    Follows maxdiffusion's transformer_forward_pass_cfg_cache.
+    """
+    rng = np.random.default_rng(0)
+    prompt, negative, later = (rng.standard_normal((1, 2, 9, 14, 3), np.float32) for _ in range(3))
+    cache = GuidanceCache(reused=(False, True, True), half=2)
+    given = [lambda through, x=x: jnp.asarray(x) for x in (prompt, negative)]
+    both, kept = cache.predictions(given, jnp.asarray(prompt), None)
+    np.testing.assert_array_equal(both[1], negative)
+    assert cache.given(0, kept) is None
+    for step, (low, high) in ((1, (1.2, 1.0)), (2, (1.0, 1.2))):
+        again = [lambda through: jnp.asarray(later), given[1]]
+        found = cache.predictions(again, jnp.asarray(prompt), cache.given(step, kept))[0]
+        bias = np.fft.rfft2(np.float64(negative) - prompt, axes=(2, 3))
+        rows, columns = np.arange(bias.shape[2]), np.arange(bias.shape[3])
+        tall, wide = max(1, bias.shape[2] // 4), max(1, bias.shape[3] // 4)
+        mask = ((rows < tall) | (rows > bias.shape[2] - tall))[:, None] & (columns < wide)
+        weights = np.where(mask, low, high)[None, None, :, :, None]
+        expected = later + np.fft.irfft2(bias * weights, s=(9, 14), axes=(2, 3))
+        assert error(np.asarray(found[1]), expected) <= 1e-6
+    with pytest.raises(WanjaxError, match="both prompts"):
+        cache.predictions(given[:1], jnp.asarray(prompt), None)
+    even = low_frequencies(jnp.asarray(prompt[:, :, :8]))
+    assert error(np.asarray(low_frequencies(even)), np.asarray(even, np.float64)) <= 1e-6  # a projection
+
+
+def test_a_guidance_cache_is_refused_where_prompts_are_together(tmp_path):
+    folder = tiny_checkpoint(tmp_path)
+    with pytest.raises(WanjaxError, match="worth nothing where dp"):
+        wanjax.load(folder, mesh="dp=2,sp=2,tp=2").settings(steps=STEPS, cache="guidance:2")
+    pipe = wanjax.load(folder)
+    encoded = pipe.encode("a red circle")
+    with pytest.raises(WanjaxError, match="worth nothing where dp"):
+        pipe.denoise(encoded, steps=STEPS, cache="guidance:2", batch_guidance=True)
+    with pytest.raises(WanjaxError, match="worth nothing without guidance"):
+        pipe.settings(steps=STEPS, cache="guidance:2", guidance_scale=1.0)
+
+
+@pytest.mark.parametrize("cache", ["magcache:.2,2,.1", "teacache:.5", "easycache:.5,1"])
+def test_a_cache_begins_anew_with_the_second_expert(tmp_path, cache):
+    """Its first step is the one of a run without a cache from the same latents, and it keeps that expert's own."""
+    pipe = tabled(tiny_experts_checkpoint(tmp_path))
+    taken, _ = run(pipe, cache, guidance_scale_2=2.0)
+    settings = pipe.settings(steps=STEPS, guidance_scale_2=2.0)
+    start = pipe.architecture.turns(settings)[1].start
+    assert not taken.reused[0]
+    assert not taken.reused[start]
+    assert any(taken.reused[:start])
+    state = taken.states[start - 1]
+    encoded, schedule = pipe.encode("a red circle", "a dog"), pipe.scheduler.schedule(STEPS, shift=settings.flow_shift)
+    segment = pipe.segments(schedule, settings)[1]
+    denoiser, inputs = pipe.inputs(pipe.transformer_2, segment, encoded, jnp.asarray(state.x), False)
+    begun = State(jnp.asarray(state.x), jax.tree.map(jnp.asarray, state.solver))
+    after, _, _ = pipe.compiled(take_step)(denoiser, begun, inputs, jnp.float32(2), one_step(schedule, start))
+    assert error(taken.states[start].x, np.asarray(after.x, np.float64)) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("cache", "mesh"),
+    [("magcache", "dp=2,sp=2,tp=2"), ("easycache:9,2", "dp=2,sp=2,tp=2"), ("guidance:2", "dp=1,sp=4,tp=2")],
+)
+def test_eight_devices_agree_with_one(tmp_path, cache, mesh):
+    folder = tiny_hunyuan_checkpoint(tmp_path)
+    one, eight = (run(tabled(folder, mesh=name), cache)[1] for name in (None, mesh))
+    assert error(eight, one.astype(np.float64)) <= 1e-5
+
+
+def test_without_a_cache_the_program_is_that_of_before(pipe):
+    """A step as it was written before there were caches: for each prompt a forward, then guidance and the scheduler."""
+    _, denoiser, inputs, schedule, x, _ = forwards(pipe)
+
+    def take_step(denoiser: Any, state: Any, inputs: Any, scale: Any, schedule: Any) -> Any:
+        network = nnx.merge(denoiser.graphdef, inputs.weights)
+        videos, *shape = state.x.shape
+        x = jnp.broadcast_to(state.x, (inputs.batch // videos, videos, *shape)).reshape(-1, *shape)
+        t = jax.tree.map(lambda time: jnp.full((inputs.batch,), time), denoiser.times(schedule))
+        found = [denoiser.predict(network, x, t, prompt, inputs.shared) for prompt in inputs.prompts]
+        predictions = jnp.concatenate([prediction.astype(jnp.float32) for prediction in found])
+        prediction = replicate(guide(predictions, videos, scale))
+        x0 = replicate(denoiser.scheduler.x0(schedule, 0, prediction, state.x))
+        x, solver = replicate(denoiser.scheduler.step(schedule, 0, prediction, state.x, state.solver))
+        return State(x, solver), x0, jnp.isfinite(x).all()
+
+    assert denoiser.cache == NO_CACHE
+    state = State(x, denoiser.scheduler.init(schedule, x, solver_keys([0] * len(x))))
+    arguments = state, inputs, jnp.float32(3), one_step(schedule, 0)
+    whole = sampler.take_step.traceable(None, denoiser)
+    texts = [jax.jit(f).lower(*arguments).as_text() for f in (whole, partial(take_step, denoiser))]
+    bodies = [text.partition("\n")[2] for text in texts]
+    assert bodies[0] == bodies[1]
