@@ -264,10 +264,11 @@ class Pipeline(Hooks):
         schedule, x = self.begin(encoded, chosen, draws[INITIAL])
         state = State(x, self._solver_state(schedule, x, seeds, draws.get(OF_STEPS)))
         segments, total = self.segments(schedule, chosen), len(schedule.timesteps)
-        callback = with_colours(callback, self.colours)
         origin = "" if keep is None else self._origin(chosen, encoded, draws, seeds, batch_guidance)
         caching = self._caching(chosen, segments, schedule, batch_guidance)
-        state, done, callback = continuing(keep, origin, state, segments, callback, continued)
+        state, done, callback = continuing(
+            keep, origin, state, segments, with_colours(callback, self.colours), continued
+        )
 
         def prepare(segment: Segment, x: Float[Array, "B T H W C"]) -> tuple[Denoiser, Inputs]:
             network, seconds = self.components.take_over(segment.network, self.architecture.denoisers)
