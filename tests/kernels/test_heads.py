@@ -108,3 +108,13 @@ def test_parts_are_written_and_joined(length):
     parts = jnp.moveaxis(x.reshape(2, length, 2, -1), 2, 0)
     assert (heads.join_parts(parts, interpret=True) == x).all()
     assert (heads.join_parts(parts) == x).all()
+
+
+def test_the_gradient_of_parts_is_the_values_own():
+    """What only moves values has a gradient too, which training needs."""
+    x, g = (operands(1, 40, 4, jnp.float32)[0] + i for i in range(2))
+    packed = partial(heads._with_gradient, heads._packed, heads._same, True, 2)
+    np.testing.assert_array_equal(jax.grad(lambda x: jnp.sum(g * packed(x)))(x), g)
+    parts = jnp.moveaxis(x.reshape(1, 40, 2, 256), 2, 0)
+    gradient = jax.grad(lambda parts: jnp.sum(g * heads.join_parts(parts, interpret=True)))(parts)
+    np.testing.assert_array_equal(gradient, jnp.moveaxis(g.reshape(1, 40, 2, 256), 2, 0))

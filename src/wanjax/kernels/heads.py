@@ -86,7 +86,8 @@ def pack_for_all_to_all(x: Float[Array, "B L E"]) -> Float[Array, "B L E"]:
     batch, length, heads, parts = _placement(partitioner, x, LANES)
     if parts == 1:
         return x
-    return _on_each(partial(_packed, parts=parts), partitioner, (PartitionSpec(batch, length, heads),))(x)
+    turn = partial(_with_gradient, _packed, _same, False, parts)
+    return _on_each(turn, partitioner, (PartitionSpec(batch, length, heads),))(x)
 
 
 def _on_each(function: Callable, partitioner: Partitioner, specs: tuple[PartitionSpec, ...]) -> Callable:
@@ -233,6 +234,11 @@ def _kernel_by_head(x_ref, scale_ref, bias_ref, cos_ref, sin_ref, out_ref, *, si
         out_ref[part, :, pl.ds(within, LANES)] = (x * cos + partner * sin).astype(out_ref.dtype)
 
 
+def _same(x: Array) -> Array:
+    """`pack_for_all_to_all` in plain JAX: the values do not change."""
+    return x
+
+
 def _packed(x: Float[Array, "B L E"], *, parts: int, interpret: bool = False) -> Float[Array, "B L E"]:
     """The kernel of `pack_for_all_to_all`."""
     width = x.shape[2]
@@ -246,25 +252,31 @@ def _packed(x: Float[Array, "B L E"], *, parts: int, interpret: bool = False) ->
 
 def join_parts(parts: Float[Array, "_N B L E"], *, interpret: bool = False) -> Float[Array, "B L _E"]:
     """Joins parts along the width of each token, after an all-to-all; `interpret` is for tests."""
-    count, batch, length, width = parts.shape
+    count, _, _, width = parts.shape
     if not interpret and (target(parts).platform != "tpu" or width % LANES):
         return _beside(parts)
+    return _with_gradient(_joined, _beside, interpret, count, parts)
+
+
+def _joined(x: Float[Array, "_N B L E"], *, parts: int, interpret: bool) -> Float[Array, "B L _E"]:
+    """The kernel of `join_parts`."""
+    _, batch, length, width = x.shape
     rows = _height(length)
 
     def kernel(parts_ref, out_ref):
-        for part in range(count):
+        for part in range(parts):
             out_ref[:, pl.ds(part * width, width)] = parts_ref[part]
 
     return pl.pallas_call(
         kernel,
         grid=(batch, -(-length // rows)),
-        in_specs=[_rows_of_parts(count, rows, count * width)],
-        out_specs=_rows(rows, count * width),
-        out_shape=jax.ShapeDtypeStruct((batch, length, count * width), parts.dtype),
+        in_specs=[_rows_of_parts(parts, rows, parts * width)],
+        out_specs=_rows(rows, parts * width),
+        out_shape=jax.ShapeDtypeStruct((batch, length, parts * width), x.dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
         interpret=interpret,
         name="heads_joined",
-    )(parts)
+    )(x)
 
 
 def _height(length: int) -> int:
