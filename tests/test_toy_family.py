@@ -12,6 +12,7 @@ from flax import nnx
 from PIL import Image
 
 import wanjax
+from tests.support.clips import write_clips
 from tests.support.compare import error
 from tests.support.toy import LENGTH, NETWORKS, TOY
 from tests.support.toy_tokenizer import save_tokenizer
@@ -155,6 +156,15 @@ def test_a_lora_is_merged(toy, tmp_path):
     loras = ((), f"{tmp_path / 'a.safetensors'}:0.5")
     kernels = [kernel(wanjax.load(toy, lora=lora)) for lora in loras]
     np.testing.assert_allclose(kernels[1] - kernels[0], 0.5 * (b @ a).T, rtol=1e-5, atol=1e-5)
+
+
+def test_a_lora_is_trained(toy, tmp_path):
+    data = write_clips(tmp_path / "data", 2)
+    shape = ("--size", "32x32", "--frames", 5, "--one-size", "--steps", 2, "--rank", 2, "--target", "video_out")
+    run("train", toy, data, "--out", tmp_path / "out", *shape)
+    loras = ((), tmp_path / "out" / "lora.safetensors")
+    before, after = (kernel(wanjax.load(toy, lora=lora)) for lora in loras)
+    assert 0 < np.abs(after - before).max() < 1e-2
 
 
 def kernel(pipe):

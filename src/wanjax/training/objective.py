@@ -19,6 +19,7 @@ from jax.scipy.special import logit
 from jaxtyping import Array, Float
 
 from wanjax.errors import WanjaxError
+from wanjax.layers.stack import through_all
 from wanjax.pipelines.draws import INITIAL, OF_STEPS
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Settings
@@ -108,7 +109,8 @@ def error(
     encoded = pipe.sampled(batch.encoded, [0] * len(x), _pictures(pipe, batch, key))
     denoiser, inputs = pipe.inputs(network, Segment(component, 0, (1.0,)), encoded, x, False)
     network = nnx.merge(denoiser.graphdef, inputs.weights)
-    prediction = denoiser.predict(network, x, denoiser.times(levels), inputs.prompts[0], inputs.shared)
+    prompt, times = inputs.prompts[0], denoiser.times(levels)
+    prediction = denoiser.predict(network, x, times, prompt, inputs.shared, through_all)
     difference = prediction.astype(jnp.float32) - pipe.scheduler.target(alphas, sigmas, x0, noise)
     return jnp.mean(jnp.square(difference))
 

@@ -92,7 +92,7 @@ def _batch(blueprint: Blueprint, pipe: Any, settings: Settings, clips: int) -> B
 
 def _key(blueprint: Blueprint) -> Any:
     key = jax.eval_shape(lambda: jax.random.key(0))
-    return blueprint.array(key.shape, key.dtype)
+    return jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=blueprint.array((), jnp.uint32).sharding)
 
 
 def _under(blueprint: Blueprint, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands `train` and `plan --train`."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+import wanjax
+from tests.support.clips import write_clips
+from tests.support.tiny import tiny_checkpoint
+from wanjax.cli import main
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
+SMALL = ("--size", "32x32", "--frames", 5, "--one-size", "--steps", 2, "--rank", 2)
+
+
+def run(*arguments, status=0):
+    result = CliRunner().invoke(main, [*map(str, arguments)])
+    assert result.exit_code == status, result.output
+    return result
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+def test_train_writes_a_lora_and_resumes(model, tmp_path):
+    data = write_clips(tmp_path / "data", 2)
+    made = run("train", model, data, "--out", tmp_path / "out", *SMALL, "--json")
+    written = json.loads(made.stdout)
+    assert written["file"] == str(tmp_path / "out/lora.safetensors")
+    assert "2 clips: 2 of 32x32, 5 frames" in made.stderr
+    wanjax.load(model, lora=written["file"], note=lambda text: None)
+    again = run("train", model, data, "--out", tmp_path / "out", *SMALL)
+    assert "the first 2 of 2 steps were taken before" in again.stderr
+    other = run("train", model, data, "--out", tmp_path / "out", *SMALL, "--seed", 1, status=2)
+    assert "holds another training, whose seed was 0 and is 1" in other.stderr
+    assert "Traceback" not in other.stderr
+
+
+def test_mistakes_are_one_sentence(model, tmp_path):
+    data = write_clips(tmp_path / "data", 1)
+    for more, sentence in (
+        (("--rank", 0), "0 is not in the range"),
+        (("--rate", -1), "the learning rate -1.0 is not a number above 0"),
+        (("--size", "33x32"), "the width 33 is not a multiple"),
+        (("--target", "to_x"), "no layer named to_x"),
+        (("--batch", 3, "--accumulate", 2), "a batch of 3 cannot be split in 2"),
+    ):
+        refused = run("train", model, data, "--out", tmp_path / "out", *SMALL, *more, status=2)
+        assert sentence in refused.stderr
+    refused = run("train", model, tmp_path / "none", "--out", tmp_path / "out", *SMALL, status=2)
+    assert "there is no folder or table" in refused.stderr
+
+
+def test_a_step_is_priced():
+    asked = ("plan", "nano", "--train", "--chip", "cpu")
+    lora, full = (json.loads(run(*asked, "--json", *more).stdout) for more in ((), ("--full",)))
+    assert lora["fits"]
+    assert full["fits"]
+    assert lora["trained"] == "a LoRA of rank 32"
+    assert full["weights_bytes_per_chip"] > lora["weights_bytes_per_chip"]
+    assert lora["step_seconds"] > lora["forward_seconds"] > 0
+    assert 0.5 < lora["backward_ratio"] < 3
+    assert "backward and optimiser take" in run("plan", "nano", "--train", "--chip", "cpu").stdout
+
+
+ENCODE = """
+import resource, sys
+import wanjax
+from wanjax.training import TrainConfig, Training
+training = Training(wanjax.load(sys.argv[1]), sys.argv[2], sys.argv[3], TrainConfig(
+    steps=1, size=(32, 32), frames=9, buckets=False))
+training.encode()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.slow
+def test_two_hundred_clips_need_little_more_memory_than_twenty(model, tmp_path):
+    peaks = []
+    for count in (20, 200):
+        data = write_clips(tmp_path / str(count), count)
+        arguments = [sys.executable, "-c", ENCODE, model, data, tmp_path / f"out{count}"]
+        peaks.append(int(subprocess.run([*map(str, arguments)], check=True, capture_output=True).stdout.split()[-1]))
+    print(f"peaks of 20 and of 200 clips: {peaks[0] / 1e3:.0f} and {peaks[1] / 1e3:.0f} MB")
+    assert peaks[1] <= 1.3 * peaks[0]
