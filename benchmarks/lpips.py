@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, UInt8
 
 from wanjax.checkpoints.files import load_safetensors
 
-SHIFT = np.array([-0.030, -0.088, -0.188], np.float32)
-SCALE = np.array([0.458, 0.448, 0.450], np.float32)
+SHIFT = np.array([[[[-0.030, -0.088, -0.188]]]], np.float32)
+SCALE = np.array([[[[0.458, 0.448, 0.450]]]], np.float32)
 LAYERS = {0: (4, 2), 3: (1, 2), 6: (1, 1), 8: (1, 1), 10: (1, 1)}  # of AlexNet's convolutions, stride and padding
 POOLED = (3, 6)  # before these, the maximum of 3 × 3, every second
 
@@ -40,7 +40,7 @@ def _features(x: Float[Array, "B H W 3"], weights: dict[str, Array]) -> list[Flo
             [(padding, padding)] * 2,
             dimension_numbers=("NHWC", "OIHW", "NHWC"),
         )
-        x = jax.nn.relu(x + weights[f"features.{layer}.bias"])
+        x = jax.nn.relu(x + weights[f"features.{layer}.bias"][None, None, None])
         found.append(x / (jnp.sqrt(jnp.sum(x**2, axis=-1, keepdims=True)) + 1e-10))
     return found
 

@@ -29,7 +29,59 @@ def test_help(name, monkeypatch, capsys):
 
 
 def test_the_benchmarks_are_found():
-    assert {"against_diffusers", "attention", "convert", "memory"} <= set(COMMANDS)
+    assert {"against_diffusers", "attention", "convert", "memory", "quality"} <= set(COMMANDS)
+
+
+def test_likeness_of_frames():
+    """PSNR and SSIM of known pictures; the reference of SSIM is its definition on one window."""
+    from benchmarks.quality import psnr, ssim
+
+    rng = np.random.default_rng(0)
+    one = rng.integers(0, 255, (1, 11, 11, 3), np.uint8)
+    other = np.clip(one.astype(int) + rng.integers(-30, 30, one.shape), 0, 255).astype(np.uint8)
+    assert psnr(one, one) == 100
+    assert ssim(one, one) == pytest.approx(1)
+    assert psnr(one, one ^ 1) == pytest.approx(48.1308, abs=1e-3)
+    line = np.exp(-((np.arange(11) - 5) ** 2) / 4.5)
+    window = (np.outer(line, line) / np.outer(line, line).sum())[:, :, None]
+    x, y = one[0].astype(float), other[0].astype(float)
+    (a, b), c1, c2 = ((window * x).sum((0, 1)), (window * y).sum((0, 1))), 6.5025, 58.5225
+    va, vb, ab = ((window * p).sum((0, 1)) - q for p, q in ((x * x, a * a), (y * y, b * b), (x * y, a * b)))
+    expected = (2 * a * b + c1) * (2 * ab + c2) / ((a * a + b * b + c1) * (va + vb + c2))
+    assert ssim(one, other) == pytest.approx(expected.mean(), abs=1e-9)
+
+
+def test_lpips_agrees_with_torch(tmp_path):
+    """On random weights, beside the same network in torch."""
+    torch = pytest.importorskip("torch")
+    from benchmarks.lpips import LAYERS, POOLED, SCALE, SHIFT, lpips
+
+    rng, widths = np.random.default_rng(0), [3, 64, 192, 384, 256, 256]
+    sizes = dict(zip(LAYERS, (11, 5, 3, 3, 3), strict=True))
+    weights = {}
+    for number, (layer, size) in enumerate(sizes.items()):
+        shape = (widths[number + 1], widths[number], size, size)
+        weights[f"features.{layer}.weight"] = rng.normal(0, (shape[1] * size**2) ** -0.5, shape).astype(np.float32)
+        weights[f"features.{layer}.bias"] = rng.normal(0, 0.1, shape[0]).astype(np.float32)
+        weights[f"lin{number}.model.1.weight"] = rng.random((1, shape[0], 1, 1), np.float32)
+    save_safetensors(tmp_path / "lpips.safetensors", weights)
+    one, other = (rng.integers(0, 255, (2, 64, 64, 3), np.uint8) for _ in range(2))
+
+    def features(frames):
+        x, found = torch.tensor((frames.astype(np.float32) / 127.5 - 1 - SHIFT) / SCALE).permute(0, 3, 1, 2), []
+        for layer, (stride, padding) in LAYERS.items():
+            if layer in POOLED:
+                x = torch.nn.functional.max_pool2d(x, 3, 2)
+            kernel, bias = (torch.tensor(weights[f"features.{layer}.{name}"]) for name in ("weight", "bias"))
+            x = torch.nn.functional.conv2d(x, kernel, bias, stride, padding).relu()
+            found.append(x / (x.norm(dim=1, keepdim=True) + 1e-10))
+        return found
+
+    heads = [torch.tensor(weights[f"lin{i}.model.1.weight"]) for i in range(5)]
+    pairs = zip(features(one), features(other), heads, strict=True)
+    expected = sum(float(torch.nn.functional.conv2d((x - y) ** 2, head).mean()) for x, y, head in pairs)
+    assert lpips(one, other, tmp_path / "lpips.safetensors") == pytest.approx(expected, rel=1e-5)
+    assert lpips(one, one, tmp_path / "lpips.safetensors") == 0
 
 
 SMALL_TEXT = {"d_model": 48, "d_kv": 16, "d_ff": 96, "num_heads": 2}

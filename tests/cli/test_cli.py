@@ -59,7 +59,7 @@ def given(monkeypatch) -> dict:
 
 def test_help_lists_the_commands():
     said = succeeded(wanjax("--help")).output
-    commands = ["generate", "encode", "denoise", "decode", "plan", "warmup", "convert", "info", "models"]
+    commands = ["generate", "encode", "denoise", "decode", "plan", "warmup", "calibrate", "convert", "info", "models"]
     assert re.findall(r"^  (\w+)  ", said, re.MULTILINE) == commands
     assert succeeded(wanjax("--version")).output.startswith("wanjax ")
 
@@ -98,6 +98,11 @@ def test_help_lists_the_commands():
             "guidance-scale-2 boundary strength dynamic-guidance flow-shift sigmas scheduler cache seed noise "
             "attention block-q block-kv block-kv-compute window batch-guidance dtype compiler mesh rules processes "
             "tile quiet config help",
+        ),
+        (
+            "calibrate",
+            "prompt image size height width frames steps guidance-scale attention block-q block-kv block-kv-compute "
+            "window dtype compiler mesh rules quiet config help",
         ),
         ("convert", "to dtype revision verify quiet config help"),
         ("info", "json config help"),

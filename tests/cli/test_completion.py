@@ -13,7 +13,9 @@ from click.testing import CliRunner
 from wanjax.cli import main
 from wanjax.registry import presets
 
-COMMANDS = ["generate", "encode", "denoise", "decode", "plan", "warmup", "convert", "info", "models", "serve"]
+COMMANDS = (
+    "generate encode denoise decode train plan warmup calibrate convert info models serve bench".split()
+)
 
 
 def completed(line: str) -> list[tuple[str, str]]:

@@ -296,7 +296,11 @@ def test_a_rule_is_completed_with_the_checkpoints_settings():
         ("deepcache", {"steps": 8}, "deepcache:11,45,4 would reuse nothing in 8 steps: more steps would do"),
         ("easycache", {"steps": 11}, "easycache:0.05,10 would reuse nothing in 11 steps"),
         ("magcache:.001", {}, "magcache:0.001,2,0.2 would reuse nothing in 50 steps"),
-        ("magcache:99,99", {}, "magcache:99.0,99,0.2 would compute no step after step 10 of 50: a smaller threshold"),
+        (
+            "magcache:99,99",
+            {},
+            "magcache:99.0,99,0.2 would reuse all steps after 10 of 50: a smaller thresh",
+        ),
         ("guidance", {"guided": False}, "guidance:5 is worth nothing without guidance"),
     ],
 )

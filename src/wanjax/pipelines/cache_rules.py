@@ -328,17 +328,18 @@ def chosen_rule(text: str, turns: Sequence[Turn], tables: Tables, model: str) ->
 
 
 def check_reused(rule: CacheRule, reused: Sequence[Sequence[bool]]) -> None:
-    """Raises WanjaxError where no step of any turn would reuse, or where, counted, all do after the first that may."""
+    """Raises WanjaxError where no step of any turn would reuse, or where all of half a turn would."""
     steps = sum(map(len, reused))
     if not any(map(any, reused)):
         raise WanjaxError(f"the step cache {rule} would reuse nothing in {steps} steps: more steps would do")
     if not rule.counted or rule.table is None:
         return
-    every = [turn.index(True) for turn in map(list, reused) if True in turn and all(turn[turn.index(True) :])]
-    if every and len(every) == sum(map(any, reused)):
-        raise WanjaxError(
-            f"the step cache {rule} would compute no step after step {every[0]} of {steps}: a smaller threshold would"
-        )
+    for turn in map(list, reused):
+        if True in turn and all(left := turn[turn.index(True) :]) and len(left) >= max(2, len(turn) / 2):
+            first = turn.index(True)
+            raise WanjaxError(
+                f"{rule} would reuse all steps after {first} of {len(turn)}: a smaller threshold would do"
+            )
 
 
 def check_apart(text: str, together: bool) -> None:

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`wanjax calibrate`: what it measures, where it keeps it, and that `--cache` finds it."""
+
+import json
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+import wanjax
+from tests.support.commands import refused, succeeded
+from tests.support.commands import wanjax as command
+from tests.support.compare import error
+from tests.support.tiny import tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_hunyuan_checkpoint
+from wanjax.errors import WanjaxError
+from wanjax.pipelines.cache_rules import Turn
+from wanjax.pipelines.cache_tables import Magnitudes, Tables
+from wanjax.pipelines.calibration import Measured, measure, reused_by, tables_from
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
+
+MODELS = {"wan": tiny_checkpoint, "cogvideox": tiny_cogvideox_checkpoint, "hunyuanvideo": tiny_hunyuan_checkpoint}
+SMALL = {"size": (32, 32), "frames": 9, "steps": 4, "seed": 3}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_ratios_are_those_of_the_residuals_that_magcache_keeps(model, tmp_path):
+    """A cache that computes every step keeps the residuals, whose norms tell the same ratios."""
+    pipe = wanjax.load(MODELS[model](tmp_path))
+    settings = pipe.settings(**SMALL, guidance_scale=3.0)
+    encoded = pipe.encode("a red circle", "a dog")
+    found = measure(pipe, encoded, settings)
+    residuals = []
+
+    def callback(step):
+        residuals.append([np.asarray(jax.tree.leaves(part)[0], np.float64) for part in step.state.kept])
+
+    leaping = (1.0, 5.0, 5.0, 1.0)  # of which none but the last step may reuse
+    pipe.architecture = replace(pipe.architecture, tables=Tables(Magnitudes(leaping, leaping, 0.1, 1, 0.0)))
+    pipe.denoise(encoded, **SMALL, guidance_scale=3.0, cache="magcache", callback=callback)
+    for step in (1, 2):
+        for prompt in (0, 1):
+            norms = [np.linalg.norm(residuals[i][prompt], axis=-1) for i in (step - 1, step)]
+            tokens = norms[1] / norms[0]
+            assert found.ratios[prompt, step] == pytest.approx(tokens.mean(), rel=1e-4)
+    assert found.ratios[:, 0].tolist() == [1, 1]
+    assert found.ratios.shape == found.changed.shape == (2, SMALL["steps"])
+    assert found.turns == (Turn(0, 0, 4, 4, 0, True),)
+
+
+def test_tables_fit_what_was_measured():
+    """A polynomial of degree four is found again; ratios are means; half of the steps reuse at the threshold."""
+    steps, truth = 40, [3.0, -2.0, 5.0, 0.5, 0.01]
+    rng = np.random.default_rng(0)
+    runs = []
+    for _ in range(3):
+        embedded = rng.uniform(0.02, 0.5, steps)
+        changed = np.stack([np.polyval(truth, embedded)] * 2)
+        ratios = rng.uniform(0.95, 1.0, (2, steps))
+        runs.append(Measured(ratios, changed, embedded, (Turn(0, 0, steps, steps, 0, True),)))
+    tables = tables_from(runs)
+    assert error(np.array(tables.changes.polynomial), np.array(truth)) <= 1e-5
+    assert error(np.array(tables.magnitudes.prompt), np.mean([run.ratios[0] for run in runs], axis=0)) <= 1e-5
+    assert error(np.array(tables.magnitudes.negative), np.mean([run.ratios[1] for run in runs], axis=0)) <= 1e-5
+    assert steps / 2 <= reused_by(tables, runs[0])["teacache"] < 0.8 * steps
+    few = [Measured(run.ratios[:, :9], run.changed[:, :9], run.embedded[:9], run.turns) for run in runs]
+    with pytest.raises(WanjaxError, match="9 steps tell too little of a model: at least 10 would do"):
+        tables_from(few)
+
+
+def test_the_command_keeps_tables_where_the_cache_finds_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    folder = str(tiny_checkpoint(tmp_path / "model"))
+    small = ("--size", "32x32", "--frames", "9", "--steps", "12", "--guidance-scale", "3")
+    told = refused("a", "--model", folder, "--cache", "magcache")
+    assert f"there is no table of {folder} for magcache: `wanjax calibrate {folder}` measures one" in told
+    told = succeeded(command("calibrate", folder, *small, "--prompt", "a cat", "--prompt", "a dog")).stderr
+    assert "prompt 2 of 2: a dog" in told
+    (file,) = (tmp_path / "data" / "wanjax" / "caches").glob("model-*.json")
+    assert str(file) in told
+    kept = json.loads(file.read_text())
+    assert kept["prompts"] == ["a cat", "a dog"]
+    assert len(kept["magcache"]["prompt"]) == len(kept["magcache"]["negative"]) == 12
+    tables = wanjax.load(folder).architecture.tables
+    assert list(tables.magnitudes.prompt) == kept["magcache"]["prompt"]
+    assert list(tables.changes.polynomial) == kept["teacache"]["polynomial"]
+    file.write_text(json.dumps(kept | {"magcache": kept["magcache"] | {"prompt": [1.0]}}))
+    told = refused("a", "--model", folder, "--cache", "magcache")
+    assert "1 ratios for the prompt and 12 for the negative one" in told
