@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = {"wanjax": ROOT / "src/wanjax", "wanjax.converters": ROOT / "converters"}
 LAYERS = [  # a module imports from its own layer and those below
     ["wanjax.cli", "wanjax.__main__"],
-    ["wanjax.serve"],
+    ["wanjax.serve", "wanjax.bench"],
     ["wanjax", "wanjax.registry"],
     ["wanjax.plan", "wanjax.training"],
     ["wanjax.pipelines"],

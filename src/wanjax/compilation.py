@@ -4,6 +4,7 @@
 import functools
 import hashlib
 import inspect
+import json
 import os
 import platform
 import re
@@ -19,7 +20,7 @@ import jax
 from jax.core import Tracer
 
 from wanjax.errors import WanjaxWarning
-from wanjax.kernels.compiler_options import FAST, SAFE
+from wanjax.kernels.compiler_options import FAST, SAFE, SETS
 from wanjax.kernels.target import Target, target_of
 from wanjax.sharding import Partitioner, use
 
@@ -198,6 +199,36 @@ def set_cache_folder() -> None:
     """
     if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_compilation_cache_dir", str(user_cache() / "xla" / _processor()))
+
+
+def kept_set() -> str:
+    """Returns the set of compiler options that `keep_set` kept for these devices and this compiler, else `safe`."""
+    with suppress(OSError, ValueError, AttributeError):
+        found = json.loads(_sets().read_text(encoding="utf-8")).get(_machine())
+        return found if found in SETS else SAFE
+    return SAFE
+
+
+def keep_set(compiler: str) -> Path:
+    """Keeps the set of compiler options that is better on these devices; returns the file."""
+    file, known = _sets(), {}
+    with suppress(OSError, ValueError):
+        known = json.loads(file.read_text(encoding="utf-8"))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    beside = file.with_name(f".{os.getpid()}.{file.name}")
+    beside.write_text(json.dumps({**known, _machine(): compiler}, indent=2), encoding="utf-8")
+    beside.replace(file)
+    return file
+
+
+def _sets() -> Path:
+    return user_cache() / "compiler.json"
+
+
+def _machine() -> str:
+    """Returns the number and the kind of the devices, and the version of what compiles for them."""
+    devices = jax.devices()
+    return f"{len(devices)} x {devices[0].device_kind}, {devices[0].client.platform_version}, jax {jax.__version__}"
 
 
 def compile_cache_folder() -> str:

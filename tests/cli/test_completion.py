@@ -13,9 +13,21 @@ from click.testing import CliRunner
 from wanjax.cli import main
 from wanjax.registry import presets
 
-COMMANDS = (
-    "generate encode denoise decode train plan warmup calibrate convert info models serve bench".split()
-)
+COMMANDS = [
+    "generate",
+    "encode",
+    "denoise",
+    "decode",
+    "plan",
+    "warmup",
+    "calibrate",
+    "convert",
+    "train",
+    "info",
+    "models",
+    "bench",
+    "serve",
+]
 
 
 def completed(line: str) -> list[tuple[str, str]]:

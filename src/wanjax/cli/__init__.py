@@ -378,6 +378,26 @@ def models(as_json: bool) -> None:
 
 
 @main.command()
+@click.argument("model", default="wan2.1-t2v-1.3b", shell_complete=complete_models)
+@click.option("--quick", is_flag=True, help="About a minute, in place of ten.")
+@click.option("--keep/--no-keep", default=True, help="Keep the better set of compiler options for --compiler.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, which an issue can hold.")
+@options.quiet
+@defaults.config
+@click.pass_obj
+def bench(report: Report, **given: Any) -> None:
+    """Measure this machine's devices at the shapes of MODEL, beside what `wanjax plan` says of them.
+
+    Weights are random, so nothing is downloaded. Attention is compared with the reference before it is timed. The first
+    run of each program, and its compiling, are told apart from those that count. Where the two sets of compiler options
+    differ, both take a step, and the better one is kept for this machine.
+    """
+    from wanjax.cli import benching
+
+    benching.bench(report, **given)
+
+
+@main.command()
 @options.model
 @options.attention
 @options.batch_guidance

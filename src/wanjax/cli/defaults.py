@@ -29,6 +29,7 @@ RIVALS = {
 """Parameters that, where they are typed, take the place of others that come from a file."""
 BESIDE_THE_VIDEO = ("folder", "out", "force", "profile", "processes", "quiet", "json")
 """Parameters that do not shape a video."""
+SAFE = "safe"
 CONFIG, RECORD = "wanjax.config", "wanjax.record"  # keys, in a command's context, of options from files
 
 
@@ -64,7 +65,7 @@ def read_record(ctx: click.Context, parameter: click.Parameter, file: str | None
     record = record_of(file)
     own = [x for x in ctx.command.params if record.get(x.name) is not None and x is not parameter]
     found = {x.name: _checked(file, x.name, record[x.name], x) for x in own}
-    ctx.meta[RECORD] = {**found, "tile": "tiling" in record}
+    ctx.meta[RECORD] = {"compiler": SAFE, **found, "tile": "tiling" in record}  # the set that records do not name
     _take(ctx)
     return record
 

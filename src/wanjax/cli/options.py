@@ -303,8 +303,7 @@ compute = together(
     click.option(
         "--compiler",
         type=click.Choice(["safe", "fast"]),
-        default="safe",
-        show_default=True,
+        show_default="what `wanjax bench` kept for these devices, else safe",
         help="Options of TPUs' compiler: those in wide use, or also those that it prices better and that no chip here "
         "has run. An option that it refuses is left out.",
     ),

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from wanjax import registry
 from wanjax.cli.stages import given_settings
+from wanjax.kernels.compiler_options import SAFE
 from wanjax.pipelines.cache_rules import NONE
 from wanjax.plan.outlook import Outlook, outlook
 from wanjax.plan.training import TrainingOutlook, training_outlook
@@ -21,7 +22,7 @@ from wanjax.training.optimizers import OptimizerConfig
 GIB = 2**30
 
 
-def plan(*, model: str, chip: str, mesh: str | None, compiler: str, as_json: bool, **given: Any) -> None:
+def plan(*, model: str, chip: str, mesh: str | None, compiler: str | None, as_json: bool, **given: Any) -> None:
     """Prices a video, and prints a table or JSON."""
     jax.config.update("jax_platforms", "cpu")  # the priced chips need not be present
     names = ("train", "lora_rank", "full", "batch", "optimizer")
@@ -36,12 +37,12 @@ def plan(*, model: str, chip: str, mesh: str | None, compiler: str, as_json: boo
     settings.check(spatial=architecture.grid, temporal=architecture.vae.temporal_factor)
     if train:
         how = {"lora": None if full else LoraConfig(rank), "optimized": OptimizerConfig(optimizer), "clips": clips}
-        how |= {"sp": sp, "rules": rules, "compiler": compiler, "attention": attention}
+        how |= {"sp": sp, "rules": rules, "compiler": compiler or SAFE, "attention": attention}
         step = training_outlook(family, architecture, settings, chip, axes, **how)
         click.echo(json.dumps(step.to_json(), indent=2)) if as_json else show_training(step, Console())
         return
     options = {"rules": rules, "attention": attention, "batch_guidance": bool(batch_guidance)}
-    found = outlook(family, architecture, settings, chip, axes, sp=sp, compiler=compiler, **options)
+    found = outlook(family, architecture, settings, chip, axes, sp=sp, compiler=compiler or SAFE, **options)
     if as_json:
         click.echo(json.dumps(found.to_json(), indent=2))
     else:

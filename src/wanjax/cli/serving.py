@@ -14,6 +14,7 @@ from wanjax import registry
 from wanjax.cli.interrupts import INTERRUPTED
 from wanjax.cli.processes import meet
 from wanjax.cli.report import Report
+from wanjax.compilation import kept_set
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
 
@@ -55,8 +56,8 @@ def _listen(report: Report, host: str, port: int, token: str | None, folder: Pat
     from wanjax.serve.limits import Limits
     from wanjax.serve.worker import Worker
 
-    loading = ("dtype", "attention", "mesh", "compiler", "lora")
-    chosen = {name: given[name] for name in loading}
+    chosen: dict[str, Any] = {name: given[name] for name in ("dtype", "attention", "mesh", "lora")}
+    chosen["compiler"] = given["compiler"] or kept_set()
     pipe = registry.load(given["model"], rules=given["rules"] or "fsdp", note=report.note, **chosen)
     names = {"queue": "max_queue", "steps": "max_steps", "upload": "max_upload"}
     bounds = {name: given[option] for name, option in names.items()} | {"upload": given["max_upload"] * 2**20}

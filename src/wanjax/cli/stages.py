@@ -21,9 +21,9 @@ from wanjax.cli.demand import demand
 from wanjax.cli.processes import is_first, meet
 from wanjax.cli.profile import StepProfile, trace_with_scopes
 from wanjax.cli.report import Report
+from wanjax.compilation import kept_set
 from wanjax.converters.lora import Lora
 from wanjax.errors import WanjaxError
-from wanjax.kernels.compiler_options import SAFE
 from wanjax.layers.tiling import Tiling
 from wanjax.media import stage_files, videos
 from wanjax.media.pictures import Pictures
@@ -156,7 +156,7 @@ class Rendering:
             mesh=given.get("mesh"),
             video={name: value for name, value in chosen.items() if type(value) in (int, float, str)},
             rules=given.get("rules") or "fsdp",
-            compiler=given.get("compiler") or SAFE,
+            compiler=given.get("compiler") or kept_set(),
             revision=chosen.get("revision"),
             lora=loras,
             progress=self.report.load,

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan's programs on devices that are here: built from the jobs that are priced, and run on made-up arguments."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from time import perf_counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from wanjax.bench.timing import Timing, timed
+from wanjax.compilation import Lowering, without_refused
+from wanjax.plan.builders import find
+from wanjax.plan.compile import Job
+from wanjax.sharding import MESH_AXES, make_mesh
+
+SMALLEST = 1e-12
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A program that ran: its times, its result, the options that the compiler refused, and those it was given."""
+
+    timing: Timing
+    result: Any
+    refused: tuple[str, ...]
+    options: dict[str, Any]
+
+
+def build(job: Job, devices: Sequence[Any]) -> Lowering:
+    """Returns a job's program for devices, in the job's mesh, or one axis over all of them if it has none."""
+    mesh = dict(job.mesh or {"dp": 1, "sp": 1, "tp": len(devices)})
+    sizes = [mesh.get(axis, 1) for axis in MESH_AXES]
+    return find(job.builder)(make_mesh(*sizes, devices=list(devices[: prod(sizes)])), **job.settings)
+
+
+def measure(job: Job, devices: Sequence[Any], budget: float) -> Measured:
+    """Compiles a job's program for devices, runs it on made-up arguments, and times it for so many seconds."""
+    program, refused = build(job, devices), []
+    options = dict(program.compiler_options or {})
+    lowered = jax.jit(program.function, donate_argnums=program.donate, keep_unused=True).lower(*program.arguments)
+    start = perf_counter()
+    run: Any = without_refused(options, lambda given: lowered.compile(compiler_options=given), refused.append)
+    compiling = perf_counter() - start
+    arguments = made_up(program.arguments)
+
+    def fresh() -> tuple[Any, ...]:
+        """Returns the arguments, with copies of those whose buffers the program reuses."""
+        copied = [jax.tree.map(jnp.copy, x) if i in program.donate else x for i, x in enumerate(arguments)]
+        return tuple(copied)
+
+    timing, result = timed(run, fresh, compiling, budget)
+    return Measured(timing, result, tuple(refused), options)
+
+
+def made_up(shapes: Any) -> Any:
+    """Returns arrays for shapes with shardings: small numbers, so that nothing overflows, the same every time."""
+    leaves, tree = jax.tree.flatten(shapes)
+    return jax.tree.unflatten(tree, [_array(leaf, index) for index, leaf in enumerate(leaves)])
+
+
+def _array(leaf: jax.ShapeDtypeStruct, index: int) -> jax.Array:
+    """Returns an array, of which each device's part is made on the host; nothing is compiled."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.device_put(jax.random.split(jax.random.key(0), prod(leaf.shape)).reshape(leaf.shape), leaf.sharding)
+    waves = _waves(leaf.shape, 1.0 + index % 11)
+
+    def part(place: tuple[slice, ...]) -> np.ndarray:
+        x = np.full((1,) * len(leaf.shape), 0.04, np.float32)
+        for wave, (axis, size) in zip(waves, enumerate(place), strict=True):
+            x = x * wave[size].reshape([-1 if i == axis else 1 for i in range(len(place))])
+        if leaf.dtype == np.bool_ or np.issubdtype(leaf.dtype, np.integer):
+            return np.full(x.shape, 1 + index % 7).astype(leaf.dtype)
+        if not leaf.shape:  # of a schedule: noise levels, each another one
+            x = np.full((), 0.9 / (1 + index % 13), np.float32)
+        return x.astype(leaf.dtype)
+
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
+
+
+def _waves(shape: tuple[int, ...], pitch: float) -> list[np.ndarray]:
+    """Returns a wave along each axis, whose product has numbers of about 0.02, as weights have."""
+    waves = []
+    for axis, size in enumerate(shape):
+        places = np.arange(size, dtype=np.float32)
+        sign = np.where(np.arange(size) % (axis + 2) == 0, np.float32(-1), np.float32(1))
+        waves.append((1 + 0.5 * np.sin(np.float32(pitch + 0.31 * axis) + places)) * sign)
+    return waves
+
+
+def distance(a: Any, b: Any) -> float:
+    """Returns the relative L2 distance of two results; numbers that are finite in one alone make it infinite."""
+    total, size = 0.0, 0.0
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        if not jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != jnp.uint8:
+            continue
+        left, right = (np.asarray(jax.device_get(one)).astype(np.float64) for one in (x, y))
+        finite = np.isfinite(right)
+        if not np.array_equal(np.isfinite(left), finite):
+            return float("inf")
+        total += float(np.sum((left[finite] - right[finite]) ** 2))
+        size += float(np.sum(right[finite] ** 2))
+    return (total / max(size, SMALLEST)) ** 0.5
+
+
+def operand(mesh: jax.sharding.Mesh, shape: tuple[int, ...], dtype: Any, *spec: Any) -> jax.ShapeDtypeStruct:
+    """Returns the shape of an array with the sharding of a spec."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))

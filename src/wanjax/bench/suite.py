@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The measurements of a bench, at a model's shapes: attention, a step, text, the autoencoder and messages."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from importlib.metadata import PackageNotFoundError, version
+from math import ceil
+from os import cpu_count
+from typing import Any
+
+import jax
+
+from wanjax.bench.kernels import CLOSE, COLLECTIVES, attention_job, check_attention, exchange_job
+from wanjax.bench.modelled import Known, known
+from wanjax.bench.programs import Measured, build, distance, measure
+from wanjax.errors import WanjaxError
+from wanjax.kernels.attention import choose
+from wanjax.kernels.compiler_options import FAST, SAFE, SETS
+from wanjax.pipelines.family import Architecture
+from wanjax.pipelines.settings import Settings
+from wanjax.plan.compile import Job
+from wanjax.plan.stages import stages
+from wanjax.sharding import MESH_AXES, choose_axes
+
+PROGRAMS = {"encode_prompts": "text", "step": "a step", "decode_first": "first frames", "decode_next": "later frames"}
+SAME_ANSWER = {"float32": 1e-4, "bfloat16": 3e-2}  # relative L2 distance between two sets of compiler options
+WORTH = 0.99  # of the other set's seconds: a set is kept instead of `safe` if it takes less
+Tell = Callable[[str], Any]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The size of a bench: (height, width) and frames of a video, the layers that are kept, and seconds a program.
+
+    `decoded` is the size of frames for the autoencoder. None is the model's own.
+    """
+
+    size: tuple[int, int] | None
+    decoded: tuple[int, int] | None
+    frames: int | None
+    layers: int | None
+    budget: float
+
+
+SCALES = {
+    ("cpu", True): Scale((256, 256), (64, 64), 17, 1, 2.0),
+    ("cpu", False): Scale((480, 832), (256, 256), 17, 2, 20.0),
+    ("other", True): Scale(None, None, None, None, 3.0),
+    ("other", False): Scale(None, None, None, None, 30.0),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement beside the plan's seconds for it, or why there are none."""
+
+    name: str
+    what: str
+    compiler: str
+    compiling: float | None = None
+    first: float | None = None
+    seconds: float | None = None
+    runs: int = 0
+    spread: float | None = None
+    modelled: float | None = None
+    note: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        return self.seconds / self.modelled if self.seconds and self.modelled else None
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The results. `exact` has the distance of each attention from the reference; `differ` that of the sets' answers.
+
+    `better` is the set of compiler options to keep for these devices, None where the sets are the same there.
+    """
+
+    model: str
+    size: str
+    frames: int
+    layers: int
+    dtype: str
+    quick: bool
+    devices: str
+    mesh: Mapping[str, int]
+    place: str
+    modelled_by: str
+    versions: Mapping[str, str]
+    rows: list[Row]
+    exact: Mapping[str, float]
+    differ: float | None
+    better: str | None
+    faults: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"rows": [asdict(row) | {"ratio": row.ratio} for row in self.rows]}
+
+
+def bench(architecture: Architecture, defaults: Settings, scale: Scale, *, quick: bool, tell: Tell) -> Bench:
+    """Runs all measurements; `tell` receives a sentence before each."""
+    settings = sized(defaults, scale, architecture)
+    devices = jax.devices()
+    here = known(devices)
+    axes = mesh_of(architecture, settings, len(devices))
+    suite = Suite(architecture, settings, scale, devices[: axes["dp"] * axes["sp"] * axes["tp"]], here, axes, tell)
+    exact = suite.exact()
+    rows = [suite.attention(), *suite.programs(), *suite.messages()]
+    differ, better = suite.compare(rows)
+    return Bench(
+        model=defaults.model,
+        size=f"{settings.width}x{settings.height}",
+        frames=settings.frames,
+        layers=min(scale.layers or 10**9, architecture.forward(settings).layers),
+        dtype=settings.dtype,
+        quick=quick,
+        devices=f"{len(devices)} x {devices[0].device_kind}",
+        mesh=axes,
+        place=here.name,
+        modelled_by=here.source,
+        versions=versions(),
+        rows=rows,
+        exact=exact,
+        differ=differ,
+        better=better,
+        faults=suite.faults,
+    )
+
+
+class Suite:
+    """The measurements on some devices."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        settings: Settings,
+        scale: Scale,
+        devices: Sequence[Any],
+        here: Known,
+        axes: Mapping[str, int],
+        tell: Tell,
+    ):
+        self.architecture = architecture
+        self.settings = settings
+        self.scale = scale
+        self.devices = devices
+        self.here = here
+        self.axes = axes
+        self.tell = tell
+        self.work = architecture.forward(settings)
+        self.decoded = settings.updated(_shape(scale.decoded or settings.size))
+        self.faults: list[str] = []
+        self._steps: dict[str, Measured] = {}
+
+    def exact(self) -> dict[str, float]:
+        """Compares every implementation of attention with the reference, and notes those that are wrong."""
+        self.tell("attention, compared with the reference")
+        dtype = self.settings.dtype
+        found = check_attention(self.work.heads, self.work.width // self.work.heads, dtype)
+        for name, far in found.items():
+            if not far <= CLOSE[dtype]:
+                self.faults.append(f"{name} is {far:.1e} away from the reference where {CLOSE[dtype]:g} is allowed")
+        return found
+
+    def attention(self) -> Row:
+        """Measures self-attention on one device, with the share of the heads that it has in the mesh."""
+        heads = ceil(self.work.heads / self.axes["tp"])
+        sizes: dict[str, Any] = {"queries": self.work.tokens, "keys": self.work.tokens, "heads": heads}
+        sizes |= {"head_dim": self.work.width // self.work.heads, "dtype": self.settings.dtype}
+        job = attention_job(self._alone, **sizes)
+        shapes = (1, self.work.tokens, heads, self.work.width // self.work.heads)
+        some = jax.ShapeDtypeStruct(shapes, self.settings.dtype)
+        name = choose(some, some, some)
+        row, _ = self._row("attention", f"{name.name}, {list(shapes)}", SAFE, job, known(self.devices[:1]))
+        return row
+
+    @property
+    def _alone(self) -> str:
+        return known(self.devices[:1]).name
+
+    def programs(self) -> Iterator[Row]:
+        """Measures the programs of the stages; the step with each set of compiler options that differs."""
+        for set_ in SETS:
+            for name, job in self.jobs(set_).items():
+                if set_ == FAST and (name != "step" or not self._differs(job)):
+                    continue
+                row, made = self._row(PROGRAMS[name], self._shape(name), set_, job, self.here)
+                if name == "step" and made is not None:
+                    self._steps[set_] = made
+                yield row
+
+    def jobs(self, compiler: str) -> dict[str, Job]:
+        """Returns the jobs of the programs, with as many layers as the scale keeps."""
+        few = reduced(self.architecture, self.scale.layers)
+        every: dict[str, Job] = {}
+        for part, settings in (("encode", self.settings), ("denoise", self.settings), ("decode", self.decoded)):
+            found = stages(few, settings, self.here.name, self.axes, compiler=compiler)
+            every |= {run.name: run.job for run in found[part]}
+        return {name: every[name] for name in PROGRAMS if name in every}
+
+    def _differs(self, job: Job) -> bool:
+        """Tells whether a job's compiler options are others than those of the set `safe`."""
+        fast = build(job, self.devices).compiler_options
+        safe = build(replace(job, settings={**job.settings, "compiler": SAFE}), self.devices).compiler_options
+        return fast != safe
+
+    def messages(self) -> Iterator[Row]:
+        """Measures messages as large as the tokens of the video between all devices, if there are several."""
+        if len(self.devices) == 1:
+            return
+        for kind in COLLECTIVES:
+            tokens, width = self.work.tokens, self.work.width
+            job = exchange_job(self.here.name, kind, len(self.devices), tokens, width, self.settings.dtype)
+            yield self._row(
+                kind.replace("_", "-"), f"[{tokens} {width}] over {len(self.devices)}", SAFE, job, self.here
+            )[0]
+
+    def compare(self, rows: list[Row]) -> tuple[float | None, str | None]:
+        """Returns the distance between the answers of the sets, and the set to keep; None where there is one set."""
+        if self._steps.keys() != set(SETS):
+            return None, None
+        safe, fast = (self._steps[name] for name in SETS)
+        differ = distance(fast.result, safe.result)
+        if not differ <= SAME_ANSWER[self.settings.dtype]:
+            self.faults.append(f"the sets of compiler options give answers {differ:.1e} apart, so `safe` is kept")
+            return differ, SAFE
+        return differ, FAST if fast.timing.median < WORTH * safe.timing.median else SAFE
+
+    def _shape(self, name: str) -> str:
+        chosen = self.settings
+        if name == "encode_prompts":
+            return f"2 prompts{self._kept}"
+        if name == "step":
+            return f"{self.work.tokens} tokens, {'two prompts' if chosen.guided else 'one prompt'}{self._kept}"
+        return f"{self.decoded.width}x{self.decoded.height}"
+
+    @property
+    def _kept(self) -> str:
+        return "" if self.scale.layers is None else f", {self.scale.layers} layer{'s' * (self.scale.layers > 1)}"
+
+    def _row(self, name: str, what: str, compiler: str, job: Job, here: Known) -> tuple[Row, Measured | None]:
+        """Measures a job and prices it; a job that fails becomes a row that says why."""
+        self.tell(f"{name}, {what}")
+        modelled, note = here.price(job)
+        try:
+            made = measure(job, self.devices, self.scale.budget)
+        except (WanjaxError, jax.errors.JaxRuntimeError, MemoryError) as error:
+            why = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+            return Row(name, what, compiler, modelled=modelled, note=f"did not run: {why}"), None
+        timing = made.timing
+        row = Row(
+            name, what, compiler, timing.compiling, timing.first, timing.median, len(timing.runs), timing.spread,
+            modelled, "; ".join(filter(None, (*made.refused, note))),
+        )  # fmt: skip
+        return row, made
+
+
+def sized(defaults: Settings, scale: Scale, architecture: Architecture) -> Settings:
+    """Returns the settings of the video whose shapes are measured."""
+    dtype = "float32" if jax.devices()[0].platform == "cpu" else "bfloat16"
+    settings = defaults.updated({**_shape(scale.size or defaults.size), "frames": scale.frames, "dtype": dtype})
+    settings.check(spatial=architecture.grid, temporal=architecture.vae.temporal_factor)
+    return settings
+
+
+def _shape(size: tuple[int, int]) -> dict[str, int]:
+    return dict(zip(("height", "width"), size, strict=True))
+
+
+def mesh_of(architecture: Architecture, settings: Settings, devices: int) -> dict[str, int]:
+    """Returns the mesh that `wanjax.load` takes for so many devices."""
+    work = architecture.forward(settings)
+    axes = choose_axes(devices, heads=work.heads, tokens=work.tokens, guided=settings.guided)
+    return dict(zip(MESH_AXES, axes, strict=True))
+
+
+def reduced(architecture: Architecture, layers: int | None) -> Architecture:
+    """Returns the architecture with at most so many layers in each transformer; other sizes stay."""
+    if layers is None:
+        return architecture
+    configs: dict[str, Any] = {entry.name: getattr(architecture, entry.name) for entry in fields(architecture)}
+    fewer = {
+        name: replace(config, layers=min(layers, config.layers))
+        for name, config in configs.items()
+        if isinstance(getattr(config, "layers", None), int)
+    }
+    return replace(architecture, **fewer)
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of what computes, and the number of the host's cores."""
+    found = {"cores": str(cpu_count())}
+    for name in ("wanjax", "jax", "jaxlib", "libtpu"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bench at small sizes: each program runs and is compared with its price; what is wrong is found and told."""
+
+import io
+import json
+import re
+import time
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+from tests.support.attention import SMALL_TILES
+from tests.support.commands import succeeded, wanjax
+from wanjax import compilation
+from wanjax.bench import kernels, suite
+from wanjax.bench.kernels import COLLECTIVES, attention_job, check_attention, exchange_job
+from wanjax.bench.modelled import known
+from wanjax.bench.programs import Measured, distance, measure
+from wanjax.bench.suite import SCALES, Scale, Suite
+from wanjax.bench.timing import Timing, timed
+from wanjax.cli import benching
+from wanjax.errors import WanjaxError
+from wanjax.registry import outline, presets
+
+TINY = Scale((32, 32), (32, 32), 5, 1, 0.0)
+
+
+def quiet(sentence):
+    assert sentence
+
+
+@pytest.fixture
+def small():
+    """A suite of `nano` on one device."""
+    _, architecture, defaults = outline("nano")
+    devices = jax.devices()[:1]
+    settings = suite.sized(defaults, TINY, architecture)
+    return Suite(architecture, settings, TINY, devices, known(devices), {"dp": 1, "sp": 1, "tp": 1}, quiet)
+
+
+def test_compiling_and_the_first_run_are_told_apart_from_the_runs_that_count():
+    calls = []
+
+    def run(x):
+        calls.append(x)
+        time.sleep(0.05 if len(calls) == 1 else 0.001)
+        return x
+
+    timing, result = timed(run, lambda: (len(calls),), compiling=3.0, budget=0.0)
+    assert (timing.compiling, result, len(timing.runs), calls) == (3.0, 0, 2, [0, 1, 2])
+    assert timing.first > 0.05 > timing.median
+    assert len(timed(run, lambda: (1,), 0.0, budget=0.02)[0].runs) > 2
+
+
+def test_one_layer_keeps_all_other_sizes():
+    for name in ("wan2.1-t2v-14b", "cogvideox1.5-5b", "hunyuanvideo1.5-720p-t2v"):
+        whole = presets()[name].architecture
+        few = suite.reduced(whole, 1)
+        assert few.transformer == replace(whole.transformer, layers=1)
+        assert few.vae == whole.vae
+        assert suite.reduced(whole, None) is whole
+
+
+@pytest.mark.parametrize("kind", COLLECTIVES)
+def test_messages_arrive(kind):
+    made = measure(exchange_job("", kind, 8, 20, 12, "float32"), jax.devices(), 0.0)
+    assert len(made.timing.runs) == 2
+    x = np.asarray(_operand(kind))
+    right = {"all_reduce": x.reshape(8, 3, 16).sum(0), "all_gather": x, "all_to_all": x}[kind]
+    np.testing.assert_allclose(np.asarray(made.result), right, rtol=1e-6, atol=1e-8)
+
+
+def _operand(kind):
+    from wanjax.bench.programs import build, made_up
+
+    [x] = made_up(build(exchange_job("", kind, 8, 20, 12, "float32"), jax.devices()).arguments)
+    assert x.shape == (24, 16)
+    return x
+
+
+def test_eight_devices_exchange_messages(small):
+    small.devices, small.here = jax.devices(), known(jax.devices())
+    assert [row.name for row in small.messages()] == ["all-reduce", "all-gather", "all-to-all"]
+    assert all(row.note == "the model is of one device" for row in small.messages())
+
+
+def test_attention_is_compared_with_the_reference(small, monkeypatch):
+    configs = {"flash_tpu": SMALL_TILES}  # by Pallas' interpreter, as on a TPU
+    found = check_attention(2, 64, "float32", tokens=150, configs=configs)
+    print(found)
+    assert set(found) == {"reference", "chunked", "flash_tpu"}
+    assert max(found.values()) < 1e-5
+    assert check_attention(2, 16, "bfloat16", tokens=150)["chunked"] < 1e-2
+    right = kernels.attention
+    monkeypatch.setattr(
+        kernels, "attention", lambda *x, **o: right(*x, **o) * (1 + 1e-3 * (o["implementation"] != "reference"))
+    )
+    small.exact()
+    assert len(small.faults) == 1
+    assert "chunked is 1.0e-03 away from the reference" in small.faults[0]
+
+
+def test_distances():
+    a = {"x": jnp.asarray([3.0, 4.0]), "n": jnp.arange(2)}
+    assert distance(a, a) == 0
+    assert distance({"x": jnp.asarray([3.0, 4.5]), "n": a["n"]}, a) == pytest.approx(0.1)
+    nan = {"x": jnp.asarray([3.0, jnp.nan]), "n": a["n"]}
+    assert distance(nan, a) == distance(a, nan) == float("inf")
+    assert distance(nan, nan) == 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "off", "kept", "faults"), [(0.8, 0.0, "fast", 0), (1.2, 0.0, "safe", 0), (0.8, 0.1, "safe", 1)]
+)
+def test_the_faster_set_is_kept_if_its_answer_is_the_same(small, seconds, off, kept, faults):
+    x = jnp.ones(4)
+    for name, taken, result in (("safe", 1.0, x), ("fast", seconds, x * (1 + off))):
+        small._steps[name] = Measured(Timing(0.0, taken, (taken, taken)), result, (), {})
+    differ, better = small.compare([])
+    assert (differ, better) == (pytest.approx(off, abs=1e-6), kept)
+    assert len(small.faults) == faults
+
+
+def test_a_program_that_fails_is_a_row_that_says_why(small):
+    job = attention_job("cpu", "flash_tpu", queries=64, keys=64, heads=1, head_dim=16, dtype="float32")
+    row, made = small._row("attention", "x", "safe", job, small.here)
+    assert made is None
+    assert row.note.startswith("did not run: ")
+    assert row.ratio is None
+
+
+def test_the_set_that_was_kept_is_what_the_command_uses(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    asked = []
+
+    def load(model, **given):
+        asked.append(given["compiler"])
+        raise WanjaxError("no further")
+
+    monkeypatch.setattr("wanjax.registry.load", load)
+    monkeypatch.setattr("wanjax.cli.serving.registry.load", load)
+    commands = [("a circle",), ("warmup",), ("serve",), ("a circle", "--compiler", "safe")]
+    for command in commands:
+        assert wanjax(*command).exit_code == 2
+    compilation.keep_set("fast")
+    for command in commands:
+        assert wanjax(*command).exit_code == 2
+    assert asked == ["safe"] * 4 + ["fast"] * 3 + ["safe"]
+    compilation._sets().write_text("[]")
+    assert compilation.kept_set() == "safe"
+
+
+@pytest.mark.parametrize("programs", [["step"], pytest.param(list(suite.PROGRAMS), marks=pytest.mark.slow)])
+def test_programs_are_measured_beside_their_prices(programs, monkeypatch, tmp_path):
+    monkeypatch.setattr(suite, "PROGRAMS", {name: suite.PROGRAMS[name] for name in programs})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setitem(SCALES, ("cpu", True), TINY)
+    monkeypatch.setattr(jax, "devices", lambda *_, now=jax.devices: now("cpu")[:1])
+    shown = []
+    monkeypatch.setattr(benching, "show", lambda found, console: shown.append(found))
+    succeeded(wanjax("bench", "nano", "--quick"))
+    found = json.loads(json.dumps(shown[0].to_json()))
+    assert (found["devices"], found["better"], found["faults"]) == ("1 x cpu", None, [])
+    assert [row["name"] for row in found["rows"]] == ["attention", *suite.PROGRAMS.values()]
+    for row in found["rows"]:
+        assert row["note"] == ""
+        assert min(row["seconds"], row["first"], row["modelled"], row["compiling"]) > 0
+        assert row["ratio"] == row["seconds"] / row["modelled"]
+    monkeypatch.undo()
+    console = Console(width=200, record=True, file=io.StringIO())
+    benching.show(shown[0], console)
+    assert re.search(r"a step: .* tokens, two prompts, 1 layer +\d.* \d+\.\d\d *\n", text := console.export_text())
+    assert "the sets of compiler options are the same on these devices" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["v6e-1", "v6e-8"])
+def test_every_program_compiles_for_the_chip(place):
+    """All that a bench would run on a v6e goes through the chip's own compiler, and gets its price."""
+    from wanjax.plan.chips import find_slice
+
+    _, architecture, defaults = outline("wan2.1-t2v-1.3b")
+    settings = defaults.updated({"height": 256, "width": 256, "frames": 17, "dtype": "bfloat16"})
+    count = find_slice(place).devices
+    here = replace(known(jax.devices()[:1]), place=find_slice(place))
+    axes = suite.mesh_of(architecture, defaults, count)
+    small = Suite(architecture, settings, TINY, jax.devices()[:count], here, axes, quiet)
+    jobs = [job for set_ in ("safe", "fast") for job in small.jobs(set_).values()]
+    jobs.append(attention_job("v6e-1", queries=1280, keys=1280, heads=12, head_dim=128, dtype="bfloat16"))
+    if count > 1:
+        jobs += [exchange_job(place, kind, count, 1280, 1536, "bfloat16") for kind in COLLECTIVES]
+    for job in jobs:
+        seconds, note = here.price(job)
+        print(job.builder, seconds, note)
+        assert seconds is not None, note
+        assert seconds > 0
