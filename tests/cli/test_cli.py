@@ -72,7 +72,7 @@ def test_help_lists_the_commands():
             "from prompts seeds count model negative-prompt image last-image video mask reference resize size height "
             "width frames fps steps guidance-scale guidance-scale-2 boundary strength dynamic-guidance flow-shift "
             "sigmas scheduler cache seed noise lora attention block-q block-kv block-kv-compute window batch-guidance "
-            "dtype compiler mesh rules processes tile profile dir out force quiet json config help",
+            "dtype compiler mesh rules processes tile profile preview dir out force quiet json config help",
         ),
         (
             "encode",
@@ -84,13 +84,14 @@ def test_help_lists_the_commands():
             "model size height width frames fps steps guidance-scale guidance-scale-2 boundary strength "
             "dynamic-guidance flow-shift sigmas scheduler cache seed noise lora attention block-q block-kv "
             "block-kv-compute window batch-guidance dtype compiler mesh rules processes profile "
-            "dir force quiet json config help",
+            "preview dir force quiet json config help",
         ),
         ("decode", "model fps dtype compiler mesh rules processes tile dir out force quiet json config help"),
         (
             "plan",
             "model chip size height width frames steps guidance-scale cache attention block-q block-kv "
-            "block-kv-compute window batch-guidance dtype compiler mesh rules json config help",
+            "block-kv-compute window batch-guidance dtype compiler mesh rules train lora-rank full batch optimizer json config "
+            "help",
         ),
         (
             "warmup",
@@ -107,6 +108,25 @@ def test_help_lists_the_commands():
         ("convert", "to dtype revision verify quiet config help"),
         ("info", "json config help"),
         ("models", "json config help"),
+        ("bench", "quick keep json quiet config help"),
+        (
+            "calibrate",
+            "prompt image size height width frames steps guidance-scale attention block-q block-kv block-kv-compute "
+            "window dtype compiler mesh rules quiet config help",
+        ),
+        (
+            "train",
+            "out steps batch accumulate seed rank alpha dropout target full dialect expert optimizer rate warm-up "
+            "schedule clip weight-decay average fps cut resize buckets shortest store timesteps shift logit-mean "
+            "logit-deviation dropped-captions sample sample-every held-out evaluate-every save-every size height width "
+            "frames attention block-q block-kv block-kv-compute window dtype compiler mesh rules processes quiet json "
+            "config help",
+        ),
+        (
+            "serve",
+            "model attention block-q block-kv block-kv-compute window batch-guidance lora dtype compiler mesh rules "
+            "processes tile host port token dir max-queue max-pixels max-steps max-upload rehearse quiet config help",
+        ),
     ],
 )
 def test_help_is_complete(command, options):

@@ -13,21 +13,9 @@ from click.testing import CliRunner
 from wanjax.cli import main
 from wanjax.registry import presets
 
-COMMANDS = [
-    "generate",
-    "encode",
-    "denoise",
-    "decode",
-    "plan",
-    "warmup",
-    "calibrate",
-    "convert",
-    "train",
-    "info",
-    "models",
-    "bench",
-    "serve",
-]
+COMMANDS = """
+    generate encode denoise decode plan warmup calibrate convert train info models bench serve
+""".split()
 
 
 def completed(line: str) -> list[tuple[str, str]]:
