@@ -83,9 +83,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 @pytest.mark.slow
 def test_two_hundred_clips_need_little_more_memory_than_twenty(model, tmp_path):
     peaks = []
-    for count in (20, 200):
+    for count in (2, 20, 200):  # the first compiles for the others
         data = write_clips(tmp_path / str(count), count)
         arguments = [sys.executable, "-c", ENCODE, model, data, tmp_path / f"out{count}"]
         peaks.append(int(subprocess.run([*map(str, arguments)], check=True, capture_output=True).stdout.split()[-1]))
-    print(f"peaks of 20 and of 200 clips: {peaks[0] / 1e3:.0f} and {peaks[1] / 1e3:.0f} MB")
-    assert peaks[1] <= 1.3 * peaks[0]
+    print(f"peaks of 20 and of 200 clips: {peaks[1] / 1e3:.0f} and {peaks[2] / 1e3:.0f} MB")
+    assert peaks[2] <= 1.3 * peaks[1]
