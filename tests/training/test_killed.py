@@ -15,7 +15,7 @@ from tests.support.clips import write_clips
 from tests.support.tiny import tiny_checkpoint
 from wanjax.checkpoints.files import load_safetensors
 
-STEPS, KILLS = 400, 20
+STEPS, KILLS = 400, int(os.environ.get("KILLS", "20"))
 COMMAND = """
 import sys
 from wanjax import load
@@ -38,7 +38,7 @@ def lines(tmp_path):
 
 
 @pytest.mark.slow
-def test_twenty_kills(tmp_path):
+def test_kills(tmp_path):
     tiny_checkpoint(tmp_path / "model")
     write_clips(tmp_path / "data", 3)
     whole = start(tmp_path, "a")
@@ -46,11 +46,11 @@ def test_twenty_kills(tmp_path):
     moments, kills = random.Random(0), 0
     while kills < KILLS:
         process, before = start(tmp_path, "b"), time.monotonic()
-        steps = lines(tmp_path)
-        while lines(tmp_path) <= steps and process.poll() is None and time.monotonic() - before < 120:
-            time.sleep(0.05)
+        steps, more = lines(tmp_path), moments.randint(1, 30)
+        while lines(tmp_path) < steps + more and process.poll() is None and time.monotonic() - before < 240:
+            time.sleep(0.02)
             steps = min(steps, lines(tmp_path))  # those after the last checkpoint are dropped
-        time.sleep(moments.uniform(0, 0.5))
+        time.sleep(moments.uniform(0, 0.2))
         if process.poll() is not None:
             break
         os.kill(process.pid, signal.SIGKILL)

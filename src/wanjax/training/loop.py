@@ -6,9 +6,9 @@ sees the same as one that is left alone, and ends with the same bits.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from wanjax.checkpoints.arrays import reason
 from wanjax.errors import WanjaxError
 from wanjax.sharding import Partitioner, use
 from wanjax.training.adapters import DropoutKey, dropped
@@ -113,6 +114,15 @@ class Trainer:
         `draw(step, generator)` returns a batch. `after(steps, metrics)` is called after each step, with arrays that
         the device may still be computing.
         """
+        try:
+            self._take(last, draw, after, every)
+        except KeyboardInterrupt:
+            self.save()
+            self._wait()
+            raise
+        self._wait()
+
+    def _take(self, last: int, draw: Draw, after: After, every: int) -> None:
         key = jax.random.key(self.seed)
         with ThreadPoolExecutor(1) as pool:
             ahead = pool.submit(draw, self.step, self._generator(self.step)) if self.step < last else None
@@ -127,19 +137,21 @@ class Trainer:
                 after(self.step, metrics)
                 if self.step % every == 0 or self.step == last:
                     self.save()
-        self.manager.wait_until_finished()
 
     def save(self) -> None:
         """Begins to write a checkpoint, unless there is one of this step."""
         if self.manager.latest_step() != self.step:
-            try:
+            with _written(self.folder):
                 self.manager.save(self.step, args=ocp.args.StandardSave(self.state))
-            except OSError as error:
-                raise WanjaxError(f"{self.folder} cannot be written: {error.strerror or error}") from error
+
+    def _wait(self) -> None:
+        """Waits for the checkpoints that are being written."""
+        with _written(self.folder):
+            self.manager.wait_until_finished()
 
     def close(self) -> None:
-        """Waits for the checkpoints that are being written."""
-        self.manager.wait_until_finished()
+        """Ends the writing of checkpoints."""
+        self._wait()
         self.manager.close()
 
     def _generator(self, step: int) -> np.random.Generator:
@@ -149,6 +161,15 @@ class Trainer:
         """Returns the network with its present weights, or with their mean."""
         weights = self.state["average" if averaged else "weights"]
         return nnx.merge(self.graphdef, weights, self.keys, self.frozen)
+
+
+@contextmanager
+def _written(folder: Path) -> Iterator[None]:
+    """Raises WanjaxError in place of an error in writing a checkpoint, of this moment or of an earlier one."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise WanjaxError(f"{folder} cannot be written: {reason(error)}") from error
 
 
 def step_of(

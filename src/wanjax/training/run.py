@@ -56,6 +56,8 @@ class Training:
         count: Count = lambda unit, done, total: None,
     ):
         """Raises WanjaxError for everything that can be told before anything is encoded."""
+        if jax.process_count() > 1:
+            raise WanjaxError("training runs in one process: several hosts are not offered")
         self.pipe, self.out, self.config = pipe, Path(out).expanduser(), config
         self.note, self.count = note, count
         self.networks = _chosen(pipe, config)
