@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Teaches the model in the box a shape and a colour that it has never seen: `python examples/nano/teach.py`.
 
-Draws 64 clips of a magenta bar, and 128 of what the model knows; trains a LoRA of rank 16 on them as `wanjax train`
+Draws 64 clips, 40 of a magenta bar and 24 of what the model knows; trains a LoRA of rank 16 on them as `wanjax train`
 does; then asks for 40 magenta bars and for the held-out combinations of old words, and reads the videos. The new words
 are not in the model's vocabulary: its tokenizer spells them. Both were chosen among what its autoencoder, which stays
 as it is, can draw.
@@ -10,6 +10,7 @@ as it is, can draw.
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -23,7 +24,7 @@ import wanjax
 from wanjax.media.videos import write_video
 from wanjax.training import LoraConfig, OptimizerConfig, TrainConfig, Training
 
-TAUGHT, KEPT = 64, 128  # clips of the new words, and of old ones, which are shown so that they are not forgotten
+TAUGHT, KEPT = 40, 24  # clips of the new words, and of old ones, which are shown so that they are not forgotten
 SIZE, FRAMES, FPS = 64, 17, 8
 [COLOUR] = TAUGHT_COLOUR
 WORDS = COLOUR, TAUGHT_SHAPE
@@ -35,25 +36,24 @@ CONFIG = TrainConfig(
     timesteps="logit-normal",
     logit_mean=0.5,
     dropped_captions=0.1,
-    average=0.99,
     buckets=False,
     save_every=300,
     evaluate_every=100,
 )
 
 
-def write_clips(folder: Path, seed: int) -> None:
-    """Draws the clips, unless they are there, and writes a table of their captions; half of an epoch is new."""
+def write_clips(folder: Path, seed: int, taught: int, kept: int) -> None:
+    """Draws the clips, unless they are there, and writes a table of their captions; of an epoch half or more is new."""
     rng = np.random.default_rng([seed, 16])
-    new = [Spec(*WORDS, MOTIONS[i % len(MOTIONS)], BACKGROUNDS[i % len(BACKGROUNDS)]) for i in range(TAUGHT)]
+    new = [Spec(*WORDS, MOTIONS[i % len(MOTIONS)], BACKGROUNDS[i % len(BACKGROUNDS)]) for i in range(taught)]
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
-    for number, spec in enumerate([*new, *sample_specs(rng, KEPT)]):
+    for number, spec in enumerate([*new, *sample_specs(rng, kept)]):
         clip = draw([spec], FRAMES, SIZE, rng)[0]
         text = caption(spec, rng)
         if not (file := folder / f"{number:03}.mp4").exists():
             write_video(file, np.round(127.5 * (clip + 1.0)).astype(np.uint8), FPS, {"prompt": text})
-        rows.append({"file_name": file.name, "text": text, "repeats": KEPT // TAUGHT if number < TAUGHT else 1})
+        rows.append({"file_name": file.name, "text": text, "repeats": max(1, kept // taught) if number < taught else 1})
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / "metadata.jsonl").write_text(lines, encoding="utf-8")
 
@@ -82,22 +82,25 @@ def sheet(videos: Sequence[np.ndarray], columns: int = 9) -> Image.Image:
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path), default="taught", help="The folder of clips and training.")
 @click.option("--seed", default=0, show_default=True)
+@click.option("--taught", default=TAUGHT, show_default=True, help="Clips of the new words.")
+@click.option("--kept", default=KEPT, show_default=True, help="Clips of old words.")
+@click.option("--average", type=float, help="Decay of a mean of the weights, which is then the result.")
 @click.option("--old", default=44, show_default=True, help="Videos of old combinations to read.")
-def main(out: Path, seed: int, old: int) -> None:
+def main(out: Path, seed: int, taught: int, kept: int, average: float | None, old: int) -> None:
     """Teaches, then counts what is read right, with and without the LoRA."""
-    write_clips(out / "clips", seed)
+    write_clips(out / "clips", seed, taught, kept)
     begun = time.monotonic()
     pipe = wanjax.load("nano")
     note = lambda text: click.echo(text)  # noqa: E731
-    file = Training(pipe, out / "clips", out, CONFIG, note=note).run()
+    file = Training(pipe, out / "clips", out, replace(CONFIG, average=average), note=note).run()
     seconds = time.monotonic() - begun
     click.echo(f"{file} in {seconds / 60:.1f} minutes")
     found = {"minutes": seconds / 60}
-    taught = wanjax.load("nano", lora=str(file), note=note)
+    learnt = wanjax.load("nano", lora=str(file), note=note)
     combinations = [(*WORDS, motion) for motion in MOTIONS]
-    found["new"], videos = right(taught, combinations, 40)
+    found["new"], videos = right(learnt, combinations, 40)
     found["new before"], _ = right(pipe, combinations, 7)
-    found["old"], _ = right(taught, HELD_OUT, old)
+    found["old"], _ = right(learnt, HELD_OUT, old)
     sheet(videos[: len(MOTIONS)]).save(out / "taught.png")
     (out / "figures.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     click.echo(json.dumps(found, indent=2))
