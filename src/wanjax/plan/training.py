@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from wanjax.checkpoints.networks import Network
 from wanjax.kernels.compiler_options import SAFE
 from wanjax.pipelines.family import Architecture, Family
 from wanjax.pipelines.settings import Settings
@@ -81,41 +82,54 @@ def training_outlook(
             work = architecture.forward(settings)
             mesh = choose_mesh(place, work, guided=False, parameters=known.parameters, sp=sp)
     axes: dict[str, int] = dict(zip(MESH_AXES, mesh or (1, 1, 1), strict=True))
-    arguments = {
-        "pipeline": path_of(family.pipeline),
-        "module": path_of(known.kind.modules[type(known.config)]),
-        "rules": path_of(known.kind.rules),
-        "architecture": architecture,
-        "settings": settings,
-        "clips": clips,
-        "lora": lora,
-        "optimized": optimized,
-        "attention": attention,
-    }
-    given = {"arguments": {name: to_json(value) for name, value in arguments.items()}, "rules": rules}
-    given |= {"dtype": settings.dtype, "compiler": compiler}
-    jobs = [Job(chip, path_of(build), {"of": path_of(x), **given}, axes) for x in (planned.step, planned.forward)]
-    step, forward = price_all(jobs) if isinstance(place, Slice) else [traced.price_job(place, job) for job in jobs]
-    ratio = (step.seconds - forward.seconds) / forward.seconds if step.seconds and forward.seconds else None
+    arguments = {"architecture": architecture, "settings": settings, "clips": clips, "lora": lora}
+    arguments |= {"optimized": optimized, "attention": attention}
+    ways = {"rules": rules, "dtype": settings.dtype, "compiler": compiler}
+    step, forward = _prices(family, known, place, chip, axes, arguments, ways)
+    asked = {"model": settings.model, "chip": chip, "mesh": axes, "rules": rules, "clips": clips}
     return TrainingOutlook(
-        model=settings.model,
-        chip=chip,
-        mesh=axes,
-        rules=rules,
+        **asked,
         size=f"{settings.width}x{settings.height}",
         frames=settings.frames,
-        clips=clips,
         trained="all weights" if lora is None else f"a LoRA of rank {lora.rank}",
         optimizer=optimized.name,
         **_memory(settings, chip, place, step),
-        step_seconds=step.seconds,
-        step_breakdown={part: step.breakdown.get(part, 0.0) for part in PARTS},
-        forward_seconds=forward.seconds,
-        forward_breakdown={part: forward.breakdown.get(part, 0.0) for part in PARTS},
-        backward_ratio=ratio,
-        collectives=step.collectives,
-        doubts=list(dict.fromkeys((*step.doubts, *forward.doubts))),
+        **_seconds(step, forward),
     )
+
+
+def _prices(
+    family: Family,
+    known: Network,
+    place: Any,
+    chip: str,
+    axes: Mapping[str, int],
+    arguments: Mapping[str, Any],
+    ways: Mapping[str, Any],
+) -> Sequence[Priced]:
+    """Returns the prices of a step and of the loss alone."""
+    paths = {
+        "pipeline": path_of(family.pipeline),
+        "module": path_of(known.kind.modules[type(known.config)]),
+        "rules": path_of(known.kind.rules),
+    }
+    given = {"arguments": paths | {name: to_json(value) for name, value in arguments.items()}, **ways}
+    jobs = [Job(chip, path_of(build), {"of": path_of(x), **given}, axes) for x in (planned.step, planned.forward)]
+    return price_all(jobs) if isinstance(place, Slice) else [traced.price_job(place, job) for job in jobs]
+
+
+def _seconds(step: Priced, forward: Priced) -> dict[str, Any]:
+    """Returns the fields on time."""
+    ratio = (step.seconds - forward.seconds) / forward.seconds if step.seconds and forward.seconds else None
+    return {
+        "step_seconds": step.seconds,
+        "step_breakdown": {part: step.breakdown.get(part, 0.0) for part in PARTS},
+        "forward_seconds": forward.seconds,
+        "forward_breakdown": {part: forward.breakdown.get(part, 0.0) for part in PARTS},
+        "backward_ratio": ratio,
+        "collectives": step.collectives,
+        "doubts": list(dict.fromkeys((*step.doubts, *forward.doubts))),
+    }
 
 
 def _memory(settings: Settings, chip: str, place: Any, step: Priced) -> dict[str, Any]:
