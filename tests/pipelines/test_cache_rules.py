@@ -385,3 +385,27 @@ def test_the_tables_of_a_folder_are_those_of_its_weights(tmp_path):
     next((copy / "transformer").glob("*.safetensors")).touch()
     assert key_of(find(copy)[0]) != first
     assert cache_rules.AUTO not in cache_rules.RULES
+
+
+@pytest.mark.parametrize("cache", ["deepcache:2,39,7", "magcache", "guidance"])
+def test_a_plan_counts_the_second_experts_first_step(cache):
+    """Each expert begins with a whole step, whatever the rule says of its number."""
+    _, architecture, settings = outline("wan2.2-t2v-a14b")
+    settings = replace(settings, cache=cache)
+    first, second = architecture.turns(settings)
+    assert first.start == 0 < first.steps == second.start
+    assert first.steps + second.steps == settings.steps
+    whole, reusing = architecture.steps(print, {}, settings)
+    assert (whole.name, reusing.name) == ("step", "reusing_step")
+    assert whole.times + reusing.times == settings.steps
+    if cache.startswith("deepcache"):
+        by_number = {i for i in range(2, 39) if (i - 2) % 7}
+        assert second.start in by_number
+        assert reusing.times == len(by_number - {second.start})
+
+
+def test_a_plan_counts_all_steps_as_whole_where_weights_decide():
+    _, architecture, settings = outline("wan2.1-t2v-14b")
+    for cache in ("teacache", "easycache"):
+        whole, reusing = architecture.steps(print, {}, replace(settings, cache=cache))
+        assert (whole.times, reusing.times) == (50, 0)
