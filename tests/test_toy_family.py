@@ -2,6 +2,7 @@
 """A family from outside the package, in every command and the library: the interface of families."""
 
 import json
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from wanjax.converters import engine
 from wanjax.errors import WanjaxError
 from wanjax.media.stage_files import EMBEDDINGS, LATENTS
 from wanjax.media.videos import read_metadata
+from wanjax.pipelines.cache_tables import Changes, Magnitudes, Tables
 from wanjax.pipelines.sampler import take_step
 
 CLASSES = {
@@ -195,6 +197,21 @@ def test_settings_of_other_families_are_refused(toy, tmp_path):
 def test_names_that_are_taken_are_refused():
     with pytest.raises(WanjaxError, match="brings toy, which is known already"):
         wanjax.register(TOY)
+
+
+@pytest.mark.parametrize("cache", ["magcache", "teacache", "easycache:9,2", "guidance:2"])
+def test_every_step_cache_is_taken(toy, cache):
+    pipe = wanjax.load(toy)
+    ratios = (1.0, 1.01, 0.99, 1.0, 0.98, 0.9)
+    tables = Tables(Magnitudes(ratios, ratios, 0.1, 2, 0.2), Changes((0.0,), 0.3, 1, 2))
+    pipe.architecture = replace(pipe.architecture, tables=tables)
+    encoded, kinds = pipe.encode("a red circle"), []
+    whole = pipe.denoise(encoded, seed=0, steps=6)
+    cached = pipe.denoise(encoded, seed=0, steps=6, cache=cache, callback=lambda step: kinds.append(step.reuses))
+    assert kinds[0] is False
+    assert any(kinds)
+    assert np.isfinite(cached).all()
+    assert error(np.asarray(cached), np.asarray(whole, np.float64)) > 0
 
 
 def test_a_step_cache_needs_one_more_program(toy):

@@ -68,9 +68,12 @@ def test_a_stopped_run_continues(tmp_path, experts, stop_at):
     assert before == [(stop_at + 1, 6)]
 
 
-@pytest.mark.parametrize("stop_at", [1, 2, 3, 4])
-def test_what_a_step_cache_kept_is_restored(tmp_path, stop_at):
-    file, cache = tmp_path / "state", "deepcache:1,5,3"  # steps 2 and 3 reuse
+@pytest.mark.parametrize(
+    ("cache", "stop_at"),
+    [*(("deepcache:1,5,3", step) for step in (1, 2, 3, 4)), ("easycache:9,2", 3), ("guidance:2", 2)],
+)
+def test_what_a_step_cache_kept_is_restored(tmp_path, cache, stop_at):
+    file = tmp_path / "state"
     pipe = pipeline(False)
     whole, _, _ = run(pipe, cache=cache)
     assert run(pipe, file, stop_at, cache=cache)[0] is None
