@@ -15,6 +15,8 @@ import httpx
 import pytest
 from PIL import Image
 
+from tests.support.documents import ROOT, blocks, commands
+
 pytestmark = pytest.mark.slow
 PROMPT = "a red circle moving right"
 SMALL = {"prompt": PROMPT, "size": "32x32", "frames": 5}
@@ -155,3 +157,14 @@ def test_the_page_asks_for_the_token(browser, tmp_path):
         page.click("#make")
         page.wait_for_selector(".card.completed", timeout=120_000)
         page.close()
+
+
+def test_the_commands_of_the_documentation(tmp_path):
+    page = blocks(ROOT / "docs/serve.md")
+    [block] = [block for block in page if block.run == "run: server"]
+    with serving(tmp_path, "--no-rehearse") as (client, _):
+        address = client.base_url.netloc.decode()
+        for line in commands(block.text):
+            subprocess.run(["bash", "-ec", line.replace("localhost:8000", address)], check=True, stdout=subprocess.PIPE)
+        videos = client.get("/v1/videos").json()["data"]
+        assert [finished(client, video["id"])["status"] for video in videos] == ["completed"] * 2

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The documentation: its commands and examples run, or where they cannot here are parsed; its links lead somewhere.
+
+A block after `<!-- run -->` is run, with `nano`, in the order of its page. One after `<!-- run: server -->` is run
+against a server by tests/serve/test_real_server.py. `mkdocs build --strict`, in CI, checks the links of the pages.
+"""
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import click
+import pytest
+from PIL import Image
+
+from tests.support.commands import succeeded, wanjax
+from tests.support.documents import PAGES, ROOT, Block, blocks, commands
+from wanjax.cli import IMPLIED, main
+from wanjax.cli.report import Report
+from wanjax.registry import presets
+
+BLOCKS = [(page, number, block) for page in PAGES for number, block in enumerate(blocks(page))]
+RUN = sorted({page for page, _, block in BLOCKS if block.run == "run"})
+LONG = ("tasks.md", "sharding.md")  # a minute and more
+PARSED = [pytest.param(block, id=f"{page.name}-{number}") for page, number, block in BLOCKS if block.run != "run"]
+
+
+def test_blocks_are_found():
+    assert len(RUN) >= 5
+    assert len([block for block in BLOCKS if block[2].run == "run"]) >= 15
+    languages = {block.language for _, _, block in BLOCKS}
+    assert {"sh", "python", "toml", "mermaid"} <= languages
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, id=page.name, marks=[pytest.mark.slow] * (page.name in LONG)) for page in RUN]
+)
+def test_what_can_run_here_runs(page: Path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for block in blocks(page):
+        if block.run == "run" and block.language == "python":
+            exec(compile(block.text, str(page), "exec"), names)
+        elif block.run == "run":
+            for line in commands(block.text):
+                run_command(line)
+
+
+def run_command(line: str) -> None:
+    """Runs a line of a block: `wanjax` in this process, anything else in a shell."""
+    words = shlex.split(line)
+    if words[0] == "wanjax":
+        succeeded(wanjax(*words[1:]))
+    else:
+        subprocess.run(["bash", "-ec", line], check=True)
+
+
+@pytest.mark.parametrize("block", PARSED)
+def test_what_cannot_run_here_is_parsed(block: Block):
+    if block.language == "python":
+        compile(block.text, "a block", "exec")
+    elif block.language in ("sh", "bash"):
+        subprocess.run(["bash", "-n"], input=block.text, text=True, check=True)
+        for line in commands(block.text):
+            for words in calls(line):
+                check_call(words)
+
+
+def calls(line: str) -> list[list[str]]:
+    """Returns the calls of `wanjax` in a line, also those within a quoted text."""
+    found = []
+    for part in re.split(r"&&|\||>", line):
+        words = shlex.split(part, comments=True)
+        inner = [word for word in words if word.startswith("wanjax ")]
+        words = shlex.split(inner[0]) if inner else words
+        if "wanjax" in words:
+            found.append(words[words.index("wanjax") + 1 :])
+    return found
+
+
+def check_call(words: list[str]) -> None:
+    """Parses the arguments of a call, with their types and choices; its model, if it has a plain name, is known."""
+    words = [word for word in words if word != "--version"]
+    if not words:
+        return
+    name, rest = (words[0], words[1:]) if words[0] in main.commands else (IMPLIED, words)
+    group = click.Context(main, info_name="wanjax", obj=Report())
+    context = main.commands[name].make_context(name, list(rest), parent=group)
+    for model in (context.params.get("model"), context.params.get("model_option")):
+        assert model is None or "/" in model or model in presets() or model == "my-model", model
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path):
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not re.match(r"https?://|#", target):
+            assert (page.parent / target.partition("#")[0]).exists(), target
+
+
+def test_pictures_are_small():
+    files = sorted((ROOT / "docs/pictures").iterdir())
+    assert len(files) < 12
+    for file in files:
+        assert file.stat().st_size < 100_000, file
+        with Image.open(file) as image:
+            assert image.width > 100
