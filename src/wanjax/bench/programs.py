@@ -69,7 +69,7 @@ def _array(leaf: jax.ShapeDtypeStruct, index: int) -> jax.Array:
         return jax.device_put(jax.random.split(jax.random.key(0), prod(leaf.shape)).reshape(leaf.shape), leaf.sharding)
     waves = _waves(leaf.shape, 1.0 + index % 11)
 
-    def part(place: tuple[slice, ...]) -> np.ndarray:
+    def part(place: Any) -> np.ndarray:
         x = np.full((1,) * len(leaf.shape), 0.04, np.float32)
         for wave, (axis, size) in zip(waves, enumerate(place), strict=True):
             x = x * wave[size].reshape([-1 if i == axis else 1 for i in range(len(place))])
