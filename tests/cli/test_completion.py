@@ -13,9 +13,8 @@ from click.testing import CliRunner
 from wanjax.cli import main
 from wanjax.registry import presets
 
-COMMANDS = """
-    generate encode denoise decode plan warmup calibrate convert train info models bench serve
-""".split()
+COMMANDS = ["generate", "encode", "denoise", "decode", "plan", "warmup", "calibrate", "convert", "train", "info"]
+COMMANDS += ["models", "bench", "serve"]
 
 
 def completed(line: str) -> list[tuple[str, str]]:

@@ -254,9 +254,8 @@ class Pipeline(Hooks):
         Under guidance the network runs twice a step; with `batch_guidance`, or on a mesh whose `dp` splits the prompts,
         once on a batch. `callback` receives every step, perhaps before the device has finished it; if it returns False,
         Cancelled is raised. `switched` is called when another network takes over. Raises WanjaxError where a shape does
-        not fit the video, and where latents stop being finite, with the step's number.
-
-        `keep` is a file from which the same call continues after it was stopped; `continued` receives (done, total).
+        not fit the video, and where latents stop being finite, with the step's number. `keep` is a file from which the
+        same call continues after it was stopped; `continued` receives (done, total).
         """
         chosen = self._settings_for(encoded, dict(settings))
         seeds = told_seeds([settings.get("seed")], [chosen.seed]) if seeds is None else told_seeds(seeds)
@@ -266,9 +265,8 @@ class Pipeline(Hooks):
         segments, total = self.segments(schedule, chosen), len(schedule.timesteps)
         origin = "" if keep is None else self._origin(chosen, encoded, draws, seeds, batch_guidance)
         caching = self._caching(chosen, segments, schedule, batch_guidance)
-        state, done, callback = continuing(
-            keep, origin, state, segments, with_colours(callback, self.colours), continued
-        )
+        looking = with_colours(callback, self.colours)
+        state, done, callback = continuing(keep, origin, state, segments, looking, continued)
 
         def prepare(segment: Segment, x: Float[Array, "B T H W C"]) -> tuple[Denoiser, Inputs]:
             network, seconds = self.components.take_over(segment.network, self.architecture.denoisers)
