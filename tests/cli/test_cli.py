@@ -90,8 +90,8 @@ def test_help_lists_the_commands():
         (
             "plan",
             "model chip size height width frames steps guidance-scale cache attention block-q block-kv "
-            "block-kv-compute window batch-guidance dtype compiler mesh rules train lora-rank full batch optimizer json "
-            "config help",
+            "block-kv-compute window batch-guidance dtype compiler mesh rules train lora-rank full batch optimizer "
+            "json config help",
         ),
         (
             "warmup",
