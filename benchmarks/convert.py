@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from benchmarks.real_shapes import run
 from benchmarks.synthetic import MODELS, write_checkpoint
@@ -73,7 +74,7 @@ def compare(source: Path, target: Path) -> dict:
     from wanjax.registry import kinds
 
     start, count = time.perf_counter(), 0
-    converted = open_source(target)
+    converted: Any = open_source(target)
     for name in networks(source):
         here = SafetensorsFolder(source / name)
         there = converted.original(name, network(converted, name, kinds()).rules)

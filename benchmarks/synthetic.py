@@ -116,7 +116,8 @@ def hunyuanvideo() -> Checkpoint:
 
     chats = Qwen2_5_VLTextConfig(
         vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
-        num_key_value_heads=4, rms_norm_eps=1e-6, rope_theta=1e6,
+        num_key_value_heads=4, rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
     )  # fmt: skip
     glyphs = T5Config(
         vocab_size=1510, d_model=1472, d_kv=64, d_ff=3584, num_layers=12, num_heads=6, feed_forward_proj="gated-gelu"

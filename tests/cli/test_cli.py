@@ -102,7 +102,7 @@ def test_help_lists_the_commands():
         ),
         (
             "calibrate",
-            "prompt image size height width frames steps guidance-scale attention block-q block-kv block-kv-compute "
+            "with-prompt image size height width frames steps guidance-scale attention block-q block-kv block-kv-compute "
             "window dtype compiler mesh rules quiet config help",
         ),
         ("convert", "to dtype revision verify quiet config help"),

@@ -76,7 +76,7 @@ def test_the_command_keeps_tables_where_the_cache_finds_them(tmp_path, monkeypat
     small = ("--size", "32x32", "--frames", "9", "--steps", "12", "--guidance-scale", "3")
     told = refused("a", "--model", folder, "--cache", "magcache")
     assert f"there is no table of {folder} for magcache: `wanjax calibrate {folder}` measures one" in told
-    told = succeeded(command("calibrate", folder, *small, "--prompt", "a cat", "--prompt", "a dog")).stderr
+    told = succeeded(command("calibrate", folder, *small, "--with-prompt", "a cat", "--with-prompt", "a dog")).stderr
     assert "prompt 2 of 2: a dog" in told
     (file,) = (tmp_path / "data" / "wanjax" / "caches").glob("model-*.json")
     assert str(file) in told

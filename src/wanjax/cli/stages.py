@@ -154,7 +154,7 @@ class Rendering:
             param_dtype=given.get("param_dtype"),
             attention=given.get("attention"),
             mesh=given.get("mesh"),
-            video={name: value for name, value in chosen.items() if type(value) in (int, float, str)},
+            video={name: value for name, value in chosen.items() if type(value) in (int, float) or name == "cache"},
             rules=given.get("rules") or "fsdp",
             compiler=given.get("compiler") or kept_set(),
             revision=chosen.get("revision"),
