@@ -102,8 +102,8 @@ def test_help_lists_the_commands():
         ),
         (
             "calibrate",
-            "with-prompt image size height width frames steps guidance-scale attention block-q block-kv block-kv-compute "
-            "window dtype compiler mesh rules quiet config help",
+            "with-prompt image size height width frames steps guidance-scale attention block-q block-kv "
+            "block-kv-compute window dtype compiler mesh rules quiet config help",
         ),
         ("convert", "to dtype revision verify quiet config help"),
         ("info", "json config help"),

@@ -28,7 +28,7 @@ def prompts(tmp_path, monkeypatch) -> list[str]:
         (["warm-up", "--model", "nano", "--help"], "`wanjax warmup` is near"),
         (["version"], "`wanjax --version` is near"),
         (["--dir", "d0", "decode"], "'decode' is a command, which precedes its options: `wanjax decode ...`"),
-        (["train", "--help"], "no command is named 'train': there are generate, encode, denoise, decode, plan"),
+        (["paint", "--help"], "no command is named 'paint': there are generate, encode, denoise, decode, plan"),
         (["price", "nano", "--chip", "v6e-8"], "--chip is an option of `wanjax plan`, and no command is named 'price'"),
         (["a red circle", "--verify"], "--verify is an option of `wanjax convert`, and `wanjax generate` has no such"),
         (["help", "decod"], "no command is named 'decod': there are generate"),
