@@ -277,7 +277,7 @@ def test_a_guidance_cache_is_refused_where_prompts_are_together(tmp_path):
         pipe.settings(steps=STEPS, cache="guidance:2", guidance_scale=1.0)
 
 
-@pytest.mark.parametrize("cache", ["magcache:.2,2,.1", "teacache:.5", "easycache:.5,1"])
+@pytest.mark.parametrize("cache", ["magcache:.2,1,.1", "teacache:.5", "easycache:.5,1"])
 def test_a_cache_begins_anew_with_the_second_expert(tmp_path, cache):
     """Its first step is the one of a run without a cache from the same latents, and it keeps that expert's own."""
     pipe = tabled(tiny_experts_checkpoint(tmp_path))
