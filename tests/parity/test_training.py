@@ -152,7 +152,7 @@ CASES = {"wan": Wan, "wan-i2v": WanImage, "wan-experts": WanExpert, "cogvideox1.
 
 @pytest.fixture(
     scope="module",
-    params=["wan", "cogvideox1.5", *(pytest.param(x, marks=pytest.mark.slow) for x in ("wan-i2v", "wan-experts"))],
+    params=["wan", *(pytest.param(x, marks=pytest.mark.slow) for x in ("cogvideox1.5", "wan-i2v", "wan-experts"))],
 )
 def case(request, tmp_path_factory):
     return CASES[request.param](tmp_path_factory.mktemp(request.param))
@@ -295,6 +295,7 @@ def _their_name(name):
     return name.replace(".lora_A.", ".lora_A.default.").replace(".lora_B.", ".lora_B.default.")
 
 
+@pytest.mark.slow
 def test_a_full_step_is_torch_s(case, tmp_path):
     known = network_of(case.pipe.architecture.networks[case.component], case.pipe.components.kinds)
     kind = type(case.reference)
