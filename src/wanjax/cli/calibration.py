@@ -9,6 +9,7 @@ from typing import Any
 from wanjax import registry
 from wanjax.cli.report import Report
 from wanjax.cli.stages import given_settings
+from wanjax.compilation import kept_set
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.cache_tables import measured_file, to_json
 from wanjax.pipelines.calibration import Measured, measure, reused_by, tables_from
@@ -29,6 +30,7 @@ def calibrate(report: Report, *, model: str, prompts: Sequence[str], image: str 
     """Makes the latents of a few videos, and writes the tables that their steps told."""
     loading = {name: given.pop(name) for name in ("mesh", "rules", "attention", "dtype", "compiler")}
     loading["rules"] = loading["rules"] or "fsdp"
+    loading["compiler"] = loading["compiler"] or kept_set()
     settings = given_settings(**given)
     video = {name: value for name, value in settings.items() if type(value) in (int, float)}
     pipe = registry.load(model, video=video, progress=report.load, note=report.note, **loading)

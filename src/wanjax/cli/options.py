@@ -303,7 +303,7 @@ compute = together(
     click.option(
         "--compiler",
         type=click.Choice(["safe", "fast"]),
-        show_default="what `wanjax bench` kept for these devices, else safe",
+        show_default="what `wanjax bench` kept for these devices, else safe; for plan safe",
         help="Options of TPUs' compiler: those in wide use, or also those that it prices better and that no chip here "
         "has run. An option that it refuses is left out.",
     ),

@@ -8,7 +8,7 @@ from typing import Any
 from wanjax import registry
 from wanjax.cli.processes import meet
 from wanjax.cli.report import Report
-from wanjax.kernels.compiler_options import SAFE
+from wanjax.compilation import kept_set
 from wanjax.sharding import platform
 from wanjax.training.adapters import LoraConfig
 from wanjax.training.config import TrainConfig
@@ -29,7 +29,7 @@ def train(report: Report, *, model: str, data: Path, out: Path, **given: Any) ->
         attention=given.get("attention") or (DIFFERENTIABLE if platform() == "tpu" else None),
         mesh=given.get("mesh"),
         rules=given.get("rules") or "fsdp",
-        compiler=given.get("compiler") or SAFE,
+        compiler=given.get("compiler") or kept_set(),
         progress=report.load,
         note=report.note,
     )

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from wanjax.compilation import Lowering
 
-TYPE = "type"  # the key of a dataclass's import path in JSON
+TYPE = "type"  # the key of the import path of a dataclass or named tuple in JSON
 
 
 def find(path: str) -> Any:
@@ -31,16 +31,18 @@ def path_of(named: Any) -> str:
 
 
 def to_json(value: Any) -> Any:
-    """Converts frozen dataclasses, tuples, numbers and texts to values that JSON can hold."""
+    """Converts frozen dataclasses, named tuples, tuples, numbers and texts to values that JSON can hold."""
     if is_dataclass(value) and not isinstance(value, type):
         return {TYPE: path_of(type(value))} | {x.name: to_json(getattr(value, x.name)) for x in fields(value)}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return {TYPE: path_of(type(value))} | {name: to_json(x) for name, x in value._asdict().items()}
     if isinstance(value, tuple | list):
         return [to_json(x) for x in value]
     return value
 
 
 def from_json(json: Any) -> Any:
-    """Inverts `to_json`; sequences become tuples."""
+    """Inverts `to_json`; other sequences become tuples."""
     if isinstance(json, Mapping):
         return find(json[TYPE])(**{name: from_json(x) for name, x in json.items() if name != TYPE})
     return tuple(from_json(x) for x in json) if isinstance(json, list | tuple) else json
