@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What steps compute that reuse what another kept: for every family, to the bit; and programs without a cache."""
 
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -14,6 +13,7 @@ from flax import nnx
 
 import wanjax
 from tests.support.compare import error
+from tests.support.tabled import STEPS, TABLES, tabled
 from tests.support.tiny import (
     tiny_checkpoint,
     tiny_cogvideox_checkpoint,
@@ -24,7 +24,6 @@ from tests.support.tiny import (
 from wanjax.errors import WanjaxError
 from wanjax.layers.stack import through_all
 from wanjax.pipelines import sampler
-from wanjax.pipelines.cache_tables import Changes, Magnitudes, Tables
 from wanjax.pipelines.caching import changes_of
 from wanjax.pipelines.sampler import State, guide, take_step
 from wanjax.pipelines.seeds import solver_keys
@@ -34,23 +33,13 @@ from wanjax.sharding import replicate
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
-STEPS = 7
 SMALL = {"size": (32, 32), "frames": 9}
-RATIOS = (1.0, 1.02, 0.99, 0.97, 0.99, 0.98, 0.9)
-TABLES = Tables(Magnitudes(RATIOS, RATIOS, 0.1, 2, 0.2), Changes((1.0, 0.0), 0.3, 1, 1))
 MODELS = {
     "wan": tiny_checkpoint,
     "vace": tiny_control_checkpoint,
     "cogvideox": tiny_cogvideox_checkpoint,
     "hunyuanvideo": tiny_hunyuan_checkpoint,
 }
-
-
-def tabled(folder: Any, **given: Any) -> Any:
-    """Returns the pipeline of a checkpoint for which there are tables."""
-    pipe = wanjax.load(folder, **given)
-    pipe.architecture = replace(pipe.architecture, tables=TABLES)
-    return pipe
 
 
 @pytest.fixture(params=MODELS)
@@ -151,8 +140,8 @@ def test_a_reused_step_equals_input_and_residual_to_the_bit(pipe):
 
     predict = partial(denoiser.predict, network, x, t, inputs.prompts[0], inputs.shared)
     cache = ResidualCache()
-    whole, kept = cache.keep(spied(predict, "whole"))
-    again = cache.reuse(spied(predict, "reusing"), kept)
+    whole, kept = cache.run(spied(predict, "whole"), None)
+    again, _ = cache.run(spied(predict, "reusing"), kept)
     (residual,) = (np.asarray(array) for array in kept)
     np.testing.assert_array_equal(residual, seen["whole"][1] - seen["whole"][0])
     np.testing.assert_array_equal(seen["reusing"][1], seen["reusing"][0] + residual)

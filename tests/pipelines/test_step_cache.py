@@ -2,7 +2,6 @@
 """Step caches: which steps reuse, what these compute, and the texts that name a cache."""
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ import wanjax
 from tests.support.commands import refused, succeeded
 from tests.support.commands import wanjax as run
 from tests.support.compare import error
+from tests.support.tabled import STEPS, tabled
 from tests.support.tiny import (
     tiny_checkpoint,
     tiny_cogvideox_checkpoint,
@@ -24,7 +24,6 @@ from wanjax.cli.warming import first_steps
 from wanjax.errors import WanjaxError
 from wanjax.layers.stack import block_at
 from wanjax.models.hunyuanvideo.joint import joint_keys
-from wanjax.pipelines.cache_tables import Changes, Magnitudes, Tables
 from wanjax.pipelines.hunyuanvideo.programs import beside_condition
 from wanjax.pipelines.steps import Step
 
@@ -32,7 +31,6 @@ pytestmark = pytest.mark.usefixtures("kept_programs")
 
 CACHE = "deepcache:1,6,3"  # steps 0, 1, 4 and 6 of seven are whole
 WHOLE = {0, 1, 4, 6}
-STEPS = 7
 SMALL = {"size": (32, 32), "frames": 9}
 
 
@@ -76,17 +74,6 @@ def test_deepcache_computes_the_last_block_alone(tmp_path):
     exact = hunyuan_by_hand(pipe, encoded, settings)
     assert error(np.asarray(pipe.denoise(encoded, steps=STEPS, seed=3, cache=CACHE)), exact) <= 1e-5
     assert error(np.asarray(pipe.denoise(encoded, steps=STEPS, seed=3)), exact) > 1e-3
-
-
-RATIOS = (1.0, 1.02, 0.99, 0.97, 0.99, 0.98, 0.9)
-TABLES = Tables(Magnitudes(RATIOS, RATIOS[::-1], 0.1, 2, 0.2), Changes((1.0, 0.0), 0.3, 1, 1))
-
-
-def tabled(folder: Any, **given: Any) -> Any:
-    """Returns the pipeline of a checkpoint for which there are tables."""
-    pipe = wanjax.load(folder, **given)
-    pipe.architecture = replace(pipe.architecture, tables=TABLES)
-    return pipe
 
 
 MODELS = {

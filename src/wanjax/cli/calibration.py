@@ -3,14 +3,13 @@
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from wanjax import registry
+from wanjax.checkpoints.files import check_folder, writing
 from wanjax.cli.report import Report
 from wanjax.cli.stages import given_settings
 from wanjax.compilation import kept_set
-from wanjax.errors import WanjaxError
 from wanjax.pipelines.cache_tables import measured_file, to_json
 from wanjax.pipelines.calibration import Measured, measure, reused_by, tables_from
 
@@ -35,13 +34,16 @@ def calibrate(report: Report, *, model: str, prompts: Sequence[str], image: str 
     video = {name: value for name, value in settings.items() if type(value) in (int, float)}
     pipe = registry.load(model, video=video, progress=report.load, note=report.note, **loading)
     file, runs = measured_file(registry.tables_key(model)), []
+    check_folder(file.parent)
     chosen = prompts or suited(model)
     pictures, complete = pipe.prepare(image=image, **settings)
     for number, prompt in enumerate(chosen, 1):
         report.note(f"prompt {number} of {len(chosen)}: {prompt}")
         runs.append(_measured(report, pipe, pictures, complete.updated({"prompt": prompt})))
     tables = tables_from(runs)
-    _write(file, to_json(tables) | {"model": model, "steps": complete.steps, "prompts": list(chosen)})
+    made = {"model": model, "steps": complete.steps, "prompts": list(chosen)}
+    with writing(file) as beside:
+        beside.write_text(json.dumps(to_json(tables) | made) + "\n", encoding="utf-8")
     for name, count in reused_by(tables, runs[0]).items():
         report.note(f"with --cache {name} {count} of {complete.steps} steps reuse what another kept")
     report.note(f"the tables are in {file}")
@@ -60,14 +62,3 @@ def _measured(report: Report, pipe: Any, pictures: Any, settings: Any) -> Measur
         encoded = encoded._replace(**pipe.encode_pictures(pictures, settings))
     with report.stage("denoise"):
         return measure(pipe, encoded, settings)
-
-
-def _write(file: Path, told: dict[str, Any]) -> None:
-    """Writes JSON beside the file, and then in its place."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        beside = file.with_suffix(".part")
-        beside.write_text(json.dumps(told) + "\n", encoding="utf-8")
-        beside.replace(file)
-    except OSError as error:
-        raise WanjaxError(f"{file} cannot be written ({error}): XDG_DATA_HOME names another folder") from error

@@ -36,8 +36,8 @@ def least_seconds(pipe: Pipeline, settings: Settings, steps: int, kind: str) -> 
     work = pipe.architecture.forward(settings)
     confined = "window=" in str(pipe.components.options.get("attention"))
     flops = sum(work.flops.values()) - (work.scores if confined else 0)
-    rule, shapes = pipe.architecture.cache_rule(settings), pipe.architecture
-    reused = min(steps - 1, sum(sum(rule.reused(turn, shapes.tables)) for turn in shapes.turns(settings)))
-    forwards = (steps - reused) * (2 if min(settings.guidance_scales) > 1 else 1) + reused * rule.forwards
+    reused = min(steps - 1, sum(pipe.architecture.reused(settings)))
+    again = pipe.architecture.cache_rule(settings).forwards
+    forwards = (steps - reused) * (2 if min(settings.guidance_scales) > 1 else 1) + reused * again
     devices = 1 if pipe.partitioner is None else pipe.partitioner.mesh.size
     return forwards * flops / (peak * devices)

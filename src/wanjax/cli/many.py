@@ -18,7 +18,6 @@ from wanjax.errors import WanjaxError
 from wanjax.media import videos
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines.seeds import checked_seed
-from wanjax.pipelines.steps import Step
 
 HERE = ("devices", "version")  # entries of a record that do not say which video it is
 RANGE = re.compile(r"(\d+)\.\.(\d+)")
@@ -60,17 +59,11 @@ def _save_all(report: Report, run: Rendering, force: bool, prompts: Sequence[str
         (there if known else wanted).append(record)
         return known
 
-    def between(step: Step) -> None:
-        if run.previews:
-            run.previews(step)
-        if step.index + 1 < step.total:
-            report.stop_if_asked()
-
     run.ready_previews()
     made = run.pipe.videos(
         prompts,
         negative_prompt=run.settings.negative_prompt,
-        callback=between,
+        callback=run.between,
         tiling=run.tiling,
         batch_guidance=run.batch_guidance,
         skip=skip,

@@ -37,8 +37,6 @@ from wanjax.pipelines.seeds import DRAW
 from wanjax.pipelines.steps import Step, Switch
 from wanjax.schedulers import name_of
 
-PREVIEW = "preview.png"
-
 
 def generate(
     report: Report, *, folder: Path | None, out: str | None, noise: str | None, force: bool, **given: Any
@@ -142,7 +140,7 @@ class Rendering:
             check_folder(self.profile)
             trace_with_scopes()
         self.place = self._place(folder, out)
-        self.previews = Previews(self.folder / PREVIEW, on=report.console) if given.get("preview") else None
+        self.previews = Previews(self.folder / stage_files.PREVIEW, on=report.console) if given.get("preview") else None
         self.record = self.pipe.record(
             self.settings, files | {"noise": noise}, tiling=self.tiling, batch_guidance=self.batch_guidance
         )
@@ -271,17 +269,21 @@ class Rendering:
             with self.report.stage("preview"):
                 self.pipe.colours()
 
+    def between(self, step: Step) -> None:
+        """Shows a preview after a step; stops before the next one if that was asked."""
+        if self.previews:
+            self.previews(step)
+        if step.index + 1 < step.total:
+            self.report.stop_if_asked()
+
     def denoise(self, encoded: Any) -> jax.Array:
         self.ready_previews()
         profile = StepProfile(self.profile, self.pipe, self.settings, encoded) if self.profile else None
 
-        def show(step: Step) -> None:
+        def after(step: Step) -> None:
             if profile:
                 profile.after(step)
-            if self.previews:
-                self.previews(step)
-            if step.index + 1 < step.total:
-                self.report.stop_if_asked()
+            self.between(step)
 
         def tell_switch(switch: Switch) -> None:
             self.report.note(
@@ -294,7 +296,7 @@ class Rendering:
             latents = self.pipe.denoise(
                 encoded,
                 noise=self.noise,
-                callback=show,
+                callback=after,
                 switched=tell_switch,
                 batch_guidance=self.batch_guidance,
                 keep=self.folder / stage_files.STATE,

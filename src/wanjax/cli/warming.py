@@ -21,8 +21,6 @@ from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Cancelled, Step
 
 STEPS, CHUNKS = 2, 3  # a run compiles nothing after these: later inputs have the sharding of the last outputs
-
-
 PAIRS = 4  # of steps after one another: whole or reusing, each after each
 
 
@@ -31,13 +29,13 @@ def first_steps(architecture: Architecture, settings: Settings) -> int:
 
     Where the steps that reuse are not known, these are all steps.
     """
-    rule, turns = architecture.cache_rule(settings), architecture.turns(settings)
+    rule, reuses = architecture.cache_rule(settings), architecture.reused(settings)
     if not rule.counted and not rule.branches:
         return settings.steps
-    reuses = [rule.reused(turn, architecture.tables) for turn in turns]
     if rule.branches:  # one program for all steps but a network's first
-        reuses = [(False, *(True,) * (turn.steps - 1)) for turn in turns]
-    pairs = list(pairwise(sum(reuses, ())))
+        first = {turn.start for turn in architecture.turns(settings)}
+        reuses = [step not in first for step in range(len(reuses))]
+    pairs = list(pairwise(reuses))
     return max([STEPS, *(pairs.index(pair) + 2 for pair in set(pairs))])
 
 

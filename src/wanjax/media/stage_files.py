@@ -21,6 +21,7 @@ EMBEDDINGS = "stage1_embeddings.safetensors"
 LATENTS = "stage2_latents.safetensors"
 STATE = "stage2_state.safetensors"
 """The state of denoising that is not complete."""
+PREVIEW = "preview.png"
 CONFIG = "generation_config.json"
 VIDEO = "output_video.mp4"
 

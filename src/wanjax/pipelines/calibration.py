@@ -20,7 +20,7 @@ from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.sampler import Denoiser, Inputs, State, sample
 from wanjax.pipelines.seeds import solver_keys, steady_draws
 from wanjax.pipelines.settings import Settings
-from wanjax.pipelines.step_cache import Kept, Predict, Prediction, ResidualCache, StepCache
+from wanjax.pipelines.step_cache import ForwardCache, Kept, Predict, Prediction, ResidualCache
 from wanjax.pipelines.steps import Segment, Step
 
 DELTA, MOST, WHOLE = 0.12, 2, 0.2  # settings of MagCache for a checkpoint without published ones
@@ -30,14 +30,14 @@ HALF = 0.5  # the share of the steps that reuse at TeaCache's measured threshold
 
 
 @dataclass(frozen=True)
-class MeasuringCache(StepCache):
+class MeasuringCache(ForwardCache):
     """Runs every step whole, and measures how it differs from the step before it, for each prompt of a forward."""
 
     def given(self, step: int, kept: Kept | None) -> Kept | None:
         return kept
 
     def run(self, predict: Predict, kept: Kept | None) -> tuple[Prediction, Kept]:
-        prediction, (residual,) = self.keep(predict)
+        prediction, (residual,) = ResidualCache().run(predict, None)
         output = prediction.astype(jnp.float32)
         if kept is None:
             nothing = jnp.ones(len(output))
@@ -46,12 +46,6 @@ class MeasuringCache(StepCache):
         ratio = _norm(residual) / jnp.maximum(_norm(past_residual), jnp.finfo(jnp.float32).tiny)
         changed = jnp.abs(output - past_output).mean(axis=(1, 2, 3, 4)) / jnp.abs(past_output).mean(axis=(1, 2, 3, 4))
         return prediction, (residual, output, ratio.mean(axis=1), changed)
-
-    def keep(self, predict: Predict) -> tuple[Prediction, Kept]:
-        return ResidualCache().keep(predict)
-
-    def reuse(self, predict: Predict, kept: Kept) -> Prediction:
-        raise AssertionError("every step is whole")
 
 
 def _norm(tokens: Float[Array, "B L E"]) -> Float[Array, "B L"]:

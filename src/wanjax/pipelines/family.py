@@ -140,6 +140,11 @@ class Architecture(ABC):
             return NONE
         return chosen_rule(settings.cache, self.turns(settings), self.tables, settings.model)
 
+    def reused(self, settings: Settings) -> tuple[bool, ...]:
+        """Tells of each step whether it reuses what another kept, or may where the rule is not `counted`."""
+        rule = self.cache_rule(settings)
+        return tuple(reuses for turn in self.turns(settings) for reuses in rule.reused(turn, self.tables))
+
     def steps(
         self, build: Callable[..., Lowering], arguments: Mapping[str, Any], settings: Settings
     ) -> Sequence[Planned]:
@@ -148,9 +153,9 @@ class Architecture(ABC):
         `build` takes `cache`, and `reuses`, which tells them apart, beside the arguments. Where the steps that reuse
         are not known before weights are, all are counted as whole.
         """
-        rule, turns = self.cache_rule(settings), self.turns(settings)
-        arguments = {**arguments, "cache": rule.cache(turns[0], ())}
-        reused = sum(sum(rule.reused(turn, self.tables)) for turn in turns) if rule.counted else 0
+        rule = self.cache_rule(settings)
+        arguments = {**arguments, "cache": rule.cache(self.turns(settings)[0], ())}
+        reused = sum(self.reused(settings)) if rule.counted else 0
         return [
             Planned("step", build, {**arguments, "reuses": False}, settings.steps - reused),
             Planned("reusing_step", build, {**arguments, "reuses": True}, reused),

@@ -14,7 +14,6 @@ from PIL import Image
 
 Picture = UInt8[np.ndarray, "H W 3"]
 
-
 CELLS = 24  # the clip's height and width, in cells of the latents
 PATCHES = (1, 3, 6, 12)  # squares of one colour along a side, of several sizes
 SHIFT = 0.5  # cells that the clip's pictures move by, from one to the next

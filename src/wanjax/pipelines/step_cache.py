@@ -44,79 +44,69 @@ class StepCache(ABC):
         """Returns what a step is given of what the step before it kept; None makes it whole."""
         return kept if self.reuses(step) else None
 
+    @abstractmethod
     def predictions(self, forwards: Sequence[Predict], x: Latents, kept: Kept | None) -> tuple[list[Prediction], Kept]:
         """Returns the prediction of each forward of a step from x, in float32, and what the next step may reuse."""
-        pairs = [self.run(*pair) for pair in zip(forwards, kept or (None,) * len(forwards), strict=True)]
-        return [prediction.astype(jnp.float32) for prediction, _ in pairs], tuple(part for _, part in pairs)
-
-    def run(self, predict: Predict, kept: Kept | None) -> tuple[Prediction, Kept]:
-        """Returns a forward's prediction, and what the next may reuse; `kept` is None for a whole forward."""
-        return self.keep(predict) if kept is None else (self.reuse(predict, kept), kept)
-
-    @abstractmethod
-    def keep(self, predict: Predict) -> tuple[Prediction, Kept]:
-        """Returns a whole forward's prediction, and what it keeps."""
-
-    @abstractmethod
-    def reuse(self, predict: Predict, kept: Kept) -> Prediction:
-        """Returns a prediction made of what was kept."""
 
 
 @dataclass(frozen=True)
-class NoCache(StepCache):
+class ForwardCache(StepCache):
+    """A cache that treats each forward of a step on its own."""
+
+    def predictions(self, forwards: Sequence[Predict], x: Latents, kept: Kept | None) -> tuple[list[Prediction], Kept]:
+        pairs = [self.run(*pair) for pair in zip(forwards, kept or (None,) * len(forwards), strict=True)]
+        return [prediction.astype(jnp.float32) for prediction, _ in pairs], tuple(part for _, part in pairs)
+
+    @abstractmethod
+    def run(self, predict: Predict, kept: Kept | None) -> tuple[Prediction, Kept]:
+        """Returns a forward's prediction, and what the next may reuse; `kept` is None for a whole forward."""
+
+
+@dataclass(frozen=True)
+class NoCache(ForwardCache):
     """Keeps nothing: every step is whole."""
 
-    def keep(self, predict: Predict) -> tuple[Prediction, Kept]:
+    def run(self, predict: Predict, kept: Kept | None) -> tuple[Prediction, Kept]:
         return predict(through_all), ()
-
-    def reuse(self, predict: Predict, kept: Kept) -> Prediction:
-        raise AssertionError("no step reuses anything")
 
 
 NO_CACHE = NoCache()
 
 
 @dataclass(frozen=True)
-class LastBlockCache(StepCache):
+class LastBlockCache(ForwardCache):
     """Keeps the tokens before the last block: a step that reuses them runs the last block and the head alone."""
 
-    def keep(self, predict: Predict) -> tuple[Prediction, Kept]:
-        kept: list[Array] = []
+    def run(self, predict: Predict, kept: Kept | None) -> tuple[Prediction, Kept]:
+        keeping: list[Array] = []
 
         def through(trunk: Trunk, x: Any) -> Any:
-            before = trunk.before_last(x)
-            kept.extend(jax.tree.leaves(before))
+            before = trunk.before_last(x) if kept is None else jax.tree.unflatten(jax.tree.structure(x), kept)
+            keeping.extend(jax.tree.leaves(before))
             return trunk.last(before)
 
-        return predict(through), tuple(kept)
-
-    def reuse(self, predict: Predict, kept: Kept) -> Prediction:
-        return predict(lambda trunk, x: trunk.last(jax.tree.unflatten(jax.tree.structure(x), kept)))
+        return predict(through), tuple(keeping)
 
 
 @dataclass(frozen=True)
-class ResidualCache(StepCache):
+class ResidualCache(ForwardCache):
     """Keeps what all blocks add to the video's tokens: a step that reuses it runs the embedding and the head alone.
 
     Of several streams of tokens the video's is the first, and all that a head reads.
     """
 
-    def keep(self, predict: Predict) -> tuple[Prediction, Kept]:
-        kept: list[Array] = []
+    def run(self, predict: Predict, kept: Kept | None) -> tuple[Prediction, Kept]:
+        keeping: list[Array] = list(kept or ())
 
-        def through(trunk: Trunk, x: Any) -> Any:
-            after = trunk.all(x)
-            kept.append(jax.tree.leaves(after)[0] - jax.tree.leaves(x)[0])
-            return after
-
-        return predict(through), tuple(as_tokens(kept))
-
-    def reuse(self, predict: Predict, kept: Kept) -> Prediction:
         def through(trunk: Trunk, x: Any) -> Any:
             (video, *others), tree = jax.tree.flatten(x)
-            return jax.tree.unflatten(tree, [as_tokens(video + kept[0]), *others])
+            if kept is not None:
+                return jax.tree.unflatten(tree, [as_tokens(video + kept[0]), *others])
+            after = trunk.all(x)
+            keeping.append(as_tokens(jax.tree.leaves(after)[0] - video))
+            return after
 
-        return predict(through)
+        return predict(through), tuple(keeping)
 
 
 class History(NamedTuple):
@@ -170,11 +160,6 @@ class OutputCache(StepCache):
         predictions, outputs, past = jax.lax.cond(reuse, again, anew)
         return list(predictions), (*((output,) for output in outputs), tuple(past))
 
-    def keep(self, predict: Predict) -> tuple[Prediction, Kept]:
-        raise AssertionError("a step's forwards are decided together")
-
-    reuse = keep  # pyright: ignore[reportAssignmentType]
-
 
 @dataclass(frozen=True)
 class GuidanceCache(StepCache):
@@ -201,11 +186,6 @@ class GuidanceCache(StepCache):
         (low, high), (weights,) = kept
         prompt = forwards[0](through_all).astype(jnp.float32)
         return [prompt, prompt + weights[0] * low + weights[1] * high], kept
-
-    def keep(self, predict: Predict) -> tuple[Prediction, Kept]:
-        raise AssertionError("a step's forwards are decided together")
-
-    reuse = keep  # pyright: ignore[reportAssignmentType]
 
 
 def low_frequencies(x: Prediction) -> Prediction:

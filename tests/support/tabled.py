@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipelines of small checkpoints for which there are tables of step caches."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import wanjax
+from wanjax.pipelines.cache_tables import Changes, Magnitudes, Tables
+
+STEPS = 7
+RATIOS = (1.0, 1.02, 0.99, 0.97, 0.99, 0.98, 0.9)
+TABLES = Tables(Magnitudes(RATIOS, RATIOS[::-1], 0.1, 2, 0.2), Changes((1.0, 0.0), 0.3, 1, 1))
+
+
+def tabled(folder: Path, **given: Any) -> Any:
+    """Returns the pipeline of a checkpoint, with tables for seven steps."""
+    pipe = wanjax.load(folder, **given)
+    pipe.architecture = replace(pipe.architecture, tables=TABLES)
+    return pipe
