@@ -15,7 +15,7 @@ from wanjax.errors import WanjaxError
 from wanjax.models.wan.flops import context_flops
 from wanjax.pipelines.wan.programs import TEXT_LENGTH
 from wanjax.plan import compile as compiling
-from wanjax.plan import kept, outlook, priced, traced
+from wanjax.plan import kept, outlook, places, priced, traced
 from wanjax.plan.chips import SLICES
 from wanjax.plan.meshes import choose_mesh, meshes
 from wanjax.plan.priced import Priced
@@ -100,7 +100,7 @@ def test_without_the_compiler(monkeypatch):
 def test_advice_when_a_video_does_not_fit(monkeypatch):
     needed = priced.needed_bytes("RESOURCE_EXHAUSTED: Ran out of memory. Used 41.50G of 31.25G hbm. Exceeded")
     assert needed == 41.5 * GIB
-    monkeypatch.setattr(outlook, "price_all", lambda jobs: [Priced(arguments=0, peak=needed)] * len(jobs))
+    monkeypatch.setattr(places, "price_all", lambda jobs: [Priced(arguments=0, peak=needed)] * len(jobs))
     found = outlook.outlook(*outline("wan2.1-t2v-14b"), "v6e-1")
     assert not found.fits
     assert found.step_seconds is found.total_seconds is found.mfu is None
@@ -179,7 +179,7 @@ def test_each_set_of_compiler_options_has_prices_of_its_own(monkeypatch):
         asked["jobs"] = jobs
         return [Priced(arguments=1, peak=2, seconds=1.0, doubts=["an option was refused"])] * len(jobs)
 
-    monkeypatch.setattr(outlook, "price_all", price_all)
+    monkeypatch.setattr(places, "price_all", price_all)
     kept_in = {}
     for compiler, given in (("safe", ()), ("safe", ("--compiler", "safe")), ("fast", ("--compiler", "fast"))):
         found = plan("--chip", "v6e-8", *given)

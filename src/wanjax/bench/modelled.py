@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from wanjax.errors import WanjaxError
-from wanjax.plan import traced
 from wanjax.plan.chips import KINDS, SLICES
 from wanjax.plan.compile import CompilerError, Job
-from wanjax.plan.outlook import Place
-from wanjax.plan.priced import price_all
+from wanjax.plan.places import Place, priced_on
 from wanjax.plan.roofline import Machine, machines
 
 COMPILER, MODEL = "the chip's compiler", "a stated model"
@@ -31,13 +29,12 @@ class Known:
         """Returns the seconds of a job by the plan, or None and why there are none."""
         if self.place is None:
             return None, "no model of these devices is stated"
-        try:
-            if not isinstance(self.place, Machine):
-                [priced] = price_all([job])
-            elif (job.mesh or {}).get("tp", 1) > 1:
+        if isinstance(self.place, Machine):
+            if (job.mesh or {}).get("tp", 1) > 1:
                 return None, "the model is of one device"
-            else:
-                priced = traced.price_job(self.place, _by_reference(job))
+            job = _by_reference(job)
+        try:
+            [priced] = priced_on(self.place, [job])
         except (WanjaxError, CompilerError) as error:
             return None, str(error).splitlines()[0][:200]
         return priced.seconds, "" if priced.seconds is not None else "by the compiler it does not fit"

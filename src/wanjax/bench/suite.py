@@ -271,7 +271,7 @@ def _shape(size: tuple[int, int]) -> dict[str, int]:
 def mesh_of(architecture: Architecture, settings: Settings, devices: int) -> dict[str, int]:
     """Returns the mesh that `wanjax.load` takes for so many devices."""
     work = architecture.forward(settings)
-    axes = choose_axes(devices, heads=work.heads, tokens=work.tokens, guided=settings.guided)
+    axes = choose_axes(devices, heads=work.heads, tokens=work.tokens, guided=settings.split)
     return dict(zip(MESH_AXES, axes, strict=True))
 
 

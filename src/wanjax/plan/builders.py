@@ -32,10 +32,10 @@ def path_of(named: Any) -> str:
 
 def to_json(value: Any) -> Any:
     """Converts frozen dataclasses, named tuples, tuples, numbers and texts to values that JSON can hold."""
+    if hasattr(value, "_asdict"):
+        return {TYPE: path_of(type(value))} | {name: to_json(x) for name, x in value._asdict().items()}
     if is_dataclass(value) and not isinstance(value, type):
         return {TYPE: path_of(type(value))} | {x.name: to_json(getattr(value, x.name)) for x in fields(value)}
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return {TYPE: path_of(type(value))} | {name: to_json(x) for name, x in value._asdict().items()}
     if isinstance(value, tuple | list):
         return [to_json(x) for x in value]
     return value

@@ -3,39 +3,18 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import prod
 from typing import Any
 
-from wanjax.errors import WanjaxError
 from wanjax.kernels.compiler_options import SAFE, check_set
 from wanjax.pipelines.cache_rules import check_apart
 from wanjax.pipelines.family import Architecture, Family, Forward
 from wanjax.pipelines.settings import Settings
-from wanjax.plan import traced
-from wanjax.plan.chips import SLICES, Slice
+from wanjax.plan.chips import Slice
 from wanjax.plan.meshes import choose_mesh
-from wanjax.plan.priced import PARTS, Priced, price_all
-from wanjax.plan.roofline import Machine, machines
+from wanjax.plan.places import Place, axes_on, find_place, limit_of, priced_on, would_fit
+from wanjax.plan.priced import Priced
+from wanjax.plan.roofline import Machine
 from wanjax.plan.stages import Scheduled, stages
-from wanjax.sharding import MESH_AXES
-
-Place = Slice | Machine
-LIMITS = {
-    "attention": "the matrix units, in attention",
-    "matmuls": "the matrix units, in projections",
-    "elementwise": "the memory's bandwidth, in elementwise work",
-    "copies": "the memory's bandwidth, in copies",
-    "communication": "the links between chips",
-}
-ROOM = 0.9  # the share of a device's memory that advice may use
-
-
-def find_place(name: str) -> Place:
-    """Returns the slice of TPUs or the device of this name; raises WanjaxError that lists the known ones."""
-    known: dict[str, Place] = {**SLICES, **machines()}
-    if name not in known:
-        raise WanjaxError(f"no chip is named {name!r}: there are {', '.join(known)}")
-    return known[name]
 
 
 @dataclass(frozen=True)
@@ -126,7 +105,7 @@ def outlook(
     if mesh is None and isinstance(place, Slice):
         together = sum(parameters[name] for name in architecture.denoisers)
         mesh = choose_mesh(place, work, guided=settings.split, parameters=together, sp=sp)
-    axes = _axes(place, mesh or (1, 1, 1))
+    axes = axes_on(place, mesh or (1, 1, 1))
     settings = _settled(architecture, settings, axes["dp"] > 1 or batch_guidance)
     options: dict[str, Any] = {"attention": attention, "rules": rules, "batch_guidance": batch_guidance}
     runs = stages(architecture, settings, chip, axes, compiler=compiler, **options)
@@ -195,7 +174,7 @@ def _step(settings: Settings, place: Place, step: Priced, work: Forward) -> dict
         "step_seconds": step.seconds,
         "step_seconds_low": step.low if step.seconds else None,
         "step_seconds_high": step.high if step.seconds else None,
-        "step_breakdown": {part: step.breakdown.get(part, 0.0) for part in PARTS},
+        "step_breakdown": step.parts,
         "step_outside_self_attention_seconds": step.seconds and step.seconds - step.self_attention,
         "mfu": step.seconds and flops / (step.seconds * place.devices * place.flops),
         "peak_dtype": place.peak_dtype,
@@ -209,17 +188,10 @@ def _reusing(settings: Settings, denoise: Sequence[tuple[Scheduled, Priced]]) ->
     return {"cache": settings.cache, "reusing_steps": times, "reusing_step_seconds": seconds}
 
 
-def _axes(place: Place, mesh: tuple[int, int, int]) -> dict[str, int]:
-    if isinstance(place, Machine) and prod(mesh) != 1:
-        raise WanjaxError(f"the mesh has {prod(mesh)} devices: {place.name} stands for one")
-    return dict(zip(MESH_AXES, mesh, strict=True))
-
-
 def _prices(place: Place, runs: Mapping[str, Sequence[Scheduled]]) -> dict[str, list[tuple[Scheduled, Priced]]]:
     """Returns the price of each program of each stage."""
     every = [run for stage in runs.values() for run in stage]
-    jobs = [run.job for run in every]
-    found = iter(price_all(jobs) if isinstance(place, Slice) else [traced.price_job(place, job) for job in jobs])
+    found = iter(priced_on(place, [run.job for run in every]))
     return {name: [(run, next(found)) for run in stage] for name, stage in runs.items()}
 
 
@@ -257,20 +229,15 @@ def _fits(told: Mapping[str, Stage]) -> bool:
 
 
 def _limit(told: Mapping[str, Stage], step: Priced) -> str:
-    if not _fits(told) or not step.breakdown:
-        return "the memory of a chip, in " + min(told, key=lambda name: told[name].spare_bytes_per_chip)
-    return LIMITS[max(step.breakdown, key=lambda part: step.breakdown[part])]
+    within = "the memory of a chip, in " + min(told, key=lambda name: told[name].spare_bytes_per_chip)
+    return (limit_of(step) if _fits(told) else None) or within
 
 
 def _advice(settings: Settings, chip: str, told: Mapping[str, Stage], devices: int) -> str:
     """Returns advice on a slice that would fit, estimated from the memory of all devices together."""
     name, worst = max(told.items(), key=lambda item: item[1].peak_bytes_per_chip)
-    needed = worst.peak_bytes_per_chip * devices
     memory = worst.peak_bytes_per_chip + worst.spare_bytes_per_chip
-    places = [place for place in SLICES.values() if place.devices * place.chip.hbm * ROOM > needed]
-    same = [place for place in places if place.chip.name == chip.partition("-")[0]] or places
-    least = min(same, key=lambda place: place.devices, default=None)
-    would = "a smaller size or fewer frames may" if least is None else f"{least.name} should"
+    would = would_fit(chip, worst.peak_bytes_per_chip * devices)
     return (
         f"{settings.model} at {settings.width}x{settings.height} and {settings.frames} frames does not fit {chip}: to "
         f"{name} it needs {worst.peak_bytes_per_chip / 2**30:.1f} GiB a chip where {memory / 2**30:.1f} are to be had; "

@@ -44,6 +44,11 @@ class Priced:
     compile_seconds: float = 0.0
     doubts: Sequence[str] = ()
 
+    @property
+    def parts(self) -> dict[str, float]:
+        """The seconds of every part, 0 for those of a program that does not fit."""
+        return {part: self.breakdown.get(part, 0.0) for part in PARTS}
+
 
 def price_all(jobs: Sequence[Job]) -> list[Priced]:
     """Prices the jobs, two at a time, and returns the prices in order. Earlier prices come from the user's cache.

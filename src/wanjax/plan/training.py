@@ -9,15 +9,13 @@ from wanjax.checkpoints.networks import Network
 from wanjax.kernels.compiler_options import SAFE
 from wanjax.pipelines.family import Architecture, Family
 from wanjax.pipelines.settings import Settings
-from wanjax.plan import traced
 from wanjax.plan.builders import path_of, to_json
-from wanjax.plan.chips import SLICES, Slice
+from wanjax.plan.chips import Slice
 from wanjax.plan.compile import Job
 from wanjax.plan.meshes import choose_mesh
-from wanjax.plan.outlook import LIMITS, ROOM, find_place
-from wanjax.plan.priced import PARTS, Priced, price_all
+from wanjax.plan.places import Place, axes_on, find_place, limit_of, priced_on, would_fit
+from wanjax.plan.priced import Priced
 from wanjax.plan.stages import build
-from wanjax.sharding import MESH_AXES
 from wanjax.training import planned
 from wanjax.training.adapters import LoraConfig
 from wanjax.training.optimizers import OptimizerConfig
@@ -81,7 +79,7 @@ def training_outlook(
         if mesh is None:
             work = architecture.forward(settings)
             mesh = choose_mesh(place, work, guided=False, parameters=known.parameters, sp=sp)
-    axes: dict[str, int] = dict(zip(MESH_AXES, mesh or (1, 1, 1), strict=True))
+    axes = axes_on(place, mesh or (1, 1, 1))
     arguments = {"architecture": architecture, "settings": settings, "clips": clips, "lora": lora}
     arguments |= {"optimized": optimized, "attention": attention}
     ways = {"rules": rules, "dtype": settings.dtype, "compiler": compiler}
@@ -101,7 +99,7 @@ def training_outlook(
 def _prices(
     family: Family,
     known: Network,
-    place: Any,
+    place: Place,
     chip: str,
     axes: Mapping[str, int],
     arguments: Mapping[str, Any],
@@ -115,7 +113,7 @@ def _prices(
     }
     given = {"arguments": paths | {name: to_json(value) for name, value in arguments.items()}, **ways}
     jobs = [Job(chip, path_of(build), {"of": path_of(x), **given}, axes) for x in (planned.step, planned.forward)]
-    return price_all(jobs) if isinstance(place, Slice) else [traced.price_job(place, job) for job in jobs]
+    return priced_on(place, jobs)
 
 
 def _seconds(step: Priced, forward: Priced) -> dict[str, Any]:
@@ -123,29 +121,23 @@ def _seconds(step: Priced, forward: Priced) -> dict[str, Any]:
     ratio = (step.seconds - forward.seconds) / forward.seconds if step.seconds and forward.seconds else None
     return {
         "step_seconds": step.seconds,
-        "step_breakdown": {part: step.breakdown.get(part, 0.0) for part in PARTS},
+        "step_breakdown": step.parts,
         "forward_seconds": forward.seconds,
-        "forward_breakdown": {part: forward.breakdown.get(part, 0.0) for part in PARTS},
+        "forward_breakdown": forward.parts,
         "backward_ratio": ratio,
         "collectives": step.collectives,
         "doubts": list(dict.fromkeys((*step.doubts, *forward.doubts))),
     }
 
 
-def _memory(settings: Settings, chip: str, place: Any, step: Priced) -> dict[str, Any]:
+def _memory(settings: Settings, chip: str, place: Place, step: Priced) -> dict[str, Any]:
     """Returns the fields on memory, and what limits a step."""
     spare = place.memory - step.peak
-    limited = spare < 0 or not step.breakdown
     advice = None
     if spare < 0:
-        needed = step.peak * place.devices
-        places = [x for x in SLICES.values() if x.devices * x.chip.hbm * ROOM > needed]
-        same = [x for x in places if x.chip.name == chip.partition("-")[0]] or places
-        least = min(same, key=lambda x: x.devices, default=None)
-        would = "a smaller size, fewer frames or a smaller rank may" if least is None else f"{least.name} should"
         advice = (
             f"a step of {settings.model} needs {step.peak / 2**30:.1f} GiB a chip where {place.memory / 2**30:.1f} are "
-            f"to be had: {would} do, and so may a smaller size or fewer frames"
+            f"to be had: {would_fit(chip, step.peak * place.devices)}"
         )
     return {
         "memory_per_chip": place.memory,
@@ -153,6 +145,6 @@ def _memory(settings: Settings, chip: str, place: Any, step: Priced) -> dict[str
         "peak_bytes_per_chip": step.peak,
         "spare_bytes_per_chip": spare,
         "fits": spare >= 0,
-        "limit": "the memory of a chip" if limited else LIMITS[max(step.breakdown, key=lambda x: step.breakdown[x])],
+        "limit": (limit_of(step) if spare >= 0 else None) or "the memory of a chip",
         "advice": advice,
     }

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Places: slices of TPUs and other devices that a plan prices programs for, by name."""
+
+from collections.abc import Sequence
+from math import prod
+
+from wanjax.errors import WanjaxError
+from wanjax.plan import traced
+from wanjax.plan.chips import SLICES, Slice
+from wanjax.plan.compile import Job
+from wanjax.plan.priced import Priced, price_all
+from wanjax.plan.roofline import Machine, machines
+from wanjax.sharding import MESH_AXES
+
+Place = Slice | Machine
+LIMITS = {
+    "attention": "the matrix units, in attention",
+    "matmuls": "the matrix units, in projections",
+    "elementwise": "the memory's bandwidth, in elementwise work",
+    "copies": "the memory's bandwidth, in copies",
+    "communication": "the links between chips",
+}
+ROOM = 0.9  # the share of a device's memory that advice may use
+
+
+def find_place(name: str) -> Place:
+    """Returns the slice of TPUs or the device of this name; raises WanjaxError that lists the known ones."""
+    known: dict[str, Place] = {**SLICES, **machines()}
+    if name not in known:
+        raise WanjaxError(f"no chip is named {name!r}: there are {', '.join(known)}")
+    return known[name]
+
+
+def axes_on(place: Place, mesh: tuple[int, int, int]) -> dict[str, int]:
+    """Returns the sizes of a mesh by axis; raises WanjaxError where a single device is asked for more than one."""
+    if isinstance(place, Machine) and prod(mesh) != 1:
+        raise WanjaxError(f"the mesh has {prod(mesh)} devices: {place.name} stands for one")
+    return dict(zip(MESH_AXES, mesh, strict=True))
+
+
+def priced_on(place: Place, jobs: Sequence[Job]) -> list[Priced]:
+    """Returns the price of each program: by the chip's compiler for a slice, else by the stated model."""
+    return price_all(jobs) if isinstance(place, Slice) else [traced.price_job(place, job) for job in jobs]
+
+
+def limit_of(program: Priced) -> str | None:
+    """Returns what takes most of a program's time; None where it does not fit."""
+    parts = program.breakdown
+    return LIMITS[max(parts, key=lambda part: parts[part])] if parts else None
+
+
+def would_fit(chip: str, needed: int) -> str:
+    """Returns the smallest slice, of the same chips if there is one, that should have so many bytes in all."""
+    places = [place for place in SLICES.values() if place.devices * place.chip.hbm * ROOM > needed]
+    same = [place for place in places if place.chip.name == chip.partition("-")[0]] or places
+    least = min(same, key=lambda place: place.devices, default=None)
+    return "a smaller size or fewer frames may" if least is None else f"{least.name} should"
