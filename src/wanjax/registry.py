@@ -158,7 +158,9 @@ def _scheduled(architecture: Architecture, preset: Preset | None) -> Architectur
     return replace(architecture, scheduler=preset.scheduler)
 
 
-def _tabled(architecture: Architecture, family: Family, preset: Preset | None, source: Source | None = None) -> Any:
+def _tabled(
+    architecture: Architecture, family: Family, preset: Preset | None, source: Source | None = None
+) -> Architecture:
     """Returns the architecture with the tables that step caches need of the checkpoint, the user's own first."""
     key = preset.name if preset else key_of(source) if source else ""
     published = (family.tables, preset.name) if preset else (None, None)

@@ -12,6 +12,7 @@ import wanjax
 from tests.support.clips import write_clips
 from tests.support.tiny import tiny_checkpoint
 from wanjax.cli import main
+from wanjax.cli.training import size_of
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 SMALL = ("--size", "32x32", "--frames", 5, "--one-size", "--steps", 2, "--rank", 2)
@@ -48,6 +49,7 @@ def test_mistakes_are_one_sentence(model, tmp_path):
         (("--rank", 0), "0 is not in the range"),
         (("--rate", -1), "the learning rate -1.0 is not a number above 0"),
         (("--size", "33x32"), "the width 33 is not a multiple"),
+        (("--width", 64), "--size is given beside --height or --width"),
         (("--target", "to_x"), "no layer named to_x"),
         (("--batch", 3, "--accumulate", 2), "a batch of 3 cannot be split in 2"),
     ):
@@ -55,6 +57,15 @@ def test_mistakes_are_one_sentence(model, tmp_path):
         assert sentence in refused.stderr
     refused = run("train", model, tmp_path / "none", "--out", tmp_path / "out", *SMALL, status=2)
     assert "there is no folder or table" in refused.stderr
+
+
+def test_a_height_alone_keeps_the_width_of_the_model(model):
+    none = {"size": None, "height": None, "width": None}
+    own = wanjax.registry.outline(str(model))[-1].size
+    assert size_of(str(model), **none) is None
+    assert size_of(str(model), **none | {"height": 64}) == (64, own[1])
+    assert size_of(str(model), **none | {"width": 64}) == (own[0], 64)
+    assert size_of(str(model), **none | {"size": (32, 64)}) == (32, 64)
 
 
 def test_a_step_is_priced():

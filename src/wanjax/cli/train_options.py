@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The options of the command `train`."""
 
+from functools import partial
 from pathlib import Path
 
 import click
@@ -15,25 +16,26 @@ out = click.option(
     metavar="FOLDER",
     help="Checkpoints, metrics, samples and the result; the same command goes on from what is there.",
 )
-number = click.IntRange(min=1)
+number = partial(click.option, type=click.IntRange(min=1), metavar="N", show_default=True)
+real = partial(click.option, type=float, metavar="X", show_default=True)
+optimizer_name = partial(
+    click.option, "--optimizer", type=click.Choice(["adamw", "adafactor", "muon"]), default="adamw", show_default=True
+)
 steps = together(
-    click.option("--steps", type=number, default=1000, show_default=True, metavar="N", help="Steps of training."),
-    click.option("--batch", type=number, default=1, show_default=True, metavar="N", help="Clips in a step."),
-    click.option(
+    number("--steps", default=1000, help="Steps of training."),
+    number("--batch", default=1, help="Clips in a step."),
+    number(
         "--accumulate",
         "accumulated",
-        type=number,
         default=1,
-        show_default=True,
-        metavar="N",
         help="Parts in which a step's clips are computed one after another, for less memory.",
     ),
     click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Seed of all that is random."),
 )
 lora = together(
-    click.option("--rank", type=number, default=32, show_default=True, metavar="N", help="Rank of the LoRA."),
-    click.option("--alpha", type=float, metavar="X", help="Alpha of the LoRA.  [default: the rank]"),
-    click.option("--dropout", type=float, default=0.0, show_default=True, metavar="X", help="Dropout in the LoRA."),
+    number("--rank", default=32, help="Rank of the LoRA."),
+    real("--alpha", help="Alpha of the LoRA.  [default: the rank]"),
+    real("--dropout", default=0.0, help="Dropout in the LoRA."),
     click.option(
         "--target",
         "targets",
@@ -59,8 +61,8 @@ lora = together(
     ),
 )
 optimizer = together(
-    click.option("--optimizer", type=click.Choice(["adamw", "adafactor", "muon"]), default="adamw", show_default=True),
-    click.option("--rate", type=float, default=1e-4, show_default=True, metavar="X", help="Peak learning rate."),
+    optimizer_name(help="The optimiser."),
+    real("--rate", default=1e-4, help="Peak learning rate."),
     click.option("--warm-up", type=int, default=0, show_default=True, metavar="N", help="Steps of rising rate."),
     click.option(
         "--schedule",
@@ -69,16 +71,12 @@ optimizer = together(
         show_default=True,
         help="The rate after the warm-up.",
     ),
-    click.option(
-        "--clip", type=float, default=1.0, show_default=True, metavar="X", help="Largest norm of a gradient; 0 is any."
-    ),
-    click.option("--weight-decay", type=float, default=0.01, show_default=True, metavar="X"),
-    click.option(
-        "--average", type=float, metavar="X", help="Decay of a mean of the weights, which is then the result."
-    ),
+    real("--clip", default=1.0, help="Largest norm of a gradient; 0 is any."),
+    real("--weight-decay", default=0.01, help="Part of the weights that a step takes off, times the rate."),
+    real("--average", help="Decay of a mean of the weights, which is then the result."),
 )
 clips = together(
-    click.option("--fps", type=number, metavar="N", help="Frames a second of the clips.  [default: the model's]"),
+    number("--fps", help="Frames a second of the clips.  [default: the model's]"),
     click.option(
         "--cut",
         type=click.Choice(["head", "uniform", "windows"]),
@@ -93,7 +91,7 @@ clips = together(
         show_default=True,
         help="Keep the proportions of clips, in a few sizes of the same area, or make them all of one size.",
     ),
-    click.option("--shortest", type=number, metavar="N", help="Frames of the shortest clips.  [default: any]"),
+    number("--shortest", help="Frames of the shortest clips.  [default: any]"),
     click.option(
         "--store",
         type=click.Path(path_type=Path, file_okay=False),
@@ -107,15 +105,12 @@ noise = together(
         type=click.Choice(["uniform", "logit-normal", "shift"]),
         help="The noise levels: uniform, around the middle, or by the model's flow shift.  [default: shift, if any]",
     ),
-    click.option("--shift", type=float, metavar="X", help="The shift of the noise levels.  [default: the model's]"),
-    click.option("--logit-mean", type=float, default=0.0, show_default=True, metavar="X"),
-    click.option("--logit-deviation", type=float, default=1.0, show_default=True, metavar="X"),
-    click.option(
+    real("--shift", help="The shift of the noise levels.  [default: the model's]"),
+    real("--logit-mean", default=0.0, help="Mean of the logit-normal noise levels."),
+    real("--logit-deviation", default=1.0, help="Their standard deviation."),
+    real(
         "--dropped-captions",
-        type=float,
         default=0.05,
-        show_default=True,
-        metavar="X",
         help="The share of clips that are shown without a caption, for guidance.",
     ),
 )
@@ -127,28 +122,18 @@ looks = together(
         metavar="PROMPT",
         help="Make a video of PROMPT at the first step and along the way; may be given more than once.",
     ),
-    click.option("--sample-every", type=number, default=250, show_default=True, metavar="N"),
+    number("--sample-every", default=250, help="Steps between samples."),
     click.option(
         "--held-out", type=int, default=0, show_default=True, metavar="N", help="Keep one clip in N for a loss."
     ),
-    click.option("--evaluate-every", type=number, default=250, show_default=True, metavar="N"),
-    click.option("--save-every", type=number, default=250, show_default=True, metavar="N", help="Keep a checkpoint."),
+    number("--evaluate-every", default=250, help="Steps between losses of held-out clips."),
+    number("--save-every", default=250, help="Steps between checkpoints."),
 )
 train: Decorator = together(out, steps, lora, optimizer, clips, noise, looks)
 priced = together(
     click.option("--train", "train", is_flag=True, help="Price a step of training, of a LoRA unless with --full."),
-    click.option(
-        "--lora-rank", type=number, default=32, show_default=True, metavar="N", help="With --train: the rank."
-    ),
+    number("--lora-rank", default=32, help="With --train: the rank."),
     click.option("--full", is_flag=True, help="With --train: train all weights."),
-    click.option(
-        "--batch", type=number, default=1, show_default=True, metavar="N", help="With --train: clips in a step."
-    ),
-    click.option(
-        "--optimizer",
-        type=click.Choice(["adamw", "adafactor", "muon"]),
-        default="adamw",
-        show_default=True,
-        help="With --train: the optimiser.",
-    ),
+    number("--batch", default=1, help="With --train: clips in a step."),
+    optimizer_name(help="With --train: the optimiser."),
 )

@@ -8,6 +8,7 @@ from typing import Any
 from wanjax import registry
 from wanjax.cli.processes import meet
 from wanjax.cli.report import Report
+from wanjax.cli.stages import given_settings
 from wanjax.compilation import kept_set
 from wanjax.sharding import platform
 from wanjax.training.adapters import LoraConfig
@@ -21,7 +22,7 @@ DIFFERENTIABLE = "chunked"  # the implementation of attention whose gradient nee
 def train(report: Report, *, model: str, data: Path, out: Path, **given: Any) -> None:
     """Trains a model on a data set."""
     meet(report, given.get("processes"))
-    config = config_of(**given)
+    config = config_of(size=size_of(model, **given), **{k: v for k, v in given.items() if k != "size"})
     pipe = registry.load(
         model,
         dtype=given.get("dtype"),
@@ -40,14 +41,19 @@ def train(report: Report, *, model: str, data: Path, out: Path, **given: Any) ->
     report.made(written.absolute(), {"model": model, "steps": config.steps}, seconds=report.seconds)
 
 
-def config_of(**given: Any) -> TrainConfig:
+def size_of(model: str, **given: Any) -> tuple[int, int] | None:
+    """Returns the height and width of the clips where an option gives either; the other is then the model's own."""
+    chosen = given_settings(**{name: given[name] for name in ("size", "height", "width")})
+    return registry.outline(model)[-1].updated(chosen).size if chosen else None
+
+
+def config_of(size: tuple[int, int] | None, **given: Any) -> TrainConfig:
     """Returns the settings of a training from the command's options."""
     lora = None
     if not given["full"]:
         lora = LoraConfig(given["rank"], given["alpha"], given["dropout"], tuple(given["targets"]))
     names = ("rate", "warm_up", "schedule", "clip", "weight_decay")
     optimizer = OptimizerConfig(name=given["optimizer"], **{name: given[name] for name in names})
-    size = given.get("size") or ((given["height"], given["width"]) if given.get("height") else None)
     own = {field.name for field in fields(TrainConfig)} - {"lora", "optimizer", "size", "samples"}
     rest = {name: value for name, value in given.items() if name in own}
     return TrainConfig(lora=lora, optimizer=optimizer, size=size, samples=tuple(given["samples"]), **rest)
