@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import torch
 from flax import nnx
 from rich.console import Console
@@ -80,6 +81,25 @@ def pipeline_of(model: str, networks: Mapping[str, nnx.Module], **shapes: Any) -
     for name, network in networks.items():
         components.put(name, network)
     return family_with(preset).pipeline(components, replace(preset.architecture, **shapes), preset.defaults)
+
+
+def decoding(
+    model: str, reference: Any, unscaled: Callable[[torch.Tensor], torch.Tensor], sizes: Sizes, *, bar: float
+) -> Case:
+    """Returns the decoding of a video; `unscaled` returns the autoencoder's own latents of those that are denoised."""
+    pipeline = pipeline_of(model, {"vae": converted(reference)})
+    factor, channels = pipeline.architecture.vae.spatial_factor, pipeline.architecture.vae.latent_channels
+    shape = (1, channels, (sizes.frames + 3) // 4, sizes.height // factor, sizes.width // factor)
+    latents = np.random.default_rng(0).standard_normal(shape, np.float32)
+
+    def ours() -> np.ndarray:
+        return pipeline.decode(jnp.asarray(latents), jnp.float32)
+
+    def theirs() -> torch.Tensor:
+        video = reference.decode(unscaled(torch.from_numpy(latents))).sample
+        return (video[0].permute(1, 2, 3, 0) * 0.5 + 0.5).clamp(0, 1)
+
+    return Case(f"VAE decode, {sizes.frames} frames of {sizes.width} × {sizes.height}", bar, ours, theirs)
 
 
 def measure(case: Case, repeats: int) -> Result:

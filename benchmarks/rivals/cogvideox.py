@@ -18,7 +18,7 @@ from diffusers import (
 from flax import nnx
 from transformers import T5Config, T5EncoderModel
 
-from benchmarks.rivals.cases import STEPS, Case, Sizes, Stages, converted, pipeline_of, torch_pipeline
+from benchmarks.rivals.cases import STEPS, Case, Sizes, Stages, converted, decoding, pipeline_of, torch_pipeline
 from wanjax.pipelines.cogvideox.conditioning import CogVideoXEncoded
 from wanjax.pipelines.cogvideox.programs import encode_prompts
 from wanjax.schedulers import from_config
@@ -87,18 +87,7 @@ def step(sizes: Sizes) -> Iterator[Case]:
 def vae(sizes: Sizes) -> Iterator[Case]:
     """Yields the decoding of a video with CogVideoX's autoencoder."""
     reference: Any = AutoencoderKLCogVideoX(**VAE).eval()
-    pipeline = pipeline_of(MODEL, {"vae": converted(reference)})
-    shape = (1, 16, (sizes.frames + 3) // 4, sizes.height // 8, sizes.width // 8)
-    latents = np.random.default_rng(0).standard_normal(shape, np.float32)
-
-    def ours() -> np.ndarray:
-        return pipeline.decode(jnp.asarray(latents), jnp.float32)
-
-    def theirs() -> torch.Tensor:
-        video = reference.decode(torch.from_numpy(latents) / reference.config.scaling_factor).sample
-        return (video[0].permute(1, 2, 3, 0) * 0.5 + 0.5).clamp(0, 1)
-
-    yield Case(f"VAE decode, {sizes.frames} frames of {sizes.width} × {sizes.height}", 0.8, ours, theirs)
+    yield decoding(MODEL, reference, lambda x: x / reference.config.scaling_factor, sizes, bar=0.8)
 
 
 STAGES: Stages = {"text": text, "step": step, "vae": vae}

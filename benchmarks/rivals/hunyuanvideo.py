@@ -20,7 +20,7 @@ from diffusers import (
 from flax import nnx
 from transformers import Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel
 
-from benchmarks.rivals.cases import STEPS, Case, Sizes, Stages, converted, pipeline_of, torch_pipeline
+from benchmarks.rivals.cases import STEPS, Case, Sizes, Stages, converted, decoding, pipeline_of, torch_pipeline
 from wanjax.converters.qwen2_vl import SKIPPED
 from wanjax.pipelines.hunyuanvideo.conditioning import HunyuanVideoEncoded
 from wanjax.pipelines.hunyuanvideo.programs import encode_chats
@@ -103,25 +103,7 @@ def step(sizes: Sizes) -> Iterator[Case]:
 def vae(sizes: Sizes) -> Iterator[Case]:
     """Yields the decoding of a video with HunyuanVideo's autoencoder."""
     reference: Any = AutoencoderKLHunyuanVideo15(**VAE).eval()
-    pipeline = pipeline_of(MODEL, {"vae": converted(reference)})
-    factor = reference.spatial_compression_ratio
-    shape = (
-        1,
-        reference.config.latent_channels,
-        (sizes.frames + 3) // 4,
-        sizes.height // factor,
-        sizes.width // factor,
-    )
-    latents = np.random.default_rng(0).standard_normal(shape, np.float32)
-
-    def ours() -> np.ndarray:
-        return pipeline.decode(jnp.asarray(latents), jnp.float32)
-
-    def theirs() -> torch.Tensor:
-        video = reference.decode(torch.from_numpy(latents) / reference.config.scaling_factor).sample
-        return (video[0].permute(1, 2, 3, 0) * 0.5 + 0.5).clamp(0, 1)
-
-    yield Case(f"VAE decode, {sizes.frames} frames of {sizes.width} × {sizes.height}", 0.8, ours, theirs)
+    yield decoding(MODEL, reference, lambda x: x / reference.config.scaling_factor, sizes, bar=0.8)
 
 
 STAGES: Stages = {"text": text, "step": step, "vae": vae}

@@ -13,7 +13,7 @@ from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, Wa
 from flax import nnx
 from transformers import UMT5Config, UMT5EncoderModel
 
-from benchmarks.rivals.cases import STEPS, Case, Sizes, Stages, converted, pipeline_of, torch_pipeline
+from benchmarks.rivals.cases import STEPS, Case, Sizes, Stages, converted, decoding, pipeline_of, torch_pipeline
 from wanjax.pipelines.wan.conditioning import WanEncoded
 from wanjax.pipelines.wan.programs import encode_prompts
 from wanjax.schedulers import from_config
@@ -76,22 +76,11 @@ def step(sizes: Sizes) -> Iterator[Case]:
 def vae(sizes: Sizes) -> Iterator[Case]:
     """Yields the decoding of a video with Wan 2.1's autoencoder."""
     reference: Any = AutoencoderKLWan(**VAE).eval()
-    pipeline = pipeline_of(MODEL, {"vae": converted(reference)})
     mean, std = (
         torch.tensor(values).view(1, -1, 1, 1, 1)
         for values in (reference.config.latents_mean, reference.config.latents_std)
     )
-    shape = (1, 16, (sizes.frames + 3) // 4, sizes.height // 8, sizes.width // 8)
-    latents = np.random.default_rng(0).standard_normal(shape, np.float32)
-
-    def ours() -> np.ndarray:
-        return pipeline.decode(jnp.asarray(latents), jnp.float32)
-
-    def theirs() -> torch.Tensor:
-        video = reference.decode(torch.from_numpy(latents) * std + mean).sample
-        return video[0].permute(1, 2, 3, 0) * 0.5 + 0.5
-
-    yield Case(f"VAE decode, {sizes.frames} frames of {sizes.width} × {sizes.height}", 0.7, ours, theirs)
+    yield decoding(MODEL, reference, lambda x: x * std + mean, sizes, bar=0.7)
 
 
 STAGES: Stages = {"text": text, "step": step, "vae": vae}
