@@ -31,10 +31,9 @@ def _few_memory_maps() -> Iterator[None]:
     yield
     maps = Path("/proc/self/maps")
     if maps.exists() and len(maps.read_bytes().splitlines()) > MAPS:
-        from wanjax import compilation
+        from wanjax.compilation import forget_programs
 
-        compilation._executable.cache_clear()
-        jax.clear_caches()
+        forget_programs()
         gc.collect()
 
 

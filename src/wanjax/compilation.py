@@ -121,6 +121,12 @@ class Executable:
 _executable = functools.cache(Executable)
 
 
+def forget_programs() -> None:
+    """Drops all compiled programs of the process, and the memory that they hold."""
+    _executable.cache_clear()
+    jax.clear_caches()
+
+
 def without_refused(
     options: dict[str, Any], attempt: Callable[[dict[str, Any]], Result], tell: Callable[[str], Any]
 ) -> Result:

@@ -17,6 +17,11 @@ class WanjaxWarning(UserWarning):
     """A warning whose message is one sentence, which the command line prints as a note."""
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Tells whether the host's memory, or that of a device, was too small."""
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+
+
 def shown(value: object) -> str:
     """Returns a value as a message names it: itself if it is short, else its type."""
     text = repr(value)

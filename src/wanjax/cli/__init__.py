@@ -18,7 +18,7 @@ from wanjax.cli.interrupts import INTERRUPTED
 from wanjax.cli.mistyped import check_prompt
 from wanjax.cli.quiet import hush_libtpu
 from wanjax.cli.report import Report
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, is_out_of_memory
 
 FAILURE, MISTAKE = 1, 2  # exit statuses
 IMPLIED = "generate"  # the command of arguments that name none
@@ -65,17 +65,13 @@ class Commands(click.Group):
         except KeyboardInterrupt:
             status, why = INTERRUPTED, "stopped"
         except Exception as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 _tell_way_on(ctx)
                 raise
             status, why = FAILURE, "out of memory: a smaller --size, fewer --frames or --dtype bfloat16 need less"
         click.echo(f"wanjax: {why}", err=True)
         _tell_way_on(ctx)
         ctx.exit(status)
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
 def _tell_way_on(ctx: click.Context) -> None:
