@@ -24,10 +24,10 @@ Start = Callable[..., "Server"]
 class Server:
     """A server, a client that asks it from this machine, and a folder."""
 
-    def __init__(self, pipe: Pipeline, folder: Path, *, token: str | None = None, **limits: int):
+    def __init__(self, pipe: Pipeline, folder: Path, *, token: str | None = None, preview: bool = False, **limits: int):
         bounds = Limits.of(pipe.defaults, **limits)
         self.board = Board(Shelf(folder), bounds.queue)
-        self.worker = Worker(pipe, self.board, rehearse=False)
+        self.worker = Worker(pipe, self.board, rehearse=False, preview=preview)
         self.application = Service(pipe, self.board, self.worker, bounds, token).application()
         self.client = self.client_from("127.0.0.1")
 

@@ -18,6 +18,8 @@ from wanjax.media.videos import read_metadata
 from wanjax.serve import worker
 from wanjax.serve.jobs import JOB, Job, Shelf
 
+OTHERS = ([1, 2], [0, 2], [0, 1])  # of red, green and blue
+
 
 def picture(size=(40, 30), kind="PNG"):
     file = io.BytesIO()
@@ -47,6 +49,23 @@ def test_a_video_is_that_of_the_library(start, pipe, tmp_path):
     assert Image.open(io.BytesIO(thumbnail.content)).size == (32, 32)
     part = server.client.get(f"/v1/videos/{asked['id']}/content", headers={"range": "bytes=0-9"})
     assert (part.status_code, part.content) == (206, content.content[:10])
+
+
+def test_previews_of_a_video_under_way(start):
+    server = start(preview=True)
+    made = server.finished(server.ask(prompt="a red circle", size="64x64", frames=17, steps=12)["id"])
+    assert made["preview"] == 12
+    events = server.client.get(f"/v1/videos/{made['id']}/events").text
+    assert '"preview": 12' in events
+    shown = server.client.get(f"/v1/videos/{made['id']}/content?variant=preview")
+    assert shown.headers["content-type"] == "image/png"
+    pixels = np.asarray(Image.open(io.BytesIO(shown.content)), np.float64).reshape(-1, 3)
+    red, green, blue = ((pixels[:, i] > pixels[:, others].max(1) + 99).mean() for i, others in enumerate(OTHERS))
+    assert red > 0.02 > 4 * max(green, blue)
+    plain = start()
+    made = plain.finished(plain.ask()["id"])
+    assert made["preview"] == 0
+    assert plain.client.get(f"/v1/videos/{made['id']}/content?variant=preview").status_code == 404
 
 
 def test_forms_and_json_mean_the_same(start, pipe):

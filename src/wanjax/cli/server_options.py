@@ -41,6 +41,7 @@ serving = together(
     click.option(
         "--max-upload", type=click.IntRange(min=1), default=32, show_default=True, help="MiB that a request may have."
     ),
+    click.option("--preview", is_flag=True, help="Show on the page, at a few steps, what a video will be."),
     click.option(
         "--rehearse/--no-rehearse",
         default=True,

@@ -64,7 +64,7 @@ def _listen(report: Report, host: str, port: int, token: str | None, folder: Pat
     limits = Limits.of(pipe.defaults, given["max_pixels"], **bounds)
     board = Board(Shelf(folder), limits.queue)
     options = {"tiling": Tiling() if given["tile"] else None, "batch_guidance": given["batch_guidance"]}
-    worker = Worker(pipe, board, rehearse=given["rehearse"], **options)
+    worker = Worker(pipe, board, rehearse=given["rehearse"], preview=given["preview"], **options)
     application = Service(pipe, board, worker, limits, token).application()
 
     class Server(uvicorn.Server):

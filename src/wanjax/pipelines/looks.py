@@ -29,14 +29,16 @@ class Previews:
 
     It writes them to `file`, which it replaces at each look, and shows them on a terminal that has colours or in a
     notebook. Pictures are made beside the device's work, which does not wait for them. Several processes show them
-    once. `looks` is the number of steps that are shown, the last one included.
+    once. `looks` is the number of steps that are shown, the last one included. `shown` counts the steps that had been
+    taken at the last look, 0 before the first.
     """
 
     def __init__(self, file: str | Path | None = None, *, looks: int = LOOKS, on: "Console | None" = None):
         self.file = None if file is None else Path(file)
         self.looks = looks
+        self.shown = 0
         self._console = console() if on is None else on
-        self._shown: Any = None  # a notebook's handle
+        self._handle: Any = None  # a notebook's
         self._worker = ThreadPoolExecutor(1)
         self._last: Future[None] | None = None
 
@@ -64,14 +66,15 @@ class Previews:
             self._display(page)
         elif self._console.is_terminal and self._console.color_system in ("256", "truecolor"):
             self._console.print(title, half_blocks(page, min(COLUMNS, self._console.width)), sep="\n")
+        self.shown = step.index + 1
 
     def _display(self, page: Picture) -> None:
         """Shows a picture in a notebook, in place of the one before."""
         image = Image.fromarray(page)
-        if self._shown is None:
-            self._shown = sys.modules["IPython"].display.display(image, display_id=True)  # a notebook has imported it
+        if self._handle is None:
+            self._handle = sys.modules["IPython"].display.display(image, display_id=True)  # a notebook has imported it
         else:
-            self._shown.update(image)
+            self._handle.update(image)
 
 
 def half_blocks(page: Picture, columns: int) -> "Text":

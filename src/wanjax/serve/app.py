@@ -24,7 +24,7 @@ from wanjax.pipelines.record import VERSION
 from wanjax.serve import asked, metrics
 from wanjax.serve.board import Board, FullError, UnknownError
 from wanjax.serve.guard import COOKIE, Guard, told
-from wanjax.serve.jobs import COMPLETED, THUMBNAIL, VIDEO, Job, new_id
+from wanjax.serve.jobs import COMPLETED, PREVIEW, THUMBNAIL, VIDEO, Job, new_id
 from wanjax.serve.limits import Limits
 from wanjax.serve.worker import BROKE, Worker
 
@@ -32,7 +32,7 @@ PAGE = files("wanjax.serve") / "page"
 FIELDS, FILES = 64, 8  # of a form
 BODY_SECONDS = 120.0  # in which a request has to arrive
 HEARTBEAT = 15.0  # seconds between signs of life of an idle stream
-CONTENT = {"video": (VIDEO, "video/mp4"), "thumbnail": (THUMBNAIL, "image/webp")}
+CONTENT = {"video": (VIDEO, "video/mp4"), "thumbnail": (THUMBNAIL, "image/webp"), "preview": (PREVIEW, "image/png")}
 
 
 @dataclass(frozen=True)
@@ -137,11 +137,11 @@ class Service:
         return self._shown(await run_in_threadpool(self.board.cancel, request.path_params["id"]))
 
     async def content(self, request: Request) -> Response:
-        """Sends a finished video, or with `variant=thumbnail` its middle frame."""
+        """Sends a finished video, or its middle frame as `thumbnail`; `preview` shows one that is under way too."""
         job, variant = self.board.find(request.path_params["id"]), request.query_params.get("variant", "video")
         if variant not in CONTENT:
-            raise WanjaxError(f"the variant {variant[:40]!r} is not offered: {' and '.join(CONTENT)} are")
-        if job.status != COMPLETED:
+            raise WanjaxError(f"the variant {variant[:40]!r} is not offered: {', '.join(CONTENT)} are")
+        if job.status != COMPLETED and variant != "preview":
             return told(409, f"the video is {job.status.replace('_', ' ')}: only a completed one has content")
         name, kind = CONTENT[variant]
         if not (file := self.board.shelf.place(job.id) / name).is_file():

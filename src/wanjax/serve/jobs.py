@@ -19,7 +19,7 @@ from wanjax.checkpoints.files import check_folder, writing
 from wanjax.errors import WanjaxError
 
 QUEUED, RUNNING, COMPLETED, FAILED = "queued", "in_progress", "completed", "failed"
-JOB, VIDEO, THUMBNAIL = "job.json", "video.mp4", "thumbnail.webp"
+JOB, VIDEO, THUMBNAIL, PREVIEW = "job.json", "video.mp4", "thumbnail.webp", "preview.png"
 CANCELLED, MISTAKE, BROKEN, STOPPED = "cancelled", "invalid_request", "server_error", "server_stopped"
 TRIES = 2  # times that a request may be under way when the server ends before it is given up
 
@@ -28,7 +28,8 @@ TRIES = 2  # times that a request may be under way when the server ends before i
 class Job:
     """A requested video: complete settings, the names of its pictures' files, and what has become of it.
 
-    `done` of `total` counts the steps or the chunks of `stage`; `seconds` are those of the stages. `tries` counts how
+    `done` of `total` counts the steps or the chunks of `stage`; `preview` the steps that had been taken when the last
+    preview was made, 0 where there is none; `seconds` are those of the stages. `tries` counts how
     often it was begun. `version` is the number of its last change on the board.
     """
 
@@ -41,6 +42,7 @@ class Job:
     stage: str = ""
     done: int = 0
     total: int = 0
+    preview: int = 0
     tries: int = 0
     completed_at: float | None = None
     error: dict[str, str] | None = None
@@ -76,6 +78,7 @@ class Job:
             "stage_done": self.done,
             "stage_total": self.total,
             "stage_seconds": self.seconds,
+            "preview": self.preview,
             "notes": self.notes,
         }
 

@@ -15,17 +15,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from PIL import Image
+from rich.console import Console
 
-from wanjax import compilation
-from wanjax.compilation import compile_cache
-from wanjax.errors import WanjaxError
+from wanjax.compilation import compile_cache, forget_programs
+from wanjax.errors import WanjaxError, is_out_of_memory
 from wanjax.layers.tiling import Tiling
 from wanjax.media.videos import write_video
 from wanjax.pipelines.components import free_memory
+from wanjax.pipelines.looks import Previews
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.steps import Cancelled, Step
 from wanjax.serve.board import Board, cancellation
-from wanjax.serve.jobs import BROKEN, COMPLETED, FAILED, MISTAKE, THUMBNAIL, VIDEO, Job
+from wanjax.serve.jobs import BROKEN, COMPLETED, FAILED, MISTAKE, PREVIEW, THUMBNAIL, VIDEO, Job
 
 STEPS, CHUNKS = 2, 3  # after these a video of the same shape compiles nothing
 SHAPES = 16  # shapes whose compiled programs are kept
@@ -38,7 +39,9 @@ logger = logging.getLogger("wanjax.serve")
 
 
 class Worker:
-    """The worker of a board. `options` are those of the pipeline for all videos: `tiling` and `batch_guidance`.
+    """The worker of a board. `tiling` and `batch_guidance` are those of all videos.
+
+    `preview` tells whether to show at a few steps what a video will be.
 
     `state` is "loading" while the model is loaded and compiled, then "ready", and "failed" if the thread ended.
     """
@@ -51,6 +54,7 @@ class Worker:
         tiling: Tiling | None = None,
         batch_guidance: bool = False,
         rehearse: bool = True,
+        preview: bool = False,
     ):
         self.pipe = pipe
         self.board = board
@@ -59,6 +63,7 @@ class Worker:
         self.state = LOADING
         self.seconds: dict[str, float] = {}  # of all videos so far, by stage
         self._rehearse = rehearse
+        self._preview = preview
         self._shapes: dict[tuple[Any, ...], None] = {}
         self._thread = Thread(target=self._run, name="wanjax-worker", daemon=True)
 
@@ -75,7 +80,7 @@ class Worker:
         self.pipe.progress = False
         try:
             if self._rehearse:
-                rehearse(self.pipe, self.tiling, self.batch_guidance, lambda: self.board.closed)
+                rehearse(self.pipe, self.tiling, self.batch_guidance, self._preview, lambda: self.board.closed)
             self.state = READY
             while (job := self.board.take()) is not None:
                 self._make(job)
@@ -97,7 +102,7 @@ class Worker:
         except WanjaxError as error:
             self.board.finish(job, FAILED, {"code": MISTAKE, "message": str(error)})
         except Exception as error:
-            full = isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+            full = is_out_of_memory(error)
             if not full:
                 logger.error("%s failed: %s", job.id, traceback.format_exc())
             self.board.finish(job, FAILED, {"code": BROKEN, "message": OUT_OF_MEMORY if full else UNEXPECTED})
@@ -112,8 +117,13 @@ class Worker:
             job.notes = [str(told) for text in (prompt, negative) for told in pipe.truncations(text)]
             encoded = jax.block_until_ready(pipe.encode(prompt, negative, tiling=self.tiling, **files, **settings))
 
+        previews = Previews(self.board.shelf.place(job.id) / PREVIEW, on=Console(quiet=True))
+
         def after(step: Step) -> bool:
             done = step.index + 1
+            if self._preview:
+                previews(step)
+                job.preview = previews.shown
             progress = ENCODED + (DENOISED - ENCODED) * step.index // step.total  # this step may be under way
             self.board.advance(job, progress, done=done, total=step.total)
             return done == step.total or not self._stopped(job)
@@ -121,6 +131,8 @@ class Worker:
         with self._stage(job, "denoise", ENCODED):
             asked = {"callback": after, "batch_guidance": self.batch_guidance, **settings}
             latents = jax.block_until_ready(pipe.denoise(encoded, **asked))
+            previews.wait()
+            job.preview = previews.shown
         chosen = pipe.settings(prompt=prompt, negative_prompt=negative, **settings)
         options = {"tiling": self.tiling, "batch_guidance": self.batch_guidance}
         with self._stage(job, "decode", DENOISED):
@@ -164,12 +176,6 @@ class Worker:
             forget_programs()
 
 
-def forget_programs() -> None:
-    """Drops all compiled programs of the process."""
-    compilation._executable.cache_clear()
-    jax.clear_caches()
-
-
 def with_thumbnail(chunks: Iterator[np.ndarray], frames: int, file: Path) -> Iterator[np.ndarray]:
     """Yields the chunks of a video, and writes its middle frame, made small, to a file."""
     start = 0
@@ -182,7 +188,9 @@ def with_thumbnail(chunks: Iterator[np.ndarray], frames: int, file: Path) -> Ite
         yield chunk
 
 
-def rehearse(pipe: Pipeline, tiling: Tiling | None, batch_guidance: bool, stopped: Callable[[], bool]) -> None:
+def rehearse(
+    pipe: Pipeline, tiling: Tiling | None, batch_guidance: bool, preview: bool, stopped: Callable[[], bool]
+) -> None:
     """Takes the first steps of each stage of a default video, which loads the model and compiles its programs.
 
     Where all networks fit into memory, the last stage is compiled beside the others. A model that begins from pictures
@@ -190,7 +198,7 @@ def rehearse(pipe: Pipeline, tiling: Tiling | None, batch_guidance: bool, stoppe
     """
     together = sum(pipe.components.sizes.values()) < free_memory(jax.local_devices()[0])
     with compile_cache():  # once for both threads, each of which would restore the thresholds
-        decoding = Thread(target=_decode_first, args=(pipe, tiling), name="wanjax-rehearsal", daemon=True)
+        decoding = Thread(target=_decode_first, args=(pipe, tiling, preview), name="wanjax-rehearsal", daemon=True)
         decoding.start()
         if not together:
             decoding.join()
@@ -207,11 +215,13 @@ def _denoise_first(pipe: Pipeline, batch_guidance: bool, stopped: Callable[[], b
         )
 
 
-def _decode_first(pipe: Pipeline, tiling: Tiling | None) -> None:
+def _decode_first(pipe: Pipeline, tiling: Tiling | None, preview: bool) -> None:
     with _telling_failures():
         latents = jnp.zeros(pipe.architecture.latent_shape(pipe.defaults), jnp.float32)
         for chunk in islice(pipe.decode_chunks(latents, tiling=tiling), CHUNKS):
             np.asarray(chunk)
+        if preview:
+            pipe.colours()
 
 
 @contextmanager

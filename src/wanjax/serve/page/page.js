@@ -152,6 +152,7 @@ function show(video, older = false) {
   bar.hidden = ["completed", "failed"].includes(video.status);
   element.querySelector(".remove").textContent = bar.hidden ? "Delete" : "Cancel";
   if (previous?.status !== video.status) finish(element, video);
+  if (video.status === "in_progress" && video.preview > (previous?.preview ?? 0)) look(element, video);
   $("empty").hidden = cards.size > 0;
 }
 
@@ -179,6 +180,14 @@ function finish(element, video) {
   player.classList.toggle("small", video.settings.width < 256);
   player.setAttribute("aria-label", video.prompt);
   picture.replaceChildren(player);
+}
+
+// Shows small pictures of a video that is not finished.
+function look(element, video) {
+  const strip = document.createElement("img");
+  strip.src = `/v1/videos/${video.id}/content?variant=preview&after=${video.preview}`;
+  strip.alt = `preview after step ${video.preview}`;
+  element.querySelector(".picture").replaceChildren(strip);
 }
 
 function forget(id) {
