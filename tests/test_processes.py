@@ -24,7 +24,7 @@ BOUND = 1e-5
 
 
 def start(folder: Path, devices: int, *arguments: str | Path, **environment: str) -> subprocess.Popen:
-    flags = f"--xla_force_host_platform_device_count={devices}"
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
     return subprocess.Popen(
         [sys.executable, "-c", CODE, "generate", *map(str, arguments)],
         env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "XDG_CACHE_HOME": str(folder)} | environment,

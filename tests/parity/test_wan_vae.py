@@ -27,7 +27,7 @@ from wanjax.registry import presets
 
 BAR = 1e-5
 FRAMES = [1, 5, 17, 33]
-FRAMES_OF_TILES = [1, 33]  # 33 frames begin with all shorter clips
+FRAMES_OF_TILES = [1, 13]  # a first chunk, one that meets a short cache, and two that meet a whole one
 SIZE = (32, 32)
 LATENTS_MEAN, LATENTS_STD = [0.1, -0.2, 0.3, 0.0], [1.5, 0.7, 2.0, 1.0]
 STATISTICS = {"z_dim": 4, "latents_mean": LATENTS_MEAN, "latents_std": LATENTS_STD}

@@ -16,7 +16,7 @@ import pytest
 from wanjax.sharding import RULES
 
 MESHES = [(1, 1, 8), (2, 1, 4), (2, 2, 2), (1, 4, 2), (1, 8, 1)]  # sizes of dp, sp and tp
-EIGHT = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+EIGHT = "--xla_force_host_platform_device_count=8"
 
 
 def on_meshes(*quick: tuple[tuple[int, int, int], str]) -> list[Any]:
@@ -51,7 +51,7 @@ def on_eight_devices(code: str, *arguments: str | Path) -> str:
     """Runs Python code with arguments, warnings being errors; returns its output."""
     run = subprocess.run(
         [sys.executable, "-W", "error", "-c", code, *map(str, arguments)],
-        env=os.environ | EIGHT,
+        env=os.environ | {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {EIGHT}", "JAX_PLATFORMS": "cpu"},
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
