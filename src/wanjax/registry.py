@@ -198,8 +198,7 @@ def load(
         fast bfloat16, and `param_dtype` elsewhere. The VAE is always in float32, as in the reference.
     param_dtype: the dtype, of the same two, in which weights are kept; None is bfloat16 for published checkpoints, and
         the stored dtype for others.
-    attention: the transformer's implementation; None chooses by platform and shape. "radial:0.2" leaves out the far
-        places of far frames, from a step on (see docs/attention.md).
+    attention: the transformer's implementation, or "radial:0.2"; None chooses by platform and shape.
     mesh: a mesh of `wanjax.make_mesh`, a text such as "dp=2,sp=1,tp=4", or "auto", which uses as many devices as help;
         None is one device on a CPU, and "auto" elsewhere.
     video: settings of the videos to come, for which "auto" chooses the mesh; None is the model's defaults.
