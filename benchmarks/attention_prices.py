@@ -26,17 +26,17 @@ OWN = [name for name in IMPLEMENTATIONS if name not in ("reference", "cudnn")]
 
 
 def ours(mesh: Mesh, *, workload: str, implementation: str) -> Lowering:
-    return _program(mesh, WORKLOADS[workload], partial(attention, implementation=implementation))
+    return program(mesh, WORKLOADS[workload], partial(attention, implementation=implementation))
 
 
 def plain(mesh: Mesh, *, workload: str) -> Lowering:
-    return _program(mesh, WORKLOADS[workload], partial(jax.nn.dot_product_attention, implementation="xla"))
+    return program(mesh, WORKLOADS[workload], partial(jax.nn.dot_product_attention, implementation="xla"))
 
 
 def splash(mesh: Mesh, *, workload: str, tiles: tuple[int, int, int]) -> Lowering:
     size = WORKLOADS[workload]
     kernel = splash_kernel(size.heads, size.queries, size.keys, tiles)
-    return _program(mesh, size, partial(kernel, scale=size.head_dim**-0.5))
+    return program(mesh, size, partial(kernel, scale=size.head_dim**-0.5))
 
 
 def splash_kernel(heads: int, queries: int, keys: int, tiles: tuple[int, int, int]) -> Callable[..., jax.Array]:
@@ -68,7 +68,7 @@ def splash_kernel(heads: int, queries: int, keys: int, tiles: tuple[int, int, in
     return run
 
 
-def _program(mesh: Mesh, workload: Workload, function: Callable) -> Lowering:
+def program(mesh: Mesh, workload: Workload, function: Callable) -> Lowering:
     """Builds the program that runs a function, replicated on every device, on operands [1 L N·D]."""
     spec = PartitionSpec()
     arguments = (

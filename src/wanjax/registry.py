@@ -198,7 +198,7 @@ def load(
         fast bfloat16, and `param_dtype` elsewhere. The VAE is always in float32, as in the reference.
     param_dtype: the dtype, of the same two, in which weights are kept; None is bfloat16 for published checkpoints, and
         the stored dtype for others.
-    attention: the transformer's implementation; None chooses by platform and shape.
+    attention: the transformer's implementation, or "radial:0.2"; None chooses by platform and shape.
     mesh: a mesh of `wanjax.make_mesh`, a text such as "dp=2,sp=1,tp=4", or "auto", which uses as many devices as help;
         None is one device on a CPU, and "auto" elsewhere.
     video: settings of the videos to come, for which "auto" chooses the mesh; None is the model's defaults.
@@ -337,6 +337,7 @@ def _check_attention(attention: str | None, architecture: Architecture, settings
     """Raises UnsupportedError, before weights are read, where the denoiser cannot use the named attention here."""
     if attention is None:
         return
+    architecture.check_attention(attention, settings.model)
     work = architecture.forward(settings)
     some = jax.ShapeDtypeStruct((1, 256, work.heads, work.width // work.heads), settings.dtype)
     choose(some, some, some, implementation=attention)

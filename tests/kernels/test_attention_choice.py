@@ -153,7 +153,7 @@ def test_cudnn_is_what_is_lowered(monkeypatch):
     ],
 )
 def test_implementations_and_windows_are_named(text, right):
-    assert named(text) == right
+    assert named(text) == (*right, None)
 
 
 @pytest.mark.parametrize("text", ["auto:window=", "auto:window=x", "chunked:window=3,window=4", "auto:window=-3"])

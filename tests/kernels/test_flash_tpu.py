@@ -55,8 +55,8 @@ def test_lengths(queries, keys, dtype):
     ],
 )
 def test_tiles_are_named(tiles, config):
-    assert named(f"flash_tpu:{tiles}") == ("flash_tpu", config, None)
-    assert named(f"flash_tpu:window=9,{tiles}") == ("flash_tpu", config, 9)
+    assert named(f"flash_tpu:{tiles}") == ("flash_tpu", config, None, None)
+    assert named(f"flash_tpu:window=9,{tiles}") == ("flash_tpu", config, 9, None)
 
 
 @pytest.mark.parametrize(("queries", "block_q"), [(700, 640), (3400, 3328)])

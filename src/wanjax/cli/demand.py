@@ -3,6 +3,7 @@
 
 import jax
 
+from wanjax.kernels.attention import is_radial
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.progress import duration, in_bytes
 from wanjax.pipelines.record import devices_of
@@ -29,12 +30,13 @@ def least_seconds(pipe: Pipeline, settings: Settings, steps: int, kind: str) -> 
     """Returns the seconds of so many steps on devices of a kind that work at their peak; None where that is unknown.
 
     A lower bound: the second forwards of steps that only some of the guidance scales ask for are not counted, nor are
-    steps that reuse what another kept or may, nor is self-attention where a window confines it.
+    steps that reuse what another kept or may, nor is self-attention where a window or a mask confines it.
     """
     if (peak := peak_flops(kind)) is None:
         return None
     work = pipe.architecture.forward(settings)
-    confined = "window=" in str(pipe.components.options.get("attention"))
+    attention = pipe.components.options.get("attention")
+    confined = "window=" in str(attention) or is_radial(attention)
     flops = sum(work.flops.values()) - (work.scores if confined else 0)
     reused = min(steps - 1, sum(pipe.architecture.reused(settings)))
     again = pipe.architecture.cache_rule(settings).forwards

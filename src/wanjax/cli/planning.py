@@ -127,6 +127,10 @@ def _summary(found: Outlook) -> list[str]:
         lines.append(
             f"a step: {spread}, {found.mfu:.0%} of the chips' {found.peak_dtype} peak; what limits it: {found.limit}"
         )
+    if found.dense_step_seconds:
+        lines.append(
+            f"{found.dense_steps} of {found.steps} steps take all of attention: {found.dense_step_seconds:.3f} s each"
+        )
     if found.reusing_step_seconds and found.step_seconds:
         share = found.reusing_steps / found.steps
         mean = (1 - share) * found.step_seconds + share * found.reusing_step_seconds

@@ -16,9 +16,10 @@ from wanjax.cli.processes import meet
 from wanjax.cli.report import Report
 from wanjax.cli.stages import Rendering
 from wanjax.compilation import compile_cache_folder
+from wanjax.kernels.attention import is_radial
 from wanjax.pipelines.family import Architecture
 from wanjax.pipelines.settings import Settings
-from wanjax.pipelines.steps import Cancelled, Step
+from wanjax.pipelines.steps import Cancelled, Step, dense_steps
 
 STEPS, CHUNKS = 2, 3  # a run compiles nothing after these: later inputs have the sharding of the last outputs
 PAIRS = 4  # of steps after one another: whole or reusing, each after each
@@ -37,6 +38,11 @@ def first_steps(architecture: Architecture, settings: Settings) -> int:
         reuses = [step not in first for step in range(len(reuses))]
     pairs = list(pairwise(reuses))
     return max([STEPS, *(pairs.index(pair) + 2 for pair in set(pairs))])
+
+
+def until_sparse(attention: str | None, steps: int) -> int:
+    """Returns the number of steps after which a dense and two sparse steps are taken, under radial attention."""
+    return min(dense_steps(steps) + STEPS, steps) if is_radial(attention) else 0
 
 
 def warmup(report: Report, **given: Any) -> None:
@@ -61,13 +67,14 @@ class Rehearsal(Rendering):
         self.pipe.free()
 
     def _first_steps(self, encoded: Any, settings: dict[str, Any]) -> None:
-        last, kinds = first_steps(self.pipe.architecture, self.settings) - 1, []
+        least = until_sparse(self.pipe.components.options.get("attention"), self.settings.steps)
+        last, kinds = max(first_steps(self.pipe.architecture, self.settings), least) - 1, []
 
         def take(step: Step) -> bool:
             self.report.stop_if_asked()
             jax.block_until_ready(step.latents)
             kinds.append(step.reuses)
-            return step.index < last and len(set(pairwise(kinds))) < PAIRS
+            return step.index < last and (step.index + 1 < least or len(set(pairwise(kinds))) < PAIRS)
 
         with suppress(Cancelled):
             self.pipe.denoise(encoded, callback=take, batch_guidance=self.batch_guidance, **settings)

@@ -2,7 +2,7 @@
 """Rotary position embeddings over frames, height and width (Su et al., RoFormer, 2021)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Float32
 
+from wanjax.kernels.attention import is_radial
 from wanjax.kernels.heads import head_normed_rotary, normed_rotary
 from wanjax.layers.norms import inverse_rms
 from wanjax.sharding import spread
@@ -22,12 +23,14 @@ from wanjax.sharding import spread
 class Rope:
     """Cosine and sine of the angle of each pair of channels at each token, float32 [L P].
 
-    The first `length` tokens are real. On several devices zeros follow, as in `patchify`.
+    The first `length` tokens are real. On several devices zeros follow, as in `patchify`. `frames` is the number of
+    frames of a video whose self-attention is radial; None for one that sees all.
     """
 
     cos: Any  # an array, or whatever a transformation of trees puts in its place
     sin: Any
     length: int = field(metadata={"static": True})
+    frames: int | None = field(default=None, metadata={"static": True})
 
 
 def rope_3d(
@@ -60,6 +63,16 @@ def rope_3d(
         return spread(rows, ("length", None))
 
     return Rope(table(np.cos), table(np.sin), prod(grid) + still)
+
+
+def with_frames(rope: Rope, grid: tuple[int, int, int], attention: str | None) -> Rope:
+    """Returns the tables with the number of frames of a grid, if the named attention is radial."""
+    return replace(rope, frames=grid[0]) if is_radial(attention) else rope
+
+
+def seeing_all(rope: Rope) -> Rope:
+    """Returns the tables of a video whose self-attention sees all tokens."""
+    return replace(rope, frames=None)
 
 
 @jax.named_scope("rope")

@@ -66,17 +66,17 @@ def scan_blocks(blocks: Any, apply: Callable[..., Carry], x: Carry, *per_block: 
     return jax.lax.scan(step, as_tokens(x), (weights, per_block))[0]
 
 
-def scan_before_last(blocks: Any, apply: Callable[..., Carry], x: Carry, *per_block: Any) -> Carry:
-    """Runs all blocks but the last, as `scan_blocks` does, without a copy of their weights."""
+def scan_some(blocks: Any, some: range, apply: Callable[..., Carry], x: Carry, *per_block: Any) -> Carry:
+    """Runs the blocks of a range, as `scan_blocks` does all, without a copy of their weights."""
     graphdef, weights = nnx.split(blocks)
     stacked = weights, per_block
 
+    @partial(jax.checkpoint, prevent_cse=False)
     def step(x: Carry, index: jax.Array) -> tuple[Carry, None]:
         block_weights, entries = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, index, keepdims=False), stacked)
         return as_tokens(apply(nnx.merge(graphdef, block_weights), x, *entries)), None
 
-    layers = len(jax.tree.leaves(weights)[0])
-    return jax.lax.scan(step, as_tokens(x), jnp.arange(layers - 1))[0]
+    return jax.lax.scan(step, as_tokens(x), jnp.arange(some.start, some.stop))[0]
 
 
 def as_tokens(x: Carry) -> Carry:
@@ -101,16 +101,26 @@ def through_all(trunk: Trunk, x: Carry) -> Carry:
     return trunk.all(x)
 
 
-def trunk_of(blocks: Any, apply: Callable[..., Any], *per_block: Any) -> Trunk:
-    """Returns the trunk of stacked blocks; the arguments are those of `scan_blocks`."""
+def trunk_of(blocks: Any, apply: Callable[..., Any], *per_block: Any, first: Callable[..., Any] | None = None) -> Trunk:
+    """Returns the trunk of stacked blocks; the arguments are those of `scan_blocks`.
 
-    def last(x: Any) -> Any:
-        return as_tokens(apply(block_at(blocks, -1), as_tokens(x), *block_at(per_block, -1)))
+    `first` applies the first block, where that is not done as to the others.
+    """
+    layers = len(jax.tree.leaves(nnx.split(blocks)[1])[0])
 
+    def one(apply: Callable[..., Any], index: int, x: Any) -> Any:
+        return as_tokens(apply(block_at(blocks, index), as_tokens(x), *block_at(per_block, index)))
+
+    def some(start: int, stop: int, x: Any) -> Any:
+        return scan_some(blocks, range(start, stop), apply, x, *per_block)
+
+    if first is None:
+        every = partial(scan_blocks, blocks, apply)
+        return Trunk(lambda x: every(x, *per_block), partial(some, 0, layers - 1), partial(one, apply, -1))
     return Trunk(
-        lambda x: scan_blocks(blocks, apply, x, *per_block),
-        lambda x: scan_before_last(blocks, apply, x, *per_block),
-        last,
+        lambda x: some(1, layers, one(first, 0, x)),
+        lambda x: some(1, layers - 1, one(first, 0, x)),
+        partial(one, apply, -1),
     )
 
 

@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 from wanjax.checkpoints.networks import Config, Network, NetworkKind, components, network_of
 from wanjax.checkpoints.sources import Layout, Source
 from wanjax.compilation import Lowering
-from wanjax.errors import WanjaxError
+from wanjax.errors import UnsupportedError, WanjaxError
+from wanjax.kernels.attention import is_radial
 from wanjax.pipelines.cache_rules import NONE, CacheRule, Turn, chosen_rule, turns_of
 from wanjax.pipelines.cache_tables import NO_TABLES, Tables
 from wanjax.pipelines.frames import chunk_count
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Settings
-from wanjax.pipelines.steps import Segment
+from wanjax.pipelines.steps import Segment, dense_steps
 from wanjax.schedulers import Scheduler
 
 
@@ -150,16 +151,36 @@ class Architecture(ABC):
     ) -> Sequence[Planned]:
         """Returns the programs of a video's steps: a whole step, and one that reuses what the step cache kept.
 
-        `build` takes `cache`, and `reuses`, which tells them apart, beside the arguments. Where the steps that reuse
-        are not known before weights are, all are counted as whole.
+        Under radial attention there is also a dense one. `build` takes `cache`, and `reuses` and `dense`, which tell
+        them apart, beside the arguments; `dense` only under radial attention. Where the steps that reuse are not known
+        before weights are, all are counted as whole.
         """
+        self.check_attention(arguments["attention"], settings.model)
         rule = self.cache_rule(settings)
         arguments = {**arguments, "cache": rule.cache(self.turns(settings)[0], ())}
-        reused = sum(self.reused(settings)) if rule.counted else 0
+        may = self.reused(settings)
+        reused, dense = sum(may) if rule.counted else 0, []
+        if is_radial(arguments["attention"]):
+            first = sum(not reuses for reuses in may[: dense_steps(settings.steps)])
+            dense = [Planned("dense_step", build, {**arguments, "reuses": False, "dense": True}, first)]
+            arguments |= {"dense": False}
         return [
-            Planned("step", build, {**arguments, "reuses": False}, settings.steps - reused),
+            Planned(
+                "step", build, {**arguments, "reuses": False}, settings.steps - reused - sum(x.times for x in dense)
+            ),
             Planned("reusing_step", build, {**arguments, "reuses": True}, reused),
+            *dense,
         ]
+
+    @property
+    def radial(self) -> bool:
+        """True where the denoiser's self-attention can be radial."""
+        return False
+
+    def check_attention(self, attention: str | None, model: str) -> None:
+        """Raises UnsupportedError for radial attention where the denoiser has none."""
+        if is_radial(attention) and not self.radial:
+            raise UnsupportedError(f"{model} has no radial attention: --attention auto would do")
 
     @abstractmethod
     def forward(self, settings: Settings, encoded: Any = None) -> Forward:

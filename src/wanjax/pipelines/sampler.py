@@ -24,7 +24,7 @@ from wanjax.compilation import Compile, program
 from wanjax.kernels.compiler_options import products, sparse_cores
 from wanjax.layers.stack import Through, through_all
 from wanjax.pipelines.step_cache import NO_CACHE, StepCache
-from wanjax.pipelines.steps import Cancelled, InFlight, Segment, Step
+from wanjax.pipelines.steps import Cancelled, InFlight, Segment, Step, at_step
 from wanjax.schedulers import Scheduler, one_step
 from wanjax.sharding import replicate
 
@@ -35,12 +35,13 @@ Latents = Float[Array, "B T H W C"]
 class Denoiser(ABC):
     """A network's definition, the scheduler and a step cache, which define a compiled step. A hashable value.
 
-    A step that reuses what another kept is a program of its own.
+    A step that reuses what another kept is a program of its own, and so is a `dense` one (see `steps.at_step`).
     """
 
     graphdef: Any
     scheduler: Scheduler
     cache: StepCache = field(default=NO_CACHE, kw_only=True)
+    dense: bool | None = field(default=None, kw_only=True)
 
     @abstractmethod
     def predict(
@@ -136,7 +137,8 @@ def sample(
         denoiser, inputs = prepare(segment, state.x)
         for index, scale in enumerate(segment.scales, segment.start):
             state = replace(state, kept=denoiser.cache.given(index, state.kept))
-            state, x0, finite = step(denoiser, state, inputs, jnp.float32(scale), one_step(schedule, index))
+            now = at_step(denoiser, index, total)
+            state, x0, finite = step(now, state, inputs, jnp.float32(scale), one_step(schedule, index))
             in_flight.add(index, finite)
             x, x0 = (jnp.moveaxis(a, -1, 1) for a in (state.x, x0))
             told = Step(index, total, float(schedule.timesteps[index]), x, x0, state, denoiser.cache.reuses(index))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pallas kernels of a large program, each compiled on its own: schedules of the whole would take too much memory."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,7 +21,9 @@ DTYPES = {"bf16": "bfloat16", "pred": "bool"} | {
     for bits in (8, 16, 32)
 }
 # Kernels whose data-dependent branches guard rare cases. In kernels by others such branches may guard all the work.
-WITH_RARE_WORK = ("flash_attention",)
+BLOCKS = "flash_blocks"
+WITH_RARE_WORK = ("flash_attention", BLOCKS)
+SPREAD = range(-28, 29, 7)  # of the numbers of blocks about their mean: bodies of blocks divide them unevenly
 
 
 class Call(NamedTuple):
@@ -103,10 +105,22 @@ def inner_jaxprs(equation: JaxprEqn) -> Iterator[Jaxpr]:
 def kernel_seconds(call: Call, compiled: Compiled) -> float:
     """Prices a kernel that was compiled on its own, with its schedule.
 
-    For our own, branches that guard rare cases are skipped, and a mask leaves all keys.
+    For our own, branches that guard rare cases are skipped, and a mask leaves all keys. In a kernel that visits listed
+    blocks each grid step visits about as many as they all list on average.
     """
     if call.kernel not in WITH_RARE_WORK:
         return price(compiled).by_kind["kernels"].mid
+    if call.kernel == BLOCKS:
+        (_, (cells,)), _, _, (_, (listed,)), *_ = call.operands
+        return visiting_seconds(compiled, [max(0, round(listed / cells) + more) for more in SPREAD])
     _, _, (_, (_, keys, _)), _ = call.operands  # the number of keys that a mask leaves, queries, keys, values
-    undecided = price(compiled, words=keys).undecided
-    return price(compiled, skip=undecided, words=keys).by_kind["kernels"].mid
+    return visiting_seconds(compiled, [keys])
+
+
+def visiting_seconds(compiled: Compiled, words: Iterable[int]) -> float:
+    """Returns the mean price of a kernel of our own over several values of the words that it is given."""
+    seconds = []
+    for value in words:
+        undecided = price(compiled, words=value).undecided
+        seconds.append(price(compiled, skip=undecided, words=value).by_kind["kernels"].mid)
+    return sum(seconds) / len(seconds)

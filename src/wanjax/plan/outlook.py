@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from wanjax.kernels.attention import is_radial
 from wanjax.kernels.compiler_options import SAFE, check_set
 from wanjax.pipelines.cache_rules import check_apart
 from wanjax.pipelines.family import Architecture, Family, Forward
@@ -37,7 +38,8 @@ class Outlook:
     """The prices of a video, not measurements. `fits` is True if every stage fits; else `advice` says what would.
 
     `compiler` is the set of compiler options, None where nothing was compiled. Of the steps, `reusing_steps` reuse what
-    the step cache kept; fields named `step_...` are those of the others.
+    the step cache kept, and `dense_steps`, the first under radial attention, take all of attention; fields named
+    `step_...` are those of the others.
     """
 
     model: str
@@ -63,6 +65,8 @@ class Outlook:
     cache: str
     reusing_steps: int
     reusing_step_seconds: float | None
+    dense_steps: int
+    dense_step_seconds: float | None
     mfu: float | None
     peak_dtype: str
     total_seconds: float | None
@@ -99,7 +103,7 @@ def outlook(
     place = find_place(chip)
     check_set(compiler)
     if isinstance(place, Machine):
-        attention, compiler = "reference", SAFE  # nothing is compiled
+        attention, compiler = attention if is_radial(attention) else "reference", SAFE  # nothing is compiled
     parameters = _parameters(family, architecture)
     work = architecture.forward(settings)
     if mesh is None and isinstance(place, Slice):
@@ -183,9 +187,12 @@ def _step(settings: Settings, place: Place, step: Priced, work: Forward) -> dict
 
 
 def _reusing(settings: Settings, denoise: Sequence[tuple[Scheduled, Priced]]) -> dict[str, Any]:
-    """Returns the fields on steps that reuse what the step cache kept."""
-    times, seconds = next(((run.times, x.seconds) for run, x in denoise if run.name == "reusing_step"), (0, None))
-    return {"cache": settings.cache, "reusing_steps": times, "reusing_step_seconds": seconds}
+    """Returns the fields on steps that reuse what the step cache kept, and on dense ones."""
+    found: dict[str, Any] = {"cache": settings.cache}
+    for kind in ("reusing_step", "dense_step"):
+        times, seconds = next(((run.times, x.seconds) for run, x in denoise if run.name == kind), (0, None))
+        found |= {f"{kind}s": times, f"{kind}_seconds": seconds}
+    return found
 
 
 def _prices(place: Place, runs: Mapping[str, Sequence[Scheduled]]) -> dict[str, list[tuple[Scheduled, Priced]]]:

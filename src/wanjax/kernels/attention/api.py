@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The entry to attention: chooses the implementation that fits a call, and calls it."""
 
+import math
 from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from jaxtyping import Array, Bool, Float
 from wanjax.errors import UnsupportedError, WanjaxError
 from wanjax.kernels.attention import chunked, cudnn, flash_tpu, reference, sharded
 from wanjax.kernels.attention.masks import Window
+from wanjax.kernels.attention.radial import DECAY, LARGEST_DECAY, Radial
 from wanjax.kernels.target import target
 from wanjax.sharding import current
 
@@ -21,7 +23,7 @@ IMPLEMENTATIONS: dict[str, ModuleType] = {
     "cudnn": cudnn,
     "flash_tpu": flash_tpu,
 }
-AUTO = "auto"
+AUTO, RADIAL = "auto", "radial"
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -41,21 +43,28 @@ PREFERRED: dict[str, tuple[Choice, ...]] = {
 
 
 class Named(NamedTuple):
-    """An implementation, or None to choose one, with its tiles and the window of self-attention; None if not given."""
+    """An implementation, or None to choose one, with its tiles and the window of self-attention; None if not given.
+
+    `decay` is that of radial attention; with it the implementation is to be chosen, and there are no tiles or window.
+    """
 
     implementation: str | None = None
     config: Any = None
     window: int | None = None
+    decay: float | None = None
 
 
 def named(text: str | None) -> Named:
-    """Reads text such as `chunked`, `flash_tpu:block_q=1024,block_kv=2048` or `auto:window=4096`; `auto` is None.
+    """Reads text such as `chunked`, `flash_tpu:block_q=1024,block_kv=2048`, `auto:window=4096` or `radial:0.2`.
 
-    Raises WanjaxError for an unknown implementation, and for tiles that it does not have.
+    `auto` is None. Raises WanjaxError for an unknown implementation, for tiles that it does not have, and for a decay
+    that is out of range.
     """
     name, _, options = (text or AUTO).partition(":")
+    if name == RADIAL:
+        return Named(decay=_decay(options))
     if name not in (AUTO, *IMPLEMENTATIONS):
-        raise WanjaxError(f"no attention is named {name!r}: there are {', '.join((AUTO, *IMPLEMENTATIONS))}")
+        raise WanjaxError(f"no attention is named {name!r}: there are {', '.join((AUTO, *IMPLEMENTATIONS, RADIAL))}")
     entries = options.split(",") if options else []
     windows = [entry.partition("=")[2] for entry in entries if entry.startswith("window=")]
     if len(windows) > 1 or not all(window.isascii() and window.isdigit() for window in windows):
@@ -70,6 +79,28 @@ def named(text: str | None) -> Named:
     )
 
 
+def is_radial(text: str | None) -> bool:
+    """Tells whether a text such as `named` reads asks for radial attention."""
+    return named(text).decay is not None
+
+
+def _decay(text: str) -> float:
+    """Reads the decay of radial attention; raises WanjaxError for another text, and for one that is out of range."""
+    if "=" in text:
+        raise WanjaxError(
+            f"radial attention has no window and no tiles to choose, such as {text!r}: radial:0.2 would do"
+        )
+    try:
+        decay = float(text) if text else DECAY
+    except ValueError:
+        decay = math.nan
+    if not 0 < decay <= LARGEST_DECAY:
+        raise WanjaxError(
+            f"a decay of {text!r}: a number above 0, at most {LARGEST_DECAY:g}, such as radial:0.2 would do"
+        )
+    return decay
+
+
 @jax.named_scope("attention")
 def attention(
     q: Float[Array, "B L N D"],
@@ -78,7 +109,8 @@ def attention(
     *,
     keys: int | None = None,
     key_mask: Bool[Array, "B S"] | None = None,
-    window: int | Window | None = None,
+    window: int | Window | Radial | None = None,
+    frames: int | None = None,
     scale: float | None = None,
     bias: Float[Array, "..."] | None = None,
     implementation: str | None = None,
@@ -88,7 +120,9 @@ def attention(
 
     k and v may have fewer heads than q: each then serves N / K consecutive heads. Only the first `keys` keys take part
     (None: all), and only those whose `key_mask` is True; a query without keys gives zeros. `window` is (left, right),
-    the keys before and after its own position that a query sees; one number sets both, and None removes the bound.
+    the keys before and after its own position that a query sees; one number sets both, and None removes the bound; or
+    it is a `Radial` mask. `frames` is the number of frames of a video whose tokens the keys are, in the order of its
+    frames: a radial `implementation` then has such a mask, and without `frames` none.
     `scale` is 1 / √D by default. `bias` is float32 and broadcasts to [B N L S].
 
     `implementation` names an implementation, with tiles and a window if wanted (see `named`), and never falls back;
@@ -96,12 +130,14 @@ def attention(
     Within `sharding.use` all devices compute together. Raises WanjaxError for operands that do not fit each other, and
     UnsupportedError if the implementation does not support the call.
     """
-    implementation, tiles, usual = named(implementation)
+    implementation, tiles, usual, decay = named(implementation)
     options = _options(q, k, v, key_mask, usual if window is None else window, scale, bias, config or tiles)
     mask, window, bias = (options.pop(name) for name in ("key_mask", "window", "bias"))
     keys = k.shape[1] if keys is None else keys
     if not 1 <= keys <= k.shape[1]:
         raise WanjaxError(f"{keys} of {k.shape[1]} keys cannot take part: 1 to {k.shape[1]} can")
+    if decay is not None and frames is not None and window is None:
+        window = Radial(frames, keys // frames, decay)
     if keys < k.shape[1] and bias is not None and bias.shape[3] > 1:
         bias = bias[..., :keys]
     kernel = partial(_on_one_device, implementation=implementation, **options)
@@ -131,7 +167,7 @@ def choose(
     v: jax.Array | jax.ShapeDtypeStruct,
     *,
     key_mask: jax.Array | None = None,
-    window: int | Window | None = None,
+    window: int | Window | Radial | None = None,
     scale: float | None = None,
     bias: jax.Array | None = None,
     implementation: str | None = None,
@@ -143,7 +179,7 @@ def choose(
     Shapes suffice (`jax.ShapeDtypeStruct`). `return_lse` asks for the log-sum-exp of each query too, which merges the
     steps of ring attention. The platform is that of `kernels.target.target`.
     """
-    implementation, tiles, usual = named(implementation)
+    implementation, tiles, usual, _ = named(implementation)
     options = _options(q, k, v, key_mask, usual if window is None else window, scale, bias, config or tiles)
     preferred = PREFERRED.get(target(q).platform, ANYWHERE)
     refusals = []
@@ -173,7 +209,7 @@ def _options(q, k, v, key_mask, window, scale, bias, config) -> dict[str, Any]:
     if bias is not None and (bias.dtype != jnp.float32 or not _broadcasts(bias.shape, scores)):
         raise WanjaxError(f"a bias {bias.dtype}{list(bias.shape)}: float32 that broadcasts to {list(scores)} would do")
     window = (window, window) if isinstance(window, int) else window
-    if window is not None and any(side is not None and side < 0 for side in window):
+    if isinstance(window, tuple) and any(side is not None and side < 0 for side in window):
         raise WanjaxError(f"the window {window} has a side below zero: zero, a count of keys, or None would do")
     scale = q.shape[3] ** -0.5 if scale is None else scale
     return {"key_mask": key_mask, "window": window, "scale": scale, "bias": bias, "config": config}

@@ -13,11 +13,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Bool, Float, Float32
 
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention.masks import Window, divide_live, finite_max, in_window, log_sum_exp
+from wanjax.kernels.attention.radial import Radial, lists
 from wanjax.kernels.target import target
 
 
@@ -45,6 +47,8 @@ def default_config(platform: str) -> Config:
 
 def unsupported(q, k, v, *, key_mask, window, scale, bias, config, return_lse) -> str | None:
     """The reason why this call is not supported, or None."""
+    if isinstance(window, Radial) and bias is not None:
+        return "chunked takes a bias or a radial mask, not both"
     if config is not None and not isinstance(config, Config):
         return f"chunked is configured by a chunked.Config, which {type(config).__name__} is not"
     return None
@@ -56,7 +60,7 @@ def attention(
     v: Float[Array, "B S K D"],
     *,
     key_mask: Bool[Array, "B S"] | None,
-    window: Window | None,
+    window: Window | Radial | None,
     scale: float,
     bias: Float32[Array, "..."] | None,
     config: Config | None,
@@ -145,7 +149,7 @@ def _head(
     live: Bool[Array, " S"] | None,
     bias: Float32[Array, "..."] | None,
     *,
-    window: Window | None,
+    window: Window | Radial | None,
     scale: float,
     dtype: DTypeLike,
     config: Config,
@@ -154,6 +158,9 @@ def _head(
     precision = "highest" if dtype == jnp.float32 else "default"  # one pass of a matrix unit is exact for bfloat16
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     length, keys = q.shape[0], k.shape[0]
+    if isinstance(window, Radial):
+        out, lse = _radial(scale * q, k, v, live, window, precision, config)
+        return out.astype(dtype), lse
     blocks, rows = _even(length, config.block_q)
     fill = blocks * rows - length
     queries = jnp.pad(scale * q, ((0, fill), (0, 0)))
@@ -177,6 +184,53 @@ def _head(
 
     out, lse = jax.lax.map(block, rows * jnp.arange(blocks))
     return out.reshape(-1, v.shape[1])[:length].astype(dtype), lse.reshape(-1, 1)[:length]
+
+
+def _radial(
+    q: Float32[Array, "L D"],
+    k: Float32[Array, "S D"],
+    v: Float32[Array, "S D"],
+    live: Bool[Array, " S"] | None,
+    mask: Radial,
+    precision: str,
+    config: Config,
+) -> tuple[Float32[Array, "L D"], Float32[Array, "L 1"]]:
+    """One head under a radial mask: each block of queries visits the blocks of keys that it sees, a few at a time."""
+    length, keys, size = q.shape[0], k.shape[0], mask.block_kv
+    columns, counts = lists(mask.live(length, keys))
+    together = min(max(1, config.block_kv // size), columns.shape[1])
+    columns = np.pad(columns, ((0, 0), (0, -columns.shape[1] % together)))
+    whole = [jnp.pad(x, ((0, -len(x) % n), (0, 0))) for x, n in ((q, mask.block_q), (k, size), (v, size))]
+    blocks = [x.reshape(-1, n, x.shape[1]) for x, n in zip(whole, (mask.block_q, size, size), strict=True)]
+    shown = jnp.pad(jnp.ones(keys, bool) if live is None else live, (0, -keys % size)).reshape(-1, size)
+
+    @jax.checkpoint
+    def block(row: tuple[Array, Array, Array]) -> tuple[Float32[Array, "L D"], Float32[Array, "L 1"]]:
+        x, listed, count = row
+
+        def add(done: Partial, at: tuple[Array, Array]) -> tuple[Partial, None]:
+            columns, number = at
+            seen = shown[columns] & (number < count)[:, None]
+            picked = [array[columns].reshape(-1, array.shape[2]) for array in blocks[1:]]
+            return merge(done, _softmax(x, picked[0], picked[1], seen.reshape(1, -1), precision)), None
+
+        nothing = Partial(*(jnp.full((len(x), n), fill) for n, fill in ((1, -jnp.inf), (1, 0.0), (v.shape[1], 0.0))))
+        steps = listed.reshape(-1, together), jnp.arange(len(listed), dtype=jnp.int32).reshape(-1, together)
+        done, _ = jax.lax.scan(add, nothing, steps)
+        return divide_live(done.total, done.weight), log_sum_exp(done.top, done.weight)
+
+    out, lse = jax.lax.map(block, (blocks[0], jnp.asarray(columns), jnp.asarray(counts)))
+    return out.reshape(-1, v.shape[1])[:length], lse.reshape(-1, 1)[:length]
+
+
+def _softmax(
+    x: Float32[Array, "L D"], k: Float32[Array, "S D"], v: Float32[Array, "S D"], seen: Bool[Array, "1 S"], precision
+) -> Partial:
+    """The softmax of a block of queries over the keys that are seen."""
+    logits = jnp.where(seen, jnp.matmul(x, k.T, precision=precision), -jnp.inf)
+    top = jax.lax.stop_gradient(logits.max(axis=1, keepdims=True))
+    weights = jnp.exp(logits - finite_max(top))
+    return Partial(top, weights.sum(axis=1, keepdims=True), jnp.matmul(weights, v, precision=precision))
 
 
 def _score(

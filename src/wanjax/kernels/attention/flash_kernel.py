@@ -91,6 +91,13 @@ class Tail(NamedTuple):
 NO_TAIL = Tail(0, False)
 
 
+class Pieces(NamedTuple):
+    """Keys that are not side by side: the starts of pieces of so many keys each."""
+
+    size: int
+    starts: tuple[Array, ...]
+
+
 def kernel(live_ref, q_ref, k_ref, v_ref, o_ref, lse_ref, *scratch, sizes: Sizes) -> None:
     """The grid runs over heads, blocks of queries, and blocks of keys."""
     state = State(*scratch)
@@ -116,11 +123,88 @@ def kernel(live_ref, q_ref, k_ref, v_ref, o_ref, lse_ref, *scratch, sizes: Sizes
         tail = Tail(sizes.keys % sizes.body, last)
         _add_whole(k_ref, v_ref, state, 0, _bodies(last, sizes), sizes, tail)
 
-    @pl.when(last)
+    pl.when(last)(lambda: _finish(o_ref, lse_ref, state))
+
+
+def kernel_of_blocks(
+    first_ref, count_ref, tail_ref, start_ref, q_ref, k_ref, v_ref, o_ref, lse_ref, *scratch, sizes: Sizes
+) -> None:
+    """Visits listed blocks of keys alone; the grid is that of `kernel`.
+
+    Grid step (i, j) visits `count` blocks of `chunk` keys in its block of keys, whose starts are listed from `first`
+    on, and in the last one the keys after the last whole block if `tail` of i is 1.
+    """
+    state = State(*scratch)
+    i, j = pl.program_id(1), pl.program_id(2)
+    steps = -(-sizes.keys // sizes.block_kv)
+    cell, last = i * steps + j, j == steps - 1
+    first, count = first_ref[cell], count_ref[cell]
+    tail = Tail(sizes.keys % sizes.chunk, last & (tail_ref[i] == 1))
+    after = (sizes.keys - 1) % sizes.block_kv // sizes.chunk * sizes.chunk  # where the tail begins, in the last block
+
+    @pl.when((i == 0) & (j == 0))
     def _():
-        weight = state.weight[...].sum(axis=0, keepdims=True)
-        o_ref[...] = divide_live(state.total[...], weight).astype(o_ref.dtype).T
-        lse_ref[...] = jnp.where(weight == 0, -jnp.inf, (state.offset[...] + jnp.log2(weight)) * math.log(2))
+        state.flags[CAREFUL] = 0
+
+    @pl.when(j == 0)
+    def _():
+        _begin(q_ref, state, i * sizes.block_q, sizes)
+
+    @pl.when((state.flags[PROBED] == 0) & (count > 0))
+    def _():
+        _lift(k_ref, state, Pieces(sizes.chunk, (start_ref[first],)), PROBE, headroom=HEADROOM[q_ref.dtype.name])
+        state.flags[PROBED] = 1
+
+    _add_blocks(k_ref, v_ref, state, start_ref, (first, count), sizes)
+    if tail.keys:
+        pl.when(tail.here)(lambda: _add_lifted(k_ref, v_ref, state, after, tail.keys))
+    pl.when(last)(lambda: _finish(o_ref, lse_ref, state))
+
+
+def _add_blocks(k_ref, v_ref, state: State, start_ref, listed: tuple[Array, Array], sizes: Sizes) -> None:
+    """Adds listed blocks of keys: quickly, then again with care if a logit left the range."""
+    first, count = listed
+    together = sizes.body // sizes.chunk
+
+    def add(begin: Array, blocks: int) -> None:
+        pieces = Pieces(sizes.chunk, tuple(start_ref[first + begin + n] for n in range(blocks)))
+        _add(k_ref, v_ref, state, pieces, blocks * sizes.chunk)
+
+    def add_carefully(index: Array) -> None:
+        _add_lifted(k_ref, v_ref, state, Pieces(sizes.chunk, (start_ref[first + index],)), sizes.chunk)
+
+    state.kept_weight[...] = state.weight[...]
+    state.kept_total[...] = state.total[...]
+
+    @pl.when(state.flags[CAREFUL] == 0)
+    def _():
+        done: Array | int = 0
+        for blocks in sorted({max(1, together // 4**n) for n in range(together)}, reverse=True):
+            _loop(done // blocks, count // blocks, lambda index, blocks=blocks: add(index * blocks, blocks))
+            done = count // blocks * blocks
+
+        @pl.when(jnp.max(jnp.where(state.weight[...] <= LARGEST_SUM, 0, 1)) == 1)  # NaN too
+        def _():
+            state.flags[CAREFUL] = 1
+            state.weight[...] = state.kept_weight[...]
+            state.total[...] = state.kept_total[...]
+
+    @pl.when(state.flags[CAREFUL] == 1)
+    def _():
+        _loop(0, count, add_carefully)
+
+
+def _add_lifted(k_ref, v_ref, state: State, start: Array | int | Pieces, count: int, mask: Mask | None = None) -> None:
+    """Adds keys with the offset first raised to their maximum."""
+    _lift(k_ref, state, start, count, mask)
+    _add(k_ref, v_ref, state, start, count, mask)
+
+
+def _finish(o_ref, lse_ref, state: State) -> None:
+    """Writes the weighted values over the sum of weights, and the log-sum-exp."""
+    weight = state.weight[...].sum(axis=0, keepdims=True)
+    o_ref[...] = divide_live(state.total[...], weight).astype(o_ref.dtype).T
+    lse_ref[...] = jnp.where(weight == 0, -jnp.inf, (state.offset[...] + jnp.log2(weight)) * math.log(2))
 
 
 def _add_whole(
@@ -149,11 +233,7 @@ def _add_whole(
         parts = sizes.body // sizes.chunk
         _add_carefully(k_ref, v_ref, state, begin * parts, end * parts, sizes.chunk)
         if tail.keys:
-
-            @pl.when(tail.here)
-            def _():
-                _lift(k_ref, state, end * sizes.body, tail.keys)
-                _add(k_ref, v_ref, state, end * sizes.body, tail.keys)
+            pl.when(tail.here)(lambda: _add_lifted(k_ref, v_ref, state, end * sizes.body, tail.keys))
 
 
 def _add_seen(
@@ -186,8 +266,7 @@ def _add_seen(
     def masked(index: Array) -> None:
         start = (index + jnp.where(index >= begin * per_body, done, 0)) * chunk
         mask = Mask(live - first_kv - start, sizes.window, first_kv + start - first_q)
-        _lift(k_ref, state, start, chunk, mask)
-        _add(k_ref, v_ref, state, start, chunk, mask)
+        _add_lifted(k_ref, v_ref, state, start, chunk, mask)
 
     _loop(some[0] // chunk, (some[1] + chunk - 1) // chunk - done, masked)
 
@@ -246,11 +325,21 @@ def _ragged(count: int, mask: Mask | None) -> tuple[list[slice], Mask | None]:
     return _strips(whole, STRIP_KV), Mask(count) if mask is None and whole > count else mask
 
 
+def _rows(ref, start: Array | int | Pieces, keys: slice) -> Array:
+    """Reads some of the keys that begin at `start`, or some of the pieces."""
+    if not isinstance(start, Pieces):
+        return ref[pl.ds(start + keys.start, _size(keys)), :]
+    step = min(start.size, _size(keys))
+    places = ((start.starts[at // start.size], at % start.size) for at in range(keys.start, keys.stop, step))
+    parts = [ref[pl.ds(pl.multiple_of(first, start.size) + offset, step), :] for first, offset in places]
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+
 def _scores(
-    k_ref, state: State, start: Array | int, keys: slice, strip: slice, mask: Mask | None
+    k_ref, state: State, start: Array | int | Pieces, keys: slice, strip: slice, mask: Mask | None
 ) -> Float32[Array, "S L"]:
     """Scores of a strip of keys and a strip of queries, as exponents of two; -inf for masked keys."""
-    k = k_ref[pl.ds(start + keys.start, _size(keys)), :]
+    k = _rows(k_ref, start, keys)
     if k.shape[1] < state.q.shape[0]:
         k = jnp.concatenate([k, k], axis=1)
     s = jnp.dot(k, state.q[:, strip], preferred_element_type=jnp.float32, precision=_precision(k))
@@ -258,7 +347,7 @@ def _scores(
 
 
 def _lift(
-    k_ref, state: State, start: Array | int, count: int, mask: Mask | None = None, *, headroom: float = 0.0
+    k_ref, state: State, start: Array | int | Pieces, count: int, mask: Mask | None = None, *, headroom: float = 0.0
 ) -> None:
     """Raises the offset to the maximum of these keys, if that is higher, and rescales the sums."""
     strips, mask = _ragged(count, mask)
@@ -273,7 +362,9 @@ def _probe(k_ref, state: State, count: int, headroom: float) -> None:
         state.offset[:, strip] = _tops(k_ref, state, 0, strips, strip, mask) + headroom
 
 
-def _tops(k_ref, state: State, start: Array | int, strips: list[slice], strip: slice, mask: Mask | None) -> Array:
+def _tops(
+    k_ref, state: State, start: Array | int | Pieces, strips: list[slice], strip: slice, mask: Mask | None
+) -> Array:
     tops = [_scores(k_ref, state, start, keys, strip, mask).max(axis=0, keepdims=True) for keys in strips]
     return reduce(jnp.maximum, tops)
 
@@ -287,7 +378,7 @@ def _lift_to(state: State, strip: slice, top: Float32[Array, "1 L"]) -> None:
     state.total[:, strip] *= change
 
 
-def _add(k_ref, v_ref, state: State, start: Array | int, count: int, mask: Mask | None = None) -> None:
+def _add(k_ref, v_ref, state: State, start: Array | int | Pieces, count: int, mask: Mask | None = None) -> None:
     """Adds the weights and weighted values of these keys, with the offset unchanged.
 
     The compiler's schedule depends on the order of these steps; docs/attention.md has the cost of others.
@@ -295,7 +386,7 @@ def _add(k_ref, v_ref, state: State, start: Array | int, count: int, mask: Mask 
     strips, mask = _ragged(count, mask)
     waiting: list[tuple[Array, slice, Array]] = []
     for keys in strips:
-        v = v_ref[pl.ds(start + keys.start, _size(keys)), :]
+        v = _rows(v_ref, start, keys)
         step = None if mask is None or mask.spares(keys) else mask
         if step is not None:
             v = jnp.where(step.rows(keys), v, jnp.zeros_like(v))  # memory past the last key holds anything

@@ -11,7 +11,7 @@ maximum, as it does for the later blocks of that head. Ragged ends are exact; no
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -32,8 +32,10 @@ from wanjax.kernels.attention.flash_kernel import (
     STRIP_Q,
     Sizes,
     kernel,
+    kernel_of_blocks,
 )
 from wanjax.kernels.attention.masks import Window, divide_live, live_first
+from wanjax.kernels.attention.radial import Radial, visits
 
 HEAD_DIMS = (64, 128)
 DTYPES = ("float32", "bfloat16")
@@ -44,6 +46,7 @@ COUNTS_KEYS = True
 UNBOUNDED = 1 << 30  # a side of a window that includes all keys
 SPILL_BYTES = 32 << 20  # the compiler's own share of VMEM, beside the kernel's
 LONGEST_BODY = {"bfloat16": 8192, "float32": 1024}  # unrolled keys: with more, compiling takes minutes
+BODY_OF_BLOCKS = {"bfloat16": 8192, "float32": 512}  # unrolled keys of blocks that need not be side by side
 LONGEST_TAIL = 2048  # keys after the last whole body, unrolled too
 BODY_ENDS = 120  # the cost of the two ends of a body, in keys
 
@@ -158,7 +161,10 @@ def unsupported(q, k, v, *, key_mask, window, scale, bias, config, return_lse) -
     if vmem is None:
         return None
     ragged = key_mask is not None or window is not None
-    tiles = config or default_config(vmem, head_dim, q.shape[1], k.shape[1], q.dtype.name, ragged)
+    if isinstance(window, Radial):
+        tiles = _config_of_blocks(window, config, vmem, head_dim, k.shape[1], q.dtype.name)
+    else:
+        tiles = config or default_config(vmem, head_dim, q.shape[1], k.shape[1], q.dtype.name, ragged)
     need = tiles.vmem_bytes(head_dim, q.dtype.itemsize) + SPILL_BYTES
     if need > vmem:
         right = "a chip with more" if vmem < SPILL_BYTES else "smaller ones"
@@ -180,7 +186,7 @@ def attention(
     v: Float[Array, "B S K D"],
     *,
     key_mask: Bool[Array, "B S"] | None,
-    window: Window | None,
+    window: Window | Radial | None,
     scale: float,
     bias: None,
     config: Config | None,
@@ -218,8 +224,11 @@ def _attention(
     batch, queries, heads, head_dim = q.shape
     kv_heads = k.shape[2]
     keys = k.shape[1] if keys is None else keys
-    ragged = key_mask is not None or window is not None
-    if config is None:
+    blocks = window if isinstance(window, Radial) else None
+    ragged = key_mask is not None or (window is not None and blocks is None)
+    if blocks is not None:
+        config = _config_of_blocks(blocks, config, _vmem_bytes() or 0, head_dim, keys, q.dtype.name)
+    elif config is None:
         config = default_config(_vmem_bytes() or 0, head_dim, queries, keys, q.dtype.name, ragged)
     mean = None
     if config.center_keys:
@@ -229,7 +238,9 @@ def _attention(
         live, (k, v) = live_first(key_mask, k, v)  # then whole blocks of masked keys are skipped
     side_by_side = head_dim % LANES == 0  # then a block takes the columns of one head, as projections wrote them
     operands = ((x.reshape(*x.shape[:2], -1) if side_by_side else _by_head(x)) for x in (q, k, v))
-    left, right = (UNBOUNDED if side is None else min(side, UNBOUNDED) for side in window or (None, None))
+    scalars = (live,) if blocks is None else visits(blocks, queries, keys, config.block_kv)
+    sides = (None, None) if window is None or isinstance(window, Radial) else window
+    left, right = (UNBOUNDED if side is None else min(side, UNBOUNDED) for side in sides)
     sizes = Sizes(
         queries=queries,
         keys=keys,
@@ -237,18 +248,34 @@ def _attention(
         block_q=config.block_q,
         block_kv=config.block_kv,
         body=config.block_kv_compute,
-        chunk=config.chunk,
+        chunk=config.chunk if blocks is None else blocks.block_kv,
         ragged=ragged,
         window=(left, right),
         factor=scale * math.log2(math.e),
     )
-    out, lse = _call(live, *operands, sizes=sizes, kv_heads=kv_heads, head_dim=head_dim, config=config)
+    out, lse = _call(scalars, *operands, sizes=sizes, kv_heads=kv_heads, head_dim=head_dim, config=config)
     out = out.reshape(q.shape) if side_by_side else jnp.moveaxis(out.reshape(batch, heads, queries, -1), 1, 2)
     lse = jnp.moveaxis(lse.reshape(batch, heads, queries), 1, 2)
     if mean is not None:
         groups = q.astype(jnp.float32).reshape(batch, queries, kv_heads, -1, head_dim)
         lse += scale * jnp.einsum("BLKND,BKD->BLKN", groups, mean, precision="highest").reshape(lse.shape)
     return out, lse
+
+
+def _config_of_blocks(
+    mask: Radial, config: Config | None, vmem_bytes: int, head_dim: int, keys: int, dtype: str
+) -> Config:
+    """Tiles that fit a mask's blocks: its queries, bodies of whole blocks, and as many keys as VMEM holds."""
+    if config is not None:
+        body = _round_up(config.block_kv_compute, mask.block_kv)
+        return replace(config, block_q=mask.block_q, block_kv=_round_up(config.block_kv, body), block_kv_compute=body)
+    body = _round_up(BODY_OF_BLOCKS[dtype], mask.block_kv)
+    bodies = _ceil(keys, body)
+    for parts in range(1, bodies + 1):
+        made = Config(mask.block_q, body * _ceil(bodies, parts), body)
+        if made.vmem_bytes(head_dim, jnp.dtype(dtype).itemsize) + SPILL_BYTES <= vmem_bytes:
+            return made
+    return Config(mask.block_q, body, body)
 
 
 def _by_head(x: Float[Array, "B L N D"]) -> Float[Array, "_B L D"]:
@@ -279,11 +306,13 @@ def _even(length: int, block: int, unit: int) -> int:
     return _round_up(_ceil(length, _ceil(length, block)), unit)
 
 
-def _call(live, q, k, v, *, sizes: Sizes, kv_heads: int, head_dim: int, config: Config):
+def _call(scalars: tuple, q, k, v, *, sizes: Sizes, kv_heads: int, head_dim: int, config: Config):
     """The kernel over a grid of heads, blocks of queries and blocks of keys.
 
-    q, k and v are [B L N·D] and [B S K·D], or [B·N L D] and [B·K S D].
+    q, k and v are [B L N·D] and [B S K·D], or [B·N L D] and [B·K S D]. `scalars` are the number of keys that take part,
+    or those of `radial.visits`.
     """
+    listed = len(scalars) > 1
     heads, block_q, block_kv = sizes.heads, sizes.block_q, sizes.block_kv
     rows, queries, beside = q.shape[0], q.shape[1], q.shape[2] // head_dim  # heads side by side in a row
     batch, group = rows * beside // heads, heads // kv_heads
@@ -291,23 +320,23 @@ def _call(live, q, k, v, *, sizes: Sizes, kv_heads: int, head_dim: int, config: 
     if split and 2 * head_dim <= LANES:  # fills rows that would be padded; the kernel doubles wider rows
         k = jnp.concatenate([k, k], axis=2)
 
-    def kv_block(h, i, j, live):
+    def kv_block(h, i, j, live, *_):
         j = _seen_block(h, i, j, live, sizes) if sizes.ragged else j
         row, column = (h // group, 0) if beside == 1 else (h // heads, h % heads // group)
         return row, j, column
 
-    q_spec = pl.BlockSpec((None, block_q, head_dim), lambda h, i, j, live: (h // beside, i, h % beside))
+    q_spec = pl.BlockSpec((None, block_q, head_dim), lambda h, i, j, *_: (h // beside, i, h % beside))
     return pl.pallas_call(
-        partial(kernel, sizes=sizes),
+        partial(kernel_of_blocks if listed else kernel, sizes=sizes),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
+            num_scalar_prefetch=len(scalars),
             grid=(batch * heads, _ceil(queries, block_q), _ceil(sizes.keys, block_kv)),
             in_specs=[
                 q_spec,
                 pl.BlockSpec((None, block_kv, k.shape[2] if beside == 1 else head_dim), kv_block),
                 pl.BlockSpec((None, block_kv, head_dim), kv_block),
             ],
-            out_specs=[q_spec, pl.BlockSpec((None, 1, block_q), lambda h, i, j, live: (h, 0, i))],
+            out_specs=[q_spec, pl.BlockSpec((None, 1, block_q), lambda h, i, j, *_: (h, 0, i))],
             scratch_shapes=_scratch(sizes, head_dim * (1 + split), head_dim, q.dtype),
         ),
         out_shape=[
@@ -320,8 +349,8 @@ def _call(live, q, k, v, *, sizes: Sizes, kv_heads: int, head_dim: int, config: 
         ),
         cost_estimate=_estimate(q, k, v, sizes.keys, head_dim),
         interpret=config.interpret,
-        name="flash_attention",
-    )(live, q, k, v)
+        name="flash_blocks" if listed else "flash_attention",
+    )(*scalars, q, k, v)
 
 
 def _seen_block(h, i, j, live, sizes: Sizes):

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32
 
 from wanjax.kernels.attention.masks import Window, divide_live, finite_max, in_window, log_sum_exp
+from wanjax.kernels.attention.radial import Radial
 
 BLOCK = 512  # keys that are summed at once
 
@@ -16,7 +17,7 @@ def attention(
     v: Float[Array, "B S K D"],
     *,
     key_mask: Bool[Array, "B S"] | None,
-    window: Window | None,
+    window: Window | Radial | None,
     scale: float,
     bias: Float[Array, "..."] | None,
     config: None,
@@ -36,7 +37,9 @@ def attention(
     if key_mask is not None:
         logits = jnp.where(key_mask[:, None, None, :], logits, -jnp.inf)
     if window is not None:
-        seen = in_window(jnp.arange(q.shape[1]), jnp.arange(k.shape[1]), window)
+        length, keys = q.shape[1], k.shape[1]
+        sparse = isinstance(window, Radial)
+        seen = window.seen(length, keys) if sparse else in_window(jnp.arange(length), jnp.arange(keys), window)
         logits = jnp.where(seen[None, None], logits, -jnp.inf)
     top = jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))
     weights = jnp.exp(logits - finite_max(top))

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32
 
 from wanjax.kernels.attention.masks import divide_live, finite_max, log_sum_exp
+from wanjax.kernels.attention.radial import Radial
 from wanjax.kernels.heads import join_parts
 from wanjax.sharding import Partitioner, pad_to
 
@@ -52,8 +53,9 @@ def attention(
         k, v = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (k, v))
     q = pad_to(q, 1, partitioner.size(("sp", "tp")))
     place = Placement(*partitioner.activation(("batch", "length", "heads"), q.shape[:3]))
-    if window is None and bias is None and not _few(keys, length, heads, partitioner, place):
-        out = _by_both(partial(kernel, window=None, bias=None), partitioner, place, q, k, v, keys, key_mask)
+    whole = window is None or (isinstance(window, Radial) and partitioner.size("sp") == 1)  # no ring divides its keys
+    if whole and bias is None and not _few(keys, length, heads, partitioner, place):
+        out = _by_both(partial(kernel, window=window, bias=None), partitioner, place, q, k, v, keys, key_mask)
         return out[:, :length]
     k, v, key_mask = k[:, :keys], v[:, :keys], None if key_mask is None else key_mask[:, :keys]
     if window is None:

@@ -6,6 +6,7 @@ the latents of the given frames. Cross-attention attends to features of the imag
 each with a softmax of its own. The reference is diffusers' models/transformers/transformer_wan.py.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ from wanjax.layers.modulation import gated_add, modulate, split_modulation
 from wanjax.layers.norms import layer_norm, rms_norm
 from wanjax.layers.patch import patch_grid, patchify, unpatchify
 from wanjax.layers.placement import with_axes
-from wanjax.layers.rope import Rope, rope_3d
+from wanjax.layers.rope import Rope, rope_3d, seeing_all, with_frames
 from wanjax.layers.stack import Through, map_blocks, stack, through_all, trunk_of
 from wanjax.models.wan.config import ImageTransformerConfig
 from wanjax.models.wan.transformer import (
@@ -137,6 +138,7 @@ class WanImageTransformer(nnx.Module):
         kw: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         width, cells = config.width, config.patch_cells
         self.config = config
+        self.attention = attention
         self.dtype = dtype
         self.patch_embed = linear(cells * config.channels_in, width, (None, "embed"), **kw)
         self.text_embed = MLP((config.text_width, width, width), ("text", "mlp", "embed"), gelu_tanh, **kw)
@@ -162,7 +164,7 @@ class WanImageTransformer(nnx.Module):
 
     def rope(self, grid: tuple[int, int, int]) -> Rope:
         """Tables of RoPE for a grid of patches."""
-        return rope_3d(grid, self.config.rope_channels)
+        return with_frames(rope_3d(grid, self.config.rope_channels), grid, self.attention)
 
     def __call__(
         self,
@@ -179,7 +181,11 @@ class WanImageTransformer(nnx.Module):
         time = self.time_embed(sinusoid(t, self.config.frequency_dim))[:, None]  # [B 1 E]
         mod = self.time_proj(jax.nn.silu(time)).reshape(-1, 1, 6, self.config.width)
 
-        x = through(trunk_of(self.blocks, lambda block, x, context: block(x, context, mod, rope), context), x)
+        def run(block: ImageBlock, x: Tokens, context: ImageContext, rope: Rope = rope) -> Tokens:
+            return block(x, context, mod, rope)
+
+        first = None if rope.frames is None else partial(run, rope=seeing_all(rope))
+        x = through(trunk_of(self.blocks, run, context, first=first), x)
 
         shift, scale = (time + row for row in jnp.split(self.table[...][None], 2, axis=1))
         x = self.proj_out(modulate(self.norm_out(x), shift, scale).astype(self.dtype))

@@ -8,6 +8,7 @@ diffusers' models/transformers/transformer_wan.py and, for what stays in float32
 """
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +26,7 @@ from wanjax.layers.modulation import Second, gated_add, modulate, split_modulati
 from wanjax.layers.norms import layer_norm, rms_norm
 from wanjax.layers.patch import patch_grid, patchify, unpatchify
 from wanjax.layers.placement import with_axes
-from wanjax.layers.rope import Rope, norm_and_rope, rope_3d
+from wanjax.layers.rope import Rope, norm_and_rope, rope_3d, seeing_all, with_frames
 from wanjax.layers.stack import Through, map_blocks, stack, through_all, trunk_of
 from wanjax.models.wan.config import TransformerConfig
 from wanjax.sharding import constrain, spread
@@ -60,10 +61,14 @@ class Attention(nnx.Module):
         k: Float[Array, "B S N D"],
         v: Float[Array, "B S N D"],
         keys: int | None = None,
+        frames: int | None = None,
     ) -> Float[Array, "B L E"]:
-        """Attention in the compute dtype, heads joined; only the first `keys` keys take part (None: all)."""
+        """Attention in the compute dtype, heads joined; only the first `keys` keys take part (None: all).
+
+        `frames` is that of `Rope`.
+        """
         q, k = q.astype(self.dtype), k.astype(self.dtype)  # norms return float32
-        return join_heads(attention(q, k, v, keys=keys, implementation=self.implementation))
+        return join_heads(attention(q, k, v, keys=keys, frames=frames, implementation=self.implementation))
 
 
 class SelfAttention(Attention):
@@ -76,7 +81,7 @@ class SelfAttention(Attention):
         k = split_heads(norm_and_rope(self.k(x), self.k_norm, rope), self.heads)
         # the values of v(x) as they are; on several TPUs, in the memory layout in which heads are sent
         v = split_heads(pack_for_all_to_all(self.v(x)), self.heads)
-        return self.out(self.attend(q, k, v, rope.length))
+        return self.out(self.attend(q, k, v, rope.length, rope.frames))
 
 
 class CrossAttention(Attention):
@@ -141,6 +146,7 @@ class WanTransformer(nnx.Module):
         kw: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         width, cells = config.width, config.patch_cells
         self.config = config
+        self.attention = attention
         self.dtype = dtype
         self.patch_embed = linear(cells * config.channels_in, width, (None, "embed"), **kw)
         self.text_embed = MLP((config.text_width, width, width), ("text", "mlp", "embed"), gelu_tanh, **kw)
@@ -162,7 +168,7 @@ class WanTransformer(nnx.Module):
 
     def rope(self, grid: tuple[int, int, int]) -> Rope:
         """Tables of RoPE for a grid of patches."""
-        return rope_3d(grid, self.config.rope_channels)
+        return with_frames(rope_3d(grid, self.config.rope_channels), grid, self.attention)
 
     def __call__(
         self,
@@ -186,7 +192,11 @@ class WanTransformer(nnx.Module):
         time = time.reshape(*timesteps.shape, self.config.width)  # [B 1 E], or [B 2 E] of two timesteps
         mod = self.time_proj(jax.nn.silu(time)).reshape(*timesteps.shape, 6, self.config.width)
 
-        x = through(trunk_of(self.blocks, lambda block, x, context: block(x, context, mod, rope, clean), context), x)
+        def run(block: Block, x: Tokens, context: Context, rope: Rope = rope) -> Tokens:
+            return block(x, context, mod, rope, clean)
+
+        first = None if rope.frames is None else partial(run, rope=seeing_all(rope))
+        x = through(trunk_of(self.blocks, run, context, first=first), x)
 
         shift, scale = (time + row for row in jnp.split(self.table[...][None], 2, axis=1))
         x = self.proj_out(modulate(self.norm_out(x), shift, scale, clean).astype(self.dtype))

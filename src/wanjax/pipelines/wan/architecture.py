@@ -93,6 +93,10 @@ class WanArchitecture(Architecture):
         return EXPERTS if self.experts else EXPERTS[:1]
 
     @property
+    def radial(self) -> bool:
+        return not isinstance(self.transformer, ControlTransformerConfig)
+
+    @property
     def grid(self) -> int:
         return self.vae.spatial_factor * self.transformer.patch[1]
 

@@ -152,7 +152,7 @@ class WanPipeline(Pipeline):
         prompts, pictures = self.on_devices((group(texts, groups), _picture_inputs(encoded)))
         task = self.architecture.task
         contexts, rope = self.compiled(make_context)((graphdef, task), x, weights, prompts, pictures)
-        denoiser = WanDenoiser(graphdef, self.scheduler, task)
+        denoiser = WanDenoiser(graphdef, self.scheduler, task, dense=None if rope.frames is None else False)
         return denoiser, Inputs(weights, contexts, Shared(rope, pictures), groups[1] * len(x))
 
     def finish(self, x: Float[Array, "B T H W C"], encoded: WanEncoded) -> Float[Array, "B T H W C"]:

@@ -45,7 +45,15 @@ def context(blueprint: Blueprint, **video: Any) -> Lowering:
     return blueprint.lowering(programs.make_context, static, *arguments)
 
 
-def step(blueprint: Blueprint, *, scheduler: Scheduler, cache: StepCache, reuses: bool, **video: Any) -> Lowering:
+def step(
+    blueprint: Blueprint,
+    *,
+    scheduler: Scheduler,
+    cache: StepCache,
+    reuses: bool,
+    dense: bool | None = None,
+    **video: Any,
+) -> Lowering:
     """Lowers a step of the sampler."""
     static, arguments, heads, batch = _context(blueprint, **video)
     contexts, rope = jax.eval_shape(programs.make_context.traceable(blueprint.partitioner, static), *arguments)
@@ -57,7 +65,7 @@ def step(blueprint: Blueprint, *, scheduler: Scheduler, cache: StepCache, reuses
     contexts = jax.tree.map(keys, contexts)
     rope = jax.tree.map(lambda table: blueprint.array(table.shape, table.dtype, ("length", None)), rope)
     inputs = Inputs(weights, contexts, Shared(rope, pictures), batch)
-    denoiser = WanDenoiser(graphdef, scheduler, task, cache=cache)
+    denoiser = WanDenoiser(graphdef, scheduler, task, cache=cache, dense=dense)
     return blueprint.step(denoiser, scheduler.schedule(2, shift=1.0), x, inputs, reuses=reuses)
 
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from wanjax.compilation import program
 from wanjax.kernels.compiler_options import scanned
 from wanjax.layers.embeddings import sinusoid
-from wanjax.layers.rope import Rope
+from wanjax.layers.rope import Rope, seeing_all
 from wanjax.layers.stack import Through, through_all
 from wanjax.pipelines.sampler import Denoiser
 from wanjax.pipelines.wan.conditioning import PictureInputs, Task
@@ -48,7 +48,8 @@ class WanDenoiser(Denoiser):
         through: Through = through_all,
     ) -> Float[Array, "B T H W C"]:
         pictures = jax.tree.map(lambda a: jnp.broadcast_to(a, (len(x), *a.shape[1:])), shared.pictures)
-        return self.task.velocity(partial(network, through=through), x, t, prompt, shared.rope, pictures)
+        rope = seeing_all(shared.rope) if self.dense else shared.rope
+        return self.task.velocity(partial(network, through=through), x, t, prompt, rope, pictures)
 
 
 def encode_text(encoder: Any, ids: Int[Array, "B S"], mask: Bool[Array, "B S"]) -> Float[Array, "B S E"]:

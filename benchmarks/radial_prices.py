@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Radial attention priced for a described TPU beside dense attention, for several sizes of blocks.
+
+    python -m benchmarks.radial_prices [WORKLOAD] [--chip v6e] [--decay .2 --decay 1] [--block 512,128 ...]
+
+WORKLOAD is self-attention of benchmarks.workloads whose tokens are all of a video's, in the order of its frames.
+"""
+
+import argparse
+from functools import partial
+
+from jax.sharding import Mesh
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.attention_prices import program
+from benchmarks.workloads import WORKLOADS, Workload
+from wanjax.compilation import Lowering
+from wanjax.kernels.attention import attention
+from wanjax.kernels.attention.radial import Radial, visits
+from wanjax.plan import SLICES, Compiled, CompilerError, Job, compile_all
+from wanjax.plan.kernels import kernel_calls, kernel_seconds, visiting_seconds
+
+FRAMES = 21
+STEPS = 37  # grid steps whose numbers of blocks are priced
+BLOCKS = ("128,128", "256,128", "256,256", "512,128", "512,256", "1024,128")
+
+
+def lowered(mesh: Mesh, *, workload: str, radial: tuple | None) -> Lowering:
+    """Builds attention under a radial mask, given as its fields, or dense attention for None."""
+    size = WORKLOADS[workload]
+    window = None if radial is None else Radial(*radial)
+    return program(mesh, size, partial(attention, implementation="flash_tpu", window=window))
+
+
+def listed_seconds(compiled: Compiled, mask: Radial, workload: Workload) -> float:
+    """Prices the kernel by the numbers of blocks that its grid steps list; it holds all keys at once."""
+    counts = visits(mask, workload.queries, workload.keys, workload.keys + mask.block_kv)[1]
+    return visiting_seconds(compiled, [int(count) for count in counts[:: max(1, len(counts) // STEPS)]])
+
+
+def price_table(workload: Workload, chip: str, decays: list[float], blocks: list[tuple[int, int]]) -> Table:
+    place = min((place for place in SLICES.values() if place.chip.name == chip), key=lambda place: place.devices).name
+    masks = [Radial(FRAMES, workload.keys // FRAMES, decay, True, *block) for decay in decays for block in blocks]
+    fields = [None, *((m.frames, m.frame_tokens, m.decay, m.sink, m.block_q, m.block_kv) for m in masks)]
+    jobs = [
+        Job(place, "benchmarks.radial_prices:lowered", {"workload": workload.name, "radial": radial})
+        for radial in fields
+    ]
+    table = Table(title=f"{workload.name} on one {chip}, bfloat16: the kernel, priced")
+    for column in ("decay", "queries × keys of a block", "share of the scores", "ms", "of dense", "ms / share"):
+        table.add_column(column)
+    dense = float("nan")
+    for mask, result in zip((None, *masks), compile_all(jobs, schedules=True), strict=True):
+        decay, block = ("", "dense") if mask is None else (f"{mask.decay:g}", f"{mask.block_q} × {mask.block_kv}")
+        if isinstance(result, CompilerError):
+            table.add_row(decay, block, str(result)[:60])
+            continue
+        [call] = kernel_calls(result).values()
+        seconds = kernel_seconds(call, result) if mask is None else listed_seconds(result, mask, workload)
+        dense = seconds if mask is None else dense
+        share = 1.0 if mask is None else mask.share(workload.keys)
+        numbers = f"{share:.3f}", f"{1e3 * seconds:.2f}", f"{seconds / dense:.3f}", f"{1e3 * seconds / share:.2f}"
+        table.add_row(decay, block, *numbers)
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workload", nargs="?", default="wan_14b_720p_self_on_8")
+    parser.add_argument("--chip", choices=("v5e", "v5p", "v6e", "v7x"), default="v6e")
+    parser.add_argument("--decay", type=float, action="append")
+    parser.add_argument("--block", action="append", help="queries and keys of a block, such as 512,128")
+    options = parser.parse_args()
+    blocks = [(int(q), int(kv)) for q, kv in (block.split(",") for block in options.block or BLOCKS)]
+    table = price_table(WORKLOADS[options.workload], options.chip, options.decay or [0.2, 1.0], blocks)
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()

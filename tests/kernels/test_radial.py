@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Radial attention: its mask beside a slow computation of the published rule, and every implementation under it."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.attention import BOUND, operands
+from tests.support.compare import error
+from wanjax.errors import WanjaxError
+from wanjax.kernels.attention import attention, chunked, flash_kernel, flash_tpu, named, reference
+from wanjax.kernels.attention.radial import UNIT, Radial, half_width, published, visits
+from wanjax.sharding import RULES, Partitioner, make_mesh, use
+
+SMALL = (14, 140)  # frames, and tokens of each
+GRAINS = ((128, 128), (256, 128), (128, 256), (512, 128))
+
+
+def slowly(frames, tokens, decay, sink):
+    """Computes the published rule token by token: each pair of frames marks its scores, and then blocks are counted."""
+    total = frames * tokens
+    blocks = -(-total // UNIT)
+    kept = np.zeros((blocks, blocks), bool)
+    for i in range(frames):
+        for j in range(frames):
+            marks = np.zeros((blocks * UNIT, blocks * UNIT), bool)
+            far = abs(i - j)
+            length = 2 ** tokens.bit_length() / 2 ** far.bit_length()
+            width = tokens if far <= 1 else max(length * decay, 128)
+            shown = length >= 128 or far % int(128 / length) == 0
+            for row in range(tokens):
+                for column in range(tokens):
+                    seen = (sink and j == 0) or (shown and abs(row - column) <= width)
+                    marks[i * tokens + row, j * tokens + column] = seen
+            for r in range(i * tokens // UNIT, ((i + 1) * tokens - 1) // UNIT + 1):
+                for c in range(j * tokens // UNIT, ((j + 1) * tokens - 1) // UNIT + 1):
+                    block = marks[r * UNIT : (r + 1) * UNIT, c * UNIT : (c + 1) * UNIT]
+                    shares = block.sum(axis=0) / min(UNIT, total - r * UNIT)
+                    if (shares > 0).any():
+                        kept[r, c] |= bool((shares > 1 / 3).sum() / (shares > 0).sum() > 0.6)
+    return kept
+
+
+@given(
+    frames=st.integers(1, 6),
+    tokens=st.integers(1, 150),
+    decay=st.sampled_from([0.05, 0.2, 0.95, 1.0, 3.0]),
+    sink=st.booleans(),
+)
+@settings(max_examples=12, deadline=None)
+def test_the_published_rule(frames, tokens, decay, sink):
+    assert (published(frames, tokens, decay, sink) == slowly(frames, tokens, decay, sink)).all()
+
+
+def test_far_frames_of_few_tokens_are_seen_at_some_distances():
+    """Bands of 256 tokens, halved with the distance: below 128 tokens only some distances remain."""
+    assert [far for far in range(32) if half_width(far, 200, 1.0) is not None] == [0, 1, 2, 4, 8, 16]
+    assert [half_width(far, 3600, 0.2) for far in (0, 1, 2, 3, 4, 20)] == [3600, 3600, 204, 204, 128, 128]
+
+
+@pytest.mark.parametrize(("tokens", "decay", "share"), [(3600, 0.2, 0.26), (3600, 1.0, 0.40), (1560, 0.2, 0.34)])
+def test_shares_of_real_videos(tokens, decay, share):
+    mask = published(21, tokens, decay, True)
+    assert abs(mask.mean() - share) <= 0.005
+    assert mask.any(axis=1).all()  # no query is without keys
+    assert mask[:, : tokens // UNIT].all(), "the first frame is seen by all"
+
+
+@given(
+    frames=st.integers(1, 8),
+    tokens=st.integers(40, 400),
+    text=st.integers(0, 300),
+    block_q=st.sampled_from([128, 256, 512]),
+    block_kv=st.sampled_from([128, 256]),
+)
+@settings(max_examples=30, deadline=None)
+def test_larger_blocks_keep_all_that_smaller_ones_do(frames, tokens, text, block_q, block_kv):
+    fine, coarse = (Radial(frames, tokens, 0.3, True, *block) for block in ((128, 128), (block_q, block_kv)))
+    video, total = frames * tokens, frames * tokens + text
+    whole = coarse.seen(total, total)
+    assert (whole | ~fine.seen(total, total)).all()
+    assert whole[video:].all()
+    assert whole[:, video:].all()
+    live = coarse.live(total, total)
+    sizes = (
+        np.diff(np.append(np.arange(0, total, block_q), total)),
+        np.diff(np.append(np.arange(0, total, block_kv), total)),
+    )
+    assert coarse.share(total) == pytest.approx(whole.mean()) == pytest.approx(sizes[0] @ live @ sizes[1] / total**2)
+
+
+def test_padding_after_the_video_sees_nothing():
+    mask = Radial(*SMALL, 0.2)
+    assert (mask.live(1960, 1960) == mask.live(2000, 1960)).all()
+    assert not mask.live(2600, 1960)[4:].any()
+
+
+@pytest.mark.parametrize("held", [256, 512, 4096])
+def test_visits_list_the_live_blocks(held):
+    mask, keys = Radial(*SMALL, 0.2, True, 128, 128), SMALL[0] * SMALL[1]
+    first, count, tail, start = visits(mask, keys, keys, held)
+    steps = -(-keys // held)
+    listed = np.zeros((16, 16), bool)
+    listed[:, -1] = tail == 1
+    for cell, (begin, number) in enumerate(zip(first, count, strict=True)):
+        for at in start[begin : begin + number]:
+            listed[cell // steps, (cell % steps * held + at) // 128] = True
+    assert (listed == mask.live(keys, keys)).all()
+
+
+def masked(q, k, v, mask, keys=None):
+    """Returns the formula in float64 under the mask."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    k, v = (np.repeat(x[:, :keys], q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    seen = mask.seen(q.shape[1], k.shape[1])
+    logits = np.where(seen, np.einsum("BLND,BSND->BNLS", q, k) * q.shape[3] ** -0.5, -1e300)
+    weights = np.where(seen, np.exp(logits - logits.max(axis=-1, keepdims=True)), 0)
+    return np.einsum("BNLS,BSND->BLND", weights / np.maximum(weights.sum(axis=-1, keepdims=True), 1e-300), v)
+
+
+def run(name, q, k, v, mask, **options):
+    return jax.jit(partial(attention, implementation=name, window=mask, **options))(q, k, v)
+
+
+TILES = flash_tpu.Config(128, 512, 256, interpret=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("grain", GRAINS)
+@pytest.mark.parametrize("name", ["reference", "chunked", "flash_tpu"])
+def test_implementations(name, grain, dtype):
+    mask = Radial(*SMALL, 0.2, True, *grain)
+    assert mask.share(1960) < 0.97
+    q, k, v = operands(1, 1960, 1960, 2, 1, 64, dtype)
+    config = TILES if name == "flash_tpu" else None
+    assert error(run(name, q, k, v, mask, config=config), masked(q, k, v, mask)) <= BOUND[dtype]
+
+
+@pytest.mark.parametrize("name", ["chunked", "flash_tpu"])
+def test_text_after_the_video_and_padding_after_the_keys(name):
+    mask = Radial(6, 140, 0.2, False, 128, 128)
+    q, k, v = operands(1, 1000, 1000, 2, 2, 128)
+    config = TILES if name == "flash_tpu" else None
+    assert not mask.live(970, 970).all()
+    out = run(name, q, k, v, mask, config=config, keys=970)
+    assert error(out[:, :970], masked(q[:, :970], k, v, mask, 970)) <= BOUND["float32"]
+
+
+def test_chunked_takes_a_key_mask_too():
+    mask = Radial(*SMALL, 0.2, True, 128, 128)
+    q, k, v = operands(2, 1960, 1960, 2, 1, 32)
+    hidden = jnp.asarray(np.random.default_rng(0).random((2, 1960)) < 0.8)
+    options = {"key_mask": hidden, "window": mask, "scale": 0.2, "bias": None, "config": None, "return_lse": True}
+    for ours, right in zip(
+        *(jax.jit(partial(m.attention, **options))(q, k, v) for m in (chunked, reference)), strict=True
+    ):
+        assert error(ours, right) <= BOUND["float32"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_loud_keys_that_the_kernel_computes_again(monkeypatch, dtype):
+    lifts, lift = [], flash_kernel._lift
+
+    def counted(*arguments, **options):
+        jax.debug.callback(lambda: lifts.append(1))
+        return lift(*arguments, **options)
+
+    monkeypatch.setattr(flash_kernel, "_lift", counted)
+    mask = Radial(5, 140, 0.2, True, 128, 128)
+    q, k, v = operands(1, 700, 700, 1, 1, 64, dtype)
+    direction = jnp.sign(q[:, :1, :1])
+    k = k.at[:, 300:310].set((60 * direction).astype(k.dtype))
+    q = jnp.abs(q) * direction
+    out = run("flash_tpu", q, k, v, mask, config=TILES)
+    jax.effects_barrier()
+    assert len(lifts) > 6 + 6  # one for each block of queries, and one for its tail, were enough for quiet keys
+    assert error(out, masked(q, k, v, mask)) <= BOUND[dtype]
+
+
+def test_gradients():
+    mask = Radial(*SMALL, 0.2, True, 128, 128)
+    q, k, v = operands(1, 1960, 1960, 1, 1, 64)
+
+    def loss(name, config, *qkv):
+        return (attention(*qkv, implementation=name, window=mask, config=config) ** 2).sum()
+
+    wanted = jax.grad(partial(loss, "reference", None), (0, 1, 2))(q, k, v)
+    for name, config in (("chunked", None), ("flash_tpu", TILES)):
+        for ours, right in zip(jax.grad(partial(loss, name, config), (0, 1, 2))(q, k, v), wanted, strict=True):
+            assert error(ours, right) <= 1e-5
+
+
+@pytest.mark.parametrize("axes", [(1, 1, 8), (2, 1, 4), (2, 2, 2), (8, 1, 1)])
+def test_several_devices(axes):
+    mask = Radial(7, 100, 0.2, True, 128, 128)
+    q, k, v = operands(axes[0], 700, 700, 4, 4, 16)
+    with use(Partitioner(make_mesh(*axes), RULES["fsdp"])):
+        out = run("chunked", q, k, v, mask)
+    assert error(out, masked(q, k, v, mask)) <= BOUND["float32"]
+
+
+def test_names():
+    assert named("radial") == (None, None, None, 0.2)
+    assert named("radial:1") == (None, None, None, 1.0)
+    q, k, v = operands(1, 1960, 1960, 1, 1, 32)
+    told = attention(q, k, v, frames=14, implementation="radial:0.3")
+    assert error(told, run("chunked", q, k, v, Radial(*SMALL, 0.3))) <= BOUND["float32"]
+    assert (attention(q, k, v, implementation="radial:0.3") == attention(q, k, v)).all()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("radial:0", "a decay of '0': a number above 0, at most 16"),
+        ("radial:nan", "a number above 0"),
+        ("radial:17", "a number above 0"),
+        ("radial:much", "a decay of 'much'"),
+        ("radial:window=9", "no window and no tiles"),
+        ("radial:0.2,block_q=512", "no window and no tiles"),
+    ],
+)
+def test_names_that_are_refused(text, words):
+    with pytest.raises(WanjaxError, match=words):
+        named(text)
+
+
+@pytest.mark.parametrize(("fields", "words"), [((0, 9, 0.2), "0 frames"), ((2, 9, 0.0), "decay 0.0")])
+def test_masks_that_are_refused(fields, words):
+    with pytest.raises(WanjaxError, match=words):
+        Radial(*fields)
+    with pytest.raises(WanjaxError, match="multiples of 128"):
+        Radial(2, 9, 0.2, True, 100, 128)

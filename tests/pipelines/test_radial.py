@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Radial attention in models and videos: the first block and the first steps are dense, and mistakes are told."""
+
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import wanjax
+from tests.support.commands import refused, succeeded
+from tests.support.commands import wanjax as run
+from tests.support.compare import error
+from tests.support.configs import TRANSFORMER
+from tests.support.tiny import (
+    tiny_checkpoint,
+    tiny_cogvideox_checkpoint,
+    tiny_control_checkpoint,
+    tiny_hunyuan_checkpoint,
+)
+from wanjax.checkpoints.files import load_safetensors
+from wanjax.cli.warming import until_sparse
+from wanjax.kernels.attention import attention
+from wanjax.kernels.attention.radial import Radial
+from wanjax.layers.stack import block_at
+from wanjax.models.wan import transformer as wan
+from wanjax.pipelines.steps import at_step, dense_steps
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
+
+CONFIG = replace(TRANSFORMER, layers=3)
+GRID = (17, 8, 16)  # patches of VIDEO: 17 frames of 128 tokens, of which a block of 512 queries does not see all
+VIDEO = {"size": (128, 256), "frames": 65}
+STEPS = 5
+DENSE = 2  # of five steps
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_mask_of_the_tests_hides_something():
+    assert 0.5 < Radial(GRID[0], 128, 0.2).share(17 * 128) < 0.95
+
+
+@pytest.mark.parametrize(("steps", "dense"), [(1, 0), (2, 1), (4, 1), (5, 2), (40, 10), (50, 12)])
+def test_the_share_of_dense_steps(steps, dense):
+    assert dense_steps(steps) == dense
+
+
+def test_a_model_by_hand(monkeypatch):
+    """Blocks one by one, the first with all of attention, the others by the formula under the mask."""
+    options = {"dtype": jnp.float32, "param_dtype": jnp.float32}
+    radial, plain = (wan.WanTransformer(CONFIG, attention=a, **options, rngs=nnx.Rngs(0)) for a in ("radial", None))
+    rng = np.random.default_rng(0)
+    latents = jnp.asarray(rng.normal(size=(1, 17, 16, 32, CONFIG.channels_in)), jnp.float32)
+    t, text = jnp.full(1, 500.0), jnp.asarray(rng.normal(size=(1, 7, CONFIG.text_width)), jnp.float32)
+    seen = []
+
+    def by_hand(trunk, x):
+        context, rope = plain.context(text), plain.rope(GRID)
+        time = plain.time_embed(wan.sinusoid(t, CONFIG.frequency_dim)).reshape(1, 1, -1)
+        mod = plain.time_proj(jax.nn.silu(time)).reshape(1, 1, 6, -1)
+        for index in range(CONFIG.layers):
+            if index == 1:
+                monkeypatch.setattr(wan, "attention", masked)
+            x = block_at(plain.blocks, index)(x, block_at(context, index), mod, rope)
+        return x
+
+    def masked(q, k, v, **given):
+        of_self = q.shape[1] == k.shape[1]
+        seen.append(of_self)
+        window = Radial(GRID[0], 128, 0.2) if of_self else None
+        return attention(q, k, v, window=window, implementation="reference")
+
+    rope = radial.rope(GRID)
+    assert (rope.frames, plain.rope(GRID).frames) == (17, None)
+    ours = radial(latents, t, radial.context(text), rope)
+    wanted = plain(latents, t, plain.context(text), plain.rope(GRID), through=by_hand)
+    assert sum(seen) == CONFIG.layers - 1 > 0
+    assert error(ours, np.float64(wanted)) <= 1e-5
+    monkeypatch.undo()
+    assert error(ours, np.float64(plain(latents, t, plain.context(text), plain.rope(GRID)))) > 1e-4
+
+
+def trace(pipe, **settings):
+    """Returns the latents after each step."""
+    found = []
+    pipe.denoise(
+        pipe.encode("a"), **VIDEO, steps=STEPS, callback=lambda step: found.append(np.array(step.x0)), **settings
+    )
+    return found
+
+
+@pytest.mark.parametrize("text", ["radial", "radial:0.2"])
+def test_the_first_steps_are_those_of_dense_attention(folder, text):
+    plain, radial = (trace(wanjax.load(folder, attention=a, dtype="float32")) for a in (None, text))
+    for step in range(STEPS):
+        assert (plain[step] == radial[step]).all() == (step < DENSE)
+
+
+def test_several_devices(folder):
+    one, eight = (wanjax.load(folder, attention="radial", dtype="float32", mesh=m) for m in (None, "dp=2,tp=4"))
+    assert error(trace(eight)[-1], np.float64(trace(one)[-1])) <= 1e-5
+
+
+def test_a_step_that_reuses_needs_no_dense_program(folder):
+    pipe = wanjax.load(folder, attention="radial", dtype="float32")
+    settings = pipe.settings(**VIDEO, steps=10, cache="deepcache:0,10,2")
+    (planned,) = (x for x in [pipe.architecture.programs(settings, attention="radial")["denoise"]])
+    assert {p.name: p.times for p in planned} == {"context": 1, "step": 3, "reusing_step": 5, "dense_step": 2}
+    plain = pipe.architecture.programs(settings)["denoise"]
+    assert {p.name: p.times for p in plain} == {"context": 1, "step": 5, "reusing_step": 5}
+    assert all("dense" not in p.arguments for p in plain)
+    assert np.isfinite(trace(pipe, cache="deepcache:0,5,2")[-1]).all()
+
+
+def test_a_denoiser_that_is_never_sparse_stays_the_same(folder):
+    pipe = wanjax.load(folder)
+    network, encoded = pipe.transformer, pipe.encode("a")
+    segment = pipe.architecture.segments(pipe.settings())[0]
+    denoiser, _ = pipe.inputs(network, segment, encoded, jnp.zeros((1, 2, 4, 4, 16)), False)
+    assert at_step(denoiser, 0, 50) is denoiser
+
+
+@pytest.mark.parametrize(("attention", "steps"), [(None, 0), ("chunked", 0), ("radial", 14), ("radial:1", 14)])
+def test_a_warm_up_takes_dense_and_sparse_steps(attention, steps):
+    assert until_sparse(attention, 50) == steps
+
+
+def test_the_command_line(folder, tmp_path):
+    succeeded(run("encode", "a", "--model", str(folder), "--dir", "one", "--dtype", "float32"))
+    sizes = ("--size", "256x128", "--frames", "65", "--steps", "3", "--dtype", "float32")
+    succeeded(run("denoise", *sizes, "--dir", "one", "--attention", "radial:0.3"))
+    ours = load_safetensors(tmp_path / "one" / "stage2_latents.safetensors")["latents"]
+    pipe = wanjax.load(folder, attention="radial:0.3", dtype="float32")
+    right = pipe.denoise(pipe.encode("a"), **VIDEO, steps=3)
+    assert error(ours, np.float64(right)) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("--attention radial:0", "a decay of '0': a number above 0, at most 16, such as radial:0.2 would do"),
+        ("--attention radial:99", "a decay of '99': a number above 0"),
+        ("--attention radial:wide", "a decay of 'wide': a number above 0"),
+        ("--attention radial --window 9", "radial attention has no window and no tiles to choose, such as 'window=9'"),
+        ("--attention radial:0.2 --block-q 512", "radial attention has no window and no tiles to choose"),
+    ],
+)
+def test_mistakes(folder, options, sentence):
+    assert sentence in refused("a", "--model", str(folder), *options.split())
+
+
+@pytest.mark.parametrize("make", [tiny_cogvideox_checkpoint, tiny_hunyuan_checkpoint, tiny_control_checkpoint])
+def test_models_without_it(make, tmp_path):
+    assert "has no radial attention: --attention auto would do" in refused(
+        "a", "--model", str(make(tmp_path)), "--attention", "radial"
+    )
+
+
+def test_plans():
+    assert "cogvideox-2b has no radial attention" in refused("plan", "cogvideox-2b", "--attention", "radial")
+    given = ("plan", "wan2.1-t2v-1.3b", "--chip", "cpu", "--steps", "50", "--attention", "radial", "--json")
+    radial, plain = (json.loads(succeeded(run(*options)).stdout) for options in (given, (*given[:6], "--json")))
+    assert (radial["dense_steps"], plain["dense_steps"], plain["dense_step_seconds"]) == (12, 0, None)
+    assert radial["dense_step_seconds"] == pytest.approx(plain["step_seconds"], rel=0.2)
+    assert radial["step_seconds"] < 0.9 * plain["step_seconds"]
+    assert radial["total_seconds"] < plain["total_seconds"]
