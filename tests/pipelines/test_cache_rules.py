@@ -395,7 +395,7 @@ def test_a_plan_counts_the_second_experts_first_step(cache):
     first, second = architecture.turns(settings)
     assert first.start == 0 < first.steps == second.start
     assert first.steps + second.steps == settings.steps
-    whole, reusing = architecture.steps(print, {}, settings)
+    whole, reusing = architecture.steps(print, {"attention": None}, settings)
     assert (whole.name, reusing.name) == ("step", "reusing_step")
     assert whole.times + reusing.times == settings.steps
     if cache.startswith("deepcache"):
@@ -407,5 +407,5 @@ def test_a_plan_counts_the_second_experts_first_step(cache):
 def test_a_plan_counts_all_steps_as_whole_where_weights_decide():
     _, architecture, settings = outline("wan2.1-t2v-14b")
     for cache in ("teacache", "easycache"):
-        whole, reusing = architecture.steps(print, {}, replace(settings, cache=cache))
+        whole, reusing = architecture.steps(print, {"attention": None}, replace(settings, cache=cache))
         assert (whole.times, reusing.times) == (50, 0)

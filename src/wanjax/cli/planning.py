@@ -122,11 +122,10 @@ def _step(found: Outlook) -> Table:
 
 def _summary(found: Outlook) -> list[str]:
     lines = []
-    if found.step_seconds and found.mfu:
+    if found.step_seconds:
         spread = f"{found.step_seconds_low:.2f} to {found.step_seconds_high:.2f} s"
-        lines.append(
-            f"a step: {spread}, {found.mfu:.0%} of the chips' {found.peak_dtype} peak; what limits it: {found.limit}"
-        )
+        share = f", {found.mfu:.0%} of the chips' {found.peak_dtype} peak" if found.mfu else ""
+        lines.append(f"a step: {spread}{share}; what limits it: {found.limit}")
     if found.dense_step_seconds:
         lines.append(
             f"{found.dense_steps} of {found.steps} steps take all of attention: {found.dense_step_seconds:.3f} s each"

@@ -120,7 +120,7 @@ def outlook(
         **_asked(settings, chip, place, axes, rules),
         compiler=compiler if isinstance(place, Slice) else None,
         **_verdict(settings, chip, place, told),
-        **_step(settings, place, step, work),
+        **_step(settings, place, step, None if is_radial(attention) else work),
         **_reusing(settings, prices["denoise"]),
         download_bytes_at_most=4 * sum(parameters.values()),
         disk_bytes=_stored_bytes(family, architecture, parameters),
@@ -171,16 +171,16 @@ def _verdict(settings: Settings, chip: str, place: Place, told: Mapping[str, Sta
     }
 
 
-def _step(settings: Settings, place: Place, step: Priced, work: Forward) -> dict[str, Any]:
-    """Returns the fields on a step."""
-    flops = (2 if settings.guided else 1) * sum(work.flops.values())
+def _step(settings: Settings, place: Place, step: Priced, work: Forward | None) -> dict[str, Any]:
+    """Returns the fields on a step; without its work, of which sparse attention leaves some out, no share of a peak."""
+    flops = work and (2 if settings.guided else 1) * sum(work.flops.values())
     return {
         "step_seconds": step.seconds,
         "step_seconds_low": step.low if step.seconds else None,
         "step_seconds_high": step.high if step.seconds else None,
         "step_breakdown": step.parts,
         "step_outside_self_attention_seconds": step.seconds and step.seconds - step.self_attention,
-        "mfu": step.seconds and flops / (step.seconds * place.devices * place.flops),
+        "mfu": step.seconds and flops and flops / (step.seconds * place.devices * place.flops),
         "peak_dtype": place.peak_dtype,
         "collectives": step.collectives,
     }
