@@ -120,7 +120,8 @@ def test_help_lists_the_commands():
         (
             "serve",
             "model attention block-q block-kv block-kv-compute window batch-guidance lora dtype compiler mesh rules "
-            "processes tile host port token dir max-queue max-pixels max-steps max-upload preview rehearse quiet config help",
+            "processes tile host port token dir max-queue max-pixels max-steps max-upload preview rehearse quiet "
+            "config help",
         ),
     ],
 )
