@@ -31,6 +31,13 @@ from wanjax.schedulers import FlowEuler
 Q = "blocks.1.self_attn.q"
 KEY = "blocks.1.attn1.to_q.weight"
 WIDTH = 24
+VIDEO = ["--size", "32x32", "--frames", "5", "--steps", "1"]
+
+
+def run(*args):
+    result = CliRunner().invoke(main, [str(arg) for arg in args])
+    assert result.exit_code == 0, result.output
+    return result.output
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +87,38 @@ def test_a_lora_is_merged_into_a_converted_checkpoint(checkpoint, file, tmp_path
     np.testing.assert_allclose(q_of(pipe), q_of(wanjax.load(checkpoint)) + change(file), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_conversion_merges_a_lora(checkpoint, file, tmp_path, dtype):
+    """The converted checkpoint has the weights that `load` makes of the LoRA, and so has the one written back."""
+    plain, lora = tmp_path / "plain", f"{file}:0.5"
+    run("convert", checkpoint, plain, "--dtype", dtype)
+    assert "1 of 1 changes merged" in run("convert", plain, tmp_path / "merged", "--lora", lora)
+    run("convert", checkpoint, tmp_path / "at once", "--lora", lora, "--dtype", f"transformer={dtype}")
+    run("convert", plain, tmp_path / "back", "--to", "diffusers", "--lora", lora)
+    for name, source in (("merged", plain), ("back", plain), ("at once", checkpoint)):
+        pipe, loaded = wanjax.load(tmp_path / name), wanjax.load(source, lora=lora, param_dtype=dtype)
+        assert q_of(pipe).dtype == dtype
+        assert (q_of(pipe) != q_of(wanjax.load(plain))).any()
+        weights = [engine.parameters(each.transformer) for each in (pipe, loaded)]
+        jax.tree.map(np.testing.assert_array_equal, *weights)
+    assert json.loads((tmp_path / "merged/wanjax.json").read_text())["request"]["loras"] == ["style.safetensors:0.5"]
+    assert "already there" in run("convert", plain, tmp_path / "merged", "--lora", lora)
+    assert "as it was written" in run("convert", tmp_path / "merged", "--verify")
+
+
+def test_another_lora_needs_another_folder(checkpoint, file, tmp_path):
+    run("convert", checkpoint, tmp_path / "merged", "--lora", file)
+    for wrong, told in [
+        (("--lora", f"{file}:2"), "is not what was asked for"),
+        ((), "is not what was asked for"),
+        (("--lora", "nowhere.safetensors"), "there is no file nowhere.safetensors"),
+    ]:
+        result = CliRunner().invoke(main, ["convert", str(checkpoint), str(tmp_path / "merged"), *map(str, wrong)])
+        assert (result.exit_code, told in " ".join(result.output.split())) == (2, True), result.output
+    result = CliRunner().invoke(main, ["convert", str(tmp_path / "merged"), "--verify", "--lora", str(file)])
+    assert (result.exit_code, "--lora merges into a new one" in result.output) == (2, True)
+
+
 def test_a_lora_that_does_not_fit_is_refused_before_loading(checkpoint, file, tmp_path):
     other = tmp_path / "other.safetensors"
     save_safetensors(other, {f"{Q}.diff": np.ones((5, 5), np.float32)})
@@ -109,15 +148,6 @@ def test_each_of_two_experts_has_its_own_lora(checkpoint, file):
         merged = adapted.tensors(component, rules).read(KEY)
         np.testing.assert_allclose(merged, plain + strength * change(file), rtol=1e-6, atol=1e-6)
     assert adapted.tensors("vae", []).read("quant_conv.bias") is not None
-
-
-VIDEO = ["--size", "32x32", "--frames", "5", "--steps", "1"]
-
-
-def run(*args):
-    result = CliRunner().invoke(main, [str(arg) for arg in args])
-    assert result.exit_code == 0, result.output
-    return result.output
 
 
 def test_stages_record_the_lora(checkpoint, file, tmp_path, monkeypatch):

@@ -105,7 +105,7 @@ def test_help_lists_the_commands():
             "with-prompt image size height width frames steps guidance-scale attention block-q block-kv "
             "block-kv-compute window dtype compiler mesh rules quiet config help",
         ),
-        ("convert", "to dtype revision verify quiet config help"),
+        ("convert", "to dtype lora revision verify quiet config help"),
         ("info", "json config help"),
         ("models", "json config help"),
         ("bench", "quick keep json quiet config help"),

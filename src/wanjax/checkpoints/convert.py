@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from wanjax.checkpoints.arrays import Arrays, chunk_shape, synchronise
 from wanjax.checkpoints.files import Reader, SafetensorsFile, Spec, save_index, shards, write_safetensors, writing
@@ -30,6 +31,7 @@ from wanjax.checkpoints.manifest import REQUEST, SHARE, Progress, beside, counti
 from wanjax.checkpoints.networks import Kinds, Network, components, network
 from wanjax.checkpoints.sources import FORMAT, MANIFEST, UNUSED, WEIGHTS, Source, WanjaxSource, Weights, read_json
 from wanjax.converters import engine
+from wanjax.converters.readers import View
 from wanjax.converters.stream import stored, stream
 from wanjax.errors import WanjaxError
 
@@ -170,19 +172,33 @@ class Conversion(ABC):
             self._opened[name] = self.source.weights(name)
         return self._opened[name]
 
-    def _fingerprint(self) -> str:
-        """Returns a digest that changes when the files of the source do."""
-        digest = hashlib.sha256()
+    def _tensors(self, entry: Network, name: str) -> tuple[Reader, Reader]:
+        """Returns a component's tensors with their published names: as they are stored, and with LoRAs merged in."""
+        source = self.source
+        stored = source.original(name, source.base.tensors(name, entry.rules))
+        return stored, source.original(name, source.tensors(name, entry.rules)) if source.loras else stored
+
+    def _paths(self) -> Iterator[tuple[str, Path]]:
+        """Yields the files of the weights, each after the name of its network, and those of LoRAs after theirs."""
         for entry in self.networks:
-            for path in self._weights(entry.name).paths:
-                stat = path.stat()
-                digest.update(f"{entry.name} {path.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+            yield from ((entry.name, path) for path in self._weights(entry.name).paths)
+        yield from self.source.loras
+
+    def _fingerprint(self) -> str:
+        """Returns a digest that changes when the files of the source do, or the LoRAs."""
+        digest = hashlib.sha256()
+        for name, path in self._paths():
+            stat = path.stat()
+            digest.update(f"{name} {path.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
         return digest.hexdigest()[:SHARE]
+
+    def _merged(self) -> dict[str, Any]:
+        """Returns the entry of a request on LoRAs; none if there are none."""
+        return {"loras": [name for name, _ in self.source.loras]} if self.source.loras else {}
 
     def _check_download(self, progress: Progress) -> None:
         """Compares the weights' files with their checksums, where the hub's cache knows them."""
-        files = [path for entry in self.networks for path in self._weights(entry.name).paths]
-        named = [path for path in files if cached_checksum(path)]
+        named = [path for _, path in self._paths() if cached_checksum(path)]
         told = counting(progress, "checking", sum(path.stat().st_size for path in named))
         for path in named:
             with path.open("rb") as file:
@@ -247,11 +263,13 @@ class ToWanjax(Conversion):
             listed = ", ".join(components(source.index))
             raise WanjaxError(f"{source.name} has no {sorted(unknown)[0]} to store in another dtype, but {listed}")
         self._assignments: dict[str, list[engine.Assignment]] = {}
+        self._readers: dict[str, Reader] = {}
         super().__init__(source, target, kinds)
 
     def _converted(self, name: str) -> Converted:
-        found, weights, dtype = network(self.source, name, self.kinds), self._weights(name), self.dtypes.get(name)
-        specs = {key: weights.spec(key) for key in weights.keys()}  # noqa: SIM118
+        found, dtype = network(self.source, name, self.kinds), self.dtypes.get(name)
+        stored_tensors, self._readers[name] = self._tensors(found, name)
+        specs = {key: stored_tensors.spec(key) for key in stored_tensors.keys()}  # noqa: SIM118
         made_with = jnp.dtype(dtype or "float32")
         targets = engine.parameters(found.abstract(dtype=made_with, param_dtype=made_with))
         self._assignments[name] = assignments = engine.assign(found.rules, specs, targets, ignore=found.unused)
@@ -265,6 +283,7 @@ class ToWanjax(Conversion):
             "revision": self.source.revision,
             "dtypes": dict(self.dtypes),
             "fingerprint": self._fingerprint(),
+            **self._merged(),
         }
 
     def _is_there(self) -> bool:
@@ -277,9 +296,9 @@ class ToWanjax(Conversion):
             stacks = {each.target for each in assignments if each.stacked}
             chunks = {name: chunk_shape(spec, name in stacks) for name, spec in entry.written.items()}
             arrays = Arrays.create(self.partial / entry.name / WEIGHTS, entry.written, chunks)
-            stream(assignments, self._weights(entry.name), arrays, progress)
+            stream(assignments, self._readers[entry.name], arrays, progress)
             if entry.kept:
-                self._written(entry.name, UNUSED, entry.kept, self._weights(entry.name), progress)
+                self._written(entry.name, UNUSED, entry.kept, self._readers[entry.name], progress)
 
     def _finish(self, progress: Callable[[int], object]) -> None:
         found = {}
@@ -291,7 +310,7 @@ class ToWanjax(Conversion):
             synchronise(arrays.files())
             found[entry.name] = self._verified(arrays, progress)
             if entry.kept:
-                self._compare(entry.name, UNUSED, entry.kept, self._weights(entry.name), progress)
+                self._compare(entry.name, UNUSED, entry.kept, self._readers[entry.name], progress)
         manifest = {
             "format": FORMAT,
             "licence": self._licence(),
@@ -321,20 +340,20 @@ class ToDiffusers(Conversion):
     """A conversion from a wanjax checkpoint to the layout of diffusers. Each tensor keeps its stored dtype."""
 
     def __init__(self, source: Source, target: Path, kinds: Kinds):
-        if not isinstance(source, WanjaxSource):
+        if not isinstance(source.base, WanjaxSource):
             raise WanjaxError(f"{source.name} is no wanjax checkpoint: only what `convert` wrote can be written back")
-        self._stored = source
         self._readers: dict[str, Reader] = {}
         super().__init__(source, target, kinds)
 
     def _converted(self, name: str) -> Converted:
         found, arrays = network(self.source, name, self.kinds), self._weights(name)
-        self._readers[name] = exported = self._stored.original(name, found.rules)
+        stored_tensors, merged = self._tensors(found, name)
+        self._readers[name] = _AsStored(merged, stored_tensors)
         read = {key: arrays.spec(key) for key in arrays.keys()}  # noqa: SIM118
-        return Converted(name, found, read, {key: exported.spec(key) for key in exported.keys()})  # noqa: SIM118
+        return Converted(name, found, read, {key: stored_tensors.spec(key) for key in stored_tensors.keys()})  # noqa: SIM118
 
     def _request(self) -> dict[str, Any]:
-        return {"to": "diffusers", "fingerprint": self._fingerprint()}
+        return {"to": "diffusers", "fingerprint": self._fingerprint(), **self._merged()}
 
     def _is_there(self) -> bool:
         return False
@@ -360,6 +379,17 @@ class ToDiffusers(Conversion):
             reader, (_, files) = self._readers[entry.name], self._shards(entry)
             for name, specs in files.items():
                 self._compare(entry.name, name, specs, reader, progress)
+
+
+class _AsStored(View):
+    """A reader's tensors in the dtypes of another's."""
+
+    def __init__(self, reader: Reader, stored: Reader):
+        super().__init__(reader)
+        self.spec = stored.spec
+
+    def read(self, key: str) -> np.ndarray:
+        return self._reader.read(key).astype(self.spec(key).dtype, copy=False)
 
 
 class _Told:

@@ -3,6 +3,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,8 +34,9 @@ class AdaptedSource(Source):
     """
 
     def __init__(self, source: Source, loras: Sequence[Lora], kinds: Kinds, note: Note | None = None):
-        self._source = source
+        self._base = source
         self.name, self.root, self.revision, self.index = source.name, source.root, source.revision, source.index
+        self.loras: list[tuple[str, Path]] = []
         present = [name for name in PREFIXES if name in components(source.index)]
         self._files: dict[str, list[tuple[LoraFile, float]]] = {name: [] for name in present}
         for lora in loras:
@@ -43,6 +45,7 @@ class AdaptedSource(Source):
                 expert = f"{lora.expert}="
                 raise WanjaxError(f"{lora} is for one of two experts, which {source.name} has not: leave {expert} out")
             path = locate_file(lora.file)
+            self.loras.append((str(replace(lora, file=path.name)), path))
             for name in chosen:
                 file = _opened(source, name, path, kinds)
                 self._files[name].append((file, lora.strength))
@@ -53,27 +56,34 @@ class AdaptedSource(Source):
                     warnings.warn(told, stacklevel=2)
 
     @property
+    def base(self) -> Source:
+        return self._base
+
+    @property
     def origin(self) -> str:
-        return self._source.origin
+        return self._base.origin
 
     def check_room(self) -> int:
-        return self._source.check_room()
+        return self._base.check_room()
 
     def is_at_hand(self, component: str) -> bool:
-        return self._source.is_at_hand(component)
+        return self._base.is_at_hand(component)
 
     def tensors(self, component: str, rules: Iterable[Rule]) -> Reader:
-        tensors = self._source.tensors(component, rules)
+        tensors = self._base.tensors(component, rules)
         return Merged(tensors, self._files[component]) if self._files.get(component) else tensors
 
+    def original(self, component: str, tensors: Reader) -> Reader:
+        return self._base.original(component, tensors)
+
     def config(self, component: str) -> dict[str, Any]:
-        return self._source.config(component)
+        return self._base.config(component)
 
     def weights(self, component: str) -> Weights:
-        return self._source.weights(component)
+        return self._base.weights(component)
 
     def files(self, component: str) -> Sequence[Path]:
-        return self._source.files(component)
+        return self._base.files(component)
 
     def load(
         self,
@@ -85,7 +95,7 @@ class AdaptedSource(Source):
         progress: Progress | None = None,
     ) -> Module:
         if not self._files.get(component):  # the source's own way of loading is faster
-            return self._source.load(component, abstract, rules, ignore=ignore, progress=progress)
+            return self._base.load(component, abstract, rules, ignore=ignore, progress=progress)
         return super().load(component, abstract, rules, ignore=ignore, progress=progress)
 
 

@@ -51,6 +51,13 @@ class Source(ABC):
     """The commit of the repository on the hub; None for a local folder."""
     index: dict[str, Any]
     """`model_index.json`: the pipeline's class, and each component's library and class."""
+    loras: Sequence[tuple[str, Path]] = ()
+    """What `tensors` has merged in: each LoRA's name, with its strength and expert, and its file."""
+
+    @property
+    def base(self) -> "Source":
+        """The same checkpoint without LoRAs."""
+        return self
 
     @property
     def origin(self) -> str:
@@ -68,6 +75,13 @@ class Source(ABC):
     def tensors(self, component: str, rules: Iterable[Rule]) -> Reader:
         """Returns the component's tensors with the names and shapes of diffusers, to which `rules` apply."""
         return self.weights(component)
+
+    def original(self, component: str, tensors: Reader) -> Reader:
+        """Returns all tensors that the component had where it was published, by their names there.
+
+        `tensors` are those that `tensors` returned, of this source or of one with LoRAs.
+        """
+        return tensors
 
     @abstractmethod
     def files(self, component: str) -> Sequence[Path]:
@@ -169,10 +183,9 @@ class WanjaxSource(DiffusersSource):
     def weights(self, component: str) -> Arrays:
         return Arrays(self.folder(component) / WEIGHTS)
 
-    def original(self, component: str, rules: Iterable[Rule]) -> Reader:
-        """Returns all tensors of the original checkpoint, by their original names."""
+    def original(self, component: str, tensors: Reader) -> Reader:
         names, unused = self.manifest.get("names", {}).get(component, {}), self.folder(component) / UNUSED
-        used = Renamed(self.tensors(component, rules), lambda key: names.get(key, key))
+        used = Renamed(tensors, lambda key: names.get(key, key))
         return Together(used, SafetensorsFile(unused)) if unused.exists() else used
 
     def tensors(self, component: str, rules: Iterable[Rule]) -> Reader:

@@ -303,6 +303,7 @@ def calibrate(report: Report, **given: Any) -> None:
     metavar="[COMPONENT=]DTYPE",
     help="What weights are stored in: bfloat16 or float32, for all but the autoencoder, or for the component named.",
 )
+@options.lora
 @click.option("--revision", metavar="NAME", help="Branch, tag or commit on the hub.")
 @click.option("--verify", "check", is_flag=True, help="Compare SOURCE, a wanjax checkpoint, with its checksums.")
 @options.quiet
@@ -313,7 +314,8 @@ def convert(report: Report, **given: Any) -> None:
 
     A folder has the layout of diffusers or of the model's authors. A file holds the transformer, and may hold other
     components, as for ComfyUI. The checkpoint in FOLDER loads directly onto any number of devices. Weights keep their
-    dtype unless --dtype is given. The same command resumes a conversion that was stopped.
+    dtype unless --dtype is given. With --lora the checkpoint has the LoRA merged in. The same command resumes a
+    conversion that was stopped.
     """
     from wanjax.cli import conversion
 

@@ -8,19 +8,30 @@ from pathlib import Path
 import click
 
 from wanjax.checkpoints.convert import Conversion, ToDiffusers, ToWanjax
+from wanjax.checkpoints.lora import AdaptedSource
 from wanjax.checkpoints.manifest import Progress, verify
 from wanjax.checkpoints.networks import components, network
 from wanjax.checkpoints.sources import Source
 from wanjax.cli.report import Report
+from wanjax.converters.lora import Lora
 from wanjax.errors import WanjaxError
 from wanjax.registry import find, kinds
 
 
 def convert(
-    report: Report, source: str, target: Path | None, to: str, dtypes: Sequence[str], revision: str | None, check: bool
+    report: Report,
+    source: str,
+    target: Path | None,
+    to: str,
+    dtypes: Sequence[str],
+    lora: Sequence[str],
+    revision: str | None,
+    check: bool,
 ) -> None:
-    """Converts the source to the target or, with `check`, verifies the source's checksums."""
+    """Converts the source, with LoRAs merged in, to the target or, with `check`, verifies the source's checksums."""
     if check:
+        if lora:
+            raise click.UsageError("--verify reads a checkpoint as it is: --lora merges into a new one")
         _verify(report, source, target)
         return
     if target is None:
@@ -30,6 +41,8 @@ def convert(
         raise WanjaxError(f"{source} is {preset.source} with a LoRA, merged when it is loaded: convert the former")
     if (lent := found.lent) and found.origin != found.name:
         report.note(f"{source} holds no {', '.join(lent)}: taken from {found.origin}")
+    if lora:
+        found = AdaptedSource(found, [Lora.parse(text) for text in lora], kinds(), report.note)
     if to == "diffusers":
         conversion: Conversion = ToDiffusers(found, target, kinds())
     else:
