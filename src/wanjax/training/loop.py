@@ -8,7 +8,7 @@ sees the same as one that is left alone, and ends with the same bits.
 import json
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from wanjax.training.objective import Loss
 
 STATES = "checkpoints"
 TOLD = "training.json"
-METRICS = "metrics.jsonl"
 Filter = Callable[[Any, Any], bool]
 Draw = Callable[[int, np.random.Generator], Any]
 After = Callable[[int, Mapping[str, jax.Array]], Any]
@@ -214,31 +213,6 @@ def _mean(gradient: Callable[..., Any], weights: Any, batch: Any, key: jax.Array
         return jax.tree.map(lambda a, b: a + b / jnp.asarray(parts, b.dtype), total, found), None
 
     return jax.lax.scan(add, zeros, (split, keys))[0]
-
-
-class Metrics:
-    """The metrics of steps as lines of JSON. Those after the step from which a training goes on are dropped."""
-
-    def __init__(self, folder: Path, step: int):
-        self.file = folder / METRICS
-        lines = []
-        with suppress(OSError):
-            for line in self.file.read_text(encoding="utf-8").splitlines():
-                with suppress(ValueError, KeyError, TypeError):
-                    if json.loads(line)["step"] <= step:
-                        lines.append(line)
-        try:
-            self.file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        except OSError as error:
-            raise WanjaxError(f"{self.file} cannot be written: {error.strerror or error}") from error
-
-    def add(self, step: int, **values: Any) -> None:
-        """Writes a line."""
-        try:
-            with self.file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, **values}) + "\n")
-        except OSError as error:
-            raise WanjaxError(f"{self.file} cannot be written: {error.strerror or error}") from error
 
 
 def _short(value: Any) -> str:

@@ -4,6 +4,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +27,8 @@ from wanjax.training.batches import Batches
 from wanjax.training.config import TrainConfig
 from wanjax.training.data import KEPT, Listing, list_data
 from wanjax.training.encoded import NEGATIVE, Piece, Store, described, joined, load_text, told
-from wanjax.training.loop import Metrics, Trainer, everything
+from wanjax.training.loop import Trainer, everything
+from wanjax.training.metrics import Metrics
 from wanjax.training.objective import Batch, NoiseLevels, error, loss_of, settings_of
 from wanjax.training.optimizers import optimizer, schedule
 from wanjax.training.result import save_checkpoint, save_lora
@@ -106,7 +108,8 @@ class Training:
         written = self.out
         for name in self.networks:
             learner = Learner(self, name)
-            learner.run()
+            with closing(learner.metrics):
+                learner.run()
             if self.config.lora is not None:
                 written = learner.save(learner.out / LORA)
             else:
@@ -196,7 +199,7 @@ class Learner:
             step, at, metrics = self._pending.popleft()
             values = {name: float(value) for name, value in metrics.items()}
             self.training.count("step", step, self.config.steps)
-            self.metrics.add(step, **values, rate=float(np.asarray(self.rate(step - 1))), time=round(at, 3))
+            self.metrics.add(step, at, **values, rate=float(np.asarray(self.rate(step - 1))))
             if not np.isfinite(values["loss"]):
                 raise WanjaxError(f"the loss is not finite after step {step}: a lower rate or float32 may help")
             if step % self.config.evaluate_every == 0 or step in (1, self.config.steps):
@@ -207,7 +210,7 @@ class Learner:
         last = step == self.config.steps
         if self.training.held_out and (step % self.config.evaluate_every == 0 or last):
             value = self.held_out_loss()
-            self.metrics.add(step, held_out=value)
+            self.metrics.add(step, time.time(), held_out=value)
             self.training.note(f"step {step}: held-out loss {value:.4f}")
         if self.config.samples and (step % self.config.sample_every == 0 or last):
             self.sample(step)

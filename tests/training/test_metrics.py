@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The metrics of a training: lines of JSON, and TensorBoard's curves where it is installed."""
+
+import json
+import sys
+from contextlib import closing
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.util.tensor_util import make_ndarray
+
+from wanjax.training.metrics import CURVES, METRICS, Metrics
+
+
+def write(folder, begun, steps):
+    with closing(Metrics(folder, begun)) as metrics:
+        for step in steps:
+            metrics.add(step, 1e9 + step, loss=1 / step)
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+
+
+def test_a_training_that_goes_on_drops_what_came_after_its_step(tmp_path):
+    write(tmp_path, 0, [1, 2, 3])
+    write(tmp_path, 2, [3, 4])
+    assert lines(tmp_path) == [{"step": step, "loss": 1 / step, "time": 1e9 + step} for step in (1, 2, 3, 4)]
+
+
+def test_tensorboard_shows_the_same_numbers(tmp_path):
+    write(tmp_path, 0, [1, 2, 4])
+    events = EventAccumulator(str(tmp_path / CURVES)).Reload().Tensors("loss")
+    shown = [(event.step, event.wall_time, make_ndarray(event.tensor_proto).item()) for event in events]
+    assert shown == [(line["step"], line["time"], line["loss"]) for line in lines(tmp_path)]
+
+
+def test_without_tensorboard_there_are_the_lines(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard.summary", None)
+    write(tmp_path, 0, [1, 2])
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2]
+    assert not (tmp_path / CURVES).exists()
