@@ -127,6 +127,8 @@ def test_a_given_video_begins_between_noise_and_itself():
 def test_what_a_schedule_cannot_have():
     with pytest.raises(WanjaxError, match="no noise levels by diffusers: the sigmas official would do"):
         RCM().schedule(4, shift=5.0, sigmas="diffusers")
+    with pytest.raises(WanjaxError, match="no noise levels by diffusers"):
+        CAUSVID.schedule(3, shift=8.0, sigmas="diffusers")
     with pytest.raises(WanjaxError, match="flow shift 0"):
         Consistency().schedule(4, shift=0)
     with pytest.raises(WanjaxError, match="0 steps"):

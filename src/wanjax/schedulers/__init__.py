@@ -73,7 +73,7 @@ _DIFFUSION = {
     "steps_offset": (0, [0]),
 }
 _DISCRETE: Mapping[Any, type[Diffusion]] = {"CogVideoXDDIMScheduler": DDIM, "CogVideoXDPMScheduler": DPM}
-_FLOW_EULER = _BOTH | {"invert_sigmas": (False, [False, None]), "stochastic_sampling": (False, [False, None])}
+_FLOW = _BOTH | {"invert_sigmas": (False, [False, None]), "scale_factors": (None, [None])}
 
 
 def from_config(config: Mapping[str, Any]) -> Scheduler:
@@ -87,15 +87,16 @@ def from_config(config: Mapping[str, Any]) -> Scheduler:
             _check(config, _UNIPC)
             check_flow(config.get("flow_shift", 1.0), "official")
             return UniPC(order=config.get("solver_order", 2))
-        case "FlowMatchEulerDiscreteScheduler":
-            _check(config, _FLOW_EULER)
+        case "FlowMatchEulerDiscreteScheduler" | "FlowMatchLCMScheduler":
+            _check(config, _FLOW)
             check_flow(config.get("shift", 1.0), "official")
-            return FlowEuler()
+            noisy = config.get("stochastic_sampling") or name == "FlowMatchLCMScheduler"
+            return Consistency() if noisy else FlowEuler()
     if name in _DISCRETE:  # some of the other entries, such as clip_sample, have no effect in the reference
         _check(config, _DIFFUSION)
         shift, spacing = config.get("snr_shift_scale", 3.0), config.get("timestep_spacing", "leading")
         return _DISCRETE[name](snr_shift=shift, spacing=spacing)
-    known = ["UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler", *_DISCRETE]
+    known = ["UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler", "FlowMatchLCMScheduler", *_DISCRETE]
     raise WanjaxError(f"the scheduler {name!r} is not known: {' or '.join(known)} would do")
 
 

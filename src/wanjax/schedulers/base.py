@@ -138,6 +138,19 @@ def shifted(sigmas: np.ndarray, shift: float) -> np.ndarray:
     return shift * sigmas / (1 + (shift - 1) * sigmas)
 
 
+def even_levels(steps: int, shift: float, sigmas: str) -> np.ndarray:
+    """Returns noise levels that are spread evenly and shifted, in falling order, without the last, which is 0.
+
+    The official ones fall evenly from 1. diffusers shifts twice by default: first the two ends, then all between them.
+    """
+    if sigmas == "official":
+        line = np.linspace(1, 0, steps + 1)[:-1].astype(np.float32)
+    else:
+        high, low = shifted(np.array([1, 1 / TRAIN_STEPS], np.float32), shift)
+        line = np.linspace(float(high), float(low), steps)
+    return shifted(line, shift)
+
+
 def check_steps(steps: int, skip: int) -> None:
     """Raises WanjaxError unless there is at least one step, and one is left after `skip`."""
     if steps < 1:

@@ -25,6 +25,7 @@ from wanjax.schedulers.base import (
     Scheduler,
     check_flow,
     check_steps,
+    even_levels,
     shifted,
 )
 from wanjax.schedulers.noise import Drawn, Given, noise_source, take_noise
@@ -40,9 +41,7 @@ class Renoising(Scheduler):
         """Returns noise levels and unrounded timesteps; raises WanjaxError for an invalid shift or sigmas."""
         check_steps(steps, skip)
         check_flow(shift, sigmas)
-        if sigmas != "official":
-            raise WanjaxError(f"distilled models have no noise levels by {sigmas}: the sigmas official would do")
-        timesteps, levels = self._levels(steps, shift)
+        timesteps, levels = self._levels(steps, shift, sigmas)
         return Schedule(timesteps[skip:].astype(np.float32), np.append(levels[skip:], 0).astype(np.float32))
 
     def init(
@@ -63,8 +62,8 @@ class Renoising(Scheduler):
         return schedule.alphas[index + 1] * x0 + schedule.sigmas[index + 1] * noise, state
 
     @abstractmethod
-    def _levels(self, steps: int, shift: float) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the timesteps and the noise levels in float64, without the last level, which is 0."""
+    def _levels(self, steps: int, shift: float, sigmas: str) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the timesteps and the noise levels, without the last level, which is 0."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,8 @@ class Consistency(Renoising):
     """The solver of models distilled at given `timesteps`, such as 1000, 757, 522; without any, they are spread evenly.
 
     Evenly spread timesteps are shifted: four steps are 1000, 750, 500, 250 before the shift. Follows
-    pipeline/causal_inference.py and utils/scheduler.py of guandeh17/Self-Forcing. Given timesteps are those that the
+    pipeline/causal_inference.py and utils/scheduler.py of guandeh17/Self-Forcing, and diffusers'
+    schedulers/scheduling_flow_match_lcm.py. Given timesteps are those that the
     network is told, without a shift; the noise level of each is the nearest among those of the thousand timesteps of
     training, which are shifted. Follows causvid/models/wan/bidirectional_inference.py of tianweiy/CausVid, and
     fastvideo/pipelines/stages/denoising.py of hao-ai-lab/FastVideo.
@@ -89,10 +89,11 @@ class Consistency(Renoising):
                 "1000, 757, 522 would do"
             )
 
-    def _levels(self, steps: int, shift: float) -> tuple[np.ndarray, np.ndarray]:
+    def _levels(self, steps: int, shift: float, sigmas: str) -> tuple[np.ndarray, np.ndarray]:
         if not self.timesteps:
-            levels = shifted(_along([1.0], steps), shift)
+            levels = even_levels(steps, shift, sigmas).astype(np.float32)
             return levels * TRAIN_STEPS, levels
+        _check_official(sigmas)
         told = _along(self.timesteps, steps)
         trained = shifted(np.arange(TRAIN_STEPS, 0, -1) / TRAIN_STEPS, shift)
         nearest = np.abs(trained * TRAIN_STEPS - told[:, None]).argmin(1)
@@ -122,10 +123,17 @@ class RCM(Renoising):
         """Returns the noise at the first level, without a clean sample."""
         return schedule.sigmas[0] * noise
 
-    def _levels(self, steps: int, shift: float) -> tuple[np.ndarray, np.ndarray]:
+    def _levels(self, steps: int, shift: float, sigmas: str) -> tuple[np.ndarray, np.ndarray]:
+        _check_official(sigmas)
         angles = _along((np.arctan(self.sigma_max), *self.angles), steps)
         levels = np.sin(angles) / (np.cos(angles) + np.sin(angles))
         return levels * TRAIN_STEPS, levels
+
+
+def _check_official(sigmas: str) -> None:
+    """Raises WanjaxError for other noise levels than those of the models' authors."""
+    if sigmas != "official":
+        raise WanjaxError(f"distilled models have no noise levels by {sigmas}: the sigmas official would do")
 
 
 def _along(points: Sequence[float], steps: int) -> np.ndarray:

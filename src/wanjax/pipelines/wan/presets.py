@@ -31,7 +31,7 @@ from wanjax.pipelines.wan.conditioning import (
     IMAGE_TO_VIDEO,
 )
 from wanjax.pipelines.wan.settings import WanSettings
-from wanjax.schedulers import RCM, FlowEuler, Scheduler
+from wanjax.schedulers import RCM, Consistency, FlowEuler, Scheduler
 
 NANO = Path(str(files("wanjax") / "nano"))
 OFFICIAL_NEGATIVE_PROMPT = (
@@ -331,7 +331,8 @@ def settings_of(source: Source, architecture: WanArchitecture, preset: Preset | 
     if preset is None:
         scheduler = source.config("scheduler")
         shift = scheduler.get("flow_shift", scheduler.get("shift"))
-        few = {"guidance_scale": 1.0} | _THREE if architecture.scheduler == THREE_STEPS else {}
+        few = _THREE if architecture.scheduler == THREE_STEPS else {"steps": 4}
+        few = few | {"guidance_scale": 1.0} if isinstance(architecture.scheduler, Consistency) else {}
         own = read_json(source.root / "generation_config.json", missing={})
         settings = settings.updated({"flow_shift": shift} | few | own)
     assert isinstance(settings, WanSettings)
