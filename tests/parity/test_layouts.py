@@ -15,6 +15,8 @@ import torch
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from tests.support import tiny
+from tests.support.commands import succeeded
+from tests.support.commands import wanjax as command
 from tests.support.published import transformer_keys
 from wanjax import registry
 from wanjax.checkpoints import layouts, sources
@@ -213,6 +215,19 @@ def test_a_single_file_on_the_hub(diffusers, tmp_path, monkeypatch):
     assert isinstance(source, FileSource)
     assert source.root == path
     assert source.lent == ["text_encoder", "tokenizer", "vae"]
+
+
+def test_a_conversion_of_a_file_among_several_is_known_as_its_preset(diffusers, tmp_path, monkeypatch):
+    """The file lends components of the plain model, whose settings are others."""
+    save_safetensors(tmp_path / "model.safetensors", theirs(diffusers, "transformer"))
+    monkeypatch.setattr(sources, "locate_file", lambda name, revision: tmp_path / "model.safetensors")
+    monkeypatch.setattr(layouts.RecognisedSource, "_lender", lambda self, component: DiffusersSource(diffusers))
+    known = registry.presets()["wan2.1-t2v-1.3b-causvid"]
+    few = replace(known, name="few", source="owner/name/part/model.safetensors", architecture=None)
+    monkeypatch.setattr(registry, "presets", lambda: {"few": few})
+    succeeded(command("convert", "few", tmp_path / "converted"))
+    pipe = registry.load(tmp_path / "converted")
+    assert (pipe.scheduler, pipe.defaults.steps) == (known.scheduler, 3)
 
 
 def test_a_file_with_everything(diffusers, tmp_path):
