@@ -113,6 +113,9 @@ def test_a_model_in_the_box_from_a_clip_and_under_a_cache():
         for s in (0.25, 1.0)
     )  # fmt: skip
     assert nearer < farther
+    moved = pipe("moving up", image=clip.frames[0], steps=4, seed=2)
+    kept, changed = (np.abs(moved.frames[i] - 0.0 - clip.frames[0]).mean() for i in (0, -1))
+    assert kept < min(5, changed)
     cached = pipe("a red circle moving right", steps=8, seed=1, cache="deepcache:2,7,2")
     assert cached.frames.shape == clip.frames.shape
 
