@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Opens files of tensors of either format, and reads a checkpoint as one of another layout."""
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -169,6 +170,27 @@ class Flattened(View):
 
     def _shape(self, key: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(dropwhile(lambda size: size == 1, shape)) if key in self._names else shape
+
+
+class Unflattened(View):
+    """A checkpoint in which the named kernel of a projection of patches [out, in · patch] is [out, in, *patch]."""
+
+    def __init__(self, reader: Reader, name: str, patch: tuple[int, ...]):
+        super().__init__(reader)
+        self._name, self._patch = name, patch
+
+    def spec(self, key: str) -> Spec:
+        shape, dtype = self._reader.spec(key)
+        return Spec(self._shape(key, shape), dtype)
+
+    def read(self, key: str) -> np.ndarray:
+        x = self._reader.read(key)
+        return x.reshape(self._shape(key, x.shape))
+
+    def _shape(self, key: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if key != self._name or len(shape) != 2 or shape[1] % math.prod(self._patch):
+            return shape
+        return (shape[0], shape[1] // math.prod(self._patch), *self._patch)
 
 
 class Unfused(View):

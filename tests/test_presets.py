@@ -34,7 +34,11 @@ from wanjax.models.wan.config import (
 from wanjax.pipelines.wan import FAMILY
 from wanjax.pipelines.wan.presets import NANO, OFFICIAL_NEGATIVE_PROMPT
 from wanjax.pipelines.wan.programs import TEXT_LENGTH
-from wanjax.registry import presets
+from wanjax.registry import FREE, find, outline, presets
+from wanjax.schedulers import named
+
+RCM_FILES, FASTWAN = "worstcoder/rcm-Wan/rCM_Wan2.1_T2V", "FastVideo/FastWan"
+CAUSVID, THREE = "tianweiy/CausVid/bidirectional_checkpoint2/model.pt", "consistency:timesteps=1000,757,522"
 
 
 class Published(NamedTuple):
@@ -175,7 +179,37 @@ def test_invalid_numbers_are_refused(change):
 
 @pytest.mark.parametrize("name", [preset.name for preset in FAMILY.presets])
 def test_a_preset_has_the_right_number_of_parameters(name):
-    assert presets()[name].transformer_parameters == NETWORKS[name.removesuffix("-4step")].parameters
+    base = next(known for known in (*NETWORKS, "") if name == known or name.startswith(f"{known}-"))
+    assert presets()[name].transformer_parameters == NETWORKS[base].parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "scheduler", "size", "frames", "steps", "shift", "licence"),
+    [
+        ("wan2.1-t2v-1.3b-rcm", f"{RCM_FILES}_1.3B_480p.pt", "rcm", (480, 832), 77, 4, 5.0, FREE),
+        ("wan2.1-t2v-14b-rcm-480p", f"{RCM_FILES}_14B_480p.pt", "rcm", (480, 832), 77, 4, 5.0, FREE),
+        ("wan2.1-t2v-14b-rcm-720p", f"{RCM_FILES}_14B_720p.pt", "rcm:sigma_max=120", (720, 1280), 77, 4, 5.0, FREE),
+        ("wan2.1-t2v-1.3b-causvid", CAUSVID, THREE, (480, 832), 81, 3, 8.0, "CC-BY-NC-4.0"),
+        ("wan2.1-t2v-1.3b-fastwan", f"{FASTWAN}2.1-T2V-1.3B-Diffusers", THREE, (448, 832), 61, 3, 8.0, FREE),
+        ("wan2.2-ti2v-5b-fastwan", f"{FASTWAN}2.2-TI2V-5B-FullAttn-Diffusers", THREE, (704, 1280), 121, 3, 8.0, FREE),
+    ],
+)
+def test_distilled_models(name, source, scheduler, size, frames, steps, shift, licence):
+    preset, defaults = presets()[name], presets()[name].defaults
+    assert (preset.source, preset.licence, preset.loras) == (source, licence, ())
+    assert preset.scheduler == named(scheduler)
+    assert outline(name)[1].scheduler == named(scheduler)
+    assert (defaults.model, defaults.size, defaults.frames) == (name, size, frames)
+    assert (defaults.steps, defaults.guidance_scale, defaults.flow_shift) == (steps, 1.0, shift)
+    defaults.check(spatial=32 if "5b" in name else 16, temporal=4)
+
+
+def test_a_file_has_no_name_without_its_owner():
+    """`--model model.pt` is a file that is missing, not the one file of that name on the hub."""
+    assert presets()["wan2.1-t2v-1.3b-causvid"].bare_names == []
+    assert presets()["wan2.1-t2v-1.3b-fastwan"].bare_names == ["FastWan2.1-T2V-1.3B-Diffusers"]
+    with pytest.raises(WanjaxError, match=r"no model is named 'model\.pt'"):
+        find("model.pt")
 
 
 SMALL, LARGE = (480, 832), (720, 1280)

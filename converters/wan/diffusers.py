@@ -96,6 +96,14 @@ def transformer_rules(config: TransformerConfig) -> list[Rule]:
     return rules
 
 
+def transformer_unused(config: TransformerConfig) -> list[str]:
+    """Returns patterns of the unused keys: the gates of video sparse attention (2505.13389), where all keys are seen.
+
+    The names are those of fastvideo/models/dits/wanvideo.py of hao-ai-lab/FastVideo.
+    """
+    return ["blocks.*.to_gate_compress.*"]
+
+
 def _control_rules(config: ControlTransformerConfig) -> list[Rule]:
     """Returns the rules for the additional parameters of a transformer that follows a control clip."""
     return [

@@ -9,7 +9,7 @@ from typing import Any
 
 from wanjax.checkpoints.files import Reader
 from wanjax.checkpoints.layouts import TRANSFORMER_PREFIXES, VAE_PREFIXES, Component, held
-from wanjax.converters.readers import Descaled, Flattened, Names, Renamed, Unfused
+from wanjax.converters.readers import Descaled, Flattened, Names, Renamed, Unflattened, Unfused
 from wanjax.converters.wan import original
 from wanjax.errors import WanjaxError
 
@@ -25,6 +25,7 @@ PREFIXES = {
     "text_encoder": ("", "text_encoders.umt5xxl.transformer."),
     "image_encoder": ("",),
 }
+PATCH = (1, 2, 2)  # of all transformers of Wan; trainers that project patches keep flat kernels
 TOKENIZERS = ("spiece_model",)  # stored with the weights of text encoders
 
 
@@ -45,7 +46,7 @@ def component(name: str, reader: Reader, given: Mapping[str, Any] | None = None)
     authors = TELLING[name][0] in keys
     match name:
         case "transformer":
-            names = original.TRANSFORMER
+            names, reader = original.TRANSFORMER, Unflattened(reader, "patch_embedding.weight", PATCH)
             json = original.transformer_json(_theirs(reader, names, authors), given)
         case "vae":
             json, names = _vae(reader, authors)

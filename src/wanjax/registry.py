@@ -18,6 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from wanjax.checkpoints.hub import check_file
 from wanjax.checkpoints.lora import AdaptedSource, Note
 from wanjax.checkpoints.networks import Network, NetworkKind, components, network
 from wanjax.checkpoints.sources import Layout, Source, open_source
@@ -111,7 +112,7 @@ def _published(name: str) -> Preset | None:
     known = presets()
     bare = "/" not in name and not Path(name).exists()
     for preset in known.values():
-        if name in preset.sources or (bare and name in [source.rpartition("/")[2] for source in preset.sources]):
+        if name in preset.sources or (bare and name in preset.bare_names):
             return preset
     return known.get(name)
 
@@ -218,7 +219,7 @@ def load(
     check_set(compiler)
     dtype, param_dtype = dtype_name(dtype), dtype_name(param_dtype, "param_dtype")
     set_cache_folder()
-    found = _scheduled_by(scheduler, _adapted(_told(examine(model, revision), note), lora, note))
+    found = _scheduled_by(scheduler, _adapted(_told(model, revision, note), lora, note))
     return _pipeline(found, Loading(dtype, param_dtype, attention, mesh, video, rules, compiler, offload, progress))
 
 
@@ -236,16 +237,26 @@ class Loading(NamedTuple):
     progress: Progress | None
 
 
-def _told(found: Checkpoint, note: Note | None) -> Checkpoint:
-    """Returns the checkpoint; tells the licence of weights to be downloaded, where it sets conditions of its own.
+def _told(model: str | Path, revision: str | None, note: Note | None) -> Checkpoint:
+    """Examines a checkpoint; tells the licence of weights to be downloaded, where it sets conditions of its own.
 
     Raises WanjaxError where the disk has no room for the download.
     """
-    preset = found.preset
-    if found.source.check_room() and preset and preset.licence != FREE:
-        told = f"the weights of {preset.name} are under the {preset.licence}, whose text {preset.source} on the hub has"
-        note(told) if note else warnings.warn(told, stacklevel=4)  # past `load` and its decorators
+    preset = _published(str(model))
+    opened = check_file(preset.source, revision=revision) if preset else 0  # a single file is downloaded to be examined
+    if opened:
+        _tell_licence(preset, note)
+    found = examine(model, revision)
+    if found.source.check_room() and not opened:
+        _tell_licence(found.preset, note)
     return found
+
+
+def _tell_licence(preset: Preset | None, note: Note | None) -> None:
+    if preset and preset.licence != FREE:
+        repository = "/".join(preset.source.split("/")[:2])
+        told = f"the weights of {preset.name} are under the {preset.licence}, whose text {repository} on the hub has"
+        note(told) if note else warnings.warn(told, stacklevel=5)  # past `load` and its decorators
 
 
 def _adapted(found: Checkpoint, given: Loras, note: Note | None) -> Checkpoint:

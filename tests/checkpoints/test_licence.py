@@ -9,6 +9,28 @@ import wanjax
 from tests.support.hub import ID
 from tests.support.tiny import tiny_checkpoint
 from wanjax import registry
+from wanjax.errors import WanjaxError
+
+
+@pytest.mark.usefixtures("online")
+def test_the_licence_of_a_single_file_is_told_before_it_is_downloaded(server, tmp_path, monkeypatch):
+    """The file is downloaded to be examined, and so before anything else."""
+    file, tiny = f"{ID}/part/model.safetensors", tiny_checkpoint(tmp_path / "tiny")
+    [weights] = (tiny / "transformer").glob("*.safetensors")
+    server.files = {"part/model.safetensors": weights.read_bytes()}
+    like = replace(registry.presets()["wan2.1-t2v-1.3b-causvid"], name="bound", source=file, architecture=None)
+    monkeypatch.setattr(registry, "presets", lambda: {"bound": like})
+    opened, told = registry.examine, []
+    monkeypatch.setattr(
+        registry, "examine", lambda *given, **more: (told.append("examined"), opened(*given, **more))[1]
+    )
+    for _ in range(2):
+        with pytest.raises(WanjaxError, match="holds no"):  # the tiny model is that of no repository
+            wanjax.load("bound", note=told.append)
+    assert told == [
+        f"the weights of bound are under the CC-BY-NC-4.0, whose text {ID} on the hub has",
+        *["examined"] * 2,
+    ]
 
 
 @pytest.mark.usefixtures("online")

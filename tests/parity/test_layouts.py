@@ -15,6 +15,8 @@ import torch
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from tests.support import tiny
+from tests.support.commands import succeeded
+from tests.support.commands import wanjax as command
 from tests.support.published import transformer_keys
 from wanjax import registry
 from wanjax.checkpoints import layouts, sources
@@ -31,6 +33,7 @@ from wanjax.models.wan.config import T2V_1_3B, T2V_14B
 from wanjax.pipelines.wan import layouts as wan_layouts
 from wanjax.pipelines.wan.layouts import LAYOUT, FileSource, OriginalSource
 from wanjax.pipelines.wan.networks import NETWORKS
+from wanjax.schedulers import Consistency
 
 open_source = partial(sources.open_source, layouts=(LAYOUT,))
 NAMES = {
@@ -165,6 +168,44 @@ def test_a_single_file_of_a_transformer(prefix, named, diffusers, tmp_path):
     assert_same_weights(source.weights("transformer"), reference)
 
 
+@pytest.mark.parametrize("made", ["rcm", "causvid"])
+def test_the_file_of_a_distillation(made, diffusers, tmp_path):
+    """rCM's trainer prefixes `net.` and projects flat patches; CausVid's keeps the generator beside its critic."""
+    reference = SafetensorsFolder(diffusers / "transformer")
+    tensors = {key: torch.from_numpy(np.array(value)) for key, value in theirs(diffusers, "transformer").items()}
+    if made == "rcm":
+        tensors["patch_embedding.weight"] = tensors["patch_embedding.weight"].flatten(1)
+        torch.save({f"net.{key}": value for key, value in tensors.items()}, tmp_path / "model.pt")
+    else:
+        generator = {f"model.{key}": value for key, value in tensors.items()}
+        critic = {key: value + 1 for key, value in generator.items()}
+        torch.save({"generator": generator, "critic": critic}, tmp_path / "model.pt")
+    source = open_source(tmp_path / "model.pt")
+    assert isinstance(source, FileSource)
+    assert_same_weights(source.weights("transformer"), reference)
+
+
+def test_the_folder_of_a_model_distilled_with_sparse_attention(diffusers, tmp_path):
+    """Its class names the sampler, and the gates of sparse attention are left out."""
+    shutil.copytree(diffusers, tmp_path / "few")
+    index = json.loads((tmp_path / "few/model_index.json").read_text())
+    (tmp_path / "few/model_index.json").write_text(json.dumps(index | {"_class_name": "WanDMDPipeline"}))
+    [file] = (tmp_path / "few/transformer").glob("*.safetensors")
+    tensors = {key: np.array(open_tensors(file).read(key)) for key in open_tensors(file).keys()}  # noqa: SIM118
+    gates = {
+        f"blocks.{i}.to_gate_compress.{leaf}": np.ones(3, np.float32) for i in (0, 1) for leaf in ("weight", "bias")
+    }
+    save_safetensors(file, tensors | gates)
+    few, whole = registry.load(tmp_path / "few"), registry.load(diffusers)
+    jax.tree.map(np.testing.assert_array_equal, *(parameters(pipe.transformer) for pipe in (few, whole)))
+    assert few.scheduler == Consistency(timesteps=(1000.0, 757.0, 522.0))
+    assert (few.defaults.steps, few.defaults.guidance_scale, few.defaults.flow_shift) == (3, 1.0, 8.0)
+    assert few.architecture.task == whole.architecture.task
+    save_safetensors(file, tensors | {"blocks.0.other": gates["blocks.0.to_gate_compress.bias"]})
+    with pytest.raises(WanjaxError, match=r"blocks\.0\.other"):
+        _ = registry.load(tmp_path / "few").transformer
+
+
 def test_a_single_file_on_the_hub(diffusers, tmp_path, monkeypatch):
     path = tmp_path / "wan.safetensors"
     save_safetensors(path, theirs(diffusers, "transformer"))
@@ -174,6 +215,19 @@ def test_a_single_file_on_the_hub(diffusers, tmp_path, monkeypatch):
     assert isinstance(source, FileSource)
     assert source.root == path
     assert source.lent == ["text_encoder", "tokenizer", "vae"]
+
+
+def test_a_conversion_of_a_file_among_several_is_known_as_its_preset(diffusers, tmp_path, monkeypatch):
+    """The file lends components of the plain model, whose settings are others."""
+    save_safetensors(tmp_path / "model.safetensors", theirs(diffusers, "transformer"))
+    monkeypatch.setattr(sources, "locate_file", lambda name, revision: tmp_path / "model.safetensors")
+    monkeypatch.setattr(layouts.RecognisedSource, "_lender", lambda self, component: DiffusersSource(diffusers))
+    known = registry.presets()["wan2.1-t2v-1.3b-causvid"]
+    few = replace(known, name="few", source="owner/name/part/model.safetensors", architecture=None)
+    monkeypatch.setattr(registry, "presets", lambda: {"few": few})
+    succeeded(command("convert", "few", tmp_path / "converted"))
+    pipe = registry.load(tmp_path / "converted")
+    assert (pipe.scheduler, pipe.defaults.steps) == (known.scheduler, 3)
 
 
 def test_a_file_with_everything(diffusers, tmp_path):

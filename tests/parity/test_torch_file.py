@@ -74,6 +74,14 @@ def test_the_state_dict_of_a_training_run_is_a_table(tmp_path):
     assert_read_as_it_is(tmp_path / "run.pt", tensors)
 
 
+@pytest.mark.parametrize("name", ["generator", "generator_ema"])
+def test_the_generator_of_a_distillation_is_its_table(name, tmp_path):
+    tensors, others = (torch.nn.Linear(3, 2).state_dict() for _ in range(2))
+    both = {"generator": others, "critic": others} | {name: tensors}
+    torch.save(both, tmp_path / "model.pt")
+    assert_read_as_it_is(tmp_path / "model.pt", tensors)
+
+
 def refusal(path):
     """Returns the error message for the file."""
     with pytest.raises(WanjaxError) as caught:

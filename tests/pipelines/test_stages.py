@@ -132,7 +132,8 @@ def test_equal_programs_are_one_job():
     assert again["denoise"][1].job != text["denoise"][1].job
 
 
-FEW_STEPS = "-4step"  # presets that differ from another in their number of steps and guidance alone
+# presets that differ from another in their weights, number of steps and guidance alone
+FEW_STEPS = ("-4step", "-rcm-480p", "-rcm-720p", "-causvid", "-fastwan")
 
 
 @pytest.mark.parametrize(

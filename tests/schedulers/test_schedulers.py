@@ -167,6 +167,7 @@ WAN = {
     "disable_corrector": [],
     "timestep_spacing": "linspace",
 }
+LCM = {"_class_name": "FlowMatchLCMScheduler", "shift": 7.0}
 EULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 7.0, "use_dynamic_shifting": False}
 
 
@@ -174,6 +175,8 @@ def test_a_config_names_the_scheduler():
     assert schedulers.from_config(WAN) == UniPC(order=2)
     assert schedulers.from_config(WAN | {"solver_order": 1}) == UniPC(order=1)
     assert schedulers.from_config(EULER) == FlowEuler()
+    assert schedulers.from_config(EULER | {"stochastic_sampling": True}) == schedulers.Consistency()
+    assert schedulers.from_config(LCM) == schedulers.Consistency()
 
 
 @pytest.mark.parametrize(
@@ -192,7 +195,7 @@ def test_a_config_names_the_scheduler():
         (WAN | {"use_dynamic_shifting": True}, "use_dynamic_shifting True.*False"),
         (WAN | {"flow_shift": None}, "flow shift None.*above zero"),
         (WAN | {"flow_shift": -1.0}, "flow shift -1.0.*above zero"),
-        (EULER | {"stochastic_sampling": True}, "stochastic_sampling True.*False"),
+        (LCM | {"scale_factors": [0.5, 1.0]}, r"scale_factors \[0.5, 1.0\].*None"),
         (EULER | {"use_karras_sigmas": True}, "use_karras_sigmas True.*False"),
         (EULER | {"shift_terminal": 0.1}, "shift_terminal 0.1.*None"),
     ],

@@ -136,6 +136,12 @@ def check_room(repository: str, patterns: Iterable[str], *, revision: str | None
     return needed
 
 
+def check_file(source: str, *, revision: str | None = None) -> int:
+    """Returns the bytes of OWNER/NAME/FILE on the hub if it is still to be downloaded, else 0, as `check_room` does."""
+    named = HUB_FILE.fullmatch(source)
+    return check_room(named["repository"], [named["file"]], revision=revision) if named else 0
+
+
 def _snapshot(repository: str, patterns: list[str], revision: str | None, progress: Progress | None) -> Path:
     from huggingface_hub import snapshot_download  # here: local checkpoints need no client
 

@@ -15,9 +15,9 @@ from wanjax.checkpoints.sources import DiffusersSource, Source, Weights
 from wanjax.converters.readers import Renamed
 from wanjax.errors import WanjaxError
 
-TRANSFORMER_PREFIXES = ("", "model.diffusion_model.", "diffusion_model.", "model.", "transformer.")
+TRANSFORMER_PREFIXES = ("", "model.diffusion_model.", "diffusion_model.", "model.", "transformer.", "net.")
 VAE_PREFIXES = ("", "vae.", "first_stage_model.")
-"""Prefixes of names in single files, such as those for ComfyUI."""
+"""Prefixes of names in single files, such as those for ComfyUI or of training runs."""
 
 
 class Component(NamedTuple):

@@ -46,6 +46,8 @@ LATER_DTYPES = {  # dtypes without a storage class
     "uint32": np.dtype(np.uint32),
     "uint64": np.dtype(np.uint64),
 }
+TABLES = ("state_dict", "generator_ema", "generator")
+"""Tables of a training run's checkpoint: that of its model, or, after a distillation, of the model that generates."""
 PICKLE_LIMIT = 1 << 24  # bytes; a thousand tensors take about 200,000
 # The operations that tables of tensors are made of, for pickles of protocol 2 and later.
 TEXTS = {"BINUNICODE", "SHORT_BINUNICODE"}
@@ -107,7 +109,7 @@ class _CorruptError(Exception):
 class TorchFile:
     """A `wanjax.checkpoints.files.Reader` of a file by `torch.save`; reads a tensor when asked for it.
 
-    A training run's checkpoint is read as the table that it calls `state_dict`.
+    A training run's checkpoint is read as the first of its `TABLES`.
 
     Raises WanjaxError that names the file if it is missing, truncated, corrupt, written before torch 1.6, or not a
     table of tensors.
@@ -228,8 +230,8 @@ def _places(archive: _Archive) -> dict[str, _Place]:
     if archive.record("data.pkl")[1] > PICKLE_LIMIT:
         raise _CorruptError(f"its pickle has more than {PICKLE_LIMIT} bytes")
     table = describe(archive.read("data.pkl"))
-    if isinstance(table, dict) and isinstance(inner := table.get("state_dict"), dict):
-        table = inner  # a checkpoint of a training run
+    if isinstance(table, dict):
+        table = next((table[name] for name in TABLES if isinstance(table.get(name), dict)), table)
     if not isinstance(table, dict) or not all(isinstance(key, str) and key.isprintable() for key in table):
         raise _CorruptError("it is not a table of tensors by name")
     return {key: _place(key, value, archive) for key, value in table.items()}

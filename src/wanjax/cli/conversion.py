@@ -46,13 +46,14 @@ def convert(
     if to == "diffusers":
         conversion: Conversion = ToDiffusers(found, target, kinds())
     else:
+        own = preset is not None and found.origin not in preset.sources  # one file of a repository of several models
         shipped = preset is not None and Path(preset.source).exists()  # then its folder exists on this machine only
         conversion = ToWanjax(
             found,
             target,
             kinds(),
             dtypes=_dtypes(dtypes, found),
-            origin=preset.name if preset and shipped else None,
+            origin=preset.name if preset and (shipped or own) else None,
             licence=preset.licence if preset else None,
         )
     _announce(report, conversion)

@@ -243,6 +243,11 @@ class Preset:
         return () if self.loras else (self.source, *self.aliases)
 
     @property
+    def bare_names(self) -> list[str]:
+        """The names of these repositories without their owners; none for a file."""
+        return [source.rpartition("/")[2] for source in self.sources if source.count("/") == 1]
+
+    @property
     def shipped(self) -> bool:
         """True for a checkpoint in the package."""
         return Path(self.source).is_dir()

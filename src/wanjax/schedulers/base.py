@@ -64,6 +64,8 @@ class Scheduler(ABC):
     """True for a solver whose steps draw noise. Its `init` also takes noise [steps, shape of x] to be used instead."""
     of_checkpoint: ClassVar[tuple[str, ...]] = ()
     """Fields with the values of a checkpoint's training, which another solver of that checkpoint keeps."""
+    option: ClassVar[str] = ""
+    """The field that the solver's name may tell, as in `unipc:order=1`."""
 
     @abstractmethod
     def schedule(self, steps: int, *, skip: int = 0, **options: Any) -> Any:
@@ -95,6 +97,10 @@ class Scheduler(ABC):
                 return (x - sigma * prediction) / schedule.alphas[index]
             case "x0":
                 return prediction
+
+    def start(self, schedule: Any, noise: Sample) -> Sample:
+        """Returns the sample at the first noise level of the schedule where there is nothing but noise."""
+        return noise
 
     def noised(self, schedule: Any, x0: Sample, noise: Sample) -> Sample:
         """Adds noise to a clean sample, up to the first noise level of the schedule."""
@@ -130,6 +136,19 @@ def one_step(schedule: Any, index: int) -> Any:
 def shifted(sigmas: np.ndarray, shift: float) -> np.ndarray:
     """Returns noise levels whose ratio of noise to signal is multiplied by the shift."""
     return shift * sigmas / (1 + (shift - 1) * sigmas)
+
+
+def even_levels(steps: int, shift: float, sigmas: str) -> np.ndarray:
+    """Returns noise levels that are spread evenly and shifted, in falling order, without the last, which is 0.
+
+    The official ones fall evenly from 1. diffusers shifts twice by default: first the two ends, then all between them.
+    """
+    if sigmas == "official":
+        line = np.linspace(1, 0, steps + 1)[:-1].astype(np.float32)
+    else:
+        high, low = shifted(np.array([1, 1 / TRAIN_STEPS], np.float32), shift)
+        line = np.linspace(float(high), float(low), steps)
+    return shifted(line, shift)
 
 
 def check_steps(steps: int, skip: int) -> None:

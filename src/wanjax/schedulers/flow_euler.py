@@ -14,28 +14,19 @@ from wanjax.schedulers.base import (
     Scheduler,
     check_flow,
     check_steps,
-    shifted,
+    even_levels,
 )
 
 
 @dataclass(frozen=True)
 class FlowEuler(Scheduler):
-    """Euler on flow predictions.
-
-    The official noise levels fall evenly from 1 and are then shifted. diffusers shifts twice by default: first the two
-    ends, then all levels between them.
-    """
+    """Euler on flow predictions, from one noise level of `even_levels` to the next."""
 
     def schedule(self, steps: int, *, shift: float, sigmas: str = "official", skip: int = 0) -> Schedule:
         """Returns noise levels and unrounded timesteps; raises WanjaxError for an invalid shift or sigmas."""
         check_steps(steps, skip)
         check_flow(shift, sigmas)
-        if sigmas == "official":
-            line = np.linspace(1, 0, steps + 1)[:-1].astype(np.float32)
-        else:
-            high, low = shifted(np.array([1, 1 / TRAIN_STEPS], np.float32), shift)
-            line = np.linspace(float(high), float(low), steps)
-        levels = shifted(line, shift)[skip:].astype(np.float32)
+        levels = even_levels(steps, shift, sigmas)[skip:].astype(np.float32)
         return Schedule(levels * TRAIN_STEPS, np.append(levels, np.float32(0)))
 
     def init(self, schedule: Schedule, x: Sample, keys: Key[Array, " B"]) -> tuple[()]:

@@ -17,7 +17,7 @@ from wanjax.pipelines.wan.programs import TEXT_LENGTH
 FAMILY = Family(
     name="Wan",
     networks=NETWORKS,
-    pipelines=("WanPipeline", "WanImageToVideoPipeline", "WanVACEPipeline"),
+    pipelines=("WanPipeline", "WanImageToVideoPipeline", "WanVACEPipeline", "WanDMDPipeline"),
     pipeline=WanPipeline,
     architecture=WanArchitecture.of,
     settings=settings_of,

@@ -25,7 +25,10 @@ from wanjax.pipelines.wan.experts import EXPERTS, segments
 from wanjax.pipelines.wan.networks import NETWORKS
 from wanjax.pipelines.wan.programs import TEXT_LENGTH
 from wanjax.pipelines.wan.settings import WanSettings
-from wanjax.schedulers import Scheduler, UniPC, from_config
+from wanjax.schedulers import Consistency, Scheduler, UniPC, from_config
+
+THREE_STEPS = Consistency(timesteps=(1000.0, 757.0, 522.0))
+"""The scheduler of models distilled as FastWan, whose scheduler_config.json is that of the model before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +69,9 @@ class WanArchitecture(Architecture):
             image_encoder=encoder("image_encoder"),
             task=task_of(source.index, transformer, vae),
             experts=experts,
-            scheduler=from_config(source.config("scheduler")),
+            scheduler=THREE_STEPS
+            if source.index.get("_class_name") == "WanDMDPipeline"
+            else from_config(source.config("scheduler")),
         )
 
     @property

@@ -18,7 +18,13 @@ from jaxtyping import Array, Float
 from wanjax.errors import WanjaxError
 from wanjax.layers.rope import Rope
 from wanjax.media.pictures import Picture, PictureOfAnySize, Pictures, fit
-from wanjax.models.wan.config import ControlTransformerConfig, ImageTransformerConfig, TransformerConfig, VAEConfig
+from wanjax.models.wan.config import (
+    ControlTransformerConfig,
+    ImageTransformerConfig,
+    ResidualVAEConfig,
+    TransformerConfig,
+    VAEConfig,
+)
 from wanjax.pipelines.checks import Shape, check_fields, check_taken
 from wanjax.pipelines.settings import Settings
 
@@ -273,7 +279,11 @@ def task_of(index: Mapping[str, Any], transformer: TransformerConfig, vae: VAECo
     if index.get("expand_timesteps") and channels == vae.latent_channels and type(transformer) is TransformerConfig:
         return FIRST_FRAME_TO_VIDEO
     match index.get("_class_name"):
-        case "WanPipeline" if channels == vae.latent_channels and type(transformer) is TransformerConfig:
+        case "WanDMDPipeline" if channels == vae.latent_channels and isinstance(vae, ResidualVAEConfig):
+            return FIRST_FRAME_TO_VIDEO
+        case "WanPipeline" | "WanDMDPipeline" if (
+            channels == vae.latent_channels and type(transformer) is TransformerConfig
+        ):
             return TEXT_TO_VIDEO
         case "WanImageToVideoPipeline" if channels == with_condition and type(transformer) is TransformerConfig:
             return IMAGE_TO_VIDEO

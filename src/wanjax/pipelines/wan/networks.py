@@ -30,6 +30,7 @@ NETWORKS = (
             ControlTransformerConfig: WanControlTransformer,
         },
         rules=diffusers.transformer_rules,
+        unused=diffusers.transformer_unused,
         lora_names=AUTHORS_NAMES,
     ),
     NetworkKind(

@@ -22,7 +22,7 @@ from wanjax.models.wan.config import (
     VAE_2_2,
 )
 from wanjax.pipelines.family import Lesson, Preset
-from wanjax.pipelines.wan.architecture import WanArchitecture
+from wanjax.pipelines.wan.architecture import THREE_STEPS, WanArchitecture
 from wanjax.pipelines.wan.conditioning import (
     ATTENDED_IMAGE_TO_VIDEO,
     CONTROLLED_VIDEO,
@@ -31,7 +31,7 @@ from wanjax.pipelines.wan.conditioning import (
     IMAGE_TO_VIDEO,
 )
 from wanjax.pipelines.wan.settings import WanSettings
-from wanjax.schedulers import FlowEuler
+from wanjax.schedulers import RCM, Consistency, FlowEuler, Scheduler
 
 NANO = Path(str(files("wanjax") / "nano"))
 OFFICIAL_NEGATIVE_PROMPT = (
@@ -230,7 +230,7 @@ def named(name: str) -> Preset:
 _X2V = "lightx2v/Wan2.1-Distill-Loras/wan2.1"
 _LIGHTNING, _RANK = "lightx2v/Wan2.2-Lightning/Wan2.2", "A14B-4steps-lora-rank64-Seko"
 _NOISES = ("high", "low")
-FEW_STEPS = (
+FOUR_STEPS = (
     _in_four_steps("wan2.1-t2v-14b", "LightX2V", f"{_X2V}_t2v_14b_lora_rank64_lightx2v_4step.safetensors", **SD),
     _in_four_steps("wan2.1-i2v-14b-480p", "LightX2V", f"{_X2V}_i2v_lora_rank64_lightx2v_4step.safetensors"),
     _in_four_steps(
@@ -242,6 +242,52 @@ FEW_STEPS = (
         "wan2.2-i2v-a14b",
         "Lightning",
         *(f"{noise}={_LIGHTNING}-I2V-{_RANK}-V1/{noise}_noise_model.safetensors" for noise in _NOISES),
+    ),
+)
+
+
+def _distilled(name: str, kind: str, source: str, about: str, scheduler: Scheduler, **settings: Any) -> Preset:
+    """Returns a preset of the same shapes with weights of its own, for few steps of new noise and no guidance."""
+    preset, few = named(name), f"{name}-{kind}"
+    return replace(
+        preset,
+        name=few,
+        source=source,
+        about=f"{preset.about.partition(',')[0]} {about}",
+        licence=settings.pop("licence", preset.licence),
+        defaults=preset.defaults.updated({"model": few, "steps": 4, "guidance_scale": 1.0} | settings),
+        scheduler=scheduler,
+        aliases=(),
+    )
+
+
+# Wan.md and rcm/inference/ of NVlabs/rcm; fastvideo/configs/pipelines/, pipelines/basic/wan/presets.py and
+# pipelines/stages/denoising.py of hao-ai-lab/FastVideo; configs/wan_bidirectional_dmd_from_scratch.yaml of
+# tianweiy/CausVid. FastWan's levels are of the shift 8 for all its models.
+_RCM, _CAUSVID = "worstcoder/rcm-Wan/rCM_Wan2.1_T2V", "tianweiy/CausVid/bidirectional_checkpoint2/model.pt"
+_THREE: dict[str, Any] = {"steps": 3, "flow_shift": 8.0}
+DISTILLED = (
+    _distilled("wan2.1-t2v-1.3b", "rcm", f"{_RCM}_1.3B_480p.pt", "in 4 steps by rCM, 480p", RCM(), frames=77),
+    _distilled("wan2.1-t2v-14b", "rcm-480p", f"{_RCM}_14B_480p.pt", "in 4 steps by rCM, 480p", RCM(), frames=77, **SD),
+    _distilled(
+        *("wan2.1-t2v-14b", "rcm-720p", f"{_RCM}_14B_720p.pt", "in 4 steps by rCM, 720p"),
+        RCM(sigma_max=120.0),
+        frames=77,
+    ),
+    _distilled(
+        *("wan2.1-t2v-1.3b", "causvid", _CAUSVID, "in 3 steps by CausVid, bidirectional", THREE_STEPS),
+        licence="CC-BY-NC-4.0",
+        **_THREE,
+    ),
+    _distilled(
+        *("wan2.1-t2v-1.3b", "fastwan", "FastVideo/FastWan2.1-T2V-1.3B-Diffusers"),
+        *("in 3 steps by FastWan, with whole attention in place of sparse", THREE_STEPS),
+        **_THREE | {"height": 448, "frames": 61},
+    ),
+    _distilled(
+        *("wan2.2-ti2v-5b", "fastwan", "FastVideo/FastWan2.2-TI2V-5B-FullAttn-Diffusers"),
+        *("in 3 steps by FastWan, 704p", THREE_STEPS),
+        **_THREE,
     ),
 )
 
@@ -270,7 +316,8 @@ PRESETS = (
         lesson=_lesson_of_nano(),
     ),
     *PUBLISHED,
-    *FEW_STEPS,
+    *FOUR_STEPS,
+    *DISTILLED,
 )
 
 
@@ -278,14 +325,16 @@ def settings_of(source: Source, architecture: WanArchitecture, preset: Preset | 
     """Returns the default settings of a checkpoint: its preset's, if it has one.
 
     Else they are those of the first preset with the same task and number of experts, or of Wan 2.1 1.3B if there is
-    none, overridden by the checkpoint's flow shift and its generation_config.json.
+    none, overridden by the checkpoint's flow shift, what its distillation asks for and its generation_config.json.
     """
     settings = _like(architecture) if preset is None else preset.defaults
     if preset is None:
         scheduler = source.config("scheduler")
         shift = scheduler.get("flow_shift", scheduler.get("shift"))
+        few = _THREE if architecture.scheduler == THREE_STEPS else {"steps": 4}
+        few = few | {"guidance_scale": 1.0} if isinstance(architecture.scheduler, Consistency) else {}
         own = read_json(source.root / "generation_config.json", missing={})
-        settings = settings.updated({"flow_shift": shift} | own)
+        settings = settings.updated({"flow_shift": shift} | few | own)
     assert isinstance(settings, WanSettings)
     if not architecture.experts:
         return replace(settings, boundary=None, guidance_scale_2=None)

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Videos by solvers that add new noise in each step: their steps, seeds, stops, devices and experts."""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import wanjax
+from tests.support import small_wan
+from tests.support.commands import refused, succeeded
+from tests.support.commands import wanjax as command
+from wanjax.media.pictures import read_clip
+from wanjax.pipelines.steps import Cancelled
+from wanjax.pipelines.wan.conditioning import WanEncoded
+from wanjax.schedulers import RCM, named
+
+GIVEN = {"size": (12, 12), "frames": 5, "steps": 4, "seed": 3, "guidance_scale": 1.0, "flow_shift": 5.0}
+SOLVERS = ["consistency", "consistency:timesteps=1000,757,522", "rcm", "rcm:sigma_max=200"]
+each = pytest.mark.parametrize("solver", SOLVERS)
+
+
+def encoded(prompts: int = 1) -> WanEncoded:
+    return WanEncoded(jnp.full((prompts, 3, 8), 0.5), jnp.zeros((prompts, 3, 8)))
+
+
+def pipeline(solver, axes=None):
+    pipe = small_wan.pipeline(4, small_wan.partitioner(axes))
+    pipe.scheduler = solver
+    return pipe
+
+
+@each
+def test_every_step_goes_to_the_clean_sample_and_adds_the_given_noise(solver):
+    """The published rule in float64, from the clean samples that the network predicted."""
+    pipe, told = pipeline(solver), []
+    draws = np.random.default_rng(0).standard_normal((5, 1, 4, 3, 6, 6)).astype(np.float32)
+    given = {"noise": draws[0], "step_noise": draws[1:]}
+
+    def callback(step):
+        told.append((np.array(step.x0, np.float64), np.array(step.latents)))
+
+    latents = pipe.denoise(encoded(), noise=given, callback=callback, **GIVEN)
+    levels = np.asarray(named(solver).schedule(4, shift=5.0).sigmas, np.float64)
+    for (clean, after), level, noise in zip(told, levels[1:], draws[1:], strict=True):
+        np.testing.assert_allclose(after, (1 - level) * clean + level * noise, atol=1e-6)
+    np.testing.assert_array_equal(latents, told[-1][1])
+    np.testing.assert_array_equal(latents, told[-1][0].astype(np.float32))
+
+
+def test_the_noise_of_rcm_begins_below_one():
+    noise = np.random.default_rng(0).standard_normal((1, 4, 3, 6, 6)).astype(np.float32)
+    settings = pipeline("rcm").settings(**GIVEN)
+    for solver, scale in (("rcm", 80 / 81), ("rcm:sigma_max=200", 200 / 201), ("consistency", 1), ("unipc", 1)):
+        _, x = pipeline(solver).begin(encoded(), settings, jnp.asarray(noise))
+        np.testing.assert_allclose(np.moveaxis(x, -1, 1), scale * noise, rtol=1e-6)
+
+
+@each
+def test_the_seed_decides(solver):
+    pipe = pipeline(solver)
+    one, again, other = (np.asarray(pipe.denoise(encoded(), **GIVEN | {"seed": seed})) for seed in (3, 3, 4))
+    np.testing.assert_array_equal(one, again)
+    assert np.abs(other - one).max() > 0.1
+    euler = np.asarray(pipeline("euler").denoise(encoded(), **GIVEN))
+    assert np.abs(euler - one).max() > 0.01
+
+
+def test_videos_made_together_are_those_made_alone():
+    pipe = pipeline("rcm")
+    both = pipe.denoise(encoded(2), seeds=[3, 4], **GIVEN)
+    for latents, seed in zip(both, (3, 4), strict=True):
+        np.testing.assert_allclose(latents, pipe.denoise(encoded(), **GIVEN | {"seed": seed})[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("stop_at", [0, 1, 2, 3])
+@pytest.mark.parametrize("solver", ["consistency", "rcm"])
+def test_a_stopped_run_continues_to_the_same_bits(solver, stop_at, tmp_path):
+    pipe, file = pipeline(solver), tmp_path / "state"
+    whole = pipe.denoise(encoded(), **GIVEN)
+    with pytest.raises(Cancelled):
+        pipe.denoise(encoded(), keep=file, callback=lambda step: step.index != stop_at, **GIVEN)
+    before = []
+    latents = pipe.denoise(encoded(), keep=file, continued=lambda *told: before.append(told), **GIVEN)
+    np.testing.assert_array_equal(latents, whole)
+    assert before == [(stop_at + 1, 4)]
+
+
+@pytest.mark.parametrize("solver", ["consistency", "rcm"])
+def test_eight_devices_agree_with_one(solver):
+    alone, together = (np.asarray(pipeline(solver, axes).denoise(encoded(), **GIVEN)) for axes in (None, (2, 2, 2)))
+    np.testing.assert_allclose(together, alone, atol=1e-5 * max(1, np.abs(alone).max()))
+
+
+@pytest.mark.parametrize(("boundary", "high"), [(0.9, 2), (0.86, 2), (0.5, 4)])
+def test_experts_take_their_steps(boundary, high):
+    """Levels 0.995, 0.934, 0.853 and 0.609: as in rcm/inference/wan2pt2_i2v_rcm_infer.py, at 0.9 two steps each."""
+    pipe = pipeline("rcm:sigma_max=200")
+    pipe.architecture = replace(pipe.architecture, experts=True)
+    pipe.defaults = replace(pipe.defaults, boundary=boundary, guidance_scale_2=1.0)
+    segments = pipe.architecture.segments(pipe.settings(**GIVEN))
+    assert [len(segment.scales) for segment in segments] == ([high, 4 - high] if high < 4 else [4])
+
+
+def test_a_model_in_the_box_from_a_clip_and_under_a_cache():
+    pipe = wanjax.load("nano", scheduler="consistency")
+    assert pipe.scheduler == named("consistency")
+    clip = pipe("a red circle moving right", steps=4, seed=1)
+    nearer, farther = (
+        np.abs(pipe("a red circle moving right", video=clip.frames, strength=s, steps=8, seed=2).frames - 0.0
+               - clip.frames).mean()
+        for s in (0.25, 1.0)
+    )  # fmt: skip
+    assert nearer < farther
+    moved = pipe("moving up", image=clip.frames[0], steps=4, seed=2)
+    kept, changed = (np.abs(moved.frames[i] - 0.0 - clip.frames[0]).mean() for i in (0, -1))
+    assert kept < min(5, changed)
+    cached = pipe("a red circle moving right", steps=8, seed=1, cache="deepcache:2,7,2")
+    assert cached.frames.shape == clip.frames.shape
+
+
+def test_the_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = ("a red circle moving right", "--scheduler", "consistency", "--steps", "4", "--guidance-scale", "1")
+    for name in ("one", "two"):
+        succeeded(command(*asked, "--seed", "5", "--out", f"{name}.webp"))
+    succeeded(command(*asked, "--seed", "6", "--out", "other.webp"))
+    succeeded(command("generate", "--from", "one.webp", "--out", "again.webp"))
+    one, two, other, again = (read_clip(f"{name}.webp", 99, 16) for name in ("one", "two", "other", "again"))
+    np.testing.assert_array_equal(one, two)
+    np.testing.assert_array_equal(one, again)
+    assert (one != other).any()
+    assert "consistency" in succeeded(command("info", "one.webp")).stdout
+
+
+def test_what_the_command_refuses(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = ("a red circle", "--scheduler", "rcm", "--sigmas", "diffusers")
+    assert refused(*asked) == "distilled models have no noise levels by diffusers: the sigmas official would do"
+    told = refused("a red circle", "--scheduler", "consistency:timesteps=500,750")
+    assert told.startswith("the timesteps (500.0, 750.0) do not fall")
+    assert isinstance(wanjax.load("nano", scheduler=RCM(sigma_max=120.0)).scheduler, RCM)
