@@ -26,6 +26,14 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+
+def pytest_collection_finish() -> None:
+    """Leaves the many objects of imports out of garbage collections, of which tracing causes many."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000)
+
+
 MAPS = 30_000  # of the 65,530 memory maps that Linux gives a process; XLA aborts where it gets no more
 
 
