@@ -29,7 +29,8 @@ train(load(sys.argv[1]), sys.argv[2], sys.argv[3], TrainConfig(
 def start(tmp_path, out):
     arguments = [sys.executable, "-c", COMMAND, tmp_path / "model", tmp_path / "data", tmp_path / out, str(STEPS)]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    return subprocess.Popen(list(map(str, arguments)), env=environment, stderr=subprocess.PIPE)
+    with (tmp_path / "said.txt").open("wb") as said:
+        return subprocess.Popen(list(map(str, arguments)), env=environment, stderr=said)
 
 
 def lines(tmp_path):
@@ -42,7 +43,7 @@ def test_kills(tmp_path):
     tiny_checkpoint(tmp_path / "model")
     write_clips(tmp_path / "data", 3)
     whole = start(tmp_path, "a")
-    assert whole.wait() == 0, whole.stderr.read()
+    assert whole.wait() == 0, (tmp_path / "said.txt").read_text()
     moments, kills = random.Random(0), 0
     while kills < KILLS:
         process, before = start(tmp_path, "b"), time.monotonic()
@@ -58,7 +59,7 @@ def test_kills(tmp_path):
         kills += 1
     print(f"{kills} kills, {lines(tmp_path)} of {STEPS} steps by then")
     last = start(tmp_path, "b")
-    assert last.wait() == 0, last.stderr.read()
+    assert last.wait() == 0, (tmp_path / "said.txt").read_text()
     assert kills >= KILLS // 2
     ours, theirs = (load_safetensors(tmp_path / name / "lora.safetensors") for name in "ba")
     assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)

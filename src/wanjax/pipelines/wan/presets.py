@@ -331,14 +331,19 @@ def settings_of(source: Source, architecture: WanArchitecture, preset: Preset | 
     if preset is None:
         scheduler = source.config("scheduler")
         shift = scheduler.get("flow_shift", scheduler.get("shift"))
-        few = _THREE if architecture.scheduler == THREE_STEPS else {"steps": 4}
-        few = few | {"guidance_scale": 1.0} if isinstance(architecture.scheduler, Consistency) else {}
         own = read_json(source.root / "generation_config.json", missing={})
-        settings = settings.updated({"flow_shift": shift} | few | own)
+        settings = settings.updated({"flow_shift": shift} | _distillation(architecture.scheduler) | own)
     assert isinstance(settings, WanSettings)
     if not architecture.experts:
         return replace(settings, boundary=None, guidance_scale_2=None)
     return replace(settings, boundary=source.index.get("boundary_ratio") or settings.boundary)
+
+
+def _distillation(scheduler: Scheduler) -> dict[str, Any]:
+    """Returns the settings that a distilled model's scheduler asks for; none for another scheduler."""
+    if not isinstance(scheduler, Consistency):
+        return {}
+    return {"guidance_scale": 1.0, **(_THREE if scheduler == THREE_STEPS else {"steps": 4})}
 
 
 def _like(architecture: WanArchitecture) -> WanSettings:
