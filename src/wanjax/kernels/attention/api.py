@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int32
 
 from wanjax.errors import UnsupportedError, WanjaxError
-from wanjax.kernels.attention import chunked, cudnn, flash_tpu, reference, sharded
+from wanjax.kernels.attention import chunked, cudnn, flash_tpu, kept, reference, sharded
+from wanjax.kernels.attention.kept import Kept, Place
 from wanjax.kernels.attention.masks import Window
 from wanjax.kernels.attention.radial import DECAY, LARGEST_DECAY, Radial
 from wanjax.kernels.target import target
@@ -147,14 +148,53 @@ def attention(
     return kernel(q, k, v, key_mask=mask, window=window, bias=bias, keys=keys)
 
 
+@jax.named_scope("attention")
+def attention_to_kept(
+    q: Float[Array, "B L N D"],
+    k: Float[Array, "B L N D"],
+    v: Float[Array, "B L N D"],
+    window: Kept,
+    place: Place,
+    *,
+    length: int,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B L N D"], Kept]:
+    """Returns the attention of a block of tokens to itself and to a window, and what the window is to keep of it.
+
+    The first `length` tokens of the block are real. `kept.written` puts the returned keys and values into the window.
+    The other keywords and the errors are those of `attention`; radial attention and a window of tokens are not offered.
+    """
+    implementation, tiles, bound, decay = named(implementation)
+    if bound is not None or decay is not None:
+        raise UnsupportedError("attention to kept keys sees all of them: auto would do, or a name without a window")
+    options = _options(q, k, v, None, None, None, None, tiles)
+    return kept.attention(
+        partial(_on_one_device, implementation=implementation, **options), q, k, v, window, place, length
+    )
+
+
 def _on_one_device(
-    q, k, v, *, key_mask, implementation: str | None, keys: int | None = None, return_lse: bool = False, **options: Any
+    q,
+    k,
+    v,
+    *,
+    key_mask,
+    implementation: str | None,
+    keys: int | Int32[Array, ""] | None = None,
+    return_lse: bool = False,
+    **options: Any,
 ) -> Any:
-    """Attention on the device that holds the operands; keys after the first `keys` are padding."""
+    """Attention on the device that holds the operands; keys after the first `keys` take no part."""
     options |= {"return_lse": return_lse}
+    if isinstance(keys, jax.Array):  # known on the device alone
+        key_mask = jnp.broadcast_to(jnp.arange(k.shape[1])[None] < keys, (k.shape[0], k.shape[1]))
     name = choose(q, k, v, key_mask=key_mask, **options, implementation=implementation).name
-    if keys is not None and keys < k.shape[1]:
-        if getattr(IMPLEMENTATIONS[name], "COUNTS_KEYS", False) and key_mask is None:  # slicing would copy
+    counts = getattr(IMPLEMENTATIONS[name], "COUNTS_KEYS", False)
+    if isinstance(keys, jax.Array):
+        options |= {"keys": keys} if counts else {}
+        key_mask = None if counts else key_mask
+    elif keys is not None and keys < k.shape[1]:
+        if counts and key_mask is None:  # slicing would copy
             options |= {"keys": keys}
         else:
             k, v, key_mask = (x if x is None else x[:, :keys] for x in (k, v, key_mask))

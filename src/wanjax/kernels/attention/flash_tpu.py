@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Bool, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import chunked
@@ -191,11 +191,12 @@ def attention(
     bias: None,
     config: Config | None,
     return_lse: bool = False,
-    keys: int | None = None,
+    keys: int | Int32[Array, ""] | None = None,
 ) -> Float[Array, "B L N D"] | tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]:
     """Computes what the reference does; the gradient is that of `chunked`, which computes the scores again.
 
-    Only the first `keys` keys take part (None: all); `keys` and `key_mask` are not given together.
+    Only the first `keys` keys take part (None: all); `keys` and `key_mask` are not given together. A number that is an
+    array is known when the kernel runs, which skips whole blocks of the other keys; there is no gradient then.
     """
     options = {"key_mask": key_mask, "window": window, "scale": scale}
 
@@ -219,13 +220,14 @@ def attention(
 
 
 def _attention(
-    q, k, v, *, key_mask, window, scale: float, config: Config | None, keys: int | None
+    q, k, v, *, key_mask, window, scale: float, config: Config | None, keys: int | Array | None
 ) -> tuple[Array, Array]:
     batch, queries, heads, head_dim = q.shape
     kv_heads = k.shape[2]
-    keys = k.shape[1] if keys is None else keys
+    counted = k.shape[1] if keys is None else keys
+    keys = counted if isinstance(counted, int) else k.shape[1]
     blocks = window if isinstance(window, Radial) else None
-    ragged = key_mask is not None or (window is not None and blocks is None)
+    ragged = key_mask is not None or (window is not None and blocks is None) or counted is not keys
     if blocks is not None:
         config = _config_of_blocks(blocks, config, _vmem_bytes() or 0, head_dim, keys, q.dtype.name)
     elif config is None:
@@ -233,7 +235,7 @@ def _attention(
     mean = None
     if config.center_keys:
         k, mean = _center(k, key_mask)
-    live = jnp.full((batch,), keys, jnp.int32)
+    live = jnp.full((batch,), counted, jnp.int32)
     if key_mask is not None:
         live, (k, v) = live_first(key_mask, k, v)  # then whole blocks of masked keys are skipped
     side_by_side = head_dim % LANES == 0  # then a block takes the columns of one head, as projections wrote them
