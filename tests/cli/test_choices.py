@@ -54,7 +54,8 @@ def test_a_scheduler_is_chosen_and_kept_for_the_next_stage(model):
 
 def test_an_unknown_scheduler_is_refused(model):
     assert refused("a", "--model", model, *SMALL, "--scheduler", "heun") == (
-        "no scheduler is named 'heun': there are unipc, euler, ddim, dpm and unipc:order=1"
+        "no scheduler is named 'heun': there are unipc, euler, ddim, dpm, consistency, rcm, and with options "
+        "unipc:order=1, consistency:timesteps=1000,757,522, rcm:sigma_max=200"
     )
 
 

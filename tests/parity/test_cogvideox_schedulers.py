@@ -20,7 +20,7 @@ from wanjax import schedulers
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.guidance import dynamic_scales
 from wanjax.schedulers import DDIM, DPM, UniPC, one_step
-from wanjax.schedulers.dpm import Drawn
+from wanjax.schedulers.noise import Drawn
 
 TOLERANCE = 1e-6
 SHAPE = (2, 3, 4, 5, 4)

@@ -11,7 +11,7 @@ from tests.support.toy.scheduler import Ancestral
 from tests.support.types import unchecked
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.wan.conditioning import WanEncoded
-from wanjax.schedulers import DDIM, DPM, NAMED, FlowEuler, UniPC, name_of, named, successor
+from wanjax.schedulers import DDIM, DPM, NAMED, RCM, Consistency, FlowEuler, UniPC, name_of, named, successor
 
 
 @pytest.mark.parametrize(
@@ -22,12 +22,18 @@ from wanjax.schedulers import DDIM, DPM, NAMED, FlowEuler, UniPC, name_of, named
         ("euler", FlowEuler()),
         ("ddim", DDIM()),
         ("dpm", DPM()),
+        ("consistency", Consistency()),
+        ("consistency:timesteps=1000,757,522", Consistency(timesteps=(1000.0, 757.0, 522.0))),
+        ("consistency:timesteps=985.5", Consistency(timesteps=(985.5,))),
+        ("rcm", RCM()),
+        ("rcm:sigma_max=200", RCM(sigma_max=200.0)),
+        ("rcm:sigma_max=80.25", RCM(sigma_max=80.25)),
     ],
 )
 def test_names(name, scheduler):
     assert named(name) == scheduler
     assert name_of(scheduler) == name
-    assert set(NAMED) <= {"unipc", "euler", "ddim", "dpm"}
+    assert set(NAMED) == {"unipc", "euler", "ddim", "dpm", "consistency", "rcm"}
 
 
 def test_a_scheduler_without_a_name_is_described():
@@ -36,11 +42,16 @@ def test_a_scheduler_without_a_name_is_described():
 
 
 @pytest.mark.parametrize(
-    "name", ["heun", "", "dpm:order=1", "unipc:", "unipc:order", "unipc:order=x", "unipc:steps=1", "euler:order=1", 3]
+    "name",
+    [
+        *("heun", "", "dpm:order=1", "unipc:", "unipc:order", "unipc:order=x", "unipc:steps=1", "euler:order=1", 3),
+        *("consistency:", "consistency:timesteps=", "consistency:timesteps=a,b", "consistency:1000", "rcm:sigma_max="),
+        *("rcm:prediction=v", "euler:="),
+    ],
 )
 def test_unknown_names(name):
     with pytest.raises(
-        WanjaxError, match=r"no scheduler is named .*: there are unipc, euler, ddim, dpm and unipc:order=1"
+        WanjaxError, match=r"no scheduler is named .*: there are unipc, euler, ddim, dpm, consistency, rcm, and with"
     ):
         named(name)
 
@@ -48,6 +59,23 @@ def test_unknown_names(name):
 def test_an_order_that_there_is_not():
     with pytest.raises(WanjaxError, match="solver order 3"):
         named("unipc:order=3")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("consistency:timesteps=1000,1000", r"timesteps \(1000.0, 1000.0\) do not fall"),
+        ("consistency:timesteps=1000,0", "do not fall from at most 1000 to above 0: 1000, 757, 522 would do"),
+        ("consistency:timesteps=1001", "do not fall"),
+        ("consistency:timesteps=nan", "do not fall"),
+        ("rcm:sigma_max=14", "first noise of rCM 14.0 is not from 15 on: 80 to 200 is usual"),
+        ("rcm:sigma_max=inf", "first noise of rCM inf"),
+        ("rcm:sigma_max=nan", "first noise of rCM nan"),
+    ],
+)
+def test_options_with_impossible_values(name, words):
+    with pytest.raises(WanjaxError, match=words):
+        named(name)
 
 
 def test_schedulers_that_do_not_fit():

@@ -12,12 +12,15 @@ from wanjax.schedulers.ddim import DDIM
 from wanjax.schedulers.diffusion import BETAS, Diffusion
 from wanjax.schedulers.dpm import DPM
 from wanjax.schedulers.flow_euler import FlowEuler
+from wanjax.schedulers.renoising import RCM, Consistency
 from wanjax.schedulers.unipc import UniPC
 
 __all__ = [
     "DDIM",
     "DPM",
     "NAMED",
+    "RCM",
+    "Consistency",
     "FlowEuler",
     "Scheduler",
     "UniPC",
@@ -28,7 +31,15 @@ __all__ = [
     "successor",
 ]
 
-NAMED: Mapping[str, Scheduler] = {"unipc": UniPC(), "euler": FlowEuler(), "ddim": DDIM(), "dpm": DPM()}
+NAMED: Mapping[str, Scheduler] = {
+    "unipc": UniPC(),
+    "euler": FlowEuler(),
+    "ddim": DDIM(),
+    "dpm": DPM(),
+    "consistency": Consistency(),
+    "rcm": RCM(),
+}
+_WITH_OPTIONS = "unipc:order=1", "consistency:timesteps=1000,757,522", "rcm:sigma_max=200"
 
 # By entry: the reference's default, and the values that these schedulers implement.
 _BOTH = {
@@ -89,16 +100,18 @@ def from_config(config: Mapping[str, Any]) -> Scheduler:
 
 
 def named(text: object) -> Scheduler:
-    """Returns the scheduler of a name in `NAMED`, perhaps with an order: `unipc`, `unipc:order=1`.
+    """Returns the scheduler of a name in `NAMED`, perhaps with its option: `unipc`, `unipc:order=1`.
 
-    Raises WanjaxError for any other text.
+    Raises WanjaxError for any other text, and for an impossible value of the option.
     """
     name, colon, option = str(text).partition(":")
-    field, _, number = option.partition("=")
+    field, _, told = option.partition("=")
     found = NAMED.get(name)
-    if found is None or (colon and (field != "order" or not hasattr(found, field) or not number.isdecimal())):
-        raise WanjaxError(f"no scheduler is named {shown(text)}: there are {', '.join(NAMED)} and unipc:order=1")
-    return replace(found, order=int(number)) if colon else found
+    value = _value(told, getattr(found, field)) if found and colon and field and field == found.option else None
+    if found is None or (colon and value is None):
+        names, options = ", ".join(NAMED), ", ".join(_WITH_OPTIONS)
+        raise WanjaxError(f"no scheduler is named {shown(text)}: there are {names}, and with options {options}")
+    return replace(found, **{field: value}) if colon else found
 
 
 def name_of(scheduler: Scheduler) -> str:
@@ -107,9 +120,25 @@ def name_of(scheduler: Scheduler) -> str:
         if type(scheduler) is type(usual):
             told = (field.name for field in fields(usual) if field.name not in usual.of_checkpoint)
             differs = [field for field in told if getattr(scheduler, field) != getattr(usual, field)]
-            if set(differs) <= {"order"}:
-                return name + "".join(f":{field}={getattr(scheduler, field)}" for field in differs)
+            if set(differs) <= {usual.option}:
+                return name + "".join(f":{field}={_text(getattr(scheduler, field))}" for field in differs)
     return repr(scheduler)
+
+
+def _value(text: str, usual: int | float | tuple[float, ...]) -> int | float | tuple[float, ...] | None:
+    """Returns an option's value of the kind of its usual one: a whole number, a number, or numbers; None for others."""
+    if isinstance(usual, int):
+        return int(text) if text.isdecimal() else None
+    try:
+        return tuple(map(float, text.split(","))) if isinstance(usual, tuple) else float(text)
+    except ValueError:
+        return None
+
+
+def _text(value: int | float | tuple[float, ...]) -> str:
+    """Returns the text of which `_value` makes an option's value."""
+    numbers = value if isinstance(value, tuple) else (value,)
+    return ",".join(str(int(number)) if number == int(number) else repr(number) for number in numbers)
 
 
 def successor(scheduler: str | Scheduler, before: Scheduler) -> Scheduler:

@@ -64,6 +64,8 @@ class Scheduler(ABC):
     """True for a solver whose steps draw noise. Its `init` also takes noise [steps, shape of x] to be used instead."""
     of_checkpoint: ClassVar[tuple[str, ...]] = ()
     """Fields with the values of a checkpoint's training, which another solver of that checkpoint keeps."""
+    option: ClassVar[str] = ""
+    """The field that the solver's name may tell, as in `unipc:order=1`."""
 
     @abstractmethod
     def schedule(self, steps: int, *, skip: int = 0, **options: Any) -> Any:
@@ -95,6 +97,10 @@ class Scheduler(ABC):
                 return (x - sigma * prediction) / schedule.alphas[index]
             case "x0":
                 return prediction
+
+    def start(self, schedule: Any, noise: Sample) -> Sample:
+        """Returns the sample at the first noise level of the schedule where there is nothing but noise."""
+        return noise
 
     def noised(self, schedule: Any, x0: Sample, noise: Sample) -> Sample:
         """Adds noise to a clean sample, up to the first noise level of the schedule."""

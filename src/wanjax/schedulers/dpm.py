@@ -15,27 +15,13 @@ The reference draws twice in a step of second order and uses the second noise; h
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32, Key, UInt32
+from jaxtyping import Array, Float, Key
 
-from wanjax.errors import WanjaxError
 from wanjax.schedulers.base import Index, Sample
 from wanjax.schedulers.diffusion import Diffusion, DiffusionSchedule, Levels
-
-
-class Drawn(NamedTuple):
-    """Noise that is drawn in each step: the data of a key for each sample."""
-
-    keys: UInt32[Array, "B 2"]
-
-
-class Given(NamedTuple):
-    """Noise that was given for every step, and how many of them were taken."""
-
-    noise: Float[Array, "steps ..."]
-    taken: Int32[Array, ""]
+from wanjax.schedulers.noise import Drawn, Given, noise_source, take_noise
 
 
 class DPMState(NamedTuple):
@@ -58,11 +44,7 @@ class DPM(Diffusion):
 
         Raises WanjaxError for noise of another shape.
         """
-        if noise is None:
-            return DPMState(jnp.zeros_like(x), Drawn(jax.random.key_data(keys)))
-        if noise.shape != (right := (len(schedule.timesteps), *x.shape)):
-            raise WanjaxError(f"the noise of the steps has the shape {list(noise.shape)}: {list(right)} would do")
-        return DPMState(jnp.zeros_like(x), Given(noise.astype(x.dtype), jnp.int32(0)))
+        return DPMState(jnp.zeros_like(x), noise_source(schedule, x, keys, noise))
 
     def step(
         self, schedule: DiffusionSchedule, index: Index, prediction: Sample, x: Sample, state: DPMState
@@ -85,14 +67,3 @@ class DPM(Diffusion):
         noise = np.sqrt(1 - levels.end) * np.sqrt(-np.expm1(-2 * h))
         extra = 0.0 if behind is None or last else h / (at - behind) / 2  # 0 after pure noise, infinitely far away
         return kept, gain * (1 + extra), -gain * extra, noise
-
-
-def take_noise(source: Drawn | Given, x: Sample) -> tuple[Sample, Drawn | Given]:
-    """Returns noise for one step, and the source of that of the next."""
-    match source:
-        case Given(noise, taken):
-            return jax.lax.dynamic_index_in_dim(noise, taken, keepdims=False), Given(noise, taken + 1)
-        case Drawn(data):
-            keys = jax.vmap(jax.random.split)(jax.random.wrap_key_data(data, impl="threefry2x32"))
-            noise = jax.vmap(lambda key: jax.random.normal(key, x.shape[1:], x.dtype))(keys[:, 0])
-            return noise, Drawn(jax.random.key_data(keys[:, 1]))

@@ -14,7 +14,7 @@ and the noise levels, so they are computed ahead.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -59,6 +59,7 @@ class UniPC(Scheduler):
     """UniPC of order 1 or 2; raises WanjaxError for other orders."""
 
     order: int = 2
+    option: ClassVar[str] = "order"
 
     def __post_init__(self):
         if self.order not in (1, 2):

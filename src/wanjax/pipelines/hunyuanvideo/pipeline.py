@@ -121,7 +121,7 @@ class HunyuanVideoPipeline(Pipeline):
     def begin(self, encoded: HunyuanVideoEncoded, settings: Settings, noise: Latents) -> tuple[Any, Video]:
         assert isinstance(settings, HunyuanVideoSettings)
         schedule = self.scheduler.schedule(settings.steps, shift=settings.flow_shift)
-        return schedule, jnp.moveaxis(noise.astype(jnp.float32), 1, -1)
+        return schedule, self.scheduler.start(schedule, jnp.moveaxis(noise.astype(jnp.float32), 1, -1))
 
     def inputs(
         self, network: nnx.Module, segment: Segment, encoded: HunyuanVideoEncoded, x: Video, batched: bool

@@ -123,7 +123,8 @@ class WanPipeline(Pipeline):
         x = jnp.moveaxis(noise.astype(jnp.float32), 1, -1)
         options = {"shift": settings.flow_shift, "sigmas": settings.sigmas}
         if encoded.video_latents is None:
-            return self.scheduler.schedule(settings.steps, **options), x
+            schedule = self.scheduler.schedule(settings.steps, **options)
+            return schedule, self.scheduler.start(schedule, x)
         video = jnp.moveaxis(jnp.asarray(encoded.video_latents, jnp.float32), 1, -1)
         skip = settings.steps - settings.strong_steps
         schedule = self.scheduler.schedule(settings.steps, skip=skip, **options)
