@@ -15,7 +15,7 @@ from tests.support.compare import error
 from tests.support.devices import on_meshes
 from tests.support.small_wan import network, partitioner, transformer_config
 from wanjax.errors import UnsupportedError
-from wanjax.kernels.attention.kept import written
+from wanjax.kernels.attention.kept import renewed
 from wanjax.models.wan.causal import WanCausalTransformer, place_of, turns_at
 from wanjax.models.wan.config import CausalTransformerConfig
 from wanjax.models.wan.transformer import WanTransformer
@@ -59,7 +59,7 @@ def by_blocks(model, latents, text, devices=None):
     def run(weights, latents, t, context, time, window, place):
         with use(devices):
             velocity, kept = nnx.merge(graphdef, weights)(latents, t, context, time, window, place)
-            return velocity, written(window, kept, place)
+            return velocity, renewed(window, kept, place)
 
     context, window = begin(weights, latents[:, :FRAMES], text)
     found, windows = [], []
@@ -120,7 +120,7 @@ def test_the_whole_sequence_is_that_of_the_transformer_that_sees_all():
 def test_the_window_keeps_its_size():
     _, windows = by_blocks(model("rolling"), *map(jnp.asarray, given()))
     assert all(window == windows[0] for window in windows)
-    assert windows[0].k[0] == (2, 2, 3 * TOKENS, 2, 6)
+    assert windows[0].k[0] == (2, 2, 3 * TOKENS, 2 * 6)
 
 
 QUICK = (((1, 1, 8), "fsdp"), ((2, 2, 2), "tp"), ((1, 4, 2), "fsdp"))
@@ -137,7 +137,7 @@ def test_on_eight_devices(axes, rules, heads):
     assert told <= 1e-5
     shape, sharding = windows[-1].k
     assert sharding.shard_shape(shape)[3] == shape[3] // axes[2]
-    assert shape[3] == -(-heads // axes[2]) * axes[2]
+    assert shape[3] == -(-heads // axes[2]) * axes[2] * 6
 
 
 def test_no_other_attention_than_to_all_kept_keys():

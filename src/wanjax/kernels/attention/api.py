@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float
 
 from wanjax.errors import UnsupportedError, WanjaxError
 from wanjax.kernels.attention import chunked, cudnn, flash_tpu, kept, reference, sharded
@@ -174,27 +174,13 @@ def attention_to_kept(
 
 
 def _on_one_device(
-    q,
-    k,
-    v,
-    *,
-    key_mask,
-    implementation: str | None,
-    keys: int | Int32[Array, ""] | None = None,
-    return_lse: bool = False,
-    **options: Any,
+    q, k, v, *, key_mask, implementation: str | None, keys: int | None = None, return_lse: bool = False, **options: Any
 ) -> Any:
-    """Attention on the device that holds the operands; keys after the first `keys` take no part."""
+    """Attention on the device that holds the operands; keys after the first `keys` are padding."""
     options |= {"return_lse": return_lse}
-    if isinstance(keys, jax.Array):  # known on the device alone
-        key_mask = jnp.broadcast_to(jnp.arange(k.shape[1])[None] < keys, (k.shape[0], k.shape[1]))
     name = choose(q, k, v, key_mask=key_mask, **options, implementation=implementation).name
-    counts = getattr(IMPLEMENTATIONS[name], "COUNTS_KEYS", False)
-    if isinstance(keys, jax.Array):
-        options |= {"keys": keys} if counts else {}
-        key_mask = None if counts else key_mask
-    elif keys is not None and keys < k.shape[1]:
-        if counts and key_mask is None:  # slicing would copy
+    if keys is not None and keys < k.shape[1]:
+        if getattr(IMPLEMENTATIONS[name], "COUNTS_KEYS", False) and key_mask is None:  # slicing would copy
             options |= {"keys": keys}
         else:
             k, v, key_mask = (x if x is None else x[:, :keys] for x in (k, v, key_mask))

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32
 
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import chunked
@@ -191,12 +191,11 @@ def attention(
     bias: None,
     config: Config | None,
     return_lse: bool = False,
-    keys: int | Int32[Array, ""] | None = None,
+    keys: int | None = None,
 ) -> Float[Array, "B L N D"] | tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]:
     """Computes what the reference does; the gradient is that of `chunked`, which computes the scores again.
 
-    Only the first `keys` keys take part (None: all); `keys` and `key_mask` are not given together. A number that is an
-    array is known when the kernel runs, which skips whole blocks of the other keys; there is no gradient then.
+    Only the first `keys` keys take part (None: all); `keys` and `key_mask` are not given together.
     """
     options = {"key_mask": key_mask, "window": window, "scale": scale}
 
@@ -220,14 +219,13 @@ def attention(
 
 
 def _attention(
-    q, k, v, *, key_mask, window, scale: float, config: Config | None, keys: int | Array | None
+    q, k, v, *, key_mask, window, scale: float, config: Config | None, keys: int | None
 ) -> tuple[Array, Array]:
     batch, queries, heads, head_dim = q.shape
     kv_heads = k.shape[2]
-    counted = k.shape[1] if keys is None else keys
-    keys = counted if isinstance(counted, int) else k.shape[1]
+    keys = k.shape[1] if keys is None else keys
     blocks = window if isinstance(window, Radial) else None
-    ragged = key_mask is not None or (window is not None and blocks is None) or counted is not keys
+    ragged = key_mask is not None or (window is not None and blocks is None)
     if blocks is not None:
         config = _config_of_blocks(blocks, config, _vmem_bytes() or 0, head_dim, keys, q.dtype.name)
     elif config is None:
@@ -235,7 +233,7 @@ def _attention(
     mean = None
     if config.center_keys:
         k, mean = _center(k, key_mask)
-    live = jnp.full((batch,), counted, jnp.int32)
+    live = jnp.full((batch,), keys, jnp.int32)
     if key_mask is not None:
         live, (k, v) = live_first(key_mask, k, v)  # then whole blocks of masked keys are skipped
     side_by_side = head_dim % LANES == 0  # then a block takes the columns of one head, as projections wrote them
@@ -304,8 +302,14 @@ def _round_up(a: int, b: int) -> int:
 
 
 def _even(length: int, block: int, unit: int) -> int:
-    """The size of the fewest even blocks of at most `block` that cover a length, rounded up to whole units."""
-    return _round_up(_ceil(length, _ceil(length, block)), unit)
+    """The size of even blocks of at most `block` that cover a length, rounded up to whole units.
+
+    They are the fewest, unless more of them pad a tenth less.
+    """
+    fewest = _ceil(length, block)
+    sizes = {count: _round_up(_ceil(length, count), unit) for count in range(fewest, _ceil(length, unit) + 1)}
+    best = min(sizes, key=lambda count: (count * sizes[count], count))
+    return sizes[best if 1.1 * best * sizes[best] < fewest * sizes[fewest] else fewest]
 
 
 def _call(scalars: tuple, q, k, v, *, sizes: Sizes, kv_heads: int, head_dim: int, config: Config):

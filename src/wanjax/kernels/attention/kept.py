@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of a block of tokens to itself and to the keys and values that are kept of earlier blocks.
 
-Kept keys are rows of a window of fixed size. Those of a new block are written at a row, and the first `live` rows then
-take part; their order does not matter to softmax, so a full window is a ring. On several devices each keeps all rows
-of its own heads, those of `tp`, whatever the rules: queries are exchanged for heads as in self-attention, and only the
-new block's keys are sent. The queries of a head are divided over `sp`, whose devices keep the same rows.
+Kept keys are rows of a window of fixed size. Those of a new block are written at a row, and the rows of the first
+blocks then take part; their order does not matter to softmax, so a full window is a ring. There is a branch for each
+number of blocks, so that a kernel knows the number of keys when it is compiled, which is faster than a mask.
+
+On several devices each keeps all rows of its own heads, those of `tp`, whatever the rules: queries are exchanged for
+heads as in self-attention, and only the new block's keys are sent. The queries of a head are divided over `sp`, whose
+devices keep the same rows.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -23,46 +27,57 @@ HEADS_AXIS = "tp"
 
 
 class Kept(NamedTuple):
-    """Keys and values of a window or of a block; those of stacked blocks of a network have a leading axis."""
+    """Keys and values of a window or of a block, heads side by side; those of stacked blocks have a leading axis.
 
-    k: Any  # Float[Array, "... B S N D"]
+    Rows of all heads together fill the tiles of a TPU's memory, whatever the number of heads.
+    """
+
+    k: Any  # Float[Array, "... B S E"]
     v: Any
 
 
 class Place(NamedTuple):
-    """The row of the window at which a block's keys are written, and the number of rows that then take part."""
+    """The row of the window at which a block's keys are written, and the number of blocks that then take part."""
 
     row: Any  # Int32[Array, ""]
-    live: Any
+    blocks: Any
 
 
 def empty_window(layers: int, batch: int, rows: int, heads: int, size: int, dtype: DTypeLike) -> Kept:
     """Returns windows without keys for stacked blocks, sharded as `attention` takes them."""
     partitioner = current()
-    shape = layers, batch, rows, heads, size
-    if partitioner is not None:
-        shape = layers, batch, rows, heads + -heads % partitioner.size(HEADS_AXIS), size
-    empty = jnp.zeros(shape, dtype)
-    if partitioner is not None:
-        empty = jax.lax.with_sharding_constraint(empty, window_sharding(partitioner, shape))
-    return Kept(empty, empty)
+    devices = 1 if partitioner is None else partitioner.size(HEADS_AXIS)
+    shape = layers, batch, rows, (heads + -heads % devices) * size
+    return _stored(Kept(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)))
 
 
 def window_sharding(partitioner: Partitioner, shape: tuple[int, ...]) -> NamedSharding:
-    """Returns the sharding of windows [layers B S N D]."""
+    """Returns the sharding of windows [layers B S E]."""
     batch = partitioner.activation(("batch",), shape[1:2])[0]
-    return NamedSharding(partitioner.mesh, PartitionSpec(None, batch, None, HEADS_AXIS, None))
+    return NamedSharding(partitioner.mesh, PartitionSpec(None, batch, None, HEADS_AXIS))
 
 
 def written(window: Kept, block: Kept, place: Place) -> Kept:
-    """Returns the window [... B S N D] with the keys and values of a block at its row."""
+    """Returns the window [... B S E] with the keys and values of a block at its row."""
 
     def write(x: Array, new: Array) -> Array:
         start = [0] * x.ndim
-        start[-3] = place.row
+        start[-2] = place.row
         return jax.lax.dynamic_update_slice(x, new, [jnp.asarray(n, jnp.int32) for n in start])
 
     return Kept(*map(write, window, block))
+
+
+def renewed(window: Kept, block: Kept, place: Place) -> Kept:
+    """Returns the windows [layers B S E] with the keys and values of a block at its row, sharded as before."""
+    return _stored(written(window, block, place))
+
+
+def _stored(window: Kept) -> Kept:
+    partitioner = current()
+    if partitioner is None:
+        return window
+    return jax.lax.with_sharding_constraint(window, window_sharding(partitioner, window.k.shape))
 
 
 def attention(
@@ -81,9 +96,32 @@ def attention(
     partitioner = current()
     if partitioner is not None:
         return _on_devices(kernel, partitioner, q, k, v, window, place, length)
-    block = Kept(k[:, :length], v[:, :length])
-    seen = written(window, block, place)
-    return kernel(q, seen.k, seen.v, keys=place.live), block
+    block = _block(k, v, length)
+    return _seen(kernel, q, written(window, block, place), place, length), block
+
+
+def _block(k: Float[Array, "B L N D"], v: Float[Array, "B L N D"], length: int) -> Kept:
+    """Returns what is kept of a block, whose first `length` tokens are real."""
+    return Kept(*(x.reshape(*x.shape[:2], -1)[:, :length] for x in (k, v)))
+
+
+def _seen(
+    kernel: Callable[..., Array], q: Float[Array, "B L N D"], window: Kept, place: Place, length: int
+) -> Float[Array, "B L N D"]:
+    """Returns the attention to the blocks that take part; the branch of a full window, the slowest, is the first.
+
+    Branches take and give heads side by side: apart, each would be copied to other tiles of a TPU's memory.
+    """
+    slots, heads = window.k.shape[1] // length, q.shape[2]
+
+    def attend(blocks: int, *joined: Array) -> Array:
+        apart = (x.reshape(*x.shape[:2], heads, -1) for x in joined)
+        out = kernel(*apart, keys=blocks * length)
+        return out.reshape(*out.shape[:2], -1)
+
+    branches = [partial(attend, blocks) for blocks in range(slots, 0, -1)]
+    joined = q.reshape(*q.shape[:2], -1)
+    return jax.lax.switch(slots - place.blocks, branches, joined, *window).reshape(q.shape)
 
 
 def _on_devices(
@@ -101,9 +139,8 @@ def _on_devices(
             q, k, v = (tokens_to_heads(x, devices) for x in (q, k, v))
         if partitioner.size("sp") > 1:
             k, v = (jax.lax.all_gather(x, "sp", axis=1, tiled=True) for x in (k, v))
-        block = Kept(k[:, :length], v[:, :length])
-        seen = written(window, block, place)
-        out = kernel(q, seen.k, seen.v, keys=place.live)
+        block = _block(k, v, length)
+        out = _seen(kernel, q, written(window, block, place), place, length)
         return heads_to_tokens(out, devices)[:, :, :heads] if exchange else out, block
 
     tokens, kept = PartitionSpec(*at), PartitionSpec(at.batch, None, HEADS_AXIS)

@@ -165,5 +165,4 @@ def turns_at(config: CausalTransformerConfig, block: int) -> Turns:
 
 def place_of(config: CausalTransformerConfig, block: int, tokens: int) -> Place:
     """Returns the place in the window of a block, from 0, of this number of tokens."""
-    live = min(block + 1, config.slots) * tokens
-    return Place(jnp.int32(config.slot(block) * tokens), jnp.int32(live))
+    return Place(jnp.int32(config.slot(block) * tokens), jnp.int32(min(block + 1, config.slots)))
