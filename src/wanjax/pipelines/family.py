@@ -110,6 +110,11 @@ class Architecture(ABC):
         """The components that denoise. They have one shape, and each step uses one of them."""
         return ("transformer",)
 
+    @property
+    def streams(self) -> bool:
+        """True where a video's frames are delivered while it is made, block by block."""
+        return False
+
     def latent_shape(self, settings: Settings) -> tuple[int, ...]:
         """Returns the shape [1 C T H W] of a video's latents."""
         frames = (settings.frames - 1) // self.vae.temporal_factor + 1

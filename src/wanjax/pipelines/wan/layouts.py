@@ -20,7 +20,7 @@ from wanjax.converters.wan import recognise
 from wanjax.converters.wan.diffusers import transformer_config
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.wan.architecture import WanArchitecture
-from wanjax.pipelines.wan.presets import PUBLISHED
+from wanjax.pipelines.wan.presets import CAUSAL, PUBLISHED
 
 KINDS = ("WanModel", "VaceWanModel")  # the classes in the authors' config.json
 FOLDERS = {"transformer": "high_noise_model", "transformer_2": "low_noise_model"}
@@ -174,7 +174,7 @@ def _scheduler(transformer: Mapping[str, Any], experts: bool) -> dict[str, Any]:
 def _repository(transformer: Mapping[str, Any], experts: bool) -> str | None:
     """Returns the published repository whose transformer has this shape; None where there is none."""
     shape = transformer_config(transformer)
-    for preset in PUBLISHED:
+    for preset in (*PUBLISHED, CAUSAL):
         found = preset.architecture
         assert isinstance(found, WanArchitecture)
         if (found.transformer, found.experts) == (shape, experts):
