@@ -19,8 +19,11 @@ TELLING = {  # tensors that only this component has: the authors' name, and that
     "text_encoder": ("token_embedding.weight", "shared.weight"),
     "image_encoder": ("visual.pos_embedding", "vision_model.embeddings.position_embedding.weight"),
 }
+CAUSAL_PREFIXES = tuple(  # of guandeh17/Self-Forcing and its like, with the wrapper of training or without
+    f"{table}.model.{wrapper}" for table in ("generator_ema", "generator") for wrapper in ("_fsdp_wrapped_module.", "")
+)
 PREFIXES = {
-    "transformer": TRANSFORMER_PREFIXES,
+    "transformer": (*TRANSFORMER_PREFIXES, *CAUSAL_PREFIXES),
     "vae": VAE_PREFIXES,
     "text_encoder": ("", "text_encoders.umt5xxl.transformer."),
     "image_encoder": ("",),
@@ -30,7 +33,10 @@ TOKENIZERS = ("spiece_model",)  # stored with the weights of text encoders
 
 def components(reader: Reader) -> dict[str, Component]:
     """Returns the components that a file holds. Raises WanjaxError if one of them is incomplete or not Wan's."""
-    return {name: component(name, part) for name, part in held(reader, TELLING, PREFIXES).items()}
+    found = {name: component(name, part) for name, part in held(reader, TELLING, PREFIXES).items()}
+    if "transformer" in found and any(key.startswith(CAUSAL_PREFIXES) for key in reader.keys()):  # noqa: SIM118
+        found["transformer"].json["_class_name"] = "CausalWanTransformer3DModel"
+    return found
 
 
 def component(name: str, reader: Reader, given: Mapping[str, Any] | None = None) -> Component:
