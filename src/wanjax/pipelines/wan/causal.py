@@ -54,10 +54,7 @@ class CausalWanPipeline(StreamingPipeline, WanPipeline):
         batched: bool,
     ) -> tuple[Denoiser, Inputs]:
         """Raises WanjaxError: it is asked for by training alone."""
-        raise WanjaxError(
-            f"{self.defaults.model} makes videos block by block, which `wanjax train` cannot teach: "
-            "a model without blocks, such as wan2.1-t2v-1.3b, would do"
-        )
+        raise WanjaxError(f"{self.defaults.model} makes videos block by block, which training does not teach")
 
     def begin_past(self, network: nnx.Module, encoded: WanEncoded, x: Latents) -> Past:
         graphdef, weights = nnx.split(network)

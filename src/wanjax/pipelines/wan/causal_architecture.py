@@ -25,8 +25,8 @@ class CausalWanArchitecture(WanArchitecture):
     transformer: CausalTransformerConfig
 
     @property
-    def streams(self) -> bool:
-        return True
+    def block_length(self) -> int:
+        return self.transformer.block_frames * self.vae.temporal_factor
 
     @property
     def radial(self) -> bool:
