@@ -9,9 +9,10 @@ from click.testing import CliRunner
 from PIL import Image
 
 import wanjax
-from tests.support.tiny import tiny_causal_checkpoint
+from tests.support.tiny import compile_cache, tiny_causal_checkpoint
 from wanjax.checkpoints.files import load_safetensors
 from wanjax.cli import main
+from wanjax.compilation import forget_programs
 from wanjax.media.stage_files import LATENTS
 from wanjax.media.videos import write_video
 
@@ -93,6 +94,20 @@ def test_it_is_converted_there_and_back(model, video, tmp_path):
     run("convert", tmp_path / "there", tmp_path / "back", "--to", "diffusers")
     config = json.loads((tmp_path / "back" / "transformer" / "config.json").read_text())
     assert config["_class_name"] == "CausalWanTransformer3DModel"
+
+
+def test_nothing_is_compiled_after_a_warmup(model, tmp_path):
+    def programs():
+        return {path.name for path in (tmp_path / "xla").rglob("*-cache")}
+
+    with compile_cache(tmp_path / "xla"):
+        forget_programs()
+        run("warmup", "--model", model, *GIVEN)
+        before = programs()
+        forget_programs()
+        run("a red circle", "--model", model, *GIVEN, "--dir", tmp_path / "a", "--out", tmp_path / "a.mp4")
+    assert len(before) > 5
+    assert programs() == before
 
 
 def test_training_it_is_refused(model, tmp_path):
