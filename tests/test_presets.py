@@ -20,6 +20,7 @@ from wanjax.errors import WanjaxError
 from wanjax.models.clip import CLIP_VIT_H
 from wanjax.models.t5 import UMT5_XXL
 from wanjax.models.wan.config import (
+    CAUSAL_1_3B,
     FLF2V_14B,
     I2V_14B,
     I2V_A14B,
@@ -86,6 +87,12 @@ NETWORKS = {
         wan.transformer_rules(VACE_14B),
         transformer_keys(VACE_14B),
         17_337_592_896,
+    ),
+    "wan2.1-t2v-1.3b-causal": Published(
+        CAUSAL_1_3B,
+        wan.transformer_rules(CAUSAL_1_3B),
+        transformer_keys(T2V_1_3B),
+        1_418_996_800,
     ),
     "clip-vit-h": Published(CLIP_VIT_H, clip.clip_rules(CLIP_VIT_H), image_encoder_keys(CLIP_VIT_H), 611_086_080),
     "umt5-xxl": Published(UMT5_XXL, t5.t5_rules(UMT5_XXL), text_encoder_keys(UMT5_XXL), 5_680_910_336),

@@ -20,6 +20,7 @@ from wanjax.converters.engine import (
 )
 from wanjax.errors import WanjaxError
 from wanjax.models.wan.config import (
+    CausalTransformerConfig,
     ControlTransformerConfig,
     ImageTransformerConfig,
     ResidualVAEConfig,
@@ -29,7 +30,7 @@ from wanjax.models.wan.config import (
 
 # Entries of config.json that select the architecture, and their supported values; the first is that of a missing entry.
 TRANSFORMER_KIND = {
-    "_class_name": ("WanTransformer3DModel", "WanVACETransformer3DModel"),
+    "_class_name": ("WanTransformer3DModel", "WanVACETransformer3DModel", "CausalWanTransformer3DModel"),
     "cross_attn_norm": (True,),
     "qk_norm": ("rms_norm_across_heads",),
 }
@@ -67,6 +68,8 @@ def transformer_config(json: Mapping[str, Any]) -> TransformerConfig:
         check_kind(
             "transformer", json, {"image_dim": (None,), "added_kv_proj_dim": (None,), "pos_embed_seq_len": (None,)}
         )
+        if json.get("_class_name") == "CausalWanTransformer3DModel":
+            return _causal_config(plain, json)
         return _control_config(plain, json) if controlled else plain
     check_kind("transformer", json, {"added_kv_proj_dim": (plain.width,)})
     return ImageTransformerConfig(
@@ -83,6 +86,18 @@ def _control_config(plain: TransformerConfig, json: Mapping[str, Any]) -> Contro
         right = f"evenly spaced layers from 0 that divide {plain.layers}"
         raise WanjaxError(f"the transformer's config.json has vace_layers {list(layers)} where {right} are supported")
     return ControlTransformerConfig(**asdict(plain), control_channels=channels, control_stride=stride)
+
+
+def _causal_config(plain: TransformerConfig, json: Mapping[str, Any]) -> CausalTransformerConfig:
+    """Reads the blocks and the window; an attention to all frames sees as many as the authors keep."""
+    block, local, sink = json.get("num_frames_per_block", 3), json.get("local_attn_size", -1), json.get("sink_size", 0)
+    window = json.get("sliding_window_num_frames", 21) if local == -1 else local
+    if block < 1 or window % block or sink % block or not 0 <= sink < window:
+        raise WanjaxError(
+            f"the transformer's config.json has blocks of {block} frames in a window of {window}, of which {sink} "
+            "stay: multiples of the block are supported, such as 3, 21 and 0"
+        )
+    return CausalTransformerConfig(**asdict(plain), block_frames=block, window=window, sink=sink)
 
 
 def transformer_rules(config: TransformerConfig) -> list[Rule]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from wanjax.checkpoints.files import Reader
 from wanjax.checkpoints.layouts import TRANSFORMER_PREFIXES, VAE_PREFIXES, Component, held
+from wanjax.checkpoints.torch_file import GENERATORS
 from wanjax.converters.readers import Descaled, Flattened, Names, Renamed, Unflattened, Unfused
 from wanjax.converters.wan import original
 from wanjax.errors import WanjaxError
@@ -19,8 +20,14 @@ TELLING = {  # tensors that only this component has: the authors' name, and that
     "text_encoder": ("token_embedding.weight", "shared.weight"),
     "image_encoder": ("visual.pos_embedding", "vision_model.embeddings.position_embedding.weight"),
 }
+CAUSAL = (
+    "generator_ema."  # in files of guandeh17/Self-Forcing and its like; CausVid's models of whole videos have no mean
+)
+DISTILLED_PREFIXES = tuple(
+    f"{table}.model.{wrapper}" for table in GENERATORS for wrapper in ("_fsdp_wrapped_module.", "")
+)
 PREFIXES = {
-    "transformer": TRANSFORMER_PREFIXES,
+    "transformer": (*TRANSFORMER_PREFIXES, *DISTILLED_PREFIXES),
     "vae": VAE_PREFIXES,
     "text_encoder": ("", "text_encoders.umt5xxl.transformer."),
     "image_encoder": ("",),
@@ -31,7 +38,10 @@ TOKENIZERS = ("spiece_model",)  # stored with the weights of text encoders
 
 def components(reader: Reader) -> dict[str, Component]:
     """Returns the components that a file holds. Raises WanjaxError if one of them is incomplete or not Wan's."""
-    return {name: component(name, part) for name, part in held(reader, TELLING, PREFIXES).items()}
+    found = {name: component(name, part) for name, part in held(reader, TELLING, PREFIXES).items()}
+    if "transformer" in found and any(key.startswith(CAUSAL) for key in reader.keys()):  # noqa: SIM118
+        found["transformer"].json["_class_name"] = "CausalWanTransformer3DModel"
+    return found
 
 
 def component(name: str, reader: Reader, given: Mapping[str, Any] | None = None) -> Component:

@@ -11,7 +11,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -183,6 +183,19 @@ def compile_cache() -> Iterator[None]:
     finally:
         for name, value in before.items():
             jax.config.update(name, value)
+
+
+def kept_apart(made: Iterator[Result], *contexts: Callable[[], AbstractContextManager]) -> Iterator[Result]:
+    """Yields what an iterator makes; each is made in these contexts, which end while the iterator waits."""
+    while True:
+        with ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context())
+            try:
+                result = next(made)
+            except StopIteration:
+                return
+        yield result
 
 
 def keeps_programs(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:

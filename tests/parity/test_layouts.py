@@ -29,7 +29,7 @@ from wanjax.converters.readers import open_tensors
 from wanjax.converters.wan import diffusers as wan
 from wanjax.converters.wan import original, recognise
 from wanjax.errors import WanjaxError
-from wanjax.models.wan.config import T2V_1_3B, T2V_14B
+from wanjax.models.wan.config import T2V_1_3B, T2V_14B, CausalTransformerConfig
 from wanjax.pipelines.wan import layouts as wan_layouts
 from wanjax.pipelines.wan.layouts import LAYOUT, FileSource, OriginalSource
 from wanjax.pipelines.wan.networks import NETWORKS
@@ -151,6 +151,24 @@ def test_two_experts_are_two_transformers(authors, diffusers):
     paths = [source.weights(name).paths for name in ("transformer", "transformer_2")]
     assert [path.parent.name for (path,) in paths] == ["high_noise_model", "low_noise_model"]
     assert_same_weights(source.weights("transformer_2"), open_source(diffusers).weights("transformer"))
+
+
+@pytest.mark.parametrize("wrapper", ["", "_fsdp_wrapped_module."])
+def test_a_distilled_causal_transformer(wrapper, diffusers, tmp_path, monkeypatch):
+    """The averaged weights are read, and nothing else tells that they make a video block by block."""
+    tensors = {f"model.{wrapper}{key}": torch.tensor(x) for key, x in theirs(diffusers, "transformer").items()}
+    others = {key: torch.zeros_like(x) for key, x in tensors.items()}
+    torch.save({"generator": others, "critic": others, "generator_ema": tensors}, tmp_path / "distilled.pt")
+    source = open_source(tmp_path / "distilled.pt")
+    assert_same_weights(source.weights("transformer"), SafetensorsFolder(diffusers / "transformer"))
+    config = network(source, "transformer", NETWORKS).config
+    assert isinstance(config, CausalTransformerConfig)
+    assert (config.block_frames, config.window, config.sink) == (3, 21, 0)
+    monkeypatch.setattr(layouts.RecognisedSource, "_lender", lambda self, component: DiffusersSource(diffusers))
+    assert ToWanjax(source, tmp_path / "converted", NETWORKS).run()
+    pipe = registry.load(tmp_path / "converted")
+    assert pipe.scheduler == Consistency()
+    assert pipe.defaults.steps == 4
 
 
 PREFIXES = ["", "model.diffusion_model.", "diffusion_model."]

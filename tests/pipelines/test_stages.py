@@ -2,14 +2,14 @@
 """The priced programs against those that the pipeline runs."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.support.small_wan import VIDEO, architecture, partitioner, pipeline
+from tests.support.small_wan import TEXT, VIDEO, architecture, causal_pipeline, partitioner, pipeline
 from wanjax import compilation
 from wanjax.kernels.compiler_options import SETS
 from wanjax.kernels.target import Target
@@ -79,16 +79,8 @@ def planned(job):
     return find(job.builder)(mesh, **json.loads(json.dumps(job.settings)))
 
 
-@pytest.mark.parametrize(("axes", "rules"), [((2, 2, 2), "fsdp"), ((1, 4, 2), "tp")])
-def test_priced_programs_are_those_of_the_pipeline(calls, axes, rules):
-    networks = architecture(4, scheduler=UniPC())
-    pipe = pipeline(4, partitioner(axes, rules))
-    pipe.scheduler = UniPC()
-    prompts = WanEncoded(*(jnp.zeros((1, TEXT_LENGTH, 8)) for _ in range(2)))
-    pipe.decode(pipe.denoise(prompts, **VIDEO.to_json()))
-    runs = stages(networks, VIDEO, "v6e-8", dict(zip(MESH_AXES, axes, strict=True)), rules=rules)
-    assert [run.times for stage in runs.values() for run in stage] == [1, 1, 2, 1, 2]
-    names = ("make_context", "take_step", None, "decode_chunk")
+def check_priced(calls, runs, names):
+    """Checks the priced programs of both stages against the last calls of the pipeline's, by their names."""
     for run, name in zip((*runs["denoise"], *runs["decode"]), names, strict=True):
         if name is None:  # the first chunk's call, which a later one replaced in `calls`
             continue
@@ -99,6 +91,31 @@ def test_priced_programs_are_those_of_the_pipeline(calls, axes, rules):
         assert program.compiler_options == options
         pairs = zip(leaves(given), jax.tree.leaves(program.arguments), strict=True)
         assert all(alike(*pair) for pair in pairs)
+
+
+@pytest.mark.parametrize(("axes", "rules"), [((2, 2, 2), "fsdp"), ((1, 4, 2), "tp")])
+def test_priced_programs_are_those_of_the_pipeline(calls, axes, rules):
+    networks = architecture(4, scheduler=UniPC())
+    pipe = pipeline(4, partitioner(axes, rules))
+    pipe.scheduler = UniPC()
+    prompts = WanEncoded(*(jnp.zeros((1, TEXT_LENGTH, 8)) for _ in range(2)))
+    pipe.decode(pipe.denoise(prompts, **VIDEO.to_json()))
+    runs = stages(networks, VIDEO, "v6e-8", dict(zip(MESH_AXES, axes, strict=True)), rules=rules)
+    assert [run.times for stage in runs.values() for run in stage] == [1, 1, 2, 1, 2]
+    check_priced(calls, runs, ("make_context", "take_step", None, "decode_chunk"))
+
+
+@pytest.mark.parametrize(("axes", "rules"), [((1, 2, 4), "fsdp"), ((2, 2, 2), "tp")])
+def test_priced_programs_of_blocks_are_those_of_the_pipeline(calls, axes, rules):
+    pipe = causal_pipeline(4, partitioner(axes, rules))
+    video = pipe.defaults.updated({"height": 12, "width": 12, "frames": 15})
+    prompts = WanEncoded(*(jnp.zeros((1, TEXT_LENGTH, 8)) for _ in range(2)))
+    for _ in pipe.decode_blocks(pipe.blocks(prompts, **video.to_json())):
+        pass
+    shapes = replace(pipe.architecture, text_encoder=TEXT)
+    runs = stages(shapes, video, "v6e-8", dict(zip(MESH_AXES, axes, strict=True)), rules=rules)
+    assert [run.times for stage in runs.values() for run in stage] == [1, 1, 16, 3, 1, 7]
+    check_priced(calls, runs, ("begin_past", "take_step", "renew", None, "decode_chunk"))
 
 
 @pytest.mark.parametrize("compiler", SETS)
@@ -143,12 +160,13 @@ def test_every_program_of_every_preset_is_traced(name, traced):
     """Traces every program of a preset at its default size, from configs alone; those that presets share once."""
     video = presets()[name].defaults
     runs = stages(presets()[name].architecture, video, "v6e-8", {"dp": 2, "tp": 4})
-    context, step = runs["denoise"]
-    assert (context.times, step.times) == (len(presets()[name].architecture.denoisers), video.steps)
-    state, *_ = planned(step.job).arguments
     networks = presets()[name].architecture
-    batch, channels, *cells = networks.denoised_shape(video)
-    assert state.x.shape == (batch, *cells, channels)
+    context, step, *_ = runs["denoise"]
+    batch, channels, frames, *cells = networks.denoised_shape(video)
+    block = networks.transformer.block_frames if networks.streams else frames
+    assert (context.times, step.times) == (len(networks.denoisers), frames // block * video.steps)
+    state, *_ = planned(step.job).arguments
+    assert state.x.shape == (batch, block, *cells, channels)
     for run in runs["encode"]:
         if (told := json.dumps(asdict(run.job), sort_keys=True)) not in traced:
             program = planned(run.job)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small Wan networks of random weights, on one device or on a mesh."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 import jax
@@ -11,14 +11,18 @@ from flax import nnx
 
 from wanjax.layers.placement import placed
 from wanjax.models.t5 import T5Config
-from wanjax.models.wan.config import VAE_2_1, TransformerConfig
+from wanjax.models.wan.causal import WanCausalTransformer
+from wanjax.models.wan.config import VAE_2_1, CausalTransformerConfig, TransformerConfig
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.models.wan.vae import WanVAE
 from wanjax.pipelines.components import Components
 from wanjax.pipelines.wan.architecture import WanArchitecture
+from wanjax.pipelines.wan.causal import CausalWanPipeline
+from wanjax.pipelines.wan.causal_architecture import CausalWanArchitecture
+from wanjax.pipelines.wan.conditioning import BLOCK_BY_BLOCK
 from wanjax.pipelines.wan.pipeline import WanPipeline
 from wanjax.registry import presets
-from wanjax.schedulers import FlowEuler
+from wanjax.schedulers import Consistency, FlowEuler
 from wanjax.sharding import RULES, Partitioner, make_mesh
 
 TEXT = T5Config(64, 8, 2, 4, 16, 2, 8, 16, 1e-6, False)
@@ -69,6 +73,21 @@ def transformer_config(heads):
         frequency_dim=8,
         eps=1e-6,
     )
+
+
+def causal_pipeline(heads, partitioner, *, block_frames=2, window=6, sink=0):
+    """Returns a pipeline that makes a video block by block, with random weights."""
+    plain = asdict(transformer_config(heads))
+    config = CausalTransformerConfig(**plain, block_frames=block_frames, window=window, sink=sink)
+    components = Components(
+        {
+            "transformer": lambda room: network(partial(WanCausalTransformer, config), partitioner),
+            "vae": lambda room: network(partial(WanVAE, VAE), partitioner),
+        }
+    )
+    shapes = CausalWanArchitecture(transformer=config, vae=VAE, task=BLOCK_BY_BLOCK, scheduler=Consistency())
+    defaults = presets()["wan2.1-t2v-1.3b-causal"].defaults.updated({"dtype": "float32"})
+    return CausalWanPipeline(components, shapes, defaults, partitioner)
 
 
 def architecture(heads, **more):

@@ -263,6 +263,18 @@ def tiny_control_checkpoint(folder: Path) -> Path:
     )
 
 
+def tiny_causal_checkpoint(folder: Path) -> Path:
+    """Writes the checkpoint of a model that makes blocks of two latent frames, of which it sees two."""
+    kind, solver = "CausalWanTransformer3DModel", "SelfForcingFlowMatchScheduler"
+    blocks = {"_class_name": kind, "num_frames_per_block": 2, "local_attn_size": -1, "sliding_window_num_frames": 4}
+    parts = {"transformer": ["diffusers", kind], "scheduler": ["diffusers", solver]}
+    _checkpoint(folder, INDEX | {"_class_name": "WanCausalDMDPipeline"} | parts, TRANSFORMER | blocks)
+    levels = {"num_inference_steps": 1000, "shift": 5.0, "sigma_min": 0.0, "extra_one_step": True, "training": True}
+    _write_json(folder / "scheduler" / "scheduler_config.json", {"_class_name": solver} | levels)
+    _write_json(folder / "generation_config.json", SMALL | {"frames": 29, "steps": 4})
+    return folder
+
+
 def tiny_experts_checkpoint(folder: Path) -> Path:
     """Writes the checkpoint of a model with two transformers, which differ in their weights."""
     tiny_checkpoint(folder)

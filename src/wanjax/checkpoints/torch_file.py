@@ -46,8 +46,7 @@ LATER_DTYPES = {  # dtypes without a storage class
     "uint32": np.dtype(np.uint32),
     "uint64": np.dtype(np.uint64),
 }
-TABLES = ("state_dict", "generator_ema", "generator")
-"""Tables of a training run's checkpoint: that of its model, or, after a distillation, of the model that generates."""
+GENERATORS = ("generator_ema", "generator")  # tables of the model that generates, in a run that distils it
 PICKLE_LIMIT = 1 << 24  # bytes; a thousand tensors take about 200,000
 # The operations that tables of tensors are made of, for pickles of protocol 2 and later.
 TEXTS = {"BINUNICODE", "SHORT_BINUNICODE"}
@@ -109,7 +108,8 @@ class _CorruptError(Exception):
 class TorchFile:
     """A `wanjax.checkpoints.files.Reader` of a file by `torch.save`; reads a tensor when asked for it.
 
-    A training run's checkpoint is read as the first of its `TABLES`.
+    A training run's checkpoint is read as the table that it calls `state_dict`; one that is distilled from another
+    model, as the table `generator_ema` or `generator`, whose name is then the first part of each tensor's name.
 
     Raises WanjaxError that names the file if it is missing, truncated, corrupt, written before torch 1.6, or not a
     table of tensors.
@@ -231,10 +231,20 @@ def _places(archive: _Archive) -> dict[str, _Place]:
         raise _CorruptError(f"its pickle has more than {PICKLE_LIMIT} bytes")
     table = describe(archive.read("data.pkl"))
     if isinstance(table, dict):
-        table = next((table[name] for name in TABLES if isinstance(table.get(name), dict)), table)
+        table = _trained(table)
     if not isinstance(table, dict) or not all(isinstance(key, str) and key.isprintable() for key in table):
         raise _CorruptError("it is not a table of tensors by name")
     return {key: _place(key, value, archive) for key, value in table.items()}
+
+
+def _trained(table: dict) -> dict:
+    """Returns the tensors of a training run's checkpoint, the averaged ones first; other tables as they are."""
+    if isinstance(inner := table.get("state_dict"), dict):
+        return inner
+    for name in GENERATORS:
+        if isinstance(inner := table.get(name), dict) and all(isinstance(key, str) for key in inner):
+            return {f"{name}.{key}": value for key, value in inner.items()}
+    return table
 
 
 def _place(key: str, value: object, archive: _Archive) -> _Place:

@@ -144,6 +144,10 @@ def _summary(found: Outlook) -> list[str]:
             f"{item['operation']} over {item['devices']} devices: {item['times']} a step, "
             f"{item['bytes'] / 1e9:.2f} GB a chip, {item['seconds']:.3f} s"
         )
+    if found.frames_a_second is not None:
+        lines.append(
+            f"streamed: {found.frames_a_second:.1f} frames a second with the decoder, where {found.fps} are played"
+        )
     if found.total_seconds is not None:
         compiling = f", after {found.compile_seconds:.0f} s of compiling (here)" if found.compile_seconds else ""
         lines.append(f"the whole run: {found.total_seconds:.1f} s{compiling}")

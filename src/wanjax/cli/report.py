@@ -81,10 +81,10 @@ class Report:
             self._current.load(component, done, total)
             self.stop_if_asked()
 
-    def count(self, unit: str, done: int, total: int) -> None:
-        """Shows that `done` of `total` units of the current stage, such as chunks, are complete."""
+    def count(self, unit: str, done: int, total: int, *, beside: str = "") -> None:
+        """Shows that `done` of `total` units of the current stage, such as chunks, are complete, and a text beside."""
         if self._current:
-            self._current.count(unit, done, total)
+            self._current.count(unit, done, total, beside)
         if done < total:
             self.stop_if_asked()
 

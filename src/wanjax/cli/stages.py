@@ -21,6 +21,7 @@ from wanjax.cli.demand import demand
 from wanjax.cli.processes import is_first, meet
 from wanjax.cli.profile import StepProfile, trace_with_scopes
 from wanjax.cli.report import Report
+from wanjax.cli.streaming import stream
 from wanjax.compilation import kept_set
 from wanjax.converters.lora import Lora
 from wanjax.errors import WanjaxError
@@ -49,8 +50,8 @@ def generate(
     try:
         run.tell()
         encoded = run.encode()
-        latents = run.denoise(encoded)
-        written = run.decode(latents)
+        streams = run.pipe.architecture.streams
+        written = stream(run, encoded) if streams else run.decode(run.denoise(encoded))
     finally:
         if folder is None and is_first():
             names.release(run.place)
@@ -248,7 +249,7 @@ class Rendering:
                 self.report.note("note: " + str(truncation).replace("the prompt", f"the {name}", 1))
         encoded = self.embed()
         tensors = {name: x for name, x in encoded._asdict().items() if x is not None}
-        self._save(stage_files.save_encoded, tensors)
+        self.save(stage_files.save_encoded, tensors)
         self.report.kept(f"the embeddings are in {self.folder / stage_files.EMBEDDINGS}", self._command("denoise"))
         return encoded
 
@@ -276,14 +277,27 @@ class Rendering:
         if step.index + 1 < step.total:
             self.report.stop_if_asked()
 
-    def denoise(self, encoded: Any) -> jax.Array:
-        self.ready_previews()
+    def watching(self, encoded: Any) -> tuple[StepProfile | None, Callable[[Step], None]]:
+        """Returns the profile, if it is asked for, and what is to be called after each step."""
         profile = StepProfile(self.profile, self.pipe, self.settings, encoded) if self.profile else None
 
         def after(step: Step) -> None:
             if profile:
                 profile.after(step)
             self.between(step)
+
+        return profile, after
+
+    def looked(self, profile: StepProfile | None) -> None:
+        """Prints the profile, and waits for the last preview."""
+        if profile and is_first():
+            self.report.note(profile.report())
+        if self.previews:
+            self.previews.wait()
+
+    def denoise(self, encoded: Any) -> jax.Array:
+        self.ready_previews()
+        profile, after = self.watching(encoded)
 
         def tell_switch(switch: Switch) -> None:
             self.report.note(
@@ -304,12 +318,9 @@ class Rendering:
                 **given,
             )
             jax.block_until_ready(latents)
-        if profile and is_first():
-            self.report.note(profile.report())
-        if self.previews:
-            self.previews.wait()
+        self.looked(profile)
         self.pipe.free()
-        self._save(stage_files.save_latents, latents)
+        self.save(stage_files.save_latents, latents)
         if is_first():
             (self.folder / stage_files.STATE).unlink(missing_ok=True)
         self.report.kept(f"the latents are in {self.folder / stage_files.LATENTS}", self._command("decode"))
@@ -327,14 +338,17 @@ class Rendering:
                 self.report.count("chunk", done, total)
 
         with self.report.stage("decode"):
-            if is_first():
-                written = videos.write_video(self.place.video, frames(), self.settings.fps, self.record)
-            else:
-                deque(frames(), maxlen=0)
-                written = Path(self.place.video)
+            written = self.write(frames())
         self.pipe.free()
         self.report.way_on = None
         return written
+
+    def write(self, frames: Iterator[np.ndarray]) -> Path:
+        """Writes the video from its frames as they come, in the first process only; returns its path."""
+        if is_first():
+            return videos.write_video(self.place.video, frames, self.settings.fps, self.record)
+        deque(frames, maxlen=0)
+        return Path(self.place.video)
 
     def made(self, file: Path) -> None:
         """Prints the file that the command made, in the first process only."""
@@ -342,7 +356,7 @@ class Rendering:
             folder = str(self.folder.absolute())
             self.report.made(file.absolute(), self.record, folder=folder, seconds=self.report.seconds)
 
-    def _save(self, save: Callable[..., None], made: Any) -> None:
+    def save(self, save: Callable[..., None], made: Any) -> None:
         """Writes the output of a stage and the settings, in the first process only."""
         if is_first():
             save(self.folder, made, self.record)

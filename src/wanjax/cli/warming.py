@@ -20,6 +20,7 @@ from wanjax.kernels.attention import is_radial
 from wanjax.pipelines.family import Architecture
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Cancelled, Step, dense_steps
+from wanjax.pipelines.streaming import StreamingPipeline
 
 STEPS, CHUNKS = 2, 3  # a run compiles nothing after these: later inputs have the sharding of the last outputs
 PAIRS = 4  # of steps after one another: whole or reusing, each after each
@@ -28,8 +29,11 @@ PAIRS = 4  # of steps after one another: whole or reusing, each after each
 def first_steps(architecture: Architecture, settings: Settings) -> int:
     """Returns the number of steps after which a run compiles nothing: a step is known once its pair of kinds is.
 
-    Where the steps that reuse are not known, these are all steps.
+    Where the steps that reuse are not known, these are all steps. A video that is made block by block needs those of a
+    block, and the first of the next.
     """
+    if architecture.streams:
+        return settings.steps + STEPS
     rule, reuses = architecture.cache_rule(settings), architecture.reused(settings)
     if not rule.counted and not rule.branches:
         return settings.steps
@@ -80,9 +84,13 @@ class Rehearsal(Rendering):
             self.pipe.denoise(encoded, callback=take, batch_guidance=self.batch_guidance, **settings)
 
     def decode(self) -> None:
-        latents = jnp.zeros(self.pipe.architecture.latent_shape(self.settings), jnp.float32)
+        pipe, shape = self.pipe, self.pipe.architecture.latent_shape(self.settings)
+        latents = jnp.zeros(shape, jnp.float32)
         with self.report.stage("decode"):
-            chunks = self.pipe.decode_chunks(latents, tiling=self.tiling)
+            chunks = pipe.decode_chunks(latents, tiling=self.tiling)
+            if isinstance(pipe, StreamingPipeline):
+                block = latents[:, :, : pipe.block_frames]
+                chunks = pipe.decode_blocks([block] * CHUNKS, tiling=self.tiling)
             for done, chunk in enumerate(islice(chunks, CHUNKS), 1):
                 np.asarray(chunk)
                 self.report.count("chunk", done, CHUNKS)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary position embeddings over frames, height and width (Su et al., RoFormer, 2021)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,23 @@ class Rope:
     frames: int | None = field(default=None, metadata={"static": True})
 
 
+class Turns(NamedTuple):
+    """Cosine and sine of the angle of each pair of channels at positions along one axis, float32 [T P]."""
+
+    cos: Float32[np.ndarray | Array, "T P"]
+    sin: Float32[np.ndarray | Array, "T P"]
+
+
+def turns(positions: Sequence[float] | np.ndarray, channels: int, theta: float = 10000.0) -> Turns:
+    """Returns the turns of `channels` channels at positions along one axis.
+
+    Angles are computed in float64: in float32 those of far positions have a larger error than bfloat16 activations.
+    """
+    pairs = theta ** (-np.arange(0, channels, 2, dtype=np.float64) / channels)
+    angles = np.asarray(positions, np.float64)[:, None] * pairs
+    return Turns(np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32))
+
+
 def rope_3d(
     grid: tuple[int, int, int],
     axes: tuple[int, int, int],
@@ -44,25 +61,30 @@ def rope_3d(
     """Tables for tokens in the order T, H, W of a `grid` of that shape, and for `still` tokens after them.
 
     `axes` are the channels of a head that rotate with each of T, H, W. `positions` are those along each; None counts
-    from 0. Still tokens do not rotate. Angles are computed in float64: in float32 those of far positions have a larger
-    error than bfloat16 activations.
+    from 0. Still tokens do not rotate.
     """
-    angles = [
-        along[:, None] * theta ** (-np.arange(0, channels, 2, dtype=np.float64) / channels)
-        for along, channels in zip(positions or [np.arange(size) for size in grid], axes, strict=True)
-    ]
+    along = positions or [np.arange(size) for size in grid]
+    return rope_of([turns(x, channels, theta) for x, channels in zip(along, axes, strict=True)], still=still)
 
-    def table(function: np.ufunc) -> Float32[Array, "L P"]:
-        """A function of all angles at all tokens. A program holds only the values along each axis as constants."""
-        along = (jnp.asarray(function(angle), jnp.float32) for angle in angles)
-        parts = (jnp.expand_dims(x, others) for x, others in zip(along, ((1, 2), (0, 2), (0, 1)), strict=True))
-        whole = [jnp.broadcast_to(x, (*grid, x.shape[-1])) for x in parts]
+
+def rope_of(along: Sequence[Turns], *, still: int = 0) -> Rope:
+    """Tables for tokens in the order T, H, W from the turns along each, and for `still` tokens after them.
+
+    A program holds only the turns as constants, or is given them.
+    """
+    grid = tuple(len(turns.cos) for turns in along)
+
+    def table(parts: Iterable[Any], unmoved: float) -> Float32[Array, "L P"]:
+        spread_out = zip(parts, ((1, 2), (0, 2), (0, 1)), strict=True)
+        placed = (jnp.expand_dims(jnp.asarray(x), others) for x, others in spread_out)
+        whole = [jnp.broadcast_to(x, (*grid, x.shape[-1])) for x in placed]
         rows = jnp.concatenate(whole, axis=-1).reshape(prod(grid), -1)
         if still:
-            rows = jnp.concatenate([rows, jnp.full((still, rows.shape[1]), function(0.0), jnp.float32)])
+            rows = jnp.concatenate([rows, jnp.full((still, rows.shape[1]), unmoved, jnp.float32)])
         return spread(rows, ("length", None))
 
-    return Rope(table(np.cos), table(np.sin), prod(grid) + still)
+    cos, sin = (x.cos for x in along), (x.sin for x in along)
+    return Rope(table(cos, 1.0), table(sin, 0.0), prod(grid) + still)
 
 
 def with_frames(rope: Rope, grid: tuple[int, int, int], attention: str | None) -> Rope:

@@ -66,6 +66,23 @@ def scan_blocks(blocks: Any, apply: Callable[..., Carry], x: Carry, *per_block: 
     return jax.lax.scan(step, as_tokens(x), (weights, per_block))[0]
 
 
+def scan_keeping(
+    blocks: Any, apply: Callable[..., tuple[Carry, Result]], x: Carry, *per_block: Any
+) -> tuple[Carry, Result]:
+    """Runs `x, made = apply(block, x, *entries)` over stacked blocks; returns x, and all that was made, stacked.
+
+    The arguments are those of `scan_blocks`. There is no checkpoint for a backward pass.
+    """
+    graphdef, weights = nnx.split(blocks)
+
+    def step(x: Carry, layer: tuple[Any, tuple]) -> tuple[Carry, Result]:
+        block_weights, entries = layer
+        x, made = apply(nnx.merge(graphdef, block_weights), x, *entries)
+        return as_tokens(x), made
+
+    return jax.lax.scan(step, as_tokens(x), (weights, per_block))
+
+
 def scan_some(blocks: Any, some: range, apply: Callable[..., Carry], x: Carry, *per_block: Any) -> Carry:
     """Runs the blocks of a range, as `scan_blocks` does all, without a copy of their weights."""
     graphdef, weights = nnx.split(blocks)

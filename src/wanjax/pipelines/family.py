@@ -110,6 +110,16 @@ class Architecture(ABC):
         """The components that denoise. They have one shape, and each step uses one of them."""
         return ("transformer",)
 
+    @property
+    def block_length(self) -> int:
+        """The frames that each block adds to a video that is made block by block; 0 for one that is made as a whole."""
+        return 0
+
+    @property
+    def streams(self) -> bool:
+        """True where a video's frames are delivered while it is made, block by block."""
+        return self.block_length > 0
+
     def latent_shape(self, settings: Settings) -> tuple[int, ...]:
         """Returns the shape [1 C T H W] of a video's latents."""
         frames = (settings.frames - 1) // self.vae.temporal_factor + 1

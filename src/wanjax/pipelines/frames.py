@@ -92,23 +92,35 @@ def decoded(
     vae: Any, latents: GivenLatents, dtype: DTypeLike, tiling: Tiling | None, compiled: Compile
 ) -> Iterator[Frames]:
     """Yields the frames of each chunk of latents, so that only one chunk is in memory."""
-    z = jnp.moveaxis(jnp.asarray(latents), 1, -1)
+    return decoded_in_turn(vae, [latents], dtype, tiling, compiled)
+
+
+def decoded_in_turn(
+    vae: Any, pieces: Iterable[GivenLatents], dtype: DTypeLike, tiling: Tiling | None, compiled: Compile
+) -> Iterator[Frames]:
+    """Yields the frames of each chunk of a video's latents, which come in pieces; only one chunk is in memory.
+
+    A later piece is as long as some later chunks together.
+    """
     config = vae.config
     cells = (config.spatial_factor, config.patch)
     tiling = tiling and tiling.completed(config.tiling)
     graphdef, weights = nnx.split(vae)
     decode = compiled(decode_tile)
     cache = None
-    for chunk in spans(z.shape[1], config.decoded_at_once(z.shape[1])):
-        z_chunk = z[:, chunk]
-        if tiling is None:  # one program from latents to frames
-            static = (graphdef, jnp.dtype(dtype), config.patch)
-            frames, cache = compiled(decode_chunk)(static, z_chunk, cache, weights)
-        else:
-            process = partial(_with_weights, decode, graphdef, weights)
-            x, cache = map_tiles(process, z_chunk, cache, tiling, cells)
-            frames = compiled(to_frames)((jnp.dtype(dtype), config.patch), x)
-        yield frames
+    for piece in pieces:
+        z = jnp.moveaxis(jnp.asarray(piece), 1, -1)
+        first, rest = config.decoded_at_once(z.shape[1])
+        for chunk in spans(z.shape[1], (first if cache is None else rest, rest)):
+            z_chunk = z[:, chunk]
+            if tiling is None:  # one program from latents to frames
+                static = (graphdef, jnp.dtype(dtype), config.patch)
+                frames, cache = compiled(decode_chunk)(static, z_chunk, cache, weights)
+            else:
+                process = partial(_with_weights, decode, graphdef, weights)
+                x, cache = map_tiles(process, z_chunk, cache, tiling, cells)
+                frames = compiled(to_frames)((jnp.dtype(dtype), config.patch), x)
+            yield frames
 
 
 def encoded(vae: Any, frames: GivenFrames, tiling: Tiling | None, compiled: Compile) -> Float[Array, "1 C _T _H _W"]:

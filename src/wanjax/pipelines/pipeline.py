@@ -14,7 +14,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from wanjax.compilation import compile_cache, keeps_programs
+from wanjax.compilation import compile_cache, keeps_programs, kept_apart
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import ClipSource, Pictures, PictureSource, read_pictures
@@ -295,13 +295,13 @@ class Pipeline(Hooks):
         draws = with_initial(checked_draws(noise, right), right, seeds)
         return self.sampled(encoded, seeds, draws), draws
 
-    def _solver_state(self, schedule: Any, x: Array, seeds: Sequence[int], noise: Array | None) -> Any:
+    def _solver_state(self, schedule: Any, x: Array, seeds: Sequence[int], noise: Array | None, block: int = 0) -> Any:
         """Returns the scheduler's state before the first step; `noise` [steps B C T H W] is that of its steps."""
         init: Any = self.scheduler.init  # that of a stochastic solver takes noise too
         if noise is None:
-            return init(schedule, x, solver_keys(seeds))
+            return init(schedule, x, solver_keys(seeds, block))
         of_steps = noise[len(noise) - len(schedule.timesteps) :]
-        return init(schedule, x, solver_keys(seeds), jnp.moveaxis(of_steps, 2, -1))
+        return init(schedule, x, solver_keys(seeds, block), jnp.moveaxis(of_steps, 2, -1))
 
     def _origin(
         self,
@@ -385,13 +385,7 @@ class Pipeline(Hooks):
         """Yields the frames of each chunk of latents, so that only one chunk is in memory."""
         check_latents(latents, self.architecture.vae.latent_channels)
         check_tiling(tiling)
-        with compile_cache():
-            chunks = decoded(self.vae, latents, dtype, tiling, self.compiled)
-        while True:
-            with compile_cache():
-                if (chunk := next(chunks, None)) is None:
-                    break
-            yield chunk
+        yield from kept_apart(decoded(self.vae, latents, dtype, tiling, self.compiled), compile_cache)
         self.components.leave(())
 
     @keeps_programs

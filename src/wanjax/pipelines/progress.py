@@ -90,14 +90,16 @@ class Stage:
         self._loading: tuple[str, int, int] | None = None
         self._compiling: float | None = None
         self._over = False
+        self._beside = ""
 
     def load(self, component: str, done: int, total: int) -> None:
         """Tells that `done` of `total` bytes of a component are loaded."""
         self._loading = (component, done, total) if done < total else None
         self.pace.disturb()
 
-    def count(self, unit: str, done: int, total: int) -> None:
-        """Tells that the device has done `done` of `total` units, such as steps."""
+    def count(self, unit: str, done: int, total: int, beside: str = "") -> None:
+        """Tells that the device has done `done` of `total` units, such as steps, and a text to show beside."""
+        self._beside = beside
         if unit != self.unit:
             self.unit, self.pace = unit, Pace()
             self.pace.disturb()
@@ -123,6 +125,8 @@ class Stage:
             parts.append(f"{self.unit} {self.pace.done} of {self.pace.total}")
         if self.pace.each is not None:
             parts.append(f"{brief(self.pace.each)} each")
+        if self._beside:
+            parts.append(self._beside)
         if self._loading:
             component, done, total = self._loading
             parts.append(f"loading {component}, {in_bytes(done)} of {in_bytes(total)}")

@@ -85,6 +85,10 @@ def further_noise(seed: int, number: int, shape: tuple[int, ...]) -> Float32[Arr
     return jax.random.normal(jax.random.fold_in(key_of(seed), number), shape, jnp.float32)
 
 
-def solver_keys(seeds: Sequence[int]) -> Key[Array, " B"]:
-    """Returns the keys [B] for the noise that steps draw, which is independent of the initial noise."""
-    return jnp.stack([jax.random.fold_in(key_of(seed), 1) for seed in seeds])
+def solver_keys(seeds: Sequence[int], block: int = 0) -> Key[Array, " B"]:
+    """Returns the keys [B] for the noise that steps draw, which is independent of the initial noise.
+
+    Each block of a video that is made block by block has keys of its own.
+    """
+    keys = [jax.random.fold_in(key_of(seed), 1) for seed in seeds]
+    return jnp.stack([jax.random.fold_in(key, block) if block else key for key in keys])

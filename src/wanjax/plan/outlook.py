@@ -39,7 +39,8 @@ class Outlook:
 
     `compiler` is the set of compiler options, None where nothing was compiled. Of the steps, `reusing_steps` reuse what
     the step cache kept, and `dense_steps`, the first under radial attention, take all of attention; fields named
-    `step_...` are those of the others.
+    `step_...` are those of the others. `frames_a_second` is the pace of a video whose frames come while it is made,
+    once a block sees a full window, with the decoder; it is to be compared with `fps`, at which the video is played.
     """
 
     model: str
@@ -50,6 +51,7 @@ class Outlook:
     compiler: str | None
     size: str
     frames: int
+    fps: int
     steps: int
     guidance_scale: float
     dtype: str
@@ -70,6 +72,7 @@ class Outlook:
     mfu: float | None
     peak_dtype: str
     total_seconds: float | None
+    frames_a_second: float | None
     compile_seconds: float
     download_bytes_at_most: int
     disk_bytes: int
@@ -117,11 +120,11 @@ def outlook(
     told = {name: _stage(prices[name], place.memory) for name in runs}
     (step,) = (priced for run, priced in prices["denoise"] if run.name == "step")
     return Outlook(
-        **_asked(settings, chip, place, axes, rules),
-        compiler=compiler if isinstance(place, Slice) else None,
+        **_asked(settings, chip, place, axes, rules, compiler),
         **_verdict(settings, chip, place, told),
         **_step(settings, place, step, None if is_radial(attention) else work),
         **_reusing(settings, prices["denoise"]),
+        frames_a_second=_pace(architecture, settings, prices),
         download_bytes_at_most=4 * sum(parameters.values()),
         disk_bytes=_stored_bytes(family, architecture, parameters),
         limit=_limit(told, step),
@@ -140,7 +143,9 @@ def _settled(architecture: Architecture, settings: Settings, together: bool) -> 
     return replace(settings, cache=str(architecture.cache_rule(settings)))
 
 
-def _asked(settings: Settings, chip: str, place: Place, axes: Mapping[str, int], rules: str) -> dict[str, Any]:
+def _asked(
+    settings: Settings, chip: str, place: Place, axes: Mapping[str, int], rules: str, compiler: str
+) -> dict[str, Any]:
     """Returns the fields that describe the video, the devices and the way of pricing."""
     return {
         "model": settings.model,
@@ -148,8 +153,10 @@ def _asked(settings: Settings, chip: str, place: Place, axes: Mapping[str, int],
         "devices": place.devices,
         "mesh": axes,
         "rules": rules,
+        "compiler": compiler if isinstance(place, Slice) else None,
         "size": f"{settings.width}x{settings.height}",
         "frames": settings.frames,
+        "fps": settings.fps,
         "steps": settings.steps,
         "guidance_scale": settings.guidance_scale,
         "dtype": settings.dtype,
@@ -169,6 +176,25 @@ def _verdict(settings: Settings, chip: str, place: Place, told: Mapping[str, Sta
         "compile_seconds": sum(stage.compile_seconds for stage in told.values()),
         "advice": None if fits else _advice(settings, chip, told, place.devices),
     }
+
+
+def _pace(
+    architecture: Architecture, settings: Settings, prices: Mapping[str, Sequence[tuple[Scheduled, Priced]]]
+) -> float | None:
+    """Returns the frames a second of a video that is delivered while it is made: those of one more block.
+
+    None for other videos, and where a program does not fit.
+    """
+    if not architecture.block_length:
+        return None
+    longer = settings.updated({"frames": settings.frames + architecture.block_length})
+    times = {program.name: program.times for stage in architecture.programs(longer).values() for program in stage}
+    seconds = 0.0
+    for run, priced in (found for stage in prices.values() for found in stage):
+        if priced.seconds is None:
+            return None
+        seconds += (times[run.name] - run.times) * priced.seconds
+    return architecture.block_length / seconds
 
 
 def _step(settings: Settings, place: Place, step: Priced, work: Forward | None) -> dict[str, Any]:

@@ -74,6 +74,15 @@ _DIFFUSION = {
 }
 _DISCRETE: Mapping[Any, type[Diffusion]] = {"CogVideoXDDIMScheduler": DDIM, "CogVideoXDPMScheduler": DPM}
 _FLOW = _BOTH | {"invert_sigmas": (False, [False, None]), "scale_factors": (None, [None])}
+_SELF_FORCING = {
+    "num_inference_steps": (TRAIN_STEPS, [TRAIN_STEPS]),
+    "num_train_timesteps": (TRAIN_STEPS, [TRAIN_STEPS]),
+    "sigma_max": (1.0, [1.0]),
+    "sigma_min": (0.0, [0.0]),
+    "extra_one_step": (True, [True]),
+    "inverse_timesteps": (False, [False]),
+    "reverse_sigmas": (False, [False]),
+}
 
 
 def from_config(config: Mapping[str, Any]) -> Scheduler:
@@ -92,11 +101,21 @@ def from_config(config: Mapping[str, Any]) -> Scheduler:
             check_flow(config.get("shift", 1.0), "official")
             noisy = config.get("stochastic_sampling") or name == "FlowMatchLCMScheduler"
             return Consistency() if noisy else FlowEuler()
+        case "SelfForcingFlowMatchScheduler":
+            _check(config, _SELF_FORCING)
+            check_flow(config.get("shift", 5.0), "official")
+            return Consistency()
     if name in _DISCRETE:  # some of the other entries, such as clip_sample, have no effect in the reference
         _check(config, _DIFFUSION)
         shift, spacing = config.get("snr_shift_scale", 3.0), config.get("timestep_spacing", "leading")
         return _DISCRETE[name](snr_shift=shift, spacing=spacing)
-    known = ["UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler", "FlowMatchLCMScheduler", *_DISCRETE]
+    known = [
+        "UniPCMultistepScheduler",
+        "FlowMatchEulerDiscreteScheduler",
+        "FlowMatchLCMScheduler",
+        "SelfForcingFlowMatchScheduler",
+        *_DISCRETE,
+    ]
     raise WanjaxError(f"the scheduler {name!r} is not known: {' or '.join(known)} would do")
 
 

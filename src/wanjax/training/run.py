@@ -283,6 +283,8 @@ class Learner:
 def _chosen(pipe: Pipeline, config: TrainConfig) -> tuple[str, ...]:
     """Returns the networks to train."""
     names = pipe.architecture.denoisers
+    if pipe.architecture.streams:
+        raise WanjaxError(f"{pipe.defaults.model} makes videos block by block, which training does not teach")
     if config.expert == "both":
         return names
     if len(names) == 1:

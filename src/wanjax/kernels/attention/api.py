@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from wanjax.errors import UnsupportedError, WanjaxError
-from wanjax.kernels.attention import chunked, cudnn, flash_tpu, reference, sharded
+from wanjax.kernels.attention import chunked, cudnn, flash_tpu, kept, reference, sharded
+from wanjax.kernels.attention.kept import Kept, Place
 from wanjax.kernels.attention.masks import Window
 from wanjax.kernels.attention.radial import DECAY, LARGEST_DECAY, Radial
 from wanjax.kernels.target import target
@@ -145,6 +146,31 @@ def attention(
     if partitioner is not None:
         return sharded.attention(kernel, partitioner, q, k, v, keys=keys, key_mask=mask, window=window, bias=bias)
     return kernel(q, k, v, key_mask=mask, window=window, bias=bias, keys=keys)
+
+
+@jax.named_scope("attention")
+def attention_to_kept(
+    q: Float[Array, "B L N D"],
+    k: Float[Array, "B L N D"],
+    v: Float[Array, "B L N D"],
+    window: Kept,
+    place: Place,
+    *,
+    length: int,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B L N D"], Kept]:
+    """Returns the attention of a block of tokens to itself and to a window, and what the window is to keep of it.
+
+    The first `length` tokens of the block are real. `kept.written` puts the returned keys and values into the window.
+    The other keywords and the errors are those of `attention`; radial attention and a window of tokens are not offered.
+    """
+    implementation, tiles, bound, decay = named(implementation)
+    if bound is not None or decay is not None:
+        raise UnsupportedError("attention to kept keys sees all of them: auto would do, or a name without a window")
+    options = _options(q, k, v, None, None, None, None, tiles)
+    return kept.attention(
+        partial(_on_one_device, implementation=implementation, **options), q, k, v, window, place, length
+    )
 
 
 def _on_one_device(

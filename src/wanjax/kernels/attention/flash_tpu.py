@@ -302,8 +302,14 @@ def _round_up(a: int, b: int) -> int:
 
 
 def _even(length: int, block: int, unit: int) -> int:
-    """The size of the fewest even blocks of at most `block` that cover a length, rounded up to whole units."""
-    return _round_up(_ceil(length, _ceil(length, block)), unit)
+    """The size of even blocks of at most `block` that cover a length, rounded up to whole units.
+
+    They are the fewest, unless more of them pad a tenth less.
+    """
+    fewest = _ceil(length, block)
+    sizes = {count: _round_up(_ceil(length, count), unit) for count in range(fewest, _ceil(length, unit) + 1)}
+    best = min(sizes, key=lambda count: (count * sizes[count], count))
+    return sizes[best if 1.1 * best * sizes[best] < fewest * sizes[fewest] else fewest]
 
 
 def _call(scalars: tuple, q, k, v, *, sizes: Sizes, kv_heads: int, head_dim: int, config: Config):

@@ -85,7 +85,7 @@ def _by_queries(
         return kernel(q, k, v, key_mask=key_mask, bias=bias)
 
     specs = (spec, whole, whole, PartitionSpec(place.batch), bias_spec)
-    return _on_each(attend, partitioner, specs, spec)(q, k, v, key_mask, bias)
+    return on_each(attend, partitioner, specs, spec)(q, k, v, key_mask, bias)
 
 
 def _by_heads(
@@ -106,7 +106,7 @@ def _by_heads(
         return kernel(q, k, v, key_mask=key_mask, bias=bias)
 
     specs = (spec, spec, spec, PartitionSpec(place.batch), bias_spec)
-    return _on_each(attend, partitioner, specs, spec)(q, k, v, key_mask, bias)[:, :, :heads]
+    return on_each(attend, partitioner, specs, spec)(q, k, v, key_mask, bias)[:, :, :heads]
 
 
 def _by_both(
@@ -124,21 +124,21 @@ def _by_both(
     def attend(q, k, v, key_mask):
         heads = q.shape[2]
         if heads_whole:
-            q, k, v = (_tokens_to_heads(x, partitioner.size("tp")) for x in (q, k, v))
+            q, k, v = (tokens_to_heads(x, partitioner.size("tp")) for x in (q, k, v))
         one = partial(kernel, keys=keys)
         out = one(q, k, v, key_mask=key_mask) if hops == 1 else _ring(kernel, q, (k, v, key_mask), hops)
-        return _heads_to_tokens(out, partitioner.size("tp"))[:, :, :heads] if heads_whole else out
+        return heads_to_tokens(out, partitioner.size("tp"))[:, :, :heads] if heads_whole else out
 
     specs = (spec, spec, spec, PartitionSpec(place.batch, "sp"))
-    return _on_each(attend, partitioner, specs, spec)(q, k, v, key_mask)
+    return on_each(attend, partitioner, specs, spec)(q, k, v, key_mask)
 
 
-def _on_each(function: Callable, partitioner: Partitioner, specs: tuple, out: PartitionSpec) -> Callable:
+def on_each(function: Callable, partitioner: Partitioner, specs: tuple, out: Any) -> Callable:
     # kernels do not say along which mesh axes their results vary, so that cannot be checked
     return jax.shard_map(function, mesh=partitioner.mesh, in_specs=specs, out_specs=out, check_vma=False)
 
 
-def _tokens_to_heads(x: Float[Array, "B L N D"], devices: int) -> Float[Array, "B _L _N D"]:
+def tokens_to_heads(x: Float[Array, "B L N D"], devices: int) -> Float[Array, "B _L _N D"]:
     """Exchanges some tokens of all heads for all tokens of some heads, padded to the number of devices.
 
     What is sent to a device, and what is received from it, is contiguous in memory.
@@ -150,8 +150,8 @@ def _tokens_to_heads(x: Float[Array, "B L N D"], devices: int) -> Float[Array, "
     return jnp.moveaxis(parts, 0, 1).reshape(batch, devices * length, heads // devices, size)
 
 
-def _heads_to_tokens(x: Float[Array, "B L N D"], devices: int) -> Float[Array, "B _L _N D"]:
-    """The inverse of `_tokens_to_heads`; padded heads stay."""
+def heads_to_tokens(x: Float[Array, "B L N D"], devices: int) -> Float[Array, "B _L _N D"]:
+    """The inverse of `tokens_to_heads`; padded heads stay."""
     batch, length, heads, size = x.shape
     parts = jnp.moveaxis(x.reshape(batch, devices, length // devices, heads * size), 1, 0)
     parts = jax.lax.all_to_all(parts, "tp", split_axis=0, concat_axis=0, tiled=True)

@@ -66,6 +66,29 @@ class ControlTransformerConfig(TransformerConfig):
 
 
 @dataclass(frozen=True)
+class CausalTransformerConfig(TransformerConfig):
+    """The sizes of a transformer that makes a video block by block; a block sees itself and blocks before it.
+
+    A block has `block_frames` latent frames. It sees at most `window` latent frames, its own among them: the first
+    `sink` of the video, and the latest. All three are multiples of the block.
+    """
+
+    block_frames: int
+    window: int
+    sink: int
+
+    @property
+    def slots(self) -> int:
+        """The number of blocks in the window."""
+        return self.window // self.block_frames
+
+    def slot(self, block: int) -> int:
+        """Returns the place of a block in the window: a free one, or that of the oldest block after the sink."""
+        first = self.sink // self.block_frames
+        return block if block < self.slots else first + (block - first) % (self.slots - first)
+
+
+@dataclass(frozen=True)
 class VAEConfig:
     """The sizes of a Wan 2.1 causal video autoencoder, and the statistics of its latents.
 
@@ -143,6 +166,8 @@ I2V_A14B = replace(T2V_14B, channels_in=36)
 TI2V_5B = replace(T2V_14B, layers=30, heads=24, mlp_dim=14336, channels_in=48, channels_out=48)
 I2V_14B = ImageTransformerConfig(**asdict(I2V_A14B), image_width=1280, image_positions=None)
 FLF2V_14B = replace(I2V_14B, image_positions=514)
+CAUSAL_14B = CausalTransformerConfig(**asdict(T2V_14B), block_frames=3, window=21, sink=0)
+CAUSAL_1_3B = CausalTransformerConfig(**asdict(T2V_1_3B), block_frames=3, window=21, sink=0)
 VACE_14B = ControlTransformerConfig(**asdict(T2V_14B), control_channels=96, control_stride=5)
 VACE_1_3B = ControlTransformerConfig(**asdict(T2V_1_3B), control_channels=96, control_stride=2)
 

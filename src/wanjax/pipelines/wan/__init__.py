@@ -7,19 +7,20 @@ from wanjax.pipelines.cache_tables import FILE
 from wanjax.pipelines.family import Family
 from wanjax.pipelines.image_processor import ImageProcessor
 from wanjax.pipelines.tokenizer import Tokenizer
-from wanjax.pipelines.wan.architecture import WanArchitecture
+from wanjax.pipelines.wan.causal import pipeline_of
+from wanjax.pipelines.wan.causal_architecture import architecture_of
+from wanjax.pipelines.wan.conditioning import CAUSAL_PIPELINES
 from wanjax.pipelines.wan.layouts import LAYOUT
 from wanjax.pipelines.wan.networks import NETWORKS
-from wanjax.pipelines.wan.pipeline import WanPipeline
 from wanjax.pipelines.wan.presets import PRESETS, settings_of
 from wanjax.pipelines.wan.programs import TEXT_LENGTH
 
 FAMILY = Family(
     name="Wan",
     networks=NETWORKS,
-    pipelines=("WanPipeline", "WanImageToVideoPipeline", "WanVACEPipeline", "WanDMDPipeline"),
-    pipeline=WanPipeline,
-    architecture=WanArchitecture.of,
+    pipelines=("WanPipeline", "WanImageToVideoPipeline", "WanVACEPipeline", "WanDMDPipeline", *CAUSAL_PIPELINES),
+    pipeline=pipeline_of,
+    architecture=architecture_of,
     settings=settings_of,
     presets=PRESETS,
     tables=Path(__file__).parent / FILE,

@@ -19,6 +19,7 @@ from wanjax.errors import WanjaxError
 from wanjax.layers.rope import Rope
 from wanjax.media.pictures import Picture, PictureOfAnySize, Pictures, fit
 from wanjax.models.wan.config import (
+    CausalTransformerConfig,
     ControlTransformerConfig,
     ImageTransformerConfig,
     ResidualVAEConfig,
@@ -28,6 +29,11 @@ from wanjax.models.wan.config import (
 from wanjax.pipelines.checks import Shape, check_fields, check_taken
 from wanjax.pipelines.settings import Settings
 
+CAUSAL_PIPELINES = (
+    "WanCausalDMDPipeline",
+    "CausalForcingPipeline",
+    "WanCausalForcingPipeline",
+)
 GREY = np.float32(0.5)  # 0 for pixels in [-1, 1]: the colour of unknown frames
 Video = Float[Array, "B T H W C"]
 Velocity = Float[Array, "B T H W _C"]  # for the latents' channels, without those of a condition
@@ -136,6 +142,16 @@ class TextToVideo(Task):
         self, transformer: Any, x: Video, t: Float[Array, "B"], context: Any, rope: Rope, pictures: PictureInputs
     ) -> Velocity:
         return transformer(x, t, context, rope)
+
+
+class CausalTextToVideo(TextToVideo):
+    """Text to video, block by block, from noise alone."""
+
+    optional = ()
+    begins_from_video = False
+
+    def shapes(self, latents: tuple[int, ...], config: TransformerConfig) -> Mapping[str, Shape]:
+        return {}
 
 
 class FirstFrameToVideo(TextToVideo):
@@ -266,6 +282,7 @@ ATTENDED_IMAGE_TO_VIDEO = AttendedImageToVideo("image to video", takes=("image",
 FIRST_AND_LAST_FRAME = AttendedImageToVideo(
     "first and last frame to video", takes=("image", "last_image"), needs=("image", "last_image")
 )
+BLOCK_BY_BLOCK = CausalTextToVideo("text to video by blocks")
 CONTROLLED_VIDEO = ControlledVideo("controlled video (VACE)", takes=("video", "mask", "references"))
 
 
@@ -278,6 +295,8 @@ def task_of(index: Mapping[str, Any], transformer: TransformerConfig, vae: VAECo
     with_condition = 2 * vae.latent_channels + vae.temporal_factor
     if index.get("expand_timesteps") and channels == vae.latent_channels and type(transformer) is TransformerConfig:
         return FIRST_FRAME_TO_VIDEO
+    if isinstance(transformer, CausalTransformerConfig) and channels == vae.latent_channels:
+        return BLOCK_BY_BLOCK
     match index.get("_class_name"):
         case "WanDMDPipeline" if channels == vae.latent_channels and isinstance(vae, ResidualVAEConfig):
             return FIRST_FRAME_TO_VIDEO

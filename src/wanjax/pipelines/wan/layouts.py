@@ -20,7 +20,8 @@ from wanjax.converters.wan import recognise
 from wanjax.converters.wan.diffusers import transformer_config
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.wan.architecture import WanArchitecture
-from wanjax.pipelines.wan.presets import PUBLISHED
+from wanjax.pipelines.wan.conditioning import CAUSAL_PIPELINES
+from wanjax.pipelines.wan.presets import CAUSAL, PUBLISHED
 
 KINDS = ("WanModel", "VaceWanModel")  # the classes in the authors' config.json
 FOLDERS = {"transformer": "high_noise_model", "transformer_2": "low_noise_model"}
@@ -145,6 +146,8 @@ def _index(transformer: Mapping[str, Any], experts: bool) -> dict[str, Any]:
     images = transformer["in_channels"] != transformer["out_channels"]
     controlled = transformer["_class_name"] == "WanVACETransformer3DModel"
     pipeline = "WanVACEPipeline" if controlled else "WanImageToVideoPipeline" if images else "WanPipeline"
+    if transformer["_class_name"] == "CausalWanTransformer3DModel":
+        pipeline = CAUSAL_PIPELINES[0]
     classes = dict(CLASSES) | {"transformer": ("diffusers", transformer["_class_name"])}
     if experts:
         classes["transformer_2"] = classes["transformer"]
@@ -160,6 +163,8 @@ def _index(transformer: Mapping[str, Any], experts: bool) -> dict[str, Any]:
 
 def _scheduler(transformer: Mapping[str, Any], experts: bool) -> dict[str, Any]:
     """Returns the scheduler_config.json, with the default shift of the official code's command line."""
+    if transformer["_class_name"] == "CausalWanTransformer3DModel":  # utils/wan_wrapper.py of guandeh17/Self-Forcing
+        return {"_class_name": "SelfForcingFlowMatchScheduler", "shift": 5.0, "sigma_min": 0.0, "extra_one_step": True}
     images = transformer["in_channels"] != transformer["out_channels"]
     sixteen = transformer["pos_embed_seq_len"] or transformer["_class_name"] == "WanVACETransformer3DModel"
     return {
@@ -174,7 +179,7 @@ def _scheduler(transformer: Mapping[str, Any], experts: bool) -> dict[str, Any]:
 def _repository(transformer: Mapping[str, Any], experts: bool) -> str | None:
     """Returns the published repository whose transformer has this shape; None where there is none."""
     shape = transformer_config(transformer)
-    for preset in PUBLISHED:
+    for preset in (*PUBLISHED, CAUSAL):
         found = preset.architecture
         assert isinstance(found, WanArchitecture)
         if (found.transformer, found.experts) == (shape, experts):

@@ -4,7 +4,9 @@
 from wanjax.checkpoints.networks import NetworkKind
 from wanjax.converters.wan import diffusers
 from wanjax.converters.wan.original import TRANSFORMER as AUTHORS_NAMES
+from wanjax.models.wan.causal import WanCausalTransformer
 from wanjax.models.wan.config import (
+    CausalTransformerConfig,
     ControlTransformerConfig,
     ImageTransformerConfig,
     ResidualVAEConfig,
@@ -22,12 +24,13 @@ NETWORKS = (
     T5,
     CLIP_VISION,
     NetworkKind(
-        classes=("WanTransformer3DModel", "WanVACETransformer3DModel"),
+        classes=("WanTransformer3DModel", "WanVACETransformer3DModel", "CausalWanTransformer3DModel"),
         read=diffusers.transformer_config,
         modules={
             TransformerConfig: WanTransformer,
             ImageTransformerConfig: WanImageTransformer,
             ControlTransformerConfig: WanControlTransformer,
+            CausalTransformerConfig: WanCausalTransformer,
         },
         rules=diffusers.transformer_rules,
         unused=diffusers.transformer_unused,

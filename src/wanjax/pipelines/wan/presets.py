@@ -10,6 +10,7 @@ from wanjax.checkpoints.sources import Source, read_json
 from wanjax.models.clip import CLIP_VIT_H
 from wanjax.models.t5 import UMT5_XXL
 from wanjax.models.wan.config import (
+    CAUSAL_1_3B,
     FLF2V_14B,
     I2V_14B,
     I2V_A14B,
@@ -23,8 +24,10 @@ from wanjax.models.wan.config import (
 )
 from wanjax.pipelines.family import Lesson, Preset
 from wanjax.pipelines.wan.architecture import THREE_STEPS, WanArchitecture
+from wanjax.pipelines.wan.causal_architecture import CausalWanArchitecture
 from wanjax.pipelines.wan.conditioning import (
     ATTENDED_IMAGE_TO_VIDEO,
+    BLOCK_BY_BLOCK,
     CONTROLLED_VIDEO,
     FIRST_AND_LAST_FRAME,
     FIRST_FRAME_TO_VIDEO,
@@ -198,6 +201,27 @@ PUBLISHED = (
     ),
 )
 
+CAUSAL = replace(
+    _preset(
+        "wan2.1-t2v-1.3b-causal",
+        "",
+        "text to video, block by block as it plays, 480p; by Self-Forcing's authors",
+        CausalWanArchitecture(
+            text_encoder=UMT5_XXL,
+            transformer=CAUSAL_1_3B,
+            vae=VAE_2_1,
+            task=BLOCK_BY_BLOCK,
+            scheduler=Consistency(),
+        ),
+        1_418_996_800,
+        steps=4,
+        guidance_scale=1.0,
+        flow_shift=5.0,
+    ),
+    source="wlsaidhi/SFWan2.1-T2V-1.3B-Diffusers",  # of gdhe17/Self-Forcing, checkpoints/self_forcing_dmd.pt
+    licence="CC-BY-NC-SA-4.0",
+)
+
 
 def _in_four_steps(name: str, authors: str, *loras: str, **settings: Any) -> Preset:
     """Returns a preset with a LoRA that needs 4 steps and no guidance.
@@ -316,6 +340,7 @@ PRESETS = (
         lesson=_lesson_of_nano(),
     ),
     *PUBLISHED,
+    CAUSAL,
     *FOUR_STEPS,
     *DISTILLED,
 )
@@ -351,7 +376,7 @@ def _like(architecture: WanArchitecture) -> WanSettings:
     task = architecture.task
     if (task, architecture.experts) == (IMAGE_TO_VIDEO, False):
         task = ATTENDED_IMAGE_TO_VIDEO  # no published preset of one transformer has this task
-    for preset in PUBLISHED:
+    for preset in (*PUBLISHED, CAUSAL):
         found = preset.architecture
         assert isinstance(found, WanArchitecture)
         assert isinstance(preset.defaults, WanSettings)

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of a block of tokens to itself and to the keys and values that are kept of earlier blocks.
+
+Kept keys are rows of a window of fixed size. Those of a new block are written at a row, and the rows of the first
+blocks then take part; their order does not matter to softmax, so a full window is a ring. There is a branch for each
+number of blocks, so that a kernel knows the number of keys when it is compiled, which is faster than a mask.
+
+On several devices each keeps all rows of its own heads, those of `tp`, whatever the rules: queries are exchanged for
+heads as in self-attention, and only the new block's keys are sent. The queries of a head are divided over `sp`, whose
+devices keep the same rows.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from wanjax.kernels.attention.sharded import Placement, heads_to_tokens, on_each, tokens_to_heads
+from wanjax.sharding import Partitioner, current, pad_to
+
+HEADS_AXIS = "tp"
+
+
+class Kept(NamedTuple):
+    """Keys and values of a window or of a block, heads side by side; those of stacked blocks have a leading axis.
+
+    Rows of all heads together fill the tiles of a TPU's memory, whatever the number of heads.
+    """
+
+    k: Any  # Float[Array, "... B S E"]
+    v: Any
+
+
+class Place(NamedTuple):
+    """The row of the window at which a block's keys are written, and the number of blocks that then take part."""
+
+    row: Any  # Int32[Array, ""]
+    blocks: Any
+
+
+def empty_window(layers: int, batch: int, rows: int, heads: int, size: int, dtype: DTypeLike) -> Kept:
+    """Returns windows without keys for stacked blocks, sharded as `attention` takes them."""
+    partitioner = current()
+    devices = 1 if partitioner is None else partitioner.size(HEADS_AXIS)
+    shape = layers, batch, rows, (heads + -heads % devices) * size
+    return _stored(Kept(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)))
+
+
+def window_sharding(partitioner: Partitioner, shape: tuple[int, ...]) -> NamedSharding:
+    """Returns the sharding of windows [layers B S E]."""
+    batch = partitioner.activation(("batch",), shape[1:2])[0]
+    return NamedSharding(partitioner.mesh, PartitionSpec(None, batch, None, HEADS_AXIS))
+
+
+def written(window: Kept, block: Kept, place: Place) -> Kept:
+    """Returns the window [... B S E] with the keys and values of a block at its row."""
+
+    def write(x: Array, new: Array) -> Array:
+        start = [0] * x.ndim
+        start[-2] = place.row
+        return jax.lax.dynamic_update_slice(x, new, [jnp.asarray(n, jnp.int32) for n in start])
+
+    return Kept(*map(write, window, block))
+
+
+def renewed(window: Kept, block: Kept, place: Place) -> Kept:
+    """Returns the windows [layers B S E] with the keys and values of a block at its row, sharded as before."""
+    return _stored(written(window, block, place))
+
+
+def _stored(window: Kept) -> Kept:
+    partitioner = current()
+    if partitioner is None:
+        return window
+    return jax.lax.with_sharding_constraint(window, window_sharding(partitioner, window.k.shape))
+
+
+def attention(
+    kernel: Callable[..., Array],
+    q: Float[Array, "B L N D"],
+    k: Float[Array, "B L N D"],
+    v: Float[Array, "B L N D"],
+    window: Kept,
+    place: Place,
+    length: int,
+) -> tuple[Float[Array, "B L N D"], Kept]:
+    """Returns the attention of a block's first `length` tokens, and the keys and values that a window keeps of them.
+
+    `kernel(q, k, v, keys=...)` is attention on one device to the first `keys` keys.
+    """
+    partitioner = current()
+    if partitioner is not None:
+        return _on_devices(kernel, partitioner, q, k, v, window, place, length)
+    block = _block(k, v, length)
+    return _seen(kernel, q, written(window, block, place), place, length), block
+
+
+def _block(k: Float[Array, "B L N D"], v: Float[Array, "B L N D"], length: int) -> Kept:
+    """Returns what is kept of a block, whose first `length` tokens are real."""
+    return Kept(*(x.reshape(*x.shape[:2], -1)[:, :length] for x in (k, v)))
+
+
+def _seen(
+    kernel: Callable[..., Array], q: Float[Array, "B L N D"], window: Kept, place: Place, length: int
+) -> Float[Array, "B L N D"]:
+    """Returns the attention to the blocks that take part; the branch of a full window, the slowest, is the first.
+
+    Branches take and give heads side by side: apart, each would be copied to other tiles of a TPU's memory.
+    """
+    slots, heads = window.k.shape[1] // length, q.shape[2]
+
+    def attend(blocks: int, *joined: Array) -> Array:
+        apart = (x.reshape(*x.shape[:2], heads, -1) for x in joined)
+        out = kernel(*apart, keys=blocks * length)
+        return out.reshape(*out.shape[:2], -1)
+
+    branches = [partial(attend, blocks) for blocks in range(slots, 0, -1)]
+    joined = q.reshape(*q.shape[:2], -1)
+    return jax.lax.switch(slots - place.blocks, branches, joined, *window).reshape(q.shape)
+
+
+def _on_devices(
+    kernel: Callable[..., Array], partitioner: Partitioner, q, k, v, window: Kept, place: Place, length: int
+) -> tuple[Array, Kept]:
+    queries = q.shape[1]
+    q, k, v = (pad_to(x, 1, partitioner.size(("sp", "tp"))) for x in (q, k, v))
+    at = Placement(*partitioner.activation(("batch", "length", "heads"), q.shape[:3]))
+    devices = partitioner.size(HEADS_AXIS)
+    exchange = at.heads is None and devices > 1
+
+    def attend(q, k, v, window: Kept, place: Place) -> tuple[Array, Kept]:
+        heads = q.shape[2]
+        if exchange:
+            q, k, v = (tokens_to_heads(x, devices) for x in (q, k, v))
+        if partitioner.size("sp") > 1:
+            k, v = (jax.lax.all_gather(x, "sp", axis=1, tiled=True) for x in (k, v))
+        block = _block(k, v, length)
+        out = _seen(kernel, q, written(window, block, place), place, length)
+        return heads_to_tokens(out, devices)[:, :, :heads] if exchange else out, block
+
+    tokens, kept = PartitionSpec(*at), PartitionSpec(at.batch, None, HEADS_AXIS)
+    kept = Kept(kept, kept)
+    specs = (tokens, tokens, tokens, kept, Place(PartitionSpec(), PartitionSpec()))
+    out, block = on_each(attend, partitioner, specs, (tokens, kept))(q, k, v, window, place)
+    return out[:, :queries], block

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The programs of Wan's models that make a video block by block, beside those of all families."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from wanjax.compilation import program
+from wanjax.kernels.attention.kept import Kept, Place, renewed
+from wanjax.kernels.compiler_options import products, scanned, sparse_cores
+from wanjax.layers.embeddings import sinusoid
+from wanjax.layers.rope import Turns
+from wanjax.layers.stack import Through, through_all
+from wanjax.models.wan.transformer import Context
+from wanjax.pipelines.sampler import Denoiser
+
+
+class Sight(NamedTuple):
+    """What a block of frames is given: the turns of its positions in time, the window, and its place in it."""
+
+    time: Turns
+    window: Kept
+    place: Place
+
+
+class Past(NamedTuple):
+    """What the blocks of a video share: the prompt's keys and values, and the window of those of earlier blocks."""
+
+    context: Context
+    window: Kept
+
+
+@dataclass(frozen=True)
+class CausalWanDenoiser(Denoiser):
+    """Wan's causal transformer; predicts the velocity of a block of latents."""
+
+    def embed_times(self, network: Any, times: Float[Array, "B"]) -> Float[Array, "B _E"]:
+        return network.time_proj(jax.nn.silu(network.time_embed(sinusoid(times, network.config.frequency_dim))))
+
+    def predict(
+        self,
+        network: Any,
+        x: Float[Array, "B T H W C"],
+        t: Float[Array, "B"],
+        prompt: Any,
+        shared: Sight,
+        through: Through = through_all,
+    ) -> Float[Array, "B T H W C"]:
+        return network(x, t, prompt, *shared)[0]
+
+
+@program(scanned)
+def begin_past(graphdef: Any, x: Float[Array, "B T H W C"], weights: Any, text: Float[Array, "B S E"]) -> Past:
+    """Returns the keys and values of encoded prompts, and an empty window, for blocks like x."""
+    transformer = nnx.merge(graphdef, weights)
+    return Past(transformer.context(text), transformer.window(x))
+
+
+@program(products, donated=("window",), fast=sparse_cores)
+def renew(
+    graphdef: Any,
+    window: Kept,
+    x: Float[Array, "B T H W C"],
+    weights: Any,
+    context: Context,
+    time: Turns,
+    place: Place,
+) -> Kept:
+    """Returns the window with the keys and values of a finished block, from a pass at timestep 0."""
+    t = jnp.zeros(len(x), jnp.float32)
+    _, kept = nnx.merge(graphdef, weights)(x, t, context, time, window, place)
+    return renewed(window, kept, place)

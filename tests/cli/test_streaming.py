@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands with a model that makes a video block by block."""
+
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+
+import wanjax
+from tests.support.tiny import compile_cache, tiny_causal_checkpoint
+from wanjax.checkpoints.files import load_safetensors
+from wanjax.cli import main
+from wanjax.compilation import forget_programs
+from wanjax.media.stage_files import LATENTS
+from wanjax.media.videos import write_video
+
+GIVEN = ("--seed", "3", "--frames", "21")
+
+
+def run(*arguments, status=0):
+    result = CliRunner().invoke(main, [*map(str, arguments)])
+    assert result.exit_code == status, result.output
+    return result
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_causal_checkpoint(tmp_path_factory.mktemp("causal"))
+
+
+@pytest.fixture(scope="module")
+def video(model):
+    return wanjax.load(model)("a red circle", seed=3, frames=21)
+
+
+def frames_of(folder):
+    return np.stack([np.asarray(Image.open(path)) for path in sorted(folder.iterdir())])
+
+
+def test_generate_writes_what_the_library_makes(model, video, tmp_path):
+    told = run("a red circle", "--model", model, *GIVEN, "--dir", tmp_path / "stages", "--out", tmp_path / "frames")
+    np.testing.assert_array_equal(frames_of(tmp_path / "frames"), video.frames)
+    assert load_safetensors(tmp_path / "stages" / LATENTS)["latents"].shape == (1, 4, 6, 4, 4)
+    assert "stream: block 3 of 3" in told.stderr
+    assert "21 frames, " in told.stderr
+    assert " a second, where 16 are played" in told.stderr
+
+
+def test_frames_are_written_as_they_come(model, tmp_path, monkeypatch):
+    """Two of three blocks are there when the third is asked for."""
+    seen = []
+
+    def write(path, frames, fps, record):
+        def watched():
+            for clip in frames:
+                seen.append(len(clip))
+                if len(seen) == 3:
+                    raise RuntimeError("stopped")
+                yield clip
+
+        return write_video(path, watched(), fps, record)
+
+    monkeypatch.setattr("wanjax.media.videos.write_video", write)
+    run("a red circle", "--model", model, *GIVEN, "--out", tmp_path / "frames", status=1)
+    assert seen == [5, 8, 8]
+
+
+def test_the_stages_with_files_make_the_same_video(model, video, tmp_path):
+    run("encode", "a red circle", "--model", model, "--frames", 21, "--dir", tmp_path / "stages")
+    run("denoise", "--seed", 3, "--dir", tmp_path / "stages")
+    run("decode", "--dir", tmp_path / "stages", "--out", tmp_path / "frames")
+    np.testing.assert_array_equal(frames_of(tmp_path / "frames"), video.frames)
+
+
+def test_previews_and_several_seeds(model, video, tmp_path):
+    run("a red circle", "--model", model, *GIVEN, "--preview", "--dir", tmp_path, "--out", tmp_path / "v.mp4")
+    assert (tmp_path / "preview.png").exists()
+    run("a red circle", "--model", model, "--frames", 21, "--seeds", "3,4", "--out", tmp_path / "videos")
+    assert len(list((tmp_path / "videos").iterdir())) == 2
+
+
+def test_frames_that_are_no_whole_blocks_are_refused(model):
+    told = run("a red circle", "--model", model, "--frames", 17, status=2)
+    assert "17 frames are 5 latent frames" in told.stderr
+    assert "13 or 21 frames would do" in told.stderr
+
+
+def test_it_is_converted_there_and_back(model, video, tmp_path):
+    run("convert", model, tmp_path / "there")
+    again = wanjax.load(tmp_path / "there")("a red circle", seed=3, frames=21)
+    np.testing.assert_array_equal(again.frames, video.frames)
+    run("convert", tmp_path / "there", tmp_path / "back", "--to", "diffusers")
+    config = json.loads((tmp_path / "back" / "transformer" / "config.json").read_text())
+    assert config["_class_name"] == "CausalWanTransformer3DModel"
+
+
+def test_nothing_is_compiled_after_a_warmup(model, tmp_path):
+    def programs():
+        return {path.name for path in (tmp_path / "xla").rglob("*-cache")}
+
+    with compile_cache(tmp_path / "xla"):
+        forget_programs()
+        run("warmup", "--model", model, *GIVEN)
+        before = programs()
+        forget_programs()
+        run("a red circle", "--model", model, *GIVEN, "--dir", tmp_path / "a", "--out", tmp_path / "a.mp4")
+    assert len(before) > 5
+    assert programs() == before
+
+
+def test_training_it_is_refused(model, tmp_path):
+    (tmp_path / "data").mkdir()
+    Image.new("RGB", (32, 32)).save(tmp_path / "data" / "a.png")
+    (tmp_path / "data" / "a.txt").write_text("a red circle")
+    told = run("train", model, tmp_path / "data", "--out", tmp_path / "out", status=2)
+    assert "makes videos block by block, which training does not teach" in told.stderr
+    told = run("plan", "wan2.1-t2v-1.3b-causal", "--train", "--chip", "v6e-8", status=2)
+    assert "makes videos block by block, which training does not teach" in told.stderr

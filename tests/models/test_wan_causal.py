@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wan's causal transformer: block by block against the whole sequence under the mask of its blocks."""
+
+from dataclasses import asdict
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.support import whole_sequence
+from tests.support.compare import error
+from tests.support.devices import on_meshes
+from tests.support.small_wan import network, partitioner, transformer_config
+from wanjax.errors import UnsupportedError
+from wanjax.kernels.attention.kept import renewed
+from wanjax.models.wan.causal import WanCausalTransformer, place_of, turns_at
+from wanjax.models.wan.config import CausalTransformerConfig
+from wanjax.models.wan.transformer import WanTransformer
+from wanjax.sharding import use
+
+BLOCKS, FRAMES, ROWS, COLUMNS = 6, 2, 3, 5
+TOKENS = FRAMES * ROWS * COLUMNS
+TIMES = (0.0, 250.0, 999.0, 0.0, 625.0, 833.25)  # of the blocks
+WINDOWS = {"whole": (12, 0), "rolling": (6, 0), "with a sink": (8, 4)}  # latent frames in all, and those of the sink
+
+
+@cache
+def model(name, heads=2, axes=None, rules="fsdp"):
+    """Returns a network of random weights, of which every part matters."""
+    window, sink = WINDOWS[name]
+    config = CausalTransformerConfig(**asdict(transformer_config(heads)), block_frames=FRAMES, window=window, sink=sink)
+    made = network(partial(WanCausalTransformer, config, attention="reference"), partitioner(axes, rules))
+    for norm in (made.blocks.self_attn.q_norm, made.blocks.self_attn.k_norm):
+        norm.scale.set_value(10 * norm.scale.get_value())  # so that a few keys have most of the attention
+    return made
+
+
+def given():
+    """Returns the latents [B T H W C] of two videos, and their prompts."""
+    random = np.random.default_rng(1)
+    latents = random.normal(size=(2, BLOCKS * FRAMES, 2 * ROWS, 2 * COLUMNS, 4))
+    return latents.astype(np.float32), random.normal(size=(2, 7, 8)).astype(np.float32)
+
+
+def by_blocks(model, latents, text, devices=None):
+    """Returns the velocity of the latents, block by block, and the window after each block."""
+    graphdef, weights = nnx.split(model)
+
+    @jax.jit
+    def begin(weights, latents, text):
+        with use(devices):
+            made = nnx.merge(graphdef, weights)
+            return made.context(text), made.window(latents)
+
+    @partial(jax.jit, donate_argnums=5)
+    def run(weights, latents, t, context, time, window, place):
+        with use(devices):
+            velocity, kept = nnx.merge(graphdef, weights)(latents, t, context, time, window, place)
+            return velocity, renewed(window, kept, place)
+
+    context, window = begin(weights, latents[:, :FRAMES], text)
+    found, windows = [], []
+    for block, t in enumerate(TIMES):
+        x = latents[:, block * FRAMES : (block + 1) * FRAMES]
+        where = turns_at(model.config, block), window, place_of(model.config, block, TOKENS)
+        velocity, window = run(weights, x, jnp.full((2,), t), context, *where)
+        found.append(np.asarray(velocity))
+        windows.append(jax.tree.map(lambda x: (x.shape, x.sharding), window))
+    assert run._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue] (one program, whatever the block)
+    return np.concatenate(found, axis=1), windows
+
+
+def sees(name):
+    """Returns which frames a frame attends to: those of its block, of the sink, and of the latest blocks."""
+    window, sink = (frames // FRAMES for frames in WINDOWS[name])
+    block = np.arange(BLOCKS * FRAMES) // FRAMES
+    behind = block[:, None] - block[None]
+    return (behind >= 0) & ((behind < window - sink) | (block[None] < sink))
+
+
+@cache
+def whole(name, heads=2):
+    latents, text = given()
+    times = np.repeat(TIMES, FRAMES)
+    return np.stack(
+        [
+            whole_sequence.velocity(model(name, heads), *video, sees(name))
+            for video in zip(latents, [times, times], text, strict=True)
+        ]
+    )
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_block_by_block_equals_the_whole_sequence(name):
+    found, _ = by_blocks(model(name), *map(jnp.asarray, given()))
+    told = error(found, whole(name))
+    print(f"{name}: {told:.1e}")
+    assert told <= 1e-5
+
+
+def test_a_window_that_slides_one_block_less_would_be_seen():
+    found = [whole("whole"), whole("rolling"), whole("with a sink")]
+    assert all(error(a, b) > 1e-3 for i, a in enumerate(found) for b in found[:i])
+
+
+def test_the_whole_sequence_is_that_of_the_transformer_that_sees_all():
+    latents, text = (x[:1] for x in given())
+    config = transformer_config(2)
+    bidirectional = network(partial(WanTransformer, config), None)
+    everything = np.ones((BLOCKS * FRAMES,) * 2, bool)
+    right = whole_sequence.velocity(bidirectional, latents[0], [625.0] * len(everything), text[0], everything)
+    rope = bidirectional.rope(bidirectional.grid(jnp.asarray(latents)))
+    found = bidirectional(jnp.asarray(latents), jnp.array([625.0]), bidirectional.context(jnp.asarray(text)), rope)
+    assert error(found[0], right) <= 1e-5
+
+
+def test_the_window_keeps_its_size():
+    _, windows = by_blocks(model("rolling"), *map(jnp.asarray, given()))
+    assert all(window == windows[0] for window in windows)
+    assert windows[0].k[0] == (2, 2, 3 * TOKENS, 2 * 6)
+
+
+QUICK = (((1, 1, 8), "fsdp"), ((2, 2, 2), "tp"), ((1, 4, 2), "fsdp"))
+
+
+@pytest.mark.parametrize(("axes", "rules"), on_meshes(*QUICK))
+@pytest.mark.parametrize("heads", [3, 4])
+def test_on_eight_devices(axes, rules, heads):
+    """Two videos, of 30 tokens a block, which no axis of 4 or 8 divides."""
+    devices = partitioner(axes, rules)
+    found, windows = by_blocks(model("with a sink", heads, axes, rules), *map(jnp.asarray, given()), devices=devices)
+    told = error(found, whole("with a sink", heads))
+    print(f"{told:.1e}")
+    assert told <= 1e-5
+    shape, sharding = windows[-1].k
+    assert sharding.shard_shape(shape)[3] == shape[3] // axes[2]
+    assert shape[3] == -(-heads // axes[2]) * axes[2] * 6
+
+
+def test_no_other_attention_than_to_all_kept_keys():
+    config = model("whole").config
+    for name in ("radial:0.2", "auto:window=4"):
+        made = network(partial(WanCausalTransformer, config, attention=name), None)
+        with pytest.raises(UnsupportedError, match="attention to kept keys sees all"):
+            by_blocks(made, *map(jnp.asarray, given()))

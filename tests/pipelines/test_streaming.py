@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Videos that are made block by block: against the whole sequence, from one program, in memory that does not grow."""
+
+import gc
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import wanjax
+from tests.support import whole_sequence
+from tests.support.compare import error
+from tests.support.small_wan import causal_pipeline, partitioner
+from tests.support.tiny import tiny_causal_checkpoint
+from wanjax.errors import UnsupportedError, WanjaxError
+from wanjax.pipelines.frames import decode_chunk
+from wanjax.pipelines.sampler import take_step
+from wanjax.pipelines.steps import Cancelled
+from wanjax.pipelines.wan.causal import CausalWanPipeline
+from wanjax.pipelines.wan.causal_programs import renew
+from wanjax.pipelines.wan.conditioning import WanEncoded
+
+BLOCK, BLOCKS = 2, 5  # latent frames of a block; three blocks are in the window
+SIZE, FRAMES = (12, 20), 2 * (BLOCK * BLOCKS - 1) + 1
+LATENTS = (1, 4, BLOCK * BLOCKS, 6, 10)
+GIVEN: dict[str, Any] = {"size": SIZE, "frames": FRAMES, "steps": 3}
+LEVELS = [1.0, 5 * (2 / 3) / (1 + 4 * (2 / 3)), 5 * (1 / 3) / (1 + 4 * (1 / 3)), 0.0]  # three steps, shifted by 5
+
+
+def encoded(videos=1):
+    random = np.random.default_rng(2)
+    both = (jnp.asarray(random.normal(size=(videos, 7, 8)), jnp.float32) for _ in range(2))
+    return WanEncoded(*both)
+
+
+def draws():
+    random = np.random.default_rng(3)
+    shapes = {"noise": LATENTS, "step_noise": (3, *LATENTS)}
+    return {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def in_sequence(pipe, sink):
+    """Returns the latents that the algorithm gives, each step being a pass over all frames so far, in float64."""
+    model, text, given = pipe.transformer, np.asarray(encoded().prompt_embeds[0]), draws()
+    made = np.zeros((0, *LATENTS[3:], LATENTS[1]))
+    for block in range(BLOCKS):
+        own = slice(block * BLOCK, (block + 1) * BLOCK)
+        x = np.moveaxis(given["noise"][0, :, own], 0, -1).astype(np.float64)
+        of = np.arange((block + 1) * BLOCK) // BLOCK
+        behind = of[:, None] - of[None]
+        sees = (behind >= 0) & ((behind < 3 - sink) | (of[None] < sink))
+        for step, (level, next_level) in enumerate(pairwise(LEVELS)):
+            times = np.where(of < block, 0.0, 1000 * level)
+            x0 = x - level * whole_sequence.velocity(model, np.concatenate([made, x]), times, text, sees)[own]
+            noise = np.moveaxis(given["step_noise"][step, 0, :, own], 0, -1)
+            x = (1 - next_level) * x0 + next_level * noise
+        made = np.concatenate([made, x])
+    return np.moveaxis(made, -1, 0)[None]
+
+
+@cache
+def pipeline(sink=0, axes=None, rules="fsdp", heads=2):
+    return causal_pipeline(heads, partitioner(axes, rules), window=3 * BLOCK, sink=sink * BLOCK)
+
+
+@pytest.mark.parametrize("sink", [0, 1])
+def test_each_step_sees_the_finished_blocks_at_timestep_0(sink):
+    latents = pipeline(sink).denoise(encoded(), noise=draws(), **GIVEN)
+    found = error(latents, in_sequence(pipeline(sink), sink))
+    print(f"{found:.1e}")
+    assert found <= 1e-5
+    assert error(latents, in_sequence(pipeline(sink), 1 - sink)) > 1e-3
+
+
+def test_blocks_are_yielded_as_they_are_made():
+    steps, pipe = [], pipeline()
+    blocks = pipe.blocks(encoded(), noise=draws(), callback=steps.append, **GIVEN)
+    first = next(blocks)
+    assert [(step.index, step.total) for step in steps] == [(i, 15) for i in range(3)]
+    assert steps[-1].latents.shape == first.shape == (1, 4, BLOCK, 6, 10)
+    whole = np.concatenate([first, *blocks], axis=2)
+    np.testing.assert_array_equal(whole, pipe.denoise(encoded(), noise=draws(), **GIVEN))
+    assert [step.index for step in steps] == list(range(15))
+
+
+def test_the_pixels_are_those_of_the_whole_decode():
+    pipe = pipeline()
+    clips = list(pipe.decode_blocks(pipe.blocks(encoded(), noise=draws(), **GIVEN)))
+    assert [len(clip) for clip in clips] == [3, 4, 4, 4, 4]
+    whole = pipe.decode(pipe.denoise(encoded(), noise=draws(), **GIVEN))
+    np.testing.assert_array_equal(np.concatenate(clips), whole)
+    assert whole.std() > 1
+
+
+def test_a_longer_video_needs_no_other_program():
+    pipe = causal_pipeline(2, None, window=3 * BLOCK)
+    programs = [pipe.compiled(program).jitted for program in (take_step, renew, decode_chunk)]
+
+    def compiled(blocks):
+        before = [program._cache_size() for program in programs]
+        given: dict[str, Any] = GIVEN | {"size": (12, 28), "frames": 2 * (BLOCK * blocks - 1) + 1}
+        assert len(list(pipe.decode_blocks(pipe.blocks(encoded(), **given)))) == blocks
+        return [program._cache_size() - size for program, size in zip(programs, before, strict=True)]
+
+    assert compiled(2) == [1, 1, 2]  # the first chunk of frames has no cache
+    assert compiled(9) == [0, 0, 0]
+
+
+def test_memory_does_not_grow():
+    pipe, held = pipeline(), []
+    given: dict[str, Any] = GIVEN | {"frames": 2 * (BLOCK * 12 - 1) + 1}
+    for _ in pipe.decode_blocks(pipe.blocks(encoded(), **given)):
+        gc.collect()
+        held.append(sum(x.nbytes for x in jax.live_arrays()))
+    assert len(held) == 12
+    assert len(set(held[1:-1])) == 1  # after the last block nothing is renewed
+
+
+QUICK = (((1, 2, 4), "fsdp"), ((2, 2, 2), "tp"), ((1, 1, 8), "tp"))
+
+
+@pytest.mark.parametrize(("axes", "rules"), [(axes, rules) for axes, rules in QUICK])
+def test_eight_devices_make_the_same_latents(axes, rules):
+    alone = pipeline(1, heads=3).denoise(encoded(), noise=draws(), **GIVEN)
+    found = error(pipeline(1, axes, rules, 3).denoise(encoded(), noise=draws(), **GIVEN), np.asarray(alone, np.float64))
+    print(f"{found:.1e}")
+    assert found <= 1e-5
+
+
+def test_videos_made_together_are_those_made_alone():
+    pipe = pipeline()
+    together = pipe.denoise(encoded(2), seeds=[3, 4], **GIVEN)
+    for video, seed in enumerate((3, 4)):
+        one = WanEncoded(*(x[video : video + 1] for x in encoded(2)[:2]))
+        assert error(together[video], np.asarray(pipe.denoise(one, seed=seed, **GIVEN)[0], np.float64)) <= 1e-5
+
+
+def test_every_block_and_every_seed_have_noise_of_their_own():
+    schedule, x = pipeline().scheduler.schedule(3, shift=5.0), jnp.zeros((2, BLOCK, 6, 10, 4))
+    solvers = [pipeline()._solver_state(schedule, x, [3, 4], None, block).keys for block in (0, 1, 2)]
+    assert len({tuple(key) for keys in solvers for key in np.asarray(keys).tolist()}) == 6
+
+
+def test_a_callback_stops_a_stream():
+    blocks = pipeline().blocks(encoded(), callback=lambda step: step.index < 4, **GIVEN)
+    next(blocks)
+    with pytest.raises(Cancelled) as stopped:
+        next(blocks)
+    assert stopped.value.step == 4
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"frames": 17}, "17 frames are 9 latent frames, and .* makes blocks of 2: 15 or 19 frames would do"),
+        ({"frames": 1}, "1 frames are 1 latent frames, and .* makes blocks of 2: 3 frames would do"),
+        ({"guidance_scale": 3.0}, "distilled without guidance: a guidance scale of 1, its default, would do"),
+        ({"cache": "easycache"}, "too few steps for a step cache: leave easycache out"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(given, told):
+    with pytest.raises(WanjaxError, match=told):
+        pipeline().blocks(encoded(), **GIVEN | given)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_causal_checkpoint(tmp_path_factory.mktemp("causal"))
+
+
+def test_a_checkpoint_streams_from_a_prompt(checkpoint):
+    pipe = wanjax.load(checkpoint)
+    assert isinstance(pipe, CausalWanPipeline)
+    assert pipe.defaults.steps == 4
+    assert (pipe.defaults.flow_shift, pipe.defaults.guidance_scale) == (5.0, 1.0)
+    clips = list(pipe.stream("a red circle", seed=5))
+    assert [len(clip) for clip in clips] == [5, 8, 8, 8]
+    np.testing.assert_array_equal(np.concatenate(clips), pipe("a red circle", seed=5).frames)
+    with pytest.raises(WanjaxError, match="made for text to video by blocks and cannot use a video"):
+        pipe.stream("a red circle", video=np.zeros((29, 32, 32, 3), np.uint8))
+
+
+def test_what_a_causal_model_cannot_do_is_told(checkpoint):
+    with pytest.raises(UnsupportedError, match="has no radial attention"):
+        wanjax.load(checkpoint, attention="radial:0.2")
