@@ -2,14 +2,14 @@
 """The command `plan`: prices of a video on devices that need not be present, and their cache."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from math import prod
 
 import pytest
 from click.testing import CliRunner
 
-from tests.support.small_wan import VIDEO, architecture
+from tests.support.small_wan import TEXT, VIDEO, architecture, causal_pipeline
 from wanjax.cli import main
 from wanjax.errors import WanjaxError
 from wanjax.models.wan.flops import context_flops
@@ -118,6 +118,24 @@ def test_a_trace_counts_what_the_formula_does():
     assert step.attention + step.products == 2 * sum(formula.values())
     assert step.convolutions == context.convolutions == 0
     assert step.alive > 0
+
+
+def test_the_pace_of_a_video_made_by_blocks():
+    """It is that of one more block: steps, renewal, and the decoder's chunks."""
+    shapes = causal_pipeline(4, None).architecture
+    shapes = replace(shapes, text_encoder=TEXT)
+    video = outline("wan2.1-t2v-1.3b-causal")[2].updated({"height": 12, "width": 12, "frames": 15})
+    found = outlook.outlook(outline("nano")[0], shapes, video, "h200")
+    runs = {
+        run.name: run for stage in stages(shapes, video, "h200", {}, attention="reference").values() for run in stage
+    }
+    prices = {name: places.priced_on(places.find_place("h200"), [run.job])[0].seconds for name, run in runs.items()}
+    block = 4 * prices["step"] + prices["renewal"] + 2 * prices["decode_next"]
+    assert found.frames_a_second == pytest.approx(4 / block)
+    step = traced.work_of(runs["step"].job)
+    assert step.attention + step.products == sum(shapes.forward(video).flops.values())
+    alone = outlook.outlook(outline("nano")[0], shapes, video.updated({"frames": 3}), "h200")
+    assert alone.frames_a_second is None
 
 
 def test_how_often_each_program_runs():

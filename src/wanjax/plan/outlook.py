@@ -183,17 +183,19 @@ def _pace(
 ) -> float | None:
     """Returns the frames a second of a video that is delivered while it is made: those of one more block.
 
-    None for other videos, and where a program does not fit.
+    None for other videos, and where a program does not fit or is not priced, as in a video of one block.
     """
     if not architecture.block_length:
         return None
     longer = settings.updated({"frames": settings.frames + architecture.block_length})
     times = {program.name: program.times for stage in architecture.programs(longer).values() for program in stage}
+    each = {run.name: (run.times, priced.seconds) for stage in prices.values() for run, priced in stage}
     seconds = 0.0
-    for run, priced in (found for stage in prices.values() for found in stage):
-        if priced.seconds is None:
+    for name, count in times.items():
+        before, price = each.get(name, (0, None))
+        if price is None:
             return None
-        seconds += (times[run.name] - run.times) * priced.seconds
+        seconds += (count - before) * price
     return architecture.block_length / seconds
 
 

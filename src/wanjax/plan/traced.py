@@ -98,7 +98,10 @@ def _products(jaxpr: Jaxpr, scope: str, times: int) -> Iterator[tuple[str, int, 
             outs = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
             yield "convolutions", 2 * prod(_shape(equation.outvars[0])) * prod(kernel) // outs, equation, times
         runs = equation.params["length"] if name == "scan" else 1
-        for inner in inner_jaxprs(equation):
+        parts = list(inner_jaxprs(equation))
+        if name == "cond":  # one of its branches runs: the one with the most work
+            parts = [max(parts, key=lambda part: sum(flops * n for _, flops, _, n in _products(part, within, 1)))]
+        for inner in parts:
             yield from _products(inner, within, times * runs)
 
 
