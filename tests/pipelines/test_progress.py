@@ -120,7 +120,7 @@ def test_compiling_is_told_and_not_in_the_pace():
             if done == 2:
 
                 def unlike_others(x):
-                    for i in range(40):
+                    for i in range(200):  # a second and more
                         x = jnp.sort(x * (i + 1.5))
                     return x
 
@@ -129,9 +129,8 @@ def test_compiling_is_told_and_not_in_the_pace():
             stage.count("step", done, 9)
         seconds = stage.compilations.seconds
     assert "step 1 of 9, compiling for" in recorder.text
-    assert seconds > 0.3
     assert stage.pace.each is not None
-    assert stage.pace.each < 0.2
+    assert stage.pace.each < seconds / 4
 
 
 @pytest.fixture
