@@ -77,7 +77,7 @@ def compare(source: Path, target: Path) -> dict:
     converted: Any = open_source(target)
     for name in networks(source):
         here = SafetensorsFolder(source / name)
-        there = converted.original(name, network(converted, name, kinds()).rules)
+        there = converted.original(name, converted.tensors(name, network(converted, name, kinds()).rules))
         assert set(here.keys()) == set(there.keys())
         for key in here.keys():  # noqa: SIM118
             x, y = here.read(key), there.read(key)

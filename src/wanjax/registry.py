@@ -323,9 +323,15 @@ def _networks(found: Checkpoint) -> dict[str, Network]:
 
 
 def fitting(memory: int) -> list[str]:
-    """Returns the names of at most three published models whose largest networks fit into so many bytes."""
-    found = [preset for preset in presets().values() if _largest(preset) <= memory]
-    return [preset.name for preset in sorted(found, key=_largest)[-3:]]
+    """Returns the names of at most three published models, of different sizes, whose largest networks fit in memory.
+
+    `memory` is in bytes. Of models of one size, the first is named.
+    """
+    found: dict[tuple[int, int], str] = {}
+    for preset in presets().values():
+        if (largest := _largest(preset)) <= memory:
+            found.setdefault((largest, preset.transformer_parameters), preset.name)
+    return [found[size] for size in sorted(found)[-3:]]
 
 
 def _largest(preset: Preset) -> int:

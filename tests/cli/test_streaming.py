@@ -9,10 +9,11 @@ from click.testing import CliRunner
 from PIL import Image
 
 import wanjax
-from tests.support.tiny import compile_cache, tiny_causal_checkpoint
+from tests.support.tiny import tiny_causal_checkpoint
+from tests.support.warm import programs
+from tests.support.warm import wanjax as wanjax_command
 from wanjax.checkpoints.files import load_safetensors
 from wanjax.cli import main
-from wanjax.compilation import forget_programs
 from wanjax.media.stage_files import LATENTS
 from wanjax.media.videos import write_video
 
@@ -97,17 +98,12 @@ def test_it_is_converted_there_and_back(model, video, tmp_path):
 
 
 def test_nothing_is_compiled_after_a_warmup(model, tmp_path):
-    def programs():
-        return {path.name for path in (tmp_path / "xla").rglob("*-cache")}
-
-    with compile_cache(tmp_path / "xla"):
-        forget_programs()
-        run("warmup", "--model", model, *GIVEN)
-        before = programs()
-        forget_programs()
-        run("a red circle", "--model", model, *GIVEN, "--dir", tmp_path / "a", "--out", tmp_path / "a.mp4")
+    wanjax_command(tmp_path, "warmup", "--model", str(model), *GIVEN)
+    before = programs(tmp_path)
     assert len(before) > 5
-    assert programs() == before
+    told = wanjax_command(tmp_path, "generate", "a red circle", "--model", str(model), *GIVEN, "--out", "a.mp4")
+    assert told.count("cached") == 2, told
+    assert programs(tmp_path) == before
 
 
 def test_training_it_is_refused(model, tmp_path):

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiled programs kept between processes: the same run finds them again, other runs do not."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.support.warm import programs, wanjax
 from wanjax.media import stage_files
 
 RUN = ("--size", "32x32", "--frames", "9", "--steps", "3")
@@ -25,24 +23,6 @@ main()
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("warmup")
-
-
-def wanjax(folder: Path, *arguments: str, code: str = "from wanjax.cli import main; main()") -> str:
-    """Runs the command in a new process that keeps its programs in the folder; returns its output."""
-    run = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(folder / "cache")},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    return run.stderr
-
-
-def programs(folder: Path) -> set[str]:
-    return {path.name for path in (folder / "cache" / "wanjax" / "xla").rglob("*-cache")}
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command in processes of its own, whose compiled programs are kept in a folder."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def wanjax(folder: Path, *arguments: str, code: str = "from wanjax.cli import main; main()") -> str:
+    """Runs the command in a new process that keeps its programs in the folder; returns its output."""
+    run = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(folder / "cache")},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stderr
+
+
+def programs(folder: Path) -> set[str]:
+    return {path.name for path in (folder / "cache" / "wanjax" / "xla").rglob("*-cache")}
