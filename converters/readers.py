@@ -3,6 +3,7 @@
 
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -153,39 +154,39 @@ class Exchanged(View):
         return np.concatenate(np.split(x, 2)[::-1]) if self._names.exchanges(key) else x
 
 
-class Flattened(View):
+class Reshaped(View, ABC):
+    """A checkpoint in which some tensors have other shapes; subclasses say which."""
+
+    def spec(self, key: str) -> Spec:
+        shape, dtype = self._reader.spec(key)
+        return Spec(self._shape(key, shape), dtype)
+
+    def read(self, key: str) -> np.ndarray:
+        x = self._reader.read(key)
+        return x.reshape(self._shape(key, x.shape))
+
+    @abstractmethod
+    def _shape(self, key: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the new shape of a tensor."""
+
+
+class Flattened(Reshaped):
     """A checkpoint without the leading axes of size 1 of the named tensors."""
 
     def __init__(self, reader: Reader, names: Iterable[str]):
         super().__init__(reader)
         self._names = set(names)
 
-    def spec(self, key: str) -> Spec:
-        shape, dtype = self._reader.spec(key)
-        return Spec(self._shape(key, shape), dtype)
-
-    def read(self, key: str) -> np.ndarray:
-        x = self._reader.read(key)
-        return x.reshape(self._shape(key, x.shape))
-
     def _shape(self, key: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(dropwhile(lambda size: size == 1, shape)) if key in self._names else shape
 
 
-class Unflattened(View):
+class Unflattened(Reshaped):
     """A checkpoint in which the named kernel of a projection of patches [out, in · patch] is [out, in, *patch]."""
 
     def __init__(self, reader: Reader, name: str, patch: tuple[int, ...]):
         super().__init__(reader)
         self._name, self._patch = name, patch
-
-    def spec(self, key: str) -> Spec:
-        shape, dtype = self._reader.spec(key)
-        return Spec(self._shape(key, shape), dtype)
-
-    def read(self, key: str) -> np.ndarray:
-        x = self._reader.read(key)
-        return x.reshape(self._shape(key, x.shape))
 
     def _shape(self, key: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         if key != self._name or len(shape) != 2 or shape[1] % math.prod(self._patch):

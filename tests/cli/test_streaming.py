@@ -111,6 +111,8 @@ def test_training_it_is_refused(model, tmp_path):
     Image.new("RGB", (32, 32)).save(tmp_path / "data" / "a.png")
     (tmp_path / "data" / "a.txt").write_text("a red circle")
     told = run("train", model, tmp_path / "data", "--out", tmp_path / "out", status=2)
-    assert "makes videos block by block, which training does not teach" in told.stderr
+    assert "makes videos block by block, and training needs them made as a whole" in told.stderr
+    told = run("calibrate", model, status=2)
+    assert "makes videos block by block, and calibrating needs them made as a whole" in told.stderr
     told = run("plan", "wan2.1-t2v-1.3b-causal", "--train", "--chip", "v6e-8", status=2)
-    assert "makes videos block by block, which training does not teach" in told.stderr
+    assert "makes videos block by block, and training needs them made as a whole" in told.stderr

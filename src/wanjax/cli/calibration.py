@@ -34,6 +34,7 @@ def calibrate(report: Report, *, model: str, prompts: Sequence[str], image: str 
     video = {name: value for name, value in settings.items() if type(value) in (int, float)}
     pipe = registry.load(model, video=video, progress=report.load, note=report.note, **loading)
     file, runs = measured_file(registry.tables_key(model)), []
+    pipe.architecture.check_whole(model, "calibrating")
     check_folder(file.parent)
     chosen = prompts or suited(model)
     pictures, complete = pipe.prepare(image=image, **settings)

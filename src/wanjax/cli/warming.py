@@ -87,10 +87,11 @@ class Rehearsal(Rendering):
         pipe, shape = self.pipe, self.pipe.architecture.latent_shape(self.settings)
         latents = jnp.zeros(shape, jnp.float32)
         with self.report.stage("decode"):
-            chunks = pipe.decode_chunks(latents, tiling=self.tiling)
             if isinstance(pipe, StreamingPipeline):
                 block = latents[:, :, : pipe.block_frames]
                 chunks = pipe.decode_blocks([block] * CHUNKS, tiling=self.tiling)
+            else:
+                chunks = pipe.decode_chunks(latents, tiling=self.tiling)
             for done, chunk in enumerate(islice(chunks, CHUNKS), 1):
                 np.asarray(chunk)
                 self.report.count("chunk", done, CHUNKS)

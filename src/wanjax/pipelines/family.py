@@ -120,6 +120,11 @@ class Architecture(ABC):
         """True where a video's frames are delivered while it is made, block by block."""
         return self.block_length > 0
 
+    def check_whole(self, model: str, purpose: str) -> None:
+        """Raises WanjaxError where a video is made block by block; `purpose` is what needs one made as a whole."""
+        if self.streams:
+            raise WanjaxError(f"{model} makes videos block by block, and {purpose} needs them made as a whole")
+
     def latent_shape(self, settings: Settings) -> tuple[int, ...]:
         """Returns the shape [1 C T H W] of a video's latents."""
         frames = (settings.frames - 1) // self.vae.temporal_factor + 1

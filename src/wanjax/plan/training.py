@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from wanjax.checkpoints.networks import Network
-from wanjax.errors import WanjaxError
 from wanjax.kernels.compiler_options import SAFE
 from wanjax.pipelines.family import Architecture, Family
 from wanjax.pipelines.settings import Settings
@@ -74,8 +73,7 @@ def training_outlook(
 ) -> TrainingOutlook:
     """Prices a step of training on clips of these settings; the other keywords are those of `outlook`."""
     place, settings = find_place(chip), replace(settings, guidance_scale=1.0)
-    if architecture.streams:
-        raise WanjaxError(f"{settings.model} makes videos block by block, which training does not teach")
+    architecture.check_whole(settings.model, "training")
     known = family.network_of(architecture.networks["transformer"])
     if isinstance(place, Slice):
         attention = attention or "chunked"

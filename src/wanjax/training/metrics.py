@@ -2,7 +2,8 @@
 """Metrics of a training: a line of JSON for each step, and curves for TensorBoard where it is installed."""
 
 import json
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,37 +14,46 @@ CURVES = "tensorboard"  # the folder of TensorBoard's files, beside it
 
 
 class Metrics:
-    """The metrics of steps, in a training's folder. Those after the step from which it goes on are dropped."""
+    """The metrics of steps, in a training's folder. Those after the step from which it goes on are dropped.
+
+    Every method raises WanjaxError where a file cannot be written.
+    """
 
     def __init__(self, folder: Path, step: int):
-        self.file = folder / METRICS
-        self._curves = _writer(folder / CURVES)
-        lines = []
+        self.file, lines = folder / METRICS, []
         with suppress(OSError):
             for line in self.file.read_text(encoding="utf-8").splitlines():
                 with suppress(ValueError, KeyError, TypeError):
                     if json.loads(line)["step"] <= step:
                         lines.append(line)
-        try:
+        with _writing(self.file):
             self.file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        except OSError as error:
-            raise WanjaxError(f"{self.file} cannot be written: {error.strerror or error}") from error
+        with _writing(folder / CURVES):
+            self._curves = _writer(folder / CURVES)
 
     def add(self, step: int, time: float, **values: float) -> None:
         """Writes the values of a step, and the time at which it was done, in seconds since 1970."""
-        try:
-            with self.file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, **values, "time": round(time, 3)}) + "\n")
-        except OSError as error:
-            raise WanjaxError(f"{self.file} cannot be written: {error.strerror or error}") from error
+        with _writing(self.file), self.file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **values, "time": round(time, 3)}) + "\n")
         if self._curves:
-            for name, value in values.items():
-                self._curves.add_scalar(name, value, step, wall_time=time)
+            with _writing(self.file.with_name(CURVES)):
+                for name, value in values.items():
+                    self._curves.add_scalar(name, value, step, wall_time=time)
 
     def close(self) -> None:
         """Ends the writing of curves."""
         if self._curves:
-            self._curves.close()
+            with _writing(self.file.with_name(CURVES)):
+                self._curves.close()
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Raises WanjaxError in place of an error in writing."""
+    try:
+        yield
+    except OSError as error:
+        raise WanjaxError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def _writer(folder: Path) -> Any:

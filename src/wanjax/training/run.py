@@ -283,8 +283,7 @@ class Learner:
 def _chosen(pipe: Pipeline, config: TrainConfig) -> tuple[str, ...]:
     """Returns the networks to train."""
     names = pipe.architecture.denoisers
-    if pipe.architecture.streams:
-        raise WanjaxError(f"{pipe.defaults.model} makes videos block by block, which training does not teach")
+    pipe.architecture.check_whole(pipe.defaults.model, "training")
     if config.expert == "both":
         return names
     if len(names) == 1:

@@ -8,14 +8,11 @@ one pass over the finished block at timestep 0, whose keys and values later bloc
 from typing import Any
 
 from flax import nnx
-from jaxtyping import Array, Float
 
-from wanjax.errors import WanjaxError
 from wanjax.models.wan.causal import place_of, turns_at
 from wanjax.models.wan.config import CausalTransformerConfig
 from wanjax.pipelines.keywords import GivenSettings, spelled_out
 from wanjax.pipelines.sampler import Denoiser, Inputs, Latents
-from wanjax.pipelines.steps import Segment
 from wanjax.pipelines.streaming import StreamingPipeline
 from wanjax.pipelines.wan.architecture import WanArchitecture
 from wanjax.pipelines.wan.causal_architecture import CausalWanArchitecture
@@ -44,17 +41,6 @@ class CausalWanPipeline(StreamingPipeline, WanPipeline):
         chosen = super().settings(size=size, **settings)
         self.architecture.check_settings(chosen)
         return chosen
-
-    def inputs(
-        self,
-        network: nnx.Module,
-        segment: Segment,
-        encoded: WanEncoded,
-        x: Float[Array, "B T H W C"],
-        batched: bool,
-    ) -> tuple[Denoiser, Inputs]:
-        """Raises WanjaxError: it is asked for by training alone."""
-        raise WanjaxError(f"{self.defaults.model} makes videos block by block, which training does not teach")
 
     def begin_past(self, network: nnx.Module, encoded: WanEncoded, x: Latents) -> Past:
         graphdef, weights = nnx.split(network)

@@ -4,7 +4,6 @@
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -12,11 +11,10 @@ from jaxtyping import Array, Float
 from wanjax.compilation import program
 from wanjax.kernels.attention.kept import Kept, Place, renewed
 from wanjax.kernels.compiler_options import products, scanned, sparse_cores
-from wanjax.layers.embeddings import sinusoid
 from wanjax.layers.rope import Turns
 from wanjax.layers.stack import Through, through_all
 from wanjax.models.wan.transformer import Context
-from wanjax.pipelines.sampler import Denoiser
+from wanjax.pipelines.wan.programs import TimedDenoiser
 
 
 class Sight(NamedTuple):
@@ -35,11 +33,8 @@ class Past(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CausalWanDenoiser(Denoiser):
+class CausalWanDenoiser(TimedDenoiser):
     """Wan's causal transformer; predicts the velocity of a block of latents."""
-
-    def embed_times(self, network: Any, times: Float[Array, "B"]) -> Float[Array, "B _E"]:
-        return network.time_proj(jax.nn.silu(network.time_embed(sinusoid(times, network.config.frequency_dim))))
 
     def predict(
         self,

@@ -29,14 +29,18 @@ class Shared(NamedTuple):
     pictures: PictureInputs
 
 
-@dataclass(frozen=True)
-class WanDenoiser(Denoiser):
-    """Wan's transformer with its task; predicts the velocity of latents."""
-
-    task: Task
+class TimedDenoiser(Denoiser):
+    """A denoiser whose network embeds timesteps as all of Wan's transformers do."""
 
     def embed_times(self, network: Any, times: Float[Array, "B"]) -> Float[Array, "B _E"]:
         return network.time_proj(jax.nn.silu(network.time_embed(sinusoid(times, network.config.frequency_dim))))
+
+
+@dataclass(frozen=True)
+class WanDenoiser(TimedDenoiser):
+    """Wan's transformer with its task; predicts the velocity of latents."""
+
+    task: Task
 
     def predict(
         self,
