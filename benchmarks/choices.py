@@ -19,6 +19,7 @@ from rich.table import Table
 from benchmarks.timing import Run, time_rivals
 from wanjax.kernels import compiler_options
 from wanjax.layers.conv import CausalConv
+from wanjax.layers.placement import as_shapes
 from wanjax.models.t5 import UMT5_XXL, T5Encoder
 
 AXES = ("NHWC", "HWIO", "NHWC")
@@ -95,7 +96,7 @@ def casts(repeats: int) -> Table:
     """Reads XLA's temporary memory for UMT5-XXL with bfloat16 weights and float32 compute; nothing is run."""
     del repeats
     make = partial(T5Encoder, UMT5_XXL, dtype=jnp.float32, param_dtype=jnp.bfloat16)
-    graphdef, weights = nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
+    graphdef, weights = nnx.split(as_shapes(lambda rngs: make(rngs=rngs)))
     tokens = jax.ShapeDtypeStruct((2, 512), jnp.int32)
     lowered = jax.jit(lambda weights, tokens: nnx.merge(graphdef, weights)(tokens)).lower(weights, tokens)
     options: Any = (compiler_options.scanned(), None)

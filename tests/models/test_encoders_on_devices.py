@@ -13,7 +13,7 @@ from flax import nnx
 from tests.support.compare import error
 from tests.support.devices import on_meshes
 from tests.support.small_wan import network, partitioner
-from wanjax.layers.placement import axes_of
+from wanjax.layers.placement import as_shapes, axes_of
 from wanjax.models.qwen2_vl import QWEN2_5_VL_7B, Qwen2VLEncoder
 from wanjax.models.siglip import SIGLIP_SO400M, SiglipVision
 from wanjax.models.t5 import GLYPH_BYT5, T5Encoder
@@ -61,7 +61,7 @@ def test_features(name, axes, rules):
 @pytest.mark.parametrize("name", ENCODERS)
 def test_every_weight_names_each_of_its_axes(name):
     make, _ = ENCODERS[name]
-    abstract = nnx.eval_shape(lambda: make(dtype=jnp.float32, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    abstract = as_shapes(lambda rngs: make(dtype=jnp.float32, param_dtype=jnp.bfloat16, rngs=rngs))
     for path, weight in nnx.to_flat_state(nnx.state(abstract)):
         axes, shape = axes_of(weight), weight.get_value().shape
         assert len(axes) == len(shape), path

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanTransformer3DModel
-from flax import nnx
 from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel, UMT5Config, UMT5EncoderModel
 
 from tests.support.toy_tokenizer import save_tokenizer
@@ -17,6 +16,7 @@ from wanjax.checkpoints.files import SafetensorsFolder, Spec
 from wanjax.checkpoints.networks import read_network
 from wanjax.converters import engine
 from wanjax.converters.t5 import t5_config, t5_rules
+from wanjax.layers.placement import as_shapes
 from wanjax.models.t5 import T5Encoder
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.models.wan.vae import WanVAE
@@ -153,5 +153,5 @@ def converted_t5(reference: torch.nn.Module, folder: Path, dtype=jnp.float32) ->
     """Converts a model through the files that transformers writes."""
     reference.save_pretrained(folder)
     config = t5_config(json.loads((folder / "config.json").read_text()))
-    abstract = nnx.eval_shape(lambda: T5Encoder(config, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0)))
+    abstract = as_shapes(lambda rngs: T5Encoder(config, dtype=dtype, param_dtype=dtype, rngs=rngs))
     return engine.load(abstract, t5_rules(config), SafetensorsFolder(folder))

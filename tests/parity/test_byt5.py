@@ -22,6 +22,7 @@ from tests.support.toy_tokenizer import AWKWARD_PROMPTS
 from wanjax.converters.engine import assign, parameters
 from wanjax.converters.t5 import t5_config, t5_rules
 from wanjax.errors import WanjaxError
+from wanjax.layers.placement import as_shapes
 from wanjax.layers.stack import block_at
 from wanjax.models.t5 import GLYPH_BYT5, T5Encoder
 from wanjax.pipelines.byt5_tokenizer import ByT5Tokenizer
@@ -172,7 +173,7 @@ def test_the_published_sizes():
                      feed_forward_proj="gated-gelu", relative_attention_num_buckets=32)
         )  # fmt: skip
     assert t5_config(reference.config.to_dict()) == GLYPH_BYT5
-    make = nnx.eval_shape(lambda: T5Encoder(GLYPH_BYT5, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    make = as_shapes(lambda rngs: T5Encoder(GLYPH_BYT5, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=rngs))
     ours = parameters(make)
     theirs = {key: jax.ShapeDtypeStruct(tuple(w.shape), jnp.bfloat16) for key, w in reference.state_dict().items()}
     assign(t5_rules(GLYPH_BYT5), theirs, ours)

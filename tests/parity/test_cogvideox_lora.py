@@ -17,6 +17,7 @@ from tests.support.tiny import COGVIDEOX_TRANSFORMER, tiny_cogvideox_checkpoint
 from wanjax.converters import engine, lora
 from wanjax.converters.cogvideox.diffusers import transformer_config, transformer_rules
 from wanjax.converters.readers import Names
+from wanjax.layers.placement import as_shapes
 from wanjax.models.cogvideox.transformer import CogVideoXTransformer
 
 OLD = {"patch_size_t": None, "patch_bias": True, "use_rotary_positional_embeddings": False}  # patches by a convolution
@@ -138,8 +139,8 @@ def test_a_loaded_model_with_a_lora_predicts_as_diffusers_with_it(write, tmp_pat
 
 def ours_of(module):
     config = transformer_config(module.config)
-    abstract = nnx.eval_shape(
-        lambda: CogVideoXTransformer(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+    abstract = as_shapes(
+        lambda rngs: CogVideoXTransformer(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=rngs)
     )
     return engine.load(abstract, transformer_rules(config), StateDict(module))
 

@@ -18,6 +18,7 @@ from wanjax.converters.cogvideox.diffusers import transformer_config, transforme
 from wanjax.errors import WanjaxError
 from wanjax.layers.modulation import modulate
 from wanjax.layers.patch import patchify
+from wanjax.layers.placement import as_shapes
 from wanjax.layers.stack import block_at
 from wanjax.models.cogvideox.transformer import CogVideoXTransformer, by_kind
 
@@ -68,7 +69,7 @@ def make(name):
 
 def ours_of(reference, dtype=jnp.float32):
     config = transformer_config(reference.config)
-    abstract = nnx.eval_shape(lambda: CogVideoXTransformer(config, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0)))
+    abstract = as_shapes(lambda rngs: CogVideoXTransformer(config, dtype=dtype, param_dtype=dtype, rngs=rngs))
     return engine.load(abstract, transformer_rules(config), StateDict(reference))
 
 

@@ -18,7 +18,7 @@ from tests.parity.references import StateDict, channels_last, randomise, relativ
 from tests.support.devices import on_meshes
 from wanjax.converters import engine
 from wanjax.converters.hunyuanvideo import diffusers as tables
-from wanjax.layers.placement import placed
+from wanjax.layers.placement import as_shapes, placed
 from wanjax.layers.tiling import Tiling
 from wanjax.models.hunyuanvideo.vae import HunyuanVideoVAE
 from wanjax.models.hunyuanvideo.vae_config import VAE_1_5
@@ -50,7 +50,7 @@ def reference() -> AutoencoderKLHunyuanVideo15:
 def loaded(reference, dtype=jnp.float32, partitioner=None) -> HunyuanVideoVAE:
     config = replace(tables.vae_config(reference.config), longest=6)
     kw = {"dtype": dtype, "param_dtype": dtype}
-    abstract = nnx.eval_shape(lambda: HunyuanVideoVAE(config, **kw, rngs=nnx.Rngs(0)))
+    abstract = as_shapes(lambda rngs: HunyuanVideoVAE(config, **kw, rngs=rngs))
     return engine.load(placed(abstract, partitioner), tables.vae_rules(config), StateDict(reference))
 
 
@@ -235,7 +235,7 @@ def test_the_published_autoencoder():
     config = tables.vae_config(reference.config)
     assert config == VAE_1_5
     kw = {"dtype": jnp.float32, "param_dtype": jnp.float32}
-    parameters = engine.parameters(nnx.eval_shape(lambda: HunyuanVideoVAE(config, **kw, rngs=nnx.Rngs(0))))
+    parameters = engine.parameters(as_shapes(lambda rngs: HunyuanVideoVAE(config, **kw, rngs=rngs)))
     specs = {key: jax.ShapeDtypeStruct(tuple(x.shape), jnp.float32) for key, x in reference.state_dict().items()}
     engine.assign(tables.vae_rules(config), specs, parameters)
     assert sum(x.size for x in parameters.values()) == sum(x.numel() for x in reference.parameters())

@@ -9,13 +9,13 @@ import peft
 import pytest
 import torch
 from diffusers import WanPipeline, WanTransformer3DModel
-from flax import nnx
 from safetensors.torch import load_file, save_file
 
 from tests.parity.references import StateDict, randomise
 from wanjax.converters import engine, lora
 from wanjax.converters.wan import diffusers as wan
 from wanjax.converters.wan import original
+from wanjax.layers.placement import as_shapes
 from wanjax.models.wan.transformer import WanTransformer
 
 SIZES = {
@@ -167,9 +167,7 @@ def test_several_loras_are_merged_at_their_strengths_into_the_network(tmp_path):
 def load(reader):
     """Returns our network's weights from a checkpoint."""
     config = wan.transformer_config(reference().config)
-    abstract = nnx.eval_shape(
-        lambda: WanTransformer(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
-    )
+    abstract = as_shapes(lambda rngs: WanTransformer(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=rngs))
     return engine.parameters(engine.load(abstract, wan.transformer_rules(config), reader))
 
 

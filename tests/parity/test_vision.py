@@ -15,6 +15,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from tests.parity.references import StateDict, randomise, relative_l2
 from wanjax.checkpoints.files import SafetensorsFolder
 from wanjax.converters import clip, engine
+from wanjax.layers.placement import as_shapes
 from wanjax.models.clip import CLIPVision
 from wanjax.pipelines.image_processor import ImageProcessor
 
@@ -31,7 +32,7 @@ def reference() -> CLIPVisionModel:
 
 def load(json: dict, reader) -> CLIPVision:
     config = clip.clip_config(json)
-    abstract = nnx.eval_shape(lambda: CLIPVision(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0)))
+    abstract = as_shapes(lambda rngs: CLIPVision(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=rngs))
     return engine.load(abstract, clip.clip_rules(config), reader, ignore=clip.clip_unused(config))
 
 

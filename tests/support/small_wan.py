@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from wanjax.layers.placement import placed
+from wanjax.layers.placement import as_shapes, placed
 from wanjax.models.t5 import T5Config
 from wanjax.models.wan.causal import WanCausalTransformer
 from wanjax.models.wan.config import VAE_2_1, CausalTransformerConfig, TransformerConfig
@@ -49,7 +49,7 @@ def partitioner(axes, rules="fsdp"):
 
 def network(make, partitioner):
     """Returns a network with random weights, which do not depend on the devices."""
-    abstract = nnx.eval_shape(lambda: make(dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0)))
+    abstract = as_shapes(lambda rngs: make(dtype=jnp.float32, param_dtype=jnp.float32, rngs=rngs))
     graphdef, state = nnx.split(placed(abstract, partitioner))
     random = np.random.default_rng(0)
 

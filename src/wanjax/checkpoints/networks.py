@@ -15,6 +15,7 @@ from wanjax.checkpoints.sources import Source
 from wanjax.converters.engine import Rule
 from wanjax.converters.readers import Names
 from wanjax.errors import WanjaxError
+from wanjax.layers.placement import as_shapes
 
 Config = Any  # a frozen dataclass, of a type of its own for each module
 
@@ -74,9 +75,9 @@ class Network(NamedTuple):
         return sum(x.size for x in jax.tree.leaves(nnx.state(module)))
 
 
-@lru_cache(maxsize=16)  # tracing takes a quarter of a second
+@lru_cache(maxsize=64)
 def _abstract(module: type[Any], config: Config, **options: Any) -> Any:
-    return nnx.eval_shape(lambda: module(config, **options, rngs=nnx.Rngs(0)))
+    return as_shapes(lambda rngs: module(config, **options, rngs=rngs))
 
 
 def network_of(config: Config, kinds: Kinds) -> Network:

@@ -6,9 +6,11 @@ whatever mesh is set while a module is built.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from wanjax.sharding import Partitioner
@@ -18,8 +20,24 @@ Axes = tuple[str | None, ...]
 
 
 def with_axes(initializer: nnx.Initializer, axes: Axes) -> nnx.Initializer:
-    """The initializer of a weight whose axes have these logical names."""
-    return nnx.with_metadata(initializer, axes=axes)
+    """The initializer of a weight whose axes have these logical names; it makes zeros where there is no key."""
+
+    def initial(key: jax.Array | None, *shape_and_dtype: Any) -> jax.Array:
+        return jnp.zeros(*shape_and_dtype) if key is None else initializer(key, *shape_and_dtype)
+
+    return nnx.with_metadata(initial, axes=axes)
+
+
+class _NoKeys(nnx.Rngs):
+    """Random streams without keys, which take long to trace."""
+
+    def params(self) -> None:
+        """Returns no key."""
+
+
+def as_shapes(make: Callable[[nnx.Rngs], Module]) -> Module:
+    """Returns the module that `make(rngs)` builds, as shapes and dtypes without values."""
+    return nnx.eval_shape(lambda: make(_NoKeys()))
 
 
 def axes_of(weight: nnx.Variable) -> Axes | None:
@@ -28,7 +46,7 @@ def axes_of(weight: nnx.Variable) -> Axes | None:
 
 
 def placed(abstract: Module, partitioner: Partitioner | None) -> Module:
-    """The abstract module, as `nnx.eval_shape` returns it, with the sharding of each weight by its logical axes.
+    """The abstract module, as `as_shapes` returns it, with the sharding of each weight by its logical axes.
 
     A weight without names is replicated. Without a partitioner the module is returned as it is.
     """

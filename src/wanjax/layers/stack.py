@@ -24,7 +24,7 @@ def stack(make_block: Callable[[nnx.Rngs], Module], layers: int, rngs: nnx.Rngs)
     """Makes `layers` blocks, as one module whose weights have a leading axis named `layers`."""
 
     @nnx.split_rngs(splits=layers)
-    @nnx.vmap
+    @nnx.vmap(axis_size=layers)
     def make(rngs: nnx.Rngs) -> Module:
         return make_block(rngs)
 

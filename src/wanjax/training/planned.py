@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 
 from wanjax.compilation import Lowering
 from wanjax.kernels.compiler_options import products
-from wanjax.layers.placement import placed
+from wanjax.layers.placement import as_shapes, placed
 from wanjax.pipelines.blueprint import Blueprint
 from wanjax.pipelines.components import Components
 from wanjax.pipelines.family import Architecture
@@ -69,11 +69,11 @@ def _parts(
     kept = jnp.float32 if lora is None else blueprint.dtype
     kw = {"attention": attention, "dtype": blueprint.dtype, "param_dtype": kept}
 
-    def make() -> nnx.Module:
-        network = find(module)(config, **kw, rngs=nnx.Rngs(0))
+    def make(rngs: nnx.Rngs) -> nnx.Module:
+        network = find(module)(config, **kw, rngs=rngs)
         return network if lora is None else adapt(network, find(rules)(config), lora, 0)[0]
 
-    network = placed(nnx.eval_shape(make), blueprint.partitioner)
+    network = placed(as_shapes(make), blueprint.partitioner)
     split = nnx.split(network, everything if lora is None else is_factor, DropoutKey, ...)
     pipe = find(pipeline)(Components({}), architecture, settings, blueprint.partitioner, blueprint.compiler)
     return loss_of(pipe, NoiseLevels()), optimizer(optimized, 1000), split, _batch(blueprint, pipe, settings, clips)
