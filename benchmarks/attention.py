@@ -127,9 +127,9 @@ def main() -> None:
 
         torch.set_num_threads(1)
     sizes = {"block_q": options.block_q, "block_kv": options.block_kv}
-    default = chunked.default_config("cpu")
-    config = replace(default, **{name: size for name, size in sizes.items() if size})
+    given = {name: size for name, size in sizes.items() if size}
     for name in names or DEFAULT:
+        config = replace(chunked.default_config("cpu", WORKLOADS[name].head_dim), **given)
         Console(width=120).print(measure(WORKLOADS[name], options.dtype, config, options.repeats, options.one_core))
     print(f"bars for chunked on a CPU: {BAR_SPEED} × torch's speed, memory {BAR_MEMORY} × the scores")
 

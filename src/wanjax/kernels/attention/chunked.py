@@ -40,9 +40,11 @@ class Config:
             raise WanjaxError(f"blocks of {self.block_q} queries and {self.block_kv} keys: each must be at least 1")
 
 
-def default_config(platform: str) -> Config:
+def default_config(platform: str, head_dim: int) -> Config:
     """The fastest sizes of benchmarks/attention.py for CPUs; elsewhere, blocks that fill a matrix unit."""
-    return Config(640, 1024, batched=False) if platform == "cpu" else Config(256, 1024, batched=True)
+    if platform == "cpu":
+        return Config(1024, 512 if head_dim <= 64 else 1024, batched=False)
+    return Config(256, 1024, batched=True)
 
 
 def unsupported(q, k, v, *, key_mask, window, scale, bias, config, return_lse) -> str | None:
@@ -67,7 +69,7 @@ def attention(
     return_lse: bool = False,
 ) -> Float[Array, "B L N D"] | tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]:
     """Computes what the reference does, block by block; the gradient computes the scores again."""
-    config = config or default_config(target(q).platform)
+    config = config or default_config(target(q).platform, q.shape[3])
     batch, length, heads, size = q.shape
     kv_heads = k.shape[2]
     groups = (kv_heads, heads // kv_heads)
