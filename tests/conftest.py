@@ -34,7 +34,7 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(100_000)
 
 
-MAPS = 30_000  # of the 65,530 memory maps that Linux gives a process; XLA aborts where it gets no more
+MAPS = 10_000  # of the 65,530 memory maps that Linux gives a process, beyond which XLA aborts; programs take memory too
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,6 +5,7 @@ import pytest
 from click.testing import CliRunner
 
 import wanjax
+from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint
 from wanjax.cli import main
 from wanjax.media.videos import read_metadata
@@ -19,7 +20,7 @@ def test_without_guidance_no_devices_repeat_the_work_of_others():
     assert free.defaults == guided.defaults == wanjax.load("nano").defaults
 
 
-@pytest.mark.parametrize(("scale", "mesh"), [("1", "dp=1"), ("4", "dp=2")])
+@pytest.mark.parametrize(("scale", "mesh"), quick([("1", "dp=1")], [("1", "dp=1"), ("4", "dp=2")]))
 def test_the_command_line_chooses_by_its_own_guidance_tells_the_mesh_and_keeps_it(tmp_path, monkeypatch, scale, mesh):
     monkeypatch.chdir(tmp_path)
     model = str(tiny_checkpoint(tmp_path / "tiny"))

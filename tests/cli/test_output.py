@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import refused, succeeded, wanjax
+from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint
 from wanjax.media import stage_files
 from wanjax.media.videos import read_metadata
@@ -30,7 +31,7 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS")
 
 
-@pytest.mark.parametrize("option", ["-q", "--quiet"])
+@pytest.mark.parametrize("option", quick(["-q"], ["-q", "--quiet"]))
 def test_quiet(model, option):
     done = succeeded(wanjax(" ", "--model", model, *SMALL, "--out", "a.mp4", option))  # an empty prompt gives a note
     assert (done.stdout, done.stderr) == (f"{Path('a.mp4').absolute()}\n", "")

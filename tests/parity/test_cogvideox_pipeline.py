@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
 import wanjax
 from tests.parity.references import BAR, largest_error, psnr, randomise
+from tests.support.quick import quick
 from tests.support.toy_tokenizer import save_tokenizer
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
@@ -152,7 +153,7 @@ def compare(ours: tuple[list[np.ndarray], np.ndarray], theirs: tuple[list[np.nda
 @pytest.mark.parametrize(
     ("name", "solver", "frames", "given"),
     [
-        ("cogvideox1.5-5b", "ddim", 17, {}),
+        pytest.param("cogvideox1.5-5b", "ddim", 17, {}, marks=pytest.mark.slow),
         ("cogvideox1.5-5b", "dpm", 17, {}),
         ("cogvideox1.5-5b", "dpm", 13, {"guidance_scale": 1.0}),
         ("cogvideox-2b", "ddim", 9, {}),
@@ -174,7 +175,7 @@ def test_dynamic_guidance(tmp_path, monkeypatch):
     compare(answer(tmp_path, noise, frames=9, dynamic_guidance=True), theirs)
 
 
-@pytest.mark.parametrize("name", ["cogvideox1.5-5b-i2v", "cogvideox-5b-i2v"])
+@pytest.mark.parametrize("name", quick(["cogvideox1.5-5b-i2v"], ["cogvideox1.5-5b-i2v", "cogvideox-5b-i2v"]))
 def test_image_to_video(tmp_path, monkeypatch, name):
     frames = 9
     noise = noise_for(frames, "1.5" in name, "image")

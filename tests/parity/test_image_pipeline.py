@@ -24,6 +24,7 @@ from tests.parity.references import (
     relative_l2,
     small_parts,
 )
+from tests.support.quick import quick
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
@@ -79,7 +80,7 @@ SIZES = {  # (height, width) of the first and the last picture; the video's is 3
 Given = dict[str, np.ndarray]
 
 
-@pytest.fixture(params=SIZES)
+@pytest.fixture(params=quick(["portrait", "landscape"], SIZES))
 def given(request, reference) -> Given:
     """The pictures: also a last one, unless the transformer attends to a single picture."""
     config = reference.transformer.config

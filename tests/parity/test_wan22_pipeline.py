@@ -116,7 +116,7 @@ def compare(pipe: Ours, latents: list, last: Any, exact: list[np.ndarray], frame
     assert psnr(pipe.decode(last, jnp.float32), frames) >= 60
 
 
-@pytest.mark.parametrize("image", [None, IMAGE], ids=["text", "image"])
+@pytest.mark.parametrize("image", [pytest.param(None, marks=pytest.mark.slow), IMAGE], ids=["text", "image"])
 def test_two_experts(common, tmp_path, image):
     """The experts have different guidance scales; in diffusers the scale at high noise is first."""
     kind = WanPipeline if image is None else WanImageToVideoPipeline

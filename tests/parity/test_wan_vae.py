@@ -147,7 +147,10 @@ def test_frames_that_fit_in_a_tile_are_not_tiled(models, pipe):
     assert relative_l2(decode(pipe, z, DECODED[models.kind]), expected) <= BAR
 
 
-@pytest.mark.parametrize("chunks", [(1, 1, 1), (1, 2), (2, 1), (3,)])
+@pytest.mark.parametrize(
+    "chunks",
+    [pytest.param((1, 1, 1), marks=pytest.mark.slow), (1, 2), pytest.param((2, 1), marks=pytest.mark.slow), (3,)],
+)
 def test_any_chunks_make_the_whole(models, streams, whole, chunks):
     """Latent frames may be decoded one or several at a time; all ways to split three are tested."""
     x, z = whole[0], whole[2]

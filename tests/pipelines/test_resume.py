@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.support import small_wan
+from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint
 from wanjax.media import stage_files
 from wanjax.pipelines.resume import Keeper
@@ -157,7 +158,7 @@ def test_segments_that_are_left():
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends signals of POSIX")
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("sent", quick([signal.SIGKILL], [signal.SIGKILL, signal.SIGINT]))
 def test_the_command_continues(tmp_path, sent):
     steps = "400"
     model = str(tiny_checkpoint(tmp_path / "tiny"))

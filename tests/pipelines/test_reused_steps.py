@@ -13,6 +13,7 @@ from flax import nnx
 
 import wanjax
 from tests.support.compare import error
+from tests.support.quick import quick
 from tests.support.tabled import STEPS, TABLES, tabled
 from tests.support.tiny import (
     tiny_checkpoint,
@@ -43,6 +44,11 @@ MODELS = {
 
 
 @pytest.fixture(params=MODELS)
+def each(request, tmp_path) -> Any:
+    return tabled(MODELS[request.param](tmp_path))
+
+
+@pytest.fixture(params=quick(["cogvideox", "hunyuanvideo"], MODELS))
 def pipe(request, tmp_path) -> Any:
     return tabled(MODELS[request.param](tmp_path))
 
@@ -120,10 +126,10 @@ def test_a_step_of_magcache_adds_what_was_kept(pipe):
         np.testing.assert_array_equal(one, other)
 
 
-def test_a_reused_step_equals_input_and_residual_to_the_bit(pipe):
+def test_a_reused_step_equals_input_and_residual_to_the_bit(each):
     """What reaches the head in a skipped step is x + r in x's dtype; r is what all blocks added, rounded once."""
     seen: dict[str, Any] = {}
-    _, denoiser, inputs, schedule, x, _ = forwards(pipe)
+    _, denoiser, inputs, schedule, x, _ = forwards(each)
     network = nnx.merge(denoiser.graphdef, inputs.weights)
     t = jax.tree.map(lambda time: jnp.full((len(x),), time), denoiser.times(one_step(schedule, 2)))
 

@@ -12,6 +12,7 @@ import wanjax
 from tests.support.commands import refused, succeeded
 from tests.support.commands import wanjax as run
 from tests.support.compare import error
+from tests.support.quick import quick
 from tests.support.tabled import STEPS, tabled
 from tests.support.tiny import (
     tiny_checkpoint,
@@ -95,7 +96,7 @@ def latents_of(pipe: Any, encoded: Any, cache: str, **settings: Any) -> list[np.
     return found
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", quick(["wan", "hunyuanvideo"], MODELS))
 def test_whole_steps_are_those_without_a_cache(model, tmp_path):
     """The step after the first two reuses what the second kept, and leaves the path of a run without a cache."""
     pipe = wanjax.load(MODELS[model](tmp_path))
