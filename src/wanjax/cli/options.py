@@ -353,12 +353,19 @@ profile = click.option(
     help="Write a trace of two steps there, and what a step takes beside what the devices can do.",
 )
 force = click.option("--force", is_flag=True, help="Replace a finished video, or its stages, in --dir.")
-
-
-preview = click.option(
-    "--preview",
-    is_flag=True,
-    help="Show at a few steps what the video will be, in preview.png beside the stages' files and on a terminal.",
+preview_decoder = click.option(
+    "--preview-decoder",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    metavar="FILE",
+    help="Show previews by this tiny decoder, a file of TAEHV, which are sharper.",
+)
+preview = together(
+    click.option(
+        "--preview",
+        is_flag=True,
+        help="Show at a few steps what the video will be, in preview.png beside the stages' files and on a terminal.",
+    ),
+    preview_decoder,
 )
 
 

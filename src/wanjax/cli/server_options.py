@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from wanjax.cli.options import together
+from wanjax.cli.options import preview_decoder, together
 
 serving = together(
     click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Address to listen at."),
@@ -42,6 +42,7 @@ serving = together(
         "--max-upload", type=click.IntRange(min=1), default=32, show_default=True, help="MiB that a request may have."
     ),
     click.option("--preview", is_flag=True, help="Show on the page, at a few steps, what a video will be."),
+    preview_decoder,
     click.option(
         "--rehearse/--no-rehearse",
         default=True,

@@ -17,6 +17,7 @@ from wanjax.cli.report import Report
 from wanjax.compilation import kept_set
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
+from wanjax.pipelines.pipeline import Pipeline
 
 LIBRARIES = {"starlette": "starlette", "uvicorn": "uvicorn", "python_multipart": "python-multipart"}
 TOKEN = "WANJAX_TOKEN"  # the name of a variable
@@ -46,6 +47,16 @@ def serve(report: Report, *, host: str, port: int, token: str | None, folder: Pa
     _listen(report, host, port, token, folder, given)
 
 
+def _loaded(report: Report, given: dict[str, Any]) -> Pipeline:
+    """Loads the model, and the decoder of its previews if there is one."""
+    chosen: dict[str, Any] = {name: given[name] for name in ("dtype", "attention", "mesh", "lora")}
+    chosen["compiler"] = given["compiler"] or kept_set()
+    pipe = registry.load(given["model"], rules=given["rules"] or "fsdp", note=report.note, **chosen)
+    if decoder := given["preview_decoder"]:
+        pipe.preview_with(decoder)
+    return pipe
+
+
 def _listen(report: Report, host: str, port: int, token: str | None, folder: Path, given: dict[str, Any]) -> None:
     """Loads the model, and runs the server and the worker until a signal."""
     import uvicorn
@@ -56,15 +67,14 @@ def _listen(report: Report, host: str, port: int, token: str | None, folder: Pat
     from wanjax.serve.limits import Limits
     from wanjax.serve.worker import Worker
 
-    chosen: dict[str, Any] = {name: given[name] for name in ("dtype", "attention", "mesh", "lora")}
-    chosen["compiler"] = given["compiler"] or kept_set()
-    pipe = registry.load(given["model"], rules=given["rules"] or "fsdp", note=report.note, **chosen)
+    pipe = _loaded(report, given)
     names = {"queue": "max_queue", "steps": "max_steps", "upload": "max_upload"}
     bounds = {name: given[option] for name, option in names.items()} | {"upload": given["max_upload"] * 2**20}
     limits = Limits.of(pipe.defaults, given["max_pixels"], **bounds)
     board = Board(Shelf(folder), limits.queue)
     options = {"tiling": Tiling() if given["tile"] else None, "batch_guidance": given["batch_guidance"]}
-    worker = Worker(pipe, board, rehearse=given["rehearse"], preview=given["preview"], **options)
+    looking = given["preview"] or given["preview_decoder"] is not None
+    worker = Worker(pipe, board, rehearse=given["rehearse"], preview=looking, **options)
     application = Service(pipe, board, worker, limits, token).application()
 
     class Server(uvicorn.Server):

@@ -141,7 +141,8 @@ class Rendering:
             check_folder(self.profile)
             trace_with_scopes()
         self.place = self._place(folder, out)
-        self.previews = Previews(self.folder / stage_files.PREVIEW, on=report.console) if given.get("preview") else None
+        looking = self._look(given)
+        self.previews = Previews(self.folder / stage_files.PREVIEW, on=report.console) if looking else None
         self.record = self.pipe.record(
             self.settings, files | {"noise": noise}, tiling=self.tiling, batch_guidance=self.batch_guidance
         )
@@ -264,8 +265,14 @@ class Rendering:
         self.pipe.free()
         return encoded._replace(**made)
 
+    def _look(self, given: Mapping[str, Any]) -> bool:
+        """Tells whether previews are asked for, after reading the decoder that makes them if one is given."""
+        if decoder := given.get("preview_decoder"):
+            self.pipe.preview_with(decoder)
+        return bool(given.get("preview") or decoder)
+
     def ready_previews(self) -> None:
-        """Fits the colours of previews, if they are asked for."""
+        """Makes ready what makes previews, if they are asked for."""
         if self.previews:
             with self.report.stage("preview"):
                 self.pipe.colours()

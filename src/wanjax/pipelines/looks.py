@@ -12,7 +12,7 @@ import jax
 from PIL import Image
 
 from wanjax.checkpoints.files import writing
-from wanjax.pipelines.preview import Colours, Picture, strip
+from wanjax.pipelines.preview import Look, Picture, strip
 from wanjax.pipelines.progress import console
 from wanjax.pipelines.steps import Step
 
@@ -56,7 +56,7 @@ class Previews:
         if self._last is not None:
             self._last.result()
 
-    def _look(self, step: Step, colours: Colours) -> None:
+    def _look(self, step: Step, colours: Look) -> None:
         page = strip(colours.pictures(step.x0))
         title = f"preview after step {step.index + 1} of {step.total}"
         if self.file is not None:
@@ -94,7 +94,7 @@ def half_blocks(page: Picture, columns: int) -> "Text":
 
 
 def with_colours(
-    callback: Callable[[Step], bool | None] | None, colours: Callable[[], Colours]
+    callback: Callable[[Step], bool | None] | None, colours: Callable[[], Look]
 ) -> Callable[[Step], bool | None] | None:
     """Returns a callback whose steps can make previews."""
     return callback and (lambda step: callback(step._replace(colours=colours)))

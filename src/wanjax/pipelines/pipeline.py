@@ -35,7 +35,7 @@ from wanjax.pipelines.frames import Frames, GivenFrames, GivenLatents, Latents, 
 from wanjax.pipelines.hooks import Encoded, Hooks
 from wanjax.pipelines.keywords import Called, Given, GivenSettings, knows_keywords, spelled_out, unknown_keyword
 from wanjax.pipelines.looks import with_colours
-from wanjax.pipelines.preview import Colours, fitted
+from wanjax.pipelines.preview import Look, fitted
 from wanjax.pipelines.progress import counted, stage
 from wanjax.pipelines.record import VERSION, nameable
 from wanjax.pipelines.resume import continuing, digest
@@ -43,12 +43,13 @@ from wanjax.pipelines.sampler import Denoiser, Inputs, State, sample
 from wanjax.pipelines.seeds import checked_seed, initial_noise, solver_keys, steady_draws, told_seeds
 from wanjax.pipelines.settings import Settings, height_and_width
 from wanjax.pipelines.steps import Segment, Step, Switch, left_of
+from wanjax.pipelines.tiny_decoder import read_tiny_decoder
 
 
 class Pipeline(Hooks):
     """A checkpoint as a function from prompts, and pictures if it takes them, to videos."""
 
-    _colours: Colours | None = None
+    _colours: Look | None = None
 
     @overload
     def __call__(self, prompt: str, *, seeds: None = None, **given: Unpack[Called]) -> Video: ...
@@ -338,10 +339,17 @@ class Pipeline(Hooks):
         self.check_encoded(encoded, chosen)
         return chosen
 
-    def colours(self) -> Colours:
-        """Returns the map from latents to the colours of previews.
+    def preview_with(self, file: str | Path) -> None:
+        """Makes previews with a tiny decoder from now on: a file of TAEHV's for the model's latents.
 
-        It is fitted at the first call, which encodes a small clip; the autoencoder is freed if it was not loaded.
+        Raises WanjaxError if the file is none.
+        """
+        self._colours = read_tiny_decoder(file, self.architecture.latent_shape(self.defaults)[1])
+
+    def colours(self) -> Look:
+        """Returns what makes previews: a tiny decoder if one was given, or a linear map from latents to colours.
+
+        The map is fitted at the first call, which encodes a small clip; the autoencoder is freed if it was not loaded.
         """
         if self._colours is None:
             loaded, config = self.components.has("vae"), self.architecture.vae

@@ -6,7 +6,7 @@ colours of a drawn clip to its latents, so it needs nothing but the model's own 
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Array, Float, UInt8
@@ -19,6 +19,15 @@ PATCHES = (1, 3, 6, 12)  # squares of one colour along a side, of several sizes
 SHIFT = 0.5  # cells that the clip's pictures move by, from one to the next
 MOST = 6  # pictures in a strip
 SIDE = 96  # pixels, at least, of a strip's height
+
+
+@runtime_checkable
+class Look(Protocol):
+    """A way to see latents."""
+
+    def pictures(self, latents: Float[Array | np.ndarray, "B C T H W"]) -> UInt8[np.ndarray, "B T _H _W 3"]:
+        """Returns a picture of each latent frame of each video."""
+        ...
 
 
 class Colours(NamedTuple):

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, UInt8
 
 from wanjax.errors import WanjaxError
-from wanjax.pipelines.preview import Colours
+from wanjax.pipelines.preview import Look
 
 IN_FLIGHT = 2  # steps queued on the device: two keep it busy, more would hold memory
 
@@ -59,8 +59,8 @@ class Step(NamedTuple):
     """A denoising step, `index` of `total` from 0: the latents after it, and the clean latents predicted in it.
 
     `state` is all that the next step takes from it. The next step reuses its buffers. `reuses` tells whether the step
-    reused what another kept, or might have where that is decided on the device. `colours` fits the map of previews, at
-    its first call.
+    reused what another kept, or might have where that is decided on the device. `colours` returns what makes
+    previews; it is made at the first call.
     """
 
     index: int
@@ -70,9 +70,9 @@ class Step(NamedTuple):
     x0: Float[Array, "B C T H W"]
     state: Any
     reuses: bool = False
-    colours: Callable[[], Colours] | None = None
+    colours: Callable[[], Look] | None = None
 
-    def preview(self) -> UInt8[np.ndarray, "B T H W 3"]:
+    def preview(self) -> UInt8[np.ndarray, "B T _H _W 3"]:
         """Returns small pictures of the predicted latents, one for each latent frame; waits for the device."""
         assert self.colours is not None, "a step of `Pipeline.denoise` can be previewed"
         return self.colours().pictures(self.x0)

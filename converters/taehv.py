@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The conversion table of TAEHV's decoders: names and shapes of their weights, which tell their sizes too.
+
+Layers are numbered through in the reference, taehv.py of madebyollin/taehv: each level has three blocks, a doubling
+without weights, a convolution that adds frames, and one to the next level.
+"""
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from wanjax.converters.engine import Described, Rule, conv
+from wanjax.errors import WanjaxError
+from wanjax.models.taehv import BLOCKS, TinyDecoderConfig
+
+FIRST, LEVEL, LEVELS = 3, 6, 3  # the number of the first level's first layer; layers of a level; levels
+LAST = FIRST + LEVELS * LEVEL + 1
+
+
+def config_of(specs: Mapping[str, Described]) -> TinyDecoderConfig:
+    """Reads the sizes of a decoder off its tensors; raises WanjaxError if they are not those of a TAEHV decoder."""
+    try:
+        first, last = (specs[f"decoder.{layer}.weight"].shape for layer in (1, LAST))
+        outs = [specs[f"decoder.{FIRST + LEVEL * (level + 1) - 1}.weight"].shape[0] for level in range(LEVELS)]
+    except KeyError as missing:
+        raise WanjaxError(f"it has no {missing.args[0]}, which a decoder of TAEHV has") from None
+    patch = math.isqrt(last[0] // 3)
+    if 3 * patch**2 != last[0]:
+        raise WanjaxError(f"its last layer makes {last[0]} channels of a cell, which are no square of pixels")
+    return TinyDecoderConfig(first[1], (first[0], *outs), patch)
+
+
+def rules() -> list[Rule]:
+    """Returns the rules for every parameter of a decoder, for tensors that `last_frames` has cut."""
+    found = [*conv("decoder.1", "conv_in"), *conv(f"decoder.{LAST}", "conv_out")]
+    for level in range(LEVELS):
+        begin, ours = FIRST + LEVEL * level, f"levels.{level}"
+        for block in range(BLOCKS):
+            for place in range(3):
+                found += conv(f"decoder.{begin + block}.conv.{2 * place}", f"{ours}.blocks.{block}.convs.{place}")
+        found += conv(f"decoder.{begin + BLOCKS + 1}.conv", f"{ours}.mix", bias=False)
+        found += conv(f"decoder.{begin + BLOCKS + 2}", f"{ours}.out", bias=False)
+    return found
+
+
+def last_frames(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns the tensors, of the layers that add frames only what makes the last frame."""
+    adding = {f"decoder.{FIRST + LEVEL * level + BLOCKS + 1}.conv.weight" for level in range(LEVELS)}
+    return {name: x[-x.shape[1] :] if name in adding else x for name, x in tensors.items()}

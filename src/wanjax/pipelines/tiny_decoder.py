@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Previews by a tiny decoder, whose file is given: sharper than colours by a linear map, and still cheap."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, UInt8
+
+from wanjax.checkpoints.files import Tensors
+from wanjax.converters import engine, taehv
+from wanjax.converters.readers import open_tensors
+from wanjax.errors import WanjaxError
+from wanjax.layers.placement import as_shapes
+from wanjax.models.taehv import TinyDecoder, pictures
+
+TALLEST = 256  # pixels of a picture's height, which decide how many levels double it
+
+
+class TinyPictures:
+    """Pictures of latents by a tiny decoder, computed on JAX's default device."""
+
+    def __init__(self, network: TinyDecoder):
+        self.network = network
+        graphdef, self._weights = nnx.split(network)
+
+        @jax.jit
+        def decode(weights: Any, latents: jax.Array) -> jax.Array:
+            return pictures(nnx.merge(graphdef, weights), latents, TALLEST)
+
+        self._decode = decode
+
+    def pictures(self, latents: Float[Array | np.ndarray, "B C T H W"]) -> UInt8[np.ndarray, "B T _H _W 3"]:
+        """Returns a picture of each latent frame of each video."""
+        made = self._decode(self._weights, jnp.asarray(np.asarray(latents), jnp.float32))
+        return np.round(255 * np.asarray(made)).astype(np.uint8)
+
+
+def read_tiny_decoder(file: str | Path, channels: int) -> TinyPictures:
+    """Reads a decoder of TAEHV from a .pth or .safetensors file, for latents with this number of channels.
+
+    Raises WanjaxError if it is not one, or if it is that of other latents.
+    """
+    opened = open_tensors(file)
+    names = [name for name in opened.keys() if name.startswith("decoder.")]  # noqa: SIM118
+    try:
+        config = taehv.config_of({name: opened.spec(name) for name in names})
+        if config.latent_channels != channels:
+            raise WanjaxError(
+                f"it decodes latents of {config.latent_channels} channels, and the model's have {channels}"
+            )
+        tensors = Tensors(taehv.last_frames({name: opened.read(name) for name in names}))
+        make = partial(TinyDecoder, config, dtype=jnp.float32, param_dtype=jnp.float32)
+        return TinyPictures(engine.load(as_shapes(lambda rngs: make(rngs=rngs)), taehv.rules(), tensors))
+    except WanjaxError as error:
+        raise WanjaxError(f"{file} is no tiny decoder for these previews: {error}") from error
