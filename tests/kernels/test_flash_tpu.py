@@ -124,6 +124,19 @@ def test_logits_that_rise(monkeypatch, loud, careful, dtype):
     assert error(out, exact(q, k, v, scale=1.0)) <= BOUND[dtype]
 
 
+@pytest.mark.parametrize(("dtype", "loud", "sizes"), [("bfloat16", 108, (1e18, 1e-12)), ("float32", 60, (1e18, 1e-30))])
+def test_the_range_of_values(dtype, loud, sizes):
+    """Sums of large values stay finite where a later logit is almost out of range, and small values are not lost."""
+    q, k, v = operands(1, 40, 200, 1, 1, 64, dtype)
+    direction = jnp.sign(q[:, :1, :1])
+    q = jnp.abs(q) * direction
+    rising = k.at[:, 90:96].set((loud / 64 * direction).astype(k.dtype))
+    for size, keys in zip(sizes, (rising, k), strict=True):
+        values = (v.astype(jnp.float32) * size).astype(dtype)
+        found = flash(q, keys, values, scale=1.0, config=SMALL_TILES)
+        assert error(found, exact(q, keys, values, scale=1.0)) <= BOUND[dtype]
+
+
 def test_keys_less_their_mean():
     """Subtracting the mean from all keys changes no weight; the log-sum-exp is that of the original keys."""
     q, k, v = operands(2, 30, 100, 2, 1, 64)
