@@ -3,7 +3,8 @@
 
     python -m benchmarks.radial_prices [WORKLOAD] [--chip v6e] [--decay .2 --decay 1] [--block 512,128 ...]
 
-WORKLOAD is self-attention of benchmarks.workloads whose tokens are all of a video's, in the order of its frames.
+WORKLOAD is self-attention of benchmarks.workloads whose tokens are a video's, in the order of its frames, and those of
+HunyuanVideo's text after them.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from wanjax.kernels.attention.radial import Radial, visits
 from wanjax.plan import SLICES, Compiled, CompilerError, Job, compile_all
 from wanjax.plan.kernels import kernel_calls, kernel_seconds, visiting_seconds
 
-FRAMES = 21
+VIDEOS = {"wan": (21, 0, True), "hunyuanvideo": (31, 1985, False)}  # latent frames, text tokens, and the sink
 STEPS = 37  # grid steps whose numbers of blocks are priced
 BLOCKS = ("128,128", "256,128", "256,256", "512,128", "512,256", "1024,128")
 
@@ -41,7 +42,9 @@ def listed_seconds(compiled: Compiled, mask: Radial, workload: Workload) -> floa
 
 def price_table(workload: Workload, chip: str, decays: list[float], blocks: list[tuple[int, int]]) -> Table:
     place = min((place for place in SLICES.values() if place.chip.name == chip), key=lambda place: place.devices).name
-    masks = [Radial(FRAMES, workload.keys // FRAMES, decay, True, *block) for decay in decays for block in blocks]
+    frames, text, sink = VIDEOS[workload.name.partition("_")[0]]
+    frame = (workload.keys - text) // frames
+    masks = [Radial(frames, frame, decay, sink, *block) for decay in decays for block in blocks]
     fields = [None, *((m.frames, m.frame_tokens, m.decay, m.sink, m.block_q, m.block_kv) for m in masks)]
     jobs = [
         Job(place, "benchmarks.radial_prices:lowered", {"workload": workload.name, "radial": radial})

@@ -19,7 +19,6 @@ from tests.support.tiny import (
     tiny_checkpoint,
     tiny_cogvideox_checkpoint,
     tiny_control_checkpoint,
-    tiny_hunyuan_checkpoint,
 )
 from wanjax.checkpoints.files import load_safetensors
 from wanjax.cli.warming import until_sparse
@@ -161,7 +160,7 @@ def test_mistakes(folder, options, sentence):
     assert sentence in refused("a", "--model", str(folder), *options.split())
 
 
-@pytest.mark.parametrize("make", [tiny_cogvideox_checkpoint, tiny_hunyuan_checkpoint, tiny_control_checkpoint])
+@pytest.mark.parametrize("make", [tiny_cogvideox_checkpoint, tiny_control_checkpoint])
 def test_models_without_it(make, tmp_path):
     assert "has no radial attention: --attention auto would do" in refused(
         "a", "--model", str(make(tmp_path)), "--attention", "radial"

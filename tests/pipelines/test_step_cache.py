@@ -24,7 +24,6 @@ from tests.support.tiny import (
 from wanjax.cli.warming import first_steps
 from wanjax.errors import WanjaxError
 from wanjax.layers.stack import block_at
-from wanjax.models.hunyuanvideo.joint import joint_keys
 from wanjax.pipelines.hunyuanvideo.programs import beside_condition
 from wanjax.pipelines.steps import Step
 
@@ -51,13 +50,13 @@ def hunyuan_by_hand(pipe: Any, encoded: Any, settings: Any) -> np.ndarray:
     def velocity(step: int, text: Any) -> np.ndarray:
         context = model.context(text.embeds, text.mask, (text.glyphs, text.glyph_mask))
         t = jnp.float32(1000 * sigmas[step])[None]
-        time, keys = model.time(t), joint_keys(rope, context.mask)
+        time, texts = model.time(t), context.texts
         if step in WHOLE:
             streams = model.embed(beside_condition(jnp.float32(x), None), t, context)
             for index in range(model.config.layers - 1):
-                streams = block_at(model.blocks, index)(streams, time, rope, keys)
+                streams = block_at(model.blocks, index)(streams, time, rope, texts)
             kept[id(text)] = streams
-        video, _ = model.last_block(kept[id(text)], time, rope, keys)
+        video, _ = model.last_block(kept[id(text)], time, rope, texts)
         return np.float64(model.head(video, time, grid))
 
     prompt, negative = encoded.texts

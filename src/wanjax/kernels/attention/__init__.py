@@ -3,12 +3,28 @@
 
 from wanjax.kernels.attention.api import (
     IMPLEMENTATIONS,
+    RADIAL,
     Choice,
     attention,
     attention_to_kept,
     choose,
     is_radial,
+    joint_attention,
     named,
 )
+from wanjax.kernels.attention.joint import Pair
+from wanjax.kernels.attention.radial import Radial
 
-__all__ = ["IMPLEMENTATIONS", "Choice", "attention", "attention_to_kept", "choose", "is_radial", "named"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "RADIAL",
+    "Choice",
+    "Pair",
+    "Radial",
+    "attention",
+    "attention_to_kept",
+    "choose",
+    "is_radial",
+    "joint_attention",
+    "named",
+]

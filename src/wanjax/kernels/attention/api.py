@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int32
 
 from wanjax.errors import UnsupportedError, WanjaxError
-from wanjax.kernels.attention import chunked, cudnn, flash_tpu, kept, reference, sharded
+from wanjax.kernels.attention import chunked, cudnn, flash_tpu, joint, kept, reference, sharded
+from wanjax.kernels.attention.joint import Pair
 from wanjax.kernels.attention.kept import Kept, Place
-from wanjax.kernels.attention.masks import Window
+from wanjax.kernels.attention.masks import Window, first_keys
 from wanjax.kernels.attention.radial import DECAY, LARGEST_DECAY, Radial
 from wanjax.kernels.target import target
 from wanjax.sharding import current
@@ -173,15 +174,42 @@ def attention_to_kept(
     )
 
 
+@jax.named_scope("attention")
+def joint_attention(
+    q: Pair, k: Pair, v: Pair, *, length: int, texts: Int32[Array, " B"], window: Any = None, implementation: str | None
+) -> Pair:
+    """Returns the attention of a video and its text to the tokens of both, the first `length` and `texts` of them.
+
+    Text comes after the video in the order that `window` counts. The other keywords and the errors are those of
+    `attention`; a radial `implementation` has no mask but the given one.
+    """
+    implementation, tiles, usual, _ = named(implementation)
+    options = _options(q.video, k.video, v.video, None, usual if window is None else window, None, None, tiles)
+    window = options.pop("window")
+    kernel = partial(_on_one_device, implementation=implementation, **options)
+    return joint.attention(kernel, q, k, v, length=length, texts=texts, window=window)
+
+
 def _on_one_device(
-    q, k, v, *, key_mask, implementation: str | None, keys: int | None = None, return_lse: bool = False, **options: Any
+    q,
+    k,
+    v,
+    *,
+    key_mask,
+    implementation: str | None,
+    keys: int | Array | None = None,
+    return_lse: bool = False,
+    **options: Any,
 ) -> Any:
-    """Attention on the device that holds the operands; keys after the first `keys` are padding."""
+    """Attention on the device that holds the operands; keys after the first `keys`, of each example, are padding."""
     options |= {"return_lse": return_lse}
     name = choose(q, k, v, key_mask=key_mask, **options, implementation=implementation).name
-    if keys is not None and keys < k.shape[1]:
+    counted = isinstance(keys, Array)
+    if keys is not None and (counted or keys < k.shape[1]):
         if getattr(IMPLEMENTATIONS[name], "COUNTS_KEYS", False) and key_mask is None:  # slicing would copy
             options |= {"keys": keys}
+        elif counted:
+            key_mask = first_keys(keys, k.shape[1]) if key_mask is None else key_mask & first_keys(keys, k.shape[1])
         else:
             k, v, key_mask = (x if x is None else x[:, :keys] for x in (k, v, key_mask))
     return IMPLEMENTATIONS[name].attention(q, k, v, key_mask=key_mask, **options)

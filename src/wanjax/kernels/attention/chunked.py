@@ -197,14 +197,34 @@ def _radial(
     precision: str,
     config: Config,
 ) -> tuple[Float32[Array, "L D"], Float32[Array, "L 1"]]:
-    """One head under a radial mask: each block of queries visits the blocks of keys that it sees, a few at a time."""
+    """One head under a radial mask: each block of queries visits the blocks of keys that it sees, a few at a time.
+
+    All visit as many as the longest of their lists has, so the blocks with text, which see all, are apart.
+    """
     length, keys, size = q.shape[0], k.shape[0], mask.block_kv
-    columns, counts = lists(mask.live(length, keys))
-    together = min(max(1, config.block_kv // size), columns.shape[1])
-    columns = np.pad(columns, ((0, 0), (0, -columns.shape[1] % together)))
     whole = [jnp.pad(x, ((0, -len(x) % n), (0, 0))) for x, n in ((q, mask.block_q), (k, size), (v, size))]
-    blocks = [x.reshape(-1, n, x.shape[1]) for x, n in zip(whole, (mask.block_q, size, size), strict=True)]
+    rows, k, v = (x.reshape(-1, n, x.shape[1]) for x, n in zip(whole, (mask.block_q, size, size), strict=True))
     shown = jnp.pad(jnp.ones(keys, bool) if live is None else live, (0, -keys % size)).reshape(-1, size)
+    visit = partial(_visited, held=(k, v, shown), precision=precision, together=max(1, config.block_kv // size))
+    seen, text = mask.live(length, keys), mask.frames * mask.frame_tokens // mask.block_q
+    parts = [visit(rows[part], seen[part]) for part in (slice(0, text), slice(text, None)) if len(seen[part])]
+    out, lse = (jnp.concatenate(both) for both in zip(*parts, strict=True))
+    return out.reshape(-1, v.shape[2])[:length], lse.reshape(-1, 1)[:length]
+
+
+def _visited(
+    rows: Float32[Array, "_B L D"],
+    seen: Bool[np.ndarray, "_B _S"],
+    *,
+    held: tuple[Array, Array, Array],
+    precision: str,
+    together: int,
+) -> tuple[Float32[Array, "_B L D"], Float32[Array, "_B L 1"]]:
+    """Blocks of queries that see some blocks of keys. `held` are the keys' blocks, values, and which take part."""
+    columns, counts = lists(seen)
+    together = min(together, columns.shape[1])
+    columns = np.pad(columns, ((0, 0), (0, -columns.shape[1] % together)))
+    k, v, shown = held
 
     @jax.checkpoint
     def block(row: tuple[Array, Array, Array]) -> tuple[Float32[Array, "L D"], Float32[Array, "L 1"]]:
@@ -213,16 +233,15 @@ def _radial(
         def add(done: Partial, at: tuple[Array, Array]) -> tuple[Partial, None]:
             columns, number = at
             seen = shown[columns] & (number < count)[:, None]
-            picked = [array[columns].reshape(-1, array.shape[2]) for array in blocks[1:]]
-            return merge(done, _softmax(x, picked[0], picked[1], seen.reshape(1, -1), precision)), None
+            some_k, some_v = (array[columns].reshape(-1, array.shape[2]) for array in (k, v))
+            return merge(done, _softmax(x, some_k, some_v, seen.reshape(1, -1), precision)), None
 
-        nothing = Partial(*(jnp.full((len(x), n), fill) for n, fill in ((1, -jnp.inf), (1, 0.0), (v.shape[1], 0.0))))
+        nothing = Partial(*(jnp.full((len(x), n), fill) for n, fill in ((1, -jnp.inf), (1, 0.0), (v.shape[2], 0.0))))
         steps = listed.reshape(-1, together), jnp.arange(len(listed), dtype=jnp.int32).reshape(-1, together)
         done, _ = jax.lax.scan(add, nothing, steps)
         return divide_live(done.total, done.weight), log_sum_exp(done.top, done.weight)
 
-    out, lse = jax.lax.map(block, (blocks[0], jnp.asarray(columns), jnp.asarray(counts)))
-    return out.reshape(-1, v.shape[1])[:length], lse.reshape(-1, 1)[:length]
+    return jax.lax.map(block, (rows, jnp.asarray(columns), jnp.asarray(counts)))
 
 
 def _softmax(

@@ -20,7 +20,7 @@ from wanjax.kernels.attention.masks import divide_live, finite_max
 
 STRIP_Q, STRIP_KV = 512, 256  # queries and keys of one step: a tile for each of the two matrix units of a core
 LEAD = 2  # strips that are scored before their values are added, so that the matrix unit does not wait for softmax
-CHUNK = 512  # keys of one masked step
+CHUNK = 512  # the most keys of a masked step
 CAREFUL_KV, CAREFUL_Q = 1024, 256  # the most keys and queries of a step of the careful pass
 REGISTER = 16  # rows of keys in a register
 PROBE = 32  # keys whose maximum sets a row's offset
@@ -39,8 +39,8 @@ class Sizes(NamedTuple):
     block_q: int
     block_kv: int
     body: int  # keys that are unrolled
-    chunk: int  # keys of a careful step, which divide a body
-    ragged: bool  # a mask or a window hides some keys from some queries
+    chunk: int  # keys of a careful step, of a masked one, or of a listed block; they divide a body
+    ragged: bool  # a count or a window hides some keys from some queries
     window: tuple[int, int]  # keys before and after a query's own position
     factor: float  # of q, so that logits are exponents of two
 
@@ -81,16 +81,6 @@ class Mask(NamedTuple):
         return self.rows(keys) & (ahead >= -left) & (ahead <= right)
 
 
-class Tail(NamedTuple):
-    """The keys after the last whole body, and whether they are in this block of keys."""
-
-    keys: int
-    here: Array | bool
-
-
-NO_TAIL = Tail(0, False)
-
-
 class Pieces(NamedTuple):
     """Keys that are not side by side: the starts of pieces of so many keys each."""
 
@@ -120,27 +110,25 @@ def kernel(live_ref, q_ref, k_ref, v_ref, o_ref, lse_ref, *scratch, sizes: Sizes
         live = live_ref[pl.program_id(0) // sizes.heads]
         _add_seen(k_ref, v_ref, state, live, first_q, first_kv, sizes, headroom)
     else:
-        tail = Tail(sizes.keys % sizes.body, last)
-        _add_whole(k_ref, v_ref, state, 0, _bodies(last, sizes), sizes, tail)
+        _add_whole(k_ref, v_ref, state, last, sizes)
 
     pl.when(last)(lambda: _finish(o_ref, lse_ref, state))
 
 
 def kernel_of_blocks(
-    first_ref, count_ref, tail_ref, start_ref, q_ref, k_ref, v_ref, o_ref, lse_ref, *scratch, sizes: Sizes
+    first_ref, count_ref, tail_ref, start_ref, live_ref, q_ref, k_ref, v_ref, o_ref, lse_ref, *scratch, sizes: Sizes
 ) -> None:
     """Visits listed blocks of keys alone; the grid is that of `kernel`.
 
     Grid step (i, j) visits `count` blocks of `chunk` keys in its block of keys, whose starts are listed from `first`
-    on, and in the last one the keys after the last whole block if `tail` of i is 1.
+    on; `count` is by example. Queries i with a `tail` of 1 also see the keys from the last whole block to `live`.
     """
     state = State(*scratch)
     i, j = pl.program_id(1), pl.program_id(2)
-    steps = -(-sizes.keys // sizes.block_kv)
-    cell, last = i * steps + j, j == steps - 1
-    first, count = first_ref[cell], count_ref[cell]
-    tail = Tail(sizes.keys % sizes.chunk, last & (tail_ref[i] == 1))
-    after = (sizes.keys - 1) % sizes.block_kv // sizes.chunk * sizes.chunk  # where the tail begins, in the last block
+    example, cell, steps = pl.program_id(0) // sizes.heads, i * pl.num_programs(2) + j, pl.num_programs(2)
+    first, count = first_ref[cell], count_ref[example * pl.num_programs(1) * steps + cell]
+    live, held = live_ref[example], sizes.block_kv // sizes.chunk
+    after = live // sizes.chunk - j * held  # the place of the tail among the blocks of this step
 
     @pl.when((i == 0) & (j == 0))
     def _():
@@ -156,42 +144,60 @@ def kernel_of_blocks(
         state.flags[PROBED] = 1
 
     _add_blocks(k_ref, v_ref, state, start_ref, (first, count), sizes)
-    if tail.keys:
-        pl.when(tail.here)(lambda: _add_lifted(k_ref, v_ref, state, after, tail.keys))
-    pl.when(last)(lambda: _finish(o_ref, lse_ref, state))
+
+    @pl.when((after >= 0) & (after < held) & (live % sizes.chunk > 0) & (tail_ref[i] == 1))
+    def _():
+        _add_lifted(k_ref, v_ref, state, after * sizes.chunk, sizes.chunk, Mask(live % sizes.chunk))
+
+    pl.when(j == steps - 1)(lambda: _finish(o_ref, lse_ref, state))
 
 
 def _add_blocks(k_ref, v_ref, state: State, start_ref, listed: tuple[Array, Array], sizes: Sizes) -> None:
-    """Adds listed blocks of keys: quickly, then again with care if a logit left the range."""
+    """Adds listed blocks of keys."""
     first, count = listed
-    together = sizes.body // sizes.chunk
 
-    def add(begin: Array, blocks: int) -> None:
-        pieces = Pieces(sizes.chunk, tuple(start_ref[first + begin + n] for n in range(blocks)))
-        _add(k_ref, v_ref, state, pieces, blocks * sizes.chunk)
+    def pieces(index: Array, blocks: int) -> Pieces:
+        return Pieces(sizes.chunk, tuple(start_ref[first + index + n] for n in range(blocks)))
 
-    def add_carefully(index: Array) -> None:
-        _add_lifted(k_ref, v_ref, state, Pieces(sizes.chunk, (start_ref[first + index],)), sizes.chunk)
+    def quickly() -> None:
+        def add(index: Array, blocks: int) -> None:
+            _add(k_ref, v_ref, state, pieces(index, blocks), blocks * sizes.chunk)
 
-    state.kept_weight[...] = state.weight[...]
-    state.kept_total[...] = state.total[...]
+        _together(0, count, sizes.body // sizes.chunk, add)
+
+    def carefully() -> None:
+        _loop(0, count, lambda index: _add_lifted(k_ref, v_ref, state, pieces(index, 1), sizes.chunk))
+
+    _add_checked(state, quickly, carefully)
+
+
+def _together(begin: Array | int, end: Array | int, most: int, add: Callable[[Array, int], None]) -> None:
+    """Calls `add(index, count)` for steps of up to `most` neighbours, then for ever fewer, until `end`."""
+    for count in sorted({max(1, most // 4**n) for n in range(most)}, reverse=True):
+        steps = (end - begin) // count
+        _loop(0, steps, lambda index, begin=begin, count=count: add(begin + index * count, count))
+        begin = begin + steps * count
+
+
+def _add_checked(
+    state: State, quickly: Callable[[], None], carefully: Callable[[], None], *, only: bool = False
+) -> None:
+    """Adds keys quickly, then again with care if a logit left the range; `only` says that there are no other keys."""
+    if not only:  # else there is no earlier state to keep
+        state.kept_weight[...] = state.weight[...]
+        state.kept_total[...] = state.total[...]
 
     @pl.when(state.flags[CAREFUL] == 0)
     def _():
-        done: Array | int = 0
-        for blocks in sorted({max(1, together // 4**n) for n in range(together)}, reverse=True):
-            _loop(done // blocks, count // blocks, lambda index, blocks=blocks: add(index * blocks, blocks))
-            done = count // blocks * blocks
+        quickly()
 
         @pl.when(jnp.max(jnp.where(state.weight[...] <= LARGEST_SUM, 0, 1)) == 1)  # NaN too
         def _():
             state.flags[CAREFUL] = 1
-            state.weight[...] = state.kept_weight[...]
-            state.total[...] = state.kept_total[...]
+            state.weight[...] = jnp.zeros(state.weight.shape) if only else state.kept_weight[...]
+            state.total[...] = jnp.zeros(state.total.shape) if only else state.kept_total[...]
 
-    @pl.when(state.flags[CAREFUL] == 1)
-    def _():
-        _loop(0, count, add_carefully)
+    pl.when(state.flags[CAREFUL] == 1)(carefully)
 
 
 def _add_lifted(k_ref, v_ref, state: State, start: Array | int | Pieces, count: int, mask: Mask | None = None) -> None:
@@ -207,39 +213,30 @@ def _finish(o_ref, lse_ref, state: State) -> None:
     lse_ref[...] = jnp.where(weight == 0, -jnp.inf, (state.offset[...] + jnp.log2(weight)) * math.log(2))
 
 
-def _add_whole(
-    k_ref, v_ref, state: State, begin: Array | int, end: Array | int, sizes: Sizes, tail: Tail = NO_TAIL
-) -> None:
-    """Adds bodies of keys that every query sees: quickly, then again with care if a logit left the range."""
-    only = not sizes.ragged and sizes.keys <= sizes.block_kv  # the only block: there is no earlier state to keep
-    if not only:
-        state.kept_weight[...] = state.weight[...]
-        state.kept_total[...] = state.total[...]
+def _add_whole(k_ref, v_ref, state: State, last: Array, sizes: Sizes) -> None:
+    """Adds a block of keys that every query sees: whole bodies, and in the last block the keys after them."""
+    end, tail = _bodies(last, sizes), sizes.keys % sizes.body
 
-    @pl.when(state.flags[CAREFUL] == 0)
-    def _():
-        _loop(begin, end, lambda index: _add(k_ref, v_ref, state, index * sizes.body, sizes.body))
-        if tail.keys:
-            pl.when(tail.here)(lambda: _add(k_ref, v_ref, state, end * sizes.body, tail.keys))
+    def with_tail(add: Callable) -> None:
+        if tail:
+            pl.when(last)(lambda: add(k_ref, v_ref, state, end * sizes.body, tail))
 
-        @pl.when(jnp.max(jnp.where(state.weight[...] <= LARGEST_SUM, 0, 1)) == 1)  # NaN too
-        def _():
-            state.flags[CAREFUL] = 1
-            state.weight[...] = jnp.zeros(state.weight.shape) if only else state.kept_weight[...]
-            state.total[...] = jnp.zeros(state.total.shape) if only else state.kept_total[...]
+    def quickly() -> None:
+        _loop(0, end, lambda index: _add(k_ref, v_ref, state, index * sizes.body, sizes.body))
+        with_tail(_add)
 
-    @pl.when(state.flags[CAREFUL] == 1)
-    def _():
-        parts = sizes.body // sizes.chunk
-        _add_carefully(k_ref, v_ref, state, begin * parts, end * parts, sizes.chunk)
-        if tail.keys:
-            pl.when(tail.here)(lambda: _add_lifted(k_ref, v_ref, state, end * sizes.body, tail.keys))
+    def carefully() -> None:
+        _add_carefully(k_ref, v_ref, state, 0, end * (sizes.body // sizes.chunk), sizes.chunk)
+        with_tail(_add_lifted)
+
+    _add_checked(state, quickly, carefully, only=sizes.keys <= sizes.block_kv)
 
 
 def _add_seen(
     k_ref, v_ref, state: State, live: Array, first_q: Array, first_kv: Array, sizes: Sizes, headroom: float
 ) -> None:
-    """Adds the keys of a block that a mask and a window leave: bodies that every query sees, then masked chunks."""
+    """Adds the keys of a block that a count and a window leave: chunks that every query sees, then masked ones."""
+    chunk = sizes.chunk
 
     def inside(position: Array | int) -> Array:
         return jnp.clip(position - first_kv, 0, sizes.block_kv)
@@ -247,28 +244,30 @@ def _add_seen(
     left, right = sizes.window
     some = inside(first_q - left), inside(jnp.minimum(live, first_q + sizes.block_q + right))
     every = inside(first_q + sizes.block_q - 1 - left), inside(jnp.minimum(live, first_q + 1 + right))
-    begin = (every[0] + sizes.body - 1) // sizes.body
-    end = jnp.maximum(begin, every[1] // sizes.body)
+    begin = (every[0] + chunk - 1) // chunk
+    end = jnp.maximum(begin, every[1] // chunk)
+
+    def quickly() -> None:
+        def add(index: Array, chunks: int) -> None:
+            _add(k_ref, v_ref, state, index * chunk, chunks * chunk)
+
+        _together(begin, end, sizes.body // chunk, add)
 
     @pl.when(end > begin)
     def _():
         @pl.when(state.flags[PROBED] == 0)
         def _():
-            _lift(k_ref, state, begin * sizes.body, PROBE, headroom=headroom)
+            _lift(k_ref, state, begin * chunk, min(PROBE, chunk), headroom=headroom)
             state.flags[PROBED] = 1
 
-        _add_whole(k_ref, v_ref, state, begin, end, sizes)
-
-    chunk = math.gcd(sizes.body, CHUNK)
-    per_body = sizes.body // chunk
-    done = (end - begin) * per_body
+        _add_checked(state, quickly, lambda: _add_carefully(k_ref, v_ref, state, begin, end, chunk))
 
     def masked(index: Array) -> None:
-        start = (index + jnp.where(index >= begin * per_body, done, 0)) * chunk
+        start = (index + jnp.where(index >= begin, end - begin, 0)) * chunk
         mask = Mask(live - first_kv - start, sizes.window, first_kv + start - first_q)
         _add_lifted(k_ref, v_ref, state, start, chunk, mask)
 
-    _loop(some[0] // chunk, (some[1] + chunk - 1) // chunk - done, masked)
+    _loop(some[0] // chunk, (some[1] + chunk - 1) // chunk - (end - begin), masked)
 
 
 def _bodies(last: Array, sizes: Sizes) -> Array | int:

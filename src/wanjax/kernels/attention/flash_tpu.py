@@ -17,9 +17,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Bool, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import chunked
@@ -34,7 +35,7 @@ from wanjax.kernels.attention.flash_kernel import (
     kernel,
     kernel_of_blocks,
 )
-from wanjax.kernels.attention.masks import Window, divide_live, live_first
+from wanjax.kernels.attention.masks import Window, divide_live, first_keys, live_first
 from wanjax.kernels.attention.radial import Radial, visits
 
 HEAD_DIMS = (64, 128)
@@ -56,7 +57,8 @@ class Config:
     """Tiles: queries of a grid step, keys in VMEM at a time, keys of one unrolled body of the quick pass.
 
     `center_keys` subtracts the mean of the keys, which shifts all logits of a row equally and changes no weight.
-    `interpret` runs the kernel without a TPU, slowly, for tests.
+    `interpret` runs the kernel without a TPU, slowly, for tests. `buffers` of 1 in place of 2 fetches no keys ahead,
+    for the VMEM that this takes.
     """
 
     block_q: int
@@ -64,6 +66,7 @@ class Config:
     block_kv_compute: int
     center_keys: bool = False
     interpret: bool = False
+    buffers: int = 2
 
     def __post_init__(self):
         if self.block_q < 1 or self.block_q % LANES:
@@ -80,13 +83,21 @@ class Config:
     @property
     def chunk(self) -> int:
         """Keys of one step of the careful pass, which computes the maximum before each step."""
-        counts = range(_ceil(self.block_kv_compute, CAREFUL_KV), self.block_kv_compute // REGISTER + 1)
+        return self._step(CAREFUL_KV)
+
+    @property
+    def masked_chunk(self) -> int:
+        """Keys of one masked step, and of a step of the careful pass where some are masked."""
+        return self._step(CHUNK)
+
+    def _step(self, most: int) -> int:
+        counts = range(_ceil(self.block_kv_compute, most), self.block_kv_compute // REGISTER + 1)
         return self.block_kv_compute // next(n for n in counts if self.block_kv_compute % (n * REGISTER) == 0)
 
     def vmem_bytes(self, head_dim: int, itemsize: int) -> int:
-        """Bytes of VMEM that the kernel holds: two of each streamed block, and scratch."""
+        """Bytes of VMEM that the kernel holds: the buffers of each streamed block, and scratch."""
         width = max(head_dim, LANES)  # rows of 64 occupy rows of 128
-        streamed = 2 * itemsize * width * (2 * self.block_q + 2 * self.block_kv)
+        streamed = 2 * itemsize * width * (2 * self.block_q + self.buffers * self.block_kv)
         scratch = self.block_q * (2 * width * itemsize + 2 * 4 * head_dim + 4 * self.chunk + 4 * 40)
         return streamed + scratch
 
@@ -113,11 +124,11 @@ def read_config(text: str) -> Config:
 def default_config(vmem_bytes: int, head_dim: int, queries: int, keys: int, dtype: str, ragged: bool = False) -> Config:
     """The tiles that docs/attention.md prices best: long even bodies, and as many keys as a chip's VMEM holds.
 
-    `ragged` says that there is a mask or a window, for which bodies are shorter.
+    `ragged` says that there is a count or a window: bodies are then of whole masked steps.
     """
     block_q = _even(queries, 2048, STRIP_Q if queries > STRIP_Q else LANES)
     longest = LONGEST_BODY[dtype]
-    body = _body(keys, min(longest, 4 * CHUNK)) if ragged else _body(keys, longest)
+    body = _body(keys, longest) if not ragged or keys <= CHUNK else min(longest, _round_up(keys, CHUNK))
     itemsize = jnp.dtype(dtype).itemsize
     for blocks in range(1, _ceil(keys, body) + 1):
         config = Config(block_q, body * _ceil(_ceil(keys, body), blocks), body)
@@ -191,17 +202,17 @@ def attention(
     bias: None,
     config: Config | None,
     return_lse: bool = False,
-    keys: int | None = None,
+    keys: int | Int32[Array, " B"] | None = None,
 ) -> Float[Array, "B L N D"] | tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]:
     """Computes what the reference does; the gradient is that of `chunked`, which computes the scores again.
 
-    Only the first `keys` keys take part (None: all); `keys` and `key_mask` are not given together.
+    Only the first `keys` keys take part (None: all), as many in each example or a number for each; `keys` and
+    `key_mask` are not given together. Under a radial mask a number for each is at least that of the video's keys.
     """
-    options = {"key_mask": key_mask, "window": window, "scale": scale}
 
     @jax.custom_vjp
     def run(q: Array, k: Array, v: Array):
-        out, lse = _attention(q, k, v, **options, config=config, keys=keys)
+        out, lse = _attention(q, k, v, key_mask=key_mask, window=window, scale=scale, config=config, keys=keys)
         return (out, lse) if return_lse else out
 
     def forward(q: Array, k: Array, v: Array):
@@ -209,8 +220,9 @@ def attention(
 
     def backward(qkv: tuple[Array, Array, Array], g):
         def again(q: Array, k: Array, v: Array):
-            live = k[:, :keys], v[:, :keys]
-            return chunked.attention(q, *live, **options, bias=None, config=None, return_lse=return_lse)
+            mask, first = (first_keys(keys, k.shape[1]), None) if isinstance(keys, Array) else (key_mask, keys)
+            options = {"window": window, "scale": scale, "bias": None, "config": None}
+            return chunked.attention(q, k[:, :first], v[:, :first], key_mask=mask, **options, return_lse=return_lse)
 
         return jax.vjp(again, *qkv)[1](g)
 
@@ -219,26 +231,27 @@ def attention(
 
 
 def _attention(
-    q, k, v, *, key_mask, window, scale: float, config: Config | None, keys: int | None
+    q, k, v, *, key_mask, window, scale: float, config: Config | None, keys: int | Array | None
 ) -> tuple[Array, Array]:
     batch, queries, heads, head_dim = q.shape
     kv_heads = k.shape[2]
-    keys = k.shape[1] if keys is None else keys
+    counted = isinstance(keys, Array)
+    live = keys if counted else jnp.full((batch,), k.shape[1] if keys is None else keys, jnp.int32)
+    keys = k.shape[1] if counted or keys is None else keys
     blocks = window if isinstance(window, Radial) else None
-    ragged = key_mask is not None or (window is not None and blocks is None)
+    ragged = blocks is None and (key_mask is not None or counted or window is not None)
     if blocks is not None:
         config = _config_of_blocks(blocks, config, _vmem_bytes() or 0, head_dim, keys, q.dtype.name)
     elif config is None:
         config = default_config(_vmem_bytes() or 0, head_dim, queries, keys, q.dtype.name, ragged)
     mean = None
     if config.center_keys:
-        k, mean = _center(k, key_mask)
-    live = jnp.full((batch,), keys, jnp.int32)
+        k, mean = _center(k, first_keys(live, k.shape[1]) if counted else key_mask)
     if key_mask is not None:
         live, (k, v) = live_first(key_mask, k, v)  # then whole blocks of masked keys are skipped
     side_by_side = head_dim % LANES == 0  # then a block takes the columns of one head, as projections wrote them
     operands = ((x.reshape(*x.shape[:2], -1) if side_by_side else _by_head(x)) for x in (q, k, v))
-    scalars = (live,) if blocks is None else visits(blocks, queries, keys, config.block_kv)
+    scalars = (live,) if blocks is None else _listed(blocks, queries, keys, config.block_kv, live)
     sides = (None, None) if window is None or isinstance(window, Radial) else window
     left, right = (UNBOUNDED if side is None else min(side, UNBOUNDED) for side in sides)
     sizes = Sizes(
@@ -248,7 +261,7 @@ def _attention(
         block_q=config.block_q,
         block_kv=config.block_kv,
         body=config.block_kv_compute,
-        chunk=config.chunk if blocks is None else blocks.block_kv,
+        chunk=blocks.block_kv if blocks else config.masked_chunk if ragged else config.chunk,
         ragged=ragged,
         window=(left, right),
         factor=scale * math.log2(math.e),
@@ -265,17 +278,34 @@ def _attention(
 def _config_of_blocks(
     mask: Radial, config: Config | None, vmem_bytes: int, head_dim: int, keys: int, dtype: str
 ) -> Config:
-    """Tiles that fit a mask's blocks: its queries, bodies of whole blocks, and as many keys as VMEM holds."""
+    """Tiles that fit a mask's blocks: its queries, bodies of whole blocks, and as many keys as VMEM holds.
+
+    A head's keys are rather all there, fetched once, than fetched ahead: blocks have few queries, and their live keys
+    take less time than fetching all would.
+    """
     if config is not None:
         body = _round_up(config.block_kv_compute, mask.block_kv)
         return replace(config, block_q=mask.block_q, block_kv=_round_up(config.block_kv, body), block_kv_compute=body)
     body = _round_up(BODY_OF_BLOCKS[dtype], mask.block_kv)
     bodies = _ceil(keys, body)
-    for parts in range(1, bodies + 1):
-        made = Config(mask.block_q, body * _ceil(bodies, parts), body)
+    for parts, buffers in [(1, 2), (1, 1), *((parts, 2) for parts in range(2, bodies + 1))]:
+        made = Config(mask.block_q, body * _ceil(bodies, parts), body, buffers=buffers)
         if made.vmem_bytes(head_dim, jnp.dtype(dtype).itemsize) + SPILL_BYTES <= vmem_bytes:
             return made
     return Config(mask.block_q, body, body)
+
+
+def _listed(mask: Radial, queries: int, keys: int, block_kv: int, live: Int32[Array, " B"]) -> tuple[Array, ...]:
+    """What `kernel_of_blocks` is told: `radial.visits` without the blocks that `live` ends in or before, and `live`.
+
+    All queries see these blocks, or they are padding and see none.
+    """
+    first, count, tail, start = visits(mask, queries, keys, block_kv)
+    begin = np.arange(0, keys, block_kv) // mask.block_kv
+    end = np.minimum(begin + block_kv // mask.block_kv, keys // mask.block_kv)
+    dead = jnp.maximum(end[None] - jnp.maximum(live[:, None] // mask.block_kv, begin[None]), 0)  # [B, steps]
+    left = jnp.maximum(count.reshape(1, -1, len(begin)) - dead[:, None], 0)
+    return tuple(map(jnp.asarray, (first, left.reshape(-1), tail, start, live)))
 
 
 def _by_head(x: Float[Array, "B L N D"]) -> Float[Array, "_B L D"]:
@@ -315,8 +345,8 @@ def _even(length: int, block: int, unit: int) -> int:
 def _call(scalars: tuple, q, k, v, *, sizes: Sizes, kv_heads: int, head_dim: int, config: Config):
     """The kernel over a grid of heads, blocks of queries and blocks of keys.
 
-    q, k and v are [B L N·D] and [B S K·D], or [B·N L D] and [B·K S D]. `scalars` are the number of keys that take part,
-    or those of `radial.visits`.
+    q, k and v are [B L N·D] and [B S K·D], or [B·N L D] and [B·K S D]. `scalars` are the number of keys that take part
+    in each example, or those of listed blocks.
     """
     listed = len(scalars) > 1
     heads, block_q, block_kv = sizes.heads, sizes.block_q, sizes.block_kv
@@ -331,17 +361,15 @@ def _call(scalars: tuple, q, k, v, *, sizes: Sizes, kv_heads: int, head_dim: int
         row, column = (h // group, 0) if beside == 1 else (h // heads, h % heads // group)
         return row, j, column
 
+    kv_spec = partial(pl.BlockSpec, index_map=kv_block, pipeline_mode=pl.Buffered(1) if config.buffers == 1 else None)
+    k_width = k.shape[2] if beside == 1 else head_dim
     q_spec = pl.BlockSpec((None, block_q, head_dim), lambda h, i, j, *_: (h // beside, i, h % beside))
     return pl.pallas_call(
         partial(kernel_of_blocks if listed else kernel, sizes=sizes),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(batch * heads, _ceil(queries, block_q), _ceil(sizes.keys, block_kv)),
-            in_specs=[
-                q_spec,
-                pl.BlockSpec((None, block_kv, k.shape[2] if beside == 1 else head_dim), kv_block),
-                pl.BlockSpec((None, block_kv, head_dim), kv_block),
-            ],
+            in_specs=[q_spec, kv_spec((None, block_kv, k_width)), kv_spec((None, block_kv, head_dim))],
             out_specs=[q_spec, pl.BlockSpec((None, 1, block_q), lambda h, i, j, *_: (h, 0, i))],
             scratch_shapes=_scratch(sizes, head_dim * (1 + split), head_dim, q.dtype),
         ),

@@ -27,6 +27,11 @@ def live_first(
     return key_mask.sum(axis=1, dtype=jnp.int32), [jnp.take_along_axis(x, order, axis=1) for x in arrays]
 
 
+def first_keys(counts: Int[Array, " B"], keys: int) -> Bool[Array, "B S"]:
+    """Marks the first keys, a number of them for each example."""
+    return jnp.arange(keys)[None, :] < counts[:, None]
+
+
 def finite_max(maximum: Float[Array, "..."]) -> Float[Array, "..."]:
     """A row's maximum, or 0 for the -inf of a row with no live key: logits minus it are never NaN."""
     return jnp.where(maximum == -jnp.inf, 0.0, maximum)

@@ -135,14 +135,12 @@ def visits(mask: Radial, queries: int, keys: int, block_kv: int) -> tuple[Int32[
     """Returns what a kernel is told that holds `block_kv` keys at a time, and visits whole live blocks in them.
 
     For each block of queries and of held keys, in this order: where its list begins, and how many blocks it lists; for
-    each block of queries, 1 if the keys after the last whole block are live; and all lists, of first keys counted from
-    the first held key.
+    each block of queries, 1 if the last keys are live; and all lists, of first keys counted from the first held key.
     """
     live, whole, held = mask.live(queries, keys), keys // mask.block_kv, block_kv // mask.block_kv
     steps = -(-keys // block_kv)
     row, column = np.nonzero(live[:, :whole])
     count = np.bincount(row * steps + column // held, minlength=len(live) * steps)
     first = np.cumsum(count) - count
-    tail = live[:, -1] if keys % mask.block_kv else np.zeros(len(live))
     start = column % held * mask.block_kv if len(column) else np.zeros(1)
-    return tuple(np.asarray(x, np.int32) for x in (first, count, tail, start))  # type: ignore[return-value]
+    return tuple(np.asarray(x, np.int32) for x in (first, count, live[:, -1], start))  # type: ignore[return-value]

@@ -25,6 +25,7 @@ from wanjax.sharding import Partitioner, pad_to
 
 Kernel = Callable[..., Any]  # attention on one device: (q, k, v, *, key_mask, window, bias, return_lse)
 Mask = Bool[Array, "B S"]
+Axes = str | tuple[str, ...]
 
 
 class Placement(NamedTuple):
@@ -138,23 +139,23 @@ def on_each(function: Callable, partitioner: Partitioner, specs: tuple, out: Any
     return jax.shard_map(function, mesh=partitioner.mesh, in_specs=specs, out_specs=out, check_vma=False)
 
 
-def tokens_to_heads(x: Float[Array, "B L N D"], devices: int) -> Float[Array, "B _L _N D"]:
-    """Exchanges some tokens of all heads for all tokens of some heads, padded to the number of devices.
+def tokens_to_heads(x: Float[Array, "B L N D"], devices: int, axes: Axes = "tp") -> Float[Array, "B _L _N D"]:
+    """Exchanges some tokens of all heads for all tokens of some heads, padded to the number of devices of the axes.
 
     What is sent to a device, and what is received from it, is contiguous in memory.
     """
     x = pad_to(x, 2, devices)
     batch, length, heads, size = x.shape
     parts = jnp.moveaxis(x.reshape(batch, length, devices, heads // devices * size), 2, 0)
-    parts = jax.lax.all_to_all(parts, "tp", split_axis=0, concat_axis=0, tiled=True)
+    parts = jax.lax.all_to_all(parts, axes, split_axis=0, concat_axis=0, tiled=True)
     return jnp.moveaxis(parts, 0, 1).reshape(batch, devices * length, heads // devices, size)
 
 
-def heads_to_tokens(x: Float[Array, "B L N D"], devices: int) -> Float[Array, "B _L _N D"]:
+def heads_to_tokens(x: Float[Array, "B L N D"], devices: int, axes: Axes = "tp") -> Float[Array, "B _L _N D"]:
     """The inverse of `tokens_to_heads`; padded heads stay."""
     batch, length, heads, size = x.shape
     parts = jnp.moveaxis(x.reshape(batch, devices, length // devices, heads * size), 1, 0)
-    parts = jax.lax.all_to_all(parts, "tp", split_axis=0, concat_axis=0, tiled=True)
+    parts = jax.lax.all_to_all(parts, axes, split_axis=0, concat_axis=0, tiled=True)
     return join_parts(parts).reshape(batch, length // devices, devices * heads, size)
 
 

@@ -1,45 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two streams of tokens as one sequence for attention, and heads with norms of their own.
+"""The order of text tokens in joint attention, its radial mask, and heads with norms of their own.
 
-On several devices both streams are sharded by tokens. In the joint sequence each device holds its own part of both, so
-that joining and dividing send nothing. Attention does not depend on the order of its keys, and RoPE has been applied
-before.
+RoPE is applied before attention and text has no positions, so a video does not depend on the order of its text. The
+real tokens come first: then the tokens that take part are the first ones, and a count of them is all that a kernel
+needs.
 """
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Float32, Shaped
+from jaxtyping import Array, Bool, Float, Float32
 
+from wanjax.kernels.attention import RADIAL, Radial, named
 from wanjax.layers.rope import Rope
-from wanjax.sharding import current, spread
+
+DECAY = 0.95  # of radial attention, that of its authors for HunyuanVideo
 
 
-def _parts() -> int:
-    """The number of parts into which tokens are divided: `sharding.spread` pads to a multiple of it."""
-    partitioner = current()
-    return 1 if partitioner is None else partitioner.size(("sp", "tp"))
+def real_first(text: Float[Array, "B S E"], mask: Bool[Array, "B S"]) -> Float[Array, "B S E"]:
+    """Returns the text with the tokens in the mask before the others, in their order."""
+    return jnp.take_along_axis(text, jnp.argsort(~mask, axis=1, stable=True)[:, :, None], axis=1)
 
 
-def join(video: Shaped[Array, "B L ..."], text: Shaped[Array, "B S ..."]) -> Shaped[Array, "B L+S ..."]:
-    """Joins the tokens of a video and of its text, both padded by `sharding.spread`."""
-    both = [x.reshape(x.shape[0], _parts(), -1, *x.shape[2:]) for x in (video, text)]
-    return jnp.concatenate(both, axis=2).reshape(video.shape[0], -1, *video.shape[2:])
+def radial_mask(rope: Rope, attention: str | None) -> Radial | None:
+    """Returns the mask of a video's radial attention, of the named implementation; None if all see all.
 
-
-def divide(joint: Float[Array, "B _L E"], text: int) -> tuple[Float[Array, "B L E"], Float[Array, "B S E"]]:
-    """The inverse of `join` for a number of text tokens."""
-    batch, length, width = joint.shape
-    parts = jnp.split(joint.reshape(batch, _parts(), -1, width), [(length - text) // _parts()], axis=2)
-    video, words = (part.reshape(batch, -1, width) for part in parts)
-    return video, words
-
-
-def joint_keys(rope: Rope, text: Bool[Array, "B S"]) -> Bool[Array, "B _L"]:
-    """Marks the keys of joint attention: a video's real tokens, and the text tokens in their mask."""
-    text = spread(text, ("batch", "length"))
-    real = jnp.arange(rope.cos.shape[0]) < rope.length
-    return join(jnp.broadcast_to(real, (text.shape[0], len(real))), text)
+    As its authors have it for HunyuanVideo, the first frame is like the others.
+    """
+    if rope.frames is None:
+        return None
+    decay = DECAY if attention == RADIAL else named(attention).decay
+    assert decay is not None, "tables of RoPE tell frames where attention is radial"
+    return Radial(rope.frames, rope.length // rope.frames, decay, sink=False)
 
 
 def normed_heads(x: Float[Array, "B L E"], norm: nnx.RMSNorm, heads: int) -> Float32[Array, "B L N D"]:

@@ -2,20 +2,21 @@
 """HunyuanVideo 1.5's diffusion transformer, for text to video and for a picture to video.
 
 Two streams, of the video and of its text, have weights of their own in each block and meet in joint attention. Text is
-the prompt, then quoted text and a picture if there are any. It has no positions, so its order does not matter, and a
-mask of keys leaves its padding out. The reference, diffusers' models/transformers/transformer_hunyuan_video15.py, moves
-padding behind all text in place of a fixed order; its video is the same.
+the prompt, then quoted text and a picture if there are any. It has no positions, so its order does not matter: its real
+tokens come first, so that their number leaves its padding out. The reference, diffusers'
+models/transformers/transformer_hunyuan_video15.py, has another order; its video is the same.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from wanjax.kernels.attention import attention
+from wanjax.kernels.attention import Pair, joint_attention
 from wanjax.layers.embeddings import sinusoid
 from wanjax.layers.linear import Linear, linear
 from wanjax.layers.mlp import MLP, gelu_tanh
@@ -23,10 +24,10 @@ from wanjax.layers.modulation import Modulation, gated_add, modulate, split_modu
 from wanjax.layers.norms import layer_norm, rms_norm
 from wanjax.layers.patch import patch_grid, patchify, unpatchify
 from wanjax.layers.placement import with_axes
-from wanjax.layers.rope import Rope, rope_3d
-from wanjax.layers.stack import Through, Trunk, scan_blocks, stack, through_all
+from wanjax.layers.rope import Rope, rope_3d, seeing_all, with_frames
+from wanjax.layers.stack import Through, Trunk, stack, through_all, trunk_of
 from wanjax.models.hunyuanvideo.config import TransformerConfig
-from wanjax.models.hunyuanvideo.joint import divide, join, joint_keys, normed_heads, rotated
+from wanjax.models.hunyuanvideo.joint import normed_heads, radial_mask, real_first, rotated
 from wanjax.models.hunyuanvideo.refiner import GlyphEmbed, ImageEmbed, Prompt, Refiner, TextTokens, time_mlp
 from wanjax.sharding import spread
 
@@ -34,7 +35,7 @@ CELL = (1, 1, 1)  # a token is one latent cell
 PROMPT, GLYPHS, IMAGE = range(3)  # rows of the table of kinds of text tokens
 Tokens = Float[Array, "B L E"]
 Time = Float32[Array, "B E"]
-Keys = Bool[Array, "B _L"]
+Texts = Int32[Array, " B"]
 
 
 class Context(NamedTuple):
@@ -48,9 +49,17 @@ class Context(NamedTuple):
     beside: Float[Array, "B _S E"]
     mask: Bool[Array, "B _S"]
 
+    @property
+    def texts(self) -> "Texts":
+        """The number of real tokens of each example."""
+        return self.mask.sum(axis=1, dtype=jnp.int32)
+
 
 class Streams(NamedTuple):
-    """The tokens of a video and of its text between two blocks; on several devices zeros follow each."""
+    """The tokens of a video and of its text between two blocks; on several devices padding follows each.
+
+    Of the text, the real tokens come first.
+    """
 
     video: Tokens
     text: TextTokens
@@ -78,16 +87,18 @@ class JointAttention(nnx.Module):
         self.implementation = implementation
 
     @jax.named_scope("joint_attention")
-    def __call__(self, x: Tokens, text: TextTokens, rope: Rope, keys: Keys) -> tuple[Tokens, TextTokens]:
+    def __call__(self, x: Tokens, text: TextTokens, rope: Rope, texts: Texts) -> tuple[Tokens, TextTokens]:
+        """`texts` are the numbers of real text tokens."""
         q = rotated(normed_heads(self.q(x), self.q_norm, self.heads), rope)  # [B L N D]
         k = rotated(normed_heads(self.k(x), self.k_norm, self.heads), rope)
         v = self.v(x).reshape(q.shape)
         text_q = normed_heads(self.text_q(text), self.text_q_norm, self.heads)  # [B S N D]
         text_k = normed_heads(self.text_k(text), self.text_k_norm, self.heads)
         text_v = self.text_v(text).reshape(text_q.shape)
-        q, k = (join(a.astype(self.dtype), b.astype(self.dtype)) for a, b in ((q, text_q), (k, text_k)))
-        y = attention(q, k, join(v, text_v), key_mask=keys, implementation=self.implementation)
-        y, text_y = divide(y.reshape(*y.shape[:2], -1), text.shape[1])
+        both = (Pair(a.astype(self.dtype), b.astype(self.dtype)) for a, b in ((q, text_q), (k, text_k), (v, text_v)))
+        window = radial_mask(rope, self.implementation)
+        y = joint_attention(*both, length=rope.length, texts=texts, window=window, implementation=self.implementation)
+        y, text_y = (heads.reshape(*heads.shape[:2], -1) for heads in y)
         return self.out(y), self.text_out(text_y)
 
 
@@ -107,13 +118,13 @@ class Block(nnx.Module):
         self.text_mlp = MLP(mlp, ("embed", "mlp", "embed"), gelu_tanh, **kw)
         self.dtype = kw["dtype"]
 
-    def __call__(self, streams: Streams, time: Time, rope: Rope, keys: Keys) -> Streams:
+    def __call__(self, streams: Streams, time: Time, rope: Rope, texts: Texts) -> Streams:
         x, text = streams
         attn_mod, mlp_mod = rows_of(self.mod, time)
         text_attn_mod, text_mlp_mod = rows_of(self.text_mod, time)
         y = modulate(self.norm1(x), attn_mod.shift, attn_mod.scale).astype(self.dtype)
         text_y = modulate(self.text_norm1(text), text_attn_mod.shift, text_attn_mod.scale).astype(self.dtype)
-        y, text_y = self.attn(y, text_y, rope, keys)
+        y, text_y = self.attn(y, text_y, rope, texts)
         x = gated_add(x, y, attn_mod.gate)
         text = gated_add(text, text_y, text_attn_mod.gate)
         y = modulate(self.norm2(x), mlp_mod.shift, mlp_mod.scale).astype(self.dtype)
@@ -145,6 +156,7 @@ class HunyuanVideoTransformer(nnx.Module):
         kw: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         width = config.width
         self.config = config
+        self.attention = attention
         self.dtype = dtype
         self.patch_embed = linear(config.channels_in, width, (None, "embed"), **kw)
         self.time_embed = time_mlp(config, rngs)
@@ -190,7 +202,7 @@ class HunyuanVideoTransformer(nnx.Module):
 
     def rope(self, grid: tuple[int, int, int]) -> Rope:
         """Tables of RoPE for a grid of tokens."""
-        return rope_3d(grid, self.config.rope_channels, self.config.rope_theta)
+        return with_frames(rope_3d(grid, self.config.rope_channels, self.config.rope_theta), grid, self.attention)
 
     def time(self, t: Float[Array, "B"], t_next: Float[Array, "B"] | None = None) -> Time:
         """The embedding of timesteps; a network of few steps needs also those to which the step goes."""
@@ -204,18 +216,18 @@ class HunyuanVideoTransformer(nnx.Module):
         """Both streams before the first block."""
         prompt = self.refiner(context.prompt, t, context.mask[:, : context.prompt.tokens.shape[1]])
         text = jnp.concatenate([self._of_kind(prompt, PROMPT), context.beside.astype(prompt.dtype)], axis=1)
+        text = real_first(text, context.mask)
         x = self.patch_embed(patchify(latents.astype(self.dtype), CELL))  # [B L E]
         return Streams(x, spread(text, ("batch", "length", None)))
 
     def trunk(self, time: Time, context: Context, rope: Rope) -> Trunk:
-        """The blocks, functions of both streams."""
-        keys = joint_keys(rope, context.mask)
+        """The blocks, functions of both streams; the first sees all tokens under radial attention too."""
 
-        def run(block: Block, streams: Streams) -> Streams:
-            return block(streams, time, rope, keys)
+        def run(block: Block, streams: Streams, rope: Rope = rope) -> Streams:
+            return block(streams, time, rope, context.texts)
 
-        def before_last(streams: Streams) -> Streams:
-            return scan_blocks(self.blocks, run, streams)
+        first = None if rope.frames is None else partial(run, rope=seeing_all(rope))
+        before_last = trunk_of(self.blocks, run, first=first).all
 
         def last(streams: Streams) -> Streams:
             return run(self.last_block, streams)

@@ -88,6 +88,10 @@ class HunyuanVideoArchitecture(Architecture):
         return {name: config for name in names if (config := getattr(self, name)) is not None}
 
     @property
+    def radial(self) -> bool:
+        return True
+
+    @property
     def grid(self) -> int:
         return self.vae.spatial_factor
 

@@ -133,5 +133,6 @@ class HunyuanVideoPipeline(Pipeline):
         latents = None if latents is None else jnp.moveaxis(jnp.asarray(latents, jnp.float32), 1, -1)
         texts, latents, seen = self.on_devices((group(texts, groups), latents, encoded.image_embeds))
         contexts, rope = self.compiled(make_context)(graphdef, x, weights, texts, seen)
-        denoiser = HunyuanVideoDenoiser(graphdef, self.scheduler, self.architecture.transformer.meanflow)
+        dense = None if rope.frames is None else False
+        denoiser = HunyuanVideoDenoiser(graphdef, self.scheduler, self.architecture.transformer.meanflow, dense=dense)
         return denoiser, Inputs(weights, contexts, Shared(rope, latents), groups[1] * len(x))

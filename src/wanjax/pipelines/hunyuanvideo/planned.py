@@ -62,6 +62,7 @@ def step(
     scheduler: Scheduler,
     cache: StepCache,
     reuses: bool,
+    dense: bool | None = None,
     **video: Any,
 ) -> Lowering:
     """Lowers a step of the sampler."""
@@ -73,7 +74,7 @@ def step(
     x, weights, *_ = arguments
     image = blueprint.array((1, 1, *x.shape[2:]), jnp.float32) if features else None
     inputs = Inputs(weights, contexts, Shared(rope, image), batch)
-    denoiser = HunyuanVideoDenoiser(graphdef, scheduler, transformer.meanflow, cache=cache)
+    denoiser = HunyuanVideoDenoiser(graphdef, scheduler, transformer.meanflow, cache=cache, dense=dense)
     return blueprint.step(denoiser, scheduler.schedule(2, shift=1.0), x, inputs, reuses=reuses)
 
 

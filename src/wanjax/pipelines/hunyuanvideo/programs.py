@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from wanjax.compilation import program
 from wanjax.kernels.compiler_options import scanned
-from wanjax.layers.rope import Rope
+from wanjax.layers.rope import Rope, seeing_all
 from wanjax.layers.stack import Through, through_all
 from wanjax.models.hunyuanvideo.transformer import Context
 from wanjax.pipelines.hunyuanvideo.conditioning import Text
@@ -52,7 +52,8 @@ class HunyuanVideoDenoiser(Denoiser):
         through: Through = through_all,
     ) -> Latents:
         now, *following = t
-        return network(beside_condition(x, shared.image), now, prompt, shared.rope, *following, through=through)
+        rope = seeing_all(shared.rope) if self.dense else shared.rope
+        return network(beside_condition(x, shared.image), now, prompt, rope, *following, through=through)
 
 
 def beside_condition(x: Latents, image: Float[Array, "_B 1 H W C"] | None) -> Float[Array, "B T H W _C"]:

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Joint attention: the tokens of a video and those of its text as one sequence, in which all see all.
+
+In the sequence the real tokens of the video come first, in the order of its frames, and then those of the text. Only
+the first of the text are real, a number of them in each example, and so the keys that take part are the first of all.
+
+On several devices each exchanges its tokens of both streams for heads, and joins them then. Over `sp` queries stay and
+the keys of all devices are gathered, unless there is a window, which needs the queries in their order too.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int32
+
+from wanjax.kernels.attention.sharded import Placement, heads_to_tokens, on_each, tokens_to_heads
+from wanjax.sharding import current
+
+
+class Pair(NamedTuple):
+    """Queries, keys or values of a video and of its text, each padded by `sharding.spread`."""
+
+    video: Any  # Float[Array, "B L N D"]
+    text: Any  # Float[Array, "B S N D"]
+
+
+def attention(
+    kernel: Callable[..., Array], q: Pair, k: Pair, v: Pair, *, length: int, texts: Int32[Array, " B"], window: Any
+) -> Pair:
+    """Returns the attention of both streams to the first `length` tokens of the video and the first `texts` of a text.
+
+    `kernel(q, k, v, keys=..., window=...)` is attention on one device to the first `keys` keys of each example.
+    """
+    partitioner = current()
+    attend = partial(_joined, partial(kernel, window=window), length=length)
+    if partitioner is None:
+        return attend(q, k, v, texts, rows=length)
+    place = Placement(*partitioner.activation(("batch", "length", "heads"), q.video.shape[:3]))
+    axes = (place.tokens,) if isinstance(place.tokens, str) else place.tokens or ()
+    gathered = tuple(axis for axis in axes if axis == "sp" and window is None)
+    exchanged = tuple(axis for axis in axes if axis not in gathered)
+
+    def on_device(q: Pair, k: Pair, v: Pair, texts: Array) -> Pair:
+        heads, devices, rows = q.video.shape[2], partitioner.size(exchanged), length
+        if exchanged:
+            q, k, v = jax.tree.map(lambda x: tokens_to_heads(x, devices, exchanged), (q, k, v))
+        if gathered:
+            rows = q.video.shape[1]
+            k, v = jax.tree.map(lambda x: jax.lax.all_gather(x, gathered, axis=1, tiled=True), (k, v))
+        out = attend(q, k, v, texts, rows=rows)
+        return jax.tree.map(lambda x: heads_to_tokens(x, devices, exchanged)[:, :, :heads], out) if exchanged else out
+
+    both = Pair(PartitionSpec(*place), PartitionSpec(*place))
+    return on_each(on_device, partitioner, (both, both, both, PartitionSpec(place.batch)), both)(q, k, v, texts)
+
+
+def _joined(
+    kernel: Callable[..., Array], q: Pair, k: Pair, v: Pair, texts: Int32[Array, " B"], *, length: int, rows: int
+) -> Pair:
+    """Attention on one device, of the first `rows` of the video's queries; others are padding and give zeros."""
+    out = kernel(_join(q, rows), _join(k, length), _join(v, length), keys=length + texts)
+    fill = q.video.shape[1] - rows
+    return Pair(jnp.pad(out[:, :rows], ((0, 0), (0, fill), (0, 0), (0, 0))), out[:, rows:])
+
+
+def _join(x: Pair, length: int) -> Float[Array, "B _L N D"]:
+    """Joins the first tokens of a video and all of its text, heads side by side: apart, a TPU would copy them again."""
+    heads = x.video.shape[2]
+    video, text = (stream.reshape(*stream.shape[:2], -1) for stream in x)
+    joint = jnp.concatenate([video[:, :length], text], axis=1)
+    return joint.reshape(*joint.shape[:2], heads, -1)

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Joint attention of a video and its text beside the formula: every implementation, dense and radial, and meshes."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support.attention import BOUND, exact, normal
+from tests.support.compare import error
+from tests.support.devices import on_meshes
+from wanjax.kernels.attention import Pair, flash_tpu, joint, joint_attention
+from wanjax.kernels.attention.api import _on_one_device
+from wanjax.kernels.attention.radial import Radial
+from wanjax.sharding import RULES, Partitioner, make_mesh, spread, use
+
+FRAMES, FRAME, TEXT = 7, 100, 40  # the video ends within a block of 128, in which text begins
+VIDEO = FRAMES * FRAME
+TEXTS = (9, 40, 1)
+MASK = Radial(FRAMES, FRAME, 0.1, False, 128, 128)
+TILES = flash_tpu.Config(128, 512, 256, interpret=True)
+
+
+def operands(heads=2, size=32, dtype="float32", text=TEXT):
+    return [
+        Pair(normal(i, 3, VIDEO, heads, size, dtype=dtype), normal(i + 9, 3, text, heads, size, dtype=dtype))
+        for i in range(3)
+    ]
+
+
+def whole(q, k, v, window=None, texts=TEXTS):
+    """Returns the formula in float64 over the joint sequence."""
+    q, k, v = (np.concatenate([np.float64(part) for part in pair], axis=1) for pair in (q, k, v))
+    total = q.shape[1]
+    hidden = np.zeros((total, total)) if window is None else np.where(window.seen(total, total), 0, -np.inf)
+    mask = np.arange(total) < VIDEO + np.asarray(texts)[:, None]
+    return exact(q, k, v, key_mask=mask, bias=np.where(np.isinf(hidden), -1e30, 0)[None, None])
+
+
+def run(q, k, v, window=None, texts=TEXTS, partitioner=None, name="chunked", config=None):
+    def attend(q, k, v, texts):
+        with use(partitioner):
+            q, k, v = (Pair(*(spread(x, ("batch", "length", None, None)) for x in pair)) for pair in (q, k, v))
+            kernel = partial(_on_one_device, implementation=name, key_mask=None, scale=q.video.shape[3] ** -0.5)
+            kernel = partial(kernel, bias=None, config=config)
+            return joint.attention(kernel, q, k, v, length=VIDEO, texts=texts, window=window)
+
+    out = jax.jit(attend)(q, k, v, jnp.asarray(texts, jnp.int32))
+    return np.concatenate([out.video[:, :VIDEO], out.text[:, : q.text.shape[1]]], axis=1)
+
+
+def test_the_mask_of_the_tests_hides_something():
+    assert MASK.share(VIDEO + TEXT) < 0.85
+
+
+@pytest.mark.parametrize("window", [None, MASK], ids=["dense", "radial"])
+@pytest.mark.parametrize("name", ["reference", "chunked", "flash_tpu"])
+def test_implementations(name, window):
+    q, k, v = operands(size=64)
+    out = run(q, k, v, window, name=name, config=TILES if name == "flash_tpu" else None)
+    assert error(out, whole(q, k, v, window)) <= BOUND["float32"]
+
+
+@pytest.mark.parametrize("window", [None, MASK], ids=["dense", "radial"])
+def test_long_texts_and_bfloat16(window):
+    """Counts that end within, at the end of, and before whole blocks of text, which lie in two blocks of held keys."""
+    q, k, v = operands(size=64, dtype="bfloat16", text=600)
+    texts, config = (68 + 128, 600, 0), flash_tpu.Config(256, 512, 512, interpret=True, buffers=1)
+    out = run(q, k, v, window, texts, name="flash_tpu", config=config)
+    assert error(out, whole(q, k, v, window, texts)) <= BOUND["bfloat16"]
+
+
+def test_padding_may_hold_anything_finite():
+    q, k, v = operands()
+    hidden = jnp.arange(TEXT)[None, :, None, None] >= jnp.asarray(TEXTS)[:, None, None, None]
+    other = [Pair(x.video, jnp.where(hidden, 1e4, x.text)) for x in (k, v)]
+    for window in (None, MASK):
+        out = run(q, *other, window)
+        assert error(out, whole(q, k, v, window)) <= BOUND["float32"]
+
+
+@pytest.mark.parametrize("name", ["chunked", "flash_tpu"])
+def test_gradients(name):
+    q, k, v = operands(heads=1)
+
+    def loss(operands, window, name, config):
+        kernel = partial(_on_one_device, implementation=name, key_mask=None, scale=0.2, bias=None, config=config)
+        out = joint.attention(kernel, *operands, length=VIDEO, texts=jnp.asarray(TEXTS), window=window)
+        return sum(jnp.sum(jnp.sin(part)) for part in out)
+
+    if name == "flash_tpu":
+        q, k, v = operands(heads=1, size=64)
+    for window in (None, MASK):
+        wanted = jax.grad(loss)((q, k, v), window, "reference", None)
+        ours = jax.grad(loss)((q, k, v), window, name, TILES if name == "flash_tpu" else None)
+        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(wanted), strict=True):
+            assert error(a, np.float64(b)) <= 1e-5
+
+
+MESHES = on_meshes(((1, 1, 8), "fsdp"), ((2, 2, 2), "tp"))
+
+
+@pytest.mark.parametrize("window", [None, MASK], ids=["dense", "radial"])
+@pytest.mark.parametrize(("axes", "rules"), MESHES)
+def test_several_devices(axes, rules, window):
+    """Tokens that no axis divides, and on some meshes heads neither."""
+    q, k, v = operands(heads=4, size=8)
+    if axes[0] > 1:
+        q, k, v = (jax.tree.map(lambda x: jnp.resize(x, (axes[0], *x.shape[1:])), pair) for pair in (q, k, v))
+    texts = np.resize(TEXTS, len(q.video))
+    out = run(q, k, v, window, texts, Partitioner(make_mesh(*axes), RULES[rules]))
+    assert error(out, whole(q, k, v, window, texts)) <= BOUND["float32"]
+
+
+def test_a_named_implementation():
+    q, k, v = operands()
+    texts = jnp.asarray(TEXTS, jnp.int32)
+    for name, window in (("radial:0.1", MASK), ("auto", None)):
+        out = joint_attention(q, k, v, length=VIDEO, texts=texts, window=window, implementation=name)
+        assert error(np.concatenate(out, axis=1), whole(q, k, v, window)) <= BOUND["float32"]

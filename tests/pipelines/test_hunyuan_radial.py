@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HunyuanVideo's radial attention: text sees all, the first block and the first steps are dense; meshes, caches."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import wanjax
+from tests.support.commands import succeeded
+from tests.support.commands import wanjax as run
+from tests.support.compare import error
+from tests.support.tiny import tiny_hunyuan_checkpoint
+from wanjax.checkpoints.files import load_safetensors
+from wanjax.kernels.attention import Pair, attention
+from wanjax.kernels.attention.radial import Radial
+from wanjax.layers.stack import block_at
+from wanjax.models.hunyuanvideo import transformer as hunyuan
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
+
+GRID = (17, 8, 16)  # tokens of VIDEO: 17 frames of 128, of which a block of 512 queries does not see all
+VIDEO = {"size": (128, 256), "frames": 65}
+STEPS, DENSE = 3, 1
+MASK = Radial(GRID[0], 128, 0.95, sink=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_hunyuan_checkpoint(tmp_path_factory.mktemp("tiny"), num_layers=3)
+
+
+def load(folder, attention: str | None = "radial", **options):
+    return wanjax.load(folder, attention=attention, dtype="float32", **options)
+
+
+def trace(pipe, **settings):
+    """Returns the latents after each step, for prompts of which one quotes."""
+    found = []
+    encoded = pipe.encode('a cat says "hello"')
+    pipe.denoise(
+        encoded,
+        **VIDEO,
+        steps=STEPS,
+        callback=lambda step: found.append(np.float64(step.latents)),
+        batch_guidance=True,
+        **settings,
+    )
+    return found
+
+
+@pytest.fixture(scope="module")
+def sparse(folder):
+    return trace(load(folder))
+
+
+def masked(q, k, v, *, length, texts, **_):
+    """Joint attention by the formula under the mask of the tests."""
+    q, k, v = (jnp.concatenate(pair, axis=1) for pair in (q, k, v))
+    seen = jnp.arange(q.shape[1])[None] < length + texts[:, None]
+    out = attention(q, k, v, key_mask=seen, window=MASK, implementation="reference")
+    return Pair(out[:, :length], out[:, length:])
+
+
+def test_a_model_by_hand(folder, monkeypatch):
+    """Blocks one by one, the first with all of attention, the others by the formula under the mask."""
+    assert 0.5 < MASK.share(17 * 128 + 11) < 0.95
+    radial, plain = (load(folder, attention).transformer for attention in ("radial", None))
+    rng = np.random.default_rng(0)
+    latents = jnp.asarray(rng.normal(size=(2, *GRID, radial.config.channels_in)), jnp.float32)
+    text = jnp.asarray(rng.normal(size=(2, 11, radial.config.text_width)), jnp.float32)
+    t, context = jnp.full(2, 500.0), radial.context(text, jnp.arange(11)[None] < jnp.asarray([[11], [4]]))
+    tables = radial.rope(GRID), plain.rope(GRID)
+    assert [rope.frames for rope in tables] == [17, None]
+
+    def by_hand(trunk, streams):
+        time = plain.time(t)
+        for index in range(plain.config.layers):
+            if index == 1:
+                monkeypatch.setattr(hunyuan, "joint_attention", masked)
+            block = plain.last_block if index == plain.config.layers - 1 else block_at(plain.blocks, index)
+            streams = block(streams, time, tables[1], context.texts)
+        return streams
+
+    dense = np.float64(plain(latents, t, context, tables[1]))
+    ours = radial(latents, t, context, tables[0])
+    wanted = plain(latents, t, context, tables[1], through=by_hand)
+    print(f"{error(ours, np.float64(wanted)):.1e}, from dense {error(ours, dense):.1e}")
+    assert error(ours, np.float64(wanted)) <= 1e-5
+    assert error(ours, dense) > 1e-4
+
+
+def test_the_first_steps_are_those_of_dense_attention(folder, sparse):
+    plain = trace(load(folder, None))
+    for step in range(STEPS):
+        assert (plain[step] == sparse[step]).all() == (step < DENSE)
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,tp=4", pytest.param("dp=2,sp=2,tp=2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rules", ["fsdp", pytest.param("tp", marks=pytest.mark.slow)])
+def test_several_devices(folder, sparse, mesh, rules):
+    assert error(trace(load(folder, mesh=mesh, rules=rules))[-1], sparse[-1]) <= 1e-5
+
+
+def test_a_step_that_reuses_needs_no_dense_program(folder):
+    pipe = load(folder)
+    settings = pipe.settings(**VIDEO, steps=10, cache="deepcache:0,10,2")
+    planned = pipe.architecture.programs(settings, attention="radial")["denoise"]
+    assert {p.name: p.times for p in planned} == {"context": 1, "step": 3, "reusing_step": 5, "dense_step": 2}
+
+
+@pytest.mark.slow
+def test_a_step_cache(folder, sparse):
+    found = trace(load(folder), cache="deepcache:0,3,2")
+    assert np.isfinite(found[-1]).all()
+    assert error(found[-1], sparse[-1]) > 1e-4
+
+
+def test_the_command_line(folder, sparse, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = ("--dir", "one", "--dtype", "float32")
+    succeeded(run("encode", 'a cat says "hello"', "--model", str(folder), *given))
+    sizes = ("--size", "256x128", "--frames", "65", "--steps", str(STEPS))
+    succeeded(run("denoise", *sizes, *given, "--attention", "radial:0.95"))
+    ours = load_safetensors(tmp_path / "one" / "stage2_latents.safetensors")["latents"]
+    assert error(ours, sparse[-1]) <= 1e-5
+
+
+@pytest.mark.slow
+def test_plans():
+    options = ("--chip", "cpu", "--steps", "50", "--attention", "radial:0.2", "--json")
+    found = json.loads(succeeded(run("plan", "hunyuanvideo1.5-480p-t2v", *options)).stdout)
+    assert found["dense_steps"] == 12
+    assert found["step_seconds"] < 0.8 * found["dense_step_seconds"]
