@@ -117,6 +117,7 @@ def test_a_step_cache(folder, sparse):
     assert error(found[-1], sparse[-1]) > 1e-4
 
 
+@pytest.mark.slow
 def test_the_command_line(folder, sparse, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     given = ("--dir", "one", "--dtype", "float32")
