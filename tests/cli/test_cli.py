@@ -72,7 +72,7 @@ def test_help_lists_the_commands():
             "from prompts seeds count model negative-prompt image last-image video mask reference resize size height "
             "width frames fps steps guidance-scale guidance-scale-2 boundary strength dynamic-guidance flow-shift "
             "sigmas scheduler cache seed noise lora attention block-q block-kv block-kv-compute window batch-guidance "
-            "dtype compiler mesh rules processes tile profile preview dir out force quiet json config help",
+            "dtype compiler mesh rules processes tile profile preview preview-decoder dir out force quiet json config help",
         ),
         (
             "encode",
@@ -84,7 +84,7 @@ def test_help_lists_the_commands():
             "model size height width frames fps steps guidance-scale guidance-scale-2 boundary strength "
             "dynamic-guidance flow-shift sigmas scheduler cache seed noise lora attention block-q block-kv "
             "block-kv-compute window batch-guidance dtype compiler mesh rules processes profile "
-            "preview dir force quiet json config help",
+            "preview preview-decoder dir force quiet json config help",
         ),
         ("decode", "model fps dtype compiler mesh rules processes tile dir out force quiet json config help"),
         (
@@ -120,7 +120,7 @@ def test_help_lists_the_commands():
         (
             "serve",
             "model attention block-q block-kv block-kv-compute window batch-guidance lora dtype compiler mesh rules "
-            "processes tile host port token dir max-queue max-pixels max-steps max-upload preview rehearse quiet "
+            "processes tile host port token dir max-queue max-pixels max-steps max-upload preview preview-decoder rehearse quiet "
             "config help",
         ),
     ],
