@@ -344,14 +344,14 @@ def _block_sharding(sharding: Sharding | None) -> Sharding | None:
 
 def _put(x: np.ndarray, target: Any) -> jax.Array:
     """Puts a tensor, which may be a view of a file, on the devices; each process reads its own shards."""
+    return place(partial(_part, x), target)
 
-    def read(part: Sequence[slice], dtype: np.dtype) -> np.ndarray:
-        shard = x[tuple(part)]
-        values = aligned(shard.shape, dtype)
-        rearrange(shard, values)
-        return values
 
-    return place(read, target)
+def _part(x: np.ndarray, part: Sequence[slice], dtype: np.dtype) -> np.ndarray:
+    shard = x[tuple(part)]
+    values = aligned(shard.shape, dtype)
+    rearrange(shard, values)
+    return values
 
 
 def rearrange(x: np.ndarray, out: np.ndarray) -> None:

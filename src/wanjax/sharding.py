@@ -110,21 +110,20 @@ class Partitioner:
         mesh_axes = [axis for axis in MESH_AXES if self.size(axis) > 1]
         order = [axes.index(name) for name in rules if name in axes]
         ways = [[dim for dim in order if axis in rules[axes[dim] or ""]] + [None] for axis in mesh_axes]
+        splits = (
+            [tuple(axis for axis, at in zip(mesh_axes, way, strict=True) if at == dim) for dim in range(len(shape))]
+            for way in product(*ways)
+        )
+        best = max(splits, key=lambda split: self._worth(split, axes, shape))
+        return PartitionSpec(*(taken or None for taken in best))
 
-        def split(way: Sequence[int | None]) -> list[tuple[str, ...]]:
-            return [tuple(a for a, at in zip(mesh_axes, way, strict=True) if at == dim) for dim in range(len(shape))]
-
-        def devices(way: Sequence[int | None]) -> int:
-            sizes = [self.size(taken) for taken in split(way)]
-            return prod(sizes) if all(n % size == 0 for n, size in zip(shape, sizes, strict=True)) else 0
-
-        def followed(way: Sequence[int | None]) -> bool:
-            sizes = {axes[dim]: self.size(taken) for dim, taken in enumerate(split(way))}
-            sides = zip(("height", "width"), self.coarsest or (), strict=False)
-            return all(n % sizes.get(name, 1) == 0 for name, n in sides)
-
-        best = max(product(*ways), key=lambda way: (devices(way), followed(way)))
-        return PartitionSpec(*(taken or None for taken in split(best)))
+    def _worth(self, split: Sequence[tuple[str, ...]], axes: Axes, shape: Sequence[int]) -> tuple[int, bool]:
+        """The devices of a sharding, 0 if it is uneven; and whether `coarsest` can have it."""
+        sizes = [self.size(taken) for taken in split]
+        devices = prod(sizes) if all(n % size == 0 for n, size in zip(shape, sizes, strict=True)) else 0
+        by_name = dict(zip(axes, sizes, strict=True))
+        sides = zip(("height", "width"), self.coarsest or (), strict=False)
+        return devices, all(n % by_name.get(name, 1) == 0 for name, n in sides)
 
 
 _current: ContextVar[Partitioner | None] = ContextVar("partitioner", default=None)

@@ -72,7 +72,8 @@ def test_help_lists_the_commands():
             "from prompts seeds count model negative-prompt image last-image video mask reference resize size height "
             "width frames fps steps guidance-scale guidance-scale-2 boundary strength dynamic-guidance flow-shift "
             "sigmas scheduler cache seed noise lora attention block-q block-kv block-kv-compute window batch-guidance "
-            "dtype compiler mesh rules processes tile profile preview preview-decoder dir out force quiet json config help",
+            "dtype compiler mesh rules processes tile profile preview preview-decoder dir out force quiet json config "
+            "help",
         ),
         (
             "encode",
@@ -120,8 +121,8 @@ def test_help_lists_the_commands():
         (
             "serve",
             "model attention block-q block-kv block-kv-compute window batch-guidance lora dtype compiler mesh rules "
-            "processes tile host port token dir max-queue max-pixels max-steps max-upload preview preview-decoder rehearse quiet "
-            "config help",
+            "processes tile host port token dir max-queue max-pixels max-steps max-upload preview preview-decoder "
+            "rehearse quiet config help",
         ),
     ],
 )

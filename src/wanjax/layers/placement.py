@@ -7,6 +7,7 @@ whatever mesh is set while a module is built.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -21,11 +22,11 @@ Axes = tuple[str | None, ...]
 
 def with_axes(initializer: nnx.Initializer, axes: Axes) -> nnx.Initializer:
     """The initializer of a weight whose axes have these logical names; it makes zeros where there is no key."""
+    return nnx.with_metadata(partial(_initial, initializer), axes=axes)
 
-    def initial(key: jax.Array | None, *shape_and_dtype: Any) -> jax.Array:
-        return jnp.zeros(*shape_and_dtype) if key is None else initializer(key, *shape_and_dtype)
 
-    return nnx.with_metadata(initial, axes=axes)
+def _initial(initializer: nnx.Initializer, key: jax.Array | None, *shape_and_dtype: Any) -> jax.Array:
+    return jnp.zeros(*shape_and_dtype) if key is None else initializer(key, *shape_and_dtype)
 
 
 class _NoKeys(nnx.Rngs):
