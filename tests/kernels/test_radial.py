@@ -118,9 +118,10 @@ def masked(q, k, v, mask, keys=None):
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     k, v = (np.repeat(x[:, :keys], q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     seen = mask.seen(q.shape[1], k.shape[1])
-    logits = np.where(seen, np.einsum("BLND,BSND->BNLS", q, k) * q.shape[3] ** -0.5, -1e300)
+    logits = np.where(seen, np.einsum("BLND,BSND->BNLS", q, k, optimize=True) * q.shape[3] ** -0.5, -1e300)
     weights = np.where(seen, np.exp(logits - logits.max(axis=-1, keepdims=True)), 0)
-    return np.einsum("BNLS,BSND->BLND", weights / np.maximum(weights.sum(axis=-1, keepdims=True), 1e-300), v)
+    weights /= np.maximum(weights.sum(axis=-1, keepdims=True), 1e-300)
+    return np.einsum("BNLS,BSND->BLND", weights, v, optimize=True)
 
 
 def run(name, q, k, v, mask, **options):

@@ -100,7 +100,7 @@ def trace(pipe, **settings):
     return found
 
 
-@pytest.mark.parametrize("text", ["radial", "radial:0.2"])
+@pytest.mark.parametrize("text", [pytest.param("radial", marks=pytest.mark.slow), "radial:0.2"])
 def test_the_first_steps_are_those_of_dense_attention(folder, text):
     plain, radial = (trace(wanjax.load(folder, attention=a, dtype="float32")) for a in (None, text))
     for step in range(STEPS):

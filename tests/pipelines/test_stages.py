@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.support.quick import quick
 from tests.support.small_wan import TEXT, VIDEO, architecture, causal_pipeline, partitioner, pipeline
 from wanjax import compilation
 from wanjax.kernels.compiler_options import SETS
@@ -93,7 +94,7 @@ def check_priced(calls, runs, names):
         assert all(alike(*pair) for pair in pairs)
 
 
-@pytest.mark.parametrize(("axes", "rules"), [((2, 2, 2), "fsdp"), ((1, 4, 2), "tp")])
+@pytest.mark.parametrize(("axes", "rules"), quick([((1, 4, 2), "tp")], [((2, 2, 2), "fsdp"), ((1, 4, 2), "tp")]))
 def test_priced_programs_are_those_of_the_pipeline(calls, axes, rules):
     networks = architecture(4, scheduler=UniPC())
     pipe = pipeline(4, partitioner(axes, rules))
@@ -105,7 +106,7 @@ def test_priced_programs_are_those_of_the_pipeline(calls, axes, rules):
     check_priced(calls, runs, ("make_context", "take_step", None, "decode_chunk"))
 
 
-@pytest.mark.parametrize(("axes", "rules"), [((1, 2, 4), "fsdp"), ((2, 2, 2), "tp")])
+@pytest.mark.parametrize(("axes", "rules"), quick([((1, 2, 4), "fsdp")], [((1, 2, 4), "fsdp"), ((2, 2, 2), "tp")]))
 def test_priced_programs_of_blocks_are_those_of_the_pipeline(calls, axes, rules):
     pipe = causal_pipeline(4, partitioner(axes, rules))
     video = pipe.defaults.updated({"height": 12, "width": 12, "frames": 15})
