@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Speed compared with diffusers and transformers in torch: the same weights, inputs and CPU, in float32.
 
-Text encoding, denoising steps and decoding at the widths of Wan 2.1 1.3B, CogVideoX-1.5 5B or HunyuanVideo-1.5. Fewer
-layers are run, as all cost the same. benchmarks/rivals/ has the stages of each family.
+Text encoding, denoising steps, decoding, and gradients in training (Wan), at the widths of Wan 2.1 1.3B, CogVideoX-1.5
+5B or HunyuanVideo-1.5. Fewer layers are run, as all cost the same. benchmarks/rivals/ has the stages of each family.
 
     python -m benchmarks.against_diffusers [--model FAMILY] [--json FILE] [--stage NAME ...] [--repeats 5]
 """
@@ -21,6 +21,7 @@ from benchmarks.rivals import cogvideox, hunyuanvideo, wan
 from benchmarks.rivals.cases import Result, Sizes, measure, show
 
 FAMILIES = {"wan": wan.STAGES, "cogvideox": cogvideox.STAGES, "hunyuanvideo": hunyuanvideo.STAGES}
+STAGES = tuple(wan.STAGES)  # the family with all of them
 
 
 def machine() -> dict[str, str]:
@@ -31,7 +32,7 @@ def machine() -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=FAMILIES, default="wan")
-    parser.add_argument("--stage", action="append", choices=("text", "step", "vae"), help="default: all")
+    parser.add_argument("--stage", action="append", choices=STAGES, help="default: all of the family")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--layers", type=int, default=2, help="layers of the text encoder and of the transformer")
     parser.add_argument("--vae-size", default="256x256", help="WIDTHxHEIGHT of the decoded video")
@@ -40,6 +41,8 @@ def main() -> None:
     options = parser.parse_args()
     width, height = map(int, options.vae_size.split("x"))
     sizes, stages = Sizes(options.layers, height, width, options.vae_frames), FAMILIES[options.model]
+    if missing := [stage for stage in options.stage or () if stage not in stages]:
+        parser.error(f"{options.model} has no stage {missing[0]}: {', '.join(stages)} would do")
     torch.manual_seed(0)
     results: list[Result] = []
     for stage in options.stage or stages:

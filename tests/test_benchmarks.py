@@ -115,8 +115,10 @@ SMALL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("stage", quick(["step"], ["text", "step", "vae"]))
-@pytest.mark.parametrize("family", SMALL)
+EVERY = [(family, stage) for family in SMALL for stage in import_module(f"benchmarks.rivals.{family}").STAGES]
+
+
+@pytest.mark.parametrize(("family", "stage"), quick([(family, "step") for family in SMALL], EVERY))
 def test_both_libraries_do_the_same(family, stage, monkeypatch):
     module, cases = (import_module(f"benchmarks.rivals.{name}") for name in (family, "cases"))
     for name, entries in SMALL[family].items():

@@ -17,6 +17,7 @@ from benchmarks.rivals.cases import STEPS, Case, Sizes, Stages, converted, decod
 from wanjax.pipelines.wan.conditioning import WanEncoded
 from wanjax.pipelines.wan.programs import encode_prompts
 from wanjax.schedulers import from_config
+from wanjax.training.objective import Batch, error
 
 MODEL = "wan2.1-t2v-1.3b"
 TEXT: dict[str, Any] = {
@@ -83,4 +84,38 @@ def vae(sizes: Sizes) -> Iterator[Case]:
     yield decoding(MODEL, reference, lambda x: x * std + mean, sizes, bar=0.7)
 
 
-STAGES: Stages = {"text": text, "step": step, "vae": vae}
+def train(sizes: Sizes) -> Iterator[Case]:
+    """Yields the gradients of all weights on 17 frames of 256 × 256; both sides compute activations of blocks again."""
+    reference = WanTransformer3DModel(num_layers=sizes.layers, **TRANSFORMER).train()
+    reference.enable_gradient_checkpointing()
+    pipeline = pipeline_of(MODEL, {"transformer": converted(reference)})
+    graphdef, weights = nnx.split(pipeline.transformer)
+    random = np.random.default_rng(0)
+    clean, noise = (random.standard_normal((1, 16, 5, 32, 32), np.float32) for _ in range(2))
+    text, level = random.standard_normal((1, 512, 4096), np.float32), np.float32([0.6])
+
+    @jax.jit
+    def gradients(weights: Any, batch: Batch, noise: jax.Array) -> Any:
+        def loss(weights: Any) -> jax.Array:
+            return error(pipeline, nnx.merge(graphdef, weights), batch, jnp.asarray(level), noise, jax.random.key(0))
+
+        return jax.grad(loss)(weights)
+
+    def ours() -> jax.Array:
+        batch = Batch(jnp.asarray(clean), WanEncoded(jnp.asarray(text), jnp.asarray(text)))
+        found = gradients(weights, batch, jnp.moveaxis(jnp.asarray(noise), 1, -1))
+        return found["patch_embed"]["kernel"][...]
+
+    def theirs() -> torch.Tensor:
+        x0, x1 = torch.from_numpy(clean), torch.from_numpy(noise)
+        reference.zero_grad()
+        with torch.enable_grad():
+            x, t = (1 - level[0]) * x0 + level[0] * x1, 1000 * torch.from_numpy(level)
+            prediction = reference(x, t, torch.from_numpy(text), return_dict=False)[0]
+            torch.mean((prediction - (x1 - x0)) ** 2).backward()
+        return reference.patch_embedding.weight.grad.permute(2, 3, 4, 1, 0).flatten(0, 3)
+
+    yield Case(f"gradients of all weights, {sizes.layers} layers of 1.3B, 1280 tokens", 1.0, ours, theirs)
+
+
+STAGES: Stages = {"text": text, "step": step, "vae": vae, "train": train}
