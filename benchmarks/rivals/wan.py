@@ -86,18 +86,18 @@ def vae(sizes: Sizes) -> Iterator[Case]:
 
 def train(sizes: Sizes) -> Iterator[Case]:
     """Yields the gradients of all weights on 17 frames of 256 × 256; both sides compute activations of blocks again."""
-    reference = WanTransformer3DModel(num_layers=sizes.layers, **TRANSFORMER).train()
+    reference: Any = WanTransformer3DModel(num_layers=sizes.layers, **TRANSFORMER).train()
     reference.enable_gradient_checkpointing()
     pipeline = pipeline_of(MODEL, {"transformer": converted(reference)})
     graphdef, weights = nnx.split(pipeline.transformer)
     random = np.random.default_rng(0)
     clean, noise = (random.standard_normal((1, 16, 5, 32, 32), np.float32) for _ in range(2))
-    text, level = random.standard_normal((1, 512, 4096), np.float32), np.float32([0.6])
+    text, level = random.standard_normal((1, 512, 4096), np.float32), 0.6
 
     @jax.jit
     def gradients(weights: Any, batch: Batch, noise: jax.Array) -> Any:
         def loss(weights: Any) -> jax.Array:
-            return error(pipeline, nnx.merge(graphdef, weights), batch, jnp.asarray(level), noise, jax.random.key(0))
+            return error(pipeline, nnx.merge(graphdef, weights), batch, jnp.full(1, level), noise, jax.random.key(0))
 
         return jax.grad(loss)(weights)
 
@@ -110,7 +110,7 @@ def train(sizes: Sizes) -> Iterator[Case]:
         x0, x1 = torch.from_numpy(clean), torch.from_numpy(noise)
         reference.zero_grad()
         with torch.enable_grad():
-            x, t = (1 - level[0]) * x0 + level[0] * x1, 1000 * torch.from_numpy(level)
+            x, t = (1 - level) * x0 + level * x1, torch.full((1,), 1000 * level)
             prediction = reference(x, t, torch.from_numpy(text), return_dict=False)[0]
             torch.mean((prediction - (x1 - x0)) ** 2).backward()
         return reference.patch_embedding.weight.grad.permute(2, 3, 4, 1, 0).flatten(0, 3)
