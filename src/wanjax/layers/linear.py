@@ -4,10 +4,12 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 from jax.typing import DTypeLike
 
+from wanjax.kernels.target import target
 from wanjax.layers.placement import Axes, with_axes
 from wanjax.sharding import constrain, whole
 
@@ -18,7 +20,7 @@ class Linear(nnx.Linear):
     """A dense projection. For tokens [B L E] on several devices it gathers its weights and shards its result."""
 
     def __init__(self, *sizes: int, axis: str | None, **kw):
-        super().__init__(*sizes, **kw, promote_dtype=_promote)
+        super().__init__(*sizes, **kw, promote_dtype=_promote, dot_general=_dot_general)
         self.axis = axis
 
     def __call__(self, inputs: jax.Array, out_sharding: None = None) -> jax.Array:
@@ -30,6 +32,34 @@ def _promote(operands: tuple, /, *, dtype: DTypeLike | None = None, inexact: boo
     """The operands of a projection, cast to its dtype first and gathered then: a narrower dtype sends less."""
     inputs, kernel, bias = promote_dtype(operands, dtype=dtype, inexact=inexact)
     return inputs, whole(kernel) if _are_tokens(inputs) else kernel, bias
+
+
+def _dot_general(x: jax.Array, kernel: jax.Array, dimensions: Any, **options: Any) -> jax.Array:
+    """The product of a projection [... I] by [I O]."""
+    if target(x).platform == "cpu":
+        return _product(x, kernel)
+    return jax.lax.dot_general(x, kernel, dimensions, **options)
+
+
+@jax.custom_vjp
+def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """A product for CPUs, where XLA multiplies by a transposed operand a quarter slower than by a copy of it."""
+    return jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())))
+
+
+def _kept(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _product(x, kernel), (x, kernel)
+
+
+def _gradients(kept: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, kernel = kept
+    rows = tuple(range(x.ndim - 1))
+    transposed = jax.lax.optimization_barrier(jnp.moveaxis(x, -1, 0))
+    of_x = jax.lax.dot_general(g, kernel, (((g.ndim - 1,), (1,)), ((), ())))
+    return of_x, jax.lax.dot_general(transposed, g, ((tuple(row + 1 for row in rows), rows), ((), ())))
+
+
+_product.defvjp(_kept, _gradients)
 
 
 def _are_tokens(x: jax.Array) -> bool:

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Projections: on CPUs their gradients are formed by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.support.compare import error
+from wanjax.layers.linear import linear
+
+
+@pytest.mark.parametrize("shape", [(5,), (7, 5), (2, 7, 5), (2, 3, 7, 5)])
+def test_gradients(shape):
+    layer = linear(5, 4, (None, None), dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(0)
+    x, g = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in (shape, (*shape[:-1], 4)))
+    graphdef, weights = nnx.split(layer)
+    y, pull = jax.vjp(lambda weights, x: nnx.merge(graphdef, weights)(x), weights, x)
+    of_layer, of_x = pull(g)
+    kernel, rows, rows_of_g = np.float64(layer.kernel[...]), np.float64(x).reshape(-1, 5), np.float64(g).reshape(-1, 4)
+    assert error(y, np.float64(x) @ kernel) <= 1e-6
+    assert error(of_x, np.float64(g) @ kernel.T) <= 1e-6
+    assert error(of_layer["kernel"][...], rows.T @ rows_of_g) <= 1e-6
+    assert error(of_layer["bias"][...], rows_of_g.sum(axis=0)) <= 1e-6
+
+
+def test_what_is_frozen_has_no_gradient_computed():
+    """Only the products that a trained input needs are in the program: the forward one, and one backward."""
+    layer = linear(32, 16, (None, None), dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+    program = jax.jit(jax.grad(lambda x: (layer(x) ** 2).sum())).lower(jnp.ones((2, 8, 32))).compile()
+    assert program.as_text().count(" dot(") == 2
