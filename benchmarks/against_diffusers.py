@@ -21,7 +21,7 @@ from benchmarks.rivals import cogvideox, hunyuanvideo, wan
 from benchmarks.rivals.cases import Result, Sizes, measure, show
 
 FAMILIES = {"wan": wan.STAGES, "cogvideox": cogvideox.STAGES, "hunyuanvideo": hunyuanvideo.STAGES}
-STAGES = tuple(wan.STAGES)  # the family with all of them
+STAGES = list(dict.fromkeys(stage for stages in FAMILIES.values() for stage in stages))
 
 
 def machine() -> dict[str, str]:

@@ -5,6 +5,7 @@ python -m benchmarks.choices [conv] [dense] [casts] [--repeats 5]
 """
 
 import argparse
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from rich.table import Table
 from benchmarks.timing import Run, time_rivals
 from wanjax.kernels import compiler_options
 from wanjax.layers.conv import CausalConv
+from wanjax.layers.linear import linear
 from wanjax.layers.placement import as_shapes
 from wanjax.models.t5 import UMT5_XXL, T5Encoder
 
@@ -75,21 +77,28 @@ def _conv_forms(frames: np.ndarray) -> dict[str, Run]:
 
 
 def dense(repeats: int) -> Table:
-    """Times the gradient of a dense layer at the sizes of a training step, on [B L E] and flattened to [B·L E]."""
+    """Times the gradient of a dense layer at the sizes of two training steps, as the layer and as XLA form it."""
+    table = Table("x", "kernel", "by hand", "XLA's", "XLA's, x as a matrix", title="gradient of a dense layer, ms")
     random = np.random.default_rng(0)
-    x = jnp.asarray(random.standard_normal((64, 80, 192), np.float32))
-    kernel = jnp.asarray(random.standard_normal((192, 512), np.float32))
-    gradient = jax.jit(jax.grad(lambda kernel, x: jnp.sum((x @ kernel) ** 2), (0, 1)))
-
-    @jax.jit
-    def flattened(kernel, x):
-        kernel_gradient, x_gradient = gradient(kernel, x.reshape(-1, x.shape[-1]))
-        return kernel_gradient, x_gradient.reshape(x.shape)
-
-    timings = time_rivals({"as it is": partial(gradient, kernel, x), "flat": partial(flattened, kernel, x)}, repeats)
-    table = Table("[64 80 192] @ [192 512] as it is", "flattened", title="gradient of a dense layer, ms")
-    table.add_row(*(f"{1e3 * timing.median:.1f}" for timing in timings.values()))
+    for shape, width in (((64, 80, 192), 512), ((1, 1280, 1536), 8960)):
+        axes, kw = (None, None), {"dtype": jnp.float32, "param_dtype": jnp.float32}
+        layer = linear(shape[-1], width, axes, bias=False, **kw, rngs=nnx.Rngs(0))
+        graphdef, weights = nnx.split(layer)
+        x, kernel = jnp.asarray(random.standard_normal(shape, np.float32)), layer.kernel[...]
+        by_hand = _gradient(lambda weights, x, graphdef=graphdef: nnx.merge(graphdef, weights)(x))
+        forms = {
+            "by hand": partial(by_hand, weights, x),
+            "XLA's": partial(_gradient(lambda kernel, x: x @ kernel), kernel, x),
+            "flat": partial(_gradient(lambda kernel, x: x.reshape(-1, x.shape[-1]) @ kernel), kernel, x),
+        }
+        timings = time_rivals(forms, repeats)
+        times = (f"{1e3 * timing.median:.1f}" for timing in timings.values())
+        table.add_row(str(list(shape)), str(list(kernel.shape)), *times)
     return table
+
+
+def _gradient(product: Callable[[Any, jax.Array], jax.Array]) -> Callable[..., Any]:
+    return jax.jit(jax.grad(lambda weights, x: jnp.sum(product(weights, x) ** 2), (0, 1)))
 
 
 def casts(repeats: int) -> Table:

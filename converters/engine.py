@@ -348,6 +348,7 @@ def _put(x: np.ndarray, target: Any) -> jax.Array:
 
 
 def _part(x: np.ndarray, part: Sequence[slice], dtype: np.dtype) -> np.ndarray:
+    """Returns a part of a tensor in this dtype, in memory of its own."""
     shard = x[tuple(part)]
     values = aligned(shard.shape, dtype)
     rearrange(shard, values)

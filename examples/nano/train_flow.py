@@ -16,7 +16,6 @@ import optax
 from captions import caption, deed
 from clips import Spec, draw, sample_specs
 from flax import nnx
-from jax import lax
 from loop import Drawn
 from recipe import CLIPS, FLOW_BATCH, FLOW_STEPS, FRAMES, PICTURE_STEPS, SIZE
 from tokenizer import MAX_LENGTH
@@ -88,7 +87,6 @@ def train_flow(model: PromptedTransformer, vae: WanVAE, workdir: Path, seed: int
         }
 
     start_as_identity(model.transformer)
-    multiply_flat(model)
     flow = Drawn("flow", model, text_loss, muon(PEAK_LEARNING_RATE, FLOW_STEPS), workdir, seed, average=0.999)
     flow.train(FLOW_STEPS, partial(batch, pictures=False))
     optimizer = muon(PEAK_LEARNING_RATE / 2, PICTURE_STEPS)
@@ -145,15 +143,3 @@ def start_as_identity(transformer: WanTransformer) -> None:
         linear.kernel[...] = jnp.zeros_like(linear.kernel[...])
     table = transformer.blocks.table[...]
     transformer.blocks.table[...] = table.at[:, jnp.array([2, 5])].set(0.0)  # the gates
-
-
-def multiply_flat(model: nnx.Module) -> None:
-    """Flattens the inputs of dense layers to matrices: XLA's backward pass on the CPU is twice as fast so."""
-
-    def dot(x, kernel, dimension_numbers, **options):
-        flat = lax.dot_general(x.reshape(-1, x.shape[-1]), kernel, (((1,), (0,)), ((), ())), **options)
-        return flat.reshape(*x.shape[:-1], kernel.shape[-1])
-
-    for _, module in nnx.iter_graph(model):
-        if isinstance(module, nnx.Linear):
-            module.dot_general = dot

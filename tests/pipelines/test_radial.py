@@ -15,6 +15,7 @@ from tests.support.commands import refused, succeeded
 from tests.support.commands import wanjax as run
 from tests.support.compare import error
 from tests.support.configs import TRANSFORMER
+from tests.support.quick import quick
 from tests.support.tiny import (
     tiny_checkpoint,
     tiny_cogvideox_checkpoint,
@@ -100,7 +101,7 @@ def trace(pipe, **settings):
     return found
 
 
-@pytest.mark.parametrize("text", [pytest.param("radial", marks=pytest.mark.slow), "radial:0.2"])
+@pytest.mark.parametrize("text", quick(["radial:0.2"], ["radial", "radial:0.2"]))
 def test_the_first_steps_are_those_of_dense_attention(folder, text):
     plain, radial = (trace(wanjax.load(folder, attention=a, dtype="float32")) for a in (None, text))
     for step in range(STEPS):

@@ -35,7 +35,7 @@ def _promote(operands: tuple, /, *, dtype: DTypeLike | None = None, inexact: boo
 
 
 def _dot_general(x: jax.Array, kernel: jax.Array, dimensions: Any, **options: Any) -> jax.Array:
-    """The product of a projection [... I] by [I O]."""
+    """The product of a projection, [... I] by [I O]; on CPUs with a gradient that is faster there."""
     if target(x).platform == "cpu":
         return _product(x, kernel)
     return jax.lax.dot_general(x, kernel, dimensions, **options)
@@ -43,15 +43,15 @@ def _dot_general(x: jax.Array, kernel: jax.Array, dimensions: Any, **options: An
 
 @jax.custom_vjp
 def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """A product for CPUs, where XLA multiplies by a transposed operand a quarter slower than by a copy of it."""
+    """The product for CPUs, where XLA multiplies by a transposed view a quarter slower than by a transposed copy."""
     return jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())))
 
 
-def _kept(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+def _forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     return _product(x, kernel), (x, kernel)
 
 
-def _gradients(kept: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _backward(kept: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, kernel = kept
     rows = tuple(range(x.ndim - 1))
     transposed = jax.lax.optimization_barrier(jnp.moveaxis(x, -1, 0))
@@ -59,7 +59,7 @@ def _gradients(kept: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Arr
     return of_x, jax.lax.dot_general(transposed, g, ((tuple(row + 1 for row in rows), rows), ((), ())))
 
 
-_product.defvjp(_kept, _gradients)
+_product.defvjp(_forward, _backward)
 
 
 def _are_tokens(x: jax.Array) -> bool:
