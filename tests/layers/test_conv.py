@@ -78,7 +78,7 @@ def test_frames_smaller_than_the_kernel_on_eight_devices(form, size):
 
 def test_a_tpu_is_given_what_its_matrix_units_take():
     """A layer is one convolution; its operands are rounded before they are cached, or float32 at high precision."""
-    x = jnp.ones((1, 2, 4, 4, 3))
+    x, tile = jnp.ones((1, 2, 4, 4, 3)), jnp.ones((1, 8, 4, 4, 3))
     causal, frames = CausalConv(3, 5, **SINGLE, rngs=nnx.Rngs(0)), FrameConv(3, 5, **SINGLE, rngs=nnx.Rngs(0))
 
     def both(x):
@@ -92,7 +92,7 @@ def test_a_tpu_is_given_what_its_matrix_units_take():
         assert jax.eval_shape(both, x).dtype == jnp.bfloat16
         with jax.default_matmul_precision("highest"):
             assert convolutions(both, x) == [({"float32"}, 5), ({"float32"}, 4)]
-        assert convolutions(both, jnp.ones((1, 8, 4, 4, 3))) == [({"bfloat16"}, 4)] * 2  # frames fill a tile
+        assert convolutions(both, tile) == [({"bfloat16"}, 4)] * 2  # frames fill a tile
 
 
 @pytest.mark.parametrize("make", [WanVAE, WanResidualVAE])
