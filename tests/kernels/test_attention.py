@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.workloads import WORKLOADS
-from tests.support.attention import BOUND, SMALL_TILES, exact, normal, operands, run, softmax
+from tests.support.attention import BOUND, SMALL_TILES, exact, exact_gradients, normal, operands, run
 from tests.support.compare import error
 from tests.support.types import unchecked
 from wanjax.errors import WanjaxError
@@ -31,20 +31,6 @@ each_variant_here = pytest.mark.parametrize(("name", "config"), HERE_VARIANTS)
 def head_size(name):
     """Returns a head size that an implementation supports."""
     return 64 if name == "flash_tpu" else 8
-
-
-def exact_gradients(q, k, v, g, *, scale, **options):
-    """Returns the gradients of Σ g · attention for q, k, v (with all heads) and the logits, in float64."""
-    weights = softmax(q, k, scale=scale, **options)
-    q, k, v, g = (np.asarray(x, np.float64) for x in (q, k, v, g))
-    d_weights = np.einsum("BLND,BSND->BNLS", g, v)
-    d_logits = weights * (d_weights - (weights * d_weights).sum(axis=-1, keepdims=True))
-    return (
-        scale * np.einsum("BNLS,BSND->BLND", d_logits, k),
-        scale * np.einsum("BNLS,BLND->BSND", d_logits, q),
-        np.einsum("BNLS,BLND->BSND", weights, g),
-        d_logits,
-    )
 
 
 @cache
@@ -148,6 +134,22 @@ def test_gradients(name, config):
 
     *wanted, d_logits = exact_gradients(q, k, v, g, bias=bias, **options)
     for got, right in zip(gradients(q, k, v, bias), [*wanted, d_logits.sum(axis=0, keepdims=True)], strict=True):
+        assert error(got, right) <= BOUND["float32"]
+
+
+@each_variant_here
+def test_gradients_of_log_sum_exps(name, config):
+    """Softmaxes over parts of the keys are merged by their log-sum-exps, which so have gradients too."""
+    q, k, v = operands(2, 14, 12, 2, 2, 8)
+    g, h = normal(4, *q.shape), normal(5, *q.shape[:3])
+    options = {"key_mask": None, "window": (4, 5), "scale": 0.4}
+
+    def loss(q, k, v):
+        out, lse = IMPLEMENTATIONS[name].attention(q, k, v, **options, bias=None, config=config, return_lse=True)
+        return (g * out).sum() + (h * lse).sum()
+
+    wanted = exact_gradients(q, k, v, g, of_lse=h, **options)[:3]
+    for got, right in zip(jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v), wanted, strict=True):
         assert error(got, right) <= BOUND["float32"]
 
 

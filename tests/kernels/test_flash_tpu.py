@@ -233,13 +233,13 @@ def test_default_tiles_fit(vmem, keys, dtype):
     assert blocks * config.block_q - keys < 512 * blocks
 
 
-PLAIN = {"size": 128, "dtype": "bfloat16", "window": None, "masked": False}
+PLAIN = {"size": 128, "dtype": "bfloat16", "kv_heads": 2, "window": None, "masked": False}
 COMPILED = [
     ("v5e-1", PLAIN),
     ("v5p-8", PLAIN),
     ("v6e-1", PLAIN),
     ("v7x-8", PLAIN),
-    ("v6e-1", PLAIN | {"size": 64, "window": [9, 40]}),
+    ("v6e-1", PLAIN | {"size": 64, "kv_heads": 1, "window": [9, 40]}),
     ("v6e-1", PLAIN | {"size": 64, "dtype": "float32", "masked": True}),
 ]
 needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")

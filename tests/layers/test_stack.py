@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stacked blocks as a trunk: all of them, those before the last, and the last."""
 
+import re
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+from wanjax.kernels.attention import attention
 from wanjax.layers.linear import linear
-from wanjax.layers.stack import block_at, stack, trunk_of
+from wanjax.layers.stack import block_at, scan_blocks, stack, trunk_of
 
 LAYERS, WIDTH = 4, 8
 
@@ -40,3 +44,17 @@ def test_a_trunk_in_two_parts(blocks):
     ):
         for one, other in zip(got, wanted, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_the_backward_pass_does_not_attend_again(blocks):
+    """Blocks are computed again from their inputs, but not their softmax."""
+
+    def apply(block, x):
+        heads = block(x)[:, :, None]
+        return x + attention(heads, heads, heads, implementation="chunked")[:, :, 0]
+
+    def loss(x):
+        return jnp.sum(jnp.sin(scan_blocks(blocks, apply, x)))
+
+    text = jax.jit(jax.grad(loss)).lower(jnp.ones((1, 5, WIDTH))).compile().as_text()
+    assert len(re.findall(r" exponential\(", text)) == 2  # of the forward pass, and of the gradient

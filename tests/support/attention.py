@@ -52,3 +52,21 @@ def softmax(q, k, key_mask=None, window=None, scale=None, bias=None):
 def exact(q, k, v, **options):
     v = np.repeat(np.asarray(v, np.float64), q.shape[2] // v.shape[2], axis=2)
     return np.einsum("BNLS,BSND->BLND", softmax(q, k, **options), v, optimize=True)
+
+
+def exact_gradients(q, k, v, g, *, scale, of_lse=0.0, **options):
+    """Returns the gradients of Σ g · attention for q, k, v (with all heads) and the logits, in float64.
+
+    `of_lse` [B L N] adds those of Σ of_lse · log-sum-exp.
+    """
+    weights = softmax(q, k, scale=scale, **options)
+    q, k, v, g = (np.asarray(x, np.float64) for x in (q, k, v, g))
+    d_weights = np.einsum("BLND,BSND->BNLS", g, v)
+    more = np.broadcast_to(np.asarray(of_lse, np.float64), q.shape[:3]).transpose(0, 2, 1)[..., None]
+    d_logits = weights * (d_weights - (weights * d_weights).sum(axis=-1, keepdims=True) + more)
+    return (
+        scale * np.einsum("BNLS,BSND->BLND", d_logits, k),
+        scale * np.einsum("BNLS,BLND->BSND", d_logits, q),
+        np.einsum("BNLS,BLND->BSND", weights, g),
+        d_logits,
+    )

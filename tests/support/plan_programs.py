@@ -87,14 +87,20 @@ def attend(mesh: Mesh, *, workload: str) -> Lowering:
     return _attend(mesh, WORKLOADS[workload].operands(jnp.bfloat16))
 
 
-def attend_small(mesh: Mesh, *, size: int, dtype: str, window: tuple[int, int] | None, masked: bool) -> Lowering:
-    """Lowers attention of two examples with two heads that share k and v, with a window or a mask of keys."""
-    operands = [jax.ShapeDtypeStruct((2, length, heads, size), jnp.dtype(dtype)) for length, heads in SMALL_LENGTHS]
-    mask = [jax.ShapeDtypeStruct((2, SMALL_LENGTHS[1][0]), bool)] if masked else []
-    return _attend(mesh, [*operands, *mask], window)
+def attend_small(
+    mesh: Mesh, *, size: int, dtype: str, kv_heads: int, window: tuple[int, int] | None, masked: bool
+) -> Lowering:
+    """Lowers attention of two examples of two heads, with a window or a mask of keys, and its gradients."""
+    lengths = ((300, 2), (200, kv_heads), (200, kv_heads))
+    operands = [jax.ShapeDtypeStruct((2, length, heads, size), jnp.dtype(dtype)) for length, heads in lengths]
+    mask = [jax.ShapeDtypeStruct((2, 200), bool)] if masked else []
+    attend = _attend(mesh, [*operands, *mask], window)
 
+    def run(q, k, v, *mask):
+        out, pull = jax.vjp(lambda *qkv: attend.function(*qkv, *mask), q, k, v)
+        return out, pull(out)
 
-SMALL_LENGTHS = ((300, 2), (200, 1), (200, 1))  # length and heads of q, k and v
+    return attend._replace(function=run)
 
 
 def _attend(mesh: Mesh, operands, window=None) -> Lowering:

@@ -10,13 +10,10 @@ from wanjax.cli.processes import meet
 from wanjax.cli.report import Report
 from wanjax.cli.stages import given_settings
 from wanjax.compilation import kept_set
-from wanjax.sharding import platform
 from wanjax.training.adapters import LoraConfig
 from wanjax.training.config import TrainConfig
 from wanjax.training.optimizers import OptimizerConfig
 from wanjax.training.run import Training
-
-DIFFERENTIABLE = "chunked"  # the implementation of attention whose gradient needs little memory on a TPU
 
 
 def train(report: Report, *, model: str, data: Path, out: Path, **given: Any) -> None:
@@ -27,7 +24,7 @@ def train(report: Report, *, model: str, data: Path, out: Path, **given: Any) ->
         model,
         dtype=given.get("dtype"),
         param_dtype="float32" if config.lora is None else None,
-        attention=given.get("attention") or (DIFFERENTIABLE if platform() == "tpu" else None),
+        attention=given.get("attention"),
         mesh=given.get("mesh"),
         rules=given.get("rules") or "fsdp",
         compiler=given.get("compiler") or kept_set(),

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from wanjax.kernels.attention.gradient import KEPT
 from wanjax.layers.placement import axes_of
 from wanjax.sharding import constrain
 
@@ -18,6 +19,13 @@ Carry = TypeVar("Carry")  # an array, or a tuple of arrays
 Result = TypeVar("Result")
 
 TOKENS = ("batch", "length", "embed")
+
+again = partial(
+    jax.checkpoint,
+    prevent_cse=False,  # a scan leaves nothing for CSE to undo
+    policy=jax.checkpoint_policies.save_only_these_names(KEPT),
+)
+"""Computes a block again in the backward pass, except its attention, whose results are kept."""
 
 
 def stack(make_block: Callable[[nnx.Rngs], Module], layers: int, rngs: nnx.Rngs) -> Module:
@@ -53,12 +61,12 @@ def scan_blocks(blocks: Any, apply: Callable[..., Carry], x: Carry, *per_block: 
     `blocks` may be a tuple of stacks of equal length, and x a tuple of arrays. `per_block` are trees of arrays with a
     leading axis as long as the stack; `apply` receives the entries of one block.
 
-    The backward pass computes each block again from its input. That takes less memory than keeping the activations,
-    and on CPUs less time.
+    The backward pass computes each block again from its input, except its attention. That takes less memory than
+    keeping all activations, and on CPUs less time.
     """
     graphdef, weights = nnx.split(blocks)
 
-    @partial(jax.checkpoint, prevent_cse=False)  # a scan leaves nothing for CSE to undo
+    @again
     def step(x: Carry, layer: tuple[Any, tuple]) -> tuple[Carry, None]:
         block_weights, entries = layer
         return as_tokens(apply(nnx.merge(graphdef, block_weights), x, *entries)), None
@@ -88,7 +96,7 @@ def scan_some(blocks: Any, some: range, apply: Callable[..., Carry], x: Carry, *
     graphdef, weights = nnx.split(blocks)
     stacked = weights, per_block
 
-    @partial(jax.checkpoint, prevent_cse=False)
+    @again
     def step(x: Carry, index: jax.Array) -> tuple[Carry, None]:
         block_weights, entries = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, index, keepdims=False), stacked)
         return as_tokens(apply(nnx.merge(graphdef, block_weights), x, *entries)), None

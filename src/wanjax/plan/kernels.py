@@ -22,7 +22,7 @@ DTYPES = {"bf16": "bfloat16", "pred": "bool"} | {
 }
 # Kernels whose data-dependent branches guard rare cases. In kernels by others such branches may guard all the work.
 BLOCKS = "flash_blocks"
-WITH_RARE_WORK = ("flash_attention", BLOCKS)
+PLACE_OF_KEYS = {"flash_attention": 2, "flash_gradient": 5}  # among a kernel's operands
 SPREAD = range(-28, 29, 7)  # of the numbers of blocks about their mean: bodies of blocks divide them unevenly
 
 
@@ -108,12 +108,12 @@ def kernel_seconds(call: Call, compiled: Compiled) -> float:
     For our own, branches that guard rare cases are skipped, and a mask leaves all keys. In a kernel that visits listed
     blocks each grid step visits about as many as they all list on average.
     """
-    if call.kernel not in WITH_RARE_WORK:
-        return price(compiled).by_kind["kernels"].mid
     if call.kernel == BLOCKS:
         (_, (cells,)), _, _, (_, (listed,)), *_ = call.operands
         return visiting_seconds(compiled, [max(0, round(listed / cells) + more) for more in SPREAD])
-    _, _, (_, (_, keys, _)), _ = call.operands  # the number of keys that a mask leaves, queries, keys, values
+    if call.kernel not in PLACE_OF_KEYS:
+        return price(compiled).by_kind["kernels"].mid
+    _, (_, keys, _) = call.operands[PLACE_OF_KEYS[call.kernel]]
     return visiting_seconds(compiled, [keys])
 
 

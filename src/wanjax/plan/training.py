@@ -75,11 +75,9 @@ def training_outlook(
     place, settings = find_place(chip), replace(settings, guidance_scale=1.0)
     architecture.check_whole(settings.model, "training")
     known = family.network_of(architecture.networks["transformer"])
-    if isinstance(place, Slice):
-        attention = attention or "chunked"
-        if mesh is None:
-            work = architecture.forward(settings)
-            mesh = choose_mesh(place, work, guided=False, parameters=known.parameters, sp=sp)
+    if isinstance(place, Slice) and mesh is None:
+        work = architecture.forward(settings)
+        mesh = choose_mesh(place, work, guided=False, parameters=known.parameters, sp=sp)
     axes = axes_on(place, mesh or (1, 1, 1))
     arguments = {"architecture": architecture, "settings": settings, "clips": clips, "lora": lora}
     arguments |= {"optimized": optimized, "attention": attention}

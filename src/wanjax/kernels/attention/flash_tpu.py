@@ -23,7 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from wanjax.errors import WanjaxError
-from wanjax.kernels.attention import chunked
+from wanjax.kernels.attention import chunked, chunked_gradient, flash_gradient
 from wanjax.kernels.attention.flash_kernel import (
     CAREFUL_KV,
     CHUNK,
@@ -35,8 +35,10 @@ from wanjax.kernels.attention.flash_kernel import (
     kernel,
     kernel_of_blocks,
 )
+from wanjax.kernels.attention.gradient import from_result
 from wanjax.kernels.attention.masks import Window, divide_live, first_keys, live_first
 from wanjax.kernels.attention.radial import Radial, visits
+from wanjax.kernels.target import target
 
 HEAD_DIMS = (64, 128)
 DTYPES = ("float32", "bfloat16")
@@ -204,40 +206,45 @@ def attention(
     return_lse: bool = False,
     keys: int | Int32[Array, " B"] | None = None,
 ) -> Float[Array, "B L N D"] | tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]:
-    """Computes what the reference does; the gradient is that of `chunked`, which computes the scores again.
+    """Computes what the reference does; the gradient computes the scores again, as `chunked` does.
 
     Only the first `keys` keys take part (None: all), as many in each example or a number for each; `keys` and
     `key_mask` are not given together. Under a radial mask a number for each is at least that of the video's keys.
     """
 
-    @jax.custom_vjp
-    def run(q: Array, k: Array, v: Array):
-        out, lse = _attention(q, k, v, key_mask=key_mask, window=window, scale=scale, config=config, keys=keys)
-        return (out, lse) if return_lse else out
-
-    def forward(q: Array, k: Array, v: Array):
-        return run(q, k, v), (q, k, v)
-
-    def backward(qkv: tuple[Array, Array, Array], g):
-        def again(q: Array, k: Array, v: Array):
-            mask, first = (first_keys(keys, k.shape[1]), None) if isinstance(keys, Array) else (key_mask, keys)
-            options = {"window": window, "scale": scale, "bias": None, "config": None}
-            return chunked.attention(q, k[:, :first], v[:, :first], key_mask=mask, **options, return_lse=return_lse)
-
-        return jax.vjp(again, *qkv)[1](g)
-
-    run.defvjp(forward, backward)
-    return run(q, k, v)
-
-
-def _attention(
-    q, k, v, *, key_mask, window, scale: float, config: Config | None, keys: int | Array | None
-) -> tuple[Array, Array]:
-    batch, queries, heads, head_dim = q.shape
-    kv_heads = k.shape[2]
     counted = isinstance(keys, Array)
-    live = keys if counted else jnp.full((batch,), k.shape[1] if keys is None else keys, jnp.int32)
-    keys = k.shape[1] if counted or keys is None else keys
+    options = {"window": window, "scale": scale, "config": config, "keys": None if counted else keys}
+    masks = key_mask, keys if counted else None
+    out, lse = from_result(partial(_attention, **options), partial(_gradient, **options), q, k, v, masks)
+    return (out, lse) if return_lse else out
+
+
+def _gradient(q, k, v, g, lse, delta, masks, *, window, scale: float, config: Config | None, keys: int | None):
+    """The gradients of q, k and v: by the kernel where all queries see the same first keys, else by `chunked`'s."""
+    (key_mask, live), (batch, queries, heads, head_dim) = masks, q.shape
+    keys = k.shape[1] if keys is None else keys
+    interpret, tiles = config is not None and config.interpret, None
+    if key_mask is None and window is None and k.shape[2] == heads:
+        vmem = 2 * SPILL_BYTES if interpret else _vmem_bytes() or 0
+        tiles = flash_gradient.fitting(queries, keys, head_dim, q.dtype.itemsize, vmem, interpret=interpret)
+    if tiles is not None:
+        live = jnp.full((batch,), keys, jnp.int32) if live is None else live
+        return flash_gradient.gradient(q, k, v, g, lse, delta, live, scale=scale, keys=keys, config=tiles)
+    if live is not None:
+        key_mask = first_keys(live, keys)
+    sizes = chunked.default_config(target(q).platform, head_dim).sizes
+    dq, dk, dv = chunked_gradient.gradient(
+        q, k[:, :keys], v[:, :keys], g, lse, delta, key_mask, window=window, scale=scale, sizes=sizes
+    )
+    after = ((0, 0), (0, k.shape[1] - keys), (0, 0), (0, 0))
+    return dq, jnp.pad(dk, after), jnp.pad(dv, after)
+
+
+def _attention(q, k, v, masks, *, window, scale: float, config: Config | None, keys: int | None) -> tuple[Array, Array]:
+    (key_mask, live), (batch, queries, heads, head_dim) = masks, q.shape
+    kv_heads, counted = k.shape[2], live is not None
+    keys = k.shape[1] if keys is None else keys
+    live = live if counted else jnp.full((batch,), keys, jnp.int32)
     blocks = window if isinstance(window, Radial) else None
     ragged = blocks is None and (key_mask is not None or counted or window is not None)
     if blocks is not None:

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradient of attention from its result and its log-sum-exps (Dao et al., FlashAttention, 2022, algorithm 4).
+
+The weights of a block follow from its scores and the log-sum-exps, and the gradient of the softmax needs one more sum
+for each query, that of result times gradient. So nothing of the forward pass is kept beside its operands and results,
+and a checkpoint that saves what is named `KEPT` computes attention once.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Float32
+
+KEPT = "attended"
+
+Result = tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]
+Backward = Callable[..., tuple[Array, Array, Array]]  # of q, k, v, g, lse, delta and masks: the gradients of q, k, v
+
+
+def from_result(
+    forward: Callable[..., Result],
+    backward: Backward,
+    q: Float[Array, "B L N D"],
+    k: Float[Array, "B S K D"],
+    v: Float[Array, "B S K D"],
+    masks: Any,
+) -> Result:
+    """Returns `forward(q, k, v, masks)`, whose gradient is `backward(q, k, v, g, lse, delta, masks)`.
+
+    `g` is the gradient of the result, and `delta` [B L N] what is subtracted from the gradient of a query's weights.
+    `masks` is a tree of arrays that have no gradient.
+    """
+
+    @jax.custom_vjp
+    def run(q: Array, k: Array, v: Array, masks: Any) -> Result:
+        return forward(q, k, v, masks)
+
+    def keep(q: Array, k: Array, v: Array, masks: Any) -> tuple[Result, tuple]:
+        out, lse = checkpoint_name(forward(q, k, v, masks), KEPT)
+        return (out, lse), (q, k, v, masks, out, lse)
+
+    def back(kept: tuple, gradients: Result) -> tuple:
+        q, k, v, masks, out, lse = kept
+        g, of_lse = gradients
+        delta = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - of_lse
+        return *backward(q, k, v, g, lse, delta, masks), None
+
+    run.defvjp(keep, back)
+    return run(q, k, v, masks)

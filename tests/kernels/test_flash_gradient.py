@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel of attention's gradient on TPUs, in interpret mode, against the formula in float64."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support.attention import BOUND, SMALL_TILES, exact_gradients, normal, operands
+from tests.support.compare import error
+from wanjax.kernels.attention import attention, flash_gradient, reference
+from wanjax.kernels.attention.flash_gradient import Config
+
+ONE_BLOCK, BLOCKS, PARTS = (
+    Config(384, 512, 256, 384, True),
+    Config(256, 256, 128, 512, True),
+    Config(128, 256, 256, 128, True),
+)
+
+
+def gradients(q, k, v, g, config, scale=0.3, keys=None, live=None):
+    """Returns the kernel's gradients, from the result and the log-sum-exps of the reference."""
+    keys = k.shape[1] if keys is None else keys
+    live = jnp.full((q.shape[0],), keys, jnp.int32) if live is None else live
+    mask = jnp.arange(k.shape[1])[None] < live[:, None]
+    options = {"key_mask": mask, "window": None, "scale": scale, "bias": None, "config": None}
+    out, lse = reference.attention(q, k, v, **options, return_lse=True)
+    delta = (g.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
+    run = jax.jit(partial(flash_gradient.gradient, scale=scale, keys=keys, config=config))
+    return run(q, k, v, g, lse, delta, live), exact_gradients(q, k, v, g, scale=scale, key_mask=mask)[:3]
+
+
+@pytest.mark.parametrize("config", [ONE_BLOCK, BLOCKS, PARTS], ids=["one-block", "blocks", "parts"])
+@pytest.mark.parametrize("size", [64, 128])
+def test_blocks_that_lengths_do_not_fill(config, size):
+    q, k, v = operands(2, 300, 450, 2, 2, size)
+    got, wanted = gradients(q, k, v, normal(4, *q.shape), config)
+    for ours, right in zip(got, wanted, strict=True):
+        assert error(ours, right) <= 3 * BOUND["float32"]
+
+
+@pytest.mark.parametrize("live", [(450, 130), (1, 256), (256, 450)])
+def test_keys_that_are_padding(live):
+    """Each example has its own number of keys; the others get no gradient and may hold anything finite."""
+    q, k, v = operands(2, 300, 500, 1, 1, 64)
+    k, v = (x.at[:, 450:].set(1e4) for x in (k, v))
+    got, wanted = gradients(q, k, v, normal(4, *q.shape), BLOCKS, keys=450, live=jnp.asarray(live, jnp.int32))
+    for ours, right in zip(got, wanted, strict=True):
+        assert error(ours, right) <= 3 * BOUND["float32"]
+    for x in got[1:]:
+        assert not any(np.asarray(x[b, count:]).any() for b, count in enumerate(live))
+
+
+def test_bfloat16():
+    q, k, v = operands(1, 300, 450, 2, 2, 128, "bfloat16")
+    got, wanted = gradients(q, k, v, normal(4, *q.shape, dtype="bfloat16"), BLOCKS)
+    for ours, right in zip(got, wanted, strict=True):
+        assert ours.dtype == jnp.bfloat16
+        assert error(ours, right) <= 2 * BOUND["bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("options", "heads"),
+    [({}, 2), ({"keys": 70}, 2), ({"window": (40, 9)}, 2), ({"masked": True}, 2), ({}, 1)],
+    ids=["all", "first", "window", "mask", "shared"],
+)
+def test_gradients_through_attention(options, heads):
+    """Where the kernel does not serve, blocks do."""
+    q, k, v = operands(1, 90, 100, 2, heads, 64)
+    mask = jnp.asarray(np.random.default_rng(3).random((1, 100)) < 0.7) if options.get("masked") else None
+    options = {"scale": 0.3, "key_mask": mask} | {name: x for name, x in options.items() if name != "masked"}
+
+    def loss(name, config, *qkv):
+        return jnp.sum(jnp.sin(attention(*qkv, implementation=name, config=config, **options)))
+
+    wanted = jax.grad(partial(loss, "reference", None), (0, 1, 2))(q, k, v)
+    got = jax.jit(jax.grad(partial(loss, "flash_tpu", SMALL_TILES), (0, 1, 2)))(q, k, v)
+    for ours, right in zip(got, wanted, strict=True):
+        assert error(ours, np.float64(right)) <= 3e-6
+
+
+@pytest.mark.parametrize("queries", [1000, 14_040, 75_600, 200_000])
+@pytest.mark.parametrize("vmem", [64, 128])
+def test_tiles_fit(queries, vmem):
+    """A call holds as many queries as VMEM allows, in whole blocks."""
+    tiles = flash_gradient.fitting(queries, queries, 128, 2, vmem << 20)
+    assert tiles.held % tiles.block_q == tiles.block_kv % tiles.body == 0
+    assert tiles.vmem_bytes(128, 2) + flash_gradient.SPILL_BYTES <= vmem << 20
+    assert tiles.held >= min(queries, 30_000)
+    assert tiles.held - tiles.block_q < queries
+
+
+def test_a_chip_with_little_vmem_has_no_kernel():
+    assert flash_gradient.fitting(14_040, 14_040, 128, 2, 16 << 20) is None
