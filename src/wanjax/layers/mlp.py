@@ -9,6 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from wanjax.kernels.saved import saved
 from wanjax.layers.linear import Axes, linear
 
 gelu = partial(jax.nn.gelu, approximate=False)
@@ -36,4 +37,4 @@ class MLP(nnx.Module):
 
     @jax.named_scope("mlp")
     def __call__(self, x: Float[Array, "*B E"]) -> Float[Array, "*B _E"]:
-        return self.down(self.activation(self.up(x)))
+        return saved(self.down(self.activation(self.up(x))))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from wanjax.kernels.attention.gradient import KEPT
+from wanjax.kernels.saved import saved_alone
 from wanjax.layers.placement import axes_of
 from wanjax.sharding import constrain
 
@@ -20,12 +20,7 @@ Result = TypeVar("Result")
 
 TOKENS = ("batch", "length", "embed")
 
-again = partial(
-    jax.checkpoint,
-    prevent_cse=False,  # a scan leaves nothing for CSE to undo
-    policy=jax.checkpoint_policies.save_only_these_names(KEPT),
-)
-"""Computes a block again in the backward pass, except its attention, whose results are kept."""
+again = partial(saved_alone, prevent_cse=False)  # a scan leaves nothing for CSE to undo
 
 
 def stack(make_block: Callable[[nnx.Rngs], Module], layers: int, rngs: nnx.Rngs) -> Module:
@@ -61,8 +56,8 @@ def scan_blocks(blocks: Any, apply: Callable[..., Carry], x: Carry, *per_block: 
     `blocks` may be a tuple of stacks of equal length, and x a tuple of arrays. `per_block` are trees of arrays with a
     leading axis as long as the stack; `apply` receives the entries of one block.
 
-    The backward pass computes each block again from its input, except its attention. That takes less memory than
-    keeping all activations, and on CPUs less time.
+    The backward pass computes each block again from its input, except the results of attention and of MLPs. That
+    takes less memory than keeping all activations, and on CPUs less time.
     """
     graphdef, weights = nnx.split(blocks)
 

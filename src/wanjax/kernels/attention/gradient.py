@@ -3,7 +3,7 @@
 
 The weights of a block follow from its scores and the log-sum-exps, and the gradient of the softmax needs one more sum
 for each query, that of result times gradient. So nothing of the forward pass is kept beside its operands and results,
-and a checkpoint that saves what is named `KEPT` computes attention once.
+and where the results are saved, a block that is computed again does not attend again.
 """
 
 from collections.abc import Callable
@@ -11,10 +11,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32
 
-KEPT = "attended"
+from wanjax.kernels.saved import saved
 
 Result = tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]
 Backward = Callable[..., tuple[Array, Array, Array]]  # of q, k, v, g, lse, delta and masks: the gradients of q, k, v
@@ -39,7 +38,7 @@ def from_result(
         return forward(q, k, v, masks)
 
     def keep(q: Array, k: Array, v: Array, masks: Any) -> tuple[Result, tuple]:
-        out, lse = checkpoint_name(forward(q, k, v, masks), KEPT)
+        out, lse = saved(forward(q, k, v, masks))
         return (out, lse), (q, k, v, masks, out, lse)
 
     def back(kept: tuple, gradients: Result) -> tuple:
