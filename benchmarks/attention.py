@@ -2,7 +2,7 @@
 """Attention at the sizes of real models: speed and memory of every implementation that runs here, compared with torch.
 
     python -m benchmarks.attention [WORKLOAD ...] [--dtype float32] [--one-core] [--block-q N --block-kv N]
-    python -m benchmarks.attention [WORKLOAD ...] --price v6e
+    python -m benchmarks.attention [WORKLOAD ...] --price v6e [--gradient]
 
 benchmarks.workloads names the workloads; `all` selects all of them. The reference is left out if its
 scores exceed 1 GB. With `--one-core` everything runs on one core and CPU time counts, which other users of the machine
@@ -24,7 +24,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.attention_prices import price_table
+from benchmarks.attention_prices import gradient_table, price_table
 from benchmarks.timing import Run, Timing, speed_ratio, time_rivals
 from benchmarks.workloads import WORKLOADS, Workload
 from wanjax.kernels.attention import IMPLEMENTATIONS, attention, choose, chunked
@@ -110,6 +110,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workload", nargs="*")
     parser.add_argument("--price", metavar="CHIP", choices=("v5e", "v5p", "v6e", "v7x"))
+    parser.add_argument("--gradient", action="store_true", help="with --price: attention with its gradients")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--block-q", type=int)
@@ -119,7 +120,8 @@ def main() -> None:
     names = list(WORKLOADS) if options.workload == ["all"] else options.workload
     if options.price:
         for name in names or PRICED:
-            Console(width=150).print(price_table(WORKLOADS[name], options.price))
+            table = gradient_table if options.gradient else price_table
+            Console(width=150).print(table(WORKLOADS[name], options.price))
         return
     if options.one_core:  # before JAX starts its threads, which inherit the affinity
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})

@@ -29,6 +29,24 @@ def ours(mesh: Mesh, *, workload: str, implementation: str) -> Lowering:
     return program(mesh, WORKLOADS[workload], partial(attention, implementation=implementation))
 
 
+def pulled(mesh: Mesh, *, workload: str, implementation: str) -> Lowering:
+    """Builds the program of the gradients of q, k and v, which computes what it needs of the forward pass."""
+    return program(mesh, WORKLOADS[workload], _gradients(partial(attention, implementation=implementation)))
+
+
+def splash_pulled(mesh: Mesh, *, workload: str, tiles: tuple[int, int, int]) -> Lowering:
+    size = WORKLOADS[workload]
+    kernel = splash_kernel(size.heads, size.queries, size.keys, tiles)
+    return program(mesh, size, _gradients(partial(kernel, scale=size.head_dim**-0.5)))
+
+
+def _gradients(function: Callable) -> Callable:
+    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+        return jax.vjp(function, q, k, v)[1](q)  # a gradient like any other
+
+    return run
+
+
 def plain(mesh: Mesh, *, workload: str) -> Lowering:
     return program(mesh, WORKLOADS[workload], partial(jax.nn.dot_product_attention, implementation="xla"))
 
@@ -52,7 +70,13 @@ def splash_kernel(heads: int, queries: int, keys: int, tiles: tuple[int, int, in
     kernel: Any = splash_attention_kernel.make_splash_mha(
         splash_attention_mask.MultiHeadMask([splash_attention_mask.FullMask((whole_q, whole_kv))] * heads),
         block_sizes=splash_attention_kernel.BlockSizes(
-            block_q=block_q, block_kv=block_kv, block_kv_compute=block_kv_compute
+            block_q=block_q,
+            block_kv=block_kv,
+            block_kv_compute=block_kv_compute,
+            block_q_dkv=block_q,
+            block_kv_dkv=block_kv,
+            block_kv_dkv_compute=block_kv_compute,
+            use_fused_bwd_kernel=True,
         ),
         head_shards=1,
         q_seq_shards=1,
@@ -76,9 +100,9 @@ def program(mesh: Mesh, workload: Workload, function: Callable) -> Lowering:
         for x in workload.operands(jnp.bfloat16)
     )
 
-    def run(*operands: jax.Array) -> jax.Array:
+    def run(*operands: jax.Array) -> Any:
         heads = (x.reshape(*x.shape[:2], workload.heads, workload.head_dim) for x in operands)
-        return function(*heads).reshape(operands[0].shape)
+        return jax.tree.map(lambda x: x.reshape(*x.shape[:2], -1), function(*heads))
 
     everywhere = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     return Lowering(everywhere, tuple(arguments))
@@ -94,6 +118,31 @@ def jobs(workload: Workload, chip: str) -> Mapping[str, Job]:
     if 4 * workload.scores <= LARGEST_SCORES:
         found["plain XLA"] = Job(place, f"{__name__}:plain", {"workload": workload.name})
     return found
+
+
+def gradient_table(workload: Workload, chip: str) -> Table:
+    """Prices attention with its gradients, beside attention alone."""
+    place = min((place for place in SLICES.values() if place.chip.name == chip), key=lambda place: place.devices).name
+    of = {"workload": workload.name}
+    compared = {
+        "flash_tpu alone": Job(place, f"{__name__}:ours", of | {"implementation": "flash_tpu"}),
+        "flash_tpu": Job(place, f"{__name__}:pulled", of | {"implementation": "flash_tpu"}),
+        "chunked": Job(place, f"{__name__}:pulled", of | {"implementation": "chunked"}),
+        "splash": Job(place, f"{__name__}:splash_pulled", of | {"tiles": SPLASH_TILES[0]}),
+    }
+    table = Table(title=f"{workload.name} on one {chip}, bfloat16, priced: attention and its gradients")
+    for column in ("", "ms", "kernels", "around them", "memory, MiB"):
+        table.add_column(column)
+    for name, result in zip(compared, compile_all(list(compared.values()), schedules=True), strict=True):
+        if isinstance(result, CompilerError):
+            table.add_row(name, _short(result))
+            continue
+        undecided = price(result, words=workload.keys).undecided if name.startswith("flash_tpu") else {}
+        priced = price(result, skip=undecided, words=workload.keys)
+        total, kernels = priced.total.mid, priced.by_kind["kernels"].mid
+        cells = (f"{1e3 * seconds:.2f}" for seconds in (total, kernels, total - kernels))
+        table.add_row(name, *cells, f"{result.memory.peak / 2**20:.0f}")
+    return table
 
 
 def price_table(workload: Workload, chip: str) -> Table:

@@ -71,12 +71,17 @@ class Program:
 
     def options_of(self, partitioner: Partitioner | None, compiler: str) -> dict[str, Any]:
         """Returns the compiler's options of a set, for the devices of a partitioner or JAX's default device."""
-        on = None if partitioner is None else target_of(partitioner.mesh.devices.flat[0])
+        on = devices_of(partitioner)
         return {**self.options(on), **(self.fast(on) if self.fast is not None and compiler == FAST else {})}
 
     def traceable(self, partitioner: Partitioner | None, static: Any) -> Callable[..., Any]:
         """Returns the function with its static argument bound, which is traced under the partitioner."""
         return functools.partial(_partitioned(self.function, partitioner), static)
+
+
+def devices_of(partitioner: Partitioner | None) -> Target | None:
+    """Returns the target of a partitioner's devices, or None for JAX's default device."""
+    return None if partitioner is None else target_of(partitioner.mesh.devices.flat[0])
 
 
 Compile = Callable[[Program], Callable[..., Any]]  # returns a program's executable, as `Pipeline.compiled` does
@@ -89,23 +94,17 @@ def program(
     return lambda function: Program(function, options, donated, fast)
 
 
-class Executable:
-    """A program for some devices, compiled at the first call with arguments of each shape.
+class Jitted:
+    """A function, compiled at the first call with arguments of each shape; `how` are the keywords of `jax.jit`.
 
-    Options that the compiler refuses are left out from then on, with a warning. Where another function is traced, as in
-    training, the program becomes a part of that function.
+    Options that the compiler refuses are left out from then on, with a warning.
     """
 
-    def __init__(self, program: Program, partitioner: Partitioner | None, options: tuple[tuple[str, Any], ...]):
-        self._function = _partitioned(program.function, partitioner)
-        self._donated = tuple(_names(program.function).index(name) for name in program.donated)
-        self.options = dict(options)
+    def __init__(self, function: Callable[..., Any], options: Mapping[str, Any], **how: Any):
+        self._function, self._how, self.options = function, how, dict(options)
         self.jitted = self._jitted(self.options)
 
     def __call__(self, *arguments: Any) -> Any:
-        if any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments[1:])):
-            return self._function(*arguments)
-
         def run(options: dict[str, Any]) -> Any:
             jitted = self.jitted if options == self.options else self._jitted(options)
             result = jitted(*arguments)
@@ -115,7 +114,24 @@ class Executable:
         return without_refused(self.options, run, _warn)
 
     def _jitted(self, options: dict[str, Any]) -> Any:
-        return jax.jit(self._function, static_argnums=0, donate_argnums=self._donated, compiler_options=options)
+        return jax.jit(self._function, compiler_options=options, **self._how)
+
+
+class Executable(Jitted):
+    """A program for some devices.
+
+    Where another function is traced, as in training, the program becomes a part of that function.
+    """
+
+    def __init__(self, program: Program, partitioner: Partitioner | None, options: tuple[tuple[str, Any], ...]):
+        donated = tuple(_names(program.function).index(name) for name in program.donated)
+        function = _partitioned(program.function, partitioner)
+        super().__init__(function, dict(options), static_argnums=0, donate_argnums=donated)
+
+    def __call__(self, *arguments: Any) -> Any:
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments[1:])):
+            return self._function(*arguments)
+        return super().__call__(*arguments)
 
 
 _executable = functools.cache(Executable)

@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.small_wan import architecture, network, partitioner, transformer_config
 from wanjax.converters.wan.diffusers import transformer_rules
+from wanjax.kernels.compiler_options import products
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.pipelines.components import Components
 from wanjax.pipelines.wan.pipeline import WanPipeline
@@ -43,6 +44,7 @@ def losses(axes, rules, full, folder):
     trainer = Trainer(
         model, loss_of(pipe, NoiseLevels("shift", 3.0)), made, folder, 0, trained=chosen, partitioner=place
     )
+    assert trainer._step.options == products()  # as a plan compiles it
     found = []
     trainer.run(STEPS, lambda step, _: batch(step), lambda step, metrics: found.append(metrics["loss"]), every=10**6)
     trainer.close()

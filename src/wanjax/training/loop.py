@@ -21,7 +21,9 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from wanjax.checkpoints.arrays import reason
+from wanjax.compilation import Jitted, devices_of
 from wanjax.errors import WanjaxError
+from wanjax.kernels.compiler_options import products
 from wanjax.sharding import Partitioner, use
 from wanjax.training.adapters import DropoutKey, dropped
 from wanjax.training.objective import Loss
@@ -76,7 +78,8 @@ class Trainer:
             self._restore()
         step = step_of(self.graphdef, loss, optimizer, average, accumulated)
         shardings = jax.tree.map(lambda x: x.sharding, self.state)
-        self._step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+        options = products(devices_of(partitioner))
+        self._step = Jitted(step, options, donate_argnums=0, out_shardings=(shardings, None))
 
     def _settled(self, x: Any) -> Any:
         """Returns the sharding that an array of the state keeps."""
