@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.attention import exact, normal, operands
+from tests.support.attention import SMALL_TILES, exact, exact_gradients, normal, operands
 from tests.support.compare import error
 from tests.support.devices import MESHES
 from wanjax.errors import WanjaxError
@@ -59,6 +59,24 @@ def test_keys_behind_the_real_ones_take_no_part(axes):
     keys = 9
     out = run(partitioner(axes), q, k.at[:, keys:].set(1e4), v.at[:, keys:].set(1e4), keys=keys)
     assert error(out, exact(q, k[:, :keys], v[:, :keys])) <= BOUND
+
+
+@pytest.mark.parametrize("name", ["chunked", "flash_tpu"])
+@pytest.mark.parametrize("axes", [(1, 1, 8), (1, 4, 2), (2, 2, 2)])
+def test_gradients(axes, name):
+    """Around a ring, those of keys and values return to the device that they came from."""
+    q, k, v = operands(2, 37, 37, 2, 2, 64)
+    g = normal(5, *q.shape)
+    config = SMALL_TILES if name == "flash_tpu" else None
+
+    def loss(q, k, v):
+        with use(partitioner(axes)):
+            q = constrain(q, TOKENS)
+            return jnp.sum(g * constrain(attention(q, k, v, implementation=name, config=config, scale=0.3), TOKENS))
+
+    got = jax.jit(jax.grad(loss, (0, 1, 2)))(q, k, v)
+    for ours, right in zip(got, exact_gradients(q, k, v, g, scale=0.3), strict=False):
+        assert error(ours, right) <= 3 * BOUND
 
 
 @pytest.mark.parametrize("axes", [(2, 1, 4), (2, 2, 2)])

@@ -145,7 +145,9 @@ def attention(
     kernel = partial(_on_one_device, implementation=implementation, **options)
     partitioner = current()
     if partitioner is not None:
-        return sharded.attention(kernel, partitioner, q, k, v, keys=keys, key_mask=mask, window=window, bias=bias)
+        gradient = partial(_gradient_on_one_device, implementation=implementation, **options)
+        masks = {"keys": keys, "key_mask": mask, "window": window, "bias": bias}
+        return sharded.attention(kernel, gradient, partitioner, q, k, v, **masks)
     return kernel(q, k, v, key_mask=mask, window=window, bias=bias, keys=keys)
 
 
@@ -213,6 +215,16 @@ def _on_one_device(
         else:
             k, v, key_mask = (x if x is None else x[:, :keys] for x in (k, v, key_mask))
     return IMPLEMENTATIONS[name].attention(q, k, v, key_mask=key_mask, **options)
+
+
+def _gradient_on_one_device(
+    q, k, v, g, lse, delta, *, key_mask, implementation: str | None, keys: Array | None = None, **options: Any
+) -> Any:
+    """The gradients of q, k and v where all queries see the same keys; `reference` has that of `chunked`."""
+    options |= {"window": None}
+    name = choose(q, k, v, key_mask=key_mask, **options, implementation=implementation, return_lse=True).name
+    gradient = getattr(IMPLEMENTATIONS[name], "gradient", chunked.gradient)
+    return gradient(q, k, v, g, lse, delta, key_mask=key_mask, keys=keys, **options)
 
 
 def choose(

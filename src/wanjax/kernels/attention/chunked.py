@@ -13,13 +13,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention.blocks import cut, grid, over, precision_of, seen, shown, take, visits
-from wanjax.kernels.attention.chunked_gradient import Sizes, gradient
+from wanjax.kernels.attention.chunked_gradient import Sizes, gradient_by_blocks
 from wanjax.kernels.attention.gradient import from_result
-from wanjax.kernels.attention.masks import Window, divide_live, finite_max, log_sum_exp
+from wanjax.kernels.attention.masks import Window, divide_live, finite_max, first_keys, log_sum_exp
 from wanjax.kernels.attention.radial import Radial
 from wanjax.kernels.target import target
 
@@ -80,9 +80,33 @@ def attention(
     if bias is not None:
         out, lse = forward(q, k, v, key_mask, bias)
     else:
-        backward = partial(gradient, window=window, scale=scale, sizes=config.sizes)
+        backward = partial(gradient_by_blocks, window=window, scale=scale, sizes=config.sizes)
         out, lse = from_result(forward, backward, q, k, v, key_mask)
     return (out, lse) if return_lse else out
+
+
+def gradient(
+    q,
+    k,
+    v,
+    g,
+    lse,
+    delta,
+    *,
+    key_mask: Bool[Array, "B S"] | None,
+    window: Window | Radial | None,
+    scale: float,
+    config: Config | None,
+    keys: Int32[Array, " B"] | None = None,
+) -> tuple[Array, Array, Array]:
+    """The gradients of q, k and v; g, lse and delta are those of `gradient.from_result`.
+
+    Of each example's keys those of `key_mask`, or the first `keys`, take part.
+    """
+    if keys is not None:
+        key_mask = first_keys(keys, k.shape[1])
+    sizes = (config or default_config(target(q).platform, q.shape[3])).sizes
+    return gradient_by_blocks(q, k, v, g, lse, delta, key_mask, window=window, scale=scale, sizes=sizes)
 
 
 def _forward(

@@ -42,7 +42,7 @@ class Gradients(NamedTuple):
     v: Float32[Array, "S D"]
 
 
-def gradient(
+def gradient_by_blocks(
     q: Float[Array, "B L N D"],
     k: Float[Array, "B S K D"],
     v: Float[Array, "B S K D"],

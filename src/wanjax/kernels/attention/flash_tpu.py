@@ -23,7 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from wanjax.errors import WanjaxError
-from wanjax.kernels.attention import chunked, chunked_gradient, flash_gradient
+from wanjax.kernels.attention import chunked, flash_gradient
 from wanjax.kernels.attention.flash_kernel import (
     CAREFUL_KV,
     CHUNK,
@@ -38,7 +38,6 @@ from wanjax.kernels.attention.flash_kernel import (
 from wanjax.kernels.attention.gradient import from_result
 from wanjax.kernels.attention.masks import Window, divide_live, first_keys, live_first
 from wanjax.kernels.attention.radial import Radial, visits
-from wanjax.kernels.target import target
 
 HEAD_DIMS = (64, 128)
 DTYPES = ("float32", "bfloat16")
@@ -219,6 +218,14 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+def gradient(
+    q, k, v, g, lse, delta, *, key_mask, window: Window | Radial | None, scale: float, config: Config | None, keys=None
+) -> tuple[Array, Array, Array]:
+    """The gradients of q, k and v; the arguments are those of `chunked.gradient`."""
+    options = {"window": window, "scale": scale, "config": config}
+    return _gradient(q, k, v, g, lse, delta, (key_mask, keys), **options, keys=None)
+
+
 def _gradient(q, k, v, g, lse, delta, masks, *, window, scale: float, config: Config | None, keys: int | None):
     """The gradients of q, k and v: by the kernel where all queries see the same first keys, else by `chunked`'s."""
     (key_mask, live), (batch, queries, heads, head_dim) = masks, q.shape
@@ -230,12 +237,8 @@ def _gradient(q, k, v, g, lse, delta, masks, *, window, scale: float, config: Co
     if tiles is not None:
         live = jnp.full((batch,), keys, jnp.int32) if live is None else live
         return flash_gradient.gradient(q, k, v, g, lse, delta, live, scale=scale, keys=keys, config=tiles)
-    if live is not None:
-        key_mask = first_keys(live, keys)
-    sizes = chunked.default_config(target(q).platform, head_dim).sizes
-    dq, dk, dv = chunked_gradient.gradient(
-        q, k[:, :keys], v[:, :keys], g, lse, delta, key_mask, window=window, scale=scale, sizes=sizes
-    )
+    options = {"key_mask": key_mask, "window": window, "scale": scale, "config": None, "keys": live}
+    dq, dk, dv = chunked.gradient(q, k[:, :keys], v[:, :keys], g, lse, delta, **options)
     after = ((0, 0), (0, k.shape[1] - keys), (0, 0), (0, 0))
     return dq, jnp.pad(dk, after), jnp.pad(dv, after)
 

@@ -18,12 +18,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32
 
+from wanjax.kernels.attention.gradient import from_result
 from wanjax.kernels.attention.masks import divide_live, finite_max, log_sum_exp
 from wanjax.kernels.attention.radial import Radial
 from wanjax.kernels.heads import join_parts
 from wanjax.sharding import Partitioner, pad_to
 
-Kernel = Callable[..., Any]  # attention on one device: (q, k, v, *, key_mask, window, bias, return_lse)
+Kernel = Callable[..., Any]  # attention on one device: (q, k, v, *, key_mask, window, bias, return_lse); its gradient
 Mask = Bool[Array, "B S"]
 Axes = str | tuple[str, ...]
 
@@ -38,6 +39,7 @@ class Placement(NamedTuple):
 
 def attention(
     kernel: Kernel,
+    gradient: Kernel,
     partitioner: Partitioner,
     q: Float[Array, "B L N D"],
     k: Float[Array, "B S K D"],
@@ -48,7 +50,10 @@ def attention(
     window: Any,
     bias: Float32[Array, "..."] | None,
 ) -> Float[Array, "B L N D"]:
-    """Computes what `kernel` does on one device for the first `keys` keys; operands are those of `api.attention`."""
+    """Computes what `kernel` does on one device for the first `keys` keys; operands are those of `api.attention`.
+
+    `gradient` is that of the kernel for keys that all queries see, as `gradient.from_result` asks for it.
+    """
     length, heads = q.shape[1:3]
     if k.shape[2] < heads:
         k, v = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (k, v))
@@ -56,7 +61,8 @@ def attention(
     place = Placement(*partitioner.activation(("batch", "length", "heads"), q.shape[:3]))
     whole = window is None or (isinstance(window, Radial) and partitioner.size("sp") == 1)  # no ring divides its keys
     if whole and bias is None and not _few(keys, length, heads, partitioner, place):
-        out = _by_both(partial(kernel, window=window, bias=None), partitioner, place, q, k, v, keys, key_mask)
+        kernel = partial(kernel, window=window, bias=None)
+        out = _by_both(kernel, gradient, partitioner, place, q, k, v, keys, key_mask)
         return out[:, :length]
     k, v, key_mask = k[:, :keys], v[:, :keys], None if key_mask is None else key_mask[:, :keys]
     if window is None:
@@ -111,23 +117,37 @@ def _by_heads(
 
 
 def _by_both(
-    kernel: Kernel, partitioner: Partitioner, place: Placement, q, k, v, keys: int, key_mask: Mask | None
+    kernel: Kernel,
+    gradient: Kernel,
+    partitioner: Partitioner,
+    place: Placement,
+    q,
+    k,
+    v,
+    keys: int,
+    key_mask: Mask | None,
 ) -> Array:
     """Attention with heads on `tp`, and keys and values around the ring of `sp`."""
     spec = PartitionSpec(*place)
     k, v = (pad_to(x, 1, partitioner.size(("sp", "tp"))) for x in (k, v))
-    hops = partitioner.size("sp")
-    if key_mask is not None or (hops > 1 and k.shape[1] > keys):
-        key_mask = jnp.ones((k.shape[0], keys), bool) if key_mask is None else key_mask[:, :keys]
-        key_mask = jnp.pad(key_mask, ((0, 0), (0, k.shape[1] - keys)))
+    hops, padded = partitioner.size("sp"), k.shape[1] > keys
+    if key_mask is not None:
+        key_mask = jnp.pad(key_mask[:, :keys], ((0, 0), (0, k.shape[1] - keys)))
     heads_whole = place.heads is None and partitioner.size("tp") > 1
 
     def attend(q, k, v, key_mask):
         heads = q.shape[2]
         if heads_whole:
             q, k, v = (tokens_to_heads(x, partitioner.size("tp")) for x in (q, k, v))
-        one = partial(kernel, keys=keys)
-        out = one(q, k, v, key_mask=key_mask) if hops == 1 else _ring(kernel, q, (k, v, key_mask), hops)
+        if hops == 1:
+            out = kernel(q, k, v, key_mask=key_mask, keys=keys)
+        else:
+            masks = {"key_mask": key_mask}
+            if key_mask is None and padded:  # a count, which spares a kernel the order of the keys
+                here = jnp.clip(keys - jax.lax.axis_index("sp") * k.shape[1], 0, k.shape[1])
+                masks["keys"] = jnp.full((k.shape[0],), here, jnp.int32)
+            forward, backward = partial(_ring, kernel, devices=hops), partial(_ring_gradient, gradient, devices=hops)
+            out, _ = from_result(forward, backward, q, k, v, masks)
         return heads_to_tokens(out, partitioner.size("tp"))[:, :, :heads] if heads_whole else out
 
     specs = (spec, spec, spec, PartitionSpec(place.batch, "sp"))
@@ -159,25 +179,59 @@ def heads_to_tokens(x: Float[Array, "B L N D"], devices: int, axes: Axes = "tp")
     return join_parts(parts).reshape(batch, length // devices, devices * heads, size)
 
 
-def _ring(kernel: Kernel, q: Float[Array, "B L N D"], shard: tuple[Array, Array, Mask | None], devices: int) -> Array:
-    """Attention to the keys and values of all devices of `sp`; the last ones received are not sent on."""
-    to_next = [(i, (i + 1) % devices) for i in range(devices)]
+Attended = tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]
+
+
+def _ring(
+    kernel: Kernel, q: Float[Array, "B L N D"], k: Array, v: Array, masks: dict[str, Any], *, devices: int
+) -> Attended:
+    """Attention to the keys and values of all devices of `sp`; the last ones received are not sent on.
+
+    `masks` are the kernel's options that tell which keys of this device take part.
+    """
 
     def attend(done, shard):
-        k, v, key_mask = shard
-        return merge(done, kernel(q, k, v, key_mask=key_mask, return_lse=True))
+        k, v, masks = shard
+        return merge(done, kernel(q, k, v, **masks, return_lse=True))
 
     def hop(carry, _):
         done, shard = carry
-        arriving = jax.lax.ppermute(shard, "sp", to_next)  # runs beside the attention to this shard
+        arriving = jax.lax.ppermute(shard, "sp", _to_next(devices))  # runs beside the attention to this shard
         return (attend(done, shard), arriving), None
 
     nothing = (jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:3], -jnp.inf, jnp.float32))
-    (done, shard), _ = jax.lax.scan(hop, (nothing, shard), length=devices - 1)
-    return attend(done, shard)[0].astype(q.dtype)
+    (done, shard), _ = jax.lax.scan(hop, (nothing, (k, v, masks)), length=devices - 1)
+    out, lse = attend(done, shard)
+    return out.astype(q.dtype), lse
 
 
-Attended = tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]
+def _ring_gradient(
+    gradient: Kernel, q, k, v, g, lse, delta, masks: dict[str, Any], *, devices: int
+) -> tuple[Array, Array, Array]:
+    """The gradients of q, k and v. Those of keys and values go round with them, and once more, back to their device."""
+
+    def add(dq: Array, shard: tuple, sums: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
+        k, v, masks = shard
+        more, *parts = gradient(q, k, v, g, lse, delta, **masks)
+        of_k, of_v = (x + part.astype(jnp.float32) for x, part in zip(sums, parts, strict=True))
+        return dq + more.astype(jnp.float32), (of_k, of_v)
+
+    def hop(carry, _):
+        dq, shard, sums = carry
+        arriving = jax.lax.ppermute(shard, "sp", _to_next(devices))
+        dq, sums = add(dq, shard, sums)
+        return (dq, arriving, jax.lax.ppermute(sums, "sp", _to_next(devices))), None
+
+    zeros = [jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)]
+    start = (zeros[0], (k, v, masks), (zeros[1], zeros[2]))
+    (dq, shard, sums), _ = jax.lax.scan(hop, start, length=devices - 1)
+    dq, sums = add(dq, shard, sums)
+    dk, dv = jax.lax.ppermute(sums, "sp", _to_next(devices))
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+
+
+def _to_next(devices: int) -> list[tuple[int, int]]:
+    return [(i, (i + 1) % devices) for i in range(devices)]
 
 
 def merge(a: Attended, b: Attended) -> Attended:
