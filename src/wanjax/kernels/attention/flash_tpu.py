@@ -47,6 +47,8 @@ LANES = 128
 COUNTS_KEYS = True
 UNBOUNDED = 1 << 30  # a side of a window that includes all keys
 SPILL_BYTES = 32 << 20  # the compiler's own share of VMEM, beside the kernel's
+LONGEST_Q = 2048
+FEW_KEYS, LONGEST_Q_OF_FEW_KEYS = 512, 10_240  # then a block's first and last steps count beside the others
 LONGEST_BODY = {"bfloat16": 8192, "float32": 1024}  # unrolled keys: with more, compiling takes minutes
 BODY_OF_BLOCKS = {"bfloat16": 8192, "float32": 512}  # unrolled keys of blocks that need not be side by side
 LONGEST_TAIL = 2048  # keys after the last whole body, unrolled too
@@ -127,15 +129,16 @@ def default_config(vmem_bytes: int, head_dim: int, queries: int, keys: int, dtyp
 
     `ragged` says that there is a count or a window: bodies are then of whole masked steps.
     """
-    block_q = _even(queries, 2048, STRIP_Q if queries > STRIP_Q else LANES)
-    longest = LONGEST_BODY[dtype]
+    longest, usual = LONGEST_BODY[dtype], (LONGEST_Q, STRIP_Q if queries > STRIP_Q else LANES)
     body = _body(keys, longest) if not ragged or keys <= CHUNK else min(longest, _round_up(keys, CHUNK))
-    itemsize = jnp.dtype(dtype).itemsize
-    for blocks in range(1, _ceil(keys, body) + 1):
-        config = Config(block_q, body * _ceil(_ceil(keys, body), blocks), body)
-        if config.vmem_bytes(head_dim, itemsize) + SPILL_BYTES <= vmem_bytes:
-            return config
-    return Config(block_q, body, body)
+    wide = [(LONGEST_Q_OF_FEW_KEYS, LANES)] if keys <= FEW_KEYS and dtype == "bfloat16" and not ragged else []
+    for most, unit in (*wide, usual):
+        block_q = _even(queries, most, unit)
+        for blocks in range(1, _ceil(keys, body) + 1):
+            config = Config(block_q, body * _ceil(_ceil(keys, body), blocks), body)
+            if config.vmem_bytes(head_dim, jnp.dtype(dtype).itemsize) + SPILL_BYTES <= vmem_bytes:
+                return config
+    return Config(_even(queries, *usual), body, body)
 
 
 def _body(keys: int, longest: int) -> int:
