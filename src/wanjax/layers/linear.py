@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dense projections with logical axes on their weights."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,9 @@ from jax.typing import DTypeLike
 
 from wanjax.kernels.target import target
 from wanjax.layers.placement import Axes, with_axes
-from wanjax.sharding import constrain, whole
+from wanjax.sharding import constrain, current, whole
 
+Module = TypeVar("Module", bound=nnx.Module)
 default_kernel_init = nnx.initializers.lecun_normal()
 
 
@@ -64,6 +65,24 @@ _product.defvjp(_forward, _backward)
 
 def _are_tokens(x: jax.Array) -> bool:
     return x.ndim == 3 and x.shape[1] > 1
+
+
+def gathered_first(x: jax.Array, module: Module, *names: str) -> tuple[jax.Array, Module]:
+    """Returns tokens and a module of which the projections of these names have their weights gathered before all else.
+
+    During an all-gather a TPU does nothing else, unless its SparseCores gather. An all-gather that waits for heads on
+    the same links would keep them from being sent while projections are computed.
+    """
+    partitioner = current()
+    if partitioner is None or not partitioner.rules.gathered or not _are_tokens(x):
+        return x, module
+    graphdef, state = nnx.split(module)
+    weights = dict(nnx.to_flat_state(state))
+    kernels = {path: w for path, w in weights.items() if path[0] in names and w[...].ndim == 2}
+    gathered = {path: whole(w[...].astype(x.dtype)) for path, w in kernels.items()}
+    x, gathered = jax.lax.optimization_barrier((x, gathered))
+    weights |= {path: w.replace(gathered[path]) for path, w in kernels.items()}
+    return x, nnx.merge(graphdef, nnx.from_flat_state(list(weights.items())))
 
 
 def linear(

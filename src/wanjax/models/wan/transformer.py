@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 from wanjax.kernels.attention import attention
 from wanjax.kernels.heads import pack_for_all_to_all
 from wanjax.layers.embeddings import sinusoid
-from wanjax.layers.linear import linear
+from wanjax.layers.linear import gathered_first, linear
 from wanjax.layers.mlp import MLP, gelu_tanh
 from wanjax.layers.modulation import Second, gated_add, modulate, split_modulation
 from wanjax.layers.norms import layer_norm, rms_norm
@@ -120,8 +120,9 @@ class Block(nnx.Module):
         self, x: Tokens, context: Context, mod: Float[Array, "B _T 6 E"], rope: Rope, clean: Second = None
     ) -> Tokens:
         self_mod, mlp_mod = split_modulation(mod + self.table[...][None, None])
+        x, self_attn = gathered_first(x, self.self_attn, "q", "k", "v")
         y = modulate(self.norm1(x), self_mod.shift, self_mod.scale, clean).astype(self.dtype)
-        x = gated_add(x, self.self_attn(y, rope), self_mod.gate, clean)
+        x = gated_add(x, self_attn(y, rope), self_mod.gate, clean)
         x = x + self.cross_attn(self.norm2(x).astype(self.dtype), context).astype(x.dtype)
         y = modulate(self.norm3(x), mlp_mod.shift, mlp_mod.scale, clean).astype(self.dtype)
         return gated_add(x, self.mlp(y), mlp_mod.gate, clean)
@@ -191,6 +192,7 @@ class WanTransformer(nnx.Module):
         time = self.time_embed(sinusoid(timesteps.reshape(-1), self.config.frequency_dim))
         time = time.reshape(*timesteps.shape, self.config.width)  # [B 1 E], or [B 2 E] of two timesteps
         mod = self.time_proj(jax.nn.silu(time)).reshape(*timesteps.shape, 6, self.config.width)
+        mod = constrain(mod, ("batch", None, None, None))  # blocks take rows of it
 
         def run(block: Block, x: Tokens, context: Context, rope: Rope = rope) -> Tokens:
             return block(x, context, mod, rope, clean)
