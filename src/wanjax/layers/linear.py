@@ -68,17 +68,17 @@ def _are_tokens(x: jax.Array) -> bool:
 
 
 def gathered_first(x: jax.Array, module: Module, *names: str) -> tuple[jax.Array, Module]:
-    """Returns tokens and a module of which the projections of these names have their weights gathered before all else.
+    """Returns tokens and a module whose projections of these names have their kernels gathered before all else.
 
-    During an all-gather a TPU does nothing else, unless its SparseCores gather. An all-gather that waits for heads on
-    the same links would keep them from being sent while projections are computed.
+    During an all-gather a TPU does nothing else, unless its SparseCores gather. A later all-gather would wait for the
+    heads that are sent on the same links, and keep them from being sent beside the next projection.
     """
     partitioner = current()
     if partitioner is None or not partitioner.rules.gathered or not _are_tokens(x):
         return x, module
     graphdef, state = nnx.split(module)
     weights = dict(nnx.to_flat_state(state))
-    kernels = {path: w for path, w in weights.items() if path[0] in names and w[...].ndim == 2}
+    kernels = {path: weights[path] for name in names if (path := (name, "kernel")) in weights}
     gathered = {path: whole(w[...].astype(x.dtype)) for path, w in kernels.items()}
     x, gathered = jax.lax.optimization_barrier((x, gathered))
     weights |= {path: w.replace(gathered[path]) for path, w in kernels.items()}
