@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dense projections with logical axes on their weights."""
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -13,7 +14,7 @@ from wanjax.kernels.target import target
 from wanjax.layers.placement import Axes, with_axes
 from wanjax.sharding import constrain, current, whole
 
-Module = TypeVar("Module", bound=nnx.Module)
+Projection = TypeVar("Projection", bound=nnx.Module)
 default_kernel_init = nnx.initializers.lecun_normal()
 
 
@@ -67,22 +68,24 @@ def _are_tokens(x: jax.Array) -> bool:
     return x.ndim == 3 and x.shape[1] > 1
 
 
-def gathered_first(x: jax.Array, module: Module, *names: str) -> tuple[jax.Array, Module]:
-    """Returns tokens and a module whose projections of these names have their kernels gathered before all else.
+def gathered_together(*projections: Projection) -> Sequence[Projection]:
+    """Returns projections whose kernels are all gathered before the first of them is used.
 
     During an all-gather a TPU does nothing else, unless its SparseCores gather. A later all-gather would wait for the
     heads that are sent on the same links, and keep them from being sent beside the next projection.
     """
-    partitioner = current()
-    if partitioner is None or not partitioner.rules.gathered or not _are_tokens(x):
-        return x, module
-    graphdef, state = nnx.split(module)
-    weights = dict(nnx.to_flat_state(state))
-    kernels = {path: weights[path] for name in names if (path := (name, "kernel")) in weights}
-    gathered = {path: whole(w[...].astype(x.dtype)) for path, w in kernels.items()}
-    x, gathered = jax.lax.optimization_barrier((x, gathered))
-    weights |= {path: w.replace(gathered[path]) for path, w in kernels.items()}
-    return x, nnx.merge(graphdef, nnx.from_flat_state(list(weights.items())))
+    partitioner, plain = current(), [projection for projection in projections if isinstance(projection, Linear)]
+    if partitioner is None or not partitioner.rules.gathered or len(plain) < len(projections):
+        return projections
+    kernels = [whole(projection.kernel[...].astype(projection.dtype)) for projection in plain]
+    return list(map(_with_kernel, projections, jax.lax.optimization_barrier(kernels)))
+
+
+def _with_kernel(projection: Projection, kernel: jax.Array) -> Projection:
+    graphdef, state = nnx.split(projection)
+    weights: Any = state
+    weights["kernel"] = weights["kernel"].replace(kernel)
+    return nnx.merge(graphdef, state)
 
 
 def linear(

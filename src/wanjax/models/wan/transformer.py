@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 from wanjax.kernels.attention import attention
 from wanjax.kernels.heads import pack_for_all_to_all
 from wanjax.layers.embeddings import sinusoid
-from wanjax.layers.linear import gathered_first, linear
+from wanjax.layers.linear import gathered_together, linear
 from wanjax.layers.mlp import MLP, gelu_tanh
 from wanjax.layers.modulation import Second, gated_add, modulate, split_modulation
 from wanjax.layers.norms import layer_norm, rms_norm
@@ -76,11 +76,12 @@ class SelfAttention(Attention):
 
     @jax.named_scope("self_attention")
     def __call__(self, x: Tokens, rope: Rope) -> Tokens:
+        to_q, to_k, to_v = gathered_together(self.q, self.k, self.v)
         # norm and RoPE are one call because they are one kernel on TPUs: apart, each copies q and k in memory
-        q = split_heads(norm_and_rope(self.q(x), self.q_norm, rope), self.heads)  # [B L N D]
-        k = split_heads(norm_and_rope(self.k(x), self.k_norm, rope), self.heads)
+        q = split_heads(norm_and_rope(to_q(x), self.q_norm, rope), self.heads)  # [B L N D]
+        k = split_heads(norm_and_rope(to_k(x), self.k_norm, rope), self.heads)
         # the values of v(x) as they are; on several TPUs, in the memory layout in which heads are sent
-        v = split_heads(pack_for_all_to_all(self.v(x)), self.heads)
+        v = split_heads(pack_for_all_to_all(to_v(x)), self.heads)
         return self.out(self.attend(q, k, v, rope.length, rope.frames))
 
 
@@ -120,9 +121,8 @@ class Block(nnx.Module):
         self, x: Tokens, context: Context, mod: Float[Array, "B _T 6 E"], rope: Rope, clean: Second = None
     ) -> Tokens:
         self_mod, mlp_mod = split_modulation(mod + self.table[...][None, None])
-        x, self_attn = gathered_first(x, self.self_attn, "q", "k", "v")
         y = modulate(self.norm1(x), self_mod.shift, self_mod.scale, clean).astype(self.dtype)
-        x = gated_add(x, self_attn(y, rope), self_mod.gate, clean)
+        x = gated_add(x, self.self_attn(y, rope), self_mod.gate, clean)
         x = x + self.cross_attn(self.norm2(x).astype(self.dtype), context).astype(x.dtype)
         y = modulate(self.norm3(x), mlp_mod.shift, mlp_mod.scale, clean).astype(self.dtype)
         return gated_add(x, self.mlp(y), mlp_mod.gate, clean)
