@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, BFloat16, Bool, Float32, Int32
+from jaxtyping import Array, BFloat16, Bool, Float, Float32, Int32
 
 from wanjax.kernels.attention.masks import Window, in_window
 from wanjax.kernels.attention.radial import Radial, lists
@@ -31,6 +31,11 @@ def over(f: Callable, axes: Sequence[int | None], *, batched: bool) -> Callable:
         return jax.lax.map(lambda index: f(*map(partial(_entry, index), xs, ways)), jnp.arange(counts.pop()))
 
     return run
+
+
+def by_head(x: Float[Array, "B L N D"]) -> Float[Array, "_B L D"]:
+    """x with the heads of all examples on its first axis."""
+    return jnp.moveaxis(x, 2, 1).reshape(-1, x.shape[1], x.shape[3])
 
 
 def _entry(index: Array, x: Array | None, axis: int | None) -> Array | None:

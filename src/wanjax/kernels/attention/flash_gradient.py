@@ -19,14 +19,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int32
 
+from wanjax.kernels.attention.blocks import by_head
+from wanjax.kernels.attention.flash_kernel import LANES, SPILL_BYTES
 from wanjax.kernels.attention.masks import finite_max
 
-LANES = 128
 LONGEST_Q, LONGEST_KV = 2048, 2048  # of a grid step
 UNROLLED = 2048  # keys
 STRIP = 256  # queries and keys of one step, a tile of a matrix unit
 LEAD = 2  # steps whose weights are computed before their products are added, so that the matrix units do not wait
-SPILL_BYTES = 32 << 20  # the compiler's own share of VMEM, beside the kernel's
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def _add(k_ref, v_ref, state: State, lse, delta, start, first_q, live: Array | N
     waiting: list[tuple[slice, Any, Array, Array]] = []
     for first in range(0, sizes.body, STRIP):
         count = min(STRIP, sizes.body - first)
-        keys = pl.ds(pl.multiple_of(start + first, count), count)
+        keys = pl.ds(pl.multiple_of(start + first, LANES), count)
         k, v = k_ref[keys, :], v_ref[keys, :]
         for strip in range(0, sizes.block_q, STRIP):
             queries = slice(strip, min(strip + STRIP, sizes.block_q))
@@ -208,7 +208,7 @@ def _call(q, k, v, g, lse, delta, live, *, scale: float, keys: int, config: Conf
     """The kernel over a grid of heads, blocks of keys and blocks of queries; `sums` is the dtype of dk and dv."""
     batch, queries, heads, head_dim = q.shape
     side_by_side = head_dim % LANES == 0  # then a block takes the columns of one head
-    flat = (lambda x: x.reshape(*x.shape[:2], -1)) if side_by_side else _by_head
+    flat = (lambda x: x.reshape(*x.shape[:2], -1)) if side_by_side else by_head
     grid = (batch * heads, -(-keys // config.block_kv), -(-queries // config.block_q))
     lse, delta = (jnp.moveaxis(x, 1, 2).reshape(-1, 1, queries) for x in (math.log2(math.e) * finite_max(lse), delta))
     rows, _, width = flat(q).shape
@@ -262,7 +262,3 @@ def _scratch(blocks: int, head_dim: int, dtype: jnp.dtype, config: Config) -> li
     totals = (blocks * config.block_q, config.block_kv, config.block_kv)
     kept = [pltpu.VMEM((head_dim, n), dtype) for n in operands]
     return kept + [pltpu.VMEM((head_dim, n), jnp.float32) for n in totals]
-
-
-def _by_head(x: Float[Array, "B L N D"]) -> Float[Array, "_B L D"]:
-    return jnp.moveaxis(x, 2, 1).reshape(-1, x.shape[1], x.shape[3])

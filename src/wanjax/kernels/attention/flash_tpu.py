@@ -24,11 +24,14 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import chunked, flash_gradient
+from wanjax.kernels.attention.blocks import by_head
 from wanjax.kernels.attention.flash_kernel import (
     CAREFUL_KV,
     CHUNK,
+    LANES,
     PROBE,
     REGISTER,
+    SPILL_BYTES,
     STRIP_KV,
     STRIP_Q,
     Sizes,
@@ -43,10 +46,8 @@ HEAD_DIMS = (64, 128)
 DTYPES = ("float32", "bfloat16")
 TILES = ("block_q", "block_kv", "block_kv_compute")
 CENTER = "center_keys"
-LANES = 128
 COUNTS_KEYS = True
 UNBOUNDED = 1 << 30  # a side of a window that includes all keys
-SPILL_BYTES = 32 << 20  # the compiler's own share of VMEM, beside the kernel's
 LONGEST_Q = 2048
 FEW_KEYS, LONGEST_Q_OF_FEW_KEYS = 512, 10_240  # then a block's first and last steps count beside the others
 LONGEST_BODY = {"bfloat16": 8192, "float32": 1024}  # unrolled keys: with more, compiling takes minutes
@@ -213,7 +214,6 @@ def attention(
     Only the first `keys` keys take part (None: all), as many in each example or a number for each; `keys` and
     `key_mask` are not given together. Under a radial mask a number for each is at least that of the video's keys.
     """
-
     counted = isinstance(keys, Array)
     options = {"window": window, "scale": scale, "config": config, "keys": None if counted else keys}
     masks = key_mask, keys if counted else None
@@ -263,7 +263,7 @@ def _attention(q, k, v, masks, *, window, scale: float, config: Config | None, k
     if key_mask is not None:
         live, (k, v) = live_first(key_mask, k, v)  # then whole blocks of masked keys are skipped
     side_by_side = head_dim % LANES == 0  # then a block takes the columns of one head, as projections wrote them
-    operands = ((x.reshape(*x.shape[:2], -1) if side_by_side else _by_head(x)) for x in (q, k, v))
+    operands = ((x.reshape(*x.shape[:2], -1) if side_by_side else by_head(x)) for x in (q, k, v))
     scalars = (live,) if blocks is None else _listed(blocks, queries, keys, config.block_kv, live)
     sides = (None, None) if window is None or isinstance(window, Radial) else window
     left, right = (UNBOUNDED if side is None else min(side, UNBOUNDED) for side in sides)
@@ -319,10 +319,6 @@ def _listed(mask: Radial, queries: int, keys: int, block_kv: int, live: Int32[Ar
     dead = jnp.maximum(end[None] - jnp.maximum(live[:, None] // mask.block_kv, begin[None]), 0)  # [B, steps]
     left = jnp.maximum(count.reshape(1, -1, len(begin)) - dead[:, None], 0)
     return tuple(map(jnp.asarray, (first, left.reshape(-1), tail, start, live)))
-
-
-def _by_head(x: Float[Array, "B L N D"]) -> Float[Array, "_B L D"]:
-    return jnp.moveaxis(x, 2, 1).reshape(-1, x.shape[1], x.shape[3])
 
 
 def _center(k: Float[Array, "B S K D"], key_mask: Bool[Array, "B S"] | None) -> tuple[Array, Float32[Array, "B K D"]]:
