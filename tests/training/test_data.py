@@ -3,6 +3,7 @@
 
 import json
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -43,6 +44,14 @@ def test_tables_with_the_columns_in_use(tmp_path, columns, kind):
         assert found.left_out == ["row 2 of metadata." + kind + " names gone.gif, which is not there"]
 
 
+def test_rows_say_what_to_preserve(tmp_path):
+    folder = write_clips(tmp_path, 4)
+    words = (True, "Yes", False, None)
+    rows = [{"file_name": f"{i}.gif", "text": "x", "preserve": word} for i, word in enumerate(words)]
+    (folder / "metadata.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    assert [x.preserve for x in list_data(folder).examples] == [True, True, False, False]
+
+
 @pytest.mark.parametrize(
     ("files", "sentence"),
     [
@@ -54,6 +63,7 @@ def test_tables_with_the_columns_in_use(tmp_path, columns, kind):
         ({"metadata.jsonl": "{"}, "cannot be read as a table of clips"),
         ({"metadata.jsonl": "[1]"}, "is no JSON object"),
         ({"a.mp4": "x", "metadata.csv": "file_name,text,repeats\na.mp4,b,no"}, "has repeats 'no'"),
+        ({"a.mp4": "x", "metadata.csv": "file_name,text,preserve\na.mp4,b,2"}, "has preserve '2': true or false"),
     ],
 )
 def test_one_sentence_for_data_that_cannot_be_used(tmp_path, files, sentence):
@@ -118,15 +128,24 @@ def test_batches_follow_from_the_seed_and_the_step(tmp_path):
     assert batches.per_epoch == 3 + 2
     epoch = [batches.at(step) for step in range(5)]
     assert epoch == [again.at(step) for step in range(5)]
-    assert {x for batch in epoch for x, _ in batch} == {x.latents for x in pieces(counts, tmp_path)}
-    assert all(len({x.name.partition("-")[0] for x, _ in batch}) == 1 for batch in epoch)
+    assert {x.latents for batch in epoch for x in batch} == {x.latents for x in pieces(counts, tmp_path)}
+    assert all(len({x.latents.name.partition("-")[0] for x in batch}) == 1 for batch in epoch)
     assert epoch != [batches.at(step) for step in range(5, 10)]
 
 
 def test_captions_are_dropped_at_their_rate(tmp_path):
     batches = Batches(pieces({Bucket(9, 32, 32): 8}, tmp_path), 8, 0, empty=tmp_path / "none", dropped=0.25)
-    dropped = np.mean([text.name == "none" for step in range(100) for _, text in batches.at(step)])
-    assert 0.2 < dropped < 0.3
+    shown = [x for step in range(100) for x in batches.at(step)]
+    assert 0.2 < np.mean([x.text.name == "none" for x in shown]) < 0.3
+
+
+def test_with_clips_to_preserve_what_has_no_caption_is_preserved_too(tmp_path):
+    given = pieces({Bucket(9, 32, 32): 8}, tmp_path)
+    given[3] = replace(given[3], preserve=True)
+    batches = Batches(given, 8, 0, empty=tmp_path / "none", dropped=0.25)
+    assert batches.preserves
+    for x in batches.at(0) + batches.at(1):
+        assert x.preserved == (x.text.name == "none" or x.latents == given[3].latents)
 
 
 def test_ten_thousand_captions_are_listed_quickly(tmp_path):

@@ -202,6 +202,25 @@ def test_targets_and_settings_that_are_wrong(tmp_path, data, wan):
         trained(wan, data, tmp_path / "expert", expert="high")
 
 
+def preserving(folder, words):
+    rows = [{"file": f"{i}.gif", "text": "a cat", "preserve": word} for i, word in enumerate(words)]
+    (write_clips(folder, len(words)) / "metadata.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    return folder
+
+
+def test_preserved_clips_hold_the_model_where_it_is(tmp_path, wan):
+    """Alone they change nothing; beside a clip that teaches, the LoRA changes."""
+    kept, mixed = (preserving(tmp_path / name, x) for name, x in {"kept": (1, 1), "mixed": (0, 1)}.items())
+    file, _ = trained(wan, kept, tmp_path / "out")
+    assert not any(x.any() for name, x in load_safetensors(file).items() if "lora_B" in name)
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    assert losses == [0, 0, 0]
+    file, _ = trained(wan, mixed, tmp_path / "mixed out")
+    assert any(x.any() for name, x in load_safetensors(file).items() if "lora_B" in name)
+    with pytest.raises(WanjaxError, match="without its LoRA: --full has none"):
+        trained(wan, kept, tmp_path / "full", lora=None)
+
+
 @slow
 def test_accumulated_parts_are_one_batch(tmp_path, data, wan):
     (one, _), (two, _) = (trained(wan, data, tmp_path / str(n), accumulated=n, steps=1) for n in (1, 2))

@@ -123,6 +123,16 @@ def adapt(
     return network, chosen
 
 
+def without_factors(network: Network) -> Network:
+    """Returns the network with the projections that `adapt` found in it."""
+    network = nnx.merge(*nnx.split(network))
+    for _, module in list(nnx.iter_modules(network)):
+        for name, projection in list(vars(module).items()):
+            if isinstance(projection, Adapted):
+                setattr(module, name, projection.base)
+    return network
+
+
 def _place(network: nnx.Module, partitioner: Partitioner | None) -> None:
     """Puts the factors on the devices of the network."""
     if partitioner is None:

@@ -4,6 +4,7 @@
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,11 +12,19 @@ from wanjax.training.clips import Bucket
 from wanjax.training.encoded import Piece
 
 
+class Shown(NamedTuple):
+    """A clip of a batch: the files of its latents and of its caption, and whether the model is to stay as it is."""
+
+    latents: Path
+    text: Path
+    preserved: bool
+
+
 class Batches:
     """The batches of a training: epoch after epoch of all clips, shuffled, and joined within buckets.
 
     The last batch of a bucket is filled up from its first. `empty` is the file of the empty caption, which takes the
-    place of a clip's own at the rate `dropped`.
+    place of a clip's own at the rate `dropped`. Where some clips are preserved, so is all that has no caption.
     """
 
     def __init__(self, pieces: Sequence[Piece], size: int, seed: int, *, empty: Path, dropped: float = 0.0):
@@ -23,6 +32,7 @@ class Batches:
         self._buckets: dict[Bucket, list[Piece]] = {}
         for piece in pieces:
             self._buckets.setdefault(piece.bucket, []).extend([piece] * piece.repeats)
+        self.preserves = any(piece.preserve for piece in pieces)
         self.per_epoch = sum(-(-len(bucket) // size) for bucket in self._buckets.values())
         self._epoch = lru_cache(maxsize=2)(self._shuffled)
 
@@ -35,9 +45,12 @@ class Batches:
                 batches.append([order[(start + i) % len(order)] for i in range(self.size)])
         return [batches[i] for i in rng.permutation(len(batches))]
 
-    def at(self, step: int) -> list[tuple[Path, Path]]:
-        """Returns the files of latents and captions of a step."""
+    def at(self, step: int) -> list[Shown]:
+        """Returns the clips of a step."""
         epoch, index = divmod(step, self.per_epoch)
         chosen = self._epoch(epoch)[index]
         drops = np.random.default_rng([self.seed, 2, step]).random(len(chosen)) < self.dropped
-        return [(x.latents, self.empty if drop else x.text) for x, drop in zip(chosen, drops, strict=True)]
+        return [
+            Shown(x.latents, self.empty if drop else x.text, x.preserve or (self.preserves and bool(drop)))
+            for x, drop in zip(chosen, drops, strict=True)
+        ]

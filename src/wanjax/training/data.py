@@ -20,18 +20,20 @@ from wanjax.media.videos import FILMS
 TABLES = ("metadata.csv", "metadata.jsonl")
 FILE_COLUMNS = ("file_name", "video", "video_path", "image", "image_path", "file", "path")
 CAPTION_COLUMNS = ("text", "prompt", "caption")
-REPEATS = "repeats"
+REPEATS, PRESERVE = "repeats", "preserve"
+YES, NO = ("true", "yes", "1"), ("false", "no", "0", "")
 OTHER_FILMS = (".avi", ".mkv", ".m4v", ".mpg", ".mpeg", ".wmv", ".flv")
 KEPT = ".wanjax"  # the folder of what was made from the data, beside them
 
 
 @dataclass(frozen=True)
 class Example:
-    """A clip or a picture, its caption, and the number of times that an epoch shows it."""
+    """A clip or a picture, its caption, how often an epoch shows it, and whether it shows what the model is to keep."""
 
     file: Path
     caption: str
     repeats: int = 1
+    preserve: bool = False
 
 
 @dataclass
@@ -99,13 +101,22 @@ def _of_table(table: Path) -> Listing:
             repeats = 0
         if repeats < 1:
             raise WanjaxError(f"{where} has repeats {row[REPEATS]!r}: a whole number from 1 on is right")
-        _add(found, path, str(caption or "").strip(), repeats)
+        _add(found, path, str(caption or "").strip(), repeats, _preserves(row, where))
     return found
 
 
-def _add(found: Listing, path: Path, caption: str, repeats: int = 1) -> None:
+def _preserves(row: Mapping[str, Any], where: str) -> bool:
+    """Tells whether a row says that its clip is one to keep; raises WanjaxError for another word than yes or no."""
+    told = row.get(PRESERVE)
+    word = "" if told is None else str(told).strip().lower()
+    if word not in (*YES, *NO):
+        raise WanjaxError(f"{where} has preserve {told!r}: true or false is right")
+    return word in YES
+
+
+def _add(found: Listing, path: Path, caption: str, repeats: int = 1, preserve: bool = False) -> None:
     if caption:
-        found.examples.append(Example(path, caption, repeats))
+        found.examples.append(Example(path, caption, repeats, preserve))
     else:
         found.left_out.append(f"{path.name} has an empty caption")
 

@@ -31,12 +31,13 @@ Tell = Callable[[str, int, int], Any]  # the unit, and how many of how many are 
 
 @dataclass(frozen=True)
 class Piece:
-    """An encoded clip: the file of its latents, that of its caption, its bucket, and its repeats in an epoch."""
+    """An encoded clip: the files of its latents and its caption, its bucket, and what `Example` says of it."""
 
     latents: Path
     text: Path
     bucket: Bucket
     repeats: int = 1
+    preserve: bool = False
 
 
 class Store:
@@ -57,7 +58,7 @@ class Store:
         texts = self.texts(sorted({example.caption for example, _ in clips} | {""}), tell)
         self.pipe.free()
         pieces = [
-            Piece(self.folder / name, texts[example.caption], Bucket(*shape), example.repeats)
+            Piece(self.folder / name, texts[example.caption], Bucket(*shape), example.repeats, example.preserve)
             for example, made in clips
             for name, *shape in made
         ]
@@ -207,4 +208,5 @@ def described(pieces: Sequence[Piece]) -> Iterator[str]:
 
 def told(piece: Piece) -> dict[str, Any]:
     """Returns a clip as JSON, by which a resumed training recognises its data."""
-    return {"latents": piece.latents.name, "text": piece.text.name, **asdict(piece.bucket), "repeats": piece.repeats}
+    shown = {"repeats": piece.repeats, "preserve": piece.preserve}
+    return {"latents": piece.latents.name, "text": piece.text.name, **asdict(piece.bucket), **shown}

@@ -25,16 +25,18 @@ from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Segment
 from wanjax.schedulers.base import shifted
+from wanjax.training.adapters import without_factors
 
 Timesteps = Literal["uniform", "logit-normal", "shift"]
 Loss = Callable[[nnx.Module, Any, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
 
 
 class Batch(NamedTuple):
-    """Latents [B C T H W], and what the first stage made for each of them."""
+    """Latents [B C T H W], what the first stage made for each, and which are preserved [B] (None: none of them)."""
 
     latents: Any
     encoded: Any
+    preserved: Any = None
 
 
 @dataclass(frozen=True)
@@ -101,18 +103,27 @@ def error(
     key: jax.Array,
     component: str = "transformer",
 ) -> Float[Array, ""]:
-    """Returns the mean squared error at these noise levels, with this noise; the key draws random pictures."""
+    """Returns the mean squared error at these noise levels, with this noise; the key draws random pictures.
+
+    The target of preserved latents is what the network without its LoRA predicts for them.
+    """
     x0 = pipe.clean(batch.latents)
     levels = pipe.scheduler.levels(fractions)
     alphas, sigmas = (x[0].reshape(-1, 1, 1, 1, 1) for x in (levels.alphas, levels.sigmas))
     x = alphas * x0 + sigmas * noise
     encoded = pipe.sampled(batch.encoded, [0] * len(x), _pictures(pipe, batch, key))
-    denoiser, inputs = pipe.inputs(network, Segment(component, 0, (1.0,)), encoded, x, False)
-    network = nnx.merge(denoiser.graphdef, inputs.weights)
-    prompt, times = inputs.prompts[0], denoiser.times(levels)
-    prediction = denoiser.predict(network, x, times, prompt, inputs.shared, through_all)
-    difference = prediction.astype(jnp.float32) - pipe.scheduler.target(alphas, sigmas, x0, noise)
-    return jnp.mean(jnp.square(difference))
+
+    def predicted(network: nnx.Module) -> Float[Array, "B T H W C"]:
+        denoiser, inputs = pipe.inputs(network, Segment(component, 0, (1.0,)), encoded, x, False)
+        network = nnx.merge(denoiser.graphdef, inputs.weights)
+        prompt, times = inputs.prompts[0], denoiser.times(levels)
+        return denoiser.predict(network, x, times, prompt, inputs.shared, through_all).astype(jnp.float32)
+
+    target = pipe.scheduler.target(alphas, sigmas, x0, noise)
+    if batch.preserved is not None:
+        own = jax.lax.stop_gradient(predicted(without_factors(network)))
+        target = jnp.where(batch.preserved.reshape(-1, 1, 1, 1, 1), own, target)
+    return jnp.mean(jnp.square(predicted(network) - target))
 
 
 def _pictures(pipe: Pipeline, batch: Batch, key: jax.Array) -> dict[str, jax.Array]:

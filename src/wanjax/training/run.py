@@ -68,6 +68,8 @@ class Training:
         self.settings = pipe.settings(**{name: x for name, x in asked.items() if x is not None})
         self.data = Path(data).expanduser()
         self.listing = list_data(self.data)
+        if config.lora is None and any(example.preserve for example in self.listing.examples):
+            raise WanjaxError("clips are preserved by what the model predicts without its LoRA: --full has none")
         check_folder(self.out)
 
     @cached_property
@@ -181,8 +183,9 @@ class Learner:
 
     def _draw(self, step: int, generator: np.random.Generator) -> Batch:
         del generator  # the batches have their own
-        latents, encoded = joined(self.batches.at(step), self.pipe.encoded_type)
-        return Batch(latents, encoded)
+        shown = self.batches.at(step)
+        latents, encoded = joined([(x.latents, x.text) for x in shown], self.pipe.encoded_type)
+        return Batch(latents, encoded, np.array([x.preserved for x in shown]) if self.batches.preserves else None)
 
     def _after(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
         self._pending.append((step, time.time(), metrics))
