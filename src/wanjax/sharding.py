@@ -160,6 +160,12 @@ def constrain(x: jax.Array, axes: Axes) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(partitioner.mesh, partitioner.activation(axes, x.shape)))
 
 
+def ways(axes: Axes, shape: Sequence[int]) -> int:
+    """The number of devices among which an activation of this shape is divided."""
+    partitioner = current()
+    return prod(partitioner.size(taken) for taken in partitioner.activation(axes, shape)) if partitioner else 1
+
+
 def spread(x: jax.Array, axes: Axes) -> jax.Array:
     """Returns x, sharded, with zeros at the end of its axis `length` so that every device holds the same number.
 

@@ -30,7 +30,8 @@ def vae(axes=None, rules="fsdp"):
 
 def frames_of(z, axes=None, rules="fsdp"):
     devices = partitioner(axes, rules)
-    chunks = decoded(vae(axes, rules), z, jnp.float32, None, lambda program: program.on(devices))
+    at_once = SMALL.decoded_at_once(z.shape[2])
+    chunks = decoded(vae(axes, rules), [z], at_once, jnp.float32, None, lambda program: program.on(devices))
     return np.concatenate([np.asarray(x) for x in chunks])
 
 
@@ -67,7 +68,7 @@ def test_each_device_holds_an_eighth():
 def test_memory_does_not_grow_with_the_clip():
     z = jnp.asarray(np.random.default_rng(0).normal(size=(1, 4, 13, 4, 4)), jnp.float32)
     held = []
-    for frames in decoded(vae(), z, jnp.uint8, None, lambda program: program.on(None)):
+    for frames in decoded(vae(), [z], (3, 2), jnp.uint8, None, lambda program: program.on(None)):
         frames.block_until_ready()
         held.append(most_held())
     assert len(held) == 6

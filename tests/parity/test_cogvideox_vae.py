@@ -88,7 +88,8 @@ def compiled(program: Any) -> Any:
 
 def frames_of(vae: CogVideoXVAE, z: torch.Tensor, tiling: Tiling | None = None) -> np.ndarray:
     """Decodes chunk by chunk; returns frames [B C T H W] in [0, 1]."""
-    frames = [np.asarray(x) for x in decoded(vae, jnp.asarray(z.numpy()), jnp.float32, tiling, compiled)]
+    at_once = vae.config.decoded_at_once(z.shape[2])
+    frames = [np.asarray(x) for x in decoded(vae, [z.numpy()], at_once, jnp.float32, tiling, compiled)]
     return np.concatenate(frames).transpose(3, 0, 1, 2)[None]
 
 

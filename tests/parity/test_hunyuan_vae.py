@@ -87,7 +87,7 @@ def encode(vae, x: torch.Tensor, tiling: Tiling | None = None, partitioner=None)
 
 def decode(vae, z: torch.Tensor, tiling: Tiling | None = None, partitioner=None) -> np.ndarray:
     """Decodes as a pipeline does, one latent frame at a time, which clips; returns [B C T H W]."""
-    chunks = list(decoded(vae, z.numpy(), jnp.float32, tiling, lambda program: program.on(partitioner)))
+    chunks = list(decoded(vae, [z.numpy()], (1, 1), jnp.float32, tiling, lambda program: program.on(partitioner)))
     return np.concatenate(chunks).transpose(3, 0, 1, 2)[None] * 2 - 1
 
 

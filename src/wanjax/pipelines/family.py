@@ -201,6 +201,10 @@ class Architecture(ABC):
     def forward(self, settings: Settings, encoded: Any = None) -> Forward:
         """Returns the work of one forward of the denoiser, for this output of `encode` where there is one."""
 
+    def decoded_at_once(self, frames: int) -> tuple[int, int]:
+        """Latent frames in the first chunk to decode, and in each later one, for a video of so many."""
+        return self.vae.decoded_at_once(frames)
+
     @abstractmethod
     def programs(
         self, settings: Settings, *, attention: str | None = None, batch_guidance: bool = False

@@ -89,20 +89,18 @@ def _finished(x: Chunk, dtype: Any, patch: int) -> Frames:
 
 
 def decoded(
-    vae: Any, latents: GivenLatents, dtype: DTypeLike, tiling: Tiling | None, compiled: Compile
-) -> Iterator[Frames]:
-    """Yields the frames of each chunk of latents, so that only one chunk is in memory."""
-    return decoded_in_turn(vae, [latents], dtype, tiling, compiled)
-
-
-def decoded_in_turn(
-    vae: Any, pieces: Iterable[GivenLatents], dtype: DTypeLike, tiling: Tiling | None, compiled: Compile
+    vae: Any,
+    pieces: Iterable[GivenLatents],
+    at_once: tuple[int, int],
+    dtype: DTypeLike,
+    tiling: Tiling | None,
+    compiled: Compile,
 ) -> Iterator[Frames]:
     """Yields the frames of each chunk of a video's latents, which come in pieces; only one chunk is in memory.
 
-    A later piece is as long as some later chunks together.
+    `at_once` are the lengths of the first chunk and of the later ones. A later piece has whole chunks.
     """
-    config = vae.config
+    config, (first, rest) = vae.config, at_once
     cells = (config.spatial_factor, config.patch)
     tiling = tiling and tiling.completed(config.tiling)
     graphdef, weights = nnx.split(vae)
@@ -110,7 +108,6 @@ def decoded_in_turn(
     cache = None
     for piece in pieces:
         z = jnp.moveaxis(jnp.asarray(piece), 1, -1)
-        first, rest = config.decoded_at_once(z.shape[1])
         for chunk in spans(z.shape[1], (first if cache is None else rest, rest)):
             z_chunk = z[:, chunk]
             if tiling is None:  # one program from latents to frames

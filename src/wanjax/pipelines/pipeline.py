@@ -385,7 +385,7 @@ class Pipeline(Hooks):
         """Returns the number of chunks in which latents [1 C T H W] are decoded."""
         check_latents(latents, self.architecture.vae.latent_channels)
         frames = latents.shape[2]
-        return chunk_count(frames, self.architecture.vae.decoded_at_once(frames))
+        return chunk_count(frames, self.architecture.decoded_at_once(frames))
 
     def decode_chunks(
         self, latents: GivenLatents, dtype: DTypeLike = jnp.uint8, *, tiling: Tiling | None = None
@@ -393,7 +393,8 @@ class Pipeline(Hooks):
         """Yields the frames of each chunk of latents, so that only one chunk is in memory."""
         check_latents(latents, self.architecture.vae.latent_channels)
         check_tiling(tiling)
-        yield from kept_apart(decoded(self.vae, latents, dtype, tiling, self.compiled), compile_cache)
+        at_once = self.architecture.decoded_at_once(latents.shape[2])
+        yield from kept_apart(decoded(self.vae, [latents], at_once, dtype, tiling, self.compiled), compile_cache)
         self.components.leave(())
 
     @keeps_programs

@@ -11,7 +11,6 @@ The programs are the same for every block, and what is kept has a fixed size, so
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
@@ -24,7 +23,7 @@ from wanjax.compilation import compile_cache, keeps_programs, kept_apart
 from wanjax.layers.tiling import Tiling
 from wanjax.pipelines.checks import check_tiling
 from wanjax.pipelines.draws import INITIAL, OF_STEPS, GivenDraws
-from wanjax.pipelines.frames import GivenLatents, chunk_count, decoded_in_turn
+from wanjax.pipelines.frames import GivenLatents, decoded
 from wanjax.pipelines.hooks import Encoded
 from wanjax.pipelines.keywords import Given, GivenSettings, spelled_out
 from wanjax.pipelines.looks import with_colours
@@ -168,12 +167,9 @@ class StreamingPipeline(Pipeline):
 
     def decode_blocks(self, blocks: Iterable[GivenLatents], *, tiling: Tiling | None = None) -> Iterator[Clip]:
         """Yields the frames uint8 [T H W 3] of each block of latents [1 C T H W] as it comes."""
-        chunks = kept_apart(decoded_in_turn(self.vae, blocks, jnp.uint8, tiling, self.compiled), compile_cache)
-        first, rest = self.architecture.vae.decoded_at_once(self.block_frames)
-        count = chunk_count(self.block_frames, (first, rest))
-        while clip := list(islice(chunks, count)):
-            yield np.concatenate([np.asarray(chunk) for chunk in clip])
-            count = self.block_frames // rest
+        at_once = self.architecture.decoded_at_once(self.block_frames)  # a block is a chunk
+        for frames in kept_apart(decoded(self.vae, blocks, at_once, jnp.uint8, tiling, self.compiled), compile_cache):
+            yield np.asarray(frames)
         self.components.leave(())
 
 

@@ -7,6 +7,8 @@ causal layer saw. The numbers are those of the whole clip at once, for any lengt
 length. The reference is diffusers' models/autoencoders/autoencoder_kl_wan.py.
 """
 
+import math
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -17,15 +19,18 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from wanjax.kernels.attention import attention
-from wanjax.layers.conv import CausalConv, FrameConv, as_operand
+from wanjax.kernels.target import target
+from wanjax.layers.conv import VIDEO, CausalConv, FrameConv, as_operand
 from wanjax.layers.linear import linear
 from wanjax.layers.norms import ChannelNorm, along_last
 from wanjax.layers.patch import to_cells, to_pixels
 from wanjax.models.wan.config import VAEConfig
+from wanjax.sharding import ways
 
 Cache = Any  # a pytree of kept frames; None before the first frame
 Chunk = Float[Array, "B _T _H _W _C"]  # inputs and outputs differ in size
 POINTWISE = ("conv_in", "conv_out")
+PAIRED = 2**26  # the most values of a frame's largest level with which a TPU computes two latent frames together
 
 
 class ResBlock(nnx.Module):
@@ -224,44 +229,75 @@ class WanVAE(nnx.Module):
 
     def encode_chunk(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
         """Encodes frames, one if `cache` is None and a multiple of 4 after, as latents: the mode of the posterior."""
-        return self.encode_cells(to_cells(x, self.config.patch), cache)
+        return self._latents(to_cells(x, self.config.patch), cache)
 
     def encode_cells(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        """`encode_chunk` from cells on: frames become cells before they are cut into tiles."""
-        mean, _, cache = self.posterior(x, cache)
-        return self.normalise(mean), cache
+        """`encode_chunk` from cells on, which are cut into tiles, by as many frames at a time as suit the device."""
+        return in_turn(self._latents, x, cache, self.config.temporal_factor * at_once(x, 1, self.config.width))
 
     def decode_chunk(self, z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
         """Decodes latent frames, one if `cache` is None and any number after, to frames in [-1, 1], float32."""
-        x, cache = self.decode_cells(z, cache)
+        x, cache = self._cells(z, cache)
         return jnp.clip(to_pixels(x, self.config.patch), -1.0, 1.0), cache
 
     def decode_cells(self, z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        """`decode_chunk` up to cells: tiles are blended before cells become pixels."""
+        """`decode_chunk` up to cells, of which tiles are blended, by as many frames at a time as suit the device."""
+        cells = self.config.spatial_factor // self.config.patch
+        return in_turn(self._cells, z, cache, at_once(z, cells, self.config.decoder_width))
+
+    def encode(self, video: Chunk) -> Chunk:
+        """Encodes 4n + 1 frames as n + 1 latent frames in one call, for clips that fit in memory whole."""
+        return in_turn(self.encode_chunk, video, None, self.config.temporal_factor)[0]
+
+    def decode(self, latents: Chunk) -> Chunk:
+        """Decodes n + 1 latent frames to 4n + 1 frames in one call, for clips that fit in memory whole."""
+        return in_turn(self.decode_chunk, latents, None, 1)[0]
+
+    def _latents(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
+        """Latents of cells of pixels."""
+        mean, _, cache = self.posterior(x, cache)
+        return self.normalise(mean), cache
+
+    def _cells(self, z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
+        """Cells of pixels of latents, float32."""
         h = self.post_quant(self.denormalise(z.astype(jnp.float32)).astype(self.dtype))
         x, cache = self.decoder(h, cache)
         return x.astype(jnp.float32), cache
 
-    def encode(self, video: Chunk) -> Chunk:
-        """Encodes 4n + 1 frames as n + 1 latent frames in one call, for clips that fit in memory whole."""
-        first, cache = self.encode_chunk(video[:, :1], None)
-        return self._stream(self.encode_chunk, first, cache, video[:, 1:], self.config.temporal_factor)
 
-    def decode(self, latents: Chunk) -> Chunk:
-        """Decodes n + 1 latent frames to 4n + 1 frames in one call, for clips that fit in memory whole."""
-        first, cache = self.decode_chunk(latents[:, :1], None)
-        return self._stream(self.decode_chunk, first, cache, latents[:, 1:], 1)
+def at_once(x: Chunk, cells: int, width: int) -> int:
+    """The number of latent frames to compute at once: two, whose eight frames fill a TPU's tiles, if it has the memory.
 
-    def _stream(self, process, first: Chunk, cache: Cache, rest: Chunk, chunk: int) -> Chunk:
-        """Joins `first` and the processed chunks of `rest` in time; a scan compiles one chunk for all."""
-        if rest.shape[1] == 0:
-            return first
-        chunks = rest.reshape(rest.shape[0], -1, chunk, *rest.shape[2:])
+    A frame's largest level has `cells` times the height and the width of x, and `width` channels.
+    """
+    batch, _, height, wide, _ = x.shape
+    level = (batch, 1, cells * height, cells * wide, width)
+    return 2 if target(x).platform == "tpu" and math.prod(level) <= PAIRED * ways(VIDEO, level) else 1
 
-        def step(cache: Cache, x: Chunk) -> tuple[Cache, Chunk]:
-            y, cache = process(x, cache)
-            return cache, y
 
-        _, later = jax.lax.scan(step, cache, jnp.moveaxis(chunks, 1, 0))
-        later = jnp.moveaxis(later, 0, 1)
-        return jnp.concatenate([first, later.reshape(later.shape[0], -1, *later.shape[3:])], axis=1)
+def in_turn(process: Callable[..., tuple[Chunk, Cache]], x: Chunk, cache: Cache, part: int) -> tuple[Chunk, Cache]:
+    """Processes a clip's first frame alone, where `cache` is None, then `part` frames at a time, then what is left.
+
+    The results are joined in time. A scan compiles one part for all.
+    """
+    first = 1 if cache is None else 0
+    last = x.shape[1] - (x.shape[1] - first) % part
+    made = []
+    for piece in (x[:, :first], x[:, first:last], x[:, last:]):
+        if piece.shape[1]:
+            y, cache = process(piece, cache) if piece.shape[1] <= part else _scanned(process, piece, cache, part)
+            made.append(y)
+    return jnp.concatenate(made, axis=1), cache
+
+
+def _scanned(process: Callable[..., tuple[Chunk, Cache]], x: Chunk, cache: Cache, part: int) -> tuple[Chunk, Cache]:
+    """Processes several parts of equal length in a scan."""
+
+    def step(cache: Cache, x: Chunk) -> tuple[Cache, Chunk]:
+        y, cache = process(x, cache)
+        return cache, y
+
+    split = x.reshape(x.shape[0], -1, part, *x.shape[2:])
+    cache, y = jax.lax.scan(step, cache, jnp.moveaxis(split, 1, 0))
+    y = jnp.moveaxis(y, 0, 1)
+    return y.reshape(y.shape[0], -1, *y.shape[3:]), cache

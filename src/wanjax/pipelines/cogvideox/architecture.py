@@ -154,5 +154,5 @@ class CogVideoXArchitecture(Architecture):
             *self.steps(planned.step, video | {"scheduler": self.scheduler}, settings),
         ]
         count = self.latent_shape(settings)[2]
-        decode = by_chunk("decode", planned.decode_frames, frames, count, self.vae.decoded_at_once(count))
+        decode = by_chunk("decode", planned.decode_frames, frames, count, self.decoded_at_once(count))
         return {"encode": encode, "denoise": denoise, "decode": decode}

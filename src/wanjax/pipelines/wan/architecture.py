@@ -174,5 +174,5 @@ class WanArchitecture(Architecture):
             Planned("context", planned.context, video, len(self.denoisers)),
             *self.steps(planned.step, video | {"scheduler": self.scheduler}, settings),
         ]
-        decode = by_chunk("decode", planned.decode_frames, frames, latents[2], self.vae.decoded_at_once(latents[2]))
+        decode = by_chunk("decode", planned.decode_frames, frames, latents[2], self.decoded_at_once(latents[2]))
         return {"encode": encode, "denoise": denoise, "decode": decode}

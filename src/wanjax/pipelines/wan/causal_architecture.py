@@ -62,6 +62,10 @@ class CausalWanArchitecture(WanArchitecture):
         flops["self_attention"] += scores - self_attention_flops(config, tokens)
         return Forward(tokens, config.layers, config.heads, config.width, scores, flops)
 
+    def decoded_at_once(self, frames: int) -> tuple[int, int]:
+        """A block's latent frames, in every chunk."""
+        return self.transformer.block_frames, self.transformer.block_frames
+
     def programs(
         self, settings: Settings, *, attention: str | None = None, batch_guidance: bool = False
     ) -> Mapping[str, Sequence[Planned]]:
@@ -83,7 +87,7 @@ class CausalWanArchitecture(WanArchitecture):
         return {
             "encode": [Planned("encode_prompts", planned.encode_prompts, {"text_encoder": self.text_encoder}, 1)],
             "denoise": denoise,
-            "decode": by_chunk("decode", planned.decode_frames, frames, length, self.vae.decoded_at_once(length)),
+            "decode": by_chunk("decode", planned.decode_frames, frames, length, self.decoded_at_once(length)),
         }
 
 

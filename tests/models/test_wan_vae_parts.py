@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of a chunk that Wan's autoencoder computes together: few enough for the device, and with one result."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from wanjax.kernels.target import Target
+from wanjax.models.wan import vae
+from wanjax.models.wan.config import VAE_2_1
+
+
+@pytest.mark.parametrize("frames", [1, 4])
+@pytest.mark.parametrize("latents", [0, 1, 2, 3, 5, 6])
+@pytest.mark.parametrize("begun", [False, True])
+def test_parts_are_joined_in_time(frames, latents, begun):
+    """Each frame gets the sum of all before its part: the first frame, pairs of latent frames, and what is left."""
+    if begun and not latents:
+        return
+    x = jnp.arange(1.0, 1 + frames * latents + (not begun)).reshape(1, -1, 1, 1, 1)
+    seen = []
+
+    def process(part, before):
+        seen.append(part.shape[1])
+        before = jnp.zeros((), x.dtype) if before is None else before
+        return part * 0 + before, before + part.sum()
+
+    y, total = vae.in_turn(process, x, jnp.zeros(()) if begun else None, 2 * frames)
+    assert total == x.sum()
+    alone, pairs, left = int(not begun), latents // 2 * 2 * frames, latents % 2 * frames
+    starts = [0] * alone + [alone + i // (2 * frames) * 2 * frames for i in range(pairs)] + [alone + pairs] * left
+    np.testing.assert_array_equal(y.ravel(), [float(x.ravel()[:start].sum()) for start in starts])
+    assert set(seen) == {size for size, there in ((1, alone), (2 * frames, pairs), (frames, left)) if there}
+
+
+@pytest.mark.parametrize(
+    ("platform", "size", "together"),
+    [
+        ("cpu", (60, 104), 1),
+        ("gpu", (60, 104), 1),
+        ("tpu", (60, 104), 2),
+        ("tpu", (90, 160), 1),
+        ("tpu", (180, 320), 1),
+    ],
+)
+def test_a_tpu_computes_what_its_memory_holds(monkeypatch, platform, size, together):
+    monkeypatch.setattr(vae, "target", lambda x: Target(platform, "some kind"))
+    z = jnp.zeros((1, 2, *size, VAE_2_1.latent_channels))
+    assert vae.at_once(z, VAE_2_1.spatial_factor, VAE_2_1.decoder_width) == together
+
+
+def test_frames_are_decoded_in_pairs_where_they_are_even():
+    assert [VAE_2_1.decoded_at_once(frames) for frames in (1, 2, 3, 21, 31)] == [(1, 2), (1, 1), (1, 2), (1, 2), (1, 2)]
+    assert [VAE_2_1.encoded_at_once(frames) for frames in (1, 5, 9, 81)] == [(1, 8), (1, 4), (1, 8), (1, 8)]
