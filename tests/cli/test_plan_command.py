@@ -130,7 +130,7 @@ def test_the_pace_of_a_video_made_by_blocks():
         run.name: run for stage in stages(shapes, video, "h200", {}, attention="reference").values() for run in stage
     }
     prices = {name: places.priced_on(places.find_place("h200"), [run.job])[0].seconds for name, run in runs.items()}
-    block = 4 * prices["step"] + prices["renewal"] + 2 * prices["decode_next"]
+    block = 4 * prices["step"] + prices["renewal"] + prices["decode_next"]
     assert found.frames_a_second == pytest.approx(4 / block)
     step = traced.work_of(runs["step"].job)
     assert step.attention + step.products == sum(shapes.forward(video).flops.values())
@@ -141,7 +141,7 @@ def test_the_pace_of_a_video_made_by_blocks():
 def test_how_often_each_program_runs():
     runs = stages(NETWORKS, VIDEO, "v6e-8", {"tp": 8})
     counted = {run.name: run.times for stage in runs.values() for run in stage}
-    assert counted == {"encode_prompts": 1, "context": 1, "step": 2, "decode_first": 1, "decode_next": 2}
+    assert counted == {"encode_prompts": 1, "context": 1, "step": 2, "decode_first": 1, "decode_next": 1}
     alone = stages(NETWORKS, VIDEO.updated({"frames": 1}), "v6e-8", {"tp": 8})
     assert [run.name for run in alone["decode"]] == ["decode_first"]
 
