@@ -121,7 +121,7 @@ def test_a_trace_counts_what_the_formula_does():
 
 
 def test_the_pace_of_a_video_made_by_blocks():
-    """It is that of one more block: steps, renewal, and the decoder's chunks."""
+    """It is that of one more block: steps, renewal, and the chunk that decodes it."""
     shapes = causal_pipeline(4, None).architecture
     shapes = replace(shapes, text_encoder=TEXT)
     video = outline("wan2.1-t2v-1.3b-causal")[2].updated({"height": 12, "width": 12, "frames": 15})
