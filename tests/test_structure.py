@@ -6,9 +6,8 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 from wanjax.dims import ALPHABET
 
@@ -53,11 +52,18 @@ OTHERS = sorted(path for folder in ("tests", "examples", "benchmarks") for path 
 SERVERS = {name for name in MODULES if name.startswith("wanjax.serve")} | {"wanjax.cli.serving"}
 
 
+@cache
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+@cache
 def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+    return ast.parse(text_of(path))
 
 
-def imports(path: Path) -> set[str]:
+@cache
+def imports(path: Path) -> frozenset[str]:
     """Returns the dotted names that a file imports, anywhere in it."""
     names = set()
     for node in ast.walk(tree(path)):
@@ -67,7 +73,7 @@ def imports(path: Path) -> set[str]:
             assert node.level == 0, f"{path}: a relative import"
             full = {f"{node.module}.{alias.name}" for alias in node.names}
             names |= {name if name in MODULES else str(node.module) for name in full}
-    return names
+    return frozenset(names)
 
 
 def layer(module: str) -> int:
@@ -84,10 +90,10 @@ def parts(module: str, below: str) -> str:
     return module.removeprefix(below).lstrip(".").partition(".")[0] if module.startswith(below) else ""
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_run_downwards(module):
-    known = {name for name in imports(MODULES[module]) if name.partition(".")[0] == "wanjax"}
-    assert module == "wanjax" or all(layer(name) <= layer(module) for name in known), known
+def test_imports_run_downwards():
+    for module in MODULES.keys() - {"wanjax"}:
+        for name in imports(MODULES[module]):
+            assert name.partition(".")[0] != "wanjax" or layer(name) <= layer(module), f"{module} imports {name}"
 
 
 def test_no_files_import_each_other():
@@ -110,35 +116,35 @@ def family(module: str) -> str | None:
     return next((name for name in FAMILIES if re.search(rf"\.(models|converters|pipelines)\.{name}\b", module)), None)
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_only_the_registry_knows_a_family(module):
-    found = {family(name) for name in imports(MODULES[module])} - {None, family(module)}
-    assert not found or (module == "wanjax.registry" and found == set(FAMILIES)), found
+def test_only_the_registry_knows_a_family():
+    for module, path in MODULES.items():
+        found = {family(name) for name in imports(path)} - {None, family(module)}
+        assert not found or (module == "wanjax.registry" and found == set(FAMILIES)), f"{module} imports {found}"
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if family(module) is None])
-def test_shared_files_name_no_family(module):
+def test_shared_files_name_no_family():
     """Allowed names are the package, examples, a reference's files and schedulers, and each line in the registry."""
-    text = re.sub(r"wanjax|wanted|wants?\b", "", MODULES[module].read_text(encoding="utf-8"), flags=re.IGNORECASE)
-    lines = [line for line in text.splitlines() if re.search("|".join(FAMILIES), line, re.IGNORECASE)]
-    examples = [line for line in lines if re.search(r"wan2\.1-t2v|outline\(|[\w/]+\.py\b|\"\w+Scheduler\"", line)]
     allowed = {"wanjax.registry": 2 * len(FAMILIES)}
-    assert len(lines) - len(examples) <= allowed.get(module, 0), lines
+    for module in (module for module in MODULES if family(module) is None):
+        text = re.sub(r"wanjax|wanted|wants?\b", "", text_of(MODULES[module]), flags=re.IGNORECASE)
+        lines = [line for line in text.splitlines() if re.search("|".join(FAMILIES), line, re.IGNORECASE)]
+        examples = [line for line in lines if re.search(r"wan2\.1-t2v|outline\(|[\w/]+\.py\b|\"\w+Scheduler\"", line)]
+        assert len(lines) - len(examples) <= allowed.get(module, 0), (module, lines)
 
 
 def test_few_modules_stand_at_the_top():
     assert len([path for path in PACKAGES["wanjax"].glob("*.py")]) <= 8
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_no_function_is_long(module):
-    for node in ast.walk(tree(MODULES[module])):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert (node.end_lineno or 0) - node.lineno < 45, node.name
+def test_no_function_is_long():
+    for module, path in MODULES.items():
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert (node.end_lineno or 0) - node.lineno < 45, f"{module}.{node.name}"
 
 
 def test_the_sampler_fits_on_two_pages():
-    assert len(MODULES["wanjax.pipelines.sampler"].read_text(encoding="utf-8").splitlines()) <= 150
+    assert len(text_of(MODULES["wanjax.pipelines.sampler"]).splitlines()) <= 150
 
 
 def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
@@ -162,46 +168,52 @@ def test_only_its_command_imports_the_server():
         assert not [name for name in imports(MODULES[module]) if name.startswith("wanjax.serve")], module
 
 
-@pytest.mark.parametrize("path", [path for path in OTHERS if path.is_relative_to(ROOT / "tests")], ids=str)
-def test_tests_import_no_test(path):
-    assert not [name for name in imports(path) if name.startswith("tests.") and ".test_" in name]
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= LONGEST
+def test_tests_import_no_test():
+    for path in (path for path in OTHERS if path.is_relative_to(ROOT / "tests")):
+        assert not [name for name in imports(path) if name.startswith("tests.") and ".test_" in name], path
+        assert len(text_of(path).splitlines()) <= LONGEST, path
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if module.startswith("wanjax.models.")])
-def test_families_do_not_know_each_other_nor_what_runs_them(module):
-    for name in imports(MODULES[module]):
-        family = parts(name, "wanjax.models")
-        assert family in ("", parts(module, "wanjax.models")), name
-        assert not name.startswith("wanjax.schedulers"), name
-    assert "PartitionSpec" not in MODULES[module].read_text(), "models name logical axes, sharding.py maps them"
+def below(package: str) -> dict[str, Path]:
+    """Returns the modules of a package by their names."""
+    found = {module: path for module, path in MODULES.items() if module.startswith(package)}
+    assert found
+    return found
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if module.startswith("wanjax.schedulers")])
-def test_schedulers_know_no_model(module):
-    assert not [name for name in imports(MODULES[module]) if name.startswith(("wanjax.models", "flax"))]
+def test_families_do_not_know_each_other_nor_what_runs_them():
+    for module, path in below("wanjax.models.").items():
+        for name in imports(path):
+            family = parts(name, "wanjax.models")
+            assert family in ("", parts(module, "wanjax.models")), f"{module} imports {name}"
+            assert not name.startswith("wanjax.schedulers"), f"{module} imports {name}"
+        assert "PartitionSpec" not in text_of(path), f"{module}: models name logical axes, sharding.py maps them"
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if module.startswith("wanjax.kernels")])
-def test_kernels_take_arrays_and_give_arrays(module):
-    assert not [name for name in imports(MODULES[module]) if name.startswith("flax")]
+def test_schedulers_know_no_model():
+    for module, path in below("wanjax.schedulers").items():
+        assert not [name for name in imports(path) if name.startswith(("wanjax.models", "flax"))], module
 
 
-@pytest.mark.parametrize("path", [*MODULES.values(), *OTHERS], ids=lambda path: str(path.relative_to(ROOT)))
-def test_other_frameworks_are_for_comparisons_only(path):
-    if not path.is_relative_to(ROOT / "tests/parity") and not path.is_relative_to(ROOT / "benchmarks"):
-        assert not STRANGERS & {name.partition(".")[0] for name in imports(path)}
+def test_kernels_take_arrays_and_give_arrays():
+    for module, path in below("wanjax.kernels").items():
+        assert not [name for name in imports(path) if name.startswith("flax")], module
 
 
-@pytest.mark.parametrize("path", [*MODULES.values(), *OTHERS], ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_file_names_its_licence(path):
-    text = path.read_text(encoding="utf-8")
-    assert not text or text.startswith("# SPDX-License-Identifier: Apache-2.0\n")
+def test_other_frameworks_are_for_comparisons_only():
+    for path in (*MODULES.values(), *OTHERS):
+        if not path.is_relative_to(ROOT / "tests/parity") and not path.is_relative_to(ROOT / "benchmarks"):
+            assert not STRANGERS & {name.partition(".")[0] for name in imports(path)}, path
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_no_file_is_long(module):
-    assert len(MODULES[module].read_text(encoding="utf-8").splitlines()) <= LONGEST
+def test_every_file_names_its_licence():
+    for path in (*MODULES.values(), *OTHERS):
+        assert not text_of(path) or text_of(path).startswith("# SPDX-License-Identifier: Apache-2.0\n"), path
+
+
+def test_no_file_is_long():
+    for module, path in MODULES.items():
+        assert len(text_of(path).splitlines()) <= LONGEST, module
 
 
 def spellings(path: Path) -> Iterator[str]:
@@ -222,13 +234,13 @@ def spellings(path: Path) -> Iterator[str]:
                 yield " ".join(re.sub(r"->|,", "", formula))
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_shapes_are_spelled_with_one_alphabet(module):
+def test_shapes_are_spelled_with_one_alphabet():
     """Letters may form sums and products; a leading underscore marks another size."""
-    for shape in spellings(MODULES[module]):
-        for axis in shape.replace("...", "").split():
-            letters = re.split(r"[-+*·()]", axis.lstrip("*#_"))
-            assert all(letter == "" or letter.isdigit() or letter in ALPHABET for letter in letters), shape
+    for module, path in MODULES.items():
+        for shape in spellings(path):
+            for axis in shape.replace("...", "").split():
+                letters = [x for x in re.split(r"[-+*·()]", axis.lstrip("*#_")) if x and not x.isdigit()]
+                assert set(letters) <= set(ALPHABET), f"{module}: {shape}"
 
 
 def test_shapes_are_found():
