@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's: each of the processes 
 os.environ["XLA_FLAGS"] = " ".join(
     [
         "--xla_backend_optimization_level=0",
+        "--xla_cpu_parallel_codegen_split_count=1",  # parts are for compiling on many cores, and cost a tenth
         "--xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else "",
         os.environ.get("XLA_FLAGS", ""),
     ]

@@ -52,7 +52,7 @@ _REACH = {
     "square": (0.89, 0.89, 0.89),
     "triangle": (_CIRCUMRADIUS * 0.75**0.5, _CIRCUMRADIUS, _CIRCUMRADIUS / 2),
     "cross": (1.12, 1.12, 1.12),
-    "bar": (1.25, 0.55, 0.55),
+    "bar": (1.2, 0.65, 0.65),
 }
 _ARM = 0.36  # half the thickness of the cross's arms
 
@@ -149,7 +149,7 @@ def distance(shape: str, x: np.ndarray, y: np.ndarray, radius: np.ndarray) -> np
     """Returns the signed distance in pixels from the shape's edge, negative inside; corners are mitred outside."""
     x = np.abs(x)
     if shape == "bar":
-        return np.maximum(x - 1.25 * radius, np.abs(y) - 0.55 * radius)
+        return np.maximum(x - 1.2 * radius, np.abs(y) - 0.65 * radius)
     if shape == "circle":
         return np.hypot(x, y) - radius
     if shape == "square":

@@ -114,9 +114,9 @@ def test_help_lists_the_commands():
             "train",
             "out steps batch accumulate seed rank alpha dropout target full dialect expert optimizer rate warm-up "
             "schedule clip weight-decay average fps cut resize buckets shortest store timesteps shift logit-mean "
-            "logit-deviation dropped-captions sample sample-every held-out evaluate-every save-every size height width "
-            "frames attention block-q block-kv block-kv-compute window dtype compiler mesh rules processes quiet json "
-            "config help",
+            "logit-deviation dropped-captions preserved-uncaptioned sample sample-every held-out evaluate-every "
+            "save-every size height width frames attention block-q block-kv block-kv-compute window dtype compiler "
+            "mesh rules processes quiet json config help",
         ),
         (
             "serve",

@@ -146,6 +146,9 @@ def test_with_clips_to_preserve_what_has_no_caption_is_preserved_too(tmp_path):
     assert batches.preserves
     for x in batches.at(0) + batches.at(1):
         assert x.preserved == (x.text.name == "none" or x.latents == given[3].latents)
+    batches = Batches(given, 8, 0, empty=tmp_path / "none", dropped=0.25, uncaptioned=0.5)
+    for x in batches.at(0) + batches.at(1):
+        assert x.preserved == (1.0 if x.latents == given[3].latents else 0.5 * (x.text.name == "none"))
 
 
 def test_ten_thousand_captions_are_listed_quickly(tmp_path):

@@ -113,6 +113,11 @@ noise = together(
         default=0.05,
         help="The share of clips that are shown without a caption, for guidance.",
     ),
+    real(
+        "--preserved-uncaptioned",
+        default=1.0,
+        help="With clips to preserve: how far what is shown without a caption is preserved too, from 0 to 1.",
+    ),
 )
 looks = together(
     click.option(

@@ -20,7 +20,8 @@ class TrainConfig:
     """The settings of a training; a size, a length or a rate of None is the model's.
 
     `lora` None trains all weights. `batch` clips make a step, in `accumulated` parts. `timesteps` None is `shift` for a
-    model with a flow shift, else `uniform`. `dropped_captions` is the share of clips that are shown without a caption.
+    model with a flow shift, else `uniform`. `dropped_captions` is the share of clips that are shown without a caption;
+    where some clips are to be preserved, these are too, by the part `preserved_uncaptioned` from 0 to 1.
     Every `held_out`-th clip is kept for the held-out loss; 0 keeps none. `expert` chooses one of two networks.
     """
 
@@ -42,6 +43,7 @@ class TrainConfig:
     logit_mean: float = 0.0
     logit_deviation: float = 1.0
     dropped_captions: float = 0.05
+    preserved_uncaptioned: float = 1.0
     average: float | None = None
     expert: Expert = "both"
     held_out: int = 0
@@ -58,8 +60,9 @@ class TrainConfig:
                 raise WanjaxError(f"{name} is {getattr(self, name)} in the training: at least 1 is needed")
         if self.batch % self.accumulated:
             raise WanjaxError(f"a batch of {self.batch} cannot be split in {self.accumulated}: a divisor would do")
-        if not 0 <= self.dropped_captions <= 1:
-            raise WanjaxError(f"the share of dropped captions is {self.dropped_captions}: from 0 to 1 would do")
+        for name in ("dropped_captions", "preserved_uncaptioned"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise WanjaxError(f"{name} is {getattr(self, name)} in the training: from 0 to 1 would do")
         if self.held_out < 0 or self.held_out == 1:
             raise WanjaxError(f"every clip in {self.held_out} cannot be held out: 0 for none, or from 2 on, would do")
 

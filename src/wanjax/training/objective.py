@@ -32,7 +32,7 @@ Loss = Callable[[nnx.Module, Any, jax.Array], tuple[jax.Array, dict[str, jax.Arr
 
 
 class Batch(NamedTuple):
-    """Latents [B C T H W], what the first stage made for each, and which are preserved [B] (None: none of them)."""
+    """Latents [B C T H W], what the first stage made for each, and how far each is preserved [B] (None: not at all)."""
 
     latents: Any
     encoded: Any
@@ -105,7 +105,8 @@ def error(
 ) -> Float[Array, ""]:
     """Returns the mean squared error at these noise levels, with this noise; the key draws random pictures.
 
-    The target of preserved latents is what the network without its LoRA predicts for them.
+    The target of preserved latents is what the network without its LoRA predicts for them; of latents that are
+    preserved by a part, that part of it and the rest of their own.
     """
     x0 = pipe.clean(batch.latents)
     levels = pipe.scheduler.levels(fractions)
@@ -122,7 +123,8 @@ def error(
     target = pipe.scheduler.target(alphas, sigmas, x0, noise)
     if batch.preserved is not None:
         own = jax.lax.stop_gradient(predicted(without_factors(network)))
-        target = jnp.where(batch.preserved.reshape(-1, 1, 1, 1, 1), own, target)
+        part = batch.preserved.reshape(-1, 1, 1, 1, 1)
+        target = part * own + (1 - part) * target
     return jnp.mean(jnp.square(predicted(network) - target))
 
 

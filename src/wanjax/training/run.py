@@ -143,7 +143,12 @@ class Learner:
         pipe.free(name)
         self.loss = loss_of(pipe, training.levels[name], name)
         self.batches = Batches(
-            training.pieces, config.batch, config.seed, empty=training.empty, dropped=config.dropped_captions
+            training.pieces,
+            config.batch,
+            config.seed,
+            empty=training.empty,
+            dropped=config.dropped_captions,
+            uncaptioned=config.preserved_uncaptioned,
         )
         self.rate = schedule(config.optimizer, config.steps)
         self.trainer = Trainer(
@@ -185,7 +190,8 @@ class Learner:
         del generator  # the batches have their own
         shown = self.batches.at(step)
         latents, encoded = joined([(x.latents, x.text) for x in shown], self.pipe.encoded_type)
-        return Batch(latents, encoded, np.array([x.preserved for x in shown]) if self.batches.preserves else None)
+        preserved = np.array([x.preserved for x in shown], np.float32) if self.batches.preserves else None
+        return Batch(latents, encoded, preserved)
 
     def _after(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
         self._pending.append((step, time.time(), metrics))
