@@ -112,11 +112,11 @@ def main(out: Path, seed: int, old: int) -> None:
     learnt = wanjax.load("nano", lora=str(file), note=note)
     combinations = [(*WORDS, motion) for motion in MOTIONS]
     new, videos = right(learnt, combinations, 40)
-    known, kept = (right(each, HELD_OUT, old)[0] for each in (pipe, learnt))
-    known_before, _ = right(pipe, combinations, len(MOTIONS))
-    found = {"minutes": seconds / 60, "new": fractions(new), "new before": fractions(known_before)}
-    found |= {"old before": fractions(known), "old": fractions(kept)}
-    found["old still"] = kept[known.all(axis=1)].all(axis=1).mean()  # of the videos that were right before
+    new_before, _ = right(pipe, combinations, len(MOTIONS))
+    old_before, old_after = (right(each, HELD_OUT, old)[0] for each in (pipe, learnt))
+    found = {"minutes": seconds / 60, "new": fractions(new), "new before": fractions(new_before)}
+    found |= {"old before": fractions(old_before), "old": fractions(old_after)}
+    found["old still"] = old_after[old_before.all(axis=1)].all(axis=1).mean()  # of the videos that were right before
     sheet(videos[: len(MOTIONS)]).save(out / "taught.png")
     (out / "figures.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     click.echo(json.dumps(found, indent=2))
