@@ -31,6 +31,7 @@ jaxtyping.install_import_hook("wanjax", "tests.support.types.checked")  # before
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+os.fsync = lambda descriptor: None  # which waits for a disk that does not lose its power here
 
 
 def pytest_collection_finish() -> None:
