@@ -23,7 +23,22 @@ from wanjax.media.videos import read_metadata, write_video
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
 SMALL = ("--size", "32x16", "--frames", "5", "--steps", "2", "--dtype", "float32")
+ONE_FRAME = (*SMALL, "--frames", "1")
 FRAMES = np.zeros((1, 16, 32, 3), np.uint8)
+EACH = """if True:  # runs commands, which `::` divides, and writes a null after the output of each
+    import os, sys
+    from itertools import groupby
+    from wanjax.cli import main
+
+    for between, arguments in groupby(sys.argv[1:], "::".__eq__):
+        if not between:
+            try:
+                main(list(arguments), "wanjax")
+            except SystemExit as end:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os.write(1, b"\\0")
+                os.write(2, b"\\0%d\\0" % end.code)"""
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +101,7 @@ def test_info_of_each_format(text, name):
 def test_info_of_all_that_can_be_chosen(image):
     Image.fromarray(np.full((16, 32, 3), 200, np.uint8)).save("red.png")
     more = ("--image", "red.png", "--tile", "--scheduler", "unipc:order=1")
-    succeeded(wanjax("a", "--model", image, *SMALL, *more, "--seed", "-1", "--dir", "d", "--out", "a.mp4"))
+    succeeded(wanjax("a", "--model", image, *ONE_FRAME, *more, "--seed", "-1", "--dir", "d", "--out", "a.mp4"))
     record = read_metadata("a.mp4") | {"mesh": "dp=2,sp=2,tp=2", "rules": "tp", "lora": ["a:0.5", "b:1"]}
     stage_files.save_settings(Path("d"), record)
     told = lines(succeeded(wanjax("info", "d")).stdout)
@@ -144,7 +159,7 @@ def test_a_video_is_made_again_to_the_bit(text):
 
 
 def test_what_is_typed_wins(text):
-    succeeded(wanjax("a red circle", "--model", text, *SMALL, "--seed", "7", "--out", "one.mp4"))
+    succeeded(wanjax("a red circle", "--model", text, *ONE_FRAME, "--seed", "7", "--out", "one.mp4"))
     made = read_metadata("one.mp4")
     changes = ("--size", "16x32", "--seed", "8", "--steps", "1", "--negative-prompt", "blur")
     for prompt in (["a blue square"], ["--prompt", "a blue square"]):
@@ -185,7 +200,7 @@ def test_videos_of_the_library(text):
     """Loading in another dtype, and tiles of another size, have no options."""
     pipe = library.load(text, dtype="float32", param_dtype="bfloat16")
     tiling = library.Tiling(16, 8)
-    pipe("a", size=(32, 32), frames=5, steps=2, seed=1, tiling=tiling, batch_guidance=True).save("one.webp")
+    pipe("a", size=(16, 32), frames=1, steps=1, seed=1, tiling=tiling, batch_guidance=True).save("one.webp")
     succeeded(wanjax("--from", "one.webp", "--out", "two.webp"))
     assert read_metadata("two.webp") == read_metadata("one.webp")
     assert read_metadata("two.webp")["tiling"] == {"size": 16, "stride": 8}
@@ -194,7 +209,7 @@ def test_videos_of_the_library(text):
 
 def test_pictures_and_noise_that_are_gone(image, text):
     Image.fromarray(np.full((16, 32, 3), 200, np.uint8)).save("red.png")
-    succeeded(wanjax("a", "--model", image, "--image", "red.png", *SMALL, "--out", "one.mp4"))
+    succeeded(wanjax("a", "--model", image, "--image", "red.png", *ONE_FRAME, "--out", "one.mp4"))
     succeeded(wanjax("--from", "one.mp4", "--out", "two.mp4"))
     np.testing.assert_array_equal(frames("two.mp4"), frames("one.mp4"))
     os.rename("red.png", "blue.png")
@@ -242,35 +257,38 @@ def test_records_that_were_changed_by_hand(change, told):
 
 
 def test_records_of_the_scripts_before():
-    config = {"model_id": "nano", "prompt": "a red circle", "num_frames": 5, "num_inference_steps": 1, "seed": 2}
+    config = {"model_id": "nano", "prompt": "a red circle", "num_frames": 1, "num_inference_steps": 1, "seed": 2}
     Path("generation_config.json").write_text(json.dumps(config))
     assert lines(succeeded(wanjax("info", ".")).stdout)["steps"] == "1"
     succeeded(wanjax("--from", "generation_config.json", "--size", "32x32", "--out", "a.gif"))
-    assert read_metadata("a.gif").items() >= {"frames": 5, "steps": 1, "seed": 2, "prompt": "a red circle"}.items()
+    assert read_metadata("a.gif").items() >= {"frames": 1, "steps": 1, "seed": 2, "prompt": "a red circle"}.items()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="file systems elsewhere refuse such names")
 def test_names_that_are_not_utf_8(text):
-    """Runs each command in a new process, because the streams of tests take other bytes than a terminal."""
+    """Runs the commands in new processes, because the streams of tests take other bytes than a terminal."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONUTF8": "1"}
 
-    def run(*arguments: bytes) -> subprocess.CompletedProcess:
-        return subprocess.run([sys.executable, "-m", "wanjax", *arguments], env=environment, capture_output=True)
+    def run(*command: str | bytes) -> subprocess.CompletedProcess:
+        return subprocess.run([sys.executable, *command], env=environment, capture_output=True)
 
     picture = b"caf\xe9.png"
     Image.fromarray(np.full((16, 32, 3), 200, np.uint8)).save("red.png")
     os.rename(b"red.png", picture)
     small = [b"--size", b"32x32", b"--frames", b"5", b"--steps", b"1", b"--dir", b"d\xe9"]
-    done = run(b"moving right", b"--image", picture, *small, b"--out", b"na\xefve.mp4")
+    done = run("-m", "wanjax", b"moving right", b"--image", picture, *small, b"--out", b"na\xefve.mp4")
     assert (done.returncode, done.stdout) == (0, os.fsencode(Path.cwd()) + b"/na\xefve.mp4\n"), done.stderr
     assert b"Traceback" not in done.stderr
-    told = run(b"info", b"na\xefve.mp4")
-    assert rb"caf\udce9.png" in told.stdout
-    record = json.loads(run(b"info", b"--json", b"na\xefve.mp4").stdout)
+    told = [[b"info", b"na\xefve.mp4"], [b"info", b"--json", b"na\xefve.mp4"], [b"info", b"--json", b"d\xe9"]]
+    again = [b"--from", b"na\xefve.mp4", b"--out", b"two\xe9.gif", b"--json"]
+    wrong = [[b"info", b"\xe9.mp4"], [b"a", b"--image", b"\xe9.png"], [b"a", b"--out", b"\xe9.avi"]]
+    done = run("-c", EACH, *(word for command in (*told, again, *wrong) for word in (*command, b"::")))
+    plain, of_file, of_folder, of_second, *nothing = done.stdout.split(b"\0")
+    assert done.stderr.split(b"\0")[1::2] == 4 * [b"0"] + 3 * [b"2"], done.stderr
+    assert rb"caf\udce9.png" in plain
+    record = json.loads(of_file)
     assert os.fsencode(record["image"]) == os.fsencode(Path.cwd()) + b"/" + picture
-    assert json.loads(run(b"info", b"--json", b"d\xe9").stdout) == record
-    again = run(b"--from", b"na\xefve.mp4", b"--out", b"two\xe9.gif", b"--json")
-    assert os.fsencode(json.loads(again.stdout)["file"]).endswith(b"/two\xe9.gif"), again.stderr
-    for wrong in ([b"info", b"\xe9.mp4"], [b"a", b"--image", b"\xe9.png"], [b"a", b"--out", b"\xe9.avi"]):
-        done = run(*wrong)
-        assert (done.returncode, done.stdout, b"Traceback" in done.stderr) == (2, b"", False), done.stderr
+    assert json.loads(of_folder) == record
+    assert os.fsencode(json.loads(of_second)["file"]).endswith(b"/two\xe9.gif")
+    assert nothing == 4 * [b""]
+    assert b"Traceback" not in done.stderr

@@ -16,6 +16,7 @@ from click.testing import CliRunner
 
 from tests.support.commands import refused
 from tests.support.harm import WEIGHTS, corrupt, rewrite, truncated, with_other_keys, without_a_shard
+from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint
 from wanjax.checkpoints.files import save_safetensors
 from wanjax.cli import main
@@ -108,24 +109,26 @@ def test_a_prompt_that_is_not_utf_8(intact):
     assert left() == []
 
 
+WITHOUT_DEVICES = {
+    "cuda": r"there is no device of cuda, or no plugin for it|Unable to initialize backend 'cuda'",
+    "abacus": r"Backend 'abacus' is not in the list of known backends",
+}
+ASKED = [(platform, command) for platform in WITHOUT_DEVICES for command in ("a red circle", "denoise", "models")]
+
+
 @pytest.mark.parametrize(
-    ("platform", "why"),
-    [
-        ("cuda", r"there is no device of cuda, or no plugin for it|Unable to initialize backend 'cuda'"),
-        ("abacus", r"Backend 'abacus' is not in the list of known backends"),
-    ],
+    ("platform", "command"), quick([("abacus", "a red circle"), ("cuda", "denoise"), ("cuda", "models")], ASKED)
 )
-@pytest.mark.parametrize("command", [["a red circle"], ["denoise"], ["models"]])
 @pytest.mark.skipif(any(map(os.path.exists, ("/dev/nvidia0", "/dev/nvidiactl"))), reason="there is a card")
-def test_a_platform_without_devices(platform, why, command):
+def test_a_platform_without_devices(platform, command):
     """In a new process, because JAX chooses its devices once."""
     environment = os.environ | {"JAX_PLATFORMS": platform}
-    run = subprocess.run([sys.executable, "-m", "wanjax", *command], env=environment, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-m", "wanjax", command], env=environment, capture_output=True, text=True)
     assert (run.returncode, run.stdout) == (2, "")
     [sentence] = run.stderr.splitlines()
     assert sentence.startswith(f"wanjax: JAX cannot use JAX_PLATFORMS={platform} here (")
     assert sentence.endswith("): without JAX_PLATFORMS it takes what there is")
-    assert re.search(why, sentence)
+    assert re.search(WITHOUT_DEVICES[platform], sentence)
     assert left() == []
 
 

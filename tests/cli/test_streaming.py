@@ -17,6 +17,8 @@ from wanjax.cli import main
 from wanjax.media.stage_files import LATENTS
 from wanjax.media.videos import write_video
 
+pytestmark = pytest.mark.usefixtures("kept_programs")
+
 GIVEN = ("--seed", "3", "--frames", "21")
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support.compare import error
+from tests.support.quick import quick
 from tests.support.small_wan import partitioner
 from wanjax.kernels import heads
 from wanjax.sharding import use
@@ -18,103 +19,116 @@ def operands(batch, length, count, dtype):
     random = np.random.default_rng(length)
 
     def draw(*shape):
-        return jnp.asarray(random.normal(size=shape), jnp.float32)
+        return random.normal(size=shape).astype(np.float32)
 
     angle = draw(length, 64)
     width = 128 * count
-    return draw(batch, length, width).astype(dtype), draw(batch, length, 1), draw(width), jnp.cos(angle), jnp.sin(angle)
+    x = draw(batch, length, width).astype(dtype), draw(batch, length, 1), draw(width), np.cos(angle), np.sin(angle)
+    return tuple(jnp.asarray(each, each.dtype) for each in x)
 
 
 @pytest.mark.parametrize("parts", [1, 4])
 @pytest.mark.parametrize(("length", "dtype", "bound"), [(7, jnp.float32, 1e-6), (300, jnp.bfloat16, 3e-3)])
 def test_norm_and_rope_in_one_pass(parts, length, dtype, bound):
     given = operands(2, length, 4, dtype)
-    out = heads._call(*given, parts=parts, interpret=True)
+    call = partial(heads._call, parts=parts, interpret=True)
+    out, right = jax.jit(lambda *given: (call(*given), heads.plain(*given)))(*given)
     assert out.dtype == dtype
-    assert error(out.astype(jnp.float32), np.asarray(heads.plain(*given).astype(jnp.float32), np.float64)) <= bound
+    assert error(out, np.asarray(right, np.float64)) <= bound
 
 
 def operands_by_head(batch, length, count, size, dtype):
     random = np.random.default_rng(length)
 
     def draw(*shape):
-        return jnp.asarray(random.normal(size=shape), jnp.float32)
+        return random.normal(size=shape).astype(np.float32)
 
     angle = draw(length, size // 2)
     x = (3 + draw(batch, length, count * size)).astype(dtype)  # with a mean that the norm has to take away
-    return x, draw(size), draw(size), jnp.cos(angle), jnp.sin(angle)
+    x = x, draw(size), draw(size), np.cos(angle), np.sin(angle)
+    return tuple(jnp.asarray(each, each.dtype) for each in x)
 
 
-@pytest.mark.parametrize("parts", [1, 4])
-@pytest.mark.parametrize(("size", "count"), [(128, 4), (64, 8), (32, 16)])
-@pytest.mark.parametrize(("length", "dtype", "bound"), [(7, jnp.float32, 1e-6), (300, jnp.bfloat16, 3e-3)])
-def test_norm_of_each_head_and_rope_in_one_pass(parts, size, count, length, dtype, bound):
+plain_by_head = partial(heads.plain_by_head, eps=1e-6)
+by_head = partial(heads.head_normed_rotary, eps=1e-6, interpret=True)
+SIZES = [(128, 4), (64, 8), (32, 16)]
+CASES = [(size, count, parts, dtype) for size, count in SIZES for parts in (1, 4) for dtype in ("float32", "bfloat16")]
+QUICK = [case for case in CASES if (case[2] == 1) == (case[3] == "float32") or case[0] == 64]
+
+
+@pytest.mark.parametrize(("size", "count", "parts", "dtype"), quick(QUICK, CASES))
+def test_norm_of_each_head_and_rope_in_one_pass(size, count, parts, dtype):
+    length, bound = {"float32": (7, 1e-6), "bfloat16": (300, 3e-3)}[dtype]
     given = operands_by_head(2, length, count, size, dtype)
-    out = heads._call_by_head(*given, eps=1e-6, parts=parts, interpret=True)
+    call = partial(heads._call_by_head, eps=1e-6, parts=parts, interpret=True)
+    out, right = jax.jit(lambda *given: (call(*given), plain_by_head(*given)))(*given)
     assert out.dtype == dtype
-    right = heads.plain_by_head(*given, eps=1e-6).astype(jnp.float32)
-    assert error(out.astype(jnp.float32), np.asarray(right, np.float64)) <= bound
+    assert error(out, np.asarray(right, np.float64)) <= bound
 
 
 def test_the_norm_of_each_head_by_its_formula():
     x, scale, bias, cos, sin = operands_by_head(2, 5, 3, 64, jnp.float32)
-    out = heads.head_normed_rotary(x, scale, bias, cos, sin, eps=1e-6).reshape(2, 5, 3, 64)
+    out = np.asarray(jax.jit(partial(heads.head_normed_rotary, eps=1e-6))(x, scale, bias, cos, sin))
     y = np.asarray(x, np.float64).reshape(2, 5, 3, 64)
     y = (y - y.mean(-1, keepdims=True)) / np.sqrt(y.var(-1, keepdims=True) + 1e-6) * np.asarray(scale) + np.asarray(
         bias
     )
     turned = (y[..., :32] + 1j * y[..., 32:]) * (np.asarray(cos) + 1j * np.asarray(sin))[None, :, None]
-    assert error(out, np.concatenate([turned.real, turned.imag], axis=-1)) <= 1e-6
+    assert error(out.reshape(2, 5, 3, 64), np.concatenate([turned.real, turned.imag], axis=-1)) <= 1e-6
 
 
 def test_widths_that_fill_no_lanes_need_no_kernel():
     given = operands_by_head(2, 5, 3, 64, jnp.float32)
-    interpreted = heads.head_normed_rotary(*given, eps=1e-6, interpret=True)
-    assert (interpreted == heads.plain_by_head(*given, eps=1e-6)).all()
+    interpreted, plain = jax.jit(lambda *given: (by_head(*given), plain_by_head(*given)))(*given)
+    assert (np.asarray(interpreted) == plain).all()
 
 
 def test_gradient_by_head():
     x, *rest = operands_by_head(1, 16, 4, 64, jnp.float32)
-    ours, right = (
-        jax.grad(lambda x, f=f: jnp.sum(jnp.sin(f(x, *rest, eps=1e-6))))(x)
-        for f in (lambda *given, eps: heads.head_normed_rotary(*given, eps=eps, interpret=True), heads.plain_by_head)
-    )
+    ours, right = (jax.jit(jax.grad(lambda x, f=f: jnp.sum(jnp.sin(f(x, *rest)))))(x) for f in (by_head, plain_by_head))
     assert error(ours, np.asarray(right, np.float64)) <= 1e-6
 
 
-@pytest.mark.parametrize(("axes", "rules"), [((2, 1, 4), "fsdp"), ((1, 2, 4), "tp"), ((2, 2, 2), "tp")])
-@pytest.mark.parametrize("count", [8, 6])
+MESHES = [((2, 1, 4), "fsdp"), ((1, 2, 4), "tp"), ((2, 2, 2), "tp")]
+SHARED = [(*mesh, count) for mesh in MESHES for count in (8, 6)]
+
+
+@pytest.mark.parametrize(("axes", "rules", "count"), quick([SHARED[0], SHARED[1], SHARED[3], SHARED[4]], SHARED))
 def test_norm_of_each_head_on_eight_devices(axes, rules, count):
     given = operands_by_head(2, 16, count, 64, jnp.float32)
     with use(partitioner(axes, rules)):
-        out = jax.jit(partial(heads.head_normed_rotary, eps=1e-6, interpret=True))(*given)
-    right = heads.plain_by_head(*given, eps=1e-6)
+        out = jax.jit(by_head)(*given)
+    right = jax.jit(plain_by_head)(*given)
     assert error(out, np.asarray(right, np.float64)) <= 1e-6
 
 
 def test_gradient():
     x, *rest = operands(1, 16, 2, jnp.float32)
     ours, right = (
-        jax.grad(lambda x, f=f: jnp.sum(jnp.sin(f(x, *rest))))(x)
-        for f in (lambda *given: heads.normed_rotary(*given, interpret=True), heads.plain)
+        jax.jit(jax.grad(lambda x, f=f: jnp.sum(jnp.sin(f(x, *rest)))))(x)
+        for f in (partial(heads.normed_rotary, interpret=True), heads.plain)
     )
     assert error(ours, np.asarray(right, np.float64)) <= 1e-6
 
 
 @pytest.mark.parametrize("length", [8, 300])
 def test_parts_are_written_and_joined(length):
-    x = operands(2, length, 4, jnp.bfloat16)[0]
-    assert (heads._packed(x, parts=2, interpret=True) == x).all()
-    parts = jnp.moveaxis(x.reshape(2, length, 2, -1), 2, 0)
-    assert (heads.join_parts(parts, interpret=True) == x).all()
-    assert (heads.join_parts(parts) == x).all()
+    x = np.asarray(operands(2, length, 4, jnp.bfloat16)[0])
+    parts = np.moveaxis(x.reshape(2, length, 2, -1), 2, 0)
+
+    @jax.jit
+    def written(x, parts):
+        joined = heads.join_parts(parts, interpret=True), heads.join_parts(parts)
+        return heads._packed(x, parts=2, interpret=True), *joined
+
+    assert all((np.asarray(out) == x).all() for out in written(x, parts))
 
 
 def test_the_gradient_of_parts_is_the_values_own():
     """What only moves values has a gradient too, which training needs."""
-    x, g = (operands(1, 40, 4, jnp.float32)[0] + i for i in range(2))
+    x, g = (np.asarray(operands(1, 40, 4, jnp.float32)[0]) + i for i in range(2))
     packed = partial(heads._with_gradient, heads._packed, heads._same, True, 2)
-    np.testing.assert_array_equal(jax.grad(lambda x: jnp.sum(g * packed(x)))(x), g)
-    parts = jnp.moveaxis(x.reshape(1, 40, 2, 256), 2, 0)
-    gradient = jax.grad(lambda parts: jnp.sum(g * heads.join_parts(parts, interpret=True)))(parts)
-    np.testing.assert_array_equal(gradient, jnp.moveaxis(g.reshape(1, 40, 2, 256), 2, 0))
+    np.testing.assert_array_equal(jax.jit(jax.grad(lambda x: jnp.sum(g * packed(x))))(x), g)
+    parts = np.moveaxis(x.reshape(1, 40, 2, 256), 2, 0)
+    gradient = jax.jit(jax.grad(lambda parts: jnp.sum(g * heads.join_parts(parts, interpret=True))))(parts)
+    np.testing.assert_array_equal(gradient, np.moveaxis(g.reshape(1, 40, 2, 256), 2, 0))

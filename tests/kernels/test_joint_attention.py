@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Joint attention of a video and its text beside the formula: every implementation, dense and radial, and meshes."""
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -55,18 +55,22 @@ def test_the_mask_of_the_tests_hides_something():
     assert MASK.share(VIDEO + TEXT) < 0.85
 
 
+@cache
+def wanted(window):
+    return whole(*operands(size=64), window)
+
+
 @pytest.mark.parametrize("window", [None, MASK], ids=["dense", "radial"])
 @pytest.mark.parametrize("name", ["reference", "chunked", "flash_tpu"])
 def test_implementations(name, window):
-    q, k, v = operands(size=64)
-    out = run(q, k, v, window, name=name, config=TILES if name == "flash_tpu" else None)
-    assert error(out, whole(q, k, v, window)) <= BOUND["float32"]
+    out = run(*operands(size=64), window, name=name, config=TILES if name == "flash_tpu" else None)
+    assert error(out, wanted(window)) <= BOUND["float32"]
 
 
 @pytest.mark.parametrize("window", [None, MASK], ids=["dense", "radial"])
 def test_long_texts_and_bfloat16(window):
     """Counts that end within, at the end of, and before whole blocks of text, which lie in two blocks of held keys."""
-    q, k, v = operands(size=64, dtype="bfloat16", text=600)
+    q, k, v = operands(heads=1, size=64, dtype="bfloat16", text=600)
     texts, config = (68 + 128, 600, 0), flash_tpu.Config(256, 512, 512, interpret=True, buffers=1)
     out = run(q, k, v, window, texts, name="flash_tpu", config=config)
     assert error(out, whole(q, k, v, window, texts)) <= BOUND["bfloat16"]
@@ -74,29 +78,30 @@ def test_long_texts_and_bfloat16(window):
 
 def test_padding_may_hold_anything_finite():
     q, k, v = operands()
-    hidden = jnp.arange(TEXT)[None, :, None, None] >= jnp.asarray(TEXTS)[:, None, None, None]
-    other = [Pair(x.video, jnp.where(hidden, 1e4, x.text)) for x in (k, v)]
+    hidden = np.arange(TEXT)[None, :, None, None] >= np.asarray(TEXTS)[:, None, None, None]
+    other = [Pair(x.video, np.where(hidden, np.float32(1e4), x.text)) for x in (k, v)]
     for window in (None, MASK):
         out = run(q, *other, window)
         assert error(out, whole(q, k, v, window)) <= BOUND["float32"]
 
 
-@pytest.mark.parametrize("name", ["chunked", "flash_tpu"])
-def test_gradients(name):
-    q, k, v = operands(heads=1)
+@cache
+def gradients(name, window):
+    config = TILES if name == "flash_tpu" else None
+    kernel = partial(_on_one_device, implementation=name, key_mask=None, scale=0.2, bias=None, config=config)
 
-    def loss(operands, window, name, config):
-        kernel = partial(_on_one_device, implementation=name, key_mask=None, scale=0.2, bias=None, config=config)
-        out = joint.attention(kernel, *operands, length=VIDEO, texts=jnp.asarray(TEXTS), window=window)
+    def loss(operands, texts):
+        out = joint.attention(kernel, *operands, length=VIDEO, texts=texts, window=window)
         return sum(jnp.sum(jnp.sin(part)) for part in out)
 
-    if name == "flash_tpu":
-        q, k, v = operands(heads=1, size=64)
-    for window in (None, MASK):
-        wanted = jax.grad(loss)((q, k, v), window, "reference", None)
-        ours = jax.grad(loss)((q, k, v), window, name, TILES if name == "flash_tpu" else None)
-        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(wanted), strict=True):
-            assert error(a, np.float64(b)) <= 1e-5
+    return jax.tree.leaves(jax.jit(jax.grad(loss))(operands(heads=1, size=64), jnp.asarray(TEXTS, jnp.int32)))
+
+
+@pytest.mark.parametrize("window", [None, MASK], ids=["dense", "radial"])
+@pytest.mark.parametrize("name", ["chunked", "flash_tpu"])
+def test_gradients(name, window):
+    for ours, right in zip(gradients(name, window), gradients("reference", window), strict=True):
+        assert error(ours, np.float64(right)) <= 1e-5
 
 
 MESHES = on_meshes(((1, 1, 8), "fsdp"), ((2, 2, 2), "tp"))
@@ -108,7 +113,7 @@ def test_several_devices(axes, rules, window):
     """Tokens that no axis divides, and on some meshes heads neither."""
     q, k, v = operands(heads=4, size=8)
     if axes[0] > 1:
-        q, k, v = (jax.tree.map(lambda x: jnp.resize(x, (axes[0], *x.shape[1:])), pair) for pair in (q, k, v))
+        q, k, v = (jax.tree.map(lambda x: np.resize(x, (axes[0], *x.shape[1:])), pair) for pair in (q, k, v))
     texts = np.resize(TEXTS, len(q.video))
     out = run(q, k, v, window, texts, Partitioner(make_mesh(*axes), RULES[rules]))
     assert error(out, whole(q, k, v, window, texts)) <= BOUND["float32"]
@@ -118,5 +123,6 @@ def test_a_named_implementation():
     q, k, v = operands()
     texts = jnp.asarray(TEXTS, jnp.int32)
     for name, window in (("radial:0.1", MASK), ("auto", None)):
-        out = joint_attention(q, k, v, length=VIDEO, texts=texts, window=window, implementation=name)
+        named = partial(joint_attention, length=VIDEO, window=window, implementation=name)
+        out = jax.jit(named)(q, k, v, texts=texts)
         assert error(np.concatenate(out, axis=1), whole(q, k, v, window)) <= BOUND["float32"]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Radial attention: its mask beside a slow computation of the published rule, and every implementation under it."""
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from tests.support.attention import BOUND, operands
 from tests.support.compare import error
+from tests.support.quick import quick
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import attention, chunked, flash_kernel, flash_tpu, named, reference
 from wanjax.kernels.attention.radial import UNIT, Radial, half_width, published, visits
 from wanjax.sharding import RULES, Partitioner, make_mesh, use
 
-SMALL = (14, 140)  # frames, and tokens of each
+SMALL, SHORT = (14, 140), (12, 100)  # frames, and tokens of each
 GRAINS = ((128, 128), (256, 128), (128, 256), (512, 128))
 
 
@@ -34,9 +35,8 @@ def slowly(frames, tokens, decay, sink):
             width = tokens if far <= 1 else max(length * decay, 128)
             shown = length >= 128 or far % int(128 / length) == 0
             for row in range(tokens):
-                for column in range(tokens):
-                    seen = (sink and j == 0) or (shown and abs(row - column) <= width)
-                    marks[i * tokens + row, j * tokens + column] = seen
+                near = abs(row - np.arange(tokens)) <= width
+                marks[i * tokens + row, j * tokens : (j + 1) * tokens] = (sink and j == 0) | (shown & near)
             for r in range(i * tokens // UNIT, ((i + 1) * tokens - 1) // UNIT + 1):
                 for c in range(j * tokens // UNIT, ((j + 1) * tokens - 1) // UNIT + 1):
                     block = marks[r * UNIT : (r + 1) * UNIT, c * UNIT : (c + 1) * UNIT]
@@ -63,7 +63,10 @@ def test_far_frames_of_few_tokens_are_seen_at_some_distances():
     assert [half_width(far, 3600, 0.2) for far in (0, 1, 2, 3, 4, 20)] == [3600, 3600, 204, 204, 128, 128]
 
 
-@pytest.mark.parametrize(("tokens", "decay", "share"), [(3600, 0.2, 0.26), (3600, 1.0, 0.40), (1560, 0.2, 0.34)])
+SHARES = [(3600, 0.2, 0.26), (3600, 1.0, 0.40), (1560, 0.2, 0.34)]
+
+
+@pytest.mark.parametrize(("tokens", "decay", "share"), quick(SHARES[1:], SHARES))
 def test_shares_of_real_videos(tokens, decay, share):
     mask = published(21, tokens, decay, True)
     assert abs(mask.mean() - share) <= 0.005
@@ -129,17 +132,25 @@ def run(name, q, k, v, mask, **options):
 
 
 TILES = flash_tpu.Config(128, 512, 256, interpret=True)
+NAMES = ("reference", "chunked", "flash_tpu")
+CASES = [(name, grain, dtype) for name in NAMES for grain in GRAINS for dtype in BOUND]
+QUICK = [(name, grain, "float32") for name in NAMES[1:] for grain in GRAINS]
+QUICK += [("reference", GRAINS[2], "float32"), ("chunked", GRAINS[3], "bfloat16"), ("flash_tpu", GRAINS[1], "bfloat16")]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("grain", GRAINS)
-@pytest.mark.parametrize("name", ["reference", "chunked", "flash_tpu"])
+@cache
+def grain_case(grain, dtype):
+    mask = Radial(*SHORT, 0.2, True, *grain)
+    q, k, v = operands(1, 1200, 1200, 2, 1, 64, dtype)
+    return mask, (q, k, v), masked(q, k, v, mask)
+
+
+@pytest.mark.parametrize(("name", "grain", "dtype"), quick(QUICK, CASES))
 def test_implementations(name, grain, dtype):
-    mask = Radial(*SMALL, 0.2, True, *grain)
-    assert mask.share(1960) < 0.97
-    q, k, v = operands(1, 1960, 1960, 2, 1, 64, dtype)
+    mask, given, wanted = grain_case(grain, dtype)
+    assert mask.share(1200) < 0.97
     config = TILES if name == "flash_tpu" else None
-    assert error(run(name, q, k, v, mask, config=config), masked(q, k, v, mask)) <= BOUND[dtype]
+    assert error(run(name, *given, mask, config=config), wanted) <= BOUND[dtype]
 
 
 @pytest.mark.parametrize("name", ["chunked", "flash_tpu"])
@@ -153,9 +164,9 @@ def test_text_after_the_video_and_padding_after_the_keys(name):
 
 
 def test_chunked_takes_a_key_mask_too():
-    mask = Radial(*SMALL, 0.2, True, 128, 128)
-    q, k, v = operands(2, 1960, 1960, 2, 1, 32)
-    hidden = jnp.asarray(np.random.default_rng(0).random((2, 1960)) < 0.8)
+    mask = Radial(*SHORT, 0.2, True, 128, 128)
+    q, k, v = operands(2, 1200, 1200, 2, 1, 32)
+    hidden = jnp.asarray(np.random.default_rng(0).random((2, 1200)) < 0.8, bool)
     options = {"key_mask": hidden, "window": mask, "scale": 0.2, "bias": None, "config": None, "return_lse": True}
     for ours, right in zip(
         *(jax.jit(partial(m.attention, **options))(q, k, v) for m in (chunked, reference)), strict=True
@@ -173,10 +184,10 @@ def test_loud_keys_that_the_kernel_computes_again(monkeypatch, dtype):
 
     monkeypatch.setattr(flash_kernel, "_lift", counted)
     mask = Radial(5, 140, 0.2, True, 128, 128)
-    q, k, v = operands(1, 700, 700, 1, 1, 64, dtype)
-    direction = jnp.sign(q[:, :1, :1])
-    k = k.at[:, 300:310].set((60 * direction).astype(k.dtype))
-    q = jnp.abs(q) * direction
+    q, k, v = map(np.array, operands(1, 700, 700, 1, 1, 64, dtype))
+    direction = np.sign(q[:, :1, :1])
+    k[:, 300:310] = 60 * direction
+    q = np.abs(q) * direction
     out = run("flash_tpu", q, k, v, mask, config=TILES)
     jax.effects_barrier()
     assert len(lifts) > 6 + 6  # one for each block of queries, and one for its tail, were enough for quiet keys
@@ -184,23 +195,29 @@ def test_loud_keys_that_the_kernel_computes_again(monkeypatch, dtype):
 
 
 def test_gradients():
-    mask = Radial(*SMALL, 0.2, True, 128, 128)
-    q, k, v = operands(1, 1960, 1960, 1, 1, 64)
+    mask = Radial(*SHORT, 0.2, True, 128, 128)
+    q, k, v = operands(1, 1200, 1200, 1, 1, 64)
 
-    def loss(name, config, *qkv):
-        return (attention(*qkv, implementation=name, window=mask, config=config) ** 2).sum()
+    def gradients(name, config):
+        def loss(*qkv):
+            return (attention(*qkv, implementation=name, window=mask, config=config) ** 2).sum()
 
-    wanted = jax.grad(partial(loss, "reference", None), (0, 1, 2))(q, k, v)
+        return jax.jit(jax.grad(loss, (0, 1, 2)))(q, k, v)
+
+    wanted = gradients("reference", None)
     for name, config in (("chunked", None), ("flash_tpu", TILES)):
-        for ours, right in zip(jax.grad(partial(loss, name, config), (0, 1, 2))(q, k, v), wanted, strict=True):
+        for ours, right in zip(gradients(name, config), wanted, strict=True):
             assert error(ours, right) <= 1e-5
 
 
-@pytest.mark.parametrize("axes", [(1, 1, 8), (2, 1, 4), (2, 2, 2), (8, 1, 1)])
-def test_several_devices(axes):
+MESHES = [(1, 1, 8), (2, 1, 4), (2, 2, 2), (8, 1, 1)]
+
+
+@pytest.mark.parametrize(("dp", "sp", "tp"), quick([(1, 1, 8), (2, 2, 2)], MESHES))
+def test_several_devices(dp, sp, tp):
     mask = Radial(7, 100, 0.2, True, 128, 128)
-    q, k, v = operands(axes[0], 700, 700, 4, 4, 16)
-    with use(Partitioner(make_mesh(*axes), RULES["fsdp"])):
+    q, k, v = operands(dp, 700, 700, 4, 4, 16)
+    with use(Partitioner(make_mesh(dp, sp, tp), RULES["fsdp"])):
         out = run("chunked", q, k, v, mask)
     assert error(out, masked(q, k, v, mask)) <= BOUND["float32"]
 
@@ -209,9 +226,10 @@ def test_names():
     assert named("radial") == (None, None, None, 0.2)
     assert named("radial:1") == (None, None, None, 1.0)
     q, k, v = operands(1, 1960, 1960, 1, 1, 32)
-    told = attention(q, k, v, frames=14, implementation="radial:0.3")
+    radial = partial(attention, implementation="radial:0.3")
+    told, whole, plain = jax.jit(lambda *x: (radial(*x, frames=14), radial(*x), attention(*x)))(q, k, v)
     assert error(told, run("chunked", q, k, v, Radial(*SMALL, 0.3))) <= BOUND["float32"]
-    assert (attention(q, k, v, implementation="radial:0.3") == attention(q, k, v)).all()
+    assert (np.asarray(whole) == plain).all()
 
 
 @pytest.mark.parametrize(

@@ -40,11 +40,11 @@ class Server:
         return answer.json()
 
     def finished(self, id: str) -> dict[str, Any]:
-        for _ in range(3000):
+        for _ in range(1500):
             video = self.client.get(f"/v1/videos/{id}").json()
             if video["status"] in ("completed", "failed"):
                 return video
-            time.sleep(0.01)
+            time.sleep(0.04)
         raise AssertionError(f"{id} does not end: {video}")
 
     def refused(self, status: int, **options: Any) -> str:

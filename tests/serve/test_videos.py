@@ -5,6 +5,7 @@ import base64
 import io
 import json
 import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,6 +18,8 @@ from wanjax.media.pictures import read_clip
 from wanjax.media.videos import read_metadata
 from wanjax.serve import worker
 from wanjax.serve.jobs import JOB, Job, Shelf
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
 
 OTHERS = ([1, 2], [0, 2], [0, 1])  # of red, green and blue
 
@@ -53,7 +56,7 @@ def test_a_video_is_that_of_the_library(start, pipe, tmp_path):
 
 def test_previews_of_a_video_under_way(start):
     server = start(preview=True)
-    made = server.finished(server.ask(prompt="a red circle", size="64x64", frames=17, steps=12)["id"])
+    made = server.finished(server.ask(prompt="a red circle", size="64x64", frames=5, steps=12)["id"])
     assert made["preview"] == 12
     events = server.client.get(f"/v1/videos/{made['id']}/events").text
     assert '"preview": 12' in events
@@ -227,13 +230,16 @@ def test_many_clients_at_once(start):
     server = start(queue=4)
     outcomes: Counter[str] = Counter()
 
+    def asked(**more):
+        while (answer := server.client.post("/v1/videos", json=SMALL | more)).status_code == 429:
+            outcomes["full"] += 1
+            time.sleep(0.02)
+        return answer
+
     def one(number):
         if number % 4 == 3:
-            while (answer := server.client.post("/v1/videos", json=SMALL | {"steps": "many"})).status_code == 429:
-                outcomes["full"] += 1
-            return f"refused by {answer.status_code}"
-        while (answer := server.client.post("/v1/videos", json=SMALL | {"seed": number})).status_code == 429:
-            outcomes["full"] += 1
+            return f"refused by {asked(steps='many').status_code}"
+        answer = asked(seed=number)
         id = answer.json()["id"]
         if number % 4 == 2:
             server.client.post(f"/v1/videos/{id}/cancel")
@@ -255,8 +261,8 @@ def test_programs_of_many_shapes_are_forgotten(start, monkeypatch):
     dropped = []
     monkeypatch.setattr(worker, "forget_programs", lambda: dropped.append(True))
     server = start()
-    for frames in (5, 5, 1):
-        assert server.finished(server.ask(frames=frames)["id"])["status"] == "completed"
+    for size in ("32x32", "32x32", "64x64"):
+        assert server.finished(server.ask(size=size)["id"])["status"] == "completed"
     assert len(dropped) == 1
 
 

@@ -14,7 +14,7 @@ SMALL_TILES = flash_tpu.Config(128, 64, 32, interpret=True)
 
 
 def normal(seed, *shape, dtype="float32"):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+    return jnp.asarray(np.float32(np.random.default_rng(seed).normal(size=shape)).astype(jnp.dtype(dtype)), dtype)
 
 
 def operands(batch, queries, keys, heads, kv_heads, size, dtype="float32", seed=0):
