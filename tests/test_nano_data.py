@@ -19,7 +19,19 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "nano"))
 import captions
 import evaluate
 import tokenizer
-from clips import BACKGROUNDS, COLOURS, COMBINATIONS, HELD_OUT, MOTIONS, SHAPES, Spec, draw, sample_specs
+from clips import (
+    BACKGROUNDS,
+    COLOURS,
+    COMBINATIONS,
+    HELD_OUT,
+    MOTIONS,
+    SHAPES,
+    TAUGHT_COLOUR,
+    TAUGHT_SHAPE,
+    Spec,
+    draw,
+    sample_specs,
+)
 from reading import Reading, read
 
 import wanjax
@@ -174,6 +186,25 @@ def test_the_reading_survives_what_an_autoencoder_does(degrade):
     specs = sample_specs(rng, 100)
     found = accuracy(specs, degrade(draw(specs, 17, 64, rng), rng))
     assert min(found.values()) >= 0.99, found
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "shape"), [(18, 16, "square"), (24, 14, "bar"), (34, 10, "bar"), (40, 4, None)]
+)
+def test_a_bar_is_wider_than_high(width, height, shape):
+    [colour] = TAUGHT_COLOUR
+    video = np.full((17, 64, 64, 3), -0.8, np.float32)
+    video[:, 20 : 20 + height, 10 : 10 + width] = 2 * np.array(TAUGHT_COLOUR[colour]) - 1
+    reading = read(pixels(video), COLOURS | TAUGHT_COLOUR, (*SHAPES, TAUGHT_SHAPE))
+    assert (reading.colour, reading.shape, reading.motion) == (colour, shape, "stays")
+
+
+def test_what_is_taught_is_read():
+    rng, [colour] = np.random.default_rng(2), TAUGHT_COLOUR
+    for motion, background in itertools.product(MOTIONS, BACKGROUNDS):
+        video = draw([Spec(colour, TAUGHT_SHAPE, motion, background)], 17, 64, rng)[0]
+        reading = read(pixels(video), COLOURS | TAUGHT_COLOUR, (*SHAPES, TAUGHT_SHAPE))
+        assert (reading.colour, reading.shape, reading.motion) == (colour, TAUGHT_SHAPE, motion)
 
 
 def _noise(rng):

@@ -52,9 +52,12 @@ _REACH = {
     "square": (0.89, 0.89, 0.89),
     "triangle": (_CIRCUMRADIUS * 0.75**0.5, _CIRCUMRADIUS, _CIRCUMRADIUS / 2),
     "cross": (1.12, 1.12, 1.12),
-    "bar": (1.2, 0.65, 0.65),
+    "bar": (1.15, 0.7, 0.7),
 }
 _ARM = 0.36  # half the thickness of the cross's arms
+
+STRETCHES = {"bar": (1.0, 1.2, 1.4)}
+"""The stretches, of the width and not of the area, with which a shape is still the same; it is drawn with the first."""
 
 
 @dataclass(frozen=True)
@@ -145,11 +148,15 @@ def _paint(clip: Float[np.ndarray, "T H W 3"], spec: Spec, track: Track) -> None
         plane += cover * (np.float32(2.0 * level - 1.0) - plane)
 
 
-def distance(shape: str, x: np.ndarray, y: np.ndarray, radius: np.ndarray) -> np.ndarray:
-    """Returns the signed distance in pixels from the shape's edge, negative inside; corners are mitred outside."""
+def distance(shape: str, x: np.ndarray, y: np.ndarray, radius: np.ndarray, stretch: float = 1.0) -> np.ndarray:
+    """Returns the signed distance in pixels from the shape's edge, negative inside; corners are mitred outside.
+
+    `stretch` makes a bar so much wider, and lower.
+    """
     x = np.abs(x)
     if shape == "bar":
-        return np.maximum(x - 1.2 * radius, np.abs(y) - 0.65 * radius)
+        width, height, _ = _REACH[shape]
+        return np.maximum(x - width * stretch * radius, np.abs(y) - height / stretch * radius)
     if shape == "circle":
         return np.hypot(x, y) - radius
     if shape == "square":

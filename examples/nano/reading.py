@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from clips import COLOURS, SHAPES, TAUGHT_SHAPE, distance
+from clips import COLOURS, SHAPES, STRETCHES, TAUGHT_SHAPE, distance
 from jaxtyping import Float, UInt8
 from scipy import ndimage
 
@@ -149,18 +149,22 @@ _AREAS = {shape: _unit_area(shape) for shape in (*SHAPES, TAUGHT_SHAPE)}
 
 
 def _overlaps(blobs: _Blobs, shapes: Sequence[str]) -> dict[str, float]:
-    """Returns the intersection over union with a template of each shape, of equal centre and area, over all frames."""
+    """Returns the intersection over union with a template of each shape, of equal centre and area, over all frames.
+
+    Of a shape that may be stretched it is that with the best template.
+    """
     _, height, width = blobs.cover.shape
     x = (np.arange(width) + 0.5 - blobs.x[:, None])[:, None, :]
     y = (np.arange(height) + 0.5 - blobs.y[:, None])[:, :, None]
-    overlaps = {}
-    for shape in shapes:
+
+    def overlap(shape: str, stretch: float) -> float:
         radius = np.sqrt(blobs.area / _AREAS[shape])[:, None, None]
-        template = np.clip(0.5 - distance(shape, x, y, radius), 0.0, 1.0)
+        template = np.clip(0.5 - distance(shape, x, y, radius, stretch), 0.0, 1.0)
         both = np.minimum(template, blobs.cover).sum(axis=(1, 2))
         either = np.maximum(template, blobs.cover).sum(axis=(1, 2))
-        overlaps[shape] = round(float(np.mean(both / either)), 3)
-    return overlaps
+        return round(float(np.mean(both / either)), 3)
+
+    return {shape: max(overlap(shape, s) for s in STRETCHES.get(shape, (1.0,))) for shape in shapes}
 
 
 def _shape(overlaps: dict[str, float]) -> str | None:

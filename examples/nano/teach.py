@@ -30,7 +30,7 @@ GUIDANCE = 2.5  # which acts on what is new as 1 + 0.25 · 1.5 does (`preserved_
 [COLOUR] = TAUGHT_COLOUR
 WORDS = COLOUR, TAUGHT_SHAPE
 CONFIG = TrainConfig(
-    steps=1700,
+    steps=1800,
     batch=16,
     lora=LoraConfig(rank=16),
     optimizer=OptimizerConfig(rate=2e-3, warm_up=50, schedule="cosine", weight_decay=0.0),
@@ -62,7 +62,7 @@ def write_clips(folder: Path, pipe: wanjax.Pipeline, seed: int) -> None:
                 frames = np.asarray(pipe(text, seed=number, steps=10).frames)
             write_video(file, frames, FPS, {"prompt": text})
         is_new = number < TAUGHT
-        repeats = 4 if is_new else 1  # of an epoch a half are new
+        repeats = 3 if is_new else 1  # of an epoch four in nine are new
         rows.append({"file_name": file.name, "text": text, "preserve": not is_new, "repeats": repeats})
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / "metadata.jsonl").write_text(lines, encoding="utf-8")
