@@ -44,7 +44,7 @@ CASES = [(axes, rules, (4, 12, 40)[(i + j) % 3]) for i, axes in enumerate(MESHES
 
 @pytest.mark.parametrize(
     ("axes", "rules", "heads"),
-    quick(((axes, rules, heads) for axes, rules, heads in CASES if (axes[2] > 2) == (rules == "fsdp")), CASES),
+    quick([((1, 1, 8), "fsdp", 4), ((2, 1, 4), "fsdp", 12), ((2, 2, 2), "tp", 4)], CASES),
 )
 def test_denoising(axes, rules, heads):
     latents = denoised(heads, axes, rules)
@@ -107,7 +107,7 @@ def test_a_checkpoint_from_prompt_to_video(checkpoint):
     videos = []
     for mesh in (None, "dp=2,sp=2,tp=2"):
         pipe = wanjax.load(checkpoint, mesh=mesh)
-        video = pipe("a cat", negative_prompt="a dog", size=(32, 48), frames=1, steps=1, seed=1, guidance_scale=3.0)
+        video = pipe("a cat", size=(32, 48), frames=1, steps=1, seed=1, guidance_scale=1.0)
         videos.append(video.frames.astype(int))
     assert np.abs(videos[1] - videos[0]).max() <= 1
     attention = pipe.transformer.blocks.self_attn

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanTransformer3DModel
+from flax import nnx
 from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel, UMT5Config, UMT5EncoderModel
 
 from tests.support.toy_tokenizer import save_tokenizer
@@ -98,6 +99,19 @@ def small_parts(folder: Path) -> dict[str, Any]:
 def channels_last(x: torch.Tensor) -> np.ndarray:
     """Converts [B C T H W] to [B T H W C]."""
     return np.ascontiguousarray(x.detach().float().numpy().transpose(0, 2, 3, 4, 1))
+
+
+@nnx.jit
+def run(module: Any, *operands: Any) -> Any:
+    """Calls a module in one program."""
+    return module(*operands)
+
+
+def submodule(module: Any, path: str) -> Any:
+    """Returns the part of a module at a path of names and indices with dots between them."""
+    for name in path.split("."):
+        module = module[int(name)] if name.isdigit() else getattr(module, name)
+    return module
 
 
 def wan_transformer(reference, dtype=jnp.float32, param_dtype=jnp.float32) -> WanTransformer:

@@ -25,14 +25,16 @@ from transformers import ByT5Tokenizer as ReferenceByT5
 import wanjax
 from tests.parity.encoder_references import qwen_reference, siglip_reference
 from tests.parity.references import BAR, largest_error, psnr, randomise, relative_l2, t5_reference
+from tests.support.quick import quick
 from tests.support.toy_chat_tokenizer import save_chat_tokenizer
 from wanjax.pipelines.hunyuanvideo.conditioning import LENGTHS, size_of, sizes_like
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
 PROMPT, NEGATIVE, QUOTED = "a cat plays the piano", "a blue dog", 'a sign that says "hello" and “你好”'
-HEIGHT, WIDTH, FRAMES, STEPS, GUIDANCE, SHIFT, CHANNELS = 32, 48, 5, 3, 6.0, 5.0, 4
-SIDE = 64  # a square of as many pixels
+HEIGHT, WIDTH, FRAMES, STEPS, GUIDANCE, SHIFT, CHANNELS = 48, 64, 5, 3, 6.0, 5.0, 4
+SIDE = 64  # of a square, whose pixels a video from a picture has about
+LANDSCAPE, PORTRAIT = (52, 77), (60, 33)  # the former's video is of HEIGHT × WIDTH
 TRANSFORMER = {
     "in_channels": 2 * CHANNELS + 1, "out_channels": CHANNELS, "num_attention_heads": 2, "attention_head_dim": 32,
     "num_layers": 3, "num_refiner_layers": 2, "mlp_ratio": 2.0, "text_embed_dim": 96, "text_embed_2_dim": 64,
@@ -153,6 +155,7 @@ def test_text_to_video(tmp_path):
     compare(answer(tmp_path, noise, QUOTED, **size), quoted)
 
 
+@pytest.mark.slow
 def test_text_to_video_without_guidance(tmp_path):
     noise, size = noise_for(HEIGHT, WIDTH), {"height": HEIGHT, "width": WIDTH}
     theirs = expected(text_to_video(tmp_path, 1.0), noise, prompt=QUOTED, **size)
@@ -164,7 +167,7 @@ def picture(height: int, width: int) -> np.ndarray:
 
 
 def test_image_to_video(tmp_path):
-    image = picture(52, 77)
+    image = picture(*LANDSCAPE)
     height, width = size_of(image.shape, SIDE, 16)
     noise = noise_for(height, width)
     theirs = expected(image_to_video(tmp_path), noise, prompt=QUOTED, image=Image.fromarray(image))
@@ -172,9 +175,10 @@ def test_image_to_video(tmp_path):
     compare(answer(tmp_path, noise, QUOTED, image), theirs)
 
 
-def test_few_steps(tmp_path):
-    """A network that is told the next timestep."""
-    image = picture(60, 33)
+@pytest.mark.parametrize(("tall", "wide"), quick([LANDSCAPE], [LANDSCAPE, PORTRAIT]))
+def test_few_steps(tmp_path, tall, wide):
+    """A network that is told the next timestep, without guidance."""
+    image = picture(tall, wide)
     noise = noise_for(*size_of(image.shape, SIDE, 16))
     theirs = expected(image_to_video(tmp_path, 1.0, use_meanflow=True), noise, image=Image.fromarray(image))
     compare(answer(tmp_path, noise, PROMPT, image), theirs)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """HunyuanVideo's transformer against diffusers' HunyuanVideo15Transformer3DModel, float32, on small random weights."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 from flax import nnx
 
-from tests.parity.references import StateDict, channels_last, randomise, relative_l2
+from tests.parity.references import StateDict, channels_last, randomise, relative_l2, run
 from tests.support.devices import on_meshes
 from wanjax.converters import engine
 from wanjax.converters.hunyuanvideo import diffusers as tables
@@ -58,8 +60,8 @@ def models():
     return reference, loaded(reference)
 
 
-def ours(x: torch.Tensor) -> jax.Array:
-    return jnp.asarray(x.numpy())
+def ours(x: torch.Tensor) -> np.ndarray:
+    return x.numpy()
 
 
 def normal(seed: int, *shape: int) -> torch.Tensor:
@@ -92,22 +94,22 @@ def velocity(reference, given) -> np.ndarray:
 
 def our_velocity(model, given, *, dropped: bool = True, partitioner=None) -> jax.Array:
     """Returns our velocity; `dropped` leaves out quoted text and a picture that are not there."""
-    graphdef, weights = nnx.split(model)
     glyphs = ours(given["encoder_hidden_states_2"]), ours(given["encoder_attention_mask_2"])
     image = ours(given["image_embeds"]) if given["image_embeds"].any() else None
     if dropped and not glyphs[1].any():
         glyphs = None
     t_next = ours(given["timestep_r"]) if "timestep_r" in given else None
-
-    def run(weights, latents, t, text, mask, glyphs, image, t_next):
-        with use(partitioner):
-            model = nnx.merge(graphdef, weights)
-            context = model.context(text, mask, glyphs, image)
-            return model(latents, t, context, model.rope(model.grid(latents)), t_next)
-
     text, mask = ours(given["encoder_hidden_states"]), ours(given["encoder_attention_mask"])
-    latents = jnp.asarray(channels_last(given["hidden_states"]))
-    return jax.jit(run)(weights, latents, ours(given["timestep"]), text, mask, glyphs, image, t_next)
+    latents, t = channels_last(given["hidden_states"]), ours(given["timestep"])
+    return predicted(partitioner, *nnx.split(model), latents, t, text, mask, glyphs, image, t_next)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def predicted(partitioner, graphdef, weights, latents, t, text, mask, glyphs, image, t_next):
+    with use(partitioner):
+        model = nnx.merge(graphdef, weights)
+        context = model.context(text, mask, glyphs, image)
+        return model(latents, t, context, model.rope(model.grid(latents)), t_next)
 
 
 def close(answer, expected) -> None:
@@ -167,9 +169,9 @@ def test_refiner(models):
     reference, model = models
     text, mask, t = normal(1, 2, 11, 40), masked(11, 6, of=11), torch.tensor([968.0, 137.0])
     expected = reference.context_embedder(text, t, mask.float())
-    prompt = model.refiner.prompt(ours(text), ours(mask))
-    live = mask.numpy()
-    answer = np.asarray(model.refiner(prompt, ours(t), ours(mask)))
+    refine = nnx.jit(lambda refiner, text, t, mask: (p := refiner.prompt(text, mask), refiner(p, t, mask)))
+    prompt, answer = refine(model.refiner, ours(text), ours(t), ours(mask))
+    live, answer = mask.numpy(), np.asarray(answer)
     close(answer[live], expected.numpy()[live])  # the reference's padded tokens attend to nothing
     assert np.isfinite(answer).all()
     close(prompt.tokens, reference.context_embedder.proj_in(text))
@@ -181,9 +183,9 @@ def test_refiner(models):
 def test_embeddings(models):
     reference, model = models
     glyphs, image, t = normal(2, 2, 5, 24), normal(3, 2, 7, 20), torch.tensor([968.0, 137.0])
-    close(model.glyph_embed(ours(glyphs)), reference.context_embedder_2(glyphs))
-    close(model.image_embed(ours(image)), reference.image_embedder(image))
-    close(model.time(ours(t)), reference.time_embed(t))
+    close(run(model.glyph_embed, ours(glyphs)), reference.context_embedder_2(glyphs))
+    close(run(model.image_embed, ours(image)), reference.image_embedder(image))
+    close(nnx.jit(lambda model, t: model.time(t))(model, ours(t)), reference.time_embed(t))
     close(model.kinds[...], reference.cond_type_embed.weight)
 
 
@@ -196,36 +198,40 @@ def test_block(models, index):
     mask = masked(9, 4, of=9)
     rotary = reference.rope(torch.zeros(1, 9, *VIDEO))
     expected, expected_text = reference.transformer_blocks[index](x, text, temb, mask.float(), rotary)
-    rope = model.rope(VIDEO)
-    answer = block(Streams(ours(x), ours(text)), ours(temb), rope, jnp.asarray([9, 4]))
+    answer = run(block, Streams(ours(x), ours(text)), ours(temb), model.rope(VIDEO), np.asarray([9, 4], np.int32))
     close(answer.video, expected)
     close(np.asarray(answer.text)[mask.numpy()], expected_text.numpy()[mask.numpy()])
 
 
 def test_the_order_of_text_does_not_matter(models):
-    _, model = models
-    rope, time = model.rope(VIDEO), ours(normal(6, 2, WIDTH))
-    x, text, mask = ours(normal(4, 2, 72, WIDTH)), ours(normal(5, 2, 9, WIDTH)), ours(masked(9, 4, of=9))
-    prompt = Prompt(text[:, :0], time)
+    time, x, text = ours(normal(6, 2, WIDTH)), ours(normal(4, 2, 72, WIDTH)), ours(normal(5, 2, 9, WIDTH))
+    mask = ours(masked(9, 4, of=9))
 
-    def run(order):
-        context = Context(prompt, text[:, :0], mask[:, order])
-        video, _ = model.trunk(time, context, rope).all(Streams(x, real_first(text[:, order], context.mask)))
+    @nnx.jit
+    def made(model, time, x, text, mask):
+        context = Context(Prompt(text[:, :0], time), text[:, :0], mask)
+        video, _ = model.trunk(time, context, model.rope(VIDEO)).all(Streams(x, real_first(text, mask)))
         return model.head(video, time, VIDEO)
 
-    close(run(np.random.default_rng(0).permutation(9)), run(np.arange(9)))
+    order = np.random.default_rng(0).permutation(9)
+    close(made(models[1], time, x, text[:, order], mask[:, order]), made(models[1], time, x, text, mask))
 
 
 def test_the_pieces_make_the_whole(models):
     """A step cache may keep both streams before the last block."""
     _, model = models
     given = inputs("text")
-    latents, t = jnp.asarray(channels_last(given["hidden_states"])), ours(given["timestep"])
-    context = model.context(ours(given["encoder_hidden_states"]), ours(given["encoder_attention_mask"]))
-    rope, time = model.rope(VIDEO), model.time(t)
-    trunk = model.trunk(time, context, rope)
-    video, _ = trunk.last(trunk.before_last(model.embed(latents, t, context)))
-    close(model.head(video, time, VIDEO), our_velocity(model, given))
+    text, mask = ours(given["encoder_hidden_states"]), ours(given["encoder_attention_mask"])
+
+    @nnx.jit
+    def in_pieces(model, latents, t, text, mask):
+        context, time = model.context(text, mask), model.time(t)
+        trunk = model.trunk(time, context, model.rope(VIDEO))
+        video, _ = trunk.last(trunk.before_last(model.embed(latents, t, context)))
+        return model.head(video, time, VIDEO)
+
+    answer = in_pieces(model, channels_last(given["hidden_states"]), ours(given["timestep"]), text, mask)
+    close(answer, our_velocity(model, given))
 
 
 def test_bfloat16_is_no_further_from_float32_than_the_reference_s_own(models, tmp_path):
@@ -244,12 +250,12 @@ def test_bfloat16_is_no_further_from_float32_than_the_reference_s_own(models, tm
 )
 def test_eight_devices(models, axes, rules):
     """70 tokens of video and 23 of text, which no axis divides, and three heads."""
-    reference, model = models
+    reference, _ = models
     given = inputs("both") | {"hidden_states": normal(0, 2, 9, 2, 5, 7)}
     partitioner = Partitioner(make_mesh(*axes), RULES[rules])
     answer = our_velocity(loaded(reference, partitioner=partitioner), given, partitioner=partitioner)
     assert len(answer.sharding.device_set) == 8
-    close(answer, np.asarray(our_velocity(model, given), np.float64))
+    close(answer, velocity(reference, given))
 
 
 @pytest.mark.parametrize("name", ["480p", "720p", "few steps"])

@@ -80,7 +80,7 @@ SIZES = {  # (height, width) of the first and the last picture; the video's is 3
 Given = dict[str, np.ndarray]
 
 
-@pytest.fixture(params=quick(["portrait", "landscape"], SIZES))
+@pytest.fixture(params=quick(["portrait, then landscape"], SIZES))
 def given(request, reference) -> Given:
     """The pictures: also a last one, unless the transformer attends to a single picture."""
     config = reference.transformer.config

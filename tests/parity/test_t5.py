@@ -10,15 +10,18 @@ import transformers
 from flax import nnx
 from transformers.models.umt5.modeling_umt5 import UMT5Attention
 
-from tests.parity.references import T5_FAMILIES, T5_SIZES, converted_t5, relative_l2, t5_reference
+from tests.parity.references import T5_FAMILIES, T5_SIZES, converted_t5, relative_l2, run, t5_reference
+from tests.support.quick import quick
 from wanjax.checkpoints.files import load_safetensors
 from wanjax.converters.engine import assign, export
 from wanjax.converters.t5 import t5_config, t5_rules
 from wanjax.errors import WanjaxError
 from wanjax.layers.placement import as_shapes
+from wanjax.layers.stack import block_at
 from wanjax.models.t5 import UMT5_XXL, T5Encoder, distance_buckets
 
 LENGTHS = [1, 7, 64, 512]
+MASKED, UNMASKED = ([(length, masked) for length in LENGTHS] for masked in (True, False))
 
 
 @pytest.fixture(scope="module", params=T5_FAMILIES)
@@ -39,13 +42,8 @@ def hidden(length: int) -> torch.Tensor:
     return torch.randn(2, length, T5_SIZES["d_model"], generator=torch.Generator().manual_seed(length)) * 2
 
 
-def ours(x: torch.Tensor) -> jax.Array:
-    return jnp.asarray(x.numpy())
-
-
-def block_of(model: T5Encoder, layer: int):
-    graphdef, weights = nnx.split(model.blocks)
-    return nnx.merge(graphdef, jax.tree.map(lambda weight: weight[layer], weights))
+def ours(x: torch.Tensor) -> np.ndarray:
+    return x.numpy()
 
 
 def additive(mask: torch.Tensor) -> torch.Tensor:
@@ -66,53 +64,59 @@ def test_buckets_are_the_same(buckets, max_distance):
 @pytest.mark.parametrize("length", LENGTHS)
 def test_position_biases_are_the_same(models, length):
     reference, model = models
-    for layer, block in enumerate(reference.encoder.block):
+    biases = nnx.jit(lambda model: [bias_of(model, layer)(length) for layer in range(model.config.layers)])
+    for bias, block in zip(biases(model), reference.encoder.block, strict=True):
         attention = block.layer[0].SelfAttention
-        if not attention.has_relative_attention_bias:  # T5 v1.1 uses the biases of its first layer
-            continue
-        bias = model.position_bias or block_of(model, layer).position_bias
-        np.testing.assert_array_equal(bias(length), attention.compute_bias(length, length).detach().numpy())
+        if attention.has_relative_attention_bias:  # T5 v1.1 uses the biases of its first layer
+            np.testing.assert_array_equal(bias, attention.compute_bias(length, length).detach().numpy())
+
+
+def bias_of(model: T5Encoder, layer: int):
+    return model.position_bias or block_at(model.blocks, layer).position_bias
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("length", quick([7, 512], LENGTHS))
 def test_attention(models, length):
     reference, model = models
     x, (_, mask) = hidden(length), prompt(length)
     attention = reference.encoder.block[0].layer[0].SelfAttention
-    bias = model.position_bias or block_of(model, 0).position_bias
     name = "attention_mask" if isinstance(attention, UMT5Attention) else "mask"
     expected = attention(x, **{name: additive(mask)})[0]
-    answer = block_of(model, 0).attn(ours(x), ours(mask).astype(bool), bias(length))
-    assert relative_l2(answer, expected) <= 1e-5
+    attend = nnx.jit(lambda model, x, mask: block_at(model.blocks, 0).attn(x, mask, bias_of(model, 0)(length)))
+    assert relative_l2(attend(model, ours(x), ours(mask).astype(bool)), expected) <= 1e-5
 
 
 @torch.no_grad()
 def test_mlp(models):
     reference, model = models
     expected = reference.encoder.block[1].layer[1].DenseReluDense(hidden(7))
-    assert relative_l2(block_of(model, 1).mlp(ours(hidden(7))), expected) <= 1e-5
+    assert relative_l2(run(block_at(model.blocks, 1).mlp, ours(hidden(7))), expected) <= 1e-5
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("length", quick([7, 512], LENGTHS))
 def test_block(models, length):
     reference, model = models
     x, (_, mask) = hidden(length), prompt(length)
-    bias = None if model.position_bias is None else model.position_bias(length)
     expected = reference.encoder.block[0](x, additive(mask))
     expected = expected[0] if isinstance(expected, tuple) else expected
-    assert relative_l2(block_of(model, 0)(ours(x), ours(mask).astype(bool), bias), expected) <= 1e-5
+
+    @nnx.jit
+    def block(model, x, mask):
+        bias = None if model.position_bias is None else model.position_bias(length)
+        return block_at(model.blocks, 0)(x, mask, bias)
+
+    assert relative_l2(block(model, ours(x), ours(mask).astype(bool)), expected) <= 1e-5
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize(("length", "masked"), quick([*MASKED, (7, False)], [*MASKED, *UNMASKED]))
 def test_whole(models, length, masked):
     reference, model = models
     tokens, mask = prompt(length)
     expected = reference(tokens, mask if masked else None).last_hidden_state
-    answer = nnx.jit(lambda model, *args: model(*args))(model, ours(tokens), ours(mask) if masked else None)
+    answer = run(model, ours(tokens), ours(mask) if masked else None)
     assert relative_l2(answer, expected) <= 1e-5
 
 
@@ -124,9 +128,9 @@ def test_half_precision_is_no_worse_than_torch_s(family, tmp_path):
     exact = reference(tokens, mask).last_hidden_state
     half = reference.to(torch.bfloat16)
     theirs = relative_l2(half(tokens, mask).last_hidden_state.float(), exact)
-    answer = converted_t5(half, tmp_path, jnp.bfloat16)(ours(tokens), ours(mask))
+    answer = run(converted_t5(half, tmp_path, jnp.bfloat16), ours(tokens), ours(mask))
     assert answer.dtype == jnp.bfloat16
-    assert relative_l2(answer.astype(jnp.float32), exact) <= 1.1 * theirs
+    assert relative_l2(answer, exact) <= 1.1 * theirs
 
 
 def test_umt5_xxl_has_the_reference_s_parameters():

@@ -12,6 +12,7 @@ from flax import nnx
 from tests.parity.references import channels_last, randomise, relative_l2, wan_transformer
 from wanjax.layers.embeddings import sinusoid
 from wanjax.layers.patch import patchify
+from wanjax.layers.stack import block_at
 from wanjax.models.wan.transformer import WanTransformer
 
 SIZES = [(1, 3, 16, 8), (2, 5, 8, 12)]  # batch, latent frames, height, width
@@ -36,8 +37,8 @@ def inputs(batch, frames, height, width):
     return latents, torch.tensor([999, 137])[:batch], text
 
 
-def ours(x: torch.Tensor) -> jax.Array:
-    return jnp.asarray(x.numpy())
+def ours(x: torch.Tensor) -> np.ndarray:
+    return x.numpy()
 
 
 @torch.no_grad()
@@ -53,7 +54,7 @@ def our_velocity(model: WanTransformer, latents, t, text, **given) -> jax.Array:
         model = nnx.merge(graphdef, weights)
         return model(latents, t, model.context(text), model.rope(model.grid(latents)), **given)
 
-    return run(weights, jnp.asarray(channels_last(latents)), ours(t.float()), ours(text))
+    return run(weights, channels_last(latents), ours(t.float()), ours(text))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -91,29 +92,41 @@ def test_embeddings(models):
     with torch.no_grad():
         patches = reference.patch_embedding(latents).flatten(2).transpose(1, 2)
         time, mod, context, _ = reference.condition_embedder(t, text)
-    assert relative_l2(model.patch_embed(patchify(jnp.asarray(channels_last(latents)), (1, 2, 2))), patches) <= 1e-5
-    our_time = model.time_embed(sinusoid(ours(t.float()), 64))
-    assert relative_l2(our_time, time) <= 1e-5
-    assert relative_l2(model.time_proj(jax.nn.silu(our_time)), mod) <= 1e-5
-    assert relative_l2(model.text_embed(ours(text)), context) <= 1e-5
+
+    @nnx.jit
+    def embedded(model, latents, t, text):
+        time = model.time_embed(sinusoid(t, 64))
+        return (
+            model.patch_embed(patchify(latents, (1, 2, 2))),
+            time,
+            model.time_proj(jax.nn.silu(time)),
+            model.text_embed(text),
+        )
+
+    answers = embedded(model, channels_last(latents), ours(t.float()), ours(text))
+    for answer, expected in zip(answers, (patches, time, mod, context), strict=True):
+        assert relative_l2(answer, expected) <= 1e-5
 
 
 def test_block_and_attention(models):
     reference, model = models
-    graphdef, weights = nnx.split(model.blocks)
-    block = nnx.merge(graphdef, jax.tree.map(lambda w: w[1], weights))
     generator = torch.Generator().manual_seed(3)
     x, context = torch.randn(1, 24, 96, generator=generator), torch.randn(1, 20, 96, generator=generator)
     mod = torch.randn(1, 6, 96, generator=generator) * 0.3
     rotary = reference.rope(torch.zeros(1, 4, 2, 6, 8))
-    rope = model.rope((2, 3, 4))
     with torch.no_grad():
         self_attn = reference.blocks[1].attn1(x, None, None, rotary)
         cross_attn = reference.blocks[1].attn2(x, context, None, None)
         mlp = reference.blocks[1].ffn(x)
         whole = reference.blocks[1](x, context, mod, rotary)
-    assert relative_l2(block.self_attn(ours(x), rope), self_attn) <= 1e-5
-    keys_and_values = block.cross_attn.context(ours(context))
-    assert relative_l2(block.cross_attn(ours(x), keys_and_values), cross_attn) <= 1e-5
-    assert relative_l2(block.mlp(ours(x)), mlp) <= 1e-5
-    assert relative_l2(block(ours(x), keys_and_values, ours(mod)[:, None], rope), whole) <= 1e-5
+
+    @nnx.jit
+    def parts(model, x, context, mod):
+        block, rope = block_at(model.blocks, 1), model.rope((2, 3, 4))
+        seen = block.cross_attn.context(context)
+        whole = block(x, seen, mod[:, None], rope)
+        return block.self_attn(x, rope), block.cross_attn(x, seen), block.mlp(x), whole
+
+    answers = parts(model, ours(x), ours(context), ours(mod))
+    for answer, expected in zip(answers, (self_attn, cross_attn, mlp, whole), strict=True):
+        assert relative_l2(answer, expected) <= 1e-5

@@ -11,6 +11,7 @@ import wanjax
 from tests.support import small_wan
 from tests.support.commands import refused, succeeded
 from tests.support.commands import wanjax as command
+from tests.support.quick import quick
 from wanjax.media.pictures import read_clip
 from wanjax.pipelines.steps import Cancelled
 from wanjax.pipelines.wan.conditioning import WanEncoded
@@ -57,7 +58,7 @@ def test_the_noise_of_rcm_begins_below_one():
         np.testing.assert_allclose(np.moveaxis(x, -1, 1), scale * noise, rtol=1e-6)
 
 
-@each
+@pytest.mark.parametrize("solver", quick(["consistency", "rcm"], SOLVERS))
 def test_the_seed_decides(solver):
     pipe = pipeline(solver)
     one, again, other = (np.asarray(pipe.denoise(encoded(), **GIVEN | {"seed": seed})) for seed in (3, 3, 4))
@@ -87,7 +88,7 @@ def test_a_stopped_run_continues_to_the_same_bits(solver, stop_at, tmp_path):
     assert before == [(stop_at + 1, 4)]
 
 
-@pytest.mark.parametrize("solver", ["consistency", "rcm"])
+@pytest.mark.parametrize("solver", quick(["rcm"], ["consistency", "rcm"]))
 def test_eight_devices_agree_with_one(solver):
     alone, together = (np.asarray(pipeline(solver, axes).denoise(encoded(), **GIVEN)) for axes in (None, (2, 2, 2)))
     np.testing.assert_allclose(together, alone, atol=1e-5 * max(1, np.abs(alone).max()))
@@ -108,7 +109,7 @@ def test_a_model_in_the_box_from_a_clip_and_under_a_cache():
     assert pipe.scheduler == named("consistency")
     clip = pipe("a red circle moving right", steps=4, seed=1)
     nearer, farther = (
-        np.abs(pipe("a red circle moving right", video=clip.frames, strength=s, steps=8, seed=2).frames - 0.0
+        np.abs(pipe("a red circle moving right", video=clip.frames, strength=s, steps=4, seed=2).frames - 0.0
                - clip.frames).mean()
         for s in (0.25, 1.0)
     )  # fmt: skip
@@ -116,7 +117,7 @@ def test_a_model_in_the_box_from_a_clip_and_under_a_cache():
     moved = pipe("moving up", image=clip.frames[0], steps=4, seed=2)
     kept, changed = (np.abs(moved.frames[i] - 0.0 - clip.frames[0]).mean() for i in (0, -1))
     assert kept < min(5, changed)
-    cached = pipe("a red circle moving right", steps=8, seed=1, cache="deepcache:2,7,2")
+    cached = pipe("a red circle moving right", steps=4, seed=1, cache="deepcache:1,4,2")
     assert cached.frames.shape == clip.frames.shape
 
 

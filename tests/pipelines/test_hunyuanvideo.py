@@ -26,6 +26,7 @@ from wanjax.schedulers import one_step
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
 QUOTED = 'a cat says "hello"'
+LONG = "a blue dog " * 60
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +76,7 @@ def test_the_stages_and_the_library_make_the_same_latents(models, picture, tmp_p
 def test_prompts_of_different_lengths_in_one_batch(models, prompt):
     """The negative prompt is the longer one, or quotes nothing."""
     pipe = wanjax.load(models["text"])
-    encoded = pipe.encode(prompt, "a blue dog " * 60)
+    encoded = pipe.encode(prompt, LONG)
     apart, together = (np.asarray(pipe.denoise(encoded, batch_guidance=batched)) for batched in (False, True))
     assert error(together, apart.astype(np.float64)) <= 1e-5
 
@@ -92,7 +93,7 @@ def test_eight_devices_agree_with_one(models, picture):
 
 def test_what_a_prompt_quotes_and_masks_matters(models):
     pipe = wanjax.load(models["text"])
-    encoded = pipe.encode(QUOTED)
+    encoded = pipe.encode(QUOTED, LONG)
     latents = np.asarray(pipe.denoise(encoded), np.float64)
     hidden = jnp.where(encoded.prompt_embeds_mask[:, :, None], encoded.prompt_embeds, 100.0)
     as_numbers = {name: getattr(encoded, name).astype(jnp.float32) for name in encoded._fields if "mask" in name}

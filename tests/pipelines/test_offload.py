@@ -17,7 +17,7 @@ from wanjax.pipelines.components import Components
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
-SMALL = {"size": (32, 32), "frames": 5, "steps": 2}
+SMALL = {"size": (32, 32), "frames": 5, "steps": 2, "guidance_scale": 1.0}
 NETWORKS = ("text_encoder", "image_encoder", "transformer", "transformer_2", "vae")
 
 

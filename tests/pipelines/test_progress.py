@@ -49,13 +49,15 @@ ENDS: list[float] = []  # of the steps on the device
 class SlowDenoiser(WanDenoiser):
     """A denoiser whose steps take a known time on the device."""
 
+    seconds = SECONDS
+
     def predict(self, *given: Any) -> Any:
         prediction = super().predict(*given)
         return jax.pure_callback(self.wait, prediction, prediction)
 
     @staticmethod
     def wait(prediction: Any) -> Any:
-        time.sleep(SECONDS)
+        time.sleep(SlowDenoiser.seconds)
         ENDS.append(time.perf_counter())
         return prediction
 
@@ -101,7 +103,8 @@ def test_a_recorded_terminal(slow):
 
 
 def test_plain_lines_where_there_is_no_terminal(slow, monkeypatch):
-    monkeypatch.setattr(progress, "EVERY", 4 * SECONDS)
+    monkeypatch.setattr(SlowDenoiser, "seconds", SECONDS / 5)
+    monkeypatch.setattr(progress, "EVERY", 4 * SECONDS / 5)
     written = StringIO()
     encoded = slow.encode("a")
     with progress.on_console("denoise", Console(file=written, width=120)):

@@ -21,7 +21,7 @@ from wanjax.schedulers import UniPC
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
-SMALL = {"size": (32, 32), "frames": 5, "steps": 1}
+SMALL = {"size": (32, 32), "frames": 5, "steps": 1, "guidance_scale": 1.0}
 PLAIN = {"scheduler": "unipc", "devices": f"1 x {jax.devices()[0].device_kind}", "version": version("wanjax")}
 
 
@@ -48,7 +48,7 @@ def test_choices_of_loading_and_of_the_call(model, tmp_path):
     pipe = wanjax.load(model, mesh=mesh, rules="tp", attention="reference", param_dtype="bfloat16")
     pipe.scheduler = UniPC(order=1)
     noise = np.random.default_rng(0).normal(size=(1, 4, 2, 4, 4)).astype(np.float32)
-    video = pipe("a", noise=noise, tiling=Tiling(64, 48), batch_guidance=True, **SMALL)
+    video = pipe("a", noise=noise, tiling=Tiling(64, 48), batch_guidance=True, **SMALL | {"guidance_scale": 3.0})
     digest = described(noise)
     assert digest.startswith("float32 [1, 4, 2, 4, 4], sha256 ")
     assert extras(video) == PLAIN | {

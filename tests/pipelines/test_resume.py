@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.support import small_wan
+from tests.support.commands import succeeded, wanjax
 from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint
 from wanjax.media import stage_files
@@ -158,11 +159,13 @@ def test_segments_that_are_left():
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends signals of POSIX")
+@pytest.mark.usefixtures("kept_programs")
 @pytest.mark.parametrize("sent", quick([signal.SIGKILL], [signal.SIGKILL, signal.SIGINT]))
 def test_the_command_continues(tmp_path, sent):
     steps = "400"
     model = str(tiny_checkpoint(tmp_path / "tiny"))
     command = [sys.executable, "-m", "wanjax", "a", "--model", model, "--size", "32x32", "--frames", "5"]
+    command += ["--guidance-scale", "1"]
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     left, whole = tmp_path / "left", tmp_path / "whole"
 
@@ -185,6 +188,6 @@ def test_the_command_continues(tmp_path, sent):
     )  # fmt: skip
     assert f"of {steps} steps were taken before" in continued.stderr
     assert not (left / stage_files.STATE).exists()
-    start(whole).communicate(timeout=300)
+    succeeded(wanjax(*command[3:], "--steps", steps, "--dir", str(whole)))
     made = [stage_files.load_latents(folder, stage_files.load_settings(folder)) for folder in (left, whole)]
     np.testing.assert_array_equal(*map(np.asarray, made))

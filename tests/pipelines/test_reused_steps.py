@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What steps compute that reuse what another kept: for every family, to the bit; and programs without a cache."""
 
+import functools
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -43,14 +46,21 @@ MODELS = {
 }
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Callable[[str], Path]:
+    """The folder of a model's checkpoint."""
+    made = tmp_path_factory.mktemp("models")
+    return functools.cache(lambda model: MODELS[model](made / model))
+
+
 @pytest.fixture(params=MODELS)
-def each(request, tmp_path) -> Any:
-    return tabled(MODELS[request.param](tmp_path))
+def each(request, folder) -> Any:
+    return tabled(folder(request.param))
 
 
-@pytest.fixture(params=quick(["cogvideox", "hunyuanvideo"], MODELS))
-def pipe(request, tmp_path) -> Any:
-    return tabled(MODELS[request.param](tmp_path))
+@pytest.fixture(params=quick(["cogvideox"], MODELS))
+def pipe(request, folder) -> Any:
+    return tabled(folder(request.param))
 
 
 class Taken:
@@ -128,30 +138,31 @@ def test_a_step_of_magcache_adds_what_was_kept(pipe):
 
 def test_a_reused_step_equals_input_and_residual_to_the_bit(each):
     """What reaches the head in a skipped step is x + r in x's dtype; r is what all blocks added, rounded once."""
-    seen: dict[str, Any] = {}
     _, denoiser, inputs, schedule, x, _ = forwards(each)
-    network = nnx.merge(denoiser.graphdef, inputs.weights)
     t = jax.tree.map(lambda time: jnp.full((len(x),), time), denoiser.times(one_step(schedule, 2)))
+    cache = ResidualCache()
 
-    def spied(predict: Any, name: str) -> Any:
-        def with_spy(through: Any) -> Any:
+    @jax.jit
+    def spied(inputs: Any, kept: Any) -> Any:
+        """Returns the prediction and what is kept, and the video's tokens before and after the blocks."""
+        network, seen = nnx.merge(denoiser.graphdef, inputs.weights), []
+
+        def predict(through: Any) -> Any:
             def spying(trunk: Any, x: Any) -> Any:
                 found = through(trunk, x)
-                seen[name] = [np.asarray(jax.tree.leaves(a)[0]) for a in (x, found)]
+                seen.extend(jax.tree.leaves(a)[0] for a in (x, found))
                 return found
 
-            return predict(spying)
+            return denoiser.predict(network, x, t, inputs.prompts[0], inputs.shared, spying)
 
-        return with_spy
+        return cache.run(predict, kept), seen
 
-    predict = partial(denoiser.predict, network, x, t, inputs.prompts[0], inputs.shared)
-    cache = ResidualCache()
-    whole, kept = cache.run(spied(predict, "whole"), None)
-    again, _ = cache.run(spied(predict, "reusing"), kept)
-    (residual,) = (np.asarray(array) for array in kept)
-    np.testing.assert_array_equal(residual, seen["whole"][1] - seen["whole"][0])
-    np.testing.assert_array_equal(seen["reusing"][1], seen["reusing"][0] + residual)
-    np.testing.assert_array_equal(seen["reusing"][0], seen["whole"][0])
+    (whole, kept), before = spied(inputs, None)
+    (again, _), after = spied(inputs, kept)
+    (residual,), before, after = jax.tree.map(np.asarray, (kept, before, after))
+    np.testing.assert_array_equal(residual, before[1] - before[0])
+    np.testing.assert_array_equal(after[1], after[0] + residual)
+    np.testing.assert_array_equal(after[0], before[0])
     assert np.abs(residual).max() > 1e-2
     assert error(np.asarray(again), np.asarray(whole, np.float64)) <= 1e-5
 
@@ -169,35 +180,41 @@ def test_every_family_takes_every_cache(pipe):
         assert error(cached[1], plain[1].astype(np.float64)) > 1e-6
 
 
+@pytest.mark.parametrize("pipe", quick(["cogvideox", "hunyuanvideo"], MODELS), indirect=True)
 def test_teacache_reads_the_change_of_the_timesteps_embedding(pipe):
-    """The polynomial here is the change itself; a step reuses while less than the threshold has added up."""
     _, denoiser, inputs, schedule, _, segment = forwards(pipe)
     found = changes_of(denoiser, inputs, schedule, segment, pipe.compiled)
     network = nnx.merge(denoiser.graphdef, inputs.weights)
     times = [jax.tree.map(lambda t: jnp.asarray(t)[None], denoiser.times(one_step(schedule, i))) for i in range(STEPS)]
-    embedded = [np.asarray(denoiser.embed_times(network, t), np.float64) for t in times]
+    embed = jax.jit(denoiser.embed_times)
+    embedded = [np.asarray(embed(network, t), np.float64) for t in times]
     expected = [abs(b - a).mean() / abs(a).mean() for a, b in pairwise(embedded)]
     assert found[0] == 0
     assert error(np.array(found[1:]), np.array(expected)) <= 1e-5
-    taken, _ = run(pipe, f"teacache:{2.5 * np.mean(expected)}")
+
+
+def test_teacache_reuses_while_less_than_the_threshold_has_added_up(pipe):
+    """The polynomial here is the change itself."""
+    _, denoiser, inputs, schedule, _, segment = forwards(pipe)
+    changes = changes_of(denoiser, inputs, schedule, segment, pipe.compiled)[1:]
+    taken, _ = run(pipe, f"teacache:{2.5 * np.mean(changes)}")
     total, reused = 0.0, [False]
-    for change in expected[:-1]:
+    for change in changes[:-1]:
         total += change
-        reused.append(total < 2.5 * np.mean(expected))
+        reused.append(total < 2.5 * np.mean(changes))
         total = total if reused[-1] else 0.0
     assert taken.reused == [*reused, False]
     assert any(reused)
 
 
-def easycache_by_hand(pipe: Any, threshold: float, first: int) -> tuple[list[bool], np.ndarray]:
+def easycache_by_hand(prepared: Any, step_of: Any, threshold: float, first: int) -> tuple[list[bool], np.ndarray]:
     """Returns the computed steps and the last latents of a loop on the host by the authors' rule.
 
-    Errors are in float32, because a threshold decides.
+    Errors are in float32, because a threshold decides. `prepared` is what `forwards` returns.
     """
-    at, denoiser, _, schedule, x, _ = forwards(pipe)
+    at, denoiser, _, schedule, x, _ = prepared
     state = denoiser.scheduler.init(schedule, x, solver_keys([3]))
     x, total, rate, before, past, computed = np.asarray(x), np.float32(0), None, None, None, []
-    step_of = jax.jit(lambda schedule, p, x, state: denoiser.scheduler.step(schedule, 0, p, x, state))
     for step in range(STEPS):
         compute = True
         if first <= step < STEPS - 1 and rate is not None:
@@ -212,28 +229,29 @@ def easycache_by_hand(pipe: Any, threshold: float, first: int) -> tuple[list[boo
         predictions = [x + (output - past[0]) for output in past[1]]
         predictions = past[1] if compute else predictions
         guided = predictions[1] + np.float32(3) * (predictions[0] - predictions[1])
-        x, state = step_of(one_step(schedule, step), jnp.asarray(guided), jnp.asarray(x), state)
+        x, state = step_of(one_step(schedule, step), prediction=guided, x=x, state=state)
         x = np.asarray(x)
         computed.append(compute)
     return computed, x
 
 
-def test_easycache_decides_as_its_authors_do(tmp_path):
-    for name in ("wan", "hunyuanvideo"):
-        pipe = tabled(MODELS[name](tmp_path / name))
-        for threshold in (0.2, 0.4, 0.8, 1.6, 3.2):  # until some steps are reused
-            computed, expected = easycache_by_hand(pipe, threshold, 2)
-            if not all(computed):
-                break
-        taken, latents = run(pipe, f"easycache:{threshold},2")
-        histories = [History(*state.kept[-1]) for state in taken.states]
-        found = [True, *(a.count == b.count for a, b in pairwise(histories))]
-        assert [bool(step) for step in found] == computed
-        assert 0 < sum(computed[2:-1]) < STEPS - 3, computed
-        assert error(np.moveaxis(latents, 1, -1), np.asarray(expected, np.float64)) <= 1e-4
+@pytest.mark.parametrize("pipe", quick(["hunyuanvideo"], ["wan", "hunyuanvideo"]), indirect=True)
+def test_easycache_decides_as_its_authors_do(pipe):
+    prepared = forwards(pipe)
+    step_of = jax.jit(partial(prepared[1].scheduler.step, index=0))
+    for threshold in (0.2, 0.4, 0.8, 1.6, 3.2):  # until some steps are reused
+        computed, expected = easycache_by_hand(prepared, step_of, threshold, 2)
+        if not all(computed):
+            break
+    taken, latents = run(pipe, f"easycache:{threshold},2")
+    histories = [History(*state.kept[-1]) for state in taken.states]
+    found = [True, *(a.count == b.count for a, b in pairwise(histories))]
+    assert [bool(step) for step in found] == computed
+    assert 0 < sum(computed[2:-1]) < STEPS - 3, computed
+    assert error(np.moveaxis(latents, 1, -1), np.asarray(expected, np.float64)) <= 1e-4
 
 
-def test_a_guidance_cache_estimates_the_negative_prompt(tmp_path):
+def test_a_guidance_cache_estimates_the_negative_prompt():
     """By the reference's Fourier transform: low and high frequencies of the last difference have weights of their own.
 
     Follows maxdiffusion's transformer_forward_pass_cfg_cache.
@@ -261,11 +279,10 @@ def test_a_guidance_cache_estimates_the_negative_prompt(tmp_path):
     assert error(np.asarray(low_frequencies(even)), np.asarray(even, np.float64)) <= 1e-6  # a projection
 
 
-def test_a_guidance_cache_is_refused_where_prompts_are_together(tmp_path):
-    folder = tiny_checkpoint(tmp_path)
+def test_a_guidance_cache_is_refused_where_prompts_are_together(folder):
     with pytest.raises(WanjaxError, match="worth nothing where dp"):
-        wanjax.load(folder, mesh="dp=2,sp=2,tp=2").settings(steps=STEPS, cache="guidance:2")
-    pipe = wanjax.load(folder)
+        wanjax.load(folder("wan"), mesh="dp=2,sp=2,tp=2").settings(steps=STEPS, cache="guidance:2")
+    pipe = wanjax.load(folder("wan"))
     encoded = pipe.encode("a red circle")
     with pytest.raises(WanjaxError, match="worth nothing where dp"):
         pipe.denoise(encoded, steps=STEPS, cache="guidance:2", batch_guidance=True)
@@ -293,16 +310,18 @@ def test_a_cache_begins_anew_with_the_second_expert(tmp_path, cache):
 
 
 @pytest.mark.parametrize(
-    ("cache", "mesh"),
+    ("model", "cache", "mesh"),
     [
-        ("easycache:9,2", "dp=2,sp=2,tp=2"),
-        pytest.param("magcache", "dp=2,sp=2,tp=2", marks=pytest.mark.slow),  # tokens, as those that deepcache keeps
-        pytest.param("guidance:2", "dp=1,sp=4,tp=2", marks=pytest.mark.slow),  # outputs, as those of easycache
+        ("wan", "easycache:9,2", "dp=2,sp=2,tp=2"),
+        pytest.param("hunyuanvideo", "easycache:9,2", "dp=2,sp=2,tp=2", marks=pytest.mark.slow),
+        # tokens, as those that deepcache keeps
+        pytest.param("hunyuanvideo", "magcache", "dp=2,sp=2,tp=2", marks=pytest.mark.slow),
+        # outputs, as those of easycache
+        pytest.param("hunyuanvideo", "guidance:2", "dp=1,sp=4,tp=2", marks=pytest.mark.slow),
     ],
 )
-def test_eight_devices_agree_with_one(tmp_path, cache, mesh):
-    folder = tiny_hunyuan_checkpoint(tmp_path)
-    one, eight = (run(tabled(folder, mesh=name), cache)[1] for name in (None, mesh))
+def test_eight_devices_agree_with_one(folder, model, cache, mesh):
+    one, eight = (run(tabled(folder(model), mesh=name), cache)[1] for name in (None, mesh))
     assert error(eight, one.astype(np.float64)) <= 1e-5
 
 

@@ -24,8 +24,8 @@ from wanjax.media.videos import read_metadata
 from wanjax.pipelines import seeds
 from wanjax.pipelines.seeds import initial_noise, solver_keys
 
-SMALL = {"size": (16, 32), "frames": 5, "steps": 2, "dtype": "float32"}
-OPTIONS = ("--size", "32x16", "--frames", "5", "--steps", "2", "--dtype", "float32")
+SMALL = {"size": (16, 32), "frames": 5, "steps": 2, "guidance_scale": 1.0, "dtype": "float32"}
+OPTIONS = ("--size", "32x16", "--frames", "5", "--steps", "2", "--guidance-scale", "1", "--dtype", "float32")
 SHAPE = (1, 4, 3, 5, 6)
 FLAGS = [
     {"jax_enable_x64": True},
@@ -42,7 +42,7 @@ import jax
 for name, value in json.loads(sys.argv[1]).items():
     jax.config.update(name, value)
 import numpy as np, wanjax
-video = wanjax.load(sys.argv[2])("a", size=(16, 32), frames=5, steps=2, seed=5)
+video = wanjax.load(sys.argv[2])("a", size=(16, 32), frames=5, steps=2, guidance_scale=1.0, seed=5)
 np.save(sys.argv[3], video.frames)
 """
 DRAW = """

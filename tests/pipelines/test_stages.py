@@ -152,11 +152,10 @@ def test_equal_programs_are_one_job():
 
 # presets that differ from another in their weights, number of steps and guidance alone
 FEW_STEPS = ("-4step", "-rcm-480p", "-rcm-720p", "-causvid", "-fastwan")
+EVERY = [name for name, preset in presets().items() if preset.architecture and not name.endswith(FEW_STEPS)]
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, preset in presets().items() if preset.architecture and not name.endswith(FEW_STEPS)]
-)
+@pytest.mark.parametrize("name", quick([name for name in EVERY if "720p" not in name], EVERY))  # there is 480p of each
 def test_every_program_of_every_preset_is_traced(name, traced):
     """Traces every program of a preset at its default size, from configs alone; those that presets share once."""
     video = presets()[name].defaults

@@ -2,8 +2,10 @@
 """Step caches: which steps reuse, what these compute, and the texts that name a cache."""
 
 import json
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -32,7 +34,8 @@ pytestmark = pytest.mark.usefixtures("kept_programs")
 
 CACHE = "deepcache:1,6,3"  # steps 0, 1, 4 and 6 of seven are whole
 WHOLE = {0, 1, 4, 6}
-SMALL = {"size": (32, 32), "frames": 9}
+SMALL = {"size": (32, 48), "frames": 5}
+PROMPTS = 'a cat says "hello"', "a dog"
 
 
 def test_a_cache_that_no_step_would_use_is_refused(tmp_path):
@@ -44,22 +47,32 @@ def test_a_cache_that_no_step_would_use_is_refused(tmp_path):
 def hunyuan_by_hand(pipe: Any, encoded: Any, settings: Any) -> np.ndarray:
     """Returns HunyuanVideo's latents after a plain loop in float64, which calls its blocks one by one."""
     model, sigmas = pipe.transformer, np.float64(pipe.scheduler.schedule(STEPS, shift=settings.flow_shift).sigmas)
-    x = np.moveaxis(np.float64(pipe.noise(settings)), 1, -1)
-    grid, kept = model.grid(jnp.float32(x)), {}
-    rope = model.rope(grid)
-    apply = nnx.jit(lambda block, *given: block(*given))
+    x, kept = np.moveaxis(np.float64(pipe.noise(settings)), 1, -1), {}
+    grid = model.grid(jnp.float32(x))
+    graphdef, weights = nnx.split(model)
+
+    @jax.jit
+    def begin(weights: Any, x: Any, t: Any, text: Any) -> Any:
+        model = nnx.merge(graphdef, weights)
+        context = model.context(text.embeds, text.mask, (text.glyphs, text.glyph_mask))
+        return model.embed(beside_condition(x, None), t, context), (model.time(t), model.rope(grid), context.texts)
+
+    @partial(jax.jit, static_argnums=1)
+    def block(weights: Any, index: int, streams: Any, others: Any) -> Any:
+        return block_at(nnx.merge(graphdef, weights).blocks, index)(streams, *others)
+
+    @jax.jit
+    def finish(weights: Any, streams: Any, others: Any) -> Any:
+        model = nnx.merge(graphdef, weights)
+        return model.head(model.last_block(streams, *others)[0], others[0], grid)
 
     def velocity(step: int, text: Any) -> np.ndarray:
-        context = model.context(text.embeds, text.mask, (text.glyphs, text.glyph_mask))
-        t = jnp.float32(1000 * sigmas[step])[None]
-        time, texts = model.time(t), context.texts
+        streams, others = begin(weights, jnp.float32(x), jnp.float32(1000 * sigmas[step])[None], text)
         if step in WHOLE:
-            streams = model.embed(beside_condition(jnp.float32(x), None), t, context)
             for index in range(model.config.layers - 1):
-                streams = apply(block_at(model.blocks, index), streams, time, rope, texts)
+                streams = block(weights, index, streams, others)
             kept[id(text)] = streams
-        video, _ = apply(model.last_block, kept[id(text)], time, rope, texts)
-        return np.float64(model.head(video, time, grid))
+        return np.float64(finish(weights, kept[id(text)], others))
 
     prompt, negative = encoded.texts
     for step in range(STEPS):
@@ -71,7 +84,7 @@ def hunyuan_by_hand(pipe: Any, encoded: Any, settings: Any) -> np.ndarray:
 
 def test_deepcache_computes_the_last_block_alone(tmp_path):
     pipe = wanjax.load(tiny_hunyuan_checkpoint(tmp_path))
-    encoded = pipe.encode('a cat says "hello"', "a dog")
+    encoded = pipe.encode(*PROMPTS)
     settings = pipe.settings(steps=STEPS, seed=3, cache=CACHE)
     exact = hunyuan_by_hand(pipe, encoded, settings)
     assert error(np.asarray(pipe.denoise(encoded, steps=STEPS, seed=3, cache=CACHE)), exact) <= 1e-5
@@ -101,7 +114,7 @@ def latents_of(pipe: Any, encoded: Any, cache: str, **settings: Any) -> list[np.
 def test_whole_steps_are_those_without_a_cache(model, tmp_path):
     """The step after the first two reuses what the second kept, and leaves the path of a run without a cache."""
     pipe = wanjax.load(MODELS[model](tmp_path))
-    encoded = pipe.encode("a red circle")
+    encoded = pipe.encode(*PROMPTS)
     plain, cached = (latents_of(pipe, encoded, cache) for cache in ("none", CACHE))
     differences = [error(got, wanted.astype(np.float64)) for got, wanted in zip(cached, plain, strict=True)]
     assert max(differences[:2]) <= 1e-6
@@ -126,7 +139,7 @@ def test_a_second_expert_begins_with_a_whole_step(tmp_path):
 def test_eight_devices_agree_with_one(tmp_path):
     folder = tiny_hunyuan_checkpoint(tmp_path)
     alone, together = (wanjax.load(folder, mesh=mesh) for mesh in (None, "dp=2,sp=2,tp=2"))
-    encoded = alone.encode("a red circle")
+    encoded = alone.encode(*PROMPTS)
     one, eight = (np.asarray(x.denoise(encoded, steps=STEPS, seed=3, cache=CACHE)) for x in (alone, together))
     assert error(eight, one.astype(np.float64)) <= 1e-5
 
@@ -145,7 +158,7 @@ def test_the_command_line_tells_of_a_cache(tmp_path, monkeypatch):
     folder = str(tiny_checkpoint(tmp_path / "model"))
     assert "there is no step cache 'magic'" in refused("a", "--model", folder, "--cache", "magic")
     assert "would reuse nothing in 2 steps" in refused("a", "--model", folder, "--steps", "2", "--cache", "deepcache")
-    small = ("--size", "32x32", "--frames", "9", "--steps", "4")
+    small = ("--size", "48x32", "--frames", "5", "--steps", "4")
     succeeded(run("a", "--model", folder, *small, "--cache", "deepcache:0,4,2", "-o", "video.webp"))
     assert json.loads(succeeded(run("info", "video.webp", "--json")).stdout)["cache"] == "deepcache:0,4,2"
 

@@ -14,6 +14,7 @@ import pytest
 import wanjax
 from tests.support import whole_sequence
 from tests.support.compare import error
+from tests.support.quick import quick
 from tests.support.small_wan import causal_pipeline, partitioner
 from tests.support.tiny import tiny_causal_checkpoint
 from wanjax.errors import UnsupportedError, WanjaxError
@@ -112,7 +113,7 @@ def test_a_longer_video_needs_no_other_program():
 
 def test_memory_does_not_grow():
     pipe, held = pipeline(), []
-    given: dict[str, Any] = GIVEN | {"frames": 2 * (BLOCK * 12 - 1) + 1}
+    given: dict[str, Any] = GIVEN | {"frames": 2 * (BLOCK * 12 - 1) + 1, "steps": 2}
     for _ in pipe.decode_blocks(pipe.blocks(encoded(), **given)):
         gc.collect()
         held.append(sum(x.nbytes for x in jax.live_arrays()))
@@ -120,10 +121,10 @@ def test_memory_does_not_grow():
     assert len(set(held[1:-1])) == 1  # after the last block nothing is renewed
 
 
-QUICK = (((1, 2, 4), "fsdp"), ((2, 2, 2), "tp"), ((1, 1, 8), "tp"))
+EIGHT = [((1, 2, 4), "fsdp"), ((2, 2, 2), "tp"), ((1, 1, 8), "tp")]
 
 
-@pytest.mark.parametrize(("axes", "rules"), [(axes, rules) for axes, rules in QUICK])
+@pytest.mark.parametrize(("axes", "rules"), quick(EIGHT[:2], EIGHT))
 def test_eight_devices_make_the_same_latents(axes, rules):
     alone = pipeline(1, heads=3).denoise(encoded(), noise=draws(), **GIVEN)
     found = error(pipeline(1, axes, rules, 3).denoise(encoded(), noise=draws(), **GIVEN), np.asarray(alone, np.float64))
