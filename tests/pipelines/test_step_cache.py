@@ -114,7 +114,7 @@ def latents_of(pipe: Any, encoded: Any, cache: str, **settings: Any) -> list[np.
 def test_whole_steps_are_those_without_a_cache(model, tmp_path):
     """The step after the first two reuses what the second kept, and leaves the path of a run without a cache."""
     pipe = wanjax.load(MODELS[model](tmp_path))
-    encoded = pipe.encode(*PROMPTS)
+    encoded = pipe.encode(*PROMPTS, **SMALL)
     plain, cached = (latents_of(pipe, encoded, cache) for cache in ("none", CACHE))
     differences = [error(got, wanted.astype(np.float64)) for got, wanted in zip(cached, plain, strict=True)]
     assert max(differences[:2]) <= 1e-6
