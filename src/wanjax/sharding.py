@@ -176,7 +176,8 @@ def spread(x: jax.Array, axes: Axes) -> jax.Array:
         return x
     axis, devices = list(axes).index("length"), partitioner.size(("sp", "tp"))
     many = x.shape[axis] >= TILE**2 * devices  # then padding to whole tiles adds a sixteenth at most
-    return constrain(pad_to(x, axis, TILE * devices if many else devices), axes)
+    joined = partitioner.size("tp") > 1
+    return constrain(pad_to(x, axis, TILE * devices if many and joined else devices), axes)
 
 
 def replicate(tree: Any) -> Any:

@@ -67,6 +67,53 @@ def test_blocks_of_queries_that_end_within_a_strip(queries, block_q):
     assert error(flash(q, k, v, config=config), exact(q, k, v)) <= BOUND["float32"]
 
 
+@pytest.mark.parametrize("queries", [770, 1100])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_last_block_of_few_queries(queries, ragged):
+    """It has fewer tiles of the matrix unit than the others."""
+    q, k, v = operands(1, queries, 150, 1, 1, 64)
+    config = flash_tpu.Config(768, 64, 32, interpret=True)
+    options = {"window": (700, 20)} if ragged else {}
+    assert error(flash(q, k, v, config=config, **options), exact(q, k, v, **options)) <= BOUND["float32"]
+
+
+def in_parts(q, k, v, ends, config, *, scale, live=None):
+    """Attention to parts of the keys one after another, of which the first `live` of each example take part."""
+    done, begin = None, 0
+    for end in ends:
+        keys = None if live is None else jnp.clip(live - begin, 0, end - begin)
+        part = partial(flash_tpu.resumed, key_mask=None, scale=scale, config=config, last=end == ends[-1])
+        done = part(q, k[:, begin:end], v[:, begin:end], done, keys=keys)
+        begin = end
+    return done
+
+
+PARTS = [("float32", 64, SMALL_TILES), ("bfloat16", 128, FULL_TILES), ("bfloat16", 64, SMALL_TILES)]
+
+
+@pytest.mark.parametrize(("dtype", "size", "config"), PARTS)
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("loud", [0.0, 4000.0])
+def test_parts_of_the_keys(monkeypatch, dtype, size, config, counted, loud):
+    """Sums that go on equal attention to all keys at once, also if a later part has logits out of range, or no key."""
+    lifts = careful_steps(monkeypatch)
+    q, k, v = map(np.array, operands(2, 600, 200, 2, 2, size, dtype))
+    if loud:
+        direction = np.sign(q[:, :1, :1])
+        k[:, 90:96] = loud / size * direction
+        q = np.abs(q) * direction
+    live = jnp.asarray([150, 70]) if counted else None
+    mask = None if live is None else np.arange(200) < np.asarray(live)[:, None]
+    out, lse = jax.jit(partial(in_parts, ends=(64, 128, 200), config=config, scale=0.3))(q, k, v, live=live)
+    jax.effects_barrier()
+    assert error(out, exact(q, k, v, key_mask=mask, scale=0.3)) <= BOUND[dtype]
+    logits = 0.3 * np.einsum("BLND,BSND->BLNS", np.float64(q), np.float64(k))
+    logits = logits if mask is None else np.where(mask[:, None, None], logits, -np.inf)
+    top = logits.max(axis=3)
+    assert error(lse, top + np.log(np.exp(logits - top[..., None]).sum(axis=3))) <= 1e-6
+    assert counted or bool(lifts) == bool(loud)
+
+
 def test_chosen_tiles_are_for_self_attention():
     sizes = {"dtype": jnp.float32, "param_dtype": jnp.float32}
     block = nnx.eval_shape(lambda: Block(TRANSFORMER, "flash_tpu:block_q=512", **sizes, rngs=nnx.Rngs(0)))
@@ -99,13 +146,13 @@ def test_windows(window):
 def careful_steps(monkeypatch):
     """Counts how often the running kernel raises an offset."""
     lifts = []
-    lift = flash_kernel._lift
+    lift = flash_kernel._lift_to
 
     def counted(*arguments, **options):
         jax.debug.callback(lambda: lifts.append(1))
         return lift(*arguments, **options)
 
-    monkeypatch.setattr(flash_kernel, "_lift", counted)
+    monkeypatch.setattr(flash_kernel, "_lift_to", counted)
     return lifts
 
 

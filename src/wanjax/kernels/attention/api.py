@@ -142,13 +142,13 @@ def attention(
         window = Radial(frames, keys // frames, decay)
     if keys < k.shape[1] and bias is not None and bias.shape[3] > 1:
         bias = bias[..., :keys]
-    kernel = partial(_on_one_device, implementation=implementation, **options)
+    on_one_device = (_on_one_device, _part_on_one_device, _gradient_on_one_device)
+    kernels = sharded.Kernels(*(partial(call, implementation=implementation, **options) for call in on_one_device))
+    masks = {"keys": keys, "key_mask": mask, "window": window, "bias": bias}
     partitioner = current()
     if partitioner is not None:
-        gradient = partial(_gradient_on_one_device, implementation=implementation, **options)
-        masks = {"keys": keys, "key_mask": mask, "window": window, "bias": bias}
-        return sharded.attention(kernel, gradient, partitioner, q, k, v, **masks)
-    return kernel(q, k, v, key_mask=mask, window=window, bias=bias, keys=keys)
+        return sharded.attention(kernels, partitioner, q, k, v, **masks)
+    return kernels.whole(q, k, v, **masks)
 
 
 @jax.named_scope("attention")
@@ -215,6 +215,20 @@ def _on_one_device(
         else:
             k, v, key_mask = (x if x is None else x[:, :keys] for x in (k, v, key_mask))
     return IMPLEMENTATIONS[name].attention(q, k, v, key_mask=key_mask, **options)
+
+
+def _part_on_one_device(
+    q, k, v, before: Any, *, last: bool, key_mask, implementation: str | None, keys: Array | None = None, **options: Any
+) -> Any:
+    """Attention to some of the keys, added to what this returned for others; see `sharded.Kernels`."""
+    whole = {"window": None, "bias": None, "return_lse": True, **options}
+    name = choose(q, k, v, key_mask=key_mask, **whole, implementation=implementation).name
+    resumed = getattr(IMPLEMENTATIONS[name], "resumed", None)
+    if resumed is not None and not getattr(options["config"], "center_keys", False):
+        return resumed(q, k, v, before, last=last, key_mask=key_mask, keys=keys, **options)
+    done = _on_one_device(q, k, v, key_mask=key_mask, implementation=implementation, keys=keys, **whole)
+    done = done if before is None else sharded.merge(before, done)
+    return (done[0].astype(q.dtype), done[1]) if last else done
 
 
 def _gradient_on_one_device(

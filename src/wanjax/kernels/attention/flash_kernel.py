@@ -7,9 +7,9 @@ waits only at the two ends of a body.
 """
 
 import math
-from collections.abc import Callable
-from functools import reduce
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,8 @@ from jaxtyping import Array, Bool, Float32
 
 from wanjax.kernels.attention.masks import divide_live, finite_max
 
-STRIP_Q, STRIP_KV = 512, 256  # queries and keys of one step: a tile for each of the two matrix units of a core
+TILE_Q = 256  # queries of a tile of the matrix unit
+STRIP_Q, STRIP_KV = 2 * TILE_Q, 256  # queries and keys of one step: a tile for each of the two matrix units of a core
 LEAD = 2  # strips that are scored before their values are added, so that the matrix unit does not wait for softmax
 CHUNK = 512  # the most keys of a masked step
 CAREFUL_KV, CAREFUL_Q = 1024, 256  # the most keys and queries of a step of the careful pass
@@ -45,6 +46,13 @@ class Sizes(NamedTuple):
     ragged: bool  # a count or a window hides some keys from some queries
     window: tuple[int, int]  # keys before and after a query's own position
     factor: float  # of q, so that logits are exponents of two
+    resumed: bool = False  # the sums start from those of other keys
+    unfinished: bool = False  # the sums are the result, to which other keys are to be added
+
+    @property
+    def only(self) -> bool:
+        """Tells whether all keys are in one block."""
+        return self.keys <= self.block_kv and not self.ragged
 
 
 class State(NamedTuple):
@@ -59,6 +67,14 @@ class State(NamedTuple):
     scores: jax.Ref  # [S L], of the next careful step
     top: jax.Ref  # [8 L], the largest of them in eight parts
     flags: jax.Ref
+
+
+class Sums(NamedTuple):
+    """What attention to some of the keys leaves to that to others: fields of `State` in memory, by head and query."""
+
+    offset: Any
+    weight: Any
+    total: Any
 
 
 class Mask(NamedTuple):
@@ -90,13 +106,44 @@ class Pieces(NamedTuple):
     starts: tuple[Array, ...]
 
 
-def kernel(live_ref, q_ref, k_ref, v_ref, o_ref, lse_ref, *scratch, sizes: Sizes) -> None:
-    """The grid runs over heads, blocks of queries, and blocks of keys."""
-    state = State(*scratch)
-    i, j = pl.program_id(1), pl.program_id(2)
+def kernel(live_ref, q_ref, k_ref, v_ref, *refs, sizes: Sizes) -> None:
+    """The grid runs over heads, blocks of queries, and blocks of keys.
+
+    `refs` are the sums to go on from, if resumed, for queries that are ready; then the result, or the sums if
+    unfinished, after the ready queries if those are new; then the state.
+    """
+    head, i, j = (pl.program_id(axis) for axis in range(3))
+    add = partial(_add_block, live_ref[head // sizes.heads], (i, j), sizes=sizes)
+    last = -(-sizes.queries // sizes.block_q) - 1
+    left = -(-(sizes.queries - last * sizes.block_q) // TILE_Q) * TILE_Q
+    if left >= sizes.block_q:
+        add(q_ref, k_ref, v_ref, *refs)
+        return
+
+    @pl.when(i < last)
+    def _():
+        add(q_ref, k_ref, v_ref, *refs)
+
+    @pl.when(i == last)
+    def _():
+        first = (ref if ref.shape == (2,) else _first(ref, left, sizes) for ref in refs)
+        add(_first(q_ref, left, sizes), k_ref, v_ref, *first)
+
+
+def _first(ref: Any, count: int, sizes: Sizes) -> Any:
+    """Returns the first queries of a reference, whose rows or columns they are."""
+    return ref.at[:, :count] if ref.shape[1] == sizes.block_q else ref.at[:count]
+
+
+def _add_block(live: Array, place: tuple[Array, Array], q_ref, k_ref, v_ref, *refs, sizes: Sizes) -> None:
+    """Adds the block of keys at a place in the grid; the references are those of `kernel`."""
+    before, refs = (Sums(*refs[:3]), refs[3:]) if sizes.resumed else (None, refs)
+    results = 2 if not sizes.unfinished else 3 if sizes.resumed else 4
+    out, state = refs[:results], State(*refs[results:])
+    i, j = place
     first_q, first_kv = i * sizes.block_q, j * sizes.block_kv
     last = j == -(-sizes.keys // sizes.block_kv) - 1
-    headroom = HEADROOM[q_ref.dtype.name]
+    headroom = HEADROOM[k_ref.dtype.name]
 
     @pl.when((i == 0) & (j == 0))
     def _():
@@ -104,17 +151,32 @@ def kernel(live_ref, q_ref, k_ref, v_ref, o_ref, lse_ref, *scratch, sizes: Sizes
 
     @pl.when(j == 0)
     def _():
-        _begin(q_ref, state, first_q, sizes)
-        if not sizes.ragged:
+        if before is None:
+            _begin(q_ref, state, first_q, sizes)
+        else:
+            _copy((q_ref, *before), (state.q, state.offset, state.weight, state.total))
+            state.flags[PROBED] = 0
+        if before is None and not sizes.ragged:
             _probe(k_ref, state, min(PROBE, sizes.keys), headroom)
 
+    if before is not None and sizes.only:
+        state = state._replace(kept_weight=before.weight, kept_total=before.total)
     if sizes.ragged:
-        live = live_ref[pl.program_id(0) // sizes.heads]
         _add_seen(k_ref, v_ref, state, live, first_q, first_kv, sizes, headroom)
     else:
         _add_whole(k_ref, v_ref, state, last, sizes)
 
-    pl.when(last)(lambda: _finish(o_ref, lse_ref, state))
+    @pl.when(last)
+    def _():
+        if sizes.unfinished:
+            _copy((state.q, state.offset, state.weight, state.total)[-results:], out)
+        else:
+            _finish(*out, state)
+
+
+def _copy(sources: Sequence[Any], targets: Sequence[Any]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target[...] = source[...]
 
 
 def kernel_of_blocks(
@@ -182,10 +244,11 @@ def _together(begin: Array | int, end: Array | int, most: int, add: Callable[[Ar
 
 
 def _add_checked(
-    state: State, quickly: Callable[[], None], carefully: Callable[[], None], *, only: bool = False
+    state: State, quickly: Callable[[], None], carefully: Callable[[], None], sizes: Sizes | None = None
 ) -> None:
-    """Adds keys quickly, then again with care if a logit left the range; `only` says that there are no other keys."""
-    if not only:  # else there is no earlier state to keep
+    """Adds keys quickly, then again with care if a logit left the range; `sizes` tell if a head has no others."""
+    only, resumed = (False, False) if sizes is None else (sizes.only, sizes.resumed)
+    if not only:  # else there is no earlier state, or it is kept already
         state.kept_weight[...] = state.weight[...]
         state.kept_total[...] = state.total[...]
 
@@ -196,8 +259,9 @@ def _add_checked(
         @pl.when(jnp.max(jnp.where(state.weight[...] <= LARGEST_SUM, 0, 1)) == 1)  # NaN too
         def _():
             state.flags[CAREFUL] = 1
-            state.weight[...] = jnp.zeros(state.weight.shape) if only else state.kept_weight[...]
-            state.total[...] = jnp.zeros(state.total.shape) if only else state.kept_total[...]
+            new = only and not resumed
+            state.weight[...] = jnp.zeros(state.weight.shape) if new else state.kept_weight[...]
+            state.total[...] = jnp.zeros(state.total.shape) if new else state.kept_total[...]
 
     pl.when(state.flags[CAREFUL] == 1)(carefully)
 
@@ -231,7 +295,7 @@ def _add_whole(k_ref, v_ref, state: State, last: Array, sizes: Sizes) -> None:
         _add_carefully(k_ref, v_ref, state, 0, end * (sizes.body // sizes.chunk), sizes.chunk)
         with_tail(_add_lifted)
 
-    _add_checked(state, quickly, carefully, only=sizes.keys <= sizes.block_kv)
+    _add_checked(state, quickly, carefully, sizes)
 
 
 def _add_seen(
@@ -243,9 +307,9 @@ def _add_seen(
     def inside(position: Array | int) -> Array:
         return jnp.clip(position - first_kv, 0, sizes.block_kv)
 
-    left, right = sizes.window
-    some = inside(first_q - left), inside(jnp.minimum(live, first_q + sizes.block_q + right))
-    every = inside(first_q + sizes.block_q - 1 - left), inside(jnp.minimum(live, first_q + 1 + right))
+    (left, right), queries = sizes.window, state.q.shape[1]
+    some = inside(first_q - left), inside(jnp.minimum(live, first_q + queries + right))
+    every = inside(first_q + queries - 1 - left), inside(jnp.minimum(live, first_q + 1 + right))
     begin = (every[0] + chunk - 1) // chunk
     end = jnp.maximum(begin, every[1] // chunk)
 
@@ -276,8 +340,7 @@ def _bodies(last: Array, sizes: Sizes) -> Array | int:
     """Whole bodies in this block of keys."""
     per_block = sizes.block_kv // sizes.body
     in_last = ((sizes.keys - 1) % sizes.block_kv + 1) // sizes.body
-    only = sizes.keys <= sizes.block_kv
-    return in_last if only or in_last == per_block else jnp.where(last, in_last, per_block)
+    return in_last if sizes.only or in_last == per_block else jnp.where(last, in_last, per_block)
 
 
 def _loop(start: Array | int, stop: Array | int, step: Callable[[Array], None]) -> None:
@@ -308,7 +371,7 @@ def _begin(q_ref, state: State, first_q: Array, sizes: Sizes) -> None:
     """Transposes and scales the queries; those past the last become zeros, since memory there holds anything."""
     q = sizes.factor * q_ref[...].T.astype(jnp.float32)  # [D L]
     if sizes.queries % sizes.block_q:
-        q = jnp.where(first_q + _count(slice(0, sizes.block_q), 1) < sizes.queries, q, 0.0)
+        q = jnp.where(first_q + _count(slice(0, q.shape[1]), 1) < sizes.queries, q, 0.0)
     high = q.astype(state.q.dtype)
     head_dim = q.shape[0]
     state.q[:head_dim] = high

@@ -13,13 +13,14 @@ maximum, as it does for the later blocks of that head. Ragged ends are exact; no
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from wanjax.errors import WanjaxError
@@ -35,6 +36,7 @@ from wanjax.kernels.attention.flash_kernel import (
     STRIP_KV,
     STRIP_Q,
     Sizes,
+    Sums,
     kernel,
     kernel_of_blocks,
 )
@@ -159,6 +161,13 @@ def _cost(keys: int, body: int) -> int:
     return count * one + (other if tail else 0)
 
 
+class Unfinished(NamedTuple):
+    """Attention to some of the keys: queries, transposed and scaled as the kernel takes them, and their sums."""
+
+    q: Array
+    sums: Sums
+
+
 def unsupported(q, k, v, *, key_mask, window, scale, bias, config, return_lse) -> str | None:
     """The reason why this call is not supported, or None."""
     head_dim, vmem = q.shape[3], _vmem_bytes()
@@ -221,6 +230,26 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+def resumed(
+    q: Float[Array, "B L N D"],
+    k: Float[Array, "B S K D"],
+    v: Float[Array, "B S K D"],
+    before: Unfinished | None,
+    *,
+    last: bool,
+    key_mask: Bool[Array, "B S"] | None,
+    scale: float,
+    config: Config | None,
+    keys: Int32[Array, " B"] | None = None,
+) -> Unfinished | tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]:
+    """Adds keys to the sums that this returned for others, None at first; the last keys give result and log-sum-exp.
+
+    No mean may be subtracted from the keys: it would not suit the others. The other arguments are `attention`'s.
+    """
+    options = {"window": None, "scale": scale, "config": config, "keys": None}
+    return _attention(q, k, v, (key_mask, keys), **options, before=before, unfinished=not last)
+
+
 def gradient(
     q, k, v, g, lse, delta, *, key_mask, window: Window | Radial | None, scale: float, config: Config | None, keys=None
 ) -> tuple[Array, Array, Array]:
@@ -246,7 +275,19 @@ def _gradient(q, k, v, g, lse, delta, masks, *, window, scale: float, config: Co
     return dq, jnp.pad(dk, after), jnp.pad(dv, after)
 
 
-def _attention(q, k, v, masks, *, window, scale: float, config: Config | None, keys: int | None) -> tuple[Array, Array]:
+def _attention(
+    q,
+    k,
+    v,
+    masks,
+    *,
+    window,
+    scale: float,
+    config: Config | None,
+    keys: int | None,
+    before: Unfinished | None = None,
+    unfinished: bool = False,
+) -> Any:
     (key_mask, live), (batch, queries, heads, head_dim) = masks, q.shape
     kv_heads, counted = k.shape[2], live is not None
     keys = k.shape[1] if keys is None else keys
@@ -278,8 +319,14 @@ def _attention(q, k, v, masks, *, window, scale: float, config: Config | None, k
         ragged=ragged,
         window=(left, right),
         factor=scale * math.log2(math.e),
+        resumed=before is not None,
+        unfinished=unfinished,
     )
-    out, lse = _call(scalars, *operands, sizes=sizes, kv_heads=kv_heads, head_dim=head_dim, config=config)
+    made = _call(scalars, *operands, before, sizes=sizes, kv_heads=kv_heads, head_dim=head_dim, config=config)
+    if unfinished:
+        ready, *sums = made if before is None else (before.q, *made)
+        return Unfinished(ready, Sums(*sums))
+    out, lse = made
     out = out.reshape(q.shape) if side_by_side else jnp.moveaxis(out.reshape(batch, heads, queries, -1), 1, 2)
     lse = jnp.moveaxis(lse.reshape(batch, heads, queries), 1, 2)
     if mean is not None:
@@ -351,11 +398,11 @@ def _even(length: int, block: int, unit: int) -> int:
     return sizes[best if 1.1 * best * sizes[best] < fewest * sizes[fewest] else fewest]
 
 
-def _call(scalars: tuple, q, k, v, *, sizes: Sizes, kv_heads: int, head_dim: int, config: Config):
+def _call(scalars: tuple, q, k, v, before: Unfinished | None, *, sizes: Sizes, kv_heads: int, head_dim: int, config):
     """The kernel over a grid of heads, blocks of queries and blocks of keys.
 
     q, k and v are [B L N·D] and [B S K·D], or [B·N L D] and [B·K S D]. `scalars` are the number of keys that take part
-    in each example, or those of listed blocks.
+    in each example, or those of listed blocks. Sums are written where those before them were.
     """
     listed = len(scalars) > 1
     heads, block_q, block_kv = sizes.heads, sizes.block_q, sizes.block_kv
@@ -373,19 +420,31 @@ def _call(scalars: tuple, q, k, v, *, sizes: Sizes, kv_heads: int, head_dim: int
     kv_spec = partial(pl.BlockSpec, index_map=kv_block, pipeline_mode=pl.Buffered(1) if config.buffers == 1 else None)
     k_width = k.shape[2] if beside == 1 else head_dim
     q_spec = pl.BlockSpec((None, block_q, head_dim), lambda h, i, j, *_: (h // beside, i, h % beside))
+
+    def rows_spec(rows: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, rows, block_q), lambda h, i, j, *_: (h, 0, i))
+
+    ready, sums = (head_dim * (1 + split), q.dtype), [(rows, jnp.float32) for rows in (1, 8, head_dim)]
+    after = [] if not sizes.unfinished else sums if before else [ready, *sums]
+    row_shape = partial(_rows_of_heads, batch * heads, queries if not after else _round_up(queries, block_q))
+    operands = (q, k, v) if before is None else (before.q, k, v, *before.sums)
     return pl.pallas_call(
         partial(kernel_of_blocks if listed else kernel, sizes=sizes),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(batch * heads, _ceil(queries, block_q), _ceil(sizes.keys, block_kv)),
-            in_specs=[q_spec, kv_spec((None, block_kv, k_width)), kv_spec((None, block_kv, head_dim))],
-            out_specs=[q_spec, pl.BlockSpec((None, 1, block_q), lambda h, i, j, *_: (h, 0, i))],
-            scratch_shapes=_scratch(sizes, head_dim * (1 + split), head_dim, q.dtype),
+            in_specs=[
+                rows_spec(ready[0]) if before else q_spec,
+                kv_spec((None, block_kv, k_width)),
+                kv_spec((None, block_kv, head_dim)),
+                *(rows_spec(rows) for rows, _ in sums if before),
+            ],
+            out_specs=[rows_spec(rows) for rows, _ in after] or [q_spec, rows_spec(1)],
+            scratch_shapes=_scratch(sizes, ready[0], head_dim, q.dtype),
         ),
-        out_shape=[
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
-            jax.ShapeDtypeStruct((batch * heads, 1, queries), jnp.float32),
-        ],
+        out_shape=[row_shape(*kept) for kept in after]
+        or [jax.ShapeDtypeStruct(q.shape, q.dtype), row_shape(1, jnp.float32)],
+        input_output_aliases={len(scalars) + 3 + n: n for n in range(3)} if before and after else {},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=config.vmem_bytes(head_dim, q.dtype.itemsize) + SPILL_BYTES,
@@ -393,7 +452,11 @@ def _call(scalars: tuple, q, k, v, *, sizes: Sizes, kv_heads: int, head_dim: int
         cost_estimate=_estimate(q, k, v, sizes.keys, head_dim),
         interpret=config.interpret,
         name="flash_blocks" if listed else "flash_attention",
-    )(*scalars, q, k, v)
+    )(*scalars, *operands)
+
+
+def _rows_of_heads(heads: int, columns: int, rows: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((heads, rows, columns), dtype)
 
 
 def _seen_block(h, i, j, live, sizes: Sizes):

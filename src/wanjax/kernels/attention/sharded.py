@@ -29,6 +29,19 @@ Mask = Bool[Array, "B S"]
 Axes = str | tuple[str, ...]
 
 
+class Kernels(NamedTuple):
+    """What one device computes: attention, its part for some of the keys, and its gradient.
+
+    `part(q, k, v, before, last=...)` adds the attention to keys to `before`, what it returned for others or None at
+    first; for the last keys it returns the result and its log-sum-exps. `gradient` is that of `gradient.from_result`,
+    for keys that all queries see.
+    """
+
+    whole: Kernel
+    part: Kernel
+    gradient: Kernel
+
+
 class Placement(NamedTuple):
     """The mesh axes of the batch, tokens and heads of the queries."""
 
@@ -38,8 +51,7 @@ class Placement(NamedTuple):
 
 
 def attention(
-    kernel: Kernel,
-    gradient: Kernel,
+    kernels: Kernels,
     partitioner: Partitioner,
     q: Float[Array, "B L N D"],
     k: Float[Array, "B S K D"],
@@ -50,10 +62,7 @@ def attention(
     window: Any,
     bias: Float32[Array, "..."] | None,
 ) -> Float[Array, "B L N D"]:
-    """Computes what `kernel` does on one device for the first `keys` keys; operands are those of `api.attention`.
-
-    `gradient` is that of the kernel for keys that all queries see, as `gradient.from_result` asks for it.
-    """
+    """Computes what `kernels.whole` does on one device for the first `keys` keys; operands are those of `api`'s."""
     length, heads = q.shape[1:3]
     if k.shape[2] < heads:
         k, v = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (k, v))
@@ -61,13 +70,14 @@ def attention(
     place = Placement(*partitioner.activation(("batch", "length", "heads"), q.shape[:3]))
     whole = window is None or (isinstance(window, Radial) and partitioner.size("sp") == 1)  # no ring divides its keys
     if whole and bias is None and not _few(keys, length, heads, partitioner, place):
-        kernel = partial(kernel, window=window, bias=None)
-        out = _by_both(kernel, gradient, partitioner, place, q, k, v, keys, key_mask)
-        return out[:, :length]
+        kernels = kernels._replace(whole=partial(kernels.whole, window=window, bias=None))
+        return _by_both(kernels, partitioner, place, q, k, v, keys, key_mask)[:, :length]
     k, v, key_mask = k[:, :keys], v[:, :keys], None if key_mask is None else key_mask[:, :keys]
     if window is None:
-        return _by_queries(partial(kernel, window=None), partitioner, place, q, k, v, key_mask, bias)[:, :length]
-    return _by_heads(partial(kernel, window=window), partitioner, place, q[:, :length], k, v, key_mask, bias)
+        kernel = partial(kernels.whole, window=None)
+        return _by_queries(kernel, partitioner, place, q, k, v, key_mask, bias)[:, :length]
+    kernel = partial(kernels.whole, window=window)
+    return _by_heads(kernel, partitioner, place, q[:, :length], k, v, key_mask, bias)
 
 
 def _few(keys: int, queries: int, heads: int, partitioner: Partitioner, place: Placement) -> bool:
@@ -117,15 +127,7 @@ def _by_heads(
 
 
 def _by_both(
-    kernel: Kernel,
-    gradient: Kernel,
-    partitioner: Partitioner,
-    place: Placement,
-    q,
-    k,
-    v,
-    keys: int,
-    key_mask: Mask | None,
+    kernels: Kernels, partitioner: Partitioner, place: Placement, q, k, v, keys: int, key_mask: Mask | None
 ) -> Array:
     """Attention with heads on `tp`, and keys and values around the ring of `sp`."""
     spec = PartitionSpec(*place)
@@ -140,14 +142,14 @@ def _by_both(
         if heads_whole:
             q, k, v = (tokens_to_heads(x, partitioner.size("tp")) for x in (q, k, v))
         if hops == 1:
-            out = kernel(q, k, v, key_mask=key_mask, keys=keys)
+            out = kernels.whole(q, k, v, key_mask=key_mask, keys=keys)
         else:
             masks = {"key_mask": key_mask}
             if key_mask is None and padded:  # a count, which spares a kernel the order of the keys
                 here = jnp.clip(keys - jax.lax.axis_index("sp") * k.shape[1], 0, k.shape[1])
                 masks["keys"] = jnp.full((k.shape[0],), here, jnp.int32)
-            forward, backward = partial(_ring, kernel, devices=hops), partial(_ring_gradient, gradient, devices=hops)
-            out, _ = from_result(forward, backward, q, k, v, masks)
+            ways = partial(_ring, kernels.part, devices=hops), partial(_ring_gradient, kernels.gradient, devices=hops)
+            out, _ = from_result(*ways, q, k, v, masks)
         return heads_to_tokens(out, partitioner.size("tp"))[:, :, :heads] if heads_whole else out
 
     specs = (spec, spec, spec, PartitionSpec(place.batch, "sp"))
@@ -183,26 +185,22 @@ Attended = tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]
 
 
 def _ring(
-    kernel: Kernel, q: Float[Array, "B L N D"], k: Array, v: Array, masks: dict[str, Any], *, devices: int
+    part: Kernel, q: Float[Array, "B L N D"], k: Array, v: Array, masks: dict[str, Any], *, devices: int
 ) -> Attended:
     """Attention to the keys and values of all devices of `sp`; the last ones received are not sent on.
 
-    `masks` are the kernel's options that tell which keys of this device take part.
+    `masks` are the kernel's options that tell which keys of this device take part. The turns are not a loop, so that
+    the first keys may be sent while values are projected.
     """
-
-    def attend(done, shard):
+    # heads side by side, as projections write them: apart, a TPU would copy what is sent
+    done, shard, shape = None, (*(x.reshape(*x.shape[:2], -1) for x in (k, v)), masks), k.shape
+    for turn in range(devices):
+        last = turn == devices - 1
+        arriving = shard if last else jax.lax.ppermute(shard, "sp", _to_next(devices))  # beside attention to this one
         k, v, masks = shard
-        return merge(done, kernel(q, k, v, **masks, return_lse=True))
-
-    def hop(carry, _):
-        done, shard = carry
-        arriving = jax.lax.ppermute(shard, "sp", _to_next(devices))  # runs beside the attention to this shard
-        return (attend(done, shard), arriving), None
-
-    nothing = (jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:3], -jnp.inf, jnp.float32))
-    (done, shard), _ = jax.lax.scan(hop, (nothing, (k, v, masks)), length=devices - 1)
-    out, lse = attend(done, shard)
-    return out.astype(q.dtype), lse
+        done = part(q, k.reshape(shape), v.reshape(shape), done, **masks, last=last)
+        shard = arriving
+    return done
 
 
 def _ring_gradient(
