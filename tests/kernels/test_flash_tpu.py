@@ -19,7 +19,7 @@ from tests.support.compare import error
 from tests.support.configs import TRANSFORMER
 from tests.support.quick import quick
 from wanjax.errors import WanjaxError
-from wanjax.kernels.attention import attention, choose, flash_kernel, flash_tpu, named
+from wanjax.kernels.attention import attention, choose, flash_kernel, flash_tiles, flash_tpu, named
 from wanjax.models.wan.transformer import Block
 from wanjax.plan import Compiled, CompilerError, Job, compile_all
 
@@ -161,7 +161,7 @@ def careful_steps(monkeypatch):
 def test_logits_that_rise(monkeypatch, loud, careful, dtype):
     """Later keys whose logits exceed the range of the first offset are computed again, and are as exact."""
     lifts = careful_steps(monkeypatch)
-    monkeypatch.setattr(flash_tpu, "CAREFUL_KV", 16)  # two careful steps a body
+    monkeypatch.setattr(flash_tiles, "CAREFUL_KV", 16)  # two careful steps a body
     q, k, v = map(np.array, operands(1, 40, 200, 2, 1, 64, dtype))
     direction = np.sign(q[:, :1, :1])
     k[:, 90:96] = loud / 64 * direction
@@ -277,7 +277,7 @@ def test_chips_whose_vmem_is_too_small_take_another_implementation(monkeypatch):
 @pytest.mark.parametrize("keys", [1, 512, 32_760, 75_600, 400_000])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_default_tiles_fit(vmem, keys, dtype):
-    config = flash_tpu.default_config(vmem, 128, keys, keys, dtype)
+    config = flash_tiles.default_config(vmem, 128, keys, keys, dtype)
     assert config.vmem_bytes(128, jnp.dtype(dtype).itemsize) + flash_tpu.SPILL_BYTES <= vmem
     blocks = -(-keys // config.block_q)
     assert blocks * config.block_q - keys < 512 * blocks

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from wanjax.errors import UnsupportedError, WanjaxError
 from wanjax.kernels.attention import chunked, cudnn, flash_tpu, joint, kept, reference, sharded
+from wanjax.kernels.attention.flash_tiles import read_config
 from wanjax.kernels.attention.joint import Pair
 from wanjax.kernels.attention.kept import Kept, Place
 from wanjax.kernels.attention.masks import Window, first_keys
@@ -76,7 +77,7 @@ def named(text: str | None) -> Named:
         raise WanjaxError(f"{name} has no tiles to choose: those of flash_tpu can be chosen")
     return Named(
         None if name == AUTO else name,
-        flash_tpu.read_config(tiles) if tiles else None,
+        read_config(tiles) if tiles else None,
         int(windows[0]) if windows else None,
     )
 

@@ -9,101 +9,34 @@ waits only at the two ends of a body.
 import math
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Bool, Float32
+from jaxtyping import Array, Float32
 
+from wanjax.kernels.attention.flash_state import (
+    CAREFUL,
+    CAREFUL_Q,
+    HEADROOM,
+    LARGEST_SUM,
+    LEAD,
+    PROBE,
+    PROBED,
+    REGISTER,
+    STRIP_KV,
+    STRIP_Q,
+    TILE_Q,
+    Mask,
+    Pieces,
+    Sizes,
+    State,
+    Sums,
+    positions,
+    size_of,
+)
 from wanjax.kernels.attention.masks import divide_live, finite_max
-
-TILE_Q = 256  # queries of a tile of the matrix unit
-STRIP_Q, STRIP_KV = 2 * TILE_Q, 256  # queries and keys of one step: a tile for each of the two matrix units of a core
-LEAD = 2  # strips that are scored before their values are added, so that the matrix unit does not wait for softmax
-CHUNK = 512  # the most keys of a masked step
-CAREFUL_KV, CAREFUL_Q = 1024, 256  # the most keys and queries of a step of the careful pass
-LANES = 128
-SPILL_BYTES = 32 << 20  # the compiler's own share of VMEM, beside a kernel's
-REGISTER = 16  # rows of keys in a register
-PROBE = 32  # keys whose maximum sets a row's offset
-HEADROOM = {"bfloat16": 60.0, "float32": 0.0}  # of the offset above that maximum; in float32 it would cost digits
-LARGEST_SUM = 2.0**64  # of a row's weights: a larger sum means that a logit left the range of the offset
-
-CAREFUL, PROBED = 0, 1  # flags: this head left the range; the offset is set
-
-
-class Sizes(NamedTuple):
-    """Static arguments of the kernel."""
-
-    queries: int
-    keys: int
-    heads: int  # of one example
-    block_q: int
-    block_kv: int
-    body: int  # keys that are unrolled
-    chunk: int  # keys of a careful step, of a masked one, or of a listed block; they divide a body
-    ragged: bool  # a count or a window hides some keys from some queries
-    window: tuple[int, int]  # keys before and after a query's own position
-    factor: float  # of q, so that logits are exponents of two
-    resumed: bool = False  # the sums start from those of other keys
-    unfinished: bool = False  # the sums are the result, to which other keys are to be added
-
-    @property
-    def only(self) -> bool:
-        """Tells whether all keys are in one block."""
-        return self.keys <= self.block_kv and not self.ragged
-
-
-class State(NamedTuple):
-    """References to the state that one block of queries carries over the keys."""
-
-    q: jax.Ref  # [D L], times the factor; for bfloat16 [2·D L], with the rounding error of the first half behind it
-    offset: jax.Ref  # [1 L]
-    weight: jax.Ref  # [8 L], the sum of weights in eight parts
-    total: jax.Ref  # [D L], the sum of weighted values
-    kept_weight: jax.Ref  # both as before this block of keys
-    kept_total: jax.Ref
-    scores: jax.Ref  # [S L], of the next careful step
-    top: jax.Ref  # [8 L], the largest of them in eight parts
-    flags: jax.Ref
-
-
-class Sums(NamedTuple):
-    """What attention to some of the keys leaves to that to others: fields of `State` in memory, by head and query."""
-
-    offset: Any
-    weight: Any
-    total: Any
-
-
-class Mask(NamedTuple):
-    """The keys of a step that take part: those before `live` and within the window; the first is `ahead` of query 0."""
-
-    live: Array | int
-    window: tuple[int, int] | None = None
-    ahead: Array | int = 0
-
-    def spares(self, keys: slice) -> bool:
-        """Tells if it is known that all these keys take part."""
-        return isinstance(self.live, int) and keys.stop <= self.live
-
-    def rows(self, keys: slice) -> Bool[Array, "S 1"]:
-        return _count(keys, 0) < self.live
-
-    def seen(self, keys: slice, strip: slice) -> Bool[Array, "S L"] | Bool[Array, "S 1"]:
-        if self.window is None:
-            return self.rows(keys)
-        left, right = self.window
-        ahead = self.ahead + _count(keys, 0) - _count(strip, 1)
-        return self.rows(keys) & (ahead >= -left) & (ahead <= right)
-
-
-class Pieces(NamedTuple):
-    """Keys that are not side by side: the starts of pieces of so many keys each."""
-
-    size: int
-    starts: tuple[Array, ...]
 
 
 def kernel(live_ref, q_ref, k_ref, v_ref, *refs, sizes: Sizes) -> None:
@@ -137,7 +70,7 @@ def _first(ref: Any, count: int, sizes: Sizes) -> Any:
 
 def _add_block(live: Array, place: tuple[Array, Array], q_ref, k_ref, v_ref, *refs, sizes: Sizes) -> None:
     """Adds the block of keys at a place in the grid; the references are those of `kernel`."""
-    before, refs = (Sums(*refs[:3]), refs[3:]) if sizes.resumed else (None, refs)
+    before, refs = (Sums(q_ref, *refs[:3]), refs[3:]) if sizes.resumed else (None, refs)
     results = 2 if not sizes.unfinished else 3 if sizes.resumed else 4
     out, state = refs[:results], State(*refs[results:])
     i, j = place
@@ -154,7 +87,7 @@ def _add_block(live: Array, place: tuple[Array, Array], q_ref, k_ref, v_ref, *re
         if before is None:
             _begin(q_ref, state, first_q, sizes)
         else:
-            _copy((q_ref, *before), (state.q, state.offset, state.weight, state.total))
+            _copy(before, state[: len(before)])
             state.flags[PROBED] = 0
         if before is None and not sizes.ragged:
             _probe(k_ref, state, min(PROBE, sizes.keys), headroom)
@@ -169,9 +102,9 @@ def _add_block(live: Array, place: tuple[Array, Array], q_ref, k_ref, v_ref, *re
     @pl.when(last)
     def _():
         if sizes.unfinished:
-            _copy((state.q, state.offset, state.weight, state.total)[-results:], out)
+            _copy(state[len(Sums._fields) - results : len(Sums._fields)], out)
         else:
-            _finish(*out, state)
+            _finish(out[0], out[1], state)
 
 
 def _copy(sources: Sequence[Any], targets: Sequence[Any]) -> None:
@@ -350,15 +283,6 @@ def _loop(start: Array | int, stop: Array | int, step: Callable[[Array], None]) 
     jax.lax.fori_loop(start, stop, once, None)
 
 
-def _size(x: slice) -> int:
-    return x.stop - x.start
-
-
-def _count(x: slice, axis: int) -> Array:
-    """The positions of a slice along an axis of a matrix."""
-    return x.start + jax.lax.broadcasted_iota(jnp.int32, (1,) * axis + (_size(x),) + (1,) * (1 - axis), axis)
-
-
 def _strips(length: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
@@ -371,7 +295,7 @@ def _begin(q_ref, state: State, first_q: Array, sizes: Sizes) -> None:
     """Transposes and scales the queries; those past the last become zeros, since memory there holds anything."""
     q = sizes.factor * q_ref[...].T.astype(jnp.float32)  # [D L]
     if sizes.queries % sizes.block_q:
-        q = jnp.where(first_q + _count(slice(0, q.shape[1]), 1) < sizes.queries, q, 0.0)
+        q = jnp.where(first_q + positions(slice(0, q.shape[1]), 1) < sizes.queries, q, 0.0)
     high = q.astype(state.q.dtype)
     head_dim = q.shape[0]
     state.q[:head_dim] = high
@@ -392,8 +316,8 @@ def _ragged(count: int, mask: Mask | None) -> tuple[list[slice], Mask | None]:
 def _rows(ref, start: Array | int | Pieces, keys: slice) -> Array:
     """Reads some of the keys that begin at `start`, or some of the pieces."""
     if not isinstance(start, Pieces):
-        return ref[pl.ds(start + keys.start, _size(keys)), :]
-    step = min(start.size, _size(keys))
+        return ref[pl.ds(start + keys.start, size_of(keys)), :]
+    step = min(start.size, size_of(keys))
     places = ((start.starts[at // start.size], at % start.size) for at in range(keys.start, keys.stop, step))
     parts = [ref[pl.ds(pl.multiple_of(first, start.size) + offset, step), :] for first, offset in places]
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)

@@ -192,15 +192,17 @@ def _ring(
     `masks` are the kernel's options that tell which keys of this device take part. The turns are not a loop, so that
     the first keys may be sent while values are projected.
     """
+
+    def attend(before: Any, shard: tuple, *, last: bool) -> Any:
+        *keys_and_values, masks = shard
+        return part(q, *(x.reshape(k.shape) for x in keys_and_values), before, **masks, last=last)
+
     # heads side by side, as projections write them: apart, a TPU would copy what is sent
-    done, shard, shape = None, (*(x.reshape(*x.shape[:2], -1) for x in (k, v)), masks), k.shape
-    for turn in range(devices):
-        last = turn == devices - 1
-        arriving = shard if last else jax.lax.ppermute(shard, "sp", _to_next(devices))  # beside attention to this one
-        k, v, masks = shard
-        done = part(q, k.reshape(shape), v.reshape(shape), done, **masks, last=last)
-        shard = arriving
-    return done
+    done, shard = None, (*(x.reshape(*x.shape[:2], -1) for x in (k, v)), masks)
+    for _ in range(devices - 1):
+        arriving = jax.lax.ppermute(shard, "sp", _to_next(devices))  # runs beside the attention to this shard
+        done, shard = attend(done, shard, last=False), arriving
+    return attend(done, shard, last=True)
 
 
 def _ring_gradient(
