@@ -195,6 +195,24 @@ def test_the_mesh_that_suits(devices, heads, tokens, guided, axes):
 
 
 @pytest.mark.parametrize(
+    ("devices", "heads", "tokens", "axes"),
+    [
+        (8, 40, 75_600, (2, 4, 1)),
+        (16, 40, 75_600, (2, 8, 1)),
+        (32, 40, 75_600, (2, 8, 2)),
+        (8, 40, 32_760, (2, 4, 1)),
+        (16, 40, 32_760, (2, 4, 2)),
+        (8, 40, 14_040, (2, 1, 4)),
+        (2, 40, 75_600, (2, 1, 1)),
+        (14, 40, 75_600, (2, 7, 1)),
+    ],
+)
+def test_the_mesh_of_a_ring_that_hides(devices, heads, tokens, axes):
+    """Tokens go on sp as long as each device attends for longer than it sends; what is left goes on tp."""
+    assert choose_axes(devices, heads=heads, tokens=tokens, ring=True) == axes
+
+
+@pytest.mark.parametrize(
     ("devices", "sp", "guided", "axes"),
     [
         (8, 1, True, (2, 1, 4)),

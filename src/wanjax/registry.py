@@ -25,7 +25,7 @@ from wanjax.checkpoints.sources import Layout, Source, open_source
 from wanjax.compilation import keeps_programs, set_cache_folder
 from wanjax.converters.lora import Lora
 from wanjax.errors import WanjaxError, shown
-from wanjax.kernels.attention import choose, named
+from wanjax.kernels.attention import choose, named, passes_keys
 from wanjax.kernels.compiler_options import SAFE, check_set
 from wanjax.layers.placement import placed
 from wanjax.pipelines.cache_tables import key_of, measured_file, tables_of
@@ -282,7 +282,7 @@ def _pipeline(found: Checkpoint, way: Loading) -> Pipeline:
     kept = way.param_dtype or found.param_dtype
     asked = {name: value for name, value in (way.video or {}).items() if name in found.settings.to_json()}
     video = found.settings.updated(found.settings.typed(asked))
-    partitioner = _partitioner(way.mesh, way.rules, found.architecture, video)
+    partitioner = _partitioner(way, found.architecture, video)
     usual = "float32" if platform() == "cpu" else kept
     way = way._replace(dtype=way.dtype or usual, param_dtype=kept)
     sizes = _sizes(found, way, partitioner)
@@ -360,16 +360,15 @@ def _check_attention(attention: str | None, architecture: Architecture, settings
     choose(some, some, some, implementation=attention)
 
 
-def _partitioner(
-    mesh: Mesh | str | None, rules: str, architecture: Architecture, settings: Settings
-) -> Partitioner | None:
+def _partitioner(way: Loading, architecture: Architecture, settings: Settings) -> Partitioner | None:
     """Returns the mesh and its rules; None for one device. "auto" chooses a mesh for a video of these settings."""
-    found = find_rules(rules)
+    mesh, found = way.mesh, find_rules(way.rules)
     if mesh is None and platform() != "cpu" and jax.device_count() > 1:
         mesh = "auto"
     if isinstance(mesh, str) and is_auto(mesh):
-        work, sp = architecture.forward(settings), parse_auto(mesh)
-        axes = choose_axes(jax.device_count(), heads=work.heads, tokens=work.tokens, guided=settings.split, sp=sp)
+        work, how = architecture.forward(settings), {"guided": settings.split, "sp": parse_auto(mesh)}
+        how["ring"] = work.ring and platform() == "tpu" and passes_keys(way.attention)
+        axes = choose_axes(jax.device_count(), heads=work.heads, tokens=work.tokens, **how)
         mesh = make_mesh(*axes, devices=jax.devices()[: math.prod(axes)])
     elif isinstance(mesh, str):
         mesh = make_mesh(*parse_mesh(mesh))

@@ -31,6 +31,7 @@ from wanjax.errors import WanjaxError
 
 MESH_AXES = ("dp", "sp", "tp")
 AUTO = "auto"  # a mesh that is to be chosen
+RING_TOKENS = 8000  # of a TPU, from which on it attends for longer than it sends keys and values to the next
 TOKENS_PER_DEVICE = 32  # with fewer tokens on a device, communication costs more than it saves
 TILE = 16  # rows of a bfloat16 tile on TPUs: shards of whole tiles are joined without a copy
 Axes = Sequence[str | None]
@@ -242,12 +243,14 @@ def arrange(devices: Sequence[Any], axes: Mapping[str, int]) -> Mesh:
 
 
 def choose_axes(
-    devices: int, *, heads: int, tokens: int, guided: bool = True, sp: int | None = None
+    devices: int, *, heads: int, tokens: int, guided: bool = True, sp: int | None = None, ring: bool = False
 ) -> tuple[int, int, int]:
     """Chooses dp, sp and tp for a transformer: guidance on dp, heads on tp as far as they divide, the rest on sp.
 
-    Attention sends less when it is sharded by heads than by sequence, and no head is padded. The product is less than
-    `devices` if there are too few tokens for all of them. Raises WanjaxError where a given `sp` does not divide them.
+    Attention sends less when it is sharded by heads than by sequence, and no head is padded. Where it passes keys round
+    a `ring` beside its own work, it waits for nothing while `hides_ring` holds: then sp comes first. The product is
+    less than `devices` if there are too few tokens for all of them. Raises WanjaxError where a given `sp` does not
+    divide them.
     """
     if sp is not None and devices % sp:
         raise WanjaxError(f"{devices} devices cannot be divided by sp={sp}: a divisor of {devices} would do")
@@ -257,8 +260,14 @@ def choose_axes(
         fitting = (n for n in range(1, most // sp + 1) if devices // (dp * sp) % n == 0 and heads % n == 0)
         return dp, sp, max(fitting)
     shards = max(n for n in range(1, most + 1) if devices // dp % n == 0)
-    tp = max(n for n in range(1, shards + 1) if shards % n == 0 and heads % n == 0)
+    ways = [tp for tp in range(1, shards + 1) if shards % tp == 0 and heads % tp == 0]
+    tp = min((tp for tp in ways if ring and hides_ring(tokens, shards // tp)), default=max(ways))
     return dp, shards // tp, tp
+
+
+def hides_ring(tokens: int, devices: int) -> bool:
+    """Tells whether TPUs that pass the keys of a sequence round attend for longer than they send."""
+    return tokens >= RING_TOKENS * devices
 
 
 def parse_auto(text: str | None) -> int | None:

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from tests.support.small_wan import TEXT, VIDEO, architecture, causal_pipeline
 from wanjax.cli import main
 from wanjax.errors import WanjaxError
+from wanjax.kernels.attention import passes_keys
 from wanjax.models.wan.flops import context_flops
 from wanjax.pipelines.wan.programs import TEXT_LENGTH
 from wanjax.plan import compile as compiling
@@ -21,6 +22,7 @@ from wanjax.plan.meshes import choose_mesh, meshes
 from wanjax.plan.priced import Priced
 from wanjax.plan.stages import stages
 from wanjax.registry import outline
+from wanjax.sharding import choose_axes
 
 NETWORKS = architecture(4)
 GIB = 2**30
@@ -159,23 +161,47 @@ def test_all_meshes_of_a_slice_are_considered():
     assert list(meshes(1, guided=True)) == [(1, 1, 1)]
 
 
+@pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize(
     ("chip", "model", "count", "wanted"),
     [
-        ("v6e-8", "wan2.1-t2v-14b", 14_288_491_584, (2, 1, 4)),
-        ("v6e-1", "wan2.1-t2v-1.3b", 1_418_996_800, (1, 1, 1)),
-        ("v6e-16", "wan2.1-t2v-14b", 14_288_491_584, (2, 1, 8)),
+        ("v6e-8", "wan2.1-t2v-14b", 14_288_491_584, ((2, 1, 4), (2, 4, 1))),
+        ("v6e-1", "wan2.1-t2v-1.3b", 1_418_996_800, ((1, 1, 1), (1, 1, 1))),
+        ("v6e-16", "wan2.1-t2v-14b", 14_288_491_584, ((2, 1, 8), (2, 8, 1))),
     ],
 )
-def test_the_best_mesh(chip, model, count, wanted):
+def test_the_best_mesh(chip, model, count, wanted, ring):
+    """It is also the one that a TPU takes by itself."""
     _, shapes, settings = outline(model)
     work = shapes.forward(settings.updated({"height": 720, "width": 1280}))
     assert work.tokens == 75_600
-    assert choose_mesh(SLICES[chip], work, guided=True, parameters=count) == wanted
-    if SLICES[chip].devices > 1:
-        assert choose_mesh(SLICES[chip], work, guided=True, parameters=count, sp=2)[1] == 2
+    given = {"guided": True, "parameters": count, "ring": ring}
+    assert choose_mesh(SLICES[chip], work, **given) == wanted[ring]
+    devices = SLICES[chip].devices
+    if devices > 1:
+        assert choose_axes(devices, heads=work.heads, tokens=work.tokens, ring=ring) == wanted[ring]
+        assert choose_mesh(SLICES[chip], work, **given, sp=2)[1] == 2
     with pytest.raises(WanjaxError, match="devices cannot be divided by sp=3: a divisor would do"):
-        choose_mesh(SLICES[chip], work, guided=True, parameters=count, sp=3)
+        choose_mesh(SLICES[chip], work, **given, sp=3)
+
+
+@pytest.mark.parametrize(
+    ("model", "attention", "passes"),
+    [
+        ("wan2.1-t2v-14b", None, True),
+        ("wan2.1-i2v-14b-720p", "flash_tpu:block_q=1024", True),
+        ("cogvideox1.5-5b", "auto", True),
+        ("wan2.1-t2v-14b", "radial", False),
+        ("wan2.1-t2v-14b", "chunked", False),
+        ("wan2.1-t2v-14b", "auto:window=4096", False),
+        ("wan2.1-t2v-14b", "flash_tpu:center_keys", False),
+        ("hunyuanvideo1.5-720p-t2v", None, False),
+        ("wan2.1-t2v-1.3b-causal", None, False),
+    ],
+)
+def test_whose_keys_go_round(model, attention, passes):
+    _, shapes, settings = outline(model)
+    assert (shapes.forward(settings).ring and passes_keys(attention)) is passes
 
 
 def test_prices_are_kept_for_the_same_code_and_arguments(monkeypatch, tmp_path):

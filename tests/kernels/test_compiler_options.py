@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from wanjax.errors import WanjaxError
-from wanjax.kernels.compiler_options import SETS, check_set, convolutions, products, scanned, sparse_cores
+from wanjax.kernels.compiler_options import SETS, check_set, convolutions, fast_products, products, scanned
 from wanjax.kernels.target import Target
 
 CPU, GPU = Target("cpu", "cpu"), Target("gpu", "NVIDIA H200")
@@ -38,19 +38,21 @@ def test_the_safe_set_has_asynchronous_collectives_and_vmem_alone(on):
 @pytest.mark.parametrize(
     ("on", "has"), [(V5E, False), (V5P, True), (V6E, True), (V7X, True), (CPU, False), (GPU, False)]
 )
-def test_the_fast_set_adds_the_sparse_cores_of_chips_that_have_them(on, has):
-    added = sparse_cores(on)
+def test_the_fast_set_adds_the_sparse_cores_of_chips_that_have_them_and_more_vmem_on_v6e(on, has):
+    added = fast_products(on)
     assert bool(added) is has
     assert {name for name, value in added.items() if "sparse_core_collective_offload" in name and value == "true"} == {
         f"xla_tpu_enable_sparse_core_collective_offload_{kind}" for kind in ("all_gather", "dense_all_to_all") if has
     }
-    assert not added.keys() & products(on).keys()
+    limit = {"xla_tpu_scoped_vmem_limit_kib"}
+    assert added.keys() & products(on).keys() == (limit if on == V6E else set())
+    assert all(int(added[name]) > int(products(on)[name]) for name in limit & added.keys())
 
 
 def test_a_single_chip_without_a_mesh_is_asked_for_its_options():
     with for_v6e():
-        assert sparse_cores() == sparse_cores(V6E)
-    assert sparse_cores() == {}
+        assert fast_products() == fast_products(V6E)
+    assert fast_products() == {}
 
 
 def test_unknown_sets_are_refused():

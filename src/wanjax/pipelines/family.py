@@ -29,7 +29,8 @@ class Forward(NamedTuple):
     """The work of one forward of the denoiser for one prompt, for plans and profiles.
 
     `tokens` is the length of self-attention's sequence, `scores` the operations of its two products, and `flops` all
-    operations by part of the network. A multiplication and an addition are two operations.
+    operations by part of the network. A multiplication and an addition are two operations. `ring` tells whether
+    self-attention is that of one sequence to itself, whose keys devices can pass round.
     """
 
     tokens: int
@@ -38,6 +39,7 @@ class Forward(NamedTuple):
     width: int
     scores: int
     flops: Mapping[str, int]
+    ring: bool = False
 
 
 class Planned(NamedTuple):

@@ -21,7 +21,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from wanjax.compilation import Compile, program
-from wanjax.kernels.compiler_options import products, sparse_cores
+from wanjax.kernels.compiler_options import fast_products, products
 from wanjax.layers.stack import Through, through_all
 from wanjax.pipelines.step_cache import NO_CACHE, StepCache
 from wanjax.pipelines.steps import Cancelled, InFlight, Segment, Step, at_step
@@ -98,7 +98,7 @@ def guide(predictions: Float[Array, "P T H W C"], videos: int, scale: Float[Arra
     return unconditional + scale * (conditional - unconditional)
 
 
-@program(products, donated=("state",), fast=sparse_cores)
+@program(products, donated=("state",), fast=fast_products)
 def take_step(
     denoiser: Denoiser, state: State, inputs: Inputs, scale: Float[Array, ""], schedule: Any
 ) -> tuple[State, Latents, Bool[Array, ""]]:

@@ -2,8 +2,9 @@
 """The choice of a mesh for a video, by a model that is cheap enough to try on every mesh.
 
 The model counts, for each device, the operations of its heads, tokens and prompts, the bytes of its weights'
-all-gather, and the bytes of the tokens that attention exchanges. It assumes the same share of the peak on all meshes,
-so only the order of its results is meaningful. The best mesh is then compiled and priced.
+all-gather, and the bytes of the tokens that attention exchanges, but for keys that go round a ring beside its work. It
+assumes the same share of the peak on all meshes, so only the order of its results is meaningful. The best mesh is then
+compiled and priced.
 """
 
 from collections.abc import Iterator
@@ -12,22 +13,27 @@ from math import ceil
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.family import Forward
 from wanjax.plan.chips import Slice
+from wanjax.sharding import hides_ring
 
 ATTENTION, PRODUCTS = 0.5, 0.75  # shares of the peak
 BYTES = 2  # a bfloat16 number
 Axes = tuple[int, int, int]
 
 
-def choose_mesh(place: Slice, work: Forward, *, guided: bool, parameters: int, sp: int | None = None) -> Axes:
+def choose_mesh(
+    place: Slice, work: Forward, *, guided: bool, parameters: int, sp: int | None = None, ring: bool = False
+) -> Axes:
     """Returns the sizes of dp, sp and tp with which a step is fastest, among the meshes on which the weights fit.
 
-    Raises WanjaxError where no mesh has the given `sp`.
+    `ring` tells whether the chosen attention can pass keys round (`kernels.attention.passes_keys`). Raises WanjaxError
+    where no mesh has the given `sp`.
     """
     found = [axes for axes in meshes(place.devices, guided) if sp in (None, axes[1])]
     if not found:
         raise WanjaxError(f"{place.devices} devices cannot be divided by sp={sp}: a divisor would do")
     room = [axes for axes in found if BYTES * parameters / (axes[1] * axes[2]) < 0.8 * place.chip.hbm]
-    return min(room or found, key=lambda axes: step_seconds(place, work, axes, guided=guided, parameters=parameters))
+    told = {"guided": guided, "parameters": parameters, "ring": ring and work.ring}
+    return min(room or found, key=lambda axes: step_seconds(place, work, axes, **told))
 
 
 def meshes(devices: int, guided: bool) -> Iterator[Axes]:
@@ -37,7 +43,9 @@ def meshes(devices: int, guided: bool) -> Iterator[Axes]:
         yield from ((dp, parts // tp, tp) for tp in range(1, parts + 1) if parts % tp == 0)
 
 
-def step_seconds(place: Slice, work: Forward, axes: Axes, *, guided: bool, parameters: int) -> float:
+def step_seconds(
+    place: Slice, work: Forward, axes: Axes, *, guided: bool, parameters: int, ring: bool = False
+) -> float:
     """Returns the seconds of one step, by the model."""
     chip, (dp, sp, tp) = place.chip, axes
     parts, forwards = sp * tp, (2 if guided else 1) / dp
@@ -49,6 +57,8 @@ def step_seconds(place: Slice, work: Forward, axes: Axes, *, guided: bool, param
     traded = 4 * own * padding * (tp / 4 if tp > 1 else 0)
     passed = 2 * own * (sp - 1)
     merged = 3 * 4 / BYTES * own * (sp - 1) / chip.bandwidth  # partial outputs, in float32
+    if ring:
+        passed, merged = 0 if hides_ring(work.tokens, sp) else passed, 0
     sent = (gathered / _rings(parts) + traded / _rings(tp) + passed / _rings(sp)) / chip.link
     return forwards * (compute + sent + merged)
 

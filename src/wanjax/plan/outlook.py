@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from wanjax.kernels.attention import is_radial
+from wanjax.kernels.attention import is_radial, passes_keys
 from wanjax.kernels.compiler_options import SAFE, check_set
 from wanjax.pipelines.cache_rules import check_apart
 from wanjax.pipelines.family import Architecture, Family, Forward
@@ -110,8 +110,8 @@ def outlook(
     parameters = _parameters(family, architecture)
     work = architecture.forward(settings)
     if mesh is None and isinstance(place, Slice):
-        together = sum(parameters[name] for name in architecture.denoisers)
-        mesh = choose_mesh(place, work, guided=settings.split, parameters=together, sp=sp)
+        how = {"guided": settings.split, "sp": sp, "ring": passes_keys(attention)}
+        mesh = choose_mesh(place, work, parameters=sum(parameters[name] for name in architecture.denoisers), **how)
     axes = axes_on(place, mesh or (1, 1, 1))
     settings = _settled(architecture, settings, axes["dp"] > 1 or batch_guidance)
     options: dict[str, Any] = {"attention": attention, "rules": rules, "batch_guidance": batch_guidance}

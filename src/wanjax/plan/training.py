@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from wanjax.checkpoints.networks import Network
+from wanjax.kernels.attention import passes_keys
 from wanjax.kernels.compiler_options import SAFE
 from wanjax.pipelines.family import Architecture, Family
 from wanjax.pipelines.settings import Settings
@@ -77,7 +78,8 @@ def training_outlook(
     known = family.network_of(architecture.networks["transformer"])
     if isinstance(place, Slice) and mesh is None:
         work = architecture.forward(settings)
-        mesh = choose_mesh(place, work, guided=False, parameters=known.parameters, sp=sp)
+        how = {"sp": sp, "ring": passes_keys(attention)}
+        mesh = choose_mesh(place, work, guided=False, parameters=known.parameters, **how)
     axes = axes_on(place, mesh or (1, 1, 1))
     arguments = {"architecture": architecture, "settings": settings, "clips": clips, "lora": lora}
     arguments |= {"optimized": optimized, "attention": attention}

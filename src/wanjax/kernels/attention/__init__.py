@@ -11,6 +11,7 @@ from wanjax.kernels.attention.api import (
     is_radial,
     joint_attention,
     named,
+    passes_keys,
 )
 from wanjax.kernels.attention.joint import Pair
 from wanjax.kernels.attention.radial import Radial
@@ -27,4 +28,5 @@ __all__ = [
     "is_radial",
     "joint_attention",
     "named",
+    "passes_keys",
 ]

@@ -87,6 +87,13 @@ def is_radial(text: str | None) -> bool:
     return named(text).decay is not None
 
 
+def passes_keys(text: str | None) -> bool:
+    """Tells whether self-attention under a text such as `named` reads adds the keys of other TPUs to its own sums."""
+    asked = named(text)
+    usual = asked.implementation in (None, "flash_tpu") and not getattr(asked.config, "center_keys", False)
+    return usual and asked.window is None and asked.decay is None
+
+
 def _decay(text: str) -> float:
     """Reads the decay of radial attention; raises WanjaxError for another text, and for one that is out of range."""
     if "=" in text:

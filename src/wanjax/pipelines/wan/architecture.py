@@ -137,6 +137,7 @@ class WanArchitecture(Architecture):
             flops=forward_flops(
                 config, tokens=tokens, text=TEXT_LENGTH, image=self.image_tokens if seen is None else seen.shape[1]
             ),
+            ring=True,
         )
 
     def encoded_shapes(self, settings: Settings) -> Mapping[str, tuple[tuple[int, ...], Any]]:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from wanjax.compilation import program
 from wanjax.kernels.attention.kept import Kept, Place, renewed
-from wanjax.kernels.compiler_options import products, scanned, sparse_cores
+from wanjax.kernels.compiler_options import fast_products, products, scanned
 from wanjax.layers.rope import Turns
 from wanjax.layers.stack import Through, through_all
 from wanjax.models.wan.transformer import Context
@@ -55,7 +55,7 @@ def begin_past(graphdef: Any, x: Float[Array, "B T H W C"], weights: Any, text: 
     return Past(transformer.context(text), transformer.window(x))
 
 
-@program(products, donated=("window",), fast=sparse_cores)
+@program(products, donated=("window",), fast=fast_products)
 def renew(
     graphdef: Any,
     window: Kept,
