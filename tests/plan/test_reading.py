@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from wanjax.errors import WanjaxError
 from wanjax.plan import chips, hlo, schedule
 from wanjax.plan.compile import Compiled, Memory
+from wanjax.plan.kernels import visiting_seconds
 from wanjax.plan.pricing import CHEAPER, price, price_schedule
 from wanjax.plan.work import flops, traffic, trip_count, wire_bytes
 
@@ -131,6 +132,32 @@ def test_flags_in_memory_decide_branches():
     assert read.run().undecided == {8}
     assert read.run().times == {0: 1, 6: 0, 8: 1, 9: 1, 12: 1, 13: 1}
     assert read.run(skip={8}).times == {0: 1, 6: 0, 8: 1, 9: 1, 12: 0, 13: 1}
+
+
+RARE = """
+     0   :  { %1 = sst [smem:[#allocation5 + $0x1]] %s0_s1  ;;  %s0_s1 = smov 7  ;;  %s4_s9 = smov 8 }
+   0x1   :  { %2 = sst [smem:[#allocation5 + $0x1]] %s0_s1 }
+   0x2   :  { %p5_p2 = scmp.eq.s32.totalorder %s3_s1, 7 /* of a vector */ }
+   0x3   :  { %5 = sbr.rel (%p5_p2) target = $region2 }
+   0x4   :  { %6 = sst [smem:[#allocation5 + $0x1]] %s4_s9 }
+   0x5   :  { %s6_s0 = sld [smem:[#allocation5 + $0x1]] } /* Start region 2 */
+   0x6   :  { %p7_p1 = scmp.eq.s32.totalorder %s6_s0, 8 }
+   0x7   :  { %7 = sbr.rel (%p7_p1) target = $region4 }
+   0x8   :  {}
+   0x9   :  { %p9_p3 = scmp.eq.s32.totalorder %s8_s2, 7 }
+   0xa   :  { %8 = sbr.rel (%p9_p3) target = $region4 }
+   0xb   :  {}
+   0xc   :  {} /* Start region 4 */
+"""
+
+
+def test_rare_work_that_rare_work_hides_is_not_priced():
+    """The branch at 10 is reached only where the one at 3 skips its code; the usual way skips that of both."""
+    read = schedule.parse("product.1", RARE, "VALU\n4\n" + "0\n" * 13, "", branch_delay=0)
+    assert read.run().undecided == {0}
+    assert read.run(skip={0}).undecided == {0, 8}
+    whole = compiled((DATA / "kernel_module.txt").read_text(), schedules={"product.1": read})
+    assert visiting_seconds(whole, [1]) == pytest.approx((13 - 2) / 1.75e9)
 
 
 EMPTY = """
