@@ -177,7 +177,7 @@ def spread(x: jax.Array, axes: Axes) -> jax.Array:
         return x
     axis, devices = list(axes).index("length"), partitioner.size(("sp", "tp"))
     many = x.shape[axis] >= TILE**2 * devices  # then padding to whole tiles adds a sixteenth at most
-    joined = partitioner.size("tp") > 1
+    joined = partitioner.size("tp") > 1  # by an all-to-all; what goes round a ring is not
     return constrain(pad_to(x, axis, TILE * devices if many and joined else devices), axes)
 
 

@@ -4,9 +4,9 @@
 Operands are [B L N D], with batches on `dp`. If keys are few beside queries, each device holds all keys and attends its
 own queries to them. Otherwise an all-to-all over `tp` exchanges tokens for heads (Jacobs et al., DeepSpeed Ulysses,
 2023), unless heads are sharded there already; over `sp`, keys and values pass around a ring while queries stay (Liu et
-al., Ring Attention, 2023), and the softmaxes of the steps are merged by their log-sum-exps. Lengths and heads that do
-not divide are padded. A padded key never takes part: it is sliced off on a device that holds all keys, and masked
-elsewhere.
+al., Ring Attention, 2023). A kernel that can go on from the sums of other keys does so; else the softmaxes of the turns
+are merged by their log-sum-exps. Lengths and heads that do not divide are padded. A padded key never takes part: it is
+sliced off on a device that holds all keys, and masked elsewhere.
 """
 
 from collections.abc import Callable
