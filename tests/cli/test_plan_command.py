@@ -190,7 +190,8 @@ def test_the_best_mesh(chip, model, count, wanted, ring):
     [
         ("wan2.1-t2v-14b", None, True),
         ("wan2.1-i2v-14b-720p", "flash_tpu:block_q=1024", True),
-        ("cogvideox1.5-5b", "auto", True),
+        ("wan2.2-i2v-a14b", "auto", True),
+        ("cogvideox1.5-5b", None, False),
         ("wan2.1-t2v-14b", "radial", False),
         ("wan2.1-t2v-14b", "chunked", False),
         ("wan2.1-t2v-14b", "auto:window=4096", False),

@@ -124,7 +124,6 @@ class CogVideoXArchitecture(Architecture):
             width=config.width,
             scores=self_attention_flops(config, tokens),
             flops=forward_flops(config, video=video),
-            ring=True,
         )
 
     def encoded_shapes(self, settings: Settings) -> Mapping[str, tuple[tuple[int, ...], Any]]:
