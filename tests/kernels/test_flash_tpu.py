@@ -288,13 +288,22 @@ WINDOW = PLAIN | {"size": 64, "kv_heads": 1, "window": [9, 40]}
 MASKED = PLAIN | {"size": 64, "dtype": "float32", "masked": True}
 EACH_ONCE = [("v5e-1", PLAIN), ("v5p-8", WINDOW), ("v6e-1", MASKED), ("v7x-8", PLAIN)]
 OTHERS = [("v5p-8", PLAIN), ("v6e-1", PLAIN), ("v6e-1", WINDOW)]
+ROUND = [("v6e-4", {"size": 128, "dtype": "bfloat16", "length": 2600})]  # 650 a chip: the last block has a tile
+ROUND_TOO = [("v5p-8", ROUND[0][1] | {"length": 1201}), ("v6e-4", ROUND[0][1] | {"size": 64, "dtype": "float32"})]
+TOGETHER = [(EACH_ONCE, ROUND), (OTHERS, ROUND_TOO)]
 needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
 
 
 @needs_libtpu
-@pytest.mark.parametrize("programs", quick([EACH_ONCE], [EACH_ONCE, OTHERS]), ids=["each", "others"])
-def test_compiles_for_each_generation(programs):
+@pytest.mark.parametrize(
+    ("programs", "rings"),
+    quick([(EACH_ONCE, ROUND)], [(EACH_ONCE, ROUND), (OTHERS, ROUND_TOO)]),
+    ids=["each", "others"],
+)
+def test_compiles_for_each_generation(programs, rings):
     jobs = [Job(chip, "tests.support.plan_programs:attend_small", settings) for chip, settings in programs]
+    mesh = {"dp": 1, "sp": 4, "tp": 1}
+    jobs += [Job(chip, "tests.support.plan_programs:attend_round", settings, mesh) for chip, settings in rings]
     for job, compiled in zip(jobs, compile_all(jobs), strict=True):
         assert isinstance(compiled, Compiled), (job, compiled)
         assert "tpu_custom_call" in compiled.module, job

@@ -12,6 +12,7 @@ from benchmarks.workloads import WORKLOADS
 from wanjax.compilation import Lowering
 from wanjax.kernels.attention import attention, choose
 from wanjax.kernels.target import target
+from wanjax.sharding import RULES, Partitioner, spread, use
 
 
 def product_kernel(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -101,6 +102,17 @@ def attend_small(
         return out, pull(out)
 
     return attend._replace(function=run)
+
+
+def attend_round(mesh: Mesh, *, size: int, dtype: str, length: int) -> Lowering:
+    """Lowers attention of two heads whose tokens are on `sp`, where keys go round a ring."""
+
+    def run(q, k, v):
+        with use(Partitioner(mesh, RULES["fsdp"])):
+            return attention(*(spread(x, ("batch", "length", "heads", None)) for x in (q, k, v)), keys=length)
+
+    operand = jax.ShapeDtypeStruct((1, length, 2, size), jnp.dtype(dtype), sharding=NamedSharding(mesh, P()))
+    return Lowering(run, (operand,) * 3)
 
 
 def _attend(mesh: Mesh, operands, window=None) -> Lowering:
