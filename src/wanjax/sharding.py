@@ -248,9 +248,9 @@ def choose_axes(
     """Chooses dp, sp and tp for a transformer: guidance on dp, heads on tp as far as they divide, the rest on sp.
 
     Attention sends less when it is sharded by heads than by sequence, and no head is padded. Where it passes keys round
-    a `ring` beside its own work, it waits for nothing while `hides_ring` holds: then sp comes first. The product is
-    less than `devices` if there are too few tokens for all of them. Raises WanjaxError where a given `sp` does not
-    divide them.
+    a `ring` beside its own work, it waits for nothing if `hides_ring` holds: then all are on sp. The product is less
+    than `devices` if there are too few tokens for all of them. Raises WanjaxError where a given `sp` does not divide
+    them.
     """
     if sp is not None and devices % sp:
         raise WanjaxError(f"{devices} devices cannot be divided by sp={sp}: a divisor of {devices} would do")
@@ -260,8 +260,9 @@ def choose_axes(
         fitting = (n for n in range(1, most // sp + 1) if devices // (dp * sp) % n == 0 and heads % n == 0)
         return dp, sp, max(fitting)
     shards = max(n for n in range(1, most + 1) if devices // dp % n == 0)
-    ways = [tp for tp in range(1, shards + 1) if shards % tp == 0 and heads % tp == 0]
-    tp = min((tp for tp in ways if ring and hides_ring(tokens, shards // tp)), default=max(ways))
+    if ring and hides_ring(tokens, shards):
+        return dp, shards, 1
+    tp = max(n for n in range(1, shards + 1) if shards % n == 0 and heads % n == 0)
     return dp, shards // tp, tp
 
 

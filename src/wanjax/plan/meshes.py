@@ -57,7 +57,7 @@ def step_seconds(
     traded = 4 * own * padding * (tp / 4 if tp > 1 else 0)
     passed = 2 * own * (sp - 1)
     merged = 3 * 4 / BYTES * own * (sp - 1) / chip.bandwidth  # partial outputs, in float32
-    if ring:
+    if ring and tp == 1:
         passed, merged = 0 if hides_ring(work.tokens, sp) else passed, 0
     sent = (gathered / _rings(parts) + traded / _rings(tp) + passed / _rings(sp)) / chip.link
     return forwards * (compute + sent + merged)
