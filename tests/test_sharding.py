@@ -18,6 +18,7 @@ from tests.support.devices import MESHES
 from tests.support.quick import quick
 from tests.support.small_wan import network, partitioner, pipeline, transformer_config
 from tests.support.tiny import tiny_checkpoint
+from wanjax import registry, sharding
 from wanjax.errors import WanjaxError
 from wanjax.layers.conv import VIDEO
 from wanjax.layers.placement import as_shapes, placed
@@ -225,6 +226,16 @@ def test_the_mesh_of_a_ring_that_hides(devices, heads, tokens, axes):
 )
 def test_the_mesh_that_suits_a_given_sp(devices, sp, guided, axes):
     assert choose_axes(devices, heads=12, tokens=32_760, guided=guided, sp=sp) == axes
+
+
+@pytest.mark.parametrize(("attention", "axes"), [(None, (2, 2, 1)), ("chunked", (2, 1, 2))])
+def test_a_mesh_that_a_tpu_chooses(monkeypatch, attention, axes):
+    """Keys go round where the kernel for TPUs can take them up."""
+    monkeypatch.setattr(sharding, "RING_TOKENS", 32)
+    monkeypatch.setattr(registry, "platform", lambda: "tpu")
+    pipe = wanjax.load("nano", attention=attention)
+    assert pipe.partitioner is not None
+    assert tuple(pipe.partitioner.mesh.shape.values()) == axes
 
 
 def test_a_chosen_mesh_with_a_given_sp():

@@ -30,7 +30,7 @@ class Forward(NamedTuple):
 
     `tokens` is the length of self-attention's sequence, `scores` the operations of its two products, and `flops` all
     operations by part of the network. A multiplication and an addition are two operations. `ring` tells whether
-    self-attention is that of one sequence to itself with heads of 128: TPUs can pass its keys round and copy nothing.
+    self-attention is that of one sequence to itself, whose keys TPUs had better pass round.
     """
 
     tokens: int
