@@ -31,7 +31,7 @@ from wanjax.errors import WanjaxError
 
 MESH_AXES = ("dp", "sp", "tp")
 AUTO = "auto"  # a mesh that is to be chosen
-RING_TOKENS = 8000  # of a TPU, from which on it attends for longer than it sends keys and values to the next
+RING_TOKENS = 6500  # of a TPU, from which on it attends for longer than it sends keys and values to the next
 TOKENS_PER_DEVICE = 32  # with fewer tokens on a device, communication costs more than it saves
 TILE = 16  # rows of a bfloat16 tile on TPUs: shards of whole tiles are joined without a copy
 Axes = Sequence[str | None]
