@@ -18,6 +18,7 @@ from benchmarks.workloads import WORKLOADS, Workload
 from wanjax.compilation import Lowering
 from wanjax.kernels.attention import IMPLEMENTATIONS, attention
 from wanjax.plan import SLICES, Compiled, CompilerError, Job, compile_all, price
+from wanjax.plan.kernels import rare_work
 
 SPLASH_TILES = ((2048, 1024, 512), (3328, 2816, 256))  # block_q, block_kv and block_kv_compute
 LARGEST_SCORES = 16e9  # bytes; with more, the plain formula fits no chip
@@ -139,8 +140,7 @@ def gradient_table(workload: Workload, chip: str) -> Table:
             continue
         priced = price(result)
         if name.startswith("flash_tpu"):  # whose rare branches are not taken, with all keys
-            undecided = price(result, words=workload.keys).undecided
-            priced = price(result, skip=undecided, words=workload.keys)
+            priced = price(result, skip=rare_work(result, workload.keys), words=workload.keys)
         total, kernels = priced.total.mid, priced.by_kind["kernels"].mid
         cells = (f"{1e3 * seconds:.2f}" for seconds in (total, kernels, total - kernels))
         table.add_row(name, *cells, f"{result.memory.peak / 2**20:.0f}")
@@ -172,7 +172,7 @@ def price_table(workload: Workload, chip: str) -> Table:
 
 def _rare(name: str, compiled: Compiled) -> Mapping[str, Container[int]]:
     """Returns the blocks of a kernel whose branch skips work that few inputs need."""
-    return price(compiled).undecided if name in WITH_RARE_WORK else {}
+    return rare_work(compiled) if name in WITH_RARE_WORK else {}
 
 
 def _row(compiled: Compiled, skip: Mapping[str, Container[int]], workload: Workload, splash_best: float) -> list[str]:

@@ -13,7 +13,7 @@ from wanjax.compilation import Lowering
 from wanjax.plan.builders import find
 from wanjax.plan.compile import Compiled, Job
 from wanjax.plan.hlo import parse
-from wanjax.plan.pricing import KERNEL, Price, price
+from wanjax.plan.pricing import KERNEL, price
 
 DTYPES = {"bf16": "bfloat16", "pred": "bool"} | {
     f"{kind}{bits}": f"{name}{bits}"
@@ -119,16 +119,19 @@ def kernel_seconds(call: Call, compiled: Compiled) -> float:
 
 def visiting_seconds(compiled: Compiled, words: Iterable[int]) -> float:
     """Returns the mean price of a kernel of our own over several values of the words that it is given."""
-    seconds = [_usual(compiled, value).by_kind["kernels"].mid for value in words]
-    return sum(seconds) / len(seconds)
+    prices = [price(compiled, skip=rare_work(compiled, value), words=value) for value in words]
+    return sum(priced.by_kind["kernels"].mid for priced in prices) / len(prices)
 
 
-def _usual(compiled: Compiled, words: int) -> Price:
-    """Returns the price without rare work. Code that such work would spare shows its own branches only then."""
-    skip: dict[str, frozenset[int]] = {}
+def rare_work(compiled: Compiled, words: int | None = None) -> dict[str, frozenset[int]]:
+    """Returns, as `price` skips them, the blocks that guard work which few inputs need.
+
+    Blocks that such work would spare are found once it is skipped.
+    """
+    found: dict[str, frozenset[int]] = {}
     while True:
-        priced = price(compiled, skip=skip, words=words)
-        found = {name: skip.get(name, frozenset()) | blocks for name, blocks in priced.undecided.items()}
-        if found == skip:
-            return priced
-        skip = found
+        undecided = price(compiled, skip=found, words=words).undecided
+        more = {name: found.get(name, frozenset()) | blocks for name, blocks in undecided.items()}
+        if more == found:
+            return found
+        found = more
