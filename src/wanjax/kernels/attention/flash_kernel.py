@@ -177,13 +177,19 @@ def _together(begin: Array | int, end: Array | int, most: int, add: Callable[[Ar
 
 
 def _add_checked(
-    state: State, quickly: Callable[[], None], carefully: Callable[[], None], sizes: Sizes | None = None
+    state: State,
+    quickly: Callable[[], None],
+    carefully: Callable[[], None],
+    *,
+    first: bool = False,
+    kept: bool = False,
 ) -> None:
-    """Adds keys quickly, then again with care if a logit left the range; `sizes` tell if a head has no others."""
-    only, resumed = (False, False) if sizes is None else (sizes.only, sizes.resumed)
-    if not only:  # else there is no earlier state, or it is kept already
-        state.kept_weight[...] = state.weight[...]
-        state.kept_total[...] = state.total[...]
+    """Adds keys quickly, then again with care if a logit left the range.
+
+    `first` says that there are no sums of earlier keys, `kept` that these are kept already.
+    """
+    if not (first or kept):
+        _copy((state.weight, state.total), (state.kept_weight, state.kept_total))
 
     @pl.when(state.flags[CAREFUL] == 0)
     def _():
@@ -192,9 +198,8 @@ def _add_checked(
         @pl.when(jnp.max(jnp.where(state.weight[...] <= LARGEST_SUM, 0, 1)) == 1)  # NaN too
         def _():
             state.flags[CAREFUL] = 1
-            new = only and not resumed
-            state.weight[...] = jnp.zeros(state.weight.shape) if new else state.kept_weight[...]
-            state.total[...] = jnp.zeros(state.total.shape) if new else state.kept_total[...]
+            state.weight[...] = jnp.zeros(state.weight.shape) if first else state.kept_weight[...]
+            state.total[...] = jnp.zeros(state.total.shape) if first else state.kept_total[...]
 
     pl.when(state.flags[CAREFUL] == 1)(carefully)
 
@@ -228,7 +233,8 @@ def _add_whole(k_ref, v_ref, state: State, last: Array, sizes: Sizes) -> None:
         _add_carefully(k_ref, v_ref, state, 0, end * (sizes.body // sizes.chunk), sizes.chunk)
         with_tail(_add_lifted)
 
-    _add_checked(state, quickly, carefully, sizes)
+    only, resumed = sizes.only, sizes.resumed
+    _add_checked(state, quickly, carefully, first=only and not resumed, kept=only and resumed)
 
 
 def _add_seen(
