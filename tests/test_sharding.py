@@ -18,12 +18,13 @@ from tests.support.devices import MESHES
 from tests.support.quick import quick
 from tests.support.small_wan import network, partitioner, pipeline, transformer_config
 from tests.support.tiny import tiny_checkpoint
-from wanjax import registry, sharding
+from wanjax import sharding
 from wanjax.errors import WanjaxError
 from wanjax.layers.conv import VIDEO
 from wanjax.layers.placement import as_shapes, placed
 from wanjax.models.wan.config import T2V_14B
 from wanjax.models.wan.transformer import WanTransformer
+from wanjax.pipelines import family
 from wanjax.pipelines.frames import decode_chunk
 from wanjax.pipelines.wan.conditioning import WanEncoded
 from wanjax.sharding import MESH_AXES, RULES, choose_axes, parse_mesh, use
@@ -233,8 +234,8 @@ def test_the_mesh_that_suits_a_given_sp(devices, sp, guided, axes):
 def test_a_mesh_that_a_tpu_chooses(monkeypatch, attention, axes):
     """Keys go round where the kernel for TPUs can take them up."""
     monkeypatch.setattr(sharding, "RING_TOKENS", 32)
-    monkeypatch.setattr(registry, "platform", lambda: "tpu")
-    pipe = wanjax.load("nano", attention=attention)
+    monkeypatch.setattr(family, "platform", lambda: "tpu")
+    pipe = wanjax.load("nano", mesh="auto", attention=attention)
     assert pipe.partitioner is not None
     assert tuple(pipe.partitioner.mesh.shape.values()) == axes
 

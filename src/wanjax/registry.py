@@ -25,13 +25,13 @@ from wanjax.checkpoints.sources import Layout, Source, open_source
 from wanjax.compilation import keeps_programs, set_cache_folder
 from wanjax.converters.lora import Lora
 from wanjax.errors import WanjaxError, shown
-from wanjax.kernels.attention import choose, named, passes_keys
+from wanjax.kernels.attention import choose, named
 from wanjax.kernels.compiler_options import SAFE, check_set
 from wanjax.layers.placement import placed
 from wanjax.pipelines.cache_tables import key_of, measured_file, tables_of
 from wanjax.pipelines.cogvideox import FAMILY as COGVIDEOX
 from wanjax.pipelines.components import Components, MakeRoom
-from wanjax.pipelines.family import Architecture, Family, Preset, family_of
+from wanjax.pipelines.family import Architecture, Family, Preset, auto_axes, family_of
 from wanjax.pipelines.hunyuanvideo import FAMILY as HUNYUANVIDEO
 from wanjax.pipelines.keywords import knows_keywords
 from wanjax.pipelines.memory import bytes_needed, check_memory
@@ -41,7 +41,7 @@ from wanjax.pipelines.record import described
 from wanjax.pipelines.settings import Settings, dtype_name
 from wanjax.pipelines.wan import FAMILY as WAN
 from wanjax.schedulers import Scheduler, successor
-from wanjax.sharding import Partitioner, choose_axes, find_rules, is_auto, make_mesh, parse_auto, parse_mesh, platform
+from wanjax.sharding import Partitioner, find_rules, is_auto, make_mesh, parse_auto, parse_mesh, platform
 
 FAMILIES = [
     WAN,
@@ -366,9 +366,8 @@ def _partitioner(way: Loading, architecture: Architecture, settings: Settings) -
     if mesh is None and platform() != "cpu" and jax.device_count() > 1:
         mesh = "auto"
     if isinstance(mesh, str) and is_auto(mesh):
-        work, how = architecture.forward(settings), {"guided": settings.split, "sp": parse_auto(mesh)}
-        how["ring"] = work.ring and platform() == "tpu" and passes_keys(way.attention)
-        axes = choose_axes(jax.device_count(), heads=work.heads, tokens=work.tokens, **how)
+        work, how = architecture.forward(settings), {"sp": parse_auto(mesh), "attention": way.attention}
+        axes = auto_axes(work, jax.device_count(), guided=settings.split, **how)
         mesh = make_mesh(*axes, devices=jax.devices()[: math.prod(axes)])
     elif isinstance(mesh, str):
         mesh = make_mesh(*parse_mesh(mesh))

@@ -295,11 +295,7 @@ needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, t
 
 
 @needs_libtpu
-@pytest.mark.parametrize(
-    ("programs", "rings"),
-    quick([(EACH_ONCE, ROUND)], [(EACH_ONCE, ROUND), (OTHERS, ROUND_TOO)]),
-    ids=["each", "others"],
-)
+@pytest.mark.parametrize(("programs", "rings"), quick(TOGETHER[:1], TOGETHER), ids=["each", "others"])
 def test_compiles_for_each_generation(programs, rings):
     jobs = [Job(chip, "tests.support.plan_programs:attend_small", settings) for chip, settings in programs]
     mesh = {"dp": 1, "sp": 4, "tp": 1}

@@ -16,11 +16,11 @@ from wanjax.bench.programs import Measured, build, distance, measure
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import choose
 from wanjax.kernels.compiler_options import FAST, SAFE, SETS
-from wanjax.pipelines.family import Architecture
+from wanjax.pipelines.family import Architecture, auto_axes
 from wanjax.pipelines.settings import Settings
 from wanjax.plan.compile import Job
 from wanjax.plan.stages import stages
-from wanjax.sharding import MESH_AXES, choose_axes, platform
+from wanjax.sharding import MESH_AXES
 
 PROGRAMS = {"encode_prompts": "text", "step": "a step", "decode_first": "first frames", "decode_next": "later frames"}
 SAME_ANSWER = {"float32": 1e-4, "bfloat16": 3e-2}  # relative L2 distance between two sets of compiler options
@@ -270,9 +270,7 @@ def _shape(size: tuple[int, int]) -> dict[str, int]:
 
 def mesh_of(architecture: Architecture, settings: Settings, devices: int) -> dict[str, int]:
     """Returns the mesh that `wanjax.load` takes for so many devices."""
-    work = architecture.forward(settings)
-    ring = work.ring and platform() == "tpu"
-    axes = choose_axes(devices, heads=work.heads, tokens=work.tokens, guided=settings.split, ring=ring)
+    axes = auto_axes(architecture.forward(settings), devices, guided=settings.split)
     return dict(zip(MESH_AXES, axes, strict=True))
 
 

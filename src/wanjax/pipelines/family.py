@@ -15,7 +15,7 @@ from wanjax.checkpoints.networks import Config, Network, NetworkKind, components
 from wanjax.checkpoints.sources import Layout, Source
 from wanjax.compilation import Lowering
 from wanjax.errors import UnsupportedError, WanjaxError
-from wanjax.kernels.attention import is_radial
+from wanjax.kernels.attention import is_radial, passes_keys
 from wanjax.pipelines.cache_rules import NONE, CacheRule, Turn, chosen_rule, turns_of
 from wanjax.pipelines.cache_tables import NO_TABLES, Tables
 from wanjax.pipelines.frames import chunk_count
@@ -23,6 +23,7 @@ from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Segment, dense_steps
 from wanjax.schedulers import Scheduler
+from wanjax.sharding import choose_axes, platform
 
 
 class Forward(NamedTuple):
@@ -30,7 +31,7 @@ class Forward(NamedTuple):
 
     `tokens` is the length of self-attention's sequence, `scores` the operations of its two products, and `flops` all
     operations by part of the network. A multiplication and an addition are two operations. `ring` tells whether
-    self-attention is that of one sequence to itself, whose keys TPUs had better pass round.
+    self-attention is that of one sequence to itself, whose keys TPUs pass round where that is fastest.
     """
 
     tokens: int
@@ -40,6 +41,17 @@ class Forward(NamedTuple):
     scores: int
     flops: Mapping[str, int]
     ring: bool = False
+
+
+def auto_axes(
+    work: Forward, devices: int, *, guided: bool, sp: int | None = None, attention: str | None = None
+) -> tuple[int, int, int]:
+    """Returns dp, sp and tp of the mesh that "auto" is, on so many devices of this platform.
+
+    `attention` is as `wanjax.load` takes it; `sp` and the errors are those of `choose_axes`.
+    """
+    ring = work.ring and platform() == "tpu" and passes_keys(attention)
+    return choose_axes(devices, heads=work.heads, tokens=work.tokens, guided=guided, sp=sp, ring=ring)
 
 
 class Planned(NamedTuple):

@@ -90,8 +90,8 @@ def is_radial(text: str | None) -> bool:
 def passes_keys(text: str | None) -> bool:
     """Tells whether self-attention under a text such as `named` reads adds the keys of other TPUs to its own sums."""
     asked = named(text)
-    usual = asked.implementation in (None, "flash_tpu") and not getattr(asked.config, "center_keys", False)
-    return usual and asked.window is None and asked.decay is None
+    named_or_chosen = asked.implementation in (None, "flash_tpu") and flash_tpu.resumes(asked.config)
+    return named_or_chosen and asked.window is None and asked.decay is None
 
 
 def _decay(text: str) -> float:
@@ -230,10 +230,9 @@ def _part_on_one_device(
 ) -> Any:
     """Attention to some of the keys, added to what this returned for others; see `sharded.Kernels`."""
     whole = {"window": None, "bias": None, "return_lse": True, **options}
-    name = choose(q, k, v, key_mask=key_mask, **whole, implementation=implementation).name
-    resumed = getattr(IMPLEMENTATIONS[name], "resumed", None)
-    if resumed is not None and not getattr(options["config"], "center_keys", False):
-        return resumed(q, k, v, before, last=last, key_mask=key_mask, keys=keys, **options)
+    chosen = IMPLEMENTATIONS[choose(q, k, v, key_mask=key_mask, **whole, implementation=implementation).name]
+    if chosen is flash_tpu and flash_tpu.resumes(options["config"]):
+        return flash_tpu.resumed(q, k, v, before, last=last, key_mask=key_mask, keys=keys, **options)
     done = _on_one_device(q, k, v, key_mask=key_mask, implementation=implementation, keys=keys, **whole)
     done = done if before is None else sharded.merge(before, done)
     return (done[0].astype(q.dtype), done[1]) if last else done

@@ -12,19 +12,20 @@ from jax.typing import DTypeLike
 
 from wanjax.kernels.attention.flash_kernel import kernel, kernel_of_blocks
 from wanjax.kernels.attention.flash_state import LANES, SPILL_BYTES, Sizes, Sums
-from wanjax.kernels.attention.flash_tiles import ceil_div, round_up
+from wanjax.kernels.attention.flash_tiles import Config, ceil_div, round_up
 
 
-def call(scalars: tuple, operands: tuple, before: Sums | None, *, sizes: Sizes, kv_heads: int, head_dim: int, config):
+def call(
+    scalars: tuple, operands: tuple, before: Sums | None, *, sizes: Sizes, kv_heads: int, head_dim: int, config: Config
+) -> Any:
     """The kernel over a grid of heads, blocks of queries and blocks of keys.
 
     `operands` are q, k and v: [B L N·D] and [B S K·D], or [B·N L D] and [B·K S D]. `scalars` are the number of keys
     that take part in each example, or those of listed blocks. Sums are written where those before them were.
     """
     listed, (q, k, v) = len(scalars) > 1, operands
-    heads, block_q = sizes.heads, sizes.block_q
-    rows, queries, beside = q.shape[0], q.shape[1], q.shape[2] // head_dim  # heads side by side in a row
-    batch = rows * beside // heads
+    block_q, queries, beside = sizes.block_q, sizes.queries, q.shape[2] // head_dim  # heads side by side in a row
+    heads = q.shape[0] * beside  # of all examples
     split = q.dtype == jnp.bfloat16  # q times the factor, as a sum of two: one alone would lose three digits
     if split and 2 * head_dim <= LANES:  # fills rows that would be padded; the kernel doubles wider rows
         k = jnp.concatenate([k, k], axis=2)
@@ -33,15 +34,15 @@ def call(scalars: tuple, operands: tuple, before: Sums | None, *, sizes: Sizes, 
     rows_spec = partial(_rows_spec, block_q)
     kept = Sums((head_dim * (1 + split), q.dtype), (1, jnp.float32), (8, jnp.float32), (head_dim, jnp.float32))
     new = [] if not sizes.unfinished else kept[1:] if before else kept  # queries are made ready once
-    row_shape = partial(_rows_of_heads, batch * heads, round_up(queries, block_q) if new else queries)
+    row_shape = partial(_rows_of_heads, heads, round_up(queries, block_q) if new else queries)
     made = pl.pallas_call(
         partial(kernel_of_blocks if listed else kernel, sizes=sizes),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
-            grid=(batch * heads, ceil_div(queries, block_q), ceil_div(sizes.keys, sizes.block_kv)),
+            grid=(heads, ceil_div(queries, block_q), ceil_div(sizes.keys, sizes.block_kv)),
             in_specs=[
                 rows_spec(kept.q[0]) if before else q_spec,
-                *_specs_of_keys(k.shape[2], sizes, heads // kv_heads, beside, head_dim, config.buffers),
+                *_specs_of_keys(k.shape[2], sizes, sizes.heads // kv_heads, beside, head_dim, config.buffers),
                 *(rows_spec(rows) for rows, _ in kept[1:] if before),
             ],
             out_specs=[rows_spec(rows) for rows, _ in new] or [q_spec, rows_spec(1)],

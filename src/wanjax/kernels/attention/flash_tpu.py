@@ -96,6 +96,11 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+def resumes(config: Config | None) -> bool:
+    """Tells whether `resumed` takes these tiles: a mean that is subtracted from some keys does not suit the others."""
+    return config is None or not config.center_keys
+
+
 def resumed(
     q: Float[Array, "B L N D"],
     k: Float[Array, "B S K D"],
@@ -110,7 +115,7 @@ def resumed(
 ) -> Sums | tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]:
     """Adds keys to the sums that this returned for others, None at first; the last keys give result and log-sum-exp.
 
-    No mean may be subtracted from the keys: it would not suit the others. The other arguments are `attention`'s.
+    `resumes` tells which tiles it takes. The other arguments are those of `attention`.
     """
     options = {"window": None, "scale": scale, "config": config, "keys": None}
     return _attention(q, k, v, (key_mask, keys), **options, before=before, unfinished=not last)

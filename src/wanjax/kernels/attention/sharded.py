@@ -62,7 +62,10 @@ def attention(
     window: Any,
     bias: Float32[Array, "..."] | None,
 ) -> Float[Array, "B L N D"]:
-    """Computes what `kernels.whole` does on one device for the first `keys` keys; operands are those of `api`'s."""
+    """Computes what `kernels.whole` does on one device for the first `keys` keys.
+
+    The operands are those of `api.attention`.
+    """
     length, heads = q.shape[1:3]
     if k.shape[2] < heads:
         k, v = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (k, v))
