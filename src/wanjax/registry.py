@@ -22,7 +22,7 @@ from wanjax.checkpoints.hub import check_file
 from wanjax.checkpoints.lora import AdaptedSource, Note
 from wanjax.checkpoints.networks import Network, NetworkKind, components, network
 from wanjax.checkpoints.sources import Layout, Source, open_source
-from wanjax.compilation import keeps_programs, set_cache_folder
+from wanjax.compilation import set_cache_folder
 from wanjax.converters.lora import Lora
 from wanjax.errors import WanjaxError, shown
 from wanjax.kernels.attention import choose, named
@@ -38,6 +38,7 @@ from wanjax.pipelines.memory import bytes_needed, check_memory
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.progress import loading
 from wanjax.pipelines.record import described
+from wanjax.pipelines.recording import NoProcessor, NoTokenizer
 from wanjax.pipelines.settings import Settings, dtype_name
 from wanjax.pipelines.wan import FAMILY as WAN
 from wanjax.schedulers import Scheduler, successor
@@ -175,7 +176,6 @@ def tables_key(model: str | Path) -> str:
 
 
 @knows_keywords
-@keeps_programs
 def load(
     model: str | Path = "nano",
     *,
@@ -289,11 +289,20 @@ def _pipeline(found: Checkpoint, way: Loading) -> Pipeline:
     defaults = replace(found.settings, dtype=way.dtype or _stored_dtype(found.source, "transformer"))
     _check_attention(way.attention, found.architecture, defaults)
     loaders = _loaders(found, defaults.dtype, way, partitioner)
-    made = Components(loaders, _options(found, way), way.offload, sizes, found.source, found.family.networks)
+    shapes = {name: partial(_abstract, found, name, defaults.dtype, way, partitioner) for name in loaders}
+    made = Components(
+        loaders,
+        _options(found, way),
+        way.offload,
+        sizes,
+        found.source,
+        found.family.networks,
+        {name: make for name, make in shapes.items() if name not in found.family.loaders},
+    )
     return found.family.pipeline(made, found.architecture, defaults, partitioner, way.compiler)
 
 
-def _sizes(found: Checkpoint, way: Loading, partitioner: Partitioner | None) -> dict[str, int]:
+def _sizes(found: Checkpoint, way: Loading, partitioner: Partitioner) -> dict[str, int]:
     """Returns the bytes of the weights of each network whose shapes are known, as `bytes_needed` counts them.
 
     Weights that are kept as they are stored are counted in bfloat16, because reading their dtype may need a download.
@@ -360,8 +369,8 @@ def _check_attention(attention: str | None, architecture: Architecture, settings
     choose(some, some, some, implementation=attention)
 
 
-def _partitioner(way: Loading, architecture: Architecture, settings: Settings) -> Partitioner | None:
-    """Returns the mesh and its rules; None for one device. "auto" chooses a mesh for a video of these settings."""
+def _partitioner(way: Loading, architecture: Architecture, settings: Settings) -> Partitioner:
+    """Returns the mesh and its rules. "auto" chooses a mesh for a video of these settings."""
     mesh, found = way.mesh, find_rules(way.rules)
     if mesh is None and platform() != "cpu" and jax.device_count() > 1:
         mesh = "auto"
@@ -373,11 +382,11 @@ def _partitioner(way: Loading, architecture: Architecture, settings: Settings) -
         mesh = make_mesh(*parse_mesh(mesh))
     elif not isinstance(mesh, Mesh | None):
         raise WanjaxError(f"the mesh is given as {shown(mesh)} where wanjax.make_mesh(dp=2, tp=4) or 'auto' is right")
-    return None if mesh is None else Partitioner(mesh, found)
+    return Partitioner(make_mesh(devices=jax.local_devices()[:1]) if mesh is None else mesh, found)
 
 
 def _loaders(
-    found: Checkpoint, dtype: str, way: Loading, partitioner: Partitioner | None
+    found: Checkpoint, dtype: str, way: Loading, partitioner: Partitioner
 ) -> Mapping[str, Callable[[MakeRoom], Any]]:
     """Returns a function for each component that the checkpoint lists, which loads it."""
     source, loaders = found.source, found.family.loaders
@@ -386,8 +395,7 @@ def _loaders(
         if name in loaders:
             return loaders[name](source.files(name)[0].parent)
         read = network(found.source, name, found.family.networks)
-        kept = "float32" if read.float32 else way.param_dtype or _stored_dtype(found.source, name)
-        shapes = _shapes(found, name, read, (dtype, kept), way, partitioner)
+        shapes = _abstract(found, name, dtype, way, partitioner)
         check_memory(found.settings.model, name, shapes, fitting)
         make_room(shapes)
         told = partial(way.progress or loading, name)
@@ -396,13 +404,57 @@ def _loaders(
     return {name: partial(load, name) for name in components(source.index) if name != "scheduler"}
 
 
+def _abstract(found: Checkpoint, name: str, dtype: str, way: Loading, partitioner: Partitioner) -> nnx.Module:
+    """Returns a network of a checkpoint as shapes with shardings, as it will be loaded."""
+    read = network(found.source, name, found.family.networks)
+    kept = "float32" if read.float32 else way.param_dtype or _stored_dtype(found.source, name)
+    return _shapes(found, name, read, (dtype, kept), way, partitioner)
+
+
+def outlined(
+    model: str,
+    partitioner: Partitioner,
+    *,
+    dtype: str | None = None,
+    attention: str | None = None,
+    compiler: str = SAFE,
+    scheduler: str | Scheduler | None = None,
+    offload: bool | None = None,
+) -> Pipeline:
+    """Returns the pipeline of a model whose networks are shapes: for plans, which load and download nothing.
+
+    The keywords are those of `load`. Prompts have the length that the family gives.
+    """
+    family, architecture, defaults = outline(model)
+    if scheduler is not None:
+        architecture = replace(architecture, scheduler=successor(scheduler, architecture.scheduler))
+    architecture.check_attention(attention, model)
+    preset = _published(model)
+    computed = dtype or ("float32" if partitioner.device.platform == "cpu" else "bfloat16")
+    kept = preset.param_dtype if preset and preset.architecture else computed
+
+    def make(name: str) -> nnx.Module:
+        known = family.network_of(architecture.networks[name])
+        dtypes = ("float32", "float32") if known.float32 else (computed, kept)
+        options = {"attention": attention} if name in architecture.denoisers else {}
+        return placed(known.abstract(dtype=dtypes[0], param_dtype=dtypes[1], **options), partitioner)
+
+    shapes = {name: partial(make, name) for name in architecture.networks}
+    others: dict[str, Any] = {name: NoTokenizer(*sizes) for name, sizes in family.prompt(architecture).items()}
+    if (seen := architecture.networks.get("image_encoder")) is not None:
+        others |= {name: NoProcessor(seen.image_size) for name in family.loaders if name not in others}
+    loaders = {name: (lambda room, x=x: x) for name, x in others.items()} | {name: lambda room: None for name in shapes}
+    components = Components(loaders, offload=offload, shapes=shapes, kinds=family.networks)
+    return family.pipeline(components, architecture, replace(defaults, dtype=computed), partitioner, compiler)
+
+
 def _shapes(
     found: Checkpoint,
     name: str,
     known: Network,
     dtypes: tuple[str, str],
     way: Loading,
-    partitioner: Partitioner | None,
+    partitioner: Partitioner,
 ) -> nnx.Module:
     """Returns a network as shapes with shardings; `dtypes` are those in which it computes and keeps its weights."""
     dtype, kept = ("float32", "float32") if known.float32 else dtypes

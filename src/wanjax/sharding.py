@@ -10,7 +10,8 @@ for the other sharded axes of weights. Models give the axes of weights and activ
 - `tp`: weights stay sharded, by columns and then by rows (Shoeybi et al., Megatron-LM, 2019). Between the two,
   activations are sharded by heads or by the width inside the MLP, elsewhere by tokens (Korthikanti et al., 2022).
 
-Outside `use(partitioner)` there is one device, and `constrain`, `spread`, `replicate` and `whole` return their input.
+There is always a mesh. Outside `use(partitioner)` it is one of a single device, on which `constrain`, `spread`,
+`replicate` and `whole` return their input.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,8 +25,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from wanjax.errors import WanjaxError
 
@@ -73,16 +75,32 @@ RULES: Mapping[str, Rules] = MappingProxyType(
 class Partitioner:
     """A mesh and its rules: decides how each array is sharded.
 
-    `coarsest` are the height and width of the smallest frames of an autoencoder, which the larger ones follow.
+    The mesh of a program that is only recorded is abstract. `coarsest` are the height and width of the smallest frames
+    of an autoencoder, which the larger ones follow.
     """
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     rules: Rules
     coarsest: tuple[int, int] | None = None
 
     def __str__(self) -> str:
         """The mesh as `parse_mesh` reads it."""
         return ",".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
+
+    @property
+    def alone(self) -> bool:
+        """True for a mesh of one device, on which nothing is sharded."""
+        return self.mesh.size == 1
+
+    @property
+    def device(self) -> Any:
+        """The first device of the mesh; of an abstract mesh the kind of its devices."""
+        return self.mesh.abstract_device if isinstance(self.mesh, AbstractMesh) else self.mesh.devices.flat[0]
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """The sharding of an array that every device holds whole."""
+        return NamedSharding(self.mesh, PartitionSpec())
 
     @property
     def rules_name(self) -> str:
@@ -127,16 +145,18 @@ class Partitioner:
         return devices, all(n % by_name.get(name, 1) == 0 for name, n in sides)
 
 
-_current: ContextVar[Partitioner | None] = ContextVar("partitioner", default=None)
+ONE_DEVICE = Partitioner(AbstractMesh((1, 1, 1), MESH_AXES, axis_types=(AxisType.Auto,) * 3), RULES["fsdp"])
+_current: ContextVar[Partitioner] = ContextVar("partitioner", default=ONE_DEVICE)
+_stated: ContextVar["Stated | None"] = ContextVar("stated", default=None)
 
 
-def current() -> Partitioner | None:
-    """The partitioner in use; None on one device."""
+def current() -> Partitioner:
+    """The partitioner in use."""
     return _current.get()
 
 
 @contextmanager
-def use(partitioner: Partitioner | None) -> Iterator[None]:
+def use(partitioner: Partitioner) -> Iterator[None]:
     """Makes a partitioner current in its `with` block. A `jax.jit` traced there must not serve another partitioner."""
     token = _current.set(partitioner)
     try:
@@ -148,23 +168,53 @@ def use(partitioner: Partitioner | None) -> Iterator[None]:
 @contextmanager
 def following(height: int, width: int) -> Iterator[None]:
     """Shards frames in its `with` block as those of this height and width, where that loses no device."""
-    partitioner = current()
-    with use(partitioner and replace(partitioner, coarsest=(height, width))):
+    with use(replace(current(), coarsest=(height, width))):
         yield
+
+
+class Stated:
+    """The shardings that a program states for its arrays while it is traced in the `with` block of `stating`."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[int, tuple[jax.Array, PartitionSpec]] = {}  # by identity, which lasts: they are held
+
+    def add(self, x: jax.Array, spec: PartitionSpec) -> None:
+        self._arrays[id(x)] = x, spec
+
+    def spec_of(self, x: Any) -> PartitionSpec | None:
+        """Returns the sharding that was stated for an array; None where it was left to the compiler."""
+        return self._arrays[id(x)][1] if id(x) in self._arrays else None
+
+
+@contextmanager
+def stating() -> Iterator[Stated]:
+    """Notes the shardings that are stated in its `with` block."""
+    token = _stated.set(made := Stated())
+    try:
+        yield made
+    finally:
+        _stated.reset(token)
+
+
+def state(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """Returns x, sharded so on the mesh in use; one device holds all of it anyway."""
+    partitioner = current()
+    if not partitioner.alone:
+        x = jax.lax.with_sharding_constraint(x, NamedSharding(partitioner.mesh, spec))
+        if (stated := _stated.get()) is not None:
+            stated.add(x, spec)
+    return x
 
 
 def constrain(x: jax.Array, axes: Axes) -> jax.Array:
     """Returns x, sharded by the logical names of its axes."""
-    partitioner = current()
-    if partitioner is None:
-        return x
-    return jax.lax.with_sharding_constraint(x, NamedSharding(partitioner.mesh, partitioner.activation(axes, x.shape)))
+    return state(x, current().activation(axes, x.shape))
 
 
 def ways(axes: Axes, shape: Sequence[int]) -> int:
     """The number of devices among which an activation of this shape is divided."""
     partitioner = current()
-    return prod(partitioner.size(taken) for taken in partitioner.activation(axes, shape)) if partitioner else 1
+    return prod(partitioner.size(taken) for taken in partitioner.activation(axes, shape))
 
 
 def spread(x: jax.Array, axes: Axes) -> jax.Array:
@@ -173,8 +223,6 @@ def spread(x: jax.Array, axes: Axes) -> jax.Array:
     Attention needs the number of real tokens as its `keys`.
     """
     partitioner = current()
-    if partitioner is None:
-        return x
     axis, devices = list(axes).index("length"), partitioner.size(("sp", "tp"))
     many = x.shape[axis] >= TILE**2 * devices  # then padding to whole tiles adds a sixteenth at most
     joined = partitioner.size("tp") > 1  # by an all-to-all; what goes round a ring is not
@@ -183,16 +231,12 @@ def spread(x: jax.Array, axes: Axes) -> jax.Array:
 
 def replicate(tree: Any) -> Any:
     """Returns the arrays of a tree, replicated on every device."""
-    partitioner = current()
-    if partitioner is None:
-        return tree
-    return jax.lax.with_sharding_constraint(tree, NamedSharding(partitioner.mesh, PartitionSpec()))
+    return jax.tree.map(lambda x: state(x, PartitionSpec()), tree)
 
 
 def whole(weight: jax.Array) -> jax.Array:
     """Returns a weight as it is used: gathered on every device if the rules say so."""
-    partitioner = current()
-    return replicate(weight) if partitioner is not None and partitioner.rules.gathered else weight
+    return replicate(weight) if current().rules.gathered else weight
 
 
 def pad_to(x: jax.Array, axis: int, multiple: int) -> jax.Array:
@@ -240,6 +284,17 @@ def arrange(devices: Sequence[Any], axes: Mapping[str, int]) -> Mesh:
     # on 4 × 4 chips an axis of 8 takes half of one physical axis, which JAX splits only on request
     placed = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
     return Mesh(placed, tuple(axes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def one_device() -> Partitioner:
+    """Returns the partitioner of JAX's first device."""
+    platform()
+    return Partitioner(make_mesh(devices=jax.local_devices()[:1]), RULES["fsdp"])
+
+
+def placed_everywhere(x: np.ndarray, partitioner: Partitioner) -> jax.Array:
+    """Returns an array of the host on every device of a mesh, each of which copies it; nothing is compiled."""
+    return jax.make_array_from_callback(x.shape, partitioner.replicated, lambda index: x[index])
 
 
 def choose_axes(

@@ -41,5 +41,4 @@ def least_seconds(pipe: Pipeline, settings: Settings, steps: int, kind: str) -> 
     reused = min(steps - 1, sum(pipe.architecture.reused(settings)))
     again = pipe.architecture.cache_rule(settings).forwards
     forwards = (steps - reused) * (2 if min(settings.guidance_scales) > 1 else 1) + reused * again
-    devices = 1 if pipe.partitioner is None else pipe.partitioner.mesh.size
-    return forwards * flops / (peak * devices)
+    return forwards * flops / (peak * pipe.partitioner.mesh.size)

@@ -13,7 +13,7 @@ from typing import Any
 from wanjax.cli import names
 from wanjax.cli.processes import is_first, meet
 from wanjax.cli.report import Report
-from wanjax.cli.stages import Rendering
+from wanjax.cli.stages import Rendering, Reporting
 from wanjax.errors import WanjaxError
 from wanjax.media import videos
 from wanjax.media.pictures import Pictures
@@ -41,7 +41,7 @@ def generate(
         if given.pop(option) is not None:
             raise WanjaxError(f"--{option} is for one video: it cannot be given for several")
     texts = prompts_of(prompt, prompts)
-    run = Rendering(report, _target(folder, out), given | {"prompt": texts[0]})
+    run = Rendering(report, _target(folder, out), given | {"prompt": texts[0]}, offload=None)
     numbers = seeds_of(seeds, count, run.settings.seed)
     report.note(f"prompts: {len(texts)}, seeds: {', '.join(map(str, numbers))}, into {run.folder}")
     run.tell()
@@ -63,7 +63,7 @@ def _save_all(report: Report, run: Rendering, force: bool, prompts: Sequence[str
     made = run.pipe.videos(
         prompts,
         negative_prompt=run.settings.negative_prompt,
-        callback=run.between,
+        callback=Reporting(run).stepped,
         tiling=run.tiling,
         batch_guidance=run.batch_guidance,
         skip=skip,

@@ -29,7 +29,7 @@ class StepProfile:
     def __init__(self, folder: Path, pipe: Pipeline, settings: Settings, encoded: Any):
         self.folder = folder
         self.settings = settings
-        self.devices = 1 if pipe.partitioner is None else pipe.partitioner.mesh.size
+        self.devices = pipe.partitioner.mesh.size
         forwards = 2 if settings.guided else 1
         work = pipe.architecture.forward(settings, encoded)
         self.parts = {part: forwards * count for part, count in work.flops.items()}

@@ -5,7 +5,8 @@ import math
 import shlex
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,11 @@ from wanjax.pipelines.checks import check_strength
 from wanjax.pipelines.draws import checked_draws
 from wanjax.pipelines.family import Lesson
 from wanjax.pipelines.looks import Previews
+from wanjax.pipelines.many import Order
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.record import described, devices_of
+from wanjax.pipelines.resume import Keeping
+from wanjax.pipelines.run import Block, Hook, Run
 from wanjax.pipelines.seeds import DRAW
 from wanjax.pipelines.steps import Step, Switch
 from wanjax.schedulers import name_of
@@ -49,9 +53,7 @@ def generate(
     run = Rendering(report, folder, given, out=out, noise=noise)
     try:
         run.tell()
-        encoded = run.encode()
-        streams = run.pipe.architecture.streams
-        written = stream(run, encoded) if streams else run.decode(run.denoise(encoded))
+        written = run.generate()
     finally:
         if folder is None and is_first():
             names.release(run.place)
@@ -112,11 +114,14 @@ class Rendering:
         *,
         out: str | None = None,
         noise: str | None = None,
+        offload: bool | None = True,
     ):
         """Options `given` on the command line override settings `left` by the previous stage, which override defaults.
 
-        Raises WanjaxError here for everything that can be wrong, before any slow work begins.
+        `offload` tells whether networks are freed after their stage, where no option does. Raises WanjaxError here for
+        everything that can be wrong, before any slow work begins.
         """
+        self.offload = offload if given.get("offload") is None else given["offload"]
         chosen = _inherited(left or {}, given) | given_settings(**given)
         self.report = report
         self.tiling = given.get("tiling") or (Tiling() if given.get("tile") else None)
@@ -132,7 +137,7 @@ class Rendering:
         if left is None:
             self.pictures, self.settings = self.pipe.prepare(**files, **settings)
         else:  # the previous stage has encoded the pictures
-            self.settings = self.pipe.settings(**settings)
+            self.pictures, self.settings = Pictures(), self.pipe.settings(**settings)
         self.from_video = "video" in files and self.pipe.begins_from_video
         if options.is_typed("strength"):
             check_strength(self.settings, video="video" in files, begins=self.pipe.begins_from_video)
@@ -159,6 +164,7 @@ class Rendering:
             compiler=given.get("compiler") or kept_set(),
             revision=chosen.get("revision"),
             lora=loras,
+            offload=self.offload,
             progress=self.report.load,
             note=self.report.note,
         )
@@ -222,7 +228,7 @@ class Rendering:
         self.report.note(
             f"{chosen.model}: {chosen.width}x{chosen.height}, {chosen.frames} frames at {chosen.fps} a second, "
             f"{chosen.steps} steps, guidance {guidance}, seed {chosen.seed}{drawn}, {chosen.dtype}, "
-            f"on {devices_of(mesh)}{f', mesh {mesh}, rules {mesh.rules_name}' if mesh else ''}"
+            f"on {devices_of(mesh)}{'' if mesh.alone else f', mesh {mesh}, rules {mesh.rules_name}'}"
         )
         if sentence := demand(self.pipe, chosen, self.from_video):
             self.report.note(sentence)
@@ -238,7 +244,24 @@ class Rendering:
         if self.noise is not None:
             self.report.note(f"note: the initial noise is that of {self.record['noise']}, whatever the seed")
 
-    def encode(self) -> Any:
+    def run(self, *hooks: Hook) -> Run:
+        """Returns the run that makes the video, which hooks look upon beside the report."""
+        told = {"tiling": self.tiling, "batch_guidance": self.batch_guidance}
+        order = Order(self.settings, self.record)
+        return Run(self.pipe, [order], self.pictures, noise=self.noise, hooks=[Reporting(self), *hooks], **told)
+
+    def generate(self) -> Path:
+        """Runs the three stages; returns the path of the video."""
+        self.tell_prompt()
+        self.ready_previews()
+        for _, frames in (run := self.run(*self._denoising(), Saving(self))):
+            if self.pipe.architecture.streams:
+                return stream(self, frames)
+            return self._decoded(run, frames)
+        raise AssertionError("a run of one video makes one")
+
+    def tell_prompt(self) -> None:
+        """Prints notes on the prompt, where the model does not know or read all of it."""
         chosen = self.settings
         if not chosen.prompt.strip():
             self.report.note("note: the prompt is empty, so the video shows what the model likes")
@@ -248,22 +271,40 @@ class Rendering:
         for name, text in (("prompt", chosen.prompt), ("negative prompt", chosen.negative_prompt)):
             for truncation in self.pipe.truncations(text):
                 self.report.note("note: " + str(truncation).replace("the prompt", f"the {name}", 1))
-        encoded = self.embed()
-        tensors = {name: x for name, x in encoded._asdict().items() if x is not None}
-        self.save(stage_files.save_encoded, tensors)
-        self.report.kept(f"the embeddings are in {self.folder / stage_files.EMBEDDINGS}", self._command("denoise"))
-        return encoded
 
-    def embed(self) -> Any:
-        """Encodes the prompts and the pictures; frees each network after its use."""
-        with self.report.stage("encode"):
-            texts = self.settings.prompt, self.settings.negative_prompt
-            encoded = jax.block_until_ready(self.pipe.encode_prompts(*texts))
-            self.pipe.free()
-            made = self.pipe.encode_pictures(self.pictures, self.settings, tiling=self.tiling)
-            jax.block_until_ready(made)
-        self.pipe.free()
-        return encoded._replace(**made)
+    def encode(self) -> None:
+        """Runs the first stage."""
+        self.tell_prompt()
+        self.run(Saving(self)).encode()
+
+    def denoise(self, encoded: Any) -> None:
+        """Runs the second stage."""
+        self.ready_previews()
+        run = self.run(*self._denoising(), Saving(self))
+        with run.stage("denoise"):
+            deque(run.latents(encoded, self.settings, [self.settings.seed]), maxlen=0)
+
+    def decode(self, latents: Any) -> Path:
+        """Runs the third stage: decodes latents and writes the video; returns its path."""
+        run = self.run()
+        return self._decoded(run, run.frames([latents]))
+
+    def _decoded(self, run: Run, frames: Iterator[Any]) -> Path:
+        with run.stage("decode"):
+            written = self.write(np.asarray(chunk) for chunk in frames)
+        self.report.way_on = None
+        return written
+
+    def _denoising(self) -> list[Hook]:
+        """Returns the hooks of denoising: the profile and the state that is kept, where there are any."""
+        found: list[Hook] = [Profiling(self)] if self.profile else []
+        if self.pipe.architecture.streams:
+            return found
+
+        def told(done: int, total: int) -> None:
+            self.report.note(f"the first {done} of {total} steps were taken before")
+
+        return [*found, Keeping(self.folder / stage_files.STATE, self.pipe.partitioner, told)]
 
     def _look(self, given: Mapping[str, Any]) -> bool:
         """Tells whether previews are asked for, after reading the decoder that makes them if one is given."""
@@ -277,80 +318,7 @@ class Rendering:
             with self.report.stage("preview"):
                 self.pipe.colours()
 
-    def between(self, step: Step) -> None:
-        """Shows a preview after a step; stops before the next one if that was asked."""
-        if self.previews:
-            self.previews(step)
-        if step.index + 1 < step.total:
-            self.report.stop_if_asked()
-
-    def watching(self, encoded: Any) -> tuple[StepProfile | None, Callable[[Step], None]]:
-        """Returns the profile, if it is asked for, and what is to be called after each step."""
-        profile = StepProfile(self.profile, self.pipe, self.settings, encoded) if self.profile else None
-
-        def after(step: Step) -> None:
-            if profile:
-                profile.after(step)
-            self.between(step)
-
-        return profile, after
-
-    def looked(self, profile: StepProfile | None) -> None:
-        """Prints the profile, and waits for the last preview."""
-        if profile and is_first():
-            self.report.note(profile.report())
-        if self.previews:
-            self.previews.wait()
-
-    def denoise(self, encoded: Any) -> jax.Array:
-        self.ready_previews()
-        profile, after = self.watching(encoded)
-
-        def tell_switch(switch: Switch) -> None:
-            self.report.note(
-                f"from step {switch.index + 1} of {switch.total} on, {switch.network} is at work, "
-                f"loaded in {switch.seconds:.1f} s"
-            )
-
-        with self.report.stage("denoise"):
-            given = self.settings.to_json()
-            latents = self.pipe.denoise(
-                encoded,
-                noise=self.noise,
-                callback=after,
-                switched=tell_switch,
-                batch_guidance=self.batch_guidance,
-                keep=self.folder / stage_files.STATE,
-                continued=lambda done, total: self.report.note(f"the first {done} of {total} steps were taken before"),
-                **given,
-            )
-            jax.block_until_ready(latents)
-        self.looked(profile)
-        self.pipe.free()
-        self.save(stage_files.save_latents, latents)
-        if is_first():
-            (self.folder / stage_files.STATE).unlink(missing_ok=True)
-        self.report.kept(f"the latents are in {self.folder / stage_files.LATENTS}", self._command("decode"))
-        return latents
-
-    def decode(self, latents: Any) -> Path:
-        """Decodes latents and writes the video; returns its path."""
-
-        def frames() -> Iterator[np.ndarray]:
-            """Yields frames as they are decoded, so that they are never all in memory."""
-            total = self.pipe.chunks(latents)
-            self.report.count("chunk", 0, total)
-            for done, chunk in enumerate(self.pipe.decode_chunks(latents, tiling=self.tiling), 1):
-                yield np.asarray(chunk)
-                self.report.count("chunk", done, total)
-
-        with self.report.stage("decode"):
-            written = self.write(frames())
-        self.pipe.free()
-        self.report.way_on = None
-        return written
-
-    def write(self, frames: Iterator[np.ndarray]) -> Path:
+    def write(self, frames: Iterable[np.ndarray]) -> Path:
         """Writes the video from its frames as they come, in the first process only; returns its path."""
         if is_first():
             return videos.write_video(self.place.video, frames, self.settings.fps, self.record)
@@ -369,11 +337,80 @@ class Rendering:
             save(self.folder, made, self.record)
             stage_files.save_settings(self.folder, self.record)
 
-    def _command(self, stage: str) -> str:
+    def command(self, stage: str) -> str:
         """Returns the command that resumes from here."""
         elsewhere = stage == "decode" and self.place.video != str(self.folder / stage_files.VIDEO)
         out = ["--out", self.place.video] if elsewhere else []
         return shlex.join(["wanjax", stage, "--dir", str(self.folder), *out])
+
+
+class Reporting(Hook):
+    """Shows the progress of a run, and previews; stops it between two steps where that was asked."""
+
+    def __init__(self, rendering: Rendering):
+        self.report, self.previews = rendering.report, rendering.previews
+
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        return self.report.stage(name)
+
+    def count(self, unit: str, done: int, total: int) -> None:
+        self.report.count(unit, done, total)
+
+    def switched(self, switch: Switch) -> None:
+        self.report.note(
+            f"from step {switch.index + 1} of {switch.total} on, {switch.network} is at work, "
+            f"loaded in {switch.seconds:.1f} s"
+        )
+
+    def stepped(self, step: Step) -> None:
+        if self.previews:
+            self.previews(step)
+        if step.index + 1 < step.total:
+            self.report.stop_if_asked()
+        elif self.previews:
+            self.previews.wait()
+
+
+class Saving(Hook):
+    """Writes the files that join the stages."""
+
+    def __init__(self, rendering: Rendering):
+        self.rendering = rendering
+        self._blocks: list[Any] = []
+
+    def encoded(self, encoded: Any) -> None:
+        made, file = self.rendering, self.rendering.folder / stage_files.EMBEDDINGS
+        made.save(stage_files.save_encoded, {name: x for name, x in encoded._asdict().items() if x is not None})
+        made.report.kept(f"the embeddings are in {file}", made.command("denoise"))
+
+    def denoised(self, latents: Any, block: Block) -> None:
+        self._blocks.append(latents if block.count == 1 else np.asarray(latents))
+        if not block.last:
+            return
+        made, file = self.rendering, self.rendering.folder / stage_files.LATENTS
+        made.save(stage_files.save_latents, latents if block.count == 1 else np.concatenate(self._blocks, axis=2))
+        if is_first():
+            (made.folder / stage_files.STATE).unlink(missing_ok=True)
+        made.report.kept(f"the latents are in {file}", made.command("decode"))
+
+
+class Profiling(Hook):
+    """Traces some steps, and reports on all of them after the last."""
+
+    def __init__(self, rendering: Rendering):
+        self.rendering = rendering
+        self.profile: StepProfile | None = None
+
+    def begun(self, encoded: Any) -> None:
+        made = self.rendering
+        assert made.profile is not None
+        self.profile = StepProfile(made.profile, made.pipe, made.settings, encoded)
+
+    def stepped(self, step: Step) -> None:
+        assert self.profile is not None
+        self.profile.after(step)
+        if step.index + 1 == step.total and is_first():
+            self.rendering.report.note(self.profile.report())
 
 
 def _inherited(left: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

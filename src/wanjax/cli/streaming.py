@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `generate` for models that make a video block by block: its frames are written as they come."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import numpy as np
-
-from wanjax.media import stage_files
-from wanjax.pipelines.streaming import StreamingPipeline
 
 
 class Tempo:
@@ -35,35 +32,23 @@ class Tempo:
         return f"{self.frames} frames, {(self.frames - frames) / (self._last - since):.1f} a second"
 
 
-def stream(run: Any, encoded: Any) -> Path:
-    """Denoises and decodes block by block, and writes the video while it is made; saves the latents after it.
+def stream(rendering: Any, frames: Iterator[Any]) -> Path:
+    """Writes a video while it is made, from the frames of each block; the latents are saved after it.
 
-    `run` is a `stages.Rendering`.
+    `rendering` is a `stages.Rendering`.
     """
-    pipe, made, tempo = run.pipe, [], Tempo()
-    assert isinstance(pipe, StreamingPipeline)
-    run.ready_previews()
-    profile, after = run.watching(encoded)
+    report, tempo = rendering.report, Tempo()
+    total = rendering.pipe.architecture.latent_shape(rendering.settings)[2] // rendering.pipe.block_frames
 
-    def latents() -> Iterator[Any]:
-        """Yields each block's latents, and keeps them."""
-        for block in pipe.blocks(encoded, noise=run.noise, callback=after, **run.settings.to_json()):
-            made.append(np.asarray(block))
-            yield block
-
-    def clips(blocks: Iterable[Any], total: int) -> Iterator[np.ndarray]:
-        run.report.count("block", 0, total)
-        for done, clip in enumerate(pipe.decode_blocks(blocks, tiling=run.tiling), 1):
-            yield clip
+    def clips() -> Iterator[np.ndarray]:
+        report.count("block", 0, total)
+        for done, clip in enumerate(frames, 1):
+            yield np.asarray(clip)
             tempo.deliver(len(clip))
-            run.report.count("block", done, total, beside=str(tempo))
+            report.count("block", done, total, beside=str(tempo))
 
-    total = pipe.architecture.latent_shape(run.settings)[2] // pipe.block_frames
-    with run.report.stage("stream"):
-        written = run.write(clips(latents(), total))
-    run.report.note(f"{tempo}, where {run.settings.fps} are played")
-    run.looked(profile)
-    pipe.free()
-    run.save(stage_files.save_latents, np.concatenate(made, axis=2))
-    run.report.way_on = None
+    with report.stage("stream"):
+        written = rendering.write(clips())
+    report.note(f"{tempo}, where {rendering.settings.fps} are played")
+    report.way_on = None
     return written

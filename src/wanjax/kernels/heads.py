@@ -42,8 +42,6 @@ def normed_rotary(
         return plain(x, inverse, scale, cos, sin)
     partitioner = current()
     turn = partial(_with_gradient, _call, plain, interpret)
-    if partitioner is None:
-        return turn(1, x, inverse, scale, cos, sin)
     batch, length, heads, parts = _placement(partitioner, x, LANES)
     tokens = PartitionSpec(batch, length)
     specs = (PartitionSpec(batch, length, heads), tokens, PartitionSpec(heads), *2 * (PartitionSpec(length),))
@@ -65,14 +63,12 @@ def head_normed_rotary(
     The kernel has heads of 128 channels, and smaller ones of which several fill 128 lanes.
     """
     partitioner, size = current(), len(scale)
-    batch, length, heads, parts = (None, None, None, 1) if partitioner is None else _placement(partitioner, x, size)
-    shard = x.shape[2] // (1 if partitioner is None else partitioner.size(heads))
+    batch, length, heads, parts = _placement(partitioner, x, size)
+    shard = x.shape[2] // partitioner.size(heads)
     specification = partial(plain_by_head, eps=eps)
     if (target(x).platform != "tpu" and not interpret) or LANES % size or shard % LANES:
         return specification(x, scale, bias, cos, sin)
     turn = partial(_with_gradient, partial(_call_by_head, eps=eps), specification, interpret, parts)
-    if partitioner is None:
-        return turn(x, scale, bias, cos, sin)
     vector, table = PartitionSpec(), PartitionSpec(length)
     specs = (PartitionSpec(batch, length, heads), vector, vector, table, table)
     return _on_each(turn, partitioner, specs)(x, scale, bias, cos, sin)
@@ -81,7 +77,7 @@ def head_normed_rotary(
 def pack_for_all_to_all(x: Float[Array, "B L E"]) -> Float[Array, "B L E"]:
     """Returns x, whose heads lie in memory by the device that they are sent to, if an all-to-all is to send them."""
     partitioner = current()
-    if partitioner is None or target(x).platform != "tpu" or x.shape[2] % LANES:
+    if target(x).platform != "tpu" or x.shape[2] % LANES:
         return x
     batch, length, heads, parts = _placement(partitioner, x, LANES)
     if parts == 1:
@@ -91,7 +87,9 @@ def pack_for_all_to_all(x: Float[Array, "B L E"]) -> Float[Array, "B L E"]:
 
 
 def _on_each(function: Callable, partitioner: Partitioner, specs: tuple[PartitionSpec, ...]) -> Callable:
-    """Runs a function on the shards of each device; its result is sharded as its first argument."""
+    """Returns a function as each device runs it on its shards; its result is sharded as its first argument."""
+    if partitioner.alone:
+        return function
     # a kernel does not say along which mesh axes its result varies, so that cannot be checked
     return jax.shard_map(function, mesh=partitioner.mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
 

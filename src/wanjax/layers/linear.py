@@ -75,7 +75,7 @@ def gathered_together(*projections: Projection) -> Sequence[Projection]:
     heads that are sent on the same links, and keep them from being sent beside the next projection.
     """
     partitioner, plain = current(), [projection for projection in projections if isinstance(projection, Linear)]
-    if partitioner is None or not partitioner.rules.gathered or len(plain) < len(projections):
+    if partitioner.alone or not partitioner.rules.gathered or len(plain) < len(projections):
         return projections
     kernels = [whole(projection.kernel[...].astype(projection.dtype)) for projection in plain]
     return list(map(_with_kernel, projections, jax.lax.optimization_barrier(kernels)))

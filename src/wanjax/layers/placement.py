@@ -46,13 +46,11 @@ def axes_of(weight: nnx.Variable) -> Axes | None:
     return weight.get_metadata("axes", None)
 
 
-def placed(abstract: Module, partitioner: Partitioner | None) -> Module:
+def placed(abstract: Module, partitioner: Partitioner) -> Module:
     """The abstract module, as `as_shapes` returns it, with the sharding of each weight by its logical axes.
 
-    A weight without names is replicated. Without a partitioner the module is returned as it is.
+    A weight without names is replicated.
     """
-    if partitioner is None:
-        return abstract
     graphdef, state = nnx.split(abstract)
 
     def place(weight: nnx.Variable) -> nnx.Variable:

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiling: large frames pass a network in overlapping tiles, which are cross-faded where they meet."""
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -30,43 +28,56 @@ class Tiling(NamedTuple):
         return (rows // pixels, columns // pixels), (down // pixels, right // pixels)
 
 
-def map_tiles(
-    process: Callable[[Frames, Any], tuple[Frames, Any]],
-    x: Frames,
-    caches: Any,
-    tiling: Tiling | None,
-    cells: tuple[int, int],
-) -> tuple[Frames, Any]:
-    """Runs `process(tile, cache) -> (tile, cache)` over the tiles of a chunk; each tile has a cache of its own.
+class Tile(NamedTuple):
+    """A tile's place and size, in cells; those at the right and lower edge may be smaller than the others."""
 
-    `cells` are the widths in pixels of a cell of x and of a cell of the result. Frames that fit in one tile are
-    processed whole, as are all frames if `tiling` is None; another tiling is `completed`. Tiles at the right and lower
-    edge may be smaller. As in the references, a tile is faded into its upper neighbour and then into its left one, both
-    after their own fading, and is cropped to its stride.
+    top: int
+    left: int
+    height: int
+    width: int
+
+
+def tiles_of(height: int, width: int, tiling: Tiling | None, pixels: int) -> list[list[Tile]]:
+    """Returns the rows of tiles of frames of so many cells, each of `pixels` pixels along a side.
+
+    Frames that fit in one tile are one, as are all frames if `tiling` is None; another tiling is `completed`.
     """
+    whole = [[Tile(0, 0, height, width)]]
     if tiling is None:
-        return process(x, caches)
-    (height, width), (down, right) = tiling.cells(cells[0])
-    if x.shape[2] <= height and x.shape[3] <= width:
-        return process(x, caches)
-    (tall, wide), kept = tiling.cells(cells[1])
-    caches_out, rows = {}, []
-    for top in range(0, x.shape[2], down):
-        row = []
-        for left in range(0, x.shape[3], right):
-            tile = x[:, :, top : top + height, left : left + width]
-            tile, caches_out[top, left] = process(tile, caches and caches[top, left])
-            if rows:
-                tile = _fade(rows[-1][len(row)], tile, tall - kept[0], axis=2)
+        return whole
+    (tall, wide), (down, right) = tiling.cells(pixels)
+    if height <= tall and width <= wide:
+        return whole
+    return [
+        [Tile(top, left, min(tall, height - top), min(wide, width - left)) for left in range(0, width, right)]
+        for top in range(0, height, down)
+    ]
+
+
+def joined(rows: Sequence[Sequence[Frames]], tiling: Tiling | None, pixels: int) -> Frames:
+    """Returns whole frames from the rows of their tiles, whose cells have `pixels` pixels along a side.
+
+    As in the references, a tile is faded into its upper neighbour and then into its left one, both after their own
+    fading, and is cropped to its stride.
+    """
+    if len(rows) == len(rows[0]) == 1 or tiling is None:
+        return rows[0][0]
+    (tall, wide), (down, right) = tiling.cells(pixels)
+    faded: list[list[Frames]] = []
+    for tiles in rows:
+        row: list[Frames] = []
+        for tile in tiles:
+            if faded:
+                tile = _fade(faded[-1][len(row)], tile, tall - down, axis=2)
             if row:
-                tile = _fade(row[-1], tile, wide - kept[1], axis=3)
+                tile = _fade(row[-1], tile, wide - right, axis=3)
             row.append(tile)
-        rows.append(row)
-    joined = [jnp.concatenate([tile[:, :, : kept[0], : kept[1]] for tile in row], axis=3) for row in rows]
-    return jnp.concatenate(joined, axis=2), caches_out
+        faded.append(row)
+    return jnp.concatenate(
+        [jnp.concatenate([tile[:, :, :down, :right] for tile in row], axis=3) for row in faded], axis=2
+    )
 
 
-@partial(jax.jit, static_argnames=("overlap", "axis"))
 def _fade(before: Frames, after: Frames, overlap: int, axis: int) -> Frames:
     """Returns `after`, whose first cells along `axis` are blended with the last cells of `before`."""
     overlap = min(before.shape[axis], after.shape[axis], overlap)

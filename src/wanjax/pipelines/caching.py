@@ -10,13 +10,14 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from wanjax.compilation import Compile, program
 from wanjax.kernels.compiler_options import scanned
 from wanjax.pipelines.cache_rules import CacheRule, TeaCache, check_reused, turns_of
 from wanjax.pipelines.cache_tables import Tables
+from wanjax.pipelines.model import Model
 from wanjax.pipelines.sampler import Denoiser, Inputs
 from wanjax.pipelines.step_cache import StepCache
 from wanjax.pipelines.steps import Segment
+from wanjax.programs import program
 from wanjax.schedulers import one_step
 
 
@@ -28,12 +29,13 @@ def time_changes(denoiser: Denoiser, weights: Any, times: Any) -> Float[Array, "
     return jnp.concatenate([jnp.zeros(1, changes.dtype), changes])
 
 
-def changes_of(denoiser: Denoiser, inputs: Inputs, schedule: Any, segment: Segment, compiled: Compile) -> list[float]:
-    """Returns the changes of the timestep's embedding before each step of a segment."""
+def changes_of(denoiser: Denoiser, inputs: Inputs, schedule: Any, segment: Segment, model: Model) -> list[float] | None:
+    """Returns the changes of the timestep's embedding before each step of a segment; None where weights have none."""
     steps = range(segment.start, segment.start + len(segment.scales))
     times = [denoiser.times(one_step(schedule, step)) for step in steps]
-    stacked = jax.tree.map(lambda *of_steps: jnp.stack(of_steps), *times)
-    return np.asarray(compiled(time_changes)(denoiser, inputs.weights, stacked)).tolist()
+    stacked = jax.tree.map(lambda *of_steps: np.stack(of_steps), *times)
+    changes = model.strategy.read(model.call(time_changes, denoiser, inputs.weights, stacked), None)
+    return None if changes is None else changes.tolist()
 
 
 class Caching:
@@ -46,13 +48,19 @@ class Caching:
         self.schedule = schedule
         self.turns = turns_of(segments, steps)
 
-    def of(self, network: str, denoiser: Denoiser, inputs: Inputs, compiled: Compile) -> StepCache:
-        """Returns a network's cache; raises WanjaxError where every step that may would reuse, or none."""
+    def of(self, network: str, denoiser: Denoiser, inputs: Inputs, model: Model) -> StepCache:
+        """Returns a network's cache; raises WanjaxError where every step that may would reuse, or none.
+
+        Where the weights' values decide, and there are none, a single step counts as reusing: the last that may.
+        """
         number = next(i for i, segment in enumerate(self.segments) if segment.network == network)
         segment, turn, changes = self.segments[number], self.turns[number], None
         if isinstance(self.rule, TeaCache):
-            changes = changes_of(denoiser, inputs, self.schedule, segment, compiled)
+            changes = changes_of(denoiser, inputs, self.schedule, segment, model)
         reused = self.rule.reused(turn, self.tables, changes)
+        if isinstance(self.rule, TeaCache) and changes is None:
+            last = max((step for step, may in enumerate(reused) if may), default=-1)
+            reused = tuple(step == last for step in range(len(reused)))
         if changes is not None and len(self.turns) == 1:
             check_reused(self.rule, [reused])
         return self.rule.cache(turn, (False,) * turn.start + reused)

@@ -2,7 +2,7 @@
 """Measurement of what step caches need to know of a checkpoint, in runs whose steps are all whole."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -10,15 +10,15 @@ import numpy as np
 from jaxtyping import Array, Float
 from numpy.polynomial import Polynomial
 
-from wanjax.compilation import keeps_programs
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.cache_rules import MagCache, TeaCache, Turn, turns_of
 from wanjax.pipelines.cache_tables import Changes, Magnitudes, Tables
 from wanjax.pipelines.caching import changes_of
-from wanjax.pipelines.draws import INITIAL
+from wanjax.pipelines.many import Order
+from wanjax.pipelines.model import Model
 from wanjax.pipelines.pipeline import Pipeline
-from wanjax.pipelines.sampler import Denoiser, Inputs, State, sample
-from wanjax.pipelines.seeds import solver_keys, steady_draws
+from wanjax.pipelines.run import Hook, Run
+from wanjax.pipelines.sampler import Denoiser, Inputs
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.step_cache import ForwardCache, Kept, Predict, Prediction, ResidualCache
 from wanjax.pipelines.steps import Segment, Step
@@ -64,28 +64,42 @@ class Measured(NamedTuple):
     turns: tuple[Turn, ...]
 
 
-@keeps_programs
-@steady_draws()
+class Measurement(Hook):
+    """Reads what each step told; it stands in place of a step cache too, whose steps are all whole."""
+
+    def __init__(self, segments: Sequence[Segment], schedule: Any):
+        self.segments, self.schedule = segments, schedule
+        self.embedded: list[float] = []
+        self.told: list[np.ndarray] = []
+
+    def of(self, network: str, denoiser: Denoiser, inputs: Inputs, model: Model) -> MeasuringCache:
+        """Returns the cache that measures."""
+        segment = next(segment for segment in self.segments if segment.network == network)
+        self.embedded += changes_of(denoiser, inputs, self.schedule, segment, model) or []
+        return MeasuringCache()
+
+    def stepped(self, step: Step) -> None:
+        rows = [np.concatenate([np.asarray(part[index]) for part in step.state.kept]) for index in (2, 3)]
+        self.told.append(np.resize(np.stack(rows, axis=1), (2, 2)))  # without guidance the prompt's, twice
+
+
+class MeasuringRun(Run):
+    """A run whose steps are measured."""
+
+    def caching(self, settings: Settings, segments: Sequence[Segment], schedule: Any) -> Any:
+        self.measured = Measurement(segments, schedule)
+        self.hooks = (*self.hooks, self.measured)
+        return self.measured
+
+
 def measure(pipe: Pipeline, encoded: Any, settings: Settings) -> Measured:
     """Makes the latents of a video of an output of `encode`, and returns what its steps told."""
-    encoded, draws = pipe._drawn(encoded, settings, [settings.seed], None)
-    schedule, x = pipe.begin(encoded, settings, draws[INITIAL])
-    segments, embedded, told = pipe.segments(schedule, settings), [], []
-
-    def prepare(segment: Segment, x: Any) -> tuple[Denoiser, Inputs]:
-        network, _ = pipe.components.take_over(segment.network, pipe.architecture.denoisers)
-        denoiser, inputs = pipe.inputs(network, segment, encoded, x, False)
-        embedded.extend(changes_of(denoiser, inputs, schedule, segment, pipe.compiled))
-        return replace(denoiser, cache=MeasuringCache()), inputs
-
-    def callback(step: Step) -> None:
-        rows = [np.concatenate([np.asarray(part[index]) for part in step.state.kept]) for index in (2, 3)]
-        told.append(np.resize(np.stack(rows, axis=1), (2, 2)))  # without guidance the prompt's, twice
-
-    state = pipe.on_devices(State(x, pipe.scheduler.init(schedule, x, solver_keys([settings.seed]))))
-    sample(state, schedule, segments, prepare, compiled=pipe.compiled, callback=callback)
-    ratios, changed = np.moveaxis(np.array(told, np.float64), 0, -1)[:, 0], np.moveaxis(np.array(told), 0, -1)[:, 1]
-    return Measured(ratios, changed.astype(np.float64), np.array(embedded), turns_of(segments, settings.steps))
+    run = MeasuringRun(pipe, [Order(settings, {})])
+    for _ in run.latents(encoded, settings, [settings.seed]):
+        pass
+    found = run.measured
+    ratios, changed = np.moveaxis(np.array(found.told, np.float64), 0, -1).swapaxes(0, 1)
+    return Measured(ratios, changed, np.array(found.embedded), turns_of(found.segments, settings.steps))
 
 
 def tables_from(runs: Sequence[Measured]) -> Tables:

@@ -5,6 +5,8 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
+from math import inf, prod
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -18,6 +20,7 @@ from wanjax.layers.placement import bytes_by_device
 SPARE = 0.25  # the share of a device's memory that is left for activations
 MEMORY = Path("/proc/meminfo")
 MakeRoom = Callable[[nnx.Module], None]
+Shapes = Callable[[], nnx.Module]  # of a network
 
 
 class Components:
@@ -26,6 +29,7 @@ class Components:
     A loader receives `make_room`, and calls it with the network as shapes before its weights are read. `options` are
     the options of loading that shape a video, as JSON. `sizes` are the bytes of the networks' weights, as far as they
     are known before anything is loaded. `source` is the checkpoint, if any, and `kinds` are its kinds of networks.
+    `shapes` return networks as shapes with shardings, for runs that are recorded.
 
     `offload` decides which networks are freed without being asked: with True each one at the end of the stage that used
     it, with False none, and with None as many as have to go where the next one would not fit in memory beside them. A
@@ -40,8 +44,12 @@ class Components:
         sizes: Mapping[str, int] | None = None,
         source: Any = None,
         kinds: Sequence[Any] = (),
+        shapes: Mapping[str, Shapes] | None = None,
+        fits: Callable[[nnx.Module], bool] | None = None,
     ):
         self._loaders = dict(loaders)
+        self._shapes = dict(shapes or {})
+        self._fits = fits or _fits_here
         self._loaded: dict[str, Any] = {}
         self._put: set[str] = set()
         self.options = dict(options or {})
@@ -49,6 +57,30 @@ class Components:
         self.sizes = dict(sizes or {})
         self.source = source
         self.kinds = tuple(kinds)
+
+    def abstract(self, room: int | None = None) -> "Components":
+        """Returns the same components with networks as shapes: nothing is loaded, and freeing frees nothing.
+
+        `room` is the memory of a device in bytes, which decides where a network has to go for another; None is enough
+        for all. Tokenizers and the like are shared.
+        """
+        loaders = {name: partial(self._abstract, name) for name in self.names}
+        made = Components(loaders, self.options, self.offload, self.sizes, self.source, self.kinds)
+        least = inf if room is None else (1 - SPARE) * room
+        made._fits = lambda network: sum(map(bytes_of, [*made.networks(), network])) <= least
+        return made
+
+    def _abstract(self, name: str, make_room: MakeRoom) -> Any:
+        if name in self._shapes and name not in self._put:
+            network = self._shapes[name]()
+            make_room(network)
+            return network
+        component = self.get(name)
+        return as_abstract(component) if isinstance(component, nnx.Module) else component
+
+    def networks(self) -> list[nnx.Module]:
+        """Returns the networks that are loaded."""
+        return [x for x in self._loaded.values() if isinstance(x, nnx.Module)]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -81,7 +113,7 @@ class Components:
     def make_room(self, network: nnx.Module) -> None:
         """Frees networks, the first loaded first, until this one, given as shapes, fits in memory beside the others."""
         others = self._replaceable() if self.offload is None else []
-        while others and not fits(network):
+        while others and not self._fits(network):
             self.free(others.pop(0))
 
     def leave(self, results: Any) -> Any:
@@ -106,6 +138,23 @@ class Components:
     def _replaceable(self) -> list[str]:
         """Returns the names of the networks that can be loaded again, the first loaded first."""
         return [name for name, x in self._loaded.items() if isinstance(x, nnx.Module) and name not in self._put]
+
+
+def as_abstract(network: nnx.Module) -> nnx.Module:
+    """Returns a network as shapes with shardings."""
+    graphdef, state = nnx.split(network)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    return nnx.merge(graphdef, shapes)
+
+
+def bytes_of(network: nnx.Module) -> int:
+    """Returns the bytes of a network's weights on one device."""
+    leaves = jax.tree.leaves(nnx.state(network))
+    return sum(prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+
+
+def _fits_here(network: nnx.Module) -> bool:
+    return fits(network)
 
 
 def fits(network: nnx.Module) -> bool:

@@ -1,28 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The random arrays that a video takes, by name: given by the caller, or else drawn from the seed.
+"""The random arrays that a video takes, by name: given by the caller, or else drawn from the seed by a program.
 
 `noise` is the initial noise, and `step_noise` the noise that the steps of a stochastic solver add. A family may have
 others.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+from jaxtyping import Float
 
 from wanjax.errors import WanjaxError, shown
 from wanjax.pipelines.checks import check_noise
 from wanjax.pipelines.frames import GivenLatents
-from wanjax.pipelines.seeds import initial_noise
 
 INITIAL, OF_STEPS = "noise", "step_noise"
 GivenDraws = GivenLatents | Mapping[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def checked_draws(given: GivenDraws | None, right: Shapes) -> dict[str, Float[Array, "..."]]:
-    """Returns the given arrays by name; an array alone is the initial noise.
+def checked_draws(given: GivenDraws | None, right: Shapes) -> dict[str, Float[np.ndarray, "..."]]:
+    """Returns the given arrays by name, on the host; an array alone is the initial noise.
 
     Raises WanjaxError for a name that the video does not use, and unless each is an array of floats of its right shape.
     """
@@ -33,14 +32,4 @@ def checked_draws(given: GivenDraws | None, right: Shapes) -> dict[str, Float[Ar
         if name not in right:
             raise WanjaxError(f"there is noise named {shown(name)} where this video uses {' and '.join(right)} alone")
         check_noise(array, right[name], name)
-    return {name: jnp.asarray(array) for name, array in arrays.items()}
-
-
-def with_initial(
-    given: Mapping[str, Float[Array, "..."]], right: Shapes, seeds: Sequence[int]
-) -> dict[str, Float[Array, "..."]]:
-    """Returns the given arrays, and where there is no initial noise among them that of each seed."""
-    if INITIAL in given:
-        return dict(given)
-    shape = (1, *right[INITIAL][1:])
-    return {INITIAL: jnp.concatenate([initial_noise(seed, shape) for seed in seeds]), **given}
+    return {name: np.asarray(array) for name, array in arrays.items()}

@@ -13,15 +13,13 @@ from typing import Any, NamedTuple
 
 from wanjax.checkpoints.networks import Config, Network, NetworkKind, components, network_of
 from wanjax.checkpoints.sources import Layout, Source
-from wanjax.compilation import Lowering
 from wanjax.errors import UnsupportedError, WanjaxError
 from wanjax.kernels.attention import is_radial, passes_keys
 from wanjax.pipelines.cache_rules import NONE, CacheRule, Turn, chosen_rule, turns_of
 from wanjax.pipelines.cache_tables import NO_TABLES, Tables
-from wanjax.pipelines.frames import chunk_count
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Settings
-from wanjax.pipelines.steps import Segment, dense_steps
+from wanjax.pipelines.steps import Segment
 from wanjax.schedulers import Scheduler
 from wanjax.sharding import choose_axes, platform
 
@@ -52,38 +50,6 @@ def auto_axes(
     """
     ring = work.ring and platform() == "tpu" and passes_keys(attention)
     return choose_axes(devices, heads=work.heads, tokens=work.tokens, guided=guided, sp=sp, ring=ring)
-
-
-class Planned(NamedTuple):
-    """A program of a video: its builder from shapes, and the number of times that the video runs it.
-
-    `build(blueprint, **arguments)` returns its `Lowering`. The arguments, such as configs and sizes, are values that
-    JSON can hold or frozen dataclasses of such values. Videos with equal arguments share the program and its price.
-    """
-
-    name: str
-    build: Callable[..., Lowering]
-    arguments: Mapping[str, Any]
-    times: int
-
-
-def by_chunk(
-    name: str,
-    build: Callable[..., Lowering],
-    arguments: Mapping[str, Any],
-    frames: int,
-    at_once: tuple[int, int],
-    clips: int = 1,
-) -> list[Planned]:
-    """Returns the two programs of an autoencoder, for the first chunk of a clip of `frames` and for the later ones.
-
-    `build` takes `at_once`, the lengths of both, and `first`, which tells them apart, beside the arguments.
-    """
-    arguments, later = {**arguments, "at_once": at_once}, chunk_count(frames, at_once) - 1
-    return [
-        Planned(f"{name}_first", build, {**arguments, "first": True}, clips),
-        Planned(f"{name}_next", build, {**arguments, "first": False}, clips * later),
-    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,13 +115,6 @@ class Architecture(ABC):
         """Returns the shape [1 C T H W] of the latents that are denoised, with frames that are dropped at the end."""
         return self.latent_shape(settings)
 
-    def encoded_shapes(self, settings: Settings) -> Mapping[str, tuple[tuple[int, ...], Any]]:
-        """Returns the shapes of what `encode` returns for a prompt and the needed pictures, by field, and their dtypes.
-
-        None is the dtype of the networks. It is for plans of training alone.
-        """
-        raise WanjaxError(f"the training of {settings.model} cannot be priced: its family does not tell its inputs")
-
     def segments(self, settings: Settings) -> Sequence[Segment]:
         """Returns the steps of each network of a video that begins from noise."""
         return [Segment(self.denoisers[0], 0, (settings.guidance_scale,) * settings.steps)]
@@ -175,32 +134,6 @@ class Architecture(ABC):
         rule = self.cache_rule(settings)
         return tuple(reuses for turn in self.turns(settings) for reuses in rule.reused(turn, self.tables))
 
-    def steps(
-        self, build: Callable[..., Lowering], arguments: Mapping[str, Any], settings: Settings
-    ) -> Sequence[Planned]:
-        """Returns the programs of a video's steps: a whole step, and one that reuses what the step cache kept.
-
-        Under radial attention there is also a dense one. `build` takes `cache`, and `reuses` and `dense`, which tell
-        them apart, beside the arguments; `dense` only under radial attention. Where the steps that reuse are not known
-        before weights are, all are counted as whole.
-        """
-        self.check_attention(arguments["attention"], settings.model)
-        rule = self.cache_rule(settings)
-        arguments = {**arguments, "cache": rule.cache(self.turns(settings)[0], ())}
-        may = self.reused(settings)
-        reused, dense = sum(may) if rule.counted else 0, []
-        if is_radial(arguments["attention"]):
-            first = sum(not reuses for reuses in may[: dense_steps(settings.steps)])
-            dense = [Planned("dense_step", build, {**arguments, "reuses": False, "dense": True}, first)]
-            arguments |= {"dense": False}
-        return [
-            Planned(
-                "step", build, {**arguments, "reuses": False}, settings.steps - reused - sum(x.times for x in dense)
-            ),
-            Planned("reusing_step", build, {**arguments, "reuses": True}, reused),
-            *dense,
-        ]
-
     @property
     def radial(self) -> bool:
         """True where the denoiser's self-attention can be radial."""
@@ -218,12 +151,6 @@ class Architecture(ABC):
     def decoded_at_once(self, frames: int) -> tuple[int, int]:
         """Latent frames in the first chunk to decode, and in each later one, for a video of so many."""
         return self.vae.decoded_at_once(frames)
-
-    @abstractmethod
-    def programs(
-        self, settings: Settings, *, attention: str | None = None, batch_guidance: bool = False
-    ) -> Mapping[str, Sequence[Planned]]:
-        """Returns the programs of the stages `encode`, `denoise` and `decode`; a step's program is named `step`."""
 
 
 @dataclass(frozen=True)
@@ -295,7 +222,8 @@ class Family:
     compiler options. `architecture` reads a checkpoint's configs, and those of its text and image encoders if the
     second argument is True. `settings` returns the default settings of a checkpoint. `loaders` load tokenizers and
     image processors from their folders. `layouts` are the layouts of its checkpoints other than that of diffusers.
-    `tables` is a file of published tables for step caches, by the presets' names.
+    `tables` is a file of published tables for step caches, by the presets' names. `prompt` returns, for plans, the
+    length of a prompt and the number of its real tokens, by tokenizer.
     """
 
     name: str
@@ -308,6 +236,7 @@ class Family:
     loaders: Mapping[str, Callable[[Path], Any]] = field(default_factory=dict)
     layouts: tuple[Layout, ...] = ()
     tables: Path | None = None
+    prompt: Callable[[Any], Mapping[str, tuple[int, int]]] = lambda architecture: {}
 
     def network_of(self, config: Config) -> Network:
         """Returns the network that a config describes."""

@@ -1,28 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding and encoding of frames by a causal video autoencoder, chunk by chunk and optionally tile by tile.
+"""Frames to latents and back, chunk by chunk, tile by tile if asked.
 
-The autoencoder has the methods `decode_cells(z, cache)` and `encode_cells(x, cache)`, which also return the cache for
-the next chunk. A cell is `config.patch` × `config.patch` pixels. `config.decoded_at_once(frames)` and
-`config.encoded_at_once(frames)` are the lengths of the first chunk of a clip and of the later ones, and
-`config.tiling` the tiles of frames that would not fit in memory.
+The autoencoder's cache makes the chunks of a clip the same as the whole. Each tile has a cache of its own.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Shaped, UInt8
+from jaxtyping import Array, Float, Int, Shaped, UInt8
 
-from wanjax.compilation import Compile, program
 from wanjax.kernels.compiler_options import convolutions, scanned
 from wanjax.layers.conv import VIDEO
 from wanjax.layers.patch import to_cells, to_pixels
-from wanjax.layers.tiling import Tiling, map_tiles
+from wanjax.layers.tiling import Tile, Tiling, joined, tiles_of
+from wanjax.programs import program
 from wanjax.sharding import constrain, following, replicate
 
 Latents = Float[Array, "B C T H W"]
@@ -30,22 +26,44 @@ GivenLatents = Float[Array | np.ndarray, "B C T H W"]
 GivenFrames = Shaped[Array | np.ndarray, "T H W 3"] | Sequence[Shaped[np.ndarray, "H W 3"]]
 Chunk = Float[Array, "B _T _H _W _C"]  # inputs and outputs differ in size
 Frames = UInt8[Array, "T H W 3"] | Float[Array, "T H W 3"]
+Call = Callable[..., Any]  # of a program with its arguments, as `Model.call`
+
+
+class Decoding(NamedTuple):
+    """What decodes: the network, the frames' dtype and the width of a cell of pixels; and how much: (frames, h, w)."""
+
+    graphdef: Any
+    dtype: Any
+    patch: int
+    extent: tuple[int, int, int]
+
+
+class Joining(NamedTuple):
+    """The tiles that are joined, the width of their cells, and the frames' dtype; None leaves cells as they are."""
+
+    tiling: Tiling
+    pixels: int
+    dtype: Any = None
 
 
 @program(convolutions, donated=("cache",))
-def decode_chunk(static: tuple[Any, Any, int], z: Chunk, cache: Any, weights: Any) -> tuple[Frames, Any]:
-    """Decodes a chunk of latents to frames of the final dtype; returns the cache. static: graphdef, dtype, patch."""
-    graphdef, dtype, patch = static
-    with following(*z.shape[2:4]):
-        x, cache = _decode(graphdef, z, cache, weights)
-        return _finished(x, dtype, patch), cache
+def decode_chunk(
+    static: Decoding, latents: Latents, start: Int[Array, "4"], cache: Any, weights: Any
+) -> tuple[Frames, Any]:
+    """Decodes a chunk of latents to frames of the final dtype; returns the cache.
+
+    `start` is the video of the batch, and the chunk's first frame, row and column.
+    """
+    x, cache = _decode(static, latents, start, cache, weights)
+    return _finished(x, static.dtype, static.patch), cache
 
 
 @program(convolutions, donated=("cache",))
-def decode_tile(graphdef: Any, z: Chunk, cache: Any, weights: Any) -> tuple[Chunk, Any]:
+def decode_tile(
+    static: Decoding, latents: Latents, start: Int[Array, "4"], cache: Any, weights: Any
+) -> tuple[Chunk, Any]:
     """Decodes a tile of latents to cells of pixels, about [-1, 1]; returns the cache too."""
-    with following(*z.shape[2:4]):
-        return _decode(graphdef, z, cache, weights)
+    return _decode(static, latents, start, cache, weights)
 
 
 @program(convolutions)
@@ -59,9 +77,10 @@ def encode_chunk(graphdef: Any, x: Chunk, cache: Any, weights: Any) -> tuple[Chu
 
 
 @program(scanned)
-def to_frames(static: tuple[Any, int], x: Chunk) -> Frames:
-    """Converts cells of pixels to frames of the final dtype. static: dtype, patch."""
-    return _finished(x, *static)
+def join_tiles(static: Joining, rows: Sequence[Sequence[Chunk]]) -> Frames | Chunk:
+    """Joins the tiles of a chunk; those of pixels to frames of the final dtype."""
+    x = joined(rows, static.tiling, static.pixels)
+    return x if static.dtype is None else _finished(x, static.dtype, static.pixels)
 
 
 @program(scanned)
@@ -71,9 +90,20 @@ def from_frames(patch: int, frames: Shaped[Array, "T H W 3"]) -> Chunk:
     return to_cells(x[None] * 2.0 - 1.0, patch)
 
 
-def _decode(graphdef: Any, z: Chunk, cache: Any, weights: Any) -> tuple[Chunk, Any]:
-    x, cache = nnx.merge(graphdef, weights).decode_cells(constrain(z, VIDEO), cache)
-    return constrain(x, VIDEO), _constrained(cache)
+@program(scanned)
+def join_chunks(static: None, chunks: tuple[Chunk, ...]) -> Latents:
+    """Joins the latents of a clip's chunks."""
+    return jnp.moveaxis(jnp.concatenate(chunks, axis=1), -1, 1)
+
+
+def _decode(static: Decoding, latents: Latents, start: Int[Array, "4"], cache: Any, weights: Any) -> tuple[Chunk, Any]:
+    frames, height, width = static.extent
+    video, *first = start
+    sizes = (1, latents.shape[1], frames, height, width)
+    z = jnp.moveaxis(jax.lax.dynamic_slice(latents, (video, jnp.zeros_like(video), *first), sizes), 1, -1)
+    with following(height, width):
+        x, cache = nnx.merge(static.graphdef, weights).decode_cells(constrain(z, VIDEO), cache)
+        return constrain(x, VIDEO), _constrained(cache)
 
 
 def _constrained(cache: Any) -> Any:
@@ -94,49 +124,57 @@ def decoded(
     at_once: tuple[int, int],
     dtype: DTypeLike,
     tiling: Tiling | None,
-    compiled: Compile,
+    call: Call,
+    video: int = 0,
 ) -> Iterator[Frames]:
     """Yields the frames of each chunk of a video's latents, which come in pieces; only one chunk is in memory.
 
-    `at_once` are the lengths of the first chunk and of the later ones. A later piece has whole chunks.
+    `at_once` are the lengths of the first chunk and of the later ones. A later piece has whole chunks. `video` is the
+    place of the video in the pieces' batch.
     """
-    config, (first, rest) = vae.config, at_once
-    cells = (config.spatial_factor, config.patch)
+    config, (first, rest), dtype = vae.config, at_once, jnp.dtype(dtype)
     tiling = tiling and tiling.completed(config.tiling)
     graphdef, weights = nnx.split(vae)
-    decode = compiled(decode_tile)
-    cache = None
+    caches: dict[Tile, Any] = {}
+
+    def decode(program: Any, tile: Tile, piece: GivenLatents, span: range) -> Any:
+        static = Decoding(graphdef, dtype, config.patch, (len(span), tile.height, tile.width))
+        start = np.array([video, span.start, tile.top, tile.left], np.int32)
+        made, caches[tile] = call(program, static, piece, start, caches.get(tile), weights)
+        return made
+
     for piece in pieces:
-        z = jnp.moveaxis(jnp.asarray(piece), 1, -1)
-        for chunk in spans(z.shape[1], (first if cache is None else rest, rest)):
-            z_chunk = z[:, chunk]
+        rows = tiles_of(*piece.shape[3:], tiling, config.spatial_factor)
+        for span in spans(piece.shape[2], (rest if caches else first, rest)):
             if tiling is None:  # one program from latents to frames
-                static = (graphdef, jnp.dtype(dtype), config.patch)
-                frames, cache = compiled(decode_chunk)(static, z_chunk, cache, weights)
+                yield decode(decode_chunk, rows[0][0], piece, span)
             else:
-                process = partial(_with_weights, decode, graphdef, weights)
-                x, cache = map_tiles(process, z_chunk, cache, tiling, cells)
-                frames = compiled(to_frames)((jnp.dtype(dtype), config.patch), x)
-            yield frames
+                tiles = [[decode(decode_tile, tile, piece, span) for tile in row] for row in rows]
+                yield call(join_tiles, Joining(tiling, config.patch, dtype), tiles)
 
 
-def encoded(vae: Any, frames: GivenFrames, tiling: Tiling | None, compiled: Compile) -> Float[Array, "1 C _T _H _W"]:
+def encoded(vae: Any, frames: GivenFrames, tiling: Tiling | None, call: Call) -> Float[Array, "1 C _T _H _W"]:
     """Returns the latents of frames that are uint8 or floats in [0, 1]."""
     config = vae.config
-    cells = (1, config.spatial_factor // config.patch)  # a tile has as many cells as `tiling` has pixels
     tiling = tiling and tiling.completed(config.tiling)
     graphdef, weights = nnx.split(vae)
-    process = partial(_with_weights, compiled(encode_chunk), graphdef, weights)
-    cache, latents = None, []
-    for chunk in spans(len(frames), config.encoded_at_once(len(frames))):
-        x = compiled(from_frames)(config.patch, np.asarray(frames[chunk]))
-        z, cache = map_tiles(process, x, cache, tiling, cells)
-        latents.append(z)
-    return jnp.moveaxis(jnp.concatenate(latents, axis=1), -1, 1)
+    caches: dict[Tile, Any] = {}
+    height, width, _ = frames[0].shape
 
+    def encode(tile: Tile, chunk: Shaped[np.ndarray, "T H W 3"]) -> Any:
+        top, left, tall, wide = (config.patch * n for n in tile)
+        x = call(from_frames, config.patch, np.ascontiguousarray(chunk[:, top : top + tall, left : left + wide]))
+        made, caches[tile] = call(encode_chunk, graphdef, x, caches.get(tile), weights)
+        return made
 
-def _with_weights(run: Any, graphdef: Any, weights: Any, x: Chunk, cache: Any) -> tuple[Chunk, Any]:
-    return run(graphdef, x, cache, weights)
+    # a tile has as many cells as `tiling` has pixels
+    rows, chunks = tiles_of(height // config.patch, width // config.patch, tiling, 1), []
+    for span in spans(len(frames), config.encoded_at_once(len(frames))):
+        chunk = np.asarray(frames[span.start : span.stop])
+        tiles = [[encode(tile, chunk) for tile in row] for row in rows]
+        many = Joining(tiling, config.spatial_factor // config.patch) if tiling else None
+        chunks.append(tiles[0][0] if many is None else call(join_tiles, many, tiles))
+    return call(join_chunks, None, tuple(chunks))
 
 
 def chunk_count(count: int, at_once: tuple[int, int]) -> int:
@@ -144,9 +182,9 @@ def chunk_count(count: int, at_once: tuple[int, int]) -> int:
     return len(list(spans(count, at_once)))
 
 
-def spans(count: int, at_once: tuple[int, int]) -> Iterable[slice]:
-    """Yields slices of `count` frames: the first slice has `at_once[0]` frames, the others `at_once[1]`."""
+def spans(count: int, at_once: tuple[int, int]) -> Iterator[range]:
+    """Yields the frames of each chunk of `count` frames: the first has `at_once[0]`, the others `at_once[1]`."""
     first, rest = at_once
-    yield slice(0, first)
+    yield range(min(first, count))
     for start in range(first, count, rest):
-        yield slice(start, start + rest)
+        yield range(start, min(start + rest, count))

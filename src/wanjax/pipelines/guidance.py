@@ -3,7 +3,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,22 +13,27 @@ from jaxtyping import Float
 from wanjax.sharding import Partitioner
 
 
-def grouping(guided: bool, batched: bool, partitioner: Partitioner | None) -> tuple[int, int]:
-    """Returns the number of forwards in a step, and for how many prompts of a video each is.
+class Groups(NamedTuple):
+    """The number of forwards in a step, and for how many prompts of a video each is."""
+
+    forwards: int
+    batch: int
+
+
+def grouping(guided: bool, batched: bool, partitioner: Partitioner) -> Groups:
+    """Returns how a step's prompts are grouped.
 
     A video's two prompts are in one batch if `batched`, or if the mesh's axis `dp` splits them.
     """
     prompts = 2 if guided else 1
-    together = batched or (partitioner is not None and partitioner.size("dp") > 1)
-    return (1, prompts) if together else (prompts, 1)
+    return Groups(1, prompts) if batched or partitioner.size("dp") > 1 else Groups(prompts, 1)
 
 
-def group(prompts: Sequence[Any], grouping: tuple[int, int]) -> tuple[Any, ...]:
+def group(prompts: Sequence[Any], groups: Groups) -> tuple[Any, ...]:
     """Joins trees of arrays [B ...], those of the prompts and of the negative ones, into one tree for each forward."""
-    forwards, batch = grouping
-    if batch == 1:
-        return tuple(prompts[:forwards])
-    return (jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *prompts[:batch]),)
+    if groups.batch == 1:
+        return tuple(prompts[: groups.forwards])
+    return (jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *prompts[: groups.batch]),)
 
 
 def dynamic_scales(scale: float, timesteps: Float[np.ndarray, " steps"], steps: int) -> list[float]:

@@ -14,7 +14,7 @@ from wanjax.media.pictures import Pictures, size_within
 from wanjax.pipelines.draws import INITIAL, OF_STEPS
 from wanjax.pipelines.frames import Latents
 from wanjax.pipelines.model import Model
-from wanjax.pipelines.sampler import Denoiser, Inputs
+from wanjax.pipelines.sampler import Denoiser, Ends, Inputs
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Segment
 from wanjax.pipelines.tokenizer import Truncation
@@ -27,6 +27,10 @@ class Hooks(Model, ABC):
 
     encoded_type: type[Any]
     """The type that `encode` returns; its fields are the tensors of the first stage's file."""
+    ends: Ends = Ends()
+    """The two ends of denoising."""
+    block_frames: int = 0
+    """The number of latent frames of each block of a video that is made block by block; 0 for one made as a whole."""
 
     @abstractmethod
     def check_pictures(self, pictures: Pictures, settings: Settings) -> None:
@@ -51,14 +55,31 @@ class Hooks(Model, ABC):
         """Raises WanjaxError unless this output of `encode` fits a video of these settings."""
 
     @abstractmethod
-    def begin(self, encoded: Encoded, settings: Settings, noise: Latents) -> tuple[Any, Float[Array, "B T H W C"]]:
-        """Returns the schedule, and the latents at its first noise level."""
+    def schedule(self, encoded: Encoded, settings: Settings) -> Any:
+        """Returns the noise levels of the steps, arrays of the host; a given video skips the noisiest."""
 
     @abstractmethod
     def inputs(
         self, network: nnx.Module, segment: Segment, encoded: Encoded, x: Float[Array, "B T H W C"], batched: bool
     ) -> tuple[Denoiser, Inputs]:
         """Returns the denoiser of a segment's network, and the inputs that its steps share."""
+
+    def prepared(
+        self,
+        network: nnx.Module,
+        segment: Segment,
+        encoded: Encoded,
+        x: Float[Array, "B T H W C"],
+        batched: bool,
+        block: int,
+        past: Any,
+    ) -> tuple[Denoiser, Inputs, Any]:
+        """Returns the denoiser and the inputs of a block, counted from 0, and what is kept of the blocks before it."""
+        return *self.inputs(network, segment, encoded, x, batched), past
+
+    def renewed(self, network: nnx.Module, past: Any, inputs: Inputs, x: Latents) -> Any:
+        """Returns what the next block is given, once a block is finished; the buffers of `past` may be reused."""
+        return past
 
     def segments(self, schedule: Any, settings: Settings) -> Sequence[Segment]:
         """Returns the steps of each network, and their guidance scales."""
@@ -87,10 +108,6 @@ class Hooks(Model, ABC):
         """Returns the size of a video of a picture [H W 3], where none is given."""
         return size_within(picture, asked.height * asked.width, self.grid)
 
-    def sampled(self, encoded: Encoded, seeds: Sequence[int], draws: Mapping[str, Array]) -> Encoded:
-        """Returns the encoded inputs with random pictures drawn, from the seeds or as given in `draws`."""
-        return encoded
-
     def noise_range(self, network: str) -> tuple[float, float]:
         """Returns the noise levels, from 0 to 1, between which a network denoises."""
         return 0.0, 1.0
@@ -98,10 +115,6 @@ class Hooks(Model, ABC):
     def clean(self, latents: Latents) -> Float[Array, "B _T H W C"]:
         """Returns the latents of encoded videos [B C T H W] as the network is trained to make them."""
         return jnp.moveaxis(latents, 1, -1)
-
-    def finish(self, x: Float[Array, "B T H W C"], encoded: Encoded) -> Float[Array, "B T H W C"]:
-        """Returns the latents of the video and its references, from those of the last step."""
-        return x
 
     @property
     def grid(self) -> int:

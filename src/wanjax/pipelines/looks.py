@@ -2,7 +2,6 @@
 """A callback that shows at a few steps what a video will be: in a file, on a terminal, in a notebook."""
 
 import sys
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from pathlib import Path
@@ -91,10 +90,3 @@ def half_blocks(page: Picture, columns: int) -> "Text":
             text.append("▀", f"rgb{upper} on rgb{lower}".replace(" ", "").replace("on", " on "))
         text.append("\n")
     return text
-
-
-def with_colours(
-    callback: Callable[[Step], bool | None] | None, colours: Callable[[], Look]
-) -> Callable[[Step], bool | None] | None:
-    """Returns a callback whose steps can make previews."""
-    return callback and (lambda step: callback(step._replace(colours=colours)))

@@ -5,8 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
+from wanjax.pipelines.frames import Call
+from wanjax.pipelines.sampler import join
 from wanjax.pipelines.settings import Settings
 from wanjax.sharding import Partitioner
 
@@ -18,12 +20,12 @@ class Order(NamedTuple):
     record: Mapping[str, Any]
 
 
-def together(partitioner: Partitioner | None, guided: bool) -> int:
+def together(partitioner: Partitioner, guided: bool) -> int:
     """Returns the number of videos to denoise at once: as many as the mesh's axis `dp` splits.
 
     Elsewhere one after another takes less memory and, but for small models, no longer.
     """
-    dp = 1 if partitioner is None else partitioner.size("dp")
+    dp = partitioner.size("dp")
     return max(1, dp // 2) if guided else dp
 
 
@@ -34,6 +36,13 @@ def batches(orders: Sequence[Order], size: int) -> Iterator[tuple[Sequence[Order
         yield [*own, *[own[-1]] * (size - len(own))], len(own)
 
 
-def joined(encoded: Sequence[Any]) -> Any:
-    """Joins outputs of `encode_prompts` along their first axis."""
-    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *encoded)
+def joined(encoded: Sequence[Any], call: Call) -> Any:
+    """Joins outputs of `encode_prompts` along their first axis: what is on the host there, the rest by a program."""
+    if len(encoded) == 1:
+        return encoded[0]
+    columns = list(zip(*(jax.tree.leaves(one) for one in encoded), strict=True))
+    known = [all(isinstance(x, np.ndarray) for x in column) for column in columns]
+    parts = tuple(zip(*(column for column, host in zip(columns, known, strict=True) if not host), strict=True))
+    made = iter(call(join, 0, parts)) if parts else iter(())
+    leaves = [np.concatenate(column) if host else next(made) for column, host in zip(columns, known, strict=True)]
+    return jax.tree.unflatten(jax.tree.structure(encoded[0]), leaves)

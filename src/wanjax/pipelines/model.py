@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """A loaded model: its components, shapes, default settings and devices."""
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 from flax import nnx
 
-from wanjax.compilation import Program
 from wanjax.kernels.compiler_options import SAFE
 from wanjax.layers.tiling import Tiling
 from wanjax.pipelines.components import Components
 from wanjax.pipelines.keywords import right_name
 from wanjax.pipelines.record import devices_of, record
 from wanjax.pipelines.settings import Settings
+from wanjax.programs import EXECUTE, Program, Site, Strategy
 from wanjax.schedulers import Scheduler, name_of, successor
-from wanjax.sharding import Partitioner, replicate, use
+from wanjax.sharding import Partitioner, one_device
 
 
 class Model:
@@ -24,7 +25,7 @@ class Model:
 
     Components (`text_encoder`, `transformer`, `vae`, `tokenizer` ...) are attributes. Each can be used alone. `free`
     releases their memory. `progress` says whether stages are shown on stderr while they run: True, False, or None for
-    on a terminal and in a notebook.
+    on a terminal and in a notebook. `strategy` is what is done with the model's programs.
     """
 
     def __init__(
@@ -37,14 +38,15 @@ class Model:
     ):
         """Takes the components, the shapes, default settings, and how programs are compiled.
 
-        `partitioner` is a mesh and its rules, or None for one device. `compiler` names a set of compiler options.
+        `partitioner` is a mesh and its rules; None is JAX's first device. `compiler` names a set of compiler options.
         """
         self.components = components
         self.architecture = architecture
         self.defaults = defaults
-        self.partitioner = partitioner
+        self.partitioner = one_device() if partitioner is None else partitioner
         self.compiler = compiler
         self.progress: bool | None = None
+        self.strategy: Strategy = EXECUTE
 
     @property
     def tokenizer(self) -> Any:
@@ -94,14 +96,15 @@ class Model:
             batch_guidance=batch_guidance,
         )
 
-    def compiled(self, program: Program) -> Callable[..., Any]:
-        """Returns a program compiled for the model's devices, with its set of compiler options."""
-        return program.on(self.partitioner, self.compiler)
+    def call(self, program: Program, static: Any, *arguments: Any) -> Any:
+        """Calls a program on the model's devices, and returns its results; `static` is hashable."""
+        return self.strategy.call(program, Site(self.partitioner, self.compiler), static, *arguments)
 
-    def on_devices(self, arrays: Any) -> Any:
-        """Replicates arrays on every device: the arguments of one executable have to be on the same devices."""
-        with use(self.partitioner):
-            return replicate(arrays)
+    def under(self, strategy: Strategy, components: Components | None = None) -> Self:
+        """Returns the model with another strategy, and with other components if given; the rest is shared."""
+        model = copy.copy(self)
+        model.strategy, model.components = strategy, components or self.components
+        return model
 
     if not TYPE_CHECKING:  # an editor is to see that an attribute is missing
 
@@ -112,7 +115,7 @@ class Model:
             return object.__getattribute__(self, name)  # raises the error for which Python came here
 
     def __repr__(self) -> str:
-        mesh = "" if self.partitioner is None else f" ({self.partitioner}, rules {self.partitioner.rules_name})"
+        mesh = "" if self.partitioner.alone else f" ({self.partitioner}, rules {self.partitioner.rules_name})"
         what = f"{self.defaults.model}, {self.architecture.purpose}, {self.defaults.dtype}"
         lines = [f"{type(self).__name__}: {what}, on {devices_of(self.partitioner)}{mesh}"]
         lines += [f"  {name}: {self._state_of(name)}" for name in self.components.names]

@@ -14,14 +14,11 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from wanjax.compilation import compile_cache, keeps_programs, kept_apart
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import ClipSource, Pictures, PictureSource, read_pictures
 from wanjax.media.videos import Video
-from wanjax.pipelines import many
 from wanjax.pipelines.cache_rules import check_apart
-from wanjax.pipelines.caching import Caching
 from wanjax.pipelines.checks import (
     check_encoded,
     check_frames,
@@ -30,19 +27,20 @@ from wanjax.pipelines.checks import (
     check_strength,
     check_tiling,
 )
-from wanjax.pipelines.draws import INITIAL, OF_STEPS, GivenDraws, checked_draws, with_initial
-from wanjax.pipelines.frames import Frames, GivenFrames, GivenLatents, Latents, chunk_count, decoded, encoded
+from wanjax.pipelines.draws import GivenDraws, checked_draws
+from wanjax.pipelines.frames import Frames, GivenFrames, GivenLatents, Latents, chunk_count, encoded
 from wanjax.pipelines.hooks import Encoded, Hooks
 from wanjax.pipelines.keywords import Called, Given, GivenSettings, knows_keywords, spelled_out, unknown_keyword
-from wanjax.pipelines.looks import with_colours
+from wanjax.pipelines.looking import Calling, Showing, Switching
+from wanjax.pipelines.many import Order
 from wanjax.pipelines.preview import Look, fitted
-from wanjax.pipelines.progress import counted, stage
-from wanjax.pipelines.record import VERSION, nameable
-from wanjax.pipelines.resume import continuing, digest
-from wanjax.pipelines.sampler import Denoiser, Inputs, State, sample
-from wanjax.pipelines.seeds import checked_seed, initial_noise, solver_keys, steady_draws, told_seeds
+from wanjax.pipelines.record import nameable
+from wanjax.pipelines.resume import Keeping
+from wanjax.pipelines.run import Hook, Run
+from wanjax.pipelines.sampler import draw, join
+from wanjax.pipelines.seeds import checked_seed, told_seeds, words_of
 from wanjax.pipelines.settings import Settings, height_and_width
-from wanjax.pipelines.steps import Segment, Step, Switch, left_of
+from wanjax.pipelines.steps import Step, Switch
 from wanjax.pipelines.tiny_decoder import read_tiny_decoder
 
 
@@ -108,31 +106,17 @@ class Pipeline(Hooks):
         check_tiling(tiling)
         sources = {name: nameable(given.get(name), getattr(pictures, name)) for name in pictures.given()}
         told = {"tiling": tiling, "batch_guidance": batch_guidance}
-        orders = [many.Order(x, self.record(x, sources | {"noise": noise}, **told)) for x in wanted]
+        orders = [Order(x, self.record(x, sources | {"noise": noise}, **told)) for x in wanted]
         if skip:
             orders = [order for order in orders if not skip(order.record)]
-        options = {"noise": noise, "callback": callback, "batch_guidance": batch_guidance}
-        return self._made(orders, pictures, tiling, options)
+        return self._made(Run(self, orders, pictures, noise=noise, hooks=self._looking(callback), **told))
 
-    def _made(
-        self, orders: Sequence[many.Order], pictures: Pictures, tiling: Tiling | None, options: Mapping[str, Any]
-    ) -> Iterator[Video]:
-        """Yields the videos of orders, which differ in prompt and seed alone; `options` are keywords of `denoise`."""
-        if not orders:
-            return
-        shared = orders[0].settings
-        texts = dict.fromkeys(order.settings.prompt for order in orders)
-        with stage("encode", self.progress):
-            encoded = {prompt: self.encode_prompts(prompt, shared.negative_prompt) for prompt in texts}
-            self.components.leave(encoded)
-            seen = self.components.leave(self.encode_pictures(pictures, shared, tiling=tiling))
-        for batch, own in many.batches(orders, many.together(self.partitioner, shared.guided)):
-            inputs = many.joined([encoded[order.settings.prompt] for order in batch])._replace(**seen)
-            seeds = [order.settings.seed for order in batch]
-            latents = self.denoise(inputs, seeds=seeds, **options, **batch[0].settings.to_json())
-            for order, x in zip(batch[:own], latents, strict=False):
-                frames = np.asarray(self.decode(x[None], tiling=tiling))
-                yield Video(frames, order.settings.fps, order.record)
+    def _made(self, run: Run) -> Iterator[Video]:
+        """Yields the videos of a run."""
+        for order, frames in run:
+            with run.stage("decode"):
+                made = np.concatenate([np.asarray(chunk) for chunk in frames])
+            yield Video(made, order.settings.fps, order.record)
 
     @spelled_out(Given)
     def prepare(
@@ -193,7 +177,7 @@ class Pipeline(Hooks):
             settings |= {"seed": checked_seed(settings["seed"])}
         chosen = self.defaults.updated(self.defaults.typed(settings))
         chosen.check(spatial=self.grid, temporal=self.architecture.vae.temporal_factor)
-        check_apart(chosen.cache, self.partitioner is not None and self.partitioner.size("dp") > 1)
+        check_apart(chosen.cache, self.partitioner.size("dp") > 1)
         return replace(chosen, cache=str(self.architecture.cache_rule(chosen)))
 
     def _sides(self, size: Any, settings: Mapping[str, Any]) -> dict[str, int]:
@@ -217,9 +201,8 @@ class Pipeline(Hooks):
         the frames have to be those of the video.
         """
         pictures, chosen = self.prepare(prompt=prompt, negative_prompt=negative_prompt, **given)
-        with stage("encode", self.progress):
-            encoded = self.components.leave(self.encode_prompts(chosen.prompt, chosen.negative_prompt))
-            return encoded._replace(**self.components.leave(self.encode_pictures(pictures, chosen, tiling=tiling)))
+        run = Run(self, [Order(chosen, {})], pictures, tiling=tiling, hooks=self._looking(None))
+        return run.encode()[chosen.prompt]
 
     def encoded_from(self, tensors: Mapping[str, Array]) -> Encoded:
         """Restores the output of `encode` from its tensors by name; raises WanjaxError where one is missing."""
@@ -231,11 +214,9 @@ class Pipeline(Hooks):
 
     def noise(self, settings: Settings, references: int = 0) -> Latents:
         """Returns the seed's initial noise, float32, of the shape `noise_shape`."""
-        return initial_noise(settings.seed, self.noise_shape(settings, references))
+        return self.call(draw, self.noise_shape(settings, references), words_of([settings.seed]))
 
     @spelled_out(GivenSettings)
-    @keeps_programs
-    @steady_draws()
     def denoise(
         self,
         encoded: Encoded,
@@ -256,75 +237,22 @@ class Pipeline(Hooks):
         once on a batch. `callback` receives every step, perhaps before the device has finished it; if it returns False,
         Cancelled is raised. `switched` is called when another network takes over. Raises WanjaxError where a shape does
         not fit the video, and where latents stop being finite, with the step's number. `keep` is a file from which the
-        same call continues after it was stopped; `continued` receives (done, total).
+        same call continues after it was stopped, unless the video is made block by block; `continued` receives
+        (done, total).
         """
         chosen = self._settings_for(encoded, dict(settings))
         seeds = told_seeds([settings.get("seed")], [chosen.seed]) if seeds is None else told_seeds(seeds)
-        encoded, draws = self._drawn(encoded, chosen, seeds, noise)
-        schedule, x = self.begin(encoded, chosen, draws[INITIAL])
-        state = State(x, self._solver_state(schedule, x, seeds, draws.get(OF_STEPS)))
-        segments, total = self.segments(schedule, chosen), len(schedule.timesteps)
-        origin = "" if keep is None else self._origin(chosen, encoded, draws, seeds, batch_guidance)
-        caching = self._caching(chosen, segments, schedule, batch_guidance)
-        looking = with_colours(callback, self.colours)
-        state, done, callback = continuing(keep, origin, state, segments, looking, continued)
+        hooks = [*self._looking(callback), *([Switching(switched)] if switched else [])]
+        if keep is not None:
+            hooks.append(Keeping(keep, self.partitioner, continued))
+        run = Run(self, [Order(chosen, {})], noise=noise, batch_guidance=batch_guidance, hooks=hooks)
+        with run.stage("denoise"):
+            pieces = tuple(run.latents(encoded, chosen, seeds))
+        return pieces[0] if len(pieces) == 1 else self.call(join, 2, pieces)
 
-        def prepare(segment: Segment, x: Float[Array, "B T H W C"]) -> tuple[Denoiser, Inputs]:
-            network, seconds = self.components.take_over(segment.network, self.architecture.denoisers)
-            if segment.start > done and switched:
-                switched(Switch(segment.network, segment.start, total, seconds))
-            denoiser, inputs = self.inputs(network, segment, encoded, x, batch_guidance)
-            return replace(denoiser, cache=caching.of(segment.network, denoiser, inputs, self.compiled)), inputs
-
-        state, segments = self.on_devices(state), left_of(segments, done)
-        with counted("denoise", "step", done, total, self.progress) as count:
-            x = sample(state, schedule, segments, prepare, compiled=self.compiled, callback=callback, done=count)
-        frames = self.architecture.latent_shape(chosen)[2]
-        return self.components.leave(jnp.moveaxis(self.finish(x, encoded)[:, -frames:], -1, 1))
-
-    def _caching(self, settings: Settings, segments: Sequence[Segment], schedule: Any, batch_guidance: bool) -> Caching:
-        """Returns the step caches of the segments' networks; raises WanjaxError where there can be none."""
-        check_apart(settings.cache, batch_guidance)
-        rule, tables = self.architecture.cache_rule(settings), self.architecture.tables
-        return Caching(rule, tables, segments, schedule, settings.steps)
-
-    def _drawn(
-        self, encoded: Encoded, settings: Settings, seeds: Sequence[int], noise: GivenDraws | None
-    ) -> tuple[Encoded, dict[str, Array]]:
-        """Returns the encoded inputs with random pictures drawn, and the given noise with the initial noise."""
-        right = self.draws(settings, self.references(encoded, settings), len(seeds))
-        draws = with_initial(checked_draws(noise, right), right, seeds)
-        return self.sampled(encoded, seeds, draws), draws
-
-    def _solver_state(self, schedule: Any, x: Array, seeds: Sequence[int], noise: Array | None, block: int = 0) -> Any:
-        """Returns the scheduler's state before the first step; `noise` [steps B C T H W] is that of its steps."""
-        init: Any = self.scheduler.init  # that of a stochastic solver takes noise too
-        if noise is None:
-            return init(schedule, x, solver_keys(seeds, block))
-        of_steps = noise[len(noise) - len(schedule.timesteps) :]
-        return init(schedule, x, solver_keys(seeds, block), jnp.moveaxis(of_steps, 2, -1))
-
-    def _origin(
-        self,
-        settings: Settings,
-        encoded: Encoded,
-        draws: Mapping[str, Array],
-        seeds: Sequence[int],
-        batch_guidance: bool,
-    ) -> str:
-        """Returns a digest of everything on which the latents depend."""
-        told = {
-            "settings": settings.to_json(),
-            "seeds": seeds,
-            "scheduler": repr(self.scheduler),
-            "tables": repr(self.architecture.tables),
-            "mesh": None if self.partitioner is None else dict(self.partitioner.mesh.shape),
-            "batch_guidance": batch_guidance,
-            "compiler": self.compiler,
-            "loaded": self.components.options,
-            "version": VERSION,
-        }
-        return digest(told, [x for x in (*encoded, *draws.values()) if x is not None])
+    def _looking(self, callback: Callable[[Step], bool | None] | None) -> list[Hook]:
+        """Returns the hooks of every run of the library: its progress, and a callback if there is one."""
+        return [Showing(self.progress), *([Calling(callback)] if callback else [])]
 
     def _settings_for(self, encoded: Encoded, given: dict[str, Any]) -> Any:
         """Returns the settings of a video of this output of `encode`, which has to fit.
@@ -373,10 +301,11 @@ class Pipeline(Hooks):
         model's authors chose. `callback(done, total)` receives the number of chunks.
         """
         chunks, total = [], self.chunks(latents)
-        with counted("decode", "chunk", 0, total, self.progress) as count:
-            for chunk in self.decode_chunks(latents, dtype, tiling=tiling):
+        check_tiling(tiling)
+        run = Run(self, [], tiling=tiling, hooks=self._looking(None))
+        with run.stage("decode"):
+            for chunk in run.frames([latents], dtype):
                 chunks.append(np.asarray(chunk))
-                count(len(chunks), total)
                 if callback:
                     callback(len(chunks), total)
         return np.concatenate(chunks)
@@ -393,11 +322,8 @@ class Pipeline(Hooks):
         """Yields the frames of each chunk of latents, so that only one chunk is in memory."""
         check_latents(latents, self.architecture.vae.latent_channels)
         check_tiling(tiling)
-        at_once = self.architecture.decoded_at_once(latents.shape[2])
-        yield from kept_apart(decoded(self.vae, [latents], at_once, dtype, tiling, self.compiled), compile_cache)
-        self.components.leave(())
+        yield from Run(self, [], tiling=tiling).frames([latents], dtype)
 
-    @keeps_programs
     def encode_video(self, frames: GivenFrames, *, tiling: Tiling | None = None) -> Float[Array, "1 C _T _H _W"]:
         """Encodes frames [T H W 3], or a list of them, uint8 or floats in [0, 1], to latents [1 C T H W] in float32.
 
@@ -411,4 +337,4 @@ class Pipeline(Hooks):
         self.defaults.updated({"frames": count, "height": height, "width": width}).check(
             spatial=config.spatial_factor, temporal=config.temporal_factor
         )
-        return encoded(self.vae, frames, tiling, self.compiled)
+        return encoded(self.vae, frames, tiling, self.call)

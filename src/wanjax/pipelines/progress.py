@@ -5,14 +5,13 @@ A stage of the command line holds the same stage of the pipeline; the outer one 
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from threading import Event, Thread
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 from jax import monitoring
@@ -190,14 +189,6 @@ def stage(name: str, progress: bool | None = None) -> Iterator[Stage]:
 
 
 @contextmanager
-def counted(name: str, unit: str, done: int, total: int, progress: bool | None) -> Iterator[Callable[[int, int], Any]]:
-    """Shows a stage as `stage` does, with `done` of `total` units done; yields a function that counts them."""
-    with stage(name, progress) as made:
-        made.count(unit, done, total)
-        yield partial(made.count, unit)
-
-
-@contextmanager
 def on_console(name: str, console: "Console | None") -> Iterator[Stage]:
     """Shows a stage on a console while it runs; None hides it."""
     made = Stage(name)
@@ -208,6 +199,12 @@ def on_console(name: str, console: "Console | None") -> Iterator[Stage]:
             made.end()
     finally:
         _current.reset(token)
+
+
+def count(unit: str, done: int, total: int) -> None:
+    """Tells the current stage, if there is one, that the device has done `done` of `total` units, such as steps."""
+    if (current := _current.get()) is not None:
+        current.count(unit, done, total)
 
 
 def loading(component: str, done: int, total: int) -> None:

@@ -7,7 +7,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from wanjax.layers.tiling import Tiling
@@ -24,7 +23,7 @@ def record(
     *,
     loaded: Mapping[str, Any],
     scheduler: Scheduler,
-    partitioner: Partitioner | None,
+    partitioner: Partitioner,
     tiling: Tiling | None = None,
     batch_guidance: bool = False,
 ) -> dict[str, Any]:
@@ -34,7 +33,7 @@ def record(
     """
     made = settings.to_json() | {"scheduler": name_of(scheduler)} | dict(loaded)
     made |= {name: described(source) for name, source in sources.items() if source is not None}
-    if partitioner is not None:
+    if not partitioner.alone:
         made |= {"mesh": str(partitioner), "rules": partitioner.rules_name}
     if tiling is not None:
         made |= {"tiling": tiling._asdict()}
@@ -43,11 +42,9 @@ def record(
     return made | {"devices": devices_of(partitioner), "version": VERSION}
 
 
-def devices_of(partitioner: Partitioner | None) -> str:
+def devices_of(partitioner: Partitioner) -> str:
     """Returns the number and the kind of a model's devices."""
-    if partitioner is None:
-        return f"1 x {jax.devices()[0].device_kind}"
-    return f"{partitioner.mesh.size} x {partitioner.mesh.devices.flat[0].device_kind}"
+    return f"{partitioner.mesh.size} x {partitioner.device.device_kind}"
 
 
 def nameable(given: Any, read: Any) -> Any:

@@ -1,31 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampler: a loop over steps. A step is a prediction for every prompt, guidance, and the scheduler's step.
+"""The sampler: a step of denoising, and the two ends, from noise to the first state and from the last to latents.
 
     for each step t of the schedule:
         p₊, p₋ = predict(x, t) under the prompt and under the negative prompt
         p = p₋ + scale · (p₊ - p₋)                           # Ho and Salimans, Classifier-Free Guidance, 2022
         x = the scheduler's step from t along p
 
-A family implements `Denoiser.predict`; a step cache decides how a prediction goes through the network's blocks.
+A family implements `Denoiser.predict`, and `Ends` where its ends differ; a step cache decides how a prediction goes
+through the network's blocks. `run` has the loop.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
-from wanjax.compilation import Compile, program
-from wanjax.kernels.compiler_options import fast_products, products
+from wanjax.kernels.compiler_options import fast_products, products, scanned
 from wanjax.layers.stack import Through, through_all
+from wanjax.pipelines.seeds import Words, drawn_noise, noise_of_frames, solver_keys
 from wanjax.pipelines.step_cache import NO_CACHE, StepCache
-from wanjax.pipelines.steps import Cancelled, InFlight, Segment, Step, at_step
-from wanjax.schedulers import Scheduler, one_step
+from wanjax.programs import program
+from wanjax.schedulers import Scheduler
 from wanjax.sharding import replicate
 
 Latents = Float[Array, "B T H W C"]
@@ -86,6 +87,92 @@ class State:
     kept: Any = None  # a tuple for each forward
 
 
+@dataclass(frozen=True)
+class Ends:
+    """The two ends of denoising, in which families differ. A hashable value, whose methods are traced.
+
+    `pictures` are encoded pictures, the latents [B C T H W] among the output of `encode`, by name.
+    """
+
+    def sampled(self, pictures: Mapping[str, Any], words: Words, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the pictures that are drawn from a distribution, by the seeds' words or from the `given` noise."""
+        return {}
+
+    def first(self, scheduler: Scheduler, schedule: Any, noise: Latents, pictures: Mapping[str, Any]) -> Latents:
+        """Returns the latents at the schedule's first noise level."""
+        return scheduler.start(schedule, noise)
+
+    def last(self, x: Latents, pictures: Mapping[str, Any]) -> Latents:
+        """Returns the latents of the video and its references, from those of the last step."""
+        return x
+
+
+class Beginning(NamedTuple):
+    """What a video begins by: the ends, the solver, the shape [B C T H W] of its noise, and the frames of a block.
+
+    A video that is made as a whole is one block, of None.
+    """
+
+    ends: Ends
+    scheduler: Scheduler
+    shape: tuple[int, ...]
+    block: int | None = None
+
+
+class Given(NamedTuple):
+    """Noise that is given in place of the seeds': of this block, of its steps, and of pictures by name."""
+
+    initial: Any = None  # [B C T H W]
+    of_steps: Any = None  # [steps B C T H W]
+    pictures: Any = None
+
+
+@program(scanned)
+def begin(
+    static: Beginning,
+    words: Words,
+    given: Given,
+    schedule: Any,
+    pictures: Mapping[str, Any],
+    number: Int[Array, ""],
+) -> tuple[State, Mapping[str, Any]]:
+    """Returns the state before the first step of a block, and the pictures that were drawn, by name.
+
+    `number` is the block's, from 0.
+    """
+    drawn = static.ends.sampled(pictures, words, given.pictures or {})
+    if given.initial is not None:
+        noise = given.initial.astype(jnp.float32)
+    elif static.block is None:
+        noise = drawn_noise(words, static.shape)
+    else:
+        noise = noise_of_frames(words, static.shape, number * static.block, static.block)
+    x = static.ends.first(static.scheduler, schedule, jnp.moveaxis(noise, 1, -1), {**pictures, **drawn})
+    keys = solver_keys(words, 0 if static.block is None else number)
+    init: Any = static.scheduler.init  # that of a stochastic solver takes noise too
+    of_steps = () if given.of_steps is None else (jnp.moveaxis(given.of_steps, 2, -1),)
+    return State(x, init(schedule, x, keys, *of_steps)), drawn
+
+
+@program(scanned)
+def draw(shape: tuple[int, ...], words: Words) -> Float[Array, "B C T H W"]:
+    """Returns the seeds' initial noise."""
+    return drawn_noise(words, shape)
+
+
+@program(scanned)
+def finish(static: tuple[Ends, int], x: Latents, pictures: Mapping[str, Any]) -> Float[Array, "B _C _T H W"]:
+    """Returns the video's latents from those of the last step. static: the ends, the number of the video's frames."""
+    ends, frames = static
+    return jnp.moveaxis(ends.last(x, pictures)[:, -frames:], -1, 1)
+
+
+@program(scanned)
+def join(axis: int, parts: tuple[Any, ...]) -> Any:
+    """Joins trees of arrays along an axis."""
+    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays, axis=axis), *parts)
+
+
 @jax.named_scope("guidance")
 def guide(predictions: Float[Array, "P T H W C"], videos: int, scale: Float[Array, ""]) -> Latents:
     """Extrapolates from the second half of the predictions, for the negative prompts, through the first.
@@ -113,38 +200,3 @@ def take_step(
     x0 = replicate(denoiser.scheduler.x0(schedule, 0, prediction, state.x))
     x, solver = replicate(denoiser.scheduler.step(schedule, 0, prediction, state.x, state.solver))
     return State(x, solver, kept), x0, jnp.isfinite(x).all()
-
-
-def sample(
-    state: State,
-    schedule: Any,
-    segments: Iterable[Segment],
-    prepare: Callable[[Segment, Latents], tuple[Denoiser, Inputs]],
-    *,
-    compiled: Compile,
-    callback: Callable[[Step], bool | None] | None = None,
-    done: Callable[[int, int], Any] | None = None,
-) -> Latents:
-    """Takes the steps of the segments, and returns the last latents.
-
-    `prepare` returns a segment's denoiser and inputs, `compiled` a program's executable. Raises Cancelled where the
-    callback returns False, and WanjaxError that names the step after which latents are not finite; the callback may
-    have received later steps too. `done(count, total)` is called when the device has finished a step.
-    """
-    total, step = len(schedule.timesteps), compiled(take_step)
-    in_flight = InFlight(total, done)
-    for segment in segments:
-        denoiser, inputs = prepare(segment, state.x)
-        for index, scale in enumerate(segment.scales, segment.start):
-            state = replace(state, kept=denoiser.cache.given(index, state.kept))
-            now = at_step(denoiser, index, total)
-            state, x0, finite = step(now, state, inputs, jnp.float32(scale), one_step(schedule, index))
-            in_flight.add(index, finite)
-            x, x0 = (jnp.moveaxis(a, -1, 1) for a in (state.x, x0))
-            told = Step(index, total, float(schedule.timesteps[index]), x, x0, state, denoiser.cache.reuses(index))
-            if callback and callback(told) is False:
-                raise Cancelled(index)
-        in_flight.wait()
-        state = replace(state, kept=None)
-        del denoiser, inputs  # the weights are freed before the next network is loaded
-    return state.x

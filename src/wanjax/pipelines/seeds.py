@@ -2,28 +2,32 @@
 """Seeds and their random numbers, which are the same whatever JAX's flags say.
 
 The generator is threefry2x32 in its partitionable mode, and its key is the 64 bits of the seed, the high word first. A
-seed below 2^32 gives the key of `jax.random.key(seed)` with JAX's default flags.
+seed below 2^32 gives the key of `jax.random.key(seed)` with JAX's default flags. A seed is a fact of the host: programs
+are given its words, and draw.
 """
 
+import math
 import operator
 import secrets
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jaxtyping import Array, Float32, Key, PRNGKeyArray
+from jax.extend.random import threefry2x32_p
+from jaxtyping import Array, Float32, Int, Key, PRNGKeyArray, UInt32
 
 from wanjax.errors import WanjaxError
+from wanjax.programs import drawing
 
 GENERATOR = "threefry2x32"
 DRAW = -1  # in place of a seed: draw one
 BITS = 64
 DRAWN_BITS = 32  # few enough to be typed again
+Words = UInt32[Array | np.ndarray, "B 2"]  # of seeds, the high word first
 
 
 def checked_seed(seed: Any) -> int:
@@ -45,7 +49,7 @@ def told_seeds(asked: Sequence[Any], chosen: Sequence[int] | None = None) -> lis
     numbers = [checked_seed(seed) for seed in asked] if chosen is None else list(chosen)
     for seed, number in zip(asked, numbers, strict=True):
         if seed == DRAW:
-            warnings.warn(f"the seed {number} was drawn at random", stacklevel=5)  # past `denoise` and its decorators
+            warnings.warn(f"the seed {number} was drawn at random", stacklevel=4)  # past `denoise` and its decorator
     return numbers
 
 
@@ -57,38 +61,69 @@ def draw() -> int:
     return int(multihost_utils.broadcast_one_to_all(np.uint32(drawn)))  # the first process's
 
 
-def key_of(seed: int) -> PRNGKeyArray:
-    """Returns the random key of a seed from 0 to 2^64 - 1."""
-    words = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
+def words_of(seeds: Sequence[int]) -> UInt32[np.ndarray, "B 2"]:
+    """Returns the words of seeds from 0 to 2^64 - 1."""
+    return np.array([[seed >> 32, seed & 0xFFFFFFFF] for seed in seeds], np.uint32)
+
+
+def key_of(words: UInt32[Array | np.ndarray, "2"]) -> PRNGKeyArray:
+    """Returns the random key of a seed's words."""
     return jax.random.wrap_key_data(jnp.asarray(words), impl=GENERATOR)
 
 
-@contextmanager
-def steady_draws() -> Iterator[None]:
-    """Draws in threefry's partitionable mode, JAX's default, in this context; elsewhere JAX's flag decides."""
-    with jax.threefry_partitionable(True):
-        yield
+def drawn_noise(words: Words, shape: tuple[int, ...], number: int = 0) -> Float32[Array, "..."]:
+    """Returns normally distributed noise of this shape, a video on the first axis for each seed.
+
+    `number` 0 is the initial noise; that of each other number is independent of all other noise of the seed. Number 1
+    is that of `solver_keys`.
+    """
+    keys = [key_of(word) for word in words]
+    keys = [jax.random.fold_in(key, number) for key in keys] if number else keys
+    return jnp.concatenate([jax.random.normal(key, (1, *shape[1:]), jnp.float32) for key in keys])
 
 
-@steady_draws()
+def noise_of_frames(words: Words, shape: tuple[int, ...], start: Int[Array, ""], count: int) -> Float32[Array, "..."]:
+    """Returns `count` frames, from `start` on, of the initial noise [B C T H W] of a whole video of this shape.
+
+    The generator numbers the elements of an array, so a part of it can be drawn alone.
+    """
+    _, channels, frames, height, width = shape
+    if math.prod(shape[1:]) >= 2**32:
+        raise WanjaxError(f"the noise of {frames} latent frames has more than 2^32 numbers: a shorter video would do")
+    cells = jnp.arange(height * width, dtype=jnp.uint32)
+    frame = jnp.arange(channels, dtype=jnp.uint32)[:, None] * np.uint32(frames) + start.astype(jnp.uint32)
+    frame = frame + jnp.arange(count, dtype=jnp.uint32)
+    low = frame[..., None] * np.uint32(height * width) + cells
+    parts = []
+    for word in words:
+        first, second = jnp.broadcast_to(word[0], low.shape), jnp.broadcast_to(word[1], low.shape)
+        bits = jnp.bitwise_xor(*threefry2x32_p.bind(first, second, jnp.zeros_like(low), low))
+        parts.append(_normal(bits).reshape(channels, count, height, width))
+    return jnp.stack(parts)
+
+
+def _normal(bits: UInt32[Array, "..."]) -> Float32[Array, "..."]:
+    """Returns the normal numbers that `jax.random.normal` makes of random bits."""
+    ones = np.float32(1).view(np.uint32)
+    floats = jax.lax.bitcast_convert_type(bits >> np.uint32(9) | ones, jnp.float32) - np.float32(1)
+    low = np.nextafter(np.float32(-1), np.float32(0))
+    uniform = jnp.maximum(low, floats * (np.float32(1) - low) + low)
+    return np.float32(np.sqrt(2)) * jax.lax.erf_inv(uniform)
+
+
+@drawing()
 def initial_noise(seed: int, shape: tuple[int, ...]) -> Float32[Array, "..."]:
     """Returns a seed's noise of this shape, normally distributed."""
-    return jax.random.normal(key_of(seed), shape, jnp.float32)
+    return jax.random.normal(key_of(words_of([seed])[0]), shape, jnp.float32)
 
 
-@steady_draws()
-def further_noise(seed: int, number: int, shape: tuple[int, ...]) -> Float32[Array, "..."]:
-    """Returns normally distributed noise of a seed; that of each number is independent of all other noise of the seed.
-
-    Number 1 is that of `solver_keys`.
-    """
-    return jax.random.normal(jax.random.fold_in(key_of(seed), number), shape, jnp.float32)
-
-
-def solver_keys(seeds: Sequence[int], block: int = 0) -> Key[Array, " B"]:
+def solver_keys(words: Words, block: int | Int[Array, ""] = 0) -> Key[Array, " B"]:
     """Returns the keys [B] for the noise that steps draw, which is independent of the initial noise.
 
     Each block of a video that is made block by block has keys of its own.
     """
-    keys = [jax.random.fold_in(key_of(seed), 1) for seed in seeds]
-    return jnp.stack([jax.random.fold_in(key, block) if block else key for key in keys])
+    keys = jnp.stack([jax.random.fold_in(key_of(word), 1) for word in words])
+    if isinstance(block, int) and block == 0:
+        return keys
+    apart = jax.vmap(lambda key: jax.random.fold_in(key, block))(keys)
+    return jnp.where(jnp.asarray(block) > 0, apart, keys)

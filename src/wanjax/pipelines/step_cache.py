@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from wanjax.errors import WanjaxError
-from wanjax.layers.stack import TOKENS, Through, Trunk, as_tokens, through_all
+from wanjax.layers.stack import Through, Trunk, as_tokens, through_all
 from wanjax.sharding import replicate
 
 Latents = Float[Array, "B T H W C"]
@@ -33,8 +33,6 @@ class StepCache(ABC):
     """
 
     reused: tuple[bool, ...] = field(default=(), compare=False, kw_only=True)
-    axes: ClassVar[Any] = TOKENS
-    """The logical axes of what is kept; None for arrays that are replicated."""
 
     def reuses(self, step: int) -> bool:
         """Tells whether a step, counted from 0, may reuse what an earlier one kept."""
@@ -82,6 +80,7 @@ class LastBlockCache(ForwardCache):
 
         def through(trunk: Trunk, x: Any) -> Any:
             before = trunk.before_last(x) if kept is None else jax.tree.unflatten(jax.tree.structure(x), kept)
+            before = as_tokens(before)
             keeping.extend(jax.tree.leaves(before))
             return trunk.last(before)
 
@@ -96,12 +95,12 @@ class ResidualCache(ForwardCache):
     """
 
     def run(self, predict: Predict, kept: Kept | None) -> tuple[Prediction, Kept]:
-        keeping: list[Array] = list(kept or ())
+        keeping: list[Array] = list(as_tokens(kept or ()))
 
         def through(trunk: Trunk, x: Any) -> Any:
             (video, *others), tree = jax.tree.flatten(x)
             if kept is not None:
-                return jax.tree.unflatten(tree, [as_tokens(video + kept[0]), *others])
+                return jax.tree.unflatten(tree, [as_tokens(video + keeping[0]), *others])
             after = trunk.all(x)
             keeping.append(as_tokens(jax.tree.leaves(after)[0] - video))
             return after
@@ -129,7 +128,6 @@ class OutputCache(StepCache):
     """
 
     threshold: float = field(default=0.0, compare=False)
-    axes = None
 
     def given(self, step: int, kept: Kept | None) -> Kept | None:
         threshold = np.float32(self.threshold if self.reuses(step) else -1)
@@ -170,7 +168,6 @@ class GuidanceCache(StepCache):
 
     half: int = field(default=0, compare=False)
     more: ClassVar[float] = 1.2
-    axes = None
 
     def given(self, step: int, kept: Kept | None) -> Kept | None:
         weights = (self.more, 1.0) if step < self.half else (1.0, self.more)

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Denoising steps: their division among networks, what callbacks receive, and the queue on the device."""
+"""Denoising steps: their division among networks, what a callback receives, and the queue on the device."""
 
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, UInt8
 
@@ -55,22 +57,31 @@ def at_step(denoiser: Any, index: int, total: int) -> Any:
     return replace(denoiser, dense=index < dense_steps(total) and not denoiser.cache.reuses(index))
 
 
-class Step(NamedTuple):
-    """A denoising step, `index` of `total` from 0: the latents after it, and the clean latents predicted in it.
+@dataclass(frozen=True)
+class Step:
+    """A denoising step, `index` of `total` from 0.
 
-    `state` is all that the next step takes from it. The next step reuses its buffers. `reuses` tells whether the step
-    reused what another kept, or might have where that is decided on the device. `colours` returns what makes
+    `state` is all that the next step takes from it. The next step reuses its buffers, so `latents` [B C T H W], those
+    after the step, are read before it. `x0` [B C T H W] are the clean latents predicted in it. `reuses` tells whether
+    the step reused what another kept, or might have where that is decided on the device. `colours` returns what makes
     previews; it is made at the first call.
     """
 
     index: int
     total: int
     timestep: float
-    latents: Float[Array, "B C T H W"]
-    x0: Float[Array, "B C T H W"]
     state: Any
+    predicted: Any  # x0 [B T H W C]
     reuses: bool = False
     colours: Callable[[], Look] | None = None
+
+    @cached_property
+    def latents(self) -> Float[Array, "B C T H W"]:
+        return jnp.moveaxis(self.state.x, -1, 1)
+
+    @cached_property
+    def x0(self) -> Float[Array, "B C T H W"]:
+        return jnp.moveaxis(self.predicted, -1, 1)
 
     def preview(self) -> UInt8[np.ndarray, "B T _H _W 3"]:
         """Returns small pictures of the predicted latents, one for each latent frame; waits for the device."""
@@ -101,7 +112,7 @@ class InFlight:
     `done(count, total)` is called when the device has finished a step.
     """
 
-    def __init__(self, total: int, done: Callable[[int, int], Any] | None = None):
+    def __init__(self, total: int, done: Callable[[int, int], Any]):
         self.total = total
         self._done = done
         self._finite: deque[tuple[int, jax.Array]] = deque()
@@ -117,8 +128,7 @@ class InFlight:
             index, finite = self._finite.popleft()
             if not finite:
                 raise WanjaxError(f"the latents are not finite after step {index + 1} of {self.total}: use float32")
-            if self._done:
-                self._done(index + 1, self.total)
+            self._done(index + 1, self.total)
 
 
 def _is_ready(array: jax.Array) -> bool:

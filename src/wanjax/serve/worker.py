@@ -5,32 +5,32 @@ import logging
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
 from threading import Thread
 from time import perf_counter
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 from rich.console import Console
 
-from wanjax.compilation import compile_cache, forget_programs
 from wanjax.errors import WanjaxError, is_out_of_memory
 from wanjax.layers.tiling import Tiling
 from wanjax.media.videos import write_video
 from wanjax.pipelines.components import free_memory
 from wanjax.pipelines.looks import Previews
+from wanjax.pipelines.many import Order
 from wanjax.pipelines.pipeline import Pipeline
+from wanjax.pipelines.recording import needed_pictures, record
+from wanjax.pipelines.run import Hook, Run
 from wanjax.pipelines.steps import Cancelled, Step
+from wanjax.programs import EXECUTE
 from wanjax.serve.board import Board, cancellation
 from wanjax.serve.jobs import BROKEN, COMPLETED, FAILED, MISTAKE, PREVIEW, THUMBNAIL, VIDEO, Job
 
-STEPS, CHUNKS = 2, 3  # after these a video of the same shape compiles nothing
 SHAPES = 16  # shapes whose compiled programs are kept
-ENCODED, DENOISED = 2, 95  # percent that are done at the end of these stages
+PERCENT = {"encode": (0, 2), "denoise": (2, 95), "decode": (95, 99)}  # done at the start of a stage and at its end
 THUMBNAIL_SIDE = 480  # pixels
 LOADING, READY, BROKE = "loading", "ready", "failed"
 OUT_OF_MEMORY = "the devices have too little memory for this video: a smaller size or fewer frames need less"
@@ -63,7 +63,7 @@ class Worker:
         self.state = LOADING
         self.seconds: dict[str, float] = {}  # of all videos so far, by stage
         self._rehearse = rehearse
-        self._preview = preview
+        self.preview = preview
         self._shapes: dict[tuple[Any, ...], None] = {}
         self._thread = Thread(target=self._run, name="wanjax-worker", daemon=True)
 
@@ -80,7 +80,7 @@ class Worker:
         self.pipe.progress = False
         try:
             if self._rehearse:
-                rehearse(self.pipe, self.tiling, self.batch_guidance, self._preview, lambda: self.board.closed)
+                warm_up(self.pipe, self.tiling, self.batch_guidance, self.preview, lambda: self.board.closed)
             self.state = READY
             while (job := self.board.take()) is not None:
                 self._make(job)
@@ -110,61 +110,22 @@ class Worker:
             self.board.finish(job, COMPLETED)
 
     def _video(self, job: Job) -> None:
-        pipe, files = self.pipe, self.board.shelf.files(job)
+        pipe, files, place = self.pipe, self.board.shelf.files(job), self.board.shelf.place(job.id)
         settings: Any = {name: value for name, value in job.settings.items() if value is not None}
-        prompt, negative = settings.pop("prompt"), settings.pop("negative_prompt")
-        with self._stage(job, "encode", 0):
-            job.notes = [str(told) for text in (prompt, negative) for told in pipe.truncations(text)]
-            encoded = jax.block_until_ready(pipe.encode(prompt, negative, tiling=self.tiling, **files, **settings))
-
-        previews = Previews(self.board.shelf.place(job.id) / PREVIEW, on=Console(quiet=True))
-
-        def after(step: Step) -> bool:
-            done = step.index + 1
-            if self._preview:
-                previews(step)
-                job.preview = previews.shown
-            progress = ENCODED + (DENOISED - ENCODED) * step.index // step.total  # this step may be under way
-            self.board.advance(job, progress, done=done, total=step.total)
-            return done == step.total or not self._stopped(job)
-
-        with self._stage(job, "denoise", ENCODED):
-            asked = {"callback": after, "batch_guidance": self.batch_guidance, **settings}
-            latents = jax.block_until_ready(pipe.denoise(encoded, **asked))
-            previews.wait()
-            job.preview = previews.shown
-        chosen = pipe.settings(prompt=prompt, negative_prompt=negative, **settings)
+        job.notes = [
+            str(told) for text in (settings["prompt"], settings["negative_prompt"]) for told in pipe.truncations(text)
+        ]
+        pictures, chosen = pipe.prepare(**files, **settings)
         options = {"tiling": self.tiling, "batch_guidance": self.batch_guidance}
-        with self._stage(job, "decode", DENOISED):
-            place = self.board.shelf.place(job.id)
-            frames = with_thumbnail(self._frames(job, latents), chosen.frames, place / THUMBNAIL)
-            write_video(place / VIDEO, frames, chosen.fps, pipe.record(chosen, files, **options))
+        asked = Order(chosen, pipe.record(chosen, files, **options))
+        for order, frames in (run := Run(pipe, [asked], pictures, hooks=[Advancing(self, job)], **options)):
+            with run.stage("decode"):
+                clips = with_thumbnail((np.asarray(x) for x in frames), chosen.frames, place / THUMBNAIL)
+                write_video(place / VIDEO, clips, chosen.fps, order.record)
 
-    def _frames(self, job: Job, latents: Any) -> Iterator[np.ndarray]:
-        """Yields the frames of each chunk; raises Cancelled between two."""
-        total = self.pipe.chunks(latents)
-        for done, chunk in enumerate(self.pipe.decode_chunks(latents, tiling=self.tiling), 1):
-            if self._stopped(job):
-                raise Cancelled(job.done)
-            yield np.asarray(chunk)
-            self.board.advance(job, DENOISED + (99 - DENOISED) * done // total, done=done, total=total)
-
-    def _stopped(self, job: Job) -> bool:
+    def stopped(self, job: Job) -> bool:
+        """Tells whether a video is to end before its time."""
         return job.cancelled or self.board.closed
-
-    @contextmanager
-    def _stage(self, job: Job, name: str, progress: int) -> Iterator[None]:
-        """Notes that a stage is under way, and its seconds at its end; raises Cancelled before one."""
-        if self._stopped(job):
-            raise Cancelled(0)
-        self.board.advance(job, progress, stage=name, done=0, total=0)
-        start = perf_counter()
-        try:
-            yield
-        finally:
-            seconds = perf_counter() - start
-            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-            job.seconds[name] = round(seconds, 3)
 
     def _forget_shapes(self, job: Job) -> None:
         """Drops all compiled programs once there are those of many shapes, so that memory does not grow."""
@@ -173,7 +134,7 @@ class Worker:
         self._shapes[shape] = None
         if len(self._shapes) > SHAPES:
             self._shapes = {shape: None}
-            forget_programs()
+            EXECUTE.forget()
 
 
 def with_thumbnail(chunks: Iterator[np.ndarray], frames: int, file: Path) -> Iterator[np.ndarray]:
@@ -188,47 +149,68 @@ def with_thumbnail(chunks: Iterator[np.ndarray], frames: int, file: Path) -> Ite
         yield chunk
 
 
-def rehearse(
+class Advancing(Hook):
+    """Notes on the board how far a video is; ends the run where it is cancelled, or the server ends."""
+
+    def __init__(self, worker: Worker, job: Job):
+        self.worker, self.job, self.board = worker, job, worker.board
+        self.previews = Previews(self.board.shelf.place(job.id) / PREVIEW, on=Console(quiet=True))
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Notes that a stage is under way, and its seconds at its end; raises Cancelled before one."""
+        if self.worker.stopped(self.job):
+            raise Cancelled(0)
+        self.board.advance(self.job, PERCENT[name][0], stage=name, done=0, total=0)
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            seconds = perf_counter() - start
+            self.worker.seconds[name] = self.worker.seconds.get(name, 0.0) + seconds
+            self.job.seconds[name] = round(seconds, 3)
+
+    def stepped(self, step: Step) -> bool:
+        if self.worker.preview:
+            self.previews(step)
+            if step.index + 1 == step.total:
+                self.previews.wait()
+            self.job.preview = self.previews.shown
+        done, (start, end) = step.index + 1, PERCENT["denoise"]
+        progress = start + (end - start) * step.index // step.total  # this step may be under way
+        self.board.advance(self.job, progress, done=done, total=step.total)
+        return done == step.total or not self.worker.stopped(self.job)
+
+    def count(self, unit: str, done: int, total: int) -> None:
+        if unit != "chunk" or done == 0:
+            return
+        if self.worker.stopped(self.job):
+            raise Cancelled(self.job.done)
+        start, end = PERCENT["decode"]
+        self.board.advance(self.job, start + (end - start) * done // total, done=done, total=total)
+
+
+def warm_up(
     pipe: Pipeline, tiling: Tiling | None, batch_guidance: bool, preview: bool, stopped: Callable[[], bool]
 ) -> None:
-    """Takes the first steps of each stage of a default video, which loads the model and compiles its programs.
+    """Compiles the programs of a default video, and loads the model where all of it fits into memory.
 
-    Where all networks fit into memory, the last stage is compiled beside the others. A model that begins from pictures
-    cannot be rehearsed without one, and what fails here is told by the first request.
+    What fails here is told by the first request.
     """
-    together = sum(pipe.components.sizes.values()) < free_memory(jax.local_devices()[0])
-    with compile_cache():  # once for both threads, each of which would restore the thresholds
-        decoding = Thread(target=_decode_first, args=(pipe, tiling, preview), name="wanjax-rehearsal", daemon=True)
-        decoding.start()
-        if not together:
-            decoding.join()
-        if not stopped():
-            _denoise_first(pipe, batch_guidance, stopped)
-        decoding.join()
-
-
-def _denoise_first(pipe: Pipeline, batch_guidance: bool, stopped: Callable[[], bool]) -> None:
-    with _telling_failures():
-        encoded = pipe.encode("")
-        pipe.denoise(
-            encoded, callback=lambda step: step.index + 1 < STEPS and not stopped(), batch_guidance=batch_guidance
-        )
-
-
-def _decode_first(pipe: Pipeline, tiling: Tiling | None, preview: bool) -> None:
-    with _telling_failures():
-        latents = jnp.zeros(pipe.architecture.latent_shape(pipe.defaults), jnp.float32)
-        for chunk in islice(pipe.decode_chunks(latents, tiling=tiling), CHUNKS):
-            np.asarray(chunk)
-        if preview:
-            pipe.colours()
-
-
-@contextmanager
-def _telling_failures() -> Iterator[None]:
     try:
-        yield
-    except (WanjaxError, Cancelled):
+        settings = pipe.settings()
+        recorded = record(pipe, settings, needed_pictures(pipe, settings), tiling=tiling, batch_guidance=batch_guidance)
+        for one in recorded.programs:
+            if stopped():
+                return
+            EXECUTE.compile(one.instance)
+        if sum(pipe.components.sizes.values()) < free_memory(jax.local_devices()[0]):
+            for name in pipe.components.names:
+                if not stopped():
+                    pipe.components.get(name)
+        if preview and not stopped():
+            pipe.colours()
+    except WanjaxError:
         pass
     except Exception as error:
-        logger.warning("the rehearsal did not succeed: %s", str(error)[:500])
+        logger.warning("the warm-up did not succeed: %s", str(error)[:500])

@@ -134,7 +134,7 @@ def without_factors(network: Network) -> Network:
 
 
 def _place(network: nnx.Module, partitioner: Partitioner | None) -> None:
-    """Puts the factors on the devices of the network."""
+    """Puts the factors on the devices of the network, if those are here."""
     if partitioner is None:
         return
     for path, weight in nnx.to_flat_state(nnx.state(network)):

@@ -22,8 +22,10 @@ from wanjax.errors import WanjaxError
 from wanjax.layers.stack import through_all
 from wanjax.pipelines.draws import INITIAL, OF_STEPS
 from wanjax.pipelines.pipeline import Pipeline
+from wanjax.pipelines.run import latents_of
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Segment
+from wanjax.programs import Inline
 from wanjax.schedulers.base import shifted
 from wanjax.training.adapters import without_factors
 
@@ -112,7 +114,10 @@ def error(
     levels = pipe.scheduler.levels(fractions)
     alphas, sigmas = (x[0].reshape(-1, 1, 1, 1, 1) for x in (levels.alphas, levels.sigmas))
     x = alphas * x0 + sigmas * noise
-    encoded = pipe.sampled(batch.encoded, [0] * len(x), _pictures(pipe, batch, key))
+    pipe = pipe.under(Inline())
+    words = jnp.zeros((len(x), 2), jnp.uint32)  # of no seed, since all noise is given
+    drawn = pipe.ends.sampled(latents_of(batch.encoded), words, _pictures(pipe, batch, key))
+    encoded = batch.encoded._replace(**drawn)
 
     def predicted(network: nnx.Module) -> Float[Array, "B T H W C"]:
         denoiser, inputs = pipe.inputs(network, Segment(component, 0, (1.0,)), encoded, x, False)

@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,20 +14,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Array, Float, Int
 
 from wanjax.checkpoints.files import check_folder
 from wanjax.checkpoints.networks import Network, network_of
-from wanjax.compilation import keeps_programs
 from wanjax.errors import WanjaxError
+from wanjax.kernels.compiler_options import products
 from wanjax.media.videos import write_video
 from wanjax.pipelines.pipeline import Pipeline
-from wanjax.sharding import use
+from wanjax.pipelines.seeds import key_of, words_of
+from wanjax.programs import program
 from wanjax.training import adapters, clips
 from wanjax.training.batches import Batches
 from wanjax.training.config import TrainConfig
 from wanjax.training.data import KEPT, Listing, list_data
 from wanjax.training.encoded import NEGATIVE, Piece, Store, described, joined, load_text, told
-from wanjax.training.loop import Trainer, everything
+from wanjax.training.learning import everything
+from wanjax.training.loop import Trainer
 from wanjax.training.metrics import Metrics
 from wanjax.training.objective import Batch, NoiseLevels, error, loss_of, settings_of
 from wanjax.training.optimizers import optimizer, schedule
@@ -84,7 +87,6 @@ class Training:
             config.resize,
         )
 
-    @keeps_programs
     def encode(self) -> None:
         """Encodes the clips and captions that were not encoded before, and frees the encoders."""
         folder = self.config.store or self.listing.folder / KEPT
@@ -102,7 +104,6 @@ class Training:
         if every and not self.held_out:
             raise WanjaxError(f"{len(pieces)} clips are too few to hold out one in {every}: fewer, or none, would do")
 
-    @keeps_programs
     def run(self) -> Path:
         """Trains, and returns the LoRA file or the checkpoint; of two networks, the folder of their LoRA files."""
         self.encode()
@@ -126,6 +127,24 @@ class Training:
             written = self.out
         self.pipe.free()
         return written
+
+
+@dataclass(frozen=True, eq=False)
+class HeldOut:
+    """What the held-out loss is compiled for: the network, its pipeline, noise levels and name."""
+
+    graphdef: Any
+    pipe: Pipeline
+    levels: NoiseLevels
+    name: str
+
+
+@program(products)
+def held_out(static: HeldOut, weights: Any, batch: Batch, u: Float[Array, "B"], number: Int[Array, ""]) -> Array:
+    """Computes the error at fixed noise levels u, with fixed noise of a number."""
+    network, key = nnx.merge(static.graphdef, weights), jax.random.fold_in(key_of(words_of([0])[0]), number)
+    noise = jax.random.normal(key, static.pipe.clean(batch.latents).shape, jnp.float32)
+    return error(static.pipe, network, batch, static.levels.at(u), noise, key, static.name)
 
 
 class Learner:
@@ -164,15 +183,15 @@ class Learner:
             told=self._told(),
         )
         self.metrics = Metrics(self.out, self.trainer.step)
+        self._measured: HeldOut | None = None
         self._pending: deque[tuple[int, float, Mapping[str, jax.Array]]] = deque()
-        self._evaluate = jax.jit(self._error)
 
     def _told(self) -> dict[str, Any]:
         """Returns everything on which the trained weights depend, as JSON."""
         clips = [told(piece) for piece in self.training.pieces]
         levels = asdict(self.training.levels[self.name])
         own = {"model": self.pipe.defaults.model, "network": self.name, "dtype": self.pipe.defaults.dtype}
-        mesh = None if self.pipe.partitioner is None else dict(self.pipe.partitioner.mesh.shape)
+        mesh = None if self.pipe.partitioner.alone else dict(self.pipe.partitioner.mesh.shape)
         return self.config.to_json() | own | {"levels": levels, "mesh": mesh, "clips": clips}
 
     def run(self) -> None:
@@ -226,18 +245,16 @@ class Learner:
 
     def held_out_loss(self) -> float:
         """Returns the mean loss of the held-out clips at fixed noise levels, with fixed noise."""
-        losses = []
+        losses, (graphdef, weights) = [], nnx.split(self._plain())
+        if self._measured is None:  # one value, so that the error is compiled once
+            self._measured = HeldOut(graphdef, self.pipe, self.training.levels[self.name], self.name)
         for index, piece in enumerate(self.training.held_out):
             latents, encoded = joined([(piece.latents, piece.text)], self.pipe.encoded_type)
             for level in range(LEVELS):
-                key = jax.random.fold_in(jax.random.key(0), index * LEVELS + level)
-                u = jnp.full((1,), (level + 0.5) / LEVELS, jnp.float32)
-                with use(self.pipe.partitioner):
-                    losses.append(self._evaluate(self._weights(), Batch(latents, encoded), u, key))
+                u = np.full((1,), (level + 0.5) / LEVELS, np.float32)
+                number = np.int32(index * LEVELS + level)
+                losses.append(self.pipe.call(held_out, self._measured, weights, Batch(latents, encoded), u, number))
         return float(np.mean([float(loss) for loss in losses]))
-
-    def _weights(self) -> Any:
-        return nnx.state(self._plain())
 
     def _plain(self) -> Any:
         """Returns the network as it is used: with its mean weights if there are any, and without dropout."""
@@ -246,12 +263,6 @@ class Learner:
             if isinstance(module, adapters.Adapted):
                 module.dropout_key = None
         return network
-
-    def _error(self, weights: Any, batch: Batch, u: jax.Array, key: jax.Array) -> jax.Array:
-        network = nnx.merge(nnx.graphdef(self._plain()), weights)
-        noise = jax.random.normal(key, self.pipe.clean(batch.latents).shape, jnp.float32)
-        fractions = self.training.levels[self.name].at(u)
-        return error(self.pipe, network, batch, fractions, noise, key, self.name)
 
     def sample(self, step: int) -> None:
         """Makes a video of each sample prompt with the present weights, in the shape of the first clip."""

@@ -153,10 +153,9 @@ def attention(
     on_one_device = (_on_one_device, _part_on_one_device, _gradient_on_one_device)
     kernels = sharded.Kernels(*(partial(call, implementation=implementation, **options) for call in on_one_device))
     masks = {"keys": keys, "key_mask": mask, "window": window, "bias": bias}
-    partitioner = current()
-    if partitioner is not None:
-        return sharded.attention(kernels, partitioner, q, k, v, **masks)
-    return kernels.whole(q, k, v, **masks)
+    if current().alone:
+        return kernels.whole(q, k, v, **masks)
+    return sharded.attention(kernels, current(), q, k, v, **masks)
 
 
 @jax.named_scope("attention")

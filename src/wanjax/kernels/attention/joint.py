@@ -37,8 +37,6 @@ def attention(
     """
     partitioner = current()
     attend = partial(_joined, partial(kernel, window=window), length=length)
-    if partitioner is None:
-        return attend(q, k, v, texts, rows=length)
     place = Placement(*partitioner.activation(("batch", "length", "heads"), q.video.shape[:3]))
     axes = (place.tokens,) if isinstance(place.tokens, str) else place.tokens or ()
     gathered = tuple(axis for axis in axes if axis == "sp" and window is None)

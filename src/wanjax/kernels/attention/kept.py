@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from wanjax.kernels.attention.sharded import Placement, heads_to_tokens, on_each, tokens_to_heads
-from wanjax.sharding import Partitioner, current, pad_to
+from wanjax.sharding import current, pad_to, state
 
 HEADS_AXIS = "tp"
 
@@ -45,16 +45,9 @@ class Place(NamedTuple):
 
 def empty_window(layers: int, batch: int, rows: int, heads: int, size: int, dtype: DTypeLike) -> Kept:
     """Returns windows without keys for stacked blocks, sharded as `attention` takes them."""
-    partitioner = current()
-    devices = 1 if partitioner is None else partitioner.size(HEADS_AXIS)
+    devices = current().size(HEADS_AXIS)
     shape = layers, batch, rows, (heads + -heads % devices) * size
     return _stored(Kept(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)))
-
-
-def window_sharding(partitioner: Partitioner, shape: tuple[int, ...]) -> NamedSharding:
-    """Returns the sharding of windows [layers B S E]."""
-    batch = partitioner.activation(("batch",), shape[1:2])[0]
-    return NamedSharding(partitioner.mesh, PartitionSpec(None, batch, None, HEADS_AXIS))
 
 
 def written(window: Kept, block: Kept, place: Place) -> Kept:
@@ -74,10 +67,9 @@ def renewed(window: Kept, block: Kept, place: Place) -> Kept:
 
 
 def _stored(window: Kept) -> Kept:
-    partitioner = current()
-    if partitioner is None:
-        return window
-    return jax.lax.with_sharding_constraint(window, window_sharding(partitioner, window.k.shape))
+    """Returns windows [layers B S E], each device with its heads."""
+    batch = current().activation(("batch",), window.k.shape[1:2])[0]
+    return jax.tree.map(lambda x: state(x, PartitionSpec(None, batch, None, HEADS_AXIS)), window)
 
 
 def attention(
@@ -93,11 +85,27 @@ def attention(
 
     `kernel(q, k, v, keys=...)` is attention on one device to the first `keys` keys.
     """
-    partitioner = current()
-    if partitioner is not None:
-        return _on_devices(kernel, partitioner, q, k, v, window, place, length)
-    block = _block(k, v, length)
-    return _seen(kernel, q, written(window, block, place), place, length), block
+    queries, partitioner = q.shape[1], current()
+    q, k, v = (pad_to(x, 1, partitioner.size(("sp", "tp"))) for x in (q, k, v))
+    at = Placement(*partitioner.activation(("batch", "length", "heads"), q.shape[:3]))
+    devices = partitioner.size(HEADS_AXIS)
+    exchange = at.heads is None and devices > 1
+
+    def attend(q, k, v, window: Kept, place: Place) -> tuple[Array, Kept]:
+        heads = q.shape[2]
+        if exchange:
+            q, k, v = (tokens_to_heads(x, devices) for x in (q, k, v))
+        if partitioner.size("sp") > 1:
+            k, v = (jax.lax.all_gather(x, "sp", axis=1, tiled=True) for x in (k, v))
+        block = _block(k, v, length)
+        out = _seen(kernel, q, written(window, block, place), place, length)
+        return heads_to_tokens(out, devices)[:, :, :heads] if exchange else out, block
+
+    tokens, kept = PartitionSpec(*at), PartitionSpec(at.batch, None, HEADS_AXIS)
+    kept = Kept(kept, kept)
+    specs = (tokens, tokens, tokens, kept, Place(PartitionSpec(), PartitionSpec()))
+    out, block = on_each(attend, partitioner, specs, (tokens, kept))(q, k, v, window, place)
+    return out[:, :queries], block
 
 
 def _block(k: Float[Array, "B L N D"], v: Float[Array, "B L N D"], length: int) -> Kept:
@@ -122,29 +130,3 @@ def _seen(
     branches = [partial(attend, blocks) for blocks in range(slots, 0, -1)]
     joined = q.reshape(*q.shape[:2], -1)
     return jax.lax.switch(slots - place.blocks, branches, joined, *window).reshape(q.shape)
-
-
-def _on_devices(
-    kernel: Callable[..., Array], partitioner: Partitioner, q, k, v, window: Kept, place: Place, length: int
-) -> tuple[Array, Kept]:
-    queries = q.shape[1]
-    q, k, v = (pad_to(x, 1, partitioner.size(("sp", "tp"))) for x in (q, k, v))
-    at = Placement(*partitioner.activation(("batch", "length", "heads"), q.shape[:3]))
-    devices = partitioner.size(HEADS_AXIS)
-    exchange = at.heads is None and devices > 1
-
-    def attend(q, k, v, window: Kept, place: Place) -> tuple[Array, Kept]:
-        heads = q.shape[2]
-        if exchange:
-            q, k, v = (tokens_to_heads(x, devices) for x in (q, k, v))
-        if partitioner.size("sp") > 1:
-            k, v = (jax.lax.all_gather(x, "sp", axis=1, tiled=True) for x in (k, v))
-        block = _block(k, v, length)
-        out = _seen(kernel, q, written(window, block, place), place, length)
-        return heads_to_tokens(out, devices)[:, :, :heads] if exchange else out, block
-
-    tokens, kept = PartitionSpec(*at), PartitionSpec(at.batch, None, HEADS_AXIS)
-    kept = Kept(kept, kept)
-    specs = (tokens, tokens, tokens, kept, Place(PartitionSpec(), PartitionSpec()))
-    out, block = on_each(attend, partitioner, specs, (tokens, kept))(q, k, v, window, place)
-    return out[:, :queries], block

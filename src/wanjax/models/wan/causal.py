@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
@@ -34,6 +35,7 @@ from wanjax.models.wan.transformer import (
     Tokens,
     join_heads,
     modulation_table,
+    shard_stacked,
     split_heads,
     time_mlp,
 )
@@ -113,7 +115,7 @@ class WanCausalTransformer(nnx.Module):
     def context(self, text: Float[Array, "B S _E"]) -> Context:
         """Keys and values of encoded prompts [B S E] in every block of the network: [layers B S E]."""
         text = self.text_embed(text.astype(self.dtype))
-        return map_blocks(self.blocks, lambda block: block.cross_attn.context(text))
+        return shard_stacked(map_blocks(self.blocks, lambda block: block.cross_attn.context(text)), self.config.heads)
 
     def grid(self, latents: Float[Array, "B T H W C"]) -> tuple[int, int, int]:
         """The number of patches along frames, height and width."""
@@ -165,4 +167,4 @@ def turns_at(config: CausalTransformerConfig, block: int) -> Turns:
 
 def place_of(config: CausalTransformerConfig, block: int, tokens: int) -> Place:
     """Returns the place in the window of a block, from 0, of this number of tokens."""
-    return Place(jnp.int32(config.slot(block) * tokens), jnp.int32(min(block + 1, config.slots)))
+    return Place(np.int32(config.slot(block) * tokens), np.int32(min(block + 1, config.slots)))

@@ -31,6 +31,7 @@ from wanjax.models.wan.transformer import (
     SelfAttention,
     Tokens,
     modulation_table,
+    shard_stacked,
     time_mlp,
 )
 
@@ -105,7 +106,8 @@ class WanControlTransformer(nnx.Module):
         """Keys and values of encoded prompts [B S E] in every block of both streams: [layers B S E]."""
         text = self.text_embed(text.astype(self.dtype))
         stacks = self.blocks, self.control_blocks
-        return ControlContext(*(map_blocks(stack, lambda block: block.cross_attn.context(text)) for stack in stacks))
+        keys = (map_blocks(stack, lambda block: block.cross_attn.context(text)) for stack in stacks)
+        return shard_stacked(ControlContext(*keys), self.config.heads)
 
     def grid(self, latents: Float[Array, "B T H W C"]) -> tuple[int, int, int]:
         """The number of patches along frames, height and width."""

@@ -32,6 +32,7 @@ from wanjax.models.wan.transformer import (
     Tokens,
     modulation_table,
     shard_keys,
+    shard_stacked,
     split_heads,
     time_mlp,
     without_tiles,
@@ -153,10 +154,11 @@ class WanImageTransformer(nnx.Module):
     def context(self, text: Float[Array, "B S _E"], image: Float[Array, "B _S _E"]) -> ImageContext:
         """Keys and values of encoded prompts and images [B S E] in every block: [layers B S E]."""
         text, image = self.text_embed(text.astype(self.dtype)), self.image_embed(image)
-        return map_blocks(
+        keys = map_blocks(
             self.blocks,
             lambda block: ImageContext(block.cross_attn.context(text), block.cross_attn.image_context(image)),
         )
+        return shard_stacked(keys, self.config.heads)
 
     def grid(self, latents: Float[Array, "B T H W C"]) -> tuple[int, int, int]:
         """The number of patches along frames, height and width."""

@@ -9,11 +9,12 @@ diffusers' models/transformers/transformer_wan.py and, for what stays in float32
 
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -29,7 +30,9 @@ from wanjax.layers.placement import with_axes
 from wanjax.layers.rope import Rope, norm_and_rope, rope_3d, seeing_all, with_frames
 from wanjax.layers.stack import Through, map_blocks, stack, through_all, trunk_of
 from wanjax.models.wan.config import TransformerConfig
-from wanjax.sharding import constrain, spread
+from wanjax.sharding import constrain, current, spread, state
+
+Stacked = TypeVar("Stacked")  # a tree of arrays [layers B S E]
 
 Tokens = Float[Array, "B L E"]
 
@@ -161,7 +164,7 @@ class WanTransformer(nnx.Module):
     def context(self, text: Float[Array, "B S _E"]) -> Context:
         """Keys and values of encoded prompts [B S E] in every block: [layers B S E]."""
         text = self.text_embed(text.astype(self.dtype))
-        return map_blocks(self.blocks, lambda block: block.cross_attn.context(text))
+        return shard_stacked(map_blocks(self.blocks, lambda block: block.cross_attn.context(text)), self.config.heads)
 
     def grid(self, latents: Float[Array, "B T H W C"]) -> tuple[int, int, int]:
         """The number of patches along frames, height and width."""
@@ -216,6 +219,15 @@ def join_heads(x: Float[Array, "B L N D"]) -> Float[Array, "B L E"]:
 def shard_keys(x: Float[Array, "B S E"], heads: int) -> Float[Array, "B S E"]:
     """Keys or values on the devices whose queries attend to them: all of them on each, or sharded by heads."""
     return join_heads(constrain(split_heads(x, heads), ("batch", None, "heads", None)))
+
+
+def shard_stacked(keys: Stacked, heads: int) -> Stacked:
+    """Keys and values of all blocks [layers B S E] where `shard_keys` has those of each."""
+
+    def shard(x: Float[Array, "layers B S E"]) -> Float[Array, "layers B S E"]:
+        return state(x, PartitionSpec(None, *current().activation(("batch", None, "heads"), (*x.shape[1:3], heads))))
+
+    return jax.tree.map(shard, keys)
 
 
 def without_tiles(implementation: str | None) -> str | None:

@@ -23,5 +23,6 @@ FAMILY = Family(
     settings=settings_of,
     presets=PRESETS,
     tables=Path(__file__).parent / FILE,
+    prompt=lambda architecture: {"tokenizer": (architecture.transformer.text_length,) * 2},
     loaders={"tokenizer": lambda folder: Tokenizer.load(folder, length=TEXT_LENGTH)},
 )

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The architecture of a CogVideoX checkpoint, read from its configs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
-
-import jax.numpy as jnp
 
 from wanjax.checkpoints.networks import Config
 from wanjax.checkpoints.networks import network as network_in
@@ -16,9 +14,8 @@ from wanjax.models.cogvideox.config import TransformerConfig
 from wanjax.models.cogvideox.flops import forward_flops, self_attention_flops
 from wanjax.models.cogvideox.vae_config import VAEConfig
 from wanjax.models.t5 import T5Config
-from wanjax.pipelines.cogvideox import planned
 from wanjax.pipelines.cogvideox.networks import NETWORKS
-from wanjax.pipelines.family import Architecture, Forward, Planned, by_chunk
+from wanjax.pipelines.family import Architecture, Forward
 from wanjax.pipelines.settings import Settings
 from wanjax.schedulers import Scheduler, from_config
 from wanjax.schedulers.ddim import DDIM
@@ -125,34 +122,3 @@ class CogVideoXArchitecture(Architecture):
             scores=self_attention_flops(config, tokens),
             flops=forward_flops(config, video=video),
         )
-
-    def encoded_shapes(self, settings: Settings) -> Mapping[str, tuple[tuple[int, ...], Any]]:
-        config = self.transformer
-        found: dict[str, Any] = {"prompt_embeds": ((1, config.text_length, config.text_width), None)}
-        if self.pictured:
-            found |= {name: ((1, *shape), jnp.float32) for name, shape in self.latent_fields(settings).items()}
-        return found
-
-    def programs(
-        self, settings: Settings, *, attention: str | None = None, batch_guidance: bool = False
-    ) -> Mapping[str, Sequence[Planned]]:
-        frames = {"vae": self.vae, "size": settings.size}
-        texts = {"text_encoder": self.text_encoder, "length": self.transformer.text_length}
-        encode = [Planned("encode_prompts", planned.encode_prompts, texts, 1)]
-        if self.pictured:
-            encode += by_chunk("encode", planned.encode_frames, frames, 1, self.vae.encoded_at_once(1))
-        video = {
-            "transformer": self.transformer,
-            "latents": self.denoised_shape(settings),
-            "pictured": self.pictured,
-            "guided": settings.guided,
-            "attention": attention,
-            "batch_guidance": batch_guidance,
-        }
-        denoise = [
-            Planned("context", planned.context, video, 1),
-            *self.steps(planned.step, video | {"scheduler": self.scheduler}, settings),
-        ]
-        count = self.latent_shape(settings)[2]
-        decode = by_chunk("decode", planned.decode_frames, frames, count, self.decoded_at_once(count))
-        return {"encode": encode, "denoise": denoise, "decode": decode}

@@ -5,13 +5,16 @@ The reference draws these latents from the autoencoder's posterior. Here the fir
 deviation, and each video draws from it with its own seed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from wanjax.pipelines.seeds import further_noise
+from wanjax.pipelines.sampler import Ends
+from wanjax.pipelines.seeds import Words, drawn_noise
+from wanjax.schedulers import Scheduler
 
 
 class CogVideoXEncoded(NamedTuple):
@@ -36,20 +39,27 @@ POSTERIORS = {  # the noise's name, the number of its key among a seed's, and th
 }
 
 
-def drawn(encoded: CogVideoXEncoded, seeds: Sequence[int], noise: Mapping[str, Array]) -> CogVideoXEncoded:
-    """Draws the latents of pictures for each seed; noise that is given takes the place of the seeds'."""
-    for name, (number, mean, deviation) in POSTERIORS.items():
-        spread = getattr(encoded, deviation)
-        if spread is None:
-            continue
-        own = noise[name] if name in noise else _noise(seeds, number, spread.shape)
-        sample = getattr(encoded, mean) + spread * own.astype(jnp.float32)
-        encoded = encoded._replace(**{mean: sample, deviation: None})
-    return encoded
+@dataclass(frozen=True)
+class CogVideoXEnds(Ends):
+    """The ends of CogVideoX's denoising: pictures are drawn, and a given video begins with noise added to it."""
 
+    def sampled(self, pictures: Mapping[str, Any], words: Words, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Draws the latents of pictures for each seed; noise that is given takes the place of the seeds'."""
+        found = {}
+        for name, (number, mean, deviation) in POSTERIORS.items():
+            if (spread := pictures.get(deviation)) is not None:
+                shape = (len(words), *spread.shape[1:])
+                own = given[name] if name in given else drawn_noise(words, shape, number)
+                found[mean] = pictures[mean] + spread * own.astype(jnp.float32)
+        return found
 
-def _noise(seeds: Sequence[int], number: int, shape: tuple[int, ...]) -> Float[Array, "B C T H W"]:
-    return jnp.concatenate([further_noise(seed, number, (1, *shape[1:])) for seed in seeds])
+    def first(
+        self, scheduler: Scheduler, schedule: Any, noise: Float[Array, "B T H W C"], pictures: Mapping[str, Any]
+    ) -> Float[Array, "B T H W C"]:
+        if "video_latents" not in pictures:
+            return noise
+        video = jnp.moveaxis(pictures["video_latents"].astype(jnp.float32), 1, -1)
+        return scheduler.noised(schedule, led(video, noise.shape[1]), noise)
 
 
 def led(x: Float[Array, "B T H W C"], frames: int) -> Float[Array, "B _T H W C"]:

@@ -9,17 +9,16 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from wanjax.compilation import keeps_programs
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures, fit
 from wanjax.pipelines.checks import check_features, check_fields, check_taken
 from wanjax.pipelines.cogvideox.architecture import CogVideoXArchitecture
-from wanjax.pipelines.cogvideox.conditioning import POSTERIORS, CogVideoXEncoded, drawn, led
-from wanjax.pipelines.cogvideox.programs import CogVideoXDenoiser, Shared, encode_prompts, make_context
+from wanjax.pipelines.cogvideox.conditioning import POSTERIORS, CogVideoXEncoded, CogVideoXEnds, led
+from wanjax.pipelines.cogvideox.programs import CogVideoXDenoiser, encode_prompts, make_context, split_posterior
 from wanjax.pipelines.cogvideox.settings import CogVideoXSettings
 from wanjax.pipelines.frames import GivenFrames, Latents, encoded
-from wanjax.pipelines.guidance import dynamic_scales, group, grouping
+from wanjax.pipelines.guidance import dynamic_scales, grouping
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.sampler import Denoiser, Inputs
 from wanjax.pipelines.settings import Settings
@@ -58,13 +57,11 @@ class CogVideoXPipeline(Pipeline):
     def truncations(self, prompt: str) -> Sequence[Truncation]:
         return tuple(filter(None, self.tokenizer.tokenize([prompt]).truncated))
 
-    @keeps_programs
     def encode_prompts(self, prompt: str, negative_prompt: str | None = None) -> CogVideoXEncoded:
         negative = self.defaults.negative_prompt if negative_prompt is None else negative_prompt
-        ids = jnp.asarray(self.tokenizer.tokenize([prompt, negative]).ids)
+        ids = self.tokenizer.tokenize([prompt, negative]).ids
         graphdef, weights = nnx.split(self.text_encoder)
-        embeds = self.compiled(encode_prompts)(graphdef, ids, weights)
-        return CogVideoXEncoded(embeds[:1], embeds[1:])
+        return CogVideoXEncoded(*self.call(encode_prompts, graphdef, ids, weights))
 
     def encode_pictures(
         self, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
@@ -78,20 +75,17 @@ class CogVideoXPipeline(Pipeline):
             made["video_latents"], made["video_deviation"] = self._posterior(clip, settings, scale, tiling)
         return made
 
-    @keeps_programs
     def _posterior(
         self, frames: Iterable[np.ndarray], settings: Settings, scale: float, tiling: Tiling | None
     ) -> tuple[Float[Array, "1 C T H W"], Float[Array, "1 C T H W"]]:
         """Returns the mean and the deviation of the latents of frames in the video's size, multiplied by a factor."""
         fitted = [fit(frame, settings.size, settings.resize) for frame in frames]
-        mean, log_variance = jnp.split(encoded(self.vae, fitted, tiling, self.compiled), 2, axis=1)
-        return scale * mean, scale * jnp.exp(0.5 * log_variance)
+        return self.call(split_posterior, scale, encoded(self.vae, fitted, tiling, self.call))
 
-    @keeps_programs
     def encode_video(self, frames: GivenFrames, *, tiling: Tiling | None = None) -> Float[Array, "1 C _T _H _W"]:
         """Encodes frames as `Pipeline.encode_video` does: the mean of their posterior."""
-        mean, _ = jnp.split(super().encode_video(frames, tiling=tiling), 2, axis=1)
-        return self.architecture.vae.scaling_factor * mean
+        moments = super().encode_video(frames, tiling=tiling)
+        return self.call(split_posterior, self.architecture.vae.scaling_factor, moments)[0]
 
     def check_encoded(self, encoded: CogVideoXEncoded, settings: Settings) -> None:
         config = self.architecture.transformer
@@ -109,21 +103,16 @@ class CogVideoXPipeline(Pipeline):
                 shapes[name] = (videos, *right)
         return shapes
 
-    def sampled(self, encoded: CogVideoXEncoded, seeds: Sequence[int], draws: Mapping[str, Array]) -> CogVideoXEncoded:
-        return drawn(encoded, seeds, draws)
-
     def clean(self, latents: Latents) -> Float[Array, "B _T H W C"]:
         patch = self.architecture.transformer.patch[0]
         return led(jnp.moveaxis(latents, 1, -1), latents.shape[2] + -latents.shape[2] % patch)
 
-    def begin(self, encoded: CogVideoXEncoded, settings: Settings, noise: Latents) -> tuple[Any, Video]:
-        """Returns the schedule, and the latents at its first noise level; a given video skips the noisiest steps."""
-        x = jnp.moveaxis(noise.astype(jnp.float32), 1, -1)
-        if encoded.video_latents is None:
-            return self.scheduler.schedule(settings.steps), x
-        video = jnp.moveaxis(jnp.asarray(encoded.video_latents, jnp.float32), 1, -1)
-        schedule = self.scheduler.schedule(settings.steps, skip=settings.steps - settings.strong_steps)
-        return schedule, self.scheduler.noised(schedule, led(video, x.shape[1]), x)
+    ends = CogVideoXEnds()
+
+    def schedule(self, encoded: CogVideoXEncoded, settings: Settings) -> Any:
+        """Returns the schedule; a given video skips the noisiest steps."""
+        skip = 0 if encoded.video_latents is None else settings.steps - settings.strong_steps
+        return self.scheduler.schedule(settings.steps, skip=skip)
 
     def segments(self, schedule: Any, settings: Settings) -> Sequence[Segment]:
         assert isinstance(settings, CogVideoXSettings)
@@ -137,10 +126,6 @@ class CogVideoXPipeline(Pipeline):
     ) -> tuple[Denoiser, Inputs]:
         graphdef, weights = nnx.split(network)
         groups = grouping(segment.guided, batched, self.partitioner)
-        image = encoded.image_latents
-        image = None if image is None else jnp.moveaxis(jnp.asarray(image, jnp.float32), 1, -1)
-        texts = (encoded.prompt_embeds, encoded.negative_prompt_embeds)
-        prompts, image = self.on_devices((group(texts, groups), image))
-        contexts, positions = self.compiled(make_context)(graphdef, x, weights, prompts)
-        denoiser = CogVideoXDenoiser(graphdef, self.scheduler)
-        return denoiser, Inputs(weights, contexts, Shared(positions, image), groups[1] * len(x))
+        given = x, weights, encoded[:2], encoded.image_latents
+        contexts, shared = self.call(make_context, (graphdef, groups), *given)
+        return CogVideoXDenoiser(graphdef, self.scheduler), Inputs(weights, contexts, shared, groups.batch * x.shape[0])

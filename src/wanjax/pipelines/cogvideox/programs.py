@@ -8,11 +8,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from wanjax.compilation import program
 from wanjax.kernels.compiler_options import scanned
 from wanjax.layers.stack import Through, through_all
 from wanjax.models.cogvideox.positions import Positions
+from wanjax.pipelines.guidance import Groups, group
 from wanjax.pipelines.sampler import Denoiser
+from wanjax.programs import program
 
 Latents = Float[Array, "B T H W C"]
 
@@ -56,16 +57,34 @@ def first_frame(image: Float[Array, "_B 1 H W _C"], x: Latents) -> Float[Array, 
 
 
 @program(scanned)
-def encode_prompts(graphdef: Any, ids: Int[Array, "B S"], weights: Any) -> Float[Array, "B S E"]:
-    """Encodes prompts. The padding is encoded and attended to like any token, as in the reference."""
-    return nnx.merge(graphdef, weights)(ids)
+def encode_prompts(
+    graphdef: Any, ids: Int[Array, "B S"], weights: Any
+) -> tuple[Float[Array, "1 S E"], Float[Array, "1 S E"]]:
+    """Encodes the prompt and the negative one. Padding is attended to like any token, as in the reference."""
+    embeds = nnx.merge(graphdef, weights)(ids)
+    return embeds[:1], embeds[1:]
+
+
+@program(scanned)
+def split_posterior(
+    scale: float, moments: Float[Array, "1 _C T H W"]
+) -> tuple[Float[Array, "1 C T H W"], Float[Array, "1 C T H W"]]:
+    """Returns the mean and the deviation of encoded frames, multiplied by a factor."""
+    mean, log_variance = jnp.split(moments, 2, axis=1)
+    return scale * mean, scale * jnp.exp(0.5 * log_variance)
 
 
 @program(scanned)
 def make_context(
-    graphdef: Any, x: Latents, weights: Any, prompts: tuple[Float[Array, "_B S E"], ...]
-) -> tuple[tuple[Float[Array, "_B S _E"], ...], Positions]:
-    """Returns each prompt in the transformer's width, and the positions of all tokens."""
+    static: tuple[Any, Groups],
+    x: Latents,
+    weights: Any,
+    prompts: tuple[Float[Array, "B S E"], Float[Array, "_B _S _E"]],
+    image: Float[Array, "B C 1 H W"] | None,
+) -> tuple[tuple[Float[Array, "_B S _E"], ...], Shared]:
+    """Returns each forward's prompts in the transformer's width, and what all share. static: graphdef, groups."""
+    graphdef, groups = static
     transformer = nnx.merge(graphdef, weights)
-    contexts = tuple(transformer.context(text) for text in prompts)
-    return contexts, transformer.positions(transformer.grid(x), prompts[0].shape[1])
+    contexts = tuple(transformer.context(text) for text in group(prompts, groups))
+    first = None if image is None else jnp.moveaxis(image.astype(jnp.float32), 1, -1)
+    return contexts, Shared(transformer.positions(transformer.grid(x), prompts[0].shape[1]), first)

@@ -26,4 +26,8 @@ FAMILY = Family(
         "feature_extractor": StretchingImageProcessor.load,
     },
     layouts=(LAYOUT,),
+    prompt=lambda architecture: {
+        "tokenizer": (TEMPLATE_TOKENS + TEXT_LENGTH, TEMPLATE_TOKENS + architecture.prompt_tokens),
+        "tokenizer_2": (GLYPH_LENGTH, GLYPH_LENGTH),
+    },
 )

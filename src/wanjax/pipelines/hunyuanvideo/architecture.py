@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The architecture of a HunyuanVideo checkpoint, read from its configs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
-
-import jax.numpy as jnp
 
 from wanjax.checkpoints.networks import Config
 from wanjax.checkpoints.networks import network as network_in
@@ -18,11 +16,9 @@ from wanjax.models.hunyuanvideo.vae_config import VAEConfig
 from wanjax.models.qwen2_vl import Qwen2VLConfig
 from wanjax.models.siglip import SiglipVisionConfig
 from wanjax.models.t5 import T5Config
-from wanjax.pipelines.family import Architecture, Forward, Planned, by_chunk
-from wanjax.pipelines.hunyuanvideo import planned
-from wanjax.pipelines.hunyuanvideo.conditioning import HunyuanVideoEncoded, shortened
+from wanjax.pipelines.family import Architecture, Forward
+from wanjax.pipelines.hunyuanvideo.conditioning import HunyuanVideoEncoded, lengths_of
 from wanjax.pipelines.hunyuanvideo.networks import NETWORKS
-from wanjax.pipelines.hunyuanvideo.text import GLYPH_LENGTH, TEXT_LENGTH
 from wanjax.pipelines.settings import Settings
 from wanjax.schedulers import Scheduler, from_config
 from wanjax.schedulers.flow_euler import FlowEuler
@@ -111,9 +107,9 @@ class HunyuanVideoArchitecture(Architecture):
         config, (_, _, *cells) = self.transformer, self.latent_shape(settings)
         prompt, beside = self.prompt_tokens, self.image_tokens
         if encoded is not None:
-            [text] = shortened(encoded.texts[:1], together=False)
+            [lengths] = lengths_of(encoded.texts[:1], together=False)
             seen = 0 if encoded.image_embeds is None else encoded.image_embeds.shape[1]
-            prompt, beside = text.embeds.shape[1], text.glyphs.shape[1] + seen
+            prompt, beside = lengths.prompt, lengths.glyphs + seen
         video = prod(cells)
         return Forward(
             tokens=video + prompt + beside,
@@ -123,42 +119,3 @@ class HunyuanVideoArchitecture(Architecture):
             scores=joint_attention_flops(config, video + prompt + beside),
             flops=forward_flops(config, video=video, prompt=prompt, beside=beside),
         )
-
-    def encoded_shapes(self, settings: Settings) -> Mapping[str, tuple[tuple[int, ...], Any]]:
-        config, glyphs = self.transformer, (1, GLYPH_LENGTH)
-        pictures = self.picture_shapes(settings).items()
-        return {
-            "prompt_embeds": ((1, TEXT_LENGTH, config.text_width), None),
-            "prompt_embeds_mask": ((1, TEXT_LENGTH), jnp.bool_),
-            "prompt_embeds_2": ((*glyphs, config.glyph_width), None),
-            "prompt_embeds_mask_2": (glyphs, jnp.bool_),
-            **{name: (tuple(self.image_tokens if n is None else n for n in x), jnp.float32) for name, x in pictures},
-        }
-
-    def programs(
-        self, settings: Settings, *, attention: str | None = None, batch_guidance: bool = False
-    ) -> Mapping[str, Sequence[Planned]]:
-        frames = {"vae": self.vae, "size": settings.size}
-        encode = [
-            Planned("encode_chats", planned.encode_chats, {"text_encoder": self.text_encoder}, 1),
-            Planned("encode_glyphs", planned.encode_glyphs, {"text_encoder": self.text_encoder_2}, 1),
-        ]
-        if self.pictured:
-            encode.append(Planned("encode_images", planned.encode_images, {"image_encoder": self.image_encoder}, 1))
-            encode += by_chunk("encode", planned.encode_frames, frames, 1, self.vae.encoded_at_once(1))
-        video = {
-            "transformer": self.transformer,
-            "latents": self.latent_shape(settings),
-            "length": self.prompt_tokens,
-            "features": self.image_tokens,
-            "guided": settings.guided,
-            "attention": attention,
-            "batch_guidance": batch_guidance,
-        }
-        denoise = [
-            Planned("context", planned.context, video, 1),
-            *self.steps(planned.step, video | {"scheduler": self.scheduler}, settings),
-        ]
-        count = self.latent_shape(settings)[2]
-        decode = by_chunk("decode", planned.decode_frames, frames, count, self.decoded_at_once(count))
-        return {"encode": encode, "denoise": denoise, "decode": decode}

@@ -4,7 +4,6 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Shaped
@@ -52,24 +51,28 @@ class Text(NamedTuple):
     glyph_mask: Any  # [B _S]
 
 
-def shortened(texts: Sequence[Text], *, together: bool) -> list[Text]:
-    """Returns the texts without most of their padding, of lengths in `LENGTHS` and `GLYPH_LENGTHS`.
+class Lengths(NamedTuple):
+    """The numbers of a text's tokens that are read: of the prompt, and of what it quotes."""
+
+    prompt: int
+    glyphs: int
+
+    def of(self, text: Text) -> Text:
+        """Returns a text without the padding behind these lengths."""
+        masks = _booleans(text.mask)[:, : self.prompt], _booleans(text.glyph_mask)[:, : self.glyphs]
+        return Text(text.embeds[:, : self.prompt], masks[0], text.glyphs[:, : self.glyphs], masks[1])
+
+
+def lengths_of(texts: Sequence[Text], *, together: bool) -> tuple[Lengths, ...]:
+    """Returns the lengths of texts without most of their padding, in `LENGTHS` and `GLYPH_LENGTHS`.
 
     A masked token changes nothing, so the lengths decide only which step is compiled. Texts that are read `together`
     get one length.
     """
-    lengths = [(_enough(text.mask, LENGTHS), _enough(text.glyph_mask, GLYPH_LENGTHS)) for text in texts]
+    found = [Lengths(_enough(text.mask, LENGTHS), _enough(text.glyph_mask, GLYPH_LENGTHS)) for text in texts]
     if together:
-        lengths = [tuple(map(max, zip(*lengths, strict=True)))] * len(texts)
-    return [
-        Text(
-            text.embeds[:, :length],
-            jnp.asarray(_booleans(text.mask)[:, :length]),
-            text.glyphs[:, :glyphs],
-            jnp.asarray(_booleans(text.glyph_mask)[:, :glyphs]),
-        )
-        for text, (length, glyphs) in zip(texts, lengths, strict=True)
-    ]
+        found = [Lengths(*map(max, zip(*found, strict=True)))] * len(texts)
+    return tuple(found)
 
 
 def _enough(mask: Shaped[Array | np.ndarray, "B S"], lengths: Sequence[int]) -> int:
@@ -82,7 +85,7 @@ def _enough(mask: Shaped[Array | np.ndarray, "B S"], lengths: Sequence[int]) -> 
 
 def _booleans(mask: Shaped[Array | np.ndarray, "B S"]) -> Bool[Array | np.ndarray, "B S"]:
     """Returns a mask, which may be one of numbers as in the reference's files, as booleans, on the host if possible."""
-    return mask.astype(bool) if isinstance(mask, Tracer) else np.asarray(mask) != 0
+    return mask != 0 if isinstance(mask, Tracer) else np.asarray(mask) != 0
 
 
 def size_of(picture: tuple[int, ...], side: int, grid: int) -> tuple[int, int]:

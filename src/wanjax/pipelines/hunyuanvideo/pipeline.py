@@ -5,21 +5,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from wanjax.compilation import keeps_programs
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import PictureOfAnySize, Pictures
 from wanjax.pipelines.checks import check_features, check_fields, check_taken
-from wanjax.pipelines.frames import Latents
-from wanjax.pipelines.guidance import group, grouping
+from wanjax.pipelines.guidance import grouping
 from wanjax.pipelines.hunyuanvideo.architecture import HunyuanVideoArchitecture
-from wanjax.pipelines.hunyuanvideo.conditioning import HunyuanVideoEncoded, fitted, shortened, size_of
+from wanjax.pipelines.hunyuanvideo.conditioning import HunyuanVideoEncoded, fitted, lengths_of, size_of
 from wanjax.pipelines.hunyuanvideo.programs import (
     HunyuanVideoDenoiser,
-    Shared,
     encode_chats,
     encode_glyphs,
     encode_images,
@@ -69,22 +67,22 @@ class HunyuanVideoPipeline(Pipeline):
         chats, glyphs = tokenize_chats(self.tokenizer, [prompt]), tokenize_glyphs(self.tokenizer_2, [prompt])
         return tuple(filter(None, (*chats.truncated, *glyphs.truncated)))
 
-    @keeps_programs
     def encode_prompts(self, prompt: str, negative_prompt: str | None = None) -> HunyuanVideoEncoded:
         both = [prompt, self.defaults.negative_prompt if negative_prompt is None else negative_prompt]
         chats, quoted = tokenize_chats(self.tokenizer, both), tokenize_glyphs(self.tokenizer_2, both)
-        mask, glyph_mask = jnp.asarray(chats.mask[:, TEMPLATE_TOKENS:]), jnp.asarray(quoted.mask)
+        mask = chats.mask[:, TEMPLATE_TOKENS:]
         graphdef, weights = nnx.split(self.text_encoder)
-        embeds = self.compiled(encode_chats)(graphdef, jnp.asarray(chats.ids), mask, weights)
-        arrays = (embeds, mask, self._glyphs(quoted), glyph_mask)
-        return HunyuanVideoEncoded(*(x[:1] for x in arrays), *(x[1:] for x in arrays))
+        embeds, glyphs = self.call(encode_chats, graphdef, chats.ids, mask, weights), self._glyphs(quoted)
+        both = ((embeds[i], mask[i : i + 1], glyphs[i], quoted.mask[i : i + 1]) for i in (0, 1))
+        return HunyuanVideoEncoded(*(x for text in both for x in text))
 
-    def _glyphs(self, quoted: TokenBatch) -> Float[Array, "B S E"]:
-        """Returns features of quoted texts; the encoder is not loaded for zeros, where nothing is quoted."""
+    def _glyphs(self, quoted: TokenBatch) -> Sequence[Any]:
+        """Returns features of both quoted texts; the encoder is not loaded for zeros, where nothing is quoted."""
         if not quoted.mask.any():
-            return jnp.zeros((*quoted.ids.shape, self.architecture.transformer.glyph_width), self.defaults.dtype)
+            shape = (1, *quoted.ids.shape[1:], self.architecture.transformer.glyph_width)
+            return [np.zeros(shape, jnp.dtype(self.defaults.dtype))] * 2
         graphdef, weights = nnx.split(self.text_encoder_2)
-        return self.compiled(encode_glyphs)(graphdef, jnp.asarray(quoted.ids), jnp.asarray(quoted.mask), weights)
+        return self.call(encode_glyphs, graphdef, quoted.ids, quoted.mask, weights)
 
     def encode_pictures(
         self, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
@@ -95,11 +93,10 @@ class HunyuanVideoPipeline(Pipeline):
         latents = self.encode_video(frame[None], tiling=tiling)
         return {"image_embeds": self.encode_images([frame]), "image_latents": latents}
 
-    @keeps_programs
     def encode_images(self, images: Sequence[PictureOfAnySize]) -> Float[Array, "B S E"]:
         """Returns the features of images by the checkpoint's vision tower."""
         graphdef, weights = nnx.split(self.image_encoder)
-        return self.compiled(encode_images)(graphdef, jnp.asarray(self.feature_extractor(images)), weights)
+        return self.call(encode_images, graphdef, self.feature_extractor(images), weights)
 
     def check_encoded(self, encoded: HunyuanVideoEncoded, settings: Settings) -> None:
         config, videos = self.architecture.transformer, len(encoded.prompt_embeds)
@@ -118,21 +115,18 @@ class HunyuanVideoPipeline(Pipeline):
         stem, second, _ = name.partition("_2")
         return f"{stem}_mask{second}"
 
-    def begin(self, encoded: HunyuanVideoEncoded, settings: Settings, noise: Latents) -> tuple[Any, Video]:
+    def schedule(self, encoded: HunyuanVideoEncoded, settings: Settings) -> Any:
         assert isinstance(settings, HunyuanVideoSettings)
-        schedule = self.scheduler.schedule(settings.steps, shift=settings.flow_shift)
-        return schedule, self.scheduler.start(schedule, jnp.moveaxis(noise.astype(jnp.float32), 1, -1))
+        return self.scheduler.schedule(settings.steps, shift=settings.flow_shift)
 
     def inputs(
         self, network: nnx.Module, segment: Segment, encoded: HunyuanVideoEncoded, x: Video, batched: bool
     ) -> tuple[Denoiser, Inputs]:
         graphdef, weights = nnx.split(network)
         groups = grouping(segment.guided, batched, self.partitioner)
-        texts = shortened(encoded.texts, together=groups[1] > 1)
-        latents = encoded.image_latents
-        latents = None if latents is None else jnp.moveaxis(jnp.asarray(latents, jnp.float32), 1, -1)
-        texts, latents, seen = self.on_devices((group(texts, groups), latents, encoded.image_embeds))
-        contexts, rope = self.compiled(make_context)(graphdef, x, weights, texts, seen)
-        dense = None if rope.frames is None else False
+        static = graphdef, groups, lengths_of(encoded.texts, together=groups.batch > 1)
+        given = encoded.texts, encoded.image_embeds, encoded.image_latents
+        contexts, shared = self.call(make_context, static, x, weights, *given)
+        dense = None if shared.rope.frames is None else False
         denoiser = HunyuanVideoDenoiser(graphdef, self.scheduler, self.architecture.transformer.meanflow, dense=dense)
-        return denoiser, Inputs(weights, contexts, Shared(rope, latents), groups[1] * len(x))
+        return denoiser, Inputs(weights, contexts, shared, groups.batch * x.shape[0])

@@ -8,18 +8,20 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from wanjax.compilation import program
 from wanjax.kernels.compiler_options import scanned
 from wanjax.layers.rope import Rope, seeing_all
 from wanjax.layers.stack import Through, through_all
 from wanjax.models.hunyuanvideo.transformer import Context
-from wanjax.pipelines.hunyuanvideo.conditioning import Text
+from wanjax.pipelines.guidance import Groups, group
+from wanjax.pipelines.hunyuanvideo.conditioning import Lengths, Text
 from wanjax.pipelines.hunyuanvideo.text import TEMPLATE_TOKENS
 from wanjax.pipelines.sampler import Denoiser
+from wanjax.programs import program
 from wanjax.schedulers.base import TRAIN_STEPS
 
 Latents = Float[Array, "B T H W C"]
 Features = Float[Array, "B S E"]
+Both = tuple[Float[Array, "1 S E"], Float[Array, "1 S E"]]  # of the prompt and of the negative one
 
 
 class Shared(NamedTuple):
@@ -67,19 +69,20 @@ def beside_condition(x: Latents, image: Float[Array, "_B 1 H W C"] | None) -> Fl
 
 
 @program(scanned)
-def encode_chats(graphdef: Any, ids: Int[Array, "B _S"], mask: Bool[Array, "B S"], weights: Any) -> Features:
-    """Encodes chats; returns features of what follows the template, zeros outside the mask."""
+def encode_chats(graphdef: Any, ids: Int[Array, "B _S"], mask: Bool[Array, "B S"], weights: Any) -> Both:
+    """Encodes both prompts' chats; returns features of what follows the template, zeros outside the mask."""
     return _masked(nnx.merge(graphdef, weights)(ids)[:, TEMPLATE_TOKENS:], mask)
 
 
 @program(scanned)
-def encode_glyphs(graphdef: Any, ids: Int[Array, "B S"], mask: Bool[Array, "B S"], weights: Any) -> Features:
-    """Encodes quoted texts; returns features of their bytes, zeros outside the mask."""
+def encode_glyphs(graphdef: Any, ids: Int[Array, "B S"], mask: Bool[Array, "B S"], weights: Any) -> Both:
+    """Encodes the texts that both prompts quote; returns features of their bytes, zeros outside the mask."""
     return _masked(nnx.merge(graphdef, weights)(ids, mask), mask)
 
 
-def _masked(features: Features, mask: Bool[Array, "B S"]) -> Features:
-    return jnp.where(mask[:, :, None], features, jnp.zeros((), features.dtype))
+def _masked(features: Features, mask: Bool[Array, "B S"]) -> Both:
+    features = jnp.where(mask[:, :, None], features, jnp.zeros((), features.dtype))
+    return features[:1], features[1:]
 
 
 @program(scanned)
@@ -90,9 +93,18 @@ def encode_images(graphdef: Any, images: Float[Array, "B H W 3"], weights: Any) 
 
 @program(scanned)
 def make_context(
-    graphdef: Any, x: Latents, weights: Any, texts: tuple[Text, ...], image: Float[Array, "_B _S _E"] | None
-) -> tuple[tuple[Context, ...], Rope]:
-    """Returns the context of each text, with features of a picture beside it, and RoPE's tables."""
+    static: tuple[Any, Groups, tuple[Lengths, ...]],
+    x: Latents,
+    weights: Any,
+    texts: tuple[Text, Text],
+    image: Float[Array, "_B _S _E"] | None,
+    picture: Float[Array, "_B C 1 H W"] | None,
+) -> tuple[tuple[Context, ...], Shared]:
+    """Returns the context of each forward's texts, with features of a picture beside it, and what all share.
+
+    static: graphdef, groups, the lengths of both texts.
+    """
+    graphdef, groups, lengths = static
     transformer = nnx.merge(graphdef, weights)
 
     def context(text: Text) -> Context:
@@ -100,4 +112,7 @@ def make_context(
         seen = None if image is None else jnp.broadcast_to(image, (len(text.embeds), *image.shape[1:]))
         return transformer.context(text.embeds, text.mask, glyphs, seen)
 
-    return tuple(context(text) for text in texts), transformer.rope(transformer.grid(x))
+    short = [long.of(text) for long, text in zip(lengths, texts, strict=True)]
+    first = None if picture is None else jnp.moveaxis(picture.astype(jnp.float32), 1, -1)
+    contexts = tuple(context(text) for text in group(short, groups))
+    return contexts, Shared(transformer.rope(transformer.grid(x)), first)

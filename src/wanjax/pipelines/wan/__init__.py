@@ -29,4 +29,5 @@ FAMILY = Family(
         "image_processor": ImageProcessor.load,
     },
     layouts=(LAYOUT,),
+    prompt=lambda architecture: {"tokenizer": (TEXT_LENGTH, TEXT_LENGTH)},
 )

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-import jax.numpy as jnp
-
 from wanjax.checkpoints.networks import Config
 from wanjax.checkpoints.networks import network as network_in
 from wanjax.checkpoints.sources import Source
@@ -16,10 +14,9 @@ from wanjax.models.clip import CLIPVisionConfig
 from wanjax.models.t5 import T5Config
 from wanjax.models.wan.config import ControlTransformerConfig, ImageTransformerConfig, TransformerConfig
 from wanjax.models.wan.flops import forward_flops, self_attention_flops
-from wanjax.pipelines.family import Architecture, Forward, Planned, by_chunk, optional
+from wanjax.pipelines.family import Architecture, Forward, optional
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Segment
-from wanjax.pipelines.wan import planned
 from wanjax.pipelines.wan.conditioning import TEXT_TO_VIDEO, Task, WanEncoded, task_of
 from wanjax.pipelines.wan.experts import EXPERTS, segments
 from wanjax.pipelines.wan.networks import NETWORKS
@@ -139,41 +136,3 @@ class WanArchitecture(Architecture):
             ),
             ring=True,
         )
-
-    def encoded_shapes(self, settings: Settings) -> Mapping[str, tuple[tuple[int, ...], Any]]:
-        latents = self.latent_shape(settings)
-        found: dict[str, Any] = {"prompt_embeds": ((1, TEXT_LENGTH, self.transformer.text_width), None)}
-        for name, shape in self.task.shapes(latents, self.transformer).items():
-            if name not in self.task.optional:
-                sizes = {"image_embeds": (1, self.image_tokens, shape[-1])}.get(name)
-                found[name] = (sizes or tuple(latents[2] if n is None else n for n in shape), jnp.float32)
-        return found
-
-    def programs(
-        self, settings: Settings, *, attention: str | None = None, batch_guidance: bool = False
-    ) -> Mapping[str, Sequence[Planned]]:
-        latents, frames = self.latent_shape(settings), {"vae": self.vae, "size": settings.size}
-        encode = [Planned("encode_prompts", planned.encode_prompts, {"text_encoder": self.text_encoder}, 1)]
-        if self.image_encoder is not None:
-            images = {"image_encoder": self.image_encoder, "images": self.image_tokens // self.image_encoder.tokens}
-            encode.append(Planned("encode_images", planned.encode_images, images, 1))
-        if self.condition_channels:
-            clips = 2 if isinstance(self.transformer, ControlTransformerConfig) else 1
-            at_once = self.vae.encoded_at_once(settings.frames)
-            encode += by_chunk("encode", planned.encode_frames, frames, settings.frames, at_once, clips)
-        video = {
-            "transformer": self.transformer,
-            "task": self.task,
-            "latents": latents,
-            "condition": self.condition_channels,
-            "features": self.image_tokens,
-            "guided": settings.guided,
-            "attention": attention,
-            "batch_guidance": batch_guidance,
-        }
-        denoise = [
-            Planned("context", planned.context, video, len(self.denoisers)),
-            *self.steps(planned.step, video | {"scheduler": self.scheduler}, settings),
-        ]
-        decode = by_chunk("decode", planned.decode_frames, frames, latents[2], self.decoded_at_once(latents[2]))
-        return {"encode": encode, "denoise": denoise, "decode": decode}

@@ -5,6 +5,7 @@ Follows pipeline/causal_inference.py of guandeh17/Self-Forcing: four steps of co
 one pass over the finished block at timestep 0, whose keys and values later blocks see.
 """
 
+from math import prod
 from typing import Any
 
 from flax import nnx
@@ -44,18 +45,18 @@ class CausalWanPipeline(StreamingPipeline, WanPipeline):
 
     def begin_past(self, network: nnx.Module, encoded: WanEncoded, x: Latents) -> Past:
         graphdef, weights = nnx.split(network)
-        return self.compiled(begin_past)(graphdef, x, weights, self.on_devices(encoded.prompt_embeds))
+        return self.call(begin_past, graphdef, x, weights, encoded.prompt_embeds)
 
     def block_inputs(self, network: nnx.Module, past: Past, x: Latents, block: int) -> tuple[Denoiser, Inputs]:
         graphdef, weights = nnx.split(network)
-        tokens = x[0, ..., 0].size // self.config.patch_cells
+        tokens = prod(x.shape[1:4]) // self.config.patch_cells
         sight = Sight(turns_at(self.config, block), past.window, place_of(self.config, block, tokens))
-        return CausalWanDenoiser(graphdef, self.scheduler), Inputs(weights, (past.context,), sight, len(x))
+        return CausalWanDenoiser(graphdef, self.scheduler), Inputs(weights, (past.context,), sight, x.shape[0])
 
     def renewed(self, network: nnx.Module, past: Past, inputs: Inputs, x: Latents) -> Past:
         graphdef, weights = nnx.split(network)
         sight = inputs.shared
-        window = self.compiled(renew)(graphdef, past.window, x, weights, past.context, sight.time, sight.place)
+        window = self.call(renew, graphdef, past.window, x, weights, past.context, sight.time, sight.place)
         return past._replace(window=window)
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The architecture of a Wan checkpoint that makes a video block by block."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import prod
 
@@ -10,9 +9,8 @@ from wanjax.errors import WanjaxError
 from wanjax.models.wan.config import CausalTransformerConfig
 from wanjax.models.wan.flops import forward_flops, self_attention_flops
 from wanjax.pipelines.cache_rules import NONE, CacheRule
-from wanjax.pipelines.family import Forward, Planned, by_chunk
+from wanjax.pipelines.family import Forward
 from wanjax.pipelines.settings import Settings
-from wanjax.pipelines.wan import causal_planned, planned
 from wanjax.pipelines.wan.architecture import WanArchitecture
 from wanjax.pipelines.wan.conditioning import WanEncoded
 from wanjax.pipelines.wan.programs import TEXT_LENGTH
@@ -65,30 +63,6 @@ class CausalWanArchitecture(WanArchitecture):
     def decoded_at_once(self, frames: int) -> tuple[int, int]:
         """A block's latent frames, in every chunk."""
         return self.transformer.block_frames, self.transformer.block_frames
-
-    def programs(
-        self, settings: Settings, *, attention: str | None = None, batch_guidance: bool = False
-    ) -> Mapping[str, Sequence[Planned]]:
-        self.check_attention(attention, settings.model)
-        self.check_settings(settings)
-        batch, channels, length, *cells = self.latent_shape(settings)
-        blocks = length // self.transformer.block_frames
-        block = {
-            "transformer": self.transformer,
-            "latents": (batch, channels, self.transformer.block_frames, *cells),
-            "attention": attention,
-        }
-        frames = {"vae": self.vae, "size": settings.size}
-        denoise = [
-            Planned("context", causal_planned.begin_past, block, 1),
-            Planned("step", causal_planned.block_step, {**block, "scheduler": self.scheduler}, settings.steps * blocks),
-            Planned("renewal", causal_planned.renew, block, blocks - 1),
-        ]
-        return {
-            "encode": [Planned("encode_prompts", planned.encode_prompts, {"text_encoder": self.text_encoder}, 1)],
-            "denoise": denoise,
-            "decode": by_chunk("decode", planned.decode_frames, frames, length, self.decoded_at_once(length)),
-        }
 
 
 def architecture_of(source: Source, encoders: bool = False) -> WanArchitecture:

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from wanjax.compilation import program
 from wanjax.kernels.attention.kept import Kept, Place, renewed
 from wanjax.kernels.compiler_options import fast_products, products, scanned
 from wanjax.layers.rope import Turns
 from wanjax.layers.stack import Through, through_all
 from wanjax.models.wan.transformer import Context
 from wanjax.pipelines.wan.programs import TimedDenoiser
+from wanjax.programs import program
 
 
 class Sight(NamedTuple):

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -67,10 +66,11 @@ class PictureInputs(NamedTuple):
 
 
 class Encoders(NamedTuple):
-    """The encoders of a task, clips to latents and images to features, and the configs of the networks."""
+    """The encoders of a task, clips to latents, images to features, a condition; the configs of the networks."""
 
     video: Callable[[Sequence[np.ndarray]], Float[Array, "1 C T H W"]]
     images: Callable[[Sequence[PictureOfAnySize]], Float[Array, "1 S E"]]
+    condition: Callable[[tuple[Any, ...], np.ndarray], Float[Array, "1 _C _T H W"]]
     transformer: TransformerConfig
     vae: VAEConfig
 
@@ -103,6 +103,10 @@ class Task(ABC):
     def encode(self, encoders: Encoders, pictures: Pictures, settings: Settings) -> Mapping[str, Array]:
         """Encodes the pictures; returns fields of `WanEncoded`."""
         return {}
+
+    def condition(self, clips: tuple[Any, ...], mask: Any) -> Float[Array, "1 _C _T H W"]:
+        """Returns the condition that encoded clips [1 C T H W] and a mask become."""
+        raise AssertionError(f"the task {self.name} has no condition but an encoded clip")
 
     def finish(self, x: Video, pictures: PictureInputs) -> Video:
         """Returns the latents of the video, from those of the last step."""
@@ -193,10 +197,13 @@ class ImageToVideo(Task):
             if picture is not None:
                 clip[frame] = unit(picture, settings)
                 known.append(frame)
-        latents = encoders.video(clip)
         mask = known_frames(known, settings.frames, encoders.vae.temporal_factor)
+        return {"condition": encoders.condition((encoders.video(clip),), mask)}
+
+    def condition(self, clips: tuple[Any, ...], mask: Any) -> Float[Array, "1 _C _T H W"]:
+        [latents] = clips
         mask = jnp.broadcast_to(mask[None, :, :, None, None], (1, len(mask), *latents.shape[2:]))
-        return {"condition": jnp.concatenate([mask, latents], axis=1)}
+        return jnp.concatenate([mask, latents], axis=1)
 
     def velocity(
         self, transformer: Any, x: Video, t: Float[Array, "B"], context: Any, rope: Rope, pictures: PictureInputs
@@ -264,10 +271,14 @@ class ControlledVideo(Task):
             for here in (False, True)
         )
         cells = mask_cells(mask, kept.shape[2], encoders.vae.spatial_factor)
-        condition = jnp.concatenate([kept, made, cells[None]], axis=1)
         references = [encoders.video([on_white(x, settings.size)]) for x in pictures.references]
+        return {"condition": encoders.condition((kept, made, *references), cells)}
+
+    def condition(self, clips: tuple[Any, ...], mask: Any) -> Float[Array, "1 _C _T H W"]:
+        kept, made, *references = clips
+        condition = jnp.concatenate([kept, made, mask[None]], axis=1)
         rest = [(0, 0), (0, condition.shape[1] - kept.shape[1]), (0, 0), (0, 0), (0, 0)]
-        return {"condition": jnp.concatenate([*(jnp.pad(x, rest) for x in references), condition], axis=2)}
+        return jnp.concatenate([*(jnp.pad(x, rest) for x in references), condition], axis=2)
 
     def velocity(
         self, transformer: Any, x: Video, t: Float[Array, "B"], context: Any, rope: Rope, pictures: PictureInputs
@@ -324,7 +335,7 @@ def unit(picture: Picture, settings: Settings) -> Float[np.ndarray, "_H _W 3"]:
     return fit(picture, settings.size, settings.resize).astype(np.float32) / np.float32(255)
 
 
-def known_frames(known: Sequence[int], frames: int, factor: int) -> Float[Array, "C T"]:
+def known_frames(known: Sequence[int], frames: int, factor: int) -> Float[np.ndarray, "C T"]:
     """Returns the mask of a video's known frames, 1 or 0, as channels of the latent frames.
 
     A latent frame has one channel for each of its `factor` frames. The first latent frame has one frame, which fills
@@ -332,10 +343,10 @@ def known_frames(known: Sequence[int], frames: int, factor: int) -> Float[Array,
     """
     flags = np.zeros(frames, np.float32)
     flags[list(known)] = 1
-    return jnp.asarray(np.append(np.repeat(flags[:1], factor), flags[1:]).reshape(-1, factor).T)
+    return np.append(np.repeat(flags[:1], factor), flags[1:]).reshape(-1, factor).T
 
 
-def mask_cells(mask: Float[np.ndarray, "T H W"], frames: int, factor: int) -> Float[Array, "C _T _H _W"]:
+def mask_cells(mask: Float[np.ndarray, "T H W"], frames: int, factor: int) -> Float[np.ndarray, "C _T _H _W"]:
     """Returns a mask's pixels as `factor` × `factor` channels of latent cells, at `frames` of its frames.
 
     The chosen frames are the middles of `frames` equal intervals, as in the reference.
@@ -343,7 +354,7 @@ def mask_cells(mask: Float[np.ndarray, "T H W"], frames: int, factor: int) -> Fl
     count, height, width = mask.shape
     picked = [(2 * i + 1) * count // (2 * frames) for i in range(frames)]
     cells = mask[picked].reshape(frames, height // factor, factor, width // factor, factor)
-    return jnp.asarray(cells.transpose(2, 4, 0, 1, 3).reshape(factor**2, frames, height // factor, width // factor))
+    return cells.transpose(2, 4, 0, 1, 3).reshape(factor**2, frames, height // factor, width // factor)
 
 
 def on_white(picture: Picture, size: tuple[int, int]) -> Float[np.ndarray, "_H _W 3"]:
@@ -354,8 +365,15 @@ def on_white(picture: Picture, size: tuple[int, int]) -> Float[np.ndarray, "_H _
     height, width, _ = picture.shape
     scale = min(size[0] / height, size[1] / width)
     inner = int(height * scale), int(width * scale)
-    scaled = jax.image.resize(picture.astype(np.float32) / np.float32(255), (*inner, 3), "linear", antialias=False)
+    down, across = (between(old, new) for old, new in zip(picture.shape, inner, strict=False))
+    scaled = np.einsum("hi,iwc,xw->hxc", down, picture.astype(np.float32) / np.float32(255), across)
     top, left = ((outer - within) // 2 for outer, within in zip(size, inner, strict=True))
     page = np.ones((*size, 3), np.float32)
     page[top : top + inner[0], left : left + inner[1]] = scaled
     return page
+
+
+def between(old: int, new: int) -> Float[np.ndarray, "_new _old"]:
+    """Returns the weights by which linear interpolation makes `new` pixels of `old` ones along a side."""
+    places = np.clip((np.arange(new) + 0.5) * (old / new) - 0.5, 0, old - 1)
+    return np.maximum(0, 1 - np.abs(places[:, None] - np.arange(old))).astype(np.float32)

@@ -6,18 +6,15 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from wanjax.compilation import keeps_programs
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import PictureOfAnySize, Pictures
 from wanjax.pipelines.checks import check_features
-from wanjax.pipelines.frames import Latents
-from wanjax.pipelines.guidance import group, grouping
+from wanjax.pipelines.guidance import grouping
 from wanjax.pipelines.keywords import GivenSettings, spelled_out
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.sampler import Denoiser, Inputs
@@ -25,9 +22,17 @@ from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Segment
 from wanjax.pipelines.tokenizer import TokenBatch, Truncation, clean_prompt
 from wanjax.pipelines.wan.architecture import WanArchitecture
-from wanjax.pipelines.wan.conditioning import Encoders, PictureInputs, WanEncoded
+from wanjax.pipelines.wan.conditioning import Encoders, WanEncoded
 from wanjax.pipelines.wan.experts import EXPERTS, segments
-from wanjax.pipelines.wan.programs import TEXT_LENGTH, Shared, WanDenoiser, encode_images, encode_prompts, make_context
+from wanjax.pipelines.wan.programs import (
+    TEXT_LENGTH,
+    WanDenoiser,
+    WanEnds,
+    encode_images,
+    encode_prompts,
+    make_condition,
+    make_context,
+)
 from wanjax.pipelines.wan.settings import WanSettings
 
 OLD_TEXT_LENGTH = 226  # the length of prompts in files of the scripts before wanjax, a mistake
@@ -71,31 +76,30 @@ class WanPipeline(Pipeline):
     def truncations(self, prompt: str) -> Sequence[Truncation]:
         return tuple(filter(None, self.tokenize(prompt).truncated))
 
-    @keeps_programs
     def encode_prompts(self, prompt: str, negative_prompt: str | None = None) -> WanEncoded:
         negative = self.defaults.negative_prompt if negative_prompt is None else negative_prompt
         both = [self.tokenize(text) for text in (prompt, negative)]
-        ids, mask = (jnp.asarray(np.concatenate(x)) for x in zip(*((b.ids, b.mask) for b in both), strict=True))
+        ids, mask = (np.concatenate(x) for x in zip(*((b.ids, b.mask) for b in both), strict=True))
         graphdef, weights = nnx.split(self.text_encoder)
-        embeds = self.compiled(encode_prompts)(graphdef, ids, mask, weights)
-        return WanEncoded(embeds[:1], embeds[1:])
+        return WanEncoded(*self.call(encode_prompts, graphdef, ids, mask, weights))
 
     def encode_pictures(
         self, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
     ) -> Mapping[str, Array]:
         config = self.architecture
         encoders = Encoders(
-            partial(self.encode_video, tiling=tiling), self.encode_images, config.transformer, config.vae
+            partial(self.encode_video, tiling=tiling),
+            self.encode_images,
+            partial(self.call, make_condition, config.task),
+            config.transformer,
+            config.vae,
         )
         return config.task.encode(encoders, pictures, settings)
 
-    @keeps_programs
     def encode_images(self, images: Sequence[PictureOfAnySize]) -> Float[Array, "1 S E"]:
         """Returns the features of images, joined along the sequence, by the checkpoint's vision tower."""
         graphdef, weights = nnx.split(self.image_encoder)
-        pixels = jnp.asarray(self.image_processor(images))
-        features = self.compiled(encode_images)(graphdef, pixels, weights)
-        return features.reshape(1, -1, features.shape[-1])
+        return self.call(encode_images, graphdef, self.image_processor(images), weights)
 
     def encoded_from(self, tensors: Mapping[str, Array]) -> WanEncoded:
         """Restores the output of `encode` from its tensors by name; warns where prompts are shorter than Wan's."""
@@ -117,18 +121,15 @@ class WanPipeline(Pipeline):
     def references(self, encoded: WanEncoded, settings: Settings) -> int:
         return self.architecture.task.references(encoded, self.architecture.latent_shape(settings))
 
-    def begin(self, encoded: WanEncoded, settings: Settings, noise: Latents) -> tuple[Any, Float[Array, "B T H W C"]]:
-        """Returns the schedule, and the latents at its first noise level; a given video skips the noisiest steps."""
+    @property
+    def ends(self) -> WanEnds:
+        return WanEnds(self.architecture.task)
+
+    def schedule(self, encoded: WanEncoded, settings: Settings) -> Any:
+        """Returns the schedule; a given video skips the noisiest steps."""
         assert isinstance(settings, WanSettings)
-        x = jnp.moveaxis(noise.astype(jnp.float32), 1, -1)
-        options = {"shift": settings.flow_shift, "sigmas": settings.sigmas}
-        if encoded.video_latents is None:
-            schedule = self.scheduler.schedule(settings.steps, **options)
-            return schedule, self.scheduler.start(schedule, x)
-        video = jnp.moveaxis(jnp.asarray(encoded.video_latents, jnp.float32), 1, -1)
-        skip = settings.steps - settings.strong_steps
-        schedule = self.scheduler.schedule(settings.steps, skip=skip, **options)
-        return schedule, self.scheduler.noised(schedule, video, x)
+        skip = 0 if encoded.video_latents is None else settings.steps - settings.strong_steps
+        return self.scheduler.schedule(settings.steps, skip=skip, shift=settings.flow_shift, sigmas=settings.sigmas)
 
     def noise_range(self, network: str) -> tuple[float, float]:
         if not self.architecture.experts or self.defaults.boundary is None:
@@ -148,21 +149,8 @@ class WanPipeline(Pipeline):
         batched: bool,
     ) -> tuple[Denoiser, Inputs]:
         graphdef, weights = nnx.split(network)
-        groups = grouping(segment.guided, batched, self.partitioner)
-        texts = (encoded.prompt_embeds, encoded.negative_prompt_embeds)
-        prompts, pictures = self.on_devices((group(texts, groups), _picture_inputs(encoded)))
-        task = self.architecture.task
-        contexts, rope = self.compiled(make_context)((graphdef, task), x, weights, prompts, pictures)
-        denoiser = WanDenoiser(graphdef, self.scheduler, task, dense=None if rope.frames is None else False)
-        return denoiser, Inputs(weights, contexts, Shared(rope, pictures), groups[1] * len(x))
-
-    def finish(self, x: Float[Array, "B T H W C"], encoded: WanEncoded) -> Float[Array, "B T H W C"]:
-        return self.architecture.task.finish(x, self.on_devices(_picture_inputs(encoded)))
-
-
-def _picture_inputs(encoded: WanEncoded) -> PictureInputs:
-    """Returns the encoded pictures as inputs of the transformer."""
-    latents = encoded.condition
-    return PictureInputs(
-        None if latents is None else jnp.moveaxis(jnp.asarray(latents, jnp.float32), 1, -1), encoded.image_embeds
-    )
+        task, groups = self.architecture.task, grouping(segment.guided, batched, self.partitioner)
+        texts, pictures = encoded[:2], (encoded.condition, encoded.image_embeds)
+        contexts, shared = self.call(make_context, (graphdef, task, groups), x, weights, texts, *pictures)
+        denoiser = WanDenoiser(graphdef, self.scheduler, task, dense=None if shared.rope.frames is None else False)
+        return denoiser, Inputs(weights, contexts, shared, groups.batch * x.shape[0])

@@ -1,22 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wan's own programs, beside those of all families, and its part of a denoising step."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from wanjax.compilation import program
 from wanjax.kernels.compiler_options import scanned
 from wanjax.layers.embeddings import sinusoid
 from wanjax.layers.rope import Rope, seeing_all
 from wanjax.layers.stack import Through, through_all
-from wanjax.pipelines.sampler import Denoiser
+from wanjax.pipelines.guidance import Groups, group
+from wanjax.pipelines.sampler import Denoiser, Ends
 from wanjax.pipelines.wan.conditioning import PictureInputs, Task
+from wanjax.programs import program
+from wanjax.schedulers import Scheduler
 
 TEXT_LENGTH = 512
 """The number of tokens of a prompt that Wan reads, padding included."""
@@ -62,30 +66,65 @@ def encode_text(encoder: Any, ids: Int[Array, "B S"], mask: Bool[Array, "B S"]) 
     return jnp.where(mask[:, :, None], features, jnp.zeros((), features.dtype))
 
 
+@dataclass(frozen=True)
+class WanEnds(Ends):
+    """The ends of Wan's denoising: from a given video, with noise added, or from noise alone; a given first frame."""
+
+    task: Task
+
+    def first(
+        self, scheduler: Scheduler, schedule: Any, noise: Float[Array, "B T H W C"], pictures: Mapping[str, Any]
+    ) -> Float[Array, "B T H W C"]:
+        if "video_latents" not in pictures:
+            return scheduler.start(schedule, noise)
+        video = jnp.moveaxis(pictures["video_latents"].astype(jnp.float32), 1, -1)
+        return scheduler.noised(schedule, video, noise)
+
+    def last(self, x: Float[Array, "B T H W C"], pictures: Mapping[str, Any]) -> Float[Array, "B T H W C"]:
+        return self.task.finish(x, picture_inputs(pictures.get("condition")))
+
+
+def picture_inputs(condition: Any, features: Any = None) -> PictureInputs:
+    """Returns encoded pictures as inputs of the transformer; `condition` is [B C T H W]."""
+    latents = None if condition is None else jnp.moveaxis(condition.astype(jnp.float32), 1, -1)
+    return PictureInputs(latents, features)
+
+
 @program(scanned)
 def encode_prompts(
     graphdef: Any, ids: Int[Array, "B S"], mask: Bool[Array, "B S"], weights: Any
-) -> Float[Array, "B S E"]:
-    """Encodes both prompts, as `encode_text`."""
-    return encode_text(nnx.merge(graphdef, weights), ids, mask)
+) -> tuple[Float[Array, "1 S E"], Float[Array, "1 S E"]]:
+    """Encodes the prompt and the negative one, as `encode_text`."""
+    embeds = encode_text(nnx.merge(graphdef, weights), ids, mask)
+    return embeds[:1], embeds[1:]
 
 
 @program(scanned)
-def encode_images(graphdef: Any, images: Float[Array, "B H W 3"], weights: Any) -> Float[Array, "B S E"]:
-    """Returns features of normalised images."""
-    return nnx.merge(graphdef, weights)(images)
+def encode_images(graphdef: Any, images: Float[Array, "B H W 3"], weights: Any) -> Float[Array, "1 S E"]:
+    """Returns features of normalised images, joined along the sequence."""
+    features = nnx.merge(graphdef, weights)(images)
+    return features.reshape(1, -1, features.shape[-1])
+
+
+@program(scanned)
+def make_condition(
+    task: Task, clips: tuple[Float[Array, "1 C _T H W"], ...], mask: Float[np.ndarray | Array, "..."]
+) -> Float[Array, "1 _C _T H W"]:
+    """Returns the condition of encoded clips and a mask."""
+    return task.condition(clips, mask)
 
 
 @program(scanned)
 def make_context(
-    static: tuple[Any, Task],
+    static: tuple[Any, Task, Groups],
     x: Float[Array, "B T H W C"],
     weights: Any,
-    prompts: tuple[Float[Array, "_B S E"], ...],
-    pictures: PictureInputs,
-) -> tuple[tuple[Any, ...], Rope]:
-    """Returns cross-attention's keys and values for each prompt, and RoPE's tables. static: graphdef, task."""
-    graphdef, task = static
-    transformer = nnx.merge(graphdef, weights)
-    contexts = tuple(task.context(transformer, text, pictures) for text in prompts)
-    return contexts, transformer.rope(transformer.grid(x))
+    prompts: tuple[Float[Array, "B S E"], Float[Array, "_B _S E"]],
+    condition: Float[Array, "B _C _T H W"] | None,
+    features: Float[Array, "_B _S _E"] | None,
+) -> tuple[tuple[Any, ...], Shared]:
+    """Returns keys and values for each forward, and what all share. static: graphdef, task, groups."""
+    graphdef, task, groups = static
+    transformer, pictures = nnx.merge(graphdef, weights), picture_inputs(condition, features)
+    contexts = tuple(task.context(transformer, text, pictures) for text in group(prompts, groups))
+    return contexts, Shared(transformer.rope(transformer.grid(x)), pictures)

@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The run: it drives encode, denoise and decode, for one video or many, whoever asked for them.
+
+    for order, frames in Run(pipe, orders, pictures, hooks=[Progress(), Keeping(file)]):
+        write(order, frames)
+
+What is done with a program is the pipeline's strategy's matter: a run that is executed makes videos, and one that is
+recorded makes the same calls and nothing else. Hooks see what happens beside it: progress, saving, previews, a wish to
+stop. A video that is made block by block is a run of several blocks, each from what is kept of those before; its frames
+come while it is made.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from wanjax.layers.tiling import Tiling
+from wanjax.media.pictures import Pictures
+from wanjax.pipelines import many
+from wanjax.pipelines.cache_rules import check_apart
+from wanjax.pipelines.caching import Caching
+from wanjax.pipelines.draws import INITIAL, OF_STEPS, GivenDraws, checked_draws
+from wanjax.pipelines.frames import Frames, GivenLatents, chunk_count, decoded
+from wanjax.pipelines.many import Order
+from wanjax.pipelines.record import VERSION
+from wanjax.pipelines.sampler import Beginning, Denoiser, Given, Inputs, State, begin, finish, take_step
+from wanjax.pipelines.seeds import words_of
+from wanjax.pipelines.settings import Settings
+from wanjax.pipelines.steps import Cancelled, InFlight, Segment, Step, Switch, at_step, left_of
+from wanjax.schedulers import one_step
+
+if TYPE_CHECKING:
+    from wanjax.pipelines.pipeline import Pipeline
+
+Encoded = Any  # the family's own NamedTuple of arrays
+
+
+class Begun(NamedTuple):
+    """The state before the first step, and everything on which the latents depend: facts as JSON, and arrays."""
+
+    state: State
+    segments: Sequence[Segment]
+    facts: Mapping[str, Any]
+    arrays: Sequence[Array | np.ndarray]
+
+
+class Hook:
+    """A part that looks on while a run is executed. Every method does nothing: a hook has those that it needs."""
+
+    def stage(self, name: str) -> AbstractContextManager[Any]:
+        """Surrounds a stage."""
+        return nullcontext()
+
+    def count(self, unit: str, done: int, total: int) -> None:
+        """Receives how many units of a stage, such as steps, the device has done."""
+
+    def encoded(self, encoded: Encoded) -> None:
+        """Receives the output of the first stage."""
+
+    def begun(self, encoded: Encoded) -> None:
+        """Receives what is denoised: the output of the first stage, of videos that are made together."""
+
+    def resumed(self, begun: Begun) -> tuple[State, int]:
+        """Returns the state from which to go on, and the number of steps that were taken before it."""
+        return begun.state, 0
+
+    def switched(self, switch: Switch) -> None:
+        """Receives a change of network."""
+
+    def stepped(self, step: Step) -> bool | None:
+        """Receives a step, which the device may not have finished; returns False to end the run."""
+
+    def stopped(self, step: Step) -> None:
+        """Receives the last step of a run that ends after it, before its time."""
+
+    def denoised(self, latents: Array, block: "Block") -> None:
+        """Receives the latents [B C T H W] of a block of videos that are made together."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A part of a video that is denoised at once: its number from 0, of how many, and its latent frames."""
+
+    number: int
+    count: int
+    frames: range
+
+    @property
+    def last(self) -> bool:
+        return self.number + 1 == self.count
+
+
+class Run:
+    """The making of videos that differ in prompt and seed alone.
+
+    `noise` is given in place of the seed's, for one video. `tiling` is that of pictures and of frames.
+    """
+
+    def __init__(
+        self,
+        pipe: "Pipeline",
+        orders: Sequence[Order],
+        pictures: Pictures | None = None,
+        *,
+        noise: GivenDraws | None = None,
+        tiling: Tiling | None = None,
+        batch_guidance: bool = False,
+        hooks: Sequence[Hook] = (),
+    ):
+        self.pipe, self.orders, self.pictures = pipe, orders, pictures or Pictures()
+        self.noise, self.tiling, self.batch_guidance, self.hooks = noise, tiling, batch_guidance, tuple(hooks)
+
+    def __iter__(self) -> Iterator[tuple[Order, Iterator[Frames]]]:
+        """Yields each order with an iterator over the frames of its video, chunk by chunk, which has to be used up."""
+        if not self.orders:
+            return
+        shared = self.orders[0].settings
+        encoded = self.encode()
+        size = many.together(self.pipe.partitioner, shared.guided) if len(self.orders) > 1 else 1
+        for batch, own in many.batches(self.orders, size):
+            inputs = many.joined([encoded[order.settings.prompt] for order in batch], self.pipe.call)
+            pieces: Iterable[Any] = self.latents(inputs, shared, [order.settings.seed for order in batch])
+            if own > 1 or not self.pipe.architecture.streams:
+                with self.stage("denoise"):
+                    pieces = list(pieces)
+            for video, order in enumerate(batch[:own]):
+                yield order, self.frames(pieces, video=video)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Surrounds a stage, for each hook."""
+        with ExitStack() as stack:
+            for hook in self.hooks:
+                stack.enter_context(hook.stage(name))
+            yield
+
+    def count(self, unit: str, done: int, total: int) -> None:
+        """Tells each hook how far a stage is."""
+        for hook in self.hooks:
+            hook.count(unit, done, total)
+
+    def encode(self) -> dict[str, Encoded]:
+        """Encodes each prompt once, and the pictures, which all videos share; returns the outputs by prompt."""
+        pipe, shared = self.pipe, self.orders[0].settings
+        with self.stage("encode"), pipe.strategy.stage("encode"):
+            prompts = dict.fromkeys(order.settings.prompt for order in self.orders)
+            texts = {prompt: pipe.encode_prompts(prompt, shared.negative_prompt) for prompt in prompts}
+            pipe.components.leave(texts)
+            seen = pipe.components.leave(pipe.encode_pictures(self.pictures, shared, tiling=self.tiling))
+        encoded = {prompt: text._replace(**seen) for prompt, text in texts.items()}
+        for one in encoded.values():
+            for hook in self.hooks:
+                hook.encoded(one)
+        return encoded
+
+    def latents(
+        self, encoded: Encoded, settings: Settings, seeds: Sequence[int]
+    ) -> Iterator[Float[Array, "B C _T H W"]]:
+        """Yields the latents of videos that are made together, one for each seed: each block as soon as it is made."""
+        pipe, words = self.pipe, words_of(seeds)
+        shapes = pipe.draws(settings, pipe.references(encoded, settings), len(seeds))
+        given = checked_draws(self.noise, shapes)
+        schedule = pipe.schedule(encoded, settings)
+        segments, pictures = pipe.segments(schedule, settings), latents_of(encoded)
+        for hook in self.hooks:
+            hook.begun(encoded)
+        past = None
+        for block in self.blocks(settings, shapes[INITIAL][2]):
+            whole = block.count == 1
+            static = Beginning(pipe.ends, pipe.scheduler, shapes[INITIAL], None if whole else len(block.frames))
+            noise, number = _given(given, block, schedule), np.int32(block.number)
+            with pipe.strategy.stage("denoise"):
+                state, drawn = pipe.call(begin, static, words, noise, schedule, pictures, number)
+                inputs = encoded._replace(**drawn)
+                begun = Begun(state, segments, self._facts(settings, seeds), [*_present(encoded), *given.values()])
+                state, past = self._denoised(begun, inputs, schedule, settings, block, past)
+                frames = pipe.architecture.latent_shape(settings)[2] if whole else len(block.frames)
+                made = pipe.call(finish, (pipe.ends, frames), state.x, latents_of(inputs))
+            for hook in self.hooks:
+                hook.denoised(made, block)
+            yield made
+        pipe.components.leave(())
+
+    def blocks(self, settings: Settings, frames: int) -> Iterator[Block]:
+        """Yields the blocks of a video of so many latent frames; most models make a video as a whole."""
+        size = self.pipe.block_frames or frames
+        count = frames // size
+        for number in range(count):
+            yield Block(number, count, range(number * size, (number + 1) * size))
+
+    def _denoised(
+        self, begun: Begun, encoded: Encoded, schedule: Any, settings: Settings, block: Block, past: Any
+    ) -> tuple[State, Any]:
+        """Takes all steps of a block; returns the last state, and what the next block is given."""
+        pipe, state, done = self.pipe, begun.state, 0
+        if block.count == 1:
+            for hook in self.hooks:
+                state, done = hook.resumed(begun._replace(state=state))
+        steps, caching = len(schedule.timesteps), self.caching(settings, begun.segments, schedule)
+        watch = self._watch(block, steps, done)
+        for segment in left_of(begun.segments, done):
+            network, seconds = pipe.components.take_over(segment.network, pipe.architecture.denoisers)
+            if segment.start > done:
+                for hook in self.hooks:
+                    hook.switched(Switch(segment.network, segment.start, steps, seconds))
+            denoiser, inputs, past = pipe.prepared(
+                network, segment, encoded, state.x, self.batch_guidance, block.number, past
+            )
+            denoiser = replace(denoiser, cache=caching.of(segment.network, denoiser, inputs, pipe))
+            state = self._steps(segment, denoiser, inputs, state, schedule, block, watch)
+            if block.count > 1 and not block.last:
+                past = pipe.renewed(network, past, inputs, state.x)
+            del denoiser, inputs  # the weights are freed before the next network is loaded
+        return state, past
+
+    def _steps(
+        self,
+        segment: Segment,
+        denoiser: Denoiser,
+        inputs: Inputs,
+        state: State,
+        schedule: Any,
+        block: Block,
+        watch: InFlight | None,
+    ) -> State:
+        """Takes the steps of one network."""
+        steps = len(schedule.timesteps)
+        before, total = block.number * steps, block.count * steps
+        for index, scale in enumerate(segment.scales, segment.start):
+            state = replace(state, kept=denoiser.cache.given(index, state.kept))
+            given = state, inputs, np.float32(scale), one_step(schedule, index)
+            state, x0, finite = self.pipe.call(take_step, at_step(denoiser, index, steps), *given)
+            if watch is not None:
+                watch.add(before + index, finite)
+                reuses, time = denoiser.cache.reuses(index), float(schedule.timesteps[index])
+                self._tell(Step(before + index, total, time, state, x0, reuses, self.pipe.colours))
+        if watch is not None:
+            watch.wait()
+        return replace(state, kept=None)
+
+    def _watch(self, block: Block, steps: int, done: int) -> InFlight | None:
+        """Returns the queue of steps that the device has not finished; None where nothing is executed."""
+        if not self.pipe.strategy.executes:
+            return None
+
+        def count(done: int, total: int) -> None:
+            if block.count == 1:
+                self.count("step", done, total)
+            elif done % steps == 0:
+                self.count("block", done // steps, block.count)
+
+        if block.count == 1 or block.number == 0:
+            self.count(*(("step", done, steps) if block.count == 1 else ("block", 0, block.count)))
+        return InFlight(block.count * steps, count)
+
+    def _tell(self, step: Step) -> None:
+        """Tells each hook of a step; raises Cancelled where one ends the run."""
+        try:
+            on = [hook.stepped(step) for hook in self.hooks]
+        except BaseException:  # Ctrl-C too
+            self._stop(step)
+            raise
+        if any(answer is False for answer in on):
+            self._stop(step)
+            raise Cancelled(step.index)
+
+    def _stop(self, step: Step) -> None:
+        for hook in self.hooks:
+            hook.stopped(step)
+
+    def caching(self, settings: Settings, segments: Sequence[Segment], schedule: Any) -> Caching:
+        """Returns the step caches of the segments' networks; raises WanjaxError where there can be none."""
+        check_apart(settings.cache, self.batch_guidance)
+        architecture = self.pipe.architecture
+        return Caching(architecture.cache_rule(settings), architecture.tables, segments, schedule, settings.steps)
+
+    def _facts(self, settings: Settings, seeds: Sequence[int]) -> dict[str, Any]:
+        """Returns everything but arrays on which the latents depend."""
+        pipe = self.pipe
+        return {
+            "settings": settings.to_json(),
+            "seeds": list(seeds),
+            "scheduler": repr(pipe.scheduler),
+            "tables": repr(pipe.architecture.tables),
+            "mesh": dict(pipe.partitioner.mesh.shape),
+            "batch_guidance": self.batch_guidance,
+            "compiler": pipe.compiler,
+            "loaded": pipe.components.options,
+            "version": VERSION,
+        }
+
+    def frames(
+        self, pieces: Iterable[GivenLatents], dtype: DTypeLike = jnp.uint8, *, video: int = 0
+    ) -> Iterator[Frames]:
+        """Yields the frames of each chunk of a video, so that only one is in memory.
+
+        `pieces` are latents of consecutive frames, [B C T H W]; `video` is the place of the video in their batch.
+        """
+        pipe, total = self.pipe, None
+        if isinstance(pieces, Sequence):
+            total = sum(chunk_count(x.shape[2], pipe.architecture.decoded_at_once(x.shape[2])) for x in pieces)
+            self.count("chunk", 0, total)
+        at_once = pipe.architecture.decoded_at_once(pipe.block_frames or _frames_of(pieces))
+
+        def call(*arguments: Any) -> Any:
+            with pipe.strategy.stage("decode"):
+                return pipe.call(*arguments)
+
+        for done, chunk in enumerate(decoded(pipe.vae, pieces, at_once, dtype, self.tiling, call, video), 1):
+            yield chunk
+            if total is not None:
+                self.count("chunk", done, total)
+        pipe.components.leave(())
+
+
+def _frames_of(pieces: Iterable[GivenLatents]) -> int:
+    assert isinstance(pieces, Sequence), "a video that comes in pieces has blocks of one length"
+    return pieces[0].shape[2]
+
+
+def latents_of(encoded: Encoded) -> dict[str, Any]:
+    """Returns the encoded pictures that are latents [B C T H W], by name."""
+    return {name: x for name, x in encoded._asdict().items() if x is not None and len(x.shape) == 5}
+
+
+def _present(encoded: Encoded) -> list[Any]:
+    return [x for x in encoded if x is not None]
+
+
+def _given(given: Mapping[str, np.ndarray], block: Block, schedule: Any) -> Given:
+    """Returns the part of the given noise that a block takes; of that of the steps, those that are taken."""
+    frames = slice(block.frames.start, block.frames.stop)
+    initial, of_steps = given.get(INITIAL), given.get(OF_STEPS)
+    if of_steps is not None:
+        of_steps = of_steps[len(of_steps) - len(schedule.timesteps) :, :, :, frames]
+    others = {name: x for name, x in given.items() if name not in (INITIAL, OF_STEPS)}
+    return Given(None if initial is None else initial[:, :, frames], of_steps, others or None)

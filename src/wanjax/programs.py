@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs, and what can be done with one: execute it, record it, or make it a part of another.
+
+A program is a function that is compiled as a whole. Whoever drives a run calls its programs through a strategy, and
+computes no array between two calls:
+
+    state, x0, finite = strategy.call(take_step, site, denoiser, state, inputs, scale, step)
+
+`Execute` compiles the program once for each shape of its arguments, and runs it. `Record` notes the program and returns
+shapes, so that a run that is recorded makes the same calls as one that is executed, with nothing loaded and nothing
+computed. `Inline` traces the program into the one that is being traced, as training does.
+"""
+
+import inspect
+import re
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from wanjax.compilation import compile_cache
+from wanjax.errors import WanjaxWarning
+from wanjax.kernels.compiler_options import FAST, SAFE
+from wanjax.kernels.target import Target, target_of
+from wanjax.sharding import Partitioner, state, stating, use
+
+Result = TypeVar("Result")
+Options = Callable[[Target | None], Mapping[str, Any]]
+Shapes = Any  # a tree of jax.ShapeDtypeStruct
+
+
+class Site(NamedTuple):
+    """The place where programs run: the devices with their rules, and the set of the compiler's options."""
+
+    partitioner: Partitioner
+    compiler: str = SAFE
+
+
+class Lowering(NamedTuple):
+    """A function to lower, and its arguments as trees of `jax.ShapeDtypeStruct` with shardings.
+
+    An argument without a sharding is on the host. `donate` are the indices of the arguments whose buffers the results
+    may reuse. `compiler_options` are XLA's.
+    """
+
+    function: Callable
+    arguments: tuple[Any, ...]
+    donate: tuple[int, ...] = ()
+    compiler_options: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Program:
+    """A function that is compiled as a whole, and its compiler options.
+
+    The first argument of `function` is static: it is hashable, and each value of it is a separate program. Each result
+    has the sharding that the function states for it last, by `constrain` or `replicate`, and is replicated where it
+    states none. Results reuse the buffers of the arguments named in `donated`. `options` returns the compiler's options
+    for a device, and `fast` those that the set of this name adds.
+    """
+
+    function: Callable[..., Any]
+    options: Options
+    donated: tuple[str, ...] = ()
+    fast: Options | None = None
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__
+
+    def options_of(self, site: Site) -> dict[str, Any]:
+        """Returns the compiler's options at a site."""
+        on = target_of(site.partitioner.device)
+        return {**self.options(on), **(self.fast(on) if self.fast is not None and site.compiler == FAST else {})}
+
+    def instance(self, site: Site, static: Any, *shapes: Shapes) -> "Instance":
+        """Returns the program for arguments of these shapes, traced."""
+        return Instance(self, site, static, shapes)
+
+
+def program(
+    options: Options, *, donated: tuple[str, ...] = (), fast: Options | None = None
+) -> Callable[[Callable[..., Any]], Program]:
+    """Decorates a function: makes it a `Program`."""
+    return lambda function: Program(function, options, donated, fast)
+
+
+class Instance:
+    """A program for arguments of some shapes at a site; `results` are its results as shapes with shardings."""
+
+    def __init__(self, program: Program, site: Site, static: Any, shapes: tuple[Shapes, ...]):
+        self.program, self.site, self.static, self.shapes = program, site, static, shapes
+        names = tuple(inspect.signature(program.function).parameters)[1:]
+        self.donate = tuple(names.index(name) for name in program.donated)
+        self._specs: list[PartitionSpec] = []
+        jitted = jax.jit(self._named(self._run), donate_argnums=self.donate)
+        with drawing(), on_mesh(site.partitioner):
+            self.traced = jitted.trace(*shapes)
+        made, tree = jax.tree.flatten(self.traced.out_info)
+        mesh = site.partitioner.mesh
+        leaves = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+            for x, spec in zip(made, self._specs, strict=True)
+        ]
+        self.results = jax.tree.unflatten(tree, leaves)
+
+    def _named(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            return function(*arguments)
+
+        run.__name__ = run.__qualname__ = self.program.name
+        return run
+
+    def _run(self, *arguments: Any) -> Any:
+        """Runs the function under its partitioner; each result that states no sharding is replicated."""
+        with use(self.site.partitioner), stating() as stated:
+            leaves, tree = jax.tree.flatten(self.program.function(self.static, *arguments))
+            leaves = [x if stated.spec_of(x) is not None else state(x, PartitionSpec()) for x in leaves]
+            self._specs = [_trimmed(stated.spec_of(x) or PartitionSpec()) for x in leaves]
+            return jax.tree.unflatten(tree, leaves)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The compiler's options."""
+        return self.program.options_of(self.site)
+
+    @property
+    def lowering(self) -> Lowering:
+        """The program as a function of its arguments alone."""
+        return Lowering(self._named(self._run), self.shapes, self.donate, self.options)
+
+    def compiled(self) -> Callable[..., Any]:
+        """Returns the executable, for devices that are here.
+
+        Options that the compiler refuses are left out, with a warning.
+        """
+        with drawing(), compile_cache():
+            lowered = self.traced.lower()
+            compile = lambda options: lowered.compile(compiler_options=options)  # noqa: E731
+            return without_refused(self.options, compile, lambda told: warnings.warn(told, WanjaxWarning, stacklevel=2))
+
+
+def _trimmed(spec: PartitionSpec) -> PartitionSpec:
+    """Returns a sharding as one value for all equal ones: without whole axes at its end, and tuples of one axis."""
+    axes = [axis[0] if isinstance(axis, tuple) and len(axis) == 1 else axis or None for axis in spec]
+    while axes and axes[-1] is None:
+        axes.pop()
+    return PartitionSpec(*axes)
+
+
+def drawing() -> AbstractContextManager[Any]:
+    """Draws in threefry's partitionable mode, JAX's default, in its `with` block; elsewhere JAX's flag decides."""
+    return jax.threefry_partitionable(True)
+
+
+def on_mesh(partitioner: Partitioner) -> AbstractContextManager[Any]:
+    """Tells traced code which chip an abstract mesh stands for, in its `with` block."""
+    mesh = partitioner.mesh
+    return jax.sharding.use_abstract_mesh(mesh) if isinstance(mesh, AbstractMesh) else nullcontext()
+
+
+class Strategy(ABC):
+    """What is done with the programs of a run."""
+
+    executes: bool = False
+    """True where results have values."""
+
+    @abstractmethod
+    def call(self, program: Program, site: Site, static: Any, *arguments: Any) -> Any:
+        """Calls a program; returns its results."""
+
+    def read(self, x: Any, otherwise: Result) -> Any | Result:
+        """Returns the values of a result on the host, or `otherwise` where there are none."""
+        return otherwise
+
+    def stage(self, name: str) -> AbstractContextManager[Any]:
+        """Calls in the `with` block belong to the stage of this name."""
+        return nullcontext()
+
+
+def _key(arguments: Any, site: Site) -> tuple[Any, Any]:
+    """Returns the shapes of arguments, and what tells programs of equal shapes apart, but for the static argument."""
+    leaves, tree = jax.tree.flatten(arguments)
+    shapes = [_shape(x, site.partitioner) for x in leaves]
+    return shapes, (tree, tuple((x.shape, x.dtype, x.sharding) for x in shapes))
+
+
+def _shape(x: Any, partitioner: Partitioner) -> jax.ShapeDtypeStruct:
+    """Returns the shape of an argument, with its sharding on the mesh; one of the host has none."""
+    if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
+        x = np.asarray(x)
+        return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
+    if (sharding := x.sharding) is None:
+        return x
+    spec = sharding.spec if isinstance(sharding, NamedSharding) and not partitioner.alone else PartitionSpec()
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(partitioner.mesh, _trimmed(spec)))
+
+
+class Execute(Strategy):
+    """Runs each program, which it compiles at the first call with arguments of some shapes.
+
+    Sets of compiler options that are the same for a program share what is compiled.
+    """
+
+    executes = True
+
+    def __init__(self) -> None:
+        self._compiled: dict[Any, Callable[..., Any]] = {}
+
+    def call(self, program: Program, site: Site, static: Any, *arguments: Any) -> Any:
+        arguments = jax.tree.map(lambda x: _on(x, site.partitioner), arguments)
+        shapes, key = _key(arguments, site)
+        key = self._key(program, site, static, key)
+        if key not in self._compiled:
+            shapes = jax.tree.unflatten(jax.tree.structure(arguments), shapes)
+            self._compiled[key] = program.instance(site, static, *shapes).compiled()
+        return self._compiled[key](*arguments)
+
+    def compile(self, instance: Instance) -> None:
+        """Compiles a recorded program, so that a call of it compiles nothing."""
+        _, key = _key(instance.shapes, instance.site)
+        key = self._key(instance.program, instance.site, instance.static, key)
+        if key not in self._compiled:
+            self._compiled[key] = instance.compiled()
+
+    def _key(self, program: Program, site: Site, static: Any, shapes: Any) -> tuple[Any, ...]:
+        return program, site.partitioner, tuple(program.options_of(site).items()), static, shapes
+
+    def read(self, x: Any, otherwise: Any) -> Any:
+        return jax.tree.map(np.asarray, x)
+
+    def count(self, program: Program | None = None) -> int:
+        """Returns the number of compiled programs, or of those of one program."""
+        return sum(program is None or known is program for known, *_ in self._compiled)
+
+    def forget(self) -> None:
+        """Drops all compiled programs, and the memory that they hold."""
+        self._compiled.clear()
+        jax.clear_caches()
+
+
+EXECUTE = Execute()
+"""The strategy of pipelines that are loaded: programs are compiled once in a process."""
+
+
+def _on(x: Any, partitioner: Partitioner) -> Any:
+    """Returns an argument on the devices of a mesh: an array from elsewhere is copied to each."""
+    if not isinstance(x, jax.Array) or (x.sharding.device_set == set(partitioner.mesh.devices.flat)):
+        return x
+    if not x.committed and x.is_fully_addressable:
+        return np.asarray(x) if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    return jax.device_put(x, partitioner.replicated)
+
+
+@dataclass
+class Recorded:
+    """A program that a run calls: `times` in all, in a stage."""
+
+    instance: Instance
+    stage: str
+    times: int = 0
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.instance.program.name
+
+
+class Record(Strategy):
+    """Notes each distinct program of a run once, with its count; its results are shapes with shardings.
+
+    `beside`, if it is given, returns the bytes on one device of what is kept beside the arguments of a call; the most
+    for each program is noted.
+    """
+
+    def __init__(self, beside: Callable[[Any], int] | None = None) -> None:
+        self._recorded: dict[Any, Recorded] = {}
+        self._stage = ""
+        self._beside = beside
+
+    @property
+    def programs(self) -> list[Recorded]:
+        """The programs in the order of their first calls."""
+        return list(self._recorded.values())
+
+    def call(self, program: Program, site: Site, static: Any, *arguments: Any) -> Any:
+        shapes, key = _key(arguments, site)
+        key = (program, site, static, key, self._stage)
+        if key not in self._recorded:
+            tree = jax.tree.structure(arguments)
+            instance = program.instance(site, static, *jax.tree.unflatten(tree, shapes))
+            self._recorded[key] = Recorded(instance, self._stage)
+        found = self._recorded[key]
+        found.times += 1
+        if self._beside is not None:
+            found.notes["beside"] = max(found.notes.get("beside", 0), self._beside(arguments))
+        return found.instance.results
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        before, self._stage = self._stage, name
+        try:
+            yield
+        finally:
+            self._stage = before
+
+
+class Inline(Strategy):
+    """Makes each program a part of the function that is being traced."""
+
+    def call(self, program: Program, site: Site, static: Any, *arguments: Any) -> Any:
+        with use(site.partitioner):
+            return program.function(static, *arguments)
+
+
+def without_refused(
+    options: dict[str, Any], attempt: Callable[[dict[str, Any]], Result], tell: Callable[[str], Any]
+) -> Result:
+    """Returns `attempt(options)`, which compiles a program. If the compiler refuses options, attempts it without them.
+
+    The refused options are those that the compiler's message names, or all of them if it names none. `tell` then
+    receives one sentence. A lack of memory is not a refusal.
+    """
+    try:
+        return attempt(options)
+    except jax.errors.JaxRuntimeError as error:
+        why = str(error)
+        if not options or "RESOURCE_EXHAUSTED" in why:
+            raise
+        refused = [name for name in options if re.search(rf"(?<!\w){re.escape(name)}(?!\w)", why)] or list(options)
+        left = {name: value for name, value in options.items() if name not in refused}
+        result = without_refused(left, attempt, tell)
+        tell(f"compiled without {' and '.join(refused)}, which the compiler refused: {_first_line(why)}")
+        return result
+
+
+def _first_line(text: str, longest: int = 200) -> str:
+    line, _, _ = text.partition("\n")
+    return line if len(line) <= longest else f"{line[:longest]} …"
