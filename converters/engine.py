@@ -23,7 +23,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from wanjax.checkpoints.arrays import Arrays, place
+from wanjax.checkpoints.arrays import Arrays, parts, place
 from wanjax.checkpoints.files import CACHE_LINE, Reader, Spec, aligned, write_safetensors
 from wanjax.converters.transforms import (
     CONV,
@@ -62,6 +62,7 @@ __all__ = [
 
 Module = TypeVar("Module", bound=nnx.Module)
 PIECE = 1 << 20  # bytes that one core copies at a time
+SMALL_STACK = 64 << 20  # bytes; the largest tensor of a model that strains a host's memory has more
 CHUNK = 512  # bytes that it writes in a row when it copies rows to columns
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
@@ -249,8 +250,8 @@ def load(
 
     abstract: from `nnx.eval_shape`, or `nnx.merge(*nnx.get_abstract_model(..., mesh))`, which has shardings; progress:
     called after each tensor with the checkpoint's bytes read so far and in all.
-    One tensor at a time is in host memory, beside the weights themselves where the device is a CPU; each process reads
-    only its devices' shards. Raises WanjaxError as `assign` does.
+    One tensor, or one stack of at most `SMALL_STACK` bytes, is in host memory at a time, beside the weights themselves
+    where the devices are CPUs; each process reads only its devices' shards. Raises WanjaxError as `assign` does.
     """
     targets = parameters(abstract)
     specs = {key: reader.spec(key) for key in reader.keys()}  # noqa: SIM118
@@ -306,28 +307,50 @@ def _dotted(path: Iterable) -> str:
 def _place(
     assignment: Assignment, target: Any, reading: Callable[[str, Transform], AbstractContextManager]
 ) -> jax.Array:
-    """Reads one parameter's tensors onto its devices.
+    """Reads one parameter's tensors onto its devices. Only a large stack for accelerators needs programs."""
+    blocks = [reading(key, assignment.transform) for key in assignment.sources]  # each is read when it is entered
+    if assignment.stacked:
+        return (_assembled if _fits_host(target) else _block_by_block)(blocks, target)
+    with blocks[0] as x:
+        return _put(x, target)
 
-    A stack goes to an accelerator block by block, into a buffer that is updated in place, so that host memory never
-    holds the whole stack. A CPU takes over the host's own buffer without a copy.
+
+def _fits_host(target: Any) -> bool:
+    """Tells whether a stack can be put together in host memory, from which it goes to its devices without a program.
+
+    A CPU takes over the host's own buffers. An accelerator copies them, and a large stack beside them is too much.
     """
     sharding = getattr(target, "sharding", None)
     devices = sharding.device_set if sharding else jax.devices()[:1]
-    if not assignment.stacked:
-        with reading(assignment.sources[0], assignment.transform) as x:
-            return _put(x, target)
-    if len(devices) == 1 and all(device.platform == "cpu" for device in devices):
-        host = aligned(target.shape, target.dtype)
-        for i, key in enumerate(assignment.sources):
-            with reading(key, assignment.transform) as x:
-                rearrange(x, host[i])
-        return jax.device_put(host, sharding)
-    stack = jax.jit(partial(jnp.zeros, target.shape, target.dtype), out_shardings=sharding)()
-    block = jax.ShapeDtypeStruct(target.shape[1:], target.dtype, sharding=_block_sharding(sharding))
-    for i, key in enumerate(assignment.sources):
-        with reading(key, assignment.transform) as x:
-            stack = _set_block(stack, _put(x, block), i).block_until_ready()  # else many would wait there
+    return all(device.platform == "cpu" for device in devices) or target.size * target.dtype.itemsize <= SMALL_STACK
+
+
+def _assembled(blocks: Sequence[AbstractContextManager[np.ndarray]], target: Any) -> jax.Array:
+    """Returns a stack whose shards on this process's devices are put together in host memory."""
+    shards = {str(part): (part, aligned(shape, target.dtype)) for part, shape in parts(target)}
+    for i, block in enumerate(blocks):
+        with block as x:
+            for (along, *within), values in shards.values():
+                if i in (here := range(len(blocks))[along]):
+                    rearrange(x[tuple(within)], values[here.index(i), ...])
+    return place(lambda part, _: shards[str(part)][1], target).block_until_ready()  # else many would wait there
+
+
+def _block_by_block(blocks: Sequence[AbstractContextManager[np.ndarray]], target: Any) -> jax.Array:
+    """Returns a stack that is updated in place on its devices, so that host memory holds one block at a time."""
+    sharding = getattr(target, "sharding", None)
+    stack = _zeros(tuple(target.shape), target.dtype, sharding)()
+    shape = jax.ShapeDtypeStruct(target.shape[1:], target.dtype, sharding=_block_sharding(sharding))
+    for i, block in enumerate(blocks):
+        with block as x:
+            stack = _set_block(stack, _put(x, shape), i).block_until_ready()  # else many would wait there
     return stack
+
+
+@cache
+def _zeros(shape: Shape, dtype: np.dtype, sharding: Sharding | None) -> Callable[[], jax.Array]:
+    """Returns a program that many stacks share, which makes an empty one."""
+    return jax.jit(partial(jnp.zeros, shape, dtype), out_shardings=sharding)
 
 
 @partial(jax.jit, donate_argnums=0)
