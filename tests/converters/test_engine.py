@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tests.support.compilations import compilations
 from tests.support.devices import most_held, nbytes_on_each, on_eight_devices
 from wanjax.checkpoints.files import SafetensorsFile, Spec, aligned
-from wanjax.converters import engine
+from wanjax.converters import engine, placing
 from wanjax.converters.engine import CONV, IDENTITY, TRANSPOSE, Rule, conv, linear, norm, patches, rope_halves, squeeze
 from wanjax.errors import WanjaxError
 from wanjax.layers.placement import axes_of, with_axes
@@ -218,8 +218,8 @@ def test_rearranging_in_pieces_equals_a_plain_copy(shape, dtypes, axes):
     x = np.linspace(-3, 3, np.prod(shape)).astype(dtypes[0]).reshape(shape).transpose(axes)
     out = np.zeros(x.shape, dtypes[1])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "PIECE", 1 << 12)
-        engine.rearrange(x, out)
+        patch.setattr(placing, "PIECE", 1 << 12)
+        placing.rearrange(x, out)
     assert out.tobytes() == np.ascontiguousarray(x.astype(dtypes[1])).tobytes()
 
 
@@ -307,7 +307,7 @@ def test_weights_on_one_cpu_are_the_hosts_own_buffer():
         return buffers[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "aligned", remembered)
+        patch.setattr(placing, "aligned", remembered)
         model = engine.load(abstract(), RULES, checkpoint())
     places = [buffer.ctypes.data for buffer in buffers]
     assert model.blocks.q.kernel.get_value().unsafe_buffer_pointer() in places
@@ -317,9 +317,9 @@ def test_weights_on_one_cpu_are_the_hosts_own_buffer():
 def test_only_a_large_stack_for_accelerators_does_not_fit_the_host():
     def fits(platform, size):
         sharding = SimpleNamespace(device_set=[SimpleNamespace(platform=platform)])
-        return engine._fits_host(SimpleNamespace(sharding=sharding, size=size, dtype=np.dtype(ml_dtypes.bfloat16)))
+        return placing._fits_host(SimpleNamespace(sharding=sharding, size=size, dtype=np.dtype(ml_dtypes.bfloat16)))
 
-    most = engine.SMALL_STACK // 2
+    most = placing.SMALL_STACK // 2
     assert fits("tpu", most)
     assert not fits("tpu", most + 1)
     assert fits("cpu", most + 1)
@@ -352,8 +352,8 @@ def load_onto_a_mesh(way):
     targets = engine.parameters(meshed)
     host_shapes, held, source = [], [], checkpoint()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "aligned", lambda shape, dtype: host_shapes.append(shape) or aligned(shape, dtype))
-        patch.setattr(engine, "_fits_host", lambda target: way == "assembled")
+        patch.setattr(placing, "aligned", lambda shape, dtype: host_shapes.append(shape) or aligned(shape, dtype))
+        patch.setattr(placing, "_fits_host", lambda target: way == "assembled")
         model = engine.load(meshed, RULES, source, progress=lambda *_: held.append(most_held()))
         with compilations() as compiled:
             engine.load(meshed, RULES, source)
