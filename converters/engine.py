@@ -5,15 +5,13 @@ A table is total: every parameter is filled from the checkpoint and every tensor
 raises one error that lists every fault. All names that a family's table needs can be imported from here.
 """
 
-import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cache, lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -21,10 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from wanjax.checkpoints.arrays import Arrays, place
-from wanjax.checkpoints.files import CACHE_LINE, Reader, Spec, aligned, write_safetensors
+from wanjax.checkpoints.arrays import Arrays
+from wanjax.checkpoints.files import Reader, Spec, write_safetensors
+from wanjax.converters.placing import on_devices
 from wanjax.converters.transforms import (
     CONV,
     IDENTITY,
@@ -61,8 +59,6 @@ __all__ = [
 ]
 
 Module = TypeVar("Module", bound=nnx.Module)
-PIECE = 1 << 20  # bytes that one core copies at a time
-CHUNK = 512  # bytes that it writes in a row when it copies rows to columns
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
@@ -249,8 +245,9 @@ def load(
 
     abstract: from `nnx.eval_shape`, or `nnx.merge(*nnx.get_abstract_model(..., mesh))`, which has shardings; progress:
     called after each tensor with the checkpoint's bytes read so far and in all.
-    One tensor at a time is in host memory, beside the weights themselves where the device is a CPU; each process reads
-    only its devices' shards. Raises WanjaxError as `assign` does.
+    One tensor, or one stack of at most `placing.SMALL_STACK` bytes, is in host memory at a time, beside the weights
+    themselves where the devices are CPUs; each process reads only its devices' shards. Raises WanjaxError as `assign`
+    does.
     """
     targets = parameters(abstract)
     specs = {key: reader.spec(key) for key in reader.keys()}  # noqa: SIM118
@@ -266,7 +263,11 @@ def load(
         if progress:
             progress(done, total)
 
-    return _filled(abstract, {each.target: _place(each, targets[each.target], reading) for each in assignments})
+    def weights(each: Assignment) -> jax.Array:
+        tensors = [reading(key, each.transform) for key in each.sources]  # each is read when it is entered
+        return on_devices(tensors, targets[each.target], stacked=each.stacked)
+
+    return _filled(abstract, {each.target: weights(each) for each in assignments})
 
 
 def restore(abstract: Module, arrays: Arrays, *, progress: Callable[[int, int], object] | None = None) -> Module:
@@ -301,95 +302,6 @@ def parameters(module: nnx.Module) -> dict[str, Any]:
 
 def _dotted(path: Iterable) -> str:
     return ".".join(map(str, path))
-
-
-def _place(
-    assignment: Assignment, target: Any, reading: Callable[[str, Transform], AbstractContextManager]
-) -> jax.Array:
-    """Reads one parameter's tensors onto its devices.
-
-    A stack goes to an accelerator block by block, into a buffer that is updated in place, so that host memory never
-    holds the whole stack. A CPU takes over the host's own buffer without a copy.
-    """
-    sharding = getattr(target, "sharding", None)
-    devices = sharding.device_set if sharding else jax.devices()[:1]
-    if not assignment.stacked:
-        with reading(assignment.sources[0], assignment.transform) as x:
-            return _put(x, target)
-    if len(devices) == 1 and all(device.platform == "cpu" for device in devices):
-        host = aligned(target.shape, target.dtype)
-        for i, key in enumerate(assignment.sources):
-            with reading(key, assignment.transform) as x:
-                rearrange(x, host[i])
-        return jax.device_put(host, sharding)
-    stack = jax.jit(partial(jnp.zeros, target.shape, target.dtype), out_shardings=sharding)()
-    block = jax.ShapeDtypeStruct(target.shape[1:], target.dtype, sharding=_block_sharding(sharding))
-    for i, key in enumerate(assignment.sources):
-        with reading(key, assignment.transform) as x:
-            stack = _set_block(stack, _put(x, block), i).block_until_ready()  # else many would wait there
-    return stack
-
-
-@partial(jax.jit, donate_argnums=0)
-def _set_block(stack: jax.Array, block: jax.Array, i: int | jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(stack, block, i, 0)
-
-
-def _block_sharding(sharding: Sharding | None) -> Sharding | None:
-    """Returns the sharding of one block, given its stack's."""
-    if isinstance(sharding, NamedSharding):
-        return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
-    return sharding
-
-
-def _put(x: np.ndarray, target: Any) -> jax.Array:
-    """Puts a tensor, which may be a view of a file, on the devices; each process reads its own shards."""
-    return place(partial(_part, x), target)
-
-
-def _part(x: np.ndarray, part: Sequence[slice], dtype: np.dtype) -> np.ndarray:
-    """Returns a part of a tensor in this dtype, in memory of its own."""
-    shard = x[tuple(part)]
-    values = aligned(shard.shape, dtype)
-    rearrange(shard, values)
-    return values
-
-
-def rearrange(x: np.ndarray, out: np.ndarray) -> None:
-    """Copies `x`, a view with its axes in any order, to `out` and casts it; large ones on all cores."""
-    if x.nbytes < PIECE:
-        np.copyto(out, x, casting="unsafe")  # `assign` has checked that both are floating or equal
-        return
-    order = sorted(range(x.ndim), key=lambda axis: -x.strides[axis])
-    x, out = x.transpose(order), out.transpose(order)  # the source in its order in memory
-    if order == sorted(order):
-        step, copy = max(1, PIECE * len(x) // x.nbytes), _copy
-    else:
-        step, copy = CHUNK // out.itemsize, _copy_through_cache
-    pieces = [slice(start, start + step) for start in range(0, len(x), step)]
-    list(_workers().map(lambda piece: copy(x[piece], out[piece]), pieces))
-
-
-def _copy(x: np.ndarray, out: np.ndarray) -> None:
-    np.copyto(out, x, casting="unsafe")
-
-
-def _copy_through_cache(x: np.ndarray, out: np.ndarray) -> None:
-    """Copies rows to columns, two to four times as fast as NumPy, which casts while it strides through memory.
-
-    The rows are first cast into a buffer, in order. The buffer's rows are a cache line longer than needed, since the
-    elements of a column, at a distance of a power of two, would compete for the same few cache lines.
-    """
-    row = x[0].size
-    padded = np.empty((len(x), row + CACHE_LINE // out.itemsize), out.dtype)[:, :row].reshape(x.shape)
-    np.copyto(padded, x, casting="unsafe")
-    bits = np.dtype(f"u{out.itemsize}")  # NumPy moves these faster than bfloat16
-    np.copyto(out.view(bits), padded.view(bits))
-
-
-@cache
-def _workers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="wanjax-load")
 
 
 class Exported:

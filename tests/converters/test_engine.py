@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The conversion engine: exact inverses, total assignments, and weights with the module's dtypes and shardings."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -11,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from tests.support.compilations import compilations
 from tests.support.devices import most_held, nbytes_on_each, on_eight_devices
 from wanjax.checkpoints.files import SafetensorsFile, Spec, aligned
-from wanjax.converters import engine
+from wanjax.converters import engine, placing
 from wanjax.converters.engine import CONV, IDENTITY, TRANSPOSE, Rule, conv, linear, norm, patches, rope_halves, squeeze
 from wanjax.errors import WanjaxError
 from wanjax.layers.placement import axes_of, with_axes
@@ -215,8 +218,8 @@ def test_rearranging_in_pieces_equals_a_plain_copy(shape, dtypes, axes):
     x = np.linspace(-3, 3, np.prod(shape)).astype(dtypes[0]).reshape(shape).transpose(axes)
     out = np.zeros(x.shape, dtypes[1])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "PIECE", 1 << 12)
-        engine.rearrange(x, out)
+        patch.setattr(placing, "PIECE", 1 << 12)
+        placing.rearrange(x, out)
     assert out.tobytes() == np.ascontiguousarray(x.astype(dtypes[1])).tobytes()
 
 
@@ -304,19 +307,31 @@ def test_weights_on_one_cpu_are_the_hosts_own_buffer():
         return buffers[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "aligned", remembered)
+        patch.setattr(placing, "aligned", remembered)
         model = engine.load(abstract(), RULES, checkpoint())
     places = [buffer.ctypes.data for buffer in buffers]
     assert model.blocks.q.kernel.get_value().unsafe_buffer_pointer() in places
     assert model.patch.kernel.get_value().unsafe_buffer_pointer() in places
 
 
-def test_weights_arrive_on_their_shards():
+def test_only_a_large_stack_for_accelerators_does_not_fit_the_host():
+    def fits(platform, size):
+        sharding = SimpleNamespace(device_set=[SimpleNamespace(platform=platform)])
+        return placing._fits_host(SimpleNamespace(sharding=sharding, size=size, dtype=np.dtype(ml_dtypes.bfloat16)))
+
+    most = placing.SMALL_STACK // 2
+    assert fits("tpu", most)
+    assert not fits("tpu", most + 1)
+    assert fits("cpu", most + 1)
+
+
+@pytest.mark.parametrize("way", ["assembled", "block_by_block"])
+def test_weights_arrive_on_their_shards(way):
     """Each parameter on eight devices has the requested sharding, and the values of one device."""
-    on_eight_devices("from tests.converters.test_engine import load_onto_a_mesh; load_onto_a_mesh()")
+    on_eight_devices(f"from tests.converters.test_engine import load_onto_a_mesh; load_onto_a_mesh({way!r})")
 
 
-def load_onto_a_mesh():
+def load_onto_a_mesh(way):
     mesh = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(AxisType.Auto, AxisType.Auto))
     specs = {
         "blocks.q.kernel": (None, None, "tp"),
@@ -335,16 +350,22 @@ def load_onto_a_mesh():
     flat = [(path, placed(path, leaf)) for path, leaf in nnx.to_flat_state(state)]
     meshed = nnx.merge(graphdef, nnx.from_flat_state(flat))
     targets = engine.parameters(meshed)
-    host_shapes, held = [], []
+    host_shapes, held, source = [], [], checkpoint()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "aligned", lambda shape, dtype: host_shapes.append(shape) or aligned(shape, dtype))
-        model = engine.load(meshed, RULES, checkpoint(), progress=lambda *_: held.append(most_held()))
+        patch.setattr(placing, "aligned", lambda shape, dtype: host_shapes.append(shape) or aligned(shape, dtype))
+        patch.setattr(placing, "_fits_host", lambda target: way == "assembled")
+        model = engine.load(meshed, RULES, source, progress=lambda *_: held.append(most_held()))
+        with compilations() as compiled:
+            engine.load(meshed, RULES, source)
+    assert compiled == []  # equal stacks share their programs
+    assert sorted(source.been_read) == sorted([*SHAPES, *SHAPES])  # each tensor is read once
     there = engine.parameters(model)
     largest = max(x.size * x.dtype.itemsize for x in targets.values())
     assert max(held) <= sum(map(nbytes_on_each, targets.values())) + largest
     here = engine.parameters(engine.load(abstract(), RULES, checkpoint()))
-    assert (6, 2) in host_shapes  # the shard of a block
-    assert not {(3, 6, 8), (3, 6, 2), (6, 8)} & set(host_shapes)  # no whole stack or block on the host
+    shards = {"assembled": (3, 6, 2), "block_by_block": (6, 2)}  # of a stack, and of a block
+    assert set(shards.values()) & set(host_shapes) == {shards[way]}
+    assert not {(3, 6, 8), (6, 8)} & set(host_shapes)  # no whole stack or block on the host
     for path, weights in there.items():
         assert weights.sharding == NamedSharding(mesh, PartitionSpec(*specs.get(path, ()))), (path, weights.sharding)
         np.testing.assert_array_equal(weights, here[path])

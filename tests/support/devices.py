@@ -37,7 +37,7 @@ def most_held() -> int:
     of_device: Counter = Counter()
     for array in jax.live_arrays():
         of_device.update(dict.fromkeys(array.sharding.device_set, nbytes_on_each(array)))
-    return max(of_device.values())
+    return max(of_device.values(), default=0)
 
 
 def free_port() -> int:

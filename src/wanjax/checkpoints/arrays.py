@@ -251,19 +251,21 @@ class Arrays:
         return {self.path / TREE, self.path / COMMITTED}.union(*(array.files() for array in self._arrays.values()))
 
 
-def place(read: Callable[[Sequence[slice], np.dtype], np.ndarray], target: Any) -> jax.Array:
-    """Puts an array on the devices of its target's sharding; reads each locally addressable shard once."""
-    sharding = getattr(target, "sharding", None)
+def place(read: Callable[[Piece, np.dtype], np.ndarray], target: Any) -> jax.Array:
+    """Puts an array on the devices of its target's sharding; reads each of `parts` once, and compiles nothing."""
+    values = {str(part): read(part, target.dtype) for part, _ in parts(target)}
+    if (sharding := getattr(target, "sharding", None)) is None:
+        return jax.device_put(*values.values())
+    return jax.make_array_from_callback(target.shape, sharding, lambda part: values[str(part)])
+
+
+def parts(target: Any) -> list[tuple[Piece, tuple[int, ...]]]:
+    """Returns the parts of an array that this process's devices hold, each once, and their shapes."""
+    shape, sharding = tuple(target.shape), getattr(target, "sharding", None)
     if sharding is None:
-        return jax.device_put(read((), target.dtype))
-    shards: dict[str, np.ndarray] = {}
-
-    def shard(index: tuple[slice, ...] | None) -> np.ndarray:
-        if str(index) not in shards:
-            shards[str(index)] = read(index or (), target.dtype)
-        return shards[str(index)]
-
-    return jax.make_array_from_callback(target.shape, sharding, shard)
+        return [((slice(None),) * len(shape), shape)]
+    held = sharding.addressable_devices_indices_map(shape).values()
+    return [(part, sharding.shard_shape(shape)) for part in {str(part): part for part in held}.values()]
 
 
 def chunk_shape(spec: Spec, stacked: bool) -> tuple[int, ...]:
