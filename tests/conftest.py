@@ -50,9 +50,9 @@ def _few_memory_maps() -> Iterator[None]:
     yield
     maps = Path("/proc/self/maps")
     if maps.exists() and len(maps.read_bytes().splitlines()) > MAPS:
-        from wanjax.compilation import forget_programs
+        from wanjax.programs import EXECUTE
 
-        forget_programs()
+        EXECUTE.forget()
         gc.collect()
 
 

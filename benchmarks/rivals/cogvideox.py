@@ -19,6 +19,7 @@ from flax import nnx
 from transformers import T5Config, T5EncoderModel
 
 from benchmarks.rivals.cases import STEPS, Case, Sizes, Stages, converted, decoding, pipeline_of, torch_pipeline
+from tests.support.programs import caller
 from wanjax.pipelines.cogvideox.conditioning import CogVideoXEncoded
 from wanjax.pipelines.cogvideox.programs import encode_prompts
 from wanjax.schedulers import from_config
@@ -41,7 +42,7 @@ def text(sizes: Sizes) -> Iterator[Case]:
     reference = T5EncoderModel(T5Config(num_layers=sizes.layers, **TEXT)).eval()
     graphdef, weights = nnx.split(converted(reference))
     ids = np.random.default_rng(0).integers(2, TEXT["vocab_size"], (1, TEXT_LENGTH))
-    ours = partial(encode_prompts.on(None), graphdef, jnp.asarray(ids, jnp.int32), weights)
+    ours = partial(caller(), encode_prompts, graphdef, jnp.asarray(ids, jnp.int32), weights)
 
     def theirs() -> torch.Tensor:
         return reference(torch.from_numpy(ids)).last_hidden_state

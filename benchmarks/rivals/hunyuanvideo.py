@@ -21,6 +21,7 @@ from flax import nnx
 from transformers import Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel
 
 from benchmarks.rivals.cases import STEPS, Case, Sizes, Stages, converted, decoding, pipeline_of, torch_pipeline
+from tests.support.programs import caller
 from wanjax.converters.qwen2_vl import SKIPPED
 from wanjax.pipelines.hunyuanvideo.conditioning import HunyuanVideoEncoded
 from wanjax.pipelines.hunyuanvideo.programs import encode_chats
@@ -48,7 +49,7 @@ def text(sizes: Sizes) -> Iterator[Case]:
     del reference.layers[sizes.layers :]  # the features are taken before the last blocks, which neither library runs
     ids = np.random.default_rng(0).integers(2, TEXT["vocab_size"], (1, CHAT))
     mask = jnp.ones((1, TEXT_LENGTH), bool)
-    ours = partial(encode_chats.on(None), graphdef, jnp.asarray(ids, jnp.int32), mask, weights)
+    ours = partial(caller(), encode_chats, graphdef, jnp.asarray(ids, jnp.int32), mask, weights)
     reference.norm = torch.nn.Identity()
 
     def theirs() -> torch.Tensor:

@@ -14,6 +14,7 @@ from flax import nnx
 from transformers import UMT5Config, UMT5EncoderModel
 
 from benchmarks.rivals.cases import STEPS, Case, Sizes, Stages, converted, decoding, pipeline_of, torch_pipeline
+from tests.support.programs import caller
 from wanjax.pipelines.wan.conditioning import WanEncoded
 from wanjax.pipelines.wan.programs import encode_prompts
 from wanjax.schedulers import from_config
@@ -33,7 +34,7 @@ def text(sizes: Sizes) -> Iterator[Case]:
     graphdef, weights = nnx.split(converted(reference))
     ids = np.random.default_rng(0).integers(2, TEXT["vocab_size"], (1, 512))
     mask = np.arange(512)[None] < 60
-    ours = partial(encode_prompts.on(None), graphdef, jnp.asarray(ids, jnp.int32), jnp.asarray(mask), weights)
+    ours = partial(caller(), encode_prompts, graphdef, jnp.asarray(ids, jnp.int32), jnp.asarray(mask), weights)
 
     def theirs() -> torch.Tensor:
         features = reference(torch.from_numpy(ids), torch.from_numpy(mask).long()).last_hidden_state

@@ -126,24 +126,14 @@ class Instance:
             return jax.tree.unflatten(tree, leaves)
 
     @property
-    def options(self) -> dict[str, Any]:
-        """The compiler's options."""
-        return self.program.options_of(self.site)
-
-    @property
     def lowering(self) -> Lowering:
         """The program as a function of its arguments alone."""
-        return Lowering(self._named(self._run), self.shapes, self.donate, self.options)
+        return Lowering(self._named(self._run), self.shapes, self.donate, self.program.options_of(self.site))
 
-    def compiled(self) -> Callable[..., Any]:
-        """Returns the executable, for devices that are here.
-
-        Options that the compiler refuses are left out, with a warning.
-        """
+    def compiled(self, options: dict[str, Any]) -> Callable[..., Any]:
+        """Returns the executable with these options of the compiler, for devices that are here."""
         with drawing(), compile_cache():
-            lowered = self.traced.lower()
-            compile = lambda options: lowered.compile(compiler_options=options)  # noqa: E731
-            return without_refused(self.options, compile, lambda told: warnings.warn(told, WanjaxWarning, stacklevel=2))
+            return self.traced.lower().compile(compiler_options=options)
 
 
 def _trimmed(spec: PartitionSpec) -> PartitionSpec:
@@ -205,32 +195,46 @@ def _shape(x: Any, partitioner: Partitioner) -> jax.ShapeDtypeStruct:
 class Execute(Strategy):
     """Runs each program, which it compiles at the first call with arguments of some shapes.
 
-    Sets of compiler options that are the same for a program share what is compiled.
+    Sets of compiler options that are the same for a program share what is compiled. Options that the compiler refuses
+    are left out of the program from then on, with a warning.
     """
 
     executes = True
 
     def __init__(self) -> None:
         self._compiled: dict[Any, Callable[..., Any]] = {}
+        self._left: dict[Any, dict[str, Any]] = {}
 
     def call(self, program: Program, site: Site, static: Any, *arguments: Any) -> Any:
         arguments = jax.tree.map(lambda x: _on(x, site.partitioner), arguments)
         shapes, key = _key(arguments, site)
-        key = self._key(program, site, static, key)
+        key = (*_options_key(program, site), static, key)
         if key not in self._compiled:
-            shapes = jax.tree.unflatten(jax.tree.structure(arguments), shapes)
-            self._compiled[key] = program.instance(site, static, *shapes).compiled()
+            self._compile(
+                program.instance(site, static, *jax.tree.unflatten(jax.tree.structure(arguments), shapes)), key
+            )
         return self._compiled[key](*arguments)
 
     def compile(self, instance: Instance) -> None:
         """Compiles a recorded program, so that a call of it compiles nothing."""
         _, key = _key(instance.shapes, instance.site)
-        key = self._key(instance.program, instance.site, instance.static, key)
+        key = (*_options_key(instance.program, instance.site), instance.static, key)
         if key not in self._compiled:
-            self._compiled[key] = instance.compiled()
+            self._compile(instance, key)
 
-    def _key(self, program: Program, site: Site, static: Any, shapes: Any) -> tuple[Any, ...]:
-        return program, site.partitioner, tuple(program.options_of(site).items()), static, shapes
+    def _compile(self, instance: Instance, key: Any) -> None:
+        def attempt(options: dict[str, Any]) -> Callable[..., Any]:
+            made = instance.compiled(options)
+            self._left[_options_key(instance.program, instance.site)] = options
+            return made
+
+        options = self.options_of(instance.program, instance.site)
+        self._compiled[key] = without_refused(options, attempt, _warn)
+
+    def options_of(self, program: Program, site: Site) -> dict[str, Any]:
+        """Returns the options with which a program is compiled, without those that the compiler refused."""
+        key = _options_key(program, site)
+        return self._left[key] if key in self._left else program.options_of(site)
 
     def read(self, x: Any, otherwise: Any) -> Any:
         return jax.tree.map(np.asarray, x)
@@ -243,6 +247,14 @@ class Execute(Strategy):
         """Drops all compiled programs, and the memory that they hold."""
         self._compiled.clear()
         jax.clear_caches()
+
+
+def _options_key(program: Program, site: Site) -> tuple[Any, ...]:
+    return program, site.partitioner, tuple(program.options_of(site).items())
+
+
+def _warn(told: str) -> None:
+    warnings.warn(told, WanjaxWarning, stacklevel=2)
 
 
 EXECUTE = Execute()

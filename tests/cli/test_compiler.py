@@ -12,7 +12,7 @@ from tests.support.commands import refused, succeeded, wanjax
 from tests.support.tiny import tiny_checkpoint
 from wanjax.errors import WanjaxError, WanjaxWarning
 from wanjax.media import stage_files
-from wanjax.pipelines import frames, sampler
+from wanjax.pipelines import frames, run, sampler
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
@@ -30,9 +30,9 @@ def model(tmp_path_factory) -> str:
 def _with_a_refused_option_in_the_fast_set(monkeypatch, tmp_path):
     """Adds an option that XLA does not know to the fast set of two programs."""
     monkeypatch.chdir(tmp_path)
-    for module, name in ((sampler, "take_step"), (frames, "decode_chunk")):
-        refusing = replace(getattr(module, name), fast=lambda on: {"xla_no_such_option": "true"})
-        monkeypatch.setattr(module, name, refusing)
+    refused = {"xla_no_such_option": "true"}
+    monkeypatch.setattr(run, "take_step", replace(sampler.take_step, fast=lambda on: refused))
+    monkeypatch.setattr(frames, "decode_chunk", replace(frames.decode_chunk, fast=lambda on: refused))
 
 
 def latents(folder: str) -> np.ndarray:

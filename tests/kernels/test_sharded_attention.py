@@ -17,7 +17,7 @@ from tests.support.devices import MESHES
 from tests.support.quick import quick
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import attention
-from wanjax.sharding import RULES, Partitioner, constrain, make_mesh, use
+from wanjax.sharding import ONE_DEVICE, RULES, Partitioner, constrain, make_mesh, use
 
 BOUND = 1e-6  # the error of float32 attention, as on one device
 TOKENS = ("batch", "length", "heads", "head_dim")
@@ -32,7 +32,7 @@ def compiled(partitioner, q, k, v, **options):
     static = {key: options.pop(key) for key in ("window", "scale", "keys") if key in options}
 
     def run(q, k, v, options):
-        with use(partitioner):
+        with use(partitioner or ONE_DEVICE):
             q = constrain(q, TOKENS)
             return constrain(attention(q, k, v, implementation="reference", **static, **options), TOKENS)
 

@@ -15,14 +15,14 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from tests.support.small_wan import partitioner
 from tests.support.tiny import VAE
 from wanjax import load
-from wanjax.compilation import forget_programs
 from wanjax.converters.wan.diffusers import vae_config
 from wanjax.kernels.target import Target
 from wanjax.layers import conv
 from wanjax.layers.conv import VIDEO, CausalConv, FrameConv, convolve_clip, stacked_taps, sum_of_taps
 from wanjax.models.wan.residual_vae import WanResidualVAE
 from wanjax.models.wan.vae import WanVAE
-from wanjax.sharding import constrain, use
+from wanjax.programs import EXECUTE
+from wanjax.sharding import ONE_DEVICE, constrain, use
 
 FORMS = (convolve_clip, sum_of_taps, stacked_taps)
 V6E = Target("tpu", "TPU v6 lite")
@@ -65,7 +65,7 @@ def test_frames_smaller_than_the_kernel_on_eight_devices(form, size):
 
     def run(partitioner):
         def call(x, kernels):
-            with use(partitioner):
+            with use(partitioner or ONE_DEVICE):
                 first, second = (form(constrain(x, VIDEO), kernel, 1) for kernel in kernels)
                 return constrain(first + second, VIDEO)
 
@@ -121,8 +121,8 @@ def test_rounded_operands_cannot_be_seen(monkeypatch):
     latents = pipe.denoise(pipe.encode("a red circle moving right"), frames=5, seed=0)
     exact = pipe.decode(latents, jnp.float32)
     monkeypatch.setattr(conv, "target", lambda x=None: V6E)
-    forget_programs()
+    EXECUTE.forget()
     rounded = pipe.decode(latents, jnp.float32)
-    forget_programs()
+    EXECUTE.forget()
     error = np.mean((np.asarray(rounded) - np.asarray(exact)) ** 2)
     assert 0 < error < 10 ** (-60 / 10)  # 60 dB

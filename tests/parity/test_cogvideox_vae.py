@@ -14,12 +14,13 @@ from diffusers import AutoencoderKLCogVideoX
 from flax import nnx
 
 from tests.parity.references import StateDict, channels_last, psnr, randomise, relative_l2, run, submodule
+from tests.support.programs import caller
 from tests.support.quick import quick
 from wanjax.checkpoints.networks import NetworkKind, network_of
 from wanjax.converters import engine
 from wanjax.converters.cogvideox.vae import vae_config, vae_rules
 from wanjax.errors import WanjaxError
-from wanjax.layers.tiling import Tiling, map_tiles
+from wanjax.layers.tiling import Tiling, joined, tiles_of
 from wanjax.models.cogvideox.vae import CogVideoXVAE
 from wanjax.models.cogvideox.vae_config import VAE_1_5, VAE_2B, VAE_5B, VAEConfig
 from wanjax.pipelines.frames import decoded, encoded
@@ -83,14 +84,13 @@ def latents(frames: int, size: tuple[int, int] = SIZE) -> torch.Tensor:
     return random(frames, 1, 4, frames, *(pixels // 8 for pixels in size))
 
 
-def compiled(program: Any) -> Any:
-    return program.on(None)
+call = caller()
 
 
 def frames_of(vae: CogVideoXVAE, z: torch.Tensor, tiling: Tiling | None = None) -> np.ndarray:
     """Decodes chunk by chunk; returns frames [B C T H W] in [0, 1]."""
     at_once = vae.config.decoded_at_once(z.shape[2])
-    frames = [np.asarray(x) for x in decoded(vae, [z.numpy()], at_once, jnp.float32, tiling, compiled)]
+    frames = [np.asarray(x) for x in decoded(vae, [z.numpy()], at_once, jnp.float32, tiling, call)]
     return np.concatenate(frames).transpose(3, 0, 1, 2)[None]
 
 
@@ -110,7 +110,7 @@ def check_frames(answer: np.ndarray, expected: np.ndarray) -> None:
 
 def moments(vae: CogVideoXVAE, x: torch.Tensor, tiling: Tiling | None = None) -> jax.Array:
     """Encodes chunk by chunk; returns mean and log-variance [B C T H W]."""
-    return encoded(vae, x[0].permute(1, 2, 3, 0).numpy(), tiling, compiled)
+    return encoded(vae, x[0].permute(1, 2, 3, 0).numpy(), tiling, call)
 
 
 @torch.no_grad()
@@ -166,8 +166,16 @@ def test_tiles(monkeypatch, size):
     z = random(0, 1, 3, 1, *size)
     with tiled(reference):
         expected = reference.decode(z).sample
-    process = lambda x, cache: (jnp.repeat(jnp.repeat(x * (1 + x.mean()), 8, axis=2), 8, axis=3), cache)  # noqa: E731
-    ours = jax.jit(lambda z: map_tiles(process, z, None, VAE_5B.tiling, (8, 1))[0])
+
+    def process(tile: jax.Array) -> jax.Array:
+        return jnp.repeat(jnp.repeat(tile * (1 + tile.mean()), 8, axis=2), 8, axis=3)
+
+    @jax.jit
+    def ours(z: jax.Array) -> jax.Array:
+        rows = tiles_of(*size, VAE_5B.tiling, 8)
+        cut = [[z[:, :, t.top : t.top + t.height, t.left : t.left + t.width] for t in row] for row in rows]
+        return joined([[process(tile) for tile in row] for row in cut], VAE_5B.tiling, 1)
+
     assert relative_l2(ours(channels_last(z)), channels_last(expected)) <= BAR
 
 

@@ -21,7 +21,7 @@ from wanjax.models.hunyuanvideo.config import FEW_STEPS_480P, SIZE_480P, SIZE_72
 from wanjax.models.hunyuanvideo.joint import real_first
 from wanjax.models.hunyuanvideo.refiner import Prompt
 from wanjax.models.hunyuanvideo.transformer import Context, HunyuanVideoTransformer, Streams
-from wanjax.sharding import RULES, Partitioner, make_mesh, use
+from wanjax.sharding import ONE_DEVICE, RULES, Partitioner, make_mesh, one_device, use
 
 BAR = 1e-5
 SIZES = {
@@ -51,7 +51,9 @@ def loaded(reference, dtype=jnp.float32, partitioner=None) -> HunyuanVideoTransf
     config = tables.transformer_config(reference.config)
     kw = {"dtype": dtype, "param_dtype": dtype}
     abstract = as_shapes(lambda rngs: HunyuanVideoTransformer(config, **kw, rngs=rngs))
-    return engine.load(placed(abstract, partitioner), tables.transformer_rules(config), StateDict(reference))
+    return engine.load(
+        placed(abstract, partitioner or one_device()), tables.transformer_rules(config), StateDict(reference)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +108,7 @@ def our_velocity(model, given, *, dropped: bool = True, partitioner=None) -> jax
 
 @partial(jax.jit, static_argnums=(0, 1))
 def predicted(partitioner, graphdef, weights, latents, t, text, mask, glyphs, image, t_next):
-    with use(partitioner):
+    with use(partitioner or ONE_DEVICE):
         model = nnx.merge(graphdef, weights)
         context = model.context(text, mask, glyphs, image)
         return model(latents, t, context, model.rope(model.grid(latents)), t_next)

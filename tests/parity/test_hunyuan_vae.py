@@ -16,6 +16,7 @@ from flax import nnx
 
 from tests.parity.references import StateDict, channels_last, randomise, relative_l2, run, submodule
 from tests.support.devices import on_meshes
+from tests.support.programs import caller
 from wanjax.converters import engine
 from wanjax.converters.hunyuanvideo import diffusers as tables
 from wanjax.layers.placement import as_shapes, placed
@@ -23,7 +24,7 @@ from wanjax.layers.tiling import Tiling
 from wanjax.models.hunyuanvideo.vae import HunyuanVideoVAE
 from wanjax.models.hunyuanvideo.vae_config import VAE_1_5
 from wanjax.pipelines.frames import decoded, encoded
-from wanjax.sharding import RULES, Partitioner, make_mesh
+from wanjax.sharding import RULES, Partitioner, make_mesh, one_device
 
 BAR = 1e-5
 SIZES = {"latent_channels": 4, "block_out_channels": (8, 16, 16, 32, 32), "layers_per_block": 1, "scaling_factor": 1.3}
@@ -51,7 +52,7 @@ def loaded(reference, dtype=jnp.float32, partitioner=None) -> HunyuanVideoVAE:
     config = replace(tables.vae_config(reference.config), longest=6)
     kw = {"dtype": dtype, "param_dtype": dtype}
     abstract = as_shapes(lambda rngs: HunyuanVideoVAE(config, **kw, rngs=rngs))
-    return engine.load(placed(abstract, partitioner), tables.vae_rules(config), StateDict(reference))
+    return engine.load(placed(abstract, partitioner or one_device()), tables.vae_rules(config), StateDict(reference))
 
 
 @pytest.fixture(scope="module")
@@ -82,12 +83,12 @@ def reference_frames(reference, z: torch.Tensor) -> np.ndarray:
 
 def encode(vae, x: torch.Tensor, tiling: Tiling | None = None, partitioner=None) -> jax.Array:
     """Encodes as a pipeline does: one frame, then four at a time."""
-    return encoded(vae, x[0].permute(1, 2, 3, 0).numpy(), tiling, lambda program: program.on(partitioner))
+    return encoded(vae, x[0].permute(1, 2, 3, 0).numpy(), tiling, caller(partitioner))
 
 
 def decode(vae, z: torch.Tensor, tiling: Tiling | None = None, partitioner=None) -> np.ndarray:
     """Decodes as a pipeline does, one latent frame at a time, which clips; returns [B C T H W]."""
-    chunks = list(decoded(vae, [z.numpy()], (1, 1), jnp.float32, tiling, lambda program: program.on(partitioner)))
+    chunks = list(decoded(vae, [z.numpy()], (1, 1), jnp.float32, tiling, caller(partitioner)))
     return np.concatenate(chunks).transpose(3, 0, 1, 2)[None] * 2 - 1
 
 

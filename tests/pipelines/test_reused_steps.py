@@ -30,7 +30,7 @@ from wanjax.layers.stack import through_all
 from wanjax.pipelines import sampler
 from wanjax.pipelines.caching import changes_of
 from wanjax.pipelines.sampler import State, guide, take_step
-from wanjax.pipelines.seeds import solver_keys
+from wanjax.pipelines.seeds import solver_keys, words_of
 from wanjax.pipelines.step_cache import NO_CACHE, GuidanceCache, History, ResidualCache, low_frequencies
 from wanjax.schedulers import one_step
 from wanjax.sharding import replicate
@@ -183,7 +183,7 @@ def test_every_family_takes_every_cache(pipe):
 @pytest.mark.parametrize("pipe", quick(["cogvideox", "hunyuanvideo"], MODELS), indirect=True)
 def test_teacache_reads_the_change_of_the_timesteps_embedding(pipe):
     _, denoiser, inputs, schedule, _, segment = forwards(pipe)
-    found = changes_of(denoiser, inputs, schedule, segment, pipe.compiled)
+    found = changes_of(denoiser, inputs, schedule, segment, pipe)
     network = nnx.merge(denoiser.graphdef, inputs.weights)
     times = [jax.tree.map(lambda t: jnp.asarray(t)[None], denoiser.times(one_step(schedule, i))) for i in range(STEPS)]
     embed = jax.jit(denoiser.embed_times)
@@ -196,7 +196,7 @@ def test_teacache_reads_the_change_of_the_timesteps_embedding(pipe):
 def test_teacache_reuses_while_less_than_the_threshold_has_added_up(pipe):
     """The polynomial here is the change itself."""
     _, denoiser, inputs, schedule, _, segment = forwards(pipe)
-    changes = changes_of(denoiser, inputs, schedule, segment, pipe.compiled)[1:]
+    changes = changes_of(denoiser, inputs, schedule, segment, pipe)[1:]
     taken, _ = run(pipe, f"teacache:{2.5 * np.mean(changes)}")
     total, reused = 0.0, [False]
     for change in changes[:-1]:
@@ -213,7 +213,7 @@ def easycache_by_hand(prepared: Any, step_of: Any, threshold: float, first: int)
     Errors are in float32, because a threshold decides. `prepared` is what `forwards` returns.
     """
     at, denoiser, _, schedule, x, _ = prepared
-    state = denoiser.scheduler.init(schedule, x, solver_keys([3]))
+    state = denoiser.scheduler.init(schedule, x, solver_keys(words_of([3])))
     x, total, rate, before, past, computed = np.asarray(x), np.float32(0), None, None, None, []
     for step in range(STEPS):
         compute = True
@@ -305,7 +305,7 @@ def test_a_cache_begins_anew_with_the_second_expert(tmp_path, cache):
     segment = pipe.segments(schedule, settings)[1]
     denoiser, inputs = pipe.inputs(pipe.transformer_2, segment, encoded, jnp.asarray(state.x), False)
     begun = State(jnp.asarray(state.x), jax.tree.map(jnp.asarray, state.solver))
-    after, _, _ = pipe.compiled(take_step)(denoiser, begun, inputs, jnp.float32(2), one_step(schedule, start))
+    after, _, _ = pipe.call(take_step, denoiser, begun, inputs, np.float32(2), one_step(schedule, start))
     assert error(taken.states[start].x, np.asarray(after.x, np.float64)) <= 1e-6
 
 
@@ -342,9 +342,9 @@ def test_without_a_cache_the_program_is_that_of_before(pipe):
         return State(x, solver), x0, jnp.isfinite(x).all()
 
     assert denoiser.cache == NO_CACHE
-    state = State(x, denoiser.scheduler.init(schedule, x, solver_keys([0] * len(x))))
+    state = State(x, denoiser.scheduler.init(schedule, x, solver_keys(words_of([0] * len(x)))))
     arguments = state, inputs, jnp.float32(3), one_step(schedule, 0)
-    whole = sampler.take_step.traceable(None, denoiser)
+    whole = partial(sampler.take_step.function, denoiser)
     texts = [jax.jit(f).lower(*arguments).as_text() for f in (whole, partial(take_step, denoiser))]
     bodies = [text.partition("\n")[2] for text in texts]
     assert bodies[0] == bodies[1]

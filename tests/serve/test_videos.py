@@ -259,7 +259,7 @@ def test_many_clients_at_once(start):
 def test_programs_of_many_shapes_are_forgotten(start, monkeypatch):
     monkeypatch.setattr(worker, "SHAPES", 1)
     dropped = []
-    monkeypatch.setattr(worker, "forget_programs", lambda: dropped.append(True))
+    monkeypatch.setattr(worker.EXECUTE, "forget", lambda: dropped.append(True))
     server = start()
     for size in ("32x32", "32x32", "64x64"):
         assert server.finished(server.ask(size=size)["id"])["status"] == "completed"

@@ -23,7 +23,7 @@ from wanjax.pipelines.wan.conditioning import BLOCK_BY_BLOCK
 from wanjax.pipelines.wan.pipeline import WanPipeline
 from wanjax.registry import presets
 from wanjax.schedulers import Consistency, FlowEuler
-from wanjax.sharding import RULES, Partitioner, make_mesh
+from wanjax.sharding import RULES, Partitioner, make_mesh, one_device
 
 TEXT = T5Config(64, 8, 2, 4, 16, 2, 8, 16, 1e-6, False)
 VIDEO = presets()["nano"].defaults.updated(
@@ -43,14 +43,14 @@ VAE = replace(
 
 
 def partitioner(axes, rules="fsdp"):
-    """Returns the partitioner of a mesh of these sizes of dp, sp and tp; None for None."""
-    return None if axes is None else Partitioner(make_mesh(*axes), RULES[rules])
+    """Returns the partitioner of a mesh of these sizes of dp, sp and tp; of one device for None."""
+    return one_device() if axes is None else Partitioner(make_mesh(*axes), RULES[rules])
 
 
 def network(make, partitioner):
     """Returns a network with random weights, which do not depend on the devices."""
     abstract = as_shapes(lambda rngs: make(dtype=jnp.float32, param_dtype=jnp.float32, rngs=rngs))
-    graphdef, state = nnx.split(placed(abstract, partitioner))
+    graphdef, state = nnx.split(placed(abstract, partitioner or one_device()))
     random = np.random.default_rng(0)
 
     def draw(x):

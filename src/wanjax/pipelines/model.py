@@ -4,7 +4,7 @@
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 from flax import nnx
@@ -18,6 +18,8 @@ from wanjax.pipelines.settings import Settings
 from wanjax.programs import EXECUTE, Program, Site, Strategy
 from wanjax.schedulers import Scheduler, name_of, successor
 from wanjax.sharding import Partitioner, one_device
+
+SomeModel = TypeVar("SomeModel", bound="Model")
 
 
 class Model:
@@ -100,7 +102,7 @@ class Model:
         """Calls a program on the model's devices, and returns its results; `static` is hashable."""
         return self.strategy.call(program, Site(self.partitioner, self.compiler), static, *arguments)
 
-    def under(self, strategy: Strategy, components: Components | None = None) -> Self:
+    def under(self: SomeModel, strategy: Strategy, components: Components | None = None) -> SomeModel:
         """Returns the model with another strategy, and with other components if given; the rest is shared."""
         model = copy.copy(self)
         model.strategy, model.components = strategy, components or self.components

@@ -5,7 +5,7 @@ Two text encoders, a dual stream with a text mask, a scheduler on v-predictions 
 of another scale.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,19 +15,19 @@ from flax import nnx
 
 from tests.support.toy import networks as nets
 from tests.support.toy.scheduler import Ancestral
-from wanjax.checkpoints.networks import NetworkKind, network, network_of
-from wanjax.compilation import program
+from wanjax.checkpoints.networks import NetworkKind, network
 from wanjax.converters.engine import linear
 from wanjax.errors import WanjaxError
 from wanjax.kernels.compiler_options import scanned
 from wanjax.models.t5 import T5Config
 from wanjax.pipelines.encoders import T5
-from wanjax.pipelines.family import Architecture, Family, Forward, Planned, Preset, by_chunk
+from wanjax.pipelines.family import Architecture, Family, Forward, Preset
 from wanjax.pipelines.guidance import group, grouping
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.sampler import Denoiser, Inputs
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.tokenizer import Tokenizer
+from wanjax.programs import program
 
 LENGTH, GLYPHS = 12, 8
 DEFAULTS = Settings(
@@ -87,14 +87,17 @@ class Encoded(NamedTuple):
 
 @program(scanned)
 def encode_texts(graphdefs, ids, mask, glyphs, weights):
-    """Features of both encoders, and the mask of all tokens."""
+    """Features of both encoders, and the mask of all tokens, of the prompt and of the negative one."""
     text, second = (nnx.merge(*pair) for pair in zip(graphdefs, weights, strict=True))
-    return text(ids, mask), jnp.concatenate([mask, glyphs > 0], axis=1), second(glyphs)
+    both = text(ids, mask), jnp.concatenate([mask, glyphs > 0], axis=1), second(glyphs)
+    return *(x[:1] for x in both), *(x[1:] for x in both)
 
 
 @program(scanned)
-def embed_texts(graphdef, text, glyphs, weights):
-    return nnx.merge(graphdef, weights).context(text, glyphs)
+def embed_texts(static, texts, weights):
+    graphdef, groups = static
+    network = nnx.merge(graphdef, weights)
+    return tuple((network.context(text, glyphs), mask) for text, mask, glyphs in group(texts, groups))
 
 
 @dataclass(frozen=True)
@@ -132,39 +135,6 @@ class ToyArchitecture(Architecture):
         scores = config.layers * 4 * tokens**2 * config.width
         return Forward(tokens, config.layers, config.heads, config.width, scores, {"blocks": scores})
 
-    def programs(self, settings, *, attention=None, batch_guidance=False) -> Mapping[str, Sequence[Planned]]:
-        texts = {"text_encoder": self.text_encoder, "text_encoder_2": self.text_encoder_2}
-        video = {"transformer": self.transformer, "scheduler": self.scheduler, "latents": self.latent_shape(settings)}
-        video |= {"guided": settings.guided, "attention": attention, "batched": batch_guidance}
-        frames, count = {"vae": self.vae, "size": settings.size}, self.latent_shape(settings)[2]
-        return {
-            "encode": [Planned("encode_texts", planned_texts, texts, 1)],
-            "denoise": self.steps(planned_step, video, settings),
-            "decode": by_chunk("decode", planned_decode, frames, count, self.vae.decoded_at_once(count)),
-        }
-
-
-def planned_texts(blueprint, *, text_encoder, text_encoder_2):
-    pairs = [blueprint.network(network_of(config, NETWORKS)) for config in (text_encoder, text_encoder_2)]
-    graphdefs, weights = zip(*pairs, strict=True)
-    ids, mask = (blueprint.array((2, LENGTH), dtype) for dtype in (jnp.int32, jnp.bool_))
-    return blueprint.lowering(encode_texts, graphdefs, ids, mask, blueprint.array((2, GLYPHS), jnp.int32), weights)
-
-
-def planned_step(blueprint, *, transformer, scheduler, latents, guided, attention, batched, cache, reuses):
-    graphdef, weights = blueprint.network(network_of(transformer, NETWORKS), attention=attention)
-    forwards, batch = grouping(guided, batched, blueprint.partitioner)
-    text = blueprint.array((batch, LENGTH + GLYPHS, transformer.width), blueprint.dtype)
-    prompt = text, blueprint.array((batch, LENGTH + GLYPHS), jnp.bool_)
-    x = blueprint.array((1, *latents[2:], latents[1]), jnp.float32)
-    inputs = Inputs(weights, (prompt,) * forwards, (), batch)
-    denoiser = ToyDenoiser(graphdef, scheduler, cache=cache)
-    return blueprint.step(denoiser, scheduler.schedule(2), x, inputs, reuses=reuses)
-
-
-def planned_decode(blueprint, *, vae, size, at_once, first):
-    return blueprint.decode(network_of(vae, NETWORKS), size, at_once, first=first)
-
 
 class ToyPipeline(Pipeline):
     encoded_type = Encoded
@@ -185,8 +155,7 @@ class ToyPipeline(Pipeline):
         ids, mask, glyphs = (np.concatenate(x) for x in zip(*((b.ids, b.mask, g) for b, g in both), strict=True))
         splits = [nnx.split(self.components.get(name)) for name in ("text_encoder", "text_encoder_2")]
         graphdefs, weights = zip(*splits, strict=True)
-        made = self.compiled(encode_texts)(graphdefs, *map(jnp.asarray, (ids, mask, glyphs)), weights)
-        return Encoded(*(x[:1] for x in made), *(x[1:] for x in made))
+        return Encoded(*self.call(encode_texts, graphdefs, ids, mask, glyphs, weights))
 
     def encode_pictures(self, pictures, settings, *, tiling=None):
         return {}
@@ -195,17 +164,14 @@ class ToyPipeline(Pipeline):
         if encoded.prompt_embeds.shape[1:] != (LENGTH, self.architecture.transformer.text_width):
             raise WanjaxError(f"the prompt_embeds have the shape {list(encoded.prompt_embeds.shape)}: encode again")
 
-    def begin(self, encoded, settings, noise):
-        return self.scheduler.schedule(settings.steps), jnp.moveaxis(noise.astype(jnp.float32), 1, -1)
+    def schedule(self, encoded, settings):
+        return self.scheduler.schedule(settings.steps)
 
     def inputs(self, network, segment, encoded, x, batched):
         graphdef, weights = nnx.split(network)
         groups = grouping(segment.guided, batched, self.partitioner)
-        texts = self.on_devices(group(((encoded[0], encoded[2]), (encoded[3], encoded[5])), groups))
-        masks = self.on_devices(group((encoded[1], encoded[4]), groups))
-        embedded = [self.compiled(embed_texts)(graphdef, *text, weights) for text in texts]
-        prompts = tuple(zip(embedded, masks, strict=True))
-        return ToyDenoiser(graphdef, self.scheduler), Inputs(weights, prompts, (), groups[1] * len(x))
+        prompts = self.call(embed_texts, (graphdef, groups), (encoded[:3], encoded[3:]), weights)
+        return ToyDenoiser(graphdef, self.scheduler), Inputs(weights, prompts, (), groups.batch * x.shape[0])
 
 
 TOY = Family(
@@ -216,6 +182,7 @@ TOY = Family(
     architecture=ToyArchitecture.of,
     settings=lambda source, architecture, preset: DEFAULTS if preset is None else preset.defaults,
     loaders={"tokenizer": lambda folder: Tokenizer.load(folder, length=LENGTH)},
+    prompt=lambda architecture: {"tokenizer": (LENGTH, LENGTH)},
     presets=(
         Preset(
             name="toy",

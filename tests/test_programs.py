@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs whose compiler options XLA refuses. The refusals are XLA's own."""
+"""Programs, executed and recorded, and what becomes of compiler options that XLA refuses. The refusals are XLA's own."""
 
 import warnings
 
@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from wanjax.compilation import Program, program, without_refused
+from wanjax import programs
 from wanjax.errors import WanjaxWarning
-from wanjax.kernels import compiler_options
 from wanjax.kernels.target import Target
 from wanjax.pipelines.sampler import take_step
+from wanjax.programs import Execute, Program, Site, program, without_refused
+from wanjax.sharding import one_device
 
 BOGUS = {"xla_no_such_option": "true"}
 KEPT = {"xla_cpu_enable_fast_math": False}
@@ -40,53 +41,63 @@ def made(function, options) -> Program:
     return program(lambda on: options)(function)
 
 
-def test_an_unknown_option_is_left_out_and_told_once():
+@pytest.fixture
+def site() -> Site:
+    return Site(one_device())
+
+
+@pytest.fixture
+def execute() -> Execute:
+    return Execute()
+
+
+def test_an_unknown_option_is_left_out_and_told_once(execute, site):
     adds = Program(sums, lambda on: {**BOGUS, **KEPT}, donated=("total",))
     x, total = jnp.arange(3.0), jnp.ones(3)
     told = (
         r"^compiled without xla_no_such_option, which the compiler refused: INVALID_ARGUMENT: No such compile option: "
     )
     with pytest.warns(WanjaxWarning, match=told) as warned:
-        total = adds.on(None)(None, x, total)
+        total = execute.call(adds, site, None, x, total)
     assert len(warned) == 1
-    total = adds.on(None)(None, x, total)  # warnings are errors here
+    total = execute.call(adds, site, None, x, total)  # warnings are errors here
     np.testing.assert_array_equal(total, [1, 3, 5])
-    assert adds.on(None).options == KEPT
-    assert adds.on(None).jitted._cache_size() == 1
+    assert execute.options_of(adds, site) == KEPT
+    assert execute.count(adds) == 1
 
 
-def test_an_option_whose_value_is_refused_is_left_out():
+def test_an_option_whose_value_is_refused_is_left_out(execute, site):
     x = jnp.ones(3)
     with pytest.warns(WanjaxWarning, match="compiled without xla_cpu_enable_fast_math, which"):
-        made(sums, {"xla_cpu_enable_fast_math": "perhaps"}).on(None)(None, x, x)
+        execute.call(made(sums, {"xla_cpu_enable_fast_math": "perhaps"}), site, None, x, x)
 
 
-def test_each_refused_option_is_told():
+def test_each_refused_option_is_told(execute, site):
     several = made(sums, {"xla_bogus": "1", **KEPT, "xla_bogus_too": "1"})  # one name is the beginning of another
     x = jnp.ones(3)
     with pytest.warns(WanjaxWarning) as warned:
-        several.on(None)(None, x, x)
+        execute.call(several, site, None, x, x)
     assert sorted(str(warning.message).partition(",")[0] for warning in warned) == [
         "compiled without xla_bogus",
         "compiled without xla_bogus_too",
     ]
-    assert several.on(None).options == KEPT
+    assert execute.options_of(several, site) == KEPT
 
 
-def test_a_refusal_that_names_no_option_leaves_all_out():
+def test_a_refusal_that_names_no_option_leaves_all_out(execute, site):
     top = made(largest, {**NEEDED, **KEPT})
     with pytest.warns(
         WanjaxWarning, match="without xla_disable_hlo_passes and xla_cpu_enable_fast_math.*UNIMPLEMENTED"
     ):
-        np.testing.assert_array_equal(top.on(None)(None, jnp.arange(5.0)), [4, 3])
-    assert top.on(None).options == {}
+        np.testing.assert_array_equal(execute.call(top, site, None, jnp.arange(5.0)), [4, 3])
+    assert execute.options_of(top, site) == {}
 
 
-def test_a_program_that_fails_without_options_too_says_why():
+def test_a_program_that_fails_without_options_too_says_why(execute, site):
     calls = made(impossible, KEPT)
     with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_kernel"):
-        calls.on(None)(None, jnp.ones(3))
-    assert calls.on(None).options == KEPT
+        execute.call(calls, site, None, jnp.ones(3))
+    assert execute.options_of(calls, site) == KEPT
 
 
 def test_a_lack_of_memory_is_no_refusal():
@@ -101,18 +112,20 @@ def test_a_lack_of_memory_is_no_refusal():
     assert len(attempts) == 1
 
 
-def test_sets_with_equal_options_share_an_executable():
+def test_sets_with_equal_options_share_an_executable(execute, site):
     """On a CPU both sets are the same, so that nothing is compiled twice."""
-    both = Program(sums, lambda on: KEPT, fast=lambda on: {})
-    assert both.on(None, "fast") is both.on(None, "safe") is both.on(None)
+    both, fast = Program(sums, lambda on: KEPT, fast=lambda on: {}), site._replace(compiler="fast")
+    for where in (fast, site):
+        execute.call(both, where, None, jnp.ones(3), jnp.ones(3))
+    assert execute.count(both) == 1
     more = Program(sums, lambda on: KEPT, fast=lambda on: BOGUS)
-    assert more.on(None, "fast").options == {**KEPT, **BOGUS}
-    assert more.on(None, "safe").options == KEPT
+    assert more.options_of(fast) == {**KEPT, **BOGUS}
+    assert more.options_of(site) == KEPT
 
 
 @pytest.mark.parametrize(("compiler", "count"), [("safe", 0), ("fast", 2)])
-def test_a_single_chip_without_a_mesh_gets_the_options_of_its_kind(monkeypatch, compiler, count):
-    monkeypatch.setattr(compiler_options, "target", lambda: Target("tpu", "TPU v6 lite"))
-    options = take_step.on(None, compiler).options
+def test_a_single_chip_gets_the_options_of_its_kind(monkeypatch, site, compiler, count):
+    monkeypatch.setattr(programs, "target_of", lambda device: Target("tpu", "TPU v6 lite"))
+    options = take_step.options_of(site._replace(compiler=compiler))
     assert options.keys() >= {"xla_tpu_scoped_vmem_limit_kib", "xla_enable_async_all_gather"}
     assert len([name for name in options if "sparse_core" in name]) == count
