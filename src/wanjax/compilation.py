@@ -81,7 +81,7 @@ class Program:
 
 def devices_of(partitioner: Partitioner | None) -> Target | None:
     """Returns the target of a partitioner's devices, or None for JAX's default device."""
-    return None if partitioner is None else target_of(partitioner.mesh.devices.flat[0])
+    return None if partitioner is None else target_of(partitioner.mesh.abstract_mesh.abstract_device)
 
 
 Compile = Callable[[Program], Callable[..., Any]]  # returns a program's executable, as `Pipeline.compiled` does

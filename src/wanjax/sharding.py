@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from wanjax.errors import WanjaxError
 
@@ -76,7 +76,7 @@ class Partitioner:
     `coarsest` are the height and width of the smallest frames of an autoencoder, which the larger ones follow.
     """
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh  # an abstract mesh is one of devices that need not be present
     rules: Rules
     coarsest: tuple[int, int] | None = None
 

@@ -49,7 +49,8 @@ class Blueprint:
 
     def results(self, function: Callable, *arguments: Any, axes: Any = None) -> Shapes:
         """Returns the results of a function as shapes, all with the sharding of these axes."""
-        with jax.set_mesh(self.partitioner.mesh):  # the dtypes of some depend on the chip
+        mesh = self.partitioner.mesh.abstract_mesh
+        with jax.sharding.use_abstract_mesh(mesh):  # the dtypes of some depend on the chip
             given = jax.eval_shape(function, *arguments)
         return jax.tree.map(lambda x: self.array(x.shape, x.dtype, axes), given)
 

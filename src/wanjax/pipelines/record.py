@@ -47,7 +47,7 @@ def devices_of(partitioner: Partitioner | None) -> str:
     """Returns the number and the kind of a model's devices."""
     if partitioner is None:
         return f"1 x {jax.devices()[0].device_kind}"
-    return f"{partitioner.mesh.size} x {partitioner.mesh.devices.flat[0].device_kind}"
+    return f"{partitioner.mesh.size} x {partitioner.mesh.abstract_mesh.abstract_device.device_kind}"
 
 
 def nameable(given: Any, read: Any) -> Any:

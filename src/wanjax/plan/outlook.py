@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory and the seconds of each stage of a video, and their limits, on devices that need not be present."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from wanjax.pipelines.family import Architecture, Family, Forward
 from wanjax.pipelines.settings import Settings
 from wanjax.plan.chips import Slice
 from wanjax.plan.meshes import choose_mesh
-from wanjax.plan.places import Place, axes_on, find_place, limit_of, priced_on, would_fit
+from wanjax.plan.places import Place, axes_on, find_place, limit_of, mesh_on, priced_on, would_fit
 from wanjax.plan.priced import Priced
 from wanjax.plan.roofline import Machine
 from wanjax.plan.stages import Scheduled, stages
@@ -97,11 +97,12 @@ def outlook(
     compiler: str = SAFE,
     attention: str | None = None,
     batch_guidance: bool = False,
+    tell: Callable[[str, int, int], Any] | None = None,
 ) -> Outlook:
     """Prices a video of these settings on a slice such as v6e-8; `mesh` None chooses the best mesh, with `sp` if given.
 
-    The keywords are those of `wanjax.load` and of `Pipeline.denoise`. Raises WanjaxError where the chip is unknown, the
-    mesh has another number of devices, or libtpu is missing.
+    `tell` is that of `priced_on`; the other keywords are those of `wanjax.load` and of `Pipeline.denoise`. Raises
+    WanjaxError where the chip is unknown, the mesh has another number of devices, or libtpu is missing.
     """
     place = find_place(chip)
     check_set(compiler)
@@ -115,8 +116,8 @@ def outlook(
     axes = axes_on(place, mesh or (1, 1, 1))
     settings = _settled(architecture, settings, axes["dp"] > 1 or batch_guidance)
     options: dict[str, Any] = {"attention": attention, "rules": rules, "batch_guidance": batch_guidance}
-    runs = stages(architecture, settings, chip, axes, compiler=compiler, **options)
-    prices = _prices(place, runs)
+    runs = stages(architecture, settings, mesh_on(place, axes), compiler=compiler, **options)
+    prices = _prices(place, runs, tell)
     told = {name: _stage(prices[name], place.memory) for name in runs}
     (step,) = (priced for run, priced in prices["denoise"] if run.name == "step")
     return Outlook(
@@ -223,10 +224,12 @@ def _reusing(settings: Settings, denoise: Sequence[tuple[Scheduled, Priced]]) ->
     return found
 
 
-def _prices(place: Place, runs: Mapping[str, Sequence[Scheduled]]) -> dict[str, list[tuple[Scheduled, Priced]]]:
+def _prices(
+    place: Place, runs: Mapping[str, Sequence[Scheduled]], tell: Callable[[str, int, int], Any] | None
+) -> dict[str, list[tuple[Scheduled, Priced]]]:
     """Returns the price of each program of each stage."""
-    every = [run for stage in runs.values() for run in stage]
-    found = iter(priced_on(place, [run.job for run in every]))
+    every = [(run.name, run.lowering) for stage in runs.values() for run in stage]
+    found = iter(priced_on(place, every, tell))
     return {name: [(run, next(found)) for run in stage] for name, stage in runs.items()}
 
 

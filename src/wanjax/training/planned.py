@@ -19,7 +19,6 @@ from wanjax.pipelines.blueprint import Blueprint
 from wanjax.pipelines.components import Components
 from wanjax.pipelines.family import Architecture
 from wanjax.pipelines.settings import Settings
-from wanjax.plan.builders import find
 from wanjax.sharding import use
 from wanjax.training.adapters import DropoutKey, LoraConfig, adapt, is_factor
 from wanjax.training.loop import everything, step_of
@@ -51,9 +50,9 @@ def forward(blueprint: Blueprint, **training: Any) -> Lowering:
 def _parts(
     blueprint: Blueprint,
     *,
-    pipeline: str,
-    module: str,
-    rules: str,
+    pipeline: Callable[..., Any],
+    module: Callable[..., nnx.Module],
+    rules: Callable[[Any], Any],
     architecture: Architecture,
     settings: Settings,
     clips: int,
@@ -63,19 +62,19 @@ def _parts(
 ) -> tuple[Loss, optax.GradientTransformation, Any, Batch]:
     """Returns the loss, the optimiser, the network's parts as shapes, and a batch as shapes.
 
-    `pipeline`, `module` and `rules` are import paths: of the family's pipeline, its denoiser, and its conversion table.
+    `pipeline` and `module` make the family's pipeline and its denoiser, and `rules` its conversion table.
     """
     config = architecture.networks["transformer"]
     kept = jnp.float32 if lora is None else blueprint.dtype
     kw = {"attention": attention, "dtype": blueprint.dtype, "param_dtype": kept}
 
     def make(rngs: nnx.Rngs) -> nnx.Module:
-        network = find(module)(config, **kw, rngs=rngs)
-        return network if lora is None else adapt(network, find(rules)(config), lora, 0)[0]
+        network = module(config, **kw, rngs=rngs)
+        return network if lora is None else adapt(network, rules(config), lora, 0)[0]
 
     network = placed(as_shapes(make), blueprint.partitioner)
     split = nnx.split(network, everything if lora is None else is_factor, DropoutKey, ...)
-    pipe = find(pipeline)(Components({}), architecture, settings, blueprint.partitioner, blueprint.compiler)
+    pipe = pipeline(Components({}), architecture, settings, blueprint.partitioner, blueprint.compiler)
     return loss_of(pipe, NoiseLevels()), optimizer(optimized, 1000), split, _batch(blueprint, pipe, settings, clips)
 
 
