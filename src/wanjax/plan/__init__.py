@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prices of programs on TPUs that need not be present: compile for a described chip, then read memory and time.
 
-    found = wanjax.price(jnp.matmul, x, x, chip="v6e-1")  # of shapes
+    x = jax.ShapeDtypeStruct((8192, 8192), "bfloat16")
+    print(wanjax.price(jnp.matmul, x, x, chip="v6e-1").seconds)
 
-does it for any function of JAX. In parts: `described` makes a mesh of chips that need not be present, on which programs
+prices any function of JAX. In parts: `described` makes a mesh of chips that need not be present, on which programs
 are traced; `compile_program` compiles one, and `price_compiled` prices each of its operations.
 
 The compiler is libtpu's own (the extra `plan`), which needs no chip. It runs in processes of its own, which are given

@@ -116,9 +116,8 @@ def outlook(
     axes = axes_on(place, mesh or (1, 1, 1))
     settings = _settled(architecture, settings, axes["dp"] > 1 or batch_guidance)
     options: dict[str, Any] = {"attention": attention, "rules": rules, "batch_guidance": batch_guidance}
-    runs = stages(architecture, settings, mesh_on(place, axes), compiler=compiler, **options)
-    prices = _prices(place, runs, tell)
-    told = {name: _stage(prices[name], place.memory) for name in runs}
+    prices = _prices(place, stages(architecture, settings, mesh_on(place, axes), compiler=compiler, **options), tell)
+    told = {name: _stage(programs, place.memory) for name, programs in prices.items()}
     (step,) = (priced for run, priced in prices["denoise"] if run.name == "step")
     return Outlook(
         **_asked(settings, chip, place, axes, rules, compiler),

@@ -223,6 +223,10 @@ def _collectives(items: Sequence[Item]) -> list[dict[str, Any]]:
 
 
 def needed_bytes(message: str) -> int | None:
-    """Returns the bytes that a program needs, from the compiler's out-of-memory message; None for another message."""
+    """Returns the bytes that a program needs, from the compiler's out-of-memory message; None for another message.
+
+    Where temporaries alone are too large the message has the bytes of those.
+    """
     found = re.search(r"Used ([\d.]+)([BKMGT]?) of [\d.]+[BKMGT]? hbm", message)
+    found = found or re.search(r"temporaries \(([\d.]+)([BKMGT]?)\) exceeds available HBM", message)
     return round(float(found[1]) * UNITS[found[2] or "B"]) if found else None
