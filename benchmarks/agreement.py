@@ -16,16 +16,15 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import jax
-from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.attention_prices import splash_kernel
-from wanjax.compilation import Lowering
+from wanjax.programs import Lowering
 from wanjax.kernels.attention import IMPLEMENTATIONS
-from wanjax.plan import stages as programs
-from wanjax.plan.chips import find_slice
-from wanjax.plan.priced import price_job
+from wanjax.plan import described, find_slice
+from wanjax.plan.priced import price_all
+from wanjax.plan.stages import stages
 from wanjax.registry import presets
 
 MODEL = "wan2.1-t2v-14b"
@@ -48,8 +47,8 @@ MEASURED = (
 )
 
 
-def step(mesh: Mesh, **job: Any) -> Lowering:
-    """Builds the pipeline's step with splash attention.
+def with_splash(program: Lowering) -> Lowering:
+    """Returns a step whose attention is `splash` with that attention.
 
     Building a splash kernel puts arrays on a device, which fails while a program for described devices is traced.
     So a first trace records the shapes, and the kernels are built before the second.
@@ -63,7 +62,6 @@ def step(mesh: Mesh, **job: Any) -> Lowering:
         shapes.add(shape_of(q, k))
         return q
 
-    program = programs.build(mesh, **job)
     _register(recorded)
     jax.eval_shape(program.function, *program.arguments)
     built = {shape: splash_kernel(*shape, TILES) for shape in shapes}
@@ -83,12 +81,13 @@ def _register(function: Any) -> None:
 def priced(measured: Measured) -> float:
     """Returns the price of the step in seconds."""
     settings = replace(presets()[MODEL].defaults, height=measured.size[0], width=measured.size[1])
-    mesh = {"dp": 2, "sp": 1, "tp": find_slice(measured.chip).devices // 2}
+    place = find_slice(measured.chip)
+    mesh = described(place, {"dp": 2, "sp": 1, "tp": place.devices // 2})
     architecture = presets()[MODEL].architecture
     assert architecture is not None
-    runs = programs.stages(architecture, settings, measured.chip, mesh, attention="splash")
-    job = next(run.job for run in runs["denoise"] if run.name == "step")
-    found = price_job(replace(job, builder="benchmarks.agreement:step"))
+    runs = stages(architecture, settings, mesh, attention="splash")
+    step = next(run.lowering for run in runs["denoise"] if run.name == "step")
+    [found] = price_all(place, [with_splash(step)])
     assert found.seconds is not None, "it fits"
     return found.seconds
 

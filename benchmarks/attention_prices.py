@@ -7,55 +7,50 @@ Splash attention needs lengths of whole tiles. As its users do, they are padded 
 
 from collections.abc import Callable, Container, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from rich.table import Table
 
-from benchmarks.workloads import WORKLOADS, Workload
-from wanjax.compilation import Lowering
+from benchmarks.workloads import Workload
+from wanjax.programs import Lowering
 from wanjax.kernels.attention import IMPLEMENTATIONS, attention
-from wanjax.plan import SLICES, Compiled, CompilerError, Job, compile_all, price
+from wanjax.plan import (
+    SLICES,
+    Compiled,
+    CompilerError,
+    compile_programs,
+    described,
+    find_slice,
+    price_compiled,
+)
 from wanjax.plan.kernels import rare_work
 
 SPLASH_TILES = ((2048, 1024, 512), (3328, 2816, 256))  # block_q, block_kv and block_kv_compute
 LARGEST_SCORES = 16e9  # bytes; with more, the plain formula fits no chip
 WITH_RARE_WORK = {"flash_tpu": "every head careful"}  # priced without and with its data-dependent branches
+Name = TypeVar("Name")
 OWN = [name for name in IMPLEMENTATIONS if name not in ("reference", "cudnn")]
 
 
-def ours(mesh: Mesh, *, workload: str, implementation: str) -> Lowering:
-    return program(mesh, WORKLOADS[workload], partial(attention, implementation=implementation))
+def ours(implementation: str) -> Callable:
+    return partial(attention, implementation=implementation)
 
 
-def pulled(mesh: Mesh, *, workload: str, implementation: str) -> Lowering:
-    """Builds the program of the gradients of q, k and v, which computes what it needs of the forward pass."""
-    return program(mesh, WORKLOADS[workload], _gradients(partial(attention, implementation=implementation)))
+def gradients(function: Callable) -> Callable:
+    """Returns the gradients of q, k and v, which compute what they need of the forward pass."""
 
-
-def splash_pulled(mesh: Mesh, *, workload: str, tiles: tuple[int, int, int]) -> Lowering:
-    size = WORKLOADS[workload]
-    kernel = splash_kernel(size.heads, size.queries, size.keys, tiles)
-    return program(mesh, size, _gradients(partial(kernel, scale=size.head_dim**-0.5)))
-
-
-def _gradients(function: Callable) -> Callable:
     def run(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
         return jax.vjp(function, q, k, v)[1](q)  # a gradient like any other
 
     return run
 
 
-def plain(mesh: Mesh, *, workload: str) -> Lowering:
-    return program(mesh, WORKLOADS[workload], partial(jax.nn.dot_product_attention, implementation="xla"))
-
-
-def splash(mesh: Mesh, *, workload: str, tiles: tuple[int, int, int]) -> Lowering:
-    size = WORKLOADS[workload]
-    kernel = splash_kernel(size.heads, size.queries, size.keys, tiles)
-    return program(mesh, size, partial(kernel, scale=size.head_dim**-0.5))
+def splash(workload: Workload, tiles: tuple[int, int, int]) -> Callable:
+    kernel = splash_kernel(workload.heads, workload.queries, workload.keys, tiles)
+    return partial(kernel, scale=workload.head_dim**-0.5)
 
 
 def splash_kernel(heads: int, queries: int, keys: int, tiles: tuple[int, int, int]) -> Callable[..., jax.Array]:
@@ -93,7 +88,7 @@ def splash_kernel(heads: int, queries: int, keys: int, tiles: tuple[int, int, in
     return run
 
 
-def program(mesh: Mesh, workload: Workload, function: Callable) -> Lowering:
+def program(mesh: AbstractMesh, workload: Workload, function: Callable) -> Lowering:
     """Builds the program that runs a function, replicated on every device, on operands [1 L N·D]."""
     spec = PartitionSpec()
     arguments = (
@@ -109,38 +104,49 @@ def program(mesh: Mesh, workload: Workload, function: Callable) -> Lowering:
     return Lowering(everywhere, tuple(arguments))
 
 
-def jobs(workload: Workload, chip: str) -> Mapping[str, Job]:
-    """Returns the jobs to compare, by their names in the table."""
-    place = min((place for place in SLICES.values() if place.chip.name == chip), key=lambda place: place.devices).name
-    found = {name: Job(place, f"{__name__}:ours", {"workload": workload.name, "implementation": name}) for name in OWN}
+def smallest(chip: str) -> str:
+    """Returns the smallest slice of a chip."""
+    return min((place for place in SLICES.values() if place.chip.name == chip), key=lambda place: place.devices).name
+
+
+def compile_forms(
+    workload: Workload, chip: str, compared: Mapping[Name, Callable]
+) -> dict[Name, Compiled | CompilerError]:
+    """Compiles functions of q, k and v, with schedules, for one chip; `compared` has them by their names."""
+    place = smallest(chip)
+    mesh = described(find_slice(place))
+    programs = [(program(mesh, workload, function), place) for function in compared.values()]
+    return dict(zip(compared, compile_programs(programs, schedules=True), strict=True))
+
+
+def forms(workload: Workload) -> Mapping[str, Callable]:
+    """Returns the functions to compare, by their names in the table."""
+    found: dict[str, Callable] = {name: ours(name) for name in OWN}
     for tiles in SPLASH_TILES:
-        settings = {"workload": workload.name, "tiles": tiles}
-        found[f"splash {', '.join(map(str, tiles))}"] = Job(place, f"{__name__}:splash", settings)
+        found[f"splash {', '.join(map(str, tiles))}"] = splash(workload, tiles)
     if 4 * workload.scores <= LARGEST_SCORES:
-        found["plain XLA"] = Job(place, f"{__name__}:plain", {"workload": workload.name})
+        found["plain XLA"] = partial(jax.nn.dot_product_attention, implementation="xla")
     return found
 
 
 def gradient_table(workload: Workload, chip: str) -> Table:
     """Prices attention with its gradients, beside attention alone."""
-    place = min((place for place in SLICES.values() if place.chip.name == chip), key=lambda place: place.devices).name
-    of = {"workload": workload.name}
     compared = {
-        "flash_tpu alone": Job(place, f"{__name__}:ours", of | {"implementation": "flash_tpu"}),
-        "flash_tpu": Job(place, f"{__name__}:pulled", of | {"implementation": "flash_tpu"}),
-        "chunked": Job(place, f"{__name__}:pulled", of | {"implementation": "chunked"}),
-        "splash": Job(place, f"{__name__}:splash_pulled", of | {"tiles": SPLASH_TILES[0]}),
+        "flash_tpu alone": ours("flash_tpu"),
+        "flash_tpu": gradients(ours("flash_tpu")),
+        "chunked": gradients(ours("chunked")),
+        "splash": gradients(splash(workload, SPLASH_TILES[0])),
     }
     table = Table(title=f"{workload.name} on one {chip}, bfloat16, priced: attention and its gradients")
     for column in ("", "ms", "kernels", "around them", "memory, MiB"):
         table.add_column(column)
-    for name, result in zip(compared, compile_all(list(compared.values()), schedules=True), strict=True):
+    for name, result in compile_forms(workload, chip, compared).items():
         if isinstance(result, CompilerError):
             table.add_row(name, _short(result))
             continue
-        priced = price(result)
+        priced = price_compiled(result)
         if name.startswith("flash_tpu"):  # whose rare branches are not taken, with all keys
-            priced = price(result, skip=rare_work(result, workload.keys), words=workload.keys)
+            priced = price_compiled(result, skip=rare_work(result, workload.keys), words=workload.keys)
         total, kernels = priced.total.mid, priced.by_kind["kernels"].mid
         cells = (f"{1e3 * seconds:.2f}" for seconds in (total, kernels, total - kernels))
         table.add_row(name, *cells, f"{result.memory.peak / 2**20:.0f}")
@@ -149,10 +155,9 @@ def gradient_table(workload: Workload, chip: str) -> Table:
 
 def price_table(workload: Workload, chip: str) -> Table:
     """Compiles and prices all forms of a workload on one chip."""
-    compared = jobs(workload, chip)
-    results = dict(zip(compared, compile_all(list(compared.values()), schedules=True), strict=True))
+    results = compile_forms(workload, chip, forms(workload))
     done = {name: result for name, result in results.items() if isinstance(result, Compiled)}
-    prices = {name: price(result, skip=_rare(name, result)).total.mid for name, result in done.items()}
+    prices = {name: price_compiled(result, skip=_rare(name, result)).total.mid for name, result in done.items()}
     splash_best = min((prices[name] for name in prices if name.startswith("splash")), default=float("nan"))
     shape = f"[1 {workload.queries:,} {workload.heads} {workload.head_dim}] × {workload.keys:,}"
     table = Table(title=f"{workload.name} on one {chip}, bfloat16, priced: {shape}")
@@ -176,7 +181,7 @@ def _rare(name: str, compiled: Compiled) -> Mapping[str, Container[int]]:
 
 
 def _row(compiled: Compiled, skip: Mapping[str, Container[int]], workload: Workload, splash_best: float) -> list[str]:
-    priced = price(compiled, skip=skip)
+    priced = price_compiled(compiled, skip=skip)
     total, kernel = priced.total, priced.by_kind["kernels"].mid
     units = ["", "", "", ""]
     kernels = [compiled.schedules[item.name] for item in priced.items if item.kind == "kernels"]

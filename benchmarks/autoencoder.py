@@ -7,28 +7,22 @@ wanjax compiles them at O1; the compiler's default is O2.
 """
 
 import argparse
-from dataclasses import replace
-from typing import Any
 
-from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
-from wanjax.compilation import Lowering
+from wanjax.programs import Lowering
 from wanjax.kernels.compiler_options import O1
-from wanjax.plan import stages as programs
-from wanjax.plan.chips import find_slice
-from wanjax.plan.compile import compile_job
-from wanjax.plan.pricing import price
+from wanjax.plan import compile_program, described, find_slice, price_compiled
+from wanjax.plan.stages import stages
 from wanjax.registry import presets
 
 LEVELS = {"O0": 9, "O1": O1, "O2": 29}  # XLA's numbers
 
 
-def program(mesh: Mesh, *, level: int, **job: Any) -> Lowering:
-    """Builds one of the pipeline's programs with another optimisation level."""
-    made = programs.build(mesh, **job)
-    return made._replace(compiler_options={**(made.compiler_options or {}), "optimization_level": level})
+def at_level(program: Lowering, level: int) -> Lowering:
+    """Returns the program with another optimisation level."""
+    return program._replace(compiler_options={**(program.compiler_options or {}), "optimization_level": level})
 
 
 def main() -> None:
@@ -39,20 +33,20 @@ def main() -> None:
     parser.add_argument("--levels", nargs="+", default=list(LEVELS), choices=LEVELS)
     parser.add_argument("--encode", action="store_true", help="the encoder, for models that take pictures")
     options = parser.parse_args()
-    video, mesh = presets()[options.model].defaults, {"tp": find_slice(options.chip).devices}
+    video, place = presets()[options.model].defaults, find_slice(options.chip)
+    mesh = described(place, {"dp": 1, "sp": 1, "tp": place.devices})
     stage = "encode" if options.encode else "decode"
     names = (f"{stage}_first", f"{stage}_next")
     architecture = presets()[options.model].architecture
     assert architecture is not None
-    runs = programs.stages(architecture, video, options.chip, mesh)[stage]
+    runs = stages(architecture, video, mesh)[stage]
     table = Table(title=f"{options.model}, {video.width}x{video.height}, {options.chip}")
     for column in ("program", "level", "compiled in, s", "priced, ms", "runs", "peak, GiB"):
         table.add_column(column)
     for run in (run for run in runs if run.name in names):
         for level in options.levels:
-            settings = {**run.job.settings, "level": LEVELS[level]}
-            made = compile_job(replace(run.job, builder="benchmarks.autoencoder:program", settings=settings))
-            cost, peak = price(made).total.mid, made.memory.peak / 2**30
+            made = compile_program(at_level(run.lowering, LEVELS[level]), options.chip)
+            cost, peak = price_compiled(made).total.mid, made.memory.peak / 2**30
             table.add_row(run.name, level, f"{made.seconds:.0f}", f"{1e3 * cost:.1f}", str(run.times), f"{peak:.2f}")
     Console().print(table)
 

@@ -10,28 +10,19 @@ HunyuanVideo's text after them.
 import argparse
 from functools import partial
 
-from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.attention_prices import program
+from benchmarks.attention_prices import compile_forms
 from benchmarks.workloads import WORKLOADS, Workload
-from wanjax.compilation import Lowering
 from wanjax.kernels.attention import attention
 from wanjax.kernels.attention.radial import Radial, visits
-from wanjax.plan import SLICES, Compiled, CompilerError, Job, compile_all
+from wanjax.plan import Compiled, CompilerError
 from wanjax.plan.kernels import kernel_calls, kernel_seconds, visiting_seconds
 
 VIDEOS = {"wan": (21, 0, True), "hunyuanvideo": (31, 1985, False)}  # latent frames, text tokens, and the sink
 STEPS = 37  # grid steps whose numbers of blocks are priced
 BLOCKS = ("128,128", "256,128", "256,256", "512,128", "512,256", "1024,128")
-
-
-def lowered(mesh: Mesh, *, workload: str, radial: tuple | None) -> Lowering:
-    """Builds attention under a radial mask, given as its fields, or dense attention for None."""
-    size = WORKLOADS[workload]
-    window = None if radial is None else Radial(*radial)
-    return program(mesh, size, partial(attention, implementation="flash_tpu", window=window))
 
 
 def listed_seconds(compiled: Compiled, mask: Radial, workload: Workload) -> float:
@@ -41,20 +32,16 @@ def listed_seconds(compiled: Compiled, mask: Radial, workload: Workload) -> floa
 
 
 def price_table(workload: Workload, chip: str, decays: list[float], blocks: list[tuple[int, int]]) -> Table:
-    place = min((place for place in SLICES.values() if place.chip.name == chip), key=lambda place: place.devices).name
     frames, text, sink = VIDEOS[workload.name.partition("_")[0]]
     frame = (workload.keys - text) // frames
     masks = [Radial(frames, frame, decay, sink, *block) for decay in decays for block in blocks]
-    fields = [None, *((m.frames, m.frame_tokens, m.decay, m.sink, m.block_q, m.block_kv) for m in masks)]
-    jobs = [
-        Job(place, "benchmarks.radial_prices:lowered", {"workload": workload.name, "radial": radial})
-        for radial in fields
-    ]
+    run = partial(attention, implementation="flash_tpu")
+    compared = {mask: run if mask is None else partial(run, window=mask) for mask in (None, *masks)}
     table = Table(title=f"{workload.name} on one {chip}, bfloat16: the kernel, priced")
     for column in ("decay", "queries × keys of a block", "share of the scores", "ms", "of dense", "ms / share"):
         table.add_column(column)
     dense = float("nan")
-    for mask, result in zip((None, *masks), compile_all(jobs, schedules=True), strict=True):
+    for mask, result in compile_forms(workload, chip, compared).items():
         decay, block = ("", "dense") if mask is None else (f"{mask.decay:g}", f"{mask.block_q} × {mask.block_kv}")
         if isinstance(result, CompilerError):
             table.add_row(decay, block, str(result)[:60])

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from wanjax.pipelines.pipeline import Pipeline
     from wanjax.pipelines.settings import Settings
     from wanjax.pipelines.steps import Cancelled, Step
+    from wanjax.plan.functions import price
     from wanjax.registry import load, register
     from wanjax.sharding import make_mesh
 
@@ -35,6 +36,7 @@ _HOMES = {
     "WanjaxError": "wanjax.errors",
     "load": "wanjax.registry",
     "make_mesh": "wanjax.sharding",
+    "price": "wanjax.plan.functions",
     "register": "wanjax.registry",
 }
 __all__ = [
@@ -50,6 +52,7 @@ __all__ = [
     "__version__",
     "load",
     "make_mesh",
+    "price",
     "register",
 ]
 

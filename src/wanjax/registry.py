@@ -412,30 +412,27 @@ def _abstract(found: Checkpoint, name: str, dtype: str, way: Loading, partitione
 
 
 def outlined(
-    model: str,
+    family: Family,
+    architecture: Architecture,
+    settings: Settings,
     partitioner: Partitioner,
     *,
-    dtype: str | None = None,
     attention: str | None = None,
     compiler: str = SAFE,
-    scheduler: str | Scheduler | None = None,
     offload: bool | None = None,
 ) -> Pipeline:
-    """Returns the pipeline of a model whose networks are shapes: for plans, which load and download nothing.
+    """Returns the pipeline of an outline, whose networks are shapes: for plans, which load and download nothing.
 
-    The keywords are those of `load`. Prompts have the length that the family gives.
+    The networks compute in the settings' dtype. The keywords are those of `load`. Prompts have the length that the
+    family gives.
     """
-    family, architecture, defaults = outline(model)
-    if scheduler is not None:
-        architecture = replace(architecture, scheduler=successor(scheduler, architecture.scheduler))
-    architecture.check_attention(attention, model)
-    preset = _published(model)
-    computed = dtype or ("float32" if partitioner.device.platform == "cpu" else "bfloat16")
-    kept = preset.param_dtype if preset and preset.architecture else computed
+    architecture.check_attention(attention, settings.model)
+    preset = presets().get(settings.model)
+    kept = preset.param_dtype if preset and preset.architecture else settings.dtype
 
     def make(name: str) -> nnx.Module:
         known = family.network_of(architecture.networks[name])
-        dtypes = ("float32", "float32") if known.float32 else (computed, kept)
+        dtypes = ("float32", "float32") if known.float32 else (settings.dtype, kept)
         options = {"attention": attention} if name in architecture.denoisers else {}
         return placed(known.abstract(dtype=dtypes[0], param_dtype=dtypes[1], **options), partitioner)
 
@@ -445,7 +442,7 @@ def outlined(
         others |= {name: NoProcessor(seen.image_size) for name in family.loaders if name not in others}
     loaders = {name: (lambda room, x=x: x) for name, x in others.items()} | {name: lambda room: None for name in shapes}
     components = Components(loaders, offload=offload, shapes=shapes, kinds=family.networks)
-    return family.pipeline(components, architecture, replace(defaults, dtype=computed), partitioner, compiler)
+    return family.pipeline(components, architecture, settings, partitioner, compiler)
 
 
 def _shapes(

@@ -6,6 +6,7 @@ import json
 import re
 import time
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +18,14 @@ from tests.support.attention import SMALL_TILES
 from tests.support.commands import succeeded, wanjax
 from wanjax import compilation
 from wanjax.bench import kernels, suite
-from wanjax.bench.kernels import COLLECTIVES, attention_job, check_attention, exchange_job
+from wanjax.bench.kernels import COLLECTIVES, attend, check_attention, exchange
 from wanjax.bench.modelled import known
-from wanjax.bench.programs import Measured, distance, measure
+from wanjax.bench.programs import Measured, distance, made_up, measure, mesh_of
 from wanjax.bench.suite import SCALES, Scale, Suite
 from wanjax.bench.timing import Timing, timed
 from wanjax.cli import benching
 from wanjax.errors import WanjaxError
+from wanjax.plan.chips import described, find_slice
 from wanjax.registry import outline, presets
 
 TINY = Scale((32, 32), (32, 32), 5, 1, 0.0)
@@ -67,19 +69,13 @@ def test_one_layer_keeps_all_other_sizes():
 
 @pytest.mark.parametrize("kind", COLLECTIVES)
 def test_messages_arrive(kind):
-    made = measure(exchange_job("", kind, 8, 20, 12, "float32"), jax.devices(), 0.0)
+    program = exchange(mesh_of({"tp": 8}, jax.devices()), kind=kind, tokens=20, width=12, dtype="float32")
+    made = measure(program, 0.0)
     assert len(made.timing.runs) == 2
-    x = np.asarray(_operand(kind))
+    [x] = (np.asarray(x) for x in made_up(program.arguments))
+    assert x.shape == (24, 16)
     right = {"all_reduce": x.reshape(8, 3, 16).sum(0), "all_gather": x, "all_to_all": x}[kind]
     np.testing.assert_allclose(np.asarray(made.result), right, rtol=1e-6, atol=1e-8)
-
-
-def _operand(kind):
-    from wanjax.bench.programs import build, made_up
-
-    [x] = made_up(build(exchange_job("", kind, 8, 20, 12, "float32"), jax.devices()).arguments)
-    assert x.shape == (24, 16)
-    return x
 
 
 def test_eight_devices_exchange_messages(small):
@@ -126,8 +122,12 @@ def test_the_faster_set_is_kept_if_its_answer_is_the_same(small, seconds, off, k
 
 
 def test_a_program_that_fails_is_a_row_that_says_why(small):
-    job = attention_job("cpu", "flash_tpu", queries=64, keys=64, heads=1, head_dim=16, dtype="float32")
-    row, made = small._row("attention", "x", "safe", job, small.here)
+    sizes = {"queries": 64, "keys": 64, "heads": 1, "head_dim": 16, "dtype": "float32"}
+
+    def build(mesh, _):
+        return attend(mesh, "flash_tpu", **sizes)
+
+    row, made = small._row("attention", "x", "safe", build, small.here, small.axes)
     assert made is None
     assert row.note.startswith("did not run: ")
     assert row.ratio is None
@@ -182,20 +182,25 @@ def test_programs_are_measured_beside_their_prices(programs, monkeypatch, tmp_pa
 @pytest.mark.parametrize("place", ["v6e-1", "v6e-8"])
 def test_every_program_compiles_for_the_chip(place):
     """All that a bench would run on a v6e goes through the chip's own compiler, and gets its price."""
-    from wanjax.plan.chips import find_slice
-
     _, architecture, defaults = outline("wan2.1-t2v-1.3b")
     settings = defaults.updated({"height": 256, "width": 256, "frames": 17, "dtype": "bfloat16"})
     count = find_slice(place).devices
     here = replace(known(jax.devices()[:1]), place=find_slice(place))
-    axes = suite.mesh_of(architecture, defaults, count)
+    axes = suite.axes_of(architecture, defaults, count)
     small = Suite(architecture, settings, TINY, jax.devices()[:count], here, axes, quiet)
-    jobs = [job for set_ in ("safe", "fast") for job in small.jobs(set_).values()]
-    jobs.append(attention_job("v6e-1", queries=1280, keys=1280, heads=12, head_dim=128, dtype="bfloat16"))
-    if count > 1:
-        jobs += [exchange_job(place, kind, count, 1280, 1536, "bfloat16") for kind in COLLECTIVES]
-    for job in jobs:
-        seconds, note = here.price(job)
-        print(job.builder, seconds, note)
+    builds = [
+        (partial(small._program, name, set_), axes)
+        for set_ in ("safe", "fast")
+        for name in small.programs_on(described(find_slice(place), axes), set_)
+    ]
+    if count == 1:
+        sizes = {"queries": 1280, "keys": 1280, "heads": 12, "head_dim": 128, "dtype": "bfloat16"}
+        builds.append((partial(attend, **sizes), axes))
+    else:
+        sizes = {"tokens": 1280, "width": 1536, "dtype": "bfloat16"}
+        builds += [(partial(exchange, kind=kind, **sizes), {"dp": 1, "sp": 1, "tp": count}) for kind in COLLECTIVES]
+    for build, of in builds:
+        seconds, note = here.price(build, of)
+        print(build, seconds, note)
         assert seconds is not None, note
         assert seconds > 0

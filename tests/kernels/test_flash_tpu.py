@@ -17,11 +17,12 @@ from benchmarks.workloads import WORKLOADS
 from tests.support.attention import BOUND, SMALL_TILES, exact, operands, run
 from tests.support.compare import error
 from tests.support.configs import TRANSFORMER
+from tests.support.plan_programs import attend, attend_round, attend_small
 from tests.support.quick import quick
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import attention, choose, flash_kernel, flash_tiles, flash_tpu, named
 from wanjax.models.wan.transformer import Block
-from wanjax.plan import Compiled, CompilerError, Job, compile_all
+from wanjax.plan import Compiled, CompilerError, compile_programs, described, find_slice
 
 FULL_TILES = flash_tpu.Config(512, 1024, 512, interpret=True)
 flash = partial(run, "flash_tpu")
@@ -284,7 +285,7 @@ def test_default_tiles_fit(vmem, keys, dtype):
 
 
 PLAIN = {"size": 128, "dtype": "bfloat16", "kv_heads": 2, "window": None, "masked": False}
-WINDOW = PLAIN | {"size": 64, "kv_heads": 1, "window": [9, 40]}
+WINDOW = PLAIN | {"size": 64, "kv_heads": 1, "window": (9, 40)}
 MASKED = PLAIN | {"size": 64, "dtype": "float32", "masked": True}
 EACH_ONCE = [("v5e-1", PLAIN), ("v5p-8", WINDOW), ("v6e-1", MASKED), ("v7x-8", PLAIN)]
 OTHERS = [("v5p-8", PLAIN), ("v6e-1", PLAIN), ("v6e-1", WINDOW)]
@@ -297,18 +298,20 @@ needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, t
 @needs_libtpu
 @pytest.mark.parametrize(("programs", "rings"), quick(TOGETHER[:1], TOGETHER), ids=["each", "others"])
 def test_compiles_for_each_generation(programs, rings):
-    jobs = [Job(chip, "tests.support.plan_programs:attend_small", settings) for chip, settings in programs]
+    every = [(attend_small(described(find_slice(chip)), **settings), chip) for chip, settings in programs]
     mesh = {"dp": 1, "sp": 4, "tp": 1}
-    jobs += [Job(chip, "tests.support.plan_programs:attend_round", settings, mesh) for chip, settings in rings]
-    for job, compiled in zip(jobs, compile_all(jobs), strict=True):
-        assert isinstance(compiled, Compiled), (job, compiled)
-        assert "tpu_custom_call" in compiled.module, job
+    every += [(attend_round(described(find_slice(chip), mesh), **settings), chip) for chip, settings in rings]
+    for program, compiled in zip(every, compile_programs(every), strict=True):
+        assert isinstance(compiled, Compiled), (program, compiled)
+        assert "tpu_custom_call" in compiled.module, program
 
 
 @pytest.mark.slow
 @needs_libtpu
 def test_named_workloads_compile():
-    jobs = [Job("v6e-1", "tests.support.plan_programs:attend", {"workload": name}) for name in WORKLOADS]
-    results = zip(WORKLOADS, compile_all(jobs), strict=True)
+    mesh = described(find_slice("v6e-1"))
+    results = zip(
+        WORKLOADS, compile_programs([(attend(mesh, workload=name), "v6e-1") for name in WORKLOADS]), strict=True
+    )
     refused = {name: result for name, result in results if isinstance(result, CompilerError)}
     assert not refused

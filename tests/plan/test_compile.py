@@ -3,38 +3,43 @@
 
 import re
 import tempfile
+from functools import partial
 from importlib.util import find_spec
 
+import jax.numpy as jnp
 import pytest
 
+from tests.support.plan_programs import layers, on_shapes, product_kernel, product_on_each, target_of
 from wanjax.errors import WanjaxError
-from wanjax.plan import CompilerError, Job, Operand, compile_all, compile_function, price
+from wanjax.kernels.attention import attention
+from wanjax.plan import CompilerError, compile_program, compile_programs, described, find_slice, price_compiled
 from wanjax.plan import compile as compiling
 from wanjax.plan.priced import _priced
 
 
-def call(function, *shapes, dtype="bfloat16"):
-    operands = [{"shape": shape, "dtype": dtype, "spec": []} for shape in shapes]
-    return {"function": function, "operands": operands, "keywords": {}}
+def mesh(chip, **axes):
+    return described(find_slice(chip), axes or None)
 
 
-KERNEL = call("tests.support.plan_programs:product_kernel", (512, 256), (256, 128))
-JOBS = {
-    "kernel": Job("v6e-1", "wanjax.plan.builders:of_function", KERNEL),
-    "layers": Job(
-        "v6e-8", "tests.support.plan_programs:layers", {"count": 6, "tokens": 4096, "width": 1024}, {"dp": 2, "tp": 4}
-    ),
-    "other chip": Job("v5e-1", "wanjax.plan.builders:of_function", KERNEL),
-    "two cores": Job("v4-8", "tests.support.plan_programs:product_on_each"),
-    "two later cores": Job("v5p-8", "tests.support.plan_programs:product_on_each"),
-    "refused": Job("v6e-1", "tests.support.plan_programs:refused"),
-    "refused option": Job(
+KERNEL = on_shapes(product_kernel, (512, 256), (256, 128))
+PROGRAMS = {
+    "kernel": (KERNEL, "v6e-1"),
+    "layers": (layers(mesh("v6e-8", dp=2, tp=4), count=6, tokens=4096, width=1024), "v6e-8"),
+    "other chip": (KERNEL, "v5e-1"),
+    "two cores": (product_on_each(mesh("v4-8")), "v4-8"),
+    "two later cores": (product_on_each(mesh("v5p-8")), "v5p-8"),
+    "refused": (on_shapes(lambda x: x.undefined, (8,)), "v6e-1"),
+    "refused option": (
+        on_shapes(
+            jnp.exp,
+            (8, 128),
+            dtype="float32",
+            compiler_options={"xla_no_such_option": "true", "xla_tpu_scoped_vmem_limit_kib": "much"},
+        ),
         "v6e-1",
-        "tests.support.plan_programs:with_options",
-        {"options": {"xla_no_such_option": "true", "xla_tpu_scoped_vmem_limit_kib": "much"}},
     ),
-    "too large": Job("v5e-1", "wanjax.plan.builders:of_function", call("jax.numpy:sin", (2**16, 2**16))),
-    "target": Job("v6e-1", "wanjax.plan.builders:of_function", call("tests.support.plan_programs:target_of", (8, 128))),
+    "too large": (on_shapes(jnp.sin, (2**16, 2**16)), "v5e-1"),
+    "target": (on_shapes(target_of, (8, 128)), "v6e-1"),
 }
 
 needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
@@ -42,11 +47,11 @@ needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, t
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """The result of each job by name and, as `left`, the files that remain in the compiler's folder."""
+    """The result of each program by name and, as `left`, the files that remain in the compiler's folder."""
     folder = tmp_path_factory.mktemp("compiler")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(folder))
-        results = dict(zip(JOBS, compile_all(list(JOBS.values()), schedules=True), strict=True))
+        results = dict(zip(PROGRAMS, compile_programs(list(PROGRAMS.values()), schedules=True), strict=True))
     return results | {"left": list(folder.iterdir())}
 
 
@@ -56,15 +61,15 @@ def test_nothing_is_left_behind(results):
 
 
 @needs_libtpu
-@pytest.mark.parametrize("job", ["kernel", "other chip"])
-def test_a_kernel_is_priced(results, job):
-    compiled = results[job]
+@pytest.mark.parametrize("program", ["kernel", "other chip"])
+def test_a_kernel_is_priced(results, program):
+    compiled = results[program]
     (schedule,) = compiled.schedules.values()
     run = schedule.run()
     assert run.undecided == set()
     assert {1, 4, 8, 10} == set(run.times.values())
     assert run.moved == 128 * 128 * (8 * 2 + 8 * 2 + 4 * 4)
-    priced = price(compiled)
+    priced = price_compiled(compiled)
     assert priced.unpriced == ()
     assert priced.total.mid >= schedule.cycles(run.times) / compiled.slice.chip.clock
 
@@ -73,11 +78,11 @@ def test_a_kernel_is_priced(results, job):
 def test_a_kernel_is_priced_on_chips_of_two_cores(results):
     """The cores split the grid, and are one device; the first one's schedule is priced."""
     cycles = []
-    for job in ("two cores", "two later cores"):
-        assert results[job].slice.devices == 4
-        (schedule,) = results[job].schedules.values()
+    for program in ("two cores", "two later cores"):
+        assert results[program].slice.devices == 4
+        (schedule,) = results[program].schedules.values()
         cycles.append(schedule.cycles(schedule.run().times))
-        assert price(results[job]).unpriced == ()
+        assert price_compiled(results[program]).unpriced == ()
     assert cycles[0] == pytest.approx(cycles[1], rel=0.1)
 
 
@@ -87,7 +92,7 @@ def test_a_sharded_program_is_priced(results):
     assert compiled.memory.arguments == 2048 * 1024 * 2 + 6 * 1024 * 256 * 2
     assert compiled.memory.aliased == compiled.memory.outputs == 2048 * 1024 * 2  # the donated argument
     assert compiled.memory.peak >= compiled.memory.arguments
-    priced = price(compiled)
+    priced = price_compiled(compiled)
     assert priced.unknown_loops == priced.unpriced == ()
     assert priced.flops == 6 * 2 * 2048 * 1024 * 256
     gathers = [item for item in priced.items if item.kind == "collectives"]
@@ -119,24 +124,28 @@ def test_a_function_knows_which_chip_it_is_compiled_for(results):
     assert "tpu_custom_call" in results["target"].module
 
 
-@needs_libtpu
 def test_what_wanjax_refuses_is_told_as_it_is():
-    heads = Operand((1, 64, 2, 64), "bfloat16")
-    with pytest.raises(WanjaxError, match=r"^cudnn runs on NVIDIA's cards, and this is for TPU v6 lite$"):
-        compile_function(
-            "v6e-1", "wanjax.kernels.attention:attention", *[heads] * 3, keywords={"implementation": "cudnn"}
-        )
+    attend = on_shapes(partial(attention, implementation="cudnn"), *[(1, 64, 2, 64)] * 3)
+    with pytest.raises(WanjaxError) as refusal:
+        compile_program(attend, "v6e-1")
+    assert str(refusal.value) == "cudnn runs on NVIDIA's cards, and this is for TPU v6 lite"
 
 
 @needs_libtpu
-def test_one_function_alone_is_compiled_or_refused():
-    with pytest.raises(CompilerError, match=r"of_function does not compile for v6e-1: AttributeError"):
-        compile_function("v6e-1", "jax.numpy:no_such_function", Operand((8, 128), "float32"))
+def test_one_program_alone_is_compiled_or_refused():
+    with pytest.raises(CompilerError, match=r"program does not compile for v6e-1: AttributeError"):
+        compile_program(PROGRAMS["refused"][0], "v6e-1")
+    with pytest.raises(CompilerError, match=r"program does not compile for v5e-1: .*RESOURCE_EXHAUSTED"):
+        compile_program(PROGRAMS["too large"][0], "v5e-1")
 
 
 def test_meshes_that_are_not_the_slice():
     with pytest.raises(WanjaxError, match="the mesh dp=2, tp=2 has 4 devices: v6e-8 has 8"):
-        compile_all([Job("v6e-8", "tests.support.plan_programs:layers", mesh={"dp": 2, "tp": 2})])
+        mesh("v6e-8", dp=2, tp=2)
+    with pytest.raises(WanjaxError, match="the mesh dp=2, tp=4 has 8 devices: v6e-4 has 4"):
+        compile_programs([(PROGRAMS["layers"][0], "v6e-4")])
+    with pytest.raises(WanjaxError, match=r"the program is for .*TPU v6 lite.*, and v5e-8 has TPU v5 lite"):
+        compile_programs([(PROGRAMS["layers"][0], "v5e-8")])
 
 
 def test_without_the_compiler(monkeypatch):
@@ -144,7 +153,7 @@ def test_without_the_compiler(monkeypatch):
     with pytest.raises(
         WanjaxError, match=r"libtpu, which is missing: pip install 'jax\[tpu\]==.*' brings it, and h200"
     ):
-        compile_function("v6e-1", "jax.numpy:sin", Operand((8,), "float32"))
+        compile_program(on_shapes(jnp.sin, (8,)), "v6e-1")
 
 
 @needs_libtpu
@@ -154,4 +163,4 @@ def test_with_another_compiler(monkeypatch):
         r"libtpu 0\.0\.7 does not fit jax 0\.10\.2, which requires ==.*: pip install 'jax\[tpu\]==0\.10\.2' brings that"
     )
     with pytest.raises(WanjaxError, match=message):
-        compile_function("v6e-1", "jax.numpy:sin", Operand((8,), "float32"))
+        compile_program(on_shapes(jnp.sin, (8,)), "v6e-1")

@@ -10,7 +10,7 @@ from wanjax.errors import WanjaxError
 from wanjax.plan import chips, hlo, schedule
 from wanjax.plan.compile import Compiled, Memory
 from wanjax.plan.kernels import visiting_seconds
-from wanjax.plan.pricing import CHEAPER, price, price_schedule
+from wanjax.plan.pricing import CHEAPER, price_compiled, price_schedule
 from wanjax.plan.work import flops, traffic, trip_count, wire_bytes
 
 DATA = Path(__file__).parents[1] / "data/plan"
@@ -67,7 +67,7 @@ def test_a_kernel_costs_its_bundles(kernel):
     cost = price_schedule(kernel, chips.V6E)
     assert cost.mid == pytest.approx(cycles / 1.75e9)
     assert cost.low == pytest.approx(CHEAPER * cost.mid)
-    slow = chips.Chip("slow", 1, 1, 1.0, bandwidth=1e6, clock=1.75e9, link=1.0, cores=1, branch_delay=4)
+    slow = chips.Chip("slow", "slow", 1, 1, 1.0, bandwidth=1e6, clock=1.75e9, link=1.0, cores=1, branch_delay=4)
     assert price_schedule(kernel, slow).mid == pytest.approx(kernel.run().moved / 0.8e6)
 
 
@@ -101,9 +101,9 @@ def test_the_price_says_what_data_decides():
     units = "VALU\n4\n" + "0\n" * 9
     read = schedule.parse("product.1", BRANCHES, units, "", branch_delay=1)
     text = (DATA / "kernel_module.txt").read_text()
-    whole = price(compiled(text, schedules={"product.1": read}))
+    whole = price_compiled(compiled(text, schedules={"product.1": read}))
     assert whole.undecided == {"product.1": {1}}
-    skipped = price(compiled(text, schedules={"product.1": read}), skip={"product.1": {1}})
+    skipped = price_compiled(compiled(text, schedules={"product.1": read}), skip={"product.1": {1}})
     assert whole.total.mid - skipped.total.mid == pytest.approx(5 / 1.75e9)
 
 
@@ -325,7 +325,7 @@ def compiled(text, slice_name="v6e-8", schedules=None):
 
 
 def test_price_of_layers():
-    priced = price(compiled(LAYERS))
+    priced = price_compiled(compiled(LAYERS))
     items = {item.name: item for item in priced.items}
     assert priced.flops == 6 * 2 * 2048 * 1024 * 256
     assert priced.unknown_loops == priced.unpriced == ()
@@ -341,17 +341,17 @@ def test_price_of_layers():
     assert (copy.kind, copy.bytes, copy.suspect) == ("copies", 2048 * 1024 * 2, True)
     assert copy.cost.mid == pytest.approx(copy.bytes / (0.8 * 1.64e12))
     assert sum(cost.mid for cost in priced.by_kind.values()) == pytest.approx(priced.total.mid)
-    assert price(compiled(LAYERS.replace("direction=LT", "direction=NE"))).unknown_loops == ("while.9",)
+    assert price_compiled(compiled(LAYERS.replace("direction=LT", "direction=NE"))).unknown_loops == ("while.9",)
 
 
 def test_price_of_kernels(kernel):
     text = (DATA / "kernel_module.txt").read_text()
-    priced = price(compiled(text, schedules={"product.1": kernel}))
+    priced = price_compiled(compiled(text, schedules={"product.1": kernel}))
     assert priced.total.mid == pytest.approx(price_schedule(kernel, chips.V6E).mid)
     assert priced.undecided == {}
-    assert price(compiled(text)).unpriced == ("product.1",)
-    assert price(compiled(text), kernels={"product": 2.0}).by_kind["kernels"].mid == 2.0
-    assert price(compiled(text), kernels={"product.1": 3.0, "product": 2.0}).total.mid == 3.0
+    assert price_compiled(compiled(text)).unpriced == ("product.1",)
+    assert price_compiled(compiled(text), kernels={"product": 2.0}).by_kind["kernels"].mid == 2.0
+    assert price_compiled(compiled(text), kernels={"product.1": 3.0, "product": 2.0}).total.mid == 3.0
 
 
 ASYNC = """HloModule beside
@@ -368,7 +368,7 @@ ENTRY %main (x: f32[1024,1024], y: f32[8192,1024]) -> (f32[4096,1024], f32[8192,
 
 
 def test_what_runs_beside_other_work_costs_what_is_not_covered():
-    items = {item.name: item for item in price(compiled(ASYNC)).items}
+    items = {item.name: item for item in price_compiled(compiled(ASYNC)).items}
     whole, beside = 3 * 2**22 / 180e9, 2 * 8192 * 1024 * 4 / (0.8 * 1.64e12)
     assert items["n"].cost.mid == pytest.approx(beside)
     assert items["s"].cost.mid == pytest.approx(whole - beside)
@@ -391,7 +391,7 @@ ENTRY""",
         'call-start(%x), async_execution_thread="sparsecore", to_apply=%called',
     ).replace("all-gather-done", "call-done")
     assert hlo.parse(text).computations["called"].root.opcode == "all-gather"
-    assert price(compiled(text)).total == pytest.approx(price(compiled(ASYNC)).total)
+    assert price_compiled(compiled(text)).total == pytest.approx(price_compiled(compiled(ASYNC)).total)
 
 
 @pytest.mark.parametrize("second", ["all-gather-start", "all-gather"])
@@ -403,7 +403,7 @@ def test_collectives_share_the_links(second):
     if second == "all-gather":
         lines = [f"  %d2 = f32[4096,1024]{{1,0:T(8,128)}} all-gather(%x), {gather}"]
     text = ASYNC.replace("  %n =", "\n".join(lines) + "\n  %n =")
-    assert price(compiled(text)).by_kind["collectives"].mid == pytest.approx(2 * 3 * 2**22 / 180e9)
+    assert price_compiled(compiled(text)).by_kind["collectives"].mid == pytest.approx(2 * 3 * 2**22 / 180e9)
 
 
 def test_slices():

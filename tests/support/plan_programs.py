@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small programs for the tests of pricing, built in the compiling process."""
+"""Small programs for the tests of pricing."""
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.workloads import WORKLOADS
-from wanjax.compilation import Lowering
+from wanjax.programs import Lowering
 from wanjax.kernels.attention import attention, choose
 from wanjax.kernels.target import target
 from wanjax.sharding import RULES, Partitioner, spread, use
@@ -41,7 +41,7 @@ def product_kernel(x: jax.Array, y: jax.Array) -> jax.Array:
     )(x, y)
 
 
-def product_on_each(mesh: Mesh) -> Lowering:
+def product_on_each(mesh: AbstractMesh) -> Lowering:
     """Lowers that kernel, the same on each device."""
     shapes = [
         jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=NamedSharding(mesh, P())) for s in ((512, 256), (256, 128))
@@ -50,7 +50,7 @@ def product_on_each(mesh: Mesh) -> Lowering:
     return Lowering(each, tuple(shapes))
 
 
-def layers(mesh: Mesh, *, count: int, tokens: int, width: int) -> Lowering:
+def layers(mesh: AbstractMesh, *, count: int, tokens: int, width: int) -> Lowering:
     """Lowers a scan over layers, with tokens over `dp` and the columns of weights over `tp`."""
 
     def layer(x, w):
@@ -64,13 +64,10 @@ def layers(mesh: Mesh, *, count: int, tokens: int, width: int) -> Lowering:
     return Lowering(lambda x, w: jax.lax.scan(layer, x, w)[0], operands, donate=(0,))
 
 
-def refused(mesh: Mesh) -> Lowering:
-    return Lowering(lambda x: x.undefined, (jax.ShapeDtypeStruct((8,), jnp.float32),))
-
-
-def with_options(mesh: Mesh, *, options: dict[str, str]) -> Lowering:
-    """Lowers exp with these compiler options."""
-    return Lowering(jnp.exp, (jax.ShapeDtypeStruct((8, 128), jnp.float32),), compiler_options=options)
+def on_shapes(function, *shapes, dtype="bfloat16", **keywords) -> Lowering:
+    """Lowers a function of arrays of these shapes, which are on the host."""
+    arguments = tuple(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in shapes)
+    return Lowering(function, arguments, **keywords)
 
 
 def target_of(x: jax.Array) -> jax.Array:
@@ -83,13 +80,13 @@ def _copy(x_ref, out_ref):
     out_ref[...] = x_ref[...]
 
 
-def attend(mesh: Mesh, *, workload: str) -> Lowering:
+def attend(mesh: AbstractMesh, *, workload: str) -> Lowering:
     """Lowers attention for a named workload in bfloat16, replicated on each device."""
     return _attend(mesh, WORKLOADS[workload].operands(jnp.bfloat16))
 
 
 def attend_small(
-    mesh: Mesh, *, size: int, dtype: str, kv_heads: int, window: tuple[int, int] | None, masked: bool
+    mesh: AbstractMesh, *, size: int, dtype: str, kv_heads: int, window: tuple[int, int] | None, masked: bool
 ) -> Lowering:
     """Lowers attention of two examples of two heads, with a window or a mask of keys, and its gradients."""
     lengths = ((300, 2), (200, kv_heads), (200, kv_heads))
@@ -104,7 +101,7 @@ def attend_small(
     return attend._replace(function=run)
 
 
-def attend_round(mesh: Mesh, *, size: int, dtype: str, length: int) -> Lowering:
+def attend_round(mesh: AbstractMesh, *, size: int, dtype: str, length: int) -> Lowering:
     """Lowers attention of two heads whose tokens are on `sp`, where keys go round a ring."""
 
     def run(q, k, v):
@@ -115,7 +112,7 @@ def attend_round(mesh: Mesh, *, size: int, dtype: str, length: int) -> Lowering:
     return Lowering(run, (operand,) * 3)
 
 
-def _attend(mesh: Mesh, operands, window=None) -> Lowering:
+def _attend(mesh: AbstractMesh, operands, window=None) -> Lowering:
     def run(q, k, v, key_mask=None):
         assert choose(q, k, v, key_mask=key_mask, window=window).name == "flash_tpu"
         return attention(q, k, v, key_mask=key_mask, window=window)

@@ -7,14 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
-from wanjax.bench.programs import build, distance, made_up, operand
-from wanjax.compilation import Lowering
+from wanjax.bench.programs import distance, made_up, mesh_of, operand
+from wanjax.programs import Lowering
 from wanjax.errors import UnsupportedError
 from wanjax.kernels.attention import IMPLEMENTATIONS, attention, choose
-from wanjax.plan.builders import path_of
-from wanjax.plan.compile import Job
 from wanjax.sharding import MESH_AXES
 
 CHECKED_TOKENS = 700  # of the exact comparison: several tiles of every kernel, and a rest
@@ -23,7 +21,14 @@ COLLECTIVES = ("all_reduce", "all_gather", "all_to_all")
 
 
 def attend(
-    mesh: Mesh, *, queries: int, keys: int, heads: int, head_dim: int, dtype: str, implementation: str | None
+    mesh: Mesh | AbstractMesh,
+    implementation: str | None,
+    *,
+    queries: int,
+    keys: int,
+    heads: int,
+    head_dim: int,
+    dtype: str,
 ) -> Lowering:
     """Builds attention of q [1 L N D] with k and v [1 S N D] on each device."""
     arguments = tuple(operand(mesh, (1, length, heads, head_dim), jnp.dtype(dtype)) for length in (queries, keys, keys))
@@ -32,10 +37,6 @@ def attend(
     return Lowering(
         jax.shard_map(run, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False), arguments
     )
-
-
-def attention_job(place: str, implementation: str | None = None, **sizes: Any) -> Job:
-    return Job(place, path_of(attend), {**sizes, "implementation": implementation}, {"dp": 1, "sp": 1, "tp": 1})
 
 
 def check_attention(
@@ -48,7 +49,7 @@ def check_attention(
     """
     device = jax.local_devices()[:1]
     sizes = {"queries": tokens, "keys": tokens, "heads": heads, "head_dim": head_dim, "dtype": dtype}
-    program = build(attention_job("", "reference", **sizes), device)
+    program = attend(mesh_of({}, device), "reference", **sizes)
     q, k, v = (30 * x for x in made_up(program.arguments))  # of size 1, so that the scores differ
     found: dict[str, float] = {}
     with jax.default_matmul_precision("highest"):
@@ -64,8 +65,14 @@ def check_attention(
     return found
 
 
-def exchange(mesh: Mesh, *, kind: str, length: int, width: int, dtype: str) -> Lowering:
-    """Builds a message of [L E] numbers between all devices: its sum, the whole on each, or another axis split."""
+def exchange(
+    mesh: Mesh | AbstractMesh, _: str | None = None, *, kind: str, tokens: int, width: int, dtype: str
+) -> Lowering:
+    """Builds a message between all devices, as large as the tokens of a video on any number of them.
+
+    `kind` is the sum of [L E] numbers, the whole on each device, or another axis split.
+    """
+    length, width = (-(-size // mesh.size) * mesh.size for size in (tokens, width))
     x = operand(mesh, (length, width), jnp.dtype(dtype), MESH_AXES)
     axes, split = jax.sharding.PartitionSpec(MESH_AXES), jax.sharding.PartitionSpec(None, MESH_AXES)
     whole = jax.sharding.PartitionSpec()
@@ -75,10 +82,3 @@ def exchange(mesh: Mesh, *, kind: str, length: int, width: int, dtype: str) -> L
         "all_to_all": (lambda x: jax.lax.all_to_all(x, MESH_AXES, 1, 0, tiled=True), split),
     }[kind]
     return Lowering(jax.shard_map(run, mesh=mesh, in_specs=axes, out_specs=out, check_vma=False), (x,))
-
-
-def exchange_job(place: str, kind: str, devices: int, tokens: int, width: int, dtype: str) -> Job:
-    """Returns the job of a message as large as the tokens of a video, the same on every number of devices."""
-    whole = -(-tokens // devices) * devices
-    sizes = {"kind": kind, "length": whole, "width": -(-width // devices) * devices, "dtype": dtype}
-    return Job(place, path_of(exchange), sizes, {"dp": 1, "sp": 1, "tp": devices})

@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `wanjax.plan` says of the devices that are here: the compiler's prices for TPUs, a stated model for others."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
+from jax.sharding import AbstractMesh, Mesh
+
+from wanjax.programs import Lowering
 from wanjax.errors import WanjaxError
 from wanjax.plan.chips import KINDS, SLICES
-from wanjax.plan.compile import CompilerError, Job
-from wanjax.plan.places import Place, priced_on
+from wanjax.plan.exporting import CompilerError
+from wanjax.plan.places import Place, mesh_on, priced_on
 from wanjax.plan.roofline import Machine, machines
 
 COMPILER, MODEL = "the chip's compiler", "a stated model"
+Build = Callable[[Mesh | AbstractMesh, str | None], Lowering]  # of a mesh and an implementation of attention
 
 
 @dataclass(frozen=True)
@@ -25,16 +30,19 @@ class Known:
     def name(self) -> str:
         return self.place.name if self.place is not None else ""
 
-    def price(self, job: Job) -> tuple[float | None, str]:
-        """Returns the seconds of a job by the plan, or None and why there are none."""
+    def price(self, build: Build, axes: Mapping[str, int]) -> tuple[float | None, str]:
+        """Returns the seconds of a program on a mesh of these axes by the plan, or None and why there are none.
+
+        The model counts the operations of attention's plain formula.
+        """
         if self.place is None:
             return None, "no model of these devices is stated"
-        if isinstance(self.place, Machine):
-            if (job.mesh or {}).get("tp", 1) > 1:
-                return None, "the model is of one device"
-            job = _by_reference(job)
+        modelled = isinstance(self.place, Machine)
+        if modelled and prod(axes.values()) > 1:
+            return None, "the model is of one device"
         try:
-            [priced] = priced_on(self.place, [job])
+            lowering = build(mesh_on(self.place, axes), "reference" if modelled else None)
+            [priced] = priced_on(self.place, [("", lowering)])
         except (WanjaxError, CompilerError) as error:
             return None, str(error).splitlines()[0][:200]
         return priced.seconds, "" if priced.seconds is not None else "by the compiler it does not fit"
@@ -48,13 +56,3 @@ def known(devices: Sequence[Any]) -> Known:
         return Known(slices[0] if slices else None, COMPILER)
     found = [x for x in machines().values() if kind.startswith(x.kind) or x.kind == platform == "cpu"]
     return Known(found[0] if found else None, MODEL)
-
-
-def _by_reference(job: Job) -> Job:
-    """Returns the job with the plain formula of attention, whose operations the model counts."""
-    settings: dict[str, Any] = dict(job.settings)
-    if "arguments" in settings and "attention" in settings["arguments"]:
-        settings["arguments"] = {**settings["arguments"], "attention": "reference"}
-    elif "implementation" in settings:
-        settings["implementation"] = "reference"
-    return Job(job.slice, job.builder, settings, job.mesh)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan's programs on devices that are here: built from the jobs that are priced, and run on made-up arguments."""
+"""A plan's programs on devices that are here, run on made-up arguments."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from time import perf_counter
@@ -10,12 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from wanjax.bench.timing import Timing, timed
-from wanjax.compilation import Lowering, without_refused
-from wanjax.plan.builders import find
-from wanjax.plan.compile import Job
+from wanjax.programs import Lowering, without_refused
 from wanjax.sharding import MESH_AXES, make_mesh
 
 SMALLEST = 1e-12
@@ -31,16 +29,18 @@ class Measured:
     options: dict[str, Any]
 
 
-def build(job: Job, devices: Sequence[Any]) -> Lowering:
-    """Returns a job's program for devices, in the job's mesh, or one axis over all of them if it has none."""
-    mesh = dict(job.mesh or {"dp": 1, "sp": 1, "tp": len(devices)})
-    sizes = [mesh.get(axis, 1) for axis in MESH_AXES]
-    return find(job.builder)(make_mesh(*sizes, devices=list(devices[: prod(sizes)])), **job.settings)
+def mesh_of(axes: Mapping[str, int], devices: Sequence[Any]) -> Mesh:
+    """Returns a mesh with these axes of as many of the devices as it takes."""
+    sizes = [axes.get(axis, 1) for axis in MESH_AXES]
+    return make_mesh(*sizes, devices=list(devices[: prod(sizes)]))
 
 
-def measure(job: Job, devices: Sequence[Any], budget: float) -> Measured:
-    """Compiles a job's program for devices, runs it on made-up arguments, and times it for so many seconds."""
-    program, refused = build(job, devices), []
+def measure(program: Lowering, budget: float) -> Measured:
+    """Compiles a program for the devices of its mesh, runs it on made-up arguments, and times it.
+
+    `budget` is in seconds.
+    """
+    refused: list[str] = []
     options = dict(program.compiler_options or {})
     lowered = jax.jit(program.function, donate_argnums=program.donate, keep_unused=True).lower(*program.arguments)
     start = perf_counter()
@@ -107,6 +107,6 @@ def distance(a: Any, b: Any) -> float:
     return (total / max(size, SMALLEST)) ** 0.5
 
 
-def operand(mesh: jax.sharding.Mesh, shape: tuple[int, ...], dtype: Any, *spec: Any) -> jax.ShapeDtypeStruct:
+def operand(mesh: Mesh | AbstractMesh, shape: tuple[int, ...], dtype: Any, *spec: Any) -> jax.ShapeDtypeStruct:
     """Returns the shape of an array with the sharding of a spec."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))

@@ -3,22 +3,24 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from math import ceil
 from os import cpu_count
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh, Mesh
 
-from wanjax.bench.kernels import CLOSE, COLLECTIVES, attention_job, check_attention, exchange_job
-from wanjax.bench.modelled import Known, known
-from wanjax.bench.programs import Measured, build, distance, measure
+from wanjax.bench.kernels import CLOSE, COLLECTIVES, attend, check_attention, exchange
+from wanjax.bench.modelled import Build, Known, known
+from wanjax.bench.programs import Measured, distance, measure, mesh_of
+from wanjax.programs import Lowering
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import choose
 from wanjax.kernels.compiler_options import FAST, SAFE, SETS
 from wanjax.pipelines.family import Architecture, auto_axes
 from wanjax.pipelines.settings import Settings
-from wanjax.plan.compile import Job
 from wanjax.plan.stages import stages
 from wanjax.sharding import MESH_AXES
 
@@ -103,7 +105,7 @@ def bench(architecture: Architecture, defaults: Settings, scale: Scale, *, quick
     settings = sized(defaults, scale, architecture)
     devices = jax.devices()
     here = known(devices)
-    axes = mesh_of(architecture, settings, len(devices))
+    axes = axes_of(architecture, settings, len(devices))
     suite = Suite(architecture, settings, scale, devices[: axes["dp"] * axes["sp"] * axes["tp"]], here, axes, tell)
     exact = suite.exact()
     rows = [suite.attention(), *suite.programs(), *suite.messages()]
@@ -152,6 +154,7 @@ class Suite:
         self.decoded = settings.updated(_shape(scale.decoded or settings.size))
         self.faults: list[str] = []
         self._steps: dict[str, Measured] = {}
+        self._built: dict[Any, dict[str, Lowering]] = {}
 
     def exact(self) -> dict[str, float]:
         """Compares every implementation of attention with the reference, and notes those that are wrong."""
@@ -168,42 +171,46 @@ class Suite:
         heads = ceil(self.work.heads / self.axes["tp"])
         sizes: dict[str, Any] = {"queries": self.work.tokens, "keys": self.work.tokens, "heads": heads}
         sizes |= {"head_dim": self.work.width // self.work.heads, "dtype": self.settings.dtype}
-        job = attention_job(self._alone, **sizes)
+        alone: dict[str, int] = dict.fromkeys(MESH_AXES, 1)
         shapes = (1, self.work.tokens, heads, self.work.width // self.work.heads)
         some = jax.ShapeDtypeStruct(shapes, self.settings.dtype)
         name = choose(some, some, some)
-        row, _ = self._row("attention", f"{name.name}, {list(shapes)}", SAFE, job, known(self.devices[:1]))
+        build = partial(attend, **sizes)
+        row, _ = self._row("attention", f"{name.name}, {list(shapes)}", SAFE, build, known(self.devices[:1]), alone)
         return row
-
-    @property
-    def _alone(self) -> str:
-        return known(self.devices[:1]).name
 
     def programs(self) -> Iterator[Row]:
         """Measures the programs of the stages; the step with each set of compiler options that differs."""
         for set_ in SETS:
-            for name, job in self.jobs(set_).items():
-                if set_ == FAST and (name != "step" or not self._differs(job)):
+            mine = self.programs_on(mesh_of(self.axes, self.devices), set_)
+            for name, lowering in mine.items():
+                if set_ == FAST and (name != "step" or not self._differs(lowering)):
                     continue
-                row, made = self._row(PROGRAMS[name], self._shape(name), set_, job, self.here)
+                build = partial(self._program, name, set_)
+                row, made = self._row(PROGRAMS[name], self._shape(name), set_, build, self.here, self.axes)
                 if name == "step" and made is not None:
                     self._steps[set_] = made
                 yield row
 
-    def jobs(self, compiler: str) -> dict[str, Job]:
-        """Returns the jobs of the programs, with as many layers as the scale keeps."""
-        few = reduced(self.architecture, self.scale.layers)
-        every: dict[str, Job] = {}
-        for part, settings in (("encode", self.settings), ("denoise", self.settings), ("decode", self.decoded)):
-            found = stages(few, settings, self.here.name, self.axes, compiler=compiler)
-            every |= {run.name: run.job for run in found[part]}
-        return {name: every[name] for name in PROGRAMS if name in every}
+    def programs_on(
+        self, mesh: Mesh | AbstractMesh, compiler: str, attention: str | None = None
+    ) -> dict[str, Lowering]:
+        """Returns the programs on a mesh, by their names, with as many layers as the scale keeps."""
+        if (found := self._built.get((mesh, compiler, attention))) is None:
+            few, found = reduced(self.architecture, self.scale.layers), {}
+            for part, settings in (("encode", self.settings), ("denoise", self.settings), ("decode", self.decoded)):
+                runs = stages(few, settings, mesh, compiler=compiler, attention=attention)[part]
+                found |= {run.name: run.lowering for run in runs if run.name in PROGRAMS}
+            self._built[mesh, compiler, attention] = found
+        return {name: found[name] for name in PROGRAMS if name in found}
 
-    def _differs(self, job: Job) -> bool:
-        """Tells whether a job's compiler options are others than those of the set `safe`."""
-        fast = build(job, self.devices).compiler_options
-        safe = build(replace(job, settings={**job.settings, "compiler": SAFE}), self.devices).compiler_options
-        return fast != safe
+    def _program(self, name: str, compiler: str, mesh: Mesh | AbstractMesh, attention: str | None) -> Lowering:
+        return self.programs_on(mesh, compiler, attention)[name]
+
+    def _differs(self, fast: Lowering) -> bool:
+        """Tells whether a step's compiler options are others than those of the set `safe`."""
+        safe = self.programs_on(mesh_of(self.axes, self.devices), SAFE)["step"]
+        return fast.compiler_options != safe.compiler_options
 
     def messages(self) -> Iterator[Row]:
         """Measures messages as large as the tokens of the video between all devices, if there are several."""
@@ -211,10 +218,10 @@ class Suite:
             return
         for kind in COLLECTIVES:
             tokens, width = self.work.tokens, self.work.width
-            job = exchange_job(self.here.name, kind, len(self.devices), tokens, width, self.settings.dtype)
-            yield self._row(
-                kind.replace("_", "-"), f"[{tokens} {width}] over {len(self.devices)}", SAFE, job, self.here
-            )[0]
+            sizes = {"kind": kind, "tokens": tokens, "width": width, "dtype": self.settings.dtype}
+            axes = {"dp": 1, "sp": 1, "tp": len(self.devices)}
+            what = f"[{tokens} {width}] over {len(self.devices)}"
+            yield self._row(kind.replace("_", "-"), what, SAFE, partial(exchange, **sizes), self.here, axes)[0]
 
     def compare(self, rows: list[Row]) -> tuple[float | None, str | None]:
         """Returns the distance between the answers of the sets, and the set to keep; None where there is one set."""
@@ -239,12 +246,14 @@ class Suite:
     def _kept(self) -> str:
         return "" if self.scale.layers is None else f", {self.scale.layers} layer{'s' * (self.scale.layers > 1)}"
 
-    def _row(self, name: str, what: str, compiler: str, job: Job, here: Known) -> tuple[Row, Measured | None]:
-        """Measures a job and prices it; a job that fails becomes a row that says why."""
+    def _row(
+        self, name: str, what: str, compiler: str, build: Build, here: Known, axes: Mapping[str, int]
+    ) -> tuple[Row, Measured | None]:
+        """Measures a program and prices it; one that fails becomes a row that says why."""
         self.tell(f"{name}, {what}")
-        modelled, note = here.price(job)
+        modelled, note = here.price(build, axes)
         try:
-            made = measure(job, self.devices, self.scale.budget)
+            made = measure(build(mesh_of(axes, self.devices), None), self.scale.budget)
         except (WanjaxError, jax.errors.JaxRuntimeError, MemoryError) as error:
             why = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
             return Row(name, what, compiler, modelled=modelled, note=f"did not run: {why}"), None
@@ -268,8 +277,8 @@ def _shape(size: tuple[int, int]) -> dict[str, int]:
     return dict(zip(("height", "width"), size, strict=True))
 
 
-def mesh_of(architecture: Architecture, settings: Settings, devices: int) -> dict[str, int]:
-    """Returns the mesh that `wanjax.load` takes for so many devices."""
+def axes_of(architecture: Architecture, settings: Settings, devices: int) -> dict[str, int]:
+    """Returns the axes of the mesh that `wanjax.load` takes for so many devices."""
     axes = auto_axes(architecture.forward(settings), devices, guided=settings.split)
     return dict(zip(MESH_AXES, axes, strict=True))
 

@@ -65,7 +65,7 @@ def _weights(preset: Preset) -> dict[str, int]:
 
 def _parameters(family: Family, config: Any) -> int:
     """Returns the number of a network's parameters, which takes a second to count and is kept."""
-    key = {"network": repr(config)}
+    key = {"network": repr(config), "code": kept.code_digest(), **kept.versions("jax", "flax")}
     if (count := kept.recall("parameters", key)) is None:
         count = family.network_of(config).parameters
         kept.keep("parameters", key, count)

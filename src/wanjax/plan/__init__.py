@@ -1,26 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prices of programs on TPUs that need not be present: compile for a described chip, then read memory and time.
 
-    from wanjax.plan import Operand, compile_function, price
-    x = Operand((8192, 8192), "bfloat16")
-    print(price(compile_function("v6e-1", "jax.numpy:matmul", x, x)))
+    x = jax.ShapeDtypeStruct((8192, 8192), "bfloat16")
+    print(wanjax.price(jnp.matmul, x, x, chip="v6e-1").seconds)
 
-The compiler is libtpu's own (the extra `plan`), which needs no chip. It runs in a process of its own, and its dumps
-are deleted once they are read. Prices are estimates, not measurements: docs/performance.md compares the two.
+prices any function of JAX. In parts: `described` makes a mesh of chips that need not be present, on which programs
+are traced; `compile_program` compiles one, and `price_compiled` prices each of its operations.
+
+The compiler is libtpu's own (the extra `plan`), which needs no chip. It runs in processes of its own, which are given
+bytes, and its dumps are deleted once they are read. Prices are estimates, not measurements: docs/performance.md
+compares the two.
 """
 
-from wanjax.plan.chips import SLICES, Chip, Slice, find_slice
-from wanjax.plan.compile import (
-    Compiled,
-    CompilerError,
-    Job,
-    Memory,
-    Operand,
-    compile_all,
-    compile_function,
-    compile_job,
-)
-from wanjax.plan.pricing import Cost, Item, Price, price, price_schedule
+from wanjax.plan.chips import SLICES, Chip, Slice, described, find_slice
+from wanjax.plan.compile import Compiled, Memory, compile_program, compile_programs
+from wanjax.plan.exporting import CompilerError, Job
+from wanjax.plan.pricing import Cost, Item, Price, price_compiled, price_schedule
 from wanjax.plan.schedule import Schedule
 
 __all__ = [
@@ -32,14 +27,13 @@ __all__ = [
     "Item",
     "Job",
     "Memory",
-    "Operand",
     "Price",
     "Schedule",
     "Slice",
-    "compile_all",
-    "compile_function",
-    "compile_job",
+    "compile_program",
+    "compile_programs",
+    "described",
     "find_slice",
-    "price",
+    "price_compiled",
     "price_schedule",
 ]

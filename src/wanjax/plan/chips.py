@@ -7,8 +7,12 @@ cycle: 524,288 on v6e and on half a v7x, 131,072 on each core of earlier chips. 
 compiler's dumps.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import ClassVar
+
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from wanjax.errors import WanjaxError
 
@@ -18,6 +22,7 @@ class Chip:
     """One JAX device: a whole chip, except on v7x, where each of a chip's two cores is a device."""
 
     name: str
+    kind: str  # JAX's `device_kind`
     hbm: int  # bytes available to a program
     vmem: int  # bytes per core
     flops: float  # peak, bfloat16 operations per second
@@ -49,11 +54,11 @@ class Slice:
 
 
 GIB, MIB = 2**30, 2**20
-V4 = Chip("v4", int(30.75 * GIB), 16 * MIB, 275e12, 1.23e12, 1.05e9, 45e9, 2, 1)
-V5E = Chip("v5e", int(15.75 * GIB), 128 * MIB, 197e12, 0.82e12, 1.5e9, 45e9, 1, 4)
-V5P = Chip("v5p", int(95.74 * GIB), 64 * MIB, 459e12, 2.46e12, 1.75e9, 90e9, 2, 4)
-V6E = Chip("v6e", int(31.25 * GIB), 128 * MIB, 918e12, 1.64e12, 1.75e9, 90e9, 1, 4)
-V7X = Chip("v7x", int(94.75 * GIB), 64 * MIB, 1153.5e12, 3.7e12, 2.2e9, 90e9, 1, 6)
+V4 = Chip("v4", "TPU v4", int(30.75 * GIB), 16 * MIB, 275e12, 1.23e12, 1.05e9, 45e9, 2, 1)
+V5E = Chip("v5e", "TPU v5 lite", int(15.75 * GIB), 128 * MIB, 197e12, 0.82e12, 1.5e9, 45e9, 1, 4)
+V5P = Chip("v5p", "TPU v5", int(95.74 * GIB), 64 * MIB, 459e12, 2.46e12, 1.75e9, 90e9, 2, 4)
+V6E = Chip("v6e", "TPU v6 lite", int(31.25 * GIB), 128 * MIB, 918e12, 1.64e12, 1.75e9, 90e9, 1, 4)
+V7X = Chip("v7x", "TPU7x", int(94.75 * GIB), 64 * MIB, 1153.5e12, 3.7e12, 2.2e9, 90e9, 1, 6)
 
 SLICES = {
     name: Slice(name, chip, devices, topology)
@@ -71,16 +76,7 @@ SLICES = {
     )
 }
 
-KINDS = {
-    "TPU v4": V4,
-    "TPU v5e": V5E,
-    "TPU v5 lite": V5E,
-    "TPU v5": V5P,
-    "TPU v5p": V5P,
-    "TPU v6e": V6E,
-    "TPU v6 lite": V6E,
-    "TPU7x": V7X,
-}
+KINDS = {chip.kind: chip for chip in (V4, V5E, V5P, V6E, V7X)} | {"TPU v5e": V5E, "TPU v5p": V5P, "TPU v6e": V6E}
 """Chips by JAX's `device_kind`."""
 
 
@@ -89,3 +85,16 @@ def find_slice(name: str) -> Slice:
     if name not in SLICES:
         raise WanjaxError(f"no TPU slice is named {name!r}: there are {', '.join(SLICES)}")
     return SLICES[name]
+
+
+def described(place: Slice, axes: Mapping[str, int] | None = None) -> AbstractMesh:
+    """Returns a mesh of a slice's chips, none of which need be present; None is one axis, `chips`, over all of them.
+
+    Programs that are traced on it know which chip they are for. Raises WanjaxError where the axes do not fill it.
+    """
+    axes = {"chips": place.devices} if axes is None else axes
+    if prod(axes.values()) != place.devices:
+        told = ", ".join(f"{axis}={size}" for axis, size in axes.items())
+        raise WanjaxError(f"the mesh {told} has {prod(axes.values())} devices: {place.name} has {place.devices}")
+    chip = AbstractDevice(place.chip.kind, place.chip.cores, "tpu")
+    return AbstractMesh(tuple(axes.values()), tuple(axes), (AxisType.Auto,) * len(axes), abstract_device=chip)

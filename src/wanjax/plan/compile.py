@@ -2,26 +2,27 @@
 """Compilation for a described slice of TPUs, in a process of its own, and its results.
 
 A separate process, because the TPU runtime needs its own environment from the first import on, may take gigabytes and
-holds a lock. Nothing of it remains afterwards, dumps included.
+holds a lock. It is given bytes, meshes and options. Nothing of it remains afterwards, dumps included.
 """
 
 import json
-import math
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import requires, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
+from wanjax.programs import Lowering
 from wanjax.errors import WanjaxError
 from wanjax.plan.chips import Slice, find_slice
+from wanjax.plan.exporting import CompilerError, Job, export, refusal
 from wanjax.plan.roofline import machines
 from wanjax.plan.schedule import Schedule, read_dump
 
@@ -34,34 +35,8 @@ ENVIRONMENT = {
     "TPU_STDERR_LOG_LEVEL": "3",
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
-DUMP = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final"
-
-
-class CompilerError(RuntimeError):
-    """A program that does not compile for the chip, with the compiler's message: most often, too little memory."""
-
-
-@dataclass(frozen=True)
-class Operand:
-    """An array argument: its shape, its dtype, and the mesh axes over which each dimension is sharded."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    spec: tuple[str | tuple[str, ...] | None, ...] = ()
-
-
-@dataclass(frozen=True)
-class Job:
-    """A program to compile, and the slice to compile it for.
-
-    `builder` is the import path `package.module:name` of a function that takes the mesh and, as keywords, the settings
-    (JSON values) and returns a `Lowering`. `mesh` gives the size of each axis; None is one axis over all devices.
-    """
-
-    slice: str
-    builder: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    mesh: Mapping[str, int] | None = None
+DUMP = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final"  # of a whole process
+DUMPED = "dump"  # the folder that it goes to
 
 
 @dataclass(frozen=True)
@@ -91,33 +66,119 @@ class Compiled:
     refused: Sequence[str] = ()
 
 
-def compile_function(
-    slice_name: str,
-    function: str,
-    *operands: Operand,
-    keywords: Mapping[str, Any] | None = None,
-    mesh: Mapping[str, int] | None = None,
-    schedules: bool = True,
-) -> Compiled:
-    """Compiles a function, named by its import path, for the operands. Raises the errors of `compile_job`."""
-    settings = {"function": function, "operands": [asdict(operand) for operand in operands], "keywords": keywords or {}}
-    return compile_job(Job(slice_name, "wanjax.plan.builders:of_function", settings, mesh), schedules=schedules)
+def compile_program(lowering: Lowering, chip: str, *, schedules: bool = False) -> Compiled:
+    """Compiles a program for a slice such as v6e-8, whose chips need not be present.
 
-
-def compile_job(job: Job, *, schedules: bool = False) -> Compiled:
-    """Compiles a program for a chip that need not be present.
-
-    `schedules` also returns the LLO bundles of each operation. That takes far more memory, so it is for kernels and
-    small programs. Raises WanjaxError if the slice is unknown, the mesh does not fill it, libtpu is missing or not the
-    version that jax requires, or wanjax itself refuses the program; CompilerError if the program does not compile.
+    Raises the errors of `compile_programs`, and CompilerError if the program does not compile.
     """
-    (result,) = compile_all([job], schedules=schedules)
+    (result,) = compile_programs([(lowering, chip)], schedules=schedules)
     if isinstance(result, CompilerError):
         raise result
     return result
 
 
-def _check_compiler() -> None:
+def compile_programs(
+    programs: Sequence[tuple[Lowering, str]], *, schedules: bool = False
+) -> list[Compiled | CompilerError]:
+    """Compiles programs, each for a slice such as v6e-8, in one process.
+
+    Arguments have shardings on a mesh of `chips.described`, or none at all. A program that does not compile yields its
+    CompilerError in place of a result. `schedules` also returns the LLO bundles of each operation, which takes far more
+    memory, so it is for kernels and small programs. Raises WanjaxError if a slice is unknown, a mesh does not fill it,
+    libtpu is missing or not the version that jax requires, or wanjax itself refuses a program.
+    """
+    found: dict[int, Compiled | CompilerError] = {}
+    jobs: dict[int, Job] = {}
+    for number, (lowering, chip) in enumerate(programs):
+        try:
+            jobs[number] = export(lowering, find_slice(chip))
+        except CompilerError as error:
+            found[number] = error
+    numbers = list(jobs)
+    for number, result in compiled(list(jobs.values()), schedules=range(len(numbers)) if schedules else ()):
+        found[numbers[number]] = result
+    return [found[number] for number in range(len(programs))]
+
+
+def compiled(jobs: Sequence[Job], *, schedules: Container[int] = ()) -> Iterator[tuple[int, Compiled | CompilerError]]:
+    """Yields the number of each job and its result, in the order in which they are done.
+
+    The jobs whose numbers are in `schedules` get those, in a second process: the compiler's dump is a process's. Raises
+    WanjaxError if libtpu is missing or not the version that jax requires.
+    """
+    check_compiler()
+    if not jobs:
+        return
+    with tempfile.TemporaryDirectory(prefix="wanjax-plan-") as name:
+        roots = {with_schedules: Path(name) / str(with_schedules) for with_schedules in (False, True)}
+        folders = {number: roots[number in schedules] / str(number) for number in range(len(jobs))}
+        for number, folder in folders.items():
+            folder.mkdir(parents=True)
+            (folder / "program.bin").write_bytes(jobs[number].program)
+            (folder / "job.json").write_text(json.dumps(_request(jobs[number])), encoding="utf-8")
+        if roots[True].exists():
+            (roots[True] / DUMPED).mkdir()
+        for number in _finished([root for root in roots.values() if root.exists()]):
+            yield number, _result(jobs[number].slice, folders[number], number in schedules)
+
+
+def _finished(roots: Sequence[Path]) -> Iterator[int]:
+    """Runs the compiler's processes, one for each folder of jobs, and yields the number of each job that is done."""
+    reading, writing = os.pipe()
+    processes: list[subprocess.Popen] = []
+    with os.fdopen(reading, encoding="utf-8") as lines:
+        try:
+            with os.fdopen(writing, "w") as told:
+                for root in roots:
+                    with (root / "errors.txt").open("w", encoding="utf-8") as errors:
+                        command = [sys.executable, "-m", "wanjax.plan.worker", str(root)]
+                        processes.append(subprocess.Popen(command, env=_environment(root), stdout=told, stderr=errors))
+            for line in lines:  # of both processes, until both have ended
+                word, _, number = line.strip().partition(" ")
+                if word == "done":
+                    yield int(number)
+        except BaseException:  # nobody waits for the rest
+            for process in processes:
+                process.kill()
+            raise
+        finally:
+            for process in processes:
+                process.wait()
+    for root, process in zip(roots, processes, strict=True):
+        if process.returncode:
+            why = (root / "errors.txt").read_text(encoding="utf-8", errors="replace")[-2000:].strip()
+            raise CompilerError(f"the TPU compiler's process ended with {process.returncode}: {why}")
+
+
+def _environment(root: Path) -> dict[str, str]:
+    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    if (root / DUMPED).exists():
+        environment["LIBTPU_INIT_ARGS"] = DUMP.format(root / DUMPED)
+    return environment
+
+
+def _request(job: Job) -> dict:
+    return {
+        "topology": job.slice.topology,
+        "devices": job.slice.devices,
+        "axes": list(job.axes.items()),
+        "donate": job.donate,
+        "options": dict(job.options),
+    }
+
+
+def _result(place: Slice, folder: Path, schedules: bool) -> Compiled | CompilerError:
+    error = folder / "error.json"
+    if error.exists():
+        failure = json.loads(error.read_text(encoding="utf-8"))
+        return CompilerError(refusal(place, failure["kind"], failure["message"]))
+    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    module = (folder / "module.txt").read_text(encoding="utf-8")
+    dump = read_dump(folder, place.chip) if schedules else {}
+    return Compiled(place, Memory(**result["memory"]), module, dump, result["seconds"], result["refused"])
+
+
+def check_compiler() -> None:
     """Raises WanjaxError unless libtpu is installed, in a version that this jax accepts."""
     install = f"pip install 'jax[tpu]=={version('jax')}'"  # which a clone and a package have alike
     if find_spec("libtpu") is None:
@@ -125,61 +186,13 @@ def _check_compiler() -> None:
             f"prices of TPUs come from their compiler, libtpu, which is missing: {install} brings it, and "
             f"{', '.join(machines())} are priced without it"
         )
-    wanted = [wanted.specifier for wanted in map(Requirement, requires("jax") or ()) if wanted.name == "libtpu"]
-    if wanted and not wanted[0].contains(found := version("libtpu"), prereleases=True):
+    if not (wanted := accepted()).contains(found := version("libtpu"), prereleases=True):
         raise WanjaxError(
-            f"libtpu {found} does not fit jax {version('jax')}, which requires {wanted[0]}: {install} brings that"
+            f"libtpu {found} does not fit jax {version('jax')}, which requires {wanted}: {install} brings that"
         )
 
 
-def compile_all(jobs: Sequence[Job], *, schedules: bool = False) -> list[Compiled | CompilerError]:
-    """Compiles the jobs one after another in one process, which saves start-up time.
-
-    A program that does not compile yields its CompilerError in place of a result. Raises WanjaxError as `compile_job`.
-    """
-    slices = [find_slice(job.slice) for job in jobs]
-    requests = [_request(job, place) for job, place in zip(jobs, slices, strict=True)]
-    _check_compiler()
-    with tempfile.TemporaryDirectory(prefix="wanjax-plan-") as name:
-        root = Path(name)
-        (root / "jobs.json").write_text(json.dumps(requests), encoding="utf-8")
-        environment = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        if schedules:
-            environment["LIBTPU_INIT_ARGS"] = DUMP.format(root / "dump")
-        command = [sys.executable, "-m", "wanjax.plan.worker", str(root)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise CompilerError(
-                f"the TPU compiler's process ended with {done.returncode}: {done.stderr[-2000:].strip()}"
-            )
-        folders = [root / str(number) for number in range(len(jobs))]
-        return [_result(*each, schedules) for each in zip(jobs, slices, folders, strict=True)]
-
-
-def _request(job: Job, place: Slice) -> dict[str, Any]:
-    mesh = {"chips": place.devices} if job.mesh is None else dict(job.mesh)
-    if math.prod(mesh.values()) != place.devices:
-        axes = ", ".join(f"{axis}={size}" for axis, size in mesh.items())
-        raise WanjaxError(f"the mesh {axes} has {math.prod(mesh.values())} devices: {place.name} has {place.devices}")
-    return {
-        "topology": place.topology,
-        "devices": place.devices,
-        "mesh": mesh,
-        "builder": job.builder,
-        "settings": dict(job.settings),
-    }
-
-
-def _result(job: Job, place: Slice, folder: Path, schedules: bool) -> Compiled | CompilerError:
-    error = folder / "error.json"
-    if error.exists():
-        failure = json.loads(error.read_text(encoding="utf-8"))
-        if failure["ours"]:
-            raise WanjaxError(failure["message"])
-        return CompilerError(
-            f"{job.builder} does not compile for {place.name}: {failure['kind']}: {failure['message']}"
-        )
-    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    module = (folder / "module.txt").read_text(encoding="utf-8")
-    dump = read_dump(folder, place.chip) if schedules else {}
-    return Compiled(place, Memory(**result["memory"]), module, dump, result["seconds"], result["refused"])
+def accepted() -> SpecifierSet:
+    """Returns the versions of libtpu that this jax accepts."""
+    wanted = [wanted.specifier for wanted in map(Requirement, requires("jax") or ()) if wanted.name == "libtpu"]
+    return wanted[0] if wanted else SpecifierSet()

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results that a plan keeps between runs, in the user's cache folder: prices and counts, by the code that made them."""
+"""Results that a plan keeps between runs, in the user's cache folder, by all that they depend on."""
 
 import hashlib
 import json
 import os
-import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -16,9 +15,11 @@ from typing import Any
 from wanjax import converters
 from wanjax.compilation import user_cache
 
+PRICING = ("chips", "compile", "hlo", "kernels", "priced", "pricing", "scalar", "schedule", "work", "worker")
+
 
 def recall(kind: str, key: Mapping[str, Any]) -> Any:
-    """Returns what the same code and versions kept for this key, or None if nothing readable is there."""
+    """Returns what was kept for this key, or None if nothing readable is there."""
     with suppress(OSError, ValueError):
         return json.loads(_file(kind, key).read_text(encoding="utf-8"))
     return None
@@ -35,24 +36,34 @@ def keep(kind: str, key: Mapping[str, Any], value: Any) -> None:
 
 
 def _file(kind: str, key: Mapping[str, Any]) -> Path:
-    full_key = json.dumps([key, code_digest(), versions()], sort_keys=True)
-    return user_cache() / kind / f"{hashlib.sha256(full_key.encode()).hexdigest()}.json"
+    text = json.dumps(key, sort_keys=True)
+    return user_cache() / kind / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
 
 
 @cache
 def code_digest() -> str:
     """Returns one digest of all Python files of this package."""
+    folders = (Path(__file__).parents[1], Path(converters.__file__).parent)
+    return _digest(path for folder in folders for path in sorted(folder.rglob("*.py")))
+
+
+@cache
+def pricing_digest() -> str:
+    """Returns one digest of the files that make a price of a program; no other edit forgets prices."""
+    return _digest(Path(__file__).with_name(f"{name}.py") for name in PRICING)
+
+
+def _digest(paths: Iterable[Path]) -> str:
     digest = hashlib.sha256()
-    for folder in (Path(__file__).parents[1], Path(converters.__file__).parent):
-        for path in sorted(folder.rglob("*.py")):
-            digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    for path in paths:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
 
-def versions() -> dict[str, str]:
-    """Returns the versions of Python and of the libraries that trace and compile."""
-    found = {"python": platform.python_version()}
-    for name in ("jax", "jaxlib", "flax", "libtpu"):
+def versions(*names: str) -> dict[str, str]:
+    """Returns the versions of those distributions that are installed."""
+    found = {}
+    for name in names:
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     return found

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pallas kernels of a large program, each compiled on its own: schedules of the whole would take too much memory."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from wanjax.compilation import Lowering
-from wanjax.plan.builders import find
-from wanjax.plan.compile import Compiled, Job
+from wanjax.programs import Lowering
+from wanjax.plan.compile import Compiled
+from wanjax.plan.exporting import Traced
 from wanjax.plan.hlo import parse
-from wanjax.plan.pricing import KERNEL, price
+from wanjax.plan.pricing import KERNEL, price_compiled
 
 DTYPES = {"bf16": "bfloat16", "pred": "bool"} | {
     f"{kind}{bits}": f"{name}{bits}"
@@ -34,12 +33,12 @@ class Call(NamedTuple):
 
 
 def kernel_calls(compiled: Compiled) -> dict[str, Call]:
-    """Returns the kernel calls of a program, by their names in its HLO module."""
+    """Returns the kernel calls of a compiled program, by their names in its HLO module."""
     return {
         instruction.name: Call(
             instruction.name.partition(".")[0],
             tuple(
-                (DTYPES[array.dtype], array.shape)
+                (DTYPES.get(array.dtype, array.dtype), array.shape)
                 for operand in instruction.operands
                 for array in computation.by_name[operand].results
             ),
@@ -50,36 +49,42 @@ def kernel_calls(compiled: Compiled) -> dict[str, Call]:
     }
 
 
-def kernel_job(job: Job, call: Call) -> Job:
-    """Returns the job that compiles one kernel of another job's program; every device runs all of it."""
-    settings = {"builder": job.builder, "settings": dict(job.settings), "operands": call.operands}
-    return replace(job, builder=f"{__name__}:one_kernel", settings=settings)
+def kernels_of(traced: Traced) -> dict[Call, Lowering]:
+    """Returns the distinct kernels of a traced program, each as a program of its own, all of which every device runs.
+
+    Among kernels of one name that take the same operands the first counts.
+    """
+    found: dict[Call, Lowering] = {}
+    for equation in pallas_calls(traced.jaxpr.jaxpr):
+        avals: list[Any] = [x.aval for x in equation.invars]
+        call = Call(str(equation.params["name"]), tuple((aval.dtype.name, aval.shape) for aval in avals))
+        if call not in found:
+            found[call] = _alone(equation, call, traced.mesh)
+    return found
 
 
-def one_kernel(
-    mesh: Mesh, *, builder: str, settings: Mapping[str, Any], operands: Sequence[tuple[str, Sequence[int]]]
-) -> Lowering:
-    """Builds the program of one kernel: the first in the builder's program that takes these operands."""
-    program = find(builder)(mesh, **settings)
-    wanted = [(dtype, tuple(shape)) for dtype, shape in operands]
-    with jax.set_mesh(mesh):
-        traced = jax.make_jaxpr(program.function)(*program.arguments)
-    call = next(call for call in pallas_calls(traced.jaxpr) if _operands(call) == wanted)
+def _alone(equation: JaxprEqn, call: Call, mesh: AbstractMesh) -> Lowering:
     replicated = PartitionSpec()
-    sharding = NamedSharding(mesh, replicated)
     function = jax.shard_map(
-        lambda *operands: call.primitive.bind(*operands, **call.params),
+        lambda *operands: equation.primitive.bind(*operands, **equation.params),
         mesh=mesh,
         in_specs=replicated,
         out_specs=replicated,
         check_vma=False,
     )
-    return Lowering(function, tuple(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for dtype, shape in wanted))
+    sharding = NamedSharding(mesh, replicated)
+    return Lowering(
+        function, tuple(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for dtype, shape in call.operands)
+    )
 
 
-def _operands(call: JaxprEqn) -> list[tuple[str, tuple[int, ...]]]:
-    avals: list[Any] = [x.aval for x in call.invars]
-    return [(aval.dtype.name, aval.shape) for aval in avals]
+def same_kernel(call: Call, known: Iterable[Call]) -> Call | None:
+    """Returns the known kernel that a call in a compiled program is: by its name and its operands, else by these alone.
+
+    The compiler replaces some letters of a name.
+    """
+    alike = [each for each in known if each.operands == call.operands]
+    return next((each for each in alike if each.kernel == call.kernel), alike[0] if alike else None)
 
 
 def pallas_calls(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
@@ -112,14 +117,14 @@ def kernel_seconds(call: Call, compiled: Compiled) -> float:
         (_, (cells,)), _, _, (_, (listed,)), *_ = call.operands
         return visiting_seconds(compiled, [max(0, round(listed / cells) + more) for more in SPREAD])
     if call.kernel not in PLACE_OF_KEYS:
-        return price(compiled).by_kind["kernels"].mid
+        return price_compiled(compiled).by_kind["kernels"].mid
     _, (_, keys, _) = call.operands[PLACE_OF_KEYS[call.kernel]]
     return visiting_seconds(compiled, [keys])
 
 
 def visiting_seconds(compiled: Compiled, words: Iterable[int]) -> float:
     """Returns the mean price of a kernel of our own over several values of the words that it is given."""
-    prices = [price(compiled, skip=rare_work(compiled, value), words=value) for value in words]
+    prices = [price_compiled(compiled, skip=rare_work(compiled, value), words=value) for value in words]
     return sum(priced.by_kind["kernels"].mid for priced in prices) / len(prices)
 
 
@@ -130,7 +135,7 @@ def rare_work(compiled: Compiled, words: int | None = None) -> dict[str, frozens
     """
     found: dict[str, frozenset[int]] = {}
     while True:
-        undecided = price(compiled, skip=found, words=words).undecided
+        undecided = price_compiled(compiled, skip=found, words=words).undecided
         more = {name: found.get(name, frozenset()) | blocks for name, blocks in undecided.items()}
         if more == found:
             return found

@@ -1,36 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory and the seconds of each stage of a video, and their limits, on devices that need not be present."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from wanjax.kernels.attention import is_radial, passes_keys
 from wanjax.kernels.compiler_options import SAFE, check_set
+from wanjax.layers.tiling import Tiling
+from wanjax.media.pictures import Pictures
 from wanjax.pipelines.cache_rules import check_apart
 from wanjax.pipelines.family import Architecture, Family, Forward
+from wanjax.pipelines.pipeline import Pipeline
+from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.pipelines.settings import Settings
 from wanjax.plan.chips import Slice
 from wanjax.plan.meshes import choose_mesh
-from wanjax.plan.places import Place, axes_on, find_place, limit_of, priced_on, would_fit
+from wanjax.plan.places import Place, axes_on, find_place, limit_of, mesh_on, priced_on, would_fit
 from wanjax.plan.priced import Priced
+from wanjax.plan.recorded import DENSE, REUSING, STEP, Scheduled, of_stages, programs_of
 from wanjax.plan.roofline import Machine
-from wanjax.plan.stages import Scheduled, stages
+from wanjax.registry import outlined
+from wanjax.sharding import RULES, Partitioner
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage on one device: bytes of weights and other arguments, bytes beside them, and the peak.
+    """A stage on one device, at its peak: bytes of weights and other arguments, and bytes beside them.
 
-    `seconds` is the time of all runs of its programs; None where the stage does not fit.
+    `kept` are the bytes of networks that stay there for another stage. `seconds` is the time of all runs of its
+    programs; None where the stage does not fit.
     """
 
     weights_bytes_per_chip: int
     activation_bytes_per_chip: int
+    kept_bytes_per_chip: int
     peak_bytes_per_chip: int
     spare_bytes_per_chip: int
     seconds: float | None
     compile_seconds: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """A program of a video: the times that it runs, the seconds of each, and its bytes on one device."""
+
+    stage: str
+    name: str
+    times: int
+    seconds: float | None
+    arguments_bytes_per_chip: int
+    peak_bytes_per_chip: int
+    kept_bytes_per_chip: int
 
 
 @dataclass(frozen=True)
@@ -39,7 +60,9 @@ class Outlook:
 
     `compiler` is the set of compiler options, None where nothing was compiled. Of the steps, `reusing_steps` reuse what
     the step cache kept, and `dense_steps`, the first under radial attention, take all of attention; fields named
-    `step_...` are those of the others. `frames_a_second` is the pace of a video whose frames come while it is made,
+    `step_...` are those of the others. Where a step decides on the device whether it reuses, `reusing_step_seconds` are
+    those of one that does not, `reusing_step_seconds_least` of one that does, and `total_seconds_least` count as many
+    of the latter as there may be. `peak_bytes_per_chip` is that of the whole run. `frames_a_second` is the pace of a video whose frames come while it is made,
     once a block sees a full window, with the decoder; it is to be compared with `fps`, at which the video is played.
     """
 
@@ -58,7 +81,9 @@ class Outlook:
     priced_by: str
     memory_per_chip: int
     fits: bool
+    peak_bytes_per_chip: int
     stages: Mapping[str, Stage]
+    programs: Sequence[Row]
     step_seconds: float | None
     step_seconds_low: float | None
     step_seconds_high: float | None
@@ -67,11 +92,13 @@ class Outlook:
     cache: str
     reusing_steps: int
     reusing_step_seconds: float | None
+    reusing_step_seconds_least: float | None
     dense_steps: int
     dense_step_seconds: float | None
     mfu: float | None
     peak_dtype: str
     total_seconds: float | None
+    total_seconds_least: float | None
     frames_a_second: float | None
     compile_seconds: float
     download_bytes_at_most: int
@@ -97,10 +124,15 @@ def outlook(
     compiler: str = SAFE,
     attention: str | None = None,
     batch_guidance: bool = False,
+    tiling: Tiling | None = None,
+    pictures: Pictures | None = None,
+    offload: bool | None = True,
+    tell: Callable[[str, int, int], Any] | None = None,
 ) -> Outlook:
     """Prices a video of these settings on a slice such as v6e-8; `mesh` None chooses the best mesh, with `sp` if given.
 
-    The keywords are those of `wanjax.load` and of `Pipeline.denoise`. Raises WanjaxError where the chip is unknown, the
+    `pictures` None are those that the model needs, of the video's size. `tell` is that of `priced_on`; the other
+    keywords are those of `wanjax.load` and of `Pipeline.denoise`. Raises WanjaxError where the chip is unknown, the
     mesh has another number of devices, or libtpu is missing.
     """
     place = find_place(chip)
@@ -114,27 +146,45 @@ def outlook(
         mesh = choose_mesh(place, work, parameters=sum(parameters[name] for name in architecture.denoisers), **how)
     axes = axes_on(place, mesh or (1, 1, 1))
     settings = _settled(architecture, settings, axes["dp"] > 1 or batch_guidance)
-    options: dict[str, Any] = {"attention": attention, "rules": rules, "batch_guidance": batch_guidance}
-    runs = stages(architecture, settings, chip, axes, compiler=compiler, **options)
-    prices = _prices(place, runs)
-    told = {name: _stage(prices[name], place.memory) for name in runs}
-    (step,) = (priced for run, priced in prices["denoise"] if run.name == "step")
+    partitioner = Partitioner(mesh_on(place, axes), RULES[rules])
+    how = {"attention": attention, "compiler": compiler, "offload": offload}
+    pipe = outlined(family, architecture, settings, partitioner, **how)
+    recorded = Recording(pipe, pictures, tiling, batch_guidance, place.memory)
+    programs = recorded.programs(settings)
+    priced = priced_on(place, [(program.name, program.lowering) for program in programs], tell)
+    prices = list(zip(programs, priced, strict=True))
+    stages = {name: [(x, y) for x, y in prices if x.stage == name] for name in of_stages(programs)}
+    told = {name: _stage(parts, place.memory) for name, parts in stages.items()}
+    (step,) = (y for x, y in prices if x.name == STEP)
     return Outlook(
         **_asked(settings, chip, place, axes, rules, compiler),
         **_verdict(settings, chip, place, told),
         **_step(settings, place, step, None if is_radial(attention) else work),
-        **_reusing(settings, prices["denoise"]),
-        frames_a_second=_pace(architecture, settings, prices),
+        **_reusing(architecture, settings, prices, told),
+        programs=[_row(*each) for each in prices],
+        frames_a_second=_pace(recorded, settings, prices),
         download_bytes_at_most=4 * sum(parameters.values()),
         disk_bytes=_stored_bytes(family, architecture, parameters),
         limit=_limit(told, step),
-        doubts=_doubts(prices),
+        doubts=list(dict.fromkeys(doubt for _, x in prices for doubt in x.doubts)),
     )
 
 
-def _doubts(prices: Mapping[str, Sequence[tuple[Scheduled, Priced]]]) -> list[str]:
-    """Returns the doubts about the price of any program, each once."""
-    return list(dict.fromkeys(doubt for stage in prices.values() for _, priced in stage for doubt in priced.doubts))
+@dataclass(frozen=True)
+class Recording:
+    """What is recorded of a video, whatever its settings are: the pipeline, pictures, tiles, and a device's memory."""
+
+    pipe: Pipeline
+    pictures: Pictures | None
+    tiling: Tiling | None
+    batch_guidance: bool
+    memory: int
+
+    def programs(self, settings: Settings) -> list[Scheduled]:
+        """Returns the programs of a video of these settings."""
+        pictures = needed_pictures(self.pipe, settings) if self.pictures is None else self.pictures
+        told = {"tiling": self.tiling, "batch_guidance": self.batch_guidance, "room": self.memory}
+        return programs_of(record(self.pipe, settings, pictures, **told))
 
 
 def _settled(architecture: Architecture, settings: Settings, together: bool) -> Settings:
@@ -171,6 +221,7 @@ def _verdict(settings: Settings, chip: str, place: Place, told: Mapping[str, Sta
     return {
         "memory_per_chip": place.memory,
         "fits": fits,
+        "peak_bytes_per_chip": max(stage.peak_bytes_per_chip for stage in told.values()),
         "stages": told,
         "total_seconds": None if None in seconds else sum(filter(None, seconds)),
         "compile_seconds": sum(stage.compile_seconds for stage in told.values()),
@@ -178,25 +229,23 @@ def _verdict(settings: Settings, chip: str, place: Place, told: Mapping[str, Sta
     }
 
 
-def _pace(
-    architecture: Architecture, settings: Settings, prices: Mapping[str, Sequence[tuple[Scheduled, Priced]]]
-) -> float | None:
+def _pace(recorded: Recording, settings: Settings, prices: Sequence[tuple[Scheduled, Priced]]) -> float | None:
     """Returns the frames a second of a video that is delivered while it is made: those of one more block.
 
     None for other videos, and where a program does not fit or is not priced, as in a video of one block.
     """
-    if not architecture.block_length:
+    length = recorded.pipe.architecture.block_length
+    if not length:
         return None
-    longer = settings.updated({"frames": settings.frames + architecture.block_length})
-    times = {program.name: program.times for stage in architecture.programs(longer).values() for program in stage}
-    each = {run.name: (run.times, priced.seconds) for stage in prices.values() for run, priced in stage}
+    longer = recorded.programs(settings.updated({"frames": settings.frames + length}))
+    each = {(program.stage, program.name): (program.times, priced.seconds) for program, priced in prices}
     seconds = 0.0
-    for name, count in times.items():
-        before, price = each.get(name, (0, None))
+    for program in longer:
+        before, price = each.get((program.stage, program.name), (0, None))
         if price is None:
             return None
-        seconds += (count - before) * price
-    return architecture.block_length / seconds
+        seconds += (program.times - before) * price
+    return length / seconds
 
 
 def _step(settings: Settings, place: Place, step: Priced, work: Forward | None) -> dict[str, Any]:
@@ -214,20 +263,30 @@ def _step(settings: Settings, place: Place, step: Priced, work: Forward | None) 
     }
 
 
-def _reusing(settings: Settings, denoise: Sequence[tuple[Scheduled, Priced]]) -> dict[str, Any]:
+def _reusing(
+    architecture: Architecture,
+    settings: Settings,
+    prices: Sequence[tuple[Scheduled, Priced]],
+    told: Mapping[str, Stage],
+) -> dict[str, Any]:
     """Returns the fields on steps that reuse what the step cache kept, and on dense ones."""
-    found: dict[str, Any] = {"cache": settings.cache}
-    for kind in ("reusing_step", "dense_step"):
-        times, seconds = next(((run.times, x.seconds) for run, x in denoise if run.name == kind), (0, None))
+    found: dict[str, Any] = {"cache": settings.cache, "reusing_step_seconds_least": None, "total_seconds_least": None}
+    for kind in (REUSING, DENSE):
+        times, seconds = next(((run.times, x.seconds) for run, x in prices if run.name == kind), (0, None))
         found |= {f"{kind}s": times, f"{kind}_seconds": seconds}
+    if architecture.cache_rule(settings).branches:
+        found["reusing_steps"] = most = sum(architecture.reused(settings))
+        least = next((x.least for run, x in prices if run.name == REUSING), None)
+        seconds = [stage.seconds for stage in told.values()]
+        if least is not None and None not in seconds:
+            total = sum(filter(None, seconds)) - most * (found["reusing_step_seconds"] - least)
+            found |= {"reusing_step_seconds_least": least, "total_seconds_least": total}
     return found
 
 
-def _prices(place: Place, runs: Mapping[str, Sequence[Scheduled]]) -> dict[str, list[tuple[Scheduled, Priced]]]:
-    """Returns the price of each program of each stage."""
-    every = [run for stage in runs.values() for run in stage]
-    found = iter(priced_on(place, [run.job for run in every]))
-    return {name: [(run, next(found)) for run in stage] for name, stage in runs.items()}
+def _row(program: Scheduled, priced: Priced) -> Row:
+    sizes = priced.arguments, priced.peak, program.beside
+    return Row(program.stage, program.name, program.times, priced.seconds, *sizes)
 
 
 def _parameters(family: Family, architecture: Architecture) -> dict[str, int]:
@@ -246,14 +305,15 @@ def _stored_bytes(family: Family, architecture: Architecture, parameters: Mappin
 
 
 def _stage(programs: Sequence[tuple[Scheduled, Priced]], memory: int) -> Stage:
-    """Returns a stage from its programs, which run in turn; its memory is that of the largest program."""
-    largest = max((priced for _, priced in programs), key=lambda priced: priced.peak)
+    """Returns a stage from its programs, which run in turn; its memory is that at the peak of the largest."""
+    program, largest = max(programs, key=lambda pair: pair[1].peak + pair[0].beside)
     seconds = [None if priced.seconds is None else run.times * priced.seconds for run, priced in programs]
     return Stage(
         weights_bytes_per_chip=largest.arguments,
         activation_bytes_per_chip=largest.peak - largest.arguments,
-        peak_bytes_per_chip=largest.peak,
-        spare_bytes_per_chip=memory - largest.peak,
+        kept_bytes_per_chip=program.beside,
+        peak_bytes_per_chip=largest.peak + program.beside,
+        spare_bytes_per_chip=memory - largest.peak - program.beside,
         seconds=None if None in seconds else sum(filter(None, seconds)),
         compile_seconds=sum(priced.compile_seconds for _, priced in programs),
     )

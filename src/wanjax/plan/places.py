@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Places: slices of TPUs and other devices that a plan prices programs for, by name."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
+from typing import Any
 
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from wanjax.programs import Lowering
 from wanjax.errors import WanjaxError
 from wanjax.plan import traced
-from wanjax.plan.chips import SLICES, Slice
-from wanjax.plan.compile import Job
-from wanjax.plan.priced import Priced, price_all
+from wanjax.plan.chips import SLICES, Slice, described
+from wanjax.plan.priced import Priced, prices
 from wanjax.plan.roofline import Machine, machines
-from wanjax.sharding import MESH_AXES
+from wanjax.sharding import MESH_AXES, make_mesh
 
 Place = Slice | Machine
 LIMITS = {
@@ -38,9 +42,27 @@ def axes_on(place: Place, mesh: tuple[int, int, int]) -> dict[str, int]:
     return dict(zip(MESH_AXES, mesh, strict=True))
 
 
-def priced_on(place: Place, jobs: Sequence[Job]) -> list[Priced]:
-    """Returns the price of each program: by the chip's compiler for a slice, else by the stated model."""
-    return price_all(jobs) if isinstance(place, Slice) else [traced.price_job(place, job) for job in jobs]
+def mesh_on(place: Place, axes: Mapping[str, int]) -> Mesh | AbstractMesh:
+    """Returns the mesh that programs for a place are traced on; a device that is modelled is stood for by a CPU."""
+    return described(place, axes) if isinstance(place, Slice) else make_mesh(devices=jax.devices("cpu")[:1])
+
+
+def priced_on(
+    place: Place, programs: Sequence[tuple[str, Lowering]], tell: Callable[[str, int, int], Any] | None = None
+) -> list[Priced]:
+    """Returns the price of each named program: by the chip's compiler for a slice, else by the stated model.
+
+    The programs are traced on `mesh_on`. Each time that a price is known, `tell` receives the program's name, the
+    number of those that are known, and the number of all.
+    """
+    lowerings = [lowering for _, lowering in programs]
+    known: dict[int, Priced] = {}
+    modelled = (traced.price_lowering(place, x) for x in lowerings) if isinstance(place, Machine) else ()
+    for number, priced in prices(place, lowerings) if isinstance(place, Slice) else enumerate(modelled):
+        known[number] = priced
+        if tell is not None:
+            tell(programs[number][0], len(known), len(programs))
+    return [known[number] for number in range(len(programs))]
 
 
 def limit_of(program: Priced) -> str | None:

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The price of a program as a plan reports it: bytes on one device, and seconds divided into parts."""
 
+import json
 import re
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from importlib.metadata import version
+from typing import Any, NamedTuple
 
-from wanjax.plan.compile import Compiled, CompilerError, Job, compile_all
-from wanjax.plan.kept import keep, recall
-from wanjax.plan.kernels import kernel_calls, kernel_job, kernel_seconds
-from wanjax.plan.pricing import Item, price
+from wanjax.programs import Lowering
+from wanjax.plan.chips import Slice
+from wanjax.plan.compile import Compiled, accepted, check_compiler, compiled
+from wanjax.plan.exporting import CompilerError, Job, export, trace
+from wanjax.plan.kept import keep, pricing_digest, recall, versions
+from wanjax.plan.kernels import Call, kernel_calls, kernel_seconds, kernels_of, same_kernel
+from wanjax.plan.pricing import Item, price_compiled
 
 ATTENTION = "/attention/"  # the scope of the dispatcher, through which every attention kernel is called
 SELF_ATTENTION = "/self_attention/attention/"
@@ -22,7 +26,6 @@ PART_OF = {
     "copies": "copies",
     "collectives": "communication",
 }
-AT_ONCE = 2  # compilations, each of one core and up to four gigabytes
 UNITS = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -30,12 +33,14 @@ UNITS = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 class Priced:
     """A program on one device: bytes, and seconds per run. `seconds` is None if the program does not fit in memory.
 
-    `collectives` lists, for each kind and group size, the number of runs, the bytes on the wire and the seconds.
+    `least` are those of a run that takes the cheaper side of every branch. `collectives` lists, for each kind and group
+    size, the number of runs, the bytes on the wire and the seconds.
     """
 
     arguments: int
     peak: int
     seconds: float | None = None
+    least: float | None = None
     low: float = 0.0
     high: float = 0.0
     breakdown: Mapping[str, float] = field(default_factory=dict)
@@ -50,54 +55,137 @@ class Priced:
         return {part: self.breakdown.get(part, 0.0) for part in PARTS}
 
 
-def price_all(jobs: Sequence[Job]) -> list[Priced]:
-    """Prices the jobs, two at a time, and returns the prices in order. Earlier prices come from the user's cache.
+def price_all(place: Slice, lowerings: Sequence[Lowering]) -> list[Priced]:
+    """Prices programs for a slice and returns the prices in order. Raises the errors of `prices`."""
+    found = dict(prices(place, lowerings))
+    return [found[number] for number in range(len(lowerings))]
 
-    Raises the errors of `compile_all`.
+
+def prices(place: Slice, lowerings: Sequence[Lowering]) -> Iterator[tuple[int, Priced]]:
+    """Yields the number of each program and its price, in the order in which they are known.
+
+    Prices that were kept come at once, and need no compiler. The other programs are compiled in one process, each
+    distinct one once, and their kernels in a second, for their schedules. A program that is too large is priced as the
+    bytes that it needs. Raises the errors of `exporting.trace` and `compile.compiled`, and CompilerError for a program
+    that does not compile.
     """
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        return list(pool.map(_price_once, jobs))
+    asked: dict[str, list[int]] = {}
+    missing: dict[str, _Asked] = {}
+    for number, lowering in enumerate(lowerings):
+        traced = trace(lowering, place)
+        job = traced.export()
+        name = _name(job)
+        asked.setdefault(name, []).append(number)
+        if name in missing:
+            continue
+        if (found := _recalled("prices", job)) is not None:
+            yield number, Priced(**found)
+        else:
+            missing[name] = _Asked(job, kernels_of(traced))
+    for name, priced in _made(missing):
+        _keep("prices", missing[name].job, asdict(priced))
+        yield from ((number, priced) for number in asked[name])
 
 
-def _price_once(job: Job) -> Priced:
-    if (found := recall("prices", asdict(job))) is not None:
-        return Priced(**found)
-    made = price_job(job)
-    keep("prices", asdict(job), asdict(made))
-    return made
+class _Asked(NamedTuple):
+    """A program that is to be compiled, and its kernels."""
+
+    job: Job
+    kernels: Mapping[Call, Lowering]
 
 
-def price_job(job: Job) -> Priced:
-    """Compiles and prices a program. Its distinct kernels are compiled again, each on its own, for their schedules.
+def _made(programs: Mapping[str, _Asked]) -> Iterator[tuple[str, Priced]]:
+    """Compiles programs and their kernels, and yields the name of each and its price once both are known."""
+    if not programs:
+        return
+    check_compiler()
+    seconds: dict[str, float | None] = {}
+    calls: dict[str, tuple[Call, Job]] = {}
+    needed: dict[str, dict[Call, str]] = {}  # the kernels of each program, by the names of their jobs
+    for name, program in programs.items():
+        jobs = {call: export(kernel, program.job.slice) for call, kernel in program.kernels.items()}
+        needed[name] = {call: _name(job) for call, job in jobs.items()}
+        calls |= {_name(job): (call, job) for call, job in jobs.items()}
+    for name, (_, job) in calls.items():
+        if (found := _recalled("kernels", job)) is not None:
+            seconds[name] = found
+    named = {name: program.job for name, program in programs.items()}
+    kernels = {name: job for name, (_, job) in calls.items() if name not in seconds}
+    names, waiting = [*named, *kernels], {}
+    every = [*named.values(), *kernels.values()]
+    for number, result in compiled(every, schedules=range(len(named), len(every))):
+        name = names[number]
+        if number >= len(named):
+            seconds[name] = _kernel_price(*calls[name], result)
+        elif isinstance(result, CompilerError):
+            yield name, _too_large(result)
+        else:
+            waiting[name] = result
+        for done in [done for done in waiting if seconds.keys() >= set(needed[done].values())]:
+            known = {call: seconds[kernel] for call, kernel in needed[done].items()}
+            yield done, _with_kernels(waiting.pop(done), known)
 
-    Raises the errors of `compile_job`, except that a program that is too large returns the bytes that it needs.
-    """
-    [result] = compile_all([job])
+
+def _name(job: Job) -> str:
+    return json.dumps(job.key)
+
+
+def _kernel_price(call: Call, job: Job, result: Compiled | CompilerError) -> float | None:
+    """Returns the seconds of a kernel, and keeps them; None where it does not compile alone."""
     if isinstance(result, CompilerError):
-        if (needed := needed_bytes(str(result))) is None:
-            raise result
-        return Priced(arguments=0, peak=needed)
-    calls = kernel_calls(result)
-    distinct = sorted(set(calls.values()))
-    results = compile_all([kernel_job(job, call) for call in distinct], schedules=True) if distinct else []
-    seconds = {
-        call: kernel_seconds(call, compiled)
-        for call, compiled in zip(distinct, results, strict=True)
-        if isinstance(compiled, Compiled)
-    }
-    return _priced(result, {name: seconds[call] for name, call in calls.items() if call in seconds})
+        return None
+    seconds = kernel_seconds(call, result)
+    _keep("kernels", job, seconds)
+    return seconds
 
 
-def _priced(compiled: Compiled, kernel_prices: Mapping[str, float]) -> Priced:
-    priced = price(compiled, kernels=kernel_prices)
+def _too_large(error: CompilerError) -> Priced:
+    """Returns the bytes that a program needs, or raises its error if it is another."""
+    if (needed := needed_bytes(str(error))) is None:
+        raise error
+    return Priced(arguments=0, peak=needed)
+
+
+def _with_kernels(program: Compiled, known: Mapping[Call, float | None]) -> Priced:
+    """Prices a compiled program whose kernels take so many seconds."""
+    seconds: dict[str, float] = {}
+    for name, call in kernel_calls(program).items():
+        kernel = same_kernel(call, known)
+        found = None if kernel is None else known[kernel]
+        if found is not None:
+            seconds[name] = found
+    return _priced(program, seconds)
+
+
+def _key(job: Job) -> dict[str, Any]:
+    """Returns all that a price depends on, but for the compiler's version."""
+    return {**job.key, "pricing": pricing_digest(), "versions": versions("jax", "jaxlib")}
+
+
+def _keep(kind: str, job: Job, value: Any) -> None:
+    keep(kind, _key(job), {"libtpu": version("libtpu"), "value": value})
+
+
+def _recalled(kind: str, job: Job) -> Any:
+    """Returns what was kept by this version of the compiler or, where there is none, by one that jax accepts."""
+    found = recall(kind, _key(job))
+    if found is None:
+        return None
+    same = versions("libtpu").get("libtpu", found["libtpu"]) == found["libtpu"]
+    return found["value"] if same and accepted().contains(found["libtpu"], prereleases=True) else None
+
+
+def _priced(program: Compiled, kernel_prices: Mapping[str, float]) -> Priced:
+    priced = price_compiled(program, kernels=kernel_prices)
     total = priced.total
     breakdown: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     for item in priced.items:
         breakdown[_part(item)] += item.cost.mid
     return Priced(
-        arguments=compiled.memory.arguments,
-        peak=compiled.memory.peak,
+        arguments=program.memory.arguments,
+        peak=program.memory.peak,
         seconds=total.mid,
+        least=price_compiled(program, kernels=kernel_prices, cheapest=True).total.mid,
         low=total.low,
         high=total.high,
         breakdown=breakdown,
@@ -105,8 +193,8 @@ def _priced(compiled: Compiled, kernel_prices: Mapping[str, float]) -> Priced:
             item.cost.mid for item in priced.items if SELF_ATTENTION in item.scope and _part(item) == "attention"
         ),
         collectives=_collectives(priced.items),
-        compile_seconds=compiled.seconds,
-        doubts=[*compiled.refused]
+        compile_seconds=program.seconds,
+        doubts=[*program.refused]
         + [f"the kernel {name} is not priced" for name in priced.unpriced]
         + [f"the loop {name} is counted once" for name in priced.unknown_loops],
     )
@@ -138,6 +226,10 @@ def _collectives(items: Sequence[Item]) -> list[dict[str, Any]]:
 
 
 def needed_bytes(message: str) -> int | None:
-    """Returns the bytes that a program needs, from the compiler's out-of-memory message; None for another message."""
+    """Returns the bytes that a program needs, from the compiler's out-of-memory message; None for another message.
+
+    Where temporaries alone are too large the message has the bytes of those.
+    """
     found = re.search(r"Used ([\d.]+)([BKMGT]?) of [\d.]+[BKMGT]? hbm", message)
+    found = found or re.search(r"temporaries \(([\d.]+)([BKMGT]?)\) exceeds available HBM", message)
     return round(float(found[1]) * UNITS[found[2] or "B"]) if found else None

@@ -101,7 +101,7 @@ def _sum(items: Sequence[Item]) -> Cost:
     return Cost(*(math.fsum(item.cost[i] for item in items) for i in range(3)))
 
 
-def price(
+def price_compiled(
     compiled: Compiled,
     kernels: Mapping[str, float] | None = None,
     skip: Mapping[str, Container[int]] | None = None,

@@ -7,22 +7,17 @@ holds them.
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from wanjax.plan.builders import find
-from wanjax.plan.compile import Job
-from wanjax.plan.kept import keep, recall
+from wanjax.programs import Lowering
 from wanjax.plan.kernels import inner_jaxprs
 from wanjax.plan.priced import Priced
 from wanjax.plan.roofline import Machine
-from wanjax.sharding import make_mesh
-
-KEPT = "works"
 
 
 @dataclass(frozen=True)
@@ -38,9 +33,9 @@ class Work:
     alive: int  # bytes at the peak, arguments not included
 
 
-def price_job(machine: Machine, job: Job) -> Priced:
+def price_lowering(machine: Machine, lowering: Lowering) -> Priced:
     """Prices a program with the machine's roofline."""
-    work = work_of(job)
+    work = work_of(lowering)
     bandwidth = machine.vectors * machine.bandwidth
     seconds = {
         "attention": work.attention / (machine.attention * machine.flops),
@@ -62,13 +57,9 @@ def price_job(machine: Machine, job: Job) -> Priced:
     )
 
 
-def work_of(job: Job) -> Work:
-    """Traces a job's program on one device and counts its work."""
-    key = {"builder": job.builder, "settings": dict(job.settings)}
-    if (found := recall(KEPT, key)) is not None:
-        return Work(**found)
-    program = find(job.builder)(make_mesh(devices=jax.devices("cpu")[:1]), **job.settings)
-    traced = jax.make_jaxpr(program.function)(*program.arguments)
+def work_of(lowering: Lowering) -> Work:
+    """Traces a program of one device and counts its work."""
+    traced = jax.make_jaxpr(lowering.function)(*lowering.arguments)
     counts: dict[str, int] = dict.fromkeys(("attention", "products", "convolutions", "product_bytes", "written"), 0)
     for kind, flops, equation, times in _products(traced.jaxpr, "", 1):
         written = sum(_bytes(x) for x in equation.outvars)
@@ -78,9 +69,7 @@ def work_of(job: Job) -> Work:
         if kind != "attention":
             counts["written"] += times * written
     arguments = sum(_bytes(x) for x in traced.jaxpr.invars)
-    work = Work(**counts, arguments=arguments, alive=_alive(traced.jaxpr, ""))
-    keep(KEPT, key, asdict(work))
-    return work
+    return Work(**counts, arguments=arguments, alive=_alive(traced.jaxpr, ""))
 
 
 def _products(jaxpr: Jaxpr, scope: str, times: int) -> Iterator[tuple[str, int, JaxprEqn, int]]:

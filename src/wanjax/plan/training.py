@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory and the seconds of a step of training, on devices that need not be present."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from wanjax.checkpoints.networks import Network
+import jax.numpy as jnp
+
 from wanjax.kernels.attention import passes_keys
 from wanjax.kernels.compiler_options import SAFE
+from wanjax.pipelines.blueprint import Blueprint
 from wanjax.pipelines.family import Architecture, Family
 from wanjax.pipelines.settings import Settings
-from wanjax.plan.builders import path_of, to_json
 from wanjax.plan.chips import Slice
-from wanjax.plan.compile import Job
 from wanjax.plan.meshes import choose_mesh
-from wanjax.plan.places import Place, axes_on, find_place, limit_of, priced_on, would_fit
+from wanjax.plan.places import Place, axes_on, find_place, limit_of, mesh_on, priced_on, would_fit
 from wanjax.plan.priced import Priced
-from wanjax.plan.stages import build
+from wanjax.sharding import RULES, Partitioner
 from wanjax.training import planned
 from wanjax.training.adapters import LoraConfig
 from wanjax.training.optimizers import OptimizerConfig
@@ -71,6 +71,7 @@ def training_outlook(
     rules: str = "fsdp",
     compiler: str = SAFE,
     attention: str | None = None,
+    tell: Callable[[str, int, int], Any] | None = None,
 ) -> TrainingOutlook:
     """Prices a step of training on clips of these settings; the other keywords are those of `outlook`."""
     place, settings = find_place(chip), replace(settings, guidance_scale=1.0)
@@ -81,10 +82,12 @@ def training_outlook(
         how = {"sp": sp, "ring": passes_keys(attention)}
         mesh = choose_mesh(place, work, guided=False, parameters=known.parameters, **how)
     axes = axes_on(place, mesh or (1, 1, 1))
+    blueprint = Blueprint(Partitioner(mesh_on(place, axes), RULES[rules]), jnp.dtype(settings.dtype), compiler)
+    kind: dict[str, Any] = {"pipeline": family.pipeline, "module": known.kind.modules[type(known.config)]}
     arguments = {"architecture": architecture, "settings": settings, "clips": clips, "lora": lora}
-    arguments |= {"optimized": optimized, "attention": attention}
-    ways = {"rules": rules, "dtype": settings.dtype, "compiler": compiler}
-    step, forward = _prices(family, known, place, chip, axes, arguments, ways)
+    arguments |= {"optimized": optimized, "attention": attention, "rules": known.kind.rules} | kind
+    programs = [(x.__name__, x(blueprint, **arguments)) for x in (planned.step, planned.forward)]
+    step, forward = priced_on(place, programs, tell)
     asked = {"model": settings.model, "chip": chip, "mesh": axes, "rules": rules, "clips": clips}
     return TrainingOutlook(
         **asked,
@@ -95,26 +98,6 @@ def training_outlook(
         **_memory(settings, chip, place, step),
         **_seconds(step, forward),
     )
-
-
-def _prices(
-    family: Family,
-    known: Network,
-    place: Place,
-    chip: str,
-    axes: Mapping[str, int],
-    arguments: Mapping[str, Any],
-    ways: Mapping[str, Any],
-) -> Sequence[Priced]:
-    """Returns the prices of a step and of the loss alone."""
-    paths = {
-        "pipeline": path_of(family.pipeline),
-        "module": path_of(known.kind.modules[type(known.config)]),
-        "rules": path_of(known.kind.rules),
-    }
-    given = {"arguments": paths | {name: to_json(value) for name, value in arguments.items()}, **ways}
-    jobs = [Job(chip, path_of(build), {"of": path_of(x), **given}, axes) for x in (planned.step, planned.forward)]
-    return priced_on(place, jobs)
 
 
 def _seconds(step: Priced, forward: Priced) -> dict[str, Any]:

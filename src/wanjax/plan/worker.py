@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process in which the TPU compiler runs: `python -m wanjax.plan.worker FOLDER`, started by compile.py.
 
-The folder holds `jobs.json`. For each job, a subfolder named by its number receives `result.json` and `module.txt`, or
-`error.json` on failure, and the compiler's dump of the schedules if it was requested.
+The folder holds a subfolder for each job, named by a number, with `job.json` and `program.bin`. The subfolder receives
+`result.json` and `module.txt`, or `error.json` on failure, and the compiler's dump of the schedules if there is one. A
+line `done NUMBER` is printed once all of it is there.
 """
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -15,10 +17,11 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from wanjax.compilation import without_refused
-from wanjax.errors import WanjaxError
-from wanjax.plan.builders import find
+from wanjax.programs import without_refused
+from wanjax.plan.compile import DUMPED
 from wanjax.sharding import arrange
+
+AT_ONCE = 2  # compilations, each of one core and up to four gigabytes
 
 
 def make_mesh(topology: str, devices: int, axes: dict[str, int]) -> Mesh:
@@ -30,16 +33,21 @@ def make_mesh(topology: str, devices: int, axes: dict[str, int]) -> Mesh:
     return arrange(described.devices, axes)
 
 
-def compile_one(job: dict, folder: Path) -> None:
-    """Compiles one job and writes its results into the folder."""
-    mesh = make_mesh(job["topology"], job["devices"], job["mesh"])
-    program = find(job["builder"])(mesh, **job["settings"])
+def compile_one(folder: Path) -> None:
+    """Compiles the job of a folder and writes its results there."""
+    job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+    mesh = make_mesh(job["topology"], job["devices"], dict(job["axes"]))
+    exported = jax.export.deserialize(bytearray((folder / "program.bin").read_bytes()))
+    shardings = exported.in_shardings_jax(mesh)
+    shapes = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        for x, sharding in zip(exported.in_avals, shardings, strict=True)
+    ]
     start = perf_counter()
     refused: list[str] = []
-    with jax.set_mesh(mesh):  # traced code reads from it which chip it is for
-        # unused arguments stay in memory during the run, so they must count
-        lowered = jax.jit(program.function, donate_argnums=program.donate, keep_unused=True).lower(*program.arguments)
-        compiled = without_refused(dict(program.compiler_options or {}), lowered.compile, refused.append)
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(exported.call, donate_argnums=job["donate"], keep_unused=True).lower(*shapes)
+        compiled = without_refused(job["options"], lowered.compile, refused.append)
     seconds = perf_counter() - start
     memory, module = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None, "the TPU compiler reports both"
@@ -58,19 +66,26 @@ def compile_one(job: dict, folder: Path) -> None:
 
 
 def main(root: Path) -> None:
-    """Compiles every job of the folder's `jobs.json`."""
+    """Compiles all jobs of a folder: two at a time, or one where the compiler dumps schedules.
+
+    The dump does not tell which program a schedule is of.
+    """
     jax.config.update("jax_enable_compilation_cache", False)  # a program from the cache has no schedule
-    dumped = root / "dump"
-    for number, job in enumerate(json.loads((root / "jobs.json").read_text(encoding="utf-8"))):
-        folder = root / str(number)
-        folder.mkdir()
+    dumped = root / DUMPED
+
+    def run(folder: Path) -> None:
         try:
-            compile_one(job, folder)
+            compile_one(folder)
         except Exception as error:  # one failed job must not stop the others
-            failure = {"kind": type(error).__name__, "message": str(error), "ours": isinstance(error, WanjaxError)}
+            failure = {"kind": type(error).__name__, "message": str(error)}
             (folder / "error.json").write_text(json.dumps(failure), encoding="utf-8")
         for path in dumped.glob("*"):
             path.rename(folder / path.name)
+        print(f"done {folder.name}", flush=True)
+
+    folders = sorted(root.glob("[0-9]*"), key=lambda folder: int(folder.name))
+    with ThreadPoolExecutor(1 if dumped.exists() else AT_ONCE) as pool:
+        list(pool.map(run, folders))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs as bytes: traced and exported where they are made, to be compiled in a process that knows nothing of them.
+
+Nothing here needs the compiler or a chip. The bytes name no file and no line, so that they change only where the
+program does; they keep the named scopes, by which a price is divided into parts.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import AbstractMesh, NamedSharding
+
+from wanjax.programs import Lowering
+from wanjax.errors import WanjaxError
+from wanjax.plan.chips import Slice, described
+
+LOCATIONS = "jax_traceback_in_locations_limit"
+
+
+class CompilerError(RuntimeError):
+    """A program that does not compile for the chip, with the reason: most often, too little memory."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A program to compile for a slice.
+
+    `program` is a serialised `jax.export.Exported`, with the shapes, dtypes and shardings of its arguments. `donate`
+    are the indices of the arguments, all of them arrays, whose buffers the results may reuse. `axes` are those of the
+    mesh.
+    """
+
+    slice: Slice
+    axes: Mapping[str, int]
+    program: bytes = field(repr=False)
+    donate: tuple[int, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """All that decides what the compiler makes of the program, as JSON; the bytes by their digest."""
+        return {
+            "program": hashlib.sha256(self.program).hexdigest(),
+            "donate": list(self.donate),
+            "options": dict(self.options),
+            "slice": self.slice.name,
+            "axes": list(self.axes.items()),
+        }
+
+
+class Traced(NamedTuple):
+    """A program that is traced for a slice: its function of arrays alone, their shapes, and the mesh."""
+
+    lowering: Lowering
+    slice: Slice
+    mesh: AbstractMesh
+    jitted: Any
+    leaves: list[Any]
+
+    @property
+    def jaxpr(self) -> ClosedJaxpr:
+        with jax.sharding.use_abstract_mesh(self.mesh):
+            return self.jitted.trace(*self.leaves).jaxpr
+
+    def export(self) -> Job:
+        """Returns the program as a job. Raises CompilerError where it cannot be lowered for the chip."""
+        with failing_for(self.slice), without_locations(), jax.sharding.use_abstract_mesh(self.mesh):
+            program = jax.export.export(self.jitted, platforms=["tpu"])(*self.leaves).serialize()
+        ends = list(accumulate(len(jax.tree.leaves(argument)) for argument in self.lowering.arguments))
+        starts = [0, *ends]
+        donate = tuple(leaf for i in self.lowering.donate for leaf in range(starts[i], ends[i]))
+        options = dict(self.lowering.compiler_options or {})
+        return Job(self.slice, dict(self.mesh.shape), bytes(program), donate, options)
+
+
+def trace(lowering: Lowering, place: Slice) -> Traced:
+    """Traces a program whose arguments have shardings on a mesh of `described`, or none at all.
+
+    What wanjax refuses raises WanjaxError; another failure raises CompilerError.
+    """
+    leaves, tree = jax.tree.flatten(lowering.arguments)
+    shardings = [getattr(leaf, "sharding", None) for leaf in leaves]  # arrays of the host have none
+    mesh = next((x.mesh.abstract_mesh for x in shardings if isinstance(x, NamedSharding)), None) or described(place)
+    if mesh.abstract_device != described(place, mesh.shape).abstract_device:
+        raise WanjaxError(f"the program is for {mesh.abstract_device}, and {place.name} has {place.chip.kind}")
+
+    def program(*leaves: Any) -> list[Any]:
+        return jax.tree.leaves(lowering.function(*jax.tree.unflatten(tree, leaves)))
+
+    # arguments that are not used stay in memory during the run, so they must count
+    traced = Traced(lowering, place, mesh, jax.jit(program, keep_unused=True), leaves)
+    with failing_for(place):
+        _ = traced.jaxpr  # JAX keeps it
+    return traced
+
+
+def export(lowering: Lowering, place: Slice) -> Job:
+    """Returns a program as a job for the compiler. Raises the errors of `trace` and of `Traced.export`."""
+    return trace(lowering, place).export()
+
+
+@contextmanager
+def failing_for(place: Slice) -> Iterator[None]:
+    """Makes of an error, unless it is wanjax's own, a CompilerError that names the slice."""
+    try:
+        yield
+    except (WanjaxError, CompilerError):
+        raise
+    except Exception as error:
+        raise CompilerError(refusal(place, type(error).__name__, str(error))) from error
+
+
+def refusal(place: Slice, kind: str, message: str) -> str:
+    """Returns the sentence on a program that does not compile."""
+    return f"the program does not compile for {place.name}: {kind}: {message}"
+
+
+@contextmanager
+def without_locations() -> Iterator[None]:
+    """Lowers programs, and the kernels in them, without the files and lines they come from."""
+    before = getattr(jax.config, LOCATIONS)
+    jax.config.update(LOCATIONS, 0)
+    try:
+        yield
+    finally:
+        jax.config.update(LOCATIONS, before)

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The programs of a video: its run, recorded, with a name for each program.
+
+    place = find_place("v6e-8")
+    pipe = outlined("wan2.1-t2v-14b", Partitioner(mesh_on(place, {"dp": 2, "sp": 1, "tp": 4}), RULES["fsdp"]))
+    for program in programs_of(record(pipe, pipe.settings())):
+        compiled = compile_program(program.lowering, "v6e-8")
+        print(program.stage, program.name, compiled.memory.peak, program.times * price_compiled(compiled).total.mid)
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from wanjax.pipelines.frames import decode_chunk, decode_tile, encode_chunk
+from wanjax.pipelines.sampler import take_step
+from wanjax.programs import Lowering, Record, Recorded
+
+STEP, REUSING, DENSE = "step", "reusing_step", "dense_step"
+CONTEXTS = ("make_context", "begin_past")
+CHUNKS = {decode_chunk: "decode", decode_tile: "decode_tile", encode_chunk: "encode"}
+
+
+class Scheduled(NamedTuple):
+    """A named program of a stage, and the number of times that a video runs it.
+
+    `beside` are the bytes on one device of the weights that are kept there while it runs, but are not its arguments.
+    """
+
+    stage: str
+    name: str
+    lowering: Lowering
+    times: int
+    beside: int
+
+
+def programs_of(record: Record) -> list[Scheduled]:
+    """Returns the programs of a recorded run, in the order of their first calls."""
+    taken: Counter[tuple[str, str]] = Counter()
+    found = []
+    for program in record.programs:
+        name = _name(program)
+        taken[program.stage, name] += 1
+        if (number := taken[program.stage, name]) > 1:
+            name = f"{name}_{number}"
+        lowering = program.instance.lowering
+        found.append(Scheduled(program.stage, name, lowering, program.times, program.notes.get("beside", 0)))
+    return found
+
+
+def of_stages(programs: Sequence[Scheduled]) -> dict[str, list[Scheduled]]:
+    """Returns programs by their stages, in order."""
+    found: dict[str, list[Scheduled]] = {"encode": [], "denoise": [], "decode": []}
+    for program in programs:
+        found[program.stage].append(program)
+    return found
+
+
+def _name(recorded: Recorded) -> str:
+    """Returns what a program does: a step by its kind, a chunk by whether one precedes it, another by its function."""
+    program, instance = recorded.instance.program, recorded.instance
+    if program is take_step:
+        state, *_ = instance.shapes
+        if instance.static.dense:
+            return DENSE
+        return STEP if state.kept is None else REUSING
+    if program in CHUNKS:
+        cache = instance.shapes[-2]
+        return f"{CHUNKS[program]}_{'first' if cache is None else 'next'}"
+    return "context" if program.name in CONTEXTS else program.name

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs as bytes: they change where the program does, and nowhere else; prices are kept by them."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import wanjax
+from tests.support.plan_programs import layers, on_shapes, product_kernel, product_on_each
+from wanjax.programs import Lowering
+from wanjax.errors import WanjaxError
+from wanjax.plan import compile as compiling
+from wanjax.plan import kept, priced
+from wanjax.plan.chips import SLICES, described
+from wanjax.plan.compile import ENVIRONMENT
+from wanjax.plan.exporting import export, trace
+from wanjax.plan.kernels import kernels_of
+from wanjax.plan.priced import price_all, prices
+
+needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
+V6E = SLICES["v6e-4"]
+PROGRAM = """
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.sharding import PartitionSpec as P
+
+def double(x_ref, out_ref):
+    read = x_ref[...]
+    out_ref[...] = read + read
+
+def inner(x):
+    with jax.named_scope("attention"):
+        y = pl.pallas_call(double, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), name="double")(jnp.tanh(x))
+    return jax.lax.fori_loop(0, 3, lambda i, z: jnp.sin(z) * i, y)
+
+def run(mesh):
+    return jax.shard_map(inner, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+"""
+IN_ANOTHER_PROCESS = """
+import sys
+from tests.plan.test_exporting import digest
+print(digest(sys.argv[1]))
+"""
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def digest(path):
+    """Returns the digest of the program in a file."""
+    spec = importlib.util.spec_from_file_location("program", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    mesh = described(V6E)
+    x = jax.ShapeDtypeStruct((64, 128), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+    job = export(Lowering(module.run(mesh), (x,)), V6E)
+    assert Path(path).name.encode() not in job.program
+    assert b"attention" in job.program
+    return job.key["program"]
+
+
+def test_an_edit_that_changes_no_program_changes_no_byte(tmp_path):
+    """Blank lines, another file and renamed variables leave the bytes as they are; in another process too."""
+    texts = {
+        "program.py": PROGRAM,
+        "lower.py": "\n" * 10 + PROGRAM,
+        "renamed.py": PROGRAM.replace("read", "taken").replace("y = pl", "held = pl").replace("i, y)", "i, held)"),
+        "other.py": PROGRAM.replace("read + read", "read * 2"),
+        "elsewhere.py": PROGRAM.replace('"attention"', '"mlp_attention"'),
+    }
+    found = {}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+        found[name] = digest(tmp_path / name)
+    assert found["program.py"] == found["lower.py"] == found["renamed.py"]
+    assert len(set(found.values())) == 3
+    command = [sys.executable, "-c", IN_ANOTHER_PROCESS, str(tmp_path / "lower.py")]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)])
+    }
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert told.split()[-1] == found["program.py"]
+
+
+def test_shardings_donation_options_chip_and_mesh_are_in_the_key():
+    def key(*, sp="dp", chip="v6e-4", axes=(2, 2), donate=(), options=None):
+        mesh = described(SLICES[chip], dict(zip(("dp", "tp"), axes, strict=True)))
+        x = jax.ShapeDtypeStruct((64, 128), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(sp)))
+        return json.dumps(export(Lowering(jnp.sin, (x,), donate, options), SLICES[chip]).key)
+
+    others = [{"sp": "tp"}, {"chip": "v5e-4"}, {"axes": (4, 1)}, {"donate": (0,)}, {"options": {"xla_a": 1}}]
+    assert len({key(), *(key(**other) for other in others)}) == 1 + len(others)
+    assert key() == key()
+
+
+def test_donated_arguments_are_arrays():
+    tree = {"a": (8,), "b": (8, 8)}
+    shapes = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), tree, is_leaf=lambda x: type(x) is tuple
+    )
+    lowering = Lowering(lambda x, y, z: jax.tree.map(jnp.sin, (x, z)), (shapes, shapes["a"], shapes), donate=(0, 2))
+    assert export(lowering, SLICES["v6e-1"]).donate == (0, 1, 3, 4)
+
+
+def test_a_key_of_random_numbers_is_an_argument():
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    job = export(Lowering(jax.random.bits, (jax.ShapeDtypeStruct((), key.dtype),)), SLICES["v6e-1"])
+    assert jax.export.deserialize(bytearray(job.program)).in_avals[0].dtype == key.dtype
+
+
+def test_kernels_are_taken_from_the_program():
+    """Each distinct kernel is found once, in loops and inner functions too."""
+    mesh = described(V6E)
+
+    def run(x, y):
+        inner = jax.shard_map(
+            product_kernel, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+        )
+        again = jax.lax.fori_loop(0, 3, lambda _, z: jax.jit(inner)(z.astype(x.dtype), y), inner(x, y))
+        return inner(again[:256].astype(x.dtype), y)
+
+    x, y = product_on_each(mesh).arguments
+    y = jax.ShapeDtypeStruct((256, 256), y.dtype, sharding=y.sharding)
+    found = kernels_of(trace(Lowering(run, (x, y)), V6E))
+    assert [(call.kernel, [shape for _, shape in call.operands]) for call in found] == [
+        ("product", [(512, 256), (256, 256)]),
+        ("product", [(256, 256), (256, 256)]),
+    ]
+
+
+@needs_libtpu
+def test_prices_come_as_they_are_known_and_are_kept(monkeypatch):
+    """Kept prices need no process and no compiler; a kernel is compiled once for the programs that contain it."""
+    mesh = described(V6E)
+    kernel = product_on_each(mesh)
+    twice = kernel._replace(function=lambda x, y: kernel.function(x, y) + kernel.function(x * 2, y))
+    large = layers(described(V6E, {"dp": 1, "tp": 4}), count=20, tokens=2**20, width=2**13)
+    asked = []
+    compiled = priced.compiled
+    monkeypatch.setattr(priced, "compiled", lambda jobs, **how: asked.append((len(jobs), how)) or compiled(jobs, **how))
+    first = dict(prices(V6E, [kernel, twice, kernel, large]))
+    assert asked == [(4, {"schedules": range(3, 4)})]
+    assert first[0] == first[2]
+    assert first[1].seconds is not None
+    assert first[0].seconds is not None
+    assert first[1].seconds > first[0].seconds > 0
+    assert first[0].doubts == first[1].doubts == []
+    assert (first[3].seconds, first[3].peak > V6E.memory) == (None, True)
+    three = kernel._replace(function=lambda x, y: kernel.function(x, y) + kernel.function(x * 3, y))
+    assert price_all(V6E, [three])[0].seconds == pytest.approx(first[1].seconds, rel=0.01)
+    assert asked[1:] == [(1, {"schedules": range(1, 1)})]  # the kernel's price was kept on its own
+    monkeypatch.setattr(compiling, "find_spec", lambda name: None)
+    again = dict(prices(V6E, [kernel, twice, kernel, large]))
+    assert [json.dumps(asdict(again[i])) for i in range(4)] == [json.dumps(asdict(first[i])) for i in range(4)]
+    monkeypatch.setattr(priced, "pricing_digest", lambda: "another way to price")
+    with pytest.raises(WanjaxError, match="libtpu, which is missing"):
+        price_all(V6E, [kernel])
+
+
+def test_a_price_of_another_compiler_is_forgotten(monkeypatch):
+    job = export(on_shapes(jnp.sin, (8, 128)), SLICES["v6e-1"])
+    installed = {"libtpu": "0.0.42.5"}
+    monkeypatch.setattr(priced, "version", lambda name: installed[name])
+    monkeypatch.setattr(priced, "versions", lambda *names: {x: installed[x] for x in names if x in installed})
+    monkeypatch.setattr(priced, "accepted", lambda: compiling.SpecifierSet("==0.0.42.*"))
+    priced._keep("prices", job, 1.0)
+    assert priced._recalled("prices", job) == 1.0
+    installed["libtpu"] = "0.0.42.6"
+    assert priced._recalled("prices", job) is None
+    del installed["libtpu"]  # where there is none, one that jax accepts will do
+    assert priced._recalled("prices", job) == 1.0
+    monkeypatch.setattr(priced, "accepted", lambda: compiling.SpecifierSet("==0.0.43.*"))
+    assert priced._recalled("prices", job) is None
+
+
+def test_the_files_that_price_are_there():
+    folder = Path(kept.__file__).parent
+    assert all((folder / f"{name}.py").is_file() for name in kept.PRICING)
+    assert len(kept.pricing_digest()) == len(kept.code_digest()) == 64
+
+
+@needs_libtpu
+def test_any_function_is_priced():
+    width, bias = 256, jnp.ones((1, 256), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((4096, width), jnp.bfloat16, sharding=PartitionSpec("dp"))
+    w = {"w": jax.ShapeDtypeStruct((width, width), jnp.bfloat16)}
+
+    def layer(x, tree):
+        return jax.nn.relu(x @ tree["w"] + bias)
+
+    found = wanjax.price(layer, x, w, mesh={"dp": 4}, chip="v6e-4", donate=[0])
+    assert found.arguments == 1024 * width * 2 + width * width * 2
+    assert found.seconds is not None
+    assert 0 < found.low <= found.seconds <= found.high
+    assert found.breakdown["matmuls"] > 0
+    assert found.collectives == []
+    summed = wanjax.price(lambda x: x.sum(0), x, mesh={"dp": 2, "tp": 2}, chip="v6e-4")
+    assert {row["devices"] for row in summed.collectives} == {2}
+
+
+def test_a_function_is_refused_in_one_sentence():
+    x = jax.ShapeDtypeStruct((8,), jnp.float32)
+    with pytest.raises(WanjaxError, match="the mesh tp=2 has 2 devices: v6e-8 has 8"):
+        wanjax.price(jnp.sin, x, mesh={"tp": 2})
+    with pytest.raises(WanjaxError, match="no TPU slice is named 'v9'"):
+        wanjax.price(jnp.sin, x, chip="v9")
+    with pytest.raises(compiling.CompilerError, match="does not compile for v6e-8: ValueError: Zero-dim"):
+        wanjax.price(lambda x: jnp.concatenate(x, 1.5), x)
+
+
+KINDS = """
+from wanjax.plan.chips import SLICES, described
+from wanjax.plan.worker import make_mesh
+for place in SLICES.values():
+    real = make_mesh(place.topology, place.devices, {"chips": place.devices}).abstract_mesh
+    assert real == described(place) and real.abstract_device == described(place).abstract_device, place
+"""
+
+
+@needs_libtpu
+def test_chips_are_described_as_the_compiler_does():
+    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    subprocess.run([sys.executable, "-c", KINDS], env=environment, check=True, capture_output=True)
+    assert len({replace(place, devices=1).chip.kind for place in SLICES.values()}) == 5
