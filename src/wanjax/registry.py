@@ -417,6 +417,7 @@ def outlined(
     settings: Settings,
     partitioner: Partitioner,
     *,
+    param_dtype: str | None = None,
     attention: str | None = None,
     compiler: str = SAFE,
     offload: bool | None = None,
@@ -428,7 +429,7 @@ def outlined(
     """
     architecture.check_attention(attention, settings.model)
     preset = presets().get(settings.model)
-    kept = preset.param_dtype if preset and preset.architecture else settings.dtype
+    kept = param_dtype or (preset.param_dtype if preset and preset.architecture else settings.dtype)
 
     def make(name: str) -> nnx.Module:
         known = family.network_of(architecture.networks[name])

@@ -11,7 +11,7 @@
 
 import math
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -107,15 +107,18 @@ def price_compiled(
     skip: Mapping[str, Container[int]] | None = None,
     *,
     words: int | None = None,
+    cheapest: bool = False,
 ) -> Price:
     """Prices one run of the program.
 
     `kernels` gives the seconds of kernels by their names in the module (`flash.3`, or `flash` for all such). A whole
     model needs it: it is compiled without schedules, and its kernels are compiled and priced on their own. `skip`
     gives, per kernel, the blocks among `undecided` whose branch is taken and skips the code that it guards. By default
-    all of that code runs, both sides of a choice too. `words` is that of `Schedule.run`.
+    all of that code runs, both sides of a choice too. `words` is that of `Schedule.run`. A choice between computations
+    takes the dearest, or with `cheapest` the cheapest.
     """
-    reader = _Reader(parse(compiled.module), compiled.slice.chip, compiled.schedules, kernels or {}, skip or {}, words)
+    how = (kernels or {}, skip or {}, words, min if cheapest else max)
+    reader = _Reader(parse(compiled.module), compiled.slice.chip, compiled.schedules, *how)
     items = reader.sequence(reader.module.entry, 1)
     return Price(tuple(items), tuple(reader.unpriced), tuple(reader.unknown_loops), reader.undecided)
 
@@ -142,9 +145,10 @@ class _Reader:
         kernels: Mapping[str, float],
         skip: Mapping[str, Container[int]],
         words: int | None,
+        choose: Callable[..., list[Item]],
     ):
         self.module, self.chip, self.schedules, self.kernels, self.skip = module, chip, schedules, kernels, skip
-        self.words = words
+        self.words, self.choose = words, choose
         self.undecided: dict[str, frozenset[int]] = {}
         self.unpriced: list[str] = []
         self.unknown_loops: list[str] = []
@@ -194,7 +198,7 @@ class _Reader:
             return self.sequence(self.module.computations[instruction.named("body")], times * (trips or 1))
         if instruction.opcode in ("call", "conditional"):
             inner = [self.module.computations[name] for name in branches(instruction)]
-            return max((self.sequence(part, times) for part in inner), key=lambda part: _sum(part).mid)
+            return self.choose((self.sequence(part, times) for part in inner), key=lambda part: _sum(part).mid)
         return [self.item(instruction, within, times)]
 
     def item(self, instruction: Instruction, within: Computation, times: int) -> Item:

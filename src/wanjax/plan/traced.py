@@ -6,7 +6,7 @@ and write; and the peak of live bytes if nothing is fused. Attention's scores ar
 holds them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -35,21 +35,15 @@ class Work:
 
 def price_lowering(machine: Machine, lowering: Lowering) -> Priced:
     """Prices a program with the machine's roofline."""
-    work = work_of(lowering)
-    bandwidth = machine.vectors * machine.bandwidth
-    seconds = {
-        "attention": work.attention / (machine.attention * machine.flops),
-        "matmuls": max(work.products / (machine.products * machine.flops), work.product_bytes / bandwidth)
-        + work.convolutions / (machine.convolutions * machine.flops),
-        "elementwise": 2 * work.written / bandwidth,
-        "copies": 0.0,
-        "communication": 0.0,
-    }
+    jaxpr = jax.make_jaxpr(lowering.function)(*lowering.arguments).jaxpr
+    work = work_of(jaxpr)
+    seconds = _seconds(machine, work)
     total = sum(seconds.values())
     return Priced(
         arguments=work.arguments,
         peak=work.arguments + work.alive,
         seconds=total,
+        least=sum(_seconds(machine, work_of(jaxpr, cheapest=True)).values()),
         low=total,
         high=total,
         breakdown=seconds,
@@ -57,22 +51,37 @@ def price_lowering(machine: Machine, lowering: Lowering) -> Priced:
     )
 
 
-def work_of(lowering: Lowering) -> Work:
-    """Traces a program of one device and counts its work."""
-    traced = jax.make_jaxpr(lowering.function)(*lowering.arguments)
+def _seconds(machine: Machine, work: Work) -> dict[str, float]:
+    """Returns the seconds of each part of the work."""
+    bandwidth = machine.vectors * machine.bandwidth
+    return {
+        "attention": work.attention / (machine.attention * machine.flops),
+        "matmuls": max(work.products / (machine.products * machine.flops), work.product_bytes / bandwidth)
+        + work.convolutions / (machine.convolutions * machine.flops),
+        "elementwise": 2 * work.written / bandwidth,
+        "copies": 0.0,
+        "communication": 0.0,
+    }
+
+
+def work_of(jaxpr: Jaxpr, *, cheapest: bool = False) -> Work:
+    """Counts the work of a program of one device, whose branches are the dearest or the cheapest ones."""
+    choose = min if cheapest else max
     counts: dict[str, int] = dict.fromkeys(("attention", "products", "convolutions", "product_bytes", "written"), 0)
-    for kind, flops, equation, times in _products(traced.jaxpr, "", 1):
+    for kind, flops, equation, times in _products(jaxpr, "", 1, choose):
         written = sum(_bytes(x) for x in equation.outvars)
         counts[kind] += times * flops
         if kind == "products":
             counts["product_bytes"] += times * (written + sum(_bytes(x) for x in equation.invars))
         if kind != "attention":
             counts["written"] += times * written
-    arguments = sum(_bytes(x) for x in traced.jaxpr.invars)
-    return Work(**counts, arguments=arguments, alive=_alive(traced.jaxpr, ""))
+    arguments = sum(_bytes(x) for x in jaxpr.invars)
+    return Work(**counts, arguments=arguments, alive=_alive(jaxpr, ""))
 
 
-def _products(jaxpr: Jaxpr, scope: str, times: int) -> Iterator[tuple[str, int, JaxprEqn, int]]:
+def _products(
+    jaxpr: Jaxpr, scope: str, times: int, choose: Callable[..., Jaxpr]
+) -> Iterator[tuple[str, int, JaxprEqn, int]]:
     """Yields every matrix product and convolution: its kind, its operations, its equation, and how often it runs."""
     for equation in jaxpr.eqns:
         within = f"{scope}/{equation.source_info.name_stack}"
@@ -88,10 +97,14 @@ def _products(jaxpr: Jaxpr, scope: str, times: int) -> Iterator[tuple[str, int, 
             yield "convolutions", 2 * prod(_shape(equation.outvars[0])) * prod(kernel) // outs, equation, times
         runs = equation.params["length"] if name == "scan" else 1
         parts = list(inner_jaxprs(equation))
-        if name == "cond":  # one of its branches runs: the one with the most work
-            parts = [max(parts, key=lambda part: sum(flops * n for _, flops, _, n in _products(part, within, 1)))]
+        if name == "cond":  # one of its branches runs
+            parts = [choose(parts, key=lambda part: _flops(part, within, choose))]
         for inner in parts:
-            yield from _products(inner, within, times * runs)
+            yield from _products(inner, within, times * runs, choose)
+
+
+def _flops(jaxpr: Jaxpr, scope: str, choose: Callable[..., Jaxpr]) -> int:
+    return sum(flops * times for _, flops, _, times in _products(jaxpr, scope, 1, choose))
 
 
 def _alive(jaxpr: Jaxpr, scope: str) -> int:

@@ -5,21 +5,35 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import nnx
 
+from wanjax.checkpoints.networks import network_of
 from wanjax.kernels.attention import passes_keys
 from wanjax.kernels.compiler_options import SAFE
-from wanjax.pipelines.blueprint import Blueprint
+from wanjax.layers.placement import as_shapes, placed
 from wanjax.pipelines.family import Architecture, Family
+from wanjax.pipelines.many import Order
+from wanjax.pipelines.pipeline import Pipeline
+from wanjax.pipelines.recording import needed_pictures
+from wanjax.pipelines.run import Run
 from wanjax.pipelines.settings import Settings
 from wanjax.plan.chips import Slice
 from wanjax.plan.meshes import choose_mesh
 from wanjax.plan.places import Place, axes_on, find_place, limit_of, mesh_on, priced_on, would_fit
 from wanjax.plan.priced import Priced
+from wanjax.programs import Instance, Program, Record, Site
+from wanjax.registry import outlined
 from wanjax.sharding import RULES, Partitioner
-from wanjax.training import planned
-from wanjax.training.adapters import LoraConfig
-from wanjax.training.optimizers import OptimizerConfig
+from wanjax.training.adapters import LoraConfig, adapt, is_factor
+from wanjax.training.encoded import NEGATIVE
+from wanjax.training.learning import Learning, everything, loss_alone, train
+from wanjax.training.objective import Batch, NoiseLevels, loss_of
+from wanjax.training.optimizers import OptimizerConfig, optimizer
+
+STEPS = 1000  # of the schedule of the rate, which costs nothing
 
 
 @dataclass(frozen=True)
@@ -82,11 +96,12 @@ def training_outlook(
         how = {"sp": sp, "ring": passes_keys(attention)}
         mesh = choose_mesh(place, work, guided=False, parameters=known.parameters, **how)
     axes = axes_on(place, mesh or (1, 1, 1))
-    blueprint = Blueprint(Partitioner(mesh_on(place, axes), RULES[rules]), jnp.dtype(settings.dtype), compiler)
-    kind: dict[str, Any] = {"pipeline": family.pipeline, "module": known.kind.modules[type(known.config)]}
-    arguments = {"architecture": architecture, "settings": settings, "clips": clips, "lora": lora}
-    arguments |= {"optimized": optimized, "attention": attention, "rules": known.kind.rules} | kind
-    programs = [(x.__name__, x(blueprint, **arguments)) for x in (planned.step, planned.forward)]
+    partitioner = Partitioner(mesh_on(place, axes), RULES[rules])
+    kept = "float32" if lora is None else settings.dtype
+    how = {"attention": attention, "compiler": compiler, "param_dtype": kept}
+    pipe = outlined(family, architecture, settings, partitioner, **how)
+    recorded = _recorded(pipe, settings, clips, lora, optimized)
+    programs = [(name, recorded[program].lowering) for name, program in (("step", train), ("forward", loss_alone))]
     step, forward = priced_on(place, programs, tell)
     asked = {"model": settings.model, "chip": chip, "mesh": axes, "rules": rules, "clips": clips}
     return TrainingOutlook(
@@ -98,6 +113,43 @@ def training_outlook(
         **_memory(settings, chip, place, step),
         **_seconds(step, forward),
     )
+
+
+def _recorded(
+    pipe: Pipeline, settings: Settings, clips: int, lora: LoraConfig | None, optimized: OptimizerConfig
+) -> dict[Program, Instance]:
+    """Records a step of training on clips with captions, and its loss alone."""
+    known, partitioner = pipe.architecture.networks["transformer"], pipe.partitioner
+    graphdef, weights = nnx.split(pipe.components.abstract().get("transformer"))
+
+    def adapted(rngs: nnx.Rngs) -> nnx.Module:
+        network = nnx.merge(graphdef, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), weights))
+        rules = network_of(known, pipe.components.kinds).rules
+        return network if lora is None else adapt(network, rules, lora, 0)[0]
+
+    made = Record()
+    network = placed(as_shapes(adapted), partitioner)
+    trained = everything if lora is None else is_factor
+    loss, way = loss_of(pipe, NoiseLevels()), optimizer(optimized, STEPS)
+    learning = Learning(network, loss, way, made, Site(partitioner, pipe.compiler), trained=trained)
+    batch, number = _batch(pipe, settings, clips), np.int32(0)
+    learning.take(learning.begin(), batch, number)
+    learning.loss(batch, number)
+    return {program.instance.program: program.instance for program in made.programs}
+
+
+def _batch(pipe: Pipeline, settings: Settings, clips: int) -> Batch:
+    """Returns a batch of clips of these settings as shapes on the host, as it is read from files."""
+    recorded = pipe.under(Record(), pipe.components.abstract())
+    (encoded,) = Run(recorded, [Order(settings, {})], needed_pictures(pipe, settings)).encode().values()
+    fields = {name: _of_clips(x, clips) for name, x in encoded._asdict().items() if x is not None}
+    told = {name: fields[name.removeprefix(NEGATIVE)] for name in fields if name.startswith(NEGATIVE)}
+    _, *latents = pipe.architecture.latent_shape(settings)
+    return Batch(jax.ShapeDtypeStruct((clips, *latents), jnp.float32), type(encoded)(**fields | told))
+
+
+def _of_clips(x: Any, clips: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((clips, *x.shape[1:]), x.dtype)
 
 
 def _seconds(step: Priced, forward: Priced) -> dict[str, Any]:
