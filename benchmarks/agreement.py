@@ -20,12 +20,14 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.attention_prices import splash_kernel
-from wanjax.programs import Lowering
 from wanjax.kernels.attention import IMPLEMENTATIONS
+from wanjax.pipelines.recording import record
 from wanjax.plan import described, find_slice
 from wanjax.plan.priced import price_all
-from wanjax.plan.stages import stages
-from wanjax.registry import presets
+from wanjax.plan.recorded import STEP, programs_of
+from wanjax.programs import Lowering
+from wanjax.registry import outline, outlined, presets
+from wanjax.sharding import RULES, Partitioner
 
 MODEL = "wan2.1-t2v-14b"
 NEAR = 0.2
@@ -83,10 +85,9 @@ def priced(measured: Measured) -> float:
     settings = replace(presets()[MODEL].defaults, height=measured.size[0], width=measured.size[1])
     place = find_slice(measured.chip)
     mesh = described(place, {"dp": 2, "sp": 1, "tp": place.devices // 2})
-    architecture = presets()[MODEL].architecture
-    assert architecture is not None
-    runs = stages(architecture, settings, mesh, attention="splash")
-    step = next(run.lowering for run in runs["denoise"] if run.name == "step")
+    family, architecture, _ = outline(MODEL)
+    pipe = outlined(family, architecture, settings, Partitioner(mesh, RULES["fsdp"]), attention="splash")
+    step = next(x.lowering for x in programs_of(record(pipe, settings)) if x.name == STEP)
     [found] = price_all(place, [with_splash(step)])
     assert found.seconds is not None, "it fits"
     return found.seconds

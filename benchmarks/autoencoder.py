@@ -11,11 +11,13 @@ import argparse
 from rich.console import Console
 from rich.table import Table
 
-from wanjax.programs import Lowering
 from wanjax.kernels.compiler_options import O1
+from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.plan import compile_program, described, find_slice, price_compiled
-from wanjax.plan.stages import stages
-from wanjax.registry import presets
+from wanjax.plan.recorded import programs_of
+from wanjax.programs import Lowering
+from wanjax.registry import outline, outlined, presets
+from wanjax.sharding import RULES, Partitioner
 
 LEVELS = {"O0": 9, "O1": O1, "O2": 29}  # XLA's numbers
 
@@ -37,9 +39,9 @@ def main() -> None:
     mesh = described(place, {"dp": 1, "sp": 1, "tp": place.devices})
     stage = "encode" if options.encode else "decode"
     names = (f"{stage}_first", f"{stage}_next")
-    architecture = presets()[options.model].architecture
-    assert architecture is not None
-    runs = stages(architecture, video, mesh)[stage]
+    family, architecture, _ = outline(options.model)
+    pipe = outlined(family, architecture, video, Partitioner(mesh, RULES["fsdp"]))
+    runs = programs_of(record(pipe, video, needed_pictures(pipe, video)))
     table = Table(title=f"{options.model}, {video.width}x{video.height}, {options.chip}")
     for column in ("program", "level", "compiled in, s", "priced, ms", "runs", "peak, GiB"):
         table.add_column(column)

@@ -58,13 +58,18 @@ def measure(program: Lowering, budget: float) -> Measured:
 
 
 def made_up(shapes: Any) -> Any:
-    """Returns arrays for shapes with shardings: small numbers, so that nothing overflows, the same every time."""
+    """Returns arrays for shapes: small numbers, so that nothing overflows, the same every time.
+
+    A shape without a sharding becomes an array of the host.
+    """
     leaves, tree = jax.tree.flatten(shapes)
     return jax.tree.unflatten(tree, [_array(leaf, index) for index, leaf in enumerate(leaves)])
 
 
-def _array(leaf: jax.ShapeDtypeStruct, index: int) -> jax.Array:
+def _array(leaf: jax.ShapeDtypeStruct, index: int) -> Any:
     """Returns an array, of which each device's part is made on the host; nothing is compiled."""
+    if leaf.sharding is None:
+        return _of_host(leaf, index)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.device_put(jax.random.split(jax.random.key(0), prod(leaf.shape)).reshape(leaf.shape), leaf.sharding)
     waves = _waves(leaf.shape, 1.0 + index % 11)
@@ -75,11 +80,17 @@ def _array(leaf: jax.ShapeDtypeStruct, index: int) -> jax.Array:
             x = x * wave[size].reshape([-1 if i == axis else 1 for i in range(len(place))])
         if leaf.dtype == np.bool_ or np.issubdtype(leaf.dtype, np.integer):
             return np.full(x.shape, 1 + index % 7).astype(leaf.dtype)
-        if not leaf.shape:  # of a schedule: noise levels, each another one
-            x = np.full((), 0.9 / (1 + index % 13), np.float32)
         return x.astype(leaf.dtype)
 
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
+
+
+def _of_host(leaf: jax.ShapeDtypeStruct, index: int) -> np.ndarray:
+    """Returns small whole numbers or, as a schedule has them, falling noise levels between 0 and 1."""
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return np.full(leaf.shape, 1 + index % 7).astype(leaf.dtype)
+    levels = 0.9 / (1 + index % 13 + np.arange(prod(leaf.shape), dtype=np.float32))
+    return levels.reshape(leaf.shape).astype(leaf.dtype)
 
 
 def _waves(shape: tuple[int, ...], pitch: float) -> list[np.ndarray]:

@@ -15,16 +15,18 @@ from jax.sharding import AbstractMesh, Mesh
 from wanjax.bench.kernels import CLOSE, COLLECTIVES, attend, check_attention, exchange
 from wanjax.bench.modelled import Build, Known, known
 from wanjax.bench.programs import Measured, distance, measure, mesh_of
-from wanjax.programs import Lowering
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import choose
 from wanjax.kernels.compiler_options import FAST, SAFE, SETS
-from wanjax.pipelines.family import Architecture, auto_axes
+from wanjax.pipelines.family import Architecture, Family, auto_axes
+from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.pipelines.settings import Settings
-from wanjax.plan.stages import stages
-from wanjax.sharding import MESH_AXES
+from wanjax.plan.recorded import STEP, programs_of
+from wanjax.programs import Lowering
+from wanjax.registry import outlined
+from wanjax.sharding import MESH_AXES, RULES, Partitioner
 
-PROGRAMS = {"encode_prompts": "text", "step": "a step", "decode_first": "first frames", "decode_next": "later frames"}
+PROGRAMS = {"encode_prompts": "text", STEP: "a step", "decode_first": "first frames", "decode_next": "later frames"}
 SAME_ANSWER = {"float32": 1e-4, "bfloat16": 3e-2}  # relative L2 distance between two sets of compiler options
 WORTH = 0.99  # of the other set's seconds: a set is kept instead of `safe` if it takes less
 Tell = Callable[[str], Any]
@@ -100,13 +102,16 @@ class Bench:
         return asdict(self) | {"rows": [asdict(row) | {"ratio": row.ratio} for row in self.rows]}
 
 
-def bench(architecture: Architecture, defaults: Settings, scale: Scale, *, quick: bool, tell: Tell) -> Bench:
+def bench(
+    family: Family, architecture: Architecture, defaults: Settings, scale: Scale, *, quick: bool, tell: Tell
+) -> Bench:
     """Runs all measurements; `tell` receives a sentence before each."""
     settings = sized(defaults, scale, architecture)
     devices = jax.devices()
     here = known(devices)
     axes = axes_of(architecture, settings, len(devices))
-    suite = Suite(architecture, settings, scale, devices[: axes["dp"] * axes["sp"] * axes["tp"]], here, axes, tell)
+    used = devices[: axes["dp"] * axes["sp"] * axes["tp"]]
+    suite = Suite(family, architecture, settings, scale, used, here, axes, tell)
     exact = suite.exact()
     rows = [suite.attention(), *suite.programs(), *suite.messages()]
     differ, better = suite.compare(rows)
@@ -135,6 +140,7 @@ class Suite:
 
     def __init__(
         self,
+        family: Family,
         architecture: Architecture,
         settings: Settings,
         scale: Scale,
@@ -143,6 +149,7 @@ class Suite:
         axes: Mapping[str, int],
         tell: Tell,
     ):
+        self.family = family
         self.architecture = architecture
         self.settings = settings
         self.scale = scale
@@ -184,11 +191,11 @@ class Suite:
         for set_ in SETS:
             mine = self.programs_on(mesh_of(self.axes, self.devices), set_)
             for name, lowering in mine.items():
-                if set_ == FAST and (name != "step" or not self._differs(lowering)):
+                if set_ == FAST and (name != STEP or not self._differs(lowering)):
                     continue
                 build = partial(self._program, name, set_)
                 row, made = self._row(PROGRAMS[name], self._shape(name), set_, build, self.here, self.axes)
-                if name == "step" and made is not None:
+                if name == STEP and made is not None:
                     self._steps[set_] = made
                 yield row
 
@@ -197,10 +204,13 @@ class Suite:
     ) -> dict[str, Lowering]:
         """Returns the programs on a mesh, by their names, with as many layers as the scale keeps."""
         if (found := self._built.get((mesh, compiler, attention))) is None:
-            few, found = reduced(self.architecture, self.scale.layers), {}
-            for part, settings in (("encode", self.settings), ("denoise", self.settings), ("decode", self.decoded)):
-                runs = stages(few, settings, mesh, compiler=compiler, attention=attention)[part]
-                found |= {run.name: run.lowering for run in runs if run.name in PROGRAMS}
+            few = reduced(self.architecture, self.scale.layers)
+            how = {"attention": attention, "compiler": compiler}
+            found = {}
+            for settings, parts in ((self.settings, ("encode", "denoise")), (self.decoded, ("decode",))):
+                pipe = outlined(self.family, few, settings, Partitioner(mesh, RULES["fsdp"]), **how)
+                made = programs_of(record(pipe, settings, needed_pictures(pipe, settings)))
+                found |= {x.name: x.lowering for x in made if x.stage in parts and x.name in PROGRAMS}
             self._built[mesh, compiler, attention] = found
         return {name: found[name] for name in PROGRAMS if name in found}
 
@@ -209,7 +219,7 @@ class Suite:
 
     def _differs(self, fast: Lowering) -> bool:
         """Tells whether a step's compiler options are others than those of the set `safe`."""
-        safe = self.programs_on(mesh_of(self.axes, self.devices), SAFE)["step"]
+        safe = self.programs_on(mesh_of(self.axes, self.devices), SAFE)[STEP]
         return fast.compiler_options != safe.compiler_options
 
     def messages(self) -> Iterator[Row]:
@@ -238,7 +248,7 @@ class Suite:
         chosen = self.settings
         if name == "encode_prompts":
             return f"2 prompts{self._kept}"
-        if name == "step":
+        if name == STEP:
             return f"{self.work.tokens} tokens, {'two prompts' if chosen.guided else 'one prompt'}{self._kept}"
         return f"{self.decoded.width}x{self.decoded.height}"
 
