@@ -273,8 +273,12 @@ def _scheduled_by(scheduler: str | Scheduler | None, found: Checkpoint) -> Check
     """Returns the checkpoint with this scheduler in place of its own, if one is given."""
     if scheduler is None:
         return found
-    shapes = found.architecture
-    return replace(found, architecture=replace(shapes, scheduler=successor(scheduler, shapes.scheduler)))
+    return replace(found, architecture=with_scheduler(found.architecture, scheduler))
+
+
+def with_scheduler(architecture: Architecture, scheduler: str | Scheduler) -> Architecture:
+    """Returns the architecture with this scheduler in place of its own."""
+    return replace(architecture, scheduler=successor(scheduler, architecture.scheduler))
 
 
 def _pipeline(found: Checkpoint, way: Loading) -> Pipeline:

@@ -103,6 +103,7 @@ def main(ctx: click.Context) -> None:
 @options.compute
 @options.devices
 @options.tile
+@options.offload
 @options.profile
 @options.preview
 @options.own_folder
@@ -215,15 +216,18 @@ def decode(report: Report, **given: Any) -> None:
 @click.argument("model", required=False, shell_complete=complete_models)
 @options.model_again
 @options.chip
+@options.quoted
+@options.pictures
 @options.shape
-@options.steps
-@options.guidance_scale
-@options.cache
+@options.denoising
+@options.lora
 @options.attention
 @options.batch_guidance
 @options.compute
 @options.mesh
 @options.rules
+@options.tile
+@options.offload
 @train_options.priced
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @defaults.config
@@ -231,7 +235,8 @@ def plan(model: str | None, model_option: str | None, **given: Any) -> None:
     """Price a video with MODEL, or nano, without the chips.
 
     Prints the memory of each stage, the seconds of a step and of the run, and what limits them. Programs for TPUs are
-    compiled by the TPU's own compiler and priced; other devices are priced by a stated model. No weights are loaded.
+    compiled by the TPU's own compiler and priced; other devices are priced by a stated model. No weights are loaded,
+    and a LoRA, which is merged into them, changes no price. Pictures that are not given are of the video's own size.
     With --train a step of training is priced in place of a video.
     """
     from wanjax.cli import planning
@@ -243,22 +248,25 @@ def plan(model: str | None, model_option: str | None, **given: Any) -> None:
 
 @main.command()
 @options.model
+@options.quoted
 @options.pictures
 @options.shape
 @options.denoising
+@options.lora
 @options.attention
 @options.batch_guidance
 @options.compute
 @options.devices
 @options.tile
+@options.offload
 @options.quiet
 @defaults.config
 @click.pass_obj
 def warmup(report: Report, **given: Any) -> None:
     """Compile all programs that a run needs.
 
-    Loads the model and takes the first steps of each stage, so that `generate` with the same options begins at once.
-    The compiled programs stay in the user's cache. Other options, code or devices never use them.
+    Records a run without loading its weights, so that `generate` with the same options begins at once. The compiled
+    programs stay in the user's cache. Other options, code or devices never use them.
     """
     from wanjax.cli import warming
 

@@ -299,6 +299,16 @@ batch_guidance = click.option(
     is_flag=True,
     help="Run prompt and negative prompt as a batch of two: more memory, and on some devices faster.",
 )
+quoted = click.option(
+    "--prompt",
+    metavar="TEXT",
+    help="A prompt like those to come: some models run another encoder where text is quoted.",
+)
+offload = click.option(
+    "--offload/--no-offload",
+    default=None,
+    help="Free each network after its stage.  [default: free it; with several videos, where the next would not fit]",
+)
 tile = click.option("--tile", is_flag=True, help="Decode frames in tiles, for frames that would not fit.")
 compute = together(
     click.option("--dtype", type=click.Choice(DTYPES), help="What the networks compute in."),

@@ -10,12 +10,16 @@ from rich.console import Console
 from rich.table import Table
 
 from wanjax import registry
-from wanjax.cli.stages import given_settings
+from wanjax.cli.stages import checked_settings, given_settings, loras_of
 from wanjax.kernels.compiler_options import SAFE
+from wanjax.layers.tiling import Tiling
+from wanjax.media.pictures import Pictures
 from wanjax.pipelines.cache_rules import NONE
+from wanjax.pipelines.pipeline import Pipeline
+from wanjax.pipelines.settings import Settings
 from wanjax.plan.outlook import Outlook, outlook
 from wanjax.plan.training import TrainingOutlook, training_outlook
-from wanjax.sharding import find_rules, is_auto, parse_auto, parse_mesh
+from wanjax.sharding import ONE_DEVICE, find_rules, is_auto, parse_auto, parse_mesh
 from wanjax.training.adapters import LoraConfig
 from wanjax.training.optimizers import OptimizerConfig
 
@@ -25,28 +29,40 @@ GIB = 2**30
 def plan(*, model: str, chip: str, mesh: str | None, compiler: str | None, as_json: bool, **given: Any) -> None:
     """Prices a video, and prints a table or JSON."""
     jax.config.update("jax_platforms", "cpu")  # the priced chips need not be present
-    names = ("train", "lora_rank", "full", "batch", "optimizer")
-    train, rank, full, clips, optimizer = (given.pop(name) for name in names)
+    training = {name: given.pop(name) for name in ("train", "lora_rank", "full", "batch", "optimizer")}
     rules = given.pop("rules") or "fsdp"
     find_rules(rules)
     axes, sp = (None, parse_auto(mesh)) if mesh is None or is_auto(mesh) else (parse_mesh(mesh), None)
+    how = {"sp": sp, "rules": rules, "compiler": compiler or SAFE, "attention": given.pop("attention")}
     family, architecture, defaults = registry.outline(model)
-    attention, batch_guidance = given.pop("attention"), given.pop("batch_guidance")
-    chosen = given_settings(**given)
-    settings = defaults.updated({"dtype": "float32" if chip == "cpu" else "bfloat16"} | chosen)
-    settings.check(spatial=architecture.grid, temporal=architecture.vae.temporal_factor)
-    if train:
-        how = {"lora": None if full else LoraConfig(rank), "optimized": OptimizerConfig(optimizer), "clips": clips}
-        how |= {"sp": sp, "rules": rules, "compiler": compiler or SAFE, "attention": attention}
+    if (scheduler := given.pop("scheduler")) is not None:
+        architecture = registry.with_scheduler(architecture, scheduler)
+    defaults = defaults.updated({"dtype": "float32" if chip == "cpu" else "bfloat16"})
+    pictures, settings = _video(registry.outlined(family, architecture, defaults, ONE_DEVICE), given)
+    if training["train"]:
+        lora = None if training["full"] else LoraConfig(training["lora_rank"])
+        how |= {"lora": lora, "optimized": OptimizerConfig(training["optimizer"]), "clips": training["batch"]}
         step = training_outlook(family, architecture, settings, chip, axes, **how)
         click.echo(json.dumps(step.to_json(), indent=2)) if as_json else show_training(step, Console())
         return
-    options = {"rules": rules, "attention": attention, "batch_guidance": bool(batch_guidance)}
-    found = outlook(family, architecture, settings, chip, axes, sp=sp, compiler=compiler or SAFE, **options)
+    how |= {"batch_guidance": bool(given["batch_guidance"]), "tiling": Tiling() if given["tile"] else None}
+    how |= {"pictures": pictures, "offload": given["offload"] is not False}
+    found = outlook(family, architecture, settings, chip, axes, **how)
     if as_json:
         click.echo(json.dumps(found.to_json(), indent=2))
     else:
         show(found, Console())
+
+
+def _video(pipe: Pipeline, given: dict[str, Any]) -> tuple[Pictures | None, Settings]:
+    """Returns the given pictures, None where there are none, and the settings of the video."""
+    chosen = given_settings(**given)
+    loras_of(chosen)  # one that is misspelled is told
+    settings = checked_settings(chosen, given, pipe.defaults.to_json())
+    files = {name: chosen[name] for name in Pictures._fields if chosen.get(name)}
+    if not files:
+        return None, pipe.settings(**settings)
+    return pipe.prepare(**files, **settings)
 
 
 def show_training(found: TrainingOutlook, console: Console) -> None:
@@ -94,12 +110,13 @@ def show(found: Outlook, console: Console) -> None:
 
 def _stages(found: Outlook) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("stage", "weights and inputs", "beside them", "peak a chip", "to spare", "seconds"):
+    for column in ("stage", "weights and inputs", "beside them", "kept", "peak a chip", "to spare", "seconds"):
         table.add_column(column, justify="left" if column == "stage" else "right")
     for name, stage in found.stages.items():
         sizes = (
             stage.weights_bytes_per_chip,
             stage.activation_bytes_per_chip,
+            stage.kept_bytes_per_chip,
             stage.peak_bytes_per_chip,
             stage.spare_bytes_per_chip,
         )
@@ -130,7 +147,13 @@ def _summary(found: Outlook) -> list[str]:
         lines.append(
             f"{found.dense_steps} of {found.steps} steps take all of attention: {found.dense_step_seconds:.3f} s each"
         )
-    if found.reusing_step_seconds and found.step_seconds:
+    if found.reusing_step_seconds_least is not None:
+        lines.append(
+            f"a step decides whether it reuses what another kept ({found.cache}): up to {found.reusing_steps} of "
+            f"{found.steps} steps may, at {found.reusing_step_seconds_least:.3f} s each where {found.reusing_step_seconds:.3f}"
+            " s are taken otherwise"
+        )
+    elif found.reusing_step_seconds and found.step_seconds:
         share = found.reusing_steps / found.steps
         mean = (1 - share) * found.step_seconds + share * found.reusing_step_seconds
         lines.append(
@@ -138,7 +161,7 @@ def _summary(found: Outlook) -> list[str]:
             f"{found.reusing_step_seconds:.3f} s each, {mean:.3f} s a step on average"
         )
     elif found.cache != NONE.name:
-        lines.append(f"which steps reuse what another kept ({found.cache}) is not known ahead: all are priced as whole")
+        lines.append(f"which steps reuse what another kept ({found.cache}) is not known ahead: all that may be whole are so")
     for item in found.collectives:
         lines.append(
             f"{item['operation']} over {item['devices']} devices: {item['times']} a step, "
@@ -150,7 +173,8 @@ def _summary(found: Outlook) -> list[str]:
         )
     if found.total_seconds is not None:
         compiling = f", after {found.compile_seconds:.0f} s of compiling (here)" if found.compile_seconds else ""
-        lines.append(f"the whole run: {found.total_seconds:.1f} s{compiling}")
+        least = "" if found.total_seconds_least is None else f"{found.total_seconds_least:.1f} to "
+        lines.append(f"the whole run: {least}{found.total_seconds:.1f} s{compiling}")
     lines.append(
         f"download: at most {found.download_bytes_at_most / 1e9:.1f} GB, if stored in float32; on disk, converted: "
         f"{found.disk_bytes / 1e9:.1f} GB"

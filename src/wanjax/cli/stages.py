@@ -129,9 +129,9 @@ class Rendering:
         self.profile: Path | None = given.get("profile")
         self.drawn = chosen.get("seed") == DRAW
         self.batch_guidance = bool(given.get("batch_guidance"))
-        loras = _loras(chosen) if "lora" in given else []  # only denoising uses them
+        loras = loras_of(chosen) if "lora" in given else []  # only denoising uses them
         self.pipe = self._load(chosen, given, loras)
-        settings = _checked(chosen, given, self.pipe.defaults.to_json())
+        settings = checked_settings(chosen, given, self.pipe.defaults.to_json())
         files = {name: described(chosen[name]) for name in Pictures._fields if chosen.get(name)}
         del settings["model"]  # the pipeline's own name of it holds in any folder
         if left is None:
@@ -436,7 +436,7 @@ def _model(chosen: Mapping[str, Any]) -> str:
     return name if name in registry.presets() else described(name)
 
 
-def _loras(chosen: Mapping[str, Any]) -> list[Lora]:
+def loras_of(chosen: Mapping[str, Any]) -> list[Lora]:
     """Returns the chosen LoRAs, files by their full paths as for a model."""
     texts = chosen.get("lora", [])
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
@@ -457,7 +457,7 @@ def _dtype(chosen: Mapping[str, Any]) -> str | None:
     return dtype
 
 
-def _checked(chosen: Mapping[str, Any], given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def checked_settings(chosen: Mapping[str, Any], given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the chosen settings of the model, each of its default's type.
 
     Raises WanjaxError for a setting of another type, and for a given option that this model does not have.

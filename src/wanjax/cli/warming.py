@@ -17,7 +17,7 @@ def warmup(report: Report, **given: Any) -> None:
     """Compiles all programs that `generate` runs with these options; no weights are loaded."""
     meet(report, given.get("processes"))
     with TemporaryDirectory(prefix="wanjax-warmup-") as folder:
-        made = Rendering(report, Path(folder), {"prompt": "", **given})
+        made = Rendering(report, Path(folder), given | {"prompt": given["prompt"] or ""})
         with report.stage("record"):
             told = {"tiling": made.tiling, "batch_guidance": made.batch_guidance}
             programs = record(made.pipe, made.settings, made.pictures, **told).programs
