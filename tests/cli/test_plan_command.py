@@ -150,6 +150,14 @@ def test_the_pace_of_a_video_made_by_blocks():
     assert alone.frames_a_second is None
 
 
+def test_each_price_is_told_once_it_is_known():
+    told = []
+    family, shapes, video = outline("nano")
+    outlook.outlook(family, shapes, video, "h200", tell=lambda *known: told.append(known))
+    names = [run.name for stage in stages(shapes, video, one_device()).values() for run in stage]
+    assert told == [(name, number + 1, len(names)) for number, name in enumerate(names)]
+
+
 def test_how_often_each_program_runs():
     mesh = described(SLICES["v6e-8"], {"dp": 1, "sp": 1, "tp": 8})
     runs = stages(NETWORKS, VIDEO, mesh)

@@ -4,6 +4,7 @@
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from typing import Any, NamedTuple
@@ -103,7 +104,7 @@ def _made(programs: Mapping[str, _Asked]) -> Iterator[tuple[str, Priced]]:
     calls: dict[str, tuple[Call, Job]] = {}
     needed: dict[str, dict[Call, str]] = {}  # the kernels of each program, by the names of their jobs
     for name, program in programs.items():
-        jobs = {call: export(kernel, program.job.slice) for call, kernel in program.kernels.items()}
+        jobs = _exported(program)
         needed[name] = {call: _name(job) for call, job in jobs.items()}
         calls |= {_name(job): (call, job) for call, job in jobs.items()}
     for name, (_, job) in calls.items():
@@ -124,6 +125,15 @@ def _made(programs: Mapping[str, _Asked]) -> Iterator[tuple[str, Priced]]:
         for done in [done for done in waiting if seconds.keys() >= set(needed[done].values())]:
             known = {call: seconds[kernel] for call, kernel in needed[done].items()}
             yield done, _with_kernels(waiting.pop(done), known)
+
+
+def _exported(program: _Asked) -> dict[Call, Job]:
+    """Returns the jobs of a program's kernels; one that cannot be lowered alone is left out, and has no price."""
+    found: dict[Call, Job] = {}
+    for call, kernel in program.kernels.items():
+        with suppress(CompilerError):
+            found[call] = export(kernel, program.job.slice)
+    return found
 
 
 def _name(job: Job) -> str:
