@@ -15,7 +15,6 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from rich.table import Table
 
 from benchmarks.workloads import Workload
-from wanjax.programs import Lowering
 from wanjax.kernels.attention import IMPLEMENTATIONS, attention
 from wanjax.plan import (
     SLICES,
@@ -27,6 +26,7 @@ from wanjax.plan import (
     price_compiled,
 )
 from wanjax.plan.kernels import rare_work
+from wanjax.programs import Lowering
 
 SPLASH_TILES = ((2048, 1024, 512), (3328, 2816, 256))  # block_q, block_kv and block_kv_compute
 LARGEST_SCORES = 16e9  # bytes; with more, the plain formula fits no chip

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs, executed and recorded, and what becomes of compiler options that XLA refuses. The refusals are XLA's own."""
+"""Programs, executed and recorded. Refusals of compiler options are XLA's own."""
 
 import warnings
 

@@ -17,7 +17,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import wanjax
 from tests.support.plan_programs import layers, on_shapes, product_kernel, product_on_each
-from wanjax.programs import Lowering
 from wanjax.errors import WanjaxError
 from wanjax.plan import compile as compiling
 from wanjax.plan import kept, priced
@@ -26,6 +25,7 @@ from wanjax.plan.compile import ENVIRONMENT
 from wanjax.plan.exporting import export, trace
 from wanjax.plan.kernels import kernels_of
 from wanjax.plan.priced import price_all, prices
+from wanjax.programs import Lowering
 
 needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
 V6E = SLICES["v6e-4"]

@@ -8,12 +8,12 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
-from wanjax.programs import Lowering
 from wanjax.errors import WanjaxError
 from wanjax.plan.chips import KINDS, SLICES
 from wanjax.plan.exporting import CompilerError
 from wanjax.plan.places import Place, mesh_on, priced_on
 from wanjax.plan.roofline import Machine, machines
+from wanjax.programs import Lowering
 
 COMPILER, MODEL = "the chip's compiler", "a stated model"
 Build = Callable[[Mesh | AbstractMesh, str | None], Lowering]  # of a mesh and an implementation of attention

@@ -148,10 +148,10 @@ def _summary(found: Outlook) -> list[str]:
             f"{found.dense_steps} of {found.steps} steps take all of attention: {found.dense_step_seconds:.3f} s each"
         )
     if found.reusing_step_seconds_least is not None:
+        either = f"{found.reusing_step_seconds_least:.3f} s each, or {found.reusing_step_seconds:.3f} s"
         lines.append(
-            f"a step decides whether it reuses what another kept ({found.cache}): up to {found.reusing_steps} of "
-            f"{found.steps} steps may, at {found.reusing_step_seconds_least:.3f} s each where {found.reusing_step_seconds:.3f}"
-            " s are taken otherwise"
+            f"up to {found.reusing_steps} of {found.steps} steps reuse what another kept ({found.cache}), as the video "
+            f"decides: {either}"
         )
     elif found.reusing_step_seconds and found.step_seconds:
         share = found.reusing_steps / found.steps
@@ -161,7 +161,9 @@ def _summary(found: Outlook) -> list[str]:
             f"{found.reusing_step_seconds:.3f} s each, {mean:.3f} s a step on average"
         )
     elif found.cache != NONE.name:
-        lines.append(f"which steps reuse what another kept ({found.cache}) is not known ahead: all that may be whole are so")
+        lines.append(
+            f"which steps reuse what another kept ({found.cache}) is not known ahead: all that may be whole are so"
+        )
     for item in found.collectives:
         lines.append(
             f"{item['operation']} over {item['devices']} devices: {item['times']} a step, "

@@ -457,7 +457,9 @@ def _dtype(chosen: Mapping[str, Any]) -> str | None:
     return dtype
 
 
-def checked_settings(chosen: Mapping[str, Any], given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def checked_settings(
+    chosen: Mapping[str, Any], given: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> dict[str, Any]:
     """Returns the chosen settings of the model, each of its default's type.
 
     Raises WanjaxError for a setting of another type, and for a given option that this model does not have.

@@ -19,12 +19,12 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from wanjax.programs import Lowering
 from wanjax.errors import WanjaxError
 from wanjax.plan.chips import Slice, find_slice
 from wanjax.plan.exporting import CompilerError, Job, export, refusal
 from wanjax.plan.roofline import machines
 from wanjax.plan.schedule import Schedule, read_dump
+from wanjax.programs import Lowering
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",

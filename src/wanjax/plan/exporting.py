@@ -16,9 +16,9 @@ import jax
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, NamedSharding
 
-from wanjax.programs import Lowering
 from wanjax.errors import WanjaxError
 from wanjax.plan.chips import Slice, described
+from wanjax.programs import Lowering
 
 LOCATIONS = "jax_traceback_in_locations_limit"
 

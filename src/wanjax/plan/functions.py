@@ -7,9 +7,9 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from wanjax.programs import Lowering
 from wanjax.plan.chips import described, find_slice
 from wanjax.plan.priced import Priced, price_all
+from wanjax.programs import Lowering
 
 
 def price(

@@ -62,8 +62,9 @@ class Outlook:
     the step cache kept, and `dense_steps`, the first under radial attention, take all of attention; fields named
     `step_...` are those of the others. Where a step decides on the device whether it reuses, `reusing_step_seconds` are
     those of one that does not, `reusing_step_seconds_least` of one that does, and `total_seconds_least` count as many
-    of the latter as there may be. `peak_bytes_per_chip` is that of the whole run. `frames_a_second` is the pace of a video whose frames come while it is made,
-    once a block sees a full window, with the decoder; it is to be compared with `fps`, at which the video is played.
+    of the latter as there may be. `peak_bytes_per_chip` is that of the whole run. `frames_a_second` is the pace of a
+    video whose frames come while it is made, once a block sees a full window, with the decoder; it is to be compared
+    with `fps`, at which the video is played.
     """
 
     model: str

@@ -14,10 +14,10 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from wanjax.programs import Lowering
 from wanjax.plan.kernels import inner_jaxprs
 from wanjax.plan.priced import Priced
 from wanjax.plan.roofline import Machine
+from wanjax.programs import Lowering
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from wanjax.programs import without_refused
 from wanjax.plan.compile import DUMPED
+from wanjax.programs import without_refused
 from wanjax.sharding import arrange
 
 AT_ONCE = 2  # compilations, each of one core and up to four gigabytes
