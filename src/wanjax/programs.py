@@ -187,7 +187,7 @@ def _shape(x: Any, partitioner: Partitioner) -> jax.ShapeDtypeStruct:
         x = np.asarray(x)
         return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
     if (sharding := x.sharding) is None:
-        return x
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
     spec = sharding.spec if isinstance(sharding, NamedSharding) and not partitioner.alone else PartitionSpec()
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(partitioner.mesh, _trimmed(spec)))
 
@@ -263,7 +263,7 @@ EXECUTE = Execute()
 
 def _on(x: Any, partitioner: Partitioner) -> Any:
     """Returns an argument on the devices of a mesh: an array from elsewhere is copied to each."""
-    if not isinstance(x, jax.Array) or (x.sharding.device_set == set(partitioner.mesh.devices.flat)):
+    if not isinstance(x, jax.Array) or x.sharding.device_set == partitioner.replicated.device_set:
         return x
     if not x.committed and x.is_fully_addressable:
         return np.asarray(x) if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x

@@ -9,6 +9,7 @@ from math import prod
 import pytest
 from click.testing import CliRunner
 
+from tests.support.recorded import counted, programs
 from tests.support.small_wan import TEXT, VIDEO, architecture, causal_pipeline
 from wanjax.cli import main
 from wanjax.errors import WanjaxError
@@ -16,14 +17,13 @@ from wanjax.kernels.attention import passes_keys
 from wanjax.models.wan.flops import context_flops
 from wanjax.pipelines.wan.programs import TEXT_LENGTH
 from wanjax.plan import compile as compiling
-from wanjax.plan import kept, outlook, places, priced, traced
+from wanjax.plan import kept, outlook, places, priced
 from wanjax.plan.chips import SLICES, described
 from wanjax.plan.exporting import export
 from wanjax.plan.meshes import choose_mesh, meshes
 from wanjax.plan.priced import Priced
-from wanjax.plan.stages import stages
-from wanjax.registry import outline
-from wanjax.sharding import choose_axes
+from wanjax.registry import outline, outlined
+from wanjax.sharding import RULES, Partitioner, choose_axes
 
 NETWORKS = architecture(4)
 GIB = 2**30
@@ -38,9 +38,10 @@ def _cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-def one_device():
-    """Returns the mesh of a device that is modelled."""
-    return places.mesh_on(places.find_place("h200"), {})
+def pipeline(shapes, video, mesh=None, **how):
+    """Returns the pipeline of Wan networks of these shapes, on one device that is modelled, or on a mesh."""
+    mesh = places.mesh_on(places.find_place("h200"), {}) if mesh is None else mesh
+    return outlined(outline("nano")[0], shapes, video, Partitioner(mesh, RULES["fsdp"]), **how)
 
 
 def plan(*arguments: str) -> dict:
@@ -58,8 +59,11 @@ def test_json_has_every_documented_entry():
     for stage in found["stages"].values():
         assert 0 < stage["weights_bytes_per_chip"] < stage["peak_bytes_per_chip"] < found["memory_per_chip"]
     assert sum(found["step_breakdown"].values()) == pytest.approx(found["step_seconds"])
-    context = found["stages"]["denoise"]["seconds"] - 7 * found["step_seconds"]
-    assert 0 < context < found["step_seconds"]
+    rows = {row["name"]: row for row in found["programs"]}
+    assert rows["step"]["times"] == 7
+    others = found["stages"]["denoise"]["seconds"] - 7 * found["step_seconds"]
+    assert others == pytest.approx(sum(rows[name]["seconds"] for name in ("begin", "context", "finish")))
+    assert found["peak_bytes_per_chip"] == max(stage["peak_bytes_per_chip"] for stage in found["stages"].values())
     assert found["total_seconds"] == pytest.approx(sum(stage["seconds"] for stage in found["stages"].values()))
     assert 0 < found["mfu"] < 1
     assert found["disk_bytes"] < found["download_bytes_at_most"] < 3 * found["disk_bytes"]
@@ -123,8 +127,8 @@ def test_advice_when_a_video_does_not_fit(monkeypatch):
 
 
 def test_a_trace_counts_what_the_formula_does():
-    runs = stages(NETWORKS, VIDEO, one_device(), attention="reference")["denoise"]
-    context, step = (traced.work_of(run.lowering) for run in runs)
+    found = {run.name: counted(run) for run in programs(pipeline(NETWORKS, VIDEO, attention="reference"), VIDEO)}
+    context, step = found["context"], found["step"]
     formula = NETWORKS.forward(VIDEO).flops
     assert context.attention + context.products == 2 * context_flops(NETWORKS.transformer, text=TEXT_LENGTH)
     assert step.attention + step.products == 2 * sum(formula.values())
@@ -138,13 +142,12 @@ def test_the_pace_of_a_video_made_by_blocks():
     shapes = replace(shapes, text_encoder=TEXT)
     video = outline("wan2.1-t2v-1.3b-causal")[2].updated({"height": 12, "width": 12, "frames": 15})
     found = outlook.outlook(outline("nano")[0], shapes, video, "h200")
-    planned = stages(shapes, video, one_device(), attention="reference").values()
-    runs = {run.name: run.lowering for stage in planned for run in stage}
-    priced = places.priced_on(places.find_place("h200"), list(runs.items()))
+    runs = {run.name: run for run in programs(pipeline(shapes, video, attention="reference"), video)}
+    priced = places.priced_on(places.find_place("h200"), [(name, run.lowering) for name, run in runs.items()])
     prices = {name: each.seconds for name, each in zip(runs, priced, strict=True)}
-    block = 4 * prices["step"] + prices["renewal"] + prices["decode_next"]
+    block = prices["begin"] + 4 * prices["step"] + prices["renew"] + prices["finish"] + prices["decode_next"]
     assert found.frames_a_second == pytest.approx(4 / block)
-    step = traced.work_of(runs["step"])
+    step = counted(runs["step"])
     assert step.attention + step.products == sum(shapes.forward(video).flops.values())
     alone = outlook.outlook(outline("nano")[0], shapes, video.updated({"frames": 3}), "h200")
     assert alone.frames_a_second is None
@@ -154,17 +157,18 @@ def test_each_price_is_told_once_it_is_known():
     told = []
     family, shapes, video = outline("nano")
     outlook.outlook(family, shapes, video, "h200", tell=lambda *known: told.append(known))
-    names = [run.name for stage in stages(shapes, video, one_device()).values() for run in stage]
+    names = [run.name for run in programs(pipeline(shapes, video), video)]
     assert told == [(name, number + 1, len(names)) for number, name in enumerate(names)]
 
 
 def test_how_often_each_program_runs():
     mesh = described(SLICES["v6e-8"], {"dp": 1, "sp": 1, "tp": 8})
-    runs = stages(NETWORKS, VIDEO, mesh)
-    counted = {run.name: run.times for stage in runs.values() for run in stage}
-    assert counted == {"encode_prompts": 1, "context": 1, "step": 2, "decode_first": 1, "decode_next": 1}
-    alone = stages(NETWORKS, VIDEO.updated({"frames": 1}), mesh)
-    assert [run.name for run in alone["decode"]] == ["decode_first"]
+    denoised = {"begin": 1, "context": 1, "step": 2, "finish": 1}
+    found = {run.name: run.times for run in programs(pipeline(NETWORKS, VIDEO, mesh), VIDEO)}
+    assert found == {"encode_prompts": 1, **denoised, "decode_first": 1, "decode_next": 1}
+    video = VIDEO.updated({"frames": 1})
+    alone = [run.name for run in programs(pipeline(NETWORKS, video, mesh), video)]
+    assert alone == ["encode_prompts", *denoised, "decode_first"]
 
 
 def test_a_plan_counts_all_weights():

@@ -19,7 +19,7 @@ from tests.support.tiny import tiny_hunyuan_checkpoint
 from wanjax.checkpoints.files import load_safetensors
 from wanjax.errors import WanjaxError
 from wanjax.media.stage_files import EMBEDDINGS, LATENTS
-from wanjax.pipelines.hunyuanvideo.conditioning import GLYPH_LENGTHS, LENGTHS, HunyuanVideoEncoded, Text, shortened
+from wanjax.pipelines.hunyuanvideo.conditioning import GLYPH_LENGTHS, LENGTHS, HunyuanVideoEncoded, Text, lengths_of
 from wanjax.registry import find, outline
 from wanjax.schedulers import one_step
 
@@ -113,10 +113,12 @@ def masked(tokens: int, glyphs: int, dtype: Any = bool) -> Text:
 def test_lengths_of_texts(tokens, length):
     for dtype in (bool, np.float32):
         text, other = masked(tokens, 0, dtype), masked(140, 1, dtype)
-        [alone] = shortened([text], together=False)
+        [found] = lengths_of([text], together=False)
+        alone = found.of(text)
         assert (alone.embeds.shape, alone.glyphs.shape) == ((1, length, 2), (1, 0, 3))
         assert (int(alone.mask.sum()), alone.mask.dtype) == (tokens, bool)
-        both = shortened([text, other], together=True)
+        each = lengths_of([text, other], together=True)
+        both = [lengths.of(text) for lengths, text in zip(each, (text, other), strict=True)]
         assert {text.embeds.shape for text in both} == {(1, max(length, 256), 2)}
         assert {text.glyph_mask.shape for text in both} == {(1, 256)}
     assert (LENGTHS[-1], GLYPH_LENGTHS) == (1000, (0, 256))

@@ -17,6 +17,7 @@ from tests.support.commands import wanjax as run
 from tests.support.compare import error
 from tests.support.configs import TRANSFORMER
 from tests.support.quick import quick
+from tests.support.recorded import times
 from tests.support.small_wan import network
 from tests.support.tiny import (
     tiny_checkpoint,
@@ -24,7 +25,6 @@ from tests.support.tiny import (
     tiny_control_checkpoint,
 )
 from wanjax.checkpoints.files import load_safetensors
-from wanjax.cli.warming import until_sparse
 from wanjax.kernels.attention import attention
 from wanjax.kernels.attention.radial import Radial
 from wanjax.layers.stack import block_at
@@ -123,11 +123,9 @@ def test_several_devices(folder):
 def test_a_step_that_reuses_needs_no_dense_program(folder):
     pipe = wanjax.load(folder, attention="radial", dtype="float32")
     settings = pipe.settings(**VIDEO, steps=10, cache="deepcache:0,10,2")
-    (planned,) = (x for x in [pipe.architecture.programs(settings, attention="radial")["denoise"]])
-    assert {p.name: p.times for p in planned} == {"context": 1, "step": 3, "reusing_step": 5, "dense_step": 2}
-    plain = pipe.architecture.programs(settings)["denoise"]
-    assert {p.name: p.times for p in plain} == {"context": 1, "step": 5, "reusing_step": 5}
-    assert all("dense" not in p.arguments for p in plain)
+    others = {"begin": 1, "context": 1, "finish": 1}
+    assert times(pipe, settings) == others | {"step": 3, "reusing_step": 5, "dense_step": 2}
+    assert times(wanjax.load(folder, dtype="float32"), settings) == others | {"step": 5, "reusing_step": 5}
     assert np.isfinite(trace(pipe, cache="deepcache:0,4,2")[-1]).all()
 
 
@@ -137,11 +135,6 @@ def test_a_denoiser_that_is_never_sparse_stays_the_same(folder):
     segment = pipe.architecture.segments(pipe.settings())[0]
     denoiser, _ = pipe.inputs(network, segment, encoded, jnp.zeros((1, 2, 4, 4, 16)), False)
     assert at_step(denoiser, 0, 50) is denoiser
-
-
-@pytest.mark.parametrize(("attention", "steps"), [(None, 0), ("chunked", 0), ("radial", 14), ("radial:1", 14)])
-def test_a_warm_up_takes_dense_and_sparse_steps(attention, steps):
-    assert until_sparse(attention, 50) == steps
 
 
 def test_the_command_line(folder, tmp_path):

@@ -18,10 +18,11 @@ from tests.support.commands import succeeded, wanjax
 from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint
 from wanjax.media import stage_files
-from wanjax.pipelines.resume import Keeper
+from wanjax.pipelines.resume import Keeping
 from wanjax.pipelines.steps import Cancelled, Segment, Step, left_of
 from wanjax.pipelines.wan.conditioning import WanEncoded
 from wanjax.schedulers import UniPC
+from wanjax.sharding import one_device
 
 GIVEN = {"size": (12, 12), "frames": 5, "steps": 6, "seed": 3}
 
@@ -135,17 +136,17 @@ def test_writing_takes_a_small_share_of_the_time(tmp_path, monkeypatch):
     """A state that takes a second to write is written once in fifty seconds."""
     now, writes = [0.0], []
     monkeypatch.setattr("wanjax.pipelines.resume.perf_counter", lambda: now[0])
-    keeper = Keeper(tmp_path / "state", "origin")
+    keeping = Keeping(tmp_path / "state", one_device())
 
     def save(step):
         writes.append(now[0])
         now[0] += 1
-        keeper._last, keeper._cost = now[0], 1.0
+        keeping._last, keeping._cost = now[0], 1.0
 
-    monkeypatch.setattr(keeper, "save", save)
-    after, x = keeper.keeping(None), jnp.zeros((1, 1, 1, 1, 1))
+    monkeypatch.setattr(keeping, "stopped", save)
+    x = jnp.zeros((1, 1, 1, 1, 1))
     while now[0] < 200:
-        after(Step(0, 1, 0.0, x, x, None))
+        keeping.stepped(Step(0, 1, 0.0, x, x, None))
         now[0] += 1
     assert len(writes) == 4
 

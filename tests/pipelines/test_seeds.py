@@ -22,7 +22,7 @@ from wanjax.errors import WanjaxError
 from wanjax.media import stage_files
 from wanjax.media.videos import read_metadata
 from wanjax.pipelines import seeds
-from wanjax.pipelines.seeds import initial_noise, solver_keys, words_of
+from wanjax.pipelines.seeds import drawn_noise, solver_keys, words_of
 from wanjax.programs import drawing
 
 SMALL = {"size": (16, 32), "frames": 5, "steps": 2, "guidance_scale": 1.0, "dtype": "float32"}
@@ -80,6 +80,11 @@ def under(flags: dict, draw):
         return np.asarray(draw())
 
 
+def initial_noise(seed: int, shape: tuple[int, ...] = SHAPE) -> jax.Array:
+    with drawing():
+        return drawn_noise(words_of([seed]), shape)
+
+
 def drawn_keys(seed: int) -> jax.Array:
     with drawing():
         return solver_keys(words_of([seed]))
@@ -89,7 +94,7 @@ def drawn_keys(seed: int) -> jax.Array:
 @pytest.mark.parametrize("seed", [0, 42, 2**40 + 7])
 def test_the_noise_is_the_same_under_every_flag(flags, seed):
     for draw in (
-        lambda: initial_noise(seed, SHAPE),
+        lambda: initial_noise(seed),
         lambda: jax.random.key_data(drawn_keys(seed)),
     ):
         plain = draw()
@@ -100,17 +105,17 @@ def test_the_noise_is_the_same_under_every_flag(flags, seed):
 
 @pytest.mark.parametrize("seed", [0, 1, 42, 2**31, 2**32 - 1])
 def test_seeds_below_32_bits_give_jax_s_own_noise(seed):
-    np.testing.assert_array_equal(initial_noise(seed, SHAPE), jax.random.normal(jax.random.key(seed), SHAPE))
+    np.testing.assert_array_equal(initial_noise(seed), jax.random.normal(jax.random.key(seed), SHAPE))
 
 
 def test_noise_of_one_seed_in_numbers():
     """Guards the noise against changes of JAX's defaults in later versions."""
     exact = [-1.0978881, -0.64294845, 0.18318748, -0.11200721]
-    np.testing.assert_allclose(initial_noise(2**33 + 5, (4,)), exact, rtol=1e-6)
+    np.testing.assert_allclose(initial_noise(2**33 + 5, (1, 4))[0], exact, rtol=1e-6)
 
 
 def test_all_bits_of_a_seed_count():
-    noises = [np.asarray(initial_noise(seed, SHAPE)) for seed in (0, *(2**bit for bit in range(64)), 2**64 - 1)]
+    noises = [np.asarray(initial_noise(seed)) for seed in (0, *(2**bit for bit in range(64)), 2**64 - 1)]
     assert len({noise.tobytes() for noise in noises}) == len(noises)
 
 

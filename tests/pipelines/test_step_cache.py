@@ -16,7 +16,7 @@ from tests.support.commands import refused, succeeded
 from tests.support.commands import wanjax as run
 from tests.support.compare import error
 from tests.support.quick import quick
-from tests.support.tabled import STEPS, tabled
+from tests.support.tabled import STEPS
 from tests.support.tiny import (
     tiny_checkpoint,
     tiny_cogvideox_checkpoint,
@@ -24,7 +24,6 @@ from tests.support.tiny import (
     tiny_experts_checkpoint,
     tiny_hunyuan_checkpoint,
 )
-from wanjax.cli.warming import first_steps
 from wanjax.errors import WanjaxError
 from wanjax.layers.stack import block_at
 from wanjax.pipelines.hunyuanvideo.programs import beside_condition
@@ -142,15 +141,6 @@ def test_eight_devices_agree_with_one(tmp_path):
     encoded = alone.encode(*PROMPTS)
     one, eight = (np.asarray(x.denoise(encoded, steps=STEPS, seed=3, cache=CACHE)) for x in (alone, together))
     assert error(eight, one.astype(np.float64)) <= 1e-5
-
-
-@pytest.mark.parametrize(
-    ("cache", "steps", "first"),
-    [("none", 50, 2), ("deepcache", 50, 16), (CACHE, 7, 5), ("easycache", 50, 3), ("teacache", 50, 50)],
-)
-def test_a_warm_up_takes_steps_of_every_kind(tmp_path, cache, steps, first):
-    pipe = tabled(tiny_checkpoint(tmp_path))
-    assert first_steps(pipe.architecture, pipe.settings(steps=steps, cache=cache)) == first
 
 
 def test_the_command_line_tells_of_a_cache(tmp_path, monkeypatch):

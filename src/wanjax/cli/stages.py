@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from wanjax import registry
@@ -192,7 +191,7 @@ class Rendering:
     def folder(self) -> Path:
         return self.place.folder
 
-    def _noise(self, file: str, references: int) -> Mapping[str, jax.Array]:
+    def _noise(self, file: str, references: int) -> Mapping[str, np.ndarray]:
         right = self.pipe.draws(self.settings, references)
         try:
             return checked_draws(stage_files.load_noise(file, tuple(right)), right)

@@ -137,7 +137,7 @@ def decoded(
     graphdef, weights = nnx.split(vae)
     caches: dict[Tile, Any] = {}
 
-    def decode(program: Any, tile: Tile, piece: GivenLatents, span: range) -> Any:
+    def decode(program: Program, tile: Tile, piece: GivenLatents, span: range) -> Any:
         static = Decoding(graphdef, dtype, config.patch, (len(span), tile.height, tile.width))
         start = np.array([video, span.start, tile.top, tile.left], np.int32)
         made, caches[tile] = call(program, static, piece, start, caches.get(tile), weights)

@@ -49,7 +49,8 @@ def record(
 def needed_pictures(pipe: Pipeline, settings: Settings) -> Pictures:
     """Returns blank pictures of the video's own size in place of those without which the model makes no video."""
     page = np.zeros((*settings.size, 3), np.uint8)
-    return Pictures(**{name: page for name in pipe.architecture.needs})
+    pages: dict[str, Any] = {name: page for name in pipe.architecture.needs}
+    return Pictures(**pages)
 
 
 class NoTokenizer:

@@ -21,7 +21,6 @@ from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Float32, Int, Key, PRNGKeyArray, UInt32
 
 from wanjax.errors import WanjaxError
-from wanjax.programs import drawing
 
 GENERATOR = "threefry2x32"
 DRAW = -1  # in place of a seed: draw one
@@ -109,12 +108,6 @@ def _normal(bits: UInt32[Array, "..."]) -> Float32[Array, "..."]:
     low = np.nextafter(np.float32(-1), np.float32(0))
     uniform = jnp.maximum(low, floats * (np.float32(1) - low) + low)
     return np.float32(np.sqrt(2)) * jax.lax.erf_inv(uniform)
-
-
-@drawing()
-def initial_noise(seed: int, shape: tuple[int, ...]) -> Float32[Array, "..."]:
-    """Returns a seed's noise of this shape, normally distributed."""
-    return jax.random.normal(key_of(words_of([seed])[0]), shape, jnp.float32)
 
 
 def solver_keys(words: Words, block: int | Int[Array, ""] = 0) -> Key[Array, " B"]:

@@ -73,8 +73,8 @@ class HunyuanVideoPipeline(Pipeline):
         mask = chats.mask[:, TEMPLATE_TOKENS:]
         graphdef, weights = nnx.split(self.text_encoder)
         embeds, glyphs = self.call(encode_chats, graphdef, chats.ids, mask, weights), self._glyphs(quoted)
-        both = ((embeds[i], mask[i : i + 1], glyphs[i], quoted.mask[i : i + 1]) for i in (0, 1))
-        return HunyuanVideoEncoded(*(x for text in both for x in text))
+        fields: Any = ((embeds[i], mask[i : i + 1], glyphs[i], quoted.mask[i : i + 1]) for i in (0, 1))
+        return HunyuanVideoEncoded(*(x for text in fields for x in text))
 
     def _glyphs(self, quoted: TokenBatch) -> Sequence[Any]:
         """Returns features of both quoted texts; the encoder is not loaded for zeros, where nothing is quoted."""

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The programs of a video by name, from its recorded run."""
+
+from collections.abc import Iterator
+
+import jax
+from jax.extend.core import Jaxpr
+
+from wanjax.pipelines.pipeline import Pipeline
+from wanjax.pipelines.recording import needed_pictures, record
+from wanjax.pipelines.settings import Settings
+from wanjax.plan.recorded import Scheduled, programs_of
+from wanjax.plan.traced import Work, work_of
+
+
+def programs(pipe: Pipeline, settings: Settings) -> Iterator[Scheduled]:
+    """Yields the programs of a video, with blank pictures where the model needs some."""
+    yield from programs_of(record(pipe, settings, needed_pictures(pipe, settings)))
+
+
+def times(pipe: Pipeline, settings: Settings, stage: str = "denoise") -> dict[str, int]:
+    """Returns how often each program of a stage runs."""
+    return {x.name: x.times for x in programs(pipe, settings) if x.stage == stage}
+
+
+def jaxpr_of(program: Scheduled) -> Jaxpr:
+    """Traces a program."""
+    return jax.make_jaxpr(program.lowering.function)(*program.lowering.arguments).jaxpr
+
+
+def counted(program: Scheduled) -> Work:
+    """Counts the work of a program of one device."""
+    return work_of(jaxpr_of(program))
