@@ -33,6 +33,7 @@ from wanjax.sharding import Partitioner, state, stating, use
 Result = TypeVar("Result")
 Options = Callable[[Target | None], Mapping[str, Any]]
 Shapes = Any  # a tree of jax.ShapeDtypeStruct
+Value = jax.Array | jax.ShapeDtypeStruct  # a program's result: its shape where a run is recorded
 
 
 class Site(NamedTuple):

@@ -18,11 +18,11 @@ from wanjax.kernels.compiler_options import convolutions, scanned
 from wanjax.layers.conv import VIDEO
 from wanjax.layers.patch import to_cells, to_pixels
 from wanjax.layers.tiling import Tile, Tiling, joined, tiles_of
-from wanjax.programs import program
+from wanjax.programs import Program, Value, program
 from wanjax.sharding import constrain, following, replicate
 
 Latents = Float[Array, "B C T H W"]
-GivenLatents = Float[Array | np.ndarray, "B C T H W"]
+GivenLatents = Float[Value | np.ndarray, "B C T H W"]
 GivenFrames = Shaped[Array | np.ndarray, "T H W 3"] | Sequence[Shaped[np.ndarray, "H W 3"]]
 Chunk = Float[Array, "B _T _H _W _C"]  # inputs and outputs differ in size
 Frames = UInt8[Array, "_T _H _W 3"] | Float[Array, "_T _H _W 3"]
@@ -144,7 +144,7 @@ def decoded(
         return made
 
     for piece in pieces:
-        rows = tiles_of(*piece.shape[3:], tiling, config.spatial_factor)
+        rows = tiles_of(piece.shape[3], piece.shape[4], tiling, config.spatial_factor)
         for span in spans(piece.shape[2], (rest if caches else first, rest)):
             if tiling is None:  # one program from latents to frames
                 yield decode(decode_chunk, rows[0][0], piece, span)
@@ -153,7 +153,7 @@ def decoded(
                 yield call(join_tiles, Joining(tiling, config.patch, dtype), tiles)
 
 
-def encoded(vae: Any, frames: GivenFrames, tiling: Tiling | None, call: Call) -> Float[Array, "1 C _T _H _W"]:
+def encoded(vae: Any, frames: GivenFrames, tiling: Tiling | None, call: Call) -> Float[Value, "1 C _T _H _W"]:
     """Returns the latents of frames that are uint8 or floats in [0, 1]."""
     config = vae.config
     tiling = tiling and tiling.completed(config.tiling)

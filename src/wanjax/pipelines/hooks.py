@@ -18,6 +18,7 @@ from wanjax.pipelines.sampler import Denoiser, Ends, Inputs
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Segment
 from wanjax.pipelines.tokenizer import Truncation
+from wanjax.programs import Value
 
 Encoded = Any  # the family's own NamedTuple of arrays, each with a first axis of size 1
 
@@ -60,7 +61,7 @@ class Hooks(Model, ABC):
 
     @abstractmethod
     def inputs(
-        self, network: nnx.Module, segment: Segment, encoded: Encoded, x: Float[Array, "B T H W C"], batched: bool
+        self, network: nnx.Module, segment: Segment, encoded: Encoded, x: Float[Value, "B T H W C"], batched: bool
     ) -> tuple[Denoiser, Inputs]:
         """Returns the denoiser of a segment's network, and the inputs that its steps share."""
 
@@ -69,7 +70,7 @@ class Hooks(Model, ABC):
         network: nnx.Module,
         segment: Segment,
         encoded: Encoded,
-        x: Float[Array, "B T H W C"],
+        x: Float[Value, "B T H W C"],
         batched: bool,
         block: int,
         past: Any,

@@ -42,6 +42,7 @@ from wanjax.pipelines.seeds import checked_seed, told_seeds, words_of
 from wanjax.pipelines.settings import Settings, height_and_width
 from wanjax.pipelines.steps import Step, Switch
 from wanjax.pipelines.tiny_decoder import read_tiny_decoder
+from wanjax.programs import Value
 
 
 class Pipeline(Hooks):
@@ -324,7 +325,7 @@ class Pipeline(Hooks):
         check_tiling(tiling)
         yield from Run(self, [], tiling=tiling).frames([latents], dtype)
 
-    def encode_video(self, frames: GivenFrames, *, tiling: Tiling | None = None) -> Float[Array, "1 C _T _H _W"]:
+    def encode_video(self, frames: GivenFrames, *, tiling: Tiling | None = None) -> Float[Value, "1 C _T _H _W"]:
         """Encodes frames [T H W 3], or a list of them, uint8 or floats in [0, 1], to latents [1 C T H W] in float32.
 
         `decode` inverts it, except for what the autoencoder loses; `tiling` is the same. Raises WanjaxError where the

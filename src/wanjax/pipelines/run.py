@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures
@@ -159,9 +159,7 @@ class Run:
                 hook.encoded(one)
         return encoded
 
-    def latents(
-        self, encoded: Encoded, settings: Settings, seeds: Sequence[int]
-    ) -> Iterator[Float[Array, "B C _T H W"]]:
+    def latents(self, encoded: Encoded, settings: Settings, seeds: Sequence[int]) -> Iterator[Any]:
         """Yields the latents of videos that are made together, one for each seed: each block as soon as it is made."""
         pipe, words = self.pipe, words_of(seeds)
         shapes = pipe.draws(settings, pipe.references(encoded, settings), len(seeds))

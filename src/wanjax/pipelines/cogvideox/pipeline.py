@@ -24,6 +24,7 @@ from wanjax.pipelines.sampler import Denoiser, Inputs
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Segment
 from wanjax.pipelines.tokenizer import Truncation
+from wanjax.programs import Value
 
 Video = Float[Array, "B T H W C"]
 
@@ -65,8 +66,8 @@ class CogVideoXPipeline(Pipeline):
 
     def encode_pictures(
         self, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
-    ) -> Mapping[str, Array]:
-        made: dict[str, Array] = {}
+    ) -> Mapping[str, Any]:
+        made: dict[str, Any] = {}
         if pictures.image is not None:
             scale = self.architecture.picture_scale
             made["image_latents"], made["image_deviation"] = self._posterior([pictures.image], settings, scale, tiling)
@@ -77,12 +78,12 @@ class CogVideoXPipeline(Pipeline):
 
     def _posterior(
         self, frames: Iterable[np.ndarray], settings: Settings, scale: float, tiling: Tiling | None
-    ) -> tuple[Float[Array, "1 C T H W"], Float[Array, "1 C T H W"]]:
+    ) -> tuple[Float[Value, "1 C T H W"], Float[Value, "1 C T H W"]]:
         """Returns the mean and the deviation of the latents of frames in the video's size, multiplied by a factor."""
         fitted = [fit(frame, settings.size, settings.resize) for frame in frames]
         return self.call(split_posterior, scale, encoded(self.vae, fitted, tiling, self.call))
 
-    def encode_video(self, frames: GivenFrames, *, tiling: Tiling | None = None) -> Float[Array, "1 C _T _H _W"]:
+    def encode_video(self, frames: GivenFrames, *, tiling: Tiling | None = None) -> Float[Value, "1 C _T _H _W"]:
         """Encodes frames as `Pipeline.encode_video` does: the mean of their posterior."""
         moments = super().encode_video(frames, tiling=tiling)
         return self.call(split_posterior, self.architecture.vae.scaling_factor, moments)[0]

@@ -31,6 +31,7 @@ from wanjax.pipelines.sampler import Denoiser, Inputs
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Segment
 from wanjax.pipelines.tokenizer import TokenBatch, Truncation
+from wanjax.programs import Value
 
 Video = Float[Array, "B T H W C"]
 
@@ -86,14 +87,14 @@ class HunyuanVideoPipeline(Pipeline):
 
     def encode_pictures(
         self, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
-    ) -> Mapping[str, Array]:
+    ) -> Mapping[str, Any]:
         if pictures.image is None:
             return {}
         frame = fitted(pictures.image, settings.size, settings.resize)
         latents = self.encode_video(frame[None], tiling=tiling)
         return {"image_embeds": self.encode_images([frame]), "image_latents": latents}
 
-    def encode_images(self, images: Sequence[PictureOfAnySize]) -> Float[Array, "B S E"]:
+    def encode_images(self, images: Sequence[PictureOfAnySize]) -> Float[Value, "B S E"]:
         """Returns the features of images by the checkpoint's vision tower."""
         graphdef, weights = nnx.split(self.image_encoder)
         return self.call(encode_images, graphdef, self.feature_extractor(images), weights)

@@ -68,9 +68,9 @@ class PictureInputs(NamedTuple):
 class Encoders(NamedTuple):
     """The encoders of a task, clips to latents, images to features, a condition; the configs of the networks."""
 
-    video: Callable[[Sequence[np.ndarray]], Float[Array, "1 C T H W"]]
-    images: Callable[[Sequence[PictureOfAnySize]], Float[Array, "1 S E"]]
-    condition: Callable[[tuple[Any, ...], np.ndarray], Float[Array, "1 _C _T H W"]]
+    video: Callable[[Sequence[np.ndarray]], Any]  # [1 C T H W]
+    images: Callable[[Sequence[PictureOfAnySize]], Any]  # [1 S E]
+    condition: Callable[[tuple[Any, ...], np.ndarray], Any]  # [1 C T H W]
     transformer: TransformerConfig
     vae: VAEConfig
 

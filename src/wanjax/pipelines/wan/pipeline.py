@@ -34,6 +34,7 @@ from wanjax.pipelines.wan.programs import (
     make_context,
 )
 from wanjax.pipelines.wan.settings import WanSettings
+from wanjax.programs import Value
 
 OLD_TEXT_LENGTH = 226  # the length of prompts in files of the scripts before wanjax, a mistake
 
@@ -96,7 +97,7 @@ class WanPipeline(Pipeline):
         )
         return config.task.encode(encoders, pictures, settings)
 
-    def encode_images(self, images: Sequence[PictureOfAnySize]) -> Float[Array, "1 S E"]:
+    def encode_images(self, images: Sequence[PictureOfAnySize]) -> Float[Value, "1 S E"]:
         """Returns the features of images, joined along the sequence, by the checkpoint's vision tower."""
         graphdef, weights = nnx.split(self.image_encoder)
         return self.call(encode_images, graphdef, self.image_processor(images), weights)
@@ -145,7 +146,7 @@ class WanPipeline(Pipeline):
         network: nnx.Module,
         segment: Segment,
         encoded: WanEncoded,
-        x: Float[Array, "B T H W C"],
+        x: Float[Value, "B T H W C"],
         batched: bool,
     ) -> tuple[Denoiser, Inputs]:
         graphdef, weights = nnx.split(network)
