@@ -113,7 +113,7 @@ ELSEWHERE = {
     "from_single_file": "wanjax.load(FILE) loads a model",
     "save_pretrained": "`wanjax convert MODEL FOLDER` writes a checkpoint",
     "to": "JAX's devices are used, and wanjax.load(mesh=...) spreads a model over them",
-    "device": "pipe.partitioner has the mesh, or None for one device",
+    "device": "pipe.partitioner has the mesh of devices",
     "dtype": "pipe.defaults.dtype is the dtype",
     "enable_model_cpu_offload": "wanjax.load(MODEL, offload=True) frees each network after its stage",
     "enable_sequential_cpu_offload": "wanjax.load(MODEL, offload=True) frees each network after its stage",

@@ -30,7 +30,7 @@ IMAGE_TO_VIDEO = "HunyuanVideo15ImageToVideoPipeline"
 class HunyuanVideoArchitecture(Architecture):
     """The shapes of HunyuanVideo's networks. A `pictured` model continues a picture; its transformer is no other.
 
-    `prompt_tokens` is the number of a prompt's tokens in plans; 256 hold about 180 words. Nothing is quoted.
+    `prompt_tokens` is the number of a prompt's tokens in plans; 256 hold about 180 words.
     """
 
     text_encoder: Qwen2VLConfig | None = None
