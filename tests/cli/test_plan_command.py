@@ -121,8 +121,12 @@ def test_advice_when_a_video_does_not_fit(monkeypatch):
     assert not found.fits
     assert found.step_seconds is found.total_seconds is found.mfu is None
     assert found.limit.startswith("the memory of a chip")
-    assert "does not fit v6e-1: to encode it needs 41.5 GiB a chip where 31.2 are to be had; v6e-4 should" in str(
+    assert "does not fit v6e-1: to denoise it needs 68.2 GiB a chip where 31.2 are to be had; v6e-4 should" in str(
         found.advice
+    )
+    assert (
+        found.stages["denoise"].kept_bytes_per_chip
+        == 2 * outlook._parameters(*outline("wan2.1-t2v-14b")[:2])["transformer"]
     )
 
 

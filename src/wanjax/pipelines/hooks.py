@@ -14,11 +14,10 @@ from wanjax.media.pictures import Pictures, size_within
 from wanjax.pipelines.draws import INITIAL, OF_STEPS
 from wanjax.pipelines.frames import Latents
 from wanjax.pipelines.model import Model
-from wanjax.pipelines.sampler import Denoiser, Ends, Inputs
+from wanjax.pipelines.sampler import Denoiser, Ends, Held, Inputs
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Segment
 from wanjax.pipelines.tokenizer import Truncation
-from wanjax.programs import Value
 
 Encoded = Any  # the family's own NamedTuple of arrays, each with a first axis of size 1
 
@@ -48,7 +47,7 @@ class Hooks(Model, ABC):
     @abstractmethod
     def encode_pictures(
         self, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
-    ) -> Mapping[str, Array]:
+    ) -> Mapping[str, Any]:
         """Encodes the pictures of `prepare` without the text encoders; returns fields of `encoded_type`."""
 
     @abstractmethod
@@ -61,7 +60,7 @@ class Hooks(Model, ABC):
 
     @abstractmethod
     def inputs(
-        self, network: nnx.Module, segment: Segment, encoded: Encoded, x: Float[Value, "B T H W C"], batched: bool
+        self, network: nnx.Module, segment: Segment, encoded: Encoded, x: Held, batched: bool
     ) -> tuple[Denoiser, Inputs]:
         """Returns the denoiser of a segment's network, and the inputs that its steps share."""
 
@@ -70,7 +69,7 @@ class Hooks(Model, ABC):
         network: nnx.Module,
         segment: Segment,
         encoded: Encoded,
-        x: Float[Value, "B T H W C"],
+        x: Held,
         batched: bool,
         block: int,
         past: Any,
@@ -78,7 +77,7 @@ class Hooks(Model, ABC):
         """Returns the denoiser and the inputs of a block, counted from 0, and what is kept of the blocks before it."""
         return *self.inputs(network, segment, encoded, x, batched), past
 
-    def renewed(self, network: nnx.Module, past: Any, inputs: Inputs, x: Latents) -> Any:
+    def renewed(self, network: nnx.Module, past: Any, inputs: Inputs, x: Held) -> Any:
         """Returns what the next block is given, once a block is finished; the buffers of `past` may be reused."""
         return past
 

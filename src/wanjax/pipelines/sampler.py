@@ -25,11 +25,12 @@ from wanjax.kernels.compiler_options import fast_products, products, scanned
 from wanjax.layers.stack import Through, through_all
 from wanjax.pipelines.seeds import Words, drawn_noise, noise_of_frames, solver_keys
 from wanjax.pipelines.step_cache import NO_CACHE, StepCache
-from wanjax.programs import program
+from wanjax.programs import Value, program
 from wanjax.schedulers import Scheduler
 from wanjax.sharding import replicate
 
 Latents = Float[Array, "B T H W C"]
+Held = Float[Value, "B T H W C"]  # latents between two programs
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,7 @@ def begin(
         noise = drawn_noise(words, static.shape)
     else:
         noise = noise_of_frames(words, static.shape, number * static.block, static.block)
+    noise = jax.lax.optimization_barrier(noise)  # the same whatever it is multiplied by
     x = static.ends.first(static.scheduler, schedule, jnp.moveaxis(noise, 1, -1), {**pictures, **drawn})
     keys = solver_keys(words, 0 if static.block is None else number)
     init: Any = static.scheduler.init  # that of a stochastic solver takes noise too

@@ -27,7 +27,7 @@ from wanjax.pipelines.looking import Calling
 from wanjax.pipelines.many import Order
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.run import Run
-from wanjax.pipelines.sampler import Denoiser, Inputs, Latents
+from wanjax.pipelines.sampler import Denoiser, Held, Inputs
 from wanjax.pipelines.seeds import told_seeds
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Segment, Step
@@ -40,11 +40,11 @@ class StreamingPipeline(Pipeline):
     """A pipeline that delivers frames as each block of a video is made."""
 
     @abstractmethod
-    def begin_past(self, network: nnx.Module, encoded: Encoded, x: Latents) -> Any:
+    def begin_past(self, network: nnx.Module, encoded: Encoded, x: Held) -> Any:
         """Returns what the first block, of latents like x, is given in place of blocks before it."""
 
     @abstractmethod
-    def block_inputs(self, network: nnx.Module, past: Any, x: Latents, block: int) -> tuple[Denoiser, Inputs]:
+    def block_inputs(self, network: nnx.Module, past: Any, x: Held, block: int) -> tuple[Denoiser, Inputs]:
         """Returns the denoiser of a block, counted from 0, and the inputs that its steps share."""
 
     def prepared(
@@ -52,7 +52,7 @@ class StreamingPipeline(Pipeline):
         network: nnx.Module,
         segment: Segment,
         encoded: Encoded,
-        x: Latents,
+        x: Held,
         batched: bool,
         block: int,
         past: Any,

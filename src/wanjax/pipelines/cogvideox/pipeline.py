@@ -20,13 +20,11 @@ from wanjax.pipelines.cogvideox.settings import CogVideoXSettings
 from wanjax.pipelines.frames import GivenFrames, Latents, encoded
 from wanjax.pipelines.guidance import dynamic_scales, grouping
 from wanjax.pipelines.pipeline import Pipeline
-from wanjax.pipelines.sampler import Denoiser, Inputs
+from wanjax.pipelines.sampler import Denoiser, Held, Inputs
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Segment
 from wanjax.pipelines.tokenizer import Truncation
 from wanjax.programs import Value
-
-Video = Float[Array, "B T H W C"]
 
 
 class CogVideoXPipeline(Pipeline):
@@ -123,7 +121,7 @@ class CogVideoXPipeline(Pipeline):
         return [Segment(self.architecture.denoisers[0], 0, tuple(scales))]
 
     def inputs(
-        self, network: nnx.Module, segment: Segment, encoded: CogVideoXEncoded, x: Video, batched: bool
+        self, network: nnx.Module, segment: Segment, encoded: CogVideoXEncoded, x: Held, batched: bool
     ) -> tuple[Denoiser, Inputs]:
         graphdef, weights = nnx.split(network)
         groups = grouping(segment.guided, batched, self.partitioner)

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Float
 
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
@@ -27,13 +27,11 @@ from wanjax.pipelines.hunyuanvideo.settings import HunyuanVideoSettings
 from wanjax.pipelines.hunyuanvideo.text import TEMPLATE_TOKENS, tokenize_chats, tokenize_glyphs
 from wanjax.pipelines.keywords import GivenSettings, spelled_out
 from wanjax.pipelines.pipeline import Pipeline
-from wanjax.pipelines.sampler import Denoiser, Inputs
+from wanjax.pipelines.sampler import Denoiser, Held, Inputs
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Segment
 from wanjax.pipelines.tokenizer import TokenBatch, Truncation
 from wanjax.programs import Value
-
-Video = Float[Array, "B T H W C"]
 
 
 class HunyuanVideoPipeline(Pipeline):
@@ -121,7 +119,7 @@ class HunyuanVideoPipeline(Pipeline):
         return self.scheduler.schedule(settings.steps, shift=settings.flow_shift)
 
     def inputs(
-        self, network: nnx.Module, segment: Segment, encoded: HunyuanVideoEncoded, x: Video, batched: bool
+        self, network: nnx.Module, segment: Segment, encoded: HunyuanVideoEncoded, x: Held, batched: bool
     ) -> tuple[Denoiser, Inputs]:
         graphdef, weights = nnx.split(network)
         groups = grouping(segment.guided, batched, self.partitioner)

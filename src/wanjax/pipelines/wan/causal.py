@@ -13,7 +13,7 @@ from flax import nnx
 from wanjax.models.wan.causal import place_of, turns_at
 from wanjax.models.wan.config import CausalTransformerConfig
 from wanjax.pipelines.keywords import GivenSettings, spelled_out
-from wanjax.pipelines.sampler import Denoiser, Inputs, Latents
+from wanjax.pipelines.sampler import Denoiser, Held, Inputs
 from wanjax.pipelines.streaming import StreamingPipeline
 from wanjax.pipelines.wan.architecture import WanArchitecture
 from wanjax.pipelines.wan.causal_architecture import CausalWanArchitecture
@@ -43,17 +43,17 @@ class CausalWanPipeline(StreamingPipeline, WanPipeline):
         self.architecture.check_settings(chosen)
         return chosen
 
-    def begin_past(self, network: nnx.Module, encoded: WanEncoded, x: Latents) -> Past:
+    def begin_past(self, network: nnx.Module, encoded: WanEncoded, x: Held) -> Past:
         graphdef, weights = nnx.split(network)
         return self.call(begin_past, graphdef, x, weights, encoded.prompt_embeds)
 
-    def block_inputs(self, network: nnx.Module, past: Past, x: Latents, block: int) -> tuple[Denoiser, Inputs]:
+    def block_inputs(self, network: nnx.Module, past: Past, x: Held, block: int) -> tuple[Denoiser, Inputs]:
         graphdef, weights = nnx.split(network)
         tokens = prod(x.shape[1:4]) // self.config.patch_cells
         sight = Sight(turns_at(self.config, block), past.window, place_of(self.config, block, tokens))
         return CausalWanDenoiser(graphdef, self.scheduler), Inputs(weights, (past.context,), sight, x.shape[0])
 
-    def renewed(self, network: nnx.Module, past: Past, inputs: Inputs, x: Latents) -> Past:
+    def renewed(self, network: nnx.Module, past: Past, inputs: Inputs, x: Held) -> Past:
         graphdef, weights = nnx.split(network)
         sight = inputs.shared
         window = self.call(renew, graphdef, past.window, x, weights, past.context, sight.time, sight.place)

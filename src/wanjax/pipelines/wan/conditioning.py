@@ -65,12 +65,19 @@ class PictureInputs(NamedTuple):
     features: Any = None
 
 
+Resized = Callable[[np.ndarray, tuple[int, int]], np.ndarray]  # of a picture [H W 3] and a (height, width)
+
+
 class Encoders(NamedTuple):
-    """The encoders of a task, clips to latents, images to features, a condition; the configs of the networks."""
+    """The encoders of a task, clips to latents, images to features, a condition; the configs of the networks.
+
+    `resized` scales a picture of floats as the reference scales those that a video is to show.
+    """
 
     video: Callable[[Sequence[np.ndarray]], Any]  # [1 C T H W]
     images: Callable[[Sequence[PictureOfAnySize]], Any]  # [1 S E]
     condition: Callable[[tuple[Any, ...], np.ndarray], Any]  # [1 C T H W]
+    resized: Resized
     transformer: TransformerConfig
     vae: VAEConfig
 
@@ -100,7 +107,7 @@ class Task(ABC):
         """Returns the fields of `WanEncoded` that hold pictures, by their shapes for latents [1 C T H W]."""
         return {}
 
-    def encode(self, encoders: Encoders, pictures: Pictures, settings: Settings) -> Mapping[str, Array]:
+    def encode(self, encoders: Encoders, pictures: Pictures, settings: Settings) -> Mapping[str, Any]:
         """Encodes the pictures; returns fields of `WanEncoded`."""
         return {}
 
@@ -136,7 +143,7 @@ class TextToVideo(Task):
     def shapes(self, latents: tuple[int, ...], config: TransformerConfig) -> Mapping[str, Shape]:
         return {"video_latents": latents}
 
-    def encode(self, encoders: Encoders, pictures: Pictures, settings: Settings) -> Mapping[str, Array]:
+    def encode(self, encoders: Encoders, pictures: Pictures, settings: Settings) -> Mapping[str, Any]:
         if pictures.video is None:
             return {}
         clip = [unit(frame, settings) for frame in pictures.video[: settings.frames]]
@@ -166,7 +173,7 @@ class FirstFrameToVideo(TextToVideo):
     def shapes(self, latents: tuple[int, ...], config: TransformerConfig) -> Mapping[str, Shape]:
         return {**super().shapes(latents, config), "condition": (*latents[:2], 1, *latents[3:])}
 
-    def encode(self, encoders: Encoders, pictures: Pictures, settings: Settings) -> Mapping[str, Array]:
+    def encode(self, encoders: Encoders, pictures: Pictures, settings: Settings) -> Mapping[str, Any]:
         start = super().encode(encoders, pictures, settings)
         if pictures.image is None:
             return start
@@ -191,7 +198,7 @@ class ImageToVideo(Task):
     def shapes(self, latents: tuple[int, ...], config: TransformerConfig) -> Mapping[str, Shape]:
         return {"condition": (1, config.channels_in - latents[1], *latents[2:])}
 
-    def encode(self, encoders: Encoders, pictures: Pictures, settings: Settings) -> Mapping[str, Array]:
+    def encode(self, encoders: Encoders, pictures: Pictures, settings: Settings) -> Mapping[str, Any]:
         clip, known = [np.full((*settings.size, 3), GREY)] * settings.frames, []
         for frame, picture in ((0, pictures.image), (settings.frames - 1, pictures.last_image)):
             if picture is not None:
@@ -222,7 +229,7 @@ class AttendedImageToVideo(ImageToVideo):
         seen = {"image_embeds": (1, config.image_positions, config.image_width)}
         return {**super().shapes(latents, config), **seen}
 
-    def encode(self, encoders: Encoders, pictures: Pictures, settings: Settings) -> Mapping[str, Array]:
+    def encode(self, encoders: Encoders, pictures: Pictures, settings: Settings) -> Mapping[str, Any]:
         config = encoders.transformer
         assert isinstance(config, ImageTransformerConfig)
         images = [picture for picture in (pictures.image, pictures.last_image) if picture is not None]
@@ -258,7 +265,7 @@ class ControlledVideo(Task):
         assert encoded.condition is not None
         return encoded.condition.shape[2] - latents[2]
 
-    def encode(self, encoders: Encoders, pictures: Pictures, settings: Settings) -> Mapping[str, Array]:
+    def encode(self, encoders: Encoders, pictures: Pictures, settings: Settings) -> Mapping[str, Any]:
         clip = [np.full((*settings.size, 3), GREY)] * settings.frames
         if pictures.video is not None:
             clip = [unit(frame, settings) for frame in pictures.video[: settings.frames]]
@@ -271,7 +278,7 @@ class ControlledVideo(Task):
             for here in (False, True)
         )
         cells = mask_cells(mask, kept.shape[2], encoders.vae.spatial_factor)
-        references = [encoders.video([on_white(x, settings.size)]) for x in pictures.references]
+        references = [encoders.video([on_white(x, settings.size, encoders.resized)]) for x in pictures.references]
         return {"condition": encoders.condition((kept, made, *references), cells)}
 
     def condition(self, clips: tuple[Any, ...], mask: Any) -> Float[Array, "1 _C _T H W"]:
@@ -357,23 +364,13 @@ def mask_cells(mask: Float[np.ndarray, "T H W"], frames: int, factor: int) -> Fl
     return cells.transpose(2, 4, 0, 1, 3).reshape(factor**2, frames, height // factor, width // factor)
 
 
-def on_white(picture: Picture, size: tuple[int, int]) -> Float[np.ndarray, "_H _W 3"]:
-    """Returns the whole picture, in [0, 1], in the middle of a white page of size (height, width).
-
-    Scaling is bilinear without antialiasing, as in the reference; `fit` would smooth.
-    """
+def on_white(picture: Picture, size: tuple[int, int], resized: Resized) -> Float[np.ndarray, "_H _W 3"]:
+    """Returns the whole picture, in [0, 1], in the middle of a white page of size (height, width)."""
     height, width, _ = picture.shape
     scale = min(size[0] / height, size[1] / width)
     inner = int(height * scale), int(width * scale)
-    down, across = (between(old, new) for old, new in zip(picture.shape, inner, strict=False))
-    scaled = np.einsum("hi,iwc,xw->hxc", down, picture.astype(np.float32) / np.float32(255), across)
+    scaled = resized(picture.astype(np.float32) / np.float32(255), inner)
     top, left = ((outer - within) // 2 for outer, within in zip(size, inner, strict=True))
     page = np.ones((*size, 3), np.float32)
     page[top : top + inner[0], left : left + inner[1]] = scaled
     return page
-
-
-def between(old: int, new: int) -> Float[np.ndarray, "_new _old"]:
-    """Returns the weights by which linear interpolation makes `new` pixels of `old` ones along a side."""
-    places = np.clip((np.arange(new) + 0.5) * (old / new) - 0.5, 0, old - 1)
-    return np.maximum(0, 1 - np.abs(places[:, None] - np.arange(old))).astype(np.float32)

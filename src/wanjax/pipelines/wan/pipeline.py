@@ -17,7 +17,7 @@ from wanjax.pipelines.checks import check_features
 from wanjax.pipelines.guidance import grouping
 from wanjax.pipelines.keywords import GivenSettings, spelled_out
 from wanjax.pipelines.pipeline import Pipeline
-from wanjax.pipelines.sampler import Denoiser, Inputs
+from wanjax.pipelines.sampler import Denoiser, Held, Inputs
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Segment
 from wanjax.pipelines.tokenizer import TokenBatch, Truncation, clean_prompt
@@ -32,6 +32,7 @@ from wanjax.pipelines.wan.programs import (
     encode_prompts,
     make_condition,
     make_context,
+    resize,
 )
 from wanjax.pipelines.wan.settings import WanSettings
 from wanjax.programs import Value
@@ -86,16 +87,21 @@ class WanPipeline(Pipeline):
 
     def encode_pictures(
         self, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
-    ) -> Mapping[str, Array]:
+    ) -> Mapping[str, Any]:
         config = self.architecture
         encoders = Encoders(
             partial(self.encode_video, tiling=tiling),
             self.encode_images,
             partial(self.call, make_condition, config.task),
+            self._resized,
             config.transformer,
             config.vae,
         )
         return config.task.encode(encoders, pictures, settings)
+
+    def _resized(self, picture: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+        """Returns a picture of another size on the host; one of zeros where a run is recorded."""
+        return self.strategy.read(self.call(resize, size, picture), np.zeros((*size, 3), np.float32))
 
     def encode_images(self, images: Sequence[PictureOfAnySize]) -> Float[Value, "1 S E"]:
         """Returns the features of images, joined along the sequence, by the checkpoint's vision tower."""
@@ -146,7 +152,7 @@ class WanPipeline(Pipeline):
         network: nnx.Module,
         segment: Segment,
         encoded: WanEncoded,
-        x: Float[Value, "B T H W C"],
+        x: Held,
         batched: bool,
     ) -> tuple[Denoiser, Inputs]:
         graphdef, weights = nnx.split(network)

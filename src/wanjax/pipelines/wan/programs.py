@@ -107,6 +107,12 @@ def encode_images(graphdef: Any, images: Float[Array, "B H W 3"], weights: Any) 
 
 
 @program(scanned)
+def resize(size: tuple[int, int], picture: Float[Array, "H W 3"]) -> Float[Array, "_H _W 3"]:
+    """Scales a picture bilinearly to a (height, width), without antialiasing, as in the reference."""
+    return jax.image.resize(picture, (*size, 3), "linear", antialias=False)
+
+
+@program(scanned)
 def make_condition(
     task: Task, clips: tuple[Float[Array, "1 C _T H W"], ...], mask: Float[np.ndarray | Array, "..."]
 ) -> Float[Array, "1 _C _T H W"]:
