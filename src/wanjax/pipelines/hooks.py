@@ -48,7 +48,7 @@ class Hooks(Model, ABC):
     @abstractmethod
     def encode_pictures(
         self, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
-    ) -> Mapping[str, Array]:
+    ) -> Mapping[str, Any]:
         """Encodes the pictures of `prepare` without the text encoders; returns fields of `encoded_type`."""
 
     @abstractmethod
@@ -78,7 +78,7 @@ class Hooks(Model, ABC):
         """Returns the denoiser and the inputs of a block, counted from 0, and what is kept of the blocks before it."""
         return *self.inputs(network, segment, encoded, x, batched), past
 
-    def renewed(self, network: nnx.Module, past: Any, inputs: Inputs, x: Latents) -> Any:
+    def renewed(self, network: nnx.Module, past: Any, inputs: Inputs, x: Float[Value, "B T H W C"]) -> Any:
         """Returns what the next block is given, once a block is finished; the buffers of `past` may be reused."""
         return past
 

@@ -27,11 +27,13 @@ from wanjax.pipelines.looking import Calling
 from wanjax.pipelines.many import Order
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.run import Run
-from wanjax.pipelines.sampler import Denoiser, Inputs, Latents
+from wanjax.pipelines.sampler import Denoiser, Inputs
 from wanjax.pipelines.seeds import told_seeds
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Segment, Step
+from wanjax.programs import Value
 
+Latents = Float[Value, "B T H W C"]
 Clip = UInt8[np.ndarray, "T H W 3"]
 Stop = Callable[[Step], bool | None]
 

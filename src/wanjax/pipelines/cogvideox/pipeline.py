@@ -26,7 +26,7 @@ from wanjax.pipelines.steps import Segment
 from wanjax.pipelines.tokenizer import Truncation
 from wanjax.programs import Value
 
-Video = Float[Array, "B T H W C"]
+Video = Float[Value, "B T H W C"]
 
 
 class CogVideoXPipeline(Pipeline):

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Float
 
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
@@ -33,7 +33,7 @@ from wanjax.pipelines.steps import Segment
 from wanjax.pipelines.tokenizer import TokenBatch, Truncation
 from wanjax.programs import Value
 
-Video = Float[Array, "B T H W C"]
+Video = Float[Value, "B T H W C"]
 
 
 class HunyuanVideoPipeline(Pipeline):

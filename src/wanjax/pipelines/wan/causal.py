@@ -13,8 +13,8 @@ from flax import nnx
 from wanjax.models.wan.causal import place_of, turns_at
 from wanjax.models.wan.config import CausalTransformerConfig
 from wanjax.pipelines.keywords import GivenSettings, spelled_out
-from wanjax.pipelines.sampler import Denoiser, Inputs, Latents
-from wanjax.pipelines.streaming import StreamingPipeline
+from wanjax.pipelines.sampler import Denoiser, Inputs
+from wanjax.pipelines.streaming import Latents, StreamingPipeline
 from wanjax.pipelines.wan.architecture import WanArchitecture
 from wanjax.pipelines.wan.causal_architecture import CausalWanArchitecture
 from wanjax.pipelines.wan.causal_programs import CausalWanDenoiser, Past, Sight, begin_past, renew

@@ -100,7 +100,7 @@ class Task(ABC):
         """Returns the fields of `WanEncoded` that hold pictures, by their shapes for latents [1 C T H W]."""
         return {}
 
-    def encode(self, encoders: Encoders, pictures: Pictures, settings: Settings) -> Mapping[str, Array]:
+    def encode(self, encoders: Encoders, pictures: Pictures, settings: Settings) -> Mapping[str, Any]:
         """Encodes the pictures; returns fields of `WanEncoded`."""
         return {}
 
@@ -136,7 +136,7 @@ class TextToVideo(Task):
     def shapes(self, latents: tuple[int, ...], config: TransformerConfig) -> Mapping[str, Shape]:
         return {"video_latents": latents}
 
-    def encode(self, encoders: Encoders, pictures: Pictures, settings: Settings) -> Mapping[str, Array]:
+    def encode(self, encoders: Encoders, pictures: Pictures, settings: Settings) -> Mapping[str, Any]:
         if pictures.video is None:
             return {}
         clip = [unit(frame, settings) for frame in pictures.video[: settings.frames]]
@@ -166,7 +166,7 @@ class FirstFrameToVideo(TextToVideo):
     def shapes(self, latents: tuple[int, ...], config: TransformerConfig) -> Mapping[str, Shape]:
         return {**super().shapes(latents, config), "condition": (*latents[:2], 1, *latents[3:])}
 
-    def encode(self, encoders: Encoders, pictures: Pictures, settings: Settings) -> Mapping[str, Array]:
+    def encode(self, encoders: Encoders, pictures: Pictures, settings: Settings) -> Mapping[str, Any]:
         start = super().encode(encoders, pictures, settings)
         if pictures.image is None:
             return start
@@ -191,7 +191,7 @@ class ImageToVideo(Task):
     def shapes(self, latents: tuple[int, ...], config: TransformerConfig) -> Mapping[str, Shape]:
         return {"condition": (1, config.channels_in - latents[1], *latents[2:])}
 
-    def encode(self, encoders: Encoders, pictures: Pictures, settings: Settings) -> Mapping[str, Array]:
+    def encode(self, encoders: Encoders, pictures: Pictures, settings: Settings) -> Mapping[str, Any]:
         clip, known = [np.full((*settings.size, 3), GREY)] * settings.frames, []
         for frame, picture in ((0, pictures.image), (settings.frames - 1, pictures.last_image)):
             if picture is not None:
@@ -222,7 +222,7 @@ class AttendedImageToVideo(ImageToVideo):
         seen = {"image_embeds": (1, config.image_positions, config.image_width)}
         return {**super().shapes(latents, config), **seen}
 
-    def encode(self, encoders: Encoders, pictures: Pictures, settings: Settings) -> Mapping[str, Array]:
+    def encode(self, encoders: Encoders, pictures: Pictures, settings: Settings) -> Mapping[str, Any]:
         config = encoders.transformer
         assert isinstance(config, ImageTransformerConfig)
         images = [picture for picture in (pictures.image, pictures.last_image) if picture is not None]
@@ -258,7 +258,7 @@ class ControlledVideo(Task):
         assert encoded.condition is not None
         return encoded.condition.shape[2] - latents[2]
 
-    def encode(self, encoders: Encoders, pictures: Pictures, settings: Settings) -> Mapping[str, Array]:
+    def encode(self, encoders: Encoders, pictures: Pictures, settings: Settings) -> Mapping[str, Any]:
         clip = [np.full((*settings.size, 3), GREY)] * settings.frames
         if pictures.video is not None:
             clip = [unit(frame, settings) for frame in pictures.video[: settings.frames]]

@@ -86,7 +86,7 @@ class WanPipeline(Pipeline):
 
     def encode_pictures(
         self, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
-    ) -> Mapping[str, Array]:
+    ) -> Mapping[str, Any]:
         config = self.architecture
         encoders = Encoders(
             partial(self.encode_video, tiling=tiling),
