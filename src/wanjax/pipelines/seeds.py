@@ -91,8 +91,8 @@ def noise_of_frames(words: Words, shape: tuple[int, ...], start: Int[Array, ""],
         raise WanjaxError(f"the noise of {frames} latent frames has more than 2^32 numbers: a shorter video would do")
     cells = jnp.arange(height * width, dtype=jnp.uint32)
     frame = jnp.arange(channels, dtype=jnp.uint32)[:, None] * np.uint32(frames) + start.astype(jnp.uint32)
-    frame = frame + jnp.arange(count, dtype=jnp.uint32)
-    low = frame[..., None] * np.uint32(height * width) + cells
+    frame = frame + jnp.arange(count, dtype=jnp.uint32)[None]
+    low = frame[..., None] * np.uint32(height * width) + cells[None, None]
     parts = []
     for word in words:
         first, second = jnp.broadcast_to(word[0], low.shape), jnp.broadcast_to(word[1], low.shape)
