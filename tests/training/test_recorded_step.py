@@ -2,13 +2,14 @@
 """A step of training as its plan records it, against the step that a training takes."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 import wanjax
 from tests.support.calls import Call, Counting, differences, instance_call, wrong_shardings
 from tests.support.clips import write_clips
-from tests.support.tiny import tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_image_checkpoint
+from tests.support.tiny import TEXT_LENGTH, tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_image_checkpoint
 from wanjax.plan.training import _recorded
 from wanjax.registry import examine, outlined
 from wanjax.training import LoraConfig, OptimizerConfig, TrainConfig, Training, loop
@@ -68,7 +69,8 @@ def test_a_plan_records_the_step_that_a_training_takes(models, data, taken, tmp_
     Training(pipe, data, tmp_path, TrainConfig(**{**vars(SMALL), "lora": lora}), note=lambda told: None).run()
     found = examine(models[model], encoders=True)
     asked = found.settings.updated({"height": 32, "width": 32, "frames": 5, "guidance_scale": 1.0, "dtype": "float32"})
-    planned = outlined(found.family, found.architecture, asked, pipe.partitioner)
+    family = replace(found.family, prompt=lambda architecture: {"tokenizer": (TEXT_LENGTH,) * 2})
+    planned = outlined(family, found.architecture, asked, pipe.partitioner)
     recorded = _recorded(planned, asked, SMALL.batch, lora, RATE)
     calls = Counter({instance_call(recorded[program]): 1 for program in (begin_training, train)})
     assert not differences(of_any_method(taken.calls), of_any_method(calls))
