@@ -90,8 +90,8 @@ def noise_of_frames(words: Words, shape: tuple[int, ...], start: Int[Array, ""],
     if math.prod(shape[1:]) >= 2**32:
         raise WanjaxError(f"the noise of {frames} latent frames has more than 2^32 numbers: a shorter video would do")
     cells = jnp.arange(height * width, dtype=jnp.uint32)
-    frame = jnp.arange(channels, dtype=jnp.uint32)[:, None] * np.uint32(frames) + start.astype(jnp.uint32)
-    frame = frame + jnp.arange(count, dtype=jnp.uint32)[None]
+    channel, drawn = jnp.arange(channels, dtype=jnp.uint32), jnp.arange(count, dtype=jnp.uint32)
+    frame = channel[:, None] * np.uint32(frames) + start.astype(jnp.uint32) + drawn[None]
     low = frame[..., None] * np.uint32(height * width) + cells[None, None]
     parts = []
     for word in words:
