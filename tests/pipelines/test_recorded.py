@@ -5,6 +5,7 @@ Each recorded program is compiled before the run is executed, which then compile
 """
 
 import functools
+import gc
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
@@ -200,6 +201,7 @@ def test_a_recording_reads_no_weights_and_computes_nothing(folder, kind):
     read: list[Any] = []
     pipe = wanjax.load(folder(model), progress=lambda *told: read.append(told))
     pictures, settings = pipe.prepare(**{"prompt": "a cat"} | given)
+    gc.collect()
     before = len(jax.live_arrays())
     with compilations() as compiled:
         made = record(pipe, settings, pictures)

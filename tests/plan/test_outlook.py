@@ -31,7 +31,7 @@ def test_a_video_with_easycache_has_a_range_of_seconds():
     found, whole = priced(cache="easycache:0.1,2"), priced()
     assert found.reusing_steps == STEPS - 3
     assert found.total_seconds_least < found.total_seconds
-    assert 0 < found.reusing_step_seconds_least < found.reusing_step_seconds
+    assert 0 <= found.reusing_step_seconds_least < found.reusing_step_seconds  # the model counts products alone
     saved = found.reusing_steps * (found.reusing_step_seconds - found.reusing_step_seconds_least)
     assert found.total_seconds - found.total_seconds_least == pytest.approx(saved)
     assert found.total_seconds >= whole.total_seconds
@@ -39,10 +39,8 @@ def test_a_video_with_easycache_has_a_range_of_seconds():
     assert whole.reusing_steps == 0
 
 
-@pytest.mark.parametrize(
-    ("cache", "reusing"), [("magcache:.2,1,.1", None), ("deepcache:1,6,2", None), ("guidance:2", None)]
-)
-def test_a_cache_whose_steps_are_known_makes_a_video_faster(cache, reusing):
+@pytest.mark.parametrize("cache", ["magcache:.2,1,.1", "deepcache:1,6,2", "guidance:2"])
+def test_a_cache_whose_steps_are_known_makes_a_video_faster(cache):
     found, whole = priced(cache=cache), priced()
     assert found.cache == str(SHAPES.cache_rule(VIDEO.updated({"steps": STEPS, "guidance_scale": 3.0, "cache": cache})))
     assert 0 < found.reusing_steps < STEPS
