@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The structure of the code, read from its text: imports, spellings of shapes, and lengths of files."""
+"""The structure of the code, read from its text: imports, and spellings of shapes."""
 
 import ast
 import re
@@ -16,11 +16,12 @@ PACKAGES = {"wanjax": ROOT / "src/wanjax", "wanjax.converters": ROOT / "converte
 LAYERS = [  # a module imports from its own layer and those below
     ["wanjax.cli", "wanjax.__main__"],
     ["wanjax.serve", "wanjax.bench"],
+    ["wanjax.plan"],
     ["wanjax", "wanjax.registry"],
-    ["wanjax.plan", "wanjax.training"],
+    ["wanjax.training"],
     ["wanjax.pipelines"],
     ["wanjax.checkpoints", "wanjax.converters", "wanjax.media"],
-    ["wanjax.models", "wanjax.schedulers"],
+    ["wanjax.models", "wanjax.schedulers", "wanjax.programs"],
     ["wanjax.layers", "wanjax.compilation"],
     ["wanjax.kernels"],
     ["wanjax.dims", "wanjax.sharding", "wanjax.errors"],
@@ -33,7 +34,6 @@ DISTRIBUTIONS = {
 }  # distributions with another name than their import
 INDIRECT = {"flatbuffers"}  # which JAX needs for what this package asks of it
 STRANGERS = {"torch", "transformers", "diffusers", "tensorflow"}
-LONGEST = 450
 
 
 def modules() -> dict[str, Path]:
@@ -137,17 +137,6 @@ def test_few_modules_stand_at_the_top():
     assert len([path for path in PACKAGES["wanjax"].glob("*.py")]) <= 8
 
 
-def test_no_function_is_long():
-    for module, path in MODULES.items():
-        for node in ast.walk(tree(path)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                assert (node.end_lineno or 0) - node.lineno < 45, f"{module}.{node.name}"
-
-
-def test_the_sampler_fits_on_two_pages():
-    assert len(text_of(MODULES["wanjax.pipelines.sampler"]).splitlines()) <= 150
-
-
 def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     declared = {re.split(r"[\[<>=]", text)[0] for text in project["dependencies"]}
@@ -172,7 +161,6 @@ def test_only_its_command_imports_the_server():
 def test_tests_import_no_test():
     for path in (path for path in OTHERS if path.is_relative_to(ROOT / "tests")):
         assert not [name for name in imports(path) if name.startswith("tests.") and ".test_" in name], path
-        assert len(text_of(path).splitlines()) <= LONGEST, path
 
 
 def below(package: str) -> dict[str, Path]:
@@ -210,11 +198,6 @@ def test_other_frameworks_are_for_comparisons_only():
 def test_every_file_names_its_licence():
     for path in (*MODULES.values(), *OTHERS):
         assert not text_of(path) or text_of(path).startswith("# SPDX-License-Identifier: Apache-2.0\n"), path
-
-
-def test_no_file_is_long():
-    for module, path in MODULES.items():
-        assert len(text_of(path).splitlines()) <= LONGEST, module
 
 
 def spellings(path: Path) -> Iterator[str]:

@@ -13,6 +13,7 @@ from flax import nnx
 from PIL import Image
 
 import wanjax
+from tests.support.calls import Counting, differences, recorded_calls, wrong_shardings
 from tests.support.clips import write_clips
 from tests.support.compare import error
 from tests.support.toy import LENGTH, NETWORKS, TOY
@@ -26,7 +27,9 @@ from wanjax.errors import WanjaxError
 from wanjax.media.stage_files import EMBEDDINGS, LATENTS
 from wanjax.media.videos import read_metadata
 from wanjax.pipelines.cache_tables import Changes, Magnitudes, Tables
+from wanjax.pipelines.recording import record
 from wanjax.pipelines.sampler import take_step
+from wanjax.plan.outlook import outlook
 from wanjax.programs import EXECUTE
 
 CLASSES = {
@@ -183,6 +186,27 @@ def test_models_plan_and_warmup(toy, monkeypatch, tmp_path):
         assert planned["step_seconds"] > 0
         assert planned["stages"].keys() == {"encode", "denoise", "decode"}
     assert "what was compiled is in" in run("warmup", "--model", toy).stderr
+
+
+@pytest.mark.parametrize("mesh", [None, "dp=2,sp=2,tp=2"])
+def test_a_plan_records_what_is_executed_though_nothing_is_written_for_it(toy, mesh):
+    """The length of its prompts is all that a family tells plans."""
+    pipe, counting = wanjax.load(toy, mesh=mesh), Counting()
+    pipe.under(counting)("a red circle")
+    family, architecture, settings = registry.outline(str(toy))
+    planned = registry.outlined(family, architecture, settings, pipe.partitioner)
+    assert not differences(counting.calls, recorded_calls(record(planned, planned.settings())))
+    assert not wrong_shardings(counting.shardings)
+
+
+@pytest.mark.parametrize("cache", ["none", "magcache:.2,1,.1", "easycache:9,2"])
+def test_the_outlook_of_a_toy(cache):
+    tables = Tables(Magnitudes((1.0,) * 6, (1.0,) * 6, 0.1, 2, 0.2))
+    family, architecture, settings = registry.outline("toy")
+    told = outlook(family, replace(architecture, tables=tables), settings.updated({"steps": 6, "cache": cache}), "cpu")
+    assert {row.name for row in told.programs} >= {"encode_texts", "embed_texts", "step", "finish", "decode_first"}
+    assert (told.reusing_steps > 0) is (cache != "none")
+    assert told.total_seconds > told.step_seconds > 0
 
 
 def test_settings_of_other_families_are_refused(toy, tmp_path):

@@ -85,7 +85,7 @@ def _enough(mask: Shaped[Array | np.ndarray, "B S"], lengths: Sequence[int]) -> 
 
 def _booleans(mask: Shaped[Array | np.ndarray, "B S"]) -> Bool[Array | np.ndarray, "B S"]:
     """Returns a mask, which may be one of numbers as in the reference's files, as booleans, on the host if possible."""
-    return mask != 0 if isinstance(mask, Tracer) else np.asarray(mask) != 0
+    return mask.astype(bool) if isinstance(mask, Tracer) else np.asarray(mask) != 0
 
 
 def size_of(picture: tuple[int, ...], side: int, grid: int) -> tuple[int, int]:

@@ -7,11 +7,11 @@ Follows diffusers' pipelines/hunyuan_video1_5/pipeline_hunyuan_video1_5.py, and 
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from wanjax.pipelines.byt5_tokenizer import ByT5Tokenizer
-from wanjax.pipelines.tokenizer import TokenBatch, Tokenizer, Truncation
+from wanjax.pipelines.tokenizer import TokenBatch, Truncation
 
 TEMPLATE_TOKENS = 108
 """The number of tokens before the prompt; their features are dropped."""
@@ -31,6 +31,7 @@ SYSTEM = (" " * 9).join(  # the model was trained with these runs of spaces
 )
 START = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n"
 END = "<|im_end|>\n<|im_start|>assistant\n"
+Tokenizing = Any  # a tokenizer of the checkpoint, or of a plan, which has none
 QUOTED = re.compile(r'"([^"\n]*)"|“([^”\n]*)”')
 
 
@@ -45,14 +46,14 @@ def glyph_text(prompt: str) -> str | None:
     return "".join(f'Text "{text}". ' for text in texts) if texts else None
 
 
-def tokenize_chats(tokenizer: Tokenizer, prompts: Sequence[str]) -> TokenBatch:
+def tokenize_chats(tokenizer: Tokenizing, prompts: Sequence[str]) -> TokenBatch:
     """Returns the tokens of each prompt's chat; a truncation counts and names those of the prompt alone."""
     batch = tokenizer.tokenize([chat(prompt) for prompt in prompts], TEMPLATE_TOKENS + TEXT_LENGTH)
     closing = len(tokenizer.backend.encode(END).ids)
     return replace(batch, truncated=tuple(_of_prompt(cut, closing) for cut in batch.truncated))
 
 
-def tokenize_glyphs(tokenizer: ByT5Tokenizer, prompts: Sequence[str]) -> TokenBatch:
+def tokenize_glyphs(tokenizer: Tokenizing, prompts: Sequence[str]) -> TokenBatch:
     """Returns the tokens of each prompt's quoted texts; a prompt without any has no real token."""
     texts = [glyph_text(prompt) for prompt in prompts]
     batch = tokenizer.tokenize([text or "" for text in texts], GLYPH_LENGTH)

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A recorded run against an executed one: of every family and every kind of run, the same calls of programs.
+
+Each recorded program is compiled before the run is executed, which then compiles nothing.
+"""
+
+import functools
+import gc
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import wanjax
+from tests.support import tiny
+from tests.support.calls import Call, Counting, differences, recorded_calls, steps, wrong_shardings
+from tests.support.compilations import compilations
+from tests.support.quick import quick
+from tests.support.tabled import TABLES
+from wanjax.layers.tiling import Tiling
+from wanjax.pipelines.recording import record
+from wanjax.programs import Record
+from wanjax.registry import examine, outlined
+
+EIGHT = "dp=2,sp=2,tp=2"
+MODELS = {
+    "wan": tiny.tiny_checkpoint,
+    "wan-i2v": tiny.tiny_image_checkpoint,
+    "wan-flf": partial(tiny.tiny_image_checkpoint, last=True),
+    "wan-vace": tiny.tiny_control_checkpoint,
+    "wan-experts": tiny.tiny_experts_checkpoint,
+    "wan-ti2v": tiny.tiny_residual_checkpoint,
+    "wan-causal": tiny.tiny_causal_checkpoint,
+    "cogvideox": tiny.tiny_cogvideox_checkpoint,
+    "cogvideox-i2v": partial(tiny.tiny_cogvideox_checkpoint, in_channels=8, ofs_embed_dim=24),
+    "hunyuanvideo": tiny.tiny_hunyuan_checkpoint,
+    "hunyuanvideo-i2v": partial(tiny.tiny_hunyuan_checkpoint, pictured=True),
+}
+
+
+def picture(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (*shape, 3), dtype=np.uint8)
+
+
+SMALL = {"size": (32, 48), "frames": 5, "steps": 2, "guidance_scale": 3.0}
+CACHED = SMALL | {"steps": 7}
+CLIP, IMAGE = picture(5, 32, 48), picture(30, 45)
+CACHES = {"magcache": ".2,1,.1", "teacache": ".5", "easycache": "9,2", "deepcache": "1,6,2", "guidance": "2"}
+OTHERS = CACHES | {"teacache": "3"}  # for weights whose timesteps differ by more
+TILES = {"video": picture(5, 32, 64), "tiling": Tiling((32, 48), (32, 32)), "size": (32, 64)}
+QUOTED, LONG = 'a cat says "hello"', "a blue dog " * 60
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "wan": ("wan", SMALL),
+    "wan unguided": ("wan", SMALL | {"guidance_scale": 1.0}),
+    "wan video": ("wan", SMALL | {"video": picture(7, 40, 60), "strength": 0.7, "steps": 3}),
+    "wan tiles": ("wan", SMALL | TILES),
+    "wan batch": ("wan", SMALL | {"batch_guidance": True}),
+    **{f"wan {name}": ("wan", CACHED | {"cache": f"{name}:{how}"}) for name, how in CACHES.items()},
+    "wan-i2v": ("wan-i2v", SMALL | {"image": IMAGE}),
+    "wan-i2v tiles": ("wan-i2v", SMALL | {"image": IMAGE, "tiling": Tiling((32, 32), (32, 24))}),
+    "wan-flf": ("wan-flf", SMALL | {"image": IMAGE, "last_image": IMAGE}),
+    "wan-vace": ("wan-vace", SMALL),
+    "wan-vace video": (
+        "wan-vace",
+        SMALL | {"video": CLIP, "mask": CLIP, "references": [picture(40, 40), picture(16, 64)]},
+    ),
+    "wan-vace magcache": ("wan-vace", CACHED | {"references": [IMAGE], "cache": "magcache:.2,1,.1"}),
+    "wan-experts": ("wan-experts", SMALL | {"steps": 4, "guidance_scale_2": 2.0}),
+    "wan-experts half": ("wan-experts", SMALL | {"steps": 4, "guidance_scale_2": 1.0}),
+    "wan-experts deepcache": ("wan-experts", CACHED | {"cache": "deepcache:0,7,2"}),
+    "wan-experts easycache": ("wan-experts", CACHED | {"cache": "easycache:.5,1"}),
+    "wan-experts teacache": ("wan-experts", CACHED | {"cache": "teacache:.5"}),
+    "wan-ti2v": ("wan-ti2v", SMALL | {"size": (64, 96)}),
+    "wan-ti2v image": ("wan-ti2v", SMALL | {"size": (64, 96), "image": IMAGE}),
+    "wan-causal": ("wan-causal", {"size": (32, 48), "frames": 29, "steps": 2}),
+    "wan-causal short": ("wan-causal", {"size": (32, 48), "frames": 5, "steps": 2}),
+    "cogvideox": ("cogvideox", SMALL),
+    "cogvideox dynamic": ("cogvideox", SMALL | {"dynamic_guidance": True}),
+    "cogvideox video": ("cogvideox", SMALL | {"video": CLIP, "strength": 0.7, "steps": 3}),
+    "cogvideox tiles": ("cogvideox", SMALL | TILES),
+    "cogvideox batch": ("cogvideox", SMALL | {"batch_guidance": True}),
+    **{f"cogvideox {name}": ("cogvideox", CACHED | {"cache": f"{name}:{how}"}) for name, how in OTHERS.items()},
+    "cogvideox-i2v": ("cogvideox-i2v", SMALL | {"image": IMAGE}),
+    "hunyuanvideo": ("hunyuanvideo", SMALL),
+    "hunyuanvideo quoted": ("hunyuanvideo", SMALL | {"prompt": QUOTED}),
+    "hunyuanvideo batch": ("hunyuanvideo", SMALL | {"prompt": QUOTED, "negative_prompt": LONG, "batch_guidance": True}),
+    "hunyuanvideo tiles": ("hunyuanvideo", SMALL | {"tiling": TILES["tiling"], "size": (32, 64)}),
+    **{f"hunyuanvideo {name}": ("hunyuanvideo", CACHED | {"cache": f"{name}:{how}"}) for name, how in OTHERS.items()},
+    "hunyuanvideo-i2v": ("hunyuanvideo-i2v", SMALL | {"image": IMAGE, "prompt": QUOTED}),
+}
+OUTLINED = [  # prompts of HunyuanVideo are as long as their texts, and a plan's as long as they may be
+    kind
+    for kind, (model, given) in KINDS.items()
+    if not model.startswith("hunyuan") and not given.keys() & {"tiling", "batch_guidance", "cache"}
+]
+ALONE = {
+    *(kind for kind, (model, _) in KINDS.items() if model == "wan"),
+    *("wan-flf", "wan-vace video", "wan-experts", "wan-experts deepcache", "wan-ti2v image", "wan-causal"),
+    *("cogvideox video", "cogvideox magcache", "cogvideox-i2v"),
+    *("hunyuanvideo batch", "hunyuanvideo easycache", "hunyuanvideo-i2v"),
+}
+TOGETHER = {"wan", "cogvideox", "hunyuanvideo quoted"}
+
+
+def places() -> list[Any]:
+    """Returns every kind of run on one device and on eight, those that take long as slow ones."""
+    return [
+        pytest.param(kind, mesh, marks=() if kind in quick else pytest.mark.slow, id=f"{kind} on {count}")
+        for model in MODELS
+        for mesh, count, quick in ((None, 1, ALONE), (EIGHT, 8, TOGETHER))
+        for kind in KINDS
+        if KINDS[kind][0] == model and not (mesh and KINDS[kind][1].get("cache", "").startswith("guidance"))
+    ]
+
+
+@dataclass
+class Compared:
+    """A run that was recorded, compiled and executed. `late` is the number of programs that were compiled last."""
+
+    record: Record
+    recorded: Counter[Call]
+    executed: Counter[Call]
+    late: int
+    shardings: list[Any]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("models")
+    return functools.cache(lambda model: MODELS[model](made / model))
+
+
+@pytest.fixture(scope="module")
+def loaded(folder):
+    """A model with tables for step caches, whose programs are kept until the next."""
+
+    @functools.lru_cache(maxsize=1)
+    def load(model: str, mesh: str | None) -> tuple[Any, Counting]:
+        pipe = wanjax.load(folder(model), mesh=mesh)
+        pipe.architecture, pipe.progress = replace(pipe.architecture, tables=TABLES), False
+        return pipe, Counting()
+
+    yield load
+    load.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def compared(loaded):
+    @functools.cache
+    def compare(kind: str, mesh: str | None) -> Compared:
+        model, given = KINDS[kind]
+        pipe, counting = loaded(model, mesh)
+        told = {name: given[name] for name in ("tiling", "batch_guidance") if name in given}
+        own = {name: x for name, x in given.items() if name not in told} | {"prompt": given.get("prompt", "a cat")}
+        pictures, settings = pipe.prepare(**own)
+        made = record(pipe, settings, pictures, **told)
+        counting.shardings.clear()
+        for noted in made.programs:
+            counting.compile(noted.instance)
+        before = counting.count()
+        counting.calls.clear()
+        prompt = own.pop("prompt")
+        pipe.under(counting)(prompt, **own, **told)
+        return Compared(
+            made, recorded_calls(made), counting.calls.copy(), counting.count() - before, [*counting.shardings]
+        )
+
+    return compare
+
+
+@pytest.mark.parametrize(("kind", "mesh"), places())
+def test_a_recorded_run_makes_the_calls_of_an_executed_one(compared, kind, mesh):
+    found = compared(kind, mesh)
+    executed, recorded = found.executed, found.recorded
+    assert found.late == 0
+    if "teacache" in kind:  # whose weights decide which steps reuse
+        assert executed.keys() == recorded.keys()
+        whole, planned = steps(executed), steps(recorded)
+        assert planned.total() == whole.total()
+        assert whole[False] <= planned[False] < planned.total()
+        others = [Counter({c: n for c, n in x.items() if c.program.name != "take_step"}) for x in (executed, recorded)]
+        assert not differences(*others)
+    else:
+        assert not differences(executed, recorded)
+    if "cache" in KINDS[kind][1]:
+        assert steps(recorded)[True] > 0
+
+
+@pytest.mark.parametrize(("kind", "mesh"), [place for place in places() if place.values[1]])
+def test_the_compiler_shards_results_as_programs_state(compared, kind, mesh):
+    assert not wrong_shardings(compared(kind, mesh).shardings)
+
+
+@pytest.mark.parametrize("kind", ["wan-flf", "wan-experts", "cogvideox-i2v", "hunyuanvideo quoted"])
+def test_a_recording_reads_no_weights_and_computes_nothing(folder, kind):
+    model, given = KINDS[kind]
+    read: list[Any] = []
+    pipe = wanjax.load(folder(model), progress=lambda *told: read.append(told))
+    pictures, settings = pipe.prepare(**{"prompt": "a cat"} | given)
+    gc.collect()
+    before = len(jax.live_arrays())
+    with compilations() as compiled:
+        made = record(pipe, settings, pictures)
+    assert recorded_calls(made).total() > 6
+    assert compiled == read == pipe.components.networks() == []
+    assert len(jax.live_arrays()) == before
+
+
+@pytest.mark.parametrize("kind", quick(["wan-flf", "wan-causal", "cogvideox-i2v"], OUTLINED))
+@pytest.mark.parametrize("mesh", [None, EIGHT], ids=["1", "8"])
+def test_an_outline_records_what_its_checkpoint_does(folder, kind, mesh):
+    """So a plan, which has neither weights nor tokenizers, prices the programs of the model that is loaded.
+
+    Prompts have the length of the small tokenizers.
+    """
+    model, given = KINDS[kind]
+    pipe, found = wanjax.load(folder(model), mesh=mesh), examine(folder(model), encoders=True)
+    family = replace(found.family, prompt=lambda architecture: {"tokenizer": (tiny.TEXT_LENGTH,) * 2})
+    planned = outlined(family, found.architecture, pipe.defaults, pipe.partitioner, param_dtype=pipe.defaults.dtype)
+    noted = []
+    for each in (pipe, planned):
+        each.architecture = replace(each.architecture, tables=TABLES)
+        pictures, settings = each.prepare(**{"prompt": "a cat"} | given)
+        noted.append(recorded_calls(record(each, settings, pictures)))
+    assert not differences(*noted)

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The outlook of a video on the stated CPU: what of its settings and keywords reaches the prices."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.support.small_wan import TEXT, VIDEO, architecture
+from tests.support.tabled import TABLES
+from wanjax.layers.tiling import Tiling
+from wanjax.plan.outlook import Outlook, outlook
+from wanjax.registry import outline, with_scheduler
+from wanjax.schedulers import FlowEuler, UniPC
+
+FAMILY = outline("nano")[0]
+SHAPES = replace(architecture(4), tables=TABLES)
+STEPS = 7
+
+
+def priced(shapes=SHAPES, *, cache: str = "none", **given) -> Outlook:
+    video = VIDEO.updated({"steps": STEPS, "guidance_scale": 3.0, "cache": cache})
+    return outlook(FAMILY, shapes, video, "cpu", **given)
+
+
+def rows(found: Outlook) -> dict[str, int]:
+    return {row.name: row.times for row in found.programs}
+
+
+def test_a_video_with_easycache_has_a_range_of_seconds():
+    """Its steps decide on the device: at least the first and the last are whole, and any other may reuse."""
+    found, whole = priced(cache="easycache:0.1,2"), priced()
+    assert found.reusing_steps == STEPS - 3
+    assert found.total_seconds_least < found.total_seconds
+    assert 0 <= found.reusing_step_seconds_least < found.reusing_step_seconds  # the model counts products alone
+    saved = found.reusing_steps * (found.reusing_step_seconds - found.reusing_step_seconds_least)
+    assert found.total_seconds - found.total_seconds_least == pytest.approx(saved)
+    assert found.total_seconds >= whole.total_seconds
+    assert whole.total_seconds_least is whole.reusing_step_seconds_least is None
+    assert whole.reusing_steps == 0
+
+
+@pytest.mark.parametrize("cache", ["magcache:.2,1,.1", "deepcache:1,6,2", "guidance:2"])
+def test_a_cache_whose_steps_are_known_makes_a_video_faster(cache):
+    found, whole = priced(cache=cache), priced()
+    assert found.cache == str(SHAPES.cache_rule(VIDEO.updated({"steps": STEPS, "guidance_scale": 3.0, "cache": cache})))
+    assert 0 < found.reusing_steps < STEPS
+    assert rows(found)["step"] + rows(found)["reusing_step"] == STEPS
+    assert found.reusing_step_seconds < found.step_seconds
+    assert found.total_seconds < whole.total_seconds
+    assert found.total_seconds_least is None
+
+
+def test_teacache_counts_the_one_step_that_reuses_for_certain():
+    """The weights decide which steps reuse, so that the seconds are those of the slowest video."""
+    found = priced(cache="teacache:0.5")
+    assert found.cache.startswith("teacache")
+    assert found.reusing_steps == rows(found)["reusing_step"] == 1
+    assert rows(found)["step"] == STEPS - 1
+    assert rows(found)["time_changes"] == 1
+
+
+def test_networks_that_stay_are_counted_beside_each_stage():
+    freed, stays = (priced(offload=offload) for offload in (True, False))
+    assert [stage.kept_bytes_per_chip for stage in freed.stages.values()] == [0, 0, 0]
+    encode, denoise, decode = (stage.kept_bytes_per_chip for stage in stays.stages.values())
+    assert encode == 0 < denoise < decode  # each stage leaves a network to the next
+    for name, stage in stays.stages.items():
+        more = stage.peak_bytes_per_chip - freed.stages[name].peak_bytes_per_chip
+        assert more == stage.kept_bytes_per_chip
+    assert stays.peak_bytes_per_chip == max(stage.peak_bytes_per_chip for stage in stays.stages.values())
+
+
+def test_tiles_reach_the_plan():
+    whole, tiled = priced(), priced(tiling=Tiling((8, 8), (4, 4)))
+    assert not any("tile" in name for name in rows(whole))
+    assert rows(tiled)["decode_tile_first"] + rows(tiled).get("decode_tile_first_2", 0) > 1
+    assert any(name.startswith("join_tiles") for name in rows(tiled))
+    assert tiled.stages["denoise"].seconds == whole.stages["denoise"].seconds
+
+
+def test_the_scheduler_reaches_the_plan():
+    """A solver of a higher order keeps more between two steps than Euler's, which keeps nothing."""
+    euler, unipc = (priced(with_scheduler(SHAPES, solver)) for solver in (FlowEuler(), UniPC()))
+    (least,), (more,) = ([r for r in x.programs if r.name == "step"] for x in (euler, unipc))
+    assert least.arguments_bytes_per_chip < more.arguments_bytes_per_chip
+
+
+def test_a_whole_forward_with_both_prompts_is_one_forward_of_a_batch():
+    apart, together = priced(), priced(batch_guidance=True)
+    assert rows(apart) == rows(together)
+    assert together.step_seconds == pytest.approx(apart.step_seconds, rel=0.5)
+    assert TEXT.width == SHAPES.transformer.text_width

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recordings of outlines, for devices that are not here: every published model, and the programs that are compiled."""
+
+import jax
+import pytest
+
+from tests.support.quick import quick
+from tests.support.small_wan import VIDEO, architecture
+from wanjax.kernels.compiler_options import SETS
+from wanjax.pipelines.recording import needed_pictures, record
+from wanjax.plan.chips import SLICES, described
+from wanjax.plan.exporting import export
+from wanjax.plan.recorded import of_stages, programs_of
+from wanjax.registry import family_with, outline, outlined, presets
+from wanjax.sharding import RULES, Partitioner
+
+MESH = described(SLICES["v6e-8"], {"dp": 2, "sp": 1, "tp": 4})
+EVERY = [name for name, preset in presets().items() if preset.architecture]
+SOME = ["wan2.1-t2v-1.3b", "cogvideox-2b", "hunyuanvideo1.5-480p-t2v"]
+
+
+def recorded(family, shapes, settings, mesh=MESH, **how):
+    """Returns the programs of a video of an outline, by stage."""
+    pipe = outlined(family, shapes, settings, Partitioner(mesh, RULES["fsdp"]), **how)
+    chosen = pipe.settings()
+    return of_stages(programs_of(record(pipe, chosen, needed_pictures(pipe, chosen))))
+
+
+def published(name, **changed):
+    preset = presets()[name]
+    return recorded(family_with(preset), preset.architecture, preset.defaults.updated(changed))
+
+
+def digest(program):
+    """Returns the digest of a program as the compiler's process is given it."""
+    return export(program.lowering, SLICES["v6e-8"]).key["program"]
+
+
+def step_of(stages):
+    return next(program for program in stages["denoise"] if program.name == "step")
+
+
+@pytest.mark.parametrize("name", quick(SOME, EVERY))
+def test_a_video_of_every_preset_is_recorded_at_its_default_settings(name):
+    video, shapes = presets()[name].defaults, presets()[name].architecture
+    stages = published(name)
+    counts = {program.name: program.times for program in stages["denoise"]}
+    _, _, frames, *cells = shapes.denoised_shape(video)
+    block = shapes.transformer.block_frames if shapes.streams else frames
+    assert counts["step"] == frames // block * video.steps
+    assert counts["context"] == len(shapes.denoisers)
+    assert counts["begin"] == counts["finish"] == frames // block
+    step = step_of(stages)
+    state, *_ = step.lowering.arguments
+    assert state.x.shape[:4] == (1, block, *cells)
+    length = shapes.latent_shape(video)[2]
+    first, rest = shapes.decoded_at_once(block if shapes.streams else length)
+    decoding = {program.name: program.times for program in stages["decode"]}
+    assert first + rest * decoding.get("decode_next", 0) >= length
+    assert stages["encode"]
+    for programs in stages.values():
+        shardings = [x.sharding for p in programs for x in jax.tree.leaves(p.lowering.arguments)]
+        assert all(sharding is None or sharding.mesh == MESH for sharding in shardings)
+
+
+@pytest.mark.parametrize("compiler", SETS)
+@pytest.mark.parametrize("chip", ["v5e-8", "v5p-8", "v6e-8"])
+def test_programs_have_the_options_of_the_chip_and_of_the_set(chip, compiler):
+    mesh = described(SLICES[chip], {"dp": 2, "sp": 1, "tp": SLICES[chip].devices // 2})
+    stages = recorded(outline("nano")[0], architecture(4), VIDEO, mesh, compiler=compiler)
+    step = step_of(stages)
+    assert "xla_enable_async_all_gather" in step.lowering.compiler_options
+    has_sparse_cores = any("sparse_core" in name for name in step.lowering.compiler_options)
+    assert has_sparse_cores is (compiler == "fast" and not chip.startswith("v5e"))
+
+
+@pytest.mark.slow
+def test_equal_programs_are_the_same_bytes():
+    """Equal programs are the same bytes, so that they are priced once."""
+    text, image, small = (published(name) for name in ("wan2.1-t2v-14b", "wan2.1-i2v-14b-720p", "wan2.1-t2v-1.3b"))
+    decoding, step = [digest(run) for run in text["decode"]], digest(step_of(text))
+    assert decoding == [digest(run) for run in image["decode"]]
+    assert not set(decoding) & {digest(run) for run in small["decode"]}
+    assert digest(text["encode"][0]) == digest(image["encode"][0]) == digest(small["encode"][0])
+    assert step != digest(step_of(image))
+    again = published("wan2.1-t2v-14b", frames=49, steps=30)
+    assert [digest(run) for run in again["decode"]] == decoding
+    assert digest(step_of(again)) != step
+    assert digest(step_of(published("wan2.1-t2v-14b", steps=30))) == step
+
+
+def test_the_programs_of_a_model_of_this_package_are_recorded_for_a_slice():
+    family, shapes, video = outline("nano")
+    stages = recorded(family, shapes, video, described(SLICES["v6e-8"], {"dp": 1, "sp": 1, "tp": 8}))
+    assert [run.name for run in stages["encode"]] == ["encode_prompts"]
+    assert [run.name for run in stages["denoise"]] == ["begin", "context", "step", "finish"]
+    assert all(run.name.startswith("decode_") for run in stages["decode"])

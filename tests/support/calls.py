@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The calls of programs that a run makes, executed or recorded, as values that can be compared."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from wanjax.pipelines.sampler import take_step
+from wanjax.programs import Execute, Instance, Program, Record, Site
+from wanjax.sharding import Partitioner
+
+
+class Call(NamedTuple):
+    """A call of a program in a stage. Each argument is its shape, its dtype and the part of it on each device.
+
+    An argument of the host has no parts.
+    """
+
+    stage: str
+    program: Program
+    static: Any
+    tree: Any
+    arguments: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        return f"{self.stage}: {self.program.name} of {[(shape, dtype) for shape, dtype, _ in self.arguments]}"
+
+
+class Counting(Execute):
+    """Executes programs, and counts their calls; `shardings` are those that the compiler gave the results of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[Call] = Counter()
+        self.shardings: list[tuple[Instance, list[Any]]] = []
+        self._stage = ""
+
+    def call(self, program: Program, site: Site, static: Any, *arguments: Any) -> Any:
+        self.calls[_call(self._stage, program, site, static, arguments)] += 1
+        return super().call(program, site, static, *arguments)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        before, self._stage = self._stage, name
+        try:
+            yield
+        finally:
+            self._stage = before
+
+    def _compile(self, instance: Instance, key: Any) -> None:
+        super()._compile(instance, key)
+        made: Any = self._compiled[key]
+        self.shardings.append((instance, jax.tree.leaves(made.output_shardings)))
+
+
+def recorded_calls(record: Record) -> Counter[Call]:
+    """Returns the calls of a run that was recorded."""
+    found: Counter[Call] = Counter()
+    for noted in record.programs:
+        instance = noted.instance
+        call = _call(noted.stage, instance.program, instance.site, instance.static, instance.shapes)
+        assert call not in found, f"{call} is noted twice"
+        found[call] = noted.times
+    return found
+
+
+def instance_call(instance: Instance) -> Call:
+    """Returns the call of an instance, of no stage."""
+    return _call("", instance.program, instance.site, instance.static, instance.shapes)
+
+
+def differences(executed: Counter[Call], recorded: Counter[Call]) -> list[str]:
+    """Returns a sentence for each call that is not made as often in both."""
+    return [
+        f"{call} is executed {executed[call]} times and recorded {recorded[call]} times"
+        for call in executed | recorded
+        if executed[call] != recorded[call]
+    ]
+
+
+def steps(calls: Counter[Call]) -> Counter[bool]:
+    """Returns the numbers of steps by whether they are given what another kept."""
+    found: Counter[bool] = Counter()
+    for call, times in calls.items():
+        if call.program is take_step:
+            state, *_ = jax.tree.unflatten(call.tree, call.arguments)
+            found[state.kept is not None] += times
+    return found
+
+
+def wrong_shardings(compiled: Sequence[tuple[Instance, list[Any]]]) -> list[str]:
+    """Returns a sentence for each result that has another sharding than its program states."""
+    found = []
+    for instance, given in compiled:
+        stated = jax.tree.leaves(instance.results)
+        for number, (result, sharding) in enumerate(zip(stated, given, strict=True)):
+            if not sharding.is_equivalent_to(result.sharding, result.ndim):
+                found.append(f"result {number} of {instance.program.name}, {result}, has {sharding}")
+    return found
+
+
+def _call(stage: str, program: Program, site: Site, static: Any, arguments: Any) -> Call:
+    leaves, tree = jax.tree.flatten(arguments)
+    return Call(stage, program, static, tree, tuple(_argument(x, site.partitioner) for x in leaves))
+
+
+def _argument(x: Any, partitioner: Partitioner) -> Any:
+    """Returns the shape of an argument, its dtype, and the part of it on each device of a mesh."""
+    if isinstance(x, jax.Array):
+        here = x.sharding.device_set == set(partitioner.mesh.devices.flat)
+        if not here and not x.committed:
+            return x.shape, x.dtype, None
+        sharding = x.sharding if here else partitioner.replicated
+    elif isinstance(x, jax.ShapeDtypeStruct):
+        sharding = x.sharding
+    else:
+        x = np.asarray(x)
+        return x.shape, jax.dtypes.canonicalize_dtype(x.dtype), None
+    if sharding is None:
+        return x.shape, x.dtype, None
+    parts = sharding.devices_indices_map(x.shape)
+    return x.shape, x.dtype, tuple(sorted((device.id, str(index)) for device, index in parts.items()))

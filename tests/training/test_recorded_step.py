@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step of training as its plan records it, against the step that a training takes."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+import wanjax
+from tests.support.calls import Call, Counting, differences, instance_call, wrong_shardings
+from tests.support.clips import write_clips
+from tests.support.tiny import TEXT_LENGTH, tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_image_checkpoint
+from wanjax.plan.training import _recorded
+from wanjax.registry import examine, outlined
+from wanjax.training import LoraConfig, OptimizerConfig, TrainConfig, Training, loop
+from wanjax.training.learning import begin_training, train
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
+
+slow = pytest.mark.slow
+MODELS = {"wan": tiny_checkpoint, "wan-i2v": tiny_image_checkpoint, "cogvideox": tiny_cogvideox_checkpoint}
+RATE = OptimizerConfig(rate=1e-3)
+SMALL = TrainConfig(steps=1, batch=2, size=(32, 32), frames=5, buckets=False, optimizer=RATE)
+LORA = LoraConfig(rank=2)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    made = tmp_path_factory.mktemp("models")
+    return {name: make(made / name) for name, make in MODELS.items()}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_clips(tmp_path_factory.mktemp("data"), 2)
+
+
+@pytest.fixture
+def taken(monkeypatch) -> Counting:
+    """The calls of the programs of a trainer."""
+    counting = Counting()
+    monkeypatch.setattr(loop, "Execute", lambda: counting)
+    return counting
+
+
+def of_any_method(calls: Counter[Call]) -> Counter[Call]:
+    """Returns calls without the method that is compiled, which is equal to itself alone: but for its definition."""
+    found: Counter[Call] = Counter()
+    for call, times in calls.items():
+        method = call.static
+        about = method.graphdef, repr(method.specs), method.average, method.accumulated
+        found[call._replace(static=about)] += times
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "lora"),
+    [
+        ("wan", None, LORA),
+        ("wan", None, None),
+        ("wan", "dp=2,sp=2,tp=2", LORA),
+        pytest.param("wan", "dp=2,sp=2,tp=2", None, marks=slow),
+        *(pytest.param(name, mesh, LORA, marks=slow) for name in [*MODELS][1:] for mesh in (None, "dp=2,sp=2,tp=2")),
+    ],
+    ids=str,
+)
+def test_a_plan_records_the_step_that_a_training_takes(models, data, taken, tmp_path, model, mesh, lora):
+    pipe = wanjax.load(models[model], mesh=mesh)
+    Training(pipe, data, tmp_path, TrainConfig(**{**vars(SMALL), "lora": lora}), note=lambda told: None).run()
+    found = examine(models[model], encoders=True)
+    asked = found.settings.updated({"height": 32, "width": 32, "frames": 5, "guidance_scale": 1.0, "dtype": "float32"})
+    family = replace(found.family, prompt=lambda architecture: {"tokenizer": (TEXT_LENGTH,) * 2})
+    planned = outlined(family, found.architecture, asked, pipe.partitioner)
+    recorded = _recorded(planned, asked, SMALL.batch, lora, RATE)
+    calls = Counter({instance_call(recorded[program]): 1 for program in (begin_training, train)})
+    assert not differences(of_any_method(taken.calls), of_any_method(calls))
+    assert not wrong_shardings(taken.shardings)
