@@ -14,6 +14,7 @@ from wanjax.media.pictures import Pictures, size_within
 from wanjax.pipelines.draws import INITIAL, OF_STEPS
 from wanjax.pipelines.frames import Latents
 from wanjax.pipelines.model import Model
+from wanjax.pipelines.preview import Look
 from wanjax.pipelines.sampler import Denoiser, Ends, Held, Inputs
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Segment
@@ -43,6 +44,10 @@ class Hooks(Model, ABC):
     @abstractmethod
     def encode_prompts(self, prompt: str, negative_prompt: str | None = None) -> Encoded:
         """Encodes a prompt and the negative prompt (None is the model's default), with the text encoders alone."""
+
+    @abstractmethod
+    def colours(self) -> Look:
+        """Returns what makes previews of latents."""
 
     @abstractmethod
     def encode_pictures(

@@ -13,7 +13,7 @@ come while it is made.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -27,6 +27,7 @@ from wanjax.pipelines.cache_rules import check_apart
 from wanjax.pipelines.caching import Caching
 from wanjax.pipelines.draws import INITIAL, OF_STEPS, GivenDraws, checked_draws
 from wanjax.pipelines.frames import Frames, GivenLatents, chunk_count, decoded
+from wanjax.pipelines.hooks import Hooks
 from wanjax.pipelines.many import Order
 from wanjax.pipelines.record import VERSION
 from wanjax.pipelines.sampler import Beginning, Denoiser, Given, Inputs, State, begin, finish, take_step
@@ -34,9 +35,6 @@ from wanjax.pipelines.seeds import words_of
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Cancelled, InFlight, Segment, Step, Switch, at_step, left_of
 from wanjax.schedulers import one_step
-
-if TYPE_CHECKING:
-    from wanjax.pipelines.pipeline import Pipeline
 
 Encoded = Any  # the family's own NamedTuple of arrays
 
@@ -104,7 +102,7 @@ class Run:
 
     def __init__(
         self,
-        pipe: "Pipeline",
+        pipe: Hooks,
         orders: Sequence[Order],
         pictures: Pictures | None = None,
         *,

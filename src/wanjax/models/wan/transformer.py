@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -224,8 +223,8 @@ def shard_keys(x: Float[Array, "B S E"], heads: int) -> Float[Array, "B S E"]:
 def shard_stacked(keys: Stacked, heads: int) -> Stacked:
     """Keys and values of all blocks [layers B S E] where `shard_keys` has those of each."""
 
-    def shard(x: Float[Array, "layers B S E"]) -> Float[Array, "layers B S E"]:
-        return state(x, PartitionSpec(None, *current().activation(("batch", None, "heads"), (*x.shape[1:3], heads))))
+    def shard(x: Float[Array, "_B B S E"]) -> Float[Array, "_B B S E"]:
+        return state(x, current().activation((None, "batch", None, "heads"), (*x.shape[:3], heads)))
 
     return jax.tree.map(shard, keys)
 
