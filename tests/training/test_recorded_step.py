@@ -62,7 +62,7 @@ def of_any_method(calls: Counter[Call]) -> Counter[Call]:
         pytest.param("wan", "dp=2,sp=2,tp=2", None, marks=slow),
         *(pytest.param(name, mesh, LORA, marks=slow) for name in [*MODELS][1:] for mesh in (None, "dp=2,sp=2,tp=2")),
     ],
-    ids=str,
+    ids=lambda x: x if isinstance(x, str) else "LoRA" if x is LORA else "",
 )
 def test_a_plan_records_the_step_that_a_training_takes(models, data, taken, tmp_path, model, mesh, lora):
     pipe = wanjax.load(models[model], mesh=mesh)
