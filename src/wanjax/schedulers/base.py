@@ -104,9 +104,7 @@ class Scheduler(ABC):
 
     def noised(self, schedule: Any, x0: Sample, noise: Sample) -> Sample:
         """Adds noise to a clean sample, up to the first noise level of the schedule."""
-        parts = schedule.alphas[0] * x0, schedule.sigmas[0] * noise
-        clean, noise = jax.lax.optimization_barrier(parts)  # each is rounded, as in the reference
-        return clean + noise
+        return schedule.alphas[0] * x0 + schedule.sigmas[0] * noise
 
     def levels(self, fractions: Float[Array, "B"]) -> NoiseLevels:
         """Returns the noise levels of training at fractions of their range, from 0 without noise to 1.

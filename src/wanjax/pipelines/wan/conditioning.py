@@ -8,6 +8,7 @@ passes them to the transformer at every step.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
@@ -266,17 +267,21 @@ class ControlledVideo(Task):
         return encoded.condition.shape[2] - latents[2]
 
     def encode(self, encoders: Encoders, pictures: Pictures, settings: Settings) -> Mapping[str, Any]:
-        clip = [np.full((*settings.size, 3), GREY)] * settings.frames
+        grey = np.full((*settings.size, 3), GREY, np.float32)
+        clip = [grey] * settings.frames
         if pictures.video is not None:
             clip = [unit(frame, settings) for frame in pictures.video[: settings.frames]]
         mask = np.ones((settings.frames, *settings.size), np.float32)
         if pictures.mask is not None:
             mask = np.stack([unit(frame, settings).mean(axis=-1) for frame in pictures.mask[: settings.frames]])
         anew = (mask > 0.5)[..., None]
-        kept, made = (
-            encoders.video([np.where(a == here, x, GREY) for a, x in zip(anew, clip, strict=True)])
-            for here in (False, True)
-        )
+
+        def part(here: bool, anew: np.ndarray, frame: np.ndarray) -> np.ndarray:
+            if anew.all() or not anew.any():  # most frames, whose pixels are taken as they are
+                return frame if anew.flat[0] == here else grey
+            return np.where(anew == here, frame, grey)
+
+        kept, made = (encoders.video(list(map(partial(part, here), anew, clip))) for here in (False, True))
         cells = mask_cells(mask, kept.shape[2], encoders.vae.spatial_factor)
         references = [encoders.video([on_white(x, settings.size, encoders.resized)]) for x in pictures.references]
         return {"condition": encoders.condition((kept, made, *references), cells)}
