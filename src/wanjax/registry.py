@@ -296,7 +296,7 @@ def _pipeline(found: Checkpoint, way: Loading) -> Pipeline:
     shapes = {name: partial(_abstract, found, name, defaults.dtype, way, partitioner) for name in loaders}
     made = Components(
         loaders,
-        _options(found, way),
+        _options(found, way, partitioner),
         way.offload,
         sizes,
         found.source,
@@ -355,10 +355,12 @@ def _largest(preset: Preset) -> int:
     return jnp.dtype(preset.param_dtype).itemsize * max(counts)
 
 
-def _options(found: Checkpoint, way: Loading) -> dict[str, Any]:
+def _options(found: Checkpoint, way: Loading, partitioner: Partitioner) -> dict[str, Any]:
     """Returns the options of loading that shape a video, for its record; without those that were left to the model."""
     options = {"attention": way.attention, "param_dtype": way.param_dtype, "revision": found.source.revision}
     options |= {"compiler": None if way.compiler == SAFE else way.compiler}
+    if way.mesh is not None and partitioner.alone:  # which one device without a mesh may not be elsewhere
+        options |= {"mesh": str(partitioner), "rules": partitioner.rules_name}
     loras = [str(replace(lora, file=described(lora.file))) for lora in found.loras]
     return {name: value for name, value in (options | {"lora": loras}).items() if value}
 

@@ -25,6 +25,7 @@ from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.cli import main, report, stages
 from wanjax.cli.quiet import DEVICES
 from wanjax.media import stage_files, videos
+from wanjax.pipelines.run import Run
 from wanjax.pipelines.wan.pipeline import WanPipeline
 
 SMALL = ("--size", "32x16", "--frames", "5", "--steps", "2", "--dtype", "float32")
@@ -72,7 +73,7 @@ def test_help_lists_the_commands():
             "from prompts seeds count model negative-prompt image last-image video mask reference resize size height "
             "width frames fps steps guidance-scale guidance-scale-2 boundary strength dynamic-guidance flow-shift "
             "sigmas scheduler cache seed noise lora attention block-q block-kv block-kv-compute window batch-guidance "
-            "dtype compiler mesh rules processes tile profile preview preview-decoder dir out force quiet json config "
+            "dtype compiler mesh rules processes tile offload profile preview preview-decoder dir out force quiet json "
             "help",
         ),
         (
@@ -90,16 +91,17 @@ def test_help_lists_the_commands():
         ("decode", "model fps dtype compiler mesh rules processes tile dir out force quiet json config help"),
         (
             "plan",
-            "model chip size height width frames steps guidance-scale cache attention block-q block-kv "
-            "block-kv-compute window batch-guidance dtype compiler mesh rules train lora-rank full batch optimizer "
-            "json config help",
+            "model chip prompt image last-image video mask reference resize size height width frames fps steps "
+            "guidance-scale guidance-scale-2 boundary strength dynamic-guidance flow-shift sigmas scheduler cache seed "
+            "noise lora attention block-q block-kv block-kv-compute window batch-guidance dtype compiler mesh rules "
+            "tile offload train lora-rank full batch optimizer json config help",
         ),
         (
             "warmup",
-            "model image last-image video mask reference resize size height width frames fps steps guidance-scale "
-            "guidance-scale-2 boundary strength dynamic-guidance flow-shift sigmas scheduler cache seed noise "
-            "attention block-q block-kv block-kv-compute window batch-guidance dtype compiler mesh rules processes "
-            "tile quiet config help",
+            "model prompt image last-image video mask reference resize size height width frames fps steps "
+            "guidance-scale guidance-scale-2 boundary strength dynamic-guidance flow-shift sigmas scheduler cache seed "
+            "noise lora attention block-q block-kv block-kv-compute window batch-guidance dtype compiler mesh rules "
+            "processes tile offload quiet config help",
         ),
         (
             "calibrate",
@@ -304,7 +306,7 @@ def test_embeddings_of_226_tokens_give_a_note(model, monkeypatch):
     embeds = np.zeros((1, 226, 16), np.float32)
     path = Path("stage_outputs") / stage_files.EMBEDDINGS
     save_safetensors(path, {"prompt_embeds": embeds, "negative_prompt_embeds": embeds})
-    monkeypatch.setattr(WanPipeline, "denoise", interrupted)
+    monkeypatch.setattr(Run, "latents", interrupted)
     assert "226 tokens where Wan reads 512" in wanjax("denoise", *SMALL).stderr
 
 
@@ -314,7 +316,7 @@ def interrupted(*_, **__):
 
 def test_latents_are_saved_before_decoding(model, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(WanPipeline, "decode_chunks", interrupted)
+        patch.setattr(Run, "frames", interrupted)
         result = wanjax("a", "--model", model, *SMALL, "--out", "b c.mp4", *HERE)
     assert result.exit_code == 130
     assert result.stderr.splitlines()[-2:] == [
@@ -329,7 +331,7 @@ def test_latents_are_saved_before_decoding(model, monkeypatch):
 
 def test_an_interrupted_denoising_leaves_the_embeddings(model, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(WanPipeline, "denoise", interrupted)
+        patch.setattr(Run, "latents", interrupted)
         result = wanjax("a", "--model", model, *SMALL, *HERE)
     assert result.exit_code == 130
     assert result.stderr.endswith("this goes on from there: wanjax denoise --dir stage_outputs\n")
@@ -359,7 +361,7 @@ def test_a_failure_has_a_traceback(model, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(WanPipeline, "decode_chunks", fail)
+    monkeypatch.setattr(Run, "frames", fail)
     result = wanjax("a", "--model", model, *SMALL, *HERE)
     assert result.exit_code == 1
     assert isinstance(result.exception, RuntimeError)
@@ -371,7 +373,7 @@ def test_out_of_memory(model, monkeypatch, error):
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr(WanPipeline, "denoise", fail)
+    monkeypatch.setattr(Run, "latents", fail)
     result = wanjax("a", "--model", model, *SMALL)
     assert result.exit_code == 1
     assert result.stderr.splitlines()[-2].startswith("wanjax: out of memory: a smaller --size")

@@ -161,7 +161,7 @@ def test_empty_files_and_tables_change_nothing(given):
     [
         ("stepps = 3", "my.toml has 'stepps', which is no option there: steps is near"),
         ("xyzzy = 3", "my.toml has 'xyzzy', which is no option there"),
-        ("[plan]\nseed = 3", "my.toml, in [plan], has 'seed', which is no option there"),
+        ("[plan]\nprofile = 'a'", "my.toml, in [plan], has 'profile', which is no option there"),
         ("[paint]\nseed = 3", "my.toml has 'paint', which is no option there"),
         ("config = 'b.toml'", "my.toml has 'config', which is no option there"),
         ("prompt = 'a'", "my.toml has 'prompt', which is no option there"),

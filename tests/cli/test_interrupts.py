@@ -24,7 +24,7 @@ CODE = """
 import jax, jax.numpy as jnp, numpy as np
 from jax import lax
 from wanjax.cli import main
-from wanjax.pipelines.wan.pipeline import WanPipeline
+from wanjax.pipelines.run import Run
 
 def compute():
     jax.block_until_ready(jax.jit(lambda x: lax.while_loop(lambda y: y < 2, jnp.sin, x))(1.0))  # for ever
@@ -33,11 +33,13 @@ def compile():
     constant = np.ones(20000, np.float32)  # folded by a slow interpreter, which takes minutes
     jax.jit(lambda: lax.reduce_window(jnp.asarray(constant), 0.0, lax.add, constant.shape, (1,), "SAME"))()
 
-def frames(*_, **__):
+def frames(run, *_, **__):
+    run.count("chunk", 0, 2)
     yield np.zeros((1, 16, 32, 3), np.uint8)
+    run.count("chunk", 1, 2)
     compute()
 
-WanPipeline.{patched} = {work}
+Run.{patched} = {work}
 main()
 """
 DENOISE = "what was complete is kept, and this goes on from there: wanjax denoise --dir d\n"
@@ -99,13 +101,13 @@ class Run:
 
 
 def blocked(patched: str, work: str, *arguments: str) -> list[str]:
-    """Returns a command whose pipeline has one method replaced."""
+    """Returns a command whose run has one method replaced."""
     return [sys.executable, "-c", CODE.format(patched=patched, work=work), *arguments]
 
 
 @pytest.mark.parametrize("work", ["compute", "compile"])
 def test_a_second_ctrl_c_ends_what_xla_is_doing(model, environment, work):
-    command = blocked("denoise", f"lambda *_, **__: {work}()", *GIVEN, "--model", model)
+    command = blocked("latents", f"lambda *_, **__: (call() for call in [{work}])", *GIVEN, "--model", model)
     with Run(command, environment) as run:
         run.wait_for("to continue from there: wanjax denoise --dir d\n", 300)
         time.sleep(2)
@@ -123,7 +125,7 @@ def test_a_second_ctrl_c_ends_what_xla_is_doing(model, environment, work):
 def test_a_second_ctrl_c_leaves_no_unfinished_file(model, environment, out):
     """The encoder of the mp4 writes its file once its input ends, unless it ends too."""
     given = ("--model", model, "--steps", "1", "--out", f"d/{out}")
-    with Run(blocked("decode_chunks", "frames", *GIVEN, *given), environment, terminal=True) as run:
+    with Run(blocked("frames", "frames", *GIVEN, *given), environment, terminal=True) as run:
         run.wait_for("chunk 1 of 2", 300)
         run.press()
         run.wait_for("stopping after the chunks under way", 5)

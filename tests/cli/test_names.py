@@ -13,7 +13,7 @@ from tests.support.tiny import tiny_checkpoint
 from wanjax.cli import names
 from wanjax.media import stage_files
 from wanjax.media.videos import read_metadata
-from wanjax.pipelines.wan.pipeline import WanPipeline
+from wanjax.pipelines.run import Run
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
@@ -131,7 +131,7 @@ def test_a_stopped_run_goes_on_to_the_video_s_own_name(model, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(WanPipeline, "decode_chunks", interrupted)
+        patch.setattr(Run, "frames", interrupted)
         result = wanjax("a", "--model", model, *SMALL)
     assert result.exit_code == 130
     assert files(".") == ["stage_outputs"]

@@ -12,7 +12,7 @@ from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint
 from wanjax.media import stage_files
 from wanjax.media.videos import read_metadata
-from wanjax.pipelines.wan.pipeline import WanPipeline
+from wanjax.pipelines.run import Run
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
@@ -49,7 +49,7 @@ def test_errors_are_told_even_so(model, monkeypatch):
     def fail(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(WanPipeline, "decode_chunks", fail)
+    monkeypatch.setattr(Run, "frames", fail)
     said = wanjax("a", "--model", model, *SMALL, "-q", "--dir", "d").stderr
     assert said == ("wanjax: stopped\nwhat was complete is kept, and this goes on from there: wanjax decode --dir d\n")
 

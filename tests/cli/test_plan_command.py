@@ -124,10 +124,9 @@ def test_advice_when_a_video_does_not_fit(monkeypatch):
     assert "does not fit v6e-1: to denoise it needs 68.2 GiB a chip where 31.2 are to be had; v6e-4 should" in str(
         found.advice
     )
-    assert (
-        found.stages["denoise"].kept_bytes_per_chip
-        == 2 * outlook._parameters(*outline("wan2.1-t2v-14b")[:2])["transformer"]
-    )
+    weights = outlook._parameters(*outline("wan2.1-t2v-14b")[:2])["transformer"]
+    kept = found.stages["denoise"].kept_bytes_per_chip  # beside the programs that read no weights
+    assert 2 * weights < kept < 2.01 * weights  # the least of them are in float32
 
 
 def test_a_trace_counts_what_the_formula_does():

@@ -5,6 +5,7 @@ import io as bytes_io
 import math
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given
@@ -276,6 +277,9 @@ def test_mask_cells():
 
 
 def test_on_white():
-    page = on_white(halves(10, 20), (40, 40))
+    def resized(x, size):
+        return np.asarray(jax.image.resize(x, (*size, 3), "linear", antialias=False))
+
+    page = on_white(halves(10, 20), (40, 40), resized)
     assert page[:10].min() == page[-10:].min() == 1
     np.testing.assert_array_equal(page[20, [0, -1]], np.array([RED, BLUE]) / 255)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.recorded import times
 from wanjax.errors import WanjaxError
 from wanjax.pipelines import cache_rules
 from wanjax.pipelines.cache_rules import (
@@ -36,7 +37,8 @@ from wanjax.pipelines.cache_tables import (
     to_json,
 )
 from wanjax.pipelines.steps import Segment
-from wanjax.registry import FAMILIES, find, outline, presets
+from wanjax.registry import FAMILIES, find, outline, outlined, presets
+from wanjax.sharding import ONE_DEVICE
 
 PUBLISHED = {name: outline(name)[1].tables for name in presets()}
 MAGNITUDES = [name for name, tables in PUBLISHED.items() if tables.magnitudes]
@@ -390,22 +392,21 @@ def test_the_tables_of_a_folder_are_those_of_its_weights(tmp_path):
 @pytest.mark.parametrize("cache", ["deepcache:2,39,7", "magcache", "guidance"])
 def test_a_plan_counts_the_second_experts_first_step(cache):
     """Each expert begins with a whole step, whatever the rule says of its number."""
-    _, architecture, settings = outline("wan2.2-t2v-a14b")
+    family, architecture, settings = outline("wan2.2-t2v-a14b")
     settings = replace(settings, cache=cache)
     first, second = architecture.turns(settings)
     assert first.start == 0 < first.steps == second.start
     assert first.steps + second.steps == settings.steps
-    whole, reusing = architecture.steps(print, {"attention": None}, settings)
-    assert (whole.name, reusing.name) == ("step", "reusing_step")
-    assert whole.times + reusing.times == settings.steps
+    found = times(outlined(family, architecture, settings, ONE_DEVICE), settings)
+    assert found["step"] + found["reusing_step"] == settings.steps
     if cache.startswith("deepcache"):
         by_number = {i for i in range(2, 39) if (i - 2) % 7}
         assert second.start in by_number
-        assert reusing.times == len(by_number - {second.start})
+        assert found["reusing_step"] == len(by_number - {second.start})
 
 
-def test_a_plan_counts_all_steps_as_whole_where_weights_decide():
-    _, architecture, settings = outline("wan2.1-t2v-14b")
-    for cache in ("teacache", "easycache"):
-        whole, reusing = architecture.steps(print, {"attention": None}, replace(settings, cache=cache))
-        assert (whole.times, reusing.times) == (50, 0)
+def test_a_plan_counts_all_steps_but_one_as_whole_where_weights_decide():
+    family, architecture, settings = outline("wan2.1-t2v-14b")
+    settings = replace(settings, cache="teacache")
+    found = times(outlined(family, architecture, settings, ONE_DEVICE), settings)
+    assert (found["step"], found["reusing_step"]) == (49, 1)  # so that a warm-up compiles both

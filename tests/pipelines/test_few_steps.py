@@ -11,6 +11,7 @@ import wanjax
 from tests.support import small_wan
 from tests.support.commands import refused, succeeded
 from tests.support.commands import wanjax as command
+from tests.support.programs import begun
 from tests.support.quick import quick
 from wanjax.media.pictures import read_clip
 from wanjax.pipelines.steps import Cancelled
@@ -54,8 +55,8 @@ def test_the_noise_of_rcm_begins_below_one():
     noise = np.random.default_rng(0).standard_normal((1, 4, 3, 6, 6)).astype(np.float32)
     settings = pipeline("rcm").settings(**GIVEN)
     for solver, scale in (("rcm", 80 / 81), ("rcm:sigma_max=200", 200 / 201), ("consistency", 1), ("unipc", 1)):
-        _, x = pipeline(solver).begin(encoded(), settings, jnp.asarray(noise))
-        np.testing.assert_allclose(np.moveaxis(x, -1, 1), scale * noise, rtol=1e-6)
+        _, state = begun(pipeline(solver), encoded(), settings, noise)
+        np.testing.assert_allclose(np.moveaxis(state.x, -1, 1), scale * noise, rtol=1e-6)
 
 
 @pytest.mark.parametrize("solver", quick(["consistency", "rcm"], SOLVERS))

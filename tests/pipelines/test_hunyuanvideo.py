@@ -14,6 +14,7 @@ import wanjax
 from tests.support.commands import succeeded
 from tests.support.commands import wanjax as run
 from tests.support.compare import error
+from tests.support.programs import begun
 from tests.support.quick import quick
 from tests.support.tiny import tiny_hunyuan_checkpoint
 from wanjax.checkpoints.files import load_safetensors
@@ -127,8 +128,8 @@ def test_lengths_of_texts(tokens, length):
 def test_the_network_of_few_steps_is_told_the_next_timestep(tmp_path, picture):
     pipe = wanjax.load(tiny_hunyuan_checkpoint(tmp_path, pictured=True, use_meanflow=True))
     encoded, chosen = pipe.encode("a cat", image=picture), pipe.settings(size=(32, 64))
-    schedule, x = pipe.begin(encoded, chosen, pipe.noise(chosen))
-    denoiser, _ = pipe.inputs(pipe.transformer, pipe.segments(schedule, chosen)[0], encoded, x, False)
+    schedule, state = begun(pipe, encoded, chosen)
+    denoiser, _ = pipe.inputs(pipe.transformer, pipe.segments(schedule, chosen)[0], encoded, state.x, False)
     for index, right in enumerate([*schedule.timesteps[1:], 0.0]):
         now, following = denoiser.times(one_step(schedule, index))
         assert (float(now), float(following)) == (float(schedule.timesteps[index]), pytest.approx(float(right)))

@@ -19,6 +19,7 @@ from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint
 from wanjax.media import stage_files
 from wanjax.pipelines.resume import Keeping
+from wanjax.pipelines.sampler import State
 from wanjax.pipelines.steps import Cancelled, Segment, Step, left_of
 from wanjax.pipelines.wan.conditioning import WanEncoded
 from wanjax.schedulers import UniPC
@@ -146,7 +147,7 @@ def test_writing_takes_a_small_share_of_the_time(tmp_path, monkeypatch):
     monkeypatch.setattr(keeping, "stopped", save)
     x = jnp.zeros((1, 1, 1, 1, 1))
     while now[0] < 200:
-        keeping.stepped(Step(0, 1, 0.0, x, x, None))
+        keeping.stepped(Step(0, 1, 0.0, State(x, None), x, False, pipeline(False).colours))
         now[0] += 1
     assert len(writes) == 4
 

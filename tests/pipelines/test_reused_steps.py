@@ -16,6 +16,7 @@ from flax import nnx
 
 import wanjax
 from tests.support.compare import error
+from tests.support.programs import begun
 from tests.support.quick import quick
 from tests.support.tabled import STEPS, TABLES, tabled
 from tests.support.tiny import (
@@ -86,7 +87,8 @@ def forwards(pipe: Any, through: Any = through_all, **settings: Any) -> Any:
     """Returns a function of a step's index and its latents: the prediction under each prompt, by the network itself."""
     encoded = pipe.encode("a red circle", "a dog")
     chosen = pipe.settings(**{"steps": STEPS, "seed": 3, "guidance_scale": 3.0} | SMALL | settings)
-    schedule, x = pipe.begin(encoded, chosen, pipe.noise(chosen))
+    schedule, state = begun(pipe, encoded, chosen)
+    x = state.x
     segment = pipe.segments(schedule, chosen)[0]
     denoiser, inputs = pipe.inputs(pipe.transformer, segment, encoded, x, False)
 

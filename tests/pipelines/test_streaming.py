@@ -20,6 +20,7 @@ from tests.support.tiny import tiny_causal_checkpoint
 from wanjax.errors import UnsupportedError, WanjaxError
 from wanjax.pipelines.frames import decode_chunk
 from wanjax.pipelines.sampler import take_step
+from wanjax.pipelines.seeds import solver_keys, words_of
 from wanjax.pipelines.steps import Cancelled
 from wanjax.pipelines.wan.causal import CausalWanPipeline
 from wanjax.pipelines.wan.causal_programs import renew
@@ -144,9 +145,8 @@ def test_videos_made_together_are_those_made_alone():
 
 
 def test_every_block_and_every_seed_have_noise_of_their_own():
-    schedule, x = pipeline().scheduler.schedule(3, shift=5.0), jnp.zeros((2, BLOCK, 6, 10, 4))
-    solvers = [pipeline()._solver_state(schedule, x, [3, 4], None, block).keys for block in (0, 1, 2)]
-    assert len({tuple(key) for keys in solvers for key in np.asarray(keys).tolist()}) == 6
+    blocks = [jax.random.key_data(solver_keys(words_of([3, 4]), jnp.int32(block))) for block in (0, 1, 2)]
+    assert len({tuple(key) for keys in blocks for key in np.asarray(keys).tolist()}) == 6
 
 
 def test_a_callback_stops_a_stream():

@@ -16,6 +16,7 @@ from PIL import Image
 from tests.serve.conftest import SMALL
 from wanjax.media.pictures import read_clip
 from wanjax.media.videos import read_metadata
+from wanjax.pipelines.run import Run
 from wanjax.serve import worker
 from wanjax.serve.jobs import JOB, Job, Shelf
 
@@ -122,14 +123,14 @@ def test_videos_are_listed_in_pages(start):
 def test_what_waits_and_what_is_under_way_is_cancelled(start, monkeypatch):
     server = start()
     begun, go = threading.Event(), threading.Event()
-    denoise = server.worker.pipe.denoise
+    latents = Run.latents
 
     def slow(*given, **options):
         begun.set()
         assert go.wait(60)
-        return denoise(*given, **options)
+        yield from latents(*given, **options)
 
-    monkeypatch.setattr(server.worker.pipe, "denoise", slow)
+    monkeypatch.setattr(Run, "latents", slow)
     ids = [server.ask(seed=seed)["id"] for seed in range(4)]
     assert begun.wait(60)
     for id in ids[:2]:
@@ -150,8 +151,8 @@ def test_what_waits_and_what_is_under_way_is_cancelled(start, monkeypatch):
 def test_a_removed_video_that_was_under_way_leaves_nothing(start, monkeypatch):
     server = start()
     begun, go = threading.Event(), threading.Event()
-    encode = server.worker.pipe.encode
-    monkeypatch.setattr(server.worker.pipe, "encode", lambda *a, **k: (begun.set(), go.wait(60), encode(*a, **k))[2])
+    encode = Run.encode
+    monkeypatch.setattr(Run, "encode", lambda *a, **k: (begun.set(), go.wait(60), encode(*a, **k))[2])
     id = server.ask()["id"]
     assert begun.wait(60)
     assert server.client.delete(f"/v1/videos/{id}").status_code == 200
@@ -162,7 +163,7 @@ def test_a_removed_video_that_was_under_way_leaves_nothing(start, monkeypatch):
 
 def test_a_failure_ends_its_video_alone(start, monkeypatch, caplog):
     server = start()
-    encode = server.worker.pipe.encode
+    encode = Run.encode
     failures = [RuntimeError("a bug"), MemoryError()]
     monkeypatch.setattr(worker.Worker, "_forget_shapes", lambda *_: None)
 
@@ -171,7 +172,7 @@ def test_a_failure_ends_its_video_alone(start, monkeypatch, caplog):
             raise failures.pop(0)
         return encode(*given, **options)
 
-    monkeypatch.setattr(server.worker.pipe, "encode", failing)
+    monkeypatch.setattr(Run, "encode", failing)
     errors = [server.finished(server.ask()["id"])["error"] for _ in range(2)]
     assert [error["code"] for error in errors] == ["server_error"] * 2
     assert "a bug" not in errors[0]["message"]
@@ -209,13 +210,13 @@ def test_a_video_that_ends_the_server_is_not_tried_for_ever(tmp_path):
 
 def test_a_server_that_ends_keeps_what_is_under_way(start, monkeypatch):
     server = start()
-    denoise = server.worker.pipe.denoise
+    latents = Run.latents
 
-    def closing(encoded, callback, **options):
+    def closing(*given, **options):
         server.board.close()
-        return denoise(encoded, callback=callback, **options)
+        yield from latents(*given, **options)
 
-    monkeypatch.setattr(server.worker.pipe, "denoise", closing)
+    monkeypatch.setattr(Run, "latents", closing)
     id = server.ask()["id"]
     assert server.worker.join(60)
     monkeypatch.undo()

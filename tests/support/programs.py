@@ -4,6 +4,11 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
+from wanjax.pipelines.run import latents_of
+from wanjax.pipelines.sampler import Beginning, Given, State, begin
+from wanjax.pipelines.seeds import words_of
 from wanjax.programs import EXECUTE, Program, Site
 from wanjax.sharding import Partitioner, one_device
 
@@ -15,3 +20,12 @@ def caller(partitioner: Partitioner | None = None) -> Callable[..., Any]:
         return EXECUTE.call(program, Site(partitioner or one_device()), static, *arguments)
 
     return call
+
+
+def begun(pipe: Any, encoded: Any, settings: Any, noise: Any = None) -> tuple[Any, State]:
+    """Returns the schedule of a video, and the state before its first step."""
+    schedule, shape = pipe.schedule(encoded, settings), pipe.noise_shape(settings)
+    static, given = Beginning(pipe.ends, pipe.scheduler, shape), Given(noise)
+    words, number = words_of([settings.seed]), np.int32(0)
+    state, _ = pipe.call(begin, static, words, given, schedule, latents_of(encoded), number)
+    return schedule, state

@@ -12,9 +12,12 @@ from wanjax.kernels.compiler_options import products
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.pipelines.components import Components
 from wanjax.pipelines.wan.pipeline import WanPipeline
+from wanjax.programs import Site
 from wanjax.registry import presets
+from wanjax.sharding import one_device
 from wanjax.training.adapters import LoraConfig, adapt, is_factor
-from wanjax.training.loop import Trainer, everything
+from wanjax.training.learning import everything, train
+from wanjax.training.loop import Trainer
 from wanjax.training.objective import Batch, NoiseLevels, loss_of
 from wanjax.training.optimizers import OptimizerConfig, optimizer
 
@@ -44,7 +47,8 @@ def losses(axes, rules, full, folder):
     trainer = Trainer(
         model, loss_of(pipe, NoiseLevels("shift", 3.0)), made, folder, 0, trained=chosen, partitioner=place
     )
-    assert trainer._step.options == products()  # as a plan compiles it
+    site = Site(one_device() if place is None else place)
+    assert train.options_of(site) == products(None)  # as a plan compiles it
     found = []
     trainer.run(STEPS, lambda step, _: batch(step), lambda step, metrics: found.append(metrics["loss"]), every=10**6)
     trainer.close()

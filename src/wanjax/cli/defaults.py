@@ -84,6 +84,8 @@ def _from_config(file: str, ctx: click.Context) -> dict[str, Any]:
     assert isinstance(group, click.Group)
     known = {name: _options(group.commands[name]) for name in group.list_commands(ctx)}
     every = {key: option for name in (*reversed(known), command) for key, option in known[name].items()}
+    for key in (key for name in known for key in _of_one_video(group.commands[name])):
+        every.pop(key, None)
     tables: dict[str, Any] = {}
     table = _table(file)
     for name in known.keys() & table.keys():
@@ -107,6 +109,13 @@ def _options(command: click.Command) -> dict[str, click.Option]:
     found = [x for x in command.params if isinstance(x, click.Option) and not x.hidden]
     named = {name[2:]: option for option in found for name in option.opts if name.startswith("--")}
     return {key: option for key, option in named.items() if key not in ("config", "from")}
+
+
+def _of_one_video(command: click.Command) -> list[str]:
+    """Returns the names of a command's former options that are its argument now: no file gives them to all commands."""
+    hidden = [x for x in command.params if isinstance(x, click.Option) and x.hidden and not x.is_flag]
+    arguments = {x.name for x in command.params if isinstance(x, click.Argument)}
+    return [name[2:] for option in hidden for name in option.opts if name[2:] in arguments]
 
 
 def _named(place: str, table: Mapping[str, Any], options: Mapping[str, click.Option]) -> dict[str, Any]:

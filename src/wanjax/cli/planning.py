@@ -14,7 +14,6 @@ from wanjax.cli.stages import checked_settings, given_settings, loras_of
 from wanjax.kernels.compiler_options import SAFE
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures
-from wanjax.pipelines.cache_rules import NONE
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Settings
 from wanjax.plan.outlook import Outlook, outlook
@@ -159,10 +158,6 @@ def _summary(found: Outlook) -> list[str]:
         lines.append(
             f"{found.reusing_steps} of {found.steps} steps reuse what another kept ({found.cache}): "
             f"{found.reusing_step_seconds:.3f} s each, {mean:.3f} s a step on average"
-        )
-    elif found.cache != NONE.name:
-        lines.append(
-            f"which steps reuse what another kept ({found.cache}) is not known ahead: all that may be whole are so"
         )
     for item in found.collectives:
         lines.append(

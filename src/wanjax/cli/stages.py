@@ -227,7 +227,7 @@ class Rendering:
         self.report.note(
             f"{chosen.model}: {chosen.width}x{chosen.height}, {chosen.frames} frames at {chosen.fps} a second, "
             f"{chosen.steps} steps, guidance {guidance}, seed {chosen.seed}{drawn}, {chosen.dtype}, "
-            f"on {devices_of(mesh)}{'' if mesh.alone else f', mesh {mesh}, rules {mesh.rules_name}'}"
+            f"on {devices_of(mesh)}{f', mesh {mesh}, rules {mesh.rules_name}' if 'mesh' in self.record else ''}"
         )
         if sentence := demand(self.pipe, chosen, self.from_video):
             self.report.note(sentence)

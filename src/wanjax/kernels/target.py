@@ -4,7 +4,6 @@
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.core import Tracer
 
 _PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
@@ -43,8 +42,10 @@ def target(x: jax.Array | jax.ShapeDtypeStruct | None = None) -> Target:
 def _default_device(x: jax.Array | jax.ShapeDtypeStruct | None) -> Any:
     if isinstance(x, jax.Array) and not isinstance(x, Tracer):
         return next(iter(x.devices()))
-    with jax.ensure_compile_time_eval():
-        return next(iter(jnp.zeros(()).devices()))
+    chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(chosen, jax.Device):
+        return chosen
+    return jax.local_devices(backend=chosen)[0]  # an array would be asked only after a program that makes it
 
 
 def _sharding(x: jax.Array | jax.ShapeDtypeStruct | None) -> object:

@@ -35,14 +35,14 @@ class Keeping(Hook):
         self._last = perf_counter()
         self._cost = 0.0
 
-    def resumed(self, begun: Begun) -> tuple[State, int]:
+    def resumed(self, begun: Begun) -> tuple[State, int] | None:
         self.origin = digest(begun.facts, begun.arrays)
         try:
             found = SafetensorsFile(self.file)
         except WanjaxError:
-            return begun.state, 0
+            return None
         if found.metadata.get("origin") != self.origin:
-            return begun.state, 0
+            return None
         arrays = {name: placed_everywhere(found.read(name), self.partitioner) for name in found.keys()}  # noqa: SIM118
         solver = jax.tree.unflatten(jax.tree.structure(begun.state.solver), _listed(arrays, "solver"))
         steps = int(found.metadata["steps"])

@@ -64,9 +64,8 @@ class Hook:
     def begun(self, encoded: Encoded) -> None:
         """Receives what is denoised: the output of the first stage, of videos that are made together."""
 
-    def resumed(self, begun: Begun) -> tuple[State, int]:
-        """Returns the state from which to go on, and the number of steps that were taken before it."""
-        return begun.state, 0
+    def resumed(self, begun: Begun) -> tuple[State, int] | None:
+        """Returns the state from which to go on, and the number of steps that were taken before it, if there is one."""
 
     def switched(self, switch: Switch) -> None:
         """Receives a change of network."""
@@ -197,7 +196,7 @@ class Run:
         pipe, state, done = self.pipe, begun.state, 0
         if block.count == 1:
             for hook in self.hooks:
-                state, done = hook.resumed(begun._replace(state=state))
+                state, done = hook.resumed(begun) or (state, done)
         steps, caching = len(schedule.timesteps), self.caching(settings, begun.segments, schedule)
         watch = self._watch(block, steps, done)
         for segment in left_of(begun.segments, done):

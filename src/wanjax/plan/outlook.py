@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory and the seconds of each stage of a video, and their limits, on devices that need not be present."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -167,7 +167,7 @@ def outlook(
         download_bytes_at_most=4 * sum(parameters.values()),
         disk_bytes=_stored_bytes(family, architecture, parameters),
         limit=_limit(told, step),
-        doubts=list(dict.fromkeys(doubt for _, x in prices for doubt in x.doubts)),
+        doubts=[*dict.fromkeys(doubt for _, x in prices for doubt in x.doubts), *_unknown(architecture, settings)],
     )
 
 
@@ -283,6 +283,13 @@ def _reusing(
             total = sum(filter(None, seconds)) - most * (found["reusing_step_seconds"] - least)
             found |= {"reusing_step_seconds_least": least, "total_seconds_least": total}
     return found
+
+
+def _unknown(architecture: Architecture, settings: Settings) -> Iterator[str]:
+    """Yields a sentence where the weights decide between the programs of whole steps and of those that reuse."""
+    rule = architecture.cache_rule(settings)
+    if not (rule.counted or rule.branches):
+        yield f"which steps reuse what another kept ({settings.cache}) is not known ahead: all but one are whole"
 
 
 def _row(program: Scheduled, priced: Priced) -> Row:
