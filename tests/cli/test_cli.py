@@ -74,7 +74,7 @@ def test_help_lists_the_commands():
             "width frames fps steps guidance-scale guidance-scale-2 boundary strength dynamic-guidance flow-shift "
             "sigmas scheduler cache seed noise lora attention block-q block-kv block-kv-compute window batch-guidance "
             "dtype compiler mesh rules processes tile offload profile preview preview-decoder dir out force quiet json "
-            "help",
+            "config help",
         ),
         (
             "encode",

@@ -38,7 +38,7 @@ from wanjax.pipelines.cache_tables import (
 )
 from wanjax.pipelines.steps import Segment
 from wanjax.registry import FAMILIES, find, outline, outlined, presets
-from wanjax.sharding import ONE_DEVICE
+from wanjax.sharding import one_device
 
 PUBLISHED = {name: outline(name)[1].tables for name in presets()}
 MAGNITUDES = [name for name, tables in PUBLISHED.items() if tables.magnitudes]
@@ -397,7 +397,7 @@ def test_a_plan_counts_the_second_experts_first_step(cache):
     first, second = architecture.turns(settings)
     assert first.start == 0 < first.steps == second.start
     assert first.steps + second.steps == settings.steps
-    found = times(outlined(family, architecture, settings, ONE_DEVICE), settings)
+    found = times(outlined(family, architecture, settings, one_device()), settings)
     assert found["step"] + found["reusing_step"] == settings.steps
     if cache.startswith("deepcache"):
         by_number = {i for i in range(2, 39) if (i - 2) % 7}
@@ -408,5 +408,5 @@ def test_a_plan_counts_the_second_experts_first_step(cache):
 def test_a_plan_counts_all_steps_but_one_as_whole_where_weights_decide():
     family, architecture, settings = outline("wan2.1-t2v-14b")
     settings = replace(settings, cache="teacache")
-    found = times(outlined(family, architecture, settings, ONE_DEVICE), settings)
+    found = times(outlined(family, architecture, settings, one_device()), settings)
     assert (found["step"], found["reusing_step"]) == (49, 1)  # so that a warm-up compiles both
