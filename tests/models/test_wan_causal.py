@@ -19,7 +19,7 @@ from wanjax.kernels.attention.kept import renewed
 from wanjax.models.wan.causal import WanCausalTransformer, place_of, turns_at
 from wanjax.models.wan.config import CausalTransformerConfig
 from wanjax.models.wan.transformer import WanTransformer
-from wanjax.sharding import use
+from wanjax.sharding import one_device, use
 
 BLOCKS, FRAMES, ROWS, COLUMNS = 6, 2, 3, 5
 TOKENS = FRAMES * ROWS * COLUMNS
@@ -47,6 +47,7 @@ def given():
 
 def by_blocks(model, latents, text, devices=None):
     """Returns the velocity of the latents, block by block, and the window after each block."""
+    devices = devices or one_device()
     graphdef, weights = nnx.split(model)
 
     @jax.jit
