@@ -161,6 +161,7 @@ class Strategy(ABC):
 
     executes: bool = False
     """True where results have values."""
+    _stage: str = ""
 
     @abstractmethod
     def call(self, program: Program, site: Site, static: Any, *arguments: Any) -> Any:
@@ -170,9 +171,14 @@ class Strategy(ABC):
         """Returns the values of a result on the host, or `otherwise` where there are none."""
         return otherwise
 
-    def stage(self, name: str) -> AbstractContextManager[Any]:
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
         """Calls in the `with` block belong to the stage of this name."""
-        return nullcontext()
+        before, self._stage = self._stage, name
+        try:
+            yield
+        finally:
+            self._stage = before
 
 
 def _key(arguments: Any, site: Site) -> tuple[Any, Any]:
@@ -294,7 +300,6 @@ class Record(Strategy):
 
     def __init__(self, beside: Callable[[Any], int] | None = None) -> None:
         self._recorded: dict[Any, Recorded] = {}
-        self._stage = ""
         self._beside = beside
 
     @property
@@ -314,14 +319,6 @@ class Record(Strategy):
         if self._beside is not None:
             found.notes["beside"] = max(found.notes.get("beside", 0), self._beside(arguments))
         return found.instance.results
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        before, self._stage = self._stage, name
-        try:
-            yield
-        finally:
-            self._stage = before
 
 
 class Inline(Strategy):

@@ -316,7 +316,7 @@ def _sizes(found: Checkpoint, way: Loading, partitioner: Partitioner) -> dict[st
     for name, known in _networks(found).items():
         if not known.float32:
             dtype, kept = way.dtype or "bfloat16", way.param_dtype or "bfloat16"
-            shapes = _shapes(found, name, known, (dtype, kept), way, partitioner)
+            shapes = _shapes(known, (dtype, kept), _options_of(name, found.architecture, way.attention), partitioner)
             check_memory(found.settings.model, name, shapes, fitting)
             sizes[name] = bytes_needed(shapes)
     return sizes
@@ -414,7 +414,7 @@ def _abstract(found: Checkpoint, name: str, dtype: str, way: Loading, partitione
     """Returns a network of a checkpoint as shapes with shardings, as it will be loaded."""
     read = network(found.source, name, found.family.networks)
     kept = "float32" if read.float32 else way.param_dtype or _stored_dtype(found.source, name)
-    return _shapes(found, name, read, (dtype, kept), way, partitioner)
+    return _shapes(read, (dtype, kept), _options_of(name, found.architecture, way.attention), partitioner)
 
 
 def outlined(
@@ -439,9 +439,7 @@ def outlined(
 
     def make(name: str) -> nnx.Module:
         known = family.network_of(architecture.networks[name])
-        dtypes = ("float32", "float32") if known.float32 else (settings.dtype, kept)
-        options = {"attention": attention} if name in architecture.denoisers else {}
-        return placed(known.abstract(dtype=dtypes[0], param_dtype=dtypes[1], **options), partitioner)
+        return _shapes(known, (settings.dtype, kept), _options_of(name, architecture, attention), partitioner)
 
     shapes = {name: partial(make, name) for name in architecture.networks}
     others: dict[str, Any] = {name: NoTokenizer(*sizes) for name, sizes in family.prompt(architecture).items()}
@@ -453,17 +451,19 @@ def outlined(
 
 
 def _shapes(
-    found: Checkpoint,
-    name: str,
-    known: Network,
-    dtypes: tuple[str, str],
-    way: Loading,
-    partitioner: Partitioner,
+    known: Network, dtypes: tuple[str, str], options: Mapping[str, Any], partitioner: Partitioner
 ) -> nnx.Module:
-    """Returns a network as shapes with shardings; `dtypes` are those in which it computes and keeps its weights."""
+    """Returns a network as shapes with shardings.
+
+    `dtypes` are those in which it computes and keeps its weights; `options` are its class's own.
+    """
     dtype, kept = ("float32", "float32") if known.float32 else dtypes
-    options = {"attention": way.attention} if name in found.architecture.denoisers else {}
     return placed(known.abstract(dtype=dtype, param_dtype=kept, **options), partitioner)
+
+
+def _options_of(name: str, architecture: Architecture, attention: str | None) -> dict[str, Any]:
+    """Returns the options of a network's class."""
+    return {"attention": attention} if name in architecture.denoisers else {}
 
 
 def _stored_dtype(source: Source, name: str) -> str:

@@ -2,8 +2,7 @@
 """The calls of programs that a run makes, executed or recorded, as values that can be compared."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -37,19 +36,10 @@ class Counting(Execute):
         super().__init__()
         self.calls: Counter[Call] = Counter()
         self.shardings: list[tuple[Instance, list[Any]]] = []
-        self._stage = ""
 
     def call(self, program: Program, site: Site, static: Any, *arguments: Any) -> Any:
         self.calls[_call(self._stage, program, site, static, arguments)] += 1
         return super().call(program, site, static, *arguments)
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        before, self._stage = self._stage, name
-        try:
-            yield
-        finally:
-            self._stage = before
 
     def _compile(self, instance: Instance, key: Any) -> None:
         super()._compile(instance, key)

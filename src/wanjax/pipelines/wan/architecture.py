@@ -103,13 +103,6 @@ class WanArchitecture(Architecture):
         return self.vae.spatial_factor * self.transformer.patch[1]
 
     @property
-    def condition_channels(self) -> int:
-        """The number of channels of the condition beside the latents; 0 for text to video."""
-        if isinstance(self.transformer, ControlTransformerConfig):
-            return self.transformer.control_channels
-        return self.transformer.channels_in - self.vae.latent_channels
-
-    @property
     def image_tokens(self) -> int:
         """The number of picture tokens in cross-attention's context, for plans."""
         if isinstance(self.transformer, ImageTransformerConfig) and self.image_encoder is not None:
