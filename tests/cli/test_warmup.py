@@ -36,8 +36,9 @@ def warm(folder) -> set[str]:
 @pytest.fixture(scope="module")
 def latents(folder, warm) -> np.ndarray:
     """The latents of a run after the warm-up."""
-    told = wanjax(folder, "generate", "a red circle moving right", *RUN, *HERE)
+    told = wanjax(folder, "generate", "a red circle moving right", *RUN, *HERE, "--verbose")
     assert told.count("cached") == 3, told
+    assert f"0 programs compiled, {len(warm)} read from the cache" in told
     assert programs(folder) == warm
     return kept(folder)
 

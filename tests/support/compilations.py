@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiler's calls, counted as `-v` counts them."""
+"""The calls of the backend's compiler, counted."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

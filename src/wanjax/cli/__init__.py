@@ -109,7 +109,7 @@ def main(ctx: click.Context) -> None:
 @options.own_folder
 @options.own_out
 @options.force
-@options.quiet
+@options.telling
 @options.json
 @defaults.config
 @click.pass_obj
@@ -147,7 +147,7 @@ def generate(report: Report, made: dict[str, Any] | None, **given: Any) -> None:
 @options.tile
 @options.stage_folder
 @options.force
-@options.quiet
+@options.telling
 @options.json
 @defaults.config
 @click.pass_obj
@@ -175,7 +175,7 @@ def encode(report: Report, **given: Any) -> None:
 @options.preview
 @options.stage_folder
 @options.force
-@options.quiet
+@options.telling
 @options.json
 @defaults.config
 @click.pass_obj
@@ -198,7 +198,7 @@ def denoise(report: Report, **given: Any) -> None:
 @options.stage_folder
 @options.stage_out
 @options.force
-@options.quiet
+@options.telling
 @options.json
 @defaults.config
 @click.pass_obj
@@ -259,7 +259,7 @@ def plan(model: str | None, model_option: str | None, **given: Any) -> None:
 @options.devices
 @options.tile
 @options.offload
-@options.quiet
+@options.telling
 @defaults.config
 @click.pass_obj
 def warmup(report: Report, **given: Any) -> None:
@@ -286,7 +286,7 @@ def warmup(report: Report, **given: Any) -> None:
 @options.compute
 @options.mesh
 @options.rules
-@options.quiet
+@options.telling
 @defaults.config
 @click.pass_obj
 def calibrate(report: Report, **given: Any) -> None:
@@ -314,7 +314,7 @@ def calibrate(report: Report, **given: Any) -> None:
 @options.lora
 @click.option("--revision", metavar="NAME", help="Branch, tag or commit on the hub.")
 @click.option("--verify", "check", is_flag=True, help="Compare SOURCE, a wanjax checkpoint, with its checksums.")
-@options.quiet
+@options.telling
 @defaults.config
 @click.pass_obj
 def convert(report: Report, **given: Any) -> None:
@@ -338,7 +338,7 @@ def convert(report: Report, **given: Any) -> None:
 @options.attention
 @options.compute
 @options.devices
-@options.quiet
+@options.telling
 @options.json
 @defaults.config
 @click.pass_obj
@@ -388,7 +388,7 @@ def models(as_json: bool) -> None:
 @click.option("--quick", is_flag=True, help="About a minute, in place of ten.")
 @click.option("--keep/--no-keep", default=True, help="Keep the better set of compiler options for --compiler.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, which an issue can hold.")
-@options.quiet
+@options.telling
 @defaults.config
 @click.pass_obj
 def bench(report: Report, **given: Any) -> None:
@@ -412,7 +412,7 @@ def bench(report: Report, **given: Any) -> None:
 @options.devices
 @options.tile
 @server_options.serving
-@options.quiet
+@options.telling
 @defaults.config
 @click.pass_obj
 def serve(report: Report, **given: Any) -> None:

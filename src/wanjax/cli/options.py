@@ -412,18 +412,33 @@ def _quiet(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
 
+def _verbose(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if value:
+        ctx.with_resource(ctx.obj.telling_programs())
+
+
 def _in_json(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
     if value:
         ctx.obj.in_json = True
 
 
-quiet = click.option(
-    "-q",
-    "--quiet",
-    is_flag=True,
-    expose_value=False,
-    callback=_quiet,
-    help="Print nothing but the name of the video, and errors.",
+telling = together(
+    click.option(
+        "-q",
+        "--quiet",
+        is_flag=True,
+        expose_value=False,
+        callback=_quiet,
+        help="Print nothing but the name of the video, and errors.",
+    ),
+    click.option(
+        "-v",
+        "--verbose",
+        is_flag=True,
+        expose_value=False,
+        callback=_verbose,
+        help="Print each program that is compiled or read from the cache, and their number.",
+    ),
 )
 json = click.option(
     "--json",

@@ -125,6 +125,23 @@ class Report:
             yield
 
     @contextmanager
+    def telling_programs(self) -> Iterator[None]:
+        """Prints each call of the backend's compiler in the `with` block, and their number at its end."""
+        from wanjax.pipelines.progress import Compilation, Compilations, brief, watched_compiler
+
+        all_of_them = Compilations()
+
+        def tell(made: Compilation) -> None:
+            all_of_them.add(made)
+            done = "read from the cache" if made.cached else "compiled"
+            self.note(f"program {made.name}: {done} in {brief(made.seconds)}")
+
+        with watched_compiler(tell):
+            yield
+        compiled, cached = all_of_them.compiled, all_of_them.cached
+        self.note(f"{compiled} programs compiled, {cached} read from the cache")
+
+    @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Shows a stage while it runs, and records its time and its peak memory for the table."""
         from wanjax.pipelines import progress

@@ -5,13 +5,13 @@ A stage of the command line holds the same stage of the pipeline; the outer one 
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from threading import Event, Thread
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 from jax import monitoring
@@ -26,13 +26,29 @@ EVERY = 10.0  # seconds between two plain lines
 BAR = 24  # columns
 
 
+class Compilation(NamedTuple):
+    """One call of the backend's compiler: the program's name, the seconds, and whether the cache answered it."""
+
+    name: str
+    seconds: float
+    cached: bool
+
+
 @dataclass
 class Compilations:
-    """The programs that a stage compiled or loaded from the cache, and the seconds spent compiling."""
+    """The programs that were compiled or loaded from the cache, and the seconds spent compiling."""
 
     compiled: int = 0
     cached: int = 0
     seconds: float = 0.0
+
+    def add(self, made: Compilation) -> None:
+        """Counts one more."""
+        if made.cached:
+            self.cached += 1
+        else:
+            self.compiled += 1
+            self.seconds += made.seconds
 
     def __str__(self) -> str:
         if self.compiled:
@@ -138,38 +154,48 @@ class Stage:
     @contextmanager
     def watching_compiler(self) -> Iterator[None]:
         """Notes when JAX compiles, and counts the programs that it compiled or found in the cache."""
-        from_cache = False
 
-        def start(event: str, value: float, **_: object) -> None:
-            nonlocal from_cache
-            if event == COMPILATION:
-                from_cache = False
-                self._compiling = perf_counter()
+        def begin() -> None:
+            self._compiling = perf_counter()
 
-        def hit(event: str, **_: object) -> None:
-            nonlocal from_cache
-            from_cache |= event == CACHE_HIT
-
-        def end(event: str, duration_secs: float, **_: object) -> None:
-            if event != COMPILATION:
-                return
-            if from_cache:
-                self.compilations.cached += 1
-            else:
-                self.compilations.compiled += 1
-                self.compilations.seconds += duration_secs
+        def end(made: Compilation) -> None:
+            self.compilations.add(made)
             self._compiling = None
             self.pace.disturb()
 
-        monitoring.register_scalar_listener(start)
-        monitoring.register_event_listener(hit)
-        monitoring.register_event_duration_secs_listener(end)
-        try:
+        with watched_compiler(end, begin):
             yield
-        finally:
-            monitoring.unregister_scalar_listener(start)
-            monitoring.unregister_event_listener(hit)
-            monitoring.unregister_event_duration_listener(end)
+
+
+@contextmanager
+def watched_compiler(end: Callable[[Compilation], None], begin: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Calls `begin` before and `end` after each program is compiled or read from the cache in the `with` block."""
+    from_cache = False
+
+    def start(event: str, value: float, **_: object) -> None:
+        nonlocal from_cache
+        if event == COMPILATION:
+            from_cache = False
+            begin()
+
+    def hit(event: str, **_: object) -> None:
+        nonlocal from_cache
+        from_cache |= event == CACHE_HIT
+
+    def stop(event: str, duration_secs: float, **more: object) -> None:
+        if event == COMPILATION:
+            name = str(more.get("fun_name", "")).removeprefix("jit(").removesuffix(")")
+            end(Compilation(name, duration_secs, from_cache))
+
+    monitoring.register_scalar_listener(start)
+    monitoring.register_event_listener(hit)
+    monitoring.register_event_duration_secs_listener(stop)
+    try:
+        yield
+    finally:
+        monitoring.unregister_scalar_listener(start)
+        monitoring.unregister_event_listener(hit)
+        monitoring.unregister_event_duration_listener(stop)
 
 
 _current: ContextVar[Stage | None] = ContextVar("stage", default=None)

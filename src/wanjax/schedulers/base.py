@@ -103,8 +103,12 @@ class Scheduler(ABC):
         return noise
 
     def noised(self, schedule: Any, x0: Sample, noise: Sample) -> Sample:
-        """Adds noise to a clean sample, up to the first noise level of the schedule."""
-        return schedule.alphas[0] * x0 + schedule.sigmas[0] * noise
+        """Adds noise to a clean sample, up to the first noise level of the schedule.
+
+        Both products are rounded before they are summed, whatever program this is a part of.
+        """
+        products = jnp.stack([schedule.alphas[0] * x0, schedule.sigmas[0] * noise])
+        return jax.lax.optimization_barrier(products).sum(0)
 
     def levels(self, fractions: Float[Array, "B"]) -> NoiseLevels:
         """Returns the noise levels of training at fractions of their range, from 0 without noise to 1.
