@@ -11,6 +11,7 @@ shapes, so that a run that is recorded makes the same calls as one that is execu
 computed. `Inline` traces the program into the one that is being traced, as training does.
 """
 
+import gc
 import inspect
 import re
 import warnings
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from wanjax.compilation import compile_cache
@@ -101,7 +103,7 @@ class Instance:
         self.donate = tuple(names.index(name) for name in program.donated)
         self._specs: list[PartitionSpec] = []
         jitted = jax.jit(self._named(self._run), donate_argnums=self.donate)
-        with drawing(), on_mesh(site.partitioner):
+        with uncollected(), drawing(), on_mesh(site.partitioner):
             self.traced = jitted.trace(*shapes)
         made, tree = jax.tree.flatten(self.traced.out_info)
         mesh = site.partitioner.mesh
@@ -128,13 +130,20 @@ class Instance:
 
     @property
     def lowering(self) -> Lowering:
-        """The program as a function of its arguments alone."""
-        return Lowering(self._named(self._run), self.shapes, self.donate, self.program.options_of(self.site))
+        """The program as a function of its arguments alone, which is not traced again."""
+        traced, tree = jaxpr_as_fun(self.traced.jaxpr), jax.tree.structure(self.results)
+
+        def run(*arguments: Any) -> Any:
+            return jax.tree.unflatten(tree, traced(*jax.tree.leaves(arguments)))
+
+        return Lowering(self._named(run), self.shapes, self.donate, self.program.options_of(self.site))
 
     def compiled(self, options: dict[str, Any]) -> Callable[..., Any]:
         """Returns the executable with these options of the compiler, for devices that are here."""
         with drawing(), compile_cache():
-            return self.traced.lower().compile(compiler_options=options)
+            with uncollected():
+                lowered = self.traced.lower()
+            return lowered.compile(compiler_options=options)
 
 
 def _trimmed(spec: PartitionSpec) -> PartitionSpec:
@@ -143,6 +152,18 @@ def _trimmed(spec: PartitionSpec) -> PartitionSpec:
     while axes and axes[-1] is None:
         axes.pop()
     return PartitionSpec(*axes)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Keeps Python's garbage collector off: what is traced or lowered is many objects, and nearly all of them stay."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def drawing() -> AbstractContextManager[Any]:

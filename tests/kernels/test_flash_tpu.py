@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernel for TPUs: on the CPU by Pallas' interpreter, and through the compilers of four generations of TPU."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -14,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.workloads import WORKLOADS
-from tests.support.attention import BOUND, SMALL_TILES, exact, operands, run
+from tests.support.attention import BOUND, SMALL_TILES, exact, operands, run, runs_of
 from tests.support.compare import error
 from tests.support.configs import TRANSFORMER
 from tests.support.plan_programs import attend, attend_round, attend_small
 from tests.support.quick import quick
 from wanjax.errors import WanjaxError
-from wanjax.kernels.attention import attention, choose, flash_kernel, flash_tiles, flash_tpu, named
+from wanjax.kernels.attention import attention, choose, flash_tiles, flash_tpu, named
 from wanjax.models.wan.transformer import Block
 from wanjax.plan import Compiled, CompilerError, compile_programs, described, find_slice
 
@@ -92,12 +93,18 @@ def in_parts(q, k, v, ends, config, *, scale, live=None):
 PARTS = [("float32", 64, SMALL_TILES), ("bfloat16", 128, FULL_TILES), ("bfloat16", 64, SMALL_TILES)]
 
 
+@pytest.fixture
+def lifts() -> Iterator[list[int]]:
+    """How often the running kernel raises an offset, which only its careful pass does."""
+    with runs_of("_lift_to") as found:
+        yield found
+
+
 @pytest.mark.parametrize(("dtype", "size", "config"), PARTS)
 @pytest.mark.parametrize("counted", [False, True])
 @pytest.mark.parametrize("loud", [0.0, 4000.0])
-def test_parts_of_the_keys(monkeypatch, dtype, size, config, counted, loud):
+def test_parts_of_the_keys(lifts, dtype, size, config, counted, loud):
     """Sums that go on equal attention to all keys at once, also if a later part has logits out of range, or no key."""
-    lifts = careful_steps(monkeypatch)
     q, k, v = map(np.array, operands(2, 600, 200, 2, 2, size, dtype))
     if loud:
         direction = np.sign(q[:, :1, :1])
@@ -144,24 +151,10 @@ def test_windows(window):
     assert error(flash(q, k, v, window=window, config=SMALL_TILES), exact(q, k, v, window=window)) <= BOUND["float32"]
 
 
-def careful_steps(monkeypatch):
-    """Counts how often the running kernel raises an offset."""
-    lifts = []
-    lift = flash_kernel._lift_to
-
-    def counted(*arguments, **options):
-        jax.debug.callback(lambda: lifts.append(1))
-        return lift(*arguments, **options)
-
-    monkeypatch.setattr(flash_kernel, "_lift_to", counted)
-    return lifts
-
-
 @pytest.mark.parametrize(("loud", "careful"), [(40.0, False), (4000.0, True)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_logits_that_rise(monkeypatch, loud, careful, dtype):
+def test_logits_that_rise(lifts, monkeypatch, loud, careful, dtype):
     """Later keys whose logits exceed the range of the first offset are computed again, and are as exact."""
-    lifts = careful_steps(monkeypatch)
     monkeypatch.setattr(flash_tiles, "CAREFUL_KV", 16)  # two careful steps a body
     q, k, v = map(np.array, operands(1, 40, 200, 2, 1, 64, dtype))
     direction = np.sign(q[:, :1, :1])

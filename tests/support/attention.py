@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operands of attention, its formula in float64, and the bounds of its error."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wanjax.kernels.attention import attention, flash_tpu
+from wanjax.kernels.attention import attention, flash_kernel, flash_tpu
 
 BOUND = {"float32": 1e-6, "bfloat16": 3e-3}
 SMALL_TILES = flash_tpu.Config(128, 64, 32, interpret=True)
@@ -70,3 +73,19 @@ def exact_gradients(q, k, v, g, *, scale, of_lse=0.0, **options):
         np.einsum("BNLS,BLND->BSND", weights, g),
         d_logits,
     )
+
+
+@contextmanager
+def runs_of(name: str) -> Iterator[list[int]]:
+    """Counts how often running kernels call a function of `flash_kernel`, in the `with` block: one entry for each."""
+    found: list[int] = []
+    function = getattr(flash_kernel, name)
+
+    def counted(*arguments, **options):
+        jax.debug.callback(lambda: found.append(1))
+        return function(*arguments, **options)
+
+    jax.clear_caches()  # a kernel is traced once
+    with mock.patch.object(flash_kernel, name, counted):
+        yield found
+    jax.clear_caches()

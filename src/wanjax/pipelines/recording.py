@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run that is recorded: the calls of its programs in order, with nothing loaded and nothing computed."""
 
+from functools import cache
 from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures
@@ -33,10 +35,14 @@ def record(
     """
     components = pipe.components.abstract(room)
 
+    @cache
+    def weighed(network: nnx.Module) -> tuple[int, int]:
+        return id(jax.tree.leaves(network)[0]), bytes_of(network)
+
     def beside(arguments: Any) -> int:
         """Returns the bytes of the networks that are loaded but not among the arguments of a call."""
         given = {id(x) for x in jax.tree.leaves(arguments)}
-        return sum(bytes_of(x) for x in components.networks() if id(jax.tree.leaves(x)[0]) not in given)
+        return sum(size for weight, size in map(weighed, components.networks()) if weight not in given)
 
     made = Record(beside)
     told = {"tiling": tiling, "batch_guidance": batch_guidance}

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from wanjax.errors import WanjaxError
 from wanjax.plan.chips import Slice, described
-from wanjax.programs import Lowering
+from wanjax.programs import Lowering, uncollected
 
 LOCATIONS = "jax_traceback_in_locations_limit"
 
@@ -70,7 +70,7 @@ class Traced(NamedTuple):
 
     def export(self) -> Job:
         """Returns the program as a job. Raises CompilerError where it cannot be lowered for the chip."""
-        with failing_for(self.slice), without_locations(), jax.sharding.use_abstract_mesh(self.mesh):
+        with failing_for(self.slice), uncollected(), without_locations(), jax.sharding.use_abstract_mesh(self.mesh):
             program = jax.export.export(self.jitted, platforms=["tpu"])(*self.leaves).serialize()
         ends = list(accumulate(len(jax.tree.leaves(argument)) for argument in self.lowering.arguments))
         starts = [0, *ends]

@@ -15,6 +15,7 @@ from wanjax.kernels.attention.flash_state import LANES, SPILL_BYTES, Sizes, Sums
 from wanjax.kernels.attention.flash_tiles import Config, ceil_div, round_up
 
 
+@partial(jax.jit, static_argnames=("sizes", "kv_heads", "head_dim", "config"), inline=True)  # is traced once
 def call(
     scalars: tuple, operands: tuple, before: Sums | None, *, sizes: Sizes, kv_heads: int, head_dim: int, config: Config
 ) -> Any:

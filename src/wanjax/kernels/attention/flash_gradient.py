@@ -204,6 +204,7 @@ def gradient(
     return jnp.concatenate(of_q, axis=1), reduce(jnp.add, of_k).astype(k.dtype), reduce(jnp.add, of_v).astype(v.dtype)
 
 
+@partial(jax.jit, static_argnames=("scale", "keys", "config", "sums"), inline=True)  # is traced once
 def _call(q, k, v, g, lse, delta, live, *, scale: float, keys: int, config: Config, sums: Any) -> tuple:
     """The kernel over a grid of heads, blocks of keys and blocks of queries; `sums` is the dtype of dk and dv."""
     batch, queries, heads, head_dim = q.shape
