@@ -22,7 +22,7 @@ from flax import nnx
 
 from wanjax.checkpoints.arrays import Arrays
 from wanjax.checkpoints.files import Reader, Spec, write_safetensors
-from wanjax.converters.placing import on_devices
+from wanjax.checkpoints.placing import on_devices
 from wanjax.converters.transforms import (
     CONV,
     IDENTITY,

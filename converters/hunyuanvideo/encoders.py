@@ -10,8 +10,8 @@ from typing import Any
 
 from wanjax.checkpoints.files import Reader
 from wanjax.checkpoints.layouts import Component
+from wanjax.checkpoints.readers import Renamed
 from wanjax.converters.configs import Specs, count_of, shape_of
-from wanjax.converters.readers import Renamed
 
 WHOLE, TEXT = "qwen2_5_vl", "qwen2_5_vl_text"  # the model_type of Qwen2.5-VL, and that of its language model
 NOT_TEXT = ("visual.", "model.visual.", "lm_head.")

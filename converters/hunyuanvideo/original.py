@@ -12,8 +12,8 @@ from typing import Any
 
 from wanjax.checkpoints.files import Reader
 from wanjax.checkpoints.layouts import TRANSFORMER_PREFIXES, VAE_PREFIXES, Component, held
+from wanjax.checkpoints.readers import Descaled, Exchanged, Names, Renamed, Unfused
 from wanjax.converters.configs import Specs, count_of, shape_of
-from wanjax.converters.readers import Descaled, Exchanged, Names, Renamed, Unfused
 from wanjax.errors import WanjaxError
 from wanjax.models.hunyuanvideo.config import SIZE_480P, SIZE_720P
 from wanjax.models.hunyuanvideo.vae_config import VAE_1_5

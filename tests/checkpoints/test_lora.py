@@ -14,14 +14,14 @@ import wanjax
 from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint
 from wanjax import registry
+from wanjax.checkpoints.adapted import AdaptedSource
 from wanjax.checkpoints.convert import ToWanjax
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
-from wanjax.checkpoints.lora import AdaptedSource
+from wanjax.checkpoints.lora import Lora
 from wanjax.checkpoints.networks import network
 from wanjax.checkpoints.sources import open_source
 from wanjax.cli import main
 from wanjax.converters import engine
-from wanjax.converters.lora import Lora
 from wanjax.converters.wan.diffusers import transformer_rules
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.wan import FAMILY

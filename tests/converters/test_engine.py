@@ -15,8 +15,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tests.support.compilations import compilations
 from tests.support.devices import most_held, nbytes_on_each, on_eight_devices
+from wanjax.checkpoints import placing
 from wanjax.checkpoints.files import SafetensorsFile, Spec, aligned
-from wanjax.converters import engine, placing
+from wanjax.converters import engine
 from wanjax.converters.engine import CONV, IDENTITY, TRANSPOSE, Rule, conv, linear, norm, patches, rope_halves, squeeze
 from wanjax.errors import WanjaxError
 from wanjax.layers.placement import axes_of, with_axes

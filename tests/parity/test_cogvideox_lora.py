@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 import wanjax
 from tests.parity.references import StateDict, randomise, relative_l2
 from tests.support.tiny import COGVIDEOX_TRANSFORMER, tiny_cogvideox_checkpoint
-from wanjax.converters import engine, lora
+from wanjax.checkpoints import lora
+from wanjax.checkpoints.readers import Names
+from wanjax.converters import engine
 from wanjax.converters.cogvideox.diffusers import transformer_config, transformer_rules
-from wanjax.converters.readers import Names
 from wanjax.layers.placement import as_shapes
 from wanjax.models.cogvideox.transformer import CogVideoXTransformer
 

@@ -15,7 +15,8 @@ from tests.parity import hunyuan_authors as authors
 from tests.parity.references import StateDict, randomise
 from tests.support.quick import quick
 from tests.support.tiny import HUNYUAN_TRANSFORMER
-from wanjax.converters import engine, lora
+from wanjax.checkpoints import lora
+from wanjax.converters import engine
 from wanjax.converters.hunyuanvideo.diffusers import transformer_config, transformer_rules
 from wanjax.converters.hunyuanvideo.original import LORA
 from wanjax.errors import WanjaxError

@@ -23,14 +23,15 @@ from wanjax.checkpoints import layouts, sources
 from wanjax.checkpoints.convert import ToWanjax
 from wanjax.checkpoints.files import SafetensorsFolder, Spec, save_safetensors
 from wanjax.checkpoints.networks import network
+from wanjax.checkpoints.readers import open_tensors
 from wanjax.checkpoints.sources import DiffusersSource
 from wanjax.converters.engine import parameters
-from wanjax.converters.readers import open_tensors
 from wanjax.converters.wan import diffusers as wan
-from wanjax.converters.wan import original, recognise
+from wanjax.converters.wan import original
 from wanjax.errors import WanjaxError
 from wanjax.models.wan.config import T2V_1_3B, T2V_14B, CausalTransformerConfig
 from wanjax.pipelines.wan import layouts as wan_layouts
+from wanjax.pipelines.wan import recognise
 from wanjax.pipelines.wan.layouts import LAYOUT, FileSource, OriginalSource
 from wanjax.pipelines.wan.networks import NETWORKS
 from wanjax.schedulers import Consistency

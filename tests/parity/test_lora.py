@@ -12,7 +12,8 @@ from diffusers import WanPipeline, WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
 from tests.parity.references import StateDict, randomise
-from wanjax.converters import engine, lora
+from wanjax.checkpoints import lora
+from wanjax.converters import engine
 from wanjax.converters.wan import diffusers as wan
 from wanjax.converters.wan import original
 from wanjax.layers.placement import as_shapes

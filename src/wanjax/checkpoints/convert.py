@@ -29,10 +29,10 @@ from wanjax.checkpoints.files import Reader, SafetensorsFile, Spec, save_index, 
 from wanjax.checkpoints.hub import INDEX, cached_checksum
 from wanjax.checkpoints.manifest import REQUEST, SHARE, Progress, beside, counting, described, digest, files_in
 from wanjax.checkpoints.networks import Kinds, Network, components, network
+from wanjax.checkpoints.readers import View
 from wanjax.checkpoints.sources import FORMAT, MANIFEST, UNUSED, WEIGHTS, Source, WanjaxSource, Weights, read_json
+from wanjax.checkpoints.stream import stored, stream
 from wanjax.converters import engine
-from wanjax.converters.readers import View
-from wanjax.converters.stream import stored, stream
 from wanjax.errors import WanjaxError
 
 PARTIAL = ".{}.partial"  # the folder beside the target until it is complete

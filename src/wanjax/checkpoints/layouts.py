@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from wanjax.checkpoints.files import Reader
+from wanjax.checkpoints.readers import Renamed
 from wanjax.checkpoints.sources import DiffusersSource, Source, Weights
-from wanjax.converters.readers import Renamed
 from wanjax.errors import WanjaxError
 
 TRANSFORMER_PREFIXES = ("", "model.diffusion_model.", "diffusion_model.", "model.", "transformer.", "net.")

@@ -1,108 +1,332 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint whose transformers have LoRAs merged in while they are read."""
+"""LoRA: low-rank or full changes of a network's weights, merged while the weights are read.
 
-import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+A file names the changed modules in the layout of diffusers or of the authors, with one of several prefixes, or with
+underscores for dots, and may have q, k and v as one module. It calls the two factors `lora_A` and `lora_B`, or
+`lora_down` and `lora_up`. All variants become changes of the tensors of one checkpoint. `Merged` is that checkpoint
+with the changes added in float32, in the layout of its files, so the conversion that follows needs no special case.
+Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2106.09685; W + strength · alpha / rank · B A.
+"""
+
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from flax import nnx
+import numpy as np
 
-from wanjax.checkpoints.files import Reader
-from wanjax.checkpoints.hub import locate_file
-from wanjax.checkpoints.networks import Kinds, components, network
-from wanjax.checkpoints.sources import Progress, Source, Weights
-from wanjax.converters import engine
-from wanjax.converters.engine import Rule
-from wanjax.converters.lora import Lora, LoraFile, Merged
-from wanjax.converters.readers import Names
+from wanjax.checkpoints.files import Reader, Spec
+from wanjax.checkpoints.readers import Names, View, open_tensors
 from wanjax.errors import WanjaxError
 
-PREFIXES = {"transformer": "high", "transformer_2": "low"}  # prefixes of a LoRA for one of two transformers
-Module = TypeVar("Module", bound=nnx.Module)
-Note = Callable[[str], Any]
+NOISE_LEVELS = ("high", "low")  # the names of a model's two experts
+PREFIXES = (
+    *("base_model.model.", "model.diffusion_model.", "diffusion_model.", "transformer."),
+    *("lora_unet__", "lora_unet_"),  # VideoX-Fun's trainer writes two underscores, kohya's one
+)
+ROLES = {  # the end of a key -> its role, and the end of the name of the tensor that it changes
+    ".lora_A.weight": ("down", ".weight"),
+    ".lora_A.default.weight": ("down", ".weight"),
+    ".lora_A": ("down", ".weight"),
+    ".lora_down.weight": ("down", ".weight"),
+    ".lora.down.weight": ("down", ".weight"),
+    ".lora_B.weight": ("up", ".weight"),
+    ".lora_B.default.weight": ("up", ".weight"),
+    ".lora_B": ("up", ".weight"),
+    ".lora_up.weight": ("up", ".weight"),
+    ".lora.up.weight": ("up", ".weight"),
+    ".alpha": ("alpha", ".weight"),
+    ".diff": ("diff", ".weight"),
+    ".diff_b": ("diff", ".bias"),
+    ".diff_m": ("diff", ".modulation"),
+    ".lora_B.bias": ("scaled diff", ".bias"),
+    ".lora_B.default.bias": ("scaled diff", ".bias"),
+}
+OTHER_KINDS = ("dora_scale", "lora_magnitude_vector", "hada_", "lokr_", "lora_mid", "oft_", "reshape_weight")
+PEFT_METADATA = "lora_adapter_metadata"  # diffusers stores PEFT's config in this entry of a file's metadata
+PEFT_FILE, PEFT_CONFIG = "adapter_model", "adapter_config.json"  # PEFT stores it in a separate file
+ONE_OF_THREE = re.compile(r"((?:.*_)?)[qkv]((?:_.*)?)")  # the names of a query's, a key's or a value's projection
+ENOUGH = 0.5  # fraction of a file's changes that must fit; with fewer the file is for another model
 
 
-class AdaptedSource(Source):
-    """A source whose transformers have LoRAs merged in; everything else is unchanged.
+@dataclass(frozen=True)
+class Lora:
+    """A LoRA file, its strength, and the expert of a model that it changes: "high", "low" or None for all."""
 
-    `note` receives a sentence on what was merged from each file; where it is None, a warning lists what was not.
-    Raises WanjaxError where a file cannot be found or read, too little of it fits the transformer, or the source lacks
-    the expert that it is for.
+    file: str
+    strength: float = 1.0
+    expert: str | None = None
+
+    def __post_init__(self):
+        if not math.isfinite(self.strength):
+            raise WanjaxError(f"the strength {self.strength} of {self.file} is not a finite number: 1 is usual")
+        if self.expert not in (None, *NOISE_LEVELS):
+            raise WanjaxError(f"no expert is named {self.expert!r}: there are {' and '.join(NOISE_LEVELS)}")
+
+    @classmethod
+    def parse(cls, text: str) -> "Lora":
+        """Parses `FILE` or `FILE:STRENGTH`, optionally after `high=` or `low=`. Raises WanjaxError without a FILE."""
+        expert, equals, rest = text.partition("=")
+        if not equals or expert not in NOISE_LEVELS:
+            expert, rest = None, text
+        file, colon, number = rest.rpartition(":")
+        try:
+            strength = float(number) if colon else 1.0
+        except ValueError:  # the colon belongs to the file's name
+            file, strength = rest, 1.0
+        file = file if colon else rest
+        if not file:
+            raise WanjaxError(f"the LoRA {text!r} names no file: write FILE or FILE:STRENGTH")
+        return cls(file, strength, expert)
+
+    def __str__(self) -> str:
+        expert = f"{self.expert}=" if self.expert else ""
+        plain = self.strength == 1 and ":" not in self.file
+        return f"{expert}{self.file}" + ("" if plain else f":{float(self.strength)!r}")
+
+
+class Matches(NamedTuple):
+    """The outcome of a merge: how many changes of the file fit the network, and the names of those that do not."""
+
+    file: str
+    matched: int
+    unmatched: tuple[str, ...]
+
+    def __str__(self) -> str:
+        total = self.matched + len(self.unmatched)
+        summary = f"{self.file}: {self.matched} of {total} changes merged"
+        if not self.unmatched:
+            return summary
+        listed = ", ".join(self.unmatched[:3]) + (" and so on" if len(self.unmatched) > 3 else "")
+        return f"{summary}; the rest has no place in the model and was left out: {listed}"
+
+
+class Change(NamedTuple):
+    """The change of a tensor: `scale` times one tensor of the file, or times the product of two."""
+
+    factors: tuple[str, ...]
+    scale: float
+
+
+class Target(NamedTuple):
+    """A tensor of the network that a tensor of a file is, or is a part of.
+
+    The file's tensor has as many equal parts, one below the other, as `of` says; `parts` are this one's, in order.
     """
 
-    def __init__(self, source: Source, loras: Sequence[Lora], kinds: Kinds, note: Note | None = None):
-        self._base = source
-        self.name, self.root, self.revision, self.index = source.name, source.root, source.revision, source.index
-        self.loras: list[tuple[str, Path]] = []
-        present = [name for name in PREFIXES if name in components(source.index)]
-        self._files: dict[str, list[tuple[LoraFile, float]]] = {name: [] for name in present}
-        for lora in loras:
-            chosen = [name for name in present if len(present) == 1 or lora.expert in (None, PREFIXES[name])]
-            if lora.expert and len(present) == 1:
-                expert = f"{lora.expert}="
-                raise WanjaxError(f"{lora} is for one of two experts, which {source.name} has not: leave {expert} out")
-            path = locate_file(lora.file)
-            self.loras.append((str(replace(lora, file=path.name)), path))
-            for name in chosen:
-                file = _opened(source, name, path, kinds)
-                self._files[name].append((file, lora.strength))
-                told = str(file.matches)
-                if note:
-                    note(told)
-                elif file.matches.unmatched:
-                    warnings.warn(told, stacklevel=2)
+    key: str
+    parts: tuple[int, ...] = (0,)
+    of: int = 1
 
-    @property
-    def base(self) -> Source:
-        return self._base
+    def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of the file's tensor, given that of the network's."""
+        return (shape[0] // len(self.parts) * self.of, *shape[1:]) if self.of > 1 else shape
 
-    @property
-    def origin(self) -> str:
-        return self._base.origin
-
-    def check_room(self) -> int:
-        return self._base.check_room()
-
-    def is_at_hand(self, component: str) -> bool:
-        return self._base.is_at_hand(component)
-
-    def tensors(self, component: str, rules: Iterable[Rule]) -> Reader:
-        tensors = self._base.tensors(component, rules)
-        return Merged(tensors, self._files[component]) if self._files.get(component) else tensors
-
-    def original(self, component: str, tensors: Reader) -> Reader:
-        return self._base.original(component, tensors)
-
-    def config(self, component: str) -> dict[str, Any]:
-        return self._base.config(component)
-
-    def weights(self, component: str) -> Weights:
-        return self._base.weights(component)
-
-    def files(self, component: str) -> Sequence[Path]:
-        return self._base.files(component)
-
-    def load(
-        self,
-        component: str,
-        abstract: Module,
-        rules: Iterable[Rule],
-        *,
-        ignore: Iterable[str] = (),
-        progress: Progress | None = None,
-    ) -> Module:
-        if not self._files.get(component):  # the source's own way of loading is faster
-            return self._base.load(component, abstract, rules, ignore=ignore, progress=progress)
-        return super().load(component, abstract, rules, ignore=ignore, progress=progress)
+    def part(self, x: np.ndarray) -> np.ndarray:
+        """Returns the network's part of the file's tensor."""
+        return np.concatenate([np.split(x, self.of)[part] for part in self.parts]) if self.of > 1 else x
 
 
-def _opened(source: Source, component: str, path: Path, kinds: Kinds) -> LoraFile:
-    """Opens a LoRA file for a transformer, whose tensor shapes come from its config."""
-    found = network(source, component, kinds)
-    abstract = found.abstract(dtype=jnp.float32, param_dtype=jnp.float32)
-    shapes: Reader = engine.Exported(engine.parameters(abstract), found.rules)
-    specs = {key: shapes.spec(key) for key in shapes.keys()}  # noqa: SIM118
-    return LoraFile(path, specs, found.kind.lora_names or Names([]))
+class LoraFile:
+    """The changes in a file, by the tensors of one network that they change.
+
+    specs: the network's tensors by their names in diffusers; names: the translation to and from the authors' names.
+    Raises WanjaxError if the file cannot be read, is incomplete, holds changes of another kind, or too few of its
+    changes fit the network.
+    """
+
+    def __init__(self, path: Path, specs: Mapping[str, Spec], names: Names):
+        self._path, self._reader = path, open_tensors(path)
+        self._changes: dict[str, tuple[Change, Target]] = {}
+        changes, unmatched = _changes(path, self._reader)
+        known, matched = _targets(specs, names), 0
+        for name, change in changes.items():
+            targets, shape = known.get(name, []), self._shape(change)
+            right = {target.whole(specs[target.key].shape) for target in targets}
+            if not targets:
+                unmatched.append(name)
+            elif right != {shape}:
+                unmatched.append(
+                    f"{name} of shape {list(shape)}, where {' or '.join(map(str, map(list, right)))} is right"
+                )
+            else:
+                self._changes |= {target.key: (change, target) for target in targets}
+                matched += 1
+        self.matches = Matches(str(path), matched, tuple(unmatched))
+        if matched < max(1, ENOUGH * (matched + len(unmatched))):
+            raise WanjaxError(f"{self.matches}: a LoRA for this model is needed")
+
+    def __contains__(self, target: str) -> bool:
+        return target in self._changes
+
+    def change(self, target: str, strength: float) -> np.ndarray:
+        """Returns the float32 array to add to a tensor, times the strength; raises WanjaxError if it is not finite."""
+        change, place = self._changes[target]
+        factors = [_finite(self._path, self._reader, key) for key in change.factors]
+        factors[0] = place.part(factors[0])
+        factors[0] *= np.float32(strength * change.scale)
+        return factors[0] if len(factors) == 1 else _product(*factors)
+
+    def _shape(self, change: Change) -> tuple[int, ...]:
+        """Returns the shape of a change; empty if the factors do not fit each other."""
+        shapes = [self._reader.spec(key).shape for key in change.factors]
+        if len(shapes) == 1:
+            return shapes[0]
+        up, down = shapes
+        fits = len(up) > 1 and len(down) > 1 and math.prod(up[1:]) == down[0]
+        return (*up[:1], *down[1:]) if fits else ()
+
+
+class Merged(View):
+    """A checkpoint with the changes added; a tensor without changes of non-zero strength is returned unchanged."""
+
+    def __init__(self, reader: Reader, files: Sequence[tuple[LoraFile, float]]):
+        super().__init__(reader)
+        self._files = [(file, strength) for file, strength in files if strength != 0]
+
+    def spec(self, key: str) -> Spec:
+        shape, dtype = self._reader.spec(key)
+        return Spec(shape, np.dtype(np.float32) if self._changing(key) else dtype)
+
+    def read(self, key: str) -> np.ndarray:
+        x = self._reader.read(key)
+        if files := self._changing(key):
+            x = x.astype(np.float32)
+        for file, strength in files:
+            x += file.change(key, strength)
+        return x
+
+    def _changing(self, key: str) -> list[tuple[LoraFile, float]]:
+        """Returns the files that change a tensor, with their strengths."""
+        return [(file, strength) for file, strength in self._files if key in file]
+
+
+def _finite(path: Path, reader: Reader, key: str) -> np.ndarray:
+    """Returns a tensor in float32; raises WanjaxError if any of its numbers is not finite."""
+    x = reader.read(key).astype(np.float32)
+    if not np.isfinite(x).all():
+        raise WanjaxError(f"{path} holds {key} with numbers that are not finite: the file is damaged, get it again")
+    return x
+
+
+def _product(up: np.ndarray, down: np.ndarray) -> np.ndarray:
+    """Multiplies two matrices, or composes the kernels of two convolutions, `up` of size 1."""
+    return (up.reshape(len(up), -1) @ down.reshape(len(down), -1)).reshape(len(up), *down.shape[1:])
+
+
+def _targets(specs: Mapping[str, Spec], names: Names) -> dict[str, list[Target]]:
+    """Maps every name that a file may use for a tensor, or for q, k and v in one, to what it is in the network."""
+    found: dict[str, list[Target]] = {}
+    for key in specs:
+        places = [(key, Target(key))]
+        if fused := _fused(key, specs):
+            places.append((fused[0], Target(key, (fused[1],), 3)))
+        for ours, target in places:
+            theirs = Target(key, (1, 0), 2) if names.exchanges(ours) else target
+            for name, place in ((ours, target), *((name, theirs) for name in names.all_theirs(ours))):
+                module, dot, leaf = name.rpartition(".")
+                for spelling in dict.fromkeys((name, f"{module.replace('.', '_')}{dot}{leaf}")):
+                    found.setdefault(spelling, []).append(place)
+    return found
+
+
+def _fused(key: str, specs: Mapping[str, Spec]) -> tuple[str, int] | None:
+    """Returns the name of a tensor of q, k and v together, and this one's place in it; None for other tensors.
+
+    `attn.to_q`, `attn.to_k` and `attn.to_v` together are `attn.to_qkv`.
+    """
+    module, _, leaf = key.rpartition(".")
+    where, dot, last = module.rpartition(".")
+    if not (found := ONE_OF_THREE.fullmatch(last)):
+        return None
+    whole, *three = (f"{where}{dot}{found[1]}{x}{found[2]}.{leaf}" for x in ("qkv", *"qkv"))
+    return (whole, three.index(key)) if all(name in specs for name in three) else None
+
+
+def _changes(path: Path, reader: Reader) -> tuple[dict[str, Change], list[str]]:
+    """Returns the changes by the file's names of the changed tensors, without prefixes, and the keys of no change."""
+    found, parts, unknown = {}, *_parts(path, reader)
+    config = _peft_config(path, reader)
+    for module, keys in parts.items():
+        up, down, alpha = (keys.pop((role, ".weight"), None) for role in ("up", "down", "alpha"))
+        scale = 1.0
+        if up and down:
+            scale = _scale(path, reader, alpha, _rank(reader, down), module, config)
+            found[f"{module}.weight"] = Change((up, down), scale)
+        elif up or down:
+            raise WanjaxError(f"{path} holds {up or down} without its other factor: a complete file is needed")
+        elif alpha:
+            unknown.append(alpha)
+        for (role, leaf), key in keys.items():
+            found[module + leaf] = Change((key,), scale if role == "scaled diff" else 1.0)
+    return found, unknown
+
+
+def _parts(path: Path, reader: Reader) -> tuple[dict[str, dict[tuple[str, str], str]], list[str]]:
+    """Returns the file's keys by the module that they change and their role in the change, and the keys of no role."""
+    found: defaultdict[str, dict[tuple[str, str], str]] = defaultdict(dict)
+    unknown = []
+    for key in reader.keys():  # noqa: SIM118
+        if any(kind in key for kind in OTHER_KINDS):
+            raise WanjaxError(f"{path} holds {key}, a change of another kind than LoRA: only LoRA and diffs are merged")
+        if not jnp.issubdtype(dtype := reader.spec(key).dtype, jnp.floating):
+            raise WanjaxError(f"{path} holds {key} as {dtype} where a floating dtype is right")
+        name = key
+        for prefix in PREFIXES:
+            name = name.removeprefix(prefix)
+        ending = next((ending for ending in ROLES if name.endswith(ending)), None)
+        if ending is None:
+            unknown.append(key)
+            continue
+        module, role = name.removesuffix(ending), ROLES[ending]
+        if role in found[module]:
+            raise WanjaxError(f"{path} holds both {found[module][role]} and {key}: one of them is right")
+        found[module][role] = key
+    return found, unknown
+
+
+def _rank(reader: Reader, down: str) -> int:
+    shape = reader.spec(down).shape
+    return shape[0] if shape else 0
+
+
+def _scale(path: Path, reader: Reader, alpha: str | None, rank: int, module: str, config: Mapping[str, Any]) -> float:
+    """Returns the scale of a product: alpha / rank, or 1 if the file has no alpha."""
+    if alpha is not None and reader.spec(alpha).shape in ((), (1,)) and rank:
+        return float(_finite(path, reader, alpha).item()) / rank
+    if "lora_alpha" not in config or not rank:
+        return 1.0
+    patterns = config.get("alpha_pattern") or {}
+    own = (value for pattern, value in patterns.items() if _names(pattern, module))
+    number = next(own, config["lora_alpha"])
+    return float(number) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _names(pattern: str, module: str) -> bool:
+    """Returns True if PEFT's pattern matches: it is the end of the module's name or, after a caret, the whole name."""
+    if pattern.startswith("^"):
+        return pattern[1:] == module
+    return module == pattern or module.endswith(f".{pattern}")
+
+
+def _peft_config(path: Path, reader: Reader) -> dict[str, Any]:
+    """Returns PEFT's config from the file's metadata or from the JSON file next to it; empty if there is none."""
+    if text := getattr(reader, "metadata", {}).get(PEFT_METADATA):
+        where = f"the {PEFT_METADATA} of {path}"
+    elif path.stem == PEFT_FILE and (beside := path.with_name(PEFT_CONFIG)).is_file():
+        where, text = str(beside), beside.read_text(encoding="utf-8", errors="replace")
+    else:
+        return {}
+    try:
+        config = {key.removeprefix("transformer."): value for key, value in json.loads(text).items()}
+        numbers = [config.get("lora_alpha", 1), *(config.get("alpha_pattern") or {}).values()]
+        if all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
+            return config
+    except (ValueError, AttributeError, RecursionError):
+        pass
+    raise WanjaxError(f"{where} is not a config of PEFT: a JSON object with numeric alphas is needed")

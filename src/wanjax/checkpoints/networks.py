@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from wanjax.checkpoints.readers import Names
 from wanjax.checkpoints.sources import Source
 from wanjax.converters.engine import Rule
-from wanjax.converters.readers import Names
 from wanjax.errors import WanjaxError
 from wanjax.layers.placement import as_shapes
 

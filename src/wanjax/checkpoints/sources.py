@@ -17,9 +17,9 @@ from flax import nnx
 from wanjax.checkpoints.arrays import Arrays
 from wanjax.checkpoints.files import Reader, SafetensorsFile, SafetensorsFolder
 from wanjax.checkpoints.hub import COMPONENT_FILES, HUB_FILE, INDEX, check_room, download, locate, locate_file, resolve
+from wanjax.checkpoints.readers import SUFFIXES, Renamed, Together
 from wanjax.converters import engine
 from wanjax.converters.engine import Rule
-from wanjax.converters.readers import SUFFIXES, Renamed, Together
 from wanjax.errors import WanjaxError
 
 MANIFEST = "wanjax.json"  # written by `wanjax convert`: a checkpoint's origin and contents

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import click
 
+from wanjax.checkpoints.adapted import AdaptedSource
 from wanjax.checkpoints.convert import Conversion, ToDiffusers, ToWanjax
-from wanjax.checkpoints.lora import AdaptedSource
+from wanjax.checkpoints.lora import Lora
 from wanjax.checkpoints.manifest import Progress, verify
 from wanjax.checkpoints.networks import components, network
 from wanjax.checkpoints.sources import Source
 from wanjax.cli.report import Report
-from wanjax.converters.lora import Lora
 from wanjax.errors import WanjaxError
 from wanjax.registry import find, kinds
 

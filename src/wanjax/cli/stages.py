@@ -15,6 +15,7 @@ import numpy as np
 
 from wanjax import registry
 from wanjax.checkpoints.files import check_folder
+from wanjax.checkpoints.lora import Lora
 from wanjax.cli import names, options
 from wanjax.cli.again import differences
 from wanjax.cli.demand import demand
@@ -23,7 +24,6 @@ from wanjax.cli.profile import StepProfile, trace_with_scopes
 from wanjax.cli.report import Report
 from wanjax.cli.streaming import stream
 from wanjax.compilation import kept_set
-from wanjax.converters.lora import Lora
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
 from wanjax.media import stage_files, videos

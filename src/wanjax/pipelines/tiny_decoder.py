@@ -12,8 +12,8 @@ from flax import nnx
 from jaxtyping import Array, Float, UInt8
 
 from wanjax.checkpoints.files import Tensors
+from wanjax.checkpoints.readers import open_tensors
 from wanjax.converters import engine, taehv
-from wanjax.converters.readers import open_tensors
 from wanjax.errors import WanjaxError
 from wanjax.layers.placement import as_shapes
 from wanjax.models.taehv import TinyDecoder, pictures

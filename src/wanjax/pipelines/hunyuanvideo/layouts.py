@@ -20,10 +20,10 @@ from wanjax.checkpoints.files import SafetensorsFolder
 from wanjax.checkpoints.hub import download, locate
 from wanjax.checkpoints.layouts import Component, RecognisedSource
 from wanjax.checkpoints.networks import components
+from wanjax.checkpoints.readers import open_tensors
 from wanjax.checkpoints.sources import Layout, read_json
 from wanjax.converters.hunyuanvideo import encoders, original
 from wanjax.converters.hunyuanvideo.diffusers import transformer_config
-from wanjax.converters.readers import open_tensors
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.byt5_tokenizer import ByT5Tokenizer
 from wanjax.pipelines.family import Preset

@@ -14,11 +14,11 @@ from typing import Any
 from wanjax.checkpoints.files import SafetensorsFolder
 from wanjax.checkpoints.hub import download, locate
 from wanjax.checkpoints.layouts import Component, RecognisedSource
+from wanjax.checkpoints.readers import open_tensors
 from wanjax.checkpoints.sources import Layout, read_json
-from wanjax.converters.readers import open_tensors
-from wanjax.converters.wan import recognise
 from wanjax.converters.wan.diffusers import transformer_config
 from wanjax.errors import WanjaxError
+from wanjax.pipelines.wan import recognise
 from wanjax.pipelines.wan.architecture import WanArchitecture
 from wanjax.pipelines.wan.conditioning import CAUSAL_PIPELINES
 from wanjax.pipelines.wan.presets import CAUSAL, PUBLISHED

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wanjax.checkpoints.files import Spec, save_safetensors
-from wanjax.converters.lora import PEFT_METADATA, Lora, LoraFile, Merged
+from wanjax.checkpoints.lora import PEFT_METADATA, Lora, LoraFile, Merged
 from wanjax.converters.wan.original import TRANSFORMER
 from wanjax.errors import WanjaxError
 
