@@ -92,7 +92,7 @@ def load(name: str, source: Path, target: Path) -> dict:
     import jax
 
     import wanjax
-    from wanjax.converters.engine import parameters
+    from wanjax.checkpoints.modules import parameters
 
     start = time.perf_counter()
     network = getattr(wanjax.load(target), name)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts Hugging Face checkpoints to wanjax modules and back: an engine, and one total table a family."""
+"""Converts Hugging Face checkpoints to wanjax modules and back: rules, and one total table a family."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from wanjax.converters.engine import Rule, linear, norm
+from wanjax.converters.rules import Rule, linear, norm
 from wanjax.errors import WanjaxError
 from wanjax.models.qwen2_vl import Qwen2VLConfig
 

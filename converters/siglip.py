@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from wanjax.converters.engine import Rule, norm, patches
+from wanjax.converters.rules import Rule, norm, patches
 from wanjax.converters.vision import block_rules, either_way, vision_sizes, with_prefix
 from wanjax.models.siglip import SiglipVisionConfig
 

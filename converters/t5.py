@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from wanjax.converters.configs import check_entries
-from wanjax.converters.engine import Rule, linear, norm
+from wanjax.converters.rules import Rule, linear, norm
 from wanjax.errors import WanjaxError
 from wanjax.models.t5 import T5Config
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from wanjax.converters.engine import Described, Rule, conv
+from wanjax.converters.rules import Described, Rule, conv
 from wanjax.errors import WanjaxError
 from wanjax.models.taehv import BLOCKS, TinyDecoderConfig
 

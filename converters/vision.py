@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from wanjax.converters.configs import check_entries
-from wanjax.converters.engine import Rule, linear, norm
+from wanjax.converters.rules import Rule, linear, norm
 from wanjax.errors import WanjaxError
 
 PREFIX = "vision_model."  # newer files lack it

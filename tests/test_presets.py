@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from tests.support.published import Keys, image_encoder_keys, text_encoder_keys, transformer_keys, vae_keys
+from wanjax.checkpoints import modules
 from wanjax.checkpoints.files import Spec
 from wanjax.checkpoints.networks import network_of
 from wanjax.checkpoints.sources import read_json
-from wanjax.converters import clip, engine, t5
+from wanjax.converters import clip, rules, t5
 from wanjax.converters.wan import diffusers as wan
 from wanjax.errors import WanjaxError
 from wanjax.models.clip import CLIP_VIT_H
@@ -46,7 +47,7 @@ class Published(NamedTuple):
     """A network, the table of its weights, the keys of its checkpoint, and the number of its parameters."""
 
     config: Any
-    rules: list[engine.Rule]
+    rules: list[rules.Rule]
     keys: Keys
     parameters: int
 
@@ -104,7 +105,7 @@ NETWORKS = {
 @cache
 def weights(name: str) -> dict[str, Any]:
     network = network_of(NETWORKS[name].config, FAMILY.networks)
-    return engine.parameters(network.abstract(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16))
+    return modules.parameters(network.abstract(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16))
 
 
 def checkpoint(name: str) -> dict[str, Spec]:
@@ -121,7 +122,7 @@ def test_the_number_of_parameters_is_the_published_one(name):
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_key_of_the_checkpoint_is_mapped(name):
     sources = checkpoint(name)
-    assignments = engine.assign(NETWORKS[name].rules, sources, weights(name))
+    assignments = rules.assign(NETWORKS[name].rules, sources, weights(name))
     assert sorted(key for each in assignments for key in each.sources) == sorted(sources)
     assert {each.target for each in assignments} == weights(name).keys()
 
@@ -132,7 +133,7 @@ def test_superfluous_and_missing_keys_are_reported(name):
     key = list(sources)[len(sources) // 2]
     for wrong in ({k: v for k, v in sources.items() if k != key}, sources | {f"{key}.other": sources[key]}):
         with pytest.raises(WanjaxError, match=key.rsplit(".", 1)[-1]):
-            engine.assign(NETWORKS[name].rules, wrong, weights(name))
+            rules.assign(NETWORKS[name].rules, wrong, weights(name))
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,10 @@ from tests.support.compare import error
 from tests.support.toy import LENGTH, NETWORKS, TOY
 from tests.support.toy_tokenizer import save_tokenizer
 from wanjax import registry
+from wanjax.checkpoints import modules
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.checkpoints.networks import network_of
 from wanjax.cli import main
-from wanjax.converters import engine
 from wanjax.errors import WanjaxError
 from wanjax.media.stage_files import EMBEDDINGS, LATENTS
 from wanjax.media.videos import read_metadata
@@ -71,7 +71,7 @@ def toy(tmp_path_factory):
         write(folder / name / "config.json", json_config | MODEL_TYPES.get(name, {}))
         graphdef, state = nnx.split(found.abstract(dtype=jnp.float32, param_dtype=jnp.float32))
         weights = jax.tree.map(lambda x: random.normal(0, 0.3, x.shape).astype(np.float32), state)
-        engine.export(nnx.merge(graphdef, weights), found.rules, folder / name / "model.safetensors")
+        modules.export(nnx.merge(graphdef, weights), found.rules, folder / name / "model.safetensors")
     save_tokenizer(folder / "tokenizer", model_max_length=LENGTH)
     write(folder / "scheduler" / "scheduler_config.json", {"_class_name": "Ancestral"})
     listed = {name: ["toys", kind] for name, kind in CLASSES.items()}

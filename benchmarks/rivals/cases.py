@@ -15,8 +15,8 @@ from rich.table import Table
 from benchmarks.synthetic import config_of
 from benchmarks.timing import Run, speed_ratio, time_rivals
 from tests.parity.references import StateDict, relative_l2
+from wanjax.checkpoints import modules
 from wanjax.checkpoints.networks import read_network
-from wanjax.converters import engine
 from wanjax.pipelines.components import Components
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.registry import family_with, kinds, presets
@@ -64,7 +64,7 @@ def converted(reference: torch.nn.Module) -> Any:
     """Returns our network with the weights of a reference, in float32."""
     network = read_network(type(reference).__name__, config_of(reference), kinds())
     abstract = network.abstract(dtype=jnp.float32, param_dtype=jnp.float32)
-    return engine.load(abstract, network.rules, StateDict(reference), ignore=network.unused)
+    return modules.load(abstract, network.rules, StateDict(reference), ignore=network.unused)
 
 
 def torch_pipeline(kind: Any, **components: Any) -> Any:

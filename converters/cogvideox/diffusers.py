@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from wanjax.converters.configs import check_kind
-from wanjax.converters.engine import (
+from wanjax.converters.rules import (
     TRANSPOSE,
     Rule,
     Transform,

@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from wanjax.converters.engine import Rule, conv, norm, pointwise
+from wanjax.converters.rules import Rule, conv, norm, pointwise
 from wanjax.errors import WanjaxError
 from wanjax.models.cogvideox.vae_config import VAEConfig
 

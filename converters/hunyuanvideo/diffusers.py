@@ -5,17 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from wanjax.converters.configs import check_kind
-from wanjax.converters.engine import (
-    Rule,
-    Transform,
-    conv,
-    linear,
-    norm,
-    patches,
-    pointwise,
-    rope_halves,
-    squeeze,
-)
+from wanjax.converters.rules import Rule, Transform, conv, linear, norm, patches, pointwise, rope_halves, squeeze
 from wanjax.errors import WanjaxError
 from wanjax.models.hunyuanvideo.config import TransformerConfig
 from wanjax.models.hunyuanvideo.vae_config import VAE_1_5, VAEConfig

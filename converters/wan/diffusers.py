@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from wanjax.converters.configs import check_kind
-from wanjax.converters.engine import (
+from wanjax.converters.rules import (
     IDENTITY,
     Rule,
     Transform,

@@ -16,7 +16,8 @@ from flax import nnx
 from train_flow import PromptedTransformer, train_flow
 from train_vae import latent_statistics, train_vae
 
-from wanjax.converters import engine, t5
+from wanjax.checkpoints import modules
+from wanjax.converters import t5
 from wanjax.converters.wan import diffusers as wan
 from wanjax.models.t5 import T5Encoder
 from wanjax.models.wan.transformer import WanTransformer
@@ -56,7 +57,7 @@ def write_network(
 ) -> None:
     """Writes a network's folder: its config, and its weights under the names of the published checkpoints."""
     write_json(folder / "config.json", config)
-    engine.export(network, rules, folder / f"{name}.safetensors", metadata={"format": "pt"})
+    modules.export(network, rules, folder / f"{name}.safetensors", metadata={"format": "pt"})
 
 
 def write_json(file: Path, value: dict) -> None:

@@ -19,9 +19,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tests.support.devices import most_held, nbytes_on_each, on_eight_devices
 from wanjax.checkpoints import arrays as store
+from wanjax.checkpoints import modules
 from wanjax.checkpoints.arrays import Arrays, StoredArray, Writer, chunk_shape
 from wanjax.checkpoints.files import Spec
-from wanjax.converters import engine
 from wanjax.errors import WanjaxError
 from wanjax.layers.placement import axes_of
 from wanjax.models.t5 import UMT5_XXL, T5Encoder
@@ -193,11 +193,11 @@ def encoder():
 def test_written_on_one_device_read_on_eight_and_back(tmp_path):
     """The values are equal on the requested shards; no device ever holds more than its shards and one tensor."""
     model = encoder()
-    engine.save(model, tmp_path / "one")
+    modules.save(model, tmp_path / "one")
     on_eight_devices("from tests.checkpoints.test_arrays import there_and_back; there_and_back()", tmp_path)
-    again = engine.restore(nnx.eval_shape(encoder), Arrays(tmp_path / "eight"))
-    for name, x in engine.parameters(model).items():
-        assert np.asarray(engine.parameters(again)[name]).tobytes() == np.asarray(x).tobytes()
+    again = modules.restore(nnx.eval_shape(encoder), Arrays(tmp_path / "eight"))
+    for name, x in modules.parameters(model).items():
+        assert np.asarray(modules.parameters(again)[name]).tobytes() == np.asarray(x).tobytes()
 
 
 COLUMNS = {"vocab": "tp", "embed": None, "heads": "tp", "mlp": "tp", "layers": None}
@@ -223,17 +223,17 @@ def there_and_back():
 
     folder = Path(sys.argv[1])
     abstract = meshed((2, 4), COLUMNS)
-    targets = engine.parameters(abstract)
+    targets = modules.parameters(abstract)
     shards = sum(map(nbytes_on_each, targets.values()))
     largest = max(x.size * x.dtype.itemsize for x in targets.values())
     assert shards < 0.6 * sum(x.size * x.dtype.itemsize for x in targets.values())
     most = []
-    model = engine.restore(abstract, Arrays(folder / "one"), progress=lambda *_: most.append(most_held()))
+    model = modules.restore(abstract, Arrays(folder / "one"), progress=lambda *_: most.append(most_held()))
     assert max(most) <= shards + largest
-    for name, x in engine.parameters(model).items():
+    for name, x in modules.parameters(model).items():
         assert x.sharding == targets[name].sharding
         assert np.asarray(x).tobytes() == Arrays(folder / "one").read(name).tobytes()
-    engine.save(model, folder / "eight")
-    other = engine.restore(meshed((4, 2), ROWS), Arrays(folder / "eight"))
-    for name, x in engine.parameters(other).items():
-        assert np.asarray(x).tobytes() == np.asarray(engine.parameters(model)[name]).tobytes()
+    modules.save(model, folder / "eight")
+    other = modules.restore(meshed((4, 2), ROWS), Arrays(folder / "eight"))
+    for name, x in modules.parameters(other).items():
+        assert np.asarray(x).tobytes() == np.asarray(modules.parameters(model)[name]).tobytes()

@@ -20,13 +20,12 @@ from tests.support.tiny import (
     tiny_residual_checkpoint,
 )
 from wanjax import registry
-from wanjax.checkpoints import convert
+from wanjax.checkpoints import convert, modules
 from wanjax.checkpoints.convert import ToDiffusers, ToWanjax
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.checkpoints.manifest import verify
+from wanjax.checkpoints.modules import parameters
 from wanjax.checkpoints.sources import open_source
-from wanjax.converters import engine
-from wanjax.converters.engine import parameters
 from wanjax.pipelines.wan.networks import NETWORKS
 
 pytestmark = pytest.mark.usefixtures("known_shapes")
@@ -113,7 +112,7 @@ def test_a_converted_checkpoint_is_loaded_like_any_other(source, converted):
     there = wanjax.load(converted, param_dtype="bfloat16", progress=lambda *at: told.append(at))
     assert there.defaults.updated({"model": ""}) == here.defaults.updated({"model": ""})
     for name in COMPONENTS:
-        weights, wanted = (engine.parameters(getattr(pipe, name)) for pipe in (there, here))
+        weights, wanted = (modules.parameters(getattr(pipe, name)) for pipe in (there, here))
         assert weights.keys() == wanted.keys()
         for path, x in weights.items():
             assert (x.dtype, np.asarray(x).tobytes()) == (wanted[path].dtype, np.asarray(wanted[path]).tobytes())

@@ -14,6 +14,7 @@ import wanjax
 from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint
 from wanjax import registry
+from wanjax.checkpoints import modules
 from wanjax.checkpoints.adapted import AdaptedSource
 from wanjax.checkpoints.convert import ToWanjax
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
@@ -21,7 +22,6 @@ from wanjax.checkpoints.lora import Lora
 from wanjax.checkpoints.networks import network
 from wanjax.checkpoints.sources import open_source
 from wanjax.cli import main
-from wanjax.converters import engine
 from wanjax.converters.wan.diffusers import transformer_rules
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.wan import FAMILY
@@ -63,8 +63,8 @@ def change(file):
 
 def q_of(pipe):
     """Returns the q of the network's second block, as diffusers stores it."""
-    weights = {path: np.asarray(x) for path, x in engine.parameters(pipe.transformer).items()}
-    return engine.Exported(weights, transformer_rules(pipe.architecture.transformer)).read(KEY)
+    weights = {path: np.asarray(x) for path, x in modules.parameters(pipe.transformer).items()}
+    return modules.Exported(weights, transformer_rules(pipe.architecture.transformer)).read(KEY)
 
 
 def test_a_lora_is_merged_when_the_transformer_is_loaded(checkpoint, file):
@@ -78,7 +78,7 @@ def test_a_lora_is_merged_when_the_transformer_is_loaded(checkpoint, file):
 
 
 def test_a_strength_of_0_leaves_every_weight_as_it_is(checkpoint, file):
-    plain, none = (engine.parameters(wanjax.load(checkpoint, lora=x).transformer) for x in ((), f"{file}:0"))
+    plain, none = (modules.parameters(wanjax.load(checkpoint, lora=x).transformer) for x in ((), f"{file}:0"))
     jax.tree.map(np.testing.assert_array_equal, plain, none)
 
 
@@ -100,7 +100,7 @@ def test_a_conversion_merges_a_lora(checkpoint, file, tmp_path, dtype):
         pipe, loaded = wanjax.load(tmp_path / name), wanjax.load(source, lora=lora, param_dtype=dtype)
         assert q_of(pipe).dtype == dtype
         assert (q_of(pipe) != q_of(wanjax.load(plain))).any()
-        weights = [engine.parameters(each.transformer) for each in (pipe, loaded)]
+        weights = [modules.parameters(each.transformer) for each in (pipe, loaded)]
         jax.tree.map(np.testing.assert_array_equal, *weights)
     assert json.loads((tmp_path / "merged/wanjax.json").read_text())["request"]["loras"] == ["style.safetensors:0.5"]
     assert "already there" in run("convert", plain, tmp_path / "merged", "--lora", lora)

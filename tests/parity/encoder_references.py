@@ -10,9 +10,9 @@ import torch
 from transformers import Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel, SiglipVisionConfig, SiglipVisionModel
 
 from tests.parity.references import randomise
+from wanjax.checkpoints import modules
 from wanjax.checkpoints.files import SafetensorsFolder
 from wanjax.checkpoints.networks import NetworkKind, read_network
-from wanjax.converters import engine
 
 QWEN_SIZES = {
     "vocab_size": 97,
@@ -71,4 +71,4 @@ def converted(reference: torch.nn.Module, kind: NetworkKind, folder: Path, dtype
     json_config = json.loads((folder / "config.json").read_text())
     network = read_network(type(reference).__name__, json_config, (kind,))
     abstract = network.abstract(dtype=dtype, param_dtype=dtype)
-    return engine.load(abstract, network.rules, SafetensorsFolder(folder), ignore=network.unused)
+    return modules.load(abstract, network.rules, SafetensorsFolder(folder), ignore=network.unused)

@@ -13,9 +13,9 @@ from flax import nnx
 from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel, UMT5Config, UMT5EncoderModel
 
 from tests.support.toy_tokenizer import save_tokenizer
+from wanjax.checkpoints import modules
 from wanjax.checkpoints.files import SafetensorsFolder, Spec
 from wanjax.checkpoints.networks import read_network
-from wanjax.converters import engine
 from wanjax.converters.t5 import t5_config, t5_rules
 from wanjax.layers.placement import as_shapes
 from wanjax.models.t5 import T5Encoder
@@ -116,12 +116,12 @@ def submodule(module: Any, path: str) -> Any:
 
 def wan_transformer(reference, dtype=jnp.float32, param_dtype=jnp.float32) -> WanTransformer:
     network = read_network(type(reference).__name__, reference.config, NETWORKS)
-    return engine.load(network.abstract(dtype=dtype, param_dtype=param_dtype), network.rules, StateDict(reference))
+    return modules.load(network.abstract(dtype=dtype, param_dtype=param_dtype), network.rules, StateDict(reference))
 
 
 def wan_vae(reference, dtype=jnp.float32, param_dtype=jnp.float32) -> WanVAE:
     network = read_network("AutoencoderKLWan", reference.config, NETWORKS)
-    return engine.load(network.abstract(dtype=dtype, param_dtype=param_dtype), network.rules, StateDict(reference))
+    return modules.load(network.abstract(dtype=dtype, param_dtype=param_dtype), network.rules, StateDict(reference))
 
 
 @torch.no_grad()
@@ -168,4 +168,4 @@ def converted_t5(reference: torch.nn.Module, folder: Path, dtype=jnp.float32) ->
     reference.save_pretrained(folder)
     config = t5_config(json.loads((folder / "config.json").read_text()))
     abstract = as_shapes(lambda rngs: T5Encoder(config, dtype=dtype, param_dtype=dtype, rngs=rngs))
-    return engine.load(abstract, t5_rules(config), SafetensorsFolder(folder))
+    return modules.load(abstract, t5_rules(config), SafetensorsFolder(folder))

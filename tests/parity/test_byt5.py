@@ -19,7 +19,8 @@ from transformers import T5Config, T5EncoderModel
 
 from tests.parity.references import converted_t5, relative_l2, t5_reference
 from tests.support.toy_tokenizer import AWKWARD_PROMPTS
-from wanjax.converters.engine import assign, parameters
+from wanjax.checkpoints.modules import parameters
+from wanjax.converters.rules import assign
 from wanjax.converters.t5 import t5_config, t5_rules
 from wanjax.errors import WanjaxError
 from wanjax.layers.placement import as_shapes

@@ -14,9 +14,8 @@ from safetensors.torch import load_file, save_file
 import wanjax
 from tests.parity.references import StateDict, randomise, relative_l2
 from tests.support.tiny import COGVIDEOX_TRANSFORMER, tiny_cogvideox_checkpoint
-from wanjax.checkpoints import lora
+from wanjax.checkpoints import lora, modules
 from wanjax.checkpoints.readers import Names
-from wanjax.converters import engine
 from wanjax.converters.cogvideox.diffusers import transformer_config, transformer_rules
 from wanjax.layers.placement import as_shapes
 from wanjax.models.cogvideox.transformer import CogVideoXTransformer
@@ -128,7 +127,7 @@ def test_a_loaded_model_with_a_lora_predicts_as_diffusers_with_it(write, tmp_pat
     path = write(tmp_path, COGVIDEOX_TRANSFORMER)
     loaded = wanjax.load(folder, lora=f"{path}:{STRENGTH}").transformer
     theirs = fused(COGVIDEOX_TRANSFORMER, path, write)
-    ours, converted = engine.parameters(loaded), engine.parameters(ours_of(theirs))
+    ours, converted = modules.parameters(loaded), modules.parameters(ours_of(theirs))
     for name, weights in converted.items():
         assert np.abs(ours[name] - weights).max() <= 1e-6 * np.abs(weights).max(), name
 
@@ -143,7 +142,7 @@ def ours_of(module):
     abstract = as_shapes(
         lambda rngs: CogVideoXTransformer(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=rngs)
     )
-    return engine.load(abstract, transformer_rules(config), StateDict(module))
+    return modules.load(abstract, transformer_rules(config), StateDict(module))
 
 
 def predicted(model, latents, text):

@@ -8,8 +8,9 @@ import torch
 from diffusers import CogVideoXTransformer3DModel
 from flax import nnx
 
+from wanjax.checkpoints.modules import parameters
 from wanjax.converters.cogvideox.diffusers import transformer_config, transformer_rules
-from wanjax.converters.engine import assign, parameters
+from wanjax.converters.rules import assign
 from wanjax.errors import WanjaxError
 from wanjax.layers.placement import as_shapes
 from wanjax.models.cogvideox.config import I2V_1_5_5B, I2V_5B, T2V_1_5_5B, T2V_2B, T2V_5B

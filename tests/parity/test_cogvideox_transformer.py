@@ -13,8 +13,8 @@ from flax import nnx
 
 from tests.parity.references import StateDict, randomise, relative_l2
 from tests.support.quick import quick
+from wanjax.checkpoints import modules
 from wanjax.checkpoints.files import load_safetensors
-from wanjax.converters import engine
 from wanjax.converters.cogvideox.diffusers import transformer_config, transformer_rules
 from wanjax.errors import WanjaxError
 from wanjax.layers.modulation import modulate
@@ -71,7 +71,7 @@ def make(name):
 def ours_of(reference, dtype=jnp.float32):
     config = transformer_config(reference.config)
     abstract = as_shapes(lambda rngs: CogVideoXTransformer(config, dtype=dtype, param_dtype=dtype, rngs=rngs))
-    return engine.load(abstract, transformer_rules(config), StateDict(reference))
+    return modules.load(abstract, transformer_rules(config), StateDict(reference))
 
 
 @pytest.fixture(scope="module", params=quick(["1.5 i2v", "2b", "5b", "5b i2v"], VARIANTS))
@@ -212,7 +212,7 @@ def test_a_size_that_was_not_learned_is_refused():
 
 def test_the_weights_return_to_the_reference_s_names(models, tmp_path):
     _, reference, model = models
-    engine.export(model, transformer_rules(model.config), tmp_path / "model.safetensors")
+    modules.export(model, transformer_rules(model.config), tmp_path / "model.safetensors")
     exported = load_safetensors(tmp_path / "model.safetensors")
     expected = {key: weight.float().numpy() for key, weight in reference.state_dict().items()}
     assert exported.keys() == expected.keys()

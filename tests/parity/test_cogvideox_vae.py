@@ -16,8 +16,9 @@ from flax import nnx
 from tests.parity.references import StateDict, channels_last, psnr, randomise, relative_l2, run, submodule
 from tests.support.programs import caller
 from tests.support.quick import quick
+from wanjax.checkpoints import modules
 from wanjax.checkpoints.networks import NetworkKind, network_of
-from wanjax.converters import engine
+from wanjax.converters import rules
 from wanjax.converters.cogvideox.vae import vae_config, vae_rules
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling, joined, tiles_of
@@ -44,7 +45,7 @@ PUBLISHED = {
 def cogvideox_vae(reference: AutoencoderKLCogVideoX) -> CogVideoXVAE:
     network = network_of(vae_config(reference.config), [KIND])
     abstract = network.abstract(dtype=jnp.float32, param_dtype=jnp.float32)
-    return engine.load(abstract, network.rules, StateDict(reference))
+    return modules.load(abstract, network.rules, StateDict(reference))
 
 
 @pytest.fixture(scope="module")
@@ -242,9 +243,9 @@ def test_published():
         assert vae_config({**reference.config, **json}) == config
         assert (config.spatial_factor, config.temporal_factor, config.patch) == (8, 4, 1)
     network = network_of(VAE_2B, [KIND])
-    targets = engine.parameters(network.abstract(dtype=jnp.float32, param_dtype=jnp.float32))
+    targets = modules.parameters(network.abstract(dtype=jnp.float32, param_dtype=jnp.float32))
     tensors = {key: jax.ShapeDtypeStruct(x.shape, jnp.float32) for key, x in reference.state_dict().items()}
-    assert len(engine.assign(network.rules, tensors, targets)) == len(tensors)
+    assert len(rules.assign(network.rules, tensors, targets)) == len(tensors)
     parameters = sum(x.size for x in targets.values())
     assert parameters == sum(x.numel() for x in reference.parameters()) == 215_583_907
 

@@ -21,9 +21,9 @@ from wanjax import registry
 from wanjax.checkpoints import layouts, sources
 from wanjax.checkpoints.convert import ToDiffusers, ToWanjax
 from wanjax.checkpoints.files import Spec, save_safetensors
+from wanjax.checkpoints.modules import parameters
 from wanjax.checkpoints.networks import components, network
 from wanjax.checkpoints.sources import DiffusersSource
-from wanjax.converters.engine import parameters
 from wanjax.converters.hunyuanvideo import encoders
 from wanjax.converters.t5 import t5_config
 from wanjax.errors import WanjaxError

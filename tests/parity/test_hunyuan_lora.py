@@ -16,7 +16,7 @@ from tests.parity.references import StateDict, randomise
 from tests.support.quick import quick
 from tests.support.tiny import HUNYUAN_TRANSFORMER
 from wanjax.checkpoints import lora
-from wanjax.converters import engine
+from wanjax.checkpoints.modules import Exported, parameters
 from wanjax.converters.hunyuanvideo.diffusers import transformer_config, transformer_rules
 from wanjax.converters.hunyuanvideo.original import LORA
 from wanjax.errors import WanjaxError
@@ -267,8 +267,8 @@ def test_a_loaded_model_has_the_merged_weights(layout, tmp_path):
     assert "the rest" not in told[0]
     config = transformer_config(module.config)
     merged = fused(tmp_path / "diffusers.safetensors", STRENGTH * ALPHA / RANK)
-    weights = {path: np.asarray(x) for path, x in engine.parameters(pipe.transformer).items()}
-    found = engine.Exported(weights, transformer_rules(config))
+    weights = {path: np.asarray(x) for path, x in parameters(pipe.transformer).items()}
+    found = Exported(weights, transformer_rules(config))
     for key, x in merged.tensors.items():
         assert np.abs(found.read(key) - x).max() <= 1e-6 * np.abs(x).max(), key
 

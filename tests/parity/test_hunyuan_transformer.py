@@ -13,7 +13,8 @@ from flax import nnx
 
 from tests.parity.references import StateDict, channels_last, randomise, relative_l2, run
 from tests.support.devices import on_meshes
-from wanjax.converters import engine
+from wanjax.checkpoints import modules
+from wanjax.converters import rules
 from wanjax.converters.hunyuanvideo import diffusers as tables
 from wanjax.layers.placement import as_shapes, placed
 from wanjax.layers.stack import block_at
@@ -51,7 +52,7 @@ def loaded(reference, dtype=jnp.float32, partitioner=None) -> HunyuanVideoTransf
     config = tables.transformer_config(reference.config)
     kw = {"dtype": dtype, "param_dtype": dtype}
     abstract = as_shapes(lambda rngs: HunyuanVideoTransformer(config, **kw, rngs=rngs))
-    return engine.load(
+    return modules.load(
         placed(abstract, partitioner or one_device()), tables.transformer_rules(config), StateDict(reference)
     )
 
@@ -270,8 +271,8 @@ def test_the_published_transformers(name):
     assert config == published[name]
     kw = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
     abstract = as_shapes(lambda rngs: HunyuanVideoTransformer(config, **kw, rngs=rngs))
-    parameters = engine.parameters(abstract)
+    parameters = modules.parameters(abstract)
     specs = {key: jax.ShapeDtypeStruct(tuple(x.shape), jnp.float32) for key, x in reference.state_dict().items()}
-    engine.assign(tables.transformer_rules(config), specs, parameters)
+    rules.assign(tables.transformer_rules(config), specs, parameters)
     assert sum(x.size for x in parameters.values()) == sum(x.numel() for x in reference.parameters())
     assert sum(x.size for x in parameters.values()) == (8_331_330_848 if config.meanflow else 8_326_608_160)

@@ -17,7 +17,8 @@ from flax import nnx
 from tests.parity.references import StateDict, channels_last, randomise, relative_l2, run, submodule
 from tests.support.devices import on_meshes
 from tests.support.programs import caller
-from wanjax.converters import engine
+from wanjax.checkpoints import modules
+from wanjax.converters import rules
 from wanjax.converters.hunyuanvideo import diffusers as tables
 from wanjax.layers.placement import as_shapes, placed
 from wanjax.layers.tiling import Tiling
@@ -52,7 +53,7 @@ def loaded(reference, dtype=jnp.float32, partitioner=None) -> HunyuanVideoVAE:
     config = replace(tables.vae_config(reference.config), longest=6)
     kw = {"dtype": dtype, "param_dtype": dtype}
     abstract = as_shapes(lambda rngs: HunyuanVideoVAE(config, **kw, rngs=rngs))
-    return engine.load(placed(abstract, partitioner or one_device()), tables.vae_rules(config), StateDict(reference))
+    return modules.load(placed(abstract, partitioner or one_device()), tables.vae_rules(config), StateDict(reference))
 
 
 @pytest.fixture(scope="module")
@@ -234,8 +235,8 @@ def test_the_published_autoencoder():
     config = tables.vae_config(reference.config)
     assert config == VAE_1_5
     kw = {"dtype": jnp.float32, "param_dtype": jnp.float32}
-    parameters = engine.parameters(as_shapes(lambda rngs: HunyuanVideoVAE(config, **kw, rngs=rngs)))
+    parameters = modules.parameters(as_shapes(lambda rngs: HunyuanVideoVAE(config, **kw, rngs=rngs)))
     specs = {key: jax.ShapeDtypeStruct(tuple(x.shape), jnp.float32) for key, x in reference.state_dict().items()}
-    engine.assign(tables.vae_rules(config), specs, parameters)
+    rules.assign(tables.vae_rules(config), specs, parameters)
     assert sum(x.size for x in parameters.values()) == sum(x.numel() for x in reference.parameters())
     assert (config.spatial_factor, config.temporal_factor, config.longest_video) == (16, 4, 129)

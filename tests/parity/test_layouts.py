@@ -22,10 +22,10 @@ from wanjax import registry
 from wanjax.checkpoints import layouts, sources
 from wanjax.checkpoints.convert import ToWanjax
 from wanjax.checkpoints.files import SafetensorsFolder, Spec, save_safetensors
+from wanjax.checkpoints.modules import parameters
 from wanjax.checkpoints.networks import network
 from wanjax.checkpoints.readers import open_tensors
 from wanjax.checkpoints.sources import DiffusersSource
-from wanjax.converters.engine import parameters
 from wanjax.converters.wan import diffusers as wan
 from wanjax.converters.wan import original
 from wanjax.errors import WanjaxError

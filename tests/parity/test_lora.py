@@ -12,8 +12,7 @@ from diffusers import WanPipeline, WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
 from tests.parity.references import StateDict, randomise
-from wanjax.checkpoints import lora
-from wanjax.converters import engine
+from wanjax.checkpoints import lora, modules
 from wanjax.converters.wan import diffusers as wan
 from wanjax.converters.wan import original
 from wanjax.layers.placement import as_shapes
@@ -169,7 +168,7 @@ def load(reader):
     """Returns our network's weights from a checkpoint."""
     config = wan.transformer_config(reference().config)
     abstract = as_shapes(lambda rngs: WanTransformer(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=rngs))
-    return engine.parameters(engine.load(abstract, wan.transformer_rules(config), reader))
+    return modules.parameters(modules.load(abstract, wan.transformer_rules(config), reader))
 
 
 @pytest.mark.filterwarnings("ignore:.*have invalid shape")  # PEFT mistakes biases for factors

@@ -11,8 +11,9 @@ from transformers import Qwen2_5_VLTextConfig
 
 from tests.parity.encoder_references import QWEN_SIZES, converted, qwen_reference
 from tests.parity.references import relative_l2, run
-from wanjax.converters import engine
+from wanjax.checkpoints import modules
 from wanjax.converters.qwen2_vl import qwen2_vl_config, qwen2_vl_unused
+from wanjax.converters.rules import assign
 from wanjax.errors import WanjaxError
 from wanjax.layers.stack import block_at
 from wanjax.models.qwen2_vl import rotate, text_angles
@@ -143,13 +144,13 @@ def test_the_last_blocks_and_the_last_norm_are_left_out_on_purpose(models):
     rules = QWEN2_VL.rules(model.config)
     specs = {key: jax.ShapeDtypeStruct(tuple(w.shape), jnp.float32) for key, w in reference.state_dict().items()}
     with pytest.raises(WanjaxError, match=r"left over: layers\.\{4-5\}\.self_attn\.q_proj\.weight.*norm\.weight"):
-        engine.assign(rules, specs, engine.parameters(model))
-    engine.assign(rules, specs, engine.parameters(model), ignore=qwen2_vl_unused(model.config))
+        assign(rules, specs, modules.parameters(model))
+    assign(rules, specs, modules.parameters(model), ignore=qwen2_vl_unused(model.config))
     with pytest.raises(WanjaxError, match=r"left over: layers\.6\.strange"):
-        engine.assign(
+        assign(
             rules,
             specs | {"layers.6.strange": specs["norm.weight"]},
-            engine.parameters(model),
+            modules.parameters(model),
             ignore=qwen2_vl_unused(model.config),
         )
 

@@ -14,8 +14,8 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 
 from tests.parity.encoder_references import SIGLIP_SIZES, converted, siglip_reference
 from tests.parity.references import StateDict, relative_l2
+from wanjax.checkpoints import modules
 from wanjax.checkpoints.networks import Network
-from wanjax.converters import engine
 from wanjax.converters.siglip import siglip_config
 from wanjax.errors import WanjaxError
 from wanjax.layers.patch import patchify
@@ -96,8 +96,8 @@ def test_present_and_former_file_formats(models):
     abstract = network.abstract(dtype=jnp.float32, param_dtype=jnp.float32)
     for reader in (now, before):
         assert any("head.probe" in key for key in reader.keys())  # noqa: SIM118
-        again = engine.load(abstract, network.rules, reader, ignore=network.unused)
-        for one, same in zip(engine.parameters(model).values(), engine.parameters(again).values(), strict=True):
+        again = modules.load(abstract, network.rules, reader, ignore=network.unused)
+        for one, same in zip(modules.parameters(model).values(), modules.parameters(again).values(), strict=True):
             np.testing.assert_array_equal(one, same)
 
 

@@ -13,7 +13,8 @@ from transformers.models.umt5.modeling_umt5 import UMT5Attention
 from tests.parity.references import T5_FAMILIES, T5_SIZES, converted_t5, relative_l2, run, t5_reference
 from tests.support.quick import quick
 from wanjax.checkpoints.files import load_safetensors
-from wanjax.converters.engine import assign, export
+from wanjax.checkpoints.modules import export
+from wanjax.converters.rules import assign
 from wanjax.converters.t5 import t5_config, t5_rules
 from wanjax.errors import WanjaxError
 from wanjax.layers.placement import as_shapes

@@ -13,8 +13,9 @@ from transformers import CLIPVisionConfig, CLIPVisionModel
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from tests.parity.references import StateDict, randomise, relative_l2
+from wanjax.checkpoints import modules
 from wanjax.checkpoints.files import SafetensorsFolder
-from wanjax.converters import clip, engine
+from wanjax.converters import clip
 from wanjax.layers.placement import as_shapes
 from wanjax.models.clip import CLIPVision
 from wanjax.pipelines.image_processor import ImageProcessor
@@ -33,7 +34,7 @@ def reference() -> CLIPVisionModel:
 def load(json: dict, reader) -> CLIPVision:
     config = clip.clip_config(json)
     abstract = as_shapes(lambda rngs: CLIPVision(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=rngs))
-    return engine.load(abstract, clip.clip_rules(config), reader, ignore=clip.clip_unused(config))
+    return modules.load(abstract, clip.clip_rules(config), reader, ignore=clip.clip_unused(config))
 
 
 @torch.no_grad()
@@ -69,7 +70,7 @@ def test_present_and_former_file_formats(reference, tmp_path):
     before.tensors = {f"vision_model.{key}": tensor for key, tensor in before.tensors.items()}
     before.tensors["vision_model.embeddings.position_ids"] = np.arange(17)[None]
     again = load(config, before)
-    for ours, same in zip(engine.parameters(model).values(), engine.parameters(again).values(), strict=True):
+    for ours, same in zip(modules.parameters(model).values(), modules.parameters(again).values(), strict=True):
         np.testing.assert_array_equal(ours, same)
 
 

@@ -17,9 +17,9 @@ from jax.experimental.compilation_cache import compilation_cache
 from tests.support.toy_chat_tokenizer import save_chat_tokenizer
 from tests.support.toy_tokenizer import save_tokenizer
 from wanjax import registry
+from wanjax.checkpoints import modules
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.checkpoints.networks import read_network
-from wanjax.converters import engine
 
 TEXT_WIDTH = 16
 LATENT_CHANNELS = 4
@@ -353,7 +353,7 @@ def _save(folder: Path, kind: str, config: dict[str, Any], name: str = "diffusio
     graphdef, state = nnx.split(network.abstract(dtype=jnp.float32, param_dtype=jnp.float32))
     # drawn by NumPy, because compiling JAX's initialisers takes half a minute
     weights = jax.tree.map(lambda x: random.normal(0, 0.15, x.shape).astype(np.float32), state)
-    engine.export(nnx.merge(graphdef, weights), network.rules, folder / f"{name}.safetensors")
+    modules.export(nnx.merge(graphdef, weights), network.rules, folder / f"{name}.safetensors")
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 from flax import nnx
 
+from wanjax.checkpoints import modules
 from wanjax.checkpoints.files import Reader
 from wanjax.checkpoints.hub import locate_file
 from wanjax.checkpoints.lora import Lora, LoraFile, Merged
 from wanjax.checkpoints.networks import Kinds, components, network
 from wanjax.checkpoints.readers import Names
 from wanjax.checkpoints.sources import Progress, Source, Weights
-from wanjax.converters import engine
-from wanjax.converters.engine import Rule
+from wanjax.converters.rules import Rule
 from wanjax.errors import WanjaxError
 
 PREFIXES = {"transformer": "high", "transformer_2": "low"}  # prefixes of a LoRA for one of two transformers
@@ -103,6 +103,6 @@ def _opened(source: Source, component: str, path: Path, kinds: Kinds) -> LoraFil
     """Opens a LoRA file for a transformer, whose tensor shapes come from its config."""
     found = network(source, component, kinds)
     abstract = found.abstract(dtype=jnp.float32, param_dtype=jnp.float32)
-    shapes: Reader = engine.Exported(engine.parameters(abstract), found.rules)
+    shapes: Reader = modules.Exported(modules.parameters(abstract), found.rules)
     specs = {key: shapes.spec(key) for key in shapes.keys()}  # noqa: SIM118
     return LoraFile(path, specs, found.kind.lora_names or Names([]))

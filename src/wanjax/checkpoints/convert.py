@@ -24,6 +24,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from wanjax.checkpoints import modules
 from wanjax.checkpoints.arrays import Arrays, chunk_shape, synchronise
 from wanjax.checkpoints.files import Reader, SafetensorsFile, Spec, save_index, shards, write_safetensors, writing
 from wanjax.checkpoints.hub import INDEX, cached_checksum
@@ -32,7 +33,7 @@ from wanjax.checkpoints.networks import Kinds, Network, components, network
 from wanjax.checkpoints.readers import View
 from wanjax.checkpoints.sources import FORMAT, MANIFEST, UNUSED, WEIGHTS, Source, WanjaxSource, Weights, read_json
 from wanjax.checkpoints.stream import stored, stream
-from wanjax.converters import engine
+from wanjax.converters import rules
 from wanjax.errors import WanjaxError
 
 PARTIAL = ".{}.partial"  # the folder beside the target until it is complete
@@ -262,7 +263,7 @@ class ToWanjax(Conversion):
         if unknown := self.dtypes.keys() - components(source.index).keys():
             listed = ", ".join(components(source.index))
             raise WanjaxError(f"{source.name} has no {sorted(unknown)[0]} to store in another dtype, but {listed}")
-        self._assignments: dict[str, list[engine.Assignment]] = {}
+        self._assignments: dict[str, list[rules.Assignment]] = {}
         self._readers: dict[str, Reader] = {}
         super().__init__(source, target, kinds)
 
@@ -271,8 +272,8 @@ class ToWanjax(Conversion):
         stored_tensors, self._readers[name] = self._tensors(found, name)
         specs = {key: stored_tensors.spec(key) for key in stored_tensors.keys()}  # noqa: SIM118
         made_with = jnp.dtype(dtype or "float32")
-        targets = engine.parameters(found.abstract(dtype=made_with, param_dtype=made_with))
-        self._assignments[name] = assignments = engine.assign(found.rules, specs, targets, ignore=found.unused)
+        targets = modules.parameters(found.abstract(dtype=made_with, param_dtype=made_with))
+        self._assignments[name] = assignments = rules.assign(found.rules, specs, targets, ignore=found.unused)
         read = {key: specs[key] for each in assignments for key in each.sources}
         kept = {key: spec for key, spec in specs.items() if any(fnmatchcase(key, x) for x in found.unused)}
         return Converted(name, found, read, stored(assignments, specs, targets, dtype), kept)
@@ -403,7 +404,7 @@ class _Told:
         return self._read(key)
 
 
-def _aliases(assignments: Iterable[engine.Assignment]) -> dict[str, str]:
+def _aliases(assignments: Iterable[rules.Assignment]) -> dict[str, str]:
     """Returns the source's names of tensors that a rule calls by another name."""
     pairs = ((ours, theirs) for each in assignments for ours, theirs in zip(each.names, each.sources, strict=True))
     return {ours: theirs for ours, theirs in pairs if ours != theirs}

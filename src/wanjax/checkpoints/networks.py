@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from wanjax.checkpoints.readers import Names
 from wanjax.checkpoints.sources import Source
-from wanjax.converters.engine import Rule
+from wanjax.converters.rules import Rule
 from wanjax.errors import WanjaxError
 from wanjax.layers.placement import as_shapes
 

@@ -15,7 +15,7 @@ import numpy as np
 from wanjax.checkpoints.files import Reader, SafetensorsFile, Spec
 from wanjax.checkpoints.torch_file import SUFFIXES as TORCH
 from wanjax.checkpoints.torch_file import TorchFile
-from wanjax.converters.engine import PLACEHOLDER
+from wanjax.converters.rules import PLACEHOLDER
 from wanjax.errors import WanjaxError
 
 SUFFIXES = (".safetensors", *TORCH)

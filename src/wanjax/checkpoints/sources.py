@@ -14,12 +14,12 @@ from typing import Any, Protocol, TypeVar
 
 from flax import nnx
 
+from wanjax.checkpoints import modules
 from wanjax.checkpoints.arrays import Arrays
 from wanjax.checkpoints.files import Reader, SafetensorsFile, SafetensorsFolder
 from wanjax.checkpoints.hub import COMPONENT_FILES, HUB_FILE, INDEX, check_room, download, locate, locate_file, resolve
 from wanjax.checkpoints.readers import SUFFIXES, Renamed, Together
-from wanjax.converters import engine
-from wanjax.converters.engine import Rule
+from wanjax.converters.rules import Rule
 from wanjax.errors import WanjaxError
 
 MANIFEST = "wanjax.json"  # written by `wanjax convert`: a checkpoint's origin and contents
@@ -109,9 +109,9 @@ class Source(ABC):
         ignore: Iterable[str] = (),
         progress: Progress | None = None,
     ) -> Module:
-        """Returns the network with the component's weights, as `engine.load`; `rules` take the names of diffusers."""
+        """Returns the network with the component's weights, as `modules.load`; `rules` take the names of diffusers."""
         rules = list(rules)
-        return engine.load(abstract, rules, self.tensors(component, rules), ignore=ignore, progress=progress)
+        return modules.load(abstract, rules, self.tensors(component, rules), ignore=ignore, progress=progress)
 
 
 class DiffusersSource(Source):
@@ -190,7 +190,7 @@ class WanjaxSource(DiffusersSource):
 
     def tensors(self, component: str, rules: Iterable[Rule]) -> Reader:
         arrays = self.weights(component)
-        return engine.Exported({name: arrays[name] for name in arrays.keys()}, rules)  # noqa: SIM118
+        return modules.Exported({name: arrays[name] for name in arrays.keys()}, rules)  # noqa: SIM118
 
     def load(
         self,
@@ -201,7 +201,7 @@ class WanjaxSource(DiffusersSource):
         ignore: Iterable[str] = (),
         progress: Progress | None = None,
     ) -> Module:
-        return engine.restore(abstract, self.weights(component), progress=progress)
+        return modules.restore(abstract, self.weights(component), progress=progress)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 from wanjax.checkpoints.arrays import Arrays, Piece, StoredArray, Writer
 from wanjax.checkpoints.files import Reader, Spec
 from wanjax.checkpoints.placing import rearrange
-from wanjax.converters.engine import Assignment, Described
+from wanjax.converters.rules import Assignment, Described
 
 
 def stored(

@@ -11,9 +11,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, UInt8
 
+from wanjax.checkpoints import modules
 from wanjax.checkpoints.files import Tensors
 from wanjax.checkpoints.readers import open_tensors
-from wanjax.converters import engine, taehv
+from wanjax.converters import taehv
 from wanjax.errors import WanjaxError
 from wanjax.layers.placement import as_shapes
 from wanjax.models.taehv import TinyDecoder, pictures
@@ -55,6 +56,6 @@ def read_tiny_decoder(file: str | Path, channels: int) -> TinyPictures:
             )
         tensors = Tensors(taehv.last_frames({name: opened.read(name) for name in names}))
         make = partial(TinyDecoder, config, dtype=jnp.float32, param_dtype=jnp.float32)
-        return TinyPictures(engine.load(as_shapes(lambda rngs: make(rngs=rngs)), taehv.rules(), tensors))
+        return TinyPictures(modules.load(as_shapes(lambda rngs: make(rngs=rngs)), taehv.rules(), tensors))
     except WanjaxError as error:
         raise WanjaxError(f"{file} is no tiny decoder for these previews: {error}") from error

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from wanjax.converters.engine import Exported, Rule, parameters
+from wanjax.checkpoints.modules import Exported, parameters
+from wanjax.converters.rules import Rule
 from wanjax.errors import WanjaxError
 from wanjax.layers.linear import Linear, linear
 from wanjax.layers.placement import axes_of

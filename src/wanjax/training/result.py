@@ -11,10 +11,11 @@ import numpy as np
 from wanjax.checkpoints.convert import ToWanjax
 from wanjax.checkpoints.files import Reader, save_safetensors
 from wanjax.checkpoints.lora import PEFT_METADATA
+from wanjax.checkpoints.modules import Exported, parameters
 from wanjax.checkpoints.networks import Network
 from wanjax.checkpoints.readers import View
 from wanjax.checkpoints.sources import Source, Weights
-from wanjax.converters.engine import Exported, Rule, parameters
+from wanjax.converters.rules import Rule
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.record import VERSION
 from wanjax.training.adapters import LoraConfig

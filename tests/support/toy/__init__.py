@@ -16,7 +16,7 @@ from flax import nnx
 from tests.support.toy import networks as nets
 from tests.support.toy.scheduler import Ancestral
 from wanjax.checkpoints.networks import NetworkKind, network
-from wanjax.converters.engine import linear
+from wanjax.converters.rules import linear
 from wanjax.errors import WanjaxError
 from wanjax.kernels.compiler_options import scanned
 from wanjax.models.t5 import T5Config

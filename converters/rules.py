@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves weights between a Hugging Face checkpoint and an NNX module by a table of rules, in both directions.
+"""Tables of rules, by which the tensors of a Hugging Face checkpoint become the parameters of a module, and back.
 
 A table is total: every parameter is filled from the checkpoint and every tensor of the checkpoint is used, or `assign`
 raises one error that lists every fault. All names that a family's table needs can be imported from here.
@@ -7,22 +7,15 @@ raises one error that lists every fault. All names that a family's table needs c
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from wanjax.checkpoints.arrays import Arrays
-from wanjax.checkpoints.files import Reader, Spec, write_safetensors
-from wanjax.checkpoints.placing import on_devices
 from wanjax.converters.transforms import (
     CONV,
     IDENTITY,
@@ -46,19 +39,13 @@ __all__ = [
     "assign",
     "channels_last",
     "conv",
-    "export",
     "linear",
-    "load",
     "norm",
-    "parameters",
     "patches",
-    "restore",
     "rope_halves",
-    "save",
     "squeeze",
 ]
 
-Module = TypeVar("Module", bound=nnx.Module)
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
@@ -146,11 +133,11 @@ def assign(
     missing, unfit, orphans = [], [], []
     surplus = {key for key in sources if any(fnmatchcase(key, pattern) for pattern in ignore)}
     for path, target in targets.items():
-        candidates = _rules_for(path, rules)
+        candidates = rules_for(path, rules)
         if len(candidates) != 1:
             orphans.append(path)
             continue
-        assignment, aliases = _assignment(*candidates[0], path, target.shape, sources)
+        assignment, aliases = expanded(*candidates[0], path, target.shape, sources)
         assignments.append(assignment)
         surplus |= aliases
         for key in assignment.sources:
@@ -172,7 +159,7 @@ def assign(
     return assignments
 
 
-def _rules_for(path: str, rules: Iterable[Rule]) -> list[tuple[Rule, dict[str, str]]]:
+def rules_for(path: str, rules: Iterable[Rule]) -> list[tuple[Rule, dict[str, str]]]:
     """Returns the rules whose target matches `path`, with the values of their placeholders."""
     matches = [(rule, _regex(rule.target).fullmatch(path)) for rule in rules]
     return [(rule, match.groupdict()) for rule, match in matches if match]
@@ -183,7 +170,7 @@ def _regex(pattern: str) -> re.Pattern:
     return re.compile(PLACEHOLDER.sub(r"(?P<\1>[0-9]+)", pattern.replace(".", r"\.")))
 
 
-def _assignment(
+def expanded(
     rule: Rule, indices: dict[str, str], target: str, shape: Shape, sources: Iterable[str]
 ) -> tuple[Assignment, set[str]]:
     """Returns the tensors by which the rule fills the target, and the aliases that are then surplus."""
@@ -231,114 +218,3 @@ def _ranges(indices: list[str]) -> str:
         else:
             runs.append([i, i])
     return "{" + ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) + "}"
-
-
-def load(
-    abstract: Module,
-    rules: Iterable[Rule],
-    reader: Reader,
-    *,
-    ignore: Iterable[str] = (),
-    progress: Callable[[int, int], object] | None = None,
-) -> Module:
-    """Returns the module with the checkpoint's weights, each in the abstract module's dtype and sharding.
-
-    abstract: from `nnx.eval_shape`, or `nnx.merge(*nnx.get_abstract_model(..., mesh))`, which has shardings; progress:
-    called after each tensor with the checkpoint's bytes read so far and in all.
-    One tensor, or one stack of at most `placing.SMALL_STACK` bytes, is in host memory at a time, beside the weights
-    themselves where the devices are CPUs; each process reads only its devices' shards. Raises WanjaxError as `assign`
-    does.
-    """
-    targets = parameters(abstract)
-    specs = {key: reader.spec(key) for key in reader.keys()}  # noqa: SIM118
-    assignments = assign(rules, specs, targets, ignore=ignore)
-    total, done = sum(specs[key].nbytes for each in assignments for key in each.sources), 0
-
-    @contextmanager
-    def reading(key: str, transform: Transform) -> Iterator[np.ndarray]:
-        """Yields the rearranged tensor, and reports its bytes once it has been used."""
-        nonlocal done
-        yield transform.forward(reader.read(key))
-        done += specs[key].nbytes
-        if progress:
-            progress(done, total)
-
-    def weights(each: Assignment) -> jax.Array:
-        tensors = [reading(key, each.transform) for key in each.sources]  # each is read when it is entered
-        return on_devices(tensors, targets[each.target], stacked=each.stacked)
-
-    return _filled(abstract, {each.target: weights(each) for each in assignments})
-
-
-def restore(abstract: Module, arrays: Arrays, *, progress: Callable[[int, int], object] | None = None) -> Module:
-    """Returns the module with weights that `save` or `wanjax convert` stored; otherwise as `load`."""
-    targets, done = parameters(abstract), 0
-    assign([Rule(name, name) for name in targets], {name: arrays.spec(name) for name in arrays.keys()}, targets)  # noqa: SIM118
-
-    def tell(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        if progress:
-            progress(done, arrays.nbytes)
-
-    return _filled(abstract, arrays.restore(targets, tell))
-
-
-def save(module: nnx.Module, folder: Path) -> None:
-    """Writes the module's weights to a new folder for `restore`; raises as `Arrays.save` does."""
-    Arrays.save(folder, parameters(module))
-
-
-def _filled(abstract: Module, weights: Mapping[str, jax.Array]) -> Module:
-    graphdef, state = nnx.split(abstract)
-    filled = [(path, variable.replace(weights[_dotted(path)])) for path, variable in nnx.to_flat_state(state)]
-    return nnx.merge(graphdef, nnx.from_flat_state(filled))
-
-
-def parameters(module: nnx.Module) -> dict[str, Any]:
-    """Returns the module's arrays by dotted path, as shapes and dtypes if it is abstract: targets for `assign`."""
-    return {_dotted(path): variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(module))}
-
-
-def _dotted(path: Iterable) -> str:
-    return ".".join(map(str, path))
-
-
-class Exported:
-    """A module's weights as a `Reader` of the table's source tensors, with their names, shapes and order of axes.
-
-    weights: arrays, or objects with a shape and a dtype that return an array for an index, such as `StoredArray`.
-    It inverts `load` bit for bit.
-    """
-
-    def __init__(self, weights: Mapping[str, Any], rules: Iterable[Rule]):
-        self._weights, self._places = weights, {}
-        rules = list(rules)
-        for target, values in weights.items():
-            ((rule, indices),) = _rules_for(target, rules)
-            found, _ = _assignment(rule, indices, target, values.shape, ())
-            for i, key in enumerate(found.sources):
-                self._places[key] = (target, i if found.stacked else ..., found.transform)
-
-    def keys(self) -> Iterable[str]:
-        return self._places.keys()
-
-    def spec(self, key: str) -> Spec:
-        target, index, transform = self._places[key]
-        values = self._weights[target]
-        shape = tuple(values.shape) if index is ... else tuple(values.shape)[1:]
-        return Spec(transform.source_shape(shape) or shape, np.dtype(values.dtype))
-
-    def read(self, key: str) -> np.ndarray:
-        target, index, transform = self._places[key]
-        return transform.inverse(self._weights[target][index])
-
-
-def export(model: nnx.Module, rules: Iterable[Rule], path: Path, *, metadata: Mapping[str, str] | None = None) -> None:
-    """Writes the module's weights as one safetensors file of the table's source tensors.
-
-    It inverts `load`, bit for bit when the dtypes are the same. Raises WanjaxError if the file cannot be written.
-    """
-    weights = {target: np.asarray(value) for target, value in parameters(model).items()}
-    exported = Exported(weights, rules)
-    write_safetensors(path, exported, exported.keys(), metadata)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The conversion engine: exact inverses, total assignments, and weights with the module's dtypes and shardings."""
+"""Tables of rules: exact inverses, total assignments, and weights with the module's dtypes and shardings."""
 
 from types import SimpleNamespace
 
@@ -15,10 +15,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tests.support.compilations import compilations
 from tests.support.devices import most_held, nbytes_on_each, on_eight_devices
-from wanjax.checkpoints import placing
+from wanjax.checkpoints import modules, placing
 from wanjax.checkpoints.files import SafetensorsFile, Spec, aligned
-from wanjax.converters import engine
-from wanjax.converters.engine import CONV, IDENTITY, TRANSPOSE, Rule, conv, linear, norm, patches, rope_halves, squeeze
+from wanjax.converters import rules
+from wanjax.converters.rules import CONV, IDENTITY, TRANSPOSE, Rule, conv, linear, norm, patches, rope_halves, squeeze
 from wanjax.errors import WanjaxError
 from wanjax.layers.placement import axes_of, with_axes
 from wanjax.layers.stack import stack
@@ -164,7 +164,7 @@ def abstract(param_dtype=jnp.float32):
 
 def test_load_fills_stacks_lists_and_leaves_the_abstract_module_alone():
     source, shapes = checkpoint(), abstract()
-    model = engine.load(shapes, RULES, source)
+    model = modules.load(shapes, RULES, source)
     q = source.tensors["blocks.1.attn.to_q.weight"]
     np.testing.assert_array_equal(model.blocks.q.kernel[1], q[[0, 2, 1, 3, 4, 6, 5, 7]].T)
     np.testing.assert_array_equal(
@@ -180,7 +180,7 @@ def test_load_fills_stacks_lists_and_leaves_the_abstract_module_alone():
 @pytest.mark.parametrize("param_dtype", [jnp.bfloat16, jnp.float32])
 def test_load_casts_to_the_dtype_of_each_parameter(dtype, param_dtype):
     source = checkpoint(dtype)
-    model = engine.load(abstract(param_dtype), RULES, source)
+    model = modules.load(abstract(param_dtype), RULES, source)
     assert model.levels[0].kernel.dtype == param_dtype
     assert model.table.dtype == jnp.float32  # this one is float32 whatever the dtype of the others
     wanted = source.tensors["levels.0.conv.bias"].astype(param_dtype)
@@ -190,8 +190,8 @@ def test_load_casts_to_the_dtype_of_each_parameter(dtype, param_dtype):
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_export_inverts_load_bit_for_bit(dtype, tmp_path):
     source = checkpoint(dtype, scale_shift_table=np.ones((1, 6, 4), np.float32))
-    model = engine.load(abstract(dtype), RULES, source)
-    engine.export(model, RULES, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = modules.load(abstract(dtype), RULES, source)
+    modules.export(model, RULES, tmp_path / "model.safetensors", metadata={"format": "pt"})
     written = SafetensorsFile(tmp_path / "model.safetensors")
     assert written.metadata == {"format": "pt"}
     assert set(written.keys()) == set(SHAPES)
@@ -203,7 +203,7 @@ def test_export_inverts_load_bit_for_bit(dtype, tmp_path):
 def test_progress_counts_the_bytes_of_the_checkpoint():
     seen = []
     source = checkpoint(np.float16)
-    engine.load(abstract(), RULES, source, progress=lambda done, total: seen.append((done, total)))
+    modules.load(abstract(), RULES, source, progress=lambda done, total: seen.append((done, total)))
     total = sum(tensor.nbytes for tensor in source.tensors.values())
     assert len(seen) == len(SHAPES)
     assert seen == sorted(seen)
@@ -226,13 +226,13 @@ def test_rearranging_in_pieces_equals_a_plain_copy(shape, dtypes, axes):
 
 def faults(source, rules=RULES, **options):
     with pytest.raises(WanjaxError) as caught:
-        engine.load(abstract(), rules, source, **options)
+        modules.load(abstract(), rules, source, **options)
     return str(caught.value)
 
 
 def test_plan_needs_shapes_alone():
     sources = {key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in SHAPES.items()}
-    assignments = engine.assign(RULES, sources, engine.parameters(abstract()))
+    assignments = rules.assign(RULES, sources, modules.parameters(abstract()))
     assert sorted(key for each in assignments for key in each.sources) == sorted(SHAPES)
 
 
@@ -279,13 +279,13 @@ def test_a_hostile_index_in_a_key_is_only_a_key():
 
 def test_two_stacked_placeholders_are_refused():
     with pytest.raises(ValueError, match="only one placeholder"):
-        engine.assign([Rule("a.{i}.b.{j}", "a")], {}, {"a": jax.ShapeDtypeStruct((2, 2), jnp.float32)})
+        rules.assign([Rule("a.{i}.b.{j}", "a")], {}, {"a": jax.ShapeDtypeStruct((2, 2), jnp.float32)})
 
 
 def test_unused_keys_are_ignored_by_pattern():
     source = checkpoint(**{"blocks.0.norm_added_q.weight": np.zeros(8, np.float32)})
     assert "left over: blocks.0.norm_added_q.weight" in faults(source)
-    engine.load(abstract(), RULES, source, ignore=["*.norm_added_q.*"])
+    modules.load(abstract(), RULES, source, ignore=["*.norm_added_q.*"])
 
 
 @pytest.mark.parametrize("both", [False, True])
@@ -294,7 +294,7 @@ def test_a_tied_tensor_is_found_under_either_name(both):
     source.tensors["tied.weight"] = source.tensors["patch_embedding.weight"]
     if not both:
         del source.tensors["patch_embedding.weight"]
-    model = engine.load(abstract(), RULES, source)
+    model = modules.load(abstract(), RULES, source)
     wanted = patches((1, 2, 2)).forward(source.tensors["tied.weight"])
     np.testing.assert_array_equal(model.patch.kernel[...], wanted)
 
@@ -309,7 +309,7 @@ def test_weights_on_one_cpu_are_the_hosts_own_buffer():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(placing, "aligned", remembered)
-        model = engine.load(abstract(), RULES, checkpoint())
+        model = modules.load(abstract(), RULES, checkpoint())
     places = [buffer.ctypes.data for buffer in buffers]
     assert model.blocks.q.kernel.get_value().unsafe_buffer_pointer() in places
     assert model.patch.kernel.get_value().unsafe_buffer_pointer() in places
@@ -329,7 +329,7 @@ def test_only_a_large_stack_for_accelerators_does_not_fit_the_host():
 @pytest.mark.parametrize("way", ["assembled", "block_by_block"])
 def test_weights_arrive_on_their_shards(way):
     """Each parameter on eight devices has the requested sharding, and the values of one device."""
-    on_eight_devices(f"from tests.converters.test_engine import load_onto_a_mesh; load_onto_a_mesh({way!r})")
+    on_eight_devices(f"from tests.converters.test_rules import load_onto_a_mesh; load_onto_a_mesh({way!r})")
 
 
 def load_onto_a_mesh(way):
@@ -350,20 +350,20 @@ def load_onto_a_mesh(way):
 
     flat = [(path, placed(path, leaf)) for path, leaf in nnx.to_flat_state(state)]
     meshed = nnx.merge(graphdef, nnx.from_flat_state(flat))
-    targets = engine.parameters(meshed)
+    targets = modules.parameters(meshed)
     host_shapes, held, source = [], [], checkpoint()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(placing, "aligned", lambda shape, dtype: host_shapes.append(shape) or aligned(shape, dtype))
         patch.setattr(placing, "_fits_host", lambda target: way == "assembled")
-        model = engine.load(meshed, RULES, source, progress=lambda *_: held.append(most_held()))
+        model = modules.load(meshed, RULES, source, progress=lambda *_: held.append(most_held()))
         with compilations() as compiled:
-            engine.load(meshed, RULES, source)
+            modules.load(meshed, RULES, source)
     assert compiled == []  # equal stacks share their programs
     assert sorted(source.been_read) == sorted([*SHAPES, *SHAPES])  # each tensor is read once
-    there = engine.parameters(model)
+    there = modules.parameters(model)
     largest = max(x.size * x.dtype.itemsize for x in targets.values())
     assert max(held) <= sum(map(nbytes_on_each, targets.values())) + largest
-    here = engine.parameters(engine.load(abstract(), RULES, checkpoint()))
+    here = modules.parameters(modules.load(abstract(), RULES, checkpoint()))
     shards = {"assembled": (3, 6, 2), "block_by_block": (6, 2)}  # of a stack, and of a block
     assert set(shards.values()) & set(host_shapes) == {shards[way]}
     assert not {(3, 6, 8), (6, 8)} & set(host_shapes)  # no whole stack or block on the host

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules filled from a checkpoint by a table of rules, and written as one."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from flax import nnx
+
+from wanjax.checkpoints.arrays import Arrays
+from wanjax.checkpoints.files import Reader, Spec, write_safetensors
+from wanjax.checkpoints.placing import on_devices
+from wanjax.converters.rules import Assignment, Rule, assign, expanded, rules_for
+from wanjax.converters.transforms import Transform
+
+Module = TypeVar("Module", bound=nnx.Module)
+
+
+def load(
+    abstract: Module,
+    rules: Iterable[Rule],
+    reader: Reader,
+    *,
+    ignore: Iterable[str] = (),
+    progress: Callable[[int, int], object] | None = None,
+) -> Module:
+    """Returns the module with the checkpoint's weights, each in the abstract module's dtype and sharding.
+
+    abstract: from `nnx.eval_shape`, or `nnx.merge(*nnx.get_abstract_model(..., mesh))`, which has shardings; progress:
+    called after each tensor with the checkpoint's bytes read so far and in all.
+    One tensor, or one stack of at most `placing.SMALL_STACK` bytes, is in host memory at a time, beside the weights
+    themselves where the devices are CPUs; each process reads only its devices' shards. Raises WanjaxError as `assign`
+    does.
+    """
+    targets = parameters(abstract)
+    specs = {key: reader.spec(key) for key in reader.keys()}  # noqa: SIM118
+    assignments = assign(rules, specs, targets, ignore=ignore)
+    total, done = sum(specs[key].nbytes for each in assignments for key in each.sources), 0
+
+    @contextmanager
+    def reading(key: str, transform: Transform) -> Iterator[np.ndarray]:
+        """Yields the rearranged tensor, and reports its bytes once it has been used."""
+        nonlocal done
+        yield transform.forward(reader.read(key))
+        done += specs[key].nbytes
+        if progress:
+            progress(done, total)
+
+    def weights(each: Assignment) -> jax.Array:
+        tensors = [reading(key, each.transform) for key in each.sources]  # each is read when it is entered
+        return on_devices(tensors, targets[each.target], stacked=each.stacked)
+
+    return _filled(abstract, {each.target: weights(each) for each in assignments})
+
+
+def restore(abstract: Module, arrays: Arrays, *, progress: Callable[[int, int], object] | None = None) -> Module:
+    """Returns the module with weights that `save` or `wanjax convert` stored; otherwise as `load`."""
+    targets, done = parameters(abstract), 0
+    assign([Rule(name, name) for name in targets], {name: arrays.spec(name) for name in arrays.keys()}, targets)  # noqa: SIM118
+
+    def tell(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress:
+            progress(done, arrays.nbytes)
+
+    return _filled(abstract, arrays.restore(targets, tell))
+
+
+def save(module: nnx.Module, folder: Path) -> None:
+    """Writes the module's weights to a new folder for `restore`; raises as `Arrays.save` does."""
+    Arrays.save(folder, parameters(module))
+
+
+def _filled(abstract: Module, weights: Mapping[str, jax.Array]) -> Module:
+    graphdef, state = nnx.split(abstract)
+    filled = [(path, variable.replace(weights[_dotted(path)])) for path, variable in nnx.to_flat_state(state)]
+    return nnx.merge(graphdef, nnx.from_flat_state(filled))
+
+
+def parameters(module: nnx.Module) -> dict[str, Any]:
+    """Returns the module's arrays by dotted path, as shapes and dtypes if it is abstract: targets for `assign`."""
+    return {_dotted(path): variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(module))}
+
+
+def _dotted(path: Iterable) -> str:
+    return ".".join(map(str, path))
+
+
+class Exported:
+    """A module's weights as a `Reader` of the table's source tensors, with their names, shapes and order of axes.
+
+    weights: arrays, or objects with a shape and a dtype that return an array for an index, such as `StoredArray`.
+    It inverts `load` bit for bit.
+    """
+
+    def __init__(self, weights: Mapping[str, Any], rules: Iterable[Rule]):
+        self._weights, self._places = weights, {}
+        rules = list(rules)
+        for target, values in weights.items():
+            ((rule, indices),) = rules_for(target, rules)
+            found, _ = expanded(rule, indices, target, values.shape, ())
+            for i, key in enumerate(found.sources):
+                self._places[key] = (target, i if found.stacked else ..., found.transform)
+
+    def keys(self) -> Iterable[str]:
+        return self._places.keys()
+
+    def spec(self, key: str) -> Spec:
+        target, index, transform = self._places[key]
+        values = self._weights[target]
+        shape = tuple(values.shape) if index is ... else tuple(values.shape)[1:]
+        return Spec(transform.source_shape(shape) or shape, np.dtype(values.dtype))
+
+    def read(self, key: str) -> np.ndarray:
+        target, index, transform = self._places[key]
+        return transform.inverse(self._weights[target][index])
+
+
+def export(model: nnx.Module, rules: Iterable[Rule], path: Path, *, metadata: Mapping[str, str] | None = None) -> None:
+    """Writes the module's weights as one safetensors file of the table's source tensors.
+
+    It inverts `load`, bit for bit when the dtypes are the same. Raises WanjaxError if the file cannot be written.
+    """
+    weights = {target: np.asarray(value) for target, value in parameters(model).items()}
+    exported = Exported(weights, rules)
+    write_safetensors(path, exported, exported.keys(), metadata)
