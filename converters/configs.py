@@ -5,10 +5,10 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from wanjax.checkpoints.files import Spec
+from wanjax.converters.rules import Described
 from wanjax.errors import WanjaxError
 
-Specs = Mapping[str, Spec]
+Specs = Mapping[str, Described]
 
 
 def check_kind(component: str, json: Mapping[str, Any], kind: Mapping[str, tuple]) -> None:

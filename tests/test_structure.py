@@ -20,7 +20,9 @@ LAYERS = [  # a module imports from its own layer and those below
     ["wanjax", "wanjax.registry"],
     ["wanjax.training"],
     ["wanjax.pipelines"],
-    ["wanjax.checkpoints", "wanjax.converters", "wanjax.media"],
+    ["wanjax.media"],
+    ["wanjax.checkpoints"],
+    ["wanjax.converters"],
     ["wanjax.models", "wanjax.schedulers", "wanjax.programs"],
     ["wanjax.layers", "wanjax.compilation"],
     ["wanjax.kernels"],
@@ -110,6 +112,25 @@ def test_no_files_import_each_other():
 
     for module in graph:
         visit(module, ())
+
+
+def room(module: str) -> str:
+    """Returns the folder of a module, or the module itself if it stands in the package's own: `wanjax.kernels`."""
+    return ".".join(module.split(".")[:2])
+
+
+def test_no_folders_import_each_other():
+    graph: dict[str, set[str]] = {}
+    for module in MODULES.keys() - {"wanjax"}:
+        graph.setdefault(room(module), set()).update(
+            room(name) for name in imports(MODULES[module]) & MODULES.keys() - {"wanjax"}
+        )
+    reached = {name: {name} for name in graph}
+    while any(len(found) < len(more := found.union(*(graph[name] for name in found))) for found in reached.values()):
+        reached = {name: found.union(*(graph[other] for other in found)) for name, found in reached.items()}
+    for name in graph:
+        for other in graph[name] - {name}:
+            assert name not in reached[other], f"{name} and {other} import each other"
 
 
 def family(module: str) -> str | None:

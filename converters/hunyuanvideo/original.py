@@ -10,20 +10,13 @@ comfy/supported_models.py for its own.
 from collections.abc import Mapping
 from typing import Any
 
-from wanjax.checkpoints.files import Reader
-from wanjax.checkpoints.layouts import TRANSFORMER_PREFIXES, VAE_PREFIXES, Component, held
-from wanjax.checkpoints.readers import Descaled, Exchanged, Names, Renamed, Unfused
 from wanjax.converters.configs import Specs, count_of, shape_of
+from wanjax.converters.names import Names
 from wanjax.errors import WanjaxError
 from wanjax.models.hunyuanvideo.config import SIZE_480P, SIZE_720P
 from wanjax.models.hunyuanvideo.vae_config import VAE_1_5
 
 Pairs = list[tuple[str, str]]
-TELLING = {  # tensors that only this component has: the authors' name, and that of diffusers
-    "transformer": ("byt5_in.fc1.weight", "context_embedder_2.linear_1.weight"),
-    "vae": ("encoder.down.0.block.0.conv1.conv.weight", "encoder.down_blocks.0.resnets.0.conv1.conv.weight"),
-}
-PREFIXES = {"transformer": TRANSFORMER_PREFIXES, "vae": VAE_PREFIXES}
 FUSED = ("to_qkv", "add_qkv_proj")  # names for q, k and v in one tensor, of which diffusers makes three
 COMFYUI = (  # in the authors' names, and in ComfyUI's code and LoRAs
     ("_attn_qkv", "_attn.qkv"),
@@ -38,6 +31,7 @@ COMFYUI = (  # in the authors' names, and in ComfyUI's code and LoRAs
     ("c_embedder.linear_1", "c_embedder.in_layer"),
     ("c_embedder.linear_2", "c_embedder.out_layer"),
 )
+EMBEDDING = "shared.weight"  # of the glyph encoder
 SIZES = {"480p": SIZE_480P.target_size, "720p": SIZE_720P.target_size}
 
 
@@ -143,29 +137,6 @@ VAE = Names(
 )
 
 
-def parts(reader: Reader) -> dict[str, Reader]:
-    """Returns the components that a single file holds, by their names in it without a prefix."""
-    return held(reader, TELLING, PREFIXES)
-
-
-def component(name: str, reader: Reader, given: Mapping[str, Any] | None = None) -> Component:
-    """Returns the transformer or the VAE from a reader that holds nothing else, by either layout's names.
-
-    given: the authors' config.json, if there is one. Raises WanjaxError if the tensors are not the component's.
-    """
-    reader, names = Descaled(reader), TRANSFORMER if name == "transformer" else VAE
-    found = {key: reader.spec(key) for key in reader.keys()}  # noqa: SIM118
-    if not any(key in found for key in TELLING[name]):
-        raise WanjaxError(f"the {name} lacks {' or '.join(TELLING[name])}: weights of HunyuanVideo 1.5 are needed")
-    authors = TELLING[name][0] in found
-    specs = found if authors else {names.theirs(key) or key: spec for key, spec in found.items()}
-    json = transformer_json(specs, given) if name == "transformer" else vae_json(specs, given)
-    if not authors:
-        return Component(json, reader)
-    renamed = Renamed(reader, lambda key: names.ours(key) or key)
-    return Component(json, Exchanged(Unfused(renamed, FUSED), names))
-
-
 def transformer_json(specs: Specs, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Returns diffusers' config.json for a transformer with these tensors, by the authors' names.
 
@@ -219,4 +190,25 @@ def vae_json(specs: Specs, given: Mapping[str, Any] | None = None) -> dict[str, 
         "spatial_compression_ratio": 2 ** len(folded),
         "temporal_compression_ratio": 2 ** folded.count(8),
         "upsample_match_channel": True,
+    }
+
+
+def glyph_encoder_json(specs: Specs) -> dict[str, Any]:
+    """Returns the config.json of a ByT5 encoder with these tensors; what shapes do not show is as published."""
+    attention = "encoder.block.0.layer.0.SelfAttention"
+    vocab_size, width = shape_of(specs, EMBEDDING, 2)
+    buckets, heads = shape_of(specs, f"{attention}.relative_attention_bias.weight", 2)
+    return {
+        "architectures": ["T5EncoderModel"],
+        "d_ff": shape_of(specs, "encoder.block.0.layer.1.DenseReluDense.wi_0.weight", 2)[0],
+        "d_kv": shape_of(specs, f"{attention}.q.weight", 2)[0] // heads,
+        "d_model": width,
+        "feed_forward_proj": "gated-gelu",
+        "layer_norm_epsilon": 1e-6,
+        "model_type": "t5",
+        "num_heads": heads,
+        "num_layers": count_of(specs, r"encoder\.block\.([0-9]{1,4})\..*"),
+        "relative_attention_max_distance": 128,
+        "relative_attention_num_buckets": buckets,
+        "vocab_size": vocab_size,
     }

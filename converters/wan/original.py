@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from wanjax.checkpoints.readers import Names
 from wanjax.converters.configs import Specs, count_of, shape_of
+from wanjax.converters.names import Names
 from wanjax.errors import WanjaxError
 from wanjax.models.wan.config import VAE_2_1, VAE_2_2
 

@@ -15,8 +15,8 @@ import wanjax
 from tests.parity.references import StateDict, randomise, relative_l2
 from tests.support.tiny import COGVIDEOX_TRANSFORMER, tiny_cogvideox_checkpoint
 from wanjax.checkpoints import lora, modules
-from wanjax.checkpoints.readers import Names
 from wanjax.converters.cogvideox.diffusers import transformer_config, transformer_rules
+from wanjax.converters.names import Names
 from wanjax.layers.placement import as_shapes
 from wanjax.models.cogvideox.transformer import CogVideoXTransformer
 

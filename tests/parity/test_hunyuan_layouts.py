@@ -24,13 +24,13 @@ from wanjax.checkpoints.files import Spec, save_safetensors
 from wanjax.checkpoints.modules import parameters
 from wanjax.checkpoints.networks import components, network
 from wanjax.checkpoints.sources import DiffusersSource
-from wanjax.converters.hunyuanvideo import encoders
 from wanjax.converters.t5 import t5_config
 from wanjax.errors import WanjaxError
 from wanjax.models.hunyuanvideo.config import FEW_STEPS_480P, SIZE_480P, SIZE_720P
 from wanjax.models.t5 import GLYPH_BYT5
 from wanjax.pipelines.byt5_tokenizer import ByT5Tokenizer as OurByT5
 from wanjax.pipelines.hunyuanvideo import layouts as hunyuan_layouts
+from wanjax.pipelines.hunyuanvideo import recognise
 from wanjax.pipelines.hunyuanvideo.layouts import LAYOUT, MODELS, FileSource, OriginalSource
 from wanjax.pipelines.hunyuanvideo.networks import NETWORKS
 from wanjax.pipelines.wan.layouts import LAYOUT as WAN_LAYOUT
@@ -266,7 +266,7 @@ def test_the_language_model_is_found_by_older_and_newer_names():
     old = ["model.layers.0.mlp.up_proj.weight", "model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"]
     new = [key.replace("model.", "model.language_model.") for key in old]
     for keys, visual in ((old, "visual.patch_embed.proj.weight"), (new, "model.visual.patch_embed.proj.weight")):
-        found = encoders.language_model(Shapes(dict.fromkeys([*keys, visual], (2, 2))), flat)
+        found = recognise.language_model(Shapes(dict.fromkeys([*keys, visual], (2, 2))), flat)
         assert list(found.weights.keys()) == ["layers.0.mlp.up_proj.weight", "norm.weight", "embed_tokens.weight"]
         assert found.json == {
             "model_type": "qwen2_5_vl_text", "hidden_size": 24, "rope_scaling": {"type": "mrope"},
@@ -281,7 +281,7 @@ def test_the_published_encoder_of_glyphs(inside):
     )
     with torch.device("meta"):
         tower = T5EncoderModel(config).encoder.state_dict()
-    found = encoders.glyph_encoder(Shapes({inside + key: x.shape for key, x in tower.items()}))
+    found = recognise.glyph_encoder(Shapes({inside + key: x.shape for key, x in tower.items()}))
     assert t5_config(found.json) == GLYPH_BYT5
     assert "shared.weight" in found.weights.keys()  # noqa: SIM118
 

@@ -15,6 +15,7 @@ from wanjax.converters.hunyuanvideo import original
 from wanjax.errors import WanjaxError
 from wanjax.models.hunyuanvideo.config import FEW_STEPS_480P, SIZE_720P
 from wanjax.models.hunyuanvideo.vae_config import VAE_1_5
+from wanjax.pipelines.hunyuanvideo import recognise
 
 SMALL = {
     "num_layers": 3, "num_attention_heads": 2, "attention_head_dim": 32, "rope_axes_dim": (8, 12, 12),
@@ -112,7 +113,7 @@ def transformer() -> HunyuanVideo15Transformer3DModel:
 def test_a_transformer_has_the_same_tensors_by_its_authors_names(transformer):
     theirs = originally(state(transformer))
     assert theirs.keys() >= TRANSFORMER_NAMES
-    component = original.component("transformer", Tensors(theirs), AUTHORS)
+    component = recognise.component("transformer", Tensors(theirs), AUTHORS)
     same(component.weights, state(transformer))
     assert tables.transformer_config(component.json) == tables.transformer_config(transformer.config)
     assert all(original.TRANSFORMER.theirs(str(original.TRANSFORMER.ours(key))) == key for key in theirs)
@@ -138,7 +139,7 @@ def test_an_autoencoder_has_the_same_tensors_by_its_authors_names():
     sizes = {"block_out_channels": (8, 16, 32), "spatial_compression_ratio": 4, "temporal_compression_ratio": 2}
     reference = AutoencoderKLHunyuanVideo15(**sizes, latent_channels=4).requires_grad_(False)
     theirs = {str(original.VAE.theirs(key)): x for key, x in state(reference).items()}
-    component = original.component("vae", Tensors(theirs), {"scaling_factor": 0.5})
+    component = recognise.component("vae", Tensors(theirs), {"scaling_factor": 0.5})
     same(component.weights, state(reference))
     assert tables.vae_config(component.json) == replace(tables.vae_config(reference.config), scale=0.5)
 
@@ -157,7 +158,7 @@ def test_the_published_autoencoder():
 @pytest.mark.parametrize("name", ["transformer", "vae"])
 def test_weights_of_another_model_are_named(name):
     with pytest.raises(WanjaxError, match=f"the {name} lacks .*: weights of HunyuanVideo 1.5 are needed"):
-        original.component(name, Tensors({"blocks.0.attn1.to_q.weight": np.zeros((2, 2), np.float32)}))
+        recognise.component(name, Tensors({"blocks.0.attn1.to_q.weight": np.zeros((2, 2), np.float32)}))
 
 
 def test_tensors_that_give_a_size_are_required():

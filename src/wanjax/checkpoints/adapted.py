@@ -15,8 +15,8 @@ from wanjax.checkpoints.files import Reader
 from wanjax.checkpoints.hub import locate_file
 from wanjax.checkpoints.lora import Lora, LoraFile, Merged
 from wanjax.checkpoints.networks import Kinds, components, network
-from wanjax.checkpoints.readers import Names
 from wanjax.checkpoints.sources import Progress, Source, Weights
+from wanjax.converters.names import Names
 from wanjax.converters.rules import Rule
 from wanjax.errors import WanjaxError
 

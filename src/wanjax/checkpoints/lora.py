@@ -21,7 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from wanjax.checkpoints.files import Reader, Spec
-from wanjax.checkpoints.readers import Names, View, open_tensors
+from wanjax.checkpoints.readers import View, open_tensors
+from wanjax.converters.names import Names
 from wanjax.errors import WanjaxError
 
 NOISE_LEVELS = ("high", "low")  # the names of a model's two experts

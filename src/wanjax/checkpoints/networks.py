@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from wanjax.checkpoints.readers import Names
 from wanjax.checkpoints.sources import Source
+from wanjax.converters.names import Names
 from wanjax.converters.rules import Rule
 from wanjax.errors import WanjaxError
 from wanjax.layers.placement import as_shapes

@@ -2,11 +2,8 @@
 """Opens files of tensors of either format, and reads a checkpoint as one of another layout."""
 
 import math
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterable, Sequence
 from itertools import dropwhile
 from pathlib import Path
 
@@ -15,11 +12,10 @@ import numpy as np
 from wanjax.checkpoints.files import Reader, SafetensorsFile, Spec
 from wanjax.checkpoints.torch_file import SUFFIXES as TORCH
 from wanjax.checkpoints.torch_file import TorchFile
-from wanjax.converters.rules import PLACEHOLDER
+from wanjax.converters.names import Names
 from wanjax.errors import WanjaxError
 
 SUFFIXES = (".safetensors", *TORCH)
-Table = list[tuple[re.Pattern, str]]
 
 
 def open_tensors(path: str | Path) -> SafetensorsFile | TorchFile:
@@ -28,58 +24,6 @@ def open_tensors(path: str | Path) -> SafetensorsFile | TorchFile:
     if path.suffix not in SUFFIXES:
         raise WanjaxError(f"{path} is no file of weights that can be read: one that ends in {' or '.join(SUFFIXES)} is")
     return TorchFile(path) if path.suffix in TORCH else SafetensorsFile(path)
-
-
-@dataclass(frozen=True)
-class Names:
-    """Pairs (theirs, ours) of names of the same module or tensor; `{i}` stands for an index, the same in both.
-
-    The names of a module's own tensors, such as `.weight`, are the same in both layouts. Where several pairs have one
-    name of ours, the first is theirs, and the others are only read. `exchanged` are our modules whose tensors' rows
-    come in two halves, of which their first is our second.
-    """
-
-    pairs: Sequence[tuple[str, str]]
-    exchanged: Sequence[str] = ()
-
-    def ours(self, theirs: str) -> str | None:
-        """Returns our name of their tensor or module; None if it has none."""
-        return next(_translations(theirs, self._to_ours), None)
-
-    def theirs(self, ours: str) -> str | None:
-        """Returns their name of our tensor or module; None if it has none."""
-        return next(self.all_theirs(ours), None)
-
-    def all_theirs(self, ours: str) -> Iterator[str]:
-        """Yields every name that they have for our tensor or module."""
-        return _translations(ours, self._to_theirs)
-
-    def exchanges(self, ours: str) -> bool:
-        """Tells whether the halves of our tensor are exchanged in theirs."""
-        return ours.rpartition(".")[0] in self.exchanged
-
-    @cached_property
-    def _to_ours(self) -> Table:
-        return _table(self.pairs)
-
-    @cached_property
-    def _to_theirs(self) -> Table:
-        return _table((ours, theirs) for theirs, ours in self.pairs)
-
-
-def _table(pairs: Iterable[tuple[str, str]]) -> Table:
-    return [(re.compile(_expression(name) + r"(?P<leaf>(\..*)?)"), new) for name, new in pairs]
-
-
-def _expression(name: str) -> str:
-    """Returns a regular expression for a name with placeholders, none of which comes twice."""
-    return PLACEHOLDER.sub(r"(?P<\1>[0-9]{1,4})", name.replace(".", r"\."))
-
-
-def _translations(name: str, table: Table) -> Iterator[str]:
-    for pattern, new in table:
-        if found := pattern.fullmatch(name):
-            yield PLACEHOLDER.sub(lambda placeholder, found=found: found[placeholder[1]], new) + found["leaf"]
 
 
 class View:

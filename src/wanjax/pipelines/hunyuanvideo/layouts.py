@@ -22,11 +22,11 @@ from wanjax.checkpoints.layouts import Component, RecognisedSource
 from wanjax.checkpoints.networks import components
 from wanjax.checkpoints.readers import open_tensors
 from wanjax.checkpoints.sources import Layout, read_json
-from wanjax.converters.hunyuanvideo import encoders, original
 from wanjax.converters.hunyuanvideo.diffusers import transformer_config
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.byt5_tokenizer import ByT5Tokenizer
 from wanjax.pipelines.family import Preset
+from wanjax.pipelines.hunyuanvideo import recognise
 from wanjax.pipelines.hunyuanvideo.architecture import IMAGE_TO_VIDEO, HunyuanVideoArchitecture
 from wanjax.pipelines.hunyuanvideo.presets import PRESETS
 from wanjax.pipelines.hunyuanvideo.settings import HunyuanVideoSettings
@@ -129,18 +129,18 @@ class OriginalSource(_HunyuanVideoSource):
     def _found(self, name: str) -> Component | None:
         if name == "transformer":
             folder = self._fetched(self._folder)
-            return original.component(name, SafetensorsFolder(folder), read_json(folder / "config.json"))
+            return recognise.component(name, SafetensorsFolder(folder), read_json(folder / "config.json"))
         folder = self._place(name)
         if folder is None:
             return None
         match name:
             case "vae":
                 given = read_json(folder / "config.json", missing={})
-                return original.component(name, SafetensorsFolder(folder), given)
+                return recognise.component(name, SafetensorsFolder(folder), given)
             case "text_encoder":
-                return encoders.language_model(SafetensorsFolder(folder), read_json(folder / "config.json"))
+                return recognise.language_model(SafetensorsFolder(folder), read_json(folder / "config.json"))
             case "text_encoder_2":
-                return encoders.glyph_encoder(open_tensors(folder / GLYPH_FILE))
+                return recognise.glyph_encoder(open_tensors(folder / GLYPH_FILE))
             case "image_encoder":
                 return Component(read_json(folder / "config.json"), SafetensorsFolder(folder))
             case _:
@@ -165,7 +165,7 @@ class OriginalSource(_HunyuanVideoSource):
         """A tokenizer_config.json of ByT5's tokenizer with Glyph-SDXL-v2's colours and fonts, which has none."""
         base = ByT5Tokenizer.load(self._fetched(self.root / BYT5), length=GLYPH_LENGTH)
         assets = self.root / PLACES["tokenizer_2"]
-        names = encoders.glyph_tokens(read_json(assets / COLOURS), read_json(assets / FONTS))
+        names = recognise.glyph_tokens(read_json(assets / COLOURS), read_json(assets / FONTS))
         folder = Path(mkdtemp(prefix="wanjax-"))
         finalize(self, rmtree, folder, ignore_errors=True)
         path = folder / "tokenizer_config.json"
@@ -202,7 +202,7 @@ class FileSource(_HunyuanVideoSource):
 
         Raises WanjaxError where nothing tells which of the published models it is.
         """
-        parts = original.parts(open_tensors(path))
+        parts = recognise.parts(open_tensors(path))
         if not parts:
             return None
         if "transformer" not in parts:
@@ -211,7 +211,7 @@ class FileSource(_HunyuanVideoSource):
         named = _named(path.name) or _named(path.parent.name) or (FEW_STEPS if few else None)
         model = _model(named, path)
         given = {"ideal_resolution": str(named).partition("_")[0]}
-        return cls(path, model, {name: original.component(name, part, given) for name, part in parts.items()})
+        return cls(path, model, {name: recognise.component(name, part, given) for name, part in parts.items()})
 
     def component(self, name: str) -> Component | None:
         return self._components.get(name)

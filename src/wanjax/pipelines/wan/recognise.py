@@ -9,8 +9,9 @@ from typing import Any
 
 from wanjax.checkpoints.files import Reader
 from wanjax.checkpoints.layouts import TRANSFORMER_PREFIXES, VAE_PREFIXES, Component, held
-from wanjax.checkpoints.readers import Descaled, Flattened, Names, Renamed, Unflattened, Unfused
+from wanjax.checkpoints.readers import Descaled, Flattened, Renamed, Unflattened, Unfused
 from wanjax.checkpoints.torch_file import GENERATORS
+from wanjax.converters.names import Names
 from wanjax.converters.wan import original
 from wanjax.errors import WanjaxError
 

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recognition of HunyuanVideo 1.5's components by the names of their tensors.
+
+A file holds the transformer or the VAE, in the authors' layout, that of diffusers, or ComfyUI's. The text encoders are
+those that the authors have downloaded: all of Qwen2.5-VL, and Glyph-SDXL-v2's ByT5. Sources: checkpoints-download.md
+and hyvideo/models/text_encoders/ of the official code, and diffusers'
+scripts/convert_hunyuan_video1_5_to_diffusers.py.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from wanjax.checkpoints.files import Reader
+from wanjax.checkpoints.layouts import TRANSFORMER_PREFIXES, VAE_PREFIXES, Component, held
+from wanjax.checkpoints.readers import Descaled, Exchanged, Renamed, Unfused
+from wanjax.converters.hunyuanvideo import original
+from wanjax.errors import WanjaxError
+
+TELLING = {  # tensors that only this component has: the authors' name, and that of diffusers
+    "transformer": ("byt5_in.fc1.weight", "context_embedder_2.linear_1.weight"),
+    "vae": ("encoder.down.0.block.0.conv1.conv.weight", "encoder.down_blocks.0.resnets.0.conv1.conv.weight"),
+}
+PREFIXES = {"transformer": TRANSFORMER_PREFIXES, "vae": VAE_PREFIXES}
+WHOLE, TEXT = "qwen2_5_vl", "qwen2_5_vl_text"  # the model_type of Qwen2.5-VL, and that of its language model
+NOT_TEXT = ("visual.", "model.visual.", "lm_head.")
+TEXT_TOWER = "module.text_tower.encoder."  # in Glyph-SDXL-v2's checkpoint
+
+
+def parts(reader: Reader) -> dict[str, Reader]:
+    """Returns the components that a single file holds, by their names in it without a prefix."""
+    return held(reader, TELLING, PREFIXES)
+
+
+def component(name: str, reader: Reader, given: Mapping[str, Any] | None = None) -> Component:
+    """Returns the transformer or the VAE from a reader that holds nothing else, by either layout's names.
+
+    given: the authors' config.json, if there is one. Raises WanjaxError if the tensors are not the component's.
+    """
+    reader, names = Descaled(reader), original.TRANSFORMER if name == "transformer" else original.VAE
+    found = {key: reader.spec(key) for key in reader.keys()}  # noqa: SIM118
+    if not any(key in found for key in TELLING[name]):
+        raise WanjaxError(f"the {name} lacks {' or '.join(TELLING[name])}: weights of HunyuanVideo 1.5 are needed")
+    authors = TELLING[name][0] in found
+    specs = found if authors else {names.theirs(key) or key: spec for key, spec in found.items()}
+    json = original.transformer_json(specs, given) if name == "transformer" else original.vae_json(specs, given)
+    if not authors:
+        return Component(json, reader)
+    renamed = Renamed(reader, lambda key: names.ours(key) or key)
+    return Component(json, Exchanged(Unfused(renamed, original.FUSED), names))
+
+
+def language_model(reader: Reader, json: Mapping[str, Any]) -> Component:
+    """Returns the language model from a checkpoint of all of Qwen2.5-VL, whose config.json is given."""
+    text = {**json.get("text_config", json), "architectures": ["Qwen2_5_VLTextModel"]}
+    text.pop("vision_config", None)
+    if json.get("model_type") == WHOLE:
+        text["model_type"] = TEXT
+    return Component(text, Renamed(reader, _text_name))
+
+
+def _text_name(key: str) -> str | None:
+    return None if key.startswith(NOT_TEXT) else key.removeprefix("model.").removeprefix("language_model.")
+
+
+def glyph_encoder(reader: Reader) -> Component:
+    """Returns the encoder from Glyph-SDXL-v2's byt5_model.pt; its other tensors are left out.
+
+    Raises WanjaxError if a tensor that determines a size is missing.
+    """
+    inside = TEXT_TOWER if any(key.startswith(TEXT_TOWER) for key in reader.keys()) else ""  # noqa: SIM118
+
+    def rename(key: str) -> str | None:
+        if not key.startswith(inside):
+            return None
+        name = key.removeprefix(inside)
+        return original.EMBEDDING if name == "embed_tokens.weight" else f"encoder.{name}"
+
+    weights = Renamed(reader, rename)
+    return Component(original.glyph_encoder_json({key: weights.spec(key) for key in weights.keys()}), weights)  # noqa: SIM118
+
+
+def glyph_tokens(colours: Mapping[str, int], fonts: Mapping[str, int]) -> list[str]:
+    """Returns the tokens that Glyph-SDXL-v2 adds to ByT5's, in order, from the tables in its folder `assets`.
+
+    A font's name begins with its language's code, and its number counts the fonts of that language.
+    """
+    named = [f"<{font[:2]}-font-{index}>" for font, index in fonts.items()]
+    return list(dict.fromkeys([*(f"<color-{i}>" for i in range(len(colours))), *named]))
