@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.attention_prices import splash_kernel
+from wanjax.compilers import described, find_slice
+from wanjax.compilers.priced import price_all
 from wanjax.kernels.attention import IMPLEMENTATIONS
 from wanjax.pipelines.recording import record
-from wanjax.plan import described, find_slice
-from wanjax.plan.priced import price_all
 from wanjax.plan.recorded import STEP, programs_of
 from wanjax.programs import Lowering
 from wanjax.registry import outline, outlined, presets

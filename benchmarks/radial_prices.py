@@ -15,10 +15,10 @@ from rich.table import Table
 
 from benchmarks.attention_prices import compile_forms
 from benchmarks.workloads import WORKLOADS, Workload
+from wanjax.compilers import Compiled, CompilerError
+from wanjax.compilers.kernels import kernel_calls, kernel_seconds, visiting_seconds
 from wanjax.kernels.attention import attention
 from wanjax.kernels.attention.radial import Radial, visits
-from wanjax.plan import Compiled, CompilerError
-from wanjax.plan.kernels import kernel_calls, kernel_seconds, visiting_seconds
 
 VIDEOS = {"wan": (21, 0, True), "hunyuanvideo": (31, 1985, False)}  # latent frames, text tokens, and the sink
 STEPS = 37  # grid steps whose numbers of blocks are priced

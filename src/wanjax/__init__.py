@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from wanjax.compilers.functions import price
     from wanjax.errors import WanjaxError
     from wanjax.layers.tiling import Tiling
     from wanjax.media.videos import Video
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from wanjax.pipelines.pipeline import Pipeline
     from wanjax.pipelines.settings import Settings
     from wanjax.pipelines.steps import Cancelled, Step
-    from wanjax.plan.functions import price
     from wanjax.registry import load, register
     from wanjax.sharding import make_mesh
 
@@ -36,7 +36,7 @@ _HOMES = {
     "WanjaxError": "wanjax.errors",
     "load": "wanjax.registry",
     "make_mesh": "wanjax.sharding",
-    "price": "wanjax.plan.functions",
+    "price": "wanjax.compilers.functions",
     "register": "wanjax.registry",
 }
 __all__ = [

@@ -24,8 +24,8 @@ from wanjax.bench.programs import Measured, distance, made_up, measure, mesh_of
 from wanjax.bench.suite import SCALES, Scale, Suite
 from wanjax.bench.timing import Timing, timed
 from wanjax.cli import benching
+from wanjax.compilers.chips import described, find_slice
 from wanjax.errors import WanjaxError
-from wanjax.plan.chips import described, find_slice
 from wanjax.registry import outline, presets
 
 TINY = Scale((32, 32), (32, 32), 5, 1, 0.0)

@@ -17,10 +17,10 @@ from tests.support.tiny import tiny_checkpoint
 from wanjax import registry
 from wanjax.checkpoints.sources import DiffusersSource
 from wanjax.cli.demand import least_seconds
+from wanjax.compilers.chips import V6E
 from wanjax.errors import WanjaxError
 from wanjax.layers.placement import placed
 from wanjax.pipelines import memory
-from wanjax.plan.chips import V6E
 from wanjax.sharding import RULES, Partitioner, make_mesh
 
 GB = 1_000_000_000

@@ -12,16 +12,17 @@ from click.testing import CliRunner
 from tests.support.recorded import counted, programs
 from tests.support.small_wan import TEXT, VIDEO, architecture, causal_pipeline
 from wanjax.cli import main
+from wanjax.compilers import compile as compiling
+from wanjax.compilers import kept, places, priced
+from wanjax.compilers.chips import SLICES, described
+from wanjax.compilers.exporting import export
+from wanjax.compilers.priced import Priced
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import passes_keys
 from wanjax.models.wan.flops import context_flops
 from wanjax.pipelines.wan.programs import TEXT_LENGTH
-from wanjax.plan import compile as compiling
-from wanjax.plan import kept, outlook, places, priced
-from wanjax.plan.chips import SLICES, described
-from wanjax.plan.exporting import export
+from wanjax.plan import outlook
 from wanjax.plan.meshes import choose_mesh, meshes
-from wanjax.plan.priced import Priced
 from wanjax.registry import outline, outlined
 from wanjax.sharding import RULES, Partitioner, choose_axes
 

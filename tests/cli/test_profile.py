@@ -11,10 +11,10 @@ from click.testing import CliRunner
 import wanjax
 from tests.support.tiny import TRANSFORMER, compile_cache, tiny_checkpoint, tiny_image_checkpoint
 from wanjax.cli import main, profile
+from wanjax.compilers.chips import KINDS, V6E
 from wanjax.converters.wan.diffusers import transformer_config
 from wanjax.models.wan.flops import forward_flops
 from wanjax.pipelines.wan.programs import TEXT_LENGTH
-from wanjax.plan.chips import KINDS, V6E
 
 SCOPES = ("self_attention", "cross_attention", "mlp", "modulation", "rope", "attention", "guidance")
 

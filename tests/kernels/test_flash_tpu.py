@@ -20,10 +20,10 @@ from tests.support.compare import error
 from tests.support.configs import TRANSFORMER
 from tests.support.plan_programs import attend, attend_round, attend_small
 from tests.support.quick import quick
+from wanjax.compilers import Compiled, CompilerError, compile_programs, described, find_slice
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import attention, choose, flash_tiles, flash_tpu, named
 from wanjax.models.wan.transformer import Block
-from wanjax.plan import Compiled, CompilerError, compile_programs, described, find_slice
 
 FULL_TILES = flash_tpu.Config(512, 1024, 512, interpret=True)
 flash = partial(run, "flash_tpu")

@@ -13,6 +13,8 @@ from flax import nnx
 
 from tests.support.configs import TRANSFORMER
 from wanjax.checkpoints.networks import network_of
+from wanjax.compilers.hlo import parse
+from wanjax.compilers.work import flops
 from wanjax.models.wan.config import (
     ControlTransformerConfig,
     ImageTransformerConfig,
@@ -20,8 +22,6 @@ from wanjax.models.wan.config import (
 )
 from wanjax.models.wan.flops import context_flops, forward_flops
 from wanjax.pipelines.wan.networks import NETWORKS
-from wanjax.plan.hlo import parse
-from wanjax.plan.work import flops
 
 CONFIGS = {
     "text": TRANSFORMER,

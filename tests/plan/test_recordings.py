@@ -6,10 +6,10 @@ import pytest
 
 from tests.support.quick import quick
 from tests.support.small_wan import VIDEO, architecture
+from wanjax.compilers.chips import SLICES, described
+from wanjax.compilers.exporting import export
 from wanjax.kernels.compiler_options import SETS
 from wanjax.pipelines.recording import needed_pictures, record
-from wanjax.plan.chips import SLICES, described
-from wanjax.plan.exporting import export
 from wanjax.plan.recorded import of_stages, programs_of
 from wanjax.registry import family_with, outline, outlined, presets
 from wanjax.sharding import RULES, Partitioner

@@ -8,11 +8,11 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
+from wanjax.compilers.chips import KINDS, SLICES
+from wanjax.compilers.exporting import CompilerError
+from wanjax.compilers.places import Place, mesh_on, priced_on
+from wanjax.compilers.roofline import Machine, machines
 from wanjax.errors import WanjaxError
-from wanjax.plan.chips import KINDS, SLICES
-from wanjax.plan.exporting import CompilerError
-from wanjax.plan.places import Place, mesh_on, priced_on
-from wanjax.plan.roofline import Machine, machines
 from wanjax.programs import Lowering
 
 COMPILER, MODEL = "the chip's compiler", "a stated model"

@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
+from wanjax.compilers import kept
 from wanjax.pipelines.family import Family, Preset
-from wanjax.plan import kept
 from wanjax.registry import load, outline, presets
 
 ROW = "{:26} {:>11} {:>8} {:>9} {:>6} {:>5} {:>8}  {}"

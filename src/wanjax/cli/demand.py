@@ -3,12 +3,12 @@
 
 import jax
 
+from wanjax.compilers.roofline import peak_flops
 from wanjax.kernels.attention import is_radial
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.progress import duration, in_bytes
 from wanjax.pipelines.record import devices_of
 from wanjax.pipelines.settings import Settings
-from wanjax.plan.roofline import peak_flops
 
 
 def demand(pipe: Pipeline, settings: Settings, from_video: bool) -> str | None:

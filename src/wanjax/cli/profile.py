@@ -9,10 +9,10 @@ from typing import Any
 
 import jax
 
+from wanjax.compilers.roofline import peak_flops
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Step
-from wanjax.plan.roofline import peak_flops
 
 TRACED = (1, 2)  # steps, from 0: the first compiles
 STEPS = "steps.json"

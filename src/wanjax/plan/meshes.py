@@ -10,9 +10,9 @@ compiled and priced.
 from collections.abc import Iterator
 from math import ceil
 
+from wanjax.compilers.chips import Slice
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.family import Forward
-from wanjax.plan.chips import Slice
 from wanjax.sharding import hides_ring
 
 ATTENTION, PRODUCTS = 0.5, 0.75  # shares of the peak

@@ -5,6 +5,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from wanjax.compilers.chips import Slice
+from wanjax.compilers.places import Place, axes_on, find_place, limit_of, mesh_on, priced_on, would_fit
+from wanjax.compilers.priced import Priced
+from wanjax.compilers.roofline import Machine
 from wanjax.kernels.attention import is_radial, passes_keys
 from wanjax.kernels.compiler_options import SAFE, check_set
 from wanjax.layers.tiling import Tiling
@@ -14,12 +18,8 @@ from wanjax.pipelines.family import Architecture, Family, Forward
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.pipelines.settings import Settings
-from wanjax.plan.chips import Slice
 from wanjax.plan.meshes import choose_mesh
-from wanjax.plan.places import Place, axes_on, find_place, limit_of, mesh_on, priced_on, would_fit
-from wanjax.plan.priced import Priced
 from wanjax.plan.recorded import DENSE, REUSING, STEP, Scheduled, of_stages, programs_of
-from wanjax.plan.roofline import Machine
 from wanjax.registry import outlined
 from wanjax.sharding import RULES, Partitioner
 

@@ -11,6 +11,9 @@ import numpy as np
 from flax import nnx
 
 from wanjax.checkpoints.networks import network_of
+from wanjax.compilers.chips import Slice
+from wanjax.compilers.places import Place, axes_on, find_place, limit_of, mesh_on, priced_on, would_fit
+from wanjax.compilers.priced import Priced
 from wanjax.kernels.attention import passes_keys
 from wanjax.kernels.compiler_options import SAFE
 from wanjax.layers.placement import as_shapes, placed
@@ -20,10 +23,7 @@ from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.recording import needed_pictures
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.settings import Settings
-from wanjax.plan.chips import Slice
 from wanjax.plan.meshes import choose_mesh
-from wanjax.plan.places import Place, axes_on, find_place, limit_of, mesh_on, priced_on, would_fit
-from wanjax.plan.priced import Priced
 from wanjax.programs import Instance, Program, Record, Site
 from wanjax.registry import outlined
 from wanjax.sharding import RULES, Partitioner

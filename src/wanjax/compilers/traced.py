@@ -14,9 +14,9 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from wanjax.plan.kernels import inner_jaxprs
-from wanjax.plan.priced import Priced
-from wanjax.plan.roofline import Machine
+from wanjax.compilers.kernels import inner_jaxprs
+from wanjax.compilers.priced import Priced
+from wanjax.compilers.roofline import Machine
 from wanjax.programs import Lowering
 
 

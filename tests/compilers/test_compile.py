@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import pytest
 
 from tests.support.plan_programs import layers, on_shapes, product_kernel, product_on_each, target_of
+from wanjax.compilers import CompilerError, compile_program, compile_programs, described, find_slice, price_compiled
+from wanjax.compilers import compile as compiling
+from wanjax.compilers.priced import _priced
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import attention
-from wanjax.plan import CompilerError, compile_program, compile_programs, described, find_slice, price_compiled
-from wanjax.plan import compile as compiling
-from wanjax.plan.priced import _priced
 
 
 def mesh(chip, **axes):

@@ -15,11 +15,11 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from wanjax.plan.chips import Chip
-from wanjax.plan.compile import Compiled
-from wanjax.plan.hlo import Computation, Instruction, Module, parse
-from wanjax.plan.schedule import Execution, Schedule
-from wanjax.plan.work import COLLECTIVES, PRODUCTS, branches, flops, traffic, trip_count, wire_bytes
+from wanjax.compilers.chips import Chip
+from wanjax.compilers.compile import Compiled
+from wanjax.compilers.hlo import Computation, Instruction, Module, parse
+from wanjax.compilers.schedule import Execution, Schedule
+from wanjax.compilers.work import COLLECTIVES, PRODUCTS, branches, flops, traffic, trip_count, wire_bytes
 
 KINDS = ("kernels", "products", "elementwise", "copies", "collectives")
 FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id"} | {

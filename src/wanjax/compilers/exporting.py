@@ -16,8 +16,8 @@ import jax
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, NamedSharding
 
+from wanjax.compilers.chips import Slice, described
 from wanjax.errors import WanjaxError
-from wanjax.plan.chips import Slice, described
 from wanjax.programs import Lowering, uncollected
 
 LOCATIONS = "jax_traceback_in_locations_limit"

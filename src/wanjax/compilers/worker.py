@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process in which the TPU compiler runs: `python -m wanjax.plan.worker FOLDER`, started by compile.py.
+"""The process in which the TPU compiler runs: `python -m wanjax.compilers.worker FOLDER`, started by compile.py.
 
 The folder holds a subfolder for each job, named by a number, with `job.json` and `program.bin`. The subfolder receives
 `result.json` and `module.txt`, or `error.json` on failure, and the compiler's dump of the schedules if there is one. A
@@ -17,7 +17,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from wanjax.plan.compile import DUMPED
+from wanjax.compilers.compile import DUMPED
 from wanjax.programs import without_refused
 from wanjax.sharding import arrange
 

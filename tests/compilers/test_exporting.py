@@ -17,14 +17,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import wanjax
 from tests.support.plan_programs import layers, on_shapes, product_kernel, product_on_each
+from wanjax.compilers import compile as compiling
+from wanjax.compilers import kept, priced
+from wanjax.compilers.chips import SLICES, described
+from wanjax.compilers.compile import ENVIRONMENT
+from wanjax.compilers.exporting import export, trace
+from wanjax.compilers.kernels import kernels_of
+from wanjax.compilers.priced import price_all, prices
 from wanjax.errors import WanjaxError
-from wanjax.plan import compile as compiling
-from wanjax.plan import kept, priced
-from wanjax.plan.chips import SLICES, described
-from wanjax.plan.compile import ENVIRONMENT
-from wanjax.plan.exporting import export, trace
-from wanjax.plan.kernels import kernels_of
-from wanjax.plan.priced import price_all, prices
 from wanjax.programs import Lowering
 
 needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
@@ -224,8 +224,8 @@ def test_a_function_is_refused_in_one_sentence():
 
 
 KINDS = """
-from wanjax.plan.chips import SLICES, described
-from wanjax.plan.worker import make_mesh
+from wanjax.compilers.chips import SLICES, described
+from wanjax.compilers.worker import make_mesh
 for place in SLICES.values():
     real = make_mesh(place.topology, place.devices, {"chips": place.devices}).abstract_mesh
     assert real == described(place) and real.abstract_device == described(place).abstract_device, place

@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Mapping
 
-from wanjax.plan.hlo import Array, Computation, Instruction, Module
+from wanjax.compilers.hlo import Array, Computation, Instruction, Module
 
 PRODUCTS = ("dot", "convolution")
 COLLECTIVES = (

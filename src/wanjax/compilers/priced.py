@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
-from wanjax.plan.chips import Slice
-from wanjax.plan.compile import Compiled, accepted, check_compiler, compiled
-from wanjax.plan.exporting import CompilerError, Job, export, trace
-from wanjax.plan.kept import keep, pricing_digest, recall, versions
-from wanjax.plan.kernels import Call, kernel_calls, kernel_seconds, kernels_of, same_kernel
-from wanjax.plan.pricing import Item, price_compiled
+from wanjax.compilers.chips import Slice
+from wanjax.compilers.compile import Compiled, accepted, check_compiler, compiled
+from wanjax.compilers.exporting import CompilerError, Job, export, trace
+from wanjax.compilers.kept import keep, pricing_digest, recall, versions
+from wanjax.compilers.kernels import Call, kernel_calls, kernel_seconds, kernels_of, same_kernel
+from wanjax.compilers.pricing import Item, price_compiled
 from wanjax.programs import Lowering
 
 ATTENTION = "/attention/"  # the scope of the dispatcher, through which every attention kernel is called

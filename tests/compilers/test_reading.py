@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from hypothesis import strategies as st
 
+from wanjax.compilers import chips, hlo, schedule
+from wanjax.compilers.compile import Compiled, Memory
+from wanjax.compilers.kernels import visiting_seconds
+from wanjax.compilers.pricing import CHEAPER, price_compiled, price_schedule
+from wanjax.compilers.work import flops, traffic, trip_count, wire_bytes
 from wanjax.errors import WanjaxError
-from wanjax.plan import chips, hlo, schedule
-from wanjax.plan.compile import Compiled, Memory
-from wanjax.plan.kernels import visiting_seconds
-from wanjax.plan.pricing import CHEAPER, price_compiled, price_schedule
-from wanjax.plan.work import flops, traffic, trip_count, wire_bytes
 
 DATA = Path(__file__).parents[1] / "data/plan"
 LAYERS = (DATA / "layers_module.txt").read_text()  # 6 layers, 2048 tokens, width 1024, weights over 4 devices: v6e-8

@@ -19,11 +19,11 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from wanjax.compilers.chips import Slice, find_slice
+from wanjax.compilers.exporting import CompilerError, Job, export, refusal
+from wanjax.compilers.roofline import machines
+from wanjax.compilers.schedule import Schedule, read_dump
 from wanjax.errors import WanjaxError
-from wanjax.plan.chips import Slice, find_slice
-from wanjax.plan.exporting import CompilerError, Job, export, refusal
-from wanjax.plan.roofline import machines
-from wanjax.plan.schedule import Schedule, read_dump
 from wanjax.programs import Lowering
 
 ENVIRONMENT = {
@@ -131,7 +131,7 @@ def _finished(roots: Sequence[Path]) -> Iterator[int]:
             with os.fdopen(writing, "w") as told:
                 for root in roots:
                     with (root / "errors.txt").open("w", encoding="utf-8") as errors:
-                        command = [sys.executable, "-m", "wanjax.plan.worker", str(root)]
+                        command = [sys.executable, "-m", "wanjax.compilers.worker", str(root)]
                         processes.append(subprocess.Popen(command, env=_environment(root), stdout=told, stderr=errors))
             for line in lines:  # of both processes, until both have ended
                 word, _, number = line.strip().partition(" ")

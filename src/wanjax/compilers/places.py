@@ -8,11 +8,11 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from wanjax.compilers import traced
+from wanjax.compilers.chips import SLICES, Slice, described
+from wanjax.compilers.priced import Priced, prices
+from wanjax.compilers.roofline import Machine, machines
 from wanjax.errors import WanjaxError
-from wanjax.plan import traced
-from wanjax.plan.chips import SLICES, Slice, described
-from wanjax.plan.priced import Priced, prices
-from wanjax.plan.roofline import Machine, machines
 from wanjax.programs import Lowering
 from wanjax.sharding import MESH_AXES, make_mesh
 

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from wanjax.plan.chips import described, find_slice
-from wanjax.plan.priced import Priced, price_all
+from wanjax.compilers.chips import described, find_slice
+from wanjax.compilers.priced import Priced, price_all
 from wanjax.programs import Lowering
 
 

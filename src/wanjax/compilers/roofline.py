@@ -12,7 +12,7 @@ import os
 from dataclasses import dataclass
 from typing import ClassVar
 
-from wanjax.plan.chips import GIB, KINDS
+from wanjax.compilers.chips import GIB, KINDS
 
 
 @dataclass(frozen=True)

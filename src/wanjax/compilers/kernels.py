@@ -8,10 +8,10 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from wanjax.plan.compile import Compiled
-from wanjax.plan.exporting import Traced
-from wanjax.plan.hlo import parse
-from wanjax.plan.pricing import KERNEL, price_compiled
+from wanjax.compilers.compile import Compiled
+from wanjax.compilers.exporting import Traced
+from wanjax.compilers.hlo import parse
+from wanjax.compilers.pricing import KERNEL, price_compiled
 from wanjax.programs import Lowering
 
 DTYPES = {"bf16": "bfloat16", "pred": "bool"} | {
