@@ -21,11 +21,11 @@ from rich.table import Table
 
 from benchmarks.attention_prices import splash_kernel
 from wanjax.compilers import described, find_slice
+from wanjax.compilers.lowering import Lowering
 from wanjax.compilers.priced import price_all
 from wanjax.kernels.attention import IMPLEMENTATIONS
 from wanjax.pipelines.recording import record
 from wanjax.plan.recorded import STEP, programs_of
-from wanjax.programs import Lowering
 from wanjax.registry import outline, outlined, presets
 from wanjax.sharding import RULES, Partitioner
 

@@ -17,8 +17,8 @@ from rich.table import Table
 from benchmarks.workloads import Workload
 from wanjax.compilers import SLICES, Compiled, CompilerError, compile_programs, described, find_slice, price_compiled
 from wanjax.compilers.kernels import rare_work
+from wanjax.compilers.lowering import Lowering
 from wanjax.kernels.attention import IMPLEMENTATIONS, attention
-from wanjax.programs import Lowering
 
 SPLASH_TILES = ((2048, 1024, 512), (3328, 2816, 256))  # block_q, block_kv and block_kv_compute
 LARGEST_SCORES = 16e9  # bytes; with more, the plain formula fits no chip

@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from wanjax.compilers import compile_program, described, find_slice, price_compiled
+from wanjax.compilers.lowering import Lowering
 from wanjax.kernels.compiler_options import O1
 from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.plan.recorded import programs_of
-from wanjax.programs import Lowering
 from wanjax.registry import outline, outlined, presets
 from wanjax.sharding import RULES, Partitioner
 

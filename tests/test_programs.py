@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from wanjax import programs
+from wanjax.compilers.lowering import without_refused
 from wanjax.errors import WanjaxWarning
 from wanjax.kernels.target import Target
 from wanjax.pipelines.sampler import take_step
-from wanjax.programs import Execute, Program, Site, program, without_refused
+from wanjax.programs import Execute, Program, Site, program
 from wanjax.sharding import one_device
 
 BOGUS = {"xla_no_such_option": "true"}

@@ -11,9 +11,7 @@ shapes, so that a run that is recorded makes the same calls as one that is execu
 computed. `Inline` traces the program into the one that is being traced, as training does.
 """
 
-import gc
 import inspect
-import re
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +24,8 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from wanjax.compilation import compile_cache
+from wanjax.compilers.cache import compile_cache
+from wanjax.compilers.lowering import Lowering, uncollected, without_refused
 from wanjax.errors import WanjaxWarning
 from wanjax.kernels.compiler_options import FAST, SAFE
 from wanjax.kernels.target import Target, target_of
@@ -43,19 +42,6 @@ class Site(NamedTuple):
 
     partitioner: Partitioner
     compiler: str = SAFE
-
-
-class Lowering(NamedTuple):
-    """A function to lower, and its arguments as trees of `jax.ShapeDtypeStruct` with shardings.
-
-    An argument without a sharding is on the host. `donate` are the indices of the arguments whose buffers the results
-    may reuse. `compiler_options` are XLA's.
-    """
-
-    function: Callable
-    arguments: tuple[Any, ...]
-    donate: tuple[int, ...] = ()
-    compiler_options: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -152,18 +138,6 @@ def _trimmed(spec: PartitionSpec) -> PartitionSpec:
     while axes and axes[-1] is None:
         axes.pop()
     return PartitionSpec(*axes)
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Keeps Python's garbage collector off: what is traced or lowered is many objects, and nearly all of them stay."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def drawing() -> AbstractContextManager[Any]:
@@ -348,29 +322,3 @@ class Inline(Strategy):
     def call(self, program: Program, site: Site, static: Any, *arguments: Any) -> Any:
         with use(site.partitioner):
             return program.function(static, *arguments)
-
-
-def without_refused(
-    options: dict[str, Any], attempt: Callable[[dict[str, Any]], Result], tell: Callable[[str], Any]
-) -> Result:
-    """Returns `attempt(options)`, which compiles a program. If the compiler refuses options, attempts it without them.
-
-    The refused options are those that the compiler's message names, or all of them if it names none. `tell` then
-    receives one sentence. A lack of memory is not a refusal.
-    """
-    try:
-        return attempt(options)
-    except jax.errors.JaxRuntimeError as error:
-        why = str(error)
-        if not options or "RESOURCE_EXHAUSTED" in why:
-            raise
-        refused = [name for name in options if re.search(rf"(?<!\w){re.escape(name)}(?!\w)", why)] or list(options)
-        left = {name: value for name, value in options.items() if name not in refused}
-        result = without_refused(left, attempt, tell)
-        tell(f"compiled without {' and '.join(refused)}, which the compiler refused: {_first_line(why)}")
-        return result
-
-
-def _first_line(text: str, longest: int = 200) -> str:
-    line, _, _ = text.partition("\n")
-    return line if len(line) <= longest else f"{line[:longest]} …"

@@ -23,7 +23,7 @@ from wanjax.checkpoints.hub import check_file
 from wanjax.checkpoints.lora import Lora
 from wanjax.checkpoints.networks import Network, NetworkKind, components, network
 from wanjax.checkpoints.sources import Layout, Source, open_source
-from wanjax.compilation import set_cache_folder
+from wanjax.compilers.cache import set_cache_folder
 from wanjax.errors import WanjaxError, shown
 from wanjax.kernels.attention import choose, named
 from wanjax.kernels.compiler_options import SAFE, check_set

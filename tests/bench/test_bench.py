@@ -16,7 +16,6 @@ from rich.console import Console
 
 from tests.support.attention import SMALL_TILES
 from tests.support.commands import succeeded, wanjax
-from wanjax import compilation
 from wanjax.bench import kernels, suite
 from wanjax.bench.kernels import COLLECTIVES, attend, check_attention, exchange
 from wanjax.bench.modelled import known
@@ -26,6 +25,7 @@ from wanjax.bench.timing import Timing, timed
 from wanjax.cli import benching
 from wanjax.compilers.chips import described, find_slice
 from wanjax.errors import WanjaxError
+from wanjax.kernels import compiler_options
 from wanjax.registry import outline, presets
 
 TINY = Scale((32, 32), (32, 32), 5, 1, 0.0)
@@ -147,12 +147,12 @@ def test_the_set_that_was_kept_is_what_the_command_uses(tmp_path, monkeypatch):
     commands = [("a circle",), ("warmup",), ("serve",), ("a circle", "--compiler", "safe")]
     for command in commands:
         assert wanjax(*command).exit_code == 2
-    compilation.keep_set("fast")
+    compiler_options.keep_set("fast")
     for command in commands:
         assert wanjax(*command).exit_code == 2
     assert asked == ["safe"] * 4 + ["fast"] * 3 + ["safe"]
-    compilation._sets().write_text("[]")
-    assert compilation.kept_set() == "safe"
+    compiler_options._sets().write_text("[]")
+    assert compiler_options.kept_set() == "safe"
 
 
 @pytest.mark.parametrize("programs", [["step"], pytest.param(list(suite.PROGRAMS), marks=pytest.mark.slow)])

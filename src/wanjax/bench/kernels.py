@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from wanjax.bench.programs import distance, made_up, mesh_of, operand
+from wanjax.compilers.lowering import Lowering
 from wanjax.errors import UnsupportedError
 from wanjax.kernels.attention import IMPLEMENTATIONS, attention, choose
-from wanjax.programs import Lowering
 from wanjax.sharding import MESH_AXES
 
 CHECKED_TOKENS = 700  # of the exact comparison: several tiles of every kernel, and a rest

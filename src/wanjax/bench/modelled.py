@@ -10,10 +10,10 @@ from jax.sharding import AbstractMesh, Mesh
 
 from wanjax.compilers.chips import KINDS, SLICES
 from wanjax.compilers.exporting import CompilerError
+from wanjax.compilers.lowering import Lowering
 from wanjax.compilers.places import Place, mesh_on, priced_on
 from wanjax.compilers.roofline import Machine, machines
 from wanjax.errors import WanjaxError
-from wanjax.programs import Lowering
 
 COMPILER, MODEL = "the chip's compiler", "a stated model"
 Build = Callable[[Mesh | AbstractMesh, str | None], Lowering]  # of a mesh and an implementation of attention

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from wanjax.bench.timing import Timing, timed
-from wanjax.programs import Lowering, without_refused
+from wanjax.compilers.lowering import Lowering, without_refused
 from wanjax.sharding import MESH_AXES, make_mesh
 
 SMALLEST = 1e-12

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 from wanjax.bench.kernels import CLOSE, COLLECTIVES, attend, check_attention, exchange
 from wanjax.bench.modelled import Build, Known, known
 from wanjax.bench.programs import Measured, distance, measure, mesh_of
+from wanjax.compilers.lowering import Lowering
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import choose
 from wanjax.kernels.compiler_options import FAST, SAFE, SETS
@@ -22,7 +23,6 @@ from wanjax.pipelines.family import Architecture, Family, auto_axes
 from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.pipelines.settings import Settings
 from wanjax.plan.recorded import STEP, programs_of
-from wanjax.programs import Lowering
 from wanjax.registry import outlined
 from wanjax.sharding import MESH_AXES, RULES, Partitioner
 

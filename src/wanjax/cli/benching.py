@@ -13,7 +13,7 @@ from wanjax import registry
 from wanjax.bench.suite import SCALES, Bench, Row, Scale
 from wanjax.bench.suite import bench as run
 from wanjax.cli.report import Report
-from wanjax.compilation import keep_set
+from wanjax.kernels.compiler_options import keep_set
 from wanjax.pipelines.progress import brief
 
 WIDTH = 140  # columns where there is no terminal

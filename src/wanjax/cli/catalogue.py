@@ -2,10 +2,14 @@
 """The command `models`: the published checkpoints known by name."""
 
 import json
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import click
 
+import wanjax
+from wanjax import converters
 from wanjax.compilers import kept
 from wanjax.pipelines.family import Family, Preset
 from wanjax.registry import load, outline, presets
@@ -65,11 +69,18 @@ def _weights(preset: Preset) -> dict[str, int]:
 
 def _parameters(family: Family, config: Any) -> int:
     """Returns the number of a network's parameters, which takes a second to count and is kept."""
-    key = {"network": repr(config), "code": kept.code_digest(), **kept.versions("jax", "flax")}
+    key = {"network": repr(config), "code": _code_digest(), **kept.versions("jax", "flax")}
     if (count := kept.recall("parameters", key)) is None:
         count = family.network_of(config).parameters
         kept.keep("parameters", key, count)
     return count
+
+
+@cache
+def _code_digest() -> str:
+    """Returns one digest of all Python files of this package."""
+    folders = (Path(wanjax.__file__).parent, Path(converters.__file__).parent)
+    return kept.digest(path for folder in folders for path in sorted(folder.rglob("*.py")))
 
 
 def _rounded(number: float) -> str:

@@ -14,8 +14,8 @@ from wanjax import registry
 from wanjax.cli.interrupts import INTERRUPTED
 from wanjax.cli.processes import meet
 from wanjax.cli.report import Report
-from wanjax.compilation import kept_set
 from wanjax.errors import WanjaxError
+from wanjax.kernels.compiler_options import kept_set
 from wanjax.layers.tiling import Tiling
 from wanjax.pipelines.pipeline import Pipeline
 

@@ -23,8 +23,8 @@ from wanjax.cli.processes import is_first, meet
 from wanjax.cli.profile import StepProfile, trace_with_scopes
 from wanjax.cli.report import Report
 from wanjax.cli.streaming import stream
-from wanjax.compilation import kept_set
 from wanjax.errors import WanjaxError
+from wanjax.kernels.compiler_options import kept_set
 from wanjax.layers.tiling import Tiling
 from wanjax.media import stage_files, videos
 from wanjax.media.pictures import Pictures

@@ -9,7 +9,7 @@ from wanjax import registry
 from wanjax.cli.processes import meet
 from wanjax.cli.report import Report
 from wanjax.cli.stages import given_settings
-from wanjax.compilation import kept_set
+from wanjax.kernels.compiler_options import kept_set
 from wanjax.training.adapters import LoraConfig
 from wanjax.training.config import TrainConfig
 from wanjax.training.optimizers import OptimizerConfig

@@ -8,7 +8,7 @@ from typing import Any
 from wanjax.cli.processes import meet
 from wanjax.cli.report import Report
 from wanjax.cli.stages import Rendering
-from wanjax.compilation import compile_cache_folder
+from wanjax.compilers.cache import compile_cache_folder
 from wanjax.pipelines.recording import record
 from wanjax.programs import EXECUTE
 

@@ -21,10 +21,10 @@ from packaging.specifiers import SpecifierSet
 
 from wanjax.compilers.chips import Slice, find_slice
 from wanjax.compilers.exporting import CompilerError, Job, export, refusal
+from wanjax.compilers.lowering import Lowering
 from wanjax.compilers.roofline import machines
 from wanjax.compilers.schedule import Schedule, read_dump
 from wanjax.errors import WanjaxError
-from wanjax.programs import Lowering
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",

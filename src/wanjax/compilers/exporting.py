@@ -17,8 +17,8 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, NamedSharding
 
 from wanjax.compilers.chips import Slice, described
+from wanjax.compilers.lowering import Lowering, uncollected
 from wanjax.errors import WanjaxError
-from wanjax.programs import Lowering, uncollected
 
 LOCATIONS = "jax_traceback_in_locations_limit"
 

@@ -8,8 +8,8 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from wanjax.compilers.chips import described, find_slice
+from wanjax.compilers.lowering import Lowering
 from wanjax.compilers.priced import Priced, price_all
-from wanjax.programs import Lowering
 
 
 def price(

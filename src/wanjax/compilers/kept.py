@@ -12,8 +12,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
-from wanjax import converters
-from wanjax.compilation import user_cache
+from wanjax.compilers.cache import user_cache
 
 PRICING = ("chips", "compile", "hlo", "kernels", "priced", "pricing", "scalar", "schedule", "work", "worker")
 
@@ -41,23 +40,17 @@ def _file(kind: str, key: Mapping[str, Any]) -> Path:
 
 
 @cache
-def code_digest() -> str:
-    """Returns one digest of all Python files of this package."""
-    folders = (Path(__file__).parents[1], Path(converters.__file__).parent)
-    return _digest(path for folder in folders for path in sorted(folder.rglob("*.py")))
-
-
-@cache
 def pricing_digest() -> str:
     """Returns one digest of the files that make a price of a program; no other edit forgets prices."""
-    return _digest(Path(__file__).with_name(f"{name}.py") for name in PRICING)
+    return digest(Path(__file__).with_name(f"{name}.py") for name in PRICING)
 
 
-def _digest(paths: Iterable[Path]) -> str:
-    digest = hashlib.sha256()
+def digest(paths: Iterable[Path]) -> str:
+    """Returns one digest of files, by their names and contents."""
+    made = hashlib.sha256()
     for path in paths:
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()
+        made.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return made.hexdigest()
 
 
 def versions(*names: str) -> dict[str, str]:

@@ -11,8 +11,8 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from wanjax.compilers.compile import Compiled
 from wanjax.compilers.exporting import Traced
 from wanjax.compilers.hlo import parse
+from wanjax.compilers.lowering import Lowering
 from wanjax.compilers.pricing import KERNEL, price_compiled
-from wanjax.programs import Lowering
 
 DTYPES = {"bf16": "bfloat16", "pred": "bool"} | {
     f"{kind}{bits}": f"{name}{bits}"

@@ -10,10 +10,10 @@ from jax.sharding import AbstractMesh, Mesh
 
 from wanjax.compilers import traced
 from wanjax.compilers.chips import SLICES, Slice, described
+from wanjax.compilers.lowering import Lowering
 from wanjax.compilers.priced import Priced, prices
 from wanjax.compilers.roofline import Machine, machines
 from wanjax.errors import WanjaxError
-from wanjax.programs import Lowering
 from wanjax.sharding import MESH_AXES, make_mesh
 
 Place = Slice | Machine

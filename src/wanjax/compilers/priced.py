@@ -14,8 +14,8 @@ from wanjax.compilers.compile import Compiled, accepted, check_compiler, compile
 from wanjax.compilers.exporting import CompilerError, Job, export, trace
 from wanjax.compilers.kept import keep, pricing_digest, recall, versions
 from wanjax.compilers.kernels import Call, kernel_calls, kernel_seconds, kernels_of, same_kernel
+from wanjax.compilers.lowering import Lowering
 from wanjax.compilers.pricing import Item, price_compiled
-from wanjax.programs import Lowering
 
 ATTENTION = "/attention/"  # the scope of the dispatcher, through which every attention kernel is called
 SELF_ATTENTION = "/self_attention/attention/"

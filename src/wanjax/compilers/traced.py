@@ -15,9 +15,9 @@ import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from wanjax.compilers.kernels import inner_jaxprs
+from wanjax.compilers.lowering import Lowering
 from wanjax.compilers.priced import Priced
 from wanjax.compilers.roofline import Machine
-from wanjax.programs import Lowering
 
 
 @dataclass(frozen=True)

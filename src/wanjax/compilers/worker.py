@@ -18,7 +18,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from wanjax.compilers.compile import DUMPED
-from wanjax.programs import without_refused
+from wanjax.compilers.lowering import without_refused
 from wanjax.sharding import arrange
 
 AT_ONCE = 2  # compilations, each of one core and up to four gigabytes

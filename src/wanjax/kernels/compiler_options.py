@@ -8,6 +8,14 @@ Each function receives the target of the program, or None for the one that `targ
 the options of another.
 """
 
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import jax
+
+from wanjax.compilers.cache import user_cache
 from wanjax.errors import WanjaxError
 from wanjax.kernels.target import Target, target
 
@@ -71,3 +79,33 @@ def check_set(name: str) -> None:
     """Raises WanjaxError unless this is the name of a set of options."""
     if name not in SETS:
         raise WanjaxError(f"no set of compiler options is named {name!r}: there are {' and '.join(SETS)}")
+
+
+def kept_set() -> str:
+    """Returns the set of compiler options that `keep_set` kept for these devices and this compiler, else `safe`."""
+    with suppress(OSError, ValueError, AttributeError):
+        found = json.loads(_sets().read_text(encoding="utf-8")).get(_machine())
+        return found if found in SETS else SAFE
+    return SAFE
+
+
+def keep_set(compiler: str) -> Path:
+    """Keeps the set of compiler options that is better on these devices; returns the file."""
+    file, known = _sets(), {}
+    with suppress(OSError, ValueError):
+        known = json.loads(file.read_text(encoding="utf-8"))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    beside = file.with_name(f".{os.getpid()}.{file.name}")
+    beside.write_text(json.dumps({**known, _machine(): compiler}, indent=2), encoding="utf-8")
+    beside.replace(file)
+    return file
+
+
+def _sets() -> Path:
+    return user_cache() / "compiler.json"
+
+
+def _machine() -> str:
+    """Returns the number and the kind of the devices, and the version of what compiles for them."""
+    devices = jax.devices()
+    return f"{len(devices)} x {devices[0].device_kind}, {devices[0].client.platform_version}, jax {jax.__version__}"

@@ -13,9 +13,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from wanjax.compilers.lowering import Lowering
 from wanjax.pipelines.frames import decode_chunk, decode_tile, encode_chunk
 from wanjax.pipelines.sampler import take_step
-from wanjax.programs import Lowering, Record, Recorded
+from wanjax.programs import Record, Recorded
 
 STEP, REUSING, DENSE = "step", "reusing_step", "dense_step"
 CONTEXTS = ("make_context", "begin_past")

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache of compiled programs between runs, and the set of compiler options that is kept for a machine."""
+"""The cache of compiled programs between runs."""
 
 import hashlib
-import json
 import os
 import platform
 import re
@@ -13,8 +12,6 @@ from pathlib import Path
 from threading import Lock
 
 import jax
-
-from wanjax.kernels.compiler_options import SAFE, SETS
 
 KEEP_ALL = {"jax_persistent_cache_min_compile_time_secs": 0.0, "jax_persistent_cache_min_entry_size_bytes": -1}
 
@@ -60,36 +57,6 @@ def set_cache_folder() -> None:
     """
     if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_compilation_cache_dir", str(user_cache() / "xla" / _processor()))
-
-
-def kept_set() -> str:
-    """Returns the set of compiler options that `keep_set` kept for these devices and this compiler, else `safe`."""
-    with suppress(OSError, ValueError, AttributeError):
-        found = json.loads(_sets().read_text(encoding="utf-8")).get(_machine())
-        return found if found in SETS else SAFE
-    return SAFE
-
-
-def keep_set(compiler: str) -> Path:
-    """Keeps the set of compiler options that is better on these devices; returns the file."""
-    file, known = _sets(), {}
-    with suppress(OSError, ValueError):
-        known = json.loads(file.read_text(encoding="utf-8"))
-    file.parent.mkdir(parents=True, exist_ok=True)
-    beside = file.with_name(f".{os.getpid()}.{file.name}")
-    beside.write_text(json.dumps({**known, _machine(): compiler}, indent=2), encoding="utf-8")
-    beside.replace(file)
-    return file
-
-
-def _sets() -> Path:
-    return user_cache() / "compiler.json"
-
-
-def _machine() -> str:
-    """Returns the number and the kind of the devices, and the version of what compiles for them."""
-    devices = jax.devices()
-    return f"{len(devices)} x {devices[0].device_kind}, {devices[0].client.platform_version}, jax {jax.__version__}"
 
 
 def compile_cache_folder() -> str:
