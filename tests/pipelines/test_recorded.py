@@ -119,7 +119,10 @@ def places() -> list[Any]:
 
 @dataclass
 class Compared:
-    """A run that was recorded, compiled and executed. `late` is the number of programs that were compiled last."""
+    """A run that was recorded, compiled and executed. `late` is the number of programs that were compiled last.
+
+    `shardings` are those of all programs that were compiled for the model so far, of which runs share many.
+    """
 
     record: Record
     recorded: Counter[Call]
@@ -158,7 +161,6 @@ def compared(loaded):
         own = {name: x for name, x in given.items() if name not in told} | {"prompt": given.get("prompt", "a cat")}
         pictures, settings = pipe.prepare(**own)
         made = record(pipe, settings, pictures, **told)
-        counting.shardings.clear()
         for noted in made.programs:
             counting.compile(noted.instance)
         before = counting.count()
