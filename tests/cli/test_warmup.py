@@ -50,7 +50,7 @@ def kept(folder: Path) -> np.ndarray:
 
 def test_a_second_process_compiles_nothing(warm, latents):
     assert Counter(re.match(r"jit_(\w+)-", name)[1] for name in warm) == {
-        "encode_prompts": 1, "begin": 1, "make_context": 1, "take_step": 1, "finish": 1, "decode_chunk": 2
+        "encode_prompts": 1, "begin": 1, "make_context": 1, "take_step": 1, "finish": 1, "cut": 1, "decode_chunk": 2
     }  # fmt: skip
     assert np.isfinite(latents).all()
 

@@ -30,12 +30,19 @@ Call = Callable[..., Any]  # of a program with its arguments, as `Model.call`
 
 
 class Decoding(NamedTuple):
-    """What decodes: the network, the frames' dtype and the width of a cell of pixels; and how much: (frames, h, w)."""
+    """What decodes: the network, the frames' dtype and the width of a cell of pixels."""
 
     graphdef: Any
     dtype: Any
     patch: int
-    extent: tuple[int, int, int]
+
+
+class Part(NamedTuple):
+    """A part of latents: its frames from `start` until `stop`, and its tile."""
+
+    start: int
+    stop: int
+    tile: Tile
 
 
 class Joining(NamedTuple):
@@ -46,24 +53,29 @@ class Joining(NamedTuple):
     dtype: Any = None
 
 
-@program(convolutions, donated=("cache",))
-def decode_chunk(
-    static: Decoding, latents: Latents, start: Int[Array, "4"], cache: Any, weights: Any
-) -> tuple[Frames, Any]:
-    """Decodes a chunk of latents to frames of the final dtype; returns the cache.
+@program(scanned)
+def cut(parts: tuple[Part, ...], latents: Latents, video: Int[Array, ""]) -> tuple[Chunk, ...]:
+    """Cuts parts out of the latents of a video of the batch, so that one program decodes videos of any length."""
+    x = jnp.moveaxis(jax.lax.dynamic_slice_in_dim(latents, video, 1), 1, -1)
 
-    `start` is the video of the batch, and the chunk's first frame, row and column.
-    """
-    x, cache = _decode(static, latents, start, cache, weights)
+    def one(part: Part) -> Chunk:
+        top, left, height, width = part.tile
+        return x[:, part.start : part.stop, top : top + height, left : left + width]
+
+    return tuple(map(one, parts))
+
+
+@program(convolutions, donated=("cache",))
+def decode_chunk(static: Decoding, z: Chunk, cache: Any, weights: Any) -> tuple[Frames, Any]:
+    """Decodes a chunk of latents to frames of the final dtype; returns the cache too."""
+    x, cache = _decode(static, z, cache, weights)
     return _finished(x, static.dtype, static.patch), cache
 
 
 @program(convolutions, donated=("cache",))
-def decode_tile(
-    static: Decoding, latents: Latents, start: Int[Array, "4"], cache: Any, weights: Any
-) -> tuple[Chunk, Any]:
+def decode_tile(static: Decoding, z: Chunk, cache: Any, weights: Any) -> tuple[Chunk, Any]:
     """Decodes a tile of latents to cells of pixels, about [-1, 1]; returns the cache too."""
-    return _decode(static, latents, start, cache, weights)
+    return _decode(static, z, cache, weights)
 
 
 @program(convolutions)
@@ -96,12 +108,8 @@ def join_chunks(static: None, chunks: tuple[Chunk, ...]) -> Latents:
     return jnp.moveaxis(jnp.concatenate(chunks, axis=1), -1, 1)
 
 
-def _decode(static: Decoding, latents: Latents, start: Int[Array, "4"], cache: Any, weights: Any) -> tuple[Chunk, Any]:
-    frames, height, width = static.extent
-    video, *first = start
-    sizes = (1, latents.shape[1], frames, height, width)
-    z = jnp.moveaxis(jax.lax.dynamic_slice(latents, (video, jnp.zeros_like(video), *first), sizes), 1, -1)
-    with following(height, width):
+def _decode(static: Decoding, z: Chunk, cache: Any, weights: Any) -> tuple[Chunk, Any]:
+    with following(*z.shape[2:4]):
         x, cache = nnx.merge(static.graphdef, weights).decode_cells(constrain(z, VIDEO), cache)
         return constrain(x, VIDEO), _constrained(cache)
 
@@ -137,19 +145,22 @@ def decoded(
     graphdef, weights = nnx.split(vae)
     caches: dict[Tile, Any] = {}
 
-    def decode(program: Program, tile: Tile, piece: GivenLatents, span: range) -> Any:
-        static = Decoding(graphdef, dtype, config.patch, (len(span), tile.height, tile.width))
-        start = np.array([video, span.start, tile.top, tile.left], np.int32)
-        made, caches[tile] = call(program, static, piece, start, caches.get(tile), weights)
+    static = Decoding(graphdef, dtype, config.patch)
+
+    def decode(program: Program, tile: Tile, z: Float[Value, "1 _T _H _W _C"]) -> Any:
+        made, caches[tile] = call(program, static, z, caches.get(tile), weights)
         return made
 
     for piece in pieces:
         rows = tiles_of(piece.shape[3], piece.shape[4], tiling, config.spatial_factor)
-        for span in spans(piece.shape[2], (rest if caches else first, rest)):
+        chunks = list(spans(piece.shape[2], (rest if caches else first, rest)))
+        parts = tuple(Part(span.start, span.stop, tile) for span in chunks for row in rows for tile in row)
+        left = iter(call(cut, parts, piece, np.int32(video)))
+        for _ in chunks:
             if tiling is None:  # one program from latents to frames
-                yield decode(decode_chunk, rows[0][0], piece, span)
+                yield decode(decode_chunk, rows[0][0], next(left))
             else:
-                tiles = [[decode(decode_tile, tile, piece, span) for tile in row] for row in rows]
+                tiles = [[decode(decode_tile, tile, next(left)) for tile in row] for row in rows]
                 yield call(join_tiles, Joining(tiling, config.patch, dtype), tiles)
 
 
