@@ -3,8 +3,10 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
@@ -15,10 +17,12 @@ from rich.table import Table
 from benchmarks.synthetic import config_of
 from benchmarks.timing import Run, speed_ratio, time_rivals
 from tests.parity.references import StateDict, relative_l2
+from tests.support.programs import caller
 from wanjax.checkpoints import modules
 from wanjax.checkpoints.networks import read_network
 from wanjax.pipelines.components import Components
 from wanjax.pipelines.pipeline import Pipeline
+from wanjax.programs import Program
 from wanjax.registry import family_with, kinds, presets
 
 STEPS = 2  # of a denoising
@@ -65,6 +69,13 @@ def converted(reference: torch.nn.Module) -> Any:
     network = read_network(type(reference).__name__, config_of(reference), kinds())
     abstract = network.abstract(dtype=jnp.float32, param_dtype=jnp.float32)
     return modules.load(abstract, network.rules, StateDict(reference), ignore=network.unused)
+
+
+def encoding(program: Program, *arguments: Any) -> Callable[[], jax.Array]:
+    """Returns a function that encodes a prompt and a negative one by a family's program, and joins the results."""
+    graphdef, weights, *texts = arguments
+    run = partial(caller(), program, graphdef, *texts, weights)
+    return lambda: jnp.concatenate(run())
 
 
 def torch_pipeline(kind: Any, **components: Any) -> Any:

@@ -2,7 +2,6 @@
 """HunyuanVideo's stages in both libraries, at the widths of HunyuanVideo-1.5."""
 
 from collections.abc import Iterator
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -20,8 +19,17 @@ from diffusers import (
 from flax import nnx
 from transformers import Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel
 
-from benchmarks.rivals.cases import STEPS, Case, Sizes, Stages, converted, decoding, pipeline_of, torch_pipeline
-from tests.support.programs import caller
+from benchmarks.rivals.cases import (
+    STEPS,
+    Case,
+    Sizes,
+    Stages,
+    converted,
+    decoding,
+    encoding,
+    pipeline_of,
+    torch_pipeline,
+)
 from wanjax.converters.qwen2_vl import SKIPPED
 from wanjax.pipelines.hunyuanvideo.conditioning import HunyuanVideoEncoded
 from wanjax.pipelines.hunyuanvideo.programs import encode_chats
@@ -42,20 +50,20 @@ SMALL: dict[str, Any] = {"block_out_channels": (8, 16, 16, 32, 32), "layers_per_
 
 
 def text(sizes: Sizes) -> Iterator[Case]:
-    """Yields Qwen2.5-VL's language model with few layers and a small vocabulary, on a prompt of the full length."""
+    """Yields Qwen2.5-VL's language model with few layers and a small vocabulary, on two prompts of the full length."""
     config = Qwen2_5_VLTextConfig(num_hidden_layers=sizes.layers + SKIPPED, **TEXT)
     reference: Any = Qwen2_5_VLTextModel(config).eval()
     graphdef, weights = nnx.split(converted(reference))
     del reference.layers[sizes.layers :]  # the features are taken before the last blocks, which neither library runs
-    ids = np.random.default_rng(0).integers(2, TEXT["vocab_size"], (1, CHAT))
-    mask = jnp.ones((1, TEXT_LENGTH), bool)
-    ours = partial(caller(), encode_chats, graphdef, jnp.asarray(ids, jnp.int32), mask, weights)
+    ids = np.random.default_rng(0).integers(2, TEXT["vocab_size"], (2, CHAT))
+    mask = np.ones((2, TEXT_LENGTH), bool)
+    ours = encoding(encode_chats, graphdef, weights, np.int32(ids), mask)
     reference.norm = torch.nn.Identity()
 
     def theirs() -> torch.Tensor:
         return reference(input_ids=torch.from_numpy(ids), use_cache=False).last_hidden_state[:, TEMPLATE_TOKENS:]
 
-    yield Case(f"text encoder, {sizes.layers} layers of Qwen2.5-VL, {CHAT} tokens", 1.0, ours, theirs)
+    yield Case(f"text encoder, {sizes.layers} layers of Qwen2.5-VL, 2 x {CHAT} tokens", 1.0, ours, theirs)
 
 
 def step(sizes: Sizes) -> Iterator[Case]:
