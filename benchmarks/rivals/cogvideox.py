@@ -46,7 +46,7 @@ SMALL: dict[str, Any] = {"block_out_channels": (8, 8, 8, 8), "norm_num_groups": 
 
 
 def text(sizes: Sizes) -> Iterator[Case]:
-    """Yields the encoder of T5 v1.1 XXL with few layers and a small vocabulary, on two prompts of 226 tokens, unmasked."""
+    """Yields the encoder of T5 v1.1 XXL with few layers and a small vocabulary, on two prompts of 226 tokens."""
     reference = T5EncoderModel(T5Config(num_layers=sizes.layers, **TEXT)).eval()
     graphdef, weights = nnx.split(converted(reference))
     ids = np.random.default_rng(0).integers(2, TEXT["vocab_size"], (2, TEXT_LENGTH))
