@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int32
 
 from wanjax.kernels.attention.blocks import by_head
-from wanjax.kernels.attention.flash_state import LANES, SPILL_BYTES
+from wanjax.kernels.attention.flash_tiles import LANES, SPILL_BYTES
 from wanjax.kernels.attention.masks import finite_max
 
 LONGEST_Q, LONGEST_KV = 2048, 2048  # of a grid step

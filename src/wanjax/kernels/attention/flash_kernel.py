@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Pallas kernel of flash_tpu: one block of queries against one block of keys, with an offset for the maximum.
+"""The Pallas kernel of flash_tpu, and its call: a block of queries against a block of keys, an offset for the maximum.
 
 Scores are laid out keys × queries: the offsets and sums of many queries are one row of registers, and the second
 product takes the weights without a transpose. Keys are processed in bodies that are unrolled whole. The matrix unit
@@ -9,34 +9,221 @@ waits only at the two ends of a body.
 import math
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float32
+from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float32
 
-from wanjax.kernels.attention.flash_state import (
-    CAREFUL,
+from wanjax.kernels.attention.flash_tiles import (
     CAREFUL_Q,
     HEADROOM,
+    LANES,
     LARGEST_SUM,
     LEAD,
     PROBE,
-    PROBED,
     REGISTER,
+    SPILL_BYTES,
     STRIP_KV,
     STRIP_Q,
     TILE_Q,
-    Mask,
-    Pieces,
-    Sizes,
-    State,
-    Sums,
-    positions,
-    size_of,
+    Config,
+    ceil_div,
+    round_up,
 )
 from wanjax.kernels.attention.masks import divide_live, finite_max
+
+CAREFUL, PROBED = 0, 1  # flags of a head: it left the range; its offset is set
+
+
+class Sizes(NamedTuple):
+    """Static arguments of the kernel."""
+
+    queries: int
+    keys: int
+    heads: int  # of one example
+    block_q: int
+    block_kv: int
+    body: int  # keys that are unrolled
+    chunk: int  # keys of a careful step, of a masked one, or of a listed block; they divide a body
+    ragged: bool  # a count or a window hides some keys from some queries
+    window: tuple[int, int]  # keys before and after a query's own position
+    factor: float  # of q, so that logits are exponents of two
+    resumed: bool = False  # the sums start from those of other keys
+    unfinished: bool = False  # the sums are the result, to which other keys are to be added
+
+    @property
+    def only(self) -> bool:
+        """Tells whether all keys are in one block."""
+        return self.keys <= self.block_kv and not self.ragged
+
+
+class State(NamedTuple):
+    """References to the state that one block of queries carries over the keys."""
+
+    q: jax.Ref  # [D L], times the factor; for bfloat16 [2·D L], with the rounding error of the first half behind it
+    offset: jax.Ref  # [1 L]
+    weight: jax.Ref  # [8 L], the sum of weights in eight parts
+    total: jax.Ref  # [D L], the sum of weighted values
+    kept_weight: jax.Ref  # both as before this block of keys
+    kept_total: jax.Ref
+    scores: jax.Ref  # [S L], of the next careful step
+    top: jax.Ref  # [8 L], the largest of them in eight parts
+    flags: jax.Ref
+
+
+class Sums(NamedTuple):
+    """What attention to some of the keys leaves to that to others: the first fields of `State`, for all queries."""
+
+    q: Any
+    offset: Any
+    weight: Any
+    total: Any
+
+
+class Mask(NamedTuple):
+    """The keys of a step that take part: those before `live` and within the window; the first is `ahead` of query 0."""
+
+    live: Array | int
+    window: tuple[int, int] | None = None
+    ahead: Array | int = 0
+
+    def spares(self, keys: slice) -> bool:
+        """Tells if it is known that all these keys take part."""
+        return isinstance(self.live, int) and keys.stop <= self.live
+
+    def rows(self, keys: slice) -> Bool[Array, "S 1"]:
+        return positions(keys, 0) < self.live
+
+    def seen(self, keys: slice, strip: slice) -> Bool[Array, "S L"] | Bool[Array, "S 1"]:
+        if self.window is None:
+            return self.rows(keys)
+        left, right = self.window
+        ahead = self.ahead + positions(keys, 0) - positions(strip, 1)
+        return self.rows(keys) & (ahead >= -left) & (ahead <= right)
+
+
+class Pieces(NamedTuple):
+    """Keys that are not side by side: the starts of pieces of so many keys each."""
+
+    size: int
+    starts: tuple[Array, ...]
+
+
+def size_of(x: slice) -> int:
+    return x.stop - x.start
+
+
+def positions(x: slice, axis: int) -> Array:
+    """The positions of a slice along an axis of a matrix."""
+    return x.start + jax.lax.broadcasted_iota(jnp.int32, (1,) * axis + (size_of(x),) + (1,) * (1 - axis), axis)
+
+
+@partial(jax.jit, static_argnames=("sizes", "kv_heads", "head_dim", "config"), inline=True)  # is traced once
+def call(
+    scalars: tuple, operands: tuple, before: Sums | None, *, sizes: Sizes, kv_heads: int, head_dim: int, config: Config
+) -> Any:
+    """The kernel over a grid of heads, blocks of queries and blocks of keys.
+
+    `operands` are q, k and v: [B L N·D] and [B S K·D], or [B·N L D] and [B·K S D]. `scalars` are the number of keys
+    that take part in each example, or those of listed blocks. Sums are written where those before them were.
+    """
+    listed, (q, k, v) = len(scalars) > 1, operands
+    block_q, queries, beside = sizes.block_q, sizes.queries, q.shape[2] // head_dim  # heads side by side in a row
+    heads = q.shape[0] * beside  # of all examples
+    split = q.dtype == jnp.bfloat16  # q times the factor, as a sum of two: one alone would lose three digits
+    if split and 2 * head_dim <= LANES:  # fills rows that would be padded; the kernel doubles wider rows
+        k = jnp.concatenate([k, k], axis=2)
+
+    q_spec = pl.BlockSpec((None, block_q, head_dim), lambda h, i, j, *_: (h // beside, i, h % beside))
+    rows_spec = partial(_rows_spec, block_q)
+    kept = Sums((head_dim * (1 + split), q.dtype), (1, jnp.float32), (8, jnp.float32), (head_dim, jnp.float32))
+    new = [] if not sizes.unfinished else kept[1:] if before else kept  # queries are made ready once
+    row_shape = partial(_rows_of_heads, heads, round_up(queries, block_q) if new else queries)
+    made = pl.pallas_call(
+        partial(kernel_of_blocks if listed else kernel, sizes=sizes),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(heads, ceil_div(queries, block_q), ceil_div(sizes.keys, sizes.block_kv)),
+            in_specs=[
+                rows_spec(kept.q[0]) if before else q_spec,
+                *_specs_of_keys(k.shape[2], sizes, sizes.heads // kv_heads, beside, head_dim, config.buffers),
+                *(rows_spec(rows) for rows, _ in kept[1:] if before),
+            ],
+            out_specs=[rows_spec(rows) for rows, _ in new] or [q_spec, rows_spec(1)],
+            scratch_shapes=_scratch(sizes, kept.q[0], head_dim, q.dtype),
+        ),
+        out_shape=[row_shape(*entry) for entry in new]
+        or [jax.ShapeDtypeStruct(q.shape, q.dtype), row_shape(1, jnp.float32)],
+        input_output_aliases={len(scalars) + 3 + n: n for n in range(len(new))} if before else {},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"),
+            vmem_limit_bytes=config.vmem_bytes(head_dim, q.dtype.itemsize) + SPILL_BYTES,
+        ),
+        cost_estimate=_estimate(q, k, v, sizes.keys, head_dim),
+        interpret=config.interpret,
+        name="flash_blocks" if listed else "flash_attention",
+    )(*scalars, before.q if before else q, k, v, *(before[1:] if before else ()))
+    return made if not new else Sums(before.q, *made) if before else Sums(*made)
+
+
+def _rows_spec(block_q: int, rows: int) -> pl.BlockSpec:
+    return pl.BlockSpec((None, rows, block_q), lambda h, i, j, *_: (h, 0, i))
+
+
+def _specs_of_keys(
+    width: int, sizes: Sizes, group: int, beside: int, head_dim: int, buffers: int
+) -> tuple[pl.BlockSpec, pl.BlockSpec]:
+    """Blocks of keys, of rows of this width, and of values; `group` heads share them."""
+
+    def place(h, i, j, live, *_):
+        j = _seen_block(h, i, j, live, sizes) if sizes.ragged else j
+        row, column = (h // group, 0) if beside == 1 else (h // sizes.heads, h % sizes.heads // group)
+        return row, j, column
+
+    spec = partial(pl.BlockSpec, index_map=place, pipeline_mode=pl.Buffered(1) if buffers == 1 else None)
+    k_width = width if beside == 1 else head_dim
+    return spec((None, sizes.block_kv, k_width)), spec((None, sizes.block_kv, head_dim))
+
+
+def _rows_of_heads(heads: int, columns: int, rows: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((heads, rows, columns), dtype)
+
+
+def _seen_block(h, i, j, live, sizes: Sizes):
+    """The block of keys to fetch in grid step (h, i, j): j, or the nearest block that a query sees."""
+    left, right = sizes.window
+    first = (i * sizes.block_q - left) // sizes.block_kv
+    last = jnp.minimum(live[h // sizes.heads], i * sizes.block_q + sizes.block_q + right) - 1
+    return jnp.clip(j, jnp.maximum(first, 0), jnp.maximum(last // sizes.block_kv, 0))
+
+
+def _estimate(q, k, v, keys: int, head_dim: int) -> pl.CostEstimate:
+    """The kernel's work, by which the compiler schedules other work beside it."""
+    return pl.CostEstimate(
+        flops=4 * q.size * keys,
+        transcendentals=q.size // head_dim * keys,
+        bytes_accessed=q.dtype.itemsize * (2 * q.size + k.size + v.size),
+    )
+
+
+def _scratch(sizes: Sizes, q_rows: int, head_dim: int, dtype: jnp.dtype) -> list[Any]:
+    """The memory of the kernel's `State`, in the order of its fields."""
+    queries = sizes.block_q
+    return [
+        pltpu.VMEM((q_rows, queries), dtype),
+        pltpu.VMEM((1, queries), jnp.float32),
+        pltpu.VMEM((8, queries), jnp.float32),
+        pltpu.VMEM((head_dim, queries), jnp.float32),
+        pltpu.VMEM((8, queries), jnp.float32),
+        pltpu.VMEM((head_dim, queries), jnp.float32),
+        pltpu.VMEM((sizes.chunk, queries), jnp.float32),
+        pltpu.VMEM((8, queries), jnp.float32),
+        pltpu.SMEM((2,), jnp.int32),
+    ]
 
 
 def kernel(live_ref, q_ref, k_ref, v_ref, *refs, sizes: Sizes) -> None:

@@ -6,17 +6,19 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 
 from wanjax.errors import WanjaxError
-from wanjax.kernels.attention.flash_state import (
-    CAREFUL_KV,
-    CHUNK,
-    LANES,
-    PROBE,
-    REGISTER,
-    SPILL_BYTES,
-    STRIP_KV,
-    STRIP_Q,
-)
 from wanjax.kernels.attention.radial import Radial
+
+TILE_Q = 256  # queries of a tile of the matrix unit
+STRIP_Q, STRIP_KV = 2 * TILE_Q, 256  # queries and keys of one step: a tile for each of the two matrix units of a core
+LEAD = 2  # strips that are scored before their values are added, so that the matrix unit does not wait for softmax
+CHUNK = 512  # the most keys of a masked step
+CAREFUL_KV, CAREFUL_Q = 1024, 256  # the most keys and queries of a step of the careful pass
+LANES = 128
+SPILL_BYTES = 32 << 20  # the compiler's own share of VMEM, beside a kernel's
+REGISTER = 16  # rows of keys in a register
+PROBE = 32  # keys whose maximum sets a row's offset
+HEADROOM = {"bfloat16": 60.0, "float32": 0.0}  # of the offset above that maximum; in float32 it would cost digits
+LARGEST_SUM = 2.0**64  # of a row's weights: a larger sum means that a logit left the range of the offset
 
 TILES = ("block_q", "block_kv", "block_kv_compute")
 CENTER = "center_keys"

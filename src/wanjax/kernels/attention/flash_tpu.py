@@ -21,9 +21,8 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from wanjax.kernels.attention import chunked, flash_gradient
 from wanjax.kernels.attention.blocks import by_head
-from wanjax.kernels.attention.flash_call import call
-from wanjax.kernels.attention.flash_state import LANES, SPILL_BYTES, Sizes, Sums
-from wanjax.kernels.attention.flash_tiles import Config, config_of_blocks, default_config
+from wanjax.kernels.attention.flash_kernel import Sizes, Sums, call
+from wanjax.kernels.attention.flash_tiles import LANES, SPILL_BYTES, Config, config_of_blocks, default_config
 from wanjax.kernels.attention.gradient import from_result
 from wanjax.kernels.attention.masks import Window, divide_live, first_keys, live_first
 from wanjax.kernels.attention.radial import Radial, visits
