@@ -13,7 +13,7 @@ from wanjax.compilers.pricing import CHEAPER, price_compiled, price_schedule
 from wanjax.compilers.work import flops, traffic, trip_count, wire_bytes
 from wanjax.errors import WanjaxError
 
-DATA = Path(__file__).parents[1] / "data/plan"
+DATA = Path(__file__).parents[1] / "data/compilers"
 LAYERS = (DATA / "layers_module.txt").read_text()  # 6 layers, 2048 tokens, width 1024, weights over 4 devices: v6e-8
 WORDS = st.integers(0, 2**32 - 1)
 

@@ -4,22 +4,12 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from jax import monitoring
-
-from wanjax.pipelines.progress import COMPILATION
+from wanjax.pipelines.progress import Compilation, watched_compiler
 
 
 @contextmanager
-def compilations() -> Iterator[list[float]]:
-    """Yields a list to which each program that the backend's compiler makes in this context adds its seconds."""
-    seconds: list[float] = []
-
-    def listen(event: str, duration_secs: float, **_: object) -> None:
-        if event == COMPILATION:
-            seconds.append(duration_secs)
-
-    monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield seconds
-    finally:
-        monitoring.unregister_event_duration_listener(listen)
+def compilations() -> Iterator[list[Compilation]]:
+    """Yields a list of the programs that are compiled, or read from the cache, in the `with` block."""
+    made: list[Compilation] = []
+    with watched_compiler(made.append):
+        yield made

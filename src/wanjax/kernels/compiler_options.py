@@ -4,8 +4,8 @@
 The set `safe` has options that are in wide use. The set `fast` adds those that the compiler prices better and that no
 chip here has run; docs/performance.md has both prices. The sets differ on TPUs alone.
 
-Each function receives the target of the program, or None for the one that `target` finds. XLA for one platform refuses
-the options of another.
+The functions that return options receive the target of the program, or None for the one that `target` finds. XLA for
+one platform refuses the options of another. `keep_set` and `kept_set` remember which set is better on this machine.
 """
 
 import json
