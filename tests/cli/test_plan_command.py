@@ -169,10 +169,10 @@ def test_how_often_each_program_runs():
     mesh = described(SLICES["v6e-8"], {"dp": 1, "sp": 1, "tp": 8})
     denoised = {"begin": 1, "context": 1, "step": 2, "finish": 1}
     found = {run.name: run.times for run in programs(pipeline(NETWORKS, VIDEO, mesh), VIDEO)}
-    assert found == {"encode_prompts": 1, **denoised, "decode_first": 1, "decode_next": 1}
+    assert found == {"encode_prompts": 1, **denoised, "cut": 1, "decode_first": 1, "decode_next": 1}
     video = VIDEO.updated({"frames": 1})
     alone = [run.name for run in programs(pipeline(NETWORKS, video, mesh), video)]
-    assert alone == ["encode_prompts", *denoised, "decode_first"]
+    assert alone == ["encode_prompts", *denoised, "cut", "decode_first"]
 
 
 def test_a_plan_counts_all_weights():
