@@ -29,6 +29,7 @@ from wanjax.kernels.attention import choose, named
 from wanjax.kernels.compiler_options import SAFE, check_set
 from wanjax.layers.placement import placed
 from wanjax.pipelines.cache_tables import key_of, measured_file, tables_of
+from wanjax.pipelines.checks import dtype_name
 from wanjax.pipelines.cogvideox import FAMILY as COGVIDEOX
 from wanjax.pipelines.components import Components, MakeRoom
 from wanjax.pipelines.family import Architecture, Family, Preset, auto_axes, family_of
@@ -39,7 +40,7 @@ from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.progress import loading
 from wanjax.pipelines.record import described
 from wanjax.pipelines.recording import NoProcessor, NoTokenizer
-from wanjax.pipelines.settings import Settings, dtype_name
+from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.wan import FAMILY as WAN
 from wanjax.schedulers import Scheduler, successor
 from wanjax.sharding import Partitioner, find_rules, is_auto, make_mesh, parse_auto, parse_mesh, platform
@@ -284,8 +285,7 @@ def with_scheduler(architecture: Architecture, scheduler: str | Scheduler) -> Ar
 def _pipeline(found: Checkpoint, way: Loading) -> Pipeline:
     """Returns the pipeline of a checkpoint, whose components are loaded at first use."""
     kept = way.param_dtype or found.param_dtype
-    asked = {name: value for name, value in (way.video or {}).items() if name in found.settings.to_json()}
-    video = found.settings.updated(found.settings.typed(asked))
+    video = found.settings.updated(way.video or {})
     partitioner = _partitioner(way, found.architecture, video)
     usual = "float32" if platform() == "cpu" else kept
     way = way._replace(dtype=way.dtype or usual, param_dtype=kept)

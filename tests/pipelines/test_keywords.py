@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import get_type_hints
 
@@ -15,10 +14,12 @@ import numpy as np
 import pytest
 
 import wanjax
+from tests.support import given
 from wanjax.errors import WanjaxError
-from wanjax.media.pictures import RESIZES, Pictures
-from wanjax.pipelines.keywords import ELSEWHERE, OTHERWISE, RENAMED, Given, GivenSettings
-from wanjax.registry import presets
+from wanjax.media.pictures import Pictures
+from wanjax.pipelines.given import GivenSettings
+from wanjax.pipelines.keywords import ELSEWHERE, OTHERWISE, RENAMED, Given
+from wanjax.pipelines.settings import RESIZES, Settings, schema
 
 ROOT = Path(__file__).parents[2]
 ELSEWHERE_GIVEN = {"model", "dtype", "prompt", "negative_prompt"}  # by `load`, and as parameters
@@ -53,19 +54,14 @@ def pipe():
     return wanjax.load("nano")
 
 
-def test_every_setting_of_every_family_is_a_typed_keyword():
-    """`GivenSettings` repeats the fields of the settings for editors: neither may have what the other lacks."""
-    known = {}
-    for kind in {type(preset.defaults) for preset in presets().values()}:
-        hints = get_type_hints(kind)
-        known |= {field.name: hints[field.name] | None for field in fields(kind)}
+def test_every_setting_is_a_typed_keyword():
+    """Editors read the types from a module that is written from the settings."""
+    assert given.FILE.read_text() == given.source()
     typed = get_type_hints(Given)
-    assert typed.pop("size") == tuple[int, int] | None
-    assert typed.keys() == (known.keys() - ELSEWHERE_GIVEN) | set(Pictures._fields)
-    assert {name: typed[name] for name in typed.keys() & known.keys()} == {
-        name: known[name] for name in known.keys() - ELSEWHERE_GIVEN
-    }
-    assert get_type_hints(Given).keys() - get_type_hints(GivenSettings).keys() == {*Pictures._fields, "resize"}
+    assert typed["size"] == tuple[int, int] | None
+    assert typed["steps"] == int | None
+    assert typed.keys() == (schema(Settings).keys() - ELSEWHERE_GIVEN) | {*Pictures._fields, "size"}
+    assert typed.keys() - get_type_hints(GivenSettings).keys() == {*Pictures._fields, "resize"}
 
 
 def printed(code: str):

@@ -191,7 +191,7 @@ def denoise(report: Report, **given: Any) -> None:
 
 @main.command()
 @options.model_override
-@options.fps
+@options.setting("fps")
 @options.compute
 @options.devices
 @options.tile
@@ -280,8 +280,8 @@ def warmup(report: Report, **given: Any) -> None:
 )
 @options.image
 @options.shape
-@options.steps
-@options.guidance_scale
+@options.setting("steps")
+@options.setting("guidance_scale")
 @options.attention
 @options.compute
 @options.mesh

@@ -31,8 +31,7 @@ def calibrate(report: Report, *, model: str, prompts: Sequence[str], image: str 
     loading["rules"] = loading["rules"] or "fsdp"
     loading["compiler"] = loading["compiler"] or kept_set()
     settings = given_settings(**given)
-    video = {name: value for name, value in settings.items() if type(value) in (int, float)}
-    pipe = registry.load(model, video=video, progress=report.load, note=report.note, **loading)
+    pipe = registry.load(model, video=settings, progress=report.load, note=report.note, **loading)
     file, runs = measured_file(registry.tables_key(model)), []
     pipe.architecture.check_whole(model, "calibrating")
     check_folder(file.parent)

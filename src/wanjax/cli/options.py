@@ -12,6 +12,7 @@ import click
 from click.core import ParameterSource
 
 from wanjax.cli.completion import complete_files, complete_models
+from wanjax.pipelines.settings import Settings, schema
 
 Decorator = Callable[[Any], Any]
 
@@ -43,7 +44,7 @@ def is_typed(name: str, ctx: click.Context | None = None) -> bool:
     return ctx is not None and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
-DTYPES = ("bfloat16", "float32")
+SETTINGS = schema(Settings)
 KEPT = "wanjax.kept"  # the key, in a command's context, of options that become a part of another option
 CONTEXT = {"help_option_names": ["-h", "--help"], "token_normalize_func": today, "max_content_width": 100}
 
@@ -159,8 +160,24 @@ model_again = click.option(
 model_override = click.option(
     "--model", help="Another model than that of the stage before.", metavar=MODEL, shell_complete=complete_models
 )
-text = click.option("--negative-prompt", metavar="TEXT", help="What the video should not show.")
-fps = click.option("--fps", type=int, metavar="N", help="Frames a second.")
+
+
+def setting(name: str) -> Decorator:
+    """Returns the option of a setting."""
+    known = SETTINGS[name]
+    option = f"--{name.replace('_', '-')}"
+    if known.kind is bool:
+        return click.option(f"{option}/--no-{option[2:]}", default=None, help=known.told)
+    kind = click.Choice(known.choices) if known.choices else known.kind
+    return click.option(option, type=kind, metavar=known.metavar or None, help=known.told)
+
+
+def of_group(group: str) -> Decorator:
+    """Returns the options of a group of settings."""
+    return together(*(setting(name) for name, known in SETTINGS.items() if known.group == group))
+
+
+text = of_group("text")
 image = click.option(
     "--image", metavar="FILE", shell_complete=complete_files, help="The first frame, for models of image to video."
 )
@@ -192,11 +209,7 @@ pictures = together(
         shell_complete=complete_files,
         help="A picture of what the video should show; may be given more than once.",
     ),
-    click.option(
-        "--resize",
-        type=click.Choice(["crop", "pad", "stretch"]),
-        help="How pictures of other proportions than the video's become as large as it.",
-    ),
+    of_group("pictures"),
 )
 shape = together(
     click.option(
@@ -205,56 +218,10 @@ shape = together(
         metavar="WxH",
         help="Width and height, as in 832x480.  [default: the model's, in a given picture's proportions]",
     ),
-    click.option("--height", type=int, metavar="N", help="Height alone."),
-    click.option("--width", type=int, metavar="N", help="Width alone."),
-    click.option("--frames", type=int, metavar="4n+1", help="Number of frames."),
-)
-steps = click.option("--steps", type=int, metavar="N", help="Denoising steps.")
-guidance_scale = click.option(
-    "--guidance-scale",
-    type=float,
-    metavar="X",
-    help="How far to go from the negative prompt to the prompt; 1 is no guidance.",
-)
-cache = click.option(
-    "--cache",
-    metavar="NAME",
-    help="Let some steps reuse what another kept, for speed and another video: magcache, teacache, easycache, "
-    "deepcache or guidance, with settings as in magcache:0.06,2,0.2; auto is the best for the model, none the default.",
+    of_group("shape"),
 )
 denoising = together(
-    fps,
-    steps,
-    guidance_scale,
-    click.option(
-        "--guidance-scale-2",
-        type=float,
-        metavar="X",
-        help="The same for the second of two experts, that of little noise.  [default: the first's, if that is given]",
-    ),
-    click.option(
-        "--boundary",
-        type=float,
-        metavar="X",
-        help="The noise level, from 1 to 0, at which the second expert takes over.",
-    ),
-    click.option(
-        "--strength",
-        type=float,
-        metavar="X",
-        help="How far to go from --video, where it is what to begin from: the share of the steps that are taken.",
-    ),
-    click.option(
-        "--dynamic-guidance/--no-dynamic-guidance",
-        default=None,
-        help="Let the guidance follow a cosine over the steps, for models that have it.",
-    ),
-    click.option("--flow-shift", type=float, metavar="X", help="Above 1, more steps at high noise."),
-    click.option(
-        "--sigmas",
-        type=click.Choice(["official", "diffusers"]),
-        help="Noise levels as the model's authors or as diffusers choose them.",
-    ),
+    of_group("denoising"),
     click.option(
         "--scheduler",
         metavar="NAME",
@@ -262,8 +229,6 @@ denoising = together(
         "consistency or rcm for a model distilled to a few steps, as consistency:timesteps=1000,757,522 or "
         "rcm:sigma_max=200 where its authors have others; ddim or dpm for a model that predicts v.",
     ),
-    cache,
-    click.option("--seed", type=int, metavar="N", help="Seed of the initial noise; -1 draws one and tells it."),
     click.option(
         "--noise",
         type=click.Path(dir_okay=False),
@@ -311,7 +276,7 @@ offload = click.option(
 )
 tile = click.option("--tile", is_flag=True, help="Decode frames in tiles, for frames that would not fit.")
 compute = together(
-    click.option("--dtype", type=click.Choice(DTYPES), help="What the networks compute in."),
+    of_group("compute"),
     click.option(
         "--compiler",
         type=click.Choice(["safe", "fast"]),

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from wanjax import registry
-from wanjax.cli.stages import checked_settings, given_settings, loras_of
+from wanjax.cli.stages import given_settings, loras_of, own_settings
 from wanjax.kernels.compiler_options import SAFE
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures
@@ -57,7 +57,7 @@ def _video(pipe: Pipeline, given: dict[str, Any]) -> tuple[Pictures | None, Sett
     """Returns the given pictures, None where there are none, and the settings of the video."""
     chosen = given_settings(**given)
     loras_of(chosen)  # one that is misspelled is told
-    settings = checked_settings(chosen, given, pipe.defaults.to_json())
+    settings = own_settings(chosen, given, pipe.defaults)
     files = {name: chosen[name] for name in Pictures._fields if chosen.get(name)}
     if not files:
         return None, pipe.settings(**settings)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands `generate`, `encode`, `denoise` and `decode`. A stage loads its networks, runs, saves and frees them."""
 
-import math
 import shlex
 import warnings
 from collections import deque
@@ -38,6 +37,7 @@ from wanjax.pipelines.record import described, devices_of
 from wanjax.pipelines.resume import Keeping
 from wanjax.pipelines.run import Block, Hook, Run
 from wanjax.pipelines.seeds import DRAW
+from wanjax.pipelines.settings import Settings, schema
 from wanjax.pipelines.steps import Step, Switch
 from wanjax.schedulers import name_of
 
@@ -130,7 +130,7 @@ class Rendering:
         self.batch_guidance = bool(given.get("batch_guidance"))
         loras = loras_of(chosen) if "lora" in given else []  # only denoising uses them
         self.pipe = self._load(chosen, given, loras)
-        settings = checked_settings(chosen, given, self.pipe.defaults.to_json())
+        settings = own_settings(chosen, given, self.pipe.defaults)
         files = {name: described(chosen[name]) for name in Pictures._fields if chosen.get(name)}
         del settings["model"]  # the pipeline's own name of it holds in any folder
         if left is None:
@@ -154,11 +154,11 @@ class Rendering:
     def _load(self, chosen: Mapping[str, Any], given: Mapping[str, Any], loras: Sequence[Lora]) -> Pipeline:
         pipe = registry.load(
             _model(chosen),
-            dtype=_dtype(chosen),
+            dtype=chosen.get("dtype"),
             param_dtype=given.get("param_dtype"),
             attention=given.get("attention"),
             mesh=given.get("mesh"),
-            video={name: value for name, value in chosen.items() if type(value) in (int, float) or name == "cache"},
+            video=chosen,
             rules=given.get("rules") or "fsdp",
             compiler=given.get("compiler") or kept_set(),
             revision=chosen.get("revision"),
@@ -413,7 +413,16 @@ class Profiling(Hook):
 
 
 def _inherited(left: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what the previous stage left; without what belongs to its model if another one is given."""
+    """Returns what the previous stage left; without what belongs to its model if another one is given.
+
+    Raises WanjaxError for a setting of another type or out of range.
+    """
+    for name, known in options.SETTINGS.items():
+        if left.get(name) is not None:
+            try:
+                known.read(left[name])
+            except WanjaxError as error:
+                raise WanjaxError(f"{stage_files.CONFIG}: {error}") from error
     if given.get("model") in (None, left.get("model")):
         return dict(left)
     return {name: value for name, value in left.items() if name not in ("scheduler", "revision")}
@@ -447,32 +456,14 @@ def loras_of(chosen: Mapping[str, Any]) -> list[Lora]:
     return [replace(lora, file=str(path.absolute())) if path.is_file() else lora for lora, path in found]
 
 
-def _dtype(chosen: Mapping[str, Any]) -> str | None:
-    dtype = chosen.get("dtype")
-    if dtype not in (None, *options.DTYPES):
-        raise WanjaxError(
-            f"{stage_files.CONFIG} gives the dtype {dtype!r} where {' or '.join(options.DTYPES)} is right"
-        )
-    return dtype
+def own_settings(chosen: Mapping[str, Any], given: Mapping[str, Any], defaults: Settings) -> dict[str, Any]:
+    """Returns the chosen settings that the model has.
 
-
-def checked_settings(
-    chosen: Mapping[str, Any], given: Mapping[str, Any], defaults: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Returns the chosen settings of the model, each of its default's type.
-
-    Raises WanjaxError for a setting of another type, and for a given option that this model does not have.
+    Raises WanjaxError for an option given now that it does not have.
     """
-    others = {name for preset in registry.presets().values() for name in preset.defaults.to_json()} - defaults.keys()
-    if unknown := [name for name in sorted(others) if given.get(name) is not None]:
-        raise WanjaxError(f"{unknown[0]} is no setting of {defaults['model']}: {', '.join(defaults)} are")
-    settings = {name: value for name, value in chosen.items() if name in defaults and value is not None}
-    for name, value in settings.items():
-        kind = float if defaults[name] is None else type(defaults[name])  # a default of None stands for a number
-        if type(value) is not kind and not (kind is float and type(value) is int):
-            raise WanjaxError(
-                f"{stage_files.CONFIG} gives {name} as {value!r} where a value such as {defaults[name]!r} is right"
-            )
-        if kind is float and not math.isfinite(value):
-            raise WanjaxError(f"{name} is {value} where a finite number such as {defaults[name]} is right")
-    return settings
+    known, own = schema(type(defaults)), defaults.to_json()
+    found = {name: value for name, value in chosen.items() if value is not None and name in known}
+    for name in found:
+        if name not in own and given.get(name) is not None:
+            raise WanjaxError(f"{name} is no setting of {defaults.model}: {', '.join(own)} are")
+    return {name: value for name, value in found.items() if name in own}

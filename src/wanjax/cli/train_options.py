@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from wanjax.cli.options import Decorator, together
+from wanjax.pipelines.settings import RESIZES
 
 out = click.option(
     "-o",
@@ -84,7 +85,7 @@ clips = together(
         show_default=True,
         help="The frames of a long file: its first, frames from all of it, or all of it in pieces.",
     ),
-    click.option("--resize", type=click.Choice(["crop", "pad", "stretch"]), default="crop", show_default=True),
+    click.option("--resize", type=click.Choice(RESIZES), default="crop", show_default=True),
     click.option(
         "--buckets/--one-size",
         default=True,

@@ -22,7 +22,6 @@ from wanjax.errors import WanjaxError, shown
 from wanjax.media.ffmpeg import run_ffmpeg
 from wanjax.media.videos import BROKEN, read_metadata
 
-RESIZES = ("crop", "pad", "stretch")
 Picture = UInt8[np.ndarray, "H W 3"]
 PictureOfAnySize = UInt8[np.ndarray, "_H _W 3"]  # in a list whose pictures differ in size
 Clip = UInt8[np.ndarray, "T H W 3"]

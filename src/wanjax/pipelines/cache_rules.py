@@ -9,7 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, get_args, get_type_hints
+from typing import Any, ClassVar, NamedTuple, get_args, get_type_hints
 
 import numpy as np
 from jaxtyping import Float
@@ -63,6 +63,8 @@ class CacheRule(ABC):
     """True where a step decides on the device whether it reuses."""
     forwards: ClassVar[int] = 0
     """The number of forwards that a step under guidance still runs where it reuses."""
+    apart: ClassVar[bool] = False
+    """True where a step has to run its two prompts apart."""
 
     def completed(self, tables: Tables) -> "CacheRule":
         """Returns the rule with the checkpoint's own settings where none are given."""
@@ -92,6 +94,16 @@ class NoRule(CacheRule):
 
     def cache(self, turn: Turn, reused: tuple[bool, ...]) -> StepCache:
         return NO_CACHE
+
+
+@dataclass(frozen=True)
+class Auto(NoRule):
+    """Stands for the rule that is best for a model: MagCache where there is a table for it, else EasyCache."""
+
+    name = "auto"
+
+    def completed(self, tables: Tables) -> CacheRule:
+        return MagCache().completed(tables) if tables.magnitudes else EasyCache()
 
 
 @dataclass(frozen=True)
@@ -265,6 +277,7 @@ class Guidance(CacheRule):
 
     name = "guidance"
     forwards = 1
+    apart = True
     interval: int = 5
 
     def __post_init__(self) -> None:
@@ -281,43 +294,44 @@ class Guidance(CacheRule):
 
 
 RULES: Mapping[str, type[CacheRule]] = {
-    rule.name: rule for rule in (MagCache, TeaCache, EasyCache, DeepCache, Guidance, NoRule)
+    rule.name: rule for rule in (MagCache, TeaCache, EasyCache, DeepCache, Guidance, NoRule, Auto)
 }
-AUTO, NONE = "auto", NoRule()
+NONE = NoRule()
 
 
-def cache_rule(text: str) -> CacheRule:
-    """Returns the rule that a text such as `magcache`, `deepcache:11,45,4` or `none` describes.
+def cache_rule(given: Any) -> CacheRule:
+    """Returns a rule, or the one that a text such as `magcache`, `deepcache:11,45,4` or `none` describes.
 
-    Raises WanjaxError for any other text.
+    Raises WanjaxError for anything else.
     """
-    name, _, listed = text.partition(":")
+    if isinstance(given, CacheRule):
+        return given
+    name, _, listed = given.partition(":") if isinstance(given, str) else ("", "", "")
     if name not in RULES:
-        raise WanjaxError(f"there is no step cache {shown(text)}: {', '.join([*RULES, AUTO])} would do")
+        raise WanjaxError(f"there is no step cache {shown(given)}: {', '.join(RULES)} would do")
     fields, values = dataclasses.fields(RULES[name]), listed.split(",") if listed else []
     hints = get_type_hints(RULES[name])
     try:
         kinds = [(get_args(hints[field.name]) or (hints[field.name],))[0] for field in fields]
-        given = {f.name: kind(value) for f, kind, value in zip(fields, kinds, values, strict=False)}
+        found = {f.name: kind(value) for f, kind, value in zip(fields, kinds, values, strict=False)}
     except ValueError:
-        given = {}
-    if len(given) != len(values):
+        found = {}
+    if len(found) != len(values):
         written = f"{RULES[name]()}, which has {[field.name for field in fields]}"
-        raise WanjaxError(f"the step cache {shown(text)} is not written like {written}")
-    return RULES[name](**given)
+        raise WanjaxError(f"the step cache {shown(given)} is not written like {written}")
+    return RULES[name](**found)
 
 
-def chosen_rule(text: str, turns: Sequence[Turn], tables: Tables, model: str) -> CacheRule:
-    """Returns the rule of a text for a checkpoint, with all of its settings.
+def chosen_rule(rule: CacheRule, turns: Sequence[Turn], tables: Tables, model: str) -> CacheRule:
+    """Returns a rule with all of its settings for a checkpoint; for `Auto` none where its rule would reuse nothing.
 
-    `auto` is MagCache where there is a table for it and else EasyCache, or none where neither would reuse anything.
     Raises WanjaxError where the checkpoint lacks the table, or the rule would reuse nothing, or all.
     """
-    if text == AUTO:
-        rules = [MagCache().completed(tables)] if tables.magnitudes else [EasyCache()]
-        return next((rule for rule in rules if any(any(rule.reused(turn, tables)) for turn in turns)), NONE)
-    if (rule := cache_rule(text)) == NONE:
+    if rule == NONE:
         return rule
+    if isinstance(rule, Auto):
+        best = rule.completed(tables)
+        return best if any(any(best.reused(turn, tables)) for turn in turns) else NONE
     if rule.table and getattr(tables, rule.table) is None:
         raise WanjaxError(f"there is no table of {model} for {rule.name}: `wanjax calibrate {model}` measures one")
     if isinstance(rule, Guidance) and not any(turn.guided for turn in turns):
@@ -342,18 +356,13 @@ def check_reused(rule: CacheRule, reused: Sequence[Sequence[bool]]) -> None:
             )
 
 
-def check_apart(text: str, together: bool) -> None:
+def check_apart(rule: CacheRule, together: bool) -> None:
     """Raises WanjaxError for a guidance cache where a step runs both prompts together."""
-    if together and cache_rule_name(text) == Guidance.name:
+    if together and rule.apart:
         raise WanjaxError(
             "a guidance cache is worth nothing where dp or --batch-guidance runs both prompts together: a mesh "
             "without dp, such as tp=8, would do"
         )
-
-
-def cache_rule_name(text: str) -> str:
-    """Returns the name in a text that names a rule."""
-    return text.partition(":")[0]
 
 
 def _begun(reused: Sequence[bool]) -> tuple[bool, ...]:

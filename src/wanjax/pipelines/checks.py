@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from wanjax.errors import WanjaxError, shown
 from wanjax.layers.tiling import Tiling
-from wanjax.pipelines.settings import Settings, dtype_name
+from wanjax.pipelines.settings import DTYPES, Settings
 
 Shape = tuple[int | None, ...]  # None for any size
 NOUNS = {
@@ -138,3 +138,19 @@ def _check_floats(what: str, x: Any, right: str) -> None:
         raise WanjaxError(f"{what} given as {shown(x)} where {right} right")
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise WanjaxError(f"{what} {x.dtype} where floats are right")
+
+
+def dtype_name(dtype: DTypeLike | None, role: str = "dtype") -> str | None:
+    """Returns the name of a dtype, given by its name or as JAX's or NumPy's; None for None.
+
+    Raises WanjaxError, which calls it by its role, for any other dtype than those of `DTYPES`.
+    """
+    if dtype is None:
+        return None
+    try:
+        name = jnp.dtype(dtype).name
+    except (TypeError, ValueError):
+        name = str(dtype)
+    if name not in DTYPES:
+        raise WanjaxError(f"the {role} {name} is not offered: {' and '.join(DTYPES)} are")
+    return name

@@ -15,7 +15,7 @@ from wanjax.checkpoints.networks import Config, Network, NetworkKind, components
 from wanjax.checkpoints.sources import Layout, Source
 from wanjax.errors import UnsupportedError, WanjaxError
 from wanjax.kernels.attention import is_radial, passes_keys
-from wanjax.pipelines.cache_rules import NONE, CacheRule, Turn, chosen_rule, turns_of
+from wanjax.pipelines.cache_rules import CacheRule, Turn, chosen_rule, turns_of
 from wanjax.pipelines.cache_tables import NO_TABLES, Tables
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Settings
@@ -125,8 +125,6 @@ class Architecture(ABC):
 
     def cache_rule(self, settings: Settings) -> CacheRule:
         """Returns the rule of the settings' step cache, complete; raises WanjaxError where the model cannot have it."""
-        if settings.cache == NONE.name:
-            return NONE
         return chosen_rule(settings.cache, self.turns(settings), self.tables, settings.model)
 
     def reused(self, settings: Settings) -> tuple[bool, ...]:

@@ -1,44 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keywords of a pipeline's methods: their names and types for editors, and the names that other libraries have.
+"""The keywords of a pipeline's methods, and the names that other libraries have for them.
 
-`GivenSettings` repeats the fields of the families' settings, because editors read types without running code. A test
-compares the two.
+Editors read types without running code, so those of the settings stand as text in `given`, which is written from
+`Settings`.
 """
 
 import inspect
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from functools import wraps
-from typing import ParamSpec, TypedDict, TypeVar, get_type_hints
+from typing import ParamSpec, TypeVar, get_type_hints
 
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import ClipSource, PictureSource
 from wanjax.pipelines.draws import GivenDraws
+from wanjax.pipelines.given import GivenSettings
 from wanjax.pipelines.steps import Step
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
-
-
-class GivenSettings(TypedDict, total=False):
-    """The settings that a call may give; None is the model's default. `size` is (height, width)."""
-
-    size: tuple[int, int] | None
-    height: int | None
-    width: int | None
-    frames: int | None
-    fps: int | None
-    steps: int | None
-    guidance_scale: float | None
-    guidance_scale_2: float | None
-    boundary: float | None
-    dynamic_guidance: bool | None
-    strength: float | None
-    flow_shift: float | None
-    sigmas: str | None
-    cache: str | None
-    seed: int | None
 
 
 class Given(GivenSettings, total=False):

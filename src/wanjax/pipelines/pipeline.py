@@ -39,7 +39,7 @@ from wanjax.pipelines.resume import Keeping
 from wanjax.pipelines.run import Hook, Run
 from wanjax.pipelines.sampler import draw, join
 from wanjax.pipelines.seeds import checked_seed, told_seeds, words_of
-from wanjax.pipelines.settings import Settings, height_and_width
+from wanjax.pipelines.settings import Settings, height_and_width, schema
 from wanjax.pipelines.steps import Step, Switch
 from wanjax.pipelines.tiny_decoder import read_tiny_decoder
 from wanjax.programs import Value
@@ -171,15 +171,19 @@ class Pipeline(Hooks):
         """
         if size is not None:
             settings |= self._sides(size, settings)
-        if unknown := settings.keys() - self.defaults.to_json().keys():
-            raise unknown_keyword(sorted(unknown)[0], ("size", *self.defaults.to_json()))
+        own, known = self.defaults.to_json(), schema(type(self.defaults))
+        for name in sorted(settings.keys() - own.keys()):
+            if name not in known:
+                raise unknown_keyword(name, ("size", *own))
+            if settings[name] is not None:
+                raise WanjaxError(f"{name} is no setting of {self.defaults.model}: {', '.join(own)} are")
         check_loaded(self.defaults, settings.pop("model", None), settings.pop("dtype", None))
         if settings.get("seed") is not None:
             settings |= {"seed": checked_seed(settings["seed"])}
-        chosen = self.defaults.updated(self.defaults.typed(settings))
+        chosen = self.defaults.updated(settings)
         chosen.check(spatial=self.grid, temporal=self.architecture.vae.temporal_factor)
         check_apart(chosen.cache, self.partitioner.size("dp") > 1)
-        return replace(chosen, cache=str(self.architecture.cache_rule(chosen)))
+        return replace(chosen, cache=self.architecture.cache_rule(chosen))
 
     def _sides(self, size: Any, settings: Mapping[str, Any]) -> dict[str, int]:
         """Returns the height and width that a size gives; raises WanjaxError where they are given beside it."""

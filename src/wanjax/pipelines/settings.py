@@ -1,49 +1,169 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of a video; the defaults are those that a model's authors recommend."""
+"""The settings of a video, each schema once.
+
+The command's options, TOML files, the server's fields, records that are read back and the keywords of the library all
+come from the fields of `Settings`. JAX is not imported here, so that `--help` is quick.
+"""
 
 import dataclasses
 import math
 import operator
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
 from numbers import Real
-from typing import Any, TypeVar, get_type_hints
-
-import jax.numpy as jnp
-import numpy as np
-from jax.typing import DTypeLike
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args
 
 from wanjax.errors import WanjaxError, shown
-from wanjax.media.pictures import RESIZES
-from wanjax.pipelines.cache_rules import AUTO, NONE, Guidance, cache_rule, cache_rule_name
+
+if TYPE_CHECKING:
+    from wanjax.pipelines.cache_rules import CacheRule
 
 DTYPES = ("bfloat16", "float32")
+RESIZES = ("crop", "pad", "stretch")
+LONGEST_NUMBER = 40  # characters
+KINDS = {str: "a text in UTF-8", bool: "true or false", int: "a whole number", float: "a finite number"}
 SomeSettings = TypeVar("SomeSettings", bound="Settings")
+
+
+class Setting(NamedTuple):
+    """A setting: its type, its help, and the values that it may have.
+
+    `group` names the options beside which the command line shows it; None hides it there. `usual` is a value that a
+    message names as right. `made` makes the value of a text, where it is neither a text nor a number.
+    """
+
+    name: str
+    kind: type
+    told: str = ""
+    group: str | None = None
+    metavar: str = ""
+    least: float = -math.inf
+    above: float = -math.inf
+    most: float = math.inf
+    choices: tuple[str, ...] = ()
+    usual: Any = None
+    made: Callable[[Any], Any] | None = None
+
+    @property
+    def right(self) -> str:
+        """The values that are right, in words."""
+        if self.choices:
+            return " or ".join(self.choices)
+        bounds = [f"above {self.above:g}"] * (self.above > -math.inf)
+        bounds += [f"from {self.least:g} on"] * (self.least > -math.inf)
+        bounds += [f"at most {self.most:g}"] * (self.most < math.inf)
+        usual = "" if self.usual is None else f", such as {self.usual},"
+        return " ".join([KINDS[self.kind], *filter(None, [" and ".join(bounds)])]) + usual
+
+    def read(self, value: Any) -> Any:
+        """Returns a value of Python, NumPy, JSON or TOML as the setting's own type.
+
+        Raises WanjaxError for a value of another type or out of range.
+        """
+        if self.made:
+            return self.made(value)
+        found = self._typed(value)
+        within = found in self.choices if self.choices else found is not None
+        if isinstance(found, int | float):
+            within = self.least <= found <= self.most and self.above < found < math.inf
+        if not within:
+            raise WanjaxError(f"{self.name} is given as {shown(value)} where {self.right} is right")
+        return found
+
+    def parse(self, text: str) -> Any:
+        """Returns the value in a text, such as a form's, as the setting's own type; raises WanjaxError as `read`."""
+        if self.kind is bool:
+            return self.read({"true": True, "1": True, "false": False, "0": False}.get(text.strip().lower(), text))
+        if self.kind is str or len(text) > LONGEST_NUMBER:
+            return self.read(text)
+        try:
+            value = self.kind(text)
+        except ValueError:
+            value = text
+        return self.read(value)
+
+    def _typed(self, value: Any) -> Any:
+        """Returns a value as the setting's type; None where it is of another."""
+        if self.kind is bool:
+            return bool(value) if isinstance(value, bool) or str(getattr(value, "dtype", "")) == "bool" else None
+        if self.kind is int:
+            return whole(value)
+        if self.kind is float:
+            return float(value) if isinstance(value, Real) and not isinstance(value, bool) else None
+        return value if is_text(value) else None
+
+
+def setting(told: str = "", *, default: Any = dataclasses.MISSING, **known: Any) -> Any:
+    """Describes a field of settings: its help, its default if every model has one, and what `Setting` says of it."""
+    return field(default=default, metadata={"told": told, **known})
+
+
+def _cache(given: Any) -> "CacheRule":
+    from wanjax.pipelines.cache_rules import cache_rule  # imported late for a quick --help
+
+    return cache_rule(given)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings that every model has; a family's own class adds its own.
+    """The settings of a video.
 
-    `size` is (height, width) in pixels; `dtype` is the dtype in which the networks compute; `resize`, one of `RESIZES`,
-    is the way in which pictures are brought to the size; `strength` is the share of the steps that a given video takes;
-    `cache` names a step cache, as `cache_rule` reads it.
+    The defaults are those that a model's authors recommend; None stands for a setting that a model does not have.
+    `size` is (height, width) in pixels.
     """
 
     model: str
     prompt: str
-    negative_prompt: str
-    height: int
-    width: int
-    frames: int
-    fps: int
-    steps: int
-    guidance_scale: float
-    seed: int
-    dtype: str
-    resize: str
-    strength: float
-    cache: str = NONE.name
+    negative_prompt: str = setting("What the video should not show.", group="text", metavar="TEXT")
+    height: int = setting("Height alone.", group="shape", metavar="N", least=1)
+    width: int = setting("Width alone.", group="shape", metavar="N", least=1)
+    frames: int = setting("Number of frames.", group="shape", metavar="4n+1", least=1)
+    fps: int = setting("Frames a second.", group="denoising", metavar="N", least=1)
+    steps: int = setting("Denoising steps.", group="denoising", metavar="N", least=1, usual=50)
+    guidance_scale: float = setting(
+        "How far to go from the negative prompt to the prompt; 1 is no guidance.",
+        group="denoising", metavar="X", least=0, usual=5,
+    )  # fmt: skip
+    guidance_scale_2: float | None = setting(
+        "The same for the second of two experts, that of little noise.  [default: the first's, if that is given]",
+        default=None, group="denoising", metavar="X", least=0, usual=3,
+    )  # fmt: skip
+    boundary: float | None = setting(
+        "The noise level, from 1 to 0, at which the second expert takes over.",
+        default=None, group="denoising", metavar="X", least=0, most=1, usual=0.875,
+    )  # fmt: skip
+    strength: float = setting(
+        "How far to go from --video, where it is what to begin from: the share of the steps that are taken.",
+        group="denoising", metavar="X", above=0, most=1, usual=0.8,
+    )  # fmt: skip
+    dynamic_guidance: bool | None = setting(
+        "Let the guidance follow a cosine over the steps, for models that have it.", default=None, group="denoising"
+    )
+    flow_shift: float | None = setting(
+        "Above 1, more steps at high noise.", default=None, group="denoising", metavar="X", above=0, usual=5
+    )
+    sigmas: str | None = setting(
+        "Noise levels as the model's authors or as diffusers choose them.",
+        default=None, group="denoising", choices=("official", "diffusers"),
+    )  # fmt: skip
+    cache: "CacheRule" = setting(  # noqa: RUF009
+        "Let some steps reuse what another kept, for speed and another video: magcache, teacache, easycache, "
+        "deepcache or guidance, with settings as in magcache:0.06,2,0.2; auto is the best for the model, none the "
+        "default.",
+        default="none", made=_cache, group="denoising", metavar="NAME",
+    )  # fmt: skip
+    seed: int = setting("Seed of the initial noise; -1 draws one and tells it.", group="denoising", metavar="N")
+    dtype: str = setting("What the networks compute in.", group="compute", choices=DTYPES)
+    resize: str = setting(
+        "How pictures of other proportions than the video's become as large as it.", group="pictures", choices=RESIZES
+    )
+
+    def __post_init__(self) -> None:
+        """Reads each value as its setting's type; raises WanjaxError for one that is of another or out of range."""
+        for name, known in schema(type(self)).items():
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, known.read(value))
 
     @property
     def size(self) -> tuple[int, int]:
@@ -52,7 +172,7 @@ class Settings:
     @property
     def guidance_scales(self) -> tuple[float, ...]:
         """The guidance scales that occur in a video's steps."""
-        return (self.guidance_scale,)
+        return tuple(scale for scale in (self.guidance_scale, self.guidance_scale_2) if scale is not None)
 
     @property
     def guided(self) -> bool:
@@ -61,50 +181,31 @@ class Settings:
 
     @property
     def split(self) -> bool:
-        """True where it helps that a mesh splits the two prompts of a step; a guidance cache needs them apart."""
-        return self.guided and cache_rule_name(self.cache) != Guidance.name
+        """True where it helps that a mesh splits the two prompts of a step."""
+        return self.guided and not self.cache.apart
 
     def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        """Returns the settings that the model has, as JSON."""
+        values = {name: getattr(self, name) for name in schema(type(self))}
+        return {k: v if isinstance(v, int | float | str) else str(v) for k, v in values.items() if v is not None}
 
     def updated(self: SomeSettings, values: Mapping[str, Any]) -> SomeSettings:
-        """Returns these settings with the given values; ignores unknown names and values that are None."""
-        names = {field.name for field in dataclasses.fields(self)}
+        """Returns these settings with the given values; ignores unknown names and values that are None.
+
+        Raises WanjaxError for a value of another type or out of range.
+        """
+        names = schema(type(self))
         return dataclasses.replace(self, **{k: v for k, v in values.items() if k in names and v is not None})
 
-    def typed(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns values as their settings' types, so that a NumPy number becomes Python's; None stays None.
-
-        Raises WanjaxError for a value of another type.
-        """
-        kinds = get_type_hints(type(self))
-        return {k: v if v is None else _typed(k, v, kinds[k], getattr(self, k)) for k, v in values.items()}
-
     def check(self, *, spatial: int, temporal: int) -> None:
-        """Raises WanjaxError unless sizes are multiples of `spatial`, frames `temporal`·n + 1, and the rest valid."""
-        for name, text in (("prompt", self.prompt), ("negative prompt", self.negative_prompt)):
-            if not is_text(text):
-                raise WanjaxError(f"the {name} {text!r} is no text: one text, in UTF-8 on a command line, is right")
+        """Raises WanjaxError unless sizes are multiples of `spatial`, and frames are `temporal`·n + 1."""
         for name, pixels in (("height", self.height), ("width", self.width)):
-            if pixels <= 0 or pixels % spatial:
+            if pixels % spatial:
                 legal = _neighbours(pixels, spatial, 0)
                 raise WanjaxError(f"the {name} {pixels} is not a multiple of {spatial}: {legal} would do")
-        if self.frames <= 0 or (self.frames - 1) % temporal:
+        if (self.frames - 1) % temporal:
             legal = _neighbours(self.frames, temporal, 1)
             raise WanjaxError(f"{self.frames} frames are not of the form {temporal}n + 1: {legal} would do")
-        if self.steps < 1:
-            raise WanjaxError(f"{self.steps} steps cannot make a video: at least 1 is needed")
-        for scale in self.guidance_scales:
-            if not 0 <= scale < math.inf:
-                raise WanjaxError(f"the guidance scale {scale} is not a finite number from 0 on: 1 is none, 5 usual")
-        if not 0 < self.strength <= 1:
-            raise WanjaxError(f"the strength {self.strength} is not above 0 and at most 1: 0.8 is usual")
-        if self.fps < 1:
-            raise WanjaxError(f"{self.fps} frames a second cannot be played: at least 1 is needed")
-        if self.resize not in RESIZES:
-            raise WanjaxError(f"pictures cannot be resized by {self.resize!r}: {', '.join(RESIZES)} would do")
-        if self.cache != AUTO:
-            cache_rule(self.cache)
 
     @property
     def strong_steps(self) -> int:
@@ -115,25 +216,16 @@ class Settings:
         return steps
 
 
-def _typed(name: str, value: Any, kind: Any, usual: Any) -> str | bool | int | float:
-    """Returns a setting's value as a `str`, `bool`, `int`, or else a `float`; `usual` is a value to name as right."""
-    if kind is str:
-        if isinstance(value, str):
-            return value
-        right = "one text is"
-    elif kind is bool:
-        if isinstance(value, bool | np.bool_):
-            return bool(value)
-        right = "True or False is"
-    elif kind is int:
-        if (number := whole(value)) is not None:
-            return number
-        right = f"a whole number such as {usual} is"
-    else:
-        if isinstance(value, Real) and not isinstance(value, bool):
-            return float(value)
-        right = f"a number such as {1.0 if usual is None else usual} is"
-    raise WanjaxError(f"{name} is given as {shown(value)} where {right} right")
+@cache
+def schema(kind: type[Settings]) -> Mapping[str, Setting]:
+    """Returns the settings that a class has, by name, in their order."""
+    return {x.name: Setting(x.name, _kind(x.type), **x.metadata) for x in dataclasses.fields(kind)}
+
+
+def _kind(annotation: Any) -> type:
+    """Returns the type of a field's values, `str` for one that a text names."""
+    kind = next(iter(get_args(annotation)), annotation)
+    return kind if kind in KINDS else str
 
 
 def height_and_width(size: Any) -> tuple[int, int]:
@@ -151,22 +243,6 @@ def whole(value: Any) -> int | None:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         return None
-
-
-def dtype_name(dtype: DTypeLike | None, role: str = "dtype") -> str | None:
-    """Returns the name of a dtype, given by its name or as JAX's or NumPy's; None for None.
-
-    Raises WanjaxError, which calls it by its role, for any other dtype than those of `DTYPES`.
-    """
-    if dtype is None:
-        return None
-    try:
-        name = jnp.dtype(dtype).name
-    except (TypeError, ValueError):
-        name = str(dtype)
-    if name not in DTYPES:
-        raise WanjaxError(f"the {role} {name} is not offered: {' and '.join(DTYPES)} are")
-    return name
 
 
 def is_text(text: Any) -> bool:

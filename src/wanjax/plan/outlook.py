@@ -191,7 +191,7 @@ class Recording:
 def _settled(architecture: Architecture, settings: Settings, together: bool) -> Settings:
     """Returns the settings with a complete step cache; `together` tells whether a forward has both prompts."""
     check_apart(settings.cache, together)
-    return replace(settings, cache=str(architecture.cache_rule(settings)))
+    return replace(settings, cache=architecture.cache_rule(settings))
 
 
 def _asked(
@@ -271,7 +271,11 @@ def _reusing(
     told: Mapping[str, Stage],
 ) -> dict[str, Any]:
     """Returns the fields on steps that reuse what the step cache kept, and on dense ones."""
-    found: dict[str, Any] = {"cache": settings.cache, "reusing_step_seconds_least": None, "total_seconds_least": None}
+    found: dict[str, Any] = {
+        "cache": str(settings.cache),
+        "reusing_step_seconds_least": None,
+        "total_seconds_least": None,
+    }
     for kind in (REUSING, DENSE):
         times, seconds = next(((run.times, x.seconds) for run, x in prices if run.name == kind), (0, None))
         found |= {f"{kind}s": times, f"{kind}_seconds": seconds}

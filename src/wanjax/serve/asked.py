@@ -8,12 +8,10 @@ The fields are the library's settings by name, and those of OpenAI's videos API:
 import base64
 import binascii
 import io
-import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import NoneType
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any, NamedTuple
 
 from PIL import Image
 
@@ -22,7 +20,7 @@ from wanjax.media.pictures import Pictures, read_picture
 from wanjax.media.videos import BROKEN
 from wanjax.pipelines.keywords import unknown_keyword
 from wanjax.pipelines.pipeline import Pipeline
-from wanjax.pipelines.settings import Settings
+from wanjax.pipelines.settings import Setting, Settings, schema
 from wanjax.serve.limits import Limits
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF", "AVIF")
@@ -31,7 +29,7 @@ PICTURES = ("image", "last_image", "references")
 LOADED = ("model", "dtype")  # settings that are the server's
 LONGEST_TEXT = 200  # characters of a setting other than the prompts
 DATA_URL = re.compile(r"data:[\w/+.-]*;base64,(.*)", re.DOTALL)
-WORDS = {"true": True, "false": False, "1": True, "0": False}
+SECONDS = Setting("seconds", float, above=0, most=3600)
 
 
 class Asked(NamedTuple):
@@ -70,16 +68,16 @@ def _check_model(asked: Any, served: str) -> None:
 
 def _shape(fields: Mapping[str, Any], pipe: Pipeline) -> dict[str, Any]:
     """Returns the settings of a request, each of its type, with `size` and `seconds` resolved."""
-    kinds = {name: kind for name, kind in get_type_hints(type(pipe.defaults)).items() if name not in LOADED}
-    known = (*kinds, "size", "seconds", *PICTURES, SAME_PICTURE, "model")
+    own = pipe.defaults.to_json().keys() - set(LOADED)
+    known = {name: setting for name, setting in schema(type(pipe.defaults)).items() if name in own}
     settings: dict[str, Any] = {}
     for name, value in fields.items():
         if name == "size":
             settings |= zip(("height", "width"), _size(value, fields), strict=True)
-        elif name in kinds:
-            settings[name] = _typed(name, value, kinds[name])
+        elif name in known:
+            settings[name] = _read(known[name], value)
         elif name != "seconds":
-            raise unknown_keyword(name, known)
+            raise unknown_keyword(name, (*known, "size", "seconds", *PICTURES, SAME_PICTURE, "model"))
     if "seconds" in fields:
         settings["frames"] = _frames(fields, settings, pipe)
     return settings
@@ -98,35 +96,14 @@ def _frames(fields: Mapping[str, Any], settings: Mapping[str, Any], pipe: Pipeli
     """Returns the number of frames nearest to `seconds` that the model can make."""
     if "frames" in settings:
         raise WanjaxError("seconds is given beside frames: one way is enough")
-    seconds, unit = _typed("seconds", fields["seconds"], float), pipe.architecture.vae.temporal_factor
-    if not 0 < seconds <= 3600:
-        raise WanjaxError(f"seconds is {seconds:g} where a number above 0 and at most 3600 is right")
+    seconds, unit = _read(SECONDS, fields["seconds"]), pipe.architecture.vae.temporal_factor
     wanted = seconds * settings.get("fps", pipe.defaults.fps)
     return max(0, round((wanted - 1) / unit)) * unit + 1
 
 
-def _typed(name: str, given: Any, kind: Any) -> Any:
-    """Returns a value as a setting's type; a form's texts and JSON's numbers mean the same."""
-    kind = next(one for one in (*get_args(kind), kind) if one is not NoneType)
-    value: Any = _parsed(given, kind) if isinstance(given, str) and kind is not str else given
-    if kind is float and type(value) in (int, float) and abs(value) < 1e9 and math.isfinite(value):
-        return float(value)
-    if type(value) is kind and kind in (str, bool):
-        return value
-    if type(value) is kind is int and abs(value) < 2**64:
-        return value
-    right = {str: "a text", bool: "true or false", int: "a whole number", float: "a finite number"}[kind]
-    raise WanjaxError(f"{name} is given as {shown(given)} where {right} is right")
-
-
-def _parsed(text: str, kind: Any) -> Any:
-    """Returns a number or a truth value in a text, or the text where it holds none."""
-    if kind is bool:
-        return WORDS.get(text.strip().lower(), text)
-    try:
-        return kind(text) if len(text) < 40 else text
-    except ValueError:
-        return text
+def _read(known: Setting, given: Any) -> Any:
+    """Returns a value as a setting's; a form's texts and JSON's numbers mean the same."""
+    return known.parse(given) if isinstance(given, str) else known.read(given)
 
 
 def _check_text(name: str, value: Any, limits: Limits) -> None:

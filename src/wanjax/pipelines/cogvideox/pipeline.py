@@ -16,7 +16,6 @@ from wanjax.pipelines.checks import check_features, check_fields, check_taken
 from wanjax.pipelines.cogvideox.architecture import CogVideoXArchitecture
 from wanjax.pipelines.cogvideox.conditioning import POSTERIORS, CogVideoXEncoded, CogVideoXEnds, led
 from wanjax.pipelines.cogvideox.programs import CogVideoXDenoiser, encode_prompts, make_context, split_posterior
-from wanjax.pipelines.cogvideox.settings import CogVideoXSettings
 from wanjax.pipelines.frames import GivenFrames, Latents, encoded
 from wanjax.pipelines.guidance import dynamic_scales, grouping
 from wanjax.pipelines.pipeline import Pipeline
@@ -31,7 +30,6 @@ class CogVideoXPipeline(Pipeline):
     """A CogVideoX checkpoint as a function from prompts, and pictures if it takes them, to videos."""
 
     architecture: CogVideoXArchitecture
-    defaults: CogVideoXSettings
     encoded_type = CogVideoXEncoded
 
     def check_pictures(self, pictures: Pictures, settings: Settings) -> None:
@@ -42,7 +40,7 @@ class CogVideoXPipeline(Pipeline):
         fixed = self.architecture.fixed_size
         return fixed if fixed else super().size_for(picture, asked)
 
-    def settings(self, *, size: tuple[int, int] | None = None, **settings: Any) -> CogVideoXSettings:
+    def settings(self, *, size: tuple[int, int] | None = None, **settings: Any) -> Settings:
         """Returns the model's defaults, overridden by the given settings; raises WanjaxError for invalid ones."""
         chosen = super().settings(size=size, **settings)
         fixed = self.architecture.fixed_size
@@ -114,7 +112,6 @@ class CogVideoXPipeline(Pipeline):
         return self.scheduler.schedule(settings.steps, skip=skip)
 
     def segments(self, schedule: Any, settings: Settings) -> Sequence[Segment]:
-        assert isinstance(settings, CogVideoXSettings)
         if not (settings.dynamic_guidance and settings.guided):
             return super().segments(schedule, settings)
         scales = dynamic_scales(settings.guidance_scale, schedule.timesteps, settings.steps)

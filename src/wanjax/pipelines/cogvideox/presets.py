@@ -9,11 +9,11 @@ from wanjax.models.cogvideox.config import I2V_1_5_5B, I2V_5B, T2V_1_5_5B, T2V_2
 from wanjax.models.cogvideox.vae_config import VAE_1_5, VAE_2B, VAE_5B
 from wanjax.models.t5 import T5_XXL
 from wanjax.pipelines.cogvideox.architecture import CogVideoXArchitecture
-from wanjax.pipelines.cogvideox.settings import CogVideoXSettings
 from wanjax.pipelines.family import Preset
+from wanjax.pipelines.settings import Settings
 from wanjax.schedulers.ddim import DDIM
 
-DEFAULTS = CogVideoXSettings(
+DEFAULTS = Settings(
     model="",
     prompt="",
     negative_prompt="",
@@ -71,7 +71,7 @@ PRESETS = (
 )
 
 
-def settings_of(source: Source, architecture: CogVideoXArchitecture, preset: Preset | None) -> CogVideoXSettings:
+def settings_of(source: Source, architecture: CogVideoXArchitecture, preset: Preset | None) -> Settings:
     """Returns the default settings of a checkpoint: its preset's, if it has one.
 
     Else they are those of the first preset with the same patch and pictures, overridden by generation_config.json.
@@ -83,7 +83,6 @@ def settings_of(source: Source, architecture: CogVideoXArchitecture, preset: Pre
         settings = next(like, PRESETS[0]).defaults.updated(
             read_json(source.root / "generation_config.json", missing={})
         )
-    assert isinstance(settings, CogVideoXSettings)
     return settings
 
 

@@ -29,7 +29,6 @@ from wanjax.pipelines.family import Preset
 from wanjax.pipelines.hunyuanvideo import recognise
 from wanjax.pipelines.hunyuanvideo.architecture import IMAGE_TO_VIDEO, HunyuanVideoArchitecture
 from wanjax.pipelines.hunyuanvideo.presets import PRESETS
-from wanjax.pipelines.hunyuanvideo.settings import HunyuanVideoSettings
 from wanjax.pipelines.hunyuanvideo.text import GLYPH_LENGTH
 
 KIND = "HunyuanVideo_1_5_DiffusionTransformer"  # the class in the authors' config.json
@@ -83,7 +82,6 @@ class _HunyuanVideoSource(RecognisedSource):
     @property
     def configs(self) -> Mapping[str, dict[str, Any]]:
         settings = self.model.defaults
-        assert isinstance(settings, HunyuanVideoSettings)
         scheduler = {"num_train_timesteps": 1000, "shift": settings.flow_shift}
         return {
             "scheduler": {"_class_name": CLASSES["scheduler"][1], **scheduler},

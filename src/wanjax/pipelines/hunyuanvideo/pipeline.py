@@ -23,7 +23,6 @@ from wanjax.pipelines.hunyuanvideo.programs import (
     encode_images,
     make_context,
 )
-from wanjax.pipelines.hunyuanvideo.settings import HunyuanVideoSettings
 from wanjax.pipelines.hunyuanvideo.text import TEMPLATE_TOKENS, tokenize_chats, tokenize_glyphs
 from wanjax.pipelines.keywords import GivenSettings, spelled_out
 from wanjax.pipelines.pipeline import Pipeline
@@ -38,7 +37,6 @@ class HunyuanVideoPipeline(Pipeline):
     """A HunyuanVideo checkpoint as a function from prompts, and a picture if it takes one, to videos."""
 
     architecture: HunyuanVideoArchitecture
-    defaults: HunyuanVideoSettings
     encoded_type = HunyuanVideoEncoded
 
     tokenizer_2 = property(lambda self: self.components.get("tokenizer_2"))
@@ -47,7 +45,7 @@ class HunyuanVideoPipeline(Pipeline):
     feature_extractor = property(lambda self: self.components.get("feature_extractor"))
 
     @spelled_out(GivenSettings)
-    def settings(self, *, size: tuple[int, int] | None = None, **settings: Any) -> HunyuanVideoSettings:
+    def settings(self, *, size: tuple[int, int] | None = None, **settings: Any) -> Settings:
         """Returns the model's defaults, overridden by the given settings; raises WanjaxError for invalid ones."""
         chosen = super().settings(size=size, **settings)
         longest = self.architecture.vae.longest_video
@@ -115,7 +113,6 @@ class HunyuanVideoPipeline(Pipeline):
         return f"{stem}_mask{second}"
 
     def schedule(self, encoded: HunyuanVideoEncoded, settings: Settings) -> Any:
-        assert isinstance(settings, HunyuanVideoSettings)
         return self.scheduler.schedule(settings.steps, shift=settings.flow_shift)
 
     def inputs(

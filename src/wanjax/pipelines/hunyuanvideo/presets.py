@@ -13,9 +13,9 @@ from wanjax.models.siglip import SIGLIP_SO400M
 from wanjax.models.t5 import GLYPH_BYT5
 from wanjax.pipelines.family import Preset, optional
 from wanjax.pipelines.hunyuanvideo.architecture import HunyuanVideoArchitecture
-from wanjax.pipelines.hunyuanvideo.settings import HunyuanVideoSettings
+from wanjax.pipelines.settings import Settings
 
-DEFAULTS = HunyuanVideoSettings(
+DEFAULTS = Settings(
     model="",
     prompt="",
     negative_prompt="",
@@ -83,7 +83,7 @@ PRESETS = (
 )  # fmt: skip
 
 
-def settings_of(source: Source, architecture: HunyuanVideoArchitecture, preset: Preset | None) -> HunyuanVideoSettings:
+def settings_of(source: Source, architecture: HunyuanVideoArchitecture, preset: Preset | None) -> Settings:
     """Returns the default settings of a checkpoint: its preset's, if it has one.
 
     Else they are those of the first preset with the same resolution, pictures and number of steps, overridden by the
@@ -97,7 +97,6 @@ def settings_of(source: Source, architecture: HunyuanVideoArchitecture, preset: 
         own = read_json(source.root / "generation_config.json", missing={})
         published = {"flow_shift": shift, "guidance_scale": _guidance_scale(source)}
         settings = next(like, PRESETS[0]).defaults.updated(published | own)
-    assert isinstance(settings, HunyuanVideoSettings)
     return settings
 
 

@@ -21,7 +21,6 @@ from wanjax.pipelines.wan.conditioning import TEXT_TO_VIDEO, Task, WanEncoded, t
 from wanjax.pipelines.wan.experts import EXPERTS, segments
 from wanjax.pipelines.wan.networks import NETWORKS
 from wanjax.pipelines.wan.programs import TEXT_LENGTH
-from wanjax.pipelines.wan.settings import WanSettings
 from wanjax.schedulers import Consistency, Scheduler, UniPC, from_config
 
 THREE_STEPS = Consistency(timesteps=(1000.0, 757.0, 522.0))
@@ -110,7 +109,6 @@ class WanArchitecture(Architecture):
         return 0
 
     def segments(self, settings: Settings) -> Sequence[Segment]:
-        assert isinstance(settings, WanSettings)
         options = {"shift": settings.flow_shift, "sigmas": settings.sigmas}
         return segments(self.scheduler.schedule(settings.steps, **options).timesteps, settings)
 

@@ -14,13 +14,13 @@ from wanjax.models.wan.causal import place_of, turns_at
 from wanjax.models.wan.config import CausalTransformerConfig
 from wanjax.pipelines.keywords import GivenSettings, spelled_out
 from wanjax.pipelines.sampler import Denoiser, Held, Inputs
+from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.streaming import StreamingPipeline
 from wanjax.pipelines.wan.architecture import WanArchitecture
 from wanjax.pipelines.wan.causal_architecture import CausalWanArchitecture
 from wanjax.pipelines.wan.causal_programs import CausalWanDenoiser, Past, Sight, begin_past, renew
 from wanjax.pipelines.wan.conditioning import WanEncoded
 from wanjax.pipelines.wan.pipeline import WanPipeline
-from wanjax.pipelines.wan.settings import WanSettings
 
 
 class CausalWanPipeline(StreamingPipeline, WanPipeline):
@@ -37,7 +37,7 @@ class CausalWanPipeline(StreamingPipeline, WanPipeline):
         return self.config.block_frames
 
     @spelled_out(GivenSettings)
-    def settings(self, *, size: tuple[int, int] | None = None, **settings: Any) -> WanSettings:
+    def settings(self, *, size: tuple[int, int] | None = None, **settings: Any) -> Settings:
         """Returns the model's defaults, overridden by the given settings; raises WanjaxError for invalid ones."""
         chosen = super().settings(size=size, **settings)
         self.architecture.check_settings(chosen)

@@ -46,7 +46,7 @@ class CausalWanArchitecture(WanArchitecture):
             )
 
     def cache_rule(self, settings: Settings) -> CacheRule:
-        if settings.cache != NONE.name:
+        if settings.cache != NONE:
             raise WanjaxError(f"{settings.model} takes too few steps for a step cache: leave {settings.cache} out")
         return NONE
 

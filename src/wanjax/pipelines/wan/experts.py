@@ -5,14 +5,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Segment
-from wanjax.pipelines.wan.settings import WanSettings
 from wanjax.schedulers.base import TRAIN_STEPS
 
 EXPERTS = ("transformer", "transformer_2")
 
 
-def segments(timesteps: Sequence[float] | np.ndarray, settings: WanSettings) -> list[Segment]:
+def segments(timesteps: Sequence[float] | np.ndarray, settings: Settings) -> list[Segment]:
     """Returns each expert's steps and guidance scales; the second takes the timesteps below the boundary."""
     steps, first = len(timesteps), settings.guidance_scale
     if settings.boundary is None:

@@ -10,7 +10,6 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import PictureOfAnySize, Pictures
 from wanjax.pipelines.checks import check_features
@@ -34,7 +33,6 @@ from wanjax.pipelines.wan.programs import (
     make_context,
     resize,
 )
-from wanjax.pipelines.wan.settings import WanSettings
 from wanjax.programs import Value
 
 OLD_TEXT_LENGTH = 226  # the length of prompts in files of the scripts before wanjax, a mistake
@@ -44,7 +42,6 @@ class WanPipeline(Pipeline):
     """A Wan checkpoint as a function from prompts, and pictures if its task has them, to videos."""
 
     architecture: WanArchitecture
-    defaults: WanSettings
     encoded_type = WanEncoded
 
     image_encoder = property(lambda self: self.components.get("image_encoder"))
@@ -52,14 +49,11 @@ class WanPipeline(Pipeline):
     transformer_2 = property(lambda self: self.components.get("transformer_2"))
 
     @spelled_out(GivenSettings)
-    def settings(self, *, size: tuple[int, int] | None = None, **settings: Any) -> WanSettings:
+    def settings(self, *, size: tuple[int, int] | None = None, **settings: Any) -> Settings:
         """Returns the model's defaults, overridden by the given settings; raises WanjaxError for invalid ones.
 
         A single guidance scale for a model of two experts applies to both.
         """
-        for name in ("guidance_scale_2", "boundary"):
-            if settings.get(name) is not None and not self.architecture.experts:
-                raise WanjaxError(f"{self.defaults.model} has one transformer: {name} is for models with two")
         if self.architecture.experts and settings.get("guidance_scale_2") is None:
             settings |= {"guidance_scale_2": settings.get("guidance_scale")}
         return super().settings(size=size, **settings)
@@ -134,7 +128,6 @@ class WanPipeline(Pipeline):
 
     def schedule(self, encoded: WanEncoded, settings: Settings) -> Any:
         """Returns the schedule; a given video skips the noisiest steps."""
-        assert isinstance(settings, WanSettings)
         skip = 0 if encoded.video_latents is None else settings.steps - settings.strong_steps
         return self.scheduler.schedule(settings.steps, skip=skip, shift=settings.flow_shift, sigmas=settings.sigmas)
 
@@ -144,7 +137,6 @@ class WanPipeline(Pipeline):
         return (self.defaults.boundary, 1.0) if network == EXPERTS[0] else (0.0, self.defaults.boundary)
 
     def segments(self, schedule: Any, settings: Settings) -> Sequence[Segment]:
-        assert isinstance(settings, WanSettings)
         return segments(schedule.timesteps, settings)
 
     def inputs(

@@ -23,6 +23,7 @@ from wanjax.models.wan.config import (
     VAE_2_2,
 )
 from wanjax.pipelines.family import Lesson, Preset
+from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.wan.architecture import THREE_STEPS, WanArchitecture
 from wanjax.pipelines.wan.causal_architecture import CausalWanArchitecture
 from wanjax.pipelines.wan.conditioning import (
@@ -33,7 +34,6 @@ from wanjax.pipelines.wan.conditioning import (
     FIRST_FRAME_TO_VIDEO,
     IMAGE_TO_VIDEO,
 )
-from wanjax.pipelines.wan.settings import WanSettings
 from wanjax.schedulers import RCM, Consistency, FlowEuler, Scheduler
 
 NANO = Path(str(files("wanjax") / "nano"))
@@ -43,7 +43,7 @@ OFFICIAL_NEGATIVE_PROMPT = (
     "三条腿，背景人很多，倒着走"
 )
 SHAKING, CUTTING = "镜头晃动，", "镜头切换，"  # prefixes of negative prompts for models that animate pictures
-DEFAULTS = WanSettings(
+DEFAULTS = Settings(
     model="",
     prompt="",
     negative_prompt=OFFICIAL_NEGATIVE_PROMPT,
@@ -231,7 +231,6 @@ def _in_four_steps(name: str, authors: str, *loras: str, **settings: Any) -> Pre
     ModelTC/LightX2V, and wan/configs/ and wan/utils/fm_solvers_euler.py of ModelTC/Wan2.2-Lightning.
     """
     preset, few = named(name), f"{name}-4step"
-    assert isinstance(preset.defaults, WanSettings)
     if preset.defaults.boundary is not None:
         settings |= {"guidance_scale_2": 1.0}
     return replace(
@@ -346,7 +345,7 @@ PRESETS = (
 )
 
 
-def settings_of(source: Source, architecture: WanArchitecture, preset: Preset | None) -> WanSettings:
+def settings_of(source: Source, architecture: WanArchitecture, preset: Preset | None) -> Settings:
     """Returns the default settings of a checkpoint: its preset's, if it has one.
 
     Else they are those of the first preset with the same task and number of experts, or of Wan 2.1 1.3B if there is
@@ -358,7 +357,6 @@ def settings_of(source: Source, architecture: WanArchitecture, preset: Preset | 
         shift = scheduler.get("flow_shift", scheduler.get("shift"))
         own = read_json(source.root / "generation_config.json", missing={})
         settings = settings.updated({"flow_shift": shift} | _distillation(architecture.scheduler) | own)
-    assert isinstance(settings, WanSettings)
     if not architecture.experts:
         return replace(settings, boundary=None, guidance_scale_2=None)
     return replace(settings, boundary=source.index.get("boundary_ratio") or settings.boundary)
@@ -371,7 +369,7 @@ def _distillation(scheduler: Scheduler) -> dict[str, Any]:
     return {"guidance_scale": 1.0, **(_THREE if scheduler == THREE_STEPS else {"steps": 4})}
 
 
-def _like(architecture: WanArchitecture) -> WanSettings:
+def _like(architecture: WanArchitecture) -> Settings:
     """Returns the settings of the first preset with this task and number of experts, else those of Wan 2.1 1.3B."""
     task = architecture.task
     if (task, architecture.experts) == (IMAGE_TO_VIDEO, False):
@@ -379,7 +377,6 @@ def _like(architecture: WanArchitecture) -> WanSettings:
     for preset in (*PUBLISHED, CAUSAL):
         found = preset.architecture
         assert isinstance(found, WanArchitecture)
-        assert isinstance(preset.defaults, WanSettings)
         if (found.task, found.experts) == (task, architecture.experts):
             return preset.defaults
     return DEFAULTS

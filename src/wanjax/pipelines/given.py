@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The types of the settings that a call may give, written from `Settings` by `python -m tests.support.given`."""
+
+from typing import TypedDict
+
+from wanjax.pipelines.cache_rules import CacheRule
+
+
+class GivenSettings(TypedDict, total=False):
+    """The settings that a call may give; None is the model's default. `size` is (height, width)."""
+
+    size: tuple[int, int] | None
+    height: int | None
+    width: int | None
+    frames: int | None
+    fps: int | None
+    steps: int | None
+    guidance_scale: float | None
+    guidance_scale_2: float | None
+    boundary: float | None
+    strength: float | None
+    dynamic_guidance: bool | None
+    flow_shift: float | None
+    sigmas: str | None
+    cache: CacheRule | str | None
+    seed: int | None

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the types of the settings that a call may give, for editors: `python -m tests.support.given`."""
+
+from pathlib import Path
+
+from wanjax.pipelines import settings
+from wanjax.pipelines.settings import Settings, schema
+
+FILE = Path(settings.__file__).with_name("given.py")
+ELSEWHERE = ("model", "prompt", "negative_prompt", "dtype", "resize")  # given to `load`, or as parameters of their own
+HEAD = '''# SPDX-License-Identifier: Apache-2.0
+"""The types of the settings that a call may give, written from `Settings` by `python -m tests.support.given`."""
+
+from typing import TypedDict
+
+from wanjax.pipelines.cache_rules import CacheRule
+
+
+class GivenSettings(TypedDict, total=False):
+    """The settings that a call may give; None is the model's default. `size` is (height, width)."""
+
+    size: tuple[int, int] | None
+'''
+
+
+def source() -> str:
+    """Returns the text of the module."""
+    known = schema(Settings).items()
+    lines = [f"    {name}: {_type(name)} | None" for name, _ in known if name not in ELSEWHERE]
+    return HEAD + "\n".join(lines) + "\n"
+
+
+def _type(name: str) -> str:
+    setting = schema(Settings)[name]
+    return "CacheRule | str" if setting.made else setting.kind.__name__
+
+
+if __name__ == "__main__":
+    FILE.write_text(source())
