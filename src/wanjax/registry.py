@@ -43,7 +43,7 @@ from wanjax.pipelines.recording import NoProcessor, NoTokenizer
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.wan import FAMILY as WAN
 from wanjax.schedulers import Scheduler, successor
-from wanjax.sharding import Partitioner, find_rules, is_auto, make_mesh, parse_auto, parse_mesh, platform
+from wanjax.sharding import AutoMesh, MeshSizes, Partitioner, find_rules, make_mesh, parse_mesh, platform
 
 FAMILIES = [
     WAN,
@@ -184,7 +184,7 @@ def load(
     param_dtype: DTypeLike | None = None,
     attention: str | None = None,
     revision: str | None = None,
-    mesh: Mesh | str | None = None,
+    mesh: Mesh | MeshSizes | AutoMesh | str | None = None,
     video: Mapping[str, Any] | None = None,
     rules: str = "fsdp",
     compiler: str = SAFE,
@@ -230,7 +230,7 @@ class Loading(NamedTuple):
     dtype: str | None
     param_dtype: str | None
     attention: str | None
-    mesh: Mesh | str | None
+    mesh: Mesh | MeshSizes | AutoMesh | str | None
     video: Mapping[str, Any] | None
     rules: str
     compiler: str
@@ -379,13 +379,14 @@ def _partitioner(way: Loading, architecture: Architecture, settings: Settings) -
     """Returns the mesh and its rules. "auto" chooses a mesh for a video of these settings."""
     mesh, found = way.mesh, find_rules(way.rules)
     if mesh is None and platform() != "cpu" and jax.device_count() > 1:
-        mesh = "auto"
-    if isinstance(mesh, str) and is_auto(mesh):
-        work, how = architecture.forward(settings), {"sp": parse_auto(mesh), "attention": way.attention}
+        mesh = AutoMesh()
+    mesh = parse_mesh(mesh) if isinstance(mesh, str) else mesh
+    if isinstance(mesh, AutoMesh):
+        work, how = architecture.forward(settings), {"sp": mesh.sp, "attention": way.attention}
         axes = auto_axes(work, jax.device_count(), guided=settings.split, **how)
         mesh = make_mesh(*axes, devices=jax.devices()[: math.prod(axes)])
-    elif isinstance(mesh, str):
-        mesh = make_mesh(*parse_mesh(mesh))
+    elif isinstance(mesh, MeshSizes):
+        mesh = make_mesh(*mesh)
     elif not isinstance(mesh, Mesh | None):
         raise WanjaxError(f"the mesh is given as {shown(mesh)} where wanjax.make_mesh(dp=2, tp=4) or 'auto' is right")
     return Partitioner(make_mesh(devices=jax.local_devices()[:1]) if mesh is None else mesh, found)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from wanjax.errors import WanjaxError
 
 MESH_AXES = ("dp", "sp", "tp")
-AUTO = "auto"  # a mesh that is to be chosen
 RING_TOKENS = 6500  # of a TPU, from which on it attends for longer than it sends keys and values to the next
 TOKENS_PER_DEVICE = 32  # with fewer tokens on a device, communication costs more than it saves
 TILE = 16  # rows of a bfloat16 tile on TPUs: shards of whole tiles are joined without a copy
@@ -326,29 +325,31 @@ def hides_ring(tokens: int, devices: int) -> bool:
     return tokens >= RING_TOKENS * devices
 
 
-def parse_auto(text: str | None) -> int | None:
-    """Returns the sp that `auto,sp=2` gives, and None for `auto`, which `is_auto` tells from a whole mesh."""
-    given = (text or AUTO).partition(",")[2].strip()
-    name, _, size = given.partition("=")
-    if given and (name != "sp" or not (size.isascii() and size.isdigit()) or int(size) < 1):
-        raise WanjaxError(f"the mesh {text!r} cannot be read: write it as dp=2,sp=1,tp=4, auto, or auto,sp=2")
-    return int(size) if given else None
+class MeshSizes(NamedTuple):
+    """The sizes of a mesh's axes."""
+
+    dp: int = 1
+    sp: int = 1
+    tp: int = 1
 
 
-def is_auto(mesh: object) -> bool:
-    """Tells whether a mesh, given as a text, is to be chosen."""
-    return isinstance(mesh, str) and mesh.partition(",")[0].strip() == AUTO
+class AutoMesh(NamedTuple):
+    """A mesh that is to be chosen, with a given `sp` unless it is None."""
+
+    sp: int | None = None
 
 
-def parse_mesh(text: str) -> tuple[int, int, int]:
-    """Reads dp, sp and tp from text such as `dp=2,tp=4`, 1 if left out; raises WanjaxError for other text."""
-    given: dict[str, int] = {}
-    for entry in text.split(","):
+def parse_mesh(text: str) -> MeshSizes | AutoMesh:
+    """Reads a mesh such as `dp=2,tp=4`, sizes of 1 left out, `auto` or `auto,sp=2`; raises WanjaxError for other text."""
+    first, *others = (entry.strip() for entry in text.split(","))
+    auto = first == "auto"
+    axes, given = ("sp",) if auto else MESH_AXES, {}
+    for entry in others if auto else [first, *others]:
         name, _, size = (word.strip() for word in entry.partition("="))
-        if name not in MESH_AXES or name in given or not (size.isascii() and size.isdigit()):
-            raise WanjaxError(f"the mesh {text!r} cannot be read: write it as dp=2,sp=1,tp=4, or auto")
+        if name not in axes or name in given or not (size.isascii() and size.isdigit()) or (auto and int(size) < 1):
+            raise WanjaxError(f"the mesh {text!r} cannot be read: write it as dp=2,sp=1,tp=4, auto, or auto,sp=2")
         given[name] = int(size)
-    return given.get("dp", 1), given.get("sp", 1), given.get("tp", 1)
+    return AutoMesh(**given) if auto else MeshSizes(**given)
 
 
 def find_rules(name: str) -> Rules:

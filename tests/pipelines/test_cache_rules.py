@@ -11,7 +11,6 @@ import pytest
 
 from tests.support.recorded import times
 from wanjax.errors import WanjaxError
-from wanjax.pipelines import cache_rules
 from wanjax.pipelines.cache_rules import (
     NONE,
     DeepCache,
@@ -268,7 +267,7 @@ def test_other_texts_are_refused(text, told):
 
 
 def chosen(text, name="wan2.1-t2v-14b", steps=50, guided=True, tables=None):
-    return chosen_rule(text, [alone(steps, guided)], PUBLISHED[name] if tables is None else tables, name)
+    return chosen_rule(cache_rule(text), [alone(steps, guided)], PUBLISHED[name] if tables is None else tables, name)
 
 
 def test_a_rule_is_completed_with_the_checkpoints_settings():
@@ -312,10 +311,10 @@ def test_a_rule_that_a_model_cannot_have_is_refused(text, given, told):
 
 
 def test_a_guidance_cache_needs_the_prompts_apart():
-    check_apart("guidance:5", False)
-    check_apart("magcache", True)
+    check_apart(Guidance(5), False)
+    check_apart(MagCache(), True)
     with pytest.raises(WanjaxError, match="worth nothing where dp or --batch-guidance runs both prompts together"):
-        check_apart("guidance:5", True)
+        check_apart(Guidance(5), True)
 
 
 TABLES = Tables(Magnitudes((1.0, 0.9), (1.0, 0.8), 0.1, 2, 0.2), Changes((1.0, 0.0), 0.1))
@@ -386,7 +385,6 @@ def test_the_tables_of_a_folder_are_those_of_its_weights(tmp_path):
     assert key_of(find(copy)[0]) == first
     next((copy / "transformer").glob("*.safetensors")).touch()
     assert key_of(find(copy)[0]) != first
-    assert cache_rules.AUTO not in cache_rules.RULES
 
 
 @pytest.mark.parametrize("cache", ["deepcache:2,39,7", "magcache", "guidance"])

@@ -19,7 +19,7 @@ from wanjax.errors import WanjaxError
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines.given import GivenSettings
 from wanjax.pipelines.keywords import ELSEWHERE, OTHERWISE, RENAMED, Given
-from wanjax.pipelines.settings import RESIZES, Settings, schema
+from wanjax.pipelines.settings import Settings, schema
 
 ROOT = Path(__file__).parents[2]
 ELSEWHERE_GIVEN = {"model", "dtype", "prompt", "negative_prompt"}  # by `load`, and as parameters
@@ -189,4 +189,3 @@ def test_names_of_other_libraries_are_not_ours(pipe):
     assert not set(ELSEWHERE) & (set(dir(pipe)) | set(dir(wanjax)))
     parameters = {*inspect.signature(wanjax.load).parameters, *inspect.signature(pipe).parameters}
     assert set(RENAMED.values()) <= ours | parameters
-    assert set(RESIZES) == {"crop", "pad", "stretch"}

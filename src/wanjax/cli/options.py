@@ -113,12 +113,17 @@ def _attention(ctx: click.Context, parameter: click.Parameter, value: str | None
     return None if text == "auto" else text
 
 
-def _mesh(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+def _mesh(ctx: click.Context, parameter: click.Parameter, value: str | None) -> Any:
     """Returns the mesh; the former options ask for a chosen one, which splits guidance, with `sp` as it was given."""
     former = _parts(ctx, "use_dp", "sp_num")
     if former and value not in (None, "auto"):
         raise click.UsageError(f"--{next(iter(former)).replace('_', '-')} is given beside --mesh: one way is enough")
-    return f"auto,sp={former['sp_num']}" if "sp_num" in former else "auto" if former else value
+    text = f"auto,sp={former['sp_num']}" if "sp_num" in former else "auto" if former else value
+    if text is None:
+        return None
+    from wanjax.sharding import parse_mesh  # imported late for a quick --help
+
+    return parse_mesh(text)
 
 
 def _rules(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:

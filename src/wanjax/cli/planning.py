@@ -18,20 +18,22 @@ from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Settings
 from wanjax.plan.outlook import Outlook, outlook
 from wanjax.plan.training import TrainingOutlook, training_outlook
-from wanjax.sharding import ONE_DEVICE, find_rules, is_auto, parse_auto, parse_mesh
+from wanjax.sharding import ONE_DEVICE, AutoMesh, MeshSizes, find_rules
 from wanjax.training.adapters import LoraConfig
 from wanjax.training.optimizers import OptimizerConfig
 
 GIB = 2**30
 
 
-def plan(*, model: str, chip: str, mesh: str | None, compiler: str | None, as_json: bool, **given: Any) -> None:
+def plan(
+    *, model: str, chip: str, mesh: MeshSizes | AutoMesh | None, compiler: str | None, as_json: bool, **given: Any
+) -> None:
     """Prices a video, and prints a table or JSON."""
     jax.config.update("jax_platforms", "cpu")  # the priced chips need not be present
     training = {name: given.pop(name) for name in ("train", "lora_rank", "full", "batch", "optimizer")}
     rules = given.pop("rules") or "fsdp"
     find_rules(rules)
-    axes, sp = (None, parse_auto(mesh)) if mesh is None or is_auto(mesh) else (parse_mesh(mesh), None)
+    axes, sp = (mesh, None) if isinstance(mesh, MeshSizes) else (None, mesh and mesh.sp)
     how = {"sp": sp, "rules": rules, "compiler": compiler or SAFE, "attention": given.pop("attention")}
     family, architecture, defaults = registry.outline(model)
     if (scheduler := given.pop("scheduler")) is not None:
