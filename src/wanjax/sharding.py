@@ -340,7 +340,7 @@ class AutoMesh(NamedTuple):
 
 
 def parse_mesh(text: str) -> MeshSizes | AutoMesh:
-    """Reads a mesh such as `dp=2,tp=4`, sizes of 1 left out, `auto` or `auto,sp=2`; raises WanjaxError for other text."""
+    """Reads a mesh such as `dp=2,tp=4`, `auto` or `auto,sp=2`; raises WanjaxError for other text."""
     first, *others = (entry.strip() for entry in text.split(","))
     auto = first == "auto"
     axes, given = ("sp",) if auto else MESH_AXES, {}

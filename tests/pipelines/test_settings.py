@@ -10,7 +10,7 @@ import wanjax
 from tests.support.tiny import tiny_checkpoint
 from wanjax.errors import WanjaxError
 from wanjax.media.videos import read_metadata
-from wanjax.pipelines.settings import dtype_name
+from wanjax.pipelines.checks import dtype_name
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
