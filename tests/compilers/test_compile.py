@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The TPU compiler, run once for several small programs. Needs libtpu (the extra `plan`), but no TPU."""
 
+import json
 import re
+import subprocess
+import sys
 import tempfile
 from functools import partial
 from importlib.util import find_spec
@@ -12,6 +15,7 @@ import pytest
 from tests.support.plan_programs import layers, on_shapes, product_kernel, product_on_each, target_of
 from wanjax.compilers import CompilerError, compile_program, compile_programs, described, find_slice, price_compiled
 from wanjax.compilers import compile as compiling
+from wanjax.compilers.exporting import export
 from wanjax.compilers.priced import _priced
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import attention
@@ -122,6 +126,20 @@ def test_refused_options_are_left_out_and_put_the_price_in_doubt(results):
 def test_a_function_knows_which_chip_it_is_compiled_for(results):
     """Attention chooses its implementation by the described chip, not by the host's CPU."""
     assert "tpu_custom_call" in results["target"].module
+
+
+@needs_libtpu
+def test_the_compiler_ends_with_the_process_that_asked(tmp_path):
+    """A plan that is killed leaves nothing at work: the compiler's process ends with its standard input."""
+    program, chip = PROGRAMS["layers"]
+    job = export(program, find_slice(chip))
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "program.bin").write_bytes(job.program)
+    (tmp_path / "0" / "job.json").write_text(json.dumps(compiling._request(job)))
+    command = [sys.executable, "-m", "wanjax.compilers.worker", str(tmp_path)]
+    ended = subprocess.run(command, env=compiling._environment(tmp_path), stdin=subprocess.DEVNULL)
+    assert ended.returncode == 1
+    assert not (tmp_path / "0" / "result.json").exists()
 
 
 def test_what_wanjax_refuses_is_told_as_it_is():

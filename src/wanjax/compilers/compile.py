@@ -132,7 +132,8 @@ def _finished(roots: Sequence[Path]) -> Iterator[int]:
                 for root in roots:
                     with (root / "errors.txt").open("w", encoding="utf-8") as errors:
                         command = [sys.executable, "-m", "wanjax.compilers.worker", str(root)]
-                        processes.append(subprocess.Popen(command, env=_environment(root), stdout=told, stderr=errors))
+                        streams = {"stdin": subprocess.PIPE, "stdout": told, "stderr": errors}  # stdin ends with us
+                        processes.append(subprocess.Popen(command, env=_environment(root), **streams))
             for line in lines:  # of both processes, until both have ended
                 word, _, number = line.strip().partition(" ")
                 if word == "done":

@@ -7,9 +7,11 @@ line `done NUMBER` is printed once all of it is there.
 """
 
 import json
+import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Thread
 from time import perf_counter
 from typing import Any
 
@@ -70,6 +72,7 @@ def main(root: Path) -> None:
 
     The dump does not tell which program a schedule is of.
     """
+    Thread(target=_end_with_parent, daemon=True).start()
     jax.config.update("jax_enable_compilation_cache", False)  # a program from the cache has no schedule
     dumped = root / DUMPED
 
@@ -86,6 +89,12 @@ def main(root: Path) -> None:
     folders = sorted(root.glob("[0-9]*"), key=lambda folder: int(folder.name))
     with ThreadPoolExecutor(1 if dumped.exists() else AT_ONCE) as pool:
         list(pool.map(run, folders))
+
+
+def _end_with_parent() -> None:
+    """Ends the process when the one that started it is gone, however that ended: compiling may take minutes."""
+    sys.stdin.buffer.read()
+    os._exit(1)
 
 
 if __name__ == "__main__":
