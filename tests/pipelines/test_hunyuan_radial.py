@@ -73,11 +73,11 @@ def test_a_model_by_hand(folder, monkeypatch):
     latents = jnp.asarray(rng.normal(size=(2, *GRID, radial.config.channels_in)), jnp.float32)
     text = jnp.asarray(rng.normal(size=(2, 11, radial.config.text_width)), jnp.float32)
     t, mask = jnp.full(2, 500.0), jnp.arange(11)[None] < jnp.asarray([[11], [4]])
-    assert [model.rope(GRID).frames for model in (radial, plain)] == [11, None]
+    assert [model.mask(GRID) for model in (radial, plain)] == [MASK, None]
 
     @nnx.jit
     def run(model):
-        return model(latents, t, model.context(text, mask), model.rope(GRID))
+        return model(latents, t, model.context(text, mask), model.rope(GRID), mask=model.mask(GRID))
 
     @nnx.jit
     def by_hand(model):

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from wanjax import registry
 from wanjax.cli.stages import checked_settings, given_settings, loras_of
+from wanjax.kernels.attention import AUTO
 from wanjax.kernels.compiler_options import SAFE
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures
@@ -32,7 +33,7 @@ def plan(*, model: str, chip: str, mesh: str | None, compiler: str | None, as_js
     rules = given.pop("rules") or "fsdp"
     find_rules(rules)
     axes, sp = (None, parse_auto(mesh)) if mesh is None or is_auto(mesh) else (parse_mesh(mesh), None)
-    how = {"sp": sp, "rules": rules, "compiler": compiler or SAFE, "attention": given.pop("attention")}
+    how = {"sp": sp, "rules": rules, "compiler": compiler or SAFE, "attention": given.pop("attention") or AUTO}
     family, architecture, defaults = registry.outline(model)
     if (scheduler := given.pop("scheduler")) is not None:
         architecture = registry.with_scheduler(architecture, scheduler)

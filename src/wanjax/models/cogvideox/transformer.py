@@ -16,7 +16,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32
 
-from wanjax.kernels.attention import attention
+from wanjax.kernels.attention import AUTO, Attention, attention
 from wanjax.kernels.heads import pack_for_all_to_all
 from wanjax.layers.embeddings import sinusoid
 from wanjax.layers.linear import linear
@@ -38,7 +38,7 @@ OFFSET = 2.0  # the only offset that checkpoints were trained with
 class JointAttention(nnx.Module):
     """Attention of all tokens, of the video and the text, to all tokens."""
 
-    def __init__(self, config: TransformerConfig, implementation: str | None, **kw):
+    def __init__(self, config: TransformerConfig, attention: Attention, **kw):
         width = config.width
         self.q = linear(width, width, ("embed", "heads"), **kw)
         self.k = linear(width, width, ("embed", "heads"), **kw)
@@ -47,7 +47,7 @@ class JointAttention(nnx.Module):
         self.q_norm = layer_norm(config.head_dim, HEAD_EPS, affine=True, **kw)
         self.k_norm = layer_norm(config.head_dim, HEAD_EPS, affine=True, **kw)
         self.heads = config.heads
-        self.implementation = implementation
+        self.attention = attention
 
     @jax.named_scope("self_attention")
     def __call__(self, x: Tokens, rope: Rope) -> Tokens:
@@ -55,18 +55,18 @@ class JointAttention(nnx.Module):
         k = split_heads(head_norm_and_rope(self.k(x), self.k_norm, rope), self.heads)
         # the values of v(x) as they are; on several TPUs, in the memory layout in which heads are sent
         v = split_heads(pack_for_all_to_all(self.v(x)), self.heads)
-        y = attention(q, k, v, keys=rope.length, implementation=self.implementation)
+        y = attention(q, k, v, keys=rope.length, implementation=self.attention)
         return self.out(y.reshape(x.shape))
 
 
 class Block(nnx.Module):
     """Joint attention and an MLP; the timestep modulates both, the video's tokens and the text's differently."""
 
-    def __init__(self, config: TransformerConfig, implementation: str | None, **kw):
+    def __init__(self, config: TransformerConfig, attention: Attention, **kw):
         width = config.width
         self.attn_mod = time_projection(config, 6, **kw)
         self.norm1 = layer_norm(width, config.eps, affine=True, **kw)
-        self.attn = JointAttention(config, implementation, **kw)
+        self.attn = JointAttention(config, attention, **kw)
         self.mlp_mod = time_projection(config, 6, **kw)
         self.norm2 = layer_norm(width, config.eps, affine=True, **kw)
         self.mlp = MLP((width, config.mlp_dim, width), ("embed", "mlp", "embed"), gelu_tanh, **kw)
@@ -120,12 +120,12 @@ class CogVideoXTransformer(nnx.Module):
         self,
         config: TransformerConfig,
         *,
-        attention: str | None = None,
+        attention: Attention = AUTO,
         dtype: DTypeLike,
         param_dtype: DTypeLike,
         rngs: nnx.Rngs,
     ):
-        """`attention` names an implementation; None chooses by platform and shape."""
+        """`attention` is how tokens attend; AUTO chooses by platform and shape."""
         kw: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         width, cells = config.width, config.patch_cells
         self.config = config

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from wanjax.kernels.attention import attention_to_kept
+from wanjax.kernels.attention import AUTO, Attention, attention_to_kept
 from wanjax.kernels.attention.kept import Kept, Place, empty_window
 from wanjax.kernels.heads import pack_for_all_to_all
 from wanjax.layers.embeddings import sinusoid
@@ -29,7 +29,7 @@ from wanjax.layers.rope import Rope, Turns, norm_and_rope, rope_of, turns
 from wanjax.layers.stack import map_blocks, scan_keeping, stack
 from wanjax.models.wan.config import CausalTransformerConfig
 from wanjax.models.wan.transformer import (
-    Attention,
+    AttentionLayer,
     Context,
     CrossAttention,
     Tokens,
@@ -41,7 +41,7 @@ from wanjax.models.wan.transformer import (
 )
 
 
-class CausalSelfAttention(Attention):
+class CausalSelfAttention(AttentionLayer):
     """Attention of every token of a block to the block and to the kept keys, with q and k rotated by position."""
 
     @jax.named_scope("self_attention")
@@ -51,7 +51,7 @@ class CausalSelfAttention(Attention):
         k = split_heads(norm_and_rope(self.k(x), self.k_norm, rope), self.heads)
         v = split_heads(pack_for_all_to_all(self.v(x)), self.heads)
         q, k = q.astype(self.dtype), k.astype(self.dtype)
-        options = {"length": rope.length, "implementation": self.implementation}
+        options = {"length": rope.length, "implementation": self.attention}
         out, kept = attention_to_kept(q, k, v, window, place, **options)
         return self.out(join_heads(out)), kept
 
@@ -59,12 +59,12 @@ class CausalSelfAttention(Attention):
 class CausalBlock(nnx.Module):
     """The text-to-video transformer's block, with self-attention to the blocks of frames before too."""
 
-    def __init__(self, config: CausalTransformerConfig, implementation: str | None, **kw):
+    def __init__(self, config: CausalTransformerConfig, attention: Attention, **kw):
         width = config.width
         self.norm1 = layer_norm(width, config.eps, affine=False, **kw)
-        self.self_attn = CausalSelfAttention(config, implementation, **kw)
+        self.self_attn = CausalSelfAttention(config, attention, **kw)
         self.norm2 = layer_norm(width, config.eps, affine=True, **kw)
-        self.cross_attn = CrossAttention(config, implementation, **kw)
+        self.cross_attn = CrossAttention(config, attention, **kw)
         self.norm3 = layer_norm(width, config.eps, affine=False, **kw)
         self.mlp = MLP((width, config.mlp_dim, width), ("embed", "mlp", "embed"), gelu_tanh, **kw)
         self.table = modulation_table(6, width, kw["rngs"])
@@ -92,12 +92,12 @@ class WanCausalTransformer(nnx.Module):
         self,
         config: CausalTransformerConfig,
         *,
-        attention: str | None = None,
+        attention: Attention = AUTO,
         dtype: DTypeLike,
         param_dtype: DTypeLike,
         rngs: nnx.Rngs,
     ):
-        """`attention` names an implementation; None chooses by platform and shape."""
+        """`attention` is how tokens attend; AUTO chooses by platform and shape."""
         kw: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         width, cells = config.width, config.patch_cells
         self.config = config

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from wanjax.kernels.attention import AUTO, Attention
 from wanjax.layers.embeddings import sinusoid
 from wanjax.layers.linear import linear
 from wanjax.layers.mlp import MLP, gelu_tanh
@@ -46,12 +47,12 @@ class ControlContext(NamedTuple):
 class ControlBlock(nnx.Module):
     """The text-to-video transformer's block, for the control stream, and the projection of its hints."""
 
-    def __init__(self, config: ControlTransformerConfig, implementation: str | None, **kw):
+    def __init__(self, config: ControlTransformerConfig, attention: Attention, **kw):
         width = config.width
         self.norm1 = layer_norm(width, config.eps, affine=False, **kw)
-        self.self_attn = SelfAttention(config, implementation, **kw)
+        self.self_attn = SelfAttention(config, attention, **kw)
         self.norm2 = layer_norm(width, config.eps, affine=True, **kw)
-        self.cross_attn = CrossAttention(config, implementation, **kw)
+        self.cross_attn = CrossAttention(config, attention, **kw)
         self.norm3 = layer_norm(width, config.eps, affine=False, **kw)
         self.mlp = MLP((width, config.mlp_dim, width), ("embed", "mlp", "embed"), gelu_tanh, **kw)
         self.table = modulation_table(6, width, kw["rngs"])
@@ -78,15 +79,16 @@ class WanControlTransformer(nnx.Module):
         self,
         config: ControlTransformerConfig,
         *,
-        attention: str | None = None,
+        attention: Attention = AUTO,
         dtype: DTypeLike,
         param_dtype: DTypeLike,
         rngs: nnx.Rngs,
     ):
-        """`attention` names an implementation; None chooses by platform and shape."""
+        """`attention` is how tokens attend; AUTO chooses by platform and shape."""
         kw: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         width, cells = config.width, config.patch_cells
         self.config = config
+        self.attention = attention
         self.dtype = dtype
         self.patch_embed = linear(cells * config.channels_in, width, (None, "embed"), **kw)
         self.text_embed = MLP((config.text_width, width, width), ("text", "mlp", "embed"), gelu_tanh, **kw)

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from wanjax.kernels.attention import AUTO, Attention, Radial
 from wanjax.layers.embeddings import sinusoid
 from wanjax.layers.linear import linear
 from wanjax.layers.mlp import MLP, gelu, gelu_tanh
@@ -22,11 +23,11 @@ from wanjax.layers.modulation import gated_add, modulate, split_modulation
 from wanjax.layers.norms import layer_norm, rms_norm
 from wanjax.layers.patch import patch_grid, patchify, unpatchify
 from wanjax.layers.placement import with_axes
-from wanjax.layers.rope import Rope, rope_3d, seeing_all, with_frames
+from wanjax.layers.rope import Rope, rope_3d
 from wanjax.layers.stack import Through, map_blocks, stack, through_all, trunk_of
 from wanjax.models.wan.config import ImageTransformerConfig
 from wanjax.models.wan.transformer import (
-    Attention,
+    AttentionLayer,
     Context,
     SelfAttention,
     Tokens,
@@ -35,7 +36,6 @@ from wanjax.models.wan.transformer import (
     shard_stacked,
     split_heads,
     time_mlp,
-    without_tiles,
 )
 
 ImageTokens = Float[Array, "B _S E"]  # 257 for an image, 514 for a first and a last one
@@ -48,11 +48,11 @@ class ImageContext(NamedTuple):
     image: Context
 
 
-class ImageCrossAttention(Attention):
+class ImageCrossAttention(AttentionLayer):
     """Attention of every token to the prompt plus its attention to the image: two softmaxes of one query."""
 
-    def __init__(self, config: ImageTransformerConfig, implementation: str | None, **kw):
-        super().__init__(config, without_tiles(implementation), **kw)
+    def __init__(self, config: ImageTransformerConfig, attention: Attention, **kw):
+        super().__init__(config, attention.plain(), **kw)
         self.image_k = linear(config.width, config.width, ("embed", "heads"), **kw)
         self.image_v = linear(config.width, config.width, ("embed", "heads"), **kw)
         self.image_k_norm = rms_norm(config.width, config.eps, **kw)
@@ -78,21 +78,23 @@ class ImageCrossAttention(Attention):
 class ImageBlock(nnx.Module):
     """The text-to-video transformer's block, with cross-attention to the image too."""
 
-    def __init__(self, config: ImageTransformerConfig, implementation: str | None, **kw):
+    def __init__(self, config: ImageTransformerConfig, attention: Attention, **kw):
         width = config.width
         self.norm1 = layer_norm(width, config.eps, affine=False, **kw)
-        self.self_attn = SelfAttention(config, implementation, **kw)
+        self.self_attn = SelfAttention(config, attention, **kw)
         self.norm2 = layer_norm(width, config.eps, affine=True, **kw)
-        self.cross_attn = ImageCrossAttention(config, implementation, **kw)
+        self.cross_attn = ImageCrossAttention(config, attention, **kw)
         self.norm3 = layer_norm(width, config.eps, affine=False, **kw)
         self.mlp = MLP((width, config.mlp_dim, width), ("embed", "mlp", "embed"), gelu_tanh, **kw)
         self.table = modulation_table(6, width, kw["rngs"])
         self.dtype = kw["dtype"]
 
-    def __call__(self, x: Tokens, context: ImageContext, mod: Float[Array, "B 1 6 E"], rope: Rope) -> Tokens:
+    def __call__(
+        self, x: Tokens, context: ImageContext, mod: Float[Array, "B 1 6 E"], rope: Rope, mask: Radial | None = None
+    ) -> Tokens:
         self_mod, mlp_mod = split_modulation(mod + self.table[...][None, None])
         y = modulate(self.norm1(x), self_mod.shift, self_mod.scale).astype(self.dtype)
-        x = gated_add(x, self.self_attn(y, rope), self_mod.gate)
+        x = gated_add(x, self.self_attn(y, rope, mask), self_mod.gate)
         x = x + self.cross_attn(self.norm2(x).astype(self.dtype), context).astype(x.dtype)
         y = modulate(self.norm3(x), mlp_mod.shift, mlp_mod.scale).astype(self.dtype)
         return gated_add(x, self.mlp(y), mlp_mod.gate)
@@ -130,12 +132,12 @@ class WanImageTransformer(nnx.Module):
         self,
         config: ImageTransformerConfig,
         *,
-        attention: str | None = None,
+        attention: Attention = AUTO,
         dtype: DTypeLike,
         param_dtype: DTypeLike,
         rngs: nnx.Rngs,
     ):
-        """`attention` names an implementation; None chooses by platform and shape."""
+        """`attention` is how tokens attend; AUTO chooses by platform and shape."""
         kw: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         width, cells = config.width, config.patch_cells
         self.config = config
@@ -166,7 +168,11 @@ class WanImageTransformer(nnx.Module):
 
     def rope(self, grid: tuple[int, int, int]) -> Rope:
         """Tables of RoPE for a grid of patches."""
-        return with_frames(rope_3d(grid, self.config.rope_channels), grid, self.attention)
+        return rope_3d(grid, self.config.rope_channels)
+
+    def mask(self, grid: tuple[int, int, int]) -> Radial | None:
+        """The mask of radial self-attention over a grid of patches; None where all see all."""
+        return self.attention.mask(grid)
 
     def __call__(
         self,
@@ -175,18 +181,19 @@ class WanImageTransformer(nnx.Module):
         context: ImageContext,
         rope: Rope,
         *,
+        mask: Radial | None = None,
         through: Through = through_all,
     ) -> Float[Array, "B T H W _C"]:
-        """`context` and `rope` come from the methods of these names; `through` runs the blocks."""
+        """`context`, `rope` and `mask` come from the methods of these names; `through` runs the blocks."""
         grid = self.grid(latents)
         x = self.patch_embed(patchify(latents.astype(self.dtype), self.config.patch))  # [B L E]
         time = self.time_embed(sinusoid(t, self.config.frequency_dim))[:, None]  # [B 1 E]
         mod = self.time_proj(jax.nn.silu(time)).reshape(-1, 1, 6, self.config.width)
 
-        def run(block: ImageBlock, x: Tokens, context: ImageContext, rope: Rope = rope) -> Tokens:
-            return block(x, context, mod, rope)
+        def run(block: ImageBlock, x: Tokens, context: ImageContext, mask: Radial | None = mask) -> Tokens:
+            return block(x, context, mod, rope, mask)
 
-        first = None if rope.frames is None else partial(run, rope=seeing_all(rope))
+        first = None if mask is None else partial(run, mask=None)
         x = through(trunk_of(self.blocks, run, context, first=first), x)
 
         shift, scale = (time + row for row in jnp.split(self.table[...][None], 2, axis=1))

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from wanjax.kernels.compiler_options import scanned
 from wanjax.layers.embeddings import sinusoid
-from wanjax.layers.rope import Rope, seeing_all
+from wanjax.layers.rope import Rope
 from wanjax.layers.stack import Through, through_all
 from wanjax.pipelines.guidance import Groups, group
 from wanjax.pipelines.sampler import Denoiser, Ends
@@ -56,8 +56,8 @@ class WanDenoiser(TimedDenoiser):
         through: Through = through_all,
     ) -> Float[Array, "B T H W C"]:
         pictures = jax.tree.map(lambda a: jnp.broadcast_to(a, (len(x), *a.shape[1:])), shared.pictures)
-        rope = seeing_all(shared.rope) if self.dense else shared.rope
-        return self.task.velocity(partial(network, through=through), x, t, prompt, rope, pictures)
+        masks = {"mask": network.mask(network.grid(x))} if self.dense is False else {}
+        return self.task.velocity(partial(network, through=through, **masks), x, t, prompt, shared.rope, pictures)
 
 
 def encode_text(encoder: Any, ids: Int[Array, "B S"], mask: Bool[Array, "B S"]) -> Float[Array, "B S E"]:
