@@ -127,9 +127,10 @@ def test_parts_of_the_keys(lifts, dtype, size, config, counted, loud):
 
 def test_chosen_tiles_are_for_self_attention():
     sizes = {"dtype": jnp.float32, "param_dtype": jnp.float32}
-    block = nnx.eval_shape(lambda: Block(TRANSFORMER, "flash_tpu:block_q=512", **sizes, rngs=nnx.Rngs(0)))
-    assert block.self_attn.implementation == "flash_tpu:block_q=512"
-    assert block.cross_attn.implementation == "flash_tpu"
+    asked = Attention.parse("flash_tpu:block_q=512")
+    block = nnx.eval_shape(lambda: Block(TRANSFORMER, asked, **sizes, rngs=nnx.Rngs(0)))
+    assert str(block.self_attn.attention) == "flash_tpu:block_q=512"
+    assert str(block.cross_attn.attention) == "flash_tpu"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

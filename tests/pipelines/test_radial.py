@@ -82,7 +82,7 @@ def test_a_model_by_hand(monkeypatch):
             for index in range(CONFIG.layers):
                 if index == 1:
                     monkeypatch.setattr(wan, "attention", masked)
-                x = block_at(model.blocks, index)(x, block_at(context, index), mod, rope)
+                x, _ = block_at(model.blocks, index)(x, block_at(context, index), mod, rope)
             return x
 
         return model(latents, t, context, rope, through=through)

@@ -9,7 +9,7 @@ diffusers' models/transformers/transformer_wan.py and, for what stays in float32
 
 import math
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -74,14 +74,15 @@ class SelfAttention(AttentionLayer):
     """Attention of every token to every token, or to those in a mask, with q and k rotated by position."""
 
     @jax.named_scope("self_attention")
-    def __call__(self, x: Tokens, rope: Rope, mask: Radial | None = None) -> Tokens:
+    def __call__(self, x: Tokens, rope: Rope, mask: Radial | None = None) -> tuple[Tokens, None]:
+        """Keeps no keys and values for other calls, as a causal one does."""
         to_q, to_k, to_v = gathered_together(self.q, self.k, self.v)
         # norm and RoPE are one call because they are one kernel on TPUs: apart, each copies q and k in memory
         q = split_heads(norm_and_rope(to_q(x), self.q_norm, rope), self.heads)  # [B L N D]
         k = split_heads(norm_and_rope(to_k(x), self.k_norm, rope), self.heads)
         # the values of v(x) as they are; on several TPUs, in the memory layout in which heads are sent
         v = split_heads(pack_for_all_to_all(to_v(x)), self.heads)
-        return self.out(self.attend(q, k, v, rope.length, mask))
+        return self.out(self.attend(q, k, v, rope.length, mask)), None
 
 
 class CrossAttention(AttentionLayer):
@@ -105,32 +106,31 @@ class CrossAttention(AttentionLayer):
 class Block(nnx.Module):
     """Self-attention, cross-attention to the prompt, and an MLP; the timestep modulates the first and the last."""
 
+    self_attention: ClassVar[Any] = SelfAttention
+    cross_attention: ClassVar[Any] = CrossAttention
+
     def __init__(self, config: TransformerConfig, attention: Attention, **kw):
         width = config.width
         self.norm1 = layer_norm(width, config.eps, affine=False, **kw)
-        self.self_attn = SelfAttention(config, attention, **kw)
+        self.self_attn = self.self_attention(config, attention, **kw)
         self.norm2 = layer_norm(width, config.eps, affine=True, **kw)
-        self.cross_attn = CrossAttention(config, attention, **kw)
+        self.cross_attn = self.cross_attention(config, attention, **kw)
         self.norm3 = layer_norm(width, config.eps, affine=False, **kw)
         self.mlp = MLP((width, config.mlp_dim, width), ("embed", "mlp", "embed"), gelu_tanh, **kw)
         self.table = modulation_table(6, width, kw["rngs"])
         self.dtype = kw["dtype"]
 
     def __call__(
-        self,
-        x: Tokens,
-        context: Context,
-        mod: Float[Array, "B _T 6 E"],
-        rope: Rope,
-        mask: Radial | None = None,
-        clean: Second = None,
-    ) -> Tokens:
+        self, x: Tokens, context: Any, mod: Float[Array, "B _T 6 E"], *where: Any, clean: Second = None
+    ) -> tuple[Tokens, Any]:
+        """`where` is what self-attention is given beside tokens; returns also what it keeps for other calls."""
         self_mod, mlp_mod = split_modulation(mod + self.table[...][None, None])
         y = modulate(self.norm1(x), self_mod.shift, self_mod.scale, clean).astype(self.dtype)
-        x = gated_add(x, self.self_attn(y, rope, mask), self_mod.gate, clean)
+        y, kept = self.self_attn(y, *where)
+        x = gated_add(x, y, self_mod.gate, clean)
         x = x + self.cross_attn(self.norm2(x).astype(self.dtype), context).astype(x.dtype)
         y = modulate(self.norm3(x), mlp_mod.shift, mlp_mod.scale, clean).astype(self.dtype)
-        return gated_add(x, self.mlp(y), mlp_mod.gate, clean)
+        return gated_add(x, self.mlp(y), mlp_mod.gate, clean), kept
 
 
 class WanTransformer(nnx.Module):
@@ -138,6 +138,8 @@ class WanTransformer(nnx.Module):
 
     velocity = transformer(latents, t, transformer.context(text), transformer.rope(transformer.grid(latents)))
     """
+
+    block: ClassVar[type[Block]] = Block
 
     def __init__(
         self,
@@ -158,7 +160,7 @@ class WanTransformer(nnx.Module):
         self.text_embed = MLP((config.text_width, width, width), ("text", "mlp", "embed"), gelu_tanh, **kw)
         self.time_embed = time_mlp(config, rngs)
         self.time_proj = linear(width, 6 * width, ("embed", "mlp"), **{**kw, "dtype": jnp.float32})
-        self.blocks = stack(lambda rngs: Block(config, attention, **{**kw, "rngs": rngs}), config.layers, rngs)
+        self.blocks = stack(lambda rngs: self.block(config, attention, **{**kw, "rngs": rngs}), config.layers, rngs)
         self.norm_out = layer_norm(width, config.eps, affine=False, **kw)
         self.table = modulation_table(2, width, rngs)
         self.proj_out = linear(width, cells * config.channels_out, ("embed", None), **kw)
@@ -184,7 +186,7 @@ class WanTransformer(nnx.Module):
         self,
         latents: Float[Array, "B T H W C"],
         t: Float[Array, "B"],
-        context: Context,
+        context: Any,
         rope: Rope,
         *,
         clean_frames: int = 0,
@@ -205,8 +207,8 @@ class WanTransformer(nnx.Module):
         mod = self.time_proj(jax.nn.silu(time)).reshape(*timesteps.shape, 6, self.config.width)
         mod = constrain(mod, ("batch", None, None, None))  # blocks take rows of it
 
-        def run(block: Block, x: Tokens, context: Context, mask: Radial | None = mask) -> Tokens:
-            return block(x, context, mod, rope, mask, clean)
+        def run(block: Block, x: Tokens, context: Any, mask: Radial | None = mask) -> Tokens:
+            return block(x, context, mod, rope, mask, clean=clean)[0]
 
         first = None if mask is None else partial(run, mask=None)
         x = through(trunk_of(self.blocks, run, context, first=first), x)
