@@ -23,7 +23,7 @@ from benchmarks.attention_prices import splash_kernel
 from wanjax.compilers import described, find_slice
 from wanjax.compilers.lowering import Lowering
 from wanjax.compilers.priced import price_all
-from wanjax.kernels.attention import IMPLEMENTATIONS
+from wanjax.kernels.attention import IMPLEMENTATIONS, Attention
 from wanjax.pipelines.recording import record
 from wanjax.plan.recorded import STEP, programs_of
 from wanjax.registry import outline, outlined, presets
@@ -86,7 +86,7 @@ def priced(measured: Measured) -> float:
     place = find_slice(measured.chip)
     mesh = described(place, {"dp": 2, "sp": 1, "tp": place.devices // 2})
     family, architecture, _ = outline(MODEL)
-    pipe = outlined(family, architecture, settings, Partitioner(mesh, RULES["fsdp"]), attention="splash")
+    pipe = outlined(family, architecture, settings, Partitioner(mesh, RULES["fsdp"]), attention=Attention("splash"))
     step = next(x.lowering for x in programs_of(record(pipe, settings)) if x.name == STEP)
     [found] = price_all(place, [with_splash(step)])
     assert found.seconds is not None, "it fits"

@@ -25,7 +25,7 @@ from wanjax.checkpoints.networks import Network, NetworkKind, components, networ
 from wanjax.checkpoints.sources import Layout, Source, open_source
 from wanjax.compilers.cache import set_cache_folder
 from wanjax.errors import WanjaxError, shown
-from wanjax.kernels.attention import choose, named
+from wanjax.kernels.attention import AUTO, Attention, choose
 from wanjax.kernels.compiler_options import SAFE, check_set
 from wanjax.layers.placement import placed
 from wanjax.pipelines.cache_tables import key_of, measured_file, tables_of
@@ -182,7 +182,7 @@ def load(
     *,
     dtype: DTypeLike | None = None,
     param_dtype: DTypeLike | None = None,
-    attention: str | None = None,
+    attention: str | Attention | None = None,
     revision: str | None = None,
     mesh: Mesh | MeshSizes | AutoMesh | str | None = None,
     video: Mapping[str, Any] | None = None,
@@ -200,7 +200,7 @@ def load(
         fast bfloat16, and `param_dtype` elsewhere. The VAE is always in float32, as in the reference.
     param_dtype: the dtype, of the same two, in which weights are kept; None is bfloat16 for published checkpoints, and
         the stored dtype for others.
-    attention: the transformer's implementation, or "radial:0.2"; None chooses by platform and shape.
+    attention: the transformer's implementation, or "radial:0.2", or an `Attention`; None chooses by platform and shape.
     mesh: a mesh of `wanjax.make_mesh`, a text such as "dp=2,sp=1,tp=4", or "auto", which uses as many devices as help;
         None is one device on a CPU, and "auto" elsewhere.
     video: settings of the videos to come, for which "auto" chooses the mesh; None is the model's defaults.
@@ -216,12 +216,12 @@ def load(
     Raises WanjaxError where the checkpoint, a LoRA or the scheduler cannot be found or does not fit, or the mesh or a
     dtype is impossible; UnsupportedError where the named attention cannot be used here.
     """
-    named(attention)
+    asked = None if attention is None else Attention.of(attention)
     check_set(compiler)
     dtype, param_dtype = dtype_name(dtype), dtype_name(param_dtype, "param_dtype")
     set_cache_folder()
     found = _scheduled_by(scheduler, _adapted(_told(model, revision, note), lora, note))
-    return _pipeline(found, Loading(dtype, param_dtype, attention, mesh, video, rules, compiler, offload, progress))
+    return _pipeline(found, Loading(dtype, param_dtype, asked, mesh, video, rules, compiler, offload, progress))
 
 
 class Loading(NamedTuple):
@@ -229,7 +229,7 @@ class Loading(NamedTuple):
 
     dtype: str | None
     param_dtype: str | None
-    attention: str | None
+    attention: Attention | None
     mesh: Mesh | MeshSizes | AutoMesh | str | None
     video: Mapping[str, Any] | None
     rules: str
@@ -365,7 +365,7 @@ def _options(found: Checkpoint, way: Loading, partitioner: Partitioner) -> dict[
     return {name: value for name, value in (options | {"lora": loras}).items() if value}
 
 
-def _check_attention(attention: str | None, architecture: Architecture, settings: Settings) -> None:
+def _check_attention(attention: Attention | None, architecture: Architecture, settings: Settings) -> None:
     """Raises UnsupportedError, before weights are read, where the denoiser cannot use the named attention here."""
     if attention is None:
         return
@@ -382,7 +382,7 @@ def _partitioner(way: Loading, architecture: Architecture, settings: Settings) -
         mesh = AutoMesh()
     mesh = parse_mesh(mesh) if isinstance(mesh, str) else mesh
     if isinstance(mesh, AutoMesh):
-        work, how = architecture.forward(settings), {"sp": mesh.sp, "attention": way.attention}
+        work, how = architecture.forward(settings), {"sp": mesh.sp, "attention": way.attention or AUTO}
         axes = auto_axes(work, jax.device_count(), guided=settings.split, **how)
         mesh = make_mesh(*axes, devices=jax.devices()[: math.prod(axes)])
     elif isinstance(mesh, MeshSizes):
@@ -425,7 +425,7 @@ def outlined(
     partitioner: Partitioner,
     *,
     param_dtype: str | None = None,
-    attention: str | None = None,
+    attention: Attention = AUTO,
     compiler: str = SAFE,
     offload: bool | None = None,
 ) -> Pipeline:
@@ -462,9 +462,9 @@ def _shapes(
     return placed(known.abstract(dtype=dtype, param_dtype=kept, **options), partitioner)
 
 
-def _options_of(name: str, architecture: Architecture, attention: str | None) -> dict[str, Any]:
+def _options_of(name: str, architecture: Architecture, attention: Attention | None) -> dict[str, Any]:
     """Returns the options of a network's class."""
-    return {"attention": attention} if name in architecture.denoisers else {}
+    return {"attention": attention or AUTO} if name in architecture.denoisers else {}
 
 
 def _stored_dtype(source: Source, name: str) -> str:

@@ -8,6 +8,8 @@ import pytest
 from tests.support.commands import refused, succeeded, wanjax
 from tests.support.tiny import compile_cache, tiny_checkpoint
 from wanjax.cli import catalogue, conversion, main, many, planning, records, stages, warming
+from wanjax.kernels.attention import Attention
+from wanjax.kernels.attention.flash_tiles import Tiles
 from wanjax.media.videos import read_metadata
 
 CONFIG = """
@@ -77,7 +79,7 @@ def test_options_for_all_commands_and_for_one(given):
             "frames": 33,
             "steps": 30,
             "out": "a.mp4",
-            "attention": "flash_tpu:block_q=512",
+            "attention": Attention("flash_tpu", Tiles(block_q=512)),
         }.items()
     )
     succeeded(wanjax("plan", "--config", "my.toml"))

@@ -18,7 +18,7 @@ from wanjax.compilers.chips import SLICES, described
 from wanjax.compilers.exporting import export
 from wanjax.compilers.priced import Priced
 from wanjax.errors import WanjaxError
-from wanjax.kernels.attention import passes_keys
+from wanjax.kernels.attention import Attention
 from wanjax.models.wan.flops import context_flops
 from wanjax.pipelines.wan.programs import TEXT_LENGTH
 from wanjax.plan import outlook
@@ -131,7 +131,9 @@ def test_advice_when_a_video_does_not_fit(monkeypatch):
 
 
 def test_a_trace_counts_what_the_formula_does():
-    found = {run.name: counted(run) for run in programs(pipeline(NETWORKS, VIDEO, attention="reference"), VIDEO)}
+    found = {
+        run.name: counted(run) for run in programs(pipeline(NETWORKS, VIDEO, attention=Attention("reference")), VIDEO)
+    }
     context, step = found["context"], found["step"]
     formula = NETWORKS.forward(VIDEO).flops
     assert context.attention + context.products == 2 * context_flops(NETWORKS.transformer, text=TEXT_LENGTH)
@@ -146,7 +148,7 @@ def test_the_pace_of_a_video_made_by_blocks():
     shapes = replace(shapes, text_encoder=TEXT)
     video = outline("wan2.1-t2v-1.3b-causal")[2].updated({"height": 12, "width": 12, "frames": 15})
     found = outlook.outlook(outline("nano")[0], shapes, video, "h200")
-    runs = {run.name: run for run in programs(pipeline(shapes, video, attention="reference"), video)}
+    runs = {run.name: run for run in programs(pipeline(shapes, video, attention=Attention("reference")), video)}
     priced = places.priced_on(places.find_place("h200"), [(name, run.lowering) for name, run in runs.items()])
     prices = {name: each.seconds for name, each in zip(runs, priced, strict=True)}
     block = prices["begin"] + 4 * prices["step"] + prices["renew"] + prices["finish"] + prices["decode_next"]
@@ -229,7 +231,7 @@ def test_the_best_mesh(chip, model, count, wanted, ring):
 )
 def test_whose_keys_go_round(model, attention, passes):
     _, shapes, settings = outline(model)
-    assert (shapes.forward(settings).ring and passes_keys(attention)) is passes
+    assert (shapes.forward(settings).ring and Attention.of(attention).passes_keys) is passes
 
 
 def test_what_is_kept_is_found_by_the_same_key(tmp_path):

@@ -10,7 +10,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionS
 from tests.support.attention import BOUND, exact, operands, run
 from tests.support.compare import error
 from wanjax.errors import WanjaxError
-from wanjax.kernels.attention import attention, choose, chunked, cudnn, named
+from wanjax.kernels.attention import Attention, attention, choose, chunked, cudnn
 from wanjax.kernels.target import Target, target
 
 CARD = AbstractDevice("NVIDIA H200", None, "gpu")
@@ -153,13 +153,13 @@ def test_cudnn_is_what_is_lowered(monkeypatch):
     ],
 )
 def test_implementations_and_windows_are_named(text, right):
-    assert named(text) == (*right, None)
+    assert Attention.of(text) == Attention(*right)
 
 
 @pytest.mark.parametrize("text", ["auto:window=", "auto:window=x", "chunked:window=3,window=4", "auto:window=-3"])
 def test_windows_that_are_no_number(text):
     with pytest.raises(WanjaxError, match=r"the window in .* is not a number of tokens, such as window=4096"):
-        named(text)
+        Attention.parse(text)
 
 
 @pytest.mark.parametrize("name", ["auto", "chunked", "reference"])

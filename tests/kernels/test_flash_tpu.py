@@ -22,7 +22,7 @@ from tests.support.plan_programs import attend, attend_round, attend_small
 from tests.support.quick import quick
 from wanjax.compilers import Compiled, CompilerError, compile_programs, described, find_slice
 from wanjax.errors import WanjaxError
-from wanjax.kernels.attention import attention, choose, flash_tiles, flash_tpu, named
+from wanjax.kernels.attention import Attention, attention, choose, flash_tiles, flash_tpu
 from wanjax.models.wan.transformer import Block
 
 FULL_TILES = flash_tpu.Config(512, 1024, 512, interpret=True)
@@ -58,8 +58,11 @@ def test_lengths(queries, keys, dtype):
     ],
 )
 def test_tiles_are_named(tiles, config):
-    assert named(f"flash_tpu:{tiles}") == ("flash_tpu", config, None, None)
-    assert named(f"flash_tpu:window=9,{tiles}") == ("flash_tpu", config, 9, None)
+    asked = Attention.parse(f"flash_tpu:{tiles}")
+    assert (asked.implementation, asked.config, asked.window) == ("flash_tpu", config, None)
+    confined = Attention.parse(f"flash_tpu:window=9,{tiles}")
+    assert confined == Attention("flash_tpu", asked.tiles, 9)
+    assert (confined.config, confined.plain()) == (config, Attention("flash_tpu"))
 
 
 @pytest.mark.parametrize(("queries", "block_q"), [(700, 640), (3400, 3328)])
@@ -124,9 +127,10 @@ def test_parts_of_the_keys(lifts, dtype, size, config, counted, loud):
 
 def test_chosen_tiles_are_for_self_attention():
     sizes = {"dtype": jnp.float32, "param_dtype": jnp.float32}
-    block = nnx.eval_shape(lambda: Block(TRANSFORMER, "flash_tpu:block_q=512", **sizes, rngs=nnx.Rngs(0)))
-    assert block.self_attn.implementation == "flash_tpu:block_q=512"
-    assert block.cross_attn.implementation == "flash_tpu"
+    asked = Attention.parse("flash_tpu:block_q=512")
+    block = nnx.eval_shape(lambda: Block(TRANSFORMER, asked, **sizes, rngs=nnx.Rngs(0)))
+    assert str(block.self_attn.attention) == "flash_tpu:block_q=512"
+    assert str(block.cross_attn.attention) == "flash_tpu"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

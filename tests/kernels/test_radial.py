@@ -14,7 +14,7 @@ from tests.support.attention import BOUND, operands, runs_of
 from tests.support.compare import error
 from tests.support.quick import quick
 from wanjax.errors import WanjaxError
-from wanjax.kernels.attention import attention, chunked, flash_tpu, named, reference
+from wanjax.kernels.attention import Attention, attention, chunked, flash_tpu, reference
 from wanjax.kernels.attention.radial import UNIT, Radial, half_width, published, visits
 from wanjax.sharding import RULES, Partitioner, make_mesh, use
 
@@ -217,11 +217,16 @@ def test_several_devices(dp, sp, tp):
 
 
 def test_names():
-    assert named("radial") == (None, None, None, 0.2)
-    assert named("radial:1") == (None, None, None, 1.0)
+    assert Attention.parse("radial") == Attention(radial=True)
+    assert Attention.parse("radial:1") == Attention(radial=True, decay=1.0)
+    assert Attention.parse("radial").mask((7, 10, 10)) == Radial(7, 100, 0.2)
+    assert Attention.parse("radial").mask((7, 10, 10), decay=0.95, sink=False) == Radial(7, 100, 0.95, sink=False)
+    assert Attention.parse("radial:1").mask((7, 10, 10), decay=0.95) == Radial(7, 100, 1.0)
+    assert Attention.parse("chunked:window=9").mask((7, 10, 10)) is None
     q, k, v = operands(1, 1960, 1960, 1, 1, 32)
-    radial = partial(attention, implementation="radial:0.3")
-    told, whole, plain = jax.jit(lambda *x: (radial(*x, frames=14), radial(*x), attention(*x)))(q, k, v)
+    asked = Attention.parse("radial:0.3")
+    radial, mask = partial(attention, implementation=asked), asked.mask((14, 10, 14))
+    told, whole, plain = jax.jit(lambda *x: (radial(*x, window=mask), radial(*x), attention(*x)))(q, k, v)
     assert error(told, run("chunked", q, k, v, Radial(*SMALL, 0.3))) <= BOUND["float32"]
     assert (np.asarray(whole) == plain).all()
 
@@ -239,7 +244,7 @@ def test_names():
 )
 def test_names_that_are_refused(text, words):
     with pytest.raises(WanjaxError, match=words):
-        named(text)
+        Attention.parse(text)
 
 
 @pytest.mark.parametrize(("fields", "words"), [((0, 9, 0.2), "0 frames"), ((2, 9, 0.0), "decay 0.0")])

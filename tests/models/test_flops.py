@@ -15,6 +15,7 @@ from tests.support.configs import TRANSFORMER
 from wanjax.checkpoints.networks import network_of
 from wanjax.compilers.hlo import parse
 from wanjax.compilers.work import flops
+from wanjax.kernels.attention import Attention
 from wanjax.models.wan.config import (
     ControlTransformerConfig,
     ImageTransformerConfig,
@@ -34,7 +35,7 @@ GRID, TEXT, IMAGE = (3, 6, 10), 12, 10
 @cache
 def compiled(config: TransformerConfig, part: str) -> jax.stages.Compiled:
     """Compiles a forward, or its context, from shapes; its one block needs no loop."""
-    options = {"attention": "reference", "dtype": jnp.float32, "param_dtype": jnp.float32}
+    options = {"attention": Attention("reference"), "dtype": jnp.float32, "param_dtype": jnp.float32}
     graphdef, weights = nnx.split(network_of(config, NETWORKS).abstract(**options))
     frames, height, width = (size * cells for size, cells in zip(GRID, config.patch, strict=True))
 

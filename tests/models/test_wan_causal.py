@@ -15,6 +15,7 @@ from tests.support.compare import error
 from tests.support.devices import on_meshes
 from tests.support.small_wan import network, partitioner, transformer_config
 from wanjax.errors import UnsupportedError
+from wanjax.kernels.attention import Attention
 from wanjax.kernels.attention.kept import renewed
 from wanjax.models.wan.causal import WanCausalTransformer, place_of, turns_at
 from wanjax.models.wan.config import CausalTransformerConfig
@@ -32,7 +33,7 @@ def model(name, heads=2, axes=None, rules="fsdp"):
     """Returns a network of random weights, of which every part matters."""
     window, sink = WINDOWS[name]
     config = CausalTransformerConfig(**asdict(transformer_config(heads)), block_frames=FRAMES, window=window, sink=sink)
-    made = network(partial(WanCausalTransformer, config, attention="reference"), partitioner(axes, rules))
+    made = network(partial(WanCausalTransformer, config, attention=Attention("reference")), partitioner(axes, rules))
     for norm in (made.blocks.self_attn.q_norm, made.blocks.self_attn.k_norm):
         norm.scale.set_value(10 * norm.scale.get_value())  # so that a few keys have most of the attention
     return made
@@ -149,6 +150,6 @@ def test_on_eight_devices(heads, axes, rules):
 def test_no_other_attention_than_to_all_kept_keys():
     config = model("whole").config
     for name in ("radial:0.2", "auto:window=4"):
-        made = network(partial(WanCausalTransformer, config, attention=name), None)
+        made = network(partial(WanCausalTransformer, config, attention=Attention.parse(name)), None)
         with pytest.raises(UnsupportedError, match="attention to kept keys sees all"):
             by_blocks(made, *map(jnp.asarray, given()))

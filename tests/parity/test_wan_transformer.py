@@ -124,8 +124,8 @@ def test_block_and_attention(models):
     def parts(model, x, context, mod):
         block, rope = block_at(model.blocks, 1), model.rope((2, 3, 4))
         seen = block.cross_attn.context(context)
-        whole = block(x, seen, mod[:, None], rope)
-        return block.self_attn(x, rope), block.cross_attn(x, seen), block.mlp(x), whole
+        (attended, _), (whole, _) = block.self_attn(x, rope), block(x, seen, mod[:, None], rope)
+        return attended, block.cross_attn(x, seen), block.mlp(x), whole
 
     answers = parts(model, ours(x), ours(context), ours(mod))
     for answer, expected in zip(answers, (self_attn, cross_attn, mlp, whole), strict=True):

@@ -25,9 +25,9 @@ from tests.support.tiny import (
     tiny_control_checkpoint,
 )
 from wanjax.checkpoints.files import load_safetensors
-from wanjax.kernels.attention import attention
+from wanjax.kernels.attention import AUTO, Attention, attention
 from wanjax.kernels.attention.radial import Radial
-from wanjax.layers.stack import block_at
+from wanjax.layers.stack import BlockCache, block_at
 from wanjax.models.wan import transformer as wan
 from wanjax.pipelines.steps import at_step, dense_steps
 
@@ -61,7 +61,8 @@ def test_the_share_of_dense_steps(steps, dense):
 
 def test_a_model_by_hand(monkeypatch):
     """Blocks one by one, the first with all of attention, the others by the formula under the mask."""
-    radial, plain = (network(partial(wan.WanTransformer, CONFIG, attention=a), None) for a in ("radial", None))
+    asked = Attention(radial=True), AUTO
+    radial, plain = (network(partial(wan.WanTransformer, CONFIG, attention=a), None) for a in asked)
     rng = np.random.default_rng(0)
     latents = jnp.asarray(rng.normal(size=(1, 11, 8, 32, CONFIG.channels_in)), jnp.float32)
     t, text = jnp.full(1, 500.0), jnp.asarray(rng.normal(size=(1, 7, CONFIG.text_width)), jnp.float32)
@@ -69,7 +70,7 @@ def test_a_model_by_hand(monkeypatch):
 
     @nnx.jit
     def run(model):
-        return model(latents, t, model.context(text), model.rope(GRID))
+        return model(latents, t, model.context(text), model.rope(GRID), mask=model.mask(GRID))
 
     @nnx.jit
     def by_hand(model):
@@ -77,14 +78,18 @@ def test_a_model_by_hand(monkeypatch):
         time = model.time_embed(wan.sinusoid(t, CONFIG.frequency_dim)).reshape(1, 1, -1)
         mod = model.time_proj(jax.nn.silu(time)).reshape(1, 1, 6, -1)
 
-        def through(trunk, x):
-            for index in range(CONFIG.layers):
-                if index == 1:
-                    monkeypatch.setattr(wan, "attention", masked)
-                x = block_at(model.blocks, index)(x, block_at(context, index), mod, rope)
-            return x
+        class ByHand(BlockCache):
+            def parts(self, layers, *cuts):
+                return ()
 
-        return model(latents, t, context, rope, through=through)
+            def after(self, x):
+                for index in range(CONFIG.layers):
+                    if index == 1:
+                        monkeypatch.setattr(wan, "attention", masked)
+                    x, _ = block_at(model.blocks, index)(x, block_at(context, index), mod, rope)
+                return x
+
+        return model(latents, t, context, rope, cache=ByHand())
 
     def masked(q, k, v, **given):
         of_self = q.shape[1] == k.shape[1]
@@ -92,7 +97,7 @@ def test_a_model_by_hand(monkeypatch):
         window = Radial(11, 64, 0.2) if of_self else None
         return attention(q, k, v, window=window, implementation="reference")
 
-    assert (radial.rope(GRID).frames, plain.rope(GRID).frames) == (11, None)
+    assert (radial.mask(GRID), plain.mask(GRID)) == (Radial(11, 64, 0.2), None)
     ours, dense, wanted = (np.float64(x) for x in (run(radial), run(plain), by_hand(plain)))
     assert sum(seen) == CONFIG.layers - 1 > 0
     assert error(ours, wanted) <= 1e-5

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 from wanjax.bench.programs import distance, made_up, mesh_of, operand
 from wanjax.compilers.lowering import Lowering
 from wanjax.errors import UnsupportedError
-from wanjax.kernels.attention import IMPLEMENTATIONS, attention, choose
+from wanjax.kernels.attention import IMPLEMENTATIONS, Attention, attention, choose
 from wanjax.sharding import MESH_AXES
 
 CHECKED_TOKENS = 700  # of the exact comparison: several tiles of every kernel, and a rest
@@ -22,7 +22,7 @@ COLLECTIVES = ("all_reduce", "all_gather", "all_to_all")
 
 def attend(
     mesh: Mesh | AbstractMesh,
-    implementation: str | None,
+    implementation: str | Attention,
     *,
     queries: int,
     keys: int,

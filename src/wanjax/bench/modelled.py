@@ -14,9 +14,10 @@ from wanjax.compilers.lowering import Lowering
 from wanjax.compilers.places import Place, mesh_on, priced_on
 from wanjax.compilers.roofline import Machine, machines
 from wanjax.errors import WanjaxError
+from wanjax.kernels.attention import AUTO, Attention
 
 COMPILER, MODEL = "the chip's compiler", "a stated model"
-Build = Callable[[Mesh | AbstractMesh, str | None], Lowering]  # of a mesh and an implementation of attention
+Build = Callable[[Mesh | AbstractMesh, Attention], Lowering]  # of a mesh and the attention
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Known:
         if modelled and prod(axes.values()) > 1:
             return None, "the model is of one device"
         try:
-            lowering = build(mesh_on(self.place, axes), "reference" if modelled else None)
+            lowering = build(mesh_on(self.place, axes), Attention("reference") if modelled else AUTO)
             [priced] = priced_on(self.place, [("", lowering)])
         except (WanjaxError, CompilerError) as error:
             return None, str(error).splitlines()[0][:200]

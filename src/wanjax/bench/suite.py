@@ -17,7 +17,7 @@ from wanjax.bench.modelled import Build, Known, known
 from wanjax.bench.programs import Measured, distance, measure, mesh_of
 from wanjax.compilers.lowering import Lowering
 from wanjax.errors import WanjaxError
-from wanjax.kernels.attention import choose
+from wanjax.kernels.attention import AUTO, Attention, choose
 from wanjax.kernels.compiler_options import FAST, SAFE, SETS
 from wanjax.pipelines.family import Architecture, Family, auto_axes
 from wanjax.pipelines.recording import needed_pictures, record
@@ -199,9 +199,7 @@ class Suite:
                     self._steps[set_] = made
                 yield row
 
-    def programs_on(
-        self, mesh: Mesh | AbstractMesh, compiler: str, attention: str | None = None
-    ) -> dict[str, Lowering]:
+    def programs_on(self, mesh: Mesh | AbstractMesh, compiler: str, attention: Attention = AUTO) -> dict[str, Lowering]:
         """Returns the programs on a mesh, by their names, with as many layers as the scale keeps."""
         if (found := self._built.get((mesh, compiler, attention))) is None:
             few = reduced(self.architecture, self.scale.layers)
@@ -214,7 +212,7 @@ class Suite:
             self._built[mesh, compiler, attention] = found
         return {name: found[name] for name in PROGRAMS if name in found}
 
-    def _program(self, name: str, compiler: str, mesh: Mesh | AbstractMesh, attention: str | None) -> Lowering:
+    def _program(self, name: str, compiler: str, mesh: Mesh | AbstractMesh, attention: Attention) -> Lowering:
         return self.programs_on(mesh, compiler, attention)[name]
 
     def _differs(self, fast: Lowering) -> bool:
@@ -263,7 +261,7 @@ class Suite:
         self.tell(f"{name}, {what}")
         modelled, note = here.price(build, axes)
         try:
-            made = measure(build(mesh_of(axes, self.devices), None), self.scale.budget)
+            made = measure(build(mesh_of(axes, self.devices), AUTO), self.scale.budget)
         except (WanjaxError, jax.errors.JaxRuntimeError, MemoryError) as error:
             why = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
             return Row(name, what, compiler, modelled=modelled, note=f"did not run: {why}"), None

@@ -4,7 +4,7 @@
 import jax
 
 from wanjax.compilers.roofline import peak_flops
-from wanjax.kernels.attention import is_radial
+from wanjax.kernels.attention import AUTO
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.progress import duration, in_bytes
 from wanjax.pipelines.record import devices_of
@@ -35,9 +35,8 @@ def least_seconds(pipe: Pipeline, settings: Settings, steps: int, kind: str) -> 
     if (peak := peak_flops(kind)) is None:
         return None
     work = pipe.architecture.forward(settings)
-    attention = pipe.components.options.get("attention")
-    confined = "window=" in str(attention) or is_radial(attention)
-    flops = sum(work.flops.values()) - (work.scores if confined else 0)
+    attention = pipe.components.options.get("attention", AUTO)
+    flops = sum(work.flops.values()) - (0 if attention.sees_all else work.scores)
     reused = min(steps - 1, sum(pipe.architecture.reused(settings)))
     again = pipe.architecture.cache_rule(settings).forwards
     forwards = (steps - reused) * (2 if min(settings.guidance_scales) > 1 else 1) + reused * again

@@ -100,8 +100,8 @@ def _parts(ctx: click.Context, *names: str) -> dict[str, Any]:
     return {name: kept[name] for name in names if name in kept}
 
 
-def _attention(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """Returns the name of the implementation, followed by the given tiles and window."""
+def _attention(ctx: click.Context, parameter: click.Parameter, value: str | None) -> Any:
+    """Returns the named implementation with the given tiles and window; None where it is to be chosen."""
     tiles = [f"{k}={v}" for k, v in _parts(ctx, "block_q", "block_kv", "block_kv_compute").items()]
     tiles += _parts(ctx, "use_k_smooth").values()
     window = [f"window={size}" for size in _parts(ctx, "window").values()]
@@ -110,7 +110,11 @@ def _attention(ctx: click.Context, parameter: click.Parameter, value: str | None
         raise click.UsageError(f"--use-custom-attention is --attention {own}, and {value} is given: one way is enough")
     name = value or own or ("flash_tpu" if tiles else "auto")
     text = ("," if ":" in name else ":").join([name, *filter(None, [",".join([*tiles, *window])])])
-    return None if text == "auto" else text
+    if text == "auto":
+        return None
+    from wanjax.kernels.attention import Attention  # imported late for a quick --help
+
+    return Attention.parse(text)
 
 
 def _mesh(ctx: click.Context, parameter: click.Parameter, value: str | None) -> Any:

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from wanjax import registry
 from wanjax.cli.stages import given_settings, loras_of, own_settings
+from wanjax.kernels.attention import AUTO
 from wanjax.kernels.compiler_options import SAFE
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures
@@ -34,7 +35,7 @@ def plan(
     rules = given.pop("rules") or "fsdp"
     find_rules(rules)
     axes, sp = (mesh, None) if isinstance(mesh, MeshSizes) else (None, mesh and mesh.sp)
-    how = {"sp": sp, "rules": rules, "compiler": compiler or SAFE, "attention": given.pop("attention")}
+    how = {"sp": sp, "rules": rules, "compiler": compiler or SAFE, "attention": given.pop("attention") or AUTO}
     family, architecture, defaults = registry.outline(model)
     if (scheduler := given.pop("scheduler")) is not None:
         architecture = registry.with_scheduler(architecture, scheduler)

@@ -2,7 +2,7 @@
 """Rotary position embeddings over frames, height and width (Su et al., RoFormer, 2021)."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
@@ -12,7 +12,6 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Float32
 
-from wanjax.kernels.attention import is_radial
 from wanjax.kernels.heads import head_normed_rotary, normed_rotary
 from wanjax.layers.norms import inverse_rms
 from wanjax.sharding import spread
@@ -23,14 +22,12 @@ from wanjax.sharding import spread
 class Rope:
     """Cosine and sine of the angle of each pair of channels at each token, float32 [L P].
 
-    The first `length` tokens are real. On several devices zeros follow, as in `patchify`. `frames` is the number of
-    frames of a video whose self-attention is radial; None for one that sees all.
+    The first `length` tokens are real. On several devices zeros follow, as in `patchify`.
     """
 
     cos: Any  # an array, or whatever a transformation of trees puts in its place
     sin: Any
     length: int = field(metadata={"static": True})
-    frames: int | None = field(default=None, metadata={"static": True})
 
 
 class Turns(NamedTuple):
@@ -85,16 +82,6 @@ def rope_of(along: Sequence[Turns], *, still: int = 0) -> Rope:
 
     cos, sin = (x.cos for x in along), (x.sin for x in along)
     return Rope(table(cos, 1.0), table(sin, 0.0), prod(grid) + still)
-
-
-def with_frames(rope: Rope, grid: tuple[int, int, int], attention: str | None) -> Rope:
-    """Returns the tables with the number of frames of a grid, if the named attention is radial."""
-    return replace(rope, frames=grid[0]) if is_radial(attention) else rope
-
-
-def seeing_all(rope: Rope) -> Rope:
-    """Returns the tables of a video whose self-attention sees all tokens."""
-    return replace(rope, frames=None)
 
 
 @jax.named_scope("rope")

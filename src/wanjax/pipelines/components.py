@@ -27,7 +27,7 @@ class Components:
     """Components by name. Each is loaded at first use and stays in memory until it is freed.
 
     A loader receives `make_room`, and calls it with the network as shapes before its weights are read. `options` are
-    the options of loading that shape a video, as JSON. `sizes` are the bytes of the networks' weights, as far as they
+    the options of loading that shape a video. `sizes` are the bytes of the networks' weights, as far as they
     are known before anything is loaded. `source` is the checkpoint, if any, and `kinds` are its kinds of networks.
     `shapes` return networks as shapes with shardings, for runs that are recorded.
 
@@ -77,6 +77,11 @@ class Components:
             return network
         component = self.get(name)
         return as_abstract(component) if isinstance(component, nnx.Module) else component
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """The options as JSON, for records."""
+        return {name: x if isinstance(x, list) else str(x) for name, x in self.options.items()}
 
     def networks(self) -> list[nnx.Module]:
         """Returns the networks that are loaded."""

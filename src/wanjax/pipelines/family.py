@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from wanjax.checkpoints.networks import Config, Network, NetworkKind, components, network_of
 from wanjax.checkpoints.sources import Layout, Source
 from wanjax.errors import UnsupportedError, WanjaxError
-from wanjax.kernels.attention import is_radial, passes_keys
+from wanjax.kernels.attention import AUTO, Attention
 from wanjax.pipelines.cache_rules import CacheRule, Turn, chosen_rule, turns_of
 from wanjax.pipelines.cache_tables import NO_TABLES, Tables
 from wanjax.pipelines.pipeline import Pipeline
@@ -42,13 +42,13 @@ class Forward(NamedTuple):
 
 
 def auto_axes(
-    work: Forward, devices: int, *, guided: bool, sp: int | None = None, attention: str | None = None
+    work: Forward, devices: int, *, guided: bool, sp: int | None = None, attention: Attention = AUTO
 ) -> tuple[int, int, int]:
     """Returns dp, sp and tp of the mesh that "auto" is, on so many devices of this platform.
 
-    `attention` is as `wanjax.load` takes it; `sp` and the errors are those of `choose_axes`.
+    `sp` and the errors are those of `choose_axes`.
     """
-    ring = work.ring and platform() == "tpu" and passes_keys(attention)
+    ring = work.ring and platform() == "tpu" and attention.passes_keys
     return choose_axes(devices, heads=work.heads, tokens=work.tokens, guided=guided, sp=sp, ring=ring)
 
 
@@ -137,9 +137,9 @@ class Architecture(ABC):
         """True where the denoiser's self-attention can be radial."""
         return False
 
-    def check_attention(self, attention: str | None, model: str) -> None:
+    def check_attention(self, attention: Attention, model: str) -> None:
         """Raises UnsupportedError for radial attention where the denoiser has none."""
-        if is_radial(attention) and not self.radial:
+        if attention.radial and not self.radial:
             raise UnsupportedError(f"{model} has no radial attention: --attention auto would do")
 
     @abstractmethod

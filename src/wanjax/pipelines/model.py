@@ -91,7 +91,7 @@ class Model:
         return record(
             settings,
             sources,
-            loaded=self.components.options,
+            loaded=self.components.recorded,
             scheduler=self.scheduler,
             partitioner=self.partitioner,
             tiling=tiling and tiling.completed(self.architecture.vae.tiling),

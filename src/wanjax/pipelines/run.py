@@ -286,7 +286,7 @@ class Run:
             "mesh": dict(pipe.partitioner.mesh.shape),
             "batch_guidance": self.batch_guidance,
             "compiler": pipe.compiler,
-            "loaded": pipe.components.options,
+            "loaded": pipe.components.recorded,
             "version": VERSION,
         }
 

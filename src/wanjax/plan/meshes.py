@@ -25,7 +25,7 @@ def choose_mesh(
 ) -> Axes:
     """Returns the sizes of dp, sp and tp with which a step is fastest, among the meshes on which the weights fit.
 
-    `ring` tells whether the chosen attention can pass keys round (`kernels.attention.passes_keys`). Raises WanjaxError
+    `ring` tells whether the chosen attention can pass keys round (`Attention.passes_keys`). Raises WanjaxError
     where no mesh has the given `sp`.
     """
     found = [axes for axes in meshes(place.devices, guided) if sp in (None, axes[1])]

@@ -9,7 +9,7 @@ from wanjax.compilers.chips import Slice
 from wanjax.compilers.places import Place, axes_on, find_place, limit_of, mesh_on, priced_on, would_fit
 from wanjax.compilers.priced import Priced
 from wanjax.compilers.roofline import Machine
-from wanjax.kernels.attention import is_radial, passes_keys
+from wanjax.kernels.attention import AUTO, Attention
 from wanjax.kernels.compiler_options import SAFE, check_set
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures
@@ -123,7 +123,7 @@ def outlook(
     sp: int | None = None,
     rules: str = "fsdp",
     compiler: str = SAFE,
-    attention: str | None = None,
+    attention: Attention = AUTO,
     batch_guidance: bool = False,
     tiling: Tiling | None = None,
     pictures: Pictures | None = None,
@@ -139,11 +139,11 @@ def outlook(
     place = find_place(chip)
     check_set(compiler)
     if isinstance(place, Machine):
-        attention, compiler = attention if is_radial(attention) else "reference", SAFE  # nothing is compiled
+        attention, compiler = attention if attention.radial else Attention("reference"), SAFE  # nothing is compiled
     parameters = _parameters(family, architecture)
     work = architecture.forward(settings)
     if mesh is None and isinstance(place, Slice):
-        how = {"guided": settings.split, "sp": sp, "ring": passes_keys(attention)}
+        how = {"guided": settings.split, "sp": sp, "ring": attention.passes_keys}
         mesh = choose_mesh(place, work, parameters=sum(parameters[name] for name in architecture.denoisers), **how)
     axes = axes_on(place, mesh or (1, 1, 1))
     settings = _settled(architecture, settings, axes["dp"] > 1 or batch_guidance)
@@ -160,7 +160,7 @@ def outlook(
     return Outlook(
         **_asked(settings, chip, place, axes, rules, compiler),
         **_verdict(settings, chip, place, told),
-        **_step(settings, place, step, None if is_radial(attention) else work),
+        **_step(settings, place, step, None if attention.radial else work),
         **_reusing(architecture, settings, prices, told),
         programs=[_row(*each) for each in prices],
         frames_a_second=_pace(recorded, settings, prices),

@@ -14,7 +14,7 @@ from wanjax.checkpoints.networks import network_of
 from wanjax.compilers.chips import Slice
 from wanjax.compilers.places import Place, axes_on, find_place, limit_of, mesh_on, priced_on, would_fit
 from wanjax.compilers.priced import Priced
-from wanjax.kernels.attention import passes_keys
+from wanjax.kernels.attention import AUTO, Attention
 from wanjax.kernels.compiler_options import SAFE
 from wanjax.layers.placement import as_shapes, placed
 from wanjax.pipelines.family import Architecture, Family
@@ -84,7 +84,7 @@ def training_outlook(
     sp: int | None = None,
     rules: str = "fsdp",
     compiler: str = SAFE,
-    attention: str | None = None,
+    attention: Attention = AUTO,
     tell: Callable[[str, int, int], Any] | None = None,
 ) -> TrainingOutlook:
     """Prices a step of training on clips of these settings; the other keywords are those of `outlook`."""
@@ -93,7 +93,7 @@ def training_outlook(
     known = family.network_of(architecture.networks["transformer"])
     if isinstance(place, Slice) and mesh is None:
         work = architecture.forward(settings)
-        how = {"sp": sp, "ring": passes_keys(attention)}
+        how = {"sp": sp, "ring": attention.passes_keys}
         mesh = choose_mesh(place, work, guided=False, parameters=known.parameters, **how)
     axes = axes_on(place, mesh or (1, 1, 1))
     partitioner = Partitioner(mesh_on(place, axes), RULES[rules])

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from wanjax.kernels.attention import AUTO, Attention
 from wanjax.kernels.attention import attention as attend
 from wanjax.layers.embeddings import sinusoid
 from wanjax.layers.linear import linear
 from wanjax.layers.norms import layer_norm
 from wanjax.layers.patch import patch_grid, patchify, to_cells, to_pixels, unpatchify
-from wanjax.layers.stack import stack, through_all, trunk_of
+from wanjax.layers.stack import EVERY_BLOCK, scan_blocks, stack
 from wanjax.layers.tiling import Tiling
 
 PATCH = (1, 2, 2)
@@ -68,8 +69,8 @@ class GlyphEncoder(nnx.Module):
 class Block(nnx.Module):
     """Two streams, each with projections of its own, that attend to each other."""
 
-    def __init__(self, config: TransformerConfig, implementation: str | None, **kw):
-        width, self.heads, self.implementation = config.width, config.heads, implementation
+    def __init__(self, config: TransformerConfig, attention: Attention, **kw):
+        width, self.heads, self.attention = config.width, config.heads, attention
         self.video_qkv = linear(width, 3 * width, ("embed", "heads"), **kw)
         self.text_qkv = linear(width, 3 * width, ("embed", "heads"), **kw)
         self.video_out = linear(width, width, ("heads", "embed"), **kw)
@@ -82,7 +83,7 @@ class Block(nnx.Module):
         qkv = [self.text_qkv(self.norm(text).astype(self.dtype)), self.video_qkv(self.norm(x).astype(self.dtype))]
         joined = jnp.concatenate(qkv, axis=1).reshape(len(x), -1, self.heads, 3 * x.shape[-1] // self.heads)
         q, k, v = jnp.split(joined, 3, axis=-1)
-        y = attend(q, k, v, key_mask=mask, implementation=self.implementation).reshape(len(x), -1, x.shape[-1])
+        y = attend(q, k, v, key_mask=mask, implementation=self.attention).reshape(len(x), -1, x.shape[-1])
         y_text, y_video = jnp.split(y, [text.shape[1]], axis=1)
         return x + self.video_out(y_video), text + self.text_out(y_text)
 
@@ -90,7 +91,7 @@ class Block(nnx.Module):
 class Transformer(nnx.Module):
     """Predicts v of latents [B T H W C] at timesteps t under text tokens and their mask."""
 
-    def __init__(self, config: TransformerConfig, *, attention: str | None = None, **kw):
+    def __init__(self, config: TransformerConfig, *, attention: Attention = AUTO, **kw):
         rngs, width, self.config, self.dtype = kw["rngs"], config.width, config, kw["dtype"]
         self.patch_embed = linear(4 * config.channels, width, (None, "embed"), **kw)
         self.text_embed = linear(config.text_width, width, ("text", "embed"), **kw)
@@ -103,13 +104,17 @@ class Transformer(nnx.Module):
         both = self.text_embed(text.astype(self.dtype)), self.glyph_embed(glyphs.astype(self.dtype))
         return jnp.concatenate(both, axis=1)
 
-    def __call__(self, x, t, text, mask, through=through_all):
+    def __call__(self, x, t, text, mask, cache=EVERY_BLOCK):
         grid = patch_grid(x, PATCH)
         tokens = self.patch_embed(patchify(x.astype(self.dtype), PATCH))
         tokens = tokens + self.time_embed(sinusoid(t, 8).astype(self.dtype))[:, None]
         real = jnp.arange(tokens.shape[1]) < np.prod(grid)  # on a mesh, zeros are padded at the end
         keys = jnp.concatenate([mask, jnp.broadcast_to(real, (len(x), len(real)))], axis=1)
-        tokens, _ = through(trunk_of(self.blocks, lambda block, streams: block(streams, keys)), (tokens, text))
+        streams = tokens, text
+        for part in cache.parts(self.config.layers):
+            streams = cache.before(part, streams)
+            streams = scan_blocks(self.blocks, lambda block, streams: block(streams, keys), streams, part=part)
+        tokens, _ = cache.after(streams)
         return unpatchify(self.proj_out(tokens), grid, PATCH)
 
 

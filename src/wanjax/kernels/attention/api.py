@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The entry to attention: chooses the implementation that fits a call, and calls it."""
 
-import math
 from functools import partial
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
@@ -11,22 +9,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from wanjax.errors import UnsupportedError, WanjaxError
-from wanjax.kernels.attention import chunked, cudnn, flash_tpu, joint, kept, reference, sharded
-from wanjax.kernels.attention.flash_tiles import read_config
+from wanjax.kernels.attention import chunked, flash_tpu, joint, kept, sharded
+from wanjax.kernels.attention.asked import IMPLEMENTATIONS, Attention
 from wanjax.kernels.attention.joint import Pair
 from wanjax.kernels.attention.kept import Kept, Place
 from wanjax.kernels.attention.masks import Window, first_keys
-from wanjax.kernels.attention.radial import DECAY, LARGEST_DECAY, Radial
+from wanjax.kernels.attention.radial import Radial
 from wanjax.kernels.target import target
 from wanjax.sharding import current
 
-IMPLEMENTATIONS: dict[str, ModuleType] = {
-    "reference": reference,
-    "chunked": chunked,
-    "cudnn": cudnn,
-    "flash_tpu": flash_tpu,
-}
-AUTO, RADIAL = "auto", "radial"
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -45,72 +36,6 @@ PREFERRED: dict[str, tuple[Choice, ...]] = {
 }
 
 
-class Named(NamedTuple):
-    """An implementation, or None to choose one, with its tiles and the window of self-attention; None if not given.
-
-    `decay` is that of radial attention; with it the implementation is to be chosen, and there are no tiles or window.
-    """
-
-    implementation: str | None = None
-    config: Any = None
-    window: int | None = None
-    decay: float | None = None
-
-
-def named(text: str | None) -> Named:
-    """Reads text such as `chunked`, `flash_tpu:block_q=1024,block_kv=2048`, `auto:window=4096` or `radial:0.2`.
-
-    `auto` is None. Raises WanjaxError for an unknown implementation, for tiles that it does not have, and for a decay
-    that is out of range.
-    """
-    name, _, options = (text or AUTO).partition(":")
-    if name == RADIAL:
-        return Named(decay=_decay(options))
-    if name not in (AUTO, *IMPLEMENTATIONS):
-        raise WanjaxError(f"no attention is named {name!r}: there are {', '.join((AUTO, *IMPLEMENTATIONS, RADIAL))}")
-    entries = options.split(",") if options else []
-    windows = [entry.partition("=")[2] for entry in entries if entry.startswith("window=")]
-    if len(windows) > 1 or not all(window.isascii() and window.isdigit() for window in windows):
-        raise WanjaxError(f"the window in {text!r} is not a number of tokens, such as window=4096")
-    tiles = ",".join(entry for entry in entries if not entry.startswith("window="))
-    if tiles and name != "flash_tpu":
-        raise WanjaxError(f"{name} has no tiles to choose: those of flash_tpu can be chosen")
-    return Named(
-        None if name == AUTO else name,
-        read_config(tiles) if tiles else None,
-        int(windows[0]) if windows else None,
-    )
-
-
-def is_radial(text: str | None) -> bool:
-    """Tells whether a text such as `named` reads asks for radial attention."""
-    return named(text).decay is not None
-
-
-def passes_keys(text: str | None) -> bool:
-    """Tells whether self-attention under a text such as `named` reads adds the keys of other TPUs to its own sums."""
-    asked = named(text)
-    named_or_chosen = asked.implementation in (None, "flash_tpu") and flash_tpu.resumes(asked.config)
-    return named_or_chosen and asked.window is None and asked.decay is None
-
-
-def _decay(text: str) -> float:
-    """Reads the decay of radial attention; raises WanjaxError for another text, and for one that is out of range."""
-    if "=" in text:
-        raise WanjaxError(
-            f"radial attention has no window and no tiles to choose, such as {text!r}: radial:0.2 would do"
-        )
-    try:
-        decay = float(text) if text else DECAY
-    except ValueError:
-        decay = math.nan
-    if not 0 < decay <= LARGEST_DECAY:
-        raise WanjaxError(
-            f"a decay of {text!r}: a number above 0, at most {LARGEST_DECAY:g}, such as radial:0.2 would do"
-        )
-    return decay
-
-
 @jax.named_scope("attention")
 def attention(
     q: Float[Array, "B L N D"],
@@ -120,10 +45,9 @@ def attention(
     keys: int | None = None,
     key_mask: Bool[Array, "B S"] | None = None,
     window: int | Window | Radial | None = None,
-    frames: int | None = None,
     scale: float | None = None,
     bias: Float[Array, "..."] | None = None,
-    implementation: str | None = None,
+    implementation: str | Attention | None = None,
     config: Any = None,
 ) -> Float[Array, "B L N D"]:
     """Returns softmax(scale · q kᵀ + bias) v in the dtype of the operands; softmax and sums are in float32.
@@ -131,27 +55,23 @@ def attention(
     k and v may have fewer heads than q: each then serves N / K consecutive heads. Only the first `keys` keys take part
     (None: all), and only those whose `key_mask` is True; a query without keys gives zeros. `window` is (left, right),
     the keys before and after its own position that a query sees; one number sets both, and None removes the bound; or
-    it is a `Radial` mask. `frames` is the number of frames of a video whose tokens the keys are, in the order of its
-    frames: a radial `implementation` then has such a mask, and without `frames` none.
-    `scale` is 1 / √D by default. `bias` is float32 and broadcasts to [B N L S].
+    it is a `Radial` mask. `scale` is 1 / √D by default. `bias` is float32 and broadcasts to [B N L S].
 
-    `implementation` names an implementation, with tiles and a window if wanted (see `named`), and never falls back;
-    None chooses by platform and shape, and `choose` tells the choice. `config` has the implementation's own type.
-    Within `sharding.use` all devices compute together. Raises WanjaxError for operands that do not fit each other, and
-    UnsupportedError if the implementation does not support the call.
+    `implementation` is an `Attention`, or the text of one, whose tiles and window hold where the call has none of its
+    own. One that is named never falls back; None chooses by platform and shape, and `choose` tells the choice. `config`
+    has the implementation's own type. Within `sharding.use` all devices compute together. Raises WanjaxError for
+    operands that do not fit each other, and UnsupportedError if the implementation does not support the call.
     """
-    implementation, tiles, usual, decay = named(implementation)
-    options = _options(q, k, v, key_mask, usual if window is None else window, scale, bias, config or tiles)
+    asked = Attention.of(implementation)
+    options = _options(asked, q, k, v, key_mask, window, scale, bias, config)
     mask, window, bias = (options.pop(name) for name in ("key_mask", "window", "bias"))
     keys = k.shape[1] if keys is None else keys
     if not 1 <= keys <= k.shape[1]:
         raise WanjaxError(f"{keys} of {k.shape[1]} keys cannot take part: 1 to {k.shape[1]} can")
-    if decay is not None and frames is not None and window is None:
-        window = Radial(frames, keys // frames, decay)
     if keys < k.shape[1] and bias is not None and bias.shape[3] > 1:
         bias = bias[..., :keys]
     on_one_device = (_on_one_device, _part_on_one_device, _gradient_on_one_device)
-    kernels = sharded.Kernels(*(partial(call, implementation=implementation, **options) for call in on_one_device))
+    kernels = sharded.Kernels(*(partial(call, name=asked.implementation, **options) for call in on_one_device))
     masks = {"keys": keys, "key_mask": mask, "window": window, "bias": bias}
     if current().alone:
         return kernels.whole(q, k, v, **masks)
@@ -167,35 +87,40 @@ def attention_to_kept(
     place: Place,
     *,
     length: int,
-    implementation: str | None = None,
+    implementation: str | Attention | None = None,
 ) -> tuple[Float[Array, "B L N D"], Kept]:
     """Returns the attention of a block of tokens to itself and to a window, and what the window is to keep of it.
 
     The first `length` tokens of the block are real. `kept.written` puts the returned keys and values into the window.
     The other keywords and the errors are those of `attention`; radial attention and a window of tokens are not offered.
     """
-    implementation, tiles, bound, decay = named(implementation)
-    if bound is not None or decay is not None:
+    asked = Attention.of(implementation)
+    if not asked.sees_all:
         raise UnsupportedError("attention to kept keys sees all of them: auto would do, or a name without a window")
-    options = _options(q, k, v, None, None, None, None, tiles)
-    return kept.attention(
-        partial(_on_one_device, implementation=implementation, **options), q, k, v, window, place, length
-    )
+    options = _options(asked, q, k, v)
+    return kept.attention(partial(_on_one_device, name=asked.implementation, **options), q, k, v, window, place, length)
 
 
 @jax.named_scope("attention")
 def joint_attention(
-    q: Pair, k: Pair, v: Pair, *, length: int, texts: Int32[Array, " B"], window: Any = None, implementation: str | None
+    q: Pair,
+    k: Pair,
+    v: Pair,
+    *,
+    length: int,
+    texts: Int32[Array, " B"],
+    window: Any = None,
+    implementation: str | Attention | None,
 ) -> Pair:
     """Returns the attention of a video and its text to the tokens of both, the first `length` and `texts` of them.
 
     Text comes after the video in the order that `window` counts. The other keywords and the errors are those of
-    `attention`; a radial `implementation` has no mask but the given one.
+    `attention`.
     """
-    implementation, tiles, usual, _ = named(implementation)
-    options = _options(q.video, k.video, v.video, None, usual if window is None else window, None, None, tiles)
+    asked = Attention.of(implementation)
+    options = _options(asked, q.video, k.video, v.video, window=window)
     window = options.pop("window")
-    kernel = partial(_on_one_device, implementation=implementation, **options)
+    kernel = partial(_on_one_device, name=asked.implementation, **options)
     return joint.attention(kernel, q, k, v, length=length, texts=texts, window=window)
 
 
@@ -205,14 +130,14 @@ def _on_one_device(
     v,
     *,
     key_mask,
-    implementation: str | None,
+    name: str | None,
     keys: int | Array | None = None,
     return_lse: bool = False,
     **options: Any,
 ) -> Any:
     """Attention on the device that holds the operands; keys after the first `keys`, of each example, are padding."""
     options |= {"return_lse": return_lse}
-    name = choose(q, k, v, key_mask=key_mask, **options, implementation=implementation).name
+    name = _choose(q, k, v, name, key_mask=key_mask, **options).name
     counted = isinstance(keys, Array)
     if keys is not None and (counted or keys < k.shape[1]):
         if getattr(IMPLEMENTATIONS[name], "COUNTS_KEYS", False) and key_mask is None:  # slicing would copy
@@ -225,24 +150,24 @@ def _on_one_device(
 
 
 def _part_on_one_device(
-    q, k, v, before: Any, *, last: bool, key_mask, implementation: str | None, keys: Array | None = None, **options: Any
+    q, k, v, before: Any, *, last: bool, key_mask, name: str | None, keys: Array | None = None, **options: Any
 ) -> Any:
     """Attention to some of the keys, added to what this returned for others; see `sharded.Kernels`."""
     whole = {"window": None, "bias": None, "return_lse": True, **options}
-    chosen = IMPLEMENTATIONS[choose(q, k, v, key_mask=key_mask, **whole, implementation=implementation).name]
+    chosen = IMPLEMENTATIONS[_choose(q, k, v, name, key_mask=key_mask, **whole).name]
     if chosen is flash_tpu and flash_tpu.resumes(options["config"]):
         return flash_tpu.resumed(q, k, v, before, last=last, key_mask=key_mask, keys=keys, **options)
-    done = _on_one_device(q, k, v, key_mask=key_mask, implementation=implementation, keys=keys, **whole)
+    done = _on_one_device(q, k, v, key_mask=key_mask, name=name, keys=keys, **whole)
     done = done if before is None else sharded.merge(before, done)
     return (done[0].astype(q.dtype), done[1]) if last else done
 
 
 def _gradient_on_one_device(
-    q, k, v, g, lse, delta, *, key_mask, implementation: str | None, keys: Array | None = None, **options: Any
+    q, k, v, g, lse, delta, *, key_mask, name: str | None, keys: Array | None = None, **options: Any
 ) -> Any:
     """The gradients of q, k and v where all queries see the same keys; `reference` has that of `chunked`."""
     options |= {"window": None}
-    name = choose(q, k, v, key_mask=key_mask, **options, implementation=implementation, return_lse=True).name
+    name = _choose(q, k, v, name, key_mask=key_mask, bias=None, **options, return_lse=True).name
     gradient = getattr(IMPLEMENTATIONS[name], "gradient", chunked.gradient)
     return gradient(q, k, v, g, lse, delta, key_mask=key_mask, keys=keys, **options)
 
@@ -256,7 +181,7 @@ def choose(
     window: int | Window | Radial | None = None,
     scale: float | None = None,
     bias: jax.Array | None = None,
-    implementation: str | None = None,
+    implementation: str | Attention | None = None,
     config: Any = None,
     return_lse: bool = False,
 ) -> Choice:
@@ -265,19 +190,26 @@ def choose(
     Shapes suffice (`jax.ShapeDtypeStruct`). `return_lse` asks for the log-sum-exp of each query too, which merges the
     steps of ring attention. The platform is that of `kernels.target.target`.
     """
-    implementation, tiles, usual, _ = named(implementation)
-    options = _options(q, k, v, key_mask, usual if window is None else window, scale, bias, config or tiles)
+    asked = Attention.of(implementation)
+    options = _options(asked, q, k, v, key_mask, window, scale, bias, config)
+    return _choose(q, k, v, asked.implementation, **options, return_lse=return_lse)
+
+
+def _choose(q, k, v, named: str | None, **options: Any) -> Choice:
+    """Returns `choose` for options as implementations take them."""
     preferred = PREFERRED.get(target(q).platform, ANYWHERE)
     refusals = []
-    for choice in preferred if implementation is None else (Choice(implementation, "it was named"),):
-        why = IMPLEMENTATIONS[choice.name].unsupported(q, k, v, **options, return_lse=return_lse)
+    for choice in preferred if named is None else (Choice(named, "it was named"),):
+        why = IMPLEMENTATIONS[choice.name].unsupported(q, k, v, **options)
         if why is None:
             return Choice(choice.name, "; ".join([choice.reason, *refusals]))
         refusals.append(why)
     raise UnsupportedError("; ".join(refusals))
 
 
-def _options(q, k, v, key_mask, window, scale, bias, config) -> dict[str, Any]:
+def _options(
+    asked: Attention, q, k, v, key_mask=None, window=None, scale=None, bias=None, config=None
+) -> dict[str, Any]:
     """The options as implementations take them; raises WanjaxError for operands that do not fit each other."""
     if not (q.ndim == k.ndim == 4 and k.shape == v.shape and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]):
         shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
@@ -294,11 +226,12 @@ def _options(q, k, v, key_mask, window, scale, bias, config) -> dict[str, Any]:
     scores = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     if bias is not None and (bias.dtype != jnp.float32 or not _broadcasts(bias.shape, scores)):
         raise WanjaxError(f"a bias {bias.dtype}{list(bias.shape)}: float32 that broadcasts to {list(scores)} would do")
+    window = asked.window if window is None else window
     window = (window, window) if isinstance(window, int) else window
     if isinstance(window, tuple) and any(side is not None and side < 0 for side in window):
         raise WanjaxError(f"the window {window} has a side below zero: zero, a count of keys, or None would do")
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    return {"key_mask": key_mask, "window": window, "scale": scale, "bias": bias, "config": config}
+    return {"key_mask": key_mask, "window": window, "scale": scale, "bias": bias, "config": config or asked.config}
 
 
 def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:

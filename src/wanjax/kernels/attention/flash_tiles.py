@@ -22,6 +22,7 @@ LARGEST_SUM = 2.0**64  # of a row's weights: a larger sum means that a logit lef
 
 TILES = ("block_q", "block_kv", "block_kv_compute")
 CENTER = "center_keys"
+USUAL = 2048  # queries and keys, where neither is told
 LONGEST_Q = 2048
 FEW_KEYS, LONGEST_Q_OF_FEW_KEYS = 512, 10_240  # then a block's first and last steps count beside the others
 LONGEST_BODY = {"bfloat16": 8192, "float32": 1024}  # unrolled keys: with more, compiling takes minutes
@@ -80,23 +81,52 @@ class Config:
         return streamed + scratch
 
 
-def read_config(text: str) -> Config:
-    """Reads tiles from text such as `block_q=2048,block_kv=4096,block_kv_compute=2048`, perhaps with `center_keys`.
+@dataclass(frozen=True)
+class Tiles:
+    """Tiles as they are asked for: a size of None follows from the others."""
 
-    `block_q` is 2,048 if left out; either size of keys is the other one, or 2,048 if both are left out. Raises
-    WanjaxError for other text, and for tiles that are not possible.
-    """
-    given: dict[str, int] = {}
-    entries = text.split(",")
-    for entry in entries:
-        if entry == CENTER:
-            continue
-        name, _, size = entry.partition("=")
-        if name not in TILES or name in given or not (size.isascii() and size.isdigit()):
-            raise WanjaxError(f"the tiles {text!r} are not such as block_q=2048,block_kv=4096,block_kv_compute=2048")
-        given[name] = int(size)
-    keys = given.get("block_kv", given.get("block_kv_compute", 2048))
-    return Config(given.get("block_q", 2048), keys, given.get("block_kv_compute", keys), CENTER in entries)
+    block_q: int | None = None
+    block_kv: int | None = None
+    block_kv_compute: int | None = None
+    center_keys: bool = False
+
+    def __post_init__(self):
+        self.config()
+
+    @classmethod
+    def parse(cls, text: str) -> "Tiles":
+        """Reads text such as `block_q=2048,block_kv=4096,block_kv_compute=2048`, perhaps with `center_keys`.
+
+        Raises WanjaxError for other text, and for tiles that are not possible.
+        """
+        given: dict[str, int] = {}
+        entries = text.split(",")
+        for entry in entries:
+            if entry == CENTER:
+                continue
+            name, _, size = entry.partition("=")
+            if name not in TILES or name in given or not (size.isascii() and size.isdigit()):
+                raise WanjaxError(
+                    f"the tiles {text!r} are not such as block_q=2048,block_kv=4096,block_kv_compute=2048"
+                )
+            given[name] = int(size)
+        return cls(**given, center_keys=CENTER in entries)
+
+    def __str__(self) -> str:
+        sizes = [f"{name}={size}" for name in TILES if (size := getattr(self, name)) is not None]
+        return ",".join([*sizes, CENTER] if self.center_keys else sizes)
+
+    def config(self) -> Config:
+        """Returns all sizes: `block_q` is 2,048 if left out, and either size of keys is the other one, or 2,048.
+
+        Raises WanjaxError for tiles that are not possible.
+        """
+        keys = _given(self.block_kv, self.block_kv_compute, USUAL)
+        return Config(_given(self.block_q, USUAL), keys, _given(self.block_kv_compute, keys), self.center_keys)
+
+
+def _given(*sizes: int | None) -> int:
+    return next(size for size in sizes if size is not None)
 
 
 def default_config(vmem_bytes: int, head_dim: int, queries: int, keys: int, dtype: str, ragged: bool = False) -> Config:

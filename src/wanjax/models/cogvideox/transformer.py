@@ -16,7 +16,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32
 
-from wanjax.kernels.attention import attention
+from wanjax.kernels.attention import AUTO, Attention, attention
 from wanjax.kernels.heads import pack_for_all_to_all
 from wanjax.layers.embeddings import sinusoid
 from wanjax.layers.linear import linear
@@ -25,7 +25,7 @@ from wanjax.layers.modulation import Modulation, gated_add, modulate
 from wanjax.layers.norms import layer_norm
 from wanjax.layers.patch import patch_grid, patchify, unpatchify
 from wanjax.layers.rope import Rope, head_norm_and_rope
-from wanjax.layers.stack import Through, stack, through_all, trunk_of
+from wanjax.layers.stack import EVERY_BLOCK, BlockCache, scan_blocks, stack
 from wanjax.models.cogvideox.config import Grid, TransformerConfig
 from wanjax.models.cogvideox.positions import ADDED, Positions, rope_tables
 from wanjax.sharding import spread
@@ -38,7 +38,7 @@ OFFSET = 2.0  # the only offset that checkpoints were trained with
 class JointAttention(nnx.Module):
     """Attention of all tokens, of the video and the text, to all tokens."""
 
-    def __init__(self, config: TransformerConfig, implementation: str | None, **kw):
+    def __init__(self, config: TransformerConfig, attention: Attention, **kw):
         width = config.width
         self.q = linear(width, width, ("embed", "heads"), **kw)
         self.k = linear(width, width, ("embed", "heads"), **kw)
@@ -47,7 +47,7 @@ class JointAttention(nnx.Module):
         self.q_norm = layer_norm(config.head_dim, HEAD_EPS, affine=True, **kw)
         self.k_norm = layer_norm(config.head_dim, HEAD_EPS, affine=True, **kw)
         self.heads = config.heads
-        self.implementation = implementation
+        self.attention = attention
 
     @jax.named_scope("self_attention")
     def __call__(self, x: Tokens, rope: Rope) -> Tokens:
@@ -55,18 +55,18 @@ class JointAttention(nnx.Module):
         k = split_heads(head_norm_and_rope(self.k(x), self.k_norm, rope), self.heads)
         # the values of v(x) as they are; on several TPUs, in the memory layout in which heads are sent
         v = split_heads(pack_for_all_to_all(self.v(x)), self.heads)
-        y = attention(q, k, v, keys=rope.length, implementation=self.implementation)
+        y = attention(q, k, v, keys=rope.length, implementation=self.attention)
         return self.out(y.reshape(x.shape))
 
 
 class Block(nnx.Module):
     """Joint attention and an MLP; the timestep modulates both, the video's tokens and the text's differently."""
 
-    def __init__(self, config: TransformerConfig, implementation: str | None, **kw):
+    def __init__(self, config: TransformerConfig, attention: Attention, **kw):
         width = config.width
         self.attn_mod = time_projection(config, 6, **kw)
         self.norm1 = layer_norm(width, config.eps, affine=True, **kw)
-        self.attn = JointAttention(config, implementation, **kw)
+        self.attn = JointAttention(config, attention, **kw)
         self.mlp_mod = time_projection(config, 6, **kw)
         self.norm2 = layer_norm(width, config.eps, affine=True, **kw)
         self.mlp = MLP((width, config.mlp_dim, width), ("embed", "mlp", "embed"), gelu_tanh, **kw)
@@ -120,12 +120,12 @@ class CogVideoXTransformer(nnx.Module):
         self,
         config: TransformerConfig,
         *,
-        attention: str | None = None,
+        attention: Attention = AUTO,
         dtype: DTypeLike,
         param_dtype: DTypeLike,
         rngs: nnx.Rngs,
     ):
-        """`attention` names an implementation; None chooses by platform and shape."""
+        """`attention` is how tokens attend; AUTO chooses by platform and shape."""
         kw: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         width, cells = config.width, config.patch_cells
         self.config = config
@@ -162,9 +162,9 @@ class CogVideoXTransformer(nnx.Module):
         context: Float[Array, "B S E"],
         positions: Positions,
         *,
-        through: Through = through_all,
+        cache: BlockCache = EVERY_BLOCK,
     ) -> Float[Array, "B T H W _C"]:
-        """`context` and `positions` come from the methods of these names; `through` runs the blocks."""
+        """`context` and `positions` come from the methods of these names; `cache` may keep tokens between blocks."""
         grid = self.grid(latents)
         video = self.patch_embed(patchify(latents.astype(self.dtype), self.config.patch))[:, : prod(grid)]
         x = spread(jnp.concatenate([video, context], axis=1), ("batch", "length", "embed"))  # [B L E]
@@ -172,7 +172,12 @@ class CogVideoXTransformer(nnx.Module):
         text = spread(jnp.arange(positions.rope.length) >= prod(grid), ("length",))
         time = jax.nn.silu(self.time_embed(t))
 
-        x = through(trunk_of(self.blocks, lambda block, x: block(x, time, positions.rope, text)), x)
+        def run(block: Block, x: Tokens) -> Tokens:
+            return block(x, time, positions.rope, text)
+
+        for part in cache.parts(self.config.layers):
+            x = scan_blocks(self.blocks, run, cache.before(part, x), part=part)
+        x = cache.after(x)
 
         shift, scale = jnp.split(self.out_mod(time)[:, None], 2, axis=-1)
         x = self.norm_out(self.norm_final(x))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of text tokens in joint attention, its radial mask, and heads with norms of their own.
+"""The order of text tokens in joint attention, and heads with norms of their own.
 
 RoPE is applied before attention and text has no positions, so a video does not depend on the order of its text. The
 real tokens come first: then the tokens that take part are the first ones, and a count of them is all that a kernel
@@ -11,27 +11,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32
 
-from wanjax.kernels.attention import RADIAL, Radial, named
 from wanjax.layers.rope import Rope
-
-DECAY = 0.95  # of radial attention, that of its authors for HunyuanVideo
 
 
 def real_first(text: Float[Array, "B S E"], mask: Bool[Array, "B S"]) -> Float[Array, "B S E"]:
     """Returns the text with the tokens in the mask before the others, in their order."""
     return jnp.take_along_axis(text, jnp.argsort(~mask, axis=1, stable=True)[:, :, None], axis=1)
-
-
-def radial_mask(rope: Rope, attention: str | None) -> Radial | None:
-    """Returns the mask of a video's radial attention, of the named implementation; None if all see all.
-
-    As its authors have it for HunyuanVideo, the first frame is like the others.
-    """
-    if rope.frames is None:
-        return None
-    decay = DECAY if attention == RADIAL else named(attention).decay
-    assert decay is not None, "tables of RoPE tell frames where attention is radial"
-    return Radial(rope.frames, rope.length // rope.frames, decay, sink=False)
 
 
 def normed_heads(x: Float[Array, "B L E"], norm: nnx.RMSNorm, heads: int) -> Float32[Array, "B L N D"]:

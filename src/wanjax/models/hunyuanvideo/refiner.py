@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32
 
-from wanjax.kernels.attention import attention
+from wanjax.kernels.attention import Attention, attention
 from wanjax.layers.embeddings import sinusoid
 from wanjax.layers.linear import linear
 from wanjax.layers.mlp import MLP, gelu
@@ -37,7 +37,7 @@ class Prompt(NamedTuple):
 class RefinerBlock(nnx.Module):
     """Self-attention over the prompt's tokens, and an MLP; gates from the timestep and the prompt weigh both."""
 
-    def __init__(self, config: TransformerConfig, implementation: str | None, **kw):
+    def __init__(self, config: TransformerConfig, attention: Attention, **kw):
         width = config.width
         self.norm1 = layer_norm(width, config.eps, affine=True, **kw)
         self.q = linear(width, width, ("embed", "heads"), **kw)
@@ -49,7 +49,7 @@ class RefinerBlock(nnx.Module):
         self.gates = linear(width, 2 * width, ("embed", "mlp"), **{**kw, "dtype": jnp.float32})
         self.heads = config.heads
         self.dtype = kw["dtype"]
-        self.implementation = implementation and implementation.partition(":")[0]  # tiles are those of long sequences
+        self.attention = attention.plain()
 
     def __call__(self, x: TextTokens, condition: Float32[Array, "B E"], mask: Mask) -> TextTokens:
         attention_gate, mlp_gate = jnp.split(self.gates(jax.nn.silu(condition))[:, None], 2, axis=-1)  # [B 1 E]
@@ -59,14 +59,14 @@ class RefinerBlock(nnx.Module):
     def attend(self, x: TextTokens, mask: Mask) -> TextTokens:
         """Self-attention to the tokens in the mask."""
         q, k, v = (project(x).reshape(*x.shape[:2], self.heads, -1) for project in (self.q, self.k, self.v))
-        y = attention(q, k, v, key_mask=mask, implementation=self.implementation)  # [B S N D]
+        y = attention(q, k, v, key_mask=mask, implementation=self.attention)  # [B S N D]
         return self.out(y.reshape(x.shape))
 
 
 class Refiner(nnx.Module):
     """Refines a prompt's tokens at a timestep."""
 
-    def __init__(self, config: TransformerConfig, implementation: str | None, **kw):
+    def __init__(self, config: TransformerConfig, attention: Attention, **kw):
         width = config.width
         self.tokens = linear(config.text_width, width, ("text", "embed"), **kw)
         self.time_embed = time_mlp(config, kw["rngs"])
@@ -74,7 +74,7 @@ class Refiner(nnx.Module):
             (config.text_width, width, width), ("text", "mlp", "embed"), jax.nn.silu, **{**kw, "dtype": jnp.float32}
         )
         self.blocks = stack(
-            lambda rngs: RefinerBlock(config, implementation, **{**kw, "rngs": rngs}), config.refiner_layers, kw["rngs"]
+            lambda rngs: RefinerBlock(config, attention, **{**kw, "rngs": rngs}), config.refiner_layers, kw["rngs"]
         )
         self.frequency_dim = config.frequency_dim
         self.dtype = kw["dtype"]

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from wanjax.kernels.attention import Pair, joint_attention
+from wanjax.kernels.attention import AUTO, Attention, Pair, Radial, joint_attention
 from wanjax.layers.embeddings import sinusoid
 from wanjax.layers.linear import Linear, linear
 from wanjax.layers.mlp import MLP, gelu_tanh
@@ -24,13 +24,14 @@ from wanjax.layers.modulation import Modulation, gated_add, modulate, split_modu
 from wanjax.layers.norms import layer_norm, rms_norm
 from wanjax.layers.patch import patch_grid, patchify, unpatchify
 from wanjax.layers.placement import with_axes
-from wanjax.layers.rope import Rope, rope_3d, seeing_all, with_frames
-from wanjax.layers.stack import Through, Trunk, stack, through_all, trunk_of
+from wanjax.layers.rope import Rope, rope_3d
+from wanjax.layers.stack import EVERY_BLOCK, BlockCache, scan_blocks, stack
 from wanjax.models.hunyuanvideo.config import TransformerConfig
-from wanjax.models.hunyuanvideo.joint import normed_heads, radial_mask, real_first, rotated
+from wanjax.models.hunyuanvideo.joint import normed_heads, real_first, rotated
 from wanjax.models.hunyuanvideo.refiner import GlyphEmbed, ImageEmbed, Prompt, Refiner, TextTokens, time_mlp
 from wanjax.sharding import spread
 
+DECAY = 0.95  # of radial attention, that of its authors for HunyuanVideo
 CELL = (1, 1, 1)  # a token is one latent cell
 PROMPT, GLYPHS, IMAGE = range(3)  # rows of the table of kinds of text tokens
 Tokens = Float[Array, "B L E"]
@@ -68,7 +69,7 @@ class Streams(NamedTuple):
 class JointAttention(nnx.Module):
     """Attention over the tokens of both streams; video is rotated by position, and each stream has its projections."""
 
-    def __init__(self, config: TransformerConfig, implementation: str | None, **kw):
+    def __init__(self, config: TransformerConfig, attention: Attention, **kw):
         width = config.width
         self.q = linear(width, width, ("embed", "heads"), **kw)
         self.k = linear(width, width, ("embed", "heads"), **kw)
@@ -84,10 +85,12 @@ class JointAttention(nnx.Module):
         self.text_k_norm = rms_norm(config.head_dim, config.eps, **kw, axis="head_dim")
         self.heads = config.heads
         self.dtype = kw["dtype"]
-        self.implementation = implementation
+        self.attention = attention
 
     @jax.named_scope("joint_attention")
-    def __call__(self, x: Tokens, text: TextTokens, rope: Rope, texts: Texts) -> tuple[Tokens, TextTokens]:
+    def __call__(
+        self, x: Tokens, text: TextTokens, rope: Rope, texts: Texts, mask: Radial | None = None
+    ) -> tuple[Tokens, TextTokens]:
         """`texts` are the numbers of real text tokens."""
         q = rotated(normed_heads(self.q(x), self.q_norm, self.heads), rope)  # [B L N D]
         k = rotated(normed_heads(self.k(x), self.k_norm, self.heads), rope)
@@ -96,8 +99,7 @@ class JointAttention(nnx.Module):
         text_k = normed_heads(self.text_k(text), self.text_k_norm, self.heads)
         text_v = self.text_v(text).reshape(text_q.shape)
         both = (Pair(a.astype(self.dtype), b.astype(self.dtype)) for a, b in ((q, text_q), (k, text_k), (v, text_v)))
-        window = radial_mask(rope, self.implementation)
-        y = joint_attention(*both, length=rope.length, texts=texts, window=window, implementation=self.implementation)
+        y = joint_attention(*both, length=rope.length, texts=texts, window=mask, implementation=self.attention)
         y, text_y = (heads.reshape(*heads.shape[:2], -1) for heads in y)
         return self.out(y), self.text_out(text_y)
 
@@ -105,26 +107,26 @@ class JointAttention(nnx.Module):
 class Block(nnx.Module):
     """Joint attention and an MLP for each of the two streams; the timestep modulates both."""
 
-    def __init__(self, config: TransformerConfig, implementation: str | None, **kw):
+    def __init__(self, config: TransformerConfig, attention: Attention, **kw):
         width, mlp = config.width, (config.width, config.mlp_dim, config.width)
         self.mod = modulation(6, width, **kw)
         self.text_mod = modulation(6, width, **kw)
         self.norm1 = layer_norm(width, config.eps, affine=False, **kw)
         self.text_norm1 = layer_norm(width, config.eps, affine=False, **kw)
-        self.attn = JointAttention(config, implementation, **kw)
+        self.attn = JointAttention(config, attention, **kw)
         self.norm2 = layer_norm(width, config.eps, affine=False, **kw)
         self.text_norm2 = layer_norm(width, config.eps, affine=False, **kw)
         self.mlp = MLP(mlp, ("embed", "mlp", "embed"), gelu_tanh, **kw)
         self.text_mlp = MLP(mlp, ("embed", "mlp", "embed"), gelu_tanh, **kw)
         self.dtype = kw["dtype"]
 
-    def __call__(self, streams: Streams, time: Time, rope: Rope, texts: Texts) -> Streams:
+    def __call__(self, streams: Streams, time: Time, rope: Rope, texts: Texts, mask: Radial | None = None) -> Streams:
         x, text = streams
         attn_mod, mlp_mod = rows_of(self.mod, time)
         text_attn_mod, text_mlp_mod = rows_of(self.text_mod, time)
         y = modulate(self.norm1(x), attn_mod.shift, attn_mod.scale).astype(self.dtype)
         text_y = modulate(self.text_norm1(text), text_attn_mod.shift, text_attn_mod.scale).astype(self.dtype)
-        y, text_y = self.attn(y, text_y, rope, texts)
+        y, text_y = self.attn(y, text_y, rope, texts, mask)
         x = gated_add(x, y, attn_mod.gate)
         text = gated_add(text, text_y, text_attn_mod.gate)
         y = modulate(self.norm2(x), mlp_mod.shift, mlp_mod.scale).astype(self.dtype)
@@ -140,19 +142,19 @@ class HunyuanVideoTransformer(nnx.Module):
     velocity = transformer(latents, t, transformer.context(text, mask), transformer.rope(transformer.grid(latents)))
 
     `latents` [B T H W C] are those of the video and, after them along the channels, the condition: the latents of a
-    given frame and a mask, or zeros. `embed`, `trunk` and `head` are the forward in three pieces.
+    given frame and a mask, or zeros. `embed` and `head` are the forward before and after its blocks.
     """
 
     def __init__(
         self,
         config: TransformerConfig,
         *,
-        attention: str | None = None,
+        attention: Attention = AUTO,
         dtype: DTypeLike,
         param_dtype: DTypeLike,
         rngs: nnx.Rngs,
     ):
-        """`attention` names an implementation; None chooses by platform and shape."""
+        """`attention` is how tokens attend; AUTO chooses by platform and shape."""
         kw: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         width = config.width
         self.config = config
@@ -202,7 +204,14 @@ class HunyuanVideoTransformer(nnx.Module):
 
     def rope(self, grid: tuple[int, int, int]) -> Rope:
         """Tables of RoPE for a grid of tokens."""
-        return with_frames(rope_3d(grid, self.config.rope_channels, self.config.rope_theta), grid, self.attention)
+        return rope_3d(grid, self.config.rope_channels, self.config.rope_theta)
+
+    def mask(self, grid: tuple[int, int, int]) -> Radial | None:
+        """The mask of radial joint attention over a grid of tokens; None where all see all.
+
+        As its authors have it for HunyuanVideo, the first frame is like the others.
+        """
+        return self.attention.mask(grid, decay=DECAY, sink=False)
 
     def time(self, t: Float[Array, "B"], t_next: Float[Array, "B"] | None = None) -> Time:
         """The embedding of timesteps; a network of few steps needs also those to which the step goes."""
@@ -220,20 +229,6 @@ class HunyuanVideoTransformer(nnx.Module):
         x = self.patch_embed(patchify(latents.astype(self.dtype), CELL))  # [B L E]
         return Streams(x, spread(text, ("batch", "length", None)))
 
-    def trunk(self, time: Time, context: Context, rope: Rope) -> Trunk:
-        """The blocks, functions of both streams; the first sees all tokens under radial attention too."""
-
-        def run(block: Block, streams: Streams, rope: Rope = rope) -> Streams:
-            return block(streams, time, rope, context.texts)
-
-        first = None if rope.frames is None else partial(run, rope=seeing_all(rope))
-        before_last = trunk_of(self.blocks, run, first=first).all
-
-        def last(streams: Streams) -> Streams:
-            return run(self.last_block, streams)
-
-        return Trunk(lambda streams: last(before_last(streams)), before_last, last)
-
     def head(self, x: Tokens, time: Time, grid: tuple[int, int, int]) -> Float[Array, "B T H W C"]:
         """The velocity, from the video's tokens after the last block."""
         scale, shift = jnp.split(self.mod_out(jax.nn.silu(time))[:, None], 2, axis=-1)  # [B 1 E]
@@ -248,15 +243,26 @@ class HunyuanVideoTransformer(nnx.Module):
         rope: Rope,
         t_next: Float[Array, "B"] | None = None,
         *,
-        through: Through = through_all,
+        mask: Radial | None = None,
+        cache: BlockCache = EVERY_BLOCK,
     ) -> Float[Array, "B T H W _C"]:
-        """`context` and `rope` come from the methods of these names; `t_next` is that of `time`.
+        """`context`, `rope` and `mask` come from the methods of these names; `t_next` is that of `time`.
 
-        `through` runs the blocks.
+        `cache` may keep both streams between blocks. The first block sees all tokens under a mask too.
         """
-        time = self.time(t, t_next)
-        video, _ = through(self.trunk(time, context, rope), self.embed(latents, t, context))
-        return self.head(video, time, self.grid(latents))
+        time, last = self.time(t, t_next), self.config.layers - 1
+
+        def run(mask: Radial | None, block: Block, streams: Streams) -> Streams:
+            return block(streams, time, rope, context.texts, mask)
+
+        streams = self.embed(latents, t, context)
+        for part in cache.parts(self.config.layers, 1 if mask else 0, last):
+            streams, apply = cache.before(part, streams), partial(run, mask if part.start else None)
+            if part.start == last:
+                streams = apply(self.last_block, streams)
+            else:
+                streams = scan_blocks(self.blocks, apply, streams, part=part)
+        return self.head(cache.after(streams).video, time, self.grid(latents))
 
 
 def modulation(rows: int, width: int, **kw) -> Linear:

@@ -7,41 +7,32 @@ Positions in time go on from block to block, so kept keys stay as they are. The 
 of guandeh17/Self-Forcing, which shifts its window; here a new block takes the place of the oldest.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from wanjax.kernels.attention import attention_to_kept
 from wanjax.kernels.attention.kept import Kept, Place, empty_window
 from wanjax.kernels.heads import pack_for_all_to_all
 from wanjax.layers.embeddings import sinusoid
-from wanjax.layers.linear import linear
-from wanjax.layers.mlp import MLP, gelu_tanh
-from wanjax.layers.modulation import gated_add, modulate, split_modulation
-from wanjax.layers.norms import layer_norm
-from wanjax.layers.patch import patch_grid, patchify, unpatchify
+from wanjax.layers.modulation import modulate
+from wanjax.layers.patch import patchify, unpatchify
 from wanjax.layers.rope import Rope, Turns, norm_and_rope, rope_of, turns
-from wanjax.layers.stack import map_blocks, scan_keeping, stack
+from wanjax.layers.stack import scan_keeping
 from wanjax.models.wan.config import CausalTransformerConfig
 from wanjax.models.wan.transformer import (
-    Attention,
+    AttentionLayer,
+    Block,
     Context,
-    CrossAttention,
     Tokens,
+    WanTransformer,
     join_heads,
-    modulation_table,
-    shard_stacked,
     split_heads,
-    time_mlp,
 )
 
 
-class CausalSelfAttention(Attention):
+class CausalSelfAttention(AttentionLayer):
     """Attention of every token of a block to the block and to the kept keys, with q and k rotated by position."""
 
     @jax.named_scope("self_attention")
@@ -51,75 +42,25 @@ class CausalSelfAttention(Attention):
         k = split_heads(norm_and_rope(self.k(x), self.k_norm, rope), self.heads)
         v = split_heads(pack_for_all_to_all(self.v(x)), self.heads)
         q, k = q.astype(self.dtype), k.astype(self.dtype)
-        options = {"length": rope.length, "implementation": self.implementation}
+        options = {"length": rope.length, "implementation": self.attention}
         out, kept = attention_to_kept(q, k, v, window, place, **options)
         return self.out(join_heads(out)), kept
 
 
-class CausalBlock(nnx.Module):
+class CausalBlock(Block):
     """The text-to-video transformer's block, with self-attention to the blocks of frames before too."""
 
-    def __init__(self, config: CausalTransformerConfig, implementation: str | None, **kw):
-        width = config.width
-        self.norm1 = layer_norm(width, config.eps, affine=False, **kw)
-        self.self_attn = CausalSelfAttention(config, implementation, **kw)
-        self.norm2 = layer_norm(width, config.eps, affine=True, **kw)
-        self.cross_attn = CrossAttention(config, implementation, **kw)
-        self.norm3 = layer_norm(width, config.eps, affine=False, **kw)
-        self.mlp = MLP((width, config.mlp_dim, width), ("embed", "mlp", "embed"), gelu_tanh, **kw)
-        self.table = modulation_table(6, width, kw["rngs"])
-        self.dtype = kw["dtype"]
-
-    def __call__(
-        self, x: Tokens, context: Context, window: Kept, mod: Float[Array, "B 1 6 E"], rope: Rope, place: Place
-    ) -> tuple[Tokens, Kept]:
-        self_mod, mlp_mod = split_modulation(mod + self.table[...][None, None])
-        y = modulate(self.norm1(x), self_mod.shift, self_mod.scale).astype(self.dtype)
-        y, kept = self.self_attn(y, rope, window, place)
-        x = gated_add(x, y, self_mod.gate)
-        x = x + self.cross_attn(self.norm2(x).astype(self.dtype), context).astype(x.dtype)
-        y = modulate(self.norm3(x), mlp_mod.shift, mlp_mod.scale).astype(self.dtype)
-        return gated_add(x, self.mlp(y), mlp_mod.gate), kept
+    self_attention = CausalSelfAttention
 
 
-class WanCausalTransformer(nnx.Module):
+class WanCausalTransformer(WanTransformer):
     """Predicts the velocity of a block of latents [B T H W C] at timesteps t in [0, 1000] for encoded prompts [B S E].
 
     velocity, kept = transformer(latents, t, transformer.context(text), turns, transformer.window(batch, rows), place)
     """
 
-    def __init__(
-        self,
-        config: CausalTransformerConfig,
-        *,
-        attention: str | None = None,
-        dtype: DTypeLike,
-        param_dtype: DTypeLike,
-        rngs: nnx.Rngs,
-    ):
-        """`attention` names an implementation; None chooses by platform and shape."""
-        kw: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        width, cells = config.width, config.patch_cells
-        self.config = config
-        self.attention = attention
-        self.dtype = dtype
-        self.patch_embed = linear(cells * config.channels_in, width, (None, "embed"), **kw)
-        self.text_embed = MLP((config.text_width, width, width), ("text", "mlp", "embed"), gelu_tanh, **kw)
-        self.time_embed = time_mlp(config, rngs)
-        self.time_proj = linear(width, 6 * width, ("embed", "mlp"), **{**kw, "dtype": jnp.float32})
-        self.blocks = stack(lambda rngs: CausalBlock(config, attention, **{**kw, "rngs": rngs}), config.layers, rngs)
-        self.norm_out = layer_norm(width, config.eps, affine=False, **kw)
-        self.table = modulation_table(2, width, rngs)
-        self.proj_out = linear(width, cells * config.channels_out, ("embed", None), **kw)
-
-    def context(self, text: Float[Array, "B S _E"]) -> Context:
-        """Keys and values of encoded prompts [B S E] in every block of the network: [layers B S E]."""
-        text = self.text_embed(text.astype(self.dtype))
-        return shard_stacked(map_blocks(self.blocks, lambda block: block.cross_attn.context(text)), self.config.heads)
-
-    def grid(self, latents: Float[Array, "B T H W C"]) -> tuple[int, int, int]:
-        """The number of patches along frames, height and width."""
-        return patch_grid(latents, self.config.patch)
+    config: CausalTransformerConfig
+    block = CausalBlock
 
     def window(self, latents: Float[Array, "B T H W C"]) -> Kept:
         """An empty window for blocks of these latents: [layers B S N D]."""
@@ -150,7 +91,7 @@ class WanCausalTransformer(nnx.Module):
         mod = self.time_proj(jax.nn.silu(embedded)).reshape(-1, 1, 6, self.config.width)
 
         def run(block: CausalBlock, x: Tokens, context: Context, window: Kept) -> tuple[Tokens, Kept]:
-            return block(x, context, window, mod, rope, place)
+            return block(x, context, mod, rope, window, place)
 
         x, kept = scan_keeping(self.blocks, run, x, context, window)
 

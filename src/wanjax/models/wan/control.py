@@ -7,32 +7,27 @@ models/transformers/transformer_wan_vace.py, which computes all hints before the
 where it is used, so that memory holds one at a time.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from wanjax.kernels.attention import AUTO, Attention
 from wanjax.layers.embeddings import sinusoid
 from wanjax.layers.linear import linear
-from wanjax.layers.mlp import MLP, gelu_tanh
-from wanjax.layers.modulation import gated_add, modulate, split_modulation
-from wanjax.layers.norms import layer_norm
-from wanjax.layers.patch import patch_grid, patchify, unpatchify
-from wanjax.layers.rope import Rope, rope_3d
-from wanjax.layers.stack import Through, block_at, grouped, map_blocks, scan_blocks, stack, through_all, trunk_of
+from wanjax.layers.modulation import modulate
+from wanjax.layers.patch import patchify, unpatchify
+from wanjax.layers.rope import Rope
+from wanjax.layers.stack import EVERY_BLOCK, BlockCache, block_at, grouped, map_blocks, scan_blocks, stack
 from wanjax.models.wan.config import ControlTransformerConfig
 from wanjax.models.wan.transformer import (
     Block,
     Context,
-    CrossAttention,
-    SelfAttention,
     Tokens,
-    modulation_table,
+    WanTransformer,
     shard_stacked,
-    time_mlp,
 )
 
 
@@ -43,63 +38,29 @@ class ControlContext(NamedTuple):
     control_blocks: Context
 
 
-class ControlBlock(nnx.Module):
-    """The text-to-video transformer's block, for the control stream, and the projection of its hints."""
+class ControlBlock(Block):
+    """The text-to-video transformer's block, for the control stream; `hint(x)` is what it then adds to the latents."""
 
-    def __init__(self, config: ControlTransformerConfig, implementation: str | None, **kw):
-        width = config.width
-        self.norm1 = layer_norm(width, config.eps, affine=False, **kw)
-        self.self_attn = SelfAttention(config, implementation, **kw)
-        self.norm2 = layer_norm(width, config.eps, affine=True, **kw)
-        self.cross_attn = CrossAttention(config, implementation, **kw)
-        self.norm3 = layer_norm(width, config.eps, affine=False, **kw)
-        self.mlp = MLP((width, config.mlp_dim, width), ("embed", "mlp", "embed"), gelu_tanh, **kw)
-        self.table = modulation_table(6, width, kw["rngs"])
-        self.hint = linear(width, width, ("mlp", "embed"), **kw)
-        self.dtype = kw["dtype"]
-
-    def __call__(self, x: Tokens, context: Context, mod: Float[Array, "B 1 6 E"], rope: Rope) -> Tokens:
-        """The control stream after this block; `hint(x)` is what it then adds to the latents."""
-        self_mod, mlp_mod = split_modulation(mod + self.table[...][None, None])
-        y = modulate(self.norm1(x), self_mod.shift, self_mod.scale).astype(self.dtype)
-        x = gated_add(x, self.self_attn(y, rope), self_mod.gate)
-        x = x + self.cross_attn(self.norm2(x).astype(self.dtype), context).astype(x.dtype)
-        y = modulate(self.norm3(x), mlp_mod.shift, mlp_mod.scale).astype(self.dtype)
-        return gated_add(x, self.mlp(y), mlp_mod.gate)
+    def __init__(self, config: ControlTransformerConfig, attention: Attention, **kw):
+        super().__init__(config, attention, **kw)
+        self.hint = linear(config.width, config.width, ("mlp", "embed"), **kw)
 
 
-class WanControlTransformer(nnx.Module):
+class WanControlTransformer(WanTransformer):
     """Predicts the velocity of latents at timesteps t in [0, 1000] for encoded prompts [B S E] and a control clip.
 
     `control` [B T H W C] has the frames, height and width of the latents, and channels of its own.
     """
 
-    def __init__(
-        self,
-        config: ControlTransformerConfig,
-        *,
-        attention: str | None = None,
-        dtype: DTypeLike,
-        param_dtype: DTypeLike,
-        rngs: nnx.Rngs,
-    ):
-        """`attention` names an implementation; None chooses by platform and shape."""
-        kw: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        width, cells = config.width, config.patch_cells
-        self.config = config
-        self.dtype = dtype
-        self.patch_embed = linear(cells * config.channels_in, width, (None, "embed"), **kw)
-        self.text_embed = MLP((config.text_width, width, width), ("text", "mlp", "embed"), gelu_tanh, **kw)
-        self.time_embed = time_mlp(config, rngs)
-        self.time_proj = linear(width, 6 * width, ("embed", "mlp"), **{**kw, "dtype": jnp.float32})
-        self.blocks = stack(lambda rngs: Block(config, attention, **{**kw, "rngs": rngs}), config.layers, rngs)
-        self.norm_out = layer_norm(width, config.eps, affine=False, **kw)
-        self.table = modulation_table(2, width, rngs)
-        self.proj_out = linear(width, cells * config.channels_out, ("embed", None), **kw)
-        self.control_embed = linear(cells * config.control_channels, width, (None, "embed"), **kw)
-        self.control_in = linear(width, width, ("mlp", "embed"), **kw)
+    config: ControlTransformerConfig
+
+    def __init__(self, config: ControlTransformerConfig, *, attention: Attention = AUTO, rngs: nnx.Rngs, **kw):
+        super().__init__(config, attention=attention, rngs=rngs, **kw)
+        width, channels = config.width, config.patch_cells * config.control_channels
+        self.control_embed = linear(channels, width, (None, "embed"), rngs=rngs, **kw)
+        self.control_in = linear(width, width, ("mlp", "embed"), rngs=rngs, **kw)
         self.control_blocks = stack(
-            lambda rngs: ControlBlock(config, attention, **{**kw, "rngs": rngs}), config.control_blocks, rngs
+            lambda rngs: ControlBlock(config, attention, rngs=rngs, **kw), config.control_blocks, rngs
         )
 
     def context(self, text: Float[Array, "B S _E"]) -> ControlContext:
@@ -109,14 +70,6 @@ class WanControlTransformer(nnx.Module):
         keys = (map_blocks(stack, lambda block: block.cross_attn.context(text)) for stack in stacks)
         return shard_stacked(ControlContext(*keys), self.config.heads)
 
-    def grid(self, latents: Float[Array, "B T H W C"]) -> tuple[int, int, int]:
-        """The number of patches along frames, height and width."""
-        return patch_grid(latents, self.config.patch)
-
-    def rope(self, grid: tuple[int, int, int]) -> Rope:
-        """Tables of RoPE for a grid of patches."""
-        return rope_3d(grid, self.config.rope_channels)
-
     def __call__(
         self,
         latents: Float[Array, "B T H W C"],
@@ -125,9 +78,9 @@ class WanControlTransformer(nnx.Module):
         rope: Rope,
         control: Float[Array, "B T H W _C"],
         *,
-        through: Through = through_all,
+        cache: BlockCache = EVERY_BLOCK,
     ) -> Float[Array, "B T H W _C"]:
-        """`context` and `rope` come from the methods of these names; `through` runs the blocks."""
+        """`context` and `rope` come from the methods of these names; `cache` may keep tokens between blocks."""
         grid = self.grid(latents)
         x = self.patch_embed(patchify(latents.astype(self.dtype), self.config.patch))  # [B L E]
         control = self.control_embed(patchify(control.astype(self.dtype), self.config.patch))
@@ -135,8 +88,8 @@ class WanControlTransformer(nnx.Module):
         time = self.time_embed(sinusoid(t, self.config.frequency_dim))[:, None]  # [B 1 E]
         mod = self.time_proj(jax.nn.silu(time)).reshape(-1, 1, 6, self.config.width)
 
-        def run(block: Block | ControlBlock, x: Tokens, context: Context) -> Tokens:
-            return block(x, context, mod, rope)
+        def run(block: Block, x: Tokens, context: Context) -> Tokens:
+            return block(x, context, mod, rope)[0]
 
         def run_group(
             blocks: tuple[ControlBlock, Block],
@@ -152,8 +105,11 @@ class WanControlTransformer(nnx.Module):
             return x, control
 
         groups, contexts = grouped((self.blocks, context.blocks), self.config.control_blocks)
-        trunk = trunk_of((self.control_blocks, groups), run_group, context.control_blocks, contexts)
-        x, _ = through(trunk, (x, control))
+        stacks, streams = (self.control_blocks, groups), (x, control)
+        for part in cache.parts(self.config.control_blocks):
+            streams = cache.before(part, streams)
+            streams = scan_blocks(stacks, run_group, streams, context.control_blocks, contexts, part=part)
+        x, _ = cache.after(streams)
 
         shift, scale = (time + row for row in jnp.split(self.table[...][None], 2, axis=1))
         x = self.proj_out(modulate(self.norm_out(x), shift, scale).astype(self.dtype))

@@ -9,7 +9,7 @@ diffusers' models/transformers/transformer_wan.py and, for what stays in float32
 
 import math
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from wanjax.kernels.attention import attention
+from wanjax.kernels.attention import AUTO, Attention, Radial, attention
 from wanjax.kernels.heads import pack_for_all_to_all
 from wanjax.layers.embeddings import sinusoid
 from wanjax.layers.linear import gathered_together, linear
@@ -26,8 +26,8 @@ from wanjax.layers.modulation import Second, gated_add, modulate, split_modulati
 from wanjax.layers.norms import layer_norm, rms_norm
 from wanjax.layers.patch import patch_grid, patchify, unpatchify
 from wanjax.layers.placement import with_axes
-from wanjax.layers.rope import Rope, norm_and_rope, rope_3d, seeing_all, with_frames
-from wanjax.layers.stack import Through, map_blocks, stack, through_all, trunk_of
+from wanjax.layers.rope import Rope, norm_and_rope, rope_3d
+from wanjax.layers.stack import EVERY_BLOCK, BlockCache, map_blocks, scan_blocks, stack
 from wanjax.models.wan.config import TransformerConfig
 from wanjax.sharding import constrain, current, spread, state
 
@@ -43,10 +43,10 @@ class Context(NamedTuple):
     v: Float[Array, "... B S E"]
 
 
-class Attention(nnx.Module):
+class AttentionLayer(nnx.Module):
     """The projections of self- and cross-attention, and the norms of q and k over all heads together."""
 
-    def __init__(self, config: TransformerConfig, implementation: str | None, **kw):
+    def __init__(self, config: TransformerConfig, attention: Attention, **kw):
         self.q = linear(config.width, config.width, ("embed", "heads"), **kw)
         self.k = linear(config.width, config.width, ("embed", "heads"), **kw)
         self.v = linear(config.width, config.width, ("embed", "heads"), **kw)
@@ -55,7 +55,7 @@ class Attention(nnx.Module):
         self.k_norm = rms_norm(config.width, config.eps, **kw)
         self.heads = config.heads
         self.dtype = kw["dtype"]
-        self.implementation = implementation
+        self.attention = attention
 
     def attend(
         self,
@@ -63,35 +63,33 @@ class Attention(nnx.Module):
         k: Float[Array, "B S N D"],
         v: Float[Array, "B S N D"],
         keys: int | None = None,
-        frames: int | None = None,
+        mask: Radial | None = None,
     ) -> Float[Array, "B L E"]:
-        """Attention in the compute dtype, heads joined; only the first `keys` keys take part (None: all).
-
-        `frames` is that of `Rope`.
-        """
+        """Attention in the compute dtype, heads joined; only the first `keys` keys take part (None: all)."""
         q, k = q.astype(self.dtype), k.astype(self.dtype)  # norms return float32
-        return join_heads(attention(q, k, v, keys=keys, frames=frames, implementation=self.implementation))
+        return join_heads(attention(q, k, v, keys=keys, window=mask, implementation=self.attention))
 
 
-class SelfAttention(Attention):
-    """Attention of every token to every token, with q and k rotated by position."""
+class SelfAttention(AttentionLayer):
+    """Attention of every token to every token, or to those in a mask, with q and k rotated by position."""
 
     @jax.named_scope("self_attention")
-    def __call__(self, x: Tokens, rope: Rope) -> Tokens:
+    def __call__(self, x: Tokens, rope: Rope, mask: Radial | None = None) -> tuple[Tokens, None]:
+        """Keeps no keys and values for other calls, as a causal one does."""
         to_q, to_k, to_v = gathered_together(self.q, self.k, self.v)
         # norm and RoPE are one call because they are one kernel on TPUs: apart, each copies q and k in memory
         q = split_heads(norm_and_rope(to_q(x), self.q_norm, rope), self.heads)  # [B L N D]
         k = split_heads(norm_and_rope(to_k(x), self.k_norm, rope), self.heads)
         # the values of v(x) as they are; on several TPUs, in the memory layout in which heads are sent
         v = split_heads(pack_for_all_to_all(to_v(x)), self.heads)
-        return self.out(self.attend(q, k, v, rope.length, rope.frames))
+        return self.out(self.attend(q, k, v, rope.length, mask)), None
 
 
-class CrossAttention(Attention):
+class CrossAttention(AttentionLayer):
     """Attention of every token to the prompt."""
 
-    def __init__(self, config: TransformerConfig, implementation: str | None, **kw):
-        super().__init__(config, without_tiles(implementation), **kw)
+    def __init__(self, config: TransformerConfig, attention: Attention, **kw):
+        super().__init__(config, attention.plain(), **kw)
 
     def context(self, text: Float[Array, "B S E"]) -> Context:
         """Keys and values of a prompt, which are the same in every step."""
@@ -108,26 +106,31 @@ class CrossAttention(Attention):
 class Block(nnx.Module):
     """Self-attention, cross-attention to the prompt, and an MLP; the timestep modulates the first and the last."""
 
-    def __init__(self, config: TransformerConfig, implementation: str | None, **kw):
+    self_attention: ClassVar[Any] = SelfAttention
+    cross_attention: ClassVar[Any] = CrossAttention
+
+    def __init__(self, config: TransformerConfig, attention: Attention, **kw):
         width = config.width
         self.norm1 = layer_norm(width, config.eps, affine=False, **kw)
-        self.self_attn = SelfAttention(config, implementation, **kw)
+        self.self_attn = self.self_attention(config, attention, **kw)
         self.norm2 = layer_norm(width, config.eps, affine=True, **kw)
-        self.cross_attn = CrossAttention(config, implementation, **kw)
+        self.cross_attn = self.cross_attention(config, attention, **kw)
         self.norm3 = layer_norm(width, config.eps, affine=False, **kw)
         self.mlp = MLP((width, config.mlp_dim, width), ("embed", "mlp", "embed"), gelu_tanh, **kw)
         self.table = modulation_table(6, width, kw["rngs"])
         self.dtype = kw["dtype"]
 
     def __call__(
-        self, x: Tokens, context: Context, mod: Float[Array, "B _T 6 E"], rope: Rope, clean: Second = None
-    ) -> Tokens:
+        self, x: Tokens, context: Any, mod: Float[Array, "B _T 6 E"], *where: Any, clean: Second = None
+    ) -> tuple[Tokens, Any]:
+        """`where` is what self-attention is given beside tokens; returns also what it keeps for other calls."""
         self_mod, mlp_mod = split_modulation(mod + self.table[...][None, None])
         y = modulate(self.norm1(x), self_mod.shift, self_mod.scale, clean).astype(self.dtype)
-        x = gated_add(x, self.self_attn(y, rope), self_mod.gate, clean)
+        y, kept = self.self_attn(y, *where)
+        x = gated_add(x, y, self_mod.gate, clean)
         x = x + self.cross_attn(self.norm2(x).astype(self.dtype), context).astype(x.dtype)
         y = modulate(self.norm3(x), mlp_mod.shift, mlp_mod.scale, clean).astype(self.dtype)
-        return gated_add(x, self.mlp(y), mlp_mod.gate, clean)
+        return gated_add(x, self.mlp(y), mlp_mod.gate, clean), kept
 
 
 class WanTransformer(nnx.Module):
@@ -136,16 +139,18 @@ class WanTransformer(nnx.Module):
     velocity = transformer(latents, t, transformer.context(text), transformer.rope(transformer.grid(latents)))
     """
 
+    block: ClassVar[type[Block]] = Block
+
     def __init__(
         self,
         config: TransformerConfig,
         *,
-        attention: str | None = None,
+        attention: Attention = AUTO,
         dtype: DTypeLike,
         param_dtype: DTypeLike,
         rngs: nnx.Rngs,
     ):
-        """`attention` names an implementation; None chooses by platform and shape."""
+        """`attention` is how tokens attend; AUTO chooses by platform and shape."""
         kw: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         width, cells = config.width, config.patch_cells
         self.config = config
@@ -155,7 +160,7 @@ class WanTransformer(nnx.Module):
         self.text_embed = MLP((config.text_width, width, width), ("text", "mlp", "embed"), gelu_tanh, **kw)
         self.time_embed = time_mlp(config, rngs)
         self.time_proj = linear(width, 6 * width, ("embed", "mlp"), **{**kw, "dtype": jnp.float32})
-        self.blocks = stack(lambda rngs: Block(config, attention, **{**kw, "rngs": rngs}), config.layers, rngs)
+        self.blocks = stack(lambda rngs: self.block(config, attention, **{**kw, "rngs": rngs}), config.layers, rngs)
         self.norm_out = layer_norm(width, config.eps, affine=False, **kw)
         self.table = modulation_table(2, width, rngs)
         self.proj_out = linear(width, cells * config.channels_out, ("embed", None), **kw)
@@ -171,21 +176,27 @@ class WanTransformer(nnx.Module):
 
     def rope(self, grid: tuple[int, int, int]) -> Rope:
         """Tables of RoPE for a grid of patches."""
-        return with_frames(rope_3d(grid, self.config.rope_channels), grid, self.attention)
+        return rope_3d(grid, self.config.rope_channels)
+
+    def mask(self, grid: tuple[int, int, int]) -> Radial | None:
+        """The mask of radial self-attention over a grid of patches; None where all see all."""
+        return self.attention.mask(grid)
 
     def __call__(
         self,
         latents: Float[Array, "B T H W C"],
         t: Float[Array, "B"],
-        context: Context,
+        context: Any,
         rope: Rope,
         *,
         clean_frames: int = 0,
-        through: Through = through_all,
+        mask: Radial | None = None,
+        cache: BlockCache = EVERY_BLOCK,
     ) -> Float[Array, "B T H W _C"]:
-        """`context` and `rope` come from the methods of these names; `through` runs the blocks.
+        """`context`, `rope` and `mask` come from the methods of these names; `cache` may keep tokens between blocks.
 
-        The first `clean_frames` latent frames hold no noise: their tokens are at timestep 0, whatever t is.
+        The first block sees all tokens under a mask too. The first `clean_frames` latent frames hold no noise: their
+        tokens are at timestep 0, whatever t is.
         """
         grid = self.grid(latents)
         clean = clean_tokens(grid, clean_frames // self.config.patch[0])
@@ -196,11 +207,13 @@ class WanTransformer(nnx.Module):
         mod = self.time_proj(jax.nn.silu(time)).reshape(*timesteps.shape, 6, self.config.width)
         mod = constrain(mod, ("batch", None, None, None))  # blocks take rows of it
 
-        def run(block: Block, x: Tokens, context: Context, rope: Rope = rope) -> Tokens:
-            return block(x, context, mod, rope, clean)
+        def run(mask: Radial | None, block: Block, x: Tokens, context: Any) -> Tokens:
+            return block(x, context, mod, rope, mask, clean=clean)[0]
 
-        first = None if rope.frames is None else partial(run, rope=seeing_all(rope))
-        x = through(trunk_of(self.blocks, run, context, first=first), x)
+        for part in cache.parts(self.config.layers, 1 if mask else 0):
+            seen = mask if part.start else None  # the first block sees all
+            x = scan_blocks(self.blocks, partial(run, seen), cache.before(part, x), context, part=part)
+        x = cache.after(x)
 
         shift, scale = (time + row for row in jnp.split(self.table[...][None], 2, axis=1))
         x = self.proj_out(modulate(self.norm_out(x), shift, scale, clean).astype(self.dtype))
@@ -227,11 +240,6 @@ def shard_stacked(keys: Stacked, heads: int) -> Stacked:
         return state(x, current().activation((None, "batch", None, "heads"), (*x.shape[:3], heads)))
 
     return jax.tree.map(shard, keys)
-
-
-def without_tiles(implementation: str | None) -> str | None:
-    """The name of an implementation without its tiles, which are chosen for the length of self-attention."""
-    return implementation and implementation.partition(":")[0]
 
 
 def time_mlp(config: TransformerConfig, rngs: nnx.Rngs) -> MLP:

@@ -116,13 +116,13 @@ class HunyuanVideoPipeline(Pipeline):
         return self.scheduler.schedule(settings.steps, shift=settings.flow_shift)
 
     def inputs(
-        self, network: nnx.Module, segment: Segment, encoded: HunyuanVideoEncoded, x: Held, batched: bool
+        self, network: Any, segment: Segment, encoded: HunyuanVideoEncoded, x: Held, batched: bool
     ) -> tuple[Denoiser, Inputs]:
         graphdef, weights = nnx.split(network)
         groups = grouping(segment.guided, batched, self.partitioner)
         static = graphdef, groups, lengths_of(encoded.texts, together=groups.batch > 1)
         given = encoded.texts, encoded.image_embeds, encoded.image_latents
         contexts, shared = self.call(make_context, static, x, weights, *given)
-        dense = None if shared.rope.frames is None else False
+        dense = False if network.attention.radial else None
         denoiser = HunyuanVideoDenoiser(graphdef, self.scheduler, self.architecture.transformer.meanflow, dense=dense)
         return denoiser, Inputs(weights, contexts, shared, groups.batch * x.shape[0])

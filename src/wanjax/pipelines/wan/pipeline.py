@@ -141,7 +141,7 @@ class WanPipeline(Pipeline):
 
     def inputs(
         self,
-        network: nnx.Module,
+        network: Any,
         segment: Segment,
         encoded: WanEncoded,
         x: Held,
@@ -151,5 +151,5 @@ class WanPipeline(Pipeline):
         task, groups = self.architecture.task, grouping(segment.guided, batched, self.partitioner)
         texts, pictures = encoded[:2], (encoded.condition, encoded.image_embeds)
         contexts, shared = self.call(make_context, (graphdef, task, groups), x, weights, texts, *pictures)
-        denoiser = WanDenoiser(graphdef, self.scheduler, task, dense=None if shared.rope.frames is None else False)
+        denoiser = WanDenoiser(graphdef, self.scheduler, task, dense=False if network.attention.radial else None)
         return denoiser, Inputs(weights, contexts, shared, groups.batch * x.shape[0])

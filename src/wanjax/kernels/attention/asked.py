@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention as it is asked for: a value that a model is given, read once from a command's text or a library's."""
+
+import math
+from dataclasses import dataclass
+from types import ModuleType
+
+from wanjax.errors import WanjaxError
+from wanjax.kernels.attention import chunked, cudnn, flash_tpu, reference
+from wanjax.kernels.attention.flash_tiles import Config, Tiles
+from wanjax.kernels.attention.radial import DECAY, LARGEST_DECAY, Radial
+
+IMPLEMENTATIONS: dict[str, ModuleType] = {
+    "reference": reference,
+    "chunked": chunked,
+    "cudnn": cudnn,
+    "flash_tpu": flash_tpu,
+}
+_AUTO, _RADIAL, _WINDOW = "auto", "radial", "window="
+
+
+@dataclass(frozen=True)
+class Attention:
+    """An implementation of attention, None to choose one by platform and shape, and what self-attention sees.
+
+    `tiles` are those of flash_tpu; None leaves them to it. `window` is the number of tokens before and after its own
+    that a token sees. `radial` asks for the mask of radial attention, by `decay` or, for None, by the model's own;
+    there are then no tiles and no window.
+    """
+
+    implementation: str | None = None
+    tiles: Tiles | None = None
+    window: int | None = None
+    radial: bool = False
+    decay: float | None = None
+
+    @classmethod
+    def of(cls, given: "str | Attention | None") -> "Attention":
+        """Returns the value, which may be given as text; None chooses the implementation."""
+        return given if isinstance(given, Attention) else cls.parse(given or _AUTO)
+
+    @classmethod
+    def parse(cls, text: str) -> "Attention":
+        """Reads text such as `chunked`, `flash_tpu:block_q=1024,block_kv=2048`, `auto:window=4096` or `radial:0.2`.
+
+        Raises WanjaxError for an unknown implementation, for tiles that it does not have, and for a decay that is out
+        of range.
+        """
+        name, _, options = text.partition(":")
+        if name == _RADIAL:
+            return cls(radial=True, decay=_decay(options) if options else None)
+        if name not in (_AUTO, *IMPLEMENTATIONS):
+            known = ", ".join((_AUTO, *IMPLEMENTATIONS, _RADIAL))
+            raise WanjaxError(f"no attention is named {name!r}: there are {known}")
+        entries = options.split(",") if options else []
+        windows = [entry.removeprefix(_WINDOW) for entry in entries if entry.startswith(_WINDOW)]
+        if len(windows) > 1 or not all(window.isascii() and window.isdigit() for window in windows):
+            raise WanjaxError(f"the window in {text!r} is not a number of tokens, such as window=4096")
+        tiles = ",".join(entry for entry in entries if not entry.startswith(_WINDOW))
+        if tiles and name != "flash_tpu":
+            raise WanjaxError(f"{name} has no tiles to choose: those of flash_tpu can be chosen")
+        implementation = None if name == _AUTO else name
+        return cls(implementation, Tiles.parse(tiles) if tiles else None, int(windows[0]) if windows else None)
+
+    def __str__(self) -> str:
+        """Returns the text that `parse` reads."""
+        name = _RADIAL if self.radial else self.implementation or _AUTO
+        options = [str(self.tiles)] if self.tiles else []
+        options += [] if self.window is None else [f"{_WINDOW}{self.window}"]
+        options += [] if self.decay is None else [str(self.decay).removesuffix(".0")]
+        return ":".join([name, *filter(None, [",".join(options)])])
+
+    @property
+    def config(self) -> Config | None:
+        """The tiles as the implementation takes them."""
+        return None if self.tiles is None else self.tiles.config()
+
+    @property
+    def sees_all(self) -> bool:
+        """True where self-attention has no window and no mask."""
+        return self.window is None and not self.radial
+
+    @property
+    def passes_keys(self) -> bool:
+        """True where self-attention may add the keys of other TPUs to its own sums."""
+        return self.implementation in (None, "flash_tpu") and flash_tpu.resumes(self.config) and self.sees_all
+
+    def plain(self) -> "Attention":
+        """Returns the implementation alone, for tokens other than those of self-attention."""
+        return Attention(self.implementation)
+
+    def mask(self, grid: tuple[int, int, int], *, decay: float = DECAY, sink: bool = True) -> Radial | None:
+        """Returns the mask of self-attention over a grid of tokens; None where it is not radial.
+
+        `decay` is the model's own, and `sink` that of `Radial`.
+        """
+        frames, height, width = grid
+        return Radial(frames, height * width, self.decay or decay, sink) if self.radial else None
+
+
+AUTO = Attention()
+
+
+def _decay(text: str) -> float:
+    """Reads the decay of radial attention; raises WanjaxError for another text, and for one that is out of range."""
+    if "=" in text:
+        raise WanjaxError(
+            f"radial attention has no window and no tiles to choose, such as {text!r}: radial:0.2 would do"
+        )
+    try:
+        decay = float(text)
+    except ValueError:
+        decay = math.nan
+    if not 0 < decay <= LARGEST_DECAY:
+        raise WanjaxError(
+            f"a decay of {text!r}: a number above 0, at most {LARGEST_DECAY:g}, such as radial:0.2 would do"
+        )
+    return decay
