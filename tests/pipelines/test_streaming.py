@@ -22,7 +22,7 @@ from wanjax.pipelines.frames import decode_chunk
 from wanjax.pipelines.sampler import take_step
 from wanjax.pipelines.seeds import solver_keys, words_of
 from wanjax.pipelines.steps import Cancelled
-from wanjax.pipelines.wan.causal import CausalWanPipeline
+from wanjax.pipelines.wan.causal import CausalWanArchitecture
 from wanjax.pipelines.wan.causal_programs import renew
 from wanjax.pipelines.wan.conditioning import WanEncoded
 from wanjax.programs import EXECUTE
@@ -178,7 +178,7 @@ def checkpoint(tmp_path_factory):
 
 def test_a_checkpoint_streams_from_a_prompt(checkpoint):
     pipe = wanjax.load(checkpoint)
-    assert isinstance(pipe, CausalWanPipeline)
+    assert isinstance(pipe.architecture, CausalWanArchitecture)
     assert pipe.defaults.steps == 4
     assert (pipe.defaults.flow_shift, pipe.defaults.guidance_scale) == (5.0, 1.0)
     clips = list(pipe.stream("a red circle", seed=5))
