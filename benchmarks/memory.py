@@ -25,6 +25,7 @@ from rich.table import Table
 from wanjax.checkpoints.networks import Network
 from wanjax.media.videos import write_video
 from wanjax.pipelines.components import Components
+from wanjax.pipelines.pipeline import Pipeline
 from wanjax.registry import family_with, presets
 
 BAR = 1.3  # at most this multiple of the first clip's memory
@@ -51,7 +52,7 @@ def decode(model: str, frames: int, height: int, width: int) -> dict[str, int]:
     family, architecture = family_with(preset), preset.architecture
     assert architecture is not None
     parts.put("vae", random_network(family.network_of(architecture.vae)))
-    pipeline = family.pipeline(parts, architecture, preset.defaults)
+    pipeline = Pipeline(parts, architecture, preset.defaults)
     shape = architecture.latent_shape(replace(preset.defaults, frames=frames, height=height, width=width))
     latents = jax.random.normal(jax.random.key(0), shape)
     before = memory("VmRSS")

@@ -10,7 +10,7 @@ import pytest
 
 import wanjax
 from tests.support.commands import wanjax as command
-from wanjax.pipelines.wan.pipeline import WanPipeline
+from wanjax.pipelines.wan.architecture import WanArchitecture
 from wanjax.pipelines.wan.presets import NANO, PRESETS
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "nano"))
@@ -53,7 +53,7 @@ def test_what_it_never_learnt_gives_a_note(options, notes, monkeypatch, tmp_path
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(WanPipeline, "encode_prompts", interrupted)  # after all notes are printed
+    monkeypatch.setattr(WanArchitecture, "encode_prompts", interrupted)  # after all notes are printed
     monkeypatch.chdir(tmp_path)
     told = [line for line in command(*options).stderr.splitlines() if line.startswith("note: ")]
     assert len(told) == len(notes)

@@ -43,7 +43,7 @@ def test_a_video_plays_in_the_notebook(outputs, tmp_path, cell, prompt):
 
 def test_the_rest_of_the_notebook(outputs):
     code, folder = outputs
-    assert code["load"]["text/plain"].startswith("WanPipeline: nano, text and image to video, ")
+    assert code["load"]["text/plain"].startswith("Pipeline: nano, text and image to video, ")
     assert re.sub(r"\s+", " ", code["save"]["text/plain"]).endswith("circle.mp4'), 17, (64, 64, 3), (64, 64))")
     assert read_metadata(folder / "circle.mp4")["seed"] == 3
 

@@ -212,7 +212,7 @@ def test_the_outlook_of_a_toy(cache):
 def test_settings_of_other_families_are_refused(toy, tmp_path):
     Image.new("RGB", (32, 32)).save(tmp_path / "x.png")
     refused = run("a", "--model", toy, "--dir", tmp_path / "out", "--image", tmp_path / "x.png", status=2)
-    assert "takes no pictures" in refused.stderr
+    assert "cannot use an image: it takes a prompt alone" in refused.stderr
     refused = run("a", "--model", toy, "--dir", tmp_path / "out", "--flow-shift", 3, status=2)
     assert "flow_shift is no setting of" in refused.stderr
     with pytest.raises(WanjaxError, match="'flow_shift' is not a keyword here"):

@@ -23,7 +23,7 @@ from wanjax.checkpoints.networks import read_network
 from wanjax.pipelines.components import Components
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.programs import Program
-from wanjax.registry import family_with, kinds, presets
+from wanjax.registry import kinds, presets
 
 STEPS = 2  # of a denoising
 
@@ -91,7 +91,7 @@ def pipeline_of(model: str, networks: Mapping[str, nnx.Module], **shapes: Any) -
     assert preset.architecture is not None
     for name, network in networks.items():
         components.put(name, network)
-    return family_with(preset).pipeline(components, replace(preset.architecture, **shapes), preset.defaults)
+    return Pipeline(components, replace(preset.architecture, **shapes), preset.defaults)
 
 
 def decoding(

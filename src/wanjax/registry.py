@@ -303,7 +303,7 @@ def _pipeline(found: Checkpoint, way: Loading) -> Pipeline:
         found.family.networks,
         {name: make for name, make in shapes.items() if name not in found.family.loaders},
     )
-    return found.family.pipeline(made, found.architecture, defaults, partitioner, way.compiler)
+    return Pipeline(made, found.architecture, defaults, partitioner, way.compiler)
 
 
 def _sizes(found: Checkpoint, way: Loading, partitioner: Partitioner) -> dict[str, int]:
@@ -448,7 +448,7 @@ def outlined(
         others |= {name: NoProcessor(seen.image_size) for name in family.loaders if name not in others}
     loaders = {name: (lambda room, x=x: x) for name, x in others.items()} | {name: lambda room: None for name in shapes}
     components = Components(loaders, offload=offload, shapes=shapes, kinds=family.networks)
-    return family.pipeline(components, architecture, settings, partitioner, compiler)
+    return Pipeline(components, architecture, settings, partitioner, compiler)
 
 
 def _shapes(

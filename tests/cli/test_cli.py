@@ -26,7 +26,7 @@ from wanjax.cli import main, report, stages
 from wanjax.cli.quiet import DEVICES
 from wanjax.media import stage_files, videos
 from wanjax.pipelines.run import Run
-from wanjax.pipelines.wan.pipeline import WanPipeline
+from wanjax.pipelines.wan.architecture import WanArchitecture
 
 SMALL = ("--size", "32x16", "--frames", "5", "--steps", "2", "--dtype", "float32")
 HERE = ("--dir", "stage_outputs")
@@ -293,7 +293,7 @@ def test_denoising_from_a_video(model):
 
 
 def test_unintended_settings_give_notes(model, monkeypatch):
-    monkeypatch.setattr(WanPipeline, "encode_prompts", interrupted)  # after all notes are printed
+    monkeypatch.setattr(WanArchitecture, "encode_prompts", interrupted)  # after all notes are printed
     said = wanjax("encode", "word " * 40 + "end", "--model", model).stderr
     assert re.search(r'note: the prompt has \d+ tokens, the model reads 24: the end "word .*\.\.\." was cut', said)
     said = wanjax(" ", "--model", model, *SMALL, "--guidance-scale", "1").stderr
@@ -341,7 +341,7 @@ def test_an_interrupted_denoising_leaves_the_embeddings(model, monkeypatch):
 
 
 def test_an_interrupted_encoding_leaves_nothing(model, monkeypatch):
-    monkeypatch.setattr(WanPipeline, "encode_prompts", interrupted)
+    monkeypatch.setattr(WanArchitecture, "encode_prompts", interrupted)
     result = wanjax("a", "--model", model, *SMALL)
     assert (result.exit_code, result.stderr.splitlines()[-1]) == (130, "wanjax: stopped")
     assert files(".") == []

@@ -38,7 +38,7 @@ def checked(folder):
     """Returns the embeddings that the second stage reads."""
     pipe = pipeline(4, None)
     encoded = pipe.encoded_from(load_encoded(folder, {}))
-    pipe.check_encoded(encoded, VIDEO)
+    pipe.architecture.check_encoded(encoded, VIDEO)
     return encoded
 
 

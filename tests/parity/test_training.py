@@ -160,13 +160,13 @@ def case(request, tmp_path_factory):
 
 def noise_of(case):
     x = jnp.asarray(normal(0, *LATENTS))
-    return normal(1, *case.pipe.clean(x).shape)
+    return normal(1, *case.pipe.architecture.clean(x).shape)
 
 
 def our_batch(case):
     text = normal(2, *case.text)
     texts = {"prompt_embeds": text, "negative_prompt_embeds": text}
-    encoded = case.pipe.encoded_type(**{name: jnp.asarray(x) for name, x in (texts | case.beside).items()})
+    encoded = case.pipe.architecture.encoded_type(**{name: jnp.asarray(x) for name, x in (texts | case.beside).items()})
     return Batch(jnp.asarray(normal(0, *LATENTS)), encoded)
 
 

@@ -30,8 +30,8 @@ from tests.parity.references import (
     randomise,
 )
 from tests.support.toy_tokenizer import save_tokenizer
+from wanjax.pipelines.pipeline import Pipeline as Ours
 from wanjax.pipelines.steps import Switch
-from wanjax.pipelines.wan.pipeline import WanPipeline as Ours
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 

@@ -22,8 +22,8 @@ from wanjax.layers.tiling import Tiling
 from wanjax.models.wan.config import T2V_1_3B
 from wanjax.models.wan.vae import WanVAE
 from wanjax.pipelines.components import Components
+from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.wan.architecture import WanArchitecture
-from wanjax.pipelines.wan.pipeline import WanPipeline
 from wanjax.registry import presets
 
 BAR = 1e-5
@@ -60,10 +60,10 @@ def models(request) -> Models:
 
 
 @pytest.fixture(scope="module")
-def pipe(models) -> WanPipeline:
+def pipe(models) -> Pipeline:
     """A pipeline of the autoencoder alone."""
     shapes = WanArchitecture(transformer=T2V_1_3B, vae=models.vae.config)
-    return WanPipeline(Components({"vae": lambda room: models.vae}), shapes, presets()["wan2.1-t2v-1.3b"].defaults)
+    return Pipeline(Components({"vae": lambda room: models.vae}), shapes, presets()["wan2.1-t2v-1.3b"].defaults)
 
 
 @contextmanager
@@ -103,11 +103,11 @@ def reference_frames(reference: AutoencoderKLWan, latents: torch.Tensor) -> np.n
     return reference.decode((latents * std + mean).to(reference.dtype)).sample.float().numpy()
 
 
-def encode(pipe: WanPipeline, video: torch.Tensor, tiling: Tiling | None = None) -> jax.Array:
+def encode(pipe: Pipeline, video: torch.Tensor, tiling: Tiling | None = None) -> jax.Array:
     return pipe.encode_video(video[0].permute(1, 2, 3, 0).numpy(), tiling=tiling)
 
 
-def decode(pipe: WanPipeline, latents: torch.Tensor, tiling: Tiling | None = None) -> np.ndarray:
+def decode(pipe: Pipeline, latents: torch.Tensor, tiling: Tiling | None = None) -> np.ndarray:
     frames = pipe.decode(jnp.asarray(latents.numpy()), jnp.float32, tiling=tiling)
     return frames.transpose(3, 0, 1, 2)[None] * 2 - 1
 

@@ -101,7 +101,8 @@ def test_experts_take_their_steps(boundary, high):
     pipe = pipeline("rcm:sigma_max=200")
     pipe.architecture = replace(pipe.architecture, experts=True)
     pipe.defaults = replace(pipe.defaults, boundary=boundary, guidance_scale_2=1.0)
-    segments = pipe.architecture.segments(pipe.settings(**GIVEN))
+    settings = pipe.settings(**GIVEN)
+    segments = pipe.architecture.segments(pipe.architecture.schedule(settings), settings)
     assert [len(segment.scales) for segment in segments] == ([high, 4 - high] if high < 4 else [4])
 
 

@@ -129,7 +129,8 @@ def test_the_network_of_few_steps_is_told_the_next_timestep(tmp_path, picture):
     pipe = wanjax.load(tiny_hunyuan_checkpoint(tmp_path, pictured=True, use_meanflow=True))
     encoded, chosen = pipe.encode("a cat", image=picture), pipe.settings(size=(32, 64))
     schedule, state = begun(pipe, encoded, chosen)
-    denoiser, _ = pipe.inputs(pipe.transformer, pipe.segments(schedule, chosen)[0], encoded, state.x, False)
+    segment = pipe.architecture.segments(schedule, chosen)[0]
+    denoiser, _ = pipe.architecture.inputs(pipe, pipe.transformer, segment, encoded, state.x, False)
     for index, right in enumerate([*schedule.timesteps[1:], 0.0]):
         now, following = denoiser.times(one_step(schedule, index))
         assert (float(now), float(following)) == (float(schedule.timesteps[index]), pytest.approx(float(right)))

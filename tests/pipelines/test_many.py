@@ -11,6 +11,7 @@ from tests.support.compare import error
 from tests.support.types import unchecked
 from wanjax.errors import WanjaxError
 from wanjax.pipelines import many
+from wanjax.pipelines.wan.architecture import WanArchitecture
 from wanjax.pipelines.wan.conditioning import WanEncoded
 from wanjax.registry import presets
 
@@ -26,8 +27,13 @@ def nano():
 
 def test_prompts_and_seeds_give_the_videos_of_single_calls(nano, monkeypatch):
     single = [nano(prompt, seed=seed, **SMALL) for prompt in PROMPTS for seed in (3, 4)]
-    texts, encode_prompts = [], nano.encode_prompts
-    monkeypatch.setattr(nano, "encode_prompts", lambda *prompt: texts.append(prompt[0]) or encode_prompts(*prompt))
+    texts, encode_prompts = [], WanArchitecture.encode_prompts
+
+    def noted(architecture, pipe, prompt, negative_prompt):
+        texts.append(prompt)
+        return encode_prompts(architecture, pipe, prompt, negative_prompt)
+
+    monkeypatch.setattr(WanArchitecture, "encode_prompts", noted)
     videos = nano(PROMPTS, seeds=[3, 4], **SMALL)
     assert texts == PROMPTS
     for ours, reference in zip(videos, single, strict=True):
@@ -56,7 +62,7 @@ def test_videos_that_are_not_wanted_are_not_made(nano):
 
 
 def test_one_noise_makes_one_video(nano):
-    noise = np.zeros(nano.noise_shape(nano.settings(**SMALL)), np.float32)
+    noise = np.zeros(nano.architecture.noise_shape(nano.settings(**SMALL)), np.float32)
     assert len(nano.videos(PROMPTS[:1], noise=noise, **SMALL).__next__().frames) == 5
     with pytest.raises(WanjaxError, match="one noise is given for 2 videos"):
         nano.videos(PROMPTS, noise=noise, **SMALL)

@@ -143,7 +143,7 @@ def test_a_pipeline_describes_itself():
     pipe = wanjax.load("nano", dtype="float32")
     kind = jax.devices()[0].device_kind
     first, *parts = repr(pipe).splitlines()
-    assert first == f"WanPipeline: nano, text and image to video, float32, on 1 x {kind}"
+    assert first == f"Pipeline: nano, text and image to video, float32, on 1 x {kind}"
     assert parts == [
         "  text_encoder: not loaded",
         "  tokenizer: not loaded",

@@ -16,6 +16,7 @@ import wanjax
 from tests.support.tiny import tiny_checkpoint
 from wanjax.pipelines import progress
 from wanjax.pipelines.progress import Pace, Stage, duration
+from wanjax.pipelines.wan.architecture import WanArchitecture
 from wanjax.pipelines.wan.programs import WanDenoiser
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
@@ -70,13 +71,13 @@ def pipe(tmp_path_factory):
 @pytest.fixture
 def slow(pipe, monkeypatch):
     """The pipeline with steps that take a known time."""
-    inputs = pipe.inputs
+    inputs = WanArchitecture.inputs
 
     def slowly(*given):
         denoiser, made = inputs(*given)
         return SlowDenoiser(denoiser.graphdef, denoiser.scheduler, denoiser.task), made
 
-    monkeypatch.setattr(pipe, "inputs", slowly)
+    monkeypatch.setattr(WanArchitecture, "inputs", slowly)
     ENDS.clear()
     return pipe
 

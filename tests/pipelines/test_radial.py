@@ -29,7 +29,7 @@ from wanjax.kernels.attention import AUTO, Attention, attention
 from wanjax.kernels.attention.radial import Radial
 from wanjax.layers.stack import BlockCache, block_at
 from wanjax.models.wan import transformer as wan
-from wanjax.pipelines.steps import at_step, dense_steps
+from wanjax.pipelines.steps import Segment, at_step, dense_steps
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
@@ -137,8 +137,8 @@ def test_a_step_that_reuses_needs_no_dense_program(folder):
 def test_a_denoiser_that_is_never_sparse_stays_the_same(folder):
     pipe = wanjax.load(folder)
     network, encoded = pipe.transformer, pipe.encode("a")
-    segment = pipe.architecture.segments(pipe.settings())[0]
-    denoiser, _ = pipe.inputs(network, segment, encoded, jnp.zeros((1, 2, 4, 4, 16)), False)
+    segment = Segment("transformer", 0, (pipe.defaults.guidance_scale,))
+    denoiser, _ = pipe.architecture.inputs(pipe, network, segment, encoded, jnp.zeros((1, 2, 4, 4, 16)), False)
     assert at_step(denoiser, 0, 50) is denoiser
 
 

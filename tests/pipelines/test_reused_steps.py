@@ -89,8 +89,8 @@ def forwards(pipe: Any, cache: Any = BlockCache, **settings: Any) -> Any:
     chosen = pipe.settings(**{"steps": STEPS, "seed": 3, "guidance_scale": 3.0} | SMALL | settings)
     schedule, state = begun(pipe, encoded, chosen)
     x = state.x
-    segment = pipe.segments(schedule, chosen)[0]
-    denoiser, inputs = pipe.inputs(pipe.transformer, segment, encoded, x, False)
+    segment = pipe.architecture.segments(schedule, chosen)[0]
+    denoiser, inputs = pipe.architecture.inputs(pipe, pipe.transformer, segment, encoded, x, False)
 
     @jax.jit
     def predict(x: Any, times: Any, inputs: Any, kept: Any = None) -> Any:
@@ -313,8 +313,8 @@ def test_a_cache_begins_anew_with_the_second_expert(tmp_path, cache):
     assert any(taken.reused[:start])
     state = taken.states[start - 1]
     encoded, schedule = pipe.encode("a red circle", "a dog"), pipe.scheduler.schedule(STEPS, shift=settings.flow_shift)
-    segment = pipe.segments(schedule, settings)[1]
-    denoiser, inputs = pipe.inputs(pipe.transformer_2, segment, encoded, jnp.asarray(state.x), False)
+    segment = pipe.architecture.segments(schedule, settings)[1]
+    denoiser, inputs = pipe.architecture.inputs(pipe, pipe.transformer_2, segment, encoded, jnp.asarray(state.x), False)
     begun = State(jnp.asarray(state.x), jax.tree.map(jnp.asarray, state.solver))
     after, _, _ = pipe.call(take_step, denoiser, begun, inputs, np.float32(2), one_step(schedule, start))
     assert error(taken.states[start].x, np.asarray(after.x, np.float64)) <= 1e-6

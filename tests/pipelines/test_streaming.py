@@ -2,6 +2,7 @@
 """Videos that are made block by block: against the whole sequence, from one program, in memory that does not grow."""
 
 import gc
+import inspect
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -22,7 +23,7 @@ from wanjax.pipelines.frames import decode_chunk
 from wanjax.pipelines.sampler import take_step
 from wanjax.pipelines.seeds import solver_keys, words_of
 from wanjax.pipelines.steps import Cancelled
-from wanjax.pipelines.wan.causal import CausalWanPipeline
+from wanjax.pipelines.wan.causal import CausalWanArchitecture
 from wanjax.pipelines.wan.causal_programs import renew
 from wanjax.pipelines.wan.conditioning import WanEncoded
 from wanjax.programs import EXECUTE
@@ -171,6 +172,90 @@ def test_settings_that_cannot_be_are_refused(given, told):
         pipeline().blocks(encoded(), **GIVEN | given)
 
 
+REFUSED = {
+    "keep": ("state", "makes videos block by block, and a file to continue from needs them made as a whole"),
+    "strength": (0.5, "a strength of 0.5 is given without a video to begin from"),
+    "guidance_scale": (3.0, "distilled without guidance"),
+    "guidance_scale_2": (3.0, "has one transformer: guidance_scale_2 is for models with two"),
+    "boundary": (0.5, "has one transformer: boundary is for models with two"),
+    "dynamic_guidance": (True, "'dynamic_guidance' is not a keyword here"),
+    "cache": ("easycache", "too few steps for a step cache"),
+}
+OBEYED = {
+    "noise": draws(),
+    "seeds": [9],
+    "seed": 9,
+    "size": (12, 28),
+    "height": 24,
+    "width": 28,
+    "frames": 7,
+    "steps": 2,
+    "flow_shift": 3.0,
+    "sigmas": "diffusers",
+}
+WITHOUT_EFFECT = {  # on latents: nothing is guided, no other network takes over, and nothing is continued
+    "fps": 5,
+    "batch_guidance": True,
+    "switched": lambda switch: pytest.fail("one network makes all"),
+    "continued": lambda done, total: pytest.fail("nothing was made before"),
+}
+
+
+def test_every_keyword_of_denoising_is_accounted_for():
+    known = inspect.signature(pipeline().denoise).parameters.keys() - {"encoded", "callback"}
+    assert known == {*REFUSED, *OBEYED, *WITHOUT_EFFECT}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_keywords_of_no_use_are_refused(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    value, told = REFUSED[name]
+    given: dict[str, Any] = GIVEN | {name: value}
+    with pytest.raises(WanjaxError, match=told):
+        pipeline().denoise(encoded(), **given)
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return np.asarray(pipeline().denoise(encoded(), **GIVEN))
+
+
+@pytest.mark.parametrize("name", OBEYED)
+def test_keywords_are_obeyed(name, plain):
+    sides = {"height": SIZE[0], "width": SIZE[1]}  # in place of the size, which is given beside neither
+    given: dict[str, Any] = {"frames": FRAMES, "steps": 3} | (sides if name in sides else {"size": SIZE})
+    found = np.asarray(pipeline().denoise(encoded(), **given | {name: OBEYED[name]}))
+    assert found.shape != plain.shape or error(found, np.asarray(plain, np.float64)) > 1e-3
+
+
+@pytest.mark.parametrize("name", WITHOUT_EFFECT)
+def test_some_keywords_change_no_latents(name, plain):
+    given: dict[str, Any] = GIVEN | {name: WITHOUT_EFFECT[name]}
+    np.testing.assert_array_equal(pipeline().denoise(encoded(), **given), plain)
+
+
+def test_a_callback_sees_the_steps_of_all_blocks_and_stops_denoising():
+    steps = []
+    pipeline().denoise(encoded(), callback=steps.append, **GIVEN)
+    assert [step.index for step in steps] == list(range(15))
+    with pytest.raises(Cancelled):
+        pipeline().denoise(encoded(), callback=lambda step: step.index < 4, **GIVEN)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        lambda pipe: pipe.stream("a red circle"),
+        lambda pipe: pipe.blocks(encoded()),
+        lambda pipe: next(pipe.decode_blocks([])),
+    ],
+)
+def test_a_model_that_makes_a_video_as_a_whole_streams_none(asked):
+    with pytest.raises(WanjaxError, match="nano makes a video as a whole and has no blocks to stream"):
+        asked(wanjax.load("nano"))
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return tiny_causal_checkpoint(tmp_path_factory.mktemp("causal"))
@@ -178,10 +263,10 @@ def checkpoint(tmp_path_factory):
 
 def test_a_checkpoint_streams_from_a_prompt(checkpoint):
     pipe = wanjax.load(checkpoint)
-    assert isinstance(pipe, CausalWanPipeline)
+    assert isinstance(pipe.architecture, CausalWanArchitecture)
     assert pipe.defaults.steps == 4
     assert (pipe.defaults.flow_shift, pipe.defaults.guidance_scale) == (5.0, 1.0)
-    clips = list(pipe.stream("a red circle", seed=5))
+    clips = list(pipe.stream("a red circle", seed=5, batch_guidance=True))
     assert [len(clip) for clip in clips] == [5, 8, 8, 8]
     np.testing.assert_array_equal(np.concatenate(clips), pipe("a red circle", seed=5).frames)
     with pytest.raises(WanjaxError, match="made for text to video by blocks and cannot use a video"):

@@ -24,8 +24,8 @@ def caller(partitioner: Partitioner | None = None) -> Callable[..., Any]:
 
 def begun(pipe: Any, encoded: Any, settings: Any, noise: Any = None) -> tuple[Any, State]:
     """Returns the schedule of a video, and the state before its first step."""
-    schedule, shape = pipe.schedule(encoded, settings), pipe.noise_shape(settings)
-    static, given = Beginning(pipe.ends, pipe.scheduler, shape), Given(noise)
+    schedule, shape = pipe.architecture.schedule(settings, encoded), pipe.architecture.noise_shape(settings)
+    static, given = Beginning(pipe.architecture.ends, pipe.scheduler, shape), Given(noise)
     words, number = words_of([settings.seed]), np.int32(0)
     state, _ = pipe.call(begin, static, words, given, schedule, latents_of(encoded), number)
     return schedule, state

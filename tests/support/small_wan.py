@@ -16,11 +16,10 @@ from wanjax.models.wan.config import VAE_2_1, CausalTransformerConfig, Transform
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.models.wan.vae import WanVAE
 from wanjax.pipelines.components import Components
+from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.wan.architecture import WanArchitecture
-from wanjax.pipelines.wan.causal import CausalWanPipeline
-from wanjax.pipelines.wan.causal_architecture import CausalWanArchitecture
+from wanjax.pipelines.wan.causal import CausalWanArchitecture
 from wanjax.pipelines.wan.conditioning import BLOCK_BY_BLOCK
-from wanjax.pipelines.wan.pipeline import WanPipeline
 from wanjax.registry import presets
 from wanjax.schedulers import Consistency, FlowEuler
 from wanjax.sharding import RULES, Partitioner, make_mesh, one_device
@@ -87,7 +86,7 @@ def causal_pipeline(heads, partitioner, *, block_frames=2, window=6, sink=0):
     )
     shapes = CausalWanArchitecture(transformer=config, vae=VAE, task=BLOCK_BY_BLOCK, scheduler=Consistency())
     defaults = presets()["wan2.1-t2v-1.3b-causal"].defaults.updated({"dtype": "float32"})
-    return CausalWanPipeline(components, shapes, defaults, partitioner)
+    return Pipeline(components, shapes, defaults, partitioner)
 
 
 def architecture(heads, **more):
@@ -106,4 +105,4 @@ def pipeline(heads, partitioner):
         }
     )
     defaults = presets()["nano"].defaults.updated({"dtype": "float32"})
-    return WanPipeline(components, architecture(heads), defaults, partitioner)
+    return Pipeline(components, architecture(heads), defaults, partitioner)

@@ -11,7 +11,8 @@ from wanjax.converters.wan.diffusers import transformer_rules
 from wanjax.kernels.compiler_options import products
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.pipelines.components import Components
-from wanjax.pipelines.wan.pipeline import WanPipeline
+from wanjax.pipelines.pipeline import Pipeline
+from wanjax.pipelines.wan.conditioning import WanEncoded
 from wanjax.programs import Site
 from wanjax.registry import presets
 from wanjax.sharding import one_device
@@ -29,13 +30,12 @@ slow = pytest.mark.slow
 def batch(step):
     random = np.random.default_rng(step)
     latents, text = (random.normal(size=size).astype(np.float32) for size in ((2, 4, 3, 8, 8), (2, 16, 8)))
-    pipe_type = WanPipeline.encoded_type
-    return Batch(jnp.asarray(latents), pipe_type(jnp.asarray(text), jnp.asarray(text)))
+    return Batch(jnp.asarray(latents), WanEncoded(jnp.asarray(text), jnp.asarray(text)))
 
 
 def losses(axes, rules, full, folder):
     place = partitioner(axes, rules)
-    pipe = WanPipeline(
+    pipe = Pipeline(
         Components({}), architecture(HEADS), presets()["nano"].defaults.updated({"dtype": "float32"}), place
     )
     config = transformer_config(HEADS)

@@ -137,9 +137,9 @@ class Rendering:
             self.pictures, self.settings = self.pipe.prepare(**files, **settings)
         else:  # the previous stage has encoded the pictures
             self.pictures, self.settings = Pictures(), self.pipe.settings(**settings)
-        self.from_video = "video" in files and self.pipe.begins_from_video
+        self.from_video = "video" in files and self.pipe.architecture.begins_from_video
         if options.is_typed("strength"):
-            check_strength(self.settings, video="video" in files, begins=self.pipe.begins_from_video)
+            check_strength(self.settings, video="video" in files, begins=self.pipe.architecture.begins_from_video)
         self.noise = None if noise is None else self._noise(noise, len(files.get("references", ())))
         if self.profile:
             check_folder(self.profile)
@@ -213,7 +213,7 @@ class Rendering:
             warnings.simplefilter("always")
             try:
                 encoded = self.pipe.encoded_from(tensors)
-                self.pipe.check_encoded(encoded, self.settings)
+                self.pipe.architecture.check_encoded(encoded, self.settings)
             except WanjaxError as error:
                 raise WanjaxError(f"{self.folder / stage_files.EMBEDDINGS}: {error}") from error
         for warning in told:

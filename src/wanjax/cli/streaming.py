@@ -38,7 +38,8 @@ def stream(rendering: Any, frames: Iterator[Any]) -> Path:
     `rendering` is a `stages.Rendering`.
     """
     report, tempo = rendering.report, Tempo()
-    total = rendering.pipe.architecture.latent_shape(rendering.settings)[2] // rendering.pipe.block_frames
+    architecture = rendering.pipe.architecture
+    total = architecture.latent_shape(rendering.settings)[2] // architecture.block_frames
 
     def clips() -> Iterator[np.ndarray]:
         report.count("block", 0, total)

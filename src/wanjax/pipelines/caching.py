@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from wanjax.kernels.compiler_options import scanned
 from wanjax.pipelines.cache_rules import CacheRule, TeaCache, check_reused, turns_of
 from wanjax.pipelines.cache_tables import Tables
-from wanjax.pipelines.model import Model
+from wanjax.pipelines.family import Pipe
 from wanjax.pipelines.sampler import Denoiser, Inputs
 from wanjax.pipelines.step_cache import StepCache
 from wanjax.pipelines.steps import Segment
@@ -29,12 +29,12 @@ def time_changes(denoiser: Denoiser, weights: Any, times: Any) -> Float[Array, "
     return jnp.concatenate([jnp.zeros(1, changes.dtype), changes])
 
 
-def changes_of(denoiser: Denoiser, inputs: Inputs, schedule: Any, segment: Segment, model: Model) -> list[float] | None:
+def changes_of(denoiser: Denoiser, inputs: Inputs, schedule: Any, segment: Segment, pipe: Pipe) -> list[float] | None:
     """Returns the changes of the timestep's embedding before each step of a segment; None where weights have none."""
     steps = range(segment.start, segment.start + len(segment.scales))
     times = [denoiser.times(one_step(schedule, step)) for step in steps]
     stacked = jax.tree.map(lambda *of_steps: np.stack(of_steps), *times)
-    changes = model.strategy.read(model.call(time_changes, denoiser, inputs.weights, stacked), None)
+    changes = pipe.strategy.read(pipe.call(time_changes, denoiser, inputs.weights, stacked), None)
     return None if changes is None else changes.tolist()
 
 
@@ -48,7 +48,7 @@ class Caching:
         self.schedule = schedule
         self.turns = turns_of(segments, steps)
 
-    def of(self, network: str, denoiser: Denoiser, inputs: Inputs, model: Model) -> StepCache:
+    def of(self, network: str, denoiser: Denoiser, inputs: Inputs, pipe: Pipe) -> StepCache:
         """Returns a network's cache; raises WanjaxError where every step that may would reuse, or none.
 
         Where the weights' values decide, and there are none, a single step counts as reusing: the last that may.
@@ -56,7 +56,7 @@ class Caching:
         number = next(i for i, segment in enumerate(self.segments) if segment.network == network)
         segment, turn, changes = self.segments[number], self.turns[number], None
         if isinstance(self.rule, TeaCache):
-            changes = changes_of(denoiser, inputs, self.schedule, segment, model)
+            changes = changes_of(denoiser, inputs, self.schedule, segment, pipe)
         reused = self.rule.reused(turn, self.tables, changes)
         if isinstance(self.rule, TeaCache) and changes is None:
             last = max((step for step, may in enumerate(reused) if may), default=-1)

@@ -14,9 +14,8 @@ from wanjax.errors import WanjaxError
 from wanjax.pipelines.cache_rules import MagCache, TeaCache, Turn, turns_of
 from wanjax.pipelines.cache_tables import Changes, Magnitudes, Tables
 from wanjax.pipelines.caching import changes_of
+from wanjax.pipelines.family import Pipe
 from wanjax.pipelines.many import Order
-from wanjax.pipelines.model import Model
-from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.run import Hook, Run
 from wanjax.pipelines.sampler import Denoiser, Inputs
 from wanjax.pipelines.settings import Settings
@@ -72,10 +71,10 @@ class Measurement(Hook):
         self.embedded: list[float] = []
         self.told: list[np.ndarray] = []
 
-    def of(self, network: str, denoiser: Denoiser, inputs: Inputs, model: Model) -> MeasuringCache:
+    def of(self, network: str, denoiser: Denoiser, inputs: Inputs, pipe: Pipe) -> MeasuringCache:
         """Returns the cache that measures."""
         segment = next(segment for segment in self.segments if segment.network == network)
-        self.embedded += changes_of(denoiser, inputs, self.schedule, segment, model) or []
+        self.embedded += changes_of(denoiser, inputs, self.schedule, segment, pipe) or []
         return MeasuringCache()
 
     def stepped(self, step: Step) -> None:
@@ -92,7 +91,7 @@ class MeasuringRun(Run):
         return self.measured
 
 
-def measure(pipe: Pipeline, encoded: Any, settings: Settings) -> Measured:
+def measure(pipe: Pipe, encoded: Any, settings: Settings) -> Measured:
     """Makes the latents of a video of an output of `encode`, and returns what its steps told."""
     run = MeasuringRun(pipe, [Order(settings, {})])
     for _ in run.latents(encoded, settings, [settings.seed]):

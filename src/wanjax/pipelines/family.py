@@ -2,26 +2,67 @@
 """A family of models as one value, which holds everything that the rest of the library needs to know of it.
 
 Loading, stages, files, sampling, LoRA, conversion, plans and the command line use a family through this value alone.
+Each of its checkpoints is an `Architecture`, which a new family writes: what it gives a pipeline. A `Pipe` is what it
+is given.
 """
 
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
 
 from wanjax.checkpoints.networks import Config, Network, NetworkKind, components, network_of
 from wanjax.checkpoints.sources import Layout, Source
 from wanjax.errors import UnsupportedError, WanjaxError
 from wanjax.kernels.attention import AUTO, Attention
+from wanjax.layers.tiling import Tiling
+from wanjax.media.pictures import Pictures, size_within
 from wanjax.pipelines.cache_rules import CacheRule, Turn, chosen_rule, turns_of
 from wanjax.pipelines.cache_tables import NO_TABLES, Tables
-from wanjax.pipelines.pipeline import Pipeline
+from wanjax.pipelines.checks import check_taken
+from wanjax.pipelines.components import Components
+from wanjax.pipelines.draws import INITIAL, OF_STEPS
+from wanjax.pipelines.frames import GivenFrames, Latents, encoded
+from wanjax.pipelines.preview import Look
+from wanjax.pipelines.sampler import Denoiser, Ends, Held, Inputs
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Segment
+from wanjax.pipelines.tokenizer import Truncation
+from wanjax.programs import Program, Strategy, Value
 from wanjax.schedulers import Scheduler
-from wanjax.sharding import choose_axes, platform
+from wanjax.sharding import Partitioner, choose_axes, platform
+
+Encoded = Any  # the family's own NamedTuple of arrays, each with a first axis of size 1
+
+
+@runtime_checkable
+class Pipe(Protocol):
+    """A pipeline as its family and its runs see it: components, devices, and what is done with programs."""
+
+    components: Components
+    architecture: "Architecture"
+    defaults: Settings
+    partitioner: Partitioner
+    compiler: str
+    strategy: Strategy
+
+    def call(self, program: Program, static: Any, *arguments: Any) -> Any:
+        """Calls a program on the pipeline's devices, and returns its results; `static` is hashable."""
+        ...
+
+    def encode_video(self, frames: GivenFrames, *, tiling: Tiling | None = None) -> Float[Value, "1 C _T _H _W"]:
+        """Encodes frames [T H W 3] to latents [1 C T H W]."""
+        ...
+
+    def colours(self) -> Look:
+        """Returns what makes previews of latents."""
+        ...
 
 
 class Forward(NamedTuple):
@@ -54,12 +95,16 @@ def auto_axes(
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture(ABC):
-    """The shapes of a pipeline's networks, and its scheduler: the knowledge that needs no weights.
+    """A checkpoint as its family knows it: the shapes of its networks, its scheduler, and how its videos are made.
 
-    Text and image encoders are in it for plans alone; a pipeline that runs reads their configs when it loads them.
-    `vae` is the autoencoder's config, which has `spatial_factor`, `temporal_factor`, `latent_channels` and `patch`.
-    `tables` are those that step caches need.
+    It has no weights: a method that computes is given the pipeline, which has them. A family writes the abstract
+    methods, and the others where it differs. Text and image encoders are in it for plans alone; a pipeline that runs
+    reads their configs when it loads them. `vae` is the autoencoder's config, which has `spatial_factor`,
+    `temporal_factor`, `latent_channels` and `patch`. `tables` are those that step caches need.
     """
+
+    encoded_type: ClassVar[type[Any]]
+    """The type that `encode` returns; its fields are the tensors of the first stage's file."""
 
     vae: Any
     scheduler: Scheduler
@@ -67,13 +112,43 @@ class Architecture(ABC):
 
     @property
     @abstractmethod
-    def networks(self) -> Mapping[str, Config]:
-        """The config of each network whose config was read, by component."""
-
-    @property
-    @abstractmethod
     def grid(self) -> int:
         """The number of pixels of which a video's height and width are multiples."""
+
+    @abstractmethod
+    def forward(self, settings: Settings, encoded: Encoded | None = None) -> Forward:
+        """Returns the work of one forward of the denoiser, for this output of `encode` where there is one."""
+
+    @abstractmethod
+    def encode_prompts(self, pipe: Pipe, prompt: str, negative_prompt: str) -> Encoded:
+        """Encodes a prompt and the negative prompt, with the text encoders alone."""
+
+    @abstractmethod
+    def check_encoded(self, encoded: Encoded, settings: Settings) -> None:
+        """Raises WanjaxError unless this output of `encode` fits a video of these settings."""
+
+    @abstractmethod
+    def inputs(
+        self, pipe: Pipe, network: nnx.Module, segment: Segment, encoded: Encoded, x: Held, batched: bool
+    ) -> tuple[Denoiser, Inputs]:
+        """Returns the denoiser of a segment's network, and the inputs that its steps share."""
+
+    @property
+    def networks(self) -> Mapping[str, Config]:
+        """The config of each network whose config was read, by component."""
+        shared = {field.name for field in fields(Architecture)}
+        names = (*(field.name for field in fields(self) if field.name not in shared), "vae")
+        return {name: config for name in names if is_dataclass(config := getattr(self, name))}
+
+    @property
+    def denoisers(self) -> tuple[str, ...]:
+        """The components that denoise. They have one shape, and each step uses one of them."""
+        return ("transformer",)
+
+    @property
+    def radial(self) -> bool:
+        """True where the denoiser's self-attention can be radial."""
+        return False
 
     @property
     def purpose(self) -> str:
@@ -86,24 +161,62 @@ class Architecture(ABC):
         return ()
 
     @property
-    def denoisers(self) -> tuple[str, ...]:
-        """The components that denoise. They have one shape, and each step uses one of them."""
-        return ("transformer",)
+    def takes(self) -> tuple[str, ...]:
+        """The pictures that the model can use, by name."""
+        return self.needs
 
     @property
-    def block_length(self) -> int:
-        """The frames that each block adds to a video that is made block by block; 0 for one that is made as a whole."""
+    def begins_from_video(self) -> bool:
+        """True where denoising begins from a given video, up to the strength; False where the video only guides it."""
+        return True
+
+    @property
+    def block_frames(self) -> int:
+        """The latent frames of each block of a video that is made block by block; 0 for one that is made as a whole."""
         return 0
 
     @property
-    def streams(self) -> bool:
-        """True where a video's frames are delivered while it is made, block by block."""
-        return self.block_length > 0
+    def ends(self) -> Ends:
+        """The two ends of denoising."""
+        return Ends()
 
-    def check_whole(self, model: str, purpose: str) -> None:
-        """Raises WanjaxError where a video is made block by block; `purpose` is what needs one made as a whole."""
-        if self.streams:
-            raise WanjaxError(f"{model} makes videos block by block, and {purpose} needs them made as a whole")
+    def implied(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns given settings, and those that follow from them."""
+        return given
+
+    def check_settings(self, settings: Settings) -> None:
+        """Raises WanjaxError where the model makes no video of these settings."""
+        settings.check(spatial=self.grid, temporal=self.vae.temporal_factor)
+
+    def check_pictures(self, pictures: Pictures, settings: Settings) -> None:
+        """Raises WanjaxError unless the model takes these pictures and needs no others."""
+        check_taken(pictures.given(), settings.model, self.purpose, takes=self.takes, needs=self.needs)
+
+    def size_for(self, picture: tuple[int, int, int], asked: Settings) -> tuple[int, int]:
+        """Returns the size of a video of a picture [H W 3], where none is given."""
+        return size_within(picture, asked.height * asked.width, self.grid)
+
+    def truncations(self, pipe: Pipe, prompt: str) -> Sequence[Truncation]:
+        """Returns the parts of a prompt that the model does not read, if any."""
+        return tuple(filter(None, pipe.components.get("tokenizer").tokenize([prompt]).truncated))
+
+    def encode_pictures(
+        self, pipe: Pipe, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
+    ) -> Mapping[str, Any]:
+        """Encodes the pictures of `prepare` without the text encoders; returns fields of `encoded_type`."""
+        return {}
+
+    def encode_frames(self, pipe: Pipe, frames: GivenFrames, tiling: Tiling | None) -> Float[Value, "1 C _T _H _W"]:
+        """Encodes frames to the latents that the network is trained on, as `decode` takes them."""
+        return encoded(pipe.components.get("vae"), frames, tiling, pipe.call)
+
+    def encoded_from(self, tensors: Mapping[str, Array]) -> Encoded:
+        """Restores the output of `encode` from its tensors by name; raises WanjaxError where one is missing."""
+        optional = self.encoded_type._field_defaults.keys()
+        if missing := [name for name in self.encoded_type._fields if name not in tensors and name not in optional]:
+            has = ", ".join(tensors) or "none at all"
+            raise WanjaxError(f"there is no tensor {missing[0]!r} among the encoded prompts, only {has}: encode again")
+        return self.encoded_type(**{name: x for name, x in tensors.items() if name in self.encoded_type._fields})
 
     def latent_shape(self, settings: Settings) -> tuple[int, ...]:
         """Returns the shape [1 C T H W] of a video's latents."""
@@ -115,13 +228,94 @@ class Architecture(ABC):
         """Returns the shape [1 C T H W] of the latents that are denoised, with frames that are dropped at the end."""
         return self.latent_shape(settings)
 
-    def segments(self, settings: Settings) -> Sequence[Segment]:
-        """Returns the steps of each network of a video that begins from noise."""
-        return [Segment(self.denoisers[0], 0, (settings.guidance_scale,) * settings.steps)]
+    def references(self, encoded: Encoded, settings: Settings) -> int:
+        """Returns the number of reference latent frames, which are denoised before the video's and then dropped."""
+        return 0
+
+    def noise_shape(self, settings: Settings, references: int = 0) -> tuple[int, ...]:
+        """Returns the shape [1 C T H W] of the initial noise, with all frames that are dropped before the video's."""
+        batch, channels, frames, height, width = self.denoised_shape(settings)
+        return batch, channels, references + frames, height, width
+
+    def draws(self, settings: Settings, references: int = 0, videos: int = 1) -> Mapping[str, tuple[int, ...]]:
+        """Returns the shapes of the random arrays that can be given for videos made together, by name.
+
+        `step_noise` has a row for each step of the settings; those that a given video skips are not used.
+        """
+        initial = (videos, *self.noise_shape(settings, references)[1:])
+        of_steps = {OF_STEPS: (settings.steps, *initial)} if self.scheduler.stochastic else {}
+        return {INITIAL: initial} | of_steps
+
+    def schedule(self, settings: Settings, encoded: Encoded | None = None) -> Any:
+        """Returns the noise levels of the steps, arrays of the host; a given video, if encoded, skips the noisiest."""
+        begun = getattr(encoded, "video_latents", None) is not None
+        skip = settings.steps - settings.strong_steps if begun else 0
+        return self.scheduler.schedule(settings.steps, skip=skip, **self.levels(settings))
+
+    def levels(self, settings: Settings) -> Mapping[str, Any]:
+        """Returns the settings that decide the noise levels, as keywords of the scheduler's `schedule`."""
+        return {}
+
+    def segments(self, schedule: Any, settings: Settings) -> Sequence[Segment]:
+        """Returns the steps of each network, and their guidance scales."""
+        return [Segment(self.denoisers[0], 0, (settings.guidance_scale,) * len(schedule.timesteps))]
+
+    def block_inputs(
+        self,
+        pipe: Pipe,
+        network: nnx.Module,
+        segment: Segment,
+        encoded: Encoded,
+        x: Held,
+        batched: bool,
+        block: int,
+        past: Any,
+    ) -> tuple[Denoiser, Inputs, Any]:
+        """Returns the denoiser and the inputs of a block, counted from 0, and what is kept of the blocks before it.
+
+        `past` is None for the first block.
+        """
+        return *self.inputs(pipe, network, segment, encoded, x, batched), past
+
+    def renewed(self, pipe: Pipe, network: nnx.Module, past: Any, inputs: Inputs, x: Held) -> Any:
+        """Returns what the next block is given, once a block is finished; the buffers of `past` may be reused."""
+        return past
+
+    def decoded_at_once(self, frames: int) -> tuple[int, int]:
+        """Latent frames in the first chunk to decode, and in each later one, for a video of so many."""
+        return (self.block_frames, self.block_frames) if self.streams else self.vae.decoded_at_once(frames)
+
+    def noise_range(self, network: str, settings: Settings) -> tuple[float, float]:
+        """Returns the noise levels, from 0 to 1, between which a network denoises."""
+        return 0.0, 1.0
+
+    def clean(self, latents: Latents) -> Float[Array, "B _T H W C"]:
+        """Returns the latents of encoded videos [B C T H W] as the network is trained to make them."""
+        return jnp.moveaxis(latents, 1, -1)
+
+    @property
+    def streams(self) -> bool:
+        """True where a video's frames are delivered while it is made, block by block."""
+        return self.block_frames > 0
+
+    @property
+    def block_length(self) -> int:
+        """The frames that each block adds to a video that is made block by block; 0 for one that is made as a whole."""
+        return self.block_frames * self.vae.temporal_factor
+
+    def check_whole(self, model: str, purpose: str) -> None:
+        """Raises WanjaxError where a video is made block by block; `purpose` is what needs one made as a whole."""
+        if self.streams:
+            raise WanjaxError(f"{model} makes videos block by block, and {purpose} needs them made as a whole")
+
+    def check_streams(self, model: str) -> None:
+        """Raises WanjaxError where a video is made as a whole."""
+        if not self.streams:
+            raise WanjaxError(f"{model} makes a video as a whole and has no blocks to stream: pipe(prompt) makes it")
 
     def turns(self, settings: Settings) -> tuple[Turn, ...]:
         """Returns the steps of each network for a step cache."""
-        return turns_of(self.segments(settings), settings.steps)
+        return turns_of(self.segments(self.schedule(settings), settings), settings.steps)
 
     def cache_rule(self, settings: Settings) -> CacheRule:
         """Returns the rule of the settings' step cache, complete; raises WanjaxError where the model cannot have it."""
@@ -132,23 +326,10 @@ class Architecture(ABC):
         rule = self.cache_rule(settings)
         return tuple(reuses for turn in self.turns(settings) for reuses in rule.reused(turn, self.tables))
 
-    @property
-    def radial(self) -> bool:
-        """True where the denoiser's self-attention can be radial."""
-        return False
-
     def check_attention(self, attention: Attention, model: str) -> None:
         """Raises UnsupportedError for radial attention where the denoiser has none."""
         if attention.radial and not self.radial:
             raise UnsupportedError(f"{model} has no radial attention: --attention auto would do")
-
-    @abstractmethod
-    def forward(self, settings: Settings, encoded: Any = None) -> Forward:
-        """Returns the work of one forward of the denoiser, for this output of `encode` where there is one."""
-
-    def decoded_at_once(self, frames: int) -> tuple[int, int]:
-        """Latent frames in the first chunk to decode, and in each later one, for a video of so many."""
-        return self.vae.decoded_at_once(frames)
 
 
 @dataclass(frozen=True)
@@ -215,19 +396,17 @@ class Preset:
 class Family:
     """A family of models.
 
-    `networks` are the kinds of networks in its checkpoints; `pipelines` the class names in model_index.json. `pipeline`
-    makes a pipeline from components, an architecture, default settings, a partitioner and the name of a set of
-    compiler options. `architecture` reads a checkpoint's configs, and those of its text and image encoders if the
-    second argument is True. `settings` returns the default settings of a checkpoint. `loaders` load tokenizers and
-    image processors from their folders. `layouts` are the layouts of its checkpoints other than that of diffusers.
-    `tables` is a file of published tables for step caches, by the presets' names. `prompt` returns, for plans, the
-    length of a prompt and the number of its real tokens, by tokenizer.
+    `networks` are the kinds of networks in its checkpoints; `pipelines` the class names in model_index.json.
+    `architecture` reads a checkpoint's configs, and those of its text and image encoders if the second argument is
+    True. `settings` returns the default settings of a checkpoint. `loaders` load tokenizers and image processors from
+    their folders. `layouts` are the layouts of its checkpoints other than that of diffusers. `tables` is a file of
+    published tables for step caches, by the presets' names. `prompt` returns, for plans, the length of a prompt and the
+    number of its real tokens, by tokenizer.
     """
 
     name: str
     networks: tuple[NetworkKind, ...]
     pipelines: tuple[str, ...]
-    pipeline: Callable[..., Pipeline]
     architecture: Callable[[Source, bool], Architecture]
     settings: Callable[[Source, Any, Preset | None], Settings]
     presets: tuple[Preset, ...] = ()

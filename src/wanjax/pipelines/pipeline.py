@@ -1,20 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pipeline: three stages from a prompt to a video, encode, denoise and decode, each of which can run alone.
 
-Plain arrays connect the stages. `Hooks` are the methods that differ from family to family.
+Plain arrays connect the stages. All families have this one class, and differ in its `architecture`. A model that makes
+a video block by block makes it by the same run, of several blocks, and can deliver the frames of each as it is made:
+
+    for each block of latent frames:
+        denoise the block from noise, by the steps of the sampler
+        renew what is kept, by a pass over the finished block
+        decode the block, and deliver its frames
+
+The programs are the same for every block, and what is kept has a fixed size, so a video may be of any length.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack, overload
+from typing import TYPE_CHECKING, Any, Unpack, final, overload
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt8
 
 from wanjax.errors import WanjaxError
+from wanjax.kernels.compiler_options import SAFE
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import ClipSource, Pictures, PictureSource, read_pictures
 from wanjax.media.videos import Video
@@ -27,14 +39,23 @@ from wanjax.pipelines.checks import (
     check_strength,
     check_tiling,
 )
+from wanjax.pipelines.components import Components
 from wanjax.pipelines.draws import GivenDraws, checked_draws
-from wanjax.pipelines.frames import Frames, GivenFrames, GivenLatents, Latents, chunk_count, encoded
-from wanjax.pipelines.hooks import Encoded, Hooks
-from wanjax.pipelines.keywords import Called, Given, GivenSettings, knows_keywords, spelled_out, unknown_keyword
+from wanjax.pipelines.family import Architecture, Encoded
+from wanjax.pipelines.frames import Frames, GivenFrames, GivenLatents, Latents, chunk_count
+from wanjax.pipelines.keywords import (
+    Called,
+    Given,
+    GivenSettings,
+    knows_keywords,
+    right_name,
+    spelled_out,
+    unknown_keyword,
+)
 from wanjax.pipelines.looking import Calling, Showing, Switching
 from wanjax.pipelines.many import Order
 from wanjax.pipelines.preview import Look, fitted
-from wanjax.pipelines.record import nameable
+from wanjax.pipelines.record import devices_of, nameable, record
 from wanjax.pipelines.resume import Keeping
 from wanjax.pipelines.run import Hook, Run
 from wanjax.pipelines.sampler import draw, join
@@ -42,13 +63,73 @@ from wanjax.pipelines.seeds import checked_seed, told_seeds, words_of
 from wanjax.pipelines.settings import Settings, height_and_width, schema
 from wanjax.pipelines.steps import Step, Switch
 from wanjax.pipelines.tiny_decoder import read_tiny_decoder
-from wanjax.programs import Value
+from wanjax.pipelines.tokenizer import Truncation
+from wanjax.programs import EXECUTE, Program, Site, Strategy, Value
+from wanjax.schedulers import Scheduler, name_of, successor
+from wanjax.sharding import Partitioner, one_device
+
+Clip = UInt8[np.ndarray, "T H W 3"]
+Stop = Callable[[Step], bool | None]
 
 
-class Pipeline(Hooks):
-    """A checkpoint as a function from prompts, and pictures if it takes them, to videos."""
+class Component:
+    """An attribute of a pipeline: the component of its name, which is loaded at first use."""
 
-    _colours: Look | None = None
+    def __set_name__(self, owner: type, name: str):
+        self.name = name
+
+    def __get__(self, pipe: Any, owner: type) -> Any:
+        return self if pipe is None else pipe.components.get(self.name)
+
+
+@final
+class Pipeline:
+    """A checkpoint as a function from prompts, and pictures if it takes them, to videos.
+
+    Components are attributes. Each can be used alone, and `free` releases their memory. `architecture` is what its
+    family knows of the checkpoint. `progress` says whether stages are shown on stderr while they run: True, False, or
+    None for on a terminal and in a notebook. `strategy` is what is done with the pipeline's programs.
+    """
+
+    tokenizer, tokenizer_2 = Component(), Component()
+    text_encoder, text_encoder_2 = Component(), Component()
+    transformer, transformer_2 = Component(), Component()
+    image_encoder, image_processor, feature_extractor = Component(), Component(), Component()
+    vae = Component()
+
+    def __init__(
+        self,
+        components: Components,
+        architecture: Architecture,
+        defaults: Settings,
+        partitioner: Partitioner | None = None,
+        compiler: str = SAFE,
+    ):
+        """Takes the components, the family's value, default settings, and how programs are compiled.
+
+        `partitioner` is a mesh and its rules; None is JAX's first device. `compiler` names a set of compiler options.
+        """
+        self.components = components
+        self.architecture = architecture
+        self.defaults = defaults
+        self.partitioner = one_device() if partitioner is None else partitioner
+        self.compiler = compiler
+        self.progress: bool | None = None
+        self.strategy: Strategy = EXECUTE
+        self._colours: Look | None = None
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.architecture.scheduler
+
+    @scheduler.setter
+    def scheduler(self, scheduler: str | Scheduler) -> None:
+        """Sets another scheduler, by name or as a value; raises WanjaxError where it does not fit the model."""
+        self.architecture = replace(self.architecture, scheduler=successor(scheduler, self.scheduler))
+
+    def free(self, *names: str) -> None:
+        """Drops the named components, or all, until their next use."""
+        self.components.free(*names)
 
     @overload
     def __call__(self, prompt: str, *, seeds: None = None, **given: Unpack[Called]) -> Video: ...
@@ -83,7 +164,7 @@ class Pipeline(Hooks):
         negative_prompt: str | None = None,
         seeds: Sequence[int] | None = None,
         noise: GivenDraws | None = None,
-        callback: Callable[[Step], bool | None] | None = None,
+        callback: Stop | None = None,
         tiling: Tiling | None = None,
         batch_guidance: bool = False,
         skip: Callable[[Mapping[str, Any]], bool] | None = None,
@@ -146,16 +227,22 @@ class Pipeline(Hooks):
             frames=asked.frames,
             fps=asked.fps,
         )
-        self.check_pictures(pictures, asked)
-        if asked.strength != self.defaults.strength:
-            check_strength(asked, video=pictures.video is not None, begins=self.begins_from_video)
+        self.architecture.check_pictures(pictures, asked)
+        self._check_strength(asked, pictures.video)
         return pictures, asked.updated(self._shape_of(pictures, asked, settings))
+
+    def _check_strength(self, asked: Settings, video: Any) -> None:
+        """Raises WanjaxError for a strength that is given without a video, or to a model that begins from none."""
+        if asked.strength != self.defaults.strength:
+            check_strength(asked, video=video is not None, begins=self.architecture.begins_from_video)
 
     def _shape_of(self, pictures: Pictures, asked: Settings, given: Mapping[str, Any]) -> dict[str, int]:
         """Returns the height, width and frames that follow from the pictures, where they are not given."""
         shape: dict[str, int] = {}
         if pictures.first is not None and not given.keys() & {"size", "height", "width"}:
-            shape |= dict(zip(("height", "width"), self.size_for(pictures.first.shape, asked), strict=True))
+            shape |= dict(
+                zip(("height", "width"), self.architecture.size_for(pictures.first.shape, asked), strict=True)
+            )
         if pictures.video is not None and (count := len(pictures.video)) < asked.frames:
             if given.get("frames"):
                 raise WanjaxError(f"the video has {count} frames where {asked.frames} are asked for: fewer would do")
@@ -169,6 +256,7 @@ class Pipeline(Hooks):
 
         A seed of -1 becomes one drawn at random. The model and the dtype are those that were loaded.
         """
+        settings = dict(self.architecture.implied(settings))
         if size is not None:
             settings |= self._sides(size, settings)
         own, known = self.defaults.to_json(), schema(type(self.defaults))
@@ -181,7 +269,7 @@ class Pipeline(Hooks):
         if settings.get("seed") is not None:
             settings |= {"seed": checked_seed(settings["seed"])}
         chosen = self.defaults.updated(settings)
-        chosen.check(spatial=self.grid, temporal=self.architecture.vae.temporal_factor)
+        self.architecture.check_settings(chosen)
         check_apart(chosen.cache, self.partitioner.size("dp") > 1)
         return replace(chosen, cache=self.architecture.cache_rule(chosen))
 
@@ -190,11 +278,6 @@ class Pipeline(Hooks):
         if settings.get("height") is not None or settings.get("width") is not None:
             raise WanjaxError("size is given beside height or width: one way is enough")
         return dict(zip(("height", "width"), height_and_width(size), strict=True))
-
-    @property
-    def begins_from_video(self) -> bool:
-        """True where denoising begins from a given video, up to the strength; False where the video only guides it."""
-        return True
 
     @spelled_out(Given)
     def encode(
@@ -209,17 +292,32 @@ class Pipeline(Hooks):
         run = Run(self, [Order(chosen, {})], pictures, tiling=tiling, hooks=self._looking(None))
         return run.encode()[chosen.prompt]
 
+    def encode_prompts(self, prompt: str, negative_prompt: str | None = None) -> Encoded:
+        """Encodes a prompt and the negative prompt (None is the model's default), with the text encoders alone."""
+        negative = self.defaults.negative_prompt if negative_prompt is None else negative_prompt
+        return self.architecture.encode_prompts(self, prompt, negative)
+
+    def encode_pictures(
+        self, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
+    ) -> Mapping[str, Any]:
+        """Encodes the pictures of `prepare` without the text encoders; returns fields of the output of `encode`."""
+        return self.architecture.encode_pictures(self, pictures, settings, tiling=tiling)
+
+    def truncations(self, prompt: str) -> Sequence[Truncation]:
+        """Returns the parts of a prompt that the model does not read, if any."""
+        return self.architecture.truncations(self, prompt)
+
     def encoded_from(self, tensors: Mapping[str, Array]) -> Encoded:
         """Restores the output of `encode` from its tensors by name; raises WanjaxError where one is missing."""
-        optional = self.encoded_type._field_defaults.keys()
-        if missing := [name for name in self.encoded_type._fields if name not in tensors and name not in optional]:
-            has = ", ".join(tensors) or "none at all"
-            raise WanjaxError(f"there is no tensor {missing[0]!r} among the encoded prompts, only {has}: encode again")
-        return self.encoded_type(**{name: x for name, x in tensors.items() if name in self.encoded_type._fields})
+        return self.architecture.encoded_from(tensors)
+
+    def draws(self, settings: Settings, references: int = 0) -> Mapping[str, tuple[int, ...]]:
+        """Returns the shapes of the random arrays that can be given for a video, by name."""
+        return self.architecture.draws(settings, references)
 
     def noise(self, settings: Settings, references: int = 0) -> Latents:
-        """Returns the seed's initial noise, float32, of the shape `noise_shape`."""
-        return self.call(draw, self.noise_shape(settings, references), words_of([settings.seed]))
+        """Returns the seed's initial noise [1 C T H W], float32."""
+        return self.call(draw, self.architecture.noise_shape(settings, references), words_of([settings.seed]))
 
     @spelled_out(GivenSettings)
     def denoise(
@@ -227,7 +325,7 @@ class Pipeline(Hooks):
         encoded: Encoded,
         *,
         noise: GivenDraws | None = None,
-        callback: Callable[[Step], bool | None] | None = None,
+        callback: Stop | None = None,
         switched: Callable[[Switch], Any] | None = None,
         batch_guidance: bool = False,
         seeds: Sequence[int] | None = None,
@@ -242,20 +340,21 @@ class Pipeline(Hooks):
         once on a batch. `callback` receives every step, perhaps before the device has finished it; if it returns False,
         Cancelled is raised. `switched` is called when another network takes over. Raises WanjaxError where a shape does
         not fit the video, and where latents stop being finite, with the step's number. `keep` is a file from which the
-        same call continues after it was stopped, unless the video is made block by block; `continued` receives
-        (done, total).
+        same call continues after it was stopped; `continued` then receives (done, total). A model that makes videos
+        block by block keeps none.
         """
         chosen = self._settings_for(encoded, dict(settings))
         seeds = told_seeds([settings.get("seed")], [chosen.seed]) if seeds is None else told_seeds(seeds)
         hooks = [*self._looking(callback), *([Switching(switched)] if switched else [])]
         if keep is not None:
+            self.architecture.check_whole(chosen.model, "a file to continue from")
             hooks.append(Keeping(keep, self.partitioner, continued))
         run = Run(self, [Order(chosen, {})], noise=noise, batch_guidance=batch_guidance, hooks=hooks)
         with run.stage("denoise"):
             pieces = tuple(run.latents(encoded, chosen, seeds))
         return pieces[0] if len(pieces) == 1 else self.call(join, 2, pieces)
 
-    def _looking(self, callback: Callable[[Step], bool | None] | None) -> list[Hook]:
+    def _looking(self, callback: Stop | None) -> list[Hook]:
         """Returns the hooks of every run of the library: its progress, and a callback if there is one."""
         return [Showing(self.progress), *([Calling(callback)] if callback else [])]
 
@@ -264,13 +363,82 @@ class Pipeline(Hooks):
 
         Where no size is given it is that of the encoded pictures.
         """
-        check_encoded(encoded, self.encoded_type)
+        check_encoded(encoded, self.architecture.encoded_type)
         made = [x for x in encoded if x is not None and x.ndim == 5]  # latents
         if made and not given.keys() & {"size", "height", "width"}:
             given["size"] = tuple(self.architecture.vae.spatial_factor * cells for cells in made[0].shape[3:])
         chosen = self.settings(**given)
-        self.check_encoded(encoded, chosen)
+        self.architecture.check_encoded(encoded, chosen)
+        self._check_strength(chosen, getattr(encoded, "video_latents", None))
         return chosen
+
+    @spelled_out(Given)
+    def stream(
+        self,
+        prompt: str,
+        *,
+        negative_prompt: str | None = None,
+        noise: GivenDraws | None = None,
+        callback: Stop | None = None,
+        tiling: Tiling | None = None,
+        batch_guidance: bool = False,
+        **given: Unpack[Given],
+    ) -> Iterator[Clip]:
+        """Returns an iterator over a video's clips, uint8 [T H W 3], one for each block, made when it is asked for.
+
+        The keywords are those of a call for one video, whose frames are the same. Raises WanjaxError where the model
+        makes a video as a whole.
+        """
+        self.architecture.check_streams(self.defaults.model)
+        check_tiling(tiling)
+        _, chosen = self.prepare(prompt=prompt, negative_prompt=negative_prompt, **given)
+        seeds = told_seeds([given.get("seed")], [chosen.seed])
+        encoded = self.encode(prompt, negative_prompt, **given)
+        settings = self._settings_for(encoded, chosen.to_json())
+        return self.decode_blocks(
+            self._blocks(encoded, settings, seeds, noise, callback, batch_guidance), tiling=tiling
+        )
+
+    @spelled_out(GivenSettings)
+    def blocks(
+        self,
+        encoded: Encoded,
+        *,
+        noise: GivenDraws | None = None,
+        callback: Stop | None = None,
+        batch_guidance: bool = False,
+        seeds: Sequence[int] | None = None,
+        **settings: Unpack[GivenSettings],
+    ) -> Iterator[Float[Array, "B C T H W"]]:
+        """Returns an iterator over the latents of each block, made when it is asked for.
+
+        The keywords are those of `denoise`, which joins the blocks. `callback` receives the latents of a block.
+        """
+        self.architecture.check_streams(self.defaults.model)
+        chosen = self._settings_for(encoded, dict(settings))
+        seeds = told_seeds([settings.get("seed")], [chosen.seed]) if seeds is None else told_seeds(seeds)
+        return self._blocks(encoded, chosen, seeds, noise, callback, batch_guidance)
+
+    def _blocks(
+        self,
+        encoded: Encoded,
+        settings: Settings,
+        seeds: Sequence[int],
+        noise: GivenDraws | None,
+        callback: Stop | None,
+        batch_guidance: bool,
+    ) -> Iterator[Float[Array, "B C T H W"]]:
+        """Returns an iterator over the latents of each block; the given noise is checked at once."""
+        checked_draws(noise, self.architecture.draws(settings, videos=len(seeds)))
+        hooks = [Calling(callback)] if callback else []
+        run = Run(self, [Order(settings, {})], noise=noise, batch_guidance=batch_guidance, hooks=hooks)
+        return run.latents(encoded, settings, seeds)
+
+    def decode_blocks(self, blocks: Iterable[GivenLatents], *, tiling: Tiling | None = None) -> Iterator[Clip]:
+        """Yields the frames uint8 [T H W 3] of each block of latents [1 C T H W] as it comes."""
+        self.architecture.check_streams(self.defaults.model)
+        for frames in Run(self, [], tiling=tiling).frames(iter(blocks)):
+            yield np.asarray(frames)
 
     def preview_with(self, file: str | Path) -> None:
         """Makes previews with a tiny decoder from now on: a file of TAEHV's for the model's latents.
@@ -342,4 +510,59 @@ class Pipeline(Hooks):
         self.defaults.updated({"frames": count, "height": height, "width": width}).check(
             spatial=config.spatial_factor, temporal=config.temporal_factor
         )
-        return encoded(self.vae, frames, tiling, self.call)
+        return self.architecture.encode_frames(self, frames, tiling)
+
+    def record(
+        self,
+        settings: Settings,
+        sources: Mapping[str, Any],
+        *,
+        tiling: Tiling | None = None,
+        batch_guidance: bool = False,
+    ) -> dict[str, Any]:
+        """Returns everything that shapes a video, as JSON; `sources` are its pictures, clips and noise by name."""
+        return record(
+            settings,
+            sources,
+            loaded=self.components.recorded,
+            scheduler=self.scheduler,
+            partitioner=self.partitioner,
+            tiling=tiling and tiling.completed(self.architecture.vae.tiling),
+            batch_guidance=batch_guidance,
+        )
+
+    def call(self, program: Program, static: Any, *arguments: Any) -> Any:
+        """Calls a program on the pipeline's devices, and returns its results; `static` is hashable."""
+        return self.strategy.call(program, Site(self.partitioner, self.compiler), static, *arguments)
+
+    def under(self, strategy: Strategy, components: Components | None = None) -> "Pipeline":
+        """Returns the pipeline with another strategy, and with other components if given; the rest is shared."""
+        pipe = copy.copy(self)
+        pipe.strategy, pipe.components = strategy, components or self.components
+        return pipe
+
+    if not TYPE_CHECKING:  # an editor is to see that an attribute is missing
+
+        def __getattr__(self, name: str) -> Any:
+            """Raises AttributeError, which tells what is right for names of other libraries."""
+            if sentence := right_name(name):
+                raise AttributeError(sentence)
+            return object.__getattribute__(self, name)  # raises the error for which Python came here
+
+    def __repr__(self) -> str:
+        mesh = "" if self.partitioner.alone else f" ({self.partitioner}, rules {self.partitioner.rules_name})"
+        what = f"{self.defaults.model}, {self.architecture.purpose}, {self.defaults.dtype}"
+        lines = [f"{type(self).__name__}: {what}, on {devices_of(self.partitioner)}{mesh}"]
+        lines += [f"  {name}: {self._state_of(name)}" for name in self.components.names]
+        return "\n".join([*lines, f"  scheduler: {name_of(self.scheduler)}"])
+
+    def _state_of(self, name: str) -> str:
+        """Returns whether a component is loaded, and a network's bytes on all devices together."""
+        if not self.components.has(name):
+            return "not loaded"
+        component = self.components.get(name)
+        if not isinstance(component, nnx.Module):
+            return "loaded"
+        weights = jax.tree.leaves(nnx.state(component))
+        dtypes = " and ".join(sorted({str(weight.dtype) for weight in weights}))
+        return f"loaded, {sum(weight.nbytes for weight in weights) / 1e6:,.1f} MB in {dtypes}"

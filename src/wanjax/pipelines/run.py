@@ -26,8 +26,8 @@ from wanjax.pipelines import many
 from wanjax.pipelines.cache_rules import check_apart
 from wanjax.pipelines.caching import Caching
 from wanjax.pipelines.draws import INITIAL, OF_STEPS, GivenDraws, checked_draws
+from wanjax.pipelines.family import Encoded, Pipe
 from wanjax.pipelines.frames import Frames, GivenLatents, chunk_count, decoded
-from wanjax.pipelines.hooks import Hooks
 from wanjax.pipelines.many import Order
 from wanjax.pipelines.record import VERSION
 from wanjax.pipelines.sampler import Beginning, Denoiser, Given, Inputs, State, begin, finish, take_step
@@ -35,8 +35,6 @@ from wanjax.pipelines.seeds import words_of
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Cancelled, InFlight, Segment, Step, Switch, at_step, left_of
 from wanjax.schedulers import one_step
-
-Encoded = Any  # the family's own NamedTuple of arrays
 
 
 class Begun(NamedTuple):
@@ -101,7 +99,7 @@ class Run:
 
     def __init__(
         self,
-        pipe: Hooks,
+        pipe: Pipe,
         orders: Sequence[Order],
         pictures: Pictures | None = None,
         *,
@@ -144,12 +142,13 @@ class Run:
 
     def encode(self) -> dict[str, Encoded]:
         """Encodes each prompt once, and the pictures, which all videos share; returns the outputs by prompt."""
-        pipe, shared = self.pipe, self.orders[0].settings
+        pipe, architecture, shared = self.pipe, self.pipe.architecture, self.orders[0].settings
         with self.stage("encode"), pipe.strategy.stage("encode"):
             prompts = dict.fromkeys(order.settings.prompt for order in self.orders)
-            texts = {prompt: pipe.encode_prompts(prompt, shared.negative_prompt) for prompt in prompts}
+            texts = {prompt: architecture.encode_prompts(pipe, prompt, shared.negative_prompt) for prompt in prompts}
             pipe.components.leave(texts)
-            seen = pipe.components.leave(pipe.encode_pictures(self.pictures, shared, tiling=self.tiling))
+            seen = architecture.encode_pictures(pipe, self.pictures, shared, tiling=self.tiling)
+            pipe.components.leave(seen)
         encoded = {prompt: text._replace(**seen) for prompt, text in texts.items()}
         for one in encoded.values():
             for hook in self.hooks:
@@ -158,25 +157,26 @@ class Run:
 
     def latents(self, encoded: Encoded, settings: Settings, seeds: Sequence[int]) -> Iterator[Any]:
         """Yields the latents of videos that are made together, one for each seed: each block as soon as it is made."""
-        pipe, words = self.pipe, words_of(seeds)
-        shapes = pipe.draws(settings, pipe.references(encoded, settings), len(seeds))
+        pipe, words, architecture = self.pipe, words_of(seeds), self.pipe.architecture
+        shapes = architecture.draws(settings, architecture.references(encoded, settings), len(seeds))
         given = checked_draws(self.noise, shapes)
-        schedule = pipe.schedule(encoded, settings)
-        segments, pictures = pipe.segments(schedule, settings), latents_of(encoded)
+        schedule = architecture.schedule(settings, encoded)
+        segments, pictures = architecture.segments(schedule, settings), latents_of(encoded)
         for hook in self.hooks:
             hook.begun(encoded)
         past = None
         for block in self.blocks(settings, shapes[INITIAL][2]):
             whole = block.count == 1
-            static = Beginning(pipe.ends, pipe.scheduler, shapes[INITIAL], None if whole else len(block.frames))
+            frames, ends = None if whole else len(block.frames), architecture.ends
+            static = Beginning(ends, architecture.scheduler, shapes[INITIAL], frames)
             noise, number = _given(given, block, schedule), np.int32(block.number)
             with pipe.strategy.stage("denoise"):
                 state, drawn = pipe.call(begin, static, words, noise, schedule, pictures, number)
                 inputs = encoded._replace(**drawn)
                 begun = Begun(state, segments, self._facts(settings, seeds), [*_present(encoded), *given.values()])
                 state, past = self._denoised(begun, inputs, schedule, settings, block, past)
-                frames = pipe.architecture.latent_shape(settings)[2] if whole else len(block.frames)
-                made = pipe.call(finish, (pipe.ends, frames), state.x, latents_of(inputs))
+                frames = frames or architecture.latent_shape(settings)[2]
+                made = pipe.call(finish, (ends, frames), state.x, latents_of(inputs))
             for hook in self.hooks:
                 hook.denoised(made, block)
             yield made
@@ -184,7 +184,7 @@ class Run:
 
     def blocks(self, settings: Settings, frames: int) -> Iterator[Block]:
         """Yields the blocks of a video of so many latent frames; most models make a video as a whole."""
-        size = self.pipe.block_frames or frames
+        size = self.pipe.architecture.block_frames or frames
         count = frames // size
         for number in range(count):
             yield Block(number, count, range(number * size, (number + 1) * size))
@@ -193,24 +193,24 @@ class Run:
         self, begun: Begun, encoded: Encoded, schedule: Any, settings: Settings, block: Block, past: Any
     ) -> tuple[State, Any]:
         """Takes all steps of a block; returns the last state, and what the next block is given."""
-        pipe, state, done = self.pipe, begun.state, 0
+        pipe, architecture, state, done = self.pipe, self.pipe.architecture, begun.state, 0
         if block.count == 1:
             for hook in self.hooks:
                 state, done = hook.resumed(begun) or (state, done)
         steps, caching = len(schedule.timesteps), self.caching(settings, begun.segments, schedule)
         watch = self._watch(block, steps, done)
         for segment in left_of(begun.segments, done):
-            network, seconds = pipe.components.take_over(segment.network, pipe.architecture.denoisers)
+            network, seconds = pipe.components.take_over(segment.network, architecture.denoisers)
             if segment.start > done:
                 for hook in self.hooks:
                     hook.switched(Switch(segment.network, segment.start, steps, seconds))
-            denoiser, inputs, past = pipe.prepared(
-                network, segment, encoded, state.x, self.batch_guidance, block.number, past
+            denoiser, inputs, past = architecture.block_inputs(
+                pipe, network, segment, encoded, state.x, self.batch_guidance, block.number, past
             )
             denoiser = replace(denoiser, cache=caching.of(segment.network, denoiser, inputs, pipe))
             state = self._steps(segment, denoiser, inputs, state, schedule, block, watch)
             if block.count > 1 and not block.last:
-                past = pipe.renewed(network, past, inputs, state.x)
+                past = architecture.renewed(pipe, network, past, inputs, state.x)
             del denoiser, inputs  # the weights are freed before the next network is loaded
         return state, past
 
@@ -281,7 +281,7 @@ class Run:
         return {
             "settings": settings.to_json(),
             "seeds": list(seeds),
-            "scheduler": repr(pipe.scheduler),
+            "scheduler": repr(pipe.architecture.scheduler),
             "tables": repr(pipe.architecture.tables),
             "mesh": dict(pipe.partitioner.mesh.shape),
             "batch_guidance": self.batch_guidance,
@@ -301,13 +301,15 @@ class Run:
         if isinstance(pieces, Sequence):
             total = sum(chunk_count(x.shape[2], pipe.architecture.decoded_at_once(x.shape[2])) for x in pieces)
             self.count("chunk", 0, total)
-        at_once = pipe.architecture.decoded_at_once(pipe.block_frames or _frames_of(pieces))
+        at_once = pipe.architecture.decoded_at_once(pipe.architecture.block_frames or _frames_of(pieces))
 
         def call(*arguments: Any) -> Any:
             with pipe.strategy.stage("decode"):
                 return pipe.call(*arguments)
 
-        for done, chunk in enumerate(decoded(pipe.vae, pieces, at_once, dtype, self.tiling, call, video), 1):
+        for done, chunk in enumerate(
+            decoded(pipe.components.get("vae"), pieces, at_once, dtype, self.tiling, call, video), 1
+        ):
             yield chunk
             if total is not None:
                 self.count("chunk", done, total)

@@ -89,7 +89,7 @@ def loss_of(pipe: Pipeline, levels: NoiseLevels, component: str = "transformer")
     def loss(network: nnx.Module, batch: Batch, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         level_key, noise_key, picture_key = jax.random.split(key, 3)
         fractions = levels.draw(level_key, len(batch.latents))
-        noise = jax.random.normal(noise_key, pipe.clean(batch.latents).shape, jnp.float32)
+        noise = jax.random.normal(noise_key, pipe.architecture.clean(batch.latents).shape, jnp.float32)
         return error(pipe, network, batch, fractions, noise, picture_key, component), {}
 
     return loss
@@ -109,17 +109,18 @@ def error(
     The target of preserved latents is what the network without its LoRA predicts for them; of latents that are
     preserved by a part, that part of it and the rest of their own.
     """
-    x0 = pipe.clean(batch.latents)
+    x0 = pipe.architecture.clean(batch.latents)
     levels = pipe.scheduler.levels(fractions)
     alphas, sigmas = (x[0].reshape(-1, 1, 1, 1, 1) for x in (levels.alphas, levels.sigmas))
     x = alphas * x0 + sigmas * noise
     pipe = pipe.under(Inline())
     words = jnp.zeros((len(x), 2), jnp.uint32)  # of no seed, since all noise is given
-    drawn = pipe.ends.sampled(latents_of(batch.encoded), words, _pictures(pipe, batch, key))
+    drawn = pipe.architecture.ends.sampled(latents_of(batch.encoded), words, _pictures(pipe, batch, key))
     encoded = batch.encoded._replace(**drawn)
 
     def predicted(network: nnx.Module) -> Float[Array, "B T H W C"]:
-        denoiser, inputs = pipe.inputs(network, Segment(component, 0, (1.0,)), encoded, x, False)
+        segment = Segment(component, 0, (1.0,))
+        denoiser, inputs = pipe.architecture.inputs(pipe, network, segment, encoded, x, False)
         network = nnx.merge(denoiser.graphdef, inputs.weights)
         prompt, times = inputs.prompts[0], denoiser.times(levels)
         return denoiser.predict(network, x, times, prompt, inputs.shared).astype(jnp.float32)
@@ -135,7 +136,7 @@ def error(
 def _pictures(pipe: Pipeline, batch: Batch, key: jax.Array) -> dict[str, jax.Array]:
     """Returns the noise of pictures whose latents are random."""
     settings = settings_of(pipe, batch.latents.shape)
-    shapes = pipe.draws(settings, 0, len(batch.latents))
+    shapes = pipe.architecture.draws(settings, 0, len(batch.latents))
     names = [name for name in shapes if name not in (INITIAL, OF_STEPS)]
     keys = jax.random.split(key, max(1, len(names)))
     return {name: jax.random.normal(k, shapes[name], jnp.float32) for name, k in zip(names, keys, strict=False)}

@@ -80,7 +80,7 @@ class Training:
         config, settings = self.config, self.settings
         factor = self.pipe.architecture.vae.temporal_factor
         return clips.Cutting(
-            clips.sizes(settings.size, lambda shape: self.pipe.size_for(shape, settings), config.buckets),
+            clips.sizes(settings.size, lambda shape: self.pipe.architecture.size_for(shape, settings), config.buckets),
             clips.lengths(settings.frames, factor, config.shortest),
             settings.fps,
             config.cut,
@@ -143,7 +143,7 @@ class HeldOut:
 def held_out(static: HeldOut, weights: Any, batch: Batch, u: Float[Array, "B"], number: Int[Array, ""]) -> Array:
     """Computes the error at fixed noise levels u, with fixed noise of a number."""
     network, key = nnx.merge(static.graphdef, weights), jax.random.fold_in(key_of(words_of([0])[0]), number)
-    noise = jax.random.normal(key, static.pipe.clean(batch.latents).shape, jnp.float32)
+    noise = jax.random.normal(key, static.pipe.architecture.clean(batch.latents).shape, jnp.float32)
     return error(static.pipe, network, batch, static.levels.at(u), noise, key, static.name)
 
 
@@ -208,7 +208,7 @@ class Learner:
     def _draw(self, step: int, generator: np.random.Generator) -> Batch:
         del generator  # the batches have their own
         shown = self.batches.at(step)
-        latents, encoded = joined([(x.latents, x.text) for x in shown], self.pipe.encoded_type)
+        latents, encoded = joined([(x.latents, x.text) for x in shown], self.pipe.architecture.encoded_type)
         preserved = np.array([x.preserved for x in shown], np.float32) if self.batches.preserves else None
         return Batch(latents, encoded, preserved)
 
@@ -249,7 +249,7 @@ class Learner:
         if self._measured is None:  # one value, so that the error is compiled once
             self._measured = HeldOut(graphdef, self.pipe, self.training.levels[self.name], self.name)
         for index, piece in enumerate(self.training.held_out):
-            latents, encoded = joined([(piece.latents, piece.text)], self.pipe.encoded_type)
+            latents, encoded = joined([(piece.latents, piece.text)], self.pipe.architecture.encoded_type)
             for level in range(LEVELS):
                 u = np.full((1,), (level + 0.5) / LEVELS, np.float32)
                 number = np.int32(index * LEVELS + level)
@@ -278,7 +278,7 @@ class Learner:
 
     def _sampled(self, piece: Piece, prompt: str) -> tuple[Any, dict[str, Any]]:
         """Returns a sample's inputs, with the pictures of a clip, and its settings."""
-        latents, encoded = joined([(piece.latents, self.training.texts[prompt])], self.pipe.encoded_type)
+        latents, encoded = joined([(piece.latents, self.training.texts[prompt])], self.pipe.architecture.encoded_type)
         negative = {NEGATIVE + name: x for name, x in load_text(self.training.negative).items()}
         shape = settings_of(self.pipe, latents.shape)
         return encoded._replace(**negative), {"size": shape.size, "frames": shape.frames}
@@ -317,7 +317,7 @@ def _levels(pipe: Pipeline, config: TrainConfig, network: str) -> NoiseLevels:
     kind = config.timesteps or ("uniform" if own is None else "shift")
     if kind == "shift" and own is None and config.shift is None:
         raise WanjaxError(f"{pipe.defaults.model} has no flow shift: timesteps uniform or logit-normal would do")
-    low, high = pipe.noise_range(network)
+    low, high = pipe.architecture.noise_range(network, pipe.defaults)
     shift = (own if config.shift is None else config.shift) if kind == "shift" else 1.0
     return NoiseLevels(kind, float(shift or 1.0), config.logit_mean, config.logit_deviation, low, high)
 

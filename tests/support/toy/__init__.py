@@ -5,7 +5,6 @@ Two text encoders, a dual stream with a text mask, a scheduler on v-predictions 
 of another scale.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,7 +23,6 @@ from wanjax.models.t5 import T5Config
 from wanjax.pipelines.encoders import T5
 from wanjax.pipelines.family import Architecture, Family, Forward, Preset
 from wanjax.pipelines.guidance import group, grouping
-from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.sampler import Denoiser, Inputs
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.tokenizer import Tokenizer
@@ -112,6 +110,7 @@ class ToyDenoiser(Denoiser):
 
 @dataclass(frozen=True, kw_only=True)
 class ToyArchitecture(Architecture):
+    encoded_type = Encoded
     text_encoder: T5Config
     text_encoder_2: nets.GlyphConfig
     transformer: nets.TransformerConfig
@@ -123,10 +122,6 @@ class ToyArchitecture(Architecture):
         return cls(**{name: network(source, name, NETWORKS).config for name in names})
 
     @property
-    def networks(self) -> Mapping[str, Any]:
-        return {name: getattr(self, name) for name in ("text_encoder", "text_encoder_2", "transformer", "vae")}
-
-    @property
     def grid(self) -> int:
         return self.vae.spatial_factor * nets.PATCH[1]
 
@@ -136,42 +131,25 @@ class ToyArchitecture(Architecture):
         scores = config.layers * 4 * tokens**2 * config.width
         return Forward(tokens, config.layers, config.heads, config.width, scores, {"blocks": scores})
 
-
-class ToyPipeline(Pipeline):
-    encoded_type = Encoded
-
-    def check_pictures(self, pictures, settings):
-        if pictures.given():
-            raise WanjaxError(f"{settings.model} takes no pictures: it takes a prompt alone")
-
-    def _tokens(self, prompt):
+    def _tokens(self, pipe, prompt):
         glyphs = np.frombuffer(prompt.encode()[:GLYPHS].ljust(GLYPHS, b"\0"), np.uint8)
-        return self.components.get("tokenizer").tokenize([prompt]), glyphs.astype(np.int32)[None]
+        return pipe.components.get("tokenizer").tokenize([prompt]), glyphs.astype(np.int32)[None]
 
-    def truncations(self, prompt):
-        return tuple(filter(None, self._tokens(prompt)[0].truncated))
-
-    def encode_prompts(self, prompt, negative_prompt=None):
-        both = [self._tokens(text) for text in (prompt, negative_prompt or "")]
+    def encode_prompts(self, pipe, prompt, negative_prompt):
+        both = [self._tokens(pipe, text) for text in (prompt, negative_prompt)]
         ids, mask, glyphs = (np.concatenate(x) for x in zip(*((b.ids, b.mask, g) for b, g in both), strict=True))
-        splits = [nnx.split(self.components.get(name)) for name in ("text_encoder", "text_encoder_2")]
+        splits = [nnx.split(pipe.components.get(name)) for name in ("text_encoder", "text_encoder_2")]
         graphdefs, weights = zip(*splits, strict=True)
-        return Encoded(*self.call(encode_texts, graphdefs, ids, mask, glyphs, weights))
-
-    def encode_pictures(self, pictures, settings, *, tiling=None):
-        return {}
+        return Encoded(*pipe.call(encode_texts, graphdefs, ids, mask, glyphs, weights))
 
     def check_encoded(self, encoded, settings):
-        if encoded.prompt_embeds.shape[1:] != (LENGTH, self.architecture.transformer.text_width):
+        if encoded.prompt_embeds.shape[1:] != (LENGTH, self.transformer.text_width):
             raise WanjaxError(f"the prompt_embeds have the shape {list(encoded.prompt_embeds.shape)}: encode again")
 
-    def schedule(self, encoded, settings):
-        return self.scheduler.schedule(settings.steps)
-
-    def inputs(self, network, segment, encoded, x, batched):
+    def inputs(self, pipe, network, segment, encoded, x, batched):
         graphdef, weights = nnx.split(network)
-        groups = grouping(segment.guided, batched, self.partitioner)
-        prompts = self.call(embed_texts, (graphdef, groups), (encoded[:3], encoded[3:]), weights)
+        groups = grouping(segment.guided, batched, pipe.partitioner)
+        prompts = pipe.call(embed_texts, (graphdef, groups), (encoded[:3], encoded[3:]), weights)
         return ToyDenoiser(graphdef, self.scheduler), Inputs(weights, prompts, (), groups.batch * x.shape[0])
 
 
@@ -179,7 +157,6 @@ TOY = Family(
     name="Toy",
     networks=NETWORKS,
     pipelines=("ToyPipeline",),
-    pipeline=ToyPipeline,
     architecture=ToyArchitecture.of,
     settings=lambda source, architecture, preset: DEFAULTS if preset is None else preset.defaults,
     loaders={"tokenizer": lambda folder: Tokenizer.load(folder, length=LENGTH)},

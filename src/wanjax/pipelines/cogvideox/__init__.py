@@ -6,7 +6,6 @@ from pathlib import Path
 from wanjax.pipelines.cache_tables import FILE
 from wanjax.pipelines.cogvideox.architecture import CogVideoXArchitecture
 from wanjax.pipelines.cogvideox.networks import NETWORKS
-from wanjax.pipelines.cogvideox.pipeline import CogVideoXPipeline
 from wanjax.pipelines.cogvideox.presets import PRESETS, settings_of
 from wanjax.pipelines.family import Family
 from wanjax.pipelines.tokenizer import Tokenizer
@@ -18,7 +17,6 @@ FAMILY = Family(
     name="CogVideoX",
     networks=NETWORKS,
     pipelines=("CogVideoXPipeline", "CogVideoXImageToVideoPipeline", "CogVideoXVideoToVideoPipeline"),
-    pipeline=CogVideoXPipeline,
     architecture=CogVideoXArchitecture.of,
     settings=settings_of,
     presets=PRESETS,

@@ -1,32 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The architecture of a CogVideoX checkpoint, read from its configs."""
+# pyright: reportIncompatibleMethodOverride=true, reportIncompatibleVariableOverride=true
+"""A CogVideoX checkpoint: its shapes, its handling of pictures, and the frames that it denoises before the video."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from wanjax.checkpoints.networks import Config
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
 from wanjax.checkpoints.networks import network as network_in
 from wanjax.checkpoints.sources import Source
 from wanjax.errors import WanjaxError
+from wanjax.layers.tiling import Tiling
+from wanjax.media.pictures import Pictures, fit
 from wanjax.models.cogvideox.config import TransformerConfig
 from wanjax.models.cogvideox.flops import forward_flops, self_attention_flops
 from wanjax.models.cogvideox.vae_config import VAEConfig
 from wanjax.models.t5 import T5Config
+from wanjax.pipelines.checks import check_features, check_fields
+from wanjax.pipelines.cogvideox.conditioning import POSTERIORS, CogVideoXEncoded, CogVideoXEnds, led
 from wanjax.pipelines.cogvideox.networks import NETWORKS
-from wanjax.pipelines.family import Architecture, Forward
+from wanjax.pipelines.cogvideox.programs import CogVideoXDenoiser, encode_prompts, make_context, split_posterior
+from wanjax.pipelines.family import Architecture, Forward, Pipe
+from wanjax.pipelines.frames import GivenFrames, Latents, encoded
+from wanjax.pipelines.guidance import dynamic_scales, grouping
+from wanjax.pipelines.sampler import Denoiser, Held, Inputs
 from wanjax.pipelines.settings import Settings
+from wanjax.pipelines.steps import Segment
+from wanjax.programs import Value
 from wanjax.schedulers import Scheduler, from_config
 from wanjax.schedulers.ddim import DDIM
 
 
 @dataclass(frozen=True, kw_only=True)
 class CogVideoXArchitecture(Architecture):
-    """The shapes of CogVideoX's networks.
+    """A CogVideoX checkpoint as its family knows it.
 
     A transformer of twice as many channels as the latents takes a picture; a patch of two frames is that of 1.5.
     """
+
+    encoded_type = CogVideoXEncoded
 
     text_encoder: T5Config | None = None
     transformer: TransformerConfig
@@ -69,17 +86,11 @@ class CogVideoXArchitecture(Architecture):
 
     @property
     def takes(self) -> tuple[str, ...]:
-        """The pictures that the model can use, by name."""
         return ("image",) if self.pictured else ("video",)
 
     @property
     def needs(self) -> tuple[str, ...]:
         return ("image",) if self.pictured else ()
-
-    @property
-    def networks(self) -> Mapping[str, Config]:
-        found = {"text_encoder": self.text_encoder, "transformer": self.transformer, "vae": self.vae}
-        return {name: config for name, config in found.items() if config is not None}
 
     @property
     def grid(self) -> int:
@@ -122,3 +133,76 @@ class CogVideoXArchitecture(Architecture):
             scores=self_attention_flops(config, tokens),
             flops=forward_flops(config, video=video),
         )
+
+    @property
+    def ends(self) -> CogVideoXEnds:
+        return CogVideoXEnds()
+
+    def check_settings(self, settings: Settings) -> None:
+        super().check_settings(settings)
+        if (fixed := self.fixed_size) and settings.size != fixed:
+            raise WanjaxError(
+                f"{settings.model} has learned positions for {fixed[1]}x{fixed[0]} alone: "
+                f"{settings.width}x{settings.height} cannot be made with it"
+            )
+
+    def size_for(self, picture: tuple[int, int, int], asked: Settings) -> tuple[int, int]:
+        return self.fixed_size or super().size_for(picture, asked)
+
+    def encode_prompts(self, pipe: Pipe, prompt: str, negative_prompt: str) -> CogVideoXEncoded:
+        ids = pipe.components.get("tokenizer").tokenize([prompt, negative_prompt]).ids
+        graphdef, weights = nnx.split(pipe.components.get("text_encoder"))
+        return CogVideoXEncoded(*pipe.call(encode_prompts, graphdef, ids, weights))
+
+    def encode_pictures(
+        self, pipe: Pipe, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
+    ) -> Mapping[str, Any]:
+        def posterior(frames: Iterable[np.ndarray], scale: float) -> Any:
+            """Returns the mean and the deviation of the latents of frames in the video's size, scaled."""
+            fitted = [fit(frame, settings.size, settings.resize) for frame in frames]
+            return pipe.call(split_posterior, scale, encoded(pipe.components.get("vae"), fitted, tiling, pipe.call))
+
+        made: dict[str, Any] = {}
+        if pictures.image is not None:
+            made["image_latents"], made["image_deviation"] = posterior([pictures.image], self.picture_scale)
+        if pictures.video is not None:
+            clip = pictures.video[: settings.frames]
+            made["video_latents"], made["video_deviation"] = posterior(clip, self.vae.scaling_factor)
+        return made
+
+    def encode_frames(self, pipe: Pipe, frames: GivenFrames, tiling: Tiling | None) -> Float[Value, "1 C _T _H _W"]:
+        """Encodes frames to the mean of their posterior."""
+        return pipe.call(split_posterior, self.vae.scaling_factor, super().encode_frames(pipe, frames, tiling))[0]
+
+    def check_encoded(self, encoded: CogVideoXEncoded, settings: Settings) -> None:
+        right = (len(encoded.prompt_embeds), self.transformer.text_length, self.transformer.text_width)
+        for name in ("prompt_embeds", "negative_prompt_embeds"):
+            check_features(name, getattr(encoded, name), right, settings.model)
+        shapes = {name: (None, *shape) for name, shape in self.latent_fields(settings).items()}
+        optional = [name for name in shapes if name != "image_latents"]
+        check_fields(encoded, encoded._fields[2:], shapes, optional=optional, purpose=self.purpose)
+
+    def draws(self, settings: Settings, references: int = 0, videos: int = 1) -> Mapping[str, tuple[int, ...]]:
+        shapes = dict(super().draws(settings, references, videos))
+        for name, (_, mean, _) in POSTERIORS.items():
+            if right := self.latent_fields(settings).get(mean):
+                shapes[name] = (videos, *right)
+        return shapes
+
+    def clean(self, latents: Latents) -> Float[Array, "B _T H W C"]:
+        return led(jnp.moveaxis(latents, 1, -1), latents.shape[2] + -latents.shape[2] % self.transformer.patch[0])
+
+    def segments(self, schedule: Any, settings: Settings) -> Sequence[Segment]:
+        if not (settings.dynamic_guidance and settings.guided):
+            return super().segments(schedule, settings)
+        scales = dynamic_scales(settings.guidance_scale, schedule.timesteps, settings.steps)
+        return [Segment(self.denoisers[0], 0, tuple(scales))]
+
+    def inputs(
+        self, pipe: Pipe, network: nnx.Module, segment: Segment, encoded: CogVideoXEncoded, x: Held, batched: bool
+    ) -> tuple[Denoiser, Inputs]:
+        graphdef, weights = nnx.split(network)
+        groups = grouping(segment.guided, batched, pipe.partitioner)
+        given = x, weights, encoded[:2], encoded.image_latents
+        contexts, shared = pipe.call(make_context, (graphdef, groups), *given)
+        return CogVideoXDenoiser(graphdef, self.scheduler), Inputs(weights, contexts, shared, groups.batch * x.shape[0])

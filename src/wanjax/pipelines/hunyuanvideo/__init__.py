@@ -6,7 +6,6 @@ from wanjax.pipelines.family import Family
 from wanjax.pipelines.hunyuanvideo.architecture import IMAGE_TO_VIDEO, HunyuanVideoArchitecture
 from wanjax.pipelines.hunyuanvideo.layouts import LAYOUT
 from wanjax.pipelines.hunyuanvideo.networks import NETWORKS
-from wanjax.pipelines.hunyuanvideo.pipeline import HunyuanVideoPipeline
 from wanjax.pipelines.hunyuanvideo.presets import PRESETS, settings_of
 from wanjax.pipelines.hunyuanvideo.text import GLYPH_LENGTH, TEMPLATE_TOKENS, TEXT_LENGTH
 from wanjax.pipelines.image_processor import StretchingImageProcessor
@@ -16,7 +15,6 @@ FAMILY = Family(
     name="HunyuanVideo",
     networks=NETWORKS,
     pipelines=("HunyuanVideo15Pipeline", IMAGE_TO_VIDEO),
-    pipeline=HunyuanVideoPipeline,
     architecture=HunyuanVideoArchitecture.of,
     settings=settings_of,
     presets=PRESETS,

@@ -1,25 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The architecture of a HunyuanVideo checkpoint, read from its configs."""
+# pyright: reportIncompatibleMethodOverride=true, reportIncompatibleVariableOverride=true
+"""A HunyuanVideo checkpoint: its shapes, and its handling of prompts, quoted text and pictures."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from wanjax.checkpoints.networks import Config
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Float
+
 from wanjax.checkpoints.networks import network as network_in
 from wanjax.checkpoints.sources import Source
 from wanjax.errors import WanjaxError
+from wanjax.layers.tiling import Tiling
+from wanjax.media.pictures import PictureOfAnySize, Pictures
 from wanjax.models.hunyuanvideo.config import TransformerConfig
 from wanjax.models.hunyuanvideo.flops import forward_flops, joint_attention_flops
 from wanjax.models.hunyuanvideo.vae_config import VAEConfig
 from wanjax.models.qwen2_vl import Qwen2VLConfig
 from wanjax.models.siglip import SiglipVisionConfig
 from wanjax.models.t5 import T5Config
-from wanjax.pipelines.family import Architecture, Forward
-from wanjax.pipelines.hunyuanvideo.conditioning import HunyuanVideoEncoded, lengths_of
+from wanjax.pipelines.checks import check_features, check_fields
+from wanjax.pipelines.family import Architecture, Forward, Pipe
+from wanjax.pipelines.guidance import grouping
+from wanjax.pipelines.hunyuanvideo.conditioning import HunyuanVideoEncoded, fitted, lengths_of, size_of
 from wanjax.pipelines.hunyuanvideo.networks import NETWORKS
+from wanjax.pipelines.hunyuanvideo.programs import (
+    HunyuanVideoDenoiser,
+    encode_chats,
+    encode_glyphs,
+    encode_images,
+    make_context,
+)
+from wanjax.pipelines.hunyuanvideo.text import TEMPLATE_TOKENS, tokenize_chats, tokenize_glyphs
+from wanjax.pipelines.sampler import Denoiser, Held, Inputs
 from wanjax.pipelines.settings import Settings
+from wanjax.pipelines.steps import Segment
+from wanjax.pipelines.tokenizer import TokenBatch, Truncation
+from wanjax.programs import Value
 from wanjax.schedulers import Scheduler, from_config
 from wanjax.schedulers.flow_euler import FlowEuler
 
@@ -28,10 +49,12 @@ IMAGE_TO_VIDEO = "HunyuanVideo15ImageToVideoPipeline"
 
 @dataclass(frozen=True, kw_only=True)
 class HunyuanVideoArchitecture(Architecture):
-    """The shapes of HunyuanVideo's networks. A `pictured` model continues a picture; its transformer is no other.
+    """A HunyuanVideo checkpoint as its family knows it. A `pictured` model continues a picture by the same transformer.
 
     `prompt_tokens` is the number of a prompt's tokens in plans; 256 hold about 180 words.
     """
+
+    encoded_type = HunyuanVideoEncoded
 
     text_encoder: Qwen2VLConfig | None = None
     text_encoder_2: T5Config | None = None
@@ -79,11 +102,6 @@ class HunyuanVideoArchitecture(Architecture):
         return ("image",) if self.pictured else ()
 
     @property
-    def networks(self) -> Mapping[str, Config]:
-        names = ("text_encoder", "text_encoder_2", "image_encoder", "transformer", "vae")
-        return {name: config for name in names if (config := getattr(self, name)) is not None}
-
-    @property
     def radial(self) -> bool:
         return True
 
@@ -119,3 +137,80 @@ class HunyuanVideoArchitecture(Architecture):
             scores=joint_attention_flops(config, video + prompt + beside),
             flops=forward_flops(config, video=video, prompt=prompt, beside=beside),
         )
+
+    def check_settings(self, settings: Settings) -> None:
+        super().check_settings(settings)
+        if settings.frames > (longest := self.vae.longest_video):
+            raise WanjaxError(f"{settings.frames} frames are too many for {settings.model}: at most {longest} would do")
+
+    def size_for(self, picture: tuple[int, int, int], asked: Settings) -> tuple[int, int]:
+        return size_of(picture, self.transformer.target_size, self.grid)
+
+    def _tokens(self, pipe: Pipe, texts: Sequence[str]) -> tuple[TokenBatch, TokenBatch]:
+        """Returns the tokens of texts, and those of what is quoted in them."""
+        chats, glyphs = pipe.components.get("tokenizer"), pipe.components.get("tokenizer_2")
+        return tokenize_chats(chats, texts), tokenize_glyphs(glyphs, texts)
+
+    def truncations(self, pipe: Pipe, prompt: str) -> Sequence[Truncation]:
+        return tuple(cut for batch in self._tokens(pipe, [prompt]) for cut in batch.truncated if cut)
+
+    def encode_prompts(self, pipe: Pipe, prompt: str, negative_prompt: str) -> HunyuanVideoEncoded:
+        chats, quoted = self._tokens(pipe, [prompt, negative_prompt])
+        mask = chats.mask[:, TEMPLATE_TOKENS:]
+        graphdef, weights = nnx.split(pipe.components.get("text_encoder"))
+        embeds, glyphs = pipe.call(encode_chats, graphdef, chats.ids, mask, weights), self._glyphs(pipe, quoted)
+        fields: Any = ((embeds[i], mask[i : i + 1], glyphs[i], quoted.mask[i : i + 1]) for i in (0, 1))
+        return HunyuanVideoEncoded(*(x for text in fields for x in text))
+
+    def _glyphs(self, pipe: Pipe, quoted: TokenBatch) -> Sequence[Any]:
+        """Returns features of both quoted texts; the encoder is not loaded for zeros, where nothing is quoted."""
+        if not quoted.mask.any():
+            shape = (1, *quoted.ids.shape[1:], self.transformer.glyph_width)
+            return [np.zeros(shape, jnp.dtype(pipe.defaults.dtype))] * 2
+        graphdef, weights = nnx.split(pipe.components.get("text_encoder_2"))
+        return pipe.call(encode_glyphs, graphdef, quoted.ids, quoted.mask, weights)
+
+    def encode_pictures(
+        self, pipe: Pipe, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
+    ) -> Mapping[str, Any]:
+        if pictures.image is None:
+            return {}
+        frame = fitted(pictures.image, settings.size, settings.resize)
+        latents = pipe.encode_video(frame[None], tiling=tiling)
+        return {"image_embeds": self.encode_images(pipe, [frame]), "image_latents": latents}
+
+    def encode_images(self, pipe: Pipe, images: Sequence[PictureOfAnySize]) -> Float[Value, "B S E"]:
+        """Returns the features of images by the checkpoint's vision tower."""
+        graphdef, weights = nnx.split(pipe.components.get("image_encoder"))
+        return pipe.call(encode_images, graphdef, pipe.components.get("feature_extractor")(images), weights)
+
+    def check_encoded(self, encoded: HunyuanVideoEncoded, settings: Settings) -> None:
+        config, videos = self.transformer, len(encoded.prompt_embeds)
+        for name, width in zip(encoded._fields[:8:2], (config.text_width, config.glyph_width) * 2, strict=True):
+            features, mask = getattr(encoded, name), getattr(encoded, self._mask_of(name))
+            check_features(name, features, (videos, *features.shape[1:2], width), settings.model)
+            if mask.shape != features.shape[:2]:
+                right = list(features.shape[:2])
+                raise WanjaxError(f"the mask of the {name} is {list(mask.shape)} where {right} is right")
+        check_fields(encoded, encoded._fields[8:], self.picture_shapes(settings), purpose=self.purpose)
+
+    @staticmethod
+    def _mask_of(name: str) -> str:
+        """Returns the name of a text's mask: `prompt_embeds_mask_2` is that of `prompt_embeds_2`."""
+        stem, second, _ = name.partition("_2")
+        return f"{stem}_mask{second}"
+
+    def levels(self, settings: Settings) -> Mapping[str, Any]:
+        return {"shift": settings.flow_shift}
+
+    def inputs(
+        self, pipe: Pipe, network: Any, segment: Segment, encoded: HunyuanVideoEncoded, x: Held, batched: bool
+    ) -> tuple[Denoiser, Inputs]:
+        graphdef, weights = nnx.split(network)
+        groups = grouping(segment.guided, batched, pipe.partitioner)
+        static = graphdef, groups, lengths_of(encoded.texts, together=groups.batch > 1)
+        given = encoded.texts, encoded.image_embeds, encoded.image_latents
+        contexts, shared = pipe.call(make_context, static, x, weights, *given)
+        dense = False if network.attention.radial else None
+        denoiser = HunyuanVideoDenoiser(graphdef, self.scheduler, self.transformer.meanflow, dense=dense)
+        return denoiser, Inputs(weights, contexts, shared, groups.batch * x.shape[0])

@@ -7,8 +7,7 @@ from wanjax.pipelines.cache_tables import FILE
 from wanjax.pipelines.family import Family
 from wanjax.pipelines.image_processor import ImageProcessor
 from wanjax.pipelines.tokenizer import Tokenizer
-from wanjax.pipelines.wan.causal import pipeline_of
-from wanjax.pipelines.wan.causal_architecture import architecture_of
+from wanjax.pipelines.wan.causal import architecture_of
 from wanjax.pipelines.wan.conditioning import CAUSAL_PIPELINES
 from wanjax.pipelines.wan.layouts import LAYOUT
 from wanjax.pipelines.wan.networks import NETWORKS
@@ -19,7 +18,6 @@ FAMILY = Family(
     name="Wan",
     networks=NETWORKS,
     pipelines=("WanPipeline", "WanImageToVideoPipeline", "WanVACEPipeline", "WanDMDPipeline", *CAUSAL_PIPELINES),
-    pipeline=pipeline_of,
     architecture=architecture_of,
     settings=settings_of,
     presets=PRESETS,

@@ -1,38 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The architecture of a Wan checkpoint, read from its configs."""
+# pyright: reportIncompatibleMethodOverride=true, reportIncompatibleVariableOverride=true
+"""A Wan checkpoint: its shapes, and its handling of prompts, pictures and two experts."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any
+
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
 
 from wanjax.checkpoints.networks import Config
 from wanjax.checkpoints.networks import network as network_in
 from wanjax.checkpoints.sources import Source
 from wanjax.errors import WanjaxError
+from wanjax.layers.tiling import Tiling
+from wanjax.media.pictures import PictureOfAnySize, Pictures
 from wanjax.models.clip import CLIPVisionConfig
 from wanjax.models.t5 import T5Config
 from wanjax.models.wan.config import ControlTransformerConfig, ImageTransformerConfig, TransformerConfig
 from wanjax.models.wan.flops import forward_flops, self_attention_flops
-from wanjax.pipelines.family import Architecture, Forward, optional
+from wanjax.pipelines.checks import check_features
+from wanjax.pipelines.family import Architecture, Forward, Pipe, optional
+from wanjax.pipelines.guidance import grouping
+from wanjax.pipelines.sampler import Denoiser, Held, Inputs
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Segment
-from wanjax.pipelines.wan.conditioning import TEXT_TO_VIDEO, Task, WanEncoded, task_of
+from wanjax.pipelines.tokenizer import TokenBatch, Truncation, clean_prompt
+from wanjax.pipelines.wan.conditioning import TEXT_TO_VIDEO, Encoders, Task, WanEncoded, task_of
 from wanjax.pipelines.wan.experts import EXPERTS, segments
 from wanjax.pipelines.wan.networks import NETWORKS
-from wanjax.pipelines.wan.programs import TEXT_LENGTH
+from wanjax.pipelines.wan.programs import (
+    TEXT_LENGTH,
+    WanDenoiser,
+    WanEnds,
+    encode_images,
+    encode_prompts,
+    make_condition,
+    make_context,
+    resize,
+)
+from wanjax.programs import Value
 from wanjax.schedulers import Consistency, Scheduler, UniPC, from_config
 
 THREE_STEPS = Consistency(timesteps=(1000.0, 757.0, 522.0))
 """The scheduler of models distilled as FastWan, whose scheduler_config.json is that of the model before."""
+OLD_TEXT_LENGTH = 226  # the length of prompts in files of the scripts before wanjax, a mistake
 
 
 @dataclass(frozen=True, kw_only=True)
 class WanArchitecture(Architecture):
-    """The shapes of Wan's networks, and the task.
+    """A Wan checkpoint as its family knows it: the shapes of its networks, and its task.
 
     With `experts`, a second transformer of the same shape takes the steps at low noise.
     """
+
+    encoded_type = WanEncoded
 
     text_encoder: T5Config | None = None
     transformer: TransformerConfig
@@ -79,6 +105,10 @@ class WanArchitecture(Architecture):
         return self.task.needs
 
     @property
+    def begins_from_video(self) -> bool:
+        return self.task.begins_from_video
+
+    @property
     def networks(self) -> Mapping[str, Config]:
         found: dict[str, Config | None] = {
             "text_encoder": self.text_encoder,
@@ -108,9 +138,9 @@ class WanArchitecture(Architecture):
             return self.transformer.image_positions or self.image_encoder.tokens
         return 0
 
-    def segments(self, settings: Settings) -> Sequence[Segment]:
-        options = {"shift": settings.flow_shift, "sigmas": settings.sigmas}
-        return segments(self.scheduler.schedule(settings.steps, **options).timesteps, settings)
+    @property
+    def ends(self) -> WanEnds:
+        return WanEnds(self.task)
 
     def forward(self, settings: Settings, encoded: WanEncoded | None = None) -> Forward:
         seen = None if encoded is None else encoded.image_embeds
@@ -127,3 +157,88 @@ class WanArchitecture(Architecture):
             ),
             ring=True,
         )
+
+    def implied(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns given settings; a single guidance scale for a model of two experts applies to both."""
+        if self.experts and given.get("guidance_scale_2") is None:
+            return {**given, "guidance_scale_2": given.get("guidance_scale")}
+        return given
+
+    def check_pictures(self, pictures: Pictures, settings: Settings) -> None:
+        self.task.check_pictures(pictures, settings)
+
+    def tokenize(self, pipe: Pipe, prompt: str) -> TokenBatch:
+        """Returns the cleaned prompt's tokens; `truncated[0]` is the truncation, or None."""
+        return pipe.components.get("tokenizer").tokenize([clean_prompt(prompt)])
+
+    def truncations(self, pipe: Pipe, prompt: str) -> Sequence[Truncation]:
+        return tuple(filter(None, self.tokenize(pipe, prompt).truncated))
+
+    def encode_prompts(self, pipe: Pipe, prompt: str, negative_prompt: str) -> WanEncoded:
+        both = [self.tokenize(pipe, text) for text in (prompt, negative_prompt)]
+        ids, mask = (np.concatenate(x) for x in zip(*((b.ids, b.mask) for b in both), strict=True))
+        graphdef, weights = nnx.split(pipe.components.get("text_encoder"))
+        return WanEncoded(*pipe.call(encode_prompts, graphdef, ids, mask, weights))
+
+    def encode_pictures(
+        self, pipe: Pipe, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
+    ) -> Mapping[str, Any]:
+        def resized(picture: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+            """Returns a picture of another size on the host; one of zeros where a run is recorded."""
+            return pipe.strategy.read(pipe.call(resize, size, picture), np.zeros((*size, 3), np.float32))
+
+        encoders = Encoders(
+            partial(pipe.encode_video, tiling=tiling),
+            partial(self.encode_images, pipe),
+            partial(pipe.call, make_condition, self.task),
+            resized,
+            self.transformer,
+            self.vae,
+        )
+        return self.task.encode(encoders, pictures, settings)
+
+    def encode_images(self, pipe: Pipe, images: Sequence[PictureOfAnySize]) -> Float[Value, "1 S E"]:
+        """Returns the features of images, joined along the sequence, by the checkpoint's vision tower."""
+        graphdef, weights = nnx.split(pipe.components.get("image_encoder"))
+        return pipe.call(encode_images, graphdef, pipe.components.get("image_processor")(images), weights)
+
+    def encoded_from(self, tensors: Mapping[str, Array]) -> WanEncoded:
+        """Restores the output of `encode` from its tensors by name; warns where prompts are shorter than Wan's."""
+        encoded = super().encoded_from(tensors)
+        if encoded.prompt_embeds.shape[1] == OLD_TEXT_LENGTH:
+            warnings.warn(
+                f"the prompt has {OLD_TEXT_LENGTH} tokens where Wan reads {TEXT_LENGTH}: the video will differ",
+                stacklevel=3,
+            )
+        return encoded
+
+    def check_encoded(self, encoded: WanEncoded, settings: Settings) -> None:
+        for name in ("prompt_embeds", "negative_prompt_embeds"):
+            right = (*encoded.prompt_embeds.shape[:2], self.transformer.text_width)
+            check_features(name, getattr(encoded, name), right, settings.model)
+        self.task.check(encoded, self.latent_shape(settings), self.transformer)
+
+    def references(self, encoded: WanEncoded, settings: Settings) -> int:
+        return self.task.references(encoded, self.latent_shape(settings))
+
+    def noise_range(self, network: str, settings: Settings) -> tuple[float, float]:
+        if not self.experts or settings.boundary is None:
+            return super().noise_range(network, settings)
+        return (settings.boundary, 1.0) if network == EXPERTS[0] else (0.0, settings.boundary)
+
+    def levels(self, settings: Settings) -> Mapping[str, Any]:
+        return {"shift": settings.flow_shift, "sigmas": settings.sigmas}
+
+    def segments(self, schedule: Any, settings: Settings) -> Sequence[Segment]:
+        return segments(schedule.timesteps, settings)
+
+    def inputs(
+        self, pipe: Pipe, network: Any, segment: Segment, encoded: WanEncoded, x: Held, batched: bool
+    ) -> tuple[Denoiser, Inputs]:
+        graphdef, weights = nnx.split(network)
+        groups = grouping(segment.guided, batched, pipe.partitioner)
+        texts, pictures = encoded[:2], (encoded.condition, encoded.image_embeds)
+        contexts, shared = pipe.call(make_context, (graphdef, self.task, groups), x, weights, texts, *pictures)
+        dense = False if network.attention.radial else None
+        denoiser = WanDenoiser(graphdef, self.scheduler, self.task, dense=dense)
+        return denoiser, Inputs(weights, contexts, shared, groups.batch * x.shape[0])

@@ -1,66 +1,103 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pipeline of Wan's models that make a video block by block.
+# pyright: reportIncompatibleMethodOverride=true, reportIncompatibleVariableOverride=true
+"""A Wan checkpoint that makes a video block by block.
 
 Follows pipeline/causal_inference.py of guandeh17/Self-Forcing: four steps of consistency sampling for each block, and
 one pass over the finished block at timestep 0, whose keys and values later blocks see.
 """
 
+from dataclasses import dataclass, fields
 from math import prod
-from typing import Any
 
 from flax import nnx
 
+from wanjax.checkpoints.sources import Source
+from wanjax.errors import WanjaxError
 from wanjax.models.wan.causal import place_of, turns_at
 from wanjax.models.wan.config import CausalTransformerConfig
-from wanjax.pipelines.keywords import GivenSettings, spelled_out
+from wanjax.models.wan.flops import forward_flops, self_attention_flops
+from wanjax.pipelines.cache_rules import NONE, CacheRule
+from wanjax.pipelines.family import Forward, Pipe
 from wanjax.pipelines.sampler import Denoiser, Held, Inputs
 from wanjax.pipelines.settings import Settings
-from wanjax.pipelines.streaming import StreamingPipeline
+from wanjax.pipelines.steps import Segment
 from wanjax.pipelines.wan.architecture import WanArchitecture
-from wanjax.pipelines.wan.causal_architecture import CausalWanArchitecture
 from wanjax.pipelines.wan.causal_programs import CausalWanDenoiser, Past, Sight, begin_past, renew
 from wanjax.pipelines.wan.conditioning import WanEncoded
-from wanjax.pipelines.wan.pipeline import WanPipeline
+from wanjax.pipelines.wan.programs import TEXT_LENGTH
 
 
-class CausalWanPipeline(StreamingPipeline, WanPipeline):
-    """A causal Wan checkpoint as a function from prompts to videos, whose frames come block by block."""
+@dataclass(frozen=True, kw_only=True)
+class CausalWanArchitecture(WanArchitecture):
+    """A Wan checkpoint as its family knows it, where the transformer makes a video block by block."""
 
-    architecture: CausalWanArchitecture
-
-    @property
-    def config(self) -> CausalTransformerConfig:
-        return self.architecture.transformer
+    transformer: CausalTransformerConfig
 
     @property
     def block_frames(self) -> int:
-        return self.config.block_frames
+        return self.transformer.block_frames
 
-    @spelled_out(GivenSettings)
-    def settings(self, *, size: tuple[int, int] | None = None, **settings: Any) -> Settings:
-        """Returns the model's defaults, overridden by the given settings; raises WanjaxError for invalid ones."""
-        chosen = super().settings(size=size, **settings)
-        self.architecture.check_settings(chosen)
-        return chosen
+    @property
+    def radial(self) -> bool:
+        return False
 
-    def begin_past(self, network: nnx.Module, encoded: WanEncoded, x: Held) -> Past:
-        graphdef, weights = nnx.split(network)
-        return self.call(begin_past, graphdef, x, weights, encoded.prompt_embeds)
+    def check_settings(self, settings: Settings) -> None:
+        """Raises WanjaxError unless the video is of whole blocks, and without guidance."""
+        super().check_settings(settings)
+        block, factor = self.block_frames, self.vae.temporal_factor
+        frames = self.latent_shape(settings)[2]
+        if frames % block:
+            legal = [(n * block - 1) * factor + 1 for n in (frames // block, frames // block + 1) if n]
+            raise WanjaxError(
+                f"{settings.frames} frames are {frames} latent frames, and {settings.model} makes blocks of {block}: "
+                f"{' or '.join(map(str, legal))} frames would do"
+            )
+        if settings.guided:
+            raise WanjaxError(
+                f"{settings.model} was distilled without guidance: a guidance scale of 1, its default, would do"
+            )
 
-    def block_inputs(self, network: nnx.Module, past: Past, x: Held, block: int) -> tuple[Denoiser, Inputs]:
-        graphdef, weights = nnx.split(network)
-        tokens = prod(x.shape[1:4]) // self.config.patch_cells
-        sight = Sight(turns_at(self.config, block), past.window, place_of(self.config, block, tokens))
-        return CausalWanDenoiser(graphdef, self.scheduler), Inputs(weights, (past.context,), sight, x.shape[0])
+    def cache_rule(self, settings: Settings) -> CacheRule:
+        if settings.cache != NONE:
+            raise WanjaxError(f"{settings.model} takes too few steps for a step cache: leave {settings.cache} out")
+        return NONE
 
-    def renewed(self, network: nnx.Module, past: Past, inputs: Inputs, x: Held) -> Past:
-        graphdef, weights = nnx.split(network)
-        sight = inputs.shared
-        window = self.call(renew, graphdef, past.window, x, weights, past.context, sight.time, sight.place)
+    def forward(self, settings: Settings, encoded: WanEncoded | None = None) -> Forward:
+        """Returns the work of one forward for a block that sees a full window."""
+        _, _, _, *cells = self.latent_shape(settings)
+        config = self.transformer
+        tokens = prod((config.block_frames, *cells)) // config.patch_cells
+        flops = dict(forward_flops(config, tokens=tokens, text=TEXT_LENGTH))
+        scores = self_attention_flops(config, tokens) * config.slots
+        flops["self_attention"] += scores - self_attention_flops(config, tokens)
+        return Forward(tokens, config.layers, config.heads, config.width, scores, flops)
+
+    def block_inputs(
+        self,
+        pipe: Pipe,
+        network: nnx.Module,
+        segment: Segment,
+        encoded: WanEncoded,
+        x: Held,
+        batched: bool,
+        block: int,
+        past: Past | None,
+    ) -> tuple[Denoiser, Inputs, Past]:
+        (graphdef, weights), config = nnx.split(network), self.transformer
+        seen: Past = past or pipe.call(begin_past, graphdef, x, weights, encoded.prompt_embeds)
+        tokens = prod(x.shape[1:4]) // config.patch_cells
+        sight = Sight(turns_at(config, block), seen.window, place_of(config, block, tokens))
+        return CausalWanDenoiser(graphdef, self.scheduler), Inputs(weights, (seen.context,), sight, x.shape[0]), seen
+
+    def renewed(self, pipe: Pipe, network: nnx.Module, past: Past, inputs: Inputs, x: Held) -> Past:
+        (graphdef, weights), sight = nnx.split(network), inputs.shared
+        window = pipe.call(renew, graphdef, past.window, x, weights, past.context, sight.time, sight.place)
         return past._replace(window=window)
 
 
-def pipeline_of(components: Any, architecture: WanArchitecture, *rest: Any) -> WanPipeline:
-    """Returns the pipeline of a Wan checkpoint; the arguments are those of `Pipeline`."""
-    kind = CausalWanPipeline if isinstance(architecture, CausalWanArchitecture) else WanPipeline
-    return kind(components, architecture, *rest)
+def architecture_of(source: Source, encoders: bool = False) -> WanArchitecture:
+    """Reads the architecture from a checkpoint's configs, as `WanArchitecture.of`."""
+    found = WanArchitecture.of(source, encoders)
+    if not isinstance(found.transformer, CausalTransformerConfig):
+        return found
+    return CausalWanArchitecture(**{field.name: getattr(found, field.name) for field in fields(found)})

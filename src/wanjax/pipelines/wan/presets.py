@@ -25,7 +25,7 @@ from wanjax.models.wan.config import (
 from wanjax.pipelines.family import Lesson, Preset
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.wan.architecture import THREE_STEPS, WanArchitecture
-from wanjax.pipelines.wan.causal_architecture import CausalWanArchitecture
+from wanjax.pipelines.wan.causal import CausalWanArchitecture
 from wanjax.pipelines.wan.conditioning import (
     ATTENDED_IMAGE_TO_VIDEO,
     BLOCK_BY_BLOCK,
