@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stacked blocks as a trunk: all of them, those before the last, and the last."""
+"""Stacked blocks: all of them, and in parts."""
 
 import re
 
@@ -11,7 +11,8 @@ from flax import nnx
 
 from wanjax.kernels.attention import attention
 from wanjax.layers.linear import linear
-from wanjax.layers.stack import block_at, scan_blocks, stack, trunk_of
+from wanjax.layers.stack import BlockCache, block_at, scan_blocks, stack
+from wanjax.pipelines.step_cache import LastBlockCache, ResidualCache
 
 LAYERS, WIDTH = 4, 8
 
@@ -22,7 +23,7 @@ def blocks() -> nnx.Module:
     return stack(lambda rngs: linear(WIDTH, WIDTH, ("embed", "mlp"), **kw, rngs=rngs), LAYERS, nnx.Rngs(0))
 
 
-def test_a_trunk_in_two_parts(blocks):
+def test_blocks_in_parts(blocks):
     """Two streams and an array for each block; the stacks may be several."""
     x, y = jnp.ones((1, 3, WIDTH)), jnp.full((1, 2, WIDTH), 2.0)
     added = jnp.arange(LAYERS * WIDTH, dtype=jnp.float32).reshape(LAYERS, 1, 1, WIDTH)
@@ -31,19 +32,32 @@ def test_a_trunk_in_two_parts(blocks):
         (first, second), (x, y) = pair, streams
         return jnp.tanh(first(x) + shift), y + second(x).mean(axis=1, keepdims=True)
 
-    trunk = trunk_of((blocks, blocks), apply, added)
-    streams, before = (x, y), None
+    by_hand = [(x, y)]
     for index in range(LAYERS):
-        before = streams
         block = block_at(blocks, index)
-        streams = apply((block, block), streams, added[index])
-    for got, wanted in (
-        (trunk.all((x, y)), streams),
-        (trunk.before_last((x, y)), before),
-        (trunk.last(before), streams),
-    ):
-        for one, other in zip(got, wanted, strict=True):
+        by_hand.append(apply((block, block), by_hand[-1], added[index]))
+    parts = [None, range(LAYERS), range(LAYERS - 1), range(1, LAYERS), range(1, LAYERS - 1), range(1), range(3, LAYERS)]
+    for part in parts:
+        run = range(LAYERS) if part is None else part
+        found = scan_blocks((blocks, blocks), apply, by_hand[run.start], added, part=part)
+        for one, other in zip(found, by_hand[run.stop], strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("cache", "given", "cuts", "parts"),
+    [
+        (BlockCache, None, (0,), [(0, 4)]),
+        (BlockCache, None, (1, 3), [(0, 1), (1, 3), (3, 4)]),
+        (LastBlockCache, None, (), [(0, 3), (3, 4)]),
+        (LastBlockCache, None, (1, 3), [(0, 1), (1, 3), (3, 4)]),
+        (LastBlockCache, (), (1,), [(3, 4)]),
+        (ResidualCache, None, (1,), [(0, 1), (1, 4)]),
+        (ResidualCache, (), (1,), []),
+    ],
+)
+def test_the_parts_that_a_cache_runs(cache, given, cuts, parts):
+    assert [(part.start, part.stop) for part in cache(given).parts(LAYERS, *cuts)] == parts
 
 
 def test_the_backward_pass_does_not_attend_again(blocks):

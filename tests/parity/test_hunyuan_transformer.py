@@ -19,9 +19,8 @@ from wanjax.converters.hunyuanvideo import diffusers as tables
 from wanjax.layers.placement import as_shapes, placed
 from wanjax.layers.stack import block_at
 from wanjax.models.hunyuanvideo.config import FEW_STEPS_480P, SIZE_480P, SIZE_720P
-from wanjax.models.hunyuanvideo.joint import real_first
-from wanjax.models.hunyuanvideo.refiner import Prompt
-from wanjax.models.hunyuanvideo.transformer import Context, HunyuanVideoTransformer, Streams
+from wanjax.models.hunyuanvideo.transformer import HunyuanVideoTransformer, Streams
+from wanjax.pipelines.step_cache import LastBlockCache
 from wanjax.sharding import ONE_DEVICE, RULES, Partitioner, make_mesh, one_device, use
 
 BAR = 1e-5
@@ -207,17 +206,12 @@ def test_block(models, index):
 
 
 def test_the_order_of_text_does_not_matter(models):
-    time, x, text = ours(normal(6, 2, WIDTH)), ours(normal(4, 2, 72, WIDTH)), ours(normal(5, 2, 9, WIDTH))
-    mask = ours(masked(9, 4, of=9))
-
-    @nnx.jit
-    def made(model, time, x, text, mask):
-        context = Context(Prompt(text[:, :0], time), text[:, :0], mask)
-        video, _ = model.trunk(time, context, model.rope(VIDEO)).all(Streams(x, real_first(text, mask)))
-        return model.head(video, time, VIDEO)
-
-    order = np.random.default_rng(0).permutation(9)
-    close(made(models[1], time, x, text[:, order], mask[:, order]), made(models[1], time, x, text, mask))
+    given = inputs("text")
+    text, mask = given["encoder_hidden_states"], given["encoder_attention_mask"]
+    order = np.random.default_rng(0).permutation(text.shape[1])
+    other = {**given, "encoder_hidden_states": text[:, order], "encoder_attention_mask": mask[:, order]}
+    assert not np.array_equal(mask, mask[:, order])
+    close(our_velocity(models[1], other), our_velocity(models[1], given))
 
 
 def test_the_pieces_make_the_whole(models):
@@ -228,13 +222,14 @@ def test_the_pieces_make_the_whole(models):
 
     @nnx.jit
     def in_pieces(model, latents, t, text, mask):
-        context, time = model.context(text, mask), model.time(t)
-        trunk = model.trunk(time, context, model.rope(VIDEO))
-        video, _ = trunk.last(trunk.before_last(model.embed(latents, t, context)))
-        return model.head(video, time, VIDEO)
+        context, rope, before = model.context(text, mask), model.rope(VIDEO), LastBlockCache()
+        whole = model(latents, t, context, rope, cache=before)
+        return whole, model(latents, t, context, rope, cache=LastBlockCache(before.kept)), before.kept
 
-    answer = in_pieces(model, channels_last(given["hidden_states"]), ours(given["timestep"]), text, mask)
-    close(answer, our_velocity(model, given))
+    *answers, kept = in_pieces(model, channels_last(given["hidden_states"]), ours(given["timestep"]), text, mask)
+    assert [x.shape[2] for x in kept] == [WIDTH, WIDTH]
+    for answer in answers:
+        close(answer, our_velocity(model, given))
 
 
 def test_bfloat16_is_no_further_from_float32_than_the_reference_s_own(models, tmp_path):

@@ -17,7 +17,7 @@ from tests.support.tiny import tiny_hunyuan_checkpoint
 from wanjax.checkpoints.files import load_safetensors
 from wanjax.kernels.attention import Pair, attention
 from wanjax.kernels.attention.radial import Radial
-from wanjax.layers.stack import block_at
+from wanjax.layers.stack import BlockCache, block_at
 from wanjax.models.hunyuanvideo import transformer as hunyuan
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
@@ -83,15 +83,19 @@ def test_a_model_by_hand(folder, monkeypatch):
     def by_hand(model):
         context, rope, time = model.context(text, mask), model.rope(GRID), model.time(t)
 
-        def through(trunk, streams):
-            for index in range(model.config.layers):
-                if index == 1:
-                    monkeypatch.setattr(hunyuan, "joint_attention", masked)
-                block = model.last_block if index == model.config.layers - 1 else block_at(model.blocks, index)
-                streams = block(streams, time, rope, context.texts)
-            return streams
+        class ByHand(BlockCache):
+            def parts(self, layers, *cuts):
+                return ()
 
-        return model(latents, t, context, rope, through=through)
+            def after(self, streams):
+                for index in range(model.config.layers):
+                    if index == 1:
+                        monkeypatch.setattr(hunyuan, "joint_attention", masked)
+                    block = model.last_block if index == model.config.layers - 1 else block_at(model.blocks, index)
+                    streams = block(streams, time, rope, context.texts)
+                return streams
+
+        return model(latents, t, context, rope, cache=ByHand())
 
     ours, dense, wanted = (np.float64(x) for x in (run(radial), run(plain), by_hand(plain)))
     print(f"{error(ours, wanted):.1e}, from dense {error(ours, dense):.1e}")

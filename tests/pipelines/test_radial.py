@@ -27,7 +27,7 @@ from tests.support.tiny import (
 from wanjax.checkpoints.files import load_safetensors
 from wanjax.kernels.attention import AUTO, Attention, attention
 from wanjax.kernels.attention.radial import Radial
-from wanjax.layers.stack import block_at
+from wanjax.layers.stack import BlockCache, block_at
 from wanjax.models.wan import transformer as wan
 from wanjax.pipelines.steps import at_step, dense_steps
 
@@ -78,14 +78,18 @@ def test_a_model_by_hand(monkeypatch):
         time = model.time_embed(wan.sinusoid(t, CONFIG.frequency_dim)).reshape(1, 1, -1)
         mod = model.time_proj(jax.nn.silu(time)).reshape(1, 1, 6, -1)
 
-        def through(trunk, x):
-            for index in range(CONFIG.layers):
-                if index == 1:
-                    monkeypatch.setattr(wan, "attention", masked)
-                x, _ = block_at(model.blocks, index)(x, block_at(context, index), mod, rope)
-            return x
+        class ByHand(BlockCache):
+            def parts(self, layers, *cuts):
+                return ()
 
-        return model(latents, t, context, rope, through=through)
+            def after(self, x):
+                for index in range(CONFIG.layers):
+                    if index == 1:
+                        monkeypatch.setattr(wan, "attention", masked)
+                    x, _ = block_at(model.blocks, index)(x, block_at(context, index), mod, rope)
+                return x
+
+        return model(latents, t, context, rope, cache=ByHand())
 
     def masked(q, k, v, **given):
         of_self = q.shape[1] == k.shape[1]

@@ -27,12 +27,12 @@ from tests.support.tiny import (
     tiny_hunyuan_checkpoint,
 )
 from wanjax.errors import WanjaxError
-from wanjax.layers.stack import through_all
+from wanjax.layers.stack import EVERY_BLOCK, BlockCache
 from wanjax.pipelines import sampler
 from wanjax.pipelines.caching import changes_of
 from wanjax.pipelines.sampler import State, guide, take_step
 from wanjax.pipelines.seeds import solver_keys, words_of
-from wanjax.pipelines.step_cache import NO_CACHE, GuidanceCache, History, ResidualCache, low_frequencies
+from wanjax.pipelines.step_cache import NO_CACHE, ForwardCache, GuidanceCache, History, ResidualCache, low_frequencies
 from wanjax.schedulers import one_step
 from wanjax.sharding import replicate
 
@@ -83,7 +83,7 @@ def run(pipe: Any, cache: str, encoded: Any = None, **settings: Any) -> tuple[Ta
     return taken, np.asarray(pipe.denoise(encoded, cache=cache, callback=taken, **given))
 
 
-def forwards(pipe: Any, through: Any = through_all, **settings: Any) -> Any:
+def forwards(pipe: Any, cache: Any = BlockCache, **settings: Any) -> Any:
     """Returns a function of a step's index and its latents: the prediction under each prompt, by the network itself."""
     encoded = pipe.encode("a red circle", "a dog")
     chosen = pipe.settings(**{"steps": STEPS, "seed": 3, "guidance_scale": 3.0} | SMALL | settings)
@@ -97,7 +97,7 @@ def forwards(pipe: Any, through: Any = through_all, **settings: Any) -> Any:
         network = nnx.merge(denoiser.graphdef, inputs.weights)
         t = jax.tree.map(lambda time: jnp.full((len(x),), time), times)
         return [
-            denoiser.predict(network, x, t, prompt, inputs.shared, through if kept is None else through(kept[i]))
+            denoiser.predict(network, x, t, prompt, inputs.shared, EVERY_BLOCK if kept is None else cache(kept[i]))
             for i, prompt in enumerate(inputs.prompts)
         ]
 
@@ -119,14 +119,16 @@ def test_a_step_of_magcache_adds_what_was_kept(pipe):
     assert 2 <= sum(taken.reused) <= 5
     first = taken.reused.index(True)
 
-    def added(kept: Any) -> Any:
-        def through(trunk: Any, x: Any) -> Any:
+    class Added(BlockCache):
+        def parts(self, layers: int, *cuts: int) -> Any:
+            return ()
+
+        def after(self, x: Any) -> Any:
+            assert self.given is not None
             (video, *others), tree = jax.tree.flatten(x)
-            return jax.tree.unflatten(tree, [video + kept[0], *others])
+            return jax.tree.unflatten(tree, [video + self.given[0], *others])
 
-        return through
-
-    at, denoiser, _, schedule, _, _ = forwards(pipe, added)
+    at, denoiser, _, schedule, _, _ = forwards(pipe, Added)
     before, after = taken.states[first - 1], taken.states[first]
     kept = jax.tree.map(jnp.asarray, before.kept)
     prediction = jnp.concatenate(at(first, jnp.asarray(before.x), kept)).astype(jnp.float32)
@@ -142,22 +144,29 @@ def test_a_reused_step_equals_input_and_residual_to_the_bit(each):
     """What reaches the head in a skipped step is x + r in x's dtype; r is what all blocks added, rounded once."""
     _, denoiser, inputs, schedule, x, _ = forwards(each)
     t = jax.tree.map(lambda time: jnp.full((len(x),), time), denoiser.times(one_step(schedule, 2)))
-    cache = ResidualCache()
 
     @jax.jit
     def spied(inputs: Any, kept: Any) -> Any:
         """Returns the prediction and what is kept, and the video's tokens before and after the blocks."""
         network, seen = nnx.merge(denoiser.graphdef, inputs.weights), []
 
-        def predict(through: Any) -> Any:
-            def spying(trunk: Any, x: Any) -> Any:
-                found = through(trunk, x)
-                seen.extend(jax.tree.leaves(a)[0] for a in (x, found))
+        class Spying(ResidualCache):
+            def before(self, part: range, x: Any) -> Any:
+                seen.append(jax.tree.leaves(x)[0])
+                return super().before(part, x)
+
+            def after(self, x: Any) -> Any:
+                if self.given is not None:  # no part is run
+                    seen.append(jax.tree.leaves(x)[0])
+                found = super().after(x)
+                seen.append(jax.tree.leaves(found)[0])
                 return found
 
-            return denoiser.predict(network, x, t, inputs.prompts[0], inputs.shared, spying)
+        def predict(cache: Any) -> Any:
+            return denoiser.predict(network, x, t, inputs.prompts[0], inputs.shared, cache)
 
-        return cache.run(predict, kept), seen
+        made = ForwardCache(Spying).run(predict, kept)
+        return made, [seen[0], seen[-1]]
 
     (whole, kept), before = spied(inputs, None)
     (again, _), after = spied(inputs, kept)
@@ -261,12 +270,12 @@ def test_a_guidance_cache_estimates_the_negative_prompt():
     rng = np.random.default_rng(0)
     prompt, negative, later = (rng.standard_normal((1, 2, 9, 14, 3), np.float32) for _ in range(3))
     cache = GuidanceCache(reused=(False, True, True), half=2)
-    given = [lambda through, x=x: jnp.asarray(x) for x in (prompt, negative)]
+    given = [lambda x=x: jnp.asarray(x) for x in (prompt, negative)]
     both, kept = cache.predictions(given, jnp.asarray(prompt), None)
     np.testing.assert_array_equal(both[1], negative)
     assert cache.given(0, kept) is None
     for step, (low, high) in ((1, (1.2, 1.0)), (2, (1.0, 1.2))):
-        again = [lambda through: jnp.asarray(later), given[1]]
+        again = [lambda: jnp.asarray(later), given[1]]
         found = cache.predictions(again, jnp.asarray(prompt), cache.given(step, kept))[0]
         bias = np.fft.rfft2(np.float64(negative) - prompt, axes=(2, 3))
         rows, columns = np.arange(bias.shape[2]), np.arange(bias.shape[3])

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stacks: equal blocks as one module, whose weights have a leading axis, compiled once for all of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from itertools import pairwise
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -50,23 +51,35 @@ def grouped(blocks: Blocks, groups: int) -> Blocks:
     return nnx.merge(graphdef, jax.tree.map(lambda w: w.reshape(groups, -1, *w.shape[1:]), weights))
 
 
-def scan_blocks(blocks: Any, apply: Callable[..., Carry], x: Carry, *per_block: Any) -> Carry:
-    """Runs `x = apply(block, x, *entries)` over stacked blocks; x is [B L E].
+def scan_blocks(
+    blocks: Any, apply: Callable[..., Carry], x: Carry, *per_block: Any, part: range | None = None
+) -> Carry:
+    """Runs `x = apply(block, x, *entries)` over stacked blocks, all of them or those of a part; x is [B L E].
 
     `blocks` may be a tuple of stacks of equal length, and x a tuple of arrays. `per_block` are trees of arrays with a
-    leading axis as long as the stack; `apply` receives the entries of one block.
+    leading axis as long as the stack; `apply` receives the entries of one block. A part is run without a copy of its
+    weights, and a part of one block without a loop.
 
     The backward pass computes each block again from its input, except the results of attention and of MLPs. That
     takes less memory than keeping all activations, and on CPUs less time.
     """
     graphdef, weights = nnx.split(blocks)
+    stacked = weights, per_block
+    whole = range(len(jax.tree.leaves(weights)[0]))
+    part = whole if part is None else part
 
-    @again
-    def step(x: Carry, layer: tuple[Any, tuple]) -> tuple[Carry, None]:
+    def run(x: Carry, layer: tuple[Any, tuple]) -> tuple[Carry, None]:
         block_weights, entries = layer
         return as_tokens(apply(nnx.merge(graphdef, block_weights), x, *entries)), None
 
-    return jax.lax.scan(step, as_tokens(x), (weights, per_block))[0]
+    def run_at(x: Carry, index: jax.Array) -> tuple[Carry, None]:
+        return run(x, jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, index, keepdims=False), stacked))
+
+    if part == whole:
+        return jax.lax.scan(again(run), as_tokens(x), stacked)[0]
+    if len(part) == 1:
+        return as_tokens(apply(block_at(blocks, part.start), as_tokens(x), *block_at(per_block, part.start)))
+    return jax.lax.scan(again(run_at), as_tokens(x), jnp.arange(part.start, part.stop))[0]
 
 
 def scan_keeping(
@@ -86,62 +99,37 @@ def scan_keeping(
     return jax.lax.scan(step, as_tokens(x), (weights, per_block))
 
 
-def scan_some(blocks: Any, some: range, apply: Callable[..., Carry], x: Carry, *per_block: Any) -> Carry:
-    """Runs the blocks of a range, as `scan_blocks` does all, without a copy of their weights."""
-    graphdef, weights = nnx.split(blocks)
-    stacked = weights, per_block
-
-    @again
-    def step(x: Carry, index: jax.Array) -> tuple[Carry, None]:
-        block_weights, entries = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, index, keepdims=False), stacked)
-        return as_tokens(apply(nnx.merge(graphdef, block_weights), x, *entries)), None
-
-    return jax.lax.scan(step, as_tokens(x), jnp.arange(some.start, some.stop))[0]
-
-
 def as_tokens(x: Carry) -> Carry:
     """Shards tokens [B L E], or a tree of them, as they are between blocks."""
     return jax.tree.map(lambda tokens: constrain(tokens, TOKENS), x)
 
 
-class Trunk(NamedTuple):
-    """The blocks of a transformer as functions of its tokens: all of them, those before the last, and the last."""
+class BlockCache:
+    """What a forward keeps on its way through its blocks, and what it is given of an earlier one: here nothing.
 
-    all: Callable[[Any], Any]
-    before_last: Callable[[Any], Any]
-    last: Callable[[Any], Any]
-
-
-Through = Callable[[Trunk, Any], Any]
-"""A way through a transformer's blocks, from the tokens before them to those after them."""
-
-
-def through_all(trunk: Trunk, x: Carry) -> Carry:
-    """Runs every block, which a step cache may not."""
-    return trunk.all(x)
-
-
-def trunk_of(blocks: Any, apply: Callable[..., Any], *per_block: Any, first: Callable[..., Any] | None = None) -> Trunk:
-    """Returns the trunk of stacked blocks; the arguments are those of `scan_blocks`.
-
-    `first` applies the first block, where that is not done as to the others.
+    for part in cache.parts(layers):
+        x = scan_blocks(blocks, apply, cache.before(part, x), part=part)
+    x = cache.after(x)
     """
-    layers = len(jax.tree.leaves(nnx.split(blocks)[1])[0])
 
-    def one(apply: Callable[..., Any], index: int, x: Any) -> Any:
-        return as_tokens(apply(block_at(blocks, index), as_tokens(x), *block_at(per_block, index)))
+    def __init__(self, given: tuple | None = None):
+        self.given = given
+        self.kept: tuple = ()
 
-    def some(start: int, stop: int, x: Any) -> Any:
-        return scan_some(blocks, range(start, stop), apply, x, *per_block)
+    def parts(self, layers: int, *cuts: int) -> Sequence[range]:
+        """Returns the blocks to run, in parts that end at each cut."""
+        return [range(*ends) for ends in pairwise(sorted({0, *cuts, layers}))]
 
-    if first is None:
-        every = partial(scan_blocks, blocks, apply)
-        return Trunk(lambda x: every(x, *per_block), partial(some, 0, layers - 1), partial(one, apply, -1))
-    return Trunk(
-        lambda x: some(1, layers, one(first, 0, x)),
-        lambda x: some(1, layers - 1, one(first, 0, x)),
-        partial(one, apply, -1),
-    )
+    def before(self, part: range, x: Carry) -> Carry:
+        """Returns the tokens that a part is run on, from those after the part before it."""
+        return x
+
+    def after(self, x: Carry) -> Carry:
+        """Returns the tokens after all blocks, from those after the last part."""
+        return x
+
+
+EVERY_BLOCK = BlockCache()
 
 
 def map_blocks(blocks: Module, apply: Callable[[Module], Result]) -> Result:

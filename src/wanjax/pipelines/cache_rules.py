@@ -18,6 +18,7 @@ from wanjax.errors import WanjaxError, shown
 from wanjax.pipelines.cache_tables import Magnitudes, Tables
 from wanjax.pipelines.step_cache import (
     NO_CACHE,
+    ForwardCache,
     GuidanceCache,
     LastBlockCache,
     OutputCache,
@@ -116,7 +117,7 @@ class DeepCache(CacheRule):
         return _begun([self.start <= i < self.end and (i - self.start) % self.interval != 0 for i in steps])
 
     def cache(self, turn: Turn, reused: tuple[bool, ...]) -> StepCache:
-        return LastBlockCache(reused=reused)
+        return ForwardCache(LastBlockCache, reused=reused)
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ class MagCache(CacheRule):
         return _begun(found)
 
     def cache(self, turn: Turn, reused: tuple[bool, ...]) -> StepCache:
-        return ResidualCache(reused=reused)
+        return ForwardCache(ResidualCache, reused=reused)
 
 
 NEW = (1.0, 0.0, 0)  # growth, errors and count of a MagCache after a step that was computed
@@ -226,7 +227,7 @@ class TeaCache(CacheRule):
         return _begun(found)
 
     def cache(self, turn: Turn, reused: tuple[bool, ...]) -> StepCache:
-        return ResidualCache(reused=reused)
+        return ForwardCache(ResidualCache, reused=reused)
 
 
 @dataclass(frozen=True)

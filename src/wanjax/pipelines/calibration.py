@@ -37,7 +37,7 @@ class MeasuringCache(ForwardCache):
         return kept
 
     def run(self, predict: Predict, kept: Kept | None) -> tuple[Prediction, Kept]:
-        prediction, (residual,) = ResidualCache().run(predict, None)
+        prediction, (residual,) = ForwardCache(ResidualCache).run(predict, None)
         output = prediction.astype(jnp.float32)
         if kept is None:
             nothing = jnp.ones(len(output))

@@ -6,8 +6,8 @@
         p = p₋ + scale · (p₊ - p₋)                           # Ho and Salimans, Classifier-Free Guidance, 2022
         x = the scheduler's step from t along p
 
-A family implements `Denoiser.predict`, and `Ends` where its ends differ; a step cache decides how a prediction goes
-through the network's blocks. `run` has the loop.
+A family implements `Denoiser.predict`, and `Ends` where its ends differ; a step cache decides which of
+the network's blocks a prediction runs. `run` has the loop.
 """
 
 from abc import ABC, abstractmethod
@@ -22,7 +22,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from wanjax.kernels.compiler_options import fast_products, products, scanned
-from wanjax.layers.stack import Through, through_all
+from wanjax.layers.stack import EVERY_BLOCK, BlockCache
 from wanjax.pipelines.seeds import Words, drawn_noise, noise_of_frames, solver_keys
 from wanjax.pipelines.step_cache import NO_CACHE, StepCache
 from wanjax.programs import Value, program
@@ -47,9 +47,9 @@ class Denoiser(ABC):
 
     @abstractmethod
     def predict(
-        self, network: Any, x: Latents, t: Any, prompt: Any, shared: Any, through: Through = through_all
+        self, network: Any, x: Latents, t: Any, prompt: Any, shared: Any, cache: BlockCache = EVERY_BLOCK
     ) -> Float[Array, "B T H W _C"]:
-        """Returns the network's prediction at x and t [B] under a prompt; `through` runs its blocks."""
+        """Returns the network's prediction at x and t [B] under a prompt; `cache` is that of its blocks."""
 
     @abstractmethod
     def embed_times(self, network: Any, times: Any) -> Float[Array, "B _E"]:

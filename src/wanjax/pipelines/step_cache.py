@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step caches: a step keeps a part of its work, which later steps reuse in place of doing it again.
 
-A cache stands between the sampler and a transformer, which hands it the way through its blocks: `Through`. It is what a
-step is compiled for; `cache_rules` decide which steps reuse.
+A cache stands between the sampler and a transformer, whose forward it may give a `BlockCache`. It is what a step is
+compiled for; `cache_rules` decide which steps reuse.
 """
 
 from abc import ABC, abstractmethod
@@ -16,12 +16,12 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from wanjax.errors import WanjaxError
-from wanjax.layers.stack import Through, Trunk, as_tokens, through_all
+from wanjax.layers.stack import BlockCache, as_tokens
 from wanjax.sharding import replicate
 
 Latents = Float[Array, "B T H W C"]
 Prediction = Float[Array, "_P T H W C"]  # of one video or more, under one prompt or both
-Predict = Callable[[Through], Prediction]  # a forward, which goes through its blocks in this way
+Predict = Callable[..., Prediction]  # a forward, which may be given a `BlockCache` for its blocks
 Kept = tuple[Any, ...]  # tuples of arrays
 
 
@@ -49,63 +49,63 @@ class StepCache(ABC):
 
 @dataclass(frozen=True)
 class ForwardCache(StepCache):
-    """A cache that treats each forward of a step on its own."""
+    """A cache that treats each forward of a step on its own, by what it keeps between its blocks: here nothing."""
+
+    blocks: type[BlockCache] = BlockCache
 
     def predictions(self, forwards: Sequence[Predict], x: Latents, kept: Kept | None) -> tuple[list[Prediction], Kept]:
         pairs = [self.run(*pair) for pair in zip(forwards, kept or (None,) * len(forwards), strict=True)]
         return [prediction.astype(jnp.float32) for prediction, _ in pairs], tuple(part for _, part in pairs)
 
-    @abstractmethod
     def run(self, predict: Predict, kept: Kept | None) -> tuple[Prediction, Kept]:
         """Returns a forward's prediction, and what the next may reuse; `kept` is None for a whole forward."""
+        blocks = self.blocks(kept)
+        return predict(blocks), blocks.kept
 
 
-@dataclass(frozen=True)
-class NoCache(ForwardCache):
-    """Keeps nothing: every step is whole."""
-
-    def run(self, predict: Predict, kept: Kept | None) -> tuple[Prediction, Kept]:
-        return predict(through_all), ()
+NO_CACHE = ForwardCache()
 
 
-NO_CACHE = NoCache()
+class LastBlockCache(BlockCache):
+    """Keeps the tokens before the last block; a forward that is given them runs the last block alone."""
+
+    def parts(self, layers: int, *cuts: int) -> Sequence[range]:
+        parts = super().parts(layers, *cuts, layers - 1)
+        self.last = parts[-1]
+        return parts if self.given is None else parts[-1:]
+
+    def before(self, part: range, x: Any) -> Any:
+        if part != self.last:
+            return x
+        x = as_tokens(x if self.given is None else jax.tree.unflatten(jax.tree.structure(x), self.given))
+        self.kept = tuple(jax.tree.leaves(x))
+        return x
 
 
-@dataclass(frozen=True)
-class LastBlockCache(ForwardCache):
-    """Keeps the tokens before the last block: a step that reuses them runs the last block and the head alone."""
-
-    def run(self, predict: Predict, kept: Kept | None) -> tuple[Prediction, Kept]:
-        keeping: list[Array] = []
-
-        def through(trunk: Trunk, x: Any) -> Any:
-            before = trunk.before_last(x) if kept is None else jax.tree.unflatten(jax.tree.structure(x), kept)
-            before = as_tokens(before)
-            keeping.extend(jax.tree.leaves(before))
-            return trunk.last(before)
-
-        return predict(through), tuple(keeping)
-
-
-@dataclass(frozen=True)
-class ResidualCache(ForwardCache):
-    """Keeps what all blocks add to the video's tokens: a step that reuses it runs the embedding and the head alone.
+class ResidualCache(BlockCache):
+    """Keeps what all blocks add to the video's tokens; a forward that is given it runs no block.
 
     Of several streams of tokens the video's is the first, and all that a head reads.
     """
 
-    def run(self, predict: Predict, kept: Kept | None) -> tuple[Prediction, Kept]:
-        keeping: list[Array] = list(as_tokens(kept or ()))
+    def __init__(self, given: tuple | None = None):
+        super().__init__(given)
+        self.kept = as_tokens(given or ())
 
-        def through(trunk: Trunk, x: Any) -> Any:
-            (video, *others), tree = jax.tree.flatten(x)
-            if kept is not None:
-                return jax.tree.unflatten(tree, [as_tokens(video + keeping[0]), *others])
-            after = trunk.all(x)
-            keeping.append(as_tokens(jax.tree.leaves(after)[0] - video))
-            return after
+    def parts(self, layers: int, *cuts: int) -> Sequence[range]:
+        return super().parts(layers, *cuts) if self.given is None else ()
 
-        return predict(through), tuple(keeping)
+    def before(self, part: range, x: Any) -> Any:
+        if part.start == 0:
+            self.first = jax.tree.leaves(x)[0]
+        return x
+
+    def after(self, x: Any) -> Any:
+        (video, *others), tree = jax.tree.flatten(x)
+        if self.given is None:
+            self.kept = (as_tokens(video - self.first),)
+            return x
+        return jax.tree.unflatten(tree, [as_tokens(video + self.kept[0]), *others])
 
 
 class History(NamedTuple):
@@ -135,7 +135,7 @@ class OutputCache(StepCache):
 
     def predictions(self, forwards: Sequence[Predict], x: Latents, kept: Kept | None) -> tuple[list[Prediction], Kept]:
         def computed() -> list[Prediction]:
-            return replicate([predict(through_all).astype(jnp.float32) for predict in forwards])
+            return replicate([predict().astype(jnp.float32) for predict in forwards])
 
         if kept is None:
             outputs, none = computed(), jnp.zeros(len(x))
@@ -177,11 +177,11 @@ class GuidanceCache(StepCache):
         if len(forwards) != 2:
             raise WanjaxError("a guidance cache needs both prompts, one after the other: a mesh without dp would do")
         if kept is None:
-            prompt, negative = (predict(through_all).astype(jnp.float32) for predict in forwards)
+            prompt, negative = (predict().astype(jnp.float32) for predict in forwards)
             low = low_frequencies(change := replicate(negative - prompt))
             return [prompt, negative], ((low, change - low), (jnp.ones(2, jnp.float32),))
         (low, high), (weights,) = kept
-        prompt = forwards[0](through_all).astype(jnp.float32)
+        prompt = forwards[0]().astype(jnp.float32)
         return [prompt, prompt + weights[0] * low + weights[1] * high], kept
 
 

@@ -19,7 +19,6 @@ from jax.scipy.special import logit
 from jaxtyping import Array, Float
 
 from wanjax.errors import WanjaxError
-from wanjax.layers.stack import through_all
 from wanjax.pipelines.draws import INITIAL, OF_STEPS
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.run import latents_of
@@ -123,7 +122,7 @@ def error(
         denoiser, inputs = pipe.inputs(network, Segment(component, 0, (1.0,)), encoded, x, False)
         network = nnx.merge(denoiser.graphdef, inputs.weights)
         prompt, times = inputs.prompts[0], denoiser.times(levels)
-        return denoiser.predict(network, x, times, prompt, inputs.shared, through_all).astype(jnp.float32)
+        return denoiser.predict(network, x, times, prompt, inputs.shared).astype(jnp.float32)
 
     target = pipe.scheduler.target(alphas, sigmas, x0, noise)
     if batch.preserved is not None:

@@ -19,6 +19,7 @@ from wanjax.checkpoints.networks import NetworkKind, network
 from wanjax.converters.rules import linear
 from wanjax.errors import WanjaxError
 from wanjax.kernels.compiler_options import scanned
+from wanjax.layers.stack import EVERY_BLOCK
 from wanjax.models.t5 import T5Config
 from wanjax.pipelines.encoders import T5
 from wanjax.pipelines.family import Architecture, Family, Forward, Preset
@@ -105,8 +106,8 @@ class ToyDenoiser(Denoiser):
     def embed_times(self, network, times):
         return network.time_embed(nets.sinusoid(times, 8).astype(network.dtype))
 
-    def predict(self, network, x, t, prompt, shared, through):
-        return network(x, t, *prompt, through)
+    def predict(self, network, x, t, prompt, shared, cache=EVERY_BLOCK):
+        return network(x, t, *prompt, cache)
 
 
 @dataclass(frozen=True, kw_only=True)

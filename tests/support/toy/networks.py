@@ -15,7 +15,7 @@ from wanjax.layers.embeddings import sinusoid
 from wanjax.layers.linear import linear
 from wanjax.layers.norms import layer_norm
 from wanjax.layers.patch import patch_grid, patchify, to_cells, to_pixels, unpatchify
-from wanjax.layers.stack import stack, through_all, trunk_of
+from wanjax.layers.stack import EVERY_BLOCK, scan_blocks, stack
 from wanjax.layers.tiling import Tiling
 
 PATCH = (1, 2, 2)
@@ -104,13 +104,17 @@ class Transformer(nnx.Module):
         both = self.text_embed(text.astype(self.dtype)), self.glyph_embed(glyphs.astype(self.dtype))
         return jnp.concatenate(both, axis=1)
 
-    def __call__(self, x, t, text, mask, through=through_all):
+    def __call__(self, x, t, text, mask, cache=EVERY_BLOCK):
         grid = patch_grid(x, PATCH)
         tokens = self.patch_embed(patchify(x.astype(self.dtype), PATCH))
         tokens = tokens + self.time_embed(sinusoid(t, 8).astype(self.dtype))[:, None]
         real = jnp.arange(tokens.shape[1]) < np.prod(grid)  # on a mesh, zeros are padded at the end
         keys = jnp.concatenate([mask, jnp.broadcast_to(real, (len(x), len(real)))], axis=1)
-        tokens, _ = through(trunk_of(self.blocks, lambda block, streams: block(streams, keys)), (tokens, text))
+        streams = tokens, text
+        for part in cache.parts(self.config.layers):
+            streams = cache.before(part, streams)
+            streams = scan_blocks(self.blocks, lambda block, streams: block(streams, keys), streams, part=part)
+        tokens, _ = cache.after(streams)
         return unpatchify(self.proj_out(tokens), grid, PATCH)
 
 

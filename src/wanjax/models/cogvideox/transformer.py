@@ -25,7 +25,7 @@ from wanjax.layers.modulation import Modulation, gated_add, modulate
 from wanjax.layers.norms import layer_norm
 from wanjax.layers.patch import patch_grid, patchify, unpatchify
 from wanjax.layers.rope import Rope, head_norm_and_rope
-from wanjax.layers.stack import Through, stack, through_all, trunk_of
+from wanjax.layers.stack import EVERY_BLOCK, BlockCache, scan_blocks, stack
 from wanjax.models.cogvideox.config import Grid, TransformerConfig
 from wanjax.models.cogvideox.positions import ADDED, Positions, rope_tables
 from wanjax.sharding import spread
@@ -162,9 +162,9 @@ class CogVideoXTransformer(nnx.Module):
         context: Float[Array, "B S E"],
         positions: Positions,
         *,
-        through: Through = through_all,
+        cache: BlockCache = EVERY_BLOCK,
     ) -> Float[Array, "B T H W _C"]:
-        """`context` and `positions` come from the methods of these names; `through` runs the blocks."""
+        """`context` and `positions` come from the methods of these names; `cache` may keep tokens between blocks."""
         grid = self.grid(latents)
         video = self.patch_embed(patchify(latents.astype(self.dtype), self.config.patch))[:, : prod(grid)]
         x = spread(jnp.concatenate([video, context], axis=1), ("batch", "length", "embed"))  # [B L E]
@@ -172,7 +172,12 @@ class CogVideoXTransformer(nnx.Module):
         text = spread(jnp.arange(positions.rope.length) >= prod(grid), ("length",))
         time = jax.nn.silu(self.time_embed(t))
 
-        x = through(trunk_of(self.blocks, lambda block, x: block(x, time, positions.rope, text)), x)
+        def run(block: Block, x: Tokens) -> Tokens:
+            return block(x, time, positions.rope, text)
+
+        for part in cache.parts(self.config.layers):
+            x = scan_blocks(self.blocks, run, cache.before(part, x), part=part)
+        x = cache.after(x)
 
         shift, scale = jnp.split(self.out_mod(time)[:, None], 2, axis=-1)
         x = self.norm_out(self.norm_final(x))

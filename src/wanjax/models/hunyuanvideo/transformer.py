@@ -25,7 +25,7 @@ from wanjax.layers.norms import layer_norm, rms_norm
 from wanjax.layers.patch import patch_grid, patchify, unpatchify
 from wanjax.layers.placement import with_axes
 from wanjax.layers.rope import Rope, rope_3d
-from wanjax.layers.stack import Through, Trunk, stack, through_all, trunk_of
+from wanjax.layers.stack import EVERY_BLOCK, BlockCache, scan_blocks, stack
 from wanjax.models.hunyuanvideo.config import TransformerConfig
 from wanjax.models.hunyuanvideo.joint import normed_heads, real_first, rotated
 from wanjax.models.hunyuanvideo.refiner import GlyphEmbed, ImageEmbed, Prompt, Refiner, TextTokens, time_mlp
@@ -142,7 +142,7 @@ class HunyuanVideoTransformer(nnx.Module):
     velocity = transformer(latents, t, transformer.context(text, mask), transformer.rope(transformer.grid(latents)))
 
     `latents` [B T H W C] are those of the video and, after them along the channels, the condition: the latents of a
-    given frame and a mask, or zeros. `embed`, `trunk` and `head` are the forward in three pieces.
+    given frame and a mask, or zeros. `embed` and `head` are the forward before and after its blocks.
     """
 
     def __init__(
@@ -229,20 +229,6 @@ class HunyuanVideoTransformer(nnx.Module):
         x = self.patch_embed(patchify(latents.astype(self.dtype), CELL))  # [B L E]
         return Streams(x, spread(text, ("batch", "length", None)))
 
-    def trunk(self, time: Time, context: Context, rope: Rope, mask: Radial | None = None) -> Trunk:
-        """The blocks, functions of both streams; the first sees all tokens under a mask too."""
-
-        def run(block: Block, streams: Streams, mask: Radial | None = mask) -> Streams:
-            return block(streams, time, rope, context.texts, mask)
-
-        first = None if mask is None else partial(run, mask=None)
-        before_last = trunk_of(self.blocks, run, first=first).all
-
-        def last(streams: Streams) -> Streams:
-            return run(self.last_block, streams)
-
-        return Trunk(lambda streams: last(before_last(streams)), before_last, last)
-
     def head(self, x: Tokens, time: Time, grid: tuple[int, int, int]) -> Float[Array, "B T H W C"]:
         """The velocity, from the video's tokens after the last block."""
         scale, shift = jnp.split(self.mod_out(jax.nn.silu(time))[:, None], 2, axis=-1)  # [B 1 E]
@@ -258,15 +244,25 @@ class HunyuanVideoTransformer(nnx.Module):
         t_next: Float[Array, "B"] | None = None,
         *,
         mask: Radial | None = None,
-        through: Through = through_all,
+        cache: BlockCache = EVERY_BLOCK,
     ) -> Float[Array, "B T H W _C"]:
         """`context`, `rope` and `mask` come from the methods of these names; `t_next` is that of `time`.
 
-        `through` runs the blocks.
+        `cache` may keep both streams between blocks. The first block sees all tokens under a mask too.
         """
-        time = self.time(t, t_next)
-        video, _ = through(self.trunk(time, context, rope, mask), self.embed(latents, t, context))
-        return self.head(video, time, self.grid(latents))
+        time, last = self.time(t, t_next), self.config.layers - 1
+
+        def run(mask: Radial | None, block: Block, streams: Streams) -> Streams:
+            return block(streams, time, rope, context.texts, mask)
+
+        streams = self.embed(latents, t, context)
+        for part in cache.parts(self.config.layers, 1 if mask else 0, last):
+            streams, apply = cache.before(part, streams), partial(run, mask if part.start else None)
+            if part.start == last:
+                streams = apply(self.last_block, streams)
+            else:
+                streams = scan_blocks(self.blocks, apply, streams, part=part)
+        return self.head(cache.after(streams).video, time, self.grid(latents))
 
 
 def modulation(rows: int, width: int, **kw) -> Linear:

@@ -20,7 +20,7 @@ from wanjax.layers.linear import linear
 from wanjax.layers.modulation import modulate
 from wanjax.layers.patch import patchify, unpatchify
 from wanjax.layers.rope import Rope
-from wanjax.layers.stack import Through, block_at, grouped, map_blocks, scan_blocks, stack, through_all, trunk_of
+from wanjax.layers.stack import EVERY_BLOCK, BlockCache, block_at, grouped, map_blocks, scan_blocks, stack
 from wanjax.models.wan.config import ControlTransformerConfig
 from wanjax.models.wan.transformer import (
     Block,
@@ -78,9 +78,9 @@ class WanControlTransformer(WanTransformer):
         rope: Rope,
         control: Float[Array, "B T H W _C"],
         *,
-        through: Through = through_all,
+        cache: BlockCache = EVERY_BLOCK,
     ) -> Float[Array, "B T H W _C"]:
-        """`context` and `rope` come from the methods of these names; `through` runs the blocks."""
+        """`context` and `rope` come from the methods of these names; `cache` may keep tokens between blocks."""
         grid = self.grid(latents)
         x = self.patch_embed(patchify(latents.astype(self.dtype), self.config.patch))  # [B L E]
         control = self.control_embed(patchify(control.astype(self.dtype), self.config.patch))
@@ -105,8 +105,11 @@ class WanControlTransformer(WanTransformer):
             return x, control
 
         groups, contexts = grouped((self.blocks, context.blocks), self.config.control_blocks)
-        trunk = trunk_of((self.control_blocks, groups), run_group, context.control_blocks, contexts)
-        x, _ = through(trunk, (x, control))
+        stacks, streams = (self.control_blocks, groups), (x, control)
+        for part in cache.parts(self.config.control_blocks):
+            streams = cache.before(part, streams)
+            streams = scan_blocks(stacks, run_group, streams, context.control_blocks, contexts, part=part)
+        x, _ = cache.after(streams)
 
         shift, scale = (time + row for row in jnp.split(self.table[...][None], 2, axis=1))
         x = self.proj_out(modulate(self.norm_out(x), shift, scale).astype(self.dtype))

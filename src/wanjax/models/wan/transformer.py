@@ -27,7 +27,7 @@ from wanjax.layers.norms import layer_norm, rms_norm
 from wanjax.layers.patch import patch_grid, patchify, unpatchify
 from wanjax.layers.placement import with_axes
 from wanjax.layers.rope import Rope, norm_and_rope, rope_3d
-from wanjax.layers.stack import Through, map_blocks, stack, through_all, trunk_of
+from wanjax.layers.stack import EVERY_BLOCK, BlockCache, map_blocks, scan_blocks, stack
 from wanjax.models.wan.config import TransformerConfig
 from wanjax.sharding import constrain, current, spread, state
 
@@ -191,9 +191,9 @@ class WanTransformer(nnx.Module):
         *,
         clean_frames: int = 0,
         mask: Radial | None = None,
-        through: Through = through_all,
+        cache: BlockCache = EVERY_BLOCK,
     ) -> Float[Array, "B T H W _C"]:
-        """`context`, `rope` and `mask` come from the methods of these names; `through` runs the blocks.
+        """`context`, `rope` and `mask` come from the methods of these names; `cache` may keep tokens between blocks.
 
         The first block sees all tokens under a mask too. The first `clean_frames` latent frames hold no noise: their
         tokens are at timestep 0, whatever t is.
@@ -207,11 +207,13 @@ class WanTransformer(nnx.Module):
         mod = self.time_proj(jax.nn.silu(time)).reshape(*timesteps.shape, 6, self.config.width)
         mod = constrain(mod, ("batch", None, None, None))  # blocks take rows of it
 
-        def run(block: Block, x: Tokens, context: Any, mask: Radial | None = mask) -> Tokens:
+        def run(mask: Radial | None, block: Block, x: Tokens, context: Any) -> Tokens:
             return block(x, context, mod, rope, mask, clean=clean)[0]
 
-        first = None if mask is None else partial(run, mask=None)
-        x = through(trunk_of(self.blocks, run, context, first=first), x)
+        for part in cache.parts(self.config.layers, 1 if mask else 0):
+            seen = mask if part.start else None  # the first block sees all
+            x = scan_blocks(self.blocks, partial(run, seen), cache.before(part, x), context, part=part)
+        x = cache.after(x)
 
         shift, scale = (time + row for row in jnp.split(self.table[...][None], 2, axis=1))
         x = self.proj_out(modulate(self.norm_out(x), shift, scale, clean).astype(self.dtype))

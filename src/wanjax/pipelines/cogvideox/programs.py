@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from wanjax.kernels.compiler_options import scanned
-from wanjax.layers.stack import Through, through_all
+from wanjax.layers.stack import EVERY_BLOCK, BlockCache
 from wanjax.models.cogvideox.positions import Positions
 from wanjax.pipelines.guidance import Groups, group
 from wanjax.pipelines.sampler import Denoiser
@@ -39,11 +39,11 @@ class CogVideoXDenoiser(Denoiser):
         t: Float[Array, "B"],
         prompt: Any,
         shared: Shared,
-        through: Through = through_all,
+        cache: BlockCache = EVERY_BLOCK,
     ) -> Latents:
         if shared.image is not None:
             x = jnp.concatenate([x, first_frame(shared.image, x)], axis=-1)
-        return network(x, t, prompt, shared.positions, through=through)
+        return network(x, t, prompt, shared.positions, cache=cache)
 
 
 def first_frame(image: Float[Array, "_B 1 H W _C"], x: Latents) -> Float[Array, "B T H W _C"]:

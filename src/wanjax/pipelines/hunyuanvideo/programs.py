@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from wanjax.kernels.compiler_options import scanned
 from wanjax.layers.rope import Rope
-from wanjax.layers.stack import Through, through_all
+from wanjax.layers.stack import EVERY_BLOCK, BlockCache
 from wanjax.models.hunyuanvideo.transformer import Context
 from wanjax.pipelines.guidance import Groups, group
 from wanjax.pipelines.hunyuanvideo.conditioning import Lengths, Text
@@ -51,12 +51,12 @@ class HunyuanVideoDenoiser(Denoiser):
         t: tuple[Float[Array, "B"], ...],
         prompt: Context,
         shared: Shared,
-        through: Through = through_all,
+        cache: BlockCache = EVERY_BLOCK,
     ) -> Latents:
         now, *following = t
         mask = network.mask(network.grid(x)) if self.dense is False else None
         given = beside_condition(x, shared.image), now, prompt, shared.rope, *following
-        return network(*given, mask=mask, through=through)
+        return network(*given, mask=mask, cache=cache)
 
 
 def beside_condition(x: Latents, image: Float[Array, "_B 1 H W C"] | None) -> Float[Array, "B T H W _C"]:

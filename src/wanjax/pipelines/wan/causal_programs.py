@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from wanjax.kernels.attention.kept import Kept, Place, renewed
 from wanjax.kernels.compiler_options import fast_products, products, scanned
 from wanjax.layers.rope import Turns
-from wanjax.layers.stack import Through, through_all
+from wanjax.layers.stack import EVERY_BLOCK, BlockCache
 from wanjax.models.wan.transformer import Context
 from wanjax.pipelines.wan.programs import TimedDenoiser
 from wanjax.programs import program
@@ -43,7 +43,7 @@ class CausalWanDenoiser(TimedDenoiser):
         t: Float[Array, "B"],
         prompt: Any,
         shared: Sight,
-        through: Through = through_all,
+        cache: BlockCache = EVERY_BLOCK,
     ) -> Float[Array, "B T H W C"]:
         return network(x, t, prompt, *shared)[0]
 

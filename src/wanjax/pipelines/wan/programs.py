@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from wanjax.kernels.compiler_options import scanned
 from wanjax.layers.embeddings import sinusoid
 from wanjax.layers.rope import Rope
-from wanjax.layers.stack import Through, through_all
+from wanjax.layers.stack import EVERY_BLOCK, BlockCache
 from wanjax.pipelines.guidance import Groups, group
 from wanjax.pipelines.sampler import Denoiser, Ends
 from wanjax.pipelines.wan.conditioning import PictureInputs, Task
@@ -53,11 +53,11 @@ class WanDenoiser(TimedDenoiser):
         t: Float[Array, "B"],
         prompt: Any,
         shared: Shared,
-        through: Through = through_all,
+        cache: BlockCache = EVERY_BLOCK,
     ) -> Float[Array, "B T H W C"]:
         pictures = jax.tree.map(lambda a: jnp.broadcast_to(a, (len(x), *a.shape[1:])), shared.pictures)
         masks = {"mask": network.mask(network.grid(x))} if self.dense is False else {}
-        return self.task.velocity(partial(network, through=through, **masks), x, t, prompt, shared.rope, pictures)
+        return self.task.velocity(partial(network, cache=cache, **masks), x, t, prompt, shared.rope, pictures)
 
 
 def encode_text(encoder: Any, ids: Int[Array, "B S"], mask: Bool[Array, "B S"]) -> Float[Array, "B S E"]:
