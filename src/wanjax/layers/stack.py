@@ -78,7 +78,7 @@ def scan_blocks(
     if part == whole:
         return jax.lax.scan(again(run), as_tokens(x), stacked)[0]
     if len(part) == 1:
-        return run(as_tokens(x), jax.tree.map(lambda w: w[part.start], stacked))[0]
+        return as_tokens(apply(block_at(blocks, part.start), as_tokens(x), *block_at(per_block, part.start)))
     return jax.lax.scan(again(run_at), as_tokens(x), jnp.arange(part.start, part.stop))[0]
 
 
