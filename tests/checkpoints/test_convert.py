@@ -172,7 +172,7 @@ def test_a_component_can_have_a_dtype_of_its_own(source, tmp_path):
             "models hub",
         ),
         (("{source}/model_index.json", "{new}"), "model_index.json weights"),
-        (("{source}", "{new}", "--revision", "abc"), "source hub revision abc"),
+        (("{source}", "{new}", "--revision", "abc"), "hub revision abc"),
         (("{source}", "{source}"), "already new folder"),
         (("{source}", "{converted}", "--dtype", "bfloat16"), "already asked"),
         (("{converted}", "{new}"), "--to diffusers"),

@@ -220,7 +220,7 @@ def test_a_function_is_refused_in_one_sentence():
         wanjax.price(jnp.sin, x, mesh={"tp": 2})
     with pytest.raises(WanjaxError, match=naming("TPU 'v9'")):
         wanjax.price(jnp.sin, x, chip="v9")
-    with pytest.raises(compiling.CompilerError, match=naming("v6e-8 ValueError Zero-dim")):
+    with pytest.raises(compiling.CompilerError, match=naming("v6e-8 ValueError Zero-dimensional")):
         wanjax.price(lambda x: jnp.concatenate(x, 1.5), x)
 
 

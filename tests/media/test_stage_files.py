@@ -53,7 +53,7 @@ def test_stage_files_that_do_not_belong_together(tmp_path):
     stage_files.load_latents(tmp_path, SETTINGS | {"fps": 8})  # changes neither
     stage_files.load_encoded(tmp_path, SETTINGS | {"height": 8})  # changes encoded pictures; there are none
     other = SETTINGS | {"prompt": "a blue square" * 20}
-    with pytest.raises(WanjaxError, match=naming("prompt 'a blue square")):
+    with pytest.raises(WanjaxError, match=naming("prompt 'a blue squarea")):
         stage_files.load_encoded(tmp_path, other)
     with pytest.raises(WanjaxError, match=naming("seed 7 8")):
         stage_files.load_latents(tmp_path, SETTINGS | {"seed": 8})

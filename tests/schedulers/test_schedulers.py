@@ -184,7 +184,7 @@ def test_a_config_names_the_scheduler():
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"_class_name": "DDIMScheduler"}, "'DDIMScheduler' UniPCMultistepScheduler FlowMatchEuler"),
+        ({"_class_name": "DDIMScheduler"}, "'DDIMScheduler' UniPCMultistepScheduler FlowMatchEulerDiscreteScheduler"),
         ({}, "scheduler None"),
         (WAN | {"prediction_type": "epsilon"}, "prediction_type 'epsilon' 'flow_prediction'"),
         ({"_class_name": "UniPCMultistepScheduler", "use_flow_sigmas": True}, "prediction_type 'epsilon'"),
