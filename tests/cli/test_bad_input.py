@@ -167,8 +167,8 @@ def test_a_lora_with_numbers_that_are_not_finite(intact):
 
 
 def test_a_strength_for_denoising_without_a_video(stages):
-    assert "is given without a video to begin from" in refused("denoise", "--strength", "0.5")
-    assert "is given without a video to begin from" in refused("denoise", "--strength", "0.8")
+    assert says(refused("denoise", "--strength", "0.5"), "strength 0.5 video")
+    assert says(refused("denoise", "--strength", "0.8"), "strength 0.8 video")
 
 
 def test_attention_for_other_devices(intact):

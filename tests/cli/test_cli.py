@@ -320,10 +320,8 @@ def test_latents_are_saved_before_decoding(model, monkeypatch):
         patch.setattr(Run, "frames", interrupted)
         result = wanjax("a", "--model", model, *SMALL, "--out", "b c.mp4", *HERE)
     assert result.exit_code == 130
-    assert result.stderr.splitlines()[-2:] == [
-        "wanjax: stopped",
-        "what was complete is kept, and this goes on from there: wanjax decode --dir stage_outputs --out 'b c.mp4'",
-    ]
+    assert result.stderr.splitlines()[-2] == "wanjax: stopped"
+    assert result.stderr.endswith(": wanjax decode --dir stage_outputs --out 'b c.mp4'\n")
     assert files("stage_outputs") == STAGE_FILES
     assert files(".") == ["stage_outputs"]
     succeeded(wanjax("decode", "--out", "b c.mp4"))
@@ -335,7 +333,7 @@ def test_an_interrupted_denoising_leaves_the_embeddings(model, monkeypatch):
         patch.setattr(Run, "latents", interrupted)
         result = wanjax("a", "--model", model, *SMALL, *HERE)
     assert result.exit_code == 130
-    assert result.stderr.endswith("this goes on from there: wanjax denoise --dir stage_outputs\n")
+    assert result.stderr.endswith(": wanjax denoise --dir stage_outputs\n")
     assert files("stage_outputs") == [stage_files.CONFIG, stage_files.EMBEDDINGS]
     succeeded(wanjax("denoise"))
     assert stage_files.load_settings(Path("stage_outputs"))["steps"] == 2  # as in the first command

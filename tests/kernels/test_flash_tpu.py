@@ -301,9 +301,10 @@ def test_compiles_for_each_generation(programs, rings):
 @pytest.mark.slow
 @needs_libtpu
 def test_named_workloads_compile():
+    """Those with the most heads: heads are an axis of the kernel's grid, and fewer take the same kernel."""
     mesh = described(find_slice("v6e-1"))
-    results = zip(
-        WORKLOADS, compile_programs([(attend(mesh, workload=name), "v6e-1") for name in WORKLOADS]), strict=True
-    )
+    by_heads = sorted(WORKLOADS.values(), key=lambda workload: workload.heads)
+    largest = {(each.queries, each.keys, each.head_dim): each.name for each in by_heads}.values()
+    results = zip(largest, compile_programs([(attend(mesh, workload=name), "v6e-1") for name in largest]), strict=True)
     refused = {name: result for name, result in results if isinstance(result, CompilerError)}
     assert not refused
