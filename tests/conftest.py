@@ -12,13 +12,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's: each of the processes that run tests has a core
 # Most of the suite is compiling. Small programs that run once need no optimised machine code; the graphs are the same.
 # XLA's older emitters compile them in half of the time; jaxlib 0.11 has none, and ends the process at their flag.
-os.environ["XLA_FLAGS"] = " ".join(
-    [
-        "--xla_backend_optimization_level=0",
-        "--xla_cpu_parallel_codegen_split_count=1",  # parts are for compiling on many cores, and cost a tenth
-        "--xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else "",
-        os.environ.get("XLA_FLAGS", ""),
-    ]
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0"
+    " --xla_cpu_parallel_codegen_split_count=1"  # parts are for compiling on many cores, and cost a tenth
+    + (" --xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else ""),
 )
 
 import jax

@@ -18,6 +18,7 @@ import wanjax
 from tests.support.conversion import COMPONENTS, checksums, flip, refused, tensors, wanjax_command
 from tests.support.harm import WEIGHTS, corrupt, truncated, with_other_keys, without_a_shard
 from tests.support.quick import quick
+from tests.support.words import says
 from wanjax.checkpoints import convert
 from wanjax.checkpoints.arrays import Arrays
 from wanjax.checkpoints.convert import ToWanjax
@@ -62,17 +63,17 @@ def whole(harm: Callable[[Path], None]) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (truncated, r"diffusion_pytorch_model\.safetensors cannot be read, it has \d+ bytes where its header promises"),
-        (corrupt, r"model\.safetensors cannot be read, its header claims"),
-        (whole(without_a_shard), r"lacks diffusion_pytorch_model-00002-of-00002\.safetensors"),
-        (whole(with_other_keys), r"missing: .*proj_out\.bias.*left over: extra\.weight, more\.bias; unfit"),
-        (with_another_shape, r"proj_out\.bias \(\[3\] where \[16\] is right\)"),
-        (with_another_dtype, r"proj_out\.bias \(int32 where float32 is right\)"),
+        (truncated, "diffusion_pytorch_model.safetensors bytes header"),
+        (corrupt, "model.safetensors header"),
+        (whole(without_a_shard), "diffusion_pytorch_model-00002-of-00002.safetensors"),
+        (whole(with_other_keys), "missing proj_out.bias left over extra.weight more.bias unfit"),
+        (with_another_shape, "proj_out.bias [3] [16]"),
+        (with_another_dtype, "proj_out.bias int32 float32"),
     ],
 )
 def test_a_fault_of_the_source_is_told_and_leaves_nothing(damaged, tmp_path, harm, message):
     harm(damaged)
-    assert re.search(message, refused(damaged, tmp_path / "new"))
+    assert says(refused(damaged, tmp_path / "new"), message)
     assert os.listdir(tmp_path) == ["damaged"]
 
 
@@ -86,14 +87,14 @@ def test_a_damaged_download_is_found_by_its_name_in_the_cache(source, damaged, t
     contents = bytearray(blob.read_bytes())
     contents[-1] ^= 1
     blob.write_bytes(contents)
-    assert refused(damaged, tmp_path / "bad") == f"{blob} is damaged: delete it, and it is downloaded again"
+    assert says(refused(damaged, tmp_path / "bad"), f"{blob} damaged")
     assert not (tmp_path / "bad").exists()
 
 
 def test_a_disk_without_room_is_told_before_anything_is_written(source, tmp_path, monkeypatch):
     monkeypatch.setattr(convert.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 10_000))
     message = refused(source, tmp_path / "new")
-    assert re.search(r"new cannot be written, 0\.00 GB are free where 0\.00 GB are needed", message)
+    assert says(message, "new 0.00 GB free")
     assert not (tmp_path / "new").exists()
 
 
@@ -104,7 +105,7 @@ def test_a_disk_that_fills_is_told_and_the_next_run_goes_on(source, converted, t
         message = refused(source, tmp_path / "new")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert message == f"{tmp_path / 'new'} cannot be written, File too large: what is complete is kept for the next run"
+    assert says(message, f"{tmp_path / 'new'} File too large kept")
     assert os.listdir(tmp_path) == [".new.partial"]
     assert list((tmp_path / ".new.partial").rglob("c/*"))
     wanjax_command(source, tmp_path / "new")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.hub import FILES, ID, TRANSFORMER, VAE, files_in
+from tests.support.words import naming, says
 from wanjax.checkpoints import hub
 from wanjax.errors import WanjaxError
 
@@ -71,25 +72,25 @@ def test_offline_the_cache_is_used_and_what_it_lacks_is_said(server, hub_at):
 
 @pytest.mark.usefixtures("online")
 def test_an_unknown_repository_or_revision_is_named(server):
-    assert f"no folder owner/typo and {server.url}/owner/typo is not public" in fault("owner/typo")
-    assert f"{ID} has no revision v9" in fault(ID, revision="v9")
+    assert says(fault("owner/typo"), f"owner/typo {server.url}/owner/typo public")
+    assert says(fault(ID, revision="v9"), f"{ID} revision v9")
 
 
 @pytest.mark.usefixtures("online")
 @pytest.mark.parametrize(
     ("status", "error_code", "what"),
     [
-        (401, None, "is not public: check the spelling or `hf auth login`"),
-        (403, "GatedRepo", "owner/video is gated: accept its terms at http://127.0.0.1:"),
-        (401, "GatedRepo", "owner/video is gated: accept its terms at http://127.0.0.1:"),
-        (429, None, "has had too many requests from here: wait some minutes"),
-        (404, "RepoNotFound", "there is no folder owner/video"),
-        (500, None, "cannot be reached (Server error '500 Internal Server Error'"),
+        (401, None, "public hf auth login"),
+        (403, "GatedRepo", "owner/video gated http://127.0.0.1"),
+        (401, "GatedRepo", "owner/video gated http://127.0.0.1"),
+        (429, None, "requests wait minutes"),
+        (404, "RepoNotFound", "no folder owner/video"),
+        (500, None, "reached Server '500"),
     ],
 )
 def test_a_refusal_is_explained(server, status, error_code, what):
     server.status, server.error_code = status, error_code
-    assert what in fault(ID)
+    assert says(fault(ID), what)
 
 
 @pytest.mark.usefixtures("online")
@@ -101,12 +102,12 @@ def test_a_repository_without_an_index_is_refused(server):
 @pytest.mark.usefixtures("online")
 def test_a_broken_index_is_named(server):
     server.files["model_index.json"] = b"[]"
-    assert "model_index.json cannot be read" in fault(ID)
+    assert says(fault(ID), "model_index.json")
 
 
 def test_a_hub_that_is_down_is_named(hub_at):
     hub_at("http://127.0.0.1:9")
-    assert "http://127.0.0.1:9 cannot be reached" in fault(ID)
+    assert says(fault(ID), "http://127.0.0.1:9 reached")
 
 
 @pytest.mark.usefixtures("online")
@@ -117,7 +118,7 @@ def test_a_disk_that_is_full_is_told(server):
         message = fault(ID, ["transformer"])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert f"{server.url}/{ID} could not be downloaded ([Errno 27] File too large)" in message
+    assert says(message, f"{server.url}/{ID} downloaded File too large")
 
 
 @pytest.mark.usefixtures("online")
@@ -133,15 +134,15 @@ def test_a_single_file_of_the_hub_or_of_the_disk(server, tmp_path):
 @pytest.mark.usefixtures("online")
 @pytest.mark.parametrize("source", ["a.safetensors", "/a/b/c.safetensors", f"{ID}/../../x", "", f"{ID}/a*.safetensors"])
 def test_what_is_no_file_is_refused(source):
-    with pytest.raises(WanjaxError, match="and it is not one of the hub, which is OWNER/NAME/FILE"):
+    with pytest.raises(WanjaxError, match=naming("OWNER/NAME/FILE")):
         hub.locate_file(source)
 
 
 @pytest.mark.usefixtures("online")
 def test_a_file_that_a_repository_lacks_is_named():
-    with pytest.raises(WanjaxError, match=r"owner/video on the hub holds no lora\.safetensors"):
+    with pytest.raises(WanjaxError, match=naming("owner/video lora.safetensors")):
         hub.locate_file(f"{ID}/lora.safetensors")
-    with pytest.raises(WanjaxError, match="there is no folder owner/typo"):
+    with pytest.raises(WanjaxError, match=naming("no folder owner/typo")):
         hub.locate_file("owner/typo/lora.safetensors")
 
 

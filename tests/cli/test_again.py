@@ -14,6 +14,7 @@ from PIL import Image
 import wanjax as library
 from tests.support.commands import refused, succeeded, wanjax
 from tests.support.tiny import tiny_checkpoint, tiny_image_checkpoint
+from tests.support.words import says
 from wanjax.checkpoints.files import save_safetensors
 from wanjax.cli import records
 from wanjax.media import stage_files
@@ -118,31 +119,30 @@ def test_characters_that_would_steer_a_terminal():
 @pytest.mark.parametrize(
     ("name", "contents", "told"),
     [
-        ("absent.mp4", None, "there is no file absent.mp4"),
-        ("absent.safetensors", None, "there is no file absent.safetensors"),
-        ("text.mp4", b"not a video", "text.mp4 holds no settings of a video|text.mp4 holds no settings: "),
-        ("text.txt", b"not a video", "text.txt holds no settings"),
-        ("empty.png", b"", "empty.png holds no settings"),
-        ("broken.png", b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR\x00", "broken.png holds no settings"),
-        ("other.json", b'{"bos_token_id": 1}', "other.json holds no settings of a video"),
-        ("list.json", b'["prompt"]', "list.json holds no settings of a video"),
-        ("deep.json", b"[" * 100_000, "deep.json holds no settings of a video"),
-        ("weights.safetensors", b"\x02\x00\x00\x00\x00\x00\x00\x00{}", "weights.safetensors holds no settings"),
-        (".", None, "holds no settings of a video"),
+        ("absent.mp4", None, "no file absent.mp4"),
+        ("absent.safetensors", None, "no file absent.safetensors"),
+        ("text.mp4", b"not a video", "text.mp4 settings"),
+        ("text.txt", b"not a video", "text.txt settings"),
+        ("empty.png", b"", "empty.png settings"),
+        ("broken.png", b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR\x00", "broken.png settings"),
+        ("other.json", b'{"bos_token_id": 1}', "other.json settings"),
+        ("list.json", b'["prompt"]', "list.json settings"),
+        ("deep.json", b"[" * 100_000, "deep.json settings"),
+        ("weights.safetensors", b"\x02\x00\x00\x00\x00\x00\x00\x00{}", "weights.safetensors settings"),
+        (".", None, "settings"),
     ],
 )
 def test_files_without_a_record(name, contents, told):
     if contents is not None:
         Path(name).write_bytes(contents)
     for command in (["info", name], ["info", "--json", name], ["generate", "--from", name]):
-        said = refused(*command)
-        assert any(one in said for one in told.split("|")), said
+        assert says(refused(*command), told)
     assert [path.name for path in Path().iterdir()] == ([name] if contents is not None else [])
 
 
 def test_comments_of_other_programs_are_no_record():
     write_video("film.mp4", FRAMES, 8, {"prompt": {"3": {"class_type": "KSampler"}}, "workflow": {}})
-    assert "film.mp4 holds no settings of a video" in refused("info", "film.mp4")
+    assert says(refused("info", "film.mp4"), "film.mp4 settings")
 
 
 def test_a_video_is_made_again_to_the_bit(text):
@@ -214,19 +214,17 @@ def test_pictures_and_noise_that_are_gone(image, text):
     np.testing.assert_array_equal(frames("two.mp4"), frames("one.mp4"))
     os.rename("red.png", "blue.png")
     gone = Path("red.png").absolute()
-    assert refused("--from", "one.mp4", "--out", "three.mp4") == (
-        f"the video was made with --image from {gone}, which is gone: --image FILE gives another"
-    )
+    assert says(refused("--from", "one.mp4", "--out", "three.mp4"), f"--image {gone} FILE")
     succeeded(wanjax("--from", "one.mp4", "--image", "blue.png", "--out", "three.mp4"))
     np.testing.assert_array_equal(frames("three.mp4"), frames("one.mp4"))
     noise = np.random.default_rng(0).normal(size=(1, 4, 2, 2, 4)).astype(np.float32)
     save_safetensors("noise.safetensors", {"noise": noise})
     succeeded(wanjax("a", "--model", text, *SMALL, "--noise", "noise.safetensors", "--out", "four.mp4"))
     os.unlink("noise.safetensors")
-    assert "made with --noise from" in refused("--from", "four.mp4")
+    assert says(refused("--from", "four.mp4"), "--noise")
     pipe = library.load(text, dtype="float32")
     pipe("a", size=(16, 32), frames=5, steps=1, noise=noise).save("five.webp")
-    assert "from an array, float32 [1, 4, 2, 2, 4], sha256" in refused("--from", "five.webp")
+    assert says(refused("--from", "five.webp"), "float32 [1, 4, 2, 2, 4] sha256")
 
 
 def test_other_devices_and_versions_are_told(text):
@@ -236,24 +234,24 @@ def test_other_devices_and_versions_are_told(text):
     record = read_metadata("one.mp4") | {"version": "0.0.1", "devices": "8 x TPU v6 lite"}
     stage_files.save_settings(Path("d"), record)
     said = succeeded(wanjax("--from", "d", "--out", "two.mp4")).stderr
-    assert "note: the video was made by wanjax 0.0.1 on 8 x TPU v6 lite: here it may differ in its last digits" in said
+    assert says(said, "0.0.1 8 v6 last digits")
 
 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"steps": "many"}, "one.json gives steps as 'many' where a whole number is right"),
-        ({"guidance_scale": True}, "gives guidance_scale as True where a number is right"),
-        ({"dtype": "float8"}, "'float8' is not one of 'bfloat16', 'float32'"),
-        ({"model": None}, "one.json names no model: the generation_config.json beside a stage's file does"),
-        ({"tiling": {"rows": 3}}, "the record gives the tiling as {'rows': 3} where a size and a stride are right"),
-        ({"tiling": {"size": "big", "stride": 8}}, "the record gives the tiling as {'size': 'big', 'stride': 8} where"),
-        ({"mesh": "tp=3"}, "the mesh dp=1,sp=1,tp=3 needs 3 devices and there are 8"),
+        ({"steps": "many"}, "one.json steps 'many' whole number"),
+        ({"guidance_scale": True}, "guidance_scale True number"),
+        ({"dtype": "float8"}, "'float8' 'bfloat16' 'float32'"),
+        ({"model": None}, "one.json model generation_config.json"),
+        ({"tiling": {"rows": 3}}, "tiling {'rows': 3} size"),
+        ({"tiling": {"size": "big", "stride": 8}}, "tiling {'size': 'big', 'stride': 8}"),
+        ({"mesh": "tp=3"}, "mesh dp=1,sp=1,tp=3 3 devices 8"),
     ],
 )
 def test_records_that_were_changed_by_hand(change, told):
     Path("one.json").write_text(json.dumps({"model": "nano", "prompt": "a", "steps": 1, **change}))
-    assert told in refused("--from", "one.json")
+    assert says(refused("--from", "one.json"), told)
 
 
 def test_records_of_the_scripts_before():

@@ -10,6 +10,7 @@ import wanjax as library
 from tests.support.commands import refused, succeeded, wanjax
 from tests.support.compare import error
 from tests.support.tiny import tiny_checkpoint
+from tests.support.words import says
 from wanjax import registry
 from wanjax.checkpoints.files import load_safetensors
 from wanjax.cli import planning, stages
@@ -53,10 +54,9 @@ def test_a_scheduler_is_chosen_and_kept_for_the_next_stage(model):
 
 
 def test_an_unknown_scheduler_is_refused(model):
-    assert refused("a", "--model", model, *SMALL, "--scheduler", "heun") == (
-        "no scheduler is named 'heun': there are unipc, euler, ddim, dpm, consistency, rcm, and with options "
-        "unipc:order=1, consistency:timesteps=1000,757,522, rcm:sigma_max=200"
-    )
+    said = refused("a", "--model", model, *SMALL, "--scheduler", "heun")
+    assert says(said, "'heun' unipc euler ddim dpm consistency rcm")
+    assert says(said, "unipc:order=1 consistency:timesteps=1000,757,522 rcm:sigma_max=200")
 
 
 @pytest.fixture
@@ -105,20 +105,20 @@ def test_former_options(given, options, name, value):
     [
         (
             "--use_custom_attention --attention chunked",
-            "--use-custom-attention is --attention flash_tpu, and chunked is",
+            "--use-custom-attention --attention flash_tpu chunked",
         ),
-        ("--use_dp --mesh tp=4", "--use-dp is given beside --mesh: one way is enough"),
-        ("--sp_num 2 --mesh tp=4", "--sp-num is given beside --mesh: one way is enough"),
-        ("--use_fsdp --rules tp", "--use-fsdp is --rules fsdp, and tp is given: one way is enough"),
-        ("--window 0", "Invalid value for '--window': 0 is not in the range"),
-        ("--attention chunked:window=x", "the window in 'chunked:window=x' is not a number of tokens"),
+        ("--use_dp --mesh tp=4", "--use-dp --mesh"),
+        ("--sp_num 2 --mesh tp=4", "--sp-num --mesh"),
+        ("--use_fsdp --rules tp", "--use-fsdp --rules fsdp tp"),
+        ("--window 0", "'--window' 0"),
+        ("--attention chunked:window=x", "window 'chunked:window=x' number tokens"),
         ("--use_k_smooth", "flash_tpu runs on TPUs"),
-        ("--sp_num 3", "8 devices cannot be divided by sp=3: a divisor of 8 would do"),
-        ("--mesh auto,tp=2", "the mesh 'auto,tp=2' cannot be read"),
+        ("--sp_num 3", "8 devices sp=3"),
+        ("--mesh auto,tp=2", "mesh 'auto,tp=2'"),
     ],
 )
 def test_options_that_contradict_each_other(model, options, sentence):
-    assert sentence in refused("a", "--model", model, *SMALL, *options.split())
+    assert says(refused("a", "--model", model, *SMALL, *options.split()), sentence)
 
 
 def test_the_model_of_a_plan_has_two_ways(given):
@@ -131,7 +131,7 @@ def test_the_model_of_a_plan_has_two_ways(given):
         assert given["model"] == command[-1]
     succeeded(wanjax("plan"))
     assert given["model"] == "nano"
-    assert "the model is given as a and as --model b: one way is enough" in refused("plan", "a", "--model", "b")
+    assert says(refused("plan", "a", "--model", "b"), "model a --model b")
 
 
 def test_a_window_confines_self_attention(model):

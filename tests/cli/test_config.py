@@ -7,6 +7,7 @@ import pytest
 
 from tests.support.commands import refused, succeeded, wanjax
 from tests.support.tiny import compile_cache, tiny_checkpoint
+from tests.support.words import says
 from wanjax.cli import catalogue, conversion, main, many, planning, records, stages, warming
 from wanjax.kernels.attention import Attention
 from wanjax.kernels.attention.flash_tiles import Tiles
@@ -127,7 +128,7 @@ def test_a_record_comes_before_the_file(given):
         assert given["attention"] is None
         assert given["out"] == "a.mp4"
     Path("my.toml").write_text("[generate]\nfrom = 'made.json'\n")
-    assert "has 'from', which is no option there" in refused("a", "--config", "my.toml")
+    assert says(refused("a", "--config", "my.toml"), "'from'")
 
 
 def test_flags_of_reports(given):
@@ -161,32 +162,32 @@ def test_empty_files_and_tables_change_nothing(given):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("stepps = 3", "my.toml has 'stepps', which is no option there: steps is near"),
-        ("xyzzy = 3", "my.toml has 'xyzzy', which is no option there"),
-        ("[plan]\nprofile = 'a'", "my.toml, in [plan], has 'profile', which is no option there"),
-        ("[paint]\nseed = 3", "my.toml has 'paint', which is no option there"),
-        ("config = 'b.toml'", "my.toml has 'config', which is no option there"),
-        ("prompt = 'a'", "my.toml has 'prompt', which is no option there"),
-        ("steps = '30'", "my.toml gives steps as '30' where a whole number is right"),
-        ("steps = 30.0", "my.toml gives steps as 30.0 where a whole number is right"),
-        ("steps = true", "my.toml gives steps as True where a whole number is right"),
-        ("guidance-scale = 'high'", "my.toml gives guidance-scale as 'high' where a number is right"),
-        ("guidance_scale = false", "my.toml gives guidance_scale as False where a number is right"),
-        ("tile = 'yes'", "my.toml gives tile as 'yes' where true or false is right"),
-        ("model = 3", "my.toml gives model as 3 where a text is right"),
-        ("seed = [1, 2]", "my.toml gives seed as [1, 2] where a whole number is right"),
-        ("lora = [1]", "my.toml gives lora as [1] where a text is right"),
-        ("size = 832", "my.toml gives size as 832 where a text is right"),
-        ("[seed]\nx = 1", "my.toml gives seed as {'x': 1} where a whole number is right"),
-        ("generate = 3", "my.toml gives generate as 3 where a table of its options, [generate], is right"),
-        ("size = 'big'", "'big' is not WIDTHxHEIGHT, such as 832x480"),
-        ("dtype = 'float8'", "Invalid value for '--dtype': 'float8' is not one of 'bfloat16', 'float32'"),
-        ("count = 0", "Invalid value for '--count': 0 is not in the range x>=1"),
-        ("[plan]\nsteps = '3'", "my.toml, in [plan], gives steps as '3' where a whole number is right"),
-        ("steps = ", "the options in my.toml cannot be read: Invalid value (at "),
-        ("steps = 1\nsteps = 2", "the options in my.toml cannot be read: Cannot overwrite a value"),
-        (b"\xff", "the options in my.toml cannot be read: 'utf-8' codec"),
-        (None, "the options in my.toml cannot be read: [Errno 2]"),
+        ("stepps = 3", "my.toml 'stepps' steps"),
+        ("xyzzy = 3", "my.toml 'xyzzy'"),
+        ("[plan]\nprofile = 'a'", "my.toml [plan] 'profile'"),
+        ("[paint]\nseed = 3", "my.toml 'paint'"),
+        ("config = 'b.toml'", "my.toml 'config'"),
+        ("prompt = 'a'", "my.toml 'prompt'"),
+        ("steps = '30'", "my.toml steps '30' whole number"),
+        ("steps = 30.0", "my.toml steps 30.0 whole number"),
+        ("steps = true", "my.toml steps True whole number"),
+        ("guidance-scale = 'high'", "my.toml guidance-scale 'high' number"),
+        ("guidance_scale = false", "my.toml guidance_scale False number"),
+        ("tile = 'yes'", "my.toml tile 'yes' true false"),
+        ("model = 3", "my.toml model 3 text"),
+        ("seed = [1, 2]", "my.toml seed [1, 2] whole number"),
+        ("lora = [1]", "my.toml lora [1] text"),
+        ("size = 832", "my.toml size 832 text"),
+        ("[seed]\nx = 1", "my.toml seed {'x': 1} whole number"),
+        ("generate = 3", "my.toml generate 3 table [generate]"),
+        ("size = 'big'", "'big' WIDTHxHEIGHT 832x480"),
+        ("dtype = 'float8'", "'--dtype' 'float8' 'bfloat16' 'float32'"),
+        ("count = 0", "'--count' 0 x>=1"),
+        ("[plan]\nsteps = '3'", "my.toml [plan] steps '3' whole number"),
+        ("steps = ", "my.toml Invalid value"),
+        ("steps = 1\nsteps = 2", "my.toml Cannot overwrite"),
+        (b"\xff", "my.toml 'utf-8'"),
+        (None, "my.toml [Errno 2]"),
     ],
 )
 def test_mistakes(text, told):
@@ -194,7 +195,7 @@ def test_mistakes(text, told):
         Path("my.toml").unlink()
     else:
         Path("my.toml").write_bytes(text if isinstance(text, bytes) else text.encode())
-    assert told in refused("a", "--config", "my.toml")
+    assert says(refused("a", "--config", "my.toml"), told)
 
 
 def test_a_video(tmp_path_factory, monkeypatch):

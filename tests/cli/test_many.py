@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as some
 
+from tests.support.words import says
 from wanjax.cli import main
 from wanjax.cli.many import prompts_of, seeds_of
 from wanjax.errors import WanjaxError
@@ -90,21 +91,21 @@ def test_a_run_that_was_killed_makes_the_rest(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("a", "--prompts", "prompts.txt"), "--prompts is given beside a prompt"),
-        (("--prompts", "nowhere.txt"), "the prompts in nowhere.txt cannot be read"),
-        (("--prompts", "empty.txt"), "empty.txt has no prompt: one on each line is right"),
-        (("a", "--seeds", "1..x"), "the seeds '1..x' are no list of whole numbers such as 1,5,8..11"),
-        (("a", "--seeds", "4..1"), "the seeds '4..1' are none at all: 0..3 are four"),
-        (("a", "--seeds", "1", "--count", 2), "--seeds is given beside --count"),
-        (("a", "--count", 0), "0 is not in the range x>=1"),
-        (("a", "--count", 2, "--dir", "here"), "--dir keeps the stages of one video"),
-        (("a", "--count", 2, "--out", "one.mp4"), "--out names the file one.mp4 for several videos"),
+        (("a", "--prompts", "prompts.txt"), "--prompts prompt"),
+        (("--prompts", "nowhere.txt"), "prompts nowhere.txt"),
+        (("--prompts", "empty.txt"), "empty.txt prompt"),
+        (("a", "--seeds", "1..x"), "seeds '1..x' list whole 1,5,8..11"),
+        (("a", "--seeds", "4..1"), "seeds '4..1' 0..3"),
+        (("a", "--seeds", "1", "--count", 2), "--seeds --count"),
+        (("a", "--count", 0), "0 x>=1"),
+        (("a", "--count", 2, "--dir", "here"), "--dir video"),
+        (("a", "--count", 2, "--out", "one.mp4"), "--out one.mp4"),
     ],
     ids=str,
 )
 def test_mistakes(tmp_path, arguments, sentence):
     (tmp_path / "empty.txt").write_text("\n \n")
-    assert sentence in run("generate", *arguments, *SMALL, status=2).stderr
+    assert says(run("generate", *arguments, *SMALL, status=2).stderr, sentence)
 
 
 @given(some.lists(some.integers(0, 2**40), min_size=1, max_size=5), some.integers(0, 9), some.integers(0, 9))

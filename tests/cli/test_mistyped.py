@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import refused, succeeded, wanjax
+from tests.support.words import says
 from wanjax.cli import stages
 
 
@@ -21,21 +22,21 @@ def prompts(tmp_path, monkeypatch) -> list[str]:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["decod", "--dir", "d0"], "no command is named 'decod': `wanjax decode` is near"),
-        (["modles"], "`wanjax models` is near; `wanjax generate modles` makes a video of this word"),
-        (["Plan", "nano"], "`wanjax plan` is near"),
-        (["genrate", "a red circle"], "`wanjax generate` is near"),
-        (["warm-up", "--model", "nano", "--help"], "`wanjax warmup` is near"),
-        (["version"], "`wanjax --version` is near"),
-        (["--dir", "d0", "decode"], "'decode' is a command, which precedes its options: `wanjax decode ...`"),
-        (["paint", "--help"], "no command is named 'paint': there are generate, encode, denoise, decode, plan"),
-        (["price", "nano", "--chip", "v6e-8"], "--chip is an option of `wanjax plan`, and no command is named 'price'"),
-        (["a red circle", "--verify"], "--verify is an option of `wanjax convert`, and `wanjax generate` has no such"),
-        (["help", "decod"], "no command is named 'decod': there are generate"),
+        (["decod", "--dir", "d0"], "command 'decod' decode"),
+        (["modles"], "wanjax models generate modles"),
+        (["Plan", "nano"], "wanjax plan"),
+        (["genrate", "a red circle"], "wanjax generate"),
+        (["warm-up", "--model", "nano", "--help"], "wanjax warmup"),
+        (["version"], "wanjax --version"),
+        (["--dir", "d0", "decode"], "'decode' command wanjax decode"),
+        (["paint", "--help"], "command 'paint' generate encode denoise decode plan"),
+        (["price", "nano", "--chip", "v6e-8"], "--chip plan command 'price'"),
+        (["a red circle", "--verify"], "--verify convert generate"),
+        (["help", "decod"], "command 'decod' generate"),
     ],
 )
 def test_a_mistyped_command_makes_no_video(prompts, arguments, told):
-    assert told in refused(*arguments)
+    assert says(refused(*arguments), told)
     assert prompts == []
     assert list(Path().iterdir()) == []
 

@@ -10,6 +10,7 @@ import pytest
 from tests.support.commands import refused, succeeded, wanjax
 from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint
+from tests.support.words import says
 from wanjax.media import stage_files
 from wanjax.media.videos import read_metadata
 from wanjax.pipelines.run import Run
@@ -44,14 +45,16 @@ def test_quiet(model, option):
 
 
 def test_errors_are_told_even_so(model, monkeypatch):
-    assert refused("a", "--model", model, *SMALL, "-q", "--frames", "6").startswith("6 frames are not of the form")
+    assert says(refused("a", "--model", model, *SMALL, "-q", "--frames", "6"), "6 frames 4n + 1")
 
     def fail(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Run, "frames", fail)
     said = wanjax("a", "--model", model, *SMALL, "-q", "--dir", "d").stderr
-    assert said == ("wanjax: stopped\nwhat was complete is kept, and this goes on from there: wanjax decode --dir d\n")
+    stopped, way_on = said.splitlines()
+    assert stopped == "wanjax: stopped"
+    assert way_on.endswith(": wanjax decode --dir d")
 
 
 def test_json(model):

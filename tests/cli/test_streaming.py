@@ -12,6 +12,7 @@ import wanjax
 from tests.support.tiny import tiny_causal_checkpoint
 from tests.support.warm import programs
 from tests.support.warm import wanjax as wanjax_command
+from tests.support.words import says
 from wanjax.checkpoints.files import load_safetensors
 from wanjax.cli import main
 from wanjax.media.stage_files import LATENTS
@@ -86,8 +87,8 @@ def test_previews_and_several_seeds(model, video, tmp_path):
 
 def test_frames_that_are_no_whole_blocks_are_refused(model):
     told = run("a red circle", "--model", model, "--frames", 17, status=2)
-    assert "17 frames are 5 latent frames" in told.stderr
-    assert "13 or 21 frames would do" in told.stderr
+    assert says(told.stderr, "17 frames 5 latent")
+    assert says(told.stderr, "13 21 frames")
 
 
 def test_it_is_converted_there_and_back(model, video, tmp_path):
@@ -113,8 +114,8 @@ def test_training_it_is_refused(model, tmp_path):
     Image.new("RGB", (32, 32)).save(tmp_path / "data" / "a.png")
     (tmp_path / "data" / "a.txt").write_text("a red circle")
     told = run("train", model, tmp_path / "data", "--out", tmp_path / "out", status=2)
-    assert "makes videos block by block, and training needs them made as a whole" in told.stderr
+    assert says(told.stderr, "training block")
     told = run("calibrate", model, status=2)
-    assert "makes videos block by block, and calibrating needs them made as a whole" in told.stderr
+    assert says(told.stderr, "calibrating block")
     told = run("plan", "wan2.1-t2v-1.3b-causal", "--train", "--chip", "v6e-8", status=2)
-    assert "makes videos block by block, and training needs them made as a whole" in told.stderr
+    assert says(told.stderr, "training block")

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import wanjax
 from tests.support.plan_programs import layers, on_shapes, product_kernel, product_on_each
+from tests.support.words import naming
 from wanjax.compilers import compile as compiling
 from wanjax.compilers import kept, priced
 from wanjax.compilers.chips import SLICES, described
@@ -168,7 +169,7 @@ def test_prices_come_as_they_are_known_and_are_kept(monkeypatch):
     again = dict(prices(V6E, [kernel, twice, kernel, large]))
     assert [json.dumps(asdict(again[i])) for i in range(4)] == [json.dumps(asdict(first[i])) for i in range(4)]
     monkeypatch.setattr(priced, "pricing_digest", lambda: "another way to price")
-    with pytest.raises(WanjaxError, match="libtpu, which is missing"):
+    with pytest.raises(WanjaxError, match=naming("libtpu missing")):
         price_all(V6E, [kernel])
 
 
@@ -215,11 +216,11 @@ def test_any_function_is_priced():
 
 def test_a_function_is_refused_in_one_sentence():
     x = jax.ShapeDtypeStruct((8,), jnp.float32)
-    with pytest.raises(WanjaxError, match="the mesh tp=2 has 2 devices: v6e-8 has 8"):
+    with pytest.raises(WanjaxError, match=naming("mesh tp=2 2 devices v6e-8 8")):
         wanjax.price(jnp.sin, x, mesh={"tp": 2})
-    with pytest.raises(WanjaxError, match="no TPU slice is named 'v9'"):
+    with pytest.raises(WanjaxError, match=naming("TPU 'v9'")):
         wanjax.price(jnp.sin, x, chip="v9")
-    with pytest.raises(compiling.CompilerError, match="does not compile for v6e-8: ValueError: Zero-dim"):
+    with pytest.raises(compiling.CompilerError, match=naming("v6e-8 ValueError Zero-dimensional")):
         wanjax.price(lambda x: jnp.concatenate(x, 1.5), x)
 
 

@@ -16,6 +16,7 @@ from tests.support.attention import BOUND, SMALL_TILES, exact, exact_gradients, 
 from tests.support.compare import error
 from tests.support.quick import quick
 from tests.support.types import unchecked
+from tests.support.words import naming
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import IMPLEMENTATIONS, attention, choose, chunked
 
@@ -257,7 +258,7 @@ def test_a_named_implementation_never_falls_back():
         attention(q, k, v, implementation="reference", config=SMALL_BLOCKS[0])
     with pytest.raises(NotImplementedError, match="chunked is configured by"):
         attention(q, k, v, config=object())
-    with pytest.raises(WanjaxError, match="no attention is named 'fastest': there are auto, reference, chunked"):
+    with pytest.raises(WanjaxError, match=naming("attention 'fastest' auto reference chunked")):
         attention(q, k, v, implementation="fastest")
 
 
@@ -269,22 +270,22 @@ def wrong(**changes):
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        (wrong(q=jnp.ones((2, 5, 8))), r"\[B L N D\]"),
-        (wrong(v=jnp.ones((2, 6, 2, 8))), r"\[2, 6, 2, 8\]: \[B L N D\]"),
-        (wrong(q=jnp.ones((1, 5, 4, 8))), r"\[B L N D\]"),
+        (wrong(q=jnp.ones((2, 5, 8))), "[B L N D]"),
+        (wrong(v=jnp.ones((2, 6, 2, 8))), "[2, 6, 2, 8] [B L N D]"),
+        (wrong(q=jnp.ones((1, 5, 4, 8))), "[B L N D]"),
         (wrong(k=jnp.ones((2, 0, 2, 8)), v=jnp.ones((2, 0, 2, 8))), "at least 1"),
-        (wrong(q=jnp.ones((2, 5, 3, 8))), "3 heads cannot be shared among 2"),
-        (wrong(q=jnp.ones((2, 5, 4, 8), jnp.bfloat16)), "bfloat16, float32, float32"),
-        (wrong(**dict.fromkeys("qkv", jnp.ones((1, 2, 1, 4), jnp.int32))), "float32, bfloat16, float16 for all"),
-        (wrong(key_mask=jnp.ones((2, 7))), r"bool\[2, 7\] would do"),
-        (wrong(key_mask=jnp.ones((1, 7), bool)), r"bool\[2, 7\] would do"),
-        (wrong(bias=jnp.ones((1, 4, 5, 6))), r"broadcasts to \[2, 4, 5, 7\]"),
+        (wrong(q=jnp.ones((2, 5, 3, 8))), "3 heads 2"),
+        (wrong(q=jnp.ones((2, 5, 4, 8), jnp.bfloat16)), "bfloat16 float32 float32"),
+        (wrong(**dict.fromkeys("qkv", jnp.ones((1, 2, 1, 4), jnp.int32))), "float32 bfloat16 float16 for all"),
+        (wrong(key_mask=jnp.ones((2, 7))), "bool[2, 7]"),
+        (wrong(key_mask=jnp.ones((1, 7), bool)), "bool[2, 7]"),
+        (wrong(bias=jnp.ones((1, 4, 5, 6))), "broadcasts to [2, 4, 5, 7]"),
         (wrong(bias=jnp.ones((1, 4, 5, 7), jnp.bfloat16)), "float32"),
-        (wrong(window=(1, -1)), r"window \(1, -1\)"),
+        (wrong(window=(1, -1)), "window (1, -1)"),
     ],
 )
 def test_operands_that_do_not_fit(call, told):
-    with unchecked(), pytest.raises(WanjaxError, match=told):
+    with unchecked(), pytest.raises(WanjaxError, match=naming(told)):
         attention(**call)
 
 

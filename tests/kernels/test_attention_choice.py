@@ -9,6 +9,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionS
 
 from tests.support.attention import BOUND, exact, operands, run
 from tests.support.compare import error
+from tests.support.words import naming, says
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import Attention, attention, choose, chunked, cudnn
 from wanjax.kernels.target import Target, target
@@ -53,7 +54,7 @@ def test_a_traced_array_says_what_it_is_for():
 
 def test_cpus_have_no_cudnn():
     assert choose(*shapes()).name == "chunked"
-    with pytest.raises(NotImplementedError, match="cudnn runs on NVIDIA's cards, and this is for cpu"):
+    with pytest.raises(NotImplementedError, match=naming("cudnn NVIDIA's cpu")):
         choose(*shapes(), implementation="cudnn")
 
 
@@ -62,7 +63,7 @@ def test_cards_prefer_cudnn_and_say_why_not():
         assert choose(*shapes()) == ("cudnn", "it is NVIDIA's own")
         wide = choose(*shapes("float32"))
         assert wide.name == "chunked"
-        assert wide.reason.endswith("; cudnn takes bfloat16 and float16, not float32")
+        assert says(wide.reason, "cudnn bfloat16 float16 float32")
 
 
 def test_tpus_prefer_their_kernel_and_say_why_not():
@@ -70,8 +71,8 @@ def test_tpus_prefer_their_kernel_and_say_why_not():
         assert choose(*shapes()).name == choose(*shapes(), return_lse=True).name == "flash_tpu"
         odd = choose(*shapes(size=80))
         assert odd.name == "chunked"
-        assert odd.reason.endswith("; flash_tpu has no head size of 80: 64 and 128 are supported")
-        with pytest.raises(NotImplementedError, match="no head size of 80"):
+        assert says(odd.reason, "flash_tpu size 80 64 128")
+        with pytest.raises(NotImplementedError, match=naming("size 80")):
             choose(*shapes(size=80), implementation="flash_tpu")
 
 
@@ -158,7 +159,7 @@ def test_implementations_and_windows_are_named(text, right):
 
 @pytest.mark.parametrize("text", ["auto:window=", "auto:window=x", "chunked:window=3,window=4", "auto:window=-3"])
 def test_windows_that_are_no_number(text):
-    with pytest.raises(WanjaxError, match=r"the window in .* is not a number of tokens, such as window=4096"):
+    with pytest.raises(WanjaxError, match=naming("window number tokens window=4096")):
         Attention.parse(text)
 
 
@@ -175,4 +176,4 @@ def test_cards_have_a_window_through_another_implementation():
     with jax.sharding.use_abstract_mesh(mesh(CARD)):
         chosen = choose(*shapes(), implementation="auto:window=5")
     assert chosen.name == "chunked"
-    assert "cudnn has no window" in chosen.reason
+    assert says(chosen.reason, "cudnn window")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support.media import SETTINGS, leftovers
+from tests.support.words import naming
 from wanjax.checkpoints.files import SafetensorsFile, save_safetensors
 from wanjax.errors import WanjaxError
 from wanjax.media import stage_files
@@ -52,18 +53,16 @@ def test_stage_files_that_do_not_belong_together(tmp_path):
     stage_files.load_latents(tmp_path, SETTINGS | {"fps": 8})  # changes neither
     stage_files.load_encoded(tmp_path, SETTINGS | {"height": 8})  # changes encoded pictures; there are none
     other = SETTINGS | {"prompt": "a blue square" * 20}
-    with pytest.raises(
-        WanjaxError, match=r"do not belong together: prompt is .* in the one and 'a blue square.*\.\.\. in"
-    ):
+    with pytest.raises(WanjaxError, match=naming("prompt 'a blue squarea")):
         stage_files.load_encoded(tmp_path, other)
-    with pytest.raises(WanjaxError, match=r"do not belong together: seed is 7 in the one and 8 in the other"):
+    with pytest.raises(WanjaxError, match=naming("seed 7 8")):
         stage_files.load_latents(tmp_path, SETTINGS | {"seed": 8})
     stage_files.save_encoded(tmp_path, texts() | PICTURES, SETTINGS)  # pictures without a file name, such as black ones
-    with pytest.raises(WanjaxError, match="do not belong together: height is 32 in the one and 8 in"):
+    with pytest.raises(WanjaxError, match=naming("height 32 8")):
         stage_files.load_encoded(tmp_path, SETTINGS | {"height": 8})
     stage_files.save_encoded(tmp_path, texts() | PICTURES, SETTINGS | {"image": "a.png", "frames": 9})
     for name, value in (("image", "b.png"), ("frames", 5)):
-        with pytest.raises(WanjaxError, match=rf"do not belong together: {name} is .* in the one and {value!r} in"):
+        with pytest.raises(WanjaxError, match=naming(f"{name} {value!r}")):
             stage_files.load_encoded(tmp_path, SETTINGS | {"image": "a.png", "frames": 9} | {name: value})
 
 
@@ -90,22 +89,22 @@ def test_files_of_the_scripts_before(tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (None, "holds no generation_config.json, which `wanjax encode` writes"),
-        ("{", "cannot be read, Expecting property name"),
-        ("[1]", "is not a JSON object"),
+        (None, "generation_config.json encode"),
+        ("{", "read Expecting"),
+        ("[1]", "JSON"),
     ],
 )
 def test_broken_settings(tmp_path, config, message):
     if config is not None:
         (tmp_path / stage_files.CONFIG).write_text(config)
-    with pytest.raises(WanjaxError, match=message):
+    with pytest.raises(WanjaxError, match=naming(message)):
         stage_files.load_settings(tmp_path)
 
 
 def test_missing_stages_name_the_command(tmp_path):
-    with pytest.raises(WanjaxError, match="run `wanjax encode PROMPT --dir"):
+    with pytest.raises(WanjaxError, match=naming("encode PROMPT --dir")):
         stage_files.load_encoded(tmp_path, {})
-    with pytest.raises(WanjaxError, match="run `wanjax denoise --dir"):
+    with pytest.raises(WanjaxError, match=naming("denoise --dir")):
         stage_files.load_latents(tmp_path, {})
 
 
@@ -115,16 +114,16 @@ def test_missing_stages_name_the_command(tmp_path):
         (
             np.zeros((2, 3)),
             {},
-            r"'x' in .* is float64 \[2, 3\], where floats or integers or booleans, with a first axis",
+            "'x' float64 [2, 3] floats",
         ),
-        (np.zeros(()), {}, r"'x' in .* is float64 \[\], where floats"),
-        (np.zeros((1, 3)), {"settings": "{"}, "'settings' in its metadata"),
-        (np.zeros((1, 3)), {"dtype_info": "3"}, "'dtype_info' in its metadata"),
+        (np.zeros(()), {}, "'x' float64 [] floats"),
+        (np.zeros((1, 3)), {"settings": "{"}, "'settings' metadata"),
+        (np.zeros((1, 3)), {"dtype_info": "3"}, "'dtype_info' metadata"),
     ],
 )
 def test_unfit_encoded_tensors(tmp_path, x, metadata, message):
     save_safetensors(tmp_path / stage_files.EMBEDDINGS, {"x": x}, metadata)
-    with pytest.raises(WanjaxError, match=message):
+    with pytest.raises(WanjaxError, match=naming(message)):
         stage_files.load_encoded(tmp_path, {})
 
 
@@ -133,15 +132,15 @@ def test_unfit_encoded_tensors(tmp_path, x, metadata, message):
     [
         (
             np.zeros((1, 4, 3, 2, 2), np.int32),
-            r"'latents' in .* is int32 .*, where floats of 5 axes, with a first axis of",
+            "'latents' int32 floats 5 axes",
         ),
-        (np.zeros((1, 4, 3, 2), np.float32), r"is float32 \[1, 4, 3, 2\], where floats of 5 axes"),
-        (np.full((1, 4, 3, 2, 2), np.nan, np.float32), "holds latents that are not finite"),
+        (np.zeros((1, 4, 3, 2), np.float32), "float32 [1, 4, 3, 2] floats 5 axes"),
+        (np.full((1, 4, 3, 2, 2), np.nan, np.float32), "latents finite"),
     ],
 )
 def test_unfit_latents(tmp_path, latents, message):
     save_safetensors(tmp_path / stage_files.LATENTS, {"latents": latents})
-    with pytest.raises(WanjaxError, match=message):
+    with pytest.raises(WanjaxError, match=naming(message)):
         stage_files.load_latents(tmp_path, {})
 
 
@@ -150,5 +149,5 @@ def test_noise(tmp_path):
     save_safetensors(tmp_path / "noise.safetensors", {"noise": noise})
     np.testing.assert_array_equal(stage_files.load_noise(tmp_path / "noise.safetensors")["noise"], noise)
     save_safetensors(tmp_path / "other.safetensors", {"latents": noise})
-    with pytest.raises(WanjaxError, match="no tensor 'noise', only latents"):
+    with pytest.raises(WanjaxError, match=naming("tensor 'noise' latents")):
         stage_files.load_noise(tmp_path / "other.safetensors")

@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.support.media import SETTINGS, leftovers
+from tests.support.words import naming
 from wanjax.errors import WanjaxError
 from wanjax.media import videos
 from wanjax.media.pictures import read_clip
@@ -71,7 +72,7 @@ def test_a_picture(tmp_path):
     path = videos.write_video(tmp_path / "one.png", clip(1), 16, SETTINGS)
     np.testing.assert_array_equal(np.asarray(Image.open(path)), clip(1)[0])
     assert videos.read_metadata(path) == SETTINGS
-    with pytest.raises(WanjaxError, match=r"one\.png is one picture, for a video of one frame"):
+    with pytest.raises(WanjaxError, match=naming("one.png picture video frame")):
         videos.check_output(path, 5)
 
 
@@ -110,7 +111,7 @@ def test_folder_of_png(tmp_path, name):
 
 def test_a_folder_with_other_things_is_left_alone(tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(WanjaxError, match=r"thesis\.txt, which is not a frame"):
+    with pytest.raises(WanjaxError, match=naming("thesis.txt frame")):
         videos.write_video(f"{tmp_path}/", clip(), 16)
     assert leftovers(tmp_path) == ["thesis.txt"]
 
@@ -118,21 +119,21 @@ def test_a_folder_with_other_things_is_left_alone(tmp_path):
 @pytest.mark.parametrize(
     ("name", "frames", "message"),
     [
-        ("clip.avi", clip(), r"clip\.avi ends in \.avi: \.mp4, \.mov, \.webm, \.gif, \.webp, \.png, or no"),
-        ("clip.png", clip(), r"clip\.png is one picture, for a video of one frame"),
-        ("clip.mp4", clip(height=31), r"frames of 64x31 cannot become an mp4"),
-        ("clip.mp4", clip().astype(np.float32), r"uint8 \[T, H, W, 3\], all alike, not float32"),
-        ("clip.mp4", [clip(), clip(height=16)], r"all alike, not uint8 \(5, 16, 64, 3\)"),
-        ("clip.mp4", clip(0), "no frames|at least 1"),
+        ("clip.avi", clip(), "clip.avi .avi .mp4 .mov .webm .gif .webp .png"),
+        ("clip.png", clip(), "clip.png picture video frame"),
+        ("clip.mp4", clip(height=31), "frames 64x31 mp4"),
+        ("clip.mp4", clip().astype(np.float32), "uint8 [T, H, W, 3] float32"),
+        ("clip.mp4", [clip(), clip(height=16)], "uint8 (5, 16, 64, 3)"),
+        ("clip.mp4", clip(0), "frames"),
         ("clip.gif", [], "no frames"),
         ("frames", [], "no frames"),
-        ("file/clip.mp4", clip(), "the folder .*file cannot be written"),
-        ("file", clip(), "which is not a frame"),
+        ("file/clip.mp4", clip(), "folder file written"),
+        ("file", clip(), "not frame"),
     ],
 )
 def test_refused_videos_leave_nothing(tmp_path, name, frames, message):
     (tmp_path / "file").write_text("")
-    with pytest.raises(WanjaxError, match=message):
+    with pytest.raises(WanjaxError, match=naming(message)):
         videos.write_video(tmp_path / name, frames, 16)
     assert leftovers(tmp_path) == ["file"]
 
@@ -159,7 +160,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, name, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Image.Image, "save", full)
-    with pytest.raises(WanjaxError, match=f"{name} cannot be written: No space left on device"):
+    with pytest.raises(WanjaxError, match=naming(f"{name} No space left on device")):
         videos.write_video(tmp_path / name, clip(), 16)
     assert leftovers(tmp_path) == []
 
@@ -170,7 +171,7 @@ def test_a_full_disk_leaves_no_mp4(tmp_path, monkeypatch):
     limited = ["sh", "-c", 'ulimit -f 8; trap "" XFSZ; exec "$@"', "sh"]
     monkeypatch.setattr(subprocess, "Popen", lambda command, **kw: run([*limited, *command], **kw))
     noise = np.random.default_rng(0).integers(0, 256, (40, 64, 64, 3), np.uint8)
-    with pytest.raises(WanjaxError, match=r"clip\.mp4 cannot be written: ffmpeg said"):
+    with pytest.raises(WanjaxError, match=naming("clip.mp4 ffmpeg")):
         videos.write_video(tmp_path / "clip.mp4", noise, 16)
     assert leftovers(tmp_path) == []
 
@@ -180,7 +181,7 @@ def test_no_ffmpeg(tmp_path, monkeypatch):
         raise RuntimeError("No ffmpeg exe could be found.")
 
     monkeypatch.setattr(imageio_ffmpeg, "get_ffmpeg_exe", missing)
-    with pytest.raises(WanjaxError, match="`pip install imageio-ffmpeg` brings one"):
+    with pytest.raises(WanjaxError, match=naming("pip install imageio-ffmpeg")):
         videos.write_video(tmp_path / "clip.mp4", clip(), 16)
     assert leftovers(tmp_path) == []
 

@@ -16,6 +16,7 @@ from diffusers import (
 
 from tests.parity.references import relative_l2
 from tests.support.types import unchecked
+from tests.support.words import naming
 from wanjax import schedulers
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.guidance import dynamic_scales
@@ -129,7 +130,7 @@ def test_configs_that_diffusers_writes_are_read(solver, theirs):
     bare = PUBLISHED | {"_class_name": theirs.__name__}
     assert schedulers.from_config(bare) == solver(snr_shift=3.0, spacing="leading")  # the reference's defaults
     for entry, value in (("prediction_type", "epsilon"), ("rescale_betas_zero_snr", False), ("beta_end", 0.02)):
-        with pytest.raises(WanjaxError, match=f"{entry} {value!r} is not offered"):
+        with pytest.raises(WanjaxError, match=naming(f"{entry} {value!r}")):
             schedulers.from_config(config | {entry: value})
     for entry, value in (("timestep_spacing", "even"), ("snr_shift_scale", 0)):
         with unchecked(), pytest.raises(WanjaxError, match=repr(value)):
@@ -141,7 +142,7 @@ def test_a_number_of_steps_where_the_reference_adds_one():
     theirs = reference(CogVideoXDDIMScheduler, 61).timesteps
     assert (len(theirs), theirs[-1]) == (62, -1)
     np.testing.assert_array_equal(DDIM().schedule(61).timesteps, theirs[:-1])
-    with pytest.raises(WanjaxError, match="1001 steps are more than the 1000 timesteps"):
+    with pytest.raises(WanjaxError, match=naming("1001 steps 1000 timesteps")):
         DDIM().schedule(1001)
 
 
@@ -166,7 +167,7 @@ def test_drawn_noise_is_normal_and_new_in_each_step_and_sample():
 
 def test_noise_of_another_shape_is_refused():
     x, keys = jnp.zeros((1, 2, 3)), jax.random.split(jax.random.key(0), 1)
-    with pytest.raises(WanjaxError, match=r"has the shape \[4, 1, 2, 3\]: \[5, 1, 2, 3\] would do"):
+    with pytest.raises(WanjaxError, match=naming("[4, 1, 2, 3] [5, 1, 2, 3]")):
         DPM().init(DPM().schedule(5), x, keys, jnp.zeros((4, 1, 2, 3)))
 
 
@@ -176,9 +177,9 @@ def test_a_solver_given_by_name_keeps_the_levels():
     )
     assert schedulers.name_of(DPM(snr_shift=3.0)) == "dpm"
     assert schedulers.successor(DDIM(), DPM(snr_shift=3.0)) == DDIM()
-    with pytest.raises(WanjaxError, match="velocity, and the model predicts v: one like ddim"):
+    with pytest.raises(WanjaxError, match=naming("velocity model v ddim")):
         schedulers.successor("unipc", DDIM())
-    with pytest.raises(WanjaxError, match="v, and the model predicts velocity: one like unipc"):
+    with pytest.raises(WanjaxError, match=naming("v model velocity unipc")):
         schedulers.successor("dpm", UniPC())
 
 

@@ -13,6 +13,7 @@ from flax import nnx
 
 from tests.parity.references import StateDict, randomise, relative_l2
 from tests.support.quick import quick
+from tests.support.words import naming
 from wanjax.checkpoints import modules
 from wanjax.checkpoints.files import load_safetensors
 from wanjax.converters.cogvideox.diffusers import transformer_config, transformer_rules
@@ -206,7 +207,7 @@ def test_bfloat16_is_no_further_from_float32_than_the_reference_s_own(name):
 
 def test_a_size_that_was_not_learned_is_refused():
     _, model = make("5b i2v")
-    with pytest.raises(WanjaxError, match="learned for 4 rows and 6 columns of patches, not for 5 and 6"):
+    with pytest.raises(WanjaxError, match=naming("4 rows 6 columns patches 5")):
         model.positions((3, 5, 6), TEXT)
 
 

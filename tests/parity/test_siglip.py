@@ -14,6 +14,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 
 from tests.parity.encoder_references import SIGLIP_SIZES, converted, siglip_reference
 from tests.parity.references import StateDict, relative_l2
+from tests.support.words import naming
 from wanjax.checkpoints import modules
 from wanjax.checkpoints.networks import Network
 from wanjax.converters.siglip import siglip_config
@@ -105,13 +106,13 @@ def test_present_and_former_file_formats(models):
     ("change", "said"),
     [
         ({"model_type": "siglip2_vision_model"}, "model_type 'siglip2_vision_model'"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu' where 'gelu_pytorch_tanh' is right"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' 'gelu_pytorch_tanh'"),
         ({"patch_size": None}, "no patch_size"),
     ],
 )
 def test_unsupported_configs_are_refused(change, said):
     entries = SiglipVisionConfig(**SIGLIP_SIZES).to_dict() | change
-    with pytest.raises(WanjaxError, match=said):
+    with pytest.raises(WanjaxError, match=naming(said)):
         siglip_config({key: value for key, value in entries.items() if value is not None})
 
 
@@ -133,8 +134,8 @@ def test_preprocessing(size, resample, tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"do_normalize": False}, "do_normalize False is not offered: True is"),
-        ({"resample": 77}, "77 is not a valid Resampling"),
+        ({"do_normalize": False}, "do_normalize False True"),
+        ({"resample": 77}, "77 Resampling"),
         ({"size": {"shortest_edge": 384}}, "no height"),
         ({"image_mean": None}, "no image_mean"),
     ],
@@ -144,5 +145,5 @@ def test_unsupported_preprocessing_is_refused(change, said, tmp_path):
     file = tmp_path / "preprocessor_config.json"
     entries = json.loads(file.read_text()) | change
     file.write_text(json.dumps({key: value for key, value in entries.items() if value is not None}))
-    with pytest.raises(WanjaxError, match=said):
+    with pytest.raises(WanjaxError, match=naming(said)):
         StretchingImageProcessor.load(tmp_path)

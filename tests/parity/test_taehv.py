@@ -18,6 +18,7 @@ from tests.support.commands import refused, succeeded
 from tests.support.commands import wanjax as command
 from tests.support.compare import error
 from tests.support.quick import quick
+from tests.support.words import naming, says
 from wanjax.errors import WanjaxError
 from wanjax.models.taehv import pictures
 from wanjax.pipelines import tiny_decoder
@@ -115,7 +116,7 @@ def test_the_command_line(tmp_path, monkeypatch):
     torch.save(OrderedDict(layers(16, 1, (1, 2, 2))), "tae.pth")
     torch.save(OrderedDict(layers(32, 1, (1, 2, 2))), "other.pth")
     options = ("a red circle", "--steps", "1", "--dir", "one", "--preview-decoder")
-    assert "latents of 32 channels, and the model's have 16" in refused(*options, "other.pth")
+    assert says(refused(*options, "other.pth"), "latents 32 channels 16")
     succeeded(command(*options, "tae.pth"))
     with Image.open("one/preview.png") as page:
         assert page.size == (2 * 5 * 64, 2 * 64)
@@ -128,16 +129,16 @@ def without(name):
 @pytest.mark.parametrize(
     ("harm", "why"),
     [
-        (without("decoder.22.weight"), "has no decoder.22.weight, which a decoder of TAEHV has"),
-        (without("decoder.10.conv.2.bias"), r"decoder\.10\.conv\.2\.bias"),
+        (without("decoder.22.weight"), "decoder.22.weight TAEHV"),
+        (without("decoder.10.conv.2.bias"), "decoder.10.conv.2.bias"),
         (lambda tensors: tensors.update({"decoder.22.weight": torch.zeros(9, 6, 3, 3)}), "no square of pixels"),
-        (lambda tensors: tensors.update({"decoder.23.weight": torch.zeros(1)}), r"decoder\.23\.weight"),
-        (lambda tensors: tensors.update(layers(9, 1, (1, 2, 2))), "latents of 9 channels, and the model's have 7"),
+        (lambda tensors: tensors.update({"decoder.23.weight": torch.zeros(1)}), "decoder.23.weight"),
+        (lambda tensors: tensors.update(layers(9, 1, (1, 2, 2))), "latents 9 channels 7"),
     ],
 )
 def test_another_file_is_refused(harm, why, tmp_path):
     tensors = layers(7, 1, (1, 2, 2))
     harm(tensors)
     torch.save(OrderedDict(tensors), tmp_path / "tae.pth")
-    with pytest.raises(WanjaxError, match=why):
+    with pytest.raises(WanjaxError, match=naming(why)):
         read_tiny_decoder(tmp_path / "tae.pth", 7)

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.words import says
 from wanjax.checkpoints import torch_file
 from wanjax.checkpoints.torch_file import TorchFile, describe
 from wanjax.errors import WanjaxError
@@ -167,9 +168,9 @@ def saved(tmp_path):
 
 def test_false_sizes_of_records_are_refused(saved):
     replace_record(saved, "data/0", b"\0" * 47)
-    assert "'a' of shape [3, 4] lies outside of its storage of 47 bytes" in refusal(saved)
+    assert says(refusal(saved), "'a' [3, 4] 47")
     replace_record(saved, "data/0", None)
-    assert "it lacks the record 'data/0'" in refusal(saved)
+    assert says(refusal(saved), "record 'data/0'")
 
 
 def test_foreign_bytes_orders_compression_and_missing_tables_are_refused(saved):
@@ -180,7 +181,7 @@ def test_foreign_bytes_orders_compression_and_missing_tables_are_refused(saved):
     assert "compressed" in refusal(saved)
     with zipfile.ZipFile(saved, "w") as archive:
         archive.writestr("x/other", b"")
-    assert "it holds no data.pkl" in refusal(saved)
+    assert says(refusal(saved), "data.pkl")
 
 
 def test_older_and_other_files_are_refused(tmp_path):
@@ -191,7 +192,7 @@ def test_older_and_other_files_are_refused(tmp_path):
     torch.save([torch.ones(2)], tmp_path / "list.pth")
     assert "it is not a table of tensors by name" in refusal(tmp_path / "list.pth")
     torch.save({"epoch": 3}, tmp_path / "number.pth")
-    assert "'epoch' is not a tensor" in refusal(tmp_path / "number.pth")
+    assert says(refusal(tmp_path / "number.pth"), "'epoch' tensor")
     assert "there is no file" in refusal(tmp_path / "nowhere.pth")
 
 
@@ -251,7 +252,7 @@ def test_a_large_table_of_contents_is_refused(saved, monkeypatch):
     assert "its table of contents has" in refusal(saved)
     monkeypatch.setattr(torch_file, "HEADER_LIMIT", 10**8)
     monkeypatch.setattr(torch_file, "PICKLE_LIMIT", 50)
-    assert "its pickle has more than 50 bytes" in refusal(saved)
+    assert says(refusal(saved), "pickle 50")
 
 
 def test_a_file_that_shrinks_after_it_was_opened_is_refused(saved):

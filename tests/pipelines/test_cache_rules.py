@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.support.recorded import times
+from tests.support.words import naming
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.cache_rules import (
     NONE,
@@ -241,28 +242,28 @@ def test_a_text_names_a_rule(text):
     [
         (
             "magic",
-            "there is no step cache 'magic': magcache, teacache, easycache, deepcache, guidance, none, auto",
+            "step cache 'magic' magcache teacache easycache deepcache guidance auto",
         ),
-        ("", "there is no step cache ''"),
-        ("none:1", "is not written like none"),
-        ("deepcache:a", r"is not written like deepcache:11,45,4, which has \['start', 'end', 'interval'\]"),
-        ("deepcache:1,2,3,4", "is not written like deepcache:11,45,4"),
-        ("deepcache:5,5,2", "deepcache:5,5,2 keeps nothing to reuse"),
+        ("", "step cache ''"),
+        ("none:1", "written like none"),
+        ("deepcache:a", "deepcache:11,45,4 ['start', 'end', 'interval']"),
+        ("deepcache:1,2,3,4", "deepcache:11,45,4"),
+        ("deepcache:5,5,2", "deepcache:5,5,2"),
         ("deepcache:5,9,1", "keeps nothing to reuse"),
         ("deepcache:-1,9,2", "keeps nothing to reuse"),
-        ("magcache:0", "the threshold of magcache:0.0 is not a number above 0"),
-        ("magcache:nan", "the threshold of magcache:nan is not a number above 0"),
-        ("magcache:.1,0", "magcache:0.1,0 lets 0 steps in a row reuse"),
-        ("magcache:.1,2,1", "magcache:0.1,2,1.0 has 1 as the share of whole steps"),
-        ("magcache:.1,2.5", "is not written like magcache, which has"),
-        ("magcache,guidance", "there is no step cache 'magcache,guidance'"),
-        ("teacache:inf", "the threshold of teacache:inf is not a number above 0"),
-        ("easycache:-1", "easycache:-1.0,10 has no threshold above 0"),
-        ("guidance:1", "guidance:1 keeps nothing to reuse"),
+        ("magcache:0", "threshold magcache:0.0 number 0"),
+        ("magcache:nan", "threshold magcache:nan number 0"),
+        ("magcache:.1,0", "magcache:0.1,0 0 steps"),
+        ("magcache:.1,2,1", "magcache:0.1,2,1.0 1 whole steps"),
+        ("magcache:.1,2.5", "magcache"),
+        ("magcache,guidance", "step cache 'magcache,guidance'"),
+        ("teacache:inf", "threshold teacache:inf number 0"),
+        ("easycache:-1", "easycache:-1.0,10 threshold 0"),
+        ("guidance:1", "guidance:1"),
     ],
 )
 def test_other_texts_are_refused(text, told):
-    with pytest.raises(WanjaxError, match=told):
+    with pytest.raises(WanjaxError, match=naming(told)):
         cache_rule(text)
 
 
@@ -287,33 +288,33 @@ def test_a_rule_is_completed_with_the_checkpoints_settings():
         (
             "magcache",
             {"name": "hunyuanvideo1.5-720p-t2v"},
-            "for magcache: `wanjax calibrate hunyuanvideo1.5-720",
+            "magcache calibrate",
         ),
         (
             "teacache",
             {"name": "wan2.2-ti2v-5b"},
-            "no table of wan2.2-ti2v-5b for teacache: `wanjax cal",
+            "wan2.2-ti2v-5b teacache calibrate",
         ),
-        ("deepcache", {"steps": 8}, "deepcache:11,45,4 would reuse nothing in 8 steps: more steps would do"),
-        ("easycache", {"steps": 11}, "easycache:0.05,10 would reuse nothing in 11 steps"),
-        ("magcache:.001", {}, "magcache:0.001,2,0.2 would reuse nothing in 50 steps"),
+        ("deepcache", {"steps": 8}, "deepcache:11,45,4 8 steps"),
+        ("easycache", {"steps": 11}, "easycache:0.05,10 11 steps"),
+        ("magcache:.001", {}, "magcache:0.001,2,0.2 50 steps"),
         (
             "magcache:99,99",
             {},
-            "magcache:99.0,99,0.2 would reuse all steps after 10 of 50: a smaller thresh",
+            "magcache:99.0,99,0.2 steps 10 50",
         ),
-        ("guidance", {"guided": False}, "guidance:5 is worth nothing without guidance"),
+        ("guidance", {"guided": False}, "guidance:5 guidance"),
     ],
 )
 def test_a_rule_that_a_model_cannot_have_is_refused(text, given, told):
-    with pytest.raises(WanjaxError, match=told):
+    with pytest.raises(WanjaxError, match=naming(told)):
         chosen(text, **given)
 
 
 def test_a_guidance_cache_needs_the_prompts_apart():
     check_apart(Guidance(5), False)
     check_apart(MagCache(), True)
-    with pytest.raises(WanjaxError, match="worth nothing where dp or --batch-guidance runs both prompts together"):
+    with pytest.raises(WanjaxError, match=naming("dp --batch-guidance prompts")):
         check_apart(Guidance(5), True)
 
 
@@ -333,18 +334,18 @@ def test_tables_are_written_and_read(tmp_path):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"prompt": [1.0]}, "the table has 1 ratios for the prompt and 2 for the negative one: one for each step"),
+        ({"prompt": [1.0]}, "table 1 ratios prompt 2 negative step"),
         ({"prompt": [1.0, "a"]}, "holds what is not a number"),
         ({"prompt": [1.0, float("nan")]}, "holds what is not a number"),
-        ({"prompt": [1.0, -0.5]}, "the table has the ratio -0.5: ratios are above 0"),
-        ({"delta": None}, "holds no tables of step caches"),
-        ({"negative": None}, "holds no tables of step caches"),
+        ({"prompt": [1.0, -0.5]}, "table ratio -0.5 ratios 0"),
+        ({"delta": None}, "tables step caches"),
+        ({"negative": None}, "tables step caches"),
     ],
 )
 def test_a_bad_table_is_refused(tmp_path, change, told):
     file, found = tmp_path / "caches.json", to_json(TABLES)
     file.write_text(json.dumps(found | {"magcache": found["magcache"] | change}))
-    with pytest.raises(WanjaxError, match=told) as refusal:
+    with pytest.raises(WanjaxError, match=naming(told)) as refusal:
         read_tables(file)
     assert str(file) in str(refusal.value)
 
@@ -353,7 +354,7 @@ def test_what_is_no_table_is_refused(tmp_path):
     file = tmp_path / "caches.json"
     for text in ("{", "[1]", '{"magcache": 3}'):
         file.write_text(text)
-        with pytest.raises(WanjaxError, match="holds no tables of step caches"):
+        with pytest.raises(WanjaxError, match=naming("tables step caches")):
             read_tables(file)
 
 

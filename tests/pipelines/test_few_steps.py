@@ -13,6 +13,7 @@ from tests.support.commands import refused, succeeded
 from tests.support.commands import wanjax as command
 from tests.support.programs import begun
 from tests.support.quick import quick
+from tests.support.words import says
 from wanjax.media.pictures import read_clip
 from wanjax.pipelines.steps import Cancelled
 from wanjax.pipelines.wan.conditioning import WanEncoded
@@ -140,7 +141,7 @@ def test_the_command(tmp_path, monkeypatch):
 def test_what_the_command_refuses(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     asked = ("a red circle", "--scheduler", "rcm", "--sigmas", "diffusers")
-    assert refused(*asked) == "distilled models have no noise levels by diffusers: the sigmas official would do"
+    assert says(refused(*asked), "models noise diffusers sigmas official")
     told = refused("a red circle", "--scheduler", "consistency:timesteps=500,750")
-    assert told.startswith("the timesteps (500.0, 750.0) do not fall")
+    assert says(told, "timesteps (500.0, 750.0)")
     assert isinstance(wanjax.load("nano", scheduler=RCM(sigma_max=120.0)).scheduler, RCM)

@@ -17,6 +17,7 @@ from tests.support.compare import error
 from tests.support.programs import begun
 from tests.support.quick import quick
 from tests.support.tiny import tiny_hunyuan_checkpoint
+from tests.support.words import naming
 from wanjax.checkpoints.files import load_safetensors
 from wanjax.errors import WanjaxError
 from wanjax.media.stage_files import EMBEDDINGS, LATENTS
@@ -49,7 +50,7 @@ def test_defaults_come_from_the_scheduler_and_the_guider(models):
 def test_a_guider_of_another_kind_is_refused(tmp_path):
     folder = tiny_hunyuan_checkpoint(tmp_path)
     (folder / "guider" / "guider_config.json").write_text(json.dumps({"guidance_scale": 6.0, "guidance_rescale": 0.7}))
-    with pytest.raises(WanjaxError, match=r"guidance_rescale 0\.7 is not offered: 0\.0 is"):
+    with pytest.raises(WanjaxError, match=naming("guidance_rescale 0.7 0.0")):
         wanjax.load(folder)
 
 
@@ -145,13 +146,13 @@ def test_truncations_of_a_prompt_and_of_what_it_quotes(models):
 
 def test_refused(models, picture):
     text, image = wanjax.load(models["text"]), wanjax.load(models["image"])
-    with pytest.raises(WanjaxError, match=r"133 frames are too many for .*: at most 129 would do"):
+    with pytest.raises(WanjaxError, match=naming("133 frames 129")):
         text.settings(frames=133)
-    with pytest.raises(WanjaxError, match=r"the flow shift 0\.0 is not a finite number above 0"):
+    with pytest.raises(WanjaxError, match=naming("shift 0.0 finite number 0")):
         text.settings(flow_shift=0.0)
-    with pytest.raises(WanjaxError, match="is made for text to video and cannot use an image"):
+    with pytest.raises(WanjaxError, match=naming("text video image")):
         text.encode("a cat", image=picture)
-    with pytest.raises(WanjaxError, match="is made for image to video: an image is needed"):
+    with pytest.raises(WanjaxError, match=naming("image video")):
         image.encode("a cat")
     plain, pictured = text.encode("a cat"), image.encode("a cat", image=picture)
     for pipe, encoded, told in (
@@ -166,7 +167,7 @@ def test_refused(models, picture):
     ):
         with pytest.raises(WanjaxError, match=told):
             pipe.denoise(encoded)
-    with pytest.raises(WanjaxError, match=r"the image_latents has the shape .* encode again, with the size"):
+    with pytest.raises(WanjaxError, match=naming("image_latents encode size")):
         image.denoise(pictured, size=(32, 48))
 
 
@@ -176,5 +177,5 @@ def test_published_checkpoints_have_two_names():
         assert settings.model == "hunyuanvideo1.5-720p-i2v"
         assert (settings.flow_shift, settings.guidance_scale, settings.size) == (7.0, 6.0, (720, 1280))
         assert architecture.networks.keys() == {"text_encoder", "text_encoder_2", "image_encoder", "transformer", "vae"}
-    with pytest.raises(WanjaxError, match=r"a near name is hunyuanvideo1\.5-"):
+    with pytest.raises(WanjaxError, match=naming("hunyuanvideo1.5-")):
         find("hunyuanvideo1.5-720p-ti2v")

@@ -9,6 +9,7 @@ import wanjax
 from tests.support import small_wan
 from tests.support.compare import error
 from tests.support.types import unchecked
+from tests.support.words import naming
 from wanjax.errors import WanjaxError
 from wanjax.pipelines import many
 from wanjax.pipelines.wan.architecture import WanArchitecture
@@ -64,7 +65,7 @@ def test_videos_that_are_not_wanted_are_not_made(nano):
 def test_one_noise_makes_one_video(nano):
     noise = np.zeros(nano.architecture.noise_shape(nano.settings(**SMALL)), np.float32)
     assert len(nano.videos(PROMPTS[:1], noise=noise, **SMALL).__next__().frames) == 5
-    with pytest.raises(WanjaxError, match="one noise is given for 2 videos"):
+    with pytest.raises(WanjaxError, match=naming("noise 2 videos")):
         nano.videos(PROMPTS, noise=noise, **SMALL)
 
 
@@ -74,9 +75,9 @@ def test_several_seeds_of_one_prompt(nano):
 
 def test_mistakes_are_found_before_anything_is_encoded(nano, monkeypatch):
     monkeypatch.setattr(nano, "encode_prompts", lambda *_: pytest.fail("a prompt was encoded"))
-    with unchecked(), pytest.raises(WanjaxError, match="prompt is given as 3"):
+    with unchecked(), pytest.raises(WanjaxError, match=naming("prompt 3")):
         nano([PROMPTS[0], 3], **SMALL)
-    with unchecked(), pytest.raises(WanjaxError, match=r"the seed 1\.5 is not a whole number"):
+    with unchecked(), pytest.raises(WanjaxError, match=naming("seed 1.5 whole number")):
         nano(PROMPTS, seeds=[0, 1.5], **SMALL)
 
 

@@ -18,6 +18,7 @@ from tests.support.compare import error
 from tests.support.quick import quick
 from tests.support.small_wan import causal_pipeline, partitioner
 from tests.support.tiny import tiny_causal_checkpoint
+from tests.support.words import naming
 from wanjax.errors import UnsupportedError, WanjaxError
 from wanjax.pipelines.frames import decode_chunk
 from wanjax.pipelines.sampler import take_step
@@ -161,14 +162,14 @@ def test_a_callback_stops_a_stream():
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"frames": 17}, "17 frames are 9 latent frames, and .* makes blocks of 2: 15 or 19 frames would do"),
-        ({"frames": 1}, "1 frames are 1 latent frames, and .* makes blocks of 2: 3 frames would do"),
-        ({"guidance_scale": 3.0}, "distilled without guidance: a guidance scale of 1, its default, would do"),
-        ({"cache": "easycache"}, "too few steps for a step cache: leave easycache out"),
+        ({"frames": 17}, "17 frames 9 latent blocks 2 15 19"),
+        ({"frames": 1}, "1 frames latent blocks 2 3"),
+        ({"guidance_scale": 3.0}, "guidance 1"),
+        ({"cache": "easycache"}, "steps step cache easycache"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(given, told):
-    with pytest.raises(WanjaxError, match=told):
+    with pytest.raises(WanjaxError, match=naming(told)):
         pipeline().blocks(encoded(), **GIVEN | given)
 
 
@@ -269,10 +270,10 @@ def test_a_checkpoint_streams_from_a_prompt(checkpoint):
     clips = list(pipe.stream("a red circle", seed=5, batch_guidance=True))
     assert [len(clip) for clip in clips] == [5, 8, 8, 8]
     np.testing.assert_array_equal(np.concatenate(clips), pipe("a red circle", seed=5).frames)
-    with pytest.raises(WanjaxError, match="made for text to video by blocks and cannot use a video"):
+    with pytest.raises(WanjaxError, match=naming("text video blocks")):
         pipe.stream("a red circle", video=np.zeros((29, 32, 32, 3), np.uint8))
 
 
 def test_what_a_causal_model_cannot_do_is_told(checkpoint):
-    with pytest.raises(UnsupportedError, match="has no radial attention"):
+    with pytest.raises(UnsupportedError, match=naming("radial attention")):
         wanjax.load(checkpoint, attention="radial:0.2")

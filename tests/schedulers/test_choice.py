@@ -9,6 +9,7 @@ import wanjax
 from tests.support.small_wan import VIDEO, pipeline
 from tests.support.toy.scheduler import Ancestral
 from tests.support.types import unchecked
+from tests.support.words import naming
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.wan.conditioning import WanEncoded
 from wanjax.schedulers import DDIM, DPM, NAMED, RCM, Consistency, FlowEuler, UniPC, name_of, named, successor
@@ -50,9 +51,7 @@ def test_a_scheduler_without_a_name_is_described():
     ],
 )
 def test_unknown_names(name):
-    with pytest.raises(
-        WanjaxError, match=r"no scheduler is named .*: there are unipc, euler, ddim, dpm, consistency, rcm, and with"
-    ):
+    with pytest.raises(WanjaxError, match=naming("scheduler unipc euler ddim dpm consistency rcm")):
         named(name)
 
 
@@ -64,24 +63,24 @@ def test_an_order_that_there_is_not():
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("consistency:timesteps=1000,1000", r"timesteps \(1000.0, 1000.0\) do not fall"),
-        ("consistency:timesteps=1000,0", "do not fall from at most 1000 to above 0: 1000, 757, 522 would do"),
+        ("consistency:timesteps=1000,1000", "timesteps (1000.0, 1000.0)"),
+        ("consistency:timesteps=1000,0", "fall 1000 757 522"),
         ("consistency:timesteps=1001", "do not fall"),
         ("consistency:timesteps=nan", "do not fall"),
-        ("rcm:sigma_max=14", "first noise of rCM 14.0 is not from 15 on: 80 to 200 is usual"),
-        ("rcm:sigma_max=inf", "first noise of rCM inf"),
-        ("rcm:sigma_max=nan", "first noise of rCM nan"),
+        ("rcm:sigma_max=14", "noise rCM 14.0 15 80 200"),
+        ("rcm:sigma_max=inf", "noise rCM inf"),
+        ("rcm:sigma_max=nan", "noise rCM nan"),
     ],
 )
 def test_options_with_impossible_values(name, words):
-    with pytest.raises(WanjaxError, match=words):
+    with pytest.raises(WanjaxError, match=naming(words)):
         named(name)
 
 
 def test_schedulers_that_do_not_fit():
-    with pytest.raises(WanjaxError, match="takes predictions of v, and the model predicts velocity: one like unipc"):
+    with pytest.raises(WanjaxError, match=naming("v model velocity unipc")):
         successor(Ancestral(), UniPC())
-    with pytest.raises(WanjaxError, match="differs in its options, shift, sigmas: one like unipc would do"):
+    with pytest.raises(WanjaxError, match=naming("shift sigmas unipc")):
         successor(Ancestral(prediction="velocity"), UniPC())
 
 
@@ -110,5 +109,5 @@ def test_a_pipeline_refuses_a_scheduler_that_does_not_fit(scheduler):
 
 def test_a_model_is_loaded_with_another_scheduler():
     assert wanjax.load("nano", scheduler="unipc:order=1").scheduler == UniPC(order=1)
-    with pytest.raises(WanjaxError, match=r"no scheduler is named 'heun'"):
+    with pytest.raises(WanjaxError, match=naming("scheduler 'heun'")):
         wanjax.load("nano", scheduler="heun")

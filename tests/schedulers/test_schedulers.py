@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.flows import flow_euler, unipc
 from tests.support.types import unchecked
+from tests.support.words import naming
 from wanjax import load, schedulers
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.sampler import take_step
@@ -183,26 +184,26 @@ def test_a_config_names_the_scheduler():
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"_class_name": "DDIMScheduler"}, "'DDIMScheduler'.*UniPCMultistepScheduler.*FlowMatchEuler"),
-        ({}, "scheduler None is not known"),
-        (WAN | {"prediction_type": "epsilon"}, "prediction_type 'epsilon'.*'flow_prediction'"),
+        ({"_class_name": "DDIMScheduler"}, "'DDIMScheduler' UniPCMultistepScheduler FlowMatchEulerDiscreteScheduler"),
+        ({}, "scheduler None"),
+        (WAN | {"prediction_type": "epsilon"}, "prediction_type 'epsilon' 'flow_prediction'"),
         ({"_class_name": "UniPCMultistepScheduler", "use_flow_sigmas": True}, "prediction_type 'epsilon'"),
-        (WAN | {"use_flow_sigmas": False}, "use_flow_sigmas False.*True"),
-        (WAN | {"solver_order": 3}, "order 3.*1 or 2"),
-        (WAN | {"solver_type": "bh1"}, "solver_type 'bh1'.*'bh2'"),
-        (WAN | {"final_sigmas_type": "sigma_min"}, "final_sigmas_type 'sigma_min'.*'zero'"),
-        (WAN | {"lower_order_final": False}, "lower_order_final False.*True"),
-        (WAN | {"disable_corrector": [0]}, r"disable_corrector \[0\]"),
-        (WAN | {"use_dynamic_shifting": True}, "use_dynamic_shifting True.*False"),
-        (WAN | {"flow_shift": None}, "flow shift None.*above zero"),
-        (WAN | {"flow_shift": -1.0}, "flow shift -1.0.*above zero"),
-        (LCM | {"scale_factors": [0.5, 1.0]}, r"scale_factors \[0.5, 1.0\].*None"),
-        (EULER | {"use_karras_sigmas": True}, "use_karras_sigmas True.*False"),
-        (EULER | {"shift_terminal": 0.1}, "shift_terminal 0.1.*None"),
+        (WAN | {"use_flow_sigmas": False}, "use_flow_sigmas False True"),
+        (WAN | {"solver_order": 3}, "order 3 1 or 2"),
+        (WAN | {"solver_type": "bh1"}, "solver_type 'bh1' 'bh2'"),
+        (WAN | {"final_sigmas_type": "sigma_min"}, "final_sigmas_type 'sigma_min' 'zero'"),
+        (WAN | {"lower_order_final": False}, "lower_order_final False True"),
+        (WAN | {"disable_corrector": [0]}, "disable_corrector [0]"),
+        (WAN | {"use_dynamic_shifting": True}, "use_dynamic_shifting True False"),
+        (WAN | {"flow_shift": None}, "shift None"),
+        (WAN | {"flow_shift": -1.0}, "shift -1.0"),
+        (LCM | {"scale_factors": [0.5, 1.0]}, "scale_factors [0.5, 1.0] None"),
+        (EULER | {"use_karras_sigmas": True}, "use_karras_sigmas True False"),
+        (EULER | {"shift_terminal": 0.1}, "shift_terminal 0.1 None"),
     ],
 )
 def test_unsupported_entries_of_a_config_are_named(config, words):
-    with pytest.raises(WanjaxError, match=words):
+    with pytest.raises(WanjaxError, match=naming(words)):
         schedulers.from_config(config)
 
 
@@ -213,12 +214,12 @@ def test_zero_steps_are_refused(scheduler):
 
 
 def test_sigmas_of_another_name_are_refused():
-    with unchecked(), pytest.raises(WanjaxError, match=r"'karras'.*official or diffusers"):
+    with unchecked(), pytest.raises(WanjaxError, match=naming("'karras' official diffusers")):
         unipc(3.0, "karras").schedule(2)
 
 
 def test_noise_levels_that_are_equal_in_float32_are_refused():
-    with pytest.raises(WanjaxError, match=r"1000 steps at a flow shift of 100000.0"):
+    with pytest.raises(WanjaxError, match=naming("1000 steps shift 100000.0")):
         unipc(100000.0).schedule(1000)
 
 

@@ -15,7 +15,8 @@ from tests.support.clips import write_clips
 from tests.support.tiny import tiny_checkpoint
 from wanjax.checkpoints.files import load_safetensors
 
-STEPS, KILLS = 400, int(os.environ.get("KILLS", "20"))
+KILLS = int(os.environ.get("KILLS", "8"))
+STEPS = 20 * KILLS
 COMMAND = """
 import sys
 from wanjax import load

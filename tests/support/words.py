@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks that a message names what its reader needs: the wrong value and the right choice, in any sentence."""
+
+import re
+
+
+def naming(words: str) -> str:
+    """Returns a pattern of the lines that name each of the words, in any order. What brackets enclose is one word."""
+    patterns = [
+        (r"(?<!\w)" if word[0].isalnum() else "") + re.escape(word) + (r"(?!\w)" if word[-1].isalnum() else "")
+        for word in re.findall(r"(?:\[[^]]*\]|\([^)]*\)|\{[^}]*\}|\S)+", words)
+    ]
+    return "(?m)^" + "".join(f"(?=.*?{pattern})" for pattern in patterns)
+
+
+def says(said: str, words: str) -> bool:
+    """Tells whether one line names each of the words."""
+    return re.search(naming(words), said) is not None
