@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 from flax import nnx
 
+from wanjax.dims import readable
 from wanjax.kernels.compiler_options import SAFE
 from wanjax.layers.tiling import Tiling
 from wanjax.pipelines.components import Components
@@ -22,6 +23,7 @@ from wanjax.sharding import Partitioner, one_device
 SomeModel = TypeVar("SomeModel", bound="Model")
 
 
+@readable
 class Model:
     """A model: components, which are loaded at first use, the shapes of its networks, and its default settings.
 
@@ -49,6 +51,10 @@ class Model:
         self.compiler = compiler
         self.progress: bool | None = None
         self.strategy: Strategy = EXECUTE
+
+    def __init_subclass__(cls) -> None:
+        """Makes the help of a family's pipeline readable."""
+        readable(cls)
 
     @property
     def tokenizer(self) -> Any:
