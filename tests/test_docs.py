@@ -18,7 +18,7 @@ from tests.support.commands import succeeded, wanjax
 from tests.support.documents import PAGES, ROOT, Block, blocks, commands
 from wanjax.cli import IMPLIED, main
 from wanjax.cli.report import Report
-from wanjax.registry import presets
+from wanjax.registry import load, presets
 
 BLOCKS = [(page, number, block) for page in PAGES for number, block in enumerate(blocks(page))]
 RUN = sorted({page for page, _, block in BLOCKS if block.run == "run"})
@@ -97,6 +97,21 @@ def test_links_lead_somewhere(page: Path):
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if not re.match(r"https?://|#", target):
             assert (page.parent / target.partition("#")[0]).exists(), target
+
+
+def test_the_page_of_models_has_each_with_its_settings():
+    text = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+    tables = text[text.index("## Sizes and settings") : text.index("## Parity")]
+    rows = {name: cells.split(" | ") for name, cells in re.findall(r"^\| `(.+?)` \| (.+) \|$", tables, re.MULTILINE)}
+    assert rows.keys() == presets().keys()
+    for name, preset in presets().items():
+        chosen = load(name).defaults if preset.shipped else preset.defaults
+        shift = getattr(chosen, "flow_shift", None)
+        size, frames = f"{chosen.width}×{chosen.height}", f"{chosen.frames} at {chosen.fps}"
+        guidance = " and ".join(f"{scale:g}" for scale in chosen.guidance_scales)
+        shown = [size, frames, str(chosen.steps), guidance, "" if shift is None else f"{shift:g}"]
+        assert rows[name][3:8] == shown, name
+        assert preset.licence.removesuffix(" licence") == rows[name][8], name
 
 
 def test_pictures_are_small():

@@ -9,6 +9,8 @@ video.save("circle.mp4")
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from wanjax.dims import readable
+
 if TYPE_CHECKING:
     from wanjax.compilers.functions import price
     from wanjax.errors import WanjaxError
@@ -64,7 +66,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         sentence = None if name.startswith("_") else import_module("wanjax.pipelines.keywords").right_name(name)
         raise AttributeError(sentence or f"module 'wanjax' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    found = globals()[name] = readable(getattr(import_module(_HOMES[name]), name))
+    return found
 
 
 def __dir__() -> list[str]:

@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The alphabet of shapes: the meaning of each letter in annotations, einsum strings and comments.
+"""The alphabet of shapes: the meaning of each letter in annotations, einsum strings and comments; and how `help` prints
+annotations.
 
 Inside the library arrays are channels-last: videos and latents are `[B T H W C]`, sequences `[B L E]`, operands of
 attention `[B L N D]`. In files and for users latents are `[B, C, T, H, W]` as in the reference.
 A letter with a leading underscore is a size that differs from the one that the letter stands for elsewhere.
 """
+
+import re
+from inspect import Parameter, formatannotation, get_annotations, isfunction, signature
+from types import UnionType
+from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin
 
 ALPHABET = {
     "B": "batch",
@@ -23,3 +29,39 @@ ALPHABET = {
     "steps": "of a denoising schedule",
     "terms": "of a solver's expansion at one step",
 }
+
+Public = TypeVar("Public")
+
+
+class Shown(NamedTuple):
+    """An annotation that prints without the modules of its names, and with bars between the types of a union."""
+
+    hint: Any
+
+    def __repr__(self) -> str:
+        if get_origin(self.hint) in (Union, UnionType):
+            return " | ".join(repr(Shown(part)) for part in get_args(self.hint))
+        text = re.sub(r"\b(?:\w+\.)+(?=\w)", "", formatannotation(self.hint))
+        return text.replace("NoneType", "None").replace("'", '"')
+
+
+def readable(public: Public) -> Public:
+    """Decorates a function, or a class: `help` then prints its annotations readably, and those of its methods.
+
+    What checks annotations finds the same ones. A dataclass is passed once it is defined, because in tests its checks
+    are added after its decorators have run, and are read from its signature.
+    """
+    for hint in get_annotations(public).values():  # pyright: ignore[reportArgumentType]
+        if getattr(hint, "__module__", None) == "jaxtyping":
+            hint.__module__ = "builtins"  # as jaxtyping has it where documentation is made
+    members = vars(public).values() if isinstance(public, type) else [public]
+    for function in filter(isfunction, (getattr(member, "__func__", member) for member in members)):
+        known = signature(function)
+        parameters = [p.replace(annotation=_shown(p.annotation)) for p in known.parameters.values()]
+        known = known.replace(parameters=parameters, return_annotation=_shown(known.return_annotation))
+        function.__signature__ = known  # pyright: ignore[reportFunctionMemberAccess]
+    return public
+
+
+def _shown(hint: Any) -> Any:
+    return hint if hint is Parameter.empty else Shown(hint)

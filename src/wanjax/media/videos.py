@@ -23,6 +23,7 @@ from jaxtyping import Shaped, UInt8
 from PIL import Image, PngImagePlugin
 
 from wanjax.checkpoints.files import abandoned_by, check_folder, writing
+from wanjax.dims import readable
 from wanjax.errors import WanjaxError
 from wanjax.media.ffmpeg import run_ffmpeg
 from wanjax.media.webp import keep_time
@@ -81,6 +82,9 @@ class Video:
     def _repr_html_(self) -> str:
         """Returns an element that plays the video in a notebook, which keeps the video inside itself."""
         return _player(self)
+
+
+readable(Video)
 
 
 def _player(video: Video) -> str:

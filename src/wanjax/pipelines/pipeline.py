@@ -25,6 +25,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
+from wanjax.dims import readable
 from wanjax.errors import WanjaxError
 from wanjax.kernels.compiler_options import SAFE
 from wanjax.layers.tiling import Tiling
@@ -83,6 +84,7 @@ class Component:
 
 
 @final
+@readable
 class Pipeline:
     """A checkpoint as a function from prompts, and pictures if it takes them, to videos.
 

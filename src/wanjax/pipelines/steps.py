@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, UInt8
 
+from wanjax.dims import readable
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.preview import Look
 
@@ -87,6 +88,9 @@ class Step:
         """Returns small pictures of the predicted latents, one for each latent frame; waits for the device."""
         assert self.colours is not None, "a step of `Pipeline.denoise` can be previewed"
         return self.colours().pictures(self.x0)
+
+
+readable(Step)
 
 
 class Switch(NamedTuple):

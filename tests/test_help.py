@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`help` prints types as they are written in the code, and what checks annotations still finds them."""
+
+import pydoc
+from collections.abc import Callable, Mapping
+from typing import get_type_hints
+
+import numpy as np
+import pytest
+from jaxtyping import Array, Float, TypeCheckError
+
+import wanjax
+from wanjax.dims import Shown, readable
+
+PUBLIC = sorted({*wanjax.__all__} - {"__version__"})  # which is a text
+NOISE = ("jaxtyping", "typing.", "Union[", "NoneType", "jaxlib")
+Latents = Float[Array, "B C T H W"]
+
+
+def printed(thing: object) -> str:
+    return pydoc.plain(pydoc.render_doc(thing))
+
+
+def signatures(text: str) -> list[str]:
+    """Returns the lines of a help that are signatures or a class's data, without its table of annotations."""
+    return [line for line in text.splitlines() if "(" in line and "__annotations__" not in line]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_help_of_a_public_name_has_no_noise(name):
+    text = printed(getattr(wanjax, name))
+    assert "jaxtyping" not in text
+    found = [word for line in signatures(text) for word in NOISE if word in line]
+    assert not found, found
+
+
+def test_help_of_a_loaded_pipeline_shows_shapes():
+    text = printed(wanjax.load("nano"))
+    assert not [word for line in signatures(text) for word in NOISE if word in line]
+    for method in ("decode(", "decode_chunks(", "denoise(", "encode_video(", "clean("):
+        line = next(line for line in text.splitlines() if f" {method}self" in line)
+        assert 'Float[Array, "' in line or 'Shaped[Array, "' in line, line
+    assert 'denoise(self, encoded: Any, *, noise: Float[Array, "B C T H W"] | ' in text
+    assert "settings(self, *, size: tuple[int, int] | None = None, height: int | None = None," in text
+
+
+def test_help_of_what_is_returned_shows_shapes():
+    assert 'Video(frames: UInt8[ndarray, "T H W 3"], fps: int | float, settings: Mapping[str, Any])' in printed(
+        wanjax.Video
+    )
+    assert 'preview(self) -> UInt8[ndarray, "B T _H _W 3"]' in printed(wanjax.Step)
+
+
+@pytest.mark.parametrize(
+    ("hint", "text"),
+    [
+        (Latents | None, 'Float[Array, "B C T H W"] | None'),
+        (Float[Array | np.ndarray, "..."] | None, 'Float[Array, "..."] | Float[ndarray, "..."] | None'),
+        (Callable[[Latents], bool | None], 'Callable[[Float[Array, "B C T H W"]], bool | None]'),
+        (Mapping[str, wanjax.Tiling], "Mapping[str, Tiling]"),
+        (type(None), "None"),
+    ],
+)
+def test_an_annotation_prints_as_it_is_written(hint, text):
+    assert repr(Shown(hint)) == text
+
+
+def test_annotations_stay_for_what_checks_them():
+    def scale(latents: Latents, by: float | None = None) -> Latents: ...
+
+    assert get_type_hints(readable(readable(scale))) == {"latents": Latents, "by": float | None, "return": Latents}
+    assert printed(scale).endswith(
+        'scale(latents: Float[Array, "B C T H W"], by: float | None = None) -> Float[Array, "B C T H W"]\n'
+    )
+    with pytest.raises(TypeCheckError):
+        wanjax.Video(np.zeros((2, 4, 4), np.uint8), 8, {})
