@@ -41,7 +41,9 @@ H200 = Machine("h200", "NVIDIA H200", int(139.8 * GIB), 989e12, 4.8e12, 0.6, 0.6
 def processor() -> Machine:
     """Returns the model of this machine's CPU: all its available cores, all its memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Machine("cpu", "cpu", psutil.virtual_memory().total, cores * 40e9, cores * 8e9, 0.9, 1.0, 0.9, 0.7, "float32")
+    return Machine(
+        "cpu", "cpu", psutil.virtual_memory().total, cores * 40e9, cores * 8e9, 0.9, 1.0, 0.9, 0.7, "float32"
+    )
 
 
 def machines() -> dict[str, Machine]:
