@@ -22,7 +22,8 @@ def read_spiece(file: Path, extra: int) -> tokenizers.Tokenizer:
 
     Raises WanjaxError for a file that cannot be read, and for a model of another kind.
     """
-    from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec  # imported late: few checkpoints need it
+    # imported late, because few checkpoints need it; the type checker does not see what protobuf makes
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec  # pyright: ignore
 
     Piece = ModelProto.SentencePiece
     more = [f"<extra_id_{i}>" for i in reversed(range(extra))]
