@@ -35,7 +35,7 @@ DISTRIBUTIONS = {
     "imageio_ffmpeg": "imageio",
     "orbax": "orbax-checkpoint",
 }  # distributions with another name than their import
-INDIRECT = {"flatbuffers"}  # which JAX needs for what this package asks of it
+INDIRECT = {"flatbuffers", "protobuf"}  # which JAX and sentencepiece need for what this package asks of them
 STRANGERS = {"torch", "transformers", "diffusers", "tensorflow"}
 
 

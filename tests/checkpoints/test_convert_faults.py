@@ -63,7 +63,7 @@ def whole(harm: Callable[[Path], None]) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (truncated, "diffusion_pytorch_model.safetensors bytes header"),
+        (truncated, "diffusion_pytorch_model.safetensors incomplete metadata"),
         (corrupt, "model.safetensors header"),
         (whole(without_a_shard), "diffusion_pytorch_model-00002-of-00002.safetensors"),
         (whole(with_other_keys), "missing proj_out.bias left over extra.weight more.bias unfit"),

@@ -156,7 +156,7 @@ def test_the_memory_of_a_machine(monkeypatch, tmp_path):
     cpu = jax.devices()[0]
     monkeypatch.setattr(memory, "GROUPS", tmp_path / "groups")
     monkeypatch.setattr(memory, "HIERARCHY", tmp_path)
-    monkeypatch.setattr(memory, "SWAP", tmp_path / "swaps")
+    monkeypatch.setattr(memory.psutil, "swap_memory", lambda: SimpleNamespace(total=0))
     whole = memory.total_memory(cpu)
     assert whole is not None
     assert whole > GB
@@ -169,13 +169,12 @@ def test_the_memory_of_a_machine(monkeypatch, tmp_path):
     ):
         (tmp_path / path).write_text(text)
     assert memory.total_memory(cpu) == 700_000_000
-    (tmp_path / "swaps").write_text("Filename Type Size Used Priority\n/swap file 1000 0 -2\n")
-    assert memory.total_memory(cpu) == 700_000_000 + 1000 * 1024
-    (tmp_path / "swaps").unlink()
+    monkeypatch.setattr(memory.psutil, "swap_memory", lambda: SimpleNamespace(total=1000))
+    assert memory.total_memory(cpu) == 700_001_000
     (tmp_path / "memory").mkdir()  # the first version of control groups
     (tmp_path / "memory" / "memory.limit_in_bytes").write_text("600000000")
     (tmp_path / "groups").write_text("5:cpu:/x\n4:memory:/x\n")
-    assert memory.total_memory(cpu) == 600_000_000
+    assert memory.total_memory(cpu) == 600_001_000
     assert memory.total_memory(SimpleNamespace(platform="gpu", memory_stats=lambda: None)) is None
 
 

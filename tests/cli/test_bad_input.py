@@ -248,7 +248,7 @@ def with_unlike_experts(folder: Path) -> None:
         (with_broken_config, ["transformer/config.json"]),
         (with_short_config, ["text config.json model_type None"]),
         (without_a_shard, ["transformer diffusion_pytorch_model-00002-of-00002.safetensors"]),
-        (truncated, ["vae/diffusion_pytorch_model.safetensors bytes header"]),
+        (truncated, ["vae/diffusion_pytorch_model.safetensors incomplete metadata"]),
         (corrupt, ["text_encoder/model.safetensors header"]),
         (
             with_other_keys,

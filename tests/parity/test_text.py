@@ -6,6 +6,7 @@ import io
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import sentencepiece
 import torch
 from diffusers import WanPipeline
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
@@ -27,7 +28,6 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def sentencepiece_folder(tmp_path_factory):
     """A folder made as those of T5: a SentencePiece model with its normaliser, converted by transformers."""
-    sentencepiece = pytest.importorskip("sentencepiece")
     folder, model = tmp_path_factory.mktemp("sentencepiece"), io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([clean_prompt(prompt) for prompt in AWKWARD_PROMPTS if prompt] * 3),

@@ -15,7 +15,7 @@ from rich.console import Console
 import wanjax
 from tests.support.tiny import tiny_checkpoint
 from wanjax.pipelines import progress
-from wanjax.pipelines.progress import Pace, Stage, duration
+from wanjax.pipelines.progress import Stage, duration
 from wanjax.pipelines.wan.architecture import WanArchitecture
 from wanjax.pipelines.wan.programs import WanDenoiser
 
@@ -133,8 +133,8 @@ def test_compiling_is_told_and_not_in_the_pace():
             stage.count("step", done, 9)
         seconds = stage.compilations.seconds
     assert "step 1 of 9, compiling for" in recorder.text
-    assert stage.pace.each is not None
-    assert stage.pace.each < seconds / 4
+    assert stage.each is not None
+    assert stage.each < seconds / 4
 
 
 @pytest.fixture
@@ -145,17 +145,20 @@ def clock(monkeypatch) -> list[float]:
 
 
 def test_the_pace(clock):
-    pace = Pace()
-    pace.disturb()
-    for done, seconds in enumerate([100, 0, 2, 2, 4, 4, 4, 4], 1):  # it begins with compiling, and slows down
+    stage = Stage("denoise")
+    stage.count("step", 0, 20)
+    assert stage.each is None
+    for done, seconds in enumerate([100, 2, 2, 4, 4], 1):  # it begins with compiling
         clock[0] += seconds
-        pace.count(done, 20)
-    assert pace.each == 4  # of the later half
-    assert pace.left == 12 * 4
-    clock[0] += 3
-    assert pace.left == 12 * 4 - 3
+        stage.count("step", done, 20)
+    assert stage.each == 3
+    assert str(stage) == "step 5 of 20, 3.00 s each, 45 s left"
+    clock[0] += 2
+    assert stage.left == 15 * 3 - 2
     clock[0] += 30
-    assert pace.left == 11 * 4  # the present unit takes longer than any before
+    assert stage.left == 14 * 3  # the present unit takes longer than any before
+    stage.count("chunk", 5, 20)  # another unit has a pace of its own
+    assert str(stage) == "chunk 5 of 20"
 
 
 def test_a_stage_that_continues(clock):
@@ -169,6 +172,25 @@ def test_a_stage_that_continues(clock):
     assert str(stage) == "step 13 of 20, 60.00 s each, 7 min 0 s left"
     stage.load("transformer_2", 10**9, 28 * 10**9)
     assert str(stage) == "step 13 of 20, 60.00 s each, loading transformer_2, 1.00 GB of 28.00 GB"
+    stage.load("transformer_2", 28 * 10**9, 28 * 10**9)
+    for done in (14, 15):
+        clock[0] += 30
+        stage.count("step", done, 20)
+    assert str(stage) == "step 15 of 20, 30.00 s each, 2 min 30 s left"  # the other network has its own pace
+
+
+def test_a_narrow_terminal(clock):
+    """The words stay whole, beside a short bar."""
+    recorder = Recorder()
+    with progress.on_console("denoise", Console(file=recorder, force_terminal=True, width=60)) as stage:
+        for done in (0, 1, 2):
+            clock[0] += 1.5
+            stage.count("step", done, 20)
+        stage.row.refresh()
+        recorder.written.clear()
+        stage.row.refresh()
+    row = re.sub(r"\x1b\[[\d;?]*\w", "", recorder.written[0][1])
+    assert re.search(r"denoise [━╸╺]+ 0:00:04 step 2 of 20, 1\.50 s each, 27 s left", row)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +208,7 @@ def test_the_library_shows_its_stages_on_a_terminal_only(pipe, monkeypatch, caps
     told(None)
     assert capsys.readouterr().err == ""
     told(True)
-    assert re.findall(r"^(\w+): (.*), ", capsys.readouterr().err, re.MULTILINE) == [
+    assert re.findall(r"^(\w+): ([^,]*), ", capsys.readouterr().err, re.MULTILINE) == [
         ("encode", "done"),
         ("denoise", "step 2 of 2"),
         ("decode", "chunk 2 of 2"),

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads and writes safetensors: one file, or a component's folder with its shards and their index.
 
-A file is eight bytes that give the length of a JSON header, the header, and the tensors' bytes end to end. Reading maps
-one tensor at a time, so that only the tensors that the caller keeps stay in memory. The header is used only after every
-offset in it has been checked against the file (https://huggingface.co/docs/safetensors, format section).
+A file is eight bytes that give the length of a JSON header, the header, and the tensors' bytes end to end
+(https://huggingface.co/docs/safetensors, format section). The format's library reads the header, and checks every
+offset in it against the file. Tensors are mapped here, one at a time: the library copies them, and knows no 8-bit
+floats in NumPy. They are written here too, since the library wants all of them in memory at once.
 """
 
 import json
 import math
-import mmap
 import os
 import tempfile
 from collections import Counter
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from wanjax.errors import WanjaxError
 
@@ -80,13 +81,16 @@ class SafetensorsFile:
         try:
             if not self.path.is_file():
                 raise WanjaxError(f"there is no file {self.path}")
-            with self.path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                header, data_start = _read_header(file, size)
-            self.metadata = _metadata(header.pop("__metadata__", {}))
-            self._places = _places(header, data_start, size)
-        except (OSError, _CorruptError) as error:
+            with safe_open(self.path, framework="numpy") as file:
+                self.metadata: dict[str, str] = file.metadata() or {}
+                specs = {key: _spec(key, file.get_slice(key)) for key in file.offset_keys()}  # end to end
+            start = self.path.stat().st_size - sum(spec.nbytes for spec in specs.values())
+        except (OSError, SafetensorError, _CorruptError) as error:
             raise _unreadable(self.path, error) from error
+        self._places: dict[str, tuple[Spec, int]] = {}
+        for key, spec in specs.items():
+            self._places[key] = spec, start
+            start += spec.nbytes
 
     @property
     def paths(self) -> Sequence[Path]:
@@ -103,16 +107,12 @@ class SafetensorsFile:
     def read(self, key: str) -> np.ndarray:
         """Returns a read-only view of the tensor's pages in the file, which are unmapped with it."""
         (shape, dtype), start = self._places[key]
-        nbytes = self.spec(key).nbytes
-        if nbytes == 0:  # an empty range cannot be mapped
+        if 0 in shape:  # an empty range cannot be mapped
             return np.empty(shape, dtype)
-        page = start - start % mmap.ALLOCATIONGRANULARITY
         try:
-            with self.path.open("rb") as file:
-                pages = mmap.mmap(file.fileno(), start + nbytes - page, access=mmap.ACCESS_READ, offset=page)
+            return np.asarray(np.memmap(self.path, dtype, "r", start, shape))
         except (OSError, ValueError) as error:  # ValueError: the file is now shorter than the range
             raise _unreadable(self.path, error) from error
-        return np.frombuffer(pages, dtype, math.prod(shape), start - page).reshape(shape)
 
 
 class SafetensorsFolder:
@@ -224,18 +224,14 @@ def write_safetensors(
 
 def shards(reader: Reader, stem: str, limit: int | float = SHARD) -> dict[str, list[str]]:
     """Splits a component's keys among files of at most `limit` bytes, or of one tensor; returns each file's keys."""
-    groups: list[list[str]] = [[]]
-    size = 0
-    for key in reader.keys():  # noqa: SIM118
-        nbytes = reader.spec(key).nbytes
-        if size and size + nbytes > limit:
-            groups.append([])
-            size = 0
-        groups[-1].append(key)
-        size += nbytes
-    if len(groups) == 1:
-        return {f"{stem}.safetensors": groups[0]}
-    return {f"{stem}-{i:05}-of-{len(groups):05}.safetensors": keys for i, keys in enumerate(groups, 1)}
+    from huggingface_hub import split_state_dict_into_shards_factory  # here: few commands write a component
+
+    return split_state_dict_into_shards_factory(
+        {key: reader.spec(key) for key in reader.keys()},  # noqa: SIM118
+        get_storage_size=lambda spec: spec.nbytes,
+        filename_pattern=f"{stem}{{suffix}}.safetensors",
+        max_shard_size=int(limit),
+    ).filename_to_tensors
 
 
 def save_index(folder: Path, stem: str, files: Mapping[str, Iterable[str]], nbytes: int) -> None:
@@ -300,7 +296,9 @@ class _CorruptError(Exception):
 
 
 def _unreadable(path: Path, error: Exception) -> WanjaxError:
-    why = error.strerror if isinstance(error, OSError) else error
+    why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    if isinstance(error, SafetensorError):  # which may quote what cannot be printed
+        why = repr(why.removeprefix("Error while deserializing header: "))[1:-1]
     return WanjaxError(f"{path} cannot be read, {why}: a complete copy of the file is needed")
 
 
@@ -321,52 +319,14 @@ def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return dict(pairs)
 
 
-def _read_header(file, size: int) -> tuple[dict, int]:
-    """Returns the parsed header, and the first byte of the tensors."""
-    if size < 8:
-        raise _CorruptError(f"it has only {size} bytes")
-    length = int.from_bytes(file.read(8), "little")
-    if length > min(HEADER_LIMIT, size - 8):
-        raise _CorruptError(f"its header claims {length} bytes of the file's {size}")
-    return _parse_json(file.read(length)), 8 + length
-
-
-def _metadata(metadata: object) -> dict[str, str]:
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise _CorruptError("its metadata is not a table of texts")
-    return metadata
-
-
-def _places(header: dict, data_start: int, size: int) -> dict[str, tuple[Spec, int]]:
-    """Returns each tensor's spec and its first byte in the file, which they must cover without gap or overlap."""
-    ranges = {key: _checked_entry(key, entry) for key, entry in header.items()}
-    end = 0
-    for key, (_, begin, stop) in sorted(ranges.items(), key=lambda item: item[1][1:]):
-        if begin != end:
-            raise _CorruptError(f"{key!r} begins at byte {begin} of the data where {end} is right")
-        end = stop
-    if data_start + end != size:
-        raise _CorruptError(f"it has {size} bytes where its header promises {data_start + end}")
-    return {key: (spec, data_start + begin) for key, (spec, begin, _) in ranges.items()}
-
-
-def _checked_entry(key: str, entry: object) -> tuple[Spec, int, int]:
-    """Returns spec, first byte and end byte of one tensor of the header."""
-    if not key.isprintable() or not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise _CorruptError(f"the header's entry of {key!r} is malformed")
-    name, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(name, str) or name not in DTYPES:
+def _spec(key: str, described: Any) -> Spec:
+    """Returns the shape and the dtype of a tensor as the header describes it."""
+    shape, name = described.get_shape(), described.get_dtype()
+    if name not in DTYPES:
         raise _CorruptError(f"{key!r} has the dtype {name!r}, which is not one of {', '.join(DTYPES)}")
-    if not _are_sizes(shape) or not _are_sizes(offsets) or len(shape) > MAX_RANK or len(offsets) != 2:
+    if not key.isprintable() or len(shape) > MAX_RANK or math.prod(max(size, 1) for size in shape) >= 2**60:
         raise _CorruptError(f"the header's entry of {key!r} is malformed")
-    spec = Spec(tuple(shape), DTYPES[name])
-    if offsets[1] - offsets[0] != spec.nbytes or math.prod(max(n, 1) for n in shape) >= 2**60:
-        raise _CorruptError(f"{key!r} of shape {shape} and dtype {name} has {offsets[1] - offsets[0]} bytes")
-    return spec, *offsets
-
-
-def _are_sizes(numbers: object) -> bool:
-    return isinstance(numbers, list) and all(type(n) is int and 0 <= n < 2**63 for n in numbers)
+    return Spec(tuple(shape), DTYPES[name])
 
 
 def _open_shards(index: Path) -> dict[str, SafetensorsFile]:

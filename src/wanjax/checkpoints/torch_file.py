@@ -9,7 +9,6 @@ when it is read (https://pytorch.org/docs/stable/notes/serialization.html).
 
 import io
 import math
-import mmap
 import os
 import pickle
 import pickletools
@@ -148,16 +147,11 @@ class TorchFile:
         if 0 in shape:  # an empty range cannot be mapped
             return np.empty(shape, dtype)
         elements = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-        page = start - start % mmap.ALLOCATIONGRANULARITY
         try:
-            with self.path.open("rb") as file:
-                length = start + elements * dtype.itemsize - page
-                pages = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_READ, offset=page)
+            flat = np.memmap(self.path, dtype, "r", start, (elements,))
         except (OSError, ValueError) as error:  # ValueError: the file is now shorter than the range
             raise _unreadable(self.path, str(error)) from error
-        flat = np.frombuffer(pages, np.uint8, elements * dtype.itemsize, start - page)
-        steps = [stride * dtype.itemsize for stride in strides]
-        return np.ndarray(shape, dtype, flat, strides=steps)
+        return np.ndarray(shape, dtype, flat, strides=[stride * dtype.itemsize for stride in strides])
 
 
 def _unreadable(path: Path, why: str) -> WanjaxError:

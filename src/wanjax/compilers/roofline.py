@@ -12,6 +12,8 @@ import os
 from dataclasses import dataclass
 from typing import ClassVar
 
+import psutil
+
 from wanjax.compilers.chips import GIB, KINDS
 
 
@@ -39,8 +41,9 @@ H200 = Machine("h200", "NVIDIA H200", int(139.8 * GIB), 989e12, 4.8e12, 0.6, 0.6
 def processor() -> Machine:
     """Returns the model of this machine's CPU: all its available cores, all its memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 16 * GIB
-    return Machine("cpu", "cpu", memory, cores * 40e9, cores * 8e9, 0.9, 1.0, 0.9, 0.7, "float32")
+    return Machine(
+        "cpu", "cpu", psutil.virtual_memory().total, cores * 40e9, cores * 8e9, 0.9, 1.0, 0.9, 0.7, "float32"
+    )
 
 
 def machines() -> dict[str, Machine]:

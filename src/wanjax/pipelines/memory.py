@@ -2,13 +2,13 @@
 """The memory that weights need, and that there is: a network that cannot fit is refused before its weights are read."""
 
 import math
-import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import jax
+import psutil
 from flax import nnx
 
 from wanjax.errors import WanjaxError
@@ -18,7 +18,6 @@ from wanjax.sharding import platform
 
 GROUPS = Path("/proc/self/cgroup")  # the control groups of this process, on Linux
 HIERARCHY = Path("/sys/fs/cgroup")
-SWAP = Path("/proc/swaps")
 HALF = (
     "it would fit in bfloat16, with wanjax.load(..., param_dtype='bfloat16') or after `wanjax convert --dtype bfloat16`"
 )
@@ -68,9 +67,7 @@ def total_memory(device: Any) -> int | None:
     """
     if device.platform != "cpu":
         return (device.memory_stats() or {}).get("bytes_limit")
-    with suppress(AttributeError, ValueError, OSError):  # some systems do not report it
-        return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_group_limits()]) + _swap()
-    return None
+    return min([psutil.virtual_memory().total, *_group_limits()]) + psutil.swap_memory().total
 
 
 def _group_limits() -> Iterator[int]:
@@ -85,10 +82,3 @@ def _group_limits() -> Iterator[int]:
             for depth in range(len(parts) + 1):
                 with suppress(OSError, ValueError):  # a group without a limit, whose file is missing or says "max"
                     yield int(root.joinpath(*parts[:depth], file).read_text())
-
-
-def _swap() -> int:
-    """Returns the bytes of the machine's swap space, as far as the system tells."""
-    with suppress(OSError, ValueError, IndexError):
-        return sum(1024 * int(line.split()[2]) for line in SWAP.read_text().splitlines()[1:])
-    return 0

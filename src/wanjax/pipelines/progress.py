@@ -4,11 +4,13 @@
 A stage of the command line holds the same stage of the pipeline; the outer one is then shown.
 """
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from datetime import timedelta
 from threading import Event, Thread
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,12 +20,10 @@ from jax import monitoring
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
 COMPILATION = "/jax/core/compile/backend_compile_duration"
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
 EVERY = 10.0  # seconds between two plain lines
-BAR = 24  # columns
 
 
 class Compilation(NamedTuple):
@@ -56,52 +56,34 @@ class Compilations:
         return "cached" if self.cached else "nothing"
 
 
-class Pace:
-    """The seconds that a unit of work takes, such as a step, apart from those in which something else was done."""
-
-    def __init__(self) -> None:
-        self.done, self.total = 0, 0
-        self._last = perf_counter()
-        self._times: list[float] = []
-        self._left_out = 0
-
-    def disturb(self) -> None:
-        """Leaves the present unit out, and the next, whose work may have been done in the meantime."""
-        self._left_out = 2
-
-    def count(self, done: int, total: int) -> None:
-        """Counts `done` of `total` units as done now."""
-        now = perf_counter()
-        if done > self.done and not self._left_out:
-            self._times += [(now - self._last) / (done - self.done)] * (done - self.done)
-        if done > self.done:
-            self._left_out = max(0, self._left_out - (done - self.done))
-        self._last, self.done, self.total = now, done, total
-
-    @property
-    def each(self) -> float | None:
-        """The mean over the later half of the units; None before the first one counts."""
-        late = self._times[len(self._times) // 2 :]
-        return sum(late) / len(late) if late else None
-
-    @property
-    def left(self) -> float | None:
-        """The seconds until the last unit is done, as far as the pace tells."""
-        if self.each is None:
-            return None
-        units = self.total - self.done
-        return max(units * self.each - (perf_counter() - self._last), max(0, units - 1) * self.each)
-
-
 class Stage:
-    """The state of one stage, to be shown."""
+    """The state of one stage, and its row on a terminal: its name, a bar, the time, and what it is doing.
 
-    def __init__(self, name: str):
+    `console` is where rich draws the row; nothing is drawn without one, or on one that is no terminal.
+    """
+
+    def __init__(self, name: str, console: "Console | None" = None):
+        from rich.progress import BarColumn, Progress, TextColumn  # imported late for a quick --help
+        from rich.table import Column
+
         self.name = name
-        self.start = perf_counter()
-        self.unit = ""
-        self.pace = Pace()
+        self.start = self.last = perf_counter()
+        self.unit, self.done, self.total = "", 0, 0
+        self.each: float | None = None  # the seconds that a unit takes
         self.compilations = Compilations()
+        self.row = Progress(
+            TextColumn("{task.description:7}"),
+            BarColumn(None, table_column=Column(ratio=1)),
+            TextColumn("{task.fields[stage].clock}"),
+            TextColumn("{task.fields[stage]}", markup=False, table_column=Column(ratio=5, no_wrap=True)),
+            console=console,
+            expand=True,
+            disable=console is None or not console.is_terminal or console.is_jupyter,
+            speed_estimate_period=math.inf,  # a unit may take minutes
+            get_time=perf_counter,
+        )
+        self.row.add_task(name, total=None, stage=self)
+        (self._task,) = self.row.tasks
         self._loading: tuple[str, int, int] | None = None
         self._compiling: float | None = None
         self._over = False
@@ -110,36 +92,50 @@ class Stage:
     def load(self, component: str, done: int, total: int) -> None:
         """Tells that `done` of `total` bytes of a component are loaded."""
         self._loading = (component, done, total) if done < total else None
-        self.pace.disturb()
+        self._restart()
 
     def count(self, unit: str, done: int, total: int, beside: str = "") -> None:
         """Tells that the device has done `done` of `total` units, such as steps, and a text to show beside."""
-        self._beside = beside
         if unit != self.unit:
-            self.unit, self.pace = unit, Pace()
-            self.pace.disturb()
-        self.pace.count(done, total)
+            self.unit, self.done, self.total, self.each = unit, done, total, None
+            self._restart()
+        self.done, self.total, self._beside, self.last = done, total, beside, perf_counter()
+        if self._loading is None:
+            self.row.update(self._task.id, completed=done, total=total)
+            self.each = 1 / self._task.speed if self._task.speed else self.each
 
     def end(self) -> None:
         """Tells that the stage is complete."""
         self._over = True
 
+    def _restart(self) -> None:
+        """Measures the pace from here on, apart from the time in which something else was done."""
+        _, done, total = self._loading or (self.unit, self.done, self.total)
+        self.row.reset(self._task.id, completed=done, total=total)
+
     @property
-    def bar(self) -> tuple[int, int]:
-        """How much is done, and of how much; 0 where that is unknown."""
-        return self._loading[1:] if self._loading else (self.pace.done, self.pace.total)
+    def left(self) -> float | None:
+        """The seconds until the last unit is done, as far as the pace tells."""
+        if self.each is None:
+            return None
+        units = self.total - self.done
+        return max(units * self.each - (perf_counter() - self.last), max(0, units - 1) * self.each)
 
     @property
     def elapsed(self) -> float:
         return perf_counter() - self.start
 
+    @property
+    def clock(self) -> str:
+        return str(timedelta(seconds=round(self.elapsed)))
+
     def __str__(self) -> str:
         """What the stage is doing."""
         parts = []
         if self.unit:
-            parts.append(f"{self.unit} {self.pace.done} of {self.pace.total}")
-        if self.pace.each is not None:
-            parts.append(f"{brief(self.pace.each)} each")
+            parts.append(f"{self.unit} {self.done} of {self.total}")
+        if self.each is not None:
+            parts.append(f"{brief(self.each)} each")
         if self._beside:
             parts.append(self._beside)
         if self._loading:
@@ -147,8 +143,8 @@ class Stage:
             parts.append(f"loading {component}, {in_bytes(done)} of {in_bytes(total)}")
         elif (since := self._compiling) is not None:
             parts.append(f"compiling for {duration(perf_counter() - since)}")
-        elif self.pace.left is not None and not self._over:
-            parts.append(f"{duration(self.pace.left)} left")
+        elif self.left is not None and not self._over:
+            parts.append(f"{duration(self.left)} left")
         return ", ".join(parts) or ("done" if self._over else "running")
 
     @contextmanager
@@ -161,7 +157,7 @@ class Stage:
         def end(made: Compilation) -> None:
             self.compilations.add(made)
             self._compiling = None
-            self.pace.disturb()
+            self._restart()
 
         with watched_compiler(end, begin):
             yield
@@ -217,7 +213,7 @@ def stage(name: str, progress: bool | None = None) -> Iterator[Stage]:
 @contextmanager
 def on_console(name: str, console: "Console | None") -> Iterator[Stage]:
     """Shows a stage on a console while it runs; None hides it."""
-    made = Stage(name)
+    made = Stage(name, console)
     token = _current.set(made)
     try:
         with made.watching_compiler(), _shown_on(console, made):
@@ -256,32 +252,13 @@ def console(*, quiet: bool = False) -> "Console":
 
 @contextmanager
 def _shown_on(console: "Console | None", made: Stage) -> Iterator[None]:
-    if console is None:
+    if console is None or not made.row.disable:
+        with made.row:
+            yield
+        return
+    with _lines(made, console):
         yield
-    elif console.is_terminal and not console.is_jupyter:
-        from rich.live import Live
-
-        with Live(get_renderable=lambda: _row(made), console=console, refresh_per_second=8):
-            yield
-    else:
-        with _lines(made, console):
-            yield
-        console.print(f"{made.name}: {made}, {duration(made.elapsed)} in all")
-
-
-def _row(made: Stage) -> "Table":
-    """Returns the line of a terminal: the stage's name, a bar, the time, and what it is doing."""
-    from rich.progress_bar import ProgressBar
-    from rich.table import Table
-
-    done, total = made.bar
-    bar = ProgressBar(total or None, done, width=BAR, pulse=not total)
-    clock = "{}:{:02}:{:02}".format(*_clock(made.elapsed))
-    row = Table.grid(padding=(0, 1))
-    for _ in range(4):
-        row.add_column(no_wrap=True, overflow="ellipsis")
-    row.add_row(f"{made.name:7}", bar, clock, str(made))
-    return row
+    console.print(f"{made.name}: {made}, {duration(made.elapsed)} in all")
 
 
 @contextmanager
@@ -302,14 +279,10 @@ def _lines(made: Stage, console: "Console") -> Iterator[None]:
         thread.join()
 
 
-def _clock(seconds: float) -> tuple[int, int, int]:
-    minutes, whole = divmod(round(seconds), 60)
-    return *divmod(minutes, 60), whole
-
-
 def duration(seconds: float) -> str:
     """Returns a time such as 7 s, 2 min 30 s or 1 h 5 min."""
-    hours, minutes, whole = _clock(seconds)
+    minutes, whole = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
     if hours:
         return f"{hours} h {minutes} min"
     return f"{minutes} min {whole} s" if minutes else f"{whole} s"
