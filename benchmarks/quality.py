@@ -25,7 +25,7 @@ from scipy import ndimage
 
 import wanjax
 from benchmarks.lpips import lpips
-from wanjax.pipelines.step_cache import History
+from wanjax.pipelines.caching.step_cache import History
 
 Frames = UInt8[np.ndarray, "T H W 3"]
 NANO = Path(__file__).parents[1] / "examples/nano"

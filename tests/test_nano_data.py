@@ -35,7 +35,7 @@ from clips import (
 from reading import Reading, read
 
 import wanjax
-from wanjax.pipelines.tokenizer import Tokenizer
+from wanjax.pipelines.text.tokenizer import Tokenizer
 from wanjax.pipelines.wan.programs import TEXT_LENGTH
 
 

@@ -27,7 +27,7 @@ from wanjax.cli import main
 from wanjax.errors import WanjaxError
 from wanjax.media.stage_files import EMBEDDINGS, LATENTS
 from wanjax.media.videos import read_metadata
-from wanjax.pipelines.cache_tables import Changes, Magnitudes, Tables
+from wanjax.pipelines.caching.tables import Changes, Magnitudes, Tables
 from wanjax.pipelines.recording import record
 from wanjax.pipelines.sampler import take_step
 from wanjax.plan.outlook import outlook

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from wanjax.layers.tiling import Tiling
     from wanjax.media.videos import Video
     from wanjax.pipelines.family import Family
-    from wanjax.pipelines.looks import Previews
     from wanjax.pipelines.pipeline import Pipeline
+    from wanjax.pipelines.previews.previews import Previews
     from wanjax.pipelines.settings import Settings
     from wanjax.pipelines.steps import Cancelled, Step
     from wanjax.registry import load, register
@@ -30,7 +30,7 @@ _HOMES = {
     "Cancelled": "wanjax.pipelines.steps",
     "Family": "wanjax.pipelines.family",
     "Pipeline": "wanjax.pipelines.pipeline",
-    "Previews": "wanjax.pipelines.looks",
+    "Previews": "wanjax.pipelines.previews.previews",
     "Settings": "wanjax.pipelines.settings",
     "Step": "wanjax.pipelines.steps",
     "Tiling": "wanjax.layers.tiling",

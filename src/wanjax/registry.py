@@ -28,7 +28,7 @@ from wanjax.errors import WanjaxError, shown
 from wanjax.kernels.attention import AUTO, Attention, choose
 from wanjax.kernels.compiler_options import SAFE, check_set
 from wanjax.layers.placement import placed
-from wanjax.pipelines.cache_tables import key_of, measured_file, tables_of
+from wanjax.pipelines.caching.tables import key_of, measured_file, tables_of
 from wanjax.pipelines.checks import dtype_name
 from wanjax.pipelines.cogvideox import FAMILY as COGVIDEOX
 from wanjax.pipelines.components import Components, MakeRoom

@@ -12,7 +12,7 @@ from flax import nnx
 from wanjax.kernels.attention import attention
 from wanjax.layers.linear import linear
 from wanjax.layers.stack import BlockCache, block_at, scan_blocks, stack
-from wanjax.pipelines.step_cache import LastBlockCache, ResidualCache
+from wanjax.pipelines.caching.step_cache import LastBlockCache, ResidualCache
 
 LAYERS, WIDTH = 4, 8
 

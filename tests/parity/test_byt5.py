@@ -27,7 +27,7 @@ from wanjax.errors import WanjaxError
 from wanjax.layers.placement import as_shapes
 from wanjax.layers.stack import block_at
 from wanjax.models.t5 import GLYPH_BYT5, T5Encoder
-from wanjax.pipelines.byt5_tokenizer import ByT5Tokenizer
+from wanjax.pipelines.text.byt5 import ByT5Tokenizer
 
 LENGTH = 40
 NAMES = [f"<color-{i}>" for i in range(12)] + [f"<{code}-font-{i}>" for code in ("en", "cn") for i in range(11)]

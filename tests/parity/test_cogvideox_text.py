@@ -23,7 +23,7 @@ from tests.support.tiny import TEXT_WIDTH, tiny_cogvideox_checkpoint
 from tests.support.toy_tokenizer import AWKWARD_PROMPTS
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
-from wanjax.pipelines.tokenizer import Tokenizer, clean_prompt
+from wanjax.pipelines.text.tokenizer import Tokenizer, clean_prompt
 
 LENGTH = 226
 PROMPTS = [prompt.encode("utf-8", "replace").decode() for prompt in AWKWARD_PROMPTS]  # no lone halves of a character

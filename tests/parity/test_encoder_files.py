@@ -29,7 +29,7 @@ from wanjax.converters import rules
 from wanjax.models.qwen2_vl import QWEN2_5_VL_7B
 from wanjax.models.siglip import SIGLIP_SO400M
 from wanjax.models.t5 import GLYPH_BYT5
-from wanjax.pipelines.encoders import QWEN2_VL, SIGLIP_VISION, T5
+from wanjax.pipelines.text.encoders import QWEN2_VL, SIGLIP_VISION, T5
 
 KINDS = (QWEN2_VL, SIGLIP_VISION, T5)
 PUBLISHED = {  # the class, its config, our config, and the parameters: all, and those that are used

@@ -29,11 +29,11 @@ from wanjax.converters.t5 import t5_config
 from wanjax.errors import WanjaxError
 from wanjax.models.hunyuanvideo.config import FEW_STEPS_480P, SIZE_480P, SIZE_720P
 from wanjax.models.t5 import GLYPH_BYT5
-from wanjax.pipelines.byt5_tokenizer import ByT5Tokenizer as OurByT5
 from wanjax.pipelines.hunyuanvideo import layouts as hunyuan_layouts
 from wanjax.pipelines.hunyuanvideo import recognise
 from wanjax.pipelines.hunyuanvideo.layouts import LAYOUT, MODELS, FileSource, OriginalSource
 from wanjax.pipelines.hunyuanvideo.networks import NETWORKS
+from wanjax.pipelines.text.byt5 import ByT5Tokenizer as OurByT5
 from wanjax.pipelines.wan.layouts import LAYOUT as WAN_LAYOUT
 
 open_source = partial(sources.open_source, layouts=(WAN_LAYOUT, LAYOUT))

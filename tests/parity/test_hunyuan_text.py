@@ -23,8 +23,6 @@ from tests.parity.references import converted_t5, relative_l2, t5_reference
 from tests.support.toy_chat_tokenizer import save_chat_tokenizer
 from tests.support.toy_tokenizer import AWKWARD_PROMPTS
 from tests.support.words import says
-from wanjax.pipelines.byt5_tokenizer import ByT5Tokenizer
-from wanjax.pipelines.encoders import QWEN2_VL
 from wanjax.pipelines.hunyuanvideo.text import (
     END,
     GLYPH_LENGTH,
@@ -36,7 +34,9 @@ from wanjax.pipelines.hunyuanvideo.text import (
     tokenize_chats,
     tokenize_glyphs,
 )
-from wanjax.pipelines.tokenizer import Tokenizer
+from wanjax.pipelines.text.byt5 import ByT5Tokenizer
+from wanjax.pipelines.text.encoders import QWEN2_VL
+from wanjax.pipelines.text.tokenizer import Tokenizer
 
 PROMPTS = [
     *(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in AWKWARD_PROMPTS),

@@ -20,7 +20,7 @@ from wanjax.layers.placement import as_shapes, placed
 from wanjax.layers.stack import block_at
 from wanjax.models.hunyuanvideo.config import FEW_STEPS_480P, SIZE_480P, SIZE_720P
 from wanjax.models.hunyuanvideo.transformer import HunyuanVideoTransformer, Streams
-from wanjax.pipelines.step_cache import LastBlockCache
+from wanjax.pipelines.caching.step_cache import LastBlockCache
 from wanjax.sharding import ONE_DEVICE, RULES, Partitioner, make_mesh, one_device, use
 
 BAR = 1e-5

@@ -18,7 +18,7 @@ from wanjax.converters.rules import assign
 from wanjax.errors import WanjaxError
 from wanjax.layers.stack import block_at
 from wanjax.models.qwen2_vl import rotate, text_angles
-from wanjax.pipelines.encoders import QWEN2_VL
+from wanjax.pipelines.text.encoders import QWEN2_VL
 
 LENGTHS = [1, 64, 1108]
 

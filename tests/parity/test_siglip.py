@@ -21,8 +21,8 @@ from wanjax.converters.siglip import siglip_config
 from wanjax.errors import WanjaxError
 from wanjax.layers.patch import patchify
 from wanjax.layers.stack import block_at
-from wanjax.pipelines.encoders import SIGLIP_VISION
 from wanjax.pipelines.image_processor import StretchingImageProcessor
+from wanjax.pipelines.text.encoders import SIGLIP_VISION
 
 IMAGES = torch.randn(2, 3, 45, 45, generator=torch.Generator().manual_seed(2))
 

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, T5TokenizerFast
 
 from tests.parity.references import T5_SIZES, converted_t5, relative_l2, t5_reference
 from tests.support.toy_tokenizer import AWKWARD_PROMPTS, save_tokenizer
-from wanjax.pipelines.tokenizer import Tokenizer, clean_prompt
+from wanjax.pipelines.text.tokenizer import Tokenizer, clean_prompt
 from wanjax.pipelines.wan.programs import TEXT_LENGTH, encode_text
 
 

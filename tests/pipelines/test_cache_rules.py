@@ -12,7 +12,7 @@ import pytest
 from tests.support.recorded import times
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
-from wanjax.pipelines.cache_rules import (
+from wanjax.pipelines.caching.rules import (
     NONE,
     DeepCache,
     EasyCache,
@@ -25,7 +25,7 @@ from wanjax.pipelines.cache_rules import (
     chosen_rule,
     turns_of,
 )
-from wanjax.pipelines.cache_tables import (
+from wanjax.pipelines.caching.tables import (
     NO_TABLES,
     Changes,
     Magnitudes,

@@ -14,8 +14,8 @@ import wanjax
 from tests.support.commands import succeeded
 from tests.support.commands import wanjax as command
 from wanjax.media.videos import read_metadata
-from wanjax.pipelines.looks import Previews, half_blocks
-from wanjax.pipelines.preview import Colours, drawn_clip, fitted, strip
+from wanjax.pipelines.previews.latent_preview import Colours, drawn_clip, fitted, strip
+from wanjax.pipelines.previews.previews import Previews, half_blocks
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples/nano"))
 from clips import COLOURS

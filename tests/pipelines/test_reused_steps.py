@@ -29,10 +29,17 @@ from tests.support.tiny import (
 from wanjax.errors import WanjaxError
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache
 from wanjax.pipelines import sampler
-from wanjax.pipelines.caching import changes_of
+from wanjax.pipelines.caching.networks import changes_of
+from wanjax.pipelines.caching.step_cache import (
+    NO_CACHE,
+    ForwardCache,
+    GuidanceCache,
+    History,
+    ResidualCache,
+    low_frequencies,
+)
 from wanjax.pipelines.sampler import State, guide, take_step
 from wanjax.pipelines.seeds import solver_keys, words_of
-from wanjax.pipelines.step_cache import NO_CACHE, ForwardCache, GuidanceCache, History, ResidualCache, low_frequencies
 from wanjax.schedulers import one_step
 from wanjax.sharding import replicate
 

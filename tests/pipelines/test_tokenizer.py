@@ -14,7 +14,7 @@ from tests.support.toy_tokenizer import save_tokenizer
 from tests.support.words import naming, says
 from wanjax.errors import WanjaxError
 from wanjax.models.t5 import T5Encoder
-from wanjax.pipelines.tokenizer import Tokenizer, clean_prompt
+from wanjax.pipelines.text.tokenizer import Tokenizer, clean_prompt
 from wanjax.pipelines.wan.programs import TEXT_LENGTH, encode_text
 
 

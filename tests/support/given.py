@@ -13,7 +13,7 @@ HEAD = '''# SPDX-License-Identifier: Apache-2.0
 
 from typing import TypedDict
 
-from wanjax.pipelines.cache_rules import CacheRule
+from wanjax.pipelines.caching.rules import CacheRule
 
 
 class GivenSettings(TypedDict, total=False):

@@ -10,8 +10,8 @@ from wanjax.checkpoints.files import check_folder, writing
 from wanjax.cli.report import Report
 from wanjax.cli.stages import given_settings
 from wanjax.kernels.compiler_options import kept_set
-from wanjax.pipelines.cache_tables import measured_file, to_json
-from wanjax.pipelines.calibration import Measured, measure, reused_by, tables_from
+from wanjax.pipelines.caching.calibration import Measured, measure, reused_by, tables_from
+from wanjax.pipelines.caching.tables import measured_file, to_json
 
 PROMPTS = (
     "a cat plays the piano in a sunlit room",

@@ -30,9 +30,9 @@ from wanjax.media.pictures import Pictures
 from wanjax.pipelines.checks import check_strength
 from wanjax.pipelines.draws import checked_draws
 from wanjax.pipelines.family import Lesson
-from wanjax.pipelines.looks import Previews
 from wanjax.pipelines.many import Order
 from wanjax.pipelines.pipeline import Pipeline
+from wanjax.pipelines.previews.previews import Previews
 from wanjax.pipelines.record import described, devices_of
 from wanjax.pipelines.resume import Keeping
 from wanjax.pipelines.run import Block, Hook, Run

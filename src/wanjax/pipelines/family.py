@@ -23,17 +23,17 @@ from wanjax.errors import UnsupportedError, WanjaxError
 from wanjax.kernels.attention import AUTO, Attention
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures, size_within
-from wanjax.pipelines.cache_rules import CacheRule, Turn, chosen_rule, turns_of
-from wanjax.pipelines.cache_tables import NO_TABLES, Tables
+from wanjax.pipelines.caching.rules import CacheRule, Turn, chosen_rule, turns_of
+from wanjax.pipelines.caching.tables import NO_TABLES, Tables
 from wanjax.pipelines.checks import check_taken
 from wanjax.pipelines.components import Components
 from wanjax.pipelines.draws import INITIAL, OF_STEPS
 from wanjax.pipelines.frames import GivenFrames, Latents, encoded
-from wanjax.pipelines.preview import Look
+from wanjax.pipelines.previews.latent_preview import Look
 from wanjax.pipelines.sampler import Denoiser, Ends, Held, Inputs
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Segment
-from wanjax.pipelines.tokenizer import Truncation
+from wanjax.pipelines.text.tokenizer import Truncation
 from wanjax.programs import Program, Strategy, Value
 from wanjax.schedulers import Scheduler
 from wanjax.sharding import Partitioner, choose_axes, platform

@@ -3,7 +3,7 @@
 
 from typing import TypedDict
 
-from wanjax.pipelines.cache_rules import CacheRule
+from wanjax.pipelines.caching.rules import CacheRule
 
 
 class GivenSettings(TypedDict, total=False):

@@ -31,7 +31,7 @@ from wanjax.kernels.compiler_options import SAFE
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import ClipSource, Pictures, PictureSource, read_pictures
 from wanjax.media.videos import Video
-from wanjax.pipelines.cache_rules import check_apart
+from wanjax.pipelines.caching.rules import check_apart
 from wanjax.pipelines.checks import (
     check_encoded,
     check_frames,
@@ -44,6 +44,7 @@ from wanjax.pipelines.components import Components
 from wanjax.pipelines.draws import GivenDraws, checked_draws
 from wanjax.pipelines.family import Architecture, Encoded
 from wanjax.pipelines.frames import Frames, GivenFrames, GivenLatents, Latents, chunk_count
+from wanjax.pipelines.hooks import Calling, Showing, Switching
 from wanjax.pipelines.keywords import (
     Called,
     Given,
@@ -53,9 +54,9 @@ from wanjax.pipelines.keywords import (
     spelled_out,
     unknown_keyword,
 )
-from wanjax.pipelines.looking import Calling, Showing, Switching
 from wanjax.pipelines.many import Order
-from wanjax.pipelines.preview import Look, fitted
+from wanjax.pipelines.previews.latent_preview import Look, fitted
+from wanjax.pipelines.previews.tiny_decoder import read_tiny_decoder
 from wanjax.pipelines.record import devices_of, nameable, record
 from wanjax.pipelines.resume import Keeping
 from wanjax.pipelines.run import Hook, Run
@@ -63,8 +64,7 @@ from wanjax.pipelines.sampler import draw, join
 from wanjax.pipelines.seeds import checked_seed, told_seeds, words_of
 from wanjax.pipelines.settings import Settings, height_and_width, schema
 from wanjax.pipelines.steps import Step, Switch
-from wanjax.pipelines.tiny_decoder import read_tiny_decoder
-from wanjax.pipelines.tokenizer import Truncation
+from wanjax.pipelines.text.tokenizer import Truncation
 from wanjax.programs import EXECUTE, Program, Site, Strategy, Value
 from wanjax.schedulers import Scheduler, name_of, successor
 from wanjax.sharding import Partitioner, one_device

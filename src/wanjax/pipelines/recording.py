@@ -15,7 +15,7 @@ from wanjax.pipelines.many import Order
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.settings import Settings
-from wanjax.pipelines.tokenizer import TokenBatch
+from wanjax.pipelines.text.tokenizer import TokenBatch
 from wanjax.programs import Record
 
 

@@ -23,8 +23,8 @@ from jaxtyping import Array
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines import many
-from wanjax.pipelines.cache_rules import check_apart
-from wanjax.pipelines.caching import Caching
+from wanjax.pipelines.caching.networks import Caching
+from wanjax.pipelines.caching.rules import check_apart
 from wanjax.pipelines.draws import INITIAL, OF_STEPS, GivenDraws, checked_draws
 from wanjax.pipelines.family import Encoded, Pipe
 from wanjax.pipelines.frames import Frames, GivenLatents, chunk_count, decoded

@@ -23,8 +23,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from wanjax.kernels.compiler_options import fast_products, products, scanned
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache
+from wanjax.pipelines.caching.step_cache import NO_CACHE, StepCache
 from wanjax.pipelines.seeds import Words, drawn_noise, noise_of_frames, solver_keys
-from wanjax.pipelines.step_cache import NO_CACHE, StepCache
 from wanjax.programs import Value, program
 from wanjax.schedulers import Scheduler
 from wanjax.sharding import replicate

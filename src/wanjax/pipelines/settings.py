@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args
 from wanjax.errors import WanjaxError, shown
 
 if TYPE_CHECKING:
-    from wanjax.pipelines.cache_rules import CacheRule
+    from wanjax.pipelines.caching.rules import CacheRule
 
 DTYPES = ("bfloat16", "float32")
 RESIZES = ("crop", "pad", "stretch")
@@ -100,7 +100,7 @@ def setting(told: str = "", *, default: Any = dataclasses.MISSING, **known: Any)
 
 
 def _cache(given: Any) -> "CacheRule":
-    from wanjax.pipelines.cache_rules import cache_rule  # imported late for a quick --help
+    from wanjax.pipelines.caching.rules import cache_rule  # imported late for a quick --help
 
     return cache_rule(given)
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, UInt8
 
 from wanjax.dims import readable
 from wanjax.errors import WanjaxError
-from wanjax.pipelines.preview import Look
+from wanjax.pipelines.previews.latent_preview import Look
 
 IN_FLIGHT = 2  # steps queued on the device: two keep it busy, more would hold memory
 

@@ -13,7 +13,7 @@ from wanjax.kernels.attention import AUTO, Attention
 from wanjax.kernels.compiler_options import SAFE, check_set
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures
-from wanjax.pipelines.cache_rules import check_apart
+from wanjax.pipelines.caching.rules import check_apart
 from wanjax.pipelines.family import Architecture, Family, Forward
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.recording import needed_pictures, record

@@ -19,9 +19,9 @@ from wanjax.errors import WanjaxError, is_out_of_memory
 from wanjax.layers.tiling import Tiling
 from wanjax.media.videos import write_video
 from wanjax.pipelines.components import free_memory
-from wanjax.pipelines.looks import Previews
 from wanjax.pipelines.many import Order
 from wanjax.pipelines.pipeline import Pipeline
+from wanjax.pipelines.previews.previews import Previews
 from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.pipelines.run import Hook, Run
 from wanjax.pipelines.steps import Cancelled, Step

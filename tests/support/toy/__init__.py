@@ -20,12 +20,12 @@ from wanjax.errors import WanjaxError
 from wanjax.kernels.compiler_options import scanned
 from wanjax.layers.stack import EVERY_BLOCK
 from wanjax.models.t5 import T5Config
-from wanjax.pipelines.encoders import T5
 from wanjax.pipelines.family import Architecture, Family, Forward, Preset
 from wanjax.pipelines.guidance import group, grouping
 from wanjax.pipelines.sampler import Denoiser, Inputs
 from wanjax.pipelines.settings import Settings
-from wanjax.pipelines.tokenizer import Tokenizer
+from wanjax.pipelines.text.encoders import T5
+from wanjax.pipelines.text.tokenizer import Tokenizer
 from wanjax.programs import program
 
 LENGTH, GLYPHS = 12, 8

@@ -3,12 +3,12 @@
 
 from pathlib import Path
 
-from wanjax.pipelines.cache_tables import FILE
+from wanjax.pipelines.caching.tables import FILE
 from wanjax.pipelines.cogvideox.architecture import CogVideoXArchitecture
 from wanjax.pipelines.cogvideox.networks import NETWORKS
 from wanjax.pipelines.cogvideox.presets import PRESETS, settings_of
 from wanjax.pipelines.family import Family
-from wanjax.pipelines.tokenizer import Tokenizer
+from wanjax.pipelines.text.tokenizer import Tokenizer
 
 TEXT_LENGTH = 226
 """The number of tokens of a prompt that the published transformers read, padding included."""

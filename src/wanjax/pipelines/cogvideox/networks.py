@@ -7,7 +7,7 @@ from wanjax.models.cogvideox.config import TransformerConfig
 from wanjax.models.cogvideox.transformer import CogVideoXTransformer
 from wanjax.models.cogvideox.vae import CogVideoXVAE
 from wanjax.models.cogvideox.vae_config import VAEConfig
-from wanjax.pipelines.encoders import T5
+from wanjax.pipelines.text.encoders import T5
 
 NETWORKS = (
     T5,

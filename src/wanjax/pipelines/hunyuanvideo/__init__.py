@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """HunyuanVideo-1.5: https://github.com/Tencent-Hunyuan/HunyuanVideo-1.5, text and image to video."""
 
-from wanjax.pipelines.byt5_tokenizer import ByT5Tokenizer
 from wanjax.pipelines.family import Family
 from wanjax.pipelines.hunyuanvideo.architecture import IMAGE_TO_VIDEO, HunyuanVideoArchitecture
 from wanjax.pipelines.hunyuanvideo.layouts import LAYOUT
@@ -9,7 +8,8 @@ from wanjax.pipelines.hunyuanvideo.networks import NETWORKS
 from wanjax.pipelines.hunyuanvideo.presets import PRESETS, settings_of
 from wanjax.pipelines.hunyuanvideo.text import GLYPH_LENGTH, TEMPLATE_TOKENS, TEXT_LENGTH
 from wanjax.pipelines.image_processor import StretchingImageProcessor
-from wanjax.pipelines.tokenizer import Tokenizer
+from wanjax.pipelines.text.byt5 import ByT5Tokenizer
+from wanjax.pipelines.text.tokenizer import Tokenizer
 
 FAMILY = Family(
     name="HunyuanVideo",

@@ -24,12 +24,12 @@ from wanjax.checkpoints.readers import open_tensors
 from wanjax.checkpoints.sources import Layout, read_json
 from wanjax.converters.hunyuanvideo.diffusers import transformer_config
 from wanjax.errors import WanjaxError
-from wanjax.pipelines.byt5_tokenizer import ByT5Tokenizer
 from wanjax.pipelines.family import Preset
 from wanjax.pipelines.hunyuanvideo import recognise
 from wanjax.pipelines.hunyuanvideo.architecture import IMAGE_TO_VIDEO, HunyuanVideoArchitecture
 from wanjax.pipelines.hunyuanvideo.presets import PRESETS
 from wanjax.pipelines.hunyuanvideo.text import GLYPH_LENGTH
+from wanjax.pipelines.text.byt5 import ByT5Tokenizer
 
 KIND = "HunyuanVideo_1_5_DiffusionTransformer"  # the class in the authors' config.json
 MODELS = {preset.source.rpartition("-")[2]: preset for preset in PRESETS}

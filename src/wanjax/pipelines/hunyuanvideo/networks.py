@@ -8,7 +8,7 @@ from wanjax.models.hunyuanvideo.config import TransformerConfig
 from wanjax.models.hunyuanvideo.transformer import HunyuanVideoTransformer
 from wanjax.models.hunyuanvideo.vae import HunyuanVideoVAE
 from wanjax.models.hunyuanvideo.vae_config import VAEConfig
-from wanjax.pipelines.encoders import QWEN2_VL, SIGLIP_VISION, T5
+from wanjax.pipelines.text.encoders import QWEN2_VL, SIGLIP_VISION, T5
 
 NETWORKS = (
     QWEN2_VL,

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from wanjax.pipelines.tokenizer import TokenBatch, Truncation
+from wanjax.pipelines.text.tokenizer import TokenBatch, Truncation
 
 TEMPLATE_TOKENS = 108
 """The number of tokens before the prompt; their features are dropped."""

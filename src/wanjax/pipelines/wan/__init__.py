@@ -3,10 +3,10 @@
 
 from pathlib import Path
 
-from wanjax.pipelines.cache_tables import FILE
+from wanjax.pipelines.caching.tables import FILE
 from wanjax.pipelines.family import Family
 from wanjax.pipelines.image_processor import ImageProcessor
-from wanjax.pipelines.tokenizer import Tokenizer
+from wanjax.pipelines.text.tokenizer import Tokenizer
 from wanjax.pipelines.wan.causal import architecture_of
 from wanjax.pipelines.wan.conditioning import CAUSAL_PIPELINES
 from wanjax.pipelines.wan.layouts import LAYOUT

@@ -29,7 +29,7 @@ from wanjax.pipelines.guidance import grouping
 from wanjax.pipelines.sampler import Denoiser, Held, Inputs
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Segment
-from wanjax.pipelines.tokenizer import TokenBatch, Truncation, clean_prompt
+from wanjax.pipelines.text.tokenizer import TokenBatch, Truncation, clean_prompt
 from wanjax.pipelines.wan.conditioning import TEXT_TO_VIDEO, Encoders, Task, WanEncoded, task_of
 from wanjax.pipelines.wan.experts import EXPERTS, segments
 from wanjax.pipelines.wan.networks import NETWORKS

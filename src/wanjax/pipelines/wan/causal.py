@@ -16,7 +16,7 @@ from wanjax.errors import WanjaxError
 from wanjax.models.wan.causal import place_of, turns_at
 from wanjax.models.wan.config import CausalTransformerConfig
 from wanjax.models.wan.flops import forward_flops, self_attention_flops
-from wanjax.pipelines.cache_rules import NONE, CacheRule
+from wanjax.pipelines.caching.rules import NONE, CacheRule
 from wanjax.pipelines.family import Forward, Pipe
 from wanjax.pipelines.sampler import Denoiser, Held, Inputs
 from wanjax.pipelines.settings import Settings

@@ -18,7 +18,7 @@ from wanjax.models.wan.image import WanImageTransformer
 from wanjax.models.wan.residual_vae import WanResidualVAE
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.models.wan.vae import WanVAE
-from wanjax.pipelines.encoders import CLIP_VISION, T5
+from wanjax.pipelines.text.encoders import CLIP_VISION, T5
 
 NETWORKS = (
     T5,

@@ -15,7 +15,7 @@ import numpy as np
 
 from wanjax.checkpoints.sources import read_json
 from wanjax.errors import WanjaxError
-from wanjax.pipelines.tokenizer import TokenBatch, Truncation
+from wanjax.pipelines.text.tokenizer import TokenBatch, Truncation
 
 PAD, END, UNKNOWN = 0, 1, 2
 NAMED = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}  # in the order of their ids

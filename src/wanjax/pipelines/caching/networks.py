@@ -11,11 +11,11 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from wanjax.kernels.compiler_options import scanned
-from wanjax.pipelines.cache_rules import CacheRule, TeaCache, check_reused, turns_of
-from wanjax.pipelines.cache_tables import Tables
+from wanjax.pipelines.caching.rules import CacheRule, TeaCache, check_reused, turns_of
+from wanjax.pipelines.caching.step_cache import StepCache
+from wanjax.pipelines.caching.tables import Tables
 from wanjax.pipelines.family import Pipe
 from wanjax.pipelines.sampler import Denoiser, Inputs
-from wanjax.pipelines.step_cache import StepCache
 from wanjax.pipelines.steps import Segment
 from wanjax.programs import program
 from wanjax.schedulers import one_step

@@ -11,15 +11,15 @@ from jaxtyping import Array, Float
 from numpy.polynomial import Polynomial
 
 from wanjax.errors import WanjaxError
-from wanjax.pipelines.cache_rules import MagCache, TeaCache, Turn, turns_of
-from wanjax.pipelines.cache_tables import Changes, Magnitudes, Tables
-from wanjax.pipelines.caching import changes_of
+from wanjax.pipelines.caching.networks import changes_of
+from wanjax.pipelines.caching.rules import MagCache, TeaCache, Turn, turns_of
+from wanjax.pipelines.caching.step_cache import ForwardCache, Kept, Predict, Prediction, ResidualCache
+from wanjax.pipelines.caching.tables import Changes, Magnitudes, Tables
 from wanjax.pipelines.family import Pipe
 from wanjax.pipelines.many import Order
 from wanjax.pipelines.run import Hook, Run
 from wanjax.pipelines.sampler import Denoiser, Inputs
 from wanjax.pipelines.settings import Settings
-from wanjax.pipelines.step_cache import ForwardCache, Kept, Predict, Prediction, ResidualCache
 from wanjax.pipelines.steps import Segment, Step
 
 DELTA, MOST, WHOLE = 0.12, 2, 0.2  # settings of MagCache for a checkpoint without published ones

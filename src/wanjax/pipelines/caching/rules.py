@@ -15,8 +15,7 @@ import numpy as np
 from jaxtyping import Float
 
 from wanjax.errors import WanjaxError, shown
-from wanjax.pipelines.cache_tables import Magnitudes, Tables
-from wanjax.pipelines.step_cache import (
+from wanjax.pipelines.caching.step_cache import (
     NO_CACHE,
     ForwardCache,
     GuidanceCache,
@@ -25,6 +24,7 @@ from wanjax.pipelines.step_cache import (
     ResidualCache,
     StepCache,
 )
+from wanjax.pipelines.caching.tables import Magnitudes, Tables
 from wanjax.pipelines.steps import Segment
 
 

@@ -11,7 +11,7 @@ import jax
 from PIL import Image
 
 from wanjax.checkpoints.files import writing
-from wanjax.pipelines.preview import Look, Picture, strip
+from wanjax.pipelines.previews.latent_preview import Look, Picture, strip
 from wanjax.pipelines.progress import console
 from wanjax.pipelines.steps import Step
 

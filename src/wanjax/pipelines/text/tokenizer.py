@@ -15,7 +15,7 @@ import tokenizers
 from jaxtyping import Bool, Int
 
 from wanjax.errors import WanjaxError
-from wanjax.pipelines.spiece import read_spiece
+from wanjax.pipelines.text.spiece import read_spiece
 
 T5_EXTRA_TOKENS = 100  # of a SentencePiece model whose settings do not give their number
 
