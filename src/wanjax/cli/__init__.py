@@ -15,7 +15,7 @@ from click.shell_completion import CompletionItem
 from wanjax.cli import defaults, options, server_options, train_options
 from wanjax.cli.completion import complete_commands, complete_files, complete_models
 from wanjax.cli.interrupts import INTERRUPTED
-from wanjax.cli.mistyped import check_prompt
+from wanjax.cli.arguments import check_prompt
 from wanjax.cli.quiet import hush_libtpu
 from wanjax.cli.report import Report
 from wanjax.errors import WanjaxError, is_out_of_memory
