@@ -22,7 +22,7 @@ from wanjax.bench.modelled import known
 from wanjax.bench.programs import Measured, distance, made_up, measure, mesh_of
 from wanjax.bench.suite import SCALES, Scale, Suite
 from wanjax.bench.timing import Timing, timed
-from wanjax.cli import benching
+from wanjax.cli import measuring
 from wanjax.compilers.chips import described, find_slice
 from wanjax.compilers.places import mesh_on, priced_on
 from wanjax.errors import WanjaxError
@@ -163,7 +163,7 @@ def test_programs_are_measured_beside_their_prices(programs, monkeypatch, tmp_pa
     monkeypatch.setitem(SCALES, ("cpu", True), TINY)
     monkeypatch.setattr(jax, "devices", lambda *_, now=jax.devices: now("cpu")[:1])
     shown = []
-    monkeypatch.setattr(benching, "show", lambda found, console: shown.append(found))
+    monkeypatch.setattr(measuring, "show", lambda found, console: shown.append(found))
     succeeded(wanjax("bench", "nano", "--quick"))
     found = json.loads(json.dumps(shown[0].to_json()))
     assert (found["devices"], found["better"], found["faults"]) == ("1 x cpu", None, [])
@@ -174,7 +174,7 @@ def test_programs_are_measured_beside_their_prices(programs, monkeypatch, tmp_pa
         assert row["ratio"] == row["seconds"] / row["modelled"]
     monkeypatch.undo()
     console = Console(width=200, record=True, file=io.StringIO())
-    benching.show(shown[0], console)
+    measuring.show(shown[0], console)
     assert re.search(r"a step: .* tokens, two prompts, 1 layer +\d.* \d+\.\d\d *\n", text := console.export_text())
     assert "the sets of compiler options are the same on these devices" in text
 

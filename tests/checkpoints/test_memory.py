@@ -17,7 +17,7 @@ from tests.support.tiny import tiny_checkpoint
 from tests.support.words import naming, says
 from wanjax import registry
 from wanjax.checkpoints.sources import DiffusersSource
-from wanjax.cli.demand import least_seconds
+from wanjax.cli.stages import least_seconds
 from wanjax.compilers.chips import V6E
 from wanjax.errors import WanjaxError
 from wanjax.layers.placement import placed

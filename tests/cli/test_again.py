@@ -16,7 +16,7 @@ from tests.support.commands import refused, succeeded, wanjax
 from tests.support.tiny import tiny_checkpoint, tiny_image_checkpoint
 from tests.support.words import says
 from wanjax.checkpoints.files import save_safetensors
-from wanjax.cli import records
+from wanjax.cli import catalogue
 from wanjax.media import stage_files
 from wanjax.media.pictures import read_clip
 from wanjax.media.videos import read_metadata, write_video
@@ -113,7 +113,7 @@ def test_info_of_all_that_can_be_chosen(image):
 
 
 def test_characters_that_would_steer_a_terminal():
-    assert records._text("a\x1b[2J\n\udce9é红") == r"a\x1b[2J\n\udce9é红"
+    assert catalogue._text("a\x1b[2J\n\udce9é红") == r"a\x1b[2J\n\udce9é红"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from tests.support.commands import refused, succeeded, wanjax
 from tests.support.tiny import compile_cache, tiny_checkpoint
 from tests.support.words import says
-from wanjax.cli import catalogue, conversion, main, many, planning, records, stages, warming
+from wanjax.cli import catalogue, conversion, main, many, planning, stages
 from wanjax.kernels.attention import Attention
 from wanjax.kernels.attention.flash_tiles import Tiles
 from wanjax.media.videos import read_metadata
@@ -53,8 +53,7 @@ def given(monkeypatch, tmp_path) -> dict:
     for module, names in (
         (stages, ("generate", "encode", "denoise", "decode")),
         (many, ("generate",)),
-        (planning, ("plan",)),
-        (warming, ("warmup",)),
+        (planning, ("plan", "warmup")),
         (conversion, ("convert",)),
     ):
         for name in names:
@@ -140,8 +139,8 @@ def test_flags_of_reports(given):
 
 
 def test_every_command_takes_it(monkeypatch):
-    monkeypatch.setattr(catalogue, "show", lambda as_json: print(as_json))
-    monkeypatch.setattr(records, "show", lambda file, as_json: print(as_json))
+    monkeypatch.setattr(catalogue, "show_models", lambda as_json: print(as_json))
+    monkeypatch.setattr(catalogue, "show_record", lambda file, as_json: print(as_json))
     Path("my.toml").write_text("json = true\n")
     for command in main.commands.values():
         own = {name for parameter in command.params for name in parameter.opts}

@@ -12,12 +12,9 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from wanjax.cli import defaults, options, server_options, train_options
-from wanjax.cli.completion import complete_commands, complete_files, complete_models
-from wanjax.cli.interrupts import INTERRUPTED
-from wanjax.cli.arguments import check_prompt
-from wanjax.cli.quiet import hush_libtpu
-from wanjax.cli.report import Report
+from wanjax.cli import defaults, options, train_options
+from wanjax.cli.arguments import check_prompt, complete_commands, complete_files, complete_models
+from wanjax.cli.report import INTERRUPTED, Report, hush_libtpu
 from wanjax.errors import WanjaxError, is_out_of_memory
 
 FAILURE, MISTAKE = 1, 2  # exit statuses
@@ -125,10 +122,10 @@ def generate(report: Report, made: dict[str, Any] | None, **given: Any) -> None:
 
     With --from a video is made again from what it tells of itself, in place of PROMPT and options, or beside them.
     """
-    from wanjax.cli import again, many, stages
+    from wanjax.cli import many, remake, stages
 
     if made is not None:
-        given = again.completed(given, made)
+        given = remake.completed(given, made)
     several = {name: given.pop(name) for name in ("prompts", "seeds", "count")}
     if any(value is not None for value in several.values()):
         many.generate(report, **several, **given)
@@ -268,9 +265,9 @@ def warmup(report: Report, **given: Any) -> None:
     Records a run without loading its weights, so that `generate` with the same options begins at once. The compiled
     programs stay in the user's cache. Other options, code or devices never use them.
     """
-    from wanjax.cli import warming
+    from wanjax.cli import planning
 
-    warming.warmup(report, **given)
+    planning.warmup(report, **given)
 
 
 @main.command()
@@ -295,9 +292,9 @@ def calibrate(report: Report, **given: Any) -> None:
     Denoises a few prompts without a cache, and keeps MagCache's ratios and TeaCache's polynomial in the user's folder
     for data, where `--cache` finds them. The size, the number of steps and the guidance are best those of later videos.
     """
-    from wanjax.cli import calibration
+    from wanjax.cli import measuring
 
-    calibration.calibrate(report, **given)
+    measuring.calibrate(report, **given)
 
 
 @main.command()
@@ -364,9 +361,9 @@ def info(file: str, as_json: bool) -> None:
     Prints the model, the prompt, the settings and all else that shaped it, which a video keeps in its metadata. FILE
     may also be a stage's file or a generation_config.json. `wanjax generate --from FILE` makes the video again.
     """
-    from wanjax.cli import records
+    from wanjax.cli import catalogue
 
-    records.show(file, as_json)
+    catalogue.show_record(file, as_json)
 
 
 @main.command()
@@ -380,7 +377,7 @@ def models(as_json: bool) -> None:
     """
     from wanjax.cli import catalogue
 
-    catalogue.show(as_json)
+    catalogue.show_models(as_json)
 
 
 @main.command()
@@ -398,9 +395,9 @@ def bench(report: Report, **given: Any) -> None:
     run of each program, and its compiling, are told apart from those that count. Where the two sets of compiler options
     differ, both take a step, and the better one is kept for this machine.
     """
-    from wanjax.cli import benching
+    from wanjax.cli import measuring
 
-    benching.bench(report, **given)
+    measuring.bench(report, **given)
 
 
 @main.command()
@@ -411,7 +408,7 @@ def bench(report: Report, **given: Any) -> None:
 @options.compute
 @options.devices
 @options.tile
-@server_options.serving
+@options.serving
 @options.telling
 @defaults.config
 @click.pass_obj

@@ -1,13 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check that the arguments of a prompt without a command are not a mistyped command."""
+"""Arguments as they are typed: their completion by a shell, and commands and options that are mistyped."""
 
+import os
 import shlex
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 
 import click
+from click.shell_completion import CompletionItem
 
-from wanjax.cli.options import today
+OLD_NAMES = {
+    "model-id": "model",
+    "num-frames": "frames",
+    "num-inference-steps": "steps",
+    "input-dir": "dir",
+    "output-dir": "dir",
+    "output-path": "out",
+    "output-video": "out",
+    "bqsize": "block-q",
+    "bkvsize": "block-kv",
+    "bkvcomputesize": "block-kv-compute",
+    "window-size": "window",
+}
+"""Former names of options, with dashes for underscores, and their present names."""
+
+
+def today(name: str) -> str:
+    """Returns the present name of an option, which may be given by a former one."""
+    dashed = name.replace("_", "-")
+    return OLD_NAMES.get(dashed, dashed)
+
 
 NEAR = 0.75  # the ratio of difflib from which two words count as near
 
@@ -57,3 +79,26 @@ def _foreign(group: click.Group, arguments: Sequence[str], implied: str) -> Iter
         option = f"--{today(argument[2:].partition('=')[0])}"
         if argument.startswith("--") and option not in known[implied] | {"--help"}:
             yield from ((option, name) for name in known if option in known[name])
+
+
+def complete_files(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Leaves the completion to the shell, which knows the files."""
+    return [CompletionItem(incomplete, type="file")]
+
+
+def complete_models(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Returns the models that `wanjax models` lists; for a path, leaves the completion to the shell."""
+    if incomplete.startswith((".", "~")) or os.sep in incomplete:
+        return complete_files(ctx, parameter, incomplete)
+    from wanjax.registry import presets  # imported late for a quick --help
+
+    return [
+        CompletionItem(name, help=preset.about) for name, preset in presets().items() if name.startswith(incomplete)
+    ]
+
+
+def complete_commands(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Returns the commands of the group."""
+    group = ctx.parent.command if ctx.parent else None
+    assert isinstance(group, click.Group)
+    return [CompletionItem(name) for name in group.list_commands(ctx) if name.startswith(incomplete)]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `models`: the published checkpoints known by name."""
+"""The commands `models` and `info`: the checkpoints known by name, and the record of a video."""
 
 import json
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,15 @@ import click
 import wanjax
 from wanjax import converters
 from wanjax.compilers import kept
+from wanjax.media.records import read_record
+from wanjax.media.stage_files import PICTURE_FILES
 from wanjax.pipelines.family import Family, Preset
 from wanjax.registry import load, outline, presets
 
 ROW = "{:26} {:>11} {:>8} {:>9} {:>6} {:>5} {:>8}  {}"
 
 
-def show(as_json: bool) -> None:
+def show_models(as_json: bool) -> None:
     """Prints the models as a table or as JSON."""
     known = presets().values()
     described = [_described(preset) for preset in known]
@@ -85,3 +88,46 @@ def _code_digest() -> str:
 
 def _rounded(number: float) -> str:
     return f"{number / 1e9:.1f} G" if number >= 1e9 else f"{number / 1e6:.1f} M"
+
+
+LEFT_OUT = ("height", "width", "frames", "fps", "guidance_scale", "guidance_scale_2")  # told together, or with others
+FIRST = ("model", "prompt", "negative_prompt", "size", "frames", "steps", "guidance", "seed")
+
+
+def show_record(file: str, as_json: bool) -> None:
+    """Prints the record in a file."""
+    record = read_record(file)
+    if as_json:
+        click.echo(json.dumps(record, indent=2))
+        return
+    lines = _entries(record)
+    width = max(map(len, lines))
+    for name, text in lines.items():
+        click.echo(f"{name:{width}}  {text}".rstrip())
+
+
+def _entries(record: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the entries of a record as texts, in the order of their importance; those that are None are left out."""
+    told = {name: value for name, value in record.items() if name not in LEFT_OUT}
+    if not record.get("video"):
+        told.pop("strength", None)
+    if not any(record.get(name) for name in PICTURE_FILES):
+        told.pop("resize", None)
+    if {"height", "width"} <= record.keys():
+        told["size"] = f"{record['width']}x{record['height']}"
+    if "frames" in record:
+        told["frames"] = f"{record['frames']}" + (f" at {record['fps']} a second" if "fps" in record else "")
+    scales = [record.get(name) for name in ("guidance_scale", "guidance_scale_2")]
+    told["guidance"] = " and ".join(_text(scale) for scale in scales if scale is not None) or None
+    order = [name for name in (*FIRST, *told) if told.get(name) is not None]
+    return {name.replace("_", " "): _text(told[name]) for name in dict.fromkeys(order)}
+
+
+def _text(value: Any) -> str:
+    """Returns a value on one line, without characters that would steer a terminal."""
+    if isinstance(value, Mapping):
+        value = ", ".join(f"{name} {_text(one)}" for name, one in value.items())
+    if isinstance(value, list | tuple):
+        value = ", ".join(map(_text, value))
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

@@ -14,8 +14,8 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from wanjax.cli.completion import complete_files
-from wanjax.cli.options import Size, is_typed, today
+from wanjax.cli.arguments import complete_files, today
+from wanjax.cli.options import Size, is_typed
 from wanjax.errors import WanjaxError
 
 RIVALS = {
@@ -60,7 +60,7 @@ def read_record(ctx: click.Context, parameter: click.Parameter, file: str | None
     """Takes the prompt and the options from the record of a video, which it returns."""
     if file is None or ctx.resilient_parsing:
         return None
-    from wanjax.cli.again import record_of  # imported late for a quick --help
+    from wanjax.cli.remake import record_of  # imported late for a quick --help
 
     record = record_of(file)
     own = [x for x in ctx.command.params if record.get(x.name) is not None and x is not parameter]

@@ -10,10 +10,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from wanjax.cli import names
 from wanjax.cli.processes import is_first, meet
 from wanjax.cli.report import Report
-from wanjax.cli.stages import Rendering, Reporting
+from wanjax.cli.stages import VIDEOS, Rendering, Reporting, slug
 from wanjax.errors import WanjaxError
 from wanjax.media import videos
 from wanjax.media.pictures import Pictures
@@ -132,7 +131,7 @@ def name_of(record: Mapping[str, Any]) -> str:
     """Returns the name of a video: its prompt, its seed, and a digest of all that shapes it."""
     told = {name: value for name, value in record.items() if name not in HERE}
     digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
-    return f"{names.slug(record['prompt'])}-{record['seed']}-{digest}.mp4"
+    return f"{slug(record['prompt'])}-{record['seed']}-{digest}.mp4"
 
 
 def _target(folder: Path | None, out: str | None) -> Path:
@@ -141,7 +140,7 @@ def _target(folder: Path | None, out: str | None) -> Path:
         raise WanjaxError("--dir keeps the stages of one video: --out names the folder of several")
     if out is not None and Path(out).suffix:
         raise WanjaxError(f"--out names the file {out} for several videos: a folder is right")
-    return names.VIDEOS if out is None else Path(out).expanduser()
+    return VIDEOS if out is None else Path(out).expanduser()
 
 
 def _shared(settings: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `plan`: the memory and the time of a video on devices that need not be present."""
+"""The commands `plan` and `warmup`: a recorded run, priced for devices that need not be present, or compiled here."""
 
 import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
@@ -10,15 +12,20 @@ from rich.console import Console
 from rich.table import Table
 
 from wanjax import registry
-from wanjax.cli.stages import given_settings, loras_of, own_settings
+from wanjax.cli.processes import meet
+from wanjax.cli.report import Report
+from wanjax.cli.stages import Rendering, given_settings, loras_of, own_settings
+from wanjax.compilers.cache import compile_cache_folder
 from wanjax.kernels.attention import AUTO
 from wanjax.kernels.compiler_options import SAFE
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines.pipeline import Pipeline
+from wanjax.pipelines.recording import record
 from wanjax.pipelines.settings import Settings
 from wanjax.plan.outlook import Outlook, outlook
 from wanjax.plan.training import TrainingOutlook, training_outlook
+from wanjax.programs import EXECUTE
 from wanjax.sharding import ONE_DEVICE, AutoMesh, MeshSizes, find_rules
 from wanjax.training.adapters import LoraConfig
 from wanjax.training.optimizers import OptimizerConfig
@@ -184,3 +191,20 @@ def _summary(found: Outlook) -> list[str]:
         spare = min(stage.spare_bytes_per_chip for stage in found.stages.values())
         lines.append(f"fits, with {spare / GIB:.1f} GiB of {found.memory_per_chip / GIB:.2f} to spare on each chip")
     return lines if found.advice is None else [*lines, found.advice]
+
+
+def warmup(report: Report, **given: Any) -> None:
+    """Compiles all programs that `generate` runs with these options; no weights are loaded."""
+    meet(report, given.get("processes"))
+    with TemporaryDirectory(prefix="wanjax-warmup-") as folder:
+        made = Rendering(report, Path(folder), given | {"prompt": given["prompt"] or ""})
+        with report.stage("record"):
+            told = {"tiling": made.tiling, "batch_guidance": made.batch_guidance}
+            programs = record(made.pipe, made.settings, made.pictures, **told).programs
+        with report.stage("compile"):
+            for done, recorded in enumerate(programs):
+                report.count("program", done, len(programs))
+                EXECUTE.compile(recorded.instance)
+            report.count("program", len(programs), len(programs))
+    report.table()
+    report.note(f"what was compiled is in {compile_cache_folder()}")

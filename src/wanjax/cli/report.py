@@ -1,20 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of a run: on stderr the progress of each stage, and a table of time and memory; on stdout what it made."""
+"""The report of a run: on stderr the progress of each stage, and a table of time and memory; on stdout what it made.
+
+Ctrl-C is deferred to the end of a step, and libtpu's messages on machines without a TPU are suppressed.
+"""
 
 import json
 import os
 import re
+import signal
+import socket
 import sys
+import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property
+from glob import glob
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from wanjax.cli import interrupts
 from wanjax.errors import WanjaxWarning
 
 if TYPE_CHECKING:
@@ -102,7 +108,7 @@ class Report:
         """Answers Ctrl-C. An exception inside JAX would be lost, or crash the process, so the run stops in between."""
         if self._stop:
             told = "" if self._muted else f"\nwanjax: stopped at once\n{self.outcome}"
-            interrupts.end(told, self.console.is_terminal)
+            end_at_once(told, self.console.is_terminal)
         self._stop = True
         unit = self._current.unit if self._current else ""
         work = f"the {unit}s under way" if unit else "this stage"
@@ -147,7 +153,7 @@ class Report:
         from wanjax.pipelines import progress
 
         _reset_host_peak()
-        with interrupts.watched(self._pressed):
+        with watched(self._pressed):
             try:
                 with progress.on_console(name, None if self._silent else self.console) as stage:
                     self._current = stage
@@ -197,3 +203,60 @@ def _device_peak() -> int | None:
 
     stats = [device.memory_stats() or {} for device in jax.local_devices() if device.platform != "cpu"]
     return max((stat["peak_bytes_in_use"] for stat in stats if "peak_bytes_in_use" in stat), default=None)
+
+
+INTERRUPTED = 130  # the exit status
+OVER = b"\0"
+SHOW_CURSOR = "\x1b[?25h"
+
+
+@contextmanager
+def watched(pressed: Callable[[], None]) -> Iterator[None]:
+    """Calls `pressed` from a thread at each Ctrl-C, in place of raising KeyboardInterrupt.
+
+    Does nothing outside the main thread, which alone may handle signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+
+    def watch() -> None:
+        while (received := reader.recv(1)) not in (b"", OVER):
+            if received[0] == signal.SIGINT:
+                pressed()
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    before = signal.signal(signal.SIGINT, lambda number, frame: None)
+    descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(descriptor)
+        signal.signal(signal.SIGINT, before)
+        writer.send(OVER)
+        thread.join()
+        reader.close()
+        writer.close()
+
+
+def end_at_once(told: str, terminal: bool) -> NoReturn:
+    """Ends the process at once; cleans up what is under way, prints a text, and shows a terminal's cursor again."""
+    from wanjax.checkpoints.files import abandon  # imported late for a quick --help
+
+    abandon()
+    os.write(2, f"{SHOW_CURSOR if terminal else ''}{told}".encode())
+    os._exit(INTERRUPTED)
+
+
+DEVICES = ("/dev/accel*", "/dev/vfio/*")  # device files of TPUs, by generation
+ANSWERS = {"TPU_ACCELERATOR_TYPE": "v6e-1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_STDERR_LOG_LEVEL": "3"}
+
+
+def hush_libtpu() -> None:
+    """Sets the variables that libtpu would otherwise report as missing. Call before JAX looks for devices."""
+    if not any(map(glob, DEVICES)):
+        for name, value in ANSWERS.items():
+            os.environ.setdefault(name, value)

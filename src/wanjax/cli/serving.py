@@ -11,9 +11,8 @@ from typing import Any
 import jax
 
 from wanjax import registry
-from wanjax.cli.interrupts import INTERRUPTED
 from wanjax.cli.processes import meet
-from wanjax.cli.report import Report
+from wanjax.cli.report import INTERRUPTED, Report
 from wanjax.errors import WanjaxError
 from wanjax.kernels.compiler_options import kept_set
 from wanjax.layers.tiling import Tiling

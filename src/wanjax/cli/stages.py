@@ -1,38 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands `generate`, `encode`, `denoise` and `decode`. A stage loads its networks, runs, saves and frees them."""
+"""The commands `generate`, `encode`, `denoise` and `decode`.
 
+A stage loads its networks, runs, saves and frees them. A `Rendering` is one video on the command line: its pipeline,
+its settings, the names of its files, and the hooks that report and save.
+"""
+
+import re
 import shlex
+import unicodedata
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from datetime import datetime
+from itertools import count
 from pathlib import Path
-from typing import Any
+from time import perf_counter
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from wanjax import registry
 from wanjax.checkpoints.files import check_folder
 from wanjax.checkpoints.lora import Lora
-from wanjax.cli import names, options
-from wanjax.cli.again import differences
-from wanjax.cli.demand import demand
+from wanjax.cli import options
 from wanjax.cli.processes import is_first, meet
 from wanjax.cli.profile import StepProfile, trace_with_scopes
+from wanjax.cli.remake import differences
 from wanjax.cli.report import Report
-from wanjax.cli.streaming import stream
+from wanjax.compilers.roofline import peak_flops
 from wanjax.errors import WanjaxError
+from wanjax.kernels.attention import AUTO
 from wanjax.kernels.compiler_options import kept_set
 from wanjax.layers.tiling import Tiling
 from wanjax.media import stage_files, videos
 from wanjax.media.pictures import Pictures
+from wanjax.media.stage_files import LATENTS, VIDEO
 from wanjax.pipelines.checks import check_strength
 from wanjax.pipelines.draws import checked_draws
 from wanjax.pipelines.family import Lesson
 from wanjax.pipelines.many import Order
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.previews.previews import Previews
+from wanjax.pipelines.progress import duration, in_bytes
 from wanjax.pipelines.record import described, devices_of
 from wanjax.pipelines.resume import Keeping
 from wanjax.pipelines.run import Block, Hook, Run
@@ -41,6 +53,12 @@ from wanjax.pipelines.settings import Settings, schema
 from wanjax.pipelines.steps import Step, Switch
 from wanjax.schedulers import name_of
 
+VIDEOS, STAGES = Path("wanjax_videos"), Path("stage_outputs")
+LONGEST = 40  # characters of the prompt in a name
+WORK = {VIDEO: f"a finished video, {VIDEO}", LATENTS: f"the latents of a video, {LATENTS}"}
+REPLACED = {"generate": (VIDEO, LATENTS), "encode": (VIDEO, LATENTS), "denoise": (VIDEO,), "decode": (VIDEO,)}
+"""What each command replaces in its folder that took long to make."""
+
 
 def generate(
     report: Report, *, folder: Path | None, out: str | None, noise: str | None, force: bool, **given: Any
@@ -48,14 +66,14 @@ def generate(
     """Runs the three stages; without a folder, under names of the video's own."""
     meet(report, given.get("processes"))
     if folder is not None:
-        names.check_free(folder, "generate", force)
+        check_free(folder, "generate", force)
     run = Rendering(report, folder, given, out=out, noise=noise)
     try:
         run.tell()
         written = run.generate()
     finally:
         if folder is None and is_first():
-            names.release(run.place)
+            release(run.place)
     report.table()
     run.made(written)
 
@@ -63,7 +81,7 @@ def generate(
 def encode(report: Report, *, folder: Path, force: bool, **given: Any) -> None:
     """Runs the first stage, from the command line alone."""
     meet(report, given.get("processes"))
-    names.check_free(folder, "encode", force)
+    check_free(folder, "encode", force)
     run = Rendering(report, folder, given)
     run.encode()
     report.table()
@@ -74,7 +92,7 @@ def encode(report: Report, *, folder: Path, force: bool, **given: Any) -> None:
 def denoise(report: Report, *, folder: Path, noise: str | None, force: bool, **given: Any) -> None:
     """Runs the second stage, from the first stage's files and the options given now."""
     meet(report, given.get("processes"))
-    names.check_free(folder, "denoise", force)
+    check_free(folder, "denoise", force)
     left = stage_files.load_settings(folder)
     tensors = stage_files.load_encoded(folder, left)
     run = Rendering(report, folder, given, left, noise=noise)
@@ -90,7 +108,7 @@ def decode(report: Report, *, folder: Path, out: str | None, force: bool, **give
     """Runs the third stage, from the second stage's files."""
     meet(report, given.get("processes"))
     if out is None:
-        names.check_free(folder, "decode", force)
+        check_free(folder, "decode", force)
     left = stage_files.load_settings(folder)
     latents = stage_files.load_latents(folder, left)
     run = Rendering(report, folder, given, left, out=out)
@@ -99,6 +117,58 @@ def decode(report: Report, *, folder: Path, out: str | None, force: bool, **give
     written = run.decode(latents)
     report.table()
     run.made(written)
+
+
+class Place(NamedTuple):
+    """The folder of a run's stage files, and the name of its video."""
+
+    folder: Path
+    video: str
+
+
+def own_place(prompt: str, seed: int, out: str | None = None, *, reserve: bool = True) -> Place:
+    """Returns names that no other run has, from the prompt, the seed and the time; numbered if they are taken.
+
+    `out` is the video's name if it is given. With `reserve` the folder is made, so that no other run takes its name.
+    """
+    stem = f"{slug(prompt)}-{seed}-{datetime.now():%Y%m%d-%H%M%S}"
+    if reserve:
+        check_folder(STAGES)
+    for number in count(1):
+        name = stem if number == 1 else f"{stem}-{number}"
+        place = Place(STAGES / name, out or str(VIDEOS / f"{name}.mp4"))
+        if out is None and Path(place.video).exists():
+            continue
+        with suppress(FileExistsError):
+            if reserve:
+                place.folder.mkdir()
+            return place
+    raise AssertionError("there is always another number")
+
+
+def slug(prompt: str) -> str:
+    """Returns the beginning of a prompt as a part of a file's name: its letters and digits, joined by dashes."""
+    words = re.findall(r"[^\W_]+", unicodedata.normalize("NFKC", prompt).casefold())
+    text = "-".join(words)
+    if len(text) > LONGEST:
+        whole = text[: LONGEST + 1].rpartition("-")[0]
+        text = whole or text[:LONGEST]
+    return text or "video"
+
+
+def release(place: Place) -> None:
+    """Removes the folders of a place that are empty, because the run kept nothing."""
+    for folder in (place.folder, STAGES, VIDEOS):
+        with suppress(OSError):  # it holds something
+            folder.rmdir()
+
+
+def check_free(folder: Path, command: str, force: bool) -> None:
+    """Raises WanjaxError where a command would replace in a folder what took long to make, unless `force`."""
+    taken = [name for name in REPLACED[command] if (folder / name).exists()]
+    if taken and not force:
+        other = "--out" if command == "decode" else "another --dir"
+        raise WanjaxError(f"{folder} holds {WORK[taken[0]]}: {other} keeps it, --force replaces it")
 
 
 class Rendering:
@@ -171,16 +241,16 @@ class Rendering:
             pipe.scheduler = chosen["scheduler"]
         return pipe
 
-    def _place(self, folder: Path | None, out: str | None) -> names.Place:
+    def _place(self, folder: Path | None, out: str | None) -> Place:
         """Returns the names of the run's files, after a check that they can be written."""
-        video = out or str((folder or names.VIDEOS) / stage_files.VIDEO)
+        video = out or str((folder or VIDEOS) / stage_files.VIDEO)
         if is_first():
             videos.check_output(video, self.settings.frames)
         if folder is None:
-            return names.own_place(self.settings.prompt, self.settings.seed, out, reserve=is_first())
+            return own_place(self.settings.prompt, self.settings.seed, out, reserve=is_first())
         if is_first():
             check_folder(folder)
-        return names.Place(folder, video)
+        return Place(folder, video)
 
     @property
     def _lesson(self) -> Lesson | None:
@@ -229,7 +299,7 @@ class Rendering:
             f"{chosen.steps} steps, guidance {guidance}, seed {chosen.seed}{drawn}, {chosen.dtype}, "
             f"on {devices_of(mesh)}{f', mesh {mesh}, rules {mesh.rules_name}' if 'mesh' in self.record else ''}"
         )
-        if sentence := demand(self.pipe, chosen, self.from_video):
+        if sentence := estimate(self.pipe, chosen, self.from_video):
             self.report.note(sentence)
         if not chosen.guided:
             self.report.note("note: guidance is off, so the negative prompt has no effect")
@@ -467,3 +537,81 @@ def own_settings(chosen: Mapping[str, Any], given: Mapping[str, Any], defaults: 
         if name not in own and given.get(name) is not None:
             raise WanjaxError(f"{name} is no setting of {defaults.model}: {', '.join(own)} are")
     return {name: value for name, value in found.items() if name in own}
+
+
+class Tempo:
+    """The frames delivered, and their number a second since the first block, for which programs are compiled."""
+
+    def __init__(self) -> None:
+        self.frames = 0
+        self._first: tuple[int, float] | None = None
+        self._last = 0.0
+
+    def deliver(self, frames: int) -> None:
+        """Counts frames that are delivered now."""
+        self.frames += frames
+        self._last = perf_counter()
+        if self._first is None:
+            self._first = self.frames, self._last
+
+    def __str__(self) -> str:
+        """Tells the frames, and how many there are a second, if there are two blocks."""
+        if self._first is None or self.frames == self._first[0]:
+            return f"{self.frames} frames"
+        frames, since = self._first
+        return f"{self.frames} frames, {(self.frames - frames) / (self._last - since):.1f} a second"
+
+
+def stream(rendering: Any, frames: Iterator[Any]) -> Path:
+    """Writes a video while it is made, from the frames of each block; the latents are saved after it.
+
+    `rendering` is a `stages.Rendering`.
+    """
+    report, tempo = rendering.report, Tempo()
+    architecture = rendering.pipe.architecture
+    total = architecture.latent_shape(rendering.settings)[2] // architecture.block_frames
+
+    def clips() -> Iterator[np.ndarray]:
+        report.count("block", 0, total)
+        for done, clip in enumerate(frames, 1):
+            yield np.asarray(clip)
+            tempo.deliver(len(clip))
+            report.count("block", done, total, beside=str(tempo))
+
+    with report.stage("stream"):
+        written = rendering.write(clips())
+    report.note(f"{tempo}, where {rendering.settings.fps} are played")
+    report.way_on = None
+    return written
+
+
+def estimate(pipe: Pipeline, settings: Settings, from_video: bool) -> str | None:
+    """Returns a sentence on the memory of the largest network's weights, and on the least time; None if unknown.
+
+    `from_video` tells whether denoising begins from a video, which saves some steps.
+    """
+    parts = []
+    if sizes := pipe.components.sizes:
+        largest = max(sizes, key=lambda name: sizes[name])
+        parts.append(f"about {in_bytes(sizes[largest])} of memory for the weights of its {largest}")
+    steps = settings.strong_steps if from_video else settings.steps
+    if seconds := least_seconds(pipe, settings, steps, jax.devices()[0].device_kind):
+        parts.append(f"at least {duration(seconds)} of denoising, at the peak of {devices_of(pipe.partitioner)}")
+    return f"a video takes {' and '.join(parts)}" if parts else None
+
+
+def least_seconds(pipe: Pipeline, settings: Settings, steps: int, kind: str) -> float | None:
+    """Returns the seconds of so many steps on devices of a kind that work at their peak; None where that is unknown.
+
+    A lower bound: the second forwards of steps that only some of the guidance scales ask for are not counted, nor are
+    steps that reuse what another kept or may, nor is self-attention where a window or a mask confines it.
+    """
+    if (peak := peak_flops(kind)) is None:
+        return None
+    work = pipe.architecture.forward(settings)
+    attention = pipe.components.options.get("attention", AUTO)
+    flops = sum(work.flops.values()) - (0 if attention.sees_all else work.scores)
+    reused = min(steps - 1, sum(pipe.architecture.reused(settings)))
+    again = pipe.architecture.cache_rule(settings).forwards
+    forwards = (steps - reused) * (2 if min(settings.guidance_scales) > 1 else 1) + reused * again
+    return forwards * flops / (peak * pipe.partitioner.mesh.size)
