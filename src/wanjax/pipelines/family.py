@@ -2,8 +2,8 @@
 """A family of models as one value, which holds everything that the rest of the library needs to know of it.
 
 Loading, stages, files, sampling, LoRA, conversion, plans and the command line use a family through this value alone.
-Each of its checkpoints is an `Architecture`, which a new family writes: what it gives a pipeline. A `Pipe` is what it
-is given.
+The seam is two classes: a family writes an `Architecture`, a checkpoint as the family knows it, and the methods of it
+that compute are given a `Pipe`, a pipeline as they see it.
 """
 
 import re
