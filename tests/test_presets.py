@@ -182,7 +182,7 @@ def test_invalid_numbers_are_refused(change):
     [(name, value)] = change.items()
     defaults = presets()["wan2.2-t2v-a14b"].defaults
     defaults.check(spatial=16, temporal=4)
-    with pytest.raises(WanjaxError, match=naming(f"{name.removesuffix('_2').replace('_', ' ')} {value} finite")):
+    with pytest.raises(WanjaxError, match=naming(f"{name} {value} finite")):
         defaults.updated(change).check(spatial=16, temporal=4)
 
 

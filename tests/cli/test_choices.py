@@ -14,7 +14,9 @@ from tests.support.words import says
 from wanjax import registry
 from wanjax.checkpoints.files import load_safetensors
 from wanjax.cli import planning, stages
+from wanjax.kernels.attention import Attention
 from wanjax.media import stage_files
+from wanjax.sharding import AutoMesh
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
@@ -86,9 +88,9 @@ def given(monkeypatch) -> dict:
         ("--use_k_smooth --block-q 512", "attention", "flash_tpu:block_q=512,center_keys"),
         ("--attention flash_tpu:block_q=512 --window 9", "attention", "flash_tpu:block_q=512,window=9"),
         ("", "mesh", None),
-        ("--use_dp", "mesh", "auto"),
-        ("--sp_num 2", "mesh", "auto,sp=2"),
-        ("--use_dp --sp_num 1 --mesh auto", "mesh", "auto,sp=1"),
+        ("--use_dp", "mesh", AutoMesh()),
+        ("--sp_num 2", "mesh", AutoMesh(2)),
+        ("--use_dp --sp_num 1 --mesh auto", "mesh", AutoMesh(1)),
         ("--use_fsdp", "rules", "fsdp"),
         ("--use_fsdp --rules fsdp", "rules", "fsdp"),
         ("--rules tp", "rules", "tp"),
@@ -97,7 +99,7 @@ def given(monkeypatch) -> dict:
 def test_former_options(given, options, name, value):
     for command in (["a"], ["plan"]):
         succeeded(wanjax(*command, *options.split()))
-        assert (given[name] and str(given[name])) == value
+        assert (str(given[name]) if isinstance(given[name], Attention) else given[name]) == value
 
 
 @pytest.mark.parametrize(

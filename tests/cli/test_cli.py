@@ -73,7 +73,7 @@ def test_help_lists_the_commands():
             "generate",
             "from prompts seeds count model negative-prompt image last-image video mask reference resize size height "
             "width frames fps steps guidance-scale guidance-scale-2 boundary strength dynamic-guidance flow-shift "
-            "sigmas scheduler cache seed noise lora attention block-q block-kv block-kv-compute window batch-guidance "
+            "sigmas cache seed scheduler noise lora attention block-q block-kv block-kv-compute window batch-guidance "
             "dtype compiler mesh rules processes tile offload profile preview preview-decoder dir out force quiet "
             "verbose json config help",
         ),
@@ -85,7 +85,7 @@ def test_help_lists_the_commands():
         (
             "denoise",
             "model size height width frames fps steps guidance-scale guidance-scale-2 boundary strength "
-            "dynamic-guidance flow-shift sigmas scheduler cache seed noise lora attention block-q block-kv "
+            "dynamic-guidance flow-shift sigmas cache seed scheduler noise lora attention block-q block-kv "
             "block-kv-compute window batch-guidance dtype compiler mesh rules processes profile "
             "preview preview-decoder dir force quiet verbose json config help",
         ),
@@ -93,14 +93,14 @@ def test_help_lists_the_commands():
         (
             "plan",
             "model chip prompt image last-image video mask reference resize size height width frames fps steps "
-            "guidance-scale guidance-scale-2 boundary strength dynamic-guidance flow-shift sigmas scheduler cache seed "
+            "guidance-scale guidance-scale-2 boundary strength dynamic-guidance flow-shift sigmas cache seed scheduler "
             "noise lora attention block-q block-kv block-kv-compute window batch-guidance dtype compiler mesh rules "
             "tile offload train lora-rank full batch optimizer json config help",
         ),
         (
             "warmup",
             "model prompt image last-image video mask reference resize size height width frames fps steps "
-            "guidance-scale guidance-scale-2 boundary strength dynamic-guidance flow-shift sigmas scheduler cache seed "
+            "guidance-scale guidance-scale-2 boundary strength dynamic-guidance flow-shift sigmas cache seed scheduler "
             "noise lora attention block-q block-kv block-kv-compute window batch-guidance dtype compiler mesh rules "
             "processes tile offload quiet verbose config help",
         ),

@@ -177,9 +177,9 @@ REFUSED = {
     "keep": ("state", "makes videos block by block, and a file to continue from needs them made as a whole"),
     "strength": (0.5, "a strength of 0.5 is given without a video to begin from"),
     "guidance_scale": (3.0, "distilled without guidance"),
-    "guidance_scale_2": (3.0, "has one transformer: guidance_scale_2 is for models with two"),
-    "boundary": (0.5, "has one transformer: boundary is for models with two"),
-    "dynamic_guidance": (True, "'dynamic_guidance' is not a keyword here"),
+    "guidance_scale_2": (3.0, "guidance_scale_2 is no setting of"),
+    "boundary": (0.5, "boundary is no setting of"),
+    "dynamic_guidance": (True, "dynamic_guidance is no setting of"),
     "cache": ("easycache", "too few steps for a step cache"),
 }
 OBEYED = {

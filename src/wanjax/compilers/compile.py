@@ -145,6 +145,8 @@ def _finished(roots: Sequence[Path]) -> Iterator[int]:
         finally:
             for process in processes:
                 process.wait()
+                assert process.stdin is not None
+                process.stdin.close()
     for root, process in zip(roots, processes, strict=True):
         if process.returncode:
             why = (root / "errors.txt").read_text(encoding="utf-8", errors="replace")[-2000:].strip()

@@ -93,7 +93,7 @@ def main(root: Path) -> None:
 
 def _end_with_parent() -> None:
     """Ends the process when the one that started it is gone, however that ended: compiling may take minutes."""
-    sys.stdin.buffer.read()
+    os.read(0, 1)  # returns at the end of standard input
     os._exit(1)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of a video, each schema once.
+"""The settings of a video, each described once.
 
 The command's options, TOML files, the server's fields, records that are read back and the keywords of the library all
 come from the fields of `Settings`. JAX is not imported here, so that `--help` is quick.
@@ -116,9 +116,9 @@ class Settings:
     model: str
     prompt: str
     negative_prompt: str = setting("What the video should not show.", group="text", metavar="TEXT")
-    height: int = setting("Height alone.", group="shape", metavar="N", least=1)
-    width: int = setting("Width alone.", group="shape", metavar="N", least=1)
-    frames: int = setting("Number of frames.", group="shape", metavar="4n+1", least=1)
+    height: int = setting("Height alone.", group="shape", metavar="N")
+    width: int = setting("Width alone.", group="shape", metavar="N")
+    frames: int = setting("Number of frames.", group="shape", metavar="4n+1")
     fps: int = setting("Frames a second.", group="denoising", metavar="N", least=1)
     steps: int = setting("Denoising steps.", group="denoising", metavar="N", least=1, usual=50)
     guidance_scale: float = setting(
@@ -200,10 +200,10 @@ class Settings:
     def check(self, *, spatial: int, temporal: int) -> None:
         """Raises WanjaxError unless sizes are multiples of `spatial`, and frames are `temporal`·n + 1."""
         for name, pixels in (("height", self.height), ("width", self.width)):
-            if pixels % spatial:
+            if pixels <= 0 or pixels % spatial:
                 legal = _neighbours(pixels, spatial, 0)
                 raise WanjaxError(f"the {name} {pixels} is not a multiple of {spatial}: {legal} would do")
-        if (self.frames - 1) % temporal:
+        if self.frames <= 0 or (self.frames - 1) % temporal:
             legal = _neighbours(self.frames, temporal, 1)
             raise WanjaxError(f"{self.frames} frames are not of the form {temporal}n + 1: {legal} would do")
 
