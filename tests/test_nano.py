@@ -33,7 +33,7 @@ def test_is_what_the_recipe_makes(name):
 
 
 def test_its_words_are_those_of_its_captions():
-    assert {word for word in captions.vocabulary() if word.isalpha()} == PRESETS[0].lesson.words
+    assert {word for word in captions.vocabulary() if word.isalpha()} == PRESETS[0].domain.words
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ from wanjax.pipelines.wan import FAMILY
 from wanjax.pipelines.wan.presets import NANO, OFFICIAL_NEGATIVE_PROMPT
 from wanjax.pipelines.wan.programs import TEXT_LENGTH
 from wanjax.registry import FREE, find, outline, presets
-from wanjax.schedulers import named
+from wanjax.schedulers import parse
 
 RCM_FILES, FASTWAN = "worstcoder/rcm-Wan/rCM_Wan2.1_T2V", "FastVideo/FastWan"
 CAUSVID, THREE = "tianweiy/CausVid/bidirectional_checkpoint2/model.pt", "consistency:timesteps=1000,757,522"
@@ -206,8 +206,8 @@ def test_a_preset_has_the_right_number_of_parameters(name):
 def test_distilled_models(name, source, scheduler, size, frames, steps, shift, licence):
     preset, defaults = presets()[name], presets()[name].defaults
     assert (preset.source, preset.licence, preset.loras) == (source, licence, ())
-    assert preset.scheduler == named(scheduler)
-    assert outline(name)[1].scheduler == named(scheduler)
+    assert preset.scheduler == parse(scheduler)
+    assert outline(name)[1].scheduler == parse(scheduler)
     assert (defaults.model, defaults.size, defaults.frames) == (name, size, frames)
     assert (defaults.steps, defaults.guidance_scale, defaults.flow_shift) == (steps, 1.0, shift)
     defaults.check(spatial=32 if "5b" in name else 16, temporal=4)

@@ -17,8 +17,8 @@ from tests.support.small_wan import network, partitioner, transformer_config
 from tests.support.words import naming
 from wanjax.errors import UnsupportedError
 from wanjax.kernels.attention import Attention
-from wanjax.kernels.attention.kept import renewed
-from wanjax.models.wan.causal import WanCausalTransformer, place_of, turns_at
+from wanjax.kernels.attention.kv_cache import renewed
+from wanjax.models.wan.causal import WanCausalTransformer, angles_at, place_of
 from wanjax.models.wan.config import CausalTransformerConfig
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.sharding import one_device, use
@@ -68,7 +68,7 @@ def by_blocks(model, latents, text, devices=None):
     found, windows = [], []
     for block, t in enumerate(TIMES):
         x = latents[:, block * FRAMES : (block + 1) * FRAMES]
-        where = turns_at(model.config, block), window, place_of(model.config, block, TOKENS)
+        where = angles_at(model.config, block), window, place_of(model.config, block, TOKENS)
         velocity, window = run(weights, x, jnp.full((2,), t), context, *where)
         found.append(np.asarray(velocity))
         windows.append(jax.tree.map(lambda x: (x.shape, x.sharding), window))

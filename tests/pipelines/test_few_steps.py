@@ -17,7 +17,7 @@ from tests.support.words import says
 from wanjax.media.pictures import read_clip
 from wanjax.pipelines.steps import Cancelled
 from wanjax.pipelines.wan.conditioning import WanEncoded
-from wanjax.schedulers import RCM, named
+from wanjax.schedulers import RCM, parse
 
 GIVEN = {"size": (12, 12), "frames": 5, "steps": 4, "seed": 3, "guidance_scale": 1.0, "flow_shift": 5.0}
 SOLVERS = ["consistency", "consistency:timesteps=1000,757,522", "rcm", "rcm:sigma_max=200"]
@@ -45,7 +45,7 @@ def test_every_step_goes_to_the_clean_sample_and_adds_the_given_noise(solver):
         told.append((np.array(step.x0, np.float64), np.array(step.latents)))
 
     latents = pipe.denoise(encoded(), noise=given, callback=callback, **GIVEN)
-    levels = np.asarray(named(solver).schedule(4, shift=5.0).sigmas, np.float64)
+    levels = np.asarray(parse(solver).schedule(4, shift=5.0).sigmas, np.float64)
     for (clean, after), level, noise in zip(told, levels[1:], draws[1:], strict=True):
         np.testing.assert_allclose(after, (1 - level) * clean + level * noise, atol=1e-6)
     np.testing.assert_array_equal(latents, told[-1][1])
@@ -109,7 +109,7 @@ def test_experts_take_their_steps(boundary, high):
 
 def test_a_model_in_the_box_from_a_clip_and_under_a_cache():
     pipe = wanjax.load("nano", scheduler="consistency")
-    assert pipe.scheduler == named("consistency")
+    assert pipe.scheduler == parse("consistency")
     clip = pipe("a red circle moving right", steps=4, seed=1)
     nearer, farther = (
         np.abs(pipe("a red circle moving right", video=clip.frames, strength=s, steps=4, seed=2).frames - 0.0

@@ -12,7 +12,7 @@ from tests.support.types import unchecked
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.wan.conditioning import WanEncoded
-from wanjax.schedulers import DDIM, DPM, NAMED, RCM, Consistency, FlowEuler, UniPC, name_of, named, successor
+from wanjax.schedulers import DDIM, DPM, NAMED, RCM, Consistency, FlowEuler, UniPC, name_of, parse, successor
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ from wanjax.schedulers import DDIM, DPM, NAMED, RCM, Consistency, FlowEuler, Uni
     ],
 )
 def test_names(name, scheduler):
-    assert named(name) == scheduler
+    assert parse(name) == scheduler
     assert name_of(scheduler) == name
     assert set(NAMED) == {"unipc", "euler", "ddim", "dpm", "consistency", "rcm"}
 
@@ -52,12 +52,12 @@ def test_a_scheduler_without_a_name_is_described():
 )
 def test_unknown_names(name):
     with pytest.raises(WanjaxError, match=naming("scheduler unipc euler ddim dpm consistency rcm")):
-        named(name)
+        parse(name)
 
 
 def test_an_order_that_there_is_not():
     with pytest.raises(WanjaxError, match="solver order 3"):
-        named("unipc:order=3")
+        parse("unipc:order=3")
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_an_order_that_there_is_not():
 )
 def test_options_with_impossible_values(name, words):
     with pytest.raises(WanjaxError, match=naming(words)):
-        named(name)
+        parse(name)
 
 
 def test_schedulers_that_do_not_fit():

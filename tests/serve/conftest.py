@@ -27,7 +27,7 @@ class Server:
     def __init__(self, pipe: Pipeline, folder: Path, *, token: str | None = None, preview: bool = False, **limits: int):
         bounds = Limits.of(pipe.defaults, **limits)
         self.board = Board(Shelf(folder), bounds.queue)
-        self.worker = Worker(pipe, self.board, rehearse=False, preview=preview)
+        self.worker = Worker(pipe, self.board, warm_up=False, preview=preview)
         self.application = Service(pipe, self.board, self.worker, bounds, token).application()
         self.client = self.client_from("127.0.0.1")
 

@@ -123,8 +123,8 @@ def calibrate(report: Report, *, model: str, prompts: Sequence[str], image: str 
 def suited(model: str) -> list[str]:
     """Returns prompts whose words a model knows."""
     preset = registry.presets().get(model)
-    lesson = preset.lesson if preset else None
-    return [prompt for prompt in PROMPTS if lesson is None or not lesson.unknown(prompt)][:MOST]
+    domain = preset.domain if preset else None
+    return [prompt for prompt in PROMPTS if domain is None or not domain.unknown(prompt)][:MOST]
 
 
 def _measured(report: Report, pipe: Any, pictures: Any, settings: Any) -> Measured:

@@ -73,7 +73,7 @@ def _listen(report: Report, host: str, port: int, token: str | None, folder: Pat
     board = Board(Shelf(folder), limits.queue)
     options = {"tiling": Tiling() if given["tile"] else None, "batch_guidance": given["batch_guidance"]}
     looking = given["preview"] or given["preview_decoder"] is not None
-    worker = Worker(pipe, board, rehearse=given["rehearse"], preview=looking, **options)
+    worker = Worker(pipe, board, warm_up=given["rehearse"], preview=looking, **options)
     application = Service(pipe, board, worker, limits, token).application()
 
     class Server(uvicorn.Server):

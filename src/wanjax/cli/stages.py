@@ -40,7 +40,7 @@ from wanjax.media.pictures import Pictures
 from wanjax.media.stage_files import LATENTS, VIDEO
 from wanjax.pipelines.checks import check_strength
 from wanjax.pipelines.draws import checked_draws
-from wanjax.pipelines.family import Lesson
+from wanjax.pipelines.family import TrainingDomain
 from wanjax.pipelines.many import Order
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.previews.previews import Previews
@@ -253,9 +253,9 @@ class Rendering:
         return Place(folder, video)
 
     @property
-    def _lesson(self) -> Lesson | None:
+    def _domain(self) -> TrainingDomain | None:
         preset = registry.presets().get(self.settings.model)
-        return preset.lesson if preset else None
+        return preset.domain if preset else None
 
     @property
     def folder(self) -> Path:
@@ -303,9 +303,9 @@ class Rendering:
             self.report.note(sentence)
         if not chosen.guided:
             self.report.note("note: guidance is off, so the negative prompt has no effect")
-        if (lesson := self._lesson) and (unlike := lesson.unlike(chosen)):
+        if (domain := self._domain) and (unlike := domain.unlike(chosen)):
             self.report.note(
-                f"note: {chosen.model} was trained on {lesson.size[1]}x{lesson.size[0]} and {lesson.frames} frames "
+                f"note: {chosen.model} was trained on {domain.size[1]}x{domain.size[0]} and {domain.frames} frames "
                 f"alone: {' and '.join(unlike)} may show nothing but grey"
             )
         if self.remade and (sentence := differences(self.remade, self.record)):
@@ -334,9 +334,9 @@ class Rendering:
         chosen = self.settings
         if not chosen.prompt.strip():
             self.report.note("note: the prompt is empty, so the video shows what the model likes")
-        if (lesson := self._lesson) and (unknown := lesson.unknown(chosen.prompt)):
+        if (domain := self._domain) and (unknown := domain.unknown(chosen.prompt)):
             words = ", ".join(map(repr, unknown[:3])) + (" ..." if len(unknown) > 3 else "")
-            self.report.note(f"note: {chosen.model} does not know {words}: it was trained on {lesson.about}")
+            self.report.note(f"note: {chosen.model} does not know {words}: it was trained on {domain.about}")
         for name, text in (("prompt", chosen.prompt), ("negative prompt", chosen.negative_prompt)):
             for truncation in self.pipe.truncations(text):
                 self.report.note("note: " + str(truncation).replace("the prompt", f"the {name}", 1))

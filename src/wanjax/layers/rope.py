@@ -30,21 +30,21 @@ class Rope:
     length: int = field(metadata={"static": True})
 
 
-class Turns(NamedTuple):
+class Angles(NamedTuple):
     """Cosine and sine of the angle of each pair of channels at positions along one axis, float32 [T P]."""
 
     cos: Float32[np.ndarray | Array, "T P"]
     sin: Float32[np.ndarray | Array, "T P"]
 
 
-def turns(positions: Sequence[float] | np.ndarray, channels: int, theta: float = 10000.0) -> Turns:
-    """Returns the turns of `channels` channels at positions along one axis.
+def angles(positions: Sequence[float] | np.ndarray, channels: int, theta: float = 10000.0) -> Angles:
+    """Returns the angles of `channels` channels at positions along one axis.
 
     Angles are computed in float64: in float32 those of far positions have a larger error than bfloat16 activations.
     """
     pairs = theta ** (-np.arange(0, channels, 2, dtype=np.float64) / channels)
     angles = np.asarray(positions, np.float64)[:, None] * pairs
-    return Turns(np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32))
+    return Angles(np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32))
 
 
 def rope_3d(
@@ -61,15 +61,15 @@ def rope_3d(
     from 0. Still tokens do not rotate.
     """
     along = positions or [np.arange(size) for size in grid]
-    return rope_of([turns(x, channels, theta) for x, channels in zip(along, axes, strict=True)], still=still)
+    return rope_of([angles(x, channels, theta) for x, channels in zip(along, axes, strict=True)], still=still)
 
 
-def rope_of(along: Sequence[Turns], *, still: int = 0) -> Rope:
-    """Tables for tokens in the order T, H, W from the turns along each, and for `still` tokens after them.
+def rope_of(along: Sequence[Angles], *, still: int = 0) -> Rope:
+    """Tables for tokens in the order T, H, W from the angles along each, and for `still` tokens after them.
 
-    A program holds only the turns as constants, or is given them.
+    A program holds only the angles as constants, or is given them.
     """
-    grid = tuple(len(turns.cos) for turns in along)
+    grid = tuple(len(angles.cos) for angles in along)
 
     def table(parts: Iterable[Any], unmoved: float) -> Float32[Array, "L P"]:
         spread_out = zip(parts, ((1, 2), (0, 2), (0, 1)), strict=True)

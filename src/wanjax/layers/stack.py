@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 TOKENS = ("batch", "length", "embed")
 
-again = partial(saved_alone, prevent_cse=False)  # a scan leaves nothing for CSE to undo
+checkpointed = partial(saved_alone, prevent_cse=False)  # a scan leaves nothing for CSE to undo
 
 
 def stack(make_block: Callable[[nnx.Rngs], Module], layers: int, rngs: nnx.Rngs) -> Module:
@@ -76,10 +76,10 @@ def scan_blocks(
         return run(x, jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, index, keepdims=False), stacked))
 
     if part == whole:
-        return jax.lax.scan(again(run), as_tokens(x), stacked)[0]
+        return jax.lax.scan(checkpointed(run), as_tokens(x), stacked)[0]
     if len(part) == 1:
         return as_tokens(apply(block_at(blocks, part.start), as_tokens(x), *block_at(per_block, part.start)))
-    return jax.lax.scan(again(run_at), as_tokens(x), jnp.arange(part.start, part.stop))[0]
+    return jax.lax.scan(checkpointed(run_at), as_tokens(x), jnp.arange(part.start, part.stop))[0]
 
 
 def scan_keeping(

@@ -121,7 +121,7 @@ class Components:
         while others and not self._fits(network):
             self.free(others.pop(0))
 
-    def leave(self, results: Any) -> Any:
+    def finish_stage(self, results: Any) -> Any:
         """Returns the results of a stage; if `offload` is True, waits for them and frees the networks."""
         if self.offload:
             jax.block_until_ready(results)

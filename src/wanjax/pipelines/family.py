@@ -29,7 +29,7 @@ from wanjax.pipelines.checks import check_taken
 from wanjax.pipelines.components import Components
 from wanjax.pipelines.draws import INITIAL, OF_STEPS
 from wanjax.pipelines.frames import GivenFrames, Latents, encoded
-from wanjax.pipelines.previews.latent_preview import Look
+from wanjax.pipelines.previews.latent_preview import LatentPreview
 from wanjax.pipelines.sampler import Denoiser, Ends, Held, Inputs
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Segment
@@ -60,7 +60,7 @@ class Pipe(Protocol):
         """Encodes frames [T H W 3] to latents [1 C T H W]."""
         ...
 
-    def colours(self) -> Look:
+    def colours(self) -> LatentPreview:
         """Returns what makes previews of latents."""
         ...
 
@@ -333,7 +333,7 @@ class Architecture(ABC):
 
 
 @dataclass(frozen=True)
-class Lesson:
+class TrainingDomain:
     """All that a small model was trained on, and can show: the words of its prompts, and one size and length.
 
     `about` describes its clips, and gives a prompt as an example.
@@ -359,7 +359,7 @@ class Preset:
     """A published checkpoint: its source, a description, its licence, and the settings that its authors publish.
 
     `architecture` is None for a checkpoint in the package, whose folder is `source`. `loras` are merged into it. A
-    `scheduler` replaces the checkpoint's own. `lesson` is None for a model that knows more than can be listed.
+    `scheduler` replaces the checkpoint's own. `domain` is None for a model that knows more than can be listed.
     `aliases` are other names for the source.
     """
 
@@ -373,7 +373,7 @@ class Preset:
     architecture: Architecture | None = None
     loras: tuple[str, ...] = ()
     scheduler: Scheduler | None = None
-    lesson: Lesson | None = None
+    domain: TrainingDomain | None = None
     aliases: tuple[str, ...] = ()
 
     @property

@@ -55,7 +55,7 @@ from wanjax.pipelines.keywords import (
     unknown_keyword,
 )
 from wanjax.pipelines.many import Order
-from wanjax.pipelines.previews.latent_preview import Look, fitted
+from wanjax.pipelines.previews.latent_preview import LatentPreview, fitted
 from wanjax.pipelines.previews.tiny_decoder import read_tiny_decoder
 from wanjax.pipelines.record import devices_of, nameable, record
 from wanjax.pipelines.resume import Keeping
@@ -118,7 +118,7 @@ class Pipeline:
         self.compiler = compiler
         self.progress: bool | None = None
         self.strategy: Strategy = EXECUTE
-        self._colours: Look | None = None
+        self._colours: LatentPreview | None = None
 
     @property
     def scheduler(self) -> Scheduler:
@@ -449,7 +449,7 @@ class Pipeline:
         """
         self._colours = read_tiny_decoder(file, self.architecture.latent_shape(self.defaults)[1])
 
-    def colours(self) -> Look:
+    def colours(self) -> LatentPreview:
         """Returns what makes previews: a tiny decoder if one was given, or a linear map from latents to colours.
 
         The map is fitted at the first call, which encodes a small clip; the autoencoder is freed if it was not loaded.

@@ -146,9 +146,9 @@ class Run:
         with self.stage("encode"), pipe.strategy.stage("encode"):
             prompts = dict.fromkeys(order.settings.prompt for order in self.orders)
             texts = {prompt: architecture.encode_prompts(pipe, prompt, shared.negative_prompt) for prompt in prompts}
-            pipe.components.leave(texts)
+            pipe.components.finish_stage(texts)
             seen = architecture.encode_pictures(pipe, self.pictures, shared, tiling=self.tiling)
-            pipe.components.leave(seen)
+            pipe.components.finish_stage(seen)
         encoded = {prompt: text._replace(**seen) for prompt, text in texts.items()}
         for one in encoded.values():
             for hook in self.hooks:
@@ -180,7 +180,7 @@ class Run:
             for hook in self.hooks:
                 hook.denoised(made, block)
             yield made
-        pipe.components.leave(())
+        pipe.components.finish_stage(())
 
     def blocks(self, settings: Settings, frames: int) -> Iterator[Block]:
         """Yields the blocks of a video of so many latent frames; most models make a video as a whole."""
@@ -313,7 +313,7 @@ class Run:
             yield chunk
             if total is not None:
                 self.count("chunk", done, total)
-        pipe.components.leave(())
+        pipe.components.finish_stage(())
 
 
 def _frames_of(pieces: Iterable[GivenLatents]) -> int:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, UInt8
 
 from wanjax.dims import readable
 from wanjax.errors import WanjaxError
-from wanjax.pipelines.previews.latent_preview import Look
+from wanjax.pipelines.previews.latent_preview import LatentPreview
 
 IN_FLIGHT = 2  # steps queued on the device: two keep it busy, more would hold memory
 
@@ -74,7 +74,7 @@ class Step:
     state: Any
     predicted: Any  # x0 [B T H W C]
     reuses: bool = False
-    colours: Callable[[], Look] | None = None
+    colours: Callable[[], LatentPreview] | None = None
 
     @cached_property
     def latents(self) -> Float[Array, "B C T H W"]:

@@ -26,8 +26,8 @@ __all__ = [
     "UniPC",
     "from_config",
     "name_of",
-    "named",
     "one_step",
+    "parse",
     "successor",
 ]
 
@@ -119,7 +119,7 @@ def from_config(config: Mapping[str, Any]) -> Scheduler:
     raise WanjaxError(f"the scheduler {name!r} is not known: {' or '.join(known)} would do")
 
 
-def named(text: object) -> Scheduler:
+def parse(text: object) -> Scheduler:
     """Returns the scheduler of a name in `NAMED`, perhaps with its option: `unipc`, `unipc:order=1`.
 
     Raises WanjaxError for any other text, and for an impossible value of the option.
@@ -135,7 +135,7 @@ def named(text: object) -> Scheduler:
 
 
 def name_of(scheduler: Scheduler) -> str:
-    """Returns the text of which `named` makes the scheduler, but for the checkpoint's values; else a description."""
+    """Returns the text of which `parse` makes the scheduler, but for the checkpoint's values; else a description."""
     for name, usual in NAMED.items():
         if type(scheduler) is type(usual):
             told = (field.name for field in fields(usual) if field.name not in usual.of_checkpoint)
@@ -168,7 +168,7 @@ def successor(scheduler: str | Scheduler, before: Scheduler) -> Scheduler:
     the one can be sampled by the other: their predictions are the same quantity, and their schedules have the same
     options.
     """
-    new = scheduler if isinstance(scheduler, Scheduler) else named(scheduler)
+    new = scheduler if isinstance(scheduler, Scheduler) else parse(scheduler)
     if new.prediction != before.prediction:
         predicts = f"predictions of {new.prediction}, and the model predicts {before.prediction}"
         raise WanjaxError(f"the scheduler {name_of(new)} takes {predicts}: one like {name_of(before)} would do")

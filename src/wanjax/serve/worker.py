@@ -53,7 +53,7 @@ class Worker:
         *,
         tiling: Tiling | None = None,
         batch_guidance: bool = False,
-        rehearse: bool = True,
+        warm_up: bool = True,
         preview: bool = False,
     ):
         self.pipe = pipe
@@ -62,7 +62,7 @@ class Worker:
         self.batch_guidance = batch_guidance
         self.state = LOADING
         self.seconds: dict[str, float] = {}  # of all videos so far, by stage
-        self._rehearse = rehearse
+        self._warm_up = warm_up
         self.preview = preview
         self._shapes: dict[tuple[Any, ...], None] = {}
         self._thread = Thread(target=self._run, name="wanjax-worker", daemon=True)
@@ -79,7 +79,7 @@ class Worker:
     def _run(self) -> None:
         self.pipe.progress = False
         try:
-            if self._rehearse:
+            if self._warm_up:
                 warm_up(self.pipe, self.tiling, self.batch_guidance, self.preview, lambda: self.board.closed)
             self.state = READY
             while (job := self.board.take()) is not None:

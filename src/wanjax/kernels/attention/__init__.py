@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention: one function with several implementations."""
 
-from wanjax.kernels.attention.api import Choice, attention, attention_to_kept, choose, joint_attention
+from wanjax.kernels.attention.api import Choice, attention, attention_to_cache, choose, joint_attention
 from wanjax.kernels.attention.asked import AUTO, IMPLEMENTATIONS, Attention
 from wanjax.kernels.attention.joint import Pair
 from wanjax.kernels.attention.radial import Radial
@@ -14,7 +14,7 @@ __all__ = [
     "Pair",
     "Radial",
     "attention",
-    "attention_to_kept",
+    "attention_to_cache",
     "choose",
     "joint_attention",
 ]

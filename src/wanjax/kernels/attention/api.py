@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from wanjax.errors import UnsupportedError, WanjaxError
-from wanjax.kernels.attention import chunked, flash_tpu, joint, kept, sharded
+from wanjax.kernels.attention import chunked, flash_tpu, joint, kv_cache, sharded
 from wanjax.kernels.attention.asked import IMPLEMENTATIONS, Attention
 from wanjax.kernels.attention.joint import Pair
-from wanjax.kernels.attention.kept import Kept, Place
+from wanjax.kernels.attention.kv_cache import KVCache, Place
 from wanjax.kernels.attention.masks import Window, first_keys
 from wanjax.kernels.attention.radial import Radial
 from wanjax.kernels.target import target
@@ -79,26 +79,28 @@ def attention(
 
 
 @jax.named_scope("attention")
-def attention_to_kept(
+def attention_to_cache(
     q: Float[Array, "B L N D"],
     k: Float[Array, "B L N D"],
     v: Float[Array, "B L N D"],
-    window: Kept,
+    window: KVCache,
     place: Place,
     *,
     length: int,
     implementation: str | Attention | None = None,
-) -> tuple[Float[Array, "B L N D"], Kept]:
+) -> tuple[Float[Array, "B L N D"], KVCache]:
     """Returns the attention of a block of tokens to itself and to a window, and what the window is to keep of it.
 
-    The first `length` tokens of the block are real. `kept.written` puts the returned keys and values into the window.
-    The other keywords and the errors are those of `attention`; radial attention and a window of tokens are not offered.
+    The first `length` tokens of the block are real. `kv_cache.written` puts the returned keys and values into it. The
+    other keywords and the errors are those of `attention`; radial attention and a window of tokens are not offered.
     """
     asked = Attention.of(implementation)
     if not asked.sees_all:
         raise UnsupportedError("attention to kept keys sees all of them: auto would do, or a name without a window")
     options = _options(asked, q, k, v)
-    return kept.attention(partial(_on_one_device, name=asked.implementation, **options), q, k, v, window, place, length)
+    return kv_cache.attention(
+        partial(_on_one_device, name=asked.implementation, **options), q, k, v, window, place, length
+    )
 
 
 @jax.named_scope("attention")

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from wanjax.kernels.attention import attention_to_kept
-from wanjax.kernels.attention.kept import Kept, Place, empty_window
+from wanjax.kernels.attention import attention_to_cache
+from wanjax.kernels.attention.kv_cache import KVCache, Place, empty_window
 from wanjax.kernels.heads import pack_for_all_to_all
 from wanjax.layers.embeddings import sinusoid
 from wanjax.layers.modulation import modulate
 from wanjax.layers.patch import patchify, unpatchify
-from wanjax.layers.rope import Rope, Turns, norm_and_rope, rope_of, turns
+from wanjax.layers.rope import Angles, Rope, angles, norm_and_rope, rope_of
 from wanjax.layers.stack import scan_keeping
 from wanjax.models.wan.config import CausalTransformerConfig
 from wanjax.models.wan.transformer import (
@@ -36,14 +36,14 @@ class CausalSelfAttention(AttentionLayer):
     """Attention of every token of a block to the block and to the kept keys, with q and k rotated by position."""
 
     @jax.named_scope("self_attention")
-    def __call__(self, x: Tokens, rope: Rope, window: Kept, place: Place) -> tuple[Tokens, Kept]:
+    def __call__(self, x: Tokens, rope: Rope, window: KVCache, place: Place) -> tuple[Tokens, KVCache]:
         """Returns also what a window keeps of the block."""
         q = split_heads(norm_and_rope(self.q(x), self.q_norm, rope), self.heads)  # [B L N D]
         k = split_heads(norm_and_rope(self.k(x), self.k_norm, rope), self.heads)
         v = split_heads(pack_for_all_to_all(self.v(x)), self.heads)
         q, k = q.astype(self.dtype), k.astype(self.dtype)
         options = {"length": rope.length, "implementation": self.attention}
-        out, kept = attention_to_kept(q, k, v, window, place, **options)
+        out, kept = attention_to_cache(q, k, v, window, place, **options)
         return self.out(join_heads(out)), kept
 
 
@@ -56,41 +56,41 @@ class CausalBlock(Block):
 class WanCausalTransformer(WanTransformer):
     """Predicts the velocity of a block of latents [B T H W C] at timesteps t in [0, 1000] for encoded prompts [B S E].
 
-    velocity, kept = transformer(latents, t, transformer.context(text), turns, transformer.window(batch, rows), place)
+    velocity, kept = transformer(latents, t, transformer.context(text), angles, transformer.window(batch, rows), place)
     """
 
     config: CausalTransformerConfig
     block = CausalBlock
 
-    def window(self, latents: Float[Array, "B T H W C"]) -> Kept:
+    def window(self, latents: Float[Array, "B T H W C"]) -> KVCache:
         """An empty window for blocks of these latents: [layers B S N D]."""
         frames, height, width = self.grid(latents)
         rows = self.config.slots * frames * height * width
         config = self.config
         return empty_window(config.layers, latents.shape[0], rows, config.heads, config.head_dim, self.dtype)
 
-    def rope(self, grid: tuple[int, int, int], time: Turns) -> Rope:
-        """Tables of RoPE for a grid of patches, whose turns in time are given."""
+    def rope(self, grid: tuple[int, int, int], time: Angles) -> Rope:
+        """Tables of RoPE for a grid of patches, whose angles in time are given."""
         channels = self.config.rope_channels
-        return rope_of([time, *(turns(range(size), c) for size, c in zip(grid[1:], channels[1:], strict=True))])
+        return rope_of([time, *(angles(range(size), c) for size, c in zip(grid[1:], channels[1:], strict=True))])
 
     def __call__(
         self,
         latents: Float[Array, "B T H W C"],
         t: Float[Array, "B"],
         context: Context,
-        time: Turns,
-        window: Kept,
+        time: Angles,
+        window: KVCache,
         place: Place,
-    ) -> tuple[Float[Array, "B T H W _C"], Kept]:
-        """Returns also what a window keeps of the block. `time` are the turns of the block's frames, of `turns_at`."""
+    ) -> tuple[Float[Array, "B T H W _C"], KVCache]:
+        """Returns also what a window keeps of the block. `time` are the angles of the block's frames."""
         grid = self.grid(latents)
         rope = self.rope(grid, time)
         x = self.patch_embed(patchify(latents.astype(self.dtype), self.config.patch))  # [B L E]
         embedded = self.time_embed(sinusoid(t, self.config.frequency_dim))[:, None]  # [B 1 E]
         mod = self.time_proj(jax.nn.silu(embedded)).reshape(-1, 1, 6, self.config.width)
 
-        def run(block: CausalBlock, x: Tokens, context: Context, window: Kept) -> tuple[Tokens, Kept]:
+        def run(block: CausalBlock, x: Tokens, context: Context, window: KVCache) -> tuple[Tokens, KVCache]:
             return block(x, context, mod, rope, window, place)
 
         x, kept = scan_keeping(self.blocks, run, x, context, window)
@@ -100,10 +100,10 @@ class WanCausalTransformer(WanTransformer):
         return unpatchify(x, grid, self.config.patch), kept
 
 
-def turns_at(config: CausalTransformerConfig, block: int) -> Turns:
-    """Returns the turns in time of the frames of a block, from 0."""
+def angles_at(config: CausalTransformerConfig, block: int) -> Angles:
+    """Returns the angles in time of the frames of a block, from 0."""
     frames = config.block_frames // config.patch[0]
-    return turns(range(block * frames, (block + 1) * frames), config.rope_channels[0])
+    return angles(range(block * frames, (block + 1) * frames), config.rope_channels[0])
 
 
 def place_of(config: CausalTransformerConfig, block: int, tokens: int) -> Place:

@@ -22,7 +22,7 @@ SIDE = 96  # pixels, at least, of a strip's height
 
 
 @runtime_checkable
-class Look(Protocol):
+class LatentPreview(Protocol):
     """A way to see latents."""
 
     def pictures(self, latents: Float[Array | np.ndarray, "B C T H W"]) -> UInt8[np.ndarray, "B T _H _W 3"]:

@@ -11,7 +11,7 @@ import jax
 from PIL import Image
 
 from wanjax.checkpoints.files import writing
-from wanjax.pipelines.previews.latent_preview import Look, Picture, strip
+from wanjax.pipelines.previews.latent_preview import LatentPreview, Picture, strip
 from wanjax.pipelines.progress import console
 from wanjax.pipelines.steps import Step
 
@@ -55,7 +55,7 @@ class Previews:
         if self._last is not None:
             self._last.result()
 
-    def _look(self, step: Step, colours: Look) -> None:
+    def _look(self, step: Step, colours: LatentPreview) -> None:
         page = strip(colours.pictures(step.x0))
         title = f"preview after step {step.index + 1} of {step.total}"
         if self.file is not None:

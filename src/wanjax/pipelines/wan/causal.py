@@ -13,7 +13,7 @@ from flax import nnx
 
 from wanjax.checkpoints.sources import Source
 from wanjax.errors import WanjaxError
-from wanjax.models.wan.causal import place_of, turns_at
+from wanjax.models.wan.causal import angles_at, place_of
 from wanjax.models.wan.config import CausalTransformerConfig
 from wanjax.models.wan.flops import forward_flops, self_attention_flops
 from wanjax.pipelines.caching.rules import NONE, CacheRule
@@ -22,7 +22,7 @@ from wanjax.pipelines.sampler import Denoiser, Held, Inputs
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Segment
 from wanjax.pipelines.wan.architecture import WanArchitecture
-from wanjax.pipelines.wan.causal_programs import CausalWanDenoiser, Past, Sight, begin_past, renew
+from wanjax.pipelines.wan.causal_programs import CausalInputs, CausalWanDenoiser, Past, begin_past, renew
 from wanjax.pipelines.wan.conditioning import WanEncoded
 from wanjax.pipelines.wan.programs import TEXT_LENGTH
 
@@ -86,12 +86,12 @@ class CausalWanArchitecture(WanArchitecture):
         (graphdef, weights), config = nnx.split(network), self.transformer
         seen: Past = past or pipe.call(begin_past, graphdef, x, weights, encoded.prompt_embeds)
         tokens = prod(x.shape[1:4]) // config.patch_cells
-        sight = Sight(turns_at(config, block), seen.window, place_of(config, block, tokens))
-        return CausalWanDenoiser(graphdef, self.scheduler), Inputs(weights, (seen.context,), sight, x.shape[0]), seen
+        given = CausalInputs(angles_at(config, block), seen.window, place_of(config, block, tokens))
+        return CausalWanDenoiser(graphdef, self.scheduler), Inputs(weights, (seen.context,), given, x.shape[0]), seen
 
     def renewed(self, pipe: Pipe, network: nnx.Module, past: Past, inputs: Inputs, x: Held) -> Past:
-        (graphdef, weights), sight = nnx.split(network), inputs.shared
-        window = pipe.call(renew, graphdef, past.window, x, weights, past.context, sight.time, sight.place)
+        (graphdef, weights), given = nnx.split(network), inputs.shared
+        window = pipe.call(renew, graphdef, past.window, x, weights, past.context, given.time, given.place)
         return past._replace(window=window)
 
 

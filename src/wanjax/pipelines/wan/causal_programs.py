@@ -8,20 +8,20 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from wanjax.kernels.attention.kept import Kept, Place, renewed
+from wanjax.kernels.attention.kv_cache import KVCache, Place, renewed
 from wanjax.kernels.compiler_options import fast_products, products, scanned
-from wanjax.layers.rope import Turns
+from wanjax.layers.rope import Angles
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache
 from wanjax.models.wan.transformer import Context
 from wanjax.pipelines.wan.programs import TimedDenoiser
 from wanjax.programs import program
 
 
-class Sight(NamedTuple):
-    """What a block of frames is given: the turns of its positions in time, the window, and its place in it."""
+class CausalInputs(NamedTuple):
+    """What a block of frames is given: the angles of its positions in time, the window, and its place in it."""
 
-    time: Turns
-    window: Kept
+    time: Angles
+    window: KVCache
     place: Place
 
 
@@ -29,7 +29,7 @@ class Past(NamedTuple):
     """What the blocks of a video share: the prompt's keys and values, and the window of those of earlier blocks."""
 
     context: Context
-    window: Kept
+    window: KVCache
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class CausalWanDenoiser(TimedDenoiser):
         x: Float[Array, "B T H W C"],
         t: Float[Array, "B"],
         prompt: Any,
-        shared: Sight,
+        shared: CausalInputs,
         cache: BlockCache = EVERY_BLOCK,
     ) -> Float[Array, "B T H W C"]:
         return network(x, t, prompt, *shared)[0]
@@ -58,13 +58,13 @@ def begin_past(graphdef: Any, x: Float[Array, "B T H W C"], weights: Any, text: 
 @program(products, donated=("window",), fast=fast_products)
 def renew(
     graphdef: Any,
-    window: Kept,
+    window: KVCache,
     x: Float[Array, "B T H W C"],
     weights: Any,
     context: Context,
-    time: Turns,
+    time: Angles,
     place: Place,
-) -> Kept:
+) -> KVCache:
     """Returns the window with the keys and values of a finished block, from a pass at timestep 0."""
     t = jnp.zeros(len(x), jnp.float32)
     _, kept = nnx.merge(graphdef, weights)(x, t, context, time, window, place)

@@ -22,7 +22,7 @@ from wanjax.models.wan.config import (
     VAE_2_1,
     VAE_2_2,
 )
-from wanjax.pipelines.family import Lesson, Preset
+from wanjax.pipelines.family import Preset, TrainingDomain
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.wan.architecture import THREE_STEPS, WanArchitecture
 from wanjax.pipelines.wan.causal import CausalWanArchitecture
@@ -315,11 +315,11 @@ DISTILLED = (
 )
 
 
-def _lesson_of_nano() -> Lesson:
+def _domain_of_nano() -> TrainingDomain:
     """Returns what the bundled model was trained on; its tokenizer has a token for each word in lower case."""
     pieces = read_json(NANO / "tokenizer" / "tokenizer.json")["model"]["vocab"]
     words = {piece[1:] for piece, _ in pieces if piece.startswith("▁") and piece[1:].isalpha() and piece.islower()}
-    return Lesson(
+    return TrainingDomain(
         about='one coloured shape that moves, grows, shrinks or stays, such as "a red circle moving right"',
         words=frozenset(words),
         size=(64, 64),
@@ -336,7 +336,7 @@ PRESETS = (
         licence="Apache-2.0",
         param_dtype="float32",
         defaults=DEFAULTS.updated(read_json(NANO / "generation_config.json", missing={}) | {"model": "nano"}),
-        lesson=_lesson_of_nano(),
+        domain=_domain_of_nano(),
     ),
     *PUBLISHED,
     CAUSAL,

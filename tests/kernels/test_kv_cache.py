@@ -9,8 +9,8 @@ import pytest
 
 from tests.support.attention import BOUND, exact, operands
 from tests.support.compare import error
-from wanjax.kernels.attention.api import attention_to_kept
-from wanjax.kernels.attention.kept import Kept, Place, empty_window, written
+from wanjax.kernels.attention.api import attention_to_cache
+from wanjax.kernels.attention.kv_cache import KVCache, Place, empty_window, written
 
 BLOCK, SLOTS = 40, 3
 
@@ -19,9 +19,9 @@ BLOCK, SLOTS = 40, 3
 def test_a_block_sees_itself_and_the_live_rows(name):
     """What lies in rows not yet written would show, whatever it is."""
     q, k, v = operands(2, 5 * BLOCK, 5 * BLOCK, 2, 2, 8)
-    window = Kept(*(jnp.full_like(x, 1e4) for x in empty_window(1, 2, SLOTS * BLOCK, 2, 8, jnp.float32)))
+    window = KVCache(*(jnp.full_like(x, 1e4) for x in empty_window(1, 2, SLOTS * BLOCK, 2, 8, jnp.float32)))
     window = jax.tree.map(lambda x: x[0], window)
-    run = jax.jit(partial(attention_to_kept, length=BLOCK, implementation=name))
+    run = jax.jit(partial(attention_to_cache, length=BLOCK, implementation=name))
     for block in range(5):
         own = slice(block * BLOCK, (block + 1) * BLOCK)
         place = Place(jnp.int32(block % SLOTS * BLOCK), jnp.int32(min(block + 1, SLOTS)))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of a block of tokens to itself and to the keys and values that are kept of earlier blocks.
 
-Kept keys are rows of a window of fixed size. Those of a new block are written at a row, and the rows of the first
+KVCache keys are rows of a window of fixed size. Those of a new block are written at a row, and the rows of the first
 blocks then take part; their order does not matter to softmax, so a full window is a ring. There is a branch for each
 number of blocks, so that a kernel knows the number of keys when it is compiled, which is faster than a mask.
 
@@ -26,7 +26,7 @@ from wanjax.sharding import current, pad_to, state
 HEADS_AXIS = "tp"
 
 
-class Kept(NamedTuple):
+class KVCache(NamedTuple):
     """Keys and values of a window or of a block, heads side by side; those of stacked blocks have a leading axis.
 
     Rows of all heads together fill the tiles of a TPU's memory, whatever the number of heads.
@@ -43,14 +43,14 @@ class Place(NamedTuple):
     blocks: Any
 
 
-def empty_window(layers: int, batch: int, rows: int, heads: int, size: int, dtype: DTypeLike) -> Kept:
+def empty_window(layers: int, batch: int, rows: int, heads: int, size: int, dtype: DTypeLike) -> KVCache:
     """Returns windows without keys for stacked blocks, sharded as `attention` takes them."""
     devices = current().size(HEADS_AXIS)
     shape = layers, batch, rows, (heads + -heads % devices) * size
-    return _stored(Kept(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)))
+    return _stored(KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)))
 
 
-def written(window: Kept, block: Kept, place: Place) -> Kept:
+def written(window: KVCache, block: KVCache, place: Place) -> KVCache:
     """Returns the window [... B S E] with the keys and values of a block at its row."""
 
     def write(x: Array, new: Array) -> Array:
@@ -58,15 +58,15 @@ def written(window: Kept, block: Kept, place: Place) -> Kept:
         start[-2] = place.row
         return jax.lax.dynamic_update_slice(x, new, [jnp.asarray(n, jnp.int32) for n in start])
 
-    return Kept(*map(write, window, block))
+    return KVCache(*map(write, window, block))
 
 
-def renewed(window: Kept, block: Kept, place: Place) -> Kept:
+def renewed(window: KVCache, block: KVCache, place: Place) -> KVCache:
     """Returns the windows [layers B S E] with the keys and values of a block at its row, sharded as before."""
     return _stored(written(window, block, place))
 
 
-def _stored(window: Kept) -> Kept:
+def _stored(window: KVCache) -> KVCache:
     """Returns windows [layers B S E], each device with its heads."""
     batch = current().activation(("batch",), window.k.shape[1:2])[0]
     return jax.tree.map(lambda x: state(x, PartitionSpec(None, batch, None, HEADS_AXIS)), window)
@@ -77,10 +77,10 @@ def attention(
     q: Float[Array, "B L N D"],
     k: Float[Array, "B L N D"],
     v: Float[Array, "B L N D"],
-    window: Kept,
+    window: KVCache,
     place: Place,
     length: int,
-) -> tuple[Float[Array, "B L N D"], Kept]:
+) -> tuple[Float[Array, "B L N D"], KVCache]:
     """Returns the attention of a block's first `length` tokens, and the keys and values that a window keeps of them.
 
     `kernel(q, k, v, keys=...)` is attention on one device to the first `keys` keys.
@@ -91,7 +91,7 @@ def attention(
     devices = partitioner.size(HEADS_AXIS)
     exchange = at.heads is None and devices > 1
 
-    def attend(q, k, v, window: Kept, place: Place) -> tuple[Array, Kept]:
+    def attend(q, k, v, window: KVCache, place: Place) -> tuple[Array, KVCache]:
         heads = q.shape[2]
         if exchange:
             q, k, v = (tokens_to_heads(x, devices) for x in (q, k, v))
@@ -102,19 +102,19 @@ def attention(
         return heads_to_tokens(out, devices)[:, :, :heads] if exchange else out, block
 
     tokens, kept = PartitionSpec(*at), PartitionSpec(at.batch, None, HEADS_AXIS)
-    kept = Kept(kept, kept)
+    kept = KVCache(kept, kept)
     specs = (tokens, tokens, tokens, kept, Place(PartitionSpec(), PartitionSpec()))
     out, block = on_each(attend, partitioner, specs, (tokens, kept))(q, k, v, window, place)
     return out[:, :queries], block
 
 
-def _block(k: Float[Array, "B L N D"], v: Float[Array, "B L N D"], length: int) -> Kept:
+def _block(k: Float[Array, "B L N D"], v: Float[Array, "B L N D"], length: int) -> KVCache:
     """Returns what is kept of a block, whose first `length` tokens are real."""
-    return Kept(*(x.reshape(*x.shape[:2], -1)[:, :length] for x in (k, v)))
+    return KVCache(*(x.reshape(*x.shape[:2], -1)[:, :length] for x in (k, v)))
 
 
 def _seen(
-    kernel: Callable[..., Array], q: Float[Array, "B L N D"], window: Kept, place: Place, length: int
+    kernel: Callable[..., Array], q: Float[Array, "B L N D"], window: KVCache, place: Place, length: int
 ) -> Float[Array, "B L N D"]:
     """Returns the attention to the blocks that take part; the branch of a full window, the slowest, is the first.
 
