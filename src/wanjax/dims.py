@@ -42,6 +42,8 @@ class Shown(NamedTuple):
         if get_origin(self.hint) in (Union, UnionType):
             return " | ".join(repr(Shown(part)) for part in get_args(self.hint))
         text = re.sub(r"\b(?:\w+\.)+(?=\w)", "", formatannotation(self.hint))
+        if "Union[" in text and not isinstance((parts := get_args(self.hint))[0], list):  # as a callable's are
+            return f"{text.partition('[')[0]}[{', '.join(repr(Shown(part)) for part in parts)}]"
         return text.replace("NoneType", "None").replace("'", '"')
 
 

@@ -75,7 +75,7 @@ def test_options_for_all_commands_and_for_one(given):
             "seed": 7,
             "tile": True,
             "lora": ("a.safetensors:0.5", "b.safetensors"),
-            "mesh": "dp=2,tp=4",
+            "mesh": (2, 1, 4),
             "frames": 33,
             "steps": 30,
             "out": "a.mp4",

@@ -43,7 +43,7 @@ def run(q, k, v, window=None, texts=TEXTS, partitioner=None, name="chunked", con
     def attend(q, k, v, texts):
         with use(partitioner or ONE_DEVICE):
             q, k, v = (Pair(*(spread(x, ("batch", "length", None, None)) for x in pair)) for pair in (q, k, v))
-            kernel = partial(_on_one_device, implementation=name, key_mask=None, scale=q.video.shape[3] ** -0.5)
+            kernel = partial(_on_one_device, name=name, key_mask=None, scale=q.video.shape[3] ** -0.5)
             kernel = partial(kernel, bias=None, config=config)
             return joint.attention(kernel, q, k, v, length=VIDEO, texts=texts, window=window)
 
@@ -88,7 +88,7 @@ def test_padding_may_hold_anything_finite():
 @cache
 def gradients(name, window):
     config = TILES if name == "flash_tpu" else None
-    kernel = partial(_on_one_device, implementation=name, key_mask=None, scale=0.2, bias=None, config=config)
+    kernel = partial(_on_one_device, name=name, key_mask=None, scale=0.2, bias=None, config=config)
 
     def loss(operands, texts):
         out = joint.attention(kernel, *operands, length=VIDEO, texts=texts, window=window)

@@ -108,6 +108,7 @@ def test_the_first_expert_s_context_is_freed_too(monkeypatch):
 
     pipe.components = Components({"transformer": load, "transformer_2": load})
     pipe.architecture = replace(pipe.architecture, experts=True)
+    pipe.defaults = replace(pipe.defaults, boundary=0.7, guidance_scale_2=4.0)
     held = []
 
     def hold(step: Step) -> None:

@@ -148,7 +148,7 @@ def test_refused(models, picture):
     text, image = wanjax.load(models["text"]), wanjax.load(models["image"])
     with pytest.raises(WanjaxError, match=naming("133 frames 129")):
         text.settings(frames=133)
-    with pytest.raises(WanjaxError, match=naming("shift 0.0 finite number 0")):
+    with pytest.raises(WanjaxError, match=naming("flow_shift 0.0 finite number 0")):
         text.settings(flow_shift=0.0)
     with pytest.raises(WanjaxError, match=naming("text video image")):
         text.encode("a cat", image=picture)

@@ -84,7 +84,7 @@ def test_a_call_cannot_change_the_model(model, pipe):
 
 def test_what_is_no_text_is_no_prompt(pipe):
     text = "caf\udce9"
-    for name, given in (("prompt", {"prompt": text}), ("negative prompt", {"prompt": "a", "negative_prompt": text})):
+    for name, given in (("prompt", {"prompt": text}), ("negative_prompt", {"prompt": "a", "negative_prompt": text})):
         for call in (pipe, pipe.encode, pipe.prepare):
             with pytest.raises(WanjaxError, match=naming(rf"{name} 'caf\udce9' text UTF-8")):
                 call(**given)

@@ -65,9 +65,7 @@ def check_attention(
     return found
 
 
-def exchange(
-    mesh: Mesh | AbstractMesh, _: str | None = None, *, kind: str, tokens: int, width: int, dtype: str
-) -> Lowering:
+def exchange(mesh: Mesh | AbstractMesh, _: Any = None, *, kind: str, tokens: int, width: int, dtype: str) -> Lowering:
     """Builds a message between all devices, as large as the tokens of a video on any number of them.
 
     `kind` is the sum of [L E] numbers, the whole on each device, or another axis split.
