@@ -37,7 +37,7 @@ def test_help_of_a_public_name_has_no_noise(name):
 def test_help_of_a_loaded_pipeline_shows_shapes():
     text = printed(wanjax.load("nano"))
     assert not [word for line in signatures(text) for word in NOISE if word in line]
-    for method in ("decode(", "decode_chunks(", "denoise(", "encode_video(", "clean("):
+    for method in ("decode(", "decode_chunks(", "denoise(", "encode_video("):
         line = next(line for line in text.splitlines() if f" {method}self" in line)
         assert 'Float[Array, "' in line or 'Shaped[Array, "' in line, line
     assert 'denoise(self, encoded: Any, *, noise: Float[Array, "B C T H W"] | ' in text

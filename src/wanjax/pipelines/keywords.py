@@ -16,6 +16,7 @@ from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import ClipSource, PictureSource
 from wanjax.pipelines.draws import GivenDraws
 from wanjax.pipelines.given import GivenSettings
+from wanjax.pipelines.settings import Settings, schema
 from wanjax.pipelines.steps import Step
 
 Parameters = ParamSpec("Parameters")
@@ -43,27 +44,10 @@ class Called(Given, total=False):
     batch_guidance: bool
 
 
-RENAMED = {
-    "num_inference_steps": "steps",
-    "sample_steps": "steps",
-    "num_frames": "frames",
-    "frame_num": "frames",
-    "frame_rate": "fps",
-    "use_dynamic_cfg": "dynamic_guidance",
-    "cfg": "guidance_scale",
-    "cfg_scale": "guidance_scale",
-    "guide_scale": "guidance_scale",
-    "shift": "flow_shift",
-    "sample_shift": "flow_shift",
-    "boundary_ratio": "boundary",
-    "negative": "negative_prompt",
-    "n_prompt": "negative_prompt",
+RENAMED = {alias: name for name, known in schema(Settings).items() for alias in known.aliases} | {
     "latents": "noise",
     "reference_images": "references",
-    "denoise": "strength",
     "callback_on_step_end": "callback",
-    "torch_dtype": "dtype",
-    "pretrained_model_name_or_path": "model",
 }
 """Keywords of diffusers, of models' authors and of ComfyUI that have another name here."""
 OTHERWISE = {

@@ -30,7 +30,8 @@ class Setting(NamedTuple):
     """A setting: its type, its help, and the values that it may have.
 
     `group` names the options beside which the command line shows it; None hides it there. `usual` is a value that a
-    message names as right. `made` makes the value of a text, where it is neither a text nor a number.
+    message names as right. `aliases` are its names elsewhere. `made` makes the
+    value of a text, where it is neither a text nor a number.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Setting(NamedTuple):
     most: float = math.inf
     choices: tuple[str, ...] = ()
     usual: Any = None
+    aliases: tuple[str, ...] = ()
     made: Callable[[Any], Any] | None = None
 
     @property
@@ -113,17 +115,22 @@ class Settings:
     `size` is (height, width) in pixels.
     """
 
-    model: str
+    model: str = setting(aliases=("pretrained_model_name_or_path",))
     prompt: str
-    negative_prompt: str = setting("What the video should not show.", group="text", metavar="TEXT")
+    negative_prompt: str = setting(
+        "What the video should not show.", group="text", metavar="TEXT", aliases=("negative", "n_prompt")
+    )
     height: int = setting("Height alone.", group="shape", metavar="N")
     width: int = setting("Width alone.", group="shape", metavar="N")
-    frames: int = setting("Number of frames.", group="shape", metavar="4n+1")
-    fps: int = setting("Frames a second.", group="denoising", metavar="N", least=1)
-    steps: int = setting("Denoising steps.", group="denoising", metavar="N", least=1, usual=50)
+    frames: int = setting("Number of frames.", group="shape", metavar="4n+1", aliases=("num_frames", "frame_num"))
+    fps: int = setting("Frames a second.", group="denoising", metavar="N", least=1, aliases=("frame_rate",))
+    steps: int = setting(
+        "Denoising steps.",
+        group="denoising", metavar="N", least=1, usual=50, aliases=("num_inference_steps", "sample_steps"),
+    )  # fmt: skip
     guidance_scale: float = setting(
         "How far to go from the negative prompt to the prompt; 1 is no guidance.",
-        group="denoising", metavar="X", least=0, usual=5,
+        group="denoising", metavar="X", least=0, usual=5, aliases=("cfg", "cfg_scale", "guide_scale"),
     )  # fmt: skip
     guidance_scale_2: float | None = setting(
         "The same for the second of two experts, that of little noise.  [default: the first's, if that is given]",
@@ -131,18 +138,20 @@ class Settings:
     )  # fmt: skip
     boundary: float | None = setting(
         "The noise level, from 1 to 0, at which the second expert takes over.",
-        default=None, group="denoising", metavar="X", least=0, most=1, usual=0.875,
+        default=None, group="denoising", metavar="X", least=0, most=1, usual=0.875, aliases=("boundary_ratio",),
     )  # fmt: skip
     strength: float = setting(
         "How far to go from --video, where it is what to begin from: the share of the steps that are taken.",
-        group="denoising", metavar="X", above=0, most=1, usual=0.8,
+        group="denoising", metavar="X", above=0, most=1, usual=0.8, aliases=("denoise",),
     )  # fmt: skip
     dynamic_guidance: bool | None = setting(
-        "Let the guidance follow a cosine over the steps, for models that have it.", default=None, group="denoising"
-    )
+        "Let the guidance follow a cosine over the steps, for models that have it.", default=None, group="denoising",
+        aliases=("use_dynamic_cfg",),
+    )  # fmt: skip
     flow_shift: float | None = setting(
-        "Above 1, more steps at high noise.", default=None, group="denoising", metavar="X", above=0, usual=5
-    )
+        "Above 1, more steps at high noise.",
+        default=None, group="denoising", metavar="X", above=0, usual=5, aliases=("shift", "sample_shift"),
+    )  # fmt: skip
     sigmas: str | None = setting(
         "Noise levels as the model's authors or as diffusers choose them.",
         default=None, group="denoising", choices=("official", "diffusers"),
@@ -154,7 +163,7 @@ class Settings:
         default="none", made=_cache, group="denoising", metavar="NAME",
     )  # fmt: skip
     seed: int = setting("Seed of the initial noise; -1 draws one and tells it.", group="denoising", metavar="N")
-    dtype: str = setting("What the networks compute in.", group="compute", choices=DTYPES)
+    dtype: str = setting("What the networks compute in.", group="compute", choices=DTYPES, aliases=("torch_dtype",))
     resize: str = setting(
         "How pictures of other proportions than the video's become as large as it.", group="pictures", choices=RESIZES
     )
