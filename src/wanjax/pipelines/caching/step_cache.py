@@ -2,7 +2,7 @@
 """Step caches: a step keeps a part of its work, which later steps reuse in place of doing it again.
 
 A cache stands between the sampler and a transformer, whose forward it may give a `BlockCache`. It is what a step is
-compiled for; `cache_rules` decide which steps reuse.
+compiled for; `rules` decide which steps reuse.
 """
 
 from abc import ABC, abstractmethod
