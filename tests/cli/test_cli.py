@@ -23,8 +23,7 @@ from tests.support.commands import files, succeeded, wanjax
 from tests.support.tiny import compile_cache, tiny_checkpoint
 from tests.support.words import says
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
-from wanjax.cli import main, report, stages
-from wanjax.cli.report import DEVICES
+from wanjax.cli import DEVICES, main, report, stages
 from wanjax.media import stage_files, videos
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.wan.architecture import WanArchitecture

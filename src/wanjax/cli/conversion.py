@@ -15,6 +15,7 @@ from wanjax.checkpoints.networks import components, network
 from wanjax.checkpoints.sources import Source
 from wanjax.cli.report import Report
 from wanjax.errors import WanjaxError
+from wanjax.pipelines.progress import in_bytes
 from wanjax.registry import find, kinds
 
 
@@ -93,13 +94,14 @@ def _announce(report: Report, conversion: Conversion) -> None:
     for heading in ("network", "parameters", "read", "written", "as"):
         table.add_column(heading, justify="left" if heading in ("network", "as") else "right")
     for each in conversion.networks:
-        table.add_row(each.name, f"{each.parameters:,}", _size(each.bytes_read), _size(each.bytes_written), each.dtype)
+        sizes = in_bytes(each.bytes_read), in_bytes(each.bytes_written)
+        table.add_row(each.name, f"{each.parameters:,}", *sizes, each.dtype)
     read = sum(each.bytes_read for each in conversion.networks)
     written = sum(each.bytes_written for each in conversion.networks)
-    table.add_row("together", "", _size(read), _size(written), "")
+    table.add_row("together", "", in_bytes(read), in_bytes(written), "")
     report.console.print(table)
     if there := conversion.bytes_there:
-        report.note(f"{_size(there)} of it are already there")
+        report.note(f"{in_bytes(there)} of it are already there")
 
 
 @contextmanager
@@ -121,7 +123,3 @@ def _bar(report: Report) -> Iterator[Progress]:
     finally:
         if tasks:
             progress.stop()
-
-
-def _size(number: int) -> str:
-    return f"{number / 1e9:.2f} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"

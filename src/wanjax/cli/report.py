@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report of a run: on stderr the progress of each stage, and a table of time and memory; on stdout what it made.
 
-Ctrl-C is deferred to the end of a step, and libtpu's messages on machines without a TPU are suppressed.
+Ctrl-C is deferred to the end of a step.
 """
 
 import json
@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property
-from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -249,14 +248,3 @@ def end_at_once(told: str, terminal: bool) -> NoReturn:
     abandon()
     os.write(2, f"{SHOW_CURSOR if terminal else ''}{told}".encode())
     os._exit(INTERRUPTED)
-
-
-DEVICES = ("/dev/accel*", "/dev/vfio/*")  # device files of TPUs, by generation
-ANSWERS = {"TPU_ACCELERATOR_TYPE": "v6e-1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_STDERR_LOG_LEVEL": "3"}
-
-
-def hush_libtpu() -> None:
-    """Sets the variables that libtpu would otherwise report as missing. Call before JAX looks for devices."""
-    if not any(map(glob, DEVICES)):
-        for name, value in ANSWERS.items():
-            os.environ.setdefault(name, value)

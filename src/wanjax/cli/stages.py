@@ -527,16 +527,10 @@ def loras_of(chosen: Mapping[str, Any]) -> list[Lora]:
 
 
 def own_settings(chosen: Mapping[str, Any], given: Mapping[str, Any], defaults: Settings) -> dict[str, Any]:
-    """Returns the chosen settings that the model has.
-
-    Raises WanjaxError for an option given now that it does not have.
-    """
+    """Returns the chosen settings, without those that another model left and this one does not have."""
     known, own = schema(type(defaults)), defaults.to_json()
     found = {name: value for name, value in chosen.items() if value is not None and name in known}
-    for name in found:
-        if name not in own and given.get(name) is not None:
-            raise WanjaxError(f"{name} is no setting of {defaults.model}: {', '.join(own)} are")
-    return {name: value for name, value in found.items() if name in own}
+    return {name: value for name, value in found.items() if name in own or given.get(name) is not None}
 
 
 class Tempo:

@@ -30,8 +30,8 @@ class Setting(NamedTuple):
     """A setting: its type, its help, and the values that it may have.
 
     `group` names the options beside which the command line shows it; None hides it there. `usual` is a value that a
-    message names as right. `aliases` are its names elsewhere. `made` makes the
-    value of a text, where it is neither a text nor a number.
+    message names as right. `aliases` are its names elsewhere. `made` makes the value of a text, where that is neither a
+    text nor a number.
     """
 
     name: str

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state of the server in Prometheus' text form."""
 
-import re
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import jax
+import psutil
 
 from wanjax.serve.board import Board
 from wanjax.serve.worker import READY, Worker
@@ -29,21 +27,12 @@ def text(board: Board, worker: Worker, answers: Mapping[int, int]) -> str:
         *_gauge("wanjax_ready", "1 once the model is loaded and compiled.", int(worker.state == READY)),
         *_gauge("wanjax_kept_videos", "Requests that are kept, with their videos.", len(board.jobs)),
         *_gauge("process_start_time_seconds", "When the process began.", STARTED),
+        *_gauge("process_resident_memory_bytes", "Memory of the process.", psutil.Process().memory_info().rss),
     ]
-    if (resident := resident_bytes()) is not None:
-        lines += _gauge("process_resident_memory_bytes", "Memory of the process.", resident)
     used = {device.id: (device.memory_stats() or {}).get("bytes_in_use") for device in jax.local_devices()}
     if known := {device: bytes_ for device, bytes_ in used.items() if bytes_ is not None}:
         lines += _samples("wanjax_device_bytes_in_use", "gauge", "Memory in use on a device.", {"device": known})
     return "\n".join(lines) + "\n"
-
-
-def resident_bytes() -> int | None:
-    """Returns the memory of the process; None where the system does not tell it."""
-    with suppress(OSError):
-        if found := re.search(r"VmRSS:\s*(\d+) kB", Path("/proc/self/status").read_text()):
-            return int(found[1]) * 1024
-    return None
 
 
 def _counter(name: str, told: str, values: Mapping[str, Mapping[Any, float]]) -> Iterator[str]:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizers, and the programs of text encoders."""
+"""Tokenizers, and the kinds of encoders that families share."""
