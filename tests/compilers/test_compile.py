@@ -2,18 +2,30 @@
 """The TPU compiler, run once for several small programs. Needs libtpu (the extra `plan`), but no TPU."""
 
 import json
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
+from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 
 import jax.numpy as jnp
+import psutil
 import pytest
 
 from tests.support.plan_programs import layers, on_shapes, product_kernel, product_on_each, target_of
 from tests.support.words import naming, says
-from wanjax.compilers import CompilerError, compile_program, compile_programs, described, find_slice, price_compiled
+from wanjax.compilers import (
+    Compiled,
+    CompilerError,
+    compile_program,
+    compile_programs,
+    described,
+    find_slice,
+    price_compiled,
+)
 from wanjax.compilers import compile as compiling
 from wanjax.compilers.exporting import export
 from wanjax.compilers.priced import _priced
@@ -136,10 +148,54 @@ def test_the_compiler_ends_with_the_process_that_asked(tmp_path):
     (tmp_path / "0").mkdir()
     (tmp_path / "0" / "program.bin").write_bytes(job.program)
     (tmp_path / "0" / "job.json").write_text(json.dumps(compiling._request(job)))
-    command = [sys.executable, "-m", "wanjax.compilers.worker", str(tmp_path)]
+    command = [sys.executable, "-m", "wanjax.compilers.worker", str(tmp_path), "2", "0"]
     ended = subprocess.run(command, env=compiling._environment(tmp_path), stdin=subprocess.DEVNULL)
     assert ended.returncode == 1
     assert not (tmp_path / "0" / "result.json").exists()
+
+
+def _kill_compilers() -> int:
+    """Ends this process's compilers as a crash does, and returns how many there were."""
+    found = 0
+    for each in psutil.Process().children():
+        with suppress(psutil.Error):  # one that has just ended
+            if "wanjax.compilers.worker" in each.cmdline():
+                each.send_signal(signal.SIGSEGV)
+                found += 1
+    return found
+
+
+@needs_libtpu
+def test_a_compiler_that_crashes_once_is_asked_again():
+    """libtpu dies by a signal now and then, in a program that compiles the next time."""
+    jobs = [export(PROGRAMS[name][0], find_slice(PROGRAMS[name][1])) for name in ("target", "kernel", "layers")]
+    results = compiling.compiled(jobs)
+    first = next(results)
+    assert _kill_compilers() == 1
+    found = dict([first, *results])
+    assert sorted(found) == [0, 1, 2]
+    assert all(isinstance(result, Compiled) for result in found.values())
+
+
+@needs_libtpu
+def test_a_program_that_crashes_the_compiler_is_refused():
+    """It is refused, with the signal, and none waits for ever."""
+    job = export(PROGRAMS["target"][0], find_slice("v6e-1"))
+    over = threading.Event()
+
+    def crash():
+        while not over.wait(0.05):
+            _kill_compilers()
+
+    crashing = threading.Thread(target=crash)
+    crashing.start()
+    try:
+        found = dict(compiling.compiled([job, job]))
+    finally:
+        over.set()
+        crashing.join()
+    assert sorted(found) == [0, 1]
+    assert all(isinstance(result, CompilerError) and says(str(result), "SIGSEGV v6e-1") for result in found.values())
 
 
 def test_what_wanjax_refuses_is_told_as_it_is():

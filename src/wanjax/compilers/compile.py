@@ -7,6 +7,7 @@ holds a lock. It is given bytes, meshes and options. Nothing of it remains after
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -37,6 +38,7 @@ ENVIRONMENT = {
 }
 DUMP = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final"  # of a whole process
 DUMPED = "dump"  # the folder that it goes to
+AT_ONCE = 2  # compilations, each of one core and up to four gigabytes
 
 
 @dataclass(frozen=True)
@@ -110,47 +112,68 @@ def compiled(jobs: Sequence[Job], *, schedules: Container[int] = ()) -> Iterator
     if not jobs:
         return
     with tempfile.TemporaryDirectory(prefix="wanjax-plan-") as name:
-        roots = {with_schedules: Path(name) / str(with_schedules) for with_schedules in (False, True)}
-        folders = {number: roots[number in schedules] / str(number) for number in range(len(jobs))}
-        for number, folder in folders.items():
-            folder.mkdir(parents=True)
-            (folder / "program.bin").write_bytes(jobs[number].program)
-            (folder / "job.json").write_text(json.dumps(_request(jobs[number])), encoding="utf-8")
-        if roots[True].exists():
-            (roots[True] / DUMPED).mkdir()
-        for number in _finished([root for root in roots.values() if root.exists()]):
-            yield number, _result(jobs[number].slice, folders[number], number in schedules)
+        folders: dict[Path, list[int]] = {}
+        for number, job in enumerate(jobs):
+            root = Path(name) / ("schedules" if number in schedules else "programs")
+            folders.setdefault(root, []).append(number)
+            (root / str(number)).mkdir(parents=True)
+            (root / str(number) / "program.bin").write_bytes(job.program)
+            (root / str(number) / "job.json").write_text(json.dumps(_request(job)), encoding="utf-8")
+            if number in schedules:
+                (root / DUMPED).mkdir(exist_ok=True)
+        for root, number in _finished(folders):
+            yield number, _result(jobs[number].slice, root / str(number), number in schedules)
 
 
-def _finished(roots: Sequence[Path]) -> Iterator[int]:
-    """Runs the compiler's processes, one for each folder of jobs, and yields the number of each job that is done."""
-    reading, writing = os.pipe()
-    processes: list[subprocess.Popen] = []
-    with os.fdopen(reading, encoding="utf-8") as lines:
-        try:
-            with os.fdopen(writing, "w") as told:
-                for root in roots:
-                    with (root / "errors.txt").open("w", encoding="utf-8") as errors:
-                        command = [sys.executable, "-m", "wanjax.compilers.worker", str(root)]
-                        streams = {"stdin": subprocess.PIPE, "stdout": told, "stderr": errors}  # stdin ends with us
-                        processes.append(subprocess.Popen(command, env=_environment(root), **streams))
-            for line in lines:  # of both processes, until both have ended
-                word, _, number = line.strip().partition(" ")
-                if word == "done":
-                    yield int(number)
-        except BaseException:  # nobody waits for the rest
-            for process in processes:
-                process.kill()
-            raise
-        finally:
-            for process in processes:
-                process.wait()
-                assert process.stdin is not None
-                process.stdin.close()
-    for root, process in zip(roots, processes, strict=True):
-        if process.returncode:
+def _finished(left: dict[Path, list[int]]) -> Iterator[tuple[Path, int]]:
+    """Runs the compiler's processes, one for each folder, and yields it and the number of a job that is done.
+
+    A signal ends such a process now and then: memory runs out, or the compiler crashes, which it may not do again. So
+    what is left is compiled once more, one by one, and the program at which the process ends then is refused.
+    """
+    at_once = AT_ONCE
+    while left:
+        processes: list[subprocess.Popen] = []
+        reading, writing = os.pipe()
+        with os.fdopen(reading, encoding="utf-8") as lines:
+            try:
+                with os.fdopen(writing, "w") as written:
+                    for root, numbers in left.items():
+                        with (root / "errors.txt").open("w", encoding="utf-8") as errors:
+                            command = [sys.executable, "-m", "wanjax.compilers.worker", root, at_once, *numbers]
+                            streams = {"stdin": subprocess.PIPE, "stdout": written, "stderr": errors}
+                            processes.append(subprocess.Popen([*map(str, command)], env=_environment(root), **streams))
+                for line in lines:  # of all processes, until they have ended
+                    word, _, number = line.strip().partition(" ")
+                    if word == "done":
+                        root = next(root for root, numbers in left.items() if int(number) in numbers)
+                        left[root].remove(int(number))
+                        yield root, int(number)
+            except BaseException:  # nobody waits for the rest
+                for process in processes:
+                    process.kill()
+                raise
+            finally:
+                for process in processes:
+                    process.wait()
+                    assert process.stdin is not None  # whose end ends the process, should this one be killed
+                    process.stdin.close()
+        for (root, numbers), process in zip(left.items(), processes, strict=True):
+            if not process.returncode:
+                continue
             why = (root / "errors.txt").read_text(encoding="utf-8", errors="replace")[-2000:].strip()
-            raise CompilerError(f"the TPU compiler's process ended with {process.returncode}: {why}")
+            if process.returncode > 0:
+                raise CompilerError(f"the TPU compiler's process ended with {process.returncode}: {why}")
+            if at_once == 1 and numbers:
+                name = signal.Signals(-process.returncode).name
+                write_error(root / str(numbers[0]), name, f"the compiler's process ended. {why}".strip())
+                yield root, numbers.pop(0)
+        left, at_once = {root: numbers for root, numbers in left.items() if numbers}, 1
+
+
+def write_error(folder: Path, kind: str, message: str) -> None:
+    """Writes why the program of a folder does not compile."""
+    (folder / "error.json").write_text(json.dumps({"kind": kind, "message": message}), encoding="utf-8")
 
 
 def _environment(root: Path) -> dict[str, str]:

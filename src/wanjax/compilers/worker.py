@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process in which the TPU compiler runs: `python -m wanjax.compilers.worker FOLDER`, started by compile.py.
+"""The process in which the TPU compiler runs, started by compile.py.
 
-The folder holds a subfolder for each job, named by a number, with `job.json` and `program.bin`. The subfolder receives
-`result.json` and `module.txt`, or `error.json` on failure, and the compiler's dump of the schedules if there is one. A
-line `done NUMBER` is printed once all of it is there.
+Its command is `python -m wanjax.compilers.worker FOLDER AT_ONCE NUMBER...`. The folder holds a subfolder for each job,
+named by its number, with `job.json` and `program.bin`. The subfolder receives `result.json` and `module.txt`, or
+`error.json` on failure, and the compiler's dump of the schedules if there is one. A line `done NUMBER` is printed once
+all of it is there.
 """
 
 import json
 import os
 import sys
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Thread
@@ -19,11 +21,9 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from wanjax.compilers.compile import DUMPED
+from wanjax.compilers.compile import DUMPED, write_error
 from wanjax.compilers.lowering import without_refused
 from wanjax.sharding import arrange
-
-AT_ONCE = 2  # compilations, each of one core and up to four gigabytes
 
 
 def make_mesh(topology: str, devices: int, axes: dict[str, int]) -> Mesh:
@@ -67,8 +67,8 @@ def compile_one(folder: Path) -> None:
     (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
 
 
-def main(root: Path) -> None:
-    """Compiles all jobs of a folder: two at a time, or one where the compiler dumps schedules.
+def main(root: Path, at_once: int, numbers: Iterable[str]) -> None:
+    """Compiles the jobs of a folder that have these numbers, `at_once` of them, or one where it dumps schedules.
 
     The dump does not tell which program a schedule is of.
     """
@@ -80,15 +80,13 @@ def main(root: Path) -> None:
         try:
             compile_one(folder)
         except Exception as error:  # one failed job must not stop the others
-            failure = {"kind": type(error).__name__, "message": str(error)}
-            (folder / "error.json").write_text(json.dumps(failure), encoding="utf-8")
+            write_error(folder, type(error).__name__, str(error))
         for path in dumped.glob("*"):
             path.rename(folder / path.name)
         print(f"done {folder.name}", flush=True)
 
-    folders = sorted(root.glob("[0-9]*"), key=lambda folder: int(folder.name))
-    with ThreadPoolExecutor(1 if dumped.exists() else AT_ONCE) as pool:
-        list(pool.map(run, folders))
+    with ThreadPoolExecutor(1 if dumped.exists() else at_once) as pool:
+        list(pool.map(run, [root / number for number in numbers]))
 
 
 def _end_with_parent() -> None:
@@ -98,4 +96,4 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
