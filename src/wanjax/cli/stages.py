@@ -67,26 +67,30 @@ def generate(
     meet(report, given.get("processes"))
     if folder is not None:
         check_free(folder, "generate", force)
-    run = Rendering(report, folder, given, out=out, noise=noise)
+    video = Rendering(report, folder, given, out=out, noise=noise)
     try:
-        run.tell()
-        written = run.generate()
+        video.tell()
+        video.tell_prompt()
+        run = video.denoising()
+        _, frames = next(iter(run))
+        written = video.streamed(frames) if video.pipe.architecture.streams else video.decoded(run, frames)
     finally:
         if folder is None and is_first():
-            release(run.place)
+            release(video.place)
     report.table()
-    run.made(written)
+    video.made(written)
 
 
 def encode(report: Report, *, folder: Path, force: bool, **given: Any) -> None:
     """Runs the first stage, from the command line alone."""
     meet(report, given.get("processes"))
     check_free(folder, "encode", force)
-    run = Rendering(report, folder, given)
-    run.encode()
+    video = Rendering(report, folder, given)
+    video.tell_prompt()
+    video.run(Saving(video)).encode()
     report.table()
     if report.in_json:
-        run.made(folder / stage_files.EMBEDDINGS)
+        video.made(folder / stage_files.EMBEDDINGS)
 
 
 def denoise(report: Report, *, folder: Path, noise: str | None, force: bool, **given: Any) -> None:
@@ -95,13 +99,15 @@ def denoise(report: Report, *, folder: Path, noise: str | None, force: bool, **g
     check_free(folder, "denoise", force)
     left = stage_files.load_settings(folder)
     tensors = stage_files.load_encoded(folder, left)
-    run = Rendering(report, folder, given, left, noise=noise)
-    encoded = run.checked(tensors)
-    run.tell()
-    run.denoise(encoded)
+    video = Rendering(report, folder, given, left, noise=noise)
+    encoded = video.checked(tensors)
+    video.tell()
+    run = video.denoising()
+    with run.stage("denoise"):
+        deque(run.latents(encoded, video.settings, [video.settings.seed]), maxlen=0)
     report.table()
     if report.in_json:
-        run.made(folder / stage_files.LATENTS)
+        video.made(folder / stage_files.LATENTS)
 
 
 def decode(report: Report, *, folder: Path, out: str | None, force: bool, **given: Any) -> None:
@@ -111,12 +117,13 @@ def decode(report: Report, *, folder: Path, out: str | None, force: bool, **give
         check_free(folder, "decode", force)
     left = stage_files.load_settings(folder)
     latents = stage_files.load_latents(folder, left)
-    run = Rendering(report, folder, given, left, out=out)
-    run.check_channels(latents)
-    run.record |= left | run.settings.to_json()  # the latents are as they were made
-    written = run.decode(latents)
+    video = Rendering(report, folder, given, left, out=out)
+    video.check_channels(latents)
+    video.record |= left | video.settings.to_json()  # the latents are as they were made
+    run = video.run()
+    written = video.decoded(run, run.frames([latents]))
     report.table()
-    run.made(written)
+    video.made(written)
 
 
 class Place(NamedTuple):
@@ -319,16 +326,6 @@ class Rendering:
         order = Order(self.settings, self.record)
         return Run(self.pipe, [order], self.pictures, noise=self.noise, hooks=[Reporting(self), *hooks], **told)
 
-    def generate(self) -> Path:
-        """Runs the three stages; returns the path of the video."""
-        self.tell_prompt()
-        self.ready_previews()
-        for _, frames in (run := self.run(*self._denoising(), Saving(self))):
-            if self.pipe.architecture.streams:
-                return stream(self, frames)
-            return self._decoded(run, frames)
-        raise AssertionError("a run of one video makes one")
-
     def tell_prompt(self) -> None:
         """Prints notes on the prompt, where the model does not know or read all of it."""
         chosen = self.settings
@@ -341,51 +338,53 @@ class Rendering:
             for truncation in self.pipe.truncations(text):
                 self.report.note("note: " + str(truncation).replace("the prompt", f"the {name}", 1))
 
-    def encode(self) -> None:
-        """Runs the first stage."""
-        self.tell_prompt()
-        self.run(Saving(self)).encode()
-
-    def denoise(self, encoded: Any) -> None:
-        """Runs the second stage."""
+    def denoising(self) -> Run:
+        """Returns the run that denoises, keeps its state and saves; with previews and a profile if they are wanted."""
         self.ready_previews()
-        run = self.run(*self._denoising(), Saving(self))
-        with run.stage("denoise"):
-            deque(run.latents(encoded, self.settings, [self.settings.seed]), maxlen=0)
-
-    def decode(self, latents: Any) -> Path:
-        """Runs the third stage: decodes latents and writes the video; returns its path."""
-        run = self.run()
-        return self._decoded(run, run.frames([latents]))
-
-    def _decoded(self, run: Run, frames: Iterator[Any]) -> Path:
-        with run.stage("decode"):
-            written = self.write(np.asarray(chunk) for chunk in frames)
-        self.report.way_on = None
-        return written
-
-    def _denoising(self) -> list[Hook]:
-        """Returns the hooks of denoising: the profile and the state that is kept, where there are any."""
-        found: list[Hook] = [Profiling(self)] if self.profile else []
-        if self.pipe.architecture.streams:
-            return found
-
-        def told(done: int, total: int) -> None:
-            self.report.note(f"the first {done} of {total} steps were taken before")
-
-        return [*found, Keeping(self.folder / stage_files.STATE, self.pipe.partitioner, told)]
-
-    def _look(self, given: Mapping[str, Any]) -> bool:
-        """Tells whether previews are asked for, after reading the decoder that makes them if one is given."""
-        if decoder := given.get("preview_decoder"):
-            self.pipe.preview_with(decoder)
-        return bool(given.get("preview") or decoder)
+        hooks: list[Hook] = [Profiling(self)] if self.profile else []
+        if not self.pipe.architecture.streams:
+            hooks.append(Keeping(self.folder / stage_files.STATE, self.pipe.partitioner, self._resumed))
+        return self.run(*hooks, Saving(self))
 
     def ready_previews(self) -> None:
         """Makes ready what makes previews, if they are asked for."""
         if self.previews:
             with self.report.stage("preview"):
                 self.pipe.colours()
+
+    def _resumed(self, done: int, total: int) -> None:
+        self.report.note(f"the first {done} of {total} steps were taken before")
+
+    def decoded(self, run: Run, frames: Iterator[Any]) -> Path:
+        """Writes the video from its frames, which are decoded as they are asked for; returns its path."""
+        with run.stage("decode"):
+            written = self.write(np.asarray(chunk) for chunk in frames)
+        self.report.way_on = None
+        return written
+
+    def streamed(self, frames: Iterator[Any]) -> Path:
+        """Writes the video while it is made, from the frames of each block; returns its path."""
+        report, tempo, architecture = self.report, Tempo(), self.pipe.architecture
+        total = architecture.latent_shape(self.settings)[2] // architecture.block_frames
+
+        def clips() -> Iterator[np.ndarray]:
+            report.count("block", 0, total)
+            for done, clip in enumerate(frames, 1):
+                yield np.asarray(clip)
+                tempo.deliver(len(clip))
+                report.count("block", done, total, beside=str(tempo))
+
+        with report.stage("stream"):
+            written = self.write(clips())
+        report.note(f"{tempo}, where {self.settings.fps} are played")
+        report.way_on = None
+        return written
+
+    def _look(self, given: Mapping[str, Any]) -> bool:
+        """Tells whether previews are asked for, after reading the decoder that makes them if one is given."""
+        if decoder := given.get("preview_decoder"):
+            self.pipe.preview_with(decoder)
+        return bool(given.get("preview") or decoder)
 
     def write(self, frames: Iterable[np.ndarray]) -> Path:
         """Writes the video from its frames as they come, in the first process only; returns its path."""
@@ -554,29 +553,6 @@ class Tempo:
             return f"{self.frames} frames"
         frames, since = self._first
         return f"{self.frames} frames, {(self.frames - frames) / (self._last - since):.1f} a second"
-
-
-def stream(rendering: Any, frames: Iterator[Any]) -> Path:
-    """Writes a video while it is made, from the frames of each block; the latents are saved after it.
-
-    `rendering` is a `stages.Rendering`.
-    """
-    report, tempo = rendering.report, Tempo()
-    architecture = rendering.pipe.architecture
-    total = architecture.latent_shape(rendering.settings)[2] // architecture.block_frames
-
-    def clips() -> Iterator[np.ndarray]:
-        report.count("block", 0, total)
-        for done, clip in enumerate(frames, 1):
-            yield np.asarray(clip)
-            tempo.deliver(len(clip))
-            report.count("block", done, total, beside=str(tempo))
-
-    with report.stage("stream"):
-        written = rendering.write(clips())
-    report.note(f"{tempo}, where {rendering.settings.fps} are played")
-    report.way_on = None
-    return written
 
 
 def estimate(pipe: Pipeline, settings: Settings, from_video: bool) -> str | None:

@@ -30,7 +30,7 @@ from wanjax.pipelines.family import Encoded, Pipe
 from wanjax.pipelines.frames import Frames, GivenLatents, chunk_count, decoded
 from wanjax.pipelines.many import Order
 from wanjax.pipelines.record import VERSION
-from wanjax.pipelines.sampler import Beginning, Denoiser, Given, Inputs, State, begin, finish, take_step
+from wanjax.pipelines.sampler import Beginning, Given, State, begin, finish, take_step
 from wanjax.pipelines.seeds import words_of
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Cancelled, InFlight, Segment, Step, Switch, at_step, left_of
@@ -198,7 +198,7 @@ class Run:
             for hook in self.hooks:
                 state, done = hook.resumed(begun) or (state, done)
         steps, caching = len(schedule.timesteps), self.caching(settings, begun.segments, schedule)
-        watch = self._watch(block, steps, done)
+        before, total, watch = block.number * steps, block.count * steps, self._watch(block, steps, done)
         for segment in left_of(begun.segments, done):
             network, seconds = pipe.components.take_over(segment.network, architecture.denoisers)
             if segment.start > done:
@@ -208,36 +208,21 @@ class Run:
                 pipe, network, segment, encoded, state.x, self.batch_guidance, block.number, past
             )
             denoiser = replace(denoiser, cache=caching.of(segment.network, denoiser, inputs, pipe))
-            state = self._steps(segment, denoiser, inputs, state, schedule, block, watch)
+            for index, scale in enumerate(segment.scales, segment.start):
+                state = replace(state, kept=denoiser.cache.given(index, state.kept))
+                guidance, now = np.float32(scale), one_step(schedule, index)
+                state, x0, finite = pipe.call(take_step, at_step(denoiser, index, steps), state, inputs, guidance, now)
+                if watch is not None:
+                    watch.add(before + index, finite)
+                    reuses, time = denoiser.cache.reuses(index), float(schedule.timesteps[index])
+                    self._tell(Step(before + index, total, time, state, x0, reuses, pipe.colours))
+            if watch is not None:
+                watch.wait()
+            state = replace(state, kept=None)
             if block.count > 1 and not block.last:
                 past = architecture.renewed(pipe, network, past, inputs, state.x)
             del denoiser, inputs  # the weights are freed before the next network is loaded
         return state, past
-
-    def _steps(
-        self,
-        segment: Segment,
-        denoiser: Denoiser,
-        inputs: Inputs,
-        state: State,
-        schedule: Any,
-        block: Block,
-        watch: InFlight | None,
-    ) -> State:
-        """Takes the steps of one network."""
-        steps = len(schedule.timesteps)
-        before, total = block.number * steps, block.count * steps
-        for index, scale in enumerate(segment.scales, segment.start):
-            state = replace(state, kept=denoiser.cache.given(index, state.kept))
-            given = state, inputs, np.float32(scale), one_step(schedule, index)
-            state, x0, finite = self.pipe.call(take_step, at_step(denoiser, index, steps), *given)
-            if watch is not None:
-                watch.add(before + index, finite)
-                reuses, time = denoiser.cache.reuses(index), float(schedule.timesteps[index])
-                self._tell(Step(before + index, total, time, state, x0, reuses, self.pipe.colours))
-        if watch is not None:
-            watch.wait()
-        return replace(state, kept=None)
 
     def _watch(self, block: Block, steps: int, done: int) -> InFlight | None:
         """Returns the queue of steps that the device has not finished; None where nothing is executed."""
