@@ -3,6 +3,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -181,7 +182,9 @@ def test_another_model_keeps_its_own_scheduler(text, tmp_path):
     other = tiny_checkpoint(tmp_path / "other")
     succeeded(wanjax("a", "--model", text, *SMALL, "--scheduler", "euler", "--out", "one.mp4"))
     succeeded(wanjax("--from", "one.mp4", "--model", other, "--out", "two.mp4"))
-    assert read_metadata("two.mp4") == read_metadata("one.mp4") | {"model": str(other), "scheduler": "unipc"}
+    one, two = read_metadata("one.mp4"), read_metadata("two.mp4")
+    assert [*two.pop("digests").values()] == [*one.pop("digests").values()]  # two copies of one model
+    assert two == one | {"model": str(other), "scheduler": "unipc"}
     succeeded(wanjax("--from", "one.mp4", "--model", other, "--scheduler", "euler", "--out", "two.mp4"))
     assert read_metadata("two.mp4")["scheduler"] == "euler"
 
@@ -225,6 +228,59 @@ def test_pictures_and_noise_that_are_gone(image, text):
     pipe = library.load(text, dtype="float32")
     pipe("a", size=(16, 32), frames=5, steps=1, noise=noise).save("five.webp")
     assert says(refused("--from", "five.webp"), "float32 [1, 4, 2, 2, 4] sha256")
+
+
+PLACES = ("out", "folder", "dir", "profile", "config", "preview_decoder", "prompts", "made", "file", "source")
+"""Names of parameters and options that a stranger's record might use for a file to write or read."""
+
+
+def test_a_record_of_a_stranger_chooses_no_file(text):
+    Path("kept.mp4").write_bytes(b"the user's")
+    trap = {name: "trap/kept.mp4" for name in PLACES} | {"force": True, "processes": "10.0.0.1:1,2,0", "offload": "x"}
+    trap |= {"out": "kept.mp4", "seeds": "0..9", "count": 3, "quiet": True, "json": True, "preview": True}
+    record = {"model": "nano", "prompt": "a", "steps": 1, "width": 32, "height": 32, "frames": 1, "seed": 3}
+    Path("one.json").write_text(json.dumps(record | trap))
+    made = succeeded(wanjax("--from", "one.json")).stdout.splitlines()
+    assert [Path(path).parent for path in made] == [Path("wanjax_videos").absolute()]
+    assert sorted(path.name for path in Path().iterdir()) == ["kept.mp4", "one.json", "stage_outputs", "wanjax_videos"]
+    assert Path("kept.mp4").read_bytes() == b"the user's"
+
+
+def test_a_record_names_files_that_are_what_they_were(image, tmp_path):
+    """What is read comes from a record only where its digest agrees: a record may be a stranger's."""
+    shutil.copytree(image, "model")
+    Image.fromarray(np.full((16, 32, 3), 200, np.uint8)).save("red.png")
+    succeeded(wanjax("a", "--model", "model", "--image", "red.png", *ONE_FRAME, "--dir", "d", "--out", "one.mp4"))
+    record = read_metadata("one.mp4")
+    assert sorted(record["digests"]) == [str(Path(name).absolute()) for name in ("model", "red.png")]
+    for name, option in (("image", "--image"), ("last_image", "--last-image"), ("video", "--video")):
+        for value in ("/etc/passwd", "/dev/zero", "a" * 5000):
+            changed = {k: v for k, v in record.items() if k != "digests"} | {name: value}
+            Path("other.json").write_text(json.dumps(changed))
+            said = (
+                refused("--from", "other.json", "--model", "model", "--image", "red.png") if name != "image" else None
+            )
+            assert says(said or refused("--from", "other.json", "--model", "model"), f"{option} {value}")
+    for changed in ({"digests": {}}, {"digests": [3]}, {"digests": None}, {"digests": {record["image"]: "0" * 64}}):
+        Path("other.json").write_text(json.dumps(record | changed))
+        assert says(refused("--from", "other.json", "--model", "model"), f"--image {record['image']}")
+    Image.fromarray(np.full((16, 32, 3), 100, np.uint8)).save("red.png")
+    assert says(refused("--from", "one.mp4"), f"--image {record['image']}")
+    Path("model/transformer/config.json").write_text("{ }")
+    for given in (
+        ["--from", "one.mp4", "--image", "red.png"],
+        ["decode", "--dir", "d", "--force"],
+        ["denoise", "--dir", "d", "--force"],
+    ):
+        assert says(refused(*given), f"--model {record['model']}")
+
+
+def test_a_lora_of_a_record_is_the_one_it_was():
+    Path("a.safetensors").write_bytes(b"another")
+    for lora in ("a.safetensors", "high=a.safetensors:0.5", str(Path("a.safetensors").absolute())):
+        record = {"model": "nano", "prompt": "a", "steps": 1, "lora": [lora]}
+        Path("one.json").write_text(json.dumps(record))
+        assert says(refused("--from", "one.json"), "--lora a.safetensors digest")
 
 
 def test_other_devices_and_versions_are_told(text):

@@ -7,6 +7,7 @@ offset in it against the file. Tensors are mapped here, one at a time: the libra
 floats in NumPy. They are written here too, since the library wants all of them in memory at once.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -14,6 +15,8 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -46,6 +49,7 @@ HEADER_LIMIT = 100_000_000  # bytes, as in the safetensors library
 MAX_RANK = 32
 CACHE_LINE = 64  # bytes
 SHARD = 5e9  # bytes of a file, as in published checkpoints
+FOLDER_FILES = 10_000  # of which a digest is taken
 
 
 class Spec(NamedTuple):
@@ -68,6 +72,34 @@ class Reader(Protocol):
     def spec(self, key: str) -> Spec: ...
 
     def read(self, key: str) -> np.ndarray: ...
+
+
+def content_digest(path: Path) -> str | None:
+    """Returns the SHA-256 of a file's contents; of a folder, that of the names, sizes and first MiB of all its files.
+
+    None where there is neither, or it cannot be read, or the folder has more files than a clip or a model.
+    """
+    try:
+        if os.path.isfile(path):  # which raises nothing for names that are none
+            found = path.stat()
+            return _file_digest(path, found.st_mtime_ns, found.st_size)
+        if not os.path.isdir(path):
+            return None
+        files = sorted(islice((each for each in path.rglob("*") if each.is_file()), FOLDER_FILES + 1))
+        digest = hashlib.sha256()
+        for file in files:
+            with file.open("rb") as opened:
+                start = hashlib.sha256(opened.read(2**20)).hexdigest()
+            digest.update(f"{file.relative_to(path).as_posix()!r} {file.stat().st_size} {start}\n".encode())
+    except OSError:
+        return None
+    return digest.hexdigest() if len(files) <= FOLDER_FILES else None
+
+
+@lru_cache(maxsize=64)
+def _file_digest(path: Path, changed: int, size: int) -> str:
+    with path.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 class SafetensorsFile:

@@ -15,6 +15,7 @@ from wanjax.compilers import kept
 from wanjax.media.records import read_record
 from wanjax.media.stage_files import PICTURE_FILES
 from wanjax.pipelines.family import Family, Preset
+from wanjax.pipelines.record import DIGESTS
 from wanjax.registry import load, outline, presets
 
 ROW = "{:26} {:>11} {:>8} {:>9} {:>6} {:>5} {:>8}  {}"
@@ -90,7 +91,8 @@ def _rounded(number: float) -> str:
     return f"{number / 1e9:.1f} G" if number >= 1e9 else f"{number / 1e6:.1f} M"
 
 
-LEFT_OUT = ("height", "width", "frames", "fps", "guidance_scale", "guidance_scale_2")  # told together, or with others
+LEFT_OUT = ("height", "width", "frames", "fps", "guidance_scale", "guidance_scale_2", DIGESTS)
+"""Entries that are told together or with others; digests are for machines."""
 FIRST = ("model", "prompt", "negative_prompt", "size", "frames", "steps", "guidance", "seed")
 
 

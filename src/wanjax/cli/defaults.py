@@ -60,10 +60,10 @@ def read_record(ctx: click.Context, parameter: click.Parameter, file: str | None
     """Takes the prompt and the options from the record of a video, which it returns."""
     if file is None or ctx.resilient_parsing:
         return None
-    from wanjax.cli.remake import record_of  # imported late for a quick --help
+    from wanjax.cli.remake import RECORDED, record_of  # imported late for a quick --help
 
     record = record_of(file)
-    own = [x for x in ctx.command.params if record.get(x.name) is not None and x is not parameter]
+    own = [x for x in ctx.command.params if x.name in RECORDED and record.get(x.name) is not None]
     found = {x.name: _checked(file, x.name, record[x.name], x) for x in own}
     ctx.meta[RECORD] = {"compiler": SAFE, **found, "tile": "tiling" in record}  # the set that records do not name
     _take(ctx)

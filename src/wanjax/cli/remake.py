@@ -1,25 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """`generate --from`: a video made again from its record."""
 
+import os
 import re
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from wanjax.cli.options import is_typed
+from wanjax import registry
+from wanjax.checkpoints.files import content_digest
+from wanjax.cli.options import SETTINGS, is_typed
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
 from wanjax.media.records import read_record
+from wanjax.pipelines.record import DIGESTS, paths_of
 
 FILES = {
-    "image": "--image",
-    "last_image": "--last-image",
-    "video": "--video",
-    "mask": "--mask",
-    "references": "--reference",
-    "noise": "--noise",
+    "image": "--image FILE",
+    "last_image": "--last-image FILE",
+    "video": "--video FILE",
+    "mask": "--mask FILE",
+    "references": "--reference FILE",
+    "noise": "--noise FILE",
+    "lora": "--lora FILE",
+    "model": "--model FOLDER",
 }
-"""Entries of a record that say what a video was made from, and the options that give another."""
+"""Entries of a record that name files, and the options that give others."""
+RECORDED = {*SETTINGS, *FILES, "scheduler", "attention", "mesh", "rules", "compiler", "batch_guidance"}
+"""The parameters of `generate` that a record gives. No file that is written is among them."""
 DIGEST = re.compile(r"sha256 [0-9a-f]+$")  # of what was given as an array
 HERE = ("version", "devices")
 
@@ -35,11 +42,9 @@ def record_of(file: str) -> dict[str, Any]:
 def completed(given: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options of `generate`, with those parts of a record for which there is no option.
 
-    Raises WanjaxError where something that the video was made from is gone, and no other is given.
+    Raises WanjaxError where a file that the video was made from is gone or another one, and none is given.
     """
-    for name, option in FILES.items():
-        if record.get(name) and _plain(given.get(name)) == record[name]:
-            _check_there(option, record[name])
+    check_files(record, [name for name in FILES if given.get(name) and not is_typed(name)])
     if given["model"] != record["model"]:
         return dict(given) if is_typed("scheduler") else {**given, "scheduler": None}  # the record's is the model's own
     found: dict[str, Any] = {k: record[k] for k in ("revision", "param_dtype") if isinstance(record.get(k), str)}
@@ -56,20 +61,29 @@ def differences(record: Mapping[str, Any], here: Mapping[str, Any]) -> str | Non
     return f"the video was made by wanjax {version} on {devices}: here it may differ in its last digits"
 
 
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+def check_files(record: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raises WanjaxError where an entry of a record names a file or folder that is gone, or not the one it was.
 
-
-def _check_there(option: str, recorded: Any) -> None:
-    """Raises WanjaxError where a file of a record is gone, or only the digest of an array is kept."""
-    for source in recorded if isinstance(recorded, list) else [recorded]:
-        if DIGEST.search(str(source)) and not Path(source).exists():
-            why = f"an array, {source}, of which no more is kept"
-        elif not Path(source).expanduser().exists():
-            why = f"{source}, which is gone"
-        else:
+    A record may be a stranger's: what it names is read only where the contents have the digest that it tells.
+    """
+    known = record.get(DIGESTS)
+    for name in names:
+        if name == "model" and str(record.get(name)) in registry.presets():
             continue
-        raise WanjaxError(f"the video was made with {option} from {why}: {option} FILE gives another")
+        for path in paths_of(record, [name]):
+            there, told = os.path.exists(path), known.get(str(path)) if isinstance(known, Mapping) else None
+            if not there and not path.is_absolute() and name in ("model", "lora"):  # on the hub
+                continue
+            if not there:
+                is_array = DIGEST.search(str(path))
+                why = f"an array, {path}, of which no more is kept" if is_array else f"{path}, which is gone"
+            elif told is None:
+                why = f"{path}, of whose contents the record has no digest"
+            elif told != content_digest(path):
+                why = f"{path}, whose contents are others now"
+            else:
+                continue
+            raise WanjaxError(f"the {name.replace('_', ' ')} of the video was {why}: {FILES[name]} gives one")
 
 
 def _tiling(recorded: Mapping[str, Any]) -> Tiling:

@@ -28,7 +28,7 @@ from wanjax.checkpoints.lora import Lora
 from wanjax.cli import options
 from wanjax.cli.processes import is_first, meet
 from wanjax.cli.profile import StepProfile, trace_with_scopes
-from wanjax.cli.remake import differences
+from wanjax.cli.remake import check_files, differences
 from wanjax.cli.report import Report
 from wanjax.compilers.roofline import peak_flops
 from wanjax.errors import WanjaxError
@@ -484,7 +484,7 @@ class Profiling(Hook):
 def _inherited(left: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what the previous stage left; without what belongs to its model if another one is given.
 
-    Raises WanjaxError for a setting of another type or out of range.
+    Raises WanjaxError for a setting of another type or out of range, and for a file that is not the one it was.
     """
     for name, known in options.SETTINGS.items():
         if left.get(name) is not None:
@@ -492,6 +492,7 @@ def _inherited(left: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
                 known.read(left[name])
             except WanjaxError as error:
                 raise WanjaxError(f"{stage_files.CONFIG}: {error}") from error
+    check_files(left, [name for name in ("model", "lora") if name in given and not given[name]])
     if given.get("model") in (None, left.get("model")):
         return dict(left)
     return {name: value for name, value in left.items() if name not in ("scheduler", "revision")}

@@ -2,19 +2,25 @@
 """The record of a video in its metadata: everything that shaped it, as JSON."""
 
 import hashlib
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from wanjax.checkpoints.files import content_digest
+from wanjax.checkpoints.lora import Lora
 from wanjax.layers.tiling import Tiling
 from wanjax.pipelines.settings import Settings
 from wanjax.schedulers import Scheduler, name_of
 from wanjax.sharding import Partitioner
 
 VERSION = version("wanjax")
+DIGESTS = "digests"  # the entry of a record with the digest of each file and folder that it names, by its path
+SOURCES = ("image", "last_image", "video", "mask", "references", "noise", "lora", "model")
+"""The entries of a record that may name files and folders."""
 
 
 def record(
@@ -39,7 +45,18 @@ def record(
         made |= {"tiling": tiling._asdict()}
     if batch_guidance:
         made |= {"batch_guidance": True}
+    digests = {str(path): content_digest(path) for path in paths_of(made)}
+    if known := {path: digest for path, digest in digests.items() if digest is not None}:
+        made |= {DIGESTS: known}
     return made | {"devices": devices_of(partitioner), "version": VERSION}
+
+
+def paths_of(record: Mapping[str, Any], names: Iterable[str] = SOURCES) -> list[Path]:
+    """Returns the paths that entries of a record may be meant as, whether anything is there or not."""
+    given = [(name, record[name]) for name in names if record.get(name)]
+    each = [(name, one) for name, value in given for one in (value if isinstance(value, list) else [value])]
+    texts = [Lora.parse(text).file if name == "lora" else text for name, text in each if isinstance(text, str)]
+    return [Path(text).expanduser() for text in texts]
 
 
 def devices_of(partitioner: Partitioner) -> str:
@@ -57,7 +74,7 @@ def described(source: Any) -> Any:
     """Returns a picture, clip or noise as JSON: a file by its full path, an array by its shape and a digest."""
     if isinstance(source, str | Path):
         path = Path(source).expanduser()
-        return str(path.absolute()) if path.exists() else str(source)
+        return str(path.absolute()) if os.path.exists(path) else str(source)
     if isinstance(source, list | tuple):
         return [described(one) for one in source]
     if isinstance(source, Mapping):
