@@ -34,6 +34,12 @@ class Server:
     def client_from(self, address: str, host: str = "localhost:8000") -> TestClient:
         return TestClient(self.application, f"http://{host}", client=(address, 5000), raise_server_exceptions=False)
 
+    def stop(self) -> None:
+        """Ends the server as a signal does: the folder is free then for another."""
+        self.board.close()
+        assert self.worker.join(60)
+        self.board.shelf.close()
+
     def ask(self, **more: Any) -> dict[str, Any]:
         answer = self.client.post("/v1/videos", json=SMALL | more)
         assert answer.status_code == 200, answer.text
@@ -77,5 +83,4 @@ def start(pipe: Pipeline, tmp_path: Path) -> Iterator[Start]:
 
     yield make
     for server in started:
-        server.board.close()
-        assert server.worker.join(60)
+        server.stop()

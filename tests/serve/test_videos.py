@@ -4,21 +4,26 @@
 import base64
 import io
 import json
+import shutil
+import sqlite3
 import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from tests.serve.conftest import SMALL
+from tests.support.words import naming
+from wanjax.errors import WanjaxError
 from wanjax.media.pictures import read_clip
 from wanjax.media.videos import read_metadata
 from wanjax.pipelines.run import Run
 from wanjax.serve import worker
-from wanjax.serve.jobs import JOB, Job, Shelf
+from wanjax.serve.jobs import JOBS, TABLE, Shelf
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
@@ -66,6 +71,7 @@ def test_previews_of_a_video_under_way(start):
     pixels = np.asarray(Image.open(io.BytesIO(shown.content)), np.float64).reshape(-1, 3)
     red, green, blue = ((pixels[:, i] > pixels[:, others].max(1) + 99).mean() for i, others in enumerate(OTHERS))
     assert red > 0.02 > 4 * max(green, blue)
+    server.stop()
     plain = start()
     made = plain.finished(plain.ask()["id"])
     assert made["preview"] == 0
@@ -184,28 +190,137 @@ def test_what_was_asked_of_a_killed_server_is_found_again(start, tmp_path):
     """A kill leaves the disk as it is: a video finished, one whose end was not noted, one under way, one queued."""
     first = start()
     ids = [first.finished(first.ask(seed=seed)["id"])["id"] for seed in range(2)]
-    first.board.close()
-    assert first.worker.join(60)
-    place = first.board.shelf.place(ids[1])
-    (place / JOB).write_text((place / JOB).read_text().replace('"completed"', '"in_progress"'))
-    waiting = start(first.board.shelf.folder, work=False)
+    first.stop()
+    folder = first.board.shelf.folder
+    change(folder, ids[1], status="in_progress")
+    waiting = start(folder, work=False)
     ids += [waiting.ask(seed=seed)["id"] for seed in (2, 3)]
-    torn = waiting.board.shelf.place("video_torn")
-    torn.mkdir()
+    torn = waiting.board.shelf.make_place()
+    stranger = folder / "video_of_a_stranger"
+    stranger.mkdir()
     assert waiting.board.take().id == ids[2]
-    again = start(first.board.shelf.folder)
+    waiting.board.shelf.close()  # as a kill does
+    again = start(folder)
     assert [again.client.get(f"/v1/videos/{id}").json()["status"] for id in ids[:2]] == ["completed"] * 2
     assert [again.finished(id)["status"] for id in ids] == ["completed"] * 4
     assert all(again.client.get(f"/v1/videos/{id}/content").status_code == 200 for id in ids)
     assert not torn.exists()
+    assert stranger.exists()
+    assert again.board.shelf.strange == [stranger.name]
 
 
-def test_a_video_that_ends_the_server_is_not_tried_for_ever(tmp_path):
-    shelf = Shelf(tmp_path)
-    for id, tries in (("video_1", 1), ("video_2", 2)):
-        shelf.place(id).mkdir()
-        shelf.save(Job(id, dict(SMALL), status="in_progress", tries=tries))
-    assert {job.id: job.status for job in shelf.load()} == {"video_1": "queued", "video_2": "failed"}
+def change(folder, id, /, text=None, **changes):
+    """Changes a row of the table, or replaces it by a text."""
+    with closing(sqlite3.connect(folder / TABLE)) as table, table:
+        [before] = table.execute("SELECT job FROM videos WHERE id = ?", (id,)).fetchone()
+        after = json.dumps(json.loads(before) | changes) if text is None else text
+        table.execute("UPDATE videos SET job = ? WHERE id = ?", (after, id))
+
+
+def test_what_was_removed_or_cancelled_does_not_come_back(start):
+    """The server is killed after its answer, and before what it does next."""
+    server = start(work=False)
+    ids = [server.ask(seed=seed)["id"] for seed in range(4)]
+    taken = [server.board.take() for _ in range(2)]  # both under way, as far as the board knows
+    assert [job.id for job in taken] == ids[:2]
+    for id in (ids[0], ids[2]):
+        assert server.client.post(f"/v1/videos/{id}/cancel").status_code == 200
+    for id in (ids[1], ids[3]):
+        assert server.client.delete(f"/v1/videos/{id}").status_code == 200
+    server.board.shelf.close()
+    again = start(server.board.shelf.folder)
+    states = {id: again.client.get(f"/v1/videos/{id}") for id in ids}
+    assert [states[id].status_code for id in ids] == [200, 404, 200, 404]
+    assert [states[id].json()["error"]["code"] for id in (ids[0], ids[2])] == ["cancelled"] * 2
+    assert not any(again.board.shelf.place(id).exists() for id in (ids[1], ids[3]))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"text": "{"},
+        {"text": "[]"},
+        {"text": '"\\ud800"'},
+        {"id": 3},
+        {"id": "video_other"},
+        {"settings": []},
+        {"settings": {}},
+        {"settings": {**SMALL, "frames": "many"}},
+        {"created_at": "yesterday"},
+        {"created_at": float("inf")},
+        {"created_at": float("nan")},
+        {"status": "resting"},
+        {"pictures": {"image": "../../../../etc/passwd"}},
+        {"pictures": {"references": ["a.png", "/etc/passwd"]}},
+        {"error": "it failed"},
+        {"tries": None},
+    ],
+    ids=str,
+)
+def test_rows_that_are_broken_are_left_alone(start, changes):
+    """Neither the start nor the list fails, and no file elsewhere is read or removed."""
+    first = start(work=False)
+    id, other = (first.ask(seed=seed)["id"] for seed in range(2))
+    first.stop()
+    change(first.board.shelf.folder, id, **changes)
+    again = start(first.board.shelf.folder)
+    assert [video["id"] for video in again.client.get("/v1/videos").json()["data"]] == [other]
+    assert again.board.shelf.strange == [f"the row of {id}"]
+    assert again.finished(other)["status"] == "completed"
+    assert again.board.shelf.place(id).is_dir()
+
+
+def test_a_second_server_on_a_folder_is_refused(start):
+    first = start(work=False)
+    with pytest.raises(WanjaxError, match=naming(f"server {first.board.shelf.folder} --dir")):
+        Shelf(first.board.shelf.folder)
+    first.stop()
+    start(first.board.shelf.folder, work=False)
+
+
+def test_videos_of_a_server_before_the_table_are_taken_over_once(start, tmp_path):
+    """Each was a folder with job.json. A broken one is left alone, and one that was removed does not come back."""
+    old = tmp_path / "served"
+    made = start(tmp_path / "made")
+    job = made.board.jobs[made.finished(made.ask()["id"])["id"]]
+    shutil.copytree(made.board.shelf.place(job.id), old / job.id)
+    (old / job.id / "job.json").write_bytes(JOBS.dump_json(job))
+    ids = ["video_1", "video_2", "video_3"]
+    settings = {name: value for name, value in job.settings.items() if value is not None}
+    for id, changes in zip(ids, ({}, {"created_at": "yesterday"}, {"id": 7}), strict=True):
+        (old / id).mkdir()
+        known = {"id": id, "settings": settings, "status": "queued", "created_at": job.created_at + 1, "later": 1}
+        (old / id / "job.json").write_text(json.dumps(known | changes))
+    server = start(old)
+    assert sorted(server.board.jobs) == sorted([job.id, "video_1"])
+    assert server.finished("video_1")["status"] == "completed"
+    assert server.board.shelf.strange == ["video_2", "video_3"]
+    assert server.client.delete(f"/v1/videos/{job.id}").status_code == 200
+    server.stop()
+    assert [*start(old, work=False).board.jobs] == ["video_1"]
+
+
+def test_a_full_disk_takes_no_request_and_loses_none(start):
+    server = start(work=False)
+    id = server.ask()["id"]
+    server.board.shelf._table.execute("PRAGMA query_only = ON")
+    answers = [server.client.post("/v1/videos", json=SMALL), server.client.post(f"/v1/videos/{id}/cancel")]
+    answers.append(server.client.delete(f"/v1/videos/{id}"))
+    assert [answer.status_code for answer in answers] == [507] * 3
+    assert all(answer.json()["error"]["code"] == "storage" for answer in answers)
+    server.board.shelf._table.execute("PRAGMA query_only = OFF")
+    server.worker.start()
+    assert server.finished(id)["status"] == "completed"
+
+
+def test_a_video_that_ends_the_server_is_not_tried_for_ever(start):
+    first = start(work=False)
+    ids = [first.ask()["id"] for _ in range(2)]
+    first.stop()
+    for id, tries in zip(ids, (1, 2), strict=True):
+        change(first.board.shelf.folder, id, status="in_progress", tries=tries)
+    again = start(first.board.shelf.folder, work=False)
+    assert [again.board.jobs[id].status for id in ids] == ["queued", "failed"]
 
 
 def test_a_server_that_ends_keeps_what_is_under_way(start, monkeypatch):
@@ -218,7 +333,7 @@ def test_a_server_that_ends_keeps_what_is_under_way(start, monkeypatch):
 
     monkeypatch.setattr(Run, "latents", closing)
     id = server.ask()["id"]
-    assert server.worker.join(60)
+    server.stop()
     monkeypatch.undo()
     again = start(server.board.shelf.folder)
     made = again.finished(id)

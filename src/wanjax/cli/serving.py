@@ -18,7 +18,12 @@ from wanjax.kernels.compiler_options import kept_set
 from wanjax.layers.tiling import Tiling
 from wanjax.pipelines.pipeline import Pipeline
 
-LIBRARIES = {"starlette": "starlette", "uvicorn": "uvicorn", "python_multipart": "python-multipart"}
+LIBRARIES = {
+    "starlette": "starlette",
+    "uvicorn": "uvicorn",
+    "python_multipart": "python-multipart",
+    "pydantic": "pydantic",
+}
 TOKEN = "WANJAX_TOKEN"  # the name of a variable
 LAST_SECONDS = 60.0  # for a step that is under way when the server ends
 SHORTEST = 16  # characters of a token
@@ -70,7 +75,10 @@ def _listen(report: Report, host: str, port: int, token: str | None, folder: Pat
     names = {"queue": "max_queue", "steps": "max_steps", "upload": "max_upload"}
     bounds = {name: given[option] for name, option in names.items()} | {"upload": given["max_upload"] * 2**20}
     limits = Limits.of(pipe.defaults, given["max_pixels"], **bounds)
-    board = Board(Shelf(folder), limits.queue)
+    shelf = Shelf(folder)
+    board = Board(shelf, limits.queue)
+    if shelf.strange:
+        report.note(f"note: {folder} holds what is no video of this server, left alone: {', '.join(shelf.strange[:5])}")
     options = {"tiling": Tiling() if given["tile"] else None, "batch_guidance": given["batch_guidance"]}
     looking = given["preview"] or given["preview_decoder"] is not None
     worker = Worker(pipe, board, warm_up=given["rehearse"], preview=looking, **options)

@@ -3,7 +3,6 @@
 
 import asyncio
 import json
-import shutil
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
@@ -24,7 +23,7 @@ from wanjax.pipelines.record import VERSION
 from wanjax.serve import asked, metrics
 from wanjax.serve.board import Board, FullError, UnknownError
 from wanjax.serve.guard import COOKIE, Guard, told
-from wanjax.serve.jobs import COMPLETED, PREVIEW, THUMBNAIL, VIDEO, Job, new_id
+from wanjax.serve.jobs import COMPLETED, PREVIEW, THUMBNAIL, VIDEO, Job, StorageError
 from wanjax.serve.limits import Limits
 from wanjax.serve.worker import BROKE, Worker
 
@@ -65,6 +64,7 @@ class Service:
         ]
         handlers: dict[Any, Callable[..., Any]] = {
             HTTPException: lambda request, error: told(error.status_code, error.detail),
+            StorageError: lambda request, error: told(507, str(error), "storage"),
             WanjaxError: lambda request, error: told(400, str(error)),
             FullError: lambda request, error: told(429, str(error), "queue_full", retry_after="5"),
             UnknownError: lambda request, error: told(404, str(error), "not_found"),
@@ -88,17 +88,15 @@ class Service:
     def _accept(self, fields: Mapping[str, Any], pictures: Mapping[str, list[bytes]]) -> Job:
         """Checks a request, keeps its pictures and puts it on the board; leaves nothing of one that is refused."""
         found = asked.read(fields, pictures, self.pipe, self.limits)
-        id = new_id()
-        place = self.board.shelf.place(id)
-        place.mkdir()
+        place = self.board.shelf.make_place()
         try:
             saved = asked.save_pictures(found.pictures, place, self.limits)
-            job = Job(id, {}, saved)
+            job = Job(place.name, {}, saved)
             chosen = asked.completed(found, self.board.shelf.files(job), self.pipe, self.limits)
             job.settings = chosen.to_json()
             self.board.add(job)
         except BaseException:
-            shutil.rmtree(place, ignore_errors=True)
+            self.board.shelf.remove(place.name)
             raise
         return job
 

@@ -14,7 +14,7 @@ from threading import Condition
 from typing import Any
 
 from wanjax.errors import WanjaxError
-from wanjax.serve.jobs import CANCELLED, COMPLETED, FAILED, QUEUED, RUNNING, Job, Shelf
+from wanjax.serve.jobs import CANCELLED, COMPLETED, FAILED, QUEUED, RUNNING, Job, Shelf, Status, cancellation
 
 FAILURES = 200  # failed videos that are remembered
 REMOVED = 1000  # removed videos of which watchers are told
@@ -40,7 +40,9 @@ class Board:
         self._most = queue
         self._queue = deque(job for job in self.jobs.values() if job.status == QUEUED)
         self._changed = Condition()
-        self._version = 1
+        self._version = int(time.time() * 1000)  # so that it grows from one start of a server to the next
+        for job in self.jobs.values():
+            job.version = self._version
         self._removed: deque[tuple[int, str]] = deque(maxlen=REMOVED)
         self._watchers: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
 
@@ -63,7 +65,7 @@ class Board:
         """Appends a job, which is on the disk from then on; raises FullError."""
         with self._changed:
             self.check_room()
-            self.shelf.save(job)
+            self.shelf.add(job)
             self.jobs[job.id] = job
             self._queue.append(job)
             self._tell(job)
@@ -88,13 +90,13 @@ class Board:
                 setattr(job, name, value)
             self._tell(job)
 
-    def finish(self, job: Job, status: str, error: dict[str, str] | None = None) -> None:
+    def finish(self, job: Job, status: Status, error: dict[str, str] | None = None) -> None:
         """Notes the end of the job under way. One that was removed meanwhile disappears from the disk."""
         with self._changed:
             self.running = None
             self._end(job, status, error)
             if job.id not in self.jobs:
-                self.shelf.remove(job.id)
+                self._clear(job.id)
 
     def give_back(self, job: Job) -> None:
         """Puts the job under way back to the head of the queue, because the server ends."""
@@ -104,26 +106,37 @@ class Board:
             if job.id in self.jobs:
                 self._keep(job)
             else:
-                self.shelf.remove(job.id)
+                self._clear(job.id)
 
     def cancel(self, id: str) -> Job:
         """Cancels a job that waits or is under way, and returns it; raises UnknownError."""
         with self._changed:
             job = self.find(id)
-            if job.status == RUNNING:
+            if not job.over and not job.cancelled:
                 job.cancelled = True
-            elif job.status == QUEUED:
+                self._save(job)  # before the answer
+            if job.status == QUEUED:
                 self._queue.remove(job)
                 self._end(job, FAILED, cancellation())
             return job
 
+    def _save(self, job: Job) -> None:
+        """Writes a wish to end a job, which is none where it cannot be written."""
+        try:
+            self.shelf.save(job)
+        except WanjaxError:
+            job.cancelled = False
+            raise
+
     def remove(self, id: str) -> None:
         """Removes a video, and its files as soon as no one works on them; raises UnknownError."""
         with self._changed:
+            self.find(id)
+            self.shelf.leave(id)  # before the answer
             job = self.cancel(id)
             del self.jobs[id]
             if job.status != RUNNING:
-                self.shelf.remove(id)
+                self._clear(id)
             self._removed.append((self._version, id))
             self._tell(job, *self._queue)
 
@@ -162,7 +175,7 @@ class Board:
         finally:
             self._watchers.discard(entry)
 
-    def _end(self, job: Job, status: str, error: dict[str, str] | None) -> None:
+    def _end(self, job: Job, status: Status, error: dict[str, str] | None) -> None:
         job.status, job.error, job.completed_at, job.stage = status, error, time.time(), ""
         job.progress = 100 if status == COMPLETED else job.progress
         code = CANCELLED if error is not None and error["code"] == CANCELLED else status
@@ -177,11 +190,16 @@ class Board:
         with suppress(WanjaxError):
             self.shelf.save(job)
 
+    def _clear(self, id: str) -> None:
+        """Removes the files of a video; what cannot be removed now goes at the next start."""
+        with suppress(WanjaxError):
+            self.shelf.remove(id)
+
     def _forget(self, failed: Iterable[Job]) -> None:
         """Removes the oldest failed videos, beyond those that are remembered."""
         for job in list(failed)[:-FAILURES]:
             del self.jobs[job.id]
-            self.shelf.remove(job.id)
+            self._clear(job.id)
 
     def _tell(self, *jobs: Job) -> None:
         self._version += 1
@@ -191,7 +209,3 @@ class Board:
         for loop, event in list(self._watchers):
             if not loop.is_closed():
                 loop.call_soon_threadsafe(event.set)
-
-
-def cancellation() -> dict[str, str]:
-    return {"code": CANCELLED, "message": "the video was cancelled"}

@@ -1,27 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requested videos, and the folder in which each keeps its request, its pictures and its result.
+"""Requested videos: a table with a row for each, and a folder of each one's pictures and result.
 
-A video's folder is named by its id. `job.json` is written whole or not at all, and after the video, so that a killed
-server finds each finished video again.
+What was answered is on the disk: a row is committed before a request is, and a server that was killed goes on from its
+table. What cannot be trusted is left alone: rows that do not read as videos, and folders that no row names.
 """
 
-import json
+import re
 import secrets
 import shutil
+import sqlite3
 import time
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from wanjax.checkpoints.files import check_folder, writing
+from pydantic import TypeAdapter
+
+from wanjax.checkpoints.files import check_folder
 from wanjax.errors import WanjaxError
+from wanjax.pipelines.settings import Settings, schema
 
-QUEUED, RUNNING, COMPLETED, FAILED = "queued", "in_progress", "completed", "failed"
-JOB, VIDEO, THUMBNAIL, PREVIEW = "job.json", "video.mp4", "thumbnail.webp", "preview.png"
+QUEUED: Literal["queued"] = "queued"
+RUNNING: Literal["in_progress"] = "in_progress"
+COMPLETED: Literal["completed"] = "completed"
+FAILED: Literal["failed"] = "failed"
+TABLE, LOCK, FORMER = "videos.sqlite", "serving.lock", "job.json"  # the last was a row before there was a table
+VIDEO, THUMBNAIL, PREVIEW = "video.mp4", "thumbnail.webp", "preview.png"
 CANCELLED, MISTAKE, BROKEN, STOPPED = "cancelled", "invalid_request", "server_error", "server_stopped"
+Status = Literal["queued", "in_progress", "completed", "failed"]
 TRIES = 2  # times that a request may be under way when the server ends before it is given up
+ID = re.compile(r"video_\w{1,64}", re.ASCII)
+FILE = re.compile(r"\w{1,64}\.\w{1,8}", re.ASCII)
+VERSION = 1  # of the table
+SCHEMA = """
+CREATE TABLE videos (
+    number INTEGER PRIMARY KEY,  -- in the order of their requests
+    id TEXT NOT NULL UNIQUE,
+    stays INTEGER NOT NULL,      -- 0 while its folder is made or removed: what is left of it goes at the next start
+    holder TEXT,                 -- of several servers that share the folder, the one that makes it,
+    lease REAL,                  -- and the time until which it does
+    job TEXT NOT NULL            -- as JSON
+)
+"""
 
 
 @dataclass
@@ -30,14 +53,14 @@ class Job:
 
     `done` of `total` counts the steps or the chunks of `stage`; `preview` the steps that had been taken when the last
     preview was made, 0 where there is none; `seconds` are those of the stages. `tries` counts how
-    often it was begun. `version` is the number of its last change on the board.
+    often it was begun. `version` is the number of its last change on the board. `cancelled` asks for its end.
     """
 
     id: str
     settings: dict[str, Any]
     pictures: dict[str, str | list[str]] = field(default_factory=dict)
     created_at: float = field(default_factory=time.time)
-    status: str = QUEUED
+    status: Status = QUEUED
     progress: int = 0
     stage: str = ""
     done: int = 0
@@ -57,7 +80,7 @@ class Job:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the video as OpenAI's videos API shows one, and beside that all its settings and its progress."""
-        made = self.settings
+        version, made = self.version, self.settings  # read before the rest, which then is of this version or newer
         return {
             "id": self.id,
             "object": "video",
@@ -80,20 +103,89 @@ class Job:
             "stage_seconds": self.seconds,
             "preview": self.preview,
             "notes": self.notes,
+            "version": version,
         }
+
+
+JOBS = TypeAdapter(Job)
 
 
 def new_id() -> str:
     return f"video_{secrets.token_hex(12)}"
 
 
+class StorageError(WanjaxError):
+    """A table that cannot be written, as on a full disk."""
+
+
 class Shelf:
-    """The folder of all videos, each in a folder of its own."""
+    """The table of all videos, and the folder in which each has one of its own.
+
+    `strange` lists what was found and left alone: folders of videos that no row names, and rows that do not read.
+    """
 
     def __init__(self, folder: Path):
-        """Makes the folder if need be; raises WanjaxError if it cannot be written."""
+        """Opens the folder and its table, which are made if need be; of a server before there were tables, once.
+
+        Raises WanjaxError if they cannot be written, if another server uses them, or if the table is a newer one.
+        """
         self.folder = folder.expanduser().absolute()
+        self.strange: list[str] = []
         check_folder(self.folder)
+        options: Any = {"isolation_level": None, "check_same_thread": False}  # the board has a lock of its own
+        self._lock = sqlite3.connect(self.folder / LOCK, timeout=0, **options)
+        self._table = sqlite3.connect(self.folder / TABLE, **options)
+        self._table.text_factory = partial(str, encoding="utf-8", errors="replace")
+        try:
+            self._take_folder()
+            with self._writing():
+                self._table.execute("PRAGMA journal_mode = WAL")
+                self._table.execute("PRAGMA synchronous = FULL")  # what is committed is on the disk
+                [version] = self._table.execute("PRAGMA user_version").fetchone()
+                if version == 0:
+                    self._begin()
+            if version > VERSION:
+                raise WanjaxError(
+                    f"{self.folder / TABLE} is of a newer wanjax, version {version}: another --dir would do"
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def _take_folder(self) -> None:
+        """Holds a lock, which ends with the process, however that ends."""
+        try:
+            self._lock.execute("BEGIN EXCLUSIVE")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorname != "SQLITE_BUSY":
+                raise StorageError(f"{self.folder / LOCK} cannot be written: {error}") from error
+            raise WanjaxError(f"another server uses {self.folder}: another --dir, or its end, is needed") from error
+
+    def _begin(self) -> None:
+        """Makes the table, with a row for each video of a server that kept each in a file."""
+        former = [(place, self._read(place.name, _text(place / FORMER))) for place in self.folder.glob("video_*")]
+        jobs = [job for place, job in former if job is not None and job.id == place.name]
+        self._table.execute("BEGIN IMMEDIATE")
+        self._table.execute(SCHEMA)
+        for job in sorted(jobs, key=lambda job: job.created_at):
+            self._table.execute("INSERT INTO videos (id, stays, job) VALUES (?, 1, ?)", (job.id, _to_text(job)))
+        self._table.execute(f"PRAGMA user_version = {VERSION}")
+        self._table.execute("COMMIT")
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Raises StorageError where the table cannot be written or read."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            if self._table.in_transaction:
+                self._table.rollback()
+            raise StorageError(f"{self.folder / TABLE} cannot be written: {error}") from error
+
+    def close(self) -> None:
+        """Leaves the folder to another server."""
+        self._table.close()
+        self._lock.close()
 
     def place(self, id: str) -> Path:
         return self.folder / id
@@ -106,36 +198,84 @@ class Shelf:
             for name, file in job.pictures.items()
         }
 
+    def make_place(self) -> Path:
+        """Makes the folder of a new video, which stays once its job is saved; the folder's name is the id."""
+        place = self.place(new_id())
+        with self._writing():
+            self._table.execute("INSERT INTO videos (id, stays, job) VALUES (?, 0, '')", (place.name,))
+        place.mkdir()
+        return place
+
+    def add(self, job: Job) -> None:
+        """Writes the row of a job whose folder is made, and which stays from then on; raises StorageError."""
+        with self._writing():
+            self._table.execute(
+                "INSERT INTO videos (id, stays, job) VALUES (?1, 1, ?2) "
+                "ON CONFLICT (id) DO UPDATE SET stays = 1, job = ?2",
+                (job.id, _to_text(job)),
+            )
+
     def save(self, job: Job) -> None:
-        """Writes job.json."""
-        with writing(self.place(job.id) / JOB) as beside:
-            beside.write_text(json.dumps(asdict(job)), encoding="utf-8")
+        """Writes what has become of a job; raises StorageError."""
+        with self._writing():
+            self._table.execute("UPDATE videos SET job = ? WHERE id = ?", (_to_text(job), job.id))
+
+    def leave(self, id: str) -> None:
+        """Notes that a video is removed, so that it does not come back; its files may still be in use."""
+        with self._writing():
+            self._table.execute("UPDATE videos SET stays = 0 WHERE id = ?", (id,))
 
     def remove(self, id: str) -> None:
+        """Removes a video's row and its files."""
+        self.leave(id)
         shutil.rmtree(self.place(id), ignore_errors=True)
+        if not self.place(id).exists():  # else the next start tries again
+            with self._writing():
+                self._table.execute("DELETE FROM videos WHERE id = ?", (id,))
 
     def load(self) -> list[Job]:
-        """Returns the jobs by age; removes folders of requests that were never accepted.
+        """Returns the jobs in the order of their requests; removes what was not to stay.
 
         Those under way when the server ended are complete if their video is, and else wait again.
         """
+        with self._writing():
+            rows = self._table.execute("SELECT id, stays, job FROM videos ORDER BY number").fetchall()
         found = []
-        for place in self.folder.glob("video_*"):
-            job = _read(place / JOB)
-            if job is None and not (place / VIDEO).exists():
-                shutil.rmtree(place, ignore_errors=True)
-            elif job is not None:
-                job.version, job.cancelled = 1, False
-                self._settle(job, place)
+        for id, stays, text in rows:
+            if not isinstance(id, str) or not ID.fullmatch(id):
+                self.strange.append(f"a row named {str(id)[:80]!r}")
+            elif not stays:
+                self.remove(id)
+            elif (job := self._read(id, text)) is None:
+                self.strange.append(f"the row of {id}")
+            else:
+                self._settle(job)
                 found.append(job)
-        return sorted(found, key=lambda job: job.created_at)
+        named = {id for id, _, _ in rows}
+        self.strange += sorted(place.name for place in self.folder.glob("video_*") if place.name not in named)
+        return found
 
-    def _settle(self, job: Job, place: Path) -> None:
+    def _read(self, id: str, text: str | bytes) -> Job | None:
+        """Returns the job in a text; None where it is none whose files are its own."""
+        with suppress(ValueError, TypeError, KeyError, ArithmeticError):
+            job = JOBS.validate_json(text, strict=True)
+            files = [one for file in job.pictures.values() for one in (file if isinstance(file, list) else [file])]
+            for name, known in schema(Settings).items():
+                if job.settings.get(name) is not None:
+                    known.read(job.settings[name])
+            job.to_json()  # which needs some of them
+            if job.id == id and all(map(FILE.fullmatch, files)):
+                return job
+        return None
+
+    def _settle(self, job: Job) -> None:
         """Writes down what became of a job that was under way when the server ended."""
         if job.over:
             return
-        if (video := place / VIDEO).exists():
+        if (video := self.place(job.id) / VIDEO).exists():
             job.status, job.progress, job.completed_at = COMPLETED, 100, video.stat().st_mtime
+        elif job.cancelled:
+            job.status, job.completed_at, job.error = FAILED, time.time(), cancellation()
         elif job.tries >= TRIES:
             job.status, job.completed_at = FAILED, time.time()
             told = f"the server ended {job.tries} times while it made this video, so it does not try again"
@@ -145,11 +285,17 @@ class Shelf:
         self.save(job)
 
 
-def _read(file: Path) -> Job | None:
-    """Returns the job in a file; None where there is none or it cannot be read."""
-    with suppress(OSError, ValueError, TypeError, WanjaxError):
-        found = json.loads(file.read_text(encoding="utf-8"))
-        if isinstance(found, Mapping):
-            known = {x.name for x in fields(Job)}
-            return Job(**{name: value for name, value in found.items() if name in known})
-    return None
+def cancellation() -> dict[str, str]:
+    return {"code": CANCELLED, "message": "the video was cancelled"}
+
+
+def _to_text(job: Job) -> str:
+    return JOBS.dump_json(job).decode()
+
+
+def _text(file: Path) -> bytes:
+    """Returns the contents of a file, or nothing where there is none."""
+    try:
+        return file.read_bytes()
+    except OSError:
+        return b""

@@ -26,8 +26,8 @@ from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.pipelines.run import Hook, Run
 from wanjax.pipelines.steps import Cancelled, Step
 from wanjax.programs import EXECUTE
-from wanjax.serve.board import Board, cancellation
-from wanjax.serve.jobs import BROKEN, COMPLETED, FAILED, MISTAKE, PREVIEW, THUMBNAIL, VIDEO, Job
+from wanjax.serve.board import Board
+from wanjax.serve.jobs import BROKEN, COMPLETED, FAILED, MISTAKE, PREVIEW, THUMBNAIL, VIDEO, Job, cancellation
 
 SHAPES = 16  # shapes whose compiled programs are kept
 PERCENT = {"encode": (0, 2), "denoise": (2, 95), "decode": (95, 99)}  # done at the start of a stage and at its end

@@ -6,6 +6,7 @@ const $ = (id) => document.getElementById(id);
 const HIDDEN = ["model", "prompt", "dtype"]; // settings without a field of their own below the prompt
 const CHOICES = { resize: ["crop", "pad", "stretch"], sigmas: ["official", "diffusers"] };
 const cards = new Map(); // id -> {video, element}
+const gone = new Set(); // ids of removed videos, which an answer that was under way may still name
 let model = null;
 let source = null;
 let last = null; // id of the oldest video that is shown
@@ -132,9 +133,11 @@ function newCard(video) {
   return element;
 }
 
+// Shows a video's state, unless a newer one is shown: an answer may arrive after a later event.
 function show(video, older = false) {
   if (video.deleted) return forget(video.id);
   let card = cards.get(video.id);
+  if (gone.has(video.id) || card?.video?.version > video.version) return;
   if (!card) {
     const element = newCard(video);
     if (older) $("videos").append(element);
@@ -191,6 +194,7 @@ function look(element, video) {
 }
 
 function forget(id) {
+  gone.add(id);
   cards.get(id)?.element.remove();
   cards.delete(id);
   $("empty").hidden = cards.size > 0;
