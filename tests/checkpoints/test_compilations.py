@@ -11,6 +11,7 @@ import pytest
 import wanjax
 from tests.support.compilations import compilations
 from tests.support.devices import on_eight_devices
+from tests.support.quick import quick
 from wanjax.checkpoints.files import save_safetensors
 
 MESHES = {"none": None, "one": (1, 1, 1), "four": (2, 1, 2)}  # sizes of dp, sp and tp
@@ -24,7 +25,7 @@ def test_a_compilation_is_counted():
     assert len(compiled) == 1
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", quick(["four"], MESHES))
 def test_components_are_loaded_without_a_compilation(mesh, converted, tmp_path):
     """A new process has no programs that another test compiled."""
     lora = tmp_path / "lora.safetensors"

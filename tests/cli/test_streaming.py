@@ -100,6 +100,7 @@ def test_it_is_converted_there_and_back(model, video, tmp_path):
     assert config["_class_name"] == "CausalWanTransformer3DModel"
 
 
+@pytest.mark.slow  # tests/cli/test_warmup.py has a quick one, of another model
 def test_nothing_is_compiled_after_a_warmup(model, tmp_path):
     wanjax_command(tmp_path, "warmup", "--model", str(model), *GIVEN)
     before = programs(tmp_path)

@@ -68,6 +68,7 @@ def test_changed_code_meets_no_stale_program(folder, warm, latents):
     assert np.abs(kept(folder) - latents).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_changed_settings_meet_no_stale_program(folder, warm, latents):
     before = programs(folder)
     wanjax(folder, "denoise", "--attention", "reference")

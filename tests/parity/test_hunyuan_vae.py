@@ -218,6 +218,7 @@ def test_no_array_holds_all_products_of_cells(vae):
     assert memory.temp_size_in_bytes < 20 * 6 * 64 * 64 * 32 * 4 < (6 * 64 * 64) ** 2
 
 
+@pytest.mark.slow  # the whole pipeline on eight devices is a quick one of tests/pipelines/test_hunyuanvideo.py
 @pytest.mark.parametrize(("axes", "rules"), on_meshes(((2, 2, 2), "tp")))
 def test_eight_devices(reference, axes, rules):
     """Frames of 2 × 8 latent cells are divided by width, those of 4 × 6 by both."""

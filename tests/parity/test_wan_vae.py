@@ -141,6 +141,7 @@ def test_encode_tiled(models, pipe, frames, tiles):
 
 @pytest.mark.parametrize("tiles", quick(["column"], SIZES_OF_TILES))
 @pytest.mark.parametrize("frames", FRAMES_OF_TILES)
+@pytest.mark.parametrize("models", quick(["2.2"], KINDS), indirect=True)
 def test_decode_tiled(models, pipe, frames, tiles):
     z = latents(models, frames, size_of_tiles(models, tiles))
     with tiled(models.reference, DECODED[models.kind]):
@@ -158,6 +159,7 @@ def test_frames_that_fit_in_a_tile_are_not_tiled(models, pipe):
 
 
 @pytest.mark.parametrize("chunks", quick(["2 2"], ["1 1 1 1", "1 2 1", "1 3", "2 2", "3 1", "4"]))
+@pytest.mark.parametrize("models", quick(["2.1"], KINDS), indirect=True)
 def test_any_chunks_make_the_whole(models, streams, whole, chunks):
     """Latent frames may be encoded and decoded one or several at a time."""
     x, z = whole[0], whole[2]
