@@ -3,6 +3,9 @@
 
 import io as bytes_io
 import math
+import struct
+import zlib
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -10,12 +13,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageFile
 
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
+from wanjax.media import pictures
 from wanjax.media import videos as io
-from wanjax.media.pictures import Pictures, fit, read_clip, read_picture, read_pictures, size_within
+from wanjax.media.pictures import BOUNDS, Pictures, fit, read_clip, read_picture, read_pictures, size_within
 from wanjax.pipelines.wan.conditioning import known_frames, mask_cells, on_white
 
 ORIENTATION = 0x0112
@@ -81,11 +85,11 @@ def animation(path: Path, count: int = 3, duration: int = 100) -> Path:
 
 @pytest.mark.parametrize("suffix", [".gif", ".webp", ".png"])
 def test_an_animation_is_no_picture(tmp_path, suffix):
-    with pytest.raises(WanjaxError, match=naming(f"a{suffix} animated 3 frames picture")):
+    with pytest.raises(WanjaxError, match=naming(f"a{suffix} animated picture")):
         read_picture(animation(tmp_path / f"a{suffix}"))
 
 
-def test_files_that_are_no_pictures(tmp_path, monkeypatch):
+def test_files_that_are_no_pictures(tmp_path):
     buffer = bytes_io.BytesIO()
     Image.fromarray(PICTURE).save(buffer, "png")
     (tmp_path / "short.png").write_bytes(buffer.getvalue()[:-200])
@@ -96,13 +100,58 @@ def test_files_that_are_no_pictures(tmp_path, monkeypatch):
         ("text.png", "text.png cannot be read as a picture"),
         ("empty.jpg", "empty.jpg cannot be read as a picture"),
         ("short.png", "short.png cannot be read to its end, it is damaged"),
-        ("", "there is no file"),  # a folder
+        ("", "is a folder"),
     ):
         with pytest.raises(WanjaxError, match=message):
             read_picture(tmp_path / name)
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
-    with pytest.raises(WanjaxError, match="cannot be read as a picture"):
-        read_picture(saved(tmp_path / "bomb.png", Image.fromarray(PICTURE)))
+
+
+def grey_png(width: int, height: int) -> bytes:
+    """Returns a small PNG that says it is large."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    packed, row = zlib.compressobj(1), bytes(1 + width)
+    rows = b"".join(packed.compress(row) for _ in range(min(height, 64))) + packed.flush()
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+def endless_gif(frames: int) -> bytes:
+    """Returns an animation of many frames of one pixel."""
+    frame = b"\x2c\0\0\0\0\x01\0\x01\0\0\x02\x02\x44\x01\0"
+    return b"GIF89a\x01\0\x01\0\x80\0\0\0\0\0\xff\xff\xff" + frame * frames + b";"
+
+
+@pytest.mark.parametrize("size", [(8000, 8000), (64_000_000, 1), (1, 40_000), (20_000, 20_000)])
+def test_a_picture_that_says_it_is_large_is_not_decoded(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda *_: pytest.fail("it was decoded"))
+    (tmp_path / "a.png").write_bytes(grey_png(*size))
+    for read in (read_picture, partial(read_clip, **MANY)):
+        with pytest.raises(WanjaxError, match=naming("a.png 60,000,000")):
+            read(tmp_path / "a.png")
+
+
+def test_a_clip_of_endless_frames_is_not_read_to_its_end(tmp_path):
+    (tmp_path / "a.gif").write_bytes(endless_gif(20_000))
+    with pytest.raises(WanjaxError, match=naming("a.gif 10001 frames 1x1 10,000")):
+        read_clip(tmp_path / "a.gif", **MANY)
+    with pytest.raises(WanjaxError, match="animated"):
+        read_picture(tmp_path / "a.gif")
+
+
+@pytest.mark.parametrize("suffix", [".gif", ".webp", ".mp4"])
+def test_a_clip_whose_frames_are_large_together(tmp_path, monkeypatch, suffix):
+    path = io.write_video(tmp_path / f"a{suffix}", CLIP, 10)
+    monkeypatch.setattr(BOUNDS, "pixels", 16 * 16)
+    assert len(read_clip(path, **MANY)) == len(CLIP)
+    monkeypatch.setattr(pictures, "TIMES", 5)
+    with pytest.raises(WanjaxError, match=naming(f"a{suffix} pixels 1,280")):
+        read_clip(path, **MANY)
+    monkeypatch.setattr(BOUNDS, "pixels", 16 * 15)
+    with pytest.raises(WanjaxError, match=naming(f"a{suffix} pixels")):
+        read_clip(path, **MANY)
 
 
 @pytest.mark.parametrize("array", [PICTURE.astype(np.float32), PICTURE[..., :2], PICTURE[None], PICTURE[:0]])

@@ -74,6 +74,8 @@ def test_bad_fields(start, fields, sentence):
 def test_bad_pictures(start, large):
     server = start(work=False)
     assert "9000x9000 pixels" in server.refused(400, json=SMALL | large)
+    each = {name: sent(Image.new("1", (4000, 4000)))["image"] for name in ("image", "last_image")}
+    assert "8,000,000" in server.refused(400, json=SMALL | each)  # what the first leaves of 24 million
     frames = [Image.new("RGB", (8, 8), (90 * i, 0, 0)) for i in range(3)]
     animated = sent(frames[0], "GIF", save_all=True, append_images=frames[1:])
     assert "animated" in server.refused(400, json=SMALL | animated)

@@ -165,6 +165,13 @@ def of_group(group: str) -> Decorator:
     return together(*(setting(name) for name, known in SETTINGS.items() if known.group == group))
 
 
+def _max_picture(ctx: click.Context, parameter: click.Parameter, value: int | None) -> None:
+    if value is not None:
+        from wanjax.media.pictures import BOUNDS  # imported late for a quick --help
+
+        BOUNDS.pixels = value * 10**6
+
+
 text = of_group("text")
 image = click.option(
     "--image", metavar="FILE", shell_complete=complete_files, help="The first frame, for models of image to video."
@@ -196,6 +203,14 @@ pictures = together(
         metavar="FILE",
         shell_complete=complete_files,
         help="A picture of what the video should show; may be given more than once.",
+    ),
+    click.option(
+        "--max-picture",
+        type=click.IntRange(1, 4000),
+        metavar="N",
+        expose_value=False,
+        callback=_max_picture,
+        help="Million pixels that a given picture may have; a clip may have 16 times as many.  [default: 60]",
     ),
     of_group("pictures"),
 )

@@ -7,8 +7,11 @@ A picture is read as a viewer shows it: turned as its EXIF says, its palette res
 import math
 import os
 import re
+import warnings
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from io import BytesIO
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
@@ -16,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Shaped, UInt8
-from PIL import Image, ImageOps, ImageSequence
+from PIL import Image, ImageOps, ImageSequence, UnidentifiedImageError
 
 from wanjax.errors import WanjaxError, shown
 from wanjax.media.ffmpeg import run_ffmpeg
@@ -31,6 +34,22 @@ ClipSource = str | Path | Sequence[PictureSource] | Shaped[np.ndarray, "..."]
 LANCZOS = Image.Resampling.LANCZOS
 ROUNDING = 10  # a GIF's times are multiples of so many milliseconds
 ANIMATED = ("GIF", "WEBP", "PNG", "AVIF", "TIFF")  # not MPO: a photograph with its thumbnails
+
+
+@dataclass
+class Bounds:
+    """The most that a file with a picture or a clip may hold; a small file may say that it holds gigabytes.
+
+    `pixels` are those of one picture, and `TIMES` as many those of a clip. More is refused before it is decoded.
+    """
+
+    pixels: int = 60_000_000
+    side: int = 32_768
+    frames: int = 10_000
+
+
+BOUNDS = Bounds()  # of what this process reads; `wanjax generate --max-picture` raises it
+TIMES = 16
 
 
 class Pictures(NamedTuple):
@@ -98,10 +117,26 @@ def read_picture(source: PictureSource) -> Picture:
     if not isinstance(source, str | Path):
         right = "the path of a file, a PIL image or uint8 [H, W, 3] is"
         raise WanjaxError(f"{shown(source)} is given as a picture where {right} right")
-    with _opened(source) as image, _damage_told(source):
-        if image.format in ANIMATED and (count := getattr(image, "n_frames", 1)) > 1:
-            raise WanjaxError(f"{source} is animated, it has {count} frames: a picture with one is needed")
-        return _shown(image)
+    with opened(source, str(source)) as image:
+        return picture_of(image, str(source))
+
+
+def picture_of(image: Image.Image, name: str) -> Picture:
+    """Returns the picture in a file of Pillow's; raises WanjaxError where it has several."""
+    if image.format in ANIMATED and _is_animated(image):
+        raise WanjaxError(f"{name} is animated: a picture with one frame is needed")
+    return _shown(image)
+
+
+def _is_animated(image: Image.Image) -> bool:
+    """Tells whether there is a second frame, without a search for all of them."""
+    try:
+        image.seek(1)
+    except EOFError:
+        return False
+    finally:
+        image.seek(0)
+    return True
 
 
 def read_clip(source: ClipSource, frames: int, fps: int | float) -> Clip:
@@ -136,8 +171,15 @@ def _pictures(source: str | Path | Sequence[PictureSource], frames: int, fps: in
 
 def _animation(source: str | Path, fps: int | float) -> Generator[Picture]:
     """Yields the pictures of an animation that Pillow reads; a single picture is a clip of one."""
-    with _opened(source) as image, _damage_told(source):
-        durations = [_duration(frame) for frame in ImageSequence.Iterator(image)]
+    with opened(source, str(source)) as image:
+        durations = []
+        for count, frame in enumerate(ImageSequence.Iterator(image), 1):
+            if count > BOUNDS.frames or count * image.width * image.height > TIMES * BOUNDS.pixels:
+                raise WanjaxError(
+                    f"{source} has {count} and more frames of {image.width}x{image.height} pixels where "
+                    f"{BOUNDS.frames:,}, and {TIMES * BOUNDS.pixels:,} pixels in all, are allowed at most"
+                )
+            durations.append(_duration(frame))
         tick = _tick([duration for duration in durations if duration], _told_fps(source)) or 1000 / fps
         frames = (_shown(frame) for frame in ImageSequence.Iterator(image))
         timed = zip(frames, (duration or tick for duration in durations), strict=True)
@@ -186,15 +228,21 @@ def _film(source: str | Path, frames: int, fps: int | float) -> Generator[Pictur
     """Yields the pictures of a film that ffmpeg reads, turned as the file says."""
     if not Path(source).is_file():
         raise WanjaxError(f"there is no file {source}")
-    thinned = ["-vf", rf"fps=min(source_fps\,{fps})", "-frames:v", str(frames)]
+    most = 3 * TIMES * BOUNDS.pixels  # bytes
+    thinned = ["-vf", rf"fps=min(source_fps\,{fps})", "-frames:v", str(frames), "-fs", str(most)]
+    read = ["-max_pixels", str(2 * BOUNDS.pixels), "-i", os.fspath(source)]  # as a decoder counts, with edges
     try:
-        data = run_ffmpeg(["-i", os.fspath(source), *thinned, "-f", "image2pipe", "-c:v", "ppm", "pipe:1"])
+        data = run_ffmpeg([*read, *thinned, "-f", "image2pipe", "-c:v", "ppm", "pipe:1"])
     except OSError as error:
         raise WanjaxError(f"{source} cannot be read as a video: {error}") from error
     at = 0
     while header := PPM.match(data, at):  # pictures end to end, each with a header
         width, height = int(header[1]), int(header[2])
         at = header.end() + width * height * 3
+        if at > min(len(data), most):
+            raise WanjaxError(
+                f"{source} has more than {most // 3:,} pixels in {frames} frames, which is the most allowed"
+            )
         yield np.frombuffer(data[header.end() : at], np.uint8).reshape(height, width, 3)
 
 
@@ -205,21 +253,39 @@ def _checked(array: np.ndarray, rank: int) -> np.ndarray:
     return array
 
 
-def _opened(source: str | Path) -> Image.Image:
-    if not Path(source).is_file():
-        raise WanjaxError(f"there is no file {source}")
-    try:
-        return Image.open(source)
-    except BROKEN as error:
-        raise WanjaxError(f"{source} cannot be read as a picture: {error}") from error
-
-
 @contextmanager
-def _damage_told(source: str | Path) -> Iterator[None]:
+def opened(
+    source: str | Path | BytesIO, name: str, *, pixels: int | None = None, formats: tuple[str, ...] | None = None
+) -> Iterator[Image.Image]:
+    """Opens a picture whose header says that it is not too large; `name` is what messages call it.
+
+    `pixels` None is that of `BOUNDS`. Raises WanjaxError where it is missing, too large, damaged or no picture.
+    """
+    most = BOUNDS.pixels if pixels is None else pixels
+    if not isinstance(source, BytesIO) and not os.path.isfile(source):
+        raise WanjaxError(
+            f"{name} is a folder: a picture is needed" if os.path.isdir(source) else f"there is no file {name}"
+        )
+    known = "" if formats is None else f", {', '.join(formats)} are known"
     try:
-        yield
-    except BROKEN as error:
-        raise WanjaxError(f"{source} cannot be read to its end, it is damaged: {error}") from error
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the bound is our own
+            image = Image.open(source, formats=formats)
+    except Image.DecompressionBombError as error:
+        raise WanjaxError(f"{name} has too many pixels: {most:,} are allowed at most") from error
+    except (*BROKEN, MemoryError) as error:
+        why = "it is none" if isinstance(error, UnidentifiedImageError) else error
+        raise WanjaxError(f"{name} cannot be read as a picture: {why}{known}") from error
+    with image:
+        if image.width * image.height > most or max(image.size) > BOUNDS.side:
+            bounds = f"{most:,}, and {BOUNDS.side:,} in a row,"
+            raise WanjaxError(f"{name} has {image.width}x{image.height} pixels where {bounds} are allowed at most")
+        try:
+            yield image
+        except WanjaxError:
+            raise
+        except (*BROKEN, MemoryError) as error:
+            raise WanjaxError(f"{name} cannot be read to its end, it is damaged: {error}") from error
 
 
 def _shown(image: Image.Image) -> Picture:

@@ -7,17 +7,17 @@ The fields are the library's settings by name, and those of OpenAI's videos API:
 
 import base64
 import binascii
-import io
 import re
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
 
 from PIL import Image
 
 from wanjax.errors import WanjaxError, shown
-from wanjax.media.pictures import Pictures, read_picture
-from wanjax.media.videos import BROKEN
+from wanjax.media.pictures import Pictures, opened, picture_of
 from wanjax.pipelines.keywords import unknown_keyword
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Setting, Settings, schema
@@ -29,6 +29,7 @@ PICTURES = ("image", "last_image", "references")
 LOADED = ("model", "dtype")  # settings that are the server's
 LONGEST_TEXT = 200  # characters of a setting other than the prompts
 DATA_URL = re.compile(r"data:[\w/+.-]*;base64,(.*)", re.DOTALL)
+DECODING = Lock()  # so that the pictures of one request at a time are in memory
 SECONDS = Setting("seconds", float, above=0, most=3600)
 
 
@@ -137,31 +138,23 @@ def _check_pictures(pictures: Mapping[str, Sequence[bytes]], limits: Limits) -> 
 
 
 def save_pictures(pictures: Mapping[str, Sequence[bytes]], folder: Path, limits: Limits) -> dict[str, Any]:
-    """Writes pictures as PNG files into a folder, and returns their names by setting."""
+    """Writes pictures as PNG files into a folder, and returns their names by setting.
+
+    Raises WanjaxError where one is none, or where all together are too large by what their headers say.
+    """
+    each = [(name, number, BytesIO(data)) for name, given in pictures.items() for number, data in enumerate(given)]
     saved: dict[str, Any] = {}
-    for name, given in pictures.items():
-        files = [f"{name}.png"] if name != "references" else [f"{name}_{i}.png" for i in range(len(given))]
-        for file, data in zip(files, given, strict=True):
-            _decoded(name, data, limits).save(folder / file)
-        saved[name] = files if name == "references" else files[0]
+    left = limits.picture
+    for name, _, data in each:
+        with opened(data, name, pixels=left, formats=FORMATS) as image:
+            left -= image.width * image.height
+    with DECODING:
+        for name, number, data in each:
+            file = f"{name}_{number}.png" if name == "references" else f"{name}.png"
+            with opened(data, name, formats=FORMATS) as image:
+                Image.fromarray(picture_of(image, name)).save(folder / file)
+            saved[name] = [*saved.get(name, []), file] if name == "references" else file
     return saved
-
-
-def _decoded(name: str, data: bytes, limits: Limits) -> Image.Image:
-    """Returns a picture as a viewer shows it; raises WanjaxError before a large one is decoded."""
-    try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            if image.width * image.height > limits.picture:
-                raise WanjaxError(
-                    f"{name} has {image.width}x{image.height} pixels where {limits.picture:,} are allowed at most"
-                )
-            if getattr(image, "n_frames", 1) > 1:
-                raise WanjaxError(f"{name} is animated: a picture with one frame is needed")
-            return Image.fromarray(read_picture(image))
-    except WanjaxError:
-        raise
-    except (*BROKEN, MemoryError) as error:
-        raise WanjaxError(f"{name} cannot be read as a picture: {', '.join(FORMATS)} are known") from error
 
 
 def completed(asked: Asked, files: Mapping[str, Any], pipe: Pipeline, limits: Limits) -> Settings:

@@ -14,8 +14,8 @@ TIMES = 4  # a video may have this many times the pixels of the model's default 
 class Limits:
     """The most that a request may ask for, and the most requests that wait.
 
-    `pixels` counts those of all frames of a video; `upload` is the bytes of a request; `picture` the pixels of one that
-    is uploaded; `prompt` the characters of a prompt; `streams` the readers of events at a time.
+    `pixels` counts those of all frames of a video; `upload` is the bytes of a request; `picture` the pixels of all
+    pictures of one; `prompt` the characters of a prompt; `streams` the readers of events at a time.
     """
 
     pixels: int
@@ -23,7 +23,7 @@ class Limits:
     fps: int = 240
     prompt: int = 4000
     upload: int = 32 * 2**20
-    picture: int = 64 * 10**6
+    picture: int = 24 * 10**6
     references: int = 4
     queue: int = 32
     streams: int = 64
