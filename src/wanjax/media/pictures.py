@@ -230,7 +230,7 @@ def _film(source: str | Path, frames: int, fps: int | float) -> Generator[Pictur
         raise WanjaxError(f"there is no file {source}")
     most = 3 * TIMES * BOUNDS.pixels  # bytes
     thinned = ["-vf", rf"fps=min(source_fps\,{fps})", "-frames:v", str(frames), "-fs", str(most)]
-    read = ["-max_pixels", str(2 * BOUNDS.pixels), "-i", os.fspath(source)]  # as a decoder counts, with edges
+    read = ["-max_pixels", str(2 * BOUNDS.pixels + 2**20), "-i", os.fspath(source)]  # a decoder counts edges
     try:
         data = run_ffmpeg([*read, *thinned, "-f", "image2pipe", "-c:v", "ppm", "pipe:1"])
     except OSError as error:
