@@ -4,14 +4,18 @@
 import io
 import os
 import re
+import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from collections import Counter
+from contextlib import ExitStack, closing, contextmanager
 
 import httpx
+import psutil
 import pytest
 from PIL import Image
 
@@ -76,6 +80,34 @@ def test_a_busy_server_ends_at_a_signal_and_goes_on_later(tmp_path):
         assert process.wait(60) == 0
     with serving(tmp_path, "--no-rehearse") as (client, _):
         assert finished(client, id)["status"] == "completed"
+
+
+def connected(client, text=b""):
+    """Returns a connection that says so much and no more."""
+    opened = socket.create_connection((client.base_url.host, client.base_url.port))
+    opened.sendall(text)
+    return opened
+
+
+@pytest.mark.parametrize("count", quick([600], [600, 2000]))
+def test_clients_that_say_little_keep_no_one_out(tmp_path, count):
+    """Silent connections, halves of heads and bodies, and open streams: an honest client is answered, and is served."""
+    half = b"POST /v1/videos HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99\r\n"
+    with serving(tmp_path, "--no-rehearse") as (client, process), ExitStack() as stack:
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 8192), most))  # of the clients
+        for text in (b"", half, half + b"\r\n{"):
+            for _ in range(count // 3):
+                stack.enter_context(closing(connected(client, text)))
+            assert client.get("/health", timeout=5).status_code == 200
+            assert psutil.Process(process.pid).num_fds() < 700
+        id = client.post("/v1/videos", json=SMALL | {"steps": 2}).json()["id"]
+        assert finished(client, id)["status"] == "completed"
+        asked = b"GET /v1/events HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        answers = [stack.enter_context(closing(connected(client, asked))) for _ in range(100)]
+        statuses = Counter(stream.recv(12) for stream in answers)
+        assert statuses == {b"HTTP/1.1 200": 64, b"HTTP/1.1 429": 36}
+        assert client.get("/health", timeout=5).status_code == 200
 
 
 @pytest.fixture(scope="module")

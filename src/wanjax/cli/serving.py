@@ -67,6 +67,7 @@ def _listen(report: Report, host: str, port: int, token: str | None, folder: Pat
 
     from wanjax.serve.app import Service
     from wanjax.serve.board import Board
+    from wanjax.serve.connections import BACKLOG, Connection
     from wanjax.serve.jobs import Shelf
     from wanjax.serve.limits import Limits
     from wanjax.serve.worker import Worker
@@ -101,7 +102,7 @@ def _listen(report: Report, host: str, port: int, token: str | None, folder: Pat
 
     config = uvicorn.Config(
         application, host, port, log_level="warning", access_log=False, server_header=False, date_header=False,
-        limit_concurrency=1000, timeout_keep_alive=30, timeout_graceful_shutdown=5, ws="none",
+        http=Connection, backlog=BACKLOG, timeout_keep_alive=30, timeout_graceful_shutdown=5, ws="none",
     )  # fmt: skip
     server = Server(config)
     _run(server, report)

@@ -3,10 +3,10 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -16,12 +16,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
+from starlette.types import Receive, Scope, Send
 
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.record import VERSION
 from wanjax.serve import asked, metrics
-from wanjax.serve.board import Board, FullError, UnknownError
+from wanjax.serve.board import Board, FullError, UnknownError, Watcher
 from wanjax.serve.guard import COOKIE, Guard, told
 from wanjax.serve.jobs import COMPLETED, PREVIEW, THUMBNAIL, VIDEO, Job, StorageError
 from wanjax.serve.limits import Limits
@@ -29,9 +30,24 @@ from wanjax.serve.worker import BROKE, Worker
 
 PAGE = files("wanjax.serve") / "page"
 FIELDS, FILES = 64, 8  # of a form
-BODY_SECONDS = 120.0  # in which a request has to arrive
+BODY_SECONDS = 60.0  # in which a request has to arrive
 HEARTBEAT = 15.0  # seconds between signs of life of an idle stream
+T = TypeVar("T")
 CONTENT = {"video": (VIDEO, "video/mp4"), "thumbnail": (THUMBNAIL, "image/webp"), "preview": (PREVIEW, "image/png")}
+
+
+class Events(StreamingResponse):
+    """A stream of events, which frees the place of its watcher at its end."""
+
+    def __init__(self, board: Board, watcher: Watcher, content: AsyncIterator[str]):
+        super().__init__(content, media_type="text/event-stream", headers={"cache-control": "no-store"})
+        self.board, self.watcher = board, watcher
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.board.leave(self.watcher)
 
 
 @dataclass(frozen=True)
@@ -78,10 +94,7 @@ class Service:
     async def create(self, request: Request) -> JSONResponse:
         """Takes a request for a video, as a form or as JSON, and answers at once."""
         self.board.check_room()
-        try:
-            fields, pictures = await asyncio.wait_for(_body(request), BODY_SECONDS)
-        except TimeoutError:
-            raise HTTPException(408, f"the request did not arrive within {BODY_SECONDS:g} s") from None
+        fields, pictures = await _arrived(_body(request))
         job = await run_in_threadpool(self._accept, fields, pictures)
         return self._shown(job)
 
@@ -147,35 +160,33 @@ class Service:
         stem = f"{job.id}{file.suffix}"
         return FileResponse(file, media_type=kind, filename=stem, content_disposition_type="inline")
 
-    async def events(self, request: Request) -> StreamingResponse:
+    async def events(self, request: Request) -> Response:
         """Streams changes as server-sent events: those of one video until its end, or of all."""
-        if self.board.watchers >= self.limits.streams:
-            return told(429, f"{self.limits.streams} streams of events are open, as many as this server has")  # pyright: ignore[reportReturnType]
         only = request.path_params.get("id")
         if only is not None:
             self.board.find(only)
-        return StreamingResponse(
-            self._stream(only), media_type="text/event-stream", headers={"cache-control": "no-store"}
-        )
+        if self.board.watchers >= self.limits.streams:
+            return told(429, f"{self.limits.streams} streams of events are open, as many as this server has")
+        watcher = self.board.watch()  # counted before another request is looked at
+        return Events(self.board, watcher, self._stream(only, watcher[1]))
 
-    async def _stream(self, only: str | None) -> AsyncIterator[str]:
+    async def _stream(self, only: str | None, woken: asyncio.Event) -> AsyncIterator[str]:
         """Yields each change of a video, or of all videos."""
         version = 0 if only is not None else self.board.since(0)[0]
-        with self.board.watching() as woken:
-            yield "retry: 2000\n\n"
-            while not self.board.closed:
-                woken.clear()
-                version, changed, removed = self.board.since(version, only)
-                for job in changed:
-                    yield f"data: {json.dumps(self._told(job))}\n\n"
-                for id in removed:
-                    yield f"data: {json.dumps({'id': id, 'object': 'video.deleted', 'deleted': True})}\n\n"
-                if only is not None and (only not in self.board.jobs or self.board.jobs[only].over):
-                    return
-                try:
-                    await asyncio.wait_for(woken.wait(), HEARTBEAT)
-                except TimeoutError:
-                    yield ": still here\n\n"
+        yield "retry: 2000\n\n"
+        while not self.board.closed:
+            woken.clear()
+            version, changed, removed = self.board.since(version, only)
+            for job in changed:
+                yield f"data: {json.dumps(self._told(job))}\n\n"
+            for id in removed:
+                yield f"data: {json.dumps({'id': id, 'object': 'video.deleted', 'deleted': True})}\n\n"
+            if only is not None and (only not in self.board.jobs or self.board.jobs[only].over):
+                return
+            try:
+                await asyncio.wait_for(woken.wait(), HEARTBEAT)
+            except TimeoutError:
+                yield ": still here\n\n"
 
     async def models(self, request: Request) -> JSONResponse:
         """Lists the one model, with its default settings and the bounds of a request."""
@@ -195,8 +206,7 @@ class Service:
 
     async def login(self, request: Request) -> Response:
         """Keeps the token of a form in a cookie, for the page."""
-        async with request.form(max_files=0, max_fields=1) as form:
-            token = form.get("token", "")
+        token = await _arrived(_token(request))
         guard = request.app.state.guard
         if not isinstance(token, str) or not guard.knows(token.strip()):
             return told(401, "the token is wrong: the one with which the server was started is right", "invalid_token")
@@ -219,6 +229,19 @@ class Service:
 
     def _shown(self, job: Job) -> JSONResponse:
         return JSONResponse(self._told(job))
+
+
+async def _arrived(body: Coroutine[Any, Any, T]) -> T:
+    """Returns what a request holds; raises HTTPException where it does not arrive in time."""
+    try:
+        return await asyncio.wait_for(body, BODY_SECONDS)
+    except TimeoutError:
+        raise HTTPException(408, f"the request did not arrive within {BODY_SECONDS:g} s") from None
+
+
+async def _token(request: Request) -> Any:
+    async with request.form(max_files=0, max_fields=1) as form:
+        return form.get("token", "")
 
 
 async def _body(request: Request) -> tuple[dict[str, Any], dict[str, list[bytes]]]:

@@ -8,14 +8,15 @@ state, so that a slow one costs no memory.
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from threading import Condition
 from typing import Any
 
 from wanjax.errors import WanjaxError
 from wanjax.serve.jobs import CANCELLED, COMPLETED, FAILED, QUEUED, RUNNING, Job, Shelf, Status, cancellation
 
+Watcher = tuple[asyncio.AbstractEventLoop, asyncio.Event]
 FAILURES = 200  # failed videos that are remembered
 REMOVED = 1000  # removed videos of which watchers are told
 
@@ -44,7 +45,7 @@ class Board:
         for job in self.jobs.values():
             job.version = self._version
         self._removed: deque[tuple[int, str]] = deque(maxlen=REMOVED)
-        self._watchers: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
+        self._watchers: set[Watcher] = set()
 
     @property
     def waiting(self) -> int:
@@ -165,15 +166,14 @@ class Board:
         with self._changed:
             return self._queue.index(job) + (self.running is not None) if job in self._queue else None
 
-    @contextmanager
-    def watching(self) -> Iterator[asyncio.Event]:
-        """Yields an event of the running loop, which every change sets."""
-        entry = (asyncio.get_running_loop(), asyncio.Event())
-        self._watchers.add(entry)
-        try:
-            yield entry[1]
-        finally:
-            self._watchers.discard(entry)
+    def watch(self) -> Watcher:
+        """Returns a watcher on the running loop, whose event every change sets until `leave` is called with it."""
+        watcher = (asyncio.get_running_loop(), asyncio.Event())
+        self._watchers.add(watcher)
+        return watcher
+
+    def leave(self, watcher: Watcher) -> None:
+        self._watchers.discard(watcher)
 
     def _end(self, job: Job, status: Status, error: dict[str, str] | None) -> None:
         job.status, job.error, job.completed_at, job.stage = status, error, time.time(), ""

@@ -5,6 +5,7 @@ Without a token only this machine is answered, and only by its own names, so tha
 through the user's browser. With one, all but the page's files and the health needs it.
 """
 
+import asyncio
 import hmac
 import ipaddress
 from collections import Counter
@@ -20,6 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 COOKIE = "wanjax_token"
 OPEN = ("/", "/login", "/health")  # paths that need no token
 OPEN_FOLDER = "/page/"
+TOGETHER = 8  # of the largest requests may arrive at a time
+SEND_SECONDS = 60.0
 SAFE = ("GET", "HEAD", "OPTIONS")
 HEADERS = {
     b"content-security-policy": b"default-src 'self'; img-src 'self' blob: data:; frame-ancestors 'none'; "
@@ -44,6 +47,7 @@ class Guard:
         self.token = token
         self.upload = upload
         self.answers: Counter[int] = Counter()
+        self.arriving = 0  # bytes of the bodies of all requests that are under way
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -55,19 +59,25 @@ class Guard:
             if message["type"] == "http.response.start":
                 self.answers[message["status"]] += 1
                 message["headers"] = [*message.get("headers", ()), *HEADERS.items()]
-            await send(message)
+            await asyncio.wait_for(send(message), SEND_SECONDS)  # for which a client may leave the last part unread
 
         headers = Headers(scope=scope)
         if (refusal := self._refusal(scope, headers)) is not None:
             return await refusal(scope, receive, answer)
-        return await self.application(scope, self._bounded(receive), answer)
+        taken: list[int] = []
+        try:
+            return await self.application(scope, self._bounded(receive, taken), answer)
+        except TimeoutError:
+            return None  # the client does not read, and an answer that is not complete closes its connection
+        finally:
+            self.arriving -= sum(taken)
 
     def _refusal(self, scope: Scope, headers: Headers) -> JSONResponse | None:
         """Returns the answer to a request that is not let in."""
         client, host = (scope.get("client") or ("",))[0], headers.get("host", "")
         if self.token is None and not (is_loopback(client) and is_loopback(_name(host))):
             return told(403, "this server answers its own machine alone, because it has no token", "forbidden")
-        if scope["method"] not in SAFE and "origin" in headers and urlsplit(headers["origin"]).netloc != host:
+        if scope["method"] not in SAFE and "origin" in headers and _origin(headers["origin"]) != host:
             return told(403, "a page of another site may ask nothing of this server", "forbidden")
         if self.token is not None and not self._is_open(scope["path"]) and not self.knows(_given(headers)):
             why = "the token is missing or wrong: the header `Authorization: Bearer TOKEN` has it"
@@ -84,16 +94,20 @@ class Guard:
         """Tells whether this is the token, in a time that does not depend on where it differs."""
         return self.token is None or hmac.compare_digest(given.encode(), self.token.encode())
 
-    def _bounded(self, receive: Receive) -> Receive:
-        """Returns the stream of a request's body, which ends with 413 where it is longer than its header said."""
-        taken = 0
+    def _bounded(self, receive: Receive, taken: list[int]) -> Receive:
+        """Returns the stream of a request's body, whose parts are counted in `taken`.
+
+        It ends with 413 where it is longer than its header said, and with 503 where all bodies are too long together.
+        """
 
         async def read() -> Message:
-            nonlocal taken
             message = await receive()
-            taken += len(message.get("body", b""))
-            if taken > self.upload:
+            taken.append(len(message.get("body", b"")))
+            self.arriving += taken[-1]
+            if sum(taken) > self.upload:
                 raise HTTPException(413, self._too_large())
+            if self.arriving > TOGETHER * self.upload:
+                raise HTTPException(503, "too many large requests arrive at once: try again later")
             return message
 
         return read
@@ -112,6 +126,14 @@ def _given(headers: Headers) -> str:
     except CookieError:
         return ""
     return found.value if found else ""
+
+
+def _origin(address: str) -> str | None:
+    """Returns the host and port of an Origin header; None where it is none."""
+    try:
+        return urlsplit(address).netloc
+    except ValueError:
+        return None
 
 
 def _name(host: str) -> str:
