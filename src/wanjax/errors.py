@@ -9,6 +9,14 @@ class WanjaxError(ValueError):
     """
 
 
+class SettingError(WanjaxError):
+    """A value of a setting that is not right, or a setting that there is not; `setting` is its name."""
+
+    def __init__(self, message: str, setting: str):
+        super().__init__(message)
+        self.setting = setting
+
+
 class UnsupportedError(WanjaxError, NotImplementedError):
     """A request that this implementation does not support; another implementation may."""
 

@@ -3,9 +3,13 @@
 
 import base64
 import io
+import json
 import re
+from urllib.parse import quote
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from tests.serve.conftest import SMALL
@@ -16,7 +20,6 @@ from wanjax.serve.guard import COOKIE
 
 TOKEN = "a-token-of-the-tests"
 BAD_FIELDS = [
-    ({"prompt": ""}, "prompt is missing"),
     ({"prompt": None}, "prompt is missing"),
     ({"prompt": "x" * 5000}, "5000 characters where 4000"),
     ({"prompt": 3}, "a text in UTF-8 is right"),
@@ -66,24 +69,87 @@ def large():
 @pytest.mark.parametrize(("fields", "sentence"), BAD_FIELDS, ids=lambda x: str(x)[:40])
 def test_bad_fields(start, fields, sentence):
     server = start(work=False)
-    assert sentence in server.refused(400, json=SMALL | fields)
+    assert sentence in server.refused(422, json=SMALL | fields)
     assert not list(server.board.shelf.folder.glob("video_*"))
     assert not server.board.jobs
 
 
+@pytest.fixture(scope="module")
+def fields(pipe):
+    return sorted({*pipe.defaults.to_json(), "size", "seconds", "image", "last_image", "references", "input_reference"})
+
+
+VALUES = st.one_of(
+    *(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text()),
+    *(st.lists(st.integers(), max_size=3), st.dictionaries(st.text(), st.text(), max_size=2)),
+    st.sampled_from(["x", "1e20", "-1", "0", "9" * 400, "nan", "inf", "true", "a\0b", "\ud800", [], {}, 10**30, 1e20]),
+)
+
+
+@given(st.data())
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_value_of_any_field_fails_the_server(door, fields, data):
+    """By JSON and by form: each is taken, or refused with a sentence that names the field."""
+    name, value = data.draw(st.sampled_from([*fields, "other"])), data.draw(VALUES)
+    asked = {
+        k: v for k, v in SMALL.items() if name not in ("height", "width", "seconds") or k not in ("size", "frames")
+    }
+    form = {
+        "content": "&".join(
+            f"{k}={quote(str(v).encode('utf-8', 'replace'))}" for k, v in (asked | {name: value}).items()
+        )
+    }
+    kinds = ({"content": json.dumps(asked | {name: value})}, form)
+    for given, kind in zip(kinds, ("application/json", "application/x-www-form-urlencoded"), strict=True):
+        answer = door.client.post("/v1/videos", **given, headers={"content-type": kind})
+        assert answer.status_code in (200, 422), answer.text
+        if answer.status_code == 200:
+            assert door.client.delete(f"/v1/videos/{answer.json()['id']}").status_code == 200
+        else:
+            error = answer.json()["error"]
+            assert len(error["message"]) < 600
+            assert error["param"] is None or error["param"] in (*fields, "other")
+
+
+@pytest.fixture
+def door(start):
+    return start(work=False)
+
+
+@given(st.sampled_from(["limit", "order", "after", "variant"]), st.text())
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_query_fails_the_server(door, name, value):
+    query = {name: value.encode("utf-8", "replace")}
+    assert door.client.get("/v1/videos", params=query).status_code in (200, 404, 422)
+    assert door.client.get("/v1/videos/video_x/content", params=query).status_code == 404
+
+
+@pytest.mark.parametrize("limit", ["0", "101", "1999", "00000000000001999", "-1", "x", "", "1" * 400, "\u0663"])
+def test_a_limit_is_obeyed_or_refused(start, limit):
+    answer = start(work=False).client.get("/v1/videos", params={"limit": limit})
+    assert answer.status_code == 422
+    assert answer.json()["error"]["param"] == "limit"
+
+
+@pytest.mark.parametrize("origin", ["http://[", "null", "http://localhost:9", "", "\u00e9"])
+def test_origins_that_are_none(start, origin):
+    answer = start(work=False).client.post("/v1/videos", json=SMALL, headers={"origin": origin.encode()})
+    assert answer.status_code == 403
+
+
 def test_bad_pictures(start, large):
     server = start(work=False)
-    assert "9000x9000 pixels" in server.refused(400, json=SMALL | large)
+    assert "9000x9000 pixels" in server.refused(422, json=SMALL | large)
     each = {name: sent(Image.new("1", (4000, 4000)))["image"] for name in ("image", "last_image")}
-    assert "8,000,000" in server.refused(400, json=SMALL | each)  # what the first leaves of 24 million
+    assert "8,000,000" in server.refused(422, json=SMALL | each)  # what the first leaves of 24 million
     frames = [Image.new("RGB", (8, 8), (90 * i, 0, 0)) for i in range(3)]
     animated = sent(frames[0], "GIF", save_all=True, append_images=frames[1:])
-    assert "animated" in server.refused(400, json=SMALL | animated)
+    assert "animated" in server.refused(422, json=SMALL | animated)
     last = {"last_image": sent(Image.new("RGB", (32, 32)))["image"]}
-    assert "last" in server.refused(400, json=SMALL | last)  # nano has no use for it
-    assert "prompt" in server.refused(400, files={"image": b"x"})
+    assert "last" in server.refused(422, json=SMALL | last)  # nano has no use for it
+    assert "prompt" in server.refused(422, files={"image": b"x"})
     assert "given twice" in server.refused(
-        400, content="prompt=a&prompt=b", headers={"content-type": "application/x-www-form-urlencoded"}
+        422, content="prompt=a&prompt=b", headers={"content-type": "application/x-www-form-urlencoded"}
     )
 
 
@@ -139,7 +205,7 @@ def test_unknown_paths_and_methods(start):
         assert client.get(path).status_code == 404
     assert client.put("/v1/videos", json=SMALL).status_code == 405
     for query in ("limit=0", "limit=x", "order=up", "after=video_1"):
-        assert client.get(f"/v1/videos?{query}").status_code in (400, 404)
+        assert client.get(f"/v1/videos?{query}").status_code in (422, 404)
     assert client.delete("/v1/videos/video_1").status_code == 404
     assert client.post("/v1/videos/video_1/cancel").status_code == 404
 
@@ -188,11 +254,11 @@ def test_the_page_loads_nothing_from_elsewhere(start):
 def test_metrics_are_in_the_form_of_prometheus(start):
     server = start(work=False)
     server.ask()
-    server.refused(400, json={})
+    server.refused(422, json={})
     lines = server.client.get("/metrics").text.splitlines()
     assert all(re.fullmatch(r'(# (HELP|TYPE) \w+ .+|\w+({\w+="\w+"})? [-+.e\d]+)', line) for line in lines)
     assert "wanjax_queue_length 1" in lines
-    assert 'wanjax_answers_total{status="400"} 1' in lines
+    assert 'wanjax_answers_total{status="422"} 1' in lines
 
 
 def test_the_command_refuses_what_is_open_to_all(tmp_path, monkeypatch):

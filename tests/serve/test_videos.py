@@ -366,7 +366,7 @@ def test_many_clients_at_once(start):
 
     with ThreadPoolExecutor(6) as pool:
         outcomes.update(pool.map(one, range(24)))
-    assert outcomes["refused by 400"] == 6
+    assert outcomes["refused by 422"] == 6
     assert outcomes["completed"] >= 12
     assert outcomes["completed"] + outcomes["failed"] == 18
     assert server.worker.state == worker.READY

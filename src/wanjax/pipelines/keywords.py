@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from functools import wraps
 from typing import ParamSpec, TypeVar, get_type_hints
 
-from wanjax.errors import WanjaxError
+from wanjax.errors import SettingError, shown
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import ClipSource, PictureSource
 from wanjax.pipelines.draws import GivenDraws
@@ -99,16 +99,15 @@ ELSEWHERE = {
 """Functions, classes and attributes of diffusers, and a sentence on what is right here."""
 
 
-def unknown_keyword(name: str, known: Iterable[str]) -> WanjaxError:
+def unknown_keyword(name: str, known: Iterable[str]) -> SettingError:
     """Returns the error for a keyword that is not among the known ones: the right name, or a near one, or all."""
-    if name in RENAMED:
-        return WanjaxError(f"{name!r} is not a keyword here: {RENAMED[name]} is")
-    if name in OTHERWISE:
-        return WanjaxError(f"{name!r} is not a keyword here: {OTHERWISE[name]}")
     names = list(known)
-    if near := get_close_matches(name, names, n=1):
-        return WanjaxError(f"{name!r} is not a keyword here: {near[0]} is")
-    return WanjaxError(f"{name!r} is not a keyword here: {', '.join(names)} are")
+    near = get_close_matches(name[:40], names, n=1)  # a name may be a stranger's, and long
+    if name in RENAMED:
+        right = f"{RENAMED[name]} is"
+    else:
+        right = OTHERWISE.get(name) or (f"{near[0]} is" if near else f"{', '.join(names)} are")
+    return SettingError(f"{shown(name)} is not a keyword here: {right}", name[:40])
 
 
 def knows_keywords(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:

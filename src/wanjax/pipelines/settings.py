@@ -14,7 +14,7 @@ from functools import cache
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args
 
-from wanjax.errors import WanjaxError, shown
+from wanjax.errors import SettingError, WanjaxError, shown
 
 if TYPE_CHECKING:
     from wanjax.pipelines.caching.rules import CacheRule
@@ -61,20 +61,23 @@ class Setting(NamedTuple):
     def read(self, value: Any) -> Any:
         """Returns a value of Python, NumPy, JSON or TOML as the setting's own type.
 
-        Raises WanjaxError for a value of another type or out of range.
+        Raises SettingError for a value of another type or out of range.
         """
         if self.made:
-            return self.made(value)
+            try:
+                return self.made(value)
+            except WanjaxError as error:
+                raise SettingError(str(error), self.name) from error
         found = self._typed(value)
         within = found in self.choices if self.choices else found is not None
         if isinstance(found, int | float):
             within = self.least <= found <= self.most and self.above < found < math.inf
         if not within:
-            raise WanjaxError(f"{self.name} is given as {shown(value)} where {self.right} is right")
+            raise SettingError(f"{self.name} is given as {shown(value)} where {self.right} is right", self.name)
         return found
 
     def parse(self, text: str) -> Any:
-        """Returns the value in a text, such as a form's, as the setting's own type; raises WanjaxError as `read`."""
+        """Returns the value in a text, such as a form's, as the setting's own type; raises SettingError as `read`."""
         if self.kind is bool:
             return self.read({"true": True, "1": True, "false": False, "0": False}.get(text.strip().lower(), text))
         if self.kind is str or len(text) > LONGEST_NUMBER:

@@ -3,6 +3,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
@@ -18,7 +19,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
-from wanjax.errors import WanjaxError
+from wanjax.errors import SettingError, WanjaxError, shown
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.record import VERSION
 from wanjax.serve import asked, metrics
@@ -81,7 +82,7 @@ class Service:
         handlers: dict[Any, Callable[..., Any]] = {
             HTTPException: lambda request, error: told(error.status_code, error.detail),
             StorageError: lambda request, error: told(507, str(error), "storage"),
-            WanjaxError: lambda request, error: told(400, str(error)),
+            WanjaxError: lambda request, error: told(422, str(error), param=getattr(error, "setting", None)),
             FullError: lambda request, error: told(429, str(error), "queue_full", retry_after="5"),
             UnknownError: lambda request, error: told(404, str(error), "not_found"),
             ClientDisconnect: lambda request, error: Response(status_code=400),
@@ -117,10 +118,10 @@ class Service:
         """Lists videos, the newest first unless `order` is asc, at most `limit` after the one named `after`."""
         query = request.query_params
         limit, order = query.get("limit", "20"), query.get("order", "desc")
-        if not limit.isdecimal() or not 1 <= int(limit[:9]) <= 100:
-            raise WanjaxError(f"limit is {limit!r} where a whole number from 1 to 100 is right")
+        if not re.fullmatch("[1-9][0-9]?|100", limit):
+            raise SettingError(f"limit is {shown(limit)} where a whole number from 1 to 100 is right", "limit")
         if order not in ("asc", "desc"):
-            raise WanjaxError(f"order is {order!r} where asc or desc is right")
+            raise SettingError(f"order is {shown(order)} where asc or desc is right", "order")
         jobs = sorted(list(self.board.jobs.values()), key=lambda job: job.created_at, reverse=order == "desc")
         ids = [job.id for job in jobs]
         start = ids.index(self.board.find(query["after"]).id) + 1 if "after" in query else 0
@@ -151,7 +152,7 @@ class Service:
         """Sends a finished video, or its middle frame as `thumbnail`; `preview` shows one that is under way too."""
         job, variant = self.board.find(request.path_params["id"]), request.query_params.get("variant", "video")
         if variant not in CONTENT:
-            raise WanjaxError(f"the variant {variant[:40]!r} is not offered: {', '.join(CONTENT)} are")
+            raise SettingError(f"the variant {shown(variant)} is not offered: {', '.join(CONTENT)} are", "variant")
         if job.status != COMPLETED and variant != "preview":
             return told(409, f"the video is {job.status.replace('_', ' ')}: only a completed one has content")
         name, kind = CONTENT[variant]
@@ -255,9 +256,9 @@ async def _body(request: Request) -> tuple[dict[str, Any], dict[str, list[bytes]
     try:
         found = json.loads(await request.body(), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise WanjaxError(f"the request is no JSON: {str(error)[:100]}") from error
+        raise HTTPException(400, f"the request is no JSON: {str(error)[:100]}") from error
     if not isinstance(found, dict):
-        raise WanjaxError('the request is no JSON object: {"prompt": "a red circle"} is one')
+        raise HTTPException(400, 'the request is no JSON object: {"prompt": "a red circle"} is one')
     return found, {}
 
 
@@ -271,8 +272,8 @@ async def _form(form: FormData) -> tuple[dict[str, Any], dict[str, list[bytes]]]
             if data := await value.read():
                 files.setdefault(name, []).append(data)
         elif name in fields:
-            raise WanjaxError(f"{name[:40]} is given twice: once is right")
-        elif value != "":
+            raise SettingError(f"{name[:40]} is given twice: once is right", name[:40])
+        elif value != "" or name == "prompt":  # which may be empty
             fields[name] = value
     return fields, files
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
-from wanjax.errors import WanjaxError, shown
+from wanjax.errors import SettingError, shown
 from wanjax.media.pictures import Pictures, opened, picture_of
 from wanjax.pipelines.keywords import unknown_keyword
 from wanjax.pipelines.pipeline import Pipeline
@@ -57,14 +57,14 @@ def read(fields: Mapping[str, Any], files: Mapping[str, Sequence[bytes]], pipe: 
     settings = _shape(fields, pipe)
     for name, value in settings.items():
         _check_text(name, value, limits)
-    if not str(settings.get("prompt", "")).strip():
-        raise WanjaxError("the prompt is missing: a text that says what the video shows is right")
+    if "prompt" not in settings:
+        raise SettingError("the prompt is missing: a text that says what the video shows is right", "prompt")
     return Asked(settings, pictures)
 
 
 def _check_model(asked: Any, served: str) -> None:
     if asked not in (None, served):
-        raise WanjaxError(f"the model {shown(asked)} is not served here: {served} is")
+        raise SettingError(f"the model {shown(asked)} is not served here: {served} is", "model")
 
 
 def _shape(fields: Mapping[str, Any], pipe: Pipeline) -> dict[str, Any]:
@@ -87,16 +87,16 @@ def _shape(fields: Mapping[str, Any], pipe: Pipeline) -> dict[str, Any]:
 def _size(value: Any, fields: Mapping[str, Any]) -> tuple[int, int]:
     found = re.fullmatch(r"\s*(\d{1,5})\s*[x×*]\s*(\d{1,5})\s*", value) if isinstance(value, str) else None
     if found is None:
-        raise WanjaxError(f"size is given as {shown(value)} where a text such as '832x480' is right")
+        raise SettingError(f"size is given as {shown(value)} where a text such as '832x480' is right", "size")
     if "height" in fields or "width" in fields:
-        raise WanjaxError("size is given beside height or width: one way is enough")
+        raise SettingError("size is given beside height or width: one way is enough", "size")
     return int(found[2]), int(found[1])
 
 
 def _frames(fields: Mapping[str, Any], settings: Mapping[str, Any], pipe: Pipeline) -> int:
     """Returns the number of frames nearest to `seconds` that the model can make."""
     if "frames" in settings:
-        raise WanjaxError("seconds is given beside frames: one way is enough")
+        raise SettingError("seconds is given beside frames: one way is enough", "seconds")
     seconds, unit = _read(SECONDS, fields["seconds"]), pipe.architecture.vae.temporal_factor
     wanted = seconds * settings.get("fps", pipe.defaults.fps)
     return max(0, round((wanted - 1) / unit)) * unit + 1
@@ -110,7 +110,8 @@ def _read(known: Setting, given: Any) -> Any:
 def _check_text(name: str, value: Any, limits: Limits) -> None:
     most = limits.prompt if name in ("prompt", "negative_prompt") else LONGEST_TEXT
     if isinstance(value, str) and len(value) > most:
-        raise WanjaxError(f"the {name.replace('_', ' ')} has {len(value)} characters where {most} are allowed at most")
+        told = f"the {name.replace('_', ' ')} has {len(value)} characters where {most} are allowed at most"
+        raise SettingError(told, name)
 
 
 def _from_text(name: str, value: Any) -> list[bytes]:
@@ -121,11 +122,12 @@ def _from_text(name: str, value: Any) -> list[bytes]:
         value = value.get("image_url")
     found = DATA_URL.fullmatch(value) if isinstance(value, str) else None
     if found is None:
-        raise WanjaxError(f"{name} has no picture: a file in a form or a data: URL is right, and no address is fetched")
+        told = f"{name} has no picture: a file in a form or a data: URL is right, and no address is fetched"
+        raise SettingError(told, name)
     try:
         return [base64.b64decode(found[1], validate=True)]
     except binascii.Error as error:
-        raise WanjaxError(f"the data: URL of {name} is no base64: {error}") from error
+        raise SettingError(f"the data: URL of {name} is no base64: {error}", name) from error
 
 
 def _check_pictures(pictures: Mapping[str, Sequence[bytes]], limits: Limits) -> None:
@@ -134,7 +136,7 @@ def _check_pictures(pictures: Mapping[str, Sequence[bytes]], limits: Limits) -> 
             raise unknown_keyword(name, (*PICTURES, SAME_PICTURE))
         most = limits.references if name == "references" else 1
         if len(given) > most:
-            raise WanjaxError(f"{len(given)} pictures are given as {name} where {most} would do")
+            raise SettingError(f"{len(given)} pictures are given as {name} where {most} would do", name)
 
 
 def save_pictures(pictures: Mapping[str, Sequence[bytes]], folder: Path, limits: Limits) -> dict[str, Any]:
@@ -161,7 +163,8 @@ def completed(asked: Asked, files: Mapping[str, Any], pipe: Pipeline, limits: Li
     """Returns all settings of a request whose pictures are files; raises WanjaxError where they make no video."""
     settings, shape = dict(asked.settings), {"height", "width"} & asked.settings.keys()
     if len(shape) == 1:
-        raise WanjaxError(f"the {shape.pop()} is given alone: size, or height and width, are right")
+        alone = shape.pop()
+        raise SettingError(f"the {alone} is given alone: size, or height and width, are right", alone)
     limits.check(pipe.defaults.updated(settings))  # before pictures are fitted to it
     _, chosen = pipe.prepare(**files, **settings)
     limits.check(chosen)

@@ -32,10 +32,12 @@ HEADERS = {
 }
 
 
-def told(status: int, message: str, code: str = "invalid_request", **headers: str) -> JSONResponse:
-    """Returns an error as OpenAI's API writes one."""
+def told(
+    status: int, message: str, code: str = "invalid_request", param: str | None = None, **headers: str
+) -> JSONResponse:
+    """Returns an error as OpenAI's API writes one; `param` is the field that is wrong, where it is one."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
-    error = {"message": message, "type": kind, "param": None, "code": code}
+    error = {"message": message, "type": kind, "param": param, "code": code}
     return JSONResponse({"error": error}, status, {name.replace("_", "-"): text for name, text in headers.items()})
 
 

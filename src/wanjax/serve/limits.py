@@ -4,7 +4,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from wanjax.errors import WanjaxError
+from wanjax.errors import SettingError, WanjaxError, shown
 from wanjax.pipelines.settings import Settings
 
 TIMES = 4  # a video may have this many times the pixels of the model's default one
@@ -40,7 +40,7 @@ class Limits:
             raise WanjaxError(f"{shape} are {pixels:,} pixels where this server makes {self.pixels:,} at most")
         for name in ("steps", "fps"):
             if (value := getattr(settings, name)) > (most := getattr(self, name)):
-                raise WanjaxError(f"{name} is {value} where this server takes {most} at most")
+                raise SettingError(f"{name} is {shown(value)} where this server takes {most} at most", name)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
