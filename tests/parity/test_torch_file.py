@@ -218,6 +218,15 @@ def test_a_key_with_endless_hashing_is_refused():
         describe(nested + b"K\x01u.")
 
 
+@pytest.mark.parametrize(
+    "operations", [b"N" * 2_000_000, b"K\x01" * 1_000_000, b"N\x94" * 1_000_000], ids=["N", "K", "memo"]
+)
+def test_more_operations_than_tensors_take_are_refused_at_once(operations):
+    """Each takes microseconds, of which a file of megabytes holds minutes."""
+    with pytest.raises(ValueError, match="operations"):
+        describe(b"\x80\x04" + operations + b".")
+
+
 def test_a_memo_larger_than_the_pickle_is_refused():
     """`pickle.Unpickler` would allocate a memo for the named index, here 64 GB."""
     with pytest.raises(ValueError, match="malformed at byte 3"):

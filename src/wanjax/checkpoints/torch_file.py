@@ -46,7 +46,8 @@ LATER_DTYPES = {  # dtypes without a storage class
     "uint64": np.dtype(np.uint64),
 }
 GENERATORS = ("generator_ema", "generator")  # tables of the model that generates, in a run that distils it
-PICKLE_LIMIT = 1 << 24  # bytes; a thousand tensors take about 200,000
+PICKLE_LIMIT = 1 << 22  # bytes; a thousand tensors take about 120,000
+OPERATIONS_LIMIT = 250_000  # a thousand tensors take 30,000 to 50,000, of 2.5 bytes and more each
 # The operations that tables of tensors are made of, for pickles of protocol 2 and later.
 TEXTS = {"BINUNICODE", "SHORT_BINUNICODE"}
 OPERATIONS = TEXTS | {
@@ -309,15 +310,17 @@ def describe(data: bytes) -> Any:
 def _check(data: bytes) -> None:
     """Raises ValueError for a pickle that would cost `pickle.Unpickler` more memory or time than its length.
 
-    Refused are operations outside of `OPERATIONS`; memo entries out of order, since the unpickler allocates its memo up
+    Refused are more operations than tensors take; operations outside of `OPERATIONS`; memo entries out of order, since the unpickler allocates its memo up
     to any index; and keys other than texts, since hashing nested tuples can take exponential time.
     """
     stack: list[str] = []  # the operation that made each value
     memo: list[str] = []
     marks: list[int] = []  # heights of the stack
-    for opcode, argument, position in pickletools.genops(data):
+    for count, (opcode, argument, position) in enumerate(pickletools.genops(data)):
         if opcode.name == "STOP":
             break
+        if count >= OPERATIONS_LIMIT or count > max(position or 0, 10_000) / 2.25:
+            raise ValueError(f"its pickle has {count} operations in {position} bytes, more than tensors take")
         if opcode.name not in OPERATIONS:
             raise ValueError(f"its pickle has the operation {opcode.name}, which no table of tensors needs")
         try:
