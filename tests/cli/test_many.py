@@ -70,6 +70,7 @@ def test_only_missing_videos_are_made(tmp_path):
     assert len(names(tmp_path / "many")) == 8
 
 
+@pytest.mark.slow  # tests/pipelines/test_resume.py has a quick one, of one video
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal of POSIX")
 def test_a_run_that_was_killed_makes_the_rest(tmp_path):
     command = [sys.executable, "-m", "wanjax", "generate", "--prompts", "prompts.txt", "--count", "3", "--out", "many"]

@@ -49,10 +49,11 @@ def here(tmp_path, monkeypatch) -> Path:
 
 
 def extras(record: dict, model: Path) -> dict:
-    """Returns the entries of a record beside the settings."""
+    """Returns the entries of a record beside the settings, and the digests of files that it names."""
     import wanjax
 
-    return {name: value for name, value in record.items() if name not in wanjax.load(model).defaults.to_json()}
+    known = {"digests", *wanjax.load(model).defaults.to_json()}
+    return {name: value for name, value in record.items() if name not in known}
 
 
 def test_a_plain_video(text):
@@ -79,6 +80,7 @@ def test_all_that_can_be_chosen(text, here):
         "lora": [f"{here}/style.safetensors:0.5"],
         "noise": f"{here}/noise.safetensors",
     }
+    assert sorted(record["digests"]) == sorted([f"{here}/style.safetensors", f"{here}/noise.safetensors", str(text)])
 
 
 def test_stages_go_on_from_another_folder(image, here, monkeypatch):
@@ -95,6 +97,9 @@ def test_stages_go_on_from_another_folder(image, here, monkeypatch):
     record, other = read_metadata("three.mp4"), read_metadata("../one.mp4")
     assert record.pop("lora") == [f"{here}/elsewhere/style.safetensors"]
     assert other.pop("lora") == [f"{here}/style.safetensors"]
+    digests, others = record.pop("digests"), other.pop("digests")
+    assert {*digests} == {f"{here}/{name}" for name in ("red.png", "elsewhere/style.safetensors", "i2v")}
+    assert {*digests.values()} == {*others.values()}
     assert record == other
     assert (record["model"], record["image"]) == (f"{here}/i2v", f"{here}/red.png")
 

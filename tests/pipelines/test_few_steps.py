@@ -107,6 +107,7 @@ def test_experts_take_their_steps(boundary, high):
     assert [len(segment.scales) for segment in segments] == ([high, 4 - high] if high < 4 else [4])
 
 
+@pytest.mark.slow
 def test_a_model_in_the_box_from_a_clip_and_under_a_cache():
     pipe = wanjax.load("nano", scheduler="consistency")
     assert pipe.scheduler == parse("consistency")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The metadata of a video made by the library: everything that shaped it."""
 
+import hashlib
 import json
 from importlib.metadata import version
 from pathlib import Path
@@ -12,7 +13,7 @@ from PIL import Image
 
 import wanjax
 from tests.support.tiny import tiny_checkpoint, tiny_control_checkpoint
-from wanjax.checkpoints.files import save_safetensors
+from wanjax.checkpoints.files import content_digest, save_safetensors
 from wanjax.checkpoints.lora import Lora
 from wanjax.layers.tiling import Tiling
 from wanjax.media.videos import read_metadata
@@ -31,14 +32,16 @@ def model(tmp_path_factory):
 
 
 def extras(video) -> dict:
-    """Returns the entries of a video's record beside its settings."""
-    return {k: v for k, v in video.settings.items() if k not in wanjax.load("nano").defaults.to_json()}
+    """Returns the entries of a video's record beside its settings, and the digests of files that it names."""
+    known = {"digests", *wanjax.load("nano").defaults.to_json()}
+    return {k: v for k, v in video.settings.items() if k not in known}
 
 
 def test_a_plain_video(model, tmp_path):
     video = wanjax.load(model)("a", seed=3, **SMALL)
     assert extras(video) == PLAIN
     assert (video.settings["seed"], video.settings["height"], video.settings["model"]) == (3, 32, str(model))
+    assert video.settings["digests"] == {str(model): content_digest(model)}
     assert read_metadata(video.save(tmp_path / "video.mp4")) == video.settings
 
 
@@ -77,6 +80,8 @@ def test_pictures_and_clips(tmp_path, monkeypatch):
     assert found["video"] == described(clip) != described(clip + 1)
     assert found["mask"] == str(tmp_path / "red.png")
     assert found["references"] == [str(tmp_path / "red.png")]
+    digest = hashlib.sha256((tmp_path / "red.png").read_bytes()).hexdigest()
+    assert video.settings["digests"][str(tmp_path / "red.png")] == digest
     video = pipe("a", video=[Image.fromarray(frame) for frame in clip], references=iter([picture]), **SMALL)
     assert extras(video)["video"] == found["video"]
     assert extras(video)["references"] == [described(picture)]

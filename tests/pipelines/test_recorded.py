@@ -100,7 +100,7 @@ OUTLINED = [  # prompts of HunyuanVideo are as long as their texts, and a plan's
 ALONE = {
     *("wan", "wan video", "wan easycache", "wan deepcache"),
     *("wan-flf", "wan-vace video", "wan-experts", "wan-experts deepcache", "wan-causal"),
-    *("cogvideox magcache", "cogvideox-i2v", "hunyuanvideo batch"),
+    *("cogvideox magcache", "cogvideox-i2v"),
 }
 TOGETHER = {"wan", "hunyuanvideo quoted"}
 

@@ -120,6 +120,7 @@ def test_all_bits_of_a_seed_count():
     assert len({noise.tobytes() for noise in noises}) == len(noises)
 
 
+@pytest.mark.slow
 def test_a_video_is_the_same_under_all_flags_together(model, xla):
     """In a new process, so that nothing is compiled before the flags are set."""
     frames = wanjax.load(model)("a", seed=5, **SMALL).frames

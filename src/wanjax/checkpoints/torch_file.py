@@ -310,8 +310,9 @@ def describe(data: bytes) -> Any:
 def _check(data: bytes) -> None:
     """Raises ValueError for a pickle that would cost `pickle.Unpickler` more memory or time than its length.
 
-    Refused are more operations than tensors take; operations outside of `OPERATIONS`; memo entries out of order, since the unpickler allocates its memo up
-    to any index; and keys other than texts, since hashing nested tuples can take exponential time.
+    Refused are more operations than tensors take, and operations outside of `OPERATIONS`; memo entries out of order,
+    since the unpickler allocates its memo up to any index; and keys other than texts, since hashing nested tuples can
+    take exponential time.
     """
     stack: list[str] = []  # the operation that made each value
     memo: list[str] = []

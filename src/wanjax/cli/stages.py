@@ -45,7 +45,7 @@ from wanjax.pipelines.many import Order
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.previews.previews import Previews
 from wanjax.pipelines.progress import duration, in_bytes
-from wanjax.pipelines.record import described, devices_of
+from wanjax.pipelines.record import DIGESTS, described, devices_of, paths_of
 from wanjax.pipelines.resume import Keeping
 from wanjax.pipelines.run import Block, Hook, Run
 from wanjax.pipelines.seeds import DRAW
@@ -227,6 +227,9 @@ class Rendering:
         self.record = self.pipe.record(
             self.settings, files | {"noise": noise}, tiling=self.tiling, batch_guidance=self.batch_guidance
         )
+        if left is not None and isinstance(known := left.get(DIGESTS), dict):  # of pictures as they were encoded
+            encoded = {str(path) for path in paths_of(left, Pictures._fields)}
+            self.record.setdefault(DIGESTS, {}).update({path: known[path] for path in encoded & known.keys()})
 
     def _load(self, chosen: Mapping[str, Any], given: Mapping[str, Any], loras: Sequence[Lora]) -> Pipeline:
         pipe = registry.load(
