@@ -18,6 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from wanjax.checkpoints import manifest
 from wanjax.checkpoints.adapted import AdaptedSource, Note
 from wanjax.checkpoints.hub import check_file
 from wanjax.checkpoints.lora import Lora
@@ -191,6 +192,7 @@ def load(
     lora: Loras = (),
     scheduler: str | Scheduler | None = None,
     offload: bool | None = None,
+    verify: bool = False,
     progress: Progress | None = None,
     note: Note | None = None,
 ) -> Pipeline:
@@ -210,6 +212,7 @@ def load(
         the hub. For two experts, `high=FILE` and `low=FILE` name one of them.
     scheduler: "unipc", "euler" or another value of `wanjax.schedulers`; None is the checkpoint's own.
     offload: True frees each network after its stage; False none; None those beside which the next would not fit.
+    verify: True compares a wanjax checkpoint with its checksums before, as `wanjax convert --verify` does.
     progress: `progress(component, done, total)` receives the bytes read; None shows them with the stage that reads.
     note: `note(sentence)` receives what was merged from each LoRA, and the licence of weights to be downloaded.
 
@@ -220,7 +223,10 @@ def load(
     check_set(compiler)
     dtype, param_dtype = dtype_name(dtype), dtype_name(param_dtype, "param_dtype")
     set_cache_folder()
-    found = _scheduled_by(scheduler, _adapted(_told(model, revision, note), lora, note))
+    examined = _told(model, revision, note)
+    if verify:
+        manifest.verify(examined.source, progress or (lambda at, done, total: None))
+    found = _scheduled_by(scheduler, _adapted(examined, lora, note))
     return _pipeline(found, Loading(dtype, param_dtype, asked, mesh, video, rules, compiler, offload, progress))
 
 

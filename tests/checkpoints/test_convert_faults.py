@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import wanjax
+from tests.support import commands
 from tests.support.conversion import COMPONENTS, checksums, flip, refused, tensors, wanjax_command
 from tests.support.harm import WEIGHTS, corrupt, truncated, with_other_keys, without_a_shard
 from tests.support.quick import quick
@@ -23,7 +24,7 @@ from wanjax.checkpoints import convert
 from wanjax.checkpoints.arrays import Arrays
 from wanjax.checkpoints.convert import ToWanjax
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
-from wanjax.checkpoints.manifest import verify
+from wanjax.checkpoints.manifest import own_digest, verify
 from wanjax.checkpoints.sources import open_source
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.wan.networks import NETWORKS
@@ -273,10 +274,67 @@ def another_config(folder: Path) -> Path:
     return folder / "vae" / "config.json"
 
 
-@pytest.mark.parametrize("harm", [lost_chunk, lost_array, flipped, swapped_arrays, another_config])
+def change_manifest(folder: Path, **changes: object) -> Path:
+    manifest = json.loads((folder / "wanjax.json").read_text())
+    (folder / "wanjax.json").write_text(json.dumps(manifest | changes))
+    return folder / "wanjax.json"
+
+
+def emptied(folder: Path) -> Path:
+    """Takes all networks out of the manifest, whose own digest then is another."""
+    return change_manifest(folder, networks={})
+
+
+def emptied_with_its_digest(folder: Path) -> Path:
+    emptied(folder)
+    manifest = json.loads((folder / "wanjax.json").read_text())
+    return change_manifest(folder, digest=own_digest(manifest))
+
+
+def another_licence(folder: Path) -> Path:
+    return change_manifest(folder, licence="none")
+
+
+def no_arrays(folder: Path) -> Path:
+    for weights in folder.glob("*/weights"):
+        shutil.rmtree(weights)
+    emptied_with_its_digest(folder)
+    return folder
+
+
+def stray(folder: Path) -> Path:
+    (folder / "vae" / "weights" / "quant.kernel" / "more").write_bytes(b"x")
+    return folder / "vae" / "weights" / "quant.kernel" / "more"
+
+
+def swapped_chunks(folder: Path) -> Path:
+    """Swaps the chunks of two arrays of one shape, each of which has the checksum of its bytes."""
+    weights = folder / "transformer" / "weights"
+    one, other = (weights / name / "c" / "0" for name in ("text_embed.up.bias", "time_embed.up.bias"))
+    kept = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(kept)
+    return weights
+
+
+HARMS = [lost_chunk, lost_array, flipped, swapped_arrays, swapped_chunks, stray, another_config]
+
+
+@pytest.mark.parametrize("harm", [*HARMS, emptied, emptied_with_its_digest, another_licence, no_arrays])
 def test_verify_names_what_is_wrong(converted, tmp_path, harm):
     folder = shutil.copytree(converted, tmp_path / "harmed")
     assert str(harm(folder)) in refused("--verify", folder)
+
+
+def test_loading_verifies_where_it_is_asked_to(converted, tmp_path):
+    """Arrays that were swapped, each whole, are found by the checksums of the manifest alone."""
+    folder = shutil.copytree(converted, tmp_path / "harmed")
+    wanjax.load(folder, verify=True)
+    swapped_chunks(folder)
+    wanjax.load(folder)
+    with pytest.raises(WanjaxError, match=r"text_embed\.up\.bias"):
+        wanjax.load(folder, verify=True)
+    assert "text_embed.up.bias" in commands.refused("generate", "a", "--model", folder, "--verify")
 
 
 @pytest.mark.parametrize("harm", [lost_chunk, lost_array, flipped])

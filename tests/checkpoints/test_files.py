@@ -322,3 +322,26 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     for folder in (tmp_path / "file" / "stages", Path("/proc/stages")):
         with pytest.raises(WanjaxError, match=naming("written another")):
             check_folder(folder)
+
+
+def test_what_a_process_left_that_is_gone_is_removed(tmp_path):
+    """Neither what runs, nor what is another machine's, nor what has another name."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    gone, here = f".{ended.pid}@{files.HOST}", f".{os.getpid()}@{files.HOST}"
+    left = [f"{gone}.partial.a.mp4", f"{gone}.old.b"]
+    kept = [
+        f"{here}.partial.c.mp4",
+        f".{ended.pid}@elsewhere.partial.d.mp4",
+        ".hidden",
+        f"{gone}.other.e",
+        "a.mp4",
+        "b",
+    ]
+    for name in (*left, *kept):
+        (tmp_path / name).write_text("x")
+    (tmp_path / f"{gone}.partial.frames").mkdir()
+    (tmp_path / f"{gone}.old.lost").mkdir()  # its process was killed before the new folder had its name
+    with writing(tmp_path / "f.json") as beside:
+        beside.write_text("{}")
+    assert sorted(os.listdir(tmp_path)) == sorted([*kept, "f.json", "lost"])

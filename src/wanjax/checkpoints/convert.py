@@ -28,7 +28,18 @@ from wanjax.checkpoints import modules
 from wanjax.checkpoints.arrays import Arrays, chunk_shape, synchronise
 from wanjax.checkpoints.files import Reader, SafetensorsFile, Spec, save_index, shards, write_safetensors, writing
 from wanjax.checkpoints.hub import INDEX, cached_checksum
-from wanjax.checkpoints.manifest import REQUEST, SHARE, Progress, beside, counting, described, digest, files_in
+from wanjax.checkpoints.manifest import (
+    OWN,
+    REQUEST,
+    SHARE,
+    Progress,
+    beside,
+    counting,
+    described,
+    digest,
+    files_in,
+    own_digest,
+)
 from wanjax.checkpoints.networks import Kinds, Network, components, network
 from wanjax.checkpoints.readers import View
 from wanjax.checkpoints.sources import FORMAT, MANIFEST, UNUSED, WEIGHTS, Source, WanjaxSource, Weights, read_json
@@ -320,7 +331,7 @@ class ToWanjax(Conversion):
             "names": {name: aliases for name, made in self._assignments.items() if (aliases := _aliases(made))},
             "files": {str(path.relative_to(self.partial)): digest(path) for path in beside(self.partial)},
         }
-        _save_json(self.partial / MANIFEST, manifest)
+        _save_json(self.partial / MANIFEST, manifest | {OWN: own_digest(manifest)})
 
     def _verified(self, arrays: Arrays, progress: Callable[[int], object]) -> dict[str, str]:
         """Returns a network's entry of the manifest; removes damaged weights, which the next run writes again."""

@@ -11,6 +11,8 @@ import hashlib
 import json
 import math
 import os
+import re
+import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,10 +20,12 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
+from socket import gethostname
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import ml_dtypes
 import numpy as np
+from psutil import pid_exists
 from safetensors import SafetensorError, safe_open
 
 from wanjax.errors import WanjaxError
@@ -49,6 +53,8 @@ HEADER_LIMIT = 100_000_000  # bytes, as in the safetensors library
 MAX_RANK = 32
 CACHE_LINE = 64  # bytes
 SHARD = 5e9  # bytes of a file, as in published checkpoints
+HOST = re.sub(r"[^\w-]", "-", gethostname())[:40]  # whose processes can be looked up
+LEFT = re.compile(r"\.(?P<pid>\d{1,10})@(?P<host>[\w-]+)\.(?P<kind>partial|old)\.(?P<name>.+)", re.DOTALL)
 FOLDER_FILES = 10_000  # of which a digest is taken
 
 
@@ -280,7 +286,7 @@ def writing(path: Path) -> Iterator[Path]:
 
     Raises WanjaxError in place of the block's OSError.
     """
-    beside = path.with_name(f".{os.getpid()}.partial.{path.name}")
+    beside = name_beside(path)
     try:
         with abandoned_by(beside.unlink):
             yield beside
@@ -290,6 +296,23 @@ def writing(path: Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):
             beside.unlink()
+
+
+def name_beside(path: Path, kind: str = "partial") -> Path:
+    """Returns a name beside `path` of this process's own: `partial` for what is not complete, `old` for what was there.
+
+    Removes what processes of this machine that are gone left. What was there, and is not replaced, gets its name back.
+    """
+    with suppress(OSError):
+        for left in list(path.parent.glob(".*")):
+            if (found := LEFT.fullmatch(left.name)) and found["host"] == HOST and not pid_exists(int(found["pid"])):
+                if found["kind"] == "old" and not left.with_name(found["name"]).exists():
+                    left.rename(left.with_name(found["name"]))
+                elif left.is_dir():
+                    shutil.rmtree(left)
+                else:
+                    left.unlink()
+    return path.with_name(f".{os.getpid()}@{HOST}.{kind}.{path.name}")
 
 
 _abandoned: list[Callable[[], Any]] = []

@@ -2,6 +2,7 @@
 """Checks a wanjax checkpoint against `wanjax.json`: the checksums of its arrays and of its other files."""
 
 import hashlib
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from wanjax.checkpoints.sources import MANIFEST, WEIGHTS, Source, WanjaxSource
 from wanjax.errors import WanjaxError
 
 REQUEST = "request.json"  # the conversion that was asked for, in a folder that is not complete
+OWN = "digest"  # the entry of a manifest with its own digest
 SHARE = 16  # digits of a SHA-256
 Progress = Callable[[str, int, int], object]
 
@@ -19,23 +21,38 @@ Progress = Callable[[str, int, int], object]
 def verify(source: Source, progress: Progress = lambda at, done, total: None) -> dict[str, Any]:
     """Reads a wanjax checkpoint and compares it with its `wanjax.json`, which it returns.
 
-    Raises WanjaxError that names the first file or array that is missing, damaged or changed.
+    All that is in the folder is named there, and all that is named is in the folder. Raises WanjaxError that names the
+    first file or array that is missing, damaged, changed or not named, and where there are no arrays.
     """
     if not isinstance(source, WanjaxSource):
         raise WanjaxError(f"{source.name} is no wanjax checkpoint, whose checksums could be compared")
-    networks, files = source.manifest["networks"], source.manifest["files"]
+    root, networks, files = source.root, source.manifest["networks"], source.manifest["files"]
+    if source.manifest.get(OWN, own := own_digest(source.manifest)) != own:  # none in those of earlier versions
+        raise WanjaxError(f"{root / MANIFEST} is not what was written: convert it again")
+    if unlike := sorted({path.parent.name for path in root.glob(f"*/{WEIGHTS}")} ^ networks.keys()):
+        raise WanjaxError(f"{root / MANIFEST} and the folders of weights differ by {unlike[0]}: convert it again")
     weights = {name: source.weights(name) for name in networks}
+    if not any(arrays.keys() for arrays in weights.values()):
+        raise WanjaxError(f"{root} has no arrays that could be compared: convert it again")
     count = counting(progress, "verifying", sum(arrays.nbytes for arrays in weights.values()))
     for name, arrays in weights.items():
+        if strays := sorted(set(files_in(arrays.path)) - arrays.files()):
+            raise WanjaxError(f"{strays[0]} is of no array that was written: convert it again")
         promised = {key: words.rpartition(" ")[0] for key, words in networks[name].items()}
         found = {key: _words(arrays.spec(key)) for key in arrays.keys()}  # noqa: SIM118
         differing = _differing(found, promised) or _differing(described(arrays, count), networks[name])
         if differing:
             raise WanjaxError(f"{differing[0]} in {arrays.path} is not what was written: convert it again")
-    found = {str(path.relative_to(source.root)): digest(path) for path in beside(source.root)}
+    found = {str(path.relative_to(root)): digest(path) for path in beside(root)}
     if differing := _differing(found, files):
-        raise WanjaxError(f"{source.root / differing[0]} is not what was written: convert it again")
+        raise WanjaxError(f"{root / differing[0]} is not what was written: convert it again")
     return source.manifest
+
+
+def own_digest(manifest: Mapping[str, Any]) -> str:
+    """Returns the digest of a manifest without the entry that holds it."""
+    text = json.dumps({name: entry for name, entry in manifest.items() if name != OWN}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def described(arrays: Arrays, progress: Callable[[int], object]) -> dict[str, str]:

@@ -113,6 +113,7 @@ def main(ctx: click.Context) -> None:
 @options.own_folder
 @options.own_out
 @options.force
+@options.verify
 @options.telling
 @options.json
 @defaults.config
@@ -151,6 +152,7 @@ def generate(report: Report, made: dict[str, Any] | None, **given: Any) -> None:
 @options.tile
 @options.stage_folder
 @options.force
+@options.verify
 @options.telling
 @options.json
 @defaults.config
@@ -179,6 +181,7 @@ def encode(report: Report, **given: Any) -> None:
 @options.preview
 @options.stage_folder
 @options.force
+@options.verify
 @options.telling
 @options.json
 @defaults.config
@@ -202,6 +205,7 @@ def denoise(report: Report, **given: Any) -> None:
 @options.stage_folder
 @options.stage_out
 @options.force
+@options.verify
 @options.telling
 @options.json
 @defaults.config
@@ -416,6 +420,7 @@ def bench(report: Report, **given: Any) -> None:
 @options.devices
 @options.tile
 @options.serving
+@options.verify
 @options.telling
 @defaults.config
 @click.pass_obj

@@ -277,6 +277,11 @@ offload = click.option(
     default=None,
     help="Free each network after its stage.  [default: free it; with several videos, where the next would not fit]",
 )
+verify = click.option(
+    "--verify",
+    is_flag=True,
+    help="Compare the weights of a checkpoint that `wanjax convert` wrote with their checksums before they are loaded.",
+)
 tile = click.option("--tile", is_flag=True, help="Decode frames in tiles, for frames that would not fit.")
 compute = together(
     of_group("compute"),

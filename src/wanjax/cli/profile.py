@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from wanjax.checkpoints.files import writing
 from wanjax.compilers.roofline import peak_flops
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Settings
@@ -51,7 +52,8 @@ class StepProfile:
     def report(self) -> str:
         """Writes the report; returns one sentence: seconds and operations of a step, and the share of the peak."""
         found = self._found()
-        (self.folder / STEPS).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        with writing(self.folder / STEPS) as beside:
+            beside.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
         of_peak = "" if found["mfu"] is None else f", {found['mfu']:.1%} of the bfloat16 peak"
         return (
             f"a step: {found['step_seconds']:.3g} s, {found['step_flops'] / 1e12:.4g} TFLOP, "

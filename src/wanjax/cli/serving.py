@@ -55,7 +55,8 @@ def _loaded(report: Report, given: dict[str, Any]) -> Pipeline:
     """Loads the model, and the decoder of its previews if there is one."""
     chosen: dict[str, Any] = {name: given[name] for name in ("dtype", "attention", "mesh", "lora")}
     chosen["compiler"] = given["compiler"] or kept_set()
-    pipe = registry.load(given["model"], rules=given["rules"] or "fsdp", note=report.note, **chosen)
+    chosen |= {"rules": given["rules"] or "fsdp", "verify": given["verify"]}
+    pipe = registry.load(given["model"], note=report.note, **chosen)
     if decoder := given["preview_decoder"]:
         pipe.preview_with(decoder)
     return pipe

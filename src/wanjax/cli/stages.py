@@ -244,6 +244,7 @@ class Rendering:
             revision=chosen.get("revision"),
             lora=loras,
             offload=self.offload,
+            verify=bool(given.get("verify")),
             progress=self.report.load,
             note=self.report.note,
         )

@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Shaped, UInt8
 from PIL import Image, PngImagePlugin
 
-from wanjax.checkpoints.files import abandoned_by, check_folder, writing
+from wanjax.checkpoints.files import abandoned_by, check_folder, name_beside, writing
 from wanjax.dims import readable
 from wanjax.errors import WanjaxError
 from wanjax.media.ffmpeg import run_ffmpeg
@@ -246,7 +246,7 @@ def _text(comment: str) -> PngImagePlugin.PngInfo:
 def _write_pngs(path: Path, frames: Iterator[Frame], fps: int | float, comment: str) -> None:
     del fps  # a folder keeps it in the settings alone
     text = _text(comment)
-    beside, old = (path.with_name(f".{os.getpid()}.{what}.{path.name}") for what in ("partial", "old"))
+    beside, old = (name_beside(path, kind) for kind in ("partial", "old"))
     try:
         beside.mkdir()
         with abandoned_by(partial(shutil.rmtree, beside)):

@@ -19,6 +19,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 
 from wanjax.checkpoints.arrays import reason
+from wanjax.checkpoints.files import writing
 from wanjax.errors import WanjaxError
 from wanjax.programs import Execute, Site
 from wanjax.sharding import Partitioner, one_device
@@ -76,7 +77,8 @@ class Trainer:
                 return
             text = json.dumps(told, indent=2, sort_keys=True)
             if not file.is_file():
-                file.write_text(text + "\n", encoding="utf-8")
+                with writing(file) as beside:
+                    beside.write_text(text + "\n", encoding="utf-8")
                 return
             before = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:

@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from wanjax.checkpoints.files import writing
 from wanjax.errors import WanjaxError
 
 METRICS = "metrics.jsonl"
@@ -26,8 +27,8 @@ class Metrics:
                 with suppress(ValueError, KeyError, TypeError):
                     if json.loads(line)["step"] <= step:
                         lines.append(line)
-        with _writing(self.file):
-            self.file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        with writing(self.file) as beside:
+            beside.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         with _writing(folder / CURVES):
             self._curves = _writer(folder / CURVES)
 
