@@ -5,6 +5,8 @@ import json
 import mmap
 import os
 import resource
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from hypothesis.extra import numpy as arrays
 from tests.support.words import naming, says
 from wanjax.checkpoints.files import (
     DTYPES,
+    HOST,
     SafetensorsFile,
     SafetensorsFolder,
     Spec,
@@ -328,7 +331,7 @@ def test_what_a_process_left_that_is_gone_is_removed(tmp_path):
     """Neither what runs, nor what is another machine's, nor what has another name."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    gone, here = f".{ended.pid}@{files.HOST}", f".{os.getpid()}@{files.HOST}"
+    gone, here = f".{ended.pid}@{HOST}", f".{os.getpid()}@{HOST}"
     left = [f"{gone}.partial.a.mp4", f"{gone}.old.b"]
     kept = [
         f"{here}.partial.c.mp4",
