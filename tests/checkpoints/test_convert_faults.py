@@ -326,7 +326,7 @@ def test_verify_names_what_is_wrong(converted, tmp_path, harm):
     assert str(harm(folder)) in refused("--verify", folder)
 
 
-def test_loading_verifies_where_it_is_asked_to(converted, tmp_path):
+def test_loading_verifies_where_it_is_asked_to(converted, tmp_path, monkeypatch):
     """Arrays that were swapped, each whole, are found by the checksums of the manifest alone."""
     folder = shutil.copytree(converted, tmp_path / "harmed")
     wanjax.load(folder, verify=True)
@@ -334,6 +334,7 @@ def test_loading_verifies_where_it_is_asked_to(converted, tmp_path):
     wanjax.load(folder)
     with pytest.raises(WanjaxError, match=r"text_embed\.up\.bias"):
         wanjax.load(folder, verify=True)
+    monkeypatch.chdir(tmp_path)
     assert "text_embed.up.bias" in commands.refused("generate", "a", "--model", folder, "--verify")
 
 
