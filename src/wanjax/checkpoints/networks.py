@@ -12,6 +12,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from wanjax.checkpoints.sources import Source
+from wanjax.converters.configs import read_config
 from wanjax.converters.names import Names
 from wanjax.converters.rules import Rule
 from wanjax.errors import WanjaxError
@@ -77,7 +78,13 @@ class Network(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _abstract(module: type[Any], config: Config, **options: Any) -> Any:
-    return as_shapes(lambda rngs: module(config, **options, rngs=rngs))
+    try:
+        return as_shapes(lambda rngs: module(config, **options, rngs=rngs))
+    except WanjaxError:
+        raise
+    except (TypeError, ValueError, LookupError, ArithmeticError) as error:
+        why = f"{module.__name__} cannot be made of these sizes, {str(error).partition(chr(10))[0]}"
+        raise WanjaxError(f"{why}: those of a published config.json are right") from error
 
 
 def network_of(config: Config, kinds: Kinds) -> Network:
@@ -103,10 +110,13 @@ def network(source: Source, component: str, kinds: Kinds) -> Network:
     if listed[component] not in by_class:
         known = ", ".join(by_class)
         raise WanjaxError(f"the {component} of {source.name} is a {listed[component]}, where {known} can be read")
-    return read_network(listed[component], source.config(component), kinds)
+    return read_network(listed[component], source.config(component), kinds, f"the {component}'s config.json")
 
 
-def read_network(name: str, json: Mapping[str, Any], kinds: Kinds) -> Network:
-    """Returns the network that a config.json describes, for a class name of one of the kinds."""
+def read_network(name: str, json: Mapping[str, Any], kinds: Kinds, file: str = "config.json") -> Network:
+    """Returns the network that a config.json describes, for a class name of one of the kinds.
+
+    Raises WanjaxError, with the name of the file, for an entry that no network has.
+    """
     kind = next(kind for kind in kinds if name in kind.classes)
-    return Network(kind.read(json), kind)
+    return Network(read_config(file, json, kind.read), kind)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configs of Wan's networks, and those of the published checkpoints."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import prod
 
 from wanjax.layers.tiling import Tiling
@@ -75,7 +75,7 @@ class CausalTransformerConfig(TransformerConfig):
 
     block_frames: int
     window: int
-    sink: int
+    sink: int = field(metadata={"least": 0})
 
     @property
     def slots(self) -> int:

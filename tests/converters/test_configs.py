@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configs of networks from files that anybody may have written: read, or refused with the entry that is wrong."""
+
+import json
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+import wanjax
+from tests.support import tiny
+from tests.support.commands import refused
+from tests.support.quick import quick
+from tests.support.types import unchecked
+from tests.support.words import says
+from wanjax.checkpoints.networks import components, read_network
+from wanjax.checkpoints.sources import open_source
+from wanjax.errors import WanjaxError
+from wanjax.registry import kinds
+
+MODELS = {
+    "wan": tiny.tiny_image_checkpoint,
+    "wan-vace": tiny.tiny_control_checkpoint,
+    "wan-causal": tiny.tiny_causal_checkpoint,
+    "cogvideox": tiny.tiny_cogvideox_checkpoint,
+    "hunyuanvideo": partial(tiny.tiny_hunyuan_checkpoint, pictured=True),
+}
+WRONG = ["x", "", -1, 0, None, True, 1e30, 2**40, float("nan"), [], {}, [1], [1] * 40, ["x"], [[]], [True] * 40]
+
+
+@pytest.fixture(scope="module", params=quick(["wan"], MODELS))
+def source(request, tmp_path_factory):
+    return open_source(MODELS[request.param](tmp_path_factory.mktemp("model") / "one"))
+
+
+def test_any_value_of_any_entry_is_read_or_refused(source):
+    """No other error than that of the library is raised."""
+    named = {kind for each in kinds() for kind in each.classes}
+    for component, kind in components(source.index).items():
+        if kind not in named:
+            continue
+        config = source.config(component)
+        for key in config:
+            for value in WRONG:
+                _read(kind, config | {key: value})
+            _read(kind, {name: entry for name, entry in config.items() if name != key})
+
+
+def _read(kind, config):
+    with suppress(WanjaxError):
+        network = read_network(kind, config, kinds(), "the file")
+        if sum(x for x in config.values() if type(x) is int) < 2**20:  # else it takes long
+            network.abstract(dtype=jnp.float32, param_dtype=jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("component", "key", "value"),
+    [
+        ("transformer", "num_layers", -1),
+        ("transformer", "num_layers", "x"),
+        ("transformer", "num_attention_heads", 0),
+        ("transformer", "patch_size", "x"),
+        ("transformer", "ffn_dim", None),
+        ("transformer", "eps", "small"),
+        ("vae", "temperal_downsample", [True] * 40),
+        ("vae", "dim_mult", [1, -2, 4, 4]),
+        ("vae", "z_dim", 4.5),
+        ("text_encoder", "num_layers", -1),
+        ("text_encoder", "d_ff", "wide"),
+    ],
+)
+def test_an_entry_that_is_wrong_is_named(tmp_path, monkeypatch, component, key, value):
+    monkeypatch.chdir(tmp_path)
+    model = tiny.tiny_checkpoint(tmp_path / "model")
+    file = Path(model) / component / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    with unchecked():
+        said = refused("generate", "a", "--model", model)
+        assert says(said, f"{component}'s config.json {key}")
+        with pytest.raises(WanjaxError, match=key):
+            wanjax.load(model).vae, wanjax.load(model).text_encoder
