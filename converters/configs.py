@@ -57,13 +57,14 @@ def read_config(file: str, json: Mapping[str, Any], read: Callable[[Mapping[str,
     for each in fields(config):  # pyright: ignore[reportArgumentType]
         value = getattr(config, each.name)
         if right := _unlike(value, hints[each.name], each.metadata.get("least", 1)):
-            same = [key for key, found in entries.read.items() if found == value or _listed(found) == value]
+            same = [key for key, found in entries.read.items() if found == value or _is_list_of(found, value)]
             raise _misfit(file, [*same, each.name][0], value, right)
     return config
 
 
-def _listed(value: Any) -> tuple[Any, ...] | None:
-    return tuple(value) if isinstance(value, list | str) else None
+def _is_list_of(found: Any, value: Any) -> bool:
+    """Tells whether a tuple was made of an entry."""
+    return isinstance(value, tuple) and isinstance(found, list | str) and tuple(found) == value
 
 
 def _misfit(file: str, name: str, value: Any, right: str) -> WanjaxError:
