@@ -1,6 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m wanjax` is `wanjax`."""
 
-from wanjax.cli import main
+import signal
 
-main(prog_name="wanjax")
+from wanjax.signals import stop
+
+
+def main() -> None:
+    """Runs the command line, which Ctrl-C ends from the first moment on."""
+    signal.signal(signal.SIGINT, stop)
+    from wanjax.cli import main as run
+
+    run(prog_name="wanjax")
+
+
+if __name__ == "__main__":
+    main()

@@ -70,61 +70,76 @@ def test_help_lists_the_commands():
     [
         (
             "generate",
-            "from prompts seeds count model negative-prompt image last-image video mask reference resize size height "
-            "width frames fps steps guidance-scale guidance-scale-2 boundary strength dynamic-guidance flow-shift "
-            "sigmas cache seed scheduler noise lora attention block-q block-kv block-kv-compute window batch-guidance "
-            "dtype compiler mesh rules processes tile offload profile preview preview-decoder dir out force quiet "
-            "verbose json config help",
+            "from prompts seeds count model negative-prompt image last-image video mask reference max-picture "
+            "resize size height width frames fps steps guidance-scale guidance-scale-2 boundary strength "
+            "dynamic-guidance flow-shift sigmas cache seed scheduler noise lora attention block-q block-kv "
+            "block-kv-compute window batch-guidance dtype compiler mesh rules processes tile offload profile "
+            "preview preview-decoder dir out force verify quiet verbose json config help",
         ),
         (
             "encode",
-            "model negative-prompt image last-image video mask reference resize size height width frames dtype "
-            "compiler mesh rules processes tile dir force quiet verbose json config help",
+            "model negative-prompt image last-image video mask reference max-picture resize size height width "
+            "frames dtype compiler mesh rules processes tile dir force verify quiet verbose json config help",
         ),
         (
             "denoise",
             "model size height width frames fps steps guidance-scale guidance-scale-2 boundary strength "
             "dynamic-guidance flow-shift sigmas cache seed scheduler noise lora attention block-q block-kv "
-            "block-kv-compute window batch-guidance dtype compiler mesh rules processes profile "
-            "preview preview-decoder dir force quiet verbose json config help",
+            "block-kv-compute window batch-guidance dtype compiler mesh rules processes profile preview "
+            "preview-decoder dir force verify quiet verbose json config help",
         ),
-        ("decode", "model fps dtype compiler mesh rules processes tile dir out force quiet verbose json config help"),
+        (
+            "decode",
+            "model fps dtype compiler mesh rules processes tile dir out force verify quiet verbose json config help",
+        ),
         (
             "plan",
-            "model chip prompt image last-image video mask reference resize size height width frames fps steps "
-            "guidance-scale guidance-scale-2 boundary strength dynamic-guidance flow-shift sigmas cache seed scheduler "
-            "noise lora attention block-q block-kv block-kv-compute window batch-guidance dtype compiler mesh rules "
-            "tile offload train lora-rank full batch optimizer json config help",
+            "model chip prompt image last-image video mask reference max-picture resize size height width frames "
+            "fps steps guidance-scale guidance-scale-2 boundary strength dynamic-guidance flow-shift sigmas cache "
+            "seed scheduler noise lora attention block-q block-kv block-kv-compute window batch-guidance dtype "
+            "compiler mesh rules tile offload train lora-rank full batch optimizer json config help",
         ),
         (
             "warmup",
-            "model prompt image last-image video mask reference resize size height width frames fps steps "
-            "guidance-scale guidance-scale-2 boundary strength dynamic-guidance flow-shift sigmas cache seed scheduler "
-            "noise lora attention block-q block-kv block-kv-compute window batch-guidance dtype compiler mesh rules "
-            "processes tile offload quiet verbose config help",
+            "model prompt image last-image video mask reference max-picture resize size height width frames fps "
+            "steps guidance-scale guidance-scale-2 boundary strength dynamic-guidance flow-shift sigmas cache "
+            "seed scheduler noise lora attention block-q block-kv block-kv-compute window batch-guidance dtype "
+            "compiler mesh rules processes tile offload quiet verbose config help",
         ),
         (
             "calibrate",
             "with-prompt image size height width frames steps guidance-scale attention block-q block-kv "
             "block-kv-compute window dtype compiler mesh rules quiet verbose config help",
         ),
-        ("convert", "to dtype lora revision verify quiet verbose config help"),
-        ("info", "json config help"),
-        ("models", "json config help"),
-        ("bench", "quick keep json quiet verbose config help"),
+        (
+            "convert",
+            "to dtype lora revision verify quiet verbose config help",
+        ),
+        (
+            "info",
+            "json config help",
+        ),
+        (
+            "models",
+            "json config help",
+        ),
+        (
+            "bench",
+            "quick keep json quiet verbose config help",
+        ),
         (
             "train",
             "out steps batch accumulate seed rank alpha dropout target full dialect expert optimizer rate warm-up "
             "schedule clip weight-decay average fps cut resize buckets shortest store timesteps shift logit-mean "
             "logit-deviation dropped-captions preserved-uncaptioned sample sample-every held-out evaluate-every "
-            "save-every size height width frames attention block-q block-kv block-kv-compute window dtype compiler "
-            "mesh rules processes quiet verbose json config help",
+            "save-every size height width frames attention block-q block-kv block-kv-compute window dtype "
+            "compiler mesh rules processes quiet verbose json config help",
         ),
         (
             "serve",
-            "model attention block-q block-kv block-kv-compute window batch-guidance lora dtype compiler mesh rules "
-            "processes tile host port token dir max-queue max-pixels max-steps max-upload preview preview-decoder "
-            "rehearse quiet verbose config help",
+            "model attention block-q block-kv block-kv-compute window batch-guidance lora dtype compiler mesh "
+            "rules processes tile host port token dir max-queue max-pixels max-steps max-upload preview "
+            "preview-decoder rehearse verify quiet verbose config help",
         ),
     ],
 )

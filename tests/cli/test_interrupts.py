@@ -105,6 +105,33 @@ def blocked(patched: str, work: str, *arguments: str) -> list[str]:
     return [sys.executable, "-c", CODE.format(patched=patched, work=work), *arguments]
 
 
+COMMANDS = {
+    "generate": ["a red circle", "--steps", "200", "--out", "a.mp4"],
+    "plan": ["plan", "nano", "--chip", "cpu"],
+    "convert": ["convert", "nano", "converted"],
+    "serve": ["serve", "--port", "0", "--dir", "served", "--no-rehearse"],
+}
+MOMENTS = [0.2, 0.5, 1, 2, 3, 5]
+
+
+@pytest.mark.parametrize("command", quick(["generate", "convert"], COMMANDS))
+@pytest.mark.parametrize("seconds", quick([0.5, 2], MOMENTS))
+def test_ctrl_c_ends_a_command_at_any_moment(environment, command, seconds):
+    """While Python imports, JAX starts, or weights are read: with 130, no traceback, and nothing half-written."""
+    with Run([sys.executable, "-m", "wanjax", *COMMANDS[command]], environment) as run:
+        time.sleep(seconds)
+        run.press()
+        status = run.ended(20)
+    if "Traceback" in run.said:  # Python had not come to this library: a busy machine starts it slowly
+        assert "wanjax" not in run.said.replace("python -m wanjax", "")
+    elif status:
+        assert status == 130
+        assert "wanjax: stopped" in run.said
+    else:  # it had ended, or a server had begun to listen
+        assert command in ("plan", "convert", "serve")
+    assert not [name for name in os.listdir() if name.endswith(".mp4") or (name == "converted" and status)]
+
+
 @pytest.mark.parametrize("work", quick(["compile"], ["compute", "compile"]))
 def test_a_second_ctrl_c_ends_what_xla_is_doing(model, environment, work):
     command = blocked("latents", f"lambda *_, **__: (call() for call in [{work}])", *GIVEN, "--model", model)

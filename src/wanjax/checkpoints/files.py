@@ -15,7 +15,7 @@ import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from itertools import islice
@@ -29,6 +29,7 @@ from psutil import pid_exists
 from safetensors import SafetensorError, safe_open
 
 from wanjax.errors import WanjaxError
+from wanjax.signals import abandoned_by
 
 DTYPES = {
     "BOOL": np.dtype(np.bool_),
@@ -313,26 +314,6 @@ def name_beside(path: Path, kind: str = "partial") -> Path:
                 else:
                     left.unlink()
     return path.with_name(f".{os.getpid()}@{HOST}.{kind}.{path.name}")
-
-
-_abandoned: list[Callable[[], Any]] = []
-
-
-@contextmanager
-def abandoned_by(clean_up: Callable[[], Any]) -> Iterator[None]:
-    """Calls `clean_up` if the process is ended while the block runs, when no `finally` would run."""
-    _abandoned.append(clean_up)
-    try:
-        yield
-    finally:
-        _abandoned.remove(clean_up)
-
-
-def abandon() -> None:
-    """Cleans up what is under way, because the process ends at once."""
-    for clean_up in reversed(_abandoned):
-        with suppress(OSError):
-            clean_up()
 
 
 def check_folder(folder: Path) -> None:

@@ -7,6 +7,7 @@ traceback.
 """
 
 import os
+import signal
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from click.shell_completion import CompletionItem
 
 from wanjax.cli import defaults, options, train_options
 from wanjax.cli.arguments import check_prompt, complete_commands, complete_files, complete_models
-from wanjax.cli.report import INTERRUPTED, Report
+from wanjax.cli.report import Report, watched
 from wanjax.errors import WanjaxError, is_out_of_memory
+from wanjax.signals import INTERRUPTED, stop
 
 FAILURE, MISTAKE = 1, 2  # exit statuses
 DEVICES = ("/dev/accel*", "/dev/vfio/*")  # device files of TPUs, by generation
@@ -90,6 +92,8 @@ def main(ctx: click.Context) -> None:
         for name, value in ANSWERS.items():
             os.environ.setdefault(name, value)
     ctx.obj = Report()
+    if signal.getsignal(signal.SIGINT) is stop:  # the process is this command's own
+        ctx.with_resource(watched(ctx.obj.interrupted))
 
 
 @main.command()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `convert`: prints a table of what will be read and written, then shows the progress."""
 
+import shlex
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,8 +60,10 @@ def convert(
             licence=preset.licence if preset else None,
         )
     _announce(report, conversion)
+    report.way_on = shlex.join(["wanjax", *sys.argv[1:]])
     with _bar(report) as progress:
         new = conversion.run(progress)
+    report.way_on = None
     report.note(f"{target} is complete and verified" if new else f"{target} was already there, complete")
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from wanjax.errors import WanjaxWarning
+from wanjax.signals import INTERRUPTED, abandon
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -102,6 +103,13 @@ class Report:
     def outcome(self) -> str:
         """The last line of a run that did not complete: what is left of it, if anything."""
         return f"what was complete is kept, and this goes on from there: {self.way_on}\n" if self.way_on else ""
+
+    def interrupted(self) -> None:
+        """Answers Ctrl-C outside of a stage: ends the process at once.
+
+        An exception would be lost, or crash the process, where Python imports, collects garbage, or waits for C.
+        """
+        end_at_once(f"\nwanjax: stopped\n{self.outcome}", terminal=False)
 
     def _pressed(self) -> None:
         """Answers Ctrl-C. An exception inside JAX would be lost, or crash the process, so the run stops in between."""
@@ -204,7 +212,6 @@ def _device_peak() -> int | None:
     return max((stat["peak_bytes_in_use"] for stat in stats if "peak_bytes_in_use" in stat), default=None)
 
 
-INTERRUPTED = 130  # the exit status
 OVER = b"\0"
 SHOW_CURSOR = "\x1b[?25h"
 
@@ -243,8 +250,6 @@ def watched(pressed: Callable[[], None]) -> Iterator[None]:
 
 def end_at_once(told: str, terminal: bool) -> NoReturn:
     """Ends the process at once; cleans up what is under way, prints a text, and shows a terminal's cursor again."""
-    from wanjax.checkpoints.files import abandon  # imported late for a quick --help
-
     abandon()
     os.write(2, f"{SHOW_CURSOR if terminal else ''}{told}".encode())
     os._exit(INTERRUPTED)

@@ -3,6 +3,7 @@
 
 import asyncio
 import os
+import signal
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -12,11 +13,12 @@ import jax
 
 from wanjax import registry
 from wanjax.cli.processes import meet
-from wanjax.cli.report import INTERRUPTED, Report
+from wanjax.cli.report import Report
 from wanjax.errors import WanjaxError
 from wanjax.kernels.compiler_options import kept_set
 from wanjax.layers.tiling import Tiling
 from wanjax.pipelines.pipeline import Pipeline
+from wanjax.signals import INTERRUPTED
 
 LIBRARIES = {
     "starlette": "starlette",
@@ -113,6 +115,7 @@ def _listen(report: Report, host: str, port: int, token: str | None, folder: Pat
 
 
 def _run(server: Any, report: Report) -> None:
+    signal.set_wakeup_fd(-1)  # Ctrl-C is the server's from here on
     try:
         asyncio.run(server.serve())
     except SystemExit as error:  # uvicorn's, where it cannot listen; it has told why

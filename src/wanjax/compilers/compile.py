@@ -7,12 +7,14 @@ holds a lock. It is given bytes, meshes and options. Nothing of it remains after
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import requires, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +28,7 @@ from wanjax.compilers.lowering import Lowering
 from wanjax.compilers.roofline import machines
 from wanjax.compilers.schedule import Schedule, read_dump
 from wanjax.errors import WanjaxError
+from wanjax.signals import abandoned_by
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -111,7 +114,7 @@ def compiled(jobs: Sequence[Job], *, schedules: Container[int] = ()) -> Iterator
     check_compiler()
     if not jobs:
         return
-    with tempfile.TemporaryDirectory(prefix="wanjax-plan-") as name:
+    with tempfile.TemporaryDirectory(prefix="wanjax-plan-") as name, abandoned_by(partial(shutil.rmtree, name)):
         folders: dict[Path, list[int]] = {}
         for number, job in enumerate(jobs):
             root = Path(name) / ("schedules" if number in schedules else "programs")

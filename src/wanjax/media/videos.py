@@ -22,11 +22,12 @@ import numpy as np
 from jaxtyping import Shaped, UInt8
 from PIL import Image, PngImagePlugin
 
-from wanjax.checkpoints.files import abandoned_by, check_folder, name_beside, writing
+from wanjax.checkpoints.files import check_folder, name_beside, writing
 from wanjax.dims import readable
 from wanjax.errors import WanjaxError
 from wanjax.media.ffmpeg import run_ffmpeg
 from wanjax.media.webp import keep_time
+from wanjax.signals import abandoned_by
 
 FRAME = "frame_{:05d}.png"
 IS_FRAME = re.compile(r"frame_\d{5,}\.png")
