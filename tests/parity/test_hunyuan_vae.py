@@ -128,6 +128,7 @@ def test_the_reference_s_tiling_is_ours():
     assert VAE_1_5.tiling == (size, int(size * (1 - usual.tile_overlap_factor)))
 
 
+@pytest.mark.slow  # Wan's autoencoder, of the same convolutions, has a quick one
 def test_longer_chunks_make_the_whole(vae, streams, whole):
     """The first chunk and the later ones may have several latent frames."""
     x, z = whole[0], whole[1]

@@ -136,6 +136,7 @@ def test_a_second_expert_begins_with_a_whole_step(tmp_path):
     assert error(first[start + 2], plain[start + 2].astype(np.float64)) > 1e-5
 
 
+@pytest.mark.slow  # tests/pipelines/test_reused_steps.py has a quick one
 def test_eight_devices_agree_with_one(tmp_path):
     folder = tiny_hunyuan_checkpoint(tmp_path)
     alone, together = (wanjax.load(folder, mesh=mesh) for mesh in (None, "dp=2,sp=2,tp=2"))
