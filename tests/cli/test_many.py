@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as some
 
+from tests.support.commands import refused
 from tests.support.words import says
 from wanjax.cli import main
 from wanjax.cli.many import prompts_of, seeds_of
@@ -113,6 +114,22 @@ def test_mistakes(tmp_path, arguments, sentence):
 def test_lists_of_seeds(single, first, more):
     listed = ",".join([*map(str, single), f"{first}..{first + more}"])
     assert seeds_of(listed, None, 0) == list(dict.fromkeys([*single, *range(first, first + more + 1)]))
+
+
+def test_more_videos_than_anybody_makes_are_refused():
+    """Their numbers are never listed."""
+    assert says(refused("generate", "a", "--seeds", "0..99999999999"), "0..99999999999 100,000,000,000 100,000")
+    assert says(refused("generate", "a", "--count", "1000000000000"), "--count 1000000000000 100000")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "right"),
+    [("--steps", "999999999999", "10000"), ("--size", "100000x100000", "16384"), ("--frames", "9" * 12, "100000")],
+)
+def test_values_that_no_machine_can_make_are_refused_at_the_door(option, value, right):
+    said = refused("generate", "a", option, value)
+    assert says(said, f"{right}")
+    assert "memory" not in said
 
 
 def test_one_prompt_is_a_list_of_one():

@@ -10,6 +10,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from wanjax.cli.options import MOST_VIDEOS
 from wanjax.cli.processes import is_first, meet
 from wanjax.cli.report import Report
 from wanjax.cli.stages import VIDEOS, Rendering, Reporting, slug
@@ -117,7 +118,10 @@ def seeds_of(listed: str | None, count: int | None, first: int) -> list[int]:
     found: list[int] = []
     for part in listed.split(","):
         if bounds := RANGE.fullmatch(part.strip()):
-            found += range(int(bounds[1]), int(bounds[2]) + 1)
+            low, high = int(bounds[1]), int(bounds[2])
+            if high - low >= MOST_VIDEOS:
+                raise WanjaxError(f"the seeds {part.strip()} are {high - low + 1:,} where {MOST_VIDEOS:,} are the most")
+            found += range(low, high + 1)
         elif part.strip().isdecimal():
             found.append(int(part))
         else:

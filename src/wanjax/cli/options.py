@@ -24,6 +24,7 @@ def is_typed(name: str, ctx: click.Context | None = None) -> bool:
 
 
 SETTINGS = schema(Settings)
+MOST_VIDEOS = 100_000  # of one command
 KEPT = "wanjax.kept"  # the key, in a command's context, of options that become a part of another option
 CONTEXT = {"help_option_names": ["-h", "--help"], "token_normalize_func": today, "max_content_width": 100}
 
@@ -131,7 +132,9 @@ many = together(
         help="Make a video of each line of FILE, or of standard input for -, in place of PROMPT.",
     ),
     click.option("--seeds", metavar="LIST", help="Make a video with each of these seeds, such as 0..7 or 1,5,9."),
-    click.option("--count", type=click.IntRange(min=1), metavar="N", help="Make N videos, with seeds from --seed on."),
+    click.option(
+        "--count", type=click.IntRange(1, MOST_VIDEOS), metavar="N", help="Make N videos, with seeds from --seed on."
+    ),
 )
 MODEL = "NAME|HUB_ID|FOLDER"
 model = click.option(

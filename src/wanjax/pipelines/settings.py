@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 DTYPES = ("bfloat16", "float32")
 RESIZES = ("crop", "pad", "stretch")
 LONGEST_NUMBER = 40  # characters
+LARGEST_SIDE = 16_384  # pixels
 KINDS = {str: "a text in UTF-8", bool: "true or false", int: "a whole number", float: "a finite number"}
 SomeSettings = TypeVar("SomeSettings", bound="Settings")
 
@@ -123,13 +124,15 @@ class Settings:
     negative_prompt: str = setting(
         "What the video should not show.", group="text", metavar="TEXT", aliases=("negative", "n_prompt")
     )
-    height: int = setting("Height alone.", group="shape", metavar="N")
-    width: int = setting("Width alone.", group="shape", metavar="N")
-    frames: int = setting("Number of frames.", group="shape", metavar="4n+1", aliases=("num_frames", "frame_num"))
+    height: int = setting("Height alone.", group="shape", metavar="N", most=LARGEST_SIDE)
+    width: int = setting("Width alone.", group="shape", metavar="N", most=LARGEST_SIDE)
+    frames: int = setting(
+        "Number of frames.", group="shape", metavar="4n+1", most=100_000, aliases=("num_frames", "frame_num")
+    )
     fps: int = setting("Frames a second.", group="denoising", metavar="N", least=1, aliases=("frame_rate",))
     steps: int = setting(
         "Denoising steps.",
-        group="denoising", metavar="N", least=1, usual=50, aliases=("num_inference_steps", "sample_steps"),
+        group="denoising", metavar="N", least=1, most=10_000, usual=50, aliases=("num_inference_steps", "sample_steps"),
     )  # fmt: skip
     guidance_scale: float = setting(
         "How far to go from the negative prompt to the prompt; 1 is no guidance.",
