@@ -144,3 +144,16 @@ def test_padding_is_encoded_as_exact_zeros():
     features = encode_text(encoder, tokens, tokens > 0)
     assert features.dtype == jnp.bfloat16
     np.testing.assert_array_equal(jnp.any(features != 0, axis=-1), tokens > 0)
+
+
+@pytest.mark.parametrize("where", ["pre_tokenizer", "normalizer"])
+def test_a_regular_expression_of_a_stranger_is_refused(tmp_path, where):
+    """One that takes exponential time would end the process when a prompt is read."""
+    file = save_tokenizer(tmp_path) / "tokenizer.json"
+    pattern = {"Regex": "(a+)+$"}
+    part = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+    if where == "normalizer":
+        part = {"type": "Replace", "pattern": pattern, "content": " "}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {where: part}))
+    with pytest.raises(WanjaxError, match=naming("tokenizer.json '(a+)+$'")):
+        Tokenizer.load(tmp_path, length=TEXT_LENGTH)

@@ -4,7 +4,7 @@
 import html
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,11 @@ from jaxtyping import Bool, Int
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.text.spiece import read_spiece
 
+PATTERNS = (
+    " {2,}",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+"""The regular expressions of T5 and of Qwen. A stranger's may take exponential time, and then end the process."""
 T5_EXTRA_TOKENS = 100  # of a SentencePiece model whose settings do not give their number
 
 
@@ -120,9 +125,29 @@ def _truncation(prompt: str, encoding: tokenizers.Encoding, length: int) -> Trun
 
 def _read_tokenizer(file: Path) -> tokenizers.Tokenizer:
     try:
-        return tokenizers.Tokenizer.from_file(str(file))
+        text = file.read_text(encoding="utf-8")
+        strange = [pattern for pattern in _patterns(json.loads(text)) if pattern not in PATTERNS]
+        if strange:
+            known = "the expressions of the models that are known here are"
+            raise WanjaxError(f"{file} splits text by the regular expression {strange[0][:60]!r}: {known} right")
+        return tokenizers.Tokenizer.from_str(text)
+    except WanjaxError:
+        raise
     except Exception as error:  # the library raises no narrower type
         raise WanjaxError(f"{file} is not a readable tokenizer: {error}") from error
+
+
+def _patterns(json: Any) -> Iterator[str]:
+    """Yields the regular expressions of a tokenizer's JSON, but for what stands in its vocabulary."""
+    if isinstance(json, dict):
+        for name, value in json.items():
+            if name == "Regex":
+                yield str(value)
+            elif name not in ("vocab", "merges"):
+                yield from _patterns(value)
+    elif isinstance(json, list):
+        for value in json:
+            yield from _patterns(value)
 
 
 def _read_json(file: Path) -> dict[str, Any]:
