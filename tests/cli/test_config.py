@@ -181,7 +181,7 @@ def test_empty_files_and_tables_change_nothing(given):
         ("generate = 3", "my.toml generate 3 table [generate]"),
         ("size = 'big'", "'big' WIDTHxHEIGHT 832x480"),
         ("dtype = 'float8'", "'--dtype' 'float8' 'bfloat16' 'float32'"),
-        ("count = 0", "'--count' 0 x>=1"),
+        ("count = 0", "'--count' 0 1<=x"),
         ("[plan]\nsteps = '3'", "my.toml [plan] steps '3' whole number"),
         ("steps = ", "my.toml Invalid value"),
         ("steps = 1\nsteps = 2", "my.toml Cannot overwrite"),

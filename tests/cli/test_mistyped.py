@@ -31,7 +31,7 @@ def prompts(tmp_path, monkeypatch) -> list[str]:
         (["--dir", "d0", "decode"], "'decode' command wanjax decode"),
         (["paint", "--help"], "command 'paint' generate encode denoise decode plan"),
         (["price", "nano", "--chip", "v6e-8"], "--chip plan command 'price'"),
-        (["a red circle", "--verify"], "--verify convert generate"),
+        (["a red circle", "--to", "diffusers"], "--to convert generate"),
         (["help", "decod"], "command 'decod' generate"),
     ],
 )
