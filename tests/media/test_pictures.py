@@ -149,7 +149,8 @@ def test_a_clip_whose_frames_are_large_together(tmp_path, monkeypatch, suffix):
     monkeypatch.setattr(pictures, "TIMES", 5)
     with pytest.raises(WanjaxError, match=naming(f"a{suffix} pixels 1,280")):
         read_clip(path, **MANY)
-    monkeypatch.setattr(BOUNDS, "pixels", 16 * 15)
+    monkeypatch.setattr(pictures, "TIMES", 16)
+    monkeypatch.setattr(BOUNDS, "pixels", 16 * 15)  # too few for one frame, and enough for all of them
     with pytest.raises(WanjaxError, match=naming(f"a{suffix} pixels")):
         read_clip(path, **MANY)
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `convert`: prints a table of what will be read and written, then shows the progress."""
 
-import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,7 +58,7 @@ def convert(
             licence=preset.licence if preset else None,
         )
     _announce(report, conversion)
-    report.way_on = shlex.join(["wanjax", *sys.argv[1:]])
+    report.goes_on()
     with _bar(report) as progress:
         new = conversion.run(progress)
     report.way_on = None

@@ -7,6 +7,7 @@ Ctrl-C is deferred to the end of a step.
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import sys
@@ -98,6 +99,10 @@ class Report:
         """Raises KeyboardInterrupt if Ctrl-C was pressed while a stage ran."""
         if self._stop:
             raise KeyboardInterrupt
+
+    def goes_on(self) -> None:
+        """Notes that this command, given again, goes on from what it has done."""
+        self.way_on = shlex.join(["wanjax", *sys.argv[1:]])
 
     @property
     def outcome(self) -> str:

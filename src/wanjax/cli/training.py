@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `train`: encodes the data, trains, and tells what was written."""
 
-import shlex
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,7 @@ def train(report: Report, *, model: str, data: Path, out: Path, **given: Any) ->
         note=report.note,
     )
     begun = Training(pipe, data, out, config, note=report.note, count=report.count)
-    report.way_on = shlex.join(["wanjax", *sys.argv[1:]])
+    report.goes_on()
     with report.stage("train"):
         written = begun.run()
     report.way_on = None

@@ -239,10 +239,9 @@ def _film(source: str | Path, frames: int, fps: int | float) -> Generator[Pictur
     while header := PPM.match(data, at):  # pictures end to end, each with a header
         width, height = int(header[1]), int(header[2])
         at = header.end() + width * height * 3
-        if at > min(len(data), most):
-            raise WanjaxError(
-                f"{source} has more than {most // 3:,} pixels in {frames} frames, which is the most allowed"
-            )
+        if at > min(len(data), most) or width * height > BOUNDS.pixels:
+            bounds = f"{BOUNDS.pixels:,}, and {most // 3:,} in all frames,"
+            raise WanjaxError(f"{source} has frames of {width}x{height} pixels where {bounds} are allowed at most")
         yield np.frombuffer(data[header.end() : at], np.uint8).reshape(height, width, 3)
 
 
