@@ -132,7 +132,8 @@ class Settings:
     fps: int = setting("Frames a second.", group="denoising", metavar="N", least=1, aliases=("frame_rate",))
     steps: int = setting(
         "Denoising steps.",
-        group="denoising", metavar="N", least=1, most=1_000_000, usual=50, aliases=("num_inference_steps", "sample_steps"),
+        group="denoising", metavar="N", least=1, most=1_000_000, usual=50,
+        aliases=("num_inference_steps", "sample_steps"),
     )  # fmt: skip
     guidance_scale: float = setting(
         "How far to go from the negative prompt to the prompt; 1 is no guidance.",
