@@ -33,7 +33,7 @@ from wanjax.pipelines.caching.tables import key_of, measured_file, tables_of
 from wanjax.pipelines.checks import dtype_name
 from wanjax.pipelines.cogvideox import FAMILY as COGVIDEOX
 from wanjax.pipelines.components import Components, MakeRoom
-from wanjax.pipelines.family import Architecture, Family, Preset, auto_axes, family_of
+from wanjax.pipelines.family import Architecture, Family, Preset, auto_axes, family_of, named_sizes, side_lengths
 from wanjax.pipelines.hunyuanvideo import FAMILY as HUNYUANVIDEO
 from wanjax.pipelines.keywords import knows_keywords
 from wanjax.pipelines.memory import bytes_needed, check_memory
@@ -148,6 +148,13 @@ def outline(model: str) -> tuple[Family, Architecture, Settings]:
         return family, _tabled(_scheduled(preset.architecture, preset), family, preset), preset.defaults
     found = examine(model, encoders=True)
     return found.family, found.architecture, found.settings
+
+
+def size_of(model: str, given: Mapping[str, Any]) -> tuple[int, int]:
+    """Returns the (height, width) that settings mean for a model, of which `size` may be a name."""
+    _, architecture, defaults = outline(model)
+    preset = _published(model)
+    return _sized(architecture, defaults, preset.sizes if preset else (), given).size
 
 
 def family_with(preset: Preset) -> Family:
@@ -291,7 +298,8 @@ def with_scheduler(architecture: Architecture, scheduler: str | Scheduler) -> Ar
 def _pipeline(found: Checkpoint, way: Loading) -> Pipeline:
     """Returns the pipeline of a checkpoint, whose components are loaded at first use."""
     kept = way.param_dtype or found.param_dtype
-    video = found.settings.updated(way.video or {})
+    published = found.preset.sizes if found.preset else ()
+    video = _sized(found.architecture, found.settings, published, way.video or {})
     partitioner = _partitioner(way, found.architecture, video)
     usual = "float32" if platform() == "cpu" else kept
     way = way._replace(dtype=way.dtype or usual, param_dtype=kept)
@@ -309,7 +317,17 @@ def _pipeline(found: Checkpoint, way: Loading) -> Pipeline:
         found.family.networks,
         {name: make for name, make in shapes.items() if name not in found.family.loaders},
     )
-    return Pipeline(made, found.architecture, defaults, partitioner, way.compiler)
+    return Pipeline(made, found.architecture, defaults, partitioner, way.compiler, published)
+
+
+def _sized(
+    architecture: Architecture, defaults: Settings, published: Sequence[tuple[int, int]], given: Mapping[str, Any]
+) -> Settings:
+    """Returns the defaults with the given settings, of which `size` may be the name of one of the model's sizes."""
+    if given.get("size") is not None:
+        size = side_lengths(given["size"], named_sizes(architecture, defaults, published))
+        given = {**given, **dict(zip(("height", "width"), size, strict=True))}
+    return defaults.updated(given)
 
 
 def _sizes(found: Checkpoint, way: Loading, partitioner: Partitioner) -> dict[str, int]:
@@ -454,7 +472,7 @@ def outlined(
         others |= {name: NoProcessor(seen.image_size) for name in family.loaders if name not in others}
     loaders = {name: (lambda room, x=x: x) for name, x in others.items()} | {name: lambda room: None for name in shapes}
     components = Components(loaders, offload=offload, shapes=shapes, kinds=family.networks)
-    return Pipeline(components, architecture, settings, partitioner, compiler)
+    return Pipeline(components, architecture, settings, partitioner, compiler, preset.sizes if preset else ())
 
 
 def _shapes(

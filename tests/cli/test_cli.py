@@ -19,7 +19,7 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-from tests.support.commands import files, succeeded, wanjax
+from tests.support.commands import files, refused, succeeded, wanjax
 from tests.support.tiny import compile_cache, tiny_checkpoint
 from tests.support.words import says
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
@@ -144,8 +144,13 @@ def test_help_lists_the_commands():
     ],
 )
 def test_help_is_complete(command, options):
-    said = succeeded(wanjax(command, "--help")).output
-    assert re.findall(r"^  (?:-\w, )?--([a-z0-9-]+) ", said, re.MULTILINE) == options.split()
+    said = succeeded(wanjax(command, "--help-all")).output
+    told = re.findall(r"^  (?:-\w, )?--([a-z0-9-]+)(?: |$)", said, re.MULTILINE)
+    assert sorted(told) == sorted(options.split())
+    short = succeeded(CliRunner(env={"COLUMNS": "80"}).invoke(main, [command, "--help"])).output.splitlines()
+    assert len(short) <= 50
+    assert max(map(len, short)) <= 80
+    assert ("--help-all" in "".join(short)) == (len(said.splitlines()) > 50)
 
 
 @pytest.mark.parametrize(
@@ -392,11 +397,22 @@ def test_out_of_memory(model, monkeypatch, error):
     assert says(result.stderr.splitlines()[-2], "wanjax: memory --size")
 
 
+def test_a_model():
+    described = json.loads(succeeded(wanjax("models", "wan2.2-i2v-a14b", "--json")).stdout)
+    assert described["sizes"] == {"720p": "1280x720", "480p": "832x480", "portrait": "720x1280", "square": "960x960"}
+    assert (described["takes"], described["needs"]) == (["image", "last_image"], ["image"])
+    assert described["licence"] == "Apache-2.0"
+    said = succeeded(wanjax("models", "wan2.2-i2v-a14b")).stdout
+    assert re.search(r"^takes  +a prompt, --image \(needed\), --last-image$", said, re.MULTILINE)
+    assert re.search(r"^sizes  +720p 1280x720, 480p 832x480", said, re.MULTILINE)
+    assert says(refused("models", "nan"), "'nan' nano")
+
+
 def test_models():
     described = json.loads(succeeded(wanjax("models", "--json")).stdout)
     assert described[0]["name"] == "nano"
     for model in described:
-        assert model.keys() == {"name", "about", "source", "parameters", "memory", "networks", "licence", "defaults"}
+        assert {"name", "about", "source", "parameters", "licence", "defaults"} <= model.keys()
         assert model["memory"] == sum(model["networks"].values()) > 2 * model["parameters"] > 0
         assert {"text_encoder", "transformer", "vae"} <= model["networks"].keys()
     sizes = {model["name"]: model["networks"] for model in described}

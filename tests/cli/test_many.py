@@ -99,6 +99,7 @@ def test_a_run_that_was_killed_makes_the_rest(tmp_path):
         (("a", "--seeds", "1..x"), "seeds '1..x' list whole 1,5,8..11"),
         (("a", "--seeds", "4..1"), "seeds '4..1' 0..3"),
         (("a", "--seeds", "1", "--count", 2), "--seeds --count"),
+        (("a", "--seeds", "1", "--seed", 2), "--seeds 1 --seed 2"),
         (("a", "--count", 0), "0 1<=x"),
         (("a", "--count", 2, "--dir", "here"), "--dir video"),
         (("a", "--count", 2, "--out", "one.mp4"), "--out one.mp4"),

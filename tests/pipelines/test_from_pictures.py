@@ -18,7 +18,7 @@ from tests.support.tiny import (
     tiny_control_checkpoint,
     tiny_image_checkpoint,
 )
-from tests.support.words import says
+from tests.support.words import naming, says
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.cli import main
 from wanjax.errors import WanjaxError
@@ -88,6 +88,17 @@ def test_a_given_size_overrides_the_picture_s(models):
         assert stage_files.load_settings(Path("stage_outputs"))["resize"] == resize
     assert {condition.shape for condition in conditions} == {(1, 8, 2, 2, 4)}
     assert not any(np.array_equal(conditions[i], conditions[i - 1]) for i in range(3))
+
+
+def test_a_size_by_its_lines_has_the_picture_s_proportions(models):
+    pipe = wanjax.load(models["image"])
+    assert pipe.sizes == {"32p": (32, 32), "square": (32, 32)}
+    by_name = {size: pipe.prepare(image="../wide.png", size=size)[1].size for size in pipe.sizes}
+    assert by_name == {"32p": (16, 64), "square": (32, 32)}
+    assert pipe.settings(size="square").size == (32, 32)
+    for size in ("720p", "portrait", "Square"):
+        with pytest.raises(WanjaxError, match=naming(f"'{size}' 32p, square")):
+            pipe.settings(size=size)
 
 
 def test_first_and_last(models):

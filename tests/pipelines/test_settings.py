@@ -9,9 +9,11 @@ import pytest
 import wanjax
 from tests.support.tiny import tiny_checkpoint
 from tests.support.words import naming
+from wanjax import registry
 from wanjax.errors import WanjaxError
 from wanjax.media.videos import read_metadata
 from wanjax.pipelines.checks import dtype_name
+from wanjax.pipelines.family import named_sizes
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
@@ -95,3 +97,14 @@ def test_a_strength_needs_a_video(pipe):
         pipe("a", strength=0.5, **SMALL)
     clip = np.zeros((5, 16, 32, 3), np.uint8)
     assert pipe.prepare(prompt="a", video=clip, strength=0.5, **SMALL)[1].strength == 0.5
+
+
+def test_every_model_makes_its_sizes():
+    for name, preset in registry.presets().items():
+        _, architecture, defaults = registry.outline(name)
+        sizes = named_sizes(architecture, defaults, preset.sizes)
+        assert next(iter(sizes.values())) == defaults.size
+        for height, width in sizes.values():
+            architecture.check_settings(defaults.updated({"height": height, "width": width}))
+        assert [height == width for name, (height, width) in sizes.items() if name == "square"] in ([], [True])
+        assert [height > width for name, (height, width) in sizes.items() if name == "portrait"] in ([], [True])

@@ -17,9 +17,9 @@ from wanjax.pipelines.caching.rules import CacheRule
 
 
 class GivenSettings(TypedDict, total=False):
-    """The settings that a call may give; None is the model's default. `size` is (height, width)."""
+    """The settings that a call may give; None is the model's default. `size` is (height, width) or a name."""
 
-    size: tuple[int, int] | None
+    size: tuple[int, int] | str | None
 '''
 
 
@@ -31,8 +31,7 @@ def source() -> str:
 
 
 def _type(name: str) -> str:
-    setting = schema(Settings)[name]
-    return "CacheRule | str" if setting.made else setting.kind.__name__
+    return {"cache": "CacheRule | str", "seed": "int | str"}.get(name, schema(Settings)[name].kind.__name__)
 
 
 if __name__ == "__main__":

@@ -382,17 +382,22 @@ def info(file: str, as_json: bool) -> None:
 
 
 @main.command()
+@click.argument("model", required=False, shell_complete=complete_models)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @defaults.config
-def models(as_json: bool) -> None:
-    """List the models known by name.
+def models(model: str | None, as_json: bool) -> None:
+    """List the models known by name, or tell what MODEL takes and makes.
 
-    Prints the number of the transformer's parameters, the memory of all networks' weights, the recommended settings,
-    and the licence of the weights.
+    The list has the number of the transformer's parameters, the memory of all networks' weights, the recommended
+    settings, and the licence of the weights. Of MODEL, which may also be a hub id or a folder, it tells the pictures
+    that it takes, its sizes by name, and all recommended settings.
     """
     from wanjax.cli import catalogue
 
-    catalogue.show_models(as_json)
+    if model is None:
+        catalogue.show_models(as_json)
+    else:
+        catalogue.show_model(model, as_json)
 
 
 @main.command()

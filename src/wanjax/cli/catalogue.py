@@ -14,17 +14,40 @@ from wanjax import converters
 from wanjax.compilers import kept
 from wanjax.media.records import read_record
 from wanjax.media.stage_files import PICTURE_FILES
-from wanjax.pipelines.family import Family, Preset
+from wanjax.pipelines.family import Family, named_sizes
 from wanjax.pipelines.record import DIGESTS
-from wanjax.registry import load, outline, presets
+from wanjax.registry import outline, presets
 
 ROW = "{:26} {:>11} {:>8} {:>9} {:>6} {:>5} {:>8}  {}"
+
+
+def show_model(model: str, as_json: bool) -> None:
+    """Prints what a model takes, its sizes and its recommended settings; reads no weights."""
+    described = _described(model)
+    if as_json:
+        click.echo(json.dumps(described, indent=2, ensure_ascii=False))
+        return
+    defaults, needs = described.pop("defaults"), described.pop("needs")
+    described["takes"] = [
+        "a prompt",
+        *(f"{_option(name)}{' (needed)' * (name in needs)}" for name in described["takes"]),
+    ]
+    described["sizes"] = [f"{name} {size}" for name, size in described["sizes"].items()]
+    described["parameters"] = _rounded(described["parameters"])
+    described["memory"] = _rounded(described["memory"]) + "B"
+    described["networks"] = [f"{name} {_rounded(size)}B" for name, size in described["networks"].items()]
+    _print_lines(_entries(described | {k: v for k, v in defaults.items() if v != ""}))
+
+
+def _option(picture: str) -> str:
+    """Returns the option that gives a picture of this name."""
+    return f"--{picture.removesuffix('s').replace('_', '-')}"
 
 
 def show_models(as_json: bool) -> None:
     """Prints the models as a table or as JSON."""
     known = presets().values()
-    described = [_described(preset) for preset in known]
+    described = [_described(preset.name) for preset in known]
     if as_json:
         click.echo(json.dumps(described, indent=2, ensure_ascii=False))
         return
@@ -42,33 +65,33 @@ def show_models(as_json: bool) -> None:
         click.echo(f"    {model['about']}")
 
 
-def _described(preset: Preset) -> dict[str, Any]:
-    """Returns a preset as JSON. `parameters` are those of the transformer, or of each of two.
+def _described(model: str) -> dict[str, Any]:
+    """Returns a model as JSON. `parameters` are those of the transformer, or of each of two.
 
-    `networks` are the bytes of each network's weights as they are kept on devices, and `memory` is their sum.
+    `networks` are the bytes of each network's weights as they are kept on devices, and `memory` is their sum. `takes`
+    names the pictures and clips that the model can use, and `needs` those without which it makes no video. `about`,
+    `source` and `licence` are known of published checkpoints alone.
     """
-    networks = _weights(preset)
-    defaults = load(preset.name).defaults if preset.shipped else preset.defaults
+    family, architecture, defaults = outline(model)
+    preset = presets().get(defaults.model)
+    item = {"bfloat16": 2, "float32": 4}[preset.param_dtype if preset else defaults.dtype]
+    counts = {name: _parameters(family, config) for name, config in architecture.networks.items()}
+    exact = {name for name, config in architecture.networks.items() if family.network_of(config).float32}
+    networks = {name: (4 if name in exact else item) * count for name, count in counts.items()}
+    told = {"about": preset.about, "source": preset.source, "licence": preset.licence} if preset else {}
+    sizes = named_sizes(architecture, defaults, preset.sizes if preset else ())
     return {
-        "name": preset.name,
-        "about": preset.about,
-        "source": preset.source,
-        "parameters": preset.transformer_parameters,
+        "name": defaults.model,
+        **told,
+        "task": architecture.purpose,
+        "takes": list(architecture.takes),
+        "needs": list(architecture.needs),
+        "sizes": {name: f"{width}x{height}" for name, (height, width) in sizes.items()},
+        "parameters": counts["transformer"],
         "memory": sum(networks.values()),
         "networks": networks,
-        "licence": preset.licence,
         "defaults": {k: v for k, v in defaults.to_json().items() if k not in ("model", "prompt")},
     }
-
-
-def _weights(preset: Preset) -> dict[str, int]:
-    """Returns the bytes of the weights of each network, as they are kept on devices."""
-    family, architecture, _ = outline(preset.name)
-    item = {"bfloat16": 2, "float32": 4}[preset.param_dtype]
-    sizes = {}
-    for name, config in architecture.networks.items():
-        sizes[name] = (4 if family.network_of(config).float32 else item) * _parameters(family, config)
-    return sizes
 
 
 def _parameters(family: Family, config: Any) -> int:
@@ -94,6 +117,7 @@ def _rounded(number: float) -> str:
 LEFT_OUT = ("height", "width", "frames", "fps", "guidance_scale", "guidance_scale_2", DIGESTS)
 """Entries that are told together or with others; digests are for machines."""
 FIRST = ("model", "prompt", "negative_prompt", "size", "frames", "steps", "guidance", "seed")
+FIRST_OF_A_MODEL = ("name", "about", "source", "licence", "task", "takes", "sizes", "parameters", "memory", "networks")
 
 
 def show_record(file: str, as_json: bool) -> None:
@@ -102,7 +126,10 @@ def show_record(file: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(record, indent=2))
         return
-    lines = _entries(record)
+    _print_lines(_entries(record))
+
+
+def _print_lines(lines: Mapping[str, str]) -> None:
     width = max(map(len, lines))
     for name, text in lines.items():
         click.echo(f"{name:{width}}  {text}".rstrip())
@@ -115,13 +142,13 @@ def _entries(record: Mapping[str, Any]) -> dict[str, str]:
         told.pop("strength", None)
     if not any(record.get(name) for name in PICTURE_FILES):
         told.pop("resize", None)
-    if {"height", "width"} <= record.keys():
+    if {"height", "width"} <= record.keys() and "sizes" not in record:
         told["size"] = f"{record['width']}x{record['height']}"
     if "frames" in record:
         told["frames"] = f"{record['frames']}" + (f" at {record['fps']} a second" if "fps" in record else "")
     scales = [record.get(name) for name in ("guidance_scale", "guidance_scale_2")]
     told["guidance"] = " and ".join(_text(scale) for scale in scales if scale is not None) or None
-    order = [name for name in (*FIRST, *told) if told.get(name) is not None]
+    order = [name for name in (*FIRST_OF_A_MODEL, *FIRST, *told) if told.get(name) is not None]
     return {name.replace("_", " "): _text(told[name]) for name in dict.fromkeys(order)}
 
 

@@ -14,8 +14,9 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from wanjax.cli import sections
 from wanjax.cli.arguments import complete_files, today
-from wanjax.cli.options import Size, is_typed
+from wanjax.cli.options import Seed, Size, is_typed
 from wanjax.errors import WanjaxError
 
 RIVALS = {
@@ -23,7 +24,7 @@ RIVALS = {
     "prompt": ("prompts",),
     "prompts": ("prompt",),
     "seed": ("seeds",),
-    "seeds": ("count",),
+    "seeds": ("count", "seed"),
     "count": ("seeds",),
 }
 """Parameters that, where they are typed, take the place of others that come from a file."""
@@ -33,7 +34,7 @@ SAFE = "safe"
 CONFIG, RECORD = "wanjax.config", "wanjax.record"  # keys, in a command's context, of options from files
 
 
-class Command(click.Command):
+class Command(sections.Command):
     """A command of which some options may come from files."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -131,8 +132,8 @@ def _named(place: str, table: Mapping[str, Any], options: Mapping[str, click.Opt
             raise WanjaxError(f"{place} has {key!r}, which is no option there{f': {near[0]} is near' if near else ''}")
         option = options[name]
         checked = _checked(place, key, value, option)
-        if isinstance(option.type, Size):
-            found |= zip(("height", "width"), option.type.convert(checked, option, None), strict=True)
+        if isinstance(option.type, Size) and isinstance(size := option.type.convert(checked, option, None), tuple):
+            found |= zip(("height", "width"), size, strict=True)
         else:
             found[option.name] = checked
     return found
@@ -144,6 +145,8 @@ def _checked(place: str, key: str, value: Any, parameter: click.Parameter) -> An
     right = "a text"
     if getattr(parameter, "is_flag", False):
         kinds, right = (bool,), "true or false"
+    elif isinstance(parameter.type, Seed):
+        kinds, right = (int, str), "a whole number or random"
     elif isinstance(parameter.type, click.types.IntParamType):
         kinds, right = (int,), "a whole number"
     elif isinstance(parameter.type, click.types.FloatParamType):
@@ -162,7 +165,7 @@ config = click.option(
     is_eager=True,  # before the options that it gives
     expose_value=False,
     callback=read_config,
-    help="Options from a TOML file, at its top or in a table such as [generate]; what is typed counts more.",
+    help="Options from a TOML file; at its top or in a table such as [generate]. What is typed counts more.",
 )
 source = click.option(
     "--from",

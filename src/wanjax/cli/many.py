@@ -10,7 +10,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from wanjax.cli.options import MOST_VIDEOS
+from wanjax.cli.options import MOST_VIDEOS, is_typed
 from wanjax.cli.processes import is_first, meet
 from wanjax.cli.report import Report
 from wanjax.cli.stages import VIDEOS, Rendering, Reporting, slug
@@ -41,10 +41,12 @@ def generate(
         if given.pop(option) is not None:
             raise WanjaxError(f"--{option} is for one video: it cannot be given for several")
     texts = prompts_of(prompt, prompts)
+    if seeds is not None and is_typed("seed"):
+        raise WanjaxError(f"--seeds {seeds} is given beside --seed {given['seed']}: one way is enough")
     run = Rendering(report, _target(folder, out), given | {"prompt": texts[0]}, offload=None)
     numbers = seeds_of(seeds, count, run.settings.seed)
-    report.note(f"prompts: {len(texts)}, seeds: {', '.join(map(str, numbers))}, into {run.folder}")
-    run.tell()
+    report.note(f"prompts: {len(texts)}, seeds: {len(numbers)}, into {run.folder}")
+    run.tell(numbers)
     pictures = {name: given[name] for name in Pictures._fields if given.get(name)}
     _save_all(report, run, force, texts, seeds=numbers, **pictures)
     report.table()

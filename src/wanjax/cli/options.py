@@ -30,15 +30,27 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "token_normalize_func": today,
 
 
 class Size(click.ParamType):
-    """A type of option: reads WIDTHxHEIGHT in pixels as (height, width)."""
+    """A type of option: reads WIDTHxHEIGHT in pixels as (height, width), and leaves the name of a size as it is."""
 
     name = "size"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
-        found = re.fullmatch(r"\s*(\d+)\s*[x×*]\s*(\d+)\s*", str(value), re.IGNORECASE)
-        if not found:
-            self.fail(f"{value!r} is not WIDTHxHEIGHT, such as 832x480", param, ctx)
-        return int(found[2]), int(found[1])
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int] | str:
+        if found := re.fullmatch(r"\s*(\d+)\s*[x×*]\s*(\d+)\s*", str(value), re.IGNORECASE):
+            return int(found[2]), int(found[1])
+        if re.fullmatch(r"\d+p|portrait|square", str(value)):
+            return value
+        return self.fail(
+            f"{value!r} is not WIDTHxHEIGHT, such as 832x480, nor a name such as 480p or square", param, ctx
+        )
+
+
+class Seed(click.ParamType):
+    """A type of option: reads a seed, or random, as the setting does."""
+
+    name = "seed"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        return SETTINGS["seed"].parse(str(value))
 
 
 def together(*decorators: Decorator) -> Decorator:
@@ -136,12 +148,12 @@ many = together(
         "--count", type=click.IntRange(1, MOST_VIDEOS), metavar="N", help="Make N videos, with seeds from --seed on."
     ),
 )
-MODEL = "NAME|HUB_ID|FOLDER"
+MODEL = "MODEL"
 model = click.option(
     "--model",
     default="nano",
     show_default=True,
-    help="A name that `wanjax models` lists, an id on the Hugging Face hub, or a folder in the layout of diffusers.",
+    help="A name that `wanjax models` lists, an id on the Hugging Face hub, or a folder.",
     metavar=MODEL,
     shell_complete=complete_models,
 )
@@ -159,7 +171,7 @@ def setting(name: str) -> Decorator:
     option = f"--{name.replace('_', '-')}"
     if known.kind is bool:
         return click.option(f"{option}/--no-{option[2:]}", default=None, help=known.told)
-    kind = click.Choice(known.choices) if known.choices else known.kind
+    kind = Seed() if name == "seed" else click.Choice(known.choices) if known.choices else known.kind
     return click.option(option, type=kind, metavar=known.metavar or None, help=known.told)
 
 
@@ -222,7 +234,8 @@ shape = together(
         "--size",
         type=Size(),
         metavar="WxH",
-        help="Width and height, as in 832x480.  [default: the model's, in a given picture's proportions]",
+        help="Width and height, as in 832x480, or 480p, 720p, portrait or square; `wanjax models NAME` lists the "
+        "model's own, and 480p and its like take a given picture's proportions.  [default: the model's, in these]",
     ),
     of_group("shape"),
 )
@@ -299,10 +312,10 @@ compute = together(
 mesh = together(
     click.option(
         "--mesh",
-        metavar="dp=N,sp=N,tp=N|auto",
+        metavar="MESH",
         callback=_mesh,
-        help="Devices to spread over: guidance over dp, the sequence over sp, heads over tp.  "
-        "[default: auto, and one on a CPU]",
+        help="Devices to spread over, as dp=N,sp=N,tp=N or auto; guidance is spread over dp, the sequence over sp, "
+        "and heads over tp.  [default: auto, and one on a CPU]",
     ),
     _kept("--use-dp", value="auto"),
     _kept("--sp-num", type=click.IntRange(min=1), hidden=True),
@@ -349,7 +362,7 @@ preview = together(
     click.option(
         "--preview",
         is_flag=True,
-        help="Show at a few steps what the video will be, in preview.png beside the stages' files and on a terminal.",
+        help="Show at a few steps what the video will be; in preview.png beside the stages' files and on a terminal.",
     ),
     preview_decoder,
 )

@@ -48,8 +48,7 @@ from wanjax.pipelines.progress import duration, in_bytes
 from wanjax.pipelines.record import DIGESTS, described, devices_of, paths_of
 from wanjax.pipelines.resume import Keeping
 from wanjax.pipelines.run import Block, Hook, Run
-from wanjax.pipelines.seeds import DRAW
-from wanjax.pipelines.settings import Settings, schema
+from wanjax.pipelines.settings import DRAW, Settings, schema
 from wanjax.pipelines.steps import Step, Switch
 from wanjax.schedulers import name_of
 
@@ -301,13 +300,14 @@ class Rendering:
             self.report.note(f"note: {warning.message}")
         return encoded
 
-    def tell(self) -> None:
-        """Prints the settings of the video, and notes on settings that may be unintended."""
-        chosen, drawn, mesh = self.settings, " (drawn)" if self.drawn else "", self.pipe.partitioner
+    def tell(self, seeds: Sequence[int] = ()) -> None:
+        """Prints the settings of the video, or of one of each seed, and notes on settings that may be unintended."""
+        chosen, mesh = self.settings, self.pipe.partitioner
+        seed = f"seeds {listed(seeds)}" if seeds else f"seed {chosen.seed}{' (drawn)' if self.drawn else ''}"
         guidance = " and ".join(f"{scale:g}" for scale in chosen.guidance_scales)
         self.report.note(
             f"{chosen.model}: {chosen.width}x{chosen.height}, {chosen.frames} frames at {chosen.fps} a second, "
-            f"{chosen.steps} steps, guidance {guidance}, seed {chosen.seed}{drawn}, {chosen.dtype}, "
+            f"{chosen.steps} steps, guidance {guidance}, {seed}, {chosen.dtype}, "
             f"on {devices_of(mesh)}{f', mesh {mesh}, rules {mesh.rules_name}' if 'mesh' in self.record else ''}"
         )
         if sentence := estimate(self.pipe, chosen, self.from_video):
@@ -502,12 +502,18 @@ def _inherited(left: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
     return {name: value for name, value in left.items() if name not in ("scheduler", "revision")}
 
 
-def given_settings(size: tuple[int, int] | None = None, **given: Any) -> dict[str, Any]:
-    """Returns the options given on the command line, with `size` replaced by height and width."""
+def listed(numbers: Sequence[int]) -> str:
+    """Returns numbers as text: all of a few, else the first ones and the last."""
+    first = ", ".join(map(str, numbers[:5]))
+    return first if len(numbers) <= 5 else f"{first} ... {numbers[-1]}"
+
+
+def given_settings(size: tuple[int, int] | str | None = None, **given: Any) -> dict[str, Any]:
+    """Returns the options given on the command line, with `size` replaced by height and width unless it is a name."""
     if size and (given["height"] or given["width"]):
         raise WanjaxError("--size is given beside --height or --width: one way is enough")
-    height, width = size or (given.get("height"), given.get("width"))
-    return {k: v for k, v in (given | {"height": height, "width": width}).items() if v not in (None, ())}
+    shape = dict(zip(("height", "width"), size, strict=True)) if isinstance(size, tuple) else {"size": size}
+    return {k: v for k, v in (given | shape).items() if v not in (None, ())}
 
 
 def _model(chosen: Mapping[str, Any]) -> str:
@@ -533,7 +539,8 @@ def loras_of(chosen: Mapping[str, Any]) -> list[Lora]:
 def own_settings(chosen: Mapping[str, Any], given: Mapping[str, Any], defaults: Settings) -> dict[str, Any]:
     """Returns the chosen settings, without those that another model left and this one does not have."""
     known, own = schema(type(defaults)), defaults.to_json()
-    found = {name: value for name, value in chosen.items() if value is not None and name in known}
+    taken = {"size", *known} - ({"height", "width"} if "size" in chosen else set())
+    found = {name: value for name, value in chosen.items() if value is not None and name in taken}
     return {name: value for name, value in found.items() if name in own or given.get(name) is not None}
 
 

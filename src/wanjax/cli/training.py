@@ -41,9 +41,9 @@ def train(report: Report, *, model: str, data: Path, out: Path, **given: Any) ->
 
 
 def size_of(model: str, **given: Any) -> tuple[int, int] | None:
-    """Returns the height and width of the clips where an option gives either; the other is then the model's own."""
+    """Returns the height and width of the clips where an option gives one; the other is then the model's own."""
     chosen = given_settings(**{name: given[name] for name in ("size", "height", "width")})
-    return registry.outline(model)[-1].updated(chosen).size if chosen else None
+    return registry.size_of(model, chosen) if chosen else None
 
 
 def config_of(size: tuple[int, int] | None, **given: Any) -> TrainConfig:

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from wanjax.checkpoints.networks import Config, Network, NetworkKind, components, network_of
 from wanjax.checkpoints.sources import Layout, Source
-from wanjax.errors import UnsupportedError, WanjaxError
+from wanjax.errors import SettingError, UnsupportedError, WanjaxError, shown
 from wanjax.kernels.attention import AUTO, Attention
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures, size_within
@@ -31,7 +31,7 @@ from wanjax.pipelines.draws import INITIAL, OF_STEPS
 from wanjax.pipelines.frames import GivenFrames, Latents, encoded
 from wanjax.pipelines.previews.latent_preview import LatentPreview
 from wanjax.pipelines.sampler import Denoiser, Ends, Held, Inputs
-from wanjax.pipelines.settings import Settings
+from wanjax.pipelines.settings import Settings, height_and_width
 from wanjax.pipelines.steps import Segment
 from wanjax.pipelines.text.tokenizer import Truncation
 from wanjax.programs import Program, Strategy, Value
@@ -332,6 +332,36 @@ class Architecture(ABC):
             raise UnsupportedError(f"{model} has no radial attention: --attention auto would do")
 
 
+def named_sizes(
+    architecture: Architecture, defaults: Settings, published: Sequence[tuple[int, int]] = ()
+) -> dict[str, tuple[int, int]]:
+    """Returns a model's sizes (height, width) by name, the default one first.
+
+    The `published` ones and the default one have the names of their lines, such as 480p. `portrait` is the default one
+    on its side, and `square` has about its area, where the model makes these.
+    """
+    height, width = defaults.size
+    named = {lines(size): size for size in (defaults.size, *published)}
+    portrait, square = (architecture.size_for((high, height, 3), defaults) for high in (width, height))
+    if portrait[0] > portrait[1]:
+        named["portrait"] = portrait
+    return named | ({"square": square} if square[0] == square[1] else {})
+
+
+def lines(size: tuple[int, int]) -> str:
+    """Returns the name of a size (height, width) by its lines, such as 480p."""
+    return f"{min(size)}p"
+
+
+def side_lengths(size: Any, sizes: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
+    """Returns the (height, width) of a size, which may be the name of one of `sizes`; raises WanjaxError for others."""
+    if isinstance(size, str):
+        if size not in sizes:
+            raise SettingError(f"the size {shown(size)} is none of the model's: {', '.join(sizes)} are", "size")
+        return sizes[size]
+    return height_and_width(size)
+
+
 @dataclass(frozen=True)
 class TrainingDomain:
     """All that a small model was trained on, and can show: the words of its prompts, and one size and length.
@@ -360,7 +390,8 @@ class Preset:
 
     `architecture` is None for a checkpoint in the package, whose folder is `source`. `loras` are merged into it. A
     `scheduler` replaces the checkpoint's own. `domain` is None for a model that knows more than can be listed.
-    `aliases` are other names for the source.
+    `aliases` are other names for the source. `sizes` are those, as (height, width), that the authors publish beside the
+    default one.
     """
 
     name: str
@@ -375,6 +406,7 @@ class Preset:
     scheduler: Scheduler | None = None
     domain: TrainingDomain | None = None
     aliases: tuple[str, ...] = ()
+    sizes: tuple[tuple[int, int], ...] = ()
 
     @property
     def sources(self) -> tuple[str, ...]:

@@ -7,9 +7,9 @@ from wanjax.pipelines.caching.rules import CacheRule
 
 
 class GivenSettings(TypedDict, total=False):
-    """The settings that a call may give; None is the model's default. `size` is (height, width)."""
+    """The settings that a call may give; None is the model's default. `size` is (height, width) or a name."""
 
-    size: tuple[int, int] | None
+    size: tuple[int, int] | str | None
     height: int | None
     width: int | None
     frames: int | None
@@ -23,4 +23,4 @@ class GivenSettings(TypedDict, total=False):
     flow_shift: float | None
     sigmas: str | None
     cache: CacheRule | str | None
-    seed: int | None
+    seed: int | str | None

@@ -42,7 +42,7 @@ from wanjax.pipelines.checks import (
 )
 from wanjax.pipelines.components import Components
 from wanjax.pipelines.draws import GivenDraws, checked_draws
-from wanjax.pipelines.family import Architecture, Encoded
+from wanjax.pipelines.family import Architecture, Encoded, lines, named_sizes, side_lengths
 from wanjax.pipelines.frames import Frames, GivenFrames, GivenLatents, Latents, chunk_count
 from wanjax.pipelines.hooks import Calling, Showing, Switching
 from wanjax.pipelines.keywords import (
@@ -62,7 +62,7 @@ from wanjax.pipelines.resume import Keeping
 from wanjax.pipelines.run import Hook, Run
 from wanjax.pipelines.sampler import draw, join
 from wanjax.pipelines.seeds import checked_seed, told_seeds, words_of
-from wanjax.pipelines.settings import Settings, height_and_width, schema
+from wanjax.pipelines.settings import Settings, schema
 from wanjax.pipelines.steps import Step, Switch
 from wanjax.pipelines.text.tokenizer import Truncation
 from wanjax.programs import EXECUTE, Program, Site, Strategy, Value
@@ -89,8 +89,9 @@ class Pipeline:
     """A checkpoint as a function from prompts, and pictures if it takes them, to videos.
 
     Components are attributes. Each can be used alone, and `free` releases their memory. `architecture` is what its
-    family knows of the checkpoint. `progress` says whether stages are shown on stderr while they run: True, False, or
-    None for on a terminal and in a notebook. `strategy` is what is done with the pipeline's programs.
+    family knows of the checkpoint. `sizes` are the model's own by name, as (height, width). `progress` says whether
+    stages are shown on stderr while they run: True, False, or None for on a terminal and in a notebook. `strategy` is
+    what is done with the pipeline's programs.
     """
 
     tokenizer, tokenizer_2 = Component(), Component()
@@ -106,16 +107,19 @@ class Pipeline:
         defaults: Settings,
         partitioner: Partitioner | None = None,
         compiler: str = SAFE,
+        published: Sequence[tuple[int, int]] = (),
     ):
         """Takes the components, the family's value, default settings, and how programs are compiled.
 
         `partitioner` is a mesh and its rules; None is JAX's first device. `compiler` names a set of compiler options.
+        `published` are sizes (height, width) that the model's authors name beside the default one.
         """
         self.components = components
         self.architecture = architecture
         self.defaults = defaults
         self.partitioner = one_device() if partitioner is None else partitioner
         self.compiler = compiler
+        self.sizes = named_sizes(architecture, defaults, published)
         self.progress: bool | None = None
         self.strategy: Strategy = EXECUTE
         self._colours: LatentPreview | None = None
@@ -150,8 +154,8 @@ class Pipeline:
     ) -> Video | list[Video]:
         """Makes a video from a prompt; a list of videos from several prompts or `seeds`, as `videos` does.
 
-        The keywords of `prepare` are settings, `size=(height, width)` and pictures. `noise`, `callback` and
-        `batch_guidance` are those of `denoise`; `tiling` is that of `decode`, for pictures too.
+        The keywords of `prepare` are settings, `size`, which is (height, width) or a name such as 480p, and pictures.
+        `noise`, `callback` and `batch_guidance` are those of `denoise`; `tiling` is that of `decode`, for pictures too.
         """
         several = isinstance(prompt, Sequence) and not isinstance(prompt, str)
         prompts: Sequence[Any] = prompt if several else [prompt]
@@ -216,7 +220,8 @@ class Pipeline:
         """Reads the pictures, and completes the settings of the video.
 
         Pictures and clips are files or uint8 arrays [H W 3] and [T H W 3]. A size that is not given has the proportions
-        of `image` or `video` and about the default area; a length that is not given is that of `video`. Raises
+        of `image` or `video` and about the default area, and one that is given by its lines, as 480p, has about that
+        area; a length that is not given is that of `video`. Raises
         WanjaxError where a picture cannot be read, is of no use to the model or is missing, or a setting is invalid.
         """
         asked = self.settings(**settings)
@@ -241,7 +246,8 @@ class Pipeline:
     def _shape_of(self, pictures: Pictures, asked: Settings, given: Mapping[str, Any]) -> dict[str, int]:
         """Returns the height, width and frames that follow from the pictures, where they are not given."""
         shape: dict[str, int] = {}
-        if pictures.first is not None and not given.keys() & {"size", "height", "width"}:
+        by_lines = given.get("size") == lines(asked.size)
+        if pictures.first is not None and (by_lines or not given.keys() & {"size", "height", "width"}):
             shape |= dict(
                 zip(("height", "width"), self.architecture.size_for(pictures.first.shape, asked), strict=True)
             )
@@ -253,9 +259,10 @@ class Pipeline:
         return shape
 
     @spelled_out(GivenSettings)
-    def settings(self, *, size: tuple[int, int] | None = None, **settings: Any) -> Any:
+    def settings(self, *, size: tuple[int, int] | str | None = None, **settings: Any) -> Any:
         """Returns the model's defaults, overridden by the given settings; raises WanjaxError for invalid ones.
 
+        `size` is (height, width), or the name of one of the model's `sizes`.
         A seed of -1 becomes one drawn at random. The model and the dtype are those that were loaded.
         """
         settings = dict(self.architecture.implied(settings))
@@ -279,7 +286,7 @@ class Pipeline:
         """Returns the height and width that a size gives; raises WanjaxError where they are given beside it."""
         if settings.get("height") is not None or settings.get("width") is not None:
             raise WanjaxError("size is given beside height or width: one way is enough")
-        return dict(zip(("height", "width"), height_and_width(size), strict=True))
+        return dict(zip(("height", "width"), side_lengths(size, self.sizes), strict=True))
 
     @spelled_out(Given)
     def encode(

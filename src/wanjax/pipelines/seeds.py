@@ -7,7 +7,6 @@ are given its words, and draw.
 """
 
 import math
-import operator
 import secrets
 import warnings
 from collections.abc import Sequence
@@ -21,22 +20,16 @@ from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Float32, Int, Key, PRNGKeyArray, UInt32
 
 from wanjax.errors import WanjaxError
+from wanjax.pipelines.settings import DRAW, read_seed
 
 GENERATOR = "threefry2x32"
-DRAW = -1  # in place of a seed: draw one
-BITS = 64
 DRAWN_BITS = 32  # few enough to be typed again
 Words = UInt32[Array | np.ndarray, "B 2"]  # of seeds, the high word first
 
 
 def checked_seed(seed: Any) -> int:
-    """Returns the seed as an int, one drawn at random in place of -1; raises WanjaxError for any other value."""
-    try:
-        number = None if isinstance(seed, bool) else operator.index(seed)
-    except TypeError:
-        number = None
-    if number is None or not (number == DRAW or 0 <= number < 2**BITS):
-        raise WanjaxError(f"the seed {seed!r} is not a whole number from 0 to 2^{BITS} - 1, nor -1, which draws one")
+    """Returns the seed as an int, one drawn in place of "random" or -1; raises WanjaxError for any other value."""
+    number = read_seed(seed)
     return draw() if number == DRAW else number
 
 
@@ -47,7 +40,7 @@ def told_seeds(asked: Sequence[Any], chosen: Sequence[int] | None = None) -> lis
     """
     numbers = [checked_seed(seed) for seed in asked] if chosen is None else list(chosen)
     for seed, number in zip(asked, numbers, strict=True):
-        if seed == DRAW:
+        if seed in (DRAW, "random"):
             warnings.warn(f"the seed {number} was drawn at random", stacklevel=4)  # past `denoise` and its decorator
     return numbers
 

@@ -23,6 +23,8 @@ DTYPES = ("bfloat16", "float32")
 RESIZES = ("crop", "pad", "stretch")
 LONGEST_NUMBER = 40  # characters
 LARGEST_SIDE = 16_384  # pixels
+SEED_BITS = 64
+DRAW = -1  # in place of a seed: draw one
 KINDS = {str: "a text in UTF-8", bool: "true or false", int: "a whole number", float: "a finite number"}
 SomeSettings = TypeVar("SomeSettings", bound="Settings")
 
@@ -111,6 +113,15 @@ def _cache(given: Any) -> "CacheRule":
     return cache_rule(given)
 
 
+def read_seed(given: Any) -> int:
+    """Returns a seed, DRAW for "random" or -1, which ask for one that is drawn; raises WanjaxError for others."""
+    number = DRAW if isinstance(given, str) and given == "random" else whole(given)
+    if number is None or not (number == DRAW or 0 <= number < 2**SEED_BITS):
+        right = f"a whole number from 0 to 2^{SEED_BITS} - 1, or random, which draws one,"
+        raise WanjaxError(f"the seed is given as {shown(given)} where {right} is right")
+    return number
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The settings of a video.
@@ -169,8 +180,14 @@ class Settings:
         "default.",
         default="none", made=_cache, group="denoising", metavar="NAME",
     )  # fmt: skip
-    seed: int = setting("Seed of the initial noise; -1 draws one and tells it.", group="denoising", metavar="N")
-    dtype: str = setting("What the networks compute in.", group="compute", choices=DTYPES, aliases=("torch_dtype",))
+    seed: int = setting(
+        "Seed of the noise, or random, which draws one; it is always told.  [default: 42]",
+        made=read_seed, group="denoising", metavar="N", usual=42,
+    )  # fmt: skip
+    dtype: str = setting(
+        "What the networks compute in, bfloat16 or float32.",
+        group="compute", choices=DTYPES, metavar="DTYPE", aliases=("torch_dtype",),
+    )  # fmt: skip
     resize: str = setting(
         "How pictures of other proportions than the video's become as large as it.", group="pictures", choices=RESIZES
     )

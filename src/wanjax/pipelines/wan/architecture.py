@@ -105,6 +105,10 @@ class WanArchitecture(Architecture):
         return self.task.needs
 
     @property
+    def takes(self) -> tuple[str, ...]:
+        return self.task.takes
+
+    @property
     def begins_from_video(self) -> bool:
         return self.task.begins_from_video
 

@@ -73,6 +73,7 @@ I2V_EXPERTS = replace(T2V_EXPERTS, transformer=I2V_A14B, task=IMAGE_TO_VIDEO)
 TI2V = replace(T2V, transformer=TI2V_5B, vae=VAE_2_2, task=FIRST_FRAME_TO_VIDEO)
 HD: dict[str, Any] = {"height": 720, "width": 1280}
 SD: dict[str, Any] = {"height": 480, "width": 832}
+BOTH: dict[str, Any] = HD | {"sizes": ((480, 832),)}
 
 
 def _preset(
@@ -82,6 +83,7 @@ def _preset(
     architecture: WanArchitecture,
     parameters: int,
     aliases: tuple[str, ...] = (),
+    sizes: tuple[tuple[int, int], ...] = (),
     **settings: Any,
 ) -> Preset:
     """Returns the preset of a checkpoint by Wan's authors; `settings` are those that differ from the defaults."""
@@ -95,6 +97,7 @@ def _preset(
         defaults=replace(DEFAULTS, model=name, **settings),
         architecture=architecture,
         aliases=aliases,
+        sizes=sizes,
     )
 
 
@@ -112,7 +115,7 @@ PUBLISHED = (
         "text to video, 480p and 720p",
         T2V,
         14_288_491_584,
-        **HD,
+        **BOTH,
     ),
     _preset(
         "wan2.1-i2v-14b-480p",
@@ -160,7 +163,7 @@ PUBLISHED = (
         VACE,
         17_337_592_896,
         flow_shift=16.0,
-        **HD,
+        **BOTH,
     ),
     _preset(
         "wan2.2-t2v-a14b",
@@ -173,7 +176,7 @@ PUBLISHED = (
         guidance_scale_2=3.0,
         boundary=0.875,
         flow_shift=12.0,
-        **HD,
+        **BOTH,
     ),
     _preset(
         "wan2.2-i2v-a14b",
@@ -186,7 +189,7 @@ PUBLISHED = (
         guidance_scale_2=3.5,
         boundary=0.9,
         aliases=("Wan-AI/Wan2.2-I2V-14B-Diffusers",),  # as some guides have it
-        **HD,
+        **BOTH,
     ),
     _preset(
         "wan2.2-ti2v-5b",
@@ -281,6 +284,7 @@ def _distilled(name: str, kind: str, source: str, about: str, scheduler: Schedul
         defaults=preset.defaults.updated({"model": few, "steps": 4, "guidance_scale": 1.0} | settings),
         scheduler=scheduler,
         aliases=(),
+        sizes=(),
     )
 
 

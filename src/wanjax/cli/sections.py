@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The help of a command: its options in sections. `--help` shows those in daily use, and `--help-all` all of them."""
+
+import inspect
+import re
+
+import click
+
+SECTIONS = {
+    "What to make": (
+        "model size frames seed count from",
+        "prompts seeds negative-prompt height width fps prompt with-prompt",
+    ),
+    "From what": ("image last-image video", "mask reference strength resize max-picture noise"),
+    "What to learn": ("full rank sample", "alpha dropout target dialect expert average lora-rank"),
+    "From which clips": (
+        "buckets held-out",
+        "cut shortest store dropped-captions preserved-uncaptioned",
+    ),
+    "How well": (
+        "steps guidance-scale lora",
+        "guidance-scale-2 boundary dynamic-guidance flow-shift sigmas scheduler "
+        "timesteps shift logit-mean logit-deviation",
+    ),
+    "How to learn": ("batch rate warm-up", "accumulate optimizer schedule clip weight-decay"),
+    "How fast": (
+        "cache dtype",
+        "attention block-q block-kv block-kv-compute window batch-guidance compiler quick keep",
+    ),
+    "Where": ("chip mesh host port token", "rules processes offload tile rehearse"),
+    "Limits": ("max-queue", "max-pixels max-steps max-upload"),
+    "Output": (
+        "out dir to train preview quiet",
+        "force preview-decoder sample-every evaluate-every save-every profile json verbose verify revision",
+    ),
+    "More": ("config help help-all", ""),
+}
+"""The options of all commands: for each section those in daily use, then the others."""
+LINES = 50  # of a terminal that shows a help whole
+LEFT = 24  # columns of an option at most, where its help stands beside it
+WHOLE, SHORT = "wanjax.whole", "wanjax.short"  # keys, in a command's context, of the help that is asked for and made
+
+
+class Command(click.Command):
+    """A command that shows its options in sections."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        return [*super().get_params(ctx), HELP_ALL]
+
+    def get_help(self, ctx: click.Context) -> str:
+        """Returns the help, of the options in daily use alone where all of them are too many for a terminal."""
+        whole = super().get_help(ctx)
+        if WHOLE in ctx.meta or whole.count("\n") < LINES:
+            return whole
+        ctx.meta[SHORT] = True
+        return super().get_help(ctx)
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        text, _, more = inspect.cleandoc(self.help or "").partition("\n\n")
+        formatter.write_paragraph()
+        with formatter.indentation():
+            formatter.write_text(text if SHORT in ctx.meta else f"{text}\n\n{more}")
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        short = SHORT in ctx.meta
+        params = [x for x in self.get_params(ctx) if short or x is not HELP_ALL]
+        records = {name: x.get_help_record(ctx) for x in params for name in x.opts}
+        for title, (often, seldom) in SECTIONS.items():
+            names = often.split() if short else [*often.split(), *seldom.split()]
+            shown = [record for name in names if (record := records.get(f"--{name}"))]
+            if shown:
+                with formatter.section(title):
+                    formatter.write_dl(
+                        [(left.ljust(LEFT), _brief(told) if short else told) for left, told in shown], LEFT
+                    )
+
+
+def _brief(told: str) -> str:
+    """Returns the first clause of an option's help, and its default if that is one word."""
+    text, _, default = told.partition("  [default: ")
+    clause = re.split(r"[;.:] ", text)[0].removesuffix(".")
+    return f"{clause}.  [default: {default}" if default and " " not in default else f"{clause}."
+
+
+def _show_all(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        ctx.meta[WHOLE] = True
+        click.echo(ctx.get_help(), color=ctx.color)
+        ctx.exit()
+
+
+HELP_ALL = click.Option(
+    ["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_show_all, help="Show all options."
+)
