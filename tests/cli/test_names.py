@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.commands import files, refused, succeeded, wanjax
 from tests.support.tiny import tiny_checkpoint
-from wanjax.cli import stages
+from wanjax.cli import names
 from wanjax.media import stage_files
 from wanjax.media.videos import read_metadata
 from wanjax.pipelines.run import Run
@@ -63,15 +63,15 @@ def test_each_run_has_names_of_its_own(model):
 
 @pytest.mark.usefixtures("_always_noon")
 def test_a_name_that_is_taken_is_numbered():
-    places = [stages.own_place("A cat", 42) for _ in range(3)]
+    places = [names.own_place("A cat", 42) for _ in range(3)]
     stems = ["a-cat-42-20300102-120000", "a-cat-42-20300102-120000-2", "a-cat-42-20300102-120000-3"]
     assert [str(place.folder) for place in places] == [f"stage_outputs/{stem}" for stem in stems]
     assert [place.video for place in places] == [f"wanjax_videos/{stem}.mp4" for stem in stems]
     stages.release(places[0])
     Path("wanjax_videos").mkdir()
     Path(places[0].video).touch()
-    assert stages.own_place("A cat", 42).folder.name == stems[0] + "-4"
-    assert stages.own_place("A cat", 42, "b.mp4") == (Path("stage_outputs") / stems[0], "b.mp4")
+    assert names.own_place("A cat", 42).folder.name == stems[0] + "-4"
+    assert names.own_place("A cat", 42, "b.mp4") == (Path("stage_outputs") / stems[0], "b.mp4")
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_a_name_that_is_taken_is_numbered():
     ],
 )
 def test_a_prompt_in_a_name(prompt, slug):
-    assert stages.slug(prompt) == slug
+    assert names.slug(prompt) == slug
 
 
 def test_a_finished_video_is_replaced_only_by_force(model):

@@ -10,10 +10,11 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from wanjax.cli.names import VIDEOS, slug
 from wanjax.cli.options import MOST_VIDEOS, is_typed
 from wanjax.cli.processes import is_first, meet
 from wanjax.cli.report import Report
-from wanjax.cli.stages import VIDEOS, Rendering, Reporting, slug
+from wanjax.cli.stages import Rendering, Reporting
 from wanjax.errors import WanjaxError
 from wanjax.media import videos
 from wanjax.media.pictures import Pictures

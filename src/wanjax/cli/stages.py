@@ -5,19 +5,15 @@ A stage loads its networks, runs, saves and frees them. A `Rendering` is one vid
 its settings, the names of its files, and the hooks that report and save.
 """
 
-import re
 import shlex
-import unicodedata
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from datetime import datetime
-from itertools import count
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,6 +22,7 @@ from wanjax import registry
 from wanjax.checkpoints.files import check_folder
 from wanjax.checkpoints.lora import Lora
 from wanjax.cli import options
+from wanjax.cli.names import VIDEOS, Place, own_place, release
 from wanjax.cli.processes import is_first, meet
 from wanjax.cli.profile import StepProfile, trace_with_scopes
 from wanjax.cli.remake import check_files, differences
@@ -52,8 +49,6 @@ from wanjax.pipelines.settings import DRAW, Settings, schema
 from wanjax.pipelines.steps import Step, Switch
 from wanjax.schedulers import name_of
 
-VIDEOS, STAGES = Path("wanjax_videos"), Path("stage_outputs")
-LONGEST = 40  # characters of the prompt in a name
 WORK = {VIDEO: f"a finished video, {VIDEO}", LATENTS: f"the latents of a video, {LATENTS}"}
 REPLACED = {"generate": (VIDEO, LATENTS), "encode": (VIDEO, LATENTS), "denoise": (VIDEO,), "decode": (VIDEO,)}
 """What each command replaces in its folder that took long to make."""
@@ -123,50 +118,6 @@ def decode(report: Report, *, folder: Path, out: str | None, force: bool, **give
     written = video.decoded(run, run.frames([latents]))
     report.table()
     video.made(written)
-
-
-class Place(NamedTuple):
-    """The folder of a run's stage files, and the name of its video."""
-
-    folder: Path
-    video: str
-
-
-def own_place(prompt: str, seed: int, out: str | None = None, *, reserve: bool = True) -> Place:
-    """Returns names that no other run has, from the prompt, the seed and the time; numbered if they are taken.
-
-    `out` is the video's name if it is given. With `reserve` the folder is made, so that no other run takes its name.
-    """
-    stem = f"{slug(prompt)}-{seed}-{datetime.now():%Y%m%d-%H%M%S}"
-    if reserve:
-        check_folder(STAGES)
-    for number in count(1):
-        name = stem if number == 1 else f"{stem}-{number}"
-        place = Place(STAGES / name, out or str(VIDEOS / f"{name}.mp4"))
-        if out is None and Path(place.video).exists():
-            continue
-        with suppress(FileExistsError):
-            if reserve:
-                place.folder.mkdir()
-            return place
-    raise AssertionError("there is always another number")
-
-
-def slug(prompt: str) -> str:
-    """Returns the beginning of a prompt as a part of a file's name: its letters and digits, joined by dashes."""
-    words = re.findall(r"[^\W_]+", unicodedata.normalize("NFKC", prompt).casefold())
-    text = "-".join(words)
-    if len(text) > LONGEST:
-        whole = text[: LONGEST + 1].rpartition("-")[0]
-        text = whole or text[:LONGEST]
-    return text or "video"
-
-
-def release(place: Place) -> None:
-    """Removes the folders of a place that are empty, because the run kept nothing."""
-    for folder in (place.folder, STAGES, VIDEOS):
-        with suppress(OSError):  # it holds something
-            folder.rmdir()
 
 
 def check_free(folder: Path, command: str, force: bool) -> None:

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The names of the files that the command line makes where none are given."""
+
+import re
+import unicodedata
+from contextlib import suppress
+from datetime import datetime
+from itertools import count
+from pathlib import Path
+from typing import NamedTuple
+
+from wanjax.checkpoints.files import check_folder
+
+VIDEOS, STAGES = Path("wanjax_videos"), Path("stage_outputs")
+LONGEST = 40  # characters of the prompt in a name
+
+
+class Place(NamedTuple):
+    """The folder of a run's stage files, and the name of its video."""
+
+    folder: Path
+    video: str
+
+
+def own_place(prompt: str, seed: int, out: str | None = None, *, reserve: bool = True) -> Place:
+    """Returns names that no other run has, from the prompt, the seed and the time; numbered if they are taken.
+
+    `out` is the video's name if it is given. With `reserve` the folder is made, so that no other run takes its name.
+    """
+    stem = f"{slug(prompt)}-{seed}-{datetime.now():%Y%m%d-%H%M%S}"
+    if reserve:
+        check_folder(STAGES)
+    for number in count(1):
+        name = stem if number == 1 else f"{stem}-{number}"
+        place = Place(STAGES / name, out or str(VIDEOS / f"{name}.mp4"))
+        if out is None and Path(place.video).exists():
+            continue
+        with suppress(FileExistsError):
+            if reserve:
+                place.folder.mkdir()
+            return place
+    raise AssertionError("there is always another number")
+
+
+def slug(prompt: str) -> str:
+    """Returns the beginning of a prompt as a part of a file's name: its letters and digits, joined by dashes."""
+    words = re.findall(r"[^\W_]+", unicodedata.normalize("NFKC", prompt).casefold())
+    text = "-".join(words)
+    if len(text) > LONGEST:
+        whole = text[: LONGEST + 1].rpartition("-")[0]
+        text = whole or text[:LONGEST]
+    return text or "video"
+
+
+def release(place: Place) -> None:
+    """Removes the folders of a place that are empty, because the run kept nothing."""
+    for folder in (place.folder, STAGES, VIDEOS):
+        with suppress(OSError):  # it holds something
+            folder.rmdir()
