@@ -102,6 +102,28 @@ def test_options(intact, options, message):
     assert left() == []
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "a --image URL",
+        "a --lora x.safetensors --lora URL",
+        "a --config URL",
+        "--from URL",
+        "info URL",
+        "convert URL out",
+    ],
+)
+def test_no_address_is_fetched(arguments):
+    url = "https://example.org/it?a=1&b=2"
+    assert says(refused(*arguments.replace("URL", url).split()), f"{url} curl 'https://example.org/it?a=1&b=2'")
+    assert left() == []
+
+
+def test_a_page_of_the_hub_is_its_id():
+    told = refused("a", "--model", "https://huggingface.co/Wan-AI/Wan2.1-T2V-1.3B-Diffusers")
+    assert says(told, "id Wan-AI/Wan2.1-T2V-1.3B-Diffusers")
+
+
 def test_a_prompt_that_is_not_utf_8(intact):
     """Python keeps a byte of the command line that is no UTF-8 as a surrogate."""
     for command in ("generate", "encode"):

@@ -38,7 +38,7 @@ def _always_noon(monkeypatch):
         def now(cls, tz=None):
             return cls(2030, 1, 2, 12, 0, 0)
 
-    monkeypatch.setattr(stages, "datetime", Noon)
+    monkeypatch.setattr(names, "datetime", Noon)
 
 
 def contents() -> dict[Path, bytes]:
@@ -67,7 +67,7 @@ def test_a_name_that_is_taken_is_numbered():
     stems = ["a-cat-42-20300102-120000", "a-cat-42-20300102-120000-2", "a-cat-42-20300102-120000-3"]
     assert [str(place.folder) for place in places] == [f"stage_outputs/{stem}" for stem in stems]
     assert [place.video for place in places] == [f"wanjax_videos/{stem}.mp4" for stem in stems]
-    stages.release(places[0])
+    names.release(places[0])
     Path("wanjax_videos").mkdir()
     Path(places[0].video).touch()
     assert names.own_place("A cat", 42).folder.name == stems[0] + "-4"

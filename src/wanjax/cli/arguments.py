@@ -2,6 +2,7 @@
 """Arguments as they are typed: their completion by a shell, and commands and options that are mistyped."""
 
 import os
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
@@ -79,6 +80,28 @@ def _foreign(group: click.Group, arguments: Sequence[str], implied: str) -> Iter
         option = f"--{today(argument[2:].partition('=')[0])}"
         if argument.startswith("--") and option not in known[implied] | {"--help"}:
             yield from ((option, name) for name in known if option in known[name])
+
+
+ADDRESS = re.compile(r"(https?|ftp)://\S+", re.IGNORECASE)
+HUB = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)/?", re.IGNORECASE)
+NO_FILES = ("at", "token", "prompt", "prompt_option", "negative_prompt", "samples")
+
+
+def check_addresses(command: click.Command, ctx: click.Context, arguments: Sequence[str]) -> None:
+    """Raises UsageError where an address stands for a file: nothing is fetched but from the hub, by its ids."""
+    try:
+        given = command.make_parser(ctx).parse_args([*arguments])[0]
+    except click.UsageError:  # which the command itself reports
+        return
+    for name, value in given.items():
+        for one in value if isinstance(value, list) else [value]:
+            if name in NO_FILES or not isinstance(one, str) or not ADDRESS.fullmatch(one):
+                continue
+            if page := HUB.fullmatch(one):
+                raise click.UsageError(f"{one} is a page of the hub: its id, {page[1]}, is right")
+            raise click.UsageError(
+                f"{one} is an address, and only files are read: `curl -LO {shlex.quote(one)}` gets one"
+            )
 
 
 def complete_files(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:

@@ -15,7 +15,7 @@ import click
 from click.core import ParameterSource
 
 from wanjax.cli import sections
-from wanjax.cli.arguments import complete_files, today
+from wanjax.cli.arguments import check_addresses, complete_files, today
 from wanjax.cli.options import Seed, Size, is_typed
 from wanjax.errors import WanjaxError
 
@@ -38,6 +38,7 @@ class Command(sections.Command):
     """A command of which some options may come from files."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        check_addresses(self, ctx, args)
         rest = super().parse_args(ctx, args)
         from_file = {name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.DEFAULT_MAP}
         replaced = {rival for name, rivals in RIVALS.items() if is_typed(name, ctx) for rival in rivals}

@@ -55,9 +55,9 @@ class Setting(NamedTuple):
         """The values that are right, in words."""
         if self.choices:
             return " or ".join(self.choices)
-        bounds = [f"above {self.above:g}"] * (self.above > -math.inf)
-        bounds += [f"from {self.least:g} on"] * (self.least > -math.inf)
-        bounds += [f"at most {self.most:g}"] * (self.most < math.inf)
+        bounds = [f"above {self.above:.15g}"] * (self.above > -math.inf)
+        bounds += [f"from {self.least:.15g} on"] * (self.least > -math.inf)
+        bounds += [f"at most {self.most:.15g}"] * (self.most < math.inf)
         usual = "" if self.usual is None else f", such as {self.usual},"
         return " ".join([KINDS[self.kind], *filter(None, [" and ".join(bounds)])]) + usual
 
