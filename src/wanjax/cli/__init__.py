@@ -112,6 +112,7 @@ def main(ctx: click.Context) -> None:
 @options.devices
 @options.tile
 @options.offload
+@options.at
 @options.profile
 @options.preview
 @options.own_folder
@@ -133,11 +134,21 @@ def generate(report: Report, made: dict[str, Any] | None, **given: Any) -> None:
     and one that is there already is not made again, unless with --force.
 
     With --from a video is made again from what it tells of itself, in place of PROMPT and options, or beside them.
-    """
-    from wanjax.cli import many, remake, stages
 
+    With --at a running `wanjax serve` makes the video: it takes the same settings and pictures. Options that are the
+    server's, such as --model and --lora, have to be those that it was started with.
+    """
     if made is not None:
+        from wanjax.cli import remake
+
         given = remake.completed(given, made)
+    if given["at"] is not None:
+        from wanjax.cli import remote
+
+        return remote.generate(report, **given)
+    from wanjax.cli import many, stages
+
+    del given["at"]
     several = {name: given.pop(name) for name in ("prompts", "seeds", "count")}
     if any(value is not None for value in several.values()):
         many.generate(report, **several, **given)

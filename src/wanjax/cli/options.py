@@ -23,6 +23,11 @@ def is_typed(name: str, ctx: click.Context | None = None) -> bool:
     return ctx is not None and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
+def is_given(name: str) -> bool:
+    """Tells whether a parameter of the command that runs has a value from the command line or a file."""
+    return click.get_current_context().get_parameter_source(name) not in (None, ParameterSource.DEFAULT)
+
+
 SETTINGS = schema(Settings)
 MOST_VIDEOS = 100_000  # of one command
 KEPT = "wanjax.kept"  # the key, in a command's context, of options that become a part of another option
@@ -365,6 +370,13 @@ preview = together(
         help="Show at a few steps what the video will be; in preview.png beside the stages' files and on a terminal.",
     ),
     preview_decoder,
+)
+
+
+at = click.option(
+    "--at",
+    metavar="URL",
+    help="Let a running `wanjax serve` make the video. WANJAX_TOKEN in the environment is shown to it.",
 )
 
 

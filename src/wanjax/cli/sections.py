@@ -27,7 +27,7 @@ SECTIONS = {
         "cache dtype",
         "attention block-q block-kv block-kv-compute window batch-guidance compiler quick keep",
     ),
-    "Where": ("chip mesh host port token", "rules processes offload tile rehearse"),
+    "Where": ("at chip mesh host port token", "rules processes offload tile rehearse"),
     "Limits": ("max-queue", "max-pixels max-steps max-upload"),
     "Output": (
         "out dir to train preview quiet",

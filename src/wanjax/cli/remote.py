@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`generate --at URL`: a video by a `wanjax serve` that runs elsewhere. Nothing of JAX is imported here.
+
+What a request may ask of the server, the server tells: its settings, its pictures, and what it was started with.
+"""
+
+import base64
+import json
+import os
+import time
+from collections.abc import Mapping
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import HTTPRedirectHandler, Request, build_opener
+
+from wanjax.checkpoints.files import check_folder, writing
+from wanjax.cli.names import own_place
+from wanjax.cli.options import SETTINGS, is_given
+from wanjax.cli.report import Report
+from wanjax.errors import WanjaxError, shown
+
+TOKEN = "WANJAX_TOKEN"  # the variable with what the server wants to be shown
+PATIENCE = 60.0  # seconds in which a server has to answer
+EVERY = 0.05, 1.0  # seconds between two looks at the video, the first and the longest
+LARGEST = 2**33  # bytes of an answer
+HERE = {
+    "prompts": "--prompts",
+    "seeds": "--seeds",
+    "count": "--count",
+    "folder": "--dir",
+    "noise": "--noise",
+    "profile": "--profile",
+    "preview": "--preview",
+    "preview_decoder": "--preview-decoder",
+}
+"""Parameters that mean something where the video is made, and their options."""
+PICTURES = ("image", "last_image", "video", "mask", "references")
+
+
+def generate(report: Report, *, at: str, prompt: str, out: str | None, **given: Any) -> None:
+    """Asks the server at an address for a video, shows its progress, and writes it under its own name or `out`."""
+    server = Server(at)
+    offered = server.model()
+    if out is not None and Path(out).suffix != ".mp4":
+        raise WanjaxError(f"--out names {out} for a video of {at}, which makes .mp4: a name with this suffix is right")
+    own = given.keys() - {"force"}
+    chosen = {name: given[name] for name in own if is_given(name) and given[name] not in (None, ())}
+    job = server.ask("/v1/videos", {"prompt": prompt, **_fields(chosen, offered, at)})
+    if not isinstance(id := job.get("id"), str) or not id.replace("_", "").isalnum():
+        raise WanjaxError(f"{at} answers with no id of a video: it is no wanjax serve of this version")
+    place = f"/v1/videos/{id}"
+    try:
+        with report.stage("video"):
+            job = _awaited(server, place, report)
+    except KeyboardInterrupt:
+        server.ask(f"{place}/cancel", {})
+        raise
+    if job.get("status") != "completed":
+        why = job["error"].get("message") if isinstance(job.get("error"), dict) else None
+        raise WanjaxError(f"{at} made no video: {_plain(why or 'it tells no reason')}")
+    record = server.ask(f"{place}/record")
+    target = Path(out or own_place(prompt, record.get("seed", 0), reserve=False).video).expanduser().absolute()
+    check_folder(target.parent)
+    with writing(target) as beside:
+        beside.write_bytes(server.fetch(f"{place}/content"))
+    report.made(target, record, id=id, seconds=report.seconds)
+
+
+def _awaited(server: "Server", place: str, report: Report) -> dict[str, Any]:
+    """Returns a video that is over; shows its progress meanwhile."""
+    pause, longest = EVERY
+    told: set[str] = set()
+    while True:
+        job = server.ask(place)
+        for note in job.get("notes", []):
+            if note not in told:
+                told.add(note)
+                report.note(_plain(note))
+        if job.get("status") not in ("queued", "in_progress"):
+            return job
+        stage, done, total = (job.get(name) for name in ("stage", "stage_done", "stage_total"))
+        if isinstance(done, int) and isinstance(total, int) and stage:
+            report.count(_plain(stage), done, total)
+        report.stop_if_asked()
+        time.sleep(pause)
+        pause = min(1.2 * pause, longest)
+
+
+def _fields(chosen: Mapping[str, Any], offered: Mapping[str, Any], at: str) -> dict[str, Any]:
+    """Returns the fields of a request; raises WanjaxError for an option that the server has another value for."""
+    fields: dict[str, Any] = {}
+    for name, value in chosen.items():
+        if name == "size":
+            fields[name] = value if isinstance(value, str) else f"{value[1]}x{value[0]}"
+        elif name in PICTURES:
+            fields[name] = [_as_url(one) for one in value] if name == "references" else _as_url(value)
+        elif name in SETTINGS and name != "dtype":  # what the model has no use for, the server refuses
+            fields[name] = value
+        elif name in HERE:
+            raise WanjaxError(f"{HERE[name]} is for videos of this machine, and --at has one made by {at}")
+        else:
+            _compare(name, value, offered["started_with"], at)
+    return fields
+
+
+def _compare(name: str, value: Any, has: Mapping[str, Any], at: str) -> None:
+    """Raises WanjaxError unless the server was started with an option of this value."""
+    option = f"--{name.replace('_', '-')}"
+    known = has.get("tiling" if name == "tile" else name)
+    same = value == bool(known) if isinstance(value, bool) else _listed(value) == _listed(known)
+    if not same:
+        told = "none" if known in (None, [], ()) else ", ".join(_listed(known))
+        asked = "" if isinstance(value, bool) else f" {', '.join(_listed(value))}"
+        raise WanjaxError(f"{option}{asked} is for the server to be started with, and {at} has {_plain(told)}")
+
+
+def _listed(value: Any) -> list[str]:
+    return [str(one) for one in (value if isinstance(value, list | tuple) else [value])]
+
+
+def _as_url(file: str) -> str:
+    """Returns a file as a data: URL; raises WanjaxError where it cannot be read."""
+    try:
+        data = Path(file).expanduser().read_bytes()
+    except OSError as error:
+        why = "a folder, and a server takes a film or an animation" if Path(file).is_dir() else error.strerror
+        raise WanjaxError(f"{file} cannot be sent: it is {why}") from error
+    return f"data:application/octet-stream;base64,{base64.b64encode(data).decode()}"
+
+
+def _plain(text: Any) -> str:
+    """Returns a server's text without characters that would steer a terminal."""
+    return "".join(c if c.isprintable() else " " for c in str(text)[:1000])
+
+
+class _NoRedirect(HTTPRedirectHandler):
+    """Follows no redirection, which would take the token to another host."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+class Server:
+    """A `wanjax serve` at an address."""
+
+    def __init__(self, url: str):
+        """Takes an address such as http://localhost:8000; raises WanjaxError for one of another kind."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise WanjaxError(f"--at is given as {shown(url)} where an address such as http://localhost:8000 is right")
+        self.url = url.rstrip("/")
+        self._opener = build_opener(_NoRedirect)
+
+    def model(self) -> dict[str, Any]:
+        """Returns what the server tells of its model; raises WanjaxError where that is no wanjax server's answer."""
+        listed = self.ask("/v1/models").get("data")
+        model = listed[0] if isinstance(listed, list) and listed else None
+        if isinstance(model, dict) and all(isinstance(model.get(name), dict) for name in ("settings", "started_with")):
+            return model
+        raise WanjaxError(f"{self.url} does not tell what it makes: it is no wanjax serve of this version")
+
+    def ask(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Returns the JSON object that is answered; posts one where it is given. Raises WanjaxError as `fetch`."""
+        try:
+            answer = json.loads(self.fetch(path, body))
+        except ValueError as error:
+            if isinstance(error, WanjaxError):
+                raise
+            answer = None
+        if not isinstance(answer, dict):
+            raise WanjaxError(f"{self.url}{path} answers with no JSON: it is no wanjax serve of this version")
+        return answer
+
+    def fetch(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+        """Returns the bytes that are answered; raises WanjaxError with the server's reason, or where none answers."""
+        headers = {"Content-Type": "application/json"}
+        if token := os.environ.get(TOKEN):
+            headers["Authorization"] = f"Bearer {token}"
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            with self._opener.open(Request(f"{self.url}{path}", data, headers), timeout=PATIENCE) as answer:
+                return answer.read(LARGEST)
+        except HTTPError as error:
+            raise WanjaxError(f"{self.url} refuses this: {_reason(error)}") from error
+        except (OSError, HTTPException, ValueError) as error:
+            why = getattr(error, "reason", None) or error
+            raise WanjaxError(f"no wanjax serve answers at {self.url}: {_plain(why)}") from error
+
+
+def _reason(error: HTTPError) -> str:
+    """Returns the reason in a server's refusal, which has OpenAI's form."""
+    try:
+        return _plain(json.loads(error.read(10**6))["error"]["message"])
+    except (ValueError, KeyError, TypeError, OSError, HTTPException):
+        return f"{error.code} {_plain(error.reason)}"
