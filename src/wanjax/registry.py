@@ -157,6 +157,37 @@ def size_of(model: str, given: Mapping[str, Any]) -> tuple[int, int]:
     return _sized(architecture, defaults, preset.sizes if preset else (), given).size
 
 
+def describe(model: str) -> dict[str, Any]:
+    """Returns what a model takes, makes and needs, as JSON; downloads as `outline`.
+
+    `parameters` are those of the transformer, or of each of two. `networks` are the bytes of each network's weights as
+    they are kept on devices, and `memory` is their sum. `takes` names the pictures and clips that the model can use,
+    and `needs` those without which it makes no video. `about`, `source` and `licence` are known of published
+    checkpoints alone.
+    """
+    family, architecture, defaults = outline(model)
+    preset = presets().get(defaults.model)
+    known = {name: family.network_of(config) for name, config in architecture.networks.items()}
+    item = {"bfloat16": 2, "float32": 4}[preset.param_dtype if preset else defaults.dtype]
+    networks = {name: (4 if network.float32 else item) * network.parameters for name, network in known.items()}
+    told = {"about": preset.about, "source": preset.source, "licence": preset.licence} if preset else {}
+    sizes = named_sizes(architecture, defaults, preset.sizes if preset else ())
+    return {
+        "name": defaults.model,
+        **told,
+        "task": architecture.purpose,
+        "takes": list(architecture.takes),
+        "needs": list(architecture.needs),
+        "sizes": {name: f"{width}x{height}" for name, (height, width) in sizes.items()},
+        "grid": architecture.grid,
+        "frames_step": architecture.vae.temporal_factor,
+        "parameters": known["transformer"].parameters,
+        "memory": sum(networks.values()),
+        "networks": networks,
+        "defaults": {k: v for k, v in defaults.to_json().items() if k not in ("model", "prompt")},
+    }
+
+
 def family_with(preset: Preset) -> Family:
     """Returns the family that has this preset."""
     return next(family for family in FAMILIES if preset in family.presets)

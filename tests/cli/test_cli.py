@@ -19,6 +19,7 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
+from tests.support import listing
 from tests.support.commands import files, refused, succeeded, wanjax
 from tests.support.tiny import compile_cache, tiny_checkpoint
 from tests.support.words import says
@@ -182,12 +183,35 @@ def test_sizes(given, size):
     assert given["size"] == (480, 832)
 
 
-def test_help_does_not_wait_for_jax():
-    code = "import sys, wanjax.cli; wanjax.cli.main(['--help'], standalone_mode=False); print(sorted(sys.modules))"
-    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout.decode()
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["models"],
+        ["models", "wan2.2-i2v-a14b"],
+        ["a", "--frames", "18"],
+        ["plan", "--size", "9p"],
+        ["a", "b"],
+    ],
+    ids=" ".join,
+)
+def test_answers_do_not_wait_for_jax(arguments):
+    code = f"""if True:
+        import sys, wanjax.cli
+        try:
+            wanjax.cli.main({arguments.split()}, standalone_mode=False)
+        finally:
+            print(sorted(sys.modules))
+    """
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True).stdout.decode()
     assert "'click'" in modules
     assert "'jax'" not in modules
     assert "'numpy'" not in modules
+
+
+def test_the_listing_is_that_of_the_presets():
+    """`python -m tests.support.listing` writes it again."""
+    assert listing.FILE.read_text(encoding="utf-8") == listing.source()
 
 
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, which has so much to say, is not installed")

@@ -15,7 +15,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from wanjax.cli import defaults, options, train_options
+from wanjax.cli import defaults, listing, options, train_options
 from wanjax.cli.arguments import check_prompt, complete_commands, complete_files, complete_models
 from wanjax.cli.report import Report, watched
 from wanjax.errors import WanjaxError, is_out_of_memory
@@ -146,6 +146,8 @@ def generate(report: Report, made: dict[str, Any] | None, **given: Any) -> None:
         from wanjax.cli import remote
 
         return remote.generate(report, **given)
+    if made is None:
+        listing.check(given["model"], given)
     from wanjax.cli import many, stages
 
     del given["at"]
@@ -178,6 +180,7 @@ def encode(report: Report, **given: Any) -> None:
     Writes the embeddings and the model's recommended settings to --dir. Pictures are encoded for one size and length of
     the video, which later stages cannot change.
     """
+    listing.check(given["model"], given)
     from wanjax.cli import stages
 
     stages.encode(report, **given)
@@ -262,11 +265,13 @@ def plan(model: str | None, model_option: str | None, **given: Any) -> None:
     and a LoRA, which is merged into them, changes no price. Pictures that are not given are of the video's own size.
     With --train a step of training is priced in place of a video.
     """
-    from wanjax.cli import planning
-
     if None not in (model, model_option) and model != model_option and options.is_typed("model_option"):
         raise click.UsageError(f"the model is given as {model} and as --model {model_option}: one way is enough")
-    planning.plan(model=model or model_option or "nano", **given)
+    chosen = model or model_option or "nano"
+    listing.check(chosen, given)
+    from wanjax.cli import planning
+
+    planning.plan(model=chosen, **given)
 
 
 @main.command()
@@ -291,6 +296,7 @@ def warmup(report: Report, **given: Any) -> None:
     Records a run without loading its weights, so that `generate` with the same options begins at once. The compiled
     programs stay in the user's cache. Other options, code or devices never use them.
     """
+    listing.check(given["model"], given)
     from wanjax.cli import planning
 
     planning.warmup(report, **given)

@@ -113,11 +113,10 @@ def complete_models(ctx: click.Context, parameter: click.Parameter, incomplete: 
     """Returns the models that `wanjax models` lists; for a path, leaves the completion to the shell."""
     if incomplete.startswith((".", "~")) or os.sep in incomplete:
         return complete_files(ctx, parameter, incomplete)
-    from wanjax.registry import presets  # imported late for a quick --help
+    from wanjax.cli.listing import listed  # imported late: it imports this module's users
 
-    return [
-        CompletionItem(name, help=preset.about) for name, preset in presets().items() if name.startswith(incomplete)
-    ]
+    known = listed().items()
+    return [CompletionItem(name, help=model["about"]) for name, model in known if name.startswith(incomplete)]
 
 
 def complete_commands(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:

@@ -1,42 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands `models` and `info`: the checkpoints known by name, and the record of a video."""
+"""The commands `models` and `info`: the checkpoints known by name, and the record of a video, both without JAX."""
 
 import json
 from collections.abc import Mapping
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import click
 
-import wanjax
-from wanjax import converters
-from wanjax.compilers import kept
-from wanjax.media.records import read_record
-from wanjax.media.stage_files import PICTURE_FILES
-from wanjax.pipelines.family import Family, named_sizes
-from wanjax.pipelines.record import DIGESTS
-from wanjax.registry import outline, presets
+from wanjax.cli.listing import PICTURES, described, listed
 
 ROW = "{:26} {:>11} {:>8} {:>9} {:>6} {:>5} {:>8}  {}"
 
 
 def show_model(model: str, as_json: bool) -> None:
     """Prints what a model takes, its sizes and its recommended settings; reads no weights."""
-    described = _described(model)
+    found = dict(described(model))
     if as_json:
-        click.echo(json.dumps(described, indent=2, ensure_ascii=False))
+        click.echo(json.dumps(found, indent=2, ensure_ascii=False))
         return
-    defaults, needs = described.pop("defaults"), described.pop("needs")
-    described["takes"] = [
-        "a prompt",
-        *(f"{_option(name)}{' (needed)' * (name in needs)}" for name in described["takes"]),
-    ]
-    described["sizes"] = [f"{name} {size}" for name, size in described["sizes"].items()]
-    described["parameters"] = _rounded(described["parameters"])
-    described["memory"] = _rounded(described["memory"]) + "B"
-    described["networks"] = [f"{name} {_rounded(size)}B" for name, size in described["networks"].items()]
-    _print_lines(_entries(described | {k: v for k, v in defaults.items() if v != ""}))
+    needed = {name: " (needed)" for name in found["needs"]}
+    told = {
+        "takes": ["a prompt", *(f"{_option(name)}{needed.get(name, '')}" for name in found["takes"])],
+        "sizes": [f"{name} {size}" for name, size in found["sizes"].items()],
+        "parameters": _rounded(found["parameters"]),
+        "memory": _rounded(found["memory"]) + "B",
+        "networks": [f"{name} {_rounded(size)}B" for name, size in found["networks"].items()],
+    }
+    own = {name: value for name, value in found["defaults"].items() if value != ""}
+    left_out = ("defaults", "needs", "grid", "frames_step")
+    _print_lines(_entries({name: value for name, value in found.items() if name not in left_out} | told | own))
 
 
 def _option(picture: str) -> str:
@@ -46,86 +38,44 @@ def _option(picture: str) -> str:
 
 def show_models(as_json: bool) -> None:
     """Prints the models as a table or as JSON."""
-    known = presets().values()
-    described = [_described(preset.name) for preset in known]
+    known = list(listed().values())
     if as_json:
-        click.echo(json.dumps(described, indent=2, ensure_ascii=False))
+        click.echo(json.dumps(known, indent=2, ensure_ascii=False))
         return
     click.echo(ROW.format("model", "transformer", "memory", "size", "frames", "steps", "guidance", "weights"))
-    for preset, model in zip(known, described, strict=True):
+    for model in known:
         chosen = model["defaults"]
         sizes = (
             _rounded(model["parameters"]),
             _rounded(model["memory"]) + "B",
             f"{chosen['width']}x{chosen['height']}",
         )
-        guidance = ", ".join(f"{scale:g}" for scale in preset.defaults.guidance_scales)
+        scales = [chosen.get(name) for name in ("guidance_scale", "guidance_scale_2")]
+        guidance = ", ".join(f"{scale:g}" for scale in scales if scale is not None)
         counts = (chosen["frames"], chosen["steps"], guidance)
         click.echo(ROW.format(model["name"], *sizes, *counts, model["licence"]))
         click.echo(f"    {model['about']}")
-
-
-def _described(model: str) -> dict[str, Any]:
-    """Returns a model as JSON. `parameters` are those of the transformer, or of each of two.
-
-    `networks` are the bytes of each network's weights as they are kept on devices, and `memory` is their sum. `takes`
-    names the pictures and clips that the model can use, and `needs` those without which it makes no video. `about`,
-    `source` and `licence` are known of published checkpoints alone.
-    """
-    family, architecture, defaults = outline(model)
-    preset = presets().get(defaults.model)
-    item = {"bfloat16": 2, "float32": 4}[preset.param_dtype if preset else defaults.dtype]
-    counts = {name: _parameters(family, config) for name, config in architecture.networks.items()}
-    exact = {name for name, config in architecture.networks.items() if family.network_of(config).float32}
-    networks = {name: (4 if name in exact else item) * count for name, count in counts.items()}
-    told = {"about": preset.about, "source": preset.source, "licence": preset.licence} if preset else {}
-    sizes = named_sizes(architecture, defaults, preset.sizes if preset else ())
-    return {
-        "name": defaults.model,
-        **told,
-        "task": architecture.purpose,
-        "takes": list(architecture.takes),
-        "needs": list(architecture.needs),
-        "sizes": {name: f"{width}x{height}" for name, (height, width) in sizes.items()},
-        "parameters": counts["transformer"],
-        "memory": sum(networks.values()),
-        "networks": networks,
-        "defaults": {k: v for k, v in defaults.to_json().items() if k not in ("model", "prompt")},
-    }
-
-
-def _parameters(family: Family, config: Any) -> int:
-    """Returns the number of a network's parameters, which takes a second to count and is kept."""
-    key = {"network": repr(config), "code": _code_digest(), **kept.versions("jax", "flax")}
-    if (count := kept.recall("parameters", key)) is None:
-        count = family.network_of(config).parameters
-        kept.keep("parameters", key, count)
-    return count
-
-
-@cache
-def _code_digest() -> str:
-    """Returns one digest of all Python files of this package."""
-    folders = (Path(wanjax.__file__).parent, Path(converters.__file__).parent)
-    return kept.digest(path for folder in folders for path in sorted(folder.rglob("*.py")))
 
 
 def _rounded(number: float) -> str:
     return f"{number / 1e9:.1f} G" if number >= 1e9 else f"{number / 1e6:.1f} M"
 
 
-LEFT_OUT = ("height", "width", "frames", "fps", "guidance_scale", "guidance_scale_2", DIGESTS)
-"""Entries that are told together or with others; digests are for machines."""
+LEFT_OUT = ("height", "width", "frames", "fps", "guidance_scale", "guidance_scale_2")
+"""Entries that are told together or with others."""
 FIRST = ("model", "prompt", "negative_prompt", "size", "frames", "steps", "guidance", "seed")
 FIRST_OF_A_MODEL = ("name", "about", "source", "licence", "task", "takes", "sizes", "parameters", "memory", "networks")
 
 
 def show_record(file: str, as_json: bool) -> None:
     """Prints the record in a file."""
+    from wanjax.media.records import DIGESTS, read_record  # imported late: a list of models needs none of it
+
     record = read_record(file)
     if as_json:
         click.echo(json.dumps(record, indent=2))
         return
+    record.pop(DIGESTS, None)  # which is for machines
     _print_lines(_entries(record))
 
 
@@ -140,7 +90,7 @@ def _entries(record: Mapping[str, Any]) -> dict[str, str]:
     told = {name: value for name, value in record.items() if name not in LEFT_OUT}
     if not record.get("video"):
         told.pop("strength", None)
-    if not any(record.get(name) for name in PICTURE_FILES):
+    if not any(record.get(name) for name in PICTURES):
         told.pop("resize", None)
     if {"height", "width"} <= record.keys() and "sizes" not in record:
         told["size"] = f"{record['width']}x{record['height']}"

@@ -11,8 +11,8 @@ from wanjax.checkpoints.files import content_digest
 from wanjax.cli.options import SETTINGS, is_typed
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
-from wanjax.media.records import read_record
-from wanjax.pipelines.record import DIGESTS, paths_of
+from wanjax.media.records import DIGESTS, read_record
+from wanjax.pipelines.record import paths_of
 
 FILES = {
     "image": "--image FILE",

@@ -34,6 +34,7 @@ from wanjax.kernels.compiler_options import kept_set
 from wanjax.layers.tiling import Tiling
 from wanjax.media import stage_files, videos
 from wanjax.media.pictures import Pictures
+from wanjax.media.records import DIGESTS
 from wanjax.media.stage_files import LATENTS, VIDEO
 from wanjax.pipelines.checks import check_strength
 from wanjax.pipelines.draws import checked_draws
@@ -42,7 +43,7 @@ from wanjax.pipelines.many import Order
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.previews.previews import Previews
 from wanjax.pipelines.progress import duration, in_bytes
-from wanjax.pipelines.record import DIGESTS, described, devices_of, paths_of
+from wanjax.pipelines.record import described, devices_of, paths_of
 from wanjax.pipelines.resume import Keeping
 from wanjax.pipelines.run import Block, Hook, Run
 from wanjax.pipelines.settings import DRAW, Settings, schema

@@ -2,12 +2,19 @@
 """Reads the record of a video, which says everything that shaped it, from any file that keeps one."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from wanjax.checkpoints.files import SafetensorsFile
 from wanjax.errors import WanjaxError
-from wanjax.media.stage_files import CONFIG, present_names, settings_of
 from wanjax.media.videos import FRAME, read_metadata
+
+CONFIG = "generation_config.json"
+DIGESTS = "digests"  # the entry of a record with the digest of each file and folder that it names, by its path
+PICTURE_FILES = ("image", "last_image", "video", "mask", "references")
+OLD_NAMES = {"model_id": "model", "num_inference_steps": "steps", "num_frames": "frames"}
+"""Settings in generation_config.json that had other names before wanjax."""
 
 
 def read_record(path: str | Path) -> dict[str, Any]:
@@ -23,7 +30,7 @@ def read_record(path: str | Path) -> dict[str, Any]:
         raise WanjaxError(f"there is no file {file}")
     found: Any = None
     if file.suffix.lower() == ".safetensors":
-        found = settings_of(file)
+        found = table_in(SafetensorsFile(file), "settings")
     elif file.suffix.lower() == ".json":
         found = _json(file)
     elif file.is_file():
@@ -31,6 +38,22 @@ def read_record(path: str | Path) -> dict[str, Any]:
     if not isinstance(found, dict) or not isinstance(found.get("prompt"), str):
         raise WanjaxError(f"{file} holds no settings of a video: wanjax did not write it, or something rewrote it")
     return present_names(found)
+
+
+def present_names(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings with their present names in place of former ones."""
+    return {OLD_NAMES.get(name) or name: value for name, value in settings.items()}
+
+
+def table_in(file: SafetensorsFile, name: str) -> dict[str, Any]:
+    """Returns the JSON object under a name of a file's metadata, empty if there is none.
+
+    Raises WanjaxError where something else is there.
+    """
+    try:
+        return dict(json.loads(file.metadata.get(name, "{}")))
+    except (ValueError, TypeError) as error:
+        raise WanjaxError(f"{file.path} has {name!r} in its metadata that is no JSON object: write it again") from error
 
 
 def _json(file: Path) -> Any:

@@ -16,18 +16,14 @@ from jaxtyping import Array, Float, Shaped
 
 from wanjax.checkpoints.files import SafetensorsFile, save_safetensors, writing
 from wanjax.errors import WanjaxError
+from wanjax.media.records import CONFIG, PICTURE_FILES, present_names, table_in
 
 EMBEDDINGS = "stage1_embeddings.safetensors"
 LATENTS = "stage2_latents.safetensors"
 STATE = "stage2_state.safetensors"
 """The state of denoising that is not complete."""
 PREVIEW = "preview.png"
-CONFIG = "generation_config.json"
 VIDEO = "output_video.mp4"
-
-OLD_NAMES = {"model_id": "model", "num_inference_steps": "steps", "num_frames": "frames"}
-"""Settings in generation_config.json that had other names before wanjax."""
-PICTURE_FILES = ("image", "last_image", "video", "mask", "references")
 PICTURE_SETTINGS = ("height", "width", "frames", "resize", *PICTURE_FILES)
 """Settings that shape what is encoded from pictures."""
 SURROUNDINGS = {
@@ -69,16 +65,6 @@ def load_settings(folder: Path) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise WanjaxError(f"{file} is not a JSON object: run `wanjax encode` again")
     return present_names(settings)
-
-
-def present_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns settings with their present names in place of former ones."""
-    return {OLD_NAMES.get(name) or name: value for name, value in settings.items()}
-
-
-def settings_of(path: Path) -> dict[str, Any]:
-    """Returns the settings that a stage's file keeps, none if it keeps none; raises WanjaxError if it is damaged."""
-    return _table(SafetensorsFile(path), "settings")
 
 
 def save_encoded(
@@ -143,7 +129,7 @@ def _open_stage(folder: Path, name: str, settings: Mapping[str, Any], command: s
     if not (folder / name).is_file():
         raise WanjaxError(f"{folder} holds no {name}: run `{command} --dir {folder}` first")
     file = SafetensorsFile(folder / name)
-    for key, value in _table(file, "settings").items():
+    for key, value in table_in(file, "settings").items():
         if key in settings and settings[key] != value and key not in SURROUNDINGS:
             raise WanjaxError(
                 f"{name} and {CONFIG} in {folder} do not belong together: {key} is {_short(value)} in the one and "
@@ -172,13 +158,5 @@ def _read(
         axes = f" of {rank} axes" if rank else ""
         right = f"{' or '.join(kinds)}{axes}{f', with a first axis of size {first},' if first else ''} are right"
         raise WanjaxError(f"{name!r} in {file.path} is {dtype} {list(shape)}, where {right}")
-    was_bfloat16 = "bfloat16" in str(_table(file, "dtype_info").get(name))
+    was_bfloat16 = "bfloat16" in str(table_in(file, "dtype_info").get(name))
     return jnp.asarray(file.read(name), jnp.bfloat16 if was_bfloat16 else None)
-
-
-def _table(file: SafetensorsFile, name: str) -> dict[str, Any]:
-    """Returns the JSON object under a name of the file's metadata, empty if there is none."""
-    try:
-        return dict(json.loads(file.metadata.get(name, "{}")))
-    except (ValueError, TypeError) as error:
-        raise WanjaxError(f"{file.path} has {name!r} in its metadata that is no JSON object: write it again") from error

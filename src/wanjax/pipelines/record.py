@@ -13,12 +13,12 @@ import numpy as np
 from wanjax.checkpoints.files import content_digest
 from wanjax.checkpoints.lora import Lora
 from wanjax.layers.tiling import Tiling
+from wanjax.media.records import DIGESTS
 from wanjax.pipelines.settings import Settings
 from wanjax.schedulers import Scheduler, name_of
 from wanjax.sharding import Partitioner
 
 VERSION = version("wanjax")
-DIGESTS = "digests"  # the entry of a record with the digest of each file and folder that it names, by its path
 SOURCES = ("image", "last_image", "video", "mask", "references", "noise", "lora", "model")
 """The entries of a record that may name files and folders."""
 

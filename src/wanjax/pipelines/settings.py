@@ -232,13 +232,7 @@ class Settings:
 
     def check(self, *, spatial: int, temporal: int) -> None:
         """Raises WanjaxError unless sizes are multiples of `spatial`, and frames are `temporal`·n + 1."""
-        for name, pixels in (("height", self.height), ("width", self.width)):
-            if pixels <= 0 or pixels % spatial:
-                legal = _neighbours(pixels, spatial, 0)
-                raise WanjaxError(f"the {name} {pixels} is not a multiple of {spatial}: {legal} would do")
-        if self.frames <= 0 or (self.frames - 1) % temporal:
-            legal = _neighbours(self.frames, temporal, 1)
-            raise WanjaxError(f"{self.frames} frames are not of the form {temporal}n + 1: {legal} would do")
+        check_shape(self.height, self.width, self.frames, spatial=spatial, temporal=temporal)
 
     @property
     def strong_steps(self) -> int:
@@ -259,6 +253,17 @@ def _kind(annotation: Any) -> type:
     """Returns the type of a field's values, `str` for one that a text names."""
     kind = next(iter(get_args(annotation)), annotation)
     return kind if kind in KINDS else str
+
+
+def check_shape(height: int, width: int, frames: int, *, spatial: int, temporal: int) -> None:
+    """Raises WanjaxError unless height and width are multiples of `spatial`, and frames are `temporal`·n + 1."""
+    for name, pixels in (("height", height), ("width", width)):
+        if pixels <= 0 or pixels % spatial:
+            legal = _neighbours(pixels, spatial, 0)
+            raise WanjaxError(f"the {name} {pixels} is not a multiple of {spatial}: {legal} would do")
+    if frames <= 0 or (frames - 1) % temporal:
+        legal = _neighbours(frames, temporal, 1)
+        raise WanjaxError(f"{frames} frames are not of the form {temporal}n + 1: {legal} would do")
 
 
 def height_and_width(size: Any) -> tuple[int, int]:

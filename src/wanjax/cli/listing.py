@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is known of the published models without JAX: a listing that ships with the package, and what it refuses.
+
+`python -m tests.support.listing` writes it from the presets.
+"""
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from wanjax.cli.options import SETTINGS
+from wanjax.errors import WanjaxError
+from wanjax.pipelines.settings import check_shape
+
+FILE = "models.json"
+PICTURES = ("image", "last_image", "video", "mask", "references")
+
+
+@cache
+def listed() -> Mapping[str, Mapping[str, Any]]:
+    """Returns the published models by name, as `registry.describe` tells them."""
+    return {model["name"]: model for model in json.loads((files("wanjax.cli") / FILE).read_text(encoding="utf-8"))}
+
+
+def described(model: str) -> Mapping[str, Any]:
+    """Returns what `registry.describe` tells of a model, which is asked for one that is not listed."""
+    if model in listed():
+        return listed()[model]
+    from wanjax import registry  # imported late: it needs JAX
+
+    return registry.describe(model)
+
+
+def check(model: str | None, given: Mapping[str, Any]) -> None:
+    """Raises WanjaxError for given settings that a listed model does not take, before anything is imported for them.
+
+    What it lets pass is checked again, with the model's own rules, when its pipeline is there.
+    """
+    if (known := listed().get(model or "")) is None:
+        return
+    own = known["defaults"]
+    for name, setting in SETTINGS.items():
+        if (value := given.get(name)) is None or name == "cache":  # a cache's settings are read by its rule
+            continue
+        if name not in own and name not in ("model", "prompt"):
+            raise WanjaxError(f"{name} is no setting of {model}: {', '.join(own)} are")
+        setting.read(value)
+    size = given.get("size")
+    if isinstance(size, str) and size not in known["sizes"]:
+        raise WanjaxError(f"the size {size!r} is none of the model's: {', '.join(known['sizes'])} are")
+    asked = dict(zip(("height", "width"), size, strict=True)) if isinstance(size, tuple) else {}
+    asked |= {name: given[name] for name in ("height", "width", "frames") if given.get(name) is not None}
+    shape = {name: asked.get(name, own[name]) for name in ("height", "width", "frames")}
+    check_shape(**shape, spatial=known["grid"], temporal=known["frames_step"])
