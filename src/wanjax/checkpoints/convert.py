@@ -46,6 +46,7 @@ from wanjax.checkpoints.sources import FORMAT, MANIFEST, UNUSED, WEIGHTS, Source
 from wanjax.checkpoints.stream import stored, stream
 from wanjax.converters import rules
 from wanjax.errors import WanjaxError
+from wanjax.figures import in_bytes
 
 PARTIAL = ".{}.partial"  # the folder beside the target until it is complete
 NOT_NETWORKS = re.compile(r"Tokenizer|Scheduler|Processor|Extractor|Guidance")
@@ -232,7 +233,7 @@ class Conversion(ABC):
             _save_json(self.partial / REQUEST, self._request())
         missing = self.bytes_written - self.bytes_there
         if (free := shutil.disk_usage(self.partial).free) < missing:
-            raise OSError(f"{free / 1e9:.2f} GB are free where {missing / 1e9:.2f} GB are needed")
+            raise OSError(f"{in_bytes(free)} are free where {in_bytes(missing)} are needed")
 
     def _copy_files(self) -> None:
         """Copies the files beside the weights; writes configs that the source lacks in the form of diffusers."""

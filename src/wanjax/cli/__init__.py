@@ -252,9 +252,11 @@ def decode(report: Report, **given: Any) -> None:
 @options.tile
 @options.offload
 @train_options.priced
+@options.quiet
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @defaults.config
-def plan(model: str | None, model_option: str | None, **given: Any) -> None:
+@click.pass_obj
+def plan(report: Report, model: str | None, model_option: str | None, **given: Any) -> None:
     """Price a video with MODEL, or nano, without the chips.
 
     Prints the memory of each stage, the seconds of a step and of the run, and what limits them. Programs for TPUs are
@@ -266,7 +268,7 @@ def plan(model: str | None, model_option: str | None, **given: Any) -> None:
 
     if None not in (model, model_option) and model != model_option and options.is_typed("model_option"):
         raise click.UsageError(f"the model is given as {model} and as --model {model_option}: one way is enough")
-    planning.plan(model=model or model_option or "nano", **given)
+    planning.plan(report, model=model or model_option or "nano", **given)
 
 
 @main.command()

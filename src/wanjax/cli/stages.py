@@ -29,6 +29,7 @@ from wanjax.cli.remake import check_files, differences
 from wanjax.cli.report import Report
 from wanjax.compilers.roofline import peak_flops
 from wanjax.errors import WanjaxError
+from wanjax.figures import digits, duration, in_bytes
 from wanjax.kernels.attention import AUTO
 from wanjax.kernels.compiler_options import kept_set
 from wanjax.layers.tiling import Tiling
@@ -41,7 +42,6 @@ from wanjax.pipelines.family import TrainingDomain
 from wanjax.pipelines.many import Order
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.previews.previews import Previews
-from wanjax.pipelines.progress import duration, in_bytes
 from wanjax.pipelines.record import DIGESTS, described, devices_of, paths_of
 from wanjax.pipelines.resume import Keeping
 from wanjax.pipelines.run import Block, Hook, Run
@@ -382,7 +382,7 @@ class Reporting(Hook):
     def switched(self, switch: Switch) -> None:
         self.report.note(
             f"from step {switch.index + 1} of {switch.total} on, {switch.network} is at work, "
-            f"loaded in {switch.seconds:.1f} s"
+            f"loaded in {duration(switch.seconds)}"
         )
 
     def stepped(self, step: Step) -> None:
@@ -515,7 +515,7 @@ class Tempo:
         if self._first is None or self.frames == self._first[0]:
             return f"{self.frames} frames"
         frames, since = self._first
-        return f"{self.frames} frames, {(self.frames - frames) / (self._last - since):.1f} a second"
+        return f"{self.frames} frames, {digits((self.frames - frames) / (self._last - since))} a second"
 
 
 def estimate(pipe: Pipeline, settings: Settings, from_video: bool) -> str | None:

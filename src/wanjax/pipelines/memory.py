@@ -12,8 +12,8 @@ import psutil
 from flax import nnx
 
 from wanjax.errors import WanjaxError
+from wanjax.figures import in_bytes
 from wanjax.layers.placement import bytes_by_device
-from wanjax.pipelines.progress import in_bytes
 from wanjax.sharding import platform
 
 GROUPS = Path("/proc/self/cgroup")  # the control groups of this process, on Linux

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 from wanjax.checkpoints.files import check_folder
 from wanjax.checkpoints.networks import Network, network_of
 from wanjax.errors import WanjaxError
+from wanjax.figures import digits
 from wanjax.kernels.compiler_options import products
 from wanjax.media.videos import write_video
 from wanjax.pipelines.pipeline import Pipeline
@@ -231,7 +232,7 @@ class Learner:
             if not np.isfinite(values["loss"]):
                 raise WanjaxError(f"the loss is not finite after step {step}: a lower rate or float32 may help")
             if step % self.config.evaluate_every == 0 or step in (1, self.config.steps):
-                self.training.note(f"step {step} of {self.config.steps}: loss {values['loss']:.4f}")
+                self.training.note(f"step {step} of {self.config.steps}: loss {digits(values['loss'])}")
 
     def _look(self, step: int) -> None:
         """Evaluates the held-out loss and makes the sample videos, where this step is one for them."""
@@ -239,7 +240,7 @@ class Learner:
         if self.training.held_out and (step % self.config.evaluate_every == 0 or last):
             value = self.held_out_loss()
             self.metrics.add(step, time.time(), held_out=value)
-            self.training.note(f"step {step}: held-out loss {value:.4f}")
+            self.training.note(f"step {step}: held-out loss {digits(value)}")
         if self.config.samples and (step % self.config.sample_every == 0 or last):
             self.sample(step)
 
