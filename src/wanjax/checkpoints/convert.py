@@ -42,7 +42,17 @@ from wanjax.checkpoints.manifest import (
 )
 from wanjax.checkpoints.networks import Kinds, Network, components, network
 from wanjax.checkpoints.readers import View
-from wanjax.checkpoints.sources import FORMAT, MANIFEST, UNUSED, WEIGHTS, Source, WanjaxSource, Weights, read_json
+from wanjax.checkpoints.sources import (
+    FORMAT,
+    MANIFEST,
+    UNUSED,
+    WEIGHTS,
+    DiffusersSource,
+    Source,
+    WanjaxSource,
+    Weights,
+    read_json,
+)
 from wanjax.checkpoints.stream import stored, stream
 from wanjax.converters import rules
 from wanjax.errors import WanjaxError
@@ -349,12 +359,16 @@ class ToWanjax(Conversion):
         return found[1] if found else self.licence
 
 
+WAY = "`convert` without it makes one of wanjax"
+
+
 class ToDiffusers(Conversion):
     """A conversion from a wanjax checkpoint to the layout of diffusers. Each tensor keeps its stored dtype."""
 
     def __init__(self, source: Source, target: Path, kinds: Kinds):
         if not isinstance(source.base, WanjaxSource):
-            raise WanjaxError(f"{source.name} is no wanjax checkpoint: only what `convert` wrote can be written back")
+            why = "has that of diffusers already" if type(source.base) is DiffusersSource else "is no such checkpoint"
+            raise WanjaxError(f"--to diffusers writes a checkpoint of wanjax back, and {source.name} {why}: {WAY}")
         self._readers: dict[str, Reader] = {}
         super().__init__(source, target, kinds)
 

@@ -43,7 +43,7 @@ def convert(
     if (lent := found.lent) and found.origin != found.name:
         report.note(f"{source} holds no {', '.join(lent)}: taken from {found.origin}")
     if lora:
-        found = AdaptedSource(found, [Lora.parse(text) for text in lora], kinds(), report.note)
+        found = AdaptedSource(found, [Lora.parse(text).named() for text in lora], kinds(), report.note)
     if to == "diffusers":
         conversion: Conversion = ToDiffusers(found, target, kinds())
     else:

@@ -164,6 +164,7 @@ class Rendering:
             self.pictures, self.settings = self.pipe.prepare(**files, **settings)
         else:  # the previous stage has encoded the pictures
             self.pictures, self.settings = Pictures(), self.pipe.settings(**settings)
+            self.pipe.check_memory(self.settings)
         self.from_video = "video" in files and self.pipe.architecture.begins_from_video
         if options.is_typed("strength"):
             check_strength(self.settings, video="video" in files, begins=self.pipe.architecture.begins_from_video)
@@ -224,8 +225,9 @@ class Rendering:
 
     def _noise(self, file: str, references: int) -> Mapping[str, np.ndarray]:
         right = self.pipe.draws(self.settings, references)
+        given = stage_files.load_noise(file, tuple(right))
         try:
-            return checked_draws(stage_files.load_noise(file, tuple(right)), right)
+            return checked_draws(given, right)
         except WanjaxError as error:
             raise WanjaxError(f"{file}: {error}") from error
 
@@ -482,7 +484,7 @@ def loras_of(chosen: Mapping[str, Any]) -> list[Lora]:
         raise WanjaxError(
             f"{stage_files.CONFIG} gives lora as {texts!r} where a list such as ['a.safetensors:0.8'] is right"
         )
-    loras = [Lora.parse(text) for text in texts]
+    loras = [Lora.parse(text).named() for text in texts]
     found = [(lora, Path(lora.file).expanduser()) for lora in loras]
     return [replace(lora, file=str(path.absolute())) if path.is_file() else lora for lora, path in found]
 

@@ -235,7 +235,7 @@ class Settings:
         for name, pixels in (("height", self.height), ("width", self.width)):
             if pixels <= 0 or pixels % spatial:
                 legal = _neighbours(pixels, spatial, 0)
-                raise WanjaxError(f"the {name} {pixels} is not a multiple of {spatial}: {legal} would do")
+                raise WanjaxError(f"the {name} {pixels} is not a multiple of {spatial} above 0: {legal} would do")
         if self.frames <= 0 or (self.frames - 1) % temporal:
             legal = _neighbours(self.frames, temporal, 1)
             raise WanjaxError(f"{self.frames} frames are not of the form {temporal}n + 1: {legal} would do")

@@ -200,6 +200,11 @@ class Learner:
         total, begun = self.config.steps, self.trainer.step
         if begun:
             self.training.note(f"the first {begun} of {total} steps were taken before")
+        if begun < total and (before := self.trainer.extended):
+            self.training.note(
+                f"{before} steps become {total}: the rate is that of the {self.config.optimizer.schedule} schedule of "
+                f"{total} steps from here on, {digits(float(np.asarray(self.rate(begun))))} at step {begun + 1}"
+            )
         else:
             self._look(0)
         self.training.count("step", begun, total)
@@ -320,7 +325,9 @@ def _levels(pipe: Pipeline, config: TrainConfig, network: str) -> NoiseLevels:
         raise WanjaxError(f"{pipe.defaults.model} has no flow shift: timesteps uniform or logit-normal would do")
     low, high = pipe.architecture.noise_range(network, pipe.defaults)
     shift = (own if config.shift is None else config.shift) if kind == "shift" else 1.0
-    return NoiseLevels(kind, float(shift or 1.0), config.logit_mean, config.logit_deviation, low, high)
+    return NoiseLevels(
+        kind, 1.0 if shift is None else float(shift), config.logit_mean, config.logit_deviation, low, high
+    )
 
 
 def _told(listing: Listing, pieces: list[Piece]) -> list[str]:
