@@ -30,6 +30,15 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
+def reason(error: Exception) -> str:
+    """Returns why a file cannot be read or written, in one line without the error's number and the file's name."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.start + 1} is no text in UTF-8"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error).partition("\n")[0]
+
+
 def shown(value: object) -> str:
     """Returns a value as a message names it: itself if it is short, else its type."""
     text = repr(value)

@@ -307,7 +307,7 @@ def _tell_licence(preset: Preset | None, note: Note | None) -> None:
 def _adapted(found: Checkpoint, given: Loras, note: Note | None) -> Checkpoint:
     """Returns the checkpoint with the preset's own LoRAs and the given ones merged in."""
     listed = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
-    loras = tuple(lora if isinstance(lora, Lora) else Lora.parse(str(lora)) for lora in listed)
+    loras = tuple((lora if isinstance(lora, Lora) else Lora.parse(str(lora))).named() for lora in listed)
     merged = [*(Lora.parse(lora) for lora in (found.preset.loras if found.preset else ())), *loras]
     if not merged:
         return found

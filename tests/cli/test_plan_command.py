@@ -17,6 +17,7 @@ from wanjax.compilers import compile as compiling
 from wanjax.compilers import kept, places, priced
 from wanjax.compilers.chips import SLICES, described
 from wanjax.compilers.exporting import export
+from wanjax.compilers.lowering import Lowering
 from wanjax.compilers.priced import Priced
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import Attention
@@ -117,7 +118,7 @@ def test_advice_when_a_video_does_not_fit(monkeypatch):
     temporaries = "the total memory required for HLO temporaries (32.62G) exceeds available HBM (31.25G)."
     assert priced.needed_bytes(temporaries) == round(32.62 * GIB)
     monkeypatch.setattr(
-        places, "prices", lambda _, programs: enumerate([Priced(arguments=0, peak=needed)] * len(programs))
+        places, "prices", lambda _, programs, begun: enumerate([Priced(arguments=0, peak=needed)] * len(programs))
     )
     found = outlook.outlook(*outline("wan2.1-t2v-14b"), "v6e-1")
     assert not found.fits
@@ -158,12 +159,39 @@ def test_the_pace_of_a_video_made_by_blocks():
     assert alone.frames_a_second is None
 
 
-def test_each_price_is_told_once_it_is_known():
+def test_each_program_is_told_when_it_is_begun_and_once_its_price_is_known():
     told = []
     family, shapes, video = outline("nano")
     outlook.outlook(family, shapes, video, "h200", tell=lambda *known: told.append(known))
     names = [run.name for run in programs(pipeline(shapes, video), video)]
-    assert told == [(name, number + 1, len(names)) for number, name in enumerate(names)]
+    assert told[::2] == [([name], number, len(names)) for number, name in enumerate(names)]
+    assert told[1::2] == [([], number + 1, len(names)) for number in range(len(names))]
+
+
+def test_the_bar_counts_only_what_is_compiled_now(monkeypatch):
+    """Prices that were kept come first, before anything is begun."""
+
+    def some_kept(place, lowerings, begun):
+        yield 1, Priced(arguments=1, peak=2)
+        begun(0)
+        begun(2)
+        yield 2, Priced(arguments=1, peak=2)
+        begun(0)  # again, because the compiler's process ended
+        yield 0, Priced(arguments=3, peak=4)
+
+    monkeypatch.setattr(places, "prices", some_kept)
+    told = []
+    lowerings = [(name, Lowering(lambda: None, ())) for name in "abc"]
+    found = places.priced_on(SLICES["v6e-8"], lowerings, lambda *known: told.append(known))
+    assert [x.arguments for x in found] == [3, 1, 1]
+    assert told == [(["a"], 0, 2), (["a", "c"], 0, 2), (["a"], 1, 2), (["a"], 1, 2), ([], 2, 2)]
+
+
+def test_progress_is_told_beside_the_result_unless_it_is_unwanted():
+    loud = CliRunner().invoke(main, ["plan", "nano", "--chip", "cpu"])
+    assert says(loud.stderr, "plan program of")
+    silent = CliRunner().invoke(main, ["plan", "nano", "--chip", "cpu", "-q"])
+    assert (silent.stdout, silent.stderr) == (loud.stdout, "")
 
 
 def test_how_often_each_program_runs():
@@ -245,7 +273,7 @@ def test_what_is_kept_is_found_by_the_same_key(tmp_path):
 def test_each_set_of_compiler_options_has_prices_of_its_own(monkeypatch):
     asked = {}
 
-    def prices(place, programs):
+    def prices(place, programs, begun):
         asked["jobs"] = [export(program, place) for program in programs]
         return enumerate([Priced(arguments=1, peak=2, seconds=1.0, doubts=["an option was refused"])] * len(programs))
 

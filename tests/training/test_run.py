@@ -17,7 +17,7 @@ from tests.support.tiny import (
     tiny_hunyuan_checkpoint,
     tiny_image_checkpoint,
 )
-from tests.support.words import naming
+from tests.support.words import naming, says
 from wanjax.checkpoints.files import SafetensorsFile, load_safetensors
 from wanjax.errors import WanjaxError
 from wanjax.training import LoraConfig, OptimizerConfig, TrainConfig, Training
@@ -141,6 +141,19 @@ def test_a_stopped_training_ends_with_the_same_bits(tmp_path, data, wan):
 
 
 @slow
+def test_a_finished_training_goes_on_with_more_steps(tmp_path, data, wan):
+    """Under a constant rate it ends with the bits of one that had as many steps from the start."""
+    out = tmp_path / "out"
+    trained(wan, data, out)
+    more, told = trained(wan, data, out, steps=5)
+    assert any(says(text, "3 steps 5 constant rate 0.01 step 4") for text in told)
+    whole, _ = trained(wan, data, tmp_path / "whole", steps=5)
+    ours, theirs = load_safetensors(more), load_safetensors(whole)
+    assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
+    with pytest.raises(WanjaxError, match=naming("steps 5 4")):
+        trained(wan, data, out, steps=4)
+
+
 def test_two_experts_make_two_files_at_their_own_levels(tmp_path, data):
     model = tiny_experts_checkpoint(tmp_path / "model")
     pipe = wanjax.load(model)

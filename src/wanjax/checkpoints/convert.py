@@ -42,10 +42,21 @@ from wanjax.checkpoints.manifest import (
 )
 from wanjax.checkpoints.networks import Kinds, Network, components, network
 from wanjax.checkpoints.readers import View
-from wanjax.checkpoints.sources import FORMAT, MANIFEST, UNUSED, WEIGHTS, Source, WanjaxSource, Weights, read_json
+from wanjax.checkpoints.sources import (
+    FORMAT,
+    MANIFEST,
+    UNUSED,
+    WEIGHTS,
+    DiffusersSource,
+    Source,
+    WanjaxSource,
+    Weights,
+    read_json,
+)
 from wanjax.checkpoints.stream import stored, stream
 from wanjax.converters import rules
 from wanjax.errors import WanjaxError
+from wanjax.figures import in_bytes
 
 PARTIAL = ".{}.partial"  # the folder beside the target until it is complete
 NOT_NETWORKS = re.compile(r"Tokenizer|Scheduler|Processor|Extractor|Guidance")
@@ -232,7 +243,7 @@ class Conversion(ABC):
             _save_json(self.partial / REQUEST, self._request())
         missing = self.bytes_written - self.bytes_there
         if (free := shutil.disk_usage(self.partial).free) < missing:
-            raise OSError(f"{free / 1e9:.2f} GB are free where {missing / 1e9:.2f} GB are needed")
+            raise OSError(f"{in_bytes(free)} are free where {in_bytes(missing)} are needed")
 
     def _copy_files(self) -> None:
         """Copies the files beside the weights; writes configs that the source lacks in the form of diffusers."""
@@ -348,12 +359,16 @@ class ToWanjax(Conversion):
         return found[1] if found else self.licence
 
 
+WAY = "`convert` without it makes one of wanjax"
+
+
 class ToDiffusers(Conversion):
     """A conversion from a wanjax checkpoint to the layout of diffusers. Each tensor keeps its stored dtype."""
 
     def __init__(self, source: Source, target: Path, kinds: Kinds):
         if not isinstance(source.base, WanjaxSource):
-            raise WanjaxError(f"{source.name} is no wanjax checkpoint: only what `convert` wrote can be written back")
+            why = "has that of diffusers already" if type(source.base) is DiffusersSource else "is no such checkpoint"
+            raise WanjaxError(f"--to diffusers writes a checkpoint of wanjax back, and {source.name} {why}: {WAY}")
         self._readers: dict[str, Reader] = {}
         super().__init__(source, target, kinds)
 

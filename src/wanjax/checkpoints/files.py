@@ -28,7 +28,7 @@ import numpy as np
 from psutil import pid_exists
 from safetensors import SafetensorError, safe_open
 
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, reason
 from wanjax.signals import abandoned_by
 
 DTYPES = {
@@ -323,8 +323,7 @@ def check_folder(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        why = error.strerror or error
-        raise WanjaxError(f"the folder {folder} cannot be written, {why}: another one is needed") from error
+        raise WanjaxError(f"the folder {folder} cannot be written, {reason(error)}: another one is needed") from error
 
 
 class _CorruptError(Exception):
@@ -332,9 +331,10 @@ class _CorruptError(Exception):
 
 
 def _unreadable(path: Path, error: Exception) -> WanjaxError:
-    why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    why = reason(error)
     if isinstance(error, SafetensorError):  # which may quote what cannot be printed
-        why = repr(why.removeprefix("Error while deserializing header: "))[1:-1]
+        told = repr(why.removeprefix("Error while deserializing header: "))[1:-1]
+        why = f"it is no whole safetensors file ({told})"
     return WanjaxError(f"{path} cannot be read, {why}: a complete copy of the file is needed")
 
 

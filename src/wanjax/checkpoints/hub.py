@@ -20,6 +20,7 @@ from typing import Any
 
 from wanjax.checkpoints.files import WEIGHT_NAMES
 from wanjax.errors import WanjaxError
+from wanjax.figures import in_bytes
 
 Progress = Callable[[int, int], Any]
 
@@ -178,7 +179,7 @@ def _check_room(repository: str, needed: int) -> None:
     disk = next(folder for folder in (cache, *cache.parents) if folder.exists())
     if needed > (free := shutil.disk_usage(disk).free):
         raise WanjaxError(
-            f"{repository} needs {needed / 1e9:.1f} GB more where {cache} has {free / 1e9:.1f} GB free: make room, or "
+            f"{repository} needs {in_bytes(needed)} more where {cache} has {in_bytes(free)} free: make room, or "
             "set HF_HOME to a folder on a larger disk"
         )
 

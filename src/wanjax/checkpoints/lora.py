@@ -13,7 +13,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from wanjax.checkpoints.files import Reader, Spec
-from wanjax.checkpoints.readers import View, open_tensors
+from wanjax.checkpoints.readers import SUFFIXES, View, open_tensors
 from wanjax.converters.names import Names
 from wanjax.errors import WanjaxError
 
@@ -68,6 +68,20 @@ class Lora:
             raise WanjaxError(f"the strength {self.strength} of {self.file} is not a finite number: 1 is usual")
         if self.expert not in (None, *NOISE_LEVELS):
             raise WanjaxError(f"no expert is named {self.expert!r}: there are {' and '.join(NOISE_LEVELS)}")
+
+    def named(self) -> "Lora":
+        """Returns the LoRA with the file of weights that its folder holds, where its file is a folder.
+
+        Raises WanjaxError where the folder holds none, or several.
+        """
+        folder = Path(self.file).expanduser()
+        if not folder.is_dir():
+            return self
+        held = sorted(path.name for path in folder.iterdir() if path.suffix in SUFFIXES)
+        if len(held) != 1:
+            what = f"{len(held)} files of weights, {', '.join(held[:4])}" if held else "no file of weights"
+            raise WanjaxError(f"the folder {folder} holds {what}: the name of one LoRA is needed")
+        return replace(self, file=str(folder / held[0]))
 
     @classmethod
     def parse(cls, text: str) -> "Lora":

@@ -20,7 +20,7 @@ from wanjax.checkpoints.files import Reader, SafetensorsFile, SafetensorsFolder
 from wanjax.checkpoints.hub import COMPONENT_FILES, HUB_FILE, INDEX, check_room, download, locate, locate_file, resolve
 from wanjax.checkpoints.readers import SUFFIXES, Renamed, Together
 from wanjax.converters.rules import Rule
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, reason
 
 MANIFEST = "wanjax.json"  # written by `wanjax convert`: a checkpoint's origin and contents
 CONFIGS = ("config.json", "scheduler_config.json", "guider_config.json")
@@ -257,7 +257,7 @@ def read_json(path: Path, missing: dict | None = None) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise WanjaxError(
-            f"{path} cannot be read ({error}): a complete checkpoint in the diffusers layout is needed"
+            f"{path} cannot be read ({reason(error)}): a complete checkpoint in the diffusers layout is needed"
         ) from error
     if not isinstance(value, dict):
         raise WanjaxError(f"{path} is not a JSON object: a complete checkpoint in the diffusers layout is needed")

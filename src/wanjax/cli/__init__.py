@@ -9,6 +9,7 @@ traceback.
 import os
 import signal
 from glob import glob
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from click.shell_completion import CompletionItem
 from wanjax.cli import defaults, listing, options, train_options
 from wanjax.cli.arguments import check_prompt, complete_commands, complete_files, complete_models
 from wanjax.cli.report import Report, watched
-from wanjax.errors import WanjaxError, is_out_of_memory
+from wanjax.errors import WanjaxError, is_out_of_memory, reason
 from wanjax.signals import INTERRUPTED, stop
 
 FAILURE, MISTAKE = 1, 2  # exit statuses
 DEVICES = ("/dev/accel*", "/dev/vfio/*")  # device files of TPUs, by generation
+CARDS = ("/dev/nvidia*", "/dev/kfd")  # of graphics cards
 ANSWERS = {"TPU_ACCELERATOR_TYPE": "v6e-1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_STDERR_LOG_LEVEL": "3"}
 """Variables that libtpu reports as missing, in a page of messages, on a machine without a TPU."""
 IMPLIED = "generate"  # the command of arguments that name none
@@ -41,7 +43,14 @@ class Commands(click.Group):
         if args and args[0] not in own | self.commands.keys():
             args = [IMPLIED, *args]
             ctx.meta[IMPLIED] = True
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except (
+            click.NoSuchOption,
+            click.BadOptionUsage,
+        ) as error:  # of the options before a command, such as --version
+            click.echo(f"wanjax: {error.format_message()}", err=True)
+            ctx.exit(MISTAKE)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -68,6 +77,11 @@ class Commands(click.Group):
             status, why = MISTAKE, str(error)
         except KeyboardInterrupt:
             status, why = INTERRUPTED, "stopped"
+        except OSError as error:
+            if error.filename is None:  # it is not of a file that the user named
+                _tell_way_on(ctx)
+                raise
+            status, why = MISTAKE, f"{error.filename} cannot be used: {reason(error)}"
         except Exception as error:
             if not is_out_of_memory(error):
                 _tell_way_on(ctx)
@@ -91,6 +105,8 @@ def main(ctx: click.Context) -> None:
     if not any(map(glob, DEVICES)):  # JAX tries libtpu, where it is installed, before it looks for other devices
         for name, value in ANSWERS.items():
             os.environ.setdefault(name, value)
+        if find_spec("libtpu") and not any(map(glob, CARDS)):  # then it is not loaded, nor does it tell of signals
+            os.environ.setdefault("JAX_PLATFORMS", "cpu")
     ctx.obj = Report()
     if signal.getsignal(signal.SIGINT) is stop:  # the process is this command's own
         ctx.with_resource(watched(ctx.obj.interrupted))
@@ -255,9 +271,11 @@ def decode(report: Report, **given: Any) -> None:
 @options.tile
 @options.offload
 @train_options.priced
+@options.quiet
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @defaults.config
-def plan(model: str | None, model_option: str | None, **given: Any) -> None:
+@click.pass_obj
+def plan(report: Report, model: str | None, model_option: str | None, **given: Any) -> None:
     """Price a video with MODEL, or nano, without the chips.
 
     Prints the memory of each stage, the seconds of a step and of the run, and what limits them. Programs for TPUs are
@@ -271,7 +289,7 @@ def plan(model: str | None, model_option: str | None, **given: Any) -> None:
     listing.check(chosen, given)
     from wanjax.cli import planning
 
-    planning.plan(model=chosen, **given)
+    planning.plan(report, model=chosen, **given)
 
 
 @main.command()
@@ -376,7 +394,8 @@ def train(report: Report, **given: Any) -> None:
 
     DATA is a folder of clips and pictures with a text file of the same name beside each, or with a metadata.csv or
     metadata.jsonl, or such a table. Clips and captions are encoded once, and kept beside the data. The same command
-    resumes a training that was stopped. It ends with FOLDER/lora.safetensors, for --lora, or with FOLDER/checkpoint.
+    resumes a training that was stopped, and with more --steps a finished one. It ends with FOLDER/lora.safetensors, for
+    --lora, or with FOLDER/checkpoint. `wanjax plan MODEL --train` prices a step before.
     """
     from wanjax.cli import training
 

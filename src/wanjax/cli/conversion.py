@@ -13,9 +13,9 @@ from wanjax.checkpoints.lora import Lora
 from wanjax.checkpoints.manifest import Progress, verify
 from wanjax.checkpoints.networks import components, network
 from wanjax.checkpoints.sources import Source
-from wanjax.cli.report import Report
+from wanjax.cli.report import Report, print_table
 from wanjax.errors import WanjaxError
-from wanjax.pipelines.progress import in_bytes
+from wanjax.figures import in_bytes
 from wanjax.registry import find, kinds
 
 
@@ -43,7 +43,7 @@ def convert(
     if (lent := found.lent) and found.origin != found.name:
         report.note(f"{source} holds no {', '.join(lent)}: taken from {found.origin}")
     if lora:
-        found = AdaptedSource(found, [Lora.parse(text) for text in lora], kinds(), report.note)
+        found = AdaptedSource(found, [Lora.parse(text).named() for text in lora], kinds(), report.note)
     if to == "diffusers":
         conversion: Conversion = ToDiffusers(found, target, kinds())
     else:
@@ -90,18 +90,14 @@ def _dtypes(given: Sequence[str], source: Source) -> dict[str, str]:
 
 def _announce(report: Report, conversion: Conversion) -> None:
     """Prints the size of each network as it is read and as it is written."""
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("network", "parameters", "read", "written", "as"):
-        table.add_column(heading, justify="left" if heading in ("network", "as") else "right")
+    rows = []
     for each in conversion.networks:
         sizes = in_bytes(each.bytes_read), in_bytes(each.bytes_written)
-        table.add_row(each.name, f"{each.parameters:,}", *sizes, each.dtype)
+        rows.append((each.name, f"{each.parameters:,}", *sizes, each.dtype))
     read = sum(each.bytes_read for each in conversion.networks)
     written = sum(each.bytes_written for each in conversion.networks)
-    table.add_row("together", "", in_bytes(read), in_bytes(written), "")
-    report.console.print(table)
+    rows.append(("together", "", in_bytes(read), in_bytes(written), ""))
+    print_table(report.console, ("network", "parameters", "read", "written", "as"), rows)
     if there := conversion.bytes_there:
         report.note(f"{in_bytes(there)} of it are already there")
 

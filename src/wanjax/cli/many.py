@@ -15,7 +15,7 @@ from wanjax.cli.options import MOST_VIDEOS, is_typed
 from wanjax.cli.processes import is_first, meet
 from wanjax.cli.report import Report
 from wanjax.cli.stages import Rendering, Reporting
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, reason
 from wanjax.media import videos
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines.seeds import checked_seed
@@ -102,7 +102,7 @@ def prompts_of(prompt: str | None, file: str | None) -> list[str]:
     try:
         text = sys.stdin.read() if file == "-" else Path(file).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise WanjaxError(f"the prompts in {file} cannot be read: {error}") from error
+        raise WanjaxError(f"the prompts in {file} cannot be read: {reason(error)}") from error
     lines = [line.strip() for line in text.splitlines()]
     if found := [line for line in lines if line]:
         return found

@@ -9,19 +9,19 @@ from typing import Any
 import click
 import jax
 from rich.console import Console
-from rich.table import Table
 
 from wanjax import registry
 from wanjax.bench.suite import SCALES, Bench, Row, Scale
 from wanjax.bench.suite import bench as run
 from wanjax.checkpoints.files import check_folder, writing
-from wanjax.cli.report import Report
+from wanjax.cli.report import Report, print_table
 from wanjax.cli.stages import given_settings
+from wanjax.figures import digits, duration
 from wanjax.kernels.compiler_options import keep_set, kept_set
 from wanjax.pipelines.caching.calibration import Measured, measure, reused_by, tables_from
 from wanjax.pipelines.caching.tables import measured_file, to_json
-from wanjax.pipelines.progress import brief
 
+HEADINGS = ("what", "compiling", "first run", "measured", "runs", "spread", "modelled", "measured / modelled")
 WIDTH = 140  # columns where there is no terminal
 
 
@@ -51,24 +51,21 @@ def show(found: Bench, console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("what")
-    for column in ("compiling", "first run", "measured", "runs", "spread", "modelled", "measured / modelled"):
-        table.add_column(column, justify="right")
     several = len({row.compiler for row in found.rows}) > 1
+    rows = []
     for row in found.rows:
         name = f"{row.name}, {row.compiler}" if several and row.name == "a step" else row.name
-        table.add_row(f"{name}: {row.what}", *_figures(row))
-    console.print(table)
+        rows.append((f"{name}: {row.what}", *_figures(row)))
+    print_table(console, HEADINGS, rows)
     for line in _sentences(found):
         console.print(line, highlight=False, soft_wrap=True)
 
 
 def _figures(row: Row) -> list[str]:
-    times = [brief(x) if x is not None else "" for x in (row.compiling, row.first, row.seconds)]
+    times = [duration(x) if x is not None else "" for x in (row.compiling, row.first, row.seconds)]
     spread = "" if row.spread is None else f"{row.spread:.0%}"
-    modelled = "" if row.modelled is None else brief(row.modelled)
-    return [*times, str(row.runs or ""), spread, modelled, "" if row.ratio is None else f"{row.ratio:.2f}"]
+    modelled = "" if row.modelled is None else duration(row.modelled)
+    return [*times, str(row.runs or ""), spread, modelled, "" if row.ratio is None else digits(row.ratio)]
 
 
 def _sentences(found: Bench) -> list[str]:

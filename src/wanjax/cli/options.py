@@ -423,15 +423,16 @@ def _in_json(ctx: click.Context, parameter: click.Parameter, value: bool) -> Non
         ctx.obj.in_json = True
 
 
+quiet = click.option(
+    "-q",
+    "--quiet",
+    is_flag=True,
+    expose_value=False,
+    callback=_quiet,
+    help="Print nothing but the result, and errors.",
+)
 telling = together(
-    click.option(
-        "-q",
-        "--quiet",
-        is_flag=True,
-        expose_value=False,
-        callback=_quiet,
-        help="Print nothing but the name of the video, and errors.",
-    ),
+    quiet,
     click.option(
         "-v",
         "--verbose",

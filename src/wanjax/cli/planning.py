@@ -2,6 +2,9 @@
 """The commands `plan` and `warmup`: a recorded run, priced for devices that need not be present, or compiled here."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -9,13 +12,14 @@ from typing import Any
 import click
 import jax
 from rich.console import Console
-from rich.table import Table
 
 from wanjax import registry
 from wanjax.cli.processes import meet
-from wanjax.cli.report import Report
+from wanjax.cli.report import Report, print_table
 from wanjax.cli.stages import Rendering, given_settings, loras_of, own_settings
 from wanjax.compilers.cache import compile_cache_folder
+from wanjax.compilers.places import Tell
+from wanjax.figures import between, digits, duration, in_bytes
 from wanjax.kernels.attention import AUTO
 from wanjax.kernels.compiler_options import SAFE
 from wanjax.layers.tiling import Tiling
@@ -30,11 +34,19 @@ from wanjax.sharding import ONE_DEVICE, AutoMesh, MeshSizes, find_rules
 from wanjax.training.adapters import LoraConfig
 from wanjax.training.optimizers import OptimizerConfig
 
-GIB = 2**30
+STAGE = ("stage", "weights and inputs", "beside them", "kept", "peak a chip", "to spare", "time")
+_gib = partial(in_bytes, base=1024)  # chips are sold by these
 
 
 def plan(
-    *, model: str, chip: str, mesh: MeshSizes | AutoMesh | None, compiler: str | None, as_json: bool, **given: Any
+    report: Report,
+    *,
+    model: str,
+    chip: str,
+    mesh: MeshSizes | AutoMesh | None,
+    compiler: str | None,
+    as_json: bool,
+    **given: Any,
 ) -> None:
     """Prices a video, and prints a table or JSON."""
     jax.config.update("jax_platforms", "cpu")  # the priced chips need not be present
@@ -51,16 +63,25 @@ def plan(
     if training["train"]:
         lora = None if training["full"] else LoraConfig(training["lora_rank"])
         how |= {"lora": lora, "optimized": OptimizerConfig(training["optimizer"]), "clips": training["batch"]}
-        step = training_outlook(family, architecture, settings, chip, axes, **how)
+        with _priced(report) as tell:
+            step = training_outlook(family, architecture, settings, chip, axes, **how, tell=tell)
         click.echo(json.dumps(step.to_json(), indent=2)) if as_json else show_training(step, Console())
         return
     how |= {"batch_guidance": bool(given["batch_guidance"]), "tiling": Tiling() if given["tile"] else None}
     how |= {"pictures": pictures, "offload": given["offload"] is not False}
-    found = outlook(family, architecture, settings, chip, axes, **how)
+    with _priced(report) as tell:
+        found = outlook(family, architecture, settings, chip, axes, **how, tell=tell)
     if as_json:
         click.echo(json.dumps(found.to_json(), indent=2))
     else:
         show(found, Console())
+
+
+@contextmanager
+def _priced(report: Report) -> Iterator[Tell]:
+    """Shows how many programs are priced, and those at which the compiler is."""
+    with report.stage("plan", at_once=True):
+        yield lambda now, done, total: report.count("program", done, total, beside=" and ".join(now))
 
 
 def _video(pipe: Pipeline, given: dict[str, Any]) -> tuple[Pictures | None, Settings]:
@@ -77,25 +98,24 @@ def _video(pipe: Pipeline, given: dict[str, Any]) -> tuple[Pictures | None, Sett
 def show_training(found: TrainingOutlook, console: Console) -> None:
     """Prints the price of a step of training."""
     mesh = ", ".join(f"{axis}={size}" for axis, size in found.mesh.items())
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("seconds", "a step", "forward alone"):
-        table.add_column(column, justify="left" if column == "seconds" else "right")
-    for part, seconds in found.step_breakdown.items():
-        table.add_row(part, f"{seconds:.3f}", f"{found.forward_breakdown.get(part, 0.0):.3f}")
-    table.add_row("in all", *(f"{x or 0:.3f}" for x in (found.step_seconds, found.forward_seconds)))
+    parts = {**found.step_breakdown, "in all": found.step_seconds or 0.0}
+    alone = {**found.forward_breakdown, "in all": found.forward_seconds or 0.0}
+    rows = [(part, duration(seconds), duration(alone.get(part, 0.0))) for part, seconds in parts.items()]
     lines = [
         f"training of {found.trained} of {found.model} by {found.optimizer}, {found.clips} x {found.size}, "
         f"{found.frames} frames, on {found.chip} ({mesh}, rules {found.rules}), priced, not measured",
-        f"a chip: {found.weights_bytes_per_chip / GIB:.2f} GiB of weights, state and inputs, "
-        f"{found.peak_bytes_per_chip / GIB:.2f} at the peak, of {found.memory_per_chip / GIB:.2f}",
+        f"a chip: {_gib(found.weights_bytes_per_chip)} of weights, state and inputs, "
+        f"{_gib(found.peak_bytes_per_chip)} at the peak, of {_gib(found.memory_per_chip)}",
     ]
     if found.backward_ratio is not None:
-        lines.append(f"backward and optimiser take {found.backward_ratio:.2f} x the forward; the limit: {found.limit}")
+        lines.append(
+            f"backward and optimiser take {digits(found.backward_ratio)} x the forward; the limit: {found.limit}"
+        )
     lines += [f"in doubt: {doubt}" for doubt in found.doubts]
-    lines.append(found.advice or f"fits, with {found.spare_bytes_per_chip / GIB:.1f} GiB to spare on each chip")
+    lines.append(found.advice or f"fits, with {_gib(found.spare_bytes_per_chip)} to spare on each chip")
     console.print(lines[0], highlight=False, soft_wrap=True)
     if found.step_seconds:
-        console.print(table)
+        print_table(console, ("part", "a step", "forward alone"), rows)
     for line in lines[1:]:
         console.print(line, highlight=False, soft_wrap=True)
 
@@ -110,17 +130,15 @@ def show(found: Outlook, console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    console.print(_stages(found))
+    print_table(console, STAGE, _stages(found))
     if found.step_seconds:
-        console.print(_step(found))
+        print_table(console, ("a step", "time", "part"), _step(found))
     for line in _summary(found):
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def _stages(found: Outlook) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("stage", "weights and inputs", "beside them", "kept", "peak a chip", "to spare", "seconds"):
-        table.add_column(column, justify="left" if column == "stage" else "right")
+def _stages(found: Outlook) -> list[tuple[str, ...]]:
+    rows = []
     for name, stage in found.stages.items():
         sizes = (
             stage.weights_bytes_per_chip,
@@ -129,35 +147,30 @@ def _stages(found: Outlook) -> Table:
             stage.peak_bytes_per_chip,
             stage.spare_bytes_per_chip,
         )
-        seconds = "does not fit" if stage.seconds is None else f"{stage.seconds:.2f}"
-        table.add_row(name, *(f"{size / GIB:.2f} GiB" for size in sizes), seconds)
-    return table
+        seconds = "does not fit" if stage.seconds is None else duration(stage.seconds)
+        rows.append((name, *map(_gib, sizes), seconds))
+    return rows
 
 
-def _step(found: Outlook) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("a step")
-    table.add_column("seconds", justify="right")
-    table.add_column("part", justify="right")
+def _step(found: Outlook) -> list[tuple[str, ...]]:
     assert found.step_seconds
-    for part, seconds in found.step_breakdown.items():
-        table.add_row(part, f"{seconds:.3f}", f"{seconds / found.step_seconds:.0%}")
-    table.add_row("in all", f"{found.step_seconds:.3f}", "")
-    return table
+    rows = [(part, duration(x), f"{x / found.step_seconds:.0%}") for part, x in found.step_breakdown.items()]
+    return [*rows, ("in all", duration(found.step_seconds), "")]
 
 
 def _summary(found: Outlook) -> list[str]:
     lines = []
     if found.step_seconds:
-        spread = f"{found.step_seconds_low:.2f} to {found.step_seconds_high:.2f} s"
+        spread = between(*(duration(x or 0) for x in (found.step_seconds_low, found.step_seconds_high)))
         share = f", {found.mfu:.0%} of the chips' {found.peak_dtype} peak" if found.mfu else ""
         lines.append(f"a step: {spread}{share}; what limits it: {found.limit}")
     if found.dense_step_seconds:
         lines.append(
-            f"{found.dense_steps} of {found.steps} steps take all of attention: {found.dense_step_seconds:.3f} s each"
+            f"{found.dense_steps} of {found.steps} steps take all of attention: "
+            f"{duration(found.dense_step_seconds)} each"
         )
     if found.reusing_step_seconds_least is not None:
-        either = f"{found.reusing_step_seconds_least:.3f} s each, or {found.reusing_step_seconds:.3f} s"
+        either = f"{duration(found.reusing_step_seconds_least)} each, or {duration(found.reusing_step_seconds or 0)}"
         lines.append(
             f"up to {found.reusing_steps} of {found.steps} steps reuse what another kept ({found.cache}), as the video "
             f"decides: {either}"
@@ -167,29 +180,29 @@ def _summary(found: Outlook) -> list[str]:
         mean = (1 - share) * found.step_seconds + share * found.reusing_step_seconds
         lines.append(
             f"{found.reusing_steps} of {found.steps} steps reuse what another kept ({found.cache}): "
-            f"{found.reusing_step_seconds:.3f} s each, {mean:.3f} s a step on average"
+            f"{duration(found.reusing_step_seconds)} each, {duration(mean)} a step on average"
         )
     for item in found.collectives:
         lines.append(
             f"{item['operation']} over {item['devices']} devices: {item['times']} a step, "
-            f"{item['bytes'] / 1e9:.2f} GB a chip, {item['seconds']:.3f} s"
+            f"{in_bytes(item['bytes'])} a chip, {duration(item['seconds'])}"
         )
     if found.frames_a_second is not None:
         lines.append(
-            f"streamed: {found.frames_a_second:.1f} frames a second with the decoder, where {found.fps} are played"
+            f"streamed: {digits(found.frames_a_second)} frames a second with the decoder, where {found.fps} are played"
         )
     if found.total_seconds is not None:
-        compiling = f", after {found.compile_seconds:.0f} s of compiling (here)" if found.compile_seconds else ""
-        least = "" if found.total_seconds_least is None else f"{found.total_seconds_least:.1f} to "
-        lines.append(f"the whole run: {least}{found.total_seconds:.1f} s{compiling}")
+        compiling = f", after {duration(found.compile_seconds)} of compiling (here)" if found.compile_seconds else ""
+        least = found.total_seconds if found.total_seconds_least is None else found.total_seconds_least
+        lines.append(f"the whole run: {between(duration(least), duration(found.total_seconds))}{compiling}")
     lines.append(
-        f"download: at most {found.download_bytes_at_most / 1e9:.1f} GB, if stored in float32; on disk, converted: "
-        f"{found.disk_bytes / 1e9:.1f} GB"
+        f"download: at most {in_bytes(found.download_bytes_at_most)}, if stored in float32; on disk, converted: "
+        f"{in_bytes(found.disk_bytes)}"
     )
     lines += [f"in doubt: {doubt}" for doubt in found.doubts]
     if found.fits:
         spare = min(stage.spare_bytes_per_chip for stage in found.stages.values())
-        lines.append(f"fits, with {spare / GIB:.1f} GiB of {found.memory_per_chip / GIB:.2f} to spare on each chip")
+        lines.append(f"fits, with {_gib(spare)} of {_gib(found.memory_per_chip)} to spare on each chip")
     return lines if found.advice is None else [*lines, found.advice]
 
 

@@ -11,6 +11,7 @@ import jax
 
 from wanjax.checkpoints.files import writing
 from wanjax.compilers.roofline import peak_flops
+from wanjax.figures import duration, scaled
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Step
@@ -56,8 +57,8 @@ class StepProfile:
             beside.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
         of_peak = "" if found["mfu"] is None else f", {found['mfu']:.1%} of the bfloat16 peak"
         return (
-            f"a step: {found['step_seconds']:.3g} s, {found['step_flops'] / 1e12:.4g} TFLOP, "
-            f"{found['achieved_flops_per_second'] / 1e12:.3g} TFLOP/s{of_peak}; the trace is in {self.folder}"
+            f"a step: {duration(found['step_seconds'])}, {scaled(found['step_flops'], 'FLOP')}, "
+            f"{scaled(found['achieved_flops_per_second'], 'FLOP/s')}{of_peak}; the trace is in {self.folder}"
         )
 
     def _found(self) -> dict[str, Any]:

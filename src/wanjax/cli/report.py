@@ -13,8 +13,8 @@ import socket
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from wanjax.errors import WanjaxWarning
+from wanjax.figures import duration, in_bytes
 from wanjax.signals import INTERRUPTED, abandon
 
 if TYPE_CHECKING:
@@ -114,7 +115,9 @@ class Report:
 
         An exception would be lost, or crash the process, where Python imports, collects garbage, or waits for C.
         """
-        end_at_once(f"\nwanjax: stopped\n{self.outcome}", terminal=False)
+        end_at_once(
+            f"\nwanjax: stopped\n{self.outcome}", terminal=self._current is not None and self.console.is_terminal
+        )
 
     def _pressed(self) -> None:
         """Answers Ctrl-C. An exception inside JAX would be lost, or crash the process, so the run stops in between."""
@@ -145,14 +148,14 @@ class Report:
     @contextmanager
     def telling_programs(self) -> Iterator[None]:
         """Prints each call of the backend's compiler in the `with` block, and their number at its end."""
-        from wanjax.pipelines.progress import Compilation, Compilations, brief, watched_compiler
+        from wanjax.pipelines.progress import Compilation, Compilations, watched_compiler
 
         all_of_them = Compilations()
 
         def tell(made: Compilation) -> None:
             all_of_them.add(made)
             done = "read from the cache" if made.cached else "compiled"
-            self.note(f"program {made.name}: {done} in {brief(made.seconds)}")
+            self.note(f"program {made.name}: {done} in {duration(made.seconds)}")
 
         with watched_compiler(tell):
             yield
@@ -160,12 +163,15 @@ class Report:
         self.note(f"{compiled} programs compiled, {cached} read from the cache")
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Shows a stage while it runs, and records its time and its peak memory for the table."""
+    def stage(self, name: str, *, at_once: bool = False) -> Iterator[None]:
+        """Shows a stage while it runs, and records its time and its peak memory for the table.
+
+        Ctrl-C ends one that keeps nothing `at_once`.
+        """
         from wanjax.pipelines import progress
 
         _reset_host_peak()
-        with watched(self._pressed):
+        with nullcontext() if at_once else watched(self._pressed):
             try:
                 with progress.on_console(name, None if self._silent else self.console) as stage:
                     self._current = stage
@@ -174,21 +180,28 @@ class Report:
             finally:
                 self._current = None
         self.seconds[name] = round(stage.elapsed, 3)
-        peaks = [progress.in_bytes(peak) if peak else "" for peak in (_host_peak(), _device_peak())]
-        self._rows.append((name, f"{stage.elapsed:.1f} s", str(stage.compilations), *peaks))
+        peaks = [in_bytes(peak) if peak else "" for peak in (_host_peak(), _device_peak())]
+        self._rows.append((name, duration(stage.elapsed), str(stage.compilations), *peaks))
 
     def table(self) -> None:
         """Prints the time and the peak memory of each stage."""
-        from rich.table import Table
-
-        table = Table(box=None, padding=(0, 2, 0, 0))
         names = ("stage", "time", "compiling", "peak memory", "peak device memory")
         used = [i for i in range(len(names)) if any(row[i] for row in self._rows)]  # CPUs report no device memory
-        for i in used:
-            table.add_column(names[i], justify="left" if i == 0 else "right")
-        for row in self._rows:
-            table.add_row(*(row[i] for i in used))
-        self.console.print(table)
+        rows = [[row[i] for i in used] for row in self._rows]
+        print_table(self.console, [names[i] for i in used], rows)
+
+
+def print_table(console: "Console", headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints a table, whose headings and first column fold on a narrow terminal; figures stay on a line."""
+    from rich.table import Table  # imported late for a quick --help
+
+    table = Table(box=None, padding=(0, 2 if console.width >= 80 else 1, 0, 0), pad_edge=False)
+    for i, heading in enumerate(headings):
+        widest = max((len(row[i]) for row in rows), default=0)
+        table.add_column(heading, justify="right" if i else "left", min_width=widest if i else None)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
 
 
 def _reset_host_peak() -> None:

@@ -29,6 +29,7 @@ from wanjax.cli.remake import check_files, differences
 from wanjax.cli.report import Report
 from wanjax.compilers.roofline import peak_flops
 from wanjax.errors import WanjaxError
+from wanjax.figures import digits, duration, in_bytes
 from wanjax.kernels.attention import AUTO
 from wanjax.kernels.compiler_options import kept_set
 from wanjax.layers.tiling import Tiling
@@ -42,7 +43,6 @@ from wanjax.pipelines.family import TrainingDomain
 from wanjax.pipelines.many import Order
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.previews.previews import Previews
-from wanjax.pipelines.progress import duration, in_bytes
 from wanjax.pipelines.record import described, devices_of, paths_of
 from wanjax.pipelines.resume import Keeping
 from wanjax.pipelines.run import Block, Hook, Run
@@ -165,6 +165,7 @@ class Rendering:
             self.pictures, self.settings = self.pipe.prepare(**files, **settings)
         else:  # the previous stage has encoded the pictures
             self.pictures, self.settings = Pictures(), self.pipe.settings(**settings)
+            self.pipe.check_memory(self.settings)
         self.from_video = "video" in files and self.pipe.architecture.begins_from_video
         if options.is_typed("strength"):
             check_strength(self.settings, video="video" in files, begins=self.pipe.architecture.begins_from_video)
@@ -225,8 +226,9 @@ class Rendering:
 
     def _noise(self, file: str, references: int) -> Mapping[str, np.ndarray]:
         right = self.pipe.draws(self.settings, references)
+        given = stage_files.load_noise(file, tuple(right))
         try:
-            return checked_draws(stage_files.load_noise(file, tuple(right)), right)
+            return checked_draws(given, right)
         except WanjaxError as error:
             raise WanjaxError(f"{file}: {error}") from error
 
@@ -383,7 +385,7 @@ class Reporting(Hook):
     def switched(self, switch: Switch) -> None:
         self.report.note(
             f"from step {switch.index + 1} of {switch.total} on, {switch.network} is at work, "
-            f"loaded in {switch.seconds:.1f} s"
+            f"loaded in {duration(switch.seconds)}"
         )
 
     def stepped(self, step: Step) -> None:
@@ -483,7 +485,7 @@ def loras_of(chosen: Mapping[str, Any]) -> list[Lora]:
         raise WanjaxError(
             f"{stage_files.CONFIG} gives lora as {texts!r} where a list such as ['a.safetensors:0.8'] is right"
         )
-    loras = [Lora.parse(text) for text in texts]
+    loras = [Lora.parse(text).named() for text in texts]
     found = [(lora, Path(lora.file).expanduser()) for lora in loras]
     return [replace(lora, file=str(path.absolute())) if path.is_file() else lora for lora, path in found]
 
@@ -516,7 +518,7 @@ class Tempo:
         if self._first is None or self.frames == self._first[0]:
             return f"{self.frames} frames"
         frames, since = self._first
-        return f"{self.frames} frames, {(self.frames - frames) / (self._last - since):.1f} a second"
+        return f"{self.frames} frames, {digits((self.frames - frames) / (self._last - since))} a second"
 
 
 def estimate(pipe: Pipeline, settings: Settings, from_video: bool) -> str | None:

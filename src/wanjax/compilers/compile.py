@@ -12,12 +12,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import requires, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -105,8 +106,10 @@ def compile_programs(
     return [found[number] for number in range(len(programs))]
 
 
-def compiled(jobs: Sequence[Job], *, schedules: Container[int] = ()) -> Iterator[tuple[int, Compiled | CompilerError]]:
-    """Yields the number of each job and its result, in the order in which they are done.
+def compiled(
+    jobs: Sequence[Job], *, schedules: Container[int] = (), begun: Callable[[int], Any] = lambda number: None
+) -> Iterator[tuple[int, Compiled | CompilerError]]:
+    """Yields the number of each job and its result, in the order in which they are done; `begun` gets it before.
 
     The jobs whose numbers are in `schedules` get those, in a second process: the compiler's dump is a process's. Raises
     WanjaxError if libtpu is missing or not the version that jax requires.
@@ -124,11 +127,11 @@ def compiled(jobs: Sequence[Job], *, schedules: Container[int] = ()) -> Iterator
             (root / str(number) / "job.json").write_text(json.dumps(_request(job)), encoding="utf-8")
             if number in schedules:
                 (root / DUMPED).mkdir(exist_ok=True)
-        for root, number in _finished(folders):
+        for root, number in _finished(folders, begun):
             yield number, _result(jobs[number].slice, root / str(number), number in schedules)
 
 
-def _finished(left: dict[Path, list[int]]) -> Iterator[tuple[Path, int]]:
+def _finished(left: dict[Path, list[int]], begun: Callable[[int], Any]) -> Iterator[tuple[Path, int]]:
     """Runs the compiler's processes, one for each folder, and yields it and the number of a job that is done.
 
     A signal ends such a process now and then: memory runs out, or the compiler crashes, which it may not do again. So
@@ -148,7 +151,9 @@ def _finished(left: dict[Path, list[int]]) -> Iterator[tuple[Path, int]]:
                             processes.append(subprocess.Popen([*map(str, command)], env=_environment(root), **streams))
                 for line in lines:  # of all processes, until they have ended
                     word, _, number = line.strip().partition(" ")
-                    if word == "done":
+                    if word == "begun":
+                        begun(int(number))
+                    elif word == "done":
                         root = next(root for root, numbers in left.items() if int(number) in numbers)
                         left[root].remove(int(number))
                         yield root, int(number)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Places: slices of TPUs and other devices that a plan prices programs for, by name."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -17,6 +17,7 @@ from wanjax.errors import WanjaxError
 from wanjax.sharding import MESH_AXES, make_mesh
 
 Place = Slice | Machine
+Tell = Callable[[Sequence[str], int, int], Any]
 LIMITS = {
     "attention": "the matrix units, in attention",
     "matmuls": "the matrix units, in projections",
@@ -48,21 +49,42 @@ def mesh_on(place: Place, axes: Mapping[str, int]) -> Mesh | AbstractMesh:
 
 
 def priced_on(
-    place: Place, programs: Sequence[tuple[str, Lowering]], tell: Callable[[str, int, int], Any] | None = None
+    place: Place, programs: Sequence[tuple[str, Lowering]], tell: Tell = lambda now, done, total: None
 ) -> list[Priced]:
     """Returns the price of each named program: by the chip's compiler for a slice, else by the stated model.
 
-    The programs are traced on `mesh_on`. Each time that a price is known, `tell` receives the program's name, the
-    number of those that are known, and the number of all.
+    The programs are traced on `mesh_on`. Each time that a program is begun or its price is known, `tell` receives the
+    names of those being priced, the number of those that are done, and the number of all whose price was not kept.
     """
     lowerings = [lowering for _, lowering in programs]
     known: dict[int, Priced] = {}
-    modelled = (traced.price_lowering(place, x) for x in lowerings) if isinstance(place, Machine) else ()
-    for number, priced in prices(place, lowerings) if isinstance(place, Slice) else enumerate(modelled):
-        known[number] = priced
-        if tell is not None:
-            tell(programs[number][0], len(known), len(programs))
+    under_way: dict[int, str] = {}
+    kept: int | None = None  # the prices that were there before anything was begun
+
+    def show() -> None:
+        tell([*under_way.values()], len(known) - (kept or 0), len(programs) - (kept or 0))
+
+    def begun(number: int) -> None:
+        nonlocal kept
+        kept = len(known) if kept is None else kept
+        under_way[number] = programs[number][0]
+        show()
+
+    priced = prices(place, lowerings, begun) if isinstance(place, Slice) else _modelled(place, lowerings, begun)
+    for number, price in priced:
+        known[number] = price
+        under_way.pop(number, None)
+        if kept is not None:
+            show()
     return [known[number] for number in range(len(programs))]
+
+
+def _modelled(
+    machine: Machine, lowerings: Sequence[Lowering], begun: Callable[[int], Any]
+) -> Iterator[tuple[int, Priced]]:
+    for number, lowering in enumerate(lowerings):
+        begun(number)
+        yield number, traced.price_lowering(machine, lowering)
 
 
 def limit_of(program: Priced) -> str | None:

@@ -3,7 +3,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -62,11 +62,14 @@ def price_all(place: Slice, lowerings: Sequence[Lowering]) -> list[Priced]:
     return [found[number] for number in range(len(lowerings))]
 
 
-def prices(place: Slice, lowerings: Sequence[Lowering]) -> Iterator[tuple[int, Priced]]:
+def prices(
+    place: Slice, lowerings: Sequence[Lowering], begun: Callable[[int], Any] = lambda number: None
+) -> Iterator[tuple[int, Priced]]:
     """Yields the number of each program and its price, in the order in which they are known.
 
     Prices that were kept come at once, and need no compiler. The other programs are compiled in one process, each
-    distinct one once, and their kernels in a second, for their schedules. A program that is too large is priced as the
+    distinct one once, and their kernels in a second, for their schedules. `begun` gets the number of a program when
+    its compilation begins. A program that is too large is priced as the
     bytes that it needs. Raises the errors of `exporting.trace` and `compile.compiled`, and CompilerError for a program
     that does not compile.
     """
@@ -83,7 +86,7 @@ def prices(place: Slice, lowerings: Sequence[Lowering]) -> Iterator[tuple[int, P
             yield number, Priced(**found)
         else:
             missing[name] = _Asked(job, kernels_of(traced))
-    for name, priced in _made(missing):
+    for name, priced in _made(missing, lambda name: begun(asked[name][0])):
         _keep("prices", missing[name].job, asdict(priced))
         yield from ((number, priced) for number in asked[name])
 
@@ -95,8 +98,11 @@ class _Asked(NamedTuple):
     kernels: Mapping[Call, Lowering]
 
 
-def _made(programs: Mapping[str, _Asked]) -> Iterator[tuple[str, Priced]]:
-    """Compiles programs and their kernels, and yields the name of each and its price once both are known."""
+def _made(programs: Mapping[str, _Asked], begun: Callable[[str], Any]) -> Iterator[tuple[str, Priced]]:
+    """Compiles programs and their kernels, and yields the name of each and its price once both are known.
+
+    `begun` gets the name of each program, not those of kernels, when its compilation begins.
+    """
     if not programs:
         return
     check_compiler()
@@ -114,9 +120,15 @@ def _made(programs: Mapping[str, _Asked]) -> Iterator[tuple[str, Priced]]:
     kernels = {name: job for name, (_, job) in calls.items() if name not in seconds}
     names, waiting = [*named, *kernels], {}
     every = [*named.values(), *kernels.values()]
-    for number, result in compiled(every, schedules=range(len(named), len(every))):
+    kernels_from = len(named)
+
+    def tell(number: int) -> None:
+        if number < kernels_from:
+            begun(names[number])
+
+    for number, result in compiled(every, schedules=range(kernels_from, len(every)), begun=tell):
         name = names[number]
-        if number >= len(named):
+        if number >= kernels_from:
             seconds[name] = _kernel_price(*calls[name], result)
         elif isinstance(result, CompilerError):
             yield name, _too_large(result)

@@ -3,8 +3,8 @@
 
 Its command is `python -m wanjax.compilers.worker FOLDER AT_ONCE NUMBER...`. The folder holds a subfolder for each job,
 named by its number, with `job.json` and `program.bin`. The subfolder receives `result.json` and `module.txt`, or
-`error.json` on failure, and the compiler's dump of the schedules if there is one. A line `done NUMBER` is printed once
-all of it is there.
+`error.json` on failure, and the compiler's dump of the schedules if there is one. A line `begun NUMBER` is printed when
+a job is begun, and `done NUMBER` once all of it is there.
 """
 
 import json
@@ -77,6 +77,7 @@ def main(root: Path, at_once: int, numbers: Iterable[str]) -> None:
     dumped = root / DUMPED
 
     def run(folder: Path) -> None:
+        print(f"begun {folder.name}", flush=True)
         try:
             compile_one(folder)
         except Exception as error:  # one failed job must not stop the others

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Shaped
 
 from wanjax.checkpoints.files import SafetensorsFile, save_safetensors, writing
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, reason
 from wanjax.media.records import CONFIG, PICTURE_FILES, present_names, table_in
 
 EMBEDDINGS = "stage1_embeddings.safetensors"
@@ -61,7 +61,7 @@ def load_settings(folder: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise WanjaxError(f"{folder} holds no {CONFIG}, which `wanjax encode` writes: run it first") from error
     except (OSError, ValueError) as error:
-        raise WanjaxError(f"{file} cannot be read, {error}: run `wanjax encode` again") from error
+        raise WanjaxError(f"{file} cannot be read, {reason(error)}: run `wanjax encode` again") from error
     if not isinstance(settings, dict):
         raise WanjaxError(f"{file} is not a JSON object: run `wanjax encode` again")
     return present_names(settings)

@@ -165,6 +165,17 @@ class Architecture(ABC):
         """The pictures that the model can use, by name."""
         return self.needs
 
+    def least_bytes(self, settings: Settings) -> int:
+        """Returns bytes that a step holds at once, whatever its kernels are, beside the weights.
+
+        They are those of the tokens of a layer, their queries, keys and values, which every attention is given whole.
+        0 for a video that is made by blocks.
+        """
+        if self.block_frames:
+            return 0
+        work = self.forward(settings)
+        return 4 * work.tokens * work.width * jnp.dtype(settings.dtype).itemsize
+
     @property
     def begins_from_video(self) -> bool:
         """True where denoising begins from a given video, up to the strength; False where the video only guides it."""

@@ -12,8 +12,9 @@ import psutil
 from flax import nnx
 
 from wanjax.errors import WanjaxError
+from wanjax.figures import in_bytes
 from wanjax.layers.placement import bytes_by_device
-from wanjax.pipelines.progress import in_bytes
+from wanjax.pipelines.settings import Settings
 from wanjax.sharding import platform
 
 GROUPS = Path("/proc/self/cgroup")  # the control groups of this process, on Linux
@@ -57,6 +58,23 @@ def check_memory(model: str, component: str, network: nnx.Module, fitting: Fitti
     raise WanjaxError(
         f"the {component} of {model} needs {in_bytes(needed)} of memory for its weights in {dtypes} where {where} has "
         f"{in_bytes(there)}: {'; '.join(ways) or 'more memory is needed'}"
+    )
+
+
+def check_video(settings: Settings, weights: int, tokens: int, devices: int) -> None:
+    """Raises WanjaxError where a step of a video needs more than a device's whole memory.
+
+    `weights` are the bytes of the denoiser's weights on a device, and `tokens` those that so many devices share.
+    Nothing is refused where the memory is unknown.
+    """
+    device = jax.local_devices()[0]
+    needed = weights + (tokens if device.platform == "cpu" else tokens // devices)  # CPU devices share one memory
+    if (there := total_memory(device)) is None or needed <= there:
+        return
+    where = "this machine" if device.platform == "cpu" else f"each {device.device_kind}"
+    raise WanjaxError(
+        f"a video of {settings.width}x{settings.height} and {settings.frames} frames needs {in_bytes(needed)} of "
+        f"memory at the least where {where} has {in_bytes(there)}: a smaller size or fewer frames would do"
     )
 
 

@@ -55,6 +55,7 @@ from wanjax.pipelines.keywords import (
     unknown_keyword,
 )
 from wanjax.pipelines.many import Order
+from wanjax.pipelines.memory import check_video
 from wanjax.pipelines.previews.latent_preview import LatentPreview, fitted
 from wanjax.pipelines.previews.tiny_decoder import read_tiny_decoder
 from wanjax.pipelines.record import devices_of, nameable, record
@@ -236,7 +237,15 @@ class Pipeline:
         )
         self.architecture.check_pictures(pictures, asked)
         self._check_strength(asked, pictures.video)
-        return pictures, asked.updated(self._shape_of(pictures, asked, settings))
+        complete = asked.updated(self._shape_of(pictures, asked, settings))
+        self.check_memory(complete)
+        return pictures, complete
+
+    def check_memory(self, settings: Settings) -> None:
+        """Raises WanjaxError where a video cannot fit into the memory that there is; does nothing in a plan."""
+        sizes = self.components.sizes
+        if weights := max((sizes.get(name, 0) for name in self.architecture.denoisers), default=0):
+            check_video(settings, weights, self.architecture.least_bytes(settings), self.partitioner.mesh.size)
 
     def _check_strength(self, asked: Settings, video: Any) -> None:
         """Raises WanjaxError for a strength that is given without a video, or to a model that begins from none."""
@@ -256,6 +265,11 @@ class Pipeline:
                 raise WanjaxError(f"the video has {count} frames where {asked.frames} are asked for: fewer would do")
             factor = self.architecture.vae.temporal_factor
             shape["frames"] = (count - 1) // factor * factor + 1
+            if shape["frames"] == 1:
+                raise WanjaxError(
+                    f"of {count} frame{'s' * (count > 1)} in the video one picture would be made: give it as image, or "
+                    "ask for 1 frame"
+                )
         return shape
 
     @spelled_out(GivenSettings)

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 from jax import monitoring
 
+from wanjax.figures import duration, in_bytes
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -52,7 +54,7 @@ class Compilations:
 
     def __str__(self) -> str:
         if self.compiled:
-            return f"{self.seconds:.1f} s"
+            return duration(self.seconds)
         return "cached" if self.cached else "nothing"
 
 
@@ -134,17 +136,17 @@ class Stage:
         parts = []
         if self.unit:
             parts.append(f"{self.unit} {self.done} of {self.total}")
-        if self.each is not None:
-            parts.append(f"{brief(self.each)} each")
-        if self._beside:
-            parts.append(self._beside)
         if self._loading:
             component, done, total = self._loading
             parts.append(f"loading {component}, {in_bytes(done)} of {in_bytes(total)}")
         elif (since := self._compiling) is not None:
-            parts.append(f"compiling for {duration(perf_counter() - since)}")
-        elif self.left is not None and not self._over:
-            parts.append(f"{duration(self.left)} left")
+            parts.append(f"compiling for {duration(round(perf_counter() - since))}")
+        elif self.left is not None and self.done < self.total:
+            parts.append(f"{duration(round(self.left))} left")
+        if self.each is not None:
+            parts.append(f"{duration(self.each)} each")
+        if self._beside:
+            parts.append(self._beside)
         return ", ".join(parts) or ("done" if self._over else "running")
 
     @contextmanager
@@ -277,22 +279,3 @@ def _lines(made: Stage, console: "Console") -> Iterator[None]:
     finally:
         over.set()
         thread.join()
-
-
-def duration(seconds: float) -> str:
-    """Returns a time such as 7 s, 2 min 30 s or 1 h 5 min."""
-    minutes, whole = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {whole} s" if minutes else f"{whole} s"
-
-
-def brief(seconds: float) -> str:
-    """Returns the time of a unit, such as 1.25 s or 80 ms."""
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"
-
-
-def in_bytes(number: int) -> str:
-    """Returns a size such as 1.42 GB."""
-    return f"{number / 1e9:.2f} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"

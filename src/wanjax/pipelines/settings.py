@@ -260,7 +260,7 @@ def check_shape(height: int, width: int, frames: int, *, spatial: int, temporal:
     for name, pixels in (("height", height), ("width", width)):
         if pixels <= 0 or pixels % spatial:
             legal = _neighbours(pixels, spatial, 0)
-            raise WanjaxError(f"the {name} {pixels} is not a multiple of {spatial}: {legal} would do")
+            raise WanjaxError(f"the {name} {pixels} is not a multiple of {spatial} above 0: {legal} would do")
     if frames <= 0 or (frames - 1) % temporal:
         legal = _neighbours(frames, temporal, 1)
         raise WanjaxError(f"{frames} frames are not of the form {temporal}n + 1: {legal} would do")

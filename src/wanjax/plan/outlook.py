@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory and the seconds of each stage of a video, and their limits, on devices that need not be present."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from wanjax.compilers.chips import Slice
-from wanjax.compilers.places import Place, axes_on, find_place, limit_of, mesh_on, priced_on, would_fit
+from wanjax.compilers.places import Place, Tell, axes_on, find_place, limit_of, mesh_on, priced_on, would_fit
 from wanjax.compilers.priced import Priced
 from wanjax.compilers.roofline import Machine
+from wanjax.figures import in_bytes
 from wanjax.kernels.attention import AUTO, Attention
 from wanjax.kernels.compiler_options import SAFE, check_set
 from wanjax.layers.tiling import Tiling
@@ -128,7 +129,7 @@ def outlook(
     tiling: Tiling | None = None,
     pictures: Pictures | None = None,
     offload: bool | None = True,
-    tell: Callable[[str, int, int], Any] | None = None,
+    tell: Tell = lambda now, done, total: None,
 ) -> Outlook:
     """Prices a video of these settings on a slice such as v6e-8; `mesh` None chooses the best mesh, with `sp` if given.
 
@@ -347,6 +348,6 @@ def _advice(settings: Settings, chip: str, told: Mapping[str, Stage], devices: i
     would = would_fit(chip, worst.peak_bytes_per_chip * devices)
     return (
         f"{settings.model} at {settings.width}x{settings.height} and {settings.frames} frames does not fit {chip}: to "
-        f"{name} it needs {worst.peak_bytes_per_chip / 2**30:.1f} GiB a chip where {memory / 2**30:.1f} are to be had; "
-        f"{would}"
+        f"{name} it needs {in_bytes(worst.peak_bytes_per_chip, 1024)} a chip where {in_bytes(memory, 1024)} are to be "
+        f"had; {would}"
     )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory and the seconds of a step of training, on devices that need not be present."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -12,8 +12,9 @@ from flax import nnx
 
 from wanjax.checkpoints.networks import network_of
 from wanjax.compilers.chips import Slice
-from wanjax.compilers.places import Place, axes_on, find_place, limit_of, mesh_on, priced_on, would_fit
+from wanjax.compilers.places import Place, Tell, axes_on, find_place, limit_of, mesh_on, priced_on, would_fit
 from wanjax.compilers.priced import Priced
+from wanjax.figures import in_bytes
 from wanjax.kernels.attention import AUTO, Attention
 from wanjax.kernels.compiler_options import SAFE
 from wanjax.layers.placement import as_shapes, placed
@@ -85,7 +86,7 @@ def training_outlook(
     rules: str = "fsdp",
     compiler: str = SAFE,
     attention: Attention = AUTO,
-    tell: Callable[[str, int, int], Any] | None = None,
+    tell: Tell = lambda now, done, total: None,
 ) -> TrainingOutlook:
     """Prices a step of training on clips of these settings; the other keywords are those of `outlook`."""
     place, settings = find_place(chip), replace(settings, guidance_scale=1.0)
@@ -172,8 +173,8 @@ def _memory(settings: Settings, chip: str, place: Place, step: Priced) -> dict[s
     advice = None
     if spare < 0:
         advice = (
-            f"a step of {settings.model} needs {step.peak / 2**30:.1f} GiB a chip where {place.memory / 2**30:.1f} are "
-            f"to be had: {would_fit(chip, step.peak * place.devices)}"
+            f"a step of {settings.model} needs {in_bytes(step.peak, 1024)} a chip where {in_bytes(place.memory, 1024)} "
+            f"are to be had: {would_fit(chip, step.peak * place.devices)}"
         )
     return {
         "memory_per_chip": place.memory,

@@ -14,7 +14,7 @@ from typing import Any
 
 from PIL import Image
 
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, reason
 from wanjax.media.videos import FILMS
 
 TABLES = ("metadata.csv", "metadata.jsonl")
@@ -74,7 +74,10 @@ def _of_folder(folder: Path) -> Listing:
     for path in media:
         caption = path.with_suffix(".txt")
         if caption in captions:
-            _add(found, path, caption.read_text(encoding="utf-8", errors="replace").strip())
+            try:
+                _add(found, path, caption.read_text(encoding="utf-8-sig").strip())
+            except (OSError, UnicodeDecodeError) as error:
+                found.left_out.append(f"{caption.name} cannot be read: {reason(error)}")
         else:
             found.left_out.append(f"{path.name} has no caption: {caption.name} beside it would do")
     stems = {path.with_suffix("") for path in media}
@@ -137,7 +140,7 @@ def _rows(table: Path) -> Iterator[Mapping[str, Any]]:
     except (OSError, ValueError, csv.Error) as error:
         if isinstance(error, WanjaxError):
             raise
-        raise WanjaxError(f"{table} cannot be read as a table of clips: {error}") from error
+        raise WanjaxError(f"{table} cannot be read as a table of clips: {reason(error)}") from error
 
 
 def _entry(row: Mapping[str, Any], names: tuple[str, ...], where: str, table: Path) -> Any:

@@ -18,9 +18,9 @@ import optax
 import orbax.checkpoint as ocp
 from flax import nnx
 
-from wanjax.checkpoints.arrays import reason
+from wanjax.checkpoints import arrays
 from wanjax.checkpoints.files import writing
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, reason, shown
 from wanjax.programs import Execute, Site
 from wanjax.sharding import Partitioner, one_device
 from wanjax.training.learning import Filter, Learning, everything
@@ -28,6 +28,7 @@ from wanjax.training.objective import Loss
 
 STATES = "checkpoints"
 TOLD = "training.json"
+STEPS = "steps"  # of what is told, the only thing that may grow
 Draw = Callable[[int, np.random.Generator], Any]
 After = Callable[[int, Mapping[str, jax.Array]], Any]
 
@@ -38,7 +39,8 @@ class Trainer:
     `trained` chooses the parameters that change by path and variable; the others are kept as they are. With `average`,
     the state also holds the mean of the weights, which moves to the present ones by 1 - `average` a step. `accumulated`
     batches are joined on the leading axis of what `draw` returns, and their gradients averaged. `told` is JSON on which
-    the outcome depends: a folder of another training is refused.
+    the outcome depends: a folder of another training is refused. More `steps` than it had before are no other training:
+    it goes on, and `extended` is the number before.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class Trainer:
     ):
         self.seed, self.folder = seed, Path(folder).absolute()
         how = {"trained": trained, "average": average, "accumulated": accumulated}
-        self._check_told(told)
+        self.extended = self._check_told(told)
         site = Site(one_device() if partitioner is None else partitioner)
         self.learning = Learning(network, loss, optimizer, Execute(), site, seed=seed, **how)
         self.state = self.learning.begin()
@@ -68,25 +70,36 @@ class Trainer:
         if self.step:
             self._restore()
 
-    def _check_told(self, told: Mapping[str, Any] | None) -> None:
-        """Writes what the training is; raises WanjaxError where the folder holds another one."""
+    def _check_told(self, told: Mapping[str, Any] | None) -> int | None:
+        """Writes what the training is; raises WanjaxError where the folder holds another one.
+
+        Returns the number of steps that it had, if there are more now.
+        """
         file = self.folder / TOLD
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if told is None:
-                return
+                return None
             text = json.dumps(told, indent=2, sort_keys=True)
-            if not file.is_file():
-                with writing(file) as beside:
-                    beside.write_text(text + "\n", encoding="utf-8")
-                return
-            before = json.loads(file.read_text(encoding="utf-8"))
+            before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else json.loads(text)
         except (OSError, ValueError) as error:
-            raise WanjaxError(f"{file} cannot be used: {error}") from error
-        now = json.loads(text)
-        if differs := [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]:
-            shown = f"{differs[0]} was {_short(before.get(differs[0]))} and is {_short(now.get(differs[0]))}"
-            raise WanjaxError(f"{self.folder} holds another training, whose {shown}: the same settings resume it")
+            raise WanjaxError(f"{file} cannot be used: {reason(error)}") from error
+        now, more = json.loads(text), None
+        if not isinstance(before, dict):
+            raise WanjaxError(f"{file} tells no training: wanjax did not write it, or something rewrote it")
+        if type(before.get(STEPS)) is int and now.get(STEPS, 0) > before[STEPS]:
+            more = before.pop(STEPS)
+            before[STEPS] = now[STEPS]
+        if differs := _difference(before, now):
+            name, was, present = differs
+            raise WanjaxError(
+                f"{self.folder} holds another training, whose {name} was {_short(was)} and is {_short(present)}: the "
+                "same settings resume it, and more steps extend it"
+            )
+        if more is not None or not file.is_file():
+            with _written(self.folder), writing(file) as beside:
+                beside.write_text(text + "\n", encoding="utf-8")
+        return more
 
     def _restore(self) -> None:
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, self.state)
@@ -148,9 +161,19 @@ def _written(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        raise WanjaxError(f"{folder} cannot be written: {reason(error)}") from error
+        raise WanjaxError(f"{folder} cannot be written: {arrays.reason(error)}") from error
+
+
+def _difference(before: Any, now: Any, name: str = "") -> tuple[str, Any, Any] | None:
+    """Returns the name of the first value that differs, such as optimizer.rate, and both; None where all are equal."""
+    if not isinstance(before, dict) or not isinstance(now, dict):
+        return None if before == now else (name, before, now)
+    pairs = ((key, before.get(key), now.get(key)) for key in sorted(before.keys() | now.keys()))
+    return next(filter(None, (_difference(x, y, f"{name}.{key}".strip(".")) for key, x, y in pairs)), None)
 
 
 def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:60]} …"
+    """Returns a value as a message shows it: only the length of a list, which may be long."""
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    return "a table" if isinstance(value, dict) else "none" if value is None else shown(value)

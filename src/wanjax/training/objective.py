@@ -59,8 +59,11 @@ class NoiseLevels:
         if self.timesteps not in get_args(Timesteps):
             names = ", ".join(get_args(Timesteps))
             raise WanjaxError(f"timesteps cannot be drawn by {self.timesteps!r}: {names} would do")
-        if not (0 < self.shift < float("inf") and 0 < self.deviation < float("inf")):
-            raise WanjaxError("the shift and the deviation of the noise levels are numbers above 0")
+        for name in ("shift", "deviation"):
+            if not 0 < (value := getattr(self, name)) < float("inf"):
+                raise WanjaxError(f"the {name} of the noise levels is {value}: a number above 0 would do")
+        if not math.isfinite(self.mean):
+            raise WanjaxError(f"the mean of the noise levels is {self.mean}: a finite number, such as 0, would do")
 
     def draw(self, key: jax.Array, count: int) -> Float[Array, "B"]:
         """Returns random levels."""

@@ -36,6 +36,12 @@ class OptimizerConfig:
                 raise WanjaxError(f"no {what} is named {value!r}: there are {', '.join(get_args(kinds))}")
         if not 0 < self.rate < float("inf"):
             raise WanjaxError(f"the learning rate {self.rate} is not a number above 0: 1e-4 is usual")
+        if not 0 <= self.clip < float("inf"):
+            raise WanjaxError(f"gradients cannot be clipped to the norm {self.clip}: 0 for none, or 1, would do")
+        if not 0 <= self.weight_decay < float("inf"):
+            raise WanjaxError(f"the weight decay {self.weight_decay} is not a number from 0 on: 0.01 is usual")
+        if self.warm_up < 0:
+            raise WanjaxError(f"the rate cannot warm up in {self.warm_up} steps: 0 or more would do")
 
 
 def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:

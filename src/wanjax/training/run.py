@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 from wanjax.checkpoints.files import check_folder
 from wanjax.checkpoints.networks import Network, network_of
 from wanjax.errors import WanjaxError
+from wanjax.figures import digits
 from wanjax.kernels.compiler_options import products
 from wanjax.media.videos import write_video
 from wanjax.pipelines.pipeline import Pipeline
@@ -199,6 +200,11 @@ class Learner:
         total, begun = self.config.steps, self.trainer.step
         if begun:
             self.training.note(f"the first {begun} of {total} steps were taken before")
+        if begun < total and (before := self.trainer.extended):
+            self.training.note(
+                f"{before} steps become {total}: the rate is that of the {self.config.optimizer.schedule} schedule of "
+                f"{total} steps from here on, {digits(float(np.asarray(self.rate(begun))))} at step {begun + 1}"
+            )
         else:
             self._look(0)
         self.training.count("step", begun, total)
@@ -231,7 +237,7 @@ class Learner:
             if not np.isfinite(values["loss"]):
                 raise WanjaxError(f"the loss is not finite after step {step}: a lower rate or float32 may help")
             if step % self.config.evaluate_every == 0 or step in (1, self.config.steps):
-                self.training.note(f"step {step} of {self.config.steps}: loss {values['loss']:.4f}")
+                self.training.note(f"step {step} of {self.config.steps}: loss {digits(values['loss'])}")
 
     def _look(self, step: int) -> None:
         """Evaluates the held-out loss and makes the sample videos, where this step is one for them."""
@@ -239,7 +245,7 @@ class Learner:
         if self.training.held_out and (step % self.config.evaluate_every == 0 or last):
             value = self.held_out_loss()
             self.metrics.add(step, time.time(), held_out=value)
-            self.training.note(f"step {step}: held-out loss {value:.4f}")
+            self.training.note(f"step {step}: held-out loss {digits(value)}")
         if self.config.samples and (step % self.config.sample_every == 0 or last):
             self.sample(step)
 
@@ -319,7 +325,9 @@ def _levels(pipe: Pipeline, config: TrainConfig, network: str) -> NoiseLevels:
         raise WanjaxError(f"{pipe.defaults.model} has no flow shift: timesteps uniform or logit-normal would do")
     low, high = pipe.architecture.noise_range(network, pipe.defaults)
     shift = (own if config.shift is None else config.shift) if kind == "shift" else 1.0
-    return NoiseLevels(kind, float(shift or 1.0), config.logit_mean, config.logit_deviation, low, high)
+    return NoiseLevels(
+        kind, 1.0 if shift is None else float(shift), config.logit_mean, config.logit_deviation, low, high
+    )
 
 
 def _told(listing: Listing, pieces: list[Piece]) -> list[str]:

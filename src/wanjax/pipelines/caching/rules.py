@@ -318,7 +318,7 @@ def cache_rule(given: Any) -> CacheRule:
     except ValueError:
         found = {}
     if len(found) != len(values):
-        written = f"{RULES[name]()}, which has {[field.name for field in fields]}"
+        written = f"{RULES[name]()}, which has {', '.join(field.name for field in fields)}"
         raise WanjaxError(f"the step cache {shown(given)} is not written like {written}")
     return RULES[name](**found)
 

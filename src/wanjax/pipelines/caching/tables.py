@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from wanjax.checkpoints.sources import Source
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, reason
 
 FILE = "caches.json"  # the published tables of a family
 
@@ -71,7 +71,9 @@ def read_tables(file: Path, name: str | None = None) -> Tables:
     except WanjaxError as error:
         raise WanjaxError(f"{file}: {error}") from error
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise WanjaxError(f"{file} holds no tables of step caches ({error}): `wanjax calibrate` writes one") from error
+        raise WanjaxError(
+            f"{file} holds no tables of step caches ({reason(error)}): `wanjax calibrate` writes one"
+        ) from error
 
 
 def tables_of(places: Sequence[tuple[Path | None, str | None]]) -> Tables:

@@ -14,7 +14,7 @@ import numpy as np
 import tokenizers
 from jaxtyping import Bool, Int
 
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, reason
 from wanjax.pipelines.text.spiece import read_spiece
 
 PATTERNS = (
@@ -134,7 +134,7 @@ def _read_tokenizer(file: Path) -> tokenizers.Tokenizer:
     except WanjaxError:
         raise
     except Exception as error:  # the library raises no narrower type
-        raise WanjaxError(f"{file} is not a readable tokenizer: {error}") from error
+        raise WanjaxError(f"{file} is not a readable tokenizer: {reason(error)}") from error
 
 
 def _patterns(json: Any) -> Iterator[str]:
@@ -157,4 +157,4 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise WanjaxError(f"{file} is not readable JSON: {error}") from error
+        raise WanjaxError(f"{file} is not readable JSON: {reason(error)}") from error

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures as people read them: three significant digits at most, in the unit that suits."""
+
+PREFIXES = ("", "k", "M", "G", "T", "P", "E")
+
+
+def digits(number: float) -> str:
+    """Returns a number with three significant digits, such as 1.02, 85 or 1240."""
+    return f"{float(f'{number:.3g}'):.15g}"
+
+
+def between(low: str, high: str) -> str:
+    """Returns a range of two figures; one figure where both read the same."""
+    return low if low == high else f"{low} to {high}"
+
+
+def duration(seconds: float) -> str:
+    """Returns a time such as 85 ms, 1.25 s, 2 min 30 s or 1 h 5 min."""
+    rounded = float(f"{seconds:.3g}")
+    if rounded < 1:
+        ms = 1000 * rounded
+        return f"{digits(ms)} ms" if ms >= 1 else f"{digits(1000 * ms)} µs" if ms else "0 s"
+    if not rounded >= 60:  # one that is unknown, NaN, too
+        return f"{digits(rounded)} s"
+    minutes, whole = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {whole} s"
+
+
+def in_bytes(number: float, base: int = 1000) -> str:
+    """Returns a size such as 1.42 GB, or 1.32 GiB to the base of 1024."""
+    return scaled(number, "B", base)
+
+
+def scaled(number: float, unit: str = "", base: int = 1000) -> str:
+    """Returns a number with a prefix of its unit, such as 14.3 G."""
+    power = 0
+    while abs(float(f"{number / base**power:.3g}")) >= base and power < len(PREFIXES) - 1:
+        power += 1
+    prefix = f"{PREFIXES[power].upper()}i" if base == 1024 and power else PREFIXES[power]
+    return f"{digits(number / base**power)} {prefix}{unit}".rstrip()

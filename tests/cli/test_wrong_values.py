@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every option that takes a file or a number, given what cannot be right: one sentence, which names the value."""
+
+import errno
+import io
+from pathlib import Path
+
+import pytest
+
+from tests.support.clips import write_clips
+from tests.support.commands import refused, wanjax
+from tests.support.words import says
+from wanjax.checkpoints.lora import Lora
+from wanjax.errors import WanjaxError
+from wanjax.pipelines import memory
+from wanjax.registry import load, outline
+
+LONG = "x" * 300  # characters, more than a file's name may have
+FILES = {
+    "folder": None,
+    "missing": None,
+    "empty": b"",
+    "binary": bytes(range(256)) * 8,
+    "latin.txt": "caf\xe9".encode("latin-1"),
+    LONG: None,
+}
+OF_A_VIDEO = ("--image", "--last-image", "--video", "--reference", "--noise", "--lora", "--preview-decoder", "--model")
+COMMANDS = {
+    **{option: ("generate", "a", option) for option in OF_A_VIDEO},
+    "--mask": ("generate", "a", "--video", "clip", "--mask"),
+    "--prompts": ("generate", "--prompts"),
+    "--config": ("generate", "a", "--config"),
+    "--from": ("generate", "--from"),
+    "info": ("info",),
+    "convert": ("convert", "--to", "wanjax", "--", "to"),
+    "denoise": ("denoise", "--dir"),
+    "decode": ("decode", "--dir"),
+    "plan": ("plan", "--chip", "cpu", "--image"),
+    "train": ("train", "nano", "--out", "out"),
+}
+RAW = ("Errno", "codec", "Traceback", "{", "['")  # of an exception or of a value as the program keeps it
+
+
+@pytest.fixture(autouse=True)
+def _files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, contents in FILES.items():
+        if contents is not None:
+            Path(name).write_bytes(contents)
+    for folder in ("folder", "clip"):
+        Path(folder).mkdir()
+
+
+def sentence(*arguments: str | Path) -> str:
+    """Returns the sentence with which a command is refused, which is in plain words."""
+    said = refused(*arguments)
+    assert not [raw for raw in RAW if raw in said], said
+    return said
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_files(name):
+    command = COMMANDS[name]
+    for file in FILES:
+        if (name, file) == ("--config", "empty"):  # of no options
+            continue
+        given = ("convert", file, "to") if name == "convert" else (*command, file)
+        assert (file if name != "--mask" else "clip") in sentence(*given)
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "convert"])
+def test_an_empty_name_is_not_the_folder_one_is_in(name):
+    assert "empty name" in sentence(*COMMANDS[name], "")
+
+
+@pytest.mark.parametrize("name", ["--prompts", "--config", "denoise"])
+def test_a_file_without_permission(name, monkeypatch):
+    """Simulated, because nothing is forbidden to root."""
+    file = Path("stages/generation_config.json" if name == "denoise" else "forbidden")
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("{}")
+    opened = io.open
+
+    def forbidding(path, *arguments, **options):
+        if Path(str(path)).name == file.name:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(io, "open", forbidding)
+    given = file.parent if name == "denoise" else file
+    assert says(sentence(*COMMANDS[name], given), f"{file} Permission denied")
+
+
+NUMBERS = {
+    "--frames": (0, -1),
+    "--steps": (0, -1, 10**12),
+    "--fps": (0, -1),
+    "--width": (0, -1),
+    "--size": ("0x0", "-1x5", "100000x100000"),
+    "--guidance-scale": (-1,),
+    "--flow-shift": (0, -1),
+    "--strength": (0, -1),
+    "--seed": (-2,),
+    "--count": (0, -1),
+    "--seeds": ("", "5..1", "0..99999999999"),
+    "--window": (0, -1),
+    "--max-picture": (0, -1),
+    "--cache": ("", "magcache:x"),
+    "--mesh": ("", "dp=0"),
+    "--attention": ("radial:0", "radial:-1"),
+}
+OF_A_TRAINING = {
+    **dict.fromkeys(("--batch", "--accumulate", "--rank", "--shortest", "--save-every", "--sample-every"), (0, -1)),
+    **dict.fromkeys(("--alpha", "--rate", "--shift", "--logit-deviation"), (0, -1)),
+    **dict.fromkeys(("--clip", "--weight-decay", "--warm-up", "--held-out", "--seed"), (-1,)),
+    **dict.fromkeys(("--dropout", "--average", "--dropped-captions", "--preserved-uncaptioned"), (-1, 2)),
+    "--logit-mean": (),
+}
+
+
+@pytest.mark.parametrize("option", NUMBERS)
+def test_numbers_of_a_video(option):
+    for value in (*NUMBERS[option], "nan", "inf", "many"):
+        said = sentence("generate", "a", option, str(value))
+        wrong = str(value).rpartition(":")[2]
+        assert any(part in said for part in (wrong, "the height 0", "100000")), said
+
+
+@pytest.mark.parametrize("option", OF_A_TRAINING)
+def test_numbers_of_a_training(option):
+    data = write_clips(Path("data"), 1)
+    for value in (*OF_A_TRAINING[option], "nan", "inf", "many"):
+        assert str(value) in sentence("train", "nano", data, "--out", "out", option, str(value))
+    assert not [path for path in Path().rglob("*.safetensors")]
+
+
+def test_an_option_that_is_none_beside_the_version():
+    run = wanjax("--version", "--foo")
+    assert (run.exit_code, run.stdout) == (2, "")
+    assert says(run.stderr, "wanjax: --foo")
+
+
+def test_a_folder_stands_for_the_one_lora_in_it():
+    assert Lora.parse("folder:0.5").file == "folder"
+    Path("folder/a.safetensors").write_bytes(b"")
+    Path("folder/readme.md").write_text("")
+    assert Lora.parse("folder:0.5").named() == Lora("folder/a.safetensors", 0.5)
+    Path("folder/b.safetensors").write_bytes(b"")
+    with pytest.raises(WanjaxError, match=r"a\.safetensors, b\.safetensors"):
+        Lora("folder").named()
+
+
+def test_a_caption_that_is_no_text_is_left_out():
+    data = write_clips(Path("data"), 1)
+    (caption,) = data.glob("*.txt")
+    caption.write_bytes(b"caf\xe9")
+    assert says(sentence("train", "nano", data, "--out", "out"), f"{caption.name} UTF-8")
+
+
+def test_a_picture_is_no_clip(tmp_path):
+    from PIL import Image
+
+    Image.new("RGB", (64, 64)).save("picture.png")
+    for more in ((), ("--image", "picture.png")):
+        assert says(sentence("generate", "a", "--video", "picture.png", *more), "1 frame picture image")
+    _, chosen = load("nano").prepare(video="picture.png", frames=1)
+    assert chosen.frames == 1
+
+
+def test_a_video_larger_than_the_memory_is_refused_before_anything_is_loaded(monkeypatch):
+    pipe = load("nano")
+    weights = pipe.components.sizes["transformer"]
+    _, settings = pipe.prepare()
+    enough = weights + pipe.architecture.least_bytes(settings)
+    monkeypatch.setattr(memory, "total_memory", lambda device: enough)
+    pipe.prepare()
+    assert says(sentence("generate", "a", "--size", "128x64", "--frames", "33"), "128x64 33 frames memory")
+    monkeypatch.setattr(memory, "total_memory", lambda device: None)  # unknown
+    pipe.prepare(size=(1024, 1024))
+
+
+def test_the_least_memory_is_that_of_four_arrays_of_tokens():
+    _, architecture, video = outline("wan2.1-t2v-1.3b")
+    large = video.updated({"frames": 99_997, "dtype": "bfloat16"})
+    tokens = 25_000 * (480 // 16) * (832 // 16)
+    assert architecture.least_bytes(large) == 4 * tokens * 1536 * 2
+    assert outline("wan2.1-t2v-1.3b-causal")[1].least_bytes(large) == 0
