@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh
 
+from tests.support.quick import quick
 from tests.support.small_wan import partitioner
 from tests.support.tiny import VAE
 from wanjax import load
@@ -28,6 +29,7 @@ FORMS = (convolve_clip, sum_of_taps, stacked_taps)
 V6E = Target("tpu", "TPU v6 lite")
 SINGLE = {"dtype": jnp.float32, "param_dtype": jnp.float32}
 SMALL = vae_config(VAE)
+KEPT = [(make, way) for make in (WanVAE, WanResidualVAE) for way in ("encode_chunk", "decode_chunk")]
 
 
 def for_tpu():
@@ -95,8 +97,7 @@ def test_a_tpu_is_given_what_its_matrix_units_take():
         assert convolutions(both, tile) == [({"bfloat16"}, 4)] * 2  # frames fill a tile
 
 
-@pytest.mark.parametrize("make", [WanVAE, WanResidualVAE])
-@pytest.mark.parametrize("way", ["encode_chunk", "decode_chunk"])
+@pytest.mark.parametrize(("make", "way"), quick(KEPT[::3], KEPT))
 def test_what_is_kept_stays_of_one_kind(make, way):
     """All chunks but the first share one program, on TPUs too."""
     config = SMALL if make is WanVAE else replace(SMALL, patch=2)
