@@ -91,7 +91,7 @@ class Source(ABC):
         """Returns the bytes that are still to be downloaded; raises WanjaxError where the disk has no room for them."""
         return 0
 
-    def check_sizes(self) -> None:
+    def check_sizes(self) -> None:  # noqa: B027 (other layouts do not tell them)
         """Raises WanjaxError where a file of weights is missing or has another size, if that is known without it."""
 
     def is_at_hand(self, component: str) -> bool:
