@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serve.test_real_server import SMALL, finished, serving
+from tests.support.served import SMALL, finished, serving
 from wanjax.serve.jobs import STOPPED
 
 KILLS = int(os.environ.get("KILLS", "60"))

@@ -2,53 +2,22 @@
 """`wanjax serve` in a process of its own: killed and started again, and its page in a real browser."""
 
 import io
-import os
-import re
 import resource
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections import Counter
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 
-import httpx
 import psutil
 import pytest
 from PIL import Image
 
 from tests.support.documents import ROOT, blocks, commands
 from tests.support.quick import quick
-
-PROMPT = "a red circle moving right"
-SMALL = {"prompt": PROMPT, "size": "32x32", "frames": 5}
-
-
-@contextmanager
-def serving(folder, *options, **environment):
-    command = [sys.executable, "-m", "wanjax", "serve", "--port", "0", "--dir", str(folder), *options]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | environment)
-    assert process.stderr is not None
-    try:
-        found = None
-        while not found:
-            line = process.stderr.readline()
-            assert line
-            found = re.search(r"served at (http://\S+)/", line)
-        with httpx.Client(base_url=found[1], timeout=60) as client:
-            yield client, process
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
-
-
-def finished(client, id):
-    while (video := client.get(f"/v1/videos/{id}").json())["status"] not in ("completed", "failed"):
-        time.sleep(0.05)
-    return video
+from tests.support.served import PROMPT, SMALL, finished, serving
 
 
 @pytest.mark.slow
