@@ -20,12 +20,11 @@ os.environ.setdefault(
 )
 
 import jax
-import jaxtyping
 import pytest
 
-import tests.support.types  # noqa: F401 (the hook finds it by its name)
+from tests.support import types
 
-jaxtyping.install_import_hook("wanjax", "tests.support.types.checked")  # before anything imports the library
+types.install()  # before anything imports the library
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -285,7 +285,7 @@ class Loading(NamedTuple):
 def _told(model: str | Path, revision: str | None, note: Note | None) -> Checkpoint:
     """Examines a checkpoint; tells the licence of weights to be downloaded, where it sets conditions of its own.
 
-    Raises WanjaxError where the disk has no room for the download.
+    Raises WanjaxError where the disk has no room for the download, or a file of weights has not its size.
     """
     preset = _published(str(model))
     opened = check_file(preset.source, revision=revision) if preset else 0  # a single file is downloaded to be examined
@@ -294,6 +294,7 @@ def _told(model: str | Path, revision: str | None, note: Note | None) -> Checkpo
     found = examine(model, revision)
     if found.source.check_room() and not opened:
         _tell_licence(found.preset, note)
+    found.source.check_sizes()
     return found
 
 

@@ -40,6 +40,7 @@ def test_there_and_back_is_equal_bit_for_bit(member, tmp_path):
             assert back.read_bytes() == file.read_bytes()
 
 
+@pytest.mark.slow  # tests/checkpoints/test_convert.py has a quick one, of Wan
 def test_a_converted_checkpoint_makes_the_same_latents(tmp_path):
     given = tiny_cogvideox_checkpoint(tmp_path / "given", **MEMBERS["1.5 from a picture"])
     assert wanjax_command(given, tmp_path / "there")[0] == 0

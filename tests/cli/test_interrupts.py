@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -114,8 +115,7 @@ COMMANDS = {
 MOMENTS = [0.2, 0.5, 1, 2, 3, 5]
 
 
-@pytest.mark.parametrize("command", quick(["generate", "convert"], COMMANDS))
-@pytest.mark.parametrize("seconds", quick([0.5, 2], MOMENTS))
+@pytest.mark.parametrize(("command", "seconds"), quick([("generate", 2), ("convert", 0.5)], product(COMMANDS, MOMENTS)))
 def test_ctrl_c_ends_a_command_at_any_moment(environment, command, seconds):
     """While Python imports, JAX starts, or weights are read: with 130, no traceback, and nothing half-written."""
     with Run([sys.executable, "-m", "wanjax", *COMMANDS[command]], environment) as run:
@@ -132,7 +132,8 @@ def test_ctrl_c_ends_a_command_at_any_moment(environment, command, seconds):
     assert not [name for name in os.listdir() if name.endswith(".mp4") or (name == "converted" and status)]
 
 
-@pytest.mark.parametrize("work", quick(["compile"], ["compute", "compile"]))
+@pytest.mark.slow  # the next one is quick: the second ends what a process does, and what it has started
+@pytest.mark.parametrize("work", ["compute", "compile"])
 def test_a_second_ctrl_c_ends_what_xla_is_doing(model, environment, work):
     command = blocked("latents", f"lambda *_, **__: (call() for call in [{work}])", *GIVEN, "--model", model)
     with Run(command, environment) as run:

@@ -55,6 +55,7 @@ def test_a_second_process_compiles_nothing(warm, latents):
     assert np.isfinite(latents).all()
 
 
+@pytest.mark.slow  # tests/schedulers has a quick one: a schedule is an argument of its programs
 def test_another_schedule_compiles_nothing(folder, warm, latents):
     before = programs(folder)
     wanjax(folder, "denoise", "--steps", "5", "--flow-shift", "4", "--guidance-scale", "3", "--seed", "1")
@@ -62,6 +63,7 @@ def test_another_schedule_compiles_nothing(folder, warm, latents):
     assert np.abs(kept(folder) - latents).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_changed_code_meets_no_stale_program(folder, warm, latents):
     wanjax(folder, "generate", "a red circle moving right", *RUN, *HERE, code=CHANGED)
     assert programs(folder) > warm

@@ -210,6 +210,12 @@ def test_any_function_is_priced():
     assert 0 < found.low <= found.seconds <= found.high
     assert found.breakdown["matmuls"] > 0
     assert found.collectives == []
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_collectives_of_any_function_are_told():
+    x = jax.ShapeDtypeStruct((4096, 256), jnp.bfloat16, sharding=PartitionSpec("dp"))
     summed = wanjax.price(lambda x: x.sum(0), x, mesh={"dp": 2, "tp": 2}, chip="v6e-4")
     assert {row["devices"] for row in summed.collectives} == {2}
 

@@ -327,10 +327,10 @@ def test_only_a_large_stack_for_accelerators_does_not_fit_the_host():
     assert fits("cpu", most + 1)
 
 
-@pytest.mark.parametrize("way", ["assembled", "block_by_block"])
-def test_weights_arrive_on_their_shards(way):
-    """Each parameter on eight devices has the requested sharding, and the values of one device."""
-    on_eight_devices(f"from tests.converters.test_rules import load_onto_a_mesh; load_onto_a_mesh({way!r})")
+def test_weights_arrive_on_their_shards():
+    """Each parameter on eight devices has the requested sharding, and the values of one device, on both ways there."""
+    both = "[load_onto_a_mesh(way) for way in ('assembled', 'block_by_block')]"
+    on_eight_devices(f"from tests.converters.test_rules import load_onto_a_mesh; {both}")
 
 
 def load_onto_a_mesh(way):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image, ImageFile
+from PIL import EpsImagePlugin, Image, ImageFile
 
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
@@ -135,10 +135,82 @@ def test_a_picture_that_says_it_is_large_is_not_decoded(tmp_path, monkeypatch, s
 
 def test_a_clip_of_endless_frames_is_not_read_to_its_end(tmp_path):
     (tmp_path / "a.gif").write_bytes(endless_gif(20_000))
-    with pytest.raises(WanjaxError, match=naming("a.gif 10001 frames 1x1 10,000")):
+    with pytest.raises(WanjaxError, match=naming("a.gif 4001 frames 1x1 4,000")):
         read_clip(tmp_path / "a.gif", **MANY)
     with pytest.raises(WanjaxError, match="animated"):
         read_picture(tmp_path / "a.gif")
+
+
+def growing_gif(size: int) -> bytes:
+    """Returns an animation whose second frame is much larger than its first."""
+    frames = (struct.pack("<HHHH", 0, 0, side, side) for side in (1, size))
+    body = b"".join(b"!\xf9\x04\x08\0\0\0\0," + frame + b"\0\x02\x02\x44\x01\0" for frame in frames)
+    return b"GIF89a\x01\0\x01\0\x80\0\0\0\0\0\xff\xff\xff" + body + b";"
+
+
+def many_passes(count: int) -> bytes:
+    """Returns a progressive JPEG with more passes over its pixels than it has need for."""
+    file = bytes_io.BytesIO()
+    Image.new("L", (64, 64), 128).save(file, "JPEG", progressive=True)
+    whole = file.getvalue()
+    table = b"\xff\xc4\0\x14\x11\x01" + bytes(15) + b"\xe0"  # one code, for a run of blocks without a coefficient
+    scan = b"\xff\xda\0\x08\x01\x01\x01\x01\x3f\x10\x40\x00"
+    return whole[:-2] + table + scan * count + whole[-2:]
+
+
+def two_pages(size: int) -> bytes:
+    """Returns a TIFF whose second page says that it is large."""
+    found = b"II*\0\x08\0\0\0"
+    for side, more in ((1, True), (size, False)):
+        tags = [(256, side), (257, side), (258, 8), (259, 1), (262, 1), (273, 8), (277, 1), (278, side), (279, 1)]
+        following = len(found) + 2 + 12 * len(tags) + 4 if more else 0
+        entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+        found += struct.pack("<H", len(tags)) + entries + struct.pack("<I", following)
+    return found
+
+
+def test_a_later_frame_that_says_it_is_large_is_not_decoded(tmp_path):
+    (tmp_path / "a.gif").write_bytes(growing_gif(13_000))
+    (tmp_path / "a.tif").write_bytes(two_pages(9_000))
+    for name in ("a.gif", "a.tif"):
+        with pytest.raises(WanjaxError, match="animated"):
+            read_picture(tmp_path / name)
+        with pytest.raises(WanjaxError, match=naming(f"{name} pixels 60,000,000")):
+            read_clip(tmp_path / name, **MANY)
+    assert BOUNDS.pixels < Image.MAX_IMAGE_PIXELS  # other users of Pillow keep their own bound
+
+
+def test_a_picture_in_endless_passes_is_not_decoded(tmp_path):
+    (tmp_path / "a.jpg").write_bytes(many_passes(40))
+    assert read_picture(tmp_path / "a.jpg").shape == (64, 64, 3)
+    (tmp_path / "a.jpg").write_bytes(many_passes(4000))
+    with pytest.raises(WanjaxError, match=naming("a.jpg passes 50")):
+        read_picture(tmp_path / "a.jpg")
+
+
+@pytest.mark.parametrize("suffix", [".eps", ".png", ".mp4"])
+def test_programs_are_no_pictures(tmp_path, monkeypatch, suffix):
+    """Pillow would have Ghostscript run PostScript, whatever the name of its file."""
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *_, **__: pytest.fail("it was run"))
+    (tmp_path / f"a{suffix}").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n")
+    for read in (read_picture, partial(read_clip, **MANY)):
+        with pytest.raises(WanjaxError, match=naming(f"a{suffix}")):
+            read(tmp_path / f"a{suffix}")
+
+
+PLAYLISTS = {
+    "a.m3u8": "#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n{film}\n#EXT-X-ENDLIST\n",
+    "a.mp4": "ffconcat version 1.0\nfile film.mp4\n",
+}
+
+
+@pytest.mark.parametrize("name", PLAYLISTS)
+def test_a_film_names_no_other_file(tmp_path, name):
+    film = io.write_video(tmp_path / "film.mp4", CLIP, 10)
+    assert len(read_clip(film, **MANY)) == len(CLIP)
+    (tmp_path / name).write_text(PLAYLISTS[name].format(film=film.as_uri()))
+    with pytest.raises(WanjaxError, match=naming(f"{name} video")):
+        read_clip(tmp_path / name, **MANY)
 
 
 @pytest.mark.parametrize("suffix", [".gif", ".webp", ".mp4"])

@@ -14,6 +14,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from tests.support.compare import error
 from tests.support.devices import most_held, on_meshes
 from tests.support.programs import caller
+from tests.support.quick import quick
 from tests.support.small_wan import network, partitioner
 from wanjax.layers.norms import GroupNorm
 from wanjax.models.cogvideox.vae import CogVideoXVAE
@@ -44,6 +45,7 @@ def latents_of(frames, axes=None, rules="fsdp"):
 SIZES = {(1, 1, 8): EVEN, (2, 2, 2): NONE}
 
 
+@pytest.mark.slow  # the autoencoder of Wan has a quick one in tests/test_sharding.py, the rest below
 @pytest.mark.parametrize(("axes", "rules"), on_meshes(((2, 2, 2), "fsdp")))
 def test_eight_devices(axes, rules):
     size = SIZES.get(axes, SOME)
@@ -91,7 +93,7 @@ def test_clips_of_many_lengths_share_their_programs():
     assert (SMALL.encoded_at_once(1), SMALL.encoded_at_once(13)) == ((1, 8), (13, 8))
 
 
-@pytest.mark.parametrize("way", ["encode_cells", "decode_cells"])
+@pytest.mark.parametrize("way", quick(["encode_cells"], ["encode_cells", "decode_cells"]))
 def test_what_is_kept_stays_of_one_kind(way):
     """All chunks but the first share one program, on TPUs too."""
     first, later, channels = (9, 8, 3) if way == "encode_cells" else (3, 2, 4)

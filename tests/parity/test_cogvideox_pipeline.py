@@ -154,7 +154,7 @@ def compare(ours: tuple[list[np.ndarray], np.ndarray], theirs: tuple[list[np.nda
     ("name", "solver", "frames", "given"),
     [
         pytest.param("cogvideox1.5-5b", "ddim", 17, {}, marks=pytest.mark.slow),
-        ("cogvideox1.5-5b", "dpm", 17, {}),
+        pytest.param("cogvideox1.5-5b", "dpm", 17, {}, marks=pytest.mark.slow),
         ("cogvideox1.5-5b", "dpm", 13, {"guidance_scale": 1.0}),
         ("cogvideox-2b", "ddim", 9, {}),
         pytest.param("cogvideox-5b", "dpm", 9, {}, marks=pytest.mark.slow),

@@ -103,6 +103,7 @@ def test_a_model_by_hand(folder, monkeypatch):
     assert error(ours, dense) > 1e-4
 
 
+@pytest.mark.slow  # tests/pipelines/test_radial.py has quick ones, of Wan
 def test_the_first_steps_are_those_of_dense_attention(folder, sparse):
     plain = trace(load(folder, None))
     for step in range(STEPS):
@@ -116,6 +117,7 @@ def test_several_devices(folder, sparse, mesh, rules):
     assert error(trace(load(folder, mesh=mesh, rules=rules))[-1], sparse[-1]) <= 1e-5
 
 
+@pytest.mark.slow  # as above
 def test_a_step_that_reuses_needs_no_dense_program(folder):
     pipe = load(folder)
     settings = pipe.settings(**VIDEO, steps=10, cache="deepcache:0,10,2")

@@ -54,6 +54,7 @@ def test_a_guider_of_another_kind_is_refused(tmp_path):
         wanjax.load(folder)
 
 
+@pytest.mark.slow  # tests/pipelines/test_from_pictures.py has a quick one, of Wan
 def test_the_stages_and_the_library_make_the_same_latents(models, picture, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Image.fromarray(picture).save("picture.png")

@@ -130,7 +130,7 @@ def test_memory_does_not_grow():
 EIGHT = [((1, 2, 4), "fsdp"), ((2, 2, 2), "tp"), ((1, 1, 8), "tp")]
 
 
-@pytest.mark.parametrize(("axes", "rules"), quick(EIGHT[:2], EIGHT))
+@pytest.mark.parametrize(("axes", "rules"), quick(EIGHT[:1], EIGHT))
 def test_eight_devices_make_the_same_latents(axes, rules):
     alone = pipeline(1, heads=3).denoise(encoded(), noise=draws(), **GIVEN)
     found = error(pipeline(1, axes, rules, 3).denoise(encoded(), noise=draws(), **GIVEN), np.asarray(alone, np.float64))

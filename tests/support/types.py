@@ -1,13 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
 """The check of annotations in tests, and a context without it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from typing import Any, get_args
 
 import jaxtyping
 from beartype import BeartypeConf, beartype
 
 checked = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int is a float, as for pyright
+with_shapes = jaxtyping.jaxtyped
+
+
+def _has_shapes(annotation: Any) -> bool:
+    """Tells whether an annotation has shapes, or may have: a text is not read."""
+    if isinstance(annotation, str) or getattr(annotation, "__module__", "").startswith("jaxtyping"):
+        return True
+    return any(map(_has_shapes, get_args(annotation)))
+
+
+def by_annotation(*, typechecker: Callable) -> Callable[[Any], Any]:
+    """Stands for jaxtyping's decorator, which checks twice at each call and is for functions whose shapes are named."""
+
+    def decorate(function: Any) -> Any:
+        annotations = getattr(function, "__annotations__", None)
+        if isinstance(function, type) or annotations is None or any(map(_has_shapes, annotations.values())):
+            return with_shapes(function, typechecker=typechecker)
+        if not annotations:
+            return function
+        with_types = typechecker(function)
+
+        @wraps(function)
+        def call(*given: Any, **named: Any) -> Any:
+            return (function if jaxtyping.config.jaxtyping_disable else with_types)(*given, **named)
+
+        return call
+
+    return decorate
+
+
+def install() -> None:
+    """Checks the annotations of all that is imported of the library from now on."""
+    jaxtyping.jaxtyped = by_annotation
+    jaxtyping.install_import_hook("wanjax", "tests.support.types.checked")
 
 
 @contextmanager

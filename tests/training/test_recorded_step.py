@@ -56,7 +56,7 @@ def of_any_method(calls: Counter[Call]) -> Counter[Call]:
 @pytest.mark.parametrize(
     ("model", "mesh", "lora"),
     [
-        ("wan", None, LORA),
+        pytest.param("wan", None, LORA, marks=slow),
         ("wan", None, None),
         ("wan", "dp=2,sp=2,tp=2", LORA),
         pytest.param("wan", "dp=2,sp=2,tp=2", None, marks=slow),

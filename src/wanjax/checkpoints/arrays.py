@@ -83,7 +83,21 @@ class StoredArray:
     def has(self, piece: Piece) -> bool:
         """Returns True if a chunk has been written; its file appears when it is complete."""
         file = self.file(piece)
-        return file.is_file() and file.stat().st_size == prod(self.chunk) * self.spec.dtype.itemsize + CHECKSUM
+        return file.is_file() and file.stat().st_size == self._size
+
+    @property
+    def _size(self) -> int:
+        """The bytes of each chunk's file."""
+        return prod(self.chunk) * self.spec.dtype.itemsize + CHECKSUM
+
+    def check_sizes(self) -> None:
+        """Raises WanjaxError that names the first file that is missing, or has not the size that it should have."""
+        for file in map(self.file, self.pieces()):
+            if not file.is_file():
+                raise WanjaxError(f"there is no {file}, of {self._size:,} bytes: `wanjax convert` writes it again")
+            if (size := file.stat().st_size) != self._size:
+                right = f"{size:,} bytes where {self._size:,} are right"
+                raise WanjaxError(f"{file} has {right}: `wanjax convert` writes it again")
 
     def begin(self, piece: Piece, values: np.ndarray | np.generic) -> ts.WriteFutures:
         """Begins to write a chunk, whose values must not change until that is done."""
@@ -245,6 +259,11 @@ class Arrays:
             restored[name] = place(self[name].read, target)
             progress(self.spec(name).nbytes)
         return restored
+
+    def check_sizes(self) -> None:
+        """Raises WanjaxError that names the first file that is missing, or has not the size that it should have."""
+        for array in self._arrays.values():
+            array.check_sizes()
 
     def files(self) -> set[Path]:
         """Returns the files that the folder holds when everything is written."""

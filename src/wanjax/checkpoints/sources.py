@@ -91,6 +91,9 @@ class Source(ABC):
         """Returns the bytes that are still to be downloaded; raises WanjaxError where the disk has no room for them."""
         return 0
 
+    def check_sizes(self) -> None:  # noqa: B027 (other layouts do not tell them)
+        """Raises WanjaxError where a file of weights is missing or has another size, if that is known without it."""
+
     def is_at_hand(self, component: str) -> bool:
         """Tells whether the component's config is there to be read at once, without a download."""
         return False
@@ -182,6 +185,11 @@ class WanjaxSource(DiffusersSource):
 
     def weights(self, component: str) -> Arrays:
         return Arrays(self.folder(component) / WEIGHTS)
+
+    def check_sizes(self) -> None:
+        there = {path.parent.name for path in self.root.glob(f"*/{WEIGHTS}")}
+        for component in sorted(there | self.manifest["networks"].keys()):
+            self.weights(component).check_sizes()
 
     def original(self, component: str, tensors: Reader) -> Reader:
         names, unused = self.manifest.get("names", {}).get(component, {}), self.folder(component) / UNUSED

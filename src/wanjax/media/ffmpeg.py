@@ -6,9 +6,18 @@ import subprocess
 import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 
 from wanjax.checkpoints.files import abandoned_by
 from wanjax.errors import WanjaxError
+
+FILMS = "mov,matroska,avi,mpegts,mpeg,mpegvideo,ogg,flv,asf,h264,hevc,m4v,ivf"
+"""The formats of films that are read. Others, such as playlists, may name further files and addresses to read."""
+
+
+def reading(source: str | Path) -> list[str]:
+    """Returns the arguments by which ffmpeg reads this file, and no other."""
+    return ["-protocol_whitelist", "file", "-format_whitelist", FILMS, "-i", f"file:{source}"]
 
 
 def run_ffmpeg(arguments: list[str], pieces: Iterable[bytes] = ()) -> bytes:

@@ -9,12 +9,13 @@ import os
 import re
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from io import BytesIO
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
+from threading import RLock
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from jaxtyping import Shaped, UInt8
 from PIL import Image, ImageOps, ImageSequence, UnidentifiedImageError
 
 from wanjax.errors import WanjaxError, shown
-from wanjax.media.ffmpeg import run_ffmpeg
+from wanjax.media.ffmpeg import reading, run_ffmpeg
 from wanjax.media.videos import BROKEN, read_metadata
 
 Picture = UInt8[np.ndarray, "H W 3"]
@@ -34,6 +35,13 @@ ClipSource = str | Path | Sequence[PictureSource] | Shaped[np.ndarray, "..."]
 LANCZOS = Image.Resampling.LANCZOS
 ROUNDING = 10  # a GIF's times are multiples of so many milliseconds
 ANIMATED = ("GIF", "WEBP", "PNG", "AVIF", "TIFF")  # not MPO: a photograph with its thumbnails
+FORMATS = (*ANIMATED, "JPEG", "BMP", "PPM")
+"""The formats that are read. Pillow knows more: some it hands to other programs, such as PostScript to Ghostscript."""
+MARKER = re.compile(rb"\xff([\xc0-\xcf\xd9-\xfe])")  # of a JPEG's segment, which has a length
+START_OF_SCAN, END = 0xDA, 0xD9
+SCANS = 50  # of a progressive JPEG, each of which is a pass over all pixels; some 10 are usual
+ROWS = 256  # of a picture that are converted at a time
+DECODING = RLock()  # for the bound that Pillow has for all threads
 
 
 @dataclass
@@ -45,7 +53,7 @@ class Bounds:
 
     pixels: int = 60_000_000
     side: int = 32_768
-    frames: int = 10_000
+    frames: int = 4_000
 
 
 BOUNDS = Bounds()  # of what this process reads; `wanjax generate --max-picture` raises it
@@ -113,7 +121,7 @@ def read_picture(source: PictureSource) -> Picture:
     if isinstance(source, np.ndarray):
         return _checked(source, 3)
     if isinstance(source, Image.Image):
-        return _shown(source)
+        return _shown(source.copy())
     if not isinstance(source, str | Path):
         right = "the path of a file, a PIL image or uint8 [H, W, 3] is"
         raise WanjaxError(f"{shown(source)} is given as a picture where {right} right")
@@ -123,20 +131,9 @@ def read_picture(source: PictureSource) -> Picture:
 
 def picture_of(image: Image.Image, name: str) -> Picture:
     """Returns the picture in a file of Pillow's; raises WanjaxError where it has several."""
-    if image.format in ANIMATED and _is_animated(image):
+    if image.format in ANIMATED and getattr(image, "is_animated", False):
         raise WanjaxError(f"{name} is animated: a picture with one frame is needed")
     return _shown(image)
-
-
-def _is_animated(image: Image.Image) -> bool:
-    """Tells whether there is a second frame, without a search for all of them."""
-    try:
-        image.seek(1)
-    except EOFError:
-        return False
-    finally:
-        image.seek(0)
-    return True
 
 
 def read_clip(source: ClipSource, frames: int, fps: int | float) -> Clip:
@@ -163,7 +160,7 @@ def _pictures(source: str | Path | Sequence[PictureSource], frames: int, fps: in
     """Returns the pictures of a clip in turn: at least the first `frames`, at most `fps` for a second of the clip."""
     if not isinstance(source, str | Path):
         return (read_picture(picture) for picture in source)
-    suffixes = Image.registered_extensions()
+    suffixes = {suffix for suffix, format in Image.registered_extensions().items() if format in FORMATS}
     if Path(source).is_dir():
         return (read_picture(path) for path in sorted(Path(source).iterdir()) if path.suffix.lower() in suffixes)
     return _animation(source, fps) if Path(source).suffix.lower() in suffixes else _film(source, frames, fps)
@@ -174,6 +171,7 @@ def _animation(source: str | Path, fps: int | float) -> Generator[Picture]:
     with opened(source, str(source)) as image:
         durations = []
         for count, frame in enumerate(ImageSequence.Iterator(image), 1):
+            _check_size(image, str(source), BOUNDS.pixels)
             if count > BOUNDS.frames or count * image.width * image.height > TIMES * BOUNDS.pixels:
                 raise WanjaxError(
                     f"{source} has {count} and more frames of {image.width}x{image.height} pixels where "
@@ -230,7 +228,7 @@ def _film(source: str | Path, frames: int, fps: int | float) -> Generator[Pictur
         raise WanjaxError(f"there is no file {source}")
     most = 3 * TIMES * BOUNDS.pixels  # bytes
     thinned = ["-vf", rf"fps=min(source_fps\,{fps})", "-frames:v", str(frames), "-fs", str(most)]
-    read = ["-max_pixels", str(2 * BOUNDS.pixels + 2**20), "-i", os.fspath(source)]  # a decoder counts edges
+    read = ["-max_pixels", str(2 * BOUNDS.pixels + 2**20), *reading(source)]  # a decoder counts edges
     try:
         data = run_ffmpeg([*read, *thinned, "-f", "image2pipe", "-c:v", "ppm", "pipe:1"])
     except OSError as error:
@@ -253,9 +251,34 @@ def _checked(array: np.ndarray, rank: int) -> np.ndarray:
 
 
 @contextmanager
-def opened(
-    source: str | Path | BytesIO, name: str, *, pixels: int | None = None, formats: tuple[str, ...] | None = None
-) -> Iterator[Image.Image]:
+def _bounded(pixels: int) -> Iterator[None]:
+    """Has Pillow refuse what it finds to be larger: frames may be so that come after the first."""
+    with DECODING, warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        kept, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, max(1, pixels // 2)  # it refuses more than twice as many
+        try:
+            yield
+        finally:
+            Image.MAX_IMAGE_PIXELS = kept
+
+
+def _check_size(image: Image.Image, name: str, most: int) -> None:
+    if image.width * image.height > most or max(image.size) > BOUNDS.side:
+        bounds = f"{most:,}, and {BOUNDS.side:,} in a row,"
+        raise WanjaxError(f"{name} has {image.width}x{image.height} pixels where {bounds} are allowed at most")
+
+
+def _scans(data: bytes) -> int:
+    """Returns the number of passes in which a JPEG holds its picture."""
+    count, at = 0, 0
+    while (found := MARKER.search(data, at)) and (kind := found[1][0]) != END:
+        count += kind == START_OF_SCAN
+        at = found.end() + int.from_bytes(data[found.end() : found.end() + 2])
+    return count
+
+
+@contextmanager
+def opened(source: str | Path | BytesIO, name: str, *, pixels: int | None = None) -> Iterator[Image.Image]:
     """Opens a picture whose header says that it is not too large; `name` is what messages call it.
 
     `pixels` None is that of `BOUNDS`. Raises WanjaxError where it is missing, too large, damaged or no picture.
@@ -265,37 +288,49 @@ def opened(
         raise WanjaxError(
             f"{name} is a folder: a picture is needed" if os.path.isdir(source) else f"there is no file {name}"
         )
-    known = "" if formats is None else f", {', '.join(formats)} are known"
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the bound is our own
-            image = Image.open(source, formats=formats)
-    except Image.DecompressionBombError as error:
-        raise WanjaxError(f"{name} has too many pixels: {most:,} are allowed at most") from error
-    except (*BROKEN, MemoryError) as error:
-        why = "it is none" if isinstance(error, UnidentifiedImageError) else error
-        raise WanjaxError(f"{name} cannot be read as a picture: {why}{known}") from error
-    with image:
-        if image.width * image.height > most or max(image.size) > BOUNDS.side:
-            bounds = f"{most:,}, and {BOUNDS.side:,} in a row,"
-            raise WanjaxError(f"{name} has {image.width}x{image.height} pixels where {bounds} are allowed at most")
+    too_large = f"{name} has too many pixels: {most:,} are allowed at most"
+    with ExitStack() as stack:
         try:
+            stack.enter_context(_bounded(2 * most))
+            image = stack.enter_context(Image.open(source, formats=FORMATS))
+        except Image.DecompressionBombError as error:
+            raise WanjaxError(too_large) from error
+        except (*BROKEN, MemoryError) as error:
+            why = f"it is none of {', '.join(FORMATS)}" if isinstance(error, UnidentifiedImageError) else error
+            raise WanjaxError(f"{name} cannot be read as a picture: {why}") from error
+        _check_size(image, name, most)
+        if image.format in ("JPEG", "MPO"):
+            data = source.getvalue() if isinstance(source, BytesIO) else Path(source).read_bytes()
+            if (scans := _scans(data)) > SCANS:
+                raise WanjaxError(f"{name} holds its picture in {scans} passes where {SCANS} are allowed at most")
+        try:
+            stack.enter_context(_bounded(most))
             yield image
         except WanjaxError:
             raise
+        except Image.DecompressionBombError as error:
+            raise WanjaxError(too_large) from error
         except (*BROKEN, MemoryError) as error:
             raise WanjaxError(f"{name} cannot be read to its end, it is damaged: {error}") from error
 
 
 def _shown(image: Image.Image) -> Picture:
-    """Returns the picture as a viewer shows it on a white page."""
-    image = ImageOps.exif_transpose(image)
+    """Returns the picture as a viewer shows it on a white page, which it turns in place."""
+    ImageOps.exif_transpose(image, in_place=True)
+    found = np.empty((image.height, image.width, 3), np.uint8)
+    for top in range(0, image.height, ROWS):  # each conversion is a copy of its part alone
+        rows = found[top : top + ROWS]
+        rows[:] = _on_white(image.crop((0, top, image.width, top + len(rows))))
+    return found
+
+
+def _on_white(image: Image.Image) -> Picture:
     if image.mode.startswith(("I", "F")):  # 16-bit grey, which Pillow would clip
         image = Image.fromarray((np.asarray(image, np.float32) / 257.0 + 0.5).clip(0, 255).astype(np.uint8))
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return np.array(image.convert("RGB"))
+    return np.asarray(image.convert("RGB"))
 
 
 def size_within(picture: tuple[int, ...], area: int, grid: int) -> tuple[int, int]:

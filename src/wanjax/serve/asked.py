@@ -11,7 +11,6 @@ import re
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
-from threading import Lock
 from typing import Any, NamedTuple
 
 from PIL import Image
@@ -23,13 +22,11 @@ from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Setting, Settings, schema
 from wanjax.serve.limits import Limits
 
-FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF", "AVIF")
 SAME_PICTURE = "input_reference"  # OpenAI's name of `image`
 PICTURES = ("image", "last_image", "references")
 LOADED = ("model", "dtype")  # settings that are the server's
 LONGEST_TEXT = 200  # characters of a setting other than the prompts
 DATA_URL = re.compile(r"data:[\w/+.-]*;base64,(.*)", re.DOTALL)
-DECODING = Lock()  # so that the pictures of one request at a time are in memory
 SECONDS = Setting("seconds", float, above=0, most=3600)
 
 
@@ -148,14 +145,13 @@ def save_pictures(pictures: Mapping[str, Sequence[bytes]], folder: Path, limits:
     saved: dict[str, Any] = {}
     left = limits.picture
     for name, _, data in each:
-        with opened(data, name, pixels=left, formats=FORMATS) as image:
+        with opened(data, name, pixels=left) as image:
             left -= image.width * image.height
-    with DECODING:
-        for name, number, data in each:
-            file = f"{name}_{number}.png" if name == "references" else f"{name}.png"
-            with opened(data, name, formats=FORMATS) as image:
-                Image.fromarray(picture_of(image, name)).save(folder / file)
-            saved[name] = [*saved.get(name, []), file] if name == "references" else file
+    for name, number, data in each:
+        file = f"{name}_{number}.png" if name == "references" else f"{name}.png"
+        with opened(data, name, pixels=limits.picture) as image:  # one at a time in this process
+            Image.fromarray(picture_of(image, name)).save(folder / file)
+        saved[name] = [*saved.get(name, []), file] if name == "references" else file
     return saved
 
 

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`wanjax serve` killed at random moments, again and again: nothing answered is lost, nothing deleted returns."""
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from threading import Timer
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.served import SMALL, finished, serving
+from wanjax.serve.jobs import STOPPED
+
+KILLS = int(os.environ.get("KILLS", "60"))
+MOST = 8  # videos there at a time
+
+
+def listed(client: httpx.Client) -> Iterator[dict[str, Any]]:
+    """Yields all videos, page by page."""
+    page = {"has_more": True, "last_id": None}
+    while page["has_more"]:
+        after = {"after": page["last_id"]} if page["last_id"] else {}
+        page = client.get("/v1/videos", params={"limit": 3, **after}).raise_for_status().json()
+        yield from page["data"]
+
+
+def given_up(video: dict[str, Any]) -> bool:
+    """Tells whether a video has failed because the server ended too often while it was made."""
+    return video["status"] == "failed" and video["error"]["code"] == STOPPED
+
+
+@dataclass
+class Ledger:
+    """What was answered: the videos that are there, with the bytes of those that were read, and those that are not.
+
+    A request that is not answered, `asked`, may have been obeyed or not: the id to delete, or "" for a new video.
+    """
+
+    there: dict[str, bytes | None] = field(default_factory=dict)
+    gone: set[str] = field(default_factory=set)
+    asked: str | None = None
+
+    def compare(self, client: httpx.Client) -> None:
+        """Compares a server with what was answered before, and notes what became of the last request."""
+        found = {video["id"]: video for video in listed(client)}
+        assert not found.keys() & self.gone
+        if self.asked and self.asked not in found:  # it was deleted
+            self.gone.add(self.asked)
+            del self.there[self.asked]
+        lost = self.there.keys() - found.keys()
+        assert not lost, (lost, found)
+        new = found.keys() - self.there.keys()
+        assert len(new) <= (self.asked == ""), (new, self.asked)
+        self.there |= dict.fromkeys(new)
+        self.asked = None
+        for id, content in self.there.items():
+            assert found[id]["status"] != "failed" or given_up(found[id])
+            if content is not None:
+                assert client.get(f"/v1/videos/{id}/content").content == content
+
+    def ask(self, client: httpx.Client, choice: random.Random) -> None:
+        """Sends one request, and notes its answer."""
+        kind = choice.choice(["create", "create", "delete", "list", "read"])
+        if kind == "create" and len(self.there) < MOST:
+            self.asked = ""
+            made = client.post(
+                "/v1/videos", json=SMALL | {"seed": choice.randrange(99), "steps": choice.choice([2, 20])}
+            )
+            self.there[made.raise_for_status().json()["id"]] = None
+        elif kind == "delete" and self.there:
+            self.asked = choice.choice([*self.there])
+            client.delete(f"/v1/videos/{self.asked}").raise_for_status()
+            self.gone.add(self.asked)
+            del self.there[self.asked]
+        elif kind == "read":
+            for id in [id for id, content in self.there.items() if content is None]:
+                if client.get(f"/v1/videos/{id}").json()["status"] == "completed":
+                    self.there[id] = client.get(f"/v1/videos/{id}/content").raise_for_status().content
+        else:
+            self.compare(client)
+        self.asked = None
+
+
+@pytest.mark.slow
+def test_kills(tmp_path):
+    choice, ledger, answers = random.Random(0), Ledger(), 0
+    for _ in range(KILLS):
+        with serving(tmp_path, "--no-rehearse") as (client, process):
+            ledger.compare(client)
+            kill = Timer(choice.uniform(0, 1.5), process.kill)
+            kill.start()
+            with suppress(httpx.TransportError):
+                while True:
+                    ledger.ask(client, choice)
+                    answers += 1
+            kill.join()
+    print(f"{KILLS} kills, {answers} answers, {len(ledger.gone)} deleted, {len(ledger.there)} there")  # by `-rP`
+    assert len(ledger.gone) > KILLS / 10
+    with serving(tmp_path, "--no-rehearse") as (client, _):
+        ledger.compare(client)
+        ended = [finished(client, id) for id in ledger.there]
+        assert all(video["status"] == "completed" or given_up(video) for video in ended)

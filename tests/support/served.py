@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`wanjax serve` in a process of its own, and a client that asks it."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import httpx
+
+PROMPT = "a red circle moving right"
+SMALL = {"prompt": PROMPT, "size": "32x32", "frames": 5}
+
+
+@contextmanager
+def serving(folder, *options, **environment):
+    command = [sys.executable, "-m", "wanjax", "serve", "--port", "0", "--dir", str(folder), *options]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | environment)
+    assert process.stderr is not None
+    try:
+        found = None
+        while not found:
+            line = process.stderr.readline()
+            assert line
+            found = re.search(r"served at (http://\S+)/", line)
+        with httpx.Client(base_url=found[1], timeout=60) as client:
+            yield client, process
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def finished(client, id):
+    while (video := client.get(f"/v1/videos/{id}").json())["status"] not in ("completed", "failed"):
+        time.sleep(0.05)
+    return video
