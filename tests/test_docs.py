@@ -149,15 +149,20 @@ def test_options_in_a_text_are_those_of_its_command(page: Path):
     """`--option`, which some command has, and `wanjax COMMAND --option`."""
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     of = {
-        name: {o for p in x.params if not getattr(p, "hidden", False) for o in (*p.opts, *p.secondary_opts)}
+        name: {
+            o
+            for p in x.get_params(click.Context(x))
+            if not getattr(p, "hidden", False)
+            for o in (*p.opts, *p.secondary_opts)
+        }
         for name, x in COMMANDS
     }
-    every = {"--version", "--help"}.union(*of.values())
+    every = {"--version"}.union(*of.values())
     for code in re.findall(r"`([^`\n]+)`", text):
         program, *rest = code.split()
         options = {word for word in re.split(r"[\s=/]", code) if re.match(r"--[a-z]", word)}
         if program == "wanjax" and options:
-            options -= {"--version", "--help"} | of[rest[0] if rest[0] in of else IMPLIED]
+            options -= {"--version"} | (every if rest[0] == "COMMAND" else of.get(rest[0], of[IMPLIED]))
         elif program.startswith("--"):
             options -= every
         else:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Any value of any option, typed, in the TOML of `--config` and in the record of `--from`: a start, or one sentence.
 
-Commands go as far as they would before the first network is loaded.
+Commands go as far as they would before the first network is loaded, or the first program is recorded.
 """
 
 import json
@@ -14,14 +14,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.commands import wanjax
-from wanjax.cli import main, many, stages
+from tests.support.commands import refused, wanjax
+from wanjax.cli import main, many, planning, stages
 from wanjax.cli.remake import RECORDED
 from wanjax.media.pictures import BOUNDS
 from wanjax.media.stage_files import CONFIG
 from wanjax.pipelines.record import DIGESTS
 
-OWN = "a red circle", "--frames", "1", "--steps", "1"
+ONE = "--frames", "1", "--steps", "1"
+OWN = "a red circle", *ONE
+COMMANDS = {
+    "generate": OWN,
+    "encode": (*OWN, "--dir", "d"),
+    "plan": ("nano", "--chip", "cpu", *ONE),
+    "warmup": ("nano", *ONE),
+}
 ELSEWHERE = {"config", "from"}  # doors themselves
 NAMES = st.text(st.characters(exclude_characters="/~"), max_size=20)  # which lead to no folder but the test's
 SAMPLES = [
@@ -57,14 +64,21 @@ def examples(number: int) -> Any:
 def _stopped(monkeypatch, tmp_path):
     """Ends a command with 0 where it would load the first network, in a folder of its own."""
 
-    def started(*_: Any) -> None:
+    def started(*_: Any, **__: Any) -> None:
         raise click.exceptions.Exit(0)
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(BOUNDS, "pixels", BOUNDS.pixels)  # which an option changes
-    monkeypatch.setattr(stages.Rendering, "ready_previews", started)
+    for owner, name in (
+        (stages.Rendering, "ready_previews"),
+        (stages.Rendering, "run"),
+        (planning, "outlook"),
+        (planning, "training_outlook"),
+        (planning, "record"),
+    ):
+        monkeypatch.setattr(owner, name, started)
     monkeypatch.setattr(stages, "trace_with_scopes", lambda: None)
-    for module in (stages, many):
+    for module in (stages, many, planning):
         monkeypatch.setattr(module, "meet", lambda *_: None)  # else it would wait for other processes
 
 
@@ -96,7 +110,8 @@ def typed(data: st.DataObject, options: dict[str, click.Option]) -> list[str]:
 
 
 def typed_value(data: st.DataObject) -> None:
-    check(*OWN, *typed(data, GENERATE))
+    name = data.draw(st.sampled_from(sorted(COMMANDS)))
+    check(name, *COMMANDS[name], *typed(data, visible(main.commands[name])))
 
 
 def value_of_any_command(data: st.DataObject) -> None:
@@ -121,9 +136,19 @@ def toml(value: Any) -> str:
 
 def toml_value(data: st.DataObject) -> None:
     key = data.draw(st.sampled_from([*sorted(GENERATE), "generate", "plan", "prompt", "other"]))
-    place = data.draw(st.sampled_from(["", "[generate]\n"]))
+    name = data.draw(st.sampled_from(sorted(COMMANDS)))
+    place = data.draw(st.sampled_from(["", f"[{name}]\n"]))
     Path("my.toml").write_text(f"{place}{key} = {toml(data.draw(VALUES))}\n", encoding="utf-8", errors="replace")
-    check(*OWN, "--config", "my.toml")
+    check(name, *COMMANDS[name], "--config", "my.toml")
+
+
+@pytest.mark.parametrize(("value", "told"), [("a\0b", r"\\0"), ("9" * 400, "99999"), ("file/below", "file")])
+@pytest.mark.parametrize("option", ["dir", "profile", "out", "noise"])
+def test_names_that_no_file_has(option, value, told):
+    Path("file").touch()
+    Path("my.toml").write_text(f"{option} = {json.dumps(value)}\n")
+    for given_so in ((f"--{option}", value), ("--config", "my.toml")):
+        assert re.search(told, refused(*OWN, *given_so))
 
 
 def toml_text(data: st.DataObject) -> None:
