@@ -5,23 +5,33 @@ A block after `<!-- run -->` is run, with `nano`, in the order of its page. One 
 against a server by tests/serve/test_real_server.py. `mkdocs build --strict`, in CI, checks the links of the pages.
 """
 
+import ast
+import inspect
 import re
 import shlex
 import subprocess
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import click
 import pytest
 from PIL import Image
 
+import wanjax as library
 from tests.support.commands import succeeded, wanjax
 from tests.support.documents import PAGES, ROOT, Block, blocks, commands
 from wanjax.cli import IMPLIED, main
 from wanjax.cli.report import Report
+from wanjax.pipelines.pipeline import Pipeline
 from wanjax.registry import load, presets
 
 BLOCKS = [(page, number, block) for page in PAGES for number, block in enumerate(blocks(page))]
 RUN = sorted({page for page, _, block in BLOCKS if block.run == "run"})
+COMMANDS = main.commands.items()
+ATTRIBUTES = {"architecture", "components", "defaults", "partitioner", "compiler", "progress", "strategy"}
+OTHERS = {"--caches", "--levels", "--limit", "--repeats", "--stage"}  # of benchmarks
 LONG = ("tasks.md", "sharding.md")  # a minute and more
 PARSED = [pytest.param(block, id=f"{page.name}-{number}") for page, number, block in BLOCKS if block.run != "run"]
 
@@ -57,9 +67,17 @@ def run_command(line: str) -> None:
 
 
 @pytest.mark.parametrize("block", PARSED)
-def test_what_cannot_run_here_is_parsed(block: Block):
+def test_what_cannot_run_here_is_parsed(block: Block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     if block.language == "python":
-        compile(block.text, "a block", "exec")
+        check_names(ast.parse(block.text))
+    elif block.language == "toml":
+        Path("my.toml").write_text(block.text)
+        check_call(["a circle", "--config", "my.toml"])
+    elif block.language == "":  # what a command prints, or a command as it is typed
+        for line in commands(block.text):
+            if line.startswith("wanjax "):
+                check_call(shlex.split(line, comments=True)[1:])
     elif block.language in ("sh", "bash"):
         subprocess.run(["bash", "-n"], input=block.text, text=True, check=True)
         for line in commands(block.text):
@@ -89,6 +107,67 @@ def check_call(words: list[str]) -> None:
     context = main.commands[name].make_context(name, list(rest), parent=group)
     for model in (context.params.get("model"), context.params.get("model_option")):
         assert model is None or "/" in model or model in presets() or model == "my-model", model
+
+
+def check_names(tree: ast.Module) -> None:
+    """Looks up the names of wanjax and of a pipeline that a block of Python uses, and their keywords."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "wanjax":
+            for name in node.names:
+                found_in(import_module(node.module), name.name)
+        elif isinstance(node, ast.Attribute):
+            found(node)
+        elif isinstance(node, ast.Call) and callable(called := found(node.func)):
+            known = inspect.signature(Pipeline.__call__ if called is Pipeline else called).parameters
+            given = {keyword.arg for keyword in node.keywords if keyword.arg}
+            assert given <= known.keys() or any(p.kind is p.VAR_KEYWORD for p in known.values()), (ast.unparse(node),)
+
+
+def found(node: ast.expr) -> Any:
+    """Returns what a name or an attribute is, if it is one of `wanjax` or of the pipeline `pipe`, else None."""
+    if isinstance(node, ast.Name):
+        return {"wanjax": library, "pipe": Pipeline}.get(node.id)
+    if not isinstance(node, ast.Attribute):
+        return None
+    owner = found(node.value)
+    if not (isinstance(owner, ModuleType) or owner is Pipeline):
+        return None
+    if owner is Pipeline and node.attr in ATTRIBUTES:
+        return None
+    return found_in(owner, node.attr)
+
+
+def found_in(owner: Any, name: str) -> Any:
+    """Returns an attribute, or a module of a package."""
+    if isinstance(owner, ModuleType) and not hasattr(owner, name):
+        return import_module(f"{owner.__name__}.{name}")
+    return getattr(owner, name)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_options_in_a_text_are_those_of_its_command(page: Path):
+    """`--option`, which some command has, and `wanjax COMMAND --option`."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    of = {
+        name: {
+            o
+            for p in x.get_params(click.Context(x))
+            if not getattr(p, "hidden", False)
+            for o in (*p.opts, *p.secondary_opts)
+        }
+        for name, x in COMMANDS
+    }
+    every = {"--version"}.union(*of.values())
+    for code in re.findall(r"`([^`\n]+)`", text):
+        program, *rest = code.split()
+        options = {word for word in re.split(r"[\s=/]", code) if re.match(r"--[a-z]", word)}
+        if program == "wanjax" and options:
+            options -= {"--version"} | (every if rest[0] == "COMMAND" else of.get(rest[0], of[IMPLIED]))
+        elif program.startswith("--"):
+            options -= every
+        else:
+            continue
+        assert not options - OTHERS, code
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

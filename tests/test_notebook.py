@@ -30,7 +30,10 @@ def outputs(tmp_path_factory):
     return code, folder
 
 
-@pytest.mark.parametrize(("cell", "prompt"), [("make", "a red circle moving right"), ("stages", "what the first step")])
+@pytest.mark.parametrize(
+    ("cell", "prompt"),
+    [("make", "a red circle moving right"), ("stages", "what the first step"), ("by-hand", "what a step by hand")],
+)
 def test_a_video_plays_in_the_notebook(outputs, tmp_path, cell, prompt):
     code, _ = outputs
     html = code[cell]["text/html"]
@@ -46,6 +49,11 @@ def test_the_rest_of_the_notebook(outputs):
     assert code["load"]["text/plain"].startswith("Pipeline: nano, text and image to video, ")
     assert re.sub(r"\s+", " ", code["save"]["text/plain"]).endswith("circle.mp4'), 17, (64, 64, 3), (64, 64))")
     assert read_metadata(folder / "circle.mp4")["seed"] == 3
+
+
+def test_a_step_by_hand_is_that_of_a_run(outputs):
+    code, _ = outputs
+    assert code["same"]["text/plain"] == "True"
 
 
 def test_a_preview_is_shown_in_its_place(outputs):

@@ -8,7 +8,8 @@ A letter with a leading underscore is a size that differs from the one that the 
 """
 
 import re
-from inspect import Parameter, formatannotation, get_annotations, isfunction, signature
+from dataclasses import MISSING, fields, is_dataclass
+from inspect import Parameter, formatannotation, get_annotations, isclass, isfunction, signature
 from types import UnionType
 from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin
 
@@ -30,6 +31,7 @@ ALPHABET = {
     "terms": "of a solver's expansion at one step",
 }
 
+DTYPE = "str | type[Any] | dtype | SupportsDType"  # as JAX writes its `DTypeLike`
 Public = TypeVar("Public")
 
 
@@ -40,7 +42,7 @@ class Shown(NamedTuple):
 
     def __repr__(self) -> str:
         if get_origin(self.hint) in (Union, UnionType):
-            return " | ".join(repr(Shown(part)) for part in get_args(self.hint))
+            return " | ".join(repr(Shown(part)) for part in get_args(self.hint)).replace(DTYPE, "DTypeLike")
         text = re.sub(r"\b(?:\w+\.)+(?=\w)", "", formatannotation(self.hint))
         if "Union[" in text and not isinstance((parts := get_args(self.hint))[0], list):  # as a callable's are
             return f"{text.partition('[')[0]}[{', '.join(repr(Shown(part)) for part in parts)}]"
@@ -56,10 +58,14 @@ def readable(public: Public) -> Public:
     for hint in get_annotations(public).values():  # pyright: ignore[reportArgumentType]
         if getattr(hint, "__module__", None) == "jaxtyping":
             hint.__module__ = "builtins"  # as jaxtyping has it where documentation is made
+    made = {x.name: x.default_factory for x in fields(public)} if is_dataclass(public) else {}
     members = vars(public).values() if isinstance(public, type) else [public]
     for function in filter(isfunction, (getattr(member, "__func__", member) for member in members)):
         known = signature(function)
-        parameters = [p.replace(annotation=_shown(p.annotation)) for p in known.parameters.values()]
+        parameters = [
+            p.replace(annotation=_shown(p.annotation), default=_plain(p.default, made.get(p.name, MISSING)))
+            for p in known.parameters.values()
+        ]
         known = known.replace(parameters=parameters, return_annotation=_shown(known.return_annotation))
         function.__signature__ = known  # pyright: ignore[reportFunctionMemberAccess]
     return public
@@ -67,3 +73,19 @@ def readable(public: Public) -> Public:
 
 def _shown(hint: Any) -> Any:
     return hint if hint is Parameter.empty else Shown(hint)
+
+
+class Named(NamedTuple):
+    """A default, a class or a function, that prints as its name."""
+
+    default: Any
+
+    def __repr__(self) -> str:
+        return self.default.__name__
+
+
+def _plain(default: Any, factory: Any) -> Any:
+    """Returns a default that prints readably; `factory` makes that of a dataclass's field, unless it is missing."""
+    if default is not Parameter.empty and factory is not MISSING:
+        return factory()
+    return Named(default) if isfunction(default) or (isclass(default) and default is not Parameter.empty) else default

@@ -40,7 +40,7 @@ def predicted(name, axes=None, rules="fsdp", length=TEXT):
         with use(devices):
             model = nnx.merge(graphdef, weights)
             context = model.context(text)
-            return model(latents, t, context, model.positions(model.grid(latents), context.shape[1]))
+            return model(latents, t, context, model.positions(model.grid(latents), context.text.shape[1]))
 
     prediction = jax.jit(run)(weights, latents, jnp.array([999.0, 137.0]), text[:, :length])
     assert devices.alone or len(prediction.sharding.device_set) == 8

@@ -152,7 +152,7 @@ def predicted(model, latents, text):
     def run(weights, latents, text):
         model = nnx.merge(graphdef, weights)
         context = model.context(text)
-        return model(latents, jnp.array([500.0]), context, model.positions(model.grid(latents), context.shape[1]))
+        return model(latents, jnp.array([500.0]), context, model.positions(model.grid(latents), context.text.shape[1]))
 
     return run(weights, jnp.moveaxis(jnp.asarray(latents.numpy()), 2, -1), jnp.asarray(text.numpy()))
 

@@ -121,7 +121,7 @@ def our_prediction(model, latents, t, text) -> jax.Array:
 @nnx.jit
 def prediction(model, latents, t, text):
     context = model.context(text)
-    return model(latents, t, context, model.positions(model.grid(latents), context.shape[1]))
+    return model(latents, t, context, model.positions(model.grid(latents), context.text.shape[1]))
 
 
 def agree(answer, reference) -> None:
@@ -157,7 +157,7 @@ def embedded(model, latents, t, text):
     """Returns the tokens of video and text, the positions that are added to them, if any, and the timesteps."""
     video = model.patch_embed(patchify(latents, model.config.patch))
     added = model.positions(model.grid(latents), TEXT).added
-    return jnp.concatenate([video, model.context(text)], axis=1), added, model.time_embed(t)
+    return jnp.concatenate([video, model.context(text).text], axis=1), added, model.time_embed(t)
 
 
 @torch.no_grad()

@@ -33,7 +33,7 @@ def test_whole():
     @jax.jit
     def run(weights, latents, t, text, control):
         model = nnx.merge(graphdef, weights)
-        return model(latents, t, model.context(text), model.rope(model.grid(latents)), control)
+        return model(latents, t, model.context(text), model.rope(model.grid(latents)), control=control)
 
     inputs = (channels_last(latents), t.float().numpy(), text.numpy(), channels_last(control))
     assert relative_l2(run(weights, *map(jnp.asarray, inputs)), exact) <= 1e-5

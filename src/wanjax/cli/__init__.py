@@ -6,6 +6,7 @@ only when a command runs, so that `--help` does not wait for JAX. A mistake of t
 traceback.
 """
 
+import errno
 import os
 import signal
 from glob import glob
@@ -23,6 +24,9 @@ from wanjax.errors import WanjaxError, is_out_of_memory, reason
 from wanjax.signals import INTERRUPTED, stop
 
 FAILURE, MISTAKE = 1, 2  # exit statuses
+NAMES = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EROFS)
+"""Errors of the system that follow from the name of a file."""
+LONGEST_NAME = 200  # characters of it in a message
 DEVICES = ("/dev/accel*", "/dev/vfio/*")  # device files of TPUs, by generation
 CARDS = ("/dev/nvidia*", "/dev/kfd")  # of graphics cards
 ANSWERS = {"TPU_ACCELERATOR_TYPE": "v6e-1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_STDERR_LOG_LEVEL": "3"}
@@ -75,6 +79,13 @@ class Commands(click.Group):
             status, why = MISTAKE, error.format_message()
         except WanjaxError as error:
             status, why = MISTAKE, str(error)
+        except OSError as error:
+            if error.errno not in NAMES or error.filename is None:
+                _tell_way_on(ctx)
+                raise
+            name = str(error.filename)
+            name = name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..."
+            status, why = MISTAKE, f"{name!r} is no name of a file that can be used here: {error.strerror}"
         except KeyboardInterrupt:
             status, why = INTERRUPTED, "stopped"
         except OSError as error:

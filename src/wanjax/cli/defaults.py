@@ -38,6 +38,8 @@ class Command(sections.Command):
     """A command of which some options may come from files."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if any("\0" in word for word in args):
+            raise click.UsageError("an option or the prompt holds the character \\0: a text without it is right")
         check_addresses(self, ctx, args)
         self._check_named(ctx, args)
         rest = super().parse_args(ctx, args)
@@ -177,6 +179,8 @@ def _checked(place: str, key: str, value: Any, parameter: click.Parameter) -> An
     values = value if several and isinstance(value, list) else [value]
     if any(type(one) not in kinds or "\0" in str(one) for one in values):
         raise WanjaxError(f"{place} gives {key} as {value!r} where {right} is right")
+    if any("\0" in one for one in values if isinstance(one, str)):  # which no file's name and no metadata holds
+        raise WanjaxError(f"{place} gives {key} as {value!r} where a text without the character \\0 is right")
     return values if several else value
 
 

@@ -4,6 +4,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from wanjax.errors import WanjaxError
 from wanjax.sharding import spread
 
 Size = tuple[int, int, int]  # frames, height, width
@@ -15,11 +16,18 @@ def patch_grid(x: Float[Array, "B T H W C"], patch: Size) -> Size:
     return frames // patch[0], height // patch[1], width // patch[2]
 
 
-def patchify(x: Float[Array, "B T H W C"], patch: Size) -> Float[Array, "B L E"]:
+def patchify(x: Float[Array, "B T H W C"], patch: Size, channels: int | None = None) -> Float[Array, "B L E"]:
     """Tokens in the order T, H, W; in a token its cells in the same order, the channel fastest.
 
-    On several devices tokens of zeros follow, so that every device holds the same number.
+    On several devices tokens of zeros follow, so that every device holds the same number. Raises WanjaxError unless x
+    has that many `channels` (None: any number), and sizes that the patch divides.
     """
+    if channels not in (None, x.shape[-1]) or any(size % part for size, part in zip(x.shape[1:4], patch, strict=True)):
+        parts, wanted = "×".join(map(str, patch)), channels or x.shape[-1]
+        raise WanjaxError(
+            f"{list(x.shape)} is no [B T H W {wanted}] of patches {parts}: channels come last, {wanted} of them, and "
+            f"frames, height and width are multiples of {', '.join(map(str, patch))}"
+        )
     batch, frames, height, width, channels = x.shape
     pt, ph, pw = patch
     x = x.reshape(batch, frames // pt, pt, height // ph, ph, width // pw, pw, channels)

@@ -7,16 +7,18 @@ whatever mesh is set while a module is built.
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
-from wanjax.sharding import Partitioner
+from wanjax.sharding import ONE_DEVICE, RULES, Partitioner, current, use
 
 Module = TypeVar("Module", bound=nnx.Module)
+Call = TypeVar("Call", bound=Callable[..., Any])
 Axes = tuple[str | None, ...]
 
 
@@ -59,6 +61,25 @@ def placed(abstract: Module, partitioner: Partitioner) -> Module:
         return weight.replace(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=partitioner.weight(axes, x.shape)))
 
     return nnx.merge(graphdef, nnx.from_flat_state([(path, place(leaf)) for path, leaf in nnx.to_flat_state(state)]))
+
+
+def on_own_mesh(call: Call) -> Call:
+    """Decorates a network's forward: outside `sharding.use`, it runs on the mesh that holds the weights.
+
+    Kernels have to be told the devices that share their work. Weights are gathered there as they are used, whatever
+    the rules by which they are stored.
+    """
+
+    @wraps(call)
+    def run(network: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+        if current() is not ONE_DEVICE:
+            return call(network, *args, **kwargs)
+        sharding = getattr(jax.tree.leaves(nnx.state(network))[0], "sharding", None)
+        mesh = getattr(sharding, "mesh", None)
+        with use(Partitioner(mesh, RULES["fsdp"]) if isinstance(mesh, Mesh) else ONE_DEVICE):
+            return call(network, *args, **kwargs)
+
+    return run  # pyright: ignore[reportReturnType]
 
 
 def bytes_by_device(network: nnx.Module) -> dict[Any, int]:

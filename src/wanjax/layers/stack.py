@@ -116,6 +116,9 @@ class BlockCache:
         self.given = given
         self.kept: tuple = ()
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
     def parts(self, layers: int, *cuts: int) -> Sequence[range]:
         """Returns the blocks to run, in parts that end at each cut."""
         return [range(*ends) for ends in pairwise(sorted({0, *cuts, layers}))]

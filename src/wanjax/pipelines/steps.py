@@ -76,12 +76,22 @@ class Step:
     reuses: bool = False
     colours: Callable[[], LatentPreview] | None = None
 
-    @cached_property
+    @property
     def latents(self) -> Float[Array, "B C T H W"]:
+        """The latents after the step."""
+        return self._latents
+
+    @cached_property  # once they are read, they stay
+    def _latents(self) -> Float[Array, "B C T H W"]:
         return jnp.moveaxis(self.state.x, -1, 1)
 
-    @cached_property
+    @property
     def x0(self) -> Float[Array, "B C T H W"]:
+        """The clean latents predicted in the step."""
+        return self._x0
+
+    @cached_property
+    def _x0(self) -> Float[Array, "B C T H W"]:
         return jnp.moveaxis(self.predicted, -1, 1)
 
     def preview(self) -> UInt8[np.ndarray, "B T _H _W 3"]:

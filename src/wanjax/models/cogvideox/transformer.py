@@ -3,12 +3,12 @@
 
 Patches of the latents and tokens of the prompt form one sequence, which attends to itself. The same weights serve both
 kinds of tokens; only the shifts, scales and gates, which come from the timestep, differ. The projected prompt and the
-positions are the same in every step, so a pipeline computes them once for a video: `context` and `positions`. The
-reference is diffusers' models/transformers/cogvideox_transformer_3d.py.
+positions are the same in every step, so a pipeline computes them once for a video: `context` and `positions`. A forward
+that is given none computes its own. The reference is diffusers' models/transformers/cogvideox_transformer_3d.py.
 """
 
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32
 
+from wanjax.dims import readable
 from wanjax.kernels.attention import AUTO, Attention, attention
 from wanjax.kernels.heads import pack_for_all_to_all
 from wanjax.layers.embeddings import sinusoid
@@ -24,6 +25,7 @@ from wanjax.layers.mlp import MLP, gelu_tanh
 from wanjax.layers.modulation import Modulation, gated_add, modulate
 from wanjax.layers.norms import layer_norm
 from wanjax.layers.patch import patch_grid, patchify, unpatchify
+from wanjax.layers.placement import on_own_mesh
 from wanjax.layers.rope import Rope, head_norm_and_rope
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache, scan_blocks, stack
 from wanjax.models.cogvideox.config import Grid, TransformerConfig
@@ -33,6 +35,12 @@ from wanjax.sharding import spread
 Tokens = Float[Array, "B L E"]
 HEAD_EPS = 1e-6  # of the norms of q and k; the config's is that of the others
 OFFSET = 2.0  # the only offset that checkpoints were trained with
+
+
+class Context(NamedTuple):
+    """Encoded prompts in the transformer's width."""
+
+    text: Float[Array, "B S E"]
 
 
 class JointAttention(nnx.Module):
@@ -108,10 +116,11 @@ class OffsetTimeEmbed(TimeEmbed):
         return super().__call__(t) + offset
 
 
+@readable
 class CogVideoXTransformer(nnx.Module):
     """Predicts v of latents [B T H W C] at timesteps t in [0, 1000) for encoded prompts [B S E].
 
-    v = transformer(latents, t, transformer.context(text), transformer.positions(transformer.grid(latents), S))
+    v = transformer(latents, t, text)
 
     For image to video the latents of the image follow those of the video along the channels.
     """
@@ -140,9 +149,9 @@ class CogVideoXTransformer(nnx.Module):
         self.norm_out = layer_norm(width, config.eps, affine=True, **kw)
         self.proj_out = linear(width, cells * config.channels_out, ("embed", None), **kw)
 
-    def context(self, text: Float[Array, "B S _E"]) -> Float[Array, "B S E"]:
+    def context(self, text: Float[Array, "B S _E"]) -> Context:
         """Encoded prompts [B S E] in the transformer's width."""
-        return self.text_embed(text.astype(self.dtype))
+        return Context(self.text_embed(text.astype(self.dtype)))
 
     def grid(self, latents: Float[Array, "B T H W C"]) -> Grid:
         """The number of patches along frames, height and width."""
@@ -155,19 +164,27 @@ class CogVideoXTransformer(nnx.Module):
         """
         return Positions(rope_tables(self.config, grid, text), self.added_positions(grid, text))
 
+    @on_own_mesh
     def __call__(
         self,
         latents: Float[Array, "B T H W C"],
         t: Float[Array, " B"],
-        context: Float[Array, "B S E"],
-        positions: Positions,
+        context: Float[Array, "B S _E"] | Context,
+        positions: Positions | None = None,
         *,
         cache: BlockCache = EVERY_BLOCK,
     ) -> Float[Array, "B T H W _C"]:
-        """`context` and `positions` come from the methods of these names; `cache` may keep tokens between blocks."""
-        grid = self.grid(latents)
-        video = self.patch_embed(patchify(latents.astype(self.dtype), self.config.patch))[:, : prod(grid)]
-        x = spread(jnp.concatenate([video, context], axis=1), ("batch", "length", "embed"))  # [B L E]
+        """`context` are encoded prompts, or what the method `context` returns; `positions` come from theirs.
+
+        Without `positions` they are those of the latents' grid and of the prompts. `cache` may keep tokens between
+        blocks. Raises WanjaxError for latents of other channels.
+        """
+        config, grid = self.config, self.grid(latents)
+        context = context if isinstance(context, tuple) else self.context(context)
+        positions = positions or self.positions(grid, context.text.shape[1])
+        video = self.patch_embed(patchify(latents.astype(self.dtype), config.patch, config.channels_in))
+        x = jnp.concatenate([video[:, : prod(grid)], context.text], axis=1)
+        x = spread(x, ("batch", "length", "embed"))  # [B L E]
         x = x if positions.added is None else x + positions.added.astype(x.dtype)
         text = spread(jnp.arange(positions.rope.length) >= prod(grid), ("length",))
         time = jax.nn.silu(self.time_embed(t))

@@ -16,6 +16,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from wanjax.dims import readable
 from wanjax.kernels.attention import AUTO, Attention, Pair, Radial, joint_attention
 from wanjax.layers.embeddings import sinusoid
 from wanjax.layers.linear import Linear, linear
@@ -23,7 +24,7 @@ from wanjax.layers.mlp import MLP, gelu_tanh
 from wanjax.layers.modulation import Modulation, gated_add, modulate, split_modulation
 from wanjax.layers.norms import layer_norm, rms_norm
 from wanjax.layers.patch import patch_grid, patchify, unpatchify
-from wanjax.layers.placement import with_axes
+from wanjax.layers.placement import on_own_mesh, with_axes
 from wanjax.layers.rope import Rope, rope_3d
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache, scan_blocks, stack
 from wanjax.models.hunyuanvideo.config import TransformerConfig
@@ -136,10 +137,11 @@ class Block(nnx.Module):
         )
 
 
+@readable
 class HunyuanVideoTransformer(nnx.Module):
     """Predicts the velocity of latents at timesteps t in [0, 1000] for encoded texts.
 
-    velocity = transformer(latents, t, transformer.context(text, mask), transformer.rope(transformer.grid(latents)))
+    velocity = transformer(latents, t, text, text_mask=mask)
 
     `latents` [B T H W C] are those of the video and, after them along the channels, the condition: the latents of a
     given frame and a mask, or zeros. `embed` and `head` are the forward before and after its blocks.
@@ -176,15 +178,17 @@ class HunyuanVideoTransformer(nnx.Module):
     def context(
         self,
         text: Float[Array, "B S _E"],
-        mask: Bool[Array, "B S"],
+        mask: Bool[Array, "B S"] | None = None,
         glyphs: tuple[Float[Array, "B _S _E"], Bool[Array, "B _S"]] | None = None,
         image: Float[Array, "B _S _E"] | None = None,
     ) -> Context:
         """The text of a video in the transformer's width: features of the prompt and their mask, and what is beside.
 
-        `glyphs` are features of quoted text and their mask, and `image` those of a picture. A video without one of them
-        has fewer tokens, and the same answer as with all of their tokens masked.
+        Without a mask all of the prompt's tokens are real. `glyphs` are features of quoted text and their mask, and
+        `image` those of a picture. A video without one of them has fewer tokens, and the same answer as with all of
+        their tokens masked.
         """
+        mask = jnp.ones(text.shape[:2], bool) if mask is None else mask
         beside, masks = [jnp.zeros((len(text), 0, self.config.width), self.dtype)], [mask]
         if glyphs is not None:
             beside.append(self._of_kind(self.glyph_embed(glyphs[0]), GLYPHS))
@@ -226,7 +230,7 @@ class HunyuanVideoTransformer(nnx.Module):
         prompt = self.refiner(context.prompt, t, context.mask[:, : context.prompt.tokens.shape[1]])
         text = jnp.concatenate([self._of_kind(prompt, PROMPT), context.beside.astype(prompt.dtype)], axis=1)
         text = real_first(text, context.mask)
-        x = self.patch_embed(patchify(latents.astype(self.dtype), CELL))  # [B L E]
+        x = self.patch_embed(patchify(latents.astype(self.dtype), CELL, self.config.channels_in))  # [B L E]
         return Streams(x, spread(text, ("batch", "length", None)))
 
     def head(self, x: Tokens, time: Time, grid: tuple[int, int, int]) -> Float[Array, "B T H W C"]:
@@ -235,21 +239,27 @@ class HunyuanVideoTransformer(nnx.Module):
         x = self.proj_out(modulate(self.norm_out(x), shift, scale).astype(self.dtype))
         return unpatchify(x, grid, CELL)
 
+    @on_own_mesh
     def __call__(
         self,
         latents: Float[Array, "B T H W C"],
         t: Float[Array, "B"],
-        context: Context,
-        rope: Rope,
+        context: Float[Array, "B S _E"] | Context,
+        rope: Rope | None = None,
         t_next: Float[Array, "B"] | None = None,
         *,
+        text_mask: Bool[Array, "B S"] | None = None,
         mask: Radial | None = None,
         cache: BlockCache = EVERY_BLOCK,
     ) -> Float[Array, "B T H W _C"]:
-        """`context`, `rope` and `mask` come from the methods of these names; `t_next` is that of `time`.
+        """`context` are encoded prompts, whose real tokens `text_mask` marks, or what the method `context` returns.
 
-        `cache` may keep both streams between blocks. The first block sees all tokens under a mask too.
+        `rope` and `mask` come from the methods of these names: without them the tables are those of the latents' grid,
+        and all tokens see all; the first block does so under a mask too. `t_next` is that of `time`. `cache` may keep
+        both streams between blocks. Raises WanjaxError for latents of other channels.
         """
+        context = context if isinstance(context, tuple) else self.context(context, text_mask)
+        rope = rope or self.rope(self.grid(latents))
         time, last = self.time(t, t_next), self.config.layers - 1
 
         def run(mask: Radial | None, block: Block, streams: Streams) -> Streams:

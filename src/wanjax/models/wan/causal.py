@@ -7,17 +7,21 @@ Positions in time go on from block to block, so kept keys stay as they are. The 
 of guandeh17/Self-Forcing, which shifts its window; here a new block takes the place of the oldest.
 """
 
+from math import prod
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from wanjax.dims import readable
 from wanjax.kernels.attention import attention_to_cache
 from wanjax.kernels.attention.kv_cache import KVCache, Place, empty_window
 from wanjax.kernels.heads import pack_for_all_to_all
 from wanjax.layers.embeddings import sinusoid
 from wanjax.layers.modulation import modulate
 from wanjax.layers.patch import patchify, unpatchify
+from wanjax.layers.placement import on_own_mesh
 from wanjax.layers.rope import Angles, Rope, angles, norm_and_rope, rope_of
 from wanjax.layers.stack import scan_keeping
 from wanjax.models.wan.config import CausalTransformerConfig
@@ -53,10 +57,13 @@ class CausalBlock(Block):
     self_attention = CausalSelfAttention
 
 
+@readable
 class WanCausalTransformer(WanTransformer):
     """Predicts the velocity of a block of latents [B T H W C] at timesteps t in [0, 1000] for encoded prompts [B S E].
 
-    velocity, kept = transformer(latents, t, transformer.context(text), angles, transformer.window(batch, rows), place)
+    velocity, kept = transformer(latents, t, text)
+
+    That is for the first block of a video. A later one is given its angles, the window and its place in it, too.
     """
 
     config: CausalTransformerConfig
@@ -74,19 +81,27 @@ class WanCausalTransformer(WanTransformer):
         channels = self.config.rope_channels
         return rope_of([time, *(angles(range(size), c) for size, c in zip(grid[1:], channels[1:], strict=True))])
 
+    @on_own_mesh
     def __call__(
         self,
         latents: Float[Array, "B T H W C"],
         t: Float[Array, "B"],
-        context: Context,
-        time: Angles,
-        window: KVCache,
-        place: Place,
+        context: Float[Array, "B S _E"] | Context,
+        time: Angles | None = None,
+        window: KVCache | None = None,
+        place: Place | None = None,
     ) -> tuple[Float[Array, "B T H W _C"], KVCache]:
-        """Returns also what a window keeps of the block. `time` are the angles of the block's frames."""
+        """Returns also what a window keeps of the block.
+
+        `context` are encoded prompts, or what the method `context` returns. `time` are the angles of the block's frames
+        (`angles_at`), `window` holds earlier blocks, and `place` is that of this one (`place_of`); without them the
+        block is the first. Raises WanjaxError for latents of other channels.
+        """
         grid = self.grid(latents)
-        rope = self.rope(grid, time)
-        x = self.patch_embed(patchify(latents.astype(self.dtype), self.config.patch))  # [B L E]
+        context = context if isinstance(context, tuple) else self.context(context)
+        window, place = window or self.window(latents), place or place_of(self.config, 0, prod(grid))
+        rope = self.rope(grid, time or angles_at(self.config, 0))
+        x = self.patch_embed(patchify(latents.astype(self.dtype), self.config.patch, self.config.channels_in))
         embedded = self.time_embed(sinusoid(t, self.config.frequency_dim))[:, None]  # [B 1 E]
         mod = self.time_proj(jax.nn.silu(embedded)).reshape(-1, 1, 6, self.config.width)
 

@@ -14,11 +14,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from wanjax.dims import readable
 from wanjax.kernels.attention import AUTO, Attention
 from wanjax.layers.embeddings import sinusoid
 from wanjax.layers.linear import linear
 from wanjax.layers.modulation import modulate
 from wanjax.layers.patch import patchify, unpatchify
+from wanjax.layers.placement import on_own_mesh
 from wanjax.layers.rope import Rope
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache, block_at, grouped, map_blocks, scan_blocks, stack
 from wanjax.models.wan.config import ControlTransformerConfig
@@ -46,8 +48,11 @@ class ControlBlock(Block):
         self.hint = linear(config.width, config.width, ("mlp", "embed"), **kw)
 
 
+@readable
 class WanControlTransformer(WanTransformer):
     """Predicts the velocity of latents at timesteps t in [0, 1000] for encoded prompts [B S E] and a control clip.
+
+    velocity = transformer(latents, t, text, control=control)
 
     `control` [B T H W C] has the frames, height and width of the latents, and channels of its own.
     """
@@ -70,20 +75,26 @@ class WanControlTransformer(WanTransformer):
         keys = (map_blocks(stack, lambda block: block.cross_attn.context(text)) for stack in stacks)
         return shard_stacked(ControlContext(*keys), self.config.heads)
 
+    @on_own_mesh
     def __call__(
         self,
         latents: Float[Array, "B T H W C"],
         t: Float[Array, "B"],
-        context: ControlContext,
-        rope: Rope,
-        control: Float[Array, "B T H W _C"],
+        context: Float[Array, "B S _E"] | ControlContext,
+        rope: Rope | None = None,
         *,
+        control: Float[Array, "B T H W _C"],
         cache: BlockCache = EVERY_BLOCK,
     ) -> Float[Array, "B T H W _C"]:
-        """`context` and `rope` come from the methods of these names; `cache` may keep tokens between blocks."""
-        grid = self.grid(latents)
-        x = self.patch_embed(patchify(latents.astype(self.dtype), self.config.patch))  # [B L E]
-        control = self.control_embed(patchify(control.astype(self.dtype), self.config.patch))
+        """`context` are encoded prompts, or what the method `context` returns; `rope` comes from the method `rope`.
+
+        `cache` may keep tokens between blocks. Raises WanjaxError for latents or a control clip of other channels.
+        """
+        config, grid = self.config, self.grid(latents)
+        context = context if isinstance(context, tuple) else self.context(context)
+        rope = rope or self.rope(grid)
+        x = self.patch_embed(patchify(latents.astype(self.dtype), config.patch, config.channels_in))  # [B L E]
+        control = self.control_embed(patchify(control.astype(self.dtype), config.patch, config.control_channels))
         control = self.control_in(control) + x
         time = self.time_embed(sinusoid(t, self.config.frequency_dim))[:, None]  # [B 1 E]
         mod = self.time_proj(jax.nn.silu(time)).reshape(-1, 1, 6, self.config.width)

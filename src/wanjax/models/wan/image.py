@@ -13,12 +13,15 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from wanjax.kernels.attention import AUTO, Attention
+from wanjax.dims import readable
+from wanjax.errors import WanjaxError
+from wanjax.kernels.attention import AUTO, Attention, Radial
 from wanjax.layers.linear import linear
 from wanjax.layers.mlp import MLP, gelu
 from wanjax.layers.norms import layer_norm, rms_norm
-from wanjax.layers.placement import with_axes
-from wanjax.layers.stack import map_blocks
+from wanjax.layers.placement import on_own_mesh, with_axes
+from wanjax.layers.rope import Rope
+from wanjax.layers.stack import EVERY_BLOCK, BlockCache, map_blocks
 from wanjax.models.wan.config import ImageTransformerConfig
 from wanjax.models.wan.transformer import (
     Block,
@@ -90,8 +93,11 @@ class ImageEmbed(nnx.Module):
         return self.norm2(x).astype(self.dtype)
 
 
+@readable
 class WanImageTransformer(WanTransformer):
     """Predicts the velocity of latents at timesteps t in [0, 1000] for encoded prompts and images [B S E].
+
+    velocity = transformer(latents, t, text, image=image)
 
     `latents` [B T H W C] are those of the video and, after them along the channels, the condition: a mask and the
     latents of the given frames.
@@ -111,6 +117,25 @@ class WanImageTransformer(WanTransformer):
             lambda block: ImageContext(block.cross_attn.context(text), block.cross_attn.image_context(image)),
         )
         return shard_stacked(keys, self.config.heads)
+
+    @on_own_mesh
+    def __call__(
+        self,
+        latents: Float[Array, "B T H W C"],
+        t: Float[Array, "B"],
+        context: Float[Array, "B S _E"] | ImageContext,
+        rope: Rope | None = None,
+        *,
+        image: Float[Array, "B _S _E"] | None = None,
+        mask: Radial | None = None,
+        cache: BlockCache = EVERY_BLOCK,
+    ) -> Float[Array, "B T H W _C"]:
+        """The text-to-video transformer's forward, to which encoded prompts come with features of the `image`."""
+        if not isinstance(context, tuple):
+            if image is None:
+                raise WanjaxError("encoded prompts come without the image here: image=FEATURES, [B S E], is missing")
+            context = self.context(context, image)
+        return super().__call__(latents, t, context, rope, mask=mask, cache=cache)
 
 
 def position_table(tokens: int, width: int, *, param_dtype: DTypeLike, rngs: nnx.Rngs, dtype: DTypeLike) -> nnx.Param:

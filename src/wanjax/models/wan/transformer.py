@@ -3,8 +3,9 @@
 
 Latents become patches. Each block is self-attention over the patches of all frames, cross-attention to the prompt, and
 an MLP; the timestep modulates the first and the last. The prompt's keys and values in every block and the tables of
-RoPE are the same in every step, so a pipeline computes them once for a video: `context` and `rope`. The reference is
-diffusers' models/transformers/transformer_wan.py and, for what stays in float32, the official wan/modules/model.py.
+RoPE are the same in every step, so a pipeline computes them once for a video: `context` and `rope`. A forward that is
+given none computes its own. The reference is diffusers' models/transformers/transformer_wan.py and, for what stays in
+float32, the official wan/modules/model.py.
 """
 
 import math
@@ -17,6 +18,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from wanjax.dims import readable
 from wanjax.kernels.attention import AUTO, Attention, Radial, attention
 from wanjax.kernels.heads import pack_for_all_to_all
 from wanjax.layers.embeddings import sinusoid
@@ -25,7 +27,7 @@ from wanjax.layers.mlp import MLP, gelu_tanh
 from wanjax.layers.modulation import Second, gated_add, modulate, split_modulation
 from wanjax.layers.norms import layer_norm, rms_norm
 from wanjax.layers.patch import patch_grid, patchify, unpatchify
-from wanjax.layers.placement import with_axes
+from wanjax.layers.placement import on_own_mesh, with_axes
 from wanjax.layers.rope import Rope, norm_and_rope, rope_3d
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache, map_blocks, scan_blocks, stack
 from wanjax.models.wan.config import TransformerConfig
@@ -133,10 +135,11 @@ class Block(nnx.Module):
         return gated_add(x, self.mlp(y), mlp_mod.gate, clean), kept
 
 
+@readable
 class WanTransformer(nnx.Module):
     """Predicts the velocity of latents [B T H W C] at timesteps t in [0, 1000] for encoded prompts [B S E].
 
-    velocity = transformer(latents, t, transformer.context(text), transformer.rope(transformer.grid(latents)))
+    velocity = transformer(latents, t, text)
     """
 
     block: ClassVar[type[Block]] = Block
@@ -182,42 +185,46 @@ class WanTransformer(nnx.Module):
         """The mask of radial self-attention over a grid of patches; None where all see all."""
         return self.attention.mask(grid)
 
+    @on_own_mesh
     def __call__(
         self,
         latents: Float[Array, "B T H W C"],
         t: Float[Array, "B"],
-        context: Any,
-        rope: Rope,
+        context: Float[Array, "B S _E"] | tuple[Any, ...],
+        rope: Rope | None = None,
         *,
         clean_frames: int = 0,
         mask: Radial | None = None,
         cache: BlockCache = EVERY_BLOCK,
     ) -> Float[Array, "B T H W _C"]:
-        """`context`, `rope` and `mask` come from the methods of these names; `cache` may keep tokens between blocks.
+        """`context` are encoded prompts, or what the method `context` returns; `rope` and `mask` come from theirs.
 
-        The first block sees all tokens under a mask too. The first `clean_frames` latent frames hold no noise: their
-        tokens are at timestep 0, whatever t is.
+        Without `rope` the tables are those of the latents' grid, and without `mask` all tokens see all; the first block
+        does so under a mask too. The first `clean_frames` latent frames hold no noise: their tokens are at timestep 0,
+        whatever t is. `cache` may keep tokens between blocks. Raises WanjaxError for latents of other channels.
         """
-        grid = self.grid(latents)
-        clean = clean_tokens(grid, clean_frames // self.config.patch[0])
+        config, grid = self.config, self.grid(latents)
+        context = context if isinstance(context, tuple) else self.context(context)
+        rope = rope or self.rope(grid)
+        clean = clean_tokens(grid, clean_frames // config.patch[0])
         timesteps = t[:, None] if clean is None else jnp.stack([t, jnp.zeros_like(t)], axis=1)
-        x = self.patch_embed(patchify(latents.astype(self.dtype), self.config.patch))  # [B L E]
-        time = self.time_embed(sinusoid(timesteps.reshape(-1), self.config.frequency_dim))
-        time = time.reshape(*timesteps.shape, self.config.width)  # [B 1 E], or [B 2 E] of two timesteps
-        mod = self.time_proj(jax.nn.silu(time)).reshape(*timesteps.shape, 6, self.config.width)
+        x = self.patch_embed(patchify(latents.astype(self.dtype), config.patch, config.channels_in))  # [B L E]
+        time = self.time_embed(sinusoid(timesteps.reshape(-1), config.frequency_dim))
+        time = time.reshape(*timesteps.shape, config.width)  # [B 1 E], or [B 2 E] of two timesteps
+        mod = self.time_proj(jax.nn.silu(time)).reshape(*timesteps.shape, 6, config.width)
         mod = constrain(mod, ("batch", None, None, None))  # blocks take rows of it
 
         def run(mask: Radial | None, block: Block, x: Tokens, context: Any) -> Tokens:
             return block(x, context, mod, rope, mask, clean=clean)[0]
 
-        for part in cache.parts(self.config.layers, 1 if mask else 0):
+        for part in cache.parts(config.layers, 1 if mask else 0):
             seen = mask if part.start else None  # the first block sees all
             x = scan_blocks(self.blocks, partial(run, seen), cache.before(part, x), context, part=part)
         x = cache.after(x)
 
         shift, scale = (time + row for row in jnp.split(self.table[...][None], 2, axis=1))
         x = self.proj_out(modulate(self.norm_out(x), shift, scale, clean).astype(self.dtype))
-        return unpatchify(x, grid, self.config.patch)
+        return unpatchify(x, grid, config.patch)
 
 
 def split_heads(x: Float[Array, "B L E"], heads: int) -> Float[Array, "B L N D"]:

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from wanjax.kernels.compiler_options import scanned
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache
 from wanjax.models.cogvideox.positions import Positions
+from wanjax.models.cogvideox.transformer import Context
 from wanjax.pipelines.guidance import Groups, group
 from wanjax.pipelines.sampler import Denoiser
 from wanjax.programs import program
@@ -81,7 +82,7 @@ def make_context(
     weights: Any,
     prompts: tuple[Float[Array, "B S E"], Float[Array, "_B _S _E"]],
     image: Float[Array, "B C 1 H W"] | None,
-) -> tuple[tuple[Float[Array, "_B S _E"], ...], Shared]:
+) -> tuple[tuple[Context, ...], Shared]:
     """Returns each forward's prompts in the transformer's width, and what all share. static: graphdef, groups."""
     graphdef, groups = static
     transformer = nnx.merge(graphdef, weights)

@@ -295,7 +295,7 @@ class ControlledVideo(Task):
     def velocity(
         self, transformer: Any, x: Video, t: Float[Array, "B"], context: Any, rope: Rope, pictures: PictureInputs
     ) -> Velocity:
-        return transformer(x, t, context, rope, pictures.latents)
+        return transformer(x, t, context, rope, control=pictures.latents)
 
 
 TEXT_TO_VIDEO = TextToVideo("text to video", takes=("video",))

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Any value of any option, typed, in the TOML of `--config` and in the record of `--from`: a start, or one sentence.
+
+Commands go as far as they would before the first network is loaded, or the first program is recorded.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.support.commands import refused, wanjax
+from wanjax.cli import main, many, planning, stages
+from wanjax.cli.remake import RECORDED
+from wanjax.media.pictures import BOUNDS
+from wanjax.media.stage_files import CONFIG
+from wanjax.pipelines.record import DIGESTS
+
+ONE = "--frames", "1", "--steps", "1"
+OWN = "a red circle", *ONE
+COMMANDS = {
+    "generate": OWN,
+    "encode": (*OWN, "--dir", "d"),
+    "plan": ("nano", "--chip", "cpu", *ONE),
+    "warmup": ("nano", *ONE),
+}
+ELSEWHERE = {"config", "from", "at"}  # doors themselves, and a server
+NAMES = st.text(st.characters(exclude_characters="/~"), max_size=20)  # which lead to no folder but the test's
+SAMPLES = [
+    "x",
+    "0",
+    "-1",
+    "1",
+    "1e20",
+    "9" * 400,
+    "nan",
+    "inf",
+    "auto",
+    "none",
+    "true",
+    "32x32",
+    "dp=2",
+    "a\0b",
+    "",
+    "[1",
+]
+NUMBERS = [st.integers(), st.floats(), st.sampled_from([10**30, 1e20, -1, 0])]
+TEXTS = st.one_of(st.sampled_from(SAMPLES), NAMES, *(x.map(str) for x in NUMBERS))
+PLAIN = st.one_of(st.booleans(), TEXTS, *NUMBERS)
+VALUES = st.one_of(PLAIN, st.lists(PLAIN, max_size=3), st.dictionaries(NAMES, PLAIN, max_size=2))
+
+
+def examples(number: int) -> Any:
+    """Decorates a test with a number of examples in the folder and with the patches of one test."""
+    return settings(max_examples=number, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@pytest.fixture(autouse=True)
+def _stopped(monkeypatch, tmp_path):
+    """Ends a command with 0 where it would load the first network, in a folder of its own."""
+
+    def started(*_: Any, **__: Any) -> None:
+        raise click.exceptions.Exit(0)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(BOUNDS, "pixels", BOUNDS.pixels)  # which an option changes
+    for owner, name in (
+        (stages.Rendering, "ready_previews"),
+        (stages.Rendering, "run"),
+        (planning, "outlook"),
+        (planning, "training_outlook"),
+        (planning, "record"),
+    ):
+        monkeypatch.setattr(owner, name, started)
+    monkeypatch.setattr(stages, "trace_with_scopes", lambda: None)
+    for module in (stages, many, planning):
+        monkeypatch.setattr(module, "meet", lambda *_: None)  # else it would wait for other processes
+
+
+def visible(command: click.Command) -> dict[str, click.Option]:
+    """Returns the options of a command by their names."""
+    found = [x for x in command.params if isinstance(x, click.Option)]
+    return {x.opts[-1][2:]: x for x in found if x.opts[-1].startswith("--")}
+
+
+GENERATE = visible(main.commands["generate"])
+
+
+def check(*arguments: str) -> None:
+    """Runs a command, which has to begin, or to be refused in one sentence of moderate length."""
+    result = wanjax(*arguments)
+    assert result.exit_code in (0, 2), (arguments, result.exception)
+    assert result.exception is None or isinstance(result.exception, SystemExit), (arguments, result.exception)
+    if result.exit_code:
+        sentences = re.findall(r"^wanjax: .*$", result.stderr, re.MULTILINE)
+        assert len(sentences) == 1, (arguments, result.stderr)
+        assert 10 < len(sentences[0]) < 1200, (arguments, sentences[0])
+        assert "Error:" not in sentences[0], (arguments, sentences[0])
+
+
+def typed(data: st.DataObject, options: dict[str, click.Option]) -> list[str]:
+    """Draws an option, with a value if it takes one."""
+    name = data.draw(st.sampled_from(sorted(options.keys() - ELSEWHERE)))
+    return [f"--{name}"] if options[name].is_flag else [f"--{name}={data.draw(TEXTS)}"]
+
+
+def typed_value(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(COMMANDS)))
+    check(name, *COMMANDS[name], *typed(data, visible(main.commands[name])))
+
+
+def value_of_any_command(data: st.DataObject) -> None:
+    """Parses alone: what the commands do with their options is theirs."""
+    name = data.draw(st.sampled_from(sorted(main.commands)))
+    command = main.commands[name]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "callback", lambda *_, **__: None)
+        check(name, *data.draw(st.lists(TEXTS, max_size=1)), *typed(data, visible(command) or {"help": HELP}))
+
+
+HELP = click.Option(["--help"], is_flag=True)
+
+
+def toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)} = {toml(x)}" for key, x in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(toml, value)) + "]"
+    return str(value) if isinstance(value, float) else json.dumps(value)
+
+
+def toml_value(data: st.DataObject) -> None:
+    key = data.draw(st.sampled_from([*sorted(GENERATE.keys() - ELSEWHERE), "generate", "plan", "prompt", "other"]))
+    name = data.draw(st.sampled_from(sorted(COMMANDS)))
+    place = data.draw(st.sampled_from(["", f"[{name}]\n"]))
+    Path("my.toml").write_text(f"{place}{key} = {toml(data.draw(VALUES))}\n", encoding="utf-8", errors="replace")
+    check(name, *COMMANDS[name], "--config", "my.toml")
+
+
+@pytest.mark.parametrize(("value", "told"), [("a\0b", r"\\0"), ("9" * 400, "99999"), ("file/below", "file")])
+@pytest.mark.parametrize("option", ["dir", "profile", "out", "noise"])
+def test_names_that_no_file_has(option, value, told):
+    Path("file").touch()
+    Path("my.toml").write_text(f"{option} = {json.dumps(value)}\n")
+    for given_so in ((f"--{option}", value), ("--config", "my.toml")):
+        assert re.search(told, refused(*OWN, *given_so))
+
+
+def toml_text(data: st.DataObject) -> None:
+    Path("my.toml").write_bytes(
+        data.draw(st.one_of(st.binary(), st.text().map(lambda x: x.encode("utf-8", "replace"))))
+    )
+    check(*OWN, "--config", "my.toml")
+
+
+KEYS = [*sorted(RECORDED), DIGESTS, "prompt", "size", "tiling", "revision", "param_dtype", "version", "devices"]
+
+
+def recorded_value(data: st.DataObject) -> None:
+    """A stranger's record; nothing is written where it says."""
+    record = {"model": "nano", "prompt": "a red circle", "seed": 3, "frames": 1, "steps": 1}
+    record |= data.draw(st.dictionaries(st.sampled_from([*KEYS, "out", "folder", "dir"]), VALUES, max_size=2))
+    Path("theirs").mkdir(exist_ok=True)
+    Path("theirs", CONFIG).write_text(json.dumps(record))
+    check("--from", f"theirs/{CONFIG}", "--out", "mine.mp4", *(OWN[:1] * data.draw(st.integers(0, 1))))
+    assert {path.name for path in Path().iterdir()} <= {"theirs", "mine.mp4"}
+
+
+DOORS = {
+    typed_value: (15, 400),
+    value_of_any_command: (60, 3000),
+    toml_value: (15, 400),
+    toml_text: (10, 200),
+    recorded_value: (15, 400),
+}
+
+
+def through(door: Any, number: int) -> None:
+    examples(number)(given(st.data())(lambda data: door(data)))()
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_value_begins_a_video_or_is_refused(door):
+    through(door, DOORS[door][0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("door", DOORS)
+def test_many_values_begin_a_video_or_are_refused(door):
+    through(door, DOORS[door][1])
