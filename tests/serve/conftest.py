@@ -45,6 +45,11 @@ class Server:
         assert answer.status_code == 200, answer.text
         return answer.json()
 
+    def content(self, id: str, **query: str) -> bytes:
+        answer = self.client.get(f"/v1/videos/{id}/content", params=query)
+        assert answer.status_code == 200, answer.text
+        return answer.content
+
     def finished(self, id: str) -> dict[str, Any]:
         for _ in range(1500):
             video = self.client.get(f"/v1/videos/{id}").json()
@@ -74,8 +79,10 @@ def start(pipe: Pipeline, tmp_path: Path) -> Iterator[Start]:
     """Starts servers; the worker of each works unless `work=False`."""
     started: list[Server] = []
 
-    def make(folder: Path = tmp_path / "served", *, work: bool = True, **options: Any) -> Server:
-        server = Server(pipe, folder, **options)
+    def make(
+        folder: Path = tmp_path / "served", *, work: bool = True, of: Pipeline | None = None, **options: Any
+    ) -> Server:
+        server = Server(of or pipe, folder, **options)
         started.append(server)
         if work:
             server.worker.start()

@@ -11,16 +11,20 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+import wanjax
 from tests.serve.conftest import SMALL
+from tests.support.quick import quick
+from tests.support.tiny import tiny_control_checkpoint
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
 from wanjax.media.pictures import read_clip
-from wanjax.media.videos import read_metadata
+from wanjax.media.videos import read_metadata, write_video
 from wanjax.pipelines.run import Run
 from wanjax.serve import worker
 from wanjax.serve.jobs import JOBS, TABLE, Shelf
@@ -53,7 +57,8 @@ def test_a_video_is_that_of_the_library(start, pipe, tmp_path):
     own = pipe("a red circle", size=(32, 32), frames=5, steps=2, seed=7)
     own.save(tmp_path / "own.mp4")
     np.testing.assert_array_equal(read_clip(served, 9, 8), read_clip(tmp_path / "own.mp4", 9, 8))
-    assert read_metadata(served) == own.settings
+    record = server.client.get(f"/v1/videos/{asked['id']}/record").json()
+    assert read_metadata(served) == own.settings == record
     thumbnail = server.client.get(f"/v1/videos/{asked['id']}/content?variant=thumbnail")
     assert Image.open(io.BytesIO(thumbnail.content)).size == (32, 32)
     part = server.client.get(f"/v1/videos/{asked['id']}/content", headers={"range": "bytes=0-9"})
@@ -100,6 +105,69 @@ def test_a_picture_begins_a_video(start):
     job = server.board.jobs[made["id"]]
     record = read_metadata(server.board.shelf.place(job.id) / "video.mp4")
     assert record["image"] == str(server.board.shelf.files(job)["image"])
+
+
+def film(path, frames, shade=0):
+    """Returns a clip as an mp4, whose frames differ."""
+    steps = np.arange(frames, dtype=np.uint8)[:, None, None, None] * 20 + shade
+    return write_video(path, np.broadcast_to(steps, (frames, 32, 32, 3)), 8)
+
+
+def url(data):
+    return "data:;base64," + base64.b64encode(data).decode()
+
+
+def test_a_clip_begins_a_video(start, pipe, tmp_path):
+    """From a form's film and JSON's animation: frames are those of the library, and what was sent can be fetched."""
+    server, clips = start(), [film(tmp_path / "a.mp4", 9), film(tmp_path / "a.gif", 9)]
+    fields = {name: str(value) for name, value in SMALL.items()} | {"strength": "0.5", "seed": "3"}
+    answer = server.client.post("/v1/videos", data=fields, files={"video": ("any", clips[0].read_bytes())})
+    asked = [answer.json(), server.ask(video=url(clips[1].read_bytes()), strength=0.5, seed=3)]
+    for one, clip in zip(asked, clips, strict=True):
+        made = server.finished(one["id"])
+        assert made["status"] == "completed", made["error"]
+        assert made["pictures"] == ["clip"]
+        assert server.content(one["id"], variant="clip") == clip.read_bytes()
+        (tmp_path / "served.mp4").write_bytes(server.content(one["id"]))
+        own = pipe("a red circle", size=(32, 32), frames=5, steps=2, seed=3, strength=0.5, video=clip)
+        own.save(tmp_path / "own.mp4")
+        np.testing.assert_array_equal(read_clip(tmp_path / "served.mp4", 9, 8), read_clip(tmp_path / "own.mp4", 9, 8))
+
+
+@pytest.mark.parametrize("made", quick([False], [False, True]))
+def test_a_clip_a_mask_and_references_guide_a_video(start, tmp_path, made):
+    """By VACE."""
+    server = start(of=wanjax.load(tiny_control_checkpoint(tmp_path / "control")), work=made)
+    [model] = server.client.get("/v1/models").json()["data"]
+    assert list(model["pictures"]) == ["video", "mask", "references"]
+    assert "strength" not in model["settings"]
+    sent = {"video": url(film(tmp_path / "a.mp4", 5).read_bytes()), "mask": url(picture((32, 32)))}
+    sent |= {"references": [url(picture()), url(picture((20, 20)))]}
+    asked = server.ask(**sent, fps=8)
+    assert asked["pictures"] == ["clip", "mask", "references_0", "references_1"]
+    if made:
+        assert server.finished(asked["id"])["status"] == "completed"
+        record = server.client.get(f"/v1/videos/{asked['id']}/record").json()
+        files = [Path(file).stem for file in (record["video"], record["mask"], *record["references"])]
+        assert files == asked["pictures"]
+
+
+def test_what_a_server_has_is_told(start, pipe):
+    [model] = start(work=False).client.get("/v1/models").json()["data"]
+    assert model["defaults"] == pipe.defaults.to_json()
+    assert model["sizes"][0] == "64x64"
+    assert {"guidance_scale_2", "boundary", "dynamic_guidance", "dtype"}.isdisjoint(model["settings"])
+    assert model["settings"]["resize"]["enum"] == ["crop", "pad", "stretch"]
+    assert model["settings"]["steps"]["default"] == pipe.defaults.steps
+    assert all(known["description"] for name, known in model["settings"].items() if name != "prompt")
+    assert (model["schedulers"][0], model["started_with"]["dtype"]) == ("unipc", "float32")
+
+
+def test_a_seed_is_drawn_where_none_is_given(start):
+    server = start(work=False)
+    drawn = [server.ask()["settings"]["seed"] for _ in range(3)]
+    assert len(set(drawn)) == 3
+    assert server.ask(seed=42)["settings"]["seed"] == 42
 
 
 def test_events_tell_the_way_of_a_video(start):

@@ -1,14 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs ffmpeg, a program of its own, which reads and writes films."""
 
+import os
 import re
 import subprocess
 import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 
 from wanjax.checkpoints.files import abandoned_by
 from wanjax.errors import WanjaxError
+
+FILMS = "mov,matroska,avi,flv,asf,mpeg,mpegts,mpegvideo,m4v,h264,hevc,av1,obu,ivf,ogg,mxf,nut,yuv4mpegpipe,gif,apng"
+"""The formats that a film may have. ffmpeg knows lists of films too, by which a file would name others to be read."""
+
+
+def film(path: str | Path) -> list[str]:
+    """Returns the arguments by which ffmpeg reads a film, and nothing that it names."""
+    return ["-format_whitelist", FILMS, "-protocol_whitelist", "file", "-i", f"file:{os.fspath(path)}"]
 
 
 def run_ffmpeg(arguments: list[str], pieces: Iterable[bytes] = ()) -> bytes:

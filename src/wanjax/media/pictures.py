@@ -22,7 +22,7 @@ from jaxtyping import Shaped, UInt8
 from PIL import Image, ImageOps, ImageSequence, UnidentifiedImageError
 
 from wanjax.errors import WanjaxError, shown
-from wanjax.media.ffmpeg import run_ffmpeg
+from wanjax.media.ffmpeg import film, run_ffmpeg
 from wanjax.media.videos import BROKEN, read_metadata
 
 Picture = UInt8[np.ndarray, "H W 3"]
@@ -40,16 +40,18 @@ ANIMATED = ("GIF", "WEBP", "PNG", "AVIF", "TIFF")  # not MPO: a photograph with 
 class Bounds:
     """The most that a file with a picture or a clip may hold; a small file may say that it holds gigabytes.
 
-    `pixels` are those of one picture, and `TIMES` as many those of a clip. More is refused before it is decoded.
+    `pixels` are those of one picture, and `times` as many those of a clip. More is refused before it is decoded.
     """
 
     pixels: int = 60_000_000
+    times: int = 16
     side: int = 32_768
     frames: int = 10_000
 
 
 BOUNDS = Bounds()  # of what this process reads; `wanjax generate --max-picture` raises it
-TIMES = 16
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF", "AVIF")
+"""The formats of pictures that a stranger may send, by Pillow's names."""
 
 
 class Pictures(NamedTuple):
@@ -174,10 +176,10 @@ def _animation(source: str | Path, fps: int | float) -> Generator[Picture]:
     with opened(source, str(source)) as image:
         durations = []
         for count, frame in enumerate(ImageSequence.Iterator(image), 1):
-            if count > BOUNDS.frames or count * image.width * image.height > TIMES * BOUNDS.pixels:
+            if count > BOUNDS.frames or count * image.width * image.height > BOUNDS.times * BOUNDS.pixels:
                 raise WanjaxError(
                     f"{source} has {count} and more frames of {image.width}x{image.height} pixels where "
-                    f"{BOUNDS.frames:,}, and {TIMES * BOUNDS.pixels:,} pixels in all, are allowed at most"
+                    f"{BOUNDS.frames:,}, and {BOUNDS.times * BOUNDS.pixels:,} pixels in all, are allowed at most"
                 )
             durations.append(_duration(frame))
         tick = _tick([duration for duration in durations if duration], _told_fps(source)) or 1000 / fps
@@ -228,9 +230,9 @@ def _film(source: str | Path, frames: int, fps: int | float) -> Generator[Pictur
     """Yields the pictures of a film that ffmpeg reads, turned as the file says."""
     if not Path(source).is_file():
         raise WanjaxError(f"there is no file {source}")
-    most = 3 * TIMES * BOUNDS.pixels  # bytes
+    most = 3 * BOUNDS.times * BOUNDS.pixels  # bytes
     thinned = ["-vf", rf"fps=min(source_fps\,{fps})", "-frames:v", str(frames), "-fs", str(most)]
-    read = ["-max_pixels", str(2 * BOUNDS.pixels + 2**20), "-i", os.fspath(source)]  # a decoder counts edges
+    read = ["-max_pixels", str(2 * BOUNDS.pixels + 2**20), *film(source)]  # a decoder counts edges
     try:
         data = run_ffmpeg([*read, *thinned, "-f", "image2pipe", "-c:v", "ppm", "pipe:1"])
     except OSError as error:

@@ -25,7 +25,7 @@ from PIL import Image, PngImagePlugin
 from wanjax.checkpoints.files import check_folder, name_beside, writing
 from wanjax.dims import readable
 from wanjax.errors import WanjaxError
-from wanjax.media.ffmpeg import run_ffmpeg
+from wanjax.media.ffmpeg import film, run_ffmpeg
 from wanjax.media.webp import keep_time
 from wanjax.signals import abandoned_by
 
@@ -203,7 +203,7 @@ def _write_film(path: Path, frames: Iterator[Frame], fps: int | float, comment: 
 
 def _film_comment(path: Path) -> str:
     """Returns the comment of a film, without the backslashes by which ffmpeg escapes its own special characters."""
-    lines = run_ffmpeg(["-i", str(path), "-f", "ffmetadata", "pipe:1"]).decode()
+    lines = run_ffmpeg([*film(path), "-f", "ffmetadata", "pipe:1"]).decode()
     found = re.search(r"^comment=((?:[^\\\n]|\\.)*)", lines, re.MULTILINE | re.DOTALL | re.IGNORECASE)
     return re.sub(r"\\(.)", r"\1", found[1], flags=re.DOTALL) if found else ""
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -20,9 +21,10 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
 from wanjax.errors import SettingError, WanjaxError, shown
+from wanjax.media.videos import read_metadata
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.record import VERSION
-from wanjax.serve import asked, metrics
+from wanjax.serve import asked, metrics, offer
 from wanjax.serve.board import Board, FullError, UnknownError, Watcher
 from wanjax.serve.guard import COOKIE, Guard, told
 from wanjax.serve.jobs import COMPLETED, PREVIEW, THUMBNAIL, VIDEO, Job, StorageError
@@ -30,11 +32,15 @@ from wanjax.serve.limits import Limits
 from wanjax.serve.worker import BROKE, Worker
 
 PAGE = files("wanjax.serve") / "page"
-FIELDS, FILES = 64, 8  # of a form
+FIELDS, FILES = 64, 12  # of a form
 BODY_SECONDS = 60.0  # in which a request has to arrive
 HEARTBEAT = 15.0  # seconds between signs of life of an idle stream
 T = TypeVar("T")
-CONTENT = {"video": (VIDEO, "video/mp4"), "thumbnail": (THUMBNAIL, "image/webp"), "preview": (PREVIEW, "image/png")}
+CONTENT: dict[str, tuple[str, str | None]] = {
+    "video": (VIDEO, "video/mp4"),
+    "thumbnail": (THUMBNAIL, "image/webp"),
+    "preview": (PREVIEW, "image/png"),
+}
 
 
 class Events(StreamingResponse):
@@ -70,6 +76,7 @@ class Service:
             Route("/v1/videos/{id}", self.remove, methods=["DELETE"]),
             Route("/v1/videos/{id}/cancel", self.cancel, methods=["POST"]),
             Route("/v1/videos/{id}/content", self.content, methods=["GET"]),
+            Route("/v1/videos/{id}/record", self.record, methods=["GET"]),
             Route("/v1/videos/{id}/events", self.events, methods=["GET"]),
             Route("/v1/events", self.events, methods=["GET"]),
             Route("/v1/models", self.models, methods=["GET"]),
@@ -149,17 +156,28 @@ class Service:
         return self._shown(await run_in_threadpool(self.board.cancel, request.path_params["id"]))
 
     async def content(self, request: Request) -> Response:
-        """Sends a finished video, or its middle frame as `thumbnail`; `preview` shows one that is under way too."""
+        """Sends a finished video, or its middle frame as `thumbnail`.
+
+        `preview` shows one that is under way too, and other variants are what it is made from.
+        """
         job, variant = self.board.find(request.path_params["id"]), request.query_params.get("variant", "video")
-        if variant not in CONTENT:
-            raise SettingError(f"the variant {shown(variant)} is not offered: {', '.join(CONTENT)} are", "variant")
-        if job.status != COMPLETED and variant != "preview":
-            return told(409, f"the video is {job.status.replace('_', ' ')}: only a completed one has content")
-        name, kind = CONTENT[variant]
+        own = {Path(name).stem: (name, None) for name in job.files}
+        if variant not in (known := CONTENT | own):
+            raise SettingError(f"the variant {shown(variant)} is not offered: {', '.join(known)} are", "variant")
+        if job.status != COMPLETED and variant in ("video", "thumbnail"):
+            return _unfinished(job)
+        name, kind = known[variant]
         if not (file := self.board.shelf.place(job.id) / name).is_file():
             return told(404, f"the file {name} of this video is gone", "not_found")
         stem = f"{job.id}{file.suffix}"
         return FileResponse(file, media_type=kind, filename=stem, content_disposition_type="inline")
+
+    async def record(self, request: Request) -> Response:
+        """Sends the record of a finished video: everything that shaped it, as its file has it."""
+        job = self.board.find(request.path_params["id"])
+        if job.status != COMPLETED:
+            return _unfinished(job)
+        return JSONResponse(await run_in_threadpool(read_metadata, self.board.shelf.place(job.id) / VIDEO))
 
     async def events(self, request: Request) -> Response:
         """Streams changes as server-sent events: those of one video until its end, or of all."""
@@ -190,20 +208,27 @@ class Service:
                 yield ": still here\n\n"
 
     async def models(self, request: Request) -> JSONResponse:
-        """Lists the one model, with its default settings and the bounds of a request."""
-        defaults = self.pipe.defaults
-        model = {
+        """Lists the one model, with all that a request may ask of it, and what the server was started with."""
+        return JSONResponse({"object": "list", "data": [await run_in_threadpool(self._model)]})
+
+    def _model(self) -> dict[str, Any]:
+        defaults, architecture = self.pipe.defaults, self.pipe.architecture
+        return {
             "id": defaults.model,
             "object": "model",
             "owned_by": "wanjax",
             "created": int(metrics.STARTED),
-            "purpose": self.pipe.architecture.purpose,
+            "purpose": architecture.purpose,
             "defaults": defaults.to_json(),
+            "settings": offer.described(self.pipe),
+            "sizes": offer.sizes(architecture, defaults),
+            "pictures": offer.pictures(architecture),
+            "schedulers": offer.schedulers(self.pipe),
+            "started_with": offer.started_with(self.pipe, self.worker.tiling, self.worker.batch_guidance),
             "limits": self.limits.to_json(),
-            "grid": self.pipe.architecture.grid,
-            "frames_step": self.pipe.architecture.vae.temporal_factor,
+            "grid": architecture.grid,
+            "frames_step": architecture.vae.temporal_factor,
         }
-        return JSONResponse({"object": "list", "data": [model]})
 
     async def login(self, request: Request) -> Response:
         """Keeps the token of a form in a cookie, for the page."""
@@ -230,6 +255,10 @@ class Service:
 
     def _shown(self, job: Job) -> JSONResponse:
         return JSONResponse(self._told(job))
+
+
+def _unfinished(job: Job) -> JSONResponse:
+    return told(409, f"the video is {job.status.replace('_', ' ')}: only a completed one has content")
 
 
 async def _arrived(body: Coroutine[Any, Any, T]) -> T:

@@ -8,7 +8,8 @@ The fields are the library's settings by name, and those of OpenAI's videos API:
 import base64
 import binascii
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from threading import Lock
@@ -16,17 +17,19 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
-from wanjax.errors import SettingError, shown
-from wanjax.media.pictures import Pictures, opened, picture_of
+from wanjax.errors import SettingError, WanjaxError, shown
+from wanjax.media.pictures import FORMATS, Pictures, opened, picture_of
 from wanjax.pipelines.keywords import unknown_keyword
 from wanjax.pipelines.pipeline import Pipeline
-from wanjax.pipelines.settings import Setting, Settings, schema
+from wanjax.pipelines.seeds import DRAW
+from wanjax.pipelines.settings import Setting, Settings
 from wanjax.serve.limits import Limits
+from wanjax.serve.offer import offered
 
-FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF", "AVIF")
+FILMS = {b"ftyp": "mp4", b"\x1a\x45\xdf\xa3": "webm"}  # suffixes by what a file has near its start: mov and mkv too
 SAME_PICTURE = "input_reference"  # OpenAI's name of `image`
-PICTURES = ("image", "last_image", "references")
-LOADED = ("model", "dtype")  # settings that are the server's
+PICTURES, CLIPS = Pictures._fields, ("video", "mask")
+CLIP = "clip"  # the name of the file that is given as `video`, beside which the result has that name
 LONGEST_TEXT = 200  # characters of a setting other than the prompts
 DATA_URL = re.compile(r"data:[\w/+.-]*;base64,(.*)", re.DOTALL)
 DECODING = Lock()  # so that the pictures of one request at a time are in memory
@@ -69,8 +72,7 @@ def _check_model(asked: Any, served: str) -> None:
 
 def _shape(fields: Mapping[str, Any], pipe: Pipeline) -> dict[str, Any]:
     """Returns the settings of a request, each of its type, with `size` and `seconds` resolved."""
-    own = pipe.defaults.to_json().keys() - set(LOADED)
-    known = {name: setting for name, setting in schema(type(pipe.defaults)).items() if name in own}
+    known = offered(pipe)
     settings: dict[str, Any] = {}
     for name, value in fields.items():
         if name == "size":
@@ -115,14 +117,14 @@ def _check_text(name: str, value: Any, limits: Limits) -> None:
 
 
 def _from_text(name: str, value: Any) -> list[bytes]:
-    """Returns pictures that JSON holds, as data: URLs, alone, in a list, or as OpenAI's {"image_url": ...}."""
+    """Returns pictures or clips that JSON holds, as data: URLs, alone, in a list, or as OpenAI's {"image_url": ...}."""
     if isinstance(value, list):
         return [one for each in value[:100] for one in _from_text(name, each)]
     if isinstance(value, Mapping):
         value = value.get("image_url")
     found = DATA_URL.fullmatch(value) if isinstance(value, str) else None
     if found is None:
-        told = f"{name} has no picture: a file in a form or a data: URL is right, and no address is fetched"
+        told = f"{name} has no file: one in a form or a data: URL is right, and no address is fetched"
         raise SettingError(told, name)
     try:
         return [base64.b64decode(found[1], validate=True)]
@@ -136,39 +138,75 @@ def _check_pictures(pictures: Mapping[str, Sequence[bytes]], limits: Limits) -> 
             raise unknown_keyword(name, (*PICTURES, SAME_PICTURE))
         most = limits.references if name == "references" else 1
         if len(given) > most:
-            raise SettingError(f"{len(given)} pictures are given as {name} where {most} would do", name)
+            raise SettingError(f"{len(given)} files are given as {name} where {most} would do", name)
 
 
 def save_pictures(pictures: Mapping[str, Sequence[bytes]], folder: Path, limits: Limits) -> dict[str, Any]:
-    """Writes pictures as PNG files into a folder, and returns their names by setting.
+    """Writes pictures as PNG files into a folder, and clips as they are; returns their names by setting.
 
-    Raises WanjaxError where one is none, or where all together are too large by what their headers say.
+    Raises WanjaxError where one is none, or where all pictures are too large together by what their headers say. A clip
+    is decoded by whoever reads it, within the bounds of this process.
     """
-    each = [(name, number, BytesIO(data)) for name, given in pictures.items() for number, data in enumerate(given)]
+    each = [(name, number, data) for name, given in pictures.items() for number, data in enumerate(given)]
+    kinds = {(name, number): _film(data) if name in CLIPS else None for name, number, data in each}
     saved: dict[str, Any] = {}
     left = limits.picture
-    for name, _, data in each:
-        with opened(data, name, pixels=left, formats=FORMATS) as image:
-            left -= image.width * image.height
+    for name, number, data in each:
+        if kinds[name, number] is None:
+            with _opened(data, name, pixels=left) as image:
+                left -= image.width * image.height
+                kinds[name, number] = str(image.format).lower() if name in CLIPS else "png"
     with DECODING:
         for name, number, data in each:
-            file = f"{name}_{number}.png" if name == "references" else f"{name}.png"
-            with opened(data, name, formats=FORMATS) as image:
-                Image.fromarray(picture_of(image, name)).save(folder / file)
+            stem = f"{name}_{number}" if name == "references" else CLIP if name == "video" else name
+            file = f"{stem}.{kinds[name, number]}"
+            if name in CLIPS:
+                (folder / file).write_bytes(data)
+            else:
+                with _opened(data, name) as image:
+                    Image.fromarray(picture_of(image, name)).save(folder / file)
             saved[name] = [*saved.get(name, []), file] if name == "references" else file
     return saved
 
 
+def _film(data: bytes) -> str | None:
+    """Returns the suffix of a film; None for what can only be a picture or an animation."""
+    return next((suffix for mark, suffix in FILMS.items() if mark in data[:8]), None)
+
+
+@contextmanager
+def _opened(data: bytes, name: str, pixels: int | None = None) -> Iterator[Image.Image]:
+    """Opens a picture of one of the formats that a stranger may send; raises SettingError that names the field."""
+    try:
+        with opened(BytesIO(data), name, pixels=pixels, formats=FORMATS) as image:
+            yield image
+    except WanjaxError as error:
+        raise SettingError(str(error), name) from error
+
+
 def completed(asked: Asked, files: Mapping[str, Any], pipe: Pipeline, limits: Limits) -> Settings:
-    """Returns all settings of a request whose pictures are files; raises WanjaxError where they make no video."""
-    settings, shape = dict(asked.settings), {"height", "width"} & asked.settings.keys()
+    """Returns all settings of a request whose pictures are files; raises WanjaxError where they make no video.
+
+    A seed is drawn where none is given.
+    """
+    settings, shape = {"seed": DRAW, **asked.settings}, {"height", "width"} & asked.settings.keys()
     if len(shape) == 1:
         alone = shape.pop()
         raise SettingError(f"the {alone} is given alone: size, or height and width, are right", alone)
     limits.check(pipe.defaults.updated(settings))  # before pictures are fitted to it
-    _, chosen = pipe.prepare(**files, **settings)
+    try:
+        with DECODING:
+            _, chosen = pipe.prepare(**files, **settings)
+    except WanjaxError as error:
+        raise _by_field(error, files) from error
     limits.check(chosen)
     return chosen
 
 
-assert set(PICTURES) < set(Pictures._fields)
+def _by_field(error: WanjaxError, files: Mapping[str, Any]) -> WanjaxError:
+    """Returns an error that calls a file by its field, where it told the path that the file has here."""
+    for name, file in files.items():
+        for path in map(str, file if isinstance(file, list) else [file]):
+            if path in str(error):
+                return SettingError(str(error).replace(path, name), name)
+    return error

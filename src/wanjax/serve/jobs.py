@@ -78,6 +78,11 @@ class Job:
     def over(self) -> bool:
         return self.status in (COMPLETED, FAILED)
 
+    @property
+    def files(self) -> list[str]:
+        """The names of its pictures' and clips' files."""
+        return [one for file in self.pictures.values() for one in (file if isinstance(file, list) else [file])]
+
     def to_json(self) -> dict[str, Any]:
         """Returns the video as OpenAI's videos API shows one, and beside that all its settings and its progress."""
         version, made = self.version, self.settings  # read before the rest, which then is of this version or newer
@@ -96,7 +101,7 @@ class Job:
             "error": self.error,
             "remixed_from_video_id": None,
             "settings": made,
-            "pictures": sorted(self.pictures),
+            "pictures": [Path(file).stem for file in self.files],
             "stage": self.stage,
             "stage_done": self.done,
             "stage_total": self.total,
@@ -259,12 +264,11 @@ class Shelf:
         """Returns the job in a text; None where it is none whose files are its own."""
         with suppress(ValueError, TypeError, KeyError, ArithmeticError):
             job = JOBS.validate_json(text, strict=True)
-            files = [one for file in job.pictures.values() for one in (file if isinstance(file, list) else [file])]
             for name, known in schema(Settings).items():
                 if job.settings.get(name) is not None:
                     known.read(job.settings[name])
             job.to_json()  # which needs some of them
-            if job.id == id and all(map(FILE.fullmatch, files)):
+            if job.id == id and all(map(FILE.fullmatch, job.files)):
                 return job
         return None
 
