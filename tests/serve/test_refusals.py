@@ -17,6 +17,7 @@ from tests.support.commands import refused
 from tests.support.words import says
 from wanjax.cli import serving
 from wanjax.media.pictures import BOUNDS
+from wanjax.serve.asked import BESIDE
 from wanjax.serve.guard import COOKIE
 
 TOKEN = "a-token-of-the-tests"
@@ -42,7 +43,13 @@ BAD_FIELDS = [
     ({"guidance_scale": -1}, "guidance_scale"),
     ({"seed": -2}, "seed"),
     ({"cache": "x" * 300}, "no step cache"),
-    ({"model": "sora-2"}, "nano is"),
+    ({"model": "sora-2"}, "nano would do"),
+    ({"model": 3}, "a text in UTF-8 is right"),
+    ({"lora": "other:1"}, "no LoRA"),
+    ({"lora": 3}, "NAME:0.5"),
+    ({"lora": {"other": "x"}}, "a finite number"),
+    ({"scheduler": "ddim"}, "predictions of v"),
+    ({"scheduler": 3}, "a text in UTF-8 is right"),
     ({"num_frames": 5}, "frames is"),
     ({"callback": "x"}, "not a keyword"),
     ({"dtype": "float32"}, "not a keyword"),
@@ -77,7 +84,7 @@ def test_bad_fields(start, fields, sentence):
 
 @pytest.fixture(scope="module")
 def fields(pipe):
-    return sorted({*pipe.defaults.to_json(), "size", "seconds", "image", "last_image", "references", "input_reference"})
+    return sorted({*pipe.defaults.to_json(), *BESIDE})
 
 
 VALUES = st.one_of(

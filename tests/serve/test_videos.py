@@ -22,12 +22,17 @@ from tests.serve.conftest import SMALL
 from tests.support.quick import quick
 from tests.support.tiny import tiny_control_checkpoint
 from tests.support.words import naming
+from wanjax.checkpoints.files import save_safetensors
+from wanjax.checkpoints.lora import Lora
 from wanjax.errors import WanjaxError
 from wanjax.media.pictures import read_clip
 from wanjax.media.videos import read_metadata, write_video
 from wanjax.pipelines.run import Run
+from wanjax.programs import Instance
+from wanjax.schedulers import UniPC
 from wanjax.serve import worker
 from wanjax.serve.jobs import JOBS, TABLE, Shelf
+from wanjax.serve.variants import Variants
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
@@ -49,7 +54,7 @@ def test_a_video_is_that_of_the_library(start, pipe, tmp_path):
     made = server.finished(asked["id"])
     assert made["status"] == "completed"
     assert made["progress"] == 100
-    assert set(made["stage_seconds"]) == {"encode", "denoise", "decode"}
+    assert set(made["stage_seconds"]) == {"compile", "encode", "denoise", "decode"}
     content = server.client.get(f"/v1/videos/{asked['id']}/content")
     assert content.headers["content-type"] == "video/mp4"
     served = tmp_path / "served.mp4"
@@ -137,7 +142,7 @@ def test_a_clip_begins_a_video(start, pipe, tmp_path):
 @pytest.mark.parametrize("made", quick([False], [False, True]))
 def test_a_clip_a_mask_and_references_guide_a_video(start, tmp_path, made):
     """By VACE."""
-    server = start(of=wanjax.load(tiny_control_checkpoint(tmp_path / "control")), work=made)
+    server = start(of=Variants(wanjax.load(tiny_control_checkpoint(tmp_path / "control"))), work=made)
     [model] = server.client.get("/v1/models").json()["data"]
     assert list(model["pictures"]) == ["video", "mask", "references"]
     assert "strength" not in model["settings"]
@@ -179,7 +184,7 @@ def test_events_tell_the_way_of_a_video(start):
     assert progress == sorted(progress)
     assert events[-1]["status"] == "completed"
     stages = list(dict.fromkeys(event["stage"] for event in events if event["stage"]))
-    assert set(stages) <= {"encode", "denoise", "decode"}
+    assert set(stages) <= {"compile", "encode", "denoise", "decode"}
     assert "denoise" in stages
 
 
@@ -222,6 +227,66 @@ def test_what_waits_and_what_is_under_way_is_cancelled(start, monkeypatch):
     assert server.client.get(f"/v1/videos/{ids[0]}/content").status_code == 409
 
 
+def test_a_video_is_cancelled_between_two_programs(start, monkeypatch):
+    """The one that is compiled when the wish arrives is the last; the board tells which it is, and of how many."""
+    server, begun, go, names = start(), threading.Event(), threading.Event(), []
+    compiled = Instance.compiled
+
+    def slow(instance, options):
+        names.append(instance.program.name)
+        if len(names) == 2:
+            begun.set()
+            assert go.wait(60)
+        return compiled(instance, options)
+
+    monkeypatch.setattr(Instance, "compiled", slow)
+    id = server.ask(size="48x32", frames=9)["id"]
+    assert begun.wait(60)
+    video = server.client.get(f"/v1/videos/{id}").json()
+    assert (video["stage"], video["stage_done"], video["progress"]) == ("compile", 2, 0)
+    assert video["stage_total"] > 2
+    assert not video["cancelled"]
+    told = server.client.post(f"/v1/videos/{id}/cancel").json()
+    assert told["cancelled"]
+    assert told["version"] > video["version"]
+    go.set()
+    assert server.finished(id)["error"]["code"] == "cancelled"
+    assert len(names) == 2
+
+
+def test_a_video_by_another_solver(start, pipe):
+    server = start()
+    made = server.finished(server.ask(scheduler="euler")["id"])
+    assert made["status"] == "completed", made["error"]
+    assert (made["scheduler"], pipe.architecture.scheduler) == ("euler", UniPC())
+    assert server.client.get(f"/v1/videos/{made['id']}/record").json()["scheduler"] == "euler"
+
+
+def test_strengths_of_a_lora(start, tmp_path):
+    """Each is the library's own video with that strength; what was loaded beside the transformer stays."""
+    file, random = tmp_path / "more red.safetensors", np.random.default_rng(0)
+    factors = {"down": (2, 192), "up": (192, 2)}
+    tensors = {f"blocks.1.self_attn.q.lora_{part}.weight": random.normal(size=shape) for part, shape in factors.items()}
+    save_safetensors(file, {f"diffusion_model.{name}": x.astype(np.float32) for name, x in tensors.items()})
+
+    def load(name, loras):
+        return wanjax.load(name, lora=loras)
+
+    loras = [Lora(str(file), 0.5)]
+    variants = Variants(load("nano", loras), loras, load)
+    server, encoder = start(of=variants), variants.model(None).text_encoder
+    assert server.client.get("/v1/models").json()["data"][0]["loras"] == [{"name": "more_red", "strength": 0.5}]
+    asked = [{}, {"lora": "more_red:2"}, {"lora": {"more_red": 0}}, {}]
+    made = [server.finished(server.ask(seed=3, **more)["id"]) for more in asked]
+    assert [one["lora"] for one in made] == [[{"name": "more_red", "strength": x}] for x in (0.5, 2.0, 0.0, 0.5)]
+    records = [server.client.get(f"/v1/videos/{one['id']}/record").json()["lora"] for one in made]
+    assert records == [[str(Lora(str(file), x))] for x in (0.5, 2.0, 0.0, 0.5)]
+    films = [server.content(one["id"]) for one in made]
+    assert len(set(films[:3])) == 3
+    assert films[3] == films[0]
+    assert variants.model(None).text_encoder is encoder
+
+
 def test_a_removed_video_that_was_under_way_leaves_nothing(start, monkeypatch):
     server = start()
     begun, go = threading.Event(), threading.Event()
@@ -239,7 +304,6 @@ def test_a_failure_ends_its_video_alone(start, monkeypatch, caplog):
     server = start()
     encode = Run.encode
     failures = [RuntimeError("a bug"), MemoryError()]
-    monkeypatch.setattr(worker.Worker, "_forget_shapes", lambda *_: None)
 
     def failing(*given, **options):
         if failures:

@@ -22,7 +22,6 @@ from starlette.types import Receive, Scope, Send
 
 from wanjax.errors import SettingError, WanjaxError, shown
 from wanjax.media.videos import read_metadata
-from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.record import VERSION
 from wanjax.serve import asked, metrics, offer
 from wanjax.serve.board import Board, FullError, UnknownError, Watcher
@@ -61,7 +60,6 @@ class Events(StreamingResponse):
 class Service:
     """All that answers need."""
 
-    pipe: Pipeline
     board: Board
     worker: Worker
     limits: Limits
@@ -108,13 +106,12 @@ class Service:
 
     def _accept(self, fields: Mapping[str, Any], pictures: Mapping[str, list[bytes]]) -> Job:
         """Checks a request, keeps its pictures and puts it on the board; leaves nothing of one that is refused."""
-        found = asked.read(fields, pictures, self.pipe, self.limits)
+        found = asked.read(fields, pictures, self.worker.variants, self.limits)
         place = self.board.shelf.make_place()
         try:
             saved = asked.save_pictures(found.pictures, place, self.limits)
-            job = Job(place.name, {}, saved)
-            chosen = asked.completed(found, self.board.shelf.files(job), self.pipe, self.limits)
-            job.settings = chosen.to_json()
+            job = Job(place.name, {}, saved, scheduler=found.scheduler, lora=dict(found.lora))
+            job.settings = asked.completed(found, self.board.shelf.files(job), self.limits).to_json()
             self.board.add(job)
         except BaseException:
             self.board.shelf.remove(place.name)
@@ -208,27 +205,16 @@ class Service:
                 yield ": still here\n\n"
 
     async def models(self, request: Request) -> JSONResponse:
-        """Lists the one model, with all that a request may ask of it, and what the server was started with."""
-        return JSONResponse({"object": "list", "data": [await run_in_threadpool(self._model)]})
+        """Lists the models, the served one first: all that a request may ask, and what the server was started with."""
+        return JSONResponse({"object": "list", "data": await run_in_threadpool(self._models)})
 
-    def _model(self) -> dict[str, Any]:
-        defaults, architecture = self.pipe.defaults, self.pipe.architecture
-        return {
-            "id": defaults.model,
-            "object": "model",
-            "owned_by": "wanjax",
-            "created": int(metrics.STARTED),
-            "purpose": architecture.purpose,
-            "defaults": defaults.to_json(),
-            "settings": offer.described(self.pipe),
-            "sizes": offer.sizes(architecture, defaults),
-            "pictures": offer.pictures(architecture),
-            "schedulers": offer.schedulers(self.pipe),
-            "started_with": offer.started_with(self.pipe, self.worker.tiling, self.worker.batch_guidance),
-            "limits": self.limits.to_json(),
-            "grid": architecture.grid,
-            "frames_step": architecture.vae.temporal_factor,
-        }
+    def _models(self) -> list[dict[str, Any]]:
+        worker, limits = self.worker, self.limits.to_json()
+        loras = [{"name": name, "strength": lora.strength} for name, lora in worker.variants.loras.items()]
+        about = {"object": "model", "owned_by": "wanjax", "created": int(metrics.STARTED), "limits": limits}
+        about["loras"] = loras
+        pipes = worker.variants.pipes.values()
+        return [about | offer.model(pipe, worker.tiling, worker.batch_guidance) for pipe in pipes]
 
     async def login(self, request: Request) -> Response:
         """Keeps the token of a form in a cookie, for the page."""
@@ -243,7 +229,7 @@ class Service:
 
     async def health(self, request: Request) -> JSONResponse:
         state = self.worker.state
-        found = {"status": state, "model": self.pipe.defaults.model, "queue": self.board.waiting, "version": VERSION}
+        found = {"status": state, "model": self.worker.variants.first, "queue": self.board.waiting, "version": VERSION}
         return JSONResponse(found, 503 if state == BROKE else 200)
 
     async def measured(self, request: Request) -> PlainTextResponse:

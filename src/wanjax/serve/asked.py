@@ -23,8 +23,10 @@ from wanjax.pipelines.keywords import unknown_keyword
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.seeds import DRAW
 from wanjax.pipelines.settings import Setting, Settings
+from wanjax.schedulers import name_of
 from wanjax.serve.limits import Limits
-from wanjax.serve.offer import offered
+from wanjax.serve.offer import offered, with_scheduler
+from wanjax.serve.variants import Variants
 
 FILMS = {b"ftyp": "mp4", b"\x1a\x45\xdf\xa3": "webm"}  # suffixes by what a file has near its start: mov and mkv too
 SAME_PICTURE = "input_reference"  # OpenAI's name of `image`
@@ -34,22 +36,29 @@ LONGEST_TEXT = 200  # characters of a setting other than the prompts
 DATA_URL = re.compile(r"data:[\w/+.-]*;base64,(.*)", re.DOTALL)
 DECODING = Lock()  # so that the pictures of one request at a time are in memory
 SECONDS = Setting("seconds", float, above=0, most=3600)
+MODEL, SCHEDULER = Setting("model", str), Setting("scheduler", str)
+STRENGTH = Setting("lora", float, least=-10, most=10)
+BESIDE = ("size", "seconds", *PICTURES, SAME_PICTURE, "model", "scheduler", "lora")  # fields that are no settings
 
 
 class Asked(NamedTuple):
-    """A request: the settings that it gives, and its pictures by name, each as bytes."""
+    """A request: a model, given settings, pictures by name, each as bytes, a solver, and the LoRAs' strengths."""
 
+    pipe: Pipeline
     settings: Mapping[str, Any]
     pictures: Mapping[str, Sequence[bytes]]
+    scheduler: str | None = None
+    lora: Mapping[str, float] = {}
 
 
-def read(fields: Mapping[str, Any], files: Mapping[str, Sequence[bytes]], pipe: Pipeline, limits: Limits) -> Asked:
+def read(fields: Mapping[str, Any], files: Mapping[str, Sequence[bytes]], variants: Variants, limits: Limits) -> Asked:
     """Reads the fields of a JSON object or a form, and a form's files.
 
     Raises WanjaxError for a field that is unknown or of another type, and for a picture that is none.
     """
     fields = {name: value for name, value in fields.items() if value is not None}
-    _check_model(fields.pop("model", None), pipe.defaults.model)
+    model = variants.model(MODEL.read(fields.pop("model", variants.first)))
+    lora = variants.strengths(_strengths(fields.pop("lora", {})))
     pictures = {name: list(given) for name, given in files.items()}
     for name in (*PICTURES, SAME_PICTURE):
         if name in fields:
@@ -57,17 +66,25 @@ def read(fields: Mapping[str, Any], files: Mapping[str, Sequence[bytes]], pipe: 
     if SAME_PICTURE in pictures:
         pictures.setdefault("image", []).extend(pictures.pop(SAME_PICTURE))
     _check_pictures(pictures, limits)
-    settings = _shape(fields, pipe)
+    solver = SCHEDULER.read(fields.pop("scheduler")) if "scheduler" in fields else None
+    solver = None if solver == name_of(model.scheduler) else solver
+    settings = _shape(fields, model)
+    _check_text("scheduler", solver, limits)
     for name, value in settings.items():
         _check_text(name, value, limits)
     if "prompt" not in settings:
         raise SettingError("the prompt is missing: a text that says what the video shows is right", "prompt")
-    return Asked(settings, pictures)
+    return Asked(model, settings, pictures, solver, lora)
 
 
-def _check_model(asked: Any, served: str) -> None:
-    if asked not in (None, served):
-        raise SettingError(f"the model {shown(asked)} is not served here: {served} is", "model")
+def _strengths(given: Any) -> dict[str, float]:
+    """Returns LoRAs' strengths from {NAME: STRENGTH}, or a text such as NAME:0.5,OTHER:1."""
+    if isinstance(given, str):
+        parts = [part.rpartition(":") for part in given.split(",") if part]
+        given = {name: strength for name, _, strength in parts}
+    if not isinstance(given, Mapping):
+        raise SettingError(f"lora is given as {shown(given)} where a text such as NAME:0.5 is right", "lora")
+    return {name.strip(): _read(STRENGTH, value) for name, value in given.items()}
 
 
 def _shape(fields: Mapping[str, Any], pipe: Pipeline) -> dict[str, Any]:
@@ -80,7 +97,7 @@ def _shape(fields: Mapping[str, Any], pipe: Pipeline) -> dict[str, Any]:
         elif name in known:
             settings[name] = _read(known[name], value)
         elif name != "seconds":
-            raise unknown_keyword(name, (*known, "size", "seconds", *PICTURES, SAME_PICTURE, "model"))
+            raise unknown_keyword(name, (*known, *BESIDE))
     if "seconds" in fields:
         settings["frames"] = _frames(fields, settings, pipe)
     return settings
@@ -184,11 +201,12 @@ def _opened(data: bytes, name: str, pixels: int | None = None) -> Iterator[Image
         raise SettingError(str(error), name) from error
 
 
-def completed(asked: Asked, files: Mapping[str, Any], pipe: Pipeline, limits: Limits) -> Settings:
+def completed(asked: Asked, files: Mapping[str, Any], limits: Limits) -> Settings:
     """Returns all settings of a request whose pictures are files; raises WanjaxError where they make no video.
 
     A seed is drawn where none is given.
     """
+    pipe = with_scheduler(asked.pipe, asked.scheduler)
     settings, shape = {"seed": DRAW, **asked.settings}, {"height", "width"} & asked.settings.keys()
     if len(shape) == 1:
         alone = shape.pop()

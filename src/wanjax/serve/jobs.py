@@ -54,6 +54,7 @@ class Job:
     `done` of `total` counts the steps or the chunks of `stage`; `preview` the steps that had been taken when the last
     preview was made, 0 where there is none; `seconds` are those of the stages. `tries` counts how
     often it was begun. `version` is the number of its last change on the board. `cancelled` asks for its end.
+    `scheduler` is None for the model's own, and `lora` has the strength of each LoRA.
     """
 
     id: str
@@ -73,6 +74,8 @@ class Job:
     notes: list[str] = field(default_factory=list)
     version: int = 0
     cancelled: bool = False
+    scheduler: str | None = None
+    lora: dict[str, float] = field(default_factory=dict)
 
     @property
     def over(self) -> bool:
@@ -101,6 +104,9 @@ class Job:
             "error": self.error,
             "remixed_from_video_id": None,
             "settings": made,
+            "scheduler": self.scheduler,
+            "lora": [{"name": name, "strength": strength} for name, strength in self.lora.items()],
+            "cancelled": self.cancelled,
             "pictures": [Path(file).stem for file in self.files],
             "stage": self.stage,
             "stage_done": self.done,

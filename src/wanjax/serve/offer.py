@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from wanjax.errors import WanjaxError
+from wanjax.errors import SettingError, WanjaxError
 from wanjax.layers.tiling import Tiling
 from wanjax.pipelines.caching.rules import RULES, check_apart
 from wanjax.pipelines.family import Architecture
@@ -22,6 +22,23 @@ from wanjax.schedulers import NAMED, name_of, successor
 
 LOADED = ("model", "dtype")  # settings that are the server's
 TYPES = {str: "string", bool: "boolean", int: "integer", float: "number"}
+
+
+def model(pipe: Pipeline, tiling: Tiling | None, batch_guidance: bool) -> dict[str, Any]:
+    """Returns what the server tells of a model; sizes are WIDTHxHEIGHT, the model's own first."""
+    defaults, architecture = pipe.defaults, pipe.architecture
+    return {
+        "id": defaults.model,
+        "purpose": architecture.purpose,
+        "defaults": defaults.to_json(),
+        "settings": described(pipe),
+        "sizes": [f"{width}x{height}" for height, width in architecture.sizes(defaults)],
+        "pictures": pictures(architecture),
+        "schedulers": schedulers(pipe),
+        "started_with": started_with(pipe, tiling, batch_guidance),
+        "grid": architecture.grid,
+        "frames_step": architecture.vae.temporal_factor,
+    }
 
 
 def offered(pipe: Pipeline) -> Mapping[str, Setting]:
@@ -90,6 +107,18 @@ def schedulers(pipe: Pipeline) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def with_scheduler(pipe: Pipeline, name: str | None) -> Pipeline:
+    """Returns the pipeline with another solver, if one is named; raises SettingError where it does not fit."""
+    if name is None:
+        return pipe
+    made = pipe.under(pipe.strategy)
+    try:
+        made.scheduler = name
+    except WanjaxError as error:
+        raise SettingError(str(error), "scheduler") from error
+    return made
+
+
 def pictures(architecture: Architecture) -> dict[str, dict[str, Any]]:
     """Returns the pictures and clips that the model takes, each with what it is for and whether it is needed."""
     return {
@@ -102,8 +131,3 @@ def started_with(pipe: Pipeline, tiling: Tiling | None, batch_guidance: bool) ->
     """Returns what shapes every video of the server, by the names that a record has for it."""
     record = pipe.record(pipe.defaults, {}, tiling=tiling, batch_guidance=batch_guidance)
     return {name: value for name, value in record.items() if name not in offered(pipe)}
-
-
-def sizes(architecture: Architecture, settings: Settings) -> list[str]:
-    """Returns usual sizes, the model's own first, each WIDTHxHEIGHT."""
-    return [f"{width}x{height}" for height, width in architecture.sizes(settings)]
