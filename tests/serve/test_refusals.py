@@ -34,7 +34,7 @@ BAD_FIELDS = [
     ({"frames": 6}, "not of the form"),
     ({"frames": None, "seconds": "-4"}, "above 0"),
     ({"seconds": "4"}, "beside frames"),
-    ({"size": "large"}, "such as '832x480'"),
+    ({"size": "large"}, "such as '832x480', or 64p"),
     ({"size": "33x32"}, "33 is not a multiple"),
     ({"size": "4096x4096"}, "pixels where this server makes"),
     ({"size": None, "height": 64}, "given alone"),

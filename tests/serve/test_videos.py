@@ -160,7 +160,7 @@ def test_a_clip_a_mask_and_references_guide_a_video(start, tmp_path, made):
 def test_what_a_server_has_is_told(start, pipe):
     [model] = start(work=False).client.get("/v1/models").json()["data"]
     assert model["defaults"] == pipe.defaults.to_json()
-    assert model["sizes"][0] == "64x64"
+    assert next(iter(model["sizes"].items())) == ("64p", "64x64")
     assert {"guidance_scale_2", "boundary", "dynamic_guidance", "dtype"}.isdisjoint(model["settings"])
     assert model["settings"]["resize"]["enum"] == ["crop", "pad", "stretch"]
     assert model["settings"]["steps"]["default"] == pipe.defaults.steps
@@ -173,6 +173,7 @@ def test_a_seed_is_drawn_where_none_is_given(start):
     drawn = [server.ask()["settings"]["seed"] for _ in range(3)]
     assert len(set(drawn)) == 3
     assert server.ask(seed=42)["settings"]["seed"] == 42
+    assert server.ask(size="64p")["size"] == "64x64"
 
 
 def test_events_tell_the_way_of_a_video(start):

@@ -6,7 +6,6 @@ The seam is two classes: a family writes an `Architecture`, a checkpoint as the 
 that compute are given a `Pipe`, a pipeline as they see it.
 """
 
-import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +38,6 @@ from wanjax.programs import Program, Strategy, Value
 from wanjax.schedulers import Scheduler
 from wanjax.sharding import Partitioner, choose_axes, platform
 
-SMALL = 480, 832  # height and width that models of larger videos make too
 Encoded = Any  # the family's own NamedTuple of arrays, each with a first axis of size 1
 
 
@@ -197,14 +195,6 @@ class Architecture(ABC):
     def size_for(self, picture: tuple[int, int, int], asked: Settings) -> tuple[int, int]:
         """Returns the size of a video of a picture [H W 3], where none is given."""
         return size_within(picture, asked.height * asked.width, self.grid)
-
-    def sizes(self, settings: Settings) -> tuple[tuple[int, int], ...]:
-        """Returns usual (height, width) of videos, that of the settings first: on its side, square, and smaller."""
-        own = height, width = settings.size
-        found = [own, (width, height), size_within((1, 1, 3), height * width, self.grid)]
-        if height * width > 1.5 * math.prod(SMALL) and not any(pixels % self.grid for pixels in SMALL):
-            found += [SMALL, (SMALL[1], SMALL[0])]
-        return tuple(dict.fromkeys(found))
 
     def truncations(self, pipe: Pipe, prompt: str) -> Sequence[Truncation]:
         """Returns the parts of a prompt that the model does not read, if any."""

@@ -21,8 +21,7 @@ from wanjax.errors import SettingError, WanjaxError, shown
 from wanjax.media.pictures import FORMATS, Pictures, opened, picture_of
 from wanjax.pipelines.keywords import unknown_keyword
 from wanjax.pipelines.pipeline import Pipeline
-from wanjax.pipelines.seeds import DRAW
-from wanjax.pipelines.settings import Setting, Settings
+from wanjax.pipelines.settings import DRAW, Setting, Settings
 from wanjax.schedulers import name_of
 from wanjax.serve.limits import Limits
 from wanjax.serve.offer import offered, with_scheduler
@@ -93,7 +92,7 @@ def _shape(fields: Mapping[str, Any], pipe: Pipeline) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for name, value in fields.items():
         if name == "size":
-            settings |= zip(("height", "width"), _size(value, fields), strict=True)
+            settings |= _size(value, fields, pipe)
         elif name in known:
             settings[name] = _read(known[name], value)
         elif name != "seconds":
@@ -103,13 +102,18 @@ def _shape(fields: Mapping[str, Any], pipe: Pipeline) -> dict[str, Any]:
     return settings
 
 
-def _size(value: Any, fields: Mapping[str, Any]) -> tuple[int, int]:
-    found = re.fullmatch(r"\s*(\d{1,5})\s*[x×*]\s*(\d{1,5})\s*", value) if isinstance(value, str) else None
-    if found is None:
-        raise SettingError(f"size is given as {shown(value)} where a text such as '832x480' is right", "size")
+def _size(value: Any, fields: Mapping[str, Any], pipe: Pipeline) -> dict[str, Any]:
+    """Returns the settings that a size gives: WIDTHxHEIGHT, or the name of one of the model's."""
     if "height" in fields or "width" in fields:
         raise SettingError("size is given beside height or width: one way is enough", "size")
-    return int(found[2]), int(found[1])
+    if isinstance(value, str) and value in pipe.sizes:
+        return {"size": value}
+    found = re.fullmatch(r"\s*(\d{1,5})\s*[x×*]\s*(\d{1,5})\s*", value) if isinstance(value, str) else None
+    if found is None:
+        names = ", ".join(pipe.sizes)
+        right = f"a text such as '832x480', or {names}, is right"
+        raise SettingError(f"size is given as {shown(value)} where {right}", "size")
+    return {"height": int(found[2]), "width": int(found[1])}
 
 
 def _frames(fields: Mapping[str, Any], settings: Mapping[str, Any], pipe: Pipeline) -> int:

@@ -16,8 +16,7 @@ from wanjax.layers.tiling import Tiling
 from wanjax.pipelines.caching.rules import RULES, check_apart
 from wanjax.pipelines.family import Architecture
 from wanjax.pipelines.pipeline import Pipeline
-from wanjax.pipelines.seeds import DRAW
-from wanjax.pipelines.settings import PICTURES, Setting, Settings, schema
+from wanjax.pipelines.settings import DRAW, PICTURES, Setting, Settings, schema
 from wanjax.schedulers import NAMED, name_of, successor
 
 LOADED = ("model", "dtype")  # settings that are the server's
@@ -25,14 +24,14 @@ TYPES = {str: "string", bool: "boolean", int: "integer", float: "number"}
 
 
 def model(pipe: Pipeline, tiling: Tiling | None, batch_guidance: bool) -> dict[str, Any]:
-    """Returns what the server tells of a model; sizes are WIDTHxHEIGHT, the model's own first."""
+    """Returns what the server tells of a model; sizes are WIDTHxHEIGHT by name, the model's own first."""
     defaults, architecture = pipe.defaults, pipe.architecture
     return {
         "id": defaults.model,
         "purpose": architecture.purpose,
         "defaults": defaults.to_json(),
         "settings": described(pipe),
-        "sizes": [f"{width}x{height}" for height, width in architecture.sizes(defaults)],
+        "sizes": {name: f"{width}x{height}" for name, (height, width) in pipe.sizes.items()},
         "pictures": pictures(architecture),
         "schedulers": schedulers(pipe),
         "started_with": started_with(pipe, tiling, batch_guidance),
@@ -60,7 +59,8 @@ def described(pipe: Pipeline) -> dict[str, dict[str, Any]]:
         if name not in useless:
             found[name] = _in_words(known._replace(choices=known.choices and tuple(choices.get(name, known.choices))))
             found[name]["default"] = defaults[name]
-    found["seed"]["default"] = DRAW  # on the command line and in the library it is the model's
+    drawn = "Seed of the noise; one is drawn where none is given."  # elsewhere it is 42
+    found["seed"] |= {"description": drawn, "default": DRAW}
     found["cache"] |= {"examples": choices["cache"]} if "cache" in found else {}
     for name in ("height", "width"):
         found[name]["multipleOf"] = architecture.grid

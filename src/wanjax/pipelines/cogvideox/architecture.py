@@ -149,9 +149,6 @@ class CogVideoXArchitecture(Architecture):
     def size_for(self, picture: tuple[int, int, int], asked: Settings) -> tuple[int, int]:
         return self.fixed_size or super().size_for(picture, asked)
 
-    def sizes(self, settings: Settings) -> tuple[tuple[int, int], ...]:
-        return (self.fixed_size,) if self.fixed_size else super().sizes(settings)
-
     def encode_prompts(self, pipe: Pipe, prompt: str, negative_prompt: str) -> CogVideoXEncoded:
         ids = pipe.components.get("tokenizer").tokenize([prompt, negative_prompt]).ids
         graphdef, weights = nnx.split(pipe.components.get("text_encoder"))

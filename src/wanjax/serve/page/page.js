@@ -89,20 +89,22 @@ function picture(name, known) {
 function fit(chosen) {
   model = chosen;
   const { settings, pictures, sizes, schedulers, loras } = model;
-  const own = Object.entries(settings).filter(([name]) => !APART.includes(name));
+  const shown = Object.entries(settings).filter(([name]) => !APART.includes(name));
   if (schedulers.length > 1) {
     const description = "The solver that takes the steps.";
-    own.push(["scheduler", { type: "string", description, default: schedulers[0], examples: schedulers }]);
+    shown.push(["scheduler", { type: "string", description, default: schedulers[0], examples: schedulers }]);
   }
   for (const { name, strength } of loras) {
-    own.push([`lora ${name}`, { type: "number", description: "The strength of this LoRA.", default: strength }]);
+    shown.push([`lora ${name}`, { type: "number", description: "The strength of this LoRA.", default: strength }]);
   }
-  $("settings").replaceChildren(...own.map(([name, known]) => field(name, known)));
+  $("settings").replaceChildren(...shown.map(([name, known]) => field(name, known)));
   $("pictures").replaceChildren(...Object.entries(pictures).map(([name, known]) => picture(name, known)));
   const { model: input, size, height, width } = $("ask").elements;
   const pictured = Object.keys(pictures).some((name) => name === "image" || name === "video");
-  const options = [new Option(pictured ? `${sizes[0]}, or like a picture` : sizes[0], "")];
-  options.push(...sizes.slice(pictured ? 0 : 1).map((one) => new Option(one)), new Option("another", "other"));
+  const own = Object.entries(sizes);
+  const options = [new Option(pictured ? `${own[0][1]}, or like a picture` : own[0][1], "")];
+  options.push(...own.slice(pictured ? 0 : 1).map(([name, one]) => new Option(`${one} (${name})`, one)));
+  options.push(new Option("another", "other"));
   input.value = model.id;
   size.replaceChildren(...options);
   for (const side of [height, width]) Object.assign(side, { step: model.grid, min: model.grid });
