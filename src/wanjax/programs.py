@@ -217,12 +217,20 @@ class Execute(Strategy):
             )
         return self._compiled[key](*arguments)
 
-    def compile(self, instance: Instance) -> None:
-        """Compiles a recorded program, so that a call of it compiles nothing."""
-        _, key = _key(instance.shapes, instance.site)
-        key = (*_options_key(instance.program, instance.site), instance.static, key)
-        if key not in self._compiled:
+    def compile(self, *instances: Instance, begun: Callable[[int, int], Any] = lambda number, total: None) -> None:
+        """Compiles those of recorded programs that are not, so that calls of them compile nothing.
+
+        `begun` receives the number of each before it is compiled, from 1 on, and their total; what it raises ends this.
+        """
+        wanted = {self._key_of(instance): instance for instance in instances}
+        missing = {key: instance for key, instance in wanted.items() if key not in self._compiled}
+        for number, (key, instance) in enumerate(missing.items(), 1):
+            begun(number, len(missing))
             self._compile(instance, key)
+
+    def _key_of(self, instance: Instance) -> Any:
+        _, key = _key(instance.shapes, instance.site)
+        return *_options_key(instance.program, instance.site), instance.static, key
 
     def _compile(self, instance: Instance, key: Any) -> None:
         def attempt(options: dict[str, Any]) -> Callable[..., Any]:

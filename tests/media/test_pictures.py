@@ -17,7 +17,6 @@ from PIL import EpsImagePlugin, Image, ImageFile
 
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
-from wanjax.media import pictures
 from wanjax.media import videos as io
 from wanjax.media.pictures import BOUNDS, Pictures, fit, read_clip, read_picture, read_pictures, size_within
 from wanjax.pipelines.wan.conditioning import known_frames, mask_cells, on_white
@@ -218,13 +217,24 @@ def test_a_clip_whose_frames_are_large_together(tmp_path, monkeypatch, suffix):
     path = io.write_video(tmp_path / f"a{suffix}", CLIP, 10)
     monkeypatch.setattr(BOUNDS, "pixels", 16 * 16)
     assert len(read_clip(path, **MANY)) == len(CLIP)
-    monkeypatch.setattr(pictures, "TIMES", 5)
+    monkeypatch.setattr(BOUNDS, "times", 5)
     with pytest.raises(WanjaxError, match=naming(f"a{suffix} pixels 1,280")):
         read_clip(path, **MANY)
-    monkeypatch.setattr(pictures, "TIMES", 16)
+    monkeypatch.setattr(BOUNDS, "times", 16)
     monkeypatch.setattr(BOUNDS, "pixels", 16 * 15)  # too few for one frame, and enough for all of them
     with pytest.raises(WanjaxError, match=naming(f"a{suffix} pixels")):
         read_clip(path, **MANY)
+
+
+@pytest.mark.parametrize(
+    "text", ["#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\n{0}\n#EXT-X-ENDLIST\n", "ffconcat version 1.0\nfile {0}\n"]
+)
+def test_a_film_that_names_another_file_does_not_read_it(tmp_path, text):
+    io.write_video(tmp_path / "secret.mp4", CLIP, 10, {"prompt": "of another"})
+    (tmp_path / "a.mp4").write_text(text.format("secret.mp4"))
+    for read in (partial(read_clip, **MANY), io.read_metadata):
+        with pytest.raises(WanjaxError, match=naming("a.mp4")):
+            read(tmp_path / "a.mp4")
 
 
 @pytest.mark.parametrize("array", [PICTURE.astype(np.float32), PICTURE[..., :2], PICTURE[None], PICTURE[:0]])

@@ -15,6 +15,7 @@ from wanjax.serve.app import Service
 from wanjax.serve.board import Board
 from wanjax.serve.jobs import Shelf
 from wanjax.serve.limits import Limits
+from wanjax.serve.variants import Variants
 from wanjax.serve.worker import Worker
 
 SMALL: dict[str, Any] = {"prompt": "a red circle", "size": "32x32", "frames": 5, "steps": 2}
@@ -24,11 +25,13 @@ Start = Callable[..., "Server"]
 class Server:
     """A server, a client that asks it from this machine, and a folder."""
 
-    def __init__(self, pipe: Pipeline, folder: Path, *, token: str | None = None, preview: bool = False, **limits: int):
-        bounds = Limits.of(pipe.defaults, **limits)
+    def __init__(
+        self, variants: Variants, folder: Path, *, token: str | None = None, preview: bool = False, **limits: int
+    ):
+        bounds = Limits.of(variants.model(None).defaults, **limits)
         self.board = Board(Shelf(folder), bounds.queue)
-        self.worker = Worker(pipe, self.board, warm_up=False, preview=preview)
-        self.application = Service(pipe, self.board, self.worker, bounds, token).application()
+        self.worker = Worker(variants, self.board, warm_up=False, preview=preview)
+        self.application = Service(self.board, self.worker, bounds, token).application()
         self.client = self.client_from("127.0.0.1")
 
     def client_from(self, address: str, host: str = "localhost:8000") -> TestClient:
@@ -44,6 +47,11 @@ class Server:
         answer = self.client.post("/v1/videos", json=SMALL | more)
         assert answer.status_code == 200, answer.text
         return answer.json()
+
+    def content(self, id: str, **query: str) -> bytes:
+        answer = self.client.get(f"/v1/videos/{id}/content", params=query)
+        assert answer.status_code == 200, answer.text
+        return answer.content
 
     def finished(self, id: str) -> dict[str, Any]:
         for _ in range(1500):
@@ -74,8 +82,10 @@ def start(pipe: Pipeline, tmp_path: Path) -> Iterator[Start]:
     """Starts servers; the worker of each works unless `work=False`."""
     started: list[Server] = []
 
-    def make(folder: Path = tmp_path / "served", *, work: bool = True, **options: Any) -> Server:
-        server = Server(pipe, folder, **options)
+    def make(
+        folder: Path = tmp_path / "served", *, work: bool = True, of: Variants | None = None, **options: Any
+    ) -> Server:
+        server = Server(of or Variants(pipe), folder, **options)
         started.append(server)
         if work:
             server.worker.start()

@@ -11,13 +11,23 @@ import time
 from collections import Counter
 from contextlib import ExitStack, closing
 
+import openai
 import psutil
 import pytest
 from PIL import Image
 
-from tests.support.documents import ROOT, blocks, commands
+from tests.support.documents import ROOT, blocks
 from tests.support.quick import quick
 from tests.support.served import PROMPT, SMALL, finished, serving
+from wanjax.media.videos import read_metadata
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """A client of one server for several tests, whose programs no earlier run has kept."""
+    folder = tmp_path_factory.mktemp("served")
+    with serving(folder / "videos", "--no-rehearse", JAX_COMPILATION_CACHE_DIR=str(folder / "xla")) as (client, _):
+        yield client
 
 
 @pytest.mark.slow
@@ -111,50 +121,85 @@ def picture():
 
 
 @pytest.mark.parametrize(("width", "height"), quick([(1100, 800)], [(1100, 800), (360, 700)]))
-def test_the_page_in_a_browser(browser, tmp_path, width, height):
-    told: list[str] = []
-    with serving(tmp_path / "served") as (client, _):
-        page = browser.new_page(viewport={"width": width, "height": height})
-        page.on("pageerror", lambda error: told.append(str(error)))
-        page.on("console", lambda message: told.append(message.text) if message.type == "error" else None)
-        asked = []
-        page.on("request", lambda request: asked.append(request.url))
-        page.goto(str(client.base_url))
-        page.fill("#prompt", PROMPT)
-        page.click("#ask details summary")
-        page.fill("[name=seed]", "5")
-        page.set_input_files("#image", picture())
-        page.wait_for_selector("#chosen:visible")
-        page.click("#make")
-        page.wait_for_selector(".card.completed", timeout=120_000)
-        [video] = client.get("/v1/videos").json()["data"]
-        assert (video["settings"]["seed"], video["pictures"]) == (5, ["image"])
-        player = page.query_selector(".card video")
-        player.evaluate("player => player.play()")
-        page.wait_for_selector(".card video")
-        assert player.evaluate("player => [player.videoWidth, player.error]") == [64, None]
-        page.fill("[name=frames]", "6")
-        page.evaluate("document.getElementById('ask').noValidate = true")
-        page.click("#make")
-        page.wait_for_selector("#told:has-text('6 frames')")
-        page.fill("[name=frames]", "")
-        page.fill("[name=steps]", "200")
-        page.click("#make")
-        page.click(".card.in_progress .remove, .card.queued .remove")
-        page.wait_for_selector(".card.failed:has-text('cancelled')", timeout=60_000)
-        page.click(".card.completed .again")
-        assert page.input_value("[name=seed]") == "5"
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-        page.screenshot(path=tmp_path / "page.png", full_page=True)
-        page.reload()
-        page.wait_for_selector(".card.completed")
-        page.on("dialog", lambda dialog: dialog.accept())
-        page.click(".card.completed .remove")
-        page.wait_for_selector(".card.completed", state="detached")
-        assert all(url.startswith((str(client.base_url), "blob:")) for url in asked)
-        page.close()
-    refused = [line for line in told if "422" not in line]  # the browser notes the one bad request
-    assert not refused
+def test_the_page_in_a_browser(browser, served, tmp_path, width, height):
+    """From a picture: cancelled while compiling, made, refused, made again with another seed, and deleted."""
+    told, asked = [], []
+    page = browser.new_page(viewport={"width": width, "height": height})
+    page.on("pageerror", lambda error: told.append(str(error)))
+    page.on("console", lambda message: told.append(message.text) if message.type == "error" else None)
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(str(served.base_url))
+    page.fill("#prompt", PROMPT)
+    page.click("#ask details summary")
+    assert page.is_hidden("[name=resize]")
+    page.set_input_files("#image", picture())
+    page.wait_for_selector("#pictures img")
+    assert page.is_visible("[name=resize]")
+    assert page.is_hidden("[name=strength]")  # without a clip
+    assert page.is_visible("[name=negative_prompt]")
+    page.fill("[name=guidance_scale]", "1")
+    assert page.is_hidden("[name=negative_prompt]")
+    page.fill("[name=guidance_scale]", "")
+    page.select_option("[name=size]", "other")
+    for name, value in {"width": 64 if width > 500 else 32, "height": 32, "frames": 5, "steps": 2, "seed": 5}.items():
+        page.fill(f"[name={name}]", str(value))
+    page.click("#make")
+    page.wait_for_selector(".card.in_progress:has-text('compiling program')", timeout=120_000)
+    page.click(".card.in_progress .remove")
+    page.wait_for_selector(".card.failed:has-text('cancelled')", timeout=120_000)
+    page.click("#make")
+    page.wait_for_selector(".card.completed", timeout=300_000)
+    player = page.query_selector(".card video")
+    player.evaluate("player => player.play()")
+    assert player.evaluate("player => [player.videoHeight, player.error]") == [32, None]
+    page.fill("[name=frames]", "6")
+    page.evaluate("document.getElementById('ask').noValidate = true")
+    page.click("#make")
+    page.wait_for_selector("#told:has-text('6 frames')")
+    page.reload()
+    page.click(".card.completed .again")
+    page.wait_for_selector("#pictures img")
+    assert page.input_value("[name=seed]") == "5"
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page.screenshot(path=tmp_path / "page.png", full_page=True)
+    page.fill("[name=seed]", "6")
+    page.fill("[name=count]", "2")
+    page.click("#make")
+    page.wait_for_selector(":nth-match(.card.completed, 3)", timeout=120_000)
+    third, second, first = [one for one in served.get("/v1/videos").json()["data"] if one["status"] == "completed"][:3]
+    assert [one["settings"].pop("seed") for one in (first, second, third)] == [5, 6, 7]
+    same = ("settings", "pictures", "scheduler")
+    assert [third[name] for name in same] == [second[name] for name in same] == [first[name] for name in same]
+    assert first["pictures"] == ["image"]
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.click(f"[data-id={first['id']}] .remove")
+    page.wait_for_selector(f"[data-id={first['id']}]", state="detached")
+    assert served.get(f"/v1/videos/{first['id']}").status_code == 404
+    assert all(url.startswith((str(served.base_url), "blob:")) for url in asked)
+    page.close()
+    assert not [line for line in told if "422" not in line]  # the browser notes the one bad request
+
+
+@pytest.mark.filterwarnings("ignore:The Sora API")
+def test_the_client_of_openai(served, tmp_path):
+    """It makes a video, waits for it, downloads, lists and deletes it, and says what was wrong."""
+    client = openai.OpenAI(base_url=f"{served.base_url}/v1", api_key="none")
+    with client:
+        reference = ("red.png", picture()["buffer"], "image/png")
+        asked = {"prompt": PROMPT, "size": "64x32", "extra_body": {"frames": 5, "steps": 2, "seed": 3}}
+        made = client.videos.create_and_poll(**asked, input_reference=reference, poll_interval_ms=50)
+        assert (made.status, made.size, made.seconds) == ("completed", "64x32", "0.625")
+        client.videos.download_content(made.id).write_to_file(tmp_path / "made.mp4")
+        assert read_metadata(tmp_path / "made.mp4")["seed"] == 3
+        thumbnail = client.videos.download_content(made.id, variant="thumbnail").read()
+        assert Image.open(io.BytesIO(thumbnail)).size == (64, 32)
+        assert made.id in [video.id for video in client.videos.list(limit=1)]  # page by page
+        with pytest.raises(openai.UnprocessableEntityError) as wrong:
+            client.videos.create(prompt=PROMPT, size="33x32")
+        assert wrong.value.body["message"]
+        assert client.videos.delete(made.id).deleted
+        with pytest.raises(openai.NotFoundError):
+            client.videos.retrieve(made.id)
 
 
 @pytest.mark.slow
@@ -180,9 +225,9 @@ def test_the_page_asks_for_the_token(browser, tmp_path):
 def test_the_commands_of_the_documentation(tmp_path):
     page = blocks(ROOT / "docs/serve.md")
     [block] = [block for block in page if block.run == "run: server"]
-    with serving(tmp_path, "--no-rehearse") as (client, _):
-        address = client.base_url.netloc.decode()
-        for line in commands(block.text):
-            subprocess.run(["bash", "-ec", line.replace("localhost:8000", address)], check=True, stdout=subprocess.PIPE)
+    with serving(tmp_path / "served", "--no-rehearse") as (client, _):
+        script = block.text.replace("localhost:8000", client.base_url.netloc.decode())
+        subprocess.run(["bash", "-euc", script], check=True, stdout=subprocess.PIPE, cwd=tmp_path)
         videos = client.get("/v1/videos").json()["data"]
         assert [finished(client, video["id"])["status"] for video in videos] == ["completed"] * 2
+    assert read_metadata(tmp_path / "circle.mp4")["steps"] == 4

@@ -16,6 +16,8 @@ from tests.serve.conftest import SMALL
 from tests.support.commands import refused
 from tests.support.words import says
 from wanjax.cli import serving
+from wanjax.media.pictures import BOUNDS
+from wanjax.serve.asked import BESIDE
 from wanjax.serve.guard import COOKIE
 
 TOKEN = "a-token-of-the-tests"
@@ -32,7 +34,7 @@ BAD_FIELDS = [
     ({"frames": 6}, "not of the form"),
     ({"frames": None, "seconds": "-4"}, "above 0"),
     ({"seconds": "4"}, "beside frames"),
-    ({"size": "large"}, "such as '832x480'"),
+    ({"size": "large"}, "such as '832x480', or 64p"),
     ({"size": "33x32"}, "33 is not a multiple"),
     ({"size": "4096x4096"}, "pixels where this server makes"),
     ({"size": None, "height": 64}, "given alone"),
@@ -41,7 +43,13 @@ BAD_FIELDS = [
     ({"guidance_scale": -1}, "guidance_scale"),
     ({"seed": -2}, "seed"),
     ({"cache": "x" * 300}, "no step cache"),
-    ({"model": "sora-2"}, "nano is"),
+    ({"model": "sora-2"}, "nano would do"),
+    ({"model": 3}, "a text in UTF-8 is right"),
+    ({"lora": "other:1"}, "no LoRA"),
+    ({"lora": 3}, "NAME:0.5"),
+    ({"lora": {"other": "x"}}, "a finite number"),
+    ({"scheduler": "ddim"}, "predictions of v"),
+    ({"scheduler": 3}, "a text in UTF-8 is right"),
     ({"num_frames": 5}, "frames is"),
     ({"callback": "x"}, "not a keyword"),
     ({"dtype": "float32"}, "not a keyword"),
@@ -50,8 +58,8 @@ BAD_FIELDS = [
     ({"image": {"file_id": "1"}}, "no address is fetched"),
     ({"image": "data:image/png;base64,!!"}, "no base64"),
     ({"image": "data:image/png;base64,AAAA"}, "cannot be read as a picture"),
-    ({"image": ["data:;base64,AAAA"] * 2}, "2 pictures"),
-    ({"references": ["data:;base64,AAAA"] * 9}, "9 pictures are given as references where 4"),
+    ({"image": ["data:;base64,AAAA"] * 2}, "2 files"),
+    ({"references": ["data:;base64,AAAA"] * 9}, "9 files are given as references where 4"),
 ]
 
 
@@ -76,7 +84,7 @@ def test_bad_fields(start, fields, sentence):
 
 @pytest.fixture(scope="module")
 def fields(pipe):
-    return sorted({*pipe.defaults.to_json(), "size", "seconds", "image", "last_image", "references", "input_reference"})
+    return sorted({*pipe.defaults.to_json(), *BESIDE})
 
 
 VALUES = st.one_of(
@@ -143,6 +151,33 @@ def test_bad_pictures(start, large):
     last = {"last_image": sent(Image.new("RGB", (32, 32)))["image"]}
     assert "last" in server.refused(422, json=SMALL | last)  # nano has no use for it
     assert "prompt" in server.refused(422, files={"image": b"x"})
+    assert not any(server.board.shelf.folder.glob("video_*"))
+
+
+CLIPS = [b"", b"ffconcat version 1.0\nfile /etc/passwd\n", b"#EXTM3U\n/etc/passwd\n", b"\0\0\0\x18ftypmp42" + b"x" * 99]
+
+
+@pytest.mark.parametrize("data", CLIPS, ids=lambda data: repr(data[:12]))
+def test_bad_clips(start, data):
+    server = start(work=False)
+    sent = {"video": "data:video/mp4;base64," + base64.b64encode(data).decode()}
+    told = server.client.post("/v1/videos", json=SMALL | sent).json()["error"]
+    assert told["param"] == "video"
+    assert str(server.board.shelf.folder) not in told["message"]
+    assert not any(server.board.shelf.folder.glob("video_*"))
+
+
+def test_large_clips(start, monkeypatch):
+    server = start(work=False)
+    frames = [Image.new("RGB", (64, 64), (90 * i, 0, 0)) for i in range(3)]
+    sent_clip = {"video": sent(frames[0], "GIF", save_all=True, append_images=frames[1:])["image"]}
+    monkeypatch.setattr(BOUNDS, "pixels", 64 * 64)
+    monkeypatch.setattr(BOUNDS, "times", 2)
+    assert says(server.refused(422, json=SMALL | sent_clip), "3 frames 64x64 8,192")
+
+
+def test_forms_of_bad_fields(start):
+    server = start(work=False)
     assert "given twice" in server.refused(
         422, content="prompt=a&prompt=b", headers={"content-type": "application/x-www-form-urlencoded"}
     )

@@ -11,19 +11,28 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+import wanjax
 from tests.serve.conftest import SMALL
+from tests.support.quick import quick
+from tests.support.tiny import tiny_control_checkpoint
 from tests.support.words import naming
+from wanjax.checkpoints.files import save_safetensors
+from wanjax.checkpoints.lora import Lora
 from wanjax.errors import WanjaxError
 from wanjax.media.pictures import read_clip
-from wanjax.media.videos import read_metadata
+from wanjax.media.videos import read_metadata, write_video
 from wanjax.pipelines.run import Run
+from wanjax.programs import Instance
+from wanjax.schedulers import UniPC
 from wanjax.serve import worker
 from wanjax.serve.jobs import JOBS, TABLE, Shelf
+from wanjax.serve.variants import Variants
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
@@ -45,7 +54,7 @@ def test_a_video_is_that_of_the_library(start, pipe, tmp_path):
     made = server.finished(asked["id"])
     assert made["status"] == "completed"
     assert made["progress"] == 100
-    assert set(made["stage_seconds"]) == {"encode", "denoise", "decode"}
+    assert set(made["stage_seconds"]) == {"compile", "encode", "denoise", "decode"}
     content = server.client.get(f"/v1/videos/{asked['id']}/content")
     assert content.headers["content-type"] == "video/mp4"
     served = tmp_path / "served.mp4"
@@ -53,7 +62,8 @@ def test_a_video_is_that_of_the_library(start, pipe, tmp_path):
     own = pipe("a red circle", size=(32, 32), frames=5, steps=2, seed=7)
     own.save(tmp_path / "own.mp4")
     np.testing.assert_array_equal(read_clip(served, 9, 8), read_clip(tmp_path / "own.mp4", 9, 8))
-    assert read_metadata(served) == own.settings
+    record = server.client.get(f"/v1/videos/{asked['id']}/record").json()
+    assert read_metadata(served) == own.settings == record
     thumbnail = server.client.get(f"/v1/videos/{asked['id']}/content?variant=thumbnail")
     assert Image.open(io.BytesIO(thumbnail.content)).size == (32, 32)
     part = server.client.get(f"/v1/videos/{asked['id']}/content", headers={"range": "bytes=0-9"})
@@ -102,6 +112,70 @@ def test_a_picture_begins_a_video(start):
     assert record["image"] == str(server.board.shelf.files(job)["image"])
 
 
+def film(path, frames, shade=0):
+    """Returns a clip as an mp4, whose frames differ."""
+    steps = np.arange(frames, dtype=np.uint8)[:, None, None, None] * 20 + shade
+    return write_video(path, np.broadcast_to(steps, (frames, 32, 32, 3)), 8)
+
+
+def url(data):
+    return "data:;base64," + base64.b64encode(data).decode()
+
+
+def test_a_clip_begins_a_video(start, pipe, tmp_path):
+    """From a form's film and JSON's animation: frames are those of the library, and what was sent can be fetched."""
+    server, clips = start(), [film(tmp_path / "a.mp4", 9), film(tmp_path / "a.gif", 9)]
+    fields = {name: str(value) for name, value in SMALL.items()} | {"strength": "0.5", "seed": "3"}
+    answer = server.client.post("/v1/videos", data=fields, files={"video": ("any", clips[0].read_bytes())})
+    asked = [answer.json(), server.ask(video=url(clips[1].read_bytes()), strength=0.5, seed=3)]
+    for one, clip in zip(asked, clips, strict=True):
+        made = server.finished(one["id"])
+        assert made["status"] == "completed", made["error"]
+        assert made["pictures"] == ["clip"]
+        assert server.content(one["id"], variant="clip") == clip.read_bytes()
+        (tmp_path / "served.mp4").write_bytes(server.content(one["id"]))
+        own = pipe("a red circle", size=(32, 32), frames=5, steps=2, seed=3, strength=0.5, video=clip)
+        own.save(tmp_path / "own.mp4")
+        np.testing.assert_array_equal(read_clip(tmp_path / "served.mp4", 9, 8), read_clip(tmp_path / "own.mp4", 9, 8))
+
+
+@pytest.mark.parametrize("made", quick([False], [False, True]))
+def test_a_clip_a_mask_and_references_guide_a_video(start, tmp_path, made):
+    """By VACE."""
+    server = start(of=Variants(wanjax.load(tiny_control_checkpoint(tmp_path / "control"))), work=made)
+    [model] = server.client.get("/v1/models").json()["data"]
+    assert list(model["pictures"]) == ["video", "mask", "references"]
+    assert "strength" not in model["settings"]
+    sent = {"video": url(film(tmp_path / "a.mp4", 5).read_bytes()), "mask": url(picture((32, 32)))}
+    sent |= {"references": [url(picture()), url(picture((20, 20)))]}
+    asked = server.ask(**sent, fps=8)
+    assert asked["pictures"] == ["clip", "mask", "references_0", "references_1"]
+    if made:
+        assert server.finished(asked["id"])["status"] == "completed"
+        record = server.client.get(f"/v1/videos/{asked['id']}/record").json()
+        files = [Path(file).stem for file in (record["video"], record["mask"], *record["references"])]
+        assert files == asked["pictures"]
+
+
+def test_what_a_server_has_is_told(start, pipe):
+    [model] = start(work=False).client.get("/v1/models").json()["data"]
+    assert model["defaults"] == pipe.defaults.to_json()
+    assert next(iter(model["sizes"].items())) == ("64p", "64x64")
+    assert {"guidance_scale_2", "boundary", "dynamic_guidance", "dtype"}.isdisjoint(model["settings"])
+    assert model["settings"]["resize"]["enum"] == ["crop", "pad", "stretch"]
+    assert model["settings"]["steps"]["default"] == pipe.defaults.steps
+    assert all(known["description"] for name, known in model["settings"].items() if name != "prompt")
+    assert (model["schedulers"][0], model["started_with"]["dtype"]) == ("unipc", "float32")
+
+
+def test_a_seed_is_drawn_where_none_is_given(start):
+    server = start(work=False)
+    drawn = [server.ask()["settings"]["seed"] for _ in range(3)]
+    assert len(set(drawn)) == 3
+    assert server.ask(seed=42)["settings"]["seed"] == 42
+    assert server.ask(size="64p")["size"] == "64x64"
+
+
 def test_events_tell_the_way_of_a_video(start):
     server = start()
     answer = server.client.get(f"/v1/videos/{server.ask(steps=4)['id']}/events")
@@ -111,7 +185,7 @@ def test_events_tell_the_way_of_a_video(start):
     assert progress == sorted(progress)
     assert events[-1]["status"] == "completed"
     stages = list(dict.fromkeys(event["stage"] for event in events if event["stage"]))
-    assert set(stages) <= {"encode", "denoise", "decode"}
+    assert set(stages) <= {"compile", "encode", "denoise", "decode"}
     assert "denoise" in stages
 
 
@@ -154,6 +228,66 @@ def test_what_waits_and_what_is_under_way_is_cancelled(start, monkeypatch):
     assert server.client.get(f"/v1/videos/{ids[0]}/content").status_code == 409
 
 
+def test_a_video_is_cancelled_between_two_programs(start, monkeypatch):
+    """The one that is compiled when the wish arrives is the last; the board tells which it is, and of how many."""
+    server, begun, go, names = start(), threading.Event(), threading.Event(), []
+    compiled = Instance.compiled
+
+    def slow(instance, options):
+        names.append(instance.program.name)
+        if len(names) == 2:
+            begun.set()
+            assert go.wait(60)
+        return compiled(instance, options)
+
+    monkeypatch.setattr(Instance, "compiled", slow)
+    id = server.ask(size="48x32", frames=9)["id"]
+    assert begun.wait(60)
+    video = server.client.get(f"/v1/videos/{id}").json()
+    assert (video["stage"], video["stage_done"], video["progress"]) == ("compile", 2, 0)
+    assert video["stage_total"] > 2
+    assert not video["cancelled"]
+    told = server.client.post(f"/v1/videos/{id}/cancel").json()
+    assert told["cancelled"]
+    assert told["version"] > video["version"]
+    go.set()
+    assert server.finished(id)["error"]["code"] == "cancelled"
+    assert len(names) == 2
+
+
+def test_a_video_by_another_solver(start, pipe):
+    server = start()
+    made = server.finished(server.ask(scheduler="euler")["id"])
+    assert made["status"] == "completed", made["error"]
+    assert (made["scheduler"], pipe.architecture.scheduler) == ("euler", UniPC())
+    assert server.client.get(f"/v1/videos/{made['id']}/record").json()["scheduler"] == "euler"
+
+
+def test_strengths_of_a_lora(start, tmp_path):
+    """Each is the library's own video with that strength; what was loaded beside the transformer stays."""
+    file, random = tmp_path / "more red.safetensors", np.random.default_rng(0)
+    factors = {"down": (2, 192), "up": (192, 2)}
+    tensors = {f"blocks.1.self_attn.q.lora_{part}.weight": random.normal(size=shape) for part, shape in factors.items()}
+    save_safetensors(file, {f"diffusion_model.{name}": x.astype(np.float32) for name, x in tensors.items()})
+
+    def load(name, loras):
+        return wanjax.load(name, lora=loras)
+
+    loras = [Lora(str(file), 0.5)]
+    variants = Variants(load("nano", loras), loras, load)
+    server, encoder = start(of=variants), variants.model(None).text_encoder
+    assert server.client.get("/v1/models").json()["data"][0]["loras"] == [{"name": "more_red", "strength": 0.5}]
+    asked = [{}, {"lora": "more_red:2"}, {"lora": {"more_red": 0}}, {}]
+    made = [server.finished(server.ask(seed=3, **more)["id"]) for more in asked]
+    assert [one["lora"] for one in made] == [[{"name": "more_red", "strength": x}] for x in (0.5, 2.0, 0.0, 0.5)]
+    records = [server.client.get(f"/v1/videos/{one['id']}/record").json()["lora"] for one in made]
+    assert records == [[str(Lora(str(file), x))] for x in (0.5, 2.0, 0.0, 0.5)]
+    films = [server.content(one["id"]) for one in made]
+    assert len(set(films[:3])) == 3
+    assert films[3] == films[0]
+    assert variants.model(None).text_encoder is encoder
+
+
 def test_a_removed_video_that_was_under_way_leaves_nothing(start, monkeypatch):
     server = start()
     begun, go = threading.Event(), threading.Event()
@@ -171,7 +305,6 @@ def test_a_failure_ends_its_video_alone(start, monkeypatch, caplog):
     server = start()
     encode = Run.encode
     failures = [RuntimeError("a bug"), MemoryError()]
-    monkeypatch.setattr(worker.Worker, "_forget_shapes", lambda *_: None)
 
     def failing(*given, **options):
         if failures:

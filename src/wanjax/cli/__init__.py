@@ -20,11 +20,20 @@ from click.shell_completion import CompletionItem
 from wanjax.cli import defaults, listing, options, train_options
 from wanjax.cli.arguments import check_prompt, complete_commands, complete_files, complete_models
 from wanjax.cli.report import Report, watched
-from wanjax.errors import WanjaxError, is_out_of_memory, reason
+from wanjax.errors import WanjaxError, is_out_of_memory
 from wanjax.signals import INTERRUPTED, stop
 
 FAILURE, MISTAKE = 1, 2  # exit statuses
-NAMES = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EROFS)
+NAMES = (
+    errno.ENOENT,
+    errno.EISDIR,
+    errno.ENAMETOOLONG,
+    errno.ENOTDIR,
+    errno.ELOOP,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+)
 """Errors of the system that follow from the name of a file."""
 LONGEST_NAME = 200  # characters of it in a message
 DEVICES = ("/dev/accel*", "/dev/vfio/*")  # device files of TPUs, by generation
@@ -88,11 +97,6 @@ class Commands(click.Group):
             status, why = MISTAKE, f"{name!r} is no name of a file that can be used here: {error.strerror}"
         except KeyboardInterrupt:
             status, why = INTERRUPTED, "stopped"
-        except OSError as error:
-            if error.filename is None:  # it is not of a file that the user named
-                _tell_way_on(ctx)
-                raise
-            status, why = MISTAKE, f"{error.filename} cannot be used: {reason(error)}"
         except Exception as error:
             if not is_out_of_memory(error):
                 _tell_way_on(ctx)

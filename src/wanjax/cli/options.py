@@ -12,7 +12,7 @@ import click
 from click.core import ParameterSource
 
 from wanjax.cli.arguments import complete_files, complete_models, today
-from wanjax.pipelines.settings import Settings, schema
+from wanjax.pipelines.settings import PICTURES, Settings, schema
 
 Decorator = Callable[[Any], Any]
 
@@ -193,16 +193,14 @@ def _max_picture(ctx: click.Context, parameter: click.Parameter, value: int | No
 
 
 text = of_group("text")
-image = click.option(
-    "--image", metavar="FILE", shell_complete=complete_files, help="The first frame, for models of image to video."
-)
+image = click.option("--image", metavar="FILE", shell_complete=complete_files, help=PICTURES["image"])
 pictures = together(
     image,
     click.option(
         "--last-image",
         metavar="FILE",
         shell_complete=complete_files,
-        help="The last frame, for models of first and last frame.",
+        help=PICTURES["last_image"],
     ),
     click.option(
         "--video",
@@ -214,7 +212,7 @@ pictures = together(
         "--mask",
         metavar="FILE",
         shell_complete=complete_files,
-        help="White where --video is to be made anew: a clip, or one picture.",
+        help=PICTURES["mask"],
     ),
     click.option(
         "--reference",

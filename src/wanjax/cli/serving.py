@@ -12,11 +12,13 @@ from typing import Any
 import jax
 
 from wanjax import registry
+from wanjax.checkpoints.lora import Lora
 from wanjax.cli.processes import meet
 from wanjax.cli.report import Report
 from wanjax.errors import WanjaxError
 from wanjax.kernels.compiler_options import kept_set
 from wanjax.layers.tiling import Tiling
+from wanjax.media.pictures import BOUNDS
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.signals import INTERRUPTED
 
@@ -28,6 +30,7 @@ LIBRARIES = {
 }
 TOKEN = "WANJAX_TOKEN"  # the name of a variable
 LAST_SECONDS = 60.0  # for a step that is under way when the server ends
+CLIP = 8  # times the pixels of all pictures of a request that a clip may have in all its frames
 SHORTEST = 16  # characters of a token
 
 
@@ -73,20 +76,24 @@ def _listen(report: Report, host: str, port: int, token: str | None, folder: Pat
     from wanjax.serve.connections import BACKLOG, Connection
     from wanjax.serve.jobs import Shelf
     from wanjax.serve.limits import Limits
+    from wanjax.serve.variants import Variants
     from wanjax.serve.worker import Worker
 
+    loras = [Lora.parse(text) for text in given["lora"]]
     pipe = _loaded(report, given)
+    variants = Variants(pipe, loras, lambda name, own: _loaded(report, given | {"model": name, "lora": own}))
     names = {"queue": "max_queue", "steps": "max_steps", "upload": "max_upload"}
     bounds = {name: given[option] for name, option in names.items()} | {"upload": given["max_upload"] * 2**20}
     limits = Limits.of(pipe.defaults, given["max_pixels"], **bounds)
+    BOUNDS.pixels, BOUNDS.times = limits.picture, CLIP
     shelf = Shelf(folder)
     board = Board(shelf, limits.queue)
     if shelf.strange:
         report.note(f"note: {folder} holds what is no video of this server, left alone: {', '.join(shelf.strange[:5])}")
     options = {"tiling": Tiling() if given["tile"] else None, "batch_guidance": given["batch_guidance"]}
     looking = given["preview"] or given["preview_decoder"] is not None
-    worker = Worker(pipe, board, warm_up=given["rehearse"], preview=looking, **options)
-    application = Service(pipe, board, worker, limits, token).application()
+    worker = Worker(variants, board, warm_up=given["rehearse"], preview=looking, **options)
+    application = Service(board, worker, limits, token).application()
 
     class Server(uvicorn.Server):
         """A server that ends all streams of events at a signal, and which a second signal ends at once."""

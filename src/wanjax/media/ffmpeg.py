@@ -11,7 +11,7 @@ from pathlib import Path
 from wanjax.checkpoints.files import abandoned_by
 from wanjax.errors import WanjaxError
 
-FILMS = "mov,matroska,avi,mpegts,mpeg,mpegvideo,ogg,flv,asf,h264,hevc,m4v,ivf"
+FILMS = "mov,matroska,avi,flv,asf,mpeg,mpegts,mpegvideo,m4v,h264,hevc,av1,obu,ivf,ogg,mxf,nut,yuv4mpegpipe,gif,apng"
 """The formats of films that are read. Others, such as playlists, may name further files and addresses to read."""
 
 

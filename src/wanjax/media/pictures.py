@@ -41,23 +41,25 @@ MARKER = re.compile(rb"\xff([\xc0-\xcf\xd9-\xfe])")  # of a JPEG's segment, whic
 START_OF_SCAN, END = 0xDA, 0xD9
 SCANS = 50  # of a progressive JPEG, each of which is a pass over all pixels; some 10 are usual
 ROWS = 256  # of a picture that are converted at a time
-DECODING = RLock()  # for the bound that Pillow has for all threads
+DECODING = RLock()  # so that one picture at a time is decoded, within the bound that Pillow has for all threads
 
 
 @dataclass
 class Bounds:
     """The most that a file with a picture or a clip may hold; a small file may say that it holds gigabytes.
 
-    `pixels` are those of one picture, and `TIMES` as many those of a clip. More is refused before it is decoded.
+    `pixels` are those of one picture, and `times` as many those of a clip. More is refused before it is decoded.
     """
 
     pixels: int = 60_000_000
+    times: int = 16
     side: int = 32_768
     frames: int = 4_000
 
 
 BOUNDS = Bounds()  # of what this process reads; `wanjax generate --max-picture` raises it
-TIMES = 16
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF", "AVIF")
+"""The formats of pictures that a stranger may send, by Pillow's names."""
 
 
 class Pictures(NamedTuple):
@@ -172,10 +174,10 @@ def _animation(source: str | Path, fps: int | float) -> Generator[Picture]:
         durations = []
         for count, frame in enumerate(ImageSequence.Iterator(image), 1):
             _check_size(image, str(source), BOUNDS.pixels)
-            if count > BOUNDS.frames or count * image.width * image.height > TIMES * BOUNDS.pixels:
+            if count > BOUNDS.frames or count * image.width * image.height > BOUNDS.times * BOUNDS.pixels:
                 raise WanjaxError(
                     f"{source} has {count} and more frames of {image.width}x{image.height} pixels where "
-                    f"{BOUNDS.frames:,}, and {TIMES * BOUNDS.pixels:,} pixels in all, are allowed at most"
+                    f"{BOUNDS.frames:,}, and {BOUNDS.times * BOUNDS.pixels:,} pixels in all, are allowed at most"
                 )
             durations.append(_duration(frame))
         tick = _tick([duration for duration in durations if duration], _told_fps(source)) or 1000 / fps
@@ -226,7 +228,7 @@ def _film(source: str | Path, frames: int, fps: int | float) -> Generator[Pictur
     """Yields the pictures of a film that ffmpeg reads, turned as the file says."""
     if not Path(source).is_file():
         raise WanjaxError(f"there is no file {source}")
-    most = 3 * TIMES * BOUNDS.pixels  # bytes
+    most = 3 * BOUNDS.times * BOUNDS.pixels  # bytes
     thinned = ["-vf", rf"fps=min(source_fps\,{fps})", "-frames:v", str(frames), "-fs", str(most)]
     read = ["-max_pixels", str(2 * BOUNDS.pixels + 2**20), *reading(source)]  # a decoder counts edges
     try:

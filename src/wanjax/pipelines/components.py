@@ -121,6 +121,13 @@ class Components:
         while others and not self._fits(network):
             self.free(others.pop(0))
 
+    def take_from(self, other: "Components", but: Sequence[str]) -> None:
+        """Takes over what another pipeline of the same checkpoint has loaded, without the named components."""
+        loaded, put = dict(other._loaded), set(other._put)
+        other.free()
+        self._loaded |= {name: x for name, x in loaded.items() if name not in but}
+        self._put |= put - set(but)
+
     def finish_stage(self, results: Any) -> Any:
         """Returns the results of a stage; if `offload` is True, waits for them and frees the networks."""
         if self.offload:

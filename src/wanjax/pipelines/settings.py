@@ -25,6 +25,14 @@ LONGEST_NUMBER = 40  # characters
 LARGEST_SIDE = 16_384  # pixels
 SEED_BITS = 64
 DRAW = -1  # in place of a seed: draw one
+PICTURES = {
+    "image": "The first frame, for models of image to video.",
+    "last_image": "The last frame, for models of first and last frame.",
+    "video": "A clip for models that take one: they begin from it, or are guided by it.",
+    "mask": "White where the clip is to be made anew: a clip, or one picture.",
+    "references": "Pictures of what the video should show.",
+}
+"""The help of what a video may be made from beside its prompt."""
 KINDS = {str: "a text in UTF-8", bool: "true or false", int: "a whole number", float: "a finite number"}
 SomeSettings = TypeVar("SomeSettings", bound="Settings")
 
@@ -151,7 +159,7 @@ class Settings:
         group="denoising", metavar="X", least=0, usual=5, aliases=("cfg", "cfg_scale", "guide_scale"),
     )  # fmt: skip
     guidance_scale_2: float | None = setting(
-        "The same for the second of two experts, that of little noise.  [default: the first's, if that is given]",
+        "The same for the second of two experts, that of little noise; the first's, where that alone is given.",
         default=None, group="denoising", metavar="X", least=0, usual=3,
     )  # fmt: skip
     boundary: float | None = setting(
@@ -159,7 +167,7 @@ class Settings:
         default=None, group="denoising", metavar="X", least=0, most=1, usual=0.875, aliases=("boundary_ratio",),
     )  # fmt: skip
     strength: float = setting(
-        "How far to go from --video, where it is what to begin from: the share of the steps that are taken.",
+        "How far to go from a given clip, where the model begins from it: the share of the steps that are taken.",
         group="denoising", metavar="X", above=0, most=1, usual=0.8, aliases=("denoise",),
     )  # fmt: skip
     dynamic_guidance: bool | None = setting(

@@ -7,6 +7,7 @@ import re
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -20,9 +21,9 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
 from wanjax.errors import SettingError, WanjaxError, shown
-from wanjax.pipelines.pipeline import Pipeline
+from wanjax.media.videos import read_metadata
 from wanjax.pipelines.record import VERSION
-from wanjax.serve import asked, metrics
+from wanjax.serve import asked, metrics, offer
 from wanjax.serve.board import Board, FullError, UnknownError, Watcher
 from wanjax.serve.guard import COOKIE, Guard, told
 from wanjax.serve.jobs import COMPLETED, PREVIEW, THUMBNAIL, VIDEO, Job, StorageError
@@ -30,11 +31,15 @@ from wanjax.serve.limits import Limits
 from wanjax.serve.worker import BROKE, Worker
 
 PAGE = files("wanjax.serve") / "page"
-FIELDS, FILES = 64, 8  # of a form
+FIELDS, FILES = 64, 12  # of a form
 BODY_SECONDS = 60.0  # in which a request has to arrive
 HEARTBEAT = 15.0  # seconds between signs of life of an idle stream
 T = TypeVar("T")
-CONTENT = {"video": (VIDEO, "video/mp4"), "thumbnail": (THUMBNAIL, "image/webp"), "preview": (PREVIEW, "image/png")}
+CONTENT: dict[str, tuple[str, str | None]] = {
+    "video": (VIDEO, "video/mp4"),
+    "thumbnail": (THUMBNAIL, "image/webp"),
+    "preview": (PREVIEW, "image/png"),
+}
 
 
 class Events(StreamingResponse):
@@ -55,7 +60,6 @@ class Events(StreamingResponse):
 class Service:
     """All that answers need."""
 
-    pipe: Pipeline
     board: Board
     worker: Worker
     limits: Limits
@@ -70,6 +74,7 @@ class Service:
             Route("/v1/videos/{id}", self.remove, methods=["DELETE"]),
             Route("/v1/videos/{id}/cancel", self.cancel, methods=["POST"]),
             Route("/v1/videos/{id}/content", self.content, methods=["GET"]),
+            Route("/v1/videos/{id}/record", self.record, methods=["GET"]),
             Route("/v1/videos/{id}/events", self.events, methods=["GET"]),
             Route("/v1/events", self.events, methods=["GET"]),
             Route("/v1/models", self.models, methods=["GET"]),
@@ -101,13 +106,12 @@ class Service:
 
     def _accept(self, fields: Mapping[str, Any], pictures: Mapping[str, list[bytes]]) -> Job:
         """Checks a request, keeps its pictures and puts it on the board; leaves nothing of one that is refused."""
-        found = asked.read(fields, pictures, self.pipe, self.limits)
+        found = asked.read(fields, pictures, self.worker.variants, self.limits)
         place = self.board.shelf.make_place()
         try:
             saved = asked.save_pictures(found.pictures, place, self.limits)
-            job = Job(place.name, {}, saved)
-            chosen = asked.completed(found, self.board.shelf.files(job), self.pipe, self.limits)
-            job.settings = chosen.to_json()
+            job = Job(place.name, {}, saved, scheduler=found.scheduler, lora=dict(found.lora))
+            job.settings = asked.completed(found, self.board.shelf.files(job), self.limits).to_json()
             self.board.add(job)
         except BaseException:
             self.board.shelf.remove(place.name)
@@ -149,17 +153,28 @@ class Service:
         return self._shown(await run_in_threadpool(self.board.cancel, request.path_params["id"]))
 
     async def content(self, request: Request) -> Response:
-        """Sends a finished video, or its middle frame as `thumbnail`; `preview` shows one that is under way too."""
+        """Sends a finished video, or its middle frame as `thumbnail`.
+
+        `preview` shows one that is under way too, and other variants are what it is made from.
+        """
         job, variant = self.board.find(request.path_params["id"]), request.query_params.get("variant", "video")
-        if variant not in CONTENT:
-            raise SettingError(f"the variant {shown(variant)} is not offered: {', '.join(CONTENT)} are", "variant")
-        if job.status != COMPLETED and variant != "preview":
-            return told(409, f"the video is {job.status.replace('_', ' ')}: only a completed one has content")
-        name, kind = CONTENT[variant]
+        own = {Path(name).stem: (name, None) for name in job.files}
+        if variant not in (known := CONTENT | own):
+            raise SettingError(f"the variant {shown(variant)} is not offered: {', '.join(known)} are", "variant")
+        if job.status != COMPLETED and variant in ("video", "thumbnail"):
+            return _unfinished(job)
+        name, kind = known[variant]
         if not (file := self.board.shelf.place(job.id) / name).is_file():
             return told(404, f"the file {name} of this video is gone", "not_found")
         stem = f"{job.id}{file.suffix}"
         return FileResponse(file, media_type=kind, filename=stem, content_disposition_type="inline")
+
+    async def record(self, request: Request) -> Response:
+        """Sends the record of a finished video: everything that shaped it, as its file has it."""
+        job = self.board.find(request.path_params["id"])
+        if job.status != COMPLETED:
+            return _unfinished(job)
+        return JSONResponse(await run_in_threadpool(read_metadata, self.board.shelf.place(job.id) / VIDEO))
 
     async def events(self, request: Request) -> Response:
         """Streams changes as server-sent events: those of one video until its end, or of all."""
@@ -190,20 +205,16 @@ class Service:
                 yield ": still here\n\n"
 
     async def models(self, request: Request) -> JSONResponse:
-        """Lists the one model, with its default settings and the bounds of a request."""
-        defaults = self.pipe.defaults
-        model = {
-            "id": defaults.model,
-            "object": "model",
-            "owned_by": "wanjax",
-            "created": int(metrics.STARTED),
-            "purpose": self.pipe.architecture.purpose,
-            "defaults": defaults.to_json(),
-            "limits": self.limits.to_json(),
-            "grid": self.pipe.architecture.grid,
-            "frames_step": self.pipe.architecture.vae.temporal_factor,
-        }
-        return JSONResponse({"object": "list", "data": [model]})
+        """Lists the models, the served one first: all that a request may ask, and what the server was started with."""
+        return JSONResponse({"object": "list", "data": await run_in_threadpool(self._models)})
+
+    def _models(self) -> list[dict[str, Any]]:
+        worker, limits = self.worker, self.limits.to_json()
+        loras = [{"name": name, "strength": lora.strength} for name, lora in worker.variants.loras.items()]
+        about = {"object": "model", "owned_by": "wanjax", "created": int(metrics.STARTED), "limits": limits}
+        about["loras"] = loras
+        pipes = worker.variants.pipes.values()
+        return [about | offer.model(pipe, worker.tiling, worker.batch_guidance) for pipe in pipes]
 
     async def login(self, request: Request) -> Response:
         """Keeps the token of a form in a cookie, for the page."""
@@ -218,7 +229,7 @@ class Service:
 
     async def health(self, request: Request) -> JSONResponse:
         state = self.worker.state
-        found = {"status": state, "model": self.pipe.defaults.model, "queue": self.board.waiting, "version": VERSION}
+        found = {"status": state, "model": self.worker.variants.first, "queue": self.board.waiting, "version": VERSION}
         return JSONResponse(found, 503 if state == BROKE else 200)
 
     async def measured(self, request: Request) -> PlainTextResponse:
@@ -230,6 +241,10 @@ class Service:
 
     def _shown(self, job: Job) -> JSONResponse:
         return JSONResponse(self._told(job))
+
+
+def _unfinished(job: Job) -> JSONResponse:
+    return told(409, f"the video is {job.status.replace('_', ' ')}: only a completed one has content")
 
 
 async def _arrived(body: Coroutine[Any, Any, T]) -> T:

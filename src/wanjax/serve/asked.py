@@ -8,42 +8,54 @@ The fields are the library's settings by name, and those of OpenAI's videos API:
 import base64
 import binascii
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from PIL import Image
 
-from wanjax.errors import SettingError, shown
-from wanjax.media.pictures import Pictures, opened, picture_of
+from wanjax.errors import SettingError, WanjaxError, shown
+from wanjax.media.pictures import DECODING, Pictures, opened, picture_of
 from wanjax.pipelines.keywords import unknown_keyword
 from wanjax.pipelines.pipeline import Pipeline
-from wanjax.pipelines.settings import Setting, Settings, schema
+from wanjax.pipelines.settings import DRAW, Setting, Settings
+from wanjax.schedulers import name_of
 from wanjax.serve.limits import Limits
+from wanjax.serve.offer import offered, with_scheduler
+from wanjax.serve.variants import Variants
 
+FILMS = {b"ftyp": "mp4", b"\x1a\x45\xdf\xa3": "webm"}  # suffixes by what a file has near its start: mov and mkv too
 SAME_PICTURE = "input_reference"  # OpenAI's name of `image`
-PICTURES = ("image", "last_image", "references")
-LOADED = ("model", "dtype")  # settings that are the server's
+PICTURES, CLIPS = Pictures._fields, ("video", "mask")
+CLIP = "clip"  # the name of the file that is given as `video`, beside which the result has that name
 LONGEST_TEXT = 200  # characters of a setting other than the prompts
 DATA_URL = re.compile(r"data:[\w/+.-]*;base64,(.*)", re.DOTALL)
 SECONDS = Setting("seconds", float, above=0, most=3600)
+MODEL, SCHEDULER = Setting("model", str), Setting("scheduler", str)
+STRENGTH = Setting("lora", float, least=-10, most=10)
+BESIDE = ("size", "seconds", *PICTURES, SAME_PICTURE, "model", "scheduler", "lora")  # fields that are no settings
 
 
 class Asked(NamedTuple):
-    """A request: the settings that it gives, and its pictures by name, each as bytes."""
+    """A request: a model, given settings, pictures by name, each as bytes, a solver, and the LoRAs' strengths."""
 
+    pipe: Pipeline
     settings: Mapping[str, Any]
     pictures: Mapping[str, Sequence[bytes]]
+    scheduler: str | None = None
+    lora: Mapping[str, float] = {}
 
 
-def read(fields: Mapping[str, Any], files: Mapping[str, Sequence[bytes]], pipe: Pipeline, limits: Limits) -> Asked:
+def read(fields: Mapping[str, Any], files: Mapping[str, Sequence[bytes]], variants: Variants, limits: Limits) -> Asked:
     """Reads the fields of a JSON object or a form, and a form's files.
 
     Raises WanjaxError for a field that is unknown or of another type, and for a picture that is none.
     """
     fields = {name: value for name, value in fields.items() if value is not None}
-    _check_model(fields.pop("model", None), pipe.defaults.model)
+    model = variants.model(MODEL.read(fields.pop("model", variants.first)))
+    lora = variants.strengths(_strengths(fields.pop("lora", {})))
     pictures = {name: list(given) for name, given in files.items()}
     for name in (*PICTURES, SAME_PICTURE):
         if name in fields:
@@ -51,43 +63,55 @@ def read(fields: Mapping[str, Any], files: Mapping[str, Sequence[bytes]], pipe: 
     if SAME_PICTURE in pictures:
         pictures.setdefault("image", []).extend(pictures.pop(SAME_PICTURE))
     _check_pictures(pictures, limits)
-    settings = _shape(fields, pipe)
+    solver = SCHEDULER.read(fields.pop("scheduler")) if "scheduler" in fields else None
+    solver = None if solver == name_of(model.scheduler) else solver
+    settings = _shape(fields, model)
+    _check_text("scheduler", solver, limits)
     for name, value in settings.items():
         _check_text(name, value, limits)
     if "prompt" not in settings:
         raise SettingError("the prompt is missing: a text that says what the video shows is right", "prompt")
-    return Asked(settings, pictures)
+    return Asked(model, settings, pictures, solver, lora)
 
 
-def _check_model(asked: Any, served: str) -> None:
-    if asked not in (None, served):
-        raise SettingError(f"the model {shown(asked)} is not served here: {served} is", "model")
+def _strengths(given: Any) -> dict[str, float]:
+    """Returns LoRAs' strengths from {NAME: STRENGTH}, or a text such as NAME:0.5,OTHER:1."""
+    if isinstance(given, str):
+        parts = [part.rpartition(":") for part in given.split(",") if part]
+        given = {name: strength for name, _, strength in parts}
+    if not isinstance(given, Mapping):
+        raise SettingError(f"lora is given as {shown(given)} where a text such as NAME:0.5 is right", "lora")
+    return {name.strip(): _read(STRENGTH, value) for name, value in given.items()}
 
 
 def _shape(fields: Mapping[str, Any], pipe: Pipeline) -> dict[str, Any]:
     """Returns the settings of a request, each of its type, with `size` and `seconds` resolved."""
-    own = pipe.defaults.to_json().keys() - set(LOADED)
-    known = {name: setting for name, setting in schema(type(pipe.defaults)).items() if name in own}
+    known = offered(pipe)
     settings: dict[str, Any] = {}
     for name, value in fields.items():
         if name == "size":
-            settings |= zip(("height", "width"), _size(value, fields), strict=True)
+            settings |= _size(value, fields, pipe)
         elif name in known:
             settings[name] = _read(known[name], value)
         elif name != "seconds":
-            raise unknown_keyword(name, (*known, "size", "seconds", *PICTURES, SAME_PICTURE, "model"))
+            raise unknown_keyword(name, (*known, *BESIDE))
     if "seconds" in fields:
         settings["frames"] = _frames(fields, settings, pipe)
     return settings
 
 
-def _size(value: Any, fields: Mapping[str, Any]) -> tuple[int, int]:
-    found = re.fullmatch(r"\s*(\d{1,5})\s*[x×*]\s*(\d{1,5})\s*", value) if isinstance(value, str) else None
-    if found is None:
-        raise SettingError(f"size is given as {shown(value)} where a text such as '832x480' is right", "size")
+def _size(value: Any, fields: Mapping[str, Any], pipe: Pipeline) -> dict[str, Any]:
+    """Returns the settings that a size gives: WIDTHxHEIGHT, or the name of one of the model's."""
     if "height" in fields or "width" in fields:
         raise SettingError("size is given beside height or width: one way is enough", "size")
-    return int(found[2]), int(found[1])
+    if isinstance(value, str) and value in pipe.sizes:
+        return {"size": value}
+    found = re.fullmatch(r"\s*(\d{1,5})\s*[x×*]\s*(\d{1,5})\s*", value) if isinstance(value, str) else None
+    if found is None:
+        names = ", ".join(pipe.sizes)
+        right = f"a text such as '832x480', or {names}, is right"
+        raise SettingError(f"size is given as {shown(value)} where {right}", "size")
+    return {"height": int(found[2]), "width": int(found[1])}
 
 
 def _frames(fields: Mapping[str, Any], settings: Mapping[str, Any], pipe: Pipeline) -> int:
@@ -112,14 +136,14 @@ def _check_text(name: str, value: Any, limits: Limits) -> None:
 
 
 def _from_text(name: str, value: Any) -> list[bytes]:
-    """Returns pictures that JSON holds, as data: URLs, alone, in a list, or as OpenAI's {"image_url": ...}."""
+    """Returns pictures or clips that JSON holds, as data: URLs, alone, in a list, or as OpenAI's {"image_url": ...}."""
     if isinstance(value, list):
         return [one for each in value[:100] for one in _from_text(name, each)]
     if isinstance(value, Mapping):
         value = value.get("image_url")
     found = DATA_URL.fullmatch(value) if isinstance(value, str) else None
     if found is None:
-        told = f"{name} has no picture: a file in a form or a data: URL is right, and no address is fetched"
+        told = f"{name} has no file: one in a form or a data: URL is right, and no address is fetched"
         raise SettingError(told, name)
     try:
         return [base64.b64decode(found[1], validate=True)]
@@ -133,38 +157,75 @@ def _check_pictures(pictures: Mapping[str, Sequence[bytes]], limits: Limits) -> 
             raise unknown_keyword(name, (*PICTURES, SAME_PICTURE))
         most = limits.references if name == "references" else 1
         if len(given) > most:
-            raise SettingError(f"{len(given)} pictures are given as {name} where {most} would do", name)
+            raise SettingError(f"{len(given)} files are given as {name} where {most} would do", name)
 
 
 def save_pictures(pictures: Mapping[str, Sequence[bytes]], folder: Path, limits: Limits) -> dict[str, Any]:
-    """Writes pictures as PNG files into a folder, and returns their names by setting.
+    """Writes pictures as PNG files into a folder, and clips as they are; returns their names by setting.
 
-    Raises WanjaxError where one is none, or where all together are too large by what their headers say.
+    Raises WanjaxError where one is none, or where all pictures are too large together by what their headers say. A clip
+    is decoded by whoever reads it, within the bounds of this process.
     """
-    each = [(name, number, BytesIO(data)) for name, given in pictures.items() for number, data in enumerate(given)]
+    each = [(name, number, data) for name, given in pictures.items() for number, data in enumerate(given)]
+    kinds = {(name, number): _film(data) if name in CLIPS else None for name, number, data in each}
     saved: dict[str, Any] = {}
     left = limits.picture
-    for name, _, data in each:
-        with opened(data, name, pixels=left) as image:
-            left -= image.width * image.height
     for name, number, data in each:
-        file = f"{name}_{number}.png" if name == "references" else f"{name}.png"
-        with opened(data, name, pixels=limits.picture) as image:  # one at a time in this process
-            Image.fromarray(picture_of(image, name)).save(folder / file)
+        if kinds[name, number] is None:
+            with _opened(data, name, pixels=left) as image:
+                left -= image.width * image.height
+                kinds[name, number] = str(image.format).lower() if name in CLIPS else "png"
+    for name, number, data in each:
+        stem = f"{name}_{number}" if name == "references" else CLIP if name == "video" else name
+        file = f"{stem}.{kinds[name, number]}"
+        if name in CLIPS:
+            (folder / file).write_bytes(data)
+        else:
+            with _opened(data, name, pixels=limits.picture) as image:  # one at a time in this process
+                Image.fromarray(picture_of(image, name)).save(folder / file)
         saved[name] = [*saved.get(name, []), file] if name == "references" else file
     return saved
 
 
-def completed(asked: Asked, files: Mapping[str, Any], pipe: Pipeline, limits: Limits) -> Settings:
-    """Returns all settings of a request whose pictures are files; raises WanjaxError where they make no video."""
-    settings, shape = dict(asked.settings), {"height", "width"} & asked.settings.keys()
+def _film(data: bytes) -> str | None:
+    """Returns the suffix of a film; None for what can only be a picture or an animation."""
+    return next((suffix for mark, suffix in FILMS.items() if mark in data[:8]), None)
+
+
+@contextmanager
+def _opened(data: bytes, name: str, pixels: int | None = None) -> Iterator[Image.Image]:
+    """Opens a picture of one of the formats that a stranger may send; raises SettingError that names the field."""
+    try:
+        with opened(BytesIO(data), name, pixels=pixels) as image:
+            yield image
+    except WanjaxError as error:
+        raise SettingError(str(error), name) from error
+
+
+def completed(asked: Asked, files: Mapping[str, Any], limits: Limits) -> Settings:
+    """Returns all settings of a request whose pictures are files; raises WanjaxError where they make no video.
+
+    A seed is drawn where none is given.
+    """
+    pipe = with_scheduler(asked.pipe, asked.scheduler)
+    settings, shape = {"seed": DRAW, **asked.settings}, {"height", "width"} & asked.settings.keys()
     if len(shape) == 1:
         alone = shape.pop()
         raise SettingError(f"the {alone} is given alone: size, or height and width, are right", alone)
     limits.check(pipe.defaults.updated(settings))  # before pictures are fitted to it
-    _, chosen = pipe.prepare(**files, **settings)
+    try:
+        with DECODING:  # the clips of one request at a time are in memory
+            _, chosen = pipe.prepare(**files, **settings)
+    except WanjaxError as error:
+        raise _by_field(error, files) from error
     limits.check(chosen)
     return chosen
 
 
-assert set(PICTURES) < set(Pictures._fields)
+def _by_field(error: WanjaxError, files: Mapping[str, Any]) -> WanjaxError:
+    """Returns an error that calls a file by its field, where it told the path that the file has here."""
+    for name, file in files.items():
+        for path in map(str, file if isinstance(file, list) else [file]):
+            if path in str(error):
+                return SettingError(str(error).replace(path, name), name)
+    return error

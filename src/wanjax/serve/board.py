@@ -116,6 +116,7 @@ class Board:
             if not job.over and not job.cancelled:
                 job.cancelled = True
                 self._save(job)  # before the answer
+                self._tell(job)
             if job.status == QUEUED:
                 self._queue.remove(job)
                 self._end(job, FAILED, cancellation())

@@ -54,6 +54,7 @@ class Job:
     `done` of `total` counts the steps or the chunks of `stage`; `preview` the steps that had been taken when the last
     preview was made, 0 where there is none; `seconds` are those of the stages. `tries` counts how
     often it was begun. `version` is the number of its last change on the board. `cancelled` asks for its end.
+    `scheduler` is None for the model's own, and `lora` has the strength of each LoRA.
     """
 
     id: str
@@ -73,10 +74,17 @@ class Job:
     notes: list[str] = field(default_factory=list)
     version: int = 0
     cancelled: bool = False
+    scheduler: str | None = None
+    lora: dict[str, float] = field(default_factory=dict)
 
     @property
     def over(self) -> bool:
         return self.status in (COMPLETED, FAILED)
+
+    @property
+    def files(self) -> list[str]:
+        """The names of its pictures' and clips' files."""
+        return [one for file in self.pictures.values() for one in (file if isinstance(file, list) else [file])]
 
     def to_json(self) -> dict[str, Any]:
         """Returns the video as OpenAI's videos API shows one, and beside that all its settings and its progress."""
@@ -96,7 +104,10 @@ class Job:
             "error": self.error,
             "remixed_from_video_id": None,
             "settings": made,
-            "pictures": sorted(self.pictures),
+            "scheduler": self.scheduler,
+            "lora": [{"name": name, "strength": strength} for name, strength in self.lora.items()],
+            "cancelled": self.cancelled,
+            "pictures": [Path(file).stem for file in self.files],
             "stage": self.stage,
             "stage_done": self.done,
             "stage_total": self.total,
@@ -259,12 +270,11 @@ class Shelf:
         """Returns the job in a text; None where it is none whose files are its own."""
         with suppress(ValueError, TypeError, KeyError, ArithmeticError):
             job = JOBS.validate_json(text, strict=True)
-            files = [one for file in job.pictures.values() for one in (file if isinstance(file, list) else [file])]
             for name, known in schema(Settings).items():
                 if job.settings.get(name) is not None:
                     known.read(job.settings[name])
             job.to_json()  # which needs some of them
-            if job.id == id and all(map(FILE.fullmatch, files)):
+            if job.id == id and all(map(FILE.fullmatch, job.files)):
                 return job
         return None
 

@@ -24,13 +24,17 @@ from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.previews.previews import Previews
 from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.pipelines.run import Hook, Run
+from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Cancelled, Step
 from wanjax.programs import EXECUTE
+from wanjax.serve import offer
 from wanjax.serve.board import Board
 from wanjax.serve.jobs import BROKEN, COMPLETED, FAILED, MISTAKE, PREVIEW, THUMBNAIL, VIDEO, Job, cancellation
+from wanjax.serve.variants import Variants
 
 SHAPES = 16  # shapes whose compiled programs are kept
-PERCENT = {"encode": (0, 2), "denoise": (2, 95), "decode": (95, 99)}  # done at the start of a stage and at its end
+PERCENT = {"compile": (0, 0), "encode": (0, 2), "denoise": (2, 95), "decode": (95, 99)}
+"""How much is done at the start of a stage and at its end."""
 THUMBNAIL_SIDE = 480  # pixels
 LOADING, READY, BROKE = "loading", "ready", "failed"
 OUT_OF_MEMORY = "the devices have too little memory for this video: a smaller size or fewer frames need less"
@@ -48,7 +52,7 @@ class Worker:
 
     def __init__(
         self,
-        pipe: Pipeline,
+        variants: Variants,
         board: Board,
         *,
         tiling: Tiling | None = None,
@@ -56,7 +60,7 @@ class Worker:
         warm_up: bool = True,
         preview: bool = False,
     ):
-        self.pipe = pipe
+        self.variants = variants
         self.board = board
         self.tiling = tiling
         self.batch_guidance = batch_guidance
@@ -64,7 +68,7 @@ class Worker:
         self.seconds: dict[str, float] = {}  # of all videos so far, by stage
         self._warm_up = warm_up
         self.preview = preview
-        self._shapes: dict[tuple[Any, ...], None] = {}
+        self._shapes: set[Any] = set()
         self._thread = Thread(target=self._run, name="wanjax-worker", daemon=True)
 
     def start(self) -> None:
@@ -77,10 +81,11 @@ class Worker:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        self.pipe.progress = False
+        pipe = self.variants.model(None)
+        pipe.progress = False
         try:
             if self._warm_up:
-                warm_up(self.pipe, self.tiling, self.batch_guidance, self.preview, lambda: self.board.closed)
+                warm_up(pipe, self.tiling, self.batch_guidance, self.preview, lambda: self.board.closed)
             self.state = READY
             while (job := self.board.take()) is not None:
                 self._make(job)
@@ -92,7 +97,6 @@ class Worker:
     def _make(self, job: Job) -> None:
         """Makes a video, and notes its end, whatever that is."""
         try:
-            self._forget_shapes(job)
             self._video(job)
         except Cancelled:
             if self.board.closed and not job.cancelled:
@@ -110,15 +114,23 @@ class Worker:
             self.board.finish(job, COMPLETED)
 
     def _video(self, job: Job) -> None:
-        pipe, files, place = self.pipe, self.board.shelf.files(job), self.board.shelf.place(job.id)
+        strengths = self.variants.strengths(job.lora)
+        pipe = offer.with_scheduler(self.variants.take(job.settings["model"], strengths), job.scheduler)
+        files, place = self.board.shelf.files(job), self.board.shelf.place(job.id)
         settings: Any = {name: value for name, value in job.settings.items() if value is not None}
         job.notes = [
             str(told) for text in (settings["prompt"], settings["negative_prompt"]) for told in pipe.truncations(text)
         ]
         pictures, chosen = pipe.prepare(**files, **settings)
-        options = {"tiling": self.tiling, "batch_guidance": self.batch_guidance}
+        options: Any = {"tiling": self.tiling, "batch_guidance": self.batch_guidance}
+        hook = Advancing(self, job)
+        if (shape := self._shape(job, chosen)) not in self._shapes:
+            with hook.stage("compile"):
+                needed = record(pipe, chosen, pictures, **options).programs
+                EXECUTE.compile(*(one.instance for one in needed), begun=hook.compiling)
+            self._shapes.add(shape)
         asked = Order(chosen, pipe.record(chosen, files, **options))
-        for order, frames in (run := Run(pipe, [asked], pictures, hooks=[Advancing(self, job)], **options)):
+        for order, frames in (run := Run(pipe, [asked], pictures, hooks=[hook], **options)):
             with run.stage("decode"):
                 clips = with_thumbnail((np.asarray(x) for x in frames), chosen.frames, place / THUMBNAIL)
                 write_video(place / VIDEO, clips, chosen.fps, order.record)
@@ -127,14 +139,17 @@ class Worker:
         """Tells whether a video is to end before its time."""
         return job.cancelled or self.board.closed
 
-    def _forget_shapes(self, job: Job) -> None:
-        """Drops all compiled programs once there are those of many shapes, so that memory does not grow."""
-        made = job.settings
-        shape = tuple(made[name] for name in ("height", "width", "frames")), made["guidance_scale"] > 1, made["cache"]
-        self._shapes[shape] = None
-        if len(self._shapes) > SHAPES:
-            self._shapes = {shape: None}
+    def _shape(self, job: Job, chosen: Settings) -> tuple[Any, ...]:
+        """Returns what decides which programs a video needs, but for the lengths of its prompts.
+
+        Before one of too many shapes all programs are dropped, so that memory does not grow.
+        """
+        made = chosen.model, chosen.size, chosen.frames, chosen.guided, chosen.cache
+        shape = *made, job.scheduler, tuple(job.files)
+        if shape not in self._shapes and len(self._shapes) >= SHAPES:
+            self._shapes.clear()
             EXECUTE.forget()
+        return shape
 
 
 def with_thumbnail(chunks: Iterator[np.ndarray], frames: int, file: Path) -> Iterator[np.ndarray]:
@@ -170,6 +185,12 @@ class Advancing(Hook):
             self.worker.seconds[name] = self.worker.seconds.get(name, 0.0) + seconds
             self.job.seconds[name] = round(seconds, 3)
 
+    def compiling(self, number: int, total: int) -> None:
+        """Notes which program is compiled now; raises Cancelled before one."""
+        if self.worker.stopped(self.job):
+            raise Cancelled(0)
+        self.board.advance(self.job, 0, done=number, total=total)
+
     def stepped(self, step: Step) -> bool:
         if self.worker.preview:
             self.previews(step)
@@ -197,20 +218,22 @@ def warm_up(
 
     What fails here is told by the first request.
     """
+
+    def check(number: int, total: int) -> None:
+        if stopped():
+            raise Cancelled(0)
+
     try:
         settings = pipe.settings()
         recorded = record(pipe, settings, needed_pictures(pipe, settings), tiling=tiling, batch_guidance=batch_guidance)
-        for one in recorded.programs:
-            if stopped():
-                return
-            EXECUTE.compile(one.instance)
+        EXECUTE.compile(*(one.instance for one in recorded.programs), begun=check)
         if sum(pipe.components.sizes.values()) < free_memory(jax.local_devices()[0]):
             for name in pipe.components.names:
                 if not stopped():
                     pipe.components.get(name)
         if preview and not stopped():
             pipe.colours()
-    except WanjaxError:
+    except (WanjaxError, Cancelled):
         pass
     except Exception as error:
         logger.warning("the warm-up did not succeed: %s", str(error)[:500])

@@ -3,11 +3,11 @@
 "use strict";
 
 const $ = (id) => document.getElementById(id);
-const HIDDEN = ["model", "prompt", "dtype"]; // settings without a field of their own below the prompt
-const CHOICES = { resize: ["crop", "pad", "stretch"], sigmas: ["official", "diffusers"] };
+const APART = ["prompt", "height", "width", "seed"]; // settings that have a place of their own in the form
 const cards = new Map(); // id -> {video, element}
 const gone = new Set(); // ids of removed videos, which an answer that was under way may still name
-let model = null;
+let models = [];
+let model = null; // the one that the form is for
 let source = null;
 let last = null; // id of the oldest video that is shown
 
@@ -20,7 +20,7 @@ class Refused extends Error {
 
 async function ask(path, options = {}) {
   const answer = await fetch(path, options);
-  if (answer.ok) return answer.status === 204 ? null : answer.json();
+  if (answer.ok) return answer.status === 204 ? null : JSON.parse(await answer.text(), exact);
   let message = `${answer.status} ${answer.statusText}`;
   try {
     message = (await answer.json()).error.message;
@@ -34,46 +34,129 @@ function words(name) {
   return name.replaceAll("_", " ");
 }
 
-function field(name, value) {
-  const label = document.createElement("label");
-  label.textContent = words(name);
-  let input;
-  if (CHOICES[name] || typeof value === "boolean") {
-    input = document.createElement("select");
-    for (const choice of CHOICES[name] ?? ["true", "false"]) input.add(new Option(choice, choice));
-    input.value = String(value);
-  } else {
-    input = document.createElement("input");
-    input.type = typeof value === "number" || value === null ? "number" : "text";
-    if (input.type === "number") input.step = "any";
-    if (["height", "width"].includes(name)) input.step = input.min = model.grid;
-    if (["steps", "fps", "frames"].includes(name)) input.min = input.step = 1;
-    if (name === "frames") input.step = model.frames_step;
-    if (name === "seed") input.min = -1;
-    input.placeholder = value === null ? "the model's" : name === "seed" ? "drawn" : String(value);
-  }
-  input.name = name;
+// Keeps the digits of a seed, which may be larger than a number of this language.
+function exact(name, value, context) {
+  return name === "seed" && context?.source ? context.source : value;
+}
+
+function made(tag, more = {}) {
+  return Object.assign(document.createElement(tag), more);
+}
+
+// Returns a setting's label with its input and its help, from the server's description.
+function field(name, known) {
+  const label = made("label", { textContent: words(name), className: name === "negative_prompt" ? "wide" : "" });
+  const choices = known.enum ?? (known.type === "boolean" ? ["true", "false"] : null);
+  const input = made(choices ? "select" : "input", { name });
   label.append(input);
-  if (name === "negative_prompt") label.className = "wide";
+  if (choices) {
+    for (const choice of choices) input.add(new Option(choice));
+    input.value = String(known.default);
+  } else {
+    const numeric = known.type !== "string";
+    const step = name === "frames" ? model.frames_step : known.type === "integer" ? 1 : "any";
+    const min = name === "frames" ? 1 : known.minimum ?? "";
+    Object.assign(input, { type: numeric ? "number" : "text", placeholder: String(known.default) });
+    if (numeric) Object.assign(input, { step, min, max: known.maximum ?? "" });
+  }
+  if (known.examples) {
+    const list = made("datalist", { id: `some-${name}` });
+    list.append(...known.examples.map((example) => new Option(example)));
+    input.setAttribute("list", list.id);
+    label.append(list);
+  }
+  label.append(made("small", { textContent: known.description }));
   return label;
 }
 
-function fields() {
-  const own = Object.entries(model.defaults).filter(([name]) => !HIDDEN.includes(name));
-  $("settings").replaceChildren(...own.map(([name, value]) => field(name, value)));
+// Returns the label of a picture or a clip, with the chosen pictures shown.
+function picture(name, known) {
+  const label = made("label", { textContent: words(name === "video" ? "clip" : name) });
+  const input = made("input", { name, id: name, type: "file", multiple: known.several, required: known.required });
+  input.accept = ["video", "mask"].includes(name) ? "image/*,video/*,.mkv" : "image/*";
+  const shown = made("span");
+  input.addEventListener("change", () => {
+    for (const old of shown.children) URL.revokeObjectURL(old.src);
+    const images = [...input.files].filter((file) => file.type.startsWith("image/"));
+    shown.replaceChildren(...images.map((file) => made("img", { src: URL.createObjectURL(file), alt: file.name })));
+    reveal();
+  });
+  label.append(input, shown, made("small", { textContent: known.description }));
+  return label;
+}
+
+// Makes the form of a model, with the fields for which it has a use.
+function fit(chosen) {
+  model = chosen;
+  const { settings, pictures, sizes, schedulers, loras } = model;
+  const shown = Object.entries(settings).filter(([name]) => !APART.includes(name));
+  if (schedulers.length > 1) {
+    const description = "The solver that takes the steps.";
+    shown.push(["scheduler", { type: "string", description, default: schedulers[0], examples: schedulers }]);
+  }
+  for (const { name, strength } of loras) {
+    shown.push([`lora ${name}`, { type: "number", description: "The strength of this LoRA.", default: strength }]);
+  }
+  $("settings").replaceChildren(...shown.map(([name, known]) => field(name, known)));
+  $("pictures").replaceChildren(...Object.entries(pictures).map(([name, known]) => picture(name, known)));
+  const { model: input, size, height, width } = $("ask").elements;
+  const pictured = Object.keys(pictures).some((name) => name === "image" || name === "video");
+  const own = Object.entries(sizes);
+  const options = [new Option(pictured ? `${own[0][1]}, or like a picture` : own[0][1], "")];
+  options.push(...own.slice(pictured ? 0 : 1).map(([name, one]) => new Option(`${one} (${name})`, one)));
+  options.push(new Option("another", "other"));
+  input.value = model.id;
+  size.replaceChildren(...options);
+  for (const side of [height, width]) Object.assign(side, { step: model.grid, min: model.grid });
+  reveal();
+}
+
+// Shows the fields that are of use as the form is now.
+function reveal() {
+  const fields = $("ask").elements;
+  const show = (name, wanted) => {
+    if (fields[name]) fields[name].closest("label").hidden = !wanted;
+  };
+  const scales = ["guidance_scale", "guidance_scale_2"].map((name) => fields[name]?.value || model.settings[name]?.default);
+  for (const name of ["height", "width"]) {
+    show(name, fields.size.value === "other");
+    fields[name].required = fields.size.value === "other";
+  }
+  show("negative_prompt", scales.some((scale) => Number(scale ?? 0) > 1));
+  show("strength", fields.video?.files.length);
+  show("resize", Object.keys(model.pictures).some((name) => fields[name].files.length));
+}
+
+// Returns the seeds that the form asks for; "" is one that the server draws.
+function seeds() {
+  const { seed, count } = $("ask").elements;
+  const from = (first, many) => Array.from({ length: many }, (_, i) => first && String(BigInt(first) + BigInt(i)));
+  const found = seed.value.split(",").flatMap((part) => {
+    const [first, end = first] = part.trim().split("..");
+    return from(first, Number(BigInt(end) - BigInt(first)) + 1);
+  });
+  const most = model.limits.queue;
+  if (found.length > most) throw new Error(`${found.length} videos are asked for, and ${most} may wait`);
+  return found.length > 1 ? found : from(found[0], Number(count.value) || 1);
 }
 
 // Returns the form's data with what the user changed alone; the model's own settings hold for the others.
 function asked() {
   const data = new FormData($("ask"));
+  const loras = [];
   for (const [name, value] of [...data]) {
-    const untouched = $("ask").elements[name].tagName === "SELECT" && value === String(model.defaults[name]);
-    if (value === "" || untouched || (value instanceof File && !value.size)) data.delete(name);
+    const input = $("ask").elements[name];
+    const untouched = input.tagName === "SELECT" && value === String(model.settings[name]?.default);
+    const unused = input.tagName !== "TEXTAREA" && input.closest?.("label")?.hidden;
+    if (name.startsWith("lora ") && value) loras.push(`${name.slice(5)}:${value}`);
+    if (value === "" || untouched || unused || (value instanceof File && !value.size)) data.delete(name);
   }
-  if (data.has("height") !== data.has("width")) {
-    for (const name of ["height", "width"]) if (!data.has(name)) data.set(name, model.defaults[name]);
+  if (!data.has("prompt")) data.set("prompt", "");
+  if (data.get("size") === "other") data.set("size", `${data.get("width")}x${data.get("height")}`);
+  if (loras.length) data.set("lora", loras.join());
+  for (const name of [...data.keys()]) {
+    if (["width", "height", "count", "seed"].includes(name) || name.startsWith("lora ")) data.delete(name);
   }
-  if (!data.has("seed")) data.set("seed", "-1");
   return data;
 }
 
@@ -82,7 +165,11 @@ async function make(event) {
   $("make").disabled = true;
   $("told").textContent = "";
   try {
-    show(await ask("/v1/videos", { method: "POST", body: asked() }));
+    for (const seed of seeds()) {
+      const body = asked();
+      if (seed) body.set("seed", seed);
+      show(await ask("/v1/videos", { method: "POST", body }));
+    }
   } catch (error) {
     refused(error);
   } finally {
@@ -122,6 +209,11 @@ function stateOf(video) {
     const seconds = Object.values(video.stage_seconds).reduce((sum, one) => sum + one, 0);
     return seconds ? `made in ${seconds.toFixed(1)} s` : "made";
   }
+  const unit = { compile: "program", decode: "chunk" }[video.stage] ?? "step";
+  if (video.cancelled) return `ends after this ${unit}`;
+  if (video.stage === "compile" && video.stage_total) {
+    return `compiling program ${video.stage_done} of ${video.stage_total}`;
+  }
   return video.stage_total ? `${video.stage}: ${video.stage_done} of ${video.stage_total}` : video.stage || "begins";
 }
 
@@ -129,7 +221,7 @@ function newCard(video) {
   const element = $("card").content.firstElementChild.cloneNode(true);
   element.dataset.id = video.id;
   element.querySelector(".remove").addEventListener("click", () => remove(video.id));
-  element.querySelector(".again").addEventListener("click", () => again(video.id));
+  element.querySelector(".again").addEventListener("click", () => again(video.id).catch(refused));
   return element;
 }
 
@@ -165,7 +257,8 @@ function finish(element, video) {
   link.hidden = !done;
   const list = element.querySelector("dl");
   list.replaceChildren();
-  for (const [name, value] of Object.entries(video.settings)) {
+  const loras = video.lora?.map(({ name, strength }) => `${name}:${strength}`).join();
+  for (const [name, value] of Object.entries({ ...video.settings, scheduler: video.scheduler, lora: loras ?? null })) {
     if (value === null || value === "" || name === "prompt") continue;
     const [term, told] = [document.createElement("dt"), document.createElement("dd")];
     [term.textContent, told.textContent] = [words(name), String(value)];
@@ -217,15 +310,40 @@ async function remove(id) {
   }
 }
 
-function again(id) {
-  const { settings } = cards.get(id).video;
-  for (const [name, value] of Object.entries(settings)) {
-    const input = $("ask").elements[name];
-    if (input && value !== null) input.value = String(value);
+// Fills the form with all that a video was made from, so that one thing may be changed.
+async function again(id) {
+  const { video } = cards.get(id);
+  const record = video.status === "completed" ? await ask(`/v1/videos/${id}/record`) : video.settings;
+  fit(models.find((one) => one.id === record.model) ?? model);
+  const fields = $("ask").elements;
+  for (const [name, value] of Object.entries(record)) {
+    if (fields[name] && fields[name].type !== "file") fields[name].value = String(value ?? "");
   }
+  for (const { name, strength } of video.lora ?? []) {
+    if (fields[`lora ${name}`]) fields[`lora ${name}`].value = strength;
+  }
+  const size = `${record.width}x${record.height}`;
+  fields.size.value = [...fields.size.options].some((option) => option.value === size) ? size : "other";
+  fields.count.value = 1;
+  await Promise.all(Object.keys(model.pictures).map((name) => choose(video, name)));
+  reveal();
   document.querySelector("#ask details").open = true;
   $("prompt").focus();
   scrollTo({ top: 0, behavior: "smooth" });
+}
+
+// Chooses the pictures of a video, as if by hand.
+async function choose(video, name) {
+  const chosen = new DataTransfer();
+  const own = video.pictures.filter((variant) => variant.replace(/_\d+$/, "") === (name === "video" ? "clip" : name));
+  for (const variant of own) {
+    const answer = await fetch(`/v1/videos/${video.id}/content?variant=${variant}`);
+    if (!answer.ok) throw new Refused(answer.status, `the ${words(variant)} of this video is gone`);
+    const type = answer.headers.get("content-type");
+    chosen.items.add(new File([await answer.blob()], `${variant}.${type.split("/").pop()}`, { type }));
+  }
+  $(name).files = chosen.files;
+  $(name).dispatchEvent(new Event("change"));
 }
 
 async function more() {
@@ -249,7 +367,7 @@ function follow() {
 // Shows what changed while there was no connection.
 async function refresh() {
   const health = await ask("/health");
-  $("state").textContent = health.status === "ready" ? model.id : `${model.id}: ${health.status}`;
+  $("state").textContent = health.status === "ready" ? health.model : `${health.model}: ${health.status}`;
   if (health.status === "loading") setTimeout(() => refresh().catch(refused), 2000);
   const page = await ask("/v1/videos?limit=24");
   for (const video of [...page.data].reverse()) show(video);
@@ -258,8 +376,12 @@ async function refresh() {
 }
 
 async function begin() {
-  model = (await ask("/v1/models")).data[0];
-  if (!$("settings").children.length) fields();
+  models = (await ask("/v1/models")).data;
+  if (model === null) {
+    $("models").hidden = models.length === 1;
+    $("ask").elements.model.replaceChildren(...models.map((one) => new Option(one.id)));
+    fit(models[0]);
+  }
   last = null;
   await more();
   follow();
@@ -268,12 +390,8 @@ async function begin() {
 $("ask").addEventListener("submit", make);
 $("login").addEventListener("submit", login);
 $("more").addEventListener("click", () => more().catch(refused));
-$("image").addEventListener("change", () => {
-  const [file] = $("image").files;
-  URL.revokeObjectURL($("chosen").src);
-  $("chosen").hidden = !file;
-  if (file) $("chosen").src = URL.createObjectURL(file);
-});
+$("ask").addEventListener("input", reveal);
+$("ask").elements.model.addEventListener("change", (event) => fit(models.find((one) => one.id === event.target.value)));
 $("ask").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("ask").requestSubmit();
 });

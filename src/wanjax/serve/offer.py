@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a server offers: its model's settings, sizes, pictures and solvers, and what it was started with.
+
+A setting is described in the words of JSON Schema, from the one description that the command line has too. What the
+model has no use for is left out.
+"""
+
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from wanjax.errors import SettingError, WanjaxError
+from wanjax.layers.tiling import Tiling
+from wanjax.pipelines.caching.rules import RULES, check_apart
+from wanjax.pipelines.family import Architecture
+from wanjax.pipelines.pipeline import Pipeline
+from wanjax.pipelines.settings import DRAW, PICTURES, Setting, Settings, schema
+from wanjax.schedulers import NAMED, name_of, successor
+
+LOADED = ("model", "dtype")  # settings that are the server's
+TYPES = {str: "string", bool: "boolean", int: "integer", float: "number"}
+
+
+def model(pipe: Pipeline, tiling: Tiling | None, batch_guidance: bool) -> dict[str, Any]:
+    """Returns what the server tells of a model; sizes are WIDTHxHEIGHT by name, the model's own first."""
+    defaults, architecture = pipe.defaults, pipe.architecture
+    return {
+        "id": defaults.model,
+        "purpose": architecture.purpose,
+        "defaults": defaults.to_json(),
+        "settings": described(pipe),
+        "sizes": {name: f"{width}x{height}" for name, (height, width) in pipe.sizes.items()},
+        "pictures": pictures(architecture),
+        "schedulers": schedulers(pipe),
+        "started_with": started_with(pipe, tiling, batch_guidance),
+        "grid": architecture.grid,
+        "frames_step": architecture.vae.temporal_factor,
+    }
+
+
+def offered(pipe: Pipeline) -> Mapping[str, Setting]:
+    """Returns the settings of a video that a request may give, by name."""
+    own = pipe.defaults.to_json().keys() - set(LOADED)
+    return {name: known for name, known in schema(type(pipe.defaults)).items() if name in own}
+
+
+def described(pipe: Pipeline) -> dict[str, dict[str, Any]]:
+    """Returns the settings that a video of this model depends on, in the words of JSON Schema."""
+    defaults, architecture = pipe.defaults.to_json(), pipe.architecture
+    useless: set[str] = set() if architecture.takes else {"resize"}
+    if "video" not in architecture.takes or not architecture.begins_from_video:
+        useless.add("strength")
+    choices = {"sigmas": _levels(architecture, pipe.defaults), "cache": _caches(pipe)}
+    useless |= {name for name, some in choices.items() if len(some) < 2}
+    found = {}
+    for name, known in offered(pipe).items():
+        if name not in useless:
+            found[name] = _in_words(known._replace(choices=known.choices and tuple(choices.get(name, known.choices))))
+            found[name]["default"] = defaults[name]
+    drawn = "Seed of the noise; one is drawn where none is given."  # elsewhere it is 42
+    found["seed"] |= {"description": drawn, "default": DRAW}
+    found["cache"] |= {"examples": choices["cache"]} if "cache" in found else {}
+    for name in ("height", "width"):
+        found[name]["multipleOf"] = architecture.grid
+    return found
+
+
+def _in_words(known: Setting) -> dict[str, Any]:
+    words: dict[str, Any] = {"type": TYPES[known.kind], "description": known.told}
+    bounds = {"minimum": known.least, "exclusiveMinimum": known.above, "maximum": known.most}
+    words |= {name: bound for name, bound in bounds.items() if math.isfinite(bound)}
+    return words | ({"enum": list(known.choices)} if known.choices else {})
+
+
+def _levels(architecture: Architecture, settings: Settings) -> list[str]:
+    """Returns the ways of choosing noise levels that the model's scheduler has."""
+    found = []
+    for choice in schema(Settings)["sigmas"].choices if settings.sigmas else ():
+        with suppress(WanjaxError):
+            architecture.schedule(settings.updated({"sigmas": choice}))
+            found.append(choice)
+    return found
+
+
+def _caches(pipe: Pipeline) -> list[str]:
+    """Returns the step caches that the model can have with its default settings."""
+    found = []
+    for name in RULES:
+        with suppress(WanjaxError):
+            rule = pipe.settings(cache=name).cache
+            check_apart(rule, pipe.partitioner.size("dp") > 1)
+            found.append(name)
+    return found
+
+
+def schedulers(pipe: Pipeline) -> list[str]:
+    """Returns the names of the solvers that can take the steps, the model's own first."""
+    own, settings = name_of(pipe.scheduler), pipe.defaults
+    found = [own]
+    for name in NAMED:
+        with suppress(WanjaxError):
+            other = replace(pipe.architecture, scheduler=successor(name, pipe.scheduler))
+            other.schedule(settings)
+            found.append(name)
+    return list(dict.fromkeys(found))
+
+
+def with_scheduler(pipe: Pipeline, name: str | None) -> Pipeline:
+    """Returns the pipeline with another solver, if one is named; raises SettingError where it does not fit."""
+    if name is None:
+        return pipe
+    made = pipe.under(pipe.strategy)
+    try:
+        made.scheduler = name
+    except WanjaxError as error:
+        raise SettingError(str(error), "scheduler") from error
+    return made
+
+
+def pictures(architecture: Architecture) -> dict[str, dict[str, Any]]:
+    """Returns the pictures and clips that the model takes, each with what it is for and whether it is needed."""
+    return {
+        name: {"description": PICTURES[name], "required": name in architecture.needs, "several": name == "references"}
+        for name in architecture.takes
+    }
+
+
+def started_with(pipe: Pipeline, tiling: Tiling | None, batch_guidance: bool) -> dict[str, Any]:
+    """Returns what shapes every video of the server, by the names that a record has for it."""
+    record = pipe.record(pipe.defaults, {}, tiling=tiling, batch_guidance=batch_guidance)
+    return {name: value for name, value in record.items() if name not in offered(pipe)}

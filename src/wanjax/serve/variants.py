@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The models of a server: presets that have the same weights but for LoRAs, and other strengths of its own LoRAs.
+
+They share all networks but those that denoise, into which LoRAs are merged. Of these one variant's are in memory, and
+another's are read when a video asks for it.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from wanjax.checkpoints.hub import check_file
+from wanjax.checkpoints.lora import Lora
+from wanjax.errors import SettingError, WanjaxError, shown
+from wanjax.pipelines.pipeline import Pipeline
+from wanjax.registry import presets
+
+Load = Callable[[str, Sequence[Lora]], Pipeline]
+Strengths = Mapping[str, float]
+
+
+class Variants:
+    """The models by name, the served one first, and the LoRAs that the server was started with, by name.
+
+    `load` returns the pipeline of a model with LoRAs; None is for a server that has no other than the first.
+    """
+
+    def __init__(self, pipe: Pipeline, loras: Sequence[Lora] = (), load: Load | None = None):
+        self.first = pipe.defaults.model
+        self.pipes = {self.first: pipe}
+        self.loras = {name_of(lora): lora for lora in loras}
+        self._load = load
+        if load is not None:
+            for name in _siblings(self.first):
+                with suppress(WanjaxError):  # its LoRA cannot be read now
+                    self.pipes[name] = load(name, loras)
+        self._usual = {name: lora.strength for name, lora in self.loras.items()}
+        self._held = pipe, self._weights(self.first, self._usual)
+
+    def model(self, name: str | None) -> Pipeline:
+        """Returns a model's pipeline, for its settings; None is the first's. Raises SettingError."""
+        if (found := self.pipes.get(self.first if name is None else name)) is None:
+            told = f"the model {shown(name)} is not served here: {' and '.join(self.pipes)} would do"
+            raise SettingError(told, "model")
+        return found
+
+    def strengths(self, asked: Strengths) -> dict[str, float]:
+        """Returns the strength of each LoRA, as asked or else as the server was started; raises SettingError."""
+        if unknown := [name for name in asked if name not in self.loras]:
+            has = " and ".join(self.loras) or "none"
+            raise SettingError(f"no LoRA of this server is named {shown(unknown[0])}: it has {has}", "lora")
+        return {**self._usual, **asked}
+
+    def take(self, name: str, strengths: Strengths) -> Pipeline:
+        """Returns a model's pipeline with these strengths, whose networks take the place of those in memory.
+
+        Raises SettingError where the server, started anew, does not have it.
+        """
+        held, weights = self._held
+        pipe, wanted = self.model(name), self._weights(name, strengths)
+        if pipe is held and weights == wanted:
+            return held
+        if wanted != self._weights(name, self._usual):
+            assert self._load is not None
+            pipe = self._load(name, [replace(lora, strength=strengths[key]) for key, lora in self.loras.items()])
+        pipe.progress = False
+        pipe.components.take_from(held.components, () if weights == wanted else pipe.architecture.denoisers)
+        self._held = pipe, wanted
+        return pipe
+
+    def _weights(self, name: str, strengths: Strengths) -> tuple[object, ...]:
+        """Returns what decides the weights of the networks that denoise."""
+        return getattr(presets().get(name), "loras", ()), tuple(strengths.items())
+
+
+def name_of(lora: Lora) -> str:
+    """Returns the name of a LoRA for requests: its file's, without its suffix, and its expert's before it."""
+    name = re.sub(r"[^\w.-]", "_", Path(lora.file).stem)
+    return f"{lora.expert}={name}" if lora.expert else name
+
+
+def _siblings(model: str) -> list[str]:
+    """Returns the presets whose weights are a preset's but for LoRAs, which are there already."""
+    known = presets()
+    if model not in known:
+        return []
+    others = [preset for preset in known.values() if preset.source == known[model].source and preset.name != model]
+    files = {preset.name: [Lora.parse(text).file for text in preset.loras] for preset in others}
+    return [name for name, own in files.items() if not any(map(check_file, own))]
