@@ -2,6 +2,7 @@
 """`wanjax serve` in a process of its own: killed and started again, and its page in a real browser."""
 
 import io
+import json
 import resource
 import shutil
 import signal
@@ -16,9 +17,12 @@ import psutil
 import pytest
 from PIL import Image
 
+from tests.support.commands import refused, succeeded, wanjax
 from tests.support.documents import ROOT, blocks
 from tests.support.quick import quick
 from tests.support.served import PROMPT, SMALL, finished, serving
+from tests.support.words import says
+from wanjax.cli.report import Report
 from wanjax.media.videos import read_metadata
 
 
@@ -231,3 +235,44 @@ def test_the_commands_of_the_documentation(tmp_path):
         videos = client.get("/v1/videos").json()["data"]
         assert [finished(client, video["id"])["status"] for video in videos] == ["completed"] * 2
     assert read_metadata(tmp_path / "circle.mp4")["steps"] == 4
+
+
+def test_the_command_asks_a_server(served, tmp_path, monkeypatch):
+    """`generate --at` writes the very file that this machine would make, and tells what only the server can choose."""
+    monkeypatch.chdir(tmp_path)
+    at = ("--at", str(served.base_url))
+    small = ("--size", "32x32", "--frames", "5", "--steps", "2")
+    succeeded(wanjax(PROMPT, *small, *at, "--out", "there.mp4"))
+    succeeded(wanjax(PROMPT, *small, "--out", "here.mp4"))
+    assert (tmp_path / "there.mp4").read_bytes() == (tmp_path / "here.mp4").read_bytes()
+    assert read_metadata("there.mp4")["seed"] == 42
+    Image.new("RGB", (64, 32), "red").save("wide.png")
+    given = (*small, "--image", "wide.png", "--seed", "random")
+    made = json.loads(succeeded(wanjax(PROMPT, *given, *at, "--json")).stdout)
+    assert made["record"]["seed"] != 42
+    assert made["record"]["image"].endswith("image.png")
+    assert read_metadata(made["file"]) == made["record"]
+    refusals = {
+        "--dtype bfloat16": "--dtype bfloat16 float32",
+        "--lora a.safetensors": "LoRA a none",
+        "--model wan2.1-t2v-14b": "wan2.1-t2v-14b nano",
+        "--frames 6": "6 frames 4n + 1",
+        "--dir here": "--dir",
+        "--out a.gif": "a.gif .mp4",
+        "--at http://127.0.0.1:1": "http://127.0.0.1:1 refused",
+    }
+    for options, told in refusals.items():
+        assert says(refused("a", *at, *options.split()), told)
+
+
+def test_ctrl_c_cancels_what_a_server_makes(served, tmp_path, monkeypatch):
+    def pressed(report):
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Report, "stop_if_asked", pressed)
+    result = wanjax(PROMPT, "--steps", "200", "--at", str(served.base_url))
+    assert result.exit_code == 130
+    newest = served.get("/v1/videos?limit=1").json()["data"][0]
+    assert finished(served, newest["id"])["error"]["code"] == "cancelled"
+    assert list(tmp_path.iterdir()) == []

@@ -69,6 +69,12 @@ class Lora:
         if self.expert not in (None, *NOISE_LEVELS):
             raise WanjaxError(f"no expert is named {self.expert!r}: there are {' and '.join(NOISE_LEVELS)}")
 
+    @property
+    def name(self) -> str:
+        """The name in requests: that of the file without its suffix, and the expert's before it."""
+        name = re.sub(r"[^\w.-]", "_", Path(self.file).stem)
+        return f"{self.expert}={name}" if self.expert else name
+
     def named(self) -> "Lora":
         """Returns the LoRA with the file of weights that its folder holds, where its file is a folder.
 

@@ -8,7 +8,7 @@ import base64
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ TOKEN = "WANJAX_TOKEN"  # the variable with what the server wants to be shown
 PATIENCE = 60.0  # seconds in which a server has to answer
 EVERY = 0.05, 1.0  # seconds between two looks at the video, the first and the longest
 LARGEST = 2**33  # bytes of an answer
+TOLD = {"id": str, "defaults": dict, "settings": dict, "started_with": dict, "loras": list}  # of a model
 HERE = {
     "prompts": "--prompts",
     "seeds": "--seeds",
@@ -43,11 +44,12 @@ PICTURES = ("image", "last_image", "video", "mask", "references")
 def generate(report: Report, *, at: str, prompt: str, out: str | None, **given: Any) -> None:
     """Asks the server at an address for a video, shows its progress, and writes it under its own name or `out`."""
     server = Server(at)
-    offered = server.model()
+    offered = server.model(given["model"] if is_given("model") else None)
     if out is not None and Path(out).suffix != ".mp4":
         raise WanjaxError(f"--out names {out} for a video of {at}, which makes .mp4: a name with this suffix is right")
     own = given.keys() - {"force"}
     chosen = {name: given[name] for name in own if is_given(name) and given[name] not in (None, ())}
+    chosen.setdefault("seed", offered["defaults"]["seed"])  # the command's own, where the server draws one
     job = server.ask("/v1/videos", {"prompt": prompt, **_fields(chosen, offered, at)})
     if not isinstance(id := job.get("id"), str) or not id.replace("_", "").isalnum():
         raise WanjaxError(f"{at} answers with no id of a video: it is no wanjax serve of this version")
@@ -97,13 +99,32 @@ def _fields(chosen: Mapping[str, Any], offered: Mapping[str, Any], at: str) -> d
             fields[name] = value if isinstance(value, str) else f"{value[1]}x{value[0]}"
         elif name in PICTURES:
             fields[name] = [_as_url(one) for one in value] if name == "references" else _as_url(value)
-        elif name in SETTINGS and name != "dtype":  # what the model has no use for, the server refuses
+        elif name == "lora":
+            fields[name] = _strengths(value, offered["loras"], at)
+        elif name == "scheduler" or (
+            name in SETTINGS and name != "dtype"
+        ):  # what the model has no use for, the server refuses
             fields[name] = value
         elif name in HERE:
             raise WanjaxError(f"{HERE[name]} is for videos of this machine, and --at has one made by {at}")
         else:
             _compare(name, value, offered["started_with"], at)
     return fields
+
+
+def _strengths(given: Sequence[str], known: Any, at: str) -> dict[str, float]:
+    """Returns the strength of each of the server's LoRAs, 0 where it is not among the given ones.
+
+    Raises WanjaxError for one that the server does not have.
+    """
+    from wanjax.checkpoints.lora import Lora  # imported late: it takes half of the time of all others
+
+    names = [str(one.get("name")) for one in known]
+    asked = {lora.name: lora.strength for lora in map(Lora.parse, given)}
+    for name in asked.keys() - set(names):
+        has = _plain(" and ".join(names)) or "none"
+        raise WanjaxError(f"the LoRA {name} is for the server to be started with, and {at} has {has}")
+    return dict.fromkeys(names, 0.0) | asked
 
 
 def _compare(name: str, value: Any, has: Mapping[str, Any], at: str) -> None:
@@ -154,13 +175,20 @@ class Server:
         self.url = url.rstrip("/")
         self._opener = build_opener(_NoRedirect)
 
-    def model(self) -> dict[str, Any]:
-        """Returns what the server tells of its model; raises WanjaxError where that is no wanjax server's answer."""
+    def model(self, name: str | None) -> dict[str, Any]:
+        """Returns what the server tells of its first model, or of the one of this name.
+
+        Raises WanjaxError where there is none, or where that is no wanjax server's answer.
+        """
         listed = self.ask("/v1/models").get("data")
-        model = listed[0] if isinstance(listed, list) and listed else None
-        if isinstance(model, dict) and all(isinstance(model.get(name), dict) for name in ("settings", "started_with")):
-            return model
-        raise WanjaxError(f"{self.url} does not tell what it makes: it is no wanjax serve of this version")
+        models = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+        if not models or not all(isinstance(one.get(part), kind) for one in models for part, kind in TOLD.items()):
+            raise WanjaxError(f"{self.url} does not tell what it makes: it is no wanjax serve of this version")
+        for model in models:
+            if name in (None, model["id"]):
+                return model
+        ids = _plain(" and ".join(model["id"] for model in models))
+        raise WanjaxError(f"the model {name} is for the server to be started with, and {self.url} has {ids}")
 
     def ask(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Returns the JSON object that is answered; posts one where it is given. Raises WanjaxError as `fetch`."""
@@ -187,7 +215,9 @@ class Server:
             raise WanjaxError(f"{self.url} refuses this: {_reason(error)}") from error
         except (OSError, HTTPException, ValueError) as error:
             why = getattr(error, "reason", None) or error
-            raise WanjaxError(f"no wanjax serve answers at {self.url}: {_plain(why)}") from error
+            raise WanjaxError(
+                f"no wanjax serve answers at {self.url}: {_plain(getattr(why, 'strerror', why))}"
+            ) from error
 
 
 def _reason(error: HTTPError) -> str:

@@ -5,11 +5,9 @@ They share all networks but those that denoise, into which LoRAs are merged. Of 
 another's are read when a video asks for it.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 from wanjax.checkpoints.hub import check_file
 from wanjax.checkpoints.lora import Lora
@@ -30,7 +28,7 @@ class Variants:
     def __init__(self, pipe: Pipeline, loras: Sequence[Lora] = (), load: Load | None = None):
         self.first = pipe.defaults.model
         self.pipes = {self.first: pipe}
-        self.loras = {name_of(lora): lora for lora in loras}
+        self.loras = {lora.name: lora for lora in loras}
         self._load = load
         if load is not None:
             for name in _siblings(self.first):
@@ -73,12 +71,6 @@ class Variants:
     def _weights(self, name: str, strengths: Strengths) -> tuple[object, ...]:
         """Returns what decides the weights of the networks that denoise."""
         return getattr(presets().get(name), "loras", ()), tuple(strengths.items())
-
-
-def name_of(lora: Lora) -> str:
-    """Returns the name of a LoRA for requests: its file's, without its suffix, and its expert's before it."""
-    name = re.sub(r"[^\w.-]", "_", Path(lora.file).stem)
-    return f"{lora.expert}={name}" if lora.expert else name
 
 
 def _siblings(model: str) -> list[str]:
