@@ -224,6 +224,8 @@ def _host_peak() -> int | None:
 
 def _device_peak() -> int | None:
     """Returns the peak bytes in use on any local accelerator since the process began, or None without accelerators."""
+    if "jax" not in sys.modules:
+        return None
     import jax
 
     stats = [device.memory_stats() or {} for device in jax.local_devices() if device.platform != "cpu"]

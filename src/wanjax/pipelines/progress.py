@@ -7,16 +7,13 @@ A stage of the command line holds the same stage of the pipeline; the outer one 
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Event, Thread
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
-
-import jax
-from jax import monitoring
 
 from wanjax.figures import duration, in_bytes
 
@@ -168,6 +165,8 @@ class Stage:
 @contextmanager
 def watched_compiler(end: Callable[[Compilation], None], begin: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Calls `begin` before and `end` after each program is compiled or read from the cache in the `with` block."""
+    from jax import monitoring  # imported late, for commands that compute nothing
+
     from_cache = False
 
     def start(event: str, value: float, **_: object) -> None:
@@ -218,7 +217,8 @@ def on_console(name: str, console: "Console | None") -> Iterator[Stage]:
     made = Stage(name, console)
     token = _current.set(made)
     try:
-        with made.watching_compiler(), _shown_on(console, made):
+        watching = made.watching_compiler() if "jax" in sys.modules else nullcontext()
+        with watching, _shown_on(console, made):
             yield made
             made.end()
     finally:
@@ -239,6 +239,8 @@ def loading(component: str, done: int, total: int) -> None:
 
 def _console(progress: bool | None) -> "Console | None":
     """Returns the console for stages of the library, or None where nothing is to be shown."""
+    import jax  # imported late, for commands that compute nothing
+
     usual = (sys.stderr is not None and sys.stderr.isatty()) or "ipykernel" in sys.modules
     if not (usual if progress is None else progress) or jax.process_index() != 0:
         return None
