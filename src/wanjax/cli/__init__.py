@@ -58,10 +58,7 @@ class Commands(click.Group):
             ctx.meta[IMPLIED] = True
         try:
             return super().parse_args(ctx, args)
-        except (
-            click.NoSuchOption,
-            click.BadOptionUsage,
-        ) as error:  # of the options before a command, such as --version
+        except (click.NoSuchOption, click.BadOptionUsage) as error:  # beside an option of the group, as --version
             click.echo(f"wanjax: {error.format_message()}", err=True)
             ctx.exit(MISTAKE)
 

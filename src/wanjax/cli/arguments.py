@@ -87,21 +87,37 @@ HUB = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]
 NO_FILES = ("at", "token", "prompt", "prompt_option", "negative_prompt", "samples")
 
 
-def check_addresses(command: click.Command, ctx: click.Context, arguments: Sequence[str]) -> None:
-    """Raises UsageError where an address stands for a file: nothing is fetched but from the hub, by its ids."""
-    try:
-        given = command.make_parser(ctx).parse_args([*arguments])[0]
-    except click.UsageError:  # which the command itself reports
+def check_words(command: click.Command, ctx: click.Context, arguments: Sequence[str]) -> None:
+    """Raises UsageError for the character 0, and for an empty name or an address in place of a file.
+
+    An empty name, as of a variable that is not set in a shell, would be the current folder to some of click's types, or
+    a picture that nobody misses. Nothing is fetched but from the hub, by its ids.
+    """
+    if ctx.resilient_parsing:  # as it is while a shell completes the arguments
         return
-    for name, value in given.items():
+    if any("\0" in word for word in arguments):
+        raise click.UsageError("an option or the prompt holds the character \\0: a text without it is right")
+    given = command.make_parser(ctx).parse_args([*arguments])[0]
+    for parameter in command.params:
+        value = given.get(str(parameter.name))
         for one in value if isinstance(value, list) else [value]:
-            if name in NO_FILES or not isinstance(one, str) or not ADDRESS.fullmatch(one):
-                continue
-            if page := HUB.fullmatch(one):
-                raise click.UsageError(f"{one} is a page of the hub: its id, {page[1]}, is right")
-            raise click.UsageError(
-                f"{one} is an address, and only files are read: `curl -LO {shlex.quote(one)}` gets one"
-            )
+            if one == "" and _names_files(parameter):
+                option = parameter.opts[-1] if isinstance(parameter, click.Option) else parameter.human_readable_name
+                raise click.UsageError(f"{option} is given an empty name: that of a file or folder is right")
+            if isinstance(one, str) and ADDRESS.fullmatch(one) and parameter.name not in NO_FILES:
+                page = HUB.fullmatch(one)
+                right = f"a page of the hub: its id, {page[1]}, is right" if page else _download(one)
+                raise click.UsageError(f"{one} is {right}")
+
+
+def _download(address: str) -> str:
+    return f"an address, and only files are read: `curl -LO {shlex.quote(address)}` gets one"
+
+
+def _names_files(parameter: click.Parameter) -> bool:
+    """Tells whether the values of a parameter are names of files, folders or models."""
+    shown = f"{parameter.metavar or ''} {parameter.name}".upper()
+    return isinstance(parameter.type, click.Path) or any(kind in shown for kind in ("FILE", "FOLDER", "MODEL"))
 
 
 def complete_files(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:

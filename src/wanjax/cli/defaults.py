@@ -15,7 +15,7 @@ import click
 from click.core import ParameterSource
 
 from wanjax.cli import sections
-from wanjax.cli.arguments import check_addresses, complete_files, today
+from wanjax.cli.arguments import check_words, complete_files, today
 from wanjax.cli.options import Seed, Size, is_typed
 from wanjax.errors import WanjaxError, reason
 
@@ -38,10 +38,7 @@ class Command(sections.Command):
     """A command of which some options may come from files."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if any("\0" in word for word in args):
-            raise click.UsageError("an option or the prompt holds the character \\0: a text without it is right")
-        check_addresses(self, ctx, args)
-        self._check_named(ctx, args)
+        check_words(self, ctx, args)
         rest = super().parse_args(ctx, args)
         from_file = {name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.DEFAULT_MAP}
         replaced = {rival for name, rivals in RIVALS.items() if is_typed(name, ctx) for rival in rivals}
@@ -49,26 +46,6 @@ class Command(sections.Command):
             replaced.add("strength")  # that of a video to begin from
         ctx.params.update(dict.fromkeys(replaced & from_file))
         return rest
-
-    def _check_named(self, ctx: click.Context, args: list[str]) -> None:
-        """Raises UsageError for a file or a folder with an empty name, as of a variable that is not set in a shell.
-
-        Some types of click's would take it for the current folder, and a missing picture would not be missed.
-        """
-        if ctx.resilient_parsing:
-            return
-        given = self.make_parser(ctx).parse_args(list(args))[0]
-        for parameter in self.params:
-            values = given.get(str(parameter.name))
-            if "" in (values if isinstance(values, list) else [values]) and _names_files(parameter):
-                option = parameter.opts[-1] if isinstance(parameter, click.Option) else parameter.human_readable_name
-                raise click.UsageError(f"{option} is given an empty name: that of a file or folder is right")
-
-
-def _names_files(parameter: click.Parameter) -> bool:
-    """Tells whether the values of a parameter are names of files or folders."""
-    shown = f"{parameter.metavar or ''} {parameter.name}".upper()
-    return isinstance(parameter.type, click.Path) or "FILE" in shown or "FOLDER" in shown
 
 
 def read_config(ctx: click.Context, parameter: click.Parameter, file: str | None) -> None:
