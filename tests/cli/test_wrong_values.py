@@ -65,7 +65,7 @@ def test_files(name):
         if (name, file) == ("--config", "empty"):  # of no options
             continue
         given = ("convert", file, "to") if name == "convert" else (*command, file)
-        assert (file if name != "--mask" else "clip") in sentence(*given)
+        assert (file[:100] if name != "--mask" else "clip") in sentence(*given)
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name != "convert"])
