@@ -25,7 +25,7 @@ from wanjax.layers.linear import linear
 from wanjax.layers.norms import ChannelNorm, along_last
 from wanjax.layers.patch import to_cells, to_pixels
 from wanjax.models.wan.config import VAEConfig
-from wanjax.sharding import ways
+from wanjax.sharding import replicate, ways
 
 Cache = Any  # a pytree of kept frames; None before the first frame
 Chunk = Float[Array, "B _T _H _W _C"]  # inputs and outputs differ in size
@@ -61,7 +61,8 @@ class FrameAttention(nnx.Module):
 
     def __call__(self, x: Chunk) -> Chunk:
         batch, frames, height, width, channels = x.shape
-        qkv = self.qkv(self.norm(x)).reshape(batch * frames, height * width, 1, 3 * channels)
+        seen = replicate(x)  # its cells are split otherwise than its tokens: the compiler would gather them, and warn
+        qkv = self.qkv(self.norm(seen)).reshape(batch * frames, height * width, 1, 3 * channels)
         y = attention(*jnp.split(qkv, 3, axis=-1))  # [B·T H·W 1 C]
         return x + self.out(y.reshape(x.shape))
 
