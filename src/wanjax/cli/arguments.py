@@ -10,6 +10,8 @@ from difflib import get_close_matches
 import click
 from click.shell_completion import CompletionItem
 
+from wanjax.cli.listing import listed
+
 OLD_NAMES = {
     "model-id": "model",
     "num-frames": "frames",
@@ -129,8 +131,6 @@ def complete_models(ctx: click.Context, parameter: click.Parameter, incomplete: 
     """Returns the models that `wanjax models` lists; for a path, leaves the completion to the shell."""
     if incomplete.startswith((".", "~")) or os.sep in incomplete:
         return complete_files(ctx, parameter, incomplete)
-    from wanjax.cli.listing import listed  # imported late: it imports this module's users
-
     known = listed().items()
     return [CompletionItem(name, help=model["about"]) for name, model in known if name.startswith(incomplete)]
 

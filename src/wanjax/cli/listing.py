@@ -10,9 +10,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from wanjax.cli.options import SETTINGS
 from wanjax.errors import WanjaxError
-from wanjax.pipelines.settings import check_shape
+from wanjax.pipelines.settings import Settings, check_shape, schema
 
 FILE = "models.json"
 PICTURES = ("image", "last_image", "video", "mask", "references")
@@ -41,7 +40,7 @@ def check(model: str | None, given: Mapping[str, Any]) -> None:
     if (known := listed().get(model or "")) is None:
         return
     own = known["defaults"]
-    for name, setting in SETTINGS.items():
+    for name, setting in schema(Settings).items():
         if (value := given.get(name)) is None or name == "cache":  # a cache's settings are read by its rule
             continue
         if name not in own and name not in ("model", "prompt"):
