@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from wanjax.cli.listing import PICTURES, described, listed
+from wanjax.cli.listing import described, listed
+from wanjax.pipelines.settings import PICTURES
 
 ROW = "{:26} {:>11} {:>8} {:>9} {:>6} {:>5} {:>8}  {}"
 

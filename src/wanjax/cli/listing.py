@@ -14,7 +14,6 @@ from wanjax.errors import WanjaxError
 from wanjax.pipelines.settings import Settings, check_shape, schema
 
 FILE = "models.json"
-PICTURES = ("image", "last_image", "video", "mask", "references")
 
 
 @cache

@@ -21,6 +21,7 @@ from wanjax.cli.names import own_place
 from wanjax.cli.options import SETTINGS, is_given
 from wanjax.cli.report import Report
 from wanjax.errors import WanjaxError, shown
+from wanjax.pipelines.settings import PICTURES
 
 TOKEN = "WANJAX_TOKEN"  # the variable with what the server wants to be shown
 PATIENCE = 60.0  # seconds in which a server has to answer
@@ -38,7 +39,6 @@ HERE = {
     "preview_decoder": "--preview-decoder",
 }
 """Parameters that mean something where the video is made, and their options."""
-PICTURES = ("image", "last_image", "video", "mask", "references")
 
 
 def generate(report: Report, *, at: str, prompt: str, out: str | None, **given: Any) -> None:

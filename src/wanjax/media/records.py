@@ -8,11 +8,12 @@ from typing import Any
 
 from wanjax.checkpoints.files import SafetensorsFile
 from wanjax.errors import WanjaxError
+from wanjax.media.pictures import Pictures
 from wanjax.media.videos import FRAME, read_metadata
 
 CONFIG = "generation_config.json"
 DIGESTS = "digests"  # the entry of a record with the digest of each file and folder that it names, by its path
-PICTURE_FILES = ("image", "last_image", "video", "mask", "references")
+PICTURE_FILES = Pictures._fields
 OLD_NAMES = {"model_id": "model", "num_inference_steps": "steps", "num_frames": "frames"}
 """Settings in generation_config.json that had other names before wanjax."""
 
