@@ -165,7 +165,7 @@ def test_progress_is_told_in_bytes_up_to_all_of_them(server, capfd):
 @pytest.mark.usefixtures("online")
 def test_a_disk_that_is_too_small_is_told_before_the_first_byte(server, monkeypatch):
     monkeypatch.setattr(hub.shutil, "disk_usage", lambda _: SimpleNamespace(free=100_000))
-    assert says(fault(["transformer"]), "0.0 GB more")
+    assert says(fault(["transformer"]), "301 kB more 100 kB free")
     assert not [name for name, _ in server.sent if name.endswith(".safetensors")]
     source = DiffusersSource(ID)
     with pytest.raises(WanjaxError, match=naming(f"{ID} room HF_HOME")):

@@ -66,7 +66,7 @@ def given(monkeypatch) -> dict:
     """The arguments that the command line passes to `generate` or to `plan`, which do not run."""
     kept = {}
     monkeypatch.setattr(stages, "generate", lambda report, **given: kept.update(given))
-    monkeypatch.setattr(planning, "plan", lambda **given: kept.update(given))
+    monkeypatch.setattr(planning, "plan", lambda report, **given: kept.update(given))
     return kept
 
 

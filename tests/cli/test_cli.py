@@ -74,7 +74,7 @@ def test_help_lists_the_commands():
             "from prompts seeds count model negative-prompt image last-image video mask reference max-picture "
             "resize size height width frames fps steps guidance-scale guidance-scale-2 boundary strength "
             "dynamic-guidance flow-shift sigmas cache seed scheduler noise lora attention block-q block-kv "
-            "block-kv-compute window batch-guidance dtype compiler mesh rules processes tile offload profile "
+            "block-kv-compute window batch-guidance dtype compiler mesh rules processes tile offload at profile "
             "preview preview-decoder dir out force verify quiet verbose json config help",
         ),
         (
@@ -98,7 +98,7 @@ def test_help_lists_the_commands():
             "model chip prompt image last-image video mask reference max-picture resize size height width frames "
             "fps steps guidance-scale guidance-scale-2 boundary strength dynamic-guidance flow-shift sigmas cache "
             "seed scheduler noise lora attention block-q block-kv block-kv-compute window batch-guidance dtype "
-            "compiler mesh rules tile offload train lora-rank full batch optimizer json config help",
+            "compiler mesh rules tile offload train lora-rank full batch optimizer json quiet config help",
         ),
         (
             "warmup",
@@ -156,44 +156,7 @@ def test_help_is_complete(command, options):
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        ["a red circle", "--seed", "3"],
-        ["--seed", "3", "a red circle"],
-        ["generate", "a red circle", "--seed", "3"],
-        ["generate", "--prompt", "a red circle", "--seed", "3"],
-    ],
-)
-def test_an_argument_that_is_no_command_is_the_prompt(given, arguments):
-    succeeded(wanjax(*arguments))
-    assert (given["command"], given["prompt"], given["seed"]) == ("generate", "a red circle", 3)
-
-
-def test_former_names_of_options(given):
-    old = "--num_inference_steps 7 --guidance_scale 2.5 --flow_shift 4 --negative_prompt x --model_id m --num_frames 9"
-    succeeded(wanjax("a", *old.split(), "--output_dir", "d", "--output_video", "v.mp4"))
-    names = ("steps", "guidance_scale", "flow_shift", "negative_prompt", "model", "frames", "folder", "out")
-    assert tuple(given[name] for name in names) == (7, 2.5, 4.0, "x", "m", 9, Path("d"), "v.mp4")
-    succeeded(wanjax("denoise", "--input_dir", "d"))
-    assert given["folder"] == Path("d")
-
-
-@pytest.mark.parametrize("size", ["832x480", "832*480", "832X480", " 832 × 480 "])
-def test_sizes(given, size):
-    succeeded(wanjax("a", "--size", size))
-    assert given["size"] == (480, 832)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--help"],
-        ["models"],
-        ["models", "wan2.2-i2v-a14b"],
-        ["a", "--frames", "18"],
-        ["plan", "--size", "9p"],
-        ["a", "b"],
-    ],
-    ids=" ".join,
+    ["--help", "models", "models wan2.2-i2v-a14b", "a --frames 18", "plan --size 9p", "a b"],
 )
 def test_answers_do_not_wait_for_jax(arguments):
     code = f"""if True:
@@ -245,7 +208,7 @@ def test_generate(model):
     assert "wanjax decode --dir stage_outputs" in result.stderr
     for stage in ("encode", "denoise", "decode"):
         assert re.search(
-            rf"^{stage} +\d+\.\d s +(\d+\.\d s|cached|nothing) +\d+\.\d+ [MG]B", result.stderr, re.MULTILINE
+            rf"^{stage} +[\d.]+ m?s +([\d.]+ m?s|cached|nothing) +[\d.]+ [MG]B", result.stderr, re.MULTILINE
         )
     assert "step 2 of 2" in result.stderr
     assert "chunk 2 of 2" in result.stderr

@@ -185,8 +185,8 @@ def test_empty_files_and_tables_change_nothing(given):
         ("[plan]\nsteps = '3'", "my.toml [plan] steps '3' whole number"),
         ("steps = ", "my.toml Invalid value"),
         ("steps = 1\nsteps = 2", "my.toml Cannot overwrite"),
-        (b"\xff", "my.toml 'utf-8'"),
-        (None, "my.toml [Errno 2]"),
+        (b"\xff", "my.toml byte 1 UTF-8"),
+        (None, "my.toml No such file"),
     ],
 )
 def test_mistakes(text, told):

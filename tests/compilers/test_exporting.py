@@ -153,9 +153,14 @@ def test_prices_come_as_they_are_known_and_are_kept(monkeypatch):
     large = layers(described(V6E, {"dp": 1, "tp": 4}), count=20, tokens=2**20, width=2**13)
     asked = []
     compiled = priced.compiled
-    monkeypatch.setattr(priced, "compiled", lambda jobs, **how: asked.append((len(jobs), how)) or compiled(jobs, **how))
+
+    def noted(jobs, *, schedules, begun):
+        asked.append((len(jobs), schedules))
+        return compiled(jobs, schedules=schedules, begun=begun)
+
+    monkeypatch.setattr(priced, "compiled", noted)
     first = dict(prices(V6E, [kernel, twice, kernel, large]))
-    assert asked == [(4, {"schedules": range(3, 4)})]
+    assert asked == [(4, range(3, 4))]
     assert first[0] == first[2]
     assert first[1].seconds is not None
     assert first[0].seconds is not None
@@ -164,7 +169,7 @@ def test_prices_come_as_they_are_known_and_are_kept(monkeypatch):
     assert (first[3].seconds, first[3].peak > V6E.memory) == (None, True)
     three = kernel._replace(function=lambda x, y: kernel.function(x, y) + kernel.function(x * 3, y))
     assert price_all(V6E, [three])[0].seconds == pytest.approx(first[1].seconds, rel=0.01)
-    assert asked[1:] == [(1, {"schedules": range(1, 1)})]  # the kernel's price was kept on its own
+    assert asked[1:] == [(1, range(1, 1))]  # the kernel's price was kept on its own
     monkeypatch.setattr(compiling, "find_spec", lambda name: None)
     again = dict(prices(V6E, [kernel, twice, kernel, large]))
     assert [json.dumps(asdict(again[i])) for i in range(4)] == [json.dumps(asdict(first[i])) for i in range(4)]

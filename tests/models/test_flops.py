@@ -45,7 +45,9 @@ def compiled(config: TransformerConfig, part: str) -> jax.stages.Compiled:
     def forward(weights: nnx.State, latents: jax.Array, *given: Any) -> jax.Array:
         model = nnx.merge(graphdef, weights)
         t, context, *control = given
-        return model(latents, t, context, model.rope(model.grid(latents)), *control)
+        return model(
+            latents, t, context, model.rope(model.grid(latents)), **dict(zip(("control",), control, strict=False))
+        )
 
     def shapes(*shapes: tuple[int, ...]) -> list[jax.ShapeDtypeStruct]:
         return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]

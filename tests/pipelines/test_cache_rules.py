@@ -246,7 +246,7 @@ def test_a_text_names_a_rule(text):
         ),
         ("", "step cache ''"),
         ("none:1", "written like none"),
-        ("deepcache:a", "deepcache:11,45,4 ['start', 'end', 'interval']"),
+        ("deepcache:a", "deepcache:11,45,4 start end interval"),
         ("deepcache:1,2,3,4", "deepcache:11,45,4"),
         ("deepcache:5,5,2", "deepcache:5,5,2"),
         ("deepcache:5,9,1", "keeps nothing to reuse"),

@@ -59,7 +59,7 @@ def test_every_setting_is_a_typed_keyword():
     """Editors read the types from a module that is written from the settings."""
     assert given.FILE.read_text() == given.source()
     typed = get_type_hints(Given)
-    assert typed["size"] == tuple[int, int] | None
+    assert typed["size"] == tuple[int, int] | str | None
     assert typed["steps"] == int | None
     assert typed.keys() == (schema(Settings).keys() - ELSEWHERE_GIVEN) | {*Pictures._fields, "size"}
     assert typed.keys() - get_type_hints(GivenSettings).keys() == {*Pictures._fields, "resize"}

@@ -43,7 +43,7 @@ def refused(call, *arguments: Any, **keywords: Any) -> str:
         ({"frames": True}, "frames True whole number"),
         ({"guidance_scale": "high"}, "guidance_scale 'high' number 5"),
         ({"guidance_scale": jnp.ones(3)}, "guidance_scale"),
-        ({"size": "64x64"}, "size '64x64' (height, width) (480, 832)"),
+        ({"size": "64x64"}, "size '64x64' 64p square"),
         ({"size": 64}, "size 64 (height, width)"),
         ({"size": (64.0, 64)}, "size (64.0, 64) (height, width)"),
         ({"size": (64, 64), "height": 64}, "size height width"),

@@ -332,8 +332,8 @@ class _CorruptError(Exception):
 
 def _unreadable(path: Path, error: Exception) -> WanjaxError:
     why = reason(error)
-    if isinstance(error, SafetensorError):  # which may quote what cannot be printed
-        told = repr(why.removeprefix("Error while deserializing header: "))[1:-1]
+    if isinstance(error, SafetensorError):  # which may quote what cannot be printed, or a line's end
+        told = repr(str(error).removeprefix("Error while deserializing header: "))[1:-1]
         why = f"it is no whole safetensors file ({told})"
     return WanjaxError(f"{path} cannot be read, {why}: a complete copy of the file is needed")
 

@@ -270,6 +270,12 @@ def _check_size(image: Image.Image, name: str, most: int) -> None:
         raise WanjaxError(f"{name} has {image.width}x{image.height} pixels where {bounds} are allowed at most")
 
 
+def _too_large(name: str, error: Image.DecompressionBombError, most: int) -> WanjaxError:
+    """Returns the error for a picture that Pillow does not decode, whose message tells the number of its pixels."""
+    has = re.search(r"\d+", str(error))
+    return WanjaxError(f"{name} has {int(has[0]) if has else 0:,} pixels where {most:,} are allowed at most")
+
+
 def _scans(data: bytes) -> int:
     """Returns the number of passes in which a JPEG holds its picture."""
     count, at = 0, 0
@@ -290,13 +296,12 @@ def opened(source: str | Path | BytesIO, name: str, *, pixels: int | None = None
         raise WanjaxError(
             f"{name} is a folder: a picture is needed" if os.path.isdir(source) else f"there is no file {name}"
         )
-    too_large = f"{name} has too many pixels: {most:,} are allowed at most"
     with ExitStack() as stack:
         try:
             stack.enter_context(_bounded(2 * most))
             image = stack.enter_context(Image.open(source, formats=FORMATS))
         except Image.DecompressionBombError as error:
-            raise WanjaxError(too_large) from error
+            raise _too_large(name, error, most) from error
         except (*BROKEN, MemoryError) as error:
             why = f"it is none of {', '.join(FORMATS)}" if isinstance(error, UnidentifiedImageError) else error
             raise WanjaxError(f"{name} cannot be read as a picture: {why}") from error
@@ -311,7 +316,7 @@ def opened(source: str | Path | BytesIO, name: str, *, pixels: int | None = None
         except WanjaxError:
             raise
         except Image.DecompressionBombError as error:
-            raise WanjaxError(too_large) from error
+            raise _too_large(name, error, most) from error
         except (*BROKEN, MemoryError) as error:
             raise WanjaxError(f"{name} cannot be read to its end, it is damaged: {error}") from error
 

@@ -7,7 +7,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Real
@@ -111,7 +111,7 @@ def to_json(tables: Tables) -> dict[str, Any]:
     return {kind: table._asdict() for kind, table in found.items() if table}
 
 
-def _magnitudes(json: Mapping[str, Any]) -> Magnitudes | None:
+def _magnitudes(json: Any) -> Magnitudes | None:
     if not json:
         return None
     prompt, negative = (_numbers(json[name]) for name in ("prompt", "negative"))
@@ -126,14 +126,14 @@ def _magnitudes(json: Mapping[str, Any]) -> Magnitudes | None:
     return Magnitudes(prompt, negative, *settings, tuple(map(bool, json.get("turns", (True, True)))))
 
 
-def _changes(json: Mapping[str, Any]) -> Changes | None:
+def _changes(json: Any) -> Changes | None:
     if not json:
         return None
     polynomial = _numbers(json["polynomial"])
     return Changes(polynomial, float(json["threshold"]), int(json.get("first", 1)), int(json.get("last", 0)))
 
 
-def _numbers(json: Sequence[Any]) -> tuple[float, ...]:
+def _numbers(json: Any) -> tuple[float, ...]:
     if not all(isinstance(x, Real) and not isinstance(x, bool) and math.isfinite(float(x)) for x in json):
         raise WanjaxError("the table holds what is not a number: finite numbers are right")
     return tuple(map(float, json))
