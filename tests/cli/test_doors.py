@@ -142,7 +142,7 @@ def toml_value(data: st.DataObject) -> None:
     check(name, *COMMANDS[name], "--config", "my.toml")
 
 
-@pytest.mark.parametrize(("value", "told"), [("a\0b", r"\\0"), ("9" * 400, "99999"), ("file/below", "file")])
+@pytest.mark.parametrize(("value", "told"), [("a\0b", r"\\(x0)?0"), ("9" * 400, "99999"), ("file/below", "file")])
 @pytest.mark.parametrize("option", ["dir", "profile", "out", "noise"])
 def test_names_that_no_file_has(option, value, told):
     Path("file").touch()

@@ -5,6 +5,7 @@
 """
 
 import json
+import sys
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
@@ -17,9 +18,19 @@ FILE = "models.json"
 
 
 @cache
-def listed() -> Mapping[str, Mapping[str, Any]]:
-    """Returns the published models by name, as `registry.describe` tells them."""
+def _shipped() -> Mapping[str, Mapping[str, Any]]:
     return {model["name"]: model for model in json.loads((files("wanjax.cli") / FILE).read_text(encoding="utf-8"))}
+
+
+def listed() -> Mapping[str, Mapping[str, Any]]:
+    """Returns the models known by name, as `registry.describe` tells them.
+
+    Beside those that ship in the listing, there are those of families that were registered in this process.
+    """
+    if (registry := sys.modules.get("wanjax.registry")) is None:
+        return _shipped()
+    more = registry.presets().keys() - _shipped().keys()
+    return {**_shipped(), **{name: registry.describe(name) for name in registry.presets() if name in more}}
 
 
 def described(model: str) -> Mapping[str, Any]:
