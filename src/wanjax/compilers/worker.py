@@ -77,17 +77,22 @@ def main(root: Path, at_once: int, numbers: Iterable[str]) -> None:
     dumped = root / DUMPED
 
     def run(folder: Path) -> None:
-        print(f"begun {folder.name}", flush=True)
+        _tell(f"begun {folder.name}")
         try:
             compile_one(folder)
         except Exception as error:  # one failed job must not stop the others
             write_error(folder, type(error).__name__, str(error))
         for path in dumped.glob("*"):
             path.rename(folder / path.name)
-        print(f"done {folder.name}", flush=True)
+        _tell(f"done {folder.name}")
 
     with ThreadPoolExecutor(1 if dumped.exists() else at_once) as pool:
         list(pool.map(run, [root / number for number in numbers]))
+
+
+def _tell(line: str) -> None:
+    """Writes a line at once, in one piece: threads and processes write to the same pipe."""
+    os.write(1, f"{line}\n".encode())
 
 
 def _end_with_parent() -> None:
