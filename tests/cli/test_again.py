@@ -323,7 +323,7 @@ def test_names_that_are_not_utf_8(text):
     picture = b"caf\xe9.png"
     Image.fromarray(np.full((16, 32, 3), 200, np.uint8)).save("red.png")
     os.rename(b"red.png", picture)
-    small = [b"--size", b"32x32", b"--frames", b"5", b"--steps", b"1", b"--dir", b"d\xe9"]
+    small = [b"--size", b"32x32", b"--frames", b"1", b"--steps", b"1", b"--dir", b"d\xe9"]
     first = [b"moving right", b"--image", picture, *small, b"--out", b"na\xefve.mp4"]
     told = [[b"info", b"na\xefve.mp4"], [b"info", b"--json", b"na\xefve.mp4"], [b"info", b"--json", b"d\xe9"]]
     again = [b"--from", b"na\xefve.mp4", b"--out", b"two\xe9.gif", b"--json"]
