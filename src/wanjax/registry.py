@@ -33,7 +33,7 @@ from wanjax.pipelines.caching.tables import key_of, measured_file, tables_of
 from wanjax.pipelines.checks import dtype_name
 from wanjax.pipelines.cogvideox import FAMILY as COGVIDEOX
 from wanjax.pipelines.components import Components, MakeRoom
-from wanjax.pipelines.family import Architecture, Family, Preset, auto_axes, family_of, named_sizes, side_lengths
+from wanjax.pipelines.family import Architecture, Family, Preset, auto_axes, family_of, named_sizes
 from wanjax.pipelines.hunyuanvideo import FAMILY as HUNYUANVIDEO
 from wanjax.pipelines.keywords import knows_keywords
 from wanjax.pipelines.memory import bytes_needed, check_memory
@@ -41,7 +41,7 @@ from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.progress import loading
 from wanjax.pipelines.record import described
 from wanjax.pipelines.recording import NoProcessor, NoTokenizer
-from wanjax.pipelines.settings import Settings
+from wanjax.pipelines.settings import Settings, sides
 from wanjax.pipelines.wan import FAMILY as WAN
 from wanjax.schedulers import Scheduler, successor
 from wanjax.sharding import AutoMesh, MeshSizes, Partitioner, find_rules, make_mesh, parse_mesh, platform
@@ -357,8 +357,7 @@ def _sized(
 ) -> Settings:
     """Returns the defaults with the given settings, of which `size` may be the name of one of the model's sizes."""
     if given.get("size") is not None:
-        size = side_lengths(given["size"], named_sizes(architecture, defaults, published))
-        given = {**given, **dict(zip(("height", "width"), size, strict=True))}
+        given = {**given, **sides(given["size"], named_sizes(architecture, defaults, published))}
     return defaults.updated(given)
 
 

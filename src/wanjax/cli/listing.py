@@ -11,8 +11,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from wanjax.errors import WanjaxError
-from wanjax.pipelines.settings import Settings, check_shape, schema
+from wanjax.pipelines.settings import Settings, check_shape, no_setting, schema, sides
 
 FILE = "models.json"
 
@@ -54,12 +53,10 @@ def check(model: str | None, given: Mapping[str, Any]) -> None:
         if (value := given.get(name)) is None or name == "cache":  # a cache's settings are read by its rule
             continue
         if name not in own and name not in ("model", "prompt"):
-            raise WanjaxError(f"{name} is no setting of {model}: {', '.join(own)} are")
+            raise no_setting(name, model, own)
         setting.read(value)
-    size = given.get("size")
-    if isinstance(size, str) and size not in known["sizes"]:
-        raise WanjaxError(f"the size {size!r} is none of the model's: {', '.join(known['sizes'])} are")
-    asked = dict(zip(("height", "width"), size, strict=True)) if isinstance(size, tuple) else {}
-    asked |= {name: given[name] for name in ("height", "width", "frames") if given.get(name) is not None}
-    shape = {name: asked.get(name, own[name]) for name in ("height", "width", "frames")}
+    shape = {name: own[name] if given.get(name) is None else given[name] for name in ("height", "width", "frames")}
+    if given.get("size") is not None:
+        texts = known["sizes"].items()
+        shape |= sides(given["size"], {name: (int(h), int(w)) for name, text in texts for w, h in [text.split("x")]})
     check_shape(**shape, spatial=known["grid"], temporal=known["frames_step"])

@@ -28,6 +28,11 @@ def is_given(name: str) -> bool:
     return click.get_current_context().get_parameter_source(name) not in (None, ParameterSource.DEFAULT)
 
 
+def option_of(name: str) -> str:
+    """Returns the long option by which a parameter of the command that runs is given."""
+    return next(x.opts[-1] for x in click.get_current_context().command.params if x.name == name)
+
+
 SETTINGS = schema(Settings)
 MOST_VIDEOS = 100_000  # of one command
 KEPT = "wanjax.kept"  # the key, in a command's context, of options that become a part of another option

@@ -20,11 +20,6 @@ TRACED = (1, 2)  # steps, from 0: the first compiles
 STEPS = "steps.json"
 
 
-def trace_with_scopes() -> None:
-    """Adds scopes and line numbers to the compile cache's key: a trace would otherwise show those of older code."""
-    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
-
-
 class StepProfile:
     """Traces and times the steps of a video, and reports on them."""
 

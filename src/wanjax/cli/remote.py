@@ -18,7 +18,7 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from wanjax.checkpoints.files import check_folder, writing
 from wanjax.cli.names import own_place
-from wanjax.cli.options import SETTINGS, is_given
+from wanjax.cli.options import SETTINGS, is_given, option_of
 from wanjax.cli.report import Report
 from wanjax.errors import WanjaxError, shown
 from wanjax.pipelines.settings import PICTURES
@@ -28,17 +28,8 @@ PATIENCE = 60.0  # seconds in which a server has to answer
 EVERY = 0.05, 1.0  # seconds between two looks at the video, the first and the longest
 LARGEST = 2**33  # bytes of an answer
 TOLD = {"id": str, "defaults": dict, "settings": dict, "started_with": dict, "loras": list}  # of a model
-HERE = {
-    "prompts": "--prompts",
-    "seeds": "--seeds",
-    "count": "--count",
-    "folder": "--dir",
-    "noise": "--noise",
-    "profile": "--profile",
-    "preview": "--preview",
-    "preview_decoder": "--preview-decoder",
-}
-"""Parameters that mean something where the video is made, and their options."""
+HERE = ("prompts", "seeds", "count", "folder", "noise", "profile", "preview", "preview_decoder")
+"""Parameters that mean something where the video is made."""
 
 
 def generate(report: Report, *, at: str, prompt: str, out: str | None, **given: Any) -> None:
@@ -101,12 +92,10 @@ def _fields(chosen: Mapping[str, Any], offered: Mapping[str, Any], at: str) -> d
             fields[name] = [_as_url(one) for one in value] if name == "references" else _as_url(value)
         elif name == "lora":
             fields[name] = _strengths(value, offered["loras"], at)
-        elif name == "scheduler" or (
-            name in SETTINGS and name != "dtype"
-        ):  # what the model has no use for, the server refuses
-            fields[name] = value
         elif name in HERE:
-            raise WanjaxError(f"{HERE[name]} is for videos of this machine, and --at has one made by {at}")
+            raise WanjaxError(f"{option_of(name)} is for videos of this machine, and --at has one made by {at}")
+        elif name in SETTINGS.keys() - {"dtype"} | {"scheduler"}:  # the server refuses what its model has no use for
+            fields[name] = value
         else:
             _compare(name, value, offered["started_with"], at)
     return fields
@@ -129,16 +118,15 @@ def _strengths(given: Sequence[str], known: Any, at: str) -> dict[str, float]:
 
 def _compare(name: str, value: Any, has: Mapping[str, Any], at: str) -> None:
     """Raises WanjaxError unless the server was started with an option of this value."""
-    option = f"--{name.replace('_', '-')}"
     known = has.get("tiling" if name == "tile" else name)
-    same = value == bool(known) if isinstance(value, bool) else _listed(value) == _listed(known)
+    same = value == bool(known) if isinstance(value, bool) else _texts(value) == _texts(known)
     if not same:
-        told = "none" if known in (None, [], ()) else ", ".join(_listed(known))
-        asked = "" if isinstance(value, bool) else f" {', '.join(_listed(value))}"
-        raise WanjaxError(f"{option}{asked} is for the server to be started with, and {at} has {_plain(told)}")
+        told = "none" if known in (None, [], ()) else ", ".join(_texts(known))
+        asked = "" if isinstance(value, bool) else f" {', '.join(_texts(value))}"
+        raise WanjaxError(f"{option_of(name)}{asked} is for the server to be started with, and {at} has {_plain(told)}")
 
 
-def _listed(value: Any) -> list[str]:
+def _texts(value: Any) -> list[str]:
     return [str(one) for one in (value if isinstance(value, list | tuple) else [value])]
 
 

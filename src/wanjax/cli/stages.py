@@ -24,7 +24,7 @@ from wanjax.checkpoints.lora import Lora
 from wanjax.cli import options
 from wanjax.cli.names import VIDEOS, Place, own_place, release
 from wanjax.cli.processes import is_first, meet
-from wanjax.cli.profile import StepProfile, trace_with_scopes
+from wanjax.cli.profile import StepProfile
 from wanjax.cli.remake import check_files, differences
 from wanjax.cli.report import Report
 from wanjax.compilers.roofline import peak_flops
@@ -172,7 +172,8 @@ class Rendering:
         self.noise = None if noise is None else self._noise(noise, len(files.get("references", ())))
         if self.profile:
             check_folder(self.profile)
-            trace_with_scopes()
+            # scopes and lines count in the cache's key: a trace would otherwise show those of older code
+            jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
         self.place = self._place(folder, out)
         looking = self._look(given)
         self.previews = Previews(self.folder / stage_files.PREVIEW, on=report.console) if looking else None
@@ -257,7 +258,7 @@ class Rendering:
     def tell(self, seeds: Sequence[int] = ()) -> None:
         """Prints the settings of the video, or of one of each seed, and notes on settings that may be unintended."""
         chosen, mesh = self.settings, self.pipe.partitioner
-        seed = f"seeds {listed(seeds)}" if seeds else f"seed {chosen.seed}{' (drawn)' if self.drawn else ''}"
+        seed = f"seeds {in_short(seeds)}" if seeds else f"seed {chosen.seed}{' (drawn)' if self.drawn else ''}"
         guidance = " and ".join(f"{scale:g}" for scale in chosen.guidance_scales)
         self.report.note(
             f"{chosen.model}: {chosen.width}x{chosen.height}, {chosen.frames} frames at {chosen.fps} a second, "
@@ -456,18 +457,17 @@ def _inherited(left: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
     return {name: value for name, value in left.items() if name not in ("scheduler", "revision")}
 
 
-def listed(numbers: Sequence[int]) -> str:
+def in_short(numbers: Sequence[int]) -> str:
     """Returns numbers as text: all of a few, else the first ones and the last."""
     first = ", ".join(map(str, numbers[:5]))
     return first if len(numbers) <= 5 else f"{first} ... {numbers[-1]}"
 
 
 def given_settings(size: tuple[int, int] | str | None = None, **given: Any) -> dict[str, Any]:
-    """Returns the options given on the command line, with `size` replaced by height and width unless it is a name."""
+    """Returns the options given on the command line."""
     if size and (given["height"] or given["width"]):
         raise WanjaxError("--size is given beside --height or --width: one way is enough")
-    shape = dict(zip(("height", "width"), size, strict=True)) if isinstance(size, tuple) else {"size": size}
-    return {k: v for k, v in (given | shape).items() if v not in (None, ())}
+    return {k: v for k, v in (given | {"size": size}).items() if v not in (None, ())}
 
 
 def _model(chosen: Mapping[str, Any]) -> str:

@@ -272,8 +272,8 @@ def _check_size(image: Image.Image, name: str, most: int) -> None:
 
 def _too_large(name: str, error: Image.DecompressionBombError, most: int) -> WanjaxError:
     """Returns the error for a picture that Pillow does not decode, whose message tells the number of its pixels."""
-    has = re.search(r"\d+", str(error))
-    return WanjaxError(f"{name} has {int(has[0]) if has else 0:,} pixels where {most:,} are allowed at most")
+    pixels = int("".join(re.findall(r"\d+", str(error))[:1]))
+    return WanjaxError(f"{name} has {pixels:,} pixels where {most:,} are allowed at most")
 
 
 def _scans(data: bytes) -> int:

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from wanjax.checkpoints.networks import Config, Network, NetworkKind, components, network_of
 from wanjax.checkpoints.sources import Layout, Source
-from wanjax.errors import SettingError, UnsupportedError, WanjaxError, shown
+from wanjax.errors import UnsupportedError, WanjaxError
 from wanjax.kernels.attention import AUTO, Attention
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures, size_within
@@ -31,7 +31,7 @@ from wanjax.pipelines.draws import INITIAL, OF_STEPS
 from wanjax.pipelines.frames import GivenFrames, Latents, encoded
 from wanjax.pipelines.previews.latent_preview import LatentPreview
 from wanjax.pipelines.sampler import Denoiser, Ends, Held, Inputs
-from wanjax.pipelines.settings import Settings, height_and_width
+from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Segment
 from wanjax.pipelines.text.tokenizer import Truncation
 from wanjax.programs import Program, Strategy, Value
@@ -362,15 +362,6 @@ def named_sizes(
 def lines(size: tuple[int, int]) -> str:
     """Returns the name of a size (height, width) by its lines, such as 480p."""
     return f"{min(size)}p"
-
-
-def side_lengths(size: Any, sizes: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
-    """Returns the (height, width) of a size, which may be the name of one of `sizes`; raises WanjaxError for others."""
-    if isinstance(size, str):
-        if size not in sizes:
-            raise SettingError(f"the size {shown(size)} is none of the model's: {', '.join(sizes)} are", "size")
-        return sizes[size]
-    return height_and_width(size)
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ from wanjax.pipelines.checks import (
 )
 from wanjax.pipelines.components import Components
 from wanjax.pipelines.draws import GivenDraws, checked_draws
-from wanjax.pipelines.family import Architecture, Encoded, lines, named_sizes, side_lengths
+from wanjax.pipelines.family import Architecture, Encoded, lines, named_sizes
 from wanjax.pipelines.frames import Frames, GivenFrames, GivenLatents, Latents, chunk_count
 from wanjax.pipelines.hooks import Calling, Showing, Switching
 from wanjax.pipelines.keywords import (
@@ -63,7 +63,7 @@ from wanjax.pipelines.resume import Keeping
 from wanjax.pipelines.run import Hook, Run
 from wanjax.pipelines.sampler import draw, join
 from wanjax.pipelines.seeds import checked_seed, told_seeds, words_of
-from wanjax.pipelines.settings import Settings, schema
+from wanjax.pipelines.settings import Settings, no_setting, schema, sides
 from wanjax.pipelines.steps import Step, Switch
 from wanjax.pipelines.text.tokenizer import Truncation
 from wanjax.programs import EXECUTE, Program, Site, Strategy, Value
@@ -276,8 +276,8 @@ class Pipeline:
     def settings(self, *, size: tuple[int, int] | str | None = None, **settings: Any) -> Any:
         """Returns the model's defaults, overridden by the given settings; raises WanjaxError for invalid ones.
 
-        `size` is (height, width), or the name of one of the model's `sizes`.
-        A seed of -1 becomes one drawn at random. The model and the dtype are those that were loaded.
+        `size` is (height, width), or the name of one of the model's `sizes`. A seed of "random" or -1 becomes one drawn
+        at random. The model and the dtype are those that were loaded.
         """
         settings = dict(self.architecture.implied(settings))
         if size is not None:
@@ -287,7 +287,7 @@ class Pipeline:
             if name not in known:
                 raise unknown_keyword(name, ("size", *own))
             if settings[name] is not None:
-                raise WanjaxError(f"{name} is no setting of {self.defaults.model}: {', '.join(own)} are")
+                raise no_setting(name, self.defaults.model, own)
         check_loaded(self.defaults, settings.pop("model", None), settings.pop("dtype", None))
         if settings.get("seed") is not None:
             settings |= {"seed": checked_seed(settings["seed"])}
@@ -300,7 +300,7 @@ class Pipeline:
         """Returns the height and width that a size gives; raises WanjaxError where they are given beside it."""
         if settings.get("height") is not None or settings.get("width") is not None:
             raise WanjaxError("size is given beside height or width: one way is enough")
-        return dict(zip(("height", "width"), side_lengths(size, self.sizes), strict=True))
+        return sides(size, self.sizes)
 
     @spelled_out(Given)
     def encode(

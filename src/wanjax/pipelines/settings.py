@@ -8,7 +8,7 @@ come from the fields of `Settings`. JAX is not imported here, so that `--help` i
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from numbers import Real
@@ -274,13 +274,24 @@ def check_shape(height: int, width: int, frames: int, *, spatial: int, temporal:
         raise WanjaxError(f"{frames} frames are not of the form {temporal}n + 1: {legal} would do")
 
 
-def height_and_width(size: Any) -> tuple[int, int]:
-    """Returns a size as (height, width); raises WanjaxError unless it is two whole numbers."""
-    if isinstance(size, tuple | list) and len(size) == 2:
-        height, width = (whole(n) for n in size)
+def sides(size: Any, sizes: Mapping[str, tuple[int, int]]) -> dict[str, int]:
+    """Returns the height and width of a size: (height, width), or the name of one of a model's `sizes`.
+
+    Raises WanjaxError for any other value.
+    """
+    if isinstance(size, str) and size not in sizes:
+        raise SettingError(f"the size {shown(size)} is none of the model's: {', '.join(sizes)} are", "size")
+    pair = sizes[size] if isinstance(size, str) else size
+    if isinstance(pair, tuple | list) and len(pair) == 2:
+        height, width = (whole(n) for n in pair)
         if height is not None and width is not None:
-            return height, width
+            return {"height": height, "width": width}
     raise WanjaxError(f"size is given as {shown(size)} where (height, width) such as (480, 832) is right")
+
+
+def no_setting(name: str, model: str | None, own: Iterable[str]) -> WanjaxError:
+    """Returns the error for a setting that a model does not have; `own` are those that it has."""
+    return WanjaxError(f"{name} is no setting of {model}: {', '.join(own)} are")
 
 
 def whole(value: Any) -> int | None:
