@@ -27,6 +27,7 @@ from wanjax.compilers.chips import described, find_slice
 from wanjax.compilers.places import mesh_on, priced_on
 from wanjax.errors import WanjaxError
 from wanjax.kernels import compiler_options
+from wanjax.kernels.attention import AUTO
 from wanjax.registry import outline, presets
 
 TINY = Scale((32, 32), (32, 32), 5, 1, 0.0)
@@ -201,7 +202,7 @@ def test_every_program_compiles_for_the_chip(place, monkeypatch, tmp_path):
     else:
         sizes = {"tokens": 1280, "width": 1536, "dtype": "bfloat16"}
         builds += [(partial(exchange, kind=kind, **sizes), {"dp": 1, "sp": 1, "tp": count}) for kind in COLLECTIVES]
-    programs = [(str(build), build(mesh_on(here.place, of), None)) for build, of in builds]
+    programs = [(str(build), build(mesh_on(here.place, of), AUTO)) for build, of in builds]
     for (name, _), priced in zip(programs, priced_on(here.place, programs), strict=True):  # by one compiler
         assert priced.seconds is not None, name
         assert priced.seconds > 0, name

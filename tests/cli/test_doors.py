@@ -77,7 +77,6 @@ def _stopped(monkeypatch, tmp_path):
         (planning, "record"),
     ):
         monkeypatch.setattr(owner, name, started)
-    monkeypatch.setattr(stages, "trace_with_scopes", lambda: None)
     for module in (stages, many, planning):
         monkeypatch.setattr(module, "meet", lambda *_: None)  # else it would wait for other processes
 
