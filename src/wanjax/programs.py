@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -24,7 +25,10 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from wanjax.compilers.cache import compile_cache
+from wanjax.compilations import tell_loaded, tell_refused
+from wanjax.compilers.cache import compile_cache, without_cache
+from wanjax.compilers.executables import Executables, Refused, key_of
+from wanjax.compilers.fingerprint import NoFingerprint
 from wanjax.compilers.lowering import Lowering, uncollected, without_refused
 from wanjax.errors import WanjaxWarning
 from wanjax.kernels.compiler_options import FAST, SAFE
@@ -33,6 +37,7 @@ from wanjax.sharding import Partitioner, state, stating, use
 
 Result = TypeVar("Result")
 Options = Callable[[Target | None], Mapping[str, Any]]
+Cache = Callable[[], AbstractContextManager[Any]]  # a context in which JAX's own cache is asked, or is not
 Shapes = Any  # a tree of jax.ShapeDtypeStruct
 Value = jax.Array | jax.ShapeDtypeStruct  # a program's result: its shape where a run is recorded
 
@@ -124,9 +129,9 @@ class Instance:
 
         return Lowering(self._named(run), self.shapes, self.donate, self.program.options_of(self.site))
 
-    def compiled(self, options: dict[str, Any]) -> Callable[..., Any]:
+    def compiled(self, options: dict[str, Any], cache: Cache) -> Callable[..., Any]:
         """Returns the executable with these options of the compiler, for devices that are here."""
-        with drawing(), compile_cache():
+        with drawing(), cache():
             with uncollected():
                 lowered = self.traced.lower()
             return lowered.compile(compiler_options=options)
@@ -199,11 +204,14 @@ class Execute(Strategy):
 
     Sets of compiler options that are the same for a program share what is compiled. Options that the compiler refuses
     are left out of the program from then on, with a warning.
+
+    `kept` are executables that other processes compiled, and that others will use; None leaves this to JAX's own cache.
     """
 
     executes = True
 
     def __init__(self) -> None:
+        self.kept: Executables | None = None
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._left: dict[Any, dict[str, Any]] = {}
 
@@ -212,9 +220,8 @@ class Execute(Strategy):
         shapes, key = _key(arguments, site)
         key = (*_options_key(program, site), static, key)
         if key not in self._compiled:
-            self._compile(
-                program.instance(site, static, *jax.tree.unflatten(jax.tree.structure(arguments), shapes)), key
-            )
+            shapes = jax.tree.unflatten(jax.tree.structure(arguments), shapes)
+            self._compiled[key] = self._made(key, program, site, lambda: program.instance(site, static, *shapes))
         return self._compiled[key](*arguments)
 
     def compile(self, *instances: Instance, begun: Callable[[int, int], Any] = lambda number, total: None) -> None:
@@ -222,24 +229,52 @@ class Execute(Strategy):
 
         `begun` receives the number of each before it is compiled, from 1 on, and their total; what it raises ends this.
         """
-        wanted = {self._key_of(instance): instance for instance in instances}
+        wanted = {self.key_of(instance): instance for instance in instances}
         missing = {key: instance for key, instance in wanted.items() if key not in self._compiled}
         for number, (key, instance) in enumerate(missing.items(), 1):
             begun(number, len(missing))
-            self._compile(instance, key)
+            self._compiled[key] = self._made(key, instance.program, instance.site, lambda made=instance: made)
 
-    def _key_of(self, instance: Instance) -> Any:
+    def key_of(self, instance: Instance) -> Any:
+        """Returns what tells the program from all others."""
         _, key = _key(instance.shapes, instance.site)
         return *_options_key(instance.program, instance.site), instance.static, key
 
-    def _compile(self, instance: Instance, key: Any) -> None:
+    def _made(self, key: Any, program: Program, site: Site, trace: Callable[[], Instance]) -> Callable[..., Any]:
+        """Returns the executable of a key: one that is kept, else one that is compiled, and kept for others."""
+        name = self._name(key, site)
+        if self.kept is None or name is None:
+            return self._compile(trace(), compile_cache)
+        start = perf_counter()
+        try:
+            found = self.kept.find(name, list(np.asarray(site.partitioner.mesh.devices).flat))
+        except Refused as error:
+            tell_refused(str(error))
+            found = None
+        if found is not None:
+            tell_loaded(program.name, start)
+            return found
+        made = self._compile(trace(), without_cache)  # what JAX reads from its cache cannot be kept
+        if self.options_of(program, site) == program.options_of(site):  # else the next process is to be warned too
+            self.kept.keep(name, made)
+        return made
+
+    def _name(self, key: Any, site: Site) -> str | None:
+        """Returns the name by which the executable of a key is kept; None where it is left to JAX's cache."""
+        if self.kept is None or site.partitioner.device.platform != "cpu" or jax.process_count() > 1:
+            return None
+        try:
+            return key_of(key)
+        except NoFingerprint:
+            return None
+
+    def _compile(self, instance: Instance, cache: Cache) -> Callable[..., Any]:
         def attempt(options: dict[str, Any]) -> Callable[..., Any]:
-            made = instance.compiled(options)
+            made = instance.compiled(options, cache)
             self._left[_options_key(instance.program, instance.site)] = options
             return made
 
-        options = self.options_of(instance.program, instance.site)
-        self._compiled[key] = without_refused(options, attempt, _warn)
+        return without_refused(self.options_of(instance.program, instance.site), attempt, _warn)
 
     def options_of(self, program: Program, site: Site) -> dict[str, Any]:
         """Returns the options with which a program is compiled, without those that the compiler refused."""

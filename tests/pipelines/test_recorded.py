@@ -21,9 +21,10 @@ from tests.support.calls import Call, Counting, differences, recorded_calls, ste
 from tests.support.compilations import compilations
 from tests.support.quick import quick
 from tests.support.tabled import TABLES
+from wanjax.compilers.fingerprint import fingerprint
 from wanjax.layers.tiling import Tiling
 from wanjax.pipelines.recording import record
-from wanjax.programs import Record
+from wanjax.programs import EXECUTE, Record
 from wanjax.registry import examine, outlined
 
 EIGHT = "dp=2,sp=2,tp=2"
@@ -188,6 +189,8 @@ def test_a_recorded_run_makes_the_calls_of_an_executed_one(compared, kind, mesh)
         assert not differences(executed, recorded)
     if "cache" in KINDS[kind][1]:
         assert steps(recorded)[True] > 0
+    keys = {EXECUTE.key_of(noted.instance) for noted in found.record.programs}
+    assert len(set(map(fingerprint, keys))) == len(keys)  # by which executables are kept between processes
 
 
 @pytest.mark.parametrize(("kind", "mesh"), [place for place in places() if place.values[1]])

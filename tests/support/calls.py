@@ -41,10 +41,10 @@ class Counting(Execute):
         self.calls[_call(self._stage, program, site, static, arguments)] += 1
         return super().call(program, site, static, *arguments)
 
-    def _compile(self, instance: Instance, key: Any) -> None:
-        super()._compile(instance, key)
-        made: Any = self._compiled[key]
+    def _compile(self, instance: Instance, cache: Any) -> Any:
+        made: Any = super()._compile(instance, cache)
         self.shardings.append((instance, jax.tree.leaves(made.output_shardings)))
+        return made
 
 
 def recorded_calls(record: Record) -> Counter[Call]:

@@ -121,6 +121,7 @@ def main(ctx: click.Context) -> None:
             os.environ.setdefault("JAX_PLATFORMS", "cpu")
     ctx.obj = Report()
     if signal.getsignal(signal.SIGINT) is stop:  # the process is this command's own
+        ctx.obj.owns_process = True
         ctx.with_resource(watched(ctx.obj.interrupted))
 
 

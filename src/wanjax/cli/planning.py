@@ -220,4 +220,4 @@ def warmup(report: Report, **given: Any) -> None:
                 EXECUTE.compile(recorded.instance)
             report.count("program", len(programs), len(programs))
     report.table()
-    report.note(f"what was compiled is in {compile_cache_folder()}")
+    report.note(f"what was compiled is in {EXECUTE.kept.folder if EXECUTE.kept else compile_cache_folder()}")

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 import jax
 
 from wanjax.cli.report import Report
+from wanjax.compilers.executables import of_this_machine
 from wanjax.errors import WanjaxError
+from wanjax.programs import EXECUTE
 from wanjax.sharding import platform
 
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
@@ -55,8 +57,15 @@ def _parsed(asked: str) -> tuple[str, int, int]:
 
 
 def meet(report: Report, asked: str | None) -> None:
-    """Joins the other processes, if any. Only the first process reports."""
+    """Joins the other processes, if any. Only the first process reports.
+
+    Executables are kept for other processes where all code in this one is that of the installed packages, unless the
+    user chose a folder for JAX's cache, in which all programs are then found.
+    """
     join(asked)
+    chosen = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    if report.owns_process and chosen is None:
+        EXECUTE.kept = of_this_machine()
     platform()  # a mistake in JAX_PLATFORMS is told here, before anything else asks for devices
     report.mute(not is_first())
 

@@ -38,13 +38,14 @@ class Report:
     """The report of one run: notes, the progress of its stages, the final table, and the command to resume it.
 
     With `quiet`, nothing is printed but what the run made and errors. With `in_json`, what it made is a JSON object.
-    `seconds` are those of the stages so far.
+    `owns_process` tells that nothing else runs in the process. `seconds` are those of the stages so far.
     """
 
     def __init__(self) -> None:
         self.way_on: str | None = None
         self.quiet = False
         self.in_json = False
+        self.owns_process = False
         self.seconds: dict[str, float] = {}
         self._rows: list[tuple[str, ...]] = []
         self._current: Stage | None = None
@@ -148,14 +149,16 @@ class Report:
     @contextmanager
     def telling_programs(self) -> Iterator[None]:
         """Prints each call of the backend's compiler in the `with` block, and their number at its end."""
-        from wanjax.pipelines.progress import Compilation, Compilations, watched_compiler
+        from wanjax.compilations import Compilation, watched_compiler
+        from wanjax.pipelines.progress import Compilations
 
         all_of_them = Compilations()
 
         def tell(made: Compilation) -> None:
             all_of_them.add(made)
             done = "read from the cache" if made.cached else "compiled"
-            self.note(f"program {made.name}: {done} in {duration(made.seconds)}")
+            why = f", because what was kept is of no use: {made.refused}" if made.refused else ""
+            self.note(f"program {made.name}: {done} in {duration(made.seconds)}{why}")
 
         with watched_compiler(tell):
             yield

@@ -12,6 +12,7 @@ from pathlib import Path
 from threading import Lock
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 KEEP_ALL = {"jax_persistent_cache_min_compile_time_secs": 0.0, "jax_persistent_cache_min_entry_size_bytes": -1}
 
@@ -48,6 +49,22 @@ def compile_cache() -> Iterator[None]:
                     jax.config.update(name, value)
 
 
+@contextmanager
+def without_cache() -> Iterator[None]:
+    """Compiles in this context without JAX's own cache."""
+    before = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
+    _enable(False)
+    try:
+        yield
+    finally:
+        _enable(before)
+
+
+def _enable(cache: bool) -> None:
+    jax.config.update("jax_enable_compilation_cache", cache)
+    compilation_cache.reset_cache()  # else JAX goes on as it did at the first program
+
+
 def set_cache_folder() -> None:
     """Sets JAX's compile cache to the user's cache folder, unless the user has chosen another.
 
@@ -56,7 +73,7 @@ def set_cache_folder() -> None:
     processor for which a CPU program was compiled, so each kind of processor has its own folder.
     """
     if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
-        jax.config.update("jax_compilation_cache_dir", str(user_cache() / "xla" / _processor()))
+        jax.config.update("jax_compilation_cache_dir", str(user_cache() / "xla" / processor()))
 
 
 def compile_cache_folder() -> str:
@@ -71,7 +88,7 @@ def user_cache() -> Path:
     return Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "wanjax"
 
 
-def _processor() -> str:
+def processor() -> str:
     """Returns the machine's architecture, and a digest of its processor's instruction sets."""
     known = platform.processor()
     with suppress(OSError):

@@ -6,31 +6,22 @@ A stage of the command line holds the same stage of the pipeline; the outer one 
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Event, Thread
 from time import perf_counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from wanjax.compilations import Compilation, watched_compiler
 from wanjax.figures import duration, in_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-COMPILATION = "/jax/core/compile/backend_compile_duration"
-CACHE_HIT = "/jax/compilation_cache/cache_hits"
 EVERY = 10.0  # seconds between two plain lines
-
-
-class Compilation(NamedTuple):
-    """One call of the backend's compiler: the program's name, the seconds, and whether the cache answered it."""
-
-    name: str
-    seconds: float
-    cached: bool
 
 
 @dataclass
@@ -160,39 +151,6 @@ class Stage:
 
         with watched_compiler(end, begin):
             yield
-
-
-@contextmanager
-def watched_compiler(end: Callable[[Compilation], None], begin: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Calls `begin` before and `end` after each program is compiled or read from the cache in the `with` block."""
-    from jax import monitoring  # imported late, for commands that compute nothing
-
-    from_cache = False
-
-    def start(event: str, value: float, **_: object) -> None:
-        nonlocal from_cache
-        if event == COMPILATION:
-            from_cache = False
-            begin()
-
-    def hit(event: str, **_: object) -> None:
-        nonlocal from_cache
-        from_cache |= event == CACHE_HIT
-
-    def stop(event: str, duration_secs: float, **more: object) -> None:
-        if event == COMPILATION:
-            name = str(more.get("fun_name", "")).removeprefix("jit(").removesuffix(")")
-            end(Compilation(name, duration_secs, from_cache))
-
-    monitoring.register_scalar_listener(start)
-    monitoring.register_event_listener(hit)
-    monitoring.register_event_duration_secs_listener(stop)
-    try:
-        yield
-    finally:
-        monitoring.unregister_scalar_listener(start)
-        monitoring.unregister_event_listener(hit)
-        monitoring.unregister_event_duration_listener(stop)
 
 
 _current: ContextVar[Stage | None] = ContextVar("stage", default=None)

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compilations as they are told: each program that is compiled in this process, or read from what is kept of others.
+
+JAX tells of its compiler and of its cache by events. What is read from elsewhere is told by the same ones.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import NamedTuple
+
+COMPILATION = "/jax/core/compile/backend_compile_duration"
+CACHE_HIT = "/jax/compilation_cache/cache_hits"
+REFUSED = "/wanjax/executable_refused"
+
+
+class Compilation(NamedTuple):
+    """A program's name, the seconds, whether a cache answered, and why what one held was refused, if it was."""
+
+    name: str
+    seconds: float
+    cached: bool
+    refused: str = ""
+
+
+@contextmanager
+def watched_compiler(end: Callable[[Compilation], None], begin: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Calls `begin` before and `end` after each program is compiled or read from a cache in the `with` block."""
+    from jax import monitoring  # imported late, for commands that compute nothing
+
+    from_cache, refused = False, ""
+
+    def start(event: str, value: float, **_: object) -> None:
+        nonlocal from_cache
+        if event == COMPILATION:
+            from_cache = False
+            begin()
+
+    def told(event: str, **more: object) -> None:
+        nonlocal from_cache, refused
+        from_cache |= event == CACHE_HIT
+        refused = str(more.get("why", "")) if event == REFUSED else refused
+
+    def stop(event: str, duration_secs: float, **more: object) -> None:
+        nonlocal refused
+        if event == COMPILATION:
+            name = str(more.get("fun_name", "")).removeprefix("jit(").removesuffix(")")
+            end(Compilation(name, duration_secs, from_cache, refused))
+            refused = ""
+
+    monitoring.register_scalar_listener(start)
+    monitoring.register_event_listener(told)
+    monitoring.register_event_duration_secs_listener(stop)
+    try:
+        yield
+    finally:
+        monitoring.unregister_scalar_listener(start)
+        monitoring.unregister_event_listener(told)
+        monitoring.unregister_event_duration_listener(stop)
+
+
+def tell_loaded(name: str, since: float) -> None:
+    """Tells of a program that was read from what is kept; `since` is when that began, by `perf_counter`."""
+    from jax import monitoring
+
+    monitoring.record_scalar(COMPILATION, 0.0)
+    monitoring.record_event(CACHE_HIT)
+    monitoring.record_event_duration_secs(COMPILATION, perf_counter() - since, fun_name=name)
+
+
+def tell_refused(why: str) -> None:
+    """Tells why what is kept of a program is not used; the program is compiled next."""
+    from jax import monitoring
+
+    monitoring.record_event(REFUSED, why=why)

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Executables that are kept between processes, so that a second run neither traces nor lowers nor compiles.
+
+JAX's own cache is asked with the lowered program, which takes longer to make than it takes to run a short video. Here
+the key is what the program is made from: its function by name, the values and shapes that it is compiled for, the code
+of this package, the versions of what traces and compiles, the processor, and the flags.
+
+A kept executable is machine code in a pickle, and whoever can write one can run anything. So it is read only from a
+folder that is the user's own and no one else's, after its digest, and where all that it names is expected in it. One
+that is of no use is compiled anew.
+"""
+
+import hashlib
+import io
+import os
+import pickle
+import platform
+import stat
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import is_dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax
+import jax
+import numpy as np
+from flax import nnx
+from jax.experimental import serialize_executable
+
+from wanjax.compilers.cache import processor, user_cache
+from wanjax.compilers.fingerprint import fingerprint
+
+LARGEST = 2 << 30  # bytes of all that is kept; the least recently used goes first
+SUFFIX = ".executable"
+FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NPROC")
+OF_THE_CACHE = ("jax_compilation_cache", "jax_persistent_cache", "jax_enable_compilation_cache", "jax_log")
+"""Beginnings of the names of JAX's settings that change no program."""
+NAMED = frozenset(
+    {
+        ("jax", "P"),
+        ("jax._src.core", "ManualAxisType"),
+        ("jax._src.core", "MemorySpace"),
+        ("jax._src.core", "ShapedArray"),
+        ("jax._src.interpreters.pxla", "AllArgsInfo"),
+        ("jax._src.interpreters.pxla", "UnloadedMeshExecutable"),
+        ("jax._src.layout", "AutoLayoutSingleton"),
+        ("jax._src.layout", "Layout"),
+        ("jax._src.linear_util", "DebugInfo"),
+        ("jax._src.mesh", "AbstractDevice"),
+        ("jax._src.mesh", "AbstractMesh"),
+        ("jax._src.mesh", "AxisType"),
+        ("jax._src.mesh", "Mesh"),
+        ("jax._src.named_sharding", "_unpickle_named_sharding"),
+        ("jax._src.sharding_impls", "_unpickle_single_device_sharding"),
+        ("jax._src.stages", "ArgInfo"),
+        ("jax._src.tree_util", "default_registry"),
+        ("jax._src.tree_util", "tracing_registry"),
+        ("jaxlib._jax", "DeviceList"),
+        ("jaxlib._jax.pytree", "PyTreeDef"),
+        ("numpy", "dtype"),
+        ("numpy", "ndarray"),
+        ("numpy._core.multiarray", "_reconstruct"),
+    }
+)
+"""What JAX names in an executable and in its trees."""
+
+
+class Refused(Exception):
+    """What was kept is of no use; the text says why."""
+
+
+class Executables:
+    """Executables in a folder, by key. The folder is made for its owner alone."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def find(self, key: str, devices: Sequence[Any]) -> Callable[..., Any] | None:
+        """Returns the executable of a key for these devices, None where none is kept; raises Refused."""
+        file = self._file(key)
+        try:
+            self._check_folder()
+            body = _checked(key, _read(file))
+            payload, arguments, results = pickle.loads(body)  # checked: from here on it is this user's own
+            found = serialize_executable.deserialize_and_load(
+                payload, arguments, results, devices[0].client, execution_devices=devices
+            )
+        except FileNotFoundError:
+            return None
+        except Refused:
+            raise
+        except Exception as error:  # of the many parts that read it
+            raise Refused(f"it cannot be read: {type(error).__name__}: {error}") from error
+        with suppress(OSError):
+            os.utime(file)
+        return found
+
+    def keep(self, key: str, compiled: Any) -> None:
+        """Keeps an executable that was compiled, not read from a cache; does nothing where that cannot be."""
+        try:
+            body = pickle.dumps(serialize_executable.serialize(compiled))
+            self.folder.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError):
+                self.folder.mkdir(mode=0o700)
+            self._check_folder()
+            beside = self.folder / f".{os.getpid()}.{key}"
+            with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _NO_LINK, 0o600), "wb") as file:
+                file.write(_digest(key, body) + body)
+            beside.replace(self._file(key))
+            self._make_room()
+        except (OSError, Refused, ValueError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError):
+            return
+
+    def _file(self, key: str) -> Path:
+        return self.folder / f"{key}{SUFFIX}"
+
+    def _check_folder(self) -> None:
+        """Raises Refused unless the folder is one, this user's own, and closed to others."""
+        found = os.lstat(self.folder)
+        if not (stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077):
+            raise Refused(f"{self.folder} is open to others")
+
+    def _make_room(self) -> None:
+        """Deletes the files that were used least recently, until the others are few enough."""
+        files = sorted(((x.stat(), x) for x in self.folder.iterdir()), key=lambda entry: -entry[0].st_mtime)
+        total = 0
+        for entry, file in files:
+            total += entry.st_size
+            if total > LARGEST:
+                file.unlink(missing_ok=True)
+
+
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+
+
+def of_this_machine() -> Executables | None:
+    """Returns the user's own executables; None where the system has no owners of files."""
+    return Executables(user_cache() / "executables" / processor()) if hasattr(os, "getuid") else None
+
+
+def _read(file: Path) -> bytes:
+    with open(os.open(file, os.O_RDONLY | _NO_LINK), "rb") as opened:
+        if os.fstat(opened.fileno()).st_uid != os.getuid():
+            raise Refused(f"{file} is another user's")
+        return opened.read()
+
+
+def _digest(key: str, body: bytes) -> bytes:
+    return hashlib.sha256(key.encode() + body).digest()
+
+
+def _checked(key: str, content: bytes) -> bytes:
+    """Returns the pickle of a file; raises Refused unless it is whole, of this key, and names what is expected."""
+    size = hashlib.sha256().digest_size
+    if content[:size] != _digest(key, content[size:]):
+        raise Refused("its digest is not that of what it holds")
+    payload, *_ = _Naming(content[size:]).load()
+    _Naming(payload).load()
+    return content[size:]
+
+
+class _Inert:
+    """Stands for all that a pickle names, while it is read for its names."""
+
+    def __new__(cls, *_: Any, **__: Any) -> "_Inert":
+        return super().__new__(cls)
+
+    def __setstate__(self, _: Any) -> None:
+        pass
+
+
+class _Naming(pickle.Unpickler):
+    """Reads a pickle without what it names; raises Refused for a name that is not expected in it."""
+
+    def __init__(self, content: bytes):
+        super().__init__(io.BytesIO(content))
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in NAMED and not _is_tree(module, name):
+            raise Refused(f"it names {module}.{name}")
+        return _Inert
+
+    def persistent_load(self, pid: Any) -> None:
+        """Returns nothing in place of devices and machine code."""
+
+
+def _is_tree(module: str, name: str) -> bool:
+    """Tells whether a name is that of a class that holds arrays, of this package or of Flax's."""
+    if module.partition(".")[0] not in ("wanjax", "flax"):
+        return False
+    found = getattr(sys.modules.get(module), name, None)
+    if not isinstance(found, type) or (found.__module__, found.__qualname__) != (module, name):
+        return False
+    return is_dataclass(found) or issubclass(found, tuple | nnx.Variable | nnx.State)
+
+
+class Surroundings(NamedTuple):
+    """All on which an executable depends beside its program."""
+
+    code: str
+    versions: tuple[str, ...]
+    processor: str
+    cores: tuple[int | None, int]
+    flags: tuple[str | None, ...]
+    settings: tuple[tuple[str, str], ...]
+
+
+def key_of(program: Any) -> str:
+    """Returns the key of a program, whose values tell it from all others; raises NoFingerprint where they do not."""
+    return fingerprint((program, surroundings()))
+
+
+def surroundings() -> Surroundings:
+    """Returns the surroundings of this process."""
+    versions = (jax.__version__, version("jaxlib"), flax.__version__, np.__version__, platform.python_version())
+    compiler = jax.devices()[0].client.platform_version
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+    settings = sorted((name, repr(value)) for name, value in jax.config.values.items())
+    return Surroundings(
+        _code(),
+        (*versions, compiler),
+        processor(),
+        (os.cpu_count(), cores),
+        tuple(os.environ.get(name) for name in FLAGS),
+        tuple((name, value) for name, value in settings if not name.startswith(OF_THE_CACHE)),
+    )
+
+
+@cache
+def _code() -> str:
+    """Returns the digest of this package's code, as it is when it is asked for first."""
+    root, made = Path(__file__).parents[1], hashlib.sha256()
+    for file in sorted(root.rglob("*.py")):
+        content = file.read_bytes()
+        made.update(f"{file.relative_to(root)} {len(content)} ".encode() + content)
+    return made.hexdigest()

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Executables that are kept between processes: the right one is found, and no other is ever run."""
+
+import hashlib
+import os
+import pickle
+import subprocess
+import sys
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.compilations import compilations
+from wanjax.compilations import Compilation
+from wanjax.compilers import executables
+from wanjax.compilers.cache import without_cache
+from wanjax.compilers.executables import Executables, Refused, surroundings
+from wanjax.compilers.fingerprint import NoFingerprint, fingerprint
+from wanjax.kernels.compiler_options import scanned
+from wanjax.layers.tiling import Tiling
+from wanjax.pipelines.sampler import join
+from wanjax.programs import Execute, Site, program
+from wanjax.sharding import one_device
+
+KEY = "a" * 64
+SMALL = ("--size", "32x32", "--frames", "5", "--steps", "2", "--seed", "1", "--force")
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.floats(allow_nan=False) | st.text(max_size=3) | st.binary(),
+    lambda x: (
+        st.lists(x, max_size=3)
+        | st.lists(x, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=2), x, max_size=3)
+        | st.builds(Tiling, x, x)
+    ),
+    max_leaves=8,
+)
+
+
+@program(scanned)
+def strange(axis: int, parts: Any) -> Any:
+    return jnp.concatenate(parts, axis)
+
+
+@pytest.fixture
+def kept(tmp_path) -> Executables:
+    return Executables(tmp_path / "cache" / "executables")
+
+
+@pytest.fixture
+def compiled() -> Any:
+    with without_cache():
+        return jax.jit(lambda x: 2 * x).lower(jnp.ones(3)).compile()
+
+
+def called(kept: Executables, program: Any = join, static: Any = 0) -> tuple[list[float], list[Compilation]]:
+    """Calls a program in an `Execute` of its own, as another process would; returns its result, and what was told."""
+    execute = Execute()
+    execute.kept = kept
+    with compilations() as made:
+        result = execute.call(program, Site(one_device()), static, (np.zeros(2, np.float32), np.ones(1, np.float32)))
+    return np.asarray(result).tolist(), made
+
+
+def the_file(kept: Executables) -> Path:
+    (file,) = kept.folder.glob("[!.]*")
+    return file
+
+
+def test_an_executable_is_compiled_once(kept):
+    first, made = called(kept)
+    again, read = called(kept)
+    assert first == again == [0.0, 0.0, 1.0]
+    assert [x.cached for x in made] == [False]
+    assert [(x.name, x.cached) for x in read] == [("join", True)]
+
+
+def half(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def changed(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def swapped(file: Path) -> None:
+    other = Executables(file.parent)
+    with without_cache():
+        other.keep(KEY, jax.jit(lambda x: 5 * x).lower(jnp.ones(3, jnp.float32)).compile())
+    (file.parent / f"{KEY}.executable").replace(file)
+
+
+def open_to_others(file: Path) -> None:
+    file.parent.chmod(0o755)
+
+
+def linked(file: Path) -> None:
+    elsewhere = file.parent.parent / "elsewhere"
+    file.replace(elsewhere)
+    file.symlink_to(elsewhere)
+
+
+def another_folder(file: Path) -> None:
+    elsewhere = file.parent.parent / "elsewhere"
+    file.parent.rename(elsewhere)
+    file.parent.symlink_to(elsewhere)
+
+
+class Bomb:
+    """Runs something where its pickle is read."""
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("exploded"),)
+
+
+BORROWED = b"cwanjax.media.ffmpeg\nsubprocess.Popen\n((lVtouch\naVexploded\natR."
+"""A pickle that calls what a module of the package has imported."""
+
+
+def crafted(body: bytes, file: Path) -> None:
+    """Writes a pickle with its right digest."""
+    file.write_bytes(hashlib.sha256(file.stem.encode() + body).digest() + body)
+
+
+DAMAGES = {
+    "half-written": half,
+    "changed": changed,
+    "empty": empty,
+    "swapped": swapped,
+    "open to others": open_to_others,
+    "a link": linked,
+    "a linked folder": another_folder,
+    "a crafted tree": partial(crafted, pickle.dumps((pickle.dumps(()), Bomb(), None))),
+    "a crafted executable": partial(crafted, pickle.dumps((pickle.dumps(Bomb()), None, None))),
+    "a name that a module imports": partial(crafted, pickle.dumps((BORROWED, None, None))),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_what_is_of_no_use_is_compiled_anew_and_told(kept, damage, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    called(kept)
+    damage(the_file(kept))
+    result, made = called(kept)
+    assert result == [0.0, 0.0, 1.0]
+    assert [x.cached for x in made] == [False]
+    assert made[0].refused
+    assert not (tmp_path / "exploded").exists()
+
+
+OTHERS = {
+    "code": {"code": "0"},
+    "jax": {"versions": ("0.0.1",)},
+    "processor": {"processor": "x86_64-0"},
+    "cores": {"cores": (96, 96)},
+    "flags": {"flags": ("--xla_cpu_enable_fast_math=true", None, None)},
+    "settings": {"settings": (("jax_enable_x64", "True"),)},
+}
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS.keys())
+def test_that_of_other_surroundings_is_never_found(kept, other, monkeypatch):
+    with monkeypatch.context() as patch:
+        theirs = surroundings()._replace(**other)
+        patch.setattr(executables, "surroundings", lambda: theirs)
+        called(kept)
+    result, made = called(kept)
+    assert result == [0.0, 0.0, 1.0]
+    assert [x.cached for x in made] == [False]
+    assert len(list(kept.folder.iterdir())) == 2
+
+
+def test_changed_code_is_other_surroundings(monkeypatch, tmp_path):
+    (tmp_path / "compilers").mkdir()
+    monkeypatch.setattr(executables, "__file__", str(tmp_path / "compilers" / "executables.py"))
+    digests = []
+    for text in ("1", "2", "1"):
+        (tmp_path / "layer.py").write_text(text)
+        executables._code.cache_clear()
+        digests.append(executables._code())
+    executables._code.cache_clear()
+    assert digests[0] == digests[2] != digests[1]
+
+
+def test_the_folder_is_its_owner_s_alone(kept):
+    called(kept)
+    assert kept.folder.stat().st_mode & 0o777 == 0o700
+    assert the_file(kept).stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.skipif(os.name != "posix" or os.getuid() != 0, reason="gives a file to another user")
+def test_another_user_s_file_is_refused(kept, compiled):
+    kept.keep(KEY, compiled)
+    os.chown(the_file(kept), 12345, -1)
+    with pytest.raises(Refused, match="another user"):
+        kept.find(KEY, jax.devices()[:1])
+
+
+def test_a_folder_that_cannot_be_made_stops_nothing(tmp_path, compiled):
+    (tmp_path / "cache").write_text("a file")
+    kept = Executables(tmp_path / "cache" / "executables")
+    assert called(kept)[0] == [0.0, 0.0, 1.0]
+
+
+def test_the_least_recently_used_goes_first(kept, compiled, monkeypatch):
+    names = [letter * 64 for letter in "abcd"]
+    for age, name in enumerate(names[:3]):
+        kept.keep(name, compiled)
+        os.utime(kept.folder / f"{name}.executable", (1e9 + age, 1e9 + age))
+    assert kept.find(names[0], jax.devices()[:1]) is not None  # is used now
+    monkeypatch.setattr(executables, "LARGEST", 3 * the_size(kept))
+    kept.keep(names[3], compiled)
+    assert sorted(x.stem for x in kept.folder.iterdir()) == [names[0], names[2], names[3]]
+
+
+def the_size(kept: Executables) -> int:
+    return max(x.stat().st_size for x in kept.folder.iterdir())
+
+
+@given(st.lists(VALUES, min_size=2, max_size=2))
+def test_equal_fingerprints_are_of_equal_values(values):
+    first, second = values
+    spelled = [repr(x) for x in values]  # in which 1, 1.0 and True differ, and -0.0 and 0.0
+    assert (fingerprint(first) == fingerprint(second)) == (spelled[0] == spelled[1])
+
+
+class Colour(Enum):
+    RED = 1
+
+
+class Point(NamedTuple):
+    x: int
+
+
+@dataclass(frozen=True)
+class Stranger:
+    x: int
+
+
+@pytest.mark.parametrize(
+    "value",
+    [lambda x: x, partial(lambda x: x), object(), Stranger(1), Point(1), Colour.RED, Stranger, iter(())],
+    ids=str,
+)
+def test_what_only_its_code_tells_apart_has_none(value):
+    with pytest.raises(NoFingerprint):
+        fingerprint({"a": [value]})
+
+
+def test_a_program_of_a_stranger_s_is_left_to_jax_s_cache(kept):
+    assert called(kept, strange)[0] == [0.0, 0.0, 1.0]
+    assert not kept.folder.exists()
+
+
+def test_the_command_compiles_once_and_makes_the_same_file(tmp_path):
+    environment = {name: x for name, x in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    environment |= {"XDG_CACHE_HOME": str(tmp_path / "cache"), "JAX_PLATFORMS": "cpu"}
+
+    def make(name: str) -> str:
+        command = [sys.executable, "-m", "wanjax", "a red circle", *SMALL, "--out", name, "-v"]
+        return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True).stderr
+
+    assert "8 programs compiled, 0 read from the cache" in make("first.mp4")
+    files = list((tmp_path / "cache" / "wanjax" / "executables").rglob("*.executable"))
+    assert len(files) == 8
+    assert "0 programs compiled, 8 read from the cache" in make("second.mp4")
+    half(files[0])
+    assert "1 programs compiled, 7 read from the cache" in (told := make("third.mp4"))
+    assert told.count("of no use") == 1
+    videos = [(tmp_path / name).read_bytes() for name in ("first.mp4", "second.mp4", "third.mp4")]
+    assert videos[0] == videos[1] == videos[2]
