@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import platform
+import re
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -24,9 +25,17 @@ FAMILIES = {"wan": wan.STAGES, "cogvideox": cogvideox.STAGES, "hunyuanvideo": hu
 STAGES = list(dict.fromkeys(stage for stages in FAMILIES.values() for stage in stages))
 
 
+def processor() -> str:
+    """Returns the processor's name, and which of the instructions for bfloat16 it has."""
+    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    name = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
+    own = sorted(set(re.findall(r"\b(?:amx_bf16|avx512_bf16|avx512f|avx2)\b", text)))
+    return f"{name[1] if name else platform.machine()} ({', '.join(own) or 'no vectors that are known'})"
+
+
 def machine() -> dict[str, str]:
     packages = {name: version(name) for name in ("jax", "torch", "diffusers", "transformers")}
-    return {"cpu": platform.processor() or platform.machine(), "cores": str(os.cpu_count()), **packages}
+    return {"cpu": processor(), "cores": str(os.cpu_count()), **packages}
 
 
 def main() -> None:
@@ -37,10 +46,14 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2, help="layers of the text encoder and of the transformer")
     parser.add_argument("--vae-size", default="256x256", help="WIDTHxHEIGHT of the decoded video")
     parser.add_argument("--vae-frames", type=int, default=9)
+    parser.add_argument("--step-size", default="256x256x17", help="WIDTHxHEIGHTxFRAMES of Wan's steps")
+    parser.add_argument("--step-dtype", choices=("float32", "bfloat16"), default="float32", help="of Wan's steps")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     width, height = map(int, options.vae_size.split("x"))
-    sizes, stages = Sizes(options.layers, height, width, options.vae_frames), FAMILIES[options.model]
+    across, down, frames = map(int, options.step_size.split("x"))
+    sizes = Sizes(options.layers, height, width, options.vae_frames, (down, across, frames), options.step_dtype)
+    stages = FAMILIES[options.model]
     if missing := [stage for stage in options.stage or () if stage not in stages]:
         parser.error(f"{options.model} has no stage {missing[0]}: {', '.join(stages)} would do")
     torch.manual_seed(0)
@@ -52,6 +65,7 @@ def main() -> None:
             if options.json:
                 record = {"machine": machine(), "results": [asdict(result) for result in results]}
                 options.json.write_text(json.dumps(record, indent=2) + "\n")
+    print(", ".join(f"{name} {value}" for name, value in machine().items()))
     show(results)
 
 

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs, executed and recorded. Refusals of compiler options are XLA's own."""
 
+import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +18,7 @@ from wanjax.compilers.lowering import without_refused
 from wanjax.errors import WanjaxWarning
 from wanjax.kernels.target import Target
 from wanjax.pipelines.sampler import take_step
-from wanjax.programs import Execute, Program, Site, program
+from wanjax.programs import Execute, Instance, Program, Site, program
 from wanjax.sharding import one_device
 
 BOGUS = {"xla_no_such_option": "true"}
@@ -29,6 +33,14 @@ def sums(_: None, x: jax.Array, total: jax.Array) -> jax.Array:
 
 def largest(_: None, x: jax.Array) -> jax.Array:
     return jax.lax.top_k(x, 2)[0]
+
+
+def doubled(_: None, x: jax.Array) -> jax.Array:
+    return 2 * x
+
+
+def tripled(_: None, x: jax.Array) -> jax.Array:
+    return 3 * x
 
 
 def impossible(_: None, x: jax.Array) -> jax.Array:
@@ -131,3 +143,78 @@ def test_a_single_chip_gets_the_options_of_its_kind(monkeypatch, site, compiler,
     options = take_step.options_of(site._replace(compiler=compiler))
     assert options.keys() >= {"xla_tpu_scoped_vmem_limit_kib", "xla_enable_async_all_gather"}
     assert len([name for name in options if "sparse_core" in name]) == count
+
+
+class Slow(Execute):
+    """Compiles when it is told to, and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go, self.made = Event(), []
+
+    def _compile(self, instance: Instance, cache: Any) -> Any:
+        assert self.go.wait(60)
+        self.made.append(instance.program.name)
+        return super()._compile(instance, cache)
+
+
+def test_threads_that_call_a_program_compile_it_once(site):
+    slow, x = Slow(), jnp.ones(3)
+    adds = made(sums, {})
+    with ThreadPoolExecutor(4) as pool:
+        results = [pool.submit(slow.call, adds, site, None, x, x) for _ in range(4)]
+        slow.go.set()
+        assert [np.asarray(x.result()).tolist() for x in results] == 4 * [[2.0, 2.0, 2.0]]
+    assert slow.made == ["sums"]
+
+
+def test_a_program_that_failed_is_tried_again(site):
+    class Failing(Execute):
+        fails = True
+
+        def _compile(self, instance: Instance, cache: Any) -> Any:
+            if self.fails:
+                raise RuntimeError("no compiler")
+            return super()._compile(instance, cache)
+
+    execute, adds, x = Failing(), made(sums, {}), jnp.ones(3)
+    with pytest.raises(RuntimeError, match="no compiler"):
+        execute.call(adds, site, None, x, x)
+    execute.fails = False
+    np.testing.assert_array_equal(execute.call(adds, site, None, x, x), [2, 2, 2])
+
+
+def test_a_run_s_programs_are_compiled_beside_it_once_one_is_missing(site):
+    execute, adds, tops = Execute(), made(sums, {}), made(largest, {})
+    x, asked = jnp.ones(3), []
+
+    def recorded() -> list[Instance]:
+        asked.append(1)
+        return [adds.instance(site, None, x, x), tops.instance(site, None, x)]
+
+    with execute.ahead(recorded):
+        execute.call(adds, site, None, x, x)
+        end = time.monotonic() + 60
+        while not execute.count(tops) and time.monotonic() < end:
+            time.sleep(0.01)
+        execute.call(tops, site, None, x)
+    assert asked == [1]
+    assert execute.count() == 2
+    with execute.ahead(recorded):
+        execute.call(adds, site, None, x, x)  # is there
+    assert asked == [1]
+
+
+def test_what_begins_each_compilation_may_end_all(site):
+    execute, x, begun = Execute(), jnp.ones(3), []
+
+    def begin(number: int, total: int) -> None:
+        begun.append((number, total))
+        if number == 2:
+            raise KeyboardInterrupt
+
+    instances = [made(function, {}).instance(site, None, x) for function in (largest, doubled, tripled)]
+    with pytest.raises(KeyboardInterrupt):
+        execute.compile(*instances, begun=begin)
+    assert begun == [(1, 3), (2, 3)]
+    assert execute.count() == 1

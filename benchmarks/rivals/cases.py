@@ -53,21 +53,26 @@ class Result:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The layers of the text encoder and of the transformer, and the video that is decoded."""
+    """The layers of the text encoder and of the transformer, the video that is decoded, and the steps that are taken.
+
+    `denoised` are the height, width and frames of the video whose steps these are, and `dtype` is theirs.
+    """
 
     layers: int
     height: int
     width: int
     frames: int
+    denoised: tuple[int, int, int] = (256, 256, 17)
+    dtype: str = "float32"
 
 
 Stages = Mapping[str, Callable[[Sizes], Iterator[Case]]]
 
 
-def converted(reference: torch.nn.Module) -> Any:
-    """Returns our network with the weights of a reference, in float32."""
+def converted(reference: torch.nn.Module, dtype: str = "float32") -> Any:
+    """Returns our network with the weights of a reference, in a dtype."""
     network = read_network(type(reference).__name__, config_of(reference), kinds())
-    abstract = network.abstract(dtype=jnp.float32, param_dtype=jnp.float32)
+    abstract = network.abstract(dtype=jnp.dtype(dtype), param_dtype=jnp.dtype(dtype))
     return modules.load(abstract, network.rules, StateDict(reference), ignore=network.unused)
 
 

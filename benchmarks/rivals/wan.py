@@ -53,34 +53,41 @@ def text(sizes: Sizes) -> Iterator[Case]:
 
 
 def step(sizes: Sizes) -> Iterator[Case]:
-    """Yields the denoising of 17 frames of 256 × 256 (1280 tokens), with and without guidance."""
-    reference = WanTransformer3DModel(num_layers=sizes.layers, **TRANSFORMER).eval()
+    """Yields the denoising of a video, of 1280 tokens unless another is asked for, with and without guidance."""
+    reference = WanTransformer3DModel(num_layers=sizes.layers, **TRANSFORMER).eval().to(getattr(torch, sizes.dtype))
+    height, width, frames = sizes.denoised
+    latent = (frames + 3) // 4, height // 8, width // 8
+    tokens = latent[0] * (latent[1] // 2) * (latent[2] // 2)
     scheduler = UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0, num_train_timesteps=1000
     )
     vae = AutoencoderKLWan(base_dim=8)  # used only for its sizes
     rival = torch_pipeline(WanPipeline, vae=vae, scheduler=scheduler, transformer=reference)
     same_scheduler = from_config({**scheduler.config, "_class_name": "UniPCMultistepScheduler"})
-    pipeline = pipeline_of(MODEL, {"transformer": converted(reference)}, scheduler=same_scheduler)
+    ours_too = converted(reference, sizes.dtype)
+    pipeline = pipeline_of(MODEL, {"transformer": ours_too}, scheduler=same_scheduler)
     random = np.random.default_rng(0)
-    noise = random.standard_normal((1, 16, 5, 32, 32), np.float32)
+    noise = random.standard_normal((1, 16, *latent), np.float32)
     texts = [random.standard_normal((1, 512, 4096), np.float32) for _ in range(2)]
 
     def ours(scale: float) -> jax.Array:
         return pipeline.denoise(
-            WanEncoded(*map(jnp.asarray, texts)), noise=jnp.asarray(noise), size=(256, 256), frames=17, steps=STEPS,
-            guidance_scale=scale, flow_shift=3.0, sigmas="diffusers",
+            WanEncoded(*map(jnp.asarray, texts)), noise=jnp.asarray(noise), size=(height, width), frames=frames,
+            steps=STEPS, guidance_scale=scale, flow_shift=3.0, sigmas="diffusers",
         )  # fmt: skip
 
     def theirs(scale: float) -> torch.Tensor:
-        prompt, negative = (torch.from_numpy(text) for text in texts)
+        prompt, negative = (torch.from_numpy(text).to(reference.dtype) for text in texts)
         return rival(
-            prompt_embeds=prompt, negative_prompt_embeds=negative, latents=torch.from_numpy(noise), height=256,
-            width=256, num_frames=17, num_inference_steps=STEPS, guidance_scale=scale, output_type="latent",
+            prompt_embeds=prompt, negative_prompt_embeds=negative, latents=torch.from_numpy(noise), height=height,
+            width=width, num_frames=frames, num_inference_steps=STEPS, guidance_scale=scale, output_type="latent",
         ).frames  # fmt: skip
 
     for scale, guidance in ((1.0, "without guidance"), (5.0, "with guidance")):
-        name = f"step {guidance}, {sizes.layers} layers of 1.3B, 1280 tokens"
+        tokens = latent[0] * (latent[1] // 2) * (latent[2] // 2)
+        name = (
+            f"step {guidance}, {sizes.layers} layers of 1.3B, {width}x{height}x{frames}, {tokens} tokens, {sizes.dtype}"
+        )
         yield Case(name, 1.0, partial(ours, scale), partial(theirs, scale), pieces=STEPS)
 
 

@@ -6,47 +6,59 @@ JAX tells of its compiler and of its cache by events. What is read from elsewher
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import get_ident, local
 from time import perf_counter
 from typing import NamedTuple
 
 COMPILATION = "/jax/core/compile/backend_compile_duration"
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
 REFUSED = "/wanjax/executable_refused"
+WAITING = "/wanjax/waited_for_compiler"
 
 
 class Compilation(NamedTuple):
-    """A program's name, the seconds, whether a cache answered, and why what one held was refused, if it was."""
+    """A program's name, the seconds, whether a cache answered, and why what one held was refused, if it was.
+
+    `waited` says that another thread compiled it, and this one waited so long.
+    """
 
     name: str
     seconds: float
     cached: bool
     refused: str = ""
+    waited: bool = False
 
 
 @contextmanager
-def watched_compiler(end: Callable[[Compilation], None], begin: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Calls `begin` before and `end` after each program is compiled or read from a cache in the `with` block."""
+def watched_compiler(
+    end: Callable[[Compilation], None], begin: Callable[[], None] = lambda: None, *, here: bool = False
+) -> Iterator[None]:
+    """Calls `begin` before and `end` after each program is compiled or read from a cache in the `with` block.
+
+    With `here` only what this thread compiles or waits for counts, else all that is compiled.
+    """
     from jax import monitoring  # imported late, for commands that compute nothing
 
-    from_cache, refused = False, ""
+    own, state = get_ident(), local()
 
     def start(event: str, value: float, **_: object) -> None:
-        nonlocal from_cache
-        if event == COMPILATION:
-            from_cache = False
+        if (event == COMPILATION or (here and event == WAITING)) and (not here or get_ident() == own):
+            state.cached = False
             begin()
 
     def told(event: str, **more: object) -> None:
-        nonlocal from_cache, refused
-        from_cache |= event == CACHE_HIT
-        refused = str(more.get("why", "")) if event == REFUSED else refused
+        if event == CACHE_HIT:
+            state.cached = True
+        elif event == REFUSED:
+            state.refused = str(more["why"])
 
     def stop(event: str, duration_secs: float, **more: object) -> None:
-        nonlocal refused
-        if event == COMPILATION:
+        waited = event == WAITING
+        if (event == COMPILATION or waited) and (get_ident() == own if here else not waited):
             name = str(more.get("fun_name", "")).removeprefix("jit(").removesuffix(")")
-            end(Compilation(name, duration_secs, from_cache, refused))
-            refused = ""
+            cached = not waited and getattr(state, "cached", False)
+            end(Compilation(name, duration_secs, cached, getattr(state, "refused", ""), waited))
+            state.refused = ""
 
     monitoring.register_scalar_listener(start)
     monitoring.register_event_listener(told)
@@ -73,3 +85,14 @@ def tell_refused(why: str) -> None:
     from jax import monitoring
 
     monitoring.record_event(REFUSED, why=why)
+
+
+@contextmanager
+def told_waiting(name: str) -> Iterator[None]:
+    """Tells how long this thread waits, in the `with` block, for a program that another compiles."""
+    from jax import monitoring
+
+    since = perf_counter()
+    monitoring.record_scalar(WAITING, 0.0)
+    yield
+    monitoring.record_event_duration_secs(WAITING, perf_counter() - since, fun_name=name)

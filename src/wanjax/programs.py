@@ -14,9 +14,11 @@ computed. `Inline` traces the program into the one that is being traced, as trai
 import inspect
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from threading import Event, Lock, Thread
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,7 +27,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from wanjax.compilations import tell_loaded, tell_refused
+from wanjax.compilations import tell_loaded, tell_refused, told_waiting
 from wanjax.compilers.cache import compile_cache, without_cache
 from wanjax.compilers.executables import Executables, Refused, key_of
 from wanjax.compilers.fingerprint import NoFingerprint
@@ -35,6 +37,7 @@ from wanjax.kernels.compiler_options import FAST, SAFE
 from wanjax.kernels.target import Target, target_of
 from wanjax.sharding import Partitioner, state, stating, use
 
+AT_ONCE = 2  # programs that are compiled: most of a compiler's passes use one core
 Result = TypeVar("Result")
 Options = Callable[[Target | None], Mapping[str, Any]]
 Cache = Callable[[], AbstractContextManager[Any]]  # a context in which JAX's own cache is asked, or is not
@@ -210,41 +213,93 @@ class Execute(Strategy):
 
     executes = True
 
-    def __init__(self) -> None:
-        self.kept: Executables | None = None
-        self._compiled: dict[Any, Callable[..., Any]] = {}
+    def __init__(self, kept: Executables | None = None) -> None:
+        self.kept = kept
+        self._compiled: dict[Any, Future[Callable[..., Any]]] = {}
         self._left: dict[Any, dict[str, Any]] = {}
+        self._lock = Lock()
+        self._ahead: Callable[[], Mapping[Any, Instance]] | None = None
 
     def call(self, program: Program, site: Site, static: Any, *arguments: Any) -> Any:
         arguments = jax.tree.map(lambda x: _on(x, site.partitioner), arguments)
         shapes, key = _key(arguments, site)
         key = (*_options_key(program, site), static, key)
-        if key not in self._compiled:
-            shapes = jax.tree.unflatten(jax.tree.structure(arguments), shapes)
-            self._compiled[key] = self._made(key, program, site, lambda: program.instance(site, static, *shapes))
-        return self._compiled[key](*arguments)
+
+        def trace() -> Instance:
+            return program.instance(site, static, *jax.tree.unflatten(jax.tree.structure(arguments), shapes))
+
+        return self._get(key, program, site, trace)(*arguments)
 
     def compile(self, *instances: Instance, begun: Callable[[int, int], Any] = lambda number, total: None) -> None:
-        """Compiles those of recorded programs that are not, so that calls of them compile nothing.
+        """Compiles those of recorded programs that are not, some at a time, so that calls of them compile nothing.
 
         `begun` receives the number of each before it is compiled, from 1 on, and their total; what it raises ends this.
         """
         wanted = {self.key_of(instance): instance for instance in instances}
         missing = {key: instance for key, instance in wanted.items() if key not in self._compiled}
-        for number, (key, instance) in enumerate(missing.items(), 1):
-            begun(number, len(missing))
-            self._compiled[key] = self._made(key, instance.program, instance.site, lambda made=instance: made)
+        with ThreadPoolExecutor(AT_ONCE, "compiling") as pool:
+            running: set[Future[Any]] = set()
+            for number, (key, instance) in enumerate(missing.items(), 1):
+                if len(running) == AT_ONCE:
+                    done, running = wait(running, return_when=FIRST_COMPLETED)
+                    _results(done)
+                begun(number, len(missing))
+                site = instance.site
+                running.add(pool.submit(self._get, key, instance.program, site, lambda made=instance: made))
+            _results(running)
+
+    @contextmanager
+    def ahead(self, recorded: Callable[[], Iterable[Instance]]) -> Iterator[None]:
+        """Compiles the programs of a run beside it, from the first on that has to be compiled in the `with` block.
+
+        `recorded` then returns them. Several processes of one run leave this, since some compilers have to meet.
+        """
+        ended = Event()
+
+        def begin() -> Mapping[Any, Instance]:
+            instances = {self.key_of(instance): instance for instance in recorded()}
+
+            def compile_all() -> None:
+                with suppress(Exception):  # is raised where the program is called
+                    self.compile(*instances.values(), begun=lambda number, total: _raise_if(ended))
+
+            Thread(target=compile_all, name="compiling ahead").start()
+            return instances
+
+        self._ahead = begin if jax.process_count() == 1 else None
+        try:
+            yield
+        finally:
+            self._ahead = None
+            ended.set()
 
     def key_of(self, instance: Instance) -> Any:
         """Returns what tells the program from all others."""
         _, key = _key(instance.shapes, instance.site)
         return *_options_key(instance.program, instance.site), instance.static, key
 
+    def _get(self, key: Any, program: Program, site: Site, trace: Callable[[], Instance]) -> Callable[..., Any]:
+        """Returns the executable of a key. One thread makes it, for which others wait."""
+        with self._lock:
+            found = self._compiled.get(key)
+            made = found or self._compiled.setdefault(key, Future())
+        if found is None:
+            try:
+                made.set_result(self._made(key, program, site, trace))
+            except BaseException as error:
+                self._compiled.pop(key, None)
+                made.set_exception(error)
+                raise
+        elif not made.done():
+            with told_waiting(program.name):
+                wait([made])
+        return made.result()
+
     def _made(self, key: Any, program: Program, site: Site, trace: Callable[[], Instance]) -> Callable[..., Any]:
         """Returns the executable of a key: one that is kept, else one that is compiled, and kept for others."""
         name = self._name(key, site)
         if self.kept is None or name is None:
-            return self._compile(trace(), compile_cache)
+            return self._compile(self._recorded(key) or trace(), compile_cache)
         start = perf_counter()
         try:
             found = self.kept.find(name, list(np.asarray(site.partitioner.mesh.devices).flat))
@@ -254,10 +309,16 @@ class Execute(Strategy):
         if found is not None:
             tell_loaded(program.name, start)
             return found
-        made = self._compile(trace(), without_cache)  # what JAX reads from its cache cannot be kept
+        made = self._compile(self._recorded(key) or trace(), without_cache)  # what JAX's holds cannot be kept
         if self.options_of(program, site) == program.options_of(site):  # else the next process is to be warned too
             self.kept.keep(name, made)
         return made
+
+    def _recorded(self, key: Any) -> Instance | None:
+        """Begins to compile what comes after this program, if that is wanted; returns this one, if it is among it."""
+        with self._lock:
+            begin, self._ahead = self._ahead, None
+        return begin().get(key) if begin else None
 
     def _name(self, key: Any, site: Site) -> str | None:
         """Returns the name by which the executable of a key is kept; None where it is left to JAX's cache."""
@@ -286,12 +347,22 @@ class Execute(Strategy):
 
     def count(self, program: Program | None = None) -> int:
         """Returns the number of compiled programs, or of those of one program."""
-        return sum(program is None or known is program for known, *_ in self._compiled)
+        return sum(program is None or known is program for known, *_ in list(self._compiled))
 
     def forget(self) -> None:
         """Drops all compiled programs, and the memory that they hold."""
         self._compiled.clear()
         jax.clear_caches()
+
+
+def _results(done: Iterable[Future[Any]]) -> None:
+    for future in done:
+        future.result()
+
+
+def _raise_if(ended: Event) -> None:
+    if ended.is_set():
+        raise InterruptedError
 
 
 def _options_key(program: Program, site: Site) -> tuple[Any, ...]:

@@ -25,7 +25,6 @@ from wanjax.kernels.compiler_options import SAFE
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines.pipeline import Pipeline
-from wanjax.pipelines.recording import record
 from wanjax.pipelines.settings import Settings
 from wanjax.plan.outlook import Outlook, outlook
 from wanjax.plan.training import TrainingOutlook, training_outlook
@@ -212,12 +211,9 @@ def warmup(report: Report, **given: Any) -> None:
     with TemporaryDirectory(prefix="wanjax-warmup-") as folder:
         made = Rendering(report, Path(folder), given | {"prompt": given["prompt"] or ""})
         with report.stage("record"):
-            told = {"tiling": made.tiling, "batch_guidance": made.batch_guidance}
-            programs = record(made.pipe, made.settings, made.pictures, **told).programs
+            instances = made.instances()
         with report.stage("compile"):
-            for done, recorded in enumerate(programs):
-                report.count("program", done, len(programs))
-                EXECUTE.compile(recorded.instance)
-            report.count("program", len(programs), len(programs))
+            EXECUTE.compile(*instances, begun=lambda number, total: report.count("program", number - 1, total))
+            report.count("program", len(instances), len(instances))
     report.table()
     report.note(f"what was compiled is in {EXECUTE.kept.folder if EXECUTE.kept else compile_cache_folder()}")

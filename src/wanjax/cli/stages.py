@@ -9,7 +9,7 @@ import shlex
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -44,12 +44,15 @@ from wanjax.pipelines.many import Order
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.previews.previews import Previews
 from wanjax.pipelines.record import described, devices_of, paths_of
+from wanjax.pipelines.recording import record
 from wanjax.pipelines.resume import Keeping
 from wanjax.pipelines.run import Block, Hook, Run
 from wanjax.pipelines.settings import DRAW, Settings, schema
 from wanjax.pipelines.steps import Step, Switch
+from wanjax.programs import EXECUTE, Instance
 from wanjax.schedulers import name_of
 
+RECORDED_STEPS = 200  # of a run that is recorded before its first step; each takes a millisecond or two
 WORK = {VIDEO: f"a finished video, {VIDEO}", LATENTS: f"the latents of a video, {LATENTS}"}
 REPLACED = {"generate": (VIDEO, LATENTS), "encode": (VIDEO, LATENTS), "denoise": (VIDEO,), "decode": (VIDEO,)}
 """What each command replaces in its folder that took long to make."""
@@ -67,8 +70,9 @@ def generate(
         video.tell()
         video.tell_prompt()
         run = video.denoising()
-        _, frames = next(iter(run))
-        written = video.streamed(frames) if video.pipe.architecture.streams else video.decoded(run, frames)
+        with video.ahead():
+            _, frames = next(iter(run))
+            written = video.streamed(frames) if video.pipe.architecture.streams else video.decoded(run, frames)
     finally:
         if folder is None and is_first():
             release(video.place)
@@ -284,6 +288,16 @@ class Rendering:
         told = {"tiling": self.tiling, "batch_guidance": self.batch_guidance}
         order = Order(self.settings, self.record)
         return Run(self.pipe, [order], self.pictures, noise=self.noise, hooks=[Reporting(self), *hooks], **told)
+
+    def ahead(self) -> AbstractContextManager[None]:
+        """Compiles the programs of later stages beside the earlier ones, if any of them has to be compiled."""
+        wanted = self.report.owns_process and self.settings.steps <= RECORDED_STEPS
+        return EXECUTE.ahead(self.instances) if wanted else nullcontext()
+
+    def instances(self) -> list[Instance]:
+        """Returns the programs that the run calls, traced; no weights are loaded."""
+        told = {"tiling": self.tiling, "batch_guidance": self.batch_guidance}
+        return [one.instance for one in record(self.pipe, self.settings, self.pictures, **told).programs]
 
     def tell_prompt(self) -> None:
         """Prints notes on the prompt, where the model does not know or read all of it."""

@@ -6,10 +6,11 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -17,52 +18,38 @@ from jax.experimental.compilation_cache import compilation_cache
 KEEP_ALL = {"jax_persistent_cache_min_compile_time_secs": 0.0, "jax_persistent_cache_min_entry_size_bytes": -1}
 
 
-class _Depth:
-    """The contexts of `compile_cache` that are open in all threads, and JAX's own thresholds before the first."""
+class _While:
+    """Settings of JAX's that hold while any thread is in a context of this; those before hold again after the last."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: Mapping[str, Any], changed: Callable[[], Any] = lambda: None):
+        self.settings, self.changed = settings, changed
         self.lock, self.open, self.before = Lock(), 0, {}
 
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        with self.lock:
+            if self.open == 0:
+                self.before = {name: getattr(jax.config, name) for name in self.settings}
+                self._set(self.settings)
+            self.open += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.open -= 1
+                if self.open == 0:
+                    self._set(self.before)
 
-_depth = _Depth()
-
-
-@contextmanager
-def compile_cache() -> Iterator[None]:
-    """Keeps every program that XLA compiles in this context in the cache, even one that compiled quickly.
-
-    Restores JAX's own thresholds when the last such context of the process ends.
-    """
-    with _depth.lock:
-        if _depth.open == 0:
-            _depth.before = {name: getattr(jax.config, name) for name in KEEP_ALL}
-            for name, value in KEEP_ALL.items():
-                jax.config.update(name, value)
-        _depth.open += 1
-    try:
-        yield
-    finally:
-        with _depth.lock:
-            _depth.open -= 1
-            if _depth.open == 0:
-                for name, value in _depth.before.items():
-                    jax.config.update(name, value)
+    def _set(self, settings: Mapping[str, Any]) -> None:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        self.changed()
 
 
-@contextmanager
-def without_cache() -> Iterator[None]:
-    """Compiles in this context without JAX's own cache."""
-    before = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
-    _enable(False)
-    try:
-        yield
-    finally:
-        _enable(before)
-
-
-def _enable(cache: bool) -> None:
-    jax.config.update("jax_enable_compilation_cache", cache)
-    compilation_cache.reset_cache()  # else JAX goes on as it did at the first program
+compile_cache = _While(KEEP_ALL)
+"""A context in which JAX's cache keeps every program that XLA compiles, even one that compiled quickly."""
+without_cache = _While({"jax_enable_compilation_cache": False}, compilation_cache.reset_cache)
+"""A context in which programs are compiled without JAX's cache."""
 
 
 def set_cache_folder() -> None:

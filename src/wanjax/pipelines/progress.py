@@ -149,7 +149,7 @@ class Stage:
             self._compiling = None
             self._restart()
 
-        with watched_compiler(end, begin):
+        with watched_compiler(end, begin, here=True):
             yield
 
 

@@ -21,7 +21,7 @@ from flax import nnx
 from wanjax.checkpoints import arrays
 from wanjax.checkpoints.files import writing
 from wanjax.errors import WanjaxError, reason, shown
-from wanjax.programs import Execute, Site
+from wanjax.programs import EXECUTE, Execute, Site
 from wanjax.sharding import Partitioner, one_device
 from wanjax.training.learning import Filter, Learning, everything
 from wanjax.training.objective import Loss
@@ -62,7 +62,7 @@ class Trainer:
         how = {"trained": trained, "average": average, "accumulated": accumulated}
         self.extended = self._check_told(told)
         site = Site(one_device() if partitioner is None else partitioner)
-        self.learning = Learning(network, loss, optimizer, Execute(), site, seed=seed, **how)
+        self.learning = Learning(network, loss, optimizer, Execute(EXECUTE.kept), site, seed=seed, **how)
         self.state = self.learning.begin()
         options = ocp.CheckpointManagerOptions(max_to_keep=kept)
         self.manager = ocp.CheckpointManager(self.folder / STATES, options=options)
