@@ -8,7 +8,8 @@ import pytest
 from flax import nnx
 
 from tests.support.compare import error
-from wanjax.layers.linear import linear
+from wanjax.layers import linear as linears
+from wanjax.layers.linear import AMX, linear
 
 
 @pytest.mark.parametrize("shape", [(5,), (7, 5), (2, 7, 5), (2, 3, 7, 5)])
@@ -31,3 +32,15 @@ def test_what_is_frozen_has_no_gradient_computed():
     layer = linear(32, 16, (None, None), dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
     program = jax.jit(jax.grad(lambda x: (layer(x) ** 2).sum())).lower(jnp.ones((2, 8, 32))).compile()
     assert program.as_text().count(" dot(") == 2
+
+
+@pytest.mark.parametrize("own", [frozenset(), frozenset({AMX})], ids=["elsewhere", "with AMX"])
+def test_products_of_bfloat16_are_rounded_once(monkeypatch, own):
+    monkeypatch.setattr(linears, "instructions", lambda: own)
+    layer = linear(256, 64, (None, None), dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, bias=False, rngs=nnx.Rngs(0))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 40, 256)), jnp.bfloat16)
+    y, pull = jax.vjp(jax.jit(layer), x)
+    (of_x,) = pull(y)
+    exact = np.float64(x) @ np.float64(layer.kernel[...])
+    assert y.dtype == of_x.dtype == jnp.bfloat16
+    assert np.all(np.abs(np.float64(y) - exact) <= 2**-8 * np.abs(exact) + 1e-6)  # half a unit in the last place

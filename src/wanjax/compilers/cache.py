@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -77,8 +78,17 @@ def user_cache() -> Path:
 
 def processor() -> str:
     """Returns the machine's architecture, and a digest of its processor's instruction sets."""
-    known = platform.processor()
-    with suppress(OSError):
-        found = re.search(r"^(?:flags|Features)\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        known = " ".join(sorted(found[1].split())) if found else known
+    known = " ".join(sorted(instructions())) or platform.processor()
     return f"{platform.machine()}-{hashlib.sha256(known.encode()).hexdigest()[:8]}"
+
+
+@cache
+def instructions() -> frozenset[str]:
+    """Returns the names of this processor's instruction sets, as Linux writes them; none where the system is another.
+
+    Programs for CPUs are compiled for the processor that compiles them.
+    """
+    with suppress(OSError):
+        if found := re.search(r"^(?:flags|Features)\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return frozenset(found[1].split())
+    return frozenset()

@@ -10,10 +10,12 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 from jax.typing import DTypeLike
 
+from wanjax.compilers.cache import instructions
 from wanjax.kernels.target import target
 from wanjax.layers.placement import Axes, with_axes
 from wanjax.sharding import constrain, current, whole
 
+AMX = "amx_bf16"
 Projection = TypeVar("Projection", bound=nnx.Module)
 default_kernel_init = nnx.initializers.lecun_normal()
 
@@ -45,8 +47,14 @@ def _dot_general(x: jax.Array, kernel: jax.Array, dimensions: Any, **options: An
 
 @jax.custom_vjp
 def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """The product for CPUs, where XLA multiplies by a transposed view a quarter slower than by a transposed copy."""
-    return jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())))
+    """The product for CPUs, where XLA multiplies by a transposed view a quarter slower than by a transposed copy.
+
+    Where the processor multiplies matrices of bfloat16 (AMX), the product is asked in float32 and rounded after: XLA
+    then leaves it to a library that does so, where it would widen the operands. Elsewhere this form is a third slower.
+    """
+    wide = jnp.float32 if x.dtype == jnp.bfloat16 and AMX in instructions() else None
+    product = jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=wide)
+    return product.astype(x.dtype)
 
 
 def _forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
