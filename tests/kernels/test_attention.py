@@ -18,6 +18,7 @@ from tests.support.quick import quick
 from tests.support.types import unchecked
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
+from wanjax.kernels import target
 from wanjax.kernels.attention import IMPLEMENTATIONS, attention, choose, chunked
 
 LENGTHS = (1, 7, 128, 513, 1000, 4097)
@@ -303,3 +304,26 @@ def test_workloads():
     assert WORKLOADS["wan_1_3b_480p_self_on_8"][1:] == (32_760, 32_760, 2, 128)
     assert WORKLOADS["cogvideox_768x1360_self_on_8"][1:] == (11 * 48 * 85 + 226, 11 * 48 * 85 + 226, 6, 64)
     assert WORKLOADS["hunyuanvideo_720p_self"][1:] == (31 * 45 * 80 + 1985, 31 * 45 * 80 + 1985, 16, 128)
+
+
+def test_on_a_processor_that_multiplies_bfloat16(monkeypatch):
+    """The weights of the softmax are rounded too, as on other devices; in float32 nothing changes."""
+    configs = [None, chunked.Config(8, 8, batched=False)]
+    equal = operands(2, 14, 12, 2, 2, 8, "bfloat16")
+    g = normal(5, *equal[0].shape)
+
+    def loss(config, q, k, v):
+        return (g * attention(q, k, v, scale=0.4, implementation="chunked", config=config).astype(jnp.float32)).sum()
+
+    wide, narrow = (operands(3, 33, 29, 4, 2, 64, dtype) for dtype in ("float32", "bfloat16"))
+    options = {"key_mask": np.random.default_rng(7).random((3, 29)) < 0.7, "window": (9, 12)}
+    before = [np.asarray(run("chunked", *wide, config=config, **options)) for config in configs]
+    monkeypatch.setattr(target, "instructions", lambda: frozenset({"amx_bf16"}))
+    for config, known in zip(configs, before, strict=True):
+        np.testing.assert_array_equal(run("chunked", *wide, config=config, **options), known)
+        out = run("chunked", *narrow, config=config, **options)
+        assert out.dtype == jnp.bfloat16
+        assert error(out, exact(*narrow, **options)) <= BOUND["bfloat16"]
+        gradients = jax.jit(jax.grad(partial(loss, config), argnums=(0, 1, 2)))(*equal)
+        for got, wanted in zip(gradients, exact_gradients(*equal, g, scale=0.4)[:3], strict=True):
+            assert error(got, wanted) <= BOUND["bfloat16"]

@@ -8,8 +8,8 @@ import pytest
 from flax import nnx
 
 from tests.support.compare import error
-from wanjax.layers import linear as linears
-from wanjax.layers.linear import AMX, linear
+from wanjax.kernels import target
+from wanjax.layers.linear import linear
 
 
 @pytest.mark.parametrize("shape", [(5,), (7, 5), (2, 7, 5), (2, 3, 7, 5)])
@@ -34,9 +34,9 @@ def test_what_is_frozen_has_no_gradient_computed():
     assert program.as_text().count(" dot(") == 2
 
 
-@pytest.mark.parametrize("own", [frozenset(), frozenset({AMX})], ids=["elsewhere", "with AMX"])
+@pytest.mark.parametrize("own", [frozenset(), frozenset({"amx_bf16"})], ids=["elsewhere", "with AMX"])
 def test_products_of_bfloat16_are_rounded_once(monkeypatch, own):
-    monkeypatch.setattr(linears, "instructions", lambda: own)
+    monkeypatch.setattr(target, "instructions", lambda: own)
     layer = linear(256, 64, (None, None), dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, bias=False, rngs=nnx.Rngs(0))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 40, 256)), jnp.bfloat16)
     y, pull = jax.vjp(jax.jit(layer), x)

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.core import Tracer
 
+from wanjax.compilers.cache import instructions
+
 _PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
 
 
@@ -20,6 +22,15 @@ def target_of(device: Any) -> Target:
     """The target of a JAX device, which need not be present."""
     platform = str(device.platform)
     return Target(_PLATFORMS.get(platform, platform), device.device_kind)
+
+
+def multiplies_bfloat16(x: jax.Array) -> bool:
+    """Tells whether an array is of bfloat16 and for a CPU that multiplies matrices of it (AMX).
+
+    XLA leaves such a product to a library that does so if it is asked in float32; else it widens the operands first.
+    On other CPUs the form that is asked in float32 is slower.
+    """
+    return x.dtype == "bfloat16" and target(x).platform == "cpu" and "amx_bf16" in instructions()
 
 
 def target(x: jax.Array | jax.ShapeDtypeStruct | None = None) -> Target:

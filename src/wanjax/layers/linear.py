@@ -10,12 +10,10 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 from jax.typing import DTypeLike
 
-from wanjax.compilers.cache import instructions
-from wanjax.kernels.target import target
+from wanjax.kernels.target import multiplies_bfloat16, target
 from wanjax.layers.placement import Axes, with_axes
 from wanjax.sharding import constrain, current, whole
 
-AMX = "amx_bf16"
 Projection = TypeVar("Projection", bound=nnx.Module)
 default_kernel_init = nnx.initializers.lecun_normal()
 
@@ -49,10 +47,9 @@ def _dot_general(x: jax.Array, kernel: jax.Array, dimensions: Any, **options: An
 def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """The product for CPUs, where XLA multiplies by a transposed view a quarter slower than by a transposed copy.
 
-    Where the processor multiplies matrices of bfloat16 (AMX), the product is asked in float32 and rounded after: XLA
-    then leaves it to a library that does so, where it would widen the operands. Elsewhere this form is a third slower.
+    One of bfloat16 is asked in float32, and rounded, where the processor has instructions for it.
     """
-    wide = jnp.float32 if x.dtype == jnp.bfloat16 and AMX in instructions() else None
+    wide = jnp.float32 if multiplies_bfloat16(x) else None
     product = jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=wide)
     return product.astype(x.dtype)
 

@@ -21,7 +21,7 @@ from wanjax.kernels.attention.chunked_gradient import Sizes, gradient_by_blocks
 from wanjax.kernels.attention.gradient import from_result
 from wanjax.kernels.attention.masks import Window, divide_live, finite_max, first_keys, log_sum_exp
 from wanjax.kernels.attention.radial import Radial
-from wanjax.kernels.target import target
+from wanjax.kernels.target import multiplies_bfloat16, target
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,16 @@ def _forward(
     return jnp.moveaxis(out, 1, 2), jnp.moveaxis(lse[..., 0], 1, 2)
 
 
+class Products(NamedTuple):
+    """The precision of products, and the scale of logits where queries, in bfloat16, do not have it."""
+
+    precision: str
+    scale: float | None
+
+    def of(self, a: Float[Array, "L D"], b: Float[Array, "D S"]) -> Float32[Array, "L S"]:
+        return jnp.matmul(a, b, precision=self.precision, preferred_element_type=jnp.float32)
+
+
 class Partial(NamedTuple):
     """Softmax over some keys: the largest logit and, relative to it, the sums of weights and of weighted values."""
 
@@ -161,14 +171,19 @@ def _head(
     dtype: DTypeLike,
     config: Config,
 ) -> tuple[Float[Array, "L D"], Float32[Array, "L 1"]]:
-    """One head of one example, and its log-sum-exps. Queries are padded to whole blocks, which changes no result."""
-    precision, length = precision_of(dtype), len(q)
-    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    """One head of one example, and its log-sum-exps. Queries are padded to whole blocks, which changes no result.
+
+    Operands are float32, or bfloat16 where the processor multiplies that; logits and sums are always float32.
+    """
+    products, length = Products(precision_of(dtype), scale if multiplies_bfloat16(q) else None), len(q)
+    if products.scale is None:
+        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+        q = scale * q
     if isinstance(window, Radial):
-        out, lse = _radial(scale * q, k, v, live, window, precision, config)
+        out, lse = _radial(q, k, v, live, window, products, config)
         return out.astype(dtype), lse
     walk = grid(length, len(k), window, config.block_q, config.block_kv)
-    queries = walk.padded(scale * q)
+    queries = walk.padded(q)
     if bias is not None and bias.shape[0] > 1:
         bias = walk.padded(bias)
 
@@ -179,7 +194,7 @@ def _head(
         def softmax(begin: Array, count: int) -> Partial:
             marks = seen(live, window, start, walk.rows, begin, count)
             part = None if bias is None else take(take(bias, start, walk.rows), begin, count, axis=1)
-            return _softmax(x, take(k, begin, count), take(v, begin, count), marks, part, precision)
+            return _softmax(x, take(k, begin, count), take(v, begin, count), marks, part, products)
 
         first, others = walk.begins(start)
         done, _ = jax.lax.scan(
@@ -192,12 +207,12 @@ def _head(
 
 
 def _radial(
-    q: Float32[Array, "L D"],
-    k: Float32[Array, "S D"],
-    v: Float32[Array, "S D"],
+    q: Float[Array, "L D"],
+    k: Float[Array, "S D"],
+    v: Float[Array, "S D"],
     live: Bool[Array, " S"] | None,
     mask: Radial,
-    precision: str,
+    products: Products,
     config: Config,
 ) -> tuple[Float32[Array, "L D"], Float32[Array, "L 1"]]:
     """One head under a radial mask: each block of queries visits the blocks of keys that it sees, a few at a time."""
@@ -211,7 +226,7 @@ def _radial(
             columns, places = at
             some_k, some_v = (array[columns].reshape(-1, array.shape[2]) for array in (keys, values))
             seen = marks[columns] & (places < count)[:, None]
-            return merge(done, _softmax(x, some_k, some_v, seen.reshape(1, -1), None, precision)), None
+            return merge(done, _softmax(x, some_k, some_v, seen.reshape(1, -1), None, products)), None
 
         nothing = Partial(*(jnp.full((len(x), n), fill) for n, fill in ((1, -jnp.inf), (1, 0.0), (v.shape[1], 0.0))))
         done, _ = jax.lax.scan(add, nothing, (columns, places))
@@ -225,19 +240,21 @@ def _radial(
 
 
 def _softmax(
-    x: Float32[Array, "L D"],
-    k: Float32[Array, "S D"],
-    v: Float32[Array, "S D"],
+    x: Float[Array, "L D"],
+    k: Float[Array, "S D"],
+    v: Float[Array, "S D"],
     seen: Bool[Array, "_L S"] | None,
     bias: Float32[Array, "..."] | None,
-    precision: str,
+    products: Products,
 ) -> Partial:
     """The softmax of a block of queries over the keys that are seen."""
-    logits = jnp.matmul(x, k.T, precision=precision)
+    logits = products.of(x, k.T)
+    if products.scale is not None:
+        logits *= products.scale
     if bias is not None:
         logits += bias
     if seen is not None:
         logits = jnp.where(seen, logits, -jnp.inf)
     top = jax.lax.stop_gradient(logits.max(axis=1, keepdims=True))
     weights = jnp.exp(logits - finite_max(top))
-    return Partial(top, weights.sum(axis=1, keepdims=True), jnp.matmul(weights, v, precision=precision))
+    return Partial(top, weights.sum(axis=1, keepdims=True), products.of(weights.astype(v.dtype), v))
