@@ -251,11 +251,10 @@ class Stranger:
     x: int
 
 
-@pytest.mark.parametrize(
-    "value",
-    [lambda x: x, partial(lambda x: x), object(), Stranger(1), Point(1), Colour.RED, Stranger, iter(())],
-    ids=str,
-)
+NAMELESS = [lambda x: x, partial(lambda x: x), object(), Stranger(1), Point(1), Colour.RED, Stranger, iter(())]
+
+
+@pytest.mark.parametrize("value", NAMELESS, ids=lambda x: type(x).__name__)
 def test_what_only_its_code_tells_apart_has_none(value):
     with pytest.raises(NoFingerprint):
         fingerprint({"a": [value]})

@@ -132,6 +132,31 @@ def test_a_picture_that_says_it_is_large_is_not_decoded(tmp_path, monkeypatch, s
             read(tmp_path / "a.png")
 
 
+@pytest.mark.parametrize("width", [2**20, 2**31, 2**40])
+def test_a_big_tiff_that_says_it_is_large_is_not_decoded(tmp_path, monkeypatch, width):
+    file = tmp_path / "a.tif"
+    Image.new("RGB", (64, 64)).save(file, big_tiff=True)
+    assert read_picture(file).shape == (64, 64, 3)
+    content = bytearray(file.read_bytes())
+    entry = content.index(struct.pack("<HHQ", 256, 4, 1))  # its width, of 4 bytes
+    content[entry : entry + 20] = struct.pack("<HHQQ", 256, 16, 1, width)
+    file.write_bytes(content)
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda *_: pytest.fail("it was decoded"))
+    with pytest.raises(WanjaxError, match=naming("a.tif 60,000,000")):
+        read_picture(file)
+
+
+@pytest.mark.parametrize("count", [10**9, 2**32 - 1])
+def test_a_film_that_says_it_has_endless_frames_has_those_that_are_there(tmp_path, count):
+    io.write_video(tmp_path / "a.mp4", np.zeros((9, 32, 32, 3), np.uint8), 8, {})
+    content = bytearray((tmp_path / "a.mp4").read_bytes())
+    table = content.index(b"stts") + 12  # the number of frames of its first entry
+    assert content[table : table + 4] == struct.pack(">I", 9)
+    content[table : table + 4] = struct.pack(">I", count)
+    (tmp_path / "a.mp4").write_bytes(content)
+    assert read_clip(tmp_path / "a.mp4", **MANY).shape == (9, 32, 32, 3)
+
+
 def test_a_clip_of_endless_frames_is_not_read_to_its_end(tmp_path):
     (tmp_path / "a.gif").write_bytes(endless_gif(20_000))
     with pytest.raises(WanjaxError, match=naming("a.gif 4001 frames 1x1 4,000")):
