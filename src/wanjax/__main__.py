@@ -37,8 +37,11 @@ def _leave(status: int) -> None:
     """Ends the process once all is done that was to be done at its end, without taking every module apart."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
+        try:
+            if stream is not None:
+                stream.flush()
+        except OSError:  # what was printed cannot be written
+            status = status or 1
     os._exit(status)
 
 

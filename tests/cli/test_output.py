@@ -3,6 +3,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -97,3 +99,15 @@ def test_json_of_many_videos_is_a_line_for_each(model):
 
 def test_json_of_a_run_that_fails_is_nothing(model):
     assert refused("a", "--model", model, *SMALL, "--json", "--frames", "6").startswith("6 frames are not")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has this file, on which there is no room")
+@pytest.mark.parametrize("arguments", [["models"], ["models", "--json"], ["--help"], ["--version"]], ids=" ".join)
+def test_no_room_for_what_is_printed(arguments):
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "wanjax", *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert ended.returncode == 1
+    assert len(ended.stderr.splitlines()) == 1
+    assert "No space left" in ended.stderr

@@ -35,6 +35,7 @@ NAMES = (
     errno.EROFS,
 )
 """Errors of the system that follow from the name of a file."""
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LONGEST_NAME = 200  # characters of it in a message
 DEVICES = ("/dev/accel*", "/dev/vfio/*")  # device files of TPUs, by generation
 CARDS = ("/dev/nvidia*", "/dev/kfd")  # of graphics cards
@@ -61,6 +62,11 @@ class Commands(click.Group):
         except (click.NoSuchOption, click.BadOptionUsage) as error:  # beside an option of the group, as --version
             click.echo(f"wanjax: {error.format_message()}", err=True)
             ctx.exit(MISTAKE)
+        except OSError as error:  # while help is printed
+            if error.errno not in NO_ROOM:
+                raise
+            click.echo(f"wanjax: nothing more can be written: {error.strerror}", err=True)
+            ctx.exit(FAILURE)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -86,12 +92,15 @@ class Commands(click.Group):
         except WanjaxError as error:
             status, why = MISTAKE, str(error)
         except OSError as error:
-            if error.errno not in NAMES or error.filename is None:
+            name = str(error.filename or "")
+            name = name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..."
+            if error.errno in NO_ROOM:
+                status, why = FAILURE, f"nothing more can be written{f' to {name!r}' if name else ''}: {error.strerror}"
+            elif error.errno in NAMES and name:
+                status, why = MISTAKE, f"{name!r} is no name of a file that can be used here: {error.strerror}"
+            else:
                 _tell_way_on(ctx)
                 raise
-            name = str(error.filename)
-            name = name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..."
-            status, why = MISTAKE, f"{name!r} is no name of a file that can be used here: {error.strerror}"
         except KeyboardInterrupt:
             status, why = INTERRUPTED, "stopped"
         except Exception as error:
