@@ -74,7 +74,7 @@ def _stopped(monkeypatch, tmp_path):
         (stages.Rendering, "run"),
         (planning, "outlook"),
         (planning, "training_outlook"),
-        (planning, "record"),
+        (stages.Rendering, "instances"),
     ):
         monkeypatch.setattr(owner, name, started)
     for module in (stages, many, planning):

@@ -39,7 +39,7 @@ def data(tmp_path_factory):
 def taken(monkeypatch) -> Counting:
     """The calls of the programs of a trainer."""
     counting = Counting()
-    monkeypatch.setattr(loop, "Execute", lambda: counting)
+    monkeypatch.setattr(loop, "Execute", lambda kept: counting)
     return counting
 
 
