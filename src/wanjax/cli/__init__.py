@@ -35,7 +35,7 @@ NAMES = (
     errno.EROFS,
 )
 """Errors of the system that follow from the name of a file."""
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_ROOM, NOTHING_MORE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "nothing more can be written"
 LONGEST_NAME = 200  # characters of it in a message
 DEVICES = ("/dev/accel*", "/dev/vfio/*")  # device files of TPUs, by generation
 CARDS = ("/dev/nvidia*", "/dev/kfd")  # of graphics cards
@@ -65,7 +65,7 @@ class Commands(click.Group):
         except OSError as error:  # while help is printed
             if error.errno not in NO_ROOM:
                 raise
-            click.echo(f"wanjax: nothing more can be written: {error.strerror}", err=True)
+            click.echo(f"wanjax: {NOTHING_MORE}: {error.strerror}", err=True)
             ctx.exit(FAILURE)
 
     def resolve_command(
@@ -95,7 +95,7 @@ class Commands(click.Group):
             name = str(error.filename or "")
             name = name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..."
             if error.errno in NO_ROOM:
-                status, why = FAILURE, f"nothing more can be written{f' to {name!r}' if name else ''}: {error.strerror}"
+                status, why = FAILURE, f"{NOTHING_MORE}{f' to {name!r}' if name else ''}: {error.strerror}"
             elif error.errno in NAMES and name:
                 status, why = MISTAKE, f"{name!r} is no name of a file that can be used here: {error.strerror}"
             else:

@@ -36,6 +36,7 @@ from wanjax.compilers.fingerprint import fingerprint
 
 LARGEST = 2 << 30  # bytes of all that is kept; the least recently used goes first
 SUFFIX = ".executable"
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # a flag of files that are opened
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NPROC")
 OF_THE_CACHE = ("jax_compilation_cache", "jax_persistent_cache", "jax_enable_compilation_cache", "jax_log")
 """Beginnings of the names of JAX's settings that change no program."""
@@ -134,9 +135,6 @@ class Executables:
                 file.unlink(missing_ok=True)
 
 
-_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
-
-
 def of_this_machine() -> Executables | None:
     """Returns the user's own executables; None where the system has no owners of files."""
     return Executables(user_cache() / "executables" / processor()) if hasattr(os, "getuid") else None
@@ -216,18 +214,22 @@ def key_of(program: Any) -> str:
 
 def surroundings() -> Surroundings:
     """Returns the surroundings of this process."""
-    versions = (jax.__version__, version("jaxlib"), flax.__version__, np.__version__, platform.python_version())
     compiler = jax.devices()[0].client.platform_version
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
     settings = sorted((name, repr(value)) for name, value in jax.config.values.items())
     return Surroundings(
         _code(),
-        (*versions, compiler),
+        (*_versions(), compiler),
         processor(),
         (os.cpu_count(), cores),
         tuple(os.environ.get(name) for name in FLAGS),
         tuple((name, value) for name, value in settings if not name.startswith(OF_THE_CACHE)),
     )
+
+
+@cache
+def _versions() -> tuple[str, ...]:
+    return jax.__version__, version("jaxlib"), flax.__version__, np.__version__, platform.python_version()
 
 
 @cache

@@ -46,7 +46,7 @@ def scanned(on: Target | None = None) -> dict[str, str]:
     return options.get((on or target()).platform, {})
 
 
-def drawing(on: Target | None = None) -> dict[str, str]:
+def random_numbers(on: Target | None = None) -> dict[str, str]:
     """Options of a program that draws random numbers, once for a video.
 
     On CPUs, XLA's usual level takes four times as long to compile the generator, and makes nothing faster.

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from wanjax.kernels.compiler_options import drawing, fast_products, products, scanned
+from wanjax.kernels.compiler_options import fast_products, products, random_numbers, scanned
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache
 from wanjax.pipelines.caching.step_cache import NO_CACHE, StepCache
 from wanjax.pipelines.seeds import Words, drawn_noise, noise_of_frames, solver_keys
@@ -128,7 +128,7 @@ class Given(NamedTuple):
     pictures: Any = None
 
 
-@program(drawing)
+@program(random_numbers)
 def begin(
     static: Beginning,
     words: Words,
@@ -156,7 +156,7 @@ def begin(
     return State(x, init(schedule, x, keys, *of_steps)), drawn
 
 
-@program(drawing)
+@program(random_numbers)
 def draw(shape: tuple[int, ...], words: Words) -> Float[Array, "B C T H W"]:
     """Returns the seeds' initial noise."""
     return drawn_noise(words, shape)
