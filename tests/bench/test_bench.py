@@ -168,15 +168,21 @@ def test_programs_are_measured_beside_their_prices(programs, monkeypatch, tmp_pa
     succeeded(wanjax("bench", "nano", "--quick"))
     found = json.loads(json.dumps(shown[0].to_json()))
     assert (found["devices"], found["better"], found["faults"]) == ("1 x cpu", None, [])
-    assert [row["name"] for row in found["rows"]] == ["attention", *suite.PROGRAMS.values()]
+    assert [row["name"] for row in found["rows"]] == ["attention", *["a product"] * 3, *suite.PROGRAMS.values()]
+    tokens, width, inside = map(int, re.findall(r"\[(\d+) (\d+)\] by \[\d+ (\d+)\]", found["rows"][1]["what"])[0])
     for row in found["rows"]:
         assert row["note"] == ""
-        assert min(row["seconds"], row["first"], row["modelled"], row["compiling"]) > 0
-        assert row["ratio"] == row["seconds"] / row["modelled"]
+        assert min(row["seconds"], row["first"]) > 0
+        if "NumPy" not in row["what"]:
+            assert min(row["modelled"], row["compiling"]) > 0
+            assert row["ratio"] == row["seconds"] / row["modelled"]
+        if row["name"] == "a product":
+            assert row["rate"] == 2 * tokens * width * inside / row["seconds"]
     monkeypatch.undo()
     console = Console(width=200, record=True, file=io.StringIO())
     measuring.show(shown[0], console)
     assert re.search(r"a step: .* tokens, two prompts, 1 layer +\d.* \d+(\.\d+)? *\n", text := console.export_text())
+    assert len(re.findall(r"a product, .*: [\d.]+ [MG]FLOP/s\n", text)) == 3
     assert "the sets of compiler options are the same on these devices" in text
 
 

@@ -9,7 +9,7 @@ from flax import nnx
 
 from tests.support.compare import error
 from wanjax.kernels import target
-from wanjax.layers.linear import linear
+from wanjax.layers.linear import BLOCK, linear
 
 
 @pytest.mark.parametrize("shape", [(5,), (7, 5), (2, 7, 5), (2, 3, 7, 5)])
@@ -35,10 +35,11 @@ def test_what_is_frozen_has_no_gradient_computed():
 
 
 @pytest.mark.parametrize("own", [frozenset(), frozenset({"amx_bf16"})], ids=["elsewhere", "with AMX"])
-def test_products_of_bfloat16_are_rounded_once(monkeypatch, own):
+@pytest.mark.parametrize("tokens", [40, 2 * BLOCK + 7])
+def test_products_of_bfloat16_are_rounded_once(monkeypatch, own, tokens):
     monkeypatch.setattr(target, "instructions", lambda: own)
     layer = linear(256, 64, (None, None), dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, bias=False, rngs=nnx.Rngs(0))
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 40, 256)), jnp.bfloat16)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, tokens, 256)), jnp.bfloat16)
     y, pull = jax.vjp(jax.jit(layer), x)
     (of_x,) = pull(y)
     exact = np.float64(x) @ np.float64(layer.kernel[...])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs of the bench that no video runs alone: one attention layer, and the messages between devices."""
+"""Programs of the bench that no video runs alone: attention, a projection, and the messages between devices."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -7,12 +7,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from wanjax.bench.programs import distance, made_up, mesh_of, operand
+from wanjax.bench.timing import Timing, timed
 from wanjax.compilers.lowering import Lowering
 from wanjax.errors import UnsupportedError
 from wanjax.kernels.attention import IMPLEMENTATIONS, Attention, attention, choose
+from wanjax.layers.linear import dot_general
 from wanjax.sharding import MESH_AXES
 
 CHECKED_TOKENS = 700  # of the exact comparison: several tiles of every kernel, and a rest
@@ -37,6 +40,24 @@ def attend(
     return Lowering(
         jax.shard_map(run, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False), arguments
     )
+
+
+def multiply(mesh: Mesh | AbstractMesh, _: Any = None, *, tokens: int, width: int, inside: int, dtype: str) -> Lowering:
+    """Builds the product of a projection, [L I] by [I O], on each device."""
+    arguments = tuple(operand(mesh, shape, jnp.dtype(dtype)) for shape in ((tokens, width), (width, inside)))
+    everywhere = jax.sharding.PartitionSpec()
+    run = partial(dot_general, dimensions=(((1,), (0,)), ((), ())))
+    return Lowering(
+        jax.shard_map(run, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False), arguments
+    )
+
+
+def multiply_by_numpy(tokens: int, width: int, inside: int, budget: float) -> tuple[str, Timing]:
+    """Times the same product in float32 by the library that NumPy brings; returns that library's name too."""
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((tokens, width), (width, inside))]
+    operands = tuple(made_up(shapes))
+    library: Any = np.show_config(mode="dicts")
+    return library["Build Dependencies"]["blas"]["name"], timed(np.matmul, lambda: operands, 0.0, budget)[0]
 
 
 def check_attention(

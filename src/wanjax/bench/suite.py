@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The measurements of a bench, at a model's shapes: attention, a step, text, the autoencoder and messages."""
+"""The measurements of a bench, at a model's shapes: attention, products, the stages' programs and messages."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from wanjax.bench.kernels import CLOSE, COLLECTIVES, attend, check_attention, exchange
+from wanjax.bench.kernels import CLOSE, COLLECTIVES, attend, check_attention, exchange, multiply, multiply_by_numpy
 from wanjax.bench.modelled import Build, Known, known
 from wanjax.bench.programs import Measured, distance, measure, mesh_of
 from wanjax.compilers.lowering import Lowering
@@ -28,6 +28,7 @@ from wanjax.sharding import MESH_AXES, RULES, Partitioner
 
 PROGRAMS = {"encode_prompts": "text", STEP: "a step", "decode_first": "first frames", "decode_next": "later frames"}
 SAME_ANSWER = {"float32": 1e-4, "bfloat16": 3e-2}  # relative L2 distance between two sets of compiler options
+WIDER = 4  # times a token's width is what the measured projection makes of it
 WORTH = 0.99  # of the other set's seconds: a set is kept instead of `safe` if it takes less
 Tell = Callable[[str], Any]
 
@@ -68,6 +69,12 @@ class Row:
     spread: float | None = None
     modelled: float | None = None
     note: str = ""
+    operations: int = 0
+
+    @property
+    def rate(self) -> float | None:
+        """Operations a second, where they are counted."""
+        return self.operations / self.seconds if self.seconds and self.operations else None
 
     @property
     def ratio(self) -> float | None:
@@ -99,7 +106,7 @@ class Bench:
     faults: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"rows": [asdict(row) | {"ratio": row.ratio} for row in self.rows]}
+        return asdict(self) | {"rows": [asdict(row) | {"ratio": row.ratio, "rate": row.rate} for row in self.rows]}
 
 
 def bench(
@@ -113,7 +120,7 @@ def bench(
     used = devices[: axes["dp"] * axes["sp"] * axes["tp"]]
     suite = Suite(family, architecture, settings, scale, used, here, axes, tell)
     exact = suite.exact()
-    rows = [suite.attention(), *suite.programs(), *suite.messages()]
+    rows = [suite.attention(), *suite.products(), *suite.programs(), *suite.messages()]
     differ, better = suite.compare(rows)
     return Bench(
         model=defaults.model,
@@ -185,6 +192,24 @@ class Suite:
         build = partial(attend, **sizes)
         row, _ = self._row("attention", f"{name.name}, {list(shapes)}", SAFE, build, known(self.devices[:1]), alone)
         return row
+
+    def products(self) -> Iterator[Row]:
+        """Measures a projection on one device; on a CPU in each dtype, beside the rate of the library NumPy has."""
+        tokens, width = self.work.tokens, self.work.width
+        cpu = self.devices[0].platform == "cpu"
+        alone: dict[str, int] = dict.fromkeys(MESH_AXES, 1)
+        operations = 2 * tokens * width * WIDER * width
+        for dtype in CLOSE if cpu else (self.settings.dtype,):
+            build = partial(multiply, tokens=tokens, width=width, inside=WIDER * width, dtype=dtype)
+            what = f"{dtype}, [{tokens} {width}] by [{width} {WIDER * width}]"
+            row, _ = self._row("a product", what, SAFE, build, known(self.devices[:1]), alone)
+            yield replace(row, operations=operations)
+        if cpu:
+            library, made = multiply_by_numpy(tokens, width, WIDER * width, self.scale.budget)
+            yield Row(
+                "a product", f"float32, by NumPy's {library}", SAFE, None, made.first, made.median, len(made.runs),
+                made.spread, operations=operations,
+            )  # fmt: skip
 
     def programs(self) -> Iterator[Row]:
         """Measures the programs of the stages; the step with each set of compiler options that differs."""

@@ -16,7 +16,7 @@ from wanjax.bench.suite import bench as run
 from wanjax.checkpoints.files import check_folder, writing
 from wanjax.cli.report import Report, print_table
 from wanjax.cli.stages import given_settings
-from wanjax.figures import digits, duration
+from wanjax.figures import digits, duration, scaled
 from wanjax.kernels.compiler_options import keep_set, kept_set
 from wanjax.pipelines.caching.calibration import Measured, measure, reused_by, tables_from
 from wanjax.pipelines.caching.tables import measured_file, to_json
@@ -71,6 +71,7 @@ def _figures(row: Row) -> list[str]:
 def _sentences(found: Bench) -> list[str]:
     exact = ", ".join(f"{name} {far:.1e}" for name, far in found.exact.items())
     lines = [f"attention's relative distance from the reference: {exact}"]
+    lines += [f"{row.name}, {row.what}: {scaled(row.rate, 'FLOP/s')}" for row in found.rows if row.rate]
     lines += [f"{row.name}: {row.note}" for row in found.rows if row.note]
     if found.better is None:
         lines.append("the sets of compiler options are the same on these devices")
