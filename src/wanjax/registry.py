@@ -29,6 +29,7 @@ from wanjax.errors import WanjaxError, shown
 from wanjax.kernels.attention import AUTO, Attention, choose
 from wanjax.kernels.compiler_options import SAFE, check_set
 from wanjax.layers.placement import placed
+from wanjax.media.records import DIGESTS
 from wanjax.pipelines.caching.tables import key_of, measured_file, tables_of
 from wanjax.pipelines.checks import dtype_name
 from wanjax.pipelines.cogvideox import FAMILY as COGVIDEOX
@@ -39,7 +40,7 @@ from wanjax.pipelines.keywords import knows_keywords
 from wanjax.pipelines.memory import bytes_needed, check_memory
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.progress import loading
-from wanjax.pipelines.record import described
+from wanjax.pipelines.record import described, digest_of
 from wanjax.pipelines.recording import NoProcessor, NoTokenizer
 from wanjax.pipelines.settings import Settings, sides
 from wanjax.pipelines.wan import FAMILY as WAN
@@ -417,7 +418,16 @@ def _options(found: Checkpoint, way: Loading, partitioner: Partitioner) -> dict[
     if way.mesh is not None and partitioner.alone:  # which one device without a mesh may not be elsewhere
         options |= {"mesh": str(partitioner), "rules": partitioner.rules_name}
     loras = [str(replace(lora, file=described(lora.file))) for lora in found.loras]
-    return {name: value for name, value in (options | {"lora": loras}).items() if value}
+    return {name: value for name, value in (options | {"lora": loras, DIGESTS: _digests(found)}).items() if value}
+
+
+def _digests(found: Checkpoint) -> dict[str, str]:
+    """Returns the digests of a checkpoint that may be replaced, and of its LoRAs, by the names that its record has."""
+    source, name = found.source, found.settings.model
+    read = {described(file): path for file, path in source.read.items()} if isinstance(source, AdaptedSource) else {}
+    if source.revision is None and name not in presets():
+        read[str(Path(name).expanduser())] = source.root
+    return {name: digest for name, path in read.items() if (digest := digest_of(path)) is not None}
 
 
 def _check_attention(attention: Attention | None, architecture: Architecture, settings: Settings) -> None:

@@ -73,6 +73,14 @@ def test_a_stopped_run_continues(tmp_path, experts, stop_at):
     assert before == [(stop_at + 1, 6)]
 
 
+def test_other_weights_under_the_same_name_begin_anew(tmp_path):
+    pipe, file = pipeline(False), tmp_path / "state"
+    pipe.components.options |= {"digests": {"style.safetensors": "0"}}
+    run(pipe, file, 2)
+    pipe.components.options |= {"digests": {"style.safetensors": "1"}}
+    assert run(pipe, file)[2] == []
+
+
 @pytest.mark.parametrize(
     ("cache", "stop_at"),
     [*(("deepcache:1,5,3", step) for step in (1, 2, 3, 4)), ("easycache:9,2", 3), ("guidance:2", 2)],

@@ -2,11 +2,13 @@
 """A training from a folder to a file that loads: every family, a LoRA and all weights, stopped and resumed."""
 
 import json
+import os
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
+from PIL import Image
 
 import wanjax
 from tests.support.clips import write_clips
@@ -105,6 +107,25 @@ def test_the_file_s_factors_are_the_network_s(tmp_path, data, wan):
     assert np.abs(ours - base).max() > 1e-3
     assert np.abs(ours - theirs).max() <= 2e-5 * max(1, np.abs(theirs).max())
     assert "lora_adapter_metadata" in SafetensorsFile(file).metadata
+
+
+def test_two_files_of_one_name_size_and_time_are_two_clips(tmp_path, wan):
+    for folder, value in (("one", 40), ("two", 200)):
+        (tmp_path / "data" / folder).mkdir(parents=True)
+        file = tmp_path / "data" / folder / "001.bmp"
+        Image.fromarray(np.full((32, 32, 3), value, np.uint8)).save(file)
+        os.utime(file, ns=(10**18, 10**18))
+    rows = [{"file_name": f"{folder}/001.bmp", "text": "a"} for folder in ("one", "two")]
+    (tmp_path / "data/metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    made = []
+    for value in (40, 100):
+        Image.fromarray(np.full((32, 32, 3), value, np.uint8)).save(file := tmp_path / "data/one/001.bmp")
+        os.utime(file, ns=(10**18, 10**18))
+        training = Training(wanjax.load(wan), tmp_path / "data", tmp_path / "out", SMALL)
+        training.encode()
+        made.append({piece.latents.name for piece in training.pieces})
+    assert [len(names) for names in made] == [2, 2]
+    assert len(made[0] & made[1]) == 1
 
 
 def test_a_full_training_ends_in_a_checkpoint(tmp_path, data, wan):

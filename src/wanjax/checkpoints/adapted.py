@@ -37,6 +37,7 @@ class AdaptedSource(Source):
         self._base = source
         self.name, self.root, self.revision, self.index = source.name, source.root, source.revision, source.index
         self.loras: list[tuple[str, Path]] = []
+        self.read: dict[str, Path] = {}  # the files, as they were named
         present = [name for name in PREFIXES if name in components(source.index)]
         self._files: dict[str, list[tuple[LoraFile, float]]] = {name: [] for name in present}
         for lora in loras:
@@ -45,6 +46,7 @@ class AdaptedSource(Source):
                 expert = f"{lora.expert}="
                 raise WanjaxError(f"{lora} is for one of two experts, which {source.name} has not: leave {expert} out")
             path = locate_file(lora.file)
+            self.read[lora.file] = path
             self.loras.append((str(replace(lora, file=path.name)), path))
             for name in chosen:
                 file = _opened(source, name, path, kinds)

@@ -26,7 +26,16 @@ import numpy as np
 
 from wanjax.checkpoints import modules
 from wanjax.checkpoints.arrays import Arrays, chunk_shape, synchronise
-from wanjax.checkpoints.files import Reader, SafetensorsFile, Spec, save_index, shards, write_safetensors, writing
+from wanjax.checkpoints.files import (
+    Reader,
+    SafetensorsFile,
+    Spec,
+    content_digest,
+    save_index,
+    shards,
+    write_safetensors,
+    writing,
+)
 from wanjax.checkpoints.hub import INDEX, cached_checksum
 from wanjax.checkpoints.manifest import (
     OWN,
@@ -211,8 +220,7 @@ class Conversion(ABC):
         """Returns a digest that changes when the files of the source do, or the LoRAs."""
         digest = hashlib.sha256()
         for name, path in self._paths():
-            stat = path.stat()
-            digest.update(f"{name} {path.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+            digest.update(f"{name} {path.name} {content_digest(path)}\n".encode())
         return digest.hexdigest()[:SHARE]
 
     def _merged(self) -> dict[str, Any]:

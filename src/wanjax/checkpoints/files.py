@@ -57,6 +57,8 @@ SHARD = 5e9  # bytes of a file, as in published checkpoints
 HOST = re.sub(r"[^\w-]", "-", gethostname())[:40]  # whose processes can be looked up
 LEFT = re.compile(r"\.(?P<pid>\d{1,10})@(?P<host>[\w-]+)\.(?P<kind>partial|old)\.(?P<name>.+)", re.DOTALL)
 FOLDER_FILES = 10_000  # of which a digest is taken
+WHOLE = 64 * 2**20  # bytes; of a larger file, a digest is taken of the header and of some blocks
+HEADER, BLOCKS, BLOCK = 2**20, 64, 2**16
 
 
 class Spec(NamedTuple):
@@ -82,31 +84,40 @@ class Reader(Protocol):
 
 
 def content_digest(path: Path) -> str | None:
-    """Returns the SHA-256 of a file's contents; of a folder, that of the names, sizes and first MiB of all its files.
+    """Returns the SHA-256 of a file's contents; of a folder, that of the names and the digests of all its files.
 
-    None where there is neither, or it cannot be read, or the folder has more files than a clip or a model.
+    A file of more than 64 MiB is known by its size, its first MiB, where weights have their header, and blocks from
+    end to end. None where there is neither, or it cannot be read, or the folder has more files than a clip or a model.
     """
     try:
         if os.path.isfile(path):  # which raises nothing for names that are none
-            found = path.stat()
-            return _file_digest(path, found.st_mtime_ns, found.st_size)
+            return _file_digest(path)
         if not os.path.isdir(path):
             return None
         files = sorted(islice((each for each in path.rglob("*") if each.is_file()), FOLDER_FILES + 1))
         digest = hashlib.sha256()
         for file in files:
-            with file.open("rb") as opened:
-                start = hashlib.sha256(opened.read(2**20)).hexdigest()
-            digest.update(f"{file.relative_to(path).as_posix()!r} {file.stat().st_size} {start}\n".encode())
+            digest.update(f"{file.relative_to(path).as_posix()!r} {_file_digest(file)}\n".encode())
     except OSError:
         return None
     return digest.hexdigest() if len(files) <= FOLDER_FILES else None
 
 
-@lru_cache(maxsize=64)
-def _file_digest(path: Path, changed: int, size: int) -> str:
+def _file_digest(path: Path) -> str:
+    found = path.stat()
+    return _read_digest(path.absolute(), found.st_size, (found.st_mtime_ns, found.st_ctime_ns))
+
+
+@lru_cache(maxsize=2 * FOLDER_FILES)
+def _read_digest(path: Path, size: int, changed: tuple[int, int]) -> str:
     with path.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+        if size <= WHOLE:
+            return hashlib.file_digest(opened, "sha256").hexdigest()
+        digest = hashlib.sha256(str(size).encode())
+        for number in range(BLOCKS):
+            opened.seek((size - BLOCK) * number // (BLOCKS - 1))
+            digest.update(opened.read(BLOCK if number else HEADER))
+        return digest.hexdigest()
 
 
 class SafetensorsFile:

@@ -41,7 +41,10 @@ def generate(
     for option in ("noise", "profile"):
         if given.pop(option) is not None:
             raise WanjaxError(f"--{option} is for one video: it cannot be given for several")
-    texts = prompts_of(prompt, prompts)
+    listed = prompts_of(prompt, prompts)
+    texts = list(dict.fromkeys(listed))
+    if repeated := len(listed) - len(texts):
+        report.note(f"note: {repeated} of the {len(listed)} prompts repeat another, and are made once")
     if seeds is not None and is_typed("seed"):
         raise WanjaxError(f"--seeds {seeds} is given beside --seed {given['seed']}: one way is enough")
     run = Rendering(report, _target(folder, out), given | {"prompt": texts[0]}, offload=None)

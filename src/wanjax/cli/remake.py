@@ -7,12 +7,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from wanjax import registry
-from wanjax.checkpoints.files import content_digest
 from wanjax.cli.options import SETTINGS, is_typed
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
-from wanjax.media.records import DIGESTS, read_record
-from wanjax.pipelines.record import paths_of
+from wanjax.media.records import DIGESTS, TABLE, read_record
+from wanjax.pipelines.record import digest_of, paths_of
 
 FILES = {
     "image": "--image FILE",
@@ -79,11 +78,25 @@ def check_files(record: Mapping[str, Any], names: Iterable[str]) -> None:
                 why = f"an array, {path}, of which no more is kept" if is_array else f"{path}, which is gone"
             elif told is None:
                 why = f"{path}, of whose contents the record has no digest"
-            elif told != content_digest(path):
+            elif told != digest_of(path):
                 why = f"{path}, whose contents are others now"
             else:
                 continue
             raise WanjaxError(f"the {name.replace('_', ' ')} of the video was {why}: {FILES[name]} gives one")
+
+
+def check_loaded(record: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raises WanjaxError where a LoRA on the hub, or the table of a step cache, is another one than a record tells.
+
+    `here` is the record of the video as it would be made now.
+    """
+    told, now = record.get(DIGESTS), here.get(DIGESTS, {})
+    known: Mapping[str, Any] = told if isinstance(told, Mapping) else {}
+    named = [("lora", str(path)) for path in paths_of(record, ["lora"])] + [(TABLE, TABLE)]
+    for option, name in named:
+        if not is_typed(option) and name in known and name in now and known[name] != now[name]:
+            what = "the table of its cache" if option == TABLE else name
+            raise WanjaxError(f"the video was made with {what}, which is another one now: --{option} gives one")
 
 
 def _tiling(recorded: Mapping[str, Any]) -> Tiling:

@@ -25,7 +25,7 @@ from wanjax.cli import options
 from wanjax.cli.names import VIDEOS, Place, own_place, release
 from wanjax.cli.processes import is_first, meet
 from wanjax.cli.profile import StepProfile
-from wanjax.cli.remake import check_files, differences
+from wanjax.cli.remake import check_files, check_loaded, differences
 from wanjax.cli.report import Report
 from wanjax.compilers.roofline import peak_flops
 from wanjax.errors import WanjaxError
@@ -187,6 +187,8 @@ class Rendering:
         if left is not None and isinstance(known := left.get(DIGESTS), dict):  # of pictures as they were encoded
             encoded = {str(path) for path in paths_of(left, Pictures._fields)}
             self.record.setdefault(DIGESTS, {}).update({path: known[path] for path in encoded & known.keys()})
+        if self.remade:
+            check_loaded(self.remade, self.record)
 
     def _load(self, chosen: Mapping[str, Any], given: Mapping[str, Any], loras: Sequence[Lora]) -> Pipeline:
         pipe = registry.load(

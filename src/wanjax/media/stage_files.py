@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Shaped
 
 from wanjax.checkpoints.files import SafetensorsFile, save_safetensors, writing
 from wanjax.errors import WanjaxError, reason
-from wanjax.media.records import CONFIG, PICTURE_FILES, present_names, table_in
+from wanjax.media.records import CONFIG, DIGESTS, PICTURE_FILES, present_names, table_in
 
 EMBEDDINGS = "stage1_embeddings.safetensors"
 LATENTS = "stage2_latents.safetensors"
@@ -77,7 +77,11 @@ def save_encoded(
     """
     of_video = any(settings.get(name) for name in PICTURE_FILES) or any(x.ndim == 5 for x in tensors.values())
     shaping = ("prompt", "negative_prompt", *(PICTURE_SETTINGS if of_video else ()))
-    _save_stage(folder / EMBEDDINGS, tensors, {name: settings[name] for name in shaping if name in settings})
+    shaped = {name: settings[name] for name in shaping if name in settings}
+    paths = [path for name in PICTURE_FILES for path in np.ravel(shaped.get(name) or [])]
+    if digests := {path: x for path, x in settings.get(DIGESTS, {}).items() if path in paths}:
+        shaped[DIGESTS] = digests
+    _save_stage(folder / EMBEDDINGS, tensors, shaped)
 
 
 def load_encoded(folder: Path, settings: Mapping[str, Any]) -> dict[str, Shaped[Array, "1 ..."]]:
@@ -130,12 +134,24 @@ def _open_stage(folder: Path, name: str, settings: Mapping[str, Any], command: s
         raise WanjaxError(f"{folder} holds no {name}: run `{command} --dir {folder}` first")
     file = SafetensorsFile(folder / name)
     for key, value in table_in(file, "settings").items():
-        if key in settings and settings[key] != value and key not in SURROUNDINGS:
+        if key == DIGESTS:
+            _check_digests(value, settings.get(key), f"{name} and {CONFIG} in {folder}", f"{command} --dir {folder}")
+        elif key in settings and settings[key] != value and key not in SURROUNDINGS:
             raise WanjaxError(
                 f"{name} and {CONFIG} in {folder} do not belong together: {key} is {_short(value)} in the one and "
                 f"{_short(settings[key])} in the other, so `{command} --dir {folder}` has to run again"
             )
     return file
+
+
+def _check_digests(kept: Any, told: Any, where: str, command: str) -> None:
+    """Raises WanjaxError where two records were made from other contents of one file."""
+    for path in kept if isinstance(kept, dict) and isinstance(told, dict) else ():
+        if told.get(path, kept[path]) != kept[path]:
+            raise WanjaxError(
+                f"{where} do not belong together: {path} had other contents for the one than for the other, so "
+                f"`{command}` has to run again"
+            )
 
 
 def _short(value: Any) -> str:

@@ -81,7 +81,7 @@ class Components:
     @property
     def recorded(self) -> dict[str, Any]:
         """The options as JSON, for records."""
-        return {name: x if isinstance(x, list) else str(x) for name, x in self.options.items()}
+        return {name: x if isinstance(x, list | dict) else str(x) for name, x in self.options.items()}
 
     def networks(self) -> list[nnx.Module]:
         """Returns the networks that are loaded."""

@@ -30,8 +30,10 @@ from wanjax.errors import WanjaxError
 from wanjax.kernels.compiler_options import SAFE
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import ClipSource, Pictures, PictureSource, read_pictures
+from wanjax.media.records import TABLE
 from wanjax.media.videos import Video
 from wanjax.pipelines.caching.rules import check_apart
+from wanjax.pipelines.caching.tables import table_digest
 from wanjax.pipelines.checks import (
     check_encoded,
     check_frames,
@@ -544,6 +546,7 @@ class Pipeline:
         batch_guidance: bool = False,
     ) -> dict[str, Any]:
         """Returns everything that shapes a video, as JSON; `sources` are its pictures, clips and noise by name."""
+        table, tables = self.architecture.cache_rule(settings).table, self.architecture.tables
         return record(
             settings,
             sources,
@@ -552,6 +555,7 @@ class Pipeline:
             partitioner=self.partitioner,
             tiling=tiling and tiling.completed(self.architecture.vae.tiling),
             batch_guidance=batch_guidance,
+            digests={TABLE: table_digest(tables, table)} if table else None,
         )
 
     def call(self, program: Program, static: Any, *arguments: Any) -> Any:

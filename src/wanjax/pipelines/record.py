@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from wanjax.checkpoints.files import content_digest
-from wanjax.checkpoints.lora import Lora
+from wanjax.checkpoints.lora import PEFT_CONFIG, PEFT_FILE, Lora
 from wanjax.layers.tiling import Tiling
 from wanjax.media.records import DIGESTS
 from wanjax.pipelines.settings import Settings
@@ -32,10 +32,12 @@ def record(
     partitioner: Partitioner,
     tiling: Tiling | None = None,
     batch_guidance: bool = False,
+    digests: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Returns the settings, the scheduler, the devices and the version, and whichever else was given.
 
-    `sources` are pictures, clips and noise by name; `loaded` are options of `wanjax.load`.
+    `sources` are pictures, clips and noise by name; `loaded` are options of `wanjax.load`, with digests of the files
+    that were loaded. `digests` are those of what has no path.
     """
     made = settings.to_json() | {"scheduler": name_of(scheduler)} | dict(loaded)
     made |= {name: described(source) for name, source in sources.items() if source is not None}
@@ -45,8 +47,7 @@ def record(
         made |= {"tiling": tiling._asdict()}
     if batch_guidance:
         made |= {"batch_guidance": True}
-    digests = {str(path): content_digest(path) for path in paths_of(made)}
-    if known := {path: digest for path, digest in digests.items() if digest is not None}:
+    if known := {**loaded.get(DIGESTS, {}), **(digests or {}), **digests_of(paths_of(made, sources))}:
         made |= {DIGESTS: known}
     return made | {"devices": devices_of(partitioner), "version": VERSION}
 
@@ -57,6 +58,20 @@ def paths_of(record: Mapping[str, Any], names: Iterable[str] = SOURCES) -> list[
     each = [(name, one) for name, value in given for one in (value if isinstance(value, list) else [value])]
     texts = [Lora.parse(text).file if name == "lora" else text for name, text in each if isinstance(text, str)]
     return [Path(text).expanduser() for text in texts]
+
+
+def digests_of(paths: Iterable[Path]) -> dict[str, str]:
+    """Returns the digests of files and folders by their paths, without those that are not there or cannot be read."""
+    found = {str(path): digest_of(path) for path in paths}
+    return {path: digest for path, digest in found.items() if digest is not None}
+
+
+def digest_of(path: Path) -> str | None:
+    """Returns the digest of a file or folder as a record tells it; that of PEFT's weights counts the config beside."""
+    digest, beside = content_digest(path), path.with_name(PEFT_CONFIG)
+    if digest is None or path.stem != PEFT_FILE or not beside.is_file():
+        return digest
+    return hashlib.sha256(f"{digest} {content_digest(beside)}".encode()).hexdigest()
 
 
 def devices_of(partitioner: Partitioner) -> str:

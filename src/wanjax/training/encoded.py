@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from wanjax.checkpoints.files import SafetensorsFile, check_folder, load_safetensors, save_safetensors
+from wanjax.checkpoints.files import SafetensorsFile, check_folder, content_digest, load_safetensors, save_safetensors
 from wanjax.errors import WanjaxError
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines.pipeline import Pipeline
@@ -68,10 +68,15 @@ class Store:
 
     def _clips(self, listing: Listing, cutting: Cutting, tell: Tell) -> list[tuple[Example, list[list[Any]]]]:
         """Returns the examples that can be read, each with the file and the bucket's sizes of its clips."""
-        index, found = self._index(), []
+        index, seen = self._index()
+        found: list[tuple[Example, list[list[Any]]]] = []
         with (self.folder / INDEX).open("a", encoding="utf-8") as file:
             for done, example in enumerate(listing.examples, 1):
-                key = self._key_of(example.file, cutting)
+                look = _look_of(example.file)
+                if look not in seen:
+                    seen[look] = content_digest(example.file)
+                    file.write(json.dumps({"look": look, "digest": seen[look]}) + "\n")
+                key = _digest([seen[look], cutting.to_json(), list(self.pipe.architecture.needs), self._made])
                 if key not in index:
                     try:
                         index[key] = [self._clip(f"{key}-{i}", x) for i, x in enumerate(cutting.pieces(example.file))]
@@ -114,30 +119,28 @@ class Store:
             tell("caption", done, len(missing))
         return files
 
-    def _index(self) -> dict[str, list[list[Any]]]:
-        """Returns the clips that were made before, by key; those whose files are gone are made again."""
+    def _index(self) -> tuple[dict[str, list[list[Any]]], dict[str, str | None]]:
+        """Returns the clips that were made before, by key, and digests of files by their looks.
+
+        Clips whose files are gone are made again.
+        """
         try:
             lines = (self.folder / INDEX).read_text(encoding="utf-8").splitlines()
         except OSError:
-            return {}
+            return {}, {}
         there = {path.name for path in self.folder.glob("clip-*")}
         found: dict[str, list[list[Any]]] = {}
+        seen: dict[str, str | None] = {}
         for line in lines:
             try:
                 entry = json.loads(line)
-                if all(name in there for name, *_ in entry["clips"]):
+                if "look" in entry:
+                    seen[entry["look"]] = entry["digest"]
+                elif all(name in there for name, *_ in entry["clips"]):
                     found[entry["key"]] = entry["clips"]
             except (ValueError, KeyError, TypeError):  # a line that was cut off
                 continue
-        return found
-
-    def _key_of(self, file: Path, cutting: Cutting) -> str:
-        try:
-            state = file.stat()
-        except OSError as error:
-            raise WanjaxError(f"{file} cannot be read: {error.strerror or error}") from error
-        needs = list(self.pipe.architecture.needs)
-        return _digest([str(file.name), state.st_size, state.st_mtime_ns, cutting.to_json(), needs, self._made])
+        return found, seen
 
 
 def weights_of(pipe: Pipeline) -> dict[str, Any]:
@@ -149,12 +152,21 @@ def weights_of(pipe: Pipeline) -> dict[str, Any]:
     files: list[Any] = []
     if source.revision is None:  # a folder, whose files may be replaced
         paths = sorted(x for x in source.root.rglob("*") if x.is_file() and not _denoises(x.relative_to(source.root)))
-        files = [(str(x.relative_to(source.root)), x.stat().st_size, x.stat().st_mtime_ns) for x in paths[:LISTED]]
+        files = [(str(x.relative_to(source.root)), content_digest(x)) for x in paths[:LISTED]]
     return told | {"origin": source.origin, "revision": source.revision, "files": files}
 
 
 def _denoises(path: Path) -> bool:
     return path.parts[0].startswith("transformer")
+
+
+def _look_of(file: Path) -> str:
+    """Returns what a file looks like without being read: with another look its contents are read again."""
+    try:
+        state = file.stat()
+    except OSError as error:
+        raise WanjaxError(f"{file} cannot be read: {error.strerror or error}") from error
+    return _digest([str(file.absolute()), state.st_size, state.st_mtime_ns, state.st_ctime_ns])
 
 
 def _digest(told: Any) -> str:

@@ -21,6 +21,7 @@ from wanjax.checkpoints.networks import Network, network_of
 from wanjax.errors import WanjaxError
 from wanjax.figures import digits
 from wanjax.kernels.compiler_options import products
+from wanjax.media.records import DIGESTS
 from wanjax.media.videos import write_video
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.seeds import key_of, words_of
@@ -192,6 +193,7 @@ class Learner:
         clips = [told(piece) for piece in self.training.pieces]
         levels = asdict(self.training.levels[self.name])
         own = {"model": self.pipe.defaults.model, "network": self.name, "dtype": self.pipe.defaults.dtype}
+        own |= {DIGESTS: self.pipe.components.recorded.get(DIGESTS, {})}
         mesh = None if self.pipe.partitioner.alone else dict(self.pipe.partitioner.mesh.shape)
         return self.config.to_json() | own | {"levels": levels, "mesh": mesh, "clips": clips}
 

@@ -14,6 +14,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from wanjax.checkpoints.files import content_digest
 from wanjax.checkpoints.sources import Source
 from wanjax.errors import WanjaxError, reason
 
@@ -100,9 +101,14 @@ def key_of(source: Source) -> str:
         told = [str(Path(source.name).expanduser().absolute())]
         with suppress(WanjaxError, OSError):
             for path in source.weights("transformer").paths:
-                told += [path.name, path.stat().st_size, path.stat().st_mtime_ns]
+                told += [path.name, content_digest(path)]
     name = re.sub(r"[^\w.-]+", "-", Path(source.origin).name)
     return f"{name}-{hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]}"
+
+
+def table_digest(tables: Tables, kind: str) -> str:
+    """Returns a digest of the table of a kind, `magnitudes` or `changes`."""
+    return hashlib.sha256(repr(getattr(tables, kind)).encode()).hexdigest()
 
 
 def to_json(tables: Tables) -> dict[str, Any]:

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A file that is replaced under its name is another one, wherever it shaped a video."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.support.commands import refused, succeeded, wanjax
+from tests.support.tiny import tiny_checkpoint, tiny_image_checkpoint
+from tests.support.words import says
+from wanjax.checkpoints.files import content_digest, save_safetensors
+from wanjax.media.videos import read_metadata
+from wanjax.pipelines.caching.tables import measured_file
+from wanjax.registry import tables_key
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
+
+ONE_FRAME = ("--size", "32x16", "--frames", "1", "--steps", "2", "--dtype", "float32")
+MODULE = "transformer.blocks.0.attn1.to_q"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> str:
+    return str(tiny_checkpoint(tmp_path_factory.mktemp("text")))
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory) -> str:
+    return str(tiny_image_checkpoint(tmp_path_factory.mktemp("image")))
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    Path("prompts.txt").write_text("a\n")
+
+
+def picture(name: str, value: int) -> None:
+    """Writes a picture, of one size and time whatever its value is."""
+    Image.fromarray(np.full((16, 32, 3), value, np.uint8)).save(name)
+    os.utime(name, ns=(10**18, 10**18))
+
+
+def adapter(folder: str, alpha: int) -> None:
+    """Writes a LoRA as PEFT does: its scale stands beside the weights."""
+    Path(folder).mkdir(exist_ok=True)
+    ones = {f"{MODULE}.lora_A.weight": np.ones((2, 24), np.float32), f"{MODULE}.lora_B.weight": np.ones((24, 2), "f")}
+    save_safetensors(f"{folder}/adapter_model.safetensors", ones)
+    Path(f"{folder}/adapter_config.json").write_text(json.dumps({"r": 2, "lora_alpha": alpha}))
+
+
+def table(model: str, ratio: float) -> None:
+    """Writes a table of MagCache as `wanjax calibrate` does."""
+    file = measured_file(tables_key(model))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    ratios = [1.0, ratio]
+    file.write_text(json.dumps({"magcache": {"prompt": ratios, "negative": ratios, "delta": 9, "most": 1, "whole": 0}}))
+
+
+def many(*given: str) -> list[str]:
+    return succeeded(wanjax("--prompts", "prompts.txt", *given, *ONE_FRAME, "--out", "many")).stdout.splitlines()
+
+
+def test_a_picture(image):
+    picture("in.png", 200)
+    given = ("--model", image, "--image", "in.png")
+    [made] = many(*given)
+    assert many(*given) == []
+    picture("in.png", 100)
+    assert made not in many(*given)
+    assert says(refused("--from", made), "--image in.png")
+    picture("in.png", 200)
+    assert many(*given) == []
+
+
+def test_a_lora_s_scale_and_the_model_beside_it(text):
+    shutil.copytree(text, "model")
+    adapter("style", 2)
+    given = ("--model", "model", "--lora", "style")
+    [made] = many(*given)
+    adapter("style", 4)
+    [again] = many(*given)
+    assert says(refused("--from", made), "--lora style")
+    succeeded(wanjax("--from", again, "--out", "same.mp4"))
+    weights = next(Path("model/vae").glob("*.safetensors"))
+    body = bytearray(weights.read_bytes())
+    body[-4:] = b"\0\0\0\0"
+    weights.write_bytes(body)
+    assert len(many(*given)) == 1
+    assert says(refused("--from", again), "--model model")
+
+
+def test_a_table_of_a_cache(text):
+    table(text, 1.0)
+    given = ("--model", text, "--cache", "magcache")
+    [made] = many(*given)
+    table(text, 0.5)
+    assert made not in many(*given)
+    assert says(refused("--from", made), "table cache --cache")
+    table(text, 1.0)
+    succeeded(wanjax("--from", made, "--out", "same.mp4"))
+    assert read_metadata("same.mp4")["digests"] == read_metadata(made)["digests"]
+
+
+def test_stages_of_two_pictures_do_not_belong_together(image):
+    picture("in.png", 200)
+    given = ("encode", "a", "--model", image, "--image", "in.png", "--dir", "d", "--force", *ONE_FRAME[:4])
+    succeeded(wanjax(*given))
+    shutil.copy("d/stage1_embeddings.safetensors", "first.safetensors")
+    picture("in.png", 100)
+    succeeded(wanjax(*given))
+    shutil.copy("first.safetensors", "d/stage1_embeddings.safetensors")
+    assert says(refused("denoise", "--dir", "d"), "stage1_embeddings.safetensors in.png")
+
+
+def test_large_files_are_known_by_their_header_and_blocks():
+    """Sparse files of more than 64 MiB: a header, the last byte and the size each make another file."""
+    digests = set()
+    for place, byte, size in ((0, b"a", 2**27), (0, b"b", 2**27), (2**27 - 1, b"a", 2**27), (0, b"a", 2**27 + 1)):
+        with open("large", "wb") as file:
+            file.truncate(size)
+            file.seek(place)
+            file.write(byte)
+        digests.add(content_digest(Path("large").absolute()))
+    assert len(digests) == 4
+
+
+def test_a_prompt_that_is_listed_twice_is_made_once(text):
+    Path("prompts.txt").write_text("a\nb\n  a \na\n")
+    made = wanjax("--prompts", "prompts.txt", "--model", text, *ONE_FRAME, "--out", "many")
+    assert len(succeeded(made).stdout.splitlines()) == 2
+    assert says(made.stderr, "2 of the 4 prompts")
