@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from wanjax.checkpoints.files import content_digest
-from wanjax.checkpoints.lora import PEFT_CONFIG, PEFT_FILE, Lora
+from wanjax.checkpoints.lora import PEFT_CONFIG, Lora
 from wanjax.layers.tiling import Tiling
 from wanjax.media.records import DIGESTS
 from wanjax.pipelines.settings import Settings
@@ -67,9 +67,9 @@ def digests_of(paths: Iterable[Path]) -> dict[str, str]:
 
 
 def digest_of(path: Path) -> str | None:
-    """Returns the digest of a file or folder as a record tells it; that of PEFT's weights counts the config beside."""
+    """Returns the digest of a file or folder as a record tells it; a LoRA's counts the config beside it."""
     digest, beside = content_digest(path), path.with_name(PEFT_CONFIG)
-    if digest is None or path.stem != PEFT_FILE or not beside.is_file():
+    if digest is None or not beside.is_file():
         return digest
     return hashlib.sha256(f"{digest} {content_digest(beside)}".encode()).hexdigest()
 
