@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 import wanjax
+from tests.support.hub import ID
 from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint
 from tests.support.words import naming, says
@@ -76,6 +77,22 @@ def test_a_lora_is_merged_when_the_transformer_is_loaded(checkpoint, file):
     np.testing.assert_allclose(q_of(merged), plain + 0.5 * change(file), rtol=1e-6, atol=1e-6)
     several = wanjax.load(checkpoint, lora=[Lora(str(file)), f"{file}:-3"])
     np.testing.assert_allclose(q_of(several), plain - 2 * change(file), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.usefixtures("online")
+@pytest.mark.parametrize("where", ["file", "folder", "hub"])
+def test_peft_s_alpha_is_read_wherever_the_file_is(where, checkpoint, file, tmp_path, server):
+    tensors = {f"base_model.model.{key.partition('.')[2]}": x for key, x in load_safetensors(file).items()}
+    names = "adapter_model.safetensors", "adapter_config.json"
+    save_safetensors(tmp_path / names[0], tensors)
+    (tmp_path / names[1]).write_text(json.dumps({"r": 2, "lora_alpha": 1, "alpha_pattern": {r".*\.(q|k)": 5, "v": 1}}))
+    for name in names:
+        server.files[f"loras/{name}"] = (tmp_path / name).read_bytes()
+    lora = {"file": tmp_path / names[0], "folder": tmp_path, "hub": f"{ID}/loras/{names[0]}"}[where]
+    notes = []
+    merged = wanjax.load(checkpoint, lora=str(lora), note=notes.append)
+    np.testing.assert_allclose(q_of(merged), q_of(wanjax.load(checkpoint)) + 2.5 * change(file), rtol=1e-6, atol=1e-6)
+    assert says(notes[0], "1 of 1 'v'")
 
 
 def test_a_strength_of_0_leaves_every_weight_as_it_is(checkpoint, file):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA files: their changes by the formula, the report on them, and refused files."""
 
+import json
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -8,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.words import naming, says
+from wanjax.checkpoints import lora_scales
 from wanjax.checkpoints.files import Spec, save_safetensors
-from wanjax.checkpoints.lora import PEFT_METADATA, Lora, LoraFile, Merged
+from wanjax.checkpoints.lora import Lora, LoraFile, Merged
+from wanjax.checkpoints.lora_scales import PEFT_CONFIG, PEFT_METADATA
 from wanjax.converters.wan.original import TRANSFORMER
 from wanjax.errors import WanjaxError
 
@@ -168,12 +172,73 @@ def test_several_are_added_up_and_the_checkpoint_stays_as_it_is(opened):
     np.testing.assert_array_equal(BASE.read("blocks.0.attn1.to_q.weight"), before)
 
 
-@pytest.mark.parametrize("pattern", ["to_q", "attn1.to_q", "^blocks.0.attn1.to_q", "blocks.0.attn1.to_q"])
+PEFT_PAIR = {f"transformer.blocks.0.attn1.to_q.lora_{x}.weight": y for x, y in (("A", DOWN), ("B", UP))}
+
+
+@pytest.mark.parametrize(
+    "pattern", ["to_q", "attn1.to_q", "^blocks.0.attn1.to_q", r"blocks\.\d+\..*to_(q|k)", "(?!blocks.1).*q", "(\\w)+"]
+)
 def test_peft_may_set_alpha_by_module(pattern, opened):
-    pair = {"transformer.blocks.0.attn1.to_q.lora_A.weight": DOWN, "transformer.blocks.0.attn1.to_q.lora_B.weight": UP}
-    config = f'{{"transformer.lora_alpha": 8, "transformer.alpha_pattern": {{"k": 1, "{pattern}": 5}}}}'
-    change = opened(pair, {PEFT_METADATA: config}).change("blocks.0.attn1.to_q.weight", 1.0)
-    np.testing.assert_allclose(change, 5 / 2 * UP @ DOWN, rtol=1e-6)
+    patterns = {"k": 1, "lin.*": 2, pattern: 5, ".*": 3}
+    config = {"transformer.lora_alpha": 8, "transformer.alpha_pattern": patterns, "text_encoder.lora_alpha": 9}
+    file = opened(PEFT_PAIR, {PEFT_METADATA: json.dumps(config)})
+    np.testing.assert_allclose(file.change("blocks.0.attn1.to_q.weight", 1.0), 5 / 2 * UP @ DOWN, rtol=1e-6)
+    assert says(str(file.matches), "'k' 'lin.*' '.*'")
+    assert repr(pattern) not in str(file.matches)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "scale"),
+    [
+        ({"lora_alpha": "16"}, 8),
+        ({"lora_alpha": "16.0", "r": "2", "use_rslora": "True"}, 16 / 2**0.5),
+        ({"transformer.lora_alpha": "3", "transformer.r": "2", "text_encoder.lora_alpha": "7"}, 1.5),
+        ({"lora_alpha": "4", "alpha_pattern": '{"q": 1}'}, 0.5),
+        ({"lora_config": '{"r": 2, "lora_alpha": 1}'}, 0.5),
+        ({"lora_config": '{"prompt": "a cat"}', "network_alpha": "4"}, 2),
+        ({"network_alpha": "1.0", "ss_network_alpha": "5"}, 0.5),
+        ({"ss_network_alpha": "8.0", "ss_network_dim": "2"}, 4),
+        ({"ss_network_alpha": "None"}, 1),
+        ({PEFT_METADATA: '{"r": 2}'}, 4),  # PEFT's own alpha is 8
+        ({PEFT_METADATA: '{"r": 9, "rank_pattern": {"q": 2}, "lora_alpha": 3}', "lora_alpha": "8"}, 1.5),
+        ({PEFT_METADATA: '{"text_encoder.lora_alpha": 8}'}, 1),
+    ],
+)
+def test_alpha_may_stand_in_the_metadata(metadata, scale, opened):
+    file = opened(PAIR, metadata)
+    np.testing.assert_allclose(file.change("blocks.0.attn1.to_q.weight", 1.0), scale * UP @ DOWN, rtol=1e-6)
+    own = opened(PAIR | {f"{Q}.alpha": np.array([[3]], np.int64)}, metadata)  # is nearer
+    np.testing.assert_allclose(own.change("blocks.0.attn1.to_q.weight", 1.0), 1.5 * UP @ DOWN, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "style.safetensors"])
+def test_peft_s_config_may_stand_beside_the_file(name, opened, tmp_path):
+    (tmp_path / PEFT_CONFIG).write_text('{"r": 2, "lora_alpha": 6, "alpha_pattern": {"^blocks": 1}}')
+    pair = {f"base_model.model.dit.{key.removeprefix('transformer.')}": x for key, x in PEFT_PAIR.items()}
+    path = tmp_path / name
+    save_safetensors(path, pair)
+    specs = {f"dit.{key}": spec for key, spec in SPECS.items()}  # PEFT's name of a module, on which `^` stands
+    change = LoraFile(path, specs, TRANSFORMER).change("dit.blocks.0.attn1.to_q.weight", 1.0)
+    np.testing.assert_allclose(change, 3 * UP @ DOWN, rtol=1e-6)
+    other = opened(PAIR, name="other.safetensors")  # is not PEFT's
+    np.testing.assert_allclose(other.change("blocks.0.attn1.to_q.weight", 1.0), UP @ DOWN, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(a+)+$", "(.*)*x", r"((\w+)\.?)+!", r"([^.]{2,}\.)*x", "(", "x" * 501, "a{9}{9}", r"\2(", "(?P<a"]
+)
+@pytest.mark.parametrize("table", ["alpha_pattern", "rank_pattern"])
+def test_hostile_patterns_are_refused_by_name(pattern, table, opened):
+    config = json.dumps({"lora_alpha": 4, table: {pattern: 2}})
+    assert says(refusal(opened, PEFT_PAIR, metadata={PEFT_METADATA: config}), f"lora.safetensors {table}")
+
+
+def test_a_pattern_that_takes_for_ever_is_given_up(opened, monkeypatch):
+    monkeypatch.setattr(lora_scales, "PATTERN_SECONDS", 0.05)
+    pattern = "(?:[a-z]|[0-9._]|.)*?[A-Z]"
+    assert says(
+        refusal(opened, PEFT_PAIR, metadata={"lora_alpha": "1", "alpha_pattern": json.dumps({pattern: 2})}), pattern
+    )
 
 
 def test_unmatched_tensors_are_reported(opened):
@@ -212,6 +277,8 @@ def test_a_file_with_too_few_matches_is_refused(unmatched, opened):
         (PAIR | {f"{Q}.dora_scale": UP}, f"{Q}.dora_scale"),
         ({f"{Q}.hada_w1_a": UP}, "a change of another kind"),
         ({f"{Q}.diff": np.ones((6, 4), np.int8)}, "int8 floating dtype"),
+        (PAIR | {f"{Q}.alpha": np.ones(2, np.float32)}, f"{Q}.alpha [2] one number"),
+        (PAIR | {f"{Q}.alpha": np.array(True)}, f"{Q}.alpha bool one number"),
         ({f"{Q}.lora_down.weight": DOWN, f"{Q}.lora_up.weight": DOWN}, "[] [6, 4]"),
         ({f"{Q}.lora_down.weight": DOWN[0], f"{Q}.lora_up.weight": UP}, "[] [6, 4]"),
         ({f"{Q}.lora_down.weight": np.float32(1), f"{Q}.lora_up.weight": UP}, "of shape []"),
@@ -221,9 +288,18 @@ def test_tensors_that_cannot_be_merged_are_named(tensors, what, opened):
     assert says(refusal(opened, {key: np.asarray(value) for key, value in tensors.items()}), what)
 
 
-@pytest.mark.parametrize("config", ["{", "[]", '{"lora_alpha": "8"}', '{"alpha_pattern": 3}', '{"lora_alpha": NaN}'])
+@pytest.mark.parametrize(
+    "config",
+    [
+        *("{", "[]", '{"lora_alpha": "8"}', '{"alpha_pattern": 3}', '{"lora_alpha": NaN}', '{"lora_alpha": null}'),
+        *('{"alpha_pattern": {"to_q": "1"}, "lora_alpha": 1}', '{"r": 3}', '{"r": 2, "rank_pattern": {"q": 4}}'),
+        *('{"use_dora": true}', '{"init_lora_weights": "pissa_niter_4", "lora_alpha": 2}'),
+    ],
+)
 def test_a_broken_config_of_peft_is_named(config, opened):
-    assert says(refusal(opened, PAIR, metadata={PEFT_METADATA: config}), "config PEFT")
+    pair = {key.replace("self_attn.q", "attn1.to.q"): x for key, x in PAIR.items()} if '"q"' in config else PAIR
+    config = config.replace("to_q", "q")
+    assert says(refusal(opened, pair, metadata={PEFT_METADATA: config}), "config PEFT lora.safetensors")
 
 
 @pytest.mark.parametrize(

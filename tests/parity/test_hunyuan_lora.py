@@ -16,7 +16,7 @@ from tests.parity.references import StateDict, randomise
 from tests.support.quick import quick
 from tests.support.tiny import HUNYUAN_TRANSFORMER
 from tests.support.words import says
-from wanjax.checkpoints import lora
+from wanjax.checkpoints import lora, lora_scales
 from wanjax.checkpoints.modules import Exported, parameters
 from wanjax.converters.hunyuanvideo.diffusers import transformer_config, transformer_rules
 from wanjax.converters.hunyuanvideo.original import LORA
@@ -105,7 +105,7 @@ def authors_file(path):
     tensors = {}
     for name, (down, up) in theirs_of(modules()).items():
         tensors |= {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
-    save_file(tensors, path, {lora.PEFT_METADATA: json.dumps({"r": RANK, "lora_alpha": ALPHA})})
+    save_file(tensors, path, {lora_scales.PEFT_METADATA: json.dumps({"r": RANK, "lora_alpha": ALPHA})})
 
 
 def comfyui_file(path):

@@ -2,6 +2,7 @@
 """LoRA in every dialect that diffusers or PEFT reads: the merged weights are the same."""
 
 import json
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +13,7 @@ from diffusers import WanPipeline, WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
 from tests.parity.references import StateDict, randomise
-from wanjax.checkpoints import lora, modules
+from wanjax.checkpoints import lora, lora_scales, modules
 from wanjax.converters.wan import diffusers as wan
 from wanjax.converters.wan import original
 from wanjax.layers.placement import as_shapes
@@ -77,9 +78,13 @@ def diffusers_file_with_metadata(path):
     config = {
         **{"transformer.r": RANK, "transformer.lora_alpha": 2.5, "transformer.use_rslora": True},
         "transformer.target_modules": list(NAMES | AROUND),
-        "transformer.alpha_pattern": {"blocks.1.attn1.to_q": 7, "ffn.net.2": 1},
+        "transformer.alpha_pattern": {
+            "blocks.1.attn1.to_q": 7,
+            r"^blocks\..*\.net\.2": 1,
+            r"blocks\.[01]\..*to_v": 0.5,
+        },
     }
-    save_file(load_file(path), path, {lora.PEFT_METADATA: json.dumps(config)})
+    save_file(load_file(path), path, {lora_scales.PEFT_METADATA: json.dumps(config)})
 
 
 def comfy_file(path):
@@ -111,14 +116,31 @@ def kohya_file(path):
     save_file(tensors, path)
 
 
-DIALECTS = [diffusers_file, diffusers_file_with_metadata, comfy_file, comfy_file_of_all_modules, kohya_file]
+def comfy_file_with_whole_alphas(path):
+    """Writes alphas as whole numbers, of every dtype and shape that trainers give them."""
+    comfy_file(path)
+    kinds = [torch.int64, torch.int32, torch.uint8, torch.bfloat16]
+    tensors = load_file(path)
+    for i, key in enumerate(key for key in tensors if key.endswith(".alpha")):
+        tensors[key] = torch.tensor(ALPHA, dtype=kinds[i % 4]).reshape([(), (1,), (1, 1)][i % 3])
+    save_file(tensors, path)
+
+
+DIALECTS = [
+    comfy_file_with_whole_alphas,
+    diffusers_file,
+    diffusers_file_with_metadata,
+    comfy_file,
+    comfy_file_of_all_modules,
+    kohya_file,
+]
 
 
 def merged(*files):
     """Returns the reference's weights with pairs (path, strength) merged by us, and the matches."""
     base = StateDict(reference())
     specs = {key: base.spec(key) for key in base.tensors}
-    opened = [(lora.LoraFile(path, specs, original.TRANSFORMER), strength) for path, strength in files]
+    opened = [(lora.LoraFile(Path(path), specs, original.TRANSFORMER), strength) for path, strength in files]
     return lora.Merged(base, opened), [file.matches for file, _ in opened]
 
 
@@ -172,7 +194,18 @@ def load(reader):
 
 
 @pytest.mark.filterwarnings("ignore:.*have invalid shape")  # PEFT mistakes biases for factors
-@pytest.mark.parametrize("options", [{}, {"use_rslora": True, "alpha_pattern": {"attn1.to_q": 5}}, {"lora_bias": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_rslora": True, "alpha_pattern": {"attn1.to_q": 5}},
+        {"lora_bias": True},
+        {"alpha_pattern": {r"blocks\.0\..*to_q": 5, "to_q": 2}},
+        {"alpha_pattern": {"to_q": 2, r"blocks\.0\..*to_v": 5, "^proj_out": 0.5}},
+        {"rank_pattern": {r"blocks\.1\.attn1\.to_(k|v)": 2, "ffn.*": 6}},
+        {"rank_pattern": {"^proj_out": 1}, "alpha_pattern": {r"blocks\.(?!0)\d\..*": 7}, "use_rslora": True},
+    ],
+)
 def test_files_by_peft_are_merged_as_peft_does(options, tmp_path):
     targets = [name.removeprefix("blocks.0.") for name in NAMES if name.startswith("blocks.0.")] + ["proj_out"]
     config = peft.LoraConfig(r=RANK, lora_alpha=9, target_modules=targets, init_lora_weights=False, **options)
@@ -181,6 +214,6 @@ def test_files_by_peft_are_merged_as_peft_does(options, tmp_path):
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(i))
     module.save_pretrained(tmp_path)
-    ours, (matches,) = merged((tmp_path / "adapter_model.safetensors", 1.0))
-    assert not matches.unmatched
+    ours, (matches,) = merged((lora.Lora(str(tmp_path)).named().file, 1.0))
+    assert not matches.doubtful
     assert_equal(ours, StateDict(module.merge_and_unload()))

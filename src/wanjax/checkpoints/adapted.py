@@ -14,6 +14,7 @@ from wanjax.checkpoints import modules
 from wanjax.checkpoints.files import Reader
 from wanjax.checkpoints.hub import locate_file
 from wanjax.checkpoints.lora import Lora, LoraFile, Merged
+from wanjax.checkpoints.lora_scales import PEFT_CONFIG
 from wanjax.checkpoints.networks import Kinds, components, network
 from wanjax.checkpoints.sources import Progress, Source, Weights
 from wanjax.converters.names import Names
@@ -45,7 +46,7 @@ class AdaptedSource(Source):
             if lora.expert and len(present) == 1:
                 expert = f"{lora.expert}="
                 raise WanjaxError(f"{lora} is for one of two experts, which {source.name} has not: leave {expert} out")
-            path = locate_file(lora.file)
+            path = locate_file(lora.file, beside=(PEFT_CONFIG,))
             self.read[lora.file] = path
             self.loras.append((str(replace(lora, file=path.name)), path))
             for name in chosen:
@@ -54,7 +55,7 @@ class AdaptedSource(Source):
                 told = str(file.matches)
                 if note:
                     note(told)
-                elif file.matches.unmatched:
+                elif file.matches.doubtful:
                     warnings.warn(told, stacklevel=2)
 
     @property

@@ -77,9 +77,12 @@ def locate(source: str | Path, *, revision: str | None = None, markers: Sequence
     return download(str(source), [INDEX, *markers], revision=revision, progress=lambda *_: None)  # small files, no bars
 
 
-def locate_file(source: str | Path, *, revision: str | None = None, progress: Progress | None = None) -> Path:
+def locate_file(
+    source: str | Path, *, beside: Sequence[str] = (), revision: str | None = None, progress: Progress | None = None
+) -> Path:
     """Returns the file `source`, local or OWNER/NAME/FILE on the hub, from where it is downloaded if need be.
 
+    `beside` are files that come with it from the same folder, as far as the repository has them.
     Raises WanjaxError if there is no such file, or the repository is unknown, gated or out of reach.
     """
     file = Path(source).expanduser()
@@ -89,7 +92,8 @@ def locate_file(source: str | Path, *, revision: str | None = None, progress: Pr
     if named is None or file.exists() or ".." in Path(named["file"]).parts:
         raise WanjaxError(f"there is no file {file}, and it is not one of the hub, which is OWNER/NAME/FILE")
     try:
-        folder = download(named["repository"], [named["file"]], revision=revision, progress=progress)
+        wanted = [named["file"], *(Path(named["file"]).with_name(name).as_posix() for name in beside)]
+        folder = download(named["repository"], wanted, revision=revision, progress=progress)
     except WanjaxError as error:
         raise WanjaxError(f"there is no file {file}; {error}") from error
     if not (folder / named["file"]).is_file():

@@ -3,31 +3,32 @@
 
 A file names the changed modules in the layout of diffusers or of the authors, with one of several prefixes, or with
 underscores for dots, and may have q, k and v as one module. It calls the two factors `lora_A` and `lora_B`, or
-`lora_down` and `lora_up`. All variants become changes of the tensors of one checkpoint. `Merged` is that checkpoint
-with the changes added in float32, in the layout of its files, so the conversion that follows needs no special case.
+`lora_down` and `lora_up`. All variants become changes of the tensors of one checkpoint, whose scales are those of
+`lora_scales`. `Merged` is that checkpoint with the changes added in float32, in the layout of its files, so the
+conversion that follows needs no special case.
 Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2106.09685; W + strength · alpha / rank · B A.
 """
 
-import json
 import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from wanjax.checkpoints.files import Reader, Spec
+from wanjax.checkpoints.lora_scales import PEFT_PREFIX, Scales
 from wanjax.checkpoints.readers import SUFFIXES, View, open_tensors
 from wanjax.converters.names import Names
 from wanjax.errors import WanjaxError
 
 NOISE_LEVELS = ("high", "low")  # the names of a model's two experts
 PREFIXES = (
-    *("base_model.model.", "model.diffusion_model.", "diffusion_model.", "transformer."),
+    *(PEFT_PREFIX, "model.diffusion_model.", "diffusion_model.", "transformer."),
     *("lora_unet__", "lora_unet_"),  # VideoX-Fun's trainer writes two underscores, kohya's one
 )
 ROLES = {  # the end of a key -> its role, and the end of the name of the tensor that it changes
@@ -49,8 +50,6 @@ ROLES = {  # the end of a key -> its role, and the end of the name of the tensor
     ".lora_B.default.bias": ("scaled diff", ".bias"),
 }
 OTHER_KINDS = ("dora_scale", "lora_magnitude_vector", "hada_", "lokr_", "lora_mid", "oft_", "reshape_weight")
-PEFT_METADATA = "lora_adapter_metadata"  # diffusers stores PEFT's config in this entry of a file's metadata
-PEFT_FILE, PEFT_CONFIG = "adapter_model", "adapter_config.json"  # PEFT stores it in a separate file
 ONE_OF_THREE = re.compile(r"((?:.*_)?)[qkv]((?:_.*)?)")  # the names of a query's, a key's or a value's projection
 ENOUGH = 0.5  # fraction of a file's changes that must fit; with fewer the file is for another model
 
@@ -112,19 +111,31 @@ class Lora:
 
 
 class Matches(NamedTuple):
-    """The outcome of a merge: how many changes of the file fit the network, and the names of those that do not."""
+    """The outcome of a merge: how many changes of the file fit the network, and the names of those that do not.
+
+    `idle` are patterns of alphas and ranks that are in the file and decided nothing.
+    """
 
     file: str
     matched: int
     unmatched: tuple[str, ...]
+    idle: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         total = self.matched + len(self.unmatched)
         summary = f"{self.file}: {self.matched} of {total} changes merged"
-        if not self.unmatched:
-            return summary
-        listed = ", ".join(self.unmatched[:3]) + (" and so on" if len(self.unmatched) > 3 else "")
-        return f"{summary}; the rest has no place in the model and was left out: {listed}"
+        if self.unmatched:
+            summary += f"; the rest has no place in the model and was left out: {_first(self.unmatched)}"
+        return f"{summary}; no module is of {_first(self.idle)}" if self.idle else summary
+
+    @property
+    def doubtful(self) -> bool:
+        """Tells whether the file holds what has no effect."""
+        return bool(self.unmatched or self.idle)
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (" and so on" if len(names) > 3 else "")
 
 
 class Change(NamedTuple):
@@ -164,7 +175,7 @@ class LoraFile:
     def __init__(self, path: Path, specs: Mapping[str, Spec], names: Names):
         self._path, self._reader = path, open_tensors(path)
         self._changes: dict[str, tuple[Change, Target]] = {}
-        changes, unmatched = _changes(path, self._reader)
+        changes, unmatched, idle = _changes(path, self._reader)
         known, matched = _targets(specs, names), 0
         for name, change in changes.items():
             targets, shape = known.get(name, []), self._shape(change)
@@ -178,7 +189,7 @@ class LoraFile:
             else:
                 self._changes |= {target.key: (change, target) for target in targets}
                 matched += 1
-        self.matches = Matches(str(path), matched, tuple(unmatched))
+        self.matches = Matches(str(path), matched, tuple(unmatched), tuple(idle))
         if matched < max(1, ENOUGH * (matched + len(unmatched))):
             raise WanjaxError(f"{self.matches}: a LoRA for this model is needed")
 
@@ -269,15 +280,18 @@ def _fused(key: str, specs: Mapping[str, Spec]) -> tuple[str, int] | None:
     return (whole, three.index(key)) if all(name in specs for name in three) else None
 
 
-def _changes(path: Path, reader: Reader) -> tuple[dict[str, Change], list[str]]:
-    """Returns the changes by the file's names of the changed tensors, without prefixes, and the keys of no change."""
+def _changes(path: Path, reader: Reader) -> tuple[dict[str, Change], list[str], list[str]]:
+    """Returns the changes by the file's names of the changed tensors, without prefixes.
+
+    Returns also the keys of no change, and the patterns of alphas and ranks that fit no module.
+    """
     found, parts, unknown = {}, *_parts(path, reader)
-    config = _peft_config(path, reader)
+    scales = Scales(path, reader)
     for module, keys in parts.items():
         up, down, alpha = (keys.pop((role, ".weight"), None) for role in ("up", "down", "alpha"))
         scale = 1.0
         if up and down:
-            scale = _scale(path, reader, alpha, _rank(reader, down), module, config)
+            scale = scales.scale(_as_peft(down, module), _rank(reader, down), alpha)
             found[f"{module}.weight"] = Change((up, down), scale)
         elif up or down:
             raise WanjaxError(f"{path} holds {up or down} without its other factor: a complete file is needed")
@@ -285,7 +299,7 @@ def _changes(path: Path, reader: Reader) -> tuple[dict[str, Change], list[str]]:
             unknown.append(alpha)
         for (role, leaf), key in keys.items():
             found[module + leaf] = Change((key,), scale if role == "scaled diff" else 1.0)
-    return found, unknown
+    return found, unknown, scales.idle
 
 
 def _parts(path: Path, reader: Reader) -> tuple[dict[str, dict[tuple[str, str], str]], list[str]]:
@@ -295,59 +309,30 @@ def _parts(path: Path, reader: Reader) -> tuple[dict[str, dict[tuple[str, str], 
     for key in reader.keys():  # noqa: SIM118
         if any(kind in key for kind in OTHER_KINDS):
             raise WanjaxError(f"{path} holds {key}, a change of another kind than LoRA: only LoRA and diffs are merged")
-        if not jnp.issubdtype(dtype := reader.spec(key).dtype, jnp.floating):
-            raise WanjaxError(f"{path} holds {key} as {dtype} where a floating dtype is right")
         name = key
         for prefix in PREFIXES:
             name = name.removeprefix(prefix)
         ending = next((ending for ending in ROLES if name.endswith(ending)), None)
+        role = ROLES.get(ending or "", ("", ""))
+        if role[0] != "alpha" and not jnp.issubdtype(dtype := reader.spec(key).dtype, jnp.floating):
+            raise WanjaxError(f"{path} holds {key} as {dtype} where a floating dtype is right")
         if ending is None:
             unknown.append(key)
             continue
-        module, role = name.removesuffix(ending), ROLES[ending]
+        module = name.removesuffix(ending)
         if role in found[module]:
             raise WanjaxError(f"{path} holds both {found[module][role]} and {key}: one of them is right")
         found[module][role] = key
     return found, unknown
 
 
+def _as_peft(down: str, module: str) -> str:
+    """Returns the name by which PEFT knows a module, given a factor's key: in its own files, all after its prefix."""
+    if not down.startswith(PEFT_PREFIX):
+        return module
+    return down.removeprefix(PEFT_PREFIX).rpartition(".lora")[0]
+
+
 def _rank(reader: Reader, down: str) -> int:
     shape = reader.spec(down).shape
     return shape[0] if shape else 0
-
-
-def _scale(path: Path, reader: Reader, alpha: str | None, rank: int, module: str, config: Mapping[str, Any]) -> float:
-    """Returns the scale of a product: alpha / rank, or 1 if the file has no alpha."""
-    if alpha is not None and reader.spec(alpha).shape in ((), (1,)) and rank:
-        return float(_finite(path, reader, alpha).item()) / rank
-    if "lora_alpha" not in config or not rank:
-        return 1.0
-    patterns = config.get("alpha_pattern") or {}
-    own = (value for pattern, value in patterns.items() if _names(pattern, module))
-    number = next(own, config["lora_alpha"])
-    return float(number) / (math.sqrt(rank) if config.get("use_rslora") else rank)
-
-
-def _names(pattern: str, module: str) -> bool:
-    """Returns True if PEFT's pattern matches: it is the end of the module's name or, after a caret, the whole name."""
-    if pattern.startswith("^"):
-        return pattern[1:] == module
-    return module == pattern or module.endswith(f".{pattern}")
-
-
-def _peft_config(path: Path, reader: Reader) -> dict[str, Any]:
-    """Returns PEFT's config from the file's metadata or from the JSON file next to it; empty if there is none."""
-    if text := getattr(reader, "metadata", {}).get(PEFT_METADATA):
-        where = f"the {PEFT_METADATA} of {path}"
-    elif path.stem == PEFT_FILE and (beside := path.with_name(PEFT_CONFIG)).is_file():
-        where, text = str(beside), beside.read_text(encoding="utf-8", errors="replace")
-    else:
-        return {}
-    try:
-        config = {key.removeprefix("transformer."): value for key, value in json.loads(text).items()}
-        numbers = [config.get("lora_alpha", 1), *(config.get("alpha_pattern") or {}).values()]
-        if all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
-            return config
-    except (ValueError, AttributeError, RecursionError):
-        pass
-    raise WanjaxError(f"{where} is not a config of PEFT: a JSON object with numeric alphas is needed")

@@ -10,7 +10,7 @@ import numpy as np
 
 from wanjax.checkpoints.convert import ToWanjax
 from wanjax.checkpoints.files import Reader, save_safetensors
-from wanjax.checkpoints.lora import PEFT_METADATA
+from wanjax.checkpoints.lora_scales import PEFT_METADATA
 from wanjax.checkpoints.modules import Exported, parameters
 from wanjax.checkpoints.networks import Network
 from wanjax.checkpoints.readers import View

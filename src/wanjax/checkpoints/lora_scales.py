@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scales of LoRAs' products: alpha / rank, wherever alpha is told.
+
+A tensor `alpha` of the module comes first, then PEFT's config, then the metadata of trainers. PEFT's config is an entry
+of the file's metadata, or a JSON file beside it. It has an alpha and a rank for all modules, and patterns for some.
+PEFT takes a pattern for a regular expression of the end of a module's name (`get_pattern_key` in peft/utils/other.py).
+Patterns come from strangers: those that would take for ever are refused.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import regex
+
+from wanjax.checkpoints.files import Reader
+from wanjax.errors import WanjaxError, shown
+
+PEFT_METADATA = "lora_adapter_metadata"  # the entry of a file's metadata in which diffusers stores PEFT's config
+CONFIGS = (PEFT_METADATA, "lora_config")  # the latter is finetrainers'
+PEFT_FILE, PEFT_CONFIG = "adapter_model", "adapter_config.json"  # PEFT stores it in a file of its own
+PEFT_PREFIX = "base_model.model."  # of the keys in PEFT's files, by which a renamed one is known
+ALPHAS = ("network_alpha", "ss_network_alpha")  # entries of trainers' metadata; the latter is kohya's
+ENTRIES = ("lora_alpha", "r", "use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
+DEFAULT_ALPHA = 8  # PEFT's, for a config without one
+MOVED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")  # beginnings of factors that change the base weights too
+CONFIG_BYTES = 2**24
+PATTERN_LENGTH = 500  # letters
+PATTERN_SECONDS = 10.0  # for all of a file's: a thousand for a thousand modules take less than one
+QUANTIFIER = re.compile(r"[*+?]|\{\d*,?\d*\}")
+
+
+class Scales:
+    """The scales of a file's products. Raises WanjaxError where what tells them cannot be read or is another kind's."""
+
+    def __init__(self, path: Path, reader: Reader):
+        self._path, self._reader = path, reader
+        self._where, self._config = _config(path, reader)
+        if self._config.get("use_dora"):
+            raise WanjaxError(f"{self._where} says use_dora, a change of another kind than LoRA: only LoRA is merged")
+        if str(start := self._config.get("init_lora_weights")).lower().startswith(MOVED_BASES):
+            how = "whose factors change the weights that they begin with"
+            raise WanjaxError(f"{self._where} says init_lora_weights {start!r}, {how}: PEFT can save it as plain LoRA")
+        self._patterns = {name: self._compiled(name) for name in ("alpha_pattern", "rank_pattern")}
+        self._used: set[tuple[str, str]] = set()
+        self._left = PATTERN_SECONDS
+
+    @property
+    def idle(self) -> list[str]:
+        """The patterns that decided nothing so far, each with the name of its table."""
+        each = ((table, text) for table, patterns in self._patterns.items() for text in patterns)
+        return [f"the {table} {text!r}" for table, text in each if (table, text) not in self._used]
+
+    def scale(self, module: str, rank: int, alpha: str | None) -> float:
+        """Returns the scale of a product of this rank; 1 if nothing tells alpha.
+
+        module: the name by which patterns know it; alpha: the key of its tensor, if there is one.
+        """
+        if not rank:  # such a product is nothing
+            return 1.0
+        if alpha is not None:
+            return self._stored(alpha) / rank
+        if not self._config:
+            return 1.0
+        told = self._entry("alpha_pattern", module, self._config.get("lora_alpha", DEFAULT_ALPHA))
+        known = self._entry("rank_pattern", module, self._config.get("r"))
+        if known is not None and known != rank:
+            raise WanjaxError(f"{self._where} gives {module} the rank {known} where its factors have {rank}")
+        return told / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
+
+    def _stored(self, key: str) -> float:
+        """Returns the number that a tensor holds."""
+        shape, dtype = self._reader.spec(key)
+        if math.prod(shape) != 1 or not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
+            raise WanjaxError(f"{self._path} holds {key} as {dtype} {list(shape)} where one number is right")
+        number = float(self._reader.read(key).astype(np.float32).item())
+        if not math.isfinite(number):
+            raise WanjaxError(f"{self._path} holds {key} with {number}, which is not finite: get the file again")
+        return number
+
+    def _entry(self, table: str, module: str, otherwise: Any) -> Any:
+        """Returns the number of the first pattern that fits the module, or `otherwise`, which may be None."""
+        found = next((text for text, fits in self._patterns[table].items() if self._fits(fits, text, module)), None)
+        if found is not None:
+            self._used.add((table, found))
+        value = otherwise if found is None else self._config[table][found]
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not number and value is not None:
+            raise WanjaxError(f"{self._where} has {shown(value)} for {module} where a finite number is right")
+        if value is None and table == "alpha_pattern":
+            raise WanjaxError(f"{self._where} has no number lora_alpha for {module}")
+        return value
+
+    def _compiled(self, table: str) -> dict[str, Any]:
+        """Returns the compiled patterns of a table, in its order."""
+        patterns = self._config.get(table) or {}
+        if not isinstance(patterns, dict):
+            raise WanjaxError(f"{self._where} has the {table} {shown(patterns)} where a JSON object is right")
+        return {text: self._expression(table, text) for text in patterns}
+
+    def _expression(self, table: str, text: str) -> Any:
+        named = f"{self._where} has the {table} {shown(text)}"
+        if len(text) > PATTERN_LENGTH:
+            raise WanjaxError(f"{named} of {len(text):,} letters: at most {PATTERN_LENGTH} are read")
+        if _repeats_repeats(text):
+            raise WanjaxError(f"{named}, which repeats what repeats and could take for ever: a plainer one is needed")
+        try:
+            return regex.compile(rf"(.*\.)?({text})$")
+        except (regex.error, RecursionError, OverflowError, MemoryError) as error:
+            raise WanjaxError(f"{named}, which is no regular expression ({error})") from error
+
+    def _fits(self, pattern: Any, text: str, module: str) -> bool:
+        start = monotonic()
+        try:
+            return pattern.match(module, timeout=max(self._left, 1e-3)) is not None
+        except TimeoutError:
+            what = f"{self._where} has the pattern {shown(text)}, which takes for ever"
+            raise WanjaxError(f"{what}: a plainer one is needed") from None
+        finally:
+            self._left -= monotonic() - start
+
+
+def _config(path: Path, reader: Reader) -> tuple[str, dict[str, Any]]:
+    """Returns the name of what tells the scales beside tensors, and PEFT's config there; empty if there is none."""
+    metadata: Mapping[str, str] = getattr(reader, "metadata", {})
+    for entry in CONFIGS:
+        if text := metadata.get(entry):
+            where = f"PEFT's config in the {entry} of {path}"
+            config = _own(_parsed(text, where))
+            if entry == PEFT_METADATA or "lora_alpha" in config:
+                return where, config
+    beside = path.with_name(PEFT_CONFIG)
+    peft = path.stem == PEFT_FILE or any(key.startswith(PEFT_PREFIX) for key in reader.keys())  # noqa: SIM118
+    if peft and beside.is_file():
+        if beside.stat().st_size > CONFIG_BYTES:
+            raise WanjaxError(f"{beside} has more than {CONFIG_BYTES:,} bytes: it is no config of PEFT")
+        where = f"PEFT's config {beside}"
+        return where, _own(_parsed(beside.read_text(encoding="utf-8", errors="replace"), where))
+    told = _own(metadata)
+    if "lora_alpha" in told:
+        return f"the metadata of {path}", {name: _value(told[name]) for name in ENTRIES if name in told}
+    for entry in ALPHAS:
+        if (value := _value(told.get(entry, "None"))) is not None:
+            return f"the metadata of {path}", {"lora_alpha": value}
+    return str(path), {}
+
+
+def _parsed(text: str, where: str) -> dict[str, Any]:
+    config = _value(text)
+    if not isinstance(config, dict):
+        raise WanjaxError(f"{where} is no JSON object, which it has to be")
+    return config
+
+
+def _own(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the entries that are a transformer's, by their bare names; those of text encoders are left out."""
+    bare = {name: value for name, value in entries.items() if "." not in name}
+    prefixed = {name.removeprefix("transformer."): x for name, x in entries.items() if name.startswith("transformer.")}
+    return bare | prefixed
+
+
+def _value(text: str) -> Any:
+    """Returns the value of an entry of a file's metadata, all of which are texts; those of Python are known too."""
+    spelled = {"None": None, "True": True, "False": False}
+    try:
+        return spelled[text] if text in spelled else json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _repeats_repeats(pattern: str) -> bool:
+    """Tells whether a group that is repeated holds something that is repeated, as in `(a+)+`."""
+    plain = re.sub(r"\[\^?\]?(?:\\.|[^\]\\])*\]", "c", re.sub(r"\\.", "c", pattern))  # without escapes and classes
+    while inner := re.search(r"\((?:\?[:=!]|\?<[=!]|\?P<\w*>)?([^()]*)\)", plain):
+        repeated = QUANTIFIER.match(plain, inner.end())
+        if repeated and repeated[0] != "?" and QUANTIFIER.search(inner[1]):
+            return True
+        inside = "c*" if QUANTIFIER.search(inner[1]) else "c"
+        plain = plain[: inner.start()] + inside + plain[inner.end() :]
+    return False
