@@ -168,34 +168,3 @@ class Unfused(View):
             return x
         rows = len(x) // 3
         return x[part * rows : (part + 1) * rows]
-
-
-class Descaled(View):
-    """A checkpoint with the scales of its 8-bit weights multiplied in: `NAME.weight` by the number `NAME.scale_weight`.
-
-    The mark `scaled_fp8` and the scales of inputs, which are not rounded here, are left out.
-    """
-
-    def __init__(self, reader: Reader):
-        super().__init__(reader)
-        keys = set(reader.keys())
-        self._scales = {key: scale for key in keys if (scale := _scale_of(key)) in keys}
-        surplus = {"scaled_fp8", *self._scales.values()} if self._scales or "scaled_fp8" in keys else set()
-        self._keys = [key for key in reader.keys() if key not in surplus and not key.endswith(".scale_input")]  # noqa: SIM118
-
-    def keys(self) -> Sequence[str]:
-        return tuple(self._keys)
-
-    def spec(self, key: str) -> Spec:
-        shape, dtype = self._reader.spec(key)
-        return Spec(shape, np.dtype(np.float32) if key in self._scales else dtype)
-
-    def read(self, key: str) -> np.ndarray:
-        x = self._reader.read(key)
-        if key not in self._scales:
-            return x
-        return x.astype(np.float32) * self._reader.read(self._scales[key]).astype(np.float32)
-
-
-def _scale_of(key: str) -> str:
-    return f"{key.removesuffix('.weight')}.scale_weight"

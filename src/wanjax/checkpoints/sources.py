@@ -16,6 +16,7 @@ from flax import nnx
 
 from wanjax.checkpoints import modules
 from wanjax.checkpoints.arrays import Arrays
+from wanjax.checkpoints.descaled import Descaled
 from wanjax.checkpoints.files import Reader, SafetensorsFile, SafetensorsFolder
 from wanjax.checkpoints.hub import COMPONENT_FILES, HUB_FILE, INDEX, check_room, download, locate, locate_file, resolve
 from wanjax.checkpoints.readers import SUFFIXES, Renamed, Together
@@ -132,7 +133,7 @@ class DiffusersSource(Source):
         return read_json(next((path for path in names if path.is_file()), names[0]))
 
     def weights(self, component: str) -> Weights:
-        return SafetensorsFolder(self.folder(component))
+        return Descaled(SafetensorsFolder(self.folder(component)))
 
     def is_at_hand(self, component: str) -> bool:
         return self.revision is None and (self.root / component / "config.json").is_file()

@@ -16,6 +16,7 @@ from tempfile import mkdtemp
 from typing import Any
 from weakref import finalize
 
+from wanjax.checkpoints.descaled import Descaled
 from wanjax.checkpoints.files import SafetensorsFolder
 from wanjax.checkpoints.hub import download, locate
 from wanjax.checkpoints.layouts import Component, RecognisedSource
@@ -140,7 +141,7 @@ class OriginalSource(_HunyuanVideoSource):
             case "text_encoder_2":
                 return recognise.glyph_encoder(open_tensors(folder / GLYPH_FILE))
             case "image_encoder":
-                return Component(read_json(folder / "config.json"), SafetensorsFolder(folder))
+                return Component(read_json(folder / "config.json"), Descaled(SafetensorsFolder(folder)))
             case _:
                 return None
 

@@ -10,9 +10,10 @@ scripts/convert_hunyuan_video1_5_to_diffusers.py.
 from collections.abc import Mapping
 from typing import Any
 
+from wanjax.checkpoints.descaled import Descaled
 from wanjax.checkpoints.files import Reader
 from wanjax.checkpoints.layouts import TRANSFORMER_PREFIXES, VAE_PREFIXES, Component, held
-from wanjax.checkpoints.readers import Descaled, Exchanged, Renamed, Unfused
+from wanjax.checkpoints.readers import Exchanged, Renamed, Unfused
 from wanjax.converters.hunyuanvideo import original
 from wanjax.errors import WanjaxError
 
@@ -55,7 +56,7 @@ def language_model(reader: Reader, json: Mapping[str, Any]) -> Component:
     text.pop("vision_config", None)
     if json.get("model_type") == WHOLE:
         text["model_type"] = TEXT
-    return Component(text, Renamed(reader, _text_name))
+    return Component(text, Renamed(Descaled(reader), _text_name))
 
 
 def _text_name(key: str) -> str | None:
@@ -75,7 +76,7 @@ def glyph_encoder(reader: Reader) -> Component:
         name = key.removeprefix(inside)
         return original.EMBEDDING if name == "embed_tokens.weight" else f"encoder.{name}"
 
-    weights = Renamed(reader, rename)
+    weights = Renamed(Descaled(reader), rename)
     return Component(original.glyph_encoder_json({key: weights.spec(key) for key in weights.keys()}), weights)  # noqa: SIM118
 
 

@@ -7,9 +7,10 @@ Files for ComfyUI prefix every name, and may hold several components.
 from collections.abc import Mapping
 from typing import Any
 
+from wanjax.checkpoints.descaled import Descaled
 from wanjax.checkpoints.files import Reader
 from wanjax.checkpoints.layouts import TRANSFORMER_PREFIXES, VAE_PREFIXES, Component, held
-from wanjax.checkpoints.readers import Descaled, Flattened, Renamed, Unflattened, Unfused
+from wanjax.checkpoints.readers import Flattened, Renamed, Unflattened, Unfused
 from wanjax.checkpoints.torch_file import GENERATORS
 from wanjax.converters.names import Names
 from wanjax.converters.wan import original
