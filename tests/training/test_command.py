@@ -49,6 +49,7 @@ def test_mistakes_are_one_sentence(model, tmp_path):
     for more, sentence in (
         (("--rank", 0), "0 is not in the range"),
         (("--rate", -1), "the learning rate -1.0 is not a number above 0"),
+        (("--rate", 1e39), "the learning rate 1e+39 is not a number"),
         (("--size", "33x32"), "the width 33 is not a multiple"),
         (("--width", 64), "--size is given beside --height or --width"),
         (("--target", "to_x"), "no layer named to_x"),

@@ -3,9 +3,13 @@
 
 import json
 import os
+import shutil
+from contextlib import closing
+from types import SimpleNamespace
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from PIL import Image
@@ -21,9 +25,12 @@ from tests.support.tiny import (
 )
 from tests.support.words import naming, says
 from wanjax.checkpoints.files import SafetensorsFile, load_safetensors
+from wanjax.checkpoints.holding import Hold
 from wanjax.errors import WanjaxError
 from wanjax.training import LoraConfig, OptimizerConfig, TrainConfig, Training
+from wanjax.training.loop import NotFiniteError, Trainer
 from wanjax.training.objective import NoiseLevels
+from wanjax.training.run import LOCK, Learner
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
@@ -93,8 +100,6 @@ def test_the_file_s_factors_are_the_network_s(tmp_path, data, wan):
     file, _ = trained(wan, data, tmp_path / "out")
     training = Training(wanjax.load(wan), data, tmp_path / "out", SMALL)
     training.encode()
-    from wanjax.training.run import Learner
-
     learner = Learner(training, "transformer")
     assert learner.trainer.step == 3
     adapted = wanjax.load(wan)
@@ -161,6 +166,75 @@ def test_a_stopped_training_ends_with_the_same_bits(tmp_path, data, wan):
         trained(wan, data, tmp_path / "b", lora=LoraConfig(rank=2, dropout=0.2), save_every=1, seed=1)
 
 
+def finite(folder):
+    """Tells whether all numbers in all files of a training are finite; reads them as others would."""
+    assert not list(folder.rglob("*tmp*"))  # half-written
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found = [np.array(list(line.values())) for line in lines]
+    for file in folder.rglob("*.safetensors"):
+        found += load_safetensors(file).values()
+    for state in (folder / "checkpoints").iterdir():
+        read = ocp.StandardCheckpointer().restore(state / "default")
+        found += [np.asarray(x) for x in jax.tree.leaves(read)]
+    return all(np.isfinite(x).all() for x in found)
+
+
+def poisoned(at):
+    """Returns a drawing of batches of which that of one step has no numbers."""
+
+    def draw(learner, step, generator):
+        batch = DRAW(learner, step, generator)
+        return batch._replace(latents=batch.latents * np.float32(np.nan if step + 1 == at else 1))
+
+    return draw
+
+
+DRAW, LENGTH = Learner._draw, 20
+
+
+@pytest.mark.parametrize("at", [2, *(pytest.param(n, marks=slow) for n in range(1, LENGTH + 1) if n != 2)])
+def test_nothing_is_written_that_is_not_finite(at, tmp_path, data, wan, monkeypatch):
+    """The state before is gone on from at a lower rate; or at its own, with the bits of one that was left alone."""
+    more = {"save_every": 1, "steps": 3} if at == 2 else {"save_every": 1, "steps": LENGTH, "average": 0.9}
+    monkeypatch.setattr(Learner, "_draw", poisoned(at))
+    with pytest.raises(NotFiniteError, match=naming(f"step {at}")):
+        trained(wan, data, tmp_path / "out", **more)
+    assert finite(tmp_path / "out")
+    assert sorted(int(x.name) for x in (tmp_path / "out/checkpoints").iterdir()) == [*range(max(1, at - 2), at)]
+    monkeypatch.setattr(Learner, "_draw", DRAW)
+    shutil.copytree(tmp_path / "out", tmp_path / "lower")
+    lower, told = trained(wan, data, tmp_path / "lower", **more, optimizer=OptimizerConfig(rate=1e-3))
+    assert at == 1 or any(says(text, f"0.01 0.001 step {at}") for text in told)
+    assert finite(tmp_path / "lower")
+    again, whole = (load_safetensors(trained(wan, data, tmp_path / name, **more)[0]) for name in ("out", "whole"))
+    assert all(np.array_equal(again[name], x) for name, x in whole.items())
+    assert any(not np.array_equal(x, whole[name]) for name, x in load_safetensors(lower).items())
+
+
+@slow
+@pytest.mark.parametrize("rate", [1e30, 3e38])
+def test_a_rate_far_too_high(rate, tmp_path, data, wan):
+    """The weights of step 1 are lost, or so large that nothing follows from them; a lower rate does without them."""
+    config = {"save_every": 1, "steps": 3}
+    for _ in range(2):
+        with pytest.raises(NotFiniteError, match=naming("step rate")):
+            trained(wan, data, tmp_path, **config, optimizer=OptimizerConfig(rate=rate))
+        assert finite(tmp_path)
+        assert not (tmp_path / "lora.safetensors").exists()
+    trained(wan, data, tmp_path, **config)
+    assert finite(tmp_path)
+
+
+def test_what_differs_is_told_entry_by_entry(tmp_path):
+    long = "x" * 200
+    one, two = ({"c": f"{long}{word}", "d": [*range(n)]} for word, n in (("one", 3), ("two", 2)))
+    Trainer._check_told(SimpleNamespace(folder=tmp_path), {"a": 1, "b": one, "steps": 2})
+    with pytest.raises(WanjaxError, match=naming("a none 1 e 7 b.c b.d[2] 2")) as refused:
+        Trainer._check_told(SimpleNamespace(folder=tmp_path), {"a": None, "b": two, "steps": 2, "e": 7})
+    assert all(f"x{word}'" in str(refused.value) for word in ("one", "two"))
+    assert len(str(refused.value)) < 500 + len(str(tmp_path))
+
+
 @slow
 def test_a_finished_training_goes_on_with_more_steps(tmp_path, data, wan):
     """Under a constant rate it ends with the bits of one that had as many steps from the start."""
@@ -225,6 +299,11 @@ def test_a_disk_that_is_full_is_told(tmp_path, data, wan, monkeypatch):
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(WanjaxError, match=naming("No space left on device")):
         trained(wan, data, tmp_path / "out", store=tmp_path / "store")
+
+
+def test_two_trainings_do_not_share_a_folder(tmp_path, data, wan):
+    with closing(Hold(tmp_path / LOCK, "training", "folder")), pytest.raises(WanjaxError, match=naming(f"{tmp_path}")):
+        trained(wan, data, tmp_path)
 
 
 def test_targets_and_settings_that_are_wrong(tmp_path, data, wan):

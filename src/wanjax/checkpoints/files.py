@@ -53,6 +53,7 @@ WEIGHT_NAMES = ("diffusion_pytorch_model", "model")
 HEADER_LIMIT = 100_000_000  # bytes, as in the safetensors library
 MAX_RANK = 32
 CACHE_LINE = 64  # bytes
+CHECKED = 1 << 18  # values that are looked at together
 SHARD = 5e9  # bytes of a file, as in published checkpoints
 HOST = re.sub(r"[^\w-]", "-", gethostname())[:40]  # whose processes can be looked up
 LEFT = re.compile(r"\.(?P<pid>\d{1,10})@(?P<host>[\w-]+)\.(?P<kind>partial|old)\.(?P<name>.+)", re.DOTALL)
@@ -267,9 +268,23 @@ def write_safetensors(
     with writing(path) as beside, beside.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for key in keys:
-            file.write(np.ascontiguousarray(reader.read(key)).reshape(-1).view(np.uint8).data)
+            values = np.ascontiguousarray(reader.read(key))
+            check_finite(values, key, path)
+            file.write(values.reshape(-1).view(np.uint8).data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def check_finite(values: np.ndarray, name: str, path: Path) -> None:
+    """Raises WanjaxError if values that are to be written have one that is infinite or no number."""
+    narrow = values.dtype.itemsize < 4
+    values = values.reshape(-1) if values.dtype.kind in "fV" else values[:0]  # ml_dtypes' floats are of the second kind
+    for start in range(0, len(values), CHECKED):  # in a core's cache
+        some = values[start : start + CHECKED]
+        if not np.isfinite(some.astype(np.float32) if narrow else some).all():  # NumPy's own way takes four times that
+            raise WanjaxError(
+                f"{path} is not written, as {name!r} is not finite: whole weights, or a wider dtype, are needed"
+            )
 
 
 def shards(reader: Reader, stem: str, limit: int | float = SHARD) -> dict[str, list[str]]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from wanjax.checkpoints.arrays import Arrays, Piece, StoredArray, Writer
-from wanjax.checkpoints.files import Reader, Spec
+from wanjax.checkpoints.files import Reader, Spec, check_finite
 from wanjax.checkpoints.placing import rearrange
 from wanjax.converters.rules import Assignment, Described
 
@@ -70,6 +70,7 @@ def _write_chunks(
         parts, inner = (values[None], piece) if rows is None else (values, piece[1:])
         for tensor, part in zip(tensors, parts, strict=True):
             rearrange(tensor[inner], part)
+        check_finite(values, assignment.target, array.path)
         writer.write(array, piece, values)
 
 

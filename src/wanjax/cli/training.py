@@ -12,6 +12,7 @@ from wanjax.cli.stages import given_settings
 from wanjax.kernels.compiler_options import kept_set
 from wanjax.training.adapters import LoraConfig
 from wanjax.training.config import TrainConfig
+from wanjax.training.loop import NotFiniteError
 from wanjax.training.optimizers import OptimizerConfig
 from wanjax.training.run import Training
 
@@ -34,7 +35,11 @@ def train(report: Report, *, model: str, data: Path, out: Path, **given: Any) ->
     begun = Training(pipe, data, out, config, note=report.note, count=report.count)
     report.goes_on()
     with report.stage("train"):
-        written = begun.run()
+        try:
+            written = begun.run()
+        except NotFiniteError:
+            report.way_on = None  # it would end in the same way
+            raise
     report.way_on = None
     report.table()
     report.made(written.absolute(), {"model": model, "steps": config.steps}, seconds=report.seconds)

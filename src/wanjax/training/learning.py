@@ -6,7 +6,7 @@ A training executes them, and its plan records them.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Int, UInt32
+from jaxtyping import Array, Bool, Int, UInt32
 
 from wanjax.kernels.compiler_options import products, scanned
 from wanjax.pipelines.seeds import key_of, words_of
@@ -24,6 +24,7 @@ from wanjax.training.adapters import DropoutKey, dropped
 from wanjax.training.objective import Loss
 
 Filter = Callable[[Any, Any], bool]
+FINITE = "finite"  # the metric that tells whether all of the state after a step is
 
 
 def everything(path: Any, weight: Any) -> bool:
@@ -83,7 +84,8 @@ def train(
     after = {"weights": weights, "optimizer": of_optimizer}
     if method.average is not None:
         after["average"] = optax.incremental_update(weights, state["average"], 1.0 - method.average)
-    return _as(after, method.specs), {"loss": value, "gradient": optax.tree.norm(gradients), **told}
+    metrics = {"loss": value, "gradient": optax.tree.norm(gradients), FINITE: _finite(after), **told}
+    return _as(after, method.specs), metrics
 
 
 @program(products)
@@ -98,6 +100,12 @@ def loss_alone(
 def _network(method: Method, weights: Any, keys: Any, frozen: Any, key: jax.Array) -> Any:
     drawn = dropped(keys, jax.random.fold_in(key, 1)) if jax.tree.leaves(keys) else keys
     return nnx.merge(method.graphdef, weights, drawn, frozen)
+
+
+def _finite(state: Any) -> Bool[Array, ""]:
+    """Tells whether all numbers of a state are finite."""
+    numbers = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return reduce(jnp.logical_and, [jnp.isfinite(x).all() for x in numbers])
 
 
 def _as(state: Any, specs: Any) -> Any:

@@ -20,17 +20,30 @@ from flax import nnx
 
 from wanjax.checkpoints import arrays
 from wanjax.checkpoints.files import writing
-from wanjax.errors import WanjaxError, reason, shown
+from wanjax.errors import WanjaxError, reason
 from wanjax.programs import EXECUTE, Execute, Site
 from wanjax.sharding import Partitioner, one_device
-from wanjax.training.learning import Filter, Learning, everything
+from wanjax.training.learning import FINITE, Filter, Learning, everything
 from wanjax.training.objective import Loss
 
 STATES = "checkpoints"
 TOLD = "training.json"
-STEPS = "steps"  # of what is told, the only thing that may grow
+STEPS, RATE = "steps", "optimizer.rate"  # of what is told: the first may grow, and the second be another
+SHOWN = 5  # entries that differ
+LONGEST, BEFORE = 60, 20  # characters of a value, and those before the first that differs
 Draw = Callable[[int, np.random.Generator], Any]
 After = Callable[[int, Mapping[str, jax.Array]], Any]
+
+
+class NotFiniteError(WanjaxError):
+    """A training whose numbers are no longer finite; what it wrote before is.
+
+    `of` is the step of the state from which they follow at any rate, if they do.
+    """
+
+    def __init__(self, message: str, of: int | None = None):
+        super().__init__(message)
+        self.of = of
 
 
 class Trainer:
@@ -39,8 +52,9 @@ class Trainer:
     `trained` chooses the parameters that change by path and variable; the others are kept as they are. With `average`,
     the state also holds the mean of the weights, which moves to the present ones by 1 - `average` a step. `accumulated`
     batches are joined on the leading axis of what `draw` returns, and their gradients averaged. `told` is JSON on which
-    the outcome depends: a folder of another training is refused. More `steps` than it had before are no other training:
-    it goes on, and `extended` is the number before.
+    the outcome depends: a folder of another training is refused. One with more `steps` or another rate is no other
+    training: it goes on, and `changed` has what these were before. A state that is not finite is never kept. The last
+    `kept` are: one may be finite and too large to go on from.
     """
 
     def __init__(
@@ -56,50 +70,52 @@ class Trainer:
         accumulated: int = 1,
         partitioner: Partitioner | None = None,
         told: Mapping[str, Any] | None = None,
-        kept: int = 1,
+        kept: int = 2,
     ):
         self.seed, self.folder = seed, Path(folder).absolute()
         how = {"trained": trained, "average": average, "accumulated": accumulated}
-        self.extended = self._check_told(told)
+        self.changed = self._check_told(told)
         site = Site(one_device() if partitioner is None else partitioner)
         self.learning = Learning(network, loss, optimizer, Execute(EXECUTE.kept), site, seed=seed, **how)
         self.state = self.learning.begin()
         options = ocp.CheckpointManagerOptions(max_to_keep=kept)
         self.manager = ocp.CheckpointManager(self.folder / STATES, options=options)
         self.step = self.manager.latest_step() or 0
+        self._finite: Any = True
         if self.step:
             self._restore()
 
-    def _check_told(self, told: Mapping[str, Any] | None) -> int | None:
+    def _check_told(self, told: Mapping[str, Any] | None) -> dict[str, Any]:
         """Writes what the training is; raises WanjaxError where the folder holds another one.
 
-        Returns the number of steps that it had, if there are more now.
+        Returns the steps and the rate that it had, where these are others now.
         """
         file = self.folder / TOLD
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if told is None:
-                return None
+                return {}
             text = json.dumps(told, indent=2, sort_keys=True)
             before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else json.loads(text)
-        except (OSError, ValueError) as error:
+            was, now = dict(_entries(before)), dict(_entries(json.loads(text)))
+        except (OSError, ValueError, RecursionError) as error:
             raise WanjaxError(f"{file} cannot be used: {reason(error)}") from error
-        now, more = json.loads(text), None
         if not isinstance(before, dict):
             raise WanjaxError(f"{file} tells no training: wanjax did not write it, or something rewrote it")
-        if type(before.get(STEPS)) is int and now.get(STEPS, 0) > before[STEPS]:
-            more = before.pop(STEPS)
-            before[STEPS] = now[STEPS]
-        if differs := _difference(before, now):
-            name, was, present = differs
+        names = sorted({**now, **was}, key=lambda name: "[" in name)  # a list may be long
+        names = [name for name in names if was.get(name) != now.get(name)]
+        may = [name for name in names if _may_change(name, was.get(name), now.get(name))]
+        if differs := [name for name in names if name not in may]:
+            more = f", and {len(differs) - SHOWN} entries more" if len(differs) > SHOWN else ""
+            each = ", ".join(_differing(name, was.get(name), now.get(name)) for name in differs[:SHOWN])
             raise WanjaxError(
-                f"{self.folder} holds another training, whose {name} was {_short(was)} and is {_short(present)}: the "
-                "same settings resume it, and more steps extend it"
+                f"{self.folder} holds another training, whose {each}{more}: the same settings resume it, "
+                "and more steps extend it, at any rate"
             )
-        if more is not None or not file.is_file():
+        if may or not file.is_file():
             with _written(self.folder), writing(file) as beside:
                 beside.write_text(text + "\n", encoding="utf-8")
-        return more
+        return {name: was[name] for name in may}
 
     def _restore(self) -> None:
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, self.state)
@@ -126,16 +142,30 @@ class Trainer:
                 batch, step = ahead.result(), self.step
                 ahead = pool.submit(draw, step + 1, self._generator(step + 1)) if step + 1 < last else None
                 self.state, metrics = self.learning.take(self.state, batch, np.int32(step))
-                self.step += 1
+                self.step, self._finite = self.step + 1, metrics[FINITE]
                 after(self.step, metrics)
                 if self.step % every == 0 or self.step == last:
                     self.save()
 
     def save(self) -> None:
-        """Begins to write a checkpoint, unless there is one of this step."""
+        """Begins to write a checkpoint, unless there is one of this step; raises NotFiniteError."""
         if self.manager.latest_step() != self.step:
+            if not self._finite:
+                raise self.lost("state")
             with _written(self.folder):
                 self.manager.save(self.step, args=ocp.args.StandardSave(self.state))
+
+    def drop(self, step: int) -> None:
+        """Removes the checkpoint of a step."""
+        with _written(self.folder):
+            self.manager.delete(step)
+
+    def lost(self, what: str, step: int | None = None, of: int | None = None) -> NotFiniteError:
+        """Returns the error of what is not finite after a step, by default the present one; `of` is the error's."""
+        kept = self.manager.latest_step()
+        way = f"the state of step {kept} is kept, and a lower rate goes on from it" if kept else "begin at a lower rate"
+        told = f"the {what} is not finite after step {self.step if step is None else step}, as at too high a rate"
+        return NotFiniteError(f"{told}: {way}", of)
 
     def _wait(self) -> None:
         """Waits for the checkpoints that are being written."""
@@ -164,16 +194,30 @@ def _written(folder: Path) -> Iterator[None]:
         raise WanjaxError(f"{folder} cannot be written: {arrays.reason(error)}") from error
 
 
-def _difference(before: Any, now: Any, name: str = "") -> tuple[str, Any, Any] | None:
-    """Returns the name of the first value that differs, such as optimizer.rate, and both; None where all are equal."""
-    if not isinstance(before, dict) or not isinstance(now, dict):
-        return None if before == now else (name, before, now)
-    pairs = ((key, before.get(key), now.get(key)) for key in sorted(before.keys() | now.keys()))
-    return next(filter(None, (_difference(x, y, f"{name}.{key}".strip(".")) for key, x, y in pairs)), None)
+def _entries(told: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields each value of nested JSON by its name, such as optimizer.rate or clips[2].text."""
+    if isinstance(told, dict):
+        for key, value in told.items():
+            yield from _entries(value, f"{name}.{key}" if name else key)
+    elif isinstance(told, list):
+        for index, value in enumerate(told):
+            yield from _entries(value, f"{name}[{index}]")
+    else:
+        yield name, told
 
 
-def _short(value: Any) -> str:
-    """Returns a value as a message shows it: only the length of a list, which may be long."""
-    if isinstance(value, list):
-        return f"a list of {len(value)}"
-    return "a table" if isinstance(value, dict) else "none" if value is None else shown(value)
+def _may_change(name: str, was: Any, now: Any) -> bool:
+    """Tells whether a training may go on with another value of an entry."""
+    if name == STEPS:
+        return type(was) is int and type(now) is int and now > was
+    return name == RATE and isinstance(was, float) and isinstance(now, float)
+
+
+def _differing(name: str, was: Any, now: Any) -> str:
+    """Returns an entry with both values; of long texts the part in which they begin to differ."""
+    told = ["none" if x is None else repr(x) for x in (was, now)]
+    equal = next((i for i, (x, y) in enumerate(zip(*told, strict=False)) if x != y), min(map(len, told)))
+    start = max(0, equal - BEFORE)
+    end = start + LONGEST
+    before, after = (f"{'...' * (start > 0)}{x[start:end]}{'...' * (len(x) > end)}" for x in told)
+    return f"{name if name.isprintable() else repr(name)} was {before} and is {after}"

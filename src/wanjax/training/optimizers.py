@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import jax
+import numpy as np
 import optax
 from optax import contrib
 
@@ -12,6 +13,7 @@ from wanjax.errors import WanjaxError
 
 Name = Literal["adamw", "adafactor", "muon"]
 Schedule = Literal["constant", "cosine", "linear"]
+SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)  # of what devices compute with
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,11 @@ class OptimizerConfig:
         for value, kinds, what in ((self.name, Name, "optimiser"), (self.schedule, Schedule, "schedule")):
             if value not in get_args(kinds):
                 raise WanjaxError(f"no {what} is named {value!r}: there are {', '.join(get_args(kinds))}")
-        if not 0 < self.rate < float("inf"):
-            raise WanjaxError(f"the learning rate {self.rate} is not a number above 0: 1e-4 is usual")
-        if not 0 <= self.clip < float("inf"):
+        if not SMALLEST <= self.rate <= LARGEST:
+            raise WanjaxError(f"the learning rate {self.rate} is not a number above 0 of float32: 1e-4 is usual")
+        if not 0 <= self.clip <= LARGEST:
             raise WanjaxError(f"gradients cannot be clipped to the norm {self.clip}: 0 for none, or 1, would do")
-        if not 0 <= self.weight_decay < float("inf"):
+        if not 0 <= self.weight_decay <= LARGEST:
             raise WanjaxError(f"the weight decay {self.weight_decay} is not a number from 0 on: 0.01 is usual")
         if self.warm_up < 0:
             raise WanjaxError(f"the rate cannot warm up in {self.warm_up} steps: 0 or more would do")

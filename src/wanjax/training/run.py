@@ -17,6 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from wanjax.checkpoints.files import check_folder
+from wanjax.checkpoints.holding import Hold
 from wanjax.checkpoints.networks import Network, network_of
 from wanjax.errors import WanjaxError
 from wanjax.figures import digits
@@ -31,14 +32,14 @@ from wanjax.training.batches import Batches
 from wanjax.training.config import TrainConfig
 from wanjax.training.data import KEPT, Listing, list_data
 from wanjax.training.encoded import NEGATIVE, Piece, Store, described, joined, load_text, told
-from wanjax.training.learning import everything
-from wanjax.training.loop import Trainer
+from wanjax.training.learning import FINITE, everything
+from wanjax.training.loop import RATE, STEPS, NotFiniteError, Trainer
 from wanjax.training.metrics import Metrics
 from wanjax.training.objective import Batch, NoiseLevels, error, loss_of, settings_of
 from wanjax.training.optimizers import optimizer, schedule
 from wanjax.training.result import save_checkpoint, save_lora
 
-LORA, CHECKPOINT, SAMPLES = "lora.safetensors", "checkpoint", "samples"
+LORA, CHECKPOINT, SAMPLES, LOCK = "lora.safetensors", "checkpoint", "samples", "training.lock"
 EXPERTS = {"high": 0, "low": 1}
 LEVELS = 8  # fixed noise levels of the held-out loss
 IN_FLIGHT = 2  # steps whose metrics are not waited for
@@ -107,19 +108,23 @@ class Training:
             raise WanjaxError(f"{len(pieces)} clips are too few to hold out one in {every}: fewer, or none, would do")
 
     def run(self) -> Path:
-        """Trains, and returns the LoRA file or the checkpoint; of two networks, the folder of their LoRA files."""
+        """Trains, and returns the LoRA file or the checkpoint; of two networks, the folder of their LoRA files.
+
+        Raises WanjaxError too where another training uses the folder.
+        """
+        with closing(Hold(self.out / LOCK, "training", "folder")):
+            return self._run()
+
+    def _run(self) -> Path:
         self.encode()
         trained: dict[str, tuple[Any, Network]] = {}
         written = self.out
         for name in self.networks:
-            learner = Learner(self, name)
-            with closing(learner.metrics):
-                learner.run()
+            learner = self._learn(name)
             if self.config.lora is not None:
                 written = learner.save(learner.out / LORA)
             else:
                 trained[name] = (learner.trainer.network(averaged=self.config.average is not None), learner.known)
-            learner.trainer.close()
             if len(self.networks) > 1 and self.config.lora is not None:
                 self.pipe.free(name)
         if trained:
@@ -129,6 +134,20 @@ class Training:
             written = self.out
         self.pipe.free()
         return written
+
+    def _learn(self, name: str) -> "Learner":
+        """Trains a network, from an earlier state if the last one is so large that nothing finite follows from it."""
+        while True:
+            learner = Learner(self, name)
+            with closing(learner.trainer), closing(learner.metrics):
+                try:
+                    learner.run()
+                    return learner
+                except NotFiniteError as error:
+                    if not (begun := learner.begun) or error.of != begun:
+                        raise
+                    self.note(f"nothing finite follows from the state of step {begun}: it goes on from one before")
+                    learner.trainer.drop(begun)
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,7 +203,8 @@ class Learner:
             partitioner=pipe.partitioner,
             told=self._told(),
         )
-        self.metrics = Metrics(self.out, self.trainer.step)
+        self.begun = self.trainer.step
+        self.metrics = Metrics(self.out, self.begun)
         self._measured: HeldOut | None = None
         self._pending: deque[tuple[int, float, Mapping[str, jax.Array]]] = deque()
 
@@ -199,16 +219,18 @@ class Learner:
 
     def run(self) -> None:
         """Trains up to the last step, with samples and held-out losses along the way."""
-        total, begun = self.config.steps, self.trainer.step
+        total, begun = self.config.steps, self.begun
         if begun:
             self.training.note(f"the first {begun} of {total} steps were taken before")
-        if begun < total and (before := self.trainer.extended):
+        if not begun:
+            self._look(0)
+        elif begun < total and (changed := self.trainer.changed):
+            now = {STEPS: f"{total} steps", RATE: f"the rate {self.config.optimizer.rate:g}"}
+            told = " and ".join(f"{now[name]} in place of {before:g}" for name, before in changed.items())
             self.training.note(
-                f"{before} steps become {total}: the rate is that of the {self.config.optimizer.schedule} schedule of "
+                f"{told}: the rate is that of the {self.config.optimizer.schedule} schedule of "
                 f"{total} steps from here on, {digits(float(np.asarray(self.rate(begun))))} at step {begun + 1}"
             )
-        else:
-            self._look(0)
         self.training.count("step", begun, total)
         self.trainer.run(total, self._draw, self._after, self.config.save_every)
         self._write(0)
@@ -222,22 +244,25 @@ class Learner:
 
     def _after(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
         self._pending.append((step, time.time(), metrics))
-        due = step % self.config.evaluate_every == 0 or step % self.config.sample_every == 0
-        self._write(0 if due or step == self.config.steps else IN_FLIGHT)
-        if due or step == self.config.steps:
+        every = (self.config.evaluate_every, self.config.sample_every, self.config.save_every)
+        due = step == self.config.steps or any(step % n == 0 for n in every)
+        self._write(0 if due else IN_FLIGHT)  # nothing is made of a state that may not be finite
+        if due:
             self._look(step)
         if step % self.config.save_every == 0 and self.config.lora is not None and step < self.config.steps:
             self.save(self.out / f"lora-{step:06}.safetensors")
 
     def _write(self, left: int) -> None:
-        """Writes the metrics of all steps but the last `left`; raises WanjaxError where a loss is not finite."""
+        """Writes the metrics of all steps but the last `left`; raises NotFiniteError."""
         while len(self._pending) > left:
             step, at, metrics = self._pending.popleft()
-            values = {name: float(value) for name, value in metrics.items()}
             self.training.count("step", step, self.config.steps)
+            values = {name: float(value) for name, value in metrics.items() if name != FINITE}
+            if strange := [name for name, value in values.items() if not np.isfinite(value)]:
+                raise self.trainer.lost(strange[0], step, of=step - 1)
+            if not metrics[FINITE]:
+                raise self.trainer.lost("state", step)
             self.metrics.add(step, at, **values, rate=float(np.asarray(self.rate(step - 1))))
-            if not np.isfinite(values["loss"]):
-                raise WanjaxError(f"the loss is not finite after step {step}: a lower rate or float32 may help")
             if step % self.config.evaluate_every == 0 or step in (1, self.config.steps):
                 self.training.note(f"step {step} of {self.config.steps}: loss {digits(values['loss'])}")
 
@@ -246,6 +271,8 @@ class Learner:
         last = step == self.config.steps
         if self.training.held_out and (step % self.config.evaluate_every == 0 or last):
             value = self.held_out_loss()
+            if not np.isfinite(value):
+                raise self.trainer.lost("held-out loss", step)
             self.metrics.add(step, time.time(), held_out=value)
             self.training.note(f"step {step}: held-out loss {digits(value)}")
         if self.config.samples and (step % self.config.sample_every == 0 or last):

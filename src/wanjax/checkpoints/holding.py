@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders that one process uses at a time."""
+
+import sqlite3
+from pathlib import Path
+
+from wanjax.errors import WanjaxError
+
+
+class Hold:
+    """A lock on a file, which ends with the process, however that ends: SQLite's, which every system has."""
+
+    def __init__(self, file: Path, user: str, option: str):
+        """Takes the lock. Raises WanjaxError, which names the `user` and the `option` of its folder, if it is taken."""
+        try:
+            self._table = sqlite3.connect(file, timeout=0, isolation_level=None, check_same_thread=False)
+        except sqlite3.Error as error:
+            raise WanjaxError(f"{file} cannot be written: {error}") from error
+        try:
+            self._table.execute("BEGIN EXCLUSIVE")
+        except sqlite3.Error as error:
+            self.close()
+            if getattr(error, "sqlite_errorname", "") != "SQLITE_BUSY":
+                raise WanjaxError(f"{file} cannot be written: {error}") from error
+            told = f"another {user} uses {file.parent}: another {option}, or its end, is needed"
+            raise WanjaxError(told) from error
+
+    def close(self) -> None:
+        """Lets another process take it."""
+        self._table.close()
