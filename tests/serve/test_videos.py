@@ -6,11 +6,12 @@ import io
 import json
 import shutil
 import sqlite3
+import subprocess
 import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ import wanjax
 from tests.serve.conftest import SMALL
 from tests.support.quick import quick
 from tests.support.tiny import tiny_control_checkpoint
-from tests.support.words import naming
+from tests.support.words import naming, says
 from wanjax.checkpoints.files import save_safetensors
 from wanjax.checkpoints.lora import Lora
 from wanjax.errors import WanjaxError
@@ -31,6 +32,7 @@ from wanjax.pipelines.run import Run
 from wanjax.programs import Instance
 from wanjax.schedulers import UniPC
 from wanjax.serve import worker
+from wanjax.serve.faults import without_folders
 from wanjax.serve.jobs import JOBS, TABLE, Shelf
 from wanjax.serve.variants import Variants
 
@@ -445,6 +447,81 @@ def test_a_full_disk_takes_no_request_and_loses_none(start):
     server.board.shelf._table.execute("PRAGMA query_only = OFF")
     server.worker.start()
     assert server.finished(id)["status"] == "completed"
+
+
+def test_no_path_of_the_server_is_told(start, tmp_path):
+    server = start(work=False)
+    with_clip = server.client.post(
+        "/v1/videos", data=SMALL, files={"video": film(tmp_path / "a.mp4", 5).read_bytes()}
+    ).json()["id"]
+    (server.board.shelf.place(with_clip) / "clip.mp4").unlink()
+    broken = server.ask()["id"]
+    server.worker.start()
+    assert server.finished(broken)["status"] == "completed"
+    (server.board.shelf.place(broken) / "video.mp4").write_bytes(b"no film")
+    answer = server.client.get(f"/v1/videos/{broken}/record")
+    assert answer.status_code == 422
+    failed = server.finished(with_clip)
+    assert failed["status"] == "failed"
+    assert says(failed["error"]["message"], "clip.mp4")
+    everything = answer.text + server.client.get("/v1/videos").text + server.client.get("/v1/models").text
+    assert str(server.board.shelf.folder) not in everything
+
+
+@pytest.mark.parametrize(
+    ("told", "left"),
+    [
+        ("there is no file /srv/my videos/video_1/a b.png", "there is no file a b.png"),
+        ("'/home/someone/loras/x.safetensors' and (/etc/y.bin) cannot be read", "'x.safetensors' and (y.bin) cannot"),
+        ("16/9 or and/or http://localhost:8000/v1/videos", "16/9 or and/or http://localhost:8000/v1/videos"),
+    ],
+)
+def test_paths_become_names(told, left):
+    assert without_folders(told, [Path("/srv/my videos/video_1"), Path("/srv")]).startswith(left)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 3 MB, and what fills it or makes room again."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", folder], capture_output=True, check=False)
+    if made.returncode:
+        pytest.skip("no file system may be mounted here")
+
+    def fill(full):
+        (folder / "rest").unlink(missing_ok=True)
+        with suppress(OSError), (folder / "rest").open("wb", buffering=0) as file:
+            while full:
+                file.write(bytes(4096))
+
+    yield folder, fill
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def test_a_server_outlives_a_disk_that_is_full(start, small_disk, tmp_path):
+    folder, fill = small_disk
+    server = start(folder / "served")
+    done = server.finished(server.ask()["id"])["id"]
+    fill(True)
+    answers = [server.client.post("/v1/videos", json=SMALL) for _ in range(3)]
+    answers.append(
+        server.client.post("/v1/videos", data=SMALL, files={"video": film(tmp_path / "a.mp4", 5).read_bytes()})
+    )
+    assert {answer.status_code for answer in answers} == {507}
+    assert all(answer.json()["error"]["code"] == "storage" for answer in answers)
+    assert not any(str(folder) in answer.text for answer in answers)
+    assert server.client.delete(f"/v1/videos/{done}").status_code == 200  # or there would be no way out
+    fill(False)
+    waiting = server.ask(steps=60)["id"]
+    while not server.client.get(f"/v1/videos/{waiting}").json()["stage_done"]:
+        time.sleep(0.01)
+    fill(True)
+    failed = server.finished(waiting)
+    assert failed["error"]["code"] == "storage"
+    assert str(folder) not in json.dumps(failed)
+    fill(False)
+    assert server.finished(server.ask()["id"])["status"] == "completed"
 
 
 def test_a_video_that_ends_the_server_is_not_tried_for_ever(start):

@@ -80,13 +80,13 @@ def _listen(report: Report, host: str, port: int, token: str | None, folder: Pat
     from wanjax.serve.worker import Worker
 
     loras = [Lora.parse(text) for text in given["lora"]]
+    shelf = Shelf(folder)  # before the model, for which another server's folder would be waited in vain
     pipe = _loaded(report, given)
     variants = Variants(pipe, loras, lambda name, own: _loaded(report, given | {"model": name, "lora": own}))
     names = {"queue": "max_queue", "steps": "max_steps", "upload": "max_upload"}
     bounds = {name: given[option] for name, option in names.items()} | {"upload": given["max_upload"] * 2**20}
     limits = Limits.of(pipe.defaults, given["max_pixels"], **bounds)
     BOUNDS.pixels, BOUNDS.times = limits.picture, CLIP
-    shelf = Shelf(folder)
     board = Board(shelf, limits.queue)
     if shelf.strange:
         report.note(f"note: {folder} holds what is no video of this server, left alone: {', '.join(shelf.strange[:5])}")

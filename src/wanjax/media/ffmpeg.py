@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs ffmpeg, a program of its own, which reads and writes films."""
 
+import errno
+import os
 import re
 import subprocess
 import tempfile
@@ -13,6 +15,8 @@ from wanjax.errors import WanjaxError
 
 FILMS = "mov,matroska,avi,flv,asf,mpeg,mpegts,mpegvideo,m4v,h264,hevc,av1,obu,ivf,ogg,mxf,nut,yuv4mpegpipe,gif,apng"
 """The formats of films that are read. Others, such as playlists, may name further files and addresses to read."""
+OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EMFILE, errno.EIO)
+"""Errors that ffmpeg tells in the system's words."""
 
 
 def reading(source: str | Path) -> list[str]:
@@ -44,6 +48,8 @@ def run_ffmpeg(arguments: list[str], pieces: Iterable[bytes] = ()) -> bytes:
             said.seek(0)
             lines = said.read().decode(errors="replace").strip().splitlines()
             last = re.sub(r"^\[.*?\] ", "", lines[-1]) if lines else ""  # without the name and address of its module
+            if number := next((n for n in OF_DISKS if last.endswith(os.strerror(n))), None):
+                raise OSError(number, os.strerror(number))
             raise OSError(f"ffmpeg said {last!r}" if last else f"ffmpeg ended with {process.returncode}")
         out.seek(0)
         return out.read()

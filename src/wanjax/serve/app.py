@@ -3,6 +3,7 @@
 
 import asyncio
 import json
+import logging
 import re
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass
@@ -25,8 +26,9 @@ from wanjax.media.videos import read_metadata
 from wanjax.pipelines.record import VERSION
 from wanjax.serve import asked, metrics, offer
 from wanjax.serve.board import Board, FullError, UnknownError, Watcher
+from wanjax.serve.faults import UNEXPECTED, explained, storing
 from wanjax.serve.guard import COOKIE, Guard, told
-from wanjax.serve.jobs import COMPLETED, PREVIEW, THUMBNAIL, VIDEO, Job, StorageError
+from wanjax.serve.jobs import COMPLETED, PREVIEW, THUMBNAIL, VIDEO, Job
 from wanjax.serve.limits import Limits
 from wanjax.serve.worker import BROKE, Worker
 
@@ -35,6 +37,7 @@ FIELDS, FILES = 64, 12  # of a form
 BODY_SECONDS = 60.0  # in which a request has to arrive
 HEARTBEAT = 15.0  # seconds between signs of life of an idle stream
 T = TypeVar("T")
+logger = logging.getLogger("wanjax.serve")
 CONTENT: dict[str, tuple[str, str | None]] = {
     "video": (VIDEO, "video/mp4"),
     "thumbnail": (THUMBNAIL, "image/webp"),
@@ -86,24 +89,32 @@ class Service:
         ]
         handlers: dict[Any, Callable[..., Any]] = {
             HTTPException: lambda request, error: told(error.status_code, error.detail),
-            StorageError: lambda request, error: told(507, str(error), "storage"),
-            WanjaxError: lambda request, error: told(422, str(error), param=getattr(error, "setting", None)),
+            WanjaxError: self._refused,
             FullError: lambda request, error: told(429, str(error), "queue_full", retry_after="5"),
             UnknownError: lambda request, error: told(404, str(error), "not_found"),
             ClientDisconnect: lambda request, error: Response(status_code=400),
-            Exception: lambda request, error: told(500, "the server failed, and its log has the details", "internal"),
+            Exception: lambda request, error: told(500, UNEXPECTED, "internal"),
         }
         guard = Guard(Starlette(routes=routes, exception_handlers=handlers), self.token, self.limits.upload)
         guard.application.state.guard = guard  # pyright: ignore[reportFunctionMemberAccess]
         return guard
 
+    def _refused(self, request: Request, error: Exception) -> Response:
+        """Answers an error that is told in a sentence."""
+        found = explained(error, self.worker.folders)
+        if found.own:
+            logger.error("%s %s: %s", request.method, request.url.path, error)
+        return told(found.status, found.message, found.code, getattr(error, "setting", None))
+
     async def create(self, request: Request) -> JSONResponse:
         """Takes a request for a video, as a form or as JSON, and answers at once."""
         self.board.check_room()
-        fields, pictures = await _arrived(_body(request))
+        with storing():  # large files of a form, beside it
+            fields, pictures = await _arrived(_body(request))
         job = await run_in_threadpool(self._accept, fields, pictures)
         return self._shown(job)
 
+    @storing()
     def _accept(self, fields: Mapping[str, Any], pictures: Mapping[str, list[bytes]]) -> Job:
         """Checks a request, keeps its pictures and puts it on the board; leaves nothing of one that is refused."""
         found = asked.read(fields, pictures, self.worker.variants, self.limits)
@@ -174,7 +185,8 @@ class Service:
         job = self.board.find(request.path_params["id"])
         if job.status != COMPLETED:
             return _unfinished(job)
-        return JSONResponse(await run_in_threadpool(read_metadata, self.board.shelf.place(job.id) / VIDEO))
+        with storing():
+            return JSONResponse(await run_in_threadpool(read_metadata, self.board.shelf.place(job.id) / VIDEO))
 
     async def events(self, request: Request) -> Response:
         """Streams changes as server-sent events: those of one video until its end, or of all."""

@@ -20,8 +20,10 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from wanjax.checkpoints.files import check_folder
+from wanjax.checkpoints.holding import Hold
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.settings import Settings, schema
+from wanjax.serve.faults import StorageError, is_full, storing
 
 QUEUED: Literal["queued"] = "queued"
 RUNNING: Literal["in_progress"] = "in_progress"
@@ -29,7 +31,7 @@ COMPLETED: Literal["completed"] = "completed"
 FAILED: Literal["failed"] = "failed"
 TABLE, LOCK, FORMER = "videos.sqlite", "serving.lock", "job.json"  # the last was a row before there was a table
 VIDEO, THUMBNAIL, PREVIEW = "video.mp4", "thumbnail.webp", "preview.png"
-CANCELLED, MISTAKE, BROKEN, STOPPED = "cancelled", "invalid_request", "server_error", "server_stopped"
+CANCELLED, STOPPED = "cancelled", "server_stopped"
 Status = Literal["queued", "in_progress", "completed", "failed"]
 TRIES = 2  # times that a request may be under way when the server ends before it is given up
 ID = re.compile(r"video_\w{1,64}", re.ASCII)
@@ -125,10 +127,6 @@ def new_id() -> str:
     return f"video_{secrets.token_hex(12)}"
 
 
-class StorageError(WanjaxError):
-    """A table that cannot be written, as on a full disk."""
-
-
 class Shelf:
     """The table of all videos, and the folder in which each has one of its own.
 
@@ -144,11 +142,10 @@ class Shelf:
         self.strange: list[str] = []
         check_folder(self.folder)
         options: Any = {"isolation_level": None, "check_same_thread": False}  # the board has a lock of its own
-        self._lock = sqlite3.connect(self.folder / LOCK, timeout=0, **options)
+        self._lock = Hold(self.folder / LOCK, "server", "--dir")
         self._table = sqlite3.connect(self.folder / TABLE, **options)
         self._table.text_factory = partial(str, encoding="utf-8", errors="replace")
         try:
-            self._take_folder()
             with self._writing():
                 self._table.execute("PRAGMA journal_mode = WAL")
                 self._table.execute("PRAGMA synchronous = FULL")  # what is committed is on the disk
@@ -162,15 +159,6 @@ class Shelf:
         except BaseException:
             self.close()
             raise
-
-    def _take_folder(self) -> None:
-        """Holds a lock, which ends with the process, however that ends."""
-        try:
-            self._lock.execute("BEGIN EXCLUSIVE")
-        except sqlite3.OperationalError as error:
-            if error.sqlite_errorname != "SQLITE_BUSY":
-                raise StorageError(f"{self.folder / LOCK} cannot be written: {error}") from error
-            raise WanjaxError(f"another server uses {self.folder}: another --dir, or its end, is needed") from error
 
     def _begin(self) -> None:
         """Makes the table, with a row for each video of a server that kept each in a file."""
@@ -232,9 +220,21 @@ class Shelf:
             self._table.execute("UPDATE videos SET job = ? WHERE id = ?", (_to_text(job), job.id))
 
     def leave(self, id: str) -> None:
-        """Notes that a video is removed, so that it does not come back; its files may still be in use."""
-        with self._writing():
-            self._table.execute("UPDATE videos SET stays = 0 WHERE id = ?", (id,))
+        """Notes that a video is removed, so that it does not come back; its files may still be in use.
+
+        A full disk may have no room for the note: that of the video is then taken.
+        """
+        gone = "UPDATE videos SET stays = 0 WHERE id = ?", (id,)
+        try:
+            with self._writing():
+                self._table.execute(*gone)
+        except StorageError as error:
+            if not is_full(error):
+                raise
+            with storing(), suppress(FileNotFoundError):
+                (self.place(id) / VIDEO).unlink()
+            with self._writing():
+                self._table.execute(*gone)
 
     def remove(self, id: str) -> None:
         """Removes a video's row and its files."""

@@ -8,6 +8,7 @@ another's are read when a video asks for it.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 from wanjax.checkpoints.hub import check_file
 from wanjax.checkpoints.lora import Lora
@@ -36,6 +37,13 @@ class Variants:
                     self.pipes[name] = load(name, loras)
         self._usual = {name: lora.strength for name, lora in self.loras.items()}
         self._held = pipe, self._weights(self.first, self._usual)
+
+    @property
+    def folders(self) -> list[Path]:
+        """The folders of the models and the LoRAs."""
+        sources = [pipe.components.source for pipe in self.pipes.values()]
+        loras = [Path(lora.file).expanduser().absolute().parent for lora in self.loras.values()]
+        return [*loras, *(source.root for source in sources if source is not None)]
 
     def model(self, name: str | None) -> Pipeline:
         """Returns a model's pipeline, for its settings; None is the first's. Raises SettingError."""

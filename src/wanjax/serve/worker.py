@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 from rich.console import Console
 
-from wanjax.errors import WanjaxError, is_out_of_memory
+from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
 from wanjax.media.videos import write_video
 from wanjax.pipelines.components import free_memory
@@ -29,7 +29,8 @@ from wanjax.pipelines.steps import Cancelled, Step
 from wanjax.programs import EXECUTE
 from wanjax.serve import offer
 from wanjax.serve.board import Board
-from wanjax.serve.jobs import BROKEN, COMPLETED, FAILED, MISTAKE, PREVIEW, THUMBNAIL, VIDEO, Job, cancellation
+from wanjax.serve.faults import OUT_OF_MEMORY, STORAGE, explained
+from wanjax.serve.jobs import COMPLETED, FAILED, PREVIEW, THUMBNAIL, VIDEO, Job, cancellation
 from wanjax.serve.variants import Variants
 
 SHAPES = 16  # shapes whose compiled programs are kept
@@ -37,8 +38,6 @@ PERCENT = {"compile": (0, 0), "encode": (0, 2), "denoise": (2, 95), "decode": (9
 """How much is done at the start of a stage and at its end."""
 THUMBNAIL_SIDE = 480  # pixels
 LOADING, READY, BROKE = "loading", "ready", "failed"
-OUT_OF_MEMORY = "the devices have too little memory for this video: a smaller size or fewer frames need less"
-UNEXPECTED = "the server failed on this video, and its log has the details"
 logger = logging.getLogger("wanjax.serve")
 
 
@@ -70,6 +69,11 @@ class Worker:
         self.preview = preview
         self._shapes: set[Any] = set()
         self._thread = Thread(target=self._run, name="wanjax-worker", daemon=True)
+
+    @property
+    def folders(self) -> list[Path]:
+        """Folders of this machine that no client is told of."""
+        return [self.board.shelf.folder, *self.variants.folders]
 
     def start(self) -> None:
         self._thread.start()
@@ -103,13 +107,11 @@ class Worker:
                 self.board.give_back(job)
             else:
                 self.board.finish(job, FAILED, cancellation())
-        except WanjaxError as error:
-            self.board.finish(job, FAILED, {"code": MISTAKE, "message": str(error)})
         except Exception as error:
-            full = is_out_of_memory(error)
-            if not full:
-                logger.error("%s failed: %s", job.id, traceback.format_exc())
-            self.board.finish(job, FAILED, {"code": BROKEN, "message": OUT_OF_MEMORY if full else UNEXPECTED})
+            found = explained(error, self.folders)
+            if found.own and found.message != OUT_OF_MEMORY:
+                logger.error("%s failed: %s", job.id, error if found.code == STORAGE else traceback.format_exc())
+            self.board.finish(job, FAILED, {"code": found.code, "message": found.message})
         else:
             self.board.finish(job, COMPLETED)
 

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a client is told of an error: whose fault it is, and nothing of the server's folders."""
+
+import errno
+import re
+import sqlite3
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from wanjax.errors import WanjaxError, is_out_of_memory, reason
+
+MISTAKE, BROKEN, STORAGE = "invalid_request", "server_error", "storage"
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+STATUS = {
+    **dict.fromkeys((*FULL, errno.EROFS, errno.EACCES, errno.EPERM), 507),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), 503),
+    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.EIO, errno.ESTALE, errno.ENOMEM), 500),
+}
+"""Answers by the errors of files, which are all the server's own: no request names a file of it."""
+NO_ROOM = "the server's disk is full: it takes requests again when videos are removed"
+OUT_OF_MEMORY = "the devices have too little memory for this video: a smaller size or fewer frames need less"
+UNEXPECTED = "the server failed, and its log has the details"
+FOLDERS = re.compile(r"(?<![\w.:/~-])~?/(?:[^\s/'\"]+/)*(?=[^\s/])")  # of an absolute path
+
+
+class StorageError(WanjaxError):
+    """A table or a file that cannot be written, as on a full disk."""
+
+
+class Fault(NamedTuple):
+    """An error as a client is told of it; `own` tells whether it is the server's, whose log then has the rest."""
+
+    status: int
+    code: str
+    message: str
+    own: bool = True
+
+
+@contextmanager
+def storing() -> Iterator[None]:
+    """Raises StorageError in place of an error of the server's files."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in STATUS:
+            raise
+        raise StorageError(f"{error.filename or 'a file'} cannot be used: {reason(error)}") from error
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yields an error, and those from which it was raised."""
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def is_full(error: Exception) -> bool:
+    """Tells whether an error is that of a disk without room."""
+    return any(
+        getattr(cause, "sqlite_errorname", "") == "SQLITE_FULL" or (isinstance(cause, OSError) and cause.errno in FULL)
+        for cause in _causes(error)
+    )
+
+
+def explained(error: Exception, folders: Iterable[Path]) -> Fault:
+    """Returns what a client is told of an error; `folders` are known ones of the server."""
+    for cause in _causes(error):
+        if isinstance(cause, sqlite3.Error):
+            why = NO_ROOM if is_full(cause) else f"the server's table cannot be written: {cause}"
+            return Fault(507, STORAGE, why)
+        if isinstance(cause, OSError) and cause.errno in STATUS:
+            why = NO_ROOM if is_full(cause) else f"the server cannot use its files: {reason(cause)}"
+            return Fault(STATUS[cause.errno], STORAGE, why)
+    if isinstance(error, WanjaxError):
+        return Fault(422, MISTAKE, without_folders(str(error), folders), own=False)
+    return Fault(500, BROKEN, OUT_OF_MEMORY if is_out_of_memory(error) else UNEXPECTED)
+
+
+def without_folders(text: str, folders: Iterable[Path]) -> str:
+    """Returns a text in which absolute paths are names alone; those in known folders may have spaces."""
+    known = {*map(str, folders), str(Path.home()), str(Path.cwd()), tempfile.gettempdir()} - {"/"}
+    for folder in sorted(known, key=len, reverse=True):
+        text = text.replace(f"{folder}/", "/")
+    return FOLDERS.sub("", text)
