@@ -17,7 +17,7 @@ import pytest
 import wanjax
 from tests.support import commands
 from tests.support.conversion import COMPONENTS, checksums, flip, refused, tensors, wanjax_command
-from tests.support.harm import WEIGHTS, corrupt, truncated, with_other_keys, without_a_shard
+from tests.support.harm import WEIGHTS, corrupt, truncated, with_nan, with_other_keys, without_a_shard
 from tests.support.quick import quick
 from tests.support.words import says
 from wanjax.checkpoints import convert
@@ -45,6 +45,12 @@ def change(folder: Path, changed: Callable[[dict], dict]) -> None:
         held = {key: np.array(x) for key, x in load_safetensors(file).items()}
         if "proj_out.bias" in held:
             save_safetensors(file, held | changed(held))
+
+
+def test_weights_that_are_not_finite_are_not_written(damaged, tmp_path):
+    whole(with_nan)(damaged)
+    assert says(refused(damaged, tmp_path / "new"), "proj_out.bias finite")
+    assert not (tmp_path / "new").exists()
 
 
 def whole(harm: Callable[[Path], None]) -> Callable[[Path], None]:

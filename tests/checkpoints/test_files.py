@@ -187,6 +187,16 @@ def test_a_file_that_shrinks_after_it_was_opened_is_refused(tmp_path):
     assert str(path) in fault(file.read, "a")
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn])
+def test_numbers_that_are_not_finite_leave_the_old_file(tmp_path, dtype):
+    path, values = tmp_path / "x.safetensors", np.zeros((3, 200_000), dtype)
+    save_safetensors(path, {"a": values, "b": np.full(2, -1, np.int32)})
+    values[2, -1] = np.nan
+    assert says(fault(save_safetensors, path, {"a": values}), f"{path} 'a' finite")
+    assert not load_safetensors(path)["a"].any()
+    assert os.listdir(tmp_path) == ["x.safetensors"]
+
+
 def test_a_full_disk_leaves_the_old_file_and_no_other(tmp_path):
     path = tmp_path / "x.safetensors"
     save_safetensors(path, {"a": np.ones(1, np.float32)})

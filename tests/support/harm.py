@@ -3,7 +3,9 @@
 
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 
@@ -12,8 +14,14 @@ from wanjax.checkpoints.files import load_safetensors, save_safetensors
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
+def unchecked() -> AbstractContextManager[object]:
+    """Lets files be written whose numbers are not finite, as other programs do."""
+    return patch("wanjax.checkpoints.files.check_finite")
+
+
 def rewrite(file: Path, change: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]) -> None:
-    save_safetensors(file, change({key: value.copy() for key, value in load_safetensors(file).items()}))
+    with unchecked():
+        save_safetensors(file, change({key: value.copy() for key, value in load_safetensors(file).items()}))
 
 
 def without_a_shard(folder: Path) -> None:
@@ -44,3 +52,9 @@ def with_other_keys(folder: Path) -> None:
         return tensors | {"extra.weight": np.zeros(3, np.float32), "more.bias": np.zeros(3, np.float32)}
 
     rewrite(folder / "transformer" / WEIGHTS, change)
+
+
+def with_nan(folder: Path) -> None:
+    rewrite(
+        folder / "transformer" / WEIGHTS, lambda tensors: tensors | {"proj_out.bias": tensors["proj_out.bias"] * np.nan}
+    )
