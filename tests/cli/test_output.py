@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import imageio_ffmpeg
 import pytest
+from PIL import Image
 
 from tests.support.commands import refused, succeeded, wanjax
 from tests.support.quick import quick
@@ -111,3 +113,20 @@ def test_no_room_for_what_is_printed(arguments):
     assert ended.returncode == 1
     assert len(ended.stderr.splitlines()) == 1
     assert "No space left" in ended.stderr
+
+
+def test_what_could_not_be_written_is_told_before_the_first_step(model, monkeypatch):
+    monkeypatch.setattr(Run, "encode", lambda *_: pytest.fail("it was begun"))
+    for many in ([], ["--count", "2"]):
+        monkeypatch.setattr(imageio_ffmpeg, "get_ffmpeg_exe", lambda: "false")
+        out = ["--out", "many"] if many else ["--out", "a.mp4"]
+        assert says(refused("a", "--model", model, *SMALL, *many, *out), "ffmpeg written")
+    assert says(refused("a", "--model", model, *SMALL, "--out", "n" * 250 + ".gif"), ".gif written")
+
+
+def test_what_is_left_out_of_a_folder_of_pictures_is_told_once(model):
+    Path("clip").mkdir()
+    for name in (*(f"{i}.png" for i in range(5)), ".5.png", "notes.pdf"):
+        Image.new("RGB", (32, 16)).save(Path("clip") / name, "PNG")
+    told = succeeded(wanjax("encode", "a", "--model", model, "--video", "clip", "--dtype", "float32")).stderr
+    assert len([line for line in told.splitlines() if says(line, "clip 2 pictures")]) == 1

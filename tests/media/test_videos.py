@@ -2,7 +2,11 @@
 """Videos of each format hold the written frames and settings, and no fault leaves a broken file."""
 
 import errno
+import re
+import shutil
+import stat
 import subprocess
+import tempfile
 from pathlib import Path
 
 import imageio_ffmpeg
@@ -50,7 +54,7 @@ def test_films(tmp_path, suffix, codec):
     path = videos.Video(clip(), 16, SETTINGS).save(tmp_path / "new" / f"clip{suffix}")
     said = ffmpeg("-i", path).stderr.decode()
     assert f"Video: {codec}" in said
-    assert "yuv420p(tv, bt709" in said
+    assert re.search(r"yuv420p\(tv, (bt709|bt709/bt709/bt709)[,)]", said)  # matrix, primaries and transfer
     assert "64x32" in said
     assert "16 fps" in said
     if codec == "h264":
@@ -81,6 +85,18 @@ def test_mp4_of_chunks_and_long_settings(tmp_path):
     path = videos.write_video(tmp_path / "clip.MP4", (clip(n) for n in (1, 4, 4)), 23.976, settings)
     assert decoded(path).shape == (9, 32, 64, 3)
     assert videos.read_metadata(tmp_path / "clip.MP4") == settings
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.mov", "a.webm", "a.gif", "a.webp", "a.png", "a"])
+def test_settings_may_be_long(tmp_path, monkeypatch, name):
+    """An argument of a program has 128 KiB at most, and metadata of QuickTime's own have 64 KiB."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    settings = {"prompt": "红" * 100_000 + "\n;#=\\"}
+    videos.try_output(tmp_path / name, 1, (32, 64), 16, settings)
+    assert leftovers(tmp_path) == ["temporary"]
+    assert videos.read_metadata(videos.write_video(tmp_path / name, clip(1), 16, settings)) == settings
+    assert leftovers(tmp_path / "temporary") == []
 
 
 @pytest.mark.parametrize("suffix", [".gif", ".webp"])
@@ -174,6 +190,47 @@ def test_a_full_disk_leaves_no_mp4(tmp_path, monkeypatch):
     with pytest.raises(WanjaxError, match=naming("clip.mp4 ffmpeg")):
         videos.write_video(tmp_path / "clip.mp4", noise, 16)
     assert leftovers(tmp_path) == []
+
+
+def without(kind: str, folder: Path) -> str:
+    """Returns an ffmpeg that has no encoder of a name."""
+    told = f'#!/bin/sh\nfor x in "$@"; do [ "$x" = {kind} ] && echo no {kind} >&2 && exit 1; done\n'
+    program = folder / "ffmpeg"
+    program.write_text(told + f'exec {imageio_ffmpeg.get_ffmpeg_exe()} "$@"\n')
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    return str(program)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "message"),
+    [
+        ("a.mp4", (32, 64), "a.mp4 libx264"),
+        ("a.webm", (31, 33), None),
+        ("a.mov", (31, 34), "34x31 mov .webm"),
+        ("b" * 250 + ".gif", (32, 64), "File name too long"),
+        ("c" * 252, (32, 64), "File name too long"),
+        ("d" * 260 + ".mp4", (32, 64), "File name too long"),
+        ("a.png", (32, 64), "a.png picture frame"),
+        ("room", (32, 64), "room 1 kB 3.07 kB"),
+        ("file/a.gif", (32, 64), "file written"),
+    ],
+)
+def test_what_could_not_be_written_is_told_before(tmp_path, monkeypatch, name, size, message):
+    """What is there already stays, and nothing is left."""
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "a.mp4").write_text("mine")
+    program = without("libx264", tmp_path) if name == "a.mp4" else imageio_ffmpeg.get_ffmpeg_exe()
+    monkeypatch.setattr(imageio_ffmpeg, "get_ffmpeg_exe", lambda: program)
+    if name == "room":
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000))
+    before = leftovers(tmp_path)
+    if message is None:
+        videos.try_output(tmp_path / name, 15, size, 16, {"seed": 1})
+    else:
+        with pytest.raises(WanjaxError, match=naming(message)):
+            videos.try_output(tmp_path / name, 15, size, 16, {"seed": 1})
+    assert leftovers(tmp_path) == before
+    assert (tmp_path / "a.mp4").read_text() == "mine"
 
 
 def test_no_ffmpeg(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from tests.support.words import naming, says
 from wanjax.errors import WanjaxError
 from wanjax.training.batches import Batches
 from wanjax.training.clips import Bucket, Cutting, lengths, nearest
-from wanjax.training.data import list_data
+from wanjax.training.data import KEPT, list_data
 from wanjax.training.encoded import Piece
 
 
@@ -27,6 +27,21 @@ def test_a_folder_with_captions_beside_its_clips(tmp_path):
     assert len(found.left_out) == 2
     assert says(found.left_out[0], "mute.png caption")
     assert says(found.left_out[1], "alone.txt clip")
+
+
+def test_clips_come_in_natural_order_without_what_is_none(tmp_path):
+    folder = write_clips(tmp_path / "a", 12)
+    (folder / "later").mkdir()
+    for i in range(12):
+        for suffix in (".gif", ".txt"):
+            (folder / f"{i}{suffix}").rename(folder / ("later" if i == 3 else "") / f"Clip_{i}{suffix}")
+    for name in ("._Clip_1.gif", ".DS_Store", "Thumbs.db", "notes.pdf", "later/.hidden.txt"):
+        (folder / name).write_bytes(b"no clip")
+    (folder / KEPT).mkdir()
+    (folder / KEPT / "clips.jsonl").write_text("{}")
+    found = list_data(folder)
+    assert [x.file.name for x in found.examples] == [f"Clip_{i}.gif" for i in (0, 1, 2, *range(4, 12), 3)]
+    assert (found.left_out, found.others) == ([], 5)
 
 
 @pytest.mark.parametrize("columns", [("file_name", "text"), ("video", "prompt"), ("video_path", "caption")])

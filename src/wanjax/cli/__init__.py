@@ -129,6 +129,7 @@ def main(ctx: click.Context) -> None:
         if find_spec("libtpu") and not any(map(glob, CARDS)):  # then it is not loaded, nor does it tell of signals
             os.environ.setdefault("JAX_PLATFORMS", "cpu")
     ctx.obj = Report()
+    ctx.with_resource(ctx.obj.telling_warnings())
     if signal.getsignal(signal.SIGINT) is stop:  # the process is this command's own
         ctx.obj.owns_process = True
         ctx.with_resource(watched(ctx.obj.interrupted))

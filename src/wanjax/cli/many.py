@@ -78,6 +78,8 @@ def _save_all(report: Report, run: Rendering, force: bool, prompts: Sequence[str
     )
     if there:
         report.note(f"{len(there)} of the videos are there already, {len(wanted)} are to be made")
+    if wanted:
+        run.try_output(run.folder / name_of(wanted[0]), max(wanted, key=lambda record: len(record["prompt"])))
     with report.stage("videos"):
         start = perf_counter()
         for done, video in enumerate(made, 1):

@@ -131,7 +131,7 @@ class Report:
         self.note(f"stopping after {work}; Ctrl-C again stops at once")
 
     @contextmanager
-    def _telling_warnings(self) -> Iterator[None]:
+    def telling_warnings(self) -> Iterator[None]:
         """Prints each warning of wanjax as a note, once."""
 
         def show(message: Warning | str, category: type[Warning], *where: Any, **file: Any) -> None:
@@ -178,8 +178,7 @@ class Report:
             try:
                 with progress.on_console(name, None if self._silent else self.console) as stage:
                     self._current = stage
-                    with self._telling_warnings():
-                        yield
+                    yield
             finally:
                 self._current = None
         self.seconds[name] = round(stage.elapsed, 3)

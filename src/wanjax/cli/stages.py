@@ -69,6 +69,7 @@ def generate(
     try:
         video.tell()
         video.tell_prompt()
+        video.try_output(video.place.video, video.record)
         run = video.denoising()
         with video.ahead():
             _, frames = next(iter(run))
@@ -119,6 +120,7 @@ def decode(report: Report, *, folder: Path, out: str | None, force: bool, **give
     video = Rendering(report, folder, given, left, out=out)
     video.check_channels(latents)
     video.record |= left | video.settings.to_json()  # the latents are as they were made
+    video.try_output(video.place.video, video.record)
     run = video.run()
     written = video.decoded(run, run.frames([latents]))
     report.table()
@@ -360,6 +362,12 @@ class Rendering:
         if decoder := given.get("preview_decoder"):
             self.pipe.preview_with(decoder)
         return bool(given.get("preview") or decoder)
+
+    def try_output(self, video: str | Path, record: Mapping[str, Any]) -> None:
+        """Raises WanjaxError where a video could not be written with its record, before it is made."""
+        if is_first():
+            chosen = self.settings
+            videos.try_output(video, chosen.frames, chosen.size, chosen.fps, record)
 
     def write(self, frames: Iterable[np.ndarray]) -> Path:
         """Writes the video from its frames as they come, in the first process only; returns its path."""

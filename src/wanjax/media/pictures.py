@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the pictures and clips that a video is made from, finds the video's size from theirs, and fits them to it.
 
-A picture is read as a viewer shows it: turned as its EXIF says, its palette resolved, on a white background.
+A picture is read as a viewer shows it: turned as its EXIF says, its palette resolved, and what is transparent lies on
+a page. The page is white for what is looked at, and black for masks and control clips, which paint on black.
 """
 
 import math
@@ -16,30 +17,41 @@ from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from threading import RLock
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Shaped, UInt8
+from jaxtyping import Float, Shaped, UInt8
 from PIL import Image, ImageOps, ImageSequence, UnidentifiedImageError
 
-from wanjax.errors import WanjaxError, shown
-from wanjax.media.ffmpeg import reading, run_ffmpeg
+from wanjax.errors import WanjaxError, WanjaxWarning, reason, shown
+from wanjax.media.ffmpeg import described, reading, run_ffmpeg
 from wanjax.media.videos import BROKEN, read_metadata
 
 Picture = UInt8[np.ndarray, "H W 3"]
 PictureOfAnySize = UInt8[np.ndarray, "_H _W 3"]  # in a list whose pictures differ in size
 Clip = UInt8[np.ndarray, "T H W 3"]
-PPM = re.compile(rb"P6\s(\d+)\s(\d+)\s255\s")
+GreyOfAnySize = Float[np.ndarray, "_H _W"]
+Page = Literal["white", "black"]
+PAM = re.compile(rb"P7\nWIDTH (\d+)\nHEIGHT (\d+)\nDEPTH ([34])\nMAXVAL 255\nTUPLTYPE \w+\nENDHDR\n")
 PictureSource = str | Path | Image.Image | Shaped[np.ndarray, "..."]
 ClipSource = str | Path | Sequence[PictureSource] | Shaped[np.ndarray, "..."]
 LANCZOS = Image.Resampling.LANCZOS
 ROUNDING = 10  # a GIF's times are multiples of so many milliseconds
-ANIMATED = ("GIF", "WEBP", "PNG", "AVIF", "TIFF")  # not MPO: a photograph with its thumbnails
+ANIMATED = ("GIF", "WEBP", "PNG", "AVIF", "TIFF")  # not MPO, a JPEG: a photograph with its thumbnails
 FORMATS = (*ANIMATED, "JPEG", "BMP", "PPM")
 """The formats that are read. Pillow knows more: some it hands to other programs, such as PostScript to Ghostscript."""
 MARKER = re.compile(rb"\xff([\xc0-\xcf\xd9-\xfe])")  # of a JPEG's segment, which has a length
 START_OF_SCAN, END = 0xDA, 0xD9
 SCANS = 50  # of a progressive JPEG, each of which is a pass over all pixels; some 10 are usual
+COLOURS = {
+    **dict.fromkeys(("1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr", "LAB", "HSV"), ("RGB",)),
+    **dict.fromkeys(("LA", "PA", "RGBA", "RGBa"), ("RGBA",)),
+    "La": ("LA", "RGBA"),
+}
+"""The conversions by which Pillow makes the modes of 8 bits a channel RGB, or RGBA where a part may be transparent."""
+WHITES = {**dict.fromkeys(("I;16", "I;16L", "I;16B", "I;16N"), (65535,)), "I": (255, 65535), "F": (1, 255, 65535)}
+"""The values that white may have in the modes of grey with more bits; the least that fits a picture or clip holds."""
+BEYOND = 0.05  # of white that filters may leave above it, and below black
 ROWS = 256  # of a picture that are converted at a time
 DECODING = RLock()  # so that one picture at a time is decoded, within the bound that Pillow has for all threads
 
@@ -58,8 +70,13 @@ class Bounds:
 
 
 BOUNDS = Bounds()  # of what this process reads; `wanjax generate --max-picture` raises it
-FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF", "AVIF")
-"""The formats of pictures that a stranger may send, by Pillow's names."""
+
+
+class Deep(NamedTuple):
+    """A grey picture of more than 8 bits, and the values that white may have in it."""
+
+    values: GreyOfAnySize
+    whites: tuple[int, ...]
 
 
 class Pictures(NamedTuple):
@@ -90,18 +107,19 @@ def read_pictures(
     references: Iterable[PictureSource] | None = None,
     frames: int,
     fps: int | float,
+    controls: bool = False,
 ) -> Pictures:
     """Reads the pictures and clips that are given, as files or as arrays.
 
     A clip is thinned out to `fps` frames a second, and then cut to `frames` frames. A mask of one picture holds for
-    every frame. Raises WanjaxError if a file is missing, cannot be read, or is a clip where a picture is needed, and if
-    the mask is longer or shorter than the video.
+    every frame. `controls` tells that the video is a control clip. Raises WanjaxError if a file is missing, cannot be
+    read, or is a clip where a picture is needed, and if the mask is longer or shorter than the video.
     """
     references = () if references is None else references
     if isinstance(references, str | bytes) or not isinstance(references, Iterable):
         raise WanjaxError(f"the references are given as {shown(references)} where a list of pictures is right")
-    clip = None if video is None else read_clip(video, frames, fps)
-    masks = None if mask is None else read_clip(mask, frames, fps)
+    clip = None if video is None else read_clip(video, frames, fps, page="black" if controls else "white")
+    masks = None if mask is None else read_clip(mask, frames, fps, page="black")
     if masks is not None:
         if clip is None:
             raise WanjaxError("a mask is given without a video: the video whose white parts are made anew is needed")
@@ -118,39 +136,57 @@ def read_pictures(
     )
 
 
-def read_picture(source: PictureSource) -> Picture:
+def read_picture(source: PictureSource, page: Page = "white") -> Picture:
     """Returns a picture, from a file or from memory; raises WanjaxError as `read_pictures` does."""
+    [picture] = _levelled([_read(source, page)], str(source) if isinstance(source, str | Path) else "the picture")
+    return picture
+
+
+def _read(source: PictureSource, page: Page) -> Picture | Deep:
+    """Returns a picture whose white may have to be found yet."""
     if isinstance(source, np.ndarray):
         return _checked(source, 3)
     if isinstance(source, Image.Image):
-        return _shown(source.copy())
+        with _decoding("the picture", BOUNDS.pixels):
+            _check_single(source, "the picture")
+            return _shown(source.copy(), page)
     if not isinstance(source, str | Path):
         right = "the path of a file, a PIL image or uint8 [H, W, 3] is"
         raise WanjaxError(f"{shown(source)} is given as a picture where {right} right")
     with opened(source, str(source)) as image:
-        return picture_of(image, str(source))
+        _check_single(image, str(source))
+        return _shown(image, page)
 
 
 def picture_of(image: Image.Image, name: str) -> Picture:
     """Returns the picture in a file of Pillow's; raises WanjaxError where it has several."""
-    if image.format in ANIMATED and getattr(image, "is_animated", False):
+    _check_single(image, name)
+    [picture] = _levelled([_shown(image, "white")], name)
+    return picture
+
+
+def _check_single(image: Image.Image, name: str) -> None:
+    if _is_animated(image):
         raise WanjaxError(f"{name} is animated: a picture with one frame is needed")
-    return _shown(image)
 
 
-def read_clip(source: ClipSource, frames: int, fps: int | float) -> Clip:
+def _is_animated(image: Image.Image) -> bool:
+    return image.format in ANIMATED and getattr(image, "is_animated", False)
+
+
+def read_clip(source: ClipSource, frames: int, fps: int | float, page: Page = "white") -> Clip:
     """Returns a clip, from a file, from a folder of pictures in the order of their names, or from memory.
 
-    `frames`, `fps` and errors are those of `read_pictures`.
+    Numbers in names count as numbers. `frames`, `fps` and errors are those of `read_pictures`.
     """
     if isinstance(source, np.ndarray):
         return _checked(source, 4)[:frames]
     if not isinstance(source, str | Path | Sequence) or isinstance(source, bytes):
         right = "the path of a file or folder, a list of pictures or uint8 [T, H, W, 3] is"
         raise WanjaxError(f"{shown(source)} is given as a clip where {right} right")
-    with closing(_pictures(source, frames, fps)) as pictures:
-        kept = list(islice(pictures, frames))
     name = source if isinstance(source, str | Path) else "the clip"
+    with closing(_pictures(source, frames, fps, page)) as pictures:
+        kept = _levelled(list(islice(pictures, frames)), str(name))
     if not kept:
         raise WanjaxError(f"{name} holds no pictures: at least one is needed")
     if any(picture.shape != kept[0].shape for picture in kept):
@@ -158,19 +194,66 @@ def read_clip(source: ClipSource, frames: int, fps: int | float) -> Clip:
     return np.stack(kept)
 
 
-def _pictures(source: str | Path | Sequence[PictureSource], frames: int, fps: int | float) -> Generator[Picture]:
+def _pictures(
+    source: str | Path | Sequence[PictureSource], frames: int, fps: int | float, page: Page
+) -> Generator[Picture | Deep]:
     """Returns the pictures of a clip in turn: at least the first `frames`, at most `fps` for a second of the clip."""
     if not isinstance(source, str | Path):
-        return (read_picture(picture) for picture in source)
-    suffixes = {suffix for suffix, format in Image.registered_extensions().items() if format in FORMATS}
+        return (_read(picture, page) for picture in source)
     if Path(source).is_dir():
-        return (read_picture(path) for path in sorted(Path(source).iterdir()) if path.suffix.lower() in suffixes)
-    return _animation(source, fps) if Path(source).suffix.lower() in suffixes else _film(source, frames, fps)
+        return (_read(path, page) for path in _in_folder(Path(source)))
+    return _animation(source, fps, page) if _is_picture(source) else _film(source, frames, fps, page)
 
 
-def _animation(source: str | Path, fps: int | float) -> Generator[Picture]:
+def is_picture_name(path: Path) -> bool:
+    """Tells whether a file's name is that of a picture or an animation."""
+    return Image.registered_extensions().get(path.suffix.lower()) in (*FORMATS, "MPO")
+
+
+def in_order(paths: Iterable[Path]) -> list[Path]:
+    """Returns paths in the order of their names, in which numbers count as numbers: 2 comes before 10."""
+
+    def key(path: Path) -> tuple[list[tuple[str | int, ...]], str]:
+        parts = (re.split(r"(\d+)", part.casefold()) for part in path.parts)  # texts and numbers in turn
+        return [tuple(int(x) if i % 2 else x for i, x in enumerate(part)) for part in parts], str(path)
+
+    return sorted(paths, key=key)
+
+
+def _in_folder(folder: Path) -> list[Path]:
+    """Returns the pictures in a folder in order; warns of how many other things are there."""
+    try:
+        files = list(folder.iterdir())
+    except OSError as error:
+        raise WanjaxError(f"{folder} cannot be read: {reason(error)}") from error
+    pictures = in_order(
+        path for path in files if is_picture_name(path) and not path.name.startswith(".") and path.is_file()
+    )
+    if pictures and (others := len(files) - len(pictures)):
+        told = f"files left out of {folder}, which are hidden or no pictures: {others}"
+        warnings.warn(told, WanjaxWarning, stacklevel=2)
+    return pictures
+
+
+def _is_picture(source: str | Path) -> bool:
+    """Tells whether a file is one for Pillow, by its name or else by its contents."""
+    if is_picture_name(Path(source)):
+        return True
+    try:
+        with _bounded(BOUNDS.pixels), Image.open(source, formats=FORMATS):
+            return True
+    except Image.DecompressionBombError:
+        return True
+    except BROKEN:
+        return False
+
+
+def _animation(source: str | Path, fps: int | float, page: Page) -> Generator[Picture | Deep]:
     """Yields the pictures of an animation that Pillow reads; a single picture is a clip of one."""
     with opened(source, str(source)) as image:
+        if image.format not in ANIMATED:
+            yield _shown(image, page)
+            return
         durations = []
         for count, frame in enumerate(ImageSequence.Iterator(image), 1):
             _check_size(image, str(source), BOUNDS.pixels)
@@ -181,7 +264,7 @@ def _animation(source: str | Path, fps: int | float) -> Generator[Picture]:
                 )
             durations.append(_duration(frame))
         tick = _tick([duration for duration in durations if duration], _told_fps(source)) or 1000 / fps
-        frames = (_shown(frame) for frame in ImageSequence.Iterator(image))
+        frames = (_shown(frame, page) for frame in ImageSequence.Iterator(image))
         timed = zip(frames, (duration or tick for duration in durations), strict=True)
         yield from _sampled(timed, tick, max(tick, 1000 / fps))
 
@@ -214,7 +297,7 @@ def _tick(durations: Sequence[float], fps: float | None) -> float | None:
     return sum(durations) / sum(max(1, round(duration / shortest)) for duration in durations)
 
 
-def _sampled(timed: Iterable[tuple[Picture, float]], tick: float, step: float) -> Iterator[Picture]:
+def _sampled(timed: Iterable[tuple[Picture | Deep, float]], tick: float, step: float) -> Iterator[Picture | Deep]:
     """Yields the picture that is shown at each multiple of `step`; half a tick later, because times are rounded."""
     end, count = 0.0, 0
     for picture, duration in timed:
@@ -224,25 +307,35 @@ def _sampled(timed: Iterable[tuple[Picture, float]], tick: float, step: float) -
             count += 1
 
 
-def _film(source: str | Path, frames: int, fps: int | float) -> Generator[Picture]:
-    """Yields the pictures of a film that ffmpeg reads, turned as the file says."""
+def _film(source: str | Path, frames: int, fps: int | float, page: Page) -> Generator[Picture]:
+    """Yields the pictures of a film that ffmpeg reads: turned as the file says, with square pixels, on the page."""
     if not Path(source).is_file():
         raise WanjaxError(f"there is no file {source}")
-    most = 3 * BOUNDS.times * BOUNDS.pixels  # bytes
-    thinned = ["-vf", rf"fps=min(source_fps\,{fps})", "-frames:v", str(frames), "-fs", str(most)]
-    read = ["-max_pixels", str(2 * BOUNDS.pixels + 2**20), *reading(source)]  # a decoder counts edges
+    most = BOUNDS.times * BOUNDS.pixels
+    # Pixels become square by their longer side, in bounds: a frame that is larger than allowed is refused below.
+    width, height = (
+        rf"if(gt({ratio}\,1)\,min(trunc({side}*{ratio}+0.5)\,trunc({BOUNDS.pixels}/{other})+2)\,{side})"
+        for side, other, ratio in (("iw", "ih", "sar"), ("ih", "iw", "1/sar"))
+    )
+    square = f"scale=w={width}:h={height}:flags=bicubic+accurate_rnd+full_chroma_int"
     try:
-        data = run_ffmpeg([*read, *thinned, "-f", "image2pipe", "-c:v", "ppm", "pipe:1"])
+        film = described(source)
+        filters = [rf"fps=min(source_fps\,{fps})", *film.tones, square, "format=rgb24|rgba"]
+        decoded = str(2 * BOUNDS.pixels + 2**20)  # a decoder counts edges
+        read = ["-max_pixels", decoded, *film.decoder, *reading(source)]
+        thinned = ["-map", film.stream, "-vf", ",".join(filters), "-frames:v", str(frames), "-fs", str(4 * most)]
+        data = run_ffmpeg([*read, *thinned, "-f", "image2pipe", "-c:v", "pam", "pipe:1"])
     except OSError as error:
         raise WanjaxError(f"{source} cannot be read as a video: {error}") from error
-    at = 0
-    while header := PPM.match(data, at):  # pictures end to end, each with a header
-        width, height = int(header[1]), int(header[2])
-        at = header.end() + width * height * 3
-        if at > min(len(data), most) or width * height > BOUNDS.pixels:
-            bounds = f"{BOUNDS.pixels:,}, and {most // 3:,} in all frames,"
+    at = seen = 0
+    while header := PAM.match(data, at):  # pictures end to end, each with a header
+        width, height, channels = map(int, header.groups())
+        at, seen = header.end() + width * height * channels, seen + width * height
+        if at > len(data) or seen > most or width * height > BOUNDS.pixels:
+            bounds = f"{BOUNDS.pixels:,}, and {most:,} in all frames,"
             raise WanjaxError(f"{source} has frames of {width}x{height} pixels where {bounds} are allowed at most")
-        yield np.frombuffer(data[header.end() : at], np.uint8).reshape(height, width, 3)
+        frame = np.frombuffer(data[header.end() : at], np.uint8).reshape(height, width, channels)
+        yield frame if channels == 3 else _on(Image.fromarray(frame), page)
 
 
 def _checked(array: np.ndarray, rank: int) -> np.ndarray:
@@ -299,7 +392,9 @@ def opened(source: str | Path | BytesIO, name: str, *, pixels: int | None = None
     with ExitStack() as stack:
         try:
             stack.enter_context(_bounded(2 * most))
-            image = stack.enter_context(Image.open(source, formats=FORMATS))
+            # Pillow maps a file that it opens by name, and then reads a TIFF wrongly that is to be turned.
+            file = source if isinstance(source, BytesIO) else stack.enter_context(open(source, "rb"))
+            image = stack.enter_context(Image.open(file, formats=FORMATS))
         except Image.DecompressionBombError as error:
             raise _too_large(name, error, most) from error
         except (*BROKEN, MemoryError) as error:
@@ -310,34 +405,74 @@ def opened(source: str | Path | BytesIO, name: str, *, pixels: int | None = None
             data = source.getvalue() if isinstance(source, BytesIO) else Path(source).read_bytes()
             if (scans := _scans(data)) > SCANS:
                 raise WanjaxError(f"{name} holds its picture in {scans} passes where {SCANS} are allowed at most")
-        try:
-            stack.enter_context(_bounded(most))
-            yield image
-        except WanjaxError:
-            raise
-        except Image.DecompressionBombError as error:
-            raise _too_large(name, error, most) from error
-        except (*BROKEN, MemoryError) as error:
-            raise WanjaxError(f"{name} cannot be read to its end, it is damaged: {error}") from error
+        stack.enter_context(_decoding(name, most))
+        yield image
 
 
-def _shown(image: Image.Image) -> Picture:
-    """Returns the picture as a viewer shows it on a white page, which it turns in place."""
+@contextmanager
+def _decoding(name: str, most: int) -> Iterator[None]:
+    """Raises WanjaxError for what Pillow says of a picture when it decodes it."""
+    try:
+        with _bounded(most):
+            yield
+    except WanjaxError:
+        raise
+    except Image.DecompressionBombError as error:
+        raise _too_large(name, error, most) from error
+    except (*BROKEN, MemoryError) as error:
+        raise WanjaxError(f"{name} cannot be read to its end, it is damaged: {error}") from error
+
+
+def _shown(image: Image.Image, page: Page) -> Picture | Deep:
+    """Returns the picture as a viewer shows it on a page, which it turns in place."""
     ImageOps.exif_transpose(image, in_place=True)
+    if image.mode in WHITES:
+        # Pillow reads PGM of 16 bits as mode I
+        whites = (65535,) if image.mode == "I" and image.format == "PPM" else WHITES[image.mode]
+        grey = np.asarray(image).astype(np.float32)
+        if (hidden := image.info.get("transparency")) is not None:  # the one value that is transparent
+            grey[grey == hidden] = whites[0] if page == "white" else 0
+        return Deep(grey, whites)
     found = np.empty((image.height, image.width, 3), np.uint8)
     for top in range(0, image.height, ROWS):  # each conversion is a copy of its part alone
         rows = found[top : top + ROWS]
-        rows[:] = _on_white(image.crop((0, top, image.width, top + len(rows))))
+        rows[:] = _on(image.crop((0, top, image.width, top + len(rows))), page)
     return found
 
 
-def _on_white(image: Image.Image) -> Picture:
-    if image.mode.startswith(("I", "F")):  # 16-bit grey, which Pillow would clip
-        image = Image.fromarray((np.asarray(image, np.float32) / 257.0 + 0.5).clip(0, 255).astype(np.uint8))
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+def _on(image: Image.Image, page: Page) -> Picture:
+    """Returns a picture of 8 bits a channel on a page of that colour."""
+    steps = ("RGBA",) if "transparency" in image.info else COLOURS[image.mode]
+    for mode in steps:
+        image = image.convert(mode)
+    if image.mode == "RGBA":
+        image = Image.alpha_composite(Image.new("RGBA", image.size, page), image)
     return np.asarray(image.convert("RGB"))
+
+
+def _levelled(pictures: Sequence[Picture | Deep], name: str) -> list[Picture]:
+    """Returns the pictures of one source in 8 bits a channel; raises WanjaxError for values that have no meaning."""
+    values: dict[tuple[int, ...], list[GreyOfAnySize]] = {}
+    for picture in pictures:
+        if isinstance(picture, Deep):
+            values.setdefault(picture.whites, []).append(picture.values)
+    chosen = {whites: _white(whites, values[whites], name) for whites in values}
+    return [_grey(x.values, chosen[x.whites]) if isinstance(x, Deep) else x for x in pictures]
+
+
+def _white(whites: tuple[int, ...], values: Sequence[GreyOfAnySize], name: str) -> int:
+    """Returns the least value of white that fits all of these; NaN fits none."""
+    low, high = float(np.min([x.min() for x in values])), float(np.max([x.max() for x in values]))
+    white = next((white for white in whites if high <= (1 + BEYOND) * white), 0)
+    if white and low >= -BEYOND * white:
+        return white
+    right = " or ".join(f"0 to {white}" for white in whites)
+    raise WanjaxError(f"{name} has values from {low:g} to {high:g} where those from {right} mean black to white")
+
+
+def _grey(values: GreyOfAnySize, white: int) -> Picture:
+    grey = (values * np.float32(255 / white) + np.float32(0.5)).clip(0, 255).astype(np.uint8)
+    return np.repeat(grey[..., None], 3, axis=-1)
 
 
 def size_within(picture: tuple[int, ...], area: int, grid: int) -> tuple[int, int]:

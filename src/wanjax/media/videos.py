@@ -5,17 +5,19 @@ A video keeps its settings as JSON in its own metadata. It appears under its nam
 """
 
 import json
+import math
 import os
 import re
 import shutil
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from html import escape
 from itertools import chain, pairwise
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,8 @@ from PIL import Image, PngImagePlugin
 
 from wanjax.checkpoints.files import check_folder, name_beside, writing
 from wanjax.dims import readable
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, reason
+from wanjax.figures import in_bytes
 from wanjax.media.ffmpeg import reading, run_ffmpeg
 from wanjax.media.webp import keep_time
 from wanjax.signals import abandoned_by
@@ -32,12 +35,13 @@ from wanjax.signals import abandoned_by
 FRAME = "frame_{:05d}.png"
 IS_FRAME = re.compile(r"frame_\d{5,}\.png")
 PLAYER_WIDTH = 256  # pixels that a notebook shows of a small video, at least half of them
+H264 = ("-c:v", "libx264", "-crf", "17")
 FILMS = {
-    ".mp4": ("-c:v", "libx264", "-crf", "17"),
-    ".mov": ("-c:v", "libx264", "-crf", "17"),
+    ".mp4": (*H264, "-movflags", "+faststart"),
+    ".mov": (*H264, "-movflags", "+faststart+use_metadata_tags"),  # QuickTime's own metadata have at most 64 KiB
     ".webm": ("-c:v", "libvpx-vp9", "-crf", "20", "-b:v", "0", "-row-mt", "1", "-cpu-used", "4"),
 }
-"""The encoders of films by suffix, as ffmpeg's arguments."""
+"""The encoders of films and their containers by suffix, as ffmpeg's arguments."""
 PICTURE = "{} is one picture, for a video of one frame: .mp4, .webm, .mov, .gif, .webp or a folder of PNG holds more"
 DESCRIPTION = 0x010E  # the EXIF field for a text about the image
 # Pillow raises these on broken files.
@@ -136,14 +140,41 @@ def check_output(path: str | Path, frames: int = 1) -> Path:
         raise WanjaxError(f"{path} ends in {suffix}: {known}, or no suffix for a folder of PNG, would do")
     if suffix == ".png" and frames != 1:
         raise WanjaxError(PICTURE.format(path))
-    if suffix and target.is_dir():
+    if suffix and os.path.isdir(target):  # which raises nothing for a name that is too long
         raise WanjaxError(f"{path} is a folder: end the name with a slash for a folder of PNG, or name a file")
-    if not suffix and target.exists():
+    if not suffix and os.path.exists(target):
         names = sorted(os.listdir(target)) if target.is_dir() else [target.name]
         if others := [name for name in names if not IS_FRAME.fullmatch(name)]:
             raise WanjaxError(f"{path} holds {others[0]}, which is not a frame: a new or empty folder is needed")
     check_folder(target.parent)
     return target
+
+
+def try_output(
+    path: str | Path, frames: int, size: Sequence[int], fps: int | float, metadata: Mapping[str, Any]
+) -> None:
+    """Raises WanjaxError where a video of a size (height, width) could not be written, or its settings not be read.
+
+    Writes one frame and the settings beside it, and removes them.
+    """
+    target = check_output(path, frames)
+    folder = name_beside(target.parent / "trial")
+    trial, settings = folder / target.name, json.dumps(dict(metadata))
+    try:
+        folder.mkdir()
+        with abandoned_by(partial(shutil.rmtree, folder)):
+            WRITERS[_suffix(path)](trial, iter([np.zeros((*size, 3), np.uint8)]), fps, settings)
+            if read_metadata(trial) != json.loads(settings):
+                raise WanjaxError(f"{path} would not keep the settings: another format would do")
+    except WanjaxError as error:
+        raise WanjaxError(str(error).replace(str(trial), str(path))) from error
+    except OSError as error:
+        raise WanjaxError(f"{path} cannot be written: {reason(error)}") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    least, room = int(frames * math.prod(size) * LEAST_BYTES[_suffix(path)]), shutil.disk_usage(target.parent).free
+    if room < least:
+        raise WanjaxError(f"{target.parent} has room for {in_bytes(room)} where {path} takes {in_bytes(least)} or more")
 
 
 def read_metadata(path: str | Path) -> dict[str, Any]:
@@ -191,14 +222,22 @@ def _write_film(path: Path, frames: Iterator[Frame], fps: int | float, comment: 
             ".webm, .gif, .webp or a folder of PNG would do"
         )
     source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-framerate", str(fps), "-i", "pipe:0"]
-    codec = [*FILMS[kind], "-pix_fmt", "yuv420p"]
     # The matrix is set together with its tags: players take untagged videos for BT.601 or for BT.709.
-    colours = ["-vf", "scale=out_color_matrix=bt709:out_range=tv", "-color_range", "tv"]
-    colours += ["-colorspace", "bt709", "-color_primaries", "bt709", "-color_trc", "bt709"]
-    container = [*([] if kind == ".webm" else ["-movflags", "+faststart"]), "-metadata", f"comment={comment}"]
-    with writing(path) as beside:
+    tags = "colorspace=bt709:color_primaries=bt709:color_trc=bt709:range=tv"
+    colours = ["-vf", f"scale=out_color_matrix=bt709:out_range=tv,format=yuv420p,setparams={tags}"]
+    with writing(path) as beside, _ffmetadata(comment) as told:
         pieces = (frame.tobytes() for frame in chain([first], frames))
-        run_ffmpeg([*source, *codec, *colours, *container, "-y", str(beside)], pieces)
+        run_ffmpeg([*source, *told, *FILMS[kind], *colours, "-y", str(beside)], pieces)
+
+
+@contextmanager
+def _ffmetadata(comment: str) -> Iterator[list[str]]:
+    """Yields ffmpeg's arguments for a comment, which is in a file since an argument has at most 128 KiB."""
+    with NamedTemporaryFile(suffix=".txt") as file, abandoned_by(partial(os.unlink, file.name)):
+        escaped = re.sub(r"([=;#\\\n])", r"\\\1", comment)
+        file.write(f";FFMETADATA1\ncomment={escaped}\n".encode())
+        file.flush()
+        yield ["-f", "ffmetadata", "-i", file.name, "-map", "0:v", "-map_metadata", "1"]
 
 
 def _film_comment(path: Path) -> str:
@@ -263,6 +302,8 @@ def _write_pngs(path: Path, frames: Iterator[Frame], fps: int | float, comment: 
             shutil.rmtree(folder, ignore_errors=True)
 
 
+LEAST_BYTES = {**dict.fromkeys(FILMS, 0.01), ".gif": 0.05, ".webp": 0.02, ".png": 0.1, "": 0.1}
+"""Bytes of a pixel that a video takes at least, unless it shows next to nothing."""
 WRITERS: dict[str, Callable[[Path, Iterator[Frame], float, str], None]] = {
     **dict.fromkeys(FILMS, _write_film),
     ".gif": _write_gif,

@@ -236,6 +236,7 @@ class Pipeline:
             references=references,
             frames=asked.frames,
             fps=asked.fps,
+            controls=not self.architecture.begins_from_video,
         )
         self.architecture.check_pictures(pictures, asked)
         self._check_strength(asked, pictures.video)

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
-from wanjax.media.videos import write_video
+from wanjax.media.videos import try_output, write_video
 from wanjax.pipelines.components import free_memory
 from wanjax.pipelines.many import Order
 from wanjax.pipelines.pipeline import Pipeline
@@ -132,6 +132,7 @@ class Worker:
                 EXECUTE.compile(*(one.instance for one in needed), begun=hook.compiling)
             self._shapes.add(shape)
         asked = Order(chosen, pipe.record(chosen, files, **options))
+        try_output(place / VIDEO, chosen.frames, chosen.size, chosen.fps, asked.record)
         for order, frames in (run := Run(pipe, [asked], pictures, hooks=[hook], **options)):
             with run.stage("decode"):
                 clips = with_thumbnail((np.asarray(x) for x in frames), chosen.frames, place / THUMBNAIL)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
-from PIL import Image
 
 from wanjax.errors import WanjaxError
 from wanjax.media.pictures import Clip, fit, read_clip
@@ -103,8 +102,3 @@ def nearest(shape: Sequence[int], sizes: Sequence[tuple[int, int]]) -> tuple[int
     """Returns the size with the nearest proportions; the first of several."""
     height, width = shape
     return min(sizes, key=lambda size: abs(math.log(size[1] / size[0]) - math.log(width / height)))
-
-
-def is_picture(file: Path) -> bool:
-    """Tells whether a file's name is that of a picture."""
-    return file.suffix.lower() in Image.registered_extensions() and file.suffix.lower() not in RATES

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 from wanjax.errors import WanjaxError, reason
+from wanjax.media.pictures import in_order, is_picture_name
 from wanjax.media.videos import FILMS
 
 TABLES = ("metadata.csv", "metadata.jsonl")
@@ -22,7 +21,7 @@ FILE_COLUMNS = ("file_name", "video", "video_path", "image", "image_path", "file
 CAPTION_COLUMNS = ("text", "prompt", "caption")
 REPEATS, PRESERVE = "repeats", "preserve"
 YES, NO = ("true", "yes", "1"), ("false", "no", "0", "")
-OTHER_FILMS = (".avi", ".mkv", ".m4v", ".mpg", ".mpeg", ".wmv", ".flv")
+FILM_SUFFIXES = (*FILMS, ".avi", ".mkv", ".m4v", ".mpg", ".mpeg", ".wmv", ".flv")
 KEPT = ".wanjax"  # the folder of what was made from the data, beside them
 
 
@@ -38,11 +37,15 @@ class Example:
 
 @dataclass
 class Listing:
-    """The examples of a data set, its folder, and a sentence on each file that was left out."""
+    """The examples of a data set, its folder, and a sentence on each file that was left out.
+
+    `others` is the number of files that are hidden, or neither clips, pictures nor captions.
+    """
 
     folder: Path
     examples: list[Example] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    others: int = 0
 
 
 def list_data(data: str | Path) -> Listing:
@@ -66,11 +69,13 @@ def list_data(data: str | Path) -> Listing:
 
 def _of_folder(folder: Path) -> Listing:
     """Lists the clips and pictures of a folder and the folders in it, each with a text file of the same name."""
-    found, suffixes = Listing(folder), _suffixes()
+    found = Listing(folder)
     hidden = lambda path: any(part.startswith(".") for part in path.relative_to(folder).parts)  # noqa: E731
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not hidden(path)]
-    media = [path for path in files if path.suffix.lower() in suffixes]
+    paths = [path for path in folder.rglob("*") if path.relative_to(folder).parts[0] != KEPT and path.is_file()]
+    files = [path for path in in_order(paths) if not hidden(path)]
+    media = [path for path in files if path.suffix.lower() in FILM_SUFFIXES or is_picture_name(path)]
     captions = {path for path in files if path.suffix.lower() == ".txt"}
+    found.others = len(paths) - len(media) - len(captions)
     for path in media:
         caption = path.with_suffix(".txt")
         if caption in captions:
@@ -149,7 +154,3 @@ def _entry(row: Mapping[str, Any], names: tuple[str, ...], where: str, table: Pa
         if name in row:
             return row[name]
     raise WanjaxError(f"{table.name} has no column {' or '.join(names)}, as {where} shows: it has {', '.join(row)}")
-
-
-def _suffixes() -> set[str]:
-    return {*FILMS, *OTHER_FILMS, *Image.registered_extensions()}

@@ -23,7 +23,7 @@ from wanjax.errors import WanjaxError
 from wanjax.figures import digits
 from wanjax.kernels.compiler_options import products
 from wanjax.media.records import DIGESTS
-from wanjax.media.videos import write_video
+from wanjax.media.videos import try_output, write_video
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.seeds import key_of, words_of
 from wanjax.programs import program
@@ -106,6 +106,10 @@ class Training:
             self.note(sentence)
         if every and not self.held_out:
             raise WanjaxError(f"{len(pieces)} clips are too few to hold out one in {every}: fewer, or none, would do")
+        for prompt in self.config.samples:
+            bucket = self.pieces[0].bucket
+            size = bucket.height, bucket.width
+            try_output(self.out / SAMPLES / "0.mp4", bucket.frames, size, self.settings.fps, {"prompt": prompt})
 
     def run(self) -> Path:
         """Trains, and returns the LoRA file or the checkpoint; of two networks, the folder of their LoRA files.
@@ -365,6 +369,8 @@ def _told(listing: Listing, pieces: list[Piece]) -> list[str]:
     if listing.left_out:
         named = "; ".join(listing.left_out[:5]) + (" and so on" if len(listing.left_out) > 5 else "")
         found.append(f"{len(listing.left_out)} left out: {named}")
+    if listing.others:
+        found.append(f"files passed over, as hidden or no clip, picture or caption: {listing.others}")
     return found
 
 

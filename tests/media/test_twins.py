@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures of every mode and clips of every depth, each beside its twin of 8 bits, and their transparent parts."""
+
+import math
+import subprocess
+from io import BytesIO
+from pathlib import Path
+
+import imageio_ffmpeg
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.support.quick import quick
+from tests.support.words import naming
+from wanjax.errors import WanjaxError, WanjaxWarning
+from wanjax.media.pictures import BOUNDS, read_clip, read_picture, read_pictures
+from wanjax.serve.asked import save_pictures
+from wanjax.serve.limits import Limits
+
+DOWN, RIGHT = np.mgrid[0:48, 0:64]
+CLIP = np.stack([np.stack([DOWN * 3 + 40, RIGHT * 2 + 60, DOWN + RIGHT + 9 * i], -1) for i in range(6)]).astype(
+    np.uint8
+)
+GREY = CLIP[0, ..., 1]
+MANY = {"frames": 100, "fps": 8}
+ORIENTATION = 0x0112
+
+
+def gap(one: np.ndarray, other: np.ndarray) -> int:
+    """Returns the largest difference of two pictures or clips, which have one shape."""
+    assert one.shape == other.shape
+    return int(np.abs(one.astype(int) - other).max())
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "RGBX", "RGBa", "CMYK", "YCbCr", "HSV", "LAB"])
+def test_modes_of_colour(mode):
+    image = Image.fromarray(CLIP[0])
+    image = image.convert("RGBA").convert(mode) if mode == "RGBa" else image.convert(mode)
+    most = 16 if mode in ("HSV", "LAB") else 3  # of which 8 bits tell fewer colours
+    assert gap(read_picture(image), CLIP[0]) <= most
+    assert np.abs(read_picture(image).astype(int) - CLIP[0]).mean() <= 2
+
+
+@pytest.mark.parametrize("mode", ["L", "LA", "La", "P", "PA", "1"])
+def test_modes_of_grey(tmp_path, mode):
+    image, right = Image.fromarray(GREY), np.repeat(GREY[..., None], 3, axis=-1)
+    if mode == "La":
+        image = image.convert("LA")
+    if mode == "1":
+        image, right = Image.fromarray(GREY > 99), np.where(right > 99, 255, 0)
+    assert gap(read_picture(image.convert(mode)), right) <= 3
+
+
+DEEP = {
+    "int32": GREY.astype(np.int32),
+    "int32 of 16 bits": GREY.astype(np.int32) * 257,
+    "uint16": GREY.astype(np.uint16) * 257,
+    "uint16, the other byte order": (GREY.astype(np.uint16) * 257).astype(">u2"),
+    "float to 1": GREY.astype(np.float32) / 255,
+    "float to 255": GREY.astype(np.float32),
+    "float to 65535": GREY.astype(np.float32) * 257,
+    "float64, of a filter": GREY.astype(np.float64) / 255 + 0.004,
+}
+
+
+@pytest.mark.parametrize("kind", DEEP)
+def test_modes_of_more_bits(tmp_path, kind):
+    image, right = Image.fromarray(DEEP[kind]), np.repeat(GREY[..., None], 3, axis=-1)
+    exif = Image.Exif()
+    exif[ORIENTATION] = 6
+    image.save(tmp_path / "a.tif", exif=exif)
+    assert gap(read_picture(image), right) <= 3
+    assert gap(np.rot90(read_picture(tmp_path / "a.tif")), right) <= 3
+    assert gap(read_clip([image, image], **MANY)[1], right) <= 3
+
+
+def test_portable_grey_maps(tmp_path):
+    """A dark PGM of 16 bits is dark, though Pillow's mode for it has 32; a PFM has floats."""
+    (tmp_path / "a.pgm").write_bytes(b"P5 2 1 65535\n" + np.array([0, 257], ">u2").tobytes())
+    (tmp_path / "a.pfm").write_bytes(b"Pf\n2 1\n-1.0\n" + np.array([0, 0.5], "<f4").tobytes())
+    assert read_picture(tmp_path / "a.pgm")[0, :, 0].tolist() == [0, 1]
+    assert read_picture(tmp_path / "a.pfm")[0, :, 0].tolist() == [0, 128]
+
+
+def test_one_white_holds_for_a_clip(tmp_path):
+    """A clip that begins with a dark frame does not flicker."""
+    for i, value in enumerate((0.5, 200)):
+        Image.fromarray(np.full((4, 4), value, np.float32)).save(tmp_path / f"{i}.tif")
+    assert read_clip(tmp_path, **MANY)[:, 0, 0, 0].tolist() == [1, 200]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1.0, 1e6])
+def test_values_without_a_meaning(value):
+    values = np.full((4, 4), 0.5, np.float32)
+    values[2, 2] = value
+    for read in (read_picture, lambda image: read_clip([Image.fromarray(np.zeros_like(values)), image], **MANY)):
+        with pytest.raises(WanjaxError, match=naming("values 0 1 255 65535")):
+            read(Image.fromarray(values))
+
+
+def cut_out(mode: str) -> Image.Image:
+    """Returns a picture, the left half of which is opaque and grey, and the right one transparent."""
+    image = Image.new("LA", (64, 48), (90, 255))
+    image.paste((90, 0), (32, 0, 64, 48))
+    if mode == "P":
+        palette = Image.fromarray((np.asarray(image)[..., 1] == 0).astype(np.uint8), "P")
+        palette.putpalette([90] * 3 + [33] * 3)
+        palette.info["transparency"] = 1
+        return palette
+    if mode == "PA":
+        image = Image.merge("LA", [Image.new("L", image.size), image.getchannel("A")])
+        image = Image.frombytes("PA", image.size, image.tobytes())
+        image.putpalette([90] * 3)
+    return image.convert({"WEBP": "RGBA"}.get(mode, mode))
+
+
+@pytest.mark.parametrize("mode", ["LA", "RGBA", "PA", "P", "WEBP", "GIF", "I;16"])
+def test_each_use_has_its_page(tmp_path, mode):
+    """What is looked at lies on white; masks and control clips paint on black, so nothing is painted."""
+    if mode == "I;16":
+        source = tmp_path / "a.png"
+        deep = np.where(np.asarray(cut_out("LA"))[..., 1] > 0, 90 * 257, 7).astype(np.uint16)
+        Image.fromarray(deep).save(source, transparency=7)
+    elif mode in ("WEBP", "GIF"):
+        source = tmp_path / f"a.{mode.lower()}"
+        cut_out("P" if mode == "GIF" else mode).save(source, lossless=True)
+    else:
+        source = cut_out(mode)
+    clip = source if isinstance(source, Path) else [source]
+    told = {"image": source, "last_image": source, "references": [source], "video": clip, "mask": clip}
+    for controls, page in ((False, 255), (True, 0)):
+        read = read_pictures(**told, **MANY, controls=controls)
+        for picture, right in ((read.image, 255), (read.last_image, 255), (read.references[0], 255)):
+            assert picture[0, [0, 63], 0].tolist() == [90, right]
+        assert read.video[0, 0, [0, 63], 0].tolist() == [90, page]
+        assert read.mask[0, 0, [0, 63], 0].tolist() == [90, 0]
+
+
+def ffmpeg(*arguments: str | Path, frames: np.ndarray = CLIP) -> str:
+    """Runs ffmpeg on frames of RGB, or RGBA; returns what it says."""
+    height, width, channels = frames.shape[1:]
+    raw = ["-f", "rawvideo", "-pix_fmt", "rgba" if channels == 4 else "rgb24", "-s", f"{width}x{height}"]
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-y", *raw, "-framerate", "8", "-i", "-", *arguments]
+    done = subprocess.run(command, input=frames.tobytes(), capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()[-400:]
+    return done.stderr.decode()
+
+
+FFV1 = [
+    *(chroma + bits for chroma in ("yuv420p", "yuv422p", "yuv444p") for bits in ("10le", "12le", "16le")),
+    *("gbrp", "gbrp10le", "gbrp12le", "gbrp16le", "bgra", "rgb48le", "rgba64le", "gbrap16le", "yuva444p10le"),
+    *("gray", "gray10le", "gray12le", "gray16le", "yuvj420p"),
+]
+CODECS = [
+    *(("a.mkv", "ffv1", pixels) for pixels in FFV1),
+    *(("a.mov", "prores_ks", pixels) for pixels in ("yuv422p10le", "yuv444p10le", "yuva444p10le")),
+    ("a.mp4", "libx264", "yuv420p10le"),
+    ("a.avi", "rawvideo", "bgr24"),
+    ("a.mov", "png", "rgb48be"),
+    ("a.mov", "qtrle", "argb"),
+]
+SOME = [("a.mkv", "ffv1", "yuv420p16le"), ("a.mkv", "ffv1", "gray12le"), ("a.mov", "prores_ks", "yuva444p10le")]
+
+
+@pytest.mark.parametrize(("name", "codec", "pixels"), quick(SOME, CODECS))
+def test_clips_of_every_depth(tmp_path, name, codec, pixels):
+    options = ["-crf", "0"] if codec == "libx264" else ["-qscale:v", "1"] if codec == "prores_ks" else []
+    ffmpeg("-c:v", codec, *options, "-pix_fmt", pixels, tmp_path / name)
+    twin = "gray" if pixels.startswith("gray") else "yuv444p" if pixels.startswith(("yuv", "gbr")) else "bgr0"
+    ffmpeg("-c:v", "ffv1", "-pix_fmt", twin, tmp_path / "twin.mkv")
+    assert gap(read_clip(tmp_path / name, **MANY), read_clip(tmp_path / "twin.mkv", **MANY)) <= 3
+
+
+@pytest.mark.parametrize(("aspect", "size"), [("2", (48, 128)), ("1/2", (96, 64)), ("64/45", (48, 91))])
+def test_pixels_that_are_not_square(tmp_path, aspect, size):
+    ffmpeg("-vf", f"setsar={aspect}", "-c:v", "ffv1", "-pix_fmt", "gbrp", tmp_path / "a.mkv")
+    square = [np.asarray(Image.fromarray(x).resize(size[::-1], Image.Resampling.BICUBIC)) for x in CLIP]
+    assert gap(read_clip(tmp_path / "a.mkv", **MANY), np.stack(square)) <= 3
+
+
+@pytest.mark.parametrize("aspect", ["16", "1/16"])
+def test_pixels_so_long_that_a_frame_is_large_are_refused(tmp_path, monkeypatch, aspect):
+    ffmpeg("-vf", f"setsar={aspect}", "-c:v", "libx264", tmp_path / "a.mp4")
+    assert sorted(read_clip(tmp_path / "a.mp4", frames=1, fps=8).shape)[-1] >= 48 * 16
+    monkeypatch.setattr(BOUNDS, "pixels", 64 * 48)
+    with pytest.raises(WanjaxError, match=naming("a.mp4 3,072")):
+        read_clip(tmp_path / "a.mp4", frames=1, fps=8)
+
+
+def test_a_film_is_turned_as_its_camera_was(tmp_path):
+    ffmpeg("-c:v", "libx264", "-crf", "0", "-vf", "setsar=2", tmp_path / "a.mp4")
+    turned = ["-display_rotation", "90", "-i", tmp_path / "a.mp4", "-map", "1:v", "-c", "copy", tmp_path / "b.mp4"]
+    ffmpeg(*turned)
+    assert gap(read_clip(tmp_path / "b.mp4", **MANY), np.rot90(read_clip(tmp_path / "a.mp4", **MANY), axes=(1, 2))) <= 3
+
+
+def test_frames_of_various_lengths(tmp_path):
+    times = "setpts='if(lt(N,3),N,2*N)/8/TB'"
+    ffmpeg("-vf", times, "-fps_mode", "vfr", "-c:v", "ffv1", "-pix_fmt", "gbrp", tmp_path / "a.mkv")
+    found = read_clip(tmp_path / "a.mkv", **MANY)
+    assert gap(found[:10], CLIP[[0, 1, 2, 2, 2, 2, 3, 3, 4, 4]]) == 0
+
+
+FILMS_WITH_ALPHA = [
+    ("a.mov", "prores_ks", "yuva444p10le"),
+    ("a.mkv", "ffv1", "gbrap16le"),
+    ("a.webm", "libvpx-vp9", "yuva420p"),
+    ("a.webm", "libvpx", "yuva420p"),
+    ("a.mov", "qtrle", "argb"),
+]
+
+
+@pytest.mark.parametrize(("name", "codec", "pixels"), quick(FILMS_WITH_ALPHA[::2], FILMS_WITH_ALPHA))
+def test_a_film_with_transparent_parts(tmp_path, name, codec, pixels):
+    alpha = np.where(RIGHT < 32, 255, 0).astype(np.uint8)
+    rgba = np.concatenate([CLIP * 0 + 90, np.broadcast_to(alpha, (6, 48, 64))[..., None]], axis=-1, dtype=np.uint8)
+    options = ["-auto-alt-ref", "0"] if codec == "libvpx" else []
+    ffmpeg("-c:v", codec, *options, "-pix_fmt", pixels, tmp_path / name, frames=rgba)
+    for page, right in (("white", 255), ("black", 0)):
+        found = read_clip(tmp_path / name, **MANY, page=page)
+        assert gap(found[:, :, :24], CLIP[:, :, :24] * 0 + 90) <= 3
+        assert gap(found[:, :, 40:], CLIP[:, :, 40:] * 0 + right) <= 3
+
+
+@pytest.mark.parametrize("transfer", ["smpte2084", "arib-std-b67"])
+def test_a_film_of_high_dynamic_range(tmp_path, transfer):
+    """Its white of text and paper is the white of other films, and colours below it are what they were."""
+    given = "setparams=color_primaries=bt709:color_trc=bt709:colorspace=gbr:range=pc"
+    linear = "zscale=t=linear:npl=203,format=gbrpf32le,zscale=p=bt2020"
+    coded = f"zscale=t={transfer}:npl=203:m=bt2020nc:r=tv,format=yuv444p12le"
+    ffmpeg("-vf", f"format=gbrp,{given},{linear},{coded}", "-c:v", "ffv1", tmp_path / "a.mkv")
+    assert gap(read_clip(tmp_path / "a.mkv", **MANY), CLIP) <= 3
+
+
+def test_a_film_without_pictures(tmp_path):
+    (tmp_path / "a.srt").write_text("1\n00:00:00,000 --> 00:00:01,000\na cat\n")
+    ffmpeg("-i", tmp_path / "a.srt", "-map", "1", tmp_path / "a.mkv")
+    with pytest.raises(WanjaxError, match=naming("a.mkv pictures")):
+        read_clip(tmp_path / "a.mkv", **MANY)
+
+
+def test_a_folder_is_read_in_natural_order(tmp_path):
+    for i in range(1, 13):
+        Image.new("L", (8, 6), 10 * i).save(tmp_path / (f"Frame_{i}.png" if i % 2 else f"frame_{i}.PNG"))
+    for name in ("._frame_1.png", ".DS_Store", "Thumbs.db", "notes.pdf"):
+        (tmp_path / name).write_bytes(b"no picture")
+    (tmp_path / "more.png").mkdir()
+    with pytest.warns(WanjaxWarning, match=naming(f"{tmp_path} 5")):
+        read = read_pictures(video=tmp_path, mask=tmp_path, frames=100, fps=8)
+    for clip in (read.video, read.mask):
+        assert (clip[:, 0, 0, 0] // 10).tolist() == list(range(1, 13))
+
+
+def encoded(format: str, first: Image.Image, *rest: Image.Image) -> bytes:
+    file = BytesIO()
+    first.save(file, format, **({"save_all": True, "append_images": rest, "duration": 125} if rest else {}))
+    return file.getvalue()
+
+
+def through_every_door(data: bytes, folder: Path) -> dict[str, np.ndarray]:
+    """Returns a picture as it is read from a file, from Pillow, and from a request to the server."""
+    (folder / "a.bin").write_bytes(data)
+    read = {"file": read_picture(folder / "a.bin"), "Pillow": read_picture(Image.open(BytesIO(data)))}
+    for field in ("image", "references", "mask", "video"):
+        saved = save_pictures({field: [data]}, folder, Limits(10**7))[field]
+        [name] = saved if isinstance(saved, list) else [saved]
+        read[field] = read_clip(folder / name, **MANY)[0]
+    return read
+
+
+def test_a_photograph_of_a_phone_is_a_picture_at_every_door(tmp_path):
+    """An MPO has smaller pictures beside its own."""
+    image = Image.fromarray(CLIP[0])
+    photo = encoded("MPO", image, image.resize((32, 24)))
+    right = read_picture(Image.open(BytesIO(encoded("JPEG", image))))
+    for door, picture in through_every_door(photo, tmp_path).items():
+        assert gap(picture, right) == 0, door
+
+
+@pytest.mark.parametrize("format", ["GIF", "WEBP", "PNG", "TIFF", "AVIF"])
+def test_an_animation_is_called_one_at_every_door(tmp_path, format):
+    """It is a clip, whatever the name of its file."""
+    data = encoded(format, *(Image.new("L", (64, 48), 80 * i) for i in range(3)))
+    (tmp_path / "a.bin").write_bytes(data)
+    doors = [lambda: read_picture(tmp_path / "a.bin"), lambda: read_picture(Image.open(BytesIO(data)))]
+    for field in ("image", "last_image", "references"):
+        doors.append(lambda field=field: save_pictures({field: [data]}, tmp_path, Limits(10**7)))
+    for door in doors:
+        with pytest.raises(WanjaxError, match="animated"):
+            door()
+    for field in ("video", "mask"):
+        saved = save_pictures({field: [data]}, tmp_path, Limits(10**7))[field]
+        assert len(read_clip(tmp_path / saved, **MANY)) == 3
