@@ -73,19 +73,19 @@ def test_help_lists_the_commands():
             "generate",
             "from prompts seeds count model negative-prompt image last-image video mask reference max-picture "
             "resize size height width frames fps steps guidance-scale guidance-scale-2 boundary strength "
-            "dynamic-guidance flow-shift sigmas cache seed scheduler noise lora attention block-q block-kv "
+            "dynamic-guidance flow-shift follow sigmas cache seed scheduler noise lora attention block-q block-kv "
             "block-kv-compute window batch-guidance dtype compiler mesh rules processes tile offload at profile "
             "preview preview-decoder dir out force verify quiet verbose json config help",
         ),
         (
             "encode",
             "model negative-prompt image last-image video mask reference max-picture resize size height width "
-            "frames dtype compiler mesh rules processes tile dir force verify quiet verbose json config help",
+            "frames follow dtype compiler mesh rules processes tile dir force verify quiet verbose json config help",
         ),
         (
             "denoise",
             "model size height width frames fps steps guidance-scale guidance-scale-2 boundary strength "
-            "dynamic-guidance flow-shift sigmas cache seed scheduler noise lora attention block-q block-kv "
+            "dynamic-guidance flow-shift follow sigmas cache seed scheduler noise lora attention block-q block-kv "
             "block-kv-compute window batch-guidance dtype compiler mesh rules processes profile preview "
             "preview-decoder dir force verify quiet verbose json config help",
         ),
@@ -96,14 +96,14 @@ def test_help_lists_the_commands():
         (
             "plan",
             "model chip prompt image last-image video mask reference max-picture resize size height width frames "
-            "fps steps guidance-scale guidance-scale-2 boundary strength dynamic-guidance flow-shift sigmas cache "
-            "seed scheduler noise lora attention block-q block-kv block-kv-compute window batch-guidance dtype "
+            "fps steps guidance-scale guidance-scale-2 boundary strength dynamic-guidance flow-shift follow sigmas "
+            "cache seed scheduler noise lora attention block-q block-kv block-kv-compute window batch-guidance dtype "
             "compiler mesh rules tile offload train lora-rank full batch optimizer json quiet config help",
         ),
         (
             "warmup",
             "model prompt image last-image video mask reference max-picture resize size height width frames fps "
-            "steps guidance-scale guidance-scale-2 boundary strength dynamic-guidance flow-shift sigmas cache "
+            "steps guidance-scale guidance-scale-2 boundary strength dynamic-guidance flow-shift follow sigmas cache "
             "seed scheduler noise lora attention block-q block-kv block-kv-compute window batch-guidance dtype "
             "compiler mesh rules processes tile offload quiet verbose config help",
         ),

@@ -130,7 +130,13 @@ def expected(pipe: Any, noise: dict[str, torch.Tensor], monkeypatch, **given) ->
 
 def answer(folder: Path, noise: dict[str, torch.Tensor], **given) -> tuple[list[np.ndarray], np.ndarray]:
     pipe = wanjax.load(folder / "checkpoint")
-    settings = {"size": (HEIGHT, WIDTH), "steps": STEPS, "guidance_scale": GUIDANCE, "resize": "stretch"} | given
+    settings = {
+        "size": (HEIGHT, WIDTH),
+        "steps": STEPS,
+        "guidance_scale": GUIDANCE,
+        "resize": "stretch",
+        "follow": "diffusers",
+    } | given
     frames = settings["frames"]
     pictures = {name: settings.pop(name) for name in ("image", "video") if name in settings}
     encoded = pipe.encode(PROMPT, NEGATIVE, **pictures, **settings)

@@ -57,7 +57,7 @@ def compare(solver, theirs, steps, monkeypatch, skip=0, **levels):
         reference(theirs, steps, **levels),
         solver(snr_shift=levels.get("snr_shift", 1.0), spacing=levels.get("spacing", "trailing")),
     )
-    schedule = scheduler.schedule(steps, skip=skip)
+    schedule = scheduler.schedule(steps, follow="diffusers", skip=skip)
     timesteps = expected_scheduler.timesteps[skip:]
     np.testing.assert_array_equal(schedule.timesteps, timesteps)
     generator = torch.Generator().manual_seed(steps)

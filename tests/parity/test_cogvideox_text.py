@@ -108,7 +108,9 @@ def test_a_checkpoint_with_nothing_but_a_sentencepiece_model(folder, tokenizers,
     shutil.copytree(folder, checkpoint / "tokenizer")
     pipe = wanjax.load(checkpoint)
     np.testing.assert_array_equal(pipe.tokenizer.tokenize(PROMPTS).ids, tokenizers[0].tokenize(PROMPTS).ids)
-    assert pipe.encode_prompts(PROMPTS[0], "").prompt_embeds.shape == (1, LENGTH, TEXT_WIDTH)
+    assert pipe.encode_prompts(PROMPTS[0], "").prompt_embeds.shape == (1, 224, TEXT_WIDTH)
+    followed = pipe.encode_prompts(PROMPTS[0], "", follow="diffusers")
+    assert followed.prompt_embeds.shape == (1, LENGTH, TEXT_WIDTH)
 
 
 def test_every_piece_is_read(folder, tokenizers):

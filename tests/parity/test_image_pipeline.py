@@ -119,7 +119,7 @@ def test_every_step_and_every_frame(reference, folder, given):
     """Pictures of other proportions are stretched for the autoencoder, and CLIP sees them as they came."""
     pipe = wanjax.load(folder)
     settings = {"size": (HEIGHT, WIDTH), "frames": FRAMES}
-    embeddings = pipe.encode(PROMPT, NEGATIVE_PROMPT, **given, resize="stretch", **settings)
+    embeddings = pipe.encode(PROMPT, NEGATIVE_PROMPT, **given, resize="stretch", follow="diffusers", **settings)
     condition, image_embeds = conditions(reference, given)
     np.testing.assert_array_equal(embeddings.condition[:, :4], condition[:, :4])  # the mask
     assert relative_l2(embeddings.condition[:, 4:], condition[:, 4:]) <= 1e-5

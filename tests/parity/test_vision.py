@@ -74,6 +74,20 @@ def test_present_and_former_file_formats(reference, tmp_path):
         np.testing.assert_array_equal(ours, same)
 
 
+@pytest.mark.parametrize("size", [(224, 224), (100, 300), (3, 5), (720, 1280)])
+def test_the_whole_of_a_picture(size):
+    """As the authors' code has it: torch's bicubic, which does not smooth, on pixels in [-1, 1]."""
+    picture = np.random.default_rng(size[0]).integers(0, 256, (*size, 3), dtype=np.uint8)
+    ours = ImageProcessor(224, (224, 224), (0.48, 0.46, 0.41), (0.27, 0.26, 0.28))
+    pixels = torch.from_numpy(picture).permute(2, 0, 1)[None].float().div(255).sub(0.5).div(0.5)
+    exact = torch.nn.functional.interpolate(pixels, (224, 224), mode="bicubic", align_corners=False).mul(0.5).add(0.5)
+    exact = (exact[0].permute(1, 2, 0).numpy() - np.float32(ours.mean)) / np.float32(ours.std)
+    (answer,) = ours([picture], whole=True)
+    assert answer.dtype == np.float32
+    np.testing.assert_allclose(answer, exact, atol=1e-4)
+    assert size == (224, 224) or np.abs(answer - ours([picture])[0]).max() > 0.1
+
+
 @pytest.mark.parametrize("size", [(224, 224), (100, 300), (333, 251), (37, 41), (720, 1280)])
 def test_preprocessing(size, tmp_path):
     rng = np.random.default_rng(size[0])

@@ -33,9 +33,9 @@ def test_prompts_and_seeds_give_the_videos_of_single_calls(nano, monkeypatch):
     single = [nano(prompt, seed=seed, **SMALL) for prompt in PROMPTS for seed in (3, 4)]
     texts, encode_prompts = [], WanArchitecture.encode_prompts
 
-    def noted(architecture, pipe, prompt, negative_prompt):
-        texts.append(prompt)
-        return encode_prompts(architecture, pipe, prompt, negative_prompt)
+    def noted(architecture, pipe, settings):
+        texts.append(settings.prompt)
+        return encode_prompts(architecture, pipe, settings)
 
     monkeypatch.setattr(WanArchitecture, "encode_prompts", noted)
     videos = nano(PROMPTS, seeds=[3, 4], **SMALL)

@@ -203,6 +203,7 @@ def generate(report: Report, made: dict[str, Any] | None, **given: Any) -> None:
 @options.text
 @options.pictures
 @options.shape
+@options.setting("follow")
 @options.compute
 @options.devices
 @options.tile

@@ -26,6 +26,7 @@ RIVALS = {
     "seed": ("seeds",),
     "seeds": ("count", "seed"),
     "count": ("seeds",),
+    "follow": ("sigmas",),
 }
 """Parameters that, where they are typed, take the place of others that come from a file."""
 BESIDE_THE_VIDEO = ("folder", "out", "force", "profile", "processes", "quiet", "verbose", "json")

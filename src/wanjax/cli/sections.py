@@ -19,7 +19,7 @@ SECTIONS = {
     ),
     "How well": (
         "steps guidance-scale lora",
-        "guidance-scale-2 boundary dynamic-guidance flow-shift sigmas scheduler "
+        "guidance-scale-2 boundary dynamic-guidance flow-shift follow sigmas scheduler "
         "timesteps shift logit-mean logit-deviation",
     ),
     "How to learn": ("batch rate warm-up", "accumulate optimizer schedule clip weight-decay"),

@@ -99,6 +99,11 @@ def denoise(report: Report, *, folder: Path, noise: str | None, force: bool, **g
     check_free(folder, "denoise", force)
     left = stage_files.load_settings(folder)
     tensors = stage_files.load_encoded(folder, left)
+    if given.get("follow") not in (None, left.get("follow")) and any(left.get(name) for name in Pictures._fields):
+        raise WanjaxError(
+            f"the pictures were encoded as {left.get('follow')} and --follow is {given['follow']}: `wanjax encode` has "
+            "to run again with it, or --sigmas would give the noise levels alone"
+        )
     video = Rendering(report, folder, given, left, noise=noise)
     encoded = video.checked(tensors)
     video.tell()
@@ -312,7 +317,7 @@ class Rendering:
             words = ", ".join(map(repr, unknown[:3])) + (" ..." if len(unknown) > 3 else "")
             self.report.note(f"note: {chosen.model} does not know {words}: it was trained on {domain.about}")
         for name, text in (("prompt", chosen.prompt), ("negative prompt", chosen.negative_prompt)):
-            for truncation in self.pipe.truncations(text):
+            for truncation in self.pipe.truncations(text, follow=chosen.follow):
                 self.report.note("note: " + str(truncation).replace("the prompt", f"the {name}", 1))
 
     def denoising(self) -> Run:

@@ -22,7 +22,7 @@ OLD_NAMES = {"model_id": "model", "num_inference_steps": "steps", "num_frames": 
 def read_record(path: str | Path) -> dict[str, Any]:
     """Returns the record in a video, a picture, a stage's file, generation_config.json, or a folder with one of these.
 
-    Settings have their present names. The file of the first stage has those alone that shaped it. Raises WanjaxError
+    Settings are as `as_of_now` has them. The file of the first stage has those alone that shaped it. Raises WanjaxError
     where there is no such file, or it holds no record.
     """
     file = Path(path).expanduser()
@@ -39,12 +39,17 @@ def read_record(path: str | Path) -> dict[str, Any]:
         found = read_metadata(file)
     if not isinstance(found, dict) or not isinstance(found.get("prompt"), str):
         raise WanjaxError(f"{file} holds no settings of a video: wanjax did not write it, or something rewrote it")
-    return present_names(found)
+    return as_of_now(found)
 
 
-def present_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns settings with their present names in place of former ones."""
-    return {OLD_NAMES.get(name) or name: value for name, value in settings.items()}
+def as_of_now(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns recorded settings with their present names, and with those that had no name when they were recorded.
+
+    Before there was `follow`, the way of diffusers was taken, but for noise levels, which `sigmas` tells.
+    """
+    found = {OLD_NAMES.get(name) or name: value for name, value in settings.items()}
+    complete = {"version", "sigmas"} & found.keys()  # of a video, and written by this library
+    return {"follow": "diffusers"} | found if complete else found
 
 
 def table_in(file: SafetensorsFile, name: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Shaped
 
 from wanjax.checkpoints.files import SafetensorsFile, save_safetensors, writing
 from wanjax.errors import WanjaxError, reason
-from wanjax.media.records import CONFIG, DIGESTS, PICTURE_FILES, present_names, table_in
+from wanjax.media.records import CONFIG, DIGESTS, PICTURE_FILES, as_of_now, table_in
 
 EMBEDDINGS = "stage1_embeddings.safetensors"
 LATENTS = "stage2_latents.safetensors"
@@ -24,7 +24,7 @@ STATE = "stage2_state.safetensors"
 """The state of denoising that is not complete."""
 PREVIEW = "preview.png"
 VIDEO = "output_video.mp4"
-PICTURE_SETTINGS = ("height", "width", "frames", "resize", *PICTURE_FILES)
+PICTURE_SETTINGS = ("height", "width", "frames", "resize", "follow", *PICTURE_FILES)
 """Settings that shape what is encoded from pictures."""
 SURROUNDINGS = {
     "devices",
@@ -51,7 +51,7 @@ def save_settings(folder: Path, settings: Mapping[str, Any]) -> None:
 
 
 def load_settings(folder: Path) -> dict[str, Any]:
-    """Returns the settings in generation_config.json, under their present names.
+    """Returns the settings in generation_config.json, as `as_of_now` has them.
 
     Raises WanjaxError if the file is missing or no JSON object.
     """
@@ -64,7 +64,7 @@ def load_settings(folder: Path) -> dict[str, Any]:
         raise WanjaxError(f"{file} cannot be read, {reason(error)}: run `wanjax encode` again") from error
     if not isinstance(settings, dict):
         raise WanjaxError(f"{file} is not a JSON object: run `wanjax encode` again")
-    return present_names(settings)
+    return as_of_now(settings)
 
 
 def save_encoded(

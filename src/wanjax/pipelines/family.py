@@ -120,8 +120,8 @@ class Architecture(ABC):
         """Returns the work of one forward of the denoiser, for this output of `encode` where there is one."""
 
     @abstractmethod
-    def encode_prompts(self, pipe: Pipe, prompt: str, negative_prompt: str) -> Encoded:
-        """Encodes a prompt and the negative prompt, with the text encoders alone."""
+    def encode_prompts(self, pipe: Pipe, settings: Settings) -> Encoded:
+        """Encodes the prompt and the negative prompt of a video's settings, with the text encoders alone."""
 
     @abstractmethod
     def check_encoded(self, encoded: Encoded, settings: Settings) -> None:
@@ -182,6 +182,11 @@ class Architecture(ABC):
         return True
 
     @property
+    def ways(self) -> bool:
+        """True where `follow` makes a difference: the ways of the model's authors and of diffusers are not the same."""
+        return False
+
+    @property
     def block_frames(self) -> int:
         """The latent frames of each block of a video that is made block by block; 0 for one that is made as a whole."""
         return 0
@@ -207,8 +212,8 @@ class Architecture(ABC):
         """Returns the size of a video of a picture [H W 3], where none is given."""
         return size_within(picture, asked.height * asked.width, self.grid)
 
-    def truncations(self, pipe: Pipe, prompt: str) -> Sequence[Truncation]:
-        """Returns the parts of a prompt that the model does not read, if any."""
+    def truncations(self, pipe: Pipe, prompt: str, follow: str) -> Sequence[Truncation]:
+        """Returns the parts of a prompt that the model does not read, if any; `follow` is that of the settings."""
         return tuple(filter(None, pipe.components.get("tokenizer").tokenize([prompt]).truncated))
 
     def encode_pictures(

@@ -21,6 +21,7 @@ class GivenSettings(TypedDict, total=False):
     strength: float | None
     dynamic_guidance: bool | None
     flow_shift: float | None
+    follow: str | None
     sigmas: str | None
     cache: CacheRule | str | None
     seed: int | str | None

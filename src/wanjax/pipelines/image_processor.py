@@ -25,7 +25,8 @@ Processor = TypeVar("Processor")
 class ImageProcessor:
     """Scales the shorter edge to `edge` pixels, crops the middle to `crop`, subtracts `mean` and divides by `std`.
 
-    Follows transformers' CLIPImageProcessor, with Pillow's bicubic filter.
+    Follows transformers' CLIPImageProcessor, with Pillow's bicubic filter. Where the `whole` picture is to be seen,
+    both edges are scaled to those of `crop`, as in wan/modules/clip.py of Wan-Video/Wan2.1.
     """
 
     edge: int
@@ -47,9 +48,10 @@ class ImageProcessor:
 
         return _load(folder, STEPS_TO_CROP, read)
 
-    def __call__(self, pictures: Sequence[PictureOfAnySize]) -> Float[np.ndarray, "B _H _W 3"]:
+    def __call__(self, pictures: Sequence[PictureOfAnySize], *, whole: bool = False) -> Float[np.ndarray, "B _H _W 3"]:
         """Returns the preprocessed pictures, which then have one size, as float32."""
-        return np.stack([_normalised(self._cropped(picture), self.mean, self.std) for picture in pictures])
+        fitted = [squeezed(x, self.crop) if whole else np.asarray(self._cropped(x), np.float32) for x in pictures]
+        return np.stack([_normalised(pixels, self.mean, self.std) for pixels in fitted])
 
     def _cropped(self, picture: Picture) -> Image.Image:
         image = Image.fromarray(picture)
@@ -86,9 +88,32 @@ class StretchingImageProcessor:
         """Returns the preprocessed pictures, which then have one size, as float32."""
         return np.stack([_normalised(self._stretched(picture), self.mean, self.std) for picture in pictures])
 
-    def _stretched(self, picture: Picture) -> Image.Image:
+    def _stretched(self, picture: Picture) -> Float[np.ndarray, "_H _W 3"]:
         height, width = self.size
-        return Image.fromarray(picture).resize((width, height), self.resample)
+        return np.asarray(Image.fromarray(picture).resize((width, height), self.resample), np.float32)
+
+
+def squeezed(picture: Picture, size: tuple[int, int]) -> Float[np.ndarray, "_H _W 3"]:
+    """Returns the whole picture in a size (height, width), by cubic interpolation without smoothing.
+
+    A pixel is made of the four nearest along each axis, whatever the scale, as by torch's `interpolate`. It is not
+    clipped: where the picture changes at once it goes beyond 0 to 255.
+    """
+    found: np.ndarray = picture
+    for axis, length in enumerate(size):
+        step, half = np.float32(found.shape[axis] / length), np.float32(0.5)  # places are rounded as in the reference
+        places = (np.arange(length, dtype=np.float32) + half) * step - half
+        taps = np.floor(places).astype(int)[:, None] + np.arange(-1, 3)
+        weights = _cubic(np.abs(places[:, None] - taps.astype(np.float32)))
+        near = found.take(taps.clip(0, found.shape[axis] - 1), axis).astype(np.float32)
+        found = (near * np.expand_dims(weights, [0, 3] if axis else [2, 3])).sum(axis + 1)
+    return found
+
+
+def _cubic(x: Float[np.ndarray, "_L 4"]) -> Float[np.ndarray, "_L 4"]:
+    """Returns the weights of pixels at distances of less than 2, by Keys' kernel with the slope -0.75 at 1."""
+    a = -0.75
+    return np.where(x <= 1, ((a + 2) * x - (a + 3)) * x * x + 1, ((x - 5) * x + 8) * x * a - 4 * a)
 
 
 def _load(folder: Path, steps: Mapping[str, Any], read: Callable[[Mapping[str, Any]], Processor]) -> Processor:
@@ -109,6 +134,5 @@ def _height_and_width(size: Any) -> tuple[int, int]:
     return (size["height"], size["width"]) if isinstance(size, Mapping) else (size, size)
 
 
-def _normalised(image: Image.Image, mean: Colour, std: Colour) -> Float[np.ndarray, "_H _W 3"]:
-    pixels = np.asarray(image, np.float32)
+def _normalised(pixels: Float[np.ndarray, "_H _W 3"], mean: Colour, std: Colour) -> Float[np.ndarray, "_H _W 3"]:
     return (pixels / np.float32(255) - np.array(mean, np.float32)) / np.array(std, np.float32)

@@ -318,10 +318,10 @@ class Pipeline:
         run = Run(self, [Order(chosen, {})], pictures, tiling=tiling, hooks=self._looking(None))
         return run.encode()[chosen.prompt]
 
-    def encode_prompts(self, prompt: str, negative_prompt: str | None = None) -> Encoded:
-        """Encodes a prompt and the negative prompt (None is the model's default), with the text encoders alone."""
-        negative = self.defaults.negative_prompt if negative_prompt is None else negative_prompt
-        return self.architecture.encode_prompts(self, prompt, negative)
+    def encode_prompts(self, prompt: str, negative_prompt: str | None = None, *, follow: str | None = None) -> Encoded:
+        """Encodes a prompt and the negative prompt, with the text encoders alone; None is the model's default."""
+        given = {"prompt": prompt, "negative_prompt": negative_prompt, "follow": follow}
+        return self.architecture.encode_prompts(self, self.defaults.updated(given))
 
     def encode_pictures(
         self, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
@@ -329,9 +329,9 @@ class Pipeline:
         """Encodes the pictures of `prepare` without the text encoders; returns fields of the output of `encode`."""
         return self.architecture.encode_pictures(self, pictures, settings, tiling=tiling)
 
-    def truncations(self, prompt: str) -> Sequence[Truncation]:
-        """Returns the parts of a prompt that the model does not read, if any."""
-        return self.architecture.truncations(self, prompt)
+    def truncations(self, prompt: str, *, follow: str | None = None) -> Sequence[Truncation]:
+        """Returns the parts of a prompt that the model does not read, if any; `follow` None is the model's default."""
+        return self.architecture.truncations(self, prompt, follow or self.defaults.follow)
 
     def encoded_from(self, tensors: Mapping[str, Array]) -> Encoded:
         """Restores the output of `encode` from its tensors by name; raises WanjaxError where one is missing."""

@@ -84,5 +84,5 @@ class NoProcessor:
     def __init__(self, size: int):
         self.size = size
 
-    def __call__(self, images: Any) -> np.ndarray:
+    def __call__(self, images: Any, **how: Any) -> np.ndarray:
         return np.zeros((len(images), self.size, self.size, 3), np.float32)

@@ -144,8 +144,8 @@ class Run:
         """Encodes each prompt once, and the pictures, which all videos share; returns the outputs by prompt."""
         pipe, architecture, shared = self.pipe, self.pipe.architecture, self.orders[0].settings
         with self.stage("encode"), pipe.strategy.stage("encode"):
-            prompts = dict.fromkeys(order.settings.prompt for order in self.orders)
-            texts = {prompt: architecture.encode_prompts(pipe, prompt, shared.negative_prompt) for prompt in prompts}
+            prompts = {order.settings.prompt: order.settings for order in self.orders}
+            texts = {prompt: architecture.encode_prompts(pipe, settings) for prompt, settings in prompts.items()}
             pipe.components.finish_stage(texts)
             seen = architecture.encode_pictures(pipe, self.pictures, shared, tiling=self.tiling)
             pipe.components.finish_stage(seen)

@@ -24,6 +24,7 @@ RESIZES = ("crop", "pad", "stretch")
 LONGEST_NUMBER = 40  # characters
 LARGEST_SIDE = 16_384  # pixels
 SEED_BITS = 64
+WAYS = ("official", "diffusers")
 DRAW = -1  # in place of a seed: draw one
 PICTURES = {
     "image": "The first frame, for models of image to video.",
@@ -178,9 +179,13 @@ class Settings:
         "Above 1, more steps at high noise.",
         default=None, group="denoising", metavar="X", above=0, usual=5, aliases=("shift", "sample_shift"),
     )  # fmt: skip
+    follow: str = setting(
+        "Whose way is taken where that of the model's authors and that of diffusers differ.  [default: official]",
+        default="official", group="denoising", choices=WAYS,
+    )  # fmt: skip
     sigmas: str | None = setting(
-        "Noise levels as the model's authors or as diffusers choose them.",
-        default=None, group="denoising", choices=("official", "diffusers"),
+        "The same for the noise levels alone.  [default: as --follow]",
+        default=None, group="denoising", choices=WAYS,
     )  # fmt: skip
     cache: "CacheRule" = setting(  # noqa: RUF009
         "Let some steps reuse what another kept, for speed and another video: magcache, teacache, easycache, "

@@ -26,7 +26,7 @@ from wanjax.errors import WanjaxError
 
 TRAIN_STEPS = 1000  # a flow's timestep is σ · 1000
 Prediction = Literal["velocity", "v", "epsilon", "x0"]
-Sigmas = Literal["official", "diffusers"]  # the noise levels of the models' authors, or of diffusers
+Way = Literal["official", "diffusers"]  # that of the models' authors, or of diffusers
 Numbers = np.ndarray | Array  # NumPy's until they are passed to a program
 Index = int | Int[Array, ""]
 Sample = Float[Array, "..."]
@@ -170,5 +170,10 @@ def check_flow(shift: object, sigmas: object) -> None:
     """
     if not (isinstance(shift, int | float) and 0 < shift < float("inf")):
         raise WanjaxError(f"the flow shift {shift!r} is not a number above zero: 3 to 12 is usual")
-    if sigmas not in get_args(Sigmas):
-        raise WanjaxError(f"the sigmas {sigmas!r} are not known: {' or '.join(get_args(Sigmas))} would do")
+    check_way("sigmas", sigmas)
+
+
+def check_way(name: str, way: object) -> None:
+    """Raises WanjaxError for a way that is neither that of the models' authors nor that of diffusers."""
+    if way not in get_args(Way):
+        raise WanjaxError(f"the {name} {way!r} is not known: {' or '.join(get_args(Way))} would do")

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
 from wanjax.errors import WanjaxError
-from wanjax.schedulers.base import TRAIN_STEPS, NoiseLevels, Numbers, Prediction, Scheduler, check_steps
+from wanjax.schedulers.base import TRAIN_STEPS, NoiseLevels, Numbers, Prediction, Scheduler, check_steps, check_way
 
 BETAS = 0.00085, 0.012  # the first and the last
 Spacing = Literal["trailing", "linspace", "leading"]
@@ -25,7 +25,7 @@ Spacing = Literal["trailing", "linspace", "leading"]
 class DiffusionSchedule(NamedTuple):
     """Whole-numbered timesteps, the levels, and each step's weights of the terms that it sums.
 
-    A step ends at a level that may differ from the next one's; the last level is that at which the last step ends.
+    By diffusers a step may end at another level than the next one's; the last level is where the last step ends.
     """
 
     timesteps: Float32[Numbers, " steps"]
@@ -64,14 +64,19 @@ class Diffusion(Scheduler):
                 f"the timestep spacing {self.spacing!r} is not known: {' or '.join(get_args(Spacing))} would do"
             )
 
-    def schedule(self, steps: int, *, skip: int = 0) -> DiffusionSchedule:
-        """Returns levels and weights; raises WanjaxError for more steps than there are timesteps."""
+    def schedule(self, steps: int, *, follow: str = "official", skip: int = 0) -> DiffusionSchedule:
+        """Returns levels and weights; raises WanjaxError for more steps than there are timesteps.
+
+        A step ends at the level of the next timestep, and the last one without noise. By `diffusers` each ends 1000 /
+        steps timesteps below its own, rounded down, so that noise is left where steps do not divide 1000.
+        """
         check_steps(steps, skip)
+        check_way("way", follow)
         if steps > TRAIN_STEPS:
             raise WanjaxError(f"{steps} steps are more than the {TRAIN_STEPS} timesteps of the model: take fewer")
         bars = noise_levels(self.snr_shift)
         timesteps = _spaced(steps, self.spacing)[skip:]
-        ends = timesteps - TRAIN_STEPS // steps  # as in the reference, also where the next timestep is another
+        ends = np.append(timesteps[1:], -1) if follow == "official" else timesteps - TRAIN_STEPS // steps
         start, end = bars[timesteps], np.where(ends >= 0, bars[ends], 1.0)
         levels = [Levels(start[i], end[i], start[i - 1] if i else None) for i in range(len(start))]
         squares = np.append(start, end[-1])

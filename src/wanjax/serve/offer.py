@@ -52,7 +52,7 @@ def described(pipe: Pipeline) -> dict[str, dict[str, Any]]:
     useless: set[str] = set() if architecture.takes else {"resize"}
     if "video" not in architecture.takes or not architecture.begins_from_video:
         useless.add("strength")
-    choices = {"sigmas": _levels(architecture, pipe.defaults), "cache": _caches(pipe)}
+    choices = {"follow": _ways(pipe), "sigmas": _levels(architecture, pipe.defaults), "cache": _caches(pipe)}
     useless |= {name for name, some in choices.items() if len(some) < 2}
     found = {}
     for name, known in offered(pipe).items():
@@ -72,6 +72,15 @@ def _in_words(known: Setting) -> dict[str, Any]:
     bounds = {"minimum": known.least, "exclusiveMinimum": known.above, "maximum": known.most}
     words |= {name: bound for name, bound in bounds.items() if math.isfinite(bound)}
     return words | ({"enum": list(known.choices)} if known.choices else {})
+
+
+def _ways(pipe: Pipeline) -> list[str]:
+    """Returns the values of `follow` that make a difference."""
+    found = []
+    for choice in schema(Settings)["follow"].choices if pipe.architecture.ways else ():
+        with suppress(WanjaxError):
+            found.append(pipe.settings(follow=choice).follow)
+    return found
 
 
 def _levels(architecture: Architecture, settings: Settings) -> list[str]:

@@ -120,10 +120,9 @@ class Worker:
         pipe = offer.with_scheduler(self.variants.take(job.settings["model"], strengths), job.scheduler)
         files, place = self.board.shelf.files(job), self.board.shelf.place(job.id)
         settings: Any = {name: value for name, value in job.settings.items() if value is not None}
-        job.notes = [
-            str(told) for text in (settings["prompt"], settings["negative_prompt"]) for told in pipe.truncations(text)
-        ]
         pictures, chosen = pipe.prepare(**files, **settings)
+        texts = chosen.prompt, chosen.negative_prompt
+        job.notes = [str(told) for text in texts for told in pipe.truncations(text, follow=chosen.follow)]
         options: Any = {"tiling": self.tiling, "batch_guidance": self.batch_guidance}
         hook = Advancing(self, job)
         if (shape := self._shape(job, chosen)) not in self._shapes:
@@ -147,7 +146,7 @@ class Worker:
 
         Before one of too many shapes all programs are dropped, so that memory does not grow.
         """
-        made = chosen.model, chosen.size, chosen.frames, chosen.guided, chosen.cache
+        made = chosen.model, chosen.size, chosen.frames, chosen.guided, chosen.cache, chosen.follow
         shape = *made, job.scheduler, tuple(job.files)
         if shape not in self._shapes and len(self._shapes) >= SHAPES:
             self._shapes.clear()

@@ -145,7 +145,8 @@ class Store:
 
 def weights_of(pipe: Pipeline) -> dict[str, Any]:
     """Returns what tells the weights of a pipeline's encoders apart: the model, options, and local files."""
-    told = {"dtype": pipe.defaults.dtype, "param_dtype": pipe.components.options.get("param_dtype"), "version": VERSION}
+    told = {name: getattr(pipe.defaults, name) for name in ("dtype", "follow")}
+    told |= {"param_dtype": pipe.components.options.get("param_dtype"), "version": VERSION}
     source = pipe.components.source
     if source is None:
         return told | {"model": pipe.defaults.model}

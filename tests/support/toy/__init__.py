@@ -135,8 +135,8 @@ class ToyArchitecture(Architecture):
         glyphs = np.frombuffer(prompt.encode()[:GLYPHS].ljust(GLYPHS, b"\0"), np.uint8)
         return pipe.components.get("tokenizer").tokenize([prompt]), glyphs.astype(np.int32)[None]
 
-    def encode_prompts(self, pipe, prompt, negative_prompt):
-        both = [self._tokens(pipe, text) for text in (prompt, negative_prompt)]
+    def encode_prompts(self, pipe, settings):
+        both = [self._tokens(pipe, text) for text in (settings.prompt, settings.negative_prompt)]
         ids, mask, glyphs = (np.concatenate(x) for x in zip(*((b.ids, b.mask, g) for b, g in both), strict=True))
         splits = [nnx.split(pipe.components.get(name)) for name in ("text_encoder", "text_encoder_2")]
         graphdefs, weights = zip(*splits, strict=True)

@@ -3,7 +3,7 @@
 """A CogVideoX checkpoint: its shapes, its handling of pictures, and the frames that it denoises before the video."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -31,9 +31,12 @@ from wanjax.pipelines.guidance import dynamic_scales, grouping
 from wanjax.pipelines.sampler import Denoiser, Held, Inputs
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Segment
+from wanjax.pipelines.text.tokenizer import TokenBatch, Truncation
 from wanjax.programs import Value
 from wanjax.schedulers import Scheduler, from_config
 from wanjax.schedulers.ddim import DDIM
+
+OFFICIAL_TEXT_LENGTH = 224  # tokens, of CogVideoX-1.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +126,8 @@ class CogVideoXArchitecture(Architecture):
 
     def forward(self, settings: Settings, encoded: Any = None) -> Forward:
         _, _, *cells = self.denoised_shape(settings)
-        config, video = self.transformer, prod(cells) // prod(self.transformer.patch)
+        config = replace(self.transformer, text_length=self.text_length(settings.follow))
+        video = prod(cells) // prod(config.patch)
         tokens = config.text_length + video
         return Forward(
             tokens=tokens,
@@ -133,6 +137,16 @@ class CogVideoXArchitecture(Architecture):
             scores=self_attention_flops(config, tokens),
             flops=forward_flops(config, video=video),
         )
+
+    @property
+    def ways(self) -> bool:
+        return True
+
+    def text_length(self, follow: str) -> int:
+        """The tokens of a prompt that are read, padding included: of 1.5 the authors' code reads fewer."""
+        longest = self.transformer.text_length
+        shorter = follow == "official" and self.transformer.patch[0] > 1
+        return min(longest, OFFICIAL_TEXT_LENGTH) if shorter else longest
 
     @property
     def ends(self) -> CogVideoXEnds:
@@ -149,8 +163,14 @@ class CogVideoXArchitecture(Architecture):
     def size_for(self, picture: tuple[int, int, int], asked: Settings) -> tuple[int, int]:
         return self.fixed_size or super().size_for(picture, asked)
 
-    def encode_prompts(self, pipe: Pipe, prompt: str, negative_prompt: str) -> CogVideoXEncoded:
-        ids = pipe.components.get("tokenizer").tokenize([prompt, negative_prompt]).ids
+    def _tokens(self, pipe: Pipe, prompts: Sequence[str], follow: str) -> TokenBatch:
+        return pipe.components.get("tokenizer").tokenize(prompts, self.text_length(follow))
+
+    def truncations(self, pipe: Pipe, prompt: str, follow: str) -> Sequence[Truncation]:
+        return tuple(filter(None, self._tokens(pipe, [prompt], follow).truncated))
+
+    def encode_prompts(self, pipe: Pipe, settings: Settings) -> CogVideoXEncoded:
+        ids = self._tokens(pipe, [settings.prompt, settings.negative_prompt], settings.follow).ids
         graphdef, weights = nnx.split(pipe.components.get("text_encoder"))
         return CogVideoXEncoded(*pipe.call(encode_prompts, graphdef, ids, weights))
 
@@ -175,7 +195,7 @@ class CogVideoXArchitecture(Architecture):
         return pipe.call(split_posterior, self.vae.scaling_factor, super().encode_frames(pipe, frames, tiling))[0]
 
     def check_encoded(self, encoded: CogVideoXEncoded, settings: Settings) -> None:
-        right = (len(encoded.prompt_embeds), self.transformer.text_length, self.transformer.text_width)
+        right = (len(encoded.prompt_embeds), self.text_length(settings.follow), self.transformer.text_width)
         for name in ("prompt_embeds", "negative_prompt_embeds"):
             check_features(name, getattr(encoded, name), right, settings.model)
         shapes = {name: (None, *shape) for name, shape in self.latent_fields(settings).items()}
@@ -191,6 +211,9 @@ class CogVideoXArchitecture(Architecture):
 
     def clean(self, latents: Latents) -> Float[Array, "B _T H W C"]:
         return led(jnp.moveaxis(latents, 1, -1), latents.shape[2] + -latents.shape[2] % self.transformer.patch[0])
+
+    def levels(self, settings: Settings) -> Mapping[str, Any]:
+        return {"follow": settings.follow}
 
     def segments(self, schedule: Any, settings: Settings) -> Sequence[Segment]:
         if not (settings.dynamic_guidance and settings.guided):

@@ -151,11 +151,11 @@ class HunyuanVideoArchitecture(Architecture):
         chats, glyphs = pipe.components.get("tokenizer"), pipe.components.get("tokenizer_2")
         return tokenize_chats(chats, texts), tokenize_glyphs(glyphs, texts)
 
-    def truncations(self, pipe: Pipe, prompt: str) -> Sequence[Truncation]:
+    def truncations(self, pipe: Pipe, prompt: str, follow: str) -> Sequence[Truncation]:
         return tuple(cut for batch in self._tokens(pipe, [prompt]) for cut in batch.truncated if cut)
 
-    def encode_prompts(self, pipe: Pipe, prompt: str, negative_prompt: str) -> HunyuanVideoEncoded:
-        chats, quoted = self._tokens(pipe, [prompt, negative_prompt])
+    def encode_prompts(self, pipe: Pipe, settings: Settings) -> HunyuanVideoEncoded:
+        chats, quoted = self._tokens(pipe, [settings.prompt, settings.negative_prompt])
         mask = chats.mask[:, TEMPLATE_TOKENS:]
         graphdef, weights = nnx.split(pipe.components.get("text_encoder"))
         embeds, glyphs = pipe.call(encode_chats, graphdef, chats.ids, mask, weights), self._glyphs(pipe, quoted)

@@ -132,6 +132,10 @@ class WanArchitecture(Architecture):
         return not isinstance(self.transformer, ControlTransformerConfig)
 
     @property
+    def ways(self) -> bool:
+        return True
+
+    @property
     def grid(self) -> int:
         return self.vae.spatial_factor * self.transformer.patch[1]
 
@@ -163,10 +167,16 @@ class WanArchitecture(Architecture):
         )
 
     def implied(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns given settings; a single guidance scale for a model of two experts applies to both."""
+        """Returns given settings; noise levels follow whom the rest does, unless they are given.
+
+        A single guidance scale for a model of two experts applies to both.
+        """
+        found = {**given}
+        if given.get("sigmas") is None:
+            found["sigmas"] = given.get("follow")
         if self.experts and given.get("guidance_scale_2") is None:
-            return {**given, "guidance_scale_2": given.get("guidance_scale")}
-        return given
+            found["guidance_scale_2"] = given.get("guidance_scale")
+        return found
 
     def check_pictures(self, pictures: Pictures, settings: Settings) -> None:
         self.task.check_pictures(pictures, settings)
@@ -175,11 +185,11 @@ class WanArchitecture(Architecture):
         """Returns the cleaned prompt's tokens; `truncated[0]` is the truncation, or None."""
         return pipe.components.get("tokenizer").tokenize([clean_prompt(prompt)])
 
-    def truncations(self, pipe: Pipe, prompt: str) -> Sequence[Truncation]:
+    def truncations(self, pipe: Pipe, prompt: str, follow: str) -> Sequence[Truncation]:
         return tuple(filter(None, self.tokenize(pipe, prompt).truncated))
 
-    def encode_prompts(self, pipe: Pipe, prompt: str, negative_prompt: str) -> WanEncoded:
-        both = [self.tokenize(pipe, text) for text in (prompt, negative_prompt)]
+    def encode_prompts(self, pipe: Pipe, settings: Settings) -> WanEncoded:
+        both = [self.tokenize(pipe, text) for text in (settings.prompt, settings.negative_prompt)]
         ids, mask = (np.concatenate(x) for x in zip(*((b.ids, b.mask) for b in both), strict=True))
         graphdef, weights = nnx.split(pipe.components.get("text_encoder"))
         return WanEncoded(*pipe.call(encode_prompts, graphdef, ids, mask, weights))
@@ -193,7 +203,7 @@ class WanArchitecture(Architecture):
 
         encoders = Encoders(
             partial(pipe.encode_video, tiling=tiling),
-            partial(self.encode_images, pipe),
+            partial(self.encode_images, pipe, follow=settings.follow),
             partial(pipe.call, make_condition, self.task),
             resized,
             self.transformer,
@@ -201,10 +211,14 @@ class WanArchitecture(Architecture):
         )
         return self.task.encode(encoders, pictures, settings)
 
-    def encode_images(self, pipe: Pipe, images: Sequence[PictureOfAnySize]) -> Float[Value, "1 S E"]:
-        """Returns the features of images, joined along the sequence, by the checkpoint's vision tower."""
+    def encode_images(self, pipe: Pipe, images: Sequence[PictureOfAnySize], *, follow: str) -> Float[Value, "1 S E"]:
+        """Returns the features of images, joined along the sequence, by the checkpoint's vision tower.
+
+        The authors show it the whole of a picture, and diffusers the middle.
+        """
         graphdef, weights = nnx.split(pipe.components.get("image_encoder"))
-        return pipe.call(encode_images, graphdef, pipe.components.get("image_processor")(images), weights)
+        seen = pipe.components.get("image_processor")(images, whole=follow == "official")
+        return pipe.call(encode_images, graphdef, seen, weights)
 
     def encoded_from(self, tensors: Mapping[str, Array]) -> WanEncoded:
         """Restores the output of `encode` from its tensors by name; warns where prompts are shorter than Wan's."""

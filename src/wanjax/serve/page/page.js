@@ -124,6 +124,7 @@ function reveal() {
   }
   show("negative_prompt", scales.some((scale) => Number(scale ?? 0) > 1));
   show("strength", fields.video?.files.length);
+  show("sigmas", fields.follow?.value === model.settings.follow?.default);
   show("resize", Object.keys(model.pictures).some((name) => fields[name].files.length));
 }
 

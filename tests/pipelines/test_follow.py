@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`follow`: the way of the models' authors or of diffusers, in all that shapes a video, and in what is kept of it."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+import wanjax as library
+from tests.support.commands import refused, succeeded, wanjax
+from tests.support.tiny import tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_image_checkpoint
+from tests.support.words import naming, says
+from wanjax.errors import WanjaxError
+from wanjax.media import stage_files
+from wanjax.media.videos import read_metadata
+from wanjax.pipelines.recording import record
+from wanjax.pipelines.settings import WAYS
+from wanjax.schedulers import DDIM, DPM
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
+
+SMALL = ("--size", "32x32", "--frames", "1", "--steps", "3", "--guidance-scale", "1", "--dtype", "float32")
+LENGTHS = {"official": 224, "diffusers": 226}
+
+
+@pytest.fixture(scope="module")
+def wan(tmp_path_factory):
+    return str(tiny_checkpoint(tmp_path_factory.mktemp("wan")))
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory):
+    return str(tiny_image_checkpoint(tmp_path_factory.mktemp("image")))
+
+
+@pytest.fixture(scope="module")
+def newer(tmp_path_factory):
+    """A model like CogVideoX-1.5, whose patches hold two latent frames."""
+    like = {"patch_size_t": 2, "max_text_seq_length": 226, "use_rotary_positional_embeddings": True}
+    return str(tiny_cogvideox_checkpoint(tmp_path_factory.mktemp("newer"), **like))
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("solver", [DDIM, DPM])
+@pytest.mark.parametrize("spacing", ["trailing", "linspace", "leading"])
+def test_no_noise_is_left(solver, spacing):
+    """A network that knows the clean sample, which is 0: what is left is noise, and each level is the next step's."""
+    scheduler = solver(spacing=spacing)
+    for steps in range(1, 101):
+        schedule = scheduler.schedule(steps)
+        assert (schedule.alphas[-1], schedule.sigmas[-1]) == (1, 0)
+        noise = schedule.sigmas[0]
+        for index in range(steps):
+            kept, *_, drawn = schedule.weights[index] if solver is DPM else (*schedule.weights[index], 0.0)
+            noise = np.hypot(kept * noise, drawn)
+            assert abs(noise - schedule.sigmas[index + 1]) <= 1e-3, (steps, index)
+
+
+def test_levels_are_one_where_steps_divide_a_thousand():
+    for solver in (DDIM(), DPM(), DDIM(snr_shift=3.0)):
+        for steps in range(1, 101):
+            ours, theirs = (solver.schedule(steps, follow=way) for way in WAYS)
+            same = all(np.array_equal(*pair) for pair in zip(ours, theirs, strict=True))
+            assert same == (1000 % steps == 0), steps
+    with pytest.raises(WanjaxError, match=naming("other official diffusers")):
+        DDIM().schedule(4, follow="other")
+
+
+def test_text_and_last_step(newer):
+    pipe = library.load(newer, dtype="float32")
+    levels = []
+    for way, length in LENGTHS.items():
+        settings = pipe.settings(prompt="a", steps=24, follow=way)
+        assert pipe.encode("a", follow=way).prompt_embeds.shape[1] == length
+        encoder = record(pipe, settings).programs[0]
+        assert (2, length) in [x.shape for x in jax.tree.leaves(encoder.instance.shapes)]
+        levels.append(pipe.architecture.schedule(settings).sigmas[-1])
+    assert levels[0] == 0 < levels[1]
+    assert pipe.settings().follow == "official"
+
+
+def test_the_view_of_a_picture(image):
+    """A picture that is not square is seen whole, or in its middle; a square one is almost the same."""
+    pipe = library.load(image, dtype="float32")
+    wide = np.full((32, 96, 3), 40, np.uint8)
+    wide[:, :24] = 250
+    seen = {
+        way: np.asarray(pipe.encode("a", image=wide, frames=1, size=(32, 32), follow=way).image_embeds) for way in WAYS
+    }
+    middle = np.asarray(
+        pipe.encode("a", image=wide[:, 32:64], frames=1, size=(32, 32), follow="diffusers").image_embeds
+    )
+    np.testing.assert_allclose(seen["diffusers"], middle, atol=1e-4)
+    assert np.abs(seen["official"] - middle).max() > 1e-2
+
+
+def test_noise_levels_follow_unless_they_are_given(wan):
+    pipe = library.load(wan)
+    assert pipe.settings(follow="diffusers").sigmas == "diffusers"
+    assert pipe.settings(follow="diffusers", sigmas="official").sigmas == "official"
+    assert (pipe.settings(sigmas="diffusers").follow, pipe.settings().sigmas) == ("official", "official")
+
+
+def made(*arguments: str) -> dict:
+    succeeded(wanjax(*arguments, "--out", "made.mp4"))
+    return read_metadata("made.mp4")
+
+
+def test_a_record_from_before_is_what_was_done_then(wan):
+    """Its noise levels were what `sigmas` told, and all else the way of diffusers."""
+    now = made("a", "--model", wan, *SMALL)
+    assert (now["follow"], now["sigmas"]) == ("official", "official")
+    Path("old.json").write_text(json.dumps({name: value for name, value in now.items() if name != "follow"}))
+    then = made("--from", "old.json")
+    assert (then["follow"], then["sigmas"]) == ("diffusers", "official")
+    assert made("--from", "made.mp4") == then
+    changed = made("--from", "made.mp4", "--follow", "official")
+    assert (changed["follow"], changed["sigmas"]) == ("official", "official")
+    changed = made("--from", "old.json", "--follow", "diffusers")
+    assert (changed["follow"], changed["sigmas"]) == ("diffusers", "diffusers")
+
+
+def test_stages(newer, image):
+    """Each stage takes what the one before was told; what is encoded already does not follow another way."""
+    succeeded(wanjax("encode", "a", "--model", newer, *SMALL[:4], "--follow", "diffusers", "--dir", "d"))
+    for stage in ("denoise", "decode"):
+        succeeded(wanjax(stage, "--dir", "d", *(SMALL[4:] if stage == "denoise" else ())))
+    assert read_metadata("d/output_video.mp4")["follow"] == "diffusers"
+    settings = stage_files.load_settings(Path("d"))
+    del settings["follow"]  # as before there was one
+    stage_files.save_settings(Path("d"), settings)
+    succeeded(wanjax("denoise", "--dir", "d", "--force"))
+    assert stage_files.load_settings(Path("d"))["follow"] == "diffusers"
+    assert says(refused("denoise", "--dir", "d", "--force", "--follow", "official"), "226 224")
+
+    Image.fromarray(np.full((16, 48, 3), 90, np.uint8)).save("wide.png")
+    succeeded(wanjax("encode", "a", "--model", image, "--image", "wide.png", *SMALL[:4], "--dir", "e"))
+    assert says(refused("denoise", "--dir", "e", "--follow", "diffusers"), "official --follow diffusers")
+    succeeded(wanjax("denoise", "--dir", "e", "--sigmas", "diffusers", *SMALL[4:]))
+    left = stage_files.load_settings(Path("e"))
+    assert (left["follow"], left["sigmas"]) == ("official", "diffusers")
