@@ -12,7 +12,7 @@ from tests.support.types import unchecked
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.wan.conditioning import WanEncoded
-from wanjax.schedulers import DDIM, DPM, NAMED, RCM, Consistency, FlowEuler, UniPC, name_of, parse, successor
+from wanjax.schedulers import DDIM, DPM, NAMED, RCM, Consistency, FlowDPM, FlowEuler, UniPC, name_of, parse, successor
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,8 @@ from wanjax.schedulers import DDIM, DPM, NAMED, RCM, Consistency, FlowEuler, Uni
         ("unipc", UniPC()),
         ("unipc:order=1", UniPC(order=1)),
         ("euler", FlowEuler()),
+        ("dpm++", FlowDPM()),
+        ("dpm++:order=1", FlowDPM(order=1)),
         ("ddim", DDIM()),
         ("dpm", DPM()),
         ("consistency", Consistency()),
@@ -34,7 +36,7 @@ from wanjax.schedulers import DDIM, DPM, NAMED, RCM, Consistency, FlowEuler, Uni
 def test_names(name, scheduler):
     assert parse(name) == scheduler
     assert name_of(scheduler) == name
-    assert set(NAMED) == {"unipc", "euler", "ddim", "dpm", "consistency", "rcm"}
+    assert set(NAMED) == {"unipc", "euler", "dpm++", "ddim", "dpm", "consistency", "rcm"}
 
 
 def test_a_scheduler_without_a_name_is_described():

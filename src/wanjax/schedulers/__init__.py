@@ -11,6 +11,7 @@ from wanjax.schedulers.base import TRAIN_STEPS, Scheduler, check_flow, one_step
 from wanjax.schedulers.ddim import DDIM
 from wanjax.schedulers.diffusion import BETAS, Diffusion
 from wanjax.schedulers.dpm import DPM
+from wanjax.schedulers.flow_dpm import FlowDPM
 from wanjax.schedulers.flow_euler import FlowEuler
 from wanjax.schedulers.renoising import RCM, Consistency
 from wanjax.schedulers.unipc import UniPC
@@ -21,6 +22,7 @@ __all__ = [
     "NAMED",
     "RCM",
     "Consistency",
+    "FlowDPM",
     "FlowEuler",
     "Scheduler",
     "UniPC",
@@ -34,6 +36,7 @@ __all__ = [
 NAMED: Mapping[str, Scheduler] = {
     "unipc": UniPC(),
     "euler": FlowEuler(),
+    "dpm++": FlowDPM(),
     "ddim": DDIM(),
     "dpm": DPM(),
     "consistency": Consistency(),

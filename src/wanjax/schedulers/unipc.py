@@ -78,12 +78,12 @@ class UniPC(Scheduler):
             raise WanjaxError(f"{steps} steps at a flow shift of {shift} lie too close together: take fewer")
         s = rounded.astype(np.float64)  # rounded first, as in the reference: near pure noise the rounding changes λ
         corrector = [(1, 0, 0, 0)] + [_corrector(s, i, min(self.order, i)) for i in range(1, len(levels))]
-        predictor = [_predictor(s, i, min(self.order, i + 1)) for i in range(len(levels) - 1)] + [(0, 1, 0)]
+        ahead = [predictor(s, i, min(self.order, i + 1)) for i in range(len(levels) - 1)] + [(0, 1, 0)]
         return UniPCSchedule(
             timesteps=np.trunc(levels * TRAIN_STEPS).astype(np.float32),
             sigmas=rounded,
             corrector=np.array(corrector, np.float32),
-            predictor=np.array(predictor, np.float32),
+            predictor=np.array(ahead, np.float32),
         )
 
     def init(self, schedule: UniPCSchedule, x: Sample, keys: Key[Array, " B"]) -> UniPCState:
@@ -95,8 +95,8 @@ class UniPC(Scheduler):
     ) -> tuple[Sample, UniPCState]:
         """Corrects x with the prediction at x, then predicts the next sample."""
         m = self.x0(schedule, index, prediction, x)
-        sample = _expand(schedule.corrector[index], state.sample, state.m, state.before, m)
-        x = _expand(schedule.predictor[index], sample, m, state.m)
+        sample = expand(schedule.corrector[index], state.sample, state.m, state.before, m)
+        x = expand(schedule.predictor[index], sample, m, state.m)
         return x, UniPCState(sample, m, state.m)
 
 
@@ -110,13 +110,13 @@ def _levels(steps: int, shift: float, sigmas: str) -> np.ndarray:
     return levels
 
 
-def _expand(weights: Float[Numbers, " terms"], x: Sample, m: Sample, *others: Sample) -> Sample:
+def expand(weights: Float[Numbers, " terms"], x: Sample, m: Sample, *others: Sample) -> Sample:
     """Evaluates the expansion, `others` being mk; sums the small terms first, so that float32 keeps them."""
     terms = [weight * (mk - m) for weight, mk in zip(weights[2:], others, strict=True)]
     return weights[0] * x + weights[1] * m + sum(terms[1:], terms[0])
 
 
-def _predictor(s: np.ndarray, i: int, order: int) -> Sequence[float]:
+def predictor(s: np.ndarray, i: int, order: int) -> Sequence[float]:
     """Returns the weights from level i to i + 1. The last level needs none: it is the prediction itself."""
     h = _lambda(s[i + 1]) - _lambda(s[i])
     gain = (1 - s[i + 1]) * -np.expm1(-h)
@@ -140,4 +140,5 @@ def _corrector(s: np.ndarray, i: int, order: int) -> Sequence[float]:
 
 
 def _lambda(sigma: float) -> float:
-    return np.log(1 - sigma) - np.log(sigma)
+    with np.errstate(divide="ignore"):  # minus infinity at pure noise
+        return np.log(1 - sigma) - np.log(sigma)
