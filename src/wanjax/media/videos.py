@@ -4,6 +4,7 @@
 A video keeps its settings as JSON in its own metadata. It appears under its name only when it is complete.
 """
 
+import errno
 import json
 import math
 import os
@@ -174,7 +175,8 @@ def try_output(
         shutil.rmtree(folder, ignore_errors=True)
     least, room = int(frames * math.prod(size) * LEAST_BYTES[_suffix(path)]), shutil.disk_usage(target.parent).free
     if room < least:
-        raise WanjaxError(f"{target.parent} has room for {in_bytes(room)} where {path} takes {in_bytes(least)} or more")
+        told = f"{target.parent} has room for {in_bytes(room)} where {path} takes {in_bytes(least)} or more"
+        raise WanjaxError(told) from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def read_metadata(path: str | Path) -> dict[str, Any]:
