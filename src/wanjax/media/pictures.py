@@ -237,8 +237,8 @@ def _in_folder(folder: Path) -> list[Path]:
 
 def _is_picture(source: str | Path) -> bool:
     """Tells whether a file is one for Pillow, by its name or else by its contents."""
-    if is_picture_name(Path(source)):
-        return True
+    if is_picture_name(Path(source)) or not os.path.isfile(source):
+        return is_picture_name(Path(source))
     try:
         with _bounded(BOUNDS.pixels), Image.open(source, formats=FORMATS):
             return True
@@ -427,8 +427,7 @@ def _shown(image: Image.Image, page: Page) -> Picture | Deep:
     """Returns the picture as a viewer shows it on a page, which it turns in place."""
     ImageOps.exif_transpose(image, in_place=True)
     if image.mode in WHITES:
-        # Pillow reads PGM of 16 bits as mode I
-        whites = (65535,) if image.mode == "I" and image.format == "PPM" else WHITES[image.mode]
+        whites = (65535,) if image.mode == "I" and image.format == "PPM" else WHITES[image.mode]  # a PGM of 16 bits
         grey = np.asarray(image).astype(np.float32)
         if (hidden := image.info.get("transparency")) is not None:  # the one value that is transparent
             grey[grey == hidden] = whites[0] if page == "white" else 0
@@ -442,8 +441,8 @@ def _shown(image: Image.Image, page: Page) -> Picture | Deep:
 
 def _on(image: Image.Image, page: Page) -> Picture:
     """Returns a picture of 8 bits a channel on a page of that colour."""
-    steps = ("RGBA",) if "transparency" in image.info else COLOURS[image.mode]
-    for mode in steps:
+    one_colour = "transparency" in image.info and image.mode in ("1", "L", "P", "RGB")
+    for mode in ("RGBA",) if one_colour else COLOURS[image.mode]:
         image = image.convert(mode)
     if image.mode == "RGBA":
         image = Image.alpha_composite(Image.new("RGBA", image.size, page), image)

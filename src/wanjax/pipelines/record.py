@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from wanjax.checkpoints.files import content_digest
-from wanjax.checkpoints.lora import PEFT_CONFIG, Lora
+from wanjax.checkpoints.lora import Lora
+from wanjax.checkpoints.lora_scales import PEFT_CONFIG
 from wanjax.layers.tiling import Tiling
 from wanjax.media.records import DIGESTS
 from wanjax.pipelines.settings import Settings
