@@ -27,7 +27,15 @@ LAYERS = [  # a module imports from its own layer and those below
     ["wanjax.layers"],
     ["wanjax.kernels"],
     ["wanjax.compilers"],
-    ["wanjax.dims", "wanjax.sharding", "wanjax.errors", "wanjax.figures", "wanjax.signals", "wanjax.compilations"],
+    [
+        "wanjax.dims",
+        "wanjax.sharding",
+        "wanjax.errors",
+        "wanjax.figures",
+        "wanjax.signals",
+        "wanjax.texts",
+        "wanjax.compilations",
+    ],
 ]
 FAMILIES = ["wan", "cogvideox", "hunyuanvideo"]  # folders of models, converters and pipelines
 DISTRIBUTIONS = {

@@ -33,7 +33,7 @@ def is_out_of_memory(error: Exception) -> bool:
 def reason(error: Exception) -> str:
     """Returns why a file cannot be read or written, in one line without the error's number and the file's name."""
     if isinstance(error, UnicodeDecodeError):
-        return f"byte {error.start + 1} is no text in UTF-8"
+        return f"byte {error.start + 1} is no text in {error.encoding.upper()}"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error).partition("\n")[0]

@@ -197,6 +197,13 @@ def test_mistakes(text, told):
     assert says(refused("a", "--config", "my.toml"), told)
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_a_file_with_a_mark(given, encoding):
+    Path("my.toml").write_bytes(CONFIG.replace("\n", "\r\n").encode(encoding))
+    succeeded(wanjax("a cat", "--config", "my.toml"))
+    assert (given["steps"], given["out"]) == (30, "a.mp4")
+
+
 def test_a_video(tmp_path_factory, monkeypatch):
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path_factory.mktemp("video"))

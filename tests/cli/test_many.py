@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from tests.support.commands import refused
-from tests.support.words import says
+from tests.support.words import naming, says
 from wanjax.cli import main
 from wanjax.cli.many import prompts_of, seeds_of
 from wanjax.errors import WanjaxError
@@ -137,3 +137,15 @@ def test_one_prompt_is_a_list_of_one():
     assert prompts_of("a", None) == ["a"]
     with pytest.raises(WanjaxError, match="one way is enough"):
         prompts_of("a", "prompts.txt")
+
+
+def test_prompts_are_read_in_their_encoding_or_not_at_all(tmp_path):
+    file = tmp_path / "prompts.txt"
+    text = "\ufeffa café\r\n\r\n\ufeff\n\u200b\na cat\n"
+    for data in (text.encode(), text.encode("utf-16"), text[1:].replace("\r\n", "\r").encode()):
+        file.write_bytes(data)
+        assert prompts_of(None, str(file)) == ["a café", "a cat"]
+    for data in ("a café".encode("cp1252"), "一只红色的猫".encode("gbk"), "a cat".encode("utf-16-le")):
+        file.write_bytes(data)
+        with pytest.raises(WanjaxError, match=naming("prompts.txt UTF-8")):
+            prompts_of(None, str(file))

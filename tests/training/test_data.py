@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data sets: folders and tables, buckets of sizes and lengths, and what is told of files that cannot be used."""
 
+import codecs
 import json
 import sys
 from collections import Counter
@@ -61,6 +62,96 @@ def test_tables_with_the_columns_in_use(tmp_path, columns, kind):
         assert found.left_out == ["row 2 of metadata." + kind + " names gone.gif, which is not there"]
 
 
+CAFE = "ein café, naïve"
+READ = [
+    CAFE.encode(),
+    codecs.BOM_UTF8 + CAFE.encode(),
+    CAFE.encode("utf-16"),
+    codecs.BOM_UTF16_BE + CAFE.encode("utf-16-be"),
+]
+UNREAD = [
+    CAFE.encode("cp1252"),
+    "一只红色的猫".encode("gbk"),
+    "赤い猫".encode("shift-jis"),
+    "赤い猫".encode("iso2022-jp"),
+    CAFE.encode("utf-16-le"),
+    CAFE.encode("utf-32"),
+    CAFE.encode("utf-16")[:-1],
+]
+EMPTY = [b"", codecs.BOM_UTF8, codecs.BOM_UTF16_LE, 2 * codecs.BOM_UTF8, b"\r\n \t", "\u200b\xa0\n".encode()]
+
+
+@pytest.mark.parametrize("data", READ + UNREAD + EMPTY)
+def test_a_caption_is_read_in_its_encoding_or_left_out_with_its_clip(data, tmp_path):
+    write_clips(tmp_path, 2)
+    (tmp_path / "1.txt").write_bytes(data + b"\r\n" * (data in READ[:2]))
+    found = list_data(tmp_path)
+    captions = [x.caption for x in found.examples]
+    if data in READ:
+        assert (captions, found.left_out) == ([CAPTIONS[0], CAFE], [])
+    else:
+        assert captions == [CAPTIONS[0]]
+        [told] = found.left_out
+        assert says(told, "1.gif empty" if data in EMPTY else "1.gif 1.txt UTF-8") or "UTF-16" in told
+
+
+def test_names_of_captions_in_other_letters(tmp_path):
+    """As from systems that know no capitals, or keep an accent as a letter of its own."""
+    picture = (write_clips(tmp_path / "a", 1, frames=1, suffix=".png") / "0.png").read_bytes()
+    folder = tmp_path / "b"
+    folder.mkdir()
+    pairs = {"UP.PNG": "UP.TXT", "Low.png": "low.txt", "cafe\u0301.png": "caf\u00e9.txt", "x.png": "x.txt"}
+    for media, caption in pairs.items():
+        (folder / media).write_bytes(picture)
+        (folder / caption).write_text(caption)
+    (folder / "X.txt").write_text("of no clip")
+    found = list_data(folder)
+    assert {x.file.name: x.caption for x in found.examples} == pairs
+    [told] = found.left_out
+    assert says(told, "X.txt clip")
+
+
+@pytest.mark.parametrize(
+    ("table", "captions"),
+    [
+        ("file_name,text\n0.gif,a cat, a dog\n1.gif,one", ["a cat, a dog", "one"]),
+        ("file_name,text\r\n0.gif,a cat, a dog\r\n1.gif,one\r\n", ["a cat, a dog", "one"]),
+        ('file_name,text\n0.gif, "a cat, a dog"\n1.gif,"one, ""two"""', ["a cat, a dog", 'one, "two"']),
+        ("text,file_name\na cat, a dog,0.gif\none,1.gif", ["a cat, a dog", "one"]),
+        ("file_name,text,repeats\n0.gif,a cat, a dog,2\n1.gif,one,", ["a cat, a dog", "one"]),
+        ("id, file_name, text\n7,0.gif,a cat, a dog\n8,1.gif,one", ["a cat, a dog", "one"]),
+        ("file_name,text,source\n0.gif,a cat, a dog,web\n1.gif,one,web", [None, "one"]),
+        ("file_name,tags,text\n0.gif,x,y,a cat\n1.gif,x,one", [None, "one"]),
+        ('file_name,text\n0.gif,"a cat\n1.gif,one', [None, "one"]),
+        ('file_name,text\n0.gif,"a" cat\n1.gif,one', [None, "one"]),
+        ("file_name,text\n0.gif\n1.gif,one", [None, "one"]),
+        ("file_name,text\n0.gif,caf\udce9\n1.gif,one", [None, "one"]),
+        ("file_name,text\n1.gif,one\n1.gif,one\n0.gif,zero\n0.gif,null", ["zero", "null", "one"]),
+    ],
+)
+def test_rows_of_a_table_are_whole_or_left_out(table, captions, tmp_path):
+    write_clips(tmp_path, 2)
+    (tmp_path / "metadata.csv").write_bytes(table.encode("utf-8", "surrogateescape"))
+    found = list_data(tmp_path)
+    assert sorted(x.caption for x in found.examples) == sorted(filter(None, captions))
+    assert len(found.left_out) == (captions.count(None) or len(captions) - 2)
+    assert all(says(told, "metadata.csv row") or "0.gif" in told for told in found.left_out)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "gbk"])
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_a_table_in_other_encodings(encoding, kind, tmp_path):
+    write_clips(tmp_path, 3)
+    rows = [{"file_name": "0.gif", "text": "红色的猫"}, {"file_name": "1.gif", "text": "one"}]
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows] + ['{"file_name": "2.gif", "text": "\\ud800"}']
+    text = "\r\n".join(lines) if kind == "jsonl" else "file_name,text\r\n0.gif,红色的猫\r\n1.gif,one\r\n"
+    (tmp_path / f"metadata.{kind}").write_bytes(text.encode(encoding))
+    found = list_data(tmp_path)
+    assert [x.caption for x in found.examples] == [row["text"] for row in rows[encoding == "gbk" :]]
+    assert len(found.left_out) == (encoding == "gbk") + (kind == "jsonl")
+    assert all("UTF-8" in told for told in found.left_out)
+
+
 def test_rows_say_what_to_preserve(tmp_path):
     folder = write_clips(tmp_path, 4)
     words = (True, "Yes", False, None)
@@ -79,6 +170,9 @@ def test_rows_say_what_to_preserve(tmp_path):
         ({"metadata.csv": "file_name,text\na.mp4,b"}, "a.mp4"),
         ({"metadata.jsonl": "{"}, "table clips"),
         ({"metadata.jsonl": "[1]"}, "JSON"),
+        ({"metadata.jsonl": '{"file": "a.mp4", "text": ["x"]}', "a.mp4": "x"}, "a.mp4 text"),
+        ({"metadata.csv": "file_name,text,text\na.mp4,b,c"}, "two columns text"),
+        ({"metadata.csv": "file_name,text\n" + 300 * "a" + ",b"}, f"{300 * 'a'}"),
         ({"a.mp4": "x", "metadata.csv": "file_name,text,repeats\na.mp4,b,no"}, "has repeats 'no'"),
         ({"a.mp4": "x", "metadata.csv": "file_name,text,preserve\na.mp4,b,2"}, "'2' true false"),
     ],

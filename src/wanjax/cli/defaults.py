@@ -18,6 +18,7 @@ from wanjax.cli import sections
 from wanjax.cli.arguments import check_words, complete_files, today
 from wanjax.cli.options import Seed, Size, is_typed
 from wanjax.errors import WanjaxError, reason
+from wanjax.media.texts import read_text
 
 RIVALS = {
     "size": ("height", "width"),
@@ -102,7 +103,7 @@ def _from_config(file: str, ctx: click.Context) -> dict[str, Any]:
 
 def _table(file: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(Path(file).expanduser().read_text(encoding="utf-8"))
+        return tomllib.loads(read_text(Path(file).expanduser()))
     except (OSError, ValueError) as error:  # TOML's and Unicode's errors are of the second kind
         raise WanjaxError(f"the options in {file} cannot be read: {reason(error)}") from error
 

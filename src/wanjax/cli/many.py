@@ -18,6 +18,7 @@ from wanjax.cli.stages import Rendering, Reporting
 from wanjax.errors import WanjaxError, reason
 from wanjax.media import videos
 from wanjax.media.pictures import Pictures
+from wanjax.media.texts import decoded, read_text, trimmed
 from wanjax.pipelines.seeds import checked_seed
 
 HERE = ("devices", "version")  # entries of a record that do not say which video it is
@@ -105,10 +106,10 @@ def prompts_of(prompt: str | None, file: str | None) -> list[str]:
     if prompt is not None:
         raise WanjaxError("--prompts is given beside a prompt: one way is enough")
     try:
-        text = sys.stdin.read() if file == "-" else Path(file).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = decoded(sys.stdin.buffer.read()) if file == "-" else read_text(Path(file).expanduser())
+    except (OSError, ValueError) as error:
         raise WanjaxError(f"the prompts in {file} cannot be read: {reason(error)}") from error
-    lines = [line.strip() for line in text.splitlines()]
+    lines = [trimmed(line) for line in text.splitlines()]
     if found := [line for line in lines if line]:
         return found
     raise WanjaxError(f"{'standard input' if file == '-' else file} has no prompt: one on each line is right")

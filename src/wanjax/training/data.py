@@ -2,19 +2,25 @@
 """Data sets of clips and pictures with captions: a folder with a text file beside each, or a table.
 
 A table is `metadata.csv` or `metadata.jsonl` in the folder, or any file of these kinds, with the columns in use
-elsewhere. What cannot be used is left out, and told in one sentence each.
+elsewhere. What cannot be used, such as a caption in an unknown encoding, is left out, and told in one sentence each.
 """
 
 import csv
 import json
-from collections.abc import Iterator, Mapping
+import os
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import StringIO
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
 from wanjax.errors import WanjaxError, reason
 from wanjax.media.pictures import in_order, is_picture_name
+from wanjax.media.texts import read_text, trimmed
 from wanjax.media.videos import FILMS
+from wanjax.pipelines.settings import is_text
 
 TABLES = ("metadata.csv", "metadata.jsonl")
 FILE_COLUMNS = ("file_name", "video", "video_path", "image", "image_path", "file", "path")
@@ -74,34 +80,48 @@ def _of_folder(folder: Path) -> Listing:
     paths = [path for path in folder.rglob("*") if path.relative_to(folder).parts[0] != KEPT and path.is_file()]
     files = [path for path in in_order(paths) if not hidden(path)]
     media = [path for path in files if path.suffix.lower() in FILM_SUFFIXES or is_picture_name(path)]
-    captions = {path for path in files if path.suffix.lower() == ".txt"}
+    captions = {path.with_suffix(""): path for path in files if path.suffix.lower() == ".txt"}
     found.others = len(paths) - len(media) - len(captions)
-    for path in media:
-        caption = path.with_suffix(".txt")
-        if caption in captions:
-            try:
-                _add(found, path, caption.read_text(encoding="utf-8-sig").strip())
-            except (OSError, UnicodeDecodeError) as error:
-                found.left_out.append(f"{caption.name} cannot be read: {reason(error)}")
-        else:
-            found.left_out.append(f"{path.name} has no caption: {caption.name} beside it would do")
     stems = {path.with_suffix("") for path in media}
-    for caption in sorted(captions):
-        if caption.with_suffix("") not in stems:
+    others = {_folded(stem): path for stem, path in captions.items() if stem not in stems}
+    wanted = {_folded(stem) for stem in stems - captions.keys()}
+    for path in media:
+        caption = captions.get(path.with_suffix("")) or others.get(_folded(path.with_suffix("")))
+        if caption is None:
+            found.left_out.append(f"{path.name} has no caption: {path.stem}.txt beside it would do")
+            continue
+        try:
+            _add(found, path, read_text(caption))
+        except (OSError, ValueError) as error:
+            found.left_out.append(f"{path.name}, whose caption {caption.name} cannot be read: {reason(error)}")
+    for name, caption in sorted(others.items()):
+        if name not in wanted:
             found.left_out.append(f"{caption.name} is a caption without a clip or a picture of its name")
     return found
 
 
+def _folded(stem: Path) -> str:
+    """Returns a name as systems compare it that know no capitals, or write accents in another way."""
+    return unicodedata.normalize("NFC", str(stem)).casefold()
+
+
 def _of_table(table: Path) -> Listing:
     """Lists the rows of a table, whose files are relative to its folder."""
-    found = Listing(table.parent)
+    found, shown = Listing(table.parent), dict[tuple[Path, str], str]()
     for number, row in enumerate(_rows(table), 1):
         where = f"row {number} of {table.name}"
+        if isinstance(row, str):
+            found.left_out.append(f"{where} {row}")
+            continue
         file = _entry(row, FILE_COLUMNS, where, table)
         caption = _entry(row, CAPTION_COLUMNS, where, table)
         path = table.parent / str(file)
-        if not file or not path.is_file():
-            found.left_out.append(f"{where} names {file or 'no file'}, which is not there")
+        if not file or not os.path.isfile(path):  # which raises nothing for names that are none
+            named = file if is_text(file) else f"{str(file)!a}" if file else "no file"
+            found.left_out.append(f"{where} names {named}, which is not there")
+            continue
+        if (before := shown.setdefault((path, str(caption)), where)) != where:
+            found.left_out.append(f"{where} is {before} again")
             continue
         try:
             repeats = int(row.get(REPEATS) or 1)
@@ -109,7 +129,7 @@ def _of_table(table: Path) -> Listing:
             repeats = 0
         if repeats < 1:
             raise WanjaxError(f"{where} has repeats {row[REPEATS]!r}: a whole number from 1 on is right")
-        _add(found, path, str(caption or "").strip(), repeats, _preserves(row, where))
+        _add(found, path, caption, repeats, _preserves(row, where))
     return found
 
 
@@ -122,30 +142,83 @@ def _preserves(row: Mapping[str, Any], where: str) -> bool:
     return word in YES
 
 
-def _add(found: Listing, path: Path, caption: str, repeats: int = 1, preserve: bool = False) -> None:
-    if caption:
-        found.examples.append(Example(path, caption, repeats, preserve))
+def _add(found: Listing, path: Path, caption: Any, repeats: int = 1, preserve: bool = False) -> None:
+    if not is_text("" if caption is None else caption):
+        found.left_out.append(f"{path.name} has a caption that is no text in UTF-8")
+    elif text := trimmed(caption or ""):
+        found.examples.append(Example(path, text, repeats, preserve))
     else:
         found.left_out.append(f"{path.name} has an empty caption")
 
 
-def _rows(table: Path) -> Iterator[Mapping[str, Any]]:
-    """Yields the rows of a CSV or JSONL table; raises WanjaxError where one cannot be read."""
+def _rows(table: Path) -> Iterator[Mapping[str, Any] | str]:
+    """Yields the rows of a CSV or JSONL table, and what is wrong with those that cannot be told.
+
+    Bytes that are no UTF-8 are surrogates. Raises WanjaxError where the table cannot be read.
+    """
     try:
-        with table.open(encoding="utf-8-sig", newline="") as file:
-            if table.suffix.lower() == ".csv":
-                yield from csv.DictReader(file)
-                return
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    row = json.loads(line)
-                    if not isinstance(row, Mapping):
-                        raise WanjaxError(f"line {number} of {table} is no JSON object with a file and a caption")
-                    yield row
-    except (OSError, ValueError, csv.Error) as error:
+        lines = list(StringIO(read_text(table, "surrogateescape"), newline=""))
+        yield from _of_csv(lines, table) if table.suffix.lower() == ".csv" else _of_jsonl(lines, table)
+    except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, WanjaxError):
             raise
         raise WanjaxError(f"{table} cannot be read as a table of clips: {reason(error)}") from error
+
+
+def _of_jsonl(lines: Sequence[str], table: Path) -> Iterator[Mapping[str, Any] | str]:
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line) if line.strip() else None
+        except ValueError:
+            if is_text(line):
+                raise
+            yield "is no text in UTF-8"  # some encodings have bytes of JSON within their letters
+            continue
+        if row is not None:
+            if not isinstance(row, Mapping):
+                raise WanjaxError(f"line {number} of {table} is no JSON object with a file and a caption")
+            yield row
+
+
+def _of_csv(lines: Sequence[str], table: Path) -> Iterator[Mapping[str, Any] | str]:
+    header: list[str] = []
+    begin = 0
+    while begin < len(lines):
+        reader, whole = csv.reader(islice(lines, begin, None), strict=True), 0
+        try:
+            for fields in reader:
+                whole = reader.line_num
+                if not header:
+                    header = [name.strip() for name in fields]
+                    if len(set(header)) < len(header):
+                        raise WanjaxError(f"{table} has two columns of one name: {', '.join(header)}")
+                elif fields:
+                    yield _row(header, fields)
+            return
+        except csv.Error as error:
+            if not header:
+                raise WanjaxError(f"the header of {table} cannot be read: {error}") from error
+            yield f"cannot be read, as of quotes within a caption that is not quoted: {error}"
+            begin += whole + 1  # an open quote would take all lines after it
+
+
+def _row(header: Sequence[str], fields: list[str]) -> Mapping[str, Any] | str:
+    """Returns a row by its columns. More fields than these are the caption's, which has commas and no quotes."""
+    while len(fields) > len(header) and not fields[-1]:
+        fields.pop()
+    if more := max(0, len(fields) - len(header)):
+        file, at = (
+            next((header.index(x) for x in names if x in header), -1) for names in (FILE_COLUMNS, CAPTION_COLUMNS)
+        )
+        others = [i for i, name in enumerate(header) if i not in (file, at) and name not in (REPEATS, PRESERVE)]
+        if at < 0 or any(not i < file < at for i in others):  # a comma may be another column's
+            return f"has {len(fields)} fields where the header has {len(header)}: a caption with commas needs quotes"
+        end = at + more + 1
+        caption = ",".join(fields[at:end]).strip()
+        if len(caption) > 1 and caption[0] == caption[-1] == '"':  # after a space, where no quotes are seen
+            caption = caption[1:-1]
+        fields = [*fields[:at], caption, *fields[end:]]
+    return dict(zip_longest(header, fields))
 
 
 def _entry(row: Mapping[str, Any], names: tuple[str, ...], where: str, table: Path) -> Any:

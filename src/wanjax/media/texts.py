@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads texts that users wrote, with whichever editor: in UTF-8, or in UTF-16 where a mark says so."""
+
+import re
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
+from pathlib import Path
+
+CONTROLS = re.compile(r"[\x00-\x08\x0e-\x1f\x7f]")
+
+
+def read_text(file: Path, errors: str = "strict") -> str:
+    """Returns the text in a file; raises OSError, and ValueError where it is none."""
+    return decoded(file.read_bytes(), errors)
+
+
+def decoded(data: bytes, errors: str = "strict") -> str:
+    """Returns the text in bytes, without a mark, its lines ended by one character; raises ValueError where it is none.
+
+    `errors` is that of `bytes.decode`.
+    """
+    marked = data.startswith((BOM_UTF16_LE, BOM_UTF16_BE))
+    text = data.decode("utf-16") if marked else data.decode("utf-8-sig", errors)
+    if found := CONTROLS.search(text):  # as in UTF-16 without a mark, UTF-32, and the older encodings of Japanese
+        raise ValueError(f"it is no text in UTF-8, as it has the character {found[0]!r}")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def trimmed(text: str) -> str:
+    """Returns a text without space and marks around it; nothing of one in which nothing can be seen."""
+    return text.strip().strip("\ufeff").strip() if any(map(is_seen, text)) else ""
+
+
+def is_seen(character: str) -> bool:
+    """Tells whether a character leaves a trace on paper."""
+    return character.isprintable() and not character.isspace()
