@@ -4,7 +4,7 @@
 import json
 import os
 import shutil
-from contextlib import closing
+from contextlib import closing, nullcontext
 from types import SimpleNamespace
 
 import jax
@@ -228,11 +228,20 @@ def test_a_rate_far_too_high(rate, tmp_path, data, wan):
 def test_what_differs_is_told_entry_by_entry(tmp_path):
     long = "x" * 200
     one, two = ({"c": f"{long}{word}", "d": [*range(n)]} for word, n in (("one", 3), ("two", 2)))
-    Trainer._check_told(SimpleNamespace(folder=tmp_path), {"a": 1, "b": one, "steps": 2})
+    Trainer._check_told(SimpleNamespace(folder=tmp_path, step=2), {"a": 1, "b": one, "steps": 2})
     with pytest.raises(WanjaxError, match=naming("a none 1 e 7 b.c b.d[2] 2")) as refused:
-        Trainer._check_told(SimpleNamespace(folder=tmp_path), {"a": None, "b": two, "steps": 2, "e": 7})
+        Trainer._check_told(SimpleNamespace(folder=tmp_path, step=2), {"a": None, "b": two, "steps": 2, "e": 7})
     assert all(f"x{word}'" in str(refused.value) for word in ("one", "two"))
     assert len(str(refused.value)) < 500 + len(str(tmp_path))
+
+
+@pytest.mark.parametrize(("step", "may"), [(0, True), (1, True), (2, False)])
+def test_what_is_left_may_be_at_another_rate(step, may, tmp_path):
+    for rate in (1e-3, 1e-4):
+        told = {"optimizer": {"rate": rate}, "steps": 2}
+        with nullcontext() if may or rate == 1e-3 else pytest.raises(WanjaxError, match=naming("rate 0.001 0.0001")):
+            changed = Trainer._check_told(SimpleNamespace(folder=tmp_path, step=step), told)
+            assert changed == ({} if rate == 1e-3 else {"optimizer.rate": 1e-3})
 
 
 @slow

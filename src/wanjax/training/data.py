@@ -117,7 +117,7 @@ def _of_table(table: Path) -> Listing:
         caption = _entry(row, CAPTION_COLUMNS, where, table)
         path = table.parent / str(file)
         if not file or not os.path.isfile(path):  # which raises nothing for names that are none
-            named = file if is_text(file) else f"{str(file)!a}" if file else "no file"
+            named = str(file or "no file").encode(errors="backslashreplace").decode()
             found.left_out.append(f"{where} names {named}, which is not there")
             continue
         if (before := shown.setdefault((path, str(caption)), where)) != where:
@@ -157,7 +157,7 @@ def _rows(table: Path) -> Iterator[Mapping[str, Any] | str]:
     Bytes that are no UTF-8 are surrogates. Raises WanjaxError where the table cannot be read.
     """
     try:
-        lines = list(StringIO(read_text(table, "surrogateescape"), newline=""))
+        lines = list(StringIO(read_text(table, "surrogateescape")))
         yield from _of_csv(lines, table) if table.suffix.lower() == ".csv" else _of_jsonl(lines, table)
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, WanjaxError):

@@ -6,6 +6,7 @@ sees the same as one that is left alone, and ends with the same bits.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -73,14 +74,16 @@ class Trainer:
         kept: int = 2,
     ):
         self.seed, self.folder = seed, Path(folder).absolute()
-        how = {"trained": trained, "average": average, "accumulated": accumulated}
+        with _written(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            options = ocp.CheckpointManagerOptions(max_to_keep=kept)
+            self.manager = ocp.CheckpointManager(self.folder / STATES, options=options)
+        self.step = self.manager.latest_step() or 0
         self.changed = self._check_told(told)
+        how = {"trained": trained, "average": average, "accumulated": accumulated}
         site = Site(one_device() if partitioner is None else partitioner)
         self.learning = Learning(network, loss, optimizer, Execute(EXECUTE.kept), site, seed=seed, **how)
         self.state = self.learning.begin()
-        options = ocp.CheckpointManagerOptions(max_to_keep=kept)
-        self.manager = ocp.CheckpointManager(self.folder / STATES, options=options)
-        self.step = self.manager.latest_step() or 0
         self._finite: Any = True
         if self.step:
             self._restore()
@@ -91,10 +94,9 @@ class Trainer:
         Returns the steps and the rate that it had, where these are others now.
         """
         file = self.folder / TOLD
+        if told is None:
+            return {}
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            if told is None:
-                return {}
             text = json.dumps(told, indent=2, sort_keys=True)
             before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else json.loads(text)
             was, now = dict(_entries(before)), dict(_entries(json.loads(text)))
@@ -104,13 +106,14 @@ class Trainer:
             raise WanjaxError(f"{file} tells no training: wanjax did not write it, or something rewrote it")
         names = sorted({**now, **was}, key=lambda name: "[" in name)  # a list may be long
         names = [name for name in names if was.get(name) != now.get(name)]
-        may = [name for name in names if _may_change(name, was.get(name), now.get(name))]
+        left = now.get(STEPS, math.inf) > self.step  # a finished training keeps the rate that it had
+        may = [name for name in names if _may_change(name, was.get(name), now.get(name), left)]
         if differs := [name for name in names if name not in may]:
             more = f", and {len(differs) - SHOWN} entries more" if len(differs) > SHOWN else ""
             each = ", ".join(_differing(name, was.get(name), now.get(name)) for name in differs[:SHOWN])
             raise WanjaxError(
                 f"{self.folder} holds another training, whose {each}{more}: the same settings resume it, "
-                "and more steps extend it, at any rate"
+                "more steps extend it, and what is left may be at another rate"
             )
         if may or not file.is_file():
             with _written(self.folder), writing(file) as beside:
@@ -206,11 +209,11 @@ def _entries(told: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, told
 
 
-def _may_change(name: str, was: Any, now: Any) -> bool:
-    """Tells whether a training may go on with another value of an entry."""
-    if name == STEPS:
-        return type(was) is int and type(now) is int and now > was
-    return name == RATE and isinstance(was, float) and isinstance(now, float)
+def _may_change(name: str, was: Any, now: Any, left: bool) -> bool:
+    """Tells whether a training, which may have steps left, may go on with another value of an entry."""
+    if name not in (STEPS, RATE) or type(was) not in (int, float) or type(now) not in (int, float):
+        return False
+    return now > was if name == STEPS else left
 
 
 def _differing(name: str, was: Any, now: Any) -> str:

@@ -152,6 +152,7 @@ class Training:
                         raise
                     self.note(f"nothing finite follows from the state of step {begun}: it goes on from one before")
                     learner.trainer.drop(begun)
+            del learner  # or there would be two in memory
 
 
 @dataclass(frozen=True, eq=False)
