@@ -20,6 +20,9 @@ from wanjax.converters.rules import (
 )
 from wanjax.errors import WanjaxError
 from wanjax.models.wan.config import (
+    T2V_1_3B,
+    T2V_14B,
+    TI2V_5B,
     CausalTransformerConfig,
     ControlTransformerConfig,
     ImageTransformerConfig,
@@ -34,6 +37,8 @@ TRANSFORMER_KIND = {
     "cross_attn_norm": (True,),
     "qk_norm": ("rms_norm_across_heads",),
 }
+PUBLISHED_WIDTHS = {config.width for config in (T2V_1_3B, TI2V_5B, T2V_14B)}
+HEAD_DIM = T2V_14B.head_dim  # of every published transformer
 VAE_KIND = {
     "_class_name": ("AutoencoderKLWan",),
     "is_residual": (False, True),
@@ -63,6 +68,9 @@ def transformer_config(json: Mapping[str, Any]) -> TransformerConfig:
         )
     except KeyError as missing:
         raise WanjaxError(f"the transformer's config.json has no {missing.args[0]}") from None
+    if plain.width in PUBLISHED_WIDTHS and plain.head_dim != HEAD_DIM:  # which the shapes of tensors would not show
+        told, right = f"{plain.heads} heads of {plain.head_dim}", f"{plain.width // HEAD_DIM} of {HEAD_DIM}"
+        raise WanjaxError(f"the transformer's config.json has {told} where Wan's of width {plain.width} have {right}")
     image_width, controlled = json.get("image_dim"), "vace_layers" in json
     if image_width is None or controlled:
         check_kind(

@@ -12,11 +12,11 @@ from typing import Any
 
 from wanjax.converters.configs import Specs, count_of, shape_of
 from wanjax.converters.names import Names
-from wanjax.errors import WanjaxError
+from wanjax.converters.wan.diffusers import HEAD_DIM
+from wanjax.errors import WanjaxError, shown
 from wanjax.models.wan.config import VAE_2_1, VAE_2_2
 
 Pairs = list[tuple[str, str]]
-HEAD_DIM = 128  # in every published Wan transformer
 CLIP_HEAD_DIM = 80  # in CLIP's ViT-H, Wan's image encoder
 STATISTICS = {config.latent_channels: config for config in (VAE_2_1, VAE_2_2)}  # files lack the latents' mean and std
 
@@ -183,6 +183,11 @@ def transformer_json(specs: Specs, given: Mapping[str, Any] | None = None) -> di
     heads = given.get("num_heads", max(width // HEAD_DIM, 1))
     if type(heads) is not int or heads < 1 or width % heads:
         raise WanjaxError(f"the transformer's config.json has num_heads {heads!r} where a divisor of {width} is right")
+    listed = given.get("vace_layers") or list(range(0, layers, max(layers // max(vace, 1), 1)))
+    if not isinstance(listed, list):
+        raise WanjaxError(
+            f"the transformer's config.json has vace_layers {shown(listed)} where a list of layers is right"
+        )
     json: dict[str, Any] = {
         "_class_name": "WanVACETransformer3DModel" if vace else "WanTransformer3DModel",
         "added_kv_proj_dim": width if images else None,
@@ -203,7 +208,7 @@ def transformer_json(specs: Specs, given: Mapping[str, Any] | None = None) -> di
         "text_dim": shape_of(specs, "text_embedding.0.weight", 2)[1],
     }
     if vace:
-        json["vace_layers"] = list(given.get("vace_layers", range(0, layers, layers // vace)))
+        json["vace_layers"] = listed
         json["vace_in_channels"] = shape_of(specs, "vace_patch_embedding.weight", 5)[1]
     return json
 

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import wanjax
@@ -15,8 +16,11 @@ from tests.support.commands import refused
 from tests.support.quick import quick
 from tests.support.types import unchecked
 from tests.support.words import says
+from wanjax.checkpoints.files import Spec
 from wanjax.checkpoints.networks import components, read_network
 from wanjax.checkpoints.sources import open_source
+from wanjax.converters.wan import original
+from wanjax.converters.wan.diffusers import transformer_config
 from wanjax.errors import WanjaxError
 from wanjax.registry import kinds
 
@@ -81,3 +85,43 @@ def test_an_entry_that_is_wrong_is_named(tmp_path, monkeypatch, component, key, 
         assert says(said, f"{component}'s config.json {key}")
         with pytest.raises(WanjaxError, match=key):
             wanjax.load(model).vae, wanjax.load(model).text_encoder
+
+
+SIZES = {1536: 8960, 3072: 14336, 5120: 13824}  # width and width of the MLP
+
+
+def authors_specs(width):
+    """Returns the shapes of a transformer of VACE, by the authors' names, as far as they tell its config."""
+    shapes = {
+        "patch_embedding.weight": (width, 16, 1, 2, 2),
+        "vace_patch_embedding.weight": (width, 96, 1, 2, 2),
+        "blocks.0.ffn.0.weight": (SIZES[width], width),
+        "blocks.1.modulation": (1, 6, width),
+        "vace_blocks.0.modulation": (1, 6, width),
+        "time_embedding.0.weight": (width, 256),
+        "head.head.weight": (64, width),
+        "text_embedding.0.weight": (width, 4096),
+    }
+    return {name: Spec(shape, np.dtype(np.float32)) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("width", SIZES)
+@pytest.mark.parametrize("given", [None, "right", 2, 16, 48, 96, 0, -12, True, "12", [12], 12.0, 7])
+def test_heads_that_no_published_model_of_a_width_has_are_told(width, given):
+    """Shapes of tensors do not tell them, so that wrong ones would make noise."""
+    right = width // 128
+    config = {} if given is None else {"num_heads": right if given == "right" else given, "vace_layers": None}
+    if given in (None, "right"):
+        read = transformer_config(original.transformer_json(authors_specs(width), config))
+        assert (read.heads, read.head_dim) == (right, 128)
+        return
+    with pytest.raises(WanjaxError) as told:
+        transformer_config(original.transformer_json(authors_specs(width), config))
+    assert says(str(told.value), f"config.json {given if isinstance(given, int) else ''} {width}")
+
+
+@pytest.mark.parametrize("layers", [3, "0, 5", {"0": 1}, True])
+def test_layers_of_a_shifted_config_are_told(layers):
+    with pytest.raises(WanjaxError) as told:
+        original.transformer_json(authors_specs(1536), {"vace_layers": layers})
+    assert says(str(told.value), "vace_layers list")
