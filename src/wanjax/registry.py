@@ -286,17 +286,28 @@ class Loading(NamedTuple):
 def _told(model: str | Path, revision: str | None, note: Note | None) -> Checkpoint:
     """Examines a checkpoint; tells the licence of weights to be downloaded, where it sets conditions of its own.
 
-    Raises WanjaxError where the disk has no room for the download, or a file of weights has not its size.
+    Raises WanjaxError where the disk has no room for the download, or a file is missing or cut off.
     """
     preset = _published(str(model))
     opened = check_file(preset.source, revision=revision) if preset else 0  # a single file is downloaded to be examined
     if opened:
         _tell_licence(preset, note)
     found = examine(model, revision)
-    if found.source.check_room() and not opened:
+    awaited = found.source.check_room()
+    if awaited and not opened:
         _tell_licence(found.preset, note)
-    found.source.check_sizes()
+    if not awaited:
+        check_whole(found.source)
     return found
+
+
+def check_whole(source: Source) -> None:
+    """Raises WanjaxError where a file of the networks or tokenizers that a checkpoint lists is missing or cut off."""
+    listed, loaded = components(source.index), {name for family in FAMILIES for name in family.loaders}
+    classes = {word for kind in kinds() for word in kind.classes}
+    source.check_whole(
+        [name for name, kind in listed.items() if kind in classes], [name for name in listed if name in loaded]
+    )
 
 
 def _tell_licence(preset: Preset | None, note: Note | None) -> None:

@@ -69,6 +69,9 @@ class AdaptedSource(Source):
     def check_room(self) -> int:
         return self._base.check_room()
 
+    def check_whole(self, networks: Iterable[str], others: Iterable[str]) -> None:
+        self._base.check_whole(networks, others)
+
     def is_at_hand(self, component: str) -> bool:
         return self._base.is_at_hand(component)
 

@@ -131,7 +131,7 @@ class SafetensorsFile:
         self.path = Path(path)
         try:
             if not self.path.is_file():
-                raise WanjaxError(f"there is no file {self.path}")
+                raise WanjaxError(no_file(self.path))
             with safe_open(self.path, framework="numpy") as file:
                 self.metadata: dict[str, str] = file.metadata() or {}
                 specs = {key: _spec(key, file.get_slice(key)) for key in file.offset_keys()}  # end to end
@@ -180,9 +180,9 @@ class SafetensorsFolder:
         infix = f".{variant}" if variant else ""
         indexes = [self.path / f"{name}.safetensors.index{infix}.json" for name in WEIGHT_NAMES]
         singles = [self.path / f"{name}{infix}.safetensors" for name in WEIGHT_NAMES]
-        if index := next((file for file in indexes if file.exists()), None):
+        if index := next(filter(os.path.lexists, indexes), None):  # a link whose file is gone is named too
             self._files = _open_shards(index)
-        elif single := next((file for file in singles if file.exists()), None):
+        elif single := next(filter(os.path.lexists, singles), None):
             file = SafetensorsFile(single)
             self._files = dict.fromkeys(file.keys(), file)
         else:
@@ -208,6 +208,12 @@ class SafetensorsFolder:
     def read(self, key: str) -> np.ndarray:
         """Returns a read-only view of the tensor's pages in the file, which are unmapped with it."""
         return self._files[key].read(key)
+
+
+def no_file(path: Path) -> str:
+    """Returns the sentence that a file is missing, or that it is a link to one."""
+    link = f" but a link to {path.readlink().name}, which is gone: get it again" if path.is_symlink() else ""
+    return f"there is no file {path}{link}"
 
 
 def aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:

@@ -13,12 +13,13 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from wanjax.checkpoints.files import WEIGHT_NAMES
+from wanjax.checkpoints.files import WEIGHT_NAMES, no_file
 from wanjax.errors import WanjaxError
 from wanjax.figures import in_bytes
 
@@ -115,11 +116,17 @@ def download(
 ) -> Path:
     """Returns the folder in the client's cache that holds at least the repository's files of these patterns.
 
-    `progress` is called as `resolve` does. Raises WanjaxError if the repository is unknown, gated or out of reach, or a
-    file differs from its checksum on the hub.
+    `progress` is called as `resolve` does. Raises WanjaxError if the repository is unknown, gated or out of reach, a
+    file differs from its checksum on the hub, or the cache links to a file that is gone and the hub is out of reach.
     """
     try:
-        return _snapshot(repository, list(patterns), revision, progress)
+        wanted = list(patterns)
+        folder = _snapshot(repository, wanted, revision, progress)
+        for path in sorted(folder.rglob("*")):  # without the hub, the client takes what there is
+            name = path.relative_to(folder).as_posix()
+            if not path.exists() and any(fnmatchcase(name, pattern) for pattern in wanted):
+                raise WanjaxError(f"{no_file(path)} with a connection to {repository} on the hub")
+        return folder
     except WanjaxError:
         raise
     except Exception as error:  # the classes of transport errors differ between versions of the client
@@ -139,6 +146,13 @@ def check_room(repository: str, patterns: Iterable[str], *, revision: str | None
     needed = sum(file.file_size or 0 for file in missing)
     _check_room(repository, needed)
     return needed
+
+
+def is_offline() -> bool:
+    """Tells whether the client may use its cache alone."""
+    from huggingface_hub import constants
+
+    return constants.HF_HUB_OFFLINE
 
 
 def check_file(source: str, *, revision: str | None = None) -> int:

@@ -5,12 +5,13 @@ A component that such a checkpoint lacks comes from the diffusers repository of 
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from wanjax.checkpoints.files import Reader
+from wanjax.checkpoints.hub import is_offline
 from wanjax.checkpoints.readers import Renamed
 from wanjax.checkpoints.sources import DiffusersSource, Source, Weights
 from wanjax.errors import WanjaxError
@@ -70,6 +71,13 @@ class RecognisedSource(Source):
     def weights(self, component: str) -> Weights:
         found = self.component(component)
         return self._lender(component).weights(component) if found is None else found.weights
+
+    def check_whole(self, networks: Iterable[str], others: Iterable[str]) -> None:
+        if self.revision is not None and not is_offline():  # what is missing is downloaded when it is needed
+            return
+        lacking = [name for name in networks if self.component(name) is None]
+        if lacking and is_offline() and self.origin != self.name:
+            self._published.check_whole(lacking, [])
 
     def files(self, component: str) -> Sequence[Path]:
         own = component in self.configs or self.component(component) is not None

@@ -17,7 +17,7 @@ from flax import nnx
 from wanjax.checkpoints import modules
 from wanjax.checkpoints.arrays import Arrays
 from wanjax.checkpoints.descaled import Descaled
-from wanjax.checkpoints.files import Reader, SafetensorsFile, SafetensorsFolder
+from wanjax.checkpoints.files import Reader, SafetensorsFile, SafetensorsFolder, no_file
 from wanjax.checkpoints.hub import COMPONENT_FILES, HUB_FILE, INDEX, check_room, download, locate, locate_file, resolve
 from wanjax.checkpoints.readers import SUFFIXES, Renamed, Together
 from wanjax.converters.rules import Rule
@@ -92,8 +92,12 @@ class Source(ABC):
         """Returns the bytes that are still to be downloaded; raises WanjaxError where the disk has no room for them."""
         return 0
 
-    def check_sizes(self) -> None:  # noqa: B027 (other layouts do not tell them)
-        """Raises WanjaxError where a file of weights is missing or has another size, if that is known without it."""
+    @abstractmethod
+    def check_whole(self, networks: Iterable[str], others: Iterable[str]) -> None:
+        """Raises WanjaxError where a file of these components is missing or cut off, from the files' headers alone.
+
+        others: components without weights, such as tokenizers. Nothing is downloaded for it.
+        """
 
     def is_at_hand(self, component: str) -> bool:
         """Tells whether the component's config is there to be read at once, without a download."""
@@ -133,7 +137,7 @@ class DiffusersSource(Source):
         return read_json(next((path for path in names if path.is_file()), names[0]))
 
     def weights(self, component: str) -> Weights:
-        return Descaled(SafetensorsFolder(self.folder(component)))
+        return self.open_weights(self.folder(component))
 
     def is_at_hand(self, component: str) -> bool:
         return self.revision is None and (self.root / component / "config.json").is_file()
@@ -145,19 +149,29 @@ class DiffusersSource(Source):
         patterns = [f"{component}/{name}" for component in listed for name in COMPONENT_FILES]
         return check_room(self.name, patterns, revision=self.revision)
 
+    def check_whole(self, networks: Iterable[str], others: Iterable[str]) -> None:
+        for component in networks:
+            self.open_weights(self._in_root(component))
+        for component in others:
+            _check_small(self._in_root(component))
+
+    def open_weights(self, folder: Path) -> Weights:
+        """Opens the weights in a component's folder."""
+        return Descaled(SafetensorsFolder(folder))
+
     def files(self, component: str) -> Sequence[Path]:
-        return [path for path in sorted(self.folder(component).iterdir()) if _is_small(path)]
+        return _small_files(self.folder(component))
 
     def folder(self, component: str, files: Sequence[str] = COMPONENT_FILES) -> Path:
         """Returns the component's folder, with at least these files; downloads those that are missing."""
+        if self.revision is not None and component.isidentifier():
+            download(self.name, [f"{component}/{name}" for name in files], revision=self.revision)
+        return self._in_root(component)
+
+    def _in_root(self, component: str) -> Path:
         if not component.isidentifier():
             raise WanjaxError(f"{self.root} lists a component {component!r}, which is not the name of a folder in it")
-        if self.revision is None:
-            folder = self.root / component
-        else:
-            patterns = [f"{component}/{name}" for name in files]
-            folder = download(self.name, patterns, revision=self.revision) / component
-        if not folder.is_dir():
+        if not (folder := self.root / component).is_dir():
             raise WanjaxError(f"{self.root} has no folder {component}: a checkpoint in the diffusers layout is needed")
         return folder
 
@@ -187,10 +201,11 @@ class WanjaxSource(DiffusersSource):
     def weights(self, component: str) -> Arrays:
         return Arrays(self.folder(component) / WEIGHTS)
 
-    def check_sizes(self) -> None:
+    def check_whole(self, networks: Iterable[str], others: Iterable[str]) -> None:
         there = {path.parent.name for path in self.root.glob(f"*/{WEIGHTS}")}
         for component in sorted(there | self.manifest["networks"].keys()):
             self.weights(component).check_sizes()
+        super().check_whole([], others)
 
     def original(self, component: str, tensors: Reader) -> Reader:
         names, unused = self.manifest.get("names", {}).get(component, {}), self.folder(component) / UNUSED
@@ -277,7 +292,22 @@ def _is_of_texts(table: object) -> bool:
     return isinstance(table, dict) and all(isinstance(text, str) for text in table.values())
 
 
+def _check_small(folder: Path) -> None:
+    """Raises WanjaxError where a component's folder holds no files, or one that is empty or a link to nothing."""
+    files = _small_files(folder)
+    if lost := [path for path in files if not path.exists()]:
+        raise WanjaxError(no_file(lost[0]))
+    void = [path for path in files if path.suffix in (".json", ".model") and not path.stat().st_size]
+    if void or not files:
+        what = f"{void[0]} is empty" if void else f"{folder} holds no files"
+        raise WanjaxError(f"{what}: a complete copy of the checkpoint is needed")
+
+
+def _small_files(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.iterdir()) if _is_small(path)]
+
+
 def _is_small(path: Path) -> bool:
     """Tells whether a component's file is neither weights nor their index."""
     weights = {".safetensors", ".bin", ".pth", ".pt", ".ckpt", ".msgpack", ".h5", ".onnx"}
-    return path.is_file() and path.suffix not in weights and not path.name.endswith(".index.json")
+    return not path.is_dir() and path.suffix not in weights and not path.name.endswith(".index.json")

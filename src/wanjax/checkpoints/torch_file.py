@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from wanjax.checkpoints.files import HEADER_LIMIT, MAX_RANK, Spec
+from wanjax.checkpoints.files import HEADER_LIMIT, MAX_RANK, Spec, no_file
 from wanjax.errors import WanjaxError
 
 SUFFIXES = (".pth", ".pt", ".ckpt", ".bin")
@@ -118,7 +118,7 @@ class TorchFile:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         if not self.path.is_file():
-            raise WanjaxError(f"there is no file {self.path}")
+            raise WanjaxError(no_file(self.path))
         try:
             with _Bounded(self.path) as file, zipfile.ZipFile(file) as archive:
                 self._places = _places(_Archive(archive, file))

@@ -16,7 +16,7 @@ from wanjax.checkpoints.sources import Source
 from wanjax.cli.report import Report, print_table
 from wanjax.errors import WanjaxError
 from wanjax.figures import in_bytes
-from wanjax.registry import find, kinds
+from wanjax.registry import check_whole, find, kinds
 
 
 def convert(
@@ -42,6 +42,8 @@ def convert(
         raise WanjaxError(f"{source} is {preset.source} with a LoRA, merged when it is loaded: convert the former")
     if (lent := found.lent) and found.origin != found.name:
         report.note(f"{source} holds no {', '.join(lent)}: taken from {found.origin}")
+    if not found.check_room():
+        check_whole(found)
     if lora:
         found = AdaptedSource(found, [Lora.parse(text).named() for text in lora], kinds(), report.note)
     if to == "diffusers":

@@ -98,6 +98,9 @@ class TrainedSource(Source):
     def check_room(self) -> int:
         return self._source.check_room()
 
+    def check_whole(self, networks: Iterable[str], others: Iterable[str]) -> None:
+        self._source.check_whole(networks, others)
+
 
 def save_checkpoint(source: Source, trained: Mapping[str, tuple[Any, Network]], target: Path, kinds: Any) -> None:
     """Writes a checkpoint with trained networks in place of the source's; raises WanjaxError as `convert` does."""
