@@ -11,6 +11,7 @@ ELSEWHERE = ("model", "prompt", "negative_prompt", "dtype", "resize")  # given t
 HEAD = '''# SPDX-License-Identifier: Apache-2.0
 """The types of the settings that a call may give, written from `Settings` by `python -m tests.support.given`."""
 
+from collections.abc import Sequence
 from typing import TypedDict
 
 from wanjax.pipelines.caching.rules import CacheRule
@@ -31,7 +32,9 @@ def source() -> str:
 
 
 def _type(name: str) -> str:
-    return {"cache": "CacheRule | str", "seed": "int | str"}.get(name, schema(Settings)[name].kind.__name__)
+    return {"cache": "CacheRule | str", "seed": "int | str", "then": "str | Sequence[str]"}.get(
+        name, schema(Settings)[name].kind.__name__
+    )
 
 
 if __name__ == "__main__":

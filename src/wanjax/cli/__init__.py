@@ -143,6 +143,7 @@ def main(ctx: click.Context) -> None:
 @options.text
 @options.pictures
 @options.shape
+@options.windows
 @options.denoising
 @options.lora
 @options.attention
@@ -285,6 +286,7 @@ def decode(report: Report, **given: Any) -> None:
 @options.quoted
 @options.pictures
 @options.shape
+@options.windows
 @options.denoising
 @options.lora
 @options.attention
@@ -321,6 +323,7 @@ def plan(report: Report, model: str | None, model_option: str | None, **given: A
 @options.quoted
 @options.pictures
 @options.shape
+@options.windows
 @options.denoising
 @options.lora
 @options.attention

@@ -64,6 +64,7 @@ def _rounded(number: float) -> str:
 
 LEFT_OUT = ("height", "width", "frames", "fps", "guidance_scale", "guidance_scale_2")
 """Entries that are told together or with others."""
+WINDOWS = ("windows", "overlap", "then")
 FIRST = ("model", "prompt", "negative_prompt", "size", "frames", "steps", "guidance", "seed")
 FIRST_OF_A_MODEL = ("name", "about", "source", "licence", "task", "takes", "sizes", "parameters", "memory", "networks")
 
@@ -93,6 +94,8 @@ def _entries(record: Mapping[str, Any]) -> dict[str, str]:
         told.pop("strength", None)
     if not any(record.get(name) for name in PICTURES):
         told.pop("resize", None)
+    if record.get("windows", 1) == 1:
+        told = {name: value for name, value in told.items() if name not in WINDOWS}
     if {"height", "width"} <= record.keys() and "sizes" not in record:
         told["size"] = f"{record['width']}x{record['height']}"
     if "frames" in record:

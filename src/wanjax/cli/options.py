@@ -175,10 +175,17 @@ model_override = click.option(
 )
 
 
+def _joined(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> str | None:
+    """Returns the values of an option that may be given more than once as the setting's, None where there are none."""
+    return SETTINGS[str(parameter.name)].read(values) or None
+
+
 def setting(name: str) -> Decorator:
     """Returns the option of a setting."""
     known = SETTINGS[name]
     option = f"--{name.replace('_', '-')}"
+    if known.several:
+        return click.option(option, multiple=True, metavar=known.metavar, help=known.told, callback=_joined)
     if known.kind is bool:
         return click.option(f"{option}/--no-{option[2:]}", default=None, help=known.told)
     kind = Seed() if name == "seed" else click.Choice(known.choices) if known.choices else known.kind
@@ -247,6 +254,7 @@ shape = together(
     ),
     of_group("shape"),
 )
+windows = of_group("windows")
 denoising = together(
     of_group("denoising"),
     click.option(

@@ -67,7 +67,10 @@ def plan(
         click.echo(json.dumps(step.to_json(), indent=2)) if as_json else show_training(step, Console())
         return
     how |= {"batch_guidance": bool(given["batch_guidance"]), "tiling": Tiling() if given["tile"] else None}
-    how |= {"pictures": pictures, "offload": given["offload"] is not False}
+    how |= {
+        "pictures": pictures,
+        "offload": given["offload"] if settings.windows > 1 else given["offload"] is not False,
+    }
     with _priced(report) as tell:
         found = outlook(family, architecture, settings, chip, axes, **how, tell=tell)
     if as_json:

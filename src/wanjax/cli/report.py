@@ -34,6 +34,27 @@ STATUS = Path("/proc/self/status")  # Linux alone lets a process read and reset 
 CLEAR = Path("/proc/self/clear_refs")
 
 
+class Row:
+    """The time, the compiling and the peak memory of a stage, of all its turns in a video of windows."""
+
+    def __init__(self) -> None:
+        from wanjax.pipelines.progress import Compilations  # imported late for a quick --help
+
+        self.seconds, self.compilations, self.peaks = 0.0, Compilations(), (0, 0)
+
+    def add(self, stage: "Stage") -> None:
+        """Adds a turn that is over."""
+        self.seconds += stage.elapsed
+        self.compilations.join(stage.compilations)
+        self.peaks = tuple(
+            max(before, now or 0) for before, now in zip(self.peaks, (_host_peak(), _device_peak()), strict=True)
+        )
+
+    def told(self) -> tuple[str, ...]:
+        """Returns the row as texts."""
+        return duration(self.seconds), str(self.compilations), *(in_bytes(peak) if peak else "" for peak in self.peaks)
+
+
 class Report:
     """The report of one run: notes, the progress of its stages, the final table, and the command to resume it.
 
@@ -47,7 +68,7 @@ class Report:
         self.in_json = False
         self.owns_process = False
         self.seconds: dict[str, float] = {}
-        self._rows: list[tuple[str, ...]] = []
+        self._rows: dict[str, Row] = {}
         self._current: Stage | None = None
         self._stop = False
         self._muted = False
@@ -181,15 +202,16 @@ class Report:
                     yield
             finally:
                 self._current = None
-        self.seconds[name] = round(stage.elapsed, 3)
-        peaks = [in_bytes(peak) if peak else "" for peak in (_host_peak(), _device_peak())]
-        self._rows.append((name, duration(stage.elapsed), str(stage.compilations), *peaks))
+        row = self._rows.setdefault(name, Row())
+        row.add(stage)
+        self.seconds[name] = round(row.seconds, 3)
 
     def table(self) -> None:
         """Prints the time and the peak memory of each stage."""
         names = ("stage", "time", "compiling", "peak memory", "peak device memory")
-        used = [i for i in range(len(names)) if any(row[i] for row in self._rows)]  # CPUs report no device memory
-        rows = [[row[i] for i in used] for row in self._rows]
+        told = [(name, *row.told()) for name, row in self._rows.items()]
+        used = [i for i in range(len(names)) if any(row[i] for row in told)]  # CPUs report no device memory
+        rows = [[row[i] for i in used] for row in told]
         print_table(self.console, [names[i] for i in used], rows)
 
 

@@ -49,6 +49,7 @@ from wanjax.pipelines.resume import Keeping
 from wanjax.pipelines.run import Block, Hook, Run
 from wanjax.pipelines.settings import DRAW, Settings, schema
 from wanjax.pipelines.steps import Step, Switch
+from wanjax.pipelines.windows import Window
 from wanjax.programs import EXECUTE, Instance
 from wanjax.schedulers import name_of
 
@@ -97,7 +98,7 @@ def denoise(report: Report, *, folder: Path, noise: str | None, force: bool, **g
     """Runs the second stage, from the first stage's files and the options given now."""
     meet(report, given.get("processes"))
     check_free(folder, "denoise", force)
-    left = stage_files.load_settings(folder)
+    left = _left_in(folder)
     tensors = stage_files.load_encoded(folder, left)
     if given.get("follow") not in (None, left.get("follow")) and any(left.get(name) for name in Pictures._fields):
         raise WanjaxError(
@@ -120,7 +121,7 @@ def decode(report: Report, *, folder: Path, out: str | None, force: bool, **give
     meet(report, given.get("processes"))
     if out is None:
         check_free(folder, "decode", force)
-    left = stage_files.load_settings(folder)
+    left = _left_in(folder)
     latents = stage_files.load_latents(folder, left)
     video = Rendering(report, folder, given, left, out=out)
     video.check_channels(latents)
@@ -138,6 +139,15 @@ def check_free(folder: Path, command: str, force: bool) -> None:
     if taken and not force:
         other = "--out" if command == "decode" else "another --dir"
         raise WanjaxError(f"{folder} holds {WORK[taken[0]]}: {other} keeps it, --force replaces it")
+
+
+def _left_in(folder: Path) -> dict[str, Any]:
+    """Returns the settings that a stage before left; raises WanjaxError for a video of windows, which has no stages."""
+    left = stage_files.load_settings(folder)
+    if left.get("windows", 1) != 1:
+        told = f"{folder} has a video of {left['windows']} windows, each of which goes through all stages"
+        raise WanjaxError(f"{told}: `wanjax generate --from {folder} --dir {folder}` makes it")
+    return left
 
 
 class Rendering:
@@ -159,8 +169,11 @@ class Rendering:
         `offload` tells whether networks are freed after their stage, where no option does. Raises WanjaxError here for
         everything that can be wrong, before any slow work begins.
         """
-        self.offload = offload if given.get("offload") is None else given["offload"]
         chosen = _inherited(left or {}, given) | given_settings(**given)
+        offload = (
+            None if (chosen.get("windows") or 1) > 1 or chosen.get("then") else offload
+        )  # each network is used again
+        self.offload = offload if given.get("offload") is None else given["offload"]
         self.report = report
         self.tiling = given.get("tiling") or (Tiling() if given.get("tile") else None)
         self.remade: Mapping[str, Any] | None = given.get("remade")
@@ -222,7 +235,7 @@ class Rendering:
         """Returns the names of the run's files, after a check that they can be written."""
         video = out or str((folder or VIDEOS) / stage_files.VIDEO)
         if is_first():
-            videos.check_output(video, self.settings.frames)
+            videos.check_output(video, self.settings.length)
         if folder is None:
             return own_place(self.settings.prompt, self.settings.seed, out, reserve=is_first())
         if is_first():
@@ -306,7 +319,8 @@ class Rendering:
     def instances(self) -> list[Instance]:
         """Returns the programs that the run calls, traced; no weights are loaded."""
         told = {"tiling": self.tiling, "batch_guidance": self.batch_guidance}
-        return [one.instance for one in record(self.pipe, self.settings, self.pictures, **told).programs]
+        settings = replace(self.settings, windows=min(2, self.settings.windows))  # later windows are as the second
+        return [one.instance for one in record(self.pipe, settings, self.pictures, **told).programs]
 
     def tell_prompt(self) -> None:
         """Prints notes on the prompt, where the model does not know or read all of it."""
@@ -326,7 +340,7 @@ class Rendering:
         hooks: list[Hook] = [Profiling(self)] if self.profile else []
         if not self.pipe.architecture.streams:
             hooks.append(Keeping(self.folder / stage_files.STATE, self.pipe.partitioner, self._resumed))
-        return self.run(*hooks, Saving(self))
+        return self.run(*hooks, Saving(self) if self.settings.windows == 1 else SavingWindows(self))
 
     def ready_previews(self) -> None:
         """Makes ready what makes previews, if they are asked for."""
@@ -339,7 +353,7 @@ class Rendering:
 
     def decoded(self, run: Run, frames: Iterator[Any]) -> Path:
         """Writes the video from its frames, which are decoded as they are asked for; returns its path."""
-        with run.stage("decode"):
+        with run.finishing(run.orders[0]):
             written = self.write(np.asarray(chunk) for chunk in frames)
         self.report.way_on = None
         return written
@@ -448,6 +462,25 @@ class Saving(Hook):
         if is_first():
             (made.folder / stage_files.STATE).unlink(missing_ok=True)
         made.report.kept(f"the latents are in {file}", made.command("decode"))
+
+
+class SavingWindows(Hook):
+    """Tells of each window, which `Keeping` keeps, and how to go on from those that are finished."""
+
+    def __init__(self, rendering: Rendering):
+        self.rendering = rendering
+        self._told = ""
+
+    def window(self, window: Window) -> None:
+        self._told = f"window {window.number + 1} of {window.count}"
+        self.rendering.report.note(f"{self._told}: {window.settings.prompt}")
+
+    def denoised(self, latents: Any, block: Block) -> None:
+        made, folder = self.rendering, str(self.rendering.folder)
+        if is_first():
+            stage_files.save_settings(made.folder, made.record)
+        way_on = ["wanjax", "generate", "--from", folder, "--dir", folder, "--out", made.place.video]
+        made.report.kept(f"{self._told} is kept in {folder}", shlex.join(way_on))
 
 
 class Profiling(Hook):

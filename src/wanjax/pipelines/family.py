@@ -34,6 +34,7 @@ from wanjax.pipelines.sampler import Denoiser, Ends, Held, Inputs
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Segment
 from wanjax.pipelines.text.tokenizer import Truncation
+from wanjax.pipelines.windows import CONTROL, PICTURE, check_windows
 from wanjax.programs import Program, Strategy, Value
 from wanjax.schedulers import Scheduler
 from wanjax.sharding import Partitioner, choose_axes, platform
@@ -165,6 +166,13 @@ class Architecture(ABC):
         """The pictures that the model can use, by name."""
         return self.needs
 
+    @property
+    def continued_by(self) -> str | None:
+        """What a window takes of the one before: a frame as `image`, frames in a masked `video`, or nothing."""
+        if self.streams or set(self.needs) - {PICTURE}:
+            return None
+        return CONTROL if "mask" in self.takes else PICTURE if PICTURE in self.takes else None
+
     def least_bytes(self, settings: Settings) -> int:
         """Returns bytes that a step holds at once, whatever its kernels are, beside the weights.
 
@@ -203,6 +211,7 @@ class Architecture(ABC):
     def check_settings(self, settings: Settings) -> None:
         """Raises WanjaxError where the model makes no video of these settings."""
         settings.check(spatial=self.grid, temporal=self.vae.temporal_factor)
+        check_windows(settings, self.continued_by)
 
     def check_pictures(self, pictures: Pictures, settings: Settings) -> None:
         """Raises WanjaxError unless the model takes these pictures and needs no others."""

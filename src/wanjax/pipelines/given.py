@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The types of the settings that a call may give, written from `Settings` by `python -m tests.support.given`."""
 
+from collections.abc import Sequence
 from typing import TypedDict
 
 from wanjax.pipelines.caching.rules import CacheRule
@@ -13,6 +14,9 @@ class GivenSettings(TypedDict, total=False):
     height: int | None
     width: int | None
     frames: int | None
+    windows: int | None
+    overlap: int | None
+    then: str | Sequence[str] | None
     fps: int | None
     steps: int | None
     guidance_scale: float | None

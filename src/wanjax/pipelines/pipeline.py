@@ -68,6 +68,7 @@ from wanjax.pipelines.seeds import checked_seed, told_seeds, words_of
 from wanjax.pipelines.settings import Settings, no_setting, schema, sides
 from wanjax.pipelines.steps import Step, Switch
 from wanjax.pipelines.text.tokenizer import Truncation
+from wanjax.pipelines.windows import CONTROL, check_alone
 from wanjax.programs import EXECUTE, Program, Site, Strategy, Value
 from wanjax.schedulers import Scheduler, name_of, successor
 from wanjax.sharding import Partitioner, one_device
@@ -205,7 +206,7 @@ class Pipeline:
     def _made(self, run: Run) -> Iterator[Video]:
         """Yields the videos of a run."""
         for order, frames in run:
-            with run.stage("decode"):
+            with run.finishing(order):
                 made = np.concatenate([np.asarray(chunk) for chunk in frames])
             yield Video(made, order.settings.fps, order.record)
 
@@ -234,7 +235,7 @@ class Pipeline:
             video=video,
             mask=mask,
             references=references,
-            frames=asked.frames,
+            frames=self._clip_frames(asked),
             fps=asked.fps,
             controls=not self.architecture.begins_from_video,
         )
@@ -243,6 +244,10 @@ class Pipeline:
         complete = asked.updated(self._shape_of(pictures, asked, settings))
         self.check_memory(complete)
         return pictures, complete
+
+    def _clip_frames(self, asked: Settings) -> int:
+        """Returns the frames that are of use of a clip: a control clip is that of all windows, another of the first."""
+        return asked.length if self.architecture.continued_by == CONTROL else asked.frames
 
     def check_memory(self, settings: Settings) -> None:
         """Raises WanjaxError where a video cannot fit into the memory that there is; does nothing in a plan."""
@@ -263,9 +268,10 @@ class Pipeline:
             shape |= dict(
                 zip(("height", "width"), self.architecture.size_for(pictures.first.shape, asked), strict=True)
             )
-        if pictures.video is not None and (count := len(pictures.video)) < asked.frames:
-            if given.get("frames"):
-                raise WanjaxError(f"the video has {count} frames where {asked.frames} are asked for: fewer would do")
+        needed = self._clip_frames(asked)
+        if pictures.video is not None and (count := len(pictures.video)) < needed:
+            if given.get("frames") or needed > asked.frames:
+                raise WanjaxError(f"the video has {count} frames where {needed} are asked for: fewer would do")
             factor = self.architecture.vae.temporal_factor
             shape["frames"] = (count - 1) // factor * factor + 1
             if shape["frames"] == 1:
@@ -283,6 +289,10 @@ class Pipeline:
         at random. The model and the dtype are those that were loaded.
         """
         settings = dict(self.architecture.implied(settings))
+        if settings.get("then"):
+            settings["then"] = schema(Settings)["then"].read(settings["then"])
+            if settings.get("windows") is None:
+                settings["windows"] = 1 + len(settings["then"].splitlines())
         if size is not None:
             settings |= self._sides(size, settings)
         own, known = self.defaults.to_json(), schema(type(self.defaults))
@@ -315,6 +325,7 @@ class Pipeline:
         the frames have to be those of the video.
         """
         pictures, chosen = self.prepare(prompt=prompt, negative_prompt=negative_prompt, **given)
+        check_alone(chosen, "encode")
         run = Run(self, [Order(chosen, {})], pictures, tiling=tiling, hooks=self._looking(None))
         return run.encode()[chosen.prompt]
 
@@ -339,6 +350,7 @@ class Pipeline:
 
     def draws(self, settings: Settings, references: int = 0) -> Mapping[str, tuple[int, ...]]:
         """Returns the shapes of the random arrays that can be given for a video, by name."""
+        check_alone(settings, "given noise")
         return self.architecture.draws(settings, references)
 
     def noise(self, settings: Settings, references: int = 0) -> Latents:
@@ -394,6 +406,7 @@ class Pipeline:
         if made and not given.keys() & {"size", "height", "width"}:
             given["size"] = tuple(self.architecture.vae.spatial_factor * cells for cells in made[0].shape[3:])
         chosen = self.settings(**given)
+        check_alone(chosen, "denoise")
         self.architecture.check_encoded(encoded, chosen)
         self._check_strength(chosen, getattr(encoded, "video_latents", None))
         return chosen

@@ -40,6 +40,12 @@ class Compilations:
             self.compiled += 1
             self.seconds += made.seconds
 
+    def join(self, others: "Compilations") -> None:
+        """Counts others too."""
+        self.compiled += others.compiled
+        self.cached += others.cached
+        self.seconds += others.seconds
+
     def __str__(self) -> str:
         if self.compiled:
             return duration(self.seconds)

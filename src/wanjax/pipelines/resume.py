@@ -18,6 +18,7 @@ from wanjax.errors import WanjaxError
 from wanjax.pipelines.run import Begun, Hook
 from wanjax.pipelines.sampler import State
 from wanjax.pipelines.steps import Step
+from wanjax.pipelines.windows import Window
 from wanjax.sharding import Partitioner, placed_everywhere
 
 SHARE = 0.02  # the share of a run's time that writing the state may take
@@ -31,9 +32,15 @@ class Keeping(Hook):
 
     def __init__(self, file: str | Path, partitioner: Partitioner, told: Callable[[int, int], Any] | None = None):
         self.file, self.partitioner, self.told = Path(file), partitioner, told
+        self._of_all, self._finished = self.file, False  # whether the state after the last step is kept too
         self.origin = ""
         self._last = perf_counter()
         self._cost = 0.0
+
+    def window(self, window: Window) -> None:
+        """Takes a file for each window, and keeps those that are finished, from which the next ones go on."""
+        self.file = self._of_all.with_stem(f"{self._of_all.stem}_{window.number + 1}")
+        self._finished = True
 
     def resumed(self, begun: Begun) -> tuple[State, int] | None:
         self.origin = digest(begun.facts, begun.arrays)
@@ -53,7 +60,8 @@ class Keeping(Hook):
         return State(arrays["x"], solver, None if begins else kept), steps
 
     def stepped(self, step: Step) -> None:
-        if perf_counter() - self._last >= self._cost / SHARE:
+        over = self._finished and step.index + 1 == step.total
+        if over or perf_counter() - self._last >= self._cost / SHARE:
             self.stopped(step)
 
     def stopped(self, step: Step) -> None:

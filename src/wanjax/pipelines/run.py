@@ -7,7 +7,7 @@
 What is done with a program is the pipeline's strategy's matter: a run that is executed makes videos, and one that is
 recorded makes the same calls and nothing else. Hooks see what happens beside it: progress, saving, previews, a wish to
 stop. A video that is made block by block is a run of several blocks, each from what is kept of those before; its frames
-come while it is made.
+come while it is made. So do those of a video of windows, each of which goes through the three stages.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,6 +34,7 @@ from wanjax.pipelines.sampler import Beginning, Given, State, begin, finish, tak
 from wanjax.pipelines.seeds import words_of
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Cancelled, InFlight, Segment, Step, Switch, at_step, left_of
+from wanjax.pipelines.windows import Window, faded, pictures_of, windows_of
 from wanjax.schedulers import one_step
 
 
@@ -55,6 +56,9 @@ class Hook:
 
     def count(self, unit: str, done: int, total: int) -> None:
         """Receives how many units of a stage, such as steps, the device has done."""
+
+    def window(self, window: Window) -> None:
+        """Receives a window of a video of several, before it is made."""
 
     def encoded(self, encoded: Encoded) -> None:
         """Receives the output of the first stage."""
@@ -116,6 +120,11 @@ class Run:
         if not self.orders:
             return
         shared = self.orders[0].settings
+        if shared.windows > 1:
+            texts: dict[str, Encoded] = {}
+            for order in self.orders:
+                yield order, self._windows(order.settings, texts)
+            return
         encoded = self.encode()
         size = many.together(self.pipe.partitioner, shared.guided) if len(self.orders) > 1 else 1
         for batch, own in many.batches(self.orders, size):
@@ -142,18 +151,52 @@ class Run:
 
     def encode(self) -> dict[str, Encoded]:
         """Encodes each prompt once, and the pictures, which all videos share; returns the outputs by prompt."""
-        pipe, architecture, shared = self.pipe, self.pipe.architecture, self.orders[0].settings
-        with self.stage("encode"), pipe.strategy.stage("encode"):
-            prompts = {order.settings.prompt: order.settings for order in self.orders}
-            texts = {prompt: architecture.encode_prompts(pipe, settings) for prompt, settings in prompts.items()}
-            pipe.components.finish_stage(texts)
-            seen = architecture.encode_pictures(pipe, self.pictures, shared, tiling=self.tiling)
-            pipe.components.finish_stage(seen)
+        with self.stage("encode"), self.pipe.strategy.stage("encode"):
+            texts = self._texts()
+            seen = self._seen(self.pictures, self.orders[0].settings)
         encoded = {prompt: text._replace(**seen) for prompt, text in texts.items()}
         for one in encoded.values():
             for hook in self.hooks:
                 hook.encoded(one)
         return encoded
+
+    def _texts(self) -> dict[str, Encoded]:
+        """Encodes each prompt once, without pictures; returns the outputs by prompt."""
+        pipe, windows = self.pipe, [window for order in self.orders for window in windows_of(order.settings)]
+        prompts = {alone.prompt: alone for _, _, alone in windows}
+        texts = {prompt: pipe.architecture.encode_prompts(pipe, alone) for prompt, alone in prompts.items()}
+        return pipe.components.finish_stage(texts)
+
+    def _seen(self, pictures: Pictures, settings: Settings) -> Mapping[str, Any]:
+        """Encodes pictures; returns fields of the output of the first stage."""
+        pipe = self.pipe
+        seen = pipe.architecture.encode_pictures(pipe, pictures, settings, tiling=self.tiling)
+        return pipe.components.finish_stage(seen)
+
+    def _windows(self, settings: Settings, texts: dict[str, Encoded]) -> Iterator[Any]:
+        """Yields the frames of a video of windows, those of each once it is made; `texts` are encoded by the first."""
+        pipe, before = self.pipe, None
+        for window in windows_of(settings):
+            for hook in self.hooks:
+                hook.window(window)
+            alone = window.settings
+            pictures = pictures_of(window, self.pictures, before, pipe.architecture.continued_by)
+            with self.stage("encode"), pipe.strategy.stage("encode"):
+                texts.update({} if texts else self._texts())
+                encoded = texts[alone.prompt]._replace(**self._seen(pictures, alone))
+            with self.stage("denoise"):
+                pieces = list(self.latents(encoded, alone, [alone.seed]))
+            with self.stage("decode"):
+                chunks = [pipe.strategy.read(x, np.zeros(x.shape, np.uint8)) for x in self.frames(pieces)]
+            frames = np.concatenate(chunks)
+            if before is not None:
+                frames = np.concatenate([before, faded(before, frames[len(before) :])])
+            yield frames[0 if before is None else len(before) :]
+            before = frames[-alone.overlap :]
+
+    def finishing(self, order: Order) -> AbstractContextManager[None]:
+        """Surrounds the use of a video's frames, by their decoding; windows have their stages in turn."""
+        return nullcontext() if order.settings.windows > 1 else self.stage("decode")
 
     def latents(self, encoded: Encoded, settings: Settings, seeds: Sequence[int]) -> Iterator[Any]:
         """Yields the latents of videos that are made together, one for each seed: each block as soon as it is made."""

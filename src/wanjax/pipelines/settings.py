@@ -42,8 +42,8 @@ class Setting(NamedTuple):
     """A setting: its type, its help, and the values that it may have.
 
     `group` names the options beside which the command line shows it; None hides it there. `usual` is a value that a
-    message names as right. `aliases` are its names elsewhere. `made` makes the value of a text, where that is neither a
-    text nor a number.
+    message names as right. `several` tells that a command takes it more than once. `aliases` are its names elsewhere.
+    `made` makes the value of a text, where that is neither a text nor a number, or of several texts.
     """
 
     name: str
@@ -56,6 +56,7 @@ class Setting(NamedTuple):
     most: float = math.inf
     choices: tuple[str, ...] = ()
     usual: Any = None
+    several: bool = False
     aliases: tuple[str, ...] = ()
     made: Callable[[Any], Any] | None = None
 
@@ -122,6 +123,15 @@ def _cache(given: Any) -> "CacheRule":
     return cache_rule(given)
 
 
+def read_lines(given: Any) -> str:
+    """Returns texts, a list of them or the lines of one, as the lines of one text; raises WanjaxError for others."""
+    texts = given if isinstance(given, list | tuple) else [given]
+    if not all(map(is_text, texts)):
+        raise WanjaxError(f"later prompts are given as {shown(given)} where a text, or a list of texts, is right")
+    lines = texts[0].splitlines() if len(texts) == 1 else [" ".join(text.splitlines()) for text in texts]
+    return "\n".join(line.strip() for line in lines if line.strip())
+
+
 def read_seed(given: Any) -> int:
     """Returns a seed, DRAW for "random" or -1, which ask for one that is drawn; raises WanjaxError for others."""
     number = DRAW if isinstance(given, str) and given == "random" else whole(given)
@@ -149,6 +159,19 @@ class Settings:
     frames: int = setting(
         "Number of frames.", group="shape", metavar="4n+1", most=100_000, aliases=("num_frames", "frame_num")
     )
+    windows: int = setting(
+        "Make a longer video of N windows, each of --frames frames and begun from the last ones of that before, for "
+        "models that take a first picture or a control clip. Window n has the seed --seed + n - 1.",
+        default=1, group="windows", metavar="N", least=1, most=1000,
+    )  # fmt: skip
+    overlap: int = setting(
+        "Frames that a window is given of the one before: 1 as its first picture, more for a control clip.",
+        default=1, group="windows", metavar="N", least=1,
+    )  # fmt: skip
+    then: str = setting(
+        "What the next window shows, where not the same; given again, or a line each, for later ones.",
+        default="", made=read_lines, several=True, group="windows", metavar="TEXT",
+    )  # fmt: skip
     fps: int = setting("Frames a second.", group="denoising", metavar="N", least=1, aliases=("frame_rate",))
     steps: int = setting(
         "Denoising steps.",
@@ -216,6 +239,17 @@ class Settings:
         return self.height, self.width
 
     @property
+    def length(self) -> int:
+        """The frames of the whole video, of all its windows."""
+        return length_of(self.frames, self.windows, self.overlap)
+
+    @property
+    def prompts(self) -> list[str]:
+        """The prompt of each window."""
+        told = [self.prompt, *self.then.splitlines()]
+        return [told[min(number, len(told) - 1)] for number in range(self.windows)]
+
+    @property
     def guidance_scales(self) -> tuple[float, ...]:
         """The guidance scales that occur in a video's steps."""
         return tuple(scale for scale in (self.guidance_scale, self.guidance_scale_2) if scale is not None)
@@ -254,6 +288,11 @@ class Settings:
             least = math.ceil(1000 / self.steps) / 1000
             raise WanjaxError(f"a strength of {self.strength} takes none of {self.steps} steps: {least} takes one")
         return steps
+
+
+def length_of(frames: int, windows: int = 1, overlap: int = 1) -> int:
+    """Returns the frames of a video of windows of so many frames; a later one adds those after its overlap."""
+    return frames + (windows - 1) * (frames - overlap)
 
 
 @cache

@@ -129,7 +129,7 @@ def _read(known: Setting, given: Any) -> Any:
 
 
 def _check_text(name: str, value: Any, limits: Limits) -> None:
-    most = limits.prompt if name in ("prompt", "negative_prompt") else LONGEST_TEXT
+    most = limits.prompt if name in ("prompt", "negative_prompt", "then") else LONGEST_TEXT
     if isinstance(value, str) and len(value) > most:
         told = f"the {name.replace('_', ' ')} has {len(value)} characters where {most} are allowed at most"
         raise SettingError(told, name)

@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 from wanjax.checkpoints.files import check_folder
 from wanjax.checkpoints.holding import Hold
 from wanjax.errors import WanjaxError
-from wanjax.pipelines.settings import Settings, schema
+from wanjax.pipelines.settings import Settings, length_of, schema
 from wanjax.serve.faults import StorageError, is_full, storing
 
 QUEUED: Literal["queued"] = "queued"
@@ -102,7 +102,7 @@ class Job:
             "expires_at": None,
             "prompt": made["prompt"],
             "size": f"{made['width']}x{made['height']}",
-            "seconds": f"{made['frames'] / made['fps']:g}",
+            "seconds": f"{length_of(made['frames'], made.get('windows', 1), made.get('overlap', 1)) / made['fps']:g}",
             "error": self.error,
             "remixed_from_video_id": None,
             "settings": made,

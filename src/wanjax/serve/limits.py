@@ -36,7 +36,7 @@ class Limits:
     def check(self, settings: Settings) -> None:
         """Raises WanjaxError where a video is larger than allowed."""
         if (pixels := pixels_of(settings)) > self.pixels:
-            shape = f"{settings.width}x{settings.height} and {settings.frames} frames"
+            shape = f"{settings.width}x{settings.height} and {settings.length} frames"
             raise WanjaxError(f"{shape} are {pixels:,} pixels where this server makes {self.pixels:,} at most")
         for name in ("steps", "fps"):
             if (value := getattr(settings, name)) > (most := getattr(self, name)):
@@ -48,4 +48,4 @@ class Limits:
 
 def pixels_of(settings: Settings) -> int:
     """Returns the pixels of all frames of a video."""
-    return settings.height * settings.width * settings.frames
+    return settings.height * settings.width * settings.length

@@ -17,6 +17,7 @@ from wanjax.pipelines.caching.rules import RULES, check_apart
 from wanjax.pipelines.family import Architecture
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import DRAW, PICTURES, Setting, Settings, schema
+from wanjax.pipelines.windows import CONTROL
 from wanjax.schedulers import NAMED, name_of, successor
 
 LOADED = ("model", "dtype")  # settings that are the server's
@@ -52,6 +53,10 @@ def described(pipe: Pipeline) -> dict[str, dict[str, Any]]:
     useless: set[str] = set() if architecture.takes else {"resize"}
     if "video" not in architecture.takes or not architecture.begins_from_video:
         useless.add("strength")
+    if architecture.continued_by is None:
+        useless |= {"windows", "then"}
+    if architecture.continued_by != CONTROL:
+        useless.add("overlap")
     choices = {"follow": _ways(pipe), "sigmas": _levels(architecture, pipe.defaults), "cache": _caches(pipe)}
     useless |= {name for name, some in choices.items() if len(some) < 2}
     found = {}
@@ -71,6 +76,7 @@ def _in_words(known: Setting) -> dict[str, Any]:
     words: dict[str, Any] = {"type": TYPES[known.kind], "description": known.told}
     bounds = {"minimum": known.least, "exclusiveMinimum": known.above, "maximum": known.most}
     words |= {name: bound for name, bound in bounds.items() if math.isfinite(bound)}
+    words |= {"several": True} if known.several else {}  # a list of texts, or the lines of one
     return words | ({"enum": list(known.choices)} if known.choices else {})
 
 

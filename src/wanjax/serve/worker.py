@@ -5,6 +5,7 @@ import logging
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from time import perf_counter
@@ -26,6 +27,7 @@ from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.pipelines.run import Hook, Run
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Cancelled, Step
+from wanjax.pipelines.windows import Window
 from wanjax.programs import EXECUTE
 from wanjax.serve import offer
 from wanjax.serve.board import Board
@@ -118,6 +120,7 @@ class Worker:
     def _video(self, job: Job) -> None:
         strengths = self.variants.strengths(job.lora)
         pipe = offer.with_scheduler(self.variants.take(job.settings["model"], strengths), job.scheduler)
+        job.seconds = {}
         files, place = self.board.shelf.files(job), self.board.shelf.place(job.id)
         settings: Any = {name: value for name, value in job.settings.items() if value is not None}
         pictures, chosen = pipe.prepare(**files, **settings)
@@ -127,14 +130,14 @@ class Worker:
         hook = Advancing(self, job)
         if (shape := self._shape(job, chosen)) not in self._shapes:
             with hook.stage("compile"):
-                needed = record(pipe, chosen, pictures, **options).programs
+                needed = record(pipe, replace(chosen, windows=min(2, chosen.windows)), pictures, **options).programs
                 EXECUTE.compile(*(one.instance for one in needed), begun=hook.compiling)
             self._shapes.add(shape)
         asked = Order(chosen, pipe.record(chosen, files, **options))
-        try_output(place / VIDEO, chosen.frames, chosen.size, chosen.fps, asked.record)
+        try_output(place / VIDEO, chosen.length, chosen.size, chosen.fps, asked.record)
         for order, frames in (run := Run(pipe, [asked], pictures, hooks=[hook], **options)):
-            with run.stage("decode"):
-                clips = with_thumbnail((np.asarray(x) for x in frames), chosen.frames, place / THUMBNAIL)
+            with run.finishing(order):
+                clips = with_thumbnail((np.asarray(x) for x in frames), chosen.length, place / THUMBNAIL)
                 write_video(place / VIDEO, clips, chosen.fps, order.record)
 
     def stopped(self, job: Job) -> bool:
@@ -146,7 +149,7 @@ class Worker:
 
         Before one of too many shapes all programs are dropped, so that memory does not grow.
         """
-        made = chosen.model, chosen.size, chosen.frames, chosen.guided, chosen.cache, chosen.follow
+        made = chosen.model, chosen.size, chosen.frames, chosen.windows > 1, chosen.guided, chosen.cache, chosen.follow
         shape = *made, job.scheduler, tuple(job.files)
         if shape not in self._shapes and len(self._shapes) >= SHAPES:
             self._shapes.clear()
@@ -172,26 +175,34 @@ class Advancing(Hook):
     def __init__(self, worker: Worker, job: Job):
         self.worker, self.job, self.board = worker, job, worker.board
         self.previews = Previews(self.board.shelf.place(job.id) / PREVIEW, on=Console(quiet=True))
+        self._number, self._windows = 0, 1
+
+    def window(self, window: Window) -> None:
+        self._number, self._windows = window.number, window.count
+
+    def _advance(self, percent: int, **told: Any) -> None:
+        """Notes how much of a window is done, in percent, as its part of the whole."""
+        self.board.advance(self.job, (100 * self._number + percent) // self._windows, **told)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Notes that a stage is under way, and its seconds at its end; raises Cancelled before one."""
         if self.worker.stopped(self.job):
             raise Cancelled(0)
-        self.board.advance(self.job, PERCENT[name][0], stage=name, done=0, total=0)
+        self._advance(PERCENT[name][0], stage=name, done=0, total=0)
         start = perf_counter()
         try:
             yield
         finally:
             seconds = perf_counter() - start
             self.worker.seconds[name] = self.worker.seconds.get(name, 0.0) + seconds
-            self.job.seconds[name] = round(seconds, 3)
+            self.job.seconds[name] = round(self.job.seconds.get(name, 0.0) + seconds, 3)
 
     def compiling(self, number: int, total: int) -> None:
         """Notes which program is compiled now; raises Cancelled before one."""
         if self.worker.stopped(self.job):
             raise Cancelled(0)
-        self.board.advance(self.job, 0, done=number, total=total)
+        self._advance(0, done=number, total=total)
 
     def stepped(self, step: Step) -> bool:
         if self.worker.preview:
@@ -201,7 +212,7 @@ class Advancing(Hook):
             self.job.preview = self.previews.shown
         done, (start, end) = step.index + 1, PERCENT["denoise"]
         progress = start + (end - start) * step.index // step.total  # this step may be under way
-        self.board.advance(self.job, progress, done=done, total=step.total)
+        self._advance(progress, done=done, total=step.total)
         return done == step.total or not self.worker.stopped(self.job)
 
     def count(self, unit: str, done: int, total: int) -> None:
@@ -210,7 +221,7 @@ class Advancing(Hook):
         if self.worker.stopped(self.job):
             raise Cancelled(self.job.done)
         start, end = PERCENT["decode"]
-        self.board.advance(self.job, start + (end - start) * done // total, done=done, total=total)
+        self._advance(start + (end - start) * done // total, done=done, total=total)
 
 
 def warm_up(

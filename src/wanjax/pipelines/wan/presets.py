@@ -71,6 +71,7 @@ VACE_SMALL = replace(VACE, transformer=VACE_1_3B)
 T2V_EXPERTS = replace(T2V, experts=True)
 I2V_EXPERTS = replace(T2V_EXPERTS, transformer=I2V_A14B, task=IMAGE_TO_VIDEO)
 TI2V = replace(T2V, transformer=TI2V_5B, vae=VAE_2_2, task=FIRST_FRAME_TO_VIDEO)
+OVERLAP = 5  # frames, two latent ones, by which a window of a controlled video goes on from another: our own choice
 HD: dict[str, Any] = {"height": 720, "width": 1280}
 SD: dict[str, Any] = {"height": 480, "width": 832}
 BOTH: dict[str, Any] = HD | {"sizes": ((480, 832),)}
@@ -155,6 +156,7 @@ PUBLISHED = (
         VACE_SMALL,
         2_153_972_032,
         flow_shift=16.0,
+        overlap=OVERLAP,
     ),
     _preset(
         "wan2.1-vace-14b",
@@ -163,6 +165,7 @@ PUBLISHED = (
         VACE,
         17_337_592_896,
         flow_shift=16.0,
+        overlap=OVERLAP,
         **BOTH,
     ),
     _preset(

@@ -47,16 +47,17 @@ function made(tag, more = {}) {
 function field(name, known) {
   const label = made("label", { textContent: words(name), className: name === "negative_prompt" ? "wide" : "" });
   const choices = known.enum ?? (known.type === "boolean" ? ["true", "false"] : null);
-  const input = made(choices ? "select" : "input", { name });
+  const input = made(choices ? "select" : known.several ? "textarea" : "input", { name });
   label.append(input);
   if (choices) {
     for (const choice of choices) input.add(new Option(choice));
     input.value = String(known.default);
   } else {
     const numeric = known.type !== "string";
+    const type = numeric ? "number" : "text";
     const step = name === "frames" ? model.frames_step : known.type === "integer" ? 1 : "any";
     const min = name === "frames" ? 1 : known.minimum ?? "";
-    Object.assign(input, { type: numeric ? "number" : "text", placeholder: String(known.default) });
+    Object.assign(input, { placeholder: String(known.default) }, known.several ? { rows: 2 } : { type });
     if (numeric) Object.assign(input, { step, min, max: known.maximum ?? "" });
   }
   if (known.examples) {

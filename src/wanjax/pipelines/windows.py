@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A long video of windows. Each is a video of the model's own length, which begins from the last frames of that before.
+
+    for each window:
+        encode the last frames of the window before, as its first picture or as the known part of a control clip
+        denoise and decode it, by its own prompt and seed
+        deliver the frames after those that it was given, the seam faded
+
+Frames join the windows, and not latents: the autoencoders are causal, so a window's first latent frame is that of a
+picture. What an autoencoder loses is a faint jump of the whole frame at each seam, which `faded` spreads.
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import UInt8
+
+from wanjax.errors import SettingError
+from wanjax.media.pictures import Clip, Pictures, fit
+from wanjax.pipelines.settings import SEED_BITS, Settings
+
+PICTURE, CONTROL = "image", "video"  # what a window is given of the one before
+GREY = 127  # the colour of unknown frames
+FADING = 4  # frames of a window in which what is left of the seam before it fades
+NO_MOTION = 16.0  # of 255: differences much larger than this are motion
+
+
+class Window(NamedTuple):
+    """A window: its number from 0, of how many, and its settings, as those of a video that it is alone."""
+
+    number: int
+    count: int
+    settings: Settings
+
+    @property
+    def last(self) -> bool:
+        return self.number + 1 == self.count
+
+
+def windows_of(settings: Settings) -> list[Window]:
+    """Returns the windows of a video, each with its prompt, and with a seed of its own so that no noise is repeated."""
+    alone = replace(settings, windows=1, then="")
+    return [
+        Window(number, settings.windows, replace(alone, prompt=prompt, seed=(settings.seed + number) % 2**SEED_BITS))
+        for number, prompt in enumerate(settings.prompts)
+    ]
+
+
+def check_windows(settings: Settings, by: str | None) -> None:
+    """Raises WanjaxError where a model makes no video of these windows; `by` is `Architecture.continued_by`."""
+    if (told := 1 + len(settings.then.splitlines())) > settings.windows:
+        few = f"{told} prompts are given for {settings.windows} window{'s' * (settings.windows > 1)}"
+        raise SettingError(f"{few}: as many windows, or more, would do", "windows")
+    if settings.windows == 1:
+        return
+    if by is None:
+        why = f"{settings.model} makes no windows that go on from each other"
+        raise SettingError(f"{why}: a model that takes a first picture alone, or a control clip, does", "windows")
+    if settings.overlap > 1 and by == PICTURE:
+        why = f"{settings.model} goes on from one picture, and an overlap of {settings.overlap} frames is given"
+        raise SettingError(f"{why}: 1 is right", "overlap")
+    if settings.overlap >= settings.frames:
+        why = f"windows of {settings.frames} frame{'s' * (settings.frames > 1)} that overlap by {settings.overlap}"
+        raise SettingError(f"{why} add nothing: more frames, or a smaller overlap, would do", "overlap")
+
+
+def check_alone(settings: Settings, what: str) -> None:
+    """Raises WanjaxError where a stage alone is asked for a video of windows, which go through all of them in turn."""
+    if settings.windows > 1:
+        raise SettingError(
+            f"{what} is for one window, and {settings.windows} are asked for: a video of windows is made as a whole",
+            "windows",
+        )
+
+
+def pictures_of(window: Window, given: Pictures, before: Clip | None, by: str | None) -> Pictures:
+    """Returns the pictures of a window, from those of the whole video and the last frames of the window before.
+
+    A last picture is the last window's. Each window has its part of a control clip and its mask.
+    """
+    given = given if window.last else given._replace(last_image=None)
+    if before is None:
+        return given
+    if by == PICTURE:
+        return given._replace(image=before[-1], video=None)
+    settings, known = window.settings, len(before)
+    start = window.number * (settings.frames - known)
+
+    def part(clip: Clip | None, otherwise: int) -> np.ndarray:
+        if clip is None:
+            return np.full((settings.frames, *settings.size, 3), otherwise, np.uint8)
+        span = clip[start : start + settings.frames]
+        return np.stack([fit(frame, settings.size, settings.resize) for frame in span])
+
+    clip, mask = part(given.video, GREY), part(given.mask, 255)
+    clip[:known], mask[:known] = before, 0
+    return given._replace(video=clip, mask=mask)
+
+
+def faded(before: UInt8[np.ndarray, "_T H W 3"], frames: Clip) -> Clip:
+    """Returns a window's new frames, among whose first the jump from the frame before them is spread.
+
+    Differences that are small beside `NO_MOTION` count whole, and those that are large not at all: motion leaves no
+    ghost.
+    """
+    jump = before[-1].astype(np.float32) - frames[0]
+    jump *= np.exp(-np.square(jump / np.float32(NO_MOTION)))
+    frames = frames.copy()
+    for number, frame in enumerate(frames[:FADING], 1):
+        left = np.float32(1 - number / (FADING + 1))
+        frame[...] = np.clip(np.rint(frame + left * jump), 0, 255)
+    return frames

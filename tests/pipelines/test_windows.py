@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A long video of windows, each of which goes on from the last frames of the one before."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import wanjax
+from tests.support.commands import succeeded
+from tests.support.commands import wanjax as run
+from tests.support.recorded import times
+from tests.support.tiny import (
+    tiny_causal_checkpoint,
+    tiny_checkpoint,
+    tiny_control_checkpoint,
+    tiny_hunyuan_checkpoint,
+    tiny_image_checkpoint,
+)
+from tests.support.words import naming
+from wanjax.errors import WanjaxError
+from wanjax.pipelines.settings import length_of
+from wanjax.pipelines.windows import FADING, faded
+from wanjax.registry import presets
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples" / "nano"))
+from reading import read
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
+
+RANDOM = np.random.default_rng(0)
+PICTURE = RANDOM.integers(0, 256, (32, 32, 3), dtype=np.uint8)
+SMALL = {"frames": 5, "height": 32, "width": 32, "steps": 2}
+
+
+@pytest.fixture(scope="module")
+def pictured(tmp_path_factory):
+    return tiny_image_checkpoint(tmp_path_factory.mktemp("image"))
+
+
+@pytest.fixture(scope="module")
+def pipe(pictured):
+    return wanjax.load(pictured)
+
+
+@pytest.fixture(scope="module")
+def controlled(tmp_path_factory):
+    return wanjax.load(tiny_control_checkpoint(tmp_path_factory.mktemp("control")))
+
+
+def test_a_window_is_a_video_of_its_own_from_the_last_frame_of_the_one_before(pipe):
+    given = {"image": PICTURE, "last_image": None, **SMALL}
+    video = pipe("a cat", seed=2**64 - 2, then=["a dog", "a hen"], **given)
+    shown = [pipe("a cat", seed=2**64 - 2, **given).frames]
+    for prompt, seed in (("a dog", 2**64 - 1), ("a hen", 0)):
+        alone = pipe(prompt, seed=seed, **(given | {"image": shown[-1][-1]})).frames
+        shown.append(faded(shown[-1], alone[1:]))
+    np.testing.assert_array_equal(video.frames, np.concatenate(shown))
+    assert len(video) == 13
+    known = {"windows": 3, "overlap": 1, "then": "a dog\na hen", "seed": 2**64 - 2}
+    assert {name: video.settings[name] for name in known} == known
+
+
+def test_the_last_prompt_holds_on():
+    settings = wanjax.load("nano").settings(prompt="a cat", windows=4, then="a dog\n\n a hen ")
+    assert settings.prompts == ["a cat", "a dog", "a hen", "a hen"]
+
+
+@pytest.mark.parametrize("control", [False, True])
+def test_a_controlled_window_keeps_the_frames_that_it_is_given(controlled, control):
+    """Its part of a control clip follows them."""
+    clip = RANDOM.integers(0, 256, (length_of(9, 2, 5), 32, 32, 3), dtype=np.uint8)
+    shape = SMALL | {"frames": 9}
+    given = {"video": clip} if control else {}
+    video = controlled("a cat", windows=2, overlap=5, seed=3, **given, **shape)
+    first = controlled("a cat", seed=3, **({"video": clip[:9]} if control else {}), **shape).frames
+    rest = clip[9:] if control else np.full((4, 32, 32, 3), 127, np.uint8)
+    known = np.repeat(np.array([0, 255], np.uint8), [5, 4])
+    mask = np.broadcast_to(known[:, None, None, None], (9, 32, 32, 3)).copy()
+    second = controlled("a cat", seed=4, video=np.concatenate([first[4:], rest]), mask=mask, **shape).frames
+    np.testing.assert_array_equal(video.frames, np.concatenate([first, faded(first, second[5:])]))
+
+
+def test_a_small_jump_fades_and_motion_stays():
+    before = np.full((1, 8, 8, 3), 100, np.uint8)
+    frames = np.full((6, 8, 8, 3), 105, np.uint8)
+    frames[:, 4:] = 200
+    made = faded(before, frames).astype(int)
+    steps = np.diff(np.concatenate([before[..., 0, 0, 0], made[:, 0, 0, 0]]))
+    assert (steps >= 0).all()
+    assert steps.max() <= 2
+    assert steps.sum() == 5
+    np.testing.assert_array_equal(made[:, 4:], frames[:, 4:])
+    np.testing.assert_array_equal(made[FADING:], frames[FADING:])
+
+
+def test_a_plan_counts_every_window(pipe):
+    settings = pipe.settings(**SMALL)
+    for stage in ("denoise", "decode"):
+        one, three = (times(pipe, settings.updated({"windows": windows}), stage) for windows in (1, 3))
+        assert three == {name: 3 * count for name, count in one.items()}
+
+
+MAKERS = {
+    "text": tiny_checkpoint,
+    "blocks": tiny_causal_checkpoint,
+    "both ends": lambda folder: tiny_image_checkpoint(folder, last=True),
+}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_models_that_cannot_go_on_refuse_windows(kind, tmp_path):
+    with pytest.raises(WanjaxError, match=naming("windows first picture")):
+        wanjax.load(MAKERS[kind](tmp_path)).settings(windows=2)
+
+
+def test_hunyuanvideo_goes_on_from_its_picture(tmp_path):
+    settings = wanjax.load(tiny_hunyuan_checkpoint(tmp_path, pictured=True)).settings(windows=2)
+    assert settings.length == 2 * settings.frames - 1
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"windows": 1, "then": "a dog"}, naming("2 prompts 1 window")),
+        ({"windows": 2, "then": ["a", "b", "c"]}, naming("4 prompts 2 windows")),
+        ({"windows": 2, "overlap": 2}, naming("one picture 2 1")),
+        ({"windows": 0}, naming("windows 0")),
+        ({"windows": 2, "frames": 1}, naming("frame overlap 1")),
+        ({"then": [1]}, naming("prompts text")),
+    ],
+)
+def test_what_makes_no_windows_is_refused(pipe, given, told):
+    with pytest.raises(WanjaxError, match=told):
+        pipe.settings(**given)
+
+
+def test_stages_alone_and_given_noise_are_for_one_window(pipe, controlled):
+    encoded = pipe.encode("a", image=PICTURE, **SMALL)
+    for call in (
+        lambda: pipe.encode("a", image=PICTURE, windows=2, **SMALL),
+        lambda: pipe.denoise(encoded, windows=2, **SMALL),
+        lambda: pipe("a", image=PICTURE, windows=2, noise=np.zeros((1, 4, 2, 4, 4), np.float32), **SMALL),
+    ):
+        with pytest.raises(WanjaxError, match=naming("window 2")):
+            call()
+    with pytest.raises(WanjaxError, match=naming("12 frames 13")):
+        controlled("a", windows=2, overlap=5, video=np.zeros((12, 32, 32, 3), np.uint8), **(SMALL | {"frames": 9}))
+
+
+def test_presets_have_an_overlap_that_their_models_take():
+    for preset in filter(lambda preset: preset.architecture, presets().values()):
+        if preset.architecture.continued_by:
+            preset.architecture.check_settings(preset.defaults.updated({"windows": 2}))
+
+
+def frames_of(folder: Path) -> np.ndarray:
+    return np.stack([np.asarray(Image.open(file)) for file in sorted(folder.iterdir())])
+
+
+def test_a_command_goes_on_from_the_windows_that_are_kept(pictured, tmp_path, monkeypatch):
+    """A video of two windows becomes one of three; the first two are not denoised again."""
+    monkeypatch.chdir(tmp_path)
+    Image.fromarray(PICTURE).save("in.png")
+    shape = ("--frames", "5", "--size", "32x32", "--steps", "2", "--model", str(pictured), "--image", "in.png")
+    told = succeeded(run("a cat", "--windows", "2", *shape, "--dir", "stages", "--out", "two")).stderr
+    assert "window 2 of 2: a cat" in told
+    assert f"--dir {Path('stages')}" in told
+    more = ("--from", "stages", "--windows", "3", "--then", "a cat", "--then", "a dog", "--dir", "stages")
+    told = succeeded(run("generate", *more, "--out", "three")).stderr
+    assert told.count("the first 2 of 2 steps were taken before") == 2
+    two, three = frames_of(Path("two")), frames_of(Path("three"))
+    np.testing.assert_array_equal(two, three[: len(two)])
+    assert len(three) == 13
+    again = succeeded(run("generate", "--from", "three/frame_00000.png", "--out", "again")).stderr
+    assert "window 3 of 3: a dog" in again
+    np.testing.assert_array_equal(frames_of(Path("again")), three)
+    for stage in ("denoise", "decode"):
+        refused = run(stage, "--dir", "stages")
+        assert refused.exit_code == 2
+        assert "3 windows" in refused.stderr
+
+
+SCENES = {
+    "red circle": ("moving right", "staying still", "moving left", "moving right"),
+    "blue square": ("moving left", "moving right", "moving left", "moving right"),
+    "green triangle": ("growing", "shrinking", "growing", "staying still"),
+}
+READ = {
+    "moving right": "right", "moving left": "left", "growing": "grows", "shrinking": "shrinks", "staying still": "stays",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("thing", SCENES)
+def test_four_windows_of_nano_show_what_each_is_asked_for_without_a_seam(thing):
+    first, *later = (f"a {thing} {motion}" for motion in SCENES[thing])
+    frames = wanjax.load("nano")(first, then=later, seed=3).frames
+    assert len(frames) == 65
+    changes = np.abs(np.diff(frames.astype(float), axis=0)).mean(axis=(1, 2, 3))
+    seams = [16, 32, 48]
+    for number, motion in enumerate(SCENES[thing]):
+        window = read(frames[16 * number : 16 * number + 17])
+        assert (f"{window.colour} {window.shape}", window.motion) == (thing, READ[motion])
+    assert changes[seams].mean() <= 1.5 * np.delete(changes, seams).mean()
+    for seam in seams:
+        assert changes[seam] <= 1.5 * np.delete(changes[seam - 15 : seam + 16], 15).mean()
