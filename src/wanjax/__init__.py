@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from wanjax.pipelines.previews.previews import Previews
     from wanjax.pipelines.settings import Settings
     from wanjax.pipelines.steps import Cancelled, Step
+    from wanjax.pipelines.text.extending import extend_prompt
     from wanjax.registry import load, register
     from wanjax.sharding import make_mesh
 
@@ -36,6 +37,7 @@ _HOMES = {
     "Tiling": "wanjax.layers.tiling",
     "Video": "wanjax.media.videos",
     "WanjaxError": "wanjax.errors",
+    "extend_prompt": "wanjax.pipelines.text.extending",
     "load": "wanjax.registry",
     "make_mesh": "wanjax.sharding",
     "price": "wanjax.compilers.functions",
@@ -52,6 +54,7 @@ __all__ = [
     "Video",
     "WanjaxError",
     "__version__",
+    "extend_prompt",
     "load",
     "make_mesh",
     "price",

@@ -29,6 +29,7 @@ from wanjax.errors import WanjaxError
 from wanjax.media.pictures import read_clip
 from wanjax.media.videos import read_metadata, write_video
 from wanjax.pipelines.run import Run
+from wanjax.pipelines.text.extending import Extended
 from wanjax.programs import Instance
 from wanjax.schedulers import UniPC
 from wanjax.serve import worker
@@ -599,3 +600,21 @@ def test_streams_of_events_are_few(start, path):
     answer = server.client.get(path.format(server.ask()["id"]))
     assert answer.status_code == 429
     assert "events" in answer.json()["error"]["message"]
+
+
+def test_windows_and_an_extended_prompt_are_the_servers_too(start):
+    """A client asks for windows; who may extend its prompt is the operator's choice alone."""
+    server = start()
+    refused = server.client.post("/v1/videos", json=SMALL | {"extend_prompt": "http://127.0.0.1:1/v1"})
+    assert refused.status_code == 422
+    assert server.client.post("/v1/videos", json=SMALL | {"original_prompt": "a"}).status_code == 422
+    assert not server.client.get("/v1/models").json()["data"][0]["extends_prompts"]
+    server.worker.extend = lambda text, picture: Extended(f"{text} moving", text)
+    made = server.finished(server.ask(windows=3, then=["a blue circle"])["id"])
+    assert made["status"] == "completed", made["error"]
+    assert float(made["seconds"]) == 13 / made["settings"]["fps"]
+    record = server.client.get(f"/v1/videos/{made['id']}/record").json()
+    assert record["prompt"] == "a red circle moving"
+    assert record["then"] == "a blue circle moving"
+    assert record["original_prompt"] == "a red circle\na blue circle"
+    assert len(read_clip(server.board.shelf.place(made["id"]) / "video.mp4", 100, 100)) == 13

@@ -7,7 +7,14 @@ from wanjax.pipelines import settings
 from wanjax.pipelines.settings import Settings, schema
 
 FILE = Path(settings.__file__).with_name("given.py")
-ELSEWHERE = ("model", "prompt", "negative_prompt", "dtype", "resize")  # given to `load`, or as parameters of their own
+ELSEWHERE = (
+    "model",
+    "prompt",
+    "original_prompt",
+    "negative_prompt",
+    "dtype",
+    "resize",
+)  # given to `load`, or as parameters of their own
 HEAD = '''# SPDX-License-Identifier: Apache-2.0
 """The types of the settings that a call may give, written from `Settings` by `python -m tests.support.given`."""
 

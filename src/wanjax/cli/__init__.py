@@ -140,6 +140,7 @@ def main(ctx: click.Context) -> None:
 @defaults.source
 @options.many
 @options.model
+@options.extending
 @options.text
 @options.pictures
 @options.shape
@@ -189,8 +190,10 @@ def generate(report: Report, made: dict[str, Any] | None, **given: Any) -> None:
     if made is None:
         listing.check(given["model"], given)
     from wanjax.cli import many, stages
+    from wanjax.cli.extending import extended
 
     del given["at"]
+    given = extended(report, given)
     several = {name: given.pop(name) for name in ("prompts", "seeds", "count")}
     if any(value is not None for value in several.values()):
         many.generate(report, **several, **given)
@@ -491,6 +494,7 @@ def bench(report: Report, **given: Any) -> None:
 @options.compute
 @options.devices
 @options.tile
+@options.extending
 @options.serving
 @options.verify
 @options.telling

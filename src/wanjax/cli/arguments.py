@@ -86,7 +86,7 @@ def _foreign(group: click.Group, arguments: Sequence[str], implied: str) -> Iter
 
 ADDRESS = re.compile(r"(https?|ftp)://\S+", re.IGNORECASE)
 HUB = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)/?", re.IGNORECASE)
-NO_FILES = ("at", "token", "prompt", "prompt_option", "negative_prompt", "samples")
+NO_FILES = ("extend_prompt", "at", "token", "prompt", "prompt_option", "negative_prompt", "samples")
 
 
 def check_words(command: click.Command, ctx: click.Context, arguments: Sequence[str]) -> None:

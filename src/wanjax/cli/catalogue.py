@@ -65,7 +65,7 @@ def _rounded(number: float) -> str:
 LEFT_OUT = ("height", "width", "frames", "fps", "guidance_scale", "guidance_scale_2")
 """Entries that are told together or with others."""
 WINDOWS = ("windows", "overlap", "then")
-FIRST = ("model", "prompt", "negative_prompt", "size", "frames", "steps", "guidance", "seed")
+FIRST = ("model", "prompt", "original_prompt", "negative_prompt", "size", "frames", "steps", "guidance", "seed")
 FIRST_OF_A_MODEL = ("name", "about", "source", "licence", "task", "takes", "sizes", "parameters", "memory", "networks")
 
 
@@ -90,6 +90,8 @@ def _print_lines(lines: Mapping[str, str]) -> None:
 def _entries(record: Mapping[str, Any]) -> dict[str, str]:
     """Returns the entries of a record as texts, in the order of their importance; those that are None are left out."""
     told = {name: value for name, value in record.items() if name not in LEFT_OUT}
+    if not record.get("original_prompt"):
+        told.pop("original_prompt", None)
     if not record.get("video"):
         told.pop("strength", None)
     if not any(record.get(name) for name in PICTURES):

@@ -10,6 +10,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from wanjax.cli.extending import Extender
 from wanjax.cli.names import VIDEOS, slug
 from wanjax.cli.options import MOST_VIDEOS, is_typed
 from wanjax.cli.processes import is_first, meet
@@ -35,6 +36,7 @@ def generate(
     folder: Path | None,
     out: str | None,
     force: bool,
+    extend: Extender | None = None,
     **given: Any,
 ) -> None:
     """Makes a video of each prompt and seed into a folder, except those that are there already."""
@@ -48,6 +50,8 @@ def generate(
         report.note(f"note: {repeated} of the {len(listed)} prompts repeat another, and are made once")
     if seeds is not None and is_typed("seed"):
         raise WanjaxError(f"--seeds {seeds} is given beside --seed {given['seed']}: one way is enough")
+    if extend is not None:
+        texts = extend.all_of(texts, _target(folder, out))
     run = Rendering(report, _target(folder, out), given | {"prompt": texts[0]}, offload=None)
     numbers = seeds_of(seeds, count, run.settings.seed)
     report.note(f"prompts: {len(texts)}, seeds: {len(numbers)}, into {run.folder}")
@@ -158,5 +162,5 @@ def _target(folder: Path | None, out: str | None) -> Path:
 
 def _shared(settings: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings that all videos share, which a call of the pipeline takes."""
-    own = ("model", "dtype", "prompt", "negative_prompt", "seed")
+    own = ("model", "dtype", "prompt", "original_prompt", "negative_prompt", "seed")
     return {name: value for name, value in settings.items() if name not in own and value is not None}

@@ -294,6 +294,16 @@ lora = click.option(
     help="Merge a LoRA into the transformer, at the strength X; may be given more than once. FILE may be "
     "OWNER/NAME/FILE on the hub; of two experts, high=FILE and low=FILE mean one.",
 )
+extending = together(
+    click.option(
+        "--extend-prompt",
+        metavar="URL",
+        help="Let a language model extend the prompt, at an address that answers as OpenAI's chat completions do, "
+        "such as http://localhost:11434/v1. WANJAX_EXTEND_KEY in the environment is shown to it. The record keeps "
+        "both prompts.",
+    ),
+    click.option("--extend-model", metavar="NAME", help="The model there.  [default: the name default]"),
+)
 batch_guidance = click.option(
     "--batch-guidance",
     is_flag=True,

@@ -12,6 +12,7 @@ from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
 from wanjax.media.records import DIGESTS, TABLE, read_record
 from wanjax.pipelines.record import digest_of, paths_of
+from wanjax.pipelines.text.extending import Extended
 
 FILES = {
     "image": "--image FILE",
@@ -43,6 +44,8 @@ def completed(given: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, 
 
     Raises WanjaxError where a file that the video was made from is gone or another one, and none is given.
     """
+    if given["prompt"] == record["prompt"] and isinstance(record.get("original_prompt"), str):
+        given = {**given, "prompt": Extended(record["prompt"], record["original_prompt"])}
     check_files(record, [name for name in FILES if given.get(name) and not is_typed(name)])
     if given["model"] != record["model"]:
         return dict(given) if is_typed("scheduler") else {**given, "scheduler": None}  # the record's is the model's own

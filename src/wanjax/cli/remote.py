@@ -28,7 +28,10 @@ PATIENCE = 60.0  # seconds in which a server has to answer
 EVERY = 0.05, 1.0  # seconds between two looks at the video, the first and the longest
 LARGEST = 2**33  # bytes of an answer
 TOLD = {"id": str, "defaults": dict, "settings": dict, "started_with": dict, "loras": list}  # of a model
-HERE = ("prompts", "seeds", "count", "folder", "noise", "profile", "preview", "preview_decoder")
+HERE = (
+    *("prompts", "seeds", "count", "folder", "noise", "profile", "preview", "preview_decoder"),
+    *("extend_prompt", "extend_model"),
+)
 """Parameters that mean something where the video is made."""
 
 

@@ -9,7 +9,8 @@ import click
 SECTIONS = {
     "What to make": (
         "model size frames seed count from",
-        "prompts seeds windows then overlap negative-prompt height width fps prompt with-prompt",
+        "prompts seeds windows then overlap extend-prompt extend-model negative-prompt height width fps prompt "
+        "with-prompt",
     ),
     "From what": ("image last-image video", "mask reference strength resize max-picture noise"),
     "What to learn": ("full rank sample", "alpha dropout target dialect expert average lora-rank"),

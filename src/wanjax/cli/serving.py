@@ -20,6 +20,7 @@ from wanjax.kernels.compiler_options import kept_set
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import BOUNDS
 from wanjax.pipelines.pipeline import Pipeline
+from wanjax.pipelines.text.extending import check_address, extend_prompt
 from wanjax.signals import INTERRUPTED
 
 LIBRARIES = {
@@ -50,6 +51,8 @@ def serve(report: Report, *, host: str, port: int, token: str | None, folder: Pa
         raise WanjaxError(f"{host} is open to other machines, for which a token is needed: --token or {TOKEN} sets it")
     if token is not None and (len(token) < SHORTEST or not token.isascii() or not token.isprintable()):
         raise WanjaxError(f"the token is to have {SHORTEST} or more characters of ASCII, so that no one guesses it")
+    if given["extend_prompt"] is not None:
+        check_address(given["extend_prompt"])
     meet(report, given.get("processes"))
     if jax.process_count() > 1:
         raise WanjaxError("a server is one process: without --processes it uses the devices of its own host")
@@ -90,8 +93,11 @@ def _listen(report: Report, host: str, port: int, token: str | None, folder: Pat
     board = Board(shelf, limits.queue)
     if shelf.strange:
         report.note(f"note: {folder} holds what is no video of this server, left alone: {', '.join(shelf.strange[:5])}")
-    options = {"tiling": Tiling() if given["tile"] else None, "batch_guidance": given["batch_guidance"]}
+    options: dict[str, Any] = {"tiling": Tiling() if given["tile"] else None, "batch_guidance": given["batch_guidance"]}
     looking = given["preview"] or given["preview_decoder"] is not None
+    if (url := given["extend_prompt"]) is not None:
+        model = given["extend_model"]
+        options["extend"] = lambda prompt, picture: extend_prompt(prompt, url, model=model, picture=picture)
     worker = Worker(variants, board, warm_up=given["rehearse"], preview=looking, **options)
     application = Service(board, worker, limits, token).application()
 

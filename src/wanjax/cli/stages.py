@@ -386,7 +386,7 @@ class Rendering:
         """Raises WanjaxError where a video could not be written with its record, before it is made."""
         if is_first():
             chosen = self.settings
-            videos.try_output(video, chosen.frames, chosen.size, chosen.fps, record)
+            videos.try_output(video, chosen.length, chosen.size, chosen.fps, record)
 
     def write(self, frames: Iterable[np.ndarray]) -> Path:
         """Writes the video from its frames as they come, in the first process only; returns its path."""

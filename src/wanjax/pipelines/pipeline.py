@@ -188,20 +188,21 @@ class Pipeline:
         other keywords are those of a call for one video.
         """
         pictures, chosen = self.prepare(negative_prompt=negative_prompt, **given)
-        texts = [self.settings(prompt=prompt).prompt for prompt in prompts]
+        texts = [self.settings(prompt=prompt) for prompt in prompts]
         numbers = [chosen.seed] if seeds is None else [checked_seed(seed) for seed in seeds]
-        wanted = [chosen.updated({"prompt": text, "seed": seed}) for text in texts for seed in numbers]
+        told = [{name: getattr(text, name) for name in ("prompt", "original_prompt")} for text in texts]
+        wanted = [chosen.updated({**text, "seed": seed}) for text in told for seed in numbers]
         if noise is not None:  # before a prompt is encoded, which may take long
             if len(wanted) != 1:
                 raise WanjaxError(f"one noise is given for {len(wanted)} videos: it makes one video")
             checked_draws(noise, self.draws(chosen, len(pictures.references)))
         check_tiling(tiling)
         sources = {name: nameable(given.get(name), getattr(pictures, name)) for name in pictures.given()}
-        told = {"tiling": tiling, "batch_guidance": batch_guidance}
-        orders = [Order(x, self.record(x, sources | {"noise": noise}, **told)) for x in wanted]
+        how = {"tiling": tiling, "batch_guidance": batch_guidance}
+        orders = [Order(x, self.record(x, sources | {"noise": noise}, **how)) for x in wanted]
         if skip:
             orders = [order for order in orders if not skip(order.record)]
-        return self._made(Run(self, orders, pictures, noise=noise, hooks=self._looking(callback), **told))
+        return self._made(Run(self, orders, pictures, noise=noise, hooks=self._looking(callback), **how))
 
     def _made(self, run: Run) -> Iterator[Video]:
         """Yields the videos of a run."""

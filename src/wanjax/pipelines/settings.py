@@ -151,6 +151,9 @@ class Settings:
 
     model: str = setting(aliases=("pretrained_model_name_or_path",))
     prompt: str
+    original_prompt: str = setting(
+        "What was asked for, where a language model extended it; a line a prompt.", default=""
+    )
     negative_prompt: str = setting(
         "What the video should not show.", group="text", metavar="TEXT", aliases=("negative", "n_prompt")
     )
@@ -230,6 +233,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Reads each value as its setting's type; raises WanjaxError for one that is of another or out of range."""
+        if original := getattr(self.prompt, "original", ""):  # of `extend_prompt`
+            object.__setattr__(self, "original_prompt", original)
         for name, known in schema(type(self)).items():
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, known.read(value))

@@ -224,7 +224,7 @@ class Service:
         worker, limits = self.worker, self.limits.to_json()
         loras = [{"name": name, "strength": lora.strength} for name, lora in worker.variants.loras.items()]
         about = {"object": "model", "owned_by": "wanjax", "created": int(metrics.STARTED), "limits": limits}
-        about["loras"] = loras
+        about |= {"loras": loras, "extends_prompts": worker.extend is not None}
         pipes = worker.variants.pipes.values()
         return [about | offer.model(pipe, worker.tiling, worker.batch_guidance) for pipe in pipes]
 

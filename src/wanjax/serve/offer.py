@@ -20,7 +20,7 @@ from wanjax.pipelines.settings import DRAW, PICTURES, Setting, Settings, schema
 from wanjax.pipelines.windows import CONTROL
 from wanjax.schedulers import NAMED, name_of, successor
 
-LOADED = ("model", "dtype")  # settings that are the server's
+LOADED = ("model", "dtype", "original_prompt")  # settings that are the server's
 TYPES = {str: "string", bool: "boolean", int: "integer", float: "number"}
 
 

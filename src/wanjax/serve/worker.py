@@ -27,6 +27,7 @@ from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.pipelines.run import Hook, Run
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Cancelled, Step
+from wanjax.pipelines.text.extending import Extended
 from wanjax.pipelines.windows import Window
 from wanjax.programs import EXECUTE
 from wanjax.serve import offer
@@ -36,7 +37,7 @@ from wanjax.serve.jobs import COMPLETED, FAILED, PREVIEW, THUMBNAIL, VIDEO, Job,
 from wanjax.serve.variants import Variants
 
 SHAPES = 16  # shapes whose compiled programs are kept
-PERCENT = {"compile": (0, 0), "encode": (0, 2), "denoise": (2, 95), "decode": (95, 99)}
+PERCENT = {"extend": (0, 0), "compile": (0, 0), "encode": (0, 2), "denoise": (2, 95), "decode": (95, 99)}
 """How much is done at the start of a stage and at its end."""
 THUMBNAIL_SIDE = 480  # pixels
 LOADING, READY, BROKE = "loading", "ready", "failed"
@@ -46,7 +47,8 @@ logger = logging.getLogger("wanjax.serve")
 class Worker:
     """The worker of a board. `tiling` and `batch_guidance` are those of all videos.
 
-    `preview` tells whether to show at a few steps what a video will be.
+    `preview` tells whether to show at a few steps what a video will be. `extend` extends a prompt, and is told whether
+    the video begins from a picture.
 
     `state` is "loading" while the model is loaded and compiled, then "ready", and "failed" if the thread ended.
     """
@@ -60,6 +62,7 @@ class Worker:
         batch_guidance: bool = False,
         warm_up: bool = True,
         preview: bool = False,
+        extend: Callable[[str, bool], Extended] | None = None,
     ):
         self.variants = variants
         self.board = board
@@ -69,6 +72,7 @@ class Worker:
         self.seconds: dict[str, float] = {}  # of all videos so far, by stage
         self._warm_up = warm_up
         self.preview = preview
+        self.extend = extend
         self._shapes: set[Any] = set()
         self._thread = Thread(target=self._run, name="wanjax-worker", daemon=True)
 
@@ -122,12 +126,15 @@ class Worker:
         pipe = offer.with_scheduler(self.variants.take(job.settings["model"], strengths), job.scheduler)
         job.seconds = {}
         files, place = self.board.shelf.files(job), self.board.shelf.place(job.id)
+        hook = Advancing(self, job)
+        if self.extend and not job.settings.get("original_prompt"):
+            with hook.stage("extend"):
+                self._extend(job, self.extend)
         settings: Any = {name: value for name, value in job.settings.items() if value is not None}
         pictures, chosen = pipe.prepare(**files, **settings)
         texts = chosen.prompt, chosen.negative_prompt
         job.notes = [str(told) for text in texts for told in pipe.truncations(text, follow=chosen.follow)]
         options: Any = {"tiling": self.tiling, "batch_guidance": self.batch_guidance}
-        hook = Advancing(self, job)
         if (shape := self._shape(job, chosen)) not in self._shapes:
             with hook.stage("compile"):
                 needed = record(pipe, replace(chosen, windows=min(2, chosen.windows)), pictures, **options).programs
@@ -139,6 +146,13 @@ class Worker:
             with run.finishing(order):
                 clips = with_thumbnail((np.asarray(x) for x in frames), chosen.length, place / THUMBNAIL)
                 write_video(place / VIDEO, clips, chosen.fps, order.record)
+
+    def _extend(self, job: Job, extend: Callable[[str, bool], Extended]) -> None:
+        """Extends a video's prompts, and keeps what was asked for beside them."""
+        asked = [job.settings["prompt"], *(job.settings.get("then") or "").splitlines()]
+        prompt, *then = (extend(text, "image" in job.pictures) for text in asked)
+        told = {"prompt": str(prompt), "then": "\n".join(then), "original_prompt": "\n".join(asked)}
+        job.settings = job.settings | told
 
     def stopped(self, job: Job) -> bool:
         """Tells whether a video is to end before its time."""

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts that a language model extends: what is asked, kept and refused, against a server on the loopback."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+import wanjax
+from tests.support.chat import chatting, completion
+from tests.support.commands import refused, succeeded
+from tests.support.commands import wanjax as run
+from tests.support.tiny import tiny_checkpoint, tiny_image_checkpoint
+from tests.support.words import naming, says
+from wanjax.errors import WanjaxError
+from wanjax.media.videos import read_metadata
+from wanjax.pipelines.text import extending
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
+
+SECRET = "sk-0123456789abcdef"
+SMALL = ("--frames", "1", "--size", "16x16", "--steps", "1")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(tiny_checkpoint(tmp_path_factory.mktemp("text")))
+
+
+@pytest.fixture(autouse=True)
+def _with_a_key(monkeypatch, tmp_path):
+    monkeypatch.setenv(extending.KEY, SECRET)
+    monkeypatch.chdir(tmp_path)
+
+
+def longer(handler, text):
+    return 200, completion(f"\x1b[31m{text},\n slowly\u202e, <think>")
+
+
+def files_with(secret: str, folder: Path) -> list[Path]:
+    return [file for file in folder.rglob("*") if file.is_file() and secret.encode() in file.read_bytes()]
+
+
+def test_a_video_keeps_both_prompts_and_is_made_again_without_asking(model, tmp_path):
+    with chatting(longer) as chat:
+        extend = ("--extend-prompt", chat.url, "--extend-model", "small")
+        told = succeeded(run("a cat", "--model", model, *SMALL, *extend, "--dir", "stages", "--out", "one.png"))
+        (path, key, body) = chat.asked[0]
+        again = ("generate", "--from", "one.png", *extend)
+        succeeded(run(*again, "--out", "two.png"))
+        succeeded(run(*again, "--count", "2", "--out", "many"))
+        assert len(chat.asked) == 1
+        succeeded(run("generate", "a dog", *again[1:], "--out", "three.png"))
+    assert (path, key, body["model"]) == ("/v1/chat/completions", f"Bearer {SECRET}", "small")
+    assert [message["role"] for message in body["messages"]] == ["system", "user"]
+    made = "[31ma cat, slowly , <think>"
+    for file in ("one.png", "two.png", *Path("many").glob("*.mp4")):
+        record = read_metadata(file)
+        assert (record["prompt"], record["original_prompt"]) == (made, "a cat")
+    assert read_metadata("three.png")["original_prompt"] == "a dog"
+    assert files_with(SECRET, tmp_path) == []
+    assert SECRET not in told.stderr + told.stdout
+    assert "original prompt  a cat" in run("info", "one.png").output
+
+
+def test_each_prompt_of_a_list_is_asked_for_once(model):
+    Path("list.txt").write_text("a cat\na dog\n")
+    given = ("--prompts", "list.txt", "--seeds", "1,2", "--model", model, *SMALL, "--out", "many")
+    with chatting(longer) as chat:
+        succeeded(run("generate", *given, "--extend-prompt", chat.url))
+        assert [body["messages"][-1]["content"] for _, _, body in chat.asked] == ["a cat", "a dog"]
+        Path("list.txt").write_text("a cat\na dog\na hen\n")
+        told = succeeded(run("generate", *given, "--extend-prompt", chat.url)).stderr
+        assert len(chat.asked) == 3
+    assert says(told, "4 there 2")
+
+
+@pytest.mark.slow
+def test_a_picture_has_other_instructions_and_later_windows_are_extended(tmp_path):
+    Image.new("RGB", (16, 16)).save("in.png")
+    model = tiny_image_checkpoint(tmp_path / "model")
+    shape = ("--frames", "5", "--size", "16x16", "--steps", "1", "--image", "in.png", "--model", str(model))
+    with chatting(longer) as chat:
+        succeeded(run("a cat", "--then", "a dog", *shape, "--extend-prompt", chat.url, "--out", "made.gif"))
+        bodies = [body["messages"] for _, _, body in chat.asked]
+    assert [messages[1]["content"] for messages in bodies] == ["a cat", "a dog"]
+    assert {messages[0]["content"] for messages in bodies} == {extending.FROM_PICTURE}
+    record = read_metadata("made.gif")
+    assert record["original_prompt"] == "a cat\na dog"
+    assert record["then"] == "[31ma dog, slowly , <think>"
+
+
+def dripping(handler, text):
+    """Sends a byte now and then, each within any timeout of a socket."""
+    handler.send_response(200)
+    handler.end_headers()
+    for _ in range(100):
+        handler.wfile.write(b" ")
+        handler.wfile.flush()
+        time.sleep(0.05)
+
+
+def redirected(handler, text):
+    handler.send_response(307)
+    handler.send_header("Location", "http://127.0.0.1:1/elsewhere")
+    handler.send_header("Content-Length", "0")
+    handler.end_headers()
+
+
+HOSTILE = {
+    "nothing": (lambda *_: time.sleep(2), "within 0.5 s"),
+    "drips": (dripping, "within 0.5 s"),
+    "redirects": (redirected, "redirects 307"),
+    "unauthorised": (
+        lambda *_: (401, json.dumps({"error": {"message": f"no {SECRET}\x1b[2J"}}).encode()),
+        "401 no ***",
+    ),
+    "unknown model": (lambda *_: (404, b'{"error": "no such model"}'), "404 such model"),
+    "broken": (lambda *_: (500, b"\xff" * 100_000), "500"),
+    "no JSON": (lambda *_: (200, b"<html>"), "form"),
+    "a list": (lambda *_: (200, b"[]"), "form"),
+    "no choice": (lambda *_: (200, b'{"choices": []}'), "form"),
+    "nested": (lambda *_: (200, b"[" * 200_000), "form"),
+    "a number": (lambda *_: (200, completion(7)), "empty"),
+    "blanks": (lambda *_: (200, completion(" \n\x00\u200b")), "empty"),
+    "half a letter": (lambda *_: (200, completion("\ud800")), "empty"),
+    "a refusal": (lambda *_: (200, completion(None, refusal="I will\nnot")), "refuses not"),
+    "a book": (lambda *_: (200, completion("word " * 2000)), "9,999 4,000"),
+    "megabytes": (lambda *_: (200, completion("w" * 2**21)), "1,048,576 bytes"),
+    "the key": (lambda *_: (200, completion(f"a cat with {SECRET}")), "repeats key"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_answers_are_one_sentence(kind, monkeypatch):
+    monkeypatch.setattr(extending, "PATIENCE", 0.5)
+    answer, told = HOSTILE[kind]
+    start = time.monotonic()
+    with chatting(answer) as chat, pytest.raises(WanjaxError, match=naming(told)) as error:
+        wanjax.extend_prompt("a cat", chat.url)
+    assert time.monotonic() - start < 20
+    assert SECRET not in str(error.value)
+    assert str(error.value).isprintable()
+    assert len(str(error.value)) < 500
+
+
+def test_thoughts_and_quotation_marks_are_no_part_of_a_prompt():
+    with chatting(lambda *_: (200, completion('<think>a\nb</think>\n"A cat."'))) as chat:
+        made = wanjax.extend_prompt("a cat", chat.url)
+    assert (made, made.original) == ("A cat.", "a cat")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "localhost:80",
+        "ftp://a/v1",
+        "http://",
+        "http://user:key@localhost/v1",
+        "http://a/v1?key=1",
+        "http://a:x/",
+        "http://a/\n",
+    ],
+)
+def test_an_address_is_one_and_holds_no_key(url):
+    with pytest.raises(WanjaxError, match=naming(extending.KEY)) as error:
+        wanjax.extend_prompt("a cat", url)
+    assert "user:key" not in str(error.value)
+
+
+def test_an_address_that_nobody_listens_at_and_a_key_that_is_none(monkeypatch):
+    with chatting(longer) as chat:
+        url = chat.url
+    assert says(refused("a cat", *SMALL, "--extend-prompt", url), f"{url} asked")
+    assert says(refused("a cat", *SMALL, "--extend-model", "small"), "--extend-prompt")
+    monkeypatch.setenv(extending.KEY, "sk\nsecret")
+    with pytest.raises(WanjaxError, match=naming(extending.KEY)) as error:
+        wanjax.extend_prompt("a cat", url)
+    assert "secret" not in str(error.value)

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small server of chat completions on the loopback, which answers as a test says."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any
+
+
+def completion(content: Any, **message: Any) -> bytes:
+    """Returns the answer that holds a text."""
+    return json.dumps({"choices": [{"message": {"role": "assistant", "content": content, **message}}]}).encode()
+
+
+class Chat:
+    """The server's address, and the path, the key and the body of each request so far.
+
+    `answer` is given the handler and the user's text, and returns the status and the bytes; None where it has answered.
+    """
+
+    def __init__(self, answer: Callable[[BaseHTTPRequestHandler, str], tuple[int, bytes] | None]):
+        self.answer, self.asked = answer, []
+        chat = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                chat.asked.append((self.path, self.headers.get("Authorization"), body))
+                if (told := chat.answer(self, body["messages"][-1]["content"])) is None:
+                    return
+                self.send_response(told[0])
+                self.send_header("Content-Length", str(len(told[1])))
+                self.end_headers()
+                self.wfile.write(told[1])
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
+
+
+@contextmanager
+def chatting(answer: Callable[[BaseHTTPRequestHandler, str], tuple[int, bytes] | None]) -> Iterator[Chat]:
+    """Runs a server of chat completions meanwhile."""
+    chat = Chat(answer)
+    Thread(target=chat.server.serve_forever, args=(0.05,), daemon=True).start()
+    try:
+        yield chat
+    finally:
+        chat.server.shutdown()
+        chat.server.server_close()
