@@ -23,6 +23,7 @@ from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.cli import main
 from wanjax.errors import WanjaxError
 from wanjax.media import stage_files, videos
+from wanjax.registry import describe, presets
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
@@ -232,3 +233,16 @@ def test_a_file_that_lacks_an_entry(models, tmp_path):
         with pytest.raises(WanjaxError, match=f"has no {entry}"):
             wanjax.load(damaged).encode("a", image="../square.png", frames=5)
         (damaged / file).write_text(kept)
+
+
+def test_every_model_tells_what_it_makes_a_video_from():
+    """What is told is what the checks of pictures take."""
+    told = {name: describe(name)["tasks"] for name in presets()}
+    assert told["wan2.2-i2v-a14b"] == ["a first picture", "a first and a last picture", "in windows that go on"]
+    assert told["wan2.1-flf2v-14b"] == ["a first and a last picture"]
+    assert told["wan2.1-t2v-1.3b-causal"] == ["text", "streamed block by block"]
+    assert told["wan2.1-vace-14b"][1:] == ["a control clip", "a mask", "reference pictures", "in windows that go on"]
+    assert told["wan2.1-t2v-14b"] == ["text", "a clip"]
+    shown = succeeded(run("models", "wan2.2-i2v-a14b")).output
+    assert "a first and a last picture" in shown
+    assert "from a first picture, a first and a last picture, in windows that go on" in succeeded(run("models")).output

@@ -55,7 +55,7 @@ def show_models(as_json: bool) -> None:
         guidance = ", ".join(f"{scale:g}" for scale in scales if scale is not None)
         counts = (chosen["frames"], chosen["steps"], guidance)
         click.echo(ROW.format(model["name"], *sizes, *counts, model["licence"]))
-        click.echo(f"    {model['about']}")
+        click.echo(f"    {model['about']}; from {', '.join(model['tasks'])}")
 
 
 def _rounded(number: float) -> str:
@@ -66,7 +66,19 @@ LEFT_OUT = ("height", "width", "frames", "fps", "guidance_scale", "guidance_scal
 """Entries that are told together or with others."""
 WINDOWS = ("windows", "overlap", "then")
 FIRST = ("model", "prompt", "original_prompt", "negative_prompt", "size", "frames", "steps", "guidance", "seed")
-FIRST_OF_A_MODEL = ("name", "about", "source", "licence", "task", "takes", "sizes", "parameters", "memory", "networks")
+FIRST_OF_A_MODEL = (
+    "name",
+    "about",
+    "source",
+    "licence",
+    "task",
+    "tasks",
+    "takes",
+    "sizes",
+    "parameters",
+    "memory",
+    "networks",
+)
 
 
 def show_record(file: str, as_json: bool) -> None:

@@ -167,6 +167,22 @@ class Architecture(ABC):
         return self.needs
 
     @property
+    def tasks(self) -> list[str]:
+        """What a video can be made from, and how, in words; from what the checks of pictures take."""
+        told = {
+            "text": not self.needs,
+            "a first picture": "image" in self.takes and "last_image" not in self.needs,
+            "a first and a last picture": "last_image" in self.takes,
+            "a clip": "video" in self.takes and self.begins_from_video,
+            "a control clip": "video" in self.takes and not self.begins_from_video,
+            "a mask": "mask" in self.takes,
+            "reference pictures": "references" in self.takes,
+            "streamed block by block": self.streams,
+            "in windows that go on": self.continued_by is not None,
+        }
+        return [task for task, offered in told.items() if offered]
+
+    @property
     def continued_by(self) -> str | None:
         """What a window takes of the one before: a frame as `image`, frames in a masked `video`, or nothing."""
         if self.streams or set(self.needs) - {PICTURE}:

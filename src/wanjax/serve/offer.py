@@ -30,6 +30,7 @@ def model(pipe: Pipeline, tiling: Tiling | None, batch_guidance: bool) -> dict[s
     return {
         "id": defaults.model,
         "purpose": architecture.purpose,
+        "tasks": architecture.tasks,
         "defaults": defaults.to_json(),
         "settings": described(pipe),
         "sizes": {name: f"{width}x{height}" for name, (height, width) in pipe.sizes.items()},
