@@ -162,7 +162,8 @@ def describe(model: str) -> dict[str, Any]:
     """Returns what a model takes, makes and needs, as JSON; downloads as `outline`.
 
     `parameters` are those of the transformer, or of each of two. `networks` are the bytes of each network's weights as
-    they are kept on devices, and `memory` is their sum. `tasks` tells what a video can be made from. `takes` names the pictures and clips that the model can use,
+    they are kept on devices, and `memory` is their sum. `tasks` tells what a video can be made from, in words. `takes`
+    names the pictures and clips that the model can use,
     and `needs` those without which it makes no video. `about`, `source` and `licence` are known of published
     checkpoints alone.
     """
