@@ -16,6 +16,8 @@ from wanjax.models.taehv import BLOCKS, TinyDecoderConfig
 
 FIRST, LEVEL, LEVELS = 3, 6, 3  # the number of the first level's first layer; layers of a level; levels
 LAST = FIRST + LEVELS * LEVEL + 1
+ADDING = [f"decoder.{FIRST + LEVEL * level + BLOCKS + 1}.conv.weight" for level in range(LEVELS)]
+"""The weights of the layers that may add frames."""
 
 
 def config_of(specs: Mapping[str, Described]) -> TinyDecoderConfig:
@@ -23,16 +25,18 @@ def config_of(specs: Mapping[str, Described]) -> TinyDecoderConfig:
     try:
         first, last = (specs[f"decoder.{layer}.weight"].shape for layer in (1, LAST))
         outs = [specs[f"decoder.{FIRST + LEVEL * (level + 1) - 1}.weight"].shape[0] for level in range(LEVELS)]
+        grown = [specs[name].shape for name in ADDING]
     except KeyError as missing:
         raise WanjaxError(f"it has no {missing.args[0]}, which a decoder of TAEHV has") from None
     patch = math.isqrt(last[0] // 3)
     if 3 * patch**2 != last[0]:
         raise WanjaxError(f"its last layer makes {last[0]} channels of a cell, which are no square of pixels")
-    return TinyDecoderConfig(first[1], (first[0], *outs), patch)
+    growing = tuple(rows // max(channels, 1) for rows, channels, *_ in grown)
+    return TinyDecoderConfig(first[1], (first[0], *outs), patch, growing)
 
 
 def rules() -> list[Rule]:
-    """Returns the rules for every parameter of a decoder, for tensors that `last_frames` has cut."""
+    """Returns the rules for every parameter of a decoder."""
     found = [*conv("decoder.1", "conv_in"), *conv(f"decoder.{LAST}", "conv_out")]
     for level in range(LEVELS):
         begin, ours = FIRST + LEVEL * level, f"levels.{level}"
@@ -46,5 +50,4 @@ def rules() -> list[Rule]:
 
 def last_frames(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns the tensors, of the layers that add frames only what makes the last frame."""
-    adding = {f"decoder.{FIRST + LEVEL * level + BLOCKS + 1}.conv.weight" for level in range(LEVELS)}
-    return {name: x[-x.shape[1] :] if name in adding else x for name, x in tensors.items()}
+    return {name: x[-x.shape[1] :] if name in ADDING else x for name, x in tensors.items()}

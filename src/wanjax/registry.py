@@ -33,7 +33,8 @@ from wanjax.media.records import DIGESTS
 from wanjax.pipelines.caching.tables import key_of, measured_file, tables_of
 from wanjax.pipelines.checks import dtype_name
 from wanjax.pipelines.cogvideox import FAMILY as COGVIDEOX
-from wanjax.pipelines.components import Components, MakeRoom
+from wanjax.pipelines.components import DECODER, Components, MakeRoom
+from wanjax.pipelines.decoders import DecoderFile
 from wanjax.pipelines.family import Architecture, Family, Preset, auto_axes, family_of, named_sizes
 from wanjax.pipelines.hunyuanvideo import FAMILY as HUNYUANVIDEO
 from wanjax.pipelines.keywords import knows_keywords
@@ -231,6 +232,7 @@ def load(
     rules: str = "fsdp",
     compiler: str = SAFE,
     lora: Loras = (),
+    decoder: str | Path | None = None,
     scheduler: str | Scheduler | None = None,
     offload: bool | None = None,
     verify: bool = False,
@@ -251,14 +253,15 @@ def load(
     compiler: "safe" or "fast", a set of options of TPUs' compiler. What it refuses is left out, with a warning.
     lora: FILE or FILE:STRENGTH, or several, merged into the transformer as it is read. FILE may be OWNER/NAME/FILE on
         the hub. For two experts, `high=FILE` and `low=FILE` name one of them.
+    decoder: a file of TAEHV for the model's latents, which decodes in place of the VAE: quicker, and less exact.
     scheduler: "unipc", "euler" or another value of `wanjax.schedulers`; None is the checkpoint's own.
     offload: True frees each network after its stage; False none; None those beside which the next would not fit.
     verify: True compares a wanjax checkpoint with its checksums before, as `wanjax convert --verify` does.
     progress: `progress(component, done, total)` receives the bytes read; None shows them with the stage that reads.
     note: `note(sentence)` receives what was merged from each LoRA, and the licence of weights to be downloaded.
 
-    Raises WanjaxError where the checkpoint, a LoRA or the scheduler cannot be found or does not fit, or the mesh or a
-    dtype is impossible; UnsupportedError where the named attention cannot be used here.
+    Raises WanjaxError where the checkpoint, a LoRA, the decoder or the scheduler cannot be found or does not fit, or
+    the mesh or a dtype is impossible; UnsupportedError where the named attention cannot be used here.
     """
     asked = None if attention is None else Attention.of(attention)
     check_set(compiler)
@@ -268,7 +271,8 @@ def load(
     if verify:
         manifest.verify(examined.source, progress or (lambda at, done, total: None))
     found = _scheduled_by(scheduler, _adapted(examined, lora, note))
-    return _pipeline(found, Loading(dtype, param_dtype, asked, mesh, video, rules, compiler, offload, progress))
+    tiny = None if decoder is None else DecoderFile.in_place_of(found.architecture.vae, decoder)
+    return _pipeline(found, Loading(dtype, param_dtype, asked, mesh, video, rules, compiler, offload, progress, tiny))
 
 
 class Loading(NamedTuple):
@@ -283,6 +287,7 @@ class Loading(NamedTuple):
     compiler: str
     offload: bool | None
     progress: Progress | None
+    decoder: DecoderFile | None
 
 
 def _told(model: str | Path, revision: str | None, note: Note | None) -> Checkpoint:
@@ -353,17 +358,31 @@ def _pipeline(found: Checkpoint, way: Loading) -> Pipeline:
     defaults = replace(found.settings, dtype=way.dtype or _stored_dtype(found.source, "transformer"))
     _check_attention(way.attention, found.architecture, defaults)
     loaders = _loaders(found, defaults.dtype, way, partitioner)
-    shapes = {name: partial(_abstract, found, name, defaults.dtype, way, partitioner) for name in loaders}
+    networks = [name for name in loaders if name not in found.family.loaders]
+    shapes = {name: partial(_abstract, found, name, defaults.dtype, way, partitioner) for name in networks}
+    extra = _decoder(way.decoder, partitioner)
     made = Components(
-        loaders,
+        {**loaders, **extra[0]},
         _options(found, way, partitioner),
         way.offload,
         sizes,
         found.source,
         found.family.networks,
-        {name: make for name, make in shapes.items() if name not in found.family.loaders},
+        {**shapes, **extra[1]},
     )
     return Pipeline(made, found.architecture, defaults, partitioner, way.compiler, published)
+
+
+def _decoder(decoder: DecoderFile | None, partitioner: Partitioner) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the loader and the shapes of what decodes in place of the autoencoder, by its name; none without it."""
+    if decoder is None:
+        return {}, {}
+
+    def load(make_room: MakeRoom) -> nnx.Module:
+        make_room(decoder.shapes(partitioner))
+        return decoder.load(partitioner)
+
+    return {DECODER: load}, {DECODER: partial(decoder.shapes, partitioner)}
 
 
 def _sized(
@@ -430,6 +449,7 @@ def _options(found: Checkpoint, way: Loading, partitioner: Partitioner) -> dict[
     options |= {"compiler": None if way.compiler == SAFE else way.compiler}
     if way.mesh is not None and partitioner.alone:  # which one device without a mesh may not be elsewhere
         options |= {"mesh": str(partitioner), "rules": partitioner.rules_name}
+    options |= {DECODER: way.decoder and described(way.decoder.file)}
     loras = [str(replace(lora, file=described(lora.file))) for lora in found.loras]
     return {name: value for name, value in (options | {"lora": loras, DIGESTS: _digests(found)}).items() if value}
 
@@ -506,6 +526,7 @@ def outlined(
     attention: Attention = AUTO,
     compiler: str = SAFE,
     offload: bool | None = None,
+    decoder: DecoderFile | None = None,
 ) -> Pipeline:
     """Returns the pipeline of an outline, whose networks are shapes: for plans, which load and download nothing.
 
@@ -524,6 +545,7 @@ def outlined(
     others: dict[str, Any] = {name: NoTokenizer(*sizes) for name, sizes in family.prompt(architecture).items()}
     if (seen := architecture.networks.get("image_encoder")) is not None:
         others |= {name: NoProcessor(seen.image_size) for name in family.loaders if name not in others}
+    shapes |= _decoder(decoder, partitioner)[1]
     loaders = {name: (lambda room, x=x: x) for name, x in others.items()} | {name: lambda room: None for name in shapes}
     components = Components(loaders, offload=offload, shapes=shapes, kinds=family.networks)
     return Pipeline(components, architecture, settings, partitioner, compiler, preset.sizes if preset else ())

@@ -89,6 +89,7 @@ def encode(vae, x: torch.Tensor, tiling: Tiling | None = None, partitioner=None)
 
 def decode(vae, z: torch.Tensor, tiling: Tiling | None = None, partitioner=None) -> np.ndarray:
     """Decodes as a pipeline does, one latent frame at a time, which clips; returns [B C T H W]."""
+    tiling = tiling and tiling.completed(vae.config.tiling)
     chunks = list(decoded(vae, [z.numpy()], (1, 1), jnp.float32, tiling, caller(partitioner)))
     return np.concatenate(chunks).transpose(3, 0, 1, 2)[None] * 2 - 1
 

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiny decoder of previews, against its published formula in torch, from files as its author stores them."""
+"""The tiny decoder, of previews and of frames, against its formula in torch, from files as its author stores them."""
 
+import json
 from collections import OrderedDict
+from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,8 +21,16 @@ from tests.support.commands import refused, succeeded
 from tests.support.commands import wanjax as command
 from tests.support.compare import error
 from tests.support.quick import quick
+from tests.support.tiny import (
+    tiny_causal_checkpoint,
+    tiny_checkpoint,
+    tiny_cogvideox_checkpoint,
+    tiny_hunyuan_checkpoint,
+    tiny_residual_checkpoint,
+)
 from tests.support.words import naming, says
 from wanjax.errors import WanjaxError
+from wanjax.media.videos import read_metadata
 from wanjax.models.taehv import pictures
 from wanjax.pipelines.previews import tiny_decoder
 from wanjax.pipelines.previews.tiny_decoder import read_tiny_decoder
@@ -67,6 +78,28 @@ def decoded(tensors: dict[str, torch.Tensor], latents: torch.Tensor, patch: int,
     return functional.pixel_shuffle(conv(functional.relu(x), "decoder.22"), patch).clamp(0, 1).numpy()
 
 
+def frames_of(tensors: dict[str, torch.Tensor], latents: torch.Tensor, patch: int, growing: Any) -> np.ndarray:
+    """Returns the frames [T H W 3] of latents [T C H W] of one video, in [0, 1], without those before its first."""
+
+    def conv(x: torch.Tensor, name: str) -> torch.Tensor:
+        return functional.conv2d(x, tensors[f"{name}.weight"], tensors.get(f"{name}.bias"), padding="same")
+
+    x = functional.relu(conv(3 * torch.tanh(latents / 3), "decoder.1"))
+    for first, grown in zip(LEVELS, growing, strict=True):
+        for block in range(first, first + 3):
+            past = torch.cat([torch.zeros_like(x[:1]), x[:-1]])
+            y = functional.relu(conv(torch.cat([x, past], 1), f"decoder.{block}.conv.0"))
+            y = functional.relu(conv(y, f"decoder.{block}.conv.2"))
+            x = functional.relu(conv(y, f"decoder.{block}.conv.4") + x)
+        x = nn.Upsample(scale_factor=2)(x)
+        width, tall, wide = x.shape[1:]
+        x = functional.conv2d(x, tensors[f"decoder.{first + 4}.conv.weight"]).reshape(-1, width, tall, wide)
+        assert len(x) % grown == 0
+        x = conv(x, f"decoder.{first + 5}")
+    x = functional.pixel_shuffle(conv(functional.relu(x), "decoder.22"), patch).clamp(0, 1)
+    return x[int(np.prod(growing)) - 1 :].permute(0, 2, 3, 1).numpy()
+
+
 FILES = [
     (stored, patch, growing) for stored in ("pth", "safetensors") for patch, growing in ((1, (1, 2, 2)), (2, (2, 2, 1)))
 ]
@@ -109,6 +142,85 @@ def test_previews_are_made_with_it(tmp_path, monkeypatch):
     [(preview, x0)] = seen
     expected = decoded(tensors, torch.from_numpy(x0[0].copy()).transpose(0, 1), 1, 2)
     np.testing.assert_allclose(np.moveaxis(preview[0], -1, 1), 255 * expected, atol=0.51)
+
+
+MODELS = {  # latent channels, pixels of a cell, frames: those of the decoders for these models
+    "wan": (tiny_checkpoint, 4, 1, (1, 2, 2)),
+    "wan2.2 5b": (tiny_residual_checkpoint, 4, 2, (1, 2, 2)),
+    "cogvideox": (tiny_cogvideox_checkpoint, 4, 1, (1, 2, 2)),
+    "hunyuanvideo": (tiny_hunyuan_checkpoint, 4, 2, (1, 2, 2)),
+}
+
+
+@pytest.mark.parametrize("model", quick(["wan", "wan2.2 5b"], MODELS))
+def test_frames_are_the_reference_s(model, tmp_path):
+    """Chunk by chunk, whatever the model's own chunks are; the model's own decoder is not even read."""
+    make, channels, patch, growing = MODELS[model]
+    tensors = layers(channels, patch, growing)
+    torch.save(OrderedDict(tensors), tmp_path / "tae.pth")
+    pipe = wanjax.load(make(tmp_path / "model"), decoder=tmp_path / "tae.pth")
+    latents = torch.randn(5, channels, 4, 6, generator=torch.Generator().manual_seed(1))
+    expected = frames_of(tensors, latents, patch, growing)
+    made = pipe.decode(latents.transpose(0, 1)[None].numpy(), jnp.float32)
+    assert ((expected > 0) & (expected < 1)).mean() > 0.5
+    assert made.shape == (17, 32 * patch, 48 * patch, 3)
+    assert error(made, expected.astype(np.float64)) <= 2e-5
+    assert not pipe.components.has("vae")
+
+
+def test_frames_on_a_mesh_in_tiles_and_in_a_stream(tmp_path):
+    tensors = layers(4, 1, (1, 2, 2))
+    torch.save(OrderedDict(tensors), file := tmp_path / "tae.pth")
+    folder = tiny_checkpoint(tmp_path / "model")
+    latents = torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(1))
+    expected, given = frames_of(tensors, latents, 1, (1, 2, 2)), latents.transpose(0, 1)[None].numpy()
+    spread = wanjax.load(folder, decoder=file, mesh="dp=2,sp=2,tp=2").decode(given, jnp.float32)
+    assert error(spread, expected.astype(np.float64)) <= 2e-5
+    tiled = wanjax.load(folder, decoder=file).decode(given, jnp.float32, tiling=wanjax.Tiling(48, 32))
+    assert error(tiled, expected.astype(np.float64)) < 0.1  # what tiles do not see is blended
+    causal = wanjax.load(tiny_causal_checkpoint(tmp_path / "causal"), decoder=file)
+    clips = list(causal.stream("a", size=(32, 32), frames=13, seed=3))
+    latents = np.concatenate(list(causal.blocks(causal.encode("a"), size=(32, 32), frames=13, seed=3)), axis=2)
+    whole = frames_of(tensors, torch.from_numpy(latents[0]).transpose(0, 1), 1, (1, 2, 2))
+    np.testing.assert_allclose(np.concatenate(clips), 255 * whole, atol=0.51)
+    assert not causal.components.has("vae")
+
+
+def test_another_decoder_is_refused_before_a_step(tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model")
+    wrong = [((4, 2, (1, 2, 2)), "16 pixels 8"), ((4, 1, (1, 1, 2)), "2 frames 4"), ((5, 1, (1, 2, 2)), "5 4")]
+    for harm, why in wrong:
+        torch.save(OrderedDict(layers(*harm)), tmp_path / "tae.pth")
+        with pytest.raises(WanjaxError, match=naming(why)):
+            wanjax.load(folder, decoder=tmp_path / "tae.pth")
+    with pytest.raises(WanjaxError, match=naming("none.pth")):
+        wanjax.load(folder, decoder=tmp_path / "none.pth")
+
+
+def test_the_command_line_decodes_with_it(tmp_path, monkeypatch):
+    """In one go and in stages; the record tells it, and `--from` makes the same again, unless the file is another."""
+    monkeypatch.chdir(tmp_path)
+    torch.save(OrderedDict(layers(16, 1, (1, 2, 2))), "tae.pth")
+    succeeded(command("a red circle", "--steps", "1", "--dir", "stages", "--out", "one", "--decoder", "tae.pth"))
+    record = read_metadata("one")
+    assert record["decoder"] == str(tmp_path / "tae.pth")
+    assert record["decoder"] in record["digests"]
+    succeeded(command("decode", "--dir", "stages", "--out", "two"))
+    succeeded(command("--from", "one", "--out", "three"))
+    for again in ("two", "three"):
+        for file in sorted(Path("one").glob("*.png")):
+            np.testing.assert_array_equal(Image.open(file), Image.open(Path(again, file.name)))
+        assert read_metadata(again)["decoder"] == record["decoder"]
+        assert read_metadata(again)["digests"] == record["digests"]
+    plan = succeeded(command("plan", "nano", "--chip", "cpu", "--decoder", "tae.pth", "--json")).stdout
+    own = succeeded(command("plan", "nano", "--chip", "cpu", "--json")).stdout
+    with_it, without = (json.loads(told)["stages"]["decode"]["seconds"] for told in (plan, own))
+    assert with_it != without
+    other = layers(16, 1, (1, 2, 2))
+    torch.save(OrderedDict(other | {"decoder.22.bias": other["decoder.22.bias"] + 1}), "tae.pth")
+    assert says(refused("--from", "one", "--out", "four"), "decoder tae.pth others")
+    torch.save(OrderedDict(other), "tae.safetensors")
+    assert says(refused("a red circle", "--decoder", "tae.safetensors"), "tae.safetensors")
 
 
 def test_the_command_line(tmp_path, monkeypatch):

@@ -38,7 +38,8 @@ from wanjax.pipelines.caching.step_cache import (
     ResidualCache,
     low_frequencies,
 )
-from wanjax.pipelines.sampler import State, guide, take_step
+from wanjax.pipelines.guidance import guide
+from wanjax.pipelines.sampler import State, take_step
 from wanjax.pipelines.seeds import solver_keys, words_of
 from wanjax.schedulers import one_step
 from wanjax.sharding import replicate

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import TypedDict
 
 from wanjax.pipelines.caching.rules import CacheRule
+from wanjax.pipelines.guidance import GuidanceRule
 
 
 class GivenSettings(TypedDict, total=False):
@@ -39,9 +40,13 @@ def source() -> str:
 
 
 def _type(name: str) -> str:
-    return {"cache": "CacheRule | str", "seed": "int | str", "then": "str | Sequence[str]"}.get(
-        name, schema(Settings)[name].kind.__name__
-    )
+    others = {
+        "cache": "CacheRule | str",
+        "guidance_rule": "GuidanceRule | str",
+        "seed": "int | str",
+        "then": "str | Sequence[str]",
+    }
+    return others.get(name, schema(Settings)[name].kind.__name__)
 
 
 if __name__ == "__main__":

@@ -152,6 +152,7 @@ def main(ctx: click.Context) -> None:
 @options.compute
 @options.devices
 @options.tile
+@options.decoder
 @options.offload
 @options.at
 @options.profile
@@ -264,6 +265,7 @@ def denoise(report: Report, **given: Any) -> None:
 @options.compute
 @options.devices
 @options.tile
+@options.decoder
 @options.stage_folder
 @options.stage_out
 @options.force
@@ -298,6 +300,7 @@ def decode(report: Report, **given: Any) -> None:
 @options.mesh
 @options.rules
 @options.tile
+@options.decoder
 @options.offload
 @train_options.priced
 @options.quiet
@@ -334,6 +337,7 @@ def plan(report: Report, model: str | None, model_option: str | None, **given: A
 @options.compute
 @options.devices
 @options.tile
+@options.decoder
 @options.offload
 @options.telling
 @defaults.config
@@ -495,6 +499,7 @@ def bench(report: Report, **given: Any) -> None:
 @options.devices
 @options.tile
 @options.extending
+@options.decoder
 @options.serving
 @options.verify
 @options.telling

@@ -50,7 +50,7 @@ def check(model: str | None, given: Mapping[str, Any]) -> None:
         return
     own = known["defaults"]
     for name, setting in schema(Settings).items():
-        if (value := given.get(name)) is None or name == "cache":  # a cache's settings are read by its rule
+        if (value := given.get(name)) is None or name in ("cache", "guidance_rule"):  # read by their rules
             continue
         if name not in own and name not in ("model", "prompt"):
             raise no_setting(name, model, own)

@@ -324,6 +324,12 @@ verify = click.option(
     is_flag=True,
     help="Compare the weights of a checkpoint that `wanjax convert` wrote with their checksums before they are loaded.",
 )
+decoder = click.option(
+    "--decoder",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="Decode frames by this tiny decoder, a file of TAEHV for the model's latents: quicker, and less exact.",
+)
 tile = click.option("--tile", is_flag=True, help="Decode frames in tiles, for frames that would not fit.")
 compute = together(
     of_group("compute"),

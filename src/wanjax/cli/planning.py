@@ -24,6 +24,7 @@ from wanjax.kernels.attention import AUTO
 from wanjax.kernels.compiler_options import SAFE
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures
+from wanjax.pipelines.decoders import DecoderFile
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Settings
 from wanjax.plan.outlook import Outlook, outlook
@@ -71,6 +72,8 @@ def plan(
         "pictures": pictures,
         "offload": given["offload"] if settings.windows > 1 else given["offload"] is not False,
     }
+    if file := given["decoder"]:
+        how |= {"decoder": DecoderFile.in_place_of(architecture.vae, file)}
     with _priced(report) as tell:
         found = outlook(family, architecture, settings, chip, axes, **how, tell=tell)
     if as_json:

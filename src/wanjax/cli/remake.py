@@ -22,6 +22,7 @@ FILES = {
     "references": "--reference FILE",
     "noise": "--noise FILE",
     "lora": "--lora FILE",
+    "decoder": "--decoder FILE",
     "model": "--model FOLDER",
 }
 """Entries of a record that name files, and the options that give others."""

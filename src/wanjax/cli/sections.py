@@ -20,7 +20,7 @@ SECTIONS = {
     ),
     "How well": (
         "steps guidance-scale lora",
-        "guidance-scale-2 boundary dynamic-guidance flow-shift follow sigmas scheduler "
+        "guidance-scale-2 boundary dynamic-guidance guidance-rule flow-shift follow sigmas scheduler "
         "timesteps shift logit-mean logit-deviation",
     ),
     "How to learn": ("batch rate warm-up", "accumulate optimizer schedule clip weight-decay"),
@@ -28,7 +28,7 @@ SECTIONS = {
         "cache dtype",
         "attention block-q block-kv block-kv-compute window batch-guidance compiler quick keep",
     ),
-    "Where": ("at chip mesh host port token", "rules processes offload tile rehearse"),
+    "Where": ("at chip mesh host port token", "rules processes offload tile decoder rehearse"),
     "Limits": ("max-queue", "max-pixels max-steps max-upload"),
     "Output": (
         "out dir to train preview quiet",

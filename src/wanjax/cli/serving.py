@@ -61,7 +61,7 @@ def serve(report: Report, *, host: str, port: int, token: str | None, folder: Pa
 
 def _loaded(report: Report, given: dict[str, Any]) -> Pipeline:
     """Loads the model, and the decoder of its previews if there is one."""
-    chosen: dict[str, Any] = {name: given[name] for name in ("dtype", "attention", "mesh", "lora")}
+    chosen: dict[str, Any] = {name: given[name] for name in ("dtype", "attention", "mesh", "lora", "decoder")}
     chosen["compiler"] = given["compiler"] or kept_set()
     chosen |= {"rules": given["rules"] or "fsdp", "verify": given["verify"]}
     pipe = registry.load(given["model"], note=report.note, **chosen)

@@ -40,6 +40,7 @@ from wanjax.media.stage_files import LATENTS, VIDEO
 from wanjax.pipelines.checks import check_strength
 from wanjax.pipelines.draws import checked_draws
 from wanjax.pipelines.family import TrainingDomain
+from wanjax.pipelines.guidance import CLASSIFIER_FREE
 from wanjax.pipelines.many import Order
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.previews.previews import Previews
@@ -125,7 +126,10 @@ def decode(report: Report, *, folder: Path, out: str | None, force: bool, **give
     latents = stage_files.load_latents(folder, left)
     video = Rendering(report, folder, given, left, out=out)
     video.check_channels(latents)
-    video.record |= left | video.settings.to_json()  # the latents are as they were made
+    own = {name: video.record[name] for name in ("decoder",) if name in video.record}
+    known = {**_digests(left), **_digests(video.record)}
+    video.record |= left | video.settings.to_json() | own  # the latents are as they were made
+    video.record |= {DIGESTS: known} if known else {}
     video.try_output(video.place.video, video.record)
     run = video.run()
     written = video.decoded(run, run.frames([latents]))
@@ -181,7 +185,8 @@ class Rendering:
         self.drawn = chosen.get("seed") == DRAW
         self.batch_guidance = bool(given.get("batch_guidance"))
         loras = loras_of(chosen) if "lora" in given else []  # only denoising uses them
-        self.pipe = self._load(chosen, given, loras)
+        decoder = decoder_of(chosen) if "decoder" in given else None
+        self.pipe = self._load(chosen, given, loras, decoder)
         settings = own_settings(chosen, given, self.pipe.defaults)
         files = {name: described(chosen[name]) for name in Pictures._fields if chosen.get(name)}
         del settings["model"]  # the pipeline's own name of it holds in any folder
@@ -210,7 +215,9 @@ class Rendering:
         if self.remade:
             check_loaded(self.remade, self.record)
 
-    def _load(self, chosen: Mapping[str, Any], given: Mapping[str, Any], loras: Sequence[Lora]) -> Pipeline:
+    def _load(
+        self, chosen: Mapping[str, Any], given: Mapping[str, Any], loras: Sequence[Lora], decoder: str | None
+    ) -> Pipeline:
         pipe = registry.load(
             _model(chosen),
             dtype=chosen.get("dtype"),
@@ -222,6 +229,7 @@ class Rendering:
             compiler=given.get("compiler") or kept_set(),
             revision=chosen.get("revision"),
             lora=loras,
+            decoder=decoder,
             offload=self.offload,
             verify=bool(given.get("verify")),
             progress=self.report.load,
@@ -286,6 +294,7 @@ class Rendering:
         chosen, mesh = self.settings, self.pipe.partitioner
         seed = f"seeds {in_short(seeds)}" if seeds else f"seed {chosen.seed}{' (drawn)' if self.drawn else ''}"
         guidance = " and ".join(f"{scale:g}" for scale in chosen.guidance_scales)
+        guidance += f" with {chosen.guidance_rule}" if chosen.guidance_rule != CLASSIFIER_FREE else ""
         self.report.note(
             f"{chosen.model}: {chosen.width}x{chosen.height}, {chosen.frames} frames at {chosen.fps} a second, "
             f"{chosen.steps} steps, guidance {guidance}, {seed}, {chosen.dtype}, "
@@ -293,7 +302,7 @@ class Rendering:
         )
         if sentence := estimate(self.pipe, chosen, self.from_video):
             self.report.note(sentence)
-        if not chosen.guided:
+        if not (chosen.guided or chosen.guidance_rule.leads is not None):
             self.report.note("note: guidance is off, so the negative prompt has no effect")
         if (domain := self._domain) and (unlike := domain.unlike(chosen)):
             self.report.note(
@@ -513,10 +522,15 @@ def _inherited(left: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
                 known.read(left[name])
             except WanjaxError as error:
                 raise WanjaxError(f"{stage_files.CONFIG}: {error}") from error
-    check_files(left, [name for name in ("model", "lora") if name in given and not given[name]])
+    check_files(left, [name for name in ("model", "lora", "decoder") if name in given and not given[name]])
     if given.get("model") in (None, left.get("model")):
         return dict(left)
     return {name: value for name, value in left.items() if name not in ("scheduler", "revision")}
+
+
+def _digests(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    known = record.get(DIGESTS)
+    return known if isinstance(known, Mapping) else {}
 
 
 def in_short(numbers: Sequence[int]) -> str:
@@ -550,6 +564,14 @@ def loras_of(chosen: Mapping[str, Any]) -> list[Lora]:
     loras = [Lora.parse(text).named() for text in texts]
     found = [(lora, Path(lora.file).expanduser()) for lora in loras]
     return [replace(lora, file=str(path.absolute())) if path.is_file() else lora for lora, path in found]
+
+
+def decoder_of(chosen: Mapping[str, Any]) -> str | None:
+    """Returns the file of the chosen tiny decoder, if there is one."""
+    file = chosen.get("decoder")
+    if not isinstance(file, str | None):
+        raise WanjaxError(f"{stage_files.CONFIG} gives decoder as {file!r} where the name of a file is right")
+    return file
 
 
 def own_settings(chosen: Mapping[str, Any], given: Mapping[str, Any], defaults: Settings) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from wanjax.layers.placement import bytes_by_device
 
 SPARE = 0.25  # the share of a device's memory that is left for activations
 MEMORY = Path("/proc/meminfo")
+DECODER = "decoder"  # the component that decodes in place of the autoencoder, where there is one
 MakeRoom = Callable[[nnx.Module], None]
 Shapes = Callable[[], nnx.Module]  # of a network
 

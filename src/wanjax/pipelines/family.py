@@ -29,6 +29,7 @@ from wanjax.pipelines.checks import check_taken
 from wanjax.pipelines.components import Components
 from wanjax.pipelines.draws import INITIAL, OF_STEPS
 from wanjax.pipelines.frames import GivenFrames, Latents, encoded
+from wanjax.pipelines.guidance import check_rule
 from wanjax.pipelines.previews.latent_preview import LatentPreview
 from wanjax.pipelines.sampler import Denoiser, Ends, Held, Inputs
 from wanjax.pipelines.settings import Settings
@@ -228,6 +229,7 @@ class Architecture(ABC):
         """Raises WanjaxError where the model makes no video of these settings."""
         settings.check(spatial=self.grid, temporal=self.vae.temporal_factor)
         check_windows(settings, self.continued_by)
+        check_rule(settings.guidance_rule, settings.guided, settings.steps)
 
     def check_pictures(self, pictures: Pictures, settings: Settings) -> None:
         """Raises WanjaxError unless the model takes these pictures and needs no others."""

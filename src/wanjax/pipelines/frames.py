@@ -54,11 +54,13 @@ class Joining(NamedTuple):
 
 
 @program(scanned)
-def cut(parts: tuple[Part, ...], latents: Latents, video: Int[Array, ""]) -> tuple[Chunk, ...]:
+def cut(
+    parts: tuple[Part, ...], latents: Float[Array, "_B C T H W"], video: Int[Array, ""]
+) -> tuple[Float[Array, "1 _T _H _W C"], ...]:
     """Cuts parts out of the latents of a video of the batch, so that one program decodes videos of any length."""
     x = jnp.moveaxis(jax.lax.dynamic_slice_in_dim(latents, video, 1), 1, -1)
 
-    def one(part: Part) -> Chunk:
+    def one(part: Part) -> Float[Array, "1 _T _H _W C"]:
         top, left, height, width = part.tile
         return x[:, part.start : part.stop, top : top + height, left : left + width]
 
@@ -138,10 +140,9 @@ def decoded(
     """Yields the frames of each chunk of a video's latents, which come in pieces; only one chunk is in memory.
 
     `at_once` are the lengths of the first chunk and of the later ones. A later piece has whole chunks. `video` is the
-    place of the video in the pieces' batch.
+    place of the video in the pieces' batch. The tiling is complete.
     """
     config, (first, rest), dtype = vae.config, at_once, jnp.dtype(dtype)
-    tiling = tiling and tiling.completed(config.tiling)
     graphdef, weights = nnx.split(vae)
     caches: dict[Tile, Any] = {}
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import TypedDict
 
 from wanjax.pipelines.caching.rules import CacheRule
+from wanjax.pipelines.guidance import GuidanceRule
 
 
 class GivenSettings(TypedDict, total=False):
@@ -24,6 +25,7 @@ class GivenSettings(TypedDict, total=False):
     boundary: float | None
     strength: float | None
     dynamic_guidance: bool | None
+    guidance_rule: GuidanceRule | str | None
     flow_shift: float | None
     follow: str | None
     sigmas: str | None

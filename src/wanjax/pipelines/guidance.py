@@ -1,16 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guidance: how a step's prompts are grouped, and scales that differ from step to step."""
+"""Guidance: how a step's prompts are grouped, scales that differ from step to step, and the rules of guidance.
 
+A rule is the one of all models, classifier-free guidance, or another that takes its place. Two of these join the
+predictions of a step in another way; the third leads attention away from the negative prompt, in the network.
+"""
+
+import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, get_type_hints
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Array, Float, Float32
 
+from wanjax.errors import WanjaxError, shown
 from wanjax.sharding import Partitioner
+
+Latents = Float[Array, "B T H W C"]
 
 
 class Groups(NamedTuple):
@@ -44,3 +53,222 @@ def dynamic_scales(scale: float, timesteps: Float[np.ndarray, " steps"], steps: 
     """
     ways = ((steps - float(t)) / steps for t in timesteps)
     return [1 + scale * (1 - math.cos(math.pi * way**5)) / 2 for way in ways]
+
+
+@jax.named_scope("guidance")
+def guide(predictions: Float[Array, "P T H W C"], videos: int, scale: Float[Array, ""]) -> Latents:
+    """Extrapolates from the second half of the predictions, for the negative prompts, through the first.
+
+    There is one half without guidance. The sum is in float32, because the difference is small.
+    """
+    if len(predictions) == videos:
+        return predictions
+    conditional, unconditional = predictions[:videos], predictions[videos:]
+    return unconditional + scale * (conditional - unconditional)
+
+
+@dataclass(frozen=True)
+class GuidanceRule:
+    """Classifier-free guidance, and what other rules have in common. A hashable value.
+
+    Programs depend on its type alone: the numbers of a rule are given to each step.
+    """
+
+    name: ClassVar[str] = "none"
+    scaled: ClassVar[bool] = False
+    """True for a rule that needs a guidance scale above 1."""
+
+    @property
+    def averages(self) -> bool:
+        """True for a rule that keeps an average from step to step."""
+        return False
+
+    @property
+    def leads(self) -> Float32[np.ndarray, "3"] | None:
+        """The numbers by which attention is led away from the negative prompt, as `led_away` has them, if it is."""
+        return None
+
+    def told(self, step: int, scale: float) -> Any:
+        """Returns what a step, counted from 0, is given of the rule and its guidance scale: arrays of the host."""
+        return np.float32(scale)
+
+    @classmethod
+    def joined(
+        cls,
+        predictions: Float[Array, "P T H W C"],
+        videos: int,
+        told: Any,
+        x: Latents,
+        clean: Callable[[Latents, Latents], Latents],
+        average: Latents | None,
+    ) -> tuple[Latents, Latents | None]:
+        """Returns one prediction of those for the prompts and, after them, for the negative ones, and the new average.
+
+        Without guidance there are none for negative prompts. `clean` returns the clean latents that follow from a
+        prediction at x, a sum of a share of each.
+        """
+        return guide(predictions, videos, told), average
+
+    def __str__(self) -> str:
+        values = [f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self)]
+        return ":".join(filter(None, [self.name, ",".join(values)]))
+
+
+@dataclass(frozen=True)
+class ZeroStar(GuidanceRule):
+    """CFG-Zero*: the negative prompt's prediction is fitted to the prompt's, and the first predictions are zero.
+
+    Follows Fan et al., CFG-Zero*, 2025, arXiv:2503.18886. The first `zero_steps` steps of a video leave it as it is.
+    """
+
+    name = "cfg-zero"
+    scaled = True
+    zero_steps: int = 1
+
+    def __post_init__(self) -> None:
+        if self.zero_steps < 0:
+            raise WanjaxError(f"{self} has fewer than no zero steps: 1 is usual")
+
+    def told(self, step: int, scale: float) -> Any:
+        return np.array([scale, 0 if step < self.zero_steps else 1], np.float32)
+
+    @classmethod
+    def joined(
+        cls,
+        predictions: Float[Array, "P T H W C"],
+        videos: int,
+        told: Float32[Array, "2"],
+        x: Latents,
+        clean: Callable[[Latents, Latents], Latents],
+        average: None,
+    ) -> tuple[Latents, None]:
+        if len(predictions) == videos:
+            return predictions, None
+        prompt, negative = predictions[:videos], predictions[videos:]
+        (scale, kept), eps = told, 1e-8  # the paper's
+        fitted = negative * (_dot(prompt, negative) / (_dot(negative, negative) + eps))
+        return kept * (fitted + scale * (prompt - fitted)), None
+
+
+@dataclass(frozen=True)
+class Projected(GuidanceRule):
+    """APG: of the change that guidance makes, the part along the prompt's prediction counts `eta`, the rest in full.
+
+    Follows Sadat et al., Adaptive Projected Guidance, 2024, arXiv:2410.02416. The change is first averaged over the
+    steps by `momentum`, and then shortened to the length `norm`, if that is not 0. All of it is done on clean latents,
+    as in the paper, or on what the network predicts (`of=prediction`), as in diffusers.
+    """
+
+    name = "apg"
+    scaled = True
+    eta: float = 0.0
+    norm: float = 0.0
+    momentum: float = -0.5
+    of: str = "clean"
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.eta) and 0 <= self.norm < math.inf and -1 < self.momentum < 1):
+            raise WanjaxError(
+                f"{self} is out of range: a finite eta, a norm from 0 on and a momentum between -1 and 1 would do"
+            )
+        if self.of not in ("clean", "prediction"):
+            raise WanjaxError(f"{self} projects {shown(self.of)}: of=clean or of=prediction would do")
+
+    @property
+    def averages(self) -> bool:
+        return self.momentum != 0
+
+    def told(self, step: int, scale: float) -> Any:
+        return np.array([scale, self.eta, self.norm, self.momentum, self.of == "clean"], np.float32)
+
+    @classmethod
+    def joined(
+        cls,
+        predictions: Float[Array, "P T H W C"],
+        videos: int,
+        told: Float32[Array, "5"],
+        x: Latents,
+        clean: Callable[[Latents, Latents], Latents],
+        average: Latents | None,
+    ) -> tuple[Latents, Latents | None]:
+        if len(predictions) == videos:
+            return predictions, average
+        prompt, negative = predictions[:videos], predictions[videos:]
+        scale, eta, norm, momentum, cleaned = told
+        along = jnp.where(cleaned, clean(prompt, x), prompt)
+        slope = jnp.where(cleaned, clean(jnp.ones_like(x), jnp.zeros_like(x)), 1.0)  # of clean latents to predictions
+        change = slope * (prompt - negative)
+        if average is not None:
+            average = change = change + momentum * average
+        length = jnp.sqrt(_dot(change, change))
+        change = change * jnp.where(norm > 0, jnp.minimum(1.0, norm / jnp.maximum(length, TINY)), 1.0)
+        direction = along / jnp.maximum(jnp.sqrt(_dot(along, along)), TINY)
+        change = change + (eta - 1) * _dot(change, direction) * direction
+        return prompt + (scale - 1) * change / slope, average
+
+
+@dataclass(frozen=True)
+class AttentionLed(GuidanceRule):
+    """NAG: attention to the prompt is led away from attention to the negative prompt, with any guidance scale.
+
+    Follows Chen et al., Normalized Attention Guidance, 2025, arXiv:2505.21179; see `layers.guided_attention`.
+    """
+
+    name = "nag"
+    scale: float = 11.0
+    tau: float = 2.5
+    alpha: float = 0.25
+
+    def __post_init__(self) -> None:
+        if not (1 < self.scale < math.inf and 0 < self.tau < math.inf and 0 < self.alpha <= 1):
+            raise WanjaxError(
+                f"{self} is out of range: a scale above 1, a tau above 0 and an alpha above 0, at most 1, would do"
+            )
+
+    @property
+    def leads(self) -> Float32[np.ndarray, "3"]:
+        return np.array([self.scale, self.tau, self.alpha], np.float32)
+
+
+TINY = 1e-12
+RULES: Mapping[str, type[GuidanceRule]] = {
+    rule.name: rule for rule in (ZeroStar, Projected, AttentionLed, GuidanceRule)
+}
+CLASSIFIER_FREE = GuidanceRule()
+
+
+def _dot(a: Latents, b: Latents) -> Float32[Array, "B 1 1 1 1"]:
+    """Returns the product of each video's two arrays, axis by axis: one long sum in float32 loses digits on CPUs."""
+    products = a * b
+    for axis in (4, 3, 2, 1):
+        products = jax.lax.optimization_barrier(jnp.sum(products, axis, keepdims=True))
+    return products
+
+
+def guidance_rule(given: Any) -> GuidanceRule:
+    """Returns a rule, or the one that a text such as `nag`, `apg:eta=0,norm=15` or `none` describes.
+
+    Raises WanjaxError for anything else.
+    """
+    if isinstance(given, GuidanceRule):
+        return given
+    name, _, listed = given.partition(":") if isinstance(given, str) else ("", "", "")
+    if name not in RULES:
+        raise WanjaxError(f"there is no guidance rule {shown(given)}: {', '.join(RULES)} would do")
+    kinds = {field.name: get_type_hints(RULES[name])[field.name] for field in dataclasses.fields(RULES[name])}
+    pairs = [entry.partition("=")[::2] for entry in listed.split(",")] if listed else []
+    try:
+        found = {key: kinds[key](value) for key, value in pairs}
+    except (KeyError, ValueError):
+        found = {}
+    if len(found) != len(pairs):
+        raise WanjaxError(f"the guidance rule {shown(given)} is not written like {RULES[name]()}")
+    return RULES[name](**found)
+
+
+def check_rule(rule: GuidanceRule, guided: bool, steps: int) -> None:
+    """Raises WanjaxError for a rule that would do nothing without guidance, or that would leave all steps out."""
+    if rule.scaled and not guided:
+        raise WanjaxError(f"{rule} is worth nothing without guidance: a guidance scale above 1 would need it")
+    if isinstance(rule, ZeroStar) and rule.zero_steps >= steps:
+        raise WanjaxError(f"{rule} would leave all of {steps} step{'s' * (steps > 1)} out: fewer zero steps would do")

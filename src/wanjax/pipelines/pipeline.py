@@ -46,6 +46,7 @@ from wanjax.pipelines.components import Components
 from wanjax.pipelines.draws import GivenDraws, checked_draws
 from wanjax.pipelines.family import Architecture, Encoded, lines, named_sizes
 from wanjax.pipelines.frames import Frames, GivenFrames, GivenLatents, Latents, chunk_count
+from wanjax.pipelines.guidance import check_rule
 from wanjax.pipelines.hooks import Calling, Showing, Switching
 from wanjax.pipelines.keywords import (
     Called,
@@ -242,6 +243,8 @@ class Pipeline:
         )
         self.architecture.check_pictures(pictures, asked)
         self._check_strength(asked, pictures.video)
+        if pictures.video is not None and self.architecture.begins_from_video:
+            check_rule(asked.guidance_rule, asked.guided, asked.strong_steps)
         complete = asked.updated(self._shape_of(pictures, asked, settings))
         self.check_memory(complete)
         return pictures, complete

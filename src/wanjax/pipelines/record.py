@@ -20,7 +20,7 @@ from wanjax.schedulers import Scheduler, name_of
 from wanjax.sharding import Partitioner
 
 VERSION = version("wanjax")
-SOURCES = ("image", "last_image", "video", "mask", "references", "noise", "lora", "model")
+SOURCES = ("image", "last_image", "video", "mask", "references", "noise", "lora", "decoder", "model")
 """The entries of a record that may name files and folders."""
 
 

@@ -52,12 +52,13 @@ class Keeping(Hook):
             return None
         arrays = {name: placed_everywhere(found.read(name), self.partitioner) for name in found.keys()}  # noqa: SIM118
         solver = jax.tree.unflatten(jax.tree.structure(begun.state.solver), _listed(arrays, "solver"))
+        average = None if begun.state.average is None else arrays["average"]
         steps = int(found.metadata["steps"])
         begins = steps in [segment.start for segment in begun.segments]  # another network, which has kept nothing yet
         kept = tuple(_listed(arrays, f"kept.{i}") for i in range(int(found.metadata["forwards"])))
         if steps and self.told:
             self.told(steps, sum(len(segment.scales) for segment in begun.segments))
-        return State(arrays["x"], solver, None if begins else kept), steps
+        return State(arrays["x"], solver, None if begins else kept, average), steps
 
     def stepped(self, step: Step) -> None:
         over = self._finished and step.index + 1 == step.total
@@ -79,6 +80,8 @@ class Keeping(Hook):
         arrays = {f"{name}.{i}": np.asarray(leaf) for name, part in listed.items() for i, leaf in enumerate(part)}
         metadata = {"origin": self.origin, "steps": str(step.index + 1), "forwards": str(len(kept))}
         with suppress(OSError, WanjaxError):  # a full disk; what is lost is the way back, not the run
+            if step.state.average is not None:
+                arrays["average"] = np.asarray(step.state.average)
             save_safetensors(self.file, {"x": np.asarray(step.state.x), **arrays}, metadata)
         self._last = perf_counter()
         self._cost = self._last - start

@@ -25,9 +25,11 @@ from wanjax.media.pictures import Pictures
 from wanjax.pipelines import many
 from wanjax.pipelines.caching.networks import Caching
 from wanjax.pipelines.caching.rules import check_apart
+from wanjax.pipelines.components import DECODER
 from wanjax.pipelines.draws import INITIAL, OF_STEPS, GivenDraws, checked_draws
 from wanjax.pipelines.family import Encoded, Pipe
 from wanjax.pipelines.frames import Frames, GivenLatents, chunk_count, decoded
+from wanjax.pipelines.guidance import check_rule
 from wanjax.pipelines.many import Order
 from wanjax.pipelines.record import VERSION
 from wanjax.pipelines.sampler import Beginning, Given, State, begin, finish, take_step
@@ -204,14 +206,16 @@ class Run:
         shapes = architecture.draws(settings, architecture.references(encoded, settings), len(seeds))
         given = checked_draws(self.noise, shapes)
         schedule = architecture.schedule(settings, encoded)
-        segments, pictures = architecture.segments(schedule, settings), latents_of(encoded)
+        rule, pictures = settings.guidance_rule, latents_of(encoded)
+        check_rule(rule, settings.guided, len(schedule.timesteps))
+        segments = [segment._replace(rule=rule) for segment in architecture.segments(schedule, settings)]
         for hook in self.hooks:
             hook.begun(encoded)
         past = None
         for block in self.blocks(settings, shapes[INITIAL][2]):
             whole = block.count == 1
             frames, ends = None if whole else len(block.frames), architecture.ends
-            static = Beginning(ends, architecture.scheduler, shapes[INITIAL], frames)
+            static = Beginning(ends, architecture.scheduler, shapes[INITIAL], frames, rule.averages)
             noise, number = _given(given, block, schedule), np.int32(block.number)
             with pipe.strategy.stage("denoise"):
                 state, drawn = pipe.call(begin, static, words, noise, schedule, pictures, number)
@@ -250,10 +254,11 @@ class Run:
             denoiser, inputs, past = architecture.block_inputs(
                 pipe, network, segment, encoded, state.x, self.batch_guidance, block.number, past
             )
-            denoiser = replace(denoiser, cache=caching.of(segment.network, denoiser, inputs, pipe))
+            cache, rule = caching.of(segment.network, denoiser, inputs, pipe), segment.rule
+            denoiser = replace(denoiser, cache=cache, guidance=type(rule))
             for index, scale in enumerate(segment.scales, segment.start):
                 state = replace(state, kept=denoiser.cache.given(index, state.kept))
-                guidance, now = np.float32(scale), one_step(schedule, index)
+                guidance, now = rule.told(index, scale), one_step(schedule, index)
                 state, x0, finite = pipe.call(take_step, at_step(denoiser, index, steps), state, inputs, guidance, now)
                 if watch is not None:
                     watch.add(before + index, finite)
@@ -326,6 +331,8 @@ class Run:
         `pieces` are latents of consecutive frames, [B C T H W]; `video` is the place of the video in their batch.
         """
         pipe, total = self.pipe, None
+        decoder = DECODER if DECODER in pipe.components.names else "vae"
+        tiling = self.tiling and self.tiling.completed(pipe.architecture.vae.tiling)
         if isinstance(pieces, Sequence):
             total = sum(chunk_count(x.shape[2], pipe.architecture.decoded_at_once(x.shape[2])) for x in pieces)
             self.count("chunk", 0, total)
@@ -336,7 +343,7 @@ class Run:
                 return pipe.call(*arguments)
 
         for done, chunk in enumerate(
-            decoded(pipe.components.get("vae"), pieces, at_once, dtype, self.tiling, call, video), 1
+            decoded(pipe.components.get(decoder), pieces, at_once, dtype, tiling, call, video), 1
         ):
             yield chunk
             if total is not None:

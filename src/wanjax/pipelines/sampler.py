@@ -4,6 +4,7 @@
     for each step t of the schedule:
         p₊, p₋ = predict(x, t) under the prompt and under the negative prompt
         p = p₋ + scale · (p₊ - p₋)                           # Ho and Salimans, Classifier-Free Guidance, 2022
+                                                             # or another rule of `guidance`
         x = the scheduler's step from t along p
 
 A family implements `Denoiser.predict`, and `Ends` where its ends differ; a step cache decides which of
@@ -24,6 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 from wanjax.kernels.compiler_options import fast_products, products, random_numbers, scanned
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache
 from wanjax.pipelines.caching.step_cache import NO_CACHE, StepCache
+from wanjax.pipelines.guidance import GuidanceRule
 from wanjax.pipelines.seeds import Words, drawn_noise, noise_of_frames, solver_keys
 from wanjax.programs import Value, program
 from wanjax.schedulers import Scheduler
@@ -35,7 +37,9 @@ Held = Float[Value, "B T H W C"]  # latents between two programs
 
 @dataclass(frozen=True)
 class Denoiser(ABC):
-    """A network's definition, the scheduler and a step cache, which define a compiled step. A hashable value.
+    """A network's definition, the scheduler, a step cache and the kind of guidance, which define a compiled step.
+
+    A hashable value.
 
     A step that reuses what another kept is a program of its own, and so is a `dense` one (see `steps.at_step`).
     """
@@ -43,6 +47,7 @@ class Denoiser(ABC):
     graphdef: Any
     scheduler: Scheduler
     cache: StepCache = field(default=NO_CACHE, kw_only=True)
+    guidance: type[GuidanceRule] = field(default=GuidanceRule, kw_only=True)
     dense: bool | None = field(default=None, kw_only=True)
 
     @abstractmethod
@@ -78,14 +83,15 @@ class Inputs:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class State:
-    """The values that each step replaces: the latents, the scheduler's state, and what each forward kept.
+    """The values that each step replaces: the latents, the scheduler's state, what each forward kept, and guidance's.
 
-    A whole step is given None in place of what was kept.
+    A whole step is given None in place of what was kept. `average` is None for a rule of guidance that has none.
     """
 
     x: Any  # [B T H W C]
     solver: Any
     kept: Any = None  # a tuple for each forward
+    average: Any = None  # [B T H W C]
 
 
 @dataclass(frozen=True)
@@ -111,13 +117,14 @@ class Ends:
 class Beginning(NamedTuple):
     """What a video begins by: the ends, the solver, the shape [B C T H W] of its noise, and the frames of a block.
 
-    A video that is made as a whole is one block, of None.
+    A video that is made as a whole is one block, of None. `averages` tells whether guidance keeps an average.
     """
 
     ends: Ends
     scheduler: Scheduler
     shape: tuple[int, ...]
     block: int | None = None
+    averages: bool = False
 
 
 class Given(NamedTuple):
@@ -153,7 +160,8 @@ def begin(
     keys = solver_keys(words, 0 if static.block is None else number)
     init: Any = static.scheduler.init  # that of a stochastic solver takes noise too
     of_steps = () if given.of_steps is None else (jnp.moveaxis(given.of_steps, 2, -1),)
-    return State(x, init(schedule, x, keys, *of_steps)), drawn
+    average = jnp.zeros_like(x) if static.averages else None
+    return State(x, init(schedule, x, keys, *of_steps), average=average), drawn
 
 
 @program(random_numbers)
@@ -175,30 +183,23 @@ def join(axis: int, parts: tuple[Any, ...]) -> Any:
     return jax.tree.map(lambda *arrays: jnp.concatenate(arrays, axis=axis), *parts)
 
 
-@jax.named_scope("guidance")
-def guide(predictions: Float[Array, "P T H W C"], videos: int, scale: Float[Array, ""]) -> Latents:
-    """Extrapolates from the second half of the predictions, for the negative prompts, through the first.
-
-    There is one half without guidance. The sum is in float32, because the difference is small.
-    """
-    if len(predictions) == videos:
-        return predictions
-    conditional, unconditional = predictions[:videos], predictions[videos:]
-    return unconditional + scale * (conditional - unconditional)
-
-
 @program(products, donated=("state",), fast=fast_products)
 def take_step(
-    denoiser: Denoiser, state: State, inputs: Inputs, scale: Float[Array, ""], schedule: Any
+    denoiser: Denoiser, state: State, inputs: Inputs, guidance: Any, schedule: Any
 ) -> tuple[State, Latents, Bool[Array, ""]]:
-    """Takes the only step of a schedule; returns also the predicted clean latents, and whether the new are finite."""
+    """Takes the only step of a schedule; returns also the predicted clean latents, and whether the new are finite.
+
+    `guidance` is what the rule of guidance tells this step, in most cases a scale.
+    """
     network = nnx.merge(denoiser.graphdef, inputs.weights)
     videos, *shape = state.x.shape
     x = jnp.broadcast_to(state.x, (inputs.batch // videos, videos, *shape)).reshape(-1, *shape)
     t = jax.tree.map(lambda time: jnp.full((inputs.batch,), time), denoiser.times(schedule))
     forwards = [partial(denoiser.predict, network, x, t, prompt, inputs.shared) for prompt in inputs.prompts]
     predictions, kept = denoiser.cache.predictions(forwards, state.x, state.kept)
-    prediction = replicate(guide(jnp.concatenate(predictions), videos, scale))
-    x0 = replicate(denoiser.scheduler.x0(schedule, 0, prediction, state.x))
+    clean = partial(denoiser.scheduler.x0, schedule, 0)
+    joined = denoiser.guidance.joined(jnp.concatenate(predictions), videos, guidance, state.x, clean, state.average)
+    prediction, average = replicate(joined)
+    x0 = replicate(clean(prediction, state.x))
     x, solver = replicate(denoiser.scheduler.step(schedule, 0, prediction, state.x, state.solver))
-    return State(x, solver, kept), x0, jnp.isfinite(x).all()
+    return State(x, solver, kept, average), x0, jnp.isfinite(x).all()

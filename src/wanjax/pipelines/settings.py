@@ -18,6 +18,7 @@ from wanjax.errors import SettingError, WanjaxError, shown
 
 if TYPE_CHECKING:
     from wanjax.pipelines.caching.rules import CacheRule
+    from wanjax.pipelines.guidance import GuidanceRule
 
 DTYPES = ("bfloat16", "float32")
 RESIZES = ("crop", "pad", "stretch")
@@ -132,6 +133,12 @@ def read_lines(given: Any) -> str:
     return "\n".join(line.strip() for line in lines if line.strip())
 
 
+def _rule(given: Any) -> "GuidanceRule":
+    from wanjax.pipelines.guidance import guidance_rule  # imported late for a quick --help
+
+    return guidance_rule(given)
+
+
 def read_seed(given: Any) -> int:
     """Returns a seed, DRAW for "random" or -1, which ask for one that is drawn; raises WanjaxError for others."""
     number = DRAW if isinstance(given, str) and given == "random" else whole(given)
@@ -200,6 +207,11 @@ class Settings:
     dynamic_guidance: bool | None = setting(
         "Let the guidance follow a cosine over the steps, for models that have it.", default=None, group="denoising",
         aliases=("use_dynamic_cfg",),
+    )  # fmt: skip
+    guidance_rule: "GuidanceRule" = setting(  # noqa: RUF009
+        "Guide by another rule: cfg-zero, apg, or nag, which uses the negative prompt at a guidance scale of 1 too; "
+        "with settings as in nag:scale=11. none is the default.",
+        default="none", made=_rule, group="denoising", metavar="NAME",
     )  # fmt: skip
     flow_shift: float | None = setting(
         "Above 1, more steps at high noise.",

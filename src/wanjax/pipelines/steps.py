@@ -15,17 +15,19 @@ from jaxtyping import Array, Bool, Float, UInt8
 
 from wanjax.dims import readable
 from wanjax.errors import WanjaxError
+from wanjax.pipelines.guidance import CLASSIFIER_FREE, GuidanceRule
 from wanjax.pipelines.previews.latent_preview import LatentPreview
 
 IN_FLIGHT = 2  # steps queued on the device: two keep it busy, more would hold memory
 
 
 class Segment(NamedTuple):
-    """The consecutive steps from `start` that one network takes, by the guidance scale of each."""
+    """The consecutive steps from `start` that one network takes, by the guidance scale of each and a rule."""
 
     network: str
     start: int
     scales: tuple[float, ...]
+    rule: GuidanceRule = CLASSIFIER_FREE
 
     @property
     def guided(self) -> bool:
@@ -35,7 +37,7 @@ class Segment(NamedTuple):
 def left_of(segments: Sequence[Segment], steps: int) -> list[Segment]:
     """Returns the segments that are left once the first `steps` steps are taken."""
     taken = [min(max(steps - segment.start, 0), len(segment.scales)) for segment in segments]
-    left = [Segment(s.network, s.start + n, s.scales[n:]) for s, n in zip(segments, taken, strict=True)]
+    left = [s._replace(start=s.start + n, scales=s.scales[n:]) for s, n in zip(segments, taken, strict=True)]
     return [segment for segment in left if segment.scales]
 
 

@@ -15,6 +15,7 @@ from wanjax.kernels.compiler_options import SAFE, check_set
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines.caching.rules import check_apart
+from wanjax.pipelines.decoders import DecoderFile
 from wanjax.pipelines.family import Architecture, Family, Forward
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.recording import needed_pictures, record
@@ -79,6 +80,7 @@ class Outlook:
     fps: int
     steps: int
     guidance_scale: float
+    guidance_rule: str
     dtype: str
     priced_by: str
     memory_per_chip: int
@@ -129,6 +131,7 @@ def outlook(
     tiling: Tiling | None = None,
     pictures: Pictures | None = None,
     offload: bool | None = True,
+    decoder: DecoderFile | None = None,
     tell: Tell = lambda now, done, total: None,
 ) -> Outlook:
     """Prices a video of these settings on a slice such as v6e-8; `mesh` None chooses the best mesh, with `sp` if given.
@@ -149,7 +152,7 @@ def outlook(
     axes = axes_on(place, mesh or (1, 1, 1))
     settings = _settled(architecture, settings, axes["dp"] > 1 or batch_guidance)
     partitioner = Partitioner(mesh_on(place, axes), RULES[rules])
-    how = {"attention": attention, "compiler": compiler, "offload": offload}
+    how = {"attention": attention, "compiler": compiler, "offload": offload, "decoder": decoder}
     pipe = outlined(family, architecture, settings, partitioner, **how)
     recorded = Recording(pipe, pictures, tiling, batch_guidance, place.memory)
     programs = recorded.programs(settings)
@@ -211,6 +214,7 @@ def _asked(
         "fps": settings.fps,
         "steps": settings.steps,
         "guidance_scale": settings.guidance_scale,
+        "guidance_rule": str(settings.guidance_rule),
         "dtype": settings.dtype,
         "priced_by": "the chip's compiler" if isinstance(place, Slice) else "a stated model",
     }

@@ -13,6 +13,7 @@ from typing import Any
 
 from wanjax.errors import SettingError, WanjaxError
 from wanjax.layers.tiling import Tiling
+from wanjax.pipelines import guidance
 from wanjax.pipelines.caching.rules import RULES, check_apart
 from wanjax.pipelines.family import Architecture
 from wanjax.pipelines.pipeline import Pipeline
@@ -58,7 +59,8 @@ def described(pipe: Pipeline) -> dict[str, dict[str, Any]]:
         useless |= {"windows", "then"}
     if architecture.continued_by != CONTROL:
         useless.add("overlap")
-    choices = {"follow": _ways(pipe), "sigmas": _levels(architecture, pipe.defaults), "cache": _caches(pipe)}
+    rules = {"cache": _caches(pipe), "guidance_rule": _rules(pipe)}
+    choices = {"follow": _ways(pipe), "sigmas": _levels(architecture, pipe.defaults), **rules}
     useless |= {name for name, some in choices.items() if len(some) < 2}
     found = {}
     for name, known in offered(pipe).items():
@@ -67,7 +69,8 @@ def described(pipe: Pipeline) -> dict[str, dict[str, Any]]:
             found[name]["default"] = defaults[name]
     drawn = "Seed of the noise; one is drawn where none is given."  # elsewhere it is 42
     found["seed"] |= {"description": drawn, "default": DRAW}
-    found["cache"] |= {"examples": choices["cache"]} if "cache" in found else {}
+    for name in rules.keys() & found.keys():
+        found[name]["examples"] = rules[name]
     for name in ("height", "width"):
         found[name]["multipleOf"] = architecture.grid
     return found
@@ -109,6 +112,17 @@ def _caches(pipe: Pipeline) -> list[str]:
             check_apart(rule, pipe.partitioner.size("dp") > 1)
             found.append(name)
     return found
+
+
+def _rules(pipe: Pipeline) -> list[str]:
+    """Returns the rules of guidance that the model can have, with guidance where it can have that."""
+    found = []
+    for name in guidance.RULES:
+        for scale in (pipe.defaults.guidance_scale, 2.0):
+            with suppress(WanjaxError):
+                pipe.settings(guidance_rule=name, guidance_scale=scale)
+                found.append(name)
+    return list(dict.fromkeys(found))
 
 
 def schedulers(pipe: Pipeline) -> list[str]:

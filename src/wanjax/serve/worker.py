@@ -163,7 +163,9 @@ class Worker:
 
         Before one of too many shapes all programs are dropped, so that memory does not grow.
         """
+        rule = chosen.guidance_rule
         made = chosen.model, chosen.size, chosen.frames, chosen.windows > 1, chosen.guided, chosen.cache, chosen.follow
+        made = *made, type(rule), rule.averages
         shape = *made, job.scheduler, tuple(job.files)
         if shape not in self._shapes and len(self._shapes) >= SHAPES:
             self._shapes.clear()

@@ -20,6 +20,7 @@ from wanjax.dims import readable
 from wanjax.kernels.attention import AUTO, Attention, attention
 from wanjax.kernels.heads import pack_for_all_to_all
 from wanjax.layers.embeddings import sinusoid
+from wanjax.layers.guided_attention import led_away
 from wanjax.layers.linear import linear
 from wanjax.layers.mlp import MLP, gelu_tanh
 from wanjax.layers.modulation import Modulation, gated_add, modulate
@@ -38,9 +39,13 @@ OFFSET = 2.0  # the only offset that checkpoints were trained with
 
 
 class Context(NamedTuple):
-    """Encoded prompts in the transformer's width."""
+    """Encoded prompts in the transformer's width.
+
+    With `by`, the numbers of `led_away`, the second half are negative prompts, and each video is seen with both.
+    """
 
     text: Float[Array, "B S E"]
+    by: Float32[Array, "3"] | None = None
 
 
 class JointAttention(nnx.Module):
@@ -58,13 +63,17 @@ class JointAttention(nnx.Module):
         self.attention = attention
 
     @jax.named_scope("self_attention")
-    def __call__(self, x: Tokens, rope: Rope) -> Tokens:
+    def __call__(self, x: Tokens, rope: Rope, text: Bool[Array, " L"], by: Float32[Array, "3"] | None) -> Tokens:
+        """`text` marks the tokens of the text; with `by` the others are led away from those of the second half of x."""
         q = split_heads(head_norm_and_rope(self.q(x), self.q_norm, rope), self.heads)  # [B L N D]
         k = split_heads(head_norm_and_rope(self.k(x), self.k_norm, rope), self.heads)
         # the values of v(x) as they are; on several TPUs, in the memory layout in which heads are sent
         v = split_heads(pack_for_all_to_all(self.v(x)), self.heads)
-        y = attention(q, k, v, keys=rope.length, implementation=self.attention)
-        return self.out(y.reshape(x.shape))
+        y = attention(q, k, v, keys=rope.length, implementation=self.attention).reshape(x.shape)
+        if by is not None:
+            prompt, negative = jnp.split(y, 2)
+            y = jnp.where(text[:, None], y, jnp.tile(led_away(prompt, negative, by), (2, 1, 1)))
+        return self.out(y)
 
 
 class Block(nnx.Module):
@@ -80,11 +89,18 @@ class Block(nnx.Module):
         self.mlp = MLP((width, config.mlp_dim, width), ("embed", "mlp", "embed"), gelu_tanh, **kw)
         self.dtype = kw["dtype"]
 
-    def __call__(self, x: Tokens, time: Float32[Array, "B _E"], rope: Rope, text: Bool[Array, " L"]) -> Tokens:
-        """`text` marks the tokens of the text."""
+    def __call__(
+        self,
+        x: Tokens,
+        time: Float32[Array, "B _E"],
+        rope: Rope,
+        text: Bool[Array, " L"],
+        by: Float32[Array, "3"] | None = None,
+    ) -> Tokens:
+        """`text` and `by` are those of the attention."""
         attn_mod, mlp_mod = by_kind(self.attn_mod(time)), by_kind(self.mlp_mod(time))
         y = modulate(self.norm1(x), attn_mod.shift, attn_mod.scale, text).astype(self.dtype)
-        x = gated_add(x, self.attn(y, rope), attn_mod.gate, text)
+        x = gated_add(x, self.attn(y, rope, text, by), attn_mod.gate, text)
         y = modulate(self.norm2(x), mlp_mod.shift, mlp_mod.scale, text).astype(self.dtype)
         return gated_add(x, self.mlp(y), mlp_mod.gate, text)
 
@@ -179,8 +195,10 @@ class CogVideoXTransformer(nnx.Module):
         Without `positions` they are those of the latents' grid and of the prompts. `cache` may keep tokens between
         blocks. Raises WanjaxError for latents of other channels.
         """
-        config, grid = self.config, self.grid(latents)
+        config, grid, videos = self.config, self.grid(latents), len(latents)
         context = context if isinstance(context, tuple) else self.context(context)
+        if context.by is not None:  # text and video are one sequence, so each video has one with either prompt
+            latents, t = jnp.concatenate([latents, latents]), jnp.concatenate([t, t])
         positions = positions or self.positions(grid, context.text.shape[1])
         video = self.patch_embed(patchify(latents.astype(self.dtype), config.patch, config.channels_in))
         x = jnp.concatenate([video[:, : prod(grid)], context.text], axis=1)
@@ -190,11 +208,13 @@ class CogVideoXTransformer(nnx.Module):
         time = jax.nn.silu(self.time_embed(t))
 
         def run(block: Block, x: Tokens) -> Tokens:
-            return block(x, time, positions.rope, text)
+            return block(x, time, positions.rope, text, context.by)
 
         for part in cache.parts(self.config.layers):
             x = scan_blocks(self.blocks, run, cache.before(part, x), part=part)
         x = cache.after(x)
+        if context.by is not None:  # the video's tokens are the same in both
+            x, time = x[:videos], time[:videos]
 
         shift, scale = jnp.split(self.out_mod(time)[:, None], 2, axis=-1)
         x = self.norm_out(self.norm_final(x))

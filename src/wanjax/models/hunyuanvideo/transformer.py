@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from wanjax.dims import readable
 from wanjax.kernels.attention import AUTO, Attention, Pair, Radial, joint_attention
 from wanjax.layers.embeddings import sinusoid
+from wanjax.layers.guided_attention import led_away
 from wanjax.layers.linear import Linear, linear
 from wanjax.layers.mlp import MLP, gelu_tanh
 from wanjax.layers.modulation import Modulation, gated_add, modulate, split_modulation
@@ -36,6 +37,7 @@ DECAY = 0.95  # of radial attention, that of its authors for HunyuanVideo
 CELL = (1, 1, 1)  # a token is one latent cell
 PROMPT, GLYPHS, IMAGE = range(3)  # rows of the table of kinds of text tokens
 Tokens = Float[Array, "B L E"]
+EachText = Float[Array, "_B S E"]  # one for each video, or two
 Time = Float32[Array, "B E"]
 Texts = Int32[Array, " B"]
 
@@ -44,17 +46,23 @@ class Context(NamedTuple):
     """The text of a video, as far as it is the same in every step.
 
     `beside` are the finished tokens of quoted text and of a picture; none if there are neither. `mask` [B S + _S] marks
-    the real tokens among those of the prompt and those beside it.
+    the real tokens among those of the prompt and those beside it. With `by`, the numbers of `led_away`, the second half
+    are negative prompts, and each video meets both texts.
     """
 
     prompt: Prompt
     beside: Float[Array, "B _S E"]
     mask: Bool[Array, "B _S"]
+    by: Float32[Array, "3"] | None = None
 
     @property
     def texts(self) -> "Texts":
         """The number of real tokens of each example."""
         return self.mask.sum(axis=1, dtype=jnp.int32)
+
+    def each(self, x: Float[Array, "B ..."]) -> Float[Array, "_B ..."]:
+        """Returns what each video has for each of its texts: twice where there are negative prompts."""
+        return x if self.by is None else jnp.concatenate([x, x])
 
 
 class Streams(NamedTuple):
@@ -64,7 +72,7 @@ class Streams(NamedTuple):
     """
 
     video: Tokens
-    text: TextTokens
+    text: EachText
 
 
 class JointAttention(nnx.Module):
@@ -90,18 +98,22 @@ class JointAttention(nnx.Module):
 
     @jax.named_scope("joint_attention")
     def __call__(
-        self, x: Tokens, text: TextTokens, rope: Rope, texts: Texts, mask: Radial | None = None
-    ) -> tuple[Tokens, TextTokens]:
-        """`texts` are the numbers of real text tokens."""
+        self, x: Tokens, text: EachText, rope: Rope, context: Context, mask: Radial | None = None
+    ) -> tuple[Tokens, EachText]:
+        """Of the text, the context's number of tokens is real; video is led away from negative prompts in it."""
         q = rotated(normed_heads(self.q(x), self.q_norm, self.heads), rope)  # [B L N D]
         k = rotated(normed_heads(self.k(x), self.k_norm, self.heads), rope)
         v = self.v(x).reshape(q.shape)
         text_q = normed_heads(self.text_q(text), self.text_q_norm, self.heads)  # [B S N D]
         text_k = normed_heads(self.text_k(text), self.text_k_norm, self.heads)
         text_v = self.text_v(text).reshape(text_q.shape)
-        both = (Pair(a.astype(self.dtype), b.astype(self.dtype)) for a, b in ((q, text_q), (k, text_k), (v, text_v)))
-        y = joint_attention(*both, length=rope.length, texts=texts, window=mask, implementation=self.attention)
+        pairs = (q, text_q), (k, text_k), (v, text_v)
+        both = (Pair(context.each(a.astype(self.dtype)), b.astype(self.dtype)) for a, b in pairs)
+        y = joint_attention(*both, length=rope.length, texts=context.texts, window=mask, implementation=self.attention)
         y, text_y = (heads.reshape(*heads.shape[:2], -1) for heads in y)
+        if context.by is not None:
+            prompt, negative = jnp.split(y, 2)
+            y = led_away(prompt, negative, context.by)
         return self.out(y), self.text_out(text_y)
 
 
@@ -121,13 +133,15 @@ class Block(nnx.Module):
         self.text_mlp = MLP(mlp, ("embed", "mlp", "embed"), gelu_tanh, **kw)
         self.dtype = kw["dtype"]
 
-    def __call__(self, streams: Streams, time: Time, rope: Rope, texts: Texts, mask: Radial | None = None) -> Streams:
+    def __call__(
+        self, streams: Streams, time: Time, rope: Rope, context: Context, mask: Radial | None = None
+    ) -> Streams:
         x, text = streams
         attn_mod, mlp_mod = rows_of(self.mod, time)
-        text_attn_mod, text_mlp_mod = rows_of(self.text_mod, time)
+        text_attn_mod, text_mlp_mod = rows_of(self.text_mod, context.each(time))
         y = modulate(self.norm1(x), attn_mod.shift, attn_mod.scale).astype(self.dtype)
         text_y = modulate(self.text_norm1(text), text_attn_mod.shift, text_attn_mod.scale).astype(self.dtype)
-        y, text_y = self.attn(y, text_y, rope, texts, mask)
+        y, text_y = self.attn(y, text_y, rope, context, mask)
         x = gated_add(x, y, attn_mod.gate)
         text = gated_add(text, text_y, text_attn_mod.gate)
         y = modulate(self.norm2(x), mlp_mod.shift, mlp_mod.scale).astype(self.dtype)
@@ -227,7 +241,7 @@ class HunyuanVideoTransformer(nnx.Module):
 
     def embed(self, latents: Float[Array, "B T H W C"], t: Float[Array, "B"], context: Context) -> Streams:
         """Both streams before the first block."""
-        prompt = self.refiner(context.prompt, t, context.mask[:, : context.prompt.tokens.shape[1]])
+        prompt = self.refiner(context.prompt, context.each(t), context.mask[:, : context.prompt.tokens.shape[1]])
         text = jnp.concatenate([self._of_kind(prompt, PROMPT), context.beside.astype(prompt.dtype)], axis=1)
         text = real_first(text, context.mask)
         x = self.patch_embed(patchify(latents.astype(self.dtype), CELL, self.config.channels_in))  # [B L E]
@@ -263,7 +277,7 @@ class HunyuanVideoTransformer(nnx.Module):
         time, last = self.time(t, t_next), self.config.layers - 1
 
         def run(mask: Radial | None, block: Block, streams: Streams) -> Streams:
-            return block(streams, time, rope, context.texts, mask)
+            return block(streams, time, rope, context, mask)
 
         streams = self.embed(latents, t, context)
         for part in cache.parts(self.config.layers, 1 if mask else 0, last):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 from wanjax.dims import readable
 from wanjax.kernels.attention import AUTO, Attention
@@ -74,6 +74,9 @@ class WanControlTransformer(WanTransformer):
         stacks = self.blocks, self.control_blocks
         keys = (map_blocks(stack, lambda block: block.cross_attn.context(text)) for stack in stacks)
         return shard_stacked(ControlContext(*keys), self.config.heads)
+
+    def led(self, context: ControlContext, negative: ControlContext, by: Float32[Array, "3"]) -> ControlContext:
+        return ControlContext(*(own.led(other, by) for own, other in zip(context, negative, strict=True)))
 
     @on_own_mesh
     def __call__(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 from wanjax.dims import readable
 from wanjax.errors import WanjaxError
@@ -61,9 +61,8 @@ class ImageCrossAttention(CrossAttention):
     @jax.named_scope("cross_attention")
     def __call__(self, x: Tokens, context: ImageContext) -> Tokens:
         q = split_heads(self.q_norm(self.q(x)), self.heads)  # [B L N D]
-        k, v = (split_heads(keys, self.heads) for keys in context.text)  # [B S N D]
-        image_k, image_v = (split_heads(keys, self.heads) for keys in context.image)
-        return self.out(self.attend(q, k, v) + self.attend(q, image_k, image_v))
+        image_k, image_v = (split_heads(keys, self.heads) for keys in context.image[:2])  # [B S N D]
+        return self.out(self.to_prompt(q, context.text) + self.attend(q, image_k, image_v))
 
 
 class ImageBlock(Block):
@@ -117,6 +116,9 @@ class WanImageTransformer(WanTransformer):
             lambda block: ImageContext(block.cross_attn.context(text), block.cross_attn.image_context(image)),
         )
         return shard_stacked(keys, self.config.heads)
+
+    def led(self, context: ImageContext, negative: ImageContext, by: Float32[Array, "3"]) -> ImageContext:
+        return context._replace(text=context.text.led(negative.text, by))
 
     @on_own_mesh
     def __call__(

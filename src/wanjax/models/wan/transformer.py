@@ -16,12 +16,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 from wanjax.dims import readable
 from wanjax.kernels.attention import AUTO, Attention, Radial, attention
 from wanjax.kernels.heads import pack_for_all_to_all
 from wanjax.layers.embeddings import sinusoid
+from wanjax.layers.guided_attention import led_away
 from wanjax.layers.linear import gathered_together, linear
 from wanjax.layers.mlp import MLP, gelu_tanh
 from wanjax.layers.modulation import Second, gated_add, modulate, split_modulation
@@ -38,11 +39,25 @@ Stacked = TypeVar("Stacked")  # a tree of arrays [layers B S E]
 Tokens = Float[Array, "B L E"]
 
 
+class Negative(NamedTuple):
+    """Keys and values that cross-attention is led away from, and the numbers by which it is, as `led_away` has them."""
+
+    k: Float[Array, "... B S E"]
+    v: Float[Array, "... B S E"]
+    by: Float32[Array, "... 3"]
+
+
 class Context(NamedTuple):
     """Keys and values of cross-attention, heads side by side; those of stacked blocks have a leading axis."""
 
     k: Float[Array, "... B S E"]
     v: Float[Array, "... B S E"]
+    negative: Negative | None = None
+
+    def led(self, negative: "Context", by: Float32[Array, "3"]) -> "Context":
+        """Returns the same for stacked blocks, led away from a negative prompt."""
+        numbers = jnp.broadcast_to(by, (len(self.k), *by.shape))
+        return self._replace(negative=Negative(negative.k, negative.v, numbers))
 
 
 class AttentionLayer(nnx.Module):
@@ -101,8 +116,16 @@ class CrossAttention(AttentionLayer):
     @jax.named_scope("cross_attention")
     def __call__(self, x: Tokens, context: Context) -> Tokens:
         q = split_heads(self.q_norm(self.q(x)), self.heads)  # [B L N D]
-        k, v = (split_heads(keys, self.heads) for keys in context)  # [B S N D]
-        return self.out(self.attend(q, k, v))
+        return self.out(self.to_prompt(q, context))
+
+    def to_prompt(self, q: Float[Array, "B L N D"], context: Context) -> Tokens:
+        """Attention to a prompt, led away from that to a negative one if there is one."""
+        k, v = (split_heads(keys, self.heads) for keys in context[:2])  # [B S N D]
+        y = self.attend(q, k, v)
+        if context.negative is None:
+            return y
+        k, v = (split_heads(keys, self.heads) for keys in context.negative[:2])
+        return led_away(y, self.attend(q, k, v), context.negative.by)
 
 
 class Block(nnx.Module):
@@ -172,6 +195,10 @@ class WanTransformer(nnx.Module):
         """Keys and values of encoded prompts [B S E] in every block: [layers B S E]."""
         text = self.text_embed(text.astype(self.dtype))
         return shard_stacked(map_blocks(self.blocks, lambda block: block.cross_attn.context(text)), self.config.heads)
+
+    def led(self, context: Context, negative: Context, by: Float32[Array, "3"]) -> Context:
+        """The keys and values of a prompt, from which cross-attention is led away from a negative prompt."""
+        return context.led(negative, by)
 
     def grid(self, latents: Float[Array, "B T H W C"]) -> tuple[int, int, int]:
         """The number of patches along frames, height and width."""

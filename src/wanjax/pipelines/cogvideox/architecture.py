@@ -226,6 +226,6 @@ class CogVideoXArchitecture(Architecture):
     ) -> tuple[Denoiser, Inputs]:
         graphdef, weights = nnx.split(network)
         groups = grouping(segment.guided, batched, pipe.partitioner)
-        given = x, weights, encoded[:2], encoded.image_latents
+        given = x, weights, encoded[:2], encoded.image_latents, segment.rule.leads
         contexts, shared = pipe.call(make_context, (graphdef, groups), *given)
         return CogVideoXDenoiser(graphdef, self.scheduler), Inputs(weights, contexts, shared, groups.batch * x.shape[0])

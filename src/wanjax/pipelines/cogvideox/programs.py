@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float32, Int
 
 from wanjax.kernels.compiler_options import scanned
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache
@@ -82,10 +82,17 @@ def make_context(
     weights: Any,
     prompts: tuple[Float[Array, "B S E"], Float[Array, "_B _S _E"]],
     image: Float[Array, "B C 1 H W"] | None,
+    leads: Float32[Array, "3"] | None = None,
 ) -> tuple[tuple[Context, ...], Shared]:
-    """Returns each forward's prompts in the transformer's width, and what all share. static: graphdef, groups."""
+    """Returns each forward's prompts in the transformer's width, and what all share. static: graphdef, groups.
+
+    `leads` are those of the rule of guidance.
+    """
     graphdef, groups = static
     transformer = nnx.merge(graphdef, weights)
     contexts = tuple(transformer.context(text) for text in group(prompts, groups))
+    if leads is not None:
+        both = group(prompts, groups)[0], group((prompts[1], prompts[1]), groups)[0]
+        contexts = (transformer.context(jnp.concatenate(both))._replace(by=leads), *contexts[1:])
     first = None if image is None else jnp.moveaxis(image.astype(jnp.float32), 1, -1)
     return contexts, Shared(transformer.positions(transformer.grid(x), prompts[0].shape[1]), first)

@@ -208,8 +208,9 @@ class HunyuanVideoArchitecture(Architecture):
     ) -> tuple[Denoiser, Inputs]:
         graphdef, weights = nnx.split(network)
         groups = grouping(segment.guided, batched, pipe.partitioner)
-        static = graphdef, groups, lengths_of(encoded.texts, together=groups.batch > 1)
-        given = encoded.texts, encoded.image_embeds, encoded.image_latents
+        leads = segment.rule.leads
+        static = graphdef, groups, lengths_of(encoded.texts, together=groups.batch > 1 or leads is not None)
+        given = encoded.texts, encoded.image_embeds, encoded.image_latents, leads
         contexts, shared = pipe.call(make_context, static, x, weights, *given)
         dense = False if network.attention.radial else None
         denoiser = HunyuanVideoDenoiser(graphdef, self.scheduler, self.transformer.meanflow, dense=dense)

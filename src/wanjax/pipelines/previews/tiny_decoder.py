@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Previews by a tiny decoder, whose file is given: sharper than colours by a linear map, and still cheap."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, UInt8
 
-from wanjax.checkpoints import modules
-from wanjax.checkpoints.files import Tensors
-from wanjax.checkpoints.readers import open_tensors
-from wanjax.converters import taehv
-from wanjax.errors import WanjaxError
-from wanjax.layers.placement import as_shapes
 from wanjax.models.taehv import TinyDecoder, pictures
+from wanjax.pipelines.decoders import DecoderFile
 
 TALLEST = 256  # pixels of a picture's height, which decide how many levels double it
 
@@ -46,16 +40,4 @@ def read_tiny_decoder(file: str | Path, channels: int) -> TinyPictures:
 
     Raises WanjaxError if it is not one, or if it is that of other latents.
     """
-    opened = open_tensors(file)
-    names = [name for name in opened.keys() if name.startswith("decoder.")]  # noqa: SIM118
-    try:
-        config = taehv.config_of({name: opened.spec(name) for name in names})
-        if config.latent_channels != channels:
-            raise WanjaxError(
-                f"it decodes latents of {config.latent_channels} channels, and the model's have {channels}"
-            )
-        tensors = Tensors(taehv.last_frames({name: opened.read(name) for name in names}))
-        make = partial(TinyDecoder, config, dtype=jnp.float32, param_dtype=jnp.float32)
-        return TinyPictures(modules.load(as_shapes(lambda rngs: make(rngs=rngs)), taehv.rules(), tensors))
-    except WanjaxError as error:
-        raise WanjaxError(f"{file} is no tiny decoder for these previews: {error}") from error
+    return TinyPictures(DecoderFile.of(file, channels).for_previews())

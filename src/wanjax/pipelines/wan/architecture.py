@@ -255,8 +255,8 @@ class WanArchitecture(Architecture):
     ) -> tuple[Denoiser, Inputs]:
         graphdef, weights = nnx.split(network)
         groups = grouping(segment.guided, batched, pipe.partitioner)
-        texts, pictures = encoded[:2], (encoded.condition, encoded.image_embeds)
-        contexts, shared = pipe.call(make_context, (graphdef, self.task, groups), x, weights, texts, *pictures)
+        given = encoded[:2], encoded.condition, encoded.image_embeds, segment.rule.leads
+        contexts, shared = pipe.call(make_context, (graphdef, self.task, groups), x, weights, *given)
         dense = False if network.attention.radial else None
         denoiser = WanDenoiser(graphdef, self.scheduler, self.task, dense=dense)
         return denoiser, Inputs(weights, contexts, shared, groups.batch * x.shape[0])

@@ -84,7 +84,9 @@ class CausalWanArchitecture(WanArchitecture):
         past: Past | None,
     ) -> tuple[Denoiser, Inputs, Past]:
         (graphdef, weights), config = nnx.split(network), self.transformer
-        seen: Past = past or pipe.call(begin_past, graphdef, x, weights, encoded.prompt_embeds)
+        leads = segment.rule.leads
+        negative = () if leads is None else (encoded.negative_prompt_embeds, leads)
+        seen: Past = past or pipe.call(begin_past, graphdef, x, weights, encoded.prompt_embeds, *negative)
         tokens = prod(x.shape[1:4]) // config.patch_cells
         given = CausalInputs(angles_at(config, block), seen.window, place_of(config, block, tokens))
         return CausalWanDenoiser(graphdef, self.scheduler), Inputs(weights, (seen.context,), given, x.shape[0]), seen

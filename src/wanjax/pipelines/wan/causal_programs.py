@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 from wanjax.kernels.attention.kv_cache import KVCache, Place, renewed
 from wanjax.kernels.compiler_options import fast_products, products, scanned
@@ -49,10 +49,23 @@ class CausalWanDenoiser(TimedDenoiser):
 
 
 @program(scanned)
-def begin_past(graphdef: Any, x: Float[Array, "B T H W C"], weights: Any, text: Float[Array, "B S E"]) -> Past:
-    """Returns the keys and values of encoded prompts, and an empty window, for blocks like x."""
+def begin_past(
+    graphdef: Any,
+    x: Float[Array, "B T H W C"],
+    weights: Any,
+    text: Float[Array, "B S E"],
+    negative: Float[Array, "B S E"] | None = None,
+    leads: Float32[Array, "3"] | None = None,
+) -> Past:
+    """Returns the keys and values of encoded prompts, and an empty window, for blocks like x.
+
+    With `leads`, those of the rule of guidance, attention is led away from negative prompts.
+    """
     transformer = nnx.merge(graphdef, weights)
-    return Past(transformer.context(text), transformer.window(x))
+    context = transformer.context(text)
+    if leads is not None:
+        context = transformer.led(context, transformer.context(negative), leads)
+    return Past(context, transformer.window(x))
 
 
 @program(products, donated=("window",), fast=fast_products)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from wanjax.kernels.compiler_options import scanned
 from wanjax.layers.embeddings import sinusoid
@@ -128,9 +128,16 @@ def make_context(
     prompts: tuple[Float[Array, "B S E"], Float[Array, "_B _S E"]],
     condition: Float[Array, "B _C _T H W"] | None,
     features: Float[Array, "_B _S _E"] | None,
+    leads: Float32[Array, "3"] | None = None,
 ) -> tuple[tuple[Any, ...], Shared]:
-    """Returns keys and values for each forward, and what all share. static: graphdef, task, groups."""
+    """Returns keys and values for each forward, and what all share. static: graphdef, task, groups.
+
+    `leads` are those of the rule of guidance.
+    """
     graphdef, task, groups = static
     transformer, pictures = nnx.merge(graphdef, weights), picture_inputs(condition, features)
     contexts = tuple(task.context(transformer, text, pictures) for text in group(prompts, groups))
+    if leads is not None:
+        negative = task.context(transformer, group((prompts[1], prompts[1]), groups)[0], pictures)
+        contexts = (transformer.led(contexts[0], negative, leads), *contexts[1:])
     return contexts, Shared(transformer.rope(transformer.grid(x)), pictures)

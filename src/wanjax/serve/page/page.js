@@ -123,7 +123,8 @@ function reveal() {
     show(name, fields.size.value === "other");
     fields[name].required = fields.size.value === "other";
   }
-  show("negative_prompt", scales.some((scale) => Number(scale ?? 0) > 1));
+  const rule = fields.guidance_rule?.value || String(model.settings.guidance_rule?.default ?? "");
+  show("negative_prompt", rule.startsWith("nag") || scales.some((scale) => Number(scale ?? 0) > 1));
   show("strength", fields.video?.files.length);
   show("sigmas", fields.follow?.value === model.settings.follow?.default);
   show("resize", Object.keys(model.pictures).some((name) => fields[name].files.length));

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny decoders from files of TAEHV: in place of a model's own decoder, or for previews."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from wanjax.checkpoints import modules
+from wanjax.checkpoints.files import Tensors
+from wanjax.checkpoints.readers import open_tensors
+from wanjax.converters import taehv
+from wanjax.errors import WanjaxError
+from wanjax.layers.placement import as_shapes, placed
+from wanjax.models.taehv import TinyDecoder, TinyDecoderConfig
+from wanjax.sharding import Partitioner
+
+
+@dataclass(frozen=True)
+class DecoderFile:
+    """A .pth or .safetensors file with a decoder of TAEHV, of whose tensors the shapes have been read.
+
+    A decoder computes in float32 and keeps its weights so, as the models' own do.
+    """
+
+    file: Path
+    config: TinyDecoderConfig
+
+    @classmethod
+    def of(cls, file: str | Path, channels: int) -> "DecoderFile":
+        """Reads the sizes of a decoder of latents with this number of channels; raises WanjaxError for another file."""
+        opened = open_tensors(file)
+        names = [name for name in opened.keys() if name.startswith("decoder.")]  # noqa: SIM118
+        try:
+            config = taehv.config_of({name: opened.spec(name) for name in names})
+            if config.latent_channels != channels:
+                raise WanjaxError(
+                    f"it decodes latents of {config.latent_channels} channels, and the model's have {channels}"
+                )
+        except WanjaxError as error:
+            raise WanjaxError(f"{file} is no tiny decoder for this model: {error}") from error
+        return cls(Path(file).expanduser(), config)
+
+    @classmethod
+    def in_place_of(cls, vae: Any, file: str | Path) -> "DecoderFile":
+        """Reads the sizes of a decoder that can take the place of a VAE's, by its config; raises WanjaxError else."""
+        found = cls.of(file, vae.latent_channels)
+        for name, what in (("spatial_factor", "pixels of a side"), ("temporal_factor", "frames")):
+            own, right = getattr(found.config, name), getattr(vae, name)
+            if own != right:
+                told = f"it makes {own} {what} of a latent cell, and the model's own makes {right}"
+                raise WanjaxError(f"{file} is no tiny decoder for this model: {told}")
+        return found
+
+    def shapes(self, partitioner: Partitioner) -> TinyDecoder:
+        """Returns the decoder as shapes with shardings."""
+        return placed(_shapes(self.config), partitioner)
+
+    def load(self, partitioner: Partitioner) -> TinyDecoder:
+        """Returns the decoder; raises WanjaxError for tensors that are missing, left over or of another shape."""
+        return self._loaded(self.shapes(partitioner), lambda tensors: tensors)
+
+    def for_previews(self) -> TinyDecoder:
+        """Returns the decoder on JAX's default device, with one frame for each latent frame; raises as `load`."""
+        last = self.config._replace(growing=(1,) * len(self.config.growing))
+        return self._loaded(_shapes(last), taehv.last_frames)
+
+    def _loaded(self, shapes: TinyDecoder, cut: Callable[[Any], Any]) -> TinyDecoder:
+        opened = open_tensors(self.file)
+        names = [name for name in opened.keys() if name.startswith("decoder.")]  # noqa: SIM118
+        try:
+            tensors = Tensors(cut({name: opened.read(name) for name in names}))
+            return modules.load(shapes, taehv.rules(), tensors)
+        except WanjaxError as error:
+            raise WanjaxError(f"{self.file} is no tiny decoder for this model: {error}") from error
+
+
+def _shapes(config: TinyDecoderConfig) -> TinyDecoder:
+    make = partial(TinyDecoder, config, dtype=jnp.float32, param_dtype=jnp.float32)
+    return as_shapes(lambda rngs: make(rngs=rngs))

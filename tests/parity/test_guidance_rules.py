@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of guidance against their published formulas in torch, and two of them against diffusers' guiders, float32."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from diffusers import AdaptiveProjectedGuidance, ClassifierFreeZeroStarGuidance
+from flax import nnx
+
+from tests.parity import test_cogvideox_transformer as cogvideox
+from tests.parity import test_hunyuan_transformer as hunyuanvideo
+from tests.parity import test_wan_transformer as wan
+from tests.parity.references import channels_last, relative_l2
+from tests.support.compare import error
+from wanjax.layers.guided_attention import led_away
+from wanjax.models.wan.transformer import Context
+from wanjax.pipelines.guidance import GuidanceRule, guidance_rule, guide
+from wanjax.schedulers import DDIM, FlowEuler, one_step
+
+BAR = 1e-6
+SHAPE = (2, 3, 8, 6, 4)  # [B T H W C]
+SCALE, STEPS = 4.0, 5
+FLOW = {"shift": 3.0, "sigmas": "official"}
+
+
+def predictions(step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns predictions under the prompt and the negative one, which are alike, and the latents of a step."""
+    random = torch.Generator().manual_seed(step)
+    prompt, apart, x = torch.randn(3, *SHAPE, generator=random)
+    return prompt, 0.8 * prompt + 0.3 * apart + 0.1, x
+
+
+def joined(rule: GuidanceRule, step: int, average: Any = None, clean: Any = lambda p, x: p) -> tuple[np.ndarray, Any]:
+    prompt, negative, x = predictions(step)
+    both = jnp.concatenate([prompt.numpy(), negative.numpy()])
+    join = jax.jit(lambda both, told, x, average: rule.joined(both, len(x), told, x, clean, average))
+    made, average = join(both, rule.told(step, SCALE), jnp.asarray(x.numpy()), average)
+    return np.asarray(made), average
+
+
+@pytest.mark.parametrize("zero_steps", [0, 1, 3])
+def test_cfg_zero_star(zero_steps):
+    guider = ClassifierFreeZeroStarGuidance(guidance_scale=SCALE, zero_init_steps=zero_steps)
+    for step in range(STEPS):
+        prompt, negative, _ = predictions(step)
+        guider.set_state(step, STEPS, torch.tensor(0))
+        a, b = prompt.flatten(1).double(), negative.flatten(1).double()
+        fitted = ((a * b).sum(1) / (b * b).sum(1)).reshape(-1, 1, 1, 1, 1) * negative
+        expected = torch.zeros(SHAPE) if step < zero_steps else (1 - SCALE) * fitted + SCALE * prompt
+        made, _ = joined(guidance_rule(f"cfg-zero:zero_steps={zero_steps}"), step)
+        np.testing.assert_allclose(made, expected.numpy(), atol=10 * BAR)
+        np.testing.assert_allclose(made, guider.forward(prompt, negative).pred.numpy(), atol=10 * BAR)
+        assert step < zero_steps or error(made, expected.numpy()) <= BAR
+
+
+def projected(eta: float, norm: float, momentum: float, prompt: Any, negative: Any, past: Any) -> tuple[Any, Any]:
+    """APG's formula for two clean predictions, in float64; returns the average too."""
+    change = past = prompt - negative + momentum * past
+    axes = (1, 2, 3, 4)
+    if norm:
+        change = change * torch.clamp(norm / change.square().sum(axes, keepdim=True).sqrt(), max=1)
+    along = (change * prompt).sum(axes, keepdim=True) / (prompt * prompt).sum(axes, keepdim=True) * prompt
+    return prompt + (SCALE - 1) * (change - along + eta * along), past
+
+
+@pytest.mark.parametrize(("scheduler", "given"), [(FlowEuler(), FLOW), (DDIM(), {})], ids=["velocity", "v"])
+@pytest.mark.parametrize(
+    ("eta", "norm", "momentum"), [(0, 0, 0), (0, 0, -0.5), (0.5, 2, -0.5), (1, 5, 0), (-0.3, 100, 0.75)]
+)
+def test_apg_is_that_of_its_paper_on_clean_latents(scheduler, given, eta, norm, momentum):
+    rule = guidance_rule(f"apg:eta={eta},norm={norm},momentum={momentum}")
+    assert rule.averages == (momentum != 0)
+    schedule = scheduler.schedule(STEPS, **given)
+    average, past = jnp.zeros(SHAPE) if momentum else None, torch.zeros(SHAPE, dtype=torch.float64)
+    for step in range(STEPS):
+        now = one_step(schedule, step)
+        alpha, sigma = float(now.alphas[0]), float(now.sigmas[0])
+        prompt, negative, x = (part.double() for part in predictions(step))
+        share = alpha if scheduler.prediction == "v" else 1.0
+        clean, other = share * x - sigma * prompt, share * x - sigma * negative
+        expected, past = projected(eta, norm, momentum, clean, other, past)
+        made, average = joined(rule, step, average, partial(scheduler.x0, now, 0))
+        assert error(share * x.numpy() - sigma * np.float64(made), expected.numpy()) <= BAR
+        assert average is None or error(average, past.numpy()) <= BAR
+
+
+@pytest.mark.parametrize(("eta", "norm", "momentum"), [(0, 2, -0.5), (0.5, 100, 0.75), (1, 0, -0.5)])
+def test_apg_of_predictions_is_that_of_diffusers(eta, norm, momentum):
+    """In diffusers' original formulation a scale of 0 is no guidance."""
+    given: Any = {"eta": eta, "adaptive_projected_guidance_rescale": norm}
+    guider = AdaptiveProjectedGuidance(
+        SCALE - 1, adaptive_projected_guidance_momentum=momentum, use_original_formulation=True, **given
+    )
+    average = jnp.zeros(SHAPE)
+    for step in range(STEPS):
+        prompt, negative, _ = predictions(step)
+        guider.set_state(step, STEPS, torch.tensor(0))
+        guider.prepare_inputs({"x": (prompt, negative)})
+        made, average = joined(
+            guidance_rule(f"apg:eta={eta},norm={norm},momentum={momentum},of=prediction"), step, average
+        )
+        assert error(made, guider.forward(prompt, negative).pred.numpy()) <= BAR
+
+
+@pytest.mark.parametrize("text", ["cfg-zero", "apg", "nag"])
+def test_without_a_negative_prompt_a_prediction_stays(text):
+    rule, prompt = guidance_rule(text), jnp.asarray(predictions(0)[0].numpy())
+    made, _ = rule.joined(prompt, len(prompt), jnp.asarray(rule.told(0, 1.0)), prompt, lambda p, x: p, None)
+    np.testing.assert_array_equal(made, prompt)
+
+
+def test_apg_that_keeps_all_is_classifier_free_guidance():
+    clean = partial(FlowEuler().x0, FlowEuler().schedule(4, **FLOW), 2)
+    made, _ = joined(guidance_rule("apg:eta=1,momentum=0"), 2, None, clean)
+    prompt, negative, _ = predictions(2)
+    both = jnp.concatenate([prompt.numpy(), negative.numpy()])
+    assert error(made, np.asarray(guide(both, 2, jnp.float32(SCALE)))) <= BAR
+
+
+def led(y: torch.Tensor, negative: torch.Tensor, scale: float, tau: float, alpha: float) -> torch.Tensor:
+    """NAG's formula: a token's ratio of norms is cut to tau, and it is mixed with the token that attention gave."""
+    guided = y + (scale - 1) * (y - negative)
+    ratio = guided.norm(p=1, dim=-1, keepdim=True) / y.norm(p=1, dim=-1, keepdim=True)
+    return alpha * guided * torch.where(ratio > tau, tau / ratio, 1.0) + (1 - alpha) * y
+
+
+NUMBERS = [(11.0, 2.5, 0.25), (4.0, 2.5, 0.5), (1.5, 1.0, 1.0)]
+
+
+@pytest.mark.parametrize("numbers", NUMBERS)
+def test_nag(numbers):
+    y, apart = torch.randn(2, 2, 7, 12, generator=torch.Generator().manual_seed(0))
+    y[0, 0], (negative := 0.9 * y + 0.3 * apart)[0, 0] = 0, 0  # a token of nothing stays nothing
+    made = np.asarray(led_away(jnp.asarray(y.numpy()), jnp.asarray(negative.numpy()), jnp.array(numbers)))
+    assert error(made, np.nan_to_num(led(y.double(), negative.double(), *numbers).numpy())) <= BAR
+    assert not made[0, 0].any()
+
+
+class Led:
+    """Leads the results of a reference's attention, before their last projection, in a batch of both prompts."""
+
+    def __init__(self, numbers: tuple[float, float, float], first: int = 0):
+        self.numbers, self.first = numbers, first
+
+    def __call__(self, module: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        y, negative = given[0][:, self.first :].chunk(2)
+        made = led(y, negative, *self.numbers)
+        return (torch.cat([given[0][:, : self.first], torch.cat([made, made])], dim=1), *given[1:])
+
+
+def hooked(reference: torch.nn.Module, ends: str, hook: Led) -> torch.nn.Module:
+    """Returns the reference with a hook on the projections whose names end so."""
+    found = [module for name, module in reference.named_modules() if name.endswith(ends) and "refiner" not in name]
+    assert len(found) == 3
+    for module in found:
+        module.register_forward_pre_hook(hook)
+    return reference
+
+
+def differ(answer: Any, expected: np.ndarray, plain: np.ndarray) -> None:
+    """Compares with the first half of the reference's batch, which is far from what it makes without the rule."""
+    first, second = np.split(expected, 2)
+    assert relative_l2(second, first) <= BAR
+    assert relative_l2(answer, first) <= 1e-5  # the bar of the networks themselves
+    assert relative_l2(plain, first) > 1e-2
+
+
+@pytest.mark.parametrize("numbers", NUMBERS)
+def test_nag_in_wan_s_cross_attention(numbers):
+    reference, model = wan.models.__wrapped__()
+    latents, t, text = wan.inputs(*wan.SIZES[1])
+    plain = wan.velocity(reference, latents, t, text)
+    other = torch.randn(text.shape, generator=torch.Generator().manual_seed(9))
+    hooked(reference, "attn2.to_out.0", Led(numbers))
+    expected = wan.velocity(reference, *map(torch.cat, ([latents] * 2, [t] * 2, [text, other])))
+    graphdef, weights = nnx.split(model)
+
+    @jax.jit
+    def run(weights: Any, latents: Any, t: Any, text: Any, other: Any) -> Any:
+        model = nnx.merge(graphdef, weights)
+        context: Context = model.led(model.context(text), model.context(other), jnp.array(numbers))
+        return model(latents, t, context)
+
+    answer = run(weights, channels_last(latents), t.float().numpy(), text.numpy(), other.numpy())
+    differ(answer, expected, plain)
+
+
+@pytest.mark.parametrize("name", ["1.5", "2b"])
+def test_nag_in_cogvideox_s_joint_attention(name):
+    reference, model = cogvideox.make(name)
+    latents, t, text = cogvideox.inputs(reference, *cogvideox.INPUTS[name][1])
+    plain = cogvideox.predicted(reference, latents, t, text)
+    other = torch.randn(text.shape, generator=torch.Generator().manual_seed(9))
+    hooked(reference, "attn1.to_out.0", Led(NUMBERS[0], cogvideox.TEXT))
+    expected = cogvideox.predicted(reference, *map(torch.cat, ([latents] * 2, [t] * 2, [text, other])))
+
+    @nnx.jit
+    def run(model: Any, latents: Any, t: Any, both: Any) -> Any:
+        return model(latents, t, model.context(both)._replace(by=jnp.array(NUMBERS[0])))
+
+    both = torch.cat([text, other]).numpy()
+    answer = run(model, cogvideox.channels_last(latents), t.float().numpy(), both)
+    differ(answer, expected, plain)
+
+
+def test_nag_in_hunyuanvideo_s_joint_attention():
+    reference = hunyuanvideo.built()
+    model, given, other = hunyuanvideo.loaded(reference), hunyuanvideo.inputs("both"), hunyuanvideo.inputs("picture")
+    other |= {"encoder_hidden_states": hunyuanvideo.normal(9, 2, 11, 40)}
+    other |= {"encoder_attention_mask": hunyuanvideo.masked(4, 9, of=11)}
+    plain = hunyuanvideo.velocity(reference, given)
+    texts = {name: torch.cat([given[name], other[name]]) for name in given if name.startswith(("enc", "image"))}
+    videos = {name: torch.cat([given[name]] * 2) for name in ("hidden_states", "timestep")}
+    hooked(reference, "attn.to_out.0", Led(NUMBERS[0]))
+    expected = hunyuanvideo.velocity(reference, texts | videos)
+
+    @nnx.jit
+    def run(model: Any, latents: Any, t: Any, text: Any, mask: Any, glyphs: Any, image: Any) -> Any:
+        context = model.context(text, mask, glyphs, image)._replace(by=jnp.array(NUMBERS[0]))
+        return model(latents, t, context)
+
+    names = "encoder_hidden_states", "encoder_attention_mask", "encoder_hidden_states_2", "encoder_attention_mask_2"
+    text, mask, *glyphs = (texts[name].numpy() for name in names)
+    latents, t = channels_last(given["hidden_states"]), given["timestep"].numpy()
+    answer = run(model, latents, t, text, mask, tuple(glyphs), texts["image_embeds"].numpy())
+    differ(answer, expected, plain)
