@@ -71,41 +71,43 @@ def test_help_lists_the_commands():
     [
         (
             "generate",
-            "from prompts seeds count model negative-prompt image last-image video mask reference max-picture "
-            "resize size height width frames fps steps guidance-scale guidance-scale-2 boundary strength "
-            "dynamic-guidance flow-shift follow sigmas cache seed scheduler noise lora attention block-q block-kv "
-            "block-kv-compute window batch-guidance dtype compiler mesh rules processes tile offload at profile "
-            "preview preview-decoder dir out force verify quiet verbose json config help",
+            "from prompts seeds count model negative-prompt image last-image video mask reference max-picture resize "
+            "size height width frames fps steps guidance-scale guidance-scale-2 boundary strength dynamic-guidance "
+            "guidance-rule flow-shift follow sigmas cache seed scheduler noise lora attention block-q block-kv "
+            "block-kv-compute window batch-guidance dtype compiler mesh rules processes tile decoder offload at "
+            "profile preview preview-decoder dir out force verify quiet verbose json config help",
         ),
         (
             "encode",
-            "model negative-prompt image last-image video mask reference max-picture resize size height width "
-            "frames follow dtype compiler mesh rules processes tile dir force verify quiet verbose json config help",
+            "model negative-prompt image last-image video mask reference max-picture resize size height width frames "
+            "follow dtype compiler mesh rules processes tile dir force verify quiet verbose json config help",
         ),
         (
             "denoise",
             "model size height width frames fps steps guidance-scale guidance-scale-2 boundary strength "
-            "dynamic-guidance flow-shift follow sigmas cache seed scheduler noise lora attention block-q block-kv "
-            "block-kv-compute window batch-guidance dtype compiler mesh rules processes profile preview "
-            "preview-decoder dir force verify quiet verbose json config help",
+            "dynamic-guidance guidance-rule flow-shift follow sigmas cache seed scheduler noise lora attention "
+            "block-q block-kv block-kv-compute window batch-guidance dtype compiler mesh rules processes profile "
+            "preview preview-decoder dir force verify quiet verbose json config help",
         ),
         (
             "decode",
-            "model fps dtype compiler mesh rules processes tile dir out force verify quiet verbose json config help",
+            "model fps dtype compiler mesh rules processes tile decoder dir out force verify quiet verbose json "
+            "config help",
         ),
         (
             "plan",
-            "model chip prompt image last-image video mask reference max-picture resize size height width frames "
-            "fps steps guidance-scale guidance-scale-2 boundary strength dynamic-guidance flow-shift follow sigmas "
-            "cache seed scheduler noise lora attention block-q block-kv block-kv-compute window batch-guidance dtype "
-            "compiler mesh rules tile offload train lora-rank full batch optimizer json quiet config help",
+            "model chip prompt image last-image video mask reference max-picture resize size height width frames fps "
+            "steps guidance-scale guidance-scale-2 boundary strength dynamic-guidance guidance-rule flow-shift follow "
+            "sigmas cache seed scheduler noise lora attention block-q block-kv block-kv-compute window batch-guidance "
+            "dtype compiler mesh rules tile decoder offload train lora-rank full batch optimizer json quiet config "
+            "help",
         ),
         (
             "warmup",
-            "model prompt image last-image video mask reference max-picture resize size height width frames fps "
-            "steps guidance-scale guidance-scale-2 boundary strength dynamic-guidance flow-shift follow sigmas cache "
-            "seed scheduler noise lora attention block-q block-kv block-kv-compute window batch-guidance dtype "
-            "compiler mesh rules processes tile offload quiet verbose config help",
+            "model prompt image last-image video mask reference max-picture resize size height width frames fps steps "
+            "guidance-scale guidance-scale-2 boundary strength dynamic-guidance guidance-rule flow-shift follow "
+            "sigmas cache seed scheduler noise lora attention block-q block-kv block-kv-compute window batch-guidance "
+            "dtype compiler mesh rules processes tile decoder offload quiet verbose config help",
         ),
         (
             "calibrate",
@@ -133,13 +135,13 @@ def test_help_lists_the_commands():
             "out steps batch accumulate seed rank alpha dropout target full dialect expert optimizer rate warm-up "
             "schedule clip weight-decay average fps cut resize buckets shortest store timesteps shift logit-mean "
             "logit-deviation dropped-captions preserved-uncaptioned sample sample-every held-out evaluate-every "
-            "save-every size height width frames attention block-q block-kv block-kv-compute window dtype "
-            "compiler mesh rules processes quiet verbose json config help",
+            "save-every size height width frames attention block-q block-kv block-kv-compute window dtype compiler "
+            "mesh rules processes quiet verbose json config help",
         ),
         (
             "serve",
-            "model attention block-q block-kv block-kv-compute window batch-guidance lora dtype compiler mesh "
-            "rules processes tile host port token dir max-queue max-pixels max-steps max-upload preview "
+            "model attention block-q block-kv block-kv-compute window batch-guidance lora dtype compiler mesh rules "
+            "processes tile decoder host port token dir max-queue max-pixels max-steps max-upload preview "
             "preview-decoder rehearse verify quiet verbose config help",
         ),
     ],

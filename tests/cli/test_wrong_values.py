@@ -24,7 +24,10 @@ FILES = {
     "latin.txt": "caf\xe9".encode("latin-1"),
     LONG: None,
 }
-OF_A_VIDEO = ("--image", "--last-image", "--video", "--reference", "--noise", "--lora", "--preview-decoder", "--model")
+OF_A_VIDEO = (
+    *("--image", "--last-image", "--video", "--reference", "--noise", "--lora", "--decoder", "--preview-decoder"),
+    "--model",
+)
 COMMANDS = {
     **{option: ("generate", "a", option) for option in OF_A_VIDEO},
     "--mask": ("generate", "a", "--video", "clip", "--mask"),

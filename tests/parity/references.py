@@ -169,3 +169,43 @@ def converted_t5(reference: torch.nn.Module, folder: Path, dtype=jnp.float32) ->
     config = t5_config(json.loads((folder / "config.json").read_text()))
     abstract = as_shapes(lambda rngs: T5Encoder(config, dtype=dtype, param_dtype=dtype, rngs=rngs))
     return modules.load(abstract, t5_rules(config), SafetensorsFolder(folder))
+
+
+NUMBERS = (11.0, 2.5, 0.25)
+"""The numbers by which attention is led in tests of networks."""
+
+
+def led(y: torch.Tensor, negative: torch.Tensor, scale: float, tau: float, alpha: float) -> torch.Tensor:
+    """NAG's formula: a token's ratio of norms is cut to tau, and it is mixed with the token that attention gave."""
+    guided = y + (scale - 1) * (y - negative)
+    ratio = guided.norm(p=1, dim=-1, keepdim=True) / y.norm(p=1, dim=-1, keepdim=True)
+    return alpha * guided * torch.where(ratio > tau, tau / ratio, 1.0) + (1 - alpha) * y
+
+
+class Led:
+    """Leads the results of a reference's attention, before their last projection, in a batch of both prompts."""
+
+    def __init__(self, numbers: tuple[float, float, float], first: int = 0):
+        self.numbers, self.first = numbers, first
+
+    def __call__(self, module: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        y, negative = given[0][:, self.first :].chunk(2)
+        made = led(y, negative, *self.numbers)
+        return (torch.cat([given[0][:, : self.first], torch.cat([made, made])], dim=1), *given[1:])
+
+
+def hooked(reference: torch.nn.Module, ends: str, hook: Led) -> torch.nn.Module:
+    """Returns the reference with a hook on the projections whose names end so."""
+    found = [module for name, module in reference.named_modules() if name.endswith(ends) and "refiner" not in name]
+    assert len(found) == 3, found
+    for module in found:
+        module.register_forward_pre_hook(hook)
+    return reference
+
+
+def led_apart(answer: Any, expected: np.ndarray, plain: np.ndarray) -> None:
+    """Compares with the first half of a led reference's batch, which is far from what it makes without being led."""
+    first, second = np.split(expected, 2)
+    assert relative_l2(second, first) <= 1e-6
+    assert relative_l2(answer, first) <= 1e-5  # the bar of the networks themselves
+    assert relative_l2(plain, first) > 1e-2

@@ -11,7 +11,7 @@ import torch
 from diffusers import CogVideoXPipeline, CogVideoXTransformer3DModel
 from flax import nnx
 
-from tests.parity.references import StateDict, randomise, relative_l2
+from tests.parity.references import NUMBERS, Led, StateDict, hooked, led_apart, randomise, relative_l2
 from tests.support.quick import quick
 from tests.support.words import naming
 from wanjax.checkpoints import modules
@@ -219,3 +219,20 @@ def test_the_weights_return_to_the_reference_s_names(models, tmp_path):
     assert exported.keys() == expected.keys()
     for key, weight in expected.items():
         np.testing.assert_array_equal(exported[key], weight)
+
+
+@pytest.mark.parametrize("name", ["1.5", "2b"])
+def test_attention_led_away_from_a_negative_prompt(name):
+    reference, model = make(name)
+    latents, t, text = inputs(reference, *INPUTS[name][1])
+    plain = predicted(reference, latents, t, text)
+    other = torch.randn(text.shape, generator=torch.Generator().manual_seed(9))
+    hooked(reference, "attn1.to_out.0", Led(NUMBERS, TEXT))
+    expected = predicted(reference, *map(torch.cat, ([latents] * 2, [t] * 2, [text, other])))
+
+    @nnx.jit
+    def run(model, latents, t, both):
+        return model(latents, t, model.context(both)._replace(by=jnp.array(NUMBERS)))
+
+    answer = run(model, channels_last(latents), ours(t), ours(torch.cat([text, other])))
+    led_apart(answer, expected, plain)

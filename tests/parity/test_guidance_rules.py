@@ -10,15 +10,10 @@ import numpy as np
 import pytest
 import torch
 from diffusers import AdaptiveProjectedGuidance, ClassifierFreeZeroStarGuidance
-from flax import nnx
 
-from tests.parity import test_cogvideox_transformer as cogvideox
-from tests.parity import test_hunyuan_transformer as hunyuanvideo
-from tests.parity import test_wan_transformer as wan
-from tests.parity.references import channels_last, relative_l2
+from tests.parity.references import led
 from tests.support.compare import error
 from wanjax.layers.guided_attention import led_away
-from wanjax.models.wan.transformer import Context
 from wanjax.pipelines.guidance import GuidanceRule, guidance_rule, guide
 from wanjax.schedulers import DDIM, FlowEuler, one_step
 
@@ -122,13 +117,6 @@ def test_apg_that_keeps_all_is_classifier_free_guidance():
     assert error(made, np.asarray(guide(both, 2, jnp.float32(SCALE)))) <= BAR
 
 
-def led(y: torch.Tensor, negative: torch.Tensor, scale: float, tau: float, alpha: float) -> torch.Tensor:
-    """NAG's formula: a token's ratio of norms is cut to tau, and it is mixed with the token that attention gave."""
-    guided = y + (scale - 1) * (y - negative)
-    ratio = guided.norm(p=1, dim=-1, keepdim=True) / y.norm(p=1, dim=-1, keepdim=True)
-    return alpha * guided * torch.where(ratio > tau, tau / ratio, 1.0) + (1 - alpha) * y
-
-
 NUMBERS = [(11.0, 2.5, 0.25), (4.0, 2.5, 0.5), (1.5, 1.0, 1.0)]
 
 
@@ -139,93 +127,3 @@ def test_nag(numbers):
     made = np.asarray(led_away(jnp.asarray(y.numpy()), jnp.asarray(negative.numpy()), jnp.array(numbers)))
     assert error(made, np.nan_to_num(led(y.double(), negative.double(), *numbers).numpy())) <= BAR
     assert not made[0, 0].any()
-
-
-class Led:
-    """Leads the results of a reference's attention, before their last projection, in a batch of both prompts."""
-
-    def __init__(self, numbers: tuple[float, float, float], first: int = 0):
-        self.numbers, self.first = numbers, first
-
-    def __call__(self, module: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        y, negative = given[0][:, self.first :].chunk(2)
-        made = led(y, negative, *self.numbers)
-        return (torch.cat([given[0][:, : self.first], torch.cat([made, made])], dim=1), *given[1:])
-
-
-def hooked(reference: torch.nn.Module, ends: str, hook: Led) -> torch.nn.Module:
-    """Returns the reference with a hook on the projections whose names end so."""
-    found = [module for name, module in reference.named_modules() if name.endswith(ends) and "refiner" not in name]
-    assert len(found) == 3
-    for module in found:
-        module.register_forward_pre_hook(hook)
-    return reference
-
-
-def differ(answer: Any, expected: np.ndarray, plain: np.ndarray) -> None:
-    """Compares with the first half of the reference's batch, which is far from what it makes without the rule."""
-    first, second = np.split(expected, 2)
-    assert relative_l2(second, first) <= BAR
-    assert relative_l2(answer, first) <= 1e-5  # the bar of the networks themselves
-    assert relative_l2(plain, first) > 1e-2
-
-
-@pytest.mark.parametrize("numbers", NUMBERS)
-def test_nag_in_wan_s_cross_attention(numbers):
-    reference, model = wan.models.__wrapped__()
-    latents, t, text = wan.inputs(*wan.SIZES[1])
-    plain = wan.velocity(reference, latents, t, text)
-    other = torch.randn(text.shape, generator=torch.Generator().manual_seed(9))
-    hooked(reference, "attn2.to_out.0", Led(numbers))
-    expected = wan.velocity(reference, *map(torch.cat, ([latents] * 2, [t] * 2, [text, other])))
-    graphdef, weights = nnx.split(model)
-
-    @jax.jit
-    def run(weights: Any, latents: Any, t: Any, text: Any, other: Any) -> Any:
-        model = nnx.merge(graphdef, weights)
-        context: Context = model.led(model.context(text), model.context(other), jnp.array(numbers))
-        return model(latents, t, context)
-
-    answer = run(weights, channels_last(latents), t.float().numpy(), text.numpy(), other.numpy())
-    differ(answer, expected, plain)
-
-
-@pytest.mark.parametrize("name", ["1.5", "2b"])
-def test_nag_in_cogvideox_s_joint_attention(name):
-    reference, model = cogvideox.make(name)
-    latents, t, text = cogvideox.inputs(reference, *cogvideox.INPUTS[name][1])
-    plain = cogvideox.predicted(reference, latents, t, text)
-    other = torch.randn(text.shape, generator=torch.Generator().manual_seed(9))
-    hooked(reference, "attn1.to_out.0", Led(NUMBERS[0], cogvideox.TEXT))
-    expected = cogvideox.predicted(reference, *map(torch.cat, ([latents] * 2, [t] * 2, [text, other])))
-
-    @nnx.jit
-    def run(model: Any, latents: Any, t: Any, both: Any) -> Any:
-        return model(latents, t, model.context(both)._replace(by=jnp.array(NUMBERS[0])))
-
-    both = torch.cat([text, other]).numpy()
-    answer = run(model, cogvideox.channels_last(latents), t.float().numpy(), both)
-    differ(answer, expected, plain)
-
-
-def test_nag_in_hunyuanvideo_s_joint_attention():
-    reference = hunyuanvideo.built()
-    model, given, other = hunyuanvideo.loaded(reference), hunyuanvideo.inputs("both"), hunyuanvideo.inputs("picture")
-    other |= {"encoder_hidden_states": hunyuanvideo.normal(9, 2, 11, 40)}
-    other |= {"encoder_attention_mask": hunyuanvideo.masked(4, 9, of=11)}
-    plain = hunyuanvideo.velocity(reference, given)
-    texts = {name: torch.cat([given[name], other[name]]) for name in given if name.startswith(("enc", "image"))}
-    videos = {name: torch.cat([given[name]] * 2) for name in ("hidden_states", "timestep")}
-    hooked(reference, "attn.to_out.0", Led(NUMBERS[0]))
-    expected = hunyuanvideo.velocity(reference, texts | videos)
-
-    @nnx.jit
-    def run(model: Any, latents: Any, t: Any, text: Any, mask: Any, glyphs: Any, image: Any) -> Any:
-        context = model.context(text, mask, glyphs, image)._replace(by=jnp.array(NUMBERS[0]))
-        return model(latents, t, context)
-
-    names = "encoder_hidden_states", "encoder_attention_mask", "encoder_hidden_states_2", "encoder_attention_mask_2"
-    text, mask, *glyphs = (texts[name].numpy() for name in names)
-    latents, t = channels_last(given["hidden_states"]), given["timestep"].numpy()
-    answer = run(model, latents, t, text, mask, tuple(glyphs), texts["image_embeds"].numpy())
-    differ(answer, expected, plain)

@@ -11,7 +11,17 @@ import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 from flax import nnx
 
-from tests.parity.references import StateDict, channels_last, randomise, relative_l2, run
+from tests.parity.references import (
+    NUMBERS,
+    Led,
+    StateDict,
+    channels_last,
+    hooked,
+    led_apart,
+    randomise,
+    relative_l2,
+    run,
+)
 from tests.support.devices import on_meshes
 from wanjax.checkpoints import modules
 from wanjax.converters import rules
@@ -271,3 +281,23 @@ def test_the_published_transformers(name):
     rules.assign(tables.transformer_rules(config), specs, parameters)
     assert sum(x.size for x in parameters.values()) == sum(x.numel() for x in reference.parameters())
     assert sum(x.size for x in parameters.values()) == (8_331_330_848 if config.meanflow else 8_326_608_160)
+
+
+def test_attention_led_away_from_a_negative_prompt():
+    reference = built()
+    model, given, other = loaded(reference), inputs("both"), inputs("picture")
+    other |= {"encoder_hidden_states": normal(9, 2, 11, 40), "encoder_attention_mask": masked(4, 9, of=11)}
+    plain = velocity(reference, given)
+    texts = {name: torch.cat([given[name], other[name]]) for name in given if name.startswith(("enc", "image"))}
+    videos = {name: torch.cat([given[name]] * 2) for name in ("hidden_states", "timestep")}
+    hooked(reference, "attn.to_out.0", Led(NUMBERS))
+    expected = velocity(reference, texts | videos)
+
+    @nnx.jit
+    def led(model, latents, t, text, mask, glyphs, image):
+        return model(latents, t, model.context(text, mask, glyphs, image)._replace(by=jnp.array(NUMBERS)))
+
+    names = "encoder_hidden_states", "encoder_attention_mask", "encoder_hidden_states_2", "encoder_attention_mask_2"
+    text, mask, *glyphs = (ours(texts[name]) for name in names)
+    latents, t = channels_last(given["hidden_states"]), ours(given["timestep"])
+    led_apart(led(model, latents, t, text, mask, tuple(glyphs), ours(texts["image_embeds"])), expected, plain)

@@ -9,7 +9,16 @@ import torch
 from diffusers import WanTransformer3DModel
 from flax import nnx
 
-from tests.parity.references import channels_last, randomise, relative_l2, wan_transformer
+from tests.parity.references import (
+    NUMBERS,
+    Led,
+    channels_last,
+    hooked,
+    led_apart,
+    randomise,
+    relative_l2,
+    wan_transformer,
+)
 from wanjax.layers.embeddings import sinusoid
 from wanjax.layers.patch import patchify
 from wanjax.layers.stack import block_at
@@ -20,6 +29,10 @@ SIZES = [(1, 3, 16, 8), (2, 5, 8, 12)]  # batch, latent frames, height, width
 
 @pytest.fixture(scope="module")
 def models():
+    return make()
+
+
+def make():
     torch.manual_seed(0)
     reference = WanTransformer3DModel(
         num_attention_heads=3, attention_head_dim=32, in_channels=4, out_channels=4, text_dim=48, freq_dim=64,
@@ -130,3 +143,19 @@ def test_block_and_attention(models):
     answers = parts(model, ours(x), ours(context), ours(mod))
     for answer, expected in zip(answers, (self_attn, cross_attn, mlp, whole), strict=True):
         assert relative_l2(answer, expected) <= 1e-5
+
+
+def test_attention_led_away_from_a_negative_prompt():
+    reference, model = make()
+    latents, t, text = inputs(*SIZES[1])
+    plain = velocity(reference, latents, t, text)
+    other = torch.randn(text.shape, generator=torch.Generator().manual_seed(9))
+    hooked(reference, "attn2.to_out.0", Led(NUMBERS))
+    expected = velocity(reference, *map(torch.cat, ([latents] * 2, [t] * 2, [text, other])))
+
+    @nnx.jit
+    def run(model, latents, t, text, other):
+        return model(latents, t, model.led(model.context(text), model.context(other), jnp.array(NUMBERS)))
+
+    answer = run(model, channels_last(latents), ours(t.float()), ours(text), ours(other))
+    led_apart(answer, expected, plain)

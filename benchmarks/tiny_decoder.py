@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny decoder for nano, trained here, and what it costs in quality beside nano's own.
+
+    python -m benchmarks.tiny_decoder --steps 600 tae_nano.safetensors
+
+Trains a decoder of TAEHV's form on latents of nano's training clips, to make the frames that nano's own decoder makes
+of them, and writes it as TAEHV's files are. Prints then, for videos of prompts that nano's training never saw, the PSNR
+of its frames against those of nano's own decoder from the same latents, and the seconds of both.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import wanjax
+from benchmarks.quality import NANO, of_nano, psnr
+from wanjax.checkpoints import modules
+from wanjax.converters import taehv
+from wanjax.models.taehv import TinyDecoder, TinyDecoderConfig
+
+BATCH, RATE = 4, 3e-3
+SEEN = 3  # latent frames of a clip in training, its first
+
+
+def clips(count: int, frames: int, size: int) -> np.ndarray:
+    """Returns training clips of nano [N T H W 3], from 0 to 1."""
+    sys.path.insert(0, str(NANO))
+    from clips import draw, sample_specs
+
+    random = np.random.default_rng(0)
+    return draw(sample_specs(random, count), frames, size, random) * 0.5 + 0.5
+
+
+def pairs(pipe: Any, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns latents [N T H W C] of clips, and the frames [N T H W 3], from 0 to 1, that the VAE makes of them."""
+    drawn = clips(count, pipe.defaults.frames, pipe.defaults.height)
+    latents = np.stack([np.asarray(pipe.encode_video(clip))[0] for clip in drawn])
+    frames = np.stack([pipe.decode(one[None], jnp.float32) for one in latents])
+    return np.moveaxis(latents, 1, -1), frames
+
+
+def trained(config: TinyDecoderConfig, latents: np.ndarray, frames: np.ndarray, steps: int) -> TinyDecoder:
+    """Returns a decoder after so many steps of Adam on the mean squared error."""
+    decoder = TinyDecoder(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+    graphdef, weights = nnx.split(decoder)
+    optimizer = optax.adam(optax.cosine_decay_schedule(RATE, steps))
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def step(weights: Any, state: Any, z: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            cells, _ = nnx.merge(graphdef, weights).decode_cells(z, None)
+            return jnp.mean(jnp.square(cells - (2 * x - 1)))
+
+        value, slope = jax.value_and_grad(loss)(weights)
+        change, state = optimizer.update(slope, state)
+        return optax.apply_updates(weights, change), state, value
+
+    state, random = optimizer.init(weights), np.random.default_rng(1)
+    for number in range(steps):
+        chosen = random.choice(len(latents), BATCH, replace=False)
+        z, x = latents[chosen, :SEEN], frames[chosen, : (SEEN - 1) * config.temporal_factor + 1]
+        weights, state, value = step(weights, state, z, x)
+        if number % 50 == 0 or number + 1 == steps:
+            print(f"step {number + 1}: mean squared error {float(value):.5f}", flush=True)
+    return nnx.merge(graphdef, weights)
+
+
+def timed(pipe: Any, latents: Any) -> tuple[np.ndarray, float]:
+    """Returns frames, and the seconds of a decoding after the first."""
+    pipe.decode(latents)
+    start = perf_counter()
+    return pipe.decode(latents), perf_counter() - start
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, metavar="FILE", help="the decoder: .safetensors")
+    parser.add_argument("--steps", type=int, default=600, help="steps of training (default: 600)")
+    parser.add_argument("--clips", type=int, default=128, help="clips to train on (default: 128)")
+    parser.add_argument("--widths", type=int, nargs=4, default=(24, 16, 12, 12), metavar="N", help="channels of levels")
+    parser.add_argument("--limit", type=int, default=8, help="videos to compare (default: 8)")
+    options = parser.parse_args(arguments)
+    pipe = wanjax.load("nano")
+    pipe.progress = False
+    config = TinyDecoderConfig(pipe.architecture.vae.latent_channels, tuple(options.widths), 1, (1, 2, 2))
+    made = trained(config, *pairs(pipe, options.clips), options.steps)
+    modules.export(made, taehv.rules(), options.file)
+    tiny = wanjax.load("nano", decoder=options.file)
+    tiny.progress = False
+    found = []
+    for prompt, _ in of_nano()[0][: options.limit]:
+        latents = np.asarray(pipe.denoise(pipe.encode(prompt)))
+        (own, of_own), (other, of_other) = timed(pipe, latents), timed(tiny, latents)
+        found.append((psnr(other, own), of_own, of_other))
+    decibels, of_own, of_other = np.median(np.array(found), axis=0)
+    print(f"PSNR {decibels:.1f} dB against nano's own decoder, {len(found)} videos (median)")
+    print(f"a video is decoded in {of_other:.2f} s, by nano's own decoder in {of_own:.2f} s")
+
+
+if __name__ == "__main__":
+    main()
