@@ -451,15 +451,17 @@ def _options(found: Checkpoint, way: Loading, partitioner: Partitioner) -> dict[
         options |= {"mesh": str(partitioner), "rules": partitioner.rules_name}
     options |= {DECODER: way.decoder and described(way.decoder.file)}
     loras = [str(replace(lora, file=described(lora.file))) for lora in found.loras]
-    return {name: value for name, value in (options | {"lora": loras, DIGESTS: _digests(found)}).items() if value}
+    return {name: value for name, value in (options | {"lora": loras, DIGESTS: _digests(found, way)}).items() if value}
 
 
-def _digests(found: Checkpoint) -> dict[str, str]:
-    """Returns the digests of a checkpoint that may be replaced, and of its LoRAs, by the names that its record has."""
+def _digests(found: Checkpoint, way: Loading) -> dict[str, str]:
+    """Returns the digests of a checkpoint that may be replaced, of LoRAs and of a decoder, by their recorded names."""
     source, name = found.source, found.settings.model
     read = {described(file): path for file, path in source.read.items()} if isinstance(source, AdaptedSource) else {}
     if source.revision is None and name not in presets():
         read[str(Path(name).expanduser())] = source.root
+    if way.decoder is not None:
+        read[described(way.decoder.file)] = way.decoder.file
     return {name: digest for name, path in read.items() if (digest := digest_of(path)) is not None}
 
 
