@@ -43,6 +43,7 @@ from wanjax.sharding import one_device
 PUBLISHED = {name: outline(name)[1].tables for name in presets()}
 MAGNITUDES = [name for name, tables in PUBLISHED.items() if tables.magnitudes]
 CHANGES = [name for name, tables in PUBLISHED.items() if tables.changes]
+PLAIN = [name for name, tables in PUBLISHED.items() if tables.plain]
 STEPS = (50, 40, 30, 20)
 SETTINGS = ((None, None, None), (0.04, 2, 0.2), (0.06, 2, 0.4), (0.06, 2, 0.1), (0.12, 4, 0.2), (0.24, 6, 0.2))
 
@@ -149,10 +150,11 @@ def test_a_video_that_begins_from_another_reads_the_last_ratios():
 
 
 @pytest.mark.parametrize("threshold", [0.05, 0.1, 0.2, 0.3])
-@pytest.mark.parametrize("name", CHANGES)
-def test_teacache_skips_by_the_published_polynomial(name, threshold):
+@pytest.mark.parametrize(("name", "mode"), [(name, None) for name in CHANGES] + [(name, "plain") for name in PLAIN])
+def test_teacache_skips_by_the_published_polynomial(name, mode, threshold):
     """The authors' loop, which forgets what has added up whenever it computes, on changes of the size of theirs."""
-    table = PUBLISHED[name].changes
+    tables = PUBLISHED[name]
+    table = tables.plain if mode else tables.changes
     for steps in STEPS:
         changes = 0.02 + 0.08 * np.random.default_rng(steps).random(steps)
         total, expected = 0.0, []
@@ -165,7 +167,7 @@ def test_teacache_skips_by_the_published_polynomial(name, threshold):
                 skip = total < threshold
                 total = total if skip else 0.0
             expected.append(skip)
-        assert list(TeaCache(threshold).reused(alone(steps), Tables(changes=table), changes.tolist())) == expected
+        assert list(TeaCache(threshold, mode).reused(alone(steps), tables, changes.tolist())) == expected
 
 
 def test_the_polynomials_are_the_published_ones():
@@ -175,6 +177,9 @@ def test_the_polynomials_are_the_published_ones():
         (250.210439, -165.061612, 35.7804877, -0.781551492, 0.0358559703), 0.2, 1, 1
     )
     assert {PUBLISHED[name].changes.first for name in CHANGES if name.startswith("wan")} == {5}
+    assert [name for name in CHANGES if name.startswith("wan")] == PLAIN
+    assert {(PUBLISHED[name].plain.first, PUBLISHED[name].plain.last) for name in PLAIN} == {(1, 1)}
+    assert PUBLISHED["wan2.1-t2v-1.3b"].plain.polynomial[1:3] == (-1311.10545, 201.331979)
 
 
 def test_which_steps_of_deepcache_are_whole():
@@ -226,6 +231,11 @@ TEXTS = {
     "magcache": MagCache(),
     "magcache:.06,2,.2": MagCache(0.06, 2, 0.2),
     "teacache:.1": TeaCache(0.1),
+    "teacache:mode=plain": TeaCache(mode="plain"),
+    "teacache:.1,mode=plain": TeaCache(0.1, "plain"),
+    "teacache:mode=plain,threshold=.1": TeaCache(0.1, "plain"),
+    "magcache:.06,whole=.1": MagCache(0.06, None, 0.1),
+    "deepcache:interval=3": DeepCache(interval=3),
     "easycache:0.1": EasyCache(0.1),
     "guidance:4": Guidance(4),
 }
@@ -258,6 +268,10 @@ def test_a_text_names_a_rule(text):
         ("magcache:.1,2.5", "magcache"),
         ("magcache,guidance", "step cache 'magcache,guidance'"),
         ("teacache:inf", "threshold teacache:inf number 0"),
+        ("teacache:mode=fast", "mode 'fast' plain"),
+        ("teacache:.1,threshold=.2", "written like teacache threshold mode"),
+        ("teacache:mode=plain,.1", "written like teacache threshold mode"),
+        ("magcache:size=3", "written like magcache delta most whole"),
         ("easycache:-1", "easycache:-1.0,10 threshold 0"),
         ("guidance:1", "guidance:1"),
     ],
@@ -276,6 +290,7 @@ def test_a_rule_is_completed_with_the_checkpoints_settings():
     assert str(chosen("magcache:.06")) == "magcache:0.06,2,0.2"
     assert str(chosen("magcache", "wan2.1-vace-1.3b")) == "magcache:0.02,3,0.2"
     assert str(chosen("teacache")) == "teacache:0.1"
+    assert str(chosen("teacache:mode=plain")) == "teacache:0.14,mode=plain"
     assert str(chosen("auto")) == "magcache:0.12,2,0.2"
     assert str(chosen("auto", "hunyuanvideo1.5-720p-t2v")) == "easycache:0.05,10"
     assert chosen("auto", steps=1) == NONE
@@ -290,6 +305,7 @@ def test_a_rule_is_completed_with_the_checkpoints_settings():
             {"name": "hunyuanvideo1.5-720p-t2v"},
             "magcache calibrate",
         ),
+        ("teacache:mode=plain", {"name": "nano"}, "table nano teacache:mode=plain"),
         (
             "teacache",
             {"name": "wan2.2-ti2v-5b"},
@@ -329,6 +345,12 @@ def test_tables_are_written_and_read(tmp_path):
     other = tmp_path / "other.json"
     other.write_text(json.dumps(to_json(replace(TABLES, magnitudes=None))))
     assert tables_of([(None, None), (other, None), (file, None)]) == TABLES
+    file.write_text(json.dumps(to_json(every := replace(TABLES, pictured=TABLES.magnitudes, plain=TABLES.changes))))
+    assert read_tables(file) == every
+    assert tables_of([(other, None), (file, None)]).pictured == every.pictured
+    mine = tmp_path / "mine.json"
+    mine.write_text(json.dumps(to_json(Tables(TABLES.magnitudes))))
+    assert tables_of([(mine, None), (file, None)]) == replace(every, pictured=None)
 
 
 @pytest.mark.parametrize(
@@ -374,7 +396,7 @@ def test_the_users_tables_come_first(tmp_path, monkeypatch):
     file = measured_file("wan2.1-t2v-1.3b")
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps(to_json(replace(TABLES, changes=None))))
-    assert outline("wan2.1-t2v-1.3b")[1].tables == Tables(TABLES.magnitudes, PUBLISHED["wan2.1-t2v-1.3b"].changes)
+    assert outline("wan2.1-t2v-1.3b")[1].tables == replace(PUBLISHED["wan2.1-t2v-1.3b"], magnitudes=TABLES.magnitudes)
 
 
 def test_the_tables_of_a_folder_are_those_of_its_weights(tmp_path):

@@ -3,6 +3,7 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +26,7 @@ from tests.support.tiny import (
     tiny_control_checkpoint,
     tiny_experts_checkpoint,
     tiny_hunyuan_checkpoint,
+    tiny_residual_checkpoint,
 )
 from wanjax.errors import WanjaxError
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache
@@ -38,6 +40,7 @@ from wanjax.pipelines.caching.step_cache import (
     ResidualCache,
     low_frequencies,
 )
+from wanjax.pipelines.caching.tables import Magnitudes, Tables
 from wanjax.pipelines.guidance import guide
 from wanjax.pipelines.sampler import State, take_step
 from wanjax.pipelines.seeds import solver_keys, words_of
@@ -203,14 +206,14 @@ def test_every_family_takes_every_cache(pipe):
 @pytest.mark.parametrize("pipe", quick(["cogvideox", "hunyuanvideo"], MODELS), indirect=True)
 def test_teacache_reads_the_change_of_the_timesteps_embedding(pipe):
     _, denoiser, inputs, schedule, _, segment = forwards(pipe)
-    found = changes_of(denoiser, inputs, schedule, segment, pipe)
     network = nnx.merge(denoiser.graphdef, inputs.weights)
     times = [jax.tree.map(lambda t: jnp.asarray(t)[None], denoiser.times(one_step(schedule, i))) for i in range(STEPS)]
-    embed = jax.jit(denoiser.embed_times)
-    embedded = [np.asarray(embed(network, t), np.float64) for t in times]
-    expected = [abs(b - a).mean() / abs(a).mean() for a, b in pairwise(embedded)]
-    assert found[0] == 0
-    assert error(np.array(found[1:]), np.array(expected)) <= 1e-5
+    for plain, embed in ((False, denoiser.embed_times), (True, denoiser.embed_times_plainly)):
+        found = changes_of(denoiser, inputs, schedule, segment, pipe, plain=plain)
+        embedded = [np.asarray(jax.jit(embed)(network, t), np.float64) for t in times]
+        expected = [abs(b - a).mean() / abs(a).mean() for a, b in pairwise(embedded)]
+        assert found[0] == 0
+        assert error(np.array(found[1:]), np.array(expected)) <= 1e-5
 
 
 def test_teacache_reuses_while_less_than_the_threshold_has_added_up(pipe):
@@ -225,6 +228,21 @@ def test_teacache_reuses_while_less_than_the_threshold_has_added_up(pipe):
         total = total if reused[-1] else 0.0
     assert taken.reused == [*reused, False]
     assert any(reused)
+
+
+def test_a_first_picture_has_a_table_of_its_own(tmp_path):
+    """Given to a model that needs none: its steps and its record's digest are those of the other table."""
+    pipe = wanjax.load(tiny_residual_checkpoint(tmp_path), dtype="float32")
+    even, leaping = (Magnitudes((1.0,) + (x,) * 5, (1.0,) + (x,) * 5, 0.1, 1, 0.2) for x in (0.99, 0.5))
+    pipe.architecture = replace(pipe.architecture, tables=Tables(even, pictured=leaping))
+    digests, picture = set(), np.zeros((32, 32, 3), np.uint8)
+    for image, reused in ((None, [False, True] * 3), (picture, [False] * 6)):
+        steps: list[bool] = []
+        given = {"steps": 6, "frames": 5, "size": (32, 32), "guidance_scale": 1, "cache": "magcache"}
+        video = pipe("a", image=image, callback=lambda step, steps=steps: steps.append(step.reuses), **given)
+        assert steps == reused
+        digests.add(video.settings["digests"]["cache"])
+    assert len(digests) == 2
 
 
 def easycache_by_hand(prepared: Any, step_of: Any, threshold: float, first: int) -> tuple[list[bool], np.ndarray]:

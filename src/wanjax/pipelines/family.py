@@ -356,6 +356,10 @@ class Architecture(ABC):
         if not self.streams:
             raise WanjaxError(f"{model} makes a video as a whole and has no blocks to stream: pipe(prompt) makes it")
 
+    def tables_for(self, encoded: Encoded) -> Tables:
+        """Returns the tables of step caches for a video from this output of `encode`."""
+        return self.tables if getattr(encoded, "condition", None) is None else self.tables.of_pictured
+
     def turns(self, settings: Settings) -> tuple[Turn, ...]:
         """Returns the steps of each network for a step cache."""
         return turns_of(self.segments(self.schedule(settings), settings), settings.steps)

@@ -565,6 +565,7 @@ class Pipeline:
     ) -> dict[str, Any]:
         """Returns everything that shapes a video, as JSON; `sources` are its pictures, clips and noise by name."""
         table, tables = self.architecture.cache_rule(settings).table, self.architecture.tables
+        tables = tables.of_pictured if sources.get("image") is not None else tables
         return record(
             settings,
             sources,

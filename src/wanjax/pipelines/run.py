@@ -25,6 +25,7 @@ from wanjax.media.pictures import Pictures
 from wanjax.pipelines import many
 from wanjax.pipelines.caching.networks import Caching
 from wanjax.pipelines.caching.rules import check_apart
+from wanjax.pipelines.caching.tables import Tables
 from wanjax.pipelines.components import DECODER
 from wanjax.pipelines.draws import INITIAL, OF_STEPS, GivenDraws, checked_draws
 from wanjax.pipelines.family import Encoded, Pipe
@@ -244,7 +245,8 @@ class Run:
         if block.count == 1:
             for hook in self.hooks:
                 state, done = hook.resumed(begun) or (state, done)
-        steps, caching = len(schedule.timesteps), self.caching(settings, begun.segments, schedule)
+        caching = self.caching(settings, begun.segments, schedule, architecture.tables_for(encoded))
+        steps = len(schedule.timesteps)
         before, total, watch = block.number * steps, block.count * steps, self._watch(block, steps, done)
         for segment in left_of(begun.segments, done):
             network, seconds = pipe.components.take_over(segment.network, architecture.denoisers)
@@ -302,11 +304,10 @@ class Run:
         for hook in self.hooks:
             hook.stopped(step)
 
-    def caching(self, settings: Settings, segments: Sequence[Segment], schedule: Any) -> Caching:
+    def caching(self, settings: Settings, segments: Sequence[Segment], schedule: Any, tables: Tables) -> Caching:
         """Returns the step caches of the segments' networks; raises WanjaxError where there can be none."""
         check_apart(settings.cache, self.batch_guidance)
-        architecture = self.pipe.architecture
-        return Caching(architecture.cache_rule(settings), architecture.tables, segments, schedule, settings.steps)
+        return Caching(self.pipe.architecture.cache_rule(settings), tables, segments, schedule, settings.steps)
 
     def _facts(self, settings: Settings, seeds: Sequence[int]) -> dict[str, Any]:
         """Returns everything but arrays on which the latents depend."""

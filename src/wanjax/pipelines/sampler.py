@@ -60,6 +60,10 @@ class Denoiser(ABC):
     def embed_times(self, network: Any, times: Any) -> Float[Array, "B _E"]:
         """Returns the embedding of timesteps as the blocks are given it; `times` is a tree like that of `times`."""
 
+    def embed_times_plainly(self, network: Any, times: Any) -> Float[Array, "B _E"]:
+        """Returns the embedding of timesteps before it is projected for the blocks, where it is."""
+        return self.embed_times(network, times)
+
     def times(self, schedule: Any) -> Any:
         """Returns the timestep of a schedule's only step, or a tree of all the timesteps that the network is told."""
         return schedule.timesteps[0]

@@ -227,8 +227,8 @@ class Settings:
     )  # fmt: skip
     cache: "CacheRule" = setting(  # noqa: RUF009
         "Let some steps reuse what another kept, for speed and another video: magcache, teacache, easycache, "
-        "deepcache or guidance, with settings as in magcache:0.06,2,0.2; auto is the best for the model, none the "
-        "default.",
+        "deepcache or guidance, with settings as in magcache:0.06,2,0.2 or teacache:0.1,mode=plain; auto is the best "
+        "for the model, none the default.",
         default="none", made=_cache, group="denoising", metavar="NAME",
     )  # fmt: skip
     seed: int = setting(

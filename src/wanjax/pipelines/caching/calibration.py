@@ -85,7 +85,7 @@ class Measurement(Hook):
 class MeasuringRun(Run):
     """A run whose steps are measured."""
 
-    def caching(self, settings: Settings, segments: Sequence[Segment], schedule: Any) -> Any:
+    def caching(self, settings: Settings, segments: Sequence[Segment], schedule: Any, tables: Tables) -> Any:
         self.measured = Measurement(segments, schedule)
         self.hooks = (*self.hooks, self.measured)
         return self.measured

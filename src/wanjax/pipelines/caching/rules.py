@@ -8,6 +8,7 @@ import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, get_args, get_type_hints
 
@@ -24,8 +25,10 @@ from wanjax.pipelines.caching.step_cache import (
     ResidualCache,
     StepCache,
 )
-from wanjax.pipelines.caching.tables import Magnitudes, Tables
+from wanjax.pipelines.caching.tables import Changes, Magnitudes, Tables
 from wanjax.pipelines.steps import Segment
+
+PLAIN = "plain"  # the mode of TeaCache that is its authors' default for Wan, and its table
 
 
 class Turn(NamedTuple):
@@ -56,8 +59,6 @@ class CacheRule(ABC):
     """A rule for the steps that reuse what another kept. A network's first step never does."""
 
     name: ClassVar[str]
-    table: ClassVar[str | None] = None
-    """The field of `Tables` that the rule reads."""
     counted: ClassVar[bool] = True
     """True where the steps that reuse are known before weights are."""
     branches: ClassVar[bool] = False
@@ -66,6 +67,11 @@ class CacheRule(ABC):
     """The number of forwards that a step under guidance still runs where it reuses."""
     apart: ClassVar[bool] = False
     """True where a step has to run its two prompts apart."""
+
+    @property
+    def table(self) -> str | None:
+        """The field of `Tables` that the rule reads."""
+        return None
 
     def completed(self, tables: Tables) -> "CacheRule":
         """Returns the rule with the checkpoint's own settings where none are given."""
@@ -80,8 +86,13 @@ class CacheRule(ABC):
         """Returns the cache of a turn, whose steps, counted from the video's first, reuse as told."""
 
     def __str__(self) -> str:
-        values = [getattr(self, field.name) for field in dataclasses.fields(self)]
-        return ":".join(filter(None, [self.name, ",".join(str(value) for value in values if value is not None)]))
+        told, named = [], False
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            named = named or value is None or isinstance(value, str)  # and so are those after it
+            if value is not None:
+                told.append(f"{field.name}={value}" if named else str(value))
+        return ":".join(filter(None, [self.name, ",".join(told)]))
 
 
 @dataclass(frozen=True)
@@ -141,7 +152,6 @@ class MagCache(CacheRule):
     """
 
     name = "magcache"
-    table = "magnitudes"
     delta: float | None = None
     most: int | None = None
     whole: float | None = None
@@ -153,6 +163,10 @@ class MagCache(CacheRule):
             raise WanjaxError(f"{self} lets {self.most} steps in a row reuse: from 1 on would do")
         if self.whole is not None and not 0 <= self.whole < 1:
             raise WanjaxError(f"{self} has {self.whole:g} as the share of whole steps: from 0 to below 1 would do")
+
+    @property
+    def table(self) -> str:
+        return "magnitudes"
 
     def completed(self, tables: Tables) -> "CacheRule":
         assert tables.magnitudes is not None
@@ -209,26 +223,32 @@ class TeaCache(CacheRule):
     """Reuses what all blocks add to the tokens, while the timestep's embedding has changed little.
 
     A polynomial turns its change into that of the output. Follows Liu et al., TeaCache, 2024: teacache_generate.py in
-    TeaCache4Wan2.1, with --use_ret_steps, and teacache_sample_video.py in TeaCache4CogVideoX1.5.
+    TeaCache4Wan2.1, with --use_ret_steps, and teacache_sample_video.py in TeaCache4CogVideoX1.5. The mode `plain` is
+    the former without --use_ret_steps: of the embedding before it is projected for the blocks.
     """
 
     name = "teacache"
-    table = "changes"
     counted = False
     threshold: float | None = None
+    mode: str | None = None
 
     def __post_init__(self) -> None:
+        if self.mode not in (None, PLAIN):
+            raise WanjaxError(f"TeaCache has no mode {shown(self.mode)}: {PLAIN}, or none, would do")
         if self.threshold is not None and not 0 < self.threshold < math.inf:
             raise WanjaxError(f"the threshold of {self} is not a number above 0: 0.1 is usual")
 
+    @property
+    def table(self) -> str:
+        return PLAIN if self.mode == PLAIN else "changes"
+
     def completed(self, tables: Tables) -> "CacheRule":
-        assert tables.changes is not None
-        return self if self.threshold is not None else dataclasses.replace(self, threshold=tables.changes.threshold)
+        usual = getattr(tables, self.table).threshold
+        return self if self.threshold is not None else dataclasses.replace(self, threshold=usual)
 
     def reused(self, turn: Turn, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
         """`changes` are those of the embedding before each step of the turn; without them each step reuses that may."""
-        table = tables.changes
-        assert table is not None
+        table: Changes = getattr(tables, self.table)
         threshold = self.threshold or table.threshold
         found, error = [], 0.0
         for step in range(turn.steps):
@@ -303,22 +323,25 @@ NONE = NoRule()
 def cache_rule(given: Any) -> CacheRule:
     """Returns a rule, or the one that a text such as `magcache`, `deepcache:11,45,4` or `none` describes.
 
-    Raises WanjaxError for anything else.
+    Settings stand in their order, and after those by name: `teacache:0.1,mode=plain`. Raises WanjaxError for anything
+    else.
     """
     if isinstance(given, CacheRule):
         return given
     name, _, listed = given.partition(":") if isinstance(given, str) else ("", "", "")
     if name not in RULES:
         raise WanjaxError(f"there is no step cache {shown(given)}: {', '.join(RULES)} would do")
-    fields, values = dataclasses.fields(RULES[name]), listed.split(",") if listed else []
-    hints = get_type_hints(RULES[name])
-    try:
-        kinds = [(get_args(hints[field.name]) or (hints[field.name],))[0] for field in fields]
-        found = {f.name: kind(value) for f, kind, value in zip(fields, kinds, values, strict=False)}
-    except ValueError:
-        found = {}
+    fields, values = [field.name for field in dataclasses.fields(RULES[name])], listed.split(",") if listed else []
+    hints, found = get_type_hints(RULES[name]), {}
+    for place, text in enumerate(values):
+        key, equals, value = text.partition("=")
+        if not equals:
+            key, value = fields[place] if place < len(fields) and len(found) == place else "", text
+        with suppress(ValueError):
+            if key in fields:
+                found.setdefault(key, (get_args(hints[key]) or (hints[key],))[0](value))
     if len(found) != len(values):
-        written = f"{RULES[name]()}, which has {', '.join(field.name for field in fields)}"
+        written = f"{RULES[name]()}, which has {', '.join(fields)}"
         raise WanjaxError(f"the step cache {shown(given)} is not written like {written}")
     return RULES[name](**found)
 
@@ -334,7 +357,9 @@ def chosen_rule(rule: CacheRule, turns: Sequence[Turn], tables: Tables, model: s
         best = rule.completed(tables)
         return best if any(any(best.reused(turn, tables)) for turn in turns) else NONE
     if rule.table and getattr(tables, rule.table) is None:
-        raise WanjaxError(f"there is no table of {model} for {rule.name}: `wanjax calibrate {model}` measures one")
+        without = f"{rule.name} alone would do"
+        right = without if rule.table == PLAIN else f"`wanjax calibrate {model}` measures one"
+        raise WanjaxError(f"there is no table of {model} for {rule}: {right}")
     if isinstance(rule, Guidance) and not any(turn.guided for turn in turns):
         raise WanjaxError(f"{rule} is worth nothing without guidance: a guidance scale above 1 would need it")
     rule = rule.completed(tables)

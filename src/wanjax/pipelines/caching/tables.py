@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +19,13 @@ from wanjax.checkpoints.sources import Source
 from wanjax.errors import WanjaxError, reason
 
 FILE = "caches.json"  # the published tables of a family
+KINDS = {
+    "magnitudes": "magcache",
+    "changes": "teacache",
+    "pictured": "magcache_pictured",
+    "plain": "teacache_plain",
+}
+"""The entries of a file, by the fields of `Tables`."""
 
 
 class Magnitudes(NamedTuple):
@@ -50,10 +57,21 @@ class Changes(NamedTuple):
 
 @dataclass(frozen=True)
 class Tables:
-    """The tables of a checkpoint; None for those that it lacks."""
+    """The tables of a checkpoint; None for those that it lacks.
+
+    `pictured` takes the place of `magnitudes` where a model that needs no picture is given one. `plain` is for the
+    timestep's embedding before it is projected for the blocks, `changes` for what the blocks are given.
+    """
 
     magnitudes: Magnitudes | None = None
     changes: Changes | None = None
+    pictured: Magnitudes | None = None
+    plain: Changes | None = None
+
+    @property
+    def of_pictured(self) -> "Tables":
+        """The tables for a video that begins with a given picture."""
+        return replace(self, magnitudes=self.pictured) if self.pictured else self
 
 
 NO_TABLES = Tables()
@@ -66,9 +84,9 @@ def read_tables(file: Path, name: str | None = None) -> Tables:
     """
     try:
         found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        kinds = [found.get(kind, {}) for kind in ("magcache", "teacache")]
-        magcache, teacache = kinds if name is None else [kind.get(name) for kind in kinds]
-        return Tables(_magnitudes(magcache or {}), _changes(teacache or {})) if found else NO_TABLES
+        kinds = [found.get(kind, {}) for kind in KINDS.values()]
+        magcache, teacache, pictured, plain = kinds if name is None else [kind.get(name) for kind in kinds]
+        return Tables(_magnitudes(magcache), _changes(teacache), _magnitudes(pictured), _changes(plain))
     except WanjaxError as error:
         raise WanjaxError(f"{file}: {error}") from error
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -80,8 +98,9 @@ def read_tables(file: Path, name: str | None = None) -> Tables:
 def tables_of(places: Sequence[tuple[Path | None, str | None]]) -> Tables:
     """Returns each table from the first of the places that has it: files, and names in them as for `read_tables`."""
     found = [read_tables(file, name) for file, name in places if file is not None]
-    kinds = ("magnitudes", "changes")
-    return Tables(**{kind: next(filter(None, (getattr(x, kind) for x in found)), None) for kind in kinds})
+    first: dict[str, Any] = {kind: next(filter(None, (getattr(x, kind) for x in found)), None) for kind in KINDS}
+    first["pictured"] = next((x.pictured for x in found if x.magnitudes), None)  # of one place with `magnitudes`
+    return Tables(**first)
 
 
 def measured_file(key: str) -> Path:
@@ -107,13 +126,13 @@ def key_of(source: Source) -> str:
 
 
 def table_digest(tables: Tables, kind: str) -> str:
-    """Returns a digest of the table of a kind, `magnitudes` or `changes`."""
+    """Returns a digest of the table of a kind, a field of `Tables`."""
     return hashlib.sha256(repr(getattr(tables, kind)).encode()).hexdigest()
 
 
 def to_json(tables: Tables) -> dict[str, Any]:
     """Returns tables as `read_tables` reads them."""
-    found = {"magcache": tables.magnitudes, "teacache": tables.changes}
+    found = {kind: getattr(tables, field) for field, kind in KINDS.items()}
     return {kind: table._asdict() for kind, table in found.items() if table}
 
 

@@ -37,7 +37,10 @@ class TimedDenoiser(Denoiser):
     """A denoiser whose network embeds timesteps as all of Wan's transformers do."""
 
     def embed_times(self, network: Any, times: Float[Array, "B"]) -> Float[Array, "B _E"]:
-        return network.time_proj(jax.nn.silu(network.time_embed(sinusoid(times, network.config.frequency_dim))))
+        return network.time_proj(jax.nn.silu(self.embed_times_plainly(network, times)))
+
+    def embed_times_plainly(self, network: Any, times: Float[Array, "B"]) -> Float[Array, "B _E"]:
+        return network.time_embed(sinusoid(times, network.config.frequency_dim))
 
 
 @dataclass(frozen=True)
