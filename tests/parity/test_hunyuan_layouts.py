@@ -171,7 +171,7 @@ def test_one_of_several_transformers_is_named_by_its_folder(folder, text_pair):
     ours = authors.tensors_of(text_pair[0] / "transformer")
     doubled = {key: 2 * x for key, x in ours.items()}
     authors.add_transformer(folder, "720p_i2v_distilled", doubled)
-    authors.add_transformer(folder, "720p_i2v_distilled_sparse", ours)
+    authors.add_transformer(folder, "480p_i2v_distilled_sparse", ours, ideal_resolution="480p", ideal_task="i2v")
     authors.add_transformer(folder, "1080p_sr_distilled", ours, ideal_task=None)
     told = refusal(folder)
     assert says(told, f"480p_t2v 720p_i2v_distilled {folder}/transformer/480p_t2v")
@@ -185,7 +185,7 @@ def test_one_of_several_transformers_is_named_by_its_folder(folder, text_pair):
     np.testing.assert_array_equal(source.weights("transformer").read("proj_out.bias"), doubled["proj_out.bias"])
     shutil.rmtree(folder / "transformer/480p_t2v")
     assert open_source(folder).config("guider")["guidance_scale"] == 1.0
-    for name in ("720p_i2v_distilled_sparse", "1080p_sr_distilled"):
+    for name in ("480p_i2v_distilled_sparse", "1080p_sr_distilled"):
         assert says(refusal(folder / "transformer" / name), f"{name} 480p_t2v 480p_i2v")
 
 

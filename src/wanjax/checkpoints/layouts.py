@@ -49,9 +49,14 @@ class RecognisedSource(Source):
     def origin(self) -> str:
         return self.repository or self.name
 
+    @property
+    def lender(self) -> str:
+        """The diffusers repository that has the components that the checkpoint lacks."""
+        return self.origin
+
     @cached_property
     def _published(self) -> DiffusersSource:
-        return DiffusersSource(self.origin)
+        return DiffusersSource(self.lender)
 
     def _lender(self, component: str) -> DiffusersSource:
         """Returns the repository of the same model, for a component that the checkpoint lacks."""

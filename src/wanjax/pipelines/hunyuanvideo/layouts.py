@@ -33,7 +33,7 @@ from wanjax.pipelines.hunyuanvideo.text import GLYPH_LENGTH
 from wanjax.pipelines.text.byt5 import ByT5Tokenizer
 
 KIND = "HunyuanVideo_1_5_DiffusionTransformer"  # the class in the authors' config.json
-MODELS = {preset.source.rpartition("-")[2]: preset for preset in PRESETS}
+MODELS = {preset.name.partition("-")[2].replace("-", "_"): preset for preset in PRESETS}
 """The presets by the names of the authors' folders, such as `480p_t2v`."""
 NAME = re.compile(r"[0-9]+p_(?:t2v|i2v|sr)(?:_step)?(?:_distilled)?(?:_sparse)?")
 FEW_STEPS = "480p_i2v_step_distilled"  # the only one that is told the next timestep
@@ -79,6 +79,12 @@ class _HunyuanVideoSource(RecognisedSource):
         assert found is not None
         assert isinstance(published, HunyuanVideoArchitecture)
         return self.model.source if transformer_config(found.json) == published.transformer else None
+
+    @property
+    def lender(self) -> str:
+        """The model's repository, or that of one that is the same but for the transformer's weights."""
+        alike = [self.model, *(x for x in PRESETS if x.architecture == self.model.architecture)]
+        return next(x.source for x in alike if x.source.count("/") == 1)
 
     @property
     def configs(self) -> Mapping[str, dict[str, Any]]:

@@ -40,10 +40,13 @@ PARAMETERS = 8_326_608_160
 PARAMETERS_OF_FEW_STEPS = 8_331_330_848
 
 
-def _preset(name: str, about: str, transformer: TransformerConfig = SIZE_480P, **settings: Any) -> Preset:
+def _preset(
+    name: str, about: str, transformer: TransformerConfig = SIZE_480P, *, alone: bool = False, **settings: Any
+) -> Preset:
     """Returns the preset of a checkpoint in diffusers' layout, which the hub has under two names.
 
-    `name` is that of the repository without its beginning, such as `480p_t2v`.
+    `name` is that of the repository without its beginning, such as `480p_t2v`. A transformer that is `alone` is a file
+    of its authors, which has the other components of the model that is the same but for its weights.
     """
     ours, owner = f"hunyuanvideo1.5-{name.replace('_', '-')}", "hunyuanvideo-community"
     pictured = "i2v" in name
@@ -55,16 +58,17 @@ def _preset(name: str, about: str, transformer: TransformerConfig = SIZE_480P, *
         vae=VAE_1_5,
         pictured=pictured,
     )
+    file = f"tencent/HunyuanVideo-1.5/transformer/{name}/diffusion_pytorch_model.safetensors"
     return Preset(
         name=ours,
-        source=f"{owner}/HunyuanVideo-1.5-Diffusers-{name}",
+        source=file if alone else f"{owner}/HunyuanVideo-1.5-Diffusers-{name}",
         about=about,
         transformer_parameters=PARAMETERS_OF_FEW_STEPS if transformer.meanflow else PARAMETERS,
         licence="Tencent Hunyuan Community licence",
         param_dtype="bfloat16",
         defaults=replace(DEFAULTS, model=ours, **settings),
         architecture=architecture,
-        aliases=(f"{owner}/HunyuanVideo-1.5-{name}",),
+        aliases=() if alone else (f"{owner}/HunyuanVideo-1.5-{name}",),
     )
 
 
@@ -76,8 +80,22 @@ PRESETS = (
     _preset("480p_t2v_distilled", "text to video, 480 × 848, without guidance", **UNGUIDED),
     _preset("480p_i2v_distilled", "image to video, 480 × 848, without guidance", **UNGUIDED),
     _preset(
+        "720p_t2v_distilled", "text to video, 720 × 1280, without guidance",
+        SIZE_720P, alone=True, **LARGE, **UNGUIDED, flow_shift=9.0,
+    ),
+    _preset(
         "720p_i2v_distilled", "image to video, 720 × 1280, without guidance",
         SIZE_720P, **LARGE, **UNGUIDED, flow_shift=7.0,
+    ),
+    _preset(
+        "720p_t2v_distilled_sparse",
+        "text to video, 720 × 1280, without guidance, with whole attention in place of sparse",
+        SIZE_720P, alone=True, **LARGE, **UNGUIDED, flow_shift=9.0,
+    ),
+    _preset(
+        "720p_i2v_distilled_sparse",
+        "image to video, 720 × 1280, without guidance, with whole attention in place of sparse",
+        SIZE_720P, alone=True, **LARGE, **UNGUIDED, flow_shift=7.0,
     ),
     _preset("480p_i2v_step_distilled", "image to video, 480 × 848, in 8 or 12 steps", FEW_STEPS_480P, **FEW_STEPS),
 )  # fmt: skip
