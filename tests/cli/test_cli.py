@@ -71,11 +71,12 @@ def test_help_lists_the_commands():
     [
         (
             "generate",
-            "from prompts seeds count model negative-prompt image last-image video mask reference max-picture resize "
-            "size height width frames fps steps guidance-scale guidance-scale-2 boundary strength dynamic-guidance "
-            "guidance-rule flow-shift follow sigmas cache seed scheduler noise lora attention block-q block-kv "
-            "block-kv-compute window batch-guidance dtype compiler mesh rules processes tile decoder offload at "
-            "profile preview preview-decoder dir out force verify quiet verbose json config help",
+            "from prompts extend-prompt extend-model seeds count model negative-prompt image last-image video mask "
+            "reference max-picture resize size height width frames windows then overlap fps steps guidance-scale "
+            "guidance-scale-2 boundary strength dynamic-guidance guidance-rule flow-shift follow sigmas cache seed "
+            "scheduler noise lora attention block-q block-kv block-kv-compute window batch-guidance dtype compiler "
+            "mesh rules processes tile decoder offload at profile preview preview-decoder dir out force verify quiet "
+            "verbose json config help",
         ),
         (
             "encode",
@@ -97,17 +98,17 @@ def test_help_lists_the_commands():
         (
             "plan",
             "model chip prompt image last-image video mask reference max-picture resize size height width frames fps "
-            "steps guidance-scale guidance-scale-2 boundary strength dynamic-guidance guidance-rule flow-shift follow "
-            "sigmas cache seed scheduler noise lora attention block-q block-kv block-kv-compute window batch-guidance "
-            "dtype compiler mesh rules tile decoder offload train lora-rank full batch optimizer json quiet config "
-            "help",
+            "windows then overlap steps guidance-scale guidance-scale-2 boundary strength dynamic-guidance guidance- "
+            "rule flow-shift follow sigmas cache seed scheduler noise lora attention block-q block-kv block-kv- "
+            "compute window batch-guidance dtype compiler mesh rules tile decoder offload train lora-rank full batch "
+            "optimizer json quiet config help",
         ),
         (
             "warmup",
             "model prompt image last-image video mask reference max-picture resize size height width frames fps steps "
-            "guidance-scale guidance-scale-2 boundary strength dynamic-guidance guidance-rule flow-shift follow "
-            "sigmas cache seed scheduler noise lora attention block-q block-kv block-kv-compute window batch-guidance "
-            "dtype compiler mesh rules processes tile decoder offload quiet verbose config help",
+            "windows then overlap guidance-scale guidance-scale-2 boundary strength dynamic-guidance guidance-rule "
+            "flow-shift follow sigmas cache seed scheduler noise lora attention block-q block-kv block-kv-compute "
+            "window batch-guidance dtype compiler mesh rules processes tile decoder offload quiet verbose config help",
         ),
         (
             "calibrate",
@@ -141,8 +142,8 @@ def test_help_lists_the_commands():
         (
             "serve",
             "model attention block-q block-kv block-kv-compute window batch-guidance lora dtype compiler mesh rules "
-            "processes tile decoder host port token dir max-queue max-pixels max-steps max-upload preview "
-            "preview-decoder rehearse verify quiet verbose config help",
+            "processes tile decoder host port token dir max-queue max-pixels max-steps max-upload preview preview- "
+            "decoder rehearse extend-prompt extend-model verify quiet verbose config help",
         ),
     ],
 )
