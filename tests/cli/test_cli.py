@@ -98,10 +98,10 @@ def test_help_lists_the_commands():
         (
             "plan",
             "model chip prompt image last-image video mask reference max-picture resize size height width frames fps "
-            "windows then overlap steps guidance-scale guidance-scale-2 boundary strength dynamic-guidance guidance- "
-            "rule flow-shift follow sigmas cache seed scheduler noise lora attention block-q block-kv block-kv- "
-            "compute window batch-guidance dtype compiler mesh rules tile decoder offload train lora-rank full batch "
-            "optimizer json quiet config help",
+            "windows then overlap steps guidance-scale guidance-scale-2 boundary strength dynamic-guidance "
+            "guidance-rule flow-shift follow sigmas cache seed scheduler noise lora attention block-q block-kv "
+            "block-kv-compute window batch-guidance dtype compiler mesh rules tile decoder offload train lora-rank "
+            "full batch optimizer json quiet config help",
         ),
         (
             "warmup",
@@ -142,8 +142,8 @@ def test_help_lists_the_commands():
         (
             "serve",
             "model attention block-q block-kv block-kv-compute window batch-guidance lora dtype compiler mesh rules "
-            "processes tile decoder host port token dir max-queue max-pixels max-steps max-upload preview preview- "
-            "decoder rehearse extend-prompt extend-model verify quiet verbose config help",
+            "processes tile decoder host port token dir max-queue max-pixels max-steps max-upload preview "
+            "preview-decoder rehearse extend-prompt extend-model verify quiet verbose config help",
         ),
     ],
 )
