@@ -136,6 +136,7 @@ def test_the_page_in_a_browser(browser, served, tmp_path, width, height):
     page.fill("#prompt", PROMPT)
     page.click("#ask details summary")
     assert page.is_hidden("[name=resize]")
+    assert "text, a first picture, a clip" in page.inner_text("#tasks")
     page.set_input_files("#image", picture())
     page.wait_for_selector("#pictures img")
     assert page.is_visible("[name=resize]")

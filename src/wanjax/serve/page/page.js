@@ -107,6 +107,7 @@ function fit(chosen) {
   options.push(...own.slice(pictured ? 0 : 1).map(([name, one]) => new Option(`${one} (${name})`, one)));
   options.push(new Option("another", "other"));
   input.value = model.id;
+  $("tasks").textContent = `A video from ${model.tasks.join(", ")}.`;
   size.replaceChildren(...options);
   for (const side of [height, width]) Object.assign(side, { step: model.grid, min: model.grid });
   reveal();
