@@ -426,11 +426,19 @@ def test_a_disk_that_fills_with_latents(intact, monkeypatch):
     assert left() == AFTER_ENCODING
 
 
-def test_a_disk_that_fills_with_the_video(intact, monkeypatch):
-    """Simulates the full disk by a limit on the size of files, because ffmpeg runs in another process."""
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_disk_that_fills_with_the_video(intact, monkeypatch, at_once):
+    """Simulates the full disk by a limit on the size of files, because ffmpeg runs in another process.
+
+    It is full before the first step, or after the trial.
+    """
     run = subprocess.Popen
     limited = ["sh", "-c", 'ulimit -f 1; trap "" XFSZ; exec "$@"', "sh"]
-    monkeypatch.setattr(subprocess, "Popen", lambda command, **kw: run([*limited, *command], **kw))
+
+    def start(command, **kw):
+        return run([*limited, *command] if at_once or "trial" not in " ".join(command) else command, **kw)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
     said = refused("a", "--model", intact, *SMALL, "--dir", "stage_outputs")
-    assert says(said, "output_video.mp4 ffmpeg")
-    assert left() == [*AFTER_ENCODING, "stage_outputs/stage2_latents.safetensors"]
+    assert says(said, "output_video.mp4 written")
+    assert left() == (["stage_outputs"] if at_once else [*AFTER_ENCODING, "stage_outputs/stage2_latents.safetensors"])
