@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The errors that wanjax raises on purpose, and its warnings."""
 
+from collections.abc import Iterator
+
 
 class WanjaxError(ValueError):
     """An error that the caller can correct. Its message is one sentence: what was wrong, and what would be right.
@@ -23,6 +25,15 @@ class UnsupportedError(WanjaxError, NotImplementedError):
 
 class WanjaxWarning(UserWarning):
     """A warning whose message is one sentence, which the command line prints as a note."""
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yields an error, and those from which it was raised, each once: an error that is raised from itself is one."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__
 
 
 def is_out_of_memory(error: Exception) -> bool:

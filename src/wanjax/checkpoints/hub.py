@@ -20,7 +20,7 @@ from threading import Lock
 from typing import Any
 
 from wanjax.checkpoints.files import WEIGHT_NAMES, no_file
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, causes
 from wanjax.figures import in_bytes
 
 Progress = Callable[[int, int], Any]
@@ -274,8 +274,5 @@ def _explanation(error: Exception, repository: str, revision: str | None) -> str
 
 def _status(error: BaseException | None) -> int | None:
     """Returns the HTTP status that an error, or one of its causes, carries."""
-    while error is not None:
-        if (response := getattr(error, "response", None)) is not None:
-            return response.status_code
-        error = error.__cause__
-    return None
+    answers = (getattr(cause, "response", None) for cause in causes(error))
+    return next((answer.status_code for answer in answers if answer is not None), None)

@@ -217,7 +217,9 @@ def completed(asked: Asked, files: Mapping[str, Any], limits: Limits) -> Setting
         with DECODING:  # the clips of one request at a time are in memory
             _, chosen = pipe.prepare(**files, **settings)
     except WanjaxError as error:
-        raise _by_field(error, files) from error
+        if (told := _by_field(error, files)) is error:
+            raise
+        raise told from error
     limits.check(chosen)
     return chosen
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from wanjax.errors import WanjaxError, is_out_of_memory, reason
+from wanjax.errors import WanjaxError, causes, is_out_of_memory, reason
 
 MISTAKE, BROKEN, STORAGE = "invalid_request", "server_error", "storage"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -50,24 +50,17 @@ def storing() -> Iterator[None]:
         raise StorageError(f"{error.filename or 'a file'} cannot be used: {reason(error)}") from error
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yields an error, and those from which it was raised."""
-    while error is not None:
-        yield error
-        error = error.__cause__
-
-
 def is_full(error: Exception) -> bool:
     """Tells whether an error is that of a disk without room."""
     return any(
         getattr(cause, "sqlite_errorname", "") == "SQLITE_FULL" or (isinstance(cause, OSError) and cause.errno in FULL)
-        for cause in _causes(error)
+        for cause in causes(error)
     )
 
 
 def explained(error: Exception, folders: Iterable[Path]) -> Fault:
     """Returns what a client is told of an error; `folders` are known ones of the server."""
-    for cause in _causes(error):
+    for cause in causes(error):
         if isinstance(cause, sqlite3.Error):
             why = NO_ROOM if is_full(cause) else f"the server's table cannot be written: {cause}"
             return Fault(507, STORAGE, why)
