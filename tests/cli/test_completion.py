@@ -38,12 +38,19 @@ def test_commands():
 
 
 def test_options():
-    assert values("wanjax generate --gui") == ["--guidance-scale", "--guidance-scale-2"]
+    assert values("wanjax generate --gui") == ["--guidance-scale", "--guidance-scale-2", "--guidance-rule"]
     assert values("wanjax plan --ch") == ["--chip"]
     assert values("wanjax --guidance-scale-") == ["--guidance-scale-2"]  # of the implied command
     assert {"--help", "--version", "--seed"} <= set(values("wanjax --"))
     assert values("wanjax sunset --see") == ["--seeds", "--seed"]
-    assert values("wanjax decod --f") == ["--from", "--frames", "--fps", "--flow-shift", "--force"]  # a prompt so far
+    assert values("wanjax decod --f") == [
+        "--from",
+        "--frames",
+        "--fps",
+        "--flow-shift",
+        "--follow",
+        "--force",
+    ]  # a prompt so far
     assert values("wanjax generate --dtype ") == ["bfloat16", "float32"]
     assert "--use-dp" not in values("wanjax generate --")
 

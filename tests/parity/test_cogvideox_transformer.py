@@ -177,7 +177,7 @@ def test_block_and_attention(models):
         mod = by_kind(block.attn_mod(jax.nn.silu(time)))
         normed = modulate(block.norm1(x), mod.shift, mod.scale, is_text)
         whole = block(x, jax.nn.silu(time), rope, is_text)
-        return normed, mod.gate, block.attn(x, rope), block.mlp(x), whole
+        return normed, mod.gate, block.attn(x, rope, is_text, None), block.mlp(x), whole
 
     *normed, gate, text_gate = theirs.norm1(video, text, time)
     expected = [

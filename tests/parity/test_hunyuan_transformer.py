@@ -29,7 +29,8 @@ from wanjax.converters.hunyuanvideo import diffusers as tables
 from wanjax.layers.placement import as_shapes, placed
 from wanjax.layers.stack import block_at
 from wanjax.models.hunyuanvideo.config import FEW_STEPS_480P, SIZE_480P, SIZE_720P
-from wanjax.models.hunyuanvideo.transformer import HunyuanVideoTransformer, Streams
+from wanjax.models.hunyuanvideo.refiner import Prompt
+from wanjax.models.hunyuanvideo.transformer import Context, HunyuanVideoTransformer, Streams
 from wanjax.pipelines.caching.step_cache import LastBlockCache
 from wanjax.sharding import ONE_DEVICE, RULES, Partitioner, make_mesh, one_device, use
 
@@ -210,7 +211,9 @@ def test_block(models, index):
     mask = masked(9, 4, of=9)
     rotary = reference.rope(torch.zeros(1, 9, *VIDEO))
     expected, expected_text = reference.transformer_blocks[index](x, text, temb, mask.float(), rotary)
-    answer = run(block, Streams(ours(x), ours(text)), ours(temb), model.rope(VIDEO), np.asarray([9, 4], np.int32))
+    nothing = Prompt(jnp.zeros((2, 9, WIDTH)), jnp.zeros((2, WIDTH)))
+    context = Context(nothing, jnp.zeros((2, 0, WIDTH)), ours(mask))
+    answer = run(block, Streams(ours(x), ours(text)), ours(temb), model.rope(VIDEO), context)
     close(answer.video, expected)
     close(np.asarray(answer.text)[mask.numpy()], expected_text.numpy()[mask.numpy()])
 

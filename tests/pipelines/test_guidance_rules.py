@@ -151,7 +151,7 @@ def test_videos_made_together_are_those_made_alone(load, rule):
     together, alone = (load("wan", mesh).videos(["a red circle"], **given) for mesh in ("dp=4,sp=2,tp=1", None))
     for one, other in zip(together, alone, strict=True):
         assert np.abs(one.frames.astype(int) - other.frames).max() <= 1
-        assert one.record["guidance_rule"] == str(guidance_rule(rule))
+        assert one.settings["guidance_rule"] == str(guidance_rule(rule))
 
 
 def test_nag_in_a_video_by_blocks(load):

@@ -92,7 +92,7 @@ def test_a_model_by_hand(folder, monkeypatch):
                     if index == 1:
                         monkeypatch.setattr(hunyuan, "joint_attention", masked)
                     block = model.last_block if index == model.config.layers - 1 else block_at(model.blocks, index)
-                    streams = block(streams, time, rope, context.texts)
+                    streams = block(streams, time, rope, context)
                 return streams
 
         return model(latents, t, context, rope, cache=ByHand())

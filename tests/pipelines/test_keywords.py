@@ -23,7 +23,13 @@ from wanjax.pipelines.keywords import ELSEWHERE, OTHERWISE, RENAMED, Given
 from wanjax.pipelines.settings import Settings, schema
 
 ROOT = Path(__file__).parents[2]
-ELSEWHERE_GIVEN = {"model", "dtype", "prompt", "negative_prompt"}  # by `load`, and as parameters
+ELSEWHERE_GIVEN = {
+    "model",
+    "dtype",
+    "prompt",
+    "negative_prompt",
+    "original_prompt",
+}  # as parameters, or not at all
 SHOWN = """
 import inspect, json
 import wanjax

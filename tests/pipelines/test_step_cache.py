@@ -55,7 +55,7 @@ def hunyuan_by_hand(pipe: Any, encoded: Any, settings: Any) -> np.ndarray:
     def begin(weights: Any, x: Any, t: Any, text: Any) -> Any:
         model = nnx.merge(graphdef, weights)
         context = model.context(text.embeds, text.mask, (text.glyphs, text.glyph_mask))
-        return model.embed(beside_condition(x, None), t, context), (model.time(t), model.rope(grid), context.texts)
+        return model.embed(beside_condition(x, None), t, context), (model.time(t), model.rope(grid), context)
 
     @partial(jax.jit, static_argnums=1)
     def block(weights: Any, index: int, streams: Any, others: Any) -> Any:

@@ -181,6 +181,9 @@ REFUSED = {
     "boundary": (0.5, "boundary is no setting of"),
     "dynamic_guidance": (True, "dynamic_guidance is no setting of"),
     "cache": ("easycache", "too few steps for a step cache"),
+    "windows": (2, "makes no windows"),
+    "then": ("b", "makes no windows"),
+    "guidance_rule": ("apg", "worth nothing without guidance"),
 }
 OBEYED = {
     "noise": draws(),
@@ -196,6 +199,8 @@ OBEYED = {
 }
 WITHOUT_EFFECT = {  # on latents: nothing is guided, no other network takes over, and nothing is continued
     "fps": 5,
+    "follow": "diffusers",
+    "overlap": 3,
     "batch_guidance": True,
     "switched": lambda switch: pytest.fail("one network makes all"),
     "continued": lambda done, total: pytest.fail("nothing was made before"),

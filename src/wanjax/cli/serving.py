@@ -4,6 +4,7 @@
 import asyncio
 import os
 import signal
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -56,7 +57,10 @@ def serve(report: Report, *, host: str, port: int, token: str | None, folder: Pa
     meet(report, given.get("processes"))
     if jax.process_count() > 1:
         raise WanjaxError("a server is one process: without --processes it uses the devices of its own host")
-    _listen(report, host, port, token, folder, given)
+    from wanjax.serve.jobs import Shelf  # imported late, as what `_listen` needs
+
+    with closing(Shelf(folder)) as shelf:  # before the model, for which another server's folder would be waited in vain
+        _listen(report, host, port, token, shelf, given)
 
 
 def _loaded(report: Report, given: dict[str, Any]) -> Pipeline:
@@ -70,20 +74,18 @@ def _loaded(report: Report, given: dict[str, Any]) -> Pipeline:
     return pipe
 
 
-def _listen(report: Report, host: str, port: int, token: str | None, folder: Path, given: dict[str, Any]) -> None:
-    """Loads the model, and runs the server and the worker until a signal."""
+def _listen(report: Report, host: str, port: int, token: str | None, shelf: Any, given: dict[str, Any]) -> None:
+    """Loads the model, and runs the server and the worker until a signal; `shelf` keeps the videos."""
     import uvicorn
 
     from wanjax.serve.app import Service
     from wanjax.serve.board import Board
     from wanjax.serve.connections import BACKLOG, Connection
-    from wanjax.serve.jobs import Shelf
     from wanjax.serve.limits import Limits
     from wanjax.serve.variants import Variants
     from wanjax.serve.worker import Worker
 
-    loras = [Lora.parse(text) for text in given["lora"]]
-    shelf = Shelf(folder)  # before the model, for which another server's folder would be waited in vain
+    folder, loras = shelf.folder, [Lora.parse(text) for text in given["lora"]]
     pipe = _loaded(report, given)
     variants = Variants(pipe, loras, lambda name, own: _loaded(report, given | {"model": name, "lora": own}))
     names = {"queue": "max_queue", "steps": "max_steps", "upload": "max_upload"}

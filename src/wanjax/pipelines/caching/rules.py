@@ -28,7 +28,7 @@ from wanjax.pipelines.caching.step_cache import (
 from wanjax.pipelines.caching.tables import Changes, Magnitudes, Tables
 from wanjax.pipelines.steps import Segment
 
-PLAIN = "plain"  # the mode of TeaCache that is its authors' default for Wan, and its table
+PLAIN = "plain"  # the mode of TeaCache that its authors take unless another is asked for, and its table
 
 
 class Turn(NamedTuple):
