@@ -196,10 +196,10 @@ OBEYED = {
     "steps": 2,
     "flow_shift": 3.0,
     "sigmas": "diffusers",
+    "follow": "diffusers",
 }
 WITHOUT_EFFECT = {  # on latents: nothing is guided, no other network takes over, and nothing is continued
     "fps": 5,
-    "follow": "diffusers",
     "overlap": 3,
     "batch_guidance": True,
     "switched": lambda switch: pytest.fail("one network makes all"),
