@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, get_type_hints
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32
 
 from wanjax.errors import WanjaxError, shown
+from wanjax.pipelines.values import read_value
 from wanjax.sharding import Partitioner
 
 Latents = Float[Array, "B T H W C"]
@@ -250,20 +251,7 @@ def guidance_rule(given: Any) -> GuidanceRule:
 
     Raises WanjaxError for anything else.
     """
-    if isinstance(given, GuidanceRule):
-        return given
-    name, _, listed = given.partition(":") if isinstance(given, str) else ("", "", "")
-    if name not in RULES:
-        raise WanjaxError(f"there is no guidance rule {shown(given)}: {', '.join(RULES)} would do")
-    kinds = {field.name: get_type_hints(RULES[name])[field.name] for field in dataclasses.fields(RULES[name])}
-    pairs = [entry.partition("=")[::2] for entry in listed.split(",")] if listed else []
-    try:
-        found = {key: kinds[key](value) for key, value in pairs}
-    except (KeyError, ValueError):
-        found = {}
-    if len(found) != len(pairs):
-        raise WanjaxError(f"the guidance rule {shown(given)} is not written like {RULES[name]()}")
-    return RULES[name](**found)
+    return given if isinstance(given, GuidanceRule) else read_value(given, RULES, "guidance rule", named=True)
 
 
 def check_rule(rule: GuidanceRule, guided: bool, steps: int) -> None:

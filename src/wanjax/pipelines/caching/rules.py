@@ -8,9 +8,8 @@ import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, get_args, get_type_hints
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -27,6 +26,7 @@ from wanjax.pipelines.caching.step_cache import (
 )
 from wanjax.pipelines.caching.tables import Changes, Magnitudes, Tables
 from wanjax.pipelines.steps import Segment
+from wanjax.pipelines.values import read_value
 
 PLAIN = "plain"  # the mode of TeaCache that its authors take unless another is asked for, and its table
 
@@ -326,24 +326,7 @@ def cache_rule(given: Any) -> CacheRule:
     Settings stand in their order, and after those by name: `teacache:0.1,mode=plain`. Raises WanjaxError for anything
     else.
     """
-    if isinstance(given, CacheRule):
-        return given
-    name, _, listed = given.partition(":") if isinstance(given, str) else ("", "", "")
-    if name not in RULES:
-        raise WanjaxError(f"there is no step cache {shown(given)}: {', '.join(RULES)} would do")
-    fields, values = [field.name for field in dataclasses.fields(RULES[name])], listed.split(",") if listed else []
-    hints, found = get_type_hints(RULES[name]), {}
-    for place, text in enumerate(values):
-        key, equals, value = text.partition("=")
-        if not equals:
-            key, value = fields[place] if place < len(fields) and len(found) == place else "", text
-        with suppress(ValueError):
-            if key in fields:
-                found.setdefault(key, (get_args(hints[key]) or (hints[key],))[0](value))
-    if len(found) != len(values):
-        written = f"{RULES[name]()}, which has {', '.join(fields)}"
-        raise WanjaxError(f"the step cache {shown(given)} is not written like {written}")
-    return RULES[name](**found)
+    return given if isinstance(given, CacheRule) else read_value(given, RULES, "step cache")
 
 
 def chosen_rule(rule: CacheRule, turns: Sequence[Turn], tables: Tables, model: str) -> CacheRule:
