@@ -86,7 +86,7 @@ class Pictures(NamedTuple):
     last_image: Picture | None = None
     video: Clip | None = None
     mask: Clip | None = None
-    references: tuple[Picture, ...] = ()
+    references: tuple[PictureOfAnySize, ...] = ()
 
     def given(self) -> list[str]:
         """Returns the names of the fields that are given."""
@@ -449,7 +449,7 @@ def _on(image: Image.Image, page: Page) -> Picture:
     return np.asarray(image.convert("RGB"))
 
 
-def _levelled(pictures: Sequence[Picture | Deep], name: str) -> list[Picture]:
+def _levelled(pictures: Sequence[PictureOfAnySize | Deep], name: str) -> list[PictureOfAnySize]:
     """Returns the pictures of one source in 8 bits a channel; raises WanjaxError for values that have no meaning."""
     values: dict[tuple[int, ...], list[GreyOfAnySize]] = {}
     for picture in pictures:

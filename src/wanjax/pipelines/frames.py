@@ -23,7 +23,7 @@ from wanjax.sharding import constrain, following, replicate
 
 Latents = Float[Array, "B C T H W"]
 GivenLatents = Float[Value | np.ndarray, "B C T H W"]
-GivenFrames = Shaped[Array | np.ndarray, "T H W 3"] | Sequence[Shaped[np.ndarray, "H W 3"]]
+GivenFrames = Shaped[Array | np.ndarray, "T H W 3"] | Sequence[Shaped[np.ndarray, "_H _W 3"]]
 Chunk = Float[Array, "B _T _H _W _C"]  # inputs and outputs differ in size
 Frames = UInt8[Array, "_T _H _W 3"] | Float[Array, "_T _H _W 3"]
 Call = Callable[..., Any]  # of a program with its arguments, as `Pipeline.call`
