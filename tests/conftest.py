@@ -25,6 +25,7 @@ import pytest
 from tests.support import types
 
 types.install()  # before anything imports the library
+jax.config.update("jax_traceback_in_locations_limit", 0)  # no test reads where in the code an operation is written
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

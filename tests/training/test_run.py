@@ -71,6 +71,15 @@ def trained(model, data, out, **changed):
     return written, told
 
 
+KEPT = {"lora": LoraConfig(rank=2, dropout=0.2), "save_every": 1}  # from which a training goes on at any step
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, data, wan):
+    """Returns the weights of a training that nothing stopped."""
+    return load_safetensors(trained(wan, data, tmp_path_factory.mktemp("whole"), **KEPT)[0])
+
+
 def weights_of(pipe):
     return {name: np.asarray(x) for name, x in nnx.to_flat_state(nnx.state(pipe.components.get("transformer")))}
 
@@ -141,9 +150,7 @@ def test_a_full_training_ends_in_a_checkpoint(tmp_path, data, wan):
     wanjax.load(folder)("a red circle", size=(32, 32), frames=5, steps=1)
 
 
-def test_a_stopped_training_ends_with_the_same_bits(tmp_path, data, wan):
-    whole, _ = trained(wan, data, tmp_path / "whole", lora=LoraConfig(rank=2, dropout=0.2))
-
+def test_a_stopped_training_ends_with_the_same_bits(tmp_path, data, wan, whole):
     class Stop(Exception):
         pass
 
@@ -152,18 +159,11 @@ def test_a_stopped_training_ends_with_the_same_bits(tmp_path, data, wan):
             raise Stop
 
     with pytest.raises(Stop):
-        Training(
-            wanjax.load(wan),
-            data,
-            tmp_path / "b",
-            TrainConfig(**vars(SMALL) | {"lora": LoraConfig(2, dropout=0.2), "save_every": 1}),
-            note=stop,
-        ).run()
-    again, _ = trained(wan, data, tmp_path / "b", lora=LoraConfig(rank=2, dropout=0.2), save_every=1)
-    ours, theirs = load_safetensors(whole), load_safetensors(again)
-    assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
+        Training(wanjax.load(wan), data, tmp_path / "b", TrainConfig(**vars(SMALL) | KEPT), note=stop).run()
+    again = load_safetensors(trained(wan, data, tmp_path / "b", **KEPT)[0])
+    assert all(np.array_equal(whole[name], again[name]) for name in again)
     with pytest.raises(WanjaxError, match=naming("seed 0 1")):
-        trained(wan, data, tmp_path / "b", lora=LoraConfig(rank=2, dropout=0.2), save_every=1, seed=1)
+        trained(wan, data, tmp_path / "b", **KEPT, seed=1)
 
 
 def finite(folder):
@@ -193,9 +193,9 @@ DRAW, LENGTH = Learner._draw, 20
 
 
 @pytest.mark.parametrize("at", [2, *(pytest.param(n, marks=slow) for n in range(1, LENGTH + 1) if n != 2)])
-def test_nothing_is_written_that_is_not_finite(at, tmp_path, data, wan, monkeypatch):
+def test_nothing_is_written_that_is_not_finite(at, tmp_path, data, wan, whole, monkeypatch):
     """The state before is gone on from at a lower rate; or at its own, with the bits of one that was left alone."""
-    more = {"save_every": 1, "steps": 3} if at == 2 else {"save_every": 1, "steps": LENGTH, "average": 0.9}
+    more = KEPT if at == 2 else {"save_every": 1, "steps": LENGTH, "average": 0.9}
     monkeypatch.setattr(Learner, "_draw", poisoned(at))
     with pytest.raises(NotFiniteError, match=naming(f"step {at}")):
         trained(wan, data, tmp_path / "out", **more)
@@ -206,9 +206,10 @@ def test_nothing_is_written_that_is_not_finite(at, tmp_path, data, wan, monkeypa
     lower, told = trained(wan, data, tmp_path / "lower", **more, optimizer=OptimizerConfig(rate=1e-3))
     assert at == 1 or any(says(text, f"0.01 0.001 step {at}") for text in told)
     assert finite(tmp_path / "lower")
-    again, whole = (load_safetensors(trained(wan, data, tmp_path / name, **more)[0]) for name in ("out", "whole"))
-    assert all(np.array_equal(again[name], x) for name, x in whole.items())
-    assert any(not np.array_equal(x, whole[name]) for name, x in load_safetensors(lower).items())
+    again = load_safetensors(trained(wan, data, tmp_path / "out", **more)[0])
+    alone = whole if at == 2 else load_safetensors(trained(wan, data, tmp_path / "whole", **more)[0])
+    assert all(np.array_equal(again[name], x) for name, x in alone.items())
+    assert any(not np.array_equal(x, alone[name]) for name, x in load_safetensors(lower).items())
 
 
 @slow
@@ -287,7 +288,8 @@ def test_clips_are_encoded_once_and_bad_ones_left_out(tmp_path, wan):
     folder = write_clips(tmp_path / "data", 3)
     (folder / "bad.mp4").write_bytes(b"no film")
     (folder / "bad.txt").write_text("bad")
-    _, told = trained(wan, folder, tmp_path / "one", steps=1)
+    told: list[str] = []
+    Training(wanjax.load(wan), folder, tmp_path / "one", SMALL, note=told.append).encode()
     assert any("1 left out: bad.mp4: " in sentence for sentence in told)
     kept = {path: path.stat().st_mtime_ns for path in (folder / ".wanjax").glob("clip-*")}
     assert len(kept) == 3
