@@ -164,6 +164,7 @@ def test_the_written_folder_loads(tmp_path):
     assert batch.ids[1].tolist() == [1] + [0] * (tokenizer.MAX_LENGTH - 1)
 
 
+@pytest.mark.slow  # the tests below have quick ones, of frames that are harder to read
 def test_every_combination_is_read_on_every_background():
     specs = [Spec(*combination, BACKGROUNDS[i % len(BACKGROUNDS)]) for i, combination in enumerate(COMBINATIONS)]
     found = accuracy(specs, draw(specs, 17, 64, np.random.default_rng(0)))

@@ -146,7 +146,8 @@ def compare(ours: Any, theirs: tuple[list[np.ndarray], np.ndarray]) -> None:
     assert psnr(ours[1], theirs[1]) >= 60
 
 
-@pytest.mark.parametrize("prompt", quick([PROMPT], [PROMPT, QUOTED]))  # a video from a picture quotes
+@pytest.mark.slow  # a video from a picture, below, goes the same way, and its prompt quotes
+@pytest.mark.parametrize("prompt", [PROMPT, QUOTED])
 def test_text_to_video(tmp_path, prompt):
     noise, size = noise_for(HEIGHT, WIDTH), {"height": HEIGHT, "width": WIDTH}
     pipe = text_to_video(tmp_path)

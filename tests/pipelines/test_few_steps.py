@@ -128,12 +128,10 @@ def test_a_model_in_the_box_from_a_clip_and_under_a_cache():
 def test_the_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     asked = ("a red circle moving right", "--scheduler", "consistency", "--steps", "4", "--guidance-scale", "1")
-    for name in ("one", "two"):
-        succeeded(command(*asked, "--seed", "5", "--out", f"{name}.webp"))
-    succeeded(command(*asked, "--seed", "6", "--out", "other.webp"))
+    for name, seed in {"one": "5", "other": "6"}.items():
+        succeeded(command(*asked, "--size", "32x32", "--frames", "5", "--seed", seed, "--out", f"{name}.webp"))
     succeeded(command("generate", "--from", "one.webp", "--out", "again.webp"))
-    one, two, other, again = (read_clip(f"{name}.webp", 99, 16) for name in ("one", "two", "other", "again"))
-    np.testing.assert_array_equal(one, two)
+    one, other, again = (read_clip(f"{name}.webp", 99, 16) for name in ("one", "other", "again"))
     np.testing.assert_array_equal(one, again)
     assert (one != other).any()
     assert "consistency" in succeeded(command("info", "one.webp")).stdout

@@ -56,8 +56,7 @@ def of_any_method(calls: Counter[Call]) -> Counter[Call]:
 @pytest.mark.parametrize(
     ("model", "mesh", "lora"),
     [
-        pytest.param("wan", None, LORA, marks=slow),
-        ("wan", None, None),
+        *(pytest.param("wan", None, lora, marks=slow) for lora in (LORA, None)),
         ("wan", "dp=2,sp=2,tp=2", LORA),
         pytest.param("wan", "dp=2,sp=2,tp=2", None, marks=slow),
         *(pytest.param(name, mesh, LORA, marks=slow) for name in [*MODELS][1:] for mesh in (None, "dp=2,sp=2,tp=2")),
