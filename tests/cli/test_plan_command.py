@@ -308,6 +308,7 @@ def test_a_slice_is_priced_by_its_compiler_and_only_once(monkeypatch):
     assert first["doubts"] == []
     assert sum(first["step_breakdown"].values()) == pytest.approx(first["step_seconds"])
     assert first["step_seconds_low"] <= first["step_seconds"] <= first["step_seconds_high"]
+    assert first["total_seconds_low"] < first["total_seconds"] < first["total_seconds_high"]
     assert {item["operation"] for item in first["collectives"]} & {"all-gather", "all_to_all", "all-to-all"}
     assert all(item["devices"] > 1 for item in first["collectives"])
     assert first["compile_seconds"] > 0

@@ -36,6 +36,8 @@ def test_a_video_with_easycache_has_a_range_of_seconds():
     saved = found.reusing_steps * (found.reusing_step_seconds - found.reusing_step_seconds_least)
     assert found.total_seconds - found.total_seconds_least == pytest.approx(saved)
     assert found.total_seconds >= whole.total_seconds
+    assert found.total_seconds_low == pytest.approx(found.total_seconds_least)  # the model's own prices have no range
+    assert found.total_seconds_high == pytest.approx(found.total_seconds)
     assert whole.total_seconds_least is whole.reusing_step_seconds_least is None
     assert whole.reusing_steps == 0
 

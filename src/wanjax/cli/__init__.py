@@ -17,7 +17,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from wanjax.cli import defaults, listing, options, train_options
+from wanjax.cli import defaults, listing, options, scale_options, train_options
 from wanjax.cli.arguments import check_prompt, complete_commands, complete_files, complete_models
 from wanjax.cli.report import Report, watched
 from wanjax.errors import WanjaxError, is_out_of_memory
@@ -303,6 +303,7 @@ def decode(report: Report, **given: Any) -> None:
 @options.decoder
 @options.offload
 @train_options.priced
+@scale_options.at_scale
 @options.quiet
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @defaults.config
@@ -313,7 +314,8 @@ def plan(report: Report, model: str | None, model_option: str | None, **given: A
     Prints the memory of each stage, the seconds of a step and of the run, and what limits them. Programs for TPUs are
     compiled by the TPU's own compiler and priced; other devices are priced by a stated model. No weights are loaded,
     and a LoRA, which is merged into them, changes no price. Pictures that are not given are of the video's own size.
-    With --train a step of training is priced in place of a video.
+    With --train a step of training is priced in place of a video. With --requests many videos are: which slices make
+    them by --deadline, which mesh takes the fewest chip-hours, and at which cost.
     """
     if None not in (model, model_option) and model != model_option and options.is_typed("model_option"):
         raise click.UsageError(f"the model is given as {model} and as --model {model_option}: one way is enough")

@@ -4,6 +4,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,9 +17,11 @@ from rich.console import Console
 from wanjax import registry
 from wanjax.cli.processes import meet
 from wanjax.cli.report import Report, print_table
+from wanjax.cli.scaling import show_scale, why
 from wanjax.cli.stages import Rendering, given_settings, loras_of, own_settings
 from wanjax.compilers.cache import compile_cache_folder
 from wanjax.compilers.places import Tell
+from wanjax.errors import WanjaxError
 from wanjax.figures import between, digits, duration, in_bytes
 from wanjax.kernels.attention import AUTO
 from wanjax.kernels.compiler_options import SAFE
@@ -28,6 +31,7 @@ from wanjax.pipelines.decoders import DecoderFile
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Settings
 from wanjax.plan.outlook import Outlook, outlook
+from wanjax.plan.scale import Bulk, at_scale
 from wanjax.plan.training import TrainingOutlook, training_outlook
 from wanjax.programs import EXECUTE
 from wanjax.sharding import ONE_DEVICE, AutoMesh, MeshSizes, find_rules
@@ -51,6 +55,9 @@ def plan(
     """Prices a video, and prints a table or JSON."""
     jax.config.update("jax_platforms", "cpu")  # the priced chips need not be present
     training = {name: given.pop(name) for name in ("train", "lora_rank", "full", "batch", "optimizer")}
+    bulk = _bulk(given)
+    if bulk and training["train"]:
+        raise WanjaxError("--train prices a step, and --requests prices videos: one of them at a time")
     rules = given.pop("rules") or "fsdp"
     find_rules(rules)
     axes, sp = (mesh, None) if isinstance(mesh, MeshSizes) else (None, mesh and mesh.sp)
@@ -74,12 +81,25 @@ def plan(
     }
     if file := given["decoder"]:
         how |= {"decoder": DecoderFile.in_place_of(architecture.vae, file)}
+    if bulk is not None:
+        with _priced(report) as tell:
+            ways = at_scale(family, architecture, settings, chip, bulk, axes, **how, tell=tell)
+        told = {"why": why(ways)} | ways.to_json()
+        click.echo(json.dumps(told, indent=2)) if as_json else show_scale(ways, Console())
+        return
     with _priced(report) as tell:
         found = outlook(family, architecture, settings, chip, axes, **how, tell=tell)
     if as_json:
         click.echo(json.dumps(found.to_json(), indent=2))
     else:
         show(found, Console())
+
+
+def _bulk(given: dict[str, Any]) -> Bulk | None:
+    """Takes the options of many videos; None where one is to be priced."""
+    names = {"start": "start_time", "download": "download_rate", "compiling": "compile_time"}
+    own = {name: given.pop(names.get(name, name)) for name in (field.name for field in fields(Bulk))}
+    return None if own["requests"] is None else Bulk(**own)
 
 
 @contextmanager

@@ -28,6 +28,7 @@ SECTIONS = {
         "cache dtype",
         "attention block-q block-kv block-kv-compute window batch-guidance compiler quick keep",
     ),
+    "How many": ("requests deadline price", "start-time download-rate compile-time"),
     "Where": ("at chip mesh host port token", "rules processes offload tile decoder rehearse"),
     "Limits": ("max-queue", "max-pixels max-steps max-upload"),
     "Output": (

@@ -31,9 +31,14 @@ def choose_mesh(
     found = [axes for axes in meshes(place.devices, guided) if sp in (None, axes[1])]
     if not found:
         raise WanjaxError(f"{place.devices} devices cannot be divided by sp={sp}: a divisor would do")
-    room = [axes for axes in found if BYTES * parameters / (axes[1] * axes[2]) < 0.8 * place.chip.hbm]
+    room = [axes for axes in found if has_room(place, axes, parameters)]
     told = {"guided": guided, "parameters": parameters, "ring": ring and work.ring}
     return min(room or found, key=lambda axes: step_seconds(place, work, axes, **told))
+
+
+def has_room(place: Slice, axes: Axes, parameters: int) -> bool:
+    """Tells whether the weights, as far as `sp` and `tp` divide them, leave a fifth of a chip's memory."""
+    return BYTES * parameters / (axes[1] * axes[2]) < 0.8 * place.chip.hbm
 
 
 def meshes(devices: int, guided: bool) -> Iterator[Axes]:

@@ -64,7 +64,8 @@ class Outlook:
     the step cache kept, and `dense_steps`, the first under radial attention, take all of attention; fields named
     `step_...` are those of the others. Where a step decides on the device whether it reuses, `reusing_step_seconds` are
     those of one that does not, `reusing_step_seconds_least` of one that does, and `total_seconds_least` count as many
-    of the latter as there may be. `peak_bytes_per_chip` is that of the whole run. `frames_a_second` is the pace of a
+    of the latter as there may be. `total_seconds_low` and `total_seconds_high` are the ends of the prices' range, each
+    program at its own. `peak_bytes_per_chip` is that of the whole run. `frames_a_second` is the pace of a
     video whose frames come while it is made, once a block sees a full window, with the decoder; it is to be compared
     with `fps`, at which the video is played.
     """
@@ -103,6 +104,8 @@ class Outlook:
     peak_dtype: str
     total_seconds: float | None
     total_seconds_least: float | None
+    total_seconds_low: float | None
+    total_seconds_high: float | None
     frames_a_second: float | None
     compile_seconds: float
     download_bytes_at_most: int
@@ -145,10 +148,9 @@ def outlook(
     if isinstance(place, Machine):
         attention, compiler = attention if attention.radial else Attention("reference"), SAFE  # nothing is compiled
     parameters = _parameters(family, architecture)
-    work = architecture.forward(settings)
     if mesh is None and isinstance(place, Slice):
-        how = {"guided": settings.split, "sp": sp, "ring": attention.passes_keys}
-        mesh = choose_mesh(place, work, parameters=sum(parameters[name] for name in architecture.denoisers), **how)
+        mesh = choose_mesh(place, **asked_of_a_mesh(family, architecture, settings, attention), sp=sp)
+    work = architecture.forward(settings)
     axes = axes_on(place, mesh or (1, 1, 1))
     settings = _settled(architecture, settings, axes["dp"] > 1 or batch_guidance)
     partitioner = Partitioner(mesh_on(place, axes), RULES[rules])
@@ -161,11 +163,14 @@ def outlook(
     stages = {name: [(x, y) for x, y in prices if x.stage == name] for name in of_stages(programs)}
     told = {name: _stage(parts, place.memory) for name, parts in stages.items()}
     (step,) = (y for x, y in prices if x.name == STEP)
+    verdict = _verdict(settings, chip, place, told)
+    reusing = _reusing(architecture, settings, prices, told)
     return Outlook(
         **_asked(settings, chip, place, axes, rules, compiler),
-        **_verdict(settings, chip, place, told),
+        **verdict,
         **_step(settings, place, step, None if attention.radial else work),
-        **_reusing(architecture, settings, prices, told),
+        **reusing,
+        **_range(prices, verdict["total_seconds"], reusing["total_seconds_least"]),
         programs=[_row(*each) for each in prices],
         frames_a_second=_pace(recorded, settings, prices),
         download_bytes_at_most=4 * sum(parameters.values()),
@@ -173,6 +178,19 @@ def outlook(
         limit=_limit(told, step),
         doubts=[*dict.fromkeys(doubt for _, x in prices for doubt in x.doubts), *_unknown(architecture, settings)],
     )
+
+
+def asked_of_a_mesh(
+    family: Family, architecture: Architecture, settings: Settings, attention: Attention
+) -> dict[str, Any]:
+    """Returns what the model of `plan/meshes.py` is told of a step, by its keywords."""
+    counts = _parameters(family, architecture)
+    return {
+        "work": architecture.forward(settings),
+        "guided": settings.split,
+        "parameters": sum(counts[name] for name in architecture.denoisers),
+        "ring": attention.passes_keys,
+    }
 
 
 @dataclass(frozen=True)
@@ -292,6 +310,14 @@ def _reusing(
             total = sum(filter(None, seconds)) - most * (found["reusing_step_seconds"] - least)
             found |= {"reusing_step_seconds_least": least, "total_seconds_least": total}
     return found
+
+
+def _range(prices: Sequence[tuple[Scheduled, Priced]], total: float | None, least: float | None) -> dict[str, Any]:
+    """Returns the ends of the range of the whole run; the low one of as many cheap steps as there may be."""
+    if total is None:
+        return {"total_seconds_low": None, "total_seconds_high": None}
+    low = sum(run.times * x.low for run, x in prices) * (least or total) / total
+    return {"total_seconds_low": low, "total_seconds_high": sum(run.times * x.high for run, x in prices)}
 
 
 def _unknown(architecture: Architecture, settings: Settings) -> Iterator[str]:

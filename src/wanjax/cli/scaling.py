@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan of many videos as it is printed: each way with its slices and its cost, and why one is the best."""
+
+from collections.abc import Callable
+from math import ceil, inf
+
+from rich.console import Console
+
+from wanjax.cli.report import print_table
+from wanjax.compilers.places import find_place
+from wanjax.compilers.pricing import Cost
+from wanjax.figures import between, digits, duration, in_bytes
+from wanjax.plan.scale import DOWNLOADED, LOADED, START, Bulk, NoWay, Scale, Way
+
+VIDEO = ("slice", "mesh", "a video", "chip-seconds")
+ALL = ("slice", "slices", "hours", "chip-hours", "cost", "cost a video")
+HOST = 8  # the most chips of one host, which several workers can share
+
+
+def show_scale(found: Scale, console: Console) -> None:
+    """Prints the ways as tables, and sentences on the best one."""
+    bulk = found.bulk
+    deadline = f" in {duration(bulk.deadline)}" if bulk.deadline else ", on one slice"
+    price = f", at {digits(bulk.price)} a chip-hour" if bulk.price else ""
+    head = f"{bulk.requests:,} videos by {found.model}{deadline}{price}; priced, not measured"
+    console.print(head, highlight=False, soft_wrap=True)
+    if found.ways:
+        print_table(console, VIDEO, [_video(way) for way in found.ways])
+        print_table(console, ALL[: None if bulk.price else 4], [_all(found, way) for way in found.ways])
+    for line in _sentences(found):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _video(way: Way) -> tuple[str, ...]:
+    """Returns the figures of one video, under the headings of `VIDEO`."""
+    mesh = ",".join(f"{axis}={size}" for axis, size in way.plan.mesh.items())
+    return way.slice, mesh, spread(way.video_seconds, duration), spread(way.chip_seconds, digits)
+
+
+def _all(found: Scale, way: Way) -> tuple[str, ...]:
+    """Returns the figures of all videos, under the headings of `ALL`."""
+    hours = way.seconds.times(1 / 3600)
+    row = (way.slice, spread(way.slices, _count), spread(hours, digits), spread(way.chip_hours, digits))
+    if (cost := found.cost(way)) is None:
+        return row
+    return *row, spread(cost, digits), spread(cost.times(1 / found.bulk.requests), digits)
+
+
+def spread(cost: Cost, told: Callable[[float], str]) -> str:
+    """Returns the ends of a range as text; an end that is infinite is too late for any number of slices."""
+    return between(*("too late" if x == inf else told(x) for x in (min(cost), max(cost))))
+
+
+def why(found: Scale) -> str | None:
+    """Returns why the best way is the best for throughput; None where there is none."""
+    best, quickest = found.best, found.quickest
+    if best is None or quickest is None:
+        return None
+    own = f"a video takes {digits(best.chip_seconds.mid)} chip-seconds on {best.slice}, {_links(best)}"
+    if best is not quickest:
+        return (
+            f"{own}; {quickest.slice} makes one video soonest, in {duration(quickest.video_seconds.mid)}, and takes "
+            f"{digits(quickest.chip_seconds.mid)}, {_links(quickest)}; the start of a slice adds {_started(best)} and "
+            f"{_started(quickest)}"
+        )
+    more = "".join(f"; {digits(way.chip_seconds.mid)} on {way.slice}" for way in found.ways if way is not best)
+    return f"{own}, and it makes one video soonest{more}"
+
+
+def _sentences(found: Scale) -> list[str]:
+    lines = list(filter(None, map(_why_not, found.others)))
+    best = found.best
+    if best is None:
+        late = "no number of slices is in time: one video and the start of a slice take longer"
+        return [*lines, late if found.ways else "a video fits none of them"]
+    lines.append(f"best for throughput: {best.slice}{_number(found, best)}")
+    lines.append(f"why: {why(found)}")
+    if near := " and ".join(way.slice for way in found.as_good):
+        lines.append(f"in doubt: the ranges of {best.slice} and {near} overlap, so either may be cheaper")
+    lines += [f"in doubt: {doubt}" for doubt in best.plan.doubts]
+    return [*lines, _start(found.bulk, best)]
+
+
+def _number(found: Scale, best: Way) -> str:
+    """Returns how many slices are to be rented, and how many of the chip that was asked for if workers share those."""
+    if found.bulk.deadline is None:
+        return ""
+    devices = find_place(found.chip).devices
+    workers, chips = devices // best.devices, f"{best.devices} chip{'s' if best.devices > 1 else ''}"
+    told = f", {spread(best.slices, _count)} of them"
+    if workers < 2 or devices > HOST:
+        return told
+    hosts = Cost(*(n if n == inf else ceil(n / workers) for n in best.slices))
+    return f"{told}, or {spread(hosts, _count)} of {found.chip} with {workers} workers of {chips} each"
+
+
+def _why_not(other: NoWay) -> str | None:
+    if other.plan is not None:
+        return other.plan.advice
+    if other.ratio == inf:
+        return f"{other.slice} was not priced: a chip has no room for the weights of a network"
+    times = digits(other.ratio)
+    return f"{other.slice} was not priced: a step takes {times} times the fewest chip-seconds, by operations and bytes"
+
+
+def _start(bulk: Bulk, way: Way) -> str:
+    """Returns a sentence about what the start of a slice is made of, each part with its source."""
+    start = START if bulk.start is None else bulk.start
+    sizes = between(in_bytes(way.plan.disk_bytes), in_bytes(way.plan.download_bytes_at_most))
+    rate = in_bytes(bulk.download or DOWNLOADED)
+    if bulk.compiling is not None:
+        compiling = f"{duration(bulk.compiling)} (given)"
+    elif way.plan.compile_seconds:
+        compiling = f"0 s (a shared cache) to {duration(way.plan.compile_seconds)} (measured here)"
+    else:
+        compiling = "not counted (not known)"
+    return (
+        f"the start of a {way.slice}: {spread(way.startup_seconds, duration)}; until it is there {duration(start)} "
+        f"({_source(bulk.start)}), {sizes} of weights at {rate}/s ({_source(bulk.download)}) and loaded at "
+        f"{in_bytes(LOADED)}/s (measured), compiling {compiling}"
+    )
+
+
+def _source(given: float | None) -> str:
+    return "estimated" if given is None else "given"
+
+
+def _links(way: Way) -> str:
+    share = way.plan.step_breakdown.get("communication", 0) / (way.plan.step_seconds or 1)
+    return f"{share:.0%} of a step waiting for links" if way.devices > 1 else "which waits for no links"
+
+
+def _started(way: Way) -> str:
+    return f"{digits(way.devices * way.startup_seconds.mid)} on {way.slice}"
+
+
+def _count(number: float) -> str:
+    return f"{number:,.0f}"

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan of many videos: how many slices, which of them are cheapest, and what is not priced."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from tests.support.commands import refused, succeeded, wanjax
+from tests.support.small_wan import VIDEO, architecture
+from tests.support.words import says
+from wanjax.plan import scale
+from wanjax.plan.outlook import outlook
+from wanjax.plan.scale import Bulk, NoWay, Scale, Way, at_scale
+from wanjax.registry import outline
+
+FAMILY = outline("nano")[0]
+SHAPES = architecture(4)
+GB = 10**9
+SECONDS = {"v6e-1": (90.0, 100.0, 120.0), "v6e-4": (28.0, 30.0, 33.0), "v6e-8": (17.0, 20.0, 24.0)}
+"""The seconds of a video, so that a chip takes 100, 120 and 160 for it."""
+HOUR = 3600.0
+
+
+@pytest.fixture(scope="module")
+def made():
+    """The plan of a small video, whose seconds other plans change."""
+    return outlook(FAMILY, SHAPES, VIDEO, "cpu")
+
+
+@pytest.fixture
+def priced(made, monkeypatch):
+    """The slices that are priced, each with its seconds above; the small model has room and is cheap anywhere."""
+    asked: list[str] = []
+
+    def price(family, shapes, settings, name, mesh, **given):
+        asked.append(name)
+        low, mid, high = SECONDS[name]
+        totals = {"total_seconds": mid, "total_seconds_low": low, "total_seconds_high": high}
+        sizes = {"disk_bytes": 20 * GB, "download_bytes_at_most": 20 * GB, "compile_seconds": 0.0}
+        return replace(made, chip=name, **totals, **sizes)
+
+    monkeypatch.setattr(scale, "outlook", price)
+    monkeypatch.setattr(scale, "step_seconds", lambda place, *_, **__: SECONDS[place.name][1])
+    return asked
+
+
+def many(bulk: Bulk, chip: str = "v6e-8", **how) -> Scale:
+    return at_scale(FAMILY, SHAPES, VIDEO, chip, bulk, **how)
+
+
+def way(found: Scale, name: str) -> Way:
+    [chosen] = [way for way in found.ways if way.slice == name]
+    return chosen
+
+
+def other(found: Scale, name: str) -> NoWay:
+    [chosen] = [one for one in found.others if one.slice == name]
+    return chosen
+
+
+def names(found: Scale) -> tuple[str | None, str | None]:
+    return found.best and found.best.slice, found.quickest and found.quickest.slice
+
+
+START = {"start": 100.0, "download": 1e9}  # with 20 GB, which are loaded at .58 GB/s: 154 s
+
+
+def test_slices_hours_and_cost_by_hand(priced):
+    """8 hours hold 960 videos of 30 s beside the start: 10,000 take 11 slices of four chips, of 910 videos at most."""
+    found = many(Bulk(10_000, 8 * HOUR + 154.483, 2.0, **START))
+    four = way(found, "v6e-4")
+    assert four.startup_seconds.mid == pytest.approx(100 + 20 + 20 / 0.58)
+    assert four.slices.mid == 11
+    assert four.seconds.mid == pytest.approx(910 * 30 + four.startup_seconds.mid)
+    assert four.chip_hours.mid == pytest.approx(11 * 4 * four.seconds.mid / HOUR)
+    assert found.cost(four).mid == pytest.approx(2.0 * four.chip_hours.mid)
+    for one in found.ways:
+        assert one.seconds.high <= 8 * HOUR + 155
+        assert one.slices.low <= one.slices.mid <= one.slices.high
+        assert one.chip_hours.low < one.chip_hours.mid < one.chip_hours.high
+
+
+def test_the_best_for_throughput_is_not_the_quickest(priced):
+    found = many(Bulk(10_000, 12 * HOUR, **START))
+    assert names(found) == ("v6e-1", "v6e-8")
+    assert [one.slice for one in found.as_good] == ["v6e-4"]  # from 112 chip-seconds on, where the best takes up to 120
+    assert found.cost(found.best) is None
+    assert priced == ["v6e-1", "v6e-4", "v6e-8"]
+
+
+def test_the_start_of_a_slice_counts(priced):
+    """Chips that compile for an hour of two make half as many videos, and are paid for the hour."""
+    quick, slow = (many(Bulk(10_000, 2 * HOUR, compiling=seconds, **START)) for seconds in (0.0, HOUR))
+    for one, other in zip(quick.ways, slow.ways, strict=True):
+        assert other.slices.mid > 1.9 * one.slices.mid
+        assert other.chip_hours.mid == pytest.approx(one.chip_hours.mid + other.slices.mid * other.devices, rel=0.1)
+
+
+def test_a_deadline_that_some_slices_miss(priced):
+    found = many(Bulk(100, 154.483 + 35, **START))
+    assert names(found) == ("v6e-4", "v6e-8")
+    assert not way(found, "v6e-1").in_time
+    assert json.loads(json.dumps(found.to_json(), allow_nan=False))["ways"][0]["slices"] == [None] * 3
+    late = many(Bulk(100, 60, **START))
+    assert names(late) == (None, "v6e-8")
+
+
+def test_without_a_deadline_one_slice_makes_all(priced):
+    found = many(Bulk(100, **START))
+    assert [one.slices for one in found.ways] == [(1, 1, 1)] * 3
+    assert way(found, "v6e-8").seconds.mid == pytest.approx(100 * 20 + 154.483, abs=0.01)
+
+
+def test_what_is_far_dearer_by_the_model_is_not_priced(priced, monkeypatch):
+    monkeypatch.setattr(scale, "step_seconds", lambda place, *_, **__: {1: 1.0, 4: 0.3, 8: 0.5}[place.devices])
+    many(Bulk(10, HOUR, **START))
+    assert priced == ["v6e-1", "v6e-4", "v6e-8"]  # the last takes 4 times as much, and is the one that was asked for
+    monkeypatch.setattr(scale, "step_seconds", lambda place, *_, **__: {1: 2.0, 4: 0.3, 8: 0.16}[place.devices])
+    priced.clear()
+    found = many(Bulk(10, HOUR, **START))
+    assert priced == ["v6e-4", "v6e-8"]
+    assert other(found, "v6e-1").plan is None
+    assert other(found, "v6e-1").ratio == pytest.approx(2 / 1.2)
+
+
+def test_weights_that_a_chip_has_no_room_for_are_not_priced(priced):
+    family, shapes, settings = outline("wan2.1-t2v-14b")
+    found = at_scale(family, shapes, settings, "v6e-8", Bulk(10, HOUR))
+    assert "v6e-1" not in priced
+    assert other(found, "v6e-1") == NoWay("v6e-1", float("inf"))
+
+
+def test_a_mesh_that_is_given_is_the_only_way(priced):
+    found = many(Bulk(10, HOUR, **START), mesh=(2, 2, 2))
+    assert [one.slice for one in found.ways] == ["v6e-8"]
+    assert [one.slice for one in many(Bulk(10, HOUR), sp=4).ways] == ["v6e-4", "v6e-8"]
+
+
+def test_a_slice_that_does_not_fit_is_told_with_what_would(priced, made, monkeypatch):
+    def price(family, shapes, settings, name, mesh, **given):
+        return replace(made, chip=name, total_seconds=None, fits=False, advice="v6e-16 should")
+
+    monkeypatch.setattr(scale, "outlook", price)
+    found = many(Bulk(10, HOUR))
+    assert names(found) == (None, None)
+    assert {one.plan.advice for one in found.others} == {"v6e-16 should"}
+    assert says(succeeded(command("--requests", "5")).stdout, "v6e-16 should")
+
+
+def command(*given: str):
+    return wanjax("plan", "nano", "-q", "--chip", "v6e-8", *given)
+
+
+def test_the_table_and_its_sentences(priced):
+    told = succeeded(command("--requests", "10000", "--deadline", "12h", "--price", "2.7")).stdout
+    assert says(told, "10,000 videos 12 h 2.7 priced not measured")
+    for name in SECONDS:
+        assert len(re.findall(rf"^{name} .*\d$", told, re.MULTILINE)) == 2
+    assert max(map(len, told[: told.index("best")].splitlines())) <= 80
+    assert says(told, "slices hours chip-hours cost a video")
+    assert says(told, "best throughput: v6e-1 of v6e-8 8 workers")
+    assert says(told, "why: 100 chip-seconds v6e-1 160 v6e-8 soonest links")
+    assert says(told, "in doubt: v6e-1 v6e-4")
+    assert says(told, "5 min (estimated) 200 MB/s (estimated) 580 MB/s (measured)")
+    given = ("--start-time", "90s", "--download-rate", "1.5GB/s", "--compile-time", "1h30min")
+    told = succeeded(command("--requests", "10", *given)).stdout
+    assert says(told, "1 min 30 s (given) 1.5 GB/s (given) 1 h 30 min (given)")
+    assert "cost" not in told
+
+
+def test_json_has_the_ways_with_their_plans(priced):
+    given = ("--requests", "10000", "--deadline", "12h", "--price", "2.7", "--json")
+    found = json.loads(succeeded(command(*given)).stdout)
+    assert found["bulk"]["deadline"] == 12 * HOUR
+    assert found["best"] == "v6e-1"
+    assert found["why"]
+    best = found["ways"][0]
+    assert best["plan"]["total_seconds"] == best["video_seconds"][1] == 100
+    assert found["cost"] == pytest.approx([2.7 * hours for hours in best["chip_hours"]])
+
+
+def test_options_of_a_file_count_too(priced, tmp_path):
+    file = tmp_path / "own.toml"
+    file.write_text('[plan]\nrequests = 10\ndeadline = "2h"\nprice = 2\n')
+    found = json.loads(succeeded(command("--config", str(file), "--json")).stdout)
+    assert (found["bulk"]["requests"], found["bulk"]["deadline"], found["bulk"]["price"]) == (10, 2 * HOUR, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--deadline", "12h"], "--deadline --requests"),
+        (["--requests", "5", "--train"], "--train --requests"),
+        (["--requests", "0"], "--requests 0"),
+        *((["--requests", "5", "--deadline", text], "--deadline 12h") for text in ("12", "-1h", "0s", "1h2", "9e9h")),
+        (["--requests", "5", "--deadline", "4000d"], "--deadline 4000d"),
+        *((["--requests", "5", "--price", text], "--price") for text in ("nan", "inf", "-2", "0", "two")),
+        *((["--requests", "5", "--download-rate", text], "1.5GB/s") for text in ("10Gbit/s", "0MB/s", "200")),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(given, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert says(refused("plan", "nano", "-q", "--chip", "cpu", *given), words)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90min", 5400), ("1d12h", 129600), ("1.5h", 5400), ("1h 30m", 5400)])
+def test_times_as_people_write_them(priced, text, seconds):
+    found = json.loads(succeeded(command("--requests", "1", "--deadline", text, "--json")).stdout)
+    assert found["bulk"]["deadline"] == seconds
