@@ -21,9 +21,8 @@ from PIL import Image
 
 import wanjax as library
 from tests.support.commands import succeeded, wanjax
-from tests.support.documents import PAGES, ROOT, Block, blocks, commands
+from tests.support.documents import PAGES, ROOT, Block, blocks, calls, check_call, commands
 from wanjax.cli import IMPLIED, main
-from wanjax.cli.report import Report
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.registry import load, presets
 
@@ -83,30 +82,6 @@ def test_what_cannot_run_here_is_parsed(block: Block, tmp_path, monkeypatch):
         for line in commands(block.text):
             for words in calls(line):
                 check_call(words)
-
-
-def calls(line: str) -> list[list[str]]:
-    """Returns the calls of `wanjax` in a line, also those within a quoted text."""
-    found = []
-    for part in re.split(r"&&|\||>", line):
-        words = shlex.split(part, comments=True)
-        inner = [word for word in words if word.startswith("wanjax ")]
-        words = shlex.split(inner[0]) if inner else words
-        if "wanjax" in words:
-            found.append(words[words.index("wanjax") + 1 :])
-    return found
-
-
-def check_call(words: list[str]) -> None:
-    """Parses the arguments of a call, with their types and choices; its model, if it has a plain name, is known."""
-    words = [word for word in words if word != "--version"]
-    if not words:
-        return
-    name, rest = (words[0], words[1:]) if words[0] in main.commands else (IMPLIED, words)
-    group = click.Context(main, info_name="wanjax", obj=Report())
-    context = main.commands[name].make_context(name, list(rest), parent=group)
-    for model in (context.params.get("model"), context.params.get("model_option")):
-        assert model is None or "/" in model or model in presets() or model == "my-model", model
 
 
 def check_names(tree: ast.Module) -> None:

@@ -2,11 +2,18 @@
 """The pages of the documentation, and the blocks of code in them."""
 
 import re
+import shlex
 from pathlib import Path
 from typing import NamedTuple
 
+import click
+
+from wanjax.cli import IMPLIED, main
+from wanjax.cli.report import Report
+from wanjax.registry import presets
+
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "deploy/README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCED = re.compile(r"(?:^<!-- (run(?:: \w+)?) -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -26,3 +33,27 @@ def commands(text: str) -> list[str]:
     """Returns the lines of a shell's block that are commands."""
     lines = text.replace("\\\n", "").splitlines()
     return [line for line in lines if line.strip() and not line.startswith("#")]
+
+
+def calls(line: str) -> list[list[str]]:
+    """Returns the calls of `wanjax` in a line, also those within a quoted text."""
+    found = []
+    for part in re.split(r"&&|\||>", line):
+        words = shlex.split(part, comments=True)
+        inner = [word for word in words if word.startswith("wanjax ")]
+        words = shlex.split(inner[0]) if inner else words
+        if "wanjax" in words:
+            found.append(words[words.index("wanjax") + 1 :])
+    return found
+
+
+def check_call(words: list[str]) -> None:
+    """Parses the arguments of a call, with their types and choices; its model, if it has a plain name, is known."""
+    words = [word for word in words if word != "--version"]
+    if not words:
+        return
+    name, rest = (words[0], words[1:]) if words[0] in main.commands else (IMPLIED, words)
+    group = click.Context(main, info_name="wanjax", obj=Report())
+    context = main.commands[name].make_context(name, list(rest), parent=group)
+    for model in (context.params.get("model"), context.params.get("model_option")):
+        assert model is None or "/" in model or model in presets() or model == "my-model", model

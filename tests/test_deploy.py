@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recipes in deploy/: each is read by its own tool, its commands by the command line, and an image's steps run."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from copy import deepcopy
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+import yaml
+
+from tests.support.documents import ROOT, calls, check_call
+from wanjax.cli import main, processes
+from wanjax.compilers.chips import SLICES
+
+DEPLOY = ROOT / "deploy"
+COMMANDS = {
+    "jobset.yaml": ["generate"],
+    "ray.yaml": ["batch"],
+    "sky-serve.yaml": ["serve"],
+    "sky.yaml": ["warmup", "batch"],
+    "xpk.sh": ["generate"],
+}
+PENDING = ("batch", "cluster", "cloud")  # a command and extras that are not there before bulk work is
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+
+
+def read(name: str) -> Any:
+    return yaml.safe_load((DEPLOY / name).read_text(encoding="utf-8"))
+
+
+def container() -> dict[str, Any]:
+    return read("jobset.yaml")["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
+
+
+def calls_of(name: str) -> list[list[str]]:
+    """Returns the arguments of each call of `wanjax` with a command in a recipe, in comments too."""
+    if name == "jobset.yaml":
+        return [container()["args"]]
+    text = (DEPLOY / name).read_text(encoding="utf-8").replace("\\\n", "")
+    lines = [line.lstrip(" #") for line in text.splitlines() if re.search(r"wanjax [a-z]+ .*--", line)]
+    return [words for line in lines for words in calls(line)]
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_every_call_of_wanjax_is_one(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = calls_of(name)
+    assert [words[0] for words in found] == COMMANDS[name]
+    for words in found:
+        if words[0] in PENDING and words[0] not in main.commands:
+            pytest.xfail(f"there is no {words[0]} yet")
+        check_call(words)
+
+
+def test_every_recipe_is_tested():
+    others = {"README.md", "Dockerfile", "Dockerfile.dockerignore"}
+    assert {file.name for file in DEPLOY.iterdir()} == others | COMMANDS.keys()
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "ray.yaml", "sky.yaml", "sky-serve.yaml"])
+def test_the_extras_that_are_installed_are_there(name):
+    text = (DEPLOY / name).read_text(encoding="utf-8")
+    named = re.findall(r"EXTRAS=([a-z0-9,]+)", text) + re.findall(r"(?:\.|wanjax)\[([a-z0-9,]+)\]", text)
+    extras = {extra for group in named for extra in group.split(",")}
+    assert extras
+    assert not extras - EXTRAS.keys() - set(PENDING)
+    if missing := extras - EXTRAS.keys():
+        pytest.xfail(f"there is no {missing} yet")
+
+
+def holds(whole: Any, part: Any) -> bool:
+    """Tells whether all that `part` says is in `whole`, which may say more."""
+    if isinstance(part, dict):
+        return isinstance(whole, dict) and all(name in whole and holds(whole[name], x) for name, x in part.items())
+    if isinstance(part, list):
+        return isinstance(whole, list) and len(whole) == len(part) and all(map(holds, whole, part))
+    return whole == part
+
+
+def test_the_jobset_is_one_of_the_api():
+    """The API's models drop fields that they do not know, and refuse values of other types."""
+    api = pytest.importorskip("kubeflow_trainer_api.models.jobset_v1alpha2_job_set").JobsetV1alpha2JobSet
+    own = read("jobset.yaml")
+    assert holds(api.from_dict(own).to_dict(), own)
+    wrong = deepcopy(own)
+    wrong["spec"]["replicatedJobs"][0]["template"]["spec"]["paralelism"] = 4
+    assert not holds(api.from_dict(wrong).to_dict(), wrong)
+
+
+def test_a_jobset_tells_each_process_its_place(monkeypatch):
+    own = read("jobset.yaml")
+    (job,) = own["spec"]["replicatedJobs"]
+    template = job["template"]["spec"]
+    (size,) = {template["parallelism"], template["completions"]}
+    joined = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *place: joined.append(place))
+    for index in range(size):
+        annotations = {"batch.kubernetes.io/job-completion-index": str(index)}
+        processes.join(None, {x["name"]: value_of(x, annotations) for x in container()["env"]})
+    name = own["metadata"]["name"]
+    (port,) = (port["containerPort"] for port in container()["ports"])
+    first = f"{name}-{job['name']}-0-0.{name}:{port}"  # as JobSet names a pod, with enableDNSHostnames
+    assert own["spec"]["network"]["enableDNSHostnames"] is True
+    assert template["completionMode"] == "Indexed"
+    assert joined == [(first, size, index) for index in range(size)]
+    topology = template["template"]["spec"]["nodeSelector"]["cloud.google.com/gke-tpu-topology"]
+    chips = size * container()["resources"]["limits"]["google.com/tpu"]
+    assert chips == prod(map(int, topology.split("x"))) == SLICES["v6e-16"].devices
+
+
+def value_of(variable: dict[str, Any], annotations: dict[str, str]) -> str:
+    if "value" in variable:
+        return variable["value"]
+    path = variable["valueFrom"]["fieldRef"]["fieldPath"]
+    return annotations[re.fullmatch(r"metadata\.annotations\['(.+)'\]", path)[1]]
+
+
+def test_the_ray_cluster_is_one():
+    util = pytest.importorskip("ray.autoscaler._private.util")
+    own = read("ray.yaml")
+    util.validate_config(util.prepare_config(deepcopy(own)))
+    slices = own["available_node_types"]["slice"]
+    place = SLICES[slices["node_config"]["acceleratorType"]]
+    assert slices["resources"]["TPU"] == place.devices
+    (words,) = calls_of("ray.yaml")
+    assert int(words[words.index("--workers") + 1]) <= slices["max_workers"] * place.devices
+    with pytest.raises(Exception, match="max_worker"):
+        util.validate_config(util.prepare_config(own | {"max_worker": 8}))
+
+
+@pytest.mark.skipif(shutil.which("hadolint", path=Path(sys.executable).parent) is None, reason="hadolint is missing")
+def test_the_image_is_linted():
+    subprocess.run([Path(sys.executable).parent / "hadolint", DEPLOY / "Dockerfile"], check=True)
+
+
+def steps() -> list[tuple[str, str]]:
+    """Returns the instructions of the Dockerfile, each with its arguments."""
+    text = re.sub(r"^#.*\n", "", (DEPLOY / "Dockerfile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    found = [line.partition(" ") for line in text.replace("\\\n", "").splitlines() if line]
+    return [(name, rest) for name, _, rest in found]
+
+
+def test_what_is_copied_into_the_image_is_not_ignored():
+    lines = (DEPLOY / "Dockerfile.dockerignore").read_text(encoding="utf-8").split()
+    copied = {word for name, rest in steps() if name == "COPY" for word in shlex.split(rest)[:-1]}
+    assert lines[0] == "*"
+    assert {line[1:] for line in lines if line.startswith("!")} == copied
+
+
+def environment(folder: Path, python: str = sys.executable) -> dict[str, str]:
+    """Makes a virtual environment, and returns variables with which it is used, and nothing of the user's."""
+    subprocess.run([python, "-m", "venv", folder / "venv"], check=True)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "JAX", "XLA"))}
+    return kept | {"PATH": f"{folder / 'venv/bin'}:{os.environ['PATH']}", "HOME": str(folder)}
+
+
+@pytest.mark.slow
+def test_the_steps_of_the_image_make_a_video(tmp_path):
+    """All but those of the system: files are copied, packages installed, and the entry point makes a video."""
+    own, work = environment(tmp_path), tmp_path / "image"
+    work.mkdir()
+    own |= {name: value for kind, rest in steps() if kind == "ARG" for name, _, value in [rest.partition("=")]}
+    for name, rest in steps():
+        if name == "COPY":
+            *sources, target = shlex.split(rest)
+            for source in sources:
+                into = work / target
+                if (ROOT / source).is_dir():
+                    shutil.copytree(ROOT / source, into, ignore=shutil.ignore_patterns("__pycache__"))
+                else:
+                    shutil.copy(ROOT / source, into)
+        elif name == "RUN" and rest.startswith("pip "):
+            subprocess.run(["bash", "-ec", rest], cwd=work, env=own, check=True)
+    (entry,) = (yaml.safe_load(rest) for name, rest in steps() if name == "ENTRYPOINT")
+    call = [*entry, "a red circle moving right", "--steps", "2", "--out", "a.mp4"]
+    subprocess.run(call, cwd=tmp_path, env=own | {"XDG_CACHE_HOME": str(tmp_path)}, check=True)
+    assert (tmp_path / "a.mp4").stat().st_size > 1000
+    subprocess.run([*entry, "serve", "--help"], cwd=tmp_path, env=own, check=True)
+
+
+@pytest.mark.slow
+def test_skypilot_reads_its_tasks(tmp_path):
+    own = environment(tmp_path) | {"WANJAX_TOKEN": "0123456789abcdef"}
+    subprocess.run(["pip", "install", "-q", "skypilot"], env=own, check=True)
+    for name in ("sky.yaml", "sky-serve.yaml"):
+        read_it = f"import sky; task = sky.Task.from_yaml({str(DEPLOY / name)!r}); print(task.resources, task.service)"
+        told = subprocess.run(["python", "-c", read_it], cwd=ROOT, env=own, check=True, capture_output=True, text=True)
+        assert "tpu-v6e-8" in told.stdout
+        assert ("GET /" in told.stdout) is (name == "sky-serve.yaml")
+
+
+@pytest.mark.slow
+def test_xpk_would_start_the_slice(tmp_path):
+    own = environment(tmp_path)
+    subprocess.run(["pip", "install", "-q", "xpk"], env=own, check=True)
+    given = ["my-cluster", "registry/wanjax:tpu", "--dry-run", "--project", "my-project", "--zone", "us-east5-b"]
+    call = ["bash", DEPLOY / "xpk.sh", *given]
+    told = subprocess.run(call, cwd=tmp_path, env=own, check=True, capture_output=True, text=True).stdout
+    assert "cloud.google.com/gke-tpu-topology: 4x4" in told
+    assert re.search(r"wanjax generate .*--processes auto", told)
+    assert "HF_HOME" in told
