@@ -101,7 +101,7 @@ def test_help_lists_the_commands():
             "windows then overlap steps guidance-scale guidance-scale-2 boundary strength dynamic-guidance "
             "guidance-rule flow-shift follow sigmas cache seed scheduler noise lora attention block-q block-kv "
             "block-kv-compute window batch-guidance dtype compiler mesh rules tile decoder offload train lora-rank "
-            "full batch optimizer json quiet config help",
+            "full batch optimizer requests deadline price start-time download-rate compile-time json quiet config help",
         ),
         (
             "warmup",

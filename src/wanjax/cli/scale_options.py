@@ -74,7 +74,7 @@ at_scale = together(
         type=click.IntRange(1, 10**9),
         metavar="N",
         is_eager=True,  # before the options that stand beside it
-        help="Price N videos: on slices of this chip and on smaller ones, and say which are the cheapest.",
+        help="Price N videos, with --deadline and --price; on slices of this chip and smaller ones, and say which.",
     ),
     _beside("--deadline", Duration(1), "TIME", "With --requests: the time for all, as 12h; says how many slices."),
     _beside("--price", Price(), "X", "With --requests: the price of a chip for an hour, in any currency."),

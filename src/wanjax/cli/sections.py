@@ -8,9 +8,9 @@ import click
 
 SECTIONS = {
     "What to make": (
-        "model size frames seed count from",
-        "prompts seeds windows then overlap extend-prompt extend-model negative-prompt height width fps prompt "
-        "with-prompt",
+        "model size frames seed count requests from",
+        "deadline price start-time download-rate compile-time prompts seeds windows then overlap extend-prompt "
+        "extend-model negative-prompt height width fps prompt with-prompt",
     ),
     "From what": ("image last-image video", "mask reference strength resize max-picture noise"),
     "What to learn": ("full rank sample", "alpha dropout target dialect expert average lora-rank"),
@@ -28,7 +28,6 @@ SECTIONS = {
         "cache dtype",
         "attention block-q block-kv block-kv-compute window batch-guidance compiler quick keep",
     ),
-    "How many": ("requests deadline price", "start-time download-rate compile-time"),
     "Where": ("at chip mesh host port token", "rules processes offload tile decoder rehearse"),
     "Limits": ("max-queue", "max-pixels max-steps max-upload"),
     "Output": (

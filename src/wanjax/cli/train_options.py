@@ -137,7 +137,7 @@ looks = together(
 )
 train: Decorator = together(out, steps, lora, optimizer, clips, noise, looks)
 priced = together(
-    click.option("--train", "train", is_flag=True, help="Price a step of training, of a LoRA unless with --full."),
+    click.option("--train", "train", is_flag=True, help="Price a step of training; of a LoRA, unless with --full."),
     number("--lora-rank", default=32, help="With --train: the rank."),
     click.option("--full", is_flag=True, help="With --train: train all weights."),
     number("--batch", default=1, help="With --train: clips in a step."),
