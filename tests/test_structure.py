@@ -33,6 +33,7 @@ LAYERS = [  # a module imports from its own layer and those below
         "wanjax.errors",
         "wanjax.figures",
         "wanjax.signals",
+        "wanjax.stores",
         "wanjax.texts",
         "wanjax.compilations",
     ],

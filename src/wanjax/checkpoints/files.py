@@ -30,6 +30,7 @@ from safetensors import SafetensorError, safe_open
 
 from wanjax.errors import WanjaxError, reason
 from wanjax.signals import abandoned_by
+from wanjax.stores.places import Place, Remote, publishing
 
 DTYPES = {
     "BOOL": np.dtype(np.bool_),
@@ -314,11 +315,16 @@ def save_index(folder: Path, stem: str, files: Mapping[str, Iterable[str]], nbyt
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[Path]:
+def writing(path: Place) -> Iterator[Path]:
     """Yields a file beside `path`, with the same suffix, which becomes `path` if the block succeeds, else is removed.
 
-    Raises WanjaxError in place of the block's OSError.
+    For an object of a store the file is among the temporary ones, and is published. Raises WanjaxError in place of the
+    block's OSError.
     """
+    if isinstance(path, Remote):
+        with publishing(path) as file:
+            yield file
+        return
     beside = name_beside(path)
     try:
         with abandoned_by(beside.unlink):
@@ -348,8 +354,11 @@ def name_beside(path: Path, kind: str = "partial") -> Path:
     return path.with_name(f".{os.getpid()}@{HOST}.{kind}.{path.name}")
 
 
-def check_folder(folder: Path) -> None:
+def check_folder(folder: Place) -> None:
     """Makes the folder if need be; raises WanjaxError if files cannot be written to it."""
+    if isinstance(folder, Remote):
+        folder.check_writable()
+        return
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

@@ -11,6 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from wanjax.cli.listing import listed
+from wanjax.stores.places import is_url
 
 OLD_NAMES = {
     "model-id": "model",
@@ -86,14 +87,16 @@ def _foreign(group: click.Group, arguments: Sequence[str], implied: str) -> Iter
 
 ADDRESS = re.compile(r"(https?|ftp)://\S+", re.IGNORECASE)
 HUB = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)/?", re.IGNORECASE)
+IN_STORES = ("out", "target", "source", "model", "model_option", "file", "made", "compile_cache")
+"""Parameters whose values may be in a store."""
 NO_FILES = ("extend_prompt", "at", "token", "prompt", "prompt_option", "negative_prompt", "samples")
 
 
 def check_words(command: click.Command, ctx: click.Context, arguments: Sequence[str]) -> None:
-    """Raises UsageError for the character 0, and for an empty name or an address in place of a file.
+    """Raises UsageError for the character 0, and for an empty name, an address or a URL of a store in place of a file.
 
     An empty name, as of a variable that is not set in a shell, would be the current folder to some of click's types, or
-    a picture that nobody misses. Nothing is fetched but from the hub, by its ids.
+    a picture that nobody misses. Nothing is fetched but from the hub, by its ids, and from stores where that is meant.
     """
     if ctx.resilient_parsing:  # as it is while a shell completes the arguments
         return
@@ -110,6 +113,12 @@ def check_words(command: click.Command, ctx: click.Context, arguments: Sequence[
                 page = HUB.fullmatch(one)
                 right = f"a page of the hub: its id, {page[1]}, is right" if page else _download(one)
                 raise click.UsageError(f"{one} is {right}")
+            if isinstance(one, str) and is_url(one) and _names_files(parameter):
+                option = parameter.opts[-1]
+                if parameter.name not in IN_STORES:
+                    raise click.UsageError(f"{option} {one} is a URL: the name of a file or folder here is right")
+                if one.lower().startswith("memory:") and ctx.obj and ctx.obj.owns_process:
+                    raise click.UsageError(f"{one} would be gone with this command: a name here or s3:// would do")
 
 
 def _download(address: str) -> str:

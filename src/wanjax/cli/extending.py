@@ -3,13 +3,13 @@
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from wanjax.checkpoints.files import check_folder, writing
 from wanjax.cli.report import Report
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.text.extending import Extended, cleaned, extend_prompt
+from wanjax.stores.places import Place, local_copy
 
 KEPT = "extended_prompts.json"  # in the folder of many videos, so that a list that goes on asks nobody again
 
@@ -26,7 +26,7 @@ class Extender:
         self.report.note(f"the prompt is extended: {made}")
         return made
 
-    def all_of(self, prompts: list[str], folder: Path) -> list[Extended]:
+    def all_of(self, prompts: list[str], folder: Place) -> list[Extended]:
         """Returns the extended prompts of a list; those that the folder keeps are not asked for again."""
         check_folder(folder)
         file, found = folder / KEPT, []
@@ -69,10 +69,11 @@ def extended(report: Report, given: Mapping[str, Any]) -> dict[str, Any]:
     return given | {"prompt": Extended(prompt, original), "then": "\n".join(then) or None}
 
 
-def _kept(file: Path) -> dict[str, str]:
+def _kept(file: Place) -> dict[str, str]:
     """Returns the extended prompts that a file keeps; none where it cannot be read as such."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        with local_copy(file) as copy:
+            found = json.loads(copy.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
     texts = found.items() if isinstance(found, dict) else ()

@@ -6,7 +6,9 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
@@ -21,6 +23,7 @@ from wanjax.media import videos
 from wanjax.media.pictures import Pictures
 from wanjax.media.texts import decoded, read_text, trimmed
 from wanjax.pipelines.seeds import checked_seed
+from wanjax.stores.places import Place, names_in, place
 
 HERE = ("devices", "version")  # entries of a record that do not say which video it is
 RANGE = re.compile(r"(\d+)\.\.(\d+)")
@@ -50,23 +53,25 @@ def generate(
         report.note(f"note: {repeated} of the {len(listed)} prompts repeat another, and are made once")
     if seeds is not None and is_typed("seed"):
         raise WanjaxError(f"--seeds {seeds} is given beside --seed {given['seed']}: one way is enough")
+    target = _target(folder, out)
     if extend is not None:
-        texts = extend.all_of(texts, _target(folder, out))
-    run = Rendering(report, _target(folder, out), given | {"prompt": texts[0]}, offload=None)
-    numbers = seeds_of(seeds, count, run.settings.seed)
-    report.note(f"prompts: {len(texts)}, seeds: {len(numbers)}, into {run.folder}")
-    run.tell(numbers)
-    pictures = {name: given[name] for name in Pictures._fields if given.get(name)}
-    _save_all(report, run, force, texts, seeds=numbers, **pictures)
+        texts = extend.all_of(texts, target)
+    with nullcontext(target) if isinstance(target, Path) else TemporaryDirectory(prefix="wanjax-") as here:
+        run = Rendering(report, Path(here), given | {"prompt": texts[0]}, offload=None)
+        numbers = seeds_of(seeds, count, run.settings.seed)
+        report.note(f"prompts: {len(texts)}, seeds: {len(numbers)}, into {target}")
+        run.tell(numbers)
+        pictures = {name: given[name] for name in Pictures._fields if given.get(name)}
+        _save_all(report, run, target, force, texts, seeds=numbers, **pictures)
     report.table()
 
 
-def _save_all(report: Report, run: Rendering, force: bool, prompts: Sequence[str], **given: Any) -> None:
+def _save_all(report: Report, run: Rendering, target: Place, force: bool, prompts: Sequence[str], **given: Any) -> None:
     """Makes the videos that are not there and saves each when it is done; `given` are keywords of `videos`."""
-    wanted, there = [], []
+    wanted, there, found = [], [], set() if force else names_in(target)
 
     def skip(record: Mapping[str, Any]) -> bool:
-        known = not force and (run.folder / name_of(record)).is_file()
+        known = name_of(record) in found
         (there if known else wanted).append(record)
         return known
 
@@ -84,11 +89,11 @@ def _save_all(report: Report, run: Rendering, force: bool, prompts: Sequence[str
     if there:
         report.note(f"{len(there)} of the videos are there already, {len(wanted)} are to be made")
     if wanted:
-        run.try_output(run.folder / name_of(wanted[0]), max(wanted, key=lambda record: len(record["prompt"])))
+        run.try_output(target / name_of(wanted[0]), max(wanted, key=lambda record: len(record["prompt"])))
     with report.stage("videos"):
         start = perf_counter()
         for done, video in enumerate(made, 1):
-            path = run.folder / name_of(video.settings)
+            path = target / name_of(video.settings)
             if is_first():
                 written = videos.write_video(path, video.frames, video.fps, video.settings)
                 seconds = {"video": round(perf_counter() - start, 3)}  # its three stages, or their part of a batch
@@ -151,13 +156,13 @@ def name_of(record: Mapping[str, Any]) -> str:
     return f"{slug(record['prompt'])}-{record['seed']}-{digest}.mp4"
 
 
-def _target(folder: Path | None, out: str | None) -> Path:
-    """Returns the folder of the videos."""
+def _target(folder: Path | None, out: str | None) -> Place:
+    """Returns the folder of the videos, which may be in a store."""
     if folder is not None:
         raise WanjaxError("--dir keeps the stages of one video: --out names the folder of several")
     if out is not None and Path(out).suffix:
         raise WanjaxError(f"--out names the file {out} for several videos: a folder is right")
-    return VIDEOS if out is None else Path(out).expanduser()
+    return VIDEOS if out is None else place(out)
 
 
 def _shared(settings: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from wanjax.cli.options import SETTINGS, is_given, option_of
 from wanjax.cli.report import Report
 from wanjax.errors import WanjaxError, shown
 from wanjax.pipelines.settings import PICTURES
+from wanjax.stores.places import place
 
 TOKEN = "WANJAX_TOKEN"  # the variable with what the server wants to be shown
 PATIENCE = 60.0  # seconds in which a server has to answer
@@ -47,21 +48,21 @@ def generate(report: Report, *, at: str, prompt: str, out: str | None, **given: 
     job = server.ask("/v1/videos", {"prompt": prompt, **_fields(chosen, offered, at)})
     if not isinstance(id := job.get("id"), str) or not id.replace("_", "").isalnum():
         raise WanjaxError(f"{at} answers with no id of a video: it is no wanjax serve of this version")
-    place = f"/v1/videos/{id}"
+    path = f"/v1/videos/{id}"
     try:
         with report.stage("video"):
-            job = _awaited(server, place, report)
+            job = _awaited(server, path, report)
     except KeyboardInterrupt:
-        server.ask(f"{place}/cancel", {})
+        server.ask(f"{path}/cancel", {})
         raise
     if job.get("status") != "completed":
         why = job["error"].get("message") if isinstance(job.get("error"), dict) else None
         raise WanjaxError(f"{at} made no video: {_plain(why or 'it tells no reason')}")
-    record = server.ask(f"{place}/record")
-    target = Path(out or own_place(prompt, record.get("seed", 0), reserve=False).video).expanduser().absolute()
+    record = server.ask(f"{path}/record")
+    target = place(out or own_place(prompt, record.get("seed", 0), reserve=False).video).absolute()
     check_folder(target.parent)
     with writing(target) as beside:
-        beside.write_bytes(server.fetch(f"{place}/content"))
+        beside.write_bytes(server.fetch(f"{path}/content"))
     report.made(target, record, id=id, seconds=report.seconds)
 
 

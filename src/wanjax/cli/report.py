@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from wanjax.pipelines.progress import Stage
+    from wanjax.stores.places import Place
 
 STATUS = Path("/proc/self/status")  # Linux alone lets a process read and reset its peak memory
 CLEAR = Path("/proc/self/clear_refs")
@@ -88,12 +89,12 @@ class Report:
     def _silent(self) -> bool:
         return self._muted or self.quiet
 
-    def made(self, file: Path, record: Mapping[str, Any], **more: Any) -> None:
+    def made(self, file: "Place", record: Mapping[str, Any], **more: Any) -> None:
         """Prints what a run made: the name of the file, or an object of it, its record and more."""
         if self.in_json:
             click.echo(json.dumps({"file": str(file), **more, "record": dict(record)}))
         else:  # in bytes, where the stream takes them, because a name may hold some that are no text
-            click.echo(os.fsencode(file) if hasattr(sys.stdout, "buffer") else str(file))
+            click.echo(os.fsencode(str(file)) if hasattr(sys.stdout, "buffer") else str(file))
 
     def note(self, text: str) -> None:
         """Prints a line."""

@@ -53,6 +53,7 @@ from wanjax.pipelines.steps import Step, Switch
 from wanjax.pipelines.windows import Window
 from wanjax.programs import EXECUTE, Instance
 from wanjax.schedulers import name_of
+from wanjax.stores import places
 
 RECORDED_STEPS = 200  # of a run that is recorded before its first step; each takes a millisecond or two
 WORK = {VIDEO: f"a finished video, {VIDEO}", LATENTS: f"the latents of a video, {LATENTS}"}
@@ -360,15 +361,15 @@ class Rendering:
     def _resumed(self, done: int, total: int) -> None:
         self.report.note(f"the first {done} of {total} steps were taken before")
 
-    def decoded(self, run: Run, frames: Iterator[Any]) -> Path:
-        """Writes the video from its frames, which are decoded as they are asked for; returns its path."""
+    def decoded(self, run: Run, frames: Iterator[Any]) -> places.Place:
+        """Writes the video from its frames, which are decoded as they are asked for; returns its place."""
         with run.finishing(run.orders[0]):
             written = self.write(np.asarray(chunk) for chunk in frames)
         self.report.way_on = None
         return written
 
-    def streamed(self, frames: Iterator[Any]) -> Path:
-        """Writes the video while it is made, from the frames of each block; returns its path."""
+    def streamed(self, frames: Iterator[Any]) -> places.Place:
+        """Writes the video while it is made, from the frames of each block; returns its place."""
         report, tempo, architecture = self.report, Tempo(), self.pipe.architecture
         total = architecture.latent_shape(self.settings)[2] // architecture.block_frames
 
@@ -391,20 +392,20 @@ class Rendering:
             self.pipe.preview_with(decoder)
         return bool(given.get("preview") or decoder)
 
-    def try_output(self, video: str | Path, record: Mapping[str, Any]) -> None:
+    def try_output(self, video: str | places.Place, record: Mapping[str, Any]) -> None:
         """Raises WanjaxError where a video could not be written with its record, before it is made."""
         if is_first():
             chosen = self.settings
             videos.try_output(video, chosen.length, chosen.size, chosen.fps, record)
 
-    def write(self, frames: Iterable[np.ndarray]) -> Path:
-        """Writes the video from its frames as they come, in the first process only; returns its path."""
+    def write(self, frames: Iterable[np.ndarray]) -> places.Place:
+        """Writes the video from its frames as they come, in the first process only; returns its place."""
         if is_first():
             return videos.write_video(self.place.video, frames, self.settings.fps, self.record)
         deque(frames, maxlen=0)
-        return Path(self.place.video)
+        return places.place(self.place.video)
 
-    def made(self, file: Path) -> None:
+    def made(self, file: places.Place) -> None:
         """Prints the file that the command made, in the first process only."""
         if is_first():
             folder = str(self.folder.absolute())

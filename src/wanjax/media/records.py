@@ -10,6 +10,7 @@ from wanjax.checkpoints.files import SafetensorsFile
 from wanjax.errors import WanjaxError
 from wanjax.media.pictures import Pictures
 from wanjax.media.videos import FRAME, read_metadata
+from wanjax.stores.places import Place, local_copy, place
 
 CONFIG = "generation_config.json"
 DIGESTS = "digests"  # the entry of a record with the digest of each file and folder that it names, by its path
@@ -19,13 +20,17 @@ OLD_NAMES = {"model_id": "model", "num_inference_steps": "steps", "num_frames": 
 """Settings in generation_config.json that had other names before wanjax."""
 
 
-def read_record(path: str | Path) -> dict[str, Any]:
+def read_record(path: str | Place) -> dict[str, Any]:
     """Returns the record in a video, a picture, a stage's file, generation_config.json, or a folder with one of these.
+
+    A file may be in a store.
 
     Settings are as `as_of_now` has them. The file of the first stage has those alone that shaped it. Raises WanjaxError
     where there is no such file, or it holds no record.
     """
-    file = Path(path).expanduser()
+    if not isinstance(file := place(path), Path):
+        with local_copy(file) as copy:
+            return read_record(copy)
     if file.is_dir():
         file = next((file / name for name in (CONFIG, FRAME.format(0)) if (file / name).is_file()), file)
     if not file.exists():

@@ -18,7 +18,7 @@ from functools import partial
 from html import escape
 from itertools import chain, pairwise
 from pathlib import Path
-from tempfile import NamedTemporaryFile, TemporaryDirectory
+from tempfile import NamedTemporaryFile, TemporaryDirectory, gettempdir
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ from wanjax.figures import in_bytes
 from wanjax.media.ffmpeg import reading, run_ffmpeg
 from wanjax.media.webp import keep_time
 from wanjax.signals import abandoned_by
+from wanjax.stores.places import Place, Remote, local_copy, place
 
 FRAME = "frame_{:05d}.png"
 IS_FRAME = re.compile(r"frame_\d{5,}\.png")
@@ -62,7 +63,7 @@ class Video:
     fps: int | float
     settings: Mapping[str, Any]
 
-    def save(self, path: str | Path) -> Path:
+    def save(self, path: str | Place) -> Place:
         """Writes the video and its settings as `write_video` does."""
         return write_video(path, self.frames, self.fps, self.settings)
 
@@ -100,26 +101,30 @@ def _player(video: Video) -> str:
     title = escape(str(video.settings.get("prompt", "")), quote=True)
     shape = f'width="{times * width}" height="{times * height}" title="{title}" style="image-rendering: pixelated"'
     with TemporaryDirectory() as folder:
+        film, animation = (Path(folder) / f"video.{kind}" for kind in ("mp4", "gif"))
         try:
-            data = b64encode(video.save(Path(folder) / "video.mp4").read_bytes()).decode()
+            video.save(film)
+            data = b64encode(film.read_bytes()).decode()
         except WanjaxError:  # an odd size, or no ffmpeg
-            data = b64encode(video.save(Path(folder) / "video.gif").read_bytes()).decode()
+            video.save(animation)
+            data = b64encode(animation.read_bytes()).decode()
             return f'<img {shape} src="data:image/gif;base64,{data}">'
     return f'<video {shape} controls autoplay loop muted playsinline src="data:video/mp4;base64,{data}"></video>'
 
 
 def write_video(
-    path: str | Path,
+    path: str | Place,
     frames: Shaped[np.ndarray, "..."] | Iterable[Shaped[np.ndarray, "..."]],
     fps: int | float,
     metadata: Mapping[str, Any] | None = None,
-) -> Path:
-    """Writes RGB frames, uint8 [T, H, W, 3], whole or in chunks, in the format of the name; returns the path.
+) -> Place:
+    """Writes RGB frames, uint8 [T, H, W, 3], whole or in chunks, in the format of the name; returns the place.
 
     `.mp4` and `.mov`: H.264, yuv420p, BT.709, playable while it loads; `.webm`: VP9, the same colours; `.gif` and
     `.webp`: an animation that repeats; `.png`: a picture, of one frame; no suffix or a slash at the end: a folder of
-    PNG. The video keeps `metadata` as JSON, which `read_metadata` reads. Raises WanjaxError if the suffix is another
-    one, the frames do not fit, or the file cannot be written.
+    PNG. The name may be a URL of a store, where the video appears when all of it is there. It keeps `metadata` as JSON,
+    which `read_metadata` reads. Raises WanjaxError if the suffix is another one, the frames do not fit, or the file
+    cannot be written.
     """
     target = check_output(path)
     chunks = (frames,) if isinstance(frames, np.ndarray) else frames
@@ -127,13 +132,13 @@ def write_video(
     return target
 
 
-def check_output(path: str | Path, frames: int = 1) -> Path:
-    """Returns the absolute path for a video of this name and number of frames; makes its folder if need be.
+def check_output(path: str | Place, frames: int = 1) -> Place:
+    """Returns the place, with an absolute path, of a video of this name and number of frames; makes its folder here.
 
-    Raises WanjaxError if the suffix is unknown, the folder cannot be written, a folder of PNG holds other things, or
-    one picture is to hold several frames.
+    Raises WanjaxError if the suffix is unknown, the folder cannot be written, a folder of PNG holds other things or is
+    to be in a store, or one picture is to hold several frames. No store is asked.
     """
-    suffix, target = _suffix(path), Path(path).expanduser().absolute()
+    suffix, target = _suffix(path), place(path).absolute()
     if str(path) == "-":
         raise WanjaxError("a video cannot be written to the standard output, -: the name of a file, or ./-, would do")
     if suffix not in WRITERS:
@@ -141,6 +146,10 @@ def check_output(path: str | Path, frames: int = 1) -> Path:
         raise WanjaxError(f"{path} ends in {suffix}: {known}, or no suffix for a folder of PNG, would do")
     if suffix == ".png" and frames != 1:
         raise WanjaxError(PICTURE.format(path))
+    if isinstance(target, Remote):
+        if not suffix or not target.parent.path:
+            raise WanjaxError(f"{path} is no file in a store, which holds no folder of PNG: BUCKET/NAME.mp4 is one")
+        return target
     if suffix and os.path.isdir(target):  # which raises nothing for a name that is too long
         raise WanjaxError(f"{path} is a folder: end the name with a slash for a folder of PNG, or name a file")
     if not suffix and os.path.exists(target):
@@ -152,14 +161,15 @@ def check_output(path: str | Path, frames: int = 1) -> Path:
 
 
 def try_output(
-    path: str | Path, frames: int, size: Sequence[int], fps: int | float, metadata: Mapping[str, Any]
+    path: str | Place, frames: int, size: Sequence[int], fps: int | float, metadata: Mapping[str, Any]
 ) -> None:
     """Raises WanjaxError where a video of a size (height, width) could not be written, or its settings not be read.
 
     Writes one frame and the settings beside it, and removes them.
     """
     target = check_output(path, frames)
-    folder = name_beside(target.parent / "trial")
+    near = Path(gettempdir()) if isinstance(target, Remote) else target.parent  # where it is made
+    folder = name_beside(near / "trial")
     trial, settings = folder / target.name, json.dumps(dict(metadata))
     try:
         folder.mkdir()
@@ -167,21 +177,26 @@ def try_output(
             WRITERS[_suffix(path)](trial, iter([np.zeros((*size, 3), np.uint8)]), fps, settings)
             if read_metadata(trial) != json.loads(settings):
                 raise WanjaxError(f"{path} would not keep the settings: another format would do")
+        if isinstance(target, Remote):
+            target.parent.check_writable()
     except WanjaxError as error:
         raise WanjaxError(str(error).replace(str(trial), str(path))) from error
     except OSError as error:
         raise WanjaxError(f"{path} cannot be written: {reason(error)}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    least, room = int(frames * math.prod(size) * LEAST_BYTES[_suffix(path)]), shutil.disk_usage(target.parent).free
+    least, room = int(frames * math.prod(size) * LEAST_BYTES[_suffix(path)]), shutil.disk_usage(near).free
     if room < least:
-        told = f"{target.parent} has room for {in_bytes(room)} where {path} takes {in_bytes(least)} or more"
+        told = f"{near} has room for {in_bytes(room)} where {path} takes {in_bytes(least)} or more"
         raise WanjaxError(told) from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def read_metadata(path: str | Path) -> dict[str, Any]:
+def read_metadata(path: str | Place) -> dict[str, Any]:
     """Returns the settings that `write_video` put into a video; raises WanjaxError if it has none."""
-    file = Path(path) / FRAME.format(0) if Path(path).is_dir() else Path(path)
+    if not isinstance(path := place(path), Path):
+        with local_copy(path) as file:
+            return read_metadata(file)
+    file = path / FRAME.format(0) if path.is_dir() else path
     if not file.is_file():
         raise WanjaxError(f"there is no file {file}")
     comment = _film_comment if file.suffix.lower() in FILMS else _image_comment
@@ -196,9 +211,9 @@ def read_metadata(path: str | Path) -> dict[str, Any]:
     return settings
 
 
-def _suffix(path: str | Path) -> str:
+def _suffix(path: str | Place) -> str:
     """Returns a name's suffix, which is empty for a folder."""
-    return "" if str(path).endswith(("/", os.sep)) else Path(path).suffix.lower()
+    return "" if str(path).endswith(("/", os.sep)) else Path(str(path)).suffix.lower()
 
 
 def _single_frames(chunks: Iterable[Shaped[np.ndarray, "..."]]) -> Iterator[Frame]:
@@ -214,7 +229,7 @@ def _single_frames(chunks: Iterable[Shaped[np.ndarray, "..."]]) -> Iterator[Fram
         raise WanjaxError("no frames cannot be written as a video: at least 1 is needed")
 
 
-def _write_film(path: Path, frames: Iterator[Frame], fps: int | float, comment: str) -> None:
+def _write_film(path: Place, frames: Iterator[Frame], fps: int | float, comment: str) -> None:
     first = next(frames)
     height, width, _ = first.shape
     kind = path.suffix.lower()
@@ -249,17 +264,17 @@ def _film_comment(path: Path) -> str:
     return re.sub(r"\\(.)", r"\1", found[1], flags=re.DOTALL) if found else ""
 
 
-def _write_gif(path: Path, frames: Iterator[Frame], fps: int | float, comment: str) -> None:
+def _write_gif(path: Place, frames: Iterator[Frame], fps: int | float, comment: str) -> None:
     _write_animation(path, frames, fps, 10, comment=comment)
 
 
-def _write_webp(path: Path, frames: Iterator[Frame], fps: int | float, comment: str) -> None:
+def _write_webp(path: Place, frames: Iterator[Frame], fps: int | float, comment: str) -> None:
     exif = Image.Exif()
     exif[DESCRIPTION] = comment
     _write_animation(path, frames, fps, 1, quality=90, exif=exif)
 
 
-def _write_animation(path: Path, frames: Iterator[Frame], fps: int | float, unit: int, **options: Any) -> None:
+def _write_animation(path: Place, frames: Iterator[Frame], fps: int | float, unit: int, **options: Any) -> None:
     """Writes an animation by Pillow; times are multiples of `unit` milliseconds, rounded without a growing error."""
     first, *rest = [Image.fromarray(frame) for frame in frames]
     ends = [round(1000 * i / fps / unit) * unit for i in range(len(rest) + 2)]
@@ -270,7 +285,7 @@ def _write_animation(path: Path, frames: Iterator[Frame], fps: int | float, unit
             keep_time(beside, first.size, ends[-1])
 
 
-def _write_picture(path: Path, frames: Iterator[Frame], fps: int | float, comment: str) -> None:
+def _write_picture(path: Place, frames: Iterator[Frame], fps: int | float, comment: str) -> None:
     del fps  # a picture keeps it in the settings alone
     first, *rest = frames
     if rest:
@@ -285,8 +300,9 @@ def _text(comment: str) -> PngImagePlugin.PngInfo:
     return text
 
 
-def _write_pngs(path: Path, frames: Iterator[Frame], fps: int | float, comment: str) -> None:
+def _write_pngs(path: Place, frames: Iterator[Frame], fps: int | float, comment: str) -> None:
     del fps  # a folder keeps it in the settings alone
+    assert isinstance(path, Path), "no store holds a folder of PNG"
     text = _text(comment)
     beside, old = (name_beside(path, kind) for kind in ("partial", "old"))
     try:
@@ -306,7 +322,7 @@ def _write_pngs(path: Path, frames: Iterator[Frame], fps: int | float, comment: 
 
 LEAST_BYTES = {**dict.fromkeys(FILMS, 0.01), ".gif": 0.05, ".webp": 0.02, ".png": 0.1, "": 0.1}
 """Bytes of a pixel that a video takes at least, unless it shows next to nothing."""
-WRITERS: dict[str, Callable[[Path, Iterator[Frame], float, str], None]] = {
+WRITERS: dict[str, Callable[[Place, Iterator[Frame], float, str], None]] = {
     **dict.fromkeys(FILMS, _write_film),
     ".gif": _write_gif,
     ".webp": _write_webp,
