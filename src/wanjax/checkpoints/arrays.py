@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import product
 from math import ceil, prod
@@ -35,6 +35,7 @@ CHUNK = 16 << 20  # bytes in one file, at most
 LARGEST_CHUNK = 1 << 30  # bytes that are read as one
 CHECKSUM = 4  # bytes at the end of a file
 TREE, COMMITTED = "_METADATA", "_CHECKPOINT_METADATA"  # Orbax's own names
+ARRAY = "zarr.json"  # zarr's, of what describes an array
 CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
 # Chunks of zeros are written, and missing chunks are faults.
 STRICT = {"store_data_equal_to_fill_value": True, "fill_missing_data_reads": False}
@@ -42,14 +43,21 @@ NAME = re.compile(r"\w+(\.\w+)*", re.ASCII)
 AT_ONCE = 4  # chunks in memory that are being read or written
 
 Piece = tuple[slice, ...]
+Fetch = Callable[[Iterable[Path]], object]
+"""Brings files of a folder there before they are read, where the folder is a part of what a store has."""
+
+
+def size_here(file: Path) -> int | None:
+    """Returns the bytes of a file, None where there is none."""
+    return file.stat().st_size if file.is_file() else None
 
 
 class StoredArray:
     """An array in a folder. Raises WanjaxError that names the folder if it is missing or damaged."""
 
-    def __init__(self, path: Path, metadata: Mapping[str, Any] | None = None):
+    def __init__(self, path: Path, metadata: Mapping[str, Any] | None = None, fetch: Fetch = lambda files: None):
         """Opens the array, or creates it with this `metadata` if there is none."""
-        self.path = path
+        self.path, self._fetch = path, fetch
         # Files are not synchronised one by one: `synchronise` does it for all when they are written.
         files = {"driver": "file", "path": f"{path}/", "file_io_sync": False}
         spec = {"driver": "zarr3", "kvstore": files, "open": True} | STRICT
@@ -66,9 +74,12 @@ class StoredArray:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def pieces(self) -> Iterator[Piece]:
-        """Yields the ranges of the chunks."""
-        ranges = [range(0, size, step) for size, step in zip(self.spec.shape, self.chunk, strict=True)]
+    def pieces(self, part: Sequence[slice] = ()) -> Iterator[Piece]:
+        """Yields the ranges of the chunks, of those that have something of a part."""
+        whole, ranges = [slice(0, size) for size in self.spec.shape[len(part) :]], []
+        for size, step, some in zip(self.spec.shape, self.chunk, (*part, *whole), strict=True):
+            start, stop, _ = some.indices(size)
+            ranges.append(range(start - start % step, stop, step))
         for starts in product(*ranges):
             yield tuple(
                 slice(start, min(start + step, size))
@@ -90,12 +101,12 @@ class StoredArray:
         """The bytes of each chunk's file."""
         return prod(self.chunk) * self.spec.dtype.itemsize + CHECKSUM
 
-    def check_sizes(self) -> None:
+    def check_sizes(self, size_of: Callable[[Path], int | None] = size_here) -> None:
         """Raises WanjaxError that names the first file that is missing, or has not the size that it should have."""
         for file in map(self.file, self.pieces()):
-            if not file.is_file():
+            if (size := size_of(file)) is None:
                 raise WanjaxError(f"there is no {file}, of {self._size:,} bytes: `wanjax convert` writes it again")
-            if (size := file.stat().st_size) != self._size:
+            if size != self._size:
                 right = f"{size:,} bytes where {self._size:,} are right"
                 raise WanjaxError(f"{file} has {right}: `wanjax convert` writes it again")
 
@@ -105,6 +116,7 @@ class StoredArray:
 
     def read(self, part: Sequence[slice] = (), dtype: np.dtype | None = None) -> np.ndarray:
         """Reads a part of the array, by default all, cast to `dtype`, into memory that JAX on the CPU can take over."""
+        self._fetch(map(self.file, self.pieces(part)))
         with _one_sentence(f"{self.path} is damaged"):
             source = ts.cast(self._array, dtype or self.spec.dtype)[tuple(part)]
             source = source[ts.d[:].translate_to[0]] if source.ndim else source
@@ -140,7 +152,7 @@ class StoredArray:
 
     def files(self) -> set[Path]:
         """Returns the files that the folder holds when everything is written."""
-        return {self.path / "zarr.json", *map(self.file, self.pieces())}
+        return {self.path / ARRAY, *map(self.file, self.pieces())}
 
 
 class Writer:
@@ -171,8 +183,9 @@ class Writer:
 class Arrays:
     """The arrays of an Orbax checkpoint by their dotted names. Raises WanjaxError if it cannot be read."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, fetch: Fetch = lambda files: None):
         self.path = path
+        fetch([path / TREE, path / COMMITTED])
         try:
             leaves = json.loads((path / TREE).read_bytes())["tree_metadata"].values()
             names = [".".join(str(key["key"]) for key in leaf["key_metadata"]) for leaf in leaves]
@@ -180,7 +193,8 @@ class Arrays:
             raise WanjaxError(f"{path / TREE} cannot be read: `wanjax convert` writes a whole checkpoint") from error
         if strange := [name for name in names if not NAME.fullmatch(name)]:
             raise WanjaxError(f"{path / TREE} names {strange[0]!r}, which is not the name of an array")
-        self._arrays = {name: StoredArray(path / name) for name in names}
+        fetch(path / name / ARRAY for name in names)
+        self._arrays = {name: StoredArray(path / name, fetch=fetch) for name in names}
 
     @classmethod
     def create(cls, path: Path, specs: Mapping[str, Spec], chunks: Mapping[str, Sequence[int]]) -> "Arrays":
@@ -260,10 +274,10 @@ class Arrays:
             progress(self.spec(name).nbytes)
         return restored
 
-    def check_sizes(self) -> None:
+    def check_sizes(self, size_of: Callable[[Path], int | None] = size_here) -> None:
         """Raises WanjaxError that names the first file that is missing, or has not the size that it should have."""
         for array in self._arrays.values():
-            array.check_sizes()
+            array.check_sizes(size_of)
 
     def files(self) -> set[Path]:
         """Returns the files that the folder holds when everything is written."""

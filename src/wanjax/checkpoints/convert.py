@@ -40,7 +40,6 @@ from wanjax.checkpoints.hub import INDEX, cached_checksum
 from wanjax.checkpoints.manifest import (
     OWN,
     REQUEST,
-    SHARE,
     Progress,
     beside,
     counting,
@@ -54,6 +53,7 @@ from wanjax.checkpoints.readers import View
 from wanjax.checkpoints.sources import (
     FORMAT,
     MANIFEST,
+    SHARE,
     UNUSED,
     WEIGHTS,
     DiffusersSource,
@@ -63,9 +63,11 @@ from wanjax.checkpoints.sources import (
     read_json,
 )
 from wanjax.checkpoints.stream import stored, stream
+from wanjax.compilers.cache import user_cache
 from wanjax.converters import rules
 from wanjax.errors import WanjaxError
 from wanjax.figures import in_bytes
+from wanjax.stores.places import Place, Remote, local_copy, place
 
 PARTIAL = ".{}.partial"  # the folder beside the target until it is complete
 NOT_NETWORKS = re.compile(r"Tokenizer|Scheduler|Processor|Extractor|Guidance")
@@ -112,11 +114,11 @@ class Conversion(ABC):
     weights do not fit its configs.
     """
 
-    def __init__(self, source: Source, target: Path, kinds: Kinds):
+    def __init__(self, source: Source, target: str | Place, kinds: Kinds):
         self.source = source
         self.kinds = kinds
-        self.target = target.expanduser().absolute()
-        self.partial = self.target.with_name(PARTIAL.format(self.target.name))
+        self.target = place(target).absolute()
+        self.partial = _partial(self.target)
         self._opened: dict[str, Weights] = {}
         self.networks = [
             self._converted(name) for name, kind in components(source.index).items() if self._is_network(kind)
@@ -135,13 +137,18 @@ class Conversion(ABC):
         """Writes the target, or the missing part of it; returns False if the same target is already complete.
 
         `progress(at, done, total)` receives the bytes. Raises WanjaxError if the target is something else, or cannot be
-        written. The target then does not exist, and the next run resumes from the written part.
+        written. The target then does not exist, or is not whole in a store, and the next run resumes from the written
+        part.
         """
+        self.source.base.gather(progress)
         if self.target.exists():
             if self._is_there():
                 return False
-            raise WanjaxError(f"{self.target} is there already and is not what was asked for: name a new folder")
-        with _writing(self.target):
+            if isinstance(self.target, Path) or not self._is_asked(self.target / REQUEST):
+                raise WanjaxError(f"{self.target} is there already and is not what was asked for: name a new folder")
+        if isinstance(self.target, Remote):
+            self.target.check_writable()
+        with _writing(self.target, self.partial):
             self._begin()
             self._check_download(progress)
             for entry in self.networks:
@@ -149,9 +156,36 @@ class Conversion(ABC):
             self._write(counting(progress, "converting", self.bytes_written))
             self._copy_files()
             self._finish(counting(progress, "verifying", self.bytes_written))
-            (self.partial / REQUEST).unlink()
-            self.partial.rename(self.target)
+            if isinstance(self.target, Remote):
+                self._publish(self.target, progress)
+            else:
+                (self.partial / REQUEST).unlink()
+                self.partial.rename(self.target)
         return True
+
+    def _publish(self, target: Remote, progress: Progress) -> None:
+        """Writes the complete folder to a store, last the file by which readers know that all of it is there.
+
+        The request is there meanwhile, so that another run of the same conversion leaves out the weights that are.
+        """
+        files = {path.relative_to(self.partial).as_posix(): path for path in files_in(self.partial)}
+        sizes, there = {name: path.stat().st_size for name, path in files.items()}, target.files()
+        last = MANIFEST if MANIFEST in files else INDEX
+        told = counting(progress, "uploading", sum(sizes.values()))
+        target.upload_all({REQUEST: files.pop(REQUEST)})
+        whole = {name: files.pop(name) for name in (last,)}
+        known = {name for name in files if WEIGHTS in Path(name).parts and there.get(name) == sizes[name]}
+        told(sum(sizes[name] for name in (REQUEST, *known)))
+        target.upload_all(
+            {name: path for name, path in files.items() if name not in known},
+            lambda names: told(sum(sizes[name] for name in names)),
+        )
+        found = target.files()
+        if unlike := [name for name in files if found.get(name) != sizes[name]]:
+            raise WanjaxError(f"{target / unlike[0]} is not what was written: run it again")
+        target.upload_all(whole, lambda names: told(sizes[last]))
+        (target / REQUEST).remove()
+        shutil.rmtree(self.partial)
 
     def _is_network(self, name: str) -> bool:
         """Tells whether a class in model_index.json is that of a network."""
@@ -238,8 +272,13 @@ class Conversion(ABC):
             told(path.stat().st_size)
 
     def _goes_on(self) -> bool:
+        return self._is_asked(self.partial / REQUEST)
+
+    def _is_asked(self, file: Place) -> bool:
+        """Tells whether a file holds the same request."""
         try:
-            return json.loads((self.partial / REQUEST).read_bytes()) == self._request()
+            with local_copy(file) as copy:
+                return json.loads(copy.read_bytes()) == self._request()
         except (OSError, ValueError):
             return False
 
@@ -280,7 +319,7 @@ class ToWanjax(Conversion):
     def __init__(
         self,
         source: Source,
-        target: Path,
+        target: str | Place,
         kinds: Kinds,
         *,
         dtypes: Mapping[str, str] | None = None,
@@ -318,8 +357,10 @@ class ToWanjax(Conversion):
         }
 
     def _is_there(self) -> bool:
-        file = self.target / MANIFEST
-        return file.is_file() and read_json(file).get("request") == self._request()
+        if not (file := self.target / MANIFEST).is_file():
+            return False
+        with local_copy(file) as copy:
+            return read_json(copy).get("request") == self._request()
 
     def _write(self, progress: Callable[[int], object]) -> None:
         for entry in self.networks:
@@ -373,7 +414,7 @@ WAY = "`convert` without it makes one of wanjax"
 class ToDiffusers(Conversion):
     """A conversion from a wanjax checkpoint to the layout of diffusers. Each tensor keeps its stored dtype."""
 
-    def __init__(self, source: Source, target: Path, kinds: Kinds):
+    def __init__(self, source: Source, target: str | Place, kinds: Kinds):
         if not isinstance(source.base, WanjaxSource):
             why = "has that of diffusers already" if type(source.base) is DiffusersSource else "is no such checkpoint"
             raise WanjaxError(f"--to diffusers writes a checkpoint of wanjax back, and {source.name} {why}: {WAY}")
@@ -449,12 +490,18 @@ def _save_json(path: Path, value: Any) -> None:
         beside.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def _partial(target: Place) -> Path:
+    """Returns the folder in which a target is made until it is complete: beside it, or in the user's cache."""
+    if isinstance(target, Remote):
+        return user_cache() / "conversions" / hashlib.sha256(str(target).encode()).hexdigest()[:SHARE]
+    return target.with_name(PARTIAL.format(target.name))
+
+
 @contextmanager
-def _writing(target: Path) -> Iterator[None]:
+def _writing(target: Place, partial: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         why = error.strerror or error
-        begun = target.with_name(PARTIAL.format(target.name)).exists()
-        then = "what is complete is kept for the next run" if begun else "name a folder that can"
+        then = "what is complete is kept for the next run" if partial.exists() else "name a folder that can"
         raise WanjaxError(f"{target} cannot be written, {why}: {then}") from error

@@ -9,12 +9,11 @@ from typing import Any
 
 from wanjax.checkpoints.arrays import Arrays
 from wanjax.checkpoints.files import Spec
-from wanjax.checkpoints.sources import MANIFEST, WEIGHTS, Source, WanjaxSource
+from wanjax.checkpoints.sources import MANIFEST, SHARE, WEIGHTS, Source, WanjaxSource
 from wanjax.errors import WanjaxError
 
 REQUEST = "request.json"  # the conversion that was asked for, in a folder that is not complete
 OWN = "digest"  # the entry of a manifest with its own digest
-SHARE = 16  # digits of a SHA-256
 Progress = Callable[[str, int, int], object]
 
 
@@ -26,6 +25,7 @@ def verify(source: Source, progress: Progress = lambda at, done, total: None) ->
     """
     if not isinstance(source, WanjaxSource):
         raise WanjaxError(f"{source.name} is no wanjax checkpoint, whose checksums could be compared")
+    source.gather(progress, anew=True)
     root, networks, files = source.root, source.manifest["networks"], source.manifest["files"]
     if source.manifest.get(OWN, own := own_digest(source.manifest)) != own:  # none in those of earlier versions
         raise WanjaxError(f"{root / MANIFEST} is not what was written: convert it again")

@@ -5,28 +5,43 @@ Loading and conversion use a `Source`: the config and the weights of each compon
 `open_source` recognises the layout.
 """
 
+import hashlib
 import json
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import jax
 from flax import nnx
 
 from wanjax.checkpoints import modules
-from wanjax.checkpoints.arrays import Arrays
+from wanjax.checkpoints.arrays import Arrays, size_here
 from wanjax.checkpoints.descaled import Descaled
-from wanjax.checkpoints.files import Reader, SafetensorsFile, SafetensorsFolder, no_file
+from wanjax.checkpoints.files import (
+    HEADER_LIMIT,
+    Reader,
+    SafetensorsFile,
+    SafetensorsFolder,
+    check_folder,
+    no_file,
+    writing,
+)
 from wanjax.checkpoints.hub import COMPONENT_FILES, HUB_FILE, INDEX, check_room, download, locate, locate_file, resolve
 from wanjax.checkpoints.readers import SUFFIXES, Renamed, Together
+from wanjax.compilers.cache import user_cache
 from wanjax.converters.rules import Rule
 from wanjax.errors import WanjaxError, reason
+from wanjax.figures import in_bytes
+from wanjax.stores.places import Missing, Remote, is_url, place
 
 MANIFEST = "wanjax.json"  # written by `wanjax convert`: a checkpoint's origin and contents
 CONFIGS = ("config.json", "scheduler_config.json", "guider_config.json")
 FORMAT = 1
 WEIGHTS = "weights"  # in a component's folder of such a checkpoint
+SHARE = 16  # digits of a SHA-256
 UNUSED = "unused.safetensors"  # tensors of the original checkpoint that the network does not use
 Module = TypeVar("Module", bound=nnx.Module)
 Progress = Callable[[int, int], object]
@@ -102,6 +117,10 @@ class Source(ABC):
     def is_at_hand(self, component: str) -> bool:
         """Tells whether the component's config is there to be read at once, without a download."""
         return False
+
+    def gather(self, progress: Callable[[str, int, int], object], *, anew: bool = False) -> None:
+        """Downloads what is read from a store a part at a time: what is not here, or with `anew` all of it."""
+        del progress, anew  # all files are here, or downloaded whole when they are needed
 
     @property
     def lent(self) -> Sequence[str]:
@@ -201,10 +220,14 @@ class WanjaxSource(DiffusersSource):
     def weights(self, component: str) -> Arrays:
         return Arrays(self.folder(component) / WEIGHTS)
 
+    def size_of(self, path: Path) -> int | None:
+        """Returns the bytes of a file of the checkpoint, None where there is none."""
+        return size_here(path)
+
     def check_whole(self, networks: Iterable[str], others: Iterable[str]) -> None:
         there = {path.parent.name for path in self.root.glob(f"*/{WEIGHTS}")}
         for component in sorted(there | self.manifest["networks"].keys()):
-            self.weights(component).check_sizes()
+            self.weights(component).check_sizes(self.size_of)
         super().check_whole([], others)
 
     def original(self, component: str, tensors: Reader) -> Reader:
@@ -228,6 +251,95 @@ class WanjaxSource(DiffusersSource):
         return modules.restore(abstract, self.weights(component), progress=progress)
 
 
+class StoredSource(WanjaxSource):
+    """A checkpoint that `wanjax convert` wrote to a store. A file is downloaded when it is first needed.
+
+    What is downloaded stays in the user's cache, in a folder of its own for each manifest, so that another checkpoint
+    of the same name is not mixed with it. A process downloads the chunks of arrays that its devices hold, no others.
+    """
+
+    def __init__(self, place: Remote, revision: str | None = None):
+        try:
+            manifest = (place / MANIFEST).read(HEADER_LIMIT)
+        except Missing as error:
+            told = f"{place} is no whole checkpoint that `wanjax convert` wrote, and no other is read from a store"
+            raise WanjaxError(f"{told} ({error})") from error
+        digest = hashlib.sha256(manifest).hexdigest()
+        if revision not in (None, digest[:SHARE]):
+            raise WanjaxError(f"{place} has the revision {digest[:SHARE]}, and is not the {revision} that it was")
+        self.place, self.sizes = place, place.files()
+        root = user_cache() / "checkpoints" / hashlib.sha256(f"{place} {digest}".encode()).hexdigest()[:SHARE]
+        check_folder(root)
+        with writing(root / MANIFEST) as beside:
+            beside.write_bytes(manifest)
+        self.root = root
+        self._fetch(root / name for name in self.sizes if "/" not in name and name != MANIFEST)
+        super().__init__(root)
+        self.name, self.revision = str(place), digest[:SHARE]
+        self._check({name for name in self.sizes if "/" not in name})
+
+    def weights(self, component: str) -> Arrays:
+        return Arrays(self.folder(component) / WEIGHTS, self._fetch)
+
+    def original(self, component: str, tensors: Reader) -> Reader:
+        self._fetch([self.folder(component) / UNUSED])
+        return super().original(component, tensors)
+
+    def is_at_hand(self, component: str) -> bool:
+        return f"{component}/config.json" in self.sizes
+
+    def check_room(self) -> int:
+        """Raises WanjaxError where the disk has no room for the rest; none of it is awaited before it can be checked.
+
+        A process of several downloads a part that is not known yet.
+        """
+        missing = sum(size for name, size in self.sizes.items() if not (self.root / name).exists())
+        if jax.process_count() == 1 and missing > (free := shutil.disk_usage(self.root).free):
+            told = f"{self.name} needs {in_bytes(missing)} more where {self.root} has {in_bytes(free)} free"
+            raise WanjaxError(f"{told}: make room, or set XDG_CACHE_HOME to a folder on a larger disk")
+        return 0
+
+    def size_of(self, path: Path) -> int | None:
+        return self.sizes.get(path.relative_to(self.root).as_posix())
+
+    def folder(self, component: str, files: Sequence[str] = ()) -> Path:
+        return self._in_root(component)
+
+    def gather(self, progress: Callable[[str, int, int], object], *, anew: bool = False) -> None:
+        names = [name for name in self.sizes if anew or not (self.root / name).exists()]
+        done, total = 0, sum(self.sizes[name] for name in names)
+
+        def tell(names: Iterable[str]) -> None:
+            nonlocal done
+            done += sum(self.sizes[name] for name in names)
+            progress("downloading", done, total)
+
+        self.place.download_all(names, self.root, tell)
+
+    def _in_root(self, component: str) -> Path:
+        names = {name for name in self.sizes if name.startswith(f"{component}/")}
+        small = {name for name in names if not name.startswith(f"{component}/{WEIGHTS}/")} - {f"{component}/{UNUSED}"}
+        self._fetch(self.root / name for name in small)
+        self._check(small)
+        if names:
+            (self.root / component).mkdir(exist_ok=True)
+        return super()._in_root(component)
+
+    def _fetch(self, files: Iterable[Path]) -> None:
+        """Downloads files that are not here; one that the store does not have is missed by who reads it."""
+        names = (file.relative_to(self.root).as_posix() for file in files)
+        if missing := [name for name in names if name in self.sizes and not (self.root / name).exists()]:
+            self.place.download_all(missing, self.root)
+
+    def _check(self, names: Iterable[str]) -> None:
+        """Raises WanjaxError unless files are those that the manifest tells."""
+        told = self.manifest["files"]
+        for name in sorted(told.keys() & names):
+            if hashlib.sha256((self.root / name).read_bytes()).hexdigest()[:SHARE] != told[name]:
+                (self.root / name).unlink()
+                raise WanjaxError(f"{self.place / name} is not what was written: convert it again")
+
+
 @dataclass(frozen=True)
 class Layout:
     """A layout of checkpoints other than that of diffusers.
@@ -246,10 +358,13 @@ class Layout:
 def open_source(name: str | Path, revision: str | None = None, layouts: Sequence[Layout] = ()) -> Source:
     """Opens the checkpoint of this name: a folder, a file, a Hugging Face repository, or OWNER/NAME/FILE on the hub.
 
-    Its layout is that of diffusers or one of `layouts`. Raises WanjaxError where no checkpoint is found, or its layout
-    is unknown.
+    Its layout is that of diffusers or one of `layouts`; in a store, that of `wanjax convert`. Raises WanjaxError where
+    no checkpoint is found, or its layout is unknown.
     """
-    path = Path(name).expanduser()
+    path = place(name)
+    if isinstance(path, Remote):
+        return StoredSource(path, revision)
+    name = path if is_url(name) else name
     if revision is not None and path.exists():
         raise WanjaxError(f"{path} is not on the hub: it has no revision {revision}")
     if path.is_file():

@@ -385,7 +385,7 @@ def calibrate(report: Report, **given: Any) -> None:
 
 @main.command()
 @click.argument("source", shell_complete=complete_models)
-@click.argument("target", required=False, type=click.Path(path_type=Path), metavar="[FOLDER]")
+@click.argument("target", required=False, metavar="[FOLDER]", shell_complete=complete_files)
 @click.option("--to", type=click.Choice(["wanjax", "diffusers"]), default="wanjax", show_default=True, help="Layout.")
 @click.option(
     "--dtype",

@@ -17,12 +17,13 @@ from wanjax.cli.report import Report, print_table
 from wanjax.errors import WanjaxError
 from wanjax.figures import in_bytes
 from wanjax.registry import check_whole, find, kinds
+from wanjax.stores.places import place
 
 
 def convert(
     report: Report,
     source: str,
-    target: Path | None,
+    target: str | None,
     to: str,
     dtypes: Sequence[str],
     lora: Sequence[str],
@@ -44,16 +45,17 @@ def convert(
         report.note(f"{source} holds no {', '.join(lent)}: taken from {found.origin}")
     if not found.check_room():
         check_whole(found)
+    where = place(target)
     if lora:
         found = AdaptedSource(found, [Lora.parse(text).named() for text in lora], kinds(), report.note)
     if to == "diffusers":
-        conversion: Conversion = ToDiffusers(found, target, kinds())
+        conversion: Conversion = ToDiffusers(found, where, kinds())
     else:
         own = preset is not None and found.origin not in preset.sources  # one file of a repository of several models
         shipped = preset is not None and Path(preset.source).exists()  # then its folder exists on this machine only
         conversion = ToWanjax(
             found,
-            target,
+            where,
             kinds(),
             dtypes=_dtypes(dtypes, found),
             origin=preset.name if preset and (shipped or own) else None,
@@ -64,10 +66,10 @@ def convert(
     with _bar(report) as progress:
         new = conversion.run(progress)
     report.way_on = None
-    report.note(f"{target} is complete and verified" if new else f"{target} was already there, complete")
+    report.note(f"{where} is complete and verified" if new else f"{where} was already there, complete")
 
 
-def _verify(report: Report, source: str, target: Path | None) -> None:
+def _verify(report: Report, source: str, target: str | None) -> None:
     if target is not None:
         raise click.UsageError(f"--verify takes one folder: not {target} too")
     with _bar(report) as progress:

@@ -18,6 +18,7 @@ from wanjax.media.records import DIGESTS
 from wanjax.pipelines.settings import Settings
 from wanjax.schedulers import Scheduler, name_of
 from wanjax.sharding import Partitioner
+from wanjax.stores.places import place
 
 VERSION = version("wanjax")
 SOURCES = ("image", "last_image", "video", "mask", "references", "noise", "lora", "decoder", "model")
@@ -89,8 +90,8 @@ def nameable(given: Any, read: Any) -> Any:
 def described(source: Any) -> Any:
     """Returns a picture, clip or noise as JSON: a file by its full path, an array by its shape and a digest."""
     if isinstance(source, str | Path):
-        path = Path(source).expanduser()
-        return str(path.absolute()) if os.path.exists(path) else str(source)
+        path = place(source)
+        return str(path.absolute()) if isinstance(path, Path) and os.path.exists(path) else str(source)
     if isinstance(source, list | tuple):
         return [described(one) for one in source]
     if isinstance(source, Mapping):

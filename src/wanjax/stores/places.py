@@ -6,11 +6,12 @@ then published: a file by one upload, and a folder with the file last by which r
 those that the store's library finds, in the environment and in the user's files; no URL holds any.
 """
 
+import errno
 import logging
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -29,6 +30,8 @@ URL = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]+)://(?P<path>.*)", re.IGNORECASE 
 BUCKET = re.compile(r"[\w.-]+", re.ASCII)
 AT_ONCE = 64  # files between two reports of progress
 LONGEST = 200  # characters of a library's message
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+Told = Callable[[list[str]], object]
 
 
 class Missing(WanjaxError):
@@ -121,14 +124,14 @@ class Remote:
         with self._reached("written"):
             self._files.put_file(str(file), self.path)
 
-    def upload_all(self, files: Mapping[str, Path]) -> Iterator[list[str]]:
-        """Writes files as objects of a folder, by their names in it; yields those that are there, some at a time."""
+    def upload_all(self, files: Mapping[str, Path], told: Told = lambda names: None) -> None:
+        """Writes files as objects of a folder, by their names in it; `told` receives the names of what is there."""
         for names in _groups(files):
             with self._reached("written"):
                 self._files.put([str(files[name]) for name in names], [f"{self.path}/{name}" for name in names])
-            yield names
+            told(names)
 
-    def download_all(self, names: Iterable[str], folder: Path) -> None:
+    def download_all(self, names: Iterable[str], folder: Path, told: Told = lambda names: None) -> None:
         """Writes objects of a folder to a folder here, by their names; each file appears when all of it is there."""
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".", dir=folder) as name, abandoned_by(partial(shutil.rmtree, name)):
@@ -138,6 +141,7 @@ class Remote:
                 for each in some:
                     (folder / each).parent.mkdir(parents=True, exist_ok=True)
                     (Path(name) / each).replace(folder / each)
+                told(some)
 
     def check_writable(self) -> None:
         """Raises WanjaxError unless an object can be written to this folder, and be removed."""
@@ -161,6 +165,8 @@ class Remote:
         except WanjaxError:
             raise
         except Exception as error:
+            if isinstance(error, OSError) and error.errno in NO_ROOM:  # here
+                raise
             told = f"{self} cannot be {done}, {_told(error)}: a store that answers, with keys for it, is needed"
             raise (Missing if isinstance(error, FileNotFoundError) else WanjaxError)(told) from error
 
