@@ -115,7 +115,7 @@ def check_words(command: click.Command, ctx: click.Context, arguments: Sequence[
                 raise click.UsageError(f"{one} is {right}")
             if isinstance(one, str) and is_url(one) and _names_files(parameter):
                 option = parameter.opts[-1]
-                if parameter.name not in IN_STORES:
+                if parameter.name not in IN_STORES or isinstance(parameter.type, click.Path):
                     raise click.UsageError(f"{option} {one} is a URL: the name of a file or folder here is right")
                 if one.lower().startswith("memory:") and ctx.obj and ctx.obj.owns_process:
                     raise click.UsageError(f"{one} would be gone with this command: a name here or s3:// would do")

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints in a store: equal bit for bit there and back, never seen half, and hostile until they are parsed."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+import wanjax
+from tests.support.conversion import tensors
+from tests.support.stores import failing, forget, objects
+from tests.support.words import says
+from wanjax.checkpoints.arrays import Arrays
+from wanjax.checkpoints.convert import ToDiffusers, ToWanjax
+from wanjax.checkpoints.manifest import verify
+from wanjax.checkpoints.sources import Source, open_source
+from wanjax.errors import WanjaxError
+from wanjax.pipelines.wan.networks import NETWORKS
+
+pytestmark = pytest.mark.usefixtures("known_shapes")
+MODEL = "memory://models/tiny"
+LOST = ConnectionError("the connection was lost")
+
+
+@pytest.fixture(autouse=True)
+def _in_memory(tmp_path, monkeypatch):
+    forget()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    yield
+    forget()
+
+
+@pytest.fixture
+def stored(converted) -> str:
+    for name, content in bytes_of(converted).items():
+        put(name, content)
+    return MODEL
+
+
+def put(name: str, content: bytes) -> None:
+    MemoryFileSystem().pipe_file(f"/models/tiny/{name}", content)
+
+
+def refused(call, *given) -> str:
+    with pytest.raises(WanjaxError) as caught:
+        call(*given)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def cached(tmp_path: Path) -> Path:
+    [folder] = (tmp_path / "cache/wanjax/checkpoints").iterdir()
+    return folder
+
+
+def test_there_and_back_is_equal_bit_for_bit(source, converted, tmp_path):
+    assert ToWanjax(open_source(source), MODEL, NETWORKS).run()
+    assert objects() == {f"models/tiny/{name}": content for name, content in bytes_of(converted).items()}
+    assert not list((tmp_path / "cache/wanjax/conversions").iterdir())
+    assert not ToWanjax(open_source(source), MODEL, NETWORKS).run()  # is there
+    assert ToDiffusers(open_source(MODEL), tmp_path / "back", NETWORKS).run()
+    assert tensors(tmp_path / "back") == tensors(source)
+    assert verify(open_source(MODEL))["networks"]
+
+
+def test_another_checkpoint_is_not_written_over(source, stored):
+    before = objects()
+    said = refused(ToWanjax(open_source(source), stored, NETWORKS, dtypes={"transformer": "bfloat16"}).run)
+    assert says(said, MODEL)
+    assert objects() == before
+
+
+def test_a_conversion_that_was_cut_off_is_no_checkpoint_and_goes_on(source, converted):
+    count = len(bytes_of(converted))
+    with failing("put_file", LOST, after=count // 2):
+        assert says(refused(ToWanjax(open_source(source), MODEL, NETWORKS).run), MODEL)
+    assert 0 < len(objects()) < count
+    assert says(refused(open_source, MODEL), f"{MODEL} wanjax.json")
+    with failing("put_file", LOST, after=count + 1) as put:
+        assert ToWanjax(open_source(source), MODEL, NETWORKS).run()
+    assert len(put) < count - count // 4
+    assert put[-1][1].endswith("/wanjax.json")  # by which it is a checkpoint
+    assert objects() == {f"models/tiny/{name}": content for name, content in bytes_of(converted).items()}
+
+
+def test_a_process_downloads_what_it_reads(stored, tmp_path):
+    source = open_source(stored)
+    assert not list(cached(tmp_path).rglob("c"))
+    assert not (cached(tmp_path) / "tokenizer").exists()
+    arrays = source.weights("transformer")
+    assert isinstance(arrays, Arrays)
+    name = "proj_out.kernel"
+    whole = arrays[name].read()
+    assert [path.parent.name for path in cached(tmp_path).rglob("c")] == [name]
+    again = Arrays(cached(tmp_path) / "transformer/weights", lambda files: None)
+    np.testing.assert_array_equal(again[name].read(), whole)
+
+
+def test_a_replaced_checkpoint_is_another_one(stored, tmp_path):
+    first = open_source(stored)
+    bias_of(first)
+    manifest = json.loads(objects()["models/tiny/wanjax.json"])
+    put("wanjax.json", json.dumps(manifest | {"licence": "another"}).encode())
+    second = open_source(stored)
+    assert not (second.root / "transformer").exists()  # nothing of the first is taken for it
+    assert says(refused(open_source, stored, first.revision), f"{MODEL} {first.revision} {second.revision}")
+
+
+def bias_of(source: Source) -> np.ndarray:
+    arrays = source.weights("transformer")
+    assert isinstance(arrays, Arrays)
+    return arrays["proj_out.bias"].read()
+
+
+def test_what_is_damaged_in_a_store_is_told(stored):
+    bias_of(open_source(stored))  # a whole one is here
+    [name] = [name for name in objects() if "transformer/weights/proj_out.bias/c" in name]
+    chunk = bytearray(objects()[name])
+    chunk[1] ^= 1
+    put(name.removeprefix("models/tiny/"), bytes(chunk))
+    assert says(refused(verify, open_source(stored)), "proj_out.bias")
+
+
+HARM = {
+    "manifest": ("wanjax.json", b"{", "wanjax.json"),
+    "config": ("transformer/config.json", b'{"num_layers": 9}', "transformer/config.json"),
+    "index": ("model_index.json", b'{"_class_name": "Other"}', "model_index.json"),
+    "tree": ("transformer/weights/_METADATA", b'{"tree_metadata": {"a": {"key_metadata": [{"key": "../x"}]}}}', "../x"),
+}
+
+
+@pytest.mark.parametrize(("name", "content", "words"), HARM.values(), ids=HARM)
+def test_files_that_were_not_written_so_are_refused(stored, name, content, words):
+    put(name, content)
+
+    def use():
+        source = open_source(stored)
+        source.config("transformer")
+        source.weights("transformer")
+
+    assert says(refused(use), words)
+
+
+def test_a_chunk_that_is_missing_is_told_before_anything_is_loaded(stored):
+    [name] = [name for name in objects() if "transformer/weights/proj_out.bias/c" in name]
+    MemoryFileSystem().rm_file(f"/{name}")
+    assert says(refused(wanjax.load, stored), "proj_out.bias")
+
+
+def test_what_is_no_checkpoint_of_ours_is_not_read_from_a_store():
+    put("model_index.json", json.dumps({"_class_name": "WanPipeline"}).encode())
+    assert says(refused(wanjax.load, MODEL), f"{MODEL} wanjax.json")

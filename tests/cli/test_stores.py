@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command with a store that speaks as S3 does: videos and checkpoints there, and what is told where it fails."""
+
+import json
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+from s3fs import S3FileSystem
+
+from tests.support.commands import refused, succeeded, wanjax
+from tests.support.stores import BUCKET, running_s3
+from tests.support.words import says
+from wanjax.media.pictures import read_clip
+from wanjax.pipelines.run import Run
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
+
+SMALL = ("--size", "32x32", "--frames", "5", "--steps", "2", "-q")
+
+
+@pytest.fixture(scope="module")
+def s3():
+    with running_s3() as address:
+        yield address
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path, monkeypatch, s3):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def unbegun(monkeypatch):
+    monkeypatch.setattr(Run, "encode", lambda *_: pytest.fail("it was begun"))
+
+
+def frames(file: str) -> np.ndarray:
+    name = Path(file).name
+    S3FileSystem().get_file(file, name)
+    return read_clip(name, 5, 8)
+
+
+def test_a_converted_model_in_a_bucket_makes_the_same_video_in_a_bucket():
+    model, video = f"{BUCKET}/models/nano", f"{BUCKET}/videos/a.mp4"
+    assert says(succeeded(wanjax("convert", "nano", model)).stderr, f"{model} complete")
+    assert succeeded(wanjax("a red circle", "--model", model, *SMALL, "--out", video)).stdout == f"{video}\n"
+    succeeded(wanjax("a red circle", *SMALL, "--out", "here.mp4"))
+    np.testing.assert_array_equal(frames(video), read_clip("here.mp4", 5, 8))
+    told = json.loads(succeeded(wanjax("info", video, "--json")).stdout)
+    assert told["model"] == model
+    assert "a-secret" not in str(told)
+
+
+@pytest.mark.slow
+def test_a_video_in_a_bucket_is_made_again_from_its_record():
+    video = f"{BUCKET}/videos/again.mp4"
+    succeeded(wanjax("a blue square", *SMALL, "--out", video))
+    succeeded(wanjax("generate", "--from", video, "--out", "here.mp4", "-q"))
+    np.testing.assert_array_equal(frames(video), read_clip("here.mp4", 5, 8))
+
+
+@pytest.mark.slow  # tests/stores has a quick one: the names in a folder
+def test_many_videos_in_a_bucket_are_made_once():
+    given = ("a red circle", "--out", f"{BUCKET}/many", *SMALL)
+    first = succeeded(wanjax(*given, "--count", "2")).stdout.splitlines()
+    assert len(first) == 2
+    [third] = succeeded(wanjax(*given, "--count", "3", "--preview")).stdout.splitlines()
+    assert set(S3FileSystem().ls(f"{BUCKET}/many", refresh=True)) == {
+        name.removeprefix("s3://") for name in (*first, third)
+    }
+    assert not list(Path().glob("*many*"))
+
+
+@pytest.mark.parametrize("many", [[], ["--count", "2"]], ids=["one", "many"])
+def test_a_missing_bucket_is_told_before_the_first_step(unbegun, many):
+    out = "s3://no-such-bucket/videos" if many else "s3://no-such-bucket/a.mp4"
+    assert says(refused("a red circle", *SMALL, "--out", out, *many), "s3://no-such-bucket bucket")
+
+
+def test_missing_keys_are_told(unbegun, monkeypatch, tmp_path):
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    S3FileSystem.clear_instance_cache()
+    try:
+        assert says(refused("a red circle", *SMALL, "--out", f"{BUCKET}/a.mp4"), f"{BUCKET} credentials")
+    finally:
+        S3FileSystem.clear_instance_cache()
+
+
+def test_a_denied_key_is_told(unbegun, s3):
+    def forgive_after(requests: bytes) -> None:
+        asked = urllib.request.Request(f"{s3}/moto-api/reset-auth", requests, {"Content-Type": "text/plain"})
+        urllib.request.urlopen(asked, timeout=9).close()
+
+    forgive_after(b"0")
+    try:
+        said = refused("a red circle", *SMALL, "--out", f"{BUCKET}/a.mp4")
+    finally:
+        forgive_after(b"inf")
+    assert BUCKET in said
+    assert "a-secret" not in said
+
+
+@pytest.mark.slow  # the store's library tries again for seconds
+def test_a_lost_connection_is_told(unbegun, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    S3FileSystem.clear_instance_cache()
+    try:
+        assert says(refused("a red circle", *SMALL, "--out", f"{BUCKET}/a.mp4"), f"{BUCKET} http://127.0.0.1:9")
+    finally:
+        S3FileSystem.clear_instance_cache()
+
+
+ELSEWHERE = {
+    "stages": ("a", "--dir", f"{BUCKET}/stages"),
+    "a picture": ("a", "--image", f"{BUCKET}/a.png"),
+    "a trace": ("a", "--profile", f"{BUCKET}/trace"),
+    "data": ("train", "nano", f"{BUCKET}/data"),
+    "what is trained": ("train", "nano", "data", "--out", f"{BUCKET}/trained"),
+    "what is served": ("serve", "--dir", f"{BUCKET}/served"),
+}
+
+
+@pytest.mark.parametrize("arguments", ELSEWHERE.values(), ids=ELSEWHERE)
+def test_what_has_to_be_here_is_told(arguments):
+    assert BUCKET in refused(*arguments)
+    assert not list(Path().iterdir())

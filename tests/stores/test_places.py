@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Places in stores: names that are none, videos that appear whole, and what is told where a store fails."""
+
+import errno
+import os
+import re
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from tests.support.stores import failing, forget, objects
+from tests.support.words import says
+from wanjax.errors import WanjaxError
+from wanjax.media.records import read_record
+from wanjax.media.videos import Video, read_metadata, try_output, write_video
+from wanjax.stores.places import Remote, names_in, place
+
+RECORD = {"prompt": "a red circle", "seed": 1}
+DENIED = PermissionError("Access Denied")
+
+
+@pytest.fixture(autouse=True)
+def _in_folders_of_its_own(tmp_path, monkeypatch):
+    forget()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    yield
+    forget()
+
+
+def clip(frames: int = 5) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (frames, 32, 32, 3), np.uint8)
+
+
+def refused(call, *given) -> str:
+    with pytest.raises(WanjaxError) as caught:
+        call(*given)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.gif", "a.webp", "a.png"])
+def test_a_video_in_a_store_is_the_file_that_it_would_be_here(tmp_path, name):
+    frames = clip(1 if name == "a.png" else 5)
+    try_output(f"memory://videos/new/{name}", len(frames), (32, 32), 8, RECORD)
+    assert objects() == {}
+    made = write_video(f"memory://videos/new/{name}", frames, 8, RECORD)
+    here = write_video(tmp_path / name, frames, 8, RECORD)
+    assert objects() == {f"videos/new/{name}": Path(str(here)).read_bytes()}
+    assert str(made) == f"memory://videos/new/{name}"
+    assert read_metadata(str(made)) == RECORD
+    assert read_record(str(made))["seed"] == 1
+    assert os.listdir(tmp_path) == [name]
+
+
+def test_a_file_of_this_machine_may_be_given_as_a_url(tmp_path):
+    made = Video(clip(), 8, RECORD).save(f"file://{tmp_path}/a.gif")
+    assert made == tmp_path / "a.gif"
+    assert read_metadata(f"file://{tmp_path}/a.gif") == RECORD
+
+
+NAMES = {
+    "memory://someone:a-secret@videos/a.mp4": "memory://BUCKET/NAME",
+    "memory://videos/../a.mp4": "memory://BUCKET/NAME",
+    "memory://videos//a.mp4": "memory://BUCKET/NAME",
+    "memory://": "memory://BUCKET/NAME",
+    "memory://a.mp4": "memory://a.mp4 BUCKET/NAME.mp4",
+    "memory://videos/frames/": "PNG BUCKET/NAME.mp4",
+    "memory://videos/a.avi": ".avi .mp4",
+    "file://a.mp4": "file://a.mp4 file:///PATH",
+    "ftp://videos/a.mp4": "ftp:// s3:// gs:// file://",
+}
+
+
+@pytest.mark.parametrize(("name", "words"), NAMES.items(), ids=NAMES)
+def test_what_is_no_name_in_a_store_is_told(name, words):
+    said = refused(try_output, name, 5, (32, 32), 8, RECORD)
+    assert says(said, words), said
+    assert "a-secret" not in said
+
+
+def test_a_missing_library_is_told_with_what_brings_it(monkeypatch):
+    monkeypatch.setattr("wanjax.stores.places.find_spec", lambda name: None)
+    assert says(refused(place, "gs://videos/a.mp4"), "gcsfs pip install 'wanjax[cloud]'")
+
+
+def test_a_store_that_takes_nothing_is_told_before_the_video_is_made(tmp_path):
+    with failing("pipe_file", DENIED):
+        said = refused(try_output, "memory://videos/a.mp4", 5, (32, 32), 8, RECORD)
+    assert says(said, "memory://videos Access Denied")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_video_that_cannot_be_published_is_kept_here(tmp_path):
+    with failing("put_file", DENIED):
+        said = refused(write_video, "memory://videos/a.mp4", clip(), 8, RECORD)
+    assert says(said, "memory://videos/a.mp4 Access Denied")
+    assert objects() == {}
+    [kept] = tmp_path.glob("wanjax-*/a.mp4")
+    assert str(kept) in said
+    assert read_metadata(kept) == RECORD
+
+
+def test_a_video_that_fails_leaves_the_one_before(tmp_path):
+    write_video("memory://videos/a.gif", clip(), 8, RECORD)
+    before = objects()
+
+    def frames():
+        yield clip(2)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_video("memory://videos/a.gif", frames(), 8, {"prompt": "another"})
+    assert objects() == before
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_full_disk_here_is_not_the_store_s_fault():
+    with failing("get_file", OSError(errno.ENOSPC, "No space left on device")), pytest.raises(OSError, match="space"):
+        Remote("memory", "videos").download_all(["a"], Path(tempfile.gettempdir()) / "new")
+
+
+def test_names_in_a_folder(tmp_path):
+    for name in ("a.mp4", "b.mp4", "below/c.mp4"):
+        Remote("memory", f"videos/{name}").write(b"0")
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"0")
+    assert names_in(place("memory://videos")) == names_in(tmp_path) == {"a.mp4", "b.mp4"}
+    assert names_in(place("memory://videos/none")) == names_in(tmp_path / "none") == set()
+
+
+@pytest.mark.parametrize("name", ["../evil", "a/../../evil", "a/./b", "a\\b", "a\nb"])
+def test_names_that_lead_elsewhere_are_not_taken(name):
+    Remote("memory", "videos/good").write(b"0")
+    MemoryFileSystem.store[f"/videos/{name}"] = MemoryFileSystem.store["/videos/good"]
+    assert place("memory://videos").files() == {"good": 1}  # type: ignore[union-attr]
+
+
+def test_a_message_of_a_store_is_one_line_and_short():
+    with failing("cat_file", RuntimeError("no\n" + "so " * 1000)):
+        said = refused(Remote("memory", "videos/a").read, 10)
+    assert re.search(r"memory://videos/a cannot be read, no:", said)
+
+
+def test_an_object_is_created_by_one_alone():
+    lease = Remote("memory", "cache/lease")
+    assert lease.create(b"1")
+    assert not lease.create(b"2")
+    assert lease.read(10) == b"1"
+    assert says(refused(lease.read, 0), "memory://cache/lease 0")
