@@ -35,6 +35,7 @@ def option_of(name: str) -> str:
 
 SETTINGS = schema(Settings)
 MOST_VIDEOS = 100_000  # of one command
+COMPILE_CACHE = "wanjax.compile_cache"  # the key, in a command's context, of a cache that is shared
 KEPT = "wanjax.kept"  # the key, in a command's context, of options that become a part of another option
 CONTEXT = {"help_option_names": ["-h", "--help"], "token_normalize_func": today, "max_content_width": 100}
 
@@ -368,9 +369,36 @@ chip = click.option(
     metavar="NAME",
     help="TPUs such as v4-8, v5e-8, v5p-8, v6e-16 or v7x-8; h200, h100; or cpu.",
 )
+
+
+def _compile_cache(ctx: click.Context, parameter: click.Parameter, value: Any) -> None:
+    """Keeps the shared compile cache, and whether it is trusted, for what is compiled."""
+    if value:
+        ctx.meta.setdefault(COMPILE_CACHE, {})["name" if parameter.name == "compile_cache" else "trusted"] = value
+
+
+compile_cache = together(
+    click.option(
+        "--compile-cache",
+        metavar="FOLDER",
+        expose_value=False,
+        callback=_compile_cache,
+        help="Share compiled programs with all who name this folder, s3://BUCKET/NAME or gs://BUCKET/NAME: the first "
+        "compiles, and others wait and read. WANJAX_COMPILE_CACHE in the environment names it too.",
+    ),
+    click.option(
+        "--trust-compile-cache",
+        is_flag=True,
+        expose_value=False,
+        callback=_compile_cache,
+        help="Say that all who can write there are trusted, since what is read there runs; so does "
+        "WANJAX_TRUST_COMPILE_CACHE=1.",
+    ),
+)
 devices = together(
     mesh,
     rules,
+    compile_cache,
     click.option(
         "--processes",
         metavar="auto|HOST:PORT,COUNT,INDEX",

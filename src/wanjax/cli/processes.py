@@ -4,9 +4,12 @@
 import os
 from collections.abc import Mapping
 
+import click
 import jax
 
+from wanjax.cli.options import COMPILE_CACHE
 from wanjax.cli.report import Report
+from wanjax.compilers.cache import compile_cache_folder, use_shared
 from wanjax.compilers.executables import of_this_machine
 from wanjax.errors import WanjaxError
 from wanjax.programs import EXECUTE
@@ -60,13 +63,14 @@ def meet(report: Report, asked: str | None) -> None:
     """Joins the other processes, if any. Only the first process reports.
 
     Executables are kept for other processes where all code in this one is that of the installed packages, unless the
-    user chose a folder for JAX's cache, in which all programs are then found.
+    user chose a folder for JAX's cache, or a shared place, in which all programs are then found.
     """
     join(asked)
-    chosen = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
-    if report.owns_process and chosen is None:
-        EXECUTE.kept = of_this_machine()
     platform()  # a mistake in JAX_PLATFORMS is told here, before anything else asks for devices
+    context = click.get_current_context(silent=True)
+    use_shared(**(context.meta.get(COMPILE_CACHE, {}) if context else {}))
+    if report.owns_process and compile_cache_folder() is None:
+        EXECUTE.kept = of_this_machine()
     report.mute(not is_first())
 
 

@@ -28,7 +28,10 @@ SECTIONS = {
         "cache dtype",
         "attention block-q block-kv block-kv-compute window batch-guidance compiler quick keep",
     ),
-    "Where": ("at chip mesh host port token", "rules processes offload tile decoder rehearse"),
+    "Where": (
+        "at chip mesh host port token",
+        "rules processes compile-cache trust-compile-cache offload tile decoder rehearse",
+    ),
     "Limits": ("max-queue", "max-pixels max-steps max-upload"),
     "Output": (
         "out dir to train preview quiet",

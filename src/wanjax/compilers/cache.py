@@ -16,6 +16,12 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from wanjax.compilers.shared import leasing, share
+from wanjax.errors import WanjaxError
+from wanjax.stores.places import place
+
+SHARED, TRUSTED = "WANJAX_COMPILE_CACHE", "WANJAX_TRUST_COMPILE_CACHE"
+"""Variables that name a shared cache of compiled programs, and that say it is trusted by being 1."""
 KEEP_ALL = {"jax_persistent_cache_min_compile_time_secs": 0.0, "jax_persistent_cache_min_entry_size_bytes": -1}
 
 
@@ -47,25 +53,57 @@ class _While:
         self.changed()
 
 
-compile_cache = _While(KEEP_ALL)
-"""A context in which JAX's cache keeps every program that XLA compiles, even one that compiled quickly."""
+_all_kept = _While(KEEP_ALL)
 without_cache = _While({"jax_enable_compilation_cache": False}, compilation_cache.reset_cache)
 """A context in which programs are compiled without JAX's cache."""
 
 
+@contextmanager
+def compile_cache() -> Iterator[None]:
+    """Lets JAX's cache keep every program that is compiled in its block, even one that compiled quickly.
+
+    Of a cache that is shared, this thread takes the leases.
+    """
+    with _all_kept(), leasing():
+        yield
+
+
 def set_cache_folder() -> None:
-    """Sets JAX's compile cache to the user's cache folder, unless the user has chosen another.
+    """Sets JAX's compile cache to the shared place or the user's cache folder, unless another is chosen already.
 
     JAX's key covers the traced program with its kernels, the versions of JAX and the compiler, the compiler's options
     and flags, the devices and the shardings. Any change that matters therefore gives another key. The key may omit the
-    processor for which a CPU program was compiled, so each kind of processor has its own folder.
+    processor for which a CPU program was compiled, so each kind of processor has its own folder. Raises WanjaxError as
+    `use_shared` does.
     """
-    if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
+    use_shared()
+    if compile_cache_folder() is None:
         jax.config.update("jax_compilation_cache_dir", str(user_cache() / "xla" / processor()))
 
 
-def compile_cache_folder() -> str:
-    """Returns the folder of compiled programs."""
+def use_shared(name: str | None = None, *, trusted: bool = False, platform: str | None = None) -> None:
+    """Makes a place, which all workers may share, JAX's cache of programs that are compiled for this platform.
+
+    Without a `name` it is that of the environment, if there is one and no cache is chosen already. Raises WanjaxError
+    unless the place is there, and is said to be trusted, here or in the environment.
+    """
+    if name is None and compile_cache_folder() is None:
+        name = os.environ.get(SHARED)
+    if not name:
+        return
+    if not trusted and os.environ.get(TRUSTED) != "1":
+        raise WanjaxError(
+            f"the compile cache {name} holds programs that run when they are read: --trust-compile-cache, or "
+            f"{TRUSTED}=1 in the environment, says that all who can write there are trusted"
+        )
+    platform = platform or jax.default_backend()
+    folder = place(name).absolute() / (processor() if platform == "cpu" else platform)
+    if compile_cache_folder() != str(folder):
+        share(folder)
+
+
+def compile_cache_folder() -> str | None:
+    """Returns the place of compiled programs, if one is chosen."""
     return jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JAX's cache of compiled programs in one place for all workers: the first compiles, the others wait for it and read.
+
+An entry is one file or object under JAX's key, and appears when all of it is there. Whoever misses one takes its lease,
+which is created only where there is none: exclusively in a folder, and in a store by a write on the condition that no
+such object is there, which S3 and Google Cloud Storage promise. While its owner compiles, a thread changes the lease
+every few seconds. Others look whether it changes, by clocks of their own, so that no two clocks have to agree. One that
+changes no more is of a process that is gone: the next one, which has a number of its own, is created as the first was.
+
+A lease saves work and guards nothing. Two processes that compile the same program write the same entry.
+"""
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from itertools import count
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from threading import Event, Thread, local
+from time import monotonic
+from uuid import uuid4
+
+import jax
+from jax._src import compilation_cache  # which offers no other cache than folders
+from jax._src.compilation_cache_interface import CacheInterface
+
+from wanjax.errors import WanjaxError, WanjaxWarning, reason
+from wanjax.stores.places import Missing, Place, Remote
+
+LARGEST = 2 << 30  # bytes of an entry
+BEAT = 5.0  # seconds between two changes of a lease
+GONE = 30.0  # seconds without a change after which its owner is gone
+LOOKS = 0.1, 2.0  # seconds between two looks of a process that waits, the first and the longest
+
+
+class Lease:
+    """The right to compile a program, by the key of its entry, as long as this process is alive."""
+
+    def __init__(self, folder: Place, key: str):
+        self._folder, self._key = folder, key
+        self._own = uuid4().hex
+        self._number = 0
+        self._ended = Event()
+        self._thread = Thread(target=self._beat, name="lease", daemon=True)
+
+    def _file(self, number: int | None = None) -> Place:
+        return self._folder / f"{self._key}-lease-{self._number if number is None else number}"
+
+    def take(self) -> bool:
+        """Takes the lease unless another has it; tells whether. Raises WanjaxError where it cannot be written."""
+        if not _create(self._file(), self._own.encode()):
+            return False
+        self._thread.start()
+        return True
+
+    def wait(self, pause: float, seen: tuple[bytes, float]) -> tuple[bytes, float] | None:
+        """Waits a little; returns what the other's lease holds, and since when. None where it has been given back."""
+        self._ended.wait(pause)
+        if (found := _read(self._file())) is None:
+            return None
+        if found != seen[0]:
+            return found, monotonic()
+        if monotonic() - seen[1] > GONE:
+            self._number += 1
+            return b"", monotonic()
+        return seen
+
+    def give_back(self) -> None:
+        """Removes this lease, and those before it of processes that are gone."""
+        self._ended.set()
+        self._thread.join()
+        for number in range(self._number + 1):
+            with suppress(WanjaxError, OSError):
+                file = self._file(number)
+                file.remove() if isinstance(file, Remote) else file.unlink()
+
+    def _beat(self) -> None:
+        for turn in count(1):
+            if self._ended.wait(BEAT):
+                return
+            with suppress(WanjaxError, OSError):  # the next one may be written
+                _write(self._file(), f"{self._own} {turn}".encode())
+
+
+class Shared(CacheInterface):
+    """JAX's cache in a place that workers share. What fails there is told once, and programs are compiled here."""
+
+    def __init__(self, folder: Place):
+        self._folder, self._path = folder, Path(str(folder))
+        self._leases, self._told = local(), False
+
+    def get(self, key: str) -> bytes | None:
+        """Returns an entry, None where there is none; then this thread compiles it, or none in several processes."""
+        try:
+            return self._found(key)
+        except (WanjaxError, OSError) as error:
+            self._tell(f"cannot be read ({error})")
+            return None
+
+    def put(self, key: str, value: bytes) -> None:
+        """Writes an entry, unless it is there."""
+        try:
+            _write(self._folder / f"{key}-cache", value)
+        except (WanjaxError, OSError) as error:
+            self._tell(f"cannot be written ({error})")
+
+    @contextmanager
+    def leasing(self) -> Iterator[None]:
+        """Takes leases of programs that this thread misses in the block, and gives them back at its end."""
+        self._leases.held = held = []
+        try:
+            yield
+        finally:
+            self._leases.held = None
+            for lease in held:
+                lease.give_back()
+
+    def _found(self, key: str) -> bytes | None:
+        held, file = getattr(self._leases, "held", None), self._folder / f"{key}-cache"
+        if (entry := _read(file)) is not None or held is None or jax.process_count() > 1:  # which compile together
+            return entry
+        lease, pause, seen = Lease(self._folder, key), LOOKS[0], (b"", monotonic())
+        while not lease.take():
+            found = lease.wait(pause, seen)
+            if (entry := _read(file)) is not None or found is None:
+                return entry
+            pause, seen = min(1.5 * pause, LOOKS[1]), found
+        held.append(lease)
+        return _read(file)  # of one who gave the lease back between the two looks
+
+    def _tell(self, what: str) -> None:
+        if not self._told:
+            self._told = True
+            told = f"the compile cache {self._folder} {what}: programs are compiled here"
+            warnings.warn(told, WanjaxWarning, stacklevel=2)
+
+
+def share(folder: Place) -> None:
+    """Makes a place JAX's cache of compiled programs, from now on; what is read there runs in this process.
+
+    Raises WanjaxError where it can neither be written nor read. A place that can only be read is enough.
+    """
+    if isinstance(folder, Remote):
+        try:
+            folder.check_writable()
+        except Missing:  # the bucket
+            raise
+        except WanjaxError:
+            folder.files(below=False)
+    else:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise WanjaxError(f"the compile cache {folder} cannot be made: {reason(error)}") from error
+    made, others = Shared(folder), compilation_cache.get_file_cache
+    _shared[str(folder)] = made
+    compilation_cache.get_file_cache = lambda path: (made, path) if path == str(folder) else others(path)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    compilation_cache.reset_cache()
+
+
+def leasing() -> AbstractContextManager[None]:
+    """Returns a context in which this thread takes leases of the programs that it compiles, if a place is shared."""
+    shared = _shared.get(jax.config.jax_compilation_cache_dir)  # pyright: ignore[reportAttributeAccessIssue]
+    return shared.leasing() if shared else nullcontext()
+
+
+_shared: dict[str, Shared] = {}  # by the name of the folder
+
+
+def _read(file: Place) -> bytes | None:
+    """Returns what a file holds, None where there is none."""
+    try:
+        return file.read(LARGEST) if isinstance(file, Remote) else file.read_bytes()
+    except (Missing, FileNotFoundError):
+        return None
+
+
+def _write(file: Place, content: bytes) -> None:
+    """Writes a file, which appears when all of it is there."""
+    if isinstance(file, Remote):
+        file.write(content)
+        return
+    with NamedTemporaryFile(dir=file.parent, prefix=".", delete=False) as beside:
+        beside.write(content)
+    os.replace(beside.name, file)
+
+
+def _create(file: Place, content: bytes) -> bool:
+    """Writes a file unless it is there, which one process alone can; tells whether."""
+    if isinstance(file, Remote):
+        return file.create(content)
+    try:
+        with file.open("xb") as opened:
+            opened.write(content)
+    except FileExistsError:
+        return False
+    return True
