@@ -335,7 +335,7 @@ class Execute(Strategy):
             self._left[_options_key(instance.program, instance.site)] = options
             return made
 
-        return without_refused(self.options_of(instance.program, instance.site), attempt, _warn)
+        return without_refused(self.options_of(instance.program, instance.site), attempt, warn_refused)
 
     def options_of(self, program: Program, site: Site) -> dict[str, Any]:
         """Returns the options with which a program is compiled, without those that the compiler refused."""
@@ -369,7 +369,8 @@ def _options_key(program: Program, site: Site) -> tuple[Any, ...]:
     return program, site.partitioner, tuple(program.options_of(site).items())
 
 
-def _warn(told: str) -> None:
+def warn_refused(told: str) -> None:
+    """Warns that the compiler refused an option, which is left out."""
     warnings.warn(told, WanjaxWarning, stacklevel=2)
 
 

@@ -46,7 +46,17 @@ from wanjax.pipelines.recording import NoProcessor, NoTokenizer
 from wanjax.pipelines.settings import Settings, sides
 from wanjax.pipelines.wan import FAMILY as WAN
 from wanjax.schedulers import Scheduler, successor
-from wanjax.sharding import AutoMesh, MeshSizes, Partitioner, find_rules, make_mesh, parse_mesh, platform
+from wanjax.sharding import (
+    AutoMesh,
+    MeshSizes,
+    Partitioner,
+    all_devices,
+    find_rules,
+    local_devices,
+    make_mesh,
+    parse_mesh,
+    platform,
+)
 
 FAMILIES = [
     WAN,
@@ -478,18 +488,19 @@ def _check_attention(attention: Attention | None, architecture: Architecture, se
 def _partitioner(way: Loading, architecture: Architecture, settings: Settings) -> Partitioner:
     """Returns the mesh and its rules. "auto" chooses a mesh for a video of these settings."""
     mesh, found = way.mesh, find_rules(way.rules)
-    if mesh is None and platform() != "cpu" and jax.device_count() > 1:
+    devices = all_devices()
+    if mesh is None and platform() != "cpu" and len(devices) > 1:
         mesh = AutoMesh()
     mesh = parse_mesh(mesh) if isinstance(mesh, str) else mesh
     if isinstance(mesh, AutoMesh):
         work, how = architecture.forward(settings), {"sp": mesh.sp, "attention": way.attention or AUTO}
-        axes = auto_axes(work, jax.device_count(), guided=settings.split, **how)
-        mesh = make_mesh(*axes, devices=jax.devices()[: math.prod(axes)])
+        axes = auto_axes(work, len(devices), guided=settings.split, **how)
+        mesh = make_mesh(*axes, devices=devices[: math.prod(axes)])
     elif isinstance(mesh, MeshSizes):
         mesh = make_mesh(*mesh)
     elif not isinstance(mesh, Mesh | None):
         raise WanjaxError(f"the mesh is given as {shown(mesh)} where wanjax.make_mesh(dp=2, tp=4) or 'auto' is right")
-    return Partitioner(make_mesh(devices=jax.local_devices()[:1]) if mesh is None else mesh, found)
+    return Partitioner(make_mesh(devices=local_devices()[:1]) if mesh is None else mesh, found)
 
 
 def _loaders(

@@ -328,6 +328,7 @@ def plan(report: Report, model: str | None, model_option: str | None, **given: A
 
 @main.command()
 @options.model
+@options.chip_elsewhere
 @options.quoted
 @options.pictures
 @options.shape
@@ -348,7 +349,8 @@ def warmup(report: Report, **given: Any) -> None:
     """Compile all programs that a run needs.
 
     Records a run without loading its weights, so that `generate` with the same options begins at once. The compiled
-    programs stay in the user's cache. Other options, code or devices never use them.
+    programs stay in the user's cache, or in --compile-cache, for all who share it. Other options, code or devices never
+    use them. With --chip that cache is filled ahead of time, for TPUs that need not be here.
     """
     listing.check(given["model"], given)
     from wanjax.cli import planning

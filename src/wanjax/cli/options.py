@@ -370,6 +370,12 @@ chip = click.option(
     help="TPUs such as v4-8, v5e-8, v5p-8, v6e-16 or v7x-8; h200, h100; or cpu.",
 )
 
+chip_elsewhere = click.option(
+    "--chip",
+    metavar="NAME",
+    help="Compile for TPUs such as v6e-8, which need not be here, into --compile-cache.  [default: for what is here]",
+)
+
 
 def _compile_cache(ctx: click.Context, parameter: click.Parameter, value: Any) -> None:
     """Keeps the shared compile cache, and whether it is trusted, for what is compiled."""

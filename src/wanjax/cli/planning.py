@@ -2,8 +2,10 @@
 """The commands `plan` and `warmup`: a recorded run, priced for devices that need not be present, or compiled here."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -19,8 +21,12 @@ from wanjax.cli.processes import meet
 from wanjax.cli.report import Report, print_table
 from wanjax.cli.scaling import show_scale, why
 from wanjax.cli.stages import Rendering, given_settings, loras_of, own_settings
-from wanjax.compilers.cache import compile_cache_folder
+from wanjax.compilers.cache import compile_cache, compile_cache_folder
+from wanjax.compilers.chips import Slice, devices_of, find_slice
+from wanjax.compilers.compile import AT_ONCE, ENVIRONMENT, check_compiler
+from wanjax.compilers.lowering import without_refused
 from wanjax.compilers.places import Tell
+from wanjax.compilers.shared import Kept
 from wanjax.errors import WanjaxError
 from wanjax.figures import between, digits, duration, in_bytes
 from wanjax.kernels.attention import AUTO
@@ -33,8 +39,8 @@ from wanjax.pipelines.settings import Settings
 from wanjax.plan.outlook import Outlook, outlook
 from wanjax.plan.scale import Bulk, at_scale
 from wanjax.plan.training import TrainingOutlook, training_outlook
-from wanjax.programs import EXECUTE
-from wanjax.sharding import ONE_DEVICE, AutoMesh, MeshSizes, find_rules
+from wanjax.programs import EXECUTE, Instance, warn_refused
+from wanjax.sharding import ONE_DEVICE, AutoMesh, MeshSizes, find_rules, standing_in
 from wanjax.training.adapters import LoraConfig
 from wanjax.training.optimizers import OptimizerConfig
 
@@ -231,15 +237,58 @@ def _summary(found: Outlook) -> list[str]:
     return lines if found.advice is None else [*lines, found.advice]
 
 
-def warmup(report: Report, **given: Any) -> None:
-    """Compiles all programs that `generate` runs with these options; no weights are loaded."""
+def warmup(report: Report, *, chip: str | None, **given: Any) -> None:
+    """Compiles all programs that `generate` runs with these options, here or on a chip; no weights are loaded."""
+    if chip is not None:
+        _fill(report, find_slice(chip), given)
+        return
     meet(report, given.get("processes"))
-    with TemporaryDirectory(prefix="wanjax-warmup-") as folder:
-        made = Rendering(report, Path(folder), given | {"prompt": given["prompt"] or ""})
-        with report.stage("record"):
-            instances = made.instances()
-        with report.stage("compile"):
-            EXECUTE.compile(*instances, begun=lambda number, total: report.count("program", number - 1, total))
-            report.count("program", len(instances), len(instances))
+    with _recorded(report, given) as instances, report.stage("compile"):
+        EXECUTE.compile(*instances, begun=lambda number, total: report.count("program", number - 1, total))
+        report.count("program", len(instances), len(instances))
     report.table()
     report.note(f"what was compiled is in {EXECUTE.kept.folder if EXECUTE.kept else compile_cache_folder()}")
+
+
+def _fill(report: Report, place: Slice, given: Mapping[str, Any]) -> None:
+    """Fills a shared cache with the programs for a slice that need not be here, those that it lacks."""
+    if given.get("processes"):
+        raise WanjaxError("--chip describes all processes of a slice: one compiles for them, without --processes")
+    check_compiler()
+    os.environ.update(ENVIRONMENT)
+    jax.config.update("jax_platforms", "cpu")
+    meet(report, None, described="tpu")
+    if compile_cache_folder() is None:
+        raise WanjaxError(f"--chip {place.name} fills a cache for other machines: --compile-cache names it")
+    made = []
+    with (
+        standing_in(devices_of(place.topology, place.devices, one_host=True)),
+        _recorded(report, given) as instances,
+        report.stage("compile"),
+        ThreadPoolExecutor(AT_ONCE) as pool,
+    ):
+        for done, new in enumerate(pool.map(_compiled, instances), 1):
+            report.count("program", done, len(instances))
+            made.append(new)
+    report.table()
+    told = f"{sum(made)} programs were compiled for {place.name}, {made.count(False)} were there"
+    report.note(f"{told}: they are in {compile_cache_folder()}")
+
+
+def _compiled(instance: Instance) -> bool:
+    """Compiles a program for devices that are described into the shared cache; returns False where it is there."""
+    options = instance.program.options_of(instance.site)
+    with suppress(Kept):
+        without_refused(options, lambda left: instance.compiled(left, compile_cache), warn_refused)
+        return True
+    return False
+
+
+@contextmanager
+def _recorded(report: Report, given: Mapping[str, Any]) -> Iterator[list[Instance]]:
+    """Yields the programs of the run that `generate` would make, recorded."""
+    with TemporaryDirectory(prefix="wanjax-warmup-") as folder:
+        made = Rendering(report, Path(folder), {**given, "prompt": given["prompt"] or ""})
+        with report.stage("record"):
+            instances = made.instances()
+        yield instances

@@ -59,8 +59,10 @@ def _parsed(asked: str) -> tuple[str, int, int]:
     return address, count, index
 
 
-def meet(report: Report, asked: str | None) -> None:
+def meet(report: Report, asked: str | None, *, described: str | None = None) -> None:
     """Joins the other processes, if any. Only the first process reports.
+
+    `described` is the platform of devices that are described, if programs are compiled for such.
 
     Executables are kept for other processes where all code in this one is that of the installed packages, unless the
     user chose a folder for JAX's cache, or a shared place, in which all programs are then found.
@@ -68,7 +70,7 @@ def meet(report: Report, asked: str | None) -> None:
     join(asked)
     platform()  # a mistake in JAX_PLATFORMS is told here, before anything else asks for devices
     context = click.get_current_context(silent=True)
-    use_shared(**(context.meta.get(COMPILE_CACHE, {}) if context else {}))
+    use_shared(**(context.meta.get(COMPILE_CACHE, {}) if context else {}), platform=described)
     if report.owns_process and compile_cache_folder() is None:
         EXECUTE.kept = of_this_machine()
     report.mute(not is_first())

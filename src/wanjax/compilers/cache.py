@@ -84,8 +84,9 @@ def set_cache_folder() -> None:
 def use_shared(name: str | None = None, *, trusted: bool = False, platform: str | None = None) -> None:
     """Makes a place, which all workers may share, JAX's cache of programs that are compiled for this platform.
 
-    Without a `name` it is that of the environment, if there is one and no cache is chosen already. Raises WanjaxError
-    unless the place is there, and is said to be trusted, here or in the environment.
+    Without a `name` it is that of the environment, if there is one and no cache is chosen already. A `platform` other
+    than that of JAX's devices is that of devices that are described. Raises WanjaxError unless the place is there, and
+    is said to be trusted, here or in the environment.
     """
     if name is None and compile_cache_folder() is None:
         name = os.environ.get(SHARED)
@@ -96,10 +97,10 @@ def use_shared(name: str | None = None, *, trusted: bool = False, platform: str 
             f"the compile cache {name} holds programs that run when they are read: --trust-compile-cache, or "
             f"{TRUSTED}=1 in the environment, says that all who can write there are trusted"
         )
-    platform = platform or jax.default_backend()
-    folder = place(name).absolute() / (processor() if platform == "cpu" else platform)
+    kind = platform or jax.default_backend()
+    folder = place(name).absolute() / (processor() if kind == "cpu" else kind)
     if compile_cache_folder() != str(folder):
-        share(folder)
+        share(folder, filled=platform is not None)
 
 
 def compile_cache_folder() -> str | None:

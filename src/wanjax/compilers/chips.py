@@ -10,8 +10,10 @@ compiler's dumps.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import ClassVar
+from threading import Lock
+from typing import Any, ClassVar
 
+from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from wanjax.errors import WanjaxError
@@ -53,6 +55,9 @@ class Slice:
     peak_dtype: ClassVar[str] = "bfloat16"  # of the operations at the peak
 
 
+ONE_HOST = {"v5e:2x4": (2, 4, 1), "v6e:2x4": (2, 4, 1)}
+"""Topologies that are rented as one host too, and its chips along each axis."""
+DESCRIBING = Lock()  # the first call loads libtpu, which two threads may not do at once
 GIB, MIB = 2**30, 2**20
 V4 = Chip("v4", "TPU v4", int(30.75 * GIB), 16 * MIB, 275e12, 1.23e12, 1.05e9, 45e9, 2, 1)
 V5E = Chip("v5e", "TPU v5 lite", int(15.75 * GIB), 128 * MIB, 197e12, 0.82e12, 1.5e9, 45e9, 1, 4)
@@ -85,6 +90,21 @@ def find_slice(name: str) -> Slice:
     if name not in SLICES:
         raise WanjaxError(f"no TPU slice is named {name!r}: there are {', '.join(SLICES)}")
     return SLICES[name]
+
+
+def devices_of(topology: str, devices: int, *, one_host: bool = False) -> list[Any]:
+    """Returns devices of a topology as the TPU's compiler describes them, none of which need be present.
+
+    With `one_host` those of a topology in ONE_HOST are all of one host, else of two. Loads libtpu.
+    """
+    options: dict[str, Any] = {"chips_per_host_bounds": (1, 1, 1)} if devices == 1 else {}
+    if one_host and topology in ONE_HOST:
+        options["chips_per_host_bounds"] = ONE_HOST[topology]
+    if topology.startswith("v4:"):  # whose two cores are one device of JAX's; later chips need no word for it
+        options["chip_config_name"] = "megacore"
+    with DESCRIBING:
+        found = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options)
+    return list(found.devices)
 
 
 def described(place: Slice, axes: Mapping[str, int] | None = None) -> AbstractMesh:

@@ -217,7 +217,7 @@ def check_compiler() -> None:
     install = f"pip install 'jax[tpu]=={version('jax')}'"  # which a clone and a package have alike
     if find_spec("libtpu") is None:
         raise WanjaxError(
-            f"prices of TPUs come from their compiler, libtpu, which is missing: {install} brings it, and "
+            f"programs of TPUs are compiled, and priced, by libtpu, which is missing: {install} brings it, and "
             f"{', '.join(machines())} are priced without it"
         )
     if not (wanted := accepted()).contains(found := version("libtpu"), prereleases=True):

@@ -83,17 +83,28 @@ class Lease:
                 _write(self._file(), f"{self._own} {turn}".encode())
 
 
-class Shared(CacheInterface):
-    """JAX's cache in a place that workers share. What fails there is told once, and programs are compiled here."""
+class Kept(Exception):
+    """An entry that is there, where it is only to be written: no device that is described could read it."""
 
-    def __init__(self, folder: Place):
+
+class Shared(CacheInterface):
+    """JAX's cache in a place that workers share. What fails there is told once, and programs are compiled here.
+
+    `filled` tells that it is filled for devices that are described: an entry that is there raises Kept.
+    """
+
+    def __init__(self, folder: Place, *, filled: bool = False):
+        self._filled = filled
         self._folder, self._path = folder, Path(str(folder))
         self._leases, self._told = local(), False
 
     def get(self, key: str) -> bytes | None:
         """Returns an entry, None where there is none; then this thread compiles it, or none in several processes."""
         try:
-            return self._found(key)
+            entry = self._found(key)
+            if entry is not None and self._filled:
+                raise Kept(key)
+            return entry
         except (WanjaxError, OSError) as error:
             self._tell(f"cannot be read ({error})")
             return None
@@ -136,10 +147,11 @@ class Shared(CacheInterface):
             warnings.warn(told, WanjaxWarning, stacklevel=2)
 
 
-def share(folder: Place) -> None:
+def share(folder: Place, *, filled: bool = False) -> None:
     """Makes a place JAX's cache of compiled programs, from now on; what is read there runs in this process.
 
-    Raises WanjaxError where it can neither be written nor read. A place that can only be read is enough.
+    With `filled` it is filled for devices that are described. Raises WanjaxError where it can neither be written nor
+    read. A place that can only be read is enough.
     """
     if isinstance(folder, Remote):
         try:
@@ -153,10 +165,12 @@ def share(folder: Place) -> None:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise WanjaxError(f"the compile cache {folder} cannot be made: {reason(error)}") from error
-    made, others = Shared(folder), compilation_cache.get_file_cache
+    made, others = Shared(folder, filled=filled), compilation_cache.get_file_cache
     _shared[str(folder)] = made
     compilation_cache.get_file_cache = lambda path: (made, path) if path == str(folder) else others(path)
     jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_raise_persistent_cache_errors", filled)
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # whose folders' names would count in the keys
     compilation_cache.reset_cache()
 
 

@@ -13,29 +13,21 @@ import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Lock, Thread
+from threading import Thread
 from time import perf_counter
-from typing import Any
 
 import jax
-from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from wanjax.compilers.chips import devices_of
 from wanjax.compilers.compile import DUMPED, write_error
 from wanjax.compilers.lowering import without_refused
 from wanjax.sharding import arrange
 
-DESCRIBING = Lock()  # the first call loads libtpu, which two threads may not do at once
-
 
 def make_mesh(topology: str, devices: int, axes: dict[str, int]) -> Mesh:
     """Returns a mesh of described devices, none of which need be present."""
-    options: dict[str, Any] = {"chips_per_host_bounds": (1, 1, 1)} if devices == 1 else {}
-    if topology.startswith("v4:"):  # whose two cores are one device of JAX's; later chips need no word for it
-        options["chip_config_name"] = "megacore"
-    with DESCRIBING:
-        described = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options)
-    return arrange(described.devices, axes)
+    return arrange(devices_of(topology, devices), axes)
 
 
 def compile_one(folder: Path) -> None:

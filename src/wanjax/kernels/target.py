@@ -7,6 +7,7 @@ import jax
 from jax.core import Tracer
 
 from wanjax.compilers.cache import instructions
+from wanjax.sharding import local_devices
 
 _PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
 
@@ -56,6 +57,8 @@ def _default_device(x: jax.Array | jax.ShapeDtypeStruct | None) -> Any:
     chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     if isinstance(chosen, jax.Device):
         return chosen
+    if chosen is None:
+        return local_devices()[0]
     return jax.local_devices(backend=chosen)[0]  # an array would be asked only after a program that makes it
 
 

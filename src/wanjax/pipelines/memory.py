@@ -11,11 +11,12 @@ import jax
 import psutil
 from flax import nnx
 
+from wanjax.compilers.chips import KINDS
 from wanjax.errors import WanjaxError
 from wanjax.figures import in_bytes
 from wanjax.layers.placement import bytes_by_device
 from wanjax.pipelines.settings import Settings
-from wanjax.sharding import platform
+from wanjax.sharding import local_devices, platform
 
 GROUPS = Path("/proc/self/cgroup")  # the control groups of this process, on Linux
 HIERARCHY = Path("/sys/fs/cgroup")
@@ -40,7 +41,7 @@ def check_memory(model: str, component: str, network: nnx.Module, fitting: Fitti
     The network may be given as shapes. `fitting` returns the names of models whose networks fit into so many bytes.
     Nothing is refused where the memory is unknown.
     """
-    device = jax.local_devices()[0]
+    device = local_devices()[0]
     needed, there = bytes_needed(network), total_memory(device)
     if there is None or needed <= there:
         return
@@ -67,7 +68,7 @@ def check_video(settings: Settings, weights: int, tokens: int, devices: int) -> 
     `weights` are the bytes of the denoiser's weights on a device, and `tokens` those that so many devices share.
     Nothing is refused where the memory is unknown.
     """
-    device = jax.local_devices()[0]
+    device = local_devices()[0]
     needed = weights + (tokens if device.platform == "cpu" else tokens // devices)  # CPU devices share one memory
     if (there := total_memory(device)) is None or needed <= there:
         return
@@ -84,7 +85,10 @@ def total_memory(device: Any) -> int | None:
     The memory of a CPU is the machine's, or what its control group allows, and the swap space.
     """
     if device.platform != "cpu":
-        return (device.memory_stats() or {}).get("bytes_limit")
+        try:
+            return (device.memory_stats() or {}).get("bytes_limit")
+        except jax.errors.JaxRuntimeError:  # of a device that is described
+            return chip.hbm if (chip := KINDS.get(device.device_kind)) else None
     return min([psutil.virtual_memory().total, *_group_limits()]) + psutil.swap_memory().total
 
 
