@@ -26,7 +26,7 @@ from wanjax.compilers.chips import Slice, devices_of, find_slice
 from wanjax.compilers.compile import AT_ONCE, ENVIRONMENT, check_compiler
 from wanjax.compilers.lowering import without_refused
 from wanjax.compilers.places import Tell
-from wanjax.compilers.shared import Kept
+from wanjax.compilers.shared import Kept, current
 from wanjax.errors import WanjaxError
 from wanjax.figures import between, digits, duration, in_bytes
 from wanjax.kernels.attention import AUTO
@@ -255,11 +255,11 @@ def _fill(report: Report, place: Slice, given: Mapping[str, Any]) -> None:
     if given.get("processes"):
         raise WanjaxError("--chip describes all processes of a slice: one compiles for them, without --processes")
     check_compiler()
-    os.environ.update(ENVIRONMENT)
     jax.config.update("jax_platforms", "cpu")
     meet(report, None, described="tpu")
-    if compile_cache_folder() is None:
+    if current() is None:
         raise WanjaxError(f"--chip {place.name} fills a cache for other machines: --compile-cache names it")
+    os.environ.update(ENVIRONMENT)  # before libtpu is loaded
     made = []
     with (
         standing_in(devices_of(place.topology, place.devices, one_host=True)),

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from wanjax.compilers.shared import leasing, share
+from wanjax.compilers.shared import current, leasing, share
 from wanjax.errors import WanjaxError
 from wanjax.stores.places import place
 
@@ -105,6 +105,8 @@ def use_shared(name: str | None = None, *, trusted: bool = False, platform: str 
 
 def compile_cache_folder() -> str | None:
     """Returns the place of compiled programs, if one is chosen."""
+    if (shared := current()) is not None:
+        return str(shared.folder)
     return jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -38,14 +38,14 @@ class Lease:
     """The right to compile a program, by the key of its entry, as long as this process is alive."""
 
     def __init__(self, folder: Place, key: str):
-        self._folder, self._key = folder, key
+        self.folder, self._key = folder, key
         self._own = uuid4().hex
         self._number = 0
         self._ended = Event()
         self._thread = Thread(target=self._beat, name="lease", daemon=True)
 
     def _file(self, number: int | None = None) -> Place:
-        return self._folder / f"{self._key}-lease-{self._number if number is None else number}"
+        return self.folder / f"{self._key}-lease-{self._number if number is None else number}"
 
     def take(self) -> bool:
         """Takes the lease unless another has it; tells whether. Raises WanjaxError where it cannot be written."""
@@ -94,8 +94,8 @@ class Shared(CacheInterface):
     """
 
     def __init__(self, folder: Place, *, filled: bool = False):
-        self._filled = filled
-        self._folder, self._path = folder, Path(str(folder))
+        self.folder, self._filled = folder, filled
+        self._path = Path(str(folder))  # JAX's own name, for its log
         self._leases, self._told = local(), False
 
     def get(self, key: str) -> bytes | None:
@@ -112,7 +112,7 @@ class Shared(CacheInterface):
     def put(self, key: str, value: bytes) -> None:
         """Writes an entry, unless it is there."""
         try:
-            _write(self._folder / f"{key}-cache", value)
+            _write(self.folder / f"{key}-cache", value)
         except (WanjaxError, OSError) as error:
             self._tell(f"cannot be written ({error})")
 
@@ -128,10 +128,10 @@ class Shared(CacheInterface):
                 lease.give_back()
 
     def _found(self, key: str) -> bytes | None:
-        held, file = getattr(self._leases, "held", None), self._folder / f"{key}-cache"
+        held, file = getattr(self._leases, "held", None), self.folder / f"{key}-cache"
         if (entry := _read(file)) is not None or held is None or jax.process_count() > 1:  # which compile together
             return entry
-        lease, pause, seen = Lease(self._folder, key), LOOKS[0], (b"", monotonic())
+        lease, pause, seen = Lease(self.folder, key), LOOKS[0], (b"", monotonic())
         while not lease.take():
             found = lease.wait(pause, seen)
             if (entry := _read(file)) is not None or found is None:
@@ -143,7 +143,7 @@ class Shared(CacheInterface):
     def _tell(self, what: str) -> None:
         if not self._told:
             self._told = True
-            told = f"the compile cache {self._folder} {what}: programs are compiled here"
+            told = f"the compile cache {self.folder} {what}: programs are compiled here"
             warnings.warn(told, WanjaxWarning, stacklevel=2)
 
 
@@ -166,9 +166,10 @@ def share(folder: Place, *, filled: bool = False) -> None:
         except OSError as error:
             raise WanjaxError(f"the compile cache {folder} cannot be made: {reason(error)}") from error
     made, others = Shared(folder, filled=filled), compilation_cache.get_file_cache
-    _shared[str(folder)] = made
-    compilation_cache.get_file_cache = lambda path: (made, path) if path == str(folder) else others(path)
-    jax.config.update("jax_compilation_cache_dir", str(folder))
+    name = str(folder) if isinstance(folder, Path) else f"{folder.scheme}/{folder.path}"  # to JAX it is always a path
+    _shared[name] = made
+    compilation_cache.get_file_cache = lambda path: (made, path) if path == name else others(path)
+    jax.config.update("jax_compilation_cache_dir", name)
     jax.config.update("jax_raise_persistent_cache_errors", filled)
     jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # whose folders' names would count in the keys
     compilation_cache.reset_cache()
@@ -176,11 +177,16 @@ def share(folder: Place, *, filled: bool = False) -> None:
 
 def leasing() -> AbstractContextManager[None]:
     """Returns a context in which this thread takes leases of the programs that it compiles, if a place is shared."""
-    shared = _shared.get(jax.config.jax_compilation_cache_dir)  # pyright: ignore[reportAttributeAccessIssue]
+    shared = current()
     return shared.leasing() if shared else nullcontext()
 
 
-_shared: dict[str, Shared] = {}  # by the name of the folder
+def current() -> Shared | None:
+    """Returns the shared cache that JAX uses, None where it uses another or none."""
+    return _shared.get(jax.config.jax_compilation_cache_dir)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+_shared: dict[str, Shared] = {}  # by the names that JAX has of their folders
 
 
 def _read(file: Place) -> bytes | None:

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A compile cache that workers share: each program is compiled once, and no owner that is gone holds up the others."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from tests.support.commands import refused
+from tests.support.compilations import compilations
+from tests.support.stores import BUCKET, failing, forget, running_s3
+from tests.support.words import naming, says
+from wanjax.compilers import shared
+from wanjax.compilers.cache import SHARED, TRUSTED, compile_cache, set_cache_folder
+from wanjax.compilers.shared import Shared, share
+from wanjax.errors import WanjaxError, WanjaxWarning
+from wanjax.stores.places import Place, names_in, place
+
+SETTINGS = ("jax_compilation_cache_dir", "jax_persistent_cache_enable_xla_caches", "jax_raise_persistent_cache_errors")
+
+
+@pytest.fixture(params=["a folder", "a store"])
+def folder(request, tmp_path):
+    forget()
+    yield tmp_path if request.param == "a folder" else place("memory://cache/programs")
+    forget()
+
+
+@pytest.fixture
+def chosen(monkeypatch, tmp_path):
+    """Lets a test choose JAX's cache, of which there is none before."""
+    monkeypatch.chdir(tmp_path)
+    before = {name: getattr(jax.config, name) for name in SETTINGS}
+    monkeypatch.setattr("jax._src.compilation_cache.get_file_cache", compilation_cache_of_jax)
+    monkeypatch.setattr(shared, "_shared", {})
+    monkeypatch.delenv(SHARED, raising=False)
+    monkeypatch.delenv(TRUSTED, raising=False)
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def compilation_cache_of_jax(path: str):
+    from jax._src.lru_cache import LRUCache
+
+    return LRUCache(path, max_size=-1), path
+
+
+@pytest.fixture
+def quickly(monkeypatch):
+    monkeypatch.setattr(shared, "GONE", 0.5)
+    monkeypatch.setattr(shared, "BEAT", 0.05)
+    monkeypatch.setattr(shared, "LOOKS", (0.01, 0.05))
+
+
+def compiled(folder: Place, pause: float = 0.2) -> str:
+    """Gets an entry as a worker does that compiles what it misses; returns who compiled, by the entry, and whether."""
+    cache = Shared(folder)
+    with cache.leasing():
+        if (found := cache.get("program")) is not None:
+            return found.decode()
+        time.sleep(pause)
+        cache.put("program", b"compiled")
+    return "own"
+
+
+def test_one_of_many_compiles_and_the_others_read(folder, quickly):
+    with ThreadPoolExecutor(8) as workers:
+        made = list(workers.map(lambda _: compiled(folder, 0.8), range(8)))  # for longer than a lease lasts unchanged
+    assert sorted(made) == ["compiled"] * 7 + ["own"]
+    assert names_in(folder) == {"program-cache"}
+
+
+def test_an_owner_that_is_gone_is_followed_by_one(folder, quickly):
+    shared._write(folder / "program-lease-0", b"of a process that was killed")
+    with ThreadPoolExecutor(4) as workers:
+        made = list(workers.map(lambda _: compiled(folder), range(4)))
+    assert sorted(made) == ["compiled"] * 3 + ["own"]
+    assert names_in(folder) == {"program-cache"}
+
+
+def test_an_owner_that_fails_holds_nobody_up(folder, quickly):
+    with ExitStack() as stack:
+        first = Shared(folder)
+        stack.enter_context(first.leasing())
+        assert first.get("program") is None
+        with ThreadPoolExecutor(1) as workers:
+            second = workers.submit(compiled, folder)
+            time.sleep(0.1)
+            stack.close()
+            assert second.result(9) == "own"
+
+
+def test_what_nobody_gives_back_is_not_leased(folder):
+    assert Shared(folder).get("program") is None
+    assert names_in(folder) == set()
+
+
+def test_a_store_that_is_lost_is_told_once_and_stops_nothing():
+    forget()
+    cache = Shared(place("memory://cache/programs"))
+    lost = ConnectionError("lost")
+    with failing("cat_file", lost), failing("pipe_file", lost), cache.leasing():
+        with pytest.warns(WanjaxWarning, match=naming("memory://cache/programs lost")):
+            assert cache.get("program") is None
+        cache.put("program", b"compiled")  # a second warning would be an error
+
+
+def test_jax_compiles_once_and_reads_then(folder, chosen):
+    share(folder)
+
+    def made(x):
+        return 2 * x + 1
+
+    for cached in (False, True):
+        jax.clear_caches()
+        compilation_cache.reset_cache()
+        with compilations() as told, compile_cache():
+            assert jax.jit(made)(jnp.float32(3)) == 7
+        assert [x.cached for x in told if x.name == "made"] == [cached]
+    assert [name for name in names_in(folder) if name.startswith("jit_made-")]
+
+
+def test_a_place_is_used_after_it_is_said_to_be_trusted(chosen, monkeypatch, tmp_path):
+    said = refused("warmup", "--compile-cache", tmp_path / "cache")
+    assert says(said, f"{tmp_path}/cache --trust-compile-cache {TRUSTED}=1")
+    monkeypatch.setenv(SHARED, str(tmp_path / "cache"))
+    with pytest.raises(WanjaxError, match=naming(TRUSTED)):
+        set_cache_folder()
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setenv(TRUSTED, "1")
+    set_cache_folder()
+    assert shared.current() is not None
+    assert len(list((tmp_path / "cache").iterdir())) == 1  # of this kind of processor
+
+
+def test_a_place_that_is_none_is_told_before_anything_is_compiled(chosen, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert says(refused("warmup", "--compile-cache", tmp_path / "file", "--trust-compile-cache"), f"{tmp_path}/file")
+    assert says(refused("warmup", "--compile-cache", "az://a/b", "--trust-compile-cache"), "az:// s3://")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"), [(["--chip", "h9"], "h9 v6e-8"), (["--chip", "v6e-1"], "--compile-cache")]
+)
+def test_a_chip_that_cannot_be_compiled_for_is_told(chosen, options, words):
+    assert says(refused("warmup", *options), words)
+
+
+SMALL = ("--size", "32x32", "--frames", "5", "--steps", "2", "--seed", "1", "-v")
+
+
+def started(folder: Path, cache: str, *command: str) -> subprocess.Popen:
+    environment = {name: x for name, x in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    environment |= {"XDG_CACHE_HOME": str(folder / "cache"), "JAX_PLATFORMS": "cpu", SHARED: cache, TRUSTED: "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "wanjax", *command], env=environment, cwd=folder, stderr=subprocess.PIPE, text=True
+    )
+
+
+def told(process: subprocess.Popen) -> tuple[int, int]:
+    """Returns the numbers of programs that a process compiled, and that it read."""
+    said = process.communicate()[1]
+    assert process.returncode == 0, said
+    found = re.search(r"(\d+) programs compiled, (\d+) read from the cache", said)
+    assert found, said
+    return int(found[1]), int(found[2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [False, True], ids=["whole", "killed"])
+@pytest.mark.parametrize("kind", ["folder", "s3"])
+def test_workers_share_what_they_compile(tmp_path, kind, killed):
+    with running_s3() if kind == "s3" else ExitStack():
+        cache = f"{BUCKET}/programs" if kind == "s3" else str(tmp_path / "programs")
+        workers = [started(tmp_path, cache, "a red circle", *SMALL, "--out", f"{i}.mp4") for i in range(3)]
+        if killed:
+            end = time.monotonic() + 300
+            while not [name for name in entries(cache) if "-lease-" in name]:
+                assert time.monotonic() < end
+                time.sleep(0.05)
+            workers[0].send_signal(signal.SIGKILL)
+            workers.pop(0).communicate()
+        counts = [told(worker) for worker in workers]
+        assert sum(compiled for compiled, _ in counts) <= 8
+        assert all(compiled + read == 8 for compiled, read in counts)
+        assert told(started(tmp_path, cache, "a red circle", *SMALL, "--out", "last.mp4")) == (0, 8)
+        assert len([name for name in entries(cache) if name.endswith("-cache")]) == 8
+    videos = {(tmp_path / f"{i}.mp4").read_bytes() for i in (1, 2, "last")}
+    assert len(videos) == 1
+
+
+def entries(cache: str) -> list[str]:
+    folder = place(cache)
+    return [path.name for path in folder.rglob("*")] if isinstance(folder, Path) else list(folder.files())
+
+
+@pytest.mark.slow
+def test_a_cache_is_filled_for_chips_that_are_not_here(tmp_path):
+    pytest.importorskip("libtpu")
+    command = ("warmup", "--chip", "v6e-1", *SMALL[:6])
+    for made, there in ((8, 0), (0, 8)):
+        process = started(tmp_path, str(tmp_path / "programs"), *command)
+        said = process.communicate()[1]
+        assert process.returncode == 0, said
+        assert re.search(rf"{made} programs were compiled for v6e-1, {there} were there", said), said
+    assert len(list((tmp_path / "programs/tpu").iterdir())) == 8
