@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
@@ -23,6 +24,7 @@ def running_s3() -> Iterator[str]:
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     address = "http://{}:{}".format(*server.get_host_and_port())
+    urlopen(f"{address}/moto-api/reset", b"", timeout=9).close()  # what an earlier one of this process had
     keys = {"AWS_ACCESS_KEY_ID": "someone", "AWS_SECRET_ACCESS_KEY": "a-secret", "AWS_DEFAULT_REGION": "us-east-1"}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (keys | {"AWS_ENDPOINT_URL": address}).items():

@@ -167,7 +167,7 @@ class Remote:
         except Exception as error:
             if isinstance(error, OSError) and error.errno in NO_ROOM:  # here
                 raise
-            told = f"{self} cannot be {done}, {_told(error)}: a store that answers, with keys for it, is needed"
+            told = f"{self} cannot be {done}, {_told(error)}: a bucket that answers, with keys for it, is needed"
             raise (Missing if isinstance(error, FileNotFoundError) else WanjaxError)(told) from error
 
 
@@ -271,6 +271,8 @@ def _groups(names: Iterable[str]) -> Iterator[list[str]]:
 
 def _told(error: Exception) -> str:
     """Returns why a store's library failed, in one line: its own words, or those of what it was raised from."""
+    if isinstance(error, FileNotFoundError) and " " not in str(error):  # an address
+        return "there is no such object or bucket"
     found = next((text for each in causes(error) if (text := str(each).strip())), type(error).__name__)
     line = " ".join(found.partition("\n")[0].split()).rstrip(".")
     return line if len(line) <= LONGEST else f"{line[:LONGEST]}..."
