@@ -159,7 +159,7 @@ def test_the_table_and_its_sentences(priced):
     for name in SECONDS:
         assert len(re.findall(rf"^{name} .*\d$", told, re.MULTILINE)) == 2
     assert max(map(len, told[: told.index("best")].splitlines())) <= 80
-    assert says(told, "slices hours chip-hours cost a video")
+    assert says(told, "slices hours cost of 1,000")
     assert says(told, "best throughput: v6e-1 of v6e-8 8 workers")
     assert says(told, "why: 100 chip-seconds v6e-1 160 v6e-8 soonest links")
     assert says(told, "in doubt: v6e-1 v6e-4")
@@ -168,6 +168,7 @@ def test_the_table_and_its_sentences(priced):
     told = succeeded(command("--requests", "10", *given)).stdout
     assert says(told, "1 min 30 s (given) 1.5 GB/s (given) 1 h 30 min (given)")
     assert "cost" not in told
+    assert says(told, "slices hours chip-hours")
 
 
 def test_json_has_the_ways_with_their_plans(priced):

@@ -13,7 +13,7 @@ from wanjax.figures import between, digits, duration, in_bytes
 from wanjax.plan.scale import DOWNLOADED, LOADED, START, Bulk, NoWay, Scale, Way
 
 VIDEO = ("slice", "mesh", "a video", "chip-seconds")
-ALL = ("slice", "slices", "hours", "chip-hours", "cost", "cost a video")
+ALL = ("slice", "slices", "hours")
 HOST = 8  # the most chips of one host, which several workers can share
 
 
@@ -26,7 +26,11 @@ def show_scale(found: Scale, console: Console) -> None:
     console.print(head, highlight=False, soft_wrap=True)
     if found.ways:
         print_table(console, VIDEO, [_video(way) for way in found.ways])
-        print_table(console, ALL[: None if bulk.price else 4], [_all(found, way) for way in found.ways])
+        print_table(
+            console,
+            (*ALL, *(("cost", "cost of 1,000") if bulk.price else ("chip-hours",))),
+            [_all(found, way) for way in found.ways],
+        )
     for line in _sentences(found):
         console.print(line, highlight=False, soft_wrap=True)
 
@@ -38,12 +42,12 @@ def _video(way: Way) -> tuple[str, ...]:
 
 
 def _all(found: Scale, way: Way) -> tuple[str, ...]:
-    """Returns the figures of all videos, under the headings of `ALL`."""
+    """Returns the figures of all videos, under the headings of `ALL` and their cost, or chip-hours."""
     hours = way.seconds.times(1 / 3600)
-    row = (way.slice, spread(way.slices, _count), spread(hours, digits), spread(way.chip_hours, digits))
+    row = (way.slice, spread(way.slices, _count), spread(hours, digits))
     if (cost := found.cost(way)) is None:
-        return row
-    return *row, spread(cost, digits), spread(cost.times(1 / found.bulk.requests), digits)
+        return *row, spread(way.chip_hours, digits)
+    return *row, spread(cost, digits), spread(cost.times(1000 / found.bulk.requests), digits)
 
 
 def spread(cost: Cost, told: Callable[[float], str]) -> str:
@@ -88,7 +92,7 @@ def _number(found: Scale, best: Way) -> str:
     devices = find_place(found.chip).devices
     workers, chips = devices // best.devices, f"{best.devices} chip{'s' if best.devices > 1 else ''}"
     told = f", {spread(best.slices, _count)} of them"
-    if workers < 2 or devices > HOST:
+    if workers < 2 or devices > HOST or best.slices.high < workers:
         return told
     hosts = Cost(*(n if n == inf else ceil(n / workers) for n in best.slices))
     return f"{told}, or {spread(hosts, _count)} of {found.chip} with {workers} workers of {chips} each"
