@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = {"wanjax": ROOT / "src/wanjax", "wanjax.converters": ROOT / "converters"}
 LAYERS = [  # a module imports from its own layer and those below
     ["wanjax.cli", "wanjax.__main__"],
-    ["wanjax.serve", "wanjax.bench"],
+    ["wanjax.serve", "wanjax.bench", "wanjax.cluster"],
     ["wanjax.plan"],
     ["wanjax", "wanjax.registry"],
     ["wanjax.training"],
@@ -178,9 +178,12 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     declared = {re.split(r"[\[<>=]", text)[0] for text in project["dependencies"]}
     extra = set(project["optional-dependencies"]["serve"])
+    cluster = {re.split(r"[\[<>=]", text)[0] for text in project["optional-dependencies"]["cluster"]}
     own = {module: distributions(path) for module, path in MODULES.items()}
     own["wanjax.training.metrics"].remove("tensorboard")  # which is used where it is installed
-    assert set().union(*(own[module] for module in MODULES if module not in SERVERS)) | INDIRECT == declared
+    asked = set().union(*(own.pop(module) for module in ("wanjax.cluster.actors", "wanjax.cluster.requests")))
+    assert asked - declared == cluster
+    assert set().union(*(own[module] for module in own.keys() - SERVERS)) | INDIRECT == declared
     assert set().union(*(own[module] for module in SERVERS)) - declared == extra - {"python-multipart"}
 
 

@@ -18,6 +18,10 @@ class SettingError(WanjaxError):
         super().__init__(message)
         self.setting = setting
 
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        """Lets the error go from one process to another, which takes both arguments."""
+        return type(self), (str(self), self.setting)
+
 
 class UnsupportedError(WanjaxError, NotImplementedError):
     """A request that this implementation does not support; another implementation may."""

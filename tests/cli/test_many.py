@@ -16,7 +16,9 @@ from hypothesis import strategies as some
 from tests.support.commands import refused
 from tests.support.words import naming, says
 from wanjax.cli import main
-from wanjax.cli.many import prompts_of, seeds_of
+from wanjax.cli.many import seeds_of
+from wanjax.cluster.batch import MANIFEST, read_manifest
+from wanjax.cluster.requests import read_requests
 from wanjax.errors import WanjaxError
 from wanjax.media.pictures import read_clip
 from wanjax.media.videos import read_metadata
@@ -40,7 +42,14 @@ def run(*arguments, status=0, **more):
 
 
 def names(folder):
-    return sorted(path.name for path in folder.iterdir())
+    """Returns the names of a folder's videos, each of which its manifest has once."""
+    found = sorted(path.name for path in folder.iterdir() if path.name != MANIFEST)
+    assert sorted(entry["file_name"] for entry in read_manifest(folder)) == found
+    return found
+
+
+def prompts_in(file):
+    return [request.given["prompt"] for request in read_requests(file)]
 
 
 def test_each_video_is_that_of_its_own_command(tmp_path):
@@ -133,19 +142,13 @@ def test_values_that_no_machine_can_make_are_refused_at_the_door(option, value, 
     assert "memory" not in said
 
 
-def test_one_prompt_is_a_list_of_one():
-    assert prompts_of("a", None) == ["a"]
-    with pytest.raises(WanjaxError, match="one way is enough"):
-        prompts_of("a", "prompts.txt")
-
-
 def test_prompts_are_read_in_their_encoding_or_not_at_all(tmp_path):
     file = tmp_path / "prompts.txt"
     text = "\ufeffa café\r\n\r\n\ufeff\n\u200b\na cat\n"
     for data in (text.encode(), text.encode("utf-16"), text[1:].replace("\r\n", "\r").encode()):
         file.write_bytes(data)
-        assert prompts_of(None, str(file)) == ["a café", "a cat"]
+        assert prompts_in(str(file)) == ["a café", "a cat"]
     for data in ("a café".encode("cp1252"), "一只红色的猫".encode("gbk"), "a cat".encode("utf-16-le")):
         file.write_bytes(data)
         with pytest.raises(WanjaxError, match=naming("prompts.txt UTF-8")):
-            prompts_of(None, str(file))
+            read_requests(str(file))

@@ -172,8 +172,8 @@ def generate(report: Report, made: dict[str, Any] | None, **given: Any) -> None:
     resumed. The video's name has the prompt, the seed and the time, unless --out or --dir is given. Options that are
     not given have the values that the model's authors recommend.
 
-    With --prompts, --seeds or --count one load makes many videos, into the folder --out. Each is saved when it is done,
-    and one that is there already is not made again, unless with --force.
+    With --prompts, --seeds or --count one load makes many videos, into the folder --out, as `wanjax batch` does. Each
+    is saved when it is done, and one that is there already is not made again, unless with --force.
 
     With --from a video is made again from what it tells of itself, in place of PROMPT and options, or beside them.
 
@@ -200,6 +200,48 @@ def generate(report: Report, made: dict[str, Any] | None, **given: Any) -> None:
         many.generate(report, **several, **given)
     else:
         stages.generate(report, **given)
+
+
+@main.command()
+@options.batch
+@options.seeds
+@options.model
+@options.extending
+@options.text
+@options.pictures
+@options.shape
+@options.windows
+@options.denoising
+@options.lora
+@options.attention
+@options.batch_guidance
+@options.compute
+@options.devices
+@options.tile
+@options.decoder
+@options.offload
+@options.folder_out
+@options.force
+@options.verify
+@options.telling
+@options.json
+@defaults.config
+@click.pass_obj
+def batch(report: Report, **given: Any) -> None:
+    """Make a video of each request in PROMPTS, by one worker or many.
+
+    PROMPTS, or standard input for -, has a prompt or a JSON object on each line; a .csv or .parquet has a request in
+    each row. A request may have any setting of a video, pictures and clips by name, and its own seed; the options are
+    for what it leaves open. All requests are checked before the first video is made.
+
+    Each video gets its name when it is whole, and is listed in manifest.jsonl beside it. The same command goes on with
+    what is missing, whatever ended the one before. Several workers are actors of Ray, which `wanjax[cluster]` brings.
+    """
+    listing.check(given["model"], given)
+    from wanjax.cli import many
+    from wanjax.cli.extending import extended
+
+    many.generate(report, prompt=None, folder=None, **extended(report, given))
 
 
 @main.command()

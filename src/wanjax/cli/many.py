@@ -1,32 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`generate` with several prompts or seeds: one load for all videos. Each is saved when it is done."""
+"""`generate` with several prompts or seeds, and `batch`: many videos into a folder, each saved when it is done.
 
-import hashlib
-import json
+One process makes them, or workers of Ray do. Both are given the same batch.
+"""
+
+import os
 import re
-import sys
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from time import perf_counter
 from typing import Any
 
+import click
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from wanjax.checkpoints.files import check_folder
 from wanjax.cli.extending import Extender
-from wanjax.cli.names import VIDEOS, slug
-from wanjax.cli.options import MOST_VIDEOS, is_typed
+from wanjax.cli.names import VIDEOS
+from wanjax.cli.options import MOST_VIDEOS, SETTINGS, is_typed
 from wanjax.cli.processes import is_first, meet
 from wanjax.cli.report import Report
-from wanjax.cli.stages import Rendering, Reporting
-from wanjax.errors import WanjaxError, reason
-from wanjax.media import videos
+from wanjax.cli.stages import Rendering, Reporting, given_settings, loaded, loading
+from wanjax.cluster import actors
+from wanjax.cluster.batch import MANIFEST, Batch, Manifest
+from wanjax.cluster.requests import SCHEDULER, Request, read_requests, with_seeds
+from wanjax.cluster.worker import Job, Outcome, Worker
+from wanjax.errors import WanjaxError
+from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures
-from wanjax.media.texts import decoded, read_text, trimmed
+from wanjax.pipelines.record import described
 from wanjax.pipelines.seeds import checked_seed
 from wanjax.stores.places import Place, names_in, place
 
-HERE = ("devices", "version")  # entries of a record that do not say which video it is
 RANGE = re.compile(r"(\d+)\.\.(\d+)")
+FAILURE = 1  # the exit status where some videos failed
+NO_ROWS = ("model", "dtype", "prompt")  # settings that are no part of what a command asks of each video
 
 
 def generate(
@@ -40,88 +51,198 @@ def generate(
     out: str | None,
     force: bool,
     extend: Extender | None = None,
+    workers: int = 1,
+    ray: str | None = None,
+    retries: int = 2,
+    resources: str | None = None,
+    dashboard: bool = False,
     **given: Any,
 ) -> None:
-    """Makes a video of each prompt and seed into a folder, except those that are there already."""
-    meet(report, given.get("processes"))
+    """Makes a video of each request and seed into a folder, except those that are there already."""
+    several = workers > 1 or ray is not None
+    if several:
+        jax.config.update("jax_platforms", "cpu")  # of this process alone: the devices are the workers'
+    else:
+        meet(report, given.get("processes"))
     for option in ("noise", "profile"):
-        if given.pop(option) is not None:
+        if given.pop(option, None) is not None:
             raise WanjaxError(f"--{option} is for one video: it cannot be given for several")
-    listed = prompts_of(prompt, prompts)
-    texts = list(dict.fromkeys(listed))
-    if repeated := len(listed) - len(texts):
-        report.note(f"note: {repeated} of the {len(listed)} prompts repeat another, and are made once")
+    target = _target(folder, out)
+    requests = _requests(prompt, prompts)
     if seeds is not None and is_typed("seed"):
         raise WanjaxError(f"--seeds {seeds} is given beside --seed {given['seed']}: one way is enough")
-    target = _target(folder, out)
+    first = given.get("seed")
+    numbers = seeds_of(seeds, count, checked_seed(SETTINGS["seed"].usual if first is None else first))
     if extend is not None:
-        texts = extend.all_of(texts, target)
-    with nullcontext(target) if isinstance(target, Path) else TemporaryDirectory(prefix="wanjax-") as here:
-        run = Rendering(report, Path(here), given | {"prompt": texts[0]}, offload=None)
-        numbers = seeds_of(seeds, count, run.settings.seed)
-        report.note(f"prompts: {len(texts)}, seeds: {len(numbers)}, into {target}")
-        run.tell(numbers)
-        pictures = {name: given[name] for name in Pictures._fields if given.get(name)}
-        _save_all(report, run, target, force, texts, seeds=numbers, **pictures)
+        texts = extend.all_of([request.given["prompt"] for request in requests], target)
+        told = [{"prompt": str(text), "original_prompt": text.original} for text in texts]
+        requests = [one._replace(given={**one.given, **text}) for one, text in zip(requests, told, strict=True)]
+    chosen = given_settings(**given)
+    options, unsaid = _each(chosen), (seeds, count, first) == (None, None, None)
+    requests = [one.under(options) for one in with_seeds(requests, None if unsaid else numbers)]
+    arguments: dict[str, Any] = {
+        "load": partial(loaded, loading(chosen, given, offload=None)),
+        "folder": target.absolute(),
+        "tiling": given.get("tiling") or (Tiling() if given.get("tile") else None),
+        "batch_guidance": bool(given.get("batch_guidance")),
+        "force": force,
+    }
+    make: Callable[..., Batch] = _by_actors if several else _here
+    cluster = {"workers": workers, "address": ray, "resources": resources, "dashboard": dashboard} if several else {}
+    batch = make(report, requests, given, arguments, retries, **cluster)
     report.table()
+    if batch.failed:
+        told = f"{len(batch.failed)} of {batch.total} videos failed, and are listed in {target / MANIFEST}"
+        report.note(f"{told}; the same command tries them again")
+        raise click.exceptions.Exit(FAILURE)
 
 
-def _save_all(report: Report, run: Rendering, target: Place, force: bool, prompts: Sequence[str], **given: Any) -> None:
-    """Makes the videos that are not there and saves each when it is done; `given` are keywords of `videos`."""
-    wanted, there, found = [], [], set() if force else names_in(target)
+def _here(
+    report: Report, requests: Sequence[Request], given: dict[str, Any], arguments: dict[str, Any], retries: int
+) -> Batch:
+    """Makes the videos of requests in this process, and in those that it has met."""
+    load = partial(arguments.pop("load"), progress=report.load, note=report.note)
+    worker = Worker(load=load, **arguments)
+    check_folder(worker.folder)
+    batch = _ordered(report, worker.planned(requests), worker.folder, retries, worker.force)
+    if not batch.total:
+        return batch
+    first = next(iter(batch.jobs.values()))
+    worker.try_output(_longest(batch))
+    video = Rendering(report, worker.folder, _of_job(given, first), pipe=worker.pipe)
+    video.tell(list(dict.fromkeys(job.request.given["seed"] for job in batch.jobs.values())))
+    video.ready_previews()
+    worker.hooks = [Within(video, batch)]
 
-    def skip(record: Mapping[str, Any]) -> bool:
-        known = name_of(record) in found
-        (there if known else wanted).append(record)
-        return known
+    def outcomes() -> Iterator[Outcome]:
+        while jobs := batch.take(1):
+            yield from filter(None, map(batch.finish, worker.make(jobs)))
 
-    run.ready_previews()
-    made = run.pipe.videos(
-        prompts,
-        negative_prompt=run.settings.negative_prompt,
-        callback=Reporting(run).stepped,
-        tiling=run.tiling,
-        batch_guidance=run.batch_guidance,
-        skip=skip,
-        **given,
-        **_shared(run.settings.to_json()),
-    )
+    _tell_all(report, batch, outcomes(), worker.folder)
+    if video.previews:
+        video.previews.wait()
+    return batch
+
+
+def _by_actors(
+    report: Report,
+    requests: Sequence[Request],
+    given: dict[str, Any],
+    arguments: dict[str, Any],
+    retries: int,
+    *,
+    workers: int,
+    address: str | None,
+    resources: str | None,
+    dashboard: bool,
+) -> Batch:
+    """Makes the videos of requests by workers of a Ray cluster. No device is used in this process."""
+    for option in ("processes", "preview", "preview_decoder"):
+        if given.get(option):
+            raise WanjaxError(f"--{option.replace('_', '-')} is for one worker, which is this process itself")
+    asked, folder, force = actors.resources_of(resources), arguments["folder"], arguments["force"]
+    check_folder(folder)
+    with actors.connected(address, workers * asked.get("num_cpus", 1), dashboard) as ray:
+        own = asked or actors.usual_resources(ray)
+        with report.stage("workers"):
+            pool = actors.Actors(arguments | {"owned": True}, workers, own, report.note)
+            jobs = pool.call("planned", requests, tick=report.stop_if_asked)
+            batch = _ordered(report, jobs, folder, retries, force)
+            if batch.total:
+                pool.call("try_output", _longest(batch), tick=report.stop_if_asked)
+        outcomes = actors.counted(pool.outcomes(batch, report.stop_if_asked), batch)
+        _tell_all(report, batch, outcomes, folder)
+    return batch
+
+
+def _ordered(report: Report, jobs: Sequence[Job], folder: Path, retries: int, force: bool) -> Batch:
+    """Returns the batch of those jobs whose videos are not there, and tells how many there are."""
+    each = {job.name: job for job in jobs}
+    if repeated := len(jobs) - len(each):
+        report.note(f"note: {repeated} of the {len(jobs)} videos repeat another, and are made once")
+    there = set() if force else _there(folder, each)
+    manifest = Manifest(folder)
+    if is_first():
+        for name in each.keys() & there:
+            manifest.add(each[name])
+    wanted = [job for job in each.values() if job.name not in there]
+    report.note(f"videos: {len(wanted)}, into {folder}")
     if there:
         report.note(f"{len(there)} of the videos are there already, {len(wanted)} are to be made")
-    if wanted:
-        run.try_output(target / name_of(wanted[0]), max(wanted, key=lambda record: len(record["prompt"])))
+    return Batch(wanted, retries, manifest)
+
+
+def _there(folder: Path, names: Iterable[str]) -> set[str]:
+    """Returns those of the names that files have, as the first of several processes sees them."""
+    present, listed = set(os.listdir(folder)), list(names)
+    seen = np.array([name in present for name in listed], bool)
+    if jax.process_count() > 1:
+        seen = multihost_utils.broadcast_one_to_all(seen)
+    return {name for name, there in zip(listed, seen, strict=True) if there}
+
+
+def _tell_all(report: Report, batch: Batch, outcomes: Iterator[Outcome], folder: Path) -> None:
+    """Prints each video as it is made, and what failed."""
+    report.goes_on()
     with report.stage("videos"):
-        start = perf_counter()
-        for done, video in enumerate(made, 1):
-            path = target / name_of(video.settings)
-            if is_first():
-                written = videos.write_video(path, video.frames, video.fps, video.settings)
-                seconds = {"video": round(perf_counter() - start, 3)}  # its three stages, or their part of a batch
-                report.made(written, video.settings, seconds=seconds)
-            start = perf_counter()
-            report.note(f"video {done} of {len(wanted)} is done")
-    if run.previews:
-        run.previews.wait()
+        _count(report, batch)
+        for outcome in outcomes:
+            row = batch.jobs[outcome.name].request.row
+            if outcome.error is not None:
+                report.note(f"{f'row {row}' if row else outcome.name} failed: {outcome.error}")
+            elif outcome.record is not None and is_first():
+                report.made(folder / outcome.name, outcome.record, seconds={"video": outcome.seconds})
+            _count(report, batch)
+    report.way_on = None
 
 
-def prompts_of(prompt: str | None, file: str | None) -> list[str]:
-    """Returns the prompt, or the lines of a file of prompts, "-" for standard input, without empty ones.
+def _count(report: Report, batch: Batch, beside: str = "") -> None:
+    failed = f"{len(batch.failed)} failed" if batch.failed else ""
+    report.count("video", batch.ended, batch.total, beside=", ".join(filter(None, (failed, beside))))
 
-    Raises WanjaxError where both are given, the file cannot be read, or it has no prompt.
-    """
+
+class Within(Reporting):
+    """Shows how far the video under way is beside the number of videos; stops the run between two steps."""
+
+    def __init__(self, rendering: Rendering, batch: Batch):
+        super().__init__(rendering)
+        self.batch = batch
+
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def count(self, unit: str, done: int, total: int) -> None:
+        if self.batch.ended < self.batch.total:
+            _count(self.report, self.batch, f"{unit} {done} of {total}")
+
+
+def _requests(prompt: str | None, file: str | None) -> list[Request]:
+    """Returns the request of a prompt, or those of a file; raises WanjaxError where both are given."""
     if file is None:
         assert prompt is not None
-        return [prompt]
+        original = getattr(prompt, "original", None)  # of one that was extended
+        return [Request(0, {"prompt": str(prompt), **({"original_prompt": original} if original else {})})]
     if prompt is not None:
         raise WanjaxError("--prompts is given beside a prompt: one way is enough")
-    try:
-        text = decoded(sys.stdin.buffer.read()) if file == "-" else read_text(Path(file).expanduser())
-    except (OSError, ValueError) as error:
-        raise WanjaxError(f"the prompts in {file} cannot be read: {reason(error)}") from error
-    lines = [trimmed(line) for line in text.splitlines()]
-    if found := [line for line in lines if line]:
-        return found
-    raise WanjaxError(f"{'standard input' if file == '-' else file} has no prompt: one on each line is right")
+    return read_requests(file)
+
+
+def _each(chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what the options of a command ask of each video, as a request's."""
+    names = {"size", SCHEDULER, *Pictures._fields, *SETTINGS} - {*NO_ROWS}
+    found = {name: value for name, value in chosen.items() if name in names}
+    return {name: described(value) if name in Pictures._fields else value for name, value in found.items()}
+
+
+def _of_job(given: Mapping[str, Any], job: Job) -> dict[str, Any]:
+    """Returns the options of a command with the settings of a job over them."""
+    own = job.request.given
+    return {**given, **{name: None for name in ("size", "height", "width")}, **own, "seed": own["seed"]}
+
+
+def _longest(batch: Batch) -> Job:
+    """Returns the job of the longest prompt, which its record has to hold."""
+    return max(batch.jobs.values(), key=lambda job: len(job.request.given["prompt"]))
 
 
 def seeds_of(listed: str | None, count: int | None, first: int) -> list[int]:
@@ -149,23 +270,10 @@ def seeds_of(listed: str | None, count: int | None, first: int) -> list[int]:
     return [checked_seed(seed) for seed in dict.fromkeys(found)]
 
 
-def name_of(record: Mapping[str, Any]) -> str:
-    """Returns the name of a video: its prompt, its seed, and a digest of all that shapes it."""
-    told = {name: value for name, value in record.items() if name not in HERE}
-    digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
-    return f"{slug(record['prompt'])}-{record['seed']}-{digest}.mp4"
-
-
-def _target(folder: Path | None, out: str | None) -> Place:
-    """Returns the folder of the videos, which may be in a store."""
+def _target(folder: Path | None, out: str | None) -> Path:
+    """Returns the folder of the videos."""
     if folder is not None:
         raise WanjaxError("--dir keeps the stages of one video: --out names the folder of several")
     if out is not None and Path(out).suffix:
         raise WanjaxError(f"--out names the file {out} for several videos: a folder is right")
-    return VIDEOS if out is None else place(out)
-
-
-def _shared(settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings that all videos share, which a call of the pipeline takes."""
-    own = ("model", "dtype", "prompt", "original_prompt", "negative_prompt", "seed")
-    return {name: value for name, value in settings.items() if name not in own and value is not None}
+    return VIDEOS if out is None else Path(out).expanduser()

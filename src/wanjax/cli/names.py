@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The names of the files that the command line makes where none are given."""
 
-import re
-import unicodedata
 from contextlib import suppress
 from datetime import datetime
 from itertools import count
@@ -10,9 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from wanjax.checkpoints.files import check_folder
+from wanjax.media.texts import slug
 
 VIDEOS, STAGES = Path("wanjax_videos"), Path("stage_outputs")
-LONGEST = 40  # characters of the prompt in a name
 
 
 class Place(NamedTuple):
@@ -40,16 +38,6 @@ def own_place(prompt: str, seed: int, out: str | None = None, *, reserve: bool =
                 place.folder.mkdir()
             return place
     raise AssertionError("there is always another number")
-
-
-def slug(prompt: str) -> str:
-    """Returns the beginning of a prompt as a part of a file's name: its letters and digits, joined by dashes."""
-    words = re.findall(r"[^\W_]+", unicodedata.normalize("NFKC", prompt).casefold())
-    text = "-".join(words)
-    if len(text) > LONGEST:
-        whole = text[: LONGEST + 1].rpartition("-")[0]
-        text = whole or text[:LONGEST]
-    return text or "video"
 
 
 def release(place: Place) -> None:

@@ -2,7 +2,6 @@
 """The command line's options. An option has one name in all commands; a group of options is a decorator."""
 
 import os
-import re
 from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
@@ -12,7 +11,8 @@ import click
 from click.core import ParameterSource
 
 from wanjax.cli.arguments import complete_files, complete_models, today
-from wanjax.pipelines.settings import PICTURES, Settings, schema
+from wanjax.errors import WanjaxError
+from wanjax.pipelines.settings import PICTURES, Settings, read_size, schema
 
 Decorator = Callable[[Any], Any]
 
@@ -46,13 +46,10 @@ class Size(click.ParamType):
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int] | str:
-        if found := re.fullmatch(r"\s*(\d+)\s*[x×*]\s*(\d+)\s*", str(value), re.IGNORECASE):
-            return int(found[2]), int(found[1])
-        if re.fullmatch(r"\d+p|portrait|square", str(value)):
-            return value
-        return self.fail(
-            f"{value!r} is not WIDTHxHEIGHT, such as 832x480, nor a name such as 480p or square", param, ctx
-        )
+        try:
+            return read_size(str(value))
+        except WanjaxError as error:
+            return self.fail(str(error), param, ctx)
 
 
 class Seed(click.ParamType):
@@ -146,18 +143,53 @@ prompt = together(
     click.argument("prompt", required=False, callback=_prompt),
     click.option("--prompt", "prompt_option", hidden=True, is_eager=True),
 )
+seeds = together(
+    click.option("--seeds", metavar="LIST", help="Make a video with each of these seeds, such as 0..7 or 1,5,9."),
+    click.option(
+        "--count", type=click.IntRange(1, MOST_VIDEOS), metavar="N", help="Make N videos, with seeds from --seed on."
+    ),
+)
 many = together(
     click.option(
         "--prompts",
         metavar="FILE",
         shell_complete=complete_files,
         is_eager=True,  # before the prompt, which it replaces, is missed
-        help="Make a video of each line of FILE, or of standard input for -, in place of PROMPT.",
+        help="Make a video of each line of FILE, or of standard input for -, in place of PROMPT; a line, or a row of a "
+        ".csv or .parquet, may be a whole request.",
     ),
-    click.option("--seeds", metavar="LIST", help="Make a video with each of these seeds, such as 0..7 or 1,5,9."),
+    seeds,
+)
+batch = together(
+    click.argument("prompts", metavar="PROMPTS", shell_complete=complete_files),
     click.option(
-        "--count", type=click.IntRange(1, MOST_VIDEOS), metavar="N", help="Make N videos, with seeds from --seed on."
+        "--workers",
+        type=click.IntRange(min=1),
+        default=1,
+        show_default=True,
+        metavar="N",
+        help="Make N videos at once.",
     ),
+    click.option(
+        "--ray",
+        metavar="ADDRESS",
+        help="The Ray cluster that has the workers: auto, or HOST:PORT.  [default: one on this machine, for several]",
+    ),
+    click.option(
+        "--resources",
+        metavar="LIST",
+        help="What each worker is given of the cluster, such as cpu=4,gpu=1 or TPU=4.  [default: a host's TPUs, a "
+        "graphics card, or a core]",
+    ),
+    click.option(
+        "--retries",
+        type=click.IntRange(min=0),
+        default=2,
+        show_default=True,
+        metavar="N",
+        help="Try N times again where a video fails, or its worker dies.",
+    ),
+    click.option("--dashboard", is_flag=True, help="Show the dashboard of a Ray cluster on this machine."),
 )
 MODEL = "MODEL"
 model = click.option(
@@ -513,6 +545,10 @@ json = click.option(
 own_folder = folder(None, "a folder of its own in stage_outputs")
 stage_folder = folder("stage_outputs")
 own_out = out("a name of its own in wanjax_videos, or output_video.mp4 in --dir")
+folder_out = click.option(
+    "-o", "--out", metavar="FOLDER", shell_complete=complete_files, default="wanjax_videos", show_default=True,
+    help="The folder of the videos.",
+)  # fmt: skip
 stage_out = out("output_video.mp4 in --dir")
 
 

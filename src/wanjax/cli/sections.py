@@ -29,8 +29,8 @@ SECTIONS = {
         "attention block-q block-kv block-kv-compute window batch-guidance compiler quick keep",
     ),
     "Where": (
-        "at chip mesh host port token",
-        "rules processes compile-cache trust-compile-cache offload tile decoder rehearse",
+        "at chip mesh workers ray host port token",
+        "resources retries dashboard rules processes offload tile decoder rehearse",
     ),
     "Limits": ("max-queue", "max-pixels max-steps max-upload"),
     "Output": (

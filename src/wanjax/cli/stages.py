@@ -167,27 +167,25 @@ class Rendering:
         *,
         out: str | None = None,
         noise: str | None = None,
-        offload: bool | None = True,
+        pipe: Pipeline | None = None,
     ):
         """Options `given` on the command line override settings `left` by the previous stage, which override defaults.
 
-        `offload` tells whether networks are freed after their stage, where no option does. Raises WanjaxError here for
-        everything that can be wrong, before any slow work begins.
+        `pipe` is the pipeline, where it is loaded already. Raises WanjaxError here for everything that can be wrong,
+        before any slow work begins.
         """
         chosen = _inherited(left or {}, given) | given_settings(**given)
-        offload = (
-            None if (chosen.get("windows") or 1) > 1 or chosen.get("then") else offload
-        )  # each network is used again
-        self.offload = offload if given.get("offload") is None else given["offload"]
         self.report = report
         self.tiling = given.get("tiling") or (Tiling() if given.get("tile") else None)
         self.remade: Mapping[str, Any] | None = given.get("remade")
         self.profile: Path | None = given.get("profile")
         self.drawn = chosen.get("seed") == DRAW
         self.batch_guidance = bool(given.get("batch_guidance"))
-        loras = loras_of(chosen) if "lora" in given else []  # only denoising uses them
-        decoder = decoder_of(chosen) if "decoder" in given else None
-        self.pipe = self._load(chosen, given, loras, decoder)
+        if pipe is None:
+            again = (chosen.get("windows") or 1) > 1 or bool(chosen.get("then"))  # then each network is used again
+            asked = loading(chosen, given, offload=None if again else True)
+            pipe = loaded(asked, progress=report.load, note=report.note)
+        self.pipe = pipe
         settings = own_settings(chosen, given, self.pipe.defaults)
         files = {name: described(chosen[name]) for name in Pictures._fields if chosen.get(name)}
         del settings["model"]  # the pipeline's own name of it holds in any folder
@@ -215,30 +213,6 @@ class Rendering:
             self.record.setdefault(DIGESTS, {}).update({path: known[path] for path in encoded & known.keys()})
         if self.remade:
             check_loaded(self.remade, self.record)
-
-    def _load(
-        self, chosen: Mapping[str, Any], given: Mapping[str, Any], loras: Sequence[Lora], decoder: str | None
-    ) -> Pipeline:
-        pipe = registry.load(
-            _model(chosen),
-            dtype=chosen.get("dtype"),
-            param_dtype=given.get("param_dtype"),
-            attention=given.get("attention"),
-            mesh=given.get("mesh"),
-            video=chosen,
-            rules=given.get("rules") or "fsdp",
-            compiler=given.get("compiler") or kept_set(),
-            revision=chosen.get("revision"),
-            lora=loras,
-            decoder=decoder,
-            offload=self.offload,
-            verify=bool(given.get("verify")),
-            progress=self.report.load,
-            note=self.report.note,
-        )
-        if chosen.get("scheduler") not in (None, name_of(pipe.scheduler)):
-            pipe.scheduler = chosen["scheduler"]
-        return pipe
 
     def _place(self, folder: Path | None, out: str | None) -> Place:
         """Returns the names of the run's files, after a check that they can be written."""
@@ -545,6 +519,36 @@ def given_settings(size: tuple[int, int] | str | None = None, **given: Any) -> d
     if size and (given["height"] or given["width"]):
         raise WanjaxError("--size is given beside --height or --width: one way is enough")
     return {k: v for k, v in (given | {"size": size}).items() if v not in (None, ())}
+
+
+def loading(chosen: Mapping[str, Any], given: Mapping[str, Any], offload: bool | None) -> dict[str, Any]:
+    """Returns the options of `loaded` for a command's; `offload` is what no option of the command tells."""
+    return {
+        "model": _model(chosen),
+        "video": chosen,
+        "offload": offload if given.get("offload") is None else given["offload"],
+        "lora": loras_of(chosen) if "lora" in given else [],  # only denoising uses them
+        "decoder": decoder_of(chosen) if "decoder" in given else None,
+        "rules": given.get("rules") or "fsdp",
+        "verify": bool(given.get("verify")),
+        **{name: chosen.get(name) for name in ("dtype", "revision", "scheduler")},
+        **{name: given.get(name) for name in ("param_dtype", "attention", "mesh", "compiler")},
+    }
+
+
+def loaded(
+    options: Mapping[str, Any],
+    *,
+    progress: Callable[[str, int, int], object] | None = None,
+    note: Callable[[str], object] | None = None,
+) -> Pipeline:
+    """Loads a pipeline, in the process that uses it; its own solver stays as it is where that is asked for."""
+    given = {**options, "compiler": options["compiler"] or kept_set()}
+    solver = given.pop("scheduler")
+    pipe = registry.load(**given, progress=progress, note=note)
+    if solver not in (None, name_of(pipe.scheduler)):
+        pipe.scheduler = solver
+    return pipe
 
 
 def _model(chosen: Mapping[str, Any]) -> str:

@@ -2,10 +2,12 @@
 """Reads texts that users wrote, with whichever editor: in UTF-8, or in UTF-16 where a mark says so."""
 
 import re
+import unicodedata
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from pathlib import Path
 
 CONTROLS = re.compile(r"[\x00-\x08\x0e-\x1f\x7f]")
+LONGEST = 40  # characters of a prompt in a name
 
 
 def read_text(file: Path, errors: str = "strict") -> str:
@@ -33,3 +35,13 @@ def trimmed(text: str) -> str:
 def is_seen(character: str) -> bool:
     """Tells whether a character leaves a trace on paper."""
     return character.isprintable() and not character.isspace()
+
+
+def slug(prompt: str) -> str:
+    """Returns the beginning of a prompt as a part of a file's name: its letters and digits, joined by dashes."""
+    words = re.findall(r"[^\W_]+", unicodedata.normalize("NFKC", prompt).casefold())
+    text = "-".join(words)
+    if len(text) > LONGEST:
+        whole = text[: LONGEST + 1].rpartition("-")[0]
+        text = whole or text[:LONGEST]
+    return text or "video"

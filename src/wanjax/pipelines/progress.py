@@ -92,10 +92,12 @@ class Stage:
 
     def count(self, unit: str, done: int, total: int, beside: str = "") -> None:
         """Tells that the device has done `done` of `total` units, such as steps, and a text to show beside."""
+        if (unit, done) != (self.unit, self.done):
+            self.last = perf_counter()
         if unit != self.unit:
             self.unit, self.done, self.total, self.each = unit, done, total, None
             self._restart()
-        self.done, self.total, self._beside, self.last = done, total, beside, perf_counter()
+        self.done, self.total, self._beside = done, total, beside
         if self._loading is None:
             self.row.update(self._task.id, completed=done, total=total)
             self.each = 1 / self._task.speed if self._task.speed else self.each

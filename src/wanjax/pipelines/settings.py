@@ -8,6 +8,7 @@ come from the fields of `Settings`. JAX is not imported here, so that `--help` i
 import dataclasses
 import math
 import operator
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -25,6 +26,8 @@ RESIZES = ("crop", "pad", "stretch")
 LONGEST_NUMBER = 40  # characters
 LARGEST_SIDE = 16_384  # pixels
 SEED_BITS = 64
+PIXELS = re.compile(r"\s*(\d{1,6})\s*[x×*]\s*(\d{1,6})\s*", re.IGNORECASE)  # width and height
+SIZE_NAME = re.compile(r"\d{1,6}p|portrait|square")
 WAYS = ("official", "diffusers")
 DRAW = -1  # in place of a seed: draw one
 PICTURES = {
@@ -348,6 +351,20 @@ def sides(size: Any, sizes: Mapping[str, tuple[int, int]]) -> dict[str, int]:
         if height is not None and width is not None:
             return {"height": height, "width": width}
     raise WanjaxError(f"size is given as {shown(size)} where (height, width) such as (480, 832) is right")
+
+
+def pixels(text: str) -> tuple[int, int] | None:
+    """Returns the height and width of a size such as 832x480, width first; None for another text."""
+    found = PIXELS.fullmatch(text)
+    return (int(found[2]), int(found[1])) if found else None
+
+
+def read_size(text: str) -> tuple[int, int] | str:
+    """Returns the height and width of a size such as 832x480, or the name of a size as it is; raises SettingError."""
+    if (found := pixels(text)) is None and not SIZE_NAME.fullmatch(text):
+        told = f"{shown(text)} is not WIDTHxHEIGHT, such as 832x480, nor a name such as 480p or square"
+        raise SettingError(told, "size")
+    return found or text
 
 
 def no_setting(name: str, model: str | None, own: Iterable[str]) -> WanjaxError:

@@ -20,7 +20,7 @@ from wanjax.errors import SettingError, WanjaxError, shown
 from wanjax.media.pictures import DECODING, Pictures, opened, picture_of
 from wanjax.pipelines.keywords import unknown_keyword
 from wanjax.pipelines.pipeline import Pipeline
-from wanjax.pipelines.settings import DRAW, Setting, Settings
+from wanjax.pipelines.settings import DRAW, Setting, Settings, pixels
 from wanjax.schedulers import name_of
 from wanjax.serve.limits import Limits
 from wanjax.serve.offer import offered, with_scheduler
@@ -106,12 +106,12 @@ def _size(value: Any, fields: Mapping[str, Any], pipe: Pipeline) -> dict[str, An
         raise SettingError("size is given beside height or width: one way is enough", "size")
     if isinstance(value, str) and value in pipe.sizes:
         return {"size": value}
-    found = re.fullmatch(r"\s*(\d{1,5})\s*[x×*]\s*(\d{1,5})\s*", value) if isinstance(value, str) else None
+    found = pixels(value) if isinstance(value, str) else None
     if found is None:
         names = ", ".join(pipe.sizes)
         right = f"a text such as '832x480', or {names}, is right"
         raise SettingError(f"size is given as {shown(value)} where {right}", "size")
-    return {"height": int(found[2]), "width": int(found[1])}
+    return dict(zip(("height", "width"), found, strict=True))
 
 
 def _frames(fields: Mapping[str, Any], settings: Mapping[str, Any], pipe: Pipeline) -> int:

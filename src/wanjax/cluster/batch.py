@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A batch of many videos: what is left of it, what failed, and the manifest of what is done.
+
+The name of a video, and whether a file has it, decide what there is to make. The manifest, a line of JSON for each
+video, tells of it, and may lack its last lines where a run was killed: the next run adds them.
+"""
+
+import json
+import os
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from wanjax.cluster.requests import OWN
+from wanjax.cluster.worker import Job, Outcome
+from wanjax.errors import WanjaxError
+
+MANIFEST = "manifest.jsonl"
+TOGETHER = 32  # jobs that a worker is given at most: as many prompts are encoded before the first video is made
+HOPELESS = 8  # failures without one success that end a batch
+DIED = "the worker that made it died"
+
+
+class Batch:
+    """The jobs of a batch, each of which ends once: done, or failed after `retries` more tries."""
+
+    def __init__(self, jobs: Iterable[Job], retries: int, manifest: "Manifest"):
+        self.jobs = {job.name: job for job in jobs}
+        self.retries, self.manifest = retries, manifest
+        self.done = 0
+        self.failed: list[Outcome] = []
+        self._left = deque(self.jobs.values())
+        self._again: deque[Job] = deque()
+        self._tries: Counter[str] = Counter()
+
+    @property
+    def total(self) -> int:
+        return len(self.jobs)
+
+    @property
+    def ended(self) -> int:
+        return self.done + len(self.failed)
+
+    def take(self, workers: int) -> list[Job]:
+        """Returns jobs for one of several workers, none where all are under way; a job that is tried again is alone.
+
+        Towards the end they are fewer, so that the workers end together.
+        """
+        if not self._left:
+            return [self._again.popleft()] if self._again else []
+        share = TOGETHER if workers == 1 else -(-len(self._left) // (4 * workers))
+        return [self._left.popleft() for _ in range(min(TOGETHER, share, len(self._left)))]
+
+    def finish(self, outcome: Outcome) -> Outcome | None:
+        """Counts the outcome of a job and returns it; None where it is tried again.
+
+        Raises WanjaxError, with the error of the last one, where all of the first jobs have failed.
+        """
+        job = self.jobs[outcome.name]
+        self._tries[job.name] += 1
+        if outcome.error is None:
+            self.done += 1
+            self.manifest.add(job, seconds=outcome.seconds, worker=outcome.worker)
+            return outcome
+        if outcome.again and self._tries[job.name] <= self.retries:
+            self._again.append(job)
+            return None
+        self.failed.append(outcome)
+        self.manifest.add(job, error=outcome.error, tries=self._tries[job.name], worker=outcome.worker)
+        if not self.done and len(self.failed) == min(HOPELESS, self.total):
+            raise job.request.wrong(WanjaxError(outcome.error))
+        return outcome
+
+    def lost(self, jobs: Sequence[Job]) -> Outcome | None:
+        """Gives back the jobs of a worker that died; the first of them was under way, and counts as tried."""
+        if not jobs:
+            return None
+        first, *rest = jobs
+        self._left.extendleft(reversed(rest))
+        return self.finish(Outcome(first.name, error=DIED, again=True))
+
+
+class Manifest:
+    """The file in a folder of videos that lists them, to which lines are added."""
+
+    def __init__(self, folder: Path):
+        self.file = folder / MANIFEST
+        self.listed = {str(entry.get("file_name")) for entry in read_manifest(folder) if "error" not in entry}
+
+    def add(self, job: Job, **told: Any) -> None:
+        """Adds a job with what came of it; one that is listed as done is not listed again."""
+        if "error" not in told and job.name in self.listed:
+            return
+        given = job.request.given
+        entry = {"file_name": job.name, "row": job.request.row, **{x: given[x] for x in OWN if x in given}, **told}
+        line = json.dumps({name: value for name, value in entry.items() if value}, ensure_ascii=False)
+        descriptor = os.open(self.file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            os.write(descriptor, f"{self._end(descriptor)}{line}\n".encode())  # at once, so that no two lines mix
+        finally:
+            os.close(descriptor)
+        if "error" not in told:
+            self.listed.add(job.name)
+
+    @staticmethod
+    def _end(descriptor: int) -> str:
+        """Returns what ends a line that was cut off, as by a full disk."""
+        size = os.fstat(descriptor).st_size
+        return "\n" if size and os.pread(descriptor, 1, size - 1) != b"\n" else ""
+
+
+def read_manifest(folder: Path) -> list[Mapping[str, Any]]:
+    """Returns the entries of a folder's manifest, without lines that are not whole."""
+    try:
+        lines = (folder / MANIFEST).read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    return [entry for line in lines if isinstance(entry := _entry(line), dict)]
+
+
+def _entry(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests for many videos, from a file: a prompt on each line, or a table whose rows are whole requests.
+
+JAX is asked for nothing here: a process that only hands requests out leaves the devices to others.
+"""
+
+import csv
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from io import StringIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from wanjax.errors import WanjaxError, reason, shown
+from wanjax.media.texts import decoded, read_text, trimmed
+from wanjax.pipelines.keywords import unknown_keyword
+from wanjax.pipelines.settings import PICTURES, Settings, is_text, read_size, schema
+
+OWN = ("prompt", "original_prompt", "seed")  # settings in which the videos of one run may differ
+SHAPE = ("size", "height", "width")
+SCHEDULER = "scheduler"
+JSON_LINES = (".jsonl", ".ndjson")
+
+
+class Request(NamedTuple):
+    """A video that is asked for: its settings, pictures and clips by name. `row` is 0 where no file asks for it."""
+
+    row: int
+    given: Mapping[str, Any]
+
+    def wrong(self, error: WanjaxError) -> WanjaxError:
+        """Returns an error with the number of the row."""
+        return WanjaxError(f"row {self.row}: {error}") if self.row else error
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """Everything but what videos of one run may differ in."""
+        return {name: value for name, value in self.given.items() if name not in OWN}
+
+    def under(self, options: Mapping[str, Any]) -> "Request":
+        """Returns the request with options where it says nothing itself; a size and its sides are one thing."""
+        sized = any(name in self.given for name in SHAPE)
+        kept = {name: value for name, value in options.items() if not (sized and name in SHAPE)}
+        return self._replace(given=kept | dict(self.given))
+
+
+def read_requests(file: str) -> list[Request]:
+    """Returns the requests of a file, "-" for standard input.
+
+    A file that ends in .csv or .parquet is a table. Any other has a request on each line: a JSON object where the first
+    line is one or the file ends in .jsonl, else a prompt. Files that a request names are relative to the table.
+
+    Raises WanjaxError, with the number of the row, for a setting that there is not or whose value is not right, and
+    where the file cannot be read or asks for nothing.
+    """
+    name, folder = ("standard input", Path()) if file == "-" else (file, Path(file).expanduser().parent)
+    try:
+        rows = list(_rows(file))
+    except (OSError, ValueError, RecursionError, csv.Error) as error:
+        if isinstance(error, WanjaxError):
+            raise
+        raise WanjaxError(f"the prompts in {name} cannot be read: {reason(error)}") from error
+    if not rows:
+        raise WanjaxError(f"{name} has no prompt: one on each line is right")
+    return [_request(number, row, folder.absolute()) for number, row in rows]
+
+
+def _rows(file: str) -> Iterator[tuple[int, Any]]:
+    """Yields the rows of a file with their numbers."""
+    suffix = "" if file == "-" else Path(file).suffix.lower()
+    if suffix == ".parquet":
+        yield from enumerate(_of_parquet(Path(file).expanduser()), 1)
+        return
+    text = decoded(sys.stdin.buffer.read()) if file == "-" else read_text(Path(file).expanduser())
+    if suffix == ".csv":
+        yield from enumerate(_of_csv(text), 1)
+        return
+    lines = [(number, line) for number, each in enumerate(text.splitlines(), 1) if (line := trimmed(each))]
+    in_json = suffix in JSON_LINES or (lines and _is_object(lines[0][1]))
+    for number, line in lines:
+        try:
+            yield number, json.loads(line) if in_json else {"prompt": line}
+        except ValueError as error:
+            raise WanjaxError(f"row {number} of {file} is no JSON, as {shown(line)}: {error}") from error
+
+
+def _is_object(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
+
+
+def _of_csv(text: str) -> Iterator[dict[str, Any]]:
+    """Yields the rows of a table; an empty field says nothing."""
+    for number, row in enumerate(csv.DictReader(StringIO(text), strict=True), 1):
+        if None in row:
+            raise WanjaxError(f"row {number} has more fields than the header: one with commas needs quotes")
+        yield {name.strip(): value for name, value in row.items() if value}
+
+
+def _of_parquet(file: Path) -> Iterator[dict[str, Any]]:
+    try:
+        from pyarrow.parquet import ParquetFile  # imported late, as it is of the extra `cluster`
+    except ImportError as error:
+        raise WanjaxError(f"{file} needs pyarrow: pip install 'wanjax[cluster]' brings it") from error
+    with ParquetFile(file) as table:
+        for batch in table.iter_batches():
+            yield from batch.to_pylist()
+
+
+def _request(number: int, row: Any, folder: Path) -> Request:
+    """Returns the request of a row, each value of its setting's type."""
+    request = Request(number, {})
+    given = {"prompt": row} if isinstance(row, str) else row
+    if not isinstance(given, Mapping):
+        raise request.wrong(WanjaxError(f"{shown(row)} is no prompt, and no object of settings"))
+    try:
+        found = {name: _read(name, value, folder) for name, value in given.items() if value is not None}
+    except WanjaxError as error:
+        raise request.wrong(error) from error
+    if not trimmed(found.get("prompt", "")):
+        raise request.wrong(WanjaxError("the prompt is missing: a text that says what the video shows is right"))
+    return request._replace(given=found)
+
+
+def _read(name: str, value: Any, folder: Path) -> Any:
+    """Returns a value as a setting's own, as far as it is a text or a number; texts and numbers mean the same."""
+    known = schema(Settings)
+    if isinstance(value, str) and "\0" in value:
+        raise WanjaxError(f"{name} is given as {shown(value)} where a text without the character \\0 is right")
+    if name in PICTURES:
+        return _files(name, value, folder)
+    if name in ("size", SCHEDULER):
+        if not is_text(value):
+            right = "832x480" if name == "size" else "euler"
+            raise WanjaxError(f"{name} is given as {shown(value)} where a text such as {right} is right")
+        return read_size(value) if name == "size" else value
+    if name not in known:
+        raise unknown_keyword(name, (*known, "size", SCHEDULER, *PICTURES))
+    read = known[name].parse(value) if isinstance(value, str) else known[name].read(value)
+    return read if isinstance(read, bool | int | float | str) else value
+
+
+def _files(name: str, value: Any, folder: Path) -> Any:
+    """Returns the absolute path of a picture or clip, or those of references."""
+    if name == "references":
+        each = value if isinstance(value, list) else [value]
+        return [_files("reference", one, folder) for one in each]
+    if not is_text(value) or not value:
+        raise WanjaxError(f"{name} is given as {shown(value)} where the name of a file is right")
+    return str(folder / Path(value).expanduser())
+
+
+def with_seeds(requests: Iterable[Request], seeds: Iterable[int] | None) -> list[Request]:
+    """Returns a request for each of the seeds in place of each that has no seed of its own."""
+    if seeds is None:
+        return list(requests)
+    numbers = list(seeds)
+    each = [[one] if "seed" in one.given else [one.under({"seed": seed}) for seed in numbers] for one in requests]
+    return [request for some in each for request in some]

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker: it keeps a loaded pipeline and makes videos with it, in this process or as an actor of Ray."""
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from wanjax.checkpoints.files import HOST
+from wanjax.cluster.requests import OWN, SCHEDULER, Request
+from wanjax.compilers.executables import of_this_machine
+from wanjax.errors import WanjaxError, causes, reason
+from wanjax.layers.tiling import Tiling
+from wanjax.media.pictures import Pictures
+from wanjax.media.texts import slug
+from wanjax.media.videos import check_output, try_output, write_video
+from wanjax.pipelines.many import Order
+from wanjax.pipelines.pipeline import Pipeline
+from wanjax.pipelines.run import Hook, Run
+from wanjax.pipelines.seeds import checked_seed
+from wanjax.pipelines.settings import Settings
+from wanjax.programs import EXECUTE
+
+HERE = ("devices", "version")  # entries of a record that do not say which video it is
+FULL = (errno.ENOSPC, errno.EDQUOT)
+LONGEST_ERROR = 500  # characters
+logger = logging.getLogger("wanjax.cluster")
+
+
+class Job(NamedTuple):
+    """A video that is to be made: the name of its file, and the request with its seed."""
+
+    name: str
+    request: Request
+
+
+class Outcome(NamedTuple):
+    """What came of a job, known by its name: the record of a video that was made, or an error.
+
+    `again` tells that another try may end otherwise. `record` is None too where the video was there already.
+    """
+
+    name: str
+    record: Mapping[str, Any] | None = None
+    seconds: float = 0.0
+    worker: str = ""
+    error: str | None = None
+    again: bool = False
+
+
+class Worker:
+    """A pipeline, and the folder of its videos. The pipeline is loaded when it is first needed, and kept.
+
+    `tiling` and `batch_guidance` are those of all videos. With `force` a video that is there is made again. `owned`
+    tells that nothing but this library runs in the process, whose compiled programs are then kept for others.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], Pipeline],
+        folder: Path,
+        *,
+        tiling: Tiling | None = None,
+        batch_guidance: bool = False,
+        force: bool = False,
+        owned: bool = False,
+    ):
+        self.load, self.folder, self.force, self.owned = load, folder, force, owned
+        self.how: Any = {"tiling": tiling, "batch_guidance": batch_guidance}
+        self.hooks: Sequence[Hook] = ()
+
+    @cached_property
+    def pipe(self) -> Pipeline:
+        if self.owned and jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
+            EXECUTE.kept = of_this_machine()
+        return self.load()
+
+    def ready(self) -> None:
+        """Loads the pipeline; its networks are loaded with the first video."""
+        assert self.pipe
+
+    def planned(self, requests: Sequence[Request]) -> list[Job]:
+        """Returns a job for each request, those of one run together.
+
+        Raises WanjaxError, with the number of its row, for a request of which no video can be made.
+        """
+        groups: dict[str, list[Request]] = {}
+        for request in requests:
+            groups.setdefault(json.dumps(request.shared, sort_keys=True), []).append(request)
+        return [job for same in groups.values() for job in self._jobs(same)]
+
+    def _jobs(self, requests: Sequence[Request]) -> Iterator[Job]:
+        """Yields the jobs of requests that differ in prompt and seed alone."""
+        try:
+            pipe, files, _, chosen = self._prepared(requests[0])
+        except WanjaxError as error:
+            raise requests[0].wrong(error) from error
+        for request in requests:
+            try:
+                settings = _own(chosen, request)
+            except WanjaxError as error:
+                raise request.wrong(error) from error
+            name = name_of(pipe.record(settings, files, **self.how))
+            yield Job(name, request._replace(given={**request.given, "seed": settings.seed}))
+
+    def try_output(self, job: Job) -> None:
+        """Raises WanjaxError where the video of a job could not be written."""
+        pipe, files, _, chosen = self._prepared(job.request)
+        settings = _own(chosen, job.request)
+        record = pipe.record(settings, files, **self.how)
+        try_output(self.folder / job.name, settings.length, settings.size, settings.fps, record)
+
+    def make(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
+        """Yields the outcome of each job as soon as it is known.
+
+        Jobs that differ in prompt and seed alone are made by one run. Where it fails, each is made alone. Raises
+        WanjaxError where nothing more can be written.
+        """
+        for _, same in groupby(jobs, lambda job: job.request.shared):
+            left = {job.name: job for job in same}
+            try:
+                for outcome in self._together(list(left.values())):
+                    del left[outcome.name]
+                    yield outcome
+            except Exception as error:
+                if _is_full(error) or jax.process_count() > 1:  # the other processes would not try again
+                    raise
+                if len(left) == 1:
+                    yield self._failed(next(iter(left.values())), error)
+                else:
+                    for job in left.values():
+                        yield from self.make([job])
+
+    def _together(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
+        """Yields the outcomes of jobs of one run; those whose videos are there are not made again."""
+        known = not self.force and jax.process_count() == 1  # several processes have agreed on what there is
+        there = {job.name for job in jobs if known and os.path.exists(self.folder / job.name)}
+        yield from map(Outcome, there)
+        wanted = [job for job in jobs if job.name not in there]
+        if not wanted:
+            return
+        start = perf_counter()
+        pipe, files, pictures, chosen = self._prepared(wanted[0].request)
+        settings = [_own(chosen, job.request) for job in wanted]
+        orders = [Order(one, pipe.record(one, files, **self.how)) for one in settings]
+        run = Run(pipe, orders, pictures, hooks=self.hooks, **self.how)
+        for job, (order, frames) in zip(wanted, run, strict=True):
+            with run.finishing(order):
+                write(self.folder / job.name, (np.asarray(chunk) for chunk in frames), order)
+            seconds, start = perf_counter() - start, perf_counter()
+            yield Outcome(job.name, order.record, round(seconds, 3), f"{HOST}:{os.getpid()}")
+
+    def _prepared(self, request: Request) -> tuple[Pipeline, dict[str, Any], Pictures, Settings]:
+        """Returns the pipeline for a request, its files by name, what is read from them, and its settings."""
+        given = request.shared
+        pipe, solver = self.pipe, given.pop(SCHEDULER, None)
+        if solver is not None:
+            pipe = pipe.under(pipe.strategy)
+            pipe.scheduler = solver
+        pictures, chosen = pipe.prepare(**given)
+        return pipe, {name: given[name] for name in Pictures._fields if given.get(name)}, pictures, chosen
+
+    def _failed(self, job: Job, error: Exception) -> Outcome:
+        """Returns the outcome of a job that failed; what is the request's own fault fails again."""
+        told = str(error) if isinstance(error, WanjaxError) else f"{type(error).__name__}: {reason(error)}"
+        again = not isinstance(error, WanjaxError) or any(isinstance(cause, OSError) for cause in causes(error))
+        if not isinstance(error, WanjaxError):
+            logger.error("%s failed: %s", job.name, traceback.format_exc())
+        return Outcome(job.name, worker=f"{HOST}:{os.getpid()}", error=told[:LONGEST_ERROR], again=again)
+
+
+def write(path: Path, frames: Iterator[np.ndarray], order: Order) -> None:
+    """Writes a video beside its name, which it is given when it is whole; the first of several processes does."""
+    if jax.process_index() == 0:
+        write_video(check_output(path), frames, order.settings.fps, order.record)
+    else:
+        deque(frames, maxlen=0)
+
+
+def name_of(record: Mapping[str, Any]) -> str:
+    """Returns the name of a video: its prompt, its seed, and a digest of all that shapes it."""
+    told = {name: value for name, value in record.items() if name not in HERE}
+    digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
+    return f"{slug(record['prompt'])}-{record['seed']}-{digest}.mp4"
+
+
+def _own(chosen: Settings, request: Request) -> Settings:
+    """Returns the settings of one video of a run."""
+    seed = checked_seed(request.given.get("seed", chosen.seed))
+    told = {name: request.given.get(name) for name in OWN}
+    return chosen.updated({**told, "seed": seed})
+
+
+def _is_full(error: Exception) -> bool:
+    return any(isinstance(cause, OSError) and cause.errno in FULL for cause in causes(error))

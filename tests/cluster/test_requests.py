@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of requests: each kind says the same, and what is wrong is told with its row."""
+
+import json
+
+import pytest
+
+from tests.support.words import naming
+from wanjax.cluster.requests import Request, read_requests, with_seeds
+from wanjax.errors import WanjaxError
+
+ROWS = [
+    {"prompt": "a red circle", "seed": 3, "steps": 4, "guidance_scale": 2.5, "size": "64x32"},
+    {"prompt": "a blue, square", "image": "cat.png", "dynamic_guidance": True},
+]
+
+
+def as_text(rows):
+    return "".join(json.dumps(row) + "\n\n" for row in rows)
+
+
+def as_csv(rows):
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    quoted = [[f'"{row.get(name, "")}"' for name in names] for row in rows]
+    return "\n".join(map(",".join, [names, *quoted]))
+
+
+@pytest.mark.parametrize(
+    ("name", "write"), [("r.jsonl", as_text), ("r.txt", as_text), ("r.csv", as_csv), ("r.parquet", None)]
+)
+def test_each_kind_of_file_says_the_same(tmp_path, name, write):
+    if write is None:
+        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(arrow.Table.from_pylist(ROWS, schema=arrow.schema(
+            [("prompt", arrow.string()), ("seed", arrow.int32()), ("steps", arrow.int64()), ("size", arrow.string()),
+             ("guidance_scale", arrow.float64()), ("image", arrow.string()), ("dynamic_guidance", arrow.bool_())]
+        )), tmp_path / name)  # fmt: skip
+    else:
+        (tmp_path / name).write_text(write(ROWS))
+    first, second = read_requests(str(tmp_path / name))
+    assert first.given == {"prompt": "a red circle", "seed": 3, "steps": 4, "guidance_scale": 2.5, "size": (32, 64)}
+    assert second.given == {"prompt": "a blue, square", "image": str(tmp_path / "cat.png"), "dynamic_guidance": True}
+    assert [first.row, second.row] == ([1, 3] if write is as_text else [1, 2])
+
+
+def test_a_line_that_is_no_object_is_a_prompt(tmp_path):
+    (tmp_path / "p.txt").write_text('a {"cat"}\n\n  "a dog"  \n')
+    assert [one.given for one in read_requests(str(tmp_path / "p.txt"))] == [
+        {"prompt": 'a {"cat"}'},
+        {"prompt": '"a dog"'},
+    ]
+    (tmp_path / "p.jsonl").write_text('"a dog"\n')
+    assert read_requests(str(tmp_path / "p.jsonl")) == [Request(1, {"prompt": "a dog"})]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"steps": 2}', "row 2 prompt"),
+        ('{"prompt": " "}', "row 2 prompt"),
+        ('{"prompt": 5}', "row 2 prompt 5 text"),
+        ('{"prompt": "a", "steps": "many"}', "row 2 steps 'many' whole 50"),
+        ('{"prompt": "a", "steps": 1.5}', "row 2 steps 1.5 whole"),
+        ('{"prompt": "a", "step": 4}', "row 2 'step' steps"),
+        ('{"prompt": "a", "num_inference_steps": 4}', "row 2 'num_inference_steps' steps"),
+        ('{"prompt": "a", "size": "huge"}', "row 2 'huge' 832x480"),
+        ('{"prompt": "a", "size": [64, 64]}', "row 2 size [64, 64] 832x480"),
+        ('{"prompt": "a", "seed": -5}', "row 2 seed -5 random"),
+        ('{"prompt": "a", "cache": "none of these"}', "row 2 'none of these' magcache"),
+        ('{"prompt": "a", "image": 7}', "row 2 image 7 file"),
+        ('{"prompt": "a", "references": ["a.png", null]}', "row 2 reference None file"),
+        ("[1, 2]", "row 2 [1, 2]"),
+        ('{"prompt": "a"', "row 2 JSON"),
+        ("[" * 100_000, "cannot be read"),
+        ('{"prompt": "a\\u0000"}', "row 2"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_what_is_wrong_is_told_with_its_row(tmp_path, line, said):
+    (tmp_path / "r.jsonl").write_text(f'{{"prompt": "a"}}\n{line}\n')
+    with pytest.raises(WanjaxError, match=naming(said)):
+        read_requests(str(tmp_path / "r.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "said"),
+    [
+        ("r.csv", b"prompt,seed\na,b,3\n", "row 1 quotes"),
+        ("r.csv", b'prompt,seed\n"a,3\n', "r.csv cannot"),
+        ("r.csv", b"text,seed\na,3\n", "row 1 'text'"),
+        ("r.csv", b"prompt,seed\n", "r.csv prompt"),
+        ("r.parquet", b"PAR1, and no more", "r.parquet cannot"),
+        ("r.txt", b"\xff\xfe\xff", "r.txt cannot"),
+    ],
+)
+def test_files_that_are_not_whole_are_refused(tmp_path, name, data, said):
+    if name.endswith("parquet"):
+        pytest.importorskip("pyarrow")
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(WanjaxError, match=naming(said)):
+        read_requests(str(tmp_path / name))
+
+
+def test_a_request_counts_more_than_the_options():
+    options = {"steps": 4, "size": (32, 64), "seed": 1}
+    assert Request(1, {"prompt": "a", "steps": 2, "height": 16}).under(options).given == {
+        "prompt": "a", "steps": 2, "height": 16, "seed": 1,
+    }  # fmt: skip
+    assert Request(1, {"prompt": "a"}).under(options).given == {"prompt": "a", **options}
+
+
+def test_seeds_are_for_requests_without_one_of_their_own():
+    requests = [Request(1, {"prompt": "a"}), Request(2, {"prompt": "b", "seed": 0})]
+    made = [(one.row, one.given["seed"]) for one in with_seeds(requests, [7, 8])]
+    assert made == [(1, 7), (1, 8), (2, 0)]

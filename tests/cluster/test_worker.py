@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker in this process: what it plans it makes, once, and one request's fault is not another's."""
+
+import errno
+import os
+
+import numpy as np
+import pytest
+
+import wanjax
+from tests.support.words import naming
+from wanjax.cluster import worker as module
+from wanjax.cluster.requests import Request
+from wanjax.cluster.worker import Worker
+from wanjax.errors import WanjaxError
+from wanjax.media.pictures import read_clip
+from wanjax.media.videos import read_metadata
+from wanjax.pipelines.run import Run
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
+
+SMALL = {"size": (32, 32), "frames": 5, "steps": 2}
+
+
+@pytest.fixture(scope="module")
+def nano():
+    return wanjax.load("nano")
+
+
+@pytest.fixture
+def worker(nano, tmp_path):
+    return Worker(lambda: nano, tmp_path)
+
+
+def asked(*given):
+    return [Request(number, SMALL | one) for number, one in enumerate(given, 1)]
+
+
+def test_requests_are_made_as_single_calls_make_them(nano, worker, tmp_path):
+    requests = asked(
+        {"prompt": "a red circle", "seed": 3},
+        {"prompt": "a blue square", "steps": 1, "scheduler": "euler"},
+        {"prompt": "a blue square", "seed": 4},
+    )
+    jobs = worker.planned(requests)
+    assert [job.request.row for job in jobs] == [1, 3, 2]  # the first two are of one run
+    made = {outcome.name: outcome.record for outcome in worker.make(jobs)}
+    assert made.keys() == {job.name for job in jobs} == set(os.listdir(tmp_path))
+    assert all(read_metadata(tmp_path / name) == record for name, record in made.items())
+    assert [made[job.name]["scheduler"] for job in jobs] == ["unipc", "unipc", "euler"]
+    nano("a blue square", seed=4, **SMALL).save(tmp_path / "one.mp4")
+    np.testing.assert_array_equal(*(read_clip(tmp_path / name, 5, 8) for name in (jobs[1].name, "one.mp4")))
+
+
+def test_what_is_there_is_not_made_again(worker, tmp_path):
+    jobs = worker.planned(asked({"prompt": "a"}, {"prompt": "b"}))
+    (tmp_path / jobs[0].name).write_text("there")
+    assert {outcome.name: outcome.record is None for outcome in worker.make(jobs)} == {
+        jobs[0].name: True,
+        jobs[1].name: False,
+    }
+    assert (tmp_path / jobs[0].name).read_text() == "there"
+    worker.force = True
+    assert all(outcome.record for outcome in worker.make(jobs[:1]))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"size": (30, 32)}, "row 2 height 30 16 32"),
+        ({"frames": 4}, "row 2 4 5"),
+        ({"image": "nowhere.png"}, "row 2 nowhere.png"),
+        ({"boundary": 0.5}, "row 2 boundary"),
+        ({"model": "wan2.1-t2v-1.3b"}, "row 2 wan2.1-t2v-1.3b nano"),
+        ({"scheduler": "nobody's"}, "row 2 nobody's unipc"),
+        ({"prompt": "b", "seed": 2**64}, "row 2 seed 18446744073709551616"),
+    ],
+    ids=str,
+)
+def test_what_the_model_cannot_make_is_told_before_anything_starts(worker, given, said):
+    with pytest.raises(WanjaxError, match=naming(said)):
+        worker.planned(asked({"prompt": "a"}, {"prompt": "b"} | given))
+
+
+def test_one_request_s_failure_is_its_own(worker, monkeypatch, tmp_path):
+    """The second of three that would be made together fails alone."""
+    jobs = worker.planned(asked({"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}))
+    monkeypatch.setattr(Run, "__iter__", lambda run: failing(run))
+    monkeypatch.setattr(module, "write", lambda path, frames, order: path.write_text("made"))
+
+    def failing(run):
+        for order in run.orders:
+            if order.settings.prompt == "b":
+                raise RuntimeError("the device is gone")
+            yield order, iter(())
+
+    outcomes = {outcome.name: outcome for outcome in worker.make(jobs)}
+    assert [outcomes[job.name].error for job in jobs] == [None, "RuntimeError: the device is gone", None]
+    assert [outcomes[job.name].again for job in jobs] == [False, True, False]
+    assert len(os.listdir(tmp_path)) == 2
+
+
+def test_a_full_disk_ends_the_batch(worker, monkeypatch):
+    jobs = worker.planned(asked({"prompt": "a"}, {"prompt": "b"}))
+
+    def full(path, frames, order):
+        raise WanjaxError(f"{path} cannot be written") from OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module, "write", full)
+    monkeypatch.setattr(Run, "__iter__", lambda run: ((order, iter(())) for order in run.orders))
+    with pytest.raises(WanjaxError, match="cannot be written"):
+        list(worker.make(jobs))
+
+
+def test_an_error_goes_from_one_process_to_another():
+    import pickle
+
+    from wanjax.errors import SettingError
+
+    error = pickle.loads(pickle.dumps(SettingError("the size is wrong", "size")))
+    assert (str(error), error.setting) == ("the size is wrong", "size")
