@@ -27,7 +27,7 @@ from wanjax.cli.stages import Rendering, Reporting, given_settings, loaded, load
 from wanjax.cluster import actors
 from wanjax.cluster.batch import MANIFEST, Batch, Manifest
 from wanjax.cluster.requests import SCHEDULER, Request, read_requests, with_seeds
-from wanjax.cluster.worker import Job, Outcome, Worker
+from wanjax.cluster.worker import STAGES, Job, Outcome, Worker
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures
@@ -51,7 +51,10 @@ def generate(
     out: str | None,
     force: bool,
     extend: Extender | None = None,
-    workers: int = 1,
+    workers: int | None = None,
+    encode_workers: int | None = None,
+    denoise_workers: int | None = None,
+    decode_workers: int | None = None,
     ray: str | None = None,
     retries: int = 2,
     resources: str | None = None,
@@ -59,7 +62,8 @@ def generate(
     **given: Any,
 ) -> None:
     """Makes a video of each request and seed into a folder, except those that are there already."""
-    several = workers > 1 or ray is not None
+    counts = counts_of(workers, dict(zip(STAGES, (encode_workers, denoise_workers, decode_workers), strict=True)))
+    several = sum(counts.values()) > 1 or ray is not None
     if several:
         jax.config.update("jax_platforms", "cpu")  # of this process alone: the devices are the workers'
     else:
@@ -88,7 +92,7 @@ def generate(
         "force": force,
     }
     make: Callable[..., Batch] = _by_actors if several else _here
-    cluster = {"workers": workers, "address": ray, "resources": resources, "dashboard": dashboard} if several else {}
+    cluster = {"counts": counts, "address": ray, "resources": resources, "dashboard": dashboard} if several else {}
     batch = make(report, requests, given, arguments, retries, **cluster)
     report.table()
     if batch.failed:
@@ -131,7 +135,7 @@ def _by_actors(
     arguments: dict[str, Any],
     retries: int,
     *,
-    workers: int,
+    counts: Mapping[str, int],
     address: str | None,
     resources: str | None,
     dashboard: bool,
@@ -140,13 +144,16 @@ def _by_actors(
     for option in ("processes", "preview", "preview_decoder"):
         if given.get(option):
             raise WanjaxError(f"--{option.replace('_', '-')} is for one worker, which is this process itself")
-    asked, folder, force = actors.resources_of(resources), arguments["folder"], arguments["force"]
+    asked, folder, force = actors.resources_of(resources, counts), arguments["folder"], arguments["force"]
     check_folder(folder)
-    with actors.connected(address, workers * asked.get("num_cpus", 1), dashboard) as ray:
-        own = asked or actors.usual_resources(ray)
+    cores = sum(count * asked.get(stage, asked.get("", {})).get("num_cpus", 1) for stage, count in counts.items())
+    with actors.connected(address, cores, dashboard) as ray:
+        own = {"": actors.usual_resources(ray)} | asked
         with report.stage("workers"):
-            pool = actors.Actors(arguments | {"owned": True}, workers, own, report.note)
+            pool = actors.Actors(arguments | {"owned": True}, counts, own, report.note)
             jobs = pool.call("planned", requests, tick=report.stop_if_asked)
+            if len(counts) > 1:
+                pool.call("check_staged", jobs, tick=report.stop_if_asked)
             batch = _ordered(report, jobs, folder, retries, force)
             if batch.total:
                 pool.call("try_output", _longest(batch), tick=report.stop_if_asked)
@@ -214,6 +221,15 @@ class Within(Reporting):
     def count(self, unit: str, done: int, total: int) -> None:
         if self.batch.ended < self.batch.total:
             _count(self.report, self.batch, f"{unit} {done} of {total}")
+
+
+def counts_of(workers: int | None, stages: Mapping[str, int | None]) -> dict[str, int]:
+    """Returns the numbers of workers by stage, "" for those that make whole videos; raises WanjaxError for both."""
+    if not any(stages.values()):
+        return {"": workers or 1}
+    if workers is not None:
+        raise WanjaxError(f"--workers {workers} is given beside --{next(iter(stages))}-workers: one way is enough")
+    return {stage: count or 1 for stage, count in stages.items()}
 
 
 def _requests(prompt: str | None, file: str | None) -> list[Request]:

@@ -165,10 +165,17 @@ batch = together(
     click.option(
         "--workers",
         type=click.IntRange(min=1),
-        default=1,
-        show_default=True,
         metavar="N",
-        help="Make N videos at once.",
+        help="Make N videos at once, each by a worker of its own.  [default: 1]",
+    ),
+    *(
+        click.option(
+            f"--{stage}-workers",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="N workers for this stage alone, in place of --workers.  [default: 1, where another stage has some]",
+        )
+        for stage in ("encode", "denoise", "decode")
     ),
     click.option(
         "--ray",
@@ -178,8 +185,8 @@ batch = together(
     click.option(
         "--resources",
         metavar="LIST",
-        help="What each worker is given of the cluster, such as cpu=4,gpu=1 or TPU=4.  [default: a host's TPUs, a "
-        "graphics card, or a core]",
+        help="What each worker is given of the cluster, such as cpu=4,gpu=1 or TPU=4, or those of a stage, as "
+        "denoise.gpu=1.  [default: a host's TPUs, a graphics card, or a core]",
     ),
     click.option(
         "--retries",

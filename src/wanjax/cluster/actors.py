@@ -3,24 +3,29 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from math import inf
 from time import monotonic
 from typing import Any
 
-from wanjax.cluster.batch import Batch
-from wanjax.cluster.worker import Job, Outcome, Worker
+from wanjax.cluster.batch import DIED, TOGETHER, Batch
+from wanjax.cluster.worker import STAGES, Job, Outcome, Worker
 from wanjax.errors import WanjaxError, reason
 
 STORE = 100 * 2**20  # bytes of a local object store, which holds requests and records
 POLL = 1.0  # seconds between two looks at Ctrl-C
 PATIENCE = 60.0  # seconds after which it is told that workers wait for a place
+AHEAD = 2  # videos for each worker that denoises, that may be encoded before
 MOST_DEATHS = 10  # of workers one after another, without a video between them
 NAMES = {"cpu": "num_cpus", "gpu": "num_gpus"}
-VARIABLES = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""Variables by which a local Ray tells nobody of itself, and listens at the address of this machine alone."""
+VARIABLES = {
+    "RAY_USAGE_STATS_ENABLED": "0",  # it tells nobody of itself
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # it listens at this machine's own address alone, as there
+}
+"""Variables of a Ray cluster on this machine."""
 
 
 @contextmanager
@@ -51,8 +56,9 @@ def connected(address: str | None, cores: float, dashboard: bool) -> Iterator[An
             ray.init("local", num_cpus=cpus, include_dashboard=dashboard, object_store_memory=STORE, **quiet)
         elif own:
             ray.init(address, **quiet)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise WanjaxError(f"there is no Ray cluster at {address or 'this machine'}: {reason(error)}") from error
+    except Exception as error:  # whichever of Ray's, of which some have no class of their own
+        where = f"cannot be reached at {address}" if address else "did not start on this machine"
+        raise WanjaxError(f"Ray {where}: {reason(error)}") from error
     try:
         yield ray
     finally:
@@ -60,24 +66,26 @@ def connected(address: str | None, cores: float, dashboard: bool) -> Iterator[An
             ray.shutdown()
 
 
-def resources_of(text: str | None) -> dict[str, Any]:
-    """Returns the options of an actor for resources such as cpu=1,gpu=1,TPU=4; none where none are given.
+def resources_of(text: str | None, stages: Collection[str] = ()) -> dict[str, dict[str, Any]]:
+    """Returns the options of actors for resources such as cpu=1,gpu=1,TPU=4, by stage; "" is for those not named.
 
-    Raises WanjaxError for another text.
+    A stage's own are such as denoise.gpu=1. Raises WanjaxError for another text.
     """
-    found: dict[str, Any] = {}
+    found: dict[str, dict[str, Any]] = {}
     for part in filter(None, (text or "").split(",")):
         name, _, number = part.strip().partition("=")
+        stage, _, own = name.rpartition(".")
         try:
             amount = float(number)
         except ValueError:
             amount = 0.0
-        if not name or not 0 < amount < inf:
+        if not own or not 0 < amount < inf or (stage and stage not in stages):
             raise WanjaxError(f"the resources are given as {text!r} where a list such as cpu=1,TPU=4 is right")
-        if name in NAMES:
-            found[NAMES[name]] = amount
+        options = found.setdefault(stage, {})
+        if own in NAMES:
+            options[NAMES[own]] = amount
         else:
-            found.setdefault("resources", {})[name] = amount
+            options.setdefault("resources", {})[own] = amount
     return found
 
 
@@ -90,74 +98,125 @@ def usual_resources(ray: Any) -> dict[str, Any]:
 
 
 class Actors:
-    """Workers of a cluster, each an actor with `resources`, such as {"num_cpus": 1}."""
+    """Workers of a cluster, each an actor; `counts` are their numbers by stage, and "" is that of workers for all.
+
+    `resources` are options of an actor by stage, such as {"": {"num_cpus": 1}}.
+    """
 
     def __init__(
-        self, arguments: Mapping[str, Any], count: int, resources: Mapping[str, Any], note: Callable[[str], None]
+        self,
+        arguments: Mapping[str, Any],
+        counts: Mapping[str, int],
+        resources: Mapping[str, Mapping[str, Any]],
+        note: Callable[[str], None],
     ):
         import ray
 
-        self.ray, self.arguments, self.count, self.note = ray, dict(arguments), count, note
-        self._kind = ray.remote(Worker).options(
-            **resources, max_restarts=0, max_task_retries=0, max_concurrency=1, scheduling_strategy="SPREAD"
-        )
-        self._starting: dict[Any, Any] = {}  # actors by the references that tell when they are ready
-        self._idle: list[Any] = []
+        self.ray, self.arguments, self.counts, self.note = ray, dict(arguments), counts, note
+        self._resources = {stage: resources.get(stage, resources[""]) for stage in counts}
+        self._starting: dict[Any, tuple[str, Any]] = {}  # stages and actors by references that tell when they are ready
+        self._idle: dict[str, list[Any]] = {stage: [] for stage in counts}
         self._deaths, self._since = 0, monotonic()
-        for _ in range(count):
-            self._start()
+        for stage, count in counts.items():
+            for _ in range(count):
+                self._start(stage)
 
-    def _start(self) -> None:
-        actor = self._kind.remote(**self.arguments)
-        self._starting[actor.ready.remote()] = actor
+    @property
+    def count(self) -> int:
+        return sum(self.counts.values())
+
+    def _start(self, stage: str) -> None:
+        kind: Any = self.ray.remote(Worker)
+        apart = {"max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": "SPREAD"}
+        actor = kind.options(**self._resources[stage], **apart).remote(**self.arguments)
+        self._starting[actor.ready.remote()] = stage, actor
 
     def call(self, method: str, *given: Any, tick: Callable[[], None]) -> Any:
         """Returns the result of a method of the worker that is ready first, or of another where that dies."""
         while True:
-            while not self._idle:
+            while not (ready := [(stage, actor) for stage, some in self._idle.items() for actor in some]):
                 self._wait([], tick)
-            actor = self._idle[0]
+            stage, actor = ready[0]
             reference = getattr(actor, method).remote(*given)
             try:
                 while not self.ray.wait([reference], timeout=POLL)[0]:
                     tick()
                 return self._value(reference)
             except self.ray.exceptions.RayError:
-                self._idle.remove(actor)
-                self._replace(actor)
+                self._idle[stage].remove(actor)
+                self._replace(stage, actor)
 
     def outcomes(self, batch: Batch, tick: Callable[[], None]) -> Iterator[Outcome]:
         """Yields the outcome of each job of a batch, once. `tick` is called now and then, and may raise."""
-        busy: dict[Any, tuple[Any, dict[str, Job]]] = {}  # generators of outcomes
+        return self._by_stages(batch, tick) if len(self.counts) > 1 else self._whole(batch, tick)
+
+    def _whole(self, batch: Batch, tick: Callable[[], None]) -> Iterator[Outcome]:
+        """Yields outcomes of workers each of which makes whole videos."""
+        busy: dict[Any, tuple[Any, dict[str, Job]]] = {}  # actors and what is left for them, by generators of outcomes
+        (idle,) = self._idle.values()
         while batch.ended < batch.total:
-            while self._idle and (jobs := batch.take(self.count)):
-                actor = self._idle.pop()
+            while idle and (jobs := batch.take(self.count)):
+                actor = idle.pop()
                 given = {job.name: job for job in jobs}
                 busy[actor.make.options(num_returns="streaming").remote(jobs)] = actor, given
             for generator in self._wait(list(busy), tick):
                 actor, left = busy[generator]
                 try:
                     outcome = self._value(next(generator))
-                    self._deaths = 0
                     left.pop(outcome.name)
-                    ended = batch.finish(outcome)
+                    ended = self._finish(batch, outcome)
                 except StopIteration:
                     del busy[generator]
-                    self._idle.append(actor)
+                    idle.append(actor)
                     continue
                 except self.ray.exceptions.RayError:
                     del busy[generator]
-                    self._replace(actor)
+                    self._replace("", actor)
                     ended = batch.lost(list(left.values()))
                 if ended is not None:
                     yield ended
 
-    def _wait(self, generators: list[Any], tick: Callable[[], None]) -> list[Any]:
-        """Waits a moment for workers and outcomes; takes in workers that are ready, and returns generators that are."""
-        waited_for = [*self._starting, *generators]
-        ready, _ = self.ray.wait(waited_for, num_returns=len(waited_for), timeout=0)
+    def _by_stages(self, batch: Batch, tick: Callable[[], None]) -> Iterator[Outcome]:
+        """Yields outcomes of workers for a stage each, between which arrays go through the object store."""
+        queues: dict[str, deque[tuple[Job, Any]]] = {stage: deque() for stage in STAGES}
+        busy: dict[Any, tuple[str, Any, Job, Any]] = {}  # with what is made, by references of outcomes
+
+        def given(stage: str) -> tuple[Job, Any] | None:
+            if stage != STAGES[0]:
+                return queues[stage].popleft() if queues[stage] else None
+            ahead = len(queues[STAGES[1]]) < AHEAD * self.counts[STAGES[1]]  # what waits there takes memory
+            jobs = batch.take(TOGETHER * batch.total) if ahead else []
+            return (jobs[0], None) if jobs else None
+
+        while batch.ended < batch.total:
+            for stage in reversed(STAGES):
+                while self._idle[stage] and (next_one := given(stage)) is not None:
+                    actor, (job, before) = self._idle[stage].pop(), next_one
+                    made, outcome = actor.staged.options(num_returns=2).remote(stage, job, before)
+                    busy[outcome] = stage, actor, job, made
+            for reference in self._wait(list(busy), tick):
+                stage, actor, job, made = busy.pop(reference)
+                try:
+                    outcome = self._value(reference)
+                    self._idle[stage].append(actor)
+                except self.ray.exceptions.RayError:
+                    self._replace(stage, actor)
+                    outcome = Outcome(job.name, error=DIED, again=True)
+                if outcome is None:
+                    queues[STAGES[STAGES.index(stage) + 1]].append((job, made))
+                elif (ended := self._finish(batch, outcome)) is not None:
+                    yield ended
+
+    def _finish(self, batch: Batch, outcome: Outcome) -> Outcome | None:
+        self._deaths = self._deaths if outcome.error else 0
+        return batch.finish(outcome)
+
+    def _wait(self, waited_for: list[Any], tick: Callable[[], None]) -> list[Any]:
+        """Waits a moment for workers and outcomes; takes in workers that are ready, and returns what else is."""
+        every = [*self._starting, *waited_for]
+        ready, _ = self.ray.wait(every, num_returns=len(every), timeout=0)
         if not ready:
-            ready, _ = self.ray.wait(waited_for, num_returns=1, timeout=POLL)
+            ready, _ = self.ray.wait(every, num_returns=1, timeout=POLL)
         tick()
         if self._starting and monotonic() - self._since > PATIENCE:
             self.note(f"{len(self._starting)} of {self.count} workers wait for a place in the cluster, or load")
@@ -167,12 +226,12 @@ class Actors:
             if one not in self._starting:
                 found.append(one)
                 continue
-            actor = self._starting.pop(one)
+            stage, actor = self._starting.pop(one)
             try:
                 self._value(one)
-                self._idle.append(actor)
+                self._idle[stage].append(actor)
             except self.ray.exceptions.RayError:
-                self._replace(actor)
+                self._replace(stage, actor)
         return found
 
     def _value(self, reference: Any) -> Any:
@@ -182,14 +241,14 @@ class Actors:
         except self.ray.exceptions.RayTaskError as error:
             raise error.cause from error
 
-    def _replace(self, actor: Any) -> None:
+    def _replace(self, stage: str, actor: Any) -> None:
         """Starts a worker in place of one that died; raises WanjaxError where one after another does."""
         self.ray.kill(actor)  # it may be out of reach alone, and would keep its place
         self._deaths += 1
         if self._deaths > MOST_DEATHS + self.count:
             raise WanjaxError(f"{self._deaths} workers died one after another: Ray's logs of them say why")
         self.note("a worker died, and another one takes its place")
-        self._start()
+        self._start(stage)
 
 
 def counted(outcomes: Iterator[Outcome], batch: Batch) -> Iterator[Outcome]:

@@ -35,6 +35,7 @@ from wanjax.programs import EXECUTE
 
 HERE = ("devices", "version")  # entries of a record that do not say which video it is
 FULL = (errno.ENOSPC, errno.EDQUOT)
+STAGES = ("encode", "denoise", "decode")
 LONGEST_ERROR = 500  # characters
 logger = logging.getLogger("wanjax.cluster")
 
@@ -58,6 +59,28 @@ class Outcome(NamedTuple):
     worker: str = ""
     error: str | None = None
     again: bool = False
+
+
+class Staged(NamedTuple):
+    """What a stage made, as arrays of the host, and the seconds of the stages so far."""
+
+    made: Any
+    seconds: float
+
+
+class Shared(NamedTuple):
+    """What the videos of one run share: the pipeline with its solver, pictures, and settings with their record."""
+
+    pipe: Pipeline
+    pictures: Pictures
+    settings: Settings
+    record: Mapping[str, Any]
+
+    def order(self, request: Request) -> Order:
+        """Returns the order of a request, whose prompt and seed are its own; raises WanjaxError for a wrong one."""
+        seed = checked_seed(request.given.get("seed", self.settings.seed))
+        own = self.settings.updated({**{name: request.given.get(name) for name in OWN}, "seed": seed})
+        return Order(own, {**self.record, **{name: getattr(own, name) for name in OWN}})
 
 
 class Worker:
@@ -104,23 +127,20 @@ class Worker:
     def _jobs(self, requests: Sequence[Request]) -> Iterator[Job]:
         """Yields the jobs of requests that differ in prompt and seed alone."""
         try:
-            pipe, files, _, chosen = self._prepared(requests[0])
+            shared = self._shared(requests[0])
         except WanjaxError as error:
             raise requests[0].wrong(error) from error
         for request in requests:
             try:
-                settings = _own(chosen, request)
+                order = shared.order(request)
             except WanjaxError as error:
                 raise request.wrong(error) from error
-            name = name_of(pipe.record(settings, files, **self.how))
-            yield Job(name, request._replace(given={**request.given, "seed": settings.seed}))
+            yield Job(name_of(order.record), request._replace(given={**request.given, "seed": order.settings.seed}))
 
     def try_output(self, job: Job) -> None:
         """Raises WanjaxError where the video of a job could not be written."""
-        pipe, files, _, chosen = self._prepared(job.request)
-        settings = _own(chosen, job.request)
-        record = pipe.record(settings, files, **self.how)
-        try_output(self.folder / job.name, settings.length, settings.size, settings.fps, record)
+        one, record = self._shared(job.request).order(job.request)
+        try_output(self.folder / job.name, one.length, one.size, one.fps, record)
 
     def make(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
         """Yields the outcome of each job as soon as it is known.
@@ -152,25 +172,75 @@ class Worker:
         if not wanted:
             return
         start = perf_counter()
-        pipe, files, pictures, chosen = self._prepared(wanted[0].request)
-        settings = [_own(chosen, job.request) for job in wanted]
-        orders = [Order(one, pipe.record(one, files, **self.how)) for one in settings]
-        run = Run(pipe, orders, pictures, hooks=self.hooks, **self.how)
+        shared = self._shared(wanted[0].request)
+        orders = [shared.order(job.request) for job in wanted]
+        run = Run(shared.pipe, orders, shared.pictures, hooks=self.hooks, **self.how)
         for job, (order, frames) in zip(wanted, run, strict=True):
             with run.finishing(order):
                 write(self.folder / job.name, (np.asarray(chunk) for chunk in frames), order)
             seconds, start = perf_counter() - start, perf_counter()
             yield Outcome(job.name, order.record, round(seconds, 3), f"{HOST}:{os.getpid()}")
 
-    def _prepared(self, request: Request) -> tuple[Pipeline, dict[str, Any], Pictures, Settings]:
-        """Returns the pipeline for a request, its files by name, what is read from them, and its settings."""
+    def check_staged(self, jobs: Sequence[Job]) -> None:
+        """Raises WanjaxError for a video that does not go through encode, denoise and decode once each."""
+        self.pipe.architecture.check_whole(self.pipe.defaults.model, "a worker for a stage")
+        for job in jobs:
+            if max(job.request.given.get("windows") or 1, 2 * bool(job.request.given.get("then"))) > 1:
+                raise job.request.wrong(WanjaxError("a video of windows goes through all stages: workers for all do"))
+
+    def staged(self, stage: str, job: Job, before: Any) -> tuple[Any, Outcome | None]:
+        """Returns what a stage makes of what the one before made, as arrays of the host; and an outcome, if known.
+
+        There is one where the stage is the last, where it failed, and where the video is there already.
+        """
+        start = perf_counter()
+        try:
+            if stage == STAGES[0] and not self.force and os.path.exists(self.folder / job.name):
+                return None, Outcome(job.name)
+            shared = self._shared(job.request)
+            order = shared.order(job.request)
+            run = Run(shared.pipe, [order], shared.pictures, **self.how)
+            if stage == "encode":
+                made = self._encoded(run, order)
+            elif stage == "denoise":
+                made = self._latents(run, order, before.made)
+            else:
+                made = self._written(run, order, before.made, self.folder / job.name)
+        except Exception as error:
+            if _is_full(error):
+                raise
+            return None, self._failed(job, error)
+        seconds = perf_counter() - start + (before.seconds if before else 0.0)
+        if stage != STAGES[-1]:
+            return Staged(made, seconds), None
+        return None, Outcome(job.name, order.record, round(seconds, 3), f"{HOST}:{os.getpid()}")
+
+    @staticmethod
+    def _encoded(run: Run, order: Order) -> dict[str, np.ndarray]:
+        encoded = run.encode()[order.settings.prompt]
+        return {name: np.asarray(x) for name, x in encoded._asdict().items() if x is not None}
+
+    @staticmethod
+    def _latents(run: Run, order: Order, tensors: Mapping[str, Any]) -> list[np.ndarray]:
+        encoded = run.pipe.architecture.encoded_from(tensors)
+        with run.stage("denoise"):
+            return [np.asarray(x) for x in run.latents(encoded, order.settings, [order.settings.seed])]
+
+    @staticmethod
+    def _written(run: Run, order: Order, latents: Sequence[np.ndarray], path: Path) -> None:
+        with run.finishing(order):
+            write(path, (np.asarray(chunk) for chunk in run.frames(latents)), order)
+
+    def _shared(self, request: Request) -> "Shared":
+        """Returns what the videos of one run share; raises WanjaxError where no such video can be made."""
         given = request.shared
         pipe, solver = self.pipe, given.pop(SCHEDULER, None)
         if solver is not None:
             pipe = pipe.under(pipe.strategy)
             pipe.scheduler = solver
         pictures, chosen = pipe.prepare(**given)
-        return pipe, {name: given[name] for name in Pictures._fields if given.get(name)}, pictures, chosen
+        files = {name: given[name] for name in Pictures._fields if given.get(name)}
+        return Shared(pipe, pictures, chosen, pipe.record(chosen, files, **self.how))
 
     def _failed(self, job: Job, error: Exception) -> Outcome:
         """Returns the outcome of a job that failed; what is the request's own fault fails again."""
@@ -194,13 +264,6 @@ def name_of(record: Mapping[str, Any]) -> str:
     told = {name: value for name, value in record.items() if name not in HERE}
     digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
     return f"{slug(record['prompt'])}-{record['seed']}-{digest}.mp4"
-
-
-def _own(chosen: Settings, request: Request) -> Settings:
-    """Returns the settings of one video of a run."""
-    seed = checked_seed(request.given.get("seed", chosen.seed))
-    told = {name: request.given.get(name) for name in OWN}
-    return chosen.updated({**told, "seed": seed})
 
 
 def _is_full(error: Exception) -> bool:

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`wanjax batch` with `nano` and a Ray cluster of this machine: its rate, its overhead, and what it survives.
+
+    python -m benchmarks.cluster rate [--requests 200] [--repeats 3]
+    python -m benchmarks.cluster overhead [--requests 200]
+    python -m benchmarks.cluster plan [--requests 10000]
+    python -m benchmarks.cluster chaos [--requests 200] [--workers-killed 10] [--drivers-killed 3] [--nodes-killed 2]
+
+`rate`: two nodes with a worker of one core each, beside one such worker, and beside one process with both cores, in
+turns; the first video and the loading before it do not count. `overhead`: workers that do nothing. `plan`: requests
+that are read, checked and named, nine of ten of which are there. `chaos`: workers, drivers and nodes are killed with
+SIGKILL while a batch is made, and the driver is started again until it is done.
+"""
+
+import argparse
+import json
+import os
+import random
+import resource
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from wanjax.cluster.actors import VARIABLES, Actors, connected
+from wanjax.cluster.batch import Batch, Manifest, read_manifest
+from wanjax.cluster.requests import Request, read_requests
+from wanjax.cluster.worker import Job, Outcome, Worker
+from wanjax.media.videos import read_metadata
+
+SMALL = ("--size", "32x32", "--frames", "5", "--steps", "20")
+STORE = 80 * 2**20  # bytes
+PATIENCE = 900.0  # seconds that a driver may take without a video
+
+
+@contextmanager
+def pinned(core: int | None) -> Iterator[None]:
+    """Keeps what is started in the block to one core."""
+    before = os.sched_getaffinity(0)
+    if core is not None:
+        os.sched_setaffinity(0, {sorted(before)[core % len(before)]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+class LocalCluster:
+    """A Ray cluster of this machine, at its own address alone: a head without cores, and nodes of a core each."""
+
+    def __init__(self) -> None:
+        os.environ.update(VARIABLES, JAX_PLATFORMS="cpu")
+        from ray.cluster_utils import Cluster
+
+        told = {"num_cpus": 0, "node_ip_address": "127.0.0.1", "include_dashboard": False, "object_store_memory": STORE}
+        self.cluster = Cluster(initialize_head=True, head_node_args=told)
+        self.nodes: list[Any] = []
+
+    @property
+    def address(self) -> str:
+        return self.cluster.address
+
+    def add(self, core: int | None = None) -> None:
+        """Starts a node, which is kept to one core if that is named."""
+        with pinned(core):
+            told: Any = {"num_cpus": 1, "node_ip_address": "127.0.0.1", "object_store_memory": STORE}
+            self.nodes.append(self.cluster.add_node(**told))
+
+    def kill(self, index: int) -> None:
+        """Kills a node as a power cut does."""
+        self.cluster.remove_node(self.nodes.pop(index), allow_graceful=False)
+
+    def close(self) -> None:
+        self.cluster.shutdown()
+
+
+@contextmanager
+def local_cluster(nodes: int, *, pin: bool = False) -> Iterator[LocalCluster]:
+    """Starts a cluster of so many nodes, each kept to a core of its own with `pin`."""
+    with ExitStack() as stack:
+        made = LocalCluster()
+        stack.callback(made.close)
+        for core in range(nodes):
+            made.add(core if pin else None)
+        yield made
+
+
+def write_requests(file: Path, count: int) -> Path:
+    lines = [json.dumps({"prompt": f"a red circle moving right, take {i}", "seed": i}) for i in range(count)]
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+def driver(file: Path, out: Path, *options: str, core: int | None = None) -> "subprocess.Popen[str]":
+    """Starts `wanjax batch`."""
+    command = [sys.executable, "-m", "wanjax", "batch", str(file), "--out", str(out), *SMALL, *options]
+    with pinned(core):
+        log = (out.parent / f"{out.name}.log").open("a")
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log, text=True)
+
+
+def videos(out: Path) -> list[Path]:
+    return sorted(out.glob("[!.]*.mp4"))
+
+
+def rate(out: Path) -> float:
+    """Returns the videos a second after the first, by the times at which their files were written."""
+    times = sorted(path.stat().st_mtime for path in videos(out))
+    return (len(times) - 1) / (times[-1] - times[0])
+
+
+def compare_rates(requests: int, repeats: int) -> None:
+    """Prints the rates of two workers, of one, and of one process with both cores."""
+    with tempfile.TemporaryDirectory() as name, local_cluster(1, pin=True) as one, ExitStack() as stack:
+        folder = Path(name)
+        file = write_requests(folder / "requests.jsonl", requests)
+        two = stack.enter_context(local_cluster(2, pin=True))
+        ways = {
+            "2 workers of 1 core": ("--workers", "2", "--ray", two.address),
+            "1 worker of 1 core": ("--workers", "1", "--ray", one.address),
+            "1 process of 2 cores": (),
+        }
+        rates: dict[str, list[float]] = {way: [] for way in ways}
+        for repeat in range(repeats):
+            for number, (way, options) in enumerate(ways.items()):
+                out = folder / f"{number}-{repeat}"
+                assert driver(file, out, *options).wait() == 0, (out.parent / f"{out.name}.log").read_text()
+                rates[way].append(rate(out))
+                print(f"{way}: {rates[way][-1]:.2f} videos a second, load {os.getloadavg()[0]:.1f}", flush=True)
+        alike = [(folder / "0-0" / path.name).read_bytes() == path.read_bytes() for path in videos(folder / "1-0")]
+        print(f"{sum(alike)} of {len(alike)} files of 2 workers and of 1 are equal")
+        median = {way: statistics.median(found) for way, found in rates.items()}
+        first, second, third = median.values()
+        print(f"2 workers beside 1: {first / second:.2f}, beside one process: {first / third:.2f}")
+
+
+class Idle(Worker):
+    """A worker that makes nothing."""
+
+    def ready(self) -> None:
+        pass
+
+    def make(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
+        for job in jobs:
+            yield Outcome(job.name, {"prompt": job.request.given["prompt"]}, 0.1, "nowhere")
+
+
+def measure_overhead(requests: int) -> None:
+    """Prints the driver's seconds for a request when the work takes none."""
+    from wanjax.cluster import actors
+
+    actors.Worker = Idle  # pyright: ignore[reportAttributeAccessIssue]
+    with tempfile.TemporaryDirectory() as name, connected(None, 2, False) as ray:
+        folder = Path(name)
+        jobs = [Job(f"{i}.mp4", Request(i, {"prompt": f"a circle {i}", "seed": i})) for i in range(requests)]
+        pool = Actors({"load": None, "folder": folder}, {"": 2}, {"": {"num_cpus": 1}}, print)
+        while pool._starting:
+            pool._wait([], lambda: None)
+        for way, size in (("batches as they come", None), ("one at a time", 1)):
+            batch = Batch(jobs, 2, Manifest(folder / way.split()[0]))
+            batch.manifest.file.parent.mkdir()
+            if size:
+                take = batch.take
+                batch.take = lambda workers, take=take: take(10**6)
+            start = time.perf_counter()
+            assert len(list(pool.outcomes(batch, lambda: None))) == requests
+            seconds = (time.perf_counter() - start) / requests
+            print(f"{way}: {1000 * seconds:.2f} ms a request, load {os.getloadavg()[0]:.1f}")
+        assert ray.is_initialized()
+
+
+def measure_plan(requests: int) -> None:
+    """Prints the seconds and the memory for requests that are read, checked and named, and mostly there."""
+    from wanjax.registry import load
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        file, pipe = write_requests(folder / "requests.jsonl", requests), load("nano")
+        before, start = psutil.Process().memory_info().rss, time.perf_counter()
+        cpu = time.process_time()
+        jobs = Worker(lambda: pipe, folder).planned(read_requests(str(file)))
+        planned = time.perf_counter() - start
+        manifest = Manifest(folder)
+        for job in jobs[: requests * 9 // 10]:
+            (folder / job.name).touch()
+            manifest.add(job, seconds=1.0)
+        start_again = time.perf_counter()
+        there, manifest = set(os.listdir(folder)), Manifest(folder)
+        batch = Batch([job for job in jobs if job.name not in there], 2, manifest)
+        assert batch.total == requests - requests * 9 // 10
+        assert len(manifest.listed) == requests * 9 // 10
+        resumed, cpu = time.perf_counter() - start_again, time.process_time() - cpu
+        grown, peak = psutil.Process().memory_info().rss - before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        print(f"{requests} requests: planned in {planned:.2f} s, resumed in {resumed:.2f} s, {cpu:.2f} s of a core")
+        print(f"memory: {grown / 2**20:.0f} MiB more, {peak / 2**10:.0f} MiB with JAX and the library")
+
+
+def actors_here() -> list[psutil.Process]:
+    """Returns the processes of the actors that this process's cluster has."""
+    every = psutil.Process().children(recursive=True)
+    return [process for process in every if process.is_running() and "ray::Worker" in " ".join(process.cmdline())]
+
+
+def chaos(folder: Path, requests: int, workers: int, drivers: int, nodes: int, seed: int = 0) -> dict[str, Any]:
+    """Makes a batch on two nodes while so many workers, drivers and nodes are killed; returns what came of it."""
+    file, out, rng = write_requests(folder / "requests.jsonl", requests), folder / "videos", random.Random(seed)
+    kills = ["worker"] * workers + ["driver"] * drivers + ["node"] * nodes
+    rng.shuffle(kills)
+    after = sorted(rng.sample(range(1, max(requests - 1, len(kills) + 1)), len(kills)))  # each after so many videos
+    plan, start = list(zip(after, kills, strict=True)), time.perf_counter()
+    with local_cluster(2) as cluster:
+        options = ("--workers", "2", "--ray", cluster.address, "--retries", "5")
+        process, done, since = driver(file, out, *options), 0, time.monotonic()
+        while process.poll() is None or plan:
+            if process.poll() is not None:
+                assert process.returncode in (0, -signal.SIGKILL), (folder / "videos.log").read_text()
+                process = driver(file, out, *options)
+            if (now := len(videos(out))) > done:
+                done, since = now, time.monotonic()
+            assert time.monotonic() - since < PATIENCE, (folder / "videos.log").read_text()
+            if plan and done >= plan[0][0]:
+                _, kind = plan.pop(0)
+                if kind == "driver":
+                    process.kill()
+                    process.wait()
+                elif kind == "node":
+                    cluster.kill(0)
+                    cluster.add()
+                elif found := actors_here():
+                    rng.choice(found).kill()
+                else:
+                    plan.insert(0, (done, kind))
+                print(f"{done} of {requests}: {kind} killed, load {os.getloadavg()[0]:.1f}", flush=True)
+            time.sleep(0.1)
+        assert process.returncode == 0, (folder / "videos.log").read_text()
+    entries = [entry["file_name"] for entry in read_manifest(out) if "error" not in entry]
+    records = [read_metadata(path) for path in videos(out)]
+    return {
+        "videos": len(records),
+        "seeds": sorted(record["seed"] for record in records),
+        "listed": sorted(entries) == [path.name for path in videos(out)],
+        "failed": [entry for entry in read_manifest(out) if "error" in entry],
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="cluster", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("what", choices=["rate", "overhead", "plan", "chaos"])
+    parser.add_argument("--requests", type=int)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--workers-killed", type=int, default=10)
+    parser.add_argument("--drivers-killed", type=int, default=3)
+    parser.add_argument("--nodes-killed", type=int, default=2)
+    given = parser.parse_args()
+    if given.what == "rate":
+        compare_rates(given.requests or 200, given.repeats)
+    elif given.what == "overhead":
+        measure_overhead(given.requests or 200)
+    elif given.what == "plan":
+        measure_plan(given.requests or 10_000)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            kills = given.workers_killed, given.drivers_killed, given.nodes_killed
+            found = chaos(Path(folder), given.requests or 200, *kills)
+            assert found["seeds"] == list(range(given.requests or 200))
+            print({name: value for name, value in found.items() if name != "seeds"})
+
+
+if __name__ == "__main__":
+    main()
