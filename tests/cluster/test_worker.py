@@ -3,6 +3,7 @@
 
 import errno
 import os
+import pickle
 
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ import wanjax
 from tests.support.words import naming
 from wanjax.cluster import worker as module
 from wanjax.cluster.requests import Request
-from wanjax.cluster.worker import Worker
-from wanjax.errors import WanjaxError
+from wanjax.cluster.worker import STAGES, Job, Outcome, Worker
+from wanjax.errors import SettingError, WanjaxError
 from wanjax.media.pictures import read_clip
 from wanjax.media.videos import read_metadata
 from wanjax.pipelines.run import Run
@@ -36,6 +37,26 @@ def asked(*given):
     return [Request(number, SMALL | one) for number, one in enumerate(given, 1)]
 
 
+@pytest.fixture
+def nothing_is_computed(monkeypatch):
+    """Videos without frames are written; the prompts "fail" and "full" cannot be made, and find no room."""
+
+    def run(self):
+        for order in self.orders:
+            if order.settings.prompt == "fail":
+                raise RuntimeError("the device is gone")
+            yield order, iter(())
+
+    def write(path, frames, order):
+        if order.settings.prompt == "full":
+            raise WanjaxError(f"{path} cannot be written") from OSError(errno.ENOSPC, "No space left on device")
+        path.write_text(order.settings.prompt)
+
+    monkeypatch.setattr(Run, "__iter__", run)
+    monkeypatch.setattr(module, "write", write)
+
+
+@pytest.mark.slow  # tests/cli/test_many.py has a quick one, by the command
 def test_requests_are_made_as_single_calls_make_them(nano, worker, tmp_path):
     requests = asked(
         {"prompt": "a red circle", "seed": 3},
@@ -43,22 +64,32 @@ def test_requests_are_made_as_single_calls_make_them(nano, worker, tmp_path):
         {"prompt": "a blue square", "seed": 4},
     )
     jobs = worker.planned(requests)
-    assert [job.request.row for job in jobs] == [1, 3, 2]  # the first two are of one run
     made = {outcome.name: outcome.record for outcome in worker.make(jobs)}
     assert made.keys() == {job.name for job in jobs} == set(os.listdir(tmp_path))
     assert all(read_metadata(tmp_path / name) == record for name, record in made.items())
-    assert [made[job.name]["scheduler"] for job in jobs] == ["unipc", "unipc", "euler"]
     nano("a blue square", seed=4, **SMALL).save(tmp_path / "one.mp4")
     np.testing.assert_array_equal(*(read_clip(tmp_path / name, 5, 8) for name in (jobs[1].name, "one.mp4")))
 
 
+@pytest.mark.usefixtures("nothing_is_computed")
+def test_requests_that_differ_in_prompt_and_seed_are_of_one_run(worker):
+    jobs = worker.planned(
+        asked({"prompt": "a", "seed": 3}, {"prompt": "b", "scheduler": "euler"}, {"prompt": "c", "seed": "random"})
+    )
+    assert [job.request.row for job in jobs] == [1, 3, 2]
+    records = [outcome.record for outcome in worker.make(jobs)]
+    assert [(x["prompt"], x["seed"], x["scheduler"]) for x in records] == [
+        ("a", 3, "unipc"),
+        ("c", jobs[1].request.given["seed"], "unipc"),
+        ("b", 42, "euler"),
+    ]
+
+
+@pytest.mark.usefixtures("nothing_is_computed")
 def test_what_is_there_is_not_made_again(worker, tmp_path):
     jobs = worker.planned(asked({"prompt": "a"}, {"prompt": "b"}))
     (tmp_path / jobs[0].name).write_text("there")
-    assert {outcome.name: outcome.record is None for outcome in worker.make(jobs)} == {
-        jobs[0].name: True,
-        jobs[1].name: False,
-    }
+    assert {outcome.name for outcome in worker.make(jobs) if outcome.record} == {jobs[1].name}
     assert (tmp_path / jobs[0].name).read_text() == "there"
     worker.force = True
     assert all(outcome.record for outcome in worker.make(jobs[:1]))
@@ -82,40 +113,42 @@ def test_what_the_model_cannot_make_is_told_before_anything_starts(worker, given
         worker.planned(asked({"prompt": "a"}, {"prompt": "b"} | given))
 
 
-def test_one_request_s_failure_is_its_own(worker, monkeypatch, tmp_path):
+@pytest.mark.usefixtures("nothing_is_computed")
+def test_one_request_s_failure_is_its_own(worker, tmp_path):
     """The second of three that would be made together fails alone."""
-    jobs = worker.planned(asked({"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}))
-    monkeypatch.setattr(Run, "__iter__", lambda run: failing(run))
-    monkeypatch.setattr(module, "write", lambda path, frames, order: path.write_text("made"))
-
-    def failing(run):
-        for order in run.orders:
-            if order.settings.prompt == "b":
-                raise RuntimeError("the device is gone")
-            yield order, iter(())
-
+    jobs = worker.planned(asked({"prompt": "a"}, {"prompt": "fail"}, {"prompt": "c"}))
     outcomes = {outcome.name: outcome for outcome in worker.make(jobs)}
     assert [outcomes[job.name].error for job in jobs] == [None, "RuntimeError: the device is gone", None]
     assert [outcomes[job.name].again for job in jobs] == [False, True, False]
     assert len(os.listdir(tmp_path)) == 2
 
 
-def test_a_full_disk_ends_the_batch(worker, monkeypatch):
-    jobs = worker.planned(asked({"prompt": "a"}, {"prompt": "b"}))
-
-    def full(path, frames, order):
-        raise WanjaxError(f"{path} cannot be written") from OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(module, "write", full)
-    monkeypatch.setattr(Run, "__iter__", lambda run: ((order, iter(())) for order in run.orders))
+@pytest.mark.usefixtures("nothing_is_computed")
+def test_a_full_disk_ends_the_batch(worker):
+    jobs = worker.planned(asked({"prompt": "a"}, {"prompt": "full"}))
     with pytest.raises(WanjaxError, match="cannot be written"):
         list(worker.make(jobs))
 
 
+@pytest.mark.slow
+def test_stages_apart_make_the_same_video(nano, worker, tmp_path):
+    [job] = worker.planned(asked({"prompt": "a red circle", "seed": 3}))
+    made, outcome = None, None
+    for stage in STAGES:
+        assert outcome is None
+        made, outcome = worker.staged(stage, job, pickle.loads(pickle.dumps(made)))
+    nano("a red circle", seed=3, **SMALL).save(tmp_path / "one.mp4")
+    assert outcome.record == read_metadata(tmp_path / job.name) == read_metadata(tmp_path / "one.mp4")
+    np.testing.assert_array_equal(*(read_clip(tmp_path / name, 5, 8) for name in (job.name, "one.mp4")))
+    assert worker.staged(STAGES[0], job, None) == (None, Outcome(job.name))
+
+
+def test_what_has_no_stages_is_told_with_its_row(worker):
+    jobs = [Job("a.mp4", Request(1, {"prompt": "a"})), Job("b.mp4", Request(2, {"prompt": "b", "windows": 2}))]
+    with pytest.raises(WanjaxError, match=naming("row 2 windows")):
+        worker.check_staged(jobs)
+
+
 def test_an_error_goes_from_one_process_to_another():
-    import pickle
-
-    from wanjax.errors import SettingError
-
     error = pickle.loads(pickle.dumps(SettingError("the size is wrong", "size")))
     assert (str(error), error.setting) == ("the size is wrong", "size")

@@ -16,6 +16,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from wanjax.checkpoints.files import HOST
@@ -222,14 +223,14 @@ class Worker:
 
     @staticmethod
     def _latents(run: Run, order: Order, tensors: Mapping[str, Any]) -> list[np.ndarray]:
-        encoded = run.pipe.architecture.encoded_from(tensors)
+        encoded = run.pipe.architecture.encoded_from({name: jnp.asarray(x) for name, x in tensors.items()})
         with run.stage("denoise"):
             return [np.asarray(x) for x in run.latents(encoded, order.settings, [order.settings.seed])]
 
     @staticmethod
     def _written(run: Run, order: Order, latents: Sequence[np.ndarray], path: Path) -> None:
         with run.finishing(order):
-            write(path, (np.asarray(chunk) for chunk in run.frames(latents)), order)
+            write(path, (np.asarray(chunk) for chunk in run.frames([jnp.asarray(x) for x in latents])), order)
 
     def _shared(self, request: Request) -> "Shared":
         """Returns what the videos of one run share; raises WanjaxError where no such video can be made."""
