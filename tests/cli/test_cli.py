@@ -61,7 +61,7 @@ def given(monkeypatch) -> dict:
 
 def test_help_lists_the_commands():
     said = succeeded(wanjax("--help")).output
-    commands = "generate encode denoise decode plan warmup calibrate convert train info models bench serve"
+    commands = "generate batch encode denoise decode plan warmup calibrate convert train info models bench serve"
     assert re.findall(r"^  (\w+)  ", said, re.MULTILINE) == commands.split()
     assert succeeded(wanjax("--version")).output.startswith("wanjax ")
 

@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from wanjax.cli import main
 from wanjax.registry import presets
 
-COMMANDS = ["generate", "encode", "denoise", "decode", "plan", "warmup", "calibrate", "convert", "train", "info"]
-COMMANDS += ["models", "bench", "serve"]
+COMMANDS = ["generate", "batch", "encode", "denoise", "decode", "plan", "warmup", "calibrate", "convert", "train"]
+COMMANDS += ["info", "models", "bench", "serve"]
 
 
 def completed(line: str) -> list[tuple[str, str]]:
