@@ -129,13 +129,12 @@ def rate(out: Path) -> float:
 
 def compare_rates(requests: int, repeats: int) -> None:
     """Prints the rates of two workers, of one, and of one process with both cores."""
-    with tempfile.TemporaryDirectory() as name, local_cluster(1, pin=True) as one, ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as name, local_cluster(2, pin=True) as cluster:
         folder = Path(name)
         file = write_requests(folder / "requests.jsonl", requests)
-        two = stack.enter_context(local_cluster(2, pin=True))
         ways = {
-            "2 workers of 1 core": ("--workers", "2", "--ray", two.address),
-            "1 worker of 1 core": ("--workers", "1", "--ray", one.address),
+            "2 workers of 1 core": ("--workers", "2", "--ray", cluster.address),
+            "1 worker of 1 core": ("--workers", "1", "--ray", cluster.address),
             "1 process of 2 cores": (),
         }
         rates: dict[str, list[float]] = {way: [] for way in ways}

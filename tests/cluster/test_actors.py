@@ -67,6 +67,13 @@ def test_a_cluster_s_videos_are_those_of_one_process(cluster, tmp_path):
     two, one = ({entry["file_name"]: entry["worker"] for entry in entries} for entries in listed)
     assert two.keys() == one.keys()
     assert not {*two.values()} & {*one.values()}
+    stages = ("--encode-workers", "1", "--decode-workers", "1", "--resources", "cpu=0.5")
+    succeeded(batch(tmp_path, "--out", "stages", *stages, "--ray", cluster.address))
+    apart = read_manifest(tmp_path / "stages")
+    assert {entry["file_name"] for entry in apart} == one.keys()
+    assert len({entry["worker"] for entry in apart}) == 1  # the one that decodes
+    for name in one:
+        assert len({(tmp_path / folder / name).read_bytes() for folder in ("videos", "alone", "stages")}) == 1
     again, told = succeeded(batch(tmp_path, "--workers", "2", "--ray", cluster.address))
     assert again == ""
     assert "4 of the videos are there" in told
