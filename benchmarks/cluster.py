@@ -167,7 +167,7 @@ def measure_overhead(requests: int) -> None:
     from wanjax.cluster import actors
 
     actors.Worker = Idle  # pyright: ignore[reportAttributeAccessIssue]
-    with tempfile.TemporaryDirectory() as name, connected(None, 2, False) as ray:
+    with tempfile.TemporaryDirectory() as name, connected(None, 2) as ray:
         folder = Path(name)
         jobs = [Job(f"{i}.mp4", Request(i, {"prompt": f"a circle {i}", "seed": i})) for i in range(requests)]
         pool = Actors({"load": None, "folder": folder}, {"": 2}, {"": {"num_cpus": 1}}, print)

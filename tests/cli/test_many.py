@@ -112,12 +112,34 @@ def test_a_run_that_was_killed_makes_the_rest(tmp_path):
         (("a", "--count", 0), "0 1<=x"),
         (("a", "--count", 2, "--dir", "here"), "--dir video"),
         (("a", "--count", 2, "--out", "one.mp4"), "--out one.mp4"),
+        (("--prompts", "wrong.jsonl"), "row 2 steps 0"),
     ],
     ids=str,
 )
 def test_mistakes(tmp_path, arguments, sentence):
     (tmp_path / "empty.txt").write_text("\n \n")
+    (tmp_path / "wrong.jsonl").write_text('"a"\n{"prompt": "a", "steps": 0}\n')
     assert says(run("generate", *arguments, *SMALL, status=2).stderr, sentence)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("nowhere.jsonl",), "nowhere.jsonl"),
+        (("prompts.txt", "--workers", 0), "0 1"),
+        (("prompts.txt", "--resources", "cpu=1"), "--resources --workers --ray"),
+        (("prompts.txt", "--dashboard"), "--dashboard --workers --ray"),
+        (("prompts.txt", "--workers", 2, "--encode-workers", 1), "--workers 2 --encode-workers"),
+        (("prompts.txt", "--workers", 2, "--resources", "gpu"), "'gpu' cpu=1,TPU=4"),
+        (("prompts.txt", "--workers", 2, "--processes", "auto"), "--processes"),
+        (("prompts.txt", "--ray", "ray://10.0.0.1:10001"), "ray://10.0.0.1:10001 auto HOST:6379"),
+    ],
+    ids=str,
+)
+def test_mistakes_of_a_batch(arguments, sentence):
+    if "--ray" in arguments:
+        pytest.importorskip("ray")
+    assert says(refused("batch", *map(str, arguments)), sentence)
 
 
 @given(some.lists(some.integers(0, 2**40), min_size=1, max_size=5), some.integers(0, 9), some.integers(0, 9))

@@ -64,6 +64,9 @@ def generate(
     """Makes a video of each request and seed into a folder, except those that are there already."""
     counts = counts_of(workers, dict(zip(STAGES, (encode_workers, denoise_workers, decode_workers), strict=True)))
     several = sum(counts.values()) > 1 or ray is not None
+    if (resources or dashboard) and not several:
+        option = "--resources" if resources else "--dashboard"
+        raise WanjaxError(f"{option} is for workers of Ray: --workers 2, or --ray ADDRESS, has some")
     if several:
         jax.config.update("jax_platforms", "cpu")  # of this process alone: the devices are the workers'
     else:
@@ -112,7 +115,8 @@ def _here(
     if not batch.total:
         return batch
     first = next(iter(batch.jobs.values()))
-    worker.try_output(_longest(batch))
+    if is_first():
+        worker.try_output(_longest(batch))
     video = Rendering(report, worker.folder, _of_job(given, first), pipe=worker.pipe)
     video.tell(list(dict.fromkeys(job.request.given["seed"] for job in batch.jobs.values())))
     video.ready_previews()
@@ -141,13 +145,13 @@ def _by_actors(
     dashboard: bool,
 ) -> Batch:
     """Makes the videos of requests by workers of a Ray cluster. No device is used in this process."""
-    for option in ("processes", "preview", "preview_decoder"):
-        if given.get(option):
-            raise WanjaxError(f"--{option.replace('_', '-')} is for one worker, which is this process itself")
+    if given.get("processes"):
+        raise WanjaxError("--processes is for one worker, which is this process and those that it meets")
     asked, folder, force = actors.resources_of(resources, counts), arguments["folder"], arguments["force"]
     check_folder(folder)
     cores = sum(count * asked.get(stage, asked.get("", {})).get("num_cpus", 1) for stage, count in counts.items())
-    with actors.connected(address, cores, dashboard) as ray:
+    store = actors.STORE if len(counts) == 1 else None  # Ray's own share of the memory
+    with actors.connected(address, cores, dashboard, store) as ray:
         own = {"": actors.usual_resources(ray)} | asked
         with report.stage("workers"):
             pool = actors.Actors(arguments | {"owned": True}, counts, own, report.note)
@@ -168,10 +172,10 @@ def _ordered(report: Report, jobs: Sequence[Job], folder: Path, retries: int, fo
     if repeated := len(jobs) - len(each):
         report.note(f"note: {repeated} of the {len(jobs)} videos repeat another, and are made once")
     there = set() if force else _there(folder, each)
-    manifest = Manifest(folder)
-    if is_first():
-        for name in each.keys() & there:
-            manifest.add(each[name])
+    manifest = Manifest(folder, kept=is_first())
+    for job in each.values():
+        if job.name in there:
+            manifest.add(job)
     wanted = [job for job in each.values() if job.name not in there]
     report.note(f"videos: {len(wanted)}, into {folder}")
     if there:

@@ -29,10 +29,11 @@ VARIABLES = {
 
 
 @contextmanager
-def connected(address: str | None, cores: float, dashboard: bool) -> Iterator[Any]:
+def connected(address: str | None, cores: float, dashboard: bool = False, store: int | None = STORE) -> Iterator[Any]:
     """Connects to the cluster at an address, or starts one on this machine with so many cores or more; yields `ray`.
 
-    Raises WanjaxError where Ray is not installed, or there is no cluster at the address.
+    `store` are the bytes of a started one's object store, None for Ray's own choice. Raises WanjaxError where Ray is
+    not installed, or there is no cluster at the address.
     """
     if find_spec("ray") is None:
         raise WanjaxError("several workers need Ray: pip install 'wanjax[cluster]' brings it")
@@ -53,7 +54,7 @@ def connected(address: str | None, cores: float, dashboard: bool) -> Iterator[An
     try:
         if own and address is None:
             cpus = max(os.cpu_count() or 1, int(cores))
-            ray.init("local", num_cpus=cpus, include_dashboard=dashboard, object_store_memory=STORE, **quiet)
+            ray.init("local", num_cpus=cpus, include_dashboard=dashboard, object_store_memory=store, **quiet)
         elif own:
             ray.init(address, **quiet)
     except Exception as error:  # whichever of Ray's, of which some have no class of their own

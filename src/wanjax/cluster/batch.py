@@ -82,15 +82,15 @@ class Batch:
 
 
 class Manifest:
-    """The file in a folder of videos that lists them, to which lines are added."""
+    """The file in a folder of videos that lists them, to which lines are added, by one of several processes."""
 
-    def __init__(self, folder: Path):
-        self.file = folder / MANIFEST
+    def __init__(self, folder: Path, *, kept: bool = True):
+        self.file, self.kept = folder / MANIFEST, kept
         self.listed = {str(entry.get("file_name")) for entry in read_manifest(folder) if "error" not in entry}
 
     def add(self, job: Job, **told: Any) -> None:
         """Adds a job with what came of it; one that is listed as done is not listed again."""
-        if "error" not in told and job.name in self.listed:
+        if not self.kept or ("error" not in told and job.name in self.listed):
             return
         given = job.request.given
         entry = {"file_name": job.name, "row": job.request.row, **{x: given[x] for x in OWN if x in given}, **told}

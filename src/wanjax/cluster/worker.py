@@ -33,6 +33,7 @@ from wanjax.pipelines.run import Hook, Run
 from wanjax.pipelines.seeds import checked_seed
 from wanjax.pipelines.settings import Settings
 from wanjax.programs import EXECUTE
+from wanjax.schedulers import name_of as solver_of
 
 HERE = ("devices", "version")  # entries of a record that do not say which video it is
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -236,7 +237,7 @@ class Worker:
         """Returns what the videos of one run share; raises WanjaxError where no such video can be made."""
         given = request.shared
         pipe, solver = self.pipe, given.pop(SCHEDULER, None)
-        if solver is not None:
+        if solver not in (None, solver_of(pipe.scheduler)):
             pipe = pipe.under(pipe.strategy)
             pipe.scheduler = solver
         pictures, chosen = pipe.prepare(**given)
