@@ -121,10 +121,17 @@ def videos(out: Path) -> list[Path]:
     return sorted(out.glob("[!.]*.mp4"))
 
 
-def rate(out: Path) -> float:
-    """Returns the videos a second after the first, by the times at which their files were written."""
-    times = sorted(path.stat().st_mtime for path in videos(out))
-    return (len(times) - 1) / (times[-1] - times[0])
+def rate(out: Path) -> tuple[float, float]:
+    """Returns the videos a second after the first, and the sum of those of each worker after its own first.
+
+    The times are those at which files were written.
+    """
+    by_worker: dict[str, list[float]] = {}
+    for entry in read_manifest(out):
+        by_worker.setdefault(entry["worker"], []).append((out / entry["file_name"]).stat().st_mtime)
+    each = [(len(times) - 1) / (max(times) - min(times)) for times in by_worker.values() if len(times) > 1]
+    times = [time for some in by_worker.values() for time in some]
+    return (len(times) - 1) / (max(times) - min(times)), sum(each)
 
 
 def compare_rates(requests: int, repeats: int) -> None:
@@ -142,8 +149,10 @@ def compare_rates(requests: int, repeats: int) -> None:
             for number, (way, options) in enumerate(ways.items()):
                 out = folder / f"{number}-{repeat}"
                 assert driver(file, out, *options).wait() == 0, (out.parent / f"{out.name}.log").read_text()
-                rates[way].append(rate(out))
-                print(f"{way}: {rates[way][-1]:.2f} videos a second, load {os.getloadavg()[0]:.1f}", flush=True)
+                found, steady = rate(out)
+                rates[way].append(found)
+                told = f"{found:.2f} videos a second, {steady:.2f} once all workers are at work"
+                print(f"{way}: {told}, load {os.getloadavg()[0]:.1f}", flush=True)
         alike = [(folder / "0-0" / path.name).read_bytes() == path.read_bytes() for path in videos(folder / "1-0")]
         print(f"{sum(alike)} of {len(alike)} files of 2 workers and of 1 are equal")
         median = {way: statistics.median(found) for way, found in rates.items()}

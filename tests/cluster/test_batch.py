@@ -23,7 +23,7 @@ class Nowhere(Manifest):
 
 
 def job(number):
-    return Job(f"{number}.mp4", Request(number, {"prompt": f"prompt {number}", "seed": number}))
+    return Job(f"{number}.mp4", Request(number, {"prompt": f"prompt {number}", "seed": number - 1}))
 
 
 @given(some.integers(1, 100), some.integers(1, 5), some.integers(0, 3), some.randoms(use_true_random=False))
@@ -94,5 +94,5 @@ def test_a_manifest_is_whole_after_any_end(tmp_path, cut):
     again.add(job(2), seconds=1.0)
     entries = read_manifest(tmp_path)
     assert [entry["file_name"] for entry in entries if "error" not in entry] == ["1.mp4", "2.mp4"]
-    assert entries[0] == {"file_name": "1.mp4", "row": 1, "prompt": "prompt 1", "seed": 1, "seconds": 2.5}
+    assert entries[0] == {"file_name": "1.mp4", "row": 1, "prompt": "prompt 1", "seed": 0, "seconds": 2.5}
     assert entries[1]["error"] == "no"

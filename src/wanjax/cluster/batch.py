@@ -92,9 +92,9 @@ class Manifest:
         """Adds a job with what came of it; one that is listed as done is not listed again."""
         if not self.kept or ("error" not in told and job.name in self.listed):
             return
-        given = job.request.given
-        entry = {"file_name": job.name, "row": job.request.row, **{x: given[x] for x in OWN if x in given}, **told}
-        line = json.dumps({name: value for name, value in entry.items() if value}, ensure_ascii=False)
+        row, given = job.request
+        entry = {"file_name": job.name, **({"row": row} if row else {}), **{x: given[x] for x in OWN if x in given}}
+        line = json.dumps(entry | {name: value for name, value in told.items() if value}, ensure_ascii=False)
         descriptor = os.open(self.file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         try:
             os.write(descriptor, f"{self._end(descriptor)}{line}\n".encode())  # at once, so that no two lines mix
