@@ -75,34 +75,36 @@ def test_help_lists_the_commands():
             "reference max-picture resize size height width frames windows then overlap fps steps guidance-scale "
             "guidance-scale-2 boundary strength dynamic-guidance guidance-rule flow-shift follow sigmas cache seed "
             "scheduler noise lora attention block-q block-kv block-kv-compute window batch-guidance dtype compiler "
-            "mesh rules processes tile decoder offload at profile preview preview-decoder dir out force verify quiet "
-            "verbose json config help",
+            "mesh rules processes compile-cache trust-compile-cache tile decoder offload at profile preview "
+            "preview-decoder dir out force verify quiet verbose json config help",
         ),
         (
             "batch",
             "workers encode-workers denoise-workers decode-workers ray resources retries dashboard seeds count model "
-            "extend-prompt extend-model negative-prompt image last-image video mask reference max-picture resize size "
-            "height width frames windows then overlap fps steps guidance-scale guidance-scale-2 boundary strength "
-            "dynamic-guidance guidance-rule flow-shift follow sigmas cache seed scheduler noise lora attention block-q "
-            "block-kv block-kv-compute window batch-guidance dtype compiler mesh rules processes tile decoder offload "
-            "out force verify quiet verbose json config help",
+            "extend-prompt extend-model negative-prompt image last-image video mask reference max-picture resize "
+            "size height width frames windows then overlap fps steps guidance-scale guidance-scale-2 boundary "
+            "strength dynamic-guidance guidance-rule flow-shift follow sigmas cache seed scheduler noise lora "
+            "attention block-q block-kv block-kv-compute window batch-guidance dtype compiler mesh rules processes "
+            "compile-cache trust-compile-cache tile decoder offload out force verify quiet verbose json config help",
         ),
         (
             "encode",
             "model negative-prompt image last-image video mask reference max-picture resize size height width frames "
-            "follow dtype compiler mesh rules processes tile dir force verify quiet verbose json config help",
+            "follow dtype compiler mesh rules processes compile-cache trust-compile-cache tile dir force verify "
+            "quiet verbose json config help",
         ),
         (
             "denoise",
             "model size height width frames fps steps guidance-scale guidance-scale-2 boundary strength "
             "dynamic-guidance guidance-rule flow-shift follow sigmas cache seed scheduler noise lora attention "
-            "block-q block-kv block-kv-compute window batch-guidance dtype compiler mesh rules processes profile "
-            "preview preview-decoder dir force verify quiet verbose json config help",
+            "block-q block-kv block-kv-compute window batch-guidance dtype compiler mesh rules processes "
+            "compile-cache trust-compile-cache profile preview preview-decoder dir force verify quiet verbose json "
+            "config help",
         ),
         (
             "decode",
-            "model fps dtype compiler mesh rules processes tile decoder dir out force verify quiet verbose json "
-            "config help",
+            "model fps dtype compiler mesh rules processes compile-cache trust-compile-cache tile decoder dir out "
+            "force verify quiet verbose json config help",
         ),
         (
             "plan",
@@ -110,14 +112,16 @@ def test_help_lists_the_commands():
             "windows then overlap steps guidance-scale guidance-scale-2 boundary strength dynamic-guidance "
             "guidance-rule flow-shift follow sigmas cache seed scheduler noise lora attention block-q block-kv "
             "block-kv-compute window batch-guidance dtype compiler mesh rules tile decoder offload train lora-rank "
-            "full batch optimizer requests deadline price start-time download-rate compile-time json quiet config help",
+            "full batch optimizer requests deadline price start-time download-rate compile-time json quiet config "
+            "help",
         ),
         (
             "warmup",
-            "model prompt image last-image video mask reference max-picture resize size height width frames fps steps "
-            "windows then overlap guidance-scale guidance-scale-2 boundary strength dynamic-guidance guidance-rule "
-            "flow-shift follow sigmas cache seed scheduler noise lora attention block-q block-kv block-kv-compute "
-            "window batch-guidance dtype compiler mesh rules processes tile decoder offload quiet verbose config help",
+            "model chip prompt image last-image video mask reference max-picture resize size height width frames fps "
+            "steps windows then overlap guidance-scale guidance-scale-2 boundary strength dynamic-guidance "
+            "guidance-rule flow-shift follow sigmas cache seed scheduler noise lora attention block-q block-kv "
+            "block-kv-compute window batch-guidance dtype compiler mesh rules processes compile-cache "
+            "trust-compile-cache tile decoder offload quiet verbose config help",
         ),
         (
             "calibrate",
@@ -146,13 +150,14 @@ def test_help_lists_the_commands():
             "schedule clip weight-decay average fps cut resize buckets shortest store timesteps shift logit-mean "
             "logit-deviation dropped-captions preserved-uncaptioned sample sample-every held-out evaluate-every "
             "save-every size height width frames attention block-q block-kv block-kv-compute window dtype compiler "
-            "mesh rules processes quiet verbose json config help",
+            "mesh rules processes compile-cache trust-compile-cache quiet verbose json config help",
         ),
         (
             "serve",
             "model attention block-q block-kv block-kv-compute window batch-guidance lora dtype compiler mesh rules "
-            "processes tile decoder host port token dir max-queue max-pixels max-steps max-upload preview "
-            "preview-decoder rehearse extend-prompt extend-model verify quiet verbose config help",
+            "processes compile-cache trust-compile-cache tile decoder host port token dir max-queue max-pixels "
+            "max-steps max-upload preview preview-decoder rehearse extend-prompt extend-model verify quiet verbose "
+            "config help",
         ),
     ],
 )
