@@ -4,12 +4,12 @@
 One process makes them, or workers of Ray do. Both are given the same batch.
 """
 
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
@@ -20,7 +20,7 @@ from jax.experimental import multihost_utils
 from wanjax.checkpoints.files import check_folder
 from wanjax.cli.extending import Extender
 from wanjax.cli.names import VIDEOS
-from wanjax.cli.options import MOST_VIDEOS, SETTINGS, is_typed
+from wanjax.cli.options import COMPILE_CACHE, MOST_VIDEOS, SETTINGS, is_typed
 from wanjax.cli.processes import is_first, meet
 from wanjax.cli.report import Report
 from wanjax.cli.stages import Rendering, Reporting, given_settings, loaded, loading
@@ -94,6 +94,8 @@ def generate(
         "batch_guidance": bool(given.get("batch_guidance")),
         "force": force,
     }
+    if several:
+        arguments |= {"owned": True, "shared": click.get_current_context().meta.get(COMPILE_CACHE)}
     make: Callable[..., Batch] = _by_actors if several else _here
     cluster = {"counts": counts, "address": ray, "resources": resources, "dashboard": dashboard} if several else {}
     batch = make(report, requests, given, arguments, retries, **cluster)
@@ -117,18 +119,20 @@ def _here(
     first = next(iter(batch.jobs.values()))
     if is_first():
         worker.try_output(_longest(batch))
-    video = Rendering(report, worker.folder, _of_job(given, first), pipe=worker.pipe)
-    video.tell(list(dict.fromkeys(job.request.given["seed"] for job in batch.jobs.values())))
-    video.ready_previews()
-    worker.hooks = [Within(video, batch)]
 
     def outcomes() -> Iterator[Outcome]:
         while jobs := batch.take(1):
             yield from filter(None, map(batch.finish, worker.make(jobs)))
 
-    _tell_all(report, batch, outcomes(), worker.folder)
-    if video.previews:
-        video.previews.wait()
+    here = nullcontext(worker.folder) if isinstance(worker.folder, Path) else TemporaryDirectory(prefix="wanjax-")
+    with here as own:  # previews are shown by files
+        video = Rendering(report, Path(own), _of_job(given, first), pipe=worker.pipe)
+        video.tell(list(dict.fromkeys(job.request.given["seed"] for job in batch.jobs.values())))
+        video.ready_previews()
+        worker.hooks = [Within(video, batch)]
+        _tell_all(report, batch, outcomes(), worker.folder)
+        if video.previews:
+            video.previews.wait()
     return batch
 
 
@@ -154,7 +158,7 @@ def _by_actors(
     with actors.connected(address, cores, dashboard, store) as ray:
         own = {"": actors.usual_resources(ray)} | asked
         with report.stage("workers"):
-            pool = actors.Actors(arguments | {"owned": True}, counts, own, report.note)
+            pool = actors.Actors(arguments, counts, own, report.note)
             jobs = pool.call("planned", requests, tick=report.stop_if_asked)
             if len(counts) > 1:
                 pool.call("check_staged", jobs, tick=report.stop_if_asked)
@@ -166,7 +170,7 @@ def _by_actors(
     return batch
 
 
-def _ordered(report: Report, jobs: Sequence[Job], folder: Path, retries: int, force: bool) -> Batch:
+def _ordered(report: Report, jobs: Sequence[Job], folder: Place, retries: int, force: bool) -> Batch:
     """Returns the batch of those jobs whose videos are not there, and tells how many there are."""
     each = {job.name: job for job in jobs}
     if repeated := len(jobs) - len(each):
@@ -176,6 +180,7 @@ def _ordered(report: Report, jobs: Sequence[Job], folder: Path, retries: int, fo
     for job in each.values():
         if job.name in there:
             manifest.add(job)
+    manifest.close()
     wanted = [job for job in each.values() if job.name not in there]
     report.note(f"videos: {len(wanted)}, into {folder}")
     if there:
@@ -183,19 +188,19 @@ def _ordered(report: Report, jobs: Sequence[Job], folder: Path, retries: int, fo
     return Batch(wanted, retries, manifest)
 
 
-def _there(folder: Path, names: Iterable[str]) -> set[str]:
+def _there(folder: Place, names: Iterable[str]) -> set[str]:
     """Returns those of the names that files have, as the first of several processes sees them."""
-    present, listed = set(os.listdir(folder)), list(names)
+    present, listed = names_in(folder), list(names)
     seen = np.array([name in present for name in listed], bool)
     if jax.process_count() > 1:
         seen = multihost_utils.broadcast_one_to_all(seen)
     return {name for name, there in zip(listed, seen, strict=True) if there}
 
 
-def _tell_all(report: Report, batch: Batch, outcomes: Iterator[Outcome], folder: Path) -> None:
+def _tell_all(report: Report, batch: Batch, outcomes: Iterator[Outcome], folder: Place) -> None:
     """Prints each video as it is made, and what failed."""
     report.goes_on()
-    with report.stage("videos"):
+    with closing(batch.manifest), report.stage("videos"):
         _count(report, batch)
         for outcome in outcomes:
             row = batch.jobs[outcome.name].request.row
@@ -290,10 +295,10 @@ def seeds_of(listed: str | None, count: int | None, first: int) -> list[int]:
     return [checked_seed(seed) for seed in dict.fromkeys(found)]
 
 
-def _target(folder: Path | None, out: str | None) -> Path:
-    """Returns the folder of the videos."""
+def _target(folder: Path | None, out: str | None) -> Place:
+    """Returns the folder of the videos, which may be in a store."""
     if folder is not None:
         raise WanjaxError("--dir keeps the stages of one video: --out names the folder of several")
     if out is not None and Path(out).suffix:
         raise WanjaxError(f"--out names the file {out} for several videos: a folder is right")
-    return VIDEOS if out is None else Path(out).expanduser()
+    return VIDEOS if out is None else place(out)

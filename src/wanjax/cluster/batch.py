@@ -10,14 +10,18 @@ import os
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from wanjax.cluster.requests import OWN
 from wanjax.cluster.worker import Job, Outcome
 from wanjax.errors import WanjaxError
+from wanjax.stores.places import Missing, Place
 
 MANIFEST = "manifest.jsonl"
 TOGETHER = 32  # jobs that a worker is given at most: as many prompts are encoded before the first video is made
+EVERY = 10.0  # seconds between two manifests in a store
+LARGEST = 2**30  # bytes of one
 HOPELESS = 8  # failures without one success that end a batch
 DIED = "the worker that made it died"
 
@@ -82,11 +86,17 @@ class Batch:
 
 
 class Manifest:
-    """The file in a folder of videos that lists them, to which lines are added, by one of several processes."""
+    """The file in a folder of videos that lists them, to which lines are added, by one of several processes.
 
-    def __init__(self, folder: Path, *, kept: bool = True):
+    In a store, where nothing can be added to, it is written anew from time to time, and by `close`.
+    """
+
+    def __init__(self, folder: Place, *, kept: bool = True):
         self.file, self.kept = folder / MANIFEST, kept
-        self.listed = {str(entry.get("file_name")) for entry in read_manifest(folder) if "error" not in entry}
+        self._lines = _lines(folder)
+        self._written, self._new = monotonic(), False
+        entries = filter(None, map(_entry, self._lines))
+        self.listed = {str(entry.get("file_name")) for entry in entries if "error" not in entry}
 
     def add(self, job: Job, **told: Any) -> None:
         """Adds a job with what came of it; one that is listed as done is not listed again."""
@@ -94,33 +104,51 @@ class Manifest:
             return
         row, given = job.request
         entry = {"file_name": job.name, **({"row": row} if row else {}), **{x: given[x] for x in OWN if x in given}}
-        line = json.dumps(entry | {name: value for name, value in told.items() if value}, ensure_ascii=False)
-        descriptor = os.open(self.file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-        try:
-            os.write(descriptor, f"{self._end(descriptor)}{line}\n".encode())  # at once, so that no two lines mix
-        finally:
-            os.close(descriptor)
+        line = json.dumps(entry | {name: value for name, value in told.items() if value}, ensure_ascii=False).encode()
+        if isinstance(self.file, Path):
+            self._append(self.file, line)
+        else:
+            self._lines.append(line)
+            self._new = True
+            if monotonic() - self._written > EVERY:
+                self.close()
         if "error" not in told:
             self.listed.add(job.name)
 
+    def close(self) -> None:
+        """Writes what a store does not hold yet."""
+        if self._new and not isinstance(self.file, Path):
+            self.file.write(b"".join(line + b"\n" for line in self._lines))
+            self._written, self._new = monotonic(), False
+
     @staticmethod
-    def _end(descriptor: int) -> str:
-        """Returns what ends a line that was cut off, as by a full disk."""
-        size = os.fstat(descriptor).st_size
-        return "\n" if size and os.pread(descriptor, 1, size - 1) != b"\n" else ""
+    def _append(file: Path, line: bytes) -> None:
+        """Adds a line at once, so that no two mix, and ends one that was cut off, as by a full disk."""
+        descriptor = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            size = os.fstat(descriptor).st_size
+            end = b"\n" if size and os.pread(descriptor, 1, size - 1) != b"\n" else b""
+            os.write(descriptor, end + line + b"\n")
+        finally:
+            os.close(descriptor)
 
 
-def read_manifest(folder: Path) -> list[Mapping[str, Any]]:
+def read_manifest(folder: Place) -> list[Mapping[str, Any]]:
     """Returns the entries of a folder's manifest, without lines that are not whole."""
+    return [entry for line in _lines(folder) if (entry := _entry(line)) is not None]
+
+
+def _lines(folder: Place) -> list[bytes]:
+    file = folder / MANIFEST
     try:
-        lines = (folder / MANIFEST).read_bytes().splitlines()
-    except FileNotFoundError:
+        return (file.read_bytes() if isinstance(file, Path) else file.read(LARGEST)).splitlines()
+    except (FileNotFoundError, Missing):
         return []
-    return [entry for line in lines if isinstance(entry := _entry(line), dict)]
 
 
-def _entry(line: bytes) -> Any:
+def _entry(line: bytes) -> Mapping[str, Any] | None:
     try:
-        return json.loads(line)
+        found = json.loads(line)
     except (ValueError, RecursionError):
         return None
+    return found if isinstance(found, dict) else None

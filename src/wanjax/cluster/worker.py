@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
-from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ import numpy as np
 
 from wanjax.checkpoints.files import HOST
 from wanjax.cluster.requests import OWN, SCHEDULER, Request
+from wanjax.compilers.cache import compile_cache_folder, use_shared
 from wanjax.compilers.executables import of_this_machine
 from wanjax.errors import WanjaxError, causes, reason
 from wanjax.layers.tiling import Tiling
@@ -34,6 +34,7 @@ from wanjax.pipelines.seeds import checked_seed
 from wanjax.pipelines.settings import Settings
 from wanjax.programs import EXECUTE
 from wanjax.schedulers import name_of as solver_of
+from wanjax.stores.places import Place
 
 HERE = ("devices", "version")  # entries of a record that do not say which video it is
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -89,27 +90,30 @@ class Worker:
     """A pipeline, and the folder of its videos. The pipeline is loaded when it is first needed, and kept.
 
     `tiling` and `batch_guidance` are those of all videos. With `force` a video that is there is made again. `owned`
-    tells that nothing but this library runs in the process, whose compiled programs are then kept for others.
+    tells that nothing but this library runs in the process, whose compiled programs are then kept for others; `shared`
+    are the arguments of `use_shared` there, where a cache of them is shared.
     """
 
     def __init__(
         self,
         load: Callable[[], Pipeline],
-        folder: Path,
+        folder: Place,
         *,
         tiling: Tiling | None = None,
         batch_guidance: bool = False,
         force: bool = False,
         owned: bool = False,
+        shared: Mapping[str, Any] | None = None,
     ):
-        self.load, self.folder, self.force, self.owned = load, folder, force, owned
+        self.load, self.folder, self.force, self.owned, self.shared = load, folder, force, owned, shared or {}
         self.how: Any = {"tiling": tiling, "batch_guidance": batch_guidance}
         self.hooks: Sequence[Hook] = ()
 
     @cached_property
     def pipe(self) -> Pipeline:
-        if self.owned and jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
-            EXECUTE.kept = of_this_machine()
+        if self.owned:
+            use_shared(**self.shared)
+            EXECUTE.kept = of_this_machine() if compile_cache_folder() is None else None
         return self.load()
 
     def ready(self) -> None:
@@ -168,7 +172,7 @@ class Worker:
     def _together(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
         """Yields the outcomes of jobs of one run; those whose videos are there are not made again."""
         known = not self.force and jax.process_count() == 1  # several processes have agreed on what there is
-        there = {job.name for job in jobs if known and os.path.exists(self.folder / job.name)}
+        there = {job.name for job in jobs if known and (self.folder / job.name).exists()}
         yield from map(Outcome, there)
         wanted = [job for job in jobs if job.name not in there]
         if not wanted:
@@ -197,7 +201,7 @@ class Worker:
         """
         start = perf_counter()
         try:
-            if stage == STAGES[0] and not self.force and os.path.exists(self.folder / job.name):
+            if stage == STAGES[0] and not self.force and (self.folder / job.name).exists():
                 return None, Outcome(job.name)
             shared = self._shared(job.request)
             order = shared.order(job.request)
@@ -229,7 +233,7 @@ class Worker:
             return [np.asarray(x) for x in run.latents(encoded, order.settings, [order.settings.seed])]
 
     @staticmethod
-    def _written(run: Run, order: Order, latents: Sequence[np.ndarray], path: Path) -> None:
+    def _written(run: Run, order: Order, latents: Sequence[np.ndarray], path: Place) -> None:
         with run.finishing(order):
             write(path, (np.asarray(chunk) for chunk in run.frames([jnp.asarray(x) for x in latents])), order)
 
@@ -253,7 +257,7 @@ class Worker:
         return Outcome(job.name, worker=f"{HOST}:{os.getpid()}", error=told[:LONGEST_ERROR], again=again)
 
 
-def write(path: Path, frames: Iterator[np.ndarray], order: Order) -> None:
+def write(path: Place, frames: Iterator[np.ndarray], order: Order) -> None:
     """Writes a video beside its name, which it is given when it is whole; the first of several processes does."""
     if jax.process_index() == 0:
         write_video(check_output(path), frames, order.settings.fps, order.record)
