@@ -374,9 +374,11 @@ class Architecture(ABC):
         return tuple(reuses for turn in self.turns(settings) for reuses in rule.reused(turn, self.tables))
 
     def check_attention(self, attention: Attention, model: str) -> None:
-        """Raises UnsupportedError for radial attention where the denoiser has none."""
+        """Raises UnsupportedError for radial or sparse-linear attention where the denoiser has none."""
         if attention.radial and not self.radial:
             raise UnsupportedError(f"{model} has no radial attention: --attention auto would do")
+        if attention.sparse:
+            raise UnsupportedError(f"{model} was not trained with sparse-linear attention: --attention auto would do")
 
 
 def named_sizes(

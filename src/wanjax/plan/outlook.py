@@ -146,7 +146,7 @@ def outlook(
     place = find_place(chip)
     check_set(compiler)
     if isinstance(place, Machine):
-        attention, compiler = attention if attention.radial else Attention("reference"), SAFE  # nothing is compiled
+        attention, compiler = attention if attention.leaves_out else Attention("reference"), SAFE  # nothing is compiled
     parameters = _parameters(family, architecture)
     if mesh is None and isinstance(place, Slice):
         mesh = choose_mesh(place, **asked_of_a_mesh(family, architecture, settings, attention), sp=sp)
@@ -168,7 +168,7 @@ def outlook(
     return Outlook(
         **_asked(settings, chip, place, axes, rules, compiler),
         **verdict,
-        **_step(settings, place, step, None if attention.radial else work),
+        **_step(settings, place, step, None if attention.leaves_out else work),
         **reusing,
         **_range(prices, verdict["total_seconds"], reusing["total_seconds_least"]),
         programs=[_row(*each) for each in prices],

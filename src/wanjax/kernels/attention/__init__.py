@@ -1,10 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention: one function with several implementations."""
 
-from wanjax.kernels.attention.api import Choice, attention, attention_to_cache, choose, joint_attention
+from wanjax.kernels.attention.api import (
+    Choice,
+    attention,
+    attention_to_cache,
+    choose,
+    joint_attention,
+    sparse_linear_attention,
+)
 from wanjax.kernels.attention.asked import AUTO, IMPLEMENTATIONS, Attention
 from wanjax.kernels.attention.joint import Pair
 from wanjax.kernels.attention.radial import Radial
+from wanjax.kernels.attention.sparse_linear import Projection, SparseLinear
 
 __all__ = [
     "AUTO",
@@ -12,9 +20,12 @@ __all__ = [
     "Attention",
     "Choice",
     "Pair",
+    "Projection",
     "Radial",
+    "SparseLinear",
     "attention",
     "attention_to_cache",
     "choose",
     "joint_attention",
+    "sparse_linear_attention",
 ]

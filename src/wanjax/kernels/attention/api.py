@@ -9,12 +9,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from wanjax.errors import UnsupportedError, WanjaxError
-from wanjax.kernels.attention import chunked, flash_tpu, joint, kv_cache, sharded
+from wanjax.kernels.attention import chunked, flash_tpu, joint, kv_cache, sharded, sparse_linear, sparse_linear_chunked
 from wanjax.kernels.attention.asked import IMPLEMENTATIONS, Attention
 from wanjax.kernels.attention.joint import Pair
 from wanjax.kernels.attention.kv_cache import KVCache, Place
 from wanjax.kernels.attention.masks import Window, first_keys
 from wanjax.kernels.attention.radial import Radial
+from wanjax.kernels.attention.sparse_linear import Projection, SparseLinear
 from wanjax.kernels.target import target
 from wanjax.sharding import current
 
@@ -34,6 +35,8 @@ PREFERRED: dict[str, tuple[Choice, ...]] = {
     "gpu": (Choice("cudnn", "it is NVIDIA's own"), *ANYWHERE),
     "tpu": (Choice("flash_tpu", "by the compiler's schedules it is the fastest"), *ANYWHERE),
 }
+
+SPARSE_LINEAR = {"reference": sparse_linear, "chunked": sparse_linear_chunked}
 
 
 @jax.named_scope("attention")
@@ -124,6 +127,35 @@ def joint_attention(
     window = options.pop("window")
     kernel = partial(_on_one_device, name=asked.implementation, **options)
     return joint.attention(kernel, q, k, v, length=length, texts=texts, window=window)
+
+
+@jax.named_scope("attention")
+def sparse_linear_attention(
+    q: Float[Array, "B L N D"],
+    k: Float[Array, "B S K D"],
+    v: Float[Array, "B S K D"],
+    projection: Projection,
+    sparse: SparseLinear,
+    *,
+    keys: int | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "B L N D"]:
+    """Returns sparse-linear self-attention of the first `keys` tokens (None: all), in the dtype of the operands.
+
+    `sparse_linear` has the rule. Within `sharding.use` all devices compute together, each with whole heads. What is
+    returned for other tokens is finite. `implementation` is a name in `SPARSE_LINEAR`; None chooses by platform and
+    shape. Raises WanjaxError for operands that do not fit each other.
+    """
+    if q.shape != k.shape:
+        raise WanjaxError(f"sparse-linear attention of {list(q.shape)} to {list(k.shape)}: equal shapes would do")
+    _options(Attention(), q, k, v)
+    size, keys = q.shape[3], q.shape[1] if keys is None else keys
+    if projection.kernel.shape != (size, size) or projection.bias.shape != (size,):
+        raise WanjaxError(f"a projection {list(projection.kernel.shape)} of heads of {size}: [{size}, {size}] would do")
+    if not 1 <= keys <= q.shape[1]:
+        raise WanjaxError(f"{keys} of {q.shape[1]} tokens cannot take part: 1 to {q.shape[1]} can")
+    kernel = SPARSE_LINEAR[implementation or "chunked"].attention
+    return sharded.by_whole_heads(partial(kernel, sparse=sparse, keys=keys), current(), q, k, v, projection)
 
 
 def _on_one_device(

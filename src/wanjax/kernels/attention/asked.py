@@ -9,6 +9,7 @@ from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import chunked, cudnn, flash_tpu, reference
 from wanjax.kernels.attention.flash_tiles import Config, Tiles
 from wanjax.kernels.attention.radial import DECAY, LARGEST_DECAY, Radial
+from wanjax.kernels.attention.sparse_linear import SparseLinear
 
 IMPLEMENTATIONS: dict[str, ModuleType] = {
     "reference": reference,
@@ -16,7 +17,7 @@ IMPLEMENTATIONS: dict[str, ModuleType] = {
     "cudnn": cudnn,
     "flash_tpu": flash_tpu,
 }
-_AUTO, _RADIAL, _WINDOW = "auto", "radial", "window="
+_AUTO, _RADIAL, _SPARSE, _WINDOW = "auto", "radial", "sla", "window="
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,8 @@ class Attention:
     """An implementation of attention, None to choose one by platform and shape, and what self-attention sees.
 
     `tiles` are those of flash_tpu; None leaves them to it. `window` is the number of tokens before and after its own
-    that a token sees. `radial` asks for the mask of radial attention, by `decay` or, for None, by the model's own;
-    there are then no tiles and no window.
+    that a token sees. `radial` asks for the mask of radial attention, by `decay` or, for None, by the model's own, and
+    `sparse` for sparse-linear attention; there are then no tiles and no window.
     """
 
     implementation: str | None = None
@@ -33,6 +34,7 @@ class Attention:
     window: int | None = None
     radial: bool = False
     decay: float | None = None
+    sparse: SparseLinear | None = None
 
     @classmethod
     def of(cls, given: "str | Attention | None") -> "Attention":
@@ -41,16 +43,18 @@ class Attention:
 
     @classmethod
     def parse(cls, text: str) -> "Attention":
-        """Reads text such as `chunked`, `flash_tpu:block_q=1024,block_kv=2048`, `auto:window=4096` or `radial:0.2`.
+        """Reads text such as `chunked`, `flash_tpu:block_q=1024`, `auto:window=4096`, `radial:0.2` or `sla:top=0.1`.
 
-        Raises WanjaxError for an unknown implementation, for tiles that it does not have, and for a decay that is out
-        of range.
+        Raises WanjaxError for an unknown implementation, for tiles that it does not have, and for a decay or a share
+        that is out of range.
         """
         name, _, options = text.partition(":")
         if name == _RADIAL:
             return cls(radial=True, decay=_decay(options) if options else None)
+        if name == _SPARSE:
+            return cls(sparse=SparseLinear.parse(options))
         if name not in (_AUTO, *IMPLEMENTATIONS):
-            known = ", ".join((_AUTO, *IMPLEMENTATIONS, _RADIAL))
+            known = ", ".join((_AUTO, *IMPLEMENTATIONS, _RADIAL, _SPARSE))
             raise WanjaxError(f"no attention is named {name!r}: there are {known}")
         entries = options.split(",") if options else []
         windows = [entry.removeprefix(_WINDOW) for entry in entries if entry.startswith(_WINDOW)]
@@ -64,10 +68,11 @@ class Attention:
 
     def __str__(self) -> str:
         """Returns the text that `parse` reads."""
-        name = _RADIAL if self.radial else self.implementation or _AUTO
+        name = _RADIAL if self.radial else _SPARSE if self.sparse else self.implementation or _AUTO
         options = [str(self.tiles)] if self.tiles else []
         options += [] if self.window is None else [f"{_WINDOW}{self.window}"]
         options += [] if self.decay is None else [str(self.decay).removesuffix(".0")]
+        options += [str(self.sparse)] if self.sparse else []
         return ":".join([name, *filter(None, [",".join(options)])])
 
     @property
@@ -76,9 +81,14 @@ class Attention:
         return None if self.tiles is None else self.tiles.config()
 
     @property
+    def leaves_out(self) -> bool:
+        """True where self-attention visits some blocks of keys alone."""
+        return self.radial or self.sparse is not None
+
+    @property
     def sees_all(self) -> bool:
-        """True where self-attention has no window and no mask."""
-        return self.window is None and not self.radial
+        """True where self-attention has no window, and leaves nothing out."""
+        return self.window is None and not self.leaves_out
 
     @property
     def passes_keys(self) -> bool:

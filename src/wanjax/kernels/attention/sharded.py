@@ -159,6 +159,34 @@ def _by_both(
     return on_each(attend, partitioner, specs, spec)(q, k, v, key_mask)
 
 
+def by_whole_heads(
+    kernel: Kernel,
+    partitioner: Partitioner,
+    q: Float[Array, "B L N D"],
+    k: Float[Array, "B L N D"],
+    v: Float[Array, "B L N D"],
+    weights: Any,
+) -> Float[Array, "B L N D"]:
+    """Computes `kernel(q, k, v, weights)` of whole heads with all their tokens, exchanged over all axes of tokens.
+
+    `weights` are the same for all heads. Tokens are padded, and so are heads, to what the devices divide.
+    """
+    length = q.shape[1]
+    q, k, v = (pad_to(x, 1, partitioner.size(("sp", "tp"))) for x in (q, k, v))
+    place = Placement(*partitioner.activation(("batch", "length", "heads"), q.shape[:3]))
+    devices = partitioner.size(place.tokens)
+
+    def attend(q, k, v, weights):
+        heads = q.shape[2]
+        if devices > 1:
+            q, k, v = (tokens_to_heads(x, devices, place.tokens) for x in (q, k, v))
+        out = kernel(q, k, v, weights)
+        return heads_to_tokens(out, devices, place.tokens)[:, :, :heads] if devices > 1 else out
+
+    spec = PartitionSpec(*place)
+    return on_each(attend, partitioner, (spec, spec, spec, PartitionSpec()), spec)(q, k, v, weights)[:, :length]
+
+
 def on_each(function: Callable, partitioner: Partitioner, specs: tuple, out: Any) -> Callable:
     """Returns the function as each device runs it on its shards; on one device, as it is."""
     if partitioner.alone:

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 from wanjax.dims import readable
-from wanjax.kernels.attention import AUTO, Attention, Radial, attention
+from wanjax.kernels.attention import AUTO, Attention, Projection, Radial, attention, sparse_linear_attention
 from wanjax.kernels.heads import pack_for_all_to_all
 from wanjax.layers.embeddings import sinusoid
 from wanjax.layers.guided_attention import led_away
@@ -88,7 +88,30 @@ class AttentionLayer(nnx.Module):
 
 
 class SelfAttention(AttentionLayer):
-    """Attention of every token to every token, or to those in a mask, with q and k rotated by position."""
+    """Attention of every token to every token, or to those in a mask, with q and k rotated by position.
+
+    Sparse-linear attention has a projection of its own, `proj_l`, which begins with zeros.
+    """
+
+    def __init__(self, config: TransformerConfig, attention: Attention, **kw):
+        super().__init__(config, attention, **kw)
+        sizes, zeros = (config.head_dim, config.head_dim, (None, None)), nnx.initializers.zeros_init()
+        self.proj_l = nnx.data(linear(*sizes, kernel_init=zeros, **kw) if attention.sparse else None)
+
+    def attend(
+        self,
+        q: Float[Array, "B L N D"],
+        k: Float[Array, "B S N D"],
+        v: Float[Array, "B S N D"],
+        keys: int | None = None,
+        mask: Radial | None = None,
+    ) -> Float[Array, "B L E"]:
+        if self.attention.sparse is None:
+            return super().attend(q, k, v, keys, mask)
+        q, k = q.astype(self.dtype), k.astype(self.dtype)
+        weights: Any = self.proj_l
+        projection = Projection(*(x[...].astype(self.dtype) for x in (weights.kernel, weights.bias)))
+        return join_heads(sparse_linear_attention(q, k, v, projection, self.attention.sparse, keys=keys))
 
     @jax.named_scope("self_attention")
     def __call__(self, x: Tokens, rope: Rope, mask: Radial | None = None) -> tuple[Tokens, None]:

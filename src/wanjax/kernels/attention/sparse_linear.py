@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse-linear attention: each block of queries attends to a few blocks of keys, and linearly to all.
+
+Follows Zhang et al., SLA: Beyond Sparsity in Diffusion Transformers via Fine-Tunable Sparse-Linear Attention, 2025,
+arXiv:2509.24006: turbodiffusion/SLA of its authors. Means of blocks of queries and of keys choose the blocks, for each
+head. Linear attention, whose features are softmaxes over the channels of a head, then goes through a projection that is
+learned for each layer, and is added. This file has the rule, and the reference for its implementations.
+"""
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int32
+
+from wanjax.errors import WanjaxError
+from wanjax.kernels.attention import reference
+from wanjax.kernels.attention.blocks import by_head
+
+EPSILON = 1e-5  # added to the sum of linear attention's weights
+
+
+@dataclass(frozen=True)
+class SparseLinear:
+    """The share `top` of the blocks of keys that each block of queries keeps, and the tokens of these blocks.
+
+    The last block of a sequence may be shorter. At least one block is kept.
+    """
+
+    top: float = 0.15
+    block_q: int = 128
+    block_kv: int = 64
+
+    def __post_init__(self):
+        if not 0 < self.top <= 1:
+            raise WanjaxError(f"top={self.top}: a share of the blocks of keys above 0, at most 1, would do")
+        for name in ("block_q", "block_kv"):
+            if getattr(self, name) < 1:
+                raise WanjaxError(f"{name}={getattr(self, name)}: a number of tokens from 1 on would do")
+
+    @classmethod
+    def parse(cls, text: str) -> "SparseLinear":
+        """Reads text such as `top=0.1` or `top=0.25,block_q=8,block_kv=4`; raises WanjaxError for other text."""
+        types, given = {field.name: type(field.default) for field in fields(cls)}, {}
+        for entry in text.split(",") if text else []:
+            name, _, value = entry.partition("=")
+            try:
+                if name in given or not value.isascii():
+                    raise ValueError
+                given[name] = types[name](value)
+            except (KeyError, ValueError):
+                raise WanjaxError(
+                    f"sparse-linear attention cannot read {text!r}: such as top=0.1,block_q=128,block_kv=64 would do"
+                ) from None
+        return cls(**given)
+
+    def __str__(self) -> str:
+        """Returns the text that `parse` reads, without what is as usual."""
+        values = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
+        return ",".join(f"{name}={value}" for name, value, usual in values if value != usual)
+
+    def kept(self, keys: int) -> int:
+        """Returns the number of blocks that each block of queries keeps of so many keys."""
+        return max(1, int(self.top * math.ceil(keys / self.block_kv)))
+
+
+class Projection(NamedTuple):
+    """The weights through which linear attention goes, one for all heads of a layer."""
+
+    kernel: Float[Array, "D D"]
+    bias: Float[Array, " D"]
+
+
+class KeyState(NamedTuple):
+    """What linear attention keeps of the keys of each head: the sums of their features with values, and without."""
+
+    values: Float32[Array, "_B D D"]
+    weights: Float32[Array, "_B D"]
+
+
+def attention(
+    q: Float[Array, "B L N D"],
+    k: Float[Array, "B L N D"],
+    v: Float[Array, "B L N D"],
+    projection: Projection,
+    *,
+    sparse: SparseLinear,
+    keys: int,
+    config: None = None,
+) -> Float[Array, "B L N D"]:
+    """Returns the sum of both parts for the first `keys` tokens, and zeros for others: the reference.
+
+    Float32 inside, rounded once to the operands' dtype. The sparse part, with logits scaled by 1 / √D, is dense
+    attention from which the blocks that are not kept are hidden.
+    """
+    length, shape = q.shape[1], (q.shape[0], q.shape[2], keys, -1)
+    flat_q, flat_k, flat_v = (by_head(x[:, :keys]) for x in (q, k, v))
+    blocks = jnp.arange(math.ceil(keys / sparse.block_kv))
+    kept = (choose_blocks(flat_q, flat_k, sparse)[..., None] == blocks[None, None, None]).any(axis=2)
+    rows, columns = (jnp.arange(keys) // size for size in (sparse.block_q, sparse.block_kv))
+    hidden = jnp.where(kept[:, rows][:, :, columns], 0.0, -jnp.inf).reshape(shape)
+    wide = (jnp.moveaxis(x.reshape(shape), 1, 2).astype(jnp.float32) for x in (flat_q, flat_k, flat_v))
+    options: dict[str, Any] = {"key_mask": None, "window": None, "scale": q.shape[3] ** -0.5, "config": None}
+    out: Any = reference.attention(*wide, bias=hidden, **options)
+    out += jnp.moveaxis(linear(flat_q, state_of(flat_k, flat_v), projection).reshape(shape), 1, 2)
+    return jnp.pad(out, ((0, 0), (0, length - keys), (0, 0), (0, 0))).astype(q.dtype)
+
+
+def choose_blocks(
+    q: Float[Array, "_B L D"], k: Float[Array, "_B L D"], sparse: SparseLinear
+) -> Int32[Array, "_B _L _S"]:
+    """Returns the blocks of keys that each block of queries keeps, ascending.
+
+    They are those of the largest products of means, and the first among equals. The mean of all keys is subtracted
+    from those of the keys. Means are rounded to the operands' dtype.
+    """
+    centered = block_means(k, sparse.block_kv) - k.mean(axis=1, keepdims=True, dtype=jnp.float32)
+    means = [x.astype(q.dtype) for x in (block_means(q, sparse.block_q), centered)]
+    scores = jnp.einsum("BLD,BSD->BLS", *means, precision="highest", preferred_element_type=jnp.float32)
+    return jnp.sort(jax.lax.top_k(scores, sparse.kept(k.shape[1]))[1], axis=2)
+
+
+def block_means(x: Float[Array, "_B L D"], size: int) -> Float32[Array, "_B _L D"]:
+    """Returns the mean of each block of `size` tokens, the last of which may have fewer."""
+    length = x.shape[1]
+    blocks = jnp.pad(x, ((0, 0), (0, -length % size), (0, 0))).reshape(len(x), -1, size, x.shape[2])
+    counts = np.minimum(size, length - np.arange(0, length, size)).astype(np.float32)
+    return blocks.sum(axis=2, dtype=jnp.float32) / counts[None, :, None]
+
+
+def state_of(k: Float[Array, "_B L D"], v: Float[Array, "_B L D"]) -> KeyState:
+    """Returns what linear attention keeps of these keys and values, in float32."""
+    features = jax.nn.softmax(k.astype(jnp.float32), axis=2)
+    values = jnp.einsum("BLD,BLE->BDE", features, v.astype(jnp.float32), precision="highest")
+    return KeyState(values, features.sum(axis=1))
+
+
+def linear(q: Float[Array, "_B L D"], state: KeyState, projection: Projection) -> Float32[Array, "_B L D"]:
+    """Returns linear attention of queries to the keys of a state, projected, in float32."""
+    features = jax.nn.softmax(q.astype(jnp.float32), axis=2)
+    weight = EPSILON + jnp.einsum("BLD,BD->BL", features, state.weights, precision="highest")
+    y = jnp.einsum("BLD,BDE->BLE", features, state.values, precision="highest") / weight[..., None]
+    kernel, bias = (x.astype(jnp.float32) for x in projection)
+    return jnp.matmul(y, kernel, precision="highest") + bias[None, None]

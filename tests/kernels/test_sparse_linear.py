@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse-linear attention: every implementation beside the published rule in float64, its gradients, and its value."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.support.attention import normal, operands
+from tests.support.compare import error
+from tests.support.configs import TRANSFORMER
+from tests.support.devices import MESHES
+from tests.support.quick import quick
+from tests.support.words import naming
+from wanjax.errors import UnsupportedError, WanjaxError
+from wanjax.kernels.attention import Attention, Projection, SparseLinear, attention, sparse_linear_attention
+from wanjax.kernels.attention.api import SPARSE_LINEAR
+from wanjax.layers.rope import rope_3d
+from wanjax.models.wan.transformer import SelfAttention, WanTransformer
+from wanjax.registry import presets
+from wanjax.sharding import RULES, Partitioner, make_mesh, use
+
+BOUND = {"float32": 2e-6, "bfloat16": 3e-3}
+SMALL = SparseLinear(0.3, 32, 16)
+
+
+def softmax(x):
+    weights = np.exp(x - x.max(axis=1, keepdims=True))
+    return weights / weights.sum(axis=1, keepdims=True)
+
+
+def published(q, k, v, projection, sparse):
+    """Computes the published rule in float64, block by block; means are rounded to the operands' dtype."""
+    dtype, (length, heads, size) = q.dtype, q.shape[1:]
+    q, k, v, kernel, bias = (np.asarray(x, np.float64) for x in (q, k, v, *projection))
+    out = np.zeros(q.shape)
+    for example, head in np.ndindex(len(q), heads):
+        some_q, some_k, some_v = (x[example, :, head] for x in (q, k, v))
+        sizes = (some_q, sparse.block_q), (some_k - some_k.mean(axis=0), sparse.block_kv)
+        means = [np.array([x[at : at + block].mean(axis=0) for at in range(0, length, block)]) for x, block in sizes]
+        scores = np.matmul(*(np.asarray(x.astype(dtype), np.float64) for x in means[:1]), means[1].astype(dtype).T)
+        count = max(1, int(sparse.top * scores.shape[1]))
+        for row, best in enumerate(np.argsort(-scores, axis=1, kind="stable")[:, :count]):
+            seen = np.isin(np.arange(length) // sparse.block_kv, best)
+            rows = slice(row * sparse.block_q, (row + 1) * sparse.block_q)
+            out[example, rows, head] = softmax(some_q[rows] @ some_k[seen].T / size**0.5) @ some_v[seen]
+        of_q, of_k = softmax(some_q), softmax(some_k)
+        linear = of_q @ (of_k.T @ some_v) / (1e-5 + of_q @ of_k.sum(axis=0))[:, None]
+        out[example, :, head] += linear @ kernel + bias
+    return out
+
+
+def projection(size, dtype="float32"):
+    return Projection(0.2 * normal(7, size, size, dtype=dtype), normal(8, size, dtype=dtype))
+
+
+def run(name, q, k, v, weights, sparse, **options):
+    static = {"sparse": sparse, "implementation": name, **options}
+    return jax.jit(lambda *given: sparse_linear_attention(*given, **static))(q, k, v, weights)
+
+
+TOPS = (0.05, 0.15, 0.6, 1.0)
+CASES = [(name, top, dtype) for name in SPARSE_LINEAR for top in TOPS for dtype in BOUND]
+QUICK = [("reference", 0.15, "float32"), ("chunked", 0.05, "float32"), ("chunked", 0.6, "bfloat16")]
+
+
+@pytest.mark.parametrize(("name", "top", "dtype"), quick(QUICK, CASES))
+def test_the_published_rule(name, top, dtype):
+    """Lengths fill neither the last block of queries nor that of keys."""
+    q, k, v = operands(2, 333, 333, 3, 3, 32, dtype)
+    sparse, weights = SparseLinear(top, 32, 16), projection(32, dtype)
+    assert error(run(name, q, k, v, weights, sparse), published(q, k, v, weights, sparse)) <= BOUND[dtype]
+
+
+@pytest.mark.parametrize("name", ["reference", "chunked"])
+def test_loud_logits(name):
+    """Logits have a standard deviation of 196."""
+    q, k, v = operands(1, 333, 333, 2, 2, 32)
+    q, k = 14 * q, 14 * k
+    weights = projection(32)
+    assert error(run(name, q, k, v, weights, SMALL), published(q, k, v, weights, SMALL)) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["reference", "chunked"])
+def test_first_blocks_among_equal_ones(name):
+    """Keys of whole numbers repeat, so that scores are exact and three blocks always have the same."""
+    random = np.random.default_rng(3)
+    q, k = (jnp.asarray(random.integers(-4, 5, (1, 256, 2, 16)), jnp.float32) for _ in range(2))
+    k = k.at[:, 128:].set(k[:, :128]).at[:, 16:32].set(k[:, :16])
+    v, weights = normal(4, 1, 256, 2, 16), projection(16)
+    for top in (0.05, 0.3, 0.7):
+        sparse = SparseLinear(top, 32, 16)
+        assert error(run(name, q, k, v, weights, sparse), published(q, k, v, weights, sparse)) <= BOUND["float32"]
+
+
+@pytest.mark.parametrize("name", ["reference", "chunked"])
+def test_all_blocks_are_dense_attention(name):
+    q, k, v = operands(1, 150, 150, 2, 2, 32)
+    nothing = Projection(jnp.zeros((32, 32)), jnp.zeros(32))
+    got = run(name, q, k, v, nothing, SparseLinear(1.0, 32, 16))
+    assert error(got, attention(q, k, v, implementation="reference")) <= BOUND["float32"]
+
+
+@pytest.mark.parametrize("name", ["reference", "chunked"])
+def test_few_tokens_keep_a_block(name):
+    q, k, v = operands(1, 5, 5, 1, 1, 16)
+    weights = projection(16)
+    assert error(run(name, q, k, v, weights, SMALL), published(q, k, v, weights, SMALL)) <= BOUND["float32"]
+    assert [SparseLinear().kept(keys) for keys in (1, 400, 32_760, 75_600)] == [1, 1, 76, 177]
+
+
+@pytest.mark.parametrize("name", ["reference", "chunked"])
+def test_padding_after_the_tokens(name):
+    q, k, v = operands(2, 150, 150, 2, 2, 16)
+    padded = [x.at[:, 131:].set(1e4) for x in (q, k, v)]
+    weights = projection(16)
+    got = run(name, *padded, weights, SMALL, keys=131)
+    assert error(got[:, :131], published(*(x[:, :131] for x in (q, k, v)), weights, SMALL)) <= BOUND["float32"]
+    assert np.isfinite(np.asarray(got)).all()
+
+
+def gradients(name, given, g, sparse, keys=None):
+    def pull(*given):
+        run = partial(sparse_linear_attention, sparse=sparse, keys=keys, implementation=name)
+        return jax.vjp(run, *given)[1](g)
+
+    return jax.tree.leaves(jax.jit(pull)(*given))
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 3e-6), ("bfloat16", 6e-3)])
+def test_gradients(dtype, bound):
+    """Those of the reference are JAX's own; padding has none."""
+    q, k, v = operands(2, 150, 150, 2, 2, 32, dtype)
+    given, g = (q, k, v, projection(32, dtype)), normal(9, *q.shape, dtype=dtype)
+    wanted = gradients("reference", given, g, SMALL, 131)
+    for ours, right in zip(gradients("chunked", given, g, SMALL, 131), wanted, strict=True):
+        assert error(ours, np.asarray(right, np.float64)) <= bound
+        assert ours.shape[1:2] != (150,) or not np.asarray(ours[:, 131:], np.float32).any()
+
+
+SHARDED = [(axes, rules, heads) for axes in MESHES for rules in RULES for heads in (3, 4)]
+SOME = [((1, 1, 8), "fsdp", 3), ((2, 2, 2), "tp", 4), ((1, 4, 2), "fsdp", 4)]
+
+
+@pytest.mark.parametrize(("axes", "rules", "heads"), quick(SOME, SHARDED))
+def test_several_devices(axes, rules, heads):
+    """Result and gradients of all inputs are those of one device, also where heads and tokens do not divide."""
+    q, k, v = operands(2, 99, 99, heads, heads, 16)
+    given, g = (q, k, v, projection(16)), normal(9, *q.shape)
+    alone = [run(None, *given, SMALL), *gradients(None, given, g, SMALL)]
+    with use(Partitioner(make_mesh(*axes), RULES[rules])):
+        together = [run(None, *given, SMALL), *gradients(None, given, g, SMALL)]
+    for ours, right in zip(together, alone, strict=True):
+        assert error(ours, np.asarray(right, np.float64)) <= BOUND["float32"]
+
+
+def test_names():
+    assert Attention.parse("sla") == Attention(sparse=SparseLinear(0.15, 128, 64))
+    small = Attention.parse("sla:top=0.25,block_q=8,block_kv=4")
+    assert small == Attention(sparse=SparseLinear(0.25, 8, 4))
+    for asked in (Attention.parse("sla"), small, Attention.parse("sla:top=1")):
+        assert Attention.parse(str(asked)) == asked
+        assert not asked.sees_all
+        assert not asked.passes_keys
+        assert asked.plain() == Attention()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("sla:top=0", "top=0.0 1"),
+        ("sla:top=nan", "top=nan 1"),
+        ("sla:top=1.1", "top=1.1 1"),
+        ("sla:top=much", "'top=much' top=0.1"),
+        ("sla:0.1", "'0.1' top=0.1"),
+        ("sla:top=.1,top=.2", "top=0.1"),
+        ("sla:block_q=1.5", "block_q=1.5 block_q=128"),
+        ("sla:block_kv=0", "block_kv=0 1"),
+        ("sla:window=9", "window=9 top=0.1"),
+        ("slab", "'slab' sla radial"),
+    ],
+)
+def test_names_that_are_refused(text, words):
+    with pytest.raises(WanjaxError, match=naming(words)):
+        Attention.parse(text)
+
+
+def test_operands_that_are_refused():
+    q, k, v = operands(1, 64, 64, 2, 2, 16)
+    weights = projection(16)
+    for given, options in (
+        ((q, k[:, :32], v[:, :32], weights), {}),
+        ((q, k, v, projection(8)), {}),
+        ((q, k, v, weights), {"keys": 65}),
+    ):
+        with pytest.raises(WanjaxError):
+            sparse_linear_attention(*given, SMALL, **options)
+
+
+KW = {"dtype": jnp.float32, "param_dtype": jnp.float32}
+
+
+def test_a_layer_with_it():
+    """At first it is the sparse part alone, which is dense attention where all is kept; then its projection adds."""
+    texts = ("auto", "sla:top=1", "sla:top=0.3,block_q=16,block_kv=8")
+    dense, whole, some = (SelfAttention(TRANSFORMER, Attention.parse(x), **KW, rngs=nnx.Rngs(0)) for x in texts)
+    for layer in (whole, some):
+        nnx.update(layer, nnx.state(dense))
+    x, rope = normal(1, 1, 96, TRANSFORMER.width), rope_3d((2, 6, 8), TRANSFORMER.rope_channels)
+    forward = jax.jit(lambda layer: layer(x, rope)[0])
+    wanted = np.asarray(forward(dense), np.float64)
+    assert error(forward(whole), wanted) <= 1e-5
+    assert error(forward(some), wanted) > 1e-3
+    whole.proj_l.kernel[...] = normal(3, *whole.proj_l.kernel.shape)
+    assert error(forward(whole), wanted) > 1e-3
+
+
+def test_a_transformer_with_it():
+    """Its blocks have the projection's weights, and no other model has."""
+
+    def made(text):
+        attention = Attention.parse(text)
+        return nnx.eval_shape(lambda: WanTransformer(TRANSFORMER, attention=attention, **KW, rngs=nnx.Rngs(0)))
+
+    dense, sparse = (nnx.to_flat_state(nnx.state(made(text))) for text in ("auto", "sla"))
+    more = dict(sparse).keys() - dict(dense).keys()
+    assert {path[-1]: dict(sparse)[path].shape for path in more} == {"kernel": (1, 24, 24), "bias": (1, 24)}
+    latents = jax.ShapeDtypeStruct((1, 2, 12, 16, 6), jnp.float32)
+    text, t = jax.ShapeDtypeStruct((1, 5, 40), jnp.float32), jax.ShapeDtypeStruct((1,), jnp.float32)
+    out = nnx.eval_shape(lambda network, *given: network(*given), made("sla"), latents, t, text)
+    assert out.shape == (1, 2, 12, 16, 16)
+
+
+def test_models_that_were_not_trained_with_it():
+    with pytest.raises(UnsupportedError, match=naming("wan --attention auto")):
+        presets()["wan2.1-t2v-14b"].architecture.check_attention(Attention.parse("sla"), "wan")
