@@ -16,8 +16,15 @@ from tests.support.devices import MESHES
 from tests.support.quick import quick
 from tests.support.words import naming
 from wanjax.errors import UnsupportedError, WanjaxError
-from wanjax.kernels.attention import Attention, Projection, SparseLinear, attention, sparse_linear_attention
-from wanjax.kernels.attention.api import SPARSE_LINEAR
+from wanjax.kernels.attention import (
+    Attention,
+    Projection,
+    SparseLinear,
+    attention,
+    sparse_linear_attention,
+    sparse_linear_kernel,
+)
+from wanjax.kernels.attention.sparse_linear_tpu import Config
 from wanjax.layers.rope import rope_3d
 from wanjax.models.wan.transformer import SelfAttention, WanTransformer
 from wanjax.registry import presets
@@ -62,8 +69,9 @@ def run(name, q, k, v, weights, sparse, **options):
     return jax.jit(lambda *given: sparse_linear_attention(*given, **static))(q, k, v, weights)
 
 
+NAMES = ("reference", "chunked")  # which take blocks of any size
 TOPS = (0.05, 0.15, 0.6, 1.0)
-CASES = [(name, top, dtype) for name in SPARSE_LINEAR for top in TOPS for dtype in BOUND]
+CASES = [(name, top, dtype) for name in NAMES for top in TOPS for dtype in BOUND]
 QUICK = [("reference", 0.15, "float32"), ("chunked", 0.05, "float32"), ("chunked", 0.6, "bfloat16")]
 
 
@@ -75,7 +83,7 @@ def test_the_published_rule(name, top, dtype):
     assert error(run(name, q, k, v, weights, sparse), published(q, k, v, weights, sparse)) <= BOUND[dtype]
 
 
-@pytest.mark.parametrize("name", ["reference", "chunked"])
+@pytest.mark.parametrize("name", NAMES)
 def test_loud_logits(name):
     """Logits have a standard deviation of 196."""
     q, k, v = operands(1, 333, 333, 2, 2, 32)
@@ -84,7 +92,7 @@ def test_loud_logits(name):
     assert error(run(name, q, k, v, weights, SMALL), published(q, k, v, weights, SMALL)) <= 1e-5
 
 
-@pytest.mark.parametrize("name", ["reference", "chunked"])
+@pytest.mark.parametrize("name", NAMES)
 def test_first_blocks_among_equal_ones(name):
     """Keys of whole numbers repeat, so that scores are exact and three blocks always have the same."""
     random = np.random.default_rng(3)
@@ -96,7 +104,7 @@ def test_first_blocks_among_equal_ones(name):
         assert error(run(name, q, k, v, weights, sparse), published(q, k, v, weights, sparse)) <= BOUND["float32"]
 
 
-@pytest.mark.parametrize("name", ["reference", "chunked"])
+@pytest.mark.parametrize("name", NAMES)
 def test_all_blocks_are_dense_attention(name):
     q, k, v = operands(1, 150, 150, 2, 2, 32)
     nothing = Projection(jnp.zeros((32, 32)), jnp.zeros(32))
@@ -104,7 +112,7 @@ def test_all_blocks_are_dense_attention(name):
     assert error(got, attention(q, k, v, implementation="reference")) <= BOUND["float32"]
 
 
-@pytest.mark.parametrize("name", ["reference", "chunked"])
+@pytest.mark.parametrize("name", NAMES)
 def test_few_tokens_keep_a_block(name):
     q, k, v = operands(1, 5, 5, 1, 1, 16)
     weights = projection(16)
@@ -112,7 +120,7 @@ def test_few_tokens_keep_a_block(name):
     assert [SparseLinear().kept(keys) for keys in (1, 400, 32_760, 75_600)] == [1, 1, 76, 177]
 
 
-@pytest.mark.parametrize("name", ["reference", "chunked"])
+@pytest.mark.parametrize("name", NAMES)
 def test_padding_after_the_tokens(name):
     q, k, v = operands(2, 150, 150, 2, 2, 16)
     padded = [x.at[:, 131:].set(1e4) for x in (q, k, v)]
@@ -237,3 +245,69 @@ def test_a_transformer_with_it():
 def test_models_that_were_not_trained_with_it():
     with pytest.raises(UnsupportedError, match=naming("wan --attention auto")):
         presets()["wan2.1-t2v-14b"].architecture.check_attention(Attention.parse("sla"), "wan")
+
+
+LOUD = 14.0  # logits of a standard deviation of 196
+KERNEL_CASES = [
+    ("float32", 0.8, 1.0, 3e-7, Config(2, interpret=True)),
+    ("float32", 0.8, LOUD, 1e-5, Config(2, interpret=True)),
+    ("bfloat16", 0.6, 1.0, 2e-3, Config(4, interpret=True)),
+    ("bfloat16", 1.0, LOUD, 2e-3, Config(1, 1, interpret=True)),
+]
+
+
+@pytest.mark.parametrize(("dtype", "top", "loud", "bound", "config"), quick(KERNEL_CASES[::3], KERNEL_CASES))
+def test_the_kernel(monkeypatch, dtype, top, loud, bound, config):
+    """Neither blocks nor grid steps are filled, and padding comes after the tokens. Loud logits are computed again."""
+    raised: list[int] = []
+
+    def counted(*given, function=sparse_linear_kernel._raise_offsets):
+        jax.debug.callback(lambda: raised.append(1))
+        function(*given)
+
+    monkeypatch.setattr(sparse_linear_kernel, "_raise_offsets", counted)
+    q, k, v = operands(1, 470, 470, 2, 2, 128, dtype)
+    given = (*(x * jnp.asarray(loud, x.dtype) for x in (q, k)), v, projection(128, dtype))
+    sparse = SparseLinear(top)
+    wanted = published(*(x[:, :450] for x in given[:3]), given[3], sparse)
+    got = run("tpu", *given, sparse, keys=450, config=config)
+    assert error(got[:, :450], wanted) <= bound
+    assert not np.asarray(got[:, 450:], np.float32).any()
+    jax.effects_barrier()
+    assert bool(raised) == (loud == LOUD)
+
+
+@pytest.mark.parametrize("kept", quick([130], [1, 130, 300]))
+def test_lists_of_scores_with_ties(kept):
+    """Lists are those of a stable order, also among scores of both zeros, of either sign and out of the usual range."""
+    values = np.float32([-1e30, -2.5, -1e-30, -0.0, 0.0, 1e-30, 3.0, 1e38])
+    random = np.random.default_rng(2)
+    scores = random.choice(values, (140, 300))
+    scores[7], scores[8] = 1.0, random.normal(size=300)
+    sizes = sparse_linear_kernel.Sizes(1, 1, 1, 128, 64, kept, 4, 1)
+    found = jax.jit(partial(sparse_linear_kernel.listed, sizes=sizes, interpret=True))(scores)
+    wanted = np.sort(np.argsort(-scores, axis=1, kind="stable")[:, :kept], axis=1)
+    assert (np.asarray(found)[:, :kept] == 64 * wanted).all()
+
+
+@pytest.mark.parametrize(
+    ("given", "sparse", "words"),
+    [
+        ((64, "float32"), SparseLinear(), "64"),
+        ((128, "float16"), SparseLinear(), "float16"),
+        ((128, "bfloat16"), SMALL, "32 16"),
+    ],
+)
+def test_what_the_kernel_does_not_take(given, sparse, words):
+    """Named it refuses; else blocks are gathered."""
+    size, dtype = given
+    q, k, v = operands(1, 40, 40, 1, 1, size, dtype)
+    with pytest.raises(UnsupportedError, match=naming(words)):
+        run("tpu", q, k, v, projection(size, dtype), sparse, config=Config(interpret=True))
+    assert run(None, q, k, v, projection(size, dtype), sparse, config=Config(interpret=True)).dtype == q.dtype
+
+
+def test_elsewhere_than_on_a_tpu():
+    q, k, v = operands(1, 40, 40, 1, 1, 128)
+    with pytest.raises(UnsupportedError, match="TPU"):
+        run("tpu", q, k, v, projection(128), SparseLinear())

@@ -9,7 +9,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from wanjax.errors import UnsupportedError, WanjaxError
-from wanjax.kernels.attention import chunked, flash_tpu, joint, kv_cache, sharded, sparse_linear, sparse_linear_chunked
+from wanjax.kernels.attention import (
+    chunked,
+    flash_tpu,
+    joint,
+    kv_cache,
+    sharded,
+    sparse_linear,
+    sparse_linear_chunked,
+    sparse_linear_tpu,
+)
 from wanjax.kernels.attention.asked import IMPLEMENTATIONS, Attention
 from wanjax.kernels.attention.joint import Pair
 from wanjax.kernels.attention.kv_cache import KVCache, Place
@@ -36,7 +45,7 @@ PREFERRED: dict[str, tuple[Choice, ...]] = {
     "tpu": (Choice("flash_tpu", "by the compiler's schedules it is the fastest"), *ANYWHERE),
 }
 
-SPARSE_LINEAR = {"reference": sparse_linear, "chunked": sparse_linear_chunked}
+SPARSE_LINEAR = {"reference": sparse_linear, "chunked": sparse_linear_chunked, "tpu": sparse_linear_tpu}
 
 
 @jax.named_scope("attention")
@@ -139,12 +148,14 @@ def sparse_linear_attention(
     *,
     keys: int | None = None,
     implementation: str | None = None,
+    config: sparse_linear_tpu.Config | None = None,
 ) -> Float[Array, "B L N D"]:
     """Returns sparse-linear self-attention of the first `keys` tokens (None: all), in the dtype of the operands.
 
-    `sparse_linear` has the rule. Within `sharding.use` all devices compute together, each with whole heads. What is
-    returned for other tokens is finite. `implementation` is a name in `SPARSE_LINEAR`; None chooses by platform and
-    shape. Raises WanjaxError for operands that do not fit each other.
+    `sparse_linear` has the rule. Other tokens give zeros. Within `sharding.use` all devices compute together, each with
+    whole heads. `implementation` is a name in `SPARSE_LINEAR`; None is `tpu` where that supports the call, else
+    `chunked`. `config` is that of `tpu`. Raises WanjaxError for operands that do not fit each other, and
+    UnsupportedError if a named implementation does not support them.
     """
     if q.shape != k.shape:
         raise WanjaxError(f"sparse-linear attention of {list(q.shape)} to {list(k.shape)}: equal shapes would do")
@@ -154,8 +165,13 @@ def sparse_linear_attention(
         raise WanjaxError(f"a projection {list(projection.kernel.shape)} of heads of {size}: [{size}, {size}] would do")
     if not 1 <= keys <= q.shape[1]:
         raise WanjaxError(f"{keys} of {q.shape[1]} tokens cannot take part: 1 to {q.shape[1]} can")
-    kernel = SPARSE_LINEAR[implementation or "chunked"].attention
-    return sharded.by_whole_heads(partial(kernel, sparse=sparse, keys=keys), current(), q, k, v, projection)
+    why = sparse_linear_tpu.unsupported(q, sparse, keys, config)
+    if implementation == "tpu" and why is not None:
+        raise UnsupportedError(why)
+    name = implementation or ("tpu" if why is None else "chunked")
+    options = {"sparse": sparse, "keys": keys} | ({"config": config} if name == "tpu" else {})
+    kernel = partial(SPARSE_LINEAR[name].attention, **options)
+    return sharded.by_whole_heads(kernel, current(), q, k, v, projection)
 
 
 def _on_one_device(

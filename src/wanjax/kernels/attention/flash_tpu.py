@@ -35,7 +35,7 @@ UNBOUNDED = 1 << 30  # a side of a window that includes all keys
 
 def unsupported(q, k, v, *, key_mask, window, scale, bias, config, return_lse) -> str | None:
     """The reason why this call is not supported, or None."""
-    head_dim, vmem = q.shape[3], _vmem_bytes()
+    head_dim, vmem = q.shape[3], vmem_bytes()
     if config is not None and not isinstance(config, Config):
         return f"flash_tpu is configured by a flash_tpu.Config, which {type(config).__name__} is not"
     if vmem is None and not (config and config.interpret):
@@ -62,7 +62,7 @@ def unsupported(q, k, v, *, key_mask, window, scale, bias, config, return_lse) -
     return None
 
 
-def _vmem_bytes() -> int | None:
+def vmem_bytes() -> int | None:
     """Bytes of VMEM of a core of the target TPU; None if the target is no TPU."""
     try:
         return pltpu.get_tpu_info().vmem_capacity_bytes
@@ -134,7 +134,7 @@ def _gradient(q, k, v, g, lse, delta, masks, *, window, scale: float, config: Co
     keys = k.shape[1] if keys is None else keys
     interpret, tiles = config is not None and config.interpret, None
     if key_mask is None and window is None and k.shape[2] == heads:
-        vmem = 2 * SPILL_BYTES if interpret else _vmem_bytes() or 0
+        vmem = 2 * SPILL_BYTES if interpret else vmem_bytes() or 0
         tiles = flash_gradient.fitting(queries, keys, head_dim, q.dtype.itemsize, vmem, interpret=interpret)
     if tiles is not None:
         live = jnp.full((batch,), keys, jnp.int32) if live is None else live
@@ -195,7 +195,7 @@ def _sides(window: Window | Radial | None) -> tuple[int, int]:
 
 def _tiles(config: Config | None, blocks: Radial | None, shape: tuple[int, int, int, str], ragged: bool) -> Config:
     """The tiles for heads of a size, a number of queries and of keys, and a dtype."""
-    vmem, (head_dim, queries, keys, dtype) = _vmem_bytes() or 0, shape
+    vmem, (head_dim, queries, keys, dtype) = vmem_bytes() or 0, shape
     if blocks is not None:
         return config_of_blocks(blocks, config, vmem, head_dim, keys, dtype)
     return config or default_config(vmem, head_dim, queries, keys, dtype, ragged)

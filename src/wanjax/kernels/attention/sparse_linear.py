@@ -89,7 +89,6 @@ def attention(
     *,
     sparse: SparseLinear,
     keys: int,
-    config: None = None,
 ) -> Float[Array, "B L N D"]:
     """Returns the sum of both parts for the first `keys` tokens, and zeros for others: the reference.
 

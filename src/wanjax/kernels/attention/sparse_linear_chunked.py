@@ -33,7 +33,6 @@ def attention(
     *,
     sparse: SparseLinear,
     keys: int,
-    config: None = None,
 ) -> Float[Array, "B L N D"]:
     """Computes what the reference does, and so does its gradient."""
     return with_gradient(partial(_forward, sparse=sparse, keys=keys), q, k, v, projection, sparse=sparse, keys=keys)
