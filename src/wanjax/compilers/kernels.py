@@ -21,6 +21,7 @@ DTYPES = {"bf16": "bfloat16", "pred": "bool"} | {
 }
 # Kernels whose data-dependent branches guard rare cases. In kernels by others such branches may guard all the work.
 BLOCKS = "flash_blocks"
+LISTS = "sparse_linear"  # of a known length
 PLACE_OF_KEYS = {"flash_attention": 2, "flash_gradient": 5}  # among a kernel's operands
 SPREAD = range(-28, 29, 7)  # of the numbers of blocks about their mean: bodies of blocks divide them unevenly
 
@@ -116,13 +117,15 @@ def kernel_seconds(call: Call, compiled: Compiled) -> float:
     if call.kernel == BLOCKS:
         (_, (cells,)), _, _, (_, (listed,)), *_ = call.operands
         return visiting_seconds(compiled, [max(0, round(listed / cells) + more) for more in SPREAD])
+    if call.kernel == LISTS:
+        return visiting_seconds(compiled, [None])
     if call.kernel not in PLACE_OF_KEYS:
         return price_compiled(compiled).by_kind["kernels"].mid
     _, (_, keys, _) = call.operands[PLACE_OF_KEYS[call.kernel]]
     return visiting_seconds(compiled, [keys])
 
 
-def visiting_seconds(compiled: Compiled, words: Iterable[int]) -> float:
+def visiting_seconds(compiled: Compiled, words: Iterable[int | None]) -> float:
     """Returns the mean price of a kernel of our own over several values of the words that it is given."""
     prices = [price_compiled(compiled, skip=rare_work(compiled, value), words=value) for value in words]
     return sum(priced.by_kind["kernels"].mid for priced in prices) / len(prices)
