@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse-linear attention priced for a described TPU beside dense attention: its kernels and what is around them.
+"""Sparse-linear attention priced for a described TPU: its kernels and what is around them.
 
     python -m benchmarks.sparse_linear_prices [WORKLOAD] [--chip v6e] [--top .15 --top .1]
 
@@ -9,7 +9,6 @@ if all were.
 
 import argparse
 from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from benchmarks.attention_prices import compile_forms
 from benchmarks.workloads import WORKLOADS, Workload
 from wanjax.compilers import Compiled, CompilerError, price_compiled
 from wanjax.compilers.kernels import LISTS, kernel_calls, rare_work
-from wanjax.kernels.attention import Projection, SparseLinear, attention, sparse_linear_attention
+from wanjax.kernels.attention import Projection, SparseLinear, sparse_linear_attention
 
 
 def sparse_linear(top: float) -> Callable[..., jax.Array]:
@@ -35,30 +34,27 @@ def sparse_linear(top: float) -> Callable[..., jax.Array]:
 
 
 def price_table(workload: Workload, chip: str, tops: list[float]) -> Table:
-    compared = {None: partial(attention, implementation="flash_tpu"), **{top: sparse_linear(top) for top in tops}}
     table = Table(title=f"{workload.name} on one {chip}, bfloat16, priced")
-    for column in ("top", "ms", "attention", "means and state", "lists", "around", "MXU", "with care, ms more"):
+    for column in ("top", "MXU", "ms", "attention", "means and state", "lists", "around", "with care, more"):
         table.add_column(column)
-    for top, result in compile_forms(workload, chip, compared).items():
-        name = "dense" if top is None else f"{top:g}"
-        table.add_row(name, *([str(result)[:60]] if isinstance(result, CompilerError) else _row(result)))
+    for top, result in compile_forms(workload, chip, {top: sparse_linear(top) for top in tops}).items():
+        table.add_row(f"{top:g}", *([str(result)[:60]] if isinstance(result, CompilerError) else _row(result)))
     return table
 
 
 def _row(compiled: Compiled) -> list[str]:
-    rare, calls = rare_work(compiled), {call.kernel: name for name, call in kernel_calls(compiled).items()}
-    main = calls.get(LISTS) or calls["flash_attention"]
-    priced = price_compiled(compiled, skip={main: rare.get(main, ())})
+    names = {call.kernel: name for name, call in kernel_calls(compiled).items()}
+    rare = {names[LISTS]: rare_work(compiled)[names[LISTS]]}
+    priced = price_compiled(compiled, skip=rare)
     seconds = {item.name: item.cost.mid for item in priced.items}
-    parts = [main, *(calls.get(name) for name in ("sparse_linear_prepare", "sparse_linear_lists"))]
-    times = [priced.total.mid, *(seconds.get(part or "", 0.0) for part in parts)]
+    times = [priced.total.mid, *(seconds[names[x]] for x in (LISTS, "sparse_linear_prepare", "sparse_linear_lists"))]
     times.append(times[0] - sum(times[1:]))
-    schedule = compiled.schedules[main]
-    runs = schedule.run(rare.get(main, ())).times
+    schedule = compiled.schedules[names[LISTS]]
+    runs = schedule.run(rare[names[LISTS]]).times
     body = max(schedule.blocks, key=lambda block: block.bundles * runs[block.start])
     again = body.bundles + sum(block.bundles for block in schedule.blocks if not runs[block.start])
-    care = f"{1e3 * again * runs[body.start] / compiled.slice.chip.clock:.2f}" if main == calls.get(LISTS) else ""
-    return [*(f"{1e3 * part:.2f}" for part in times), f"{schedule.occupancy(runs)['MXU']:.0%}", care]
+    times.append(again * runs[body.start] / compiled.slice.chip.clock)
+    return [f"{schedule.occupancy(runs)['MXU']:.0%}", *(f"{1e3 * part:.2f}" for part in times)]
 
 
 def main() -> None:

@@ -2,12 +2,15 @@
 """Sparse-linear attention: every implementation beside the published rule in float64, its gradients, and its value."""
 
 from functools import partial
+from importlib.util import find_spec
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from tests.support.attention import normal, operands
 from tests.support.compare import error
@@ -15,6 +18,9 @@ from tests.support.configs import TRANSFORMER
 from tests.support.devices import MESHES
 from tests.support.quick import quick
 from tests.support.words import naming
+from wanjax.compilers import compile_program, described, find_slice
+from wanjax.compilers.kernels import kernel_calls
+from wanjax.compilers.lowering import Lowering
 from wanjax.errors import UnsupportedError, WanjaxError
 from wanjax.kernels.attention import (
     Attention,
@@ -311,3 +317,25 @@ def test_elsewhere_than_on_a_tpu():
     q, k, v = operands(1, 40, 40, 1, 1, 128)
     with pytest.raises(UnsupportedError, match="TPU"):
         run("tpu", q, k, v, projection(128), SparseLinear())
+
+
+def attend_small(mesh):
+    """Lowers it for two examples of two heads on each device."""
+    operands = [jax.ShapeDtypeStruct((2, 600, 2, 128), jnp.bfloat16, sharding=NamedSharding(mesh, P()))] * 3
+    weights = [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P())) for shape in ((128, 128), (128,))
+    ]
+
+    def run(q, k, v, kernel, bias):
+        options = {"sparse": SparseLinear(0.6), "keys": 580, "implementation": "tpu", "config": Config(2)}
+        return sparse_linear_attention(q, k, v, Projection(kernel, bias), **options)
+
+    return Lowering(jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False), (*operands, *weights))
+
+
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
+@pytest.mark.parametrize("chip", quick(["v6e-1"], ["v6e-1", "v5e-1", "v5p-8", "v7x-8"]))
+def test_compiles_for_each_generation(chip):
+    compiled = compile_program(attend_small(described(find_slice(chip))), chip)
+    names = {call.kernel for call in kernel_calls(compiled).values()}
+    assert names == {"sparse_linear_prepare", "sparse_linear_lists", "sparse_linear"}

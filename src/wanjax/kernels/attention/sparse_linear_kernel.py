@@ -20,8 +20,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from wanjax.kernels.attention.flash_tiles import HEADROOM, LANES, LARGEST_SUM, ceil_div, round_up
 
 TILE = 256  # keys of a step, which fill a matrix unit
-LEAD = 4  # steps whose weights are computed before their values are added, so that the matrix unit does not wait
-PROBE = 2  # blocks of keys whose maximum sets a row's offset
+LEAD = 2  # steps whose weights are computed before their values are added, so that the matrix unit does not wait
 ROWS = 2048  # tokens of a grid step of `prepare`
 LISTS = 128  # of a grid step of `listed`
 BITS = 32  # of a score
@@ -274,26 +273,29 @@ def _attend(
 
     def attempt(careful: Array) -> Array:
         pl.when(careful == 1)(lambda: _raise_offsets(step, sizes))
-        for piece in _pieces(sizes, 0, min(PROBE, sizes.kept)):
-            top = _scores(step, piece, sizes).max(axis=1, keepdims=True) + HEADROOM[q_ref.dtype.name]
-            offset_ref[piece.rows, :] = jnp.where(careful == 1, offset_ref[piece.rows, :], top)
+        for piece in _pieces(sizes, 0, 1):
+            probed = _probed(step, piece, sizes) + HEADROOM[q_ref.dtype.name]
+            offset_ref[piece.rows, :] = jnp.where(careful == 1, offset_ref[piece.rows, :], probed)
         total_ref[...] = jnp.zeros(total_ref.shape)
         weight_ref[...] = jnp.zeros(weight_ref.shape)
         _add(step, sizes)
-        past = jnp.zeros((sizes.block_q, 1), jnp.int32)
-        for piece in _pieces(sizes, 0, 0):
-            weight = weight_ref[piece.rows, :].sum(axis=1, keepdims=True)
-            out = total_ref[piece.rows, :] * (1.0 / weight)
-            out += _linear(q_ref[piece.rows, :], state_ref[...]) + bias_ref[...]
-            real = _iota((sizes.block_q, 1), 0) < live - piece.rows.start
-            if sizes.queries > sizes.tokens:
-                out = jnp.where(real, out, 0.0)
-            o_ref[piece.rows, :] = out.astype(o_ref.dtype)
-            past |= jnp.where(~(weight <= LARGEST_SUM) & real, 1, 0)  # NaN too
-        return jnp.where((careful == 0) & (jnp.max(past) == 1), 1, 2)
+        weight, real = weight_ref[...].sum(axis=1, keepdims=True), _iota((sizes.rows, 1), 0) < live
+        out = total_ref[...] * (1.0 / weight) + _linear(q_ref[...], state_ref[...]) + bias_ref[...]
+        o_ref[...] = (jnp.where(real, out, 0.0) if sizes.queries > sizes.tokens else out).astype(o_ref.dtype)
+        past = jnp.max(jnp.where((weight <= LARGEST_SUM) | ~real, 0, 1))  # NaN too
+        return jnp.where((careful == 0) & (past == 1), 1, 2)
 
     # one body for both attempts, so that products fill the waits at its ends, and its code is there once
     jax.lax.while_loop(lambda careful: careful < 2, attempt, jnp.int32(0))
+
+
+def _probed(step: Step, piece: Piece, sizes: Sizes) -> Float32[Array, "L _S"]:
+    """The mean score of a block, in all lanes: a product with its mean key takes no maximum along the lanes."""
+    k = _keys(step.k, step, piece, sizes).astype(jnp.float32)
+    if piece.last:
+        k = jnp.where(_seen(step, piece, (len(k), 1), sizes), k, 0.0)
+    mean = jnp.broadcast_to(k.mean(axis=0, keepdims=True), (LANES, k.shape[1])).astype(step.k.dtype)
+    return _scaled(step.q[piece.rows, :], mean)
 
 
 def _linear(q: Float[Array, "L D"], state: Float[Array, "_D _E"]) -> Float32[Array, "L D"]:
@@ -371,15 +373,16 @@ def _pieces(sizes: Sizes, at: Array | int, count: int) -> Iterator[Piece]:
 
 
 def _scores(step: Step, piece: Piece, sizes: Sizes) -> Float32[Array, "L S"]:
-    """Scores as exponents of two; -inf for keys that are padding.
-
-    They are multiplied after the product: a factor of the queries would be rounded with them.
-    """
-    q = step.q[piece.rows, :]
-    scores = _product(q, _keys(step.k, step, piece, sizes), transposed=True) * (q.shape[1] ** -0.5 * math.log2(math.e))
+    """Scores as exponents of two; -inf for keys that are padding."""
+    scores = _scaled(step.q[piece.rows, :], _keys(step.k, step, piece, sizes))
     if piece.last and sizes.tokens % sizes.block_kv:
         scores = jnp.where(_seen(step, piece, (1, scores.shape[1]), sizes), scores, -jnp.inf)
     return scores
+
+
+def _scaled(q: Float[Array, "L D"], k: Float[Array, "S D"]) -> Float32[Array, "L S"]:
+    """Scores as exponents of two, multiplied after the product: a factor of the queries would be rounded with them."""
+    return _product(q, k, transposed=True) * (q.shape[1] ** -0.5 * math.log2(math.e))
 
 
 def _keys(ref: jax.Ref, step: Step, piece: Piece, sizes: Sizes) -> Float[Array, "S D"]:
