@@ -34,7 +34,7 @@ from wanjax.kernels.attention.sparse_linear_tpu import Config
 from wanjax.layers.rope import rope_3d
 from wanjax.models.wan.transformer import SelfAttention, WanTransformer
 from wanjax.registry import presets
-from wanjax.sharding import RULES, Partitioner, make_mesh, use
+from wanjax.sharding import RULES, Partitioner, choose_axes, make_mesh, use
 
 BOUND = {"float32": 2e-6, "bfloat16": 3e-3}
 SMALL = SparseLinear(0.3, 32, 16)
@@ -180,6 +180,7 @@ def test_names():
         assert not asked.sees_all
         assert not asked.passes_keys
         assert asked.plain() == Attention()
+        assert choose_axes(8, heads=40, tokens=75_600, guided=False, ring=asked.passes_keys) == (1, 1, 8)
 
 
 @pytest.mark.parametrize(
@@ -212,6 +213,8 @@ def test_operands_that_are_refused():
     ):
         with pytest.raises(WanjaxError):
             sparse_linear_attention(*given, SMALL, **options)
+    with pytest.raises(UnsupportedError, match="weights"):
+        attention(q, k, v, implementation="sla")
 
 
 KW = {"dtype": jnp.float32, "param_dtype": jnp.float32}

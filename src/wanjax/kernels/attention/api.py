@@ -74,7 +74,7 @@ def attention(
     has the implementation's own type. Within `sharding.use` all devices compute together. Raises WanjaxError for
     operands that do not fit each other, and UnsupportedError if the implementation does not support the call.
     """
-    asked = Attention.of(implementation)
+    asked = _dense(implementation)
     options = _options(asked, q, k, v, key_mask, window, scale, bias, config)
     mask, window, bias = (options.pop(name) for name in ("key_mask", "window", "bias"))
     keys = k.shape[1] if keys is None else keys
@@ -131,7 +131,7 @@ def joint_attention(
     Text comes after the video in the order that `window` counts. The other keywords and the errors are those of
     `attention`.
     """
-    asked = Attention.of(implementation)
+    asked = _dense(implementation)
     options = _options(asked, q.video, k.video, v.video, window=window)
     window = options.pop("window")
     kernel = partial(_on_one_device, name=asked.implementation, **options)
@@ -172,6 +172,14 @@ def sparse_linear_attention(
     options = {"sparse": sparse, "keys": keys} | ({"config": config} if name == "tpu" else {})
     kernel = partial(SPARSE_LINEAR[name].attention, **options)
     return sharded.by_whole_heads(kernel, current(), q, k, v, projection)
+
+
+def _dense(implementation: str | Attention | None) -> Attention:
+    """Reads what is asked for; raises UnsupportedError for sparse-linear attention, which needs weights."""
+    asked = Attention.of(implementation)
+    if asked.sparse:
+        raise UnsupportedError("sparse-linear attention has weights, which `sparse_linear_attention` takes")
+    return asked
 
 
 def _on_one_device(
