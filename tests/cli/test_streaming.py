@@ -82,7 +82,7 @@ def test_previews_and_several_seeds(model, video, tmp_path):
     run("a red circle", "--model", model, *GIVEN, "--preview", "--dir", tmp_path, "--out", tmp_path / "v.mp4")
     assert (tmp_path / "preview.png").exists()
     run("a red circle", "--model", model, "--frames", 21, "--seeds", "3,4", "--out", tmp_path / "videos")
-    assert len(list((tmp_path / "videos").iterdir())) == 2
+    assert len(list((tmp_path / "videos").glob("*.mp4"))) == 2
 
 
 def test_frames_that_are_no_whole_blocks_are_refused(model):
