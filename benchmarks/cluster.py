@@ -183,8 +183,8 @@ def measure_overhead(requests: int) -> None:
         while pool._starting:
             pool._wait([], lambda: None)
         for way, size in (("batches as they come", None), ("one at a time", 1)):
-            batch = Batch(jobs, 2, Manifest(folder / way.split()[0]))
-            batch.manifest.file.parent.mkdir()
+            (own := folder / way.split()[0]).mkdir()
+            batch = Batch(jobs, 2, Manifest(own))
             if size:
                 take = batch.take
                 batch.take = lambda workers, take=take: take(10**6)
