@@ -34,10 +34,10 @@ def test_what_is_frozen_has_no_gradient_computed():
     assert program.as_text().count(" dot(") == 2
 
 
-@pytest.mark.parametrize("own", [frozenset(), frozenset({"amx_bf16"})], ids=["elsewhere", "with AMX"])
+@pytest.mark.parametrize("own", [[], ["amx_bf16"], ["avx512_bf16"]], ids=["elsewhere", "with AMX", "with AVX-512"])
 @pytest.mark.parametrize("tokens", [40, 2 * BLOCK + 7])
 def test_products_of_bfloat16_are_rounded_once(monkeypatch, own, tokens):
-    monkeypatch.setattr(target, "instructions", lambda: own)
+    monkeypatch.setattr(target, "instructions", lambda: frozenset(own))
     layer = linear(256, 64, (None, None), dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, bias=False, rngs=nnx.Rngs(0))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, tokens, 256)), jnp.bfloat16)
     y, pull = jax.vjp(jax.jit(layer), x)

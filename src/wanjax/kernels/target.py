@@ -10,6 +10,7 @@ from wanjax.compilers.cache import instructions
 from wanjax.sharding import local_devices
 
 _PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
+_MULTIPLY_BFLOAT16 = {"amx_bf16", "avx512_bf16"}  # as Linux names them
 
 
 class Target(NamedTuple):
@@ -26,12 +27,12 @@ def target_of(device: Any) -> Target:
 
 
 def multiplies_bfloat16(x: jax.Array) -> bool:
-    """Tells whether an array is of bfloat16 and for a CPU that multiplies matrices of it (AMX).
+    """Tells whether an array is of bfloat16 and for a CPU that multiplies it (AMX, AVX-512 BF16).
 
     XLA leaves such a product to a library that does so if it is asked in float32; else it widens the operands first.
     On other CPUs the form that is asked in float32 is slower.
     """
-    return x.dtype == "bfloat16" and target(x).platform == "cpu" and "amx_bf16" in instructions()
+    return x.dtype == "bfloat16" and target(x).platform == "cpu" and not _MULTIPLY_BFLOAT16.isdisjoint(instructions())
 
 
 def target(x: jax.Array | jax.ShapeDtypeStruct | None = None) -> Target:
