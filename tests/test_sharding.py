@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as Spec
 
 import wanjax
 from tests.support.compare import error
-from tests.support.devices import MESHES
+from tests.support.devices import MESHES, SPREADING
 from tests.support.quick import quick
 from tests.support.small_wan import network, partitioner, pipeline, transformer_config
 from tests.support.tiny import tiny_checkpoint
@@ -28,7 +28,7 @@ from wanjax.models.wan.transformer import WanTransformer
 from wanjax.pipelines import family
 from wanjax.pipelines.frames import Decoding, decode_chunk
 from wanjax.pipelines.wan.conditioning import WanEncoded
-from wanjax.sharding import MESH_AXES, ONE_DEVICE, RULES, choose_axes, parse_mesh, use
+from wanjax.sharding import MESH_AXES, ONE_DEVICE, choose_axes, parse_mesh, use
 
 BOUND = 1e-5
 
@@ -42,12 +42,15 @@ def denoised(heads, axes=None, rules="fsdp"):
     return pipe.denoise(embeddings, size=(12, 12), frames=5, steps=2, guidance_scale=4.0, seed=0)
 
 
-CASES = [(axes, rules, (4, 12, 40)[(i + j) % 3]) for i, axes in enumerate(MESHES) for j, rules in enumerate(RULES)]
+CASES = [(axes, rules, (4, 12, 40)[(i + j) % 3]) for i, axes in enumerate(MESHES) for j, rules in enumerate(SPREADING)]
 
 
 @pytest.mark.parametrize(
     ("axes", "rules", "heads"),
-    quick([((1, 1, 8), "fsdp", 4), ((2, 1, 4), "fsdp", 12), ((2, 2, 2), "tp", 4)], CASES),
+    [
+        *quick([((1, 1, 8), "fsdp", 4), ((2, 1, 4), "fsdp", 12), ((2, 2, 2), "tp", 4)], CASES),
+        ((1, 4, 2), "replicated", 4),
+    ],
 )
 def test_denoising(axes, rules, heads):
     latents = denoised(heads, axes, rules)
@@ -178,6 +181,7 @@ def test_what_the_14b_keeps_on_each_of_eight_chips():
     assert bytes_a_device((1, 1, 8), "fsdp") < 3.7e9
     assert bytes_a_device((2, 1, 4), "fsdp") < 7.3e9
     assert bytes_a_device((2, 1, 4), "tp") < 7.3e9
+    assert 28.5e9 < bytes_a_device((2, 1, 4), "replicated") < 28.7e9
 
 
 @pytest.mark.parametrize(
@@ -271,7 +275,7 @@ def test_meshes_that_cannot_be(mesh, told):
 
 
 def test_rules_that_are_not_known():
-    with pytest.raises(WanjaxError, match=naming("rules 'zero' fsdp tp")):
+    with pytest.raises(WanjaxError, match=naming("rules 'zero' fsdp tp replicated")):
         wanjax.load("nano", rules="zero")
 
 

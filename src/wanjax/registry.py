@@ -259,7 +259,7 @@ def load(
     mesh: a mesh of `wanjax.make_mesh`, a text such as "dp=2,sp=1,tp=4", or "auto", which uses as many devices as help;
         None is one device on a CPU, and "auto" elsewhere.
     video: settings of the videos to come, for which "auto" chooses the mesh; None is the model's defaults.
-    rules: "fsdp" or "tp", the way in which weights are sharded.
+    rules: "fsdp", "tp" or "replicated", the way in which weights are sharded, or that they are not.
     compiler: "safe" or "fast", a set of options of TPUs' compiler. What it refuses is left out, with a warning.
     lora: FILE or FILE:STRENGTH, or several, merged into the transformer as it is read. FILE may be OWNER/NAME/FILE on
         the hub. For two experts, `high=FILE` and `low=FILE` name one of them.

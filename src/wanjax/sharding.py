@@ -3,12 +3,14 @@
 
 A mesh has three axes: `dp` for batches and for the two prompts of guidance, `sp` for the sequence, `tp` for heads and
 for the other sharded axes of weights. Models give the axes of weights and activations logical names (`heads`, `mlp`,
-`length` ...), and rules map the names to mesh axes. There are two sets of rules:
+`length` ...), and rules map the names to mesh axes. There are three sets of rules:
 
 - `fsdp`: weights are stored sharded and gathered where they are used; activations are sharded by tokens. Only attention
   needs the tokens of other devices.
 - `tp`: weights stay sharded, by columns and then by rows (Shoeybi et al., Megatron-LM, 2019). Between the two,
   activations are sharded by heads or by the width inside the MLP, elsewhere by tokens (Korthikanti et al., 2022).
+- `replicated`: weights are whole on every device, where its memory allows, so that none are sent; activations are
+  sharded by tokens.
 
 There is always a mesh. Outside `use(partitioner)` it is one of a single device, on which `constrain`, `spread`,
 `replicate` and `whole` return their input.
@@ -65,6 +67,9 @@ RULES: Mapping[str, Rules] = MappingProxyType(
             weights={"heads": ("tp",), "mlp": ("tp",), "vocab": ("tp",)},
             activations={"batch": ("dp",), "heads": ("tp",), "mlp": ("tp",), "length": ("sp", "tp"), **_SPACE},
             gathered=False,
+        ),
+        "replicated": Rules(
+            weights={}, activations={"batch": ("dp",), "length": ("sp", "tp"), **_SPACE}, gathered=False
         ),
     }
 )
@@ -380,5 +385,5 @@ def parse_mesh(text: str) -> MeshSizes | AutoMesh:
 def find_rules(name: str) -> Rules:
     """Returns the rules of this name; raises WanjaxError for an unknown name."""
     if name not in RULES:
-        raise WanjaxError(f"no rules are named {name!r}: there are {' and '.join(RULES)}")
+        raise WanjaxError(f"no rules are named {name!r}: there are {', '.join(RULES)}")
     return RULES[name]

@@ -24,7 +24,7 @@ from wanjax.kernels.attention import Attention
 from wanjax.models.wan.flops import context_flops
 from wanjax.pipelines.wan.programs import TEXT_LENGTH
 from wanjax.plan import outlook
-from wanjax.plan.meshes import choose_mesh, meshes
+from wanjax.plan.meshes import choose_mesh, has_room, meshes
 from wanjax.registry import outline, outlined
 from wanjax.sharding import RULES, Partitioner, choose_axes
 
@@ -239,6 +239,14 @@ def test_the_best_mesh(chip, model, count, wanted, ring):
         assert choose_mesh(SLICES[chip], work, **given, sp=2)[1] == 2
     with pytest.raises(WanjaxError, match=naming("devices sp=3")):
         choose_mesh(SLICES[chip], work, **given, sp=3)
+
+
+def test_weights_that_are_whole_on_each_chip():
+    """The 14B's 26.6 GiB fit into a chip of 31.2 if a plan finds the rest of it enough; two experts never do."""
+    expert = 14_288_491_584
+    assert not has_room(SLICES["v6e-8"], (1, 8, 1), 8 * expert)
+    assert has_room(SLICES["v6e-8"], (1, 8, 1), expert, spread=False)
+    assert not has_room(SLICES["v6e-8"], (1, 8, 1), 2 * expert, spread=False)
 
 
 @pytest.mark.parametrize(

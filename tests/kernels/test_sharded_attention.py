@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.attention import SMALL_TILES, exact, exact_gradients, normal, operands
 from tests.support.compare import error
-from tests.support.devices import MESHES
+from tests.support.devices import MESHES, SPREADING
 from tests.support.quick import quick
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import attention
@@ -44,7 +44,7 @@ def run(partitioner, q, k, v, **options):
     return executable(*arguments)
 
 
-CASES = [(axes, rules, (4, 12, 40)[(i + j) % 3]) for i, axes in enumerate(MESHES) for j, rules in enumerate(RULES)]
+CASES = [(axes, rules, (4, 12, 40)[(i + j) % 3]) for i, axes in enumerate(MESHES) for j, rules in enumerate(SPREADING)]
 CASES += [((1, 1, 8), "fsdp", 12), ((2, 2, 2), "fsdp", 3)]
 OTHERS = [((2, 1, 4), "fsdp", 12), ((2, 2, 2), "fsdp", 40), ((1, 4, 2), "tp", 12), ((1, 8, 1), "fsdp", 12)]
 
@@ -107,7 +107,7 @@ def test_masked_keys_with_shared_heads(axes):
     assert error(out, exact(q, k, v, key_mask=mask)) <= BOUND
 
 
-@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize("rules", SPREADING)
 @pytest.mark.parametrize("option", ["bias", "window"])
 def test_bias_and_window(rules, option):
     q, k, v = operands(2, 19, 19, 4, 4, 4)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from tests.support.attention import normal, operands
 from tests.support.compare import error
 from tests.support.configs import TRANSFORMER
-from tests.support.devices import MESHES
+from tests.support.devices import MESHES, SPREADING
 from tests.support.quick import quick
 from tests.support.words import naming
 from wanjax.compilers import compile_program, described, find_slice
@@ -155,7 +155,7 @@ def test_gradients(dtype, bound):
         assert ours.shape[1:2] != (150,) or not np.asarray(ours[:, 131:], np.float32).any()
 
 
-SHARDED = [(axes, rules, heads) for axes in MESHES for rules in RULES for heads in (3, 4)]
+SHARDED = [(axes, rules, heads) for axes in MESHES for rules in SPREADING for heads in (3, 4)]
 SOME = [((1, 1, 8), "fsdp", 3), ((2, 2, 2), "tp", 4), ((1, 4, 2), "fsdp", 4)]
 
 

@@ -13,15 +13,14 @@ from typing import Any
 import jax
 import pytest
 
-from wanjax.sharding import RULES
-
+SPREADING = ["fsdp", "tp"]  # those that spread weights
 MESHES = [(1, 1, 8), (2, 1, 4), (2, 2, 2), (1, 4, 2), (1, 8, 1)]  # sizes of dp, sp and tp
 EIGHT = "--xla_force_host_platform_device_count=8"
 
 
 def on_meshes(*quick: tuple[tuple[int, int, int], str]) -> list[Any]:
     """Returns every mesh with every set of rules, as parameters of a test; all but the `quick` pairs are slow."""
-    pairs = [(axes, rules) for axes in MESHES for rules in RULES]
+    pairs = [(axes, rules) for axes in MESHES for rules in SPREADING]
     assert set(quick) <= set(pairs)
     return [pytest.param(*pair, marks=() if pair in quick else pytest.mark.slow) for pair in pairs]
 

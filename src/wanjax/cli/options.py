@@ -395,9 +395,9 @@ mesh = together(
 rules = together(
     click.option(
         "--rules",
-        type=click.Choice(["fsdp", "tp"]),
+        type=click.Choice(["fsdp", "tp", "replicated"]),
         callback=_rules,
-        help="How weights are spread: gathered as they are used, or by columns and rows.  [default: fsdp]",
+        help="How weights are spread: gathered as used, by columns and rows, or whole on each.  [default: fsdp]",
     ),
     _kept("--use-fsdp", value="fsdp"),
 )

@@ -21,24 +21,35 @@ Axes = tuple[int, int, int]
 
 
 def choose_mesh(
-    place: Slice, work: Forward, *, guided: bool, parameters: int, sp: int | None = None, ring: bool = False
+    place: Slice,
+    work: Forward,
+    *,
+    guided: bool,
+    parameters: int,
+    sp: int | None = None,
+    ring: bool = False,
+    spread: bool = True,
 ) -> Axes:
     """Returns the sizes of dp, sp and tp with which a step is fastest, among the meshes on which the weights fit.
 
-    `ring` tells whether the chosen attention can pass keys round (`Attention.passes_keys`). Raises WanjaxError
-    where no mesh has the given `sp`.
+    `ring` tells whether the chosen attention can pass keys round (`Attention.passes_keys`), `spread` whether `sp` and
+    `tp` divide the weights. Raises WanjaxError where no mesh has the given `sp`.
     """
     found = [axes for axes in meshes(place.devices, guided) if sp in (None, axes[1])]
     if not found:
         raise WanjaxError(f"{place.devices} devices cannot be divided by sp={sp}: a divisor would do")
-    room = [axes for axes in found if has_room(place, axes, parameters)]
-    told = {"guided": guided, "parameters": parameters, "ring": ring and work.ring}
+    room = [axes for axes in found if has_room(place, axes, parameters, spread=spread)]
+    told = {"guided": guided, "parameters": parameters, "ring": ring and work.ring, "spread": spread}
     return min(room or found, key=lambda axes: step_seconds(place, work, axes, **told))
 
 
-def has_room(place: Slice, axes: Axes, parameters: int) -> bool:
-    """Tells whether the weights, as far as `sp` and `tp` divide them, leave a fifth of a chip's memory."""
-    return BYTES * parameters / (axes[1] * axes[2]) < 0.8 * place.chip.hbm
+def has_room(place: Slice, axes: Axes, parameters: int, *, spread: bool = True) -> bool:
+    """Tells whether the weights, as far as `sp` and `tp` divide them, leave a fifth of a chip's memory.
+
+    Weights that are whole on each chip may leave less: a plan tells whether it is enough.
+    """
+    share, most = (axes[1] * axes[2], 0.8) if spread else (1, 1.0)
+    return BYTES * parameters / share < most * place.chip.hbm
 
 
 def meshes(devices: int, guided: bool) -> Iterator[Axes]:
@@ -49,7 +60,7 @@ def meshes(devices: int, guided: bool) -> Iterator[Axes]:
 
 
 def step_seconds(
-    place: Slice, work: Forward, axes: Axes, *, guided: bool, parameters: int, ring: bool = False
+    place: Slice, work: Forward, axes: Axes, *, guided: bool, parameters: int, ring: bool = False, spread: bool = True
 ) -> float:
     """Returns the seconds of one step, by the model."""
     chip, (dp, sp, tp) = place.chip, axes
@@ -57,7 +68,7 @@ def step_seconds(
     others = sum(work.flops.values()) - work.scores
     padding = ceil(work.heads / tp) * tp / work.heads  # for heads that do not divide evenly
     compute = (work.scores * padding / ATTENTION + others / PRODUCTS) / parts / chip.flops
-    gathered = BYTES * parameters * (parts - 1) / parts
+    gathered = BYTES * parameters * (parts - 1) / parts if spread else 0
     own = BYTES * work.layers * work.tokens / parts * work.width  # a device's share of one of q, k, v, output
     traded = 4 * own * padding * (tp / 4 if tp > 1 else 0)
     passed = 2 * own * (sp - 1)

@@ -149,7 +149,7 @@ def outlook(
         attention, compiler = attention if attention.leaves_out else Attention("reference"), SAFE  # nothing is compiled
     parameters = _parameters(family, architecture)
     if mesh is None and isinstance(place, Slice):
-        mesh = choose_mesh(place, **asked_of_a_mesh(family, architecture, settings, attention), sp=sp)
+        mesh = choose_mesh(place, **asked_of_a_mesh(family, architecture, settings, attention, rules), sp=sp)
     work = architecture.forward(settings)
     axes = axes_on(place, mesh or (1, 1, 1))
     settings = _settled(architecture, settings, axes["dp"] > 1 or batch_guidance)
@@ -181,7 +181,7 @@ def outlook(
 
 
 def asked_of_a_mesh(
-    family: Family, architecture: Architecture, settings: Settings, attention: Attention
+    family: Family, architecture: Architecture, settings: Settings, attention: Attention, rules: str
 ) -> dict[str, Any]:
     """Returns what the model of `plan/meshes.py` is told of a step, by its keywords."""
     counts = _parameters(family, architecture)
@@ -190,6 +190,7 @@ def asked_of_a_mesh(
         "guided": settings.split,
         "parameters": sum(counts[name] for name in architecture.denoisers),
         "ring": attention.passes_keys,
+        "spread": bool(RULES[rules].weights),
     }
 
 

@@ -130,6 +130,7 @@ def at_scale(
     mesh: tuple[int, int, int] | None = None,
     *,
     sp: int | None = None,
+    rules: str = "fsdp",
     attention: Attention = AUTO,
     tell: Tell = lambda now, done, total: None,
     **how: Any,
@@ -141,7 +142,7 @@ def at_scale(
     those of `outlook`, as are the errors. `tell` receives each program's name with its slice.
     """
     place = find_place(chip)
-    asked = asked_of_a_mesh(family, architecture, settings, attention)
+    asked = asked_of_a_mesh(family, architecture, settings, attention, rules)
     candidates = {chip: 1.0} if mesh else dict(_candidates(place, chip, sp, asked))
     ways, others = [], []
     for name, ratio in candidates.items():
@@ -152,7 +153,9 @@ def at_scale(
         def told(now: Sequence[str], done: int, total: int, name: str = name) -> None:
             tell([f"{program} on {name}" for program in now], done, total)
 
-        plan = outlook(family, architecture, settings, name, mesh, sp=sp, attention=attention, tell=told, **how)
+        plan = outlook(
+            family, architecture, settings, name, mesh, sp=sp, rules=rules, attention=attention, tell=told, **how
+        )
         way = _way(bulk, find_place(name).devices, plan)
         ways.append(way) if way else others.append(NoWay(name, ratio, plan))
     return Scale(bulk, settings.model, chip, ways, others)
@@ -167,7 +170,7 @@ def _candidates(place: Place, chip: str, sp: int | None, asked: Mapping[str, Any
     for name, other in SLICES.items():
         if other.chip == place.chip and other.devices <= place.devices and other.devices % (sp or 1) == 0:
             axes = choose_mesh(other, **asked, sp=sp)
-            room = has_room(other, axes, asked["parameters"])
+            room = has_room(other, axes, asked["parameters"], spread=asked["spread"])
             work[name] = other.devices * step_seconds(other, axes=axes, **asked) if room else inf
     least = min(work.values(), default=inf)
     for name in sorted(work.keys() | {chip}, key=lambda name: SLICES[name].devices):

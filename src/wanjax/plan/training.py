@@ -94,7 +94,7 @@ def training_outlook(
     known = family.network_of(architecture.networks["transformer"])
     if isinstance(place, Slice) and mesh is None:
         work = architecture.forward(settings)
-        how = {"sp": sp, "ring": attention.passes_keys}
+        how = {"sp": sp, "ring": attention.passes_keys, "spread": bool(RULES[rules].weights)}
         mesh = choose_mesh(place, work, guided=False, parameters=known.parameters, **how)
     axes = axes_on(place, mesh or (1, 1, 1))
     partitioner = Partitioner(mesh_on(place, axes), RULES[rules])
