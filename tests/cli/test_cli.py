@@ -76,7 +76,7 @@ def test_help_lists_the_commands():
             "guidance-scale-2 boundary strength dynamic-guidance guidance-rule flow-shift follow sigmas cache seed "
             "scheduler noise lora attention block-q block-kv block-kv-compute window batch-guidance dtype compiler "
             "mesh rules processes compile-cache trust-compile-cache tile decoder offload at profile preview "
-            "preview-decoder dir out force verify quiet verbose json config help",
+            "preview-decoder dir out force verify quiet verbose stats json config help",
         ),
         (
             "batch",
@@ -85,26 +85,27 @@ def test_help_lists_the_commands():
             "size height width frames windows then overlap fps steps guidance-scale guidance-scale-2 boundary "
             "strength dynamic-guidance guidance-rule flow-shift follow sigmas cache seed scheduler noise lora "
             "attention block-q block-kv block-kv-compute window batch-guidance dtype compiler mesh rules processes "
-            "compile-cache trust-compile-cache tile decoder offload out force verify quiet verbose json config help",
+            "compile-cache trust-compile-cache tile decoder offload out force verify quiet verbose stats json config "
+            "help",
         ),
         (
             "encode",
             "model negative-prompt image last-image video mask reference max-picture resize size height width frames "
             "follow dtype compiler mesh rules processes compile-cache trust-compile-cache tile dir force verify "
-            "quiet verbose json config help",
+            "quiet verbose stats json config help",
         ),
         (
             "denoise",
             "model size height width frames fps steps guidance-scale guidance-scale-2 boundary strength "
             "dynamic-guidance guidance-rule flow-shift follow sigmas cache seed scheduler noise lora attention "
             "block-q block-kv block-kv-compute window batch-guidance dtype compiler mesh rules processes "
-            "compile-cache trust-compile-cache profile preview preview-decoder dir force verify quiet verbose json "
-            "config help",
+            "compile-cache trust-compile-cache profile preview preview-decoder dir force verify quiet verbose stats "
+            "json config help",
         ),
         (
             "decode",
             "model fps dtype compiler mesh rules processes compile-cache trust-compile-cache tile decoder dir out "
-            "force verify quiet verbose json config help",
+            "force verify quiet verbose stats json config help",
         ),
         (
             "plan",
@@ -121,7 +122,7 @@ def test_help_lists_the_commands():
             "steps windows then overlap guidance-scale guidance-scale-2 boundary strength dynamic-guidance "
             "guidance-rule flow-shift follow sigmas cache seed scheduler noise lora attention block-q block-kv "
             "block-kv-compute window batch-guidance dtype compiler mesh rules processes compile-cache "
-            "trust-compile-cache tile decoder offload quiet verbose config help",
+            "trust-compile-cache tile decoder offload quiet verbose stats config help",
         ),
         (
             "calibrate",
@@ -150,7 +151,7 @@ def test_help_lists_the_commands():
             "schedule clip weight-decay average fps cut resize buckets shortest store timesteps shift logit-mean "
             "logit-deviation dropped-captions preserved-uncaptioned sample sample-every held-out evaluate-every "
             "save-every size height width frames attention block-q block-kv block-kv-compute window dtype compiler "
-            "mesh rules processes compile-cache trust-compile-cache quiet verbose json config help",
+            "mesh rules processes compile-cache trust-compile-cache quiet verbose stats json config help",
         ),
         (
             "serve",

@@ -34,9 +34,14 @@ def warm(folder) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def latents(folder, warm) -> np.ndarray:
-    """The latents of a run after the warm-up."""
-    told = wanjax(folder, "generate", "a red circle moving right", *RUN, *HERE, "--verbose")
+def told(folder, warm) -> str:
+    """What a run after the warm-up prints."""
+    return wanjax(folder, "generate", "a red circle moving right", *RUN, *HERE, "--verbose", "--stats")
+
+
+@pytest.fixture(scope="module")
+def latents(folder, warm, told) -> np.ndarray:
+    """The latents of that run."""
     assert told.count("cached") == 3, told
     assert f"0 programs compiled, {len(warm)} read from the cache" in told
     assert programs(folder) == warm
@@ -53,6 +58,18 @@ def test_a_second_process_compiles_nothing(warm, latents):
         "encode_prompts": 1, "begin": 1, "make_context": 1, "take_step": 1, "finish": 1, "cut": 1, "decode_chunk": 2
     }  # fmt: skip
     assert np.isfinite(latents).all()
+
+
+def test_all_seconds_are_accounted_for(told):
+    _, account = told.split("where the time went")
+    found = re.findall(r"^(\w.*?)  +([\d.]+) (ms|s)\b", account, re.MULTILINE)
+    seconds = {name: float(number) / (1000 if unit == "ms" else 1) for name, number, unit in found}
+    whole = seconds.pop("in all")
+    assert sum(seconds.values()) == pytest.approx(whole, rel=0.02)
+    stages = {name.split(":")[0] for name in seconds if ":" in name}
+    assert stages == {"encode", "denoise", "decode"}
+    assert seconds["starting Python"] > 0.01
+    assert "decode: writing" in seconds
 
 
 @pytest.mark.slow  # tests/schedulers has a quick one: a schedule is an argument of its programs

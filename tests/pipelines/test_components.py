@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The components of a pipeline, by name, and the chunks of its autoencoder."""
 
+import numpy as np
 import pytest
 
 import wanjax
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
+from wanjax.pipelines import run
 from wanjax.pipelines.frames import chunk_count
 
 
@@ -20,3 +22,18 @@ def test_an_unknown_component_is_refused_with_the_names_of_the_others():
 )
 def test_chunks_are_counted(count, at_once, chunks):
     assert chunk_count(count, at_once) == chunks
+
+
+def test_the_next_chunk_is_decoded_while_one_is_written(monkeypatch):
+    seen = []
+
+    def decoded(*_):
+        for number in range(3):
+            seen.append(f"begun {number}")
+            yield np.full((1, 2, 2, 3), number, np.uint8)
+
+    monkeypatch.setattr(run, "decoded", decoded)
+    pipe = wanjax.load("nano")
+    for chunk in run.Run(pipe, []).frames([np.zeros((1, 16, 5, 8, 8), np.float32)]):
+        seen.append(f"written {chunk[0, 0, 0, 0]}")
+    assert seen == ["begun 0", "begun 1", "written 0", "begun 2", "written 1", "written 2"]

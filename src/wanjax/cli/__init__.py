@@ -162,6 +162,7 @@ def main(ctx: click.Context) -> None:
 @options.force
 @options.verify
 @options.telling
+@options.stats
 @options.json
 @defaults.config
 @click.pass_obj
@@ -224,6 +225,7 @@ def generate(report: Report, made: dict[str, Any] | None, **given: Any) -> None:
 @options.force
 @options.verify
 @options.telling
+@options.stats
 @options.json
 @defaults.config
 @click.pass_obj
@@ -258,6 +260,7 @@ def batch(report: Report, **given: Any) -> None:
 @options.force
 @options.verify
 @options.telling
+@options.stats
 @options.json
 @defaults.config
 @click.pass_obj
@@ -288,6 +291,7 @@ def encode(report: Report, **given: Any) -> None:
 @options.force
 @options.verify
 @options.telling
+@options.stats
 @options.json
 @defaults.config
 @click.pass_obj
@@ -313,6 +317,7 @@ def denoise(report: Report, **given: Any) -> None:
 @options.force
 @options.verify
 @options.telling
+@options.stats
 @options.json
 @defaults.config
 @click.pass_obj
@@ -385,6 +390,7 @@ def plan(report: Report, model: str | None, model_option: str | None, **given: A
 @options.decoder
 @options.offload
 @options.telling
+@options.stats
 @defaults.config
 @click.pass_obj
 def warmup(report: Report, **given: Any) -> None:
@@ -466,6 +472,7 @@ def convert(report: Report, **given: Any) -> None:
 @options.compute
 @options.devices
 @options.telling
+@options.stats
 @options.json
 @defaults.config
 @click.pass_obj

@@ -518,6 +518,10 @@ def _verbose(ctx: click.Context, parameter: click.Parameter, value: bool) -> Non
         ctx.with_resource(ctx.obj.telling_programs())
 
 
+def _stats(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
+    ctx.obj.stats = ctx.obj.stats or value
+
+
 def _in_json(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
     if value:
         ctx.obj.in_json = True
@@ -541,6 +545,13 @@ telling = together(
         callback=_verbose,
         help="Print each program that is compiled or read from the cache, and their number.",
     ),
+)
+stats = click.option(
+    "--stats",
+    is_flag=True,
+    expose_value=False,
+    callback=_stats,
+    help="Print where each second went: start, weights, compiling, the work, writing.",
 )
 json = click.option(
     "--json",

@@ -63,6 +63,8 @@ def generate(report: Report, *, at: str, prompt: str, out: str | None, **given: 
     check_folder(target.parent)
     with writing(target) as beside:
         beside.write_bytes(server.fetch(f"{path}/content"))
+    if report.stats:
+        report.table()
     report.made(target, record, id=id, seconds=report.seconds)
 
 

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -36,17 +37,23 @@ CLEAR = Path("/proc/self/clear_refs")
 
 
 class Row:
-    """The time, the compiling and the peak memory of a stage, of all its turns in a video of windows."""
+    """The time, its parts and the peak memory of a stage, of all its turns in a video of windows."""
 
     def __init__(self) -> None:
         from wanjax.pipelines.progress import Compilations  # imported late for a quick --help
 
         self.seconds, self.compilations, self.peaks = 0.0, Compilations(), (0, 0)
+        self.loading = self.writing = 0.0
+        self.units = ""
 
     def add(self, stage: "Stage") -> None:
         """Adds a turn that is over."""
         self.seconds += stage.elapsed
         self.compilations.join(stage.compilations)
+        self.loading += stage.loading
+        self.writing += stage.writing
+        if stage.each is not None:
+            self.units = f", {stage.total} {stage.unit}s, {duration(stage.each)} each"
         self.peaks = tuple(
             max(before, now or 0) for before, now in zip(self.peaks, (_host_peak(), _device_peak()), strict=True)
         )
@@ -55,19 +62,34 @@ class Row:
         """Returns the row as texts."""
         return duration(self.seconds), str(self.compilations), *(in_bytes(peak) if peak else "" for peak in self.peaks)
 
+    def parts(self, name: str) -> Iterator[tuple[str, float]]:
+        """Yields the parts of the stage's time with their seconds; the last is what is left of it."""
+        known = {
+            "loading weights": self.loading,
+            "compiling": self.compilations.seconds,
+            "reading programs": self.compilations.reading,
+            "writing": self.writing,
+        }
+        yield from ((f"{name}: {part}", seconds) for part, seconds in known.items() if seconds)
+        yield f"{name}: the work{self.units}", max(0.0, self.seconds - sum(known.values()))
+
 
 class Report:
     """The report of one run: notes, the progress of its stages, the final table, and the command to resume it.
 
     With `quiet`, nothing is printed but what the run made and errors. With `in_json`, what it made is a JSON object.
-    `owns_process` tells that nothing else runs in the process. `seconds` are those of the stages so far.
+    With `stats`, the table is followed by where all time of the process went. `owns_process` tells that nothing else
+    runs in the process. `seconds` are those of the stages so far.
     """
 
     def __init__(self) -> None:
         self.way_on: str | None = None
         self.quiet = False
         self.in_json = False
+        self.stats = False
         self.owns_process = False
+        self._begun = time.time()
+        self._first_stage: float | None = None
         self.seconds: dict[str, float] = {}
         self._rows: dict[str, Row] = {}
         self._current: Stage | None = None
@@ -196,6 +218,7 @@ class Report:
         from wanjax.pipelines import progress
 
         _reset_host_peak()
+        self._first_stage = self._first_stage or time.time()
         with nullcontext() if at_once else watched(self._pressed):
             try:
                 with progress.on_console(name, None if self._silent else self.console) as stage:
@@ -208,12 +231,27 @@ class Report:
         self.seconds[name] = round(row.seconds, 3)
 
     def table(self) -> None:
-        """Prints the time and the peak memory of each stage."""
+        """Prints the time and the peak memory of each stage, and with `stats` where all time went."""
         names = ("stage", "time", "compiling", "peak memory", "peak device memory")
         told = [(name, *row.told()) for name, row in self._rows.items()]
         used = [i for i in range(len(names)) if any(row[i] for row in told)]  # CPUs report no device memory
         rows = [[row[i] for i in used] for row in told]
         print_table(self.console, [names[i] for i in used], rows)
+        if self.stats:
+            self._account()
+
+    def _account(self) -> None:
+        """Prints the time of the process in parts, which make up all of it until now."""
+        import psutil
+
+        began, now = psutil.Process().create_time(), time.time()
+        first = self._first_stage or now
+        parts = [("starting Python", self._begun - began), ("getting ready", first - self._begun)]
+        parts += [part for name, row in self._rows.items() for part in row.parts(name)]
+        whole = now - began
+        parts.append(("between the stages", whole - sum(seconds for _, seconds in parts)))
+        rows = [(name, duration(seconds), f"{seconds / whole:.0%}") for name, seconds in parts if seconds >= 0.0005]
+        print_table(self.console, ["where the time went", "time", "share"], [*rows, ("in all", duration(whole), "")])
 
 
 def print_table(console: "Console", headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

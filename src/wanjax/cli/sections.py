@@ -36,7 +36,7 @@ SECTIONS = {
     "Limits": ("max-queue", "max-pixels max-steps max-upload"),
     "Output": (
         "out dir to train preview quiet",
-        "force preview-decoder sample-every evaluate-every save-every profile json verbose verify revision",
+        "force preview-decoder sample-every evaluate-every save-every profile stats json verbose verify revision",
     ),
     "More": ("config help help-all", ""),
 }

@@ -44,6 +44,7 @@ from wanjax.pipelines.guidance import CLASSIFIER_FREE
 from wanjax.pipelines.many import Order
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.previews.previews import Previews
+from wanjax.pipelines.progress import timing_writes
 from wanjax.pipelines.record import described, devices_of, paths_of
 from wanjax.pipelines.recording import record
 from wanjax.pipelines.resume import Keeping
@@ -375,7 +376,7 @@ class Rendering:
     def write(self, frames: Iterable[np.ndarray]) -> places.Place:
         """Writes the video from its frames as they come, in the first process only; returns its place."""
         if is_first():
-            return videos.write_video(self.place.video, frames, self.settings.fps, self.record)
+            return videos.write_video(self.place.video, timing_writes(frames), self.settings.fps, self.record)
         deque(frames, maxlen=0)
         return places.place(self.place.video)
 

@@ -29,6 +29,7 @@ from wanjax.media.texts import slug
 from wanjax.media.videos import check_output, try_output, write_video
 from wanjax.pipelines.many import Order
 from wanjax.pipelines.pipeline import Pipeline
+from wanjax.pipelines.progress import timing_writes
 from wanjax.pipelines.run import Hook, Run
 from wanjax.pipelines.seeds import checked_seed
 from wanjax.pipelines.settings import Settings
@@ -260,7 +261,7 @@ class Worker:
 def write(path: Place, frames: Iterator[np.ndarray], order: Order) -> None:
     """Writes a video beside its name, which it is given when it is whole; the first of several processes does."""
     if jax.process_index() == 0:
-        write_video(check_output(path), frames, order.settings.fps, order.record)
+        write_video(check_output(path), timing_writes(frames), order.settings.fps, order.record)
     else:
         deque(frames, maxlen=0)
 

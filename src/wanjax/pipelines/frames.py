@@ -137,7 +137,7 @@ def decoded(
     call: Call,
     video: int = 0,
 ) -> Iterator[Frames]:
-    """Yields the frames of each chunk of a video's latents, which come in pieces; only one chunk is in memory.
+    """Yields the frames of each chunk of a video's latents, which come in pieces, as they are asked for.
 
     `at_once` are the lengths of the first chunk and of the later ones. A later piece has whole chunks. `video` is the
     place of the video in the pieces' batch. The tiling is complete.

@@ -535,7 +535,7 @@ class Pipeline:
     def decode_chunks(
         self, latents: GivenLatents, dtype: DTypeLike = jnp.uint8, *, tiling: Tiling | None = None
     ) -> Iterator[Frames]:
-        """Yields the frames of each chunk of latents, so that only one chunk is in memory."""
+        """Yields the frames of each chunk of latents; one chunk and the next are in memory."""
         check_latents(latents, self.architecture.vae.latent_channels)
         check_tiling(tiling)
         yield from Run(self, [], tiling=tiling).frames([latents], dtype)

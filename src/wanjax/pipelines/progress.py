@@ -6,14 +6,14 @@ A stage of the command line holds the same stage of the pipeline; the outer one 
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Event, Thread
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from wanjax.compilations import Compilation, watched_compiler
 from wanjax.figures import duration, in_bytes
@@ -26,16 +26,18 @@ EVERY = 10.0  # seconds between two plain lines
 
 @dataclass
 class Compilations:
-    """The programs that were compiled or loaded from the cache, and the seconds spent compiling."""
+    """The programs that were compiled or loaded from the cache, and the seconds of either."""
 
     compiled: int = 0
     cached: int = 0
     seconds: float = 0.0
+    reading: float = 0.0
 
     def add(self, made: Compilation) -> None:
         """Counts one more."""
         if made.cached:
             self.cached += 1
+            self.reading += made.seconds
         else:
             self.compiled += 1
             self.seconds += made.seconds
@@ -45,6 +47,7 @@ class Compilations:
         self.compiled += others.compiled
         self.cached += others.cached
         self.seconds += others.seconds
+        self.reading += others.reading
 
     def __str__(self) -> str:
         if self.compiled:
@@ -67,6 +70,7 @@ class Stage:
         self.unit, self.done, self.total = "", 0, 0
         self.each: float | None = None  # the seconds that a unit takes
         self.compilations = Compilations()
+        self.loading = self.writing = 0.0  # seconds in which weights were loaded, and results written
         self.row = Progress(
             TextColumn("{task.description:7}"),
             BarColumn(None, table_column=Column(ratio=1)),
@@ -81,13 +85,18 @@ class Stage:
         self.row.add_task(name, total=None, stage=self)
         (self._task,) = self.row.tasks
         self._loading: tuple[str, int, int] | None = None
+        self._loading_since = self.start
         self._compiling: float | None = None
         self._over = False
         self._beside = ""
 
     def load(self, component: str, done: int, total: int) -> None:
         """Tells that `done` of `total` bytes of a component are loaded."""
+        if self._loading is None:
+            self._loading_since = perf_counter()
         self._loading = (component, done, total) if done < total else None
+        if self._loading is None:
+            self.loading += perf_counter() - self._loading_since
         self._restart()
 
     def count(self, unit: str, done: int, total: int, beside: str = "") -> None:
@@ -201,6 +210,15 @@ def loading(component: str, done: int, total: int) -> None:
     """Tells the current stage, if there is one, that `done` of `total` bytes of a component are loaded."""
     if (current := _current.get()) is not None:
         current.load(component, done, total)
+
+
+def timing_writes(frames: Iterable[Any]) -> Iterator[Any]:
+    """Yields frames to what writes them; the seconds until it asks for more are those of the current stage's writing."""
+    for chunk in frames:
+        begun = perf_counter()
+        yield chunk
+        if (current := _current.get()) is not None:
+            current.writing += perf_counter() - begun
 
 
 def _console(progress: bool | None) -> "Console | None":

@@ -10,11 +10,13 @@ stop. A video that is made block by block is a run of several blocks, each from 
 come while it is made. So do those of a video of windows, each of which goes through the three stages.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
@@ -327,9 +329,10 @@ class Run:
     def frames(
         self, pieces: Iterable[GivenLatents], dtype: DTypeLike = jnp.uint8, *, video: int = 0
     ) -> Iterator[Frames]:
-        """Yields the frames of each chunk of a video, so that only one is in memory.
+        """Yields the frames of each chunk of a video, so that only that one and the next are in memory.
 
-        `pieces` are latents of consecutive frames, [B C T H W]; `video` is the place of the video in their batch.
+        The device decodes the next one while the caller has a chunk. `pieces` are latents of consecutive frames,
+        [B C T H W]; `video` is the place of the video in their batch.
         """
         pipe, total = self.pipe, None
         decoder = DECODER if DECODER in pipe.components.names else "vae"
@@ -343,13 +346,24 @@ class Run:
             with pipe.strategy.stage("decode"):
                 return pipe.call(*arguments)
 
-        for done, chunk in enumerate(
-            decoded(pipe.components.get(decoder), pieces, at_once, dtype, tiling, call, video), 1
-        ):
+        chunks = decoded(pipe.components.get(decoder), pieces, at_once, dtype, tiling, call, video)
+        for done, chunk in enumerate(chunks if total is None else _ahead(chunks), 1):
             yield chunk
             if total is not None:
                 self.count("chunk", done, total)
         pipe.components.finish_stage(())
+
+
+def _ahead(chunks: Iterable[Frames]) -> Iterator[Frames]:
+    """Yields chunks, each once the next one is begun; the devices send each to the host as soon as it is made."""
+    begun: deque[Frames] = deque()
+    for chunk in chunks:
+        if isinstance(chunk, jax.Array):
+            chunk.copy_to_host_async()
+        begun.append(chunk)
+        if len(begun) > 1:
+            yield begun.popleft()
+    yield from begun
 
 
 def _frames_of(pieces: Iterable[GivenLatents]) -> int:
