@@ -213,7 +213,7 @@ def loading(component: str, done: int, total: int) -> None:
 
 
 def timing_writes(frames: Iterable[Any]) -> Iterator[Any]:
-    """Yields frames to what writes them; the seconds until it asks for more are those of the current stage's writing."""
+    """Yields frames to what writes them; the seconds until it asks for more count as the stage's writing."""
     for chunk in frames:
         begun = perf_counter()
         yield chunk
