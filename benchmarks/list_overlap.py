@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much the lists of neighbouring query blocks overlap in sparse-linear attention, on random weights.
+
+    python -m benchmarks.list_overlap [--model wan2.1-t2v-1.3b] [--size 832x480] [--frames 81] [--top .15 --top .1]
+
+The tokens of a video of this size are smooth fields of random latents, embedded by the first layer of a random model,
+with its norms and RoPE. A union of the lists of two or four neighbours is given in lists: 1 where they are equal. A
+kernel that computes a union for several query blocks at once computes as many times what each of them needs.
+"""
+
+import argparse
+from math import ceil, prod
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from rich.console import Console
+from rich.table import Table
+
+from wanjax.kernels.attention import Attention, SparseLinear
+from wanjax.kernels.attention.blocks import by_head
+from wanjax.kernels.attention.sparse_linear import choose_blocks
+from wanjax.layers.rope import norm_and_rope, rope_3d
+from wanjax.models.wan.transformer import SelfAttention, TransformerConfig, split_heads
+from wanjax.registry import outline
+
+SMOOTHNESS = (0.0, 2.0, 8.0)  # patches over which latents are alike: standard deviations of a Gaussian
+
+
+def tokens(config: TransformerConfig, grid: tuple[int, int, int], smooth: float) -> np.ndarray:
+    """Returns tokens [1 L E] with unit variance, of random latents that are alike over so many patches."""
+    random = np.random.default_rng(0)
+    noise = np.fft.fftn(random.normal(size=(*grid, config.patch_cells * config.channels_in)), axes=(0, 1, 2))
+    for axis, size in enumerate(grid):
+        damped = np.exp(-2 * (np.pi * smooth * np.fft.fftfreq(size)) ** 2)
+        noise *= damped.reshape([-1 if n == axis else 1 for n in range(4)])
+    field = np.fft.ifftn(noise, axes=(0, 1, 2)).real.reshape(prod(grid), -1)
+    x = (field / field.std()) @ random.normal(size=(field.shape[1], config.width)) / field.shape[1] ** 0.5
+    return ((x - x.mean(axis=1, keepdims=True)) / x.std(axis=1, keepdims=True)).astype(np.float32)[None]
+
+
+def unions(lists: np.ndarray, together: int) -> float:
+    """Returns the mean size of the union of neighbouring lists [N L S], relative to a list."""
+    count = lists.shape[1] // together * together
+    groups = np.sort(lists[:, :count].reshape(len(lists), -1, together * lists.shape[2]), axis=2)
+    return float((1 + (np.diff(groups, axis=2) > 0).sum(axis=2)).mean() / lists.shape[2])
+
+
+def measured(config: TransformerConfig, grid: tuple[int, int, int], sparse: SparseLinear, smooth: float) -> np.ndarray:
+    """Returns the lists [N L S] of a layer's heads."""
+    options = {"dtype": jnp.float32, "param_dtype": jnp.float32, "rngs": nnx.Rngs(0)}
+    layer, rope = SelfAttention(config, Attention(sparse=sparse), **options), rope_3d(grid, config.rope_channels)
+    x = jnp.asarray(tokens(config, grid, smooth))
+    q, k = (
+        by_head(split_heads(norm_and_rope(project(x), norm, rope), config.heads))
+        for project, norm in ((layer.q, layer.q_norm), (layer.k, layer.k_norm))
+    )
+    return np.asarray(choose_blocks(q, k, sparse))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="wan2.1-t2v-1.3b")
+    parser.add_argument("--size", default="832x480")
+    parser.add_argument("--frames", type=int, default=81)
+    parser.add_argument("--top", type=float, action="append")
+    options = parser.parse_args()
+    _, architecture, settings = outline(options.model)
+    width, height = map(int, options.size.split("x"))
+    video = {"width": width, "height": height, "frames": options.frames}
+    work = architecture.forward(settings.updated(video))
+    config = architecture.networks["transformer"]
+    cells = architecture.vae.spatial_factor * config.patch[1]
+    grid = (work.tokens // (height // cells * (width // cells)), height // cells, width // cells)
+    table = Table(title=f"{options.model}, {options.size}, {work.tokens} tokens, {config.heads} heads: unions of lists")
+    for column in ("top", "alike over", "blocks of a list", "two neighbours", "four", "two at random", "four"):
+        table.add_column(column)
+    for top in options.top or (0.15, 0.1):
+        sparse = SparseLinear(top)
+        kept, blocks = sparse.kept(work.tokens), ceil(work.tokens / sparse.block_kv)
+        chance = [(1 - (1 - kept / blocks) ** n) * blocks / kept for n in (2, 4)]
+        for smooth in SMOOTHNESS:
+            lists = measured(config, grid, sparse, smooth)
+            numbers = [unions(lists, 2), unions(lists, 4), *chance]
+            table.add_row(f"{top:g}", f"{smooth:g}", f"{kept} of {blocks}", *(f"{n:.2f}" for n in numbers))
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()
