@@ -3,6 +3,7 @@
 
 import hashlib
 import math
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from wanjax.checkpoints.sources import read_json
 from wanjax.converters import clip, rules, t5
 from wanjax.converters.wan import diffusers as wan
 from wanjax.errors import WanjaxError
+from wanjax.kernels.attention import Attention
 from wanjax.models.clip import CLIP_VIT_H
 from wanjax.models.t5 import UMT5_XXL
 from wanjax.models.wan.config import (
@@ -96,6 +98,14 @@ NETWORKS = {
         transformer_keys(T2V_1_3B),
         1_418_996_800,
     ),
+    **{
+        name: Published(config, wan.transformer_rules(config), transformer_keys(config), parameters)
+        for name, config, parameters in (
+            ("turbowan2.1-t2v-1.3b", replace(T2V_1_3B, sparse_linear=True), 1_419_492_160),
+            ("turbowan2.1-t2v-14b", replace(T2V_14B, sparse_linear=True), 14_289_152_064),
+            ("turbowan2.2-i2v-a14b", replace(I2V_A14B, sparse_linear=True), 14_289_561_664),
+        )
+    },
     "clip-vit-h": Published(CLIP_VIT_H, clip.clip_rules(CLIP_VIT_H), image_encoder_keys(CLIP_VIT_H), 611_086_080),
     "umt5-xxl": Published(UMT5_XXL, t5.t5_rules(UMT5_XXL), text_encoder_keys(UMT5_XXL), 5_680_910_336),
     "wan2.1-vae": Published(VAE_2_1, wan.vae_rules(VAE_2_1), vae_keys(VAE_2_1), 126_892_531),
@@ -211,6 +221,37 @@ def test_distilled_models(name, source, scheduler, size, frames, steps, shift, l
     assert (defaults.model, defaults.size, defaults.frames) == (name, size, frames)
     assert (defaults.steps, defaults.guidance_scale, defaults.flow_shift) == (steps, 1.0, shift)
     defaults.check(spatial=32 if "5b" in name else 16, temporal=4)
+
+
+TURBO = "TurboDiffusion/TurboWan2."
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "scheduler", "size", "scale_2", "boundary"),
+    [
+        ("turbowan2.1-t2v-1.3b-480p", "1-T2V-1.3B-480P/TurboWan2.1-T2V-1.3B-480P.pth", "rcm", 480, None, None),
+        ("turbowan2.1-t2v-14b-480p", "1-T2V-14B-480P/TurboWan2.1-T2V-14B-480P.pth", "rcm", 480, None, None),
+        ("turbowan2.1-t2v-14b-720p", "1-T2V-14B-720P/TurboWan2.1-T2V-14B-720P.pth", "rcm", 720, None, None),
+        (
+            *("turbowan2.2-i2v-a14b-720p", "2-I2V-A14B-720P/TurboWan2.2-I2V-A14B-high-720P.pth"),
+            *("rcm:sigma_max=200", 720, 1.0, 0.9),
+        ),
+    ],
+)
+def test_models_with_sparse_linear_attention(name, source, scheduler, size, scale_2, boundary):
+    preset, defaults, architecture = presets()[name], presets()[name].defaults, outline(name)[1]
+    assert (preset.source, preset.licence, preset.loras) == (TURBO + source, FREE, ())
+    assert preset.bare_names == [preset.source.split("/")[1]]
+    assert architecture.scheduler == parse(scheduler)
+    assert architecture.attention(Attention()) == Attention.parse("sla:top=0.1")
+    assert {min(defaults.size), *map(min, preset.sizes)} == {480, 720}
+    assert (min(defaults.size), defaults.frames, defaults.steps) == (size, 81, 4)
+    assert (defaults.guidance_scale, defaults.guidance_scale_2, defaults.boundary) == (1.0, scale_2, boundary)
+    assert defaults.resize == ("stretch" if boundary else "crop")
+    assert [len(x.scales) for x in architecture.segments(architecture.schedule(defaults), defaults)] == (
+        [2, 2] if boundary else [4]
+    )
+    architecture.check_settings(defaults)
 
 
 def test_a_file_has_no_name_without_its_owner():

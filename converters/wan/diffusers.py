@@ -65,6 +65,7 @@ def transformer_config(json: Mapping[str, Any]) -> TransformerConfig:
             text_width=json["text_dim"],
             frequency_dim=json["freq_dim"],
             eps=json["eps"],
+            sparse_linear=json.get("sparse_linear", False),
         )
     except KeyError as missing:
         raise WanjaxError(f"the transformer's config.json has no {missing.args[0]}") from None
@@ -72,6 +73,8 @@ def transformer_config(json: Mapping[str, Any]) -> TransformerConfig:
         told, right = f"{plain.heads} heads of {plain.head_dim}", f"{plain.width // HEAD_DIM} of {HEAD_DIM}"
         raise WanjaxError(f"the transformer's config.json has {told} where Wan's of width {plain.width} have {right}")
     image_width, controlled = json.get("image_dim"), "vace_layers" in json
+    if controlled or json.get("_class_name") == "CausalWanTransformer3DModel":
+        check_kind("transformer", json, {"sparse_linear": (False,)})
     if image_width is None or controlled:
         check_kind(
             "transformer", json, {"image_dim": (None,), "added_kv_proj_dim": (None,), "pos_embed_seq_len": (None,)}
@@ -171,6 +174,7 @@ def _plain_rules(config: TransformerConfig) -> list[Rule]:
 def _block(source: str, target: str, config: TransformerConfig) -> list[Rule]:
     return [
         *_attention(f"{source}.attn1", f"{target}.self_attn", rope_halves(config.heads)),
+        *linear(f"{source}.attn1.proj_l", f"{target}.self_attn.proj_l") * config.sparse_linear,
         *_attention(f"{source}.attn2", f"{target}.cross_attn", IDENTITY),
         *norm(f"{source}.norm2", f"{target}.norm2", bias=True),
         *linear(f"{source}.ffn.net.0.proj", f"{target}.mlp.up"),

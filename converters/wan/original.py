@@ -3,7 +3,8 @@
 
 The tables are total in both directions: each tensor of the authors' layout has one name in the diffusers layout, and
 the reverse. So a reader of one layout reads the other. Sources: wan/modules/{model,vace_model,vae,t5,clip}.py of the
-official Wan 2.1 and 2.2 for the authors' names, diffusers' scripts/convert_wan_to_diffusers.py for those of diffusers.
+official Wan 2.1 and 2.2 for the authors' names, diffusers' scripts/convert_wan_to_diffusers.py for those of diffusers,
+and turbodiffusion/SLA/core.py of thu-ml/TurboDiffusion for the projection of sparse-linear attention.
 """
 
 import math
@@ -18,6 +19,7 @@ from wanjax.models.wan.config import VAE_2_1, VAE_2_2
 
 Pairs = list[tuple[str, str]]
 CLIP_HEAD_DIM = 80  # in CLIP's ViT-H, Wan's image encoder
+SPARSE_LINEAR = "blocks.0.self_attn.attn_op.local_attn.proj_l.weight"  # of models trained with sparse-linear attention
 STATISTICS = {config.latent_channels: config for config in (VAE_2_1, VAE_2_2)}  # files lack the latents' mean and std
 
 
@@ -31,6 +33,7 @@ def _block(block: str) -> Pairs:
     ]
     return [
         *((f"{block}.self_attn.{theirs}", f"{block}.attn1.{ours}") for theirs, ours in attention[:6]),
+        (f"{block}.self_attn.attn_op.local_attn.proj_l", f"{block}.attn1.proj_l"),
         *((f"{block}.cross_attn.{theirs}", f"{block}.attn2.{ours}") for theirs, ours in attention),
         (f"{block}.norm3", f"{block}.norm2"),
         (f"{block}.ffn.0", f"{block}.ffn.net.0.proj"),
@@ -207,6 +210,8 @@ def transformer_json(specs: Specs, given: Mapping[str, Any] | None = None) -> di
         "rope_max_seq_len": 1024,
         "text_dim": shape_of(specs, "text_embedding.0.weight", 2)[1],
     }
+    if SPARSE_LINEAR in specs:
+        json["sparse_linear"] = True
     if vace:
         json["vace_layers"] = listed
         json["vace_in_channels"] = shape_of(specs, "vace_patch_embedding.weight", 5)[1]

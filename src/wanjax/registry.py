@@ -91,6 +91,11 @@ def layouts() -> list[Layout]:
     return [layout for family in FAMILIES for layout in family.layouts]
 
 
+def beside(name: str) -> list[str]:
+    """Returns the names of files that belong to a checkpoint of this name, such as that of the other of two experts."""
+    return [other for layout in layouts() for other in layout.beside(name)]
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint: its source, its preset if it is a published one, its architecture and settings, and given LoRAs."""
@@ -436,12 +441,12 @@ def _networks(found: Checkpoint) -> dict[str, Network]:
 def fitting(memory: int) -> list[str]:
     """Returns the names of at most three published models, of different sizes, whose largest networks fit in memory.
 
-    `memory` is in bytes. Of models of one size, the first is named.
+    `memory` is in bytes. Of models of about one size, to a tenth of a billion, the first is named.
     """
     found: dict[tuple[int, int], str] = {}
     for preset in presets().values():
         if (largest := _largest(preset)) <= memory:
-            found.setdefault((largest, preset.transformer_parameters), preset.name)
+            found.setdefault((round(largest, -8), round(preset.transformer_parameters, -8)), preset.name)
     return [found[size] for size in sorted(found)[-3:]]
 
 
@@ -469,7 +474,8 @@ def _digests(found: Checkpoint, way: Loading) -> dict[str, str]:
     source, name = found.source, found.settings.model
     read = {described(file): path for file, path in source.read.items()} if isinstance(source, AdaptedSource) else {}
     if source.revision is None and name not in presets():
-        read[str(Path(name).expanduser())] = source.root
+        path, root = Path(name).expanduser(), source.root
+        read |= {str(path): root} | {str(path.with_name(x)): root.with_name(x) for x in beside(path.name)}
     if way.decoder is not None:
         read[described(way.decoder.file)] = way.decoder.file
     return {name: digest for name, path in read.items() if (digest := digest_of(path)) is not None}

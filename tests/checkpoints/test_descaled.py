@@ -146,6 +146,43 @@ def test_what_stands_beside_a_scale_is_left_out(beside, stored):
     assert near(reader.read("a.weight"), x, filled)
 
 
+@pytest.mark.parametrize("layout", [per_tensor, none, per_row, flat, without_axis, squares])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_integers(shape, layout):
+    """They are in place of the weight, and become bfloat16; the scale's shape tells what it is for."""
+    x = weight(shape)
+    scale, filled = layout(x)
+    scale, filled = np.asarray(scale * np.float32(3.5)), filled * np.float32(3.5)  # 128 steps in place of 448
+    bias, norm = np.ones(shape[0], np.float32), np.ones(5, np.float32)
+    whole = np.clip(np.round(x / filled), -128, 127).astype(np.int8)
+    assert np.abs(whole.astype(int)).max() >= 127
+    reader = Descaled(Tensors({"a.int8_weight": whole, "a.scale": scale, "a.bias": bias, "norm.scale": norm}))
+    assert set(reader.keys()) == {"a.weight", "a.bias", "norm.scale"}
+    assert reader.spec("a.weight") == (shape, np.dtype(ml_dtypes.bfloat16))
+    found = reader.read("a.weight")
+    np.testing.assert_array_equal(found, (whole * filled).astype(ml_dtypes.bfloat16))
+    assert (np.abs(found.astype(np.float32) - x) <= 2**-8 * np.abs(x) + filled).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"a.scale": np.ones((3, 1), np.float32)}, "a.scale [3, 1] a.int8_weight [160, 96]"),
+        ({"a.scale": np.ones((), np.int32)}, "a.int8_weight int8 int32"),
+        ({"a.int8_weight": np.ones((160, 96), np.int16)}, "a.int8_weight int16 8-bit integers"),
+        ({"a.weight": np.ones((160, 96), np.float32)}, "a.int8_weight a.weight"),
+        ({"a.scale": None}, "a.int8_weight scale"),
+        ({"a.comfy_quant": words_of(format="int8_tensorwise")}, "a.comfy_quant int8_tensorwise"),
+    ],
+)
+def test_other_integers_are_one_sentence(change, what):
+    tensors = {"a.int8_weight": np.ones((160, 96), np.int8), "a.scale": np.ones((2, 1), np.float32)} | change
+    with pytest.raises(WanjaxError) as told:
+        Descaled(Tensors({key: x for key, x in tensors.items() if x is not None}))
+    assert says(str(told.value), what)
+    assert "\n" not in str(told.value)
+
+
 @pytest.mark.parametrize(
     ("change", "what"),
     [

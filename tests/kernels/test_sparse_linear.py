@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sparse-linear attention: every implementation beside the published rule in float64, its gradients, and its value."""
 
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 
@@ -123,7 +124,7 @@ def test_few_tokens_keep_a_block(name):
     q, k, v = operands(1, 5, 5, 1, 1, 16)
     weights = projection(16)
     assert error(run(name, q, k, v, weights, SMALL), published(q, k, v, weights, SMALL)) <= BOUND["float32"]
-    assert [SparseLinear().kept(keys) for keys in (1, 400, 32_760, 75_600)] == [1, 1, 76, 177]
+    assert [SparseLinear(0.15).kept(keys) for keys in (1, 400, 32_760, 75_600)] == [1, 1, 76, 177]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -172,7 +173,7 @@ def test_several_devices(axes, rules, heads):
 
 
 def test_names():
-    assert Attention.parse("sla") == Attention(sparse=SparseLinear(0.15, 128, 64))
+    assert Attention.parse("sla") == Attention(sparse=SparseLinear(0.1, 128, 64))
     small = Attention.parse("sla:top=0.25,block_q=8,block_kv=4")
     assert small == Attention(sparse=SparseLinear(0.25, 8, 4))
     for asked in (Attention.parse("sla"), small, Attention.parse("sla:top=1")):
@@ -218,12 +219,13 @@ def test_operands_that_are_refused():
 
 
 KW = {"dtype": jnp.float32, "param_dtype": jnp.float32}
+TRAINED = replace(TRANSFORMER, sparse_linear=True)
 
 
 def test_a_layer_with_it():
     """At first it is the sparse part alone, which is dense attention where all is kept; then its projection adds."""
     texts = ("auto", "sla:top=1", "sla:top=0.3,block_q=16,block_kv=8")
-    dense, whole, some = (SelfAttention(TRANSFORMER, Attention.parse(x), **KW, rngs=nnx.Rngs(0)) for x in texts)
+    dense, whole, some = (SelfAttention(TRAINED, Attention.parse(x), **KW, rngs=nnx.Rngs(0)) for x in texts)
     for layer in (whole, some):
         nnx.update(layer, nnx.state(dense))
     x, rope = normal(1, 1, 96, TRANSFORMER.width), rope_3d((2, 6, 8), TRANSFORMER.rope_channels)
@@ -236,24 +238,33 @@ def test_a_layer_with_it():
 
 
 def test_a_transformer_with_it():
-    """Its blocks have the projection's weights, and no other model has."""
+    """Its blocks have the projection's weights, and no other model has; it attends so where nothing is asked for."""
 
-    def made(text):
-        attention = Attention.parse(text)
-        return nnx.eval_shape(lambda: WanTransformer(TRANSFORMER, attention=attention, **KW, rngs=nnx.Rngs(0)))
+    def made(config):
+        return nnx.eval_shape(lambda: WanTransformer(config, **KW, rngs=nnx.Rngs(0)))
 
-    dense, sparse = (nnx.to_flat_state(nnx.state(made(text))) for text in ("auto", "sla"))
+    assert made(TRAINED).attention == Attention(sparse=SparseLinear())
+    dense, sparse = (nnx.to_flat_state(nnx.state(made(config))) for config in (TRANSFORMER, TRAINED))
     more = dict(sparse).keys() - dict(dense).keys()
     assert {path[-1]: dict(sparse)[path].shape for path in more} == {"kernel": (1, 24, 24), "bias": (1, 24)}
     latents = jax.ShapeDtypeStruct((1, 2, 12, 16, 6), jnp.float32)
     text, t = jax.ShapeDtypeStruct((1, 5, 40), jnp.float32), jax.ShapeDtypeStruct((1,), jnp.float32)
-    out = nnx.eval_shape(lambda network, *given: network(*given), made("sla"), latents, t, text)
+    out = nnx.eval_shape(lambda network, *given: network(*given), made(TRAINED), latents, t, text)
     assert out.shape == (1, 2, 12, 16, 16)
 
 
 def test_models_that_were_not_trained_with_it():
     with pytest.raises(UnsupportedError, match=naming("wan --attention auto")):
         presets()["wan2.1-t2v-14b"].architecture.check_attention(Attention.parse("sla"), "wan")
+
+
+@pytest.mark.parametrize("asked", ["radial", "chunked", "auto:window=9"])
+def test_models_that_were_trained_with_it_have_no_other(asked):
+    architecture = presets()["turbowan2.1-t2v-14b-480p"].architecture
+    for allowed in ("auto", "sla", "sla:top=0.15"):
+        architecture.check_attention(Attention.parse(allowed), "wan")
+    with pytest.raises(UnsupportedError, match=naming("wan --attention auto")):
+        architecture.check_attention(Attention.parse(asked), "wan")
 
 
 LOUD = 14.0  # logits of a standard deviation of 196

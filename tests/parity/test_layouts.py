@@ -18,19 +18,20 @@ from tests.support import tiny
 from tests.support.commands import succeeded
 from tests.support.commands import wanjax as command
 from tests.support.published import transformer_keys
-from tests.support.words import says
+from tests.support.words import naming, says
 from wanjax import registry
 from wanjax.checkpoints import layouts, sources
 from wanjax.checkpoints.convert import ToWanjax
-from wanjax.checkpoints.files import SafetensorsFolder, Spec, save_safetensors
+from wanjax.checkpoints.files import SafetensorsFolder, Spec, content_digest, save_safetensors
 from wanjax.checkpoints.modules import parameters
 from wanjax.checkpoints.networks import network
 from wanjax.checkpoints.readers import open_tensors
 from wanjax.checkpoints.sources import DiffusersSource
+from wanjax.cli.remake import check_files
 from wanjax.converters.wan import diffusers as wan
 from wanjax.converters.wan import original
 from wanjax.errors import WanjaxError
-from wanjax.models.wan.config import T2V_1_3B, T2V_14B, CausalTransformerConfig
+from wanjax.models.wan.config import I2V_A14B, T2V_1_3B, T2V_14B, CausalTransformerConfig
 from wanjax.pipelines.wan import layouts as wan_layouts
 from wanjax.pipelines.wan import recognise
 from wanjax.pipelines.wan.layouts import LAYOUT, FileSource, OriginalSource
@@ -230,7 +231,7 @@ def test_a_single_file_on_the_hub(diffusers, tmp_path, monkeypatch):
     path = tmp_path / "wan.safetensors"
     save_safetensors(path, theirs(diffusers, "transformer"))
     found = {("owner/name/split/wan.safetensors", "v1"): path}
-    monkeypatch.setattr(sources, "locate_file", lambda name, revision: found[name, revision])
+    monkeypatch.setattr(sources, "locate_file", lambda name, beside, revision: found[name, revision])
     source = open_source("owner/name/split/wan.safetensors", "v1")
     assert isinstance(source, FileSource)
     assert source.root == path
@@ -240,7 +241,7 @@ def test_a_single_file_on_the_hub(diffusers, tmp_path, monkeypatch):
 def test_a_conversion_of_a_file_among_several_is_known_as_its_preset(diffusers, tmp_path, monkeypatch):
     """The file lends components of the plain model, whose settings are others."""
     save_safetensors(tmp_path / "model.safetensors", theirs(diffusers, "transformer"))
-    monkeypatch.setattr(sources, "locate_file", lambda name, revision: tmp_path / "model.safetensors")
+    monkeypatch.setattr(sources, "locate_file", lambda name, beside, revision: tmp_path / "model.safetensors")
     monkeypatch.setattr(layouts.RecognisedSource, "_lender", lambda self, component: DiffusersSource(diffusers))
     known = registry.presets()["wan2.1-t2v-1.3b-causvid"]
     few = replace(known, name="few", source="owner/name/part/model.safetensors", architecture=None)
@@ -248,6 +249,69 @@ def test_a_conversion_of_a_file_among_several_is_known_as_its_preset(diffusers, 
     succeeded(command("convert", "few", tmp_path / "converted"))
     pipe = registry.load(tmp_path / "converted")
     assert (pipe.scheduler, pipe.defaults.steps) == (known.scheduler, 3)
+
+
+EXPERTS = [
+    ("TurboWan2.2-I2V-A14B-high-720P.pth", "TurboWan2.2-I2V-A14B-low-720P.pth"),
+    ("wan2.2_t2v_high_noise_14B_fp8_scaled.safetensors", "wan2.2_t2v_low_noise_14B_fp8_scaled.safetensors"),
+    ("Wan2_2-T2V-A14B-HIGH_fp8.safetensors", "Wan2_2-T2V-A14B-LOW_fp8.safetensors"),
+    ("Wan2.2-T2V-HighNoise.safetensors", "Wan2.2-T2V-LowNoise.safetensors"),
+]
+
+
+def save(path, tensors):
+    (save_pth if path.suffix == ".pth" else save_safetensors)(path, tensors)
+
+
+@pytest.mark.parametrize("given", [0, 1])
+@pytest.mark.parametrize("names", EXPERTS)
+def test_two_files_are_two_experts(names, given, diffusers, tmp_path):
+    """Either of them is given, and that at high noise is the first."""
+    tensors = theirs(diffusers, "transformer")
+    for name, more in zip(names, (0, 1), strict=True):
+        save(tmp_path / name, {key: x + np.float32(more) for key, x in tensors.items()})
+    source = open_source(tmp_path / names[given])
+    assert source.index["transformer_2"] == source.index["transformer"]
+    assert (source.index["boundary_ratio"], source.config("scheduler")["flow_shift"]) == (0.875, 12.0)
+    high, low = (source.weights(name) for name in ("transformer", "transformer_2"))
+    assert_same_weights(high, SafetensorsFolder(diffusers / "transformer"))
+    np.testing.assert_array_equal(low.read("proj_out.bias"), high.read("proj_out.bias") + 1)
+    assert [reader.paths[0].name for reader in (high, low)] == [*names]
+
+
+def test_the_record_tells_both_files_by_digest(diffusers, tmp_path, monkeypatch):
+    """And a video is not made again where either is another one."""
+    monkeypatch.setattr(layouts.RecognisedSource, "_lender", lambda self, component: DiffusersSource(diffusers))
+    names, tensors = EXPERTS[0], theirs(diffusers, "transformer")
+    for name in names:
+        save(tmp_path / name, tensors)
+    pipe = registry.load(tmp_path / names[0])
+    assert pipe.architecture.denoisers == ("transformer", "transformer_2")
+    record = pipe.record(pipe.settings(prompt="a cat", size=(32, 32), frames=5), {})
+    assert record["digests"] == {str(tmp_path / name): content_digest(tmp_path / name) for name in names}
+    check_files(record, ["model"])
+    save(tmp_path / names[1], {key: x + np.float32(1) for key, x in tensors.items()})
+    with pytest.raises(WanjaxError, match=naming(f"model {names[1]} --model")):
+        check_files(record, ["model"])
+
+
+def test_the_name_of_a_lone_file_says_nothing(diffusers, tmp_path):
+    for name in ("wan-low-vram.safetensors", "highland.safetensors"):
+        save_safetensors(tmp_path / name, theirs(diffusers, "transformer"))
+        assert "transformer_2" not in open_source(tmp_path / name).index
+    save_safetensors(tmp_path / "wan-high-vram.safetensors", theirs(diffusers, "vae"))
+    assert "transformer_2" not in open_source(tmp_path / "wan-low-vram.safetensors").index
+
+
+def test_the_other_file_of_the_hub_comes_too(diffusers, tmp_path, monkeypatch):
+    asked = []
+    for name in EXPERTS[0]:
+        save(tmp_path / name, theirs(diffusers, "transformer"))
+    monkeypatch.setattr(
+        sources, "locate_file", lambda name, beside, revision: asked.append(beside) or tmp_path / EXPERTS[0][0]
+    )
+    assert "transformer_2" in open_source(f"owner/name/{EXPERTS[0][0]}").index
+    assert asked == [[EXPERTS[0][1]]]
 
 
 def test_a_file_with_everything(diffusers, tmp_path):
@@ -286,35 +350,61 @@ def test_scaled_eight_bit_weights_are_multiplied_out(diffusers, tmp_path):
     np.testing.assert_allclose(weights.read(key), reference.read(key), atol=0.02)
 
 
+class Shapes:
+    """A reader of the published shapes of a transformer by the authors' names, without values."""
+
+    def __init__(self, config):
+        self.specs = {original.TRANSFORMER.theirs(key): shape for key, shape in transformer_keys(config).items()}
+
+    def keys(self):
+        return self.specs.keys()
+
+    def spec(self, key):
+        return Spec(self.specs[key], np.dtype(np.float32))
+
+    def read(self, key):
+        raise AssertionError(f"{key} is read, where its shape is enough")
+
+
+SMALL, LARGE = (f"Wan-AI/Wan2.1-T2V-{size}-Diffusers" for size in ("1.3B", "14B"))
+TURBO = "TurboDiffusion/TurboWan2.1-T2V-{0}/TurboWan2.1-T2V-{0}.pth"
+
+
 @pytest.mark.parametrize(
-    ("config", "repository"),
-    [(T2V_1_3B, "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"), (T2V_14B, "Wan-AI/Wan2.1-T2V-14B-Diffusers")],
+    ("config", "file", "origin", "repository"),
+    [
+        (T2V_1_3B, "wan.safetensors", SMALL, SMALL),
+        (T2V_14B, "wan.safetensors", LARGE, LARGE),
+        (replace(T2V_1_3B, sparse_linear=True), "model.pth", TURBO.format("1.3B-480P"), SMALL),
+        (replace(T2V_14B, sparse_linear=True), "model.pth", TURBO.format("14B-480P"), LARGE),
+        (replace(T2V_14B, sparse_linear=True), "TurboWan2.1-T2V-14B-720P-quant.pth", TURBO.format("14B-720P"), LARGE),
+    ],
 )
-def test_missing_components_are_those_of_the_published_model(config, repository, monkeypatch, diffusers):
-    class Shapes:
-        def __init__(self, specs):
-            self.specs = specs
-
-        def keys(self):
-            return self.specs.keys()
-
-        def spec(self, key):
-            return Spec(self.specs[key], np.dtype(np.float32))
-
-        def read(self, key):
-            raise AssertionError(f"{key} is read, where its shape is enough")
-
-    specs = {original.TRANSFORMER.theirs(key): shape for key, shape in transformer_keys(config).items()}
-    monkeypatch.setattr(wan_layouts, "open_tensors", lambda path: Shapes(specs))
+def test_missing_components_are_those_of_the_published_model(config, file, origin, repository, monkeypatch, diffusers):
+    monkeypatch.setattr(wan_layouts, "open_tensors", lambda path: Shapes(config))
     asked = []
     monkeypatch.setattr(layouts, "DiffusersSource", lambda name: asked.append(name) or DiffusersSource(diffusers))
-    source = FileSource.at(Path("wan.safetensors"))
+    source = FileSource.at(Path(file))
     assert source is not None
-    assert source.origin == repository
+    assert (source.origin, source.lender) == (origin, repository)
     assert source.config("vae") == tiny.VAE
     assert source.files("tokenizer")[0].parent == diffusers / "tokenizer"
     assert asked == [repository]
     assert source.config("transformer")["num_layers"] == config.layers
+
+
+def test_one_of_two_experts_is_not_enough(monkeypatch, tmp_path):
+    monkeypatch.setattr(wan_layouts, "open_tensors", lambda path: Shapes(replace(I2V_A14B, sparse_linear=True)))
+    path = tmp_path / EXPERTS[0][0]
+    with pytest.raises(WanjaxError, match=naming(f"{path.name} {EXPERTS[0][1]}")):
+        FileSource.at(path)
+    (tmp_path / EXPERTS[0][1]).touch()
+    source = FileSource.at(path)
+    assert source is not None
+    repository = "TurboDiffusion/TurboWan2.2-I2V-A14B-720P"
+    assert source.origin == f"{repository}/{path.name}"
+    assert source.lender == "Wan-AI/Wan2.2-I2V-A14B-Diffusers"
+    assert source.index["boundary_ratio"] == 0.9
 
 
 def refusal(path):

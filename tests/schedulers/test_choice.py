@@ -12,7 +12,20 @@ from tests.support.types import unchecked
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.wan.conditioning import WanEncoded
-from wanjax.schedulers import DDIM, DPM, NAMED, RCM, Consistency, FlowDPM, FlowEuler, UniPC, name_of, parse, successor
+from wanjax.schedulers import (
+    DDIM,
+    DPM,
+    NAMED,
+    RCM,
+    Consistency,
+    FlowDPM,
+    FlowEuler,
+    RCMEuler,
+    UniPC,
+    name_of,
+    parse,
+    successor,
+)
 
 
 @pytest.mark.parametrize(
@@ -31,12 +44,14 @@ from wanjax.schedulers import DDIM, DPM, NAMED, RCM, Consistency, FlowDPM, FlowE
         ("rcm", RCM()),
         ("rcm:sigma_max=200", RCM(sigma_max=200.0)),
         ("rcm:sigma_max=80.25", RCM(sigma_max=80.25)),
+        ("rcm-ode", RCMEuler(sigma_max=200.0)),
+        ("rcm-ode:sigma_max=80", RCMEuler(sigma_max=80.0)),
     ],
 )
 def test_names(name, scheduler):
     assert parse(name) == scheduler
     assert name_of(scheduler) == name
-    assert set(NAMED) == {"unipc", "euler", "dpm++", "ddim", "dpm", "consistency", "rcm"}
+    assert set(NAMED) == {"unipc", "euler", "dpm++", "ddim", "dpm", "consistency", "rcm", "rcm-ode"}
 
 
 def test_a_scheduler_without_a_name_is_described():

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
-from wanjax.schedulers import RCM, Consistency, one_step
+from wanjax.schedulers import RCM, Consistency, RCMEuler, one_step
 
 TOLERANCE = 1e-6
 SHAPE = (2, 3, 4, 5, 4)
@@ -99,6 +99,25 @@ def test_every_step_is_the_published_one(scheduler, steps, shift, expected):
     print(f"{worst / max(1, np.abs(right).max()):.1e}")
     assert worst <= TOLERANCE * max(1, np.abs(right).max())
     np.testing.assert_allclose(x, x0, rtol=1e-6, atol=1e-7)  # the last step adds nothing
+
+
+@pytest.mark.parametrize(("scheduler", "sigma_max"), [(RCMEuler(), 200), (RCMEuler(sigma_max=80.0), 80)])
+@pytest.mark.parametrize("steps", [1, 2, 3, 4])
+def test_without_new_noise_x_follows_the_velocity(scheduler, sigma_max, steps):
+    """The published rule in float64, x - (t - t') v, along its own samples, of a field that depends on the timestep."""
+    first = np.random.default_rng(steps).standard_normal(SHAPE)
+    timesteps, levels = trigonometric(steps, sigma_max)
+    schedule, right = scheduler.schedule(steps, shift=5.0), first * levels[0]
+    np.testing.assert_allclose(schedule.sigmas, [*levels, 0], rtol=TOLERANCE)
+    np.testing.assert_allclose(schedule.timesteps, timesteps, rtol=TOLERANCE)
+    x = scheduler.start(schedule, jnp.asarray(first, jnp.float32))
+    state = scheduler.init(schedule, x, jax.random.split(jax.random.key(0), SHAPE[0]))
+    for index in range(steps):
+        right = right - (levels[index] - [*levels, 0][index + 1]) * (np.sin(right) + timesteps[index] / 1000)
+        velocity = jnp.asarray(np.sin(np.asarray(x, np.float64)) + timesteps[index] / 1000, jnp.float32)
+        x, state = scheduler.step(one_step(schedule, index), 0, velocity, x, state)
+    assert np.abs(x - right).max() <= TOLERANCE * max(1, np.abs(right).max())
+    assert not jax.tree.leaves(state)
 
 
 def test_drawn_noise_is_normal_and_new_in_each_step_and_sample():

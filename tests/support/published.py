@@ -44,6 +44,8 @@ def _block(block: str, config: TransformerConfig) -> Keys:
         for projection in ("to_q", "to_k", "to_v", "to_out.0"):
             keys |= _linear(f"{attention}.{projection}", width, width)
         keys |= {f"{attention}.norm_q.weight": (width,), f"{attention}.norm_k.weight": (width,)}
+    if config.sparse_linear:
+        keys |= _linear(f"{block}.attn1.proj_l", config.head_dim, config.head_dim)
     keys |= _norm(f"{block}.norm2", width)
     keys |= _linear(f"{block}.ffn.net.0.proj", config.mlp_dim, width)
     keys |= _linear(f"{block}.ffn.net.2", width, config.mlp_dim)

@@ -238,6 +238,11 @@ def tiny_checkpoint(folder: Path) -> Path:
     return _checkpoint(folder, INDEX, TRANSFORMER)
 
 
+def tiny_sparse_linear_checkpoint(folder: Path) -> Path:
+    """Writes the checkpoint of a text-to-video model that was trained with sparse-linear attention."""
+    return _checkpoint(folder, INDEX, TRANSFORMER | {"sparse_linear": True})
+
+
 def tiny_image_checkpoint(folder: Path, *, last: bool = False) -> Path:
     """Writes the checkpoint of an image-to-video model, or of first and last frame; its videos are small."""
     sizes = {"in_channels": 2 * LATENT_CHANNELS + 4, "image_dim": 16, "added_kv_proj_dim": 24}

@@ -9,12 +9,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import Array
 
 from wanjax.bench.programs import distance, made_up, mesh_of, operand
 from wanjax.bench.timing import Timing, timed
 from wanjax.compilers.lowering import Lowering
 from wanjax.errors import UnsupportedError
-from wanjax.kernels.attention import IMPLEMENTATIONS, Attention, attention, choose
+from wanjax.kernels.attention import (
+    IMPLEMENTATIONS,
+    Attention,
+    Projection,
+    SparseLinear,
+    attention,
+    choose,
+    sparse_linear_attention,
+)
 from wanjax.layers.linear import dot_general
 from wanjax.sharding import MESH_AXES
 
@@ -37,6 +46,29 @@ def attend(
     arguments = tuple(operand(mesh, (1, length, heads, head_dim), jnp.dtype(dtype)) for length in (queries, keys, keys))
     everywhere = jax.sharding.PartitionSpec()
     run = partial(attention, implementation=implementation)
+    return Lowering(
+        jax.shard_map(run, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False), arguments
+    )
+
+
+def attend_sparsely(
+    mesh: Mesh | AbstractMesh,
+    _: Any = None,
+    *,
+    sparse: SparseLinear,
+    tokens: int,
+    heads: int,
+    head_dim: int,
+    dtype: str,
+) -> Lowering:
+    """Builds sparse-linear attention of q, k and v [1 L N D] to each other on each device."""
+    shapes = (*[(1, tokens, heads, head_dim)] * 3, (head_dim, head_dim), (head_dim,))
+    arguments = tuple(operand(mesh, shape, jnp.dtype(dtype)) for shape in shapes)
+    everywhere = jax.sharding.PartitionSpec()
+
+    def run(q: Array, k: Array, v: Array, *projection: Array) -> Array:
+        return sparse_linear_attention(q, k, v, Projection(*projection), sparse)
+
     return Lowering(
         jax.shard_map(run, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False), arguments
     )

@@ -12,7 +12,16 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from wanjax.bench.kernels import CLOSE, COLLECTIVES, attend, check_attention, exchange, multiply, multiply_by_numpy
+from wanjax.bench.kernels import (
+    CLOSE,
+    COLLECTIVES,
+    attend,
+    attend_sparsely,
+    check_attention,
+    exchange,
+    multiply,
+    multiply_by_numpy,
+)
 from wanjax.bench.modelled import Build, Known, known
 from wanjax.bench.programs import Measured, distance, measure, mesh_of
 from wanjax.compilers.lowering import Lowering
@@ -182,15 +191,16 @@ class Suite:
 
     def attention(self) -> Row:
         """Measures self-attention on one device, with the share of the heads that it has in the mesh."""
-        heads = ceil(self.work.heads / self.axes["tp"])
-        sizes: dict[str, Any] = {"queries": self.work.tokens, "keys": self.work.tokens, "heads": heads}
-        sizes |= {"head_dim": self.work.width // self.work.heads, "dtype": self.settings.dtype}
+        tokens, heads = self.work.tokens, ceil(self.work.heads / self.axes["tp"])
+        shape = (1, tokens, heads, self.work.width // self.work.heads)
+        sizes: dict[str, Any] = {"heads": heads, "head_dim": shape[3], "dtype": self.settings.dtype}
         alone: dict[str, int] = dict.fromkeys(MESH_AXES, 1)
-        shapes = (1, self.work.tokens, heads, self.work.width // self.work.heads)
-        some = jax.ShapeDtypeStruct(shapes, self.settings.dtype)
-        name = choose(some, some, some)
-        build = partial(attend, **sizes)
-        row, _ = self._row("attention", f"{name.name}, {list(shapes)}", SAFE, build, known(self.devices[:1]), alone)
+        if sparse := self.architecture.attention(AUTO).sparse:
+            name, build = "sparse-linear", partial(attend_sparsely, sparse=sparse, tokens=tokens, **sizes)
+        else:
+            some = jax.ShapeDtypeStruct(shape, self.settings.dtype)
+            name, build = choose(some, some, some).name, partial(attend, queries=tokens, keys=tokens, **sizes)
+        row, _ = self._row("attention", f"{name}, {list(shape)}", SAFE, build, known(self.devices[:1]), alone)
         return row
 
     def products(self) -> Iterator[Row]:
@@ -225,7 +235,12 @@ class Suite:
                 yield row
 
     def programs_on(self, mesh: Mesh | AbstractMesh, compiler: str, attention: Attention = AUTO) -> dict[str, Lowering]:
-        """Returns the programs on a mesh, by their names, with as many layers as the scale keeps."""
+        """Returns the programs on a mesh, by their names, with as many layers as the scale keeps.
+
+        Attention that leaves out some keys is the model's own, whichever is given.
+        """
+        if self.architecture.attention(AUTO).leaves_out:
+            attention = AUTO
         if (found := self._built.get((mesh, compiler, attention))) is None:
             few = reduced(self.architecture, self.scale.layers)
             how = {"attention": attention, "compiler": compiler}

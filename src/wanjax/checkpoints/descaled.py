@@ -4,6 +4,7 @@
 A scale is a tensor beside its weight: `scale_weight` in ComfyUI's older files and musubi-tuner's, `weight_scale` in its
 newer ones (QUANTIZATION.md of ComfyUI) and those of compressed-tensors and LightX2V, `weight_scale_inv` in DeepSeek's
 and transformers', which is multiplied too, in spite of its name. Its shape tells what each of its numbers is for.
+Integers are those of thu-ml/TurboDiffusion, turbodiffusion/ops/core.py: `int8_weight` and `scale` in place of `weight`.
 """
 
 import json
@@ -20,6 +21,7 @@ from wanjax.checkpoints.readers import View
 from wanjax.errors import WanjaxError, shown
 
 SCALES = ("scale_weight", "weight_scale", "weight_scale_inv")
+INTEGERS, SCALE_OF_INTEGERS = "int8_weight", "scale"
 INPUTS = ("scale_input", "input_scale", "input_scale_ub")  # inputs are not rounded here
 MARK = "scaled_fp8"  # of ComfyUI's older files
 QUANTISED = "comfy_quant"  # a layer's format in ComfyUI's newer files, as JSON
@@ -32,7 +34,8 @@ JSON_BYTES = 4096
 class Descaled(View):
     """A checkpoint with the scales of its weights multiplied in, and without what else belongs to them.
 
-    Raises WanjaxError, from the headers alone, where a scale has a shape or a weight a format that is not known.
+    Floats become float32. Integers become bfloat16, from which they were rounded. Raises WanjaxError, from the headers
+    alone, where a scale has a shape or a weight a format that is not known.
     """
 
     def __init__(self, reader: Reader):
@@ -40,38 +43,49 @@ class Descaled(View):
         keys = set(reader.keys())
         self._scales: dict[str, str] = {}
         self._formats: dict[str, Any] = {}  # of weights that are stored as plain bytes
-        surplus = {key for key in keys if key.rpartition(".")[2] == MARK}
+        self._integers = {_weight_of(key): key for key in keys if key.rpartition(".")[2] == INTEGERS}
+        surplus, weights = {key for key in keys if key.rpartition(".")[2] == MARK}, keys | self._integers.keys()
         for key in keys:
-            module, dot, last = key.rpartition(".")
-            weight = f"{module}{dot}weight"
-            if weight not in keys:
+            last, weight = key.rpartition(".")[2], _weight_of(key)
+            scales = (SCALE_OF_INTEGERS,) if weight in self._integers else SCALES
+            if weight not in weights:
                 continue
-            if last in SCALES:
+            if last in scales:
                 if weight in self._scales:
                     raise WanjaxError(f"{weight} has both {self._scales[weight]} and {key}: one of them is right")
                 self._scales[weight] = key
             elif last == QUANTISED:
-                self._formats[weight] = _format(reader, key, reader.spec(weight).dtype)
-            if last in (*SCALES, *INPUTS, QUANTISED):
+                self._formats[weight] = _format(reader, key, reader.spec(self._names(weight)).dtype)
+            if last in (*scales, *INPUTS, QUANTISED):
                 surplus.add(key)
+        for weight, key in self._integers.items():
+            if weight in keys or weight not in self._scales:
+                why = f"stands beside {weight}" if weight in keys else f"has no {SCALE_OF_INTEGERS} beside it"
+                raise WanjaxError(f"{key} {why}: 8-bit integers come with their scale, in place of the weight")
         for weight, scale in self._scales.items():
-            _check(weight, self.stored(weight), scale, reader.spec(scale))
-        self._keys = [key for key in reader.keys() if key not in surplus]  # noqa: SIM118
+            _check(self._names(weight), self.stored(weight), scale, reader.spec(scale))
+        of_integers = {key: weight for weight, key in self._integers.items()}
+        self._keys = [of_integers.get(key, key) for key in reader.keys() if key not in surplus]  # noqa: SIM118
 
     def keys(self) -> tuple[str, ...]:
         return tuple(self._keys)
 
     def stored(self, key: str) -> Spec:
         """Returns the shape and dtype of a tensor without its scale."""
-        shape, dtype = self._reader.spec(key)
+        shape, dtype = self._reader.spec(self._names(key))
         return Spec(shape, np.dtype(self._formats.get(key, dtype)))
 
     def spec(self, key: str) -> Spec:
         shape, dtype = self.stored(key)
-        return Spec(shape, np.dtype(np.float32) if key in self._scales else dtype)
+        made = jnp.bfloat16 if key in self._integers else np.float32
+        return Spec(shape, np.dtype(made) if key in self._scales else dtype)
+
+    def _names(self, key: str) -> str:
+        """Returns a tensor's name in the files."""
+        return self._integers.get(key, key)
 
     def read(self, key: str) -> np.ndarray:
-        x = self._reader.read(key)
+        x = self._reader.read(self._names(key))
         x = x.view(self._formats[key]) if key in self._formats else x
         if key not in self._scales:
             return x
@@ -83,7 +97,13 @@ class Descaled(View):
         for axis, size in enumerate(block):
             if scale.shape[axis] > 1:  # else it is the same along the axis
                 scale = np.repeat(scale, size, axis)
-        return x.astype(np.float32) * scale[tuple(map(slice, x.shape))]
+        return (x.astype(np.float32) * scale[tuple(map(slice, x.shape))]).astype(self.spec(key).dtype, copy=False)
+
+
+def _weight_of(key: str) -> str:
+    """Returns the name of the weight of a tensor's module."""
+    module, dot, _ = key.rpartition(".")
+    return f"{module}{dot}weight"
 
 
 def _places(shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
@@ -110,11 +130,12 @@ def _places(shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[tuple[int,
 
 
 def _check(weight: str, stored: Spec, key: str, scale: Spec) -> None:
-    """Raises WanjaxError unless the scale fits the weight, and both are floating."""
-    if not jnp.issubdtype(stored.dtype, jnp.floating) or not jnp.issubdtype(scale.dtype, jnp.floating):
-        raise WanjaxError(
-            f"{weight} is {stored.dtype}, with the {scale.dtype} {key}: 8-bit floats are read, not others"
-        )
+    """Raises WanjaxError unless the scale fits the weight, both are floating, and integers are called so."""
+    whole = weight.rpartition(".")[2] == INTEGERS
+    known = stored.dtype == np.int8 if whole else jnp.issubdtype(stored.dtype, jnp.floating)
+    if not known or not jnp.issubdtype(scale.dtype, jnp.floating):
+        right = "8-bit integers with a scale of floats" if whole else "8-bit floats"
+        raise WanjaxError(f"{weight} is {stored.dtype}, with the {scale.dtype} {key}: {right} are read, not others")
     if 0 in scale.shape or _places(stored.shape, scale.shape) is None:
         right = "one scale, or one for each row, each equal part of a row or each square block"
         raise WanjaxError(f"{key} has the shape {list(scale.shape)} where {weight}, {list(stored.shape)}, has {right}")

@@ -49,11 +49,6 @@ class RecognisedSource(Source):
     def origin(self) -> str:
         return self.repository or self.name
 
-    @property
-    def lender(self) -> str:
-        """The diffusers repository that has the components that the checkpoint lacks."""
-        return self.origin
-
     @cached_property
     def _published(self) -> DiffusersSource:
         return DiffusersSource(self.lender)

@@ -124,8 +124,13 @@ class Source(ABC):
 
     @property
     def lent(self) -> Sequence[str]:
-        """The components that the checkpoint lacks; they come from the repository of the same model."""
+        """The components that the checkpoint lacks; they come from the lender."""
         return ()
+
+    @property
+    def lender(self) -> str:
+        """The diffusers repository that has the components that the checkpoint lacks."""
+        return self.origin
 
     def load(
         self,
@@ -346,13 +351,14 @@ class Layout:
 
     `markers` are small files that identify the layout and are downloaded first; `is_folder` tells whether a folder has
     it, and `open` returns that folder's source. `open_file` returns a file's source, or None for a file of another
-    layout.
+    layout. `beside` returns the names of files that belong to a file of this name, as far as its folder has them.
     """
 
     markers: tuple[str, ...]
     is_folder: Callable[[Path], bool]
     open: Callable[[str | Path, str | None], Source]
     open_file: Callable[[Path], Source | None]
+    beside: Callable[[str], Sequence[str]] = lambda name: ()
 
 
 def open_source(name: str | Path, revision: str | None = None, layouts: Sequence[Layout] = ()) -> Source:
@@ -370,7 +376,8 @@ def open_source(name: str | Path, revision: str | None = None, layouts: Sequence
     if path.is_file():
         return _open_file(path, layouts)
     if path.suffix in SUFFIXES and HUB_FILE.fullmatch(str(name)):
-        return _open_file(locate_file(name, revision=revision), layouts)
+        beside = [other for layout in layouts for other in layout.beside(path.name)]
+        return _open_file(locate_file(name, beside=beside, revision=revision), layouts)
     if (path / MANIFEST).is_file():
         return WanjaxSource(name)
     markers = [marker for layout in layouts for marker in layout.markers]

@@ -42,7 +42,7 @@ def convert(
     if preset and preset.loras and source == preset.name:
         raise WanjaxError(f"{source} is {preset.source} with a LoRA, merged when it is loaded: convert the former")
     if (lent := found.lent) and found.origin != found.name:
-        report.note(f"{source} holds no {', '.join(lent)}: taken from {found.origin}")
+        report.note(f"{source} holds no {', '.join(lent)}: taken from {found.lender}")
     if not found.check_room():
         check_whole(found)
     where = place(target)

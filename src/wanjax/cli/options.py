@@ -301,8 +301,9 @@ denoising = together(
         "--scheduler",
         metavar="NAME",
         help="Solver in place of the model's own: unipc or dpm++, of the second order or as unipc:order=1, or euler; "
-        "consistency or rcm for a model distilled to a few steps, as consistency:timesteps=1000,757,522 or "
-        "rcm:sigma_max=200 where its authors have others; ddim or dpm for a model that predicts v.",
+        "consistency, rcm or rcm-ode, which adds no noise, for a model distilled to a few steps, as "
+        "consistency:timesteps=1000,757,522 or rcm:sigma_max=200 where its authors have others; ddim or dpm for a "
+        "model that predicts v.",
     ),
     click.option(
         "--noise",

@@ -4,6 +4,7 @@
 import os
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from wanjax import registry
@@ -73,7 +74,8 @@ def check_files(record: Mapping[str, Any], names: Iterable[str]) -> None:
     for name in names:
         if name == "model" and str(record.get(name)) in registry.presets():
             continue
-        for path in paths_of(record, [name]):
+        paths = paths_of(record, [name])
+        for path in [*paths, *_others(paths, known)] if name == "model" else paths:
             there, told = os.path.exists(path), known.get(str(path)) if isinstance(known, Mapping) else None
             if not there and not path.is_absolute() and name in ("model", "lora"):  # on the hub
                 continue
@@ -87,6 +89,13 @@ def check_files(record: Mapping[str, Any], names: Iterable[str]) -> None:
             else:
                 continue
             raise WanjaxError(f"the {name.replace('_', ' ')} of the video was {why}: {FILES[name]} gives one")
+
+
+def _others(paths: Iterable[Path], known: Any) -> list[Path]:
+    """Returns the files that belong to those of a model and of which a record has digests."""
+    told = known if isinstance(known, Mapping) else {}
+    others = [path.with_name(name) for path in paths for name in registry.beside(path.name)]
+    return [path for path in others if str(path) in told]
 
 
 def check_loaded(record: Mapping[str, Any], here: Mapping[str, Any]) -> None:

@@ -635,7 +635,7 @@ def least_seconds(pipe: Pipeline, settings: Settings, steps: int, kind: str) -> 
     if (peak := peak_flops(kind)) is None:
         return None
     work = pipe.architecture.forward(settings)
-    attention = pipe.components.options.get("attention", AUTO)
+    attention = pipe.architecture.attention(pipe.components.options.get("attention", AUTO))
     flops = sum(work.flops.values()) - (0 if attention.sees_all else work.scores)
     reused = min(steps - 1, sum(pipe.architecture.reused(settings)))
     again = pipe.architecture.cache_rule(settings).forwards

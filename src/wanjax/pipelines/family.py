@@ -373,12 +373,23 @@ class Architecture(ABC):
         rule = self.cache_rule(settings)
         return tuple(reuses for turn in self.turns(settings) for reuses in rule.reused(turn, self.tables))
 
-    def check_attention(self, attention: Attention, model: str) -> None:
-        """Raises UnsupportedError for radial or sparse-linear attention where the denoiser has none."""
-        if attention.radial and not self.radial:
+    def attention(self, asked: Attention) -> Attention:
+        """Returns the attention of the denoiser where this one is asked for; AUTO is that which it was trained with."""
+        return asked
+
+    def check_attention(self, asked: Attention, model: str) -> None:
+        """Raises UnsupportedError for radial or sparse-linear attention where the denoiser has none.
+
+        Raises it for any other than sparse-linear attention where the denoiser was trained with that.
+        """
+        if asked.radial and not self.radial:
             raise UnsupportedError(f"{model} has no radial attention: --attention auto would do")
-        if attention.sparse:
+        trained = self.attention(AUTO).sparse
+        if asked.sparse and not trained:
             raise UnsupportedError(f"{model} was not trained with sparse-linear attention: --attention auto would do")
+        if trained and not self.attention(asked).sparse:
+            told = f"{model} was trained with sparse-linear attention, and {asked} is another"
+            raise UnsupportedError(f"{told}: --attention auto or sla:top=0.15 would do")
 
 
 def named_sizes(

@@ -13,7 +13,7 @@ from wanjax.schedulers.diffusion import BETAS, Diffusion
 from wanjax.schedulers.dpm import DPM
 from wanjax.schedulers.flow_dpm import FlowDPM
 from wanjax.schedulers.flow_euler import FlowEuler
-from wanjax.schedulers.renoising import RCM, Consistency
+from wanjax.schedulers.renoising import RCM, Consistency, RCMEuler
 from wanjax.schedulers.unipc import UniPC
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "Consistency",
     "FlowDPM",
     "FlowEuler",
+    "RCMEuler",
     "Scheduler",
     "UniPC",
     "from_config",
@@ -41,6 +42,7 @@ NAMED: Mapping[str, Scheduler] = {
     "dpm": DPM(),
     "consistency": Consistency(),
     "rcm": RCM(),
+    "rcm-ode": RCMEuler(),
 }
 _WITH_OPTIONS = "unipc:order=1", "consistency:timesteps=1000,757,522", "rcm:sigma_max=200"
 

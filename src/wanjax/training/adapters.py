@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Array, Float
 
 from wanjax.checkpoints.modules import Exported, parameters
 from wanjax.converters.rules import Rule
@@ -24,7 +25,7 @@ from wanjax.sharding import Partitioner
 
 Network = TypeVar("Network", bound=nnx.Module)
 FACTORS = ("lora_down", "lora_up")
-MODULATION = "mod"  # the end of the names of projections of the timestep, which are adapted by name alone
+BY_NAME = ("mod", "proj_l")  # ends of the names of projections of the timestep, and of linear attention's results
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class LoraConfig:
     """The rank of the factors, alpha (None is the rank), dropout's rate, and the adapted layers by name.
 
     A target is the end of a layer's name in diffusers, such as `to_q` or `attn1.to_q`. Without targets all projections
-    of the blocks are adapted but those of the timestep.
+    of the blocks are adapted but those of the timestep and that of linear attention.
     """
 
     rank: int = 32
@@ -58,7 +59,10 @@ class DropoutKey(nnx.Variable):
 
 
 class Adapted(nnx.Module):
-    """A projection with a low-rank one beside it. `dropout_key` is None without dropout."""
+    """A projection with a low-rank one beside it. `dropout_key` is None without dropout.
+
+    Where its weights are read in place of a call, `kernel` has the product of the factors in it, and none is dropped.
+    """
 
     def __init__(self, base: Linear, config: LoraConfig, rngs: nnx.Rngs):
         self.base, self.scale, self.rate = base, config.scale, config.dropout
@@ -80,6 +84,15 @@ class Adapted(nnx.Module):
         self.lora_down, self.lora_up = pair.down, pair.up
         key = jnp.zeros((*([] if layers is None else [layers]), 2), jnp.uint32)
         self.dropout_key = DropoutKey(key) if config.dropout else None
+
+    @property
+    def kernel(self) -> Float[Array, "... _E E"]:
+        added = jnp.matmul(self.lora_down.kernel[...], self.lora_up.kernel[...], precision="highest")
+        return self.base.kernel[...].astype(jnp.float32) + self.scale * added
+
+    @property
+    def bias(self) -> Any:
+        return self.base.bias
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = self.base(x)
@@ -170,7 +183,7 @@ def module_names(network: nnx.Module, rules: Iterable[Rule]) -> dict[str, str]:
 def _is_chosen(path: str, name: str, targets: Sequence[str]) -> bool:
     if targets:
         return any(_ends(name, target) for target in targets)
-    return "{i}" in name and not path.endswith(MODULATION)
+    return "{i}" in name and not path.endswith(BY_NAME)
 
 
 def _ends(name: str, target: str) -> bool:

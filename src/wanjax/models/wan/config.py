@@ -4,12 +4,16 @@
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
 
+from wanjax.kernels.attention import AUTO, Attention, SparseLinear
 from wanjax.layers.tiling import Tiling
 
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """The sizes of a diffusion transformer (Wan: Open and Advanced Large-Scale Video Generative Models, 2025)."""
+    """The sizes of a diffusion transformer (Wan: Open and Advanced Large-Scale Video Generative Models, 2025).
+
+    `sparse_linear` tells that self-attention was trained as sparse-linear attention, which has a projection.
+    """
 
     layers: int
     heads: int
@@ -21,6 +25,7 @@ class TransformerConfig:
     text_width: int
     frequency_dim: int
     eps: float
+    sparse_linear: bool
 
     @property
     def width(self) -> int:
@@ -36,6 +41,10 @@ class TransformerConfig:
         """Channels of a head that RoPE rotates by frame, row and column: 44, 42 and 42 of 128."""
         third = 2 * (self.head_dim // 6)
         return self.head_dim - 2 * third, third, third
+
+    def attention(self, asked: Attention) -> Attention:
+        """Returns the attention of the network where this one is asked for; AUTO is that which it was trained with."""
+        return Attention(sparse=SparseLinear()) if self.sparse_linear and asked == AUTO else asked
 
 
 @dataclass(frozen=True)
@@ -166,6 +175,7 @@ T2V_14B = TransformerConfig(
     text_width=4096,
     frequency_dim=256,
     eps=1e-6,
+    sparse_linear=False,
 )
 T2V_1_3B = replace(T2V_14B, layers=30, heads=12, mlp_dim=8960)
 I2V_A14B = replace(T2V_14B, channels_in=36)

@@ -90,13 +90,13 @@ class AttentionLayer(nnx.Module):
 class SelfAttention(AttentionLayer):
     """Attention of every token to every token, or to those in a mask, with q and k rotated by position.
 
-    Sparse-linear attention has a projection of its own, `proj_l`, which begins with zeros.
+    A network that was trained with sparse-linear attention has a projection for it, `proj_l`, which begins with zeros.
     """
 
     def __init__(self, config: TransformerConfig, attention: Attention, **kw):
         super().__init__(config, attention, **kw)
         sizes, zeros = (config.head_dim, config.head_dim, (None, None)), nnx.initializers.zeros_init()
-        self.proj_l = nnx.data(linear(*sizes, kernel_init=zeros, **kw) if attention.sparse else None)
+        self.proj_l = nnx.data(linear(*sizes, kernel_init=zeros, **kw) if config.sparse_linear else None)
 
     def attend(
         self,
@@ -199,9 +199,9 @@ class WanTransformer(nnx.Module):
         param_dtype: DTypeLike,
         rngs: nnx.Rngs,
     ):
-        """`attention` is how tokens attend; AUTO chooses by platform and shape."""
+        """`attention` is how tokens attend; AUTO is as the network was trained, and chosen by platform and shape."""
         kw: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        width, cells = config.width, config.patch_cells
+        width, cells, attention = config.width, config.patch_cells, config.attention(attention)
         self.config = config
         self.attention = attention
         self.dtype = dtype

@@ -17,6 +17,7 @@ from wanjax.checkpoints.networks import Config
 from wanjax.checkpoints.networks import network as network_in
 from wanjax.checkpoints.sources import Source
 from wanjax.errors import WanjaxError
+from wanjax.kernels.attention import Attention
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import PictureOfAnySize, Pictures
 from wanjax.models.clip import CLIPVisionConfig
@@ -129,7 +130,7 @@ class WanArchitecture(Architecture):
 
     @property
     def radial(self) -> bool:
-        return not isinstance(self.transformer, ControlTransformerConfig)
+        return not (isinstance(self.transformer, ControlTransformerConfig) or self.transformer.sparse_linear)
 
     @property
     def ways(self) -> bool:
@@ -150,6 +151,9 @@ class WanArchitecture(Architecture):
     def ends(self) -> WanEnds:
         return WanEnds(self.task)
 
+    def attention(self, asked: Attention) -> Attention:
+        return self.transformer.attention(asked)
+
     def forward(self, settings: Settings, encoded: WanEncoded | None = None) -> Forward:
         seen = None if encoded is None else encoded.image_embeds
         _, _, *cells = self.latent_shape(settings)
@@ -163,7 +167,7 @@ class WanArchitecture(Architecture):
             flops=forward_flops(
                 config, tokens=tokens, text=TEXT_LENGTH, image=self.image_tokens if seen is None else seen.shape[1]
             ),
-            ring=True,
+            ring=not config.sparse_linear,
         )
 
     def implied(self, given: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -5,6 +5,7 @@ These lack a scheduler's config, which is that of the authors' code. Other missi
 repository of the same model.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -14,14 +15,15 @@ from typing import Any
 from wanjax.checkpoints.files import SafetensorsFolder
 from wanjax.checkpoints.hub import download, locate
 from wanjax.checkpoints.layouts import Component, RecognisedSource
-from wanjax.checkpoints.readers import open_tensors
+from wanjax.checkpoints.readers import SUFFIXES, open_tensors
 from wanjax.checkpoints.sources import Layout, read_json
 from wanjax.converters.wan.diffusers import transformer_config
 from wanjax.errors import WanjaxError
+from wanjax.pipelines.family import Preset
 from wanjax.pipelines.wan import recognise
 from wanjax.pipelines.wan.architecture import WanArchitecture
 from wanjax.pipelines.wan.conditioning import CAUSAL_PIPELINES
-from wanjax.pipelines.wan.presets import CAUSAL, PUBLISHED
+from wanjax.pipelines.wan.presets import CAUSAL, PUBLISHED, SPARSE_LINEAR
 
 KINDS = ("WanModel", "VaceWanModel")  # the classes in the authors' config.json
 FOLDERS = {"transformer": "high_noise_model", "transformer_2": "low_noise_model"}
@@ -31,6 +33,9 @@ FILES = {
     "text_encoder": ("models_t5_*.safetensors", "models_t5_*.pth"),
     "image_encoder": ("models_clip_*.safetensors", "models_clip_*.pth"),
 }
+HIGH = {"high": "low", "High": "Low", "HIGH": "LOW"}  # in the names of two experts' files, that at high noise first
+OTHERS = HIGH | {low: high for high, low in HIGH.items()}
+EXPERT = re.compile(rf"(?<![A-Za-z0-9])({'|'.join(OTHERS)})(?=[Nn]oise|[^A-Za-z0-9])")
 TOKENIZER = "google/umt5-xxl"
 CLASSES = {
     "scheduler": ("diffusers", "UniPCMultistepScheduler"),
@@ -57,7 +62,14 @@ class _WanSource(RecognisedSource):
 
     @property
     def repository(self) -> str | None:
-        return _repository(self._transformer, "transformer_2" in self.index)
+        found = _published(self._transformer, "transformer_2" in self.index, self.root.name)
+        return found and found.source
+
+    @property
+    def lender(self) -> str:
+        """The repository of the model of this shape whose attention is whole: others publish a transformer alone."""
+        found = _published(self._transformer | {"sparse_linear": False}, "transformer_2" in self.index)
+        return self.origin if found is None else found.source
 
     @property
     def configs(self) -> Mapping[str, dict[str, Any]]:
@@ -113,18 +125,24 @@ class OriginalSource(_WanSource):
 
 
 class FileSource(_WanSource):
-    """A single file that holds the transformer or several components."""
+    """A single file that holds the transformer or several components, or two files that hold an expert each."""
 
     def __init__(self, path: Path, components: Mapping[str, Component]):
         self.name = str(path)
         self.root = path  # a file, so no files lie beside the components
         self._components = components
-        self.index = _index(self._transformer, experts=False)
+        self.index = _index(self._transformer, experts="transformer_2" in components)
 
     @classmethod
     def at(cls, path: Path) -> "FileSource | None":
-        """Returns the source of a file; None for one that holds no component of Wan."""
+        """Returns the source of a file, and of the other expert's beside it; None for one without components of Wan.
+
+        Raises WanjaxError where the other is missing, and no published model has this expert's shape alone.
+        """
         components = recognise.components(open_tensors(path))
+        if "transformer" in components:
+            for name in other_expert(path.name):
+                components = _with_other(components, path, path.with_name(name))
         return cls(path, components) if components else None
 
     @property
@@ -135,6 +153,28 @@ class FileSource(_WanSource):
 
     def component(self, name: str) -> Component | None:
         return self._components.get(name)
+
+
+def other_expert(name: str) -> tuple[str, ...]:
+    """Returns the name of the file of the other of two experts, which differs in `high` or `low`; none for others."""
+    if Path(name).suffix not in SUFFIXES or not (found := EXPERT.search(name)):
+        return ()
+    return (name[: found.start()] + OTHERS[found[0]] + name[found.end() :],)
+
+
+def _with_other(components: dict[str, Component], path: Path, other: Path) -> dict[str, Component]:
+    """Returns the components of an expert's file and of the other's, the same where the other holds no transformer."""
+    if not other.is_file():
+        shape = components["transformer"].json
+        if _published(shape, experts=True) and not _published(shape, experts=False):
+            raise WanjaxError(f"{path} is one of two experts: {other.name}, the other, is needed beside it")
+        return components
+    others = recognise.components(open_tensors(other))
+    if "transformer" not in others:
+        return components
+    first = EXPERT.search(path.name)
+    high, low = (components, others) if first and first[0] in HIGH else (others, components)
+    return low | high | {"transformer_2": low["transformer"]}
 
 
 def _has_experts(folder: Path) -> bool:
@@ -176,15 +216,20 @@ def _scheduler(transformer: Mapping[str, Any], experts: bool) -> dict[str, Any]:
     }
 
 
-def _repository(transformer: Mapping[str, Any], experts: bool) -> str | None:
-    """Returns the published repository whose transformer has this shape; None where there is none."""
-    shape = transformer_config(transformer)
-    for preset in (*PUBLISHED, CAUSAL):
-        found = preset.architecture
-        assert isinstance(found, WanArchitecture)
-        if (found.transformer, found.experts) == (shape, experts):
-            return preset.source
-    return None
+def _published(transformer: Mapping[str, Any], experts: bool, file: str = "") -> Preset | None:
+    """Returns the published model whose transformer has this shape, that of the `file` if there are several.
+
+    None where there is none.
+    """
+    shape, found = transformer_config(transformer), []
+    for preset in (*PUBLISHED, CAUSAL, *SPARSE_LINEAR):
+        known = preset.architecture
+        assert isinstance(known, WanArchitecture)
+        if (known.transformer, known.experts) == (shape, experts):
+            found.append(preset)
+    files = [(preset, Path(preset.source)) for preset in found]
+    named = [preset for preset, source in files if source.suffix in SUFFIXES and source.stem in file]
+    return next(iter(named or found), None)
 
 
 LAYOUT = Layout(
@@ -192,4 +237,5 @@ LAYOUT = Layout(
     is_folder=OriginalSource.is_at,
     open=OriginalSource,
     open_file=FileSource.at,
+    beside=other_expert,
 )

@@ -322,6 +322,45 @@ DISTILLED = (
 )
 
 
+def _sparse_linear(name: str, base: str, file: str, scheduler: Scheduler, **settings: Any) -> Preset:
+    """Returns a preset by TurboDiffusion's authors: trained with sparse-linear attention, distilled to four steps.
+
+    `file` is that of the transformer, or of the first of two, without its suffix, in a repository of nearly its name.
+    Follows turbodiffusion/inference/ of thu-ml/TurboDiffusion, whose README gives the best size of each, and 480p and
+    720p for all. Pictures are stretched to the size of the video.
+    """
+    preset, repository = named(base), f"TurboDiffusion/{file.replace('-high', '')}"
+    architecture: Any = preset.architecture
+    config = replace(architecture.transformer, sparse_linear=True)
+    if preset.defaults.boundary is not None:
+        settings |= {"guidance_scale_2": 1.0, "resize": "stretch"}
+    size = f"{settings['height']}p"
+    return replace(
+        preset,
+        name=name,
+        source=f"{repository}/{file}.pth",
+        about=f"{preset.about.partition(',')[0]} in 4 steps by TurboDiffusion, {size}",
+        transformer_parameters=preset.transformer_parameters + config.layers * config.head_dim * (config.head_dim + 1),
+        defaults=preset.defaults.updated({"model": name, "steps": 4, "guidance_scale": 1.0} | settings),
+        architecture=replace(architecture, transformer=config),
+        scheduler=scheduler,
+        aliases=(repository,),
+        sizes=((720, 1280),) if settings["height"] == 480 else ((480, 832),),
+    )
+
+
+SPARSE_LINEAR = (
+    _sparse_linear("turbowan2.1-t2v-1.3b-480p", "wan2.1-t2v-1.3b", "TurboWan2.1-T2V-1.3B-480P", RCM(), **SD),
+    _sparse_linear("turbowan2.1-t2v-14b-480p", "wan2.1-t2v-14b", "TurboWan2.1-T2V-14B-480P", RCM(), **SD),
+    _sparse_linear("turbowan2.1-t2v-14b-720p", "wan2.1-t2v-14b", "TurboWan2.1-T2V-14B-720P", RCM(), **HD),
+    _sparse_linear(
+        *("turbowan2.2-i2v-a14b-720p", "wan2.2-i2v-a14b", "TurboWan2.2-I2V-A14B-high-720P"),
+        RCM(sigma_max=200.0),
+        **HD,
+    ),
+)
+
+
 def _domain_of_nano() -> TrainingDomain:
     """Returns what the bundled model was trained on; its tokenizer has a token for each word in lower case."""
     pieces = read_json(NANO / "tokenizer" / "tokenizer.json")["model"]["vocab"]
@@ -349,6 +388,7 @@ PRESETS = (
     CAUSAL,
     *FOUR_STEPS,
     *DISTILLED,
+    *SPARSE_LINEAR,
 )
 
 

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA beside the projection of sparse-linear attention, whose weights are read and not called."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from tests.support.compare import error
+from tests.support.configs import TRANSFORMER
+from tests.support.small_wan import network
+from wanjax.converters.wan.diffusers import transformer_rules
+from wanjax.kernels.attention import Attention
+from wanjax.layers.rope import rope_3d
+from wanjax.models.wan.transformer import SelfAttention, WanTransformer
+from wanjax.training.adapters import Adapted, LoraConfig, adapt, factors_of
+
+CONFIG = replace(TRANSFORMER, sparse_linear=True)
+PROJECTION = "blocks.self_attn.proj_l"
+SPARSE = Attention.parse("sla:top=0.5,block_q=16,block_kv=8")
+
+
+def test_it_is_adapted_where_it_is_named_alone():
+    transformer, rules = network(lambda **kw: WanTransformer(CONFIG, **kw), None), transformer_rules(CONFIG)
+    assert PROJECTION not in adapt(transformer, rules, LoraConfig(2), 0)[1]
+    adapted, chosen = adapt(transformer, rules, LoraConfig(2, targets=("proj_l",)), 0)
+    assert chosen == {PROJECTION: "blocks.{i}.attn1.proj_l"}
+    assert {name: x.shape for name, x in factors_of(adapted, rules, chosen).items()} == {
+        "blocks.0.attn1.proj_l.lora_A.weight": (2, 24),
+        "blocks.0.attn1.proj_l.lora_B.weight": (24, 2),
+    }
+
+
+def test_it_learns_and_is_merged():
+    """The factors have gradients, and what the layer makes with them is what it makes with their product added."""
+    layer = network(lambda **kw: SelfAttention(CONFIG, SPARSE, **kw), None)
+    before, projection = np.asarray(layer.proj_l.kernel[...]), layer.proj_l
+    layer.proj_l = adapted = Adapted(projection, LoraConfig(2, alpha=3.0), nnx.Rngs(0))
+    adapted.lora_up.kernel[...] = jnp.full_like(adapted.lora_up.kernel[...], 0.1)
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(1, 40, CONFIG.width)), jnp.float32)
+    rope = rope_3d((2, 4, 5), CONFIG.rope_channels)
+    forward = jax.jit(lambda layer: layer(x, rope)[0])
+    learned, gradient = forward(layer), jax.jit(jax.grad(lambda layer: forward(layer).std()))(layer)
+    for factor in (gradient.proj_l.lora_up, gradient.proj_l.lora_down):
+        assert np.abs(factor.kernel[...]).max() > 0
+    down, up = (np.asarray(factor.kernel[...]) for factor in (adapted.lora_down, adapted.lora_up))
+    layer.proj_l = projection
+    assert error(learned, forward(layer)) > 1e-3
+    projection.kernel[...] = jnp.asarray(before + 1.5 * down @ up)
+    assert error(learned, forward(layer)) <= 1e-6
