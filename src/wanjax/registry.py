@@ -23,7 +23,7 @@ from wanjax.checkpoints.adapted import AdaptedSource, Note
 from wanjax.checkpoints.hub import check_file
 from wanjax.checkpoints.lora import Lora
 from wanjax.checkpoints.networks import Network, NetworkKind, components, network
-from wanjax.checkpoints.sources import Layout, Source, open_source
+from wanjax.checkpoints.sources import Layout, Source, beside, open_source
 from wanjax.compilers.cache import set_cache_folder
 from wanjax.errors import WanjaxError, shown
 from wanjax.kernels.attention import AUTO, Attention, choose
@@ -89,11 +89,6 @@ def kinds() -> list[NetworkKind]:
 def layouts() -> list[Layout]:
     """Returns the layouts of all families' checkpoints other than that of diffusers."""
     return [layout for family in FAMILIES for layout in family.layouts]
-
-
-def beside(name: str) -> list[str]:
-    """Returns the names of files that belong to a checkpoint of this name, such as that of the other of two experts."""
-    return [other for layout in layouts() for other in layout.beside(name)]
 
 
 @dataclass(frozen=True)
@@ -475,7 +470,7 @@ def _digests(found: Checkpoint, way: Loading) -> dict[str, str]:
     read = {described(file): path for file, path in source.read.items()} if isinstance(source, AdaptedSource) else {}
     if source.revision is None and name not in presets():
         path, root = Path(name).expanduser(), source.root
-        read |= {str(path): root} | {str(path.with_name(x)): root.with_name(x) for x in beside(path.name)}
+        read |= {str(path): root} | {str(path.with_name(x)): root.with_name(x) for x in beside(path.name, layouts())}
     if way.decoder is not None:
         read[described(way.decoder.file)] = way.decoder.file
     return {name: digest for name, path in read.items() if (digest := digest_of(path)) is not None}

@@ -361,6 +361,11 @@ class Layout:
     beside: Callable[[str], Sequence[str]] = lambda name: ()
 
 
+def beside(name: str, layouts: Sequence[Layout]) -> list[str]:
+    """Returns the names of files that belong to a checkpoint's file of this name, such as the other of two experts."""
+    return [other for layout in layouts for other in layout.beside(name)]
+
+
 def open_source(name: str | Path, revision: str | None = None, layouts: Sequence[Layout] = ()) -> Source:
     """Opens the checkpoint of this name: a folder, a file, a Hugging Face repository, or OWNER/NAME/FILE on the hub.
 
@@ -376,8 +381,7 @@ def open_source(name: str | Path, revision: str | None = None, layouts: Sequence
     if path.is_file():
         return _open_file(path, layouts)
     if path.suffix in SUFFIXES and HUB_FILE.fullmatch(str(name)):
-        beside = [other for layout in layouts for other in layout.beside(path.name)]
-        return _open_file(locate_file(name, beside=beside, revision=revision), layouts)
+        return _open_file(locate_file(name, beside=beside(path.name, layouts), revision=revision), layouts)
     if (path / MANIFEST).is_file():
         return WanjaxSource(name)
     markers = [marker for layout in layouts for marker in layout.markers]
