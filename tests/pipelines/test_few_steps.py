@@ -55,7 +55,8 @@ def test_every_step_goes_to_the_clean_sample_and_adds_the_given_noise(solver):
 def test_the_noise_of_rcm_begins_below_one():
     noise = np.random.default_rng(0).standard_normal((1, 4, 3, 6, 6)).astype(np.float32)
     settings = pipeline("rcm").settings(**GIVEN)
-    for solver, scale in (("rcm", 80 / 81), ("rcm:sigma_max=200", 200 / 201), ("consistency", 1), ("unipc", 1)):
+    scales = {"rcm": 80 / 81, "rcm:sigma_max=200": 200 / 201, "rcm-ode": 200 / 201, "consistency": 1, "unipc": 1}
+    for solver, scale in scales.items():
         _, state = begun(pipeline(solver), encoded(), settings, noise)
         np.testing.assert_allclose(np.moveaxis(state.x, -1, 1), scale * noise, rtol=1e-6)
 
