@@ -295,6 +295,18 @@ def test_the_record_tells_both_files_by_digest(diffusers, tmp_path, monkeypatch)
         check_files(record, ["model"])
 
 
+def test_two_files_are_converted(diffusers, tmp_path, monkeypatch):
+    monkeypatch.setattr(layouts.RecognisedSource, "_lender", lambda self, component: DiffusersSource(diffusers))
+    tensors = theirs(diffusers, "transformer")
+    for name, more in zip(EXPERTS[0], (0, 1), strict=True):
+        save(tmp_path / name, {key: x + np.float32(more) for key, x in tensors.items()})
+    assert ToWanjax(open_source(tmp_path / EXPERTS[0][1]), tmp_path / "converted", NETWORKS).run()
+    pipe = registry.load(tmp_path / "converted")
+    assert pipe.architecture.denoisers == ("transformer", "transformer_2")
+    high, low = (np.asarray(pipe.components.get(name).proj_out.bias[...]) for name in pipe.architecture.denoisers)
+    np.testing.assert_array_equal(low, high + 1)
+
+
 def test_the_name_of_a_lone_file_says_nothing(diffusers, tmp_path):
     for name in ("wan-low-vram.safetensors", "highland.safetensors"):
         save_safetensors(tmp_path / name, theirs(diffusers, "transformer"))
