@@ -1,19 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint that was trained with sparse-linear attention: its attention, its conversions, and what it refuses."""
 
+from dataclasses import replace
+from functools import partial
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import wanjax
-from tests.support import tiny
+from tests.support import small_wan, tiny
 from tests.support.commands import refused, succeeded
 from tests.support.commands import wanjax as command
+from tests.support.compare import error
 from tests.support.words import naming, says
 from wanjax.checkpoints.files import load_safetensors
 from wanjax.checkpoints.modules import parameters
 from wanjax.errors import UnsupportedError
 from wanjax.kernels.attention import Attention, SparseLinear
+from wanjax.models.wan.transformer import WanTransformer
+from wanjax.pipelines.wan.conditioning import WanEncoded
 
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 SMALL = {"size": (64, 64), "frames": 9, "steps": 1, "guidance_scale": 1.0}
@@ -58,3 +65,17 @@ def test_the_command_refuses_it_too(checkpoint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     told = refused("a cat", "--model", str(checkpoint), "--attention", "reference")
     assert says(told, "sparse-linear reference --attention auto sla:top=0.15")
+
+
+def test_eight_devices_agree_with_one():
+    config = replace(small_wan.transformer_config(4), sparse_linear=True)
+    random = np.random.default_rng(0)
+    encoded = WanEncoded(*(jnp.asarray(random.normal(size=(1, 3, 8)), jnp.float32) for _ in range(2)))
+    asked, latents = Attention.parse("sla:top=0.5,block_q=8,block_kv=4"), []
+    for axes in (None, (2, 2, 2)):
+        pipe = small_wan.pipeline(4, small_wan.partitioner(axes))
+        transformer = small_wan.network(partial(WanTransformer, config, attention=asked), pipe.partitioner)
+        pipe.components.put("transformer", transformer)
+        pipe.architecture = replace(pipe.architecture, transformer=config)
+        latents.append(np.asarray(pipe.denoise(encoded, size=(24, 24), frames=5, steps=1, guidance_scale=1.0)))
+    assert error(latents[1], latents[0]) <= 1e-5
