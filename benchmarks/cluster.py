@@ -5,11 +5,13 @@
     python -m benchmarks.cluster overhead [--requests 200]
     python -m benchmarks.cluster plan [--requests 10000]
     python -m benchmarks.cluster chaos [--requests 200] [--workers-killed 10] [--drivers-killed 3] [--nodes-killed 2]
+                                       [--hosts 1]
 
 `rate`: two nodes with a worker of one core each, beside one such worker, and beside one process with both cores, in
 turns; the first video and the loading before it do not count. `overhead`: workers that do nothing. `plan`: requests
 that are read, checked and named, nine of ten of which are there. `chaos`: workers, drivers and nodes are killed with
-SIGKILL while a batch is made, and the driver is started again until it is done.
+SIGKILL while a batch is made, and the driver is started again until it is done. With `--hosts 2` one worker has both
+nodes, and one of its processes is killed at a time.
 """
 
 import argparse
@@ -173,9 +175,9 @@ class Idle(Worker):
 
 def measure_overhead(requests: int) -> None:
     """Prints the driver's seconds for a request when the work takes none."""
-    from wanjax.cluster import actors
+    from wanjax.cluster import hosts
 
-    actors.Worker = Idle  # pyright: ignore[reportAttributeAccessIssue]
+    hosts.Worker = Idle  # pyright: ignore[reportAttributeAccessIssue]
     with tempfile.TemporaryDirectory() as name, connected(None, 2) as ray:
         folder = Path(name)
         jobs = [Job(f"{i}.mp4", Request(i, {"prompt": f"a circle {i}", "seed": i})) for i in range(requests)]
@@ -226,20 +228,26 @@ def actors_here() -> list[psutil.Process]:
     found = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):  # it has ended meanwhile
-            if any(word.startswith("ray::Worker") for word in process.cmdline()):
+            if any(word.startswith(("ray::Worker", "ray::Host")) for word in process.cmdline()):
                 found.append(process)
     return found
 
 
-def chaos(folder: Path, requests: int, workers: int, drivers: int, nodes: int, seed: int = 0) -> dict[str, Any]:
-    """Makes a batch on two nodes while so many workers, drivers and nodes are killed; returns what came of it."""
+def chaos(
+    folder: Path, requests: int, workers: int, drivers: int, nodes: int, *, hosts: int = 1, seed: int = 0
+) -> dict[str, Any]:
+    """Makes a batch on two nodes while so many workers, drivers and nodes are killed; returns what came of it.
+
+    With two hosts both nodes are one worker, of each of whose processes the mesh has a device.
+    """
     file, out, rng = write_requests(folder / "requests.jsonl", requests), folder / "videos", random.Random(seed)
     kills = ["worker"] * workers + ["driver"] * drivers + ["node"] * nodes
     rng.shuffle(kills)
     after = sorted(rng.sample(range(1, max(requests - 1, len(kills) + 1)), len(kills)))  # each after so many videos
     plan, start = list(zip(after, kills, strict=True)), time.perf_counter()
     with local_cluster(2) as cluster:
-        options = ("--workers", "2", "--ray", cluster.address, "--retries", "5")
+        shape = ("--workers", "2") if hosts == 1 else ("--hosts", str(hosts), "--mesh", f"dp={hosts}")
+        options = (*shape, "--ray", cluster.address, "--retries", "5")
         process, done, since = driver(file, out, *options), 0, time.monotonic()
         while (status := process.poll()) != 0:
             if status is not None:
@@ -284,6 +292,7 @@ def main() -> None:
     parser.add_argument("--workers-killed", type=int, default=10)
     parser.add_argument("--drivers-killed", type=int, default=3)
     parser.add_argument("--nodes-killed", type=int, default=2)
+    parser.add_argument("--hosts", type=int, choices=[1, 2], default=1)
     given = parser.parse_args()
     if given.what == "rate":
         compare_rates(given.requests or 200, given.repeats)
@@ -294,7 +303,7 @@ def main() -> None:
     else:
         with tempfile.TemporaryDirectory() as folder:
             kills = given.workers_killed, given.drivers_killed, given.nodes_killed
-            found = chaos(Path(folder), given.requests or 200, *kills)
+            found = chaos(Path(folder), given.requests or 200, *kills, hosts=given.hosts)
             assert found["seeds"] == list(range(given.requests or 200))
             print({name: value for name, value in found.items() if name != "seeds"})
 

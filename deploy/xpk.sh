@@ -4,5 +4,5 @@
 set -euo pipefail
 xpk workload create --cluster "$1" --docker-image "$2" --workload wanjax --tpu-type v6e-16 --num-slices 1 \
     --max-restarts 10 --env HF_HOME=/data/huggingface --env XDG_CACHE_HOME=/data/cache \
-    --command "wanjax generate --prompts /data/prompts.txt --out /data/videos --model wan2.1-t2v-14b --processes auto" \
+    --command "wanjax batch /data/prompts.txt --out /data/videos --model wan2.1-t2v-14b --processes auto" \
     "${@:3}"

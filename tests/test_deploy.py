@@ -18,16 +18,16 @@ import pytest
 import yaml
 
 from tests.support.documents import ROOT, calls, check_call
-from wanjax.cli import processes
+from wanjax.cluster import processes
 from wanjax.compilers.chips import SLICES
 
 DEPLOY = ROOT / "deploy"
 COMMANDS = {
-    "jobset.yaml": ["generate"],
+    "jobset.yaml": ["batch"],
     "ray.yaml": ["batch"],
     "sky-serve.yaml": ["serve"],
     "sky.yaml": ["warmup", "batch"],
-    "xpk.sh": ["generate"],
+    "xpk.sh": ["batch"],
 }
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 
@@ -97,7 +97,7 @@ def test_a_jobset_tells_each_process_its_place(monkeypatch):
     template = job["template"]["spec"]
     (size,) = {template["parallelism"], template["completions"]}
     joined = []
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *place: joined.append(place))
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *place, **more: joined.append(place))
     for index in range(size):
         annotations = {"batch.kubernetes.io/job-completion-index": str(index)}
         processes.join(None, {x["name"]: value_of(x, annotations) for x in container()["env"]})
@@ -201,5 +201,5 @@ def test_xpk_would_start_the_slice(tmp_path):
     call = ["bash", DEPLOY / "xpk.sh", *given]
     told = subprocess.run(call, cwd=tmp_path, env=own, check=True, capture_output=True, text=True).stdout
     assert "cloud.google.com/gke-tpu-topology: 4x4" in told
-    assert re.search(r"wanjax generate .*--processes auto", told)
+    assert re.search(r"wanjax batch .*--processes auto", told)
     assert "HF_HOME" in told

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two processes of four devices each, against one process with one device."""
+"""Several processes that make videos together, against one process; and what becomes of them when one is killed."""
 
+import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,22 +17,37 @@ from PIL import Image
 from tests.support.compare import error
 from tests.support.devices import free_port
 from tests.support.tiny import tiny_checkpoint
-from tests.support.words import naming
-from wanjax.cli import processes
+from tests.support.words import naming, says
+from wanjax.cluster import processes
+from wanjax.cluster.batch import read_manifest
 from wanjax.errors import WanjaxError
 from wanjax.media import stage_files
 
 RUN = ("a red circle", "--size", "32x32", "--frames", "5", "--steps", "2", "--dtype", "float32")
+SMALL = ("--size", "32x32", "--frames", "5", "--steps", "2")
 RUNS = ("one", "two")
 CODE = "from wanjax.cli import main; main()"
 BOUND = 1e-5
+TOLD = """
+import json, sys
+from wanjax.pipelines import seeds
+from wanjax.cluster.processes import Others, join
+place = int(sys.argv[1].split(",")[-1])
+join(sys.argv[1])
+others = Others()
+heard = [others.told([place, "é" * 5000]), others.told(None if place else {"a": 1.5}), others.told()]
+print(json.dumps([heard, others.gathered("" if place else "a fault, é"), seeds.draw(), seeds.draw()]))
+print(json.dumps(seeds.draw(alone=True) if place else 0))
+"""
 
 
 def start(folder: Path, devices: int, *arguments: str | Path, **environment: str) -> subprocess.Popen:
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
     return subprocess.Popen(
-        [sys.executable, "-c", CODE, "generate", *map(str, arguments)],
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "XDG_CACHE_HOME": str(folder)} | environment,
+        [sys.executable, "-c", CODE, *map(str, arguments)],
+        env=os.environ
+        | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "XDG_CACHE_HOME": str(folder / "cache")}
+        | environment,
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -48,11 +67,12 @@ def folder(tmp_path_factory) -> Path:
     address = f"localhost:{free_port()}"
     two = ("--mesh", "dp=2,sp=2,tp=2", "--out")
     runs = [
-        start(folder, 1, *given, "--dir", "one", "--out", "one/frames"),
-        start(folder, 4, *given, "--dir", "two", *two, "two/frames", "--processes", f"{address},2,0"),
+        start(folder, 1, "generate", *given, "--dir", "one", "--out", "one/frames"),
+        start(folder, 4, "generate", *given, "--dir", "two", *two, "two/frames", "--processes", f"{address},2,0"),
         start(
             folder,
             4,
+            "generate",
             *given,
             *("--dir", "other", *two, "other/frames"),
             JAX_COORDINATOR_ADDRESS=address,
@@ -104,7 +124,7 @@ def test_invalid_processes_are_refused(asked, why):
 
 
 def test_one_process_is_the_default(monkeypatch):
-    monkeypatch.setattr(processes.jax.distributed, "initialize", lambda *given: asked.append(given))
+    monkeypatch.setattr(processes.jax.distributed, "initialize", lambda *given, **more: asked.append(given))
     asked: list[tuple] = []
     for environment in (
         {},
@@ -115,3 +135,99 @@ def test_one_process_is_the_default(monkeypatch):
     ):
         processes.join(None, environment)
     assert asked == [(None, None, None), (None, None, None), ("a:1", 2, 1)]
+
+
+def test_all_hear_the_first_process_and_draw_the_same_seed():
+    address = f"localhost:{free_port()}"
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", TOLD, f"{address},2,{index}"],
+            env=os.environ | {"JAX_PLATFORMS": "cpu"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    told = [run.communicate(timeout=300) for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], told
+    heard = [json.loads(out.splitlines()[-2]) for out, _ in told]
+    assert heard[0] == heard[1]
+    assert heard[0][:2] == [[[0, "é" * 5000], {"a": 1.5}, None], ["a fault, é", ""]]
+    assert heard[0][2] != heard[0][3]
+
+
+def batch(folder: Path, out: str, devices: int, count: int) -> list[subprocess.Popen]:
+    """Starts `wanjax batch` by so many processes, which have so many devices together."""
+    command = ("batch", "requests.jsonl", "--out", out, "--mesh", f"dp=2,sp={devices // 2}", *SMALL)
+    address = f"localhost:{free_port()}"
+    places = [("--processes", f"{address},{count},{index}") for index in range(count)] if count > 1 else [()]
+    return [start(folder, devices // count, *command, *place) for place in places]
+
+
+def ended(runs: Sequence[subprocess.Popen], timeout: float = 600) -> list[str]:
+    """Waits for processes, and returns what each said on stderr."""
+    return [run.communicate(timeout=timeout)[1] for run in runs]
+
+
+def write_requests(folder: Path, count: int, **more: int) -> None:
+    rows = [{"prompt": f"a red circle {seed}", "seed": seed, **more} for seed in range(count)]
+    (folder / "requests.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+@pytest.mark.slow  # tests/cluster/test_lockstep.py has quick ones, by threads
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_batch_of_several_processes_is_that_of_one(tmp_path, count):
+    write_requests(tmp_path, 2)
+    devices = 2 * count
+    alone = batch(tmp_path, "alone", devices, 1)
+    told = ended(alone) + ended(together := batch(tmp_path, "together", devices, count))
+    assert [run.returncode for run in (*alone, *together)] == [0] * (count + 1), told
+    made = {path.name: path.read_bytes() for path in (tmp_path / "alone").glob("*.mp4")}
+    assert len(made) == 2
+    assert {path.name: path.read_bytes() for path in (tmp_path / "together").glob("*.mp4")} == made
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="sends a signal of POSIX")
+@pytest.mark.parametrize("killed", [0, 1])
+def test_where_one_is_killed_all_end_and_the_same_command_goes_on(tmp_path, killed):
+    write_requests(tmp_path, 4, steps=30)
+    runs, end = batch(tmp_path, "videos", 4, 2), time.monotonic() + 300
+    while not list(tmp_path.glob("videos/[!.]*.mp4")) and time.monotonic() < end:
+        assert [run.poll() for run in runs] == [None, None], ended(runs, 60)
+        time.sleep(0.05)
+    runs[killed].send_signal(signal.SIGKILL)
+    start_of_end = time.monotonic()
+    ended(runs, 60)
+    assert time.monotonic() - start_of_end < 30
+    assert runs[1 - killed].returncode != 0
+    before = {path: path.read_bytes() for path in tmp_path.glob("videos/[!.]*.mp4")}
+    assert 0 < len(before) < 4
+    told = ended(again := batch(tmp_path, "videos", 4, 2))
+    assert [run.returncode for run in again] == [0, 0], told
+    assert all(path.read_bytes() == made for path, made in before.items())
+    listed = [entry["seed"] for entry in read_manifest(tmp_path / "videos") if "error" not in entry]
+    assert sorted(listed) == list(range(4))
+    assert len(list((tmp_path / "videos").iterdir())) == 5  # nothing half-written is left
+
+
+@pytest.mark.slow
+def test_several_processes_show_previews_of_many_videos(tmp_path):
+    write_requests(tmp_path, 2)
+    address = f"localhost:{free_port()}"
+    command = ("generate", "--prompts", "requests.jsonl", "--out", "videos", "--preview", "--mesh", "dp=2,sp=2", *SMALL)
+    runs = [start(tmp_path, 2, *command, "--processes", f"{address},2,{index}") for index in range(2)]
+    told = ended(runs, 300)
+    assert [run.returncode for run in runs] == [0, 0], told
+    assert len(list((tmp_path / "videos").glob("*.mp4"))) == 2
+    assert (tmp_path / "videos" / stage_files.PREVIEW).is_file()
+
+
+@pytest.mark.slow
+def test_a_mistake_lets_the_other_processes_go(tmp_path):
+    write_requests(tmp_path, 1, frames=4)
+    told = ended(runs := batch(tmp_path, "videos", 4, 2), 120)
+    assert [run.returncode for run in runs] == [2, 0], told
+    assert says(told[0], "row 1 4 5")
+    assert told[1] == ""

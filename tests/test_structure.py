@@ -181,7 +181,7 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
     cluster = {re.split(r"[\[<>=]", text)[0] for text in project["optional-dependencies"]["cluster"]}
     own = {module: distributions(path) for module, path in MODULES.items()}
     own["wanjax.training.metrics"].remove("tensorboard")  # which is used where it is installed
-    asked = set().union(*(own.pop(module) for module in ("wanjax.cluster.actors", "wanjax.cluster.requests")))
+    asked = set().union(*(own.pop(f"wanjax.cluster.{name}") for name in ("actors", "hosts", "requests")))
     assert asked - declared == cluster
     assert set().union(*(own[module] for module in own.keys() - SERVERS)) | INDIRECT == declared
     assert set().union(*(own[module] for module in SERVERS)) - declared == extra - {"python-multipart"}

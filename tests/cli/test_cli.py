@@ -80,8 +80,8 @@ def test_help_lists_the_commands():
         ),
         (
             "batch",
-            "workers encode-workers denoise-workers decode-workers ray resources retries dashboard seeds count model "
-            "extend-prompt extend-model negative-prompt image last-image video mask reference max-picture resize "
+            "workers encode-workers denoise-workers decode-workers ray hosts resources retries dashboard seeds count "
+            "model extend-prompt extend-model negative-prompt image last-image video mask reference max-picture resize "
             "size height width frames windows then overlap fps steps guidance-scale guidance-scale-2 boundary "
             "strength dynamic-guidance guidance-rule flow-shift follow sigmas cache seed scheduler noise lora "
             "attention block-q block-kv block-kv-compute window batch-guidance dtype compiler mesh rules processes "

@@ -14,6 +14,7 @@ import pytest
 from tests.support.words import naming, says
 from wanjax.cluster.actors import resources_of
 from wanjax.cluster.batch import read_manifest
+from wanjax.cluster.hosts import POD, SLICE, WORKER_ID, bundles_of, placed_together
 from wanjax.errors import WanjaxError
 
 SMALL = ("--size", "32x32", "--frames", "5", "--steps", "2")
@@ -53,6 +54,71 @@ def test_nothing_is_lost_whatever_is_killed(tmp_path):
     assert found["seeds"] == list(range(16))
     assert found["listed"]
     assert found["failed"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_nothing_is_lost_where_a_part_of_a_slice_is_killed(tmp_path):
+    """Parts of a worker of two hosts are killed in turn, the first or another, and one of its nodes."""
+    pytest.importorskip("ray")
+    from benchmarks.cluster import chaos
+
+    found = chaos(tmp_path, 12, workers=4, drivers=0, nodes=1, hosts=2)
+    assert found["seeds"] == list(range(12))
+    assert found["listed"]
+    assert found["failed"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_slice_s_videos_are_those_of_one_process(tmp_path, monkeypatch):
+    """Of two hosts of two devices each, in a cluster that the command starts on this machine."""
+    pytest.importorskip("ray")
+    write(tmp_path, *({"prompt": f"a red circle {i}", "seed": i} for i in range(3)))
+    with monkeypatch.context() as patch:
+        patch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2")
+        succeeded(batch(tmp_path, "--hosts", "2", "--mesh", "dp=2,sp=2"))
+    assert {entry["worker"].count(":") for entry in read_manifest(tmp_path / "videos")} == {1}
+    monkeypatch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4")
+    succeeded(batch(tmp_path, "--out", "alone", "--mesh", "dp=2,sp=2"))
+    slices, alone = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).glob("*.mp4")} for name in ("videos", "alone")
+    )
+    assert len(alone) == 3
+    assert slices == alone
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_hosts_of_a_worker_are_those_of_one_tpu_slice_in_its_order():
+    """Nodes of two slices, which are labelled as Ray labels those of TPUs, and a head for each."""
+    ray = pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster()
+    try:
+        for node in range(4):
+            name, host = "ab"[node % 2], node // 2
+            head = {"TPU-v6e-8-head": 1} if host == 0 else {}
+            labels = {SLICE: name, WORKER_ID: str(host), POD: "v6e-8"}
+            told = {"num_cpus": 1, "resources": {"TPU": 4, **head}, "labels": labels, "include_dashboard": False}
+            cluster.add_node(**told, object_store_memory=80 * 2**20)
+        ray.init(cluster.address, log_to_driver=False)
+        bundles = bundles_of(ray, {"": {"resources": {"TPU": 4}}}, 2)
+        assert bundles == [{"TPU": 4, "TPU-v6e-8-head": 1}, {"TPU": 4}]
+        workers = [placed_together(ray, {"load": None, "folder": None}, bundles, spread=True) for _ in range(2)]
+        where = {node["NodeID"]: node["Labels"] for node in ray.nodes()}
+        found = []
+        for worker in workers:
+            ray.get([actor.address.remote() for actor in worker.actors])  # once they are placed
+            nodes = ray.util.placement_group_table(worker.group)["bundles_to_node_id"]
+            found.append([(where[nodes[host]][SLICE], where[nodes[host]][WORKER_ID]) for host in range(2)])
+        assert sorted(found) == [[("a", "0"), ("a", "1")], [("b", "0"), ("b", "1")]]
+        with pytest.raises(WanjaxError, match=naming("--hosts 3 2 v6e-8")):
+            bundles_of(ray, {"": {"resources": {"TPU": 4}}}, 3)
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
 
 
 @pytest.mark.slow
@@ -113,6 +179,9 @@ def test_resources_are_read_or_refused():
     assert resources_of("cpu=2,gpu=0.5, TPU=4") == {"": {"num_cpus": 2, "num_gpus": 0.5, "resources": {"TPU": 4}}}
     apart = resources_of("cpu=1,denoise.gpu=1", ("encode", "denoise", "decode"))
     assert apart == {"": {"num_cpus": 1}, "denoise": {"num_gpus": 1}}
+    first = resources_of("TPU=4,first.TPU-v6e-16-head=1", ("first",))
+    assert bundles_of(None, first, 3) == [{"TPU": 4, "TPU-v6e-16-head": 1}, {"TPU": 4}, {"TPU": 4}]
+    assert bundles_of(None, {"": {"num_cpus": 2}}, 2) == [{"CPU": 2}] * 2
     for wrong in ("denoise.gpu=1", "cpu", "cpu=many", "cpu=-1", "=2", "TPU=inf"):
         with pytest.raises(WanjaxError, match=naming(f"{wrong!r} cpu=1,TPU=4")):
             resources_of(wrong)

@@ -1,31 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker in this process: what it plans it makes, once, and one request's fault is not another's."""
 
-import errno
 import os
 import pickle
 
 import numpy as np
 import pytest
 
-import wanjax
 from tests.support.words import naming
-from wanjax.cluster import worker as module
 from wanjax.cluster.requests import Request
 from wanjax.cluster.worker import STAGES, Job, Outcome, Worker
 from wanjax.errors import SettingError, WanjaxError
 from wanjax.media.pictures import read_clip
 from wanjax.media.videos import read_metadata
-from wanjax.pipelines.run import Run
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
 SMALL = {"size": (32, 32), "frames": 5, "steps": 2}
-
-
-@pytest.fixture(scope="module")
-def nano():
-    return wanjax.load("nano")
 
 
 @pytest.fixture
@@ -35,25 +26,6 @@ def worker(nano, tmp_path):
 
 def asked(*given):
     return [Request(number, SMALL | one) for number, one in enumerate(given, 1)]
-
-
-@pytest.fixture
-def nothing_is_computed(monkeypatch):
-    """Videos without frames are written; the prompts "fail" and "full" cannot be made, and find no room."""
-
-    def run(self):
-        for order in self.orders:
-            if order.settings.prompt == "fail":
-                raise RuntimeError("the device is gone")
-            yield order, iter(())
-
-    def write(path, frames, order):
-        if order.settings.prompt == "full":
-            raise WanjaxError(f"{path} cannot be written") from OSError(errno.ENOSPC, "No space left on device")
-        path.write_text(order.settings.prompt)
-
-    monkeypatch.setattr(Run, "__iter__", run)
-    monkeypatch.setattr(module, "write", write)
 
 
 @pytest.mark.slow  # tests/cli/test_many.py has a quick one, by the command

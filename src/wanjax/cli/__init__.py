@@ -84,6 +84,15 @@ class Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
+            return self._told(ctx)
+        except BaseException as error:
+            if ctx.obj and ctx.obj.awaited:
+                ctx.obj.leave(error)
+            raise
+
+    def _told(self, ctx: click.Context) -> Any:
+        """Invokes the command; tells of an error in a sentence, and exits with its status."""
+        try:
             return super().invoke(ctx)
         except click.exceptions.Exit:  # --help
             raise

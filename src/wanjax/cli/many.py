@@ -5,8 +5,8 @@ One process makes them, or workers of Ray do. Both are given the same batch.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,18 +14,19 @@ from typing import Any
 
 import click
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from wanjax.checkpoints.files import check_folder
 from wanjax.cli.extending import Extender
 from wanjax.cli.names import VIDEOS
 from wanjax.cli.options import COMPILE_CACHE, MOST_VIDEOS, SETTINGS, is_typed
-from wanjax.cli.processes import is_first, meet
+from wanjax.cli.processes import meet
 from wanjax.cli.report import Report
 from wanjax.cli.stages import Rendering, Reporting, given_settings, loaded, loading
 from wanjax.cluster import actors
 from wanjax.cluster.batch import MANIFEST, Batch, Manifest
+from wanjax.cluster.hosts import FIRST
+from wanjax.cluster.lockstep import Leader, follow
+from wanjax.cluster.processes import is_first
 from wanjax.cluster.requests import SCHEDULER, Request, read_requests, with_seeds
 from wanjax.cluster.worker import STAGES, Job, Outcome, Worker
 from wanjax.errors import WanjaxError
@@ -56,6 +57,7 @@ def generate(
     denoise_workers: int | None = None,
     decode_workers: int | None = None,
     ray: str | None = None,
+    hosts: int = 1,
     retries: int = 2,
     resources: str | None = None,
     dashboard: bool = False,
@@ -63,7 +65,9 @@ def generate(
 ) -> None:
     """Makes a video of each request and seed into a folder, except those that are there already."""
     counts = counts_of(workers, dict(zip(STAGES, (encode_workers, denoise_workers, decode_workers), strict=True)))
-    several = sum(counts.values()) > 1 or ray is not None
+    several = sum(counts.values()) * hosts > 1 or ray is not None
+    if hosts > 1 and len(counts) > 1:
+        raise WanjaxError(f"--hosts {hosts} is given beside workers for a stage each: --workers has workers for all")
     if (resources or dashboard) and not several:
         option = "--resources" if resources else "--dashboard"
         raise WanjaxError(f"{option} is for workers of Ray: --workers 2, or --ray ADDRESS, has some")
@@ -74,19 +78,7 @@ def generate(
     for option in ("noise", "profile"):
         if given.pop(option, None) is not None:
             raise WanjaxError(f"--{option} is for one video: it cannot be given for several")
-    target = _target(folder, out)
-    requests = _requests(prompt, prompts)
-    if seeds is not None and is_typed("seed"):
-        raise WanjaxError(f"--seeds {seeds} is given beside --seed {given['seed']}: one way is enough")
-    first = given.get("seed")
-    numbers = seeds_of(seeds, count, checked_seed(SETTINGS["seed"].usual if first is None else first))
-    if extend is not None:
-        texts = extend.all_of([request.given["prompt"] for request in requests], target)
-        told = [{"prompt": str(text), "original_prompt": text.original} for text in texts]
-        requests = [one._replace(given={**one.given, **text}) for one, text in zip(requests, told, strict=True)]
-    chosen = given_settings(**given)
-    options, unsaid = _each(chosen), (seeds, count, first) == (None, None, None)
-    requests = [one.under(options) for one in with_seeds(requests, None if unsaid else numbers)]
+    target, chosen = _target(folder, out), given_settings(**given)
     arguments: dict[str, Any] = {
         "load": partial(loaded, loading(chosen, given, offload=None)),
         "folder": target.absolute(),
@@ -96,9 +88,28 @@ def generate(
     }
     if several:
         arguments |= {"owned": True, "shared": click.get_current_context().meta.get(COMPILE_CACHE)}
-    make: Callable[..., Batch] = _by_actors if several else _here
-    cluster = {"counts": counts, "address": ray, "resources": resources, "dashboard": dashboard} if several else {}
-    batch = make(report, requests, given, arguments, retries, **cluster)
+    elif not is_first():
+        follow(Worker(**arguments))
+        report.awaited = False
+        return
+    with nullcontext() if several else _leading(report, arguments) as worker:
+        requests = _requests(prompt, prompts)
+        if seeds is not None and is_typed("seed"):
+            raise WanjaxError(f"--seeds {seeds} is given beside --seed {given['seed']}: one way is enough")
+        first = given.get("seed")
+        usual = checked_seed(SETTINGS["seed"].usual if first is None else first, alone=True)
+        numbers = seeds_of(seeds, count, usual)
+        if extend is not None:
+            texts = extend.all_of([request.given["prompt"] for request in requests], target)
+            told = [{"prompt": str(text), "original_prompt": text.original} for text in texts]
+            requests = [one._replace(given={**one.given, **text}) for one, text in zip(requests, told, strict=True)]
+        options, unsaid = _each(chosen), (seeds, count, first) == (None, None, None)
+        requests = [one.under(options) for one in with_seeds(requests, None if unsaid else numbers)]
+        if worker is not None:
+            batch = _here(report, requests, given, worker, retries)
+        else:
+            cluster = {"counts": counts, "hosts": hosts, "address": ray, "resources": resources, "dashboard": dashboard}
+            batch = _by_actors(report, requests, given, arguments, retries, **cluster)
     report.table()
     if batch.failed:
         told = f"{len(batch.failed)} of {batch.total} videos failed, and are listed in {target / MANIFEST}"
@@ -106,29 +117,43 @@ def generate(
         raise click.exceptions.Exit(FAILURE)
 
 
-def _here(
-    report: Report, requests: Sequence[Request], given: dict[str, Any], arguments: dict[str, Any], retries: int
-) -> Batch:
-    """Makes the videos of requests in this process, and in those that it has met."""
-    load = partial(arguments.pop("load"), progress=report.load, note=report.note)
-    worker = Worker(load=load, **arguments)
+@contextmanager
+def _leading(report: Report, arguments: dict[str, Any]) -> Iterator[Worker]:
+    """Yields the worker of this process, which leads those that it has met; at the end it lets them go."""
+    own = {**arguments, "load": partial(arguments["load"], progress=report.load, note=report.note)}
+    if not report.awaited:
+        yield Worker(**own)
+        return
+    leader = Leader(**own)
+    try:
+        yield leader
+    finally:
+        report.awaited = not leader.dismiss()
+
+
+def _here(report: Report, requests: Sequence[Request], given: dict[str, Any], worker: Worker, retries: int) -> Batch:
+    """Makes the videos of requests in this process, and in those that it leads."""
     check_folder(worker.folder)
     batch = _ordered(report, worker.planned(requests), worker.folder, retries, worker.force)
     if not batch.total:
         return batch
     first = next(iter(batch.jobs.values()))
-    if is_first():
-        worker.try_output(_longest(batch))
+    worker.try_output(_longest(batch))
 
     def outcomes() -> Iterator[Outcome]:
         while jobs := batch.take(1):
-            yield from filter(None, map(batch.finish, worker.make(jobs)))
+            for outcome in worker.make(jobs):  # out of step these processes have to end, and try nothing again
+                ended = batch.finish(outcome if worker.in_step else outcome._replace(again=False))
+                if ended is not None:
+                    yield ended
 
     here = nullcontext(worker.folder) if isinstance(worker.folder, Path) else TemporaryDirectory(prefix="wanjax-")
     with here as own:  # previews are shown by files
         video = Rendering(report, Path(own), _of_job(given, first), pipe=worker.pipe)
         video.tell(list(dict.fromkeys(job.request.given["seed"] for job in batch.jobs.values())))
-        video.ready_previews()
+        if video.previews and not given.get("preview_decoder"):
+            with report.stage("preview"):
+                worker.fit_colours()
         worker.hooks = [Within(video, batch)]
         _tell_all(report, batch, outcomes(), worker.folder)
         if video.previews:
@@ -144,6 +169,7 @@ def _by_actors(
     retries: int,
     *,
     counts: Mapping[str, int],
+    hosts: int,
     address: str | None,
     resources: str | None,
     dashboard: bool,
@@ -151,14 +177,17 @@ def _by_actors(
     """Makes the videos of requests by workers of a Ray cluster. No device is used in this process."""
     if given.get("processes"):
         raise WanjaxError("--processes is for one worker, which is this process and those that it meets")
-    asked, folder, force = actors.resources_of(resources, counts), arguments["folder"], arguments["force"]
+    folder, force = arguments["folder"], arguments["force"]
+    asked = actors.resources_of(resources, counts if hosts == 1 else (FIRST,))
     check_folder(folder)
     cores = sum(count * asked.get(stage, asked.get("", {})).get("num_cpus", 1) for stage, count in counts.items())
+    cores *= hosts
+    alone = actors.address_of(address) is None
     store = actors.STORE if len(counts) == 1 else None  # Ray's own share of the memory
     with actors.connected(address, cores, dashboard, store) as ray:
         own = {"": actors.usual_resources(ray)} | asked
         with report.stage("workers"):
-            pool = actors.Actors(arguments, counts, own, report.note)
+            pool = actors.Actors(arguments, counts, own, report.note, hosts, spread=not alone)
             jobs = pool.call("planned", requests, tick=report.stop_if_asked)
             if len(counts) > 1:
                 pool.call("check_staged", jobs, tick=report.stop_if_asked)
@@ -175,26 +204,18 @@ def _ordered(report: Report, jobs: Sequence[Job], folder: Place, retries: int, f
     each = {job.name: job for job in jobs}
     if repeated := len(jobs) - len(each):
         report.note(f"note: {repeated} of the {len(jobs)} videos repeat another, and are made once")
-    there = set() if force else _there(folder, each)
-    manifest = Manifest(folder, kept=is_first())
+    there = set() if force else each.keys() & set(names_in(folder))
+    manifest = Manifest(folder)
     for job in each.values():
         if job.name in there:
             manifest.add(job)
     manifest.close()
     wanted = [job for job in each.values() if job.name not in there]
+    wanted.sort(key=lambda job: job.name in manifest.failed)  # what ended this before does not keep others from it
     report.note(f"videos: {len(wanted)}, into {folder}")
     if there:
         report.note(f"{len(there)} of the videos are there already, {len(wanted)} are to be made")
     return Batch(wanted, retries, manifest)
-
-
-def _there(folder: Place, names: Iterable[str]) -> set[str]:
-    """Returns those of the names that files have, as the first of several processes sees them."""
-    present, listed = names_in(folder), list(names)
-    seen = np.array([name in present for name in listed], bool)
-    if jax.process_count() > 1:
-        seen = multihost_utils.broadcast_one_to_all(seen)
-    return {name for name, there in zip(listed, seen, strict=True) if there}
 
 
 def _tell_all(report: Report, batch: Batch, outcomes: Iterator[Outcome], folder: Place) -> None:
@@ -206,7 +227,7 @@ def _tell_all(report: Report, batch: Batch, outcomes: Iterator[Outcome], folder:
             row = batch.jobs[outcome.name].request.row
             if outcome.error is not None:
                 report.note(f"{f'row {row}' if row else outcome.name} failed: {outcome.error}")
-            elif outcome.record is not None and is_first():
+            elif outcome.record is not None:
                 report.made(folder / outcome.name, outcome.record, seconds={"video": outcome.seconds})
             _count(report, batch)
     report.way_on = None

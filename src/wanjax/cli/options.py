@@ -183,10 +183,18 @@ batch = together(
         help="The Ray cluster that has the workers: auto, or HOST:PORT.  [default: one on this machine, for several]",
     ),
     click.option(
+        "--hosts",
+        type=click.IntRange(min=1),
+        default=1,
+        show_default=True,
+        metavar="N",
+        help="Make each worker of N hosts together, such as those of a TPU slice.",
+    ),
+    click.option(
         "--resources",
         metavar="LIST",
-        help="What each worker is given of the cluster, such as cpu=4,gpu=1 or TPU=4, or those of a stage, as "
-        "denoise.gpu=1.  [default: a host's TPUs, a graphics card, or a core]",
+        help="What each worker, or each of its hosts, is given of the cluster, such as cpu=4,gpu=1 or TPU=4, or those "
+        "of a stage, as denoise.gpu=1.  [default: a host's TPUs, a graphics card, or a core]",
     ),
     click.option(
         "--retries",

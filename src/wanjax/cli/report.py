@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 STATUS = Path("/proc/self/status")  # Linux alone lets a process read and reset its peak memory
 CLEAR = Path("/proc/self/clear_refs")
+MOMENT = 5.0  # seconds that other processes have to end with this one
 
 
 class Row:
@@ -79,7 +81,7 @@ class Report:
 
     With `quiet`, nothing is printed but what the run made and errors. With `in_json`, what it made is a JSON object.
     With `stats`, the table is followed by where all time of the process went. `owns_process` tells that nothing else
-    runs in the process. `seconds` are those of the stages so far.
+    runs in the process, and `awaited` that other processes wait for this one. `seconds` are those of the stages so far.
     """
 
     def __init__(self) -> None:
@@ -90,6 +92,7 @@ class Report:
         self.owns_process = False
         self._begun = time.time()
         self._first_stage: float | None = None
+        self.awaited = False
         self.seconds: dict[str, float] = {}
         self._rows: dict[str, Row] = {}
         self._current: Stage | None = None
@@ -154,6 +157,24 @@ class Report:
     def outcome(self) -> str:
         """The last line of a run that did not complete: what is left of it, if anything."""
         return f"what was complete is kept, and this goes on from there: {self.way_on}\n" if self.way_on else ""
+
+    def leave(self, error: BaseException) -> NoReturn:
+        """Ends the process for an error, though other processes wait for it.
+
+        They have a moment to end with it, as where all were given the same mistake: JAX lets none end before the others
+        for minutes, which is too long where they are in the midst of something.
+        """
+        import jax
+
+        if not isinstance(error, click.exceptions.Exit):
+            traceback.print_exception(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        ending = threading.Thread(target=jax.distributed.shutdown, daemon=True)
+        ending.start()
+        ending.join(MOMENT)
+        abandon()
+        os._exit(getattr(error, "exit_code", 1))
 
     def interrupted(self) -> None:
         """Answers Ctrl-C outside of a stage: ends the process at once.

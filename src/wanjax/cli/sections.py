@@ -30,7 +30,7 @@ SECTIONS = {
     ),
     "Where": (
         "at chip mesh workers ray host port token",
-        "encode-workers denoise-workers decode-workers resources retries dashboard rules processes compile-cache "
+        "hosts encode-workers denoise-workers decode-workers resources retries dashboard rules processes compile-cache "
         "trust-compile-cache offload tile decoder rehearse",
     ),
     "Limits": ("max-queue", "max-pixels max-steps max-upload"),

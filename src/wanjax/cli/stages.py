@@ -23,10 +23,11 @@ from wanjax.checkpoints.files import check_folder
 from wanjax.checkpoints.lora import Lora
 from wanjax.cli import options
 from wanjax.cli.names import VIDEOS, Place, own_place, release
-from wanjax.cli.processes import is_first, meet
+from wanjax.cli.processes import meet
 from wanjax.cli.profile import StepProfile
 from wanjax.cli.remake import check_files, check_loaded, differences
 from wanjax.cli.report import Report
+from wanjax.cluster.processes import is_first
 from wanjax.compilers.roofline import peak_flops
 from wanjax.errors import WanjaxError
 from wanjax.figures import digits, duration, in_bytes

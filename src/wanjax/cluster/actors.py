@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers as actors of Ray, on this machine or on those of a cluster. An actor that dies is replaced."""
+"""Workers as actors of Ray, on this machine or on those of a cluster. A worker that dies is replaced.
+
+A worker of several hosts has an actor on each (`wanjax.cluster.lockstep`). Where one of them dies all are replaced.
+"""
 
 import os
 import sys
@@ -12,7 +15,8 @@ from time import monotonic
 from typing import Any
 
 from wanjax.cluster.batch import DIED, TOGETHER, Batch
-from wanjax.cluster.worker import STAGES, Job, Outcome, Worker
+from wanjax.cluster.hosts import OutOfStep, Placed, bundles_of, placed, placed_together
+from wanjax.cluster.worker import STAGES, Job, Outcome, told_of
 from wanjax.errors import WanjaxError, reason
 
 STORE = 100 * 2**20  # bytes of a local object store, which holds requests and records
@@ -37,7 +41,7 @@ def connected(address: str | None, cores: float, dashboard: bool = False, store:
     """
     if find_spec("ray") is None:
         raise WanjaxError("several workers need Ray: pip install 'wanjax[cluster]' brings it")
-    address = address or os.environ.get("RAY_ADDRESS") or None
+    address = address_of(address)
     if address is None:
         for name, value in VARIABLES.items():
             os.environ.setdefault(name, value)
@@ -67,10 +71,15 @@ def connected(address: str | None, cores: float, dashboard: bool = False, store:
             ray.shutdown()
 
 
+def address_of(given: str | None) -> str | None:
+    """Returns the address of the cluster, given or that of the environment; None for one on this machine."""
+    return given or os.environ.get("RAY_ADDRESS") or None
+
+
 def resources_of(text: str | None, stages: Collection[str] = ()) -> dict[str, dict[str, Any]]:
     """Returns the options of actors for resources such as cpu=1,gpu=1,TPU=4, by stage; "" is for those not named.
 
-    A stage's own are such as denoise.gpu=1. Raises WanjaxError for another text.
+    A stage's own are such as denoise.gpu=1, and `stages` are their names. Raises WanjaxError for another text.
     """
     found: dict[str, dict[str, Any]] = {}
     for part in filter(None, (text or "").split(",")):
@@ -101,7 +110,9 @@ def usual_resources(ray: Any) -> dict[str, Any]:
 class Actors:
     """Workers of a cluster, each an actor; `counts` are their numbers by stage, and "" is that of workers for all.
 
-    `resources` are options of an actor by stage, such as {"": {"num_cpus": 1}}.
+    `resources` are options of an actor by stage, such as {"": {"num_cpus": 1}}. Workers of several `hosts` are for all
+    stages; their resources are those of each host, and by FIRST what the first has beside them; on machines of their
+    own if they `spread`.
     """
 
     def __init__(
@@ -110,13 +121,20 @@ class Actors:
         counts: Mapping[str, int],
         resources: Mapping[str, Mapping[str, Any]],
         note: Callable[[str], None],
+        hosts: int = 1,
+        spread: bool = True,
     ):
         import ray
 
-        self.ray, self.arguments, self.counts, self.note = ray, dict(arguments), counts, note
+        self.ray: Any = ray
+        self.arguments, self.counts, self.note = dict(arguments), counts, note
         self._resources = {stage: resources.get(stage, resources[""]) for stage in counts}
-        self._starting: dict[Any, tuple[str, Any]] = {}  # stages and actors by references that tell when they are ready
-        self._idle: dict[str, list[Any]] = {stage: [] for stage in counts}
+        self._bundles = bundles_of(ray, resources, hosts) if hosts > 1 else []
+        self._spread = spread
+        self._lost = (self.ray.exceptions.RayError, OutOfStep)
+        self._starting: dict[Any, tuple[str, Placed]] = {}  # with their stages, by what tells that they are ready
+        self._watched: dict[Any, tuple[str, Placed]] = {}  # by what tells that a part of them has ended
+        self._idle: dict[str, list[Placed]] = {stage: [] for stage in counts}
         self._deaths, self._since = 0, monotonic()
         for stage, count in counts.items():
             for _ in range(count):
@@ -127,25 +145,30 @@ class Actors:
         return sum(self.counts.values())
 
     def _start(self, stage: str) -> None:
-        kind: Any = self.ray.remote(Worker)
-        apart = {"max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": "SPREAD"}
-        actor = kind.options(**self._resources[stage], **apart).remote(**self.arguments)
-        self._starting[actor.ready.remote()] = stage, actor
+        if self._bundles:
+            worker = placed_together(self.ray, self.arguments, self._bundles, self._spread)
+        else:
+            worker = placed(self.ray, self.arguments, self._resources[stage])
+        self._starting[worker.ready] = stage, worker
+        self._watched |= dict.fromkeys(worker.watched, (stage, worker))
 
     def call(self, method: str, *given: Any, tick: Callable[[], None]) -> Any:
         """Returns the result of a method of the worker that is ready first, or of another where that dies."""
         while True:
-            while not (ready := [(stage, actor) for stage, some in self._idle.items() for actor in some]):
+            while not (ready := [(stage, worker) for stage, some in self._idle.items() for worker in some]):
                 self._wait([], tick)
-            stage, actor = ready[0]
-            reference = getattr(actor, method).remote(*given)
+            stage, worker = ready[0]
+            self._idle[stage].remove(worker)
+            reference = getattr(worker.first, method).remote(*given)
             try:
-                while not self.ray.wait([reference], timeout=POLL)[0]:
-                    tick()
-                return self._value(reference)
-            except self.ray.exceptions.RayError:
-                self._idle[stage].remove(actor)
-                self._replace(stage, actor)
+                while reference not in self._wait([reference], tick):
+                    pass
+                value = self._value(reference)
+            except self._lost:
+                self._replace(stage, worker)
+                continue
+            self._idle[stage].append(worker)
+            return value
 
     def outcomes(self, batch: Batch, tick: Callable[[], None]) -> Iterator[Outcome]:
         """Yields the outcome of each job of a batch, once. `tick` is called now and then, and may raise."""
@@ -153,26 +176,29 @@ class Actors:
 
     def _whole(self, batch: Batch, tick: Callable[[], None]) -> Iterator[Outcome]:
         """Yields outcomes of workers each of which makes whole videos."""
-        busy: dict[Any, tuple[Any, dict[str, Job]]] = {}  # actors and what is left for them, by generators of outcomes
+        busy: dict[Any, tuple[Placed, dict[str, Job]]] = {}  # with what is left for them, by generators of outcomes
         (idle,) = self._idle.values()
         while batch.ended < batch.total:
             while idle and (jobs := batch.take(self.count)):
-                actor = idle.pop()
+                worker = idle.pop()
                 given = {job.name: job for job in jobs}
-                busy[actor.make.options(num_returns="streaming").remote(jobs)] = actor, given
+                busy[worker.first.make.options(num_returns="streaming").remote(jobs)] = worker, given
             for generator in self._wait(list(busy), tick):
-                actor, left = busy[generator]
+                worker, left = busy[generator]
                 try:
                     outcome = self._value(next(generator))
                     left.pop(outcome.name)
                     ended = self._finish(batch, outcome)
                 except StopIteration:
                     del busy[generator]
-                    idle.append(actor)
+                    idle.append(worker)
                     continue
-                except self.ray.exceptions.RayError:
+                except self._lost as error:
                     del busy[generator]
-                    self._replace("", actor)
+                    self._replace("", worker)
+                    if isinstance(error, OutOfStep):
+                        batch.give_back(list(left.values()))
+                        continue
                     ended = batch.lost(list(left.values()))
                 if ended is not None:
                     yield ended
@@ -180,7 +206,7 @@ class Actors:
     def _by_stages(self, batch: Batch, tick: Callable[[], None]) -> Iterator[Outcome]:
         """Yields outcomes of workers for a stage each, between which arrays go through the object store."""
         queues: dict[str, deque[tuple[Job, Any]]] = {stage: deque() for stage in STAGES}
-        busy: dict[Any, tuple[str, Any, Job, Any]] = {}  # with what is made, by references of outcomes
+        busy: dict[Any, tuple[str, Placed, Job, Any]] = {}  # with what is made, by references of outcomes
 
         def given(stage: str) -> tuple[Job, Any] | None:
             if stage != STAGES[0]:
@@ -192,16 +218,16 @@ class Actors:
         while batch.ended < batch.total:
             for stage in reversed(STAGES):
                 while self._idle[stage] and (next_one := given(stage)) is not None:
-                    actor, (job, before) = self._idle[stage].pop(), next_one
-                    made, outcome = actor.staged.options(num_returns=2).remote(stage, job, before)
-                    busy[outcome] = stage, actor, job, made
+                    worker, (job, before) = self._idle[stage].pop(), next_one
+                    made, outcome = worker.first.staged.options(num_returns=2).remote(stage, job, before)
+                    busy[outcome] = stage, worker, job, made
             for reference in self._wait(list(busy), tick):
-                stage, actor, job, made = busy.pop(reference)
+                stage, worker, job, made = busy.pop(reference)
                 try:
                     outcome = self._value(reference)
-                    self._idle[stage].append(actor)
-                except self.ray.exceptions.RayError:
-                    self._replace(stage, actor)
+                    self._idle[stage].append(worker)
+                except self._lost:
+                    self._replace(stage, worker)
                     outcome = Outcome(job.name, error=DIED, again=True)
                 if outcome is None:
                     queues[STAGES[STAGES.index(stage) + 1]].append((job, made))
@@ -213,8 +239,11 @@ class Actors:
         return batch.finish(outcome)
 
     def _wait(self, waited_for: list[Any], tick: Callable[[], None]) -> list[Any]:
-        """Waits a moment for workers and outcomes; takes in workers that are ready, and returns what else is."""
-        every = [*self._starting, *waited_for]
+        """Waits a moment for workers and outcomes; takes in workers that are ready, and returns what else is.
+
+        Where a part of a worker has ended all of it does, which what waits for it then sees.
+        """
+        every = [*self._starting, *self._watched, *waited_for]
         ready, _ = self.ray.wait(every, num_returns=len(every), timeout=0)
         if not ready:
             ready, _ = self.ray.wait(every, num_returns=1, timeout=POLL)
@@ -224,16 +253,33 @@ class Actors:
             self._since = inf
         found = []
         for one in ready:
-            if one not in self._starting:
+            if one in self._starting:
+                stage, worker = self._starting.pop(one)
+                try:
+                    self._value(one)
+                    self._idle[stage].append(worker)
+                except self._lost:
+                    self._replace(stage, worker)
+            elif one in self._watched:
+                stage, worker = self._watched.pop(one)
+                self._tell(one)
+                if worker in self._idle[stage]:
+                    self._idle[stage].remove(worker)
+                    self._replace(stage, worker)
+                else:
+                    worker.end(self.ray)
+            elif one in waited_for:
                 found.append(one)
-                continue
-            stage, actor = self._starting.pop(one)
-            try:
-                self._value(one)
-                self._idle[stage].append(actor)
-            except self.ray.exceptions.RayError:
-                self._replace(stage, actor)
         return found
+
+    def _tell(self, watched: Any) -> None:
+        """Tells why a part of a worker has ended, where it knows itself."""
+        try:
+            self._value(watched)
+        except self.ray.exceptions.RayError:  # it was killed
+            return
+        except Exception as error:
+            self.note(f"one of a worker's hosts failed: {told_of(error)}")
 
     def _value(self, reference: Any) -> Any:
         """Returns what a worker returned; raises what it raised as it was raised there."""
@@ -242,9 +288,11 @@ class Actors:
         except self.ray.exceptions.RayTaskError as error:
             raise error.cause from error
 
-    def _replace(self, stage: str, actor: Any) -> None:
+    def _replace(self, stage: str, worker: Placed) -> None:
         """Starts a worker in place of one that died; raises WanjaxError where one after another does."""
-        self.ray.kill(actor)  # it may be out of reach alone, and would keep its place
+        worker.end(self.ray)
+        for one in worker.watched:
+            self._watched.pop(one, None)
         self._deaths += 1
         if self._deaths > MOST_DEATHS + self.count:
             raise WanjaxError(f"{self._deaths} workers died one after another: Ray's logs of them say why")

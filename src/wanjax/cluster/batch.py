@@ -78,29 +78,34 @@ class Batch:
 
     def lost(self, jobs: Sequence[Job]) -> Outcome | None:
         """Gives back the jobs of a worker that died; the first of them was under way, and counts as tried."""
-        if not jobs:
-            return None
-        first, *rest = jobs
-        self._left.extendleft(reversed(rest))
-        return self.finish(Outcome(first.name, error=DIED, again=True))
+        self.give_back(jobs[1:])
+        return self.finish(Outcome(jobs[0].name, error=DIED, again=True)) if jobs else None
+
+    def give_back(self, jobs: Sequence[Job]) -> None:
+        """Takes back jobs that were not tried."""
+        self._left.extendleft(reversed(jobs))
 
 
 class Manifest:
-    """The file in a folder of videos that lists them, to which lines are added, by one of several processes.
+    """The file in a folder of videos that lists them, to which lines are added.
 
-    In a store, where nothing can be added to, it is written anew from time to time, and by `close`.
+    `listed` are the names of those that are done, and `failed` of those that failed. In a store, where nothing can be
+    added to, it is written anew from time to time, and by `close`.
     """
 
-    def __init__(self, folder: Place, *, kept: bool = True):
-        self.file, self.kept = folder / MANIFEST, kept
+    def __init__(self, folder: Place):
+        self.file = folder / MANIFEST
         self._lines = _lines(folder)
         self._written, self._new = monotonic(), False
-        entries = filter(None, map(_entry, self._lines))
-        self.listed = {str(entry.get("file_name")) for entry in entries if "error" not in entry}
+        entries = [entry for line in self._lines if (entry := _entry(line)) is not None]
+        self.listed, self.failed = (
+            {str(entry.get("file_name")) for entry in entries if ("error" in entry) is failed}
+            for failed in (False, True)
+        )
 
     def add(self, job: Job, **told: Any) -> None:
         """Adds a job with what came of it; one that is listed as done is not listed again."""
-        if not self.kept or ("error" not in told and job.name in self.listed):
+        if "error" not in told and job.name in self.listed:
             return
         row, given = job.request
         entry = {"file_name": job.name, **({"row": row} if row else {}), **{x: given[x] for x in OWN if x in given}}

@@ -29,6 +29,11 @@ class Request(NamedTuple):
     row: int
     given: Mapping[str, Any]
 
+    @classmethod
+    def of_json(cls, row: int, given: Mapping[str, Any]) -> "Request":
+        """Returns a request that was written as JSON, which has no tuples: a size is one of height and width."""
+        return cls(row, {name: tuple(x) if name == "size" and isinstance(x, list) else x for name, x in given.items()})
+
     def wrong(self, error: WanjaxError) -> WanjaxError:
         """Returns an error with the number of the row."""
         return WanjaxError(f"row {self.row}: {error}") if self.row else error

@@ -82,7 +82,7 @@ class Shared(NamedTuple):
 
     def order(self, request: Request) -> Order:
         """Returns the order of a request, whose prompt and seed are its own; raises WanjaxError for a wrong one."""
-        seed = checked_seed(request.given.get("seed", self.settings.seed))
+        seed = checked_seed(request.given.get("seed", self.settings.seed), alone=True)
         own = self.settings.updated({**{name: request.given.get(name) for name in OWN}, "seed": seed})
         return Order(own, {**self.record, **{name: getattr(own, name) for name in OWN}})
 
@@ -109,6 +109,7 @@ class Worker:
         self.load, self.folder, self.force, self.owned, self.shared = load, folder, force, owned, shared or {}
         self.how: Any = {"tiling": tiling, "batch_guidance": batch_guidance}
         self.hooks: Sequence[Hook] = ()
+        self.in_step = True  # False where other processes wait for what this one left in its midst
 
     @cached_property
     def pipe(self) -> Pipeline:
@@ -153,7 +154,7 @@ class Worker:
         """Yields the outcome of each job as soon as it is known.
 
         Jobs that differ in prompt and seed alone are made by one run. Where it fails, each is made alone. Raises
-        WanjaxError where nothing more can be written.
+        WanjaxError where nothing more can be written, and any error that leaves other processes behind.
         """
         for _, same in groupby(jobs, lambda job: job.request.shared):
             left = {job.name: job for job in same}
@@ -162,7 +163,10 @@ class Worker:
                     del left[outcome.name]
                     yield outcome
             except Exception as error:
-                if _is_full(error) or jax.process_count() > 1:  # the other processes would not try again
+                if is_full(error):
+                    raise
+                if not self.in_step:
+                    yield self._failed(next(iter(left.values())), error)
                     raise
                 if len(left) == 1:
                     yield self._failed(next(iter(left.values())), error)
@@ -172,17 +176,29 @@ class Worker:
 
     def _together(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
         """Yields the outcomes of jobs of one run; those whose videos are there are not made again."""
-        known = not self.force and jax.process_count() == 1  # several processes have agreed on what there is
-        there = {job.name for job in jobs if known and (self.folder / job.name).exists()}
+        there = set() if self.force else {job.name for job in jobs if (self.folder / job.name).exists()}
         yield from map(Outcome, there)
-        wanted = [job for job in jobs if job.name not in there]
-        if not wanted:
-            return
+        if wanted := [job for job in jobs if job.name not in there]:
+            yield from self.run(wanted)
+
+    def fit_colours(self) -> None:
+        """Makes ready what shows how far a video is, if the pipeline has no tiny decoder for that."""
+        assert self.pipe.colours()
+
+    def run(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
+        """Makes the videos of one run, and yields the outcome of each."""
+        return self.made(jobs, self.prepared(jobs))
+
+    def prepared(self, jobs: Sequence[Job]) -> Run:
+        """Returns the run of jobs, before anything is computed; raises WanjaxError where there can be none."""
+        shared = self._shared(jobs[0].request)
+        orders = [shared.order(job.request) for job in jobs]
+        return Run(shared.pipe, orders, shared.pictures, hooks=self.hooks, **self.how)
+
+    def made(self, jobs: Sequence[Job], run: Run) -> Iterator[Outcome]:
+        """Makes the videos of a run of jobs, and yields the outcome of each."""
         start = perf_counter()
-        shared = self._shared(wanted[0].request)
-        orders = [shared.order(job.request) for job in wanted]
-        run = Run(shared.pipe, orders, shared.pictures, hooks=self.hooks, **self.how)
-        for job, (order, frames) in zip(wanted, run, strict=True):
+        for job, (order, frames) in zip(jobs, run, strict=True):
             with run.finishing(order):
                 write(self.folder / job.name, (np.asarray(chunk) for chunk in frames), order)
             seconds, start = perf_counter() - start, perf_counter()
@@ -214,7 +230,7 @@ class Worker:
             else:
                 made = self._written(run, order, before.made, self.folder / job.name)
         except Exception as error:
-            if _is_full(error):
+            if is_full(error):
                 raise
             return None, self._failed(job, error)
         seconds = perf_counter() - start + (before.seconds if before else 0.0)
@@ -251,11 +267,16 @@ class Worker:
 
     def _failed(self, job: Job, error: Exception) -> Outcome:
         """Returns the outcome of a job that failed; what is the request's own fault fails again."""
-        told = str(error) if isinstance(error, WanjaxError) else f"{type(error).__name__}: {reason(error)}"
         again = not isinstance(error, WanjaxError) or any(isinstance(cause, OSError) for cause in causes(error))
         if not isinstance(error, WanjaxError):
             logger.error("%s failed: %s", job.name, traceback.format_exc())
-        return Outcome(job.name, worker=f"{HOST}:{os.getpid()}", error=told[:LONGEST_ERROR], again=again)
+        return Outcome(job.name, worker=f"{HOST}:{os.getpid()}", error=told_of(error), again=again)
+
+
+def told_of(error: Exception) -> str:
+    """Returns an error as an outcome tells it."""
+    told = str(error) if isinstance(error, WanjaxError) else f"{type(error).__name__}: {reason(error)}"
+    return told[:LONGEST_ERROR]
 
 
 def write(path: Place, frames: Iterator[np.ndarray], order: Order) -> None:
@@ -273,5 +294,6 @@ def name_of(record: Mapping[str, Any]) -> str:
     return f"{slug(record['prompt'])}-{record['seed']}-{digest}.mp4"
 
 
-def _is_full(error: Exception) -> bool:
+def is_full(error: Exception) -> bool:
+    """Tells whether nothing more can be written."""
     return any(isinstance(cause, OSError) and cause.errno in FULL for cause in causes(error))

@@ -27,10 +27,13 @@ DRAWN_BITS = 32  # few enough to be typed again
 Words = UInt32[Array | np.ndarray, "B 2"]  # of seeds, the high word first
 
 
-def checked_seed(seed: Any) -> int:
-    """Returns the seed as an int, one drawn in place of "random" or -1; raises WanjaxError for any other value."""
+def checked_seed(seed: Any, *, alone: bool = False) -> int:
+    """Returns the seed as an int, one drawn in place of "random" or -1; raises WanjaxError for any other value.
+
+    All processes have to call it, unless one draws `alone`, for the others.
+    """
     number = read_seed(seed)
-    return draw() if number == DRAW else number
+    return draw(alone=alone) if number == DRAW else number
 
 
 def told_seeds(asked: Sequence[Any], chosen: Sequence[int] | None = None) -> list[int]:
@@ -45,10 +48,10 @@ def told_seeds(asked: Sequence[Any], chosen: Sequence[int] | None = None) -> lis
     return numbers
 
 
-def draw() -> int:
-    """Draws a seed at random, the same one in every process; all processes have to call it."""
+def draw(*, alone: bool = False) -> int:
+    """Draws a seed at random, the same one in every process; all have to call it, unless one draws `alone`."""
     drawn = secrets.randbits(DRAWN_BITS)
-    if jax.process_count() == 1:
+    if alone or jax.process_count() == 1:
         return drawn
     return int(multihost_utils.broadcast_one_to_all(np.uint32(drawn)))  # the first process's
 

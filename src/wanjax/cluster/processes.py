@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several processes that compute together, each with its own devices: how they meet, and how the first one is heard.
+
+A process that ends without a word is noticed by JAX, which then ends the others: none waits for it for ever.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from wanjax.errors import WanjaxError
+
+ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+SILENCE = 10  # seconds after which a process that is not heard of has ended
+PAGE = 4096  # bytes of a short message, and those by which a longer one grows: each length is a program
+
+
+def join(asked: str | None, environment: Mapping[str, str] = os.environ) -> None:
+    """Joins the other processes if the command line or the environment asks for it. Call before JAX looks for devices.
+
+    `asked` is "auto", with which JAX finds the others (on TPU pods, under Slurm, Kubernetes or MPI), or
+    "HOST:PORT,COUNT,INDEX". The environment asks with a coordinator's address (and the count and index, if JAX cannot
+    find them) or with the names of several workers of a pod. Raises WanjaxError if `asked` cannot be parsed or the
+    processes do not connect.
+    """
+    if asked is None and ADDRESS in environment:
+        given = [environment[name] for name in (ADDRESS, COUNT, INDEX) if name in environment]
+        asked = "auto" if len(given) == 1 else ",".join(given)
+    elif asked is None and "," in environment.get("TPU_WORKER_HOSTNAMES", ""):
+        asked = "auto"
+    if asked is None or jax.distributed.is_initialized():
+        return
+    address, count, index = (None, None, None) if asked == "auto" else _parsed(asked)
+    try:
+        connect(address, count, index)
+    except (RuntimeError, ValueError) as error:
+        if address is None and isinstance(error, ValueError):
+            raise WanjaxError(
+                "no other processes were found by `auto`, which knows TPU pods, Slurm, Kubernetes and MPI: "
+                "elsewhere each is told HOST:PORT,COUNT,INDEX, and one process alone needs no --processes"
+            ) from error
+        raise WanjaxError(
+            f"the processes of {asked} did not connect ({error}): start each with the same address and count"
+        ) from error
+
+
+def connect(address: str | None, count: int | None, index: int | None, **more: Any) -> None:
+    """Connects to the other processes, which the first one awaits at an address; `more` is for JAX."""
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, which is to end the process
+    jax.distributed.initialize(address, count, index, heartbeat_timeout_seconds=SILENCE, **more)
+
+
+def _parsed(asked: str) -> tuple[str, int, int]:
+    address, *numbers = asked.split(",")
+    if ":" not in address or len(numbers) != 2 or not all(number.isascii() and number.isdigit() for number in numbers):
+        raise WanjaxError(
+            f"the processes {asked!r} cannot be read: give ADDRESS,COUNT,INDEX such as 10.0.0.1:8476,2,0, or auto"
+        )
+    count, index = map(int, numbers)
+    if not index < count:
+        raise WanjaxError(f"the process index {index} is not below the count {count}: the first index is 0")
+    return address, count, index
+
+
+def is_first() -> bool:
+    """Returns True in the process that writes files and reports."""
+    return jax.process_index() == 0
+
+
+class Others:
+    """The other processes of this one's computation. All of them make each call, and wait in it for each other."""
+
+    def told(self, message: Any = None) -> Any:
+        """Returns the message of the first process, a value of JSON, in all processes."""
+        text = json.dumps(message).encode()
+        size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
+        return json.loads(multihost_utils.broadcast_one_to_all(_page(text, size)).tobytes()[:size])
+
+    def gathered(self, text: str) -> list[str]:
+        """Returns the texts of all processes, which PAGE bytes have room for, in their order."""
+        pages = multihost_utils.process_allgather(_page(text.encode(), PAGE))
+        return [page.tobytes().rstrip(b"\0").decode(errors="replace") for page in np.reshape(pages, (-1, PAGE))]
+
+
+def _page(text: bytes, size: int) -> np.ndarray:
+    """Returns whole pages of so many bytes or more with as much of a text as they hold, and zeros."""
+    length = PAGE * max(1, -(-size // PAGE))
+    return np.frombuffer(text[:length].ljust(length, b"\0"), np.uint8)
