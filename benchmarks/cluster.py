@@ -223,12 +223,15 @@ def measure_plan(requests: int) -> None:
         print(f"memory: {grown / 2**20:.0f} MiB more, {peak / 2**10:.0f} MiB with JAX and the library")
 
 
-def actors_here() -> list[psutil.Process]:
-    """Returns the processes of the actors that this process's cluster has."""
+TITLES = {"worker": "ray::Worker", "leader": "ray::Host.make", "follower": "ray::Host.follow"}  # as Ray calls processes
+
+
+def actors_here(kind: str) -> list[psutil.Process]:
+    """Returns the processes of the actors of a kind that this process's cluster has."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):  # it has ended meanwhile
-            if any(word.startswith(("ray::Worker", "ray::Host")) for word in process.cmdline()):
+            if any(word.startswith(TITLES[kind]) for word in process.cmdline()):
                 found.append(process)
     return found
 
@@ -241,7 +244,8 @@ def chaos(
     With two hosts both nodes are one worker, of each of whose processes the mesh has a device.
     """
     file, out, rng = write_requests(folder / "requests.jsonl", requests), folder / "videos", random.Random(seed)
-    kills = ["worker"] * workers + ["driver"] * drivers + ["node"] * nodes
+    parts = ("worker",) if hosts == 1 else ("leader", "follower")
+    kills = [parts[i % len(parts)] for i in range(workers)] + ["driver"] * drivers + ["node"] * nodes
     rng.shuffle(kills)
     after = sorted(rng.sample(range(1, max(requests - 1, len(kills) + 1)), len(kills)))  # each after so many videos
     plan, start = list(zip(after, kills, strict=True)), time.perf_counter()
@@ -265,7 +269,7 @@ def chaos(
                 elif kind == "node":
                     cluster.kill(0)
                     cluster.add()
-                elif found := actors_here():
+                elif found := actors_here(kind):
                     with suppress(psutil.Error):
                         rng.choice(found).kill()
                 else:

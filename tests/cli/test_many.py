@@ -16,9 +16,11 @@ from hypothesis import strategies as some
 from tests.support.commands import refused
 from tests.support.words import naming, says
 from wanjax.cli import main
-from wanjax.cli.many import seeds_of
-from wanjax.cluster.batch import MANIFEST, read_manifest
-from wanjax.cluster.requests import read_requests
+from wanjax.cli.many import _ordered, seeds_of
+from wanjax.cli.report import Report
+from wanjax.cluster.batch import MANIFEST, Manifest, read_manifest
+from wanjax.cluster.requests import Request, read_requests
+from wanjax.cluster.worker import Job
 from wanjax.errors import WanjaxError
 from wanjax.media.pictures import read_clip
 from wanjax.media.videos import read_metadata
@@ -142,6 +144,12 @@ def test_mistakes_of_a_batch(arguments, sentence):
     if "--ray" in arguments:
         pytest.importorskip("ray")
     assert says(refused("batch", *map(str, arguments)), sentence)
+
+
+def test_what_failed_before_is_the_last_to_be_tried(tmp_path):
+    jobs = [Job(f"{number}.mp4", Request(number, {"prompt": "a", "seed": number})) for number in range(3)]
+    Manifest(tmp_path).add(jobs[0], error="the device is gone")
+    assert _ordered(Report(), jobs, tmp_path, 0, False).take(1) == [*jobs[1:], jobs[0]]
 
 
 @given(some.lists(some.integers(0, 2**40), min_size=1, max_size=5), some.integers(0, 9), some.integers(0, 9))

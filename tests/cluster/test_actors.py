@@ -59,12 +59,13 @@ def test_nothing_is_lost_whatever_is_killed(tmp_path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_nothing_is_lost_where_a_part_of_a_slice_is_killed(tmp_path):
-    """Parts of a worker of two hosts are killed in turn, the first or another, and one of its nodes."""
+    """Both hosts of a worker are killed twice, and one of its nodes."""
     pytest.importorskip("ray")
     from benchmarks.cluster import chaos
 
     found = chaos(tmp_path, 12, workers=4, drivers=0, nodes=1, hosts=2)
     assert found["seeds"] == list(range(12))
+    assert found["spared"] == 0
     assert found["listed"]
     assert found["failed"] == []
 

@@ -54,6 +54,24 @@ def test_each_job_ends_once(count, workers, retries, random):
     assert all(tries[outcome.name] == retries + 1 for outcome in batch.failed)
 
 
+def test_jobs_that_were_not_tried_are_given_back_as_they_were():
+    batch = Batch(map(job, range(1, 4)), 0, Nowhere())
+    first, *rest = batch.take(1)
+    assert batch.lost([first, *rest[:1]]) is not None  # which counts as the one try of the first
+    batch.give_back(rest[1:])
+    assert batch.take(1) == [rest[1], rest[0]]
+    assert [outcome.name for outcome in batch.failed] == [first.name]
+    assert batch.lost([]) is None
+
+
+def test_a_manifest_knows_what_failed(tmp_path):
+    manifest = Manifest(tmp_path)
+    manifest.add(job(1), error="the device is gone")
+    manifest.add(job(2), seconds=1.0)
+    again = Manifest(tmp_path)
+    assert (again.failed, again.listed) == ({"1.mp4"}, {"2.mp4"})
+
+
 def test_one_process_takes_many_and_several_share_to_the_end():
     assert len(Batch(map(job, range(1, 101)), 0, Nowhere()).take(1)) == TOGETHER
     batch, sizes = Batch(map(job, range(1, 101)), 0, Nowhere()), []

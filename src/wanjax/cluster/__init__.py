@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many videos, by one process or by the workers of a Ray cluster."""
+"""Many videos, by one process, by several that are one worker, or by the workers of a Ray cluster."""

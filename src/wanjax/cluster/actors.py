@@ -16,7 +16,7 @@ from typing import Any
 
 from wanjax.cluster.batch import DIED, TOGETHER, Batch
 from wanjax.cluster.hosts import OutOfStep, Placed, bundles_of, placed, placed_together
-from wanjax.cluster.worker import STAGES, Job, Outcome, told_of
+from wanjax.cluster.worker import STAGES, Job, Outcome
 from wanjax.errors import WanjaxError, reason
 
 STORE = 100 * 2**20  # bytes of a local object store, which holds requests and records
@@ -262,7 +262,11 @@ class Actors:
                     self._replace(stage, worker)
             elif one in self._watched:
                 stage, worker = self._watched.pop(one)
-                self._tell(one)
+                try:
+                    self._value(one)
+                except self._lost as error:
+                    if isinstance(error, OutOfStep):
+                        self.note(f"one of a worker's hosts failed: {error}")
                 if worker in self._idle[stage]:
                     self._idle[stage].remove(worker)
                     self._replace(stage, worker)
@@ -271,15 +275,6 @@ class Actors:
             elif one in waited_for:
                 found.append(one)
         return found
-
-    def _tell(self, watched: Any) -> None:
-        """Tells why a part of a worker has ended, where it knows itself."""
-        try:
-            self._value(watched)
-        except self.ray.exceptions.RayError:  # it was killed
-            return
-        except Exception as error:
-            self.note(f"one of a worker's hosts failed: {told_of(error)}")
 
     def _value(self, reference: Any) -> Any:
         """Returns what a worker returned; raises what it raised as it was raised there."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from wanjax.cluster.lockstep import Leader, follow
 from wanjax.cluster.processes import connect
-from wanjax.cluster.worker import Job, Outcome, Worker, is_full
+from wanjax.cluster.worker import Job, Outcome, Worker, is_full, told_of
 from wanjax.errors import WanjaxError, reason
 
 BUNDLED = {"num_cpus": "CPU", "num_gpus": "GPU"}  # the same in a placement group
@@ -19,14 +19,11 @@ ALONE = {"max_restarts": 0, "max_task_retries": 0}  # options of an actor that R
 
 
 class OutOfStep(Exception):
-    """An error that left processes behind, which have to end; its job's outcome is told before."""
+    """An error that left processes behind, which have to end; the first of them has told its job's outcome before."""
 
 
 class Host(Leader):
-    """The part of a worker on one host, as an actor of Ray: `lead` is called of the first, and `follow` of the others.
-
-    The first tells where they meet.
-    """
+    """The part of a worker on one host, as an actor of Ray: the first tells where they meet and is to `lead`."""
 
     def address(self) -> str:
         """Returns this host's address with a port that is free."""
@@ -44,7 +41,10 @@ class Host(Leader):
     def follow(self, address: str, count: int, index: int) -> None:
         """Meets the others, loads the pipeline, and makes each run that the first one makes."""
         self._meet(address, count, index)
-        follow(self)
+        try:
+            follow(self)
+        except Exception as error:
+            raise OutOfStep(told_of(error)) from error
 
     def _meet(self, address: str, count: int, index: int, **more: Any) -> None:
         try:
@@ -59,7 +59,7 @@ class Host(Leader):
         except Exception as error:
             if self.in_step or is_full(error):
                 raise
-            raise OutOfStep(reason(error)) from error
+            raise OutOfStep(told_of(error)) from error
 
 
 def bundles_of(ray: Any, resources: Mapping[str, Mapping[str, Any]], hosts: int) -> list[dict[str, float]]:
