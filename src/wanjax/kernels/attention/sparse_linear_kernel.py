@@ -77,29 +77,29 @@ def prepare(
     unit = math.lcm(sizes.block_q, sizes.block_kv, LANES)
     tokens = min(round_up(ROWS, unit), round_up(sizes.tokens, unit))
     heads, steps = len(q) * sizes.heads, ceil_div(sizes.tokens, tokens)
-    rows = pl.BlockSpec((None, tokens, size), lambda h, i: (h // sizes.heads, i, h % sizes.heads))
+    rows = pl.BlockSpec((None, tokens, size), lambda b, h, i: (b, i, h))
     sums = [tokens // block for block in (sizes.block_q, sizes.block_kv)]
     return pl.pallas_call(
         partial(_prepare, sizes=sizes),
-        grid=(heads, steps),
+        grid=(len(q), sizes.heads, steps),
         in_specs=[rows, rows, rows],
         out_specs=[
-            *(pl.BlockSpec((None, count, size), lambda h, i: (h, i, 0)) for count in sums),
-            pl.BlockSpec((None, size, 2 * size), lambda h, i: (h, 0, 0)),
+            *(pl.BlockSpec((None, count, size), lambda b, h, i: (b * sizes.heads + h, i, 0)) for count in sums),
+            pl.BlockSpec((None, size, 2 * size), lambda b, h, i: (b * sizes.heads + h, 0, 0)),
         ],
         out_shape=[
             *(jax.ShapeDtypeStruct((heads, steps * count, size), jnp.float32) for count in sums),
             jax.ShapeDtypeStruct((heads, size, 2 * size), jnp.float32),
         ],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         interpret=interpret,
         name="sparse_linear_prepare",
     )(q, k, v)
 
 
 def _prepare(q_ref, k_ref, v_ref, of_q_ref, of_k_ref, state_ref, *, sizes: Sizes) -> None:
-    """The grid runs over heads and tokens."""
-    i, tokens = pl.program_id(1), q_ref.shape[0]
+    """The grid runs over examples, heads and tokens."""
+    i, tokens = pl.program_id(2), q_ref.shape[0]
     live = sizes.tokens - i * tokens
 
     def add(ragged: bool) -> None:
@@ -116,7 +116,7 @@ def _prepare(q_ref, k_ref, v_ref, of_q_ref, of_k_ref, state_ref, *, sizes: Sizes
         state = _product(weights, jnp.concatenate([v, jnp.ones_like(v)], axis=1))
         state_ref[...] = jnp.where(i == 0, state, state_ref[...] + state)
 
-    last = pl.num_programs(1) - 1
+    last = pl.num_programs(2) - 1
     if sizes.tokens % tokens:
         pl.when(i < last)(lambda: add(False))
     pl.when(i == last)(lambda: add(True)) if sizes.tokens % tokens else add(False)
@@ -207,28 +207,31 @@ def attend(
     other. All keys of a head are in VMEM, in one or two `buffers`.
     """
     size = q.shape[2] // sizes.heads
-    heads, steps = first.shape[:2]
     keys = round_up(sizes.tokens, sizes.block_kv)
-    rows = pl.BlockSpec((None, sizes.rows, size), lambda h, i: (h // sizes.heads, i, h % sizes.heads))
+    rows = pl.BlockSpec((None, sizes.rows, size), lambda b, h, i: (b, i, h))
     mode = pl.Buffered(1) if buffers == 1 else None
-    whole = pl.BlockSpec((None, keys, size), lambda h, i: (h // sizes.heads, 0, h % sizes.heads), pipeline_mode=mode)
+    whole = pl.BlockSpec((None, keys, size), lambda b, h, i: (b, 0, h), pipeline_mode=mode)
     scores = len(q) * sizes.heads * q.shape[1] * sizes.kept * sizes.block_kv
     return pl.pallas_call(
         partial(_attend, sizes=sizes),
-        grid=(heads, steps),
+        grid=(len(q), sizes.heads, first.shape[1]),
         in_specs=[
-            pl.BlockSpec((None, None, *first.shape[2:]), lambda h, i: (h, i, 0, 0), memory_space=pltpu.SMEM),
+            pl.BlockSpec(
+                (None, None, *first.shape[2:]),
+                lambda b, h, i: (b * sizes.heads + h, i, 0, 0),
+                memory_space=pltpu.SMEM,
+            ),
             rows,
             whole,
             whole,
-            pl.BlockSpec((None, *state.shape[1:]), lambda h, i: (h, 0, 0)),
-            pl.BlockSpec(bias.shape, lambda h, i: (0, 0)),
+            pl.BlockSpec((None, *state.shape[1:]), lambda b, h, i: (b * sizes.heads + h, 0, 0)),
+            pl.BlockSpec(bias.shape, lambda b, h, i: (0, 0)),
         ],
         out_specs=rows,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         scratch_shapes=[pltpu.VMEM((sizes.rows, n), jnp.float32) for n in (size, LANES, LANES)],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem_bytes
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=vmem_bytes
         ),
         cost_estimate=pl.CostEstimate(
             flops=4 * scores * size, transcendentals=scores, bytes_accessed=4 * q.size * q.dtype.itemsize
@@ -263,13 +266,13 @@ class Piece(NamedTuple):
 def _attend(
     first_ref, q_ref, k_ref, v_ref, state_ref, bias_ref, o_ref, total_ref, weight_ref, offset_ref, *, sizes: Sizes
 ) -> None:
-    """The grid runs over heads and blocks of queries.
+    """The grid runs over examples, heads and blocks of queries.
 
     A row's offset comes from the first keys of its list, and no maximum is taken, as in `flash_tpu`. If the weights of
     a row show that a logit left the range, the step is taken again with the maximum of all as its offset.
     """
     step = Step(first_ref, q_ref, k_ref, v_ref, total_ref, weight_ref, offset_ref)
-    live = sizes.tokens - pl.program_id(1) * sizes.rows
+    live = sizes.tokens - pl.program_id(2) * sizes.rows
 
     def attempt(careful: Array) -> Array:
         pl.when(careful == 1)(lambda: _raise_offsets(step, sizes))
