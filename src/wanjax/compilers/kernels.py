@@ -2,6 +2,7 @@
 """Pallas kernels of a large program, each compiled on its own: schedules of the whole would take too much memory."""
 
 from collections.abc import Iterable, Iterator
+from math import ceil
 from typing import Any, NamedTuple
 
 import jax
@@ -115,8 +116,9 @@ def kernel_seconds(call: Call, compiled: Compiled) -> float:
     blocks each grid step visits about as many as they all list on average.
     """
     if call.kernel == BLOCKS:
-        (_, (cells,)), _, _, (_, (listed,)), *_ = call.operands
-        return visiting_seconds(compiled, [max(0, round(listed / cells) + more) for more in SPREAD])
+        (_, (cells,)), _, (_, (groups,)), (_, (listed,)), *_ = call.operands
+        mean = listed / (cells * ceil(groups / cells))  # keys are held at once, so a cell has all of a group's blocks
+        return visiting_seconds(compiled, [max(0, round(mean) + more) for more in SPREAD])
     if call.kernel == LISTS:
         return visiting_seconds(compiled, [None])
     if call.kernel not in PLACE_OF_KEYS:

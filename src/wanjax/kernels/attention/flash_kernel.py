@@ -7,7 +7,7 @@ waits only at the two ends of a body.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -49,6 +49,7 @@ class Sizes(NamedTuple):
     block_kv: int
     body: int  # keys that are unrolled
     chunk: int  # keys of a careful step, of a masked one, or of a listed block; they divide a body
+    group: int  # queries that have one list of blocks
     ragged: bool  # a count or a window hides some keys from some queries
     window: tuple[int, int]  # keys before and after a query's own position
     factor: float  # of q, so that logits are exponents of two
@@ -107,10 +108,23 @@ class Mask(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """Keys that are not side by side: the starts of pieces of so many keys each."""
+    """Keys that are not side by side: for each group of queries, the starts of pieces of so many keys.
+
+    A piece whose start is not below `end` is none.
+    """
 
     size: int
-    starts: tuple[Array, ...]
+    group: int
+    starts: tuple[tuple[Array, ...], ...]
+    end: Array
+
+    def of(self, strip: slice, keys: slice) -> Iterator[tuple[slice, Array, Array]]:
+        """Yields, for a strip of queries, the rows of each piece among some keys, their first key, and if it is one."""
+        step = min(self.size, size_of(keys))
+        for at in range(keys.start, keys.stop, step):
+            first = self.starts[strip.start // self.group][at // self.size]
+            real = first < self.end
+            yield slice(at - keys.start, at - keys.start + step), jnp.where(real, first, 0) + at % self.size, real
 
 
 def size_of(x: slice) -> int:
@@ -304,10 +318,11 @@ def kernel_of_blocks(
 ) -> None:
     """Visits listed blocks of keys alone; the grid is that of `kernel`.
 
-    Grid step (i, j) visits `count` blocks of `chunk` keys in its block of keys, whose starts are listed from `first`
-    on; `count` is by example. Queries i with a `tail` of 1 also see the keys from the last whole block to `live`.
+    In grid step (i, j) each group of queries visits up to `count` blocks of `chunk` keys in the block of keys, whose
+    starts are listed from `first` on; `count` is by example. Groups with a `tail` of 1 also see the keys from the last
+    whole block to `live`.
     """
-    state = State(*scratch)
+    state, groups = State(*scratch), range(sizes.block_q // sizes.group)
     i, j = pl.program_id(1), pl.program_id(2)
     example, cell, steps = pl.program_id(0) // sizes.heads, i * pl.num_programs(2) + j, pl.num_programs(2)
     first, count = first_ref[cell], count_ref[example * pl.num_programs(1) * steps + cell]
@@ -322,26 +337,30 @@ def kernel_of_blocks(
     def _():
         _begin(q_ref, state, i * sizes.block_q, sizes)
 
-    @pl.when((state.flags[PROBED] == 0) & (count > 0))
-    def _():
-        _lift(k_ref, state, Pieces(sizes.chunk, (start_ref[first],)), PROBE, headroom=HEADROOM[q_ref.dtype.name])
-        state.flags[PROBED] = 1
+    end = live - live % sizes.chunk - j * sizes.block_kv
 
-    _add_blocks(k_ref, v_ref, state, start_ref, (first, count), sizes)
+    def pieces(index: Array | int, blocks: int) -> Pieces:
+        lists = (tuple(start_ref[first + (index + n) * len(groups) + g] for n in range(blocks)) for g in groups)
+        return Pieces(sizes.chunk, sizes.group, tuple(lists), end)
 
-    @pl.when((after >= 0) & (after < held) & (live % sizes.chunk > 0) & (tail_ref[i] == 1))
+    @pl.when(count > 0)
     def _():
-        _add_lifted(k_ref, v_ref, state, after * sizes.chunk, sizes.chunk, Mask(live % sizes.chunk))
+        _lift_new(k_ref, state, pieces(0, 1), PROBE, HEADROOM[q_ref.dtype.name])
+
+    _add_blocks(k_ref, v_ref, state, pieces, count, sizes)
+
+    @pl.when((after >= 0) & (after < held) & (live % sizes.chunk > 0))
+    def _():
+        none = end + sizes.chunk
+        starts = tuple((jnp.where(tail_ref[i * len(groups) + g] == 1, end, none),) for g in groups)
+        seen = Pieces(sizes.chunk, sizes.group, starts, none)
+        _add_lifted(k_ref, v_ref, state, seen, sizes.chunk, Mask(live % sizes.chunk))
 
     pl.when(j == steps - 1)(lambda: _finish(o_ref, lse_ref, state))
 
 
-def _add_blocks(k_ref, v_ref, state: State, start_ref, listed: tuple[Array, Array], sizes: Sizes) -> None:
-    """Adds listed blocks of keys."""
-    first, count = listed
-
-    def pieces(index: Array, blocks: int) -> Pieces:
-        return Pieces(sizes.chunk, tuple(start_ref[first + index + n] for n in range(blocks)))
+def _add_blocks(k_ref, v_ref, state: State, pieces: Callable[[Array, int], Pieces], count: Array, sizes: Sizes) -> None:
+    """Adds listed blocks of keys: `count` for each group of queries, those from an index on being `pieces` of it."""
 
     def quickly() -> None:
         def add(index: Array, blocks: int) -> None:
@@ -506,21 +525,25 @@ def _ragged(count: int, mask: Mask | None) -> tuple[list[slice], Mask | None]:
     return _strips(whole, STRIP_KV), Mask(count) if mask is None and whole > count else mask
 
 
-def _rows(ref, start: Array | int | Pieces, keys: slice) -> Array:
-    """Reads some of the keys that begin at `start`, or some of the pieces."""
+def _rows(ref, start: Array | int | Pieces, keys: slice, strip: slice) -> Array:
+    """Reads some of the keys that begin at `start`, or some of the pieces of a strip of queries."""
     if not isinstance(start, Pieces):
         return ref[pl.ds(start + keys.start, size_of(keys)), :]
-    step = min(start.size, size_of(keys))
-    places = ((start.starts[at // start.size], at % start.size) for at in range(keys.start, keys.stop, step))
-    parts = [ref[pl.ds(pl.multiple_of(first, start.size) + offset, step), :] for first, offset in places]
+    found, unit = start.of(strip, keys), math.gcd(start.size, size_of(keys))
+    parts = [ref[pl.ds(pl.multiple_of(first, unit), size_of(rows)), :] for rows, first, _ in found]
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+
+def _strips_of(state: State, start: Array | int | Pieces) -> list[slice]:
+    """Strips of queries that see the same keys."""
+    return _strips(state.q.shape[1], min(STRIP_Q, start.group) if isinstance(start, Pieces) else STRIP_Q)
 
 
 def _scores(
     k_ref, state: State, start: Array | int | Pieces, keys: slice, strip: slice, mask: Mask | None
 ) -> Float32[Array, "S L"]:
     """Scores of a strip of keys and a strip of queries, as exponents of two; -inf for masked keys."""
-    k = _rows(k_ref, start, keys)
+    k = _rows(k_ref, start, keys, strip)
     if k.shape[1] < state.q.shape[0]:
         k = jnp.concatenate([k, k], axis=1)
     s = jnp.dot(k, state.q[:, strip], preferred_element_type=jnp.float32, precision=_precision(k))
@@ -532,8 +555,15 @@ def _lift(
 ) -> None:
     """Raises the offset to the maximum of these keys, if that is higher, and rescales the sums."""
     strips, mask = _ragged(count, mask)
-    for strip in _strips(state.q.shape[1], STRIP_Q):
+    for strip in _strips_of(state, start):
         _lift_to(state, strip, _tops(k_ref, state, start, strips, strip, mask) + headroom)
+
+
+def _lift_new(k_ref, state: State, start: Pieces, count: int, headroom: float) -> None:
+    """Sets the offsets that are not set yet by the first keys."""
+    for strip in _strips_of(state, start):
+        top = _tops(k_ref, state, start, [slice(0, count)], strip, None) + headroom
+        state.offset[:, strip] = jnp.where(state.offset[:, strip] == -jnp.inf, top, state.offset[:, strip])
 
 
 def _probe(k_ref, state: State, count: int, headroom: float) -> None:
@@ -546,7 +576,11 @@ def _probe(k_ref, state: State, count: int, headroom: float) -> None:
 def _tops(
     k_ref, state: State, start: Array | int | Pieces, strips: list[slice], strip: slice, mask: Mask | None
 ) -> Array:
-    tops = [_scores(k_ref, state, start, keys, strip, mask).max(axis=0, keepdims=True) for keys in strips]
+    tops = []
+    for keys in strips:
+        scores = _scores(k_ref, state, start, keys, strip, mask)
+        parts = start.of(strip, keys) if isinstance(start, Pieces) else [(slice(0, len(scores)), 0, True)]
+        tops += [jnp.where(real, scores[rows].max(axis=0, keepdims=True), -jnp.inf) for rows, _, real in parts]
     return reduce(jnp.maximum, tops)
 
 
@@ -566,22 +600,33 @@ def _add(k_ref, v_ref, state: State, start: Array | int | Pieces, count: int, ma
     """
     strips, mask = _ragged(count, mask)
     waiting: list[tuple[Array, slice, Array]] = []
+    columns = _strips_of(state, start)
     for keys in strips:
-        v = _rows(v_ref, start, keys)
         step = None if mask is None or mask.spares(keys) else mask
-        if step is not None:
-            v = jnp.where(step.rows(keys), v, jnp.zeros_like(v))  # memory past the last key holds anything
-        v = v.T
-        for strip in _strips(state.q.shape[1], STRIP_Q):
-            offset = state.offset[:, strip]
+        v = None
+        for strip in columns:
+            if v is None or (isinstance(start, Pieces) and strip.start % start.group == 0):
+                v = _rows(v_ref, start, keys, strip)
+                if step is not None:
+                    v = jnp.where(step.rows(keys), v, jnp.zeros_like(v))  # memory past the last key holds anything
+                v = v.T
             s = _scores(k_ref, state, start, keys, strip, step)
-            p = jnp.exp2(s - (offset if step is None else finite_max(offset)))
+            p = _weights(s, state.offset[:, strip], start, keys, strip, masked=step is not None)
             state.weight[:, strip] += _in_eights(p).sum(axis=0)
             waiting.append((v, strip, p.astype(v.dtype)))
             if len(waiting) > LEAD:
                 _add_values(state, *waiting.pop(0))
     for values in waiting:
         _add_values(state, *values)
+
+
+def _weights(s: Array, offset: Array, start: Array | int | Pieces, keys: slice, strip: slice, masked: bool) -> Array:
+    """The weights of scores; zeros for pieces that are none."""
+    offset = finite_max(offset) if masked else offset
+    if not isinstance(start, Pieces):
+        return jnp.exp2(s - offset)
+    parts = [jnp.exp2(s[rows] - jnp.where(real, offset, jnp.inf)) for rows, _, real in start.of(strip, keys)]
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
 def _add_values(state: State, v: Array, strip: slice, p: Array) -> None:

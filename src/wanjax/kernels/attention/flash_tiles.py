@@ -26,7 +26,8 @@ USUAL = 2048  # queries and keys, where neither is told
 LONGEST_Q = 2048
 FEW_KEYS, LONGEST_Q_OF_FEW_KEYS = 512, 10_240  # then a block's first and last steps count beside the others
 LONGEST_BODY = {"bfloat16": 8192, "float32": 1024}  # unrolled keys: with more, compiling takes minutes
-BODY_OF_BLOCKS = {"bfloat16": 8192, "float32": 512}  # unrolled keys of blocks that need not be side by side
+BLOCKS_TOGETHER = 4  # of queries with a list of keys each: the products of one fill the waits of another
+BODY_OF_BLOCKS = {"bfloat16": 4096, "float32": 512}  # unrolled keys of blocks that need not be side by side
 LONGEST_TAIL = 2048  # keys after the last whole body, unrolled too
 BODY_ENDS = 120  # the cost of the two ends of a body, in keys
 
@@ -165,21 +166,22 @@ def _cost(keys: int, body: int) -> int:
 def config_of_blocks(
     mask: Radial, config: Config | None, vmem_bytes: int, head_dim: int, keys: int, dtype: str
 ) -> Config:
-    """Tiles that fit a mask's blocks: its queries, bodies of whole blocks, and as many keys as VMEM holds.
+    """Tiles that fit a mask's blocks: a few blocks of queries, bodies of whole blocks of keys, all keys that VMEM holds.
 
     A head's keys are rather all there, fetched once, than fetched ahead: blocks have few queries, and their live keys
     take less time than fetching all would.
     """
     if config is not None:
         body = round_up(config.block_kv_compute, mask.block_kv)
-        return replace(config, block_q=mask.block_q, block_kv=round_up(config.block_kv, body), block_kv_compute=body)
+        rows = round_up(config.block_q, mask.block_q)
+        return replace(config, block_q=rows, block_kv=round_up(config.block_kv, body), block_kv_compute=body)
     body = round_up(BODY_OF_BLOCKS[dtype], mask.block_kv)
-    bodies = ceil_div(keys, body)
+    bodies, rows = ceil_div(keys, body), mask.block_q * BLOCKS_TOGETHER
     for parts, buffers in [(1, 2), (1, 1), *((parts, 2) for parts in range(2, bodies + 1))]:
-        made = Config(mask.block_q, body * ceil_div(bodies, parts), body, buffers=buffers)
+        made = Config(rows, body * ceil_div(bodies, parts), body, buffers=buffers)
         if made.vmem_bytes(head_dim, jnp.dtype(dtype).itemsize) + SPILL_BYTES <= vmem_bytes:
             return made
-    return Config(mask.block_q, body, body)
+    return Config(rows, body, body)
 
 
 def ceil_div(a, b: int):

@@ -160,7 +160,7 @@ def _attention(q, k, v, masks, *, window, scale, config, keys, before: Sums | No
         live, (k, v) = live_first(key_mask, k, v)  # then whole blocks of masked keys are skipped
     side_by_side = head_dim % LANES == 0  # then a block takes the columns of one head, as projections wrote them
     operands = ((x.reshape(*x.shape[:2], -1) if side_by_side else by_head(x)) for x in (q, k, v))
-    scalars = (live,) if blocks is None else _listed(blocks, queries, keys, config.block_kv, live)
+    scalars = (live,) if blocks is None else _listed(blocks, queries, keys, config, live)
     sizes = Sizes(
         queries=queries,
         keys=keys,
@@ -169,6 +169,7 @@ def _attention(q, k, v, masks, *, window, scale, config, keys, before: Sums | No
         block_kv=config.block_kv,
         body=config.block_kv_compute,
         chunk=blocks.block_kv if blocks else config.masked_chunk if ragged else config.chunk,
+        group=blocks.block_q if blocks else config.block_q,
         ragged=ragged,
         window=_sides(window),
         factor=scale * math.log2(math.e),
@@ -201,12 +202,13 @@ def _tiles(config: Config | None, blocks: Radial | None, shape: tuple[int, int, 
     return config or default_config(vmem, head_dim, queries, keys, dtype, ragged)
 
 
-def _listed(mask: Radial, queries: int, keys: int, block_kv: int, live: Int32[Array, " B"]) -> tuple[Array, ...]:
+def _listed(mask: Radial, queries: int, keys: int, config: Config, live: Int32[Array, " B"]) -> tuple[Array, ...]:
     """What `kernel_of_blocks` is told: `radial.visits` without the blocks that `live` ends in or before, and `live`.
 
     All queries see these blocks, or they are padding and see none.
     """
-    first, count, tail, start = visits(mask, queries, keys, block_kv)
+    block_kv = config.block_kv
+    first, count, tail, start = visits(mask, queries, keys, block_kv, config.block_q // mask.block_q)
     begin = np.arange(0, keys, block_kv) // mask.block_kv
     end = np.minimum(begin + block_kv // mask.block_kv, keys // mask.block_kv)
     dead = jnp.maximum(end[None] - jnp.maximum(live[:, None] // mask.block_kv, begin[None]), 0)  # [B, steps]

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Int, Int32
 
 from wanjax.errors import WanjaxError
 
+NONE = 1 << 30  # the first key of a block that is none
 UNIT = 128  # tokens along each side of a block of the published mask, and the least half width of a band
 DECAY = 0.2  # the smallest that the authors use
 LARGEST_DECAY = 16.0
@@ -30,7 +31,7 @@ class Radial:
     frame_tokens: int
     decay: float
     sink: bool = True
-    block_q: int = 512
+    block_q: int = 256
     block_kv: int = UNIT
 
     def __post_init__(self):
@@ -131,16 +132,26 @@ def lists(live: Bool[np.ndarray, "_L _S"]) -> tuple[Int32[np.ndarray, "_L _S"], 
     return np.where(np.arange(order.shape[1]) < counts[:, None], order, 0).astype(np.int32), counts
 
 
-def visits(mask: Radial, queries: int, keys: int, block_kv: int) -> tuple[Int32[np.ndarray, " _L"], ...]:
+def visits(mask: Radial, queries: int, keys: int, block_kv: int, together: int) -> tuple[Int32[np.ndarray, " _L"], ...]:
     """Returns what a kernel is told that holds `block_kv` keys at a time, and visits whole live blocks in them.
 
-    For each block of queries and of held keys, in this order: where its list begins, and how many blocks it lists; for
-    each block of queries, 1 if the last keys are live; and all lists, of first keys counted from the first held key.
+    A cell of its grid has as many neighbouring blocks of queries as are `together`, each with a list of its own, and
+    the held keys. In the order of cells: where its lists begin, and how many blocks the longest of them has; for each
+    block of queries 1 if the last keys are live; and all lists, of first keys counted from the first held key. The
+    lists of a cell are interleaved, and the shorter ones filled up with `NONE`.
     """
     live, whole, held = mask.live(queries, keys), keys // mask.block_kv, block_kv // mask.block_kv
+    live = np.pad(live, ((0, -len(live) % together), (0, 0)))
     steps = -(-keys // block_kv)
-    row, column = np.nonzero(live[:, :whole])
-    count = np.bincount(row * steps + column // held, minlength=len(live) * steps)
-    first = np.cumsum(count) - count
-    start = column % held * mask.block_kv if len(column) else np.zeros(1)
-    return tuple(np.asarray(x, np.int32) for x in (first, count, live[:, -1], start))  # type: ignore[return-value]
+    shown = np.pad(live[:, :whole], ((0, 0), (0, steps * held - whole))).reshape(-1, together, steps, held)
+    lists = [cell for rows in np.moveaxis(shown, 2, 1) for cell in rows]  # [together, held] of each cell
+    count = np.array([cell.sum(axis=1).max() for cell in lists])
+    first = np.cumsum(together * count) - together * count
+    start = [np.full((number, together), NONE) for number in count] or [np.zeros((0, together))]
+    for cell, made in zip(lists, start, strict=True):
+        for column, row in enumerate(cell):
+            found = np.flatnonzero(row) * mask.block_kv
+            made[: len(found), column] = found
+    entries = np.concatenate(start).reshape(-1)
+    entries = entries if len(entries) else np.full(together, NONE)
+    return tuple(np.asarray(x, np.int32) for x in (first, count, live[:, -1], entries))  # type: ignore[return-value]
