@@ -140,7 +140,7 @@ def positions(x: slice, axis: int) -> Array:
 def call(
     scalars: tuple, operands: tuple, before: Sums | None, *, sizes: Sizes, kv_heads: int, head_dim: int, config: Config
 ) -> Any:
-    """The kernel over a grid of heads, blocks of queries and blocks of keys.
+    """The kernel over a grid of examples, their heads, blocks of queries and blocks of keys.
 
     `operands` are q, k and v: [B L N·D] and [B S K·D], or [B·N L D] and [B·K S D]. `scalars` are the number of keys
     that take part in each example, or those of listed blocks. Sums are written where those before them were.
@@ -152,8 +152,9 @@ def call(
     if split and 2 * head_dim <= LANES:  # fills rows that would be padded; the kernel doubles wider rows
         k = jnp.concatenate([k, k], axis=2)
 
-    q_spec = pl.BlockSpec((None, block_q, head_dim), lambda h, i, j, *_: (h // beside, i, h % beside))
-    rows_spec = partial(_rows_spec, block_q)
+    q_place = _place_of_rows(sizes.heads, beside)
+    q_spec = pl.BlockSpec((None, block_q, head_dim), lambda b, h, i, j, *_: q_place(b, h, i))
+    rows_spec = partial(_rows_spec, block_q, sizes.heads)
     kept = Sums((head_dim * (1 + split), q.dtype), (1, jnp.float32), (8, jnp.float32), (head_dim, jnp.float32))
     new = [] if not sizes.unfinished else kept[1:] if before else kept  # queries are made ready once
     row_shape = partial(_rows_of_heads, heads, round_up(queries, block_q) if new else queries)
@@ -161,7 +162,7 @@ def call(
         partial(kernel_of_blocks if listed else kernel, sizes=sizes),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
-            grid=(heads, ceil_div(queries, block_q), ceil_div(sizes.keys, sizes.block_kv)),
+            grid=(heads // sizes.heads, sizes.heads, ceil_div(queries, block_q), ceil_div(sizes.keys, sizes.block_kv)),
             in_specs=[
                 rows_spec(kept.q[0]) if before else q_spec,
                 *_specs_of_keys(k.shape[2], sizes, sizes.heads // kv_heads, beside, head_dim, config.buffers),
@@ -174,7 +175,7 @@ def call(
         or [jax.ShapeDtypeStruct(q.shape, q.dtype), row_shape(1, jnp.float32)],
         input_output_aliases={len(scalars) + 3 + n: n for n in range(len(new))} if before else {},
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary"),
+            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=config.vmem_bytes(head_dim, q.dtype.itemsize) + SPILL_BYTES,
         ),
         cost_estimate=_estimate(q, k, v, sizes.keys, head_dim),
@@ -184,8 +185,13 @@ def call(
     return made if not new else Sums(before.q, *made) if before else Sums(*made)
 
 
-def _rows_spec(block_q: int, rows: int) -> pl.BlockSpec:
-    return pl.BlockSpec((None, rows, block_q), lambda h, i, j, *_: (h, 0, i))
+def _place_of_rows(heads: int, beside: int) -> Callable[..., tuple]:
+    """Returns the block of some rows of a head of an example; heads are side by side in them, or one after another."""
+    return (lambda b, h, i: (b * heads + h, i, 0)) if beside == 1 else (lambda b, h, i: (b, i, h))
+
+
+def _rows_spec(block_q: int, heads: int, rows: int) -> pl.BlockSpec:
+    return pl.BlockSpec((None, rows, block_q), lambda b, h, i, j, *_: (b * heads + h, 0, i))
 
 
 def _specs_of_keys(
@@ -193,10 +199,10 @@ def _specs_of_keys(
 ) -> tuple[pl.BlockSpec, pl.BlockSpec]:
     """Blocks of keys, of rows of this width, and of values; `group` heads share them."""
 
-    def place(h, i, j, live, *_):
-        j = _seen_block(h, i, j, live, sizes) if sizes.ragged else j
-        row, column = (h // group, 0) if beside == 1 else (h // sizes.heads, h % sizes.heads // group)
-        return row, j, column
+    rows = _place_of_rows(sizes.heads // group, beside)
+
+    def place(b, h, i, j, live, *_):
+        return rows(b, h if group == 1 else h // group, _seen_block(b, i, j, live, sizes) if sizes.ragged else j)
 
     spec = partial(pl.BlockSpec, index_map=place, pipeline_mode=pl.Buffered(1) if buffers == 1 else None)
     k_width = width if beside == 1 else head_dim
@@ -207,11 +213,11 @@ def _rows_of_heads(heads: int, columns: int, rows: int, dtype: DTypeLike) -> jax
     return jax.ShapeDtypeStruct((heads, rows, columns), dtype)
 
 
-def _seen_block(h, i, j, live, sizes: Sizes):
-    """The block of keys to fetch in grid step (h, i, j): j, or the nearest block that a query sees."""
+def _seen_block(b, i, j, live, sizes: Sizes):
+    """The block of keys to fetch for block i of queries of an example: j, or the nearest block that a query sees."""
     left, right = sizes.window
     first = (i * sizes.block_q - left) // sizes.block_kv
-    last = jnp.minimum(live[h // sizes.heads], i * sizes.block_q + sizes.block_q + right) - 1
+    last = jnp.minimum(live[b], i * sizes.block_q + sizes.block_q + right) - 1
     return jnp.clip(j, jnp.maximum(first, 0), jnp.maximum(last // sizes.block_kv, 0))
 
 
@@ -241,13 +247,13 @@ def _scratch(sizes: Sizes, q_rows: int, head_dim: int, dtype: jnp.dtype) -> list
 
 
 def kernel(live_ref, q_ref, k_ref, v_ref, *refs, sizes: Sizes) -> None:
-    """The grid runs over heads, blocks of queries, and blocks of keys.
+    """The grid runs over examples, heads, blocks of queries, and blocks of keys.
 
     `refs` are the sums to go on from, if resumed, for queries that are ready; then the result, or the sums if
     unfinished, after the ready queries if those are new; then the state.
     """
-    head, i, j = (pl.program_id(axis) for axis in range(3))
-    add = partial(_add_block, live_ref[head // sizes.heads], (i, j), sizes=sizes)
+    example, i, j = (pl.program_id(axis) for axis in (0, 2, 3))
+    add = partial(_add_block, live_ref[example], (i, j), sizes=sizes)
     last = -(-sizes.queries // sizes.block_q) - 1
     left = -(-(sizes.queries - last * sizes.block_q) // TILE_Q) * TILE_Q
     if left >= sizes.block_q:
@@ -323,9 +329,10 @@ def kernel_of_blocks(
     whole block to `live`.
     """
     state, groups = State(*scratch), range(sizes.block_q // sizes.group)
-    i, j = pl.program_id(1), pl.program_id(2)
-    example, cell, steps = pl.program_id(0) // sizes.heads, i * pl.num_programs(2) + j, pl.num_programs(2)
-    first, count = first_ref[cell], count_ref[example * pl.num_programs(1) * steps + cell]
+    example, i, j = (pl.program_id(axis) for axis in (0, 2, 3))
+    steps = pl.num_programs(3)
+    cell = i * steps + j
+    first, count = first_ref[cell], count_ref[example * pl.num_programs(2) * steps + cell]
     live, held = live_ref[example], sizes.block_kv // sizes.chunk
     after = live // sizes.chunk - j * held  # the place of the tail among the blocks of this step
 
