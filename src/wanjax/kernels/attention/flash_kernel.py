@@ -608,6 +608,7 @@ def _add(k_ref, v_ref, state: State, start: Array | int | Pieces, count: int, ma
     strips, mask = _ragged(count, mask)
     waiting: list[tuple[Array, slice, Array]] = []
     columns = _strips_of(state, start)
+    lead = LEAD * STRIP_Q // size_of(columns[0]) if isinstance(start, Pieces) else LEAD  # as many queries in flight
     for keys in strips:
         step = None if mask is None or mask.spares(keys) else mask
         v = None
@@ -621,7 +622,7 @@ def _add(k_ref, v_ref, state: State, start: Array | int | Pieces, count: int, ma
             p = _weights(s, state.offset[:, strip], start, keys, strip, masked=step is not None)
             state.weight[:, strip] += _in_eights(p).sum(axis=0)
             waiting.append((v, strip, p.astype(v.dtype)))
-            if len(waiting) > LEAD:
+            if len(waiting) > lead:
                 _add_values(state, *waiting.pop(0))
     for values in waiting:
         _add_values(state, *values)

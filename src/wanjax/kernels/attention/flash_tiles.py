@@ -166,7 +166,7 @@ def _cost(keys: int, body: int) -> int:
 def config_of_blocks(
     mask: Radial, config: Config | None, vmem_bytes: int, head_dim: int, keys: int, dtype: str
 ) -> Config:
-    """Tiles that fit a mask's blocks: a few of its blocks of queries, bodies of whole blocks of keys, all keys that fit.
+    """Tiles that fit a mask's blocks: some of its blocks of queries, bodies of whole blocks of keys, all keys that fit.
 
     A head's keys are rather all there, fetched once, than fetched ahead: blocks have few queries, and their live keys
     take less time than fetching all would.
