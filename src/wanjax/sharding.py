@@ -149,7 +149,12 @@ class Partitioner:
         return devices, all(n % by_name.get(name, 1) == 0 for name, n in sides)
 
 
-ONE_DEVICE = Partitioner(AbstractMesh((1, 1, 1), MESH_AXES, axis_types=(AxisType.Auto,) * 3), RULES["fsdp"])
+def abstract_partitioner(dp: int = 1, sp: int = 1, tp: int = 1) -> Partitioner:
+    """Returns the partitioner of a mesh whose devices need not be here."""
+    return Partitioner(AbstractMesh((dp, sp, tp), MESH_AXES, axis_types=(AxisType.Auto,) * 3), RULES["fsdp"])
+
+
+ONE_DEVICE = abstract_partitioner()
 _current: ContextVar[Partitioner] = ContextVar("partitioner", default=ONE_DEVICE)
 _stated: ContextVar["Stated | None"] = ContextVar("stated", default=None)
 

@@ -2,6 +2,7 @@
 """The command line's options. An option has one name in all commands; a group of options is a decorator."""
 
 import os
+import re
 from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
@@ -50,6 +51,19 @@ class Size(click.ParamType):
             return read_size(str(value))
         except WanjaxError as error:
             return self.fail(str(error), param, ctx)
+
+
+class Replicas(click.ParamType):
+    """A type of option: reads a number of workers, or the least and the most of them as 1..4."""
+
+    name = "replicas"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        found = re.fullmatch(r"(\d{1,4})(?:\.\.(\d{1,4}))?", str(value), re.ASCII)
+        least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        if not 1 <= least <= most:
+            self.fail(f"{value} is no number of workers: 2 is one, and 1..4 are one to four, by what waits", param, ctx)
+        return least, most
 
 
 class Seed(click.ParamType):
@@ -160,6 +174,24 @@ many = together(
     ),
     seeds,
 )
+ray = click.option(
+    "--ray",
+    metavar="ADDRESS",
+    help="The Ray cluster that has the workers: auto, or HOST:PORT.  [default: one on this machine, for several]",
+)
+dashboard = click.option("--dashboard", is_flag=True, help="Show the dashboard of a Ray cluster on this machine.")
+
+
+def resources(more: str = "") -> Decorator:
+    """Returns the option of what a worker is given of a cluster, with more to say of it."""
+    return click.option(
+        "--resources",
+        metavar="LIST",
+        help=f"What each worker is given of the cluster, such as cpu=4,gpu=1 or TPU=4{more}.  [default: a host's TPUs, "
+        "a graphics card, or a core]",
+    )
+
+
 batch = together(
     click.argument("prompts", metavar="PROMPTS", shell_complete=complete_files),
     click.option(
@@ -177,25 +209,16 @@ batch = together(
         )
         for stage in ("encode", "denoise", "decode")
     ),
-    click.option(
-        "--ray",
-        metavar="ADDRESS",
-        help="The Ray cluster that has the workers: auto, or HOST:PORT.  [default: one on this machine, for several]",
-    ),
+    ray,
     click.option(
         "--hosts",
         type=click.IntRange(min=1),
         default=1,
         show_default=True,
         metavar="N",
-        help="Make each worker of N hosts together, such as those of a TPU slice.",
+        help="Make each worker of N hosts together, such as those of a TPU slice; --resources are those of a host.",
     ),
-    click.option(
-        "--resources",
-        metavar="LIST",
-        help="What each worker, or each of its hosts, is given of the cluster, such as cpu=4,gpu=1 or TPU=4, or those "
-        "of a stage, as denoise.gpu=1.  [default: a host's TPUs, a graphics card, or a core]",
-    ),
+    resources(", or those of a stage, as denoise.gpu=1"),
     click.option(
         "--retries",
         type=click.IntRange(min=0),
@@ -204,7 +227,7 @@ batch = together(
         metavar="N",
         help="Try N times again where a video fails, or its worker dies.",
     ),
-    click.option("--dashboard", is_flag=True, help="Show the dashboard of a Ray cluster on this machine."),
+    dashboard,
 )
 MODEL = "MODEL"
 model = click.option(
@@ -580,6 +603,16 @@ stage_out = out("output_video.mp4 in --dir")
 
 
 serving = together(
+    click.option(
+        "--replicas",
+        type=Replicas(),
+        metavar="N|MIN..MAX",
+        help="Make N videos at once, each by a worker of its own on Ray; of MIN to MAX workers as many as there are "
+        "videos to make.  [default: one in this process, without Ray]",
+    ),
+    ray,
+    resources(),
+    dashboard,
     click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Address to listen at."),
     click.option(
         "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port; 0 takes a free one."
@@ -597,6 +630,13 @@ serving = together(
         show_default=True,
         metavar="FOLDER",
         help="Where requests and videos are kept.",
+    ),
+    click.option(
+        "--table",
+        type=click.Path(path_type=Path, file_okay=False),
+        metavar="FOLDER",
+        help="Where the table of requests is kept, on a disk of this machine, if --dir is on a network.  [default: in "
+        "--dir]",
     ),
     click.option(
         "--max-queue", type=click.IntRange(min=1), default=32, show_default=True, help="Videos that may wait."

@@ -29,14 +29,14 @@ SECTIONS = {
         "attention block-q block-kv block-kv-compute window batch-guidance compiler quick keep",
     ),
     "Where": (
-        "at chip mesh workers ray host port token",
+        "at chip mesh workers replicas ray host port token",
         "hosts encode-workers denoise-workers decode-workers resources retries dashboard rules processes compile-cache "
         "trust-compile-cache offload tile decoder rehearse",
     ),
     "Limits": ("max-queue", "max-pixels max-steps max-upload"),
     "Output": (
         "out dir to train preview quiet",
-        "force preview-decoder sample-every evaluate-every save-every profile stats json verbose verify revision",
+        "force table preview-decoder sample-every evaluate-every save-every profile stats json verbose verify revision",
     ),
     "More": ("config help help-all", ""),
 }

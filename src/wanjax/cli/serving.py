@@ -2,25 +2,31 @@
 """The command `serve`: loads a model and listens until it is stopped."""
 
 import asyncio
+import logging
 import os
 import signal
+from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import click
 import jax
 
 from wanjax import registry
 from wanjax.checkpoints.lora import Lora
+from wanjax.cli.options import COMPILE_CACHE
 from wanjax.cli.processes import meet
 from wanjax.cli.report import Report
+from wanjax.cluster import actors
 from wanjax.errors import WanjaxError
 from wanjax.kernels.compiler_options import kept_set
 from wanjax.layers.tiling import Tiling
-from wanjax.media.pictures import BOUNDS
 from wanjax.pipelines.pipeline import Pipeline
+from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.extending import check_address, extend_prompt
 from wanjax.signals import INTERRUPTED
 
@@ -32,7 +38,7 @@ LIBRARIES = {
 }
 TOKEN = "WANJAX_TOKEN"  # the name of a variable
 LAST_SECONDS = 60.0  # for a step that is under way when the server ends
-CLIP = 8  # times the pixels of all pictures of a request that a clip may have in all its frames
+STOPPED = "stopped; what waits is made when the server is started again"
 SHORTEST = 16  # characters of a token
 
 
@@ -42,8 +48,21 @@ def check_libraries() -> None:
         raise WanjaxError(f"the server needs {' and '.join(missing)}: pip install 'wanjax[serve]' brings them")
 
 
-def serve(report: Report, *, host: str, port: int, token: str | None, folder: Path, **given: Any) -> None:
-    """Serves a model until it is stopped."""
+def serve(
+    report: Report,
+    *,
+    host: str,
+    port: int,
+    token: str | None,
+    folder: Path,
+    table: Path | None,
+    replicas: tuple[int, int] | None,
+    ray: str | None,
+    resources: str | None,
+    dashboard: bool,
+    **given: Any,
+) -> None:
+    """Serves a model until it is stopped, here or, with `replicas`, by so many workers of Ray."""
     check_libraries()
     from wanjax.serve.guard import is_loopback
 
@@ -54,24 +73,123 @@ def serve(report: Report, *, host: str, port: int, token: str | None, folder: Pa
         raise WanjaxError(f"the token is to have {SHORTEST} or more characters of ASCII, so that no one guesses it")
     if given["extend_prompt"] is not None:
         check_address(given["extend_prompt"])
+    if replicas is not None:
+        cluster: dict[str, Any] = {"address": ray, "resources": resources, "dashboard": dashboard}
+        folder, table = (place.expanduser().absolute() for place in (folder, table or folder))
+        where: dict[str, Any] = {"folder": folder, "table": table, "host": host, "port": port, "token": token}
+        return _replicated(report, replicas, given, **cluster, **where)
+    for option, value in {"--ray": ray, "--resources": resources, "--dashboard": dashboard}.items():
+        if value:
+            raise WanjaxError(f"{option} is for workers of Ray: --replicas 2 has some")
     meet(report, given.get("processes"))
     if jax.process_count() > 1:
         raise WanjaxError("a server is one process: without --processes it uses the devices of its own host")
     from wanjax.serve.jobs import Shelf  # imported late, as what `_listen` needs
 
-    with closing(Shelf(folder)) as shelf:  # before the model, for which another server's folder would be waited in vain
+    with closing(Shelf(folder, table)) as shelf:  # before the model: one in use would be told after a long wait
         _listen(report, host, port, token, shelf, given)
 
 
-def _loaded(report: Report, given: dict[str, Any]) -> Pipeline:
+def _replicated(
+    report: Report,
+    replicas: tuple[int, int],
+    given: dict[str, Any],
+    *,
+    address: str | None,
+    resources: str | None,
+    dashboard: bool,
+    folder: Path,
+    table: Path,
+    host: str,
+    port: int,
+    token: str | None,
+) -> None:
+    """Serves by workers of a Ray cluster until a signal. No device is used in this process."""
+    if given.get("processes"):
+        raise WanjaxError("--processes is for one worker, which is this process and those that it meets")
+    if find_spec("ray") is not None and find_spec("fastapi") is None:
+        raise WanjaxError("--replicas needs Ray Serve: pip install 'wanjax[cluster]' brings it")
+    least, most = replicas
+    asked = actors.resources_of(resources).get("")
+    cores = most * (asked or {}).get("num_cpus", 1)
+    jax.config.update("jax_platforms", "cpu")
+    from wanjax.serve import replicas as service
+
+    address = actors.address_of(address)
+    service.check_shelf(folder, table)  # before Ray is waited for
+    if address is None or port == 0:  # else it is one of the cluster's head, which may be elsewhere
+        port = service.free_port(host, port)
+    with actors.connected(address, cores, dashboard, variables=service.VARIABLES) as ray:
+        stopped = _until_signal()
+        service.run(
+            ray,
+            partial(_worker, given, logging.getLogger("wanjax.serve").warning),
+            service.Wanted(least, most, asked or actors.usual_resources(ray)),
+            lambda told: _limits(given, told.outlines[0].defaults),
+            own=address is None,
+            queue=given["max_queue"],
+            shared=click.get_current_context().meta.get(COMPILE_CACHE, {}),
+            note=report.note,
+            stopped=stopped,
+            folder=folder,
+            table=table,
+            host=host,
+            port=port,
+            token=token,
+        )
+    report.note(STOPPED)
+
+
+def _until_signal() -> Callable[[], bool]:
+    """Returns a function that tells whether a signal has asked for the end; a second one ends the process at once."""
+    asked: list[int] = []
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if asked:
+            os._exit(INTERRUPTED)
+        asked.append(number)
+
+    signal.set_wakeup_fd(-1)  # Ctrl-C is the server's from here on
+    signal.signal(signal.SIGINT, end)
+    signal.signal(signal.SIGTERM, end)
+    return lambda: bool(asked)
+
+
+def _loaded(note: Callable[[str], None], given: dict[str, Any]) -> Pipeline:
     """Loads the model, and the decoder of its previews if there is one."""
     chosen: dict[str, Any] = {name: given[name] for name in ("dtype", "attention", "mesh", "lora", "decoder")}
     chosen["compiler"] = given["compiler"] or kept_set()
     chosen |= {"rules": given["rules"] or "fsdp", "verify": given["verify"]}
-    pipe = registry.load(given["model"], note=report.note, **chosen)
+    pipe = registry.load(given["model"], note=note, **chosen)
     if decoder := given["preview_decoder"]:
         pipe.preview_with(decoder)
     return pipe
+
+
+def _limits(given: dict[str, Any], defaults: Settings) -> Any:
+    """Returns the limits of requests for a model of these settings."""
+    from wanjax.serve.limits import Limits
+
+    names = {"queue": "max_queue", "steps": "max_steps", "upload": "max_upload"}
+    bounds = {name: given[option] for name, option in names.items()} | {"upload": given["max_upload"] * 2**20}
+    return Limits.of(defaults, given["max_pixels"], **bounds)
+
+
+def _worker(given: dict[str, Any], note: Callable[[str], None], board: Any) -> Any:
+    """Returns the worker of a board, or of a desk away from one; its model's networks are loaded when it begins."""
+    from wanjax.serve.variants import Variants
+    from wanjax.serve.worker import Worker
+
+    pipe = _loaded(note, given)
+    loras = [Lora.parse(text) for text in given["lora"]]
+    variants = Variants(pipe, loras, lambda name, own: _loaded(note, given | {"model": name, "lora": own}))
+    _limits(given, pipe.defaults).bound_pictures()
+    options: dict[str, Any] = {"tiling": Tiling() if given["tile"] else None, "batch_guidance": given["batch_guidance"]}
+    looking = given["preview"] or given["preview_decoder"] is not None
+    if (url := given["extend_prompt"]) is not None:
+        model = given["extend_model"]
+        options["extend"] = lambda prompt, picture: extend_prompt(prompt, url, model=model, picture=picture)
+    return Worker(variants, board, warm_up=given["rehearse"], preview=looking, **options)
 
 
 def _listen(report: Report, host: str, port: int, token: str | None, shelf: Any, given: dict[str, Any]) -> None:
@@ -81,27 +199,13 @@ def _listen(report: Report, host: str, port: int, token: str | None, shelf: Any,
     from wanjax.serve.app import Service
     from wanjax.serve.board import Board
     from wanjax.serve.connections import BACKLOG, Connection
-    from wanjax.serve.limits import Limits
-    from wanjax.serve.variants import Variants
-    from wanjax.serve.worker import Worker
 
-    folder, loras = shelf.folder, [Lora.parse(text) for text in given["lora"]]
-    pipe = _loaded(report, given)
-    variants = Variants(pipe, loras, lambda name, own: _loaded(report, given | {"model": name, "lora": own}))
-    names = {"queue": "max_queue", "steps": "max_steps", "upload": "max_upload"}
-    bounds = {name: given[option] for name, option in names.items()} | {"upload": given["max_upload"] * 2**20}
-    limits = Limits.of(pipe.defaults, given["max_pixels"], **bounds)
-    BOUNDS.pixels, BOUNDS.times = limits.picture, CLIP
-    board = Board(shelf, limits.queue)
+    folder, board = shelf.folder, Board(shelf, given["max_queue"])
+    worker = _worker(given, report.note, board)
+    defaults = worker.variants.model(None).defaults
     if shelf.strange:
         report.note(f"note: {folder} holds what is no video of this server, left alone: {', '.join(shelf.strange[:5])}")
-    options: dict[str, Any] = {"tiling": Tiling() if given["tile"] else None, "batch_guidance": given["batch_guidance"]}
-    looking = given["preview"] or given["preview_decoder"] is not None
-    if (url := given["extend_prompt"]) is not None:
-        model = given["extend_model"]
-        options["extend"] = lambda prompt, picture: extend_prompt(prompt, url, model=model, picture=picture)
-    worker = Worker(variants, board, warm_up=given["rehearse"], preview=looking, **options)
-    application = Service(board, worker, limits, token).application()
+    application = Service(board, worker, _limits(given, defaults), token).application()
 
     class Server(uvicorn.Server):
         """A server that ends all streams of events at a signal, and which a second signal ends at once."""
@@ -116,7 +220,7 @@ def _listen(report: Report, host: str, port: int, token: str | None, shelf: Any,
             await super().startup(sockets)
             if self.started:
                 worker.start()
-                report.note(f"{pipe.defaults.model} is served at {address(host, self.servers)}, videos in {folder}")
+                report.note(f"{defaults.model} is served at {address(host, self.servers)}, videos in {folder}")
 
     config = uvicorn.Config(
         application, host, port, log_level="warning", access_log=False, server_header=False, date_header=False,
@@ -135,7 +239,7 @@ def _run(server: Any, report: Report) -> None:
         asyncio.run(server.serve())
     except SystemExit as error:  # uvicorn's, where it cannot listen; it has told why
         raise WanjaxError("the server cannot listen there: another --port or --host would do") from error
-    report.note("stopped; what waits is made when the server is started again")
+    report.note(STOPPED)
 
 
 def address(host: str, servers: Any) -> str:

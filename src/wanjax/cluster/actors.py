@@ -32,18 +32,29 @@ VARIABLES = {
 """Variables of a Ray cluster on this machine."""
 
 
+def address_of(address: str | None) -> str | None:
+    """Returns the address of the cluster to join, which the environment may name too; None where one is started."""
+    return address or os.environ.get("RAY_ADDRESS") or None
+
+
 @contextmanager
-def connected(address: str | None, cores: float, dashboard: bool = False, store: int | None = STORE) -> Iterator[Any]:
+def connected(
+    address: str | None,
+    cores: float,
+    dashboard: bool = False,
+    store: int | None = STORE,
+    variables: Mapping[str, str] = VARIABLES,
+) -> Iterator[Any]:
     """Connects to the cluster at an address, or starts one on this machine with so many cores or more; yields `ray`.
 
-    `store` are the bytes of a started one's object store, None for Ray's own choice. Raises WanjaxError where Ray is
-    not installed, or there is no cluster at the address.
+    `store` are the bytes of a started one's object store, None for Ray's own choice, and `variables` are set for it.
+    Raises WanjaxError where Ray is not installed, or there is no cluster at the address.
     """
     if find_spec("ray") is None:
         raise WanjaxError("several workers need Ray: pip install 'wanjax[cluster]' brings it")
     address = address_of(address)
     if address is None:
-        for name, value in VARIABLES.items():
+        for name, value in variables.items():
             os.environ.setdefault(name, value)
     elif address.startswith("ray://"):
         raise WanjaxError(
@@ -52,7 +63,9 @@ def connected(address: str | None, cores: float, dashboard: bool = False, store:
     if "IPython" in sys.modules and sys.modules["IPython"] is None:  # hidden from Flax by the command, and Ray asks too
         del sys.modules["IPython"]
     import ray
+    from ray._private import worker as printing
 
+    printing._worker_logs_enabled = False  # Ray prints deaths among what the command prints, without being asked
     quiet: Any = {"log_to_driver": False, "logging_level": "error"}
     own = not ray.is_initialized()
     try:
@@ -69,11 +82,6 @@ def connected(address: str | None, cores: float, dashboard: bool = False, store:
     finally:
         if own:
             ray.shutdown()
-
-
-def address_of(given: str | None) -> str | None:
-    """Returns the address of the cluster, given or that of the environment; None for one on this machine."""
-    return given or os.environ.get("RAY_ADDRESS") or None
 
 
 def resources_of(text: str | None, stages: Collection[str] = ()) -> dict[str, dict[str, Any]]:

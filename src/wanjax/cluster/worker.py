@@ -87,6 +87,15 @@ class Shared(NamedTuple):
         return Order(own, {**self.record, **{name: getattr(own, name) for name in OWN}})
 
 
+def keep_programs(shared: Mapping[str, Any]) -> None:
+    """Keeps compiled programs for others, in a process in which nothing but this library runs.
+
+    `shared` are the arguments of `use_shared`, where a cache of them is shared.
+    """
+    use_shared(**shared)
+    EXECUTE.kept = of_this_machine() if compile_cache_folder() is None else None
+
+
 class Worker:
     """A pipeline, and the folder of its videos. The pipeline is loaded when it is first needed, and kept.
 
@@ -114,8 +123,7 @@ class Worker:
     @cached_property
     def pipe(self) -> Pipeline:
         if self.owned:
-            use_shared(**self.shared)
-            EXECUTE.kept = of_this_machine() if compile_cache_folder() is None else None
+            keep_programs(self.shared)
         return self.load()
 
     def ready(self) -> None:

@@ -24,18 +24,21 @@ from starlette.types import Receive, Scope, Send
 from wanjax.errors import SettingError, WanjaxError, shown
 from wanjax.media.videos import read_metadata
 from wanjax.pipelines.record import VERSION
-from wanjax.serve import asked, metrics, offer
-from wanjax.serve.board import Board, FullError, UnknownError, Watcher
+from wanjax.serve import asked, metrics
+from wanjax.serve.board import Board, ClosedError, FullError, UnknownError, Videos, Watcher
 from wanjax.serve.faults import UNEXPECTED, explained, storing
 from wanjax.serve.guard import COOKIE, Guard, told
 from wanjax.serve.jobs import COMPLETED, PREVIEW, THUMBNAIL, VIDEO, Job
 from wanjax.serve.limits import Limits
+from wanjax.serve.mirror import Distant, Mirror
+from wanjax.serve.owner import AwayError
 from wanjax.serve.worker import BROKE, Worker
 
 PAGE = files("wanjax.serve") / "page"
 FIELDS, FILES = 64, 12  # of a form
 BODY_SECONDS = 60.0  # in which a request has to arrive
 HEARTBEAT = 15.0  # seconds between signs of life of an idle stream
+AWAY = "the table of videos is out of reach for a while: try again later"
 T = TypeVar("T")
 logger = logging.getLogger("wanjax.serve")
 CONTENT: dict[str, tuple[str, str | None]] = {
@@ -43,12 +46,13 @@ CONTENT: dict[str, tuple[str, str | None]] = {
     "thumbnail": (THUMBNAIL, "image/webp"),
     "preview": (PREVIEW, "image/png"),
 }
+RESULTS = ("video", "thumbnail")  # of which there are whole ones alone
 
 
 class Events(StreamingResponse):
     """A stream of events, which frees the place of its watcher at its end."""
 
-    def __init__(self, board: Board, watcher: Watcher, content: AsyncIterator[str]):
+    def __init__(self, board: Videos, watcher: Watcher, content: AsyncIterator[str]):
         super().__init__(content, media_type="text/event-stream", headers={"cache-control": "no-store"})
         self.board, self.watcher = board, watcher
 
@@ -61,10 +65,10 @@ class Events(StreamingResponse):
 
 @dataclass(frozen=True)
 class Service:
-    """All that answers need."""
+    """All that answers need: the videos or a copy of them, and their worker or what those away are known by."""
 
-    board: Board
-    worker: Worker
+    board: Board | Mirror
+    worker: Worker | Distant
     limits: Limits
     token: str | None = None
 
@@ -91,11 +95,14 @@ class Service:
             HTTPException: lambda request, error: told(error.status_code, error.detail),
             WanjaxError: self._refused,
             FullError: lambda request, error: told(429, str(error), "queue_full", retry_after="5"),
+            ClosedError: lambda request, error: told(503, str(error), "ending", retry_after="30"),
+            AwayError: lambda request, error: told(503, AWAY, "away", retry_after="5"),
             UnknownError: lambda request, error: told(404, str(error), "not_found"),
             ClientDisconnect: lambda request, error: Response(status_code=400),
             Exception: lambda request, error: told(500, UNEXPECTED, "internal"),
         }
-        guard = Guard(Starlette(routes=routes, exception_handlers=handlers), self.token, self.limits.upload)
+        application = Starlette(routes=routes, exception_handlers=handlers)
+        guard = Guard(application, self.token, self.limits.upload, self.board.answers)
         guard.application.state.guard = guard  # pyright: ignore[reportFunctionMemberAccess]
         return guard
 
@@ -123,11 +130,10 @@ class Service:
             saved = asked.save_pictures(found.pictures, place, self.limits)
             job = Job(place.name, {}, saved, scheduler=found.scheduler, lora=dict(found.lora))
             job.settings = asked.completed(found, self.board.shelf.files(job), self.limits).to_json()
-            self.board.add(job)
+            return self.board.add(job)
         except BaseException:
             self.board.shelf.remove(place.name)
             raise
-        return job
 
     async def videos(self, request: Request) -> JSONResponse:
         """Lists videos, the newest first unless `order` is asc, at most `limit` after the one named `after`."""
@@ -137,6 +143,8 @@ class Service:
             raise SettingError(f"limit is {shown(limit)} where a whole number from 1 to 100 is right", "limit")
         if order not in ("asc", "desc"):
             raise SettingError(f"order is {shown(order)} where asc or desc is right", "order")
+        if "after" in query:
+            await self._find(query["after"])
         jobs = sorted(list(self.board.jobs.values()), key=lambda job: job.created_at, reverse=order == "desc")
         ids = [job.id for job in jobs]
         start = ids.index(self.board.find(query["after"]).id) + 1 if "after" in query else 0
@@ -152,7 +160,7 @@ class Service:
         )
 
     async def show(self, request: Request) -> JSONResponse:
-        return self._shown(self.board.find(request.path_params["id"]))
+        return self._shown(await self._find(request.path_params["id"]))
 
     async def remove(self, request: Request) -> JSONResponse:
         """Removes a video; one that waits or is under way is cancelled before."""
@@ -168,11 +176,12 @@ class Service:
 
         `preview` shows one that is under way too, and other variants are what it is made from.
         """
-        job, variant = self.board.find(request.path_params["id"]), request.query_params.get("variant", "video")
+        variant = request.query_params.get("variant", "video")
+        job = await self._find(request.path_params["id"], over=variant in RESULTS)
         own = {Path(name).stem: (name, None) for name in job.files}
         if variant not in (known := CONTENT | own):
             raise SettingError(f"the variant {shown(variant)} is not offered: {', '.join(known)} are", "variant")
-        if job.status != COMPLETED and variant in ("video", "thumbnail"):
+        if job.status != COMPLETED and variant in RESULTS:
             return _unfinished(job)
         name, kind = known[variant]
         if not (file := self.board.shelf.place(job.id) / name).is_file():
@@ -182,7 +191,7 @@ class Service:
 
     async def record(self, request: Request) -> Response:
         """Sends the record of a finished video: everything that shaped it, as its file has it."""
-        job = self.board.find(request.path_params["id"])
+        job = await self._find(request.path_params["id"], over=True)
         if job.status != COMPLETED:
             return _unfinished(job)
         with storing():
@@ -192,7 +201,7 @@ class Service:
         """Streams changes as server-sent events: those of one video until its end, or of all."""
         only = request.path_params.get("id")
         if only is not None:
-            self.board.find(only)
+            await self._find(only)
         if self.board.watchers >= self.limits.streams:
             return told(429, f"{self.limits.streams} streams of events are open, as many as this server has")
         watcher = self.board.watch()  # counted before another request is looked at
@@ -200,7 +209,7 @@ class Service:
 
     async def _stream(self, only: str | None, woken: asyncio.Event) -> AsyncIterator[str]:
         """Yields each change of a video, or of all videos."""
-        version = 0 if only is not None else self.board.since(0)[0]
+        version = 0 if only is not None else self.board.version
         yield "retry: 2000\n\n"
         while not self.board.closed:
             woken.clear()
@@ -221,12 +230,8 @@ class Service:
         return JSONResponse({"object": "list", "data": await run_in_threadpool(self._models)})
 
     def _models(self) -> list[dict[str, Any]]:
-        worker, limits = self.worker, self.limits.to_json()
-        loras = [{"name": name, "strength": lora.strength} for name, lora in worker.variants.loras.items()]
-        about = {"object": "model", "owned_by": "wanjax", "created": int(metrics.STARTED), "limits": limits}
-        about |= {"loras": loras, "extends_prompts": worker.extend is not None}
-        pipes = worker.variants.pipes.values()
-        return [about | offer.model(pipe, worker.tiling, worker.batch_guidance) for pipe in pipes]
+        about = {"object": "model", "owned_by": "wanjax", "limits": self.limits.to_json()}
+        return [about | model for model in self.worker.models()]
 
     async def login(self, request: Request) -> Response:
         """Keeps the token of a form in a cookie, for the page."""
@@ -245,8 +250,18 @@ class Service:
         return JSONResponse(found, 503 if state == BROKE else 200)
 
     async def measured(self, request: Request) -> PlainTextResponse:
-        found = metrics.text(self.board, self.worker, request.app.state.guard.answers)
+        found = metrics.text(self.board, self.worker.seconds, self.worker.state)
         return PlainTextResponse(found, headers={"content-type": metrics.CONTENT_TYPE})
+
+    async def _find(self, id: str, *, over: bool = False) -> Job:
+        """Returns a video; raises UnknownError.
+
+        A copy of the board is renewed before it has no such video, or none that is `over` where that is asked for: who
+        asks may have heard of it by another front.
+        """
+        if (job := self.board.jobs.get(id)) is None or (over and not job.over):
+            await run_in_threadpool(self.board.renew)
+        return self.board.find(id)
 
     def _told(self, job: Job) -> dict[str, Any]:
         return {**job.to_json(), "queue_position": self.board.position(job)}

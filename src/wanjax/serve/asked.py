@@ -24,7 +24,7 @@ from wanjax.pipelines.settings import DRAW, Setting, Settings, pixels
 from wanjax.schedulers import name_of
 from wanjax.serve.limits import Limits
 from wanjax.serve.offer import offered, with_scheduler
-from wanjax.serve.variants import Variants
+from wanjax.serve.variants import Known
 
 FILMS = {b"ftyp": "mp4", b"\x1a\x45\xdf\xa3": "webm"}  # suffixes by what a file has near its start: mov and mkv too
 SAME_PICTURE = "input_reference"  # OpenAI's name of `image`
@@ -48,14 +48,14 @@ class Asked(NamedTuple):
     lora: Mapping[str, float] = {}
 
 
-def read(fields: Mapping[str, Any], files: Mapping[str, Sequence[bytes]], variants: Variants, limits: Limits) -> Asked:
+def read(fields: Mapping[str, Any], files: Mapping[str, Sequence[bytes]], known: Known, limits: Limits) -> Asked:
     """Reads the fields of a JSON object or a form, and a form's files.
 
     Raises WanjaxError for a field that is unknown or of another type, and for a picture that is none.
     """
     fields = {name: value for name, value in fields.items() if value is not None}
-    model = variants.model(MODEL.read(fields.pop("model", variants.first)))
-    lora = variants.strengths(_strengths(fields.pop("lora", {})))
+    model = known.model(MODEL.read(fields.pop("model", known.first)))
+    lora = known.strengths(_strengths(fields.pop("lora", {})))
     pictures = {name: list(given) for name, given in files.items()}
     for name in (*PICTURES, SAME_PICTURE):
         if name in fields:

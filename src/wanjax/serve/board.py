@@ -7,8 +7,8 @@ state, so that a slow one costs no memory.
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from threading import Condition
 from typing import Any
@@ -29,21 +29,28 @@ class UnknownError(LookupError):
     """An id that no video has."""
 
 
-class Board:
-    """All videos by id in the order of their requests, and the queue of those to be made, at most `queue` long."""
+class ClosedError(Exception):
+    """A server that ends, and takes no further request."""
 
-    def __init__(self, shelf: Shelf, queue: int):
-        self.shelf = shelf
-        self.jobs = {job.id: job for job in shelf.load()}
-        self.running: Job | None = None
+
+class Videos:
+    """All videos by id, in the order of their requests, as those who ask and those who watch see them.
+
+    `running` are those under way, by worker. `counts` are those that came to an end since the server began, and
+    `answers` the answers of this process, by status. `version` grows with each change.
+    """
+
+    def __init__(self, jobs: Iterable[Job], most: int):
+        """Takes the videos, and how many may wait."""
+        self.jobs = {job.id: job for job in jobs}
+        self.running: dict[str, Job] = {}
         self.closed = False
-        self.counts = {COMPLETED: 0, FAILED: 0, CANCELLED: 0}  # since the server began
-        self._most = queue
+        self.counts = {COMPLETED: 0, FAILED: 0, CANCELLED: 0}
+        self.answers: Counter[int] = Counter()
+        self._most = most
         self._queue = deque(job for job in self.jobs.values() if job.status == QUEUED)
         self._changed = Condition()
-        self._version = int(time.time() * 1000)  # so that it grows from one start of a server to the next
-        for job in self.jobs.values():
-            job.version = self._version
+        self.version = int(time.time() * 1000)  # so that it grows from one start of a server to the next
         self._removed: deque[tuple[int, str]] = deque(maxlen=REMOVED)
         self._watchers: set[Watcher] = set()
 
@@ -52,33 +59,105 @@ class Board:
         return len(self._queue)
 
     @property
+    def queue(self) -> list[str]:
+        """The ids of the videos that wait, in their order."""
+        return [job.id for job in self._queue]
+
+    @property
+    def all_answers(self) -> Mapping[int, int]:
+        """The answers of all processes of the server, by status."""
+        return self.answers
+
+    @property
     def watchers(self) -> int:
         return len(self._watchers)
 
     def check_room(self) -> None:
-        """Raises FullError where the queue takes no further request."""
+        """Raises FullError where the queue takes no further request, ClosedError where the server ends."""
+        if self.closed:
+            raise ClosedError("this server is ending: ask again when it has started anew")
         if len(self._queue) >= self._most:
             raise FullError(
                 f"{len(self._queue)} videos wait already, as many as this server lets wait: try again later"
             )
 
-    def add(self, job: Job) -> None:
-        """Appends a job, which is on the disk from then on; raises FullError."""
-        with self._changed:
-            self.check_room()
-            self.shelf.add(job)
-            self.jobs[job.id] = job
-            self._queue.append(job)
-            self._tell(job)
+    def find(self, id: str) -> Job:
+        """Returns a video; raises UnknownError."""
+        if (job := self.jobs.get(id)) is None:
+            raise UnknownError("there is no video of this id")
+        return job
 
-    def take(self) -> Job | None:
+    def renew(self) -> None:
+        """Sees to it that what happened before this call is seen."""
+
+    def since(self, version: int, only: str | None = None) -> tuple[int, list[Job], list[str]]:
+        """Returns the version, and what changed and what was removed since another version, of all or one."""
+        with self._changed:
+            asked = self.jobs.values() if only is None else filter(None, [self.jobs.get(only)])
+            changed = [job for job in asked if job.version > version]
+            gone = [id for at, id in self._removed if at >= version and only in (None, id)]
+            return self.version, changed, gone
+
+    def position(self, job: Job) -> int | None:
+        """Returns how many videos are made before this one; None for one that does not wait."""
+        with self._changed:
+            return self._queue.index(job) + len(self.running) if job in self._queue else None
+
+    def watch(self) -> Watcher:
+        """Returns a watcher on the running loop, whose event every change sets until `leave` is called with it."""
+        watcher = (asyncio.get_running_loop(), asyncio.Event())
+        self._watchers.add(watcher)
+        return watcher
+
+    def leave(self, watcher: Watcher) -> None:
+        self._watchers.discard(watcher)
+
+    def wake(self) -> None:
+        """Has all who wait look again."""
+        with self._changed:
+            self._changed.notify_all()
+        for loop, event in list(self._watchers):
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(event.set)
+
+
+class Board(Videos):
+    """The videos on a shelf, and the queue of those to be made, at most `queue` long.
+
+    Workers that begin with `alive` went on while the board was away, and still make what they were making.
+    """
+
+    def __init__(self, shelf: Shelf, queue: int, alive: str | None = None):
+        super().__init__(shelf.load(alive), queue)
+        self.shelf = shelf
+        self.running = {job.worker: job for job in self.jobs.values() if job.status == RUNNING}
+        for job in self.jobs.values():
+            job.version = self.version
+
+    def add(self, job: Job) -> Job:
+        """Appends a job, which is on the disk from then on, and returns it; raises FullError and ClosedError."""
+        with self._changed:
+            if job.id not in self.jobs:  # else it is asked for again, because the answer was lost
+                self.check_room()
+                self.shelf.add(job)
+                self.jobs[job.id] = job
+                self._queue.append(job)
+                self._tell(job)
+            return self.jobs[job.id]
+
+    def take(self, worker: str = "") -> Job | None:
         """Waits for a job and returns it as under way; None when the board is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self.closed or self._queue)
-            if self.closed:
+            return self.begin(worker)
+
+    def begin(self, worker: str = "") -> Job | None:
+        """Returns the first job that waits as under way, by a worker; None where there is none."""
+        with self._changed:
+            if self.closed or not self._queue:
                 return None
-            job = self.running = self._queue.popleft()
-            job.status, job.tries = RUNNING, job.tries + 1
+            job = self.running[worker] = self._queue.popleft()
+            job.status, job.worker, job.tries = RUNNING, worker, job.tries + 1
             self._keep(job)
             self._tell(job, *self._queue)
             return job
@@ -92,22 +171,38 @@ class Board:
             self._tell(job)
 
     def finish(self, job: Job, status: Status, error: dict[str, str] | None = None) -> None:
-        """Notes the end of the job under way. One that was removed meanwhile disappears from the disk."""
+        """Notes the end of a job under way. One that was removed meanwhile disappears from the disk."""
         with self._changed:
-            self.running = None
+            self.running.pop(job.worker, None)
             self._end(job, status, error)
             if job.id not in self.jobs:
                 self._clear(job.id)
 
     def give_back(self, job: Job) -> None:
-        """Puts the job under way back to the head of the queue, because the server ends."""
+        """Puts a job under way back to the head of the queue, because the server ends."""
         with self._changed:
-            self.running, job.status, job.tries = None, QUEUED, job.tries - 1
-            self._queue.appendleft(job)
-            if job.id in self.jobs:
-                self._keep(job)
+            self.running.pop(job.worker, None)
+            job.status, job.worker, job.tries = QUEUED, "", job.tries - 1
+            self._put_back(job)
+
+    def lose(self, worker: str) -> None:
+        """Takes back the job of a worker that died: it waits again, before others, unless it was tried too often."""
+        with self._changed:
+            if (job := self.running.pop(worker, None)) is None:
+                return
+            self.shelf.settle(job)
+            if job.over:
+                self.finish(job, job.status, job.error)
             else:
-                self._clear(job.id)
+                self._put_back(job)
+
+    def _put_back(self, job: Job) -> None:
+        if job.id not in self.jobs:  # it was removed meanwhile
+            self._clear(job.id)
+            return
+        self._queue.appendleft(job)
+        self._keep(job)
+        self._tell(*self._queue)
 
     def cancel(self, id: str) -> Job:
         """Cancels a job that waits or is under way, and returns it; raises UnknownError."""
@@ -139,7 +234,7 @@ class Board:
             del self.jobs[id]
             if job.status != RUNNING:
                 self._clear(id)
-            self._removed.append((self._version, id))
+            self._removed.append((self.version, id))
             self._tell(job, *self._queue)
 
     def close(self) -> None:
@@ -147,34 +242,6 @@ class Board:
         self.closed = True
         with self._changed:
             self._tell()
-
-    def find(self, id: str) -> Job:
-        """Returns a video; raises UnknownError."""
-        if (job := self.jobs.get(id)) is None:
-            raise UnknownError("there is no video of this id")
-        return job
-
-    def since(self, version: int, only: str | None = None) -> tuple[int, list[Job], list[str]]:
-        """Returns the board's version, and what changed and what was removed since another version, of all or one."""
-        with self._changed:
-            asked = self.jobs.values() if only is None else filter(None, [self.jobs.get(only)])
-            changed = [job for job in asked if job.version > version]
-            gone = [id for at, id in self._removed if at >= version and only in (None, id)]
-            return self._version, changed, gone
-
-    def position(self, job: Job) -> int | None:
-        """Returns how many videos are made before this one; None for one that does not wait."""
-        with self._changed:
-            return self._queue.index(job) + (self.running is not None) if job in self._queue else None
-
-    def watch(self) -> Watcher:
-        """Returns a watcher on the running loop, whose event every change sets until `leave` is called with it."""
-        watcher = (asyncio.get_running_loop(), asyncio.Event())
-        self._watchers.add(watcher)
-        return watcher
-
-    def leave(self, watcher: Watcher) -> None:
-        self._watchers.discard(watcher)
 
     def _end(self, job: Job, status: Status, error: dict[str, str] | None) -> None:
         job.status, job.error, job.completed_at, job.stage = status, error, time.time(), ""
@@ -200,13 +267,11 @@ class Board:
         """Removes the oldest failed videos, beyond those that are remembered."""
         for job in list(failed)[:-FAILURES]:
             del self.jobs[job.id]
+            self._removed.append((self.version, job.id))
             self._clear(job.id)
 
     def _tell(self, *jobs: Job) -> None:
-        self._version += 1
+        self.version += 1
         for job in jobs:
-            job.version = self._version
-        self._changed.notify_all()
-        for loop, event in list(self._watchers):
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(event.set)
+            job.version = self.version
+        self.wake()

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from wanjax.errors import WanjaxError, causes, is_out_of_memory, reason
 
@@ -26,10 +26,6 @@ UNEXPECTED = "the server failed, and its log has the details"
 FOLDERS = re.compile(r"(?<![\w.:/~-])~?/(?:[^\s/'\"]+/)*(?=[^\s/])")  # of an absolute path
 
 
-class StorageError(WanjaxError):
-    """A table or a file that cannot be written, as on a full disk."""
-
-
 class Fault(NamedTuple):
     """An error as a client is told of it; `own` tells whether it is the server's, whose log then has the rest."""
 
@@ -37,6 +33,22 @@ class Fault(NamedTuple):
     code: str
     message: str
     own: bool = True
+
+
+class StorageError(WanjaxError):
+    """A table or a file that cannot be written, as on a full disk; `fault` is known of one from another process."""
+
+    fault: Fault | None = None
+
+    def __reduce__(self) -> Any:
+        """Lets the error go from one process to another, where it does not know what it was raised from."""
+        return type(self)._with, (str(self), explained(self, ()))
+
+    @classmethod
+    def _with(cls, text: str, fault: Fault) -> "StorageError":
+        made = cls(text)
+        made.fault = fault
+        return made
 
 
 @contextmanager
@@ -61,6 +73,8 @@ def is_full(error: Exception) -> bool:
 def explained(error: Exception, folders: Iterable[Path]) -> Fault:
     """Returns what a client is told of an error; `folders` are known ones of the server."""
     for cause in causes(error):
+        if isinstance(cause, StorageError) and cause.fault is not None:
+            return cause.fault
         if isinstance(cause, sqlite3.Error):
             why = NO_ROOM if is_full(cause) else f"the server's table cannot be written: {cause}"
             return Fault(507, STORAGE, why)

@@ -44,11 +44,11 @@ def told(
 class Guard:
     """The application, for those who may ask. `upload` is the most bytes of a request; `answers` counts by status."""
 
-    def __init__(self, application: ASGIApp, token: str | None, upload: int):
+    def __init__(self, application: ASGIApp, token: str | None, upload: int, answers: Counter[int]):
         self.application = application
         self.token = token
         self.upload = upload
-        self.answers: Counter[int] = Counter()
+        self.answers = answers
         self.arriving = 0  # bytes of the bodies of all requests that are under way
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -33,7 +33,7 @@ TABLE, LOCK, FORMER = "videos.sqlite", "serving.lock", "job.json"  # the last wa
 VIDEO, THUMBNAIL, PREVIEW = "video.mp4", "thumbnail.webp", "preview.png"
 CANCELLED, STOPPED = "cancelled", "server_stopped"
 Status = Literal["queued", "in_progress", "completed", "failed"]
-TRIES = 2  # times that a request may be under way when the server ends before it is given up
+TRIES = 2  # times that a request may be under way when the server, or its worker, ends before it is given up
 ID = re.compile(r"video_\w{1,64}", re.ASCII)
 FILE = re.compile(r"\w{1,64}\.\w{1,8}", re.ASCII)
 VERSION = 1  # of the table
@@ -42,8 +42,6 @@ CREATE TABLE videos (
     number INTEGER PRIMARY KEY,  -- in the order of their requests
     id TEXT NOT NULL UNIQUE,
     stays INTEGER NOT NULL,      -- 0 while its folder is made or removed: what is left of it goes at the next start
-    holder TEXT,                 -- of several servers that share the folder, the one that makes it,
-    lease REAL,                  -- and the time until which it does
     job TEXT NOT NULL            -- as JSON
 )
 """
@@ -54,9 +52,10 @@ class Job:
     """A requested video: complete settings, the names of its pictures' files, and what has become of it.
 
     `done` of `total` counts the steps or the chunks of `stage`; `preview` the steps that had been taken when the last
-    preview was made, 0 where there is none; `seconds` are those of the stages. `tries` counts how
-    often it was begun. `version` is the number of its last change on the board. `cancelled` asks for its end.
-    `scheduler` is None for the model's own, and `lora` has the strength of each LoRA.
+    preview was made, 0 where there is none; `seconds` are those of the stages. `tries` counts how often it was begun,
+    and `worker` names the one that makes it where there are several. `version` is the number of its last change on the
+    board. `cancelled` asks for its end. `scheduler` is None for the model's own, and `lora` has the strength of each
+    LoRA.
     """
 
     id: str
@@ -70,6 +69,7 @@ class Job:
     total: int = 0
     preview: int = 0
     tries: int = 0
+    worker: str = ""
     completed_at: float | None = None
     error: dict[str, str] | None = None
     seconds: dict[str, float] = field(default_factory=dict)
@@ -127,23 +127,45 @@ def new_id() -> str:
     return f"video_{secrets.token_hex(12)}"
 
 
-class Shelf:
-    """The table of all videos, and the folder in which each has one of its own.
+class Places:
+    """The folder in which each video has one of its own."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder.expanduser().absolute()
+
+    def place(self, id: str) -> Path:
+        return self.folder / id
+
+    def files(self, job: Job) -> dict[str, Any]:
+        """Returns the paths of a job's pictures by name."""
+        place = self.place(job.id)
+        return {
+            name: [place / one for one in file] if isinstance(file, list) else place / file
+            for name, file in job.pictures.items()
+        }
+
+
+class Shelf(Places):
+    """The table of all videos, and their places.
 
     `strange` lists what was found and left alone: folders of videos that no row names, and rows that do not read.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, table: Path | None = None, tries: int = TRIES):
         """Opens the folder and its table, which are made if need be; of a server before there were tables, once.
 
-        Raises WanjaxError if they cannot be written, if another server uses them, or if the table is a newer one.
+        `table` is the folder of the table, None for the same. `tries` is how often a video may be begun. Raises
+        WanjaxError if they cannot be written, if another server uses them, or if the table is a newer one.
         """
-        self.folder = folder.expanduser().absolute()
+        super().__init__(folder)
+        self.table = (self.folder if table is None else table.expanduser().absolute()) / TABLE
+        self.tries = tries
         self.strange: list[str] = []
         check_folder(self.folder)
+        check_folder(self.table.parent)
         options: Any = {"isolation_level": None, "check_same_thread": False}  # the board has a lock of its own
-        self._lock = Hold(self.folder / LOCK, "server", "--dir")
-        self._table = sqlite3.connect(self.folder / TABLE, **options)
+        self._lock = Hold(self.table.parent / LOCK, "server", "--dir")
+        self._table = sqlite3.connect(self.table, **options)
         self._table.text_factory = partial(str, encoding="utf-8", errors="replace")
         try:
             with self._writing():
@@ -153,9 +175,7 @@ class Shelf:
                 if version == 0:
                     self._begin()
             if version > VERSION:
-                raise WanjaxError(
-                    f"{self.folder / TABLE} is of a newer wanjax, version {version}: another --dir would do"
-                )
+                raise WanjaxError(f"{self.table} is of a newer wanjax, version {version}: another --dir would do")
         except BaseException:
             self.close()
             raise
@@ -179,23 +199,12 @@ class Shelf:
         except sqlite3.Error as error:
             if self._table.in_transaction:
                 self._table.rollback()
-            raise StorageError(f"{self.folder / TABLE} cannot be written: {error}") from error
+            raise StorageError(f"{self.table} cannot be written: {error}") from error
 
     def close(self) -> None:
         """Leaves the folder to another server."""
         self._table.close()
         self._lock.close()
-
-    def place(self, id: str) -> Path:
-        return self.folder / id
-
-    def files(self, job: Job) -> dict[str, Any]:
-        """Returns the paths of a job's pictures by name."""
-        place = self.place(job.id)
-        return {
-            name: [place / one for one in file] if isinstance(file, list) else place / file
-            for name, file in job.pictures.items()
-        }
 
     def make_place(self) -> Path:
         """Makes the folder of a new video, which stays once its job is saved; the folder's name is the id."""
@@ -244,10 +253,11 @@ class Shelf:
             with self._writing():
                 self._table.execute("DELETE FROM videos WHERE id = ?", (id,))
 
-    def load(self) -> list[Job]:
+    def load(self, alive: str | None = None) -> list[Job]:
         """Returns the jobs in the order of their requests; removes what was not to stay.
 
-        Those under way when the server ended are complete if their video is, and else wait again.
+        Those under way when the server ended are complete if their video is, and else wait again; but for those of
+        workers that begin with `alive`.
         """
         with self._writing():
             rows = self._table.execute("SELECT id, stays, job FROM videos ORDER BY number").fetchall()
@@ -260,7 +270,9 @@ class Shelf:
             elif (job := self._read(id, text)) is None:
                 self.strange.append(f"the row of {id}")
             else:
-                self._settle(job)
+                if not job.over and (alive is None or not job.worker.startswith(alive)):
+                    self.settle(job)
+                    self.save(job)
                 found.append(job)
         named = {id for id, _, _ in rows}
         self.strange += sorted(place.name for place in self.folder.glob("video_*") if place.name not in named)
@@ -278,21 +290,19 @@ class Shelf:
                 return job
         return None
 
-    def _settle(self, job: Job) -> None:
-        """Writes down what became of a job that was under way when the server ended."""
-        if job.over:
-            return
+    def settle(self, job: Job) -> None:
+        """Decides what becomes of a job that was under way when the server, or its worker, ended."""
+        job.worker = ""
         if (video := self.place(job.id) / VIDEO).exists():
             job.status, job.progress, job.completed_at = COMPLETED, 100, video.stat().st_mtime
         elif job.cancelled:
             job.status, job.completed_at, job.error = FAILED, time.time(), cancellation()
-        elif job.tries >= TRIES:
+        elif job.status == RUNNING and job.tries >= self.tries:
             job.status, job.completed_at = FAILED, time.time()
-            told = f"the server ended {job.tries} times while it made this video, so it does not try again"
+            told = f"the server or its worker ended {job.tries} times while it made this video, so it tries no more"
             job.error = {"code": STOPPED, "message": told}
         else:
             job.status, job.progress, job.stage, job.done, job.total = QUEUED, 0, "", 0, 0
-        self.save(job)
 
 
 def cancellation() -> dict[str, str]:

@@ -5,8 +5,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from wanjax.errors import SettingError, WanjaxError, shown
+from wanjax.media.pictures import BOUNDS
 from wanjax.pipelines.settings import Settings
 
+CLIP = 8  # times the pixels of all pictures of a request that a clip may have in all its frames
 TIMES = 4  # a video may have this many times the pixels of the model's default one
 
 
@@ -41,6 +43,10 @@ class Limits:
         for name in ("steps", "fps"):
             if (value := getattr(settings, name)) > (most := getattr(self, name)):
                 raise SettingError(f"{name} is {shown(value)} where this server takes {most} at most", name)
+
+    def bound_pictures(self) -> None:
+        """Bounds the pictures and clips that are read in this process."""
+        BOUNDS.pixels, BOUNDS.times = self.picture, CLIP
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -9,41 +9,49 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from wanjax.checkpoints.hub import check_file
 from wanjax.checkpoints.lora import Lora
 from wanjax.errors import SettingError, WanjaxError, shown
+from wanjax.pipelines.components import Components
+from wanjax.pipelines.family import Architecture
 from wanjax.pipelines.pipeline import Pipeline
+from wanjax.pipelines.settings import Settings
 from wanjax.registry import presets
+from wanjax.sharding import abstract_partitioner
 
 Load = Callable[[str, Sequence[Lora]], Pipeline]
 Strengths = Mapping[str, float]
 
 
-class Variants:
-    """The models by name, the served one first, and the LoRAs that the server was started with, by name.
+class Outline(NamedTuple):
+    """All of a pipeline that requests are checked by: it has no component, and its devices need not be here."""
 
-    `load` returns the pipeline of a model with LoRAs; None is for a server that has no other than the first.
+    architecture: Architecture
+    defaults: Settings
+    sizes: Mapping[str, tuple[int, int]]
+    mesh: Mapping[str, int]
+
+    @classmethod
+    def of(cls, pipe: Pipeline) -> "Outline":
+        return cls(pipe.architecture, pipe.defaults, pipe.sizes, dict(pipe.partitioner.mesh.shape))
+
+    def pipeline(self) -> Pipeline:
+        pipe = Pipeline(Components({}), self.architecture, self.defaults, abstract_partitioner(**self.mesh))
+        pipe.sizes = dict(self.sizes)
+        return pipe
+
+
+class Known:
+    """The models that requests may name, the served one first, and the LoRAs, each with its usual strength.
+
+    `folders` are those of the models and the LoRAs.
     """
 
-    def __init__(self, pipe: Pipeline, loras: Sequence[Lora] = (), load: Load | None = None):
-        self.first = pipe.defaults.model
-        self.pipes = {self.first: pipe}
-        self.loras = {lora.name: lora for lora in loras}
-        self._load = load
-        if load is not None:
-            for name in _siblings(self.first):
-                with suppress(WanjaxError):  # its LoRA cannot be read now
-                    self.pipes[name] = load(name, loras)
-        self._usual = {name: lora.strength for name, lora in self.loras.items()}
-        self._held = pipe, self._weights(self.first, self._usual)
-
-    @property
-    def folders(self) -> list[Path]:
-        """The folders of the models and the LoRAs."""
-        sources = [pipe.components.source for pipe in self.pipes.values()]
-        loras = [Path(lora.file).expanduser().absolute().parent for lora in self.loras.values()]
-        return [*loras, *(source.root for source in sources if source is not None)]
+    def __init__(self, pipes: Mapping[str, Pipeline], usual: Strengths, folders: Sequence[Path] = ()):
+        self.pipes, self.usual, self.folders = dict(pipes), dict(usual), list(folders)
+        self.first = next(iter(pipes))
 
     def model(self, name: str | None) -> Pipeline:
         """Returns a model's pipeline, for its settings; None is the first's. Raises SettingError."""
@@ -54,10 +62,31 @@ class Variants:
 
     def strengths(self, asked: Strengths) -> dict[str, float]:
         """Returns the strength of each LoRA, as asked or else as the server was started; raises SettingError."""
-        if unknown := [name for name in asked if name not in self.loras]:
-            has = " and ".join(self.loras) or "none"
+        if unknown := [name for name in asked if name not in self.usual]:
+            has = " and ".join(self.usual) or "none"
             raise SettingError(f"no LoRA of this server is named {shown(unknown[0])}: it has {has}", "lora")
-        return {**self._usual, **asked}
+        return {**self.usual, **asked}
+
+
+class Variants(Known):
+    """The models of which one is in memory, and the LoRAs that are merged into it.
+
+    `load` returns the pipeline of a model with LoRAs; None is for a server that has no other than the first.
+    """
+
+    def __init__(self, pipe: Pipeline, loras: Sequence[Lora] = (), load: Load | None = None):
+        pipes = {pipe.defaults.model: pipe}
+        self.loras = {lora.name: lora for lora in loras}
+        self._load = load
+        if load is not None:
+            for name in _siblings(pipe.defaults.model):
+                with suppress(WanjaxError):  # its LoRA cannot be read now
+                    pipes[name] = load(name, loras)
+        sources = [each.components.source for each in pipes.values()]
+        folders = [Path(lora.file).expanduser().absolute().parent for lora in loras]
+        folders += [source.root for source in sources if source is not None]
+        super().__init__(pipes, {name: lora.strength for name, lora in self.loras.items()}, folders)
+        self._held = pipe, self._weights(self.first, self.usual)
 
     def take(self, name: str, strengths: Strengths) -> Pipeline:
         """Returns a model's pipeline with these strengths, whose networks take the place of those in memory.
@@ -68,7 +97,7 @@ class Variants:
         pipe, wanted = self.model(name), self._weights(name, strengths)
         if pipe is held and weights == wanted:
             return held
-        if wanted != self._weights(name, self._usual):
+        if wanted != self._weights(name, self.usual):
             assert self._load is not None
             pipe = self._load(name, [replace(lora, strength=strengths[key]) for key, lora in self.loras.items()])
         pipe.progress = False

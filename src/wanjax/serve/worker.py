@@ -2,6 +2,7 @@
 """The thread that owns the model: it makes one video after another, and nothing that a request asks for ends it."""
 
 import logging
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -32,9 +33,10 @@ from wanjax.pipelines.windows import Window
 from wanjax.programs import EXECUTE
 from wanjax.serve import offer
 from wanjax.serve.board import Board
+from wanjax.serve.desk import Desk
 from wanjax.serve.faults import OUT_OF_MEMORY, STORAGE, explained
 from wanjax.serve.jobs import COMPLETED, FAILED, PREVIEW, THUMBNAIL, VIDEO, Job, cancellation
-from wanjax.serve.variants import Variants
+from wanjax.serve.variants import Outline, Variants
 
 SHAPES = 16  # shapes whose compiled programs are kept
 PERCENT = {"extend": (0, 0), "compile": (0, 0), "encode": (0, 2), "denoise": (2, 95), "decode": (95, 99)}
@@ -44,8 +46,20 @@ LOADING, READY, BROKE = "loading", "ready", "failed"
 logger = logging.getLogger("wanjax.serve")
 
 
+class Told(NamedTuple):
+    """What a process without the models needs to know of them.
+
+    `models` is what clients are told, and requests are checked by the others. `usual` are the LoRAs' strengths.
+    """
+
+    models: list[dict[str, Any]]
+    outlines: list[Outline]
+    usual: dict[str, float]
+    folders: list[Path]
+
+
 class Worker:
-    """The worker of a board. `tiling` and `batch_guidance` are those of all videos.
+    """The worker of a board, or of a desk away from one. `tiling` and `batch_guidance` are those of all videos.
 
     `preview` tells whether to show at a few steps what a video will be. `extend` extends a prompt, and is told whether
     the video begins from a picture.
@@ -56,7 +70,7 @@ class Worker:
     def __init__(
         self,
         variants: Variants,
-        board: Board,
+        board: Board | Desk,
         *,
         tiling: Tiling | None = None,
         batch_guidance: bool = False,
@@ -68,18 +82,29 @@ class Worker:
         self.board = board
         self.tiling = tiling
         self.batch_guidance = batch_guidance
-        self.state = LOADING
+        self.state, self.created = LOADING, time.time()
         self.seconds: dict[str, float] = {}  # of all videos so far, by stage
         self._warm_up = warm_up
         self.preview = preview
         self.extend = extend
         self._shapes: set[Any] = set()
-        self._thread = Thread(target=self._run, name="wanjax-worker", daemon=True)
+        self._thread = Thread(target=self.run, name="wanjax-worker", daemon=True)
 
     @property
     def folders(self) -> list[Path]:
         """Folders of this machine that no client is told of."""
         return [self.board.shelf.folder, *self.variants.folders]
+
+    def models(self) -> list[dict[str, Any]]:
+        """Returns what a server tells of its models, the served one first."""
+        loras = [{"name": name, "strength": strength} for name, strength in self.variants.usual.items()]
+        about = {"created": int(self.created), "loras": loras, "extends_prompts": self.extend is not None}
+        return [about | offer.model(pipe, self.tiling, self.batch_guidance) for pipe in self.variants.pipes.values()]
+
+    def told(self) -> Told:
+        """Returns what a server away from here needs to know of this worker."""
+        outlines = [Outline.of(pipe) for pipe in self.variants.pipes.values()]
+        return Told(self.models(), outlines, self.variants.usual, self.variants.folders)
 
     def start(self) -> None:
         self._thread.start()
@@ -90,7 +115,8 @@ class Worker:
             self._thread.join(seconds)
         return not self._thread.is_alive()
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Loads the model, and makes videos until the board is closed."""
         pipe = self.variants.model(None)
         pipe.progress = False
         try:

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`wanjax serve --replicas` with `nano`, whose workers are killed while clients ask.
+
+    python -m benchmarks.replicas [--requests 200] [--clients 20] [--workers 2] [--every 20] [--owner]
+
+Every few seconds a worker is killed with SIGKILL, by turns. Each client asks for a small video, looks at it until it is
+made, and fetches it; between, it lists videos. Printed are what became of the requests, and the seconds of the answers
+to GET: in the second after a kill, and otherwise. With `--owner` the owner of the table is killed once too. The last
+line tells whether the bar is met: every request that was taken has ended, and 99 of 100 answers came within 0.2 s.
+"""
+
+import argparse
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+
+SMALL = {"size": "32x32", "frames": 5}
+LOOK, AGAIN = 0.5, 1.0  # seconds between two looks at a video, and until a full queue is asked again
+BAR = 0.2  # seconds
+START, END = 600.0, 120.0  # seconds in which the service starts, and ends
+PATIENCE = 900.0  # seconds in which a video ends
+
+
+@contextmanager
+def service(folder: Path, workers: str, *options: str) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
+    """Starts `wanjax serve --replicas` on a free port; yields its address and the process, and ends it."""
+    command = [sys.executable, "-m", "wanjax", "serve", "--port", "0", "--dir", str(folder), "--replicas", workers]
+    process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        found = None
+        for line in process.stderr:
+            if found := re.search(r"served at (http://\S+)/", line):
+                break
+        assert found, "the service did not begin"
+        rest = Thread(target=process.stderr.read, daemon=True)  # so that no one waits for room in the pipe
+        rest.start()
+        yield found[1], process
+    finally:
+        process.terminate()
+        try:
+            process.wait(END)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+
+
+def actors(process: "subprocess.Popen[str]", name: str) -> list[psutil.Process]:
+    """Returns the processes of a service's actors of a class, the oldest first."""
+    found = []
+    for each in psutil.Process(process.pid).children(recursive=True):
+        try:
+            if " ".join(each.cmdline()).startswith(f"ray::{name}"):
+                found.append((each.create_time(), each.pid, each))
+        except psutil.NoSuchProcess:
+            continue
+    return [each for *_, each in sorted(found)]
+
+
+@dataclass
+class Watch:
+    """What clients have seen: the outcomes of their requests, and when each GET was sent and how long it took."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    gets: list[tuple[float, float]] = field(default_factory=list)
+    failed: Counter[str] = field(default_factory=Counter)
+
+    def get(self, client: httpx.Client, path: str) -> httpx.Response | None:
+        """Asks once; returns None where no good answer came."""
+        begun = time.monotonic()
+        try:
+            answer = client.get(path)
+        except httpx.TransportError as error:
+            self.failed[type(error).__name__] += 1
+            return None
+        if answer.status_code >= 500:
+            self.failed[str(answer.status_code)] += 1
+            return None
+        self.gets.append((begun, time.monotonic() - begun))
+        return answer
+
+    def one(self, address: str, number: int) -> None:
+        """Asks for a video, and follows it to its end."""
+        with httpx.Client(base_url=address, timeout=60) as client:
+            body = SMALL | {"prompt": f"a red circle moving right, take {number}", "seed": number}
+            body |= {"steps": random.Random(number).choice([2, 4, 8])}
+            while True:
+                try:
+                    answer = client.post("/v1/videos", json=body)
+                except httpx.TransportError:
+                    self.outcomes["asked again, without an answer"] += 1
+                    continue
+                if answer.status_code == 200:
+                    break
+                self.outcomes[f"asked again after {answer.status_code}"] += 1
+                time.sleep(AGAIN)
+            id, end = answer.json()["id"], time.monotonic() + PATIENCE
+            while time.monotonic() < end:
+                time.sleep(LOOK)
+                found = self.get(client, f"/v1/videos/{id}")
+                if found is not None and found.status_code != 200:
+                    self.outcomes["lost"] += 1
+                    return
+                if found is not None and (status := found.json()["status"]) in ("completed", "failed"):
+                    made = status == "completed" and self.get(client, f"/v1/videos/{id}/content")
+                    whole = made and made.content[4:8] == b"ftyp"
+                    self.outcomes["completed" if whole else f"{status}: {found.json()['error']}"] += 1
+                    return
+                self.get(client, "/v1/videos?limit=5")
+            self.outcomes["not ended"] += 1
+
+
+def measure(
+    folder: Path, requests: int, clients: int, workers: int, every: float, owner: bool = False
+) -> dict[str, Any]:
+    """Returns the outcomes, the kills, and the seconds of answers in the second after a kill and otherwise."""
+    watch, kills, over = Watch(), [], Event()
+    with service(folder, str(workers)) as (address, process):
+        with httpx.Client(base_url=address, timeout=60) as client:
+            end = time.monotonic() + START
+            while client.get("/health").json()["status"] != "ready":
+                assert time.monotonic() < end, "no worker is ready"
+                time.sleep(0.2)
+
+        def kill() -> None:
+            turn = 0
+            while not over.wait(every):
+                name = "PatientOwner" if owner and turn == 1 else "Making"
+                for each in actors(process, name)[:1]:  # the oldest, so each in its turn
+                    each.send_signal(signal.SIGKILL)
+                    kills.append(time.monotonic())
+                turn += 1
+
+        killer = Thread(target=kill)
+        killer.start()
+        began = time.monotonic()
+        with ThreadPoolExecutor(clients) as pool:
+            list(pool.map(lambda number: watch.one(address, number), range(requests)))
+        seconds = time.monotonic() - began
+        over.set()
+        killer.join()
+    near = [took for at, took in watch.gets if any(kill <= at + took and at <= kill + 1 for kill in kills)]
+    apart = [took for at, took in watch.gets if not any(kill <= at + took and at <= kill + 1 for kill in kills)]
+    return {
+        "outcomes": dict(watch.outcomes),
+        "completed": watch.outcomes["completed"],
+        "seconds": seconds,
+        "kills": len(kills),
+        "failed": dict(watch.failed),
+        "near": near,
+        "apart": apart,
+    }
+
+
+def row(name: str, seconds: list[float]) -> str:
+    if not seconds:
+        return f"{name:<34} none"
+    p50, p90, p99 = np.percentile(seconds, (50, 90, 99))
+    return f"{name:<34} {len(seconds):>7} {p50:>8.3f} {p90:>8.3f} {p99:>8.3f} {max(seconds):>8.3f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--clients", type=int, default=20)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--every", type=float, default=20.0, help="seconds between two kills")
+    parser.add_argument("--owner", action="store_true", help="kill the owner of the table too, once")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(Path(folder), **vars(options))
+    print(
+        f"{options.requests} requests by {options.clients} clients, {options.workers} workers, {found['kills']} kills"
+    )
+    print(f"{found['seconds']:.0f} s; " + ", ".join(f"{count} {what}" for what, count in found["outcomes"].items()))
+    print(f"{'answers to GET':<34} {'number':>7} {'p50 s':>8} {'p90 s':>8} {'p99 s':>8} {'most s':>8}")
+    print(row("in the second after a kill", found["near"]))
+    print(row("otherwise", found["apart"]))
+    print(f"GETs without a good answer: {found['failed'] or 'none'}")
+    ended = found["completed"] == options.requests
+    print(f"bar: {'met' if ended and np.percentile(found['apart'], 99) <= BAR else 'missed'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The board as a front sees it, which answers requests and makes no video.
+
+It reads from a copy that follows the owner's board by some hundredths of a second, and goes on doing so while the owner
+is away. What it changes, it asks of the owner, and then waits until the copy shows it.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from threading import Thread
+from typing import Any
+from uuid import uuid4
+
+from wanjax.serve.board import UnknownError, Videos
+from wanjax.serve.jobs import Job, Places
+from wanjax.serve.owner import AwayError, Call, News
+from wanjax.serve.variants import Known
+from wanjax.serve.worker import LOADING, READY, Told
+
+LAG = 5.0  # seconds for which a change is waited for
+PAUSE = 0.5  # seconds until an owner that is away is asked again
+logger = logging.getLogger("wanjax.serve")
+
+
+class Entrance(Places):
+    """The places of videos, made and removed by the owner."""
+
+    def __init__(self, call: Call, folder: Path):
+        super().__init__(folder)
+        self.call = call
+
+    def make_place(self) -> Path:
+        """Makes the folder of a new video; the folder's name is the id."""
+        return self.place(self.call("make_place"))
+
+    def remove(self, id: str) -> None:
+        """Removes the folder of a video that was refused."""
+        self.call("discard", id)
+
+
+class Mirror(Videos):
+    """A copy of the owner's board, and the ways to change that."""
+
+    def __init__(self, call: Call, folder: Path, queue: int):
+        """Takes the way to the owner, the folder of the videos, and how many may wait."""
+        super().__init__([], queue)
+        self.version = 0
+        self.call, self.shelf = call, Entrance(call, folder)
+        self.seconds: Mapping[str, float] = {}
+        self.ready = False
+        self._all_answers: Mapping[int, int] = {}
+        self._name = uuid4().hex
+
+    @property
+    def all_answers(self) -> Mapping[int, int]:
+        return self._all_answers
+
+    def follow(self) -> None:
+        """Reads the whole board, then follows it from a thread; raises AwayError where the owner is."""
+        self._apply(self._news())
+        Thread(target=self._follow, name="wanjax-mirror", daemon=True).start()
+
+    def _follow(self) -> None:
+        while True:
+            try:
+                self._apply(self._news())
+            except AwayError:
+                time.sleep(PAUSE)
+            except Exception:
+                logger.exception("the board cannot be followed")
+                time.sleep(PAUSE)
+
+    def _news(self) -> News:
+        return self.call("since", self.version, self._name, dict(self.answers))
+
+    def _apply(self, news: News) -> None:
+        with self._changed:
+            gone = self.jobs.keys() - {job.id for job in news.changed} if news.whole else news.removed
+            for id in gone:
+                if self.jobs.pop(id, None) is not None:
+                    self._removed.append((news.version - 1, id))
+            self.jobs.update({job.id: job for job in news.changed})
+            self._queue = deque(self.jobs[id] for id in news.queue if id in self.jobs)
+            self.running = {worker: self.jobs[id] for worker, id in news.running.items() if id in self.jobs}
+            self.counts, self.seconds, self._all_answers = dict(news.counts), news.seconds, news.answers
+            self.ready, self.closed = news.ready, news.closed
+            self.version = news.version
+            self.wake()
+
+    def add(self, job: Job) -> Job:
+        """Appends a job, which is on the owner's disk from then on, and returns it; raises as `Board.add`."""
+        self._await(self.call("add", job))
+        return self.jobs.get(job.id, job)
+
+    def cancel(self, id: str) -> Job:
+        """Cancels a job that waits or is under way, and returns it; raises UnknownError."""
+        self._await(self.call("cancel", id))
+        return self.find(id)
+
+    def remove(self, id: str) -> None:
+        """Removes a video; raises UnknownError."""
+        known = id in self.jobs
+        try:
+            self._await(self.call("remove", id))
+        except UnknownError:
+            if not known:
+                raise
+            self.renew()  # it was removed, and the answer was lost
+
+    def renew(self) -> None:
+        self._await(self.call("version"))
+
+    def _await(self, version: int) -> None:
+        """Waits until the copy shows a version."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.version >= version, LAG)
+
+
+class Distant:
+    """Workers as a front knows them: by what one of them told."""
+
+    def __init__(self, told: Told, board: Mirror):
+        self.variants = Known({outline.defaults.model: outline.pipeline() for outline in told.outlines}, told.usual)
+        self.folders = [board.shelf.folder, *told.folders]
+        self._models, self._board = told.models, board
+
+    @property
+    def state(self) -> str:
+        return READY if self._board.ready else LOADING
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        return self._board.seconds
+
+    def models(self) -> list[dict[str, Any]]:
+        return self._models

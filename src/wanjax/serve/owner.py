@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one process that owns the table of a server whose videos several workers make.
+
+All calls run on one event loop, so each is whole before the next begins. A call whose answer was lost, because this
+process died and was started anew, is sent again: so each may be obeyed twice. What is under way goes on meanwhile, and
+its workers are known by their names.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from wanjax.serve.board import Board
+from wanjax.serve.jobs import Job, Shelf, Status
+
+TRIES = 5  # times that a video may be begun whose workers die
+WAIT = 10.0  # seconds for which a call waits for news
+TOGETHER = 0.05  # seconds in which changes are gathered
+MADE = ("settings", "seconds", "notes", "stage", "done", "total", "preview")  # what a worker tells of a job
+
+Call = Callable[..., Any]
+"""Calls a method of the owner, wherever that is; raises what it raises, or AwayError where it is out of reach."""
+
+
+class AwayError(Exception):
+    """An owner that does not answer: it is started anew, or its service has ended."""
+
+
+class Orders(NamedTuple):
+    """What a worker is told: a job to begin, whether to end the one that it has, and whether to end itself."""
+
+    job: Job | None = None
+    cancelled: bool = False
+    closed: bool = False
+
+
+class News(NamedTuple):
+    """What has changed since a version of the board, or all there is where `whole`."""
+
+    version: int
+    whole: bool
+    changed: list[Job]
+    removed: list[str]
+    queue: list[str]
+    """The ids of the videos that wait, in their order."""
+    running: dict[str, str]
+    """The ids of the videos under way, by worker."""
+    counts: dict[str, int]
+    seconds: dict[str, float]
+    """Those of all videos so far, by stage."""
+    answers: dict[int, int]
+    """Those of all fronts, by status."""
+    ready: bool
+    """Whether a worker has its model loaded and compiled."""
+    closed: bool
+
+
+class Load(NamedTuple):
+    """How many videos wait, and are under way."""
+
+    waiting: int
+    running: int
+
+
+class Owner:
+    """The shelf and the board of a server, for fronts, which answer requests, and for workers.
+
+    `service` begins the names of its workers; those of another service are gone.
+    """
+
+    def __init__(self, folder: Path, table: Path, queue: int, service: str):
+        """Opens the folder and the table, as `Shelf` does, and raises as that; at most `queue` videos wait."""
+        self.shelf = Shelf(folder, table, TRIES)
+        self.board = Board(self.shelf, queue, alive=service)
+        self.seconds: Counter[str] = Counter()
+        self.answers: dict[str, dict[int, int]] = {}
+        self._began = self.board.version
+        self._known = {*self.board.running}  # workers that were ready
+        self._ready = bool(self._known)
+        self._idle: set[str] = set()
+        self._dismissed: set[str] = set()
+
+    async def strange(self) -> list[str]:
+        """Returns what the folder holds beside this server's videos."""
+        return self.shelf.strange
+
+    # Workers
+
+    async def take(self, worker: str) -> Orders:
+        """Returns a job for a worker; none where there is none for a while."""
+        self._known.add(worker)
+        if not self._ready:
+            self._ready = True
+            self.board.wake()
+        self._idle.add(worker)
+        watcher = self.board.watch()
+        try:
+            async with asyncio.timeout(WAIT):
+                while (orders := self._orders(worker)) == Orders():
+                    watcher[1].clear()
+                    await watcher[1].wait()
+            return orders
+        except TimeoutError:
+            return Orders()
+        finally:
+            self._idle.discard(worker)
+            self.board.leave(watcher)
+
+    def _orders(self, worker: str) -> Orders:
+        dismissed = self.board.closed or worker in self._dismissed
+        job = self.board.running.get(worker)  # one that it was given before, where the answer was lost
+        return Orders(None if dismissed else job or self.board.begin(worker), closed=dismissed)
+
+    async def advance(self, worker: str, id: str, progress: int, made: dict[str, Any]) -> Orders:
+        """Notes how far a worker is with a job; returns whether it is to go on."""
+        job = self.board.running.get(worker)
+        if job is None or job.id != id:
+            return Orders(cancelled=True)
+        if progress > job.progress or any(getattr(job, name) != value for name, value in made.items()):
+            self.board.advance(job, progress, **made)
+        return Orders(cancelled=job.cancelled, closed=self.board.closed)
+
+    async def finish(
+        self, worker: str, id: str, made: dict[str, Any], status: Status, error: dict[str, str] | None
+    ) -> None:
+        """Notes the end of a job, unless that was noted before, or another worker has it."""
+        job = self.board.running.get(worker)
+        if job is not None and job.id == id:
+            for name, value in made.items():
+                setattr(job, name, value)
+            self.seconds.update(job.seconds)
+            self.board.finish(job, status, error)
+
+    async def give_back(self, worker: str, id: str) -> None:
+        """Lets the job of a worker wait again, because the server ends."""
+        job = self.board.running.get(worker)
+        if job is not None and job.id == id:
+            self.board.give_back(job)
+
+    async def lose(self, worker: str) -> bool:
+        """Takes back the job of a worker that died; tells whether it was ever ready."""
+        self._dismissed.add(worker)  # a call of it may still be waiting
+        self.board.lose(worker)
+        return worker in self._known
+
+    async def dismiss(self, count: int) -> list[str]:
+        """Ends at most so many workers that have nothing to do, and returns their names."""
+        chosen = [] if self.board.waiting else sorted(self._idle - self._dismissed)[:count]
+        self._dismissed.update(chosen)
+        self.board.wake()
+        return chosen
+
+    async def load(self) -> Load:
+        return Load(self.board.waiting, len(self.board.running))
+
+    # Fronts
+
+    async def since(self, version: int, front: str, answers: dict[int, int]) -> News:
+        """Returns what has changed since a version, as soon as something has; `answers` are those of a front so far."""
+        self.answers[front] = answers
+        watcher = self.board.watch()
+        try:
+            if version == self.board.version:
+                async with asyncio.timeout(WAIT):
+                    await watcher[1].wait()
+                await asyncio.sleep(TOGETHER)
+        except TimeoutError:
+            pass
+        finally:
+            self.board.leave(watcher)
+        return self._news(version)
+
+    def _news(self, version: int) -> News:
+        board, whole = self.board, not self._began <= version <= self.board.version  # it may be another owner's
+        now, changed, removed = board.since(0 if whole else version)
+        return News(
+            now,
+            whole,
+            changed,
+            [] if whole else removed,
+            board.queue,
+            {worker: job.id for worker, job in board.running.items()},
+            dict(board.counts),
+            dict(self.seconds),
+            dict(sum(map(Counter, self.answers.values()), Counter())),
+            self._ready,
+            board.closed,
+        )
+
+    async def make_place(self) -> str:
+        """Makes the folder of a new video, and returns its id."""
+        return self.shelf.make_place().name
+
+    async def add(self, job: Job) -> int:
+        """Appends a job, which is on the disk from then on; returns the version; raises as `Board.add`."""
+        self.board.add(job)
+        return self.board.version
+
+    async def discard(self, id: str) -> None:
+        """Removes the folder of a video that was refused."""
+        if id in self.board.jobs:  # it was added, and the answer was lost
+            self.board.remove(id)
+        else:
+            self.shelf.remove(id)
+
+    async def cancel(self, id: str) -> int:
+        """Cancels a video, and returns the version; raises UnknownError."""
+        self.board.cancel(id)
+        return self.board.version
+
+    async def remove(self, id: str) -> int:
+        """Removes a video, and returns the version; raises UnknownError."""
+        self.board.remove(id)
+        return self.board.version
+
+    async def version(self) -> int:
+        return self.board.version
+
+    async def close(self) -> None:
+        """Takes no more requests, and has workers give back what they are making."""
+        self.board.close()
