@@ -68,6 +68,14 @@ def run(pipe: Any, rule: str, **settings: Any) -> np.ndarray:
     return np.asarray(pipe.denoise(encoded(pipe), guidance_rule=rule, **given))
 
 
+def rounded(apart: Callable[[str], float], model: str) -> float:
+    """Returns how far two ways of one run may be apart: 2e-5, or half more than they are without a rule.
+
+    The second of the random experts answers a change of its input by one some hundred times as large.
+    """
+    return max(2e-5, 1.5 * apart("none")) if model == "experts" else 2e-5
+
+
 def joined(rule: str, scale: float, prompt: Any, negative: Any, clean: Any, average: Any) -> tuple[Any, Any]:
     """Returns the published formulas' prediction of one video, in float64; `clean` has the shares of x and of it."""
     if rule == "cfg-zero":
@@ -130,14 +138,18 @@ def test_nag_leads_away_from_the_negative_prompt_alone(load):
 @pytest.mark.parametrize("model", quick(["wan"], [name for name in MODELS if name != "causal"]))
 def test_nag_beside_guidance_is_the_same_in_one_batch(load, model):
     alone = run(load(model), "nag")
-    assert error(run(load(model), "nag", batch_guidance=True), alone) <= 2e-5
+    bound = rounded(lambda rule: error(run(load(model), rule, batch_guidance=True), run(load(model), rule)), model)
+    assert error(run(load(model), "nag", batch_guidance=True), alone) <= bound
     assert error(run(load(model), "nag:scale=3,alpha=1"), alone) > 1e-6
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [name for name in MODELS if name != "causal"])
 def test_nag_beside_guidance_is_the_same_on_a_mesh(load, model):
-    assert error(run(load(model, "dp=2,sp=2,tp=2"), "nag"), run(load(model), "nag")) <= 2e-5
+    def apart(rule: str) -> float:
+        return error(run(load(model, "dp=2,sp=2,tp=2"), rule), run(load(model), rule))
+
+    assert apart("nag") <= rounded(apart, model)
 
 
 @pytest.mark.parametrize("rule", quick(["apg"], ["cfg-zero", "apg"]))
