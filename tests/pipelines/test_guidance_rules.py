@@ -138,7 +138,9 @@ def test_nag_leads_away_from_the_negative_prompt_alone(load):
 @pytest.mark.parametrize("model", quick(["wan"], [name for name in MODELS if name != "causal"]))
 def test_nag_beside_guidance_is_the_same_in_one_batch(load, model):
     alone = run(load(model), "nag")
-    bound = rounded(lambda rule: error(run(load(model), rule, batch_guidance=True), run(load(model), rule)), model)
+    bound = rounded(
+        lambda rule: float(error(run(load(model), rule, batch_guidance=True), run(load(model), rule))), model
+    )
     assert error(run(load(model), "nag", batch_guidance=True), alone) <= bound
     assert error(run(load(model), "nag:scale=3,alpha=1"), alone) > 1e-6
 
@@ -147,7 +149,7 @@ def test_nag_beside_guidance_is_the_same_in_one_batch(load, model):
 @pytest.mark.parametrize("model", [name for name in MODELS if name != "causal"])
 def test_nag_beside_guidance_is_the_same_on_a_mesh(load, model):
     def apart(rule: str) -> float:
-        return error(run(load(model, "dp=2,sp=2,tp=2"), rule), run(load(model), rule))
+        return float(error(run(load(model, "dp=2,sp=2,tp=2"), rule), run(load(model), rule)))
 
     assert apart("nag") <= rounded(apart, model)
 
