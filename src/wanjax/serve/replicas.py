@@ -320,7 +320,7 @@ def run(
     `make` returns a worker at a desk, in its own process, and `limits_of` the limits by what it tells. `own` tells that
     the cluster was started for this service.
     """
-    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    logging.getLogger("ray.serve").disabled = True  # Serve sets its level anew; what goes wrong is raised
     if not own:
         check_alone(ray)
     service = f"{NAMESPACE}-{token_hex(4)}"
