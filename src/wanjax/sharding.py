@@ -55,12 +55,13 @@ class Rules:
         return hash((tuple(self.weights.items()), tuple(self.activations.items()), self.gathered))
 
 
+_BY_TOKENS = {"batch": ("dp",), "length": ("sp", "tp")}
 _SPACE = {"width": MESH_AXES, "height": MESH_AXES}  # an autoencoder's frames are sharded over all devices
 RULES: Mapping[str, Rules] = MappingProxyType(
     {
         "fsdp": Rules(
             weights={"heads": ("sp", "tp"), "mlp": ("sp", "tp"), "vocab": ("sp", "tp")},
-            activations={"batch": ("dp",), "length": ("sp", "tp"), **_SPACE},
+            activations={**_BY_TOKENS, **_SPACE},
             gathered=True,
         ),
         "tp": Rules(
@@ -68,9 +69,7 @@ RULES: Mapping[str, Rules] = MappingProxyType(
             activations={"batch": ("dp",), "heads": ("tp",), "mlp": ("tp",), "length": ("sp", "tp"), **_SPACE},
             gathered=False,
         ),
-        "replicated": Rules(
-            weights={}, activations={"batch": ("dp",), "length": ("sp", "tp"), **_SPACE}, gathered=False
-        ),
+        "replicated": Rules(weights={}, activations={**_BY_TOKENS, **_SPACE}, gathered=False),
     }
 )
 

@@ -37,4 +37,9 @@ class FlowEuler(Scheduler):
         self, schedule: Schedule, index: Index, prediction: Sample, x: Sample, state: tuple[()]
     ) -> tuple[Sample, tuple[()]]:
         """Moves x along the velocity to the next noise level."""
-        return x + (schedule.sigmas[index + 1] - schedule.sigmas[index]) * prediction, state
+        return moved(schedule, index, prediction, x), state
+
+
+def moved(schedule: Schedule, index: Index, velocity: Sample, x: Sample) -> Sample:
+    """Returns x at the next noise level, by Euler's method."""
+    return x + (schedule.sigmas[index + 1] - schedule.sigmas[index]) * velocity

@@ -28,6 +28,7 @@ from wanjax.schedulers.base import (
     even_levels,
     shifted,
 )
+from wanjax.schedulers.flow_euler import moved
 from wanjax.schedulers.noise import Drawn, Given, noise_source, take_noise
 
 
@@ -148,7 +149,7 @@ class RCMEuler(RCM):
         self, schedule: Schedule, index: Index, prediction: Sample, x: Sample, state: tuple[()]
     ) -> tuple[Sample, tuple[()]]:
         """Moves x along the velocity to the next noise level."""
-        return x + (schedule.sigmas[index + 1] - schedule.sigmas[index]) * prediction, state
+        return moved(schedule, index, prediction, x), state
 
 
 def _check_official(sigmas: str) -> None:

@@ -147,7 +147,7 @@ def visits(mask: Radial, queries: int, keys: int, block_kv: int, together: int) 
     lists = [cell for rows in np.moveaxis(shown, 2, 1) for cell in rows]  # [together, held] of each cell
     count = np.array([cell.sum(axis=1).max() for cell in lists])
     first = np.cumsum(together * count) - together * count
-    start = [np.full((number, together), NONE) for number in count] or [np.zeros((0, together))]
+    start = [np.full((number, together), NONE) for number in count]
     for cell, made in zip(lists, start, strict=True):
         for column, row in enumerate(cell):
             found = np.flatnonzero(row) * mask.block_kv
