@@ -175,7 +175,7 @@ def encoded(vae: Any, frames: GivenFrames, tiling: Tiling | None, call: Call) ->
 
     def encode(tile: Tile, chunk: Shaped[np.ndarray, "T H W 3"]) -> Any:
         top, left, tall, wide = (config.patch * n for n in tile)
-        x = call(from_frames, config.patch, np.ascontiguousarray(chunk[:, top : top + tall, left : left + wide]))
+        x = call(from_frames, config.patch, chunk[:, top : top + tall, left : left + wide])
         made, caches[tile] = call(encode_chunk, graphdef, x, caches.get(tile), weights)
         return made
 
