@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles a model's programs for an H100 that need not be there, and prints the memory of each.
+
+    JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 JAX_PLATFORMS=cpu python -m benchmarks.cuda_memory MODEL [--attention TEXT]
+
+It needs `jax-cuda13-plugin` and `jax-cuda13-pjrt` of JAX's version, installed without what they require, and NVIDIA's
+packages of CUDA 13 and cuDNN. The compiler's own assignment of buffers gives the bytes. The largest array that is not
+an argument is printed too: attention that kept all scores would show as L x L.
+"""
+
+import math
+import re
+from typing import Any
+
+import click
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from wanjax import registry
+from wanjax.compilers.lowering import Lowering
+from wanjax.figures import in_bytes
+from wanjax.kernels.attention import Attention
+from wanjax.pipelines.recording import needed_pictures, record
+from wanjax.plan.recorded import programs_of
+from wanjax.sharding import MESH_AXES, RULES, Partitioner
+
+H100 = """
+gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 3352320000000
+  l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 84978434048 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 minor: 0 } registers_per_core_limit: 65536 registers_per_block_limit: 65536 }
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 28 patch: 1 } runtime_version { major: 13 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+SHAPE = re.compile(r"\b(f32|bf16|f16|s32|u32|s8|u8|pred)\[([\d,]+)\]")
+BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s8": 1, "u8": 1, "pred": 1}
+
+
+def largest(text: str) -> tuple[int, str]:
+    """Returns the bytes and the type of the largest array of a compiled module that is not an argument."""
+    given = {match[0] for line in text.splitlines() if " parameter(" in line for match in SHAPE.finditer(line)}
+    found = {match[0]: BYTES[match[1]] * math.prod(map(int, match[2].split(","))) for match in SHAPE.finditer(text)}
+    return max((size, name) for name, size in found.items() if name not in given)
+
+
+def compiled(lowering: Lowering) -> jax.stages.Compiled:
+    """Compiles a program for the devices of its arguments."""
+    function = jax.jit(lowering.function, donate_argnums=lowering.donate)
+    return function.lower(*lowering.arguments).compile()
+
+
+@click.command()
+@click.argument("model")
+@click.option("--attention", default="auto", show_default=True)
+@click.option("--size", help="The name of a size, such as 480p.")
+@click.option("--only", multiple=True, help="A program's name; all without it.")
+def main(model: str, attention: str, size: str | None, only: tuple[str, ...]) -> None:
+    """Prints a line for each program."""
+    described = topologies.get_topology_desc("h100", "cuda", topology="1x1x1", target_config=H100).devices
+    mesh = Mesh(np.array(described).reshape([1] * len(MESH_AXES)), MESH_AXES)
+    family, architecture, settings = registry.outline(model)
+    height, width = settings.size if size is None else registry.size_of(model, {"size": size})
+    settings = settings.updated({"dtype": "bfloat16", "height": height, "width": width})
+    partitioner = Partitioner(mesh, RULES["fsdp"])
+    pipe = registry.outlined(family, architecture, settings, partitioner, attention=Attention.of(attention))
+    for program in programs_of(record(pipe, settings, needed_pictures(pipe, settings))):
+        if only and program.name not in only:
+            continue
+        made: Any = compiled(program.lowering)
+        memory = made.memory_analysis()
+        held, beside = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+        most, kind = largest(made.as_text())
+        click.echo(
+            f"{program.name}: {in_bytes(held, 1024)} of arguments, {in_bytes(beside, 1024)} beside them; "
+            f"largest {kind}, {in_bytes(most, 1024)}"
+        )
+
+
+if __name__ == "__main__":
+    main()
