@@ -20,7 +20,7 @@ from wanjax.checkpoints.sources import read_json
 from wanjax.converters import clip, rules, t5
 from wanjax.converters.wan import diffusers as wan
 from wanjax.errors import WanjaxError
-from wanjax.kernels.attention import Attention
+from wanjax.kernels.attention import Attention, SparseLinear
 from wanjax.models.clip import CLIP_VIT_H
 from wanjax.models.t5 import UMT5_XXL
 from wanjax.models.wan.config import (
@@ -101,9 +101,9 @@ NETWORKS = {
     **{
         name: Published(config, wan.transformer_rules(config), transformer_keys(config), parameters)
         for name, config, parameters in (
-            ("turbowan2.1-t2v-1.3b", replace(T2V_1_3B, sparse_linear=True), 1_419_492_160),
-            ("turbowan2.1-t2v-14b", replace(T2V_14B, sparse_linear=True), 14_289_152_064),
-            ("turbowan2.2-i2v-a14b", replace(I2V_A14B, sparse_linear=True), 14_289_561_664),
+            ("turbowan2.1-t2v-1.3b", replace(T2V_1_3B, sparse_linear=SparseLinear()), 1_419_492_160),
+            ("turbowan2.1-t2v-14b", replace(T2V_14B, sparse_linear=SparseLinear()), 14_289_152_064),
+            ("turbowan2.2-i2v-a14b", replace(I2V_A14B, sparse_linear=SparseLinear()), 14_289_561_664),
         )
     },
     "clip-vit-h": Published(CLIP_VIT_H, clip.clip_rules(CLIP_VIT_H), image_encoder_keys(CLIP_VIT_H), 611_086_080),

@@ -2,7 +2,6 @@
 """The conversion tables of Wan's networks in the diffusers layout: names and shapes of the weights, and config.json."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from wanjax.converters.configs import check_kind
@@ -19,6 +18,7 @@ from wanjax.converters.rules import (
     squeeze,
 )
 from wanjax.errors import WanjaxError
+from wanjax.kernels.attention import SparseLinear
 from wanjax.models.wan.config import (
     T2V_1_3B,
     T2V_14B,
@@ -65,7 +65,7 @@ def transformer_config(json: Mapping[str, Any]) -> TransformerConfig:
             text_width=json["text_dim"],
             frequency_dim=json["freq_dim"],
             eps=json["eps"],
-            sparse_linear=json.get("sparse_linear", False),
+            sparse_linear=_sparse_linear(json),
         )
     except KeyError as missing:
         raise WanjaxError(f"the transformer's config.json has no {missing.args[0]}") from None
@@ -83,9 +83,21 @@ def transformer_config(json: Mapping[str, Any]) -> TransformerConfig:
             return _causal_config(plain, json)
         return _control_config(plain, json) if controlled else plain
     check_kind("transformer", json, {"added_kv_proj_dim": (plain.width,)})
-    return ImageTransformerConfig(
-        **asdict(plain), image_width=image_width, image_positions=json.get("pos_embed_seq_len")
-    )
+    return ImageTransformerConfig(**vars(plain), image_width=image_width, image_positions=json.get("pos_embed_seq_len"))
+
+
+def _sparse_linear(json: Mapping[str, Any]) -> SparseLinear | None:
+    """Reads the sparse-linear attention that a transformer was trained with: its text, or true for the authors' own."""
+    text = json.get("sparse_linear", False)
+    if isinstance(text, str):
+        return SparseLinear.parse(text)
+    check_kind("transformer", json, {"sparse_linear": (False, True)})
+    return SparseLinear() if text else None
+
+
+def sparse_linear_entry(sparse: SparseLinear | None) -> dict[str, Any]:
+    """Returns the entry of config.json on sparse-linear attention; none for a transformer without it."""
+    return {"sparse_linear": str(sparse) or True} if sparse else {}
 
 
 def _control_config(plain: TransformerConfig, json: Mapping[str, Any]) -> ControlTransformerConfig:
@@ -96,7 +108,7 @@ def _control_config(plain: TransformerConfig, json: Mapping[str, Any]) -> Contro
     if list(layers) != list(range(0, plain.layers, stride)) or plain.layers % stride:
         right = f"evenly spaced layers from 0 that divide {plain.layers}"
         raise WanjaxError(f"the transformer's config.json has vace_layers {list(layers)} where {right} are supported")
-    return ControlTransformerConfig(**asdict(plain), control_channels=channels, control_stride=stride)
+    return ControlTransformerConfig(**vars(plain), control_channels=channels, control_stride=stride)
 
 
 def _causal_config(plain: TransformerConfig, json: Mapping[str, Any]) -> CausalTransformerConfig:
@@ -108,7 +120,7 @@ def _causal_config(plain: TransformerConfig, json: Mapping[str, Any]) -> CausalT
             f"the transformer's config.json has blocks of {block} frames in a window of {window}, of which {sink} "
             "stay: multiples of the block are supported, such as 3, 21 and 0"
         )
-    return CausalTransformerConfig(**asdict(plain), block_frames=block, window=window, sink=sink)
+    return CausalTransformerConfig(**vars(plain), block_frames=block, window=window, sink=sink)
 
 
 def transformer_rules(config: TransformerConfig) -> list[Rule]:
@@ -174,7 +186,7 @@ def _plain_rules(config: TransformerConfig) -> list[Rule]:
 def _block(source: str, target: str, config: TransformerConfig) -> list[Rule]:
     return [
         *_attention(f"{source}.attn1", f"{target}.self_attn", rope_halves(config.heads)),
-        *linear(f"{source}.attn1.proj_l", f"{target}.self_attn.proj_l") * config.sparse_linear,
+        *linear(f"{source}.attn1.proj_l", f"{target}.self_attn.proj_l") * bool(config.sparse_linear),
         *_attention(f"{source}.attn2", f"{target}.cross_attn", IDENTITY),
         *norm(f"{source}.norm2", f"{target}.norm2", bias=True),
         *linear(f"{source}.ffn.net.0.proj", f"{target}.mlp.up"),

@@ -4,7 +4,7 @@
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -19,9 +19,10 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from wanjax.checkpoints import manifest
-from wanjax.checkpoints.adapted import AdaptedSource, Note
+from wanjax.checkpoints.adapted import AdaptedSource, Note, located
+from wanjax.checkpoints.extended import ExtendedSource
 from wanjax.checkpoints.hub import check_file
-from wanjax.checkpoints.lora import Lora
+from wanjax.checkpoints.lora import Lora, trained_attention
 from wanjax.checkpoints.networks import Network, NetworkKind, components, network
 from wanjax.checkpoints.sources import Layout, Source, beside, open_source
 from wanjax.compilers.cache import set_cache_folder
@@ -255,7 +256,8 @@ def load(
         fast bfloat16, and `param_dtype` elsewhere. The VAE is always in float32, as in the reference.
     param_dtype: the dtype, of the same two, in which weights are kept; None is bfloat16 for published checkpoints, and
         the stored dtype for others.
-    attention: the transformer's implementation, or "radial:0.2", or an `Attention`; None chooses by platform and shape.
+    attention: the transformer's implementation, or "radial:0.2", "sla:top=0.15" or an `Attention`; None is what it or a
+        LoRA was trained with, or chooses by platform and shape. A projection that "sla" needs begins with zeros.
     mesh: a mesh of `wanjax.make_mesh`, a text such as "dp=2,sp=1,tp=4", or "auto", which uses as many devices as help;
         None is one device on a CPU, and "auto" elsewhere.
     video: settings of the videos to come, for which "auto" chooses the mesh; None is the model's defaults.
@@ -280,7 +282,13 @@ def load(
     examined = _told(model, revision, note)
     if verify:
         manifest.verify(examined.source, progress or (lambda at, done, total: None))
-    found = _scheduled_by(scheduler, _adapted(examined, lora, note))
+    loras = _listed(lora)
+    learned = attention_of(loras)
+    asked = asked or learned
+    found = _scheduled_by(scheduler, adapted(examined, loras, asked, note))
+    if learned is None and found.architecture.entries != examined.architecture.entries:
+        told = f"{examined.settings.model} was not trained with {asked}, whose projection begins with zeros"
+        note(told) if note else warnings.warn(told, stacklevel=3)
     tiny = None if decoder is None else DecoderFile.in_place_of(found.architecture.vae, decoder)
     return _pipeline(found, Loading(dtype, param_dtype, asked, mesh, video, rules, compiler, offload, progress, tiny))
 
@@ -334,14 +342,37 @@ def _tell_licence(preset: Preset | None, note: Note | None) -> None:
         note(told) if note else warnings.warn(told, stacklevel=5)  # past `load` and its decorators
 
 
-def _adapted(found: Checkpoint, given: Loras, note: Note | None) -> Checkpoint:
-    """Returns the checkpoint with the preset's own LoRAs and the given ones merged in."""
+def _listed(given: Loras) -> tuple[Lora, ...]:
+    """Returns given LoRAs as values."""
     listed = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
-    loras = tuple((lora if isinstance(lora, Lora) else Lora.parse(str(lora))).named() for lora in listed)
+    return tuple((lora if isinstance(lora, Lora) else Lora.parse(str(lora))).named() for lora in listed)
+
+
+def attention_of(loras: Iterable[Lora]) -> Attention | None:
+    """Returns the attention that LoRAs were trained with: of the first that is merged and tells one; None if none."""
+    return next(filter(None, (trained_attention(located(lora)) for lora in loras if lora.strength)), None)
+
+
+def adapted(found: Checkpoint, loras: tuple[Lora, ...], asked: Attention | None, note: Note | None) -> Checkpoint:
+    """Returns the checkpoint with the preset's own LoRAs and the given ones merged in.
+
+    Where sparse-linear attention is asked for, and needs a projection that the checkpoint does not hold, it begins with
+    zeros.
+    """
+    found = _extended(found, asked or AUTO)
     merged = [*(Lora.parse(lora) for lora in (found.preset.loras if found.preset else ())), *loras]
     if not merged:
         return found
     return replace(found, source=AdaptedSource(found.source, merged, found.family.networks, note), loras=loras)
+
+
+def _extended(found: Checkpoint, asked: Attention) -> Checkpoint:
+    architecture = found.architecture.attending(asked, found.settings.model)
+    if architecture == found.architecture:
+        return found
+    entries = {name: architecture.entries for name in architecture.denoisers}
+    source = ExtendedSource(found.source, entries, found.family.networks)
+    return replace(found, architecture=architecture, source=source)
 
 
 def _scheduled_by(scheduler: str | Scheduler | None, found: Checkpoint) -> Checkpoint:
@@ -366,7 +397,7 @@ def _pipeline(found: Checkpoint, way: Loading) -> Pipeline:
     way = way._replace(dtype=way.dtype or usual, param_dtype=kept)
     sizes = _sizes(found, way, partitioner)
     defaults = replace(found.settings, dtype=way.dtype or _stored_dtype(found.source, "transformer"))
-    _check_attention(way.attention, found.architecture, defaults)
+    _check_attention(way.attention or AUTO, found.architecture, defaults)
     loaders = _loaders(found, defaults.dtype, way, partitioner)
     networks = [name for name in loaders if name not in found.family.loaders]
     shapes = {name: partial(_abstract, found, name, defaults.dtype, way, partitioner) for name in networks}
@@ -476,11 +507,8 @@ def _digests(found: Checkpoint, way: Loading) -> dict[str, str]:
     return {name: digest for name, path in read.items() if (digest := digest_of(path)) is not None}
 
 
-def _check_attention(attention: Attention | None, architecture: Architecture, settings: Settings) -> None:
-    """Raises UnsupportedError, before weights are read, where the denoiser cannot use the named attention here."""
-    if attention is None:
-        return
-    architecture.check_attention(attention, settings.model)
+def _check_attention(attention: Attention, architecture: Architecture, settings: Settings) -> None:
+    """Raises UnsupportedError, before weights are read, where the named attention cannot be used here."""
     work = architecture.forward(settings)
     some = jax.ShapeDtypeStruct((1, 256, work.heads, work.width // work.heads), settings.dtype)
     choose(some, some, some, implementation=attention)
@@ -547,7 +575,7 @@ def outlined(
     The networks compute in the settings' dtype. The keywords are those of `load`. Prompts have the length that the
     family gives.
     """
-    architecture.check_attention(attention, settings.model)
+    architecture = architecture.attending(attention, settings.model)
     preset = presets().get(settings.model)
     kept = param_dtype or (preset.param_dtype if preset and preset.architecture else settings.dtype)
 

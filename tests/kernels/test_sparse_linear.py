@@ -24,6 +24,7 @@ from wanjax.compilers.kernels import kernel_calls
 from wanjax.compilers.lowering import Lowering
 from wanjax.errors import UnsupportedError, WanjaxError
 from wanjax.kernels.attention import (
+    AUTO,
     Attention,
     Projection,
     SparseLinear,
@@ -219,7 +220,7 @@ def test_operands_that_are_refused():
 
 
 KW = {"dtype": jnp.float32, "param_dtype": jnp.float32}
-TRAINED = replace(TRANSFORMER, sparse_linear=True)
+TRAINED = replace(TRANSFORMER, sparse_linear=SparseLinear())
 
 
 def test_a_layer_with_it():
@@ -253,18 +254,28 @@ def test_a_transformer_with_it():
     assert out.shape == (1, 2, 12, 16, 16)
 
 
-def test_models_that_were_not_trained_with_it():
+def test_models_that_were_not_trained_with_it_can_be():
+    """Their denoisers then have its projection; those that are dense otherwise stay as they are."""
+    architecture, asked = presets()["wan2.1-t2v-14b"].architecture, Attention.parse("sla:top=0.2")
+    assert architecture.attending(asked, "wan").attention(AUTO) == asked
+    for other in ("auto", "radial", "chunked"):
+        assert architecture.attending(Attention.parse(other), "wan") is architecture
+
+
+@pytest.mark.parametrize("model", ["vace-14b", "causal", "cogvideox-2b", "hunyuanvideo1.5"])
+def test_models_that_can_have_none(model):
+    name = next(name for name in presets() if model in name)
     with pytest.raises(UnsupportedError, match=naming("wan --attention auto")):
-        presets()["wan2.1-t2v-14b"].architecture.check_attention(Attention.parse("sla"), "wan")
+        presets()[name].architecture.attending(Attention.parse("sla"), "wan")
 
 
 @pytest.mark.parametrize("asked", ["radial", "chunked", "auto:window=9"])
 def test_models_that_were_trained_with_it_have_no_other(asked):
     architecture = presets()["turbowan2.1-t2v-14b-480p"].architecture
     for allowed in ("auto", "sla", "sla:top=0.15"):
-        architecture.check_attention(Attention.parse(allowed), "wan")
+        assert architecture.attending(Attention.parse(allowed), "wan") is architecture
     with pytest.raises(UnsupportedError, match=naming("wan --attention auto")):
-        architecture.check_attention(Attention.parse(asked), "wan")
+        architecture.attending(Attention.parse(asked), "wan")
 
 
 LOUD = 14.0  # logits of a standard deviation of 196

@@ -31,6 +31,7 @@ from wanjax.cli.remake import check_files
 from wanjax.converters.wan import diffusers as wan
 from wanjax.converters.wan import original
 from wanjax.errors import WanjaxError
+from wanjax.kernels.attention import SparseLinear
 from wanjax.models.wan.config import I2V_A14B, T2V_1_3B, T2V_14B, CausalTransformerConfig
 from wanjax.pipelines.wan import layouts as wan_layouts
 from wanjax.pipelines.wan import recognise
@@ -379,6 +380,7 @@ class Shapes:
 
 
 SMALL, LARGE = (f"Wan-AI/Wan2.1-T2V-{size}-Diffusers" for size in ("1.3B", "14B"))
+SPARSE = SparseLinear()
 TURBO = "TurboDiffusion/TurboWan2.1-T2V-{0}/TurboWan2.1-T2V-{0}.pth"
 
 
@@ -387,9 +389,14 @@ TURBO = "TurboDiffusion/TurboWan2.1-T2V-{0}/TurboWan2.1-T2V-{0}.pth"
     [
         (T2V_1_3B, "wan.safetensors", SMALL, SMALL),
         (T2V_14B, "wan.safetensors", LARGE, LARGE),
-        (replace(T2V_1_3B, sparse_linear=True), "model.pth", TURBO.format("1.3B-480P"), SMALL),
-        (replace(T2V_14B, sparse_linear=True), "model.pth", TURBO.format("14B-480P"), LARGE),
-        (replace(T2V_14B, sparse_linear=True), "TurboWan2.1-T2V-14B-720P-quant.pth", TURBO.format("14B-720P"), LARGE),
+        (replace(T2V_1_3B, sparse_linear=SPARSE), "model.pth", TURBO.format("1.3B-480P"), SMALL),
+        (replace(T2V_14B, sparse_linear=SPARSE), "model.pth", TURBO.format("14B-480P"), LARGE),
+        (
+            replace(T2V_14B, sparse_linear=SPARSE),
+            "TurboWan2.1-T2V-14B-720P-quant.pth",
+            TURBO.format("14B-720P"),
+            LARGE,
+        ),
     ],
 )
 def test_missing_components_are_those_of_the_published_model(config, file, origin, repository, monkeypatch, diffusers):
@@ -406,7 +413,7 @@ def test_missing_components_are_those_of_the_published_model(config, file, origi
 
 
 def test_one_of_two_experts_is_not_enough(monkeypatch, tmp_path):
-    monkeypatch.setattr(wan_layouts, "open_tensors", lambda path: Shapes(replace(I2V_A14B, sparse_linear=True)))
+    monkeypatch.setattr(wan_layouts, "open_tensors", lambda path: Shapes(replace(I2V_A14B, sparse_linear=SPARSE)))
     path = tmp_path / EXPERTS[0][0]
     with pytest.raises(WanjaxError, match=naming(f"{path.name} {EXPERTS[0][1]}")):
         FileSource.at(path)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint that was trained with sparse-linear attention: its attention, its conversions, and what it refuses."""
 
+import json
 from dataclasses import replace
 from functools import partial
 
@@ -11,16 +12,20 @@ import pytest
 
 import wanjax
 from tests.support import small_wan, tiny
+from tests.support.clips import write_clips
 from tests.support.commands import refused, succeeded
 from tests.support.commands import wanjax as command
 from tests.support.compare import error
 from tests.support.words import naming, says
-from wanjax.checkpoints.files import load_safetensors
+from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.checkpoints.modules import parameters
-from wanjax.errors import UnsupportedError
+from wanjax.errors import UnsupportedError, WanjaxError
 from wanjax.kernels.attention import Attention, SparseLinear
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.pipelines.wan.conditioning import WanEncoded
+from wanjax.training import LoraConfig, OptimizerConfig, TrainConfig, Training
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
 
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 SMALL = {"size": (64, 64), "frames": 9, "steps": 1, "guidance_scale": 1.0}
@@ -68,7 +73,7 @@ def test_the_command_refuses_it_too(checkpoint, tmp_path, monkeypatch):
 
 
 def test_eight_devices_agree_with_one():
-    config = replace(small_wan.transformer_config(4), sparse_linear=True)
+    config = replace(small_wan.transformer_config(4), sparse_linear=SparseLinear())
     random = np.random.default_rng(0)
     encoded = WanEncoded(*(jnp.asarray(random.normal(size=(1, 3, 8)), jnp.float32) for _ in range(2)))
     asked, latents = Attention.parse("sla:top=0.5,block_q=8,block_kv=4"), []
@@ -79,3 +84,96 @@ def test_eight_devices_agree_with_one():
         pipe.architecture = replace(pipe.architecture, transformer=config)
         latents.append(np.asarray(pipe.denoise(encoded, size=(24, 24), frames=5, steps=1, guidance_scale=1.0)))
     assert error(latents[1], latents[0]) <= 1e-5
+
+
+LEARNED = "sla:top=0.3,block_q=8,block_kv=4"
+TRAINING = TrainConfig(
+    steps=2, batch=2, size=(32, 32), frames=9, buckets=False, optimizer=OptimizerConfig(rate=1e-2, warm_up=0)
+)
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    return tiny.tiny_checkpoint(tmp_path_factory.mktemp("dense"))
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory):
+    return write_clips(tmp_path_factory.mktemp("clips"), 3)
+
+
+def trained(dense, clips, out, attention=LEARNED, **changes):
+    """Trains a dense checkpoint with sparse-linear attention; returns what was written and the trained network."""
+    notes = []
+    training = Training(
+        wanjax.load(dense, attention=attention, param_dtype="float32", note=notes.append),
+        clips,
+        out,
+        replace(TRAINING, **changes),
+    )
+    assert any("zeros" in note for note in notes)
+    return training.run()
+
+
+@pytest.fixture(scope="module")
+def lora(dense, clips, tmp_path_factory):
+    return trained(dense, clips, tmp_path_factory.mktemp("lora"), lora=LoraConfig(rank=2))
+
+
+def loaded(*given, **options):
+    return wanjax.load(*given, note=lambda told: None, **options).transformer
+
+
+@pytest.mark.parametrize(
+    ("dialect", "key"),
+    [
+        ("diffusers", "transformer.blocks.0.attn1.proj_l.diff"),
+        ("comfy", "diffusion_model.blocks.0.self_attn.attn_op.local_attn.proj_l.diff"),
+    ],
+)
+def test_a_dense_model_learns_it_by_a_lora(dialect, key, dense, clips, lora, tmp_path):
+    """The file tells the attention, and has all of the projection's weights; an attention that is asked for goes on."""
+    if dialect == "comfy":
+        lora = trained(dense, clips, tmp_path / "out", lora=LoraConfig(rank=2), dialect=dialect)
+    found = {asked: loaded(dense, lora=lora, attention=asked) for asked in (None, "sla:top=1", "auto")}
+    wanted = {None: Attention.parse(LEARNED), "sla:top=1": Attention.parse("sla:top=1"), "auto": Attention()}
+    assert {asked: transformer.attention for asked, transformer in found.items()} == wanted
+    change = load_safetensors(lora)[key]
+    assert np.abs(change).max() > 0
+    np.testing.assert_array_equal(found[None].blocks.self_attn.proj_l.kernel[0], change.T)
+    assert found["auto"].blocks.self_attn.proj_l is None
+
+
+@pytest.mark.parametrize(("attention", "least", "most"), [("sla:top=1", 0, 1e-10), (LEARNED, 1e-5, 1)])
+def test_a_preserved_clip_teaches_what_the_dense_model_predicts(attention, least, most, dense, tmp_path):
+    """The network before its training sees all keys. At the first step the parts that differ are the keys left out."""
+    folder = write_clips(tmp_path / "clips", 2)
+    rows = [{"file": f"{i}.gif", "text": "a cat", "preserve": True} for i in range(2)]
+    (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    trained(dense, folder, tmp_path / "out", attention, steps=1, lora=LoraConfig(rank=2))
+    (line,) = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    assert least <= json.loads(line)["loss"] <= most
+
+
+def test_a_dense_model_learns_it_with_all_weights(dense, clips, tmp_path):
+    transformer = loaded(trained(dense, clips, tmp_path / "out", lora=None))
+    assert transformer.attention == Attention.parse(LEARNED)
+    assert np.abs(transformer.blocks.self_attn.proj_l.kernel[...]).max() > 0
+
+
+def test_a_lora_of_it_is_merged_by_convert(dense, lora, tmp_path):
+    succeeded(command("convert", dense, tmp_path / "merged", "--lora", lora))
+    there, merged = loaded(dense, lora=lora), loaded(tmp_path / "merged")
+    assert merged.attention == there.attention == Attention.parse(LEARNED)
+    jax.tree.map(np.testing.assert_array_equal, parameters(there), parameters(merged))
+
+
+def test_a_file_that_tells_what_is_no_attention(dense, lora, tmp_path):
+    other, changes = tmp_path / "other.safetensors", load_safetensors(lora)
+    for told in ("sla:top=9", "nothing"):
+        save_safetensors(other, changes, {"wanjax": json.dumps({"attention": told})})
+        with pytest.raises(WanjaxError, match=naming(f"other.safetensors {told.rpartition('=')[2]}")):
+            loaded(dense, lora=other)
+    for told in ("{", "[]", "null", "{}"):
+        save_safetensors(other, changes, {"wanjax": told})
+        assert loaded(dense, lora=other).attention == Attention()

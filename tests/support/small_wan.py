@@ -71,7 +71,7 @@ def transformer_config(heads):
         text_width=8,
         frequency_dim=8,
         eps=1e-6,
-        sparse_linear=False,
+        sparse_linear=None,
     )
 
 

@@ -12,25 +12,44 @@ from tests.support.compare import error
 from tests.support.configs import TRANSFORMER
 from tests.support.small_wan import network
 from wanjax.converters.wan.diffusers import transformer_rules
-from wanjax.kernels.attention import Attention
+from wanjax.kernels.attention import Attention, SparseLinear
 from wanjax.layers.rope import rope_3d
 from wanjax.models.wan.transformer import SelfAttention, WanTransformer
-from wanjax.training.adapters import Adapted, LoraConfig, adapt, factors_of
+from wanjax.training.adapters import Adapted, LoraConfig, adapt, factors_of, is_factor, without_factors
 
-CONFIG = replace(TRANSFORMER, sparse_linear=True)
+CONFIG = replace(TRANSFORMER, sparse_linear=SparseLinear())
 PROJECTION = "blocks.self_attn.proj_l"
 SPARSE = Attention.parse("sla:top=0.5,block_q=16,block_kv=8")
 
 
 def test_it_is_adapted_where_it_is_named_alone():
     transformer, rules = network(lambda **kw: WanTransformer(CONFIG, **kw), None), transformer_rules(CONFIG)
-    assert PROJECTION not in adapt(transformer, rules, LoraConfig(2), 0)[1]
     adapted, chosen = adapt(transformer, rules, LoraConfig(2, targets=("proj_l",)), 0)
     assert chosen == {PROJECTION: "blocks.{i}.attn1.proj_l"}
     assert {name: x.shape for name, x in factors_of(adapted, rules, chosen).items()} == {
         "blocks.0.attn1.proj_l.lora_A.weight": (2, 24),
         "blocks.0.attn1.proj_l.lora_B.weight": (24, 2),
     }
+
+
+def test_it_is_learned_whole_where_it_is_not_named():
+    """All of its weights change, beside those of the network, which are given back; the file has the changes."""
+    transformer, rules = network(lambda **kw: WanTransformer(CONFIG, **kw), None), transformer_rules(CONFIG)
+    before = np.asarray(transformer.blocks.self_attn.proj_l.kernel[...])
+    adapted, chosen = adapt(transformer, rules, LoraConfig(2), 0)
+    projection = adapted.blocks.self_attn.proj_l
+    np.testing.assert_array_equal(projection.kernel, before)
+    learned = {
+        path[-2:] for path, x in nnx.to_flat_state(nnx.state(adapted)) if is_factor(path, x) and "proj_l" in path
+    }
+    assert learned == {("diff", "kernel"), ("diff", "bias")}
+    change = np.random.default_rng(0).normal(size=before.shape).astype(np.float32)
+    projection.diff.kernel[...] = jnp.asarray(change)
+    np.testing.assert_allclose(projection.kernel, before + change, atol=1e-6)
+    np.testing.assert_array_equal(without_factors(adapted).blocks.self_attn.proj_l.kernel[...], before)
+    written = factors_of(adapted, rules, chosen)
+    np.testing.assert_array_equal(written["blocks.0.attn1.proj_l.diff"], change[0].T)
+    assert written["blocks.0.attn1.proj_l.diff_b"].shape == (24,)
 
 
 def test_it_learns_and_is_merged():

@@ -9,6 +9,7 @@ conversion that follows needs no special case.
 Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2106.09685; W + strength · alpha / rank · B A.
 """
 
+import json
 import math
 import re
 from collections import defaultdict
@@ -25,6 +26,7 @@ from wanjax.checkpoints.lora_scales import PEFT_PREFIX, Scales
 from wanjax.checkpoints.readers import SUFFIXES, View, open_tensors
 from wanjax.converters.names import Names
 from wanjax.errors import WanjaxError
+from wanjax.kernels.attention import Attention
 
 NOISE_LEVELS = ("high", "low")  # the names of a model's two experts
 PREFIXES = (
@@ -51,6 +53,7 @@ ROLES = {  # the end of a key -> its role, and the end of the name of the tensor
 }
 OTHER_KINDS = ("dora_scale", "lora_magnitude_vector", "hada_", "lokr_", "lora_mid", "oft_", "reshape_weight")
 ONE_OF_THREE = re.compile(r"((?:.*_)?)[qkv]((?:_.*)?)")  # the names of a query's, a key's or a value's projection
+OWN = "wanjax"  # the entry of a file's metadata that a training here writes: JSON
 ENOUGH = 0.5  # fraction of a file's changes that must fit; with fewer the file is for another model
 
 
@@ -162,6 +165,25 @@ class Target(NamedTuple):
     def part(self, x: np.ndarray) -> np.ndarray:
         """Returns the network's part of the file's tensor."""
         return np.concatenate([np.split(x, self.of)[part] for part in self.parts]) if self.of > 1 else x
+
+
+def trained_attention(path: Path) -> Attention | None:
+    """Returns the attention that a LoRA was trained with, where its metadata tell one.
+
+    Raises WanjaxError where the file cannot be read, or tells what is no attention.
+    """
+    metadata: Mapping[str, str] = getattr(open_tensors(path), "metadata", {})
+    try:
+        told = json.loads(metadata.get(OWN, "{}"))
+    except (ValueError, RecursionError):
+        return None
+    text = told.get("attention") if isinstance(told, dict) else None
+    if text is None:
+        return None
+    try:
+        return Attention.parse(str(text))
+    except WanjaxError as error:
+        raise WanjaxError(f"the metadata of {path} tell no attention: {error}") from error
 
 
 class LoraFile:

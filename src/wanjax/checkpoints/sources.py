@@ -70,6 +70,9 @@ class Source(ABC):
     loras: Sequence[tuple[str, Path]] = ()
     """What `tensors` has merged in: each LoRA's name, with its strength and expert, and its file."""
 
+    extended: bool = False
+    """True where networks have weights that the checkpoint does not hold."""
+
     @property
     def base(self) -> "Source":
         """The same checkpoint without LoRAs."""
@@ -144,6 +147,74 @@ class Source(ABC):
         """Returns the network with the component's weights, as `modules.load`; `rules` take the names of diffusers."""
         rules = list(rules)
         return modules.load(abstract, rules, self.tensors(component, rules), ignore=ignore, progress=progress)
+
+
+class Wrapped(Source):
+    """Another source of which some components are changed; the base of those that change them."""
+
+    def __init__(self, source: Source):
+        self._source = source
+        self.name, self.root, self.revision, self.index = source.name, source.root, source.revision, source.index
+        self.loras, self.extended = source.loras, source.extended
+
+    @abstractmethod
+    def changes(self, component: str) -> bool:
+        """Tells whether the component is another than that of the source."""
+
+    @property
+    def base(self) -> Source:
+        return self._source.base
+
+    @property
+    def origin(self) -> str:
+        return self._source.origin
+
+    @property
+    def lent(self) -> Sequence[str]:
+        return self._source.lent
+
+    @property
+    def lender(self) -> str:
+        return self._source.lender
+
+    def config(self, component: str) -> dict[str, Any]:
+        return self._source.config(component)
+
+    def weights(self, component: str) -> Weights:
+        return self._source.weights(component)
+
+    def tensors(self, component: str, rules: Iterable[Rule]) -> Reader:
+        return self._source.tensors(component, rules)
+
+    def original(self, component: str, tensors: Reader) -> Reader:
+        return self._source.original(component, tensors)
+
+    def files(self, component: str) -> Sequence[Path]:
+        return self._source.files(component)
+
+    def check_room(self) -> int:
+        return self._source.check_room()
+
+    def check_whole(self, networks: Iterable[str], others: Iterable[str]) -> None:
+        self._source.check_whole(networks, others)
+
+    def is_at_hand(self, component: str) -> bool:
+        return self._source.is_at_hand(component)
+
+    def gather(self, progress: Callable[[str, int, int], object], *, anew: bool = False) -> None:
+        self._source.gather(progress, anew=anew)
+
+    def load(
+        self,
+        component: str,
+        abstract: Module,
+        rules: Iterable[Rule],
+        *,
+        ignore: Iterable[str] = (),
+        progress: Progress | None = None,
+    ) -> Module:
+        given = super() if self.changes(component) else self._source  # the source's own way of loading may be faster
+        return given.load(component, abstract, rules, ignore=ignore, progress=progress)
 
 
 class DiffusersSource(Source):

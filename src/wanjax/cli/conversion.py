@@ -7,7 +7,6 @@ from pathlib import Path
 
 import click
 
-from wanjax.checkpoints.adapted import AdaptedSource
 from wanjax.checkpoints.convert import Conversion, ToDiffusers, ToWanjax
 from wanjax.checkpoints.lora import Lora
 from wanjax.checkpoints.manifest import Progress, verify
@@ -16,7 +15,7 @@ from wanjax.checkpoints.sources import Source
 from wanjax.cli.report import Report, print_table
 from wanjax.errors import WanjaxError
 from wanjax.figures import in_bytes
-from wanjax.registry import check_whole, find, kinds
+from wanjax.registry import adapted, attention_of, check_whole, examine, find, kinds
 from wanjax.stores.places import place
 
 
@@ -47,7 +46,8 @@ def convert(
         check_whole(found)
     where = place(target)
     if lora:
-        found = AdaptedSource(found, [Lora.parse(text).named() for text in lora], kinds(), report.note)
+        loras = tuple(Lora.parse(text).named() for text in lora)
+        found = adapted(examine(source, revision), loras, attention_of(loras), report.note).source
     if to == "diffusers":
         conversion: Conversion = ToDiffusers(found, where, kinds())
     else:

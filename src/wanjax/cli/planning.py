@@ -29,7 +29,7 @@ from wanjax.compilers.places import Tell
 from wanjax.compilers.shared import Kept, current
 from wanjax.errors import WanjaxError
 from wanjax.figures import between, digits, duration, in_bytes
-from wanjax.kernels.attention import AUTO
+from wanjax.kernels.attention import AUTO, Attention
 from wanjax.kernels.compiler_options import SAFE
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures
@@ -67,7 +67,8 @@ def plan(
     rules = given.pop("rules") or "fsdp"
     find_rules(rules)
     axes, sp = (mesh, None) if isinstance(mesh, MeshSizes) else (None, mesh and mesh.sp)
-    how = {"sp": sp, "rules": rules, "compiler": compiler or SAFE, "attention": given.pop("attention") or AUTO}
+    attention = given.pop("attention") or _learned(given) or AUTO
+    how = {"sp": sp, "rules": rules, "compiler": compiler or SAFE, "attention": attention}
     family, architecture, defaults = registry.outline(model)
     if (scheduler := given.pop("scheduler")) is not None:
         architecture = registry.with_scheduler(architecture, scheduler)
@@ -108,6 +109,11 @@ def _bulk(given: dict[str, Any]) -> Bulk | None:
     return None if own["requests"] is None else Bulk(**own)
 
 
+def _learned(given: dict[str, Any]) -> Attention | None:
+    """Returns the attention that LoRAs were trained with, of those that need no download."""
+    return registry.attention_of(lora for lora in loras_of(given_settings(**given)) if Path(lora.file).is_file())
+
+
 @contextmanager
 def _priced(report: Report) -> Iterator[Tell]:
     """Shows how many programs are priced, and those at which the compiler is."""
@@ -118,7 +124,6 @@ def _priced(report: Report) -> Iterator[Tell]:
 def _video(pipe: Pipeline, given: dict[str, Any]) -> tuple[Pictures | None, Settings]:
     """Returns the given pictures, None where there are none, and the settings of the video."""
     chosen = given_settings(**given)
-    loras_of(chosen)  # one that is misspelled is told
     settings = own_settings(chosen, given, pipe.defaults)
     files = {name: chosen[name] for name in Pictures._fields if chosen.get(name)}
     if not files:

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 from wanjax.checkpoints.networks import Config, Network, NetworkKind, components, network_of
 from wanjax.checkpoints.sources import Layout, Source
 from wanjax.errors import UnsupportedError, WanjaxError
-from wanjax.kernels.attention import AUTO, Attention
+from wanjax.kernels.attention import AUTO, Attention, SparseLinear
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures, size_within
 from wanjax.pipelines.caching.rules import CacheRule, Turn, chosen_rule, turns_of
@@ -377,19 +377,33 @@ class Architecture(ABC):
         """Returns the attention of the denoiser where this one is asked for; AUTO is that which it was trained with."""
         return asked
 
-    def check_attention(self, asked: Attention, model: str) -> None:
-        """Raises UnsupportedError for radial or sparse-linear attention where the denoiser has none.
+    def attending(self, asked: Attention, model: str) -> "Architecture":
+        """Returns the architecture whose denoiser can attend so: with a projection for sparse-linear attention.
 
-        Raises it for any other than sparse-linear attention where the denoiser was trained with that.
+        Raises UnsupportedError for radial or sparse-linear attention where the denoiser can have none, and for any
+        other than sparse-linear attention where it was trained with that.
         """
         if asked.radial and not self.radial:
             raise UnsupportedError(f"{model} has no radial attention: --attention auto would do")
         trained = self.attention(AUTO).sparse
         if asked.sparse and not trained:
-            raise UnsupportedError(f"{model} was not trained with sparse-linear attention: --attention auto would do")
+            return self.linearised(asked.sparse, model)
         if trained and not self.attention(asked).sparse:
             told = f"{model} was trained with sparse-linear attention, and {asked} is another"
             raise UnsupportedError(f"{told}: --attention auto or sla:top=0.15 would do")
+        return self
+
+    def linearised(self, sparse: SparseLinear, model: str) -> "Architecture":
+        """Returns the architecture whose denoiser has a projection for this sparse-linear attention.
+
+        Raises UnsupportedError where it can have none.
+        """
+        raise UnsupportedError(f"{model} can have no sparse-linear attention: --attention auto would do")
+
+    @property
+    def entries(self) -> Mapping[str, Any]:
+        """The entries of a denoiser's config.json on what `attending` added."""
+        return {}
 
 
 def named_sizes(

@@ -143,7 +143,7 @@ def outlook(
     keywords are those of `wanjax.load` and of `Pipeline.denoise`. Raises WanjaxError where the chip is unknown, the
     mesh has another number of devices, or libtpu is missing.
     """
-    architecture.check_attention(attention, settings.model)
+    architecture = architecture.attending(attention, settings.model)
     place, attention = find_place(chip), architecture.attention(attention)
     check_set(compiler)
     if isinstance(place, Machine):

@@ -25,7 +25,9 @@ from wanjax.sharding import Partitioner
 
 Network = TypeVar("Network", bound=nnx.Module)
 FACTORS = ("lora_down", "lora_up")
-BY_NAME = ("mod", "proj_l")  # ends of the names of projections of the timestep, and of linear attention's results
+CHANGE = "diff"
+WHOLE = "proj_l"  # the end of the name of the projection of linear attention's results, which is learned whole
+BY_NAME = ("mod", WHOLE)  # ends of names of projections that are adapted where they are named; `mod`: of the timestep
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,8 @@ class LoraConfig:
     """The rank of the factors, alpha (None is the rank), dropout's rate, and the adapted layers by name.
 
     A target is the end of a layer's name in diffusers, such as `to_q` or `attn1.to_q`. Without targets all projections
-    of the blocks are adapted but those of the timestep and that of linear attention.
+    of the blocks are adapted but those of the timestep. That of linear attention, which is small and may begin with
+    zeros, is learned whole unless it is a target.
     """
 
     rank: int = 32
@@ -104,6 +107,24 @@ class Adapted(nnx.Module):
         return y + (self.lora_up(self.lora_down(z)) * jnp.asarray(self.scale, y.dtype)).astype(y.dtype)
 
 
+class Changed(nnx.Module):
+    """A projection and a change of all its weights, which begins with zeros. Its weights are read; it is not called."""
+
+    def __init__(self, base: Any):
+        """`base` is a `Linear` with a bias."""
+        graphdef, weights = nnx.split(base)
+        self.base = base
+        self.diff = nnx.merge(graphdef, jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), weights))
+
+    @property
+    def kernel(self) -> Float[Array, "... _E E"]:
+        return self.base.kernel[...].astype(jnp.float32) + self.diff.kernel[...]
+
+    @property
+    def bias(self) -> Float[Array, "... E"]:
+        return self.base.bias[...].astype(jnp.float32) + self.diff.bias[...]
+
+
 def _uniform(key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
     bound = shape[-2] ** -0.5
     return jax.random.uniform(key, shape, dtype, -bound, bound)
@@ -112,7 +133,7 @@ def _uniform(key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
 def adapt(
     network: Network, rules: Iterable[Rule], config: LoraConfig, seed: int, partitioner: Partitioner | None = None
 ) -> tuple[Network, dict[str, str]]:
-    """Returns the network with the chosen projections adapted, and their names in diffusers by our own.
+    """Returns the network with projections adapted, or learned whole, and their names in diffusers by our own.
 
     A name of a stack's layer stands for all blocks. The given network is not changed. Raises WanjaxError where no layer
     has the name of a target.
@@ -127,14 +148,16 @@ def adapt(
         raise WanjaxError(f"the network has no {what} to adapt: there are {some}")
     network = nnx.merge(*nnx.split(network))
     rngs = nnx.Rngs(seed)
-    for path in sorted(chosen):
+    whole = {path: name for path, name in names.items() if path.endswith(WHOLE) and path not in chosen}
+    for path in sorted(chosen | whole):
         *parents, name = path.split(".")
         parent: Any = network
         for step in parents:
             parent = parent[int(step)] if step.isdigit() else getattr(parent, step)
-        setattr(parent, name, Adapted(getattr(parent, name), config, rngs))
+        base = getattr(parent, name)
+        setattr(parent, name, Changed(base) if path in whole else Adapted(base, config, rngs))
     _place(network, partitioner)
-    return network, chosen
+    return network, chosen | whole
 
 
 def without_factors(network: Network) -> Network:
@@ -142,7 +165,7 @@ def without_factors(network: Network) -> Network:
     network = nnx.merge(*nnx.split(network))
     for _, module in list(nnx.iter_modules(network)):
         for name, projection in list(vars(module).items()):
-            if isinstance(projection, Adapted):
+            if isinstance(projection, Adapted | Changed):
                 setattr(module, name, projection.base)
     return network
 
@@ -160,8 +183,8 @@ def _place(network: nnx.Module, partitioner: Partitioner | None) -> None:
 
 
 def is_factor(path: Sequence[Any], weight: Any) -> bool:
-    """Tells whether a parameter of a network is a factor of a LoRA."""
-    return len(path) > 1 and path[-2] in FACTORS
+    """Tells whether a parameter is a factor of a LoRA, or the change of a projection that is learned whole."""
+    return len(path) > 1 and path[-2] in (*FACTORS, CHANGE)
 
 
 def module_names(network: nnx.Module, rules: Iterable[Rule]) -> dict[str, str]:
@@ -201,10 +224,20 @@ def dropped(keys: Any, key: jax.Array) -> Any:
 
 
 def factors_of(network: nnx.Module, rules: Iterable[Rule], chosen: dict[str, str]) -> dict[str, np.ndarray]:
-    """Returns the factors by the names of diffusers, `NAME.lora_A.weight` [rank, in] and `NAME.lora_B.weight`."""
+    """Returns the factors by the names of diffusers, `NAME.lora_A.weight` [rank, in] and `NAME.lora_B.weight`.
+
+    Of a projection that is learned whole they are `NAME.diff` [out, in], and `NAME.diff_b` of its bias.
+    """
     values, rules = parameters(network), list(rules)
     found: dict[str, np.ndarray] = {}
     for path in chosen:
+        if f"{path}.{CHANGE}.kernel" in values:
+            own = {f"{path}.{leaf}": np.asarray(values[f"{path}.{CHANGE}.{leaf}"]) for leaf in ("kernel", "bias")}
+            changes, endings = Exported(own, rules), {"weight": "diff", "bias": "diff_b"}
+            for key in changes.keys():  # noqa: SIM118
+                name, _, leaf = key.rpartition(".")
+                found[f"{name}.{endings[leaf]}"] = np.ascontiguousarray(changes.read(key))
+            continue
         down, up = (np.asarray(values[f"{path}.{factor}.kernel"]) for factor in FACTORS)
         rows = Exported({f"{path}.kernel": up}, rules)  # B has the order of the weight's rows
         for i, key in enumerate(rows.keys()):

@@ -19,6 +19,7 @@ from jax.scipy.special import logit
 from jaxtyping import Array, Float
 
 from wanjax.errors import WanjaxError
+from wanjax.kernels.attention import Attention
 from wanjax.pipelines.draws import INITIAL, OF_STEPS
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.run import latents_of
@@ -109,8 +110,8 @@ def error(
 ) -> Float[Array, ""]:
     """Returns the mean squared error at these noise levels, with this noise; the key draws random pictures.
 
-    The target of preserved latents is what the network without its LoRA predicts for them; of latents that are
-    preserved by a part, that part of it and the rest of their own.
+    The target of preserved latents is what the network predicts for them as it was before its training; of latents that
+    are preserved by a part, that part of it and the rest of their own.
     """
     x0 = pipe.architecture.clean(batch.latents)
     levels = pipe.scheduler.levels(fractions)
@@ -130,10 +131,20 @@ def error(
 
     target = pipe.scheduler.target(alphas, sigmas, x0, noise)
     if batch.preserved is not None:
-        own = jax.lax.stop_gradient(predicted(without_factors(network)))
+        own = jax.lax.stop_gradient(predicted(_untrained(pipe, network)))
         part = batch.preserved.reshape(-1, 1, 1, 1, 1)
         target = part * own + (1 - part) * target
     return jnp.mean(jnp.square(predicted(network) - target))
+
+
+def _untrained(pipe: Pipeline, network: nnx.Module) -> nnx.Module:
+    """Returns a network without its LoRA, which attends to all tokens where it did before its training."""
+    network = without_factors(network)
+    if pipe.components.source is not None and pipe.components.source.extended:
+        for _, module in nnx.iter_modules(network):
+            if isinstance(attention := getattr(module, "attention", None), Attention):
+                setattr(module, "attention", attention.plain())  # noqa: B010
+    return network
 
 
 def _pictures(pipe: Pipeline, batch: Batch, key: jax.Array) -> dict[str, jax.Array]:

@@ -2,7 +2,7 @@
 """The outcome of a training: a LoRA file in a dialect that others load, or a whole checkpoint."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,11 +10,12 @@ import numpy as np
 
 from wanjax.checkpoints.convert import ToWanjax
 from wanjax.checkpoints.files import Reader, save_safetensors
+from wanjax.checkpoints.lora import OWN
 from wanjax.checkpoints.lora_scales import PEFT_METADATA
 from wanjax.checkpoints.modules import Exported, parameters
 from wanjax.checkpoints.networks import Network
 from wanjax.checkpoints.readers import View
-from wanjax.checkpoints.sources import Source, Weights
+from wanjax.checkpoints.sources import Source, Weights, Wrapped
 from wanjax.converters.rules import Rule
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.record import VERSION
@@ -23,6 +24,7 @@ from wanjax.training.adapters import LoraConfig
 Dialect = Literal["diffusers", "comfy"]
 DIFFUSERS, COMFY = "transformer", "diffusion_model"  # prefixes of keys
 FACTOR = (".lora_A.weight", ".lora_B.weight")
+ENDINGS = (*FACTOR, ".diff", ".diff_b")  # the latter two of a projection that is learned whole
 
 
 def save_lora(
@@ -40,7 +42,7 @@ def save_lora(
     config. In ComfyUI's the modules have the authors' names, and an alpha each. Raises WanjaxError where
     it cannot be written.
     """
-    metadata = {"format": "pt", "wanjax": json.dumps({"version": VERSION, **(told or {})}, default=str)}
+    metadata = {"format": "pt", OWN: json.dumps({"version": VERSION, **(told or {})}, default=str)}
     if dialect == "comfy":
         save_safetensors(path, dict(_comfy(factors, config, network)), metadata)
         return
@@ -57,7 +59,8 @@ def _comfy(factors: Mapping[str, np.ndarray], config: LoraConfig, network: Netwo
     if names is None:
         raise WanjaxError("the dialect comfy has the authors' names, which this model has not: diffusers would do")
     for key, value in factors.items():
-        module, ending = key[: -len(FACTOR[0])], key[-len(FACTOR[0]) :]
+        ending = next(ending for ending in ENDINGS if key.endswith(ending))
+        module = key.removesuffix(ending)
         weight = f"{module}.weight"
         theirs = (names.theirs(weight) or weight).removesuffix(".weight")
         if ending == FACTOR[1] and names.exchanges(weight):
@@ -67,39 +70,34 @@ def _comfy(factors: Mapping[str, np.ndarray], config: LoraConfig, network: Netwo
             yield f"{COMFY}.{theirs}.alpha", np.asarray(config.scale * config.rank, np.float32)
 
 
-class TrainedSource(Source):
-    """A source whose denoisers have other weights, those of trained networks; everything else is unchanged."""
+class TrainedSource(Wrapped):
+    """A source whose denoisers have other weights, those of trained networks."""
 
     def __init__(self, source: Source, trained: Mapping[str, tuple[Any, Network]]):
         """`trained` are networks by component, each with what describes it."""
-        self._source, self._trained = source, trained
-        self.name, self.root, self.revision, self.index = source.name, source.root, source.revision, source.index
+        super().__init__(source)
+        self.loras, self._trained = (), trained
+
+    def changes(self, component: str) -> bool:
+        return component in self._trained
+
+    @property
+    def base(self) -> Source:
+        return self
 
     @property
     def origin(self) -> str:
-        return f"{self._source.origin}, trained"
-
-    def config(self, component: str) -> dict[str, Any]:
-        return self._source.config(component)
+        return f"{super().origin}, trained"
 
     def weights(self, component: str) -> Weights:
-        if component not in self._trained:
-            return self._source.weights(component)
+        if not self.changes(component):
+            return super().weights(component)
         network, found = self._trained[component]
         values = {name: np.asarray(x) for name, x in parameters(network).items()}
         return View(Exported(values, found.rules))
 
     def tensors(self, component: str, rules: Iterable[Rule]) -> Reader:
-        return self.weights(component) if component in self._trained else self._source.tensors(component, rules)
-
-    def files(self, component: str) -> Sequence[Path]:
-        return self._source.files(component)
-
-    def check_room(self) -> int:
-        return self._source.check_room()
-
-    def check_whole(self, networks: Iterable[str], others: Iterable[str]) -> None:
-        self._source.check_whole(networks, others)
+        return self.weights(component) if self.changes(component) else super().tensors(component, rules)
 
 
 def save_checkpoint(source: Source, trained: Mapping[str, tuple[Any, Network]], target: Path, kinds: Any) -> None:

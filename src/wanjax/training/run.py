@@ -21,6 +21,7 @@ from wanjax.checkpoints.holding import Hold
 from wanjax.checkpoints.networks import Network, network_of
 from wanjax.errors import WanjaxError
 from wanjax.figures import digits
+from wanjax.kernels.attention import AUTO
 from wanjax.kernels.compiler_options import products
 from wanjax.media.records import DIGESTS
 from wanjax.media.videos import try_output, write_video
@@ -219,6 +220,7 @@ class Learner:
         levels = asdict(self.training.levels[self.name])
         own = {"model": self.pipe.defaults.model, "network": self.name, "dtype": self.pipe.defaults.dtype}
         own |= {DIGESTS: self.pipe.components.recorded.get(DIGESTS, {})}
+        own |= _learned(self.pipe)
         mesh = None if self.pipe.partitioner.alone else dict(self.pipe.partitioner.mesh.shape)
         return self.config.to_json() | own | {"levels": levels, "mesh": mesh, "clips": clips}
 
@@ -329,6 +331,7 @@ class Learner:
         network = self.trainer.network(averaged=self.config.average is not None)
         factors = adapters.factors_of(network, self.known.rules, self.chosen)
         about = {"model": self.pipe.defaults.model, "step": self.trainer.step, "rank": self.config.lora.rank}
+        about |= _learned(self.pipe)
         save_lora(
             file,
             factors,
@@ -338,6 +341,12 @@ class Learner:
             told=about,
         )
         return file
+
+
+def _learned(pipe: Pipeline) -> dict[str, str]:
+    """Returns the entry on the attention that is learned with the weights; none where it has none of its own."""
+    attention = pipe.architecture.attention(pipe.components.options.get("attention", AUTO))
+    return {"attention": str(attention)} if attention.sparse else {}
 
 
 def _chosen(pipe: Pipeline, config: TrainConfig) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configs of Wan's networks, and those of the published checkpoints."""
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from wanjax.kernels.attention import AUTO, Attention, SparseLinear
@@ -12,7 +12,7 @@ from wanjax.layers.tiling import Tiling
 class TransformerConfig:
     """The sizes of a diffusion transformer (Wan: Open and Advanced Large-Scale Video Generative Models, 2025).
 
-    `sparse_linear` tells that self-attention was trained as sparse-linear attention, which has a projection.
+    `sparse_linear` is the sparse-linear attention that self-attention was trained as, which has a projection.
     """
 
     layers: int
@@ -25,7 +25,7 @@ class TransformerConfig:
     text_width: int
     frequency_dim: int
     eps: float
-    sparse_linear: bool
+    sparse_linear: SparseLinear | None
 
     @property
     def width(self) -> int:
@@ -44,7 +44,7 @@ class TransformerConfig:
 
     def attention(self, asked: Attention) -> Attention:
         """Returns the attention of the network where this one is asked for; AUTO is that which it was trained with."""
-        return Attention(sparse=SparseLinear()) if self.sparse_linear and asked == AUTO else asked
+        return Attention(sparse=self.sparse_linear) if self.sparse_linear and asked == AUTO else asked
 
 
 @dataclass(frozen=True)
@@ -175,17 +175,17 @@ T2V_14B = TransformerConfig(
     text_width=4096,
     frequency_dim=256,
     eps=1e-6,
-    sparse_linear=False,
+    sparse_linear=None,
 )
 T2V_1_3B = replace(T2V_14B, layers=30, heads=12, mlp_dim=8960)
 I2V_A14B = replace(T2V_14B, channels_in=36)
 TI2V_5B = replace(T2V_14B, layers=30, heads=24, mlp_dim=14336, channels_in=48, channels_out=48)
-I2V_14B = ImageTransformerConfig(**asdict(I2V_A14B), image_width=1280, image_positions=None)
+I2V_14B = ImageTransformerConfig(**vars(I2V_A14B), image_width=1280, image_positions=None)
 FLF2V_14B = replace(I2V_14B, image_positions=514)
-CAUSAL_14B = CausalTransformerConfig(**asdict(T2V_14B), block_frames=3, window=21, sink=0)
-CAUSAL_1_3B = CausalTransformerConfig(**asdict(T2V_1_3B), block_frames=3, window=21, sink=0)
-VACE_14B = ControlTransformerConfig(**asdict(T2V_14B), control_channels=96, control_stride=5)
-VACE_1_3B = ControlTransformerConfig(**asdict(T2V_1_3B), control_channels=96, control_stride=2)
+CAUSAL_14B = CausalTransformerConfig(**vars(T2V_14B), block_frames=3, window=21, sink=0)
+CAUSAL_1_3B = CausalTransformerConfig(**vars(T2V_1_3B), block_frames=3, window=21, sink=0)
+VACE_14B = ControlTransformerConfig(**vars(T2V_14B), control_channels=96, control_stride=5)
+VACE_1_3B = ControlTransformerConfig(**vars(T2V_1_3B), control_channels=96, control_stride=2)
 
 VAE_2_1 = VAEConfig(
     width=96,

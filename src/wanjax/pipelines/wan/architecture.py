@@ -4,7 +4,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -16,8 +16,9 @@ from jaxtyping import Array, Float
 from wanjax.checkpoints.networks import Config
 from wanjax.checkpoints.networks import network as network_in
 from wanjax.checkpoints.sources import Source
+from wanjax.converters.wan.diffusers import sparse_linear_entry
 from wanjax.errors import WanjaxError
-from wanjax.kernels.attention import Attention
+from wanjax.kernels.attention import Attention, SparseLinear
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import PictureOfAnySize, Pictures
 from wanjax.models.clip import CLIPVisionConfig
@@ -153,6 +154,15 @@ class WanArchitecture(Architecture):
 
     def attention(self, asked: Attention) -> Attention:
         return self.transformer.attention(asked)
+
+    def linearised(self, sparse: SparseLinear, model: str) -> "Architecture":
+        if not self.radial:
+            return super().linearised(sparse, model)
+        return replace(self, transformer=replace(self.transformer, sparse_linear=sparse))
+
+    @property
+    def entries(self) -> Mapping[str, Any]:
+        return sparse_linear_entry(self.transformer.sparse_linear)
 
     def forward(self, settings: Settings, encoded: WanEncoded | None = None) -> Forward:
         seen = None if encoded is None else encoded.image_embeds

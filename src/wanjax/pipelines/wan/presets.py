@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from wanjax.checkpoints.sources import Source, read_json
+from wanjax.kernels.attention import SparseLinear
 from wanjax.models.clip import CLIP_VIT_H
 from wanjax.models.t5 import UMT5_XXL
 from wanjax.models.wan.config import (
@@ -331,7 +332,7 @@ def _sparse_linear(name: str, base: str, file: str, scheduler: Scheduler, **sett
     """
     preset, repository = named(base), f"TurboDiffusion/{file.replace('-high', '')}"
     architecture: Any = preset.architecture
-    config = replace(architecture.transformer, sparse_linear=True)
+    config = replace(architecture.transformer, sparse_linear=SparseLinear())
     if preset.defaults.boundary is not None:
         settings |= {"guidance_scale_2": 1.0, "resize": "stretch"}
     size = f"{settings['height']}p"

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint whose networks have weights that it does not hold: zeros, for a training or a LoRA to change."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from wanjax.checkpoints import modules
+from wanjax.checkpoints.files import Reader, Spec
+from wanjax.checkpoints.networks import Kinds, Network, network
+from wanjax.checkpoints.readers import Together
+from wanjax.checkpoints.sources import CONFIGS, Source, Wrapped
+from wanjax.converters.rules import Rule
+
+
+class ExtendedSource(Wrapped):
+    """A source some of whose networks have more weights than it holds: zeros.
+
+    `entries` are those of each network's config.json that call for them.
+    """
+
+    def __init__(self, source: Source, entries: Mapping[str, Mapping[str, Any]], kinds: Kinds):
+        super().__init__(source)
+        self.extended, self._entries, self._kinds = True, entries, kinds
+
+    @property
+    def base(self) -> Source:
+        return self
+
+    def changes(self, component: str) -> bool:
+        return component in self._entries
+
+    def config(self, component: str) -> dict[str, Any]:
+        return super().config(component) | dict(self._entries.get(component, {}))
+
+    def files(self, component: str) -> Sequence[Path]:
+        files = super().files(component)
+        return [path for path in files if path.name not in CONFIGS] if self.changes(component) else files
+
+    def tensors(self, component: str, rules: Iterable[Rule]) -> Reader:
+        if not self.changes(component):
+            return super().tensors(component, rules)
+        known = network(self._source, component, self._kinds)
+        held, all_ = network_specs(known), network_specs(network(self, component, self._kinds))
+        lacking = {key: spec for key, spec in all_.items() if key not in held}
+        return Together(super().tensors(component, known.rules), Zeros(lacking))
+
+
+class Zeros:
+    """Tensors of zeros."""
+
+    def __init__(self, specs: Mapping[str, Spec]):
+        self._specs = specs
+
+    def keys(self) -> Iterable[str]:
+        return self._specs.keys()
+
+    def spec(self, key: str) -> Spec:
+        return self._specs[key]
+
+    def read(self, key: str) -> np.ndarray:
+        return np.zeros(*self._specs[key])
+
+
+def network_specs(found: Network) -> dict[str, Spec]:
+    """Returns the shapes of a network's tensors, in float32, by their names in diffusers."""
+    abstract = found.abstract(dtype=jnp.float32, param_dtype=jnp.float32)
+    shapes = modules.Exported(modules.parameters(abstract), found.rules)
+    return {key: shapes.spec(key) for key in shapes.keys()}  # noqa: SIM118
