@@ -13,13 +13,13 @@ from rich.table import Table
 
 from wanjax.compilers import compile_program, described, find_slice, price_compiled
 from wanjax.compilers.lowering import Lowering
-from wanjax.kernels.compiler_options import O1
+from wanjax.kernels.compiler_options import O1, O2
 from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.plan.recorded import programs_of
 from wanjax.registry import outline, outlined, presets
 from wanjax.sharding import RULES, Partitioner
 
-LEVELS = {"O0": 9, "O1": O1, "O2": 29}  # XLA's numbers
+LEVELS = {"O0": 9, "O1": O1, "O2": O2}  # XLA's numbers
 
 
 def at_level(program: Lowering, level: int) -> Lowering:

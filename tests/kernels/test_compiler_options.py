@@ -7,7 +7,15 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
-from wanjax.kernels.compiler_options import SETS, check_set, convolutions, fast_products, products, scanned
+from wanjax.kernels.compiler_options import (
+    SETS,
+    check_set,
+    convolutions,
+    fast_convolutions,
+    fast_products,
+    products,
+    scanned,
+)
 from wanjax.kernels.target import Target
 
 CPU, GPU = Target("cpu", "cpu"), Target("gpu", "NVIDIA H200")
@@ -66,5 +74,7 @@ def test_unknown_sets_are_refused():
 def test_only_tpus_are_asked_to_spare_effort():
     assert convolutions(CPU) == convolutions() == {}
     assert convolutions(V6E) == {"optimization_level": 19}
+    assert fast_convolutions(V6E) == {"optimization_level": 29}
+    assert fast_convolutions(CPU) == {}
     with for_v6e():
         assert convolutions() == convolutions(V6E)

@@ -349,7 +349,7 @@ attention = together(
         metavar="NAME",
         callback=_attention,
         help="Implementation of attention; auto is the best for platform and shape, radial[:DECAY] leaves out the far "
-        "places of far frames, and sla[:top=SHARE] is for models and LoRAs that learn it or have learnt it.  [default: auto]",
+        "places of far frames, and sla[:top=SHARE] is for what learns it or has learnt it.  [default: auto]",
     ),
     _tile("--block-q", "Queries that flash_tpu's self-attention takes at a time, and flash_tpu for it."),
     _tile("--block-kv", "Keys that it keeps in a TPU's fast memory at a time."),

@@ -2,7 +2,8 @@
 """Options of XLA for each kind of program, as `jax.jit` takes them in `compiler_options`, and their named sets.
 
 The set `safe` has options that are in wide use. The set `fast` adds those that the compiler prices better and that no
-chip here has run; docs/performance.md has both prices. The sets differ on TPUs alone.
+chip here has run, and takes longer to compile an autoencoder; docs/performance.md has both prices. The sets differ on
+TPUs alone.
 
 The functions that return options receive the target of the program, or None for the one that `target` finds. XLA for
 one platform refuses the options of another. `keep_set` and `kept_set` remember which set is better on this machine.
@@ -20,7 +21,7 @@ from wanjax.errors import WanjaxError
 from wanjax.kernels.target import Target, target
 
 SAFE, FAST = SETS = ("safe", "fast")
-O1 = 19  # XLA's number for this level of its effort
+O1, O2 = 19, 29  # XLA's numbers for these levels of its effort; the latter is usual
 NO_SPARSE_CORES = ("TPU v5 lite", "TPU v5e")
 TWICE_THE_VMEM = ("TPU v6 lite", "TPU v6e")
 SPARSE_CORES = {
@@ -78,9 +79,14 @@ def convolutions(on: Target | None = None) -> dict[str, int]:
     """Options of a program that spends its time in convolutions.
 
     For TPUs, XLA's usual level searches the best tiles of each convolution. The search takes four fifths of the
-    compiler's time and saves a quarter of the program's (docs/performance.md), so it is left out.
+    compiler's time and saves a quarter of the program's (docs/performance.md), so it is left to the set `fast`.
     """
     return {"optimization_level": O1} if (on or target()).platform == "tpu" else {}
+
+
+def fast_convolutions(on: Target | None = None) -> dict[str, int]:
+    """Options that the set `fast` adds to those of `convolutions`: XLA's usual level."""
+    return {"optimization_level": O2} if (on or target()).platform == "tpu" else {}
 
 
 def check_set(name: str) -> None:

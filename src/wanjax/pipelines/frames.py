@@ -14,7 +14,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped, UInt8
 
-from wanjax.kernels.compiler_options import convolutions, scanned
+from wanjax.kernels.compiler_options import convolutions, fast_convolutions, scanned
 from wanjax.layers.conv import VIDEO
 from wanjax.layers.patch import to_cells, to_pixels
 from wanjax.layers.tiling import Tile, Tiling, joined, tiles_of
@@ -67,20 +67,20 @@ def cut(
     return tuple(map(one, parts))
 
 
-@program(convolutions, donated=("cache",))
+@program(convolutions, donated=("cache",), fast=fast_convolutions)
 def decode_chunk(static: Decoding, z: Chunk, cache: Any, weights: Any) -> tuple[Frames, Any]:
     """Decodes a chunk of latents to frames of the final dtype; returns the cache too."""
     x, cache = _decode(static, z, cache, weights)
     return _finished(x, static.dtype, static.patch), cache
 
 
-@program(convolutions, donated=("cache",))
+@program(convolutions, donated=("cache",), fast=fast_convolutions)
 def decode_tile(static: Decoding, z: Chunk, cache: Any, weights: Any) -> tuple[Chunk, Any]:
     """Decodes a tile of latents to cells of pixels, about [-1, 1]; returns the cache too."""
     return _decode(static, z, cache, weights)
 
 
-@program(convolutions)
+@program(convolutions, fast=fast_convolutions)
 def encode_chunk(graphdef: Any, x: Chunk, cache: Any, weights: Any) -> tuple[Chunk, Any]:
     """Encodes a chunk of cells of pixels in [-1, 1] to latents; returns the cache too."""
     vae = nnx.merge(graphdef, weights)
