@@ -187,6 +187,40 @@ def test_the_page_in_a_browser(browser, served, tmp_path, width, height):
     assert not [line for line in told if "422" not in line]  # the browser notes the one bad request
 
 
+STATES = """
+window.states = [];
+new MutationObserver(() => window.states.push(document.querySelector(".card .state")?.textContent))
+  .observe(document.getElementById("videos"), { subtree: true, childList: true, characterData: true });
+"""
+
+
+@pytest.mark.slow
+def test_a_video_of_windows_in_a_browser(browser, served):
+    """The form has what windows need, the card tells the one under way, and the player has the frames of all."""
+    page = browser.new_page()
+    page.goto(str(served.base_url))
+    page.click("#ask details summary")
+    fields = {"prompt": PROMPT, "windows": 3, "then": "a red circle moving left", "frames": 5, "steps": 6, "seed": 5}
+    page.select_option("[name=size]", "other")
+    for name, value in (fields | {"width": 32, "height": 32}).items():
+        page.fill(f"[name={name}]", str(value))
+    page.evaluate(STATES)
+    page.click("#make")
+    page.wait_for_selector(".card.completed", timeout=300_000)
+    states = page.evaluate("window.states")
+    for window in (1, 2, 3):
+        assert any(state and f"window {window} of 3, denoise: " in state for state in states)
+    length = "player => new Promise(done => { player.onloadedmetadata = () => done(player.duration); player.load(); })"
+    [made] = served.get("/v1/videos").json()["data"][:1]
+    assert page.query_selector(".card video").evaluate(length) == pytest.approx(13 / made["settings"]["fps"], abs=0.05)
+    page.reload()
+    page.click(".card.completed .again")
+    page.wait_for_selector("#ask details[open]")
+    assert {name: page.input_value(f"[name={name}]") for name in fields} == {n: str(x) for n, x in fields.items()}
+    served.delete(f"/v1/videos/{made['id']}")
+    page.close()
+
+
 @pytest.mark.filterwarnings("ignore:The Sora API")
 def test_the_client_of_openai(served, tmp_path):
     """It makes a video, waits for it, downloads, lists and deletes it, and says what was wrong."""

@@ -34,6 +34,7 @@ from wanjax.pipelines.text.extending import Extended
 from wanjax.programs import Instance
 from wanjax.schedulers import UniPC
 from wanjax.serve import worker
+from wanjax.serve.board import Board
 from wanjax.serve.faults import without_folders
 from wanjax.serve.jobs import JOBS, TABLE, Shelf
 from wanjax.serve.variants import Variants
@@ -90,6 +91,24 @@ def test_previews_of_a_video_under_way(start):
     made = plain.finished(plain.ask()["id"])
     assert made["preview"] == 0
     assert plain.client.get(f"/v1/videos/{made['id']}/content?variant=preview").status_code == 404
+
+
+def test_each_window_is_told_with_previews_of_its_own(start, monkeypatch):
+    told, advance = [], Board.advance
+
+    def noted(board, job, *given, **more):
+        advance(board, job, *given, **more)
+        told.append((job.stage, job.window, job.done, job.preview))
+
+    monkeypatch.setattr(Board, "advance", noted)
+    server = start(preview=True)
+    made = server.finished(server.ask(windows=2)["id"])
+    assert made["status"] == "completed", made["error"]
+    steps = [(window, done) for stage, window, done, _ in told if stage == "denoise" and done]
+    assert steps == [(1, 1), (1, 2), (2, 1), (2, 2)]
+    previews = [preview for *_, preview in told]
+    assert previews == sorted(previews)
+    assert {2, 4} <= set(previews)
 
 
 def test_forms_and_json_mean_the_same(start, pipe):

@@ -173,8 +173,8 @@ class Settings:
         "Number of frames.", group="shape", metavar="4n+1", most=100_000, aliases=("num_frames", "frame_num")
     )
     windows: int = setting(
-        "Make a longer video of N windows, each of --frames frames and begun from the last ones of that before, for "
-        "models that take a first picture or a control clip. Window n has the seed --seed + n - 1.",
+        "Make a longer video of N windows, each as long as one video and begun from the last frames of that before, "
+        "for models that take a first picture or a control clip. Window n has the seed of the first, plus n - 1.",
         default=1, group="windows", metavar="N", least=1, most=1000,
     )  # fmt: skip
     overlap: int = setting(

@@ -51,11 +51,11 @@ CREATE TABLE videos (
 class Job:
     """A requested video: complete settings, the names of its pictures' files, and what has become of it.
 
-    `done` of `total` counts the steps or the chunks of `stage`; `preview` the steps that had been taken when the last
-    preview was made, 0 where there is none; `seconds` are those of the stages. `tries` counts how often it was begun,
-    and `worker` names the one that makes it where there are several. `version` is the number of its last change on the
-    board. `cancelled` asks for its end. `scheduler` is None for the model's own, and `lora` has the strength of each
-    LoRA.
+    `done` of `total` counts the steps or the chunks of `stage`, in the window of that number; `preview` the steps, of
+    all windows, that had been taken when the last preview was made, 0 where there is none; `seconds` are those of the
+    stages. `tries` counts how often it was begun, and `worker` names the one that makes it where there are several.
+    `version` is the number of its last change on the board. `cancelled` asks for its end. `scheduler` is None for the
+    model's own, and `lora` has the strength of each LoRA.
     """
 
     id: str
@@ -64,6 +64,7 @@ class Job:
     created_at: float = field(default_factory=time.time)
     status: Status = QUEUED
     progress: int = 0
+    window: int = 1
     stage: str = ""
     done: int = 0
     total: int = 0
@@ -110,6 +111,7 @@ class Job:
             "lora": [{"name": name, "strength": strength} for name, strength in self.lora.items()],
             "cancelled": self.cancelled,
             "pictures": [Path(file).stem for file in self.files],
+            "window": self.window,
             "stage": self.stage,
             "stage_done": self.done,
             "stage_total": self.total,

@@ -18,7 +18,7 @@ from wanjax.serve.jobs import Job, Shelf, Status
 TRIES = 5  # times that a video may be begun whose workers die
 WAIT = 10.0  # seconds for which a call waits for news
 TOGETHER = 0.05  # seconds in which changes are gathered
-MADE = ("settings", "seconds", "notes", "stage", "done", "total", "preview")  # what a worker tells of a job
+MADE = ("settings", "seconds", "notes", "window", "stage", "done", "total", "preview")  # what a worker tells of a job
 
 Call = Callable[..., Any]
 """Calls a method of the owner, wherever that is; raises what it raises, or AwayError where it is out of reach."""

@@ -216,15 +216,20 @@ class Advancing(Hook):
 
     def __init__(self, worker: Worker, job: Job):
         self.worker, self.job, self.board = worker, job, worker.board
-        self.previews = Previews(self.board.shelf.place(job.id) / PREVIEW, on=Console(quiet=True))
+        self.previews = self._looks()
         self._number, self._windows = 0, 1
+
+    def _looks(self) -> Previews:
+        return Previews(self.board.shelf.place(self.job.id) / PREVIEW, on=Console(quiet=True))
 
     def window(self, window: Window) -> None:
         self._number, self._windows = window.number, window.count
+        self.previews = self._looks()  # which counts the steps of one window
 
     def _advance(self, percent: int, **told: Any) -> None:
         """Notes how much of a window is done, in percent, as its part of the whole."""
-        self.board.advance(self.job, (100 * self._number + percent) // self._windows, **told)
+        whole = (100 * self._number + percent) // self._windows
+        self.board.advance(self.job, whole, window=self._number + 1, **told)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -251,7 +256,7 @@ class Advancing(Hook):
             self.previews(step)
             if step.index + 1 == step.total:
                 self.previews.wait()
-            self.job.preview = self.previews.shown
+            self.job.preview = self._number * step.total + self.previews.shown
         done, (start, end) = step.index + 1, PERCENT["denoise"]
         progress = start + (end - start) * step.index // step.total  # this step may be under way
         self._advance(progress, done=done, total=step.total)

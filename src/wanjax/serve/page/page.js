@@ -4,6 +4,7 @@
 
 const $ = (id) => document.getElementById(id);
 const APART = ["prompt", "height", "width", "seed"]; // settings that have a place of their own in the form
+const OF_WINDOWS = ["encode", "denoise", "decode"]; // stages through which each window of a video goes
 const cards = new Map(); // id -> {video, element}
 const gone = new Set(); // ids of removed videos, which an answer that was under way may still name
 let models = [];
@@ -45,7 +46,8 @@ function made(tag, more = {}) {
 
 // Returns a setting's label with its input and its help, from the server's description.
 function field(name, known) {
-  const label = made("label", { textContent: words(name), className: name === "negative_prompt" ? "wide" : "" });
+  const wide = name === "negative_prompt" || known.several;
+  const label = made("label", { textContent: words(name), className: wide ? "wide" : "" });
   const choices = known.enum ?? (known.type === "boolean" ? ["true", "false"] : null);
   const input = made(choices ? "select" : known.several ? "textarea" : "input", { name });
   label.append(input);
@@ -127,6 +129,7 @@ function reveal() {
   const rule = fields.guidance_rule?.value || String(model.settings.guidance_rule?.default ?? "");
   show("negative_prompt", rule.startsWith("nag") || scales.some((scale) => Number(scale ?? 0) > 1));
   show("strength", fields.video?.files.length);
+  show("overlap", fields.then?.value || Number(fields.windows?.value) > 1);
   show("sigmas", fields.follow?.value === model.settings.follow?.default);
   show("resize", Object.keys(model.pictures).some((name) => fields[name].files.length));
 }
@@ -218,7 +221,10 @@ function stateOf(video) {
   if (video.stage === "compile" && video.stage_total) {
     return `compiling program ${video.stage_done} of ${video.stage_total}`;
   }
-  return video.stage_total ? `${video.stage}: ${video.stage_done} of ${video.stage_total}` : video.stage || "begins";
+  const windows = video.settings.windows ?? 1;
+  const where = windows > 1 && OF_WINDOWS.includes(video.stage) ? `window ${video.window} of ${windows}, ` : "";
+  const done = video.stage_total ? `: ${video.stage_done} of ${video.stage_total}` : "";
+  return `${where}${video.stage || "begins"}${done}`;
 }
 
 function newCard(video) {
