@@ -321,8 +321,7 @@ def _told(model: str | Path, revision: str | None, note: Note | None) -> Checkpo
     awaited = found.source.check_room()
     if awaited and not opened:
         _tell_licence(found.preset, note)
-    if not awaited:
-        check_whole(found.source)
+    check_whole(found.source)
     return found
 
 

@@ -10,14 +10,21 @@ import pytest
 from click.testing import CliRunner
 
 import wanjax
+from tests.support import tiny
 from tests.support.conversion import split
 from tests.support.harm import WEIGHTS, truncated, without_a_shard
 from tests.support.hub import ID
 from tests.support.tiny import tiny_checkpoint
-from tests.support.words import says
+from tests.support.words import naming, says
 from wanjax.checkpoints.hub import locate_file
+from wanjax.checkpoints.sources import open_source
 from wanjax.cli import main
+from wanjax.converters.wan import diffusers as wan
+from wanjax.converters.wan import original
 from wanjax.errors import WanjaxError
+from wanjax.pipelines.wan import layouts as wan_layouts
+from wanjax.pipelines.wan.layouts import LAYOUT, FileSource, OriginalSource
+from wanjax.registry import presets
 
 COMMANDS = {
     "generate": ["generate", "a cat", "--model", "{}", "--dir", "out"],
@@ -146,3 +153,127 @@ def test_a_file_that_left_the_hub_s_cache_is_told_or_downloaded_again(published,
     published.sent.clear()
     assert wanjax.load(ID).components.get("vae") is not None
     assert [name for name, _ in published.sent] == [f"vae/{WEIGHTS}"]
+
+
+def without(*names: str):
+    """Returns what removes files and folders from the hub, and the last part of the first name."""
+
+    def harm(files: dict[str, bytes]) -> str:
+        for file in list(files):
+            if file.startswith(names):
+                del files[file]
+        return Path(names[0]).name
+
+    return harm
+
+
+def in_other_names(files: dict[str, bytes]) -> str:
+    files["vae/model.fp16.safetensors"] = files.pop(f"vae/{WEIGHTS}")
+    return f"{ID}/vae {WEIGHTS}"
+
+
+LOST = {
+    "folder": without("vae/"),
+    "weights": without(f"vae/{WEIGHTS}"),
+    "variant": in_other_names,
+    "shard": without("transformer/diffusion_pytorch_model-00002-of-00002.safetensors"),
+    "shards": lambda files: without("transformer/diffusion_pytorch_model-")(files) and "shards",
+    "tokenizer": without("tokenizer/"),
+}
+
+
+@pytest.mark.parametrize("lost", LOST)
+def test_what_the_hub_lacks_is_told_before_weights_are_downloaded(lost, published, hub_at, whole, tmp_path):
+    split(shutil.copytree(whole / "transformer", tmp_path / "transformer"))
+    del published.files[f"transformer/{WEIGHTS}"]
+    for path in (tmp_path / "transformer").iterdir():
+        published.files[f"transformer/{path.name}"] = path.read_bytes()
+    name = LOST[lost](published.files)
+    hub_at(published.url)
+    for _ in range(2):  # with nothing in the cache, and with some
+        with pytest.raises(WanjaxError) as told:
+            wanjax.load(ID)
+        assert says(str(told.value), f"{ID} {name}")
+        assert "\n" not in str(told.value)
+    assert not [sent for sent, _ in published.sent if sent.endswith(".safetensors")]
+
+
+@pytest.fixture
+def alone(whole, tmp_path, monkeypatch):
+    """A file with a transformer alone, whose other components the loopback hub has."""
+    for name in ("repository", "lender"):
+        monkeypatch.setattr(FileSource, name, ID)
+    return shutil.copy(whole / "transformer" / WEIGHTS, tmp_path / "alone.safetensors")
+
+
+@pytest.mark.parametrize("lost", ["nothing", "text_encoder", "tokenizer"])
+def test_what_a_lone_transformer_lacks_is_told_before_anything_is_computed(lost, alone, published, hub_at):
+    without(f"{lost}/")(published.files)
+    hub_at(published.url)
+    for _ in range(2):
+        if lost == "nothing":
+            wanjax.load(alone)
+            continue
+        with pytest.raises(WanjaxError) as told:
+            wanjax.load(alone)
+        assert says(str(told.value), f"{ID} {lost}")
+    assert not [sent for sent, _ in published.sent if sent.endswith(".safetensors")]
+
+
+def test_a_hub_out_of_reach_is_told_where_a_lone_transformer_needs_it(alone, published, hub_at):
+    hub_at("http://127.0.0.1:9")
+    with pytest.raises(WanjaxError) as told:
+        wanjax.load(alone)
+    assert says(str(told.value), f"{ID} http://127.0.0.1:9 reached")
+
+
+@pytest.mark.parametrize("lost", ["nothing", "models_t5_umt5", "google"])
+def test_the_authors_repository_is_looked_through(lost, published, hub_at, whole, monkeypatch):
+    """What it lacks would come from a repository that there is not; nothing of it is downloaded before it is needed."""
+    monkeypatch.setitem(original.STATISTICS, tiny.LATENT_CHANNELS, wan.vae_config(tiny.VAE))
+    monkeypatch.setattr(OriginalSource, "repository", "owner/typo")
+    monkeypatch.setattr(OriginalSource, "lender", "owner/typo")
+    files = {"transformer": WEIGHTS, "vae": "Wan2.1_VAE.safetensors", "text_encoder": "models_t5_umt5.safetensors"}
+    published.files = {"config.json": b'{"_class_name": "WanModel", "num_heads": 2}'}
+    for component, name in files.items():
+        [weights] = (whole / component).glob("*.safetensors")
+        published.files[name] = weights.read_bytes()
+    for path in (whole / "tokenizer").iterdir():
+        published.files[f"google/umt5-xxl/{path.name}"] = path.read_bytes()
+    without(lost)(published.files)
+    hub_at(published.url)
+    if lost == "nothing":
+        wanjax.load(ID)
+    else:
+        with pytest.raises(WanjaxError) as told:
+            wanjax.load(ID)
+        assert says(str(told.value), f"owner/typo {published.url}/owner/typo")
+    assert files["text_encoder"] not in [sent for sent, _ in published.sent]
+
+
+@pytest.mark.parametrize("command", ["model", "lora", "folder"])
+def test_a_link_to_nothing_is_told_as_such(command, whole, tmp_path, monkeypatch):
+    """And not looked for on the hub, even where its path would be a name there."""
+    monkeypatch.chdir(tmp_path)
+    link = Path("some/models/wan.safetensors" if command != "folder" else "some/models")
+    link.parent.mkdir(parents=True)
+    link.symlink_to("0a1b2c.incomplete")
+    with pytest.raises(WanjaxError) as told:
+        wanjax.load(whole, lora=str(link)) if command == "lora" else wanjax.load(link)
+    assert says(str(told.value), f"{link} 0a1b2c.incomplete gone")
+
+
+def test_an_expert_needs_the_other(whole, tmp_path, monkeypatch):
+    """A link to nothing is told, and so is a name that tells one of two, though another model has the shape alone."""
+    path = tmp_path / "wan2.2_t2v_high_noise.safetensors"
+    other = tmp_path / "wan2.2_t2v_low_noise.safetensors"
+    shutil.copy(whole / "transformer" / WEIGHTS, path)
+    other.symlink_to("0a1b2c.incomplete")
+    with pytest.raises(WanjaxError, match=naming(f"{other.name} 0a1b2c.incomplete")):
+        open_source(path, layouts=(LAYOUT,))
+    other.unlink()
+    monkeypatch.setattr(wan_layouts, "_published", lambda *shape, **more: presets()["wan2.1-t2v-14b"])
+    with pytest.raises(WanjaxError, match=naming(f"{path.name} {other.name}")):
+        open_source(path, layouts=(LAYOUT,))
+    plain = path.rename(tmp_path / "wan2.2_t2v_high.safetensors")
+    assert "transformer_2" not in open_source(plain, layouts=(LAYOUT,)).index

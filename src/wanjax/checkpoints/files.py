@@ -15,7 +15,7 @@ import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from itertools import islice
@@ -51,6 +51,7 @@ DTYPES = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 WEIGHT_NAMES = ("diffusion_pytorch_model", "model")
+SHARD_NAME = re.compile(r"(?P<stem>\w+)-(?P<number>\d{1,6})-of-(?P<count>\d{1,6})\.safetensors", re.ASCII)
 HEADER_LIMIT = 100_000_000  # bytes, as in the safetensors library
 MAX_RANK = 32
 CACHE_LINE = 64  # bytes
@@ -167,6 +168,25 @@ class SafetensorsFile:
             raise _unreadable(self.path, error) from error
 
 
+def check_names(folder: str, names: Collection[str]) -> None:
+    """Raises WanjaxError unless a component's folder has weights of the plain variant, by the names of its files.
+
+    They are one file, or an index and each of the shards whose number their names tell.
+    """
+    for stem in WEIGHT_NAMES:
+        if (index := f"{stem}.safetensors.index.json") in names:
+            shards = [found for name in names if (found := SHARD_NAME.fullmatch(name)) and found["stem"] == stem]
+            there, count = {int(shard["number"]) for shard in shards}, int(shards[0]["count"]) if shards else 0
+            if not shards:
+                raise WanjaxError(f"{folder} lacks the shards that {index} lists")
+            if missing := sorted(set(range(1, count + 1)) - there):
+                name = f"{stem}-{missing[0]:05}-of-{count:05}.safetensors"
+                raise WanjaxError(f"{folder} lacks {name}, which {index} lists")
+            return
+    if not {f"{stem}.safetensors" for stem in WEIGHT_NAMES} & set(names):
+        raise _no_weights(folder, "", names)
+
+
 class SafetensorsFolder:
     """The weights of a component's folder such as `transformer/`: one file, or shards and the index that lists them.
 
@@ -187,12 +207,7 @@ class SafetensorsFolder:
             file = SafetensorsFile(single)
             self._files = dict.fromkeys(file.keys(), file)
         else:
-            names = " or ".join(file.name for file in singles)
-            others = sorted(
-                file.name for file in self.path.glob("*.*") if file.suffix in {".safetensors", ".bin", ".pth"}
-            )
-            found = f"it holds {', '.join(others)}" if others else "it holds no weights"
-            raise WanjaxError(f"{self.path} should hold {names}, whole or as shards with an index, but {found}")
+            raise _no_weights(self.path, infix, [file.name for file in self.path.iterdir()])
 
     @property
     def paths(self) -> Sequence[Path]:
@@ -209,6 +224,13 @@ class SafetensorsFolder:
     def read(self, key: str) -> np.ndarray:
         """Returns a read-only view of the tensor's pages in the file, which are unmapped with it."""
         return self._files[key].read(key)
+
+
+def _no_weights(folder: str | Path, infix: str, names: Iterable[str]) -> WanjaxError:
+    wanted = " or ".join(f"{stem}{infix}.safetensors" for stem in WEIGHT_NAMES)
+    others = sorted(name for name in names if name.endswith((".safetensors", ".bin", ".pth")))
+    found = f"it holds {', '.join(others)}" if others else "it holds no weights"
+    return WanjaxError(f"{folder} should hold {wanted}, whole or as shards with an index, but {found}")
 
 
 def no_file(path: Path) -> str:

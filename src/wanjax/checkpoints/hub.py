@@ -15,9 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 from wanjax.checkpoints.files import WEIGHT_NAMES, no_file
 from wanjax.errors import WanjaxError, causes
@@ -73,6 +73,8 @@ def locate(source: str | Path, *, revision: str | None = None, markers: Sequence
     folder = Path(source).expanduser()
     if folder.exists():
         return folder
+    if folder.is_symlink():
+        raise WanjaxError(no_file(folder))
     if not HUB_ID.fullmatch(str(source)):
         raise WanjaxError(f"there is no folder or file {folder}, and it is not a Hugging Face id, which is OWNER/NAME")
     return download(str(source), [INDEX, *markers], revision=revision, progress=lambda *_: None)  # small files, no bars
@@ -89,6 +91,8 @@ def locate_file(
     file = Path(source).expanduser()
     if file.is_file():
         return file
+    if file.is_symlink():
+        raise WanjaxError(no_file(file))
     named = HUB_FILE.fullmatch(str(source))
     if named is None or file.exists() or ".." in Path(named["file"]).parts:
         raise WanjaxError(f"there is no file {file}, and it is not one of the hub, which is OWNER/NAME/FILE")
@@ -133,66 +137,35 @@ def download(
         raise WanjaxError(_explanation(error, repository, revision)) from error
 
 
-def check_room(repository: str, patterns: Iterable[str], *, revision: str | None = None) -> int:
-    """Returns the bytes of those of the files that are still to be downloaded.
+class Listed(NamedTuple):
+    """A file of a repository: its name there, its bytes, and whether it is still to be downloaded."""
 
-    Raises WanjaxError where the disk has no room for them.
+    name: str
+    size: int
+    awaited: bool
 
-    Files of a repository that cannot be asked, because there is no network, do not count.
-    """
-    missing: list[Any] = []
+
+def listed(repository: str, patterns: Iterable[str], *, revision: str | None = None) -> list[Listed]:
+    """Returns the repository's files of these patterns; none where it cannot be asked, because there is no network."""
     with suppress(Exception):  # the download will tell why
-        missing = _missing(repository, list(patterns), revision)
-    needed = sum(file.file_size or 0 for file in missing)
-    _check_room(repository, needed)
-    return needed
-
-
-def is_offline() -> bool:
-    """Tells whether the client may use its cache alone."""
-    from huggingface_hub import constants
-
-    return constants.HF_HUB_OFFLINE
-
-
-def check_file(source: str, *, revision: str | None = None) -> int:
-    """Returns the bytes of OWNER/NAME/FILE on the hub if it is still to be downloaded, else 0, as `check_room` does."""
-    named = HUB_FILE.fullmatch(source)
-    return check_room(named["repository"], [named["file"]], revision=revision) if named else 0
-
-
-def _snapshot(repository: str, patterns: list[str], revision: str | None, progress: Progress | None) -> Path:
-    from huggingface_hub import snapshot_download  # here: local checkpoints need no client
-
-    missing = _missing(repository, patterns, revision)
-    total = sum(file.file_size or 0 for file in missing)
-    _check_room(repository, total)
-    bars = _bars(total, progress) if progress else None
-    client = partial(snapshot_download, repository, revision=revision, allow_patterns=patterns, max_workers=AT_ONCE)
-    folder = Path(client(tqdm_class=bars))
-    with ThreadPoolExecutor(AT_ONCE) as workers:
-        list(workers.map(_check, [folder / file.filename for file in missing]))
-    if progress and total:
-        progress(total, total)
-    return folder
-
-
-def _missing(repository: str, patterns: list[str], revision: str | None) -> list[Any]:
-    """Returns the files of these patterns that the client's cache lacks; none if the client is offline."""
-    from huggingface_hub import errors, snapshot_download
-
-    with suppress(errors.DryRunError):  # the download says which files the cache lacks
-        found = snapshot_download(
-            repository, revision=revision, allow_patterns=patterns, dry_run=True, tqdm_class=_bars(0, None)
-        )
-        return [file for file in found if file.will_download]
+        return _listed(repository, list(patterns), revision)
     return []
 
 
-def _check_room(repository: str, needed: int) -> None:
-    """Raises WanjaxError where the disk of the client's cache has less free room than a download needs."""
+def names_in(folder: str, files: Iterable[Listed]) -> list[str]:
+    """Returns the names of those of the files that are in a folder of the repository."""
+    paths = [PurePosixPath(file.name) for file in files]
+    return [path.name for path in paths if path.parent == PurePosixPath(folder)]
+
+
+def check_room(repository: str, files: Iterable[Listed]) -> int:
+    """Returns the bytes of those of the files that are still to be downloaded.
+
+    Raises WanjaxError where the disk of the client's cache has less free room.
+    """
     from huggingface_hub import constants
 
+    needed = sum(file.size for file in files if file.awaited)
     cache = Path(constants.HF_HUB_CACHE)
     disk = next(folder for folder in (cache, *cache.parents) if folder.exists())
     if needed > (free := shutil.disk_usage(disk).free):
@@ -200,6 +173,42 @@ def _check_room(repository: str, needed: int) -> None:
             f"{repository} needs {in_bytes(needed)} more where {cache} has {in_bytes(free)} free: make room, or "
             "set HF_HOME to a folder on a larger disk"
         )
+    return needed
+
+
+def check_file(source: str, *, revision: str | None = None) -> int:
+    """Returns the bytes of OWNER/NAME/FILE on the hub if it is still to be downloaded, else 0, as `check_room` does."""
+    named = HUB_FILE.fullmatch(source)
+    if named is None:
+        return 0
+    return check_room(named["repository"], listed(named["repository"], [named["file"]], revision=revision))
+
+
+def _snapshot(repository: str, patterns: list[str], revision: str | None, progress: Progress | None) -> Path:
+    from huggingface_hub import snapshot_download  # here: local checkpoints need no client
+
+    missing = [file for file in _listed(repository, patterns, revision) if file.awaited]
+    total = check_room(repository, missing)
+    bars = _bars(total, progress) if progress else None
+    client = partial(snapshot_download, repository, revision=revision, allow_patterns=patterns, max_workers=AT_ONCE)
+    folder = Path(client(tqdm_class=bars))
+    with ThreadPoolExecutor(AT_ONCE) as workers:
+        list(workers.map(_check, [folder / file.name for file in missing]))
+    if progress and total:
+        progress(total, total)
+    return folder
+
+
+def _listed(repository: str, patterns: list[str], revision: str | None) -> list[Listed]:
+    """Returns the repository's files of these patterns; none if the client is offline. Raises the client's errors."""
+    from huggingface_hub import errors, snapshot_download
+
+    with suppress(errors.DryRunError):  # the download says which files the cache lacks
+        found = snapshot_download(
+            repository, revision=revision, allow_patterns=patterns, dry_run=True, tqdm_class=_bars(0, None)
+        )
+        return [Listed(file.filename, file.file_size or 0, file.will_download) for file in found]
+    return []
 
 
 def _bars(total: int, progress: Progress | None) -> Any:

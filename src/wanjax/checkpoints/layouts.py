@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from wanjax.checkpoints.files import Reader
-from wanjax.checkpoints.hub import is_offline
 from wanjax.checkpoints.readers import Renamed
 from wanjax.checkpoints.sources import DiffusersSource, Source, Weights
 from wanjax.errors import WanjaxError
@@ -72,12 +71,14 @@ class RecognisedSource(Source):
         found = self.component(component)
         return self._lender(component).weights(component) if found is None else found.weights
 
+    def holds(self, component: str) -> bool:
+        """Tells whether the checkpoint has a component; raises WanjaxError where it has a part of one."""
+        return component in self.configs or self.component(component) is not None
+
     def check_whole(self, networks: Iterable[str], others: Iterable[str]) -> None:
-        if self.revision is not None and not is_offline():  # what is missing is downloaded when it is needed
-            return
-        lacking = [name for name in networks if self.component(name) is None]
-        if lacking and is_offline() and self.origin != self.name:
-            self._published.check_whole(lacking, [])
+        lacking = [[name for name in names if not self.holds(name)] for names in (networks, others)]
+        if any(lacking) and self.origin != self.name:
+            self._published.check_whole(*lacking)
 
     def files(self, component: str) -> Sequence[Path]:
         own = component in self.configs or self.component(component) is not None

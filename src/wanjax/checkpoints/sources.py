@@ -11,7 +11,8 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cached_property
+from pathlib import Path, PurePosixPath
 from typing import Any, Protocol, TypeVar
 
 import jax
@@ -26,10 +27,23 @@ from wanjax.checkpoints.files import (
     SafetensorsFile,
     SafetensorsFolder,
     check_folder,
+    check_names,
     no_file,
     writing,
 )
-from wanjax.checkpoints.hub import COMPONENT_FILES, HUB_FILE, INDEX, check_room, download, locate, locate_file, resolve
+from wanjax.checkpoints.hub import (
+    COMPONENT_FILES,
+    HUB_FILE,
+    INDEX,
+    Listed,
+    check_room,
+    download,
+    listed,
+    locate,
+    locate_file,
+    names_in,
+    resolve,
+)
 from wanjax.checkpoints.readers import SUFFIXES, Renamed, Together
 from wanjax.compilers.cache import user_cache
 from wanjax.converters.rules import Rule
@@ -114,7 +128,8 @@ class Source(ABC):
     def check_whole(self, networks: Iterable[str], others: Iterable[str]) -> None:
         """Raises WanjaxError where a file of these components is missing or cut off, from the files' headers alone.
 
-        others: components without weights, such as tokenizers. Nothing is downloaded for it.
+        others: components without weights, such as tokenizers. Of what is still to be downloaded, the names are looked
+        at that the hub lists.
         """
 
     def is_at_hand(self, component: str) -> bool:
@@ -237,18 +252,33 @@ class DiffusersSource(Source):
     def is_at_hand(self, component: str) -> bool:
         return self.revision is None and (self.root / component / "config.json").is_file()
 
-    def check_room(self) -> int:
+    @cached_property
+    def listed(self) -> Sequence[Listed]:
+        """The components' files on the hub; none of a local folder, or where the hub cannot be asked."""
         if self.revision is None:
-            return 0
-        listed = [name for name, value in self.index.items() if isinstance(value, list) and value[:1] != [None]]
-        patterns = [f"{component}/{name}" for component in listed for name in COMPONENT_FILES]
-        return check_room(self.name, patterns, revision=self.revision)
+            return []
+        entries = [name for name, value in self.index.items() if isinstance(value, list) and value[:1] != [None]]
+        patterns = [f"{component}/{name}" for component in entries for name in COMPONENT_FILES]
+        return listed(self.name, patterns, revision=self.revision)
+
+    def check_room(self) -> int:
+        return check_room(self.name, self.listed)
 
     def check_whole(self, networks: Iterable[str], others: Iterable[str]) -> None:
+        awaited = {PurePosixPath(file.name).parts[0] for file in self.listed if file.awaited}
         for component in networks:
-            self.open_weights(self._in_root(component))
+            if self.listed:
+                check_names(f"{self.name}/{component}", names_in(component, self.listed))
+            if component not in awaited:
+                self.open_weights(self._there(component))
         for component in others:
-            _check_small(self._in_root(component))
+            if component not in awaited:
+                check_small(self._there(component))
+
+    def _there(self, component: str) -> Path:
+        """Returns the folder of a component of which nothing is awaited; raises WanjaxError where there is none."""
+        there = self.revision is None or (self.root / component).is_dir()
+        return self._in_root(component) if there else self.folder(component, files=(CONFIGS[0],))
 
     def open_weights(self, folder: Path) -> Weights:
         """Opens the weights in a component's folder."""
@@ -260,14 +290,14 @@ class DiffusersSource(Source):
     def folder(self, component: str, files: Sequence[str] = COMPONENT_FILES) -> Path:
         """Returns the component's folder, with at least these files; downloads those that are missing."""
         if self.revision is not None and component.isidentifier():
-            download(self.name, [f"{component}/{name}" for name in files], revision=self.revision)
+            download(self.name, [INDEX, *(f"{component}/{name}" for name in files)], revision=self.revision)
         return self._in_root(component)
 
     def _in_root(self, component: str) -> Path:
         if not component.isidentifier():
             raise WanjaxError(f"{self.root} lists a component {component!r}, which is not the name of a folder in it")
         if not (folder := self.root / component).is_dir():
-            raise WanjaxError(f"{self.root} has no folder {component}: a checkpoint in the diffusers layout is needed")
+            raise WanjaxError(f"{self.name} has no folder {component}: a checkpoint in the diffusers layout is needed")
         return folder
 
 
@@ -292,6 +322,10 @@ class WanjaxSource(DiffusersSource):
     @property
     def origin(self) -> str:
         return str(self.manifest["request"].get("source", self.name))
+
+    @cached_property
+    def listed(self) -> Sequence[Listed]:
+        return []  # of the hub
 
     def weights(self, component: str) -> Arrays:
         return Arrays(self.folder(component) / WEIGHTS)
@@ -489,7 +523,7 @@ def _is_of_texts(table: object) -> bool:
     return isinstance(table, dict) and all(isinstance(text, str) for text in table.values())
 
 
-def _check_small(folder: Path) -> None:
+def check_small(folder: Path) -> None:
     """Raises WanjaxError where a component's folder holds no files, or one that is empty or a link to nothing."""
     files = _small_files(folder)
     if lost := [path for path in files if not path.exists()]:

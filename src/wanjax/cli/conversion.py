@@ -42,8 +42,8 @@ def convert(
         raise WanjaxError(f"{source} is {preset.source} with a LoRA, merged when it is loaded: convert the former")
     if (lent := found.lent) and found.origin != found.name:
         report.note(f"{source} holds no {', '.join(lent)}: taken from {found.lender}")
-    if not found.check_room():
-        check_whole(found)
+    found.check_room()
+    check_whole(found)
     where = place(target)
     if lora:
         loras = tuple(Lora.parse(text).named() for text in lora)

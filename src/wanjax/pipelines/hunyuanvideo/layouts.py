@@ -18,11 +18,11 @@ from weakref import finalize
 
 from wanjax.checkpoints.descaled import Descaled
 from wanjax.checkpoints.files import SafetensorsFolder
-from wanjax.checkpoints.hub import download, locate
+from wanjax.checkpoints.hub import INDEX, Listed, download, listed, locate, names_in
 from wanjax.checkpoints.layouts import Component, RecognisedSource
 from wanjax.checkpoints.networks import components
 from wanjax.checkpoints.readers import open_tensors
-from wanjax.checkpoints.sources import Layout, read_json
+from wanjax.checkpoints.sources import Layout, check_small, read_json
 from wanjax.converters.hunyuanvideo.diffusers import transformer_config
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.family import Preset
@@ -98,11 +98,7 @@ class _HunyuanVideoSource(RecognisedSource):
     @property
     def lent(self) -> list[str]:
         """The components that the checkpoint lacks, which come from the same model's repository."""
-        return [name for name in components(self.index) if name not in self.configs and not self.holds(name)]
-
-    def holds(self, name: str) -> bool:
-        """Tells whether the checkpoint has a component that is more than a config."""
-        return self.component(name) is not None
+        return [name for name in components(self.index) if not self.holds(name)]
 
 
 class OriginalSource(_HunyuanVideoSource):
@@ -162,8 +158,23 @@ class OriginalSource(_HunyuanVideoSource):
                 return [folder / "preprocessor_config.json"]
         return super().files(component)
 
-    def holds(self, name: str) -> bool:
-        return name == "transformer" or self._place(name) is not None
+    def holds(self, component: str) -> bool:
+        if component in self.configs:
+            return True
+        if self._listed:
+            return component == "transformer" or bool(names_in(PLACES[component], self._listed))
+        if self.component(component) is not None:
+            return True
+        if (place := self._place(component)) is not None:
+            check_small(place)
+        return place is not None
+
+    @cached_property
+    def _listed(self) -> Sequence[Listed]:
+        """The other components' files on the hub; none of a local folder, or where the hub cannot be asked."""
+        if self.revision is None:
+            return []
+        return listed(self.name, [INDEX, *(f"{place}/*" for place in PLACES.values())], revision=self.revision)
 
     @cached_property
     def _glyph_tokenizer(self) -> Path:

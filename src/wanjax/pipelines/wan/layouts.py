@@ -12,11 +12,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from wanjax.checkpoints.files import SafetensorsFolder
-from wanjax.checkpoints.hub import download, locate
+from wanjax.checkpoints.files import SafetensorsFolder, check_names, no_file
+from wanjax.checkpoints.hub import Listed, download, listed, locate, names_in
 from wanjax.checkpoints.layouts import Component, RecognisedSource
 from wanjax.checkpoints.readers import SUFFIXES, open_tensors
-from wanjax.checkpoints.sources import Layout, read_json
+from wanjax.checkpoints.sources import Layout, check_small, read_json
 from wanjax.converters.wan.diffusers import transformer_config
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.family import Preset
@@ -36,6 +36,7 @@ FILES = {
 HIGH = {"high": "low", "High": "Low", "HIGH": "LOW"}  # in the names of two experts' files, that at high noise first
 OTHERS = HIGH | {low: high for high, low in HIGH.items()}
 EXPERT = re.compile(rf"(?<![A-Za-z0-9])({'|'.join(OTHERS)})(?=[Nn]oise|[^A-Za-z0-9])")
+NOISE = re.compile(r"(high|low)[ _-]?noise", re.IGNORECASE)  # in the name of what is no model of its own
 TOKENIZER = "google/umt5-xxl"
 CLASSES = {
     "scheduler": ("diffusers", "UniPCMultistepScheduler"),
@@ -92,6 +93,29 @@ class OriginalSource(_WanSource):
         config = folder / FOLDERS["transformer"] / "config.json" if _has_experts(folder) else folder / "config.json"
         return config.is_file() and read_json(config).get("_class_name") in KINDS
 
+    @cached_property
+    def _listed(self) -> Sequence[Listed]:
+        """The components' files on the hub; none of a local folder, or where the hub cannot be asked."""
+        if self.revision is None:
+            return []
+        transformers = [f"{folder}/{name}" for folder in FOLDERS.values() for name in TRANSFORMER_FILES]
+        patterns = [*TRANSFORMER_FILES, *transformers, *(name for names in FILES.values() for name in names)]
+        return listed(self.name, [*patterns, f"{TOKENIZER}/*.json"], revision=self.revision)
+
+    def holds(self, component: str) -> bool:
+        if not self._listed:
+            if there := component == "tokenizer" and (self.root / TOKENIZER).is_dir():
+                check_small(self.root / TOKENIZER)
+            return there or super().holds(component)
+        if component in FOLDERS:
+            folder = FOLDERS[component] if _has_experts(self.root) else "."
+            check_names(f"{self.name}/{folder}", names_in(folder, self._listed))
+            return True
+        if component == "tokenizer":
+            return bool(names_in(TOKENIZER, self._listed))
+        names, patterns = names_in(".", self._listed), FILES.get(component, ())
+        return component in self.configs or any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
+
     def component(self, name: str) -> Component | None:
         if name not in self._components:
             self._components[name] = self._found(name)
@@ -137,7 +161,8 @@ class FileSource(_WanSource):
     def at(cls, path: Path) -> "FileSource | None":
         """Returns the source of a file, and of the other expert's beside it; None for one without components of Wan.
 
-        Raises WanjaxError where the other is missing, and no published model has this expert's shape alone.
+        Raises WanjaxError where the other is missing, and the name tells that this is an expert, or no published model
+        has its shape alone.
         """
         components = recognise.components(open_tensors(path))
         if "transformer" in components:
@@ -165,8 +190,11 @@ def other_expert(name: str) -> tuple[str, ...]:
 def _with_other(components: dict[str, Component], path: Path, other: Path) -> dict[str, Component]:
     """Returns the components of an expert's file and of the other's, the same where the other holds no transformer."""
     if not other.is_file():
+        if other.is_symlink():
+            raise WanjaxError(no_file(other))
         shape = components["transformer"].json
-        if _published(shape, experts=True) and not _published(shape, experts=False):
+        one = NOISE.search(path.name) or not _published(shape, experts=False)
+        if one and _published(shape, experts=True):
             raise WanjaxError(f"{path} is one of two experts: {other.name}, the other, is needed beside it")
         return components
     others = recognise.components(open_tensors(other))
