@@ -11,13 +11,14 @@ import pytest
 
 import wanjax
 from tests.support.tiny import tiny_checkpoint
-from tests.support.words import says
+from tests.support.words import naming, says
 from wanjax.checkpoints import modules
 from wanjax.checkpoints.convert import ToWanjax
 from wanjax.checkpoints.descaled import Descaled
 from wanjax.checkpoints.files import Tensors, load_safetensors, save_safetensors
 from wanjax.checkpoints.sources import open_source
 from wanjax.errors import WanjaxError
+from wanjax.pipelines.wan.layouts import LAYOUT
 from wanjax.pipelines.wan.networks import NETWORKS
 
 ROUNDING = 2.0**-4  # of a number with three bits after the point, relative
@@ -86,10 +87,10 @@ def none(x):
 LAYOUTS = [per_tensor, one, none, per_row, flat, parts, without_axis, squares, small_squares]
 
 
-def eight_bits(name, x, layout, spelling="weight_scale", dtype=ml_dtypes.float8_e4m3fn):
+def eight_bits(name, x, layout, spelling="weight_scale", numbers="weight", dtype=ml_dtypes.float8_e4m3fn):
     """Returns the tensors of a weight, and the sizes of its scale at every number."""
     scale, filled = layout(x)
-    return {f"{name}.weight": (x / filled).astype(dtype), f"{name}.{spelling}": scale}, filled
+    return {f"{name}.{numbers}": (x / filled).astype(dtype), f"{name}.{spelling}": scale}, filled
 
 
 def near(found, x, filled):
@@ -164,6 +165,93 @@ def test_integers(shape, layout):
     assert (np.abs(found.astype(np.float32) - x) <= 2**-8 * np.abs(x) + filled).all()
 
 
+QUANTO = ("weight._data", "weight._scale")
+TORCHAO = [(f"{weight}qdata", f"{weight}scale") for weight in ("_weight_", "weight_", "weight:")]
+
+
+@pytest.mark.parametrize("layout", [per_tensor, none, per_row, flat, without_axis, squares, small_squares])
+@pytest.mark.parametrize("names", [QUANTO, *TORCHAO])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_floats_and_integers_by_other_names(shape, names, layout):
+    x = weight(shape)
+    scale, filled = layout(x)
+    numbers, name = (f"a.{name}" for name in names)
+    others = {"a.bias": np.ones(3, np.float32), "a.input_scale": np.ones((), np.float32)}
+    others |= {"a.output_scale": np.ones((), np.float32)}
+    reader = Descaled(Tensors({numbers: (x / filled).astype(ml_dtypes.float8_e4m3fn), name: scale} | others))
+    assert list(reader.keys()) == ["a.weight", "a.bias"]
+    assert reader.spec("a.weight") == (shape, np.dtype(np.float32))
+    assert near(reader.read("a.weight"), x, filled)
+    scale, filled = np.asarray(scale * np.float32(3.5)), filled * np.float32(3.5)  # 128 steps in place of 448
+    whole = np.clip(np.round(x / filled), -128, 127).astype(np.int8)
+    found = Descaled(Tensors({numbers: whole, name: scale})).read("a.weight")
+    np.testing.assert_array_equal(found, whole * filled)
+    assert (np.abs(found - x) <= 1.01 * filled).all()
+
+
+@pytest.mark.parametrize("layout", [per_tensor, per_row, without_axis])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_integers_with_a_zero_of_their_own(shape, layout):
+    """Each part of a weight has its least and its greatest number, and 0 lies anywhere between."""
+    x = weight(shape) + 1
+    count, _ = layout(x)
+    zero = np.random.default_rng(1).integers(-100, 100, count.shape).astype(np.int8)
+    scale, filled = layout(x)
+    spread = layout_of(zero, x.shape)
+    whole = np.clip(np.round(x / (filled * 16)) + spread, -128, 127).astype(np.int8)
+    tensors = {"a._weight_qdata": whole, "a._weight_scale": scale * 16, "a._weight_zero_point": zero}
+    reader = Descaled(Tensors(tensors))
+    assert list(reader.keys()) == ["a.weight"]
+    np.testing.assert_array_equal(reader.read("a.weight"), (whole - spread.astype(np.float32)) * (filled * 16))
+
+
+def layout_of(x, shape):
+    """Returns a number for each part of an array of a shape, everywhere in that part."""
+    return np.repeat(np.repeat(x, shape[0] // x.shape[0], 0), shape[1] // x.shape[1], 1)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_integers_of_which_127_is_the_scale(shape):
+    x = weight(shape)
+    largest = np.abs(x).max(1)
+    whole = np.round(x / largest[:, None] * 127).astype(np.int8)
+    tensors = {"a.weight": whole, "a.SCB": largest, "a.weight_format": np.zeros((), np.uint8)}
+    reader = Descaled(Tensors(tensors))
+    assert list(reader.keys()) == ["a.weight"]
+    assert (np.abs(reader.read("a.weight") - x) <= largest[:, None] / 127).all()
+    with pytest.raises(WanjaxError, match=naming("a.weight_format 0")):
+        Descaled(Tensors(tensors | {"a.weight_format": np.ones((), np.uint8)}))
+
+
+WHOLE = {"a._weight_qdata": np.ones((4, 8), np.int8), "a._weight_scale": np.ones((4, 1), np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "what"),
+    [
+        ({"a.weight._data._data": np.ones((2, 8), np.uint8)}, "a.weight._data._data quanto's 4 floats"),
+        ({"a.weight._data": np.ones((4, 8), np.int8)}, "a.weight._data a.weight._scale"),
+        ({"a.weight._data": np.ones((4, 8), np.uint8), "a.weight._scale": np.ones((4, 1), np.float32)}, "uint8 8-bit"),
+        ({"a.weight._data": np.ones((4, 8), np.int8), "a.weight._scale": np.ones((1, 8), np.float32)}, "[1, 8] [4, 8]"),
+        ({"a.weight": np.ones((16, 1), np.uint8), "a.weight.absmax": np.ones(1)}, "a.weight.absmax bitsandbytes' 4"),
+        ({"a.weight": np.ones((16, 1), np.uint8)}, "a.weight uint8 scale"),
+        ({"a.weight": np.ones((4, 8), np.int8)}, "a.weight int8 scale"),
+        ({"a.weight": np.ones((4, 8), np.float32), "a.SCB": np.ones(4, np.float32)}, "a.weight float32 integers"),
+        (WHOLE | {"a._weight_zero_point": np.ones((4, 1), np.float32)}, "a._weight_zero_point float32 integers"),
+        (WHOLE | {"a._weight_zero_point": np.ones((2, 1), np.int8)}, "a._weight_zero_point [2, 1] [4, 1]"),
+        (WHOLE | {"a._weight_qdata": np.ones((4, 8), np.int32)}, "a._weight_qdata int32 8-bit"),
+        (WHOLE | {"a._weight_act_pre_scale": np.ones(8)}, "a._weight_act_pre_scale torchao's"),
+        ({"a._weight_scale_and_zero": np.ones(8), "a._weight_qdata": np.ones((4, 4), np.int32)}, "torchao's floats"),
+        ({"a.qweight": np.ones((4, 1), np.int32)}, "a.qweight 4"),
+    ],
+)
+def test_what_other_quantisers_write_is_one_sentence(tensors, what):
+    with pytest.raises(WanjaxError) as told:
+        Descaled(Tensors(tensors))
+    assert says(str(told.value), what)
+    assert "\n" not in str(told.value)
+
+
 @pytest.mark.parametrize(
     ("change", "what"),
     [
@@ -224,6 +312,9 @@ def checkpoint(tmp_path_factory):
     return tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
+FOLDER = [("weight_scale", "weight"), QUANTO[::-1], TORCHAO[0][::-1]]
+
+
 def test_a_folder_of_them_is_loaded_and_converted(checkpoint, tmp_path):
     """Layers of a transformer and of a text encoder, by the names of diffusers and transformers."""
     folder = shutil.copytree(checkpoint, tmp_path / "eight")
@@ -231,11 +322,9 @@ def test_a_folder_of_them_is_loaded_and_converted(checkpoint, tmp_path):
         tensors, count = {}, 0
         for key, x in load_safetensors(folder / file).items():
             chosen = x.ndim == 2 and key.endswith(".weight") and "shared" not in key and "bias" not in key
-            layout, count = LAYOUTS[count % 5], count + chosen
-            found = (
-                eight_bits(key.removesuffix(".weight"), np.asarray(x), layout)[0] if chosen else {key: np.asarray(x)}
-            )
-            tensors |= found
+            names, layout, count = FOLDER[count % 3], LAYOUTS[count % 5], count + chosen
+            module, x = key.removesuffix(".weight"), np.asarray(x)
+            tensors |= eight_bits(module, x, layout, *names)[0] if chosen else {key: x}
         assert count > 5
         save_safetensors(folder / file, tensors)
     ToWanjax(open_source(folder), tmp_path / "converted", NETWORKS).run()
@@ -249,3 +338,39 @@ def test_a_folder_of_them_is_loaded_and_converted(checkpoint, tmp_path):
                 error = np.abs(np.asarray(found[key]) - np.asarray(x))
                 assert (error <= np.abs(x) * ROUNDING + np.abs(x).max() / 448 * SMALLEST).all(), key
         jax.tree.map(np.testing.assert_array_equal, *(modules.parameters(getattr(pipe, name)) for pipe in others))
+
+
+@pytest.mark.parametrize("names", FOLDER[1:])
+def test_a_single_file_of_them_is_recognised(names, checkpoint, tmp_path):
+    """Though the tensors by whose names a transformer is known have others."""
+    tensors, right = {}, load_safetensors(checkpoint / "transformer/diffusion_pytorch_model.safetensors")
+    for key, x in right.items():
+        chosen = x.ndim == 2 and key.endswith(".weight")
+        tensors |= eight_bits(key.removesuffix(".weight"), np.asarray(x), flat, *names)[0] if chosen else {key: x}
+    save_safetensors(tmp_path / "wan.safetensors", {f"model.diffusion_model.{key}": x for key, x in tensors.items()})
+    weights = open_source(tmp_path / "wan.safetensors", layouts=(LAYOUT,)).weights("transformer")
+    assert set(weights.keys()) == set(right)
+    assert "condition_embedder.time_proj.weight" not in tensors
+
+
+@pytest.mark.parametrize("method", ["nunchaku_lite", "gguf", None, 7])
+def test_a_config_tells_who_quantised(method, checkpoint, tmp_path):
+    """A method of which nothing is read is named before weights are; of others, the tensors tell enough."""
+    folder = shutil.copytree(checkpoint, tmp_path / "eight")
+    config = json.loads((folder / "transformer/config.json").read_text())
+    told = {"quantization_config": {"quant_method": method}}
+    (folder / "transformer/config.json").write_text(json.dumps(config | told))
+    if method is None:
+        assert wanjax.load(folder).transformer is not None
+        return
+    with pytest.raises(WanjaxError) as refused:
+        wanjax.load(folder)
+    assert says(str(refused.value), f"transformer's config.json {method} floats")
+
+
+@pytest.mark.parametrize("name", ["wan.gguf", "owner/video/wan-Q4_K_M.gguf"])
+def test_gguf_is_named(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wan.gguf").write_bytes(b"GGUF")
+    with pytest.raises(WanjaxError, match=naming(f"{name} GGUF safetensors")):
+        wanjax.load(name)

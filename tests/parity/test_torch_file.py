@@ -5,8 +5,10 @@ import io
 import os
 import pickle
 import random
+import sys
 import zipfile
 from contextlib import suppress
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -194,6 +196,20 @@ def test_older_and_other_files_are_refused(tmp_path):
     torch.save({"epoch": 3}, tmp_path / "number.pth")
     assert says(refusal(tmp_path / "number.pth"), "'epoch' tensor")
     assert "there is no file" in refusal(tmp_path / "nowhere.pth")
+
+
+class Quantised:
+    """A stand-in for a tensor of a library that quantises."""
+
+
+def test_objects_of_a_quantiser_are_named(tmp_path, monkeypatch):
+    module = ModuleType("torchao.dtypes")
+    monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao"))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(Quantised, "__module__", module.__name__)
+    monkeypatch.setattr(module, "Quantised", Quantised, raising=False)
+    torch.save({"a.weight": Quantised()}, tmp_path / "x.pt")
+    assert says(refusal(tmp_path / "x.pt"), "torchao tensors safetensors")
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,15 @@
 A scale is a tensor beside its weight: `scale_weight` in ComfyUI's older files and musubi-tuner's, `weight_scale` in its
 newer ones (QUANTIZATION.md of ComfyUI) and those of compressed-tensors and LightX2V, `weight_scale_inv` in DeepSeek's
 and transformers', which is multiplied too, in spite of its name. Its shape tells what each of its numbers is for.
-Integers are those of thu-ml/TurboDiffusion, turbodiffusion/ops/core.py: `int8_weight` and `scale` in place of `weight`.
+thu-ml/TurboDiffusion (turbodiffusion/ops/core.py), quanto (tensor/weights/qbytes.py) and torchao
+(prototype/safetensors/safetensors_support.py) have another name in place of `weight`; torchao may have the integer that
+stands for 0 too. In bitsandbytes the scale is the size of 127 (functional.int8_vectorwise_dequant).
 """
 
 import json
 import math
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -20,52 +22,98 @@ from wanjax.checkpoints.files import Reader, Spec
 from wanjax.checkpoints.readers import View
 from wanjax.errors import WanjaxError, shown
 
-SCALES = ("scale_weight", "weight_scale", "weight_scale_inv")
-INTEGERS, SCALE_OF_INTEGERS = "int8_weight", "scale"
-INPUTS = ("scale_input", "input_scale", "input_scale_ub")  # inputs are not rounded here
+
+class Spelling(NamedTuple):
+    """The names, in a module, of the numbers of an 8-bit weight, of their scale, and of their zero, if it has one.
+
+    The weight is (numbers - zero) · scale / steps. `whole` tells whether the numbers are integers; None is either.
+    `made` is the dtype of the weight: the one from which it was rounded, if that is known.
+    """
+
+    numbers: str
+    scale: str
+    zero: str = ""
+    whole: bool | None = False
+    steps: int = 1
+    made: Any = np.float32
+
+
+SPELLINGS = (
+    Spelling("weight", "scale_weight"),
+    Spelling("weight", "weight_scale"),
+    Spelling("weight", "weight_scale_inv"),
+    Spelling("weight", "SCB", whole=True, steps=127),
+    Spelling("int8_weight", "scale", whole=True, made=jnp.bfloat16),
+    Spelling("weight._data", "weight._scale", whole=None),
+    Spelling("_weight_qdata", "_weight_scale", "_weight_zero_point", whole=None),
+    Spelling("weight_qdata", "weight_scale", "weight_zero_point", whole=None),
+    Spelling("weight:qdata", "weight:scale", "weight:zero_point", whole=None),
+)
+OTHERS = {  # parts of weights that are not read, by patterns of their names in a module
+    "quanto's, of 4 bits or 2": r"weight\._data\._data|weight\._shift",
+    "bitsandbytes', of 4 bits": r"weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.\w+)",
+    "torchao's, of fewer bits or another format": r"_?weight[_:](packed_weights?|scale_and_zero|per_tensor_scale|"
+    r"sparse_metadata|qdata_and_metadata|act_pre_scale)",
+    "one of 4 bits": r"qweight|qzeros|weight_packed",
+}
+INPUTS = re.compile(
+    r"scale_input|input_scale|input_scale_ub|output_scale|_?weight[_:]act_quant_\w+"
+)  # not rounded here
 MARK = "scaled_fp8"  # of ComfyUI's older files
+ORDER = "weight_format"  # the order of bitsandbytes' integers, 0 for row by row
 QUANTISED = "comfy_quant"  # a layer's format in ComfyUI's newer files, as JSON
 PLAIN = {"format", "full_precision_matrix_mult", "group_size", "block_size"}  # entries that change no number
 FORMAT = re.compile(r"(float8_e4m3fn|float8_e5m2)(?:_(?:tensor|row|block)\w*)?")  # the shape tells what a scale is for
 BLOCK = 128  # rows and columns of a block in DeepSeek's files, whose last ones may be smaller
 JSON_BYTES = 4096
+RIGHT = "8-bit floats, and 8-bit integers with their scale, are read: save it as those, or get the weights as floats"
+
+
+class _Parts(NamedTuple):
+    """The names of a weight's tensors in the files, and how they are spelled."""
+
+    numbers: str
+    scale: str
+    zero: str | None
+    spelling: Spelling
 
 
 class Descaled(View):
     """A checkpoint with the scales of its weights multiplied in, and without what else belongs to them.
 
-    Floats become float32. Integers become bfloat16, from which they were rounded. Raises WanjaxError, from the headers
-    alone, where a scale has a shape or a weight a format that is not known.
+    Floats become float32, and so do integers, unless it is known that they were rounded from bfloat16. Raises
+    WanjaxError, from the headers alone, where a scale has a shape or a weight a format that is not known.
     """
 
     def __init__(self, reader: Reader):
         super().__init__(reader)
         keys = set(reader.keys())
-        self._scales: dict[str, str] = {}
+        for key in reader.keys():  # noqa: SIM118
+            _check_known(key)
+        self._parts = _found(keys)
         self._formats: dict[str, Any] = {}  # of weights that are stored as plain bytes
-        self._integers = {_weight_of(key): key for key in keys if key.rpartition(".")[2] == INTEGERS}
-        surplus, weights = {key for key in keys if key.rpartition(".")[2] == MARK}, keys | self._integers.keys()
+        surplus = set[str]()
         for key in keys:
-            last, weight = key.rpartition(".")[2], _weight_of(key)
-            scales = (SCALE_OF_INTEGERS,) if weight in self._integers else SCALES
-            if weight not in weights:
+            module, last = _split(key)
+            weight = f"{module}weight"
+            if weight not in keys | self._parts.keys():
+                surplus |= {key} if last == MARK else set()
                 continue
-            if last in scales:
-                if weight in self._scales:
-                    raise WanjaxError(f"{weight} has both {self._scales[weight]} and {key}: one of them is right")
-                self._scales[weight] = key
-            elif last == QUANTISED:
+            if last == QUANTISED:
                 self._formats[weight] = _format(reader, key, reader.spec(self._names(weight)).dtype)
-            if last in (*scales, *INPUTS, QUANTISED):
+            if last == ORDER and reader.read(key).any():
+                raise WanjaxError(f"{key} is not 0, so the integers of {weight} are in another order: {RIGHT}")
+            if last in (MARK, ORDER, QUANTISED) or INPUTS.fullmatch(last):
                 surplus.add(key)
-        for weight, key in self._integers.items():
-            if weight in keys or weight not in self._scales:
-                why = f"stands beside {weight}" if weight in keys else f"has no {SCALE_OF_INTEGERS} beside it"
-                raise WanjaxError(f"{key} {why}: 8-bit integers come with their scale, in place of the weight")
-        for weight, scale in self._scales.items():
-            _check(self._names(weight), self.stored(weight), scale, reader.spec(scale))
-        of_integers = {key: weight for weight, key in self._integers.items()}
-        self._keys = [of_integers.get(key, key) for key in reader.keys() if key not in surplus]  # noqa: SIM118
+        for weight, parts in self._parts.items():
+            surplus |= {parts.scale, *([parts.zero] if parts.zero else [])}
+            zero = reader.spec(parts.zero) if parts.zero else None
+            _check(parts, self.stored(weight), reader.spec(parts.scale), zero)
+        of_numbers = {parts.numbers: weight for weight, parts in self._parts.items()}
+        self._keys = [of_numbers.get(key, key) for key in reader.keys() if key not in surplus]  # noqa: SIM118
+        for key in self._keys:
+            if _split(key)[1] == "weight" and np.issubdtype(dtype := self.spec(key).dtype, np.integer):
+                raise WanjaxError(f"{key} is {dtype}, and no scale that is known stands beside it: {RIGHT}")
 
     def keys(self) -> tuple[str, ...]:
         return tuple(self._keys)
@@ -77,33 +125,66 @@ class Descaled(View):
 
     def spec(self, key: str) -> Spec:
         shape, dtype = self.stored(key)
-        made = jnp.bfloat16 if key in self._integers else np.float32
-        return Spec(shape, np.dtype(made) if key in self._scales else dtype)
+        return Spec(shape, np.dtype(self._parts[key].spelling.made) if key in self._parts else dtype)
 
     def _names(self, key: str) -> str:
-        """Returns a tensor's name in the files."""
-        return self._integers.get(key, key)
+        """Returns the name in the files of a tensor, or of a weight's numbers."""
+        return self._parts[key].numbers if key in self._parts else key
 
     def read(self, key: str) -> np.ndarray:
         x = self._reader.read(self._names(key))
         x = x.view(self._formats[key]) if key in self._formats else x
-        if key not in self._scales:
+        if (parts := self._parts.get(key)) is None:
             return x
-        scale = self._reader.read(self._scales[key]).astype(np.float32)
+        numbers = x.astype(np.float32)
+        if parts.zero:
+            numbers -= self._spread(parts.zero, x.shape)
+        scale = self._spread(parts.scale, x.shape)
         if not np.isfinite(scale).all():
-            raise WanjaxError(f"{self._scales[key]} has numbers that are not finite: get the file again")
-        grid, block = _places(x.shape, scale.shape) or ((1,), (1,))
-        scale = scale.reshape(grid)
+            raise WanjaxError(f"{parts.scale} has numbers that are not finite: get the file again")
+        return (numbers * (scale / parts.spelling.steps)).astype(self.spec(key).dtype, copy=False)
+
+    def _spread(self, key: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Returns a tensor that has a number for each part of a weight, with axes of the weight's sizes or 1."""
+        x = self._reader.read(key).astype(np.float32)
+        grid, block = _places(shape, x.shape) or ((1,), (1,))
+        x = x.reshape(grid)
         for axis, size in enumerate(block):
-            if scale.shape[axis] > 1:  # else it is the same along the axis
-                scale = np.repeat(scale, size, axis)
-        return (x.astype(np.float32) * scale[tuple(map(slice, x.shape))]).astype(self.spec(key).dtype, copy=False)
+            if x.shape[axis] > 1:  # else it is the same along the axis
+                x = np.repeat(x, size, axis)
+        return x[tuple(map(slice, shape))]
 
 
-def _weight_of(key: str) -> str:
-    """Returns the name of the weight of a tensor's module."""
-    module, dot, _ = key.rpartition(".")
-    return f"{module}{dot}weight"
+def _split(key: str) -> tuple[str, str]:
+    """Returns the name of a tensor's module, with its dot, and the rest of the tensor's name."""
+    module, dot, last = key.rpartition(".")
+    return module + dot, last
+
+
+def _check_known(key: str) -> None:
+    """Raises WanjaxError for a tensor of a format that is not read."""
+    for whose, pattern in OTHERS.items():
+        if re.fullmatch(rf"(.+\.)?({pattern})", key):
+            raise WanjaxError(f"{key} is a part of a quantised weight, {whose}, which is not read: {RIGHT}")
+
+
+def _found(keys: set[str]) -> dict[str, _Parts]:
+    """Returns the parts of each weight that has a scale; raises WanjaxError where one is missing or there are more."""
+    found: dict[str, _Parts] = {}
+    for spelling in SPELLINGS:
+        for key in keys:
+            module = key.removesuffix(spelling.numbers)
+            if key == module or (module and not module.endswith(".")):
+                continue
+            weight, scale, zero = (f"{module}{part}" for part in ("weight", spelling.scale, spelling.zero))
+            if scale in keys and weight in found:
+                raise WanjaxError(f"{weight} has both {found[weight].scale} and {scale}: one of them is right")
+            if spelling.numbers != "weight" and (weight in keys or scale not in keys):
+                why = f"stands beside {weight}" if weight in keys else f"has no {scale} beside it"
+                raise WanjaxError(f"{key} {why}: 8-bit numbers come with their scale, in place of the weight")
+            if scale in keys:
+                found[weight] = _Parts(key, scale, zero if spelling.zero and zero in keys else None, spelling)
+    return found
 
 
 def _places(shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
@@ -129,16 +210,22 @@ def _places(shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[tuple[int,
     return (scales, (rows // down, columns // across)) if square else None
 
 
-def _check(weight: str, stored: Spec, key: str, scale: Spec) -> None:
-    """Raises WanjaxError unless the scale fits the weight, both are floating, and integers are called so."""
-    whole = weight.rpartition(".")[2] == INTEGERS
-    known = stored.dtype == np.int8 if whole else jnp.issubdtype(stored.dtype, jnp.floating)
+def _check(parts: _Parts, stored: Spec, scale: Spec, zero: Spec | None) -> None:
+    """Raises WanjaxError unless scale and zero fit the numbers, and each is of a dtype that its spelling has."""
+    whole = parts.spelling.whole
+    floating = jnp.issubdtype(stored.dtype, jnp.floating)
+    known = (floating and not whole) or (stored.dtype == np.int8 and whole is not False)
     if not known or not jnp.issubdtype(scale.dtype, jnp.floating):
-        right = "8-bit integers with a scale of floats" if whole else "8-bit floats"
-        raise WanjaxError(f"{weight} is {stored.dtype}, with the {scale.dtype} {key}: {right} are read, not others")
+        right = {True: "8-bit integers", False: "8-bit floats", None: "8-bit floats or integers"}[whole]
+        what = f"{parts.numbers} is {stored.dtype}, with the {scale.dtype} {parts.scale}"
+        raise WanjaxError(f"{what}: {right} with a scale of floats are read, not others")
+    if zero and (floating or zero.shape != scale.shape or not jnp.issubdtype(zero.dtype, jnp.integer)):
+        what = f"{parts.zero} is {zero.dtype} {list(zero.shape)} beside {parts.numbers}, {stored.dtype}"
+        raise WanjaxError(f"{what}: integers of the scale's shape, {list(scale.shape)}, for 8-bit integers are read")
     if 0 in scale.shape or _places(stored.shape, scale.shape) is None:
         right = "one scale, or one for each row, each equal part of a row or each square block"
-        raise WanjaxError(f"{key} has the shape {list(scale.shape)} where {weight}, {list(stored.shape)}, has {right}")
+        numbers = f"{parts.numbers}, {list(stored.shape)},"
+        raise WanjaxError(f"{parts.scale} has the shape {list(scale.shape)} where {numbers} has {right}")
 
 
 def _format(reader: Reader, key: str, dtype: np.dtype) -> Any:

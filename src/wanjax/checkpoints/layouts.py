@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from wanjax.checkpoints.descaled import Descaled
 from wanjax.checkpoints.files import Reader
 from wanjax.checkpoints.readers import Renamed
 from wanjax.checkpoints.sources import DiffusersSource, Source, Weights
@@ -92,6 +93,7 @@ def held(
 
     telling: the names of tensors that only this component has; prefixes: those that its names may have in a file.
     """
+    reader = Descaled(reader)  # by whose names a component is known
     found, present = {}, set(reader.keys())
     for component, names in telling.items():
         for prefix in prefixes[component]:

@@ -11,13 +11,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from wanjax.checkpoints.descaled import RIGHT
 from wanjax.checkpoints.sources import Source
 from wanjax.converters.configs import read_config
 from wanjax.converters.names import Names
 from wanjax.converters.rules import Rule
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, shown
 from wanjax.layers.placement import as_shapes
 
+QUANTISERS = ("bitsandbytes", "compressed-tensors", "fp8", "quanto", "torchao")
+"""Those of whose formats some are read, as the names of tensors tell."""
 Config = Any  # a frozen dataclass, of a type of its own for each module
 
 
@@ -110,7 +113,12 @@ def network(source: Source, component: str, kinds: Kinds) -> Network:
     if listed[component] not in by_class:
         known = ", ".join(by_class)
         raise WanjaxError(f"the {component} of {source.name} is a {listed[component]}, where {known} can be read")
-    return read_network(listed[component], source.config(component), kinds, f"the {component}'s config.json")
+    file, json = f"the {component}'s config.json", source.config(component)
+    quantised = json.get("quantization_config")
+    method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
+    if method not in (None, *QUANTISERS):
+        raise WanjaxError(f"{file} tells weights quantised by {shown(method)}, which are not read: {RIGHT}")
+    return read_network(listed[component], json, kinds, file)
 
 
 def read_network(name: str, json: Mapping[str, Any], kinds: Kinds, file: str = "config.json") -> Network:

@@ -20,7 +20,7 @@ from flax import nnx
 
 from wanjax.checkpoints import modules
 from wanjax.checkpoints.arrays import Arrays, size_here
-from wanjax.checkpoints.descaled import Descaled
+from wanjax.checkpoints.descaled import RIGHT, Descaled
 from wanjax.checkpoints.files import (
     HEADER_LIMIT,
     Reader,
@@ -55,6 +55,7 @@ MANIFEST = "wanjax.json"  # written by `wanjax convert`: a checkpoint's origin a
 CONFIGS = ("config.json", "scheduler_config.json", "guider_config.json")
 FORMAT = 1
 WEIGHTS = "weights"  # in a component's folder of such a checkpoint
+GGUF = ".gguf"  # of llama.cpp's files
 SHARE = 16  # digits of a SHA-256
 UNUSED = "unused.safetensors"  # tensors of the original checkpoint that the network does not use
 Module = TypeVar("Module", bound=nnx.Module)
@@ -483,6 +484,10 @@ def open_source(name: str | Path, revision: str | None = None, layouts: Sequence
     name = path if is_url(name) else name
     if revision is not None and path.exists():
         raise WanjaxError(f"{path} is not on the hub: it has no revision {revision}")
+    if path.suffix.lower() == GGUF:
+        raise WanjaxError(
+            f"{name} is of the format GGUF, which is not read: a file of safetensors is right, and {RIGHT}"
+        )
     if path.is_file():
         return _open_file(path, layouts)
     if path.suffix in SUFFIXES and HUB_FILE.fullmatch(str(name)):
