@@ -51,8 +51,10 @@ def controlled(tmp_path_factory):
     return wanjax.load(tiny_control_checkpoint(tmp_path_factory.mktemp("control")))
 
 
-def test_a_window_is_a_video_of_its_own_from_the_last_frame_of_the_one_before(pipe):
-    given = {"image": PICTURE, "last_image": None, **SMALL}
+@pytest.mark.parametrize("rule", ["none", "apg"])
+def test_a_window_is_a_video_of_its_own_from_the_last_frame_of_the_one_before(pipe, rule):
+    """And an average that guidance keeps over the steps begins anew in each."""
+    given = {"image": PICTURE, "last_image": None, "guidance_scale": 5, "guidance_rule": rule, **SMALL}
     video = pipe("a cat", seed=2**64 - 2, then=["a dog", "a hen"], **given)
     shown = [pipe("a cat", seed=2**64 - 2, **given).frames]
     for prompt, seed in (("a dog", 2**64 - 1), ("a hen", 0)):
