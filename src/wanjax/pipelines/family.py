@@ -18,11 +18,12 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from wanjax.checkpoints.networks import Config, Network, NetworkKind, components, network_of
-from wanjax.checkpoints.sources import Layout, Source
+from wanjax.checkpoints.sources import Layout, Source, read_json
 from wanjax.errors import UnsupportedError, WanjaxError
 from wanjax.kernels.attention import AUTO, Attention, SparseLinear
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures, size_within
+from wanjax.media.records import CONFIG
 from wanjax.pipelines.caching.rules import CacheRule, Turn, chosen_rule, turns_of
 from wanjax.pipelines.caching.tables import NO_TABLES, Tables
 from wanjax.pipelines.checks import check_taken
@@ -32,12 +33,12 @@ from wanjax.pipelines.frames import GivenFrames, Latents, encoded
 from wanjax.pipelines.guidance import check_rule
 from wanjax.pipelines.previews.latent_preview import LatentPreview
 from wanjax.pipelines.sampler import Denoiser, Ends, Held, Inputs
-from wanjax.pipelines.settings import Settings
+from wanjax.pipelines.settings import Settings, SomeSettings
 from wanjax.pipelines.steps import Segment
 from wanjax.pipelines.text.tokenizer import Truncation
 from wanjax.pipelines.windows import CONTROL, PICTURE, check_windows
 from wanjax.programs import Program, Strategy, Value
-from wanjax.schedulers import Scheduler
+from wanjax.schedulers import Scheduler, shift_of
 from wanjax.sharding import Partitioner, choose_axes, platform
 
 Encoded = Any  # the family's own NamedTuple of arrays, each with a first axis of size 1
@@ -296,8 +297,12 @@ class Architecture(ABC):
         return self.scheduler.schedule(settings.steps, skip=skip, **self.levels(settings))
 
     def levels(self, settings: Settings) -> Mapping[str, Any]:
-        """Returns the settings that decide the noise levels, as keywords of the scheduler's `schedule`."""
-        return {}
+        """Returns the settings that decide the noise levels, as keywords of the scheduler's `schedule`.
+
+        These are those of a flow, of which a model may have none.
+        """
+        known = {"shift": settings.flow_shift, "sigmas": settings.sigmas}
+        return {name: value for name, value in known.items() if value is not None}
 
     def segments(self, schedule: Any, settings: Settings) -> Sequence[Segment]:
         """Returns the steps of each network, and their guidance scales."""
@@ -530,6 +535,15 @@ def family_of(source: Source, families: Sequence[Family]) -> Family:
             return family
     known = " or ".join(name for family in families for name in family.pipelines)
     raise WanjaxError(f"{source.name} holds a {kind}: {known} would do")
+
+
+def updated_by(source: Source, settings: SomeSettings, more: Mapping[str, Any] | None = None) -> SomeSettings:
+    """Returns settings with those that a checkpoint's files give: its scheduler's flow shift, and its own settings.
+
+    `more` are others, which take the place of the former and not of the latter.
+    """
+    shift = {"flow_shift": shift_of(source.config("scheduler"))}
+    return settings.updated(shift | dict(more or {}) | read_json(source.root / CONFIG, missing={}))
 
 
 def optional(source: Source, component: str) -> bool:

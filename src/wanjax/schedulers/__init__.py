@@ -21,6 +21,7 @@ __all__ = [
     "DPM",
     "NAMED",
     "RCM",
+    "UNIPC_SHIFT",
     "Consistency",
     "FlowDPM",
     "FlowEuler",
@@ -31,6 +32,7 @@ __all__ = [
     "name_of",
     "one_step",
     "parse",
+    "shift_of",
     "successor",
 ]
 
@@ -44,6 +46,7 @@ NAMED: Mapping[str, Scheduler] = {
     "rcm": RCM(),
     "rcm-ode": RCMEuler(),
 }
+UNIPC_SHIFT = "flow_shift"  # in the config of UniPC, where other flows have `shift`
 _WITH_OPTIONS = "unipc:order=1", "consistency:timesteps=1000,757,522", "rcm:sigma_max=200"
 
 # By entry: the reference's default, and the values that these schedulers implement.
@@ -99,7 +102,7 @@ def from_config(config: Mapping[str, Any]) -> Scheduler:
     match name:
         case "UniPCMultistepScheduler":
             _check(config, _UNIPC)
-            check_flow(config.get("flow_shift", 1.0), "official")
+            check_flow(config.get(UNIPC_SHIFT, 1.0), "official")
             return UniPC(order=config.get("solver_order", 2))
         case "FlowMatchEulerDiscreteScheduler" | "FlowMatchLCMScheduler":
             _check(config, _FLOW)
@@ -122,6 +125,11 @@ def from_config(config: Mapping[str, Any]) -> Scheduler:
         *_DISCRETE,
     ]
     raise WanjaxError(f"the scheduler {name!r} is not known: {' or '.join(known)} would do")
+
+
+def shift_of(config: Mapping[str, Any]) -> Any:
+    """Returns the flow shift that a scheduler_config.json gives, None where it gives none."""
+    return config.get(UNIPC_SHIFT, config.get("shift"))
 
 
 def parse(text: object) -> Scheduler:

@@ -362,7 +362,7 @@ def _chosen(pipe: Pipeline, config: TrainConfig) -> tuple[str, ...]:
 
 def _levels(pipe: Pipeline, config: TrainConfig, network: str) -> NoiseLevels:
     """Returns the noise levels of a network's training."""
-    own = pipe.defaults.flow_shift
+    own = pipe.architecture.levels(pipe.defaults).get("shift")
     kind = config.timesteps or ("uniform" if own is None else "shift")
     if kind == "shift" and own is None and config.shift is None:
         raise WanjaxError(f"{pipe.defaults.model} has no flow shift: timesteps uniform or logit-normal would do")

@@ -4,12 +4,12 @@
 from dataclasses import replace
 from typing import Any
 
-from wanjax.checkpoints.sources import Source, read_json
+from wanjax.checkpoints.sources import Source
 from wanjax.models.cogvideox.config import I2V_1_5_5B, I2V_5B, T2V_1_5_5B, T2V_2B, T2V_5B
 from wanjax.models.cogvideox.vae_config import VAE_1_5, VAE_2B, VAE_5B
 from wanjax.models.t5 import T5_XXL
 from wanjax.pipelines.cogvideox.architecture import CogVideoXArchitecture
-from wanjax.pipelines.family import Preset
+from wanjax.pipelines.family import Preset, updated_by
 from wanjax.pipelines.settings import Settings
 from wanjax.schedulers.ddim import DDIM
 
@@ -80,9 +80,7 @@ def settings_of(source: Source, architecture: CogVideoXArchitecture, preset: Pre
         settings = preset.defaults
     else:
         like = (preset for preset in PRESETS if _kind(preset.architecture) == _kind(architecture))
-        settings = next(like, PRESETS[0]).defaults.updated(
-            read_json(source.root / "generation_config.json", missing={})
-        )
+        settings = updated_by(source, next(like, PRESETS[0]).defaults)
     return settings
 
 

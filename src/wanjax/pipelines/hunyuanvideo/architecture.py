@@ -200,9 +200,6 @@ class HunyuanVideoArchitecture(Architecture):
         stem, second, _ = name.partition("_2")
         return f"{stem}_mask{second}"
 
-    def levels(self, settings: Settings) -> Mapping[str, Any]:
-        return {"shift": settings.flow_shift}
-
     def inputs(
         self, pipe: Pipe, network: Any, segment: Segment, encoded: HunyuanVideoEncoded, x: Held, batched: bool
     ) -> tuple[Denoiser, Inputs]:

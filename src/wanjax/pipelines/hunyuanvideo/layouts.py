@@ -88,8 +88,9 @@ class _HunyuanVideoSource(RecognisedSource):
 
     @property
     def configs(self) -> Mapping[str, dict[str, Any]]:
-        settings = self.model.defaults
-        scheduler = {"num_train_timesteps": 1000, "shift": settings.flow_shift}
+        settings, architecture = self.model.defaults, self.model.architecture
+        assert isinstance(architecture, HunyuanVideoArchitecture)
+        scheduler = {"num_train_timesteps": 1000, "shift": architecture.levels(settings)["shift"]}
         return {
             "scheduler": {"_class_name": CLASSES["scheduler"][1], **scheduler},
             "guider": {"_class_name": CLASSES["guider"][1], "guidance_scale": settings.guidance_scale},

@@ -4,14 +4,14 @@
 from dataclasses import replace
 from typing import Any
 
-from wanjax.checkpoints.sources import Source, read_json
+from wanjax.checkpoints.sources import Source
 from wanjax.errors import WanjaxError
 from wanjax.models.hunyuanvideo.config import FEW_STEPS_480P, SIZE_480P, SIZE_720P, TransformerConfig
 from wanjax.models.hunyuanvideo.vae_config import VAE_1_5
 from wanjax.models.qwen2_vl import QWEN2_5_VL_7B
 from wanjax.models.siglip import SIGLIP_SO400M
 from wanjax.models.t5 import GLYPH_BYT5
-from wanjax.pipelines.family import Preset, optional
+from wanjax.pipelines.family import Preset, optional, updated_by
 from wanjax.pipelines.hunyuanvideo.architecture import HunyuanVideoArchitecture
 from wanjax.pipelines.settings import Settings
 
@@ -111,10 +111,8 @@ def settings_of(source: Source, architecture: HunyuanVideoArchitecture, preset: 
         settings = preset.defaults
     else:
         like = (preset for preset in PRESETS if _kind(preset.architecture) == _kind(architecture))
-        shift = source.config("scheduler").get("shift")
-        own = read_json(source.root / "generation_config.json", missing={})
-        published = {"flow_shift": shift, "guidance_scale": _guidance_scale(source)}
-        settings = next(like, PRESETS[0]).defaults.updated(published | own)
+        guidance = {"guidance_scale": _guidance_scale(source)}
+        settings = updated_by(source, next(like, PRESETS[0]).defaults, guidance)
     return settings
 
 

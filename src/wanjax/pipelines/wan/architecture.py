@@ -258,9 +258,6 @@ class WanArchitecture(Architecture):
             return super().noise_range(network, settings)
         return (settings.boundary, 1.0) if network == EXPERTS[0] else (0.0, settings.boundary)
 
-    def levels(self, settings: Settings) -> Mapping[str, Any]:
-        return {"shift": settings.flow_shift, "sigmas": settings.sigmas}
-
     def segments(self, schedule: Any, settings: Settings) -> Sequence[Segment]:
         return segments(schedule.timesteps, settings)
 

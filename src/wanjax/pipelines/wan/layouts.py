@@ -24,6 +24,7 @@ from wanjax.pipelines.wan import recognise
 from wanjax.pipelines.wan.architecture import WanArchitecture
 from wanjax.pipelines.wan.conditioning import CAUSAL_PIPELINES
 from wanjax.pipelines.wan.presets import CAUSAL, PUBLISHED, SPARSE_LINEAR
+from wanjax.schedulers import UNIPC_SHIFT
 
 KINDS = ("WanModel", "VaceWanModel")  # the classes in the authors' config.json
 FOLDERS = {"transformer": "high_noise_model", "transformer_2": "low_noise_model"}
@@ -237,7 +238,7 @@ def _scheduler(transformer: Mapping[str, Any], experts: bool) -> dict[str, Any]:
     sixteen = transformer["pos_embed_seq_len"] or transformer["_class_name"] == "WanVACETransformer3DModel"
     return {
         "_class_name": "UniPCMultistepScheduler",
-        "flow_shift": 16.0 if sixteen else 12.0 if experts and not images else 5.0,
+        UNIPC_SHIFT: 16.0 if sixteen else 12.0 if experts and not images else 5.0,
         "num_train_timesteps": 1000,
         "prediction_type": "flow_prediction",
         "use_flow_sigmas": True,

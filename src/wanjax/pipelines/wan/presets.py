@@ -23,7 +23,7 @@ from wanjax.models.wan.config import (
     VAE_2_1,
     VAE_2_2,
 )
-from wanjax.pipelines.family import Preset, TrainingDomain
+from wanjax.pipelines.family import Preset, TrainingDomain, updated_by
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.wan.architecture import THREE_STEPS, WanArchitecture
 from wanjax.pipelines.wan.causal import CausalWanArchitecture
@@ -401,10 +401,7 @@ def settings_of(source: Source, architecture: WanArchitecture, preset: Preset | 
     """
     settings = _like(architecture) if preset is None else preset.defaults
     if preset is None:
-        scheduler = source.config("scheduler")
-        shift = scheduler.get("flow_shift", scheduler.get("shift"))
-        own = read_json(source.root / "generation_config.json", missing={})
-        settings = settings.updated({"flow_shift": shift} | _distillation(architecture.scheduler) | own)
+        settings = updated_by(source, settings, _distillation(architecture.scheduler))
     if not architecture.experts:
         return replace(settings, boundary=None, guidance_scale_2=None)
     return replace(settings, boundary=source.index.get("boundary_ratio") or settings.boundary)
