@@ -109,6 +109,117 @@ class Checkpoint:
         return self.preset.param_dtype if self.preset else None
 
 
+@knows_keywords
+def load(
+    model: str | Path = "nano",
+    *,
+    dtype: DTypeLike | None = None,
+    param_dtype: DTypeLike | None = None,
+    attention: str | Attention | None = None,
+    revision: str | None = None,
+    mesh: Mesh | MeshSizes | AutoMesh | str | None = None,
+    video: Mapping[str, Any] | None = None,
+    rules: str = "fsdp",
+    compiler: str = SAFE,
+    lora: Loras = (),
+    decoder: str | Path | None = None,
+    scheduler: str | Scheduler | None = None,
+    offload: bool | None = None,
+    verify: bool = False,
+    progress: Progress | None = None,
+    note: Note | None = None,
+) -> Pipeline:
+    """Returns the pipeline of a known name, a Hugging Face id, a folder or a file. Networks are loaded at first use.
+
+    dtype: bfloat16 or float32, a name or JAX's dtype, in which networks compute; None is float32 on a CPU, which has no
+        fast bfloat16, and `param_dtype` elsewhere. The VAE is always in float32, as in the reference.
+    param_dtype: the dtype, of the same two, in which weights are kept; None is bfloat16 for published checkpoints, and
+        the stored dtype for others.
+    attention: the transformer's implementation, or "radial:0.2", "sla:top=0.15" or an `Attention`; None is what it or a
+        LoRA was trained with, or chooses by platform and shape. A projection that "sla" needs begins with zeros.
+    mesh: a mesh of `wanjax.make_mesh`, a text such as "dp=2,sp=1,tp=4", or "auto", which uses as many devices as help;
+        None is one device on a CPU, and "auto" elsewhere.
+    video: settings of the videos to come, for which "auto" chooses the mesh; None is the model's defaults.
+    rules: "fsdp", "tp" or "replicated", the way in which weights are sharded, or that they are not.
+    compiler: "safe" or "fast", a set of options of TPUs' compiler. What it refuses is left out, with a warning.
+    lora: FILE or FILE:STRENGTH, or several, merged into the transformer as it is read. FILE may be OWNER/NAME/FILE on
+        the hub. For two experts, `high=FILE` and `low=FILE` name one of them.
+    decoder: a file of TAEHV for the model's latents, which decodes in place of the VAE: quicker, and less exact.
+    scheduler: "unipc", "euler" or another value of `wanjax.schedulers`; None is the checkpoint's own.
+    offload: True frees each network after its stage; False none; None those beside which the next would not fit.
+    verify: True compares a wanjax checkpoint with its checksums before, as `wanjax convert --verify` does.
+    progress: `progress(component, done, total)` receives the bytes read; None shows them with the stage that reads.
+    note: `note(sentence)` receives what was merged from each LoRA, and the licence of weights to be downloaded.
+
+    Raises WanjaxError where the checkpoint, a LoRA, the decoder or the scheduler cannot be found or does not fit, or
+    the mesh or a dtype is impossible; UnsupportedError where the named attention cannot be used here.
+    """
+    asked = None if attention is None else Attention.of(attention)
+    check_set(compiler)
+    dtype, param_dtype = dtype_name(dtype), dtype_name(param_dtype, "param_dtype")
+    set_cache_folder()
+    examined = _told(model, revision, note)
+    if verify:
+        manifest.verify(examined.source, progress or (lambda at, done, total: None))
+    loras = _listed(lora)
+    learned = attention_of(loras)
+    asked = asked or learned
+    found = adapted(examined, loras, asked, note)
+    if learned is None and found.architecture.entries != examined.architecture.entries:
+        told = f"{examined.settings.model} was not trained with {asked}, whose projection begins with zeros"
+        note(told) if note else warnings.warn(told, stacklevel=3)
+    if scheduler is not None:
+        found = replace(found, architecture=with_scheduler(found.architecture, scheduler))
+    tiny = None if decoder is None else DecoderFile.in_place_of(found.architecture.vae, decoder)
+    return _pipeline(found, Loading(dtype, param_dtype, asked, mesh, video, rules, compiler, offload, progress, tiny))
+
+
+class Loading(NamedTuple):
+    """The way in which a checkpoint is loaded: arguments of `load`."""
+
+    dtype: str | None
+    param_dtype: str | None
+    attention: Attention | None
+    mesh: Mesh | MeshSizes | AutoMesh | str | None
+    video: Mapping[str, Any] | None
+    rules: str
+    compiler: str
+    offload: bool | None
+    progress: Progress | None
+    decoder: DecoderFile | None
+
+
+def _told(model: str | Path, revision: str | None, note: Note | None) -> Checkpoint:
+    """Examines a checkpoint; tells the licence of weights to be downloaded, where it sets conditions of its own.
+
+    Raises WanjaxError where the disk has no room for the download, or a file is missing or cut off.
+    """
+    preset = _published(str(model))
+    opened = check_file(preset.source, revision=revision) if preset else 0  # a single file is downloaded to be examined
+    if opened:
+        _tell_licence(preset, note)
+    found = examine(model, revision)
+    awaited = found.source.check_room()
+    if awaited and not opened:
+        _tell_licence(found.preset, note)
+    check_whole(found.source)
+    return found
+
+
+def examine(model: str | Path, revision: str | None = None, *, encoders: bool = False) -> Checkpoint:
+    """Finds a checkpoint as `find` does and reads its configs; raises WanjaxError where they contradict each other.
+
+    `encoders` tells whether to read those of text and image encoders too, for which a file may have to be downloaded.
+    """
+    source, preset = find(model, revision)
+    family = family_of(source, FAMILIES)
+    architecture = _tabled(_scheduled(family.architecture(source, encoders), preset), family, preset, source)
+    settings = family.settings(source, architecture, preset)
+    if preset is None:
+        settings = replace(settings, model=str(model))
+    return Checkpoint(source, family, preset, architecture, settings)
+
+
 def find(model: str | Path, revision: str | None = None) -> tuple[Source, Preset | None]:
     """Returns the source of a checkpoint, and its preset where it is a published one.
 
@@ -137,20 +248,6 @@ def _unknown(name: str) -> str:
     near = get_close_matches(name, presets(), n=3, cutoff=0.5)
     told = f"a near name is {' or '.join(near)}" if near else "`wanjax models` lists the names"
     return f"no model is named {name!r}, nor is there such a folder or file: {told}, and a hub id is OWNER/NAME"
-
-
-def examine(model: str | Path, revision: str | None = None, *, encoders: bool = False) -> Checkpoint:
-    """Finds a checkpoint as `find` does and reads its configs; raises WanjaxError where they contradict each other.
-
-    `encoders` tells whether to read those of text and image encoders too, for which a file may have to be downloaded.
-    """
-    source, preset = find(model, revision)
-    family = family_of(source, FAMILIES)
-    architecture = _tabled(_scheduled(family.architecture(source, encoders), preset), family, preset, source)
-    settings = family.settings(source, architecture, preset)
-    if preset is None:
-        settings = replace(settings, model=str(model))
-    return Checkpoint(source, family, preset, architecture, settings)
 
 
 def outline(model: str) -> tuple[Family, Architecture, Settings]:
@@ -230,101 +327,6 @@ def tables_key(model: str | Path) -> str:
     return preset.name if preset else key_of(source)
 
 
-@knows_keywords
-def load(
-    model: str | Path = "nano",
-    *,
-    dtype: DTypeLike | None = None,
-    param_dtype: DTypeLike | None = None,
-    attention: str | Attention | None = None,
-    revision: str | None = None,
-    mesh: Mesh | MeshSizes | AutoMesh | str | None = None,
-    video: Mapping[str, Any] | None = None,
-    rules: str = "fsdp",
-    compiler: str = SAFE,
-    lora: Loras = (),
-    decoder: str | Path | None = None,
-    scheduler: str | Scheduler | None = None,
-    offload: bool | None = None,
-    verify: bool = False,
-    progress: Progress | None = None,
-    note: Note | None = None,
-) -> Pipeline:
-    """Returns the pipeline of a known name, a Hugging Face id, a folder or a file. Networks are loaded at first use.
-
-    dtype: bfloat16 or float32, a name or JAX's dtype, in which networks compute; None is float32 on a CPU, which has no
-        fast bfloat16, and `param_dtype` elsewhere. The VAE is always in float32, as in the reference.
-    param_dtype: the dtype, of the same two, in which weights are kept; None is bfloat16 for published checkpoints, and
-        the stored dtype for others.
-    attention: the transformer's implementation, or "radial:0.2", "sla:top=0.15" or an `Attention`; None is what it or a
-        LoRA was trained with, or chooses by platform and shape. A projection that "sla" needs begins with zeros.
-    mesh: a mesh of `wanjax.make_mesh`, a text such as "dp=2,sp=1,tp=4", or "auto", which uses as many devices as help;
-        None is one device on a CPU, and "auto" elsewhere.
-    video: settings of the videos to come, for which "auto" chooses the mesh; None is the model's defaults.
-    rules: "fsdp", "tp" or "replicated", the way in which weights are sharded, or that they are not.
-    compiler: "safe" or "fast", a set of options of TPUs' compiler. What it refuses is left out, with a warning.
-    lora: FILE or FILE:STRENGTH, or several, merged into the transformer as it is read. FILE may be OWNER/NAME/FILE on
-        the hub. For two experts, `high=FILE` and `low=FILE` name one of them.
-    decoder: a file of TAEHV for the model's latents, which decodes in place of the VAE: quicker, and less exact.
-    scheduler: "unipc", "euler" or another value of `wanjax.schedulers`; None is the checkpoint's own.
-    offload: True frees each network after its stage; False none; None those beside which the next would not fit.
-    verify: True compares a wanjax checkpoint with its checksums before, as `wanjax convert --verify` does.
-    progress: `progress(component, done, total)` receives the bytes read; None shows them with the stage that reads.
-    note: `note(sentence)` receives what was merged from each LoRA, and the licence of weights to be downloaded.
-
-    Raises WanjaxError where the checkpoint, a LoRA, the decoder or the scheduler cannot be found or does not fit, or
-    the mesh or a dtype is impossible; UnsupportedError where the named attention cannot be used here.
-    """
-    asked = None if attention is None else Attention.of(attention)
-    check_set(compiler)
-    dtype, param_dtype = dtype_name(dtype), dtype_name(param_dtype, "param_dtype")
-    set_cache_folder()
-    examined = _told(model, revision, note)
-    if verify:
-        manifest.verify(examined.source, progress or (lambda at, done, total: None))
-    loras = _listed(lora)
-    learned = attention_of(loras)
-    asked = asked or learned
-    found = _scheduled_by(scheduler, adapted(examined, loras, asked, note))
-    if learned is None and found.architecture.entries != examined.architecture.entries:
-        told = f"{examined.settings.model} was not trained with {asked}, whose projection begins with zeros"
-        note(told) if note else warnings.warn(told, stacklevel=3)
-    tiny = None if decoder is None else DecoderFile.in_place_of(found.architecture.vae, decoder)
-    return _pipeline(found, Loading(dtype, param_dtype, asked, mesh, video, rules, compiler, offload, progress, tiny))
-
-
-class Loading(NamedTuple):
-    """The way in which a checkpoint is loaded: arguments of `load`."""
-
-    dtype: str | None
-    param_dtype: str | None
-    attention: Attention | None
-    mesh: Mesh | MeshSizes | AutoMesh | str | None
-    video: Mapping[str, Any] | None
-    rules: str
-    compiler: str
-    offload: bool | None
-    progress: Progress | None
-    decoder: DecoderFile | None
-
-
-def _told(model: str | Path, revision: str | None, note: Note | None) -> Checkpoint:
-    """Examines a checkpoint; tells the licence of weights to be downloaded, where it sets conditions of its own.
-
-    Raises WanjaxError where the disk has no room for the download, or a file is missing or cut off.
-    """
-    preset = _published(str(model))
-    opened = check_file(preset.source, revision=revision) if preset else 0  # a single file is downloaded to be examined
-    if opened:
-        _tell_licence(preset, note)
-    found = examine(model, revision)
-    awaited = found.source.check_room()
-    if awaited and not opened:
-        _tell_licence(found.preset, note)
-    check_whole(found.source)
-    return found
-
-
 def check_whole(source: Source) -> None:
     """Raises WanjaxError where a file of the networks or tokenizers that a checkpoint lists is missing or cut off."""
     listed, loaded = components(source.index), {name for family in FAMILIES for name in family.loaders}
@@ -358,27 +360,15 @@ def adapted(found: Checkpoint, loras: tuple[Lora, ...], asked: Attention | None,
     Where sparse-linear attention is asked for, and needs a projection that the checkpoint does not hold, it begins with
     zeros.
     """
-    found = _extended(found, asked or AUTO)
+    architecture = found.architecture.attending(asked or AUTO, found.settings.model)
+    if architecture != found.architecture:
+        entries = {name: architecture.entries for name in architecture.denoisers}
+        source = ExtendedSource(found.source, entries, found.family.networks)
+        found = replace(found, architecture=architecture, source=source)
     merged = [*(Lora.parse(lora) for lora in (found.preset.loras if found.preset else ())), *loras]
     if not merged:
         return found
     return replace(found, source=AdaptedSource(found.source, merged, found.family.networks, note), loras=loras)
-
-
-def _extended(found: Checkpoint, asked: Attention) -> Checkpoint:
-    architecture = found.architecture.attending(asked, found.settings.model)
-    if architecture == found.architecture:
-        return found
-    entries = {name: architecture.entries for name in architecture.denoisers}
-    source = ExtendedSource(found.source, entries, found.family.networks)
-    return replace(found, architecture=architecture, source=source)
-
-
-def _scheduled_by(scheduler: str | Scheduler | None, found: Checkpoint) -> Checkpoint:
-    """Returns the checkpoint with this scheduler in place of its own, if one is given."""
-    if scheduler is None:
-        return found
-    return replace(found, architecture=with_scheduler(found.architecture, scheduler))
 
 
 def with_scheduler(architecture: Architecture, scheduler: str | Scheduler) -> Architecture:
