@@ -42,9 +42,7 @@ class Desk:
     def advance(self, job: Job, progress: int, **changes: Any) -> None:
         """Notes how far a job is."""
         with self._changed:
-            job.progress = max(job.progress, progress)
-            for name, value in changes.items():
-                setattr(job, name, value)
+            job.advance(progress, **changes)
             self._changed.notify()
 
     def finish(self, job: Job, status: Status, error: dict[str, str] | None = None) -> None:

@@ -80,6 +80,12 @@ class Job:
     scheduler: str | None = None
     lora: dict[str, float] = field(default_factory=dict)
 
+    def advance(self, progress: int, **changes: Any) -> None:
+        """Notes how far the video is, in percent, and what else is new; it never goes back."""
+        self.progress = max(self.progress, progress)
+        for name, value in changes.items():
+            setattr(self, name, value)
+
     @property
     def over(self) -> bool:
         return self.status in (COMPLETED, FAILED)

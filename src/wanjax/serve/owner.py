@@ -128,8 +128,7 @@ class Owner:
         """Notes the end of a job, unless that was noted before, or another worker has it."""
         job = self.board.running.get(worker)
         if job is not None and job.id == id:
-            for name, value in made.items():
-                setattr(job, name, value)
+            job.advance(job.progress, **made)
             self.seconds.update(job.seconds)
             self.board.finish(job, status, error)
 
