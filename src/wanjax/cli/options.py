@@ -662,3 +662,10 @@ serving = together(
         help="Load the model and compile its default video's programs at once, or with the first request.",
     ),
 )
+
+video = together(pictures, shape, windows, denoising, lora, attention, batch_guidance, compute)
+"""What decides how a video comes out, and what its programs are."""
+making = together(model, extending, text, video, devices, tile, decoder, offload)
+"""What whole videos are made with, one or many."""
+reporting = together(force, verify, telling, stats, json)
+"""What is replaced, checked and told by a command that makes a part of a video, or all of it."""
