@@ -57,8 +57,8 @@ OTHERS = {  # parts of weights that are not read, by patterns of their names in 
     "one of 4 bits": r"qweight|qzeros|weight_packed",
 }
 INPUTS = re.compile(
-    r"scale_input|input_scale|input_scale_ub|output_scale|_?weight[_:]act_quant_\w+"
-)  # not rounded here
+    r"scale_input|input_scale(_ub)?|output_scale|_?weight[_:]act_quant_\w+"
+)  # inputs are not rounded here
 MARK = "scaled_fp8"  # of ComfyUI's older files
 ORDER = "weight_format"  # the order of bitsandbytes' integers, 0 for row by row
 QUANTISED = "comfy_quant"  # a layer's format in ComfyUI's newer files, as JSON
@@ -66,7 +66,9 @@ PLAIN = {"format", "full_precision_matrix_mult", "group_size", "block_size"}  # 
 FORMAT = re.compile(r"(float8_e4m3fn|float8_e5m2)(?:_(?:tensor|row|block)\w*)?")  # the shape tells what a scale is for
 BLOCK = 128  # rows and columns of a block in DeepSeek's files, whose last ones may be smaller
 JSON_BYTES = 4096
-RIGHT = "8-bit floats, and 8-bit integers with their scale, are read: save it as those, or get the weights as floats"
+EIGHT_BITS = (
+    "8-bit floats, and 8-bit integers with their scale, are read: save it as those, or get the weights as floats"
+)
 
 
 class _Parts(NamedTuple):
@@ -92,17 +94,17 @@ class Descaled(View):
             _check_known(key)
         self._parts = _found(keys)
         self._formats: dict[str, Any] = {}  # of weights that are stored as plain bytes
-        surplus = set[str]()
+        surplus, weights = set[str](), keys | self._parts.keys()
         for key in keys:
             module, last = _split(key)
             weight = f"{module}weight"
-            if weight not in keys | self._parts.keys():
+            if weight not in weights:
                 surplus |= {key} if last == MARK else set()
                 continue
             if last == QUANTISED:
                 self._formats[weight] = _format(reader, key, reader.spec(self._names(weight)).dtype)
-            if last == ORDER and reader.read(key).any():
-                raise WanjaxError(f"{key} is not 0, so the integers of {weight} are in another order: {RIGHT}")
+            if last == ORDER and not (reader.spec(key).nbytes == 1 and reader.read(key).tobytes() == bytes(1)):
+                raise WanjaxError(f"{key} is not 0, so the integers of {weight} are in another order: {EIGHT_BITS}")
             if last in (MARK, ORDER, QUANTISED) or INPUTS.fullmatch(last):
                 surplus.add(key)
         for weight, parts in self._parts.items():
@@ -113,7 +115,7 @@ class Descaled(View):
         self._keys = [of_numbers.get(key, key) for key in reader.keys() if key not in surplus]  # noqa: SIM118
         for key in self._keys:
             if _split(key)[1] == "weight" and np.issubdtype(dtype := self.spec(key).dtype, np.integer):
-                raise WanjaxError(f"{key} is {dtype}, and no scale that is known stands beside it: {RIGHT}")
+                raise WanjaxError(f"{key} is {dtype}, and no scale that is known stands beside it: {EIGHT_BITS}")
 
     def keys(self) -> tuple[str, ...]:
         return tuple(self._keys)
@@ -139,14 +141,14 @@ class Descaled(View):
         numbers = x.astype(np.float32)
         if parts.zero:
             numbers -= self._spread(parts.zero, x.shape)
-        scale = self._spread(parts.scale, x.shape)
-        if not np.isfinite(scale).all():
-            raise WanjaxError(f"{parts.scale} has numbers that are not finite: get the file again")
-        return (numbers * (scale / parts.spelling.steps)).astype(self.spec(key).dtype, copy=False)
+        numbers *= self._spread(parts.scale, x.shape) / parts.spelling.steps
+        return numbers.astype(self.spec(key).dtype, copy=False)
 
     def _spread(self, key: str, shape: tuple[int, ...]) -> np.ndarray:
         """Returns a tensor that has a number for each part of a weight, with axes of the weight's sizes or 1."""
         x = self._reader.read(key).astype(np.float32)
+        if not np.isfinite(x).all():
+            raise WanjaxError(f"{key} has numbers that are not finite: get the file again")
         grid, block = _places(shape, x.shape) or ((1,), (1,))
         x = x.reshape(grid)
         for axis, size in enumerate(block):
@@ -165,7 +167,7 @@ def _check_known(key: str) -> None:
     """Raises WanjaxError for a tensor of a format that is not read."""
     for whose, pattern in OTHERS.items():
         if re.fullmatch(rf"(.+\.)?({pattern})", key):
-            raise WanjaxError(f"{key} is a part of a quantised weight, {whose}, which is not read: {RIGHT}")
+            raise WanjaxError(f"{key} is a part of a quantised weight, {whose}, which is not read: {EIGHT_BITS}")
 
 
 def _found(keys: set[str]) -> dict[str, _Parts]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from wanjax.checkpoints.descaled import RIGHT
+from wanjax.checkpoints.descaled import EIGHT_BITS
 from wanjax.checkpoints.sources import Source
 from wanjax.converters.configs import read_config
 from wanjax.converters.names import Names
@@ -117,7 +117,7 @@ def network(source: Source, component: str, kinds: Kinds) -> Network:
     quantised = json.get("quantization_config")
     method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
     if method not in (None, *QUANTISERS):
-        raise WanjaxError(f"{file} tells weights quantised by {shown(method)}, which are not read: {RIGHT}")
+        raise WanjaxError(f"{file} tells weights quantised by {shown(method)}, which are not read: {EIGHT_BITS}")
     return read_network(listed[component], json, kinds, file)
 
 

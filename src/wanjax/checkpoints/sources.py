@@ -20,7 +20,7 @@ from flax import nnx
 
 from wanjax.checkpoints import modules
 from wanjax.checkpoints.arrays import Arrays, size_here
-from wanjax.checkpoints.descaled import RIGHT, Descaled
+from wanjax.checkpoints.descaled import EIGHT_BITS, Descaled
 from wanjax.checkpoints.files import (
     HEADER_LIMIT,
     Reader,
@@ -486,7 +486,7 @@ def open_source(name: str | Path, revision: str | None = None, layouts: Sequence
         raise WanjaxError(f"{path} is not on the hub: it has no revision {revision}")
     if path.suffix.lower() == GGUF:
         raise WanjaxError(
-            f"{name} is of the format GGUF, which is not read: a file of safetensors is right, and {RIGHT}"
+            f"{name} is of the format GGUF, which is not read: a file of safetensors is right, and {EIGHT_BITS}"
         )
     if path.is_file():
         return _open_file(path, layouts)

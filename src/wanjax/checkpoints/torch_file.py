@@ -46,7 +46,7 @@ LATER_DTYPES = {  # dtypes without a storage class
     "uint64": np.dtype(np.uint64),
 }
 GENERATORS = ("generator_ema", "generator")  # tables of the model that generates, in a run that distils it
-QUANTISERS = ("torchao", "optimum.quanto", "bitsandbytes")  # libraries whose tensors are objects of their own
+LIBRARIES = ("torchao", "optimum.quanto", "bitsandbytes")  # whose quantised tensors are objects of their own
 PICKLE_LIMIT = 1 << 22  # bytes; a thousand tensors take about 120,000
 OPERATIONS_LIMIT = 250_000  # a thousand tensors take 30,000 to 50,000, of 2.5 bytes and more each
 # The operations that tables of tensors are made of, for pickles of protocol 2 and later.
@@ -226,7 +226,7 @@ def _places(archive: _Archive) -> dict[str, _Place]:
     if archive.record("data.pkl")[1] > PICKLE_LIMIT:
         raise _CorruptError(f"its pickle has more than {PICKLE_LIMIT} bytes")
     data = archive.read("data.pkl")
-    if library := next((name for name in QUANTISERS if f"{name}.".encode() in data), None):
+    if library := next((name for name in LIBRARIES if f"{name}.".encode() in data), None):
         raise _CorruptError(f"it holds objects of {library} in place of tensors, which its safetensors have")
     table = describe(data)
     if isinstance(table, dict):
