@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from tests.support.stores import failing, forget, objects
+from tests.support.stores import GOOGLES, failing, forget, objects, running_gcs
 from tests.support.words import says
 from wanjax.errors import WanjaxError
 from wanjax.media.records import read_record
@@ -142,6 +142,26 @@ def test_a_message_of_a_store_is_one_line_and_short():
     with failing("cat_file", RuntimeError("no\n" + "so " * 1000)):
         said = refused(Remote("memory", "videos/a").read, 10)
     assert re.search(r"memory://videos/a cannot be read, no:", said)
+
+
+@pytest.mark.filterwarnings("ignore:Sending a large body")  # by gcsfs
+def test_what_google_s_store_has_is_what_was_sent(tmp_path):
+    """Its library marks the end of a file by a text that the file may hold: what is cut off there is told."""
+    with running_gcs():
+        folder = place(f"{GOOGLES}/videos")
+        folder.check_writable()
+        for content in (b"", b"a\r", bytes(range(256)) * 2**13):
+            (folder / "a").write(content)
+            assert (folder / "a").read(2**22) == content
+        assert (folder / "a").read_part(65, 68) == b"ABC"
+        assert ((folder / "a").size(), (folder / "a").is_file(), folder.is_file()) == (2**21, True, False)
+        (tmp_path / "b").write_bytes(b"b")
+        folder.upload_all({"b": tmp_path / "b", "below/c": tmp_path / "b"})
+        assert folder.files() == {"a": 2**21, "b": 1, "below/c": 1}
+        assert says(refused((folder / "d").write, b"1\n--==0=="), f"{folder}/d")
+        folder.remove_all()
+        assert not folder.exists()
+        assert says(refused(place("gs://no-such-bucket/a").read, 9), "gs://no-such-bucket/a")
 
 
 def test_an_object_is_created_by_one_alone():

@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store that speaks as Amazon's S3 does, on loopback, and one in memory."""
+"""Stores that speak as Amazon's S3 and Google's Cloud Storage do, on loopback, and one in memory."""
 
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from email.message import Message
+from email.parser import BytesParser
+from functools import partial
+from http.server import HTTPServer
+from threading import Thread
 from typing import Any
 from urllib.request import urlopen
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-BUCKET = "s3://wanjax-videos"
+BUCKET, GOOGLES = "s3://wanjax-videos", "gs://wanjax-videos"
 
 
 @contextmanager
@@ -36,6 +41,57 @@ def running_s3() -> Iterator[str]:
         yield address
         S3FileSystem.clear_instance_cache()
     server.stop()
+
+
+@contextmanager
+def running_gcs() -> Iterator[str]:
+    """Yields the address of an emulator of Google's store that has a bucket; the environment points at it meanwhile.
+
+    It knows no conditions, such as that there is no such object.
+    """
+    from gcp_storage_emulator import server as emulator
+    from gcp_storage_emulator.handlers.buckets import create_bucket
+    from gcp_storage_emulator.server import RequestHandler
+    from gcp_storage_emulator.storage import Storage
+
+    storage = Storage(use_memory_fs=True)
+    create_bucket(GOOGLES.removeprefix("gs://"), storage)
+    with Queueing(("127.0.0.1", 0), partial(RequestHandler, storage)) as server, pytest.MonkeyPatch.context() as patch:
+        Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        patch.setattr(emulator, "BytesParser", Parts)
+        patch.setenv("STORAGE_EMULATOR_HOST", address)
+        patch.setenv("NO_GCE_CHECK", "true")  # else keys are looked for on a network that is not there
+        patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # else Google is asked for the kind of a bucket
+        from gcsfs import GCSFileSystem
+
+        GCSFileSystem.clear_instance_cache()
+        yield address
+        GCSFileSystem.clear_instance_cache()
+        server.shutdown()
+
+
+class Parts(BytesParser):
+    """Parses an upload as gcsfs means it, whose lines end in \n: an \r before the boundary belongs to the file."""
+
+    def parsebytes(self, text: bytes, headersonly: bool = False) -> Message:
+        head, _, body = text.partition(b"\r\n")
+        if b"multipart/related" not in head:
+            return super().parsebytes(text, headersonly)
+        whole = super().parsebytes(head + b"\r\n")
+        boundary, parts = f"\n--{whole.get_boundary()}".encode(), []
+        for part in (b"\n" + body).split(boundary)[1:3]:
+            about, _, content = part.lstrip(b"\n").partition(b"\n\n")
+            parts.append(super().parsebytes(about + b"\n\n"))
+            parts[-1].set_payload(content.decode("ascii", "surrogateescape"))
+        whole.set_payload(parts)
+        return whole
+
+
+class Queueing(HTTPServer):
+    """A server that takes one request after another, and lets many wait."""
+
+    request_queue_size = 128
 
 
 def objects() -> dict[str, bytes]:

@@ -25,6 +25,8 @@ from wanjax.signals import abandoned_by
 
 LIBRARIES = {"s3": "s3fs", "gs": "gcsfs", "memory": "fsspec"}
 """The stores, by the scheme of their URLs, and the library by which fsspec reaches each."""
+CHECKED = {"gs": {"consistency": "md5"}}
+"""Options by which a library compares an object with what was to be sent: gcsfs ends a file at a mark of its own."""
 HERE = "file"  # the scheme of this machine's files
 URL = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]+)://(?P<path>.*)", re.IGNORECASE | re.DOTALL)
 BUCKET = re.compile(r"[\w.-]+", re.ASCII)
@@ -34,7 +36,11 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 Told = Callable[[list[str]], object]
 
 
-class Missing(WanjaxError):
+class StoreError(WanjaxError):
+    """A store that cannot be reached, or does not do what is asked of it."""
+
+
+class Missing(StoreError):
     """Something that is not in a store."""
 
 
@@ -42,7 +48,7 @@ class Missing(WanjaxError):
 class Remote:
     """An object's name in a store, or a folder's: the part of the objects' names before a slash.
 
-    It has as much of `pathlib.Path` as is asked of a place. Methods raise WanjaxError where the store, its library or
+    It has as much of `pathlib.Path` as is asked of a place. Methods raise StoreError where the store, its library or
     keys that may do what is asked are missing.
     """
 
@@ -72,13 +78,26 @@ class Remote:
         return self
 
     def is_file(self) -> bool:
-        with self._reached("read"):
-            return self._files.isfile(self.path)
+        return self._kind() == "file"
 
     def exists(self) -> bool:
         """Tells whether there is such an object, or one in such a folder."""
+        return self._kind() is not None
+
+    def _kind(self) -> str | None:
+        """Returns "file" or "directory", None where there is neither, as fsspec tells of stores out of reach too."""
+        try:
+            return self._info()["type"]
+        except Missing:
+            return None
+
+    def size(self) -> int:
+        """Returns an object's bytes; raises Missing where there is none."""
+        return self._info()["size"]
+
+    def _info(self) -> dict[str, Any]:
         with self._reached("read"):
-            return self._files.exists(self.path)
+            return self._files.info(self.path)
 
     def files(self, *, below: bool = True) -> dict[str, int]:
         """Returns the bytes of the objects in a folder by their names in it; not those in folders `below` it, if False.
@@ -100,6 +119,11 @@ class Remote:
             raise WanjaxError(f"{self} has more than {most:,} bytes, and is not what was to be read")
         return content
 
+    def read_part(self, start: int, end: int) -> bytes:
+        """Returns the bytes of an object from `start` to `end`; raises Missing where there is none."""
+        with self._reached("read"):
+            return self._files.cat_file(self.path, start=start, end=end)
+
     def write(self, content: bytes) -> None:
         """Writes an object, in place of one of this name."""
         with self._reached("written"):
@@ -118,6 +142,11 @@ class Remote:
         """Removes an object."""
         with self._reached("removed"):
             self._files.rm_file(self.path)
+
+    def remove_all(self) -> None:
+        """Removes the objects of a folder."""
+        for name in self.files():
+            (self / name).remove()
 
     def upload(self, file: Path) -> None:
         """Writes a file as the object of this name, which appears when all of it is there."""
@@ -155,11 +184,12 @@ class Remote:
         import fsspec  # imported late: few runs have to do with a store
 
         quiet(LIBRARIES[self.scheme])
-        return fsspec.filesystem(self.scheme, use_listings_cache=False)  # others write there too
+        # Others write there too.
+        return fsspec.filesystem(self.scheme, use_listings_cache=False, **CHECKED.get(self.scheme, {}))
 
     @contextmanager
     def _reached(self, done: str) -> Iterator[None]:
-        """Raises what a store's library raises, of many kinds, as WanjaxError; `done` tells what cannot be done."""
+        """Raises what a store's library raises, of many kinds, as StoreError; `done` tells what cannot be done."""
         try:
             yield
         except WanjaxError:
@@ -168,7 +198,7 @@ class Remote:
             if isinstance(error, OSError) and error.errno in NO_ROOM:  # here
                 raise
             told = f"{self} cannot be {done}, {_told(error)}: a bucket that answers, with keys for it, is needed"
-            raise (Missing if isinstance(error, FileNotFoundError) else WanjaxError)(told) from error
+            raise (Missing if isinstance(error, FileNotFoundError) else StoreError)(told) from error
 
 
 Place = Path | Remote
