@@ -38,7 +38,7 @@ PATIENCE = 900.0  # seconds in which a video ends
 
 
 @contextmanager
-def service(folder: Path, workers: str, *options: str) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
+def service(folder: Path | str, workers: str, *options: str) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
     """Starts `wanjax serve --replicas` on a free port; yields its address and the process, and ends it."""
     command = [sys.executable, "-m", "wanjax", "serve", "--port", "0", "--dir", str(folder), "--replicas", workers]
     process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command with a store that speaks as S3 does: videos and checkpoints there, and what is told where it fails."""
+"""With stores that speak as S3 and Google's do: videos and checkpoints, and what is told where it fails."""
 
 import json
 import urllib.request
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +11,12 @@ import pytest
 from s3fs import S3FileSystem
 
 from tests.support.commands import refused, succeeded, wanjax
-from tests.support.stores import BUCKET, running_s3
+from tests.support.quick import quick
+from tests.support.stores import BUCKET, GOOGLES, running_gcs, running_s3
 from tests.support.words import says
 from wanjax.media.pictures import read_clip
 from wanjax.pipelines.run import Run
+from wanjax.stores.places import local_copy, place
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
@@ -38,13 +41,19 @@ def unbegun(monkeypatch):
 
 
 def frames(file: str) -> np.ndarray:
-    name = Path(file).name
-    S3FileSystem().get_file(file, name)
-    return read_clip(name, 5, 8)
+    with local_copy(place(file)) as here:
+        return read_clip(here, 5, 8)
 
 
-def test_a_converted_model_in_a_bucket_makes_the_same_video_in_a_bucket():
-    model, video = f"{BUCKET}/models/nano", f"{BUCKET}/videos/a.mp4"
+@pytest.fixture(params=quick([BUCKET], [BUCKET, GOOGLES]))
+def bucket(request):
+    with running_gcs() if request.param == GOOGLES else nullcontext():
+        yield request.param
+
+
+@pytest.mark.filterwarnings("ignore:Sending a large body")  # by gcsfs
+def test_a_converted_model_in_a_bucket_makes_the_same_video_in_a_bucket(bucket):
+    model, video = f"{bucket}/models/nano", f"{bucket}/videos/a.mp4"
     assert says(succeeded(wanjax("convert", "nano", model)).stderr, f"{model} complete")
     assert succeeded(wanjax("a red circle", "--model", model, *SMALL, "--out", video)).stdout == f"{video}\n"
     succeeded(wanjax("a red circle", *SMALL, "--out", "here.mp4"))
@@ -78,6 +87,12 @@ def test_many_videos_in_a_bucket_are_made_once():
 def test_a_missing_bucket_is_told_before_the_first_step(unbegun, many):
     out = "s3://no-such-bucket/videos" if many else "s3://no-such-bucket/a.mp4"
     assert says(refused("a red circle", *SMALL, "--out", out, *many), "s3://no-such-bucket bucket")
+
+
+@pytest.mark.parametrize("more", [[], ["--replicas", "2"]], ids=["one", "several"])
+def test_a_missing_bucket_of_a_server_is_told_before_its_model_is_loaded(more):
+    said = refused("serve", "--model", "nothing", "--dir", "s3://no-such-bucket/served", "--table", "here", *more)
+    assert says(said, "s3://no-such-bucket/served bucket")
 
 
 def test_missing_keys_are_told(unbegun, monkeypatch, tmp_path):
@@ -122,7 +137,8 @@ ELSEWHERE = {
     "a trace": ("a", "--profile", f"{BUCKET}/trace"),
     "data": ("train", "nano", f"{BUCKET}/data"),
     "what is trained": ("train", "nano", "data", "--out", f"{BUCKET}/trained"),
-    "what is served": ("serve", "--dir", f"{BUCKET}/served"),
+    "what is served, without a table here": ("serve", "--dir", f"{BUCKET}/served"),
+    "the table of what is served": ("serve", "--dir", f"{BUCKET}/served", "--table", f"{BUCKET}/table"),
 }
 
 

@@ -13,10 +13,11 @@ import wanjax
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.serve.app import Service
 from wanjax.serve.board import Board
-from wanjax.serve.jobs import Shelf
 from wanjax.serve.limits import Limits
+from wanjax.serve.shelf import Shelf
 from wanjax.serve.variants import Variants
 from wanjax.serve.worker import Worker
+from wanjax.stores.places import Place
 
 SMALL: dict[str, Any] = {"prompt": "a red circle", "size": "32x32", "frames": 5, "steps": 2}
 Start = Callable[..., "Server"]
@@ -26,10 +27,17 @@ class Server:
     """A server, a client that asks it from this machine, and a folder."""
 
     def __init__(
-        self, variants: Variants, folder: Path, *, token: str | None = None, preview: bool = False, **limits: int
+        self,
+        variants: Variants,
+        folder: Place,
+        *,
+        table: Path | None = None,
+        token: str | None = None,
+        preview: bool = False,
+        **limits: int,
     ):
         bounds = Limits.of(variants.model(None).defaults, **limits)
-        self.board = Board(Shelf(folder), bounds.queue)
+        self.board = Board(Shelf(folder, table), bounds.queue)
         self.worker = Worker(variants, self.board, warm_up=False, preview=preview)
         self.application = Service(self.board, self.worker, bounds, token).application()
         self.client = self.client_from("127.0.0.1")
@@ -83,7 +91,7 @@ def start(pipe: Pipeline, tmp_path: Path) -> Iterator[Start]:
     started: list[Server] = []
 
     def make(
-        folder: Path = tmp_path / "served", *, work: bool = True, of: Variants | None = None, **options: Any
+        folder: Place = tmp_path / "served", *, work: bool = True, of: Variants | None = None, **options: Any
     ) -> Server:
         server = Server(of or Variants(pipe), folder, **options)
         started.append(server)

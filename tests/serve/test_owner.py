@@ -17,19 +17,22 @@ from starlette.testclient import TestClient
 
 from tests.serve.conftest import SMALL
 from tests.support.commands import files, refused
+from tests.support.stores import forget
 from tests.support.words import naming, says
 from wanjax.errors import WanjaxError
 from wanjax.serve.app import Service
 from wanjax.serve.board import ClosedError, UnknownError
 from wanjax.serve.desk import Desk
 from wanjax.serve.faults import explained
-from wanjax.serve.jobs import VIDEO, Job, Shelf
+from wanjax.serve.jobs import VIDEO, Job
 from wanjax.serve.limits import Limits
 from wanjax.serve.mirror import Distant, Mirror
 from wanjax.serve.owner import TRIES, AwayError, Load, Orders, Owner
-from wanjax.serve.replicas import DOWN, UP, Scale, check_shelf
+from wanjax.serve.replicas import DOWN, UP, Scale
+from wanjax.serve.shelf import Shelf
 from wanjax.serve.variants import Variants
 from wanjax.serve.worker import Worker
+from wanjax.stores.places import Place, place
 
 MADE: dict[str, Any] = {"height": 32, "width": 32, "frames": 5, "fps": 8, "model": "nano", "prompt": "a red circle"}
 
@@ -37,8 +40,8 @@ MADE: dict[str, Any] = {"height": 32, "width": 32, "frames": 5, "fps": 8, "model
 class House:
     """An owner on an event loop of its own, which can be killed and started again, and the way to it."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Place, table: Path | None = None):
+        self.folder, self.table = folder, table
         self.loop = asyncio.new_event_loop()
         self.thread = Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
@@ -47,7 +50,7 @@ class House:
         self.start()
 
     def start(self, service: str = "s-") -> None:
-        self.owner = Owner(self.folder, self.folder, 32, service)
+        self.owner = Owner(self.folder, self.table, 32, service)
         self.back.set()
 
     def kill(self) -> None:
@@ -95,10 +98,12 @@ class House:
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Iterator[House]:
-    made = House(tmp_path / "served")
+def house(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[House]:
+    """One whose videos are in a folder, or in the store that a parameter names."""
+    made = House(place(request.param), tmp_path) if hasattr(request, "param") else House(tmp_path / "served")
     yield made
     made.close()
+    forget()
 
 
 def taken(house: House, worker: str) -> str | None:
@@ -129,7 +134,7 @@ def test_the_video_of_a_worker_that_died_waits_before_the_others(house):
     house.call("finish", "s-1", ids[0], {}, "failed", {"code": "late", "message": ""})
     assert house.call("advance", "s-1", ids[0], 50, {}).cancelled
     assert house.job(ids[0]).status == "in_progress"
-    (house.folder / ids[0] / VIDEO).write_bytes(b"a whole video")
+    Path(str(house.folder), ids[0], VIDEO).write_bytes(b"a whole video")
     house.call("lose", "s-2")  # before it could tell
     assert house.job(ids[0]).status == "completed"
 
@@ -190,7 +195,7 @@ def test_calls_that_are_sent_again_are_obeyed_once(house):
     assert house.call("load").waiting == 1
     house.call("remove", job.id)
     board.remove(job.id)  # by one who saw it
-    assert not (house.folder / job.id).exists()
+    assert not Path(str(house.folder), job.id).exists()
     board.renew()
     with pytest.raises(UnknownError):
         board.remove(job.id)
@@ -243,6 +248,7 @@ def test_workers_without_work_are_dismissed(house):
 
 
 @pytest.mark.usefixtures("kept_programs")
+@pytest.mark.parametrize("house", ["served", "memory://videos/served"], indirect=True)
 def test_fronts_and_workers_apart_are_one_server(house, pipe):
     """Two fronts and a worker; the owner dies while it is at work."""
     worker = Worker(Variants(pipe), Desk(house.call, "s-1", house.folder), warm_up=False)
@@ -296,8 +302,7 @@ def test_a_table_is_on_no_network(tmp_path, monkeypatch):
     found = [SimpleNamespace(mountpoint=place, fstype=kind) for place, kind in mounts]
     monkeypatch.setattr(psutil, "disk_partitions", lambda all: found)
     with pytest.raises(WanjaxError, match=naming(f"{tmp_path / 'served'} nfs4 --table")):
-        check_shelf(tmp_path / "served", tmp_path / "served")
-    check_shelf(tmp_path / "served", tmp_path / "own" / "table")
+        Shelf(tmp_path / "served")
     apart = Shelf(tmp_path / "served", tmp_path / "own" / "table")
     assert sorted(files(tmp_path / "own" / "table"))[-1] == "videos.sqlite-wal"
     apart.close()

@@ -11,8 +11,11 @@ import httpx
 import numpy as np
 import psutil
 import pytest
+from s3fs import S3FileSystem
 
+from tests.support.media import picture
 from tests.support.served import SMALL, finished
+from tests.support.stores import BUCKET, running_s3
 from tests.support.words import says
 
 pytest.importorskip("ray")
@@ -112,6 +115,31 @@ def test_a_cluster_that_is_joined_has_one_service(tmp_path):
             assert other.returncode == 2
             assert says(other.stderr, "Ray Serve cluster")
             assert client.get(f"{address}/health").status_code == 200
+
+
+def test_videos_and_pictures_of_a_service_are_in_a_bucket(tmp_path):
+    with running_s3():
+        options = "1", "--no-rehearse", "--table", str(tmp_path)
+        bucket = S3FileSystem(use_listings_cache=False)
+        with (
+            service(f"{BUCKET}/served", *options) as (address, _),
+            httpx.Client(base_url=address, timeout=60) as client,
+        ):
+            files = {"image": ("red.png", picture())}
+            id = client.post("/v1/videos", data=SMALL | {"steps": "2"}, files=files).json()["id"]
+            assert finished(client, id)["status"] == "completed"
+            names = [f"wanjax-videos/served/{id}/{name}" for name in ("image.png", "thumbnail.webp", "video.mp4")]
+            assert bucket.find(BUCKET) == names
+            whole = bucket.cat_file(names[2])
+            assert client.get(f"/v1/videos/{id}/content").content == whole
+            part = client.get(f"/v1/videos/{id}/content", headers={"range": "bytes=-9"})
+            assert (part.status_code, part.content) == (206, whole[-9:])
+            assert client.delete(f"/v1/videos/{id}").status_code == 200
+            end = time.monotonic() + 20
+            while bucket.find(BUCKET) and time.monotonic() < end:
+                time.sleep(0.1)
+            assert bucket.find(BUCKET) == []
+    assert sorted(each.name for each in tmp_path.iterdir())[:2] == ["serving.lock", "videos.sqlite"]
 
 
 def test_a_model_that_is_none_is_told(tmp_path):

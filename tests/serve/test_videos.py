@@ -21,6 +21,7 @@ from PIL import Image
 
 import wanjax
 from tests.serve.conftest import SMALL
+from tests.support.media import picture
 from tests.support.quick import quick
 from tests.support.tiny import tiny_control_checkpoint
 from tests.support.words import naming, says
@@ -36,18 +37,13 @@ from wanjax.schedulers import UniPC
 from wanjax.serve import worker
 from wanjax.serve.board import Board
 from wanjax.serve.faults import without_folders
-from wanjax.serve.jobs import JOBS, TABLE, Shelf
+from wanjax.serve.jobs import JOBS
+from wanjax.serve.shelf import TABLE, Shelf
 from wanjax.serve.variants import Variants
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
 OTHERS = ([1, 2], [0, 2], [0, 1])  # of red, green and blue
-
-
-def picture(size=(40, 30), kind="PNG"):
-    file = io.BytesIO()
-    Image.new("RGB", size, (200, 30, 30)).save(file, kind)
-    return file.getvalue()
 
 
 def test_a_video_is_that_of_the_library(start, pipe, tmp_path):

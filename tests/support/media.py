@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings and folders for the tests of media files."""
+"""Settings, folders and a picture for the tests of media files."""
 
+import io
 from pathlib import Path
+
+from PIL import Image
 
 SETTINGS = {
     "model": "nano",
@@ -19,3 +22,10 @@ SETTINGS = {
 
 def leftovers(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+def picture(size: tuple[int, int] = (40, 30), kind: str = "PNG") -> bytes:
+    """Returns a red picture as a file."""
+    file = io.BytesIO()
+    Image.new("RGB", size, (200, 30, 30)).save(file, kind)
+    return file.getvalue()

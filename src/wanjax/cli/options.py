@@ -625,18 +625,18 @@ serving = together(
     click.option(
         "--dir",
         "folder",
-        type=click.Path(path_type=Path, file_okay=False),
         default="wanjax_served",
         show_default=True,
         metavar="FOLDER",
-        help="Where requests and videos are kept.",
+        shell_complete=complete_files,
+        help="Where requests and videos are kept; with --table a store too, s3://BUCKET/NAME.",
     ),
     click.option(
         "--table",
         type=click.Path(path_type=Path, file_okay=False),
         metavar="FOLDER",
-        help="Where the table of requests is kept, on a disk of this machine, if --dir is on a network.  [default: in "
-        "--dir]",
+        help="Where the table of requests is kept, on a disk of this machine, if --dir is on a network or in a store.  "
+        "[default: in --dir]",
     ),
     click.option(
         "--max-queue", type=click.IntRange(min=1), default=32, show_default=True, help="Videos that may wait."

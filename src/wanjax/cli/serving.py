@@ -17,6 +17,7 @@ import click
 import jax
 
 from wanjax import registry
+from wanjax.checkpoints.files import check_folder
 from wanjax.checkpoints.lora import Lora
 from wanjax.cli.options import COMPILE_CACHE
 from wanjax.cli.processes import meet
@@ -29,6 +30,7 @@ from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.extending import check_address, extend_prompt
 from wanjax.signals import INTERRUPTED
+from wanjax.stores.places import Place, place
 
 LIBRARIES = {
     "starlette": "starlette",
@@ -54,7 +56,7 @@ def serve(
     host: str,
     port: int,
     token: str | None,
-    folder: Path,
+    folder: str,
     table: Path | None,
     replicas: tuple[int, int] | None,
     ray: str | None,
@@ -73,20 +75,21 @@ def serve(
         raise WanjaxError(f"the token is to have {SHORTEST} or more characters of ASCII, so that no one guesses it")
     if given["extend_prompt"] is not None:
         check_address(given["extend_prompt"])
+    kept = place(folder)
     if replicas is not None:
         cluster: dict[str, Any] = {"address": ray, "resources": resources, "dashboard": dashboard}
-        folder, table = (place.expanduser().absolute() for place in (folder, table or folder))
-        where: dict[str, Any] = {"folder": folder, "table": table, "host": host, "port": port, "token": token}
-        return _replicated(report, replicas, given, **cluster, **where)
+        where: dict[str, Any] = {"folder": kept.absolute(), "table": table and table.expanduser().absolute()}
+        return _replicated(report, replicas, given, **cluster, **where, host=host, port=port, token=token)
     for option, value in {"--ray": ray, "--resources": resources, "--dashboard": dashboard}.items():
         if value:
             raise WanjaxError(f"{option} is for workers of Ray: --replicas 2 has some")
     meet(report, given.get("processes"))
     if jax.process_count() > 1:
         raise WanjaxError("a server is one process: without --processes it uses the devices of its own host")
-    from wanjax.serve.jobs import Shelf  # imported late, as what `_listen` needs
+    from wanjax.serve.shelf import Shelf  # imported late, as what `_listen` needs
 
-    with closing(Shelf(folder, table)) as shelf:  # before the model: one in use would be told after a long wait
+    with closing(Shelf(kept, table)) as shelf:  # before the model: one in use would be told after a long wait
+        check_folder(shelf.folder)
         _listen(report, host, port, token, shelf, given)
 
 
@@ -98,8 +101,8 @@ def _replicated(
     address: str | None,
     resources: str | None,
     dashboard: bool,
-    folder: Path,
-    table: Path,
+    folder: Place,
+    table: Path | None,
     host: str,
     port: int,
     token: str | None,
@@ -114,9 +117,11 @@ def _replicated(
     cores = most * (asked or {}).get("num_cpus", 1)
     jax.config.update("jax_platforms", "cpu")
     from wanjax.serve import replicas as service
+    from wanjax.serve.shelf import Shelf
 
     address = actors.address_of(address)
-    service.check_shelf(folder, table)  # before Ray is waited for
+    with closing(Shelf(folder, table)):  # before Ray is waited for
+        check_folder(folder)
     if address is None or port == 0:  # else it is one of the cluster's head, which may be elsewhere
         port = service.free_port(host, port)
     with actors.connected(address, cores, dashboard, variables=service.VARIABLES) as ray:

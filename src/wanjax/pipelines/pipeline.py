@@ -562,8 +562,12 @@ class Pipeline:
         *,
         tiling: Tiling | None = None,
         batch_guidance: bool = False,
+        digests: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
-        """Returns everything that shapes a video, as JSON; `sources` are its pictures, clips and noise by name."""
+        """Returns everything that shapes a video, as JSON; `sources` are its pictures, clips and noise by name.
+
+        `digests` are those of pictures and clips that are in a store, by their URLs.
+        """
         table, tables = self.architecture.cache_rule(settings).table, self.architecture.tables
         tables = tables.of_pictured if sources.get("image") is not None else tables
         return record(
@@ -574,7 +578,7 @@ class Pipeline:
             partitioner=self.partitioner,
             tiling=tiling and tiling.completed(self.architecture.vae.tiling),
             batch_guidance=batch_guidance,
-            digests={TABLE: table_digest(tables, table)} if table else None,
+            digests={**(digests or {}), **({TABLE: table_digest(tables, table)} if table else {})},
         )
 
     def call(self, program: Program, static: Any, *arguments: Any) -> Any:

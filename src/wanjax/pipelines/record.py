@@ -18,7 +18,7 @@ from wanjax.media.records import DIGESTS
 from wanjax.pipelines.settings import Settings
 from wanjax.schedulers import Scheduler, name_of
 from wanjax.sharding import Partitioner
-from wanjax.stores.places import place
+from wanjax.stores.places import Remote, place
 
 VERSION = version("wanjax")
 SOURCES = ("image", "last_image", "video", "mask", "references", "noise", "lora", "decoder", "model")
@@ -39,7 +39,7 @@ def record(
     """Returns the settings, the scheduler, the devices and the version, and whichever else was given.
 
     `sources` are pictures, clips and noise by name; `loaded` are options of `wanjax.load`, with digests of the files
-    that were loaded. `digests` are those of what has no path.
+    that were loaded. `digests` are those of what has no path here.
     """
     made = settings.to_json() | {"scheduler": name_of(scheduler)} | dict(loaded)
     made |= {name: described(source) for name, source in sources.items() if source is not None}
@@ -88,8 +88,8 @@ def nameable(given: Any, read: Any) -> Any:
 
 
 def described(source: Any) -> Any:
-    """Returns a picture, clip or noise as JSON: a file by its full path, an array by its shape and a digest."""
-    if isinstance(source, str | Path):
+    """Returns a picture, clip or noise as JSON: a file by its full path or URL, an array by its shape and a digest."""
+    if isinstance(source, str | Path | Remote):
         path = place(source)
         return str(path.absolute()) if isinstance(path, Path) and os.path.exists(path) else str(source)
     if isinstance(source, list | tuple):

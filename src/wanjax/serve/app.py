@@ -6,8 +6,10 @@ import json
 import logging
 import re
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.resources import files
+from mimetypes import guess_type
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,15 +26,16 @@ from starlette.types import Receive, Scope, Send
 from wanjax.errors import SettingError, WanjaxError, shown
 from wanjax.media.videos import read_metadata
 from wanjax.pipelines.record import VERSION
-from wanjax.serve import asked, metrics
+from wanjax.serve import asked, metrics, stored
 from wanjax.serve.board import Board, ClosedError, FullError, UnknownError, Videos, Watcher
 from wanjax.serve.faults import UNEXPECTED, explained, storing
 from wanjax.serve.guard import COOKIE, Guard, told
-from wanjax.serve.jobs import COMPLETED, PREVIEW, THUMBNAIL, VIDEO, Job
+from wanjax.serve.jobs import COMPLETED, PREVIEW, THUMBNAIL, VIDEO, Job, files_in
 from wanjax.serve.limits import Limits
 from wanjax.serve.mirror import Distant, Mirror
 from wanjax.serve.owner import AwayError
 from wanjax.serve.worker import BROKE, Worker
+from wanjax.stores.places import Missing, Remote
 
 PAGE = files("wanjax.serve") / "page"
 FIELDS, FILES = 64, 12  # of a form
@@ -125,14 +128,15 @@ class Service:
     def _accept(self, fields: Mapping[str, Any], pictures: Mapping[str, list[bytes]]) -> Job:
         """Checks a request, keeps its pictures and puts it on the board; leaves nothing of one that is refused."""
         found = asked.read(fields, pictures, self.worker.variants, self.limits)
-        place = self.board.shelf.make_place()
+        id = self.board.shelf.make_place().name
         try:
-            saved = asked.save_pictures(found.pictures, place, self.limits)
-            job = Job(place.name, {}, saved, scheduler=found.scheduler, lora=dict(found.lora))
-            job.settings = asked.completed(found, self.board.shelf.files(job), self.limits).to_json()
+            with self.board.shelf.filled(id) as here:
+                saved = asked.save_pictures(found.pictures, here, self.limits)
+                job = Job(id, {}, saved, scheduler=found.scheduler, lora=dict(found.lora))
+                job.settings = asked.completed(found, files_in(here, job), self.limits).to_json()
             return self.board.add(job)
         except BaseException:
-            self.board.shelf.remove(place.name)
+            self.board.shelf.remove(id)
             raise
 
     async def videos(self, request: Request) -> JSONResponse:
@@ -184,18 +188,25 @@ class Service:
         if job.status != COMPLETED and variant in RESULTS:
             return _unfinished(job)
         name, kind = known[variant]
-        if not (file := self.board.shelf.place(job.id) / name).is_file():
-            return told(404, f"the file {name} of this video is gone", "not_found")
-        stem = f"{job.id}{file.suffix}"
-        return FileResponse(file, media_type=kind, filename=stem, content_disposition_type="inline")
+        file = self.board.shelf.place(job.id) / name
+        kind, own_name = kind or guess_type(name)[0] or "application/octet-stream", f"{job.id}{file.suffix}"
+        if isinstance(file, Remote):
+            with suppress(Missing):
+                return await stored.answered(request, file, kind, own_name)
+        elif file.is_file():
+            return FileResponse(file, media_type=kind, filename=own_name, content_disposition_type="inline")
+        return _gone(name)
 
     async def record(self, request: Request) -> Response:
         """Sends the record of a finished video: everything that shaped it, as its file has it."""
         job = await self._find(request.path_params["id"], over=True)
         if job.status != COMPLETED:
             return _unfinished(job)
+        video = self.board.shelf.place(job.id) / VIDEO
+        if not await run_in_threadpool(video.is_file):
+            return _gone(VIDEO)
         with storing():
-            return JSONResponse(await run_in_threadpool(read_metadata, self.board.shelf.place(job.id) / VIDEO))
+            return JSONResponse(await run_in_threadpool(read_metadata, video))
 
     async def events(self, request: Request) -> Response:
         """Streams changes as server-sent events: those of one video until its end, or of all."""
@@ -272,6 +283,10 @@ class Service:
 
 def _unfinished(job: Job) -> JSONResponse:
     return told(409, f"the video is {job.status.replace('_', ' ')}: only a completed one has content")
+
+
+def _gone(name: str) -> JSONResponse:
+    return told(404, f"the file {name} of this video is gone", "not_found")
 
 
 async def _arrived(body: Coroutine[Any, Any, T]) -> T:

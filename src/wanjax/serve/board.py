@@ -14,7 +14,8 @@ from threading import Condition
 from typing import Any
 
 from wanjax.errors import WanjaxError
-from wanjax.serve.jobs import CANCELLED, COMPLETED, FAILED, QUEUED, RUNNING, Job, Shelf, Status, cancellation
+from wanjax.serve.jobs import CANCELLED, COMPLETED, FAILED, QUEUED, RUNNING, Job, Status, cancellation
+from wanjax.serve.shelf import Shelf
 
 Watcher = tuple[asyncio.AbstractEventLoop, asyncio.Event]
 FAILURES = 200  # failed videos that are remembered

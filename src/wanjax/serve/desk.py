@@ -2,12 +2,12 @@
 """A worker's place, away from the board: what it is to make, and how far it is with it."""
 
 import time
-from pathlib import Path
 from threading import Condition, Thread
 from typing import Any
 
 from wanjax.serve.jobs import Job, Places, Status
 from wanjax.serve.owner import MADE, AwayError, Call, Orders
+from wanjax.stores.places import Place
 
 BEAT = 0.5  # seconds between two questions whether to go on
 PAUSE = 0.2  # seconds between two messages at the least
@@ -19,7 +19,7 @@ class Desk:
     How far it is is told by a thread, the newest state alone, so that nothing that is computed waits for an answer.
     """
 
-    def __init__(self, call: Call, worker: str, folder: Path):
+    def __init__(self, call: Call, worker: str, folder: Place):
         """Takes the way to the owner, the worker's name, and the folder of the videos."""
         self.call, self.worker = call, worker
         self.shelf = Places(folder)

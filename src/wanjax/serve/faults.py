@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client is told of an error: whose fault it is, and nothing of the server's folders."""
+"""What a client is told of an error: whose fault it is, and nothing of the server's folders and stores."""
 
 import errno
 import re
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from wanjax.errors import WanjaxError, causes, is_out_of_memory, reason
+from wanjax.stores.places import Place, StoreError
 
 MISTAKE, BROKEN, STORAGE = "invalid_request", "server_error", "storage"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -22,6 +23,7 @@ STATUS = {
 """Answers by the errors of files, which are all the server's own: no request names a file of it."""
 NO_ROOM = "the server's disk is full: it takes requests again when videos are removed"
 OUT_OF_MEMORY = "the devices have too little memory for this video: a smaller size or fewer frames need less"
+STORE = "the server cannot use its store, and its log has the details"
 UNEXPECTED = "the server failed, and its log has the details"
 FOLDERS = re.compile(r"(?<![\w.:/~-])~?/(?:[^\s/'\"]+/)*(?=[^\s/])")  # of an absolute path
 
@@ -70,11 +72,13 @@ def is_full(error: Exception) -> bool:
     )
 
 
-def explained(error: Exception, folders: Iterable[Path]) -> Fault:
+def explained(error: Exception, folders: Iterable[Place]) -> Fault:
     """Returns what a client is told of an error; `folders` are known ones of the server."""
     for cause in causes(error):
         if isinstance(cause, StorageError) and cause.fault is not None:
             return cause.fault
+        if isinstance(cause, StoreError):
+            return Fault(502, STORAGE, STORE)
         if isinstance(cause, sqlite3.Error):
             why = NO_ROOM if is_full(cause) else f"the server's table cannot be written: {cause}"
             return Fault(507, STORAGE, why)
@@ -86,7 +90,7 @@ def explained(error: Exception, folders: Iterable[Path]) -> Fault:
     return Fault(500, BROKEN, OUT_OF_MEMORY if is_out_of_memory(error) else UNEXPECTED)
 
 
-def without_folders(text: str, folders: Iterable[Path]) -> str:
+def without_folders(text: str, folders: Iterable[Place]) -> str:
     """Returns a text in which absolute paths are names alone; those in known folders may have spaces."""
     known = {*map(str, folders), str(Path.home()), str(Path.cwd()), tempfile.gettempdir()} - {"/"}
     for folder in sorted(known, key=len, reverse=True):

@@ -41,6 +41,10 @@ def told(
     return JSONResponse({"error": error}, status, {name.replace("_", "-"): text for name, text in headers.items()})
 
 
+class CutShort(Exception):
+    """An answer that began and cannot be completed."""
+
+
 class Guard:
     """The application, for those who may ask. `upload` is the most bytes of a request; `answers` counts by status."""
 
@@ -69,8 +73,8 @@ class Guard:
         taken: list[int] = []
         try:
             return await self.application(scope, self._bounded(receive, taken), answer)
-        except TimeoutError:
-            return None  # the client does not read, and an answer that is not complete closes its connection
+        except (TimeoutError, CutShort):  # the former where the client does not read
+            return None  # an answer that is not complete closes its connection
         finally:
             self.arriving -= sum(taken)
 

@@ -9,7 +9,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Mapping
-from pathlib import Path
 from threading import Thread
 from typing import Any
 from uuid import uuid4
@@ -19,6 +18,7 @@ from wanjax.serve.jobs import Job, Places
 from wanjax.serve.owner import AwayError, Call, News
 from wanjax.serve.variants import Known
 from wanjax.serve.worker import LOADING, READY, Told
+from wanjax.stores.places import Place
 
 LAG = 5.0  # seconds for which a change is waited for
 PAUSE = 0.5  # seconds until an owner that is away is asked again
@@ -28,11 +28,11 @@ logger = logging.getLogger("wanjax.serve")
 class Entrance(Places):
     """The places of videos, made and removed by the owner."""
 
-    def __init__(self, call: Call, folder: Path):
+    def __init__(self, call: Call, folder: Place):
         super().__init__(folder)
         self.call = call
 
-    def make_place(self) -> Path:
+    def make_place(self) -> Place:
         """Makes the folder of a new video; the folder's name is the id."""
         return self.place(self.call("make_place"))
 
@@ -44,7 +44,7 @@ class Entrance(Places):
 class Mirror(Videos):
     """A copy of the owner's board, and the ways to change that."""
 
-    def __init__(self, call: Call, folder: Path, queue: int):
+    def __init__(self, call: Call, folder: Place, queue: int):
         """Takes the way to the owner, the folder of the videos, and how many may wait."""
         super().__init__([], queue)
         self.version = 0

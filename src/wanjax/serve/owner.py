@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from wanjax.serve.board import Board
-from wanjax.serve.jobs import Job, Shelf, Status
+from wanjax.serve.jobs import Job, Status
+from wanjax.serve.shelf import Shelf
+from wanjax.stores.places import Place
 
 TRIES = 5  # times that a video may be begun whose workers die
 WAIT = 10.0  # seconds for which a call waits for news
@@ -70,7 +72,7 @@ class Owner:
     `service` begins the names of its workers; those of another service are gone.
     """
 
-    def __init__(self, folder: Path, table: Path, queue: int, service: str):
+    def __init__(self, folder: Place, table: Path | None, queue: int, service: str):
         """Opens the folder and the table, as `Shelf` does, and raises as that; at most `queue` videos wait."""
         self.shelf = Shelf(folder, table, TRIES)
         self.board = Board(self.shelf, queue, alive=service)

@@ -7,7 +7,6 @@ dies, Ray says so, its video waits again at once, and another worker takes its p
 """
 
 import logging
-import re
 import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -20,19 +19,18 @@ from time import monotonic, sleep
 from typing import Any
 
 import jax
-import psutil
 
 from wanjax.cluster import actors
 from wanjax.cluster.worker import keep_programs
 from wanjax.errors import WanjaxError
 from wanjax.serve.app import Service
 from wanjax.serve.desk import Desk
-from wanjax.serve.jobs import Shelf
 from wanjax.serve.limits import Limits
 from wanjax.serve.making import Making
 from wanjax.serve.mirror import Distant, Mirror
 from wanjax.serve.owner import AwayError, Load, Owner
 from wanjax.serve.worker import Told, Worker
+from wanjax.stores.places import Place
 
 NAMESPACE = "wanjax"
 FRONTS = 2  # so that there is one while the other is started anew
@@ -42,8 +40,6 @@ LOST = 180.0  # seconds after which an owner that does not answer is given up
 POLL = 0.5  # seconds between two looks at the workers
 LONGEST = 60.0  # seconds in which a worker ends the step that is under way
 MOST_DEATHS = 10  # of workers one after another, each before it was ready
-NETWORKS = re.compile(r"nfs\d?|cifs|smb\w*|(fuse\.)?(ceph|glusterfs|sshfs|s3fs|gcsfuse|juicefs|lustre)|beegfs|gpfs|afs")
-"""Kinds of file systems on which SQLite's locks do not hold."""
 VARIABLES = {**actors.VARIABLES, "RAY_worker_niceness": "0"}  # else all give way to all others, fronts too
 Make = Callable[[Desk], Worker]
 
@@ -100,7 +96,7 @@ class PatientOwner(Owner):
                 sleep(POLL)
 
 
-def started(make: Make, line: Line, name: str, folder: Path, shared: Mapping[str, Any]) -> Worker:
+def started(make: Make, line: Line, name: str, folder: Place, shared: Mapping[str, Any]) -> Worker:
     """Returns the worker of a name, in its own process."""
     keep_programs(shared)
     return make(Desk(line, name, folder))
@@ -221,16 +217,6 @@ class Crew:
             self._settle(POLL)
 
 
-def check_shelf(folder: Path, table: Path) -> None:
-    """Raises WanjaxError as `Shelf` does, and where the table's folder is on a network file system."""
-    parts = [part for part in psutil.disk_partitions(all=True) if table.is_relative_to(part.mountpoint)]
-    nearest = max(parts, key=lambda part: len(part.mountpoint), default=None)
-    if nearest is not None and NETWORKS.fullmatch(nearest.fstype):
-        told = f"{table} is on a network file system, {nearest.fstype}, where a table of SQLite is not safe"
-        raise WanjaxError(f"{told}: --table FOLDER, on a disk of this machine, keeps it")
-    Shelf(folder, table).close()
-
-
 def free_port(host: str, port: int) -> int:
     """Returns the port, or a free one for 0; raises WanjaxError where none can listen there."""
     try:
@@ -249,7 +235,7 @@ def listen_here() -> None:
     servers.add_insecure_port = lambda server, address: bind(server, address.replace("[::]", "127.0.0.1"))
 
 
-def front(line: Line, folder: Path, told: Told, limits: Limits, token: str | None, own: bool) -> Any:
+def front(line: Line, folder: Place, told: Told, limits: Limits, token: str | None, own: bool) -> Any:
     """Returns the application of a front; `own` tells that the cluster is this machine's alone."""
     if own:
         listen_here()
@@ -305,8 +291,8 @@ def run(
     limits_of: Callable[[Told], Limits],
     *,
     own: bool,
-    folder: Path,
-    table: Path,
+    folder: Place,
+    table: Path | None,
     queue: int,
     host: str,
     port: int,

@@ -17,6 +17,7 @@ import numpy as np
 from PIL import Image
 from rich.console import Console
 
+from wanjax.checkpoints.files import writing
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
 from wanjax.media.videos import try_output, write_video
@@ -24,6 +25,7 @@ from wanjax.pipelines.components import free_memory
 from wanjax.pipelines.many import Order
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.previews.previews import Previews
+from wanjax.pipelines.record import digest_of
 from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.pipelines.run import Hook, Run
 from wanjax.pipelines.settings import Settings
@@ -35,8 +37,9 @@ from wanjax.serve import offer
 from wanjax.serve.board import Board
 from wanjax.serve.desk import Desk
 from wanjax.serve.faults import OUT_OF_MEMORY, STORAGE, explained
-from wanjax.serve.jobs import COMPLETED, FAILED, PREVIEW, THUMBNAIL, VIDEO, Job, cancellation
+from wanjax.serve.jobs import COMPLETED, FAILED, PREVIEW, THUMBNAIL, VIDEO, Job, cancellation, files_in
 from wanjax.serve.variants import Outline, Variants
+from wanjax.stores.places import Place
 
 SHAPES = 16  # shapes whose compiled programs are kept
 PERCENT = {"extend": (0, 0), "compile": (0, 0), "encode": (0, 2), "denoise": (2, 95), "decode": (95, 99)}
@@ -91,8 +94,8 @@ class Worker:
         self._thread = Thread(target=self.run, name="wanjax-worker", daemon=True)
 
     @property
-    def folders(self) -> list[Path]:
-        """Folders of this machine that no client is told of."""
+    def folders(self) -> list[Place]:
+        """Folders of this machine or of a store that no client is told of."""
         return [self.board.shelf.folder, *self.variants.folders]
 
     def models(self) -> list[dict[str, Any]]:
@@ -133,7 +136,8 @@ class Worker:
     def _make(self, job: Job) -> None:
         """Makes a video, and notes its end, whatever that is."""
         try:
-            self._video(job)
+            with self.board.shelf.fetched(job) as here:
+                self._video(job, here)
         except Cancelled:
             if self.board.closed and not job.cancelled:
                 self.board.give_back(job)
@@ -147,17 +151,19 @@ class Worker:
         else:
             self.board.finish(job, COMPLETED)
 
-    def _video(self, job: Job) -> None:
+    def _video(self, job: Job, here: Path) -> None:
+        """Makes a video, whose pictures are in a folder here, and keeps it where the board's are."""
         strengths = self.variants.strengths(job.lora)
         pipe = offer.with_scheduler(self.variants.take(job.settings["model"], strengths), job.scheduler)
         job.seconds = {}
         files, place = self.board.shelf.files(job), self.board.shelf.place(job.id)
+        digests = {str(place / name): digest for name in job.files if (digest := digest_of(here / name)) is not None}
         hook = Advancing(self, job)
         if self.extend and not job.settings.get("original_prompt"):
             with hook.stage("extend"):
                 self._extend(job, self.extend)
         settings: Any = {name: value for name, value in job.settings.items() if value is not None}
-        pictures, chosen = pipe.prepare(**files, **settings)
+        pictures, chosen = pipe.prepare(**files_in(here, job), **settings)
         texts = chosen.prompt, chosen.negative_prompt
         job.notes = [str(told) for text in texts for told in pipe.truncations(text, follow=chosen.follow)]
         options: Any = {"tiling": self.tiling, "batch_guidance": self.batch_guidance}
@@ -166,7 +172,7 @@ class Worker:
                 needed = record(pipe, replace(chosen, windows=min(2, chosen.windows)), pictures, **options).programs
                 EXECUTE.compile(*(one.instance for one in needed), begun=hook.compiling)
             self._shapes.add(shape)
-        asked = Order(chosen, pipe.record(chosen, files, **options))
+        asked = Order(chosen, pipe.record(chosen, files, digests=digests, **options))
         try_output(place / VIDEO, chosen.length, chosen.size, chosen.fps, asked.record)
         for order, frames in (run := Run(pipe, [asked], pictures, hooks=[hook], **options)):
             with run.finishing(order):
@@ -199,14 +205,15 @@ class Worker:
         return shape
 
 
-def with_thumbnail(chunks: Iterator[np.ndarray], frames: int, file: Path) -> Iterator[np.ndarray]:
+def with_thumbnail(chunks: Iterator[np.ndarray], frames: int, file: Place) -> Iterator[np.ndarray]:
     """Yields the chunks of a video, and writes its middle frame, made small, to a file."""
     start = 0
     for chunk in chunks:
         if start <= frames // 2 < start + len(chunk):
             image = Image.fromarray(chunk[frames // 2 - start])
             image.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
-            image.save(file, "WEBP", quality=85)
+            with writing(file) as beside:
+                image.save(beside, "WEBP", quality=85)
         start += len(chunk)
         yield chunk
 

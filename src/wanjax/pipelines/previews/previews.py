@@ -4,7 +4,6 @@
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,6 +13,7 @@ from wanjax.checkpoints.files import writing
 from wanjax.pipelines.previews.latent_preview import LatentPreview, Picture, strip
 from wanjax.pipelines.progress import console
 from wanjax.pipelines.steps import Step
+from wanjax.stores.places import Place, place
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,14 +26,14 @@ COLUMNS = 96  # of a terminal, at most, that a preview takes
 class Previews:
     """A callback for denoising that shows a strip of small pictures at a few steps.
 
-    It writes them to `file`, which it replaces at each look, and shows them on a terminal that has colours or in a
-    notebook. Pictures are made beside the device's work, which does not wait for them. Several processes show them
-    once. `looks` is the number of steps that are shown, the last one included. `shown` counts the steps that had been
-    taken at the last look, 0 before the first.
+    It writes them to `file`, here or in a store, which it replaces at each look, and shows them on a terminal that has
+    colours or in a notebook. Pictures are made beside the device's work, which does not wait for them. Several
+    processes show them once. `looks` is the number of steps that are shown, the last one included. `shown` counts the
+    steps that had been taken at the last look, 0 before the first.
     """
 
-    def __init__(self, file: str | Path | None = None, *, looks: int = LOOKS, on: "Console | None" = None):
-        self.file = None if file is None else Path(file)
+    def __init__(self, file: str | Place | None = None, *, looks: int = LOOKS, on: "Console | None" = None):
+        self.file = None if file is None else place(file)
         self.looks = looks
         self.shown = 0
         self._console = console() if on is None else on

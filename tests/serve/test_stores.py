@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server whose videos are in a store, and whose table is here."""
+
+import base64
+import io
+import os
+import tempfile
+import time
+from contextlib import contextmanager
+
+import pytest
+from PIL import Image
+
+from tests.support.media import picture
+from tests.support.quick import quick
+from tests.support.stores import BUCKET, failing, forget, objects, running_s3
+from tests.support.words import naming
+from wanjax.errors import WanjaxError
+from wanjax.serve import stored
+from wanjax.serve.shelf import Shelf
+from wanjax.stores.places import Remote, place
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
+
+HERE = "memory://videos/served"
+DENIED = PermissionError("Access Denied for a-secret")
+
+
+@pytest.fixture(autouse=True)
+def _in_folders_of_its_own(tmp_path, monkeypatch):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    forget()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    yield
+    forget()
+
+
+@pytest.fixture
+def served(start, tmp_path):
+    """Starts servers of the store in memory, around one table."""
+    return lambda **options: start(place(HERE), table=tmp_path / "table", **options)
+
+
+def red():
+    return "data:image/png;base64," + base64.b64encode(picture()).decode()
+
+
+def names(folder):
+    assert isinstance(folder, Remote)
+    return set(folder.files())
+
+
+def emptied(folder):
+    """Tells whether the store is empty within a while: files are removed after the answer."""
+    end = time.monotonic() + 20
+    while names(folder) and time.monotonic() < end:
+        time.sleep(0.02)
+    return not names(folder)
+
+
+PLACES = [(f"{BUCKET}/served", False), (HERE, True)]  # and whether it is shown what a video will be
+
+
+@pytest.mark.parametrize(("url", "preview"), quick(PLACES[:1], PLACES))
+def test_a_video_in_a_store_is_asked_for_sent_and_removed(start, tmp_path, url, preview):
+    with running_s3() if url.startswith("s3:") else contextmanager(lambda: iter([None]))():
+        server = start(place(url), table=tmp_path / "table", preview=preview)
+        id = server.ask(image=red(), steps=6 if preview else 2)["id"]
+        made = server.finished(id)
+        assert made["status"] == "completed", made["error"]
+        folder = server.board.shelf.place(id)
+        assert names(folder) - {"preview.png"} == {"image.png", "thumbnail.webp", "video.mp4"}
+        assert ("preview.png" in names(folder)) == preview
+        assert {name.partition("-")[0] for name in os.listdir(tmp_path / "table")} == {"serving.lock", "videos.sqlite"}
+        assert os.listdir(tmp_path / "temporary") == []
+        whole = server.content(id)
+        assert whole == (folder / "video.mp4").read(2**20)
+        assert Image.open(io.BytesIO(server.content(id, variant="thumbnail"))).size == (32, 32)
+        assert Image.open(io.BytesIO(server.content(id, variant="image"))).size == (40, 30)
+        record = server.client.get(f"/v1/videos/{id}/record").json()
+        assert record["image"] == f"{url}/{id}/image.png"
+        assert len(record["digests"][record["image"]]) == 64
+        assert "a-secret" not in str(record)
+        assert server.client.delete(f"/v1/videos/{id}").status_code == 200
+        assert server.client.get(f"/v1/videos/{id}/content").status_code == 404
+        assert emptied(server.board.shelf.folder)
+        server.stop()
+
+
+RANGES = {
+    "bytes=0-9": slice(0, 10),
+    "bytes=10-": slice(10, None),
+    "bytes=-7": slice(-7, None),
+    "bytes=3-99999999": slice(3, None),
+    "bytes=-99999999": slice(0, None),
+    "bytes=4-4": slice(4, 5),
+}
+WHOLE = ["bytes=", "bytes=-", "bytes=9-3", "bytes=0-1,4-5", "lines=0-9", "bytes=a-b", f"bytes={'9' * 40}-"]
+NONE = ["bytes=99999999-", "bytes=-0"]
+
+
+def test_parts_of_a_video_are_those_of_the_store(served, monkeypatch):
+    """In pieces of 1,000 bytes, of which no more are read than are asked for."""
+    monkeypatch.setattr(stored, "PIECE", 1000)
+    server = served()
+    id = server.finished(server.ask()["id"])["id"]
+    path, whole = f"/v1/videos/{id}/content", objects()[f"videos/served/{id}/video.mp4"]
+    answer = server.client.get(path)
+    assert (answer.status_code, answer.content, answer.headers["content-type"]) == (200, whole, "video/mp4")
+    assert answer.headers["accept-ranges"] == "bytes"
+    assert answer.headers["content-disposition"] == f'inline; filename="{id}.mp4"'
+    for given, part in RANGES.items():
+        answer = server.client.get(path, headers={"range": given})
+        assert (answer.status_code, answer.content) == (206, whole[part]), given
+        start = len(whole[: part.start % len(whole)])
+        told = f"bytes {start}-{start + len(answer.content) - 1}/{len(whole)}"
+        assert answer.headers["content-range"] == told, given
+    for given in WHOLE:
+        answer = server.client.get(path, headers={"range": given})
+        assert (answer.status_code, answer.content) == (200, whole), given
+    for given in NONE:
+        answer = server.client.get(path, headers={"range": given})
+        assert (answer.status_code, answer.headers["content-range"]) == (416, f"bytes */{len(whole)}")
+    head = server.client.head(path, headers={"range": "bytes=0-9"})
+    assert (head.status_code, head.content, head.headers["content-length"]) == (206, b"", "10")
+    with failing("cat_file", DENIED, after=1) as read:
+        server.client.get(path, headers={"range": "bytes=0-500"})
+    assert len(read) == 1
+
+
+def test_a_store_that_fails_is_told_without_its_names_and_words(served):
+    server = served()
+    with failing("put_file", DENIED):
+        assert server.finished(server.ask()["id"])["error"]["code"] == "storage"
+        refused = server.refused(502, json={"prompt": "a", "image": red()})
+    id = server.finished(server.ask()["id"])["id"]
+    path = f"/v1/videos/{id}/content"
+    with failing("info", DENIED):
+        answers = [server.client.get(path), server.client.get(f"/v1/videos/{id}/record")]
+    with failing("cat_file", DENIED):
+        answers.append(server.client.get(path))
+    assert [answer.status_code for answer in answers] == [502] * 3
+    told = {refused, *(answer.json()["error"]["message"] for answer in answers)}
+    assert told == {server.client.get("/v1/videos").json()["data"][1]["error"]["message"]}
+    assert not any(word in str(told) for word in ("memory:", "Denied", "secret"))
+
+
+def test_an_answer_that_the_store_cuts_off_is_not_taken_for_whole(served, monkeypatch):
+    monkeypatch.setattr(stored, "PIECE", 1000)
+    server = served()
+    id = server.finished(server.ask()["id"])["id"]
+    with failing("cat_file", DENIED, after=1):
+        answer = server.client.get(f"/v1/videos/{id}/content")
+    assert (answer.status_code, len(answer.content)) == (200, 1000) != int(answer.headers["content-length"])
+
+
+def test_what_the_store_lacks_is_gone(served):
+    server = served()
+    id = server.finished(server.ask()["id"])["id"]
+    (server.board.shelf.place(id) / "video.mp4").remove()
+    for path in (f"/v1/videos/{id}/content", f"/v1/videos/{id}/record"):
+        answer = server.client.get(path)
+        assert answer.status_code == 404
+        assert "video.mp4" in answer.json()["error"]["message"]
+
+
+def test_a_killed_server_finds_its_videos_in_the_store(served):
+    """One whose end was not noted, one under way, and one that was removed while its files were still there."""
+    first = served(work=False)
+    ids = [first.ask(seed=seed)["id"] for seed in range(3)]
+    whole, begun = [first.board.take() for _ in range(2)]
+    (first.board.shelf.place(whole.id) / "video.mp4").write(b"a whole video")
+    (first.board.shelf.place(ids[2]) / "image.png").write(b"a picture")
+    first.board.shelf.leave(ids[2])
+    first.board.shelf.close()
+    (place(HERE) / "video_of_another_server" / "video.mp4").write(b"its own")
+    again = served()
+    assert again.content(whole.id) == b"a whole video"
+    assert again.finished(begun.id)["status"] == "completed"
+    assert again.client.get(f"/v1/videos/{ids[2]}").status_code == 404
+    again.stop()
+    assert {name.split("/")[0] for name in names(place(HERE))} == {*ids[:2], "video_of_another_server"}
+    assert again.board.shelf.strange == []
+
+
+def test_a_table_is_in_no_store():
+    with pytest.raises(WanjaxError, match=naming(f"{HERE} --table")):
+        Shelf(place(HERE))
+    assert objects() == {}
