@@ -100,7 +100,8 @@ class House:
 @pytest.fixture
 def house(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[House]:
     """One whose videos are in a folder, or in the store that a parameter names."""
-    made = House(place(request.param), tmp_path) if hasattr(request, "param") else House(tmp_path / "served")
+    store = getattr(request, "param", None)
+    made = House(place(store), tmp_path) if store else House(tmp_path / "served")
     yield made
     made.close()
     forget()
@@ -248,7 +249,7 @@ def test_workers_without_work_are_dismissed(house):
 
 
 @pytest.mark.usefixtures("kept_programs")
-@pytest.mark.parametrize("house", ["served", "memory://videos/served"], indirect=True)
+@pytest.mark.parametrize("house", [None, "memory://videos/served"], ids=["a folder", "a store"], indirect=True)
 def test_fronts_and_workers_apart_are_one_server(house, pipe):
     """Two fronts and a worker; the owner dies while it is at work."""
     worker = Worker(Variants(pipe), Desk(house.call, "s-1", house.folder), warm_up=False)
