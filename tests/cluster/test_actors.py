@@ -9,12 +9,16 @@ import subprocess
 import sys
 import time
 
+import jax
 import pytest
 
+import wanjax
 from tests.support.words import naming, says
-from wanjax.cluster.actors import resources_of
-from wanjax.cluster.batch import read_manifest
+from wanjax.cluster import worker
+from wanjax.cluster.actors import Actors, connected, resources_of
+from wanjax.cluster.batch import Batch, Manifest, read_manifest
 from wanjax.cluster.hosts import POD, SLICE, WORKER_ID, bundles_of, placed_together
+from wanjax.cluster.requests import Request
 from wanjax.errors import WanjaxError
 
 SMALL = ("--size", "32x32", "--frames", "5", "--steps", "2")
@@ -68,6 +72,41 @@ def test_nothing_is_lost_where_a_part_of_a_slice_is_killed(tmp_path):
     assert found["spared"] == 0
     assert found["listed"]
     assert found["failed"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("where", [0, 1], ids=["the first", "another"])
+def test_a_video_that_fails_on_one_host_of_a_slice_is_listed_and_the_rest_goes_on(tmp_path, where):
+    """Each try costs the slice, which is begun anew, and no other video a try."""
+    pytest.importorskip("ray")
+    prompts = ["a", "fail", "b", "fail", "c"]
+
+    def load():  # in each host's process
+        pipe, write = wanjax.load("nano", mesh="dp=2"), worker.write
+
+        def failing(path, frames, order):
+            if order.settings.prompt == "fail" and jax.process_index() == where:
+                raise RuntimeError("the device is gone")
+            write(path, frames, order)
+
+        worker.write = failing
+        return pipe
+
+    with connected(None, 2):
+        notes, arguments = [], {"load": load, "folder": tmp_path, "owned": True}
+        pool = Actors(arguments, {"": 1}, {"": {"num_cpus": 1}}, notes.append, hosts=2, spread=False)
+        small = {"size": (32, 32), "frames": 5, "steps": 2}
+        asked = [Request(row, small | {"prompt": prompt, "seed": row}) for row, prompt in enumerate(prompts, 1)]
+        batch = Batch(pool.call("planned", asked, tick=lambda: None), 1, Manifest(tmp_path))
+        outcomes = list(pool.outcomes(batch, lambda: None))
+    made, failed = ([one for one in read_manifest(tmp_path) if ("error" in one) is wrong] for wrong in (False, True))
+    assert len(outcomes) == 5
+    assert sorted(one["prompt"] for one in made) == ["a", "b", "c"]
+    assert sorted(one["file_name"] for one in made) == sorted(path.name for path in tmp_path.glob("*.mp4"))
+    told = {(one["row"], one["error"], one["tries"]) for one in failed}
+    assert told == {(row, "RuntimeError: the device is gone", 2) for row in (2, 4)}
+    assert sum("a worker died" in note for note in notes) >= 3  # after the last try none has to take its place
 
 
 @pytest.mark.slow

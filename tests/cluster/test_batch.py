@@ -64,6 +64,15 @@ def test_jobs_that_were_not_tried_are_given_back_as_they_were():
     assert batch.lost([]) is None
 
 
+def test_a_job_that_ends_its_worker_again_and_again_is_listed_with_what_failed_there(tmp_path):
+    batch = Batch([job(1), job(2)], 2, Manifest(tmp_path))
+    assert batch.finish(Outcome(batch.take(1)[1].name)) is not None
+    assert [batch.lost([job(1)], "the device is gone") for _ in range(2)] == [None, None]
+    assert batch.lost([job(1)], "the device is gone") == batch.failed[0]
+    [entry] = [entry for entry in read_manifest(tmp_path) if "error" in entry]
+    assert (entry["file_name"], entry["error"], entry["tries"]) == ("1.mp4", "the device is gone", 3)
+
+
 def test_a_manifest_knows_what_failed(tmp_path):
     manifest = Manifest(tmp_path)
     manifest.add(job(1), error="the device is gone")

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.support.words import says
-from wanjax.cluster.hosts import OutOfStep
+from wanjax.cluster.hosts import Host, OutOfStep
 from wanjax.cluster.lockstep import Leader, follow
 from wanjax.cluster.processes import Others
 from wanjax.cluster.requests import Request
@@ -129,6 +129,34 @@ def test_a_failure_within_a_run_ends_all(led):
     for run in running:
         with pytest.raises(RuntimeError, match="the device is gone"):
             run.result(PATIENCE)
+
+
+@pytest.mark.parametrize("where", [0, 1], ids=["the first", "another"])
+def test_a_failure_on_one_host_alone_is_told_as_it_was_there(nano, tmp_path, monkeypatch, where):
+    """The others may wait for that host, so whoever started them ends them all: none makes a further video."""
+    monkeypatch.setattr(Host, "_meet", lambda host, *_, **__: host.ready())
+    room, made = Room(2), Host.made
+    hosts = [Host(lambda: nano, tmp_path, force=True, others=Near(room, index)) for index in range(2)]
+
+    def failing(host, jobs, run):
+        if host is hosts[where] and jobs[0].request.given["prompt"] == "b":
+            raise RuntimeError("the device is gone")
+        return made(host, jobs, run)
+
+    monkeypatch.setattr(Host, "made", failing)
+    with ThreadPoolExecutor(1) as pool:
+        following = pool.submit(hosts[1].follow, "", 2, 1)
+        making = hosts[0].make(jobs_of(hosts[0], {"prompt": "a"}, {"prompt": "b", "steps": 3}))
+        errors = [next(making).error, next(making).error]
+        if where == 0:
+            assert errors == [None, "RuntimeError: the device is gone"]
+            with pytest.raises(OutOfStep, match="RuntimeError: the device is gone"):
+                next(making)
+            assert not following.done()
+        else:
+            with pytest.raises(OutOfStep, match="RuntimeError: the device is gone"):
+                following.result(PATIENCE)
+        room.barrier.abort()
 
 
 def test_an_error_that_left_processes_behind_goes_to_another_process():

@@ -203,11 +203,11 @@ class Actors:
                     continue
                 except self._lost as error:
                     del busy[generator]
-                    self._replace("", worker)
+                    self._replace("", worker, blameless=isinstance(error, OutOfStep) or worker.fault != "")
                     if isinstance(error, OutOfStep):
                         batch.give_back(list(left.values()))
                         continue
-                    ended = batch.lost(list(left.values()))
+                    ended = batch.lost(list(left.values()), worker.fault)
                 if ended is not None:
                     yield ended
 
@@ -274,6 +274,7 @@ class Actors:
                     self._value(one)
                 except self._lost as error:
                     if isinstance(error, OutOfStep):
+                        worker.fault = str(error)
                         self.note(f"one of a worker's hosts failed: {error}")
                 if worker in self._idle[stage]:
                     self._idle[stage].remove(worker)
@@ -291,12 +292,15 @@ class Actors:
         except self.ray.exceptions.RayTaskError as error:
             raise error.cause from error
 
-    def _replace(self, stage: str, worker: Placed) -> None:
-        """Starts a worker in place of one that died; raises WanjaxError where one after another does."""
+    def _replace(self, stage: str, worker: Placed, blameless: bool = False) -> None:
+        """Starts a worker in place of one that died; raises WanjaxError where one after another does.
+
+        A worker is `blameless` that ended because a video failed in it, which counts as a try of that video.
+        """
         worker.end(self.ray)
         for one in worker.watched:
             self._watched.pop(one, None)
-        self._deaths += 1
+        self._deaths += not blameless
         if self._deaths > MOST_DEATHS + self.count:
             raise WanjaxError(f"{self._deaths} workers died one after another: Ray's logs of them say why")
         self.note("a worker died, and another one takes its place")

@@ -76,10 +76,13 @@ class Batch:
             raise job.request.wrong(WanjaxError(outcome.error))
         return outcome
 
-    def lost(self, jobs: Sequence[Job]) -> Outcome | None:
-        """Gives back the jobs of a worker that died; the first of them was under way, and counts as tried."""
+    def lost(self, jobs: Sequence[Job], why: str = "") -> Outcome | None:
+        """Gives back the jobs of a worker that died; the first of them was under way, and counts as tried.
+
+        `why` is what failed in the worker, where that is known.
+        """
         self.give_back(jobs[1:])
-        return self.finish(Outcome(jobs[0].name, error=DIED, again=True)) if jobs else None
+        return self.finish(Outcome(jobs[0].name, error=why or DIED, again=True)) if jobs else None
 
     def give_back(self, jobs: Sequence[Job]) -> None:
         """Takes back jobs that were not tried."""

@@ -42,7 +42,7 @@ class Host(Leader):
         """Meets the others, loads the pipeline, and makes each run that the first one makes."""
         self._meet(address, count, index)
         try:
-            follow(self)
+            follow(self, self.others)
         except Exception as error:
             raise OutOfStep(told_of(error)) from error
 
@@ -98,13 +98,14 @@ def _head(ray: Any, hosts: int) -> dict[str, float]:
 class Placed:
     """A worker in a cluster: its actors, the first of which is asked for videos.
 
-    `ready` tells when it is, and `watched` tell, if ever, that one of the others has ended.
+    `ready` tells when it is, and `watched` tell, if ever, that one of the others has ended; `fault` is why one did.
     """
 
     actors: Sequence[Any]
     ready: Any
     watched: Sequence[Any] = ()
     group: Any = None
+    fault: str = ""
 
     @property
     def first(self) -> Any:
