@@ -30,6 +30,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import jax
 import psutil
 
 from wanjax.cluster.actors import VARIABLES, Actors, connected
@@ -201,6 +202,7 @@ def measure_plan(requests: int) -> None:
     """Prints the seconds and the memory for requests that are read, checked and named, and mostly there."""
     from wanjax.registry import load
 
+    jax.config.update("jax_platforms", "cpu")  # as the driver's: else a libtpu that is installed counts, 94 MiB of it
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         file, pipe = write_requests(folder / "requests.jsonl", requests), load("nano")
