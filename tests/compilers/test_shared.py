@@ -22,6 +22,8 @@ from tests.support.stores import BUCKET, failing, forget, running_s3
 from tests.support.words import naming, says
 from wanjax.compilers import shared
 from wanjax.compilers.cache import SHARED, TRUSTED, compile_cache, set_cache_folder
+from wanjax.compilers.chips import devices_of, find_slice
+from wanjax.compilers.compile import ENVIRONMENT
 from wanjax.compilers.shared import Shared, share
 from wanjax.errors import WanjaxError, WanjaxWarning
 from wanjax.stores.places import Place, names_in, place
@@ -205,6 +207,22 @@ def test_workers_share_what_they_compile(tmp_path, kind, killed):
 def entries(cache: str) -> list[str]:
     folder = place(cache)
     return [path.name for path in folder.rglob("*")] if isinstance(folder, Path) else list(folder.files())
+
+
+@pytest.mark.slow  # loads libtpu
+def test_a_chip_of_eight_has_the_key_of_eight_and_one_alone_another(monkeypatch):
+    """By the part of JAX's key that tells devices: so a worker that is shown one chip reads what is made for one."""
+    pytest.importorskip("libtpu")
+    from jax._src.lib import xla_client  # which JAX's own key asks
+
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+
+    def key(devices):
+        return xla_client.get_topology_for_devices(devices).fingerprint()
+
+    one, eight = (devices_of(x.topology, x.devices, one_host=True) for x in map(find_slice, ("v6e-1", "v6e-8")))
+    assert {key([device]) for device in eight} == {key(eight)} != {key(one)}
 
 
 @pytest.mark.slow
