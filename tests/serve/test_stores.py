@@ -46,6 +46,15 @@ def red():
     return "data:image/png;base64," + base64.b64encode(picture()).decode()
 
 
+def completed(server, content=bytes(range(256)) * 16):
+    """Returns the id of a video that counts as made, and has this content."""
+    id = server.ask()["id"]
+    job = server.board.take()
+    (server.board.shelf.place(id) / "video.mp4").write(content)
+    server.board.finish(job, "completed")
+    return id
+
+
 def names(folder):
     assert isinstance(folder, Remote)
     return set(folder.files())
@@ -103,9 +112,9 @@ NONE = ["bytes=99999999-", "bytes=-0"]
 def test_parts_of_a_video_are_those_of_the_store(served, monkeypatch):
     """In pieces of 1,000 bytes, of which no more are read than are asked for."""
     monkeypatch.setattr(stored, "PIECE", 1000)
-    server = served()
-    id = server.finished(server.ask()["id"])["id"]
-    path, whole = f"/v1/videos/{id}/content", objects()[f"videos/served/{id}/video.mp4"]
+    server, whole = served(work=False), bytes(range(256)) * 16
+    id = completed(server, whole)
+    path = f"/v1/videos/{id}/content"
     answer = server.client.get(path)
     assert (answer.status_code, answer.content, answer.headers["content-type"]) == (200, whole, "video/mp4")
     assert answer.headers["accept-ranges"] == "bytes"
@@ -148,16 +157,16 @@ def test_a_store_that_fails_is_told_without_its_names_and_words(served):
 
 def test_an_answer_that_the_store_cuts_off_is_not_taken_for_whole(served, monkeypatch):
     monkeypatch.setattr(stored, "PIECE", 1000)
-    server = served()
-    id = server.finished(server.ask()["id"])["id"]
+    server = served(work=False)
+    id = completed(server)
     with failing("cat_file", DENIED, after=1):
         answer = server.client.get(f"/v1/videos/{id}/content")
     assert (answer.status_code, len(answer.content)) == (200, 1000) != int(answer.headers["content-length"])
 
 
 def test_what_the_store_lacks_is_gone(served):
-    server = served()
-    id = server.finished(server.ask()["id"])["id"]
+    server = served(work=False)
+    id = completed(server)
     (server.board.shelf.place(id) / "video.mp4").remove()
     for path in (f"/v1/videos/{id}/content", f"/v1/videos/{id}/record"):
         answer = server.client.get(path)
