@@ -43,13 +43,13 @@ def service(folder: Path | str, workers: str, *options: str) -> Iterator[tuple[s
     command = [sys.executable, "-m", "wanjax", "serve", "--port", "0", "--dir", str(folder), "--replicas", workers]
     process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
+    rest = Thread(target=process.stderr.read, daemon=True)  # so that no one waits for room in the pipe
     try:
         found = None
         for line in process.stderr:
             if found := re.search(r"served at (http://\S+)/", line):
                 break
         assert found, "the service did not begin"
-        rest = Thread(target=process.stderr.read, daemon=True)  # so that no one waits for room in the pipe
         rest.start()
         yield found[1], process
     finally:
@@ -59,6 +59,10 @@ def service(folder: Path | str, workers: str, *options: str) -> Iterator[tuple[s
         except subprocess.TimeoutExpired:
             process.kill()
             raise
+        if rest.ident is not None:
+            rest.join(END)
+        if not rest.is_alive():
+            process.stderr.close()
 
 
 def actors(process: "subprocess.Popen[str]", name: str) -> list[psutil.Process]:
