@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from huggingface_hub.utils import _http
 
 import wanjax
 from tests.support import tiny
@@ -196,6 +197,23 @@ def test_what_the_hub_lacks_is_told_before_weights_are_downloaded(lost, publishe
         assert says(str(told.value), f"{ID} {name}")
         assert "\n" not in str(told.value)
     assert not [sent for sent, _ in published.sent if sent.endswith(".safetensors")]
+
+
+def test_a_hub_out_of_reach_is_told_before_what_is_here_is_computed_with(published, hub_at, monkeypatch):
+    monkeypatch.setattr(_http.time, "sleep", lambda seconds: None)  # of the client, between attempts
+    hub_at(published.url)
+    pipe = wanjax.load(ID)
+    for name in ("tokenizer", "text_encoder", "transformer"):
+        pipe.components.get(name)
+    hub_at("http://127.0.0.1:9")
+    with pytest.raises(WanjaxError) as told:
+        wanjax.load(ID)
+    assert says(str(told.value), f"http://127.0.0.1:9 reached {ID}")
+    assert "\n" not in str(told.value)
+    hub_at(published.url)
+    assert wanjax.load(ID).components.get("vae") is not None
+    hub_at("http://127.0.0.1:9")
+    wanjax.load(ID)
 
 
 @pytest.fixture

@@ -277,9 +277,15 @@ class DiffusersSource(Source):
                 check_small(self._there(component))
 
     def _there(self, component: str) -> Path:
-        """Returns the folder of a component of which nothing is awaited; raises WanjaxError where there is none."""
-        there = self.revision is None or (self.root / component).is_dir()
-        return self._in_root(component) if there else self.folder(component, files=(CONFIGS[0],))
+        """Returns the folder of a component of which nothing is awaited; raises WanjaxError where there is none.
+
+        Where the hub cannot be asked, what is in the client's cache has to be whole. A link whose file is gone is told
+        by who reads it.
+        """
+        gone = any(not path.exists() for path in (self.root / component).glob("*"))
+        if self.revision is None or self.listed or gone:
+            return self._in_root(component)
+        return self.folder(component)
 
     def open_weights(self, folder: Path) -> Weights:
         """Opens the weights in a component's folder."""
