@@ -138,10 +138,13 @@ def test_parts_of_a_video_are_those_of_the_store(served, monkeypatch):
     assert len(read) == 1
 
 
-def test_a_store_that_fails_is_told_without_its_names_and_words(served):
+def test_a_store_that_fails_is_told_without_its_names_and_words(served, tmp_path, caplog):
+    """The log tells them, and where the video is that could not be published."""
     server = served()
     with failing("put_file", DENIED):
         assert server.finished(server.ask()["id"])["error"]["code"] == "storage"
+        [kept] = (tmp_path / "temporary").glob("wanjax-*/video.mp4")
+        assert str(kept) in caplog.text
         refused = server.refused(502, json={"prompt": "a", "image": red()})
     id = server.finished(server.ask()["id"])["id"]
     path = f"/v1/videos/{id}/content"

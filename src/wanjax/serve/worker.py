@@ -17,7 +17,6 @@ import numpy as np
 from PIL import Image
 from rich.console import Console
 
-from wanjax.checkpoints.files import writing
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
 from wanjax.media.videos import try_output, write_video
@@ -39,7 +38,7 @@ from wanjax.serve.desk import Desk
 from wanjax.serve.faults import OUT_OF_MEMORY, STORAGE, explained
 from wanjax.serve.jobs import COMPLETED, FAILED, PREVIEW, THUMBNAIL, VIDEO, Job, cancellation, files_in
 from wanjax.serve.variants import Outline, Variants
-from wanjax.stores.places import Place
+from wanjax.stores.places import Place, Remote
 
 SHAPES = 16  # shapes whose compiled programs are kept
 PERCENT = {"extend": (0, 0), "compile": (0, 0), "encode": (0, 2), "denoise": (2, 95), "decode": (95, 99)}
@@ -176,8 +175,10 @@ class Worker:
         try_output(place / VIDEO, chosen.length, chosen.size, chosen.fps, asked.record)
         for order, frames in (run := Run(pipe, [asked], pictures, hooks=[hook], **options)):
             with run.finishing(order):
-                clips = with_thumbnail((np.asarray(x) for x in frames), chosen.length, place / THUMBNAIL)
+                clips = with_thumbnail((np.asarray(x) for x in frames), chosen.length, here / THUMBNAIL)
                 write_video(place / VIDEO, clips, chosen.fps, order.record)
+        if isinstance(place, Remote):  # after the video, which a store that fails meanwhile is not to cost
+            (place / THUMBNAIL).upload(here / THUMBNAIL)
 
     def _extend(self, job: Job, extend: Callable[[str, bool], Extended]) -> None:
         """Extends a video's prompts, and keeps what was asked for beside them."""
@@ -205,15 +206,14 @@ class Worker:
         return shape
 
 
-def with_thumbnail(chunks: Iterator[np.ndarray], frames: int, file: Place) -> Iterator[np.ndarray]:
+def with_thumbnail(chunks: Iterator[np.ndarray], frames: int, file: Path) -> Iterator[np.ndarray]:
     """Yields the chunks of a video, and writes its middle frame, made small, to a file."""
     start = 0
     for chunk in chunks:
         if start <= frames // 2 < start + len(chunk):
             image = Image.fromarray(chunk[frames // 2 - start])
             image.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
-            with writing(file) as beside:
-                image.save(beside, "WEBP", quality=85)
+            image.save(file, "WEBP", quality=85)
         start += len(chunk)
         yield chunk
 

@@ -184,8 +184,8 @@ class Remote:
         import fsspec  # imported late: few runs have to do with a store
 
         quiet(LIBRARIES[self.scheme])
-        # Others write there too.
-        return fsspec.filesystem(self.scheme, use_listings_cache=False, **CHECKED.get(self.scheme, {}))
+        options = CHECKED.get(self.scheme, {})
+        return fsspec.filesystem(self.scheme, use_listings_cache=False, **options)  # others write there too
 
     @contextmanager
     def _reached(self, done: str) -> Iterator[None]:
