@@ -9,9 +9,9 @@
 
 `rate`: two nodes with a worker of one core each, beside one such worker, and beside one process with both cores, in
 turns; the first video and the loading before it do not count. `overhead`: workers that do nothing. `plan`: requests
-that are read, checked and named, nine of ten of which are there. `chaos`: workers, drivers and nodes are killed with
-SIGKILL while a batch is made, and the driver is started again until it is done. With `--hosts 2` one worker has both
-nodes, and one of its processes is killed at a time.
+that are read, checked and named, nine of ten of which are there, and the memory of a driver of them. `chaos`: workers,
+drivers and nodes are killed with SIGKILL while a batch is made, and the driver is started again until it is done. With
+`--hosts 2` one worker has both nodes, and one of its processes is killed at a time.
 """
 
 import argparse
@@ -223,6 +223,21 @@ def measure_plan(requests: int) -> None:
         grown, peak = psutil.Process().memory_info().rss - before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         print(f"{requests} requests: planned in {planned:.2f} s, resumed in {resumed:.2f} s, {cpu:.2f} s of a core")
         print(f"memory: {grown / 2**20:.0f} MiB more, {peak / 2**10:.0f} MiB with JAX and the library")
+    print(f"a driver of two workers: {driver_memory(requests):.0f} MiB, with 10 requests {driver_memory(10):.0f} MiB")
+
+
+def driver_memory(requests: int) -> float:
+    """Returns the MiB of a driver that has planned requests, before the first video; Ray is in its process."""
+    with tempfile.TemporaryDirectory() as name:
+        out = Path(name) / "videos"
+        process = driver(write_requests(Path(name) / "requests.jsonl", requests), out, "--workers", "2")
+        while f"videos: {requests}, into" not in out.with_suffix(".log").read_text():
+            assert process.poll() is None, out.with_suffix(".log").read_text()
+            time.sleep(0.1)
+        found = psutil.Process(process.pid).memory_info().rss / 2**20
+        process.send_signal(signal.SIGINT)
+        process.wait()
+        return found
 
 
 TITLES = {"worker": "ray::Worker", "leader": "ray::Host.make", "follower": "ray::Host.follow"}  # as Ray calls processes
