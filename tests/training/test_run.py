@@ -348,6 +348,15 @@ def test_preserved_clips_hold_the_model_where_it_is(tmp_path, wan):
         trained(wan, kept, tmp_path / "full", lora=None)
 
 
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+def test_an_optimiser_of_parts_trains_all_weights(name, tmp_path, data, wan):
+    """Muon has the matrices and Adam the rest, so that each part of the state lacks some weights."""
+    written, _ = trained(wan, data, tmp_path / "out", lora=None, steps=1, optimizer=OptimizerConfig(name, 1e-2))
+    before, after = (weights_of(wanjax.load(model)) for model in (wan, written))
+    still = [".".join(map(str, path)) for path in before if np.array_equal(before[path], after[path])]
+    assert len(still) < len(before) / 4, still
+
+
 @slow
 def test_accumulated_parts_are_one_batch(tmp_path, data, wan):
     (one, _), (two, _) = (trained(wan, data, tmp_path / str(n), accumulated=n, steps=1) for n in (1, 2))

@@ -184,9 +184,12 @@ def _spec(weight: Any) -> PartitionSpec:
 def _like(optimizer: optax.GradientTransformation, weights: Any) -> Any:
     """Returns how an optimiser's state is sharded: what belongs to a weight as the weight is."""
 
-    def like(x: jax.ShapeDtypeStruct, weight: Any) -> PartitionSpec:
+    def like(x: Any, weight: Any) -> Any:
+        if isinstance(x, optax.MaskedNode):  # a weight that another part of the optimiser has
+            return x
         return _spec(weight) if x.shape == weight.shape and x.size > 1 else PartitionSpec()
 
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights)
     state = jax.eval_shape(optimizer.init, shapes)
-    return optax.tree.map_params(optimizer, like, state, weights, transform_non_params=lambda x: PartitionSpec())
+    how = {"transform_non_params": lambda x: PartitionSpec(), "is_leaf": lambda x: isinstance(x, optax.MaskedNode)}
+    return optax.tree.map_params(optimizer, like, state, weights, **how)
