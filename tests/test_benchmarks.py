@@ -26,7 +26,7 @@ def test_help(name, monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         import_module(f"benchmarks.{name}").main()
     assert end.value.code == 0
-    assert f"usage: {name}" in capsys.readouterr().out
+    assert f"usage: {name}" in capsys.readouterr().out.lower()
 
 
 def test_the_benchmarks_are_found():
