@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from wanjax.checkpoints.extended import network_specs
 from wanjax.checkpoints.files import Reader
 from wanjax.checkpoints.hub import locate_file
 from wanjax.checkpoints.lora import Lora, LoraFile, Merged
@@ -69,4 +68,4 @@ def located(lora: Lora) -> Path:
 def _opened(source: Source, component: str, path: Path, kinds: Kinds) -> LoraFile:
     """Opens a LoRA file for a transformer, whose tensor shapes come from its config."""
     found = network(source, component, kinds)
-    return LoraFile(path, network_specs(found), found.kind.lora_names or Names([]))
+    return LoraFile(path, found.specs, found.kind.lora_names or Names([]))

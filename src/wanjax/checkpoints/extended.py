@@ -5,12 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
-from wanjax.checkpoints import modules
 from wanjax.checkpoints.files import Reader, Spec
-from wanjax.checkpoints.networks import Kinds, Network, network
+from wanjax.checkpoints.networks import Kinds, network
 from wanjax.checkpoints.readers import Together
 from wanjax.checkpoints.sources import CONFIGS, Source, Wrapped
 from wanjax.converters.rules import Rule
@@ -44,8 +42,8 @@ class ExtendedSource(Wrapped):
         if not self.changes(component):
             return super().tensors(component, rules)
         known = network(self._source, component, self._kinds)
-        held, all_ = network_specs(known), network_specs(network(self, component, self._kinds))
-        lacking = {key: spec for key, spec in all_.items() if key not in held}
+        held, specs = known.specs, network(self, component, self._kinds).specs
+        lacking = {key: spec for key, spec in specs.items() if key not in held}
         return Together(super().tensors(component, known.rules), Zeros(lacking))
 
 
@@ -63,10 +61,3 @@ class Zeros:
 
     def read(self, key: str) -> np.ndarray:
         return np.zeros(*self._specs[key])
-
-
-def network_specs(found: Network) -> dict[str, Spec]:
-    """Returns the shapes of a network's tensors, in float32, by their names in diffusers."""
-    abstract = found.abstract(dtype=jnp.float32, param_dtype=jnp.float32)
-    shapes = modules.Exported(modules.parameters(abstract), found.rules)
-    return {key: shapes.spec(key) for key in shapes.keys()}  # noqa: SIM118

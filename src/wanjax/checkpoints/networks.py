@@ -12,6 +12,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from wanjax.checkpoints.descaled import EIGHT_BITS
+from wanjax.checkpoints.files import Spec
+from wanjax.checkpoints.modules import Exported, parameters
 from wanjax.checkpoints.sources import Source
 from wanjax.converters.configs import read_config
 from wanjax.converters.names import Names
@@ -71,6 +73,12 @@ class Network(NamedTuple):
         """
         dtypes = {"dtype": jnp.dtype(dtype), "param_dtype": jnp.dtype(param_dtype)}
         return _abstract(self.kind.modules[type(self.config)], self.config, **dtypes, **options)
+
+    @property
+    def specs(self) -> dict[str, Spec]:
+        """The shapes of the tensors, in float32, by their names in diffusers."""
+        shapes = Exported(parameters(self.abstract(dtype=jnp.float32, param_dtype=jnp.float32)), self.rules)
+        return {key: shapes.spec(key) for key in shapes.keys()}  # noqa: SIM118
 
     @property
     def parameters(self) -> int:

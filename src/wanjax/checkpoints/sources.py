@@ -220,17 +220,9 @@ class Wrapped(Source):
     def gather(self, progress: Callable[[str, int, int], object], *, anew: bool = False) -> None:
         self._source.gather(progress, anew=anew)
 
-    def load(
-        self,
-        component: str,
-        abstract: Module,
-        rules: Iterable[Rule],
-        *,
-        ignore: Iterable[str] = (),
-        progress: Progress | None = None,
-    ) -> Module:
+    def load(self, component: str, abstract: Module, rules: Iterable[Rule], **how: Any) -> Module:
         given = super() if self.changes(component) else self._source  # the source's own way of loading may be faster
-        return given.load(component, abstract, rules, ignore=ignore, progress=progress)
+        return given.load(component, abstract, rules, **how)
 
 
 class DiffusersSource(Source):

@@ -31,7 +31,6 @@ from wanjax.cluster.processes import is_first
 from wanjax.compilers.roofline import peak_flops
 from wanjax.errors import WanjaxError
 from wanjax.figures import digits, duration, in_bytes
-from wanjax.kernels.attention import AUTO
 from wanjax.kernels.compiler_options import kept_set
 from wanjax.layers.tiling import Tiling
 from wanjax.media import stage_files, videos
@@ -636,8 +635,7 @@ def least_seconds(pipe: Pipeline, settings: Settings, steps: int, kind: str) -> 
     if (peak := peak_flops(kind)) is None:
         return None
     work = pipe.architecture.forward(settings)
-    attention = pipe.architecture.attention(pipe.components.options.get("attention", AUTO))
-    flops = sum(work.flops.values()) - (0 if attention.sees_all else work.scores)
+    flops = sum(work.flops.values()) - (0 if pipe.attention.sees_all else work.scores)
     reused = min(steps - 1, sum(pipe.architecture.reused(settings)))
     again = pipe.architecture.cache_rule(settings).forwards
     forwards = (steps - reused) * (2 if min(settings.guidance_scales) > 1 else 1) + reused * again

@@ -27,6 +27,7 @@ from jaxtyping import Array, Float, UInt8
 
 from wanjax.dims import readable
 from wanjax.errors import WanjaxError
+from wanjax.kernels.attention import AUTO, Attention
 from wanjax.kernels.compiler_options import SAFE
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import ClipSource, Pictures, PictureSource, read_pictures
@@ -128,6 +129,11 @@ class Pipeline:
         self.progress: bool | None = None
         self.strategy: Strategy = EXECUTE
         self._colours: LatentPreview | None = None
+
+    @property
+    def attention(self) -> Attention:
+        """The attention of the denoiser: what was asked for, or what it was trained with."""
+        return self.architecture.attention(self.components.options.get("attention", AUTO))
 
     @property
     def scheduler(self) -> Scheduler:

@@ -142,8 +142,9 @@ def _untrained(pipe: Pipeline, network: nnx.Module) -> nnx.Module:
     network = without_factors(network)
     if pipe.components.source is not None and pipe.components.source.extended:
         for _, module in nnx.iter_modules(network):
-            if isinstance(attention := getattr(module, "attention", None), Attention):
-                setattr(module, "attention", attention.plain())  # noqa: B010
+            each: Any = module
+            if isinstance(getattr(each, "attention", None), Attention):
+                each.attention = each.attention.plain()
     return network
 
 

@@ -21,7 +21,6 @@ from wanjax.checkpoints.holding import Hold
 from wanjax.checkpoints.networks import Network, network_of
 from wanjax.errors import WanjaxError
 from wanjax.figures import digits
-from wanjax.kernels.attention import AUTO
 from wanjax.kernels.compiler_options import products
 from wanjax.media.records import DIGESTS
 from wanjax.media.videos import try_output, write_video
@@ -345,8 +344,7 @@ class Learner:
 
 def _learned(pipe: Pipeline) -> dict[str, str]:
     """Returns the entry on the attention that is learned with the weights; none where it has none of its own."""
-    attention = pipe.architecture.attention(pipe.components.options.get("attention", AUTO))
-    return {"attention": str(attention)} if attention.sparse else {}
+    return {"attention": str(pipe.attention)} if pipe.attention.sparse else {}
 
 
 def _chosen(pipe: Pipeline, config: TrainConfig) -> tuple[str, ...]:

@@ -272,12 +272,13 @@ class ControlledVideo(Task):
         if pictures.video is not None:
             clip = [unit(frame, settings) for frame in pictures.video[: settings.frames]]
         mask = np.broadcast_to(np.ones((), np.float32), (settings.frames, *settings.size))
+        anew = np.broadcast_to(np.ones((), bool), (*mask.shape, 1))
         if pictures.mask is not None:
             mask = np.stack([unit(frame, settings).mean(axis=-1) for frame in pictures.mask[: settings.frames]])
-
-        def part(here: bool, mask: np.ndarray, frame: np.ndarray) -> np.ndarray:
             anew = (mask > 0.5)[..., None]
-            if pictures.mask is None or anew.all() or not anew.any():  # most frames, whose pixels are taken as they are
+
+        def part(here: bool, anew: np.ndarray, frame: np.ndarray) -> np.ndarray:
+            if anew.all() or not anew.any():  # most frames, whose pixels are taken as they are
                 return frame if anew.flat[0] == here else grey
             return np.where(anew == here, frame, grey)
 
@@ -285,7 +286,7 @@ class ControlledVideo(Task):
             same = all(frame is frames[0] for frame in frames)  # of which no copies are made
             return encoders.video(np.broadcast_to(frames[0], (len(frames), *frames[0].shape)) if same else frames)
 
-        kept, made = (video(list(map(partial(part, here), mask, clip))) for here in (False, True))
+        kept, made = (video(list(map(partial(part, here), anew, clip))) for here in (False, True))
         cells = mask_cells(mask, kept.shape[2], encoders.vae.spatial_factor)
         references = [encoders.video([on_white(x, settings.size, encoders.resized)]) for x in pictures.references]
         return {"condition": encoders.condition((kept, made, *references), cells)}
