@@ -114,6 +114,7 @@ def load(
     model: str | Path = "nano",
     *,
     dtype: DTypeLike | None = None,
+    vae_dtype: DTypeLike | None = None,
     param_dtype: DTypeLike | None = None,
     attention: str | Attention | None = None,
     revision: str | None = None,
@@ -132,7 +133,9 @@ def load(
     """Returns the pipeline of a known name, a Hugging Face id, a folder or a file. Networks are loaded at first use.
 
     dtype: bfloat16 or float32, a name or JAX's dtype, in which networks compute; None is float32 on a CPU, which has no
-        fast bfloat16, and `param_dtype` elsewhere. The VAE is always in float32, as in the reference.
+        fast bfloat16, and `param_dtype` elsewhere.
+    vae_dtype: the dtype, of the same two, in which the autoencoder computes; None is float32 on a CPU, and elsewhere
+        the model's default: float32, as in the reference, or TurboWan's bfloat16. Its weights are kept in float32.
     param_dtype: the dtype, of the same two, in which weights are kept; None is bfloat16 for published checkpoints, and
         the stored dtype for others.
     attention: the transformer's implementation, or "radial:0.2", "sla:top=0.15" or an `Attention`; None is what it or a
@@ -156,7 +159,8 @@ def load(
     """
     asked = None if attention is None else Attention.of(attention)
     check_set(compiler)
-    dtype, param_dtype = dtype_name(dtype), dtype_name(param_dtype, "param_dtype")
+    dtype, vae_dtype = dtype_name(dtype), dtype_name(vae_dtype, "vae_dtype")
+    param_dtype = dtype_name(param_dtype, "param_dtype")
     set_cache_folder()
     examined = _told(model, revision, note)
     if verify:
@@ -171,13 +175,15 @@ def load(
     if scheduler is not None:
         found = replace(found, architecture=with_scheduler(found.architecture, scheduler))
     tiny = None if decoder is None else DecoderFile.in_place_of(found.architecture.vae, decoder)
-    return _pipeline(found, Loading(dtype, param_dtype, asked, mesh, video, rules, compiler, offload, progress, tiny))
+    way = Loading(dtype, vae_dtype, param_dtype, asked, mesh, video, rules, compiler, offload, progress, tiny)
+    return _pipeline(found, way)
 
 
 class Loading(NamedTuple):
     """The way in which a checkpoint is loaded: arguments of `load`."""
 
     dtype: str | None
+    vae_dtype: str | None
     param_dtype: str | None
     attention: Attention | None
     mesh: Mesh | MeshSizes | AutoMesh | str | None
@@ -382,14 +388,18 @@ def _pipeline(found: Checkpoint, way: Loading) -> Pipeline:
     published = found.preset.sizes if found.preset else ()
     video = _sized(found.architecture, found.settings, published, way.video or {})
     partitioner = _partitioner(way, found.architecture, video)
-    usual = "float32" if platform() == "cpu" else kept
-    way = way._replace(dtype=way.dtype or usual, param_dtype=kept)
+    slow = "float32" if platform() == "cpu" else None
+    way = way._replace(dtype=way.dtype or slow or kept, param_dtype=kept)
     sizes = _sizes(found, way, partitioner)
-    defaults = replace(found.settings, dtype=way.dtype or _stored_dtype(found.source, "transformer"))
+    defaults = replace(
+        found.settings,
+        dtype=way.dtype or _stored_dtype(found.source, "transformer"),
+        vae_dtype=way.vae_dtype or slow or found.settings.vae_dtype,
+    )
     _check_attention(way.attention or AUTO, found.architecture, defaults)
-    loaders = _loaders(found, defaults.dtype, way, partitioner)
+    loaders = _loaders(found, defaults, way, partitioner)
     networks = [name for name in loaders if name not in found.family.loaders]
-    shapes = {name: partial(_abstract, found, name, defaults.dtype, way, partitioner) for name in networks}
+    shapes = {name: partial(_abstract, found, name, defaults, way, partitioner) for name in networks}
     extra = _decoder(way.decoder, partitioner)
     made = Components(
         {**loaders, **extra[0]},
@@ -433,8 +443,8 @@ def _sizes(found: Checkpoint, way: Loading, partitioner: Partitioner) -> dict[st
     sizes: dict[str, int] = {}
     for name, known in _networks(found).items():
         if not known.float32:
-            dtype, kept = way.dtype or "bfloat16", way.param_dtype or "bfloat16"
-            shapes = _shapes(known, (dtype, kept), _options_of(name, found.architecture, way.attention), partitioner)
+            dtypes = way.dtype or "bfloat16", way.param_dtype or "bfloat16"
+            shapes = _shapes(known, dtypes, _options_of(name, found.architecture, way.attention), partitioner)
             check_memory(found.settings.model, name, shapes, fitting)
             sizes[name] = bytes_needed(shapes)
     return sizes
@@ -522,7 +532,7 @@ def _partitioner(way: Loading, architecture: Architecture, settings: Settings) -
 
 
 def _loaders(
-    found: Checkpoint, dtype: str, way: Loading, partitioner: Partitioner
+    found: Checkpoint, settings: Settings, way: Loading, partitioner: Partitioner
 ) -> Mapping[str, Callable[[MakeRoom], Any]]:
     """Returns a function for each component that the checkpoint lists, which loads it."""
     source, loaders = found.source, found.family.loaders
@@ -531,7 +541,7 @@ def _loaders(
         if name in loaders:
             return loaders[name](source.files(name)[0].parent)
         read = network(found.source, name, found.family.networks)
-        shapes = _abstract(found, name, dtype, way, partitioner)
+        shapes = _abstract(found, name, settings, way, partitioner)
         check_memory(found.settings.model, name, shapes, fitting)
         make_room(shapes)
         told = partial(way.progress or loading, name)
@@ -540,11 +550,12 @@ def _loaders(
     return {name: partial(load, name) for name in components(source.index) if name != "scheduler"}
 
 
-def _abstract(found: Checkpoint, name: str, dtype: str, way: Loading, partitioner: Partitioner) -> nnx.Module:
+def _abstract(found: Checkpoint, name: str, settings: Settings, way: Loading, partitioner: Partitioner) -> nnx.Module:
     """Returns a network of a checkpoint as shapes with shardings, as it will be loaded."""
     read = network(found.source, name, found.family.networks)
-    kept = "float32" if read.float32 else way.param_dtype or _stored_dtype(found.source, name)
-    return _shapes(read, (dtype, kept), _options_of(name, found.architecture, way.attention), partitioner)
+    kept = way.param_dtype or ("" if read.float32 else _stored_dtype(found.source, name))
+    options = _options_of(name, found.architecture, way.attention)
+    return _shapes(read, _dtypes(name, read, settings, kept), options, partitioner)
 
 
 def outlined(
@@ -570,7 +581,8 @@ def outlined(
 
     def make(name: str) -> nnx.Module:
         known = family.network_of(architecture.networks[name])
-        return _shapes(known, (settings.dtype, kept), _options_of(name, architecture, attention), partitioner)
+        dtypes = _dtypes(name, known, settings, kept)
+        return _shapes(known, dtypes, _options_of(name, architecture, attention), partitioner)
 
     shapes = {name: partial(make, name) for name in architecture.networks}
     others: dict[str, Any] = {name: NoTokenizer(*sizes) for name, sizes in family.prompt(architecture).items()}
@@ -589,8 +601,15 @@ def _shapes(
 
     `dtypes` are those in which it computes and keeps its weights; `options` are its class's own.
     """
-    dtype, kept = ("float32", "float32") if known.float32 else dtypes
+    dtype, kept = dtypes
     return placed(known.abstract(dtype=dtype, param_dtype=kept, **options), partitioner)
+
+
+def _dtypes(name: str, known: Network, settings: Settings, kept: str) -> tuple[str, str]:
+    """Returns the dtypes in which a network computes and keeps its weights; `kept` is that of most networks."""
+    if not known.float32:
+        return settings.dtype, kept
+    return settings.vae_dtype if name == "vae" else "float32", "float32"
 
 
 def _options_of(name: str, architecture: Architecture, attention: Attention | None) -> dict[str, Any]:

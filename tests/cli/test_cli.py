@@ -74,7 +74,8 @@ def test_help_lists_the_commands():
             "from prompts extend-prompt extend-model seeds count model negative-prompt image last-image video mask "
             "reference max-picture resize size height width frames windows then overlap fps steps guidance-scale "
             "guidance-scale-2 boundary strength dynamic-guidance guidance-rule flow-shift follow sigmas cache seed "
-            "scheduler noise lora attention block-q block-kv block-kv-compute window batch-guidance dtype compiler "
+            "scheduler noise lora attention block-q block-kv block-kv-compute window batch-guidance dtype vae-dtype "
+            "compiler "
             "mesh rules processes compile-cache trust-compile-cache tile decoder offload at profile preview "
             "preview-decoder dir out force verify quiet verbose stats json config help",
         ),
@@ -84,27 +85,30 @@ def test_help_lists_the_commands():
             "model extend-prompt extend-model negative-prompt image last-image video mask reference max-picture resize "
             "size height width frames windows then overlap fps steps guidance-scale guidance-scale-2 boundary "
             "strength dynamic-guidance guidance-rule flow-shift follow sigmas cache seed scheduler noise lora "
-            "attention block-q block-kv block-kv-compute window batch-guidance dtype compiler mesh rules processes "
+            "attention block-q block-kv block-kv-compute window batch-guidance dtype vae-dtype "
+            "compiler mesh rules processes "
             "compile-cache trust-compile-cache tile decoder offload out force verify quiet verbose stats json config "
             "help",
         ),
         (
             "encode",
             "model negative-prompt image last-image video mask reference max-picture resize size height width frames "
-            "follow dtype compiler mesh rules processes compile-cache trust-compile-cache tile dir force verify "
+            "follow dtype vae-dtype "
+            "compiler mesh rules processes compile-cache trust-compile-cache tile dir force verify "
             "quiet verbose stats json config help",
         ),
         (
             "denoise",
             "model size height width frames fps steps guidance-scale guidance-scale-2 boundary strength "
             "dynamic-guidance guidance-rule flow-shift follow sigmas cache seed scheduler noise lora attention "
-            "block-q block-kv block-kv-compute window batch-guidance dtype compiler mesh rules processes "
+            "block-q block-kv block-kv-compute window batch-guidance dtype vae-dtype compiler mesh rules processes "
             "compile-cache trust-compile-cache profile preview preview-decoder dir force verify quiet verbose stats "
             "json config help",
         ),
         (
             "decode",
-            "model fps dtype compiler mesh rules processes compile-cache trust-compile-cache tile decoder dir out "
+            "model fps dtype vae-dtype "
+            "compiler mesh rules processes compile-cache trust-compile-cache tile decoder dir out "
             "force verify quiet verbose stats json config help",
         ),
         (
@@ -112,7 +116,8 @@ def test_help_lists_the_commands():
             "model chip prompt image last-image video mask reference max-picture resize size height width frames fps "
             "windows then overlap steps guidance-scale guidance-scale-2 boundary strength dynamic-guidance "
             "guidance-rule flow-shift follow sigmas cache seed scheduler noise lora attention block-q block-kv "
-            "block-kv-compute window batch-guidance dtype compiler mesh rules tile decoder offload train lora-rank "
+            "block-kv-compute window batch-guidance dtype vae-dtype "
+            "compiler mesh rules tile decoder offload train lora-rank "
             "full batch optimizer requests deadline price start-time download-rate compile-time json quiet config "
             "help",
         ),
@@ -121,13 +126,13 @@ def test_help_lists_the_commands():
             "model chip prompt image last-image video mask reference max-picture resize size height width frames fps "
             "steps windows then overlap guidance-scale guidance-scale-2 boundary strength dynamic-guidance "
             "guidance-rule flow-shift follow sigmas cache seed scheduler noise lora attention block-q block-kv "
-            "block-kv-compute window batch-guidance dtype compiler mesh rules processes compile-cache "
+            "block-kv-compute window batch-guidance dtype vae-dtype compiler mesh rules processes compile-cache "
             "trust-compile-cache tile decoder offload quiet verbose stats config help",
         ),
         (
             "calibrate",
             "with-prompt image size height width frames steps guidance-scale attention block-q block-kv "
-            "block-kv-compute window dtype compiler mesh rules quiet verbose config help",
+            "block-kv-compute window dtype vae-dtype compiler mesh rules quiet verbose config help",
         ),
         (
             "convert",
@@ -150,12 +155,14 @@ def test_help_lists_the_commands():
             "out steps batch accumulate seed rank alpha dropout target full dialect expert optimizer rate warm-up "
             "schedule clip weight-decay average fps cut resize buckets shortest store timesteps shift logit-mean "
             "logit-deviation dropped-captions preserved-uncaptioned sample sample-every held-out evaluate-every "
-            "save-every size height width frames attention block-q block-kv block-kv-compute window dtype compiler "
+            "save-every size height width frames attention block-q block-kv block-kv-compute window dtype vae-dtype "
+            "compiler "
             "mesh rules processes compile-cache trust-compile-cache quiet verbose stats json config help",
         ),
         (
             "serve",
-            "model attention block-q block-kv block-kv-compute window batch-guidance lora dtype compiler mesh rules "
+            "model attention block-q block-kv block-kv-compute window batch-guidance lora dtype vae-dtype "
+            "compiler mesh rules "
             "processes compile-cache trust-compile-cache tile decoder replicas ray resources dashboard host port token "
             "dir table max-queue max-pixels max-steps max-upload preview preview-decoder rehearse extend-prompt "
             "extend-model verify quiet verbose config help",

@@ -4,15 +4,14 @@
 from pathlib import Path
 
 from wanjax.pipelines import settings
-from wanjax.pipelines.settings import Settings, schema
+from wanjax.pipelines.settings import LOADED, Settings, schema
 
 FILE = Path(settings.__file__).with_name("given.py")
 ELSEWHERE = (
-    "model",
+    *LOADED,
     "prompt",
     "original_prompt",
     "negative_prompt",
-    "dtype",
     "resize",
 )  # given to `load`, or as parameters of their own
 HEAD = '''# SPDX-License-Identifier: Apache-2.0

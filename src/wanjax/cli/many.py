@@ -34,11 +34,11 @@ from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines.record import described
 from wanjax.pipelines.seeds import checked_seed
+from wanjax.pipelines.settings import LOADED
 from wanjax.stores.places import Place, names_in, place
 
 RANGE = re.compile(r"(\d+)\.\.(\d+)")
 FAILURE = 1  # the exit status where some videos failed
-NO_ROWS = ("model", "dtype", "prompt")  # settings that are no part of what a command asks of each video
 
 
 def generate(
@@ -275,7 +275,7 @@ def _requests(prompt: str | None, file: str | None) -> list[Request]:
 
 def _each(chosen: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what the options of a command ask of each video, as a request's."""
-    names = {"size", SCHEDULER, *Pictures._fields, *SETTINGS} - {*NO_ROWS}
+    names = {"size", SCHEDULER, *Pictures._fields, *SETTINGS} - {*LOADED, "prompt"}
     found = {name: value for name, value in chosen.items() if name in names}
     return {name: described(value) if name in Pictures._fields else value for name, value in found.items()}
 

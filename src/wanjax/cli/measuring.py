@@ -96,7 +96,7 @@ MOST = 4  # prompts, where none are given
 
 def calibrate(report: Report, *, model: str, prompts: Sequence[str], image: str | None, **given: Any) -> None:
     """Makes the latents of a few videos, and writes the tables that their steps told."""
-    loading = {name: given.pop(name) for name in ("mesh", "rules", "attention", "dtype", "compiler")}
+    loading = {name: given.pop(name) for name in ("mesh", "rules", "attention", "dtype", "vae_dtype", "compiler")}
     loading["rules"] = loading["rules"] or "fsdp"
     loading["compiler"] = loading["compiler"] or kept_set()
     settings = given_settings(**given)

@@ -72,7 +72,9 @@ def plan(
     family, architecture, defaults = registry.outline(model)
     if (scheduler := given.pop("scheduler")) is not None:
         architecture = registry.with_scheduler(architecture, scheduler)
-    defaults = defaults.updated({"dtype": "float32" if chip == "cpu" else "bfloat16"})
+    defaults = defaults.updated(
+        {"dtype": "float32", "vae_dtype": "float32"} if chip == "cpu" else {"dtype": "bfloat16"}
+    )
     pictures, settings = _video(registry.outlined(family, architecture, defaults, ONE_DEVICE), given)
     if training["train"]:
         lora = None if training["full"] else LoraConfig(training["lora_rank"])

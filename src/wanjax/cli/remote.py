@@ -21,7 +21,7 @@ from wanjax.cli.names import own_place
 from wanjax.cli.options import SETTINGS, is_given, option_of
 from wanjax.cli.report import Report
 from wanjax.errors import WanjaxError, shown
-from wanjax.pipelines.settings import PICTURES
+from wanjax.pipelines.settings import LOADED, PICTURES
 from wanjax.stores.places import place
 
 TOKEN = "WANJAX_TOKEN"  # the variable with what the server wants to be shown
@@ -100,7 +100,7 @@ def _fields(chosen: Mapping[str, Any], offered: Mapping[str, Any], at: str) -> d
             fields[name] = _strengths(value, offered["loras"], at)
         elif name in HERE:
             raise WanjaxError(f"{option_of(name)} is for videos of this machine, and --at has one made by {at}")
-        elif name in SETTINGS.keys() - {"dtype"} | {"scheduler"}:  # the server refuses what its model has no use for
+        elif name in SETTINGS.keys() - {*LOADED} | {"scheduler"}:  # the server refuses what its model has no use for
             fields[name] = value
         else:
             _compare(name, value, offered["started_with"], at)

@@ -26,7 +26,7 @@ SECTIONS = {
     "How to learn": ("batch rate warm-up", "accumulate optimizer schedule clip weight-decay"),
     "How fast": (
         "cache dtype",
-        "attention block-q block-kv block-kv-compute window batch-guidance compiler quick keep",
+        "vae-dtype attention block-q block-kv block-kv-compute window batch-guidance compiler quick keep",
     ),
     "Where": (
         "at chip mesh workers replicas ray host port token",

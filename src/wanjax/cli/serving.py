@@ -162,7 +162,8 @@ def _until_signal() -> Callable[[], bool]:
 
 def _loaded(note: Callable[[str], None], given: dict[str, Any]) -> Pipeline:
     """Loads the model, and the decoder of its previews if there is one."""
-    chosen: dict[str, Any] = {name: given[name] for name in ("dtype", "attention", "mesh", "lora", "decoder")}
+    names = ("dtype", "vae_dtype", "attention", "mesh", "lora", "decoder")
+    chosen: dict[str, Any] = {name: given[name] for name in names}
     chosen["compiler"] = given["compiler"] or kept_set()
     chosen |= {"rules": given["rules"] or "fsdp", "verify": given["verify"]}
     pipe = registry.load(given["model"], note=note, **chosen)

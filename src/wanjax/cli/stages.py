@@ -532,7 +532,7 @@ def loading(chosen: Mapping[str, Any], given: Mapping[str, Any], offload: bool |
         "decoder": decoder_of(chosen) if "decoder" in given else None,
         "rules": given.get("rules") or "fsdp",
         "verify": bool(given.get("verify")),
-        **{name: chosen.get(name) for name in ("dtype", "revision", "scheduler")},
+        **{name: chosen.get(name) for name in ("dtype", "vae_dtype", "revision", "scheduler")},
         **{name: given.get(name) for name in ("param_dtype", "attention", "mesh", "compiler")},
     }
 

@@ -24,6 +24,7 @@ def train(report: Report, *, model: str, data: Path, out: Path, **given: Any) ->
     pipe = registry.load(
         model,
         dtype=given.get("dtype"),
+        vae_dtype=given.get("vae_dtype"),
         param_dtype="float32" if config.lora is None else None,
         attention=given.get("attention"),
         mesh=given.get("mesh"),

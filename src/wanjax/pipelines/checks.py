@@ -123,14 +123,15 @@ def check_strength(settings: Settings, *, video: bool, begins: bool) -> None:
         raise WanjaxError(f"{told} and {settings.model} is only guided by a video, it begins from noise: leave it out")
 
 
-def check_loaded(loaded: Settings, model: str | None, dtype: DTypeLike | None) -> None:
-    """Raises WanjaxError if the model or the dtype is not the one that was loaded: a call cannot change it."""
-    name = dtype_name(dtype)
-    if model not in (None, loaded.model):
+def check_loaded(loaded: Settings, asked: Mapping[str, Any]) -> None:
+    """Raises WanjaxError if a model or a dtype that is asked for is not the one that was loaded."""
+    if (model := asked.get("model")) not in (None, loaded.model):
         raise WanjaxError(f"this pipeline was loaded as {loaded.model}: wanjax.load({str(model)!r}) loads that model")
-    if name not in (None, loaded.dtype):
-        other = f"wanjax.load({loaded.model!r}, dtype={name!r})"
-        raise WanjaxError(f"this pipeline was loaded in {loaded.dtype}: {other} loads one in {name}")
+    for role in asked.keys() - {"model"}:
+        name, own = dtype_name(asked[role], role), getattr(loaded, role)
+        if name not in (None, own):
+            other = f"wanjax.load({loaded.model!r}, {role}={name!r})"
+            raise WanjaxError(f"this pipeline was loaded in {own}: {other} loads one in {name}")
 
 
 def _check_floats(what: str, x: Any, right: str) -> None:

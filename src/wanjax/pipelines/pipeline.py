@@ -67,7 +67,7 @@ from wanjax.pipelines.resume import Keeping
 from wanjax.pipelines.run import Hook, Run
 from wanjax.pipelines.sampler import draw, join
 from wanjax.pipelines.seeds import checked_seed, told_seeds, words_of
-from wanjax.pipelines.settings import Settings, no_setting, schema, sides
+from wanjax.pipelines.settings import LOADED, Settings, no_setting, schema, sides
 from wanjax.pipelines.steps import Step, Switch
 from wanjax.pipelines.text.tokenizer import Truncation
 from wanjax.pipelines.windows import CONTROL, check_alone
@@ -296,7 +296,7 @@ class Pipeline:
         """Returns the model's defaults, overridden by the given settings; raises WanjaxError for invalid ones.
 
         `size` is (height, width), or the name of one of the model's `sizes`. A seed of "random" or -1 becomes one drawn
-        at random. The model and the dtype are those that were loaded.
+        at random. The model and the dtypes are those that were loaded.
         """
         settings = dict(self.architecture.implied(settings))
         if settings.get("then"):
@@ -311,7 +311,7 @@ class Pipeline:
                 raise unknown_keyword(name, ("size", *own))
             if settings[name] is not None:
                 raise no_setting(name, self.defaults.model, own)
-        check_loaded(self.defaults, settings.pop("model", None), settings.pop("dtype", None))
+        check_loaded(self.defaults, {name: settings.pop(name) for name in LOADED if name in settings})
         if settings.get("seed") is not None:
             settings |= {"seed": checked_seed(settings["seed"])}
         chosen = self.defaults.updated(settings)

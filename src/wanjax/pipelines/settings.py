@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from wanjax.pipelines.guidance import GuidanceRule
 
 DTYPES = ("bfloat16", "float32")
+LOADED = ("model", "dtype", "vae_dtype")  # settings that loading decides; a video cannot change them
 RESIZES = ("crop", "pad", "stretch")
 LONGEST_NUMBER = 40  # characters
 LARGEST_SIDE = 16_384  # pixels
@@ -241,6 +242,10 @@ class Settings:
     dtype: str = setting(
         "What the networks compute in, bfloat16 or float32.",
         group="compute", choices=DTYPES, metavar="DTYPE", aliases=("torch_dtype",),
+    )  # fmt: skip
+    vae_dtype: str = setting(
+        "What the autoencoder computes in: bfloat16 is quicker and needs less memory, and is TurboWan's default.",
+        default="float32", group="compute", choices=DTYPES, metavar="DTYPE",
     )  # fmt: skip
     resize: str = setting(
         "How pictures of other proportions than the video's become as large as it.", group="pictures", choices=RESIZES

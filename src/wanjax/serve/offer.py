@@ -17,11 +17,10 @@ from wanjax.pipelines import guidance
 from wanjax.pipelines.caching.rules import RULES, check_apart
 from wanjax.pipelines.family import Architecture
 from wanjax.pipelines.pipeline import Pipeline
-from wanjax.pipelines.settings import DRAW, PICTURES, Setting, Settings, schema
+from wanjax.pipelines.settings import DRAW, LOADED, PICTURES, Setting, Settings, schema
 from wanjax.pipelines.windows import CONTROL
 from wanjax.schedulers import NAMED, name_of, successor
 
-LOADED = ("model", "dtype", "original_prompt")  # settings that are the server's
 TYPES = {str: "string", bool: "boolean", int: "integer", float: "number"}
 
 
@@ -45,7 +44,7 @@ def model(pipe: Pipeline, tiling: Tiling | None, batch_guidance: bool) -> dict[s
 
 def offered(pipe: Pipeline) -> Mapping[str, Setting]:
     """Returns the settings of a video that a request may give, by name."""
-    own = pipe.defaults.to_json().keys() - set(LOADED)
+    own = pipe.defaults.to_json().keys() - {*LOADED, "original_prompt"}
     return {name: known for name, known in schema(type(pipe.defaults)).items() if name in own}
 
 

@@ -145,7 +145,7 @@ class Store:
 
 def weights_of(pipe: Pipeline) -> dict[str, Any]:
     """Returns what tells the weights of a pipeline's encoders apart: the model, options, and local files."""
-    told = {name: getattr(pipe.defaults, name) for name in ("dtype", "follow")}
+    told = {name: getattr(pipe.defaults, name) for name in ("dtype", "vae_dtype", "follow")}
     told |= {"param_dtype": pipe.components.options.get("param_dtype"), "version": VERSION}
     source = pipe.components.source
     if source is None:

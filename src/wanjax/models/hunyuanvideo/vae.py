@@ -290,6 +290,7 @@ class Decoder(nnx.Module):
             [Level(size, config.res_blocks + 1, up, **kw) for size, up in zip(sizes, ups, strict=True)]
         )
         self.norm_out = ChannelNorm(last, **kw)
+        kw |= {"dtype": jnp.float32}  # frames are not rounded before they are 8 bits
         self.conv_out = EdgeConv(last, config.cell_channels, **kw)
 
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from wanjax.kernels.attention import attention
 from wanjax.kernels.target import target
-from wanjax.layers.conv import VIDEO, CausalConv, FrameConv, as_operand
+from wanjax.layers.conv import VIDEO, CausalConv, FrameConv, as_operand, doubled
 from wanjax.layers.linear import linear
 from wanjax.layers.norms import ChannelNorm, along_last
 from wanjax.layers.patch import to_cells, to_pixels
@@ -115,8 +115,7 @@ class Upsample(nnx.Module):
             x, cache = self.time_conv(x, cache)
             x = jnp.stack(jnp.split(x, 2, axis=-1), axis=2)  # [B T 2 H W C]
             x = x.reshape(x.shape[0], -1, *x.shape[3:])
-        x = as_operand(x, self.conv.dtype).repeat(2, axis=2).repeat(2, axis=3)
-        return self.conv(x), cache
+        return self.conv(doubled(as_operand(x, self.conv.dtype))), cache
 
 
 class Level(nnx.Module):
@@ -166,6 +165,7 @@ class Decoder(nnx.Module):
         self.mid = MidBlock(first, **kw)
         self.levels = nnx.List(levels)
         self.norm_out = ChannelNorm(last, **kw)
+        kw |= {"dtype": jnp.float32}  # frames are not rounded before they are 8 bits
         self.conv_out = CausalConv(last, config.cell_channels, (3, 3), **kw)
 
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:

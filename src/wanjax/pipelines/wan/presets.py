@@ -328,7 +328,7 @@ def _sparse_linear(name: str, base: str, file: str, scheduler: Scheduler, **sett
 
     `file` is that of the transformer, or of the first of two, without its suffix, in a repository of nearly its name.
     Follows turbodiffusion/inference/ of thu-ml/TurboDiffusion, whose README gives the best size of each, and 480p and
-    720p for all. Pictures are stretched to the size of the video.
+    720p for all. Pictures are stretched to the size of the video, and the autoencoder computes in bfloat16.
     """
     preset, repository = named(base), f"TurboDiffusion/{file.replace('-high', '')}"
     architecture: Any = preset.architecture
@@ -336,13 +336,14 @@ def _sparse_linear(name: str, base: str, file: str, scheduler: Scheduler, **sett
     if preset.defaults.boundary is not None:
         settings |= {"guidance_scale_2": 1.0, "resize": "stretch"}
     size = f"{settings['height']}p"
+    own = {"model": name, "steps": 4, "guidance_scale": 1.0, "vae_dtype": "bfloat16"}
     return replace(
         preset,
         name=name,
         source=f"{repository}/{file}.pth",
         about=f"{preset.about.partition(',')[0]} in 4 steps by TurboDiffusion, {size}",
         transformer_parameters=preset.transformer_parameters + config.layers * config.head_dim * (config.head_dim + 1),
-        defaults=preset.defaults.updated({"model": name, "steps": 4, "guidance_scale": 1.0} | settings),
+        defaults=preset.defaults.updated(own | settings),
         architecture=replace(architecture, transformer=config),
         scheduler=scheduler,
         aliases=(repository,),
