@@ -3,18 +3,21 @@
 
 wanjax compiles them at O1; the compiler's default is O2.
 
-    python -m benchmarks.autoencoder [MODEL] [--chip v6e-8] [--levels O0 O1 O2] [--encode]
+    python -m benchmarks.autoencoder [MODEL] [--chip v6e-8] [--levels O0 O1 O2] [--encode] [--dtype float32]
 """
 
 import argparse
+import math
 
 from rich.console import Console
 from rich.table import Table
 
-from wanjax.compilers import compile_program, described, find_slice, price_compiled
+from wanjax.compilers import described, find_slice
 from wanjax.compilers.lowering import Lowering
+from wanjax.compilers.priced import price_all
 from wanjax.kernels.compiler_options import O1, O2
 from wanjax.pipelines.recording import needed_pictures, record
+from wanjax.pipelines.settings import DTYPES
 from wanjax.plan.recorded import programs_of
 from wanjax.registry import outline, outlined, presets
 from wanjax.sharding import RULES, Partitioner
@@ -33,9 +36,11 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="wan2.1-t2v-14b", choices=known)
     parser.add_argument("--chip", default="v6e-8", help="a slice of TPUs; frames are sharded over all of it")
     parser.add_argument("--levels", nargs="+", default=list(LEVELS), choices=LEVELS)
+    parser.add_argument("--dtype", choices=DTYPES, help="what it computes in; the model's own if left out")
     parser.add_argument("--encode", action="store_true", help="the encoder, for models that take pictures")
     options = parser.parse_args()
     video, place = presets()[options.model].defaults, find_slice(options.chip)
+    video = video.updated({"vae_dtype": options.dtype} if options.dtype else {})
     mesh = described(place, {"dp": 1, "sp": 1, "tp": place.devices})
     stage = "encode" if options.encode else "decode"
     names = (f"{stage}_first", f"{stage}_next")
@@ -47,9 +52,9 @@ def main() -> None:
         table.add_column(column)
     for run in (run for run in runs if run.name in names):
         for level in options.levels:
-            made = compile_program(at_level(run.lowering, LEVELS[level]), options.chip)
-            cost, peak = price_compiled(made).total.mid, made.memory.peak / 2**30
-            table.add_row(run.name, level, f"{made.seconds:.0f}", f"{1e3 * cost:.1f}", str(run.times), f"{peak:.2f}")
+            [made] = price_all(place, [at_level(run.lowering, LEVELS[level])])
+            cost, peak = f"{1e3 * (made.seconds or math.nan):.1f}", f"{made.peak / 2**30:.2f}"
+            table.add_row(run.name, level, f"{made.compile_seconds:.0f}", cost, str(run.times), peak)
     Console().print(table)
 
 

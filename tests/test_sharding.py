@@ -21,14 +21,13 @@ from tests.support.tiny import tiny_checkpoint
 from tests.support.words import naming
 from wanjax import sharding
 from wanjax.errors import WanjaxError
-from wanjax.layers.conv import VIDEO
 from wanjax.layers.placement import as_shapes, placed
 from wanjax.models.wan.config import T2V_14B
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.pipelines import family
 from wanjax.pipelines.frames import Decoding, decode_chunk
 from wanjax.pipelines.wan.conditioning import WanEncoded
-from wanjax.sharding import MESH_AXES, ONE_DEVICE, choose_axes, parse_mesh, use
+from wanjax.sharding import MESH_AXES, ONE_DEVICE, VIDEO, choose_axes, parse_mesh, use
 
 BOUND = 1e-5
 

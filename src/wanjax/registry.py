@@ -135,7 +135,7 @@ def load(
     dtype: bfloat16 or float32, a name or JAX's dtype, in which networks compute; None is float32 on a CPU, which has no
         fast bfloat16, and `param_dtype` elsewhere.
     vae_dtype: the dtype, of the same two, in which the autoencoder computes; None is float32 on a CPU, and elsewhere
-        the model's default: float32, as in the reference, or TurboWan's bfloat16. Its weights are kept in float32.
+        what the model's authors use, bfloat16 for those by TurboDiffusion. Its weights are kept in float32.
     param_dtype: the dtype, of the same two, in which weights are kept; None is bfloat16 for published checkpoints, and
         the stored dtype for others.
     attention: the transformer's implementation, or "radial:0.2", "sla:top=0.15" or an `Attention`; None is what it or a

@@ -55,6 +55,7 @@ class Rules:
         return hash((tuple(self.weights.items()), tuple(self.activations.items()), self.gathered))
 
 
+VIDEO = ("batch", "frames", "height", "width", None)  # the axes of an autoencoder's frames
 _BY_TOKENS = {"batch": ("dp",), "length": ("sp", "tp")}
 _SPACE = {"width": MESH_AXES, "height": MESH_AXES}  # an autoencoder's frames are sharded over all devices
 RULES: Mapping[str, Rules] = MappingProxyType(

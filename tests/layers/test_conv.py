@@ -19,11 +19,11 @@ from wanjax import load
 from wanjax.converters.wan.diffusers import vae_config
 from wanjax.kernels.target import Target
 from wanjax.layers import conv
-from wanjax.layers.conv import VIDEO, CausalConv, FrameConv, convolve_clip, stacked_taps, sum_of_taps
+from wanjax.layers.conv import CausalConv, FrameConv, convolve_clip, stacked_taps, sum_of_taps
 from wanjax.models.wan.residual_vae import WanResidualVAE
 from wanjax.models.wan.vae import WanVAE
 from wanjax.programs import EXECUTE
-from wanjax.sharding import ONE_DEVICE, constrain, use
+from wanjax.sharding import ONE_DEVICE, VIDEO, constrain, use
 
 FORMS = (convolve_clip, sum_of_taps, stacked_taps)
 V6E = Target("tpu", "TPU v6 lite")

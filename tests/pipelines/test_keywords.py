@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 ELSEWHERE_GIVEN = {
     "model",
     "dtype",
+    "vae_dtype",
     "prompt",
     "negative_prompt",
     "original_prompt",

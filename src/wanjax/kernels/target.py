@@ -4,7 +4,9 @@
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
+from jax.typing import DTypeLike
 
 from wanjax.compilers.cache import instructions
 from wanjax.sharding import local_devices
@@ -33,6 +35,15 @@ def multiplies_bfloat16(x: jax.Array) -> bool:
     On other CPUs the form that is asked in float32 is slower.
     """
     return x.dtype == "bfloat16" and target(x).platform == "cpu" and not _MULTIPLY_BFLOAT16.isdisjoint(instructions())
+
+
+def operand_dtype(x: jax.Array, dtype: DTypeLike) -> DTypeLike:
+    """The dtype of a product's operands: on TPUs bfloat16, unless JAX is asked for precise products.
+
+    The matrix units round float32 to bfloat16 in any case.
+    """
+    rounded = target(x).platform == "tpu" and jax.default_matmul_precision.value is None
+    return jnp.bfloat16 if rounded else dtype
 
 
 def target(x: jax.Array | jax.ShapeDtypeStruct | None = None) -> Target:

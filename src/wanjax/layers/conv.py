@@ -13,15 +13,14 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
-from wanjax.kernels.target import target
+from wanjax.kernels.target import operand_dtype, target
 from wanjax.layers.linear import default_kernel_init
 from wanjax.layers.norms import along_last
 from wanjax.layers.placement import with_axes
-from wanjax.sharding import constrain, replicate
+from wanjax.sharding import VIDEO, constrain, replicate
 
 CONV_AXES = ("conv_in", "conv_out")
 SUBLANES = 8  # rows of a TPU's tile of float32
-VIDEO = ("batch", "frames", "height", "width", None)
 Frames = Float[Array, "B _T _H _W _C"]  # inputs and outputs differ in size
 
 
@@ -100,12 +99,8 @@ class RepeatingConv(CausalConv):
 
 
 def as_operand(x: Frames, dtype: DTypeLike) -> Frames:
-    """Casts x to the dtype of a convolution's operands: on TPUs bfloat16, unless JAX is asked for precise products.
-
-    The matrix units round float32 to bfloat16 in any case. Here it happens before frames are kept, padded and sent.
-    """
-    rounded = target(x).platform == "tpu" and jax.default_matmul_precision.value is None
-    return x.astype(jnp.bfloat16 if rounded else dtype)
+    """Casts x to the dtype of a convolution's operands, before frames are kept, padded and sent."""
+    return x.astype(operand_dtype(x, dtype))
 
 
 def doubled(x: Frames) -> Frames:

@@ -7,6 +7,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
+from wanjax.kernels.normed_silu import normed, normed_silu
+from wanjax.kernels.target import operand_dtype
 from wanjax.layers.placement import with_axes
 
 
@@ -24,10 +26,11 @@ class ChannelNorm(nnx.Module):
         self.dtype = dtype
 
     def __call__(self, x: Float[Array, "*B C"]) -> Float[Array, "*B C"]:
-        x32 = x.astype(jnp.float32)
-        norm = jnp.sqrt(jnp.maximum(jnp.sum(x32 * x32, axis=-1, keepdims=True), 1e-24))
-        y = x32 * (x.shape[-1] ** 0.5 / norm) * along_last(self.gamma[...].astype(jnp.float32), x.ndim)
-        return y.astype(self.dtype)
+        return normed(x, self.gamma[...], self.dtype)
+
+    def silu(self, x: Float[Array, "B T H W C"]) -> Float[Array, "B T H W C"]:
+        """SiLU of the norm, as the operand of a convolution."""
+        return normed_silu(x, self.gamma[...], operand_dtype(x, self.dtype))
 
 
 class GroupNorm(nnx.Module):

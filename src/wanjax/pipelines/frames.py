@@ -15,11 +15,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped, UInt8
 
 from wanjax.kernels.compiler_options import convolutions, fast_convolutions, scanned
-from wanjax.layers.conv import VIDEO
 from wanjax.layers.patch import to_cells, to_pixels
 from wanjax.layers.tiling import Tile, Tiling, joined, tiles_of
 from wanjax.programs import Program, Value, program
-from wanjax.sharding import constrain, following, replicate
+from wanjax.sharding import VIDEO, constrain, following, replicate
 
 Latents = Float[Array, "B C T H W"]
 GivenLatents = Float[Value | np.ndarray, "B C T H W"]

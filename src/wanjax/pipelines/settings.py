@@ -244,7 +244,7 @@ class Settings:
         group="compute", choices=DTYPES, metavar="DTYPE", aliases=("torch_dtype",),
     )  # fmt: skip
     vae_dtype: str = setting(
-        "What the autoencoder computes in: bfloat16 is quicker and needs less memory, and is TurboWan's default.",
+        "What the autoencoder computes in: bfloat16 is quicker and needs less memory.",
         default="float32", group="compute", choices=DTYPES, metavar="DTYPE",
     )  # fmt: skip
     resize: str = setting(

@@ -94,8 +94,8 @@ class ResBlock(nnx.Module):
 
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
         kept1, kept2 = cache or (None, None)
-        h, kept1 = self.conv1(jax.nn.silu(self.norm1(x)), kept1)
-        h, kept2 = self.conv2(jax.nn.silu(self.norm2(h)), kept2)
+        h, kept1 = self.conv1(self.norm1.silu(x), kept1)
+        h, kept2 = self.conv2(self.norm2.silu(h), kept2)
         return x + h, (kept1, kept2)
 
 
@@ -270,7 +270,7 @@ class Encoder(nnx.Module):
         for index, level in enumerate(self.levels):
             x, kept[index] = level(x, kept[index])
         x, kept_mid = self.mid(x, kept_mid)
-        y, kept_out = self.conv_out(jax.nn.silu(self.norm_out(x)), kept_out)
+        y, kept_out = self.conv_out(self.norm_out.silu(x), kept_out)
         return y + grouped_mean(x, y.shape[-1]), (kept_in, *kept, kept_mid, kept_out)
 
 
@@ -300,7 +300,7 @@ class Decoder(nnx.Module):
         x, kept_mid = self.mid(x, kept_mid)
         for index, level in enumerate(self.levels):
             x, kept[index] = level(x, kept[index])
-        x, kept_out = self.conv_out(jax.nn.silu(self.norm_out(x)), kept_out)
+        x, kept_out = self.conv_out(self.norm_out.silu(x), kept_out)
         return x, (kept_in, kept_mid, *kept, kept_out)
 
 

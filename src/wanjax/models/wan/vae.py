@@ -20,12 +20,12 @@ from jaxtyping import Array, Float
 
 from wanjax.kernels.attention import attention
 from wanjax.kernels.target import target
-from wanjax.layers.conv import VIDEO, CausalConv, FrameConv, as_operand, doubled
+from wanjax.layers.conv import CausalConv, FrameConv, as_operand, doubled
 from wanjax.layers.linear import linear
 from wanjax.layers.norms import ChannelNorm, along_last
 from wanjax.layers.patch import to_cells, to_pixels
 from wanjax.models.wan.config import VAEConfig
-from wanjax.sharding import replicate, ways
+from wanjax.sharding import VIDEO, replicate, ways
 
 Cache = Any  # a pytree of kept frames; None before the first frame
 Chunk = Float[Array, "B _T _H _W _C"]  # inputs and outputs differ in size
@@ -46,8 +46,8 @@ class ResBlock(nnx.Module):
 
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
         kept1, kept2 = cache or (None, None)
-        h, kept1 = self.conv1(jax.nn.silu(self.norm1(x)), kept1)
-        h, kept2 = self.conv2(jax.nn.silu(self.norm2(h)), kept2)
+        h, kept1 = self.conv1(self.norm1.silu(x), kept1)
+        h, kept2 = self.conv2(self.norm2.silu(h), kept2)
         return h + (self.shortcut(x) if self.shortcut else x), (kept1, kept2)
 
 
@@ -152,7 +152,7 @@ class Encoder(nnx.Module):
         for index, level in enumerate(self.levels):
             x, kept[index] = level(x, kept[index])
         x, kept_mid = self.mid(x, kept_mid)
-        x, kept_out = self.conv_out(jax.nn.silu(self.norm_out(x)), kept_out)
+        x, kept_out = self.conv_out(self.norm_out.silu(x), kept_out)
         return x, (kept_in, *kept, kept_mid, kept_out)
 
 
@@ -174,7 +174,7 @@ class Decoder(nnx.Module):
         x, kept_mid = self.mid(x, kept_mid)
         for index, level in enumerate(self.levels):
             x, kept[index] = level(x, kept[index])
-        x, kept_out = self.conv_out(jax.nn.silu(self.norm_out(x)), kept_out)
+        x, kept_out = self.conv_out(self.norm_out.silu(x), kept_out)
         return x, (kept_in, kept_mid, *kept, kept_out)
 
 

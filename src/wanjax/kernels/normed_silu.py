@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SiLU of a norm of channels, for autoencoders of video: a TPU kernel with one pass over memory.
+
+XLA sums the squares of a cell's channels in one pass, copies the sums to lay cells along the lanes and back, and scales
+in a second pass. The kernel reads a value once.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32
+
+from wanjax.kernels.target import target
+from wanjax.sharding import current
+
+LANES = 128
+SUBLANES = 8  # frames that fill a tile; XLA then keeps cells outermost, and a transposition is free
+BLOCK = 2**20  # bytes of a block in float32: more are no faster, and fewer make transfers too short
+TINY = 1e-24  # the least sum of squares
+
+
+def normed_silu(
+    x: Float[Array, "B T H W C"], gamma: Float[Array, " C"], dtype: DTypeLike, *, interpret: bool = False
+) -> Float[Array, "B T H W C"]:
+    """Scales the channels of each cell to a root mean square of gamma; returns SiLU of that, in this dtype.
+
+    Float32 inside, rounded once. `interpret` runs the kernel without a TPU, slowly, for tests. On several devices XLA
+    fetches the neighbours' columns for the convolution that follows, in a layout that it would have to copy to.
+    """
+    fits = target(x).platform == "tpu" and x.shape[1] % SUBLANES == 0 and current().alone
+    if not interpret and not fits:
+        return plain(x, gamma, dtype)
+    return _with_gradient(jnp.dtype(dtype), interpret, x, gamma)
+
+
+def plain(x: Float[Array, "*B C"], gamma: Float[Array, " C"], dtype: DTypeLike) -> Float[Array, "*B C"]:
+    """`normed_silu` in plain JAX: the specification of the kernel, and its gradient."""
+    return jax.nn.silu(normed(x, gamma, jnp.float32)).astype(dtype)
+
+
+def normed(x: Float[Array, "*B C"], gamma: Float[Array, " C"], dtype: DTypeLike) -> Float[Array, "*B C"]:
+    """Scales the channels of each cell to a root mean square of gamma; float32 inside."""
+    x32, gamma = x.astype(jnp.float32), gamma.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + gamma.shape)
+    norm = jnp.sqrt(jnp.maximum(jnp.sum(x32 * x32, axis=-1, keepdims=True), TINY))
+    return (x32 * (x.shape[-1] ** 0.5 / norm) * gamma).astype(dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _with_gradient(dtype: jnp.dtype, interpret: bool, x: Array, gamma: Array) -> Array:
+    return _call(x, gamma, dtype, interpret)
+
+
+def _forward(dtype: jnp.dtype, interpret: bool, x: Array, gamma: Array):
+    return _call(x, gamma, dtype, interpret), (x, gamma)
+
+
+def _backward(dtype: jnp.dtype, interpret: bool, operands: tuple[Array, Array], g: Array):
+    return jax.vjp(partial(plain, dtype=dtype), *operands)[1](g)
+
+
+_with_gradient.defvjp(_forward, _backward)
+
+
+def _call(
+    x: Float[Array, "B T H W C"], gamma: Float[Array, " C"], dtype: jnp.dtype, interpret: bool
+) -> Float[Array, "B T H W C"]:
+    batch, frames, height, width, channels = x.shape
+    cells, together = height * width, batch * frames
+    x = jnp.moveaxis(x, (2, 3), (0, 1)).reshape(cells, together, channels)
+    lanes = LANES * -(-channels // LANES)
+    block = min(cells, max(1, BLOCK // (4 * lanes * together)))
+    rows = pl.BlockSpec((block, together, channels), lambda i: (i, 0, 0))
+    y = pl.pallas_call(
+        _kernel,
+        grid=(-(-cells // block),),
+        in_specs=[rows, pl.BlockSpec((1, channels), lambda i: (0, 0))],
+        out_specs=rows,
+        out_shape=jax.ShapeDtypeStruct(x.shape, dtype),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        interpret=interpret,
+        name="normed_silu",
+    )(x, gamma.astype(jnp.float32)[None])
+    return jnp.moveaxis(y.reshape(height, width, batch, frames, channels), (0, 1), (2, 3))
+
+
+def _kernel(x_ref, gamma_ref, y_ref) -> None:
+    x: Float32[Array, "_N _T _C"] = x_ref[...].astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.maximum(jnp.sum(x * x, axis=-1, keepdims=True), TINY))
+    y = x * (inverse * x.shape[-1] ** 0.5) * gamma_ref[...][None]
+    y_ref[...] = (y * jax.lax.logistic(y)).astype(y_ref.dtype)

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel of a norm and SiLU, interpreted, against the rule in float64."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support.attention import normal
+from tests.support.compare import error
+from wanjax.kernels.normed_silu import BLOCK, normed_silu, plain
+
+
+def rule(x, gamma):
+    x, gamma = np.asarray(x, np.float64), np.asarray(gamma, np.float64)
+    y = x / np.maximum(np.sqrt(np.square(x).sum(axis=-1, keepdims=True)), 1e-12) * np.sqrt(x.shape[-1]) * gamma
+    return y / (1 + np.exp(-y))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "bound"),
+    [
+        ((1, 8, 3, 5, 96), "float32", 2e-6),  # lanes that channels do not fill
+        ((2, 8, 4, 4, 192), "bfloat16", 4e-3),  # two videos, and a tile of lanes and a half
+        ((1, 8, 20, 37, 384), "float32", 2e-6),  # several blocks, the last of them cut off
+    ],
+    ids=str,
+)
+def test_one_pass(shape, dtype, bound):
+    cells = BLOCK // (4 * 8 * 384)
+    assert 0 < (20 * 37) % cells < 20 * 37
+    x, gamma = 3 * normal(0, *shape, dtype=dtype), normal(1, shape[-1])
+    x = x.at[0, 0, 0, 0].set(0)  # a cell without a direction stays zero
+    y = jax.jit(partial(normed_silu, dtype=dtype, interpret=True))(x, gamma)
+    assert (y.dtype, y.shape) == (x.dtype, x.shape)
+    assert error(y, rule(x, gamma)) <= bound
+    assert error(plain(x, gamma, dtype), rule(x, gamma)) <= bound
+    assert not np.any(y[0, 0, 0, 0])
+
+
+def test_float32_is_rounded_once():
+    """The operand of a convolution is what float32 rounds to, and no product of rounded numbers."""
+    x, gamma = normal(0, 1, 8, 2, 3, 96), normal(1, 96)
+    found = normed_silu(x, gamma, "bfloat16", interpret=True).astype(jnp.float32)
+    exact = rule(x, gamma)
+    assert np.all(np.abs(found - exact) <= 2**-8 * np.abs(exact) + 1e-7)
+
+
+def test_its_gradient():
+    x, gamma, g = normal(0, 1, 8, 2, 3, 96), normal(1, 96), normal(2, 1, 8, 2, 3, 96)
+    ways = (partial(normed_silu, interpret=True), plain)
+    one, other = (jax.vjp(partial(way, dtype="float32"), x, gamma)[1](g) for way in ways)
+    for found, right in zip(one, other, strict=True):
+        assert error(found, np.asarray(right, np.float64)) <= 1e-6
