@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings that the library takes or refuses: dtypes, what only loading can change, texts, a strength."""
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 
 import wanjax
-from tests.support.tiny import tiny_checkpoint
+from tests.support.tiny import tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_hunyuan_checkpoint
 from tests.support.words import naming
 from wanjax import registry
 from wanjax.errors import WanjaxError
@@ -60,7 +62,7 @@ def test_a_video_keeps_the_name_of_a_dtype(model, tmp_path, dtype):
 
 @pytest.mark.parametrize("dtype", OTHERS, ids=str)
 def test_other_dtypes_are_refused(model, pipe, dtype):
-    for option in ("dtype", "param_dtype"):
+    for option in ("dtype", "vae_dtype", "param_dtype"):
         with pytest.raises(WanjaxError, match=naming(f"{option} bfloat16 float32")):
             wanjax.load(model, **{option: dtype})
     with pytest.raises(WanjaxError, match=r"^the dtype \S+ is not offered"):
@@ -75,6 +77,26 @@ def test_a_call_cannot_change_the_dtype(model, pipe, dtype):
             call(prompt="a", dtype=dtype)
     with pytest.raises(WanjaxError, match=why):
         pipe.denoise(pipe.encode("a"), dtype=dtype, **SMALL)
+
+
+@pytest.mark.parametrize("of", [tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_hunyuan_checkpoint])
+def test_frames_of_an_autoencoder_in_bfloat16(of, tmp_path):
+    """It keeps its weights in float32, latents stay the same, and frames differ by a rounding of few bits."""
+    folder = str(of(tmp_path))
+    plain, rounded = (wanjax.load(folder, dtype="float32", vae_dtype=dtype) for dtype in (None, "bfloat16"))
+    assert (plain.defaults.vae_dtype, rounded.defaults.vae_dtype) == ("float32", "bfloat16")
+    assert {x.dtype for x in jax.tree.leaves(nnx.state(rounded.vae))} == {jnp.dtype("float32")}
+    latents = plain.noise(plain.settings(seed=3, **SMALL))
+    one, other = (np.asarray(pipe.decode(latents, "float32")) for pipe in (plain, rounded))
+    assert 1e-5 < np.abs(one - other).max() < 0.05
+    assert len(np.unique(other)) > 0.9 * len(np.unique(one))  # not of 8 bits before they are made so
+    with pytest.raises(WanjaxError, match=naming("bfloat16 float32 vae_dtype")):
+        rounded.settings(vae_dtype="float32")
+
+
+def test_the_autoencoder_of_a_published_model_is_in_its_authors_dtype():
+    found = {name: preset.defaults.vae_dtype for name, preset in registry.presets().items()}
+    assert {name for name, dtype in found.items() if dtype == "bfloat16"} == {x for x in found if "turbowan" in x}
 
 
 def test_a_call_cannot_change_the_model(model, pipe):
