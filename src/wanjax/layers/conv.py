@@ -103,16 +103,6 @@ def as_operand(x: Frames, dtype: DTypeLike) -> Frames:
     return x.astype(operand_dtype(x, dtype))
 
 
-def doubled(x: Frames) -> Frames:
-    """Frames of twice the height and the width, each cell four times.
-
-    One broadcast writes them once; a repeat along each axis would write the half of them before.
-    """
-    batch, frames, height, width, channels = x.shape
-    cells = jnp.broadcast_to(x[:, :, :, None, :, None], (batch, frames, height, 2, width, 2, channels))
-    return cells.reshape(batch, frames, 2 * height, 2 * width, channels)
-
-
 def convolve_clip(
     x: Float[Array, "B T H W C"], kernel: Float[Array, "_T _H _W C _C"], time_stride: int
 ) -> Float32[Array, "B _T H W _C"]:

@@ -16,7 +16,6 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from wanjax.layers.conv import doubled
 from wanjax.layers.linear import default_kernel_init
 from wanjax.layers.patch import to_cells
 from wanjax.layers.placement import with_axes
@@ -86,7 +85,7 @@ class Level(nnx.Module):
             x, last = block(x, last)
             kept.append(last)
         if doubles:
-            x = doubled(x)
+            x = x.repeat(2, axis=2).repeat(2, axis=3)
         return self.out(_unfolded(self.mix(x), x.shape[-1])), tuple(kept)
 
 

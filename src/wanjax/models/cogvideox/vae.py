@@ -19,7 +19,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from wanjax.layers.conv import FrameConv, RepeatingConv, as_operand, doubled
+from wanjax.layers.conv import FrameConv, RepeatingConv, as_operand
 from wanjax.layers.linear import linear
 from wanjax.layers.norms import GroupNorm
 from wanjax.models.cogvideox.vae_config import VAEConfig
@@ -102,7 +102,7 @@ class Upsample(nnx.Module):
     def __call__(self, x: Chunk) -> Chunk:
         x = as_operand(x, self.conv.dtype)
         x = beside_first(lambda others: others.repeat(2, axis=1), x) if self.temporal else x
-        return self.conv(doubled(x))
+        return self.conv(x.repeat(2, axis=2).repeat(2, axis=3))
 
 
 class Level(nnx.Module):

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from wanjax.kernels.attention import attention
 from wanjax.kernels.target import target
-from wanjax.layers.conv import CausalConv, FrameConv, as_operand, doubled
+from wanjax.layers.conv import CausalConv, FrameConv, as_operand
 from wanjax.layers.linear import linear
 from wanjax.layers.norms import ChannelNorm, along_last
 from wanjax.layers.patch import to_cells, to_pixels
@@ -116,6 +116,16 @@ class Upsample(nnx.Module):
             x = jnp.stack(jnp.split(x, 2, axis=-1), axis=2)  # [B T 2 H W C]
             x = x.reshape(x.shape[0], -1, *x.shape[3:])
         return self.conv(doubled(as_operand(x, self.conv.dtype))), cache
+
+
+def doubled(x: Chunk) -> Chunk:
+    """Frames of twice the height and the width, each cell four times.
+
+    One broadcast writes them once; a repeat along each axis would write the half of them before.
+    """
+    batch, frames, height, width, channels = x.shape
+    cells = jnp.broadcast_to(x[:, :, :, None, :, None], (batch, frames, height, 2, width, 2, channels))
+    return cells.reshape(batch, frames, 2 * height, 2 * width, channels)
 
 
 class Level(nnx.Module):
