@@ -24,9 +24,10 @@ from wanjax.compilers import described, find_slice
 from wanjax.compilers.lowering import Lowering
 from wanjax.compilers.priced import price_all
 from wanjax.kernels.attention import IMPLEMENTATIONS, Attention
+from wanjax.loading import outlined
 from wanjax.pipelines.recording import record
 from wanjax.plan.recorded import STEP, programs_of
-from wanjax.registry import outline, outlined, presets
+from wanjax.registry import outline, presets
 from wanjax.sharding import RULES, Partitioner
 
 MODEL = "wan2.1-t2v-14b"

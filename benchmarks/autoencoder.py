@@ -16,10 +16,11 @@ from wanjax.compilers import described, find_slice
 from wanjax.compilers.lowering import Lowering
 from wanjax.compilers.priced import price_all
 from wanjax.kernels.compiler_options import O1, O2
+from wanjax.loading import outlined
 from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.pipelines.settings import DTYPES
 from wanjax.plan.recorded import programs_of
-from wanjax.registry import outline, outlined, presets
+from wanjax.registry import outline, presets
 from wanjax.sharding import RULES, Partitioner
 
 LEVELS = {"O0": 9, "O1": O1, "O2": O2}  # XLA's numbers

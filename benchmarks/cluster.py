@@ -200,7 +200,7 @@ def measure_overhead(requests: int) -> None:
 
 def measure_plan(requests: int) -> None:
     """Prints the seconds and the memory for requests that are read, checked and named, and mostly there."""
-    from wanjax.registry import load
+    from wanjax.loading import load
 
     jax.config.update("jax_platforms", "cpu")  # as the driver's: else a libtpu that is installed counts, 94 MiB of it
     with tempfile.TemporaryDirectory() as name:

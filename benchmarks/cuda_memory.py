@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from wanjax import registry
+from wanjax import loading, registry
 from wanjax.compilers.lowering import Lowering
 from wanjax.figures import in_bytes
 from wanjax.kernels.attention import Attention
@@ -65,7 +65,7 @@ def main(model: str, attention: str, size: str | None, only: tuple[str, ...]) ->
     height, width = settings.size if size is None else registry.size_of(model, {"size": size})
     settings = settings.updated({"dtype": "bfloat16", "height": height, "width": width})
     partitioner = Partitioner(mesh, RULES["fsdp"])
-    pipe = registry.outlined(family, architecture, settings, partitioner, attention=Attention.of(attention))
+    pipe = loading.outlined(family, architecture, settings, partitioner, attention=Attention.of(attention))
     for program in programs_of(record(pipe, settings, needed_pictures(pipe, settings))):
         if only and program.name not in only:
             continue

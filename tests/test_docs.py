@@ -23,8 +23,9 @@ import wanjax as library
 from tests.support.commands import succeeded, wanjax
 from tests.support.documents import PAGES, ROOT, Block, blocks, calls, check_call, commands
 from wanjax.cli import IMPLIED, main
+from wanjax.loading import load
 from wanjax.pipelines.pipeline import Pipeline
-from wanjax.registry import load, presets
+from wanjax.registry import presets
 
 BLOCKS = [(page, number, block) for page in PAGES for number, block in enumerate(blocks(page))]
 RUN = sorted({page for page, _, block in BLOCKS if block.run == "run"})

@@ -17,7 +17,7 @@ LAYERS = [  # a module imports from its own layer and those below
     ["wanjax.cli", "wanjax.__main__"],
     ["wanjax.serve", "wanjax.bench", "wanjax.cluster"],
     ["wanjax.plan"],
-    ["wanjax", "wanjax.registry"],
+    ["wanjax", "wanjax.loading", "wanjax.registry"],
     ["wanjax.training"],
     ["wanjax.pipelines"],
     ["wanjax.media"],
@@ -35,7 +35,6 @@ LAYERS = [  # a module imports from its own layer and those below
         "wanjax.signals",
         "wanjax.stores",
         "wanjax.texts",
-        "wanjax.compilations",
     ],
 ]
 FAMILIES = ["wan", "cogvideox", "hunyuanvideo"]  # folders of models, converters and pipelines

@@ -19,7 +19,7 @@ from tests.support.compare import error
 from tests.support.toy import LENGTH, NETWORKS, TOY
 from tests.support.toy_tokenizer import save_tokenizer
 from tests.support.words import naming, says
-from wanjax import registry
+from wanjax import loading, registry
 from wanjax.checkpoints import modules
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.checkpoints.networks import network_of
@@ -195,7 +195,7 @@ def test_a_plan_records_what_is_executed_though_nothing_is_written_for_it(toy, m
     pipe, counting = wanjax.load(toy, mesh=mesh), Counting()
     pipe.under(counting)("a red circle")
     family, architecture, settings = registry.outline(str(toy))
-    planned = registry.outlined(family, architecture, settings, pipe.partitioner)
+    planned = loading.outlined(family, architecture, settings, pipe.partitioner)
     assert not differences(counting.calls, recorded_calls(record(planned, planned.settings())))
     assert not wrong_shardings(counting.shardings)
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from wanjax.compilers.functions import price
     from wanjax.errors import WanjaxError
     from wanjax.layers.tiling import Tiling
+    from wanjax.loading import load
     from wanjax.media.videos import Video
     from wanjax.pipelines.family import Family
     from wanjax.pipelines.pipeline import Pipeline
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from wanjax.pipelines.settings import Settings
     from wanjax.pipelines.steps import Cancelled, Step
     from wanjax.pipelines.text.extending import extend_prompt
-    from wanjax.registry import load, register
+    from wanjax.registry import register
     from wanjax.sharding import make_mesh
 
     __version__: str
@@ -38,7 +39,7 @@ _HOMES = {
     "Video": "wanjax.media.videos",
     "WanjaxError": "wanjax.errors",
     "extend_prompt": "wanjax.pipelines.text.extending",
-    "load": "wanjax.registry",
+    "load": "wanjax.loading",
     "make_mesh": "wanjax.sharding",
     "price": "wanjax.compilers.functions",
     "register": "wanjax.registry",

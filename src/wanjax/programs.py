@@ -27,8 +27,8 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from wanjax.compilations import tell_loaded, tell_refused, told_waiting
 from wanjax.compilers.cache import compile_cache, without_cache
+from wanjax.compilers.compilations import tell_loaded, tell_refused, told_waiting
 from wanjax.compilers.executables import Executables, Refused, key_of
 from wanjax.compilers.fingerprint import NoFingerprint
 from wanjax.compilers.lowering import Lowering, uncollected, without_refused

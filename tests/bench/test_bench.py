@@ -144,8 +144,8 @@ def test_the_set_that_was_kept_is_what_the_command_uses(tmp_path, monkeypatch):
         asked.append(given["compiler"])
         raise WanjaxError("no further")
 
-    monkeypatch.setattr("wanjax.registry.load", load)
-    monkeypatch.setattr("wanjax.cli.serving.registry.load", load)
+    for home in ("wanjax.cli.stages.load", "wanjax.cli.serving.loading.load"):
+        monkeypatch.setattr(home, load)
     commands = [("a circle",), ("warmup",), ("serve",), ("a circle", "--compiler", "safe")]
     for command in commands:
         assert wanjax(*command).exit_code == 2

@@ -21,7 +21,7 @@ from tests.support.tiny import (
     tiny_residual_checkpoint,
 )
 from tests.support.words import says
-from wanjax import registry
+from wanjax import loading
 from wanjax.checkpoints import convert, modules
 from wanjax.checkpoints.convert import ToDiffusers, ToWanjax
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
@@ -79,7 +79,7 @@ def test_what_a_network_has_no_use_for_goes_there_and_back_too(prefix, tmp_path)
     assert ToDiffusers(open_source(tmp_path / "there"), tmp_path / "back", NETWORKS).run()
     assert tensors(tmp_path / "back") == tensors(given)
     assert set(tensors(given)) >= {f"image_encoder.{key}" for key in whole}
-    encoders = [parameters(registry.load(tmp_path / name).image_encoder) for name in ("given", "there")]
+    encoders = [parameters(loading.load(tmp_path / name).image_encoder) for name in ("given", "there")]
     for name, x in encoders[0].items():
         np.testing.assert_array_equal(x, encoders[1][name])
 
@@ -157,7 +157,7 @@ def test_a_component_can_have_a_dtype_of_its_own(source, tmp_path):
     arrays = checksums(tmp_path / "x")
     assert {words.split()[0] for words in arrays["text_encoder"].values()} >= {"float32"}
     assert arrays["transformer"]["proj_out.kernel"].startswith("bfloat16")
-    pipe = registry.load(tmp_path / "x")  # each network keeps its stored dtype, except the autoencoder
+    pipe = loading.load(tmp_path / "x")  # each network keeps its stored dtype, except the autoencoder
     kinds = [parameters(getattr(pipe, name))[key].dtype.name for name, key in KERNELS.items()]
     assert kinds == ["float32", "bfloat16", "float32"]
     assert arrays["vae"]["quant.kernel"].startswith("bfloat16")

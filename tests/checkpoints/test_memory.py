@@ -15,7 +15,7 @@ from tests.support.commands import wanjax as command
 from tests.support.hub import ID
 from tests.support.tiny import tiny_checkpoint
 from tests.support.words import naming, says
-from wanjax import registry
+from wanjax import loading, registry
 from wanjax.checkpoints.sources import DiffusersSource
 from wanjax.cli.stages import least_seconds
 from wanjax.compilers.chips import V6E
@@ -111,7 +111,7 @@ def test_published_models(model, size, told, memory_of, monkeypatch):
         source = object.__new__(DiffusersSource)
         source.index, source.revision, source.name = classes, None, model
         found = registry.Checkpoint(source, family, registry.presets()[model], architecture, settings)
-    monkeypatch.setattr(registry, "examine", lambda *_: found)
+    monkeypatch.setattr(loading, "examine", lambda *_: found)
     memory_of(size)
     if told is None:
         assert max(wanjax.load(model).components.sizes.values()) <= size

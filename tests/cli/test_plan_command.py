@@ -21,11 +21,12 @@ from wanjax.compilers.lowering import Lowering
 from wanjax.compilers.priced import Priced
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import Attention
+from wanjax.loading import outlined
 from wanjax.models.wan.flops import context_flops
 from wanjax.pipelines.wan.programs import TEXT_LENGTH
 from wanjax.plan import outlook
 from wanjax.plan.meshes import choose_mesh, has_room, meshes
-from wanjax.registry import outline, outlined
+from wanjax.registry import outline
 from wanjax.sharding import RULES, Partitioner, choose_axes
 
 NETWORKS = architecture(4)

@@ -12,8 +12,9 @@ from tests.support.commands import refused, wanjax
 from tests.support.words import says
 from wanjax.checkpoints.lora import Lora
 from wanjax.errors import WanjaxError
+from wanjax.loading import load
 from wanjax.pipelines import memory
-from wanjax.registry import load, outline
+from wanjax.registry import outline
 
 LONG = "x" * 300  # characters, more than a file's name may have
 FILES = {

@@ -20,9 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.compilations import compilations
-from wanjax.compilations import Compilation
 from wanjax.compilers import executables
 from wanjax.compilers.cache import without_cache
+from wanjax.compilers.compilations import Compilation
 from wanjax.compilers.executables import Executables, Refused, surroundings
 from wanjax.compilers.fingerprint import NoFingerprint, fingerprint
 from wanjax.kernels.compiler_options import scanned

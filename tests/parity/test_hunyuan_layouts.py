@@ -18,7 +18,7 @@ from tests.parity import hunyuan_authors as authors
 from tests.support.quick import quick
 from tests.support.tiny import compile_cache, tiny_hunyuan_checkpoint
 from tests.support.words import says
-from wanjax import registry
+from wanjax import loading
 from wanjax.checkpoints import layouts, sources
 from wanjax.checkpoints.convert import ToDiffusers, ToWanjax
 from wanjax.checkpoints.files import Spec, save_safetensors
@@ -111,7 +111,7 @@ def test_it_has_the_same_parameters_and_makes_the_same_latents(pair):
     image = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)
     answers = []
     for each in pair:
-        pipe = registry.load(each)
+        pipe = loading.load(each)
         pictures = {"image": image} if pipe.architecture.pictured else {}
         encoded = pipe.encode('a cat that says "hello"', "a dog", **pictures, **VIDEO)
         latents = pipe.denoise(encoded, **VIDEO)
@@ -133,15 +133,15 @@ def test_the_tokenizer_of_glyphs_is_that_of_the_published_script(folder):
         for text, ids, mask in zip(texts, batch.ids, batch.mask, strict=True):
             assert ids[mask].tolist() == reference(text)["input_ids"]
 
-    pipe = registry.load(folder)
+    pipe = loading.load(folder)
     check(pipe.tokenizer_2)
     assert pipe.tokenizer_2.vocab_size == len(reference) == 384 + 3 + 5
     ToWanjax(open_source(folder), folder.parent / "wanjax", NETWORKS).run()
-    check(registry.load(folder.parent / "wanjax").tokenizer_2)
+    check(loading.load(folder.parent / "wanjax").tokenizer_2)
     reference.save_pretrained(folder / "text_encoder/byt5-small")  # a tokenizer that has these tokens already
     [path] = open_source(folder).files("tokenizer_2")
     assert not path.exists()  # the source is gone, and its file with it
-    check(registry.load(folder).tokenizer_2)
+    check(loading.load(folder).tokenizer_2)
 
 
 @pytest.mark.parametrize("layout", quick(["file"], ["folder", "file"]))
@@ -158,7 +158,7 @@ def test_every_layout_is_converted_there_and_back(layout, text_pair, tmp_path, m
     assert ToDiffusers(open_source(converted), back, NETWORKS).run()
     assert json.loads((back / "guider/guider_config.json").read_text())["guidance_scale"] == 6.0
     for each in (converted, back):
-        ours, theirs = registry.load(each), registry.load(reference)
+        ours, theirs = loading.load(each), loading.load(reference)
         for part in ("text_encoder", "text_encoder_2", "transformer", "vae"):
             jax.tree.map(np.testing.assert_array_equal, *(parameters(getattr(pipe, part)) for pipe in (ours, theirs)))
         np.testing.assert_array_equal(*(pipe.tokenizer.tokenize(["a cat"]).ids for pipe in (ours, theirs)))
@@ -213,28 +213,28 @@ def test_what_contradicts_or_is_missing_is_told(folder):
     told = refusal(folder)
     assert says(told, "480p_t2v config.json 720p t2v")
     authors.write_json(transformer / "config.json", authors.config(rope_dim_list=[16, 56, 56]))
-    assert says(refusal(folder, registry.load), "rope_axes_dim [16, 56, 56] attention_head_dim 16")
+    assert says(refusal(folder, loading.load), "rope_axes_dim [16, 56, 56] attention_head_dim 16")
     authors.write_json(transformer / "config.json", authors.config())
     save_safetensors(transformer / WEIGHTS, weights | {"img_in.proj.weight": weights["img_in.proj.weight"][:, :7]})
-    assert says(refusal(folder, registry.load), "VAE 4 channels transformer 9")
+    assert says(refusal(folder, loading.load), "VAE 4 channels transformer 9")
     save_safetensors(transformer / WEIGHTS, {key: x for key, x in weights.items() if "byt5_in" not in key})
-    assert says(refusal(folder, registry.load), "transformer byt5_in.fc1.weight")
+    assert says(refusal(folder, loading.load), "transformer byt5_in.fc1.weight")
     (transformer / WEIGHTS).unlink()
-    assert "it holds no weights" in refusal(folder, registry.load)
+    assert "it holds no weights" in refusal(folder, loading.load)
     save_safetensors(transformer / WEIGHTS, weights)
     (folder / GLYPHS / "checkpoints/byt5_model.pt").unlink()
-    assert "there is no file" in refusal(folder, lambda path: registry.load(path).text_encoder_2)
+    assert "there is no file" in refusal(folder, lambda path: loading.load(path).text_encoder_2)
     shutil.rmtree(folder / GLYPHS)
     shutil.rmtree(folder / "text_encoder/llm")
     assert open_source(folder).lent == ["text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"]
     for part in ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"):
-        told = refusal(folder, lambda path, part=part: getattr(registry.load(path), part))
+        told = refusal(folder, lambda path, part=part: getattr(loading.load(path), part))
         assert says(told, f"{part} transformer size model")
 
 
 def test_another_language_model_is_told(folder):
     authors.write_json(folder / "text_encoder/llm/config.json", {"model_type": "llama", "hidden_size": 24})
-    assert says(refusal(folder, lambda path: registry.load(path).text_encoder), "model_type 'llama' 'qwen2_5_vl_text'")
+    assert says(refusal(folder, lambda path: loading.load(path).text_encoder), "model_type 'llama' 'qwen2_5_vl_text'")
 
 
 class Shapes:

@@ -19,7 +19,7 @@ from tests.support.commands import succeeded
 from tests.support.commands import wanjax as command
 from tests.support.published import transformer_keys
 from tests.support.words import naming, says
-from wanjax import registry
+from wanjax import loading, registry
 from wanjax.checkpoints import layouts, sources
 from wanjax.checkpoints.convert import ToWanjax
 from wanjax.checkpoints.files import SafetensorsFolder, Spec, content_digest, save_safetensors
@@ -106,7 +106,7 @@ def test_it_makes_the_same_latents(authors, diffusers):
     settings = {"size": (32, 32), "frames": 5, "steps": 2, "flow_shift": 3.0}
     answers = []
     for folder in (authors, diffusers):
-        pipe = registry.load(folder)
+        pipe = loading.load(folder)
         latents = pipe.denoise(pipe.encode("a cat", ""), **settings)
         answers.append((np.asarray(latents), pipe.decode(latents)))
     for ours, reference in zip(*answers, strict=True):
@@ -115,10 +115,10 @@ def test_it_makes_the_same_latents(authors, diffusers):
 
 def test_components_are_read_when_they_are_needed(authors, diffusers):
     """A folder without its text encoder and tokenizer denoises and decodes: nothing looks for them before."""
-    encoded = registry.load(diffusers).encode("a cat", "")
+    encoded = loading.load(diffusers).encode("a cat", "")
     (authors / "models_t5_umt5-xxl-enc-bf16.pth").unlink()
     shutil.rmtree(authors / "google")
-    pipe = registry.load(authors)
+    pipe = loading.load(authors)
     latents = pipe.denoise(encoded, size=(32, 32), frames=5, steps=1)
     assert pipe.decode(latents).shape == (5, 32, 32, 3)
     with pytest.raises(WanjaxError, match="holds no text_encoder"):
@@ -134,7 +134,7 @@ def test_every_layout_is_converted(layout, authors, diffusers, tmp_path, monkeyp
     assert ToWanjax(open_source(name), target, NETWORKS).run()
     for component in NAMES:
         assert (target / component / "config.json").is_file()
-    loaded = [registry.load(folder) for folder in (target, diffusers)]
+    loaded = [loading.load(folder) for folder in (target, diffusers)]
     if layout == "file":  # no config gives its number of heads
         return
     for part in ("text_encoder", "transformer", "vae"):
@@ -170,7 +170,7 @@ def test_a_distilled_causal_transformer(wrapper, diffusers, tmp_path, monkeypatc
     assert (config.block_frames, config.window, config.sink) == (3, 21, 0)
     monkeypatch.setattr(layouts.RecognisedSource, "_lender", lambda self, component: DiffusersSource(diffusers))
     assert ToWanjax(source, tmp_path / "converted", NETWORKS).run()
-    pipe = registry.load(tmp_path / "converted")
+    pipe = loading.load(tmp_path / "converted")
     assert pipe.scheduler == Consistency()
     assert pipe.defaults.steps == 4
 
@@ -218,14 +218,14 @@ def test_the_folder_of_a_model_distilled_with_sparse_attention(diffusers, tmp_pa
         f"blocks.{i}.to_gate_compress.{leaf}": np.ones(3, np.float32) for i in (0, 1) for leaf in ("weight", "bias")
     }
     save_safetensors(file, tensors | gates)
-    few, whole = registry.load(tmp_path / "few"), registry.load(diffusers)
+    few, whole = loading.load(tmp_path / "few"), loading.load(diffusers)
     jax.tree.map(np.testing.assert_array_equal, *(parameters(pipe.transformer) for pipe in (few, whole)))
     assert few.scheduler == Consistency(timesteps=(1000.0, 757.0, 522.0))
     assert (few.defaults.steps, few.defaults.guidance_scale, few.defaults.flow_shift) == (3, 1.0, 8.0)
     assert few.architecture.task == whole.architecture.task
     save_safetensors(file, tensors | {"blocks.0.other": gates["blocks.0.to_gate_compress.bias"]})
     with pytest.raises(WanjaxError, match=r"blocks\.0\.other"):
-        _ = registry.load(tmp_path / "few").transformer
+        _ = loading.load(tmp_path / "few").transformer
 
 
 def test_a_single_file_on_the_hub(diffusers, tmp_path, monkeypatch):
@@ -248,7 +248,7 @@ def test_a_conversion_of_a_file_among_several_is_known_as_its_preset(diffusers, 
     few = replace(known, name="few", source="owner/name/part/model.safetensors", architecture=None)
     monkeypatch.setattr(registry, "presets", lambda: {"few": few})
     succeeded(command("convert", "few", tmp_path / "converted"))
-    pipe = registry.load(tmp_path / "converted")
+    pipe = loading.load(tmp_path / "converted")
     assert (pipe.scheduler, pipe.defaults.steps) == (known.scheduler, 3)
 
 
@@ -286,7 +286,7 @@ def test_the_record_tells_both_files_by_digest(diffusers, tmp_path, monkeypatch)
     names, tensors = EXPERTS[0], theirs(diffusers, "transformer")
     for name in names:
         save(tmp_path / name, tensors)
-    pipe = registry.load(tmp_path / names[0])
+    pipe = loading.load(tmp_path / names[0])
     assert pipe.architecture.denoisers == ("transformer", "transformer_2")
     record = pipe.record(pipe.settings(prompt="a cat", size=(32, 32), frames=5), {})
     assert record["digests"] == {str(tmp_path / name): content_digest(tmp_path / name) for name in names}
@@ -302,7 +302,7 @@ def test_two_files_are_converted(diffusers, tmp_path, monkeypatch):
     for name, more in zip(EXPERTS[0], (0, 1), strict=True):
         save(tmp_path / name, {key: x + np.float32(more) for key, x in tensors.items()})
     assert ToWanjax(open_source(tmp_path / EXPERTS[0][1]), tmp_path / "converted", NETWORKS).run()
-    pipe = registry.load(tmp_path / "converted")
+    pipe = loading.load(tmp_path / "converted")
     assert pipe.architecture.denoisers == ("transformer", "transformer_2")
     high, low = (np.asarray(pipe.components.get(name).proj_out.bias[...]) for name in pipe.architecture.denoisers)
     np.testing.assert_array_equal(low, high + 1)

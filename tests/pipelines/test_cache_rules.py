@@ -12,6 +12,7 @@ import pytest
 from tests.support.recorded import times
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
+from wanjax.loading import outlined
 from wanjax.pipelines.caching.rules import (
     NONE,
     DeepCache,
@@ -37,7 +38,7 @@ from wanjax.pipelines.caching.tables import (
     to_json,
 )
 from wanjax.pipelines.steps import Segment
-from wanjax.registry import FAMILIES, find, outline, outlined, presets
+from wanjax.registry import FAMILIES, find, outline, presets
 from wanjax.sharding import one_device
 
 PUBLISHED = {name: outline(name)[1].tables for name in presets()}

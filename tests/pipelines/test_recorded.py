@@ -23,9 +23,10 @@ from tests.support.quick import quick
 from tests.support.tabled import TABLES
 from wanjax.compilers.fingerprint import fingerprint
 from wanjax.layers.tiling import Tiling
+from wanjax.loading import outlined
 from wanjax.pipelines.recording import record
 from wanjax.programs import EXECUTE, Record
-from wanjax.registry import examine, outlined
+from wanjax.registry import examine
 
 EIGHT = "dp=2,sp=2,tp=2"
 MODELS = {

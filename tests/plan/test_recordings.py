@@ -9,9 +9,10 @@ from tests.support.small_wan import VIDEO, architecture
 from wanjax.compilers.chips import SLICES, described
 from wanjax.compilers.exporting import export
 from wanjax.kernels.compiler_options import SETS
+from wanjax.loading import outlined
 from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.plan.recorded import of_stages, programs_of
-from wanjax.registry import family_with, outline, outlined, presets
+from wanjax.registry import family_with, outline, presets
 from wanjax.sharding import RULES, Partitioner
 
 MESH = described(SLICES["v6e-8"], {"dp": 2, "sp": 1, "tp": 4})

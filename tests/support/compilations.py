@@ -4,7 +4,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from wanjax.compilations import Compilation, watched_compiler
+from wanjax.compilers.compilations import Compilation, watched_compiler
 
 
 @contextmanager

@@ -10,8 +10,9 @@ import wanjax
 from tests.support.calls import Call, Counting, differences, instance_call, wrong_shardings
 from tests.support.clips import write_clips
 from tests.support.tiny import TEXT_LENGTH, tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_image_checkpoint
+from wanjax.loading import outlined
 from wanjax.plan.training import _recorded
-from wanjax.registry import examine, outlined
+from wanjax.registry import examine
 from wanjax.training import LoraConfig, OptimizerConfig, TrainConfig, Training, loop
 from wanjax.training.learning import begin_training, train
 

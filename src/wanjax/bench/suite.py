@@ -28,11 +28,11 @@ from wanjax.compilers.lowering import Lowering
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import AUTO, Attention, choose
 from wanjax.kernels.compiler_options import FAST, SAFE, SETS
+from wanjax.loading import outlined
 from wanjax.pipelines.family import Architecture, Family, auto_axes
 from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.pipelines.settings import Settings
 from wanjax.plan.recorded import STEP, programs_of
-from wanjax.registry import outlined
 from wanjax.sharding import MESH_AXES, RULES, Partitioner
 
 PROGRAMS = {"encode_prompts": "text", STEP: "a step", "decode_first": "first frames", "decode_next": "later frames"}

@@ -18,6 +18,7 @@ from wanjax.cli.report import Report, print_table
 from wanjax.cli.stages import given_settings
 from wanjax.figures import digits, duration, scaled
 from wanjax.kernels.compiler_options import keep_set, kept_set
+from wanjax.loading import load
 from wanjax.pipelines.caching.calibration import Measured, measure, reused_by, tables_from
 from wanjax.pipelines.caching.tables import measured_file, to_json
 
@@ -100,7 +101,7 @@ def calibrate(report: Report, *, model: str, prompts: Sequence[str], image: str 
     loading["rules"] = loading["rules"] or "fsdp"
     loading["compiler"] = loading["compiler"] or kept_set()
     settings = given_settings(**given)
-    pipe = registry.load(model, video=settings, progress=report.load, note=report.note, **loading)
+    pipe = load(model, video=settings, progress=report.load, note=report.note, **loading)
     file, runs = measured_file(registry.tables_key(model)), []
     pipe.architecture.check_whole(model, "calibrating")
     check_folder(file.parent)

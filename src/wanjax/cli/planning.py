@@ -16,7 +16,7 @@ import click
 import jax
 from rich.console import Console
 
-from wanjax import registry
+from wanjax import loading, registry
 from wanjax.cli.processes import meet
 from wanjax.cli.report import Report, print_table
 from wanjax.cli.scaling import show_scale, why
@@ -75,7 +75,7 @@ def plan(
     defaults = defaults.updated(
         {"dtype": "float32", "vae_dtype": "float32"} if chip == "cpu" else {"dtype": "bfloat16"}
     )
-    pictures, settings = _video(registry.outlined(family, architecture, defaults, ONE_DEVICE), given)
+    pictures, settings = _video(loading.outlined(family, architecture, defaults, ONE_DEVICE), given)
     if training["train"]:
         lora = None if training["full"] else LoraConfig(training["lora_rank"])
         how |= {"lora": lora, "optimized": OptimizerConfig(training["optimizer"]), "clips": training["batch"]}

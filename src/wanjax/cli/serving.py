@@ -16,7 +16,7 @@ from typing import Any
 import click
 import jax
 
-from wanjax import registry
+from wanjax import loading
 from wanjax.checkpoints.files import check_folder
 from wanjax.checkpoints.lora import Lora
 from wanjax.cli.options import COMPILE_CACHE
@@ -166,7 +166,7 @@ def _loaded(note: Callable[[str], None], given: dict[str, Any]) -> Pipeline:
     chosen: dict[str, Any] = {name: given[name] for name in names}
     chosen["compiler"] = given["compiler"] or kept_set()
     chosen |= {"rules": given["rules"] or "fsdp", "verify": given["verify"]}
-    pipe = registry.load(given["model"], note=note, **chosen)
+    pipe = loading.load(given["model"], note=note, **chosen)
     if decoder := given["preview_decoder"]:
         pipe.preview_with(decoder)
     return pipe

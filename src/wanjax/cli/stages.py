@@ -33,6 +33,7 @@ from wanjax.errors import WanjaxError
 from wanjax.figures import digits, duration, in_bytes
 from wanjax.kernels.compiler_options import kept_set
 from wanjax.layers.tiling import Tiling
+from wanjax.loading import load
 from wanjax.media import stage_files, videos
 from wanjax.media.pictures import Pictures
 from wanjax.media.records import DIGESTS
@@ -546,7 +547,7 @@ def loaded(
     """Loads a pipeline, in the process that uses it; its own solver stays as it is where that is asked for."""
     given = {**options, "compiler": options["compiler"] or kept_set()}
     solver = given.pop("scheduler")
-    pipe = registry.load(**given, progress=progress, note=note)
+    pipe = load(**given, progress=progress, note=note)
     if solver not in (None, name_of(pipe.scheduler)):
         pipe.scheduler = solver
     return pipe

@@ -5,7 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from wanjax import registry
+from wanjax import loading, registry
 from wanjax.cli.processes import meet
 from wanjax.cli.report import Report
 from wanjax.cli.stages import given_settings
@@ -21,7 +21,7 @@ def train(report: Report, *, model: str, data: Path, out: Path, **given: Any) ->
     """Trains a model on a data set."""
     meet(report, given.get("processes"))
     config = config_of(size=size_of(model, **given), **{k: v for k, v in given.items() if k != "size"})
-    pipe = registry.load(
+    pipe = loading.load(
         model,
         dtype=given.get("dtype"),
         vae_dtype=given.get("vae_dtype"),

@@ -13,6 +13,7 @@ from wanjax.figures import in_bytes
 from wanjax.kernels.attention import AUTO, Attention
 from wanjax.kernels.compiler_options import SAFE, check_set
 from wanjax.layers.tiling import Tiling
+from wanjax.loading import outlined
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines.caching.rules import check_apart
 from wanjax.pipelines.decoders import DecoderFile
@@ -22,7 +23,6 @@ from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.pipelines.settings import Settings
 from wanjax.plan.meshes import choose_mesh
 from wanjax.plan.recorded import DENSE, REUSING, STEP, Scheduled, of_stages, programs_of
-from wanjax.registry import outlined
 from wanjax.sharding import RULES, Partitioner
 
 

@@ -18,6 +18,7 @@ from wanjax.figures import in_bytes
 from wanjax.kernels.attention import AUTO, Attention
 from wanjax.kernels.compiler_options import SAFE
 from wanjax.layers.placement import as_shapes, placed
+from wanjax.loading import outlined
 from wanjax.pipelines.family import Architecture, Family
 from wanjax.pipelines.many import Order
 from wanjax.pipelines.pipeline import Pipeline
@@ -26,7 +27,6 @@ from wanjax.pipelines.run import Run
 from wanjax.pipelines.settings import Settings
 from wanjax.plan.meshes import choose_mesh
 from wanjax.programs import Instance, Program, Record, Site
-from wanjax.registry import outlined
 from wanjax.sharding import RULES, Partitioner
 from wanjax.training.adapters import LoraConfig, adapt, is_factor
 from wanjax.training.encoded import NEGATIVE

@@ -1,0 +1,401 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loading: a checkpoint that the registry finds, as a pipeline whose networks are loaded at first use."""
+
+import math
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from wanjax.checkpoints import manifest
+from wanjax.checkpoints.adapted import AdaptedSource, Note
+from wanjax.checkpoints.hub import check_file
+from wanjax.checkpoints.lora import Lora
+from wanjax.checkpoints.networks import Network, components, network
+from wanjax.checkpoints.sources import Source, beside
+from wanjax.compilers.cache import set_cache_folder
+from wanjax.errors import WanjaxError, shown
+from wanjax.kernels.attention import AUTO, Attention, choose
+from wanjax.kernels.compiler_options import SAFE, check_set
+from wanjax.layers.placement import placed
+from wanjax.media.records import DIGESTS
+from wanjax.pipelines.checks import dtype_name
+from wanjax.pipelines.components import DECODER, Components, MakeRoom
+from wanjax.pipelines.decoders import DecoderFile
+from wanjax.pipelines.family import Architecture, Family, Preset, auto_axes
+from wanjax.pipelines.keywords import knows_keywords
+from wanjax.pipelines.memory import bytes_needed, check_memory
+from wanjax.pipelines.pipeline import Pipeline
+from wanjax.pipelines.progress import loading
+from wanjax.pipelines.record import described, digest_of
+from wanjax.pipelines.recording import NoProcessor, NoTokenizer
+from wanjax.pipelines.settings import Settings
+from wanjax.registry import (
+    FREE,
+    Checkpoint,
+    Loras,
+    adapted,
+    attention_of,
+    check_whole,
+    examine,
+    fitting,
+    layouts,
+    presets,
+    published,
+    sized,
+    with_scheduler,
+)
+from wanjax.schedulers import Scheduler
+from wanjax.sharding import (
+    AutoMesh,
+    MeshSizes,
+    Partitioner,
+    all_devices,
+    find_rules,
+    local_devices,
+    make_mesh,
+    parse_mesh,
+    platform,
+)
+
+Progress = Callable[[str, int, int], Any]
+
+
+@knows_keywords
+def load(
+    model: str | Path = "nano",
+    *,
+    dtype: DTypeLike | None = None,
+    vae_dtype: DTypeLike | None = None,
+    param_dtype: DTypeLike | None = None,
+    attention: str | Attention | None = None,
+    revision: str | None = None,
+    mesh: Mesh | MeshSizes | AutoMesh | str | None = None,
+    video: Mapping[str, Any] | None = None,
+    rules: str = "fsdp",
+    compiler: str = SAFE,
+    lora: Loras = (),
+    decoder: str | Path | None = None,
+    scheduler: str | Scheduler | None = None,
+    offload: bool | None = None,
+    verify: bool = False,
+    progress: Progress | None = None,
+    note: Note | None = None,
+) -> Pipeline:
+    """Returns the pipeline of a known name, a Hugging Face id, a folder or a file. Networks are loaded at first use.
+
+    dtype: bfloat16 or float32, a name or JAX's dtype, in which networks compute; None is float32 on a CPU, which has no
+        fast bfloat16, and `param_dtype` elsewhere.
+    vae_dtype: the dtype, of the same two, in which the autoencoder computes; None is float32 on a CPU, and elsewhere
+        what the model's authors use, bfloat16 for those by TurboDiffusion. Its weights are kept in float32.
+    param_dtype: the dtype, of the same two, in which weights are kept; None is bfloat16 for published checkpoints, and
+        the stored dtype for others.
+    attention: the transformer's implementation, or "radial:0.2", "sla:top=0.15" or an `Attention`; None is what it or a
+        LoRA was trained with, or chooses by platform and shape. A projection that "sla" needs begins with zeros.
+    mesh: a mesh of `wanjax.make_mesh`, a text such as "dp=2,sp=1,tp=4", or "auto", which uses as many devices as help;
+        None is one device on a CPU, and "auto" elsewhere.
+    video: settings of the videos to come, for which "auto" chooses the mesh; None is the model's defaults.
+    rules: "fsdp", "tp" or "replicated", the way in which weights are sharded, or that they are not.
+    compiler: "safe" or "fast", a set of options of TPUs' compiler. What it refuses is left out, with a warning.
+    lora: FILE or FILE:STRENGTH, or several, merged into the transformer as it is read. FILE may be OWNER/NAME/FILE on
+        the hub. For two experts, `high=FILE` and `low=FILE` name one of them.
+    decoder: a file of TAEHV for the model's latents, which decodes in place of the VAE: quicker, and less exact.
+    scheduler: "unipc", "euler" or another value of `wanjax.schedulers`; None is the checkpoint's own.
+    offload: True frees each network after its stage; False none; None those beside which the next would not fit.
+    verify: True compares a wanjax checkpoint with its checksums before, as `wanjax convert --verify` does.
+    progress: `progress(component, done, total)` receives the bytes read; None shows them with the stage that reads.
+    note: `note(sentence)` receives what was merged from each LoRA, and the licence of weights to be downloaded.
+
+    Raises WanjaxError where the checkpoint, a LoRA, the decoder or the scheduler cannot be found or does not fit, or
+    the mesh or a dtype is impossible; UnsupportedError where the named attention cannot be used here.
+    """
+    asked = None if attention is None else Attention.of(attention)
+    check_set(compiler)
+    dtype, vae_dtype = dtype_name(dtype), dtype_name(vae_dtype, "vae_dtype")
+    param_dtype = dtype_name(param_dtype, "param_dtype")
+    set_cache_folder()
+    examined = _told(model, revision, note)
+    if verify:
+        manifest.verify(examined.source, progress or (lambda at, done, total: None))
+    loras = _listed(lora)
+    learned = attention_of(loras)
+    asked = asked or learned
+    found = adapted(examined, loras, asked, note)
+    if learned is None and found.architecture.entries != examined.architecture.entries:
+        told = f"{examined.settings.model} was not trained with {asked}, whose projection begins with zeros"
+        note(told) if note else warnings.warn(told, stacklevel=3)
+    if scheduler is not None:
+        found = replace(found, architecture=with_scheduler(found.architecture, scheduler))
+    tiny = None if decoder is None else DecoderFile.in_place_of(found.architecture.vae, decoder)
+    way = Loading(dtype, vae_dtype, param_dtype, asked, mesh, video, rules, compiler, offload, progress, tiny)
+    return _pipeline(found, way)
+
+
+class Loading(NamedTuple):
+    """The way in which a checkpoint is loaded: arguments of `load`."""
+
+    dtype: str | None
+    vae_dtype: str | None
+    param_dtype: str | None
+    attention: Attention | None
+    mesh: Mesh | MeshSizes | AutoMesh | str | None
+    video: Mapping[str, Any] | None
+    rules: str
+    compiler: str
+    offload: bool | None
+    progress: Progress | None
+    decoder: DecoderFile | None
+
+
+def _told(model: str | Path, revision: str | None, note: Note | None) -> Checkpoint:
+    """Examines a checkpoint; tells the licence of weights to be downloaded, where it sets conditions of its own.
+
+    Raises WanjaxError where the disk has no room for the download, or a file is missing or cut off.
+    """
+    preset = published(str(model))
+    opened = check_file(preset.source, revision=revision) if preset else 0  # a single file is downloaded to be examined
+    if opened:
+        _tell_licence(preset, note)
+    found = examine(model, revision)
+    awaited = found.source.check_room()
+    if awaited and not opened:
+        _tell_licence(found.preset, note)
+    check_whole(found.source)
+    return found
+
+
+def _tell_licence(preset: Preset | None, note: Note | None) -> None:
+    if preset and preset.licence != FREE:
+        repository = "/".join(preset.source.split("/")[:2])
+        told = f"the weights of {preset.name} are under the {preset.licence}, whose text {repository} on the hub has"
+        note(told) if note else warnings.warn(told, stacklevel=5)  # past `load` and its decorators
+
+
+def _listed(given: Loras) -> tuple[Lora, ...]:
+    """Returns given LoRAs as values."""
+    listed = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    return tuple((lora if isinstance(lora, Lora) else Lora.parse(str(lora))).named() for lora in listed)
+
+
+def _pipeline(found: Checkpoint, way: Loading) -> Pipeline:
+    """Returns the pipeline of a checkpoint, whose components are loaded at first use."""
+    kept = way.param_dtype or found.param_dtype
+    published = found.preset.sizes if found.preset else ()
+    video = sized(found.architecture, found.settings, published, way.video or {})
+    partitioner = _partitioner(way, found.architecture, video)
+    slow = "float32" if platform() == "cpu" else None
+    way = way._replace(dtype=way.dtype or slow or kept, param_dtype=kept)
+    sizes = _sizes(found, way, partitioner)
+    defaults = replace(
+        found.settings,
+        dtype=way.dtype or _stored_dtype(found.source, "transformer"),
+        vae_dtype=way.vae_dtype or slow or found.settings.vae_dtype,
+    )
+    _check_attention(way.attention or AUTO, found.architecture, defaults)
+    loaders = _loaders(found, defaults, way, partitioner)
+    networks = [name for name in loaders if name not in found.family.loaders]
+    shapes = {name: partial(_abstract, found, name, defaults, way, partitioner) for name in networks}
+    extra = _decoder(way.decoder, partitioner)
+    made = Components(
+        {**loaders, **extra[0]},
+        _options(found, way, partitioner),
+        way.offload,
+        sizes,
+        found.source,
+        found.family.networks,
+        {**shapes, **extra[1]},
+    )
+    return Pipeline(made, found.architecture, defaults, partitioner, way.compiler, published)
+
+
+def _decoder(decoder: DecoderFile | None, partitioner: Partitioner) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the loader and the shapes of what decodes in place of the autoencoder, by its name; none without it."""
+    if decoder is None:
+        return {}, {}
+
+    def load(make_room: MakeRoom) -> nnx.Module:
+        make_room(decoder.shapes(partitioner))
+        return decoder.load(partitioner)
+
+    return {DECODER: load}, {DECODER: partial(decoder.shapes, partitioner)}
+
+
+def _sizes(found: Checkpoint, way: Loading, partitioner: Partitioner) -> dict[str, int]:
+    """Returns the bytes of the weights of each network whose shapes are known, as `bytes_needed` counts them.
+
+    Weights that are kept as they are stored are counted in bfloat16, because reading their dtype may need a download.
+    The autoencoder, which is small, is left out. Raises WanjaxError where a network is larger than the memory.
+    """
+    sizes: dict[str, int] = {}
+    for name, known in _networks(found).items():
+        if not known.float32:
+            dtypes = way.dtype or "bfloat16", way.param_dtype or "bfloat16"
+            shapes = _shapes(known, dtypes, _options_of(name, found.architecture, way.attention), partitioner)
+            check_memory(found.settings.model, name, shapes, fitting)
+            sizes[name] = bytes_needed(shapes)
+    return sizes
+
+
+def _networks(found: Checkpoint) -> dict[str, Network]:
+    """Returns the networks of a checkpoint whose configs are known without a download."""
+    published = found.preset.architecture.networks if found.preset and found.preset.architecture else {}
+    configs, known = {**published, **found.architecture.networks}, {}
+    for name in components(found.source.index):
+        if name in configs:
+            known[name] = found.family.network_of(configs[name])
+        elif name not in found.family.loaders and found.source.is_at_hand(name):
+            with suppress(WanjaxError):  # it is told when the network is loaded, if it is
+                known[name] = network(found.source, name, found.family.networks)
+    return known
+
+
+def _options(found: Checkpoint, way: Loading, partitioner: Partitioner) -> dict[str, Any]:
+    """Returns the options of loading that shape a video, for its record; without those that were left to the model."""
+    options = {"attention": way.attention, "param_dtype": way.param_dtype, "revision": found.source.revision}
+    options |= {"compiler": None if way.compiler == SAFE else way.compiler}
+    if way.mesh is not None and partitioner.alone:  # which one device without a mesh may not be elsewhere
+        options |= {"mesh": str(partitioner), "rules": partitioner.rules_name}
+    options |= {DECODER: way.decoder and described(way.decoder.file)}
+    loras = [str(replace(lora, file=described(lora.file))) for lora in found.loras]
+    return {name: value for name, value in (options | {"lora": loras, DIGESTS: _digests(found, way)}).items() if value}
+
+
+def _digests(found: Checkpoint, way: Loading) -> dict[str, str]:
+    """Returns the digests of a checkpoint that may be replaced, of LoRAs and of a decoder, by their recorded names."""
+    source, name = found.source, found.settings.model
+    read = {described(file): path for file, path in source.read.items()} if isinstance(source, AdaptedSource) else {}
+    if source.revision is None and name not in presets():
+        path, root = Path(name).expanduser(), source.root
+        read |= {str(path): root} | {str(path.with_name(x)): root.with_name(x) for x in beside(path.name, layouts())}
+    if way.decoder is not None:
+        read[described(way.decoder.file)] = way.decoder.file
+    return {name: digest for name, path in read.items() if (digest := digest_of(path)) is not None}
+
+
+def _check_attention(attention: Attention, architecture: Architecture, settings: Settings) -> None:
+    """Raises UnsupportedError, before weights are read, where the named attention cannot be used here."""
+    work = architecture.forward(settings)
+    some = jax.ShapeDtypeStruct((1, 256, work.heads, work.width // work.heads), settings.dtype)
+    choose(some, some, some, implementation=attention)
+
+
+def _partitioner(way: Loading, architecture: Architecture, settings: Settings) -> Partitioner:
+    """Returns the mesh and its rules. "auto" chooses a mesh for a video of these settings."""
+    mesh, found = way.mesh, find_rules(way.rules)
+    devices = all_devices()
+    if mesh is None and platform() != "cpu" and len(devices) > 1:
+        mesh = AutoMesh()
+    mesh = parse_mesh(mesh) if isinstance(mesh, str) else mesh
+    if isinstance(mesh, AutoMesh):
+        work, how = architecture.forward(settings), {"sp": mesh.sp, "attention": way.attention or AUTO}
+        axes = auto_axes(work, len(devices), guided=settings.split, **how)
+        mesh = make_mesh(*axes, devices=devices[: math.prod(axes)])
+    elif isinstance(mesh, MeshSizes):
+        mesh = make_mesh(*mesh)
+    elif not isinstance(mesh, Mesh | None):
+        raise WanjaxError(f"the mesh is given as {shown(mesh)} where wanjax.make_mesh(dp=2, tp=4) or 'auto' is right")
+    return Partitioner(make_mesh(devices=local_devices()[:1]) if mesh is None else mesh, found)
+
+
+def _loaders(
+    found: Checkpoint, settings: Settings, way: Loading, partitioner: Partitioner
+) -> Mapping[str, Callable[[MakeRoom], Any]]:
+    """Returns a function for each component that the checkpoint lists, which loads it."""
+    source, loaders = found.source, found.family.loaders
+
+    def load(name: str, make_room: MakeRoom) -> Any:
+        if name in loaders:
+            return loaders[name](source.files(name)[0].parent)
+        read = network(found.source, name, found.family.networks)
+        shapes = _abstract(found, name, settings, way, partitioner)
+        check_memory(found.settings.model, name, shapes, fitting)
+        make_room(shapes)
+        told = partial(way.progress or loading, name)
+        return source.load(name, shapes, read.rules, ignore=read.unused, progress=told)
+
+    return {name: partial(load, name) for name in components(source.index) if name != "scheduler"}
+
+
+def _abstract(found: Checkpoint, name: str, settings: Settings, way: Loading, partitioner: Partitioner) -> nnx.Module:
+    """Returns a network of a checkpoint as shapes with shardings, as it will be loaded."""
+    read = network(found.source, name, found.family.networks)
+    kept = way.param_dtype or ("" if read.float32 else _stored_dtype(found.source, name))
+    options = _options_of(name, found.architecture, way.attention)
+    return _shapes(read, _dtypes(name, read, settings, kept), options, partitioner)
+
+
+def outlined(
+    family: Family,
+    architecture: Architecture,
+    settings: Settings,
+    partitioner: Partitioner,
+    *,
+    param_dtype: str | None = None,
+    attention: Attention = AUTO,
+    compiler: str = SAFE,
+    offload: bool | None = None,
+    decoder: DecoderFile | None = None,
+) -> Pipeline:
+    """Returns the pipeline of an outline, whose networks are shapes: for plans, which load and download nothing.
+
+    The networks compute in the settings' dtype. The keywords are those of `load`. Prompts have the length that the
+    family gives.
+    """
+    architecture = architecture.attending(attention, settings.model)
+    preset = presets().get(settings.model)
+    kept = param_dtype or (preset.param_dtype if preset and preset.architecture else settings.dtype)
+
+    def make(name: str) -> nnx.Module:
+        known = family.network_of(architecture.networks[name])
+        dtypes = _dtypes(name, known, settings, kept)
+        return _shapes(known, dtypes, _options_of(name, architecture, attention), partitioner)
+
+    shapes = {name: partial(make, name) for name in architecture.networks}
+    others: dict[str, Any] = {name: NoTokenizer(*sizes) for name, sizes in family.prompt(architecture).items()}
+    if (seen := architecture.networks.get("image_encoder")) is not None:
+        others |= {name: NoProcessor(seen.image_size) for name in family.loaders if name not in others}
+    shapes |= _decoder(decoder, partitioner)[1]
+    loaders = {name: (lambda room, x=x: x) for name, x in others.items()} | {name: lambda room: None for name in shapes}
+    components = Components(loaders, offload=offload, shapes=shapes, kinds=family.networks)
+    return Pipeline(components, architecture, settings, partitioner, compiler, preset.sizes if preset else ())
+
+
+def _shapes(
+    known: Network, dtypes: tuple[str, str], options: Mapping[str, Any], partitioner: Partitioner
+) -> nnx.Module:
+    """Returns a network as shapes with shardings.
+
+    `dtypes` are those in which it computes and keeps its weights; `options` are its class's own.
+    """
+    dtype, kept = dtypes
+    return placed(known.abstract(dtype=dtype, param_dtype=kept, **options), partitioner)
+
+
+def _dtypes(name: str, known: Network, settings: Settings, kept: str) -> tuple[str, str]:
+    """Returns the dtypes in which a network computes and keeps its weights; `kept` is that of most networks."""
+    if not known.float32:
+        return settings.dtype, kept
+    return settings.vae_dtype if name == "vae" else "float32", "float32"
+
+
+def _options_of(name: str, architecture: Architecture, attention: Attention | None) -> dict[str, Any]:
+    """Returns the options of a network's class."""
+    return {"attention": attention or AUTO} if name in architecture.denoisers else {}
+
+
+def _stored_dtype(source: Source, name: str) -> str:
+    """Returns the dtype of most of a network's bytes if it is bfloat16 or float32, else float32."""
+    weights, stored = source.weights(name), Counter()
+    for key in weights.keys():  # noqa: SIM118
+        stored[str(weights.spec(key).dtype)] += weights.spec(key).nbytes
+    [(dtype, _)] = stored.most_common(1)
+    return dtype if dtype in ("bfloat16", "float32") else "float32"
