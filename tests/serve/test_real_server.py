@@ -124,6 +124,24 @@ def picture():
     return {"name": "red.png", "mimeType": "image/png", "buffer": file.getvalue()}
 
 
+def test_who_types_before_the_server_has_answered(browser, served):
+    """The prompt stays, nothing is asked for yet, and no error is told."""
+    told, held, asked = [], [], []
+    page = browser.new_page()
+    page.on("pageerror", lambda error: told.append(str(error)))
+    page.on("request", lambda request: asked.append(request.method))
+    page.route("**/v1/models", lambda route: held.append(route))
+    page.goto(str(served.base_url))
+    page.fill("#prompt", PROMPT)
+    page.press("#prompt", "Control+Enter")
+    assert page.is_disabled("#make")
+    held[0].continue_()
+    page.wait_for_selector("#make:enabled")
+    assert page.input_value("#prompt") == PROMPT
+    assert (told, set(asked)) == ([], {"GET"})
+    page.close()
+
+
 @pytest.mark.parametrize(("width", "height"), quick([(1100, 800)], [(1100, 800), (360, 700)]))
 def test_the_page_in_a_browser(browser, served, tmp_path, width, height):
     """From a picture: cancelled while compiling, made, refused, made again with another seed, and deleted."""

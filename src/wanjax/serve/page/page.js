@@ -8,7 +8,7 @@ const OF_WINDOWS = ["encode", "denoise", "decode"]; // stages through which each
 const cards = new Map(); // id -> {video, element}
 const gone = new Set(); // ids of removed videos, which an answer that was under way may still name
 let models = [];
-let model = null; // the one that the form is for
+let model = null; // the one that the form is for; null until the server has answered
 let source = null;
 let last = null; // id of the oldest video that is shown
 
@@ -117,6 +117,7 @@ function fit(chosen) {
 
 // Shows the fields that are of use as the form is now.
 function reveal() {
+  if (model === null) return;
   const fields = $("ask").elements;
   const show = (name, wanted) => {
     if (fields[name]) fields[name].closest("label").hidden = !wanted;
@@ -169,6 +170,7 @@ function asked() {
 
 async function make(event) {
   event.preventDefault();
+  if (model === null) return;
   $("make").disabled = true;
   $("told").textContent = "";
   try {
@@ -391,6 +393,7 @@ async function begin() {
     $("models").hidden = models.length === 1;
     $("ask").elements.model.replaceChildren(...models.map((one) => new Option(one.id)));
     fit(models[0]);
+    $("make").disabled = false;
   }
   last = null;
   await more();
