@@ -162,4 +162,4 @@ def test_names_of_repositories(name, preset, tmp_path):
     assert registry.outline(name)[2].model == preset
     Path(name).mkdir(parents=True)
     if "/" not in name:  # a folder here comes before a name of which the owner was left out
-        assert registry._published(name) == (registry.presets()[name] if name == preset else None)
+        assert registry.published(name) == (registry.presets()[name] if name == preset else None)
