@@ -2,14 +2,19 @@
 """The kernel of a norm and SiLU, interpreted, against the rule in float64."""
 
 from functools import partial
+from importlib.util import find_spec
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.support.attention import normal
 from tests.support.compare import error
+from wanjax.compilers import compile_program, described, find_slice
+from wanjax.compilers.kernels import kernel_calls
+from wanjax.compilers.lowering import Lowering
 from wanjax.kernels.normed_silu import BLOCK, normed_silu, plain
 
 
@@ -54,3 +59,12 @@ def test_its_gradient():
     one, other = (jax.vjp(partial(way, dtype="float32"), x, gamma)[1](g) for way in ways)
     for found, right in zip(one, other, strict=True):
         assert error(found, np.asarray(right, np.float64)) <= 1e-6
+
+
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
+@pytest.mark.parametrize("chip", ["v5e-1", "v6e-1"])
+def test_a_chip_s_compiler_takes_it(chip):
+    whole = NamedSharding(described(find_slice(chip), {"dp": 1, "sp": 1, "tp": 1}), PartitionSpec())
+    shapes = (jax.ShapeDtypeStruct(shape, "float32", sharding=whole) for shape in ((1, 8, 30, 52, 96), (96,)))
+    made = compile_program(Lowering(partial(normed_silu, dtype="bfloat16"), tuple(shapes)), chip)
+    assert [call.kernel for call in kernel_calls(made).values()] == ["normed_silu"]
