@@ -189,8 +189,8 @@ def _listed(given: Loras) -> tuple[Lora, ...]:
 def _pipeline(found: Checkpoint, way: Loading) -> Pipeline:
     """Returns the pipeline of a checkpoint, whose components are loaded at first use."""
     kept = way.param_dtype or found.param_dtype
-    published = found.preset.sizes if found.preset else ()
-    video = sized(found.architecture, found.settings, published, way.video or {})
+    known = found.preset.sizes if found.preset else ()
+    video = sized(found.architecture, found.settings, known, way.video or {})
     partitioner = _partitioner(way, found.architecture, video)
     slow = "float32" if platform() == "cpu" else None
     way = way._replace(dtype=way.dtype or slow or kept, param_dtype=kept)
@@ -214,7 +214,7 @@ def _pipeline(found: Checkpoint, way: Loading) -> Pipeline:
         found.family.networks,
         {**shapes, **extra[1]},
     )
-    return Pipeline(made, found.architecture, defaults, partitioner, way.compiler, published)
+    return Pipeline(made, found.architecture, defaults, partitioner, way.compiler, known)
 
 
 def _decoder(decoder: DecoderFile | None, partitioner: Partitioner) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -247,8 +247,8 @@ def _sizes(found: Checkpoint, way: Loading, partitioner: Partitioner) -> dict[st
 
 def _networks(found: Checkpoint) -> dict[str, Network]:
     """Returns the networks of a checkpoint whose configs are known without a download."""
-    published = found.preset.architecture.networks if found.preset and found.preset.architecture else {}
-    configs, known = {**published, **found.architecture.networks}, {}
+    outline = found.preset.architecture.networks if found.preset and found.preset.architecture else {}
+    configs, known = {**outline, **found.architecture.networks}, {}
     for name in components(found.source.index):
         if name in configs:
             known[name] = found.family.network_of(configs[name])
@@ -328,7 +328,7 @@ def _loaders(
 def _abstract(found: Checkpoint, name: str, settings: Settings, way: Loading, partitioner: Partitioner) -> nnx.Module:
     """Returns a network of a checkpoint as shapes with shardings, as it will be loaded."""
     read = network(found.source, name, found.family.networks)
-    kept = way.param_dtype or ("" if read.float32 else _stored_dtype(found.source, name))
+    kept = "float32" if read.float32 else way.param_dtype or _stored_dtype(found.source, name)
     options = _options_of(name, found.architecture, way.attention)
     return _shapes(read, _dtypes(name, read, settings, kept), options, partitioner)
 

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
+from wanjax.kernels.normed_silu import SUBLANES
 from wanjax.kernels.target import operand_dtype, target
 from wanjax.layers.linear import default_kernel_init
 from wanjax.layers.norms import along_last
@@ -20,7 +21,6 @@ from wanjax.layers.placement import with_axes
 from wanjax.sharding import VIDEO, constrain, replicate
 
 CONV_AXES = ("conv_in", "conv_out")
-SUBLANES = 8  # rows of a TPU's tile of float32
 Frames = Float[Array, "B _T _H _W _C"]  # inputs and outputs differ in size
 
 
