@@ -12,6 +12,7 @@ from tests.support.compare import error
 from tests.support.quick import quick
 from tests.support.small_wan import partitioner
 from wanjax.kernels import heads
+from wanjax.kernels.gradient import with_gradient
 from wanjax.sharding import use
 
 
@@ -127,7 +128,7 @@ def test_parts_are_written_and_joined(length):
 def test_the_gradient_of_parts_is_the_values_own():
     """What only moves values has a gradient too, which training needs."""
     x, g = (np.asarray(operands(1, 40, 4, jnp.float32)[0]) + i for i in range(2))
-    packed = partial(heads._with_gradient, heads._packed, heads._same, True, 2)
+    packed = partial(with_gradient, partial(heads._packed, parts=2, interpret=True), heads._same)
     np.testing.assert_array_equal(jax.jit(jax.grad(lambda x: jnp.sum(g * packed(x))))(x), g)
     parts = np.moveaxis(x.reshape(1, 40, 2, 256), 2, 0)
     gradient = jax.jit(jax.grad(lambda parts: jnp.sum(g * heads.join_parts(parts, interpret=True))))(parts)

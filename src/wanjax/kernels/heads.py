@@ -17,6 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Float32
 
+from wanjax.kernels.gradient import with_gradient
 from wanjax.kernels.target import target
 from wanjax.sharding import TILE, Partitioner, current
 
@@ -41,11 +42,11 @@ def normed_rotary(
     if not interpret and (target(x).platform != "tpu" or 2 * cos.shape[1] != LANES):
         return plain(x, inverse, scale, cos, sin)
     partitioner = current()
-    turn = partial(_with_gradient, _call, plain, interpret)
     batch, length, heads, parts = _placement(partitioner, x, LANES)
     tokens = PartitionSpec(batch, length)
     specs = (PartitionSpec(batch, length, heads), tokens, PartitionSpec(heads), *2 * (PartitionSpec(length),))
-    return _on_each(partial(turn, parts), partitioner, specs)(x, inverse, scale, cos, sin)
+    turn = partial(with_gradient, partial(_call, parts=parts, interpret=interpret), plain)
+    return _on_each(turn, partitioner, specs)(x, inverse, scale, cos, sin)
 
 
 def head_normed_rotary(
@@ -68,7 +69,7 @@ def head_normed_rotary(
     specification = partial(plain_by_head, eps=eps)
     if (target(x).platform != "tpu" and not interpret) or LANES % size or shard % LANES:
         return specification(x, scale, bias, cos, sin)
-    turn = partial(_with_gradient, partial(_call_by_head, eps=eps), specification, interpret, parts)
+    turn = partial(with_gradient, partial(_call_by_head, eps=eps, parts=parts, interpret=interpret), specification)
     vector, table = PartitionSpec(), PartitionSpec(length)
     specs = (PartitionSpec(batch, length, heads), vector, vector, table, table)
     return _on_each(turn, partitioner, specs)(x, scale, bias, cos, sin)
@@ -82,7 +83,7 @@ def pack_for_all_to_all(x: Float[Array, "B L E"]) -> Float[Array, "B L E"]:
     batch, length, heads, parts = _placement(partitioner, x, LANES)
     if parts == 1:
         return x
-    turn = partial(_with_gradient, _packed, _same, False, parts)
+    turn = partial(with_gradient, partial(_packed, parts=parts, interpret=False), _same)
     return _on_each(turn, partitioner, (PartitionSpec(batch, length, heads),))(x)
 
 
@@ -136,24 +137,6 @@ def _rotated(
     a, b = jnp.split(x, 2, axis=-1)
     cos, sin = cos[None, :, None], sin[None, :, None]
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _with_gradient(call: Callable, specification: Callable, interpret: bool, parts: int, *operands: Array) -> Array:
-    return call(*operands, parts=parts, interpret=interpret)
-
-
-def _forward(call: Callable, specification: Callable, interpret: bool, parts: int, *operands: Array):
-    return call(*operands, parts=parts, interpret=interpret), operands
-
-
-def _backward(
-    call: Callable, specification: Callable, interpret: bool, parts: int, operands: tuple[Array, ...], g: Array
-):
-    return jax.vjp(specification, *operands)[1](g)
-
-
-_with_gradient.defvjp(_forward, _backward)
 
 
 def _call(
@@ -253,7 +236,7 @@ def join_parts(parts: Float[Array, "_N B L E"], *, interpret: bool = False) -> F
     count, _, _, width = parts.shape
     if not interpret and (target(parts).platform != "tpu" or width % LANES):
         return _beside(parts)
-    return _with_gradient(_joined, _beside, interpret, count, parts)
+    return with_gradient(partial(_joined, parts=count, interpret=interpret), _beside, parts)
 
 
 def _joined(x: Float[Array, "_N B L E"], *, parts: int, interpret: bool) -> Float[Array, "B L _E"]:

@@ -14,6 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
+from wanjax.kernels.gradient import with_gradient
 from wanjax.kernels.target import target
 from wanjax.sharding import current
 
@@ -34,7 +35,8 @@ def normed_silu(
     fits = target(x).platform == "tpu" and x.shape[1] % SUBLANES == 0 and current().alone
     if not interpret and not fits:
         return plain(x, gamma, dtype)
-    return _with_gradient(jnp.dtype(dtype), interpret, x, gamma)
+    call = partial(_call, dtype=jnp.dtype(dtype), interpret=interpret)
+    return with_gradient(call, partial(plain, dtype=dtype), x, gamma)
 
 
 def plain(x: Float[Array, "*B C"], gamma: Float[Array, " C"], dtype: DTypeLike) -> Float[Array, "*B C"]:
@@ -47,22 +49,6 @@ def normed(x: Float[Array, "*B C"], gamma: Float[Array, " C"], dtype: DTypeLike)
     x32, gamma = x.astype(jnp.float32), gamma.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + gamma.shape)
     norm = jnp.sqrt(jnp.maximum(jnp.sum(x32 * x32, axis=-1, keepdims=True), TINY))
     return (x32 * (x.shape[-1] ** 0.5 / norm) * gamma).astype(dtype)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _with_gradient(dtype: jnp.dtype, interpret: bool, x: Array, gamma: Array) -> Array:
-    return _call(x, gamma, dtype, interpret)
-
-
-def _forward(dtype: jnp.dtype, interpret: bool, x: Array, gamma: Array):
-    return _call(x, gamma, dtype, interpret), (x, gamma)
-
-
-def _backward(dtype: jnp.dtype, interpret: bool, operands: tuple[Array, Array], g: Array):
-    return jax.vjp(partial(plain, dtype=dtype), *operands)[1](g)
-
-
-_with_gradient.defvjp(_forward, _backward)
 
 
 def _call(
