@@ -145,9 +145,24 @@ def test_deaths_are_no_fault_of_a_video_but_not_for_ever(house):
     for number in range(TRIES):
         assert house.job(id).status == "queued"
         assert taken(house, f"s-{number}") == id
+        house.call("advance", f"s-{number}", id, 0, {})
         house.call("lose", f"s-{number}")
     assert house.job(id).status == "failed"
     assert says(house.job(id).error["message"], f"worker {TRIES}")
+
+
+def test_a_worker_that_was_dead_already_costs_a_video_no_try(house):
+    """It died while it waited for a video, which is given to it before its death is known."""
+    id = house.ask()
+    for number in range(TRIES):
+        assert taken(house, f"s-{number}") == id
+        house.call("lose", f"s-{number}")
+    assert (house.job(id).status, house.job(id).tries) == ("queued", 0)
+    desk = Desk(house.call, "s-9", house.folder)
+    assert desk.take() is not None
+    desk.closed = True
+    house.call("lose", "s-9")
+    assert house.job(id).tries == 1
 
 
 def test_an_owner_that_died_finds_its_workers_at_work(house):

@@ -36,6 +36,7 @@ class Desk:
             if orders.job is not None:
                 with self._changed:
                     self._job = orders.job
+                self._ask("advance", self.worker, orders.job.id, 0, {})  # before anything that may end this process
                 return orders.job
         return None
 

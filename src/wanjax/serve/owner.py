@@ -81,6 +81,7 @@ class Owner:
         self._began = self.board.version
         self._known = {*self.board.running}  # workers that were ready
         self._ready = bool(self._known)
+        self._at_work: set[str] = set()  # workers that have told of the job that they were given
         self._idle: set[str] = set()
         self._dismissed: set[str] = set()
 
@@ -111,6 +112,7 @@ class Owner:
             self.board.leave(watcher)
 
     def _orders(self, worker: str) -> Orders:
+        self._at_work.discard(worker)
         dismissed = self.board.closed or worker in self._dismissed
         job = self.board.running.get(worker)  # one that it was given before, where the answer was lost
         return Orders(None if dismissed else job or self.board.begin(worker), closed=dismissed)
@@ -120,6 +122,7 @@ class Owner:
         job = self.board.running.get(worker)
         if job is None or job.id != id:
             return Orders(cancelled=True)
+        self._at_work.add(worker)
         if progress > job.progress or any(getattr(job, name) != value for name, value in made.items()):
             self.board.advance(job, progress, **made)
         return Orders(cancelled=job.cancelled, closed=self.board.closed)
@@ -143,6 +146,8 @@ class Owner:
     async def lose(self, worker: str) -> bool:
         """Takes back the job of a worker that died; tells whether it was ever ready."""
         self._dismissed.add(worker)  # a call of it may still be waiting
+        if worker not in self._at_work and (job := self.board.running.get(worker)) is not None:
+            job.tries -= 1  # it was given to a worker that was dead already
         self.board.lose(worker)
         return worker in self._known
 
