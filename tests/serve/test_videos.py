@@ -34,7 +34,7 @@ from wanjax.pipelines.run import Run
 from wanjax.pipelines.text.extending import Extended
 from wanjax.programs import Instance
 from wanjax.schedulers import UniPC
-from wanjax.serve import worker
+from wanjax.serve import asked, worker
 from wanjax.serve.board import Board
 from wanjax.serve.faults import without_folders
 from wanjax.serve.jobs import JOBS
@@ -360,6 +360,23 @@ def test_what_was_asked_of_a_killed_server_is_found_again(start, tmp_path):
     assert not torn.exists()
     assert stranger.exists()
     assert again.board.shelf.strange == [stranger.name]
+
+
+def test_a_large_clip_keeps_its_place_in_the_queue(start, tmp_path, monkeypatch):
+    """It arrives while another request is taken, which stays before it when the server starts anew."""
+    server, save = start(work=False), asked.save_pictures
+
+    def slow(pictures, folder, limits):
+        if pictures:
+            server.ask(seed=1)
+        return save(pictures, folder, limits)
+
+    monkeypatch.setattr(asked, "save_pictures", slow)
+    server.ask(seed=2, video=url(film(tmp_path / "a.mp4", 9).read_bytes()))
+    before = server.board.queue
+    assert len(before) == 2
+    server.board.shelf.close()  # as a kill does
+    assert start(work=False).board.queue == before
 
 
 def change(folder, id, /, text=None, **changes):

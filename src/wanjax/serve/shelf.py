@@ -132,11 +132,14 @@ class Shelf(Places):
         return place
 
     def add(self, job: Job) -> None:
-        """Writes the row of a job whose folder is made, and which stays from then on; raises StorageError."""
+        """Writes the row of a job whose folder is made, and which stays from then on; raises StorageError.
+
+        It is the last row, whenever its folder was made: a large picture takes longer to arrive than a later request.
+        """
         with self._writing():
             self._table.execute(
                 "INSERT INTO videos (id, stays, job) VALUES (?1, 1, ?2) "
-                "ON CONFLICT (id) DO UPDATE SET stays = 1, job = ?2",
+                "ON CONFLICT (id) DO UPDATE SET stays = 1, job = ?2, number = (SELECT max(number) + 1 FROM videos)",
                 (job.id, _to_text(job)),
             )
 
