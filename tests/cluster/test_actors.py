@@ -8,16 +8,17 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import jax
 import pytest
 
 import wanjax
 from tests.support.words import naming, says
-from wanjax.cluster import worker
+from wanjax.cluster import actors, worker
 from wanjax.cluster.actors import Actors, connected, resources_of
 from wanjax.cluster.batch import Batch, Manifest, read_manifest
-from wanjax.cluster.hosts import POD, SLICE, WORKER_ID, bundles_of, placed_together
+from wanjax.cluster.hosts import POD, SLICE, WORKER_ID, Placed, bundles_of, placed_together
 from wanjax.cluster.requests import Request
 from wanjax.errors import WanjaxError
 
@@ -212,6 +213,37 @@ def test_ctrl_c_ends_it_and_the_same_command_goes_on(cluster, tmp_path):
     assert 0 < len(list(tmp_path.glob("videos/[!.]*.mp4"))) < 12
     succeeded(batch(tmp_path, *options))
     assert sorted(entry["seed"] for entry in read_manifest(tmp_path / "videos")) == list(range(12))
+
+
+def test_workers_that_wait_for_a_place_are_told_of_each_time(monkeypatch):
+    """Not those that take the place of one that died after a while, and begin at once."""
+    now, ready, told = [0.0], [], []
+    ray = SimpleNamespace(
+        exceptions=SimpleNamespace(RayError=KeyError, RayTaskError=IndexError),
+        wait=lambda every, num_returns, timeout: ([one for one in every if one in ready], []),
+        get=lambda reference: None,
+        kill=lambda actor: None,
+    )
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(actors, "monotonic", lambda: now[0])
+    monkeypatch.setattr(actors, "placed", lambda *given: Placed([object()], object()))
+    crew = Actors({}, {"": 1}, {"": {}}, told.append)
+
+    def look(seconds):
+        now[0] += seconds
+        crew._wait([], lambda: None)
+        return sum("wait for a place" in note for note in told)
+
+    for count in (0, 1):
+        ready += crew._starting
+        assert look(1) == count
+        (worker,) = crew._idle[""]
+        crew._idle[""].clear()
+        now[0] += actors.PATIENCE
+        crew._replace("", worker)
+        assert look(1) == count
+        assert look(actors.PATIENCE) == count + 1
+        assert look(actors.PATIENCE) == count + 1
 
 
 def test_resources_are_read_or_refused():

@@ -143,7 +143,7 @@ class Actors:
         self._starting: dict[Any, tuple[str, Placed]] = {}  # with their stages, by what tells that they are ready
         self._watched: dict[Any, tuple[str, Placed]] = {}  # by what tells that a part of them has ended
         self._idle: dict[str, list[Placed]] = {stage: [] for stage in counts}
-        self._deaths, self._since = 0, monotonic()
+        self._deaths, self._since = 0, inf
         for stage, count in counts.items():
             for _ in range(count):
                 self._start(stage)
@@ -157,6 +157,8 @@ class Actors:
             worker = placed_together(self.ray, self.arguments, self._bundles, self._spread)
         else:
             worker = placed(self.ray, self.arguments, self._resources[stage])
+        if not self._starting:
+            self._since = monotonic()
         self._starting[worker.ready] = stage, worker
         self._watched |= dict.fromkeys(worker.watched, (stage, worker))
 
