@@ -169,6 +169,21 @@ def test_what_stops_half_way_leaves_the_file_before(tmp_path, name, failure):
     assert leftovers(tmp_path) == [name]
 
 
+def test_frames_that_cannot_be_replaced_stay(tmp_path, monkeypatch):
+    before, rename = videos.write_video(tmp_path / "frames", clip(1), 16, {"seed": 1}), Path.rename
+
+    def failing(self, target):
+        if ".partial." in self.name:
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(WanjaxError, match=naming("frames written")):
+        videos.write_video(tmp_path / "frames", clip(1), 16, {"seed": 2})
+    assert videos.read_metadata(before) == {"seed": 1}
+    assert leftovers(tmp_path) == ["frames"]
+
+
 @pytest.mark.parametrize("name", ["clip.gif", "clip.webp", "frames"])
 def test_a_full_disk_leaves_nothing(tmp_path, name, monkeypatch):
     def full(self, file, *args, **kwargs):

@@ -12,7 +12,7 @@ import re
 import shutil
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from html import escape
@@ -316,8 +316,12 @@ def _write_pngs(path: Place, frames: Iterator[Frame], fps: int | float, comment:
     except OSError as error:
         raise WanjaxError(f"{path} cannot be written: {error.strerror or error}") from error
     finally:
-        for folder in (beside, old):
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(beside, ignore_errors=True)
+        if path.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        elif old.exists():
+            with suppress(OSError):
+                old.rename(path)
 
 
 LEAST_BYTES = {**dict.fromkeys(FILMS, 0.01), ".gif": 0.05, ".webp": 0.02, ".png": 0.1, "": 0.1}
