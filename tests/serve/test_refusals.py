@@ -59,6 +59,8 @@ BAD_FIELDS = [
     ({"image": "data:image/png;base64,!!"}, "no base64"),
     ({"image": "data:image/png;base64,AAAA"}, "cannot be read as a picture"),
     ({"image": ["data:;base64,AAAA"] * 2}, "2 files"),
+    ({"image": [["data:;base64,AAAA"]]}, "image has no file"),
+    ({"image": json.loads("[" * 600 + "]" * 600)}, "image has no file"),
     ({"references": ["data:;base64,AAAA"] * 9}, "9 files are given as references where 4"),
 ]
 

@@ -137,8 +137,10 @@ def _check_text(name: str, value: Any, limits: Limits) -> None:
 
 def _from_text(name: str, value: Any) -> list[bytes]:
     """Returns pictures or clips that JSON holds, as data: URLs, alone, in a list, or as OpenAI's {"image_url": ...}."""
-    if isinstance(value, list):
-        return [one for each in value[:100] for one in _from_text(name, each)]
+    return [_decoded(name, one) for one in (value[:100] if isinstance(value, list) else [value])]
+
+
+def _decoded(name: str, value: Any) -> bytes:
     if isinstance(value, Mapping):
         value = value.get("image_url")
     found = DATA_URL.fullmatch(value) if isinstance(value, str) else None
@@ -146,7 +148,7 @@ def _from_text(name: str, value: Any) -> list[bytes]:
         told = f"{name} has no file: one in a form or a data: URL is right, and no address is fetched"
         raise SettingError(told, name)
     try:
-        return [base64.b64decode(found[1], validate=True)]
+        return base64.b64decode(found[1], validate=True)
     except binascii.Error as error:
         raise SettingError(f"the data: URL of {name} is no base64: {error}", name) from error
 
