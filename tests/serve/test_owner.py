@@ -8,6 +8,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
+from time import monotonic, sleep
 from types import SimpleNamespace
 from typing import Any
 
@@ -227,6 +228,36 @@ def test_a_copy_forgets_what_went_while_it_looked_away(house):
     board._apply(board._news())
     assert [*board.jobs] == [ids[1]]
     assert board.since(board.version - 1)[2] == [ids[0]]
+
+
+def test_a_copy_tells_the_place_of_a_video_that_was_found_before_it_was_renewed(house):
+    board = Mirror(house.call, house.folder, 32)
+    ids = [house.ask(seed) for seed in range(2)]
+    board._apply(board._news())
+    job = board.find(ids[1])
+    assert board.position(job) == 1
+    taken(house, "s-1")
+    house.call("finish", "s-1", ids[0], {}, "completed", None)
+    board._apply(board._news())
+    assert board.position(job) == 0
+
+
+def test_a_worker_goes_on_telling_after_an_error(house):
+    failures = [RuntimeError("of whatever kind")]
+
+    def call(method: str, *given: Any) -> Any:
+        if method == "advance" and given[2] and failures:
+            raise failures.pop()
+        return house.call(method, *given)
+
+    id, desk = house.ask(), Desk(call, "s-1", house.folder)
+    job = desk.take()
+    assert job is not None
+    desk.advance(job, 50)
+    end = monotonic() + 20
+    while house.job(id).progress < 50 and monotonic() < end:
+        sleep(0.05)
+    assert (house.job(id).progress, failures) == (50, [])
 
 
 def test_errors_of_the_table_are_known_elsewhere(house):

@@ -102,7 +102,8 @@ class Videos:
     def position(self, job: Job) -> int | None:
         """Returns how many videos are made before this one; None for one that does not wait."""
         with self._changed:
-            return self._queue.index(job) + len(self.running) if job in self._queue else None
+            ids = self.queue  # of jobs that a copy may hold anew since this one was found
+            return ids.index(job.id) + len(self.running) if job.id in ids else None
 
     def watch(self) -> Watcher:
         """Returns a watcher on the running loop, whose event every change sets until `leave` is called with it."""

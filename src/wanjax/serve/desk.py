@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker's place, away from the board: what it is to make, and how far it is with it."""
 
+import logging
 import time
 from threading import Condition, Thread
 from typing import Any
@@ -11,6 +12,7 @@ from wanjax.stores.places import Place
 
 BEAT = 0.5  # seconds between two questions whether to go on
 PAUSE = 0.2  # seconds between two messages at the least
+logger = logging.getLogger("wanjax.serve")
 
 
 class Desk:
@@ -80,6 +82,10 @@ class Desk:
             try:
                 orders: Orders = self.call("advance", self.worker, *told)
             except AwayError:
+                continue
+            except Exception:
+                logger.exception("how far %s is cannot be told", job.id)
+                time.sleep(BEAT)
                 continue
             job.cancelled |= orders.cancelled
             self.closed |= orders.closed
