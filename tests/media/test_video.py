@@ -11,6 +11,7 @@ from PIL import Image
 from wanjax.errors import WanjaxError
 from wanjax.media import videos
 from wanjax.media.videos import Video
+from wanjax.signals import abandon
 
 FRAMES = np.random.default_rng(0).integers(0, 256, (5, 32, 64, 3), dtype=np.uint8)
 SETTINGS = {"prompt": 'a "red" circle <b>', "seed": 7}
@@ -75,6 +76,21 @@ def test_a_notebook_plays_a_gif_without_ffmpeg(video, tmp_path, monkeypatch):
     html = video._repr_html_()
     monkeypatch.undo()
     assert embedded(html, "image/gif", tmp_path) == SETTINGS
+
+
+def test_an_end_at_once_leaves_nothing_of_what_a_notebook_plays(video, monkeypatch):
+    left = []
+
+    def save(self, path):
+        path.write_bytes(b"half of a film")
+        abandon()
+        left.append(path.exists())
+        path.parent.mkdir()
+        path.write_bytes(b"")
+
+    monkeypatch.setattr(Video, "save", save)
+    video._repr_html_()
+    assert left == [False]
 
 
 def test_large_videos_keep_their_size():

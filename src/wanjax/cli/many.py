@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
@@ -35,7 +34,7 @@ from wanjax.media.pictures import Pictures
 from wanjax.pipelines.record import described
 from wanjax.pipelines.seeds import checked_seed
 from wanjax.pipelines.settings import LOADED
-from wanjax.stores.places import Place, names_in, place
+from wanjax.stores.places import Place, names_in, own_folder, place
 
 RANGE = re.compile(r"(\d+)\.\.(\d+)")
 FAILURE = 1  # the exit status where some videos failed
@@ -147,9 +146,9 @@ def _here(report: Report, requests: Sequence[Request], given: dict[str, Any], wo
                 if ended is not None:
                     yield ended
 
-    here = nullcontext(worker.folder) if isinstance(worker.folder, Path) else TemporaryDirectory(prefix="wanjax-")
+    here = nullcontext(worker.folder) if isinstance(worker.folder, Path) else own_folder()
     with here as own:  # previews are shown by files
-        video = Rendering(report, Path(own), _of_job(given, first), pipe=worker.pipe)
+        video = Rendering(report, own, _of_job(given, first), pipe=worker.pipe)
         video.tell(list(dict.fromkeys(job.request.given["seed"] for job in batch.jobs.values())))
         if video.previews and not given.get("preview_decoder"):
             with report.stage("preview"):

@@ -9,7 +9,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
@@ -41,6 +40,7 @@ from wanjax.plan.scale import Bulk, at_scale
 from wanjax.plan.training import TrainingOutlook, training_outlook
 from wanjax.programs import EXECUTE, Instance, warn_refused
 from wanjax.sharding import ONE_DEVICE, AutoMesh, MeshSizes, find_rules, standing_in
+from wanjax.stores.places import own_folder
 from wanjax.training.adapters import LoraConfig
 from wanjax.training.optimizers import OptimizerConfig
 
@@ -294,8 +294,8 @@ def _compiled(instance: Instance) -> bool:
 @contextmanager
 def _recorded(report: Report, given: Mapping[str, Any]) -> Iterator[list[Instance]]:
     """Yields the programs of the run that `generate` would make, recorded."""
-    with TemporaryDirectory(prefix="wanjax-warmup-") as folder:
-        made = Rendering(report, Path(folder), {**given, "prompt": given["prompt"] or ""})
+    with own_folder("wanjax-warmup-") as folder:
+        made = Rendering(report, folder, {**given, "prompt": given["prompt"] or ""})
         with report.stage("record"):
             instances = made.instances()
         yield instances

@@ -7,14 +7,11 @@ holds a lock. It is given bytes, meshes and options. Nothing of it remains after
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.metadata import requires, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +26,7 @@ from wanjax.compilers.lowering import Lowering
 from wanjax.compilers.roofline import machines
 from wanjax.compilers.schedule import Schedule, read_dump
 from wanjax.errors import WanjaxError
-from wanjax.signals import abandoned_by
+from wanjax.stores.places import own_folder
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -117,10 +114,10 @@ def compiled(
     check_compiler()
     if not jobs:
         return
-    with tempfile.TemporaryDirectory(prefix="wanjax-plan-") as name, abandoned_by(partial(shutil.rmtree, name)):
+    with own_folder("wanjax-plan-") as own:
         folders: dict[Path, list[int]] = {}
         for number, job in enumerate(jobs):
-            root = Path(name) / ("schedules" if number in schedules else "programs")
+            root = own / ("schedules" if number in schedules else "programs")
             folders.setdefault(root, []).append(number)
             (root / str(number)).mkdir(parents=True)
             (root / str(number) / "program.bin").write_bytes(job.program)

@@ -18,7 +18,7 @@ from functools import partial
 from html import escape
 from itertools import chain, pairwise
 from pathlib import Path
-from tempfile import NamedTemporaryFile, TemporaryDirectory, gettempdir
+from tempfile import NamedTemporaryFile, gettempdir
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ from wanjax.figures import in_bytes
 from wanjax.media.ffmpeg import reading, run_ffmpeg
 from wanjax.media.webp import keep_time
 from wanjax.signals import abandoned_by
-from wanjax.stores.places import Place, Remote, local_copy, place
+from wanjax.stores.places import Place, Remote, local_copy, own_folder, place
 
 FRAME = "frame_{:05d}.png"
 IS_FRAME = re.compile(r"frame_\d{5,}\.png")
@@ -100,8 +100,8 @@ def _player(video: Video) -> str:
     times = max(1, PLAYER_WIDTH // width)
     title = escape(str(video.settings.get("prompt", "")), quote=True)
     shape = f'width="{times * width}" height="{times * height}" title="{title}" style="image-rendering: pixelated"'
-    with TemporaryDirectory() as folder:
-        film, animation = (Path(folder) / f"video.{kind}" for kind in ("mp4", "gif"))
+    with own_folder() as folder:
+        film, animation = (folder / f"video.{kind}" for kind in ("mp4", "gif"))
         try:
             video.save(film)
             data = b64encode(film.read_bytes()).decode()

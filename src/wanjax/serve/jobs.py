@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requested videos, and the folder that each has of its own: of its pictures, and of its result."""
 
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
 from wanjax.pipelines.settings import length_of
-from wanjax.signals import abandoned_by
-from wanjax.stores.places import Place
+from wanjax.stores.places import Place, own_folder
 
 QUEUED: Literal["queued"] = "queued"
 RUNNING: Literal["in_progress"] = "in_progress"
@@ -133,7 +129,7 @@ class Places:
         if isinstance(place := self.place(id), Path):
             yield place
             return
-        with _own_folder() as here:
+        with own_folder() as here:
             yield here
             place.upload_all({file.name: file for file in here.iterdir()})
 
@@ -143,15 +139,9 @@ class Places:
         if isinstance(place := self.place(job.id), Path):
             yield place
             return
-        with _own_folder() as here:
+        with own_folder() as here:
             place.download_all(job.files, here)
             yield here
-
-
-@contextmanager
-def _own_folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="wanjax-") as folder, abandoned_by(partial(shutil.rmtree, folder)):
-        yield Path(folder)
 
 
 def files_in(folder: Place, job: Job) -> dict[str, Any]:

@@ -163,13 +163,13 @@ class Remote:
     def download_all(self, names: Iterable[str], folder: Path, told: Told = lambda names: None) -> None:
         """Writes objects of a folder to a folder here, by their names; each file appears when all of it is there."""
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".", dir=folder) as name, abandoned_by(partial(shutil.rmtree, name)):
+        with own_folder(".", within=folder) as own:
             for some in _groups(names):
                 with self._reached("read"):
-                    self._files.get([f"{self.path}/{each}" for each in some], [f"{name}/{each}" for each in some])
+                    self._files.get([f"{self.path}/{each}" for each in some], [f"{own}/{each}" for each in some])
                 for each in some:
                     (folder / each).parent.mkdir(parents=True, exist_ok=True)
-                    (Path(name) / each).replace(folder / each)
+                    (own / each).replace(folder / each)
                 told(some)
 
     def check_writable(self) -> None:
@@ -250,6 +250,13 @@ def names_in(folder: Place) -> set[str]:
 
 
 @contextmanager
+def own_folder(prefix: str = "wanjax-", within: Path | None = None) -> Iterator[Path]:
+    """Yields a new folder of this process's own, which goes with the block, or where the process ends at once."""
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=within) as name, abandoned_by(partial(shutil.rmtree, name)):
+        yield Path(name)
+
+
+@contextmanager
 def publishing(target: Remote) -> Iterator[Path]:
     """Yields a file here, of the same name, that is published when the block has written it.
 
@@ -279,9 +286,9 @@ def local_copy(file: Place) -> Iterator[Path]:
     if isinstance(file, Path):
         yield file
         return
-    with tempfile.TemporaryDirectory(prefix="wanjax-") as folder, abandoned_by(partial(shutil.rmtree, folder)):
-        file.parent.download_all([file.name], Path(folder))
-        copy = Path(folder) / file.name
+    with own_folder() as folder:
+        file.parent.download_all([file.name], folder)
+        copy = folder / file.name
         try:
             yield copy
         except WanjaxError as error:
