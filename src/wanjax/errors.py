@@ -2,6 +2,7 @@
 """The errors that wanjax raises on purpose, and its warnings."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class WanjaxError(ValueError):
@@ -25,6 +26,10 @@ class SettingError(WanjaxError):
 
 class UnsupportedError(WanjaxError, NotImplementedError):
     """A request that this implementation does not support; another implementation may."""
+
+
+class WriteError(WanjaxError):
+    """A file or a folder that cannot be written."""
 
 
 class WanjaxWarning(UserWarning):
@@ -52,6 +57,15 @@ def reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error).partition("\n")[0]
+
+
+@contextmanager
+def written(path: object) -> Iterator[None]:
+    """Raises WriteError, which names the path, in place of the block's OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise WriteError(f"{path} cannot be written: {reason(error)}") from error
 
 
 def shown(value: object) -> str:

@@ -286,11 +286,11 @@ def test_held_out_losses_and_samples(tmp_path, data, wan):
 
 def test_clips_are_encoded_once_and_bad_ones_left_out(tmp_path, wan):
     folder = write_clips(tmp_path / "data", 3)
-    (folder / "bad.mp4").write_bytes(b"no film")
-    (folder / "bad.txt").write_text("bad")
+    (folder / "cannot be written.mp4").write_bytes(b"no film")  # whose name the error tells
+    (folder / "cannot be written.txt").write_text("bad")
     told: list[str] = []
     Training(wanjax.load(wan), folder, tmp_path / "one", SMALL, note=told.append).encode()
-    assert any("1 left out: bad.mp4: " in sentence for sentence in told)
+    assert any("1 left out: cannot be written.mp4: " in sentence for sentence in told)
     kept = {path: path.stat().st_mtime_ns for path in (folder / ".wanjax").glob("clip-*")}
     assert len(kept) == 3
     pipe = wanjax.load(wan)

@@ -28,7 +28,7 @@ import numpy as np
 from psutil import pid_exists
 from safetensors import SafetensorError, safe_open
 
-from wanjax.errors import WanjaxError, reason
+from wanjax.errors import WanjaxError, reason, written
 from wanjax.signals import abandoned_by
 from wanjax.stores.places import Place, Remote, publishing
 
@@ -340,7 +340,7 @@ def save_index(folder: Path, stem: str, files: Mapping[str, Iterable[str]], nbyt
 def writing(path: Place) -> Iterator[Path]:
     """Yields a file beside `path`, with the same suffix, which becomes `path` if the block succeeds, else is removed.
 
-    For an object of a store the file is among the temporary ones, and is published. Raises WanjaxError in place of the
+    For an object of a store the file is among the temporary ones, and is published. Raises WriteError in place of the
     block's OSError.
     """
     if isinstance(path, Remote):
@@ -349,11 +349,9 @@ def writing(path: Place) -> Iterator[Path]:
         return
     beside = name_beside(path)
     try:
-        with abandoned_by(beside.unlink):
+        with abandoned_by(beside.unlink), written(path):
             yield beside
             beside.replace(path)
-    except OSError as error:
-        raise WanjaxError(f"{path} cannot be written: {error.strerror or error}") from error
     finally:
         with suppress(OSError):
             beside.unlink()

@@ -27,7 +27,7 @@ from PIL import Image, PngImagePlugin
 
 from wanjax.checkpoints.files import check_folder, name_beside, writing
 from wanjax.dims import readable
-from wanjax.errors import WanjaxError, reason
+from wanjax.errors import WanjaxError, written
 from wanjax.figures import in_bytes
 from wanjax.media.ffmpeg import reading, run_ffmpeg
 from wanjax.media.webp import keep_time
@@ -172,17 +172,16 @@ def try_output(
     folder = name_beside(near / "trial")
     trial, settings = folder / target.name, json.dumps(dict(metadata))
     try:
-        folder.mkdir()
-        with abandoned_by(partial(shutil.rmtree, folder)):
-            WRITERS[_suffix(path)](trial, iter([np.zeros((*size, 3), np.uint8)]), fps, settings)
-            if read_metadata(trial) != json.loads(settings):
-                raise WanjaxError(f"{path} would not keep the settings: another format would do")
-        if isinstance(target, Remote):
-            target.parent.check_writable()
+        with written(path):
+            folder.mkdir()
+            with abandoned_by(partial(shutil.rmtree, folder)):
+                WRITERS[_suffix(path)](trial, iter([np.zeros((*size, 3), np.uint8)]), fps, settings)
+                if read_metadata(trial) != json.loads(settings):
+                    raise WanjaxError(f"{path} would not keep the settings: another format would do")
+            if isinstance(target, Remote):
+                target.parent.check_writable()
     except WanjaxError as error:
         raise WanjaxError(str(error).replace(str(trial), str(path))) from error
-    except OSError as error:
-        raise WanjaxError(f"{path} cannot be written: {reason(error)}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     least, room = int(frames * math.prod(size) * LEAST_BYTES[_suffix(path)]), shutil.disk_usage(near).free
@@ -306,15 +305,14 @@ def _write_pngs(path: Place, frames: Iterator[Frame], fps: int | float, comment:
     text = _text(comment)
     beside, old = (name_beside(path, kind) for kind in ("partial", "old"))
     try:
-        beside.mkdir()
-        with abandoned_by(partial(shutil.rmtree, beside)):
-            for index, frame in enumerate(frames):
-                Image.fromarray(frame).save(beside / FRAME.format(index), pnginfo=text)
-        if path.exists():
-            path.rename(old)
-        beside.rename(path)
-    except OSError as error:
-        raise WanjaxError(f"{path} cannot be written: {error.strerror or error}") from error
+        with written(path):
+            beside.mkdir()
+            with abandoned_by(partial(shutil.rmtree, beside)):
+                for index, frame in enumerate(frames):
+                    Image.fromarray(frame).save(beside / FRAME.format(index), pnginfo=text)
+            if path.exists():
+                path.rename(old)
+            beside.rename(path)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
         if path.exists():

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from wanjax.errors import WanjaxError, causes, reason
+from wanjax.errors import WanjaxError, causes, written
 from wanjax.signals import abandoned_by
 
 LIBRARIES = {"s3": "s3fs", "gs": "gcsfs", "memory": "fsspec"}
@@ -261,17 +261,15 @@ def publishing(target: Remote) -> Iterator[Path]:
     """Yields a file here, of the same name, that is published when the block has written it.
 
     Where that fails the file stays, and WanjaxError tells where, since it may have taken hours to make. Raises
-    WanjaxError in place of the block's OSError too.
+    WriteError in place of the block's OSError too.
     """
     folder = Path(tempfile.mkdtemp(prefix="wanjax-"))
     file = folder / target.name
     try:
-        with abandoned_by(partial(shutil.rmtree, folder)):
+        with abandoned_by(partial(shutil.rmtree, folder)), written(target):
             yield file
-    except BaseException as error:
+    except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise WanjaxError(f"{target} cannot be written: {reason(error)}") from error
         raise
     try:
         target.upload(file)

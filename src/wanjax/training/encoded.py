@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from wanjax.checkpoints.files import SafetensorsFile, check_folder, content_digest, load_safetensors, save_safetensors
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, WriteError
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.record import VERSION
@@ -80,9 +80,9 @@ class Store:
                 if key not in index:
                     try:
                         index[key] = [self._clip(f"{key}-{i}", x) for i, x in enumerate(cutting.pieces(example.file))]
+                    except WriteError:
+                        raise
                     except WanjaxError as error:
-                        if "cannot be written" in str(error):
-                            raise
                         listing.left_out.append(f"{example.file.name}: {error}")
                         continue
                     file.write(json.dumps({"key": key, "clips": index[key]}) + "\n")

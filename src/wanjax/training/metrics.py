@@ -2,13 +2,12 @@
 """Metrics of a training: a line of JSON for each step, and curves for TensorBoard where it is installed."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from wanjax.checkpoints.files import writing
-from wanjax.errors import WanjaxError
+from wanjax.errors import written
 
 METRICS = "metrics.jsonl"
 CURVES = "tensorboard"  # the folder of TensorBoard's files, beside it
@@ -17,7 +16,7 @@ CURVES = "tensorboard"  # the folder of TensorBoard's files, beside it
 class Metrics:
     """The metrics of steps, in a training's folder. Those after the step from which it goes on are dropped.
 
-    Every method raises WanjaxError where a file cannot be written.
+    Every method raises WriteError where a file cannot be written.
     """
 
     def __init__(self, folder: Path, step: int):
@@ -29,32 +28,23 @@ class Metrics:
                         lines.append(line)
         with writing(self.file) as beside:
             beside.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        with _writing(folder / CURVES):
+        with written(folder / CURVES):
             self._curves = _writer(folder / CURVES)
 
     def add(self, step: int, time: float, **values: float) -> None:
         """Writes the values of a step, and the time at which it was done, in seconds since 1970."""
-        with _writing(self.file), self.file.open("a", encoding="utf-8") as file:
+        with written(self.file), self.file.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **values, "time": round(time, 3)}) + "\n")
         if self._curves:
-            with _writing(self.file.with_name(CURVES)):
+            with written(self.file.with_name(CURVES)):
                 for name, value in values.items():
                     self._curves.add_scalar(name, value, step, wall_time=time)
 
     def close(self) -> None:
         """Ends the writing of curves."""
         if self._curves:
-            with _writing(self.file.with_name(CURVES)):
+            with written(self.file.with_name(CURVES)):
                 self._curves.close()
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Raises WanjaxError in place of an error in writing."""
-    try:
-        yield
-    except OSError as error:
-        raise WanjaxError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def _writer(folder: Path) -> Any:
