@@ -34,7 +34,6 @@ LAYERS = [  # a module imports from its own layer and those below
         "wanjax.figures",
         "wanjax.signals",
         "wanjax.stores",
-        "wanjax.texts",
     ],
 ]
 FAMILIES = ["wan", "cogvideox", "hunyuanvideo"]  # folders of models, converters and pipelines

@@ -21,16 +21,14 @@ from hypothesis.extra import numpy as arrays
 from tests.support.words import naming, says
 from wanjax.checkpoints.files import (
     DTYPES,
-    HOST,
     SafetensorsFile,
     SafetensorsFolder,
     Spec,
-    check_folder,
     load_safetensors,
     save_safetensors,
-    writing,
 )
 from wanjax.errors import WanjaxError
+from wanjax.stores.writing import HOST, check_folder, writing
 
 TENSORS = {
     "a.weight": np.arange(6, dtype=np.float32).reshape(2, 3),

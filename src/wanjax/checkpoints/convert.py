@@ -34,7 +34,6 @@ from wanjax.checkpoints.files import (
     save_index,
     shards,
     write_safetensors,
-    writing,
 )
 from wanjax.checkpoints.hub import INDEX, cached_checksum
 from wanjax.checkpoints.manifest import (
@@ -68,6 +67,7 @@ from wanjax.converters import rules
 from wanjax.errors import WanjaxError
 from wanjax.figures import in_bytes
 from wanjax.stores.places import Place, Remote, local_copy, place
+from wanjax.stores.writing import writing
 
 PARTIAL = ".{}.partial"  # the folder beside the target until it is complete
 NOT_NETWORKS = re.compile(r"Tokenizer|Scheduler|Processor|Extractor|Guidance")

@@ -12,25 +12,19 @@ import json
 import math
 import os
 import re
-import shutil
-import tempfile
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from socket import gethostname
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import ml_dtypes
 import numpy as np
-from psutil import pid_exists
 from safetensors import SafetensorError, safe_open
 
-from wanjax.errors import WanjaxError, reason, written
-from wanjax.signals import abandoned_by
-from wanjax.stores.places import Place, Remote, publishing
+from wanjax.errors import WanjaxError, reason
+from wanjax.stores.writing import writing
 
 DTYPES = {
     "BOOL": np.dtype(np.bool_),
@@ -57,8 +51,6 @@ MAX_RANK = 32
 CACHE_LINE = 64  # bytes
 CHECKED = 1 << 18  # values that are looked at together
 SHARD = 5e9  # bytes of a file, as in published checkpoints
-HOST = re.sub(r"[^\w-]", "-", gethostname())[:40]  # whose processes can be looked up
-LEFT = re.compile(r"\.(?P<pid>\d{1,10})@(?P<host>[\w-]+)\.(?P<kind>partial|old)\.(?P<name>.+)", re.DOTALL)
 FOLDER_FILES = 10_000  # of which a digest is taken
 WHOLE = 64 * 2**20  # bytes; of a larger file, a digest is taken of the header and of some blocks
 HEADER, BLOCKS, BLOCK = 2**20, 64, 2**16
@@ -334,57 +326,6 @@ def save_index(folder: Path, stem: str, files: Mapping[str, Iterable[str]], nbyt
     index = {"metadata": {"total_size": nbytes}, "weight_map": weight_map}
     with writing(folder / f"{stem}.safetensors.index.json") as beside:
         beside.write_text(json.dumps(index, indent=2) + "\n")
-
-
-@contextmanager
-def writing(path: Place) -> Iterator[Path]:
-    """Yields a file beside `path`, with the same suffix, which becomes `path` if the block succeeds, else is removed.
-
-    For an object of a store the file is among the temporary ones, and is published. Raises WriteError in place of the
-    block's OSError.
-    """
-    if isinstance(path, Remote):
-        with publishing(path) as file:
-            yield file
-        return
-    beside = name_beside(path)
-    try:
-        with abandoned_by(beside.unlink), written(path):
-            yield beside
-            beside.replace(path)
-    finally:
-        with suppress(OSError):
-            beside.unlink()
-
-
-def name_beside(path: Path, kind: str = "partial") -> Path:
-    """Returns a name beside `path` of this process's own: `partial` for what is not complete, `old` for what was there.
-
-    Removes what processes of this machine that are gone left. What was there, and is not replaced, gets its name back.
-    """
-    with suppress(OSError):
-        for left in list(path.parent.glob(".*")):
-            if (found := LEFT.fullmatch(left.name)) and found["host"] == HOST and not pid_exists(int(found["pid"])):
-                if found["kind"] == "old" and not left.with_name(found["name"]).exists():
-                    left.rename(left.with_name(found["name"]))
-                elif left.is_dir():
-                    shutil.rmtree(left)
-                else:
-                    left.unlink()
-    return path.with_name(f".{os.getpid()}@{HOST}.{kind}.{path.name}")
-
-
-def check_folder(folder: Place) -> None:
-    """Makes the folder if need be; raises WanjaxError if files cannot be written to it."""
-    if isinstance(folder, Remote):
-        folder.check_writable()
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise WanjaxError(f"the folder {folder} cannot be written, {reason(error)}: another one is needed") from error
 
 
 class _CorruptError(Exception):

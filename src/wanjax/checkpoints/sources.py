@@ -21,16 +21,7 @@ from flax import nnx
 from wanjax.checkpoints import modules
 from wanjax.checkpoints.arrays import Arrays, size_here
 from wanjax.checkpoints.descaled import EIGHT_BITS, Descaled
-from wanjax.checkpoints.files import (
-    HEADER_LIMIT,
-    Reader,
-    SafetensorsFile,
-    SafetensorsFolder,
-    check_folder,
-    check_names,
-    no_file,
-    writing,
-)
+from wanjax.checkpoints.files import HEADER_LIMIT, Reader, SafetensorsFile, SafetensorsFolder, check_names, no_file
 from wanjax.checkpoints.hub import (
     COMPONENT_FILES,
     HUB_FILE,
@@ -50,6 +41,7 @@ from wanjax.converters.rules import Rule
 from wanjax.errors import WanjaxError, reason
 from wanjax.figures import in_bytes
 from wanjax.stores.places import Missing, Remote, is_url, place
+from wanjax.stores.writing import check_folder, writing
 
 MANIFEST = "wanjax.json"  # written by `wanjax convert`: a checkpoint's origin and contents
 CONFIGS = ("config.json", "scheduler_config.json", "guider_config.json")

@@ -5,11 +5,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from wanjax.checkpoints.files import check_folder, writing
 from wanjax.cli.report import Report
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.text.extending import Extended, cleaned, extend_prompt
 from wanjax.stores.places import Place, local_copy
+from wanjax.stores.writing import check_folder, writing
 
 KEPT = "extended_prompts.json"  # in the folder of many videos, so that a list that goes on asks nobody again
 

@@ -14,7 +14,6 @@ from typing import Any
 import click
 import jax
 
-from wanjax.checkpoints.files import check_folder
 from wanjax.cli.extending import Extender
 from wanjax.cli.names import VIDEOS
 from wanjax.cli.options import COMPILE_CACHE, MOST_VIDEOS, SETTINGS, is_typed
@@ -35,6 +34,7 @@ from wanjax.pipelines.record import described
 from wanjax.pipelines.seeds import checked_seed
 from wanjax.pipelines.settings import LOADED
 from wanjax.stores.places import Place, names_in, own_folder, place
+from wanjax.stores.writing import check_folder
 
 RANGE = re.compile(r"(\d+)\.\.(\d+)")
 FAILURE = 1  # the exit status where some videos failed

@@ -13,7 +13,6 @@ from rich.console import Console
 from wanjax import registry
 from wanjax.bench.suite import SCALES, Bench, Row, Scale
 from wanjax.bench.suite import bench as run
-from wanjax.checkpoints.files import check_folder, writing
 from wanjax.cli.report import Report, print_table
 from wanjax.cli.stages import given_settings
 from wanjax.figures import digits, duration, scaled
@@ -21,6 +20,7 @@ from wanjax.kernels.compiler_options import keep_set, kept_set
 from wanjax.loading import load
 from wanjax.pipelines.caching.calibration import Measured, measure, reused_by, tables_from
 from wanjax.pipelines.caching.tables import measured_file, to_json
+from wanjax.stores.writing import check_folder, writing
 
 HEADINGS = ("what", "compiling", "first run", "measured", "runs", "spread", "modelled", "measured / modelled")
 WIDTH = 140  # columns where there is no terminal

@@ -7,8 +7,8 @@ from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
-from wanjax.checkpoints.files import check_folder
 from wanjax.media.texts import slug
+from wanjax.stores.writing import check_folder
 
 VIDEOS, STAGES = Path("wanjax_videos"), Path("stage_outputs")
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import jax
 
-from wanjax.checkpoints.files import writing
 from wanjax.compilers.roofline import peak_flops
 from wanjax.figures import duration, scaled
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Step
+from wanjax.stores.writing import writing
 
 TRACED = (1, 2)  # steps, from 0: the first compiles
 STEPS = "steps.json"

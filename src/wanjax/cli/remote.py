@@ -16,13 +16,13 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
-from wanjax.checkpoints.files import check_folder, writing
 from wanjax.cli.names import own_place
 from wanjax.cli.options import SETTINGS, is_given, option_of
 from wanjax.cli.report import Report
 from wanjax.errors import WanjaxError, shown
 from wanjax.pipelines.settings import LOADED, PICTURES
 from wanjax.stores.places import place
+from wanjax.stores.writing import check_folder, writing
 
 TOKEN = "WANJAX_TOKEN"  # the variable with what the server wants to be shown
 PATIENCE = 60.0  # seconds in which a server has to answer

@@ -17,7 +17,6 @@ import click
 import jax
 
 from wanjax import loading
-from wanjax.checkpoints.files import check_folder
 from wanjax.checkpoints.lora import Lora
 from wanjax.cli.options import COMPILE_CACHE
 from wanjax.cli.processes import meet
@@ -31,6 +30,7 @@ from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.extending import check_address, extend_prompt
 from wanjax.signals import INTERRUPTED
 from wanjax.stores.places import Place, place
+from wanjax.stores.writing import check_folder
 
 LIBRARIES = {
     "starlette": "starlette",

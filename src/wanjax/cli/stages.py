@@ -19,7 +19,6 @@ import jax
 import numpy as np
 
 from wanjax import registry
-from wanjax.checkpoints.files import check_folder
 from wanjax.checkpoints.lora import Lora
 from wanjax.cli import options
 from wanjax.cli.names import VIDEOS, Place, own_place, release
@@ -56,6 +55,7 @@ from wanjax.pipelines.windows import Window
 from wanjax.programs import EXECUTE, Instance
 from wanjax.schedulers import name_of
 from wanjax.stores import places
+from wanjax.stores.writing import check_folder
 
 RECORDED_STEPS = 200  # of a run that is recorded before its first step; each takes a millisecond or two
 WORK = {VIDEO: f"a finished video, {VIDEO}", LATENTS: f"the latents of a video, {LATENTS}"}

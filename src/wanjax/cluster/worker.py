@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wanjax.checkpoints.files import HOST
 from wanjax.cluster.requests import OWN, SCHEDULER, Request
 from wanjax.compilers.cache import compile_cache_folder, use_shared
 from wanjax.compilers.executables import of_this_machine
@@ -36,6 +35,7 @@ from wanjax.pipelines.settings import Settings
 from wanjax.programs import EXECUTE
 from wanjax.schedulers import name_of as solver_of
 from wanjax.stores.places import Place
+from wanjax.stores.writing import HOST
 
 HERE = ("devices", "version")  # entries of a record that do not say which video it is
 FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from wanjax.checkpoints.files import abandoned_by
 from wanjax.errors import WanjaxError
+from wanjax.signals import abandoned_by
 
 FILMS = "mov,matroska,avi,flv,asf,mpeg,mpegts,mpegvideo,m4v,h264,hevc,av1,obu,ivf,ogg,mxf,nut,yuv4mpegpipe,gif,apng"
 """The formats of films that are read. Others, such as playlists, may name further files and addresses to read."""

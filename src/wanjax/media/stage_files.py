@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
-from wanjax.checkpoints.files import SafetensorsFile, save_safetensors, writing
+from wanjax.checkpoints.files import SafetensorsFile, save_safetensors
 from wanjax.errors import WanjaxError, reason
 from wanjax.media.records import CONFIG, DIGESTS, PICTURE_FILES, as_of_now, table_in
+from wanjax.stores.writing import writing
 
 EMBEDDINGS = "stage1_embeddings.safetensors"
 LATENTS = "stage2_latents.safetensors"

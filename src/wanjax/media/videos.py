@@ -25,7 +25,6 @@ import numpy as np
 from jaxtyping import Shaped, UInt8
 from PIL import Image, PngImagePlugin
 
-from wanjax.checkpoints.files import check_folder, name_beside, writing
 from wanjax.dims import readable
 from wanjax.errors import WanjaxError, written
 from wanjax.figures import in_bytes
@@ -33,6 +32,7 @@ from wanjax.media.ffmpeg import reading, run_ffmpeg
 from wanjax.media.webp import keep_time
 from wanjax.signals import abandoned_by
 from wanjax.stores.places import Place, Remote, local_copy, own_folder, place
+from wanjax.stores.writing import check_folder, name_beside, writing
 
 FRAME = "frame_{:05d}.png"
 IS_FRAME = re.compile(r"frame_\d{5,}\.png")

@@ -22,13 +22,13 @@ from typing import Any
 
 import psutil
 
-from wanjax.checkpoints.files import check_folder
 from wanjax.checkpoints.holding import Hold
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.settings import Settings, schema
 from wanjax.serve.faults import StorageError, is_full, storing
 from wanjax.serve.jobs import COMPLETED, FAILED, JOBS, QUEUED, RUNNING, STOPPED, VIDEO, Job, Places, cancellation
 from wanjax.stores.places import Place, Remote, StoreError
+from wanjax.stores.writing import check_folder
 
 TABLE, LOCK, FORMER = "videos.sqlite", "serving.lock", "job.json"  # the last was a row before there was a table
 TRIES = 2  # times that a request may be under way when the server, or its worker, ends before it is given up

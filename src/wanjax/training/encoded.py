@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from wanjax.checkpoints.files import SafetensorsFile, check_folder, content_digest, load_safetensors, save_safetensors
+from wanjax.checkpoints.files import SafetensorsFile, content_digest, load_safetensors, save_safetensors
 from wanjax.errors import WanjaxError, WriteError
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.record import VERSION
+from wanjax.stores.writing import check_folder
 from wanjax.training.clips import Bucket, Cutting
 from wanjax.training.data import Example, Listing
 

@@ -20,10 +20,10 @@ import orbax.checkpoint as ocp
 from flax import nnx
 
 from wanjax.checkpoints import arrays
-from wanjax.checkpoints.files import writing
 from wanjax.errors import WanjaxError, reason
 from wanjax.programs import EXECUTE, Execute, Site
 from wanjax.sharding import Partitioner, one_device
+from wanjax.stores.writing import writing
 from wanjax.training.learning import FINITE, Filter, Learning, everything
 from wanjax.training.objective import Loss
 

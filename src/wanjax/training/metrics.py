@@ -6,8 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from wanjax.checkpoints.files import writing
 from wanjax.errors import written
+from wanjax.stores.writing import writing
 
 METRICS = "metrics.jsonl"
 CURVES = "tensorboard"  # the folder of TensorBoard's files, beside it

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 from PIL import Image
 
-from wanjax.checkpoints.files import writing
 from wanjax.pipelines.previews.latent_preview import LatentPreview, Picture, strip
 from wanjax.pipelines.progress import console
 from wanjax.pipelines.steps import Step
 from wanjax.stores.places import Place, place
+from wanjax.stores.writing import writing
 
 if TYPE_CHECKING:
     from rich.console import Console
