@@ -25,8 +25,8 @@ from tests.support.tiny import (
 )
 from tests.support.words import naming, says
 from wanjax.checkpoints.files import SafetensorsFile, load_safetensors
-from wanjax.checkpoints.holding import Hold
 from wanjax.errors import WanjaxError
+from wanjax.stores.holding import Hold
 from wanjax.training import LoraConfig, OptimizerConfig, TrainConfig, Training
 from wanjax.training.loop import NotFiniteError, Trainer
 from wanjax.training.objective import NoiseLevels

@@ -22,11 +22,11 @@ from typing import Any
 
 import psutil
 
-from wanjax.checkpoints.holding import Hold
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.settings import Settings, schema
 from wanjax.serve.faults import StorageError, is_full, storing
 from wanjax.serve.jobs import COMPLETED, FAILED, JOBS, QUEUED, RUNNING, STOPPED, VIDEO, Job, Places, cancellation
+from wanjax.stores.holding import Hold
 from wanjax.stores.places import Place, Remote, StoreError
 from wanjax.stores.writing import check_folder
 

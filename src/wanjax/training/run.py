@@ -16,7 +16,6 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from wanjax.checkpoints.holding import Hold
 from wanjax.checkpoints.networks import Network, network_of
 from wanjax.errors import WanjaxError
 from wanjax.figures import digits
@@ -26,6 +25,7 @@ from wanjax.media.videos import try_output, write_video
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.seeds import key_of, words_of
 from wanjax.programs import program
+from wanjax.stores.holding import Hold
 from wanjax.stores.writing import check_folder
 from wanjax.training import adapters, clips
 from wanjax.training.batches import Batches
