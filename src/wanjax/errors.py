@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The errors that wanjax raises on purpose, and its warnings."""
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the numbers of errors of a disk without room
 
 
 class WanjaxError(ValueError):
@@ -48,6 +51,14 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 def is_out_of_memory(error: Exception) -> bool:
     """Tells whether the host's memory, or that of a device, was too small."""
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+
+
+def is_full(error: BaseException) -> bool:
+    """Tells whether a disk had no room."""
+    return any(
+        getattr(cause, "sqlite_errorname", "") == "SQLITE_FULL" or (isinstance(cause, OSError) and cause.errno in FULL)
+        for cause in causes(error)
+    )
 
 
 def reason(error: Exception) -> str:

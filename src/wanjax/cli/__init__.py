@@ -20,7 +20,7 @@ from click.shell_completion import CompletionItem
 from wanjax.cli import defaults, listing, options, scale_options, train_options
 from wanjax.cli.arguments import check_prompt, complete_commands, complete_files, complete_models
 from wanjax.cli.report import Report, watched
-from wanjax.errors import WanjaxError, is_out_of_memory
+from wanjax.errors import FULL, WanjaxError, is_out_of_memory
 from wanjax.signals import INTERRUPTED, stop
 
 FAILURE, MISTAKE = 1, 2  # exit statuses
@@ -35,7 +35,7 @@ NAMES = (
     errno.EROFS,
 )
 """Errors of the system that follow from the name of a file."""
-NO_ROOM, NOTHING_MORE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "nothing more can be written"
+NOTHING_MORE = "nothing more can be written"
 LONGEST_NAME = 200  # characters of it in a message
 DEVICES = ("/dev/accel*", "/dev/vfio/*")  # device files of TPUs, by generation
 CARDS = ("/dev/nvidia*", "/dev/kfd")  # of graphics cards
@@ -63,7 +63,7 @@ class Commands(click.Group):
             click.echo(f"wanjax: {error.format_message()}", err=True)
             ctx.exit(MISTAKE)
         except OSError as error:  # while help is printed
-            if error.errno not in NO_ROOM:
+            if error.errno not in FULL:
                 raise
             click.echo(f"wanjax: {NOTHING_MORE}: {error.strerror}", err=True)
             ctx.exit(FAILURE)
@@ -103,7 +103,7 @@ class Commands(click.Group):
         except OSError as error:
             name = str(error.filename or "")
             name = name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..."
-            if error.errno in NO_ROOM:
+            if error.errno in FULL:
                 status, why = FAILURE, f"{NOTHING_MORE}{f' to {name!r}' if name else ''}: {error.strerror}"
             elif error.errno in NAMES and name:
                 status, why = MISTAKE, f"{name!r} is no name of a file that can be used here: {error.strerror}"

@@ -8,8 +8,8 @@ from typing import Any
 
 from wanjax.cluster.lockstep import Leader, follow
 from wanjax.cluster.processes import connect
-from wanjax.cluster.worker import Job, Outcome, Worker, is_full, told_of
-from wanjax.errors import WanjaxError, reason
+from wanjax.cluster.worker import Job, Outcome, Worker, told_of
+from wanjax.errors import WanjaxError, is_full, reason
 
 BUNDLED = {"num_cpus": "CPU", "num_gpus": "GPU"}  # the same in a placement group
 FIRST = "first"  # the name of the first host among the resources of a worker of several
@@ -19,7 +19,10 @@ ALONE = {"max_restarts": 0, "max_task_retries": 0}  # options of an actor that R
 
 
 class OutOfStep(Exception):
-    """An error that left processes behind, which have to end; the first of them has told its job's outcome before."""
+    """An error that leaves the other hosts waiting in a collective, so all must end.
+
+    The first host has already yielded its job's outcome.
+    """
 
 
 class Host(Leader):
@@ -98,7 +101,8 @@ def _head(ray: Any, hosts: int) -> dict[str, float]:
 class Placed:
     """A worker in a cluster: its actors, the first of which is asked for videos.
 
-    `ready` tells when it is, and `watched` tell, if ever, that one of the others has ended; `fault` is why one did.
+    `ready` is the reference that resolves when the worker is loaded; those in `watched` resolve only when one of its
+    other hosts ends, and `fault` is why one did.
     """
 
     actors: Sequence[Any]

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker: it keeps a loaded pipeline and makes videos with it, in this process or as an actor of Ray."""
 
-import errno
 import hashlib
 import json
 import logging
@@ -21,7 +20,7 @@ import numpy as np
 from wanjax.cluster.requests import OWN, SCHEDULER, Request
 from wanjax.compilers.cache import compile_cache_folder, use_shared
 from wanjax.compilers.executables import of_this_machine
-from wanjax.errors import WanjaxError, causes, reason
+from wanjax.errors import WanjaxError, causes, is_full, reason
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures
 from wanjax.media.texts import slug
@@ -38,7 +37,6 @@ from wanjax.stores.places import Place
 from wanjax.stores.writing import HOST
 
 HERE = ("devices", "version")  # entries of a record that do not say which video it is
-FULL = (errno.ENOSPC, errno.EDQUOT)
 STAGES = ("encode", "denoise", "decode")
 LONGEST_ERROR = 500  # characters
 logger = logging.getLogger("wanjax.cluster")
@@ -300,8 +298,3 @@ def name_of(record: Mapping[str, Any]) -> str:
     told = {name: value for name, value in record.items() if name not in HERE}
     digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
     return f"{slug(record['prompt'])}-{record['seed']}-{digest}.mp4"
-
-
-def is_full(error: Exception) -> bool:
-    """Tells whether nothing more can be written."""
-    return any(isinstance(cause, OSError) and cause.errno in FULL for cause in causes(error))

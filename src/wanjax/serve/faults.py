@@ -10,11 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from wanjax.errors import WanjaxError, causes, is_out_of_memory, reason
+from wanjax.errors import FULL, WanjaxError, causes, is_full, is_out_of_memory, reason
 from wanjax.stores.places import Place, StoreError
 
 MISTAKE, BROKEN, STORAGE = "invalid_request", "server_error", "storage"
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 STATUS = {
     **dict.fromkeys((*FULL, errno.EROFS, errno.EACCES, errno.EPERM), 507),
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), 503),
@@ -62,14 +61,6 @@ def storing() -> Iterator[None]:
         if error.errno not in STATUS:
             raise
         raise StorageError(f"{error.filename or 'a file'} cannot be used: {reason(error)}") from error
-
-
-def is_full(error: Exception) -> bool:
-    """Tells whether an error is that of a disk without room."""
-    return any(
-        getattr(cause, "sqlite_errorname", "") == "SQLITE_FULL" or (isinstance(cause, OSError) and cause.errno in FULL)
-        for cause in causes(error)
-    )
 
 
 def explained(error: Exception, folders: Iterable[Place]) -> Fault:

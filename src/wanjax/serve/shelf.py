@@ -22,9 +22,9 @@ from typing import Any
 
 import psutil
 
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, is_full
 from wanjax.pipelines.settings import Settings, schema
-from wanjax.serve.faults import StorageError, is_full, storing
+from wanjax.serve.faults import StorageError, storing
 from wanjax.serve.jobs import COMPLETED, FAILED, JOBS, QUEUED, RUNNING, STOPPED, VIDEO, Job, Places, cancellation
 from wanjax.stores.holding import Hold
 from wanjax.stores.places import Place, Remote, StoreError

@@ -6,7 +6,6 @@ then published: a file by one upload, and a folder with the file last by which r
 those that the store's library finds, in the environment and in the user's files; no URL holds any.
 """
 
-import errno
 import logging
 import re
 import shutil
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from wanjax.errors import WanjaxError, causes, written
+from wanjax.errors import FULL, WanjaxError, causes, written
 from wanjax.signals import abandoned_by
 
 LIBRARIES = {"s3": "s3fs", "gs": "gcsfs", "memory": "fsspec"}
@@ -32,7 +31,6 @@ URL = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]+)://(?P<path>.*)", re.IGNORECASE 
 BUCKET = re.compile(r"[\w.-]+", re.ASCII)
 AT_ONCE = 64  # files between two reports of progress
 LONGEST = 200  # characters of a library's message
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 Told = Callable[[list[str]], object]
 
 
@@ -195,7 +193,7 @@ class Remote:
         except WanjaxError:
             raise
         except Exception as error:
-            if isinstance(error, OSError) and error.errno in NO_ROOM:  # here
+            if isinstance(error, OSError) and error.errno in FULL:  # here
                 raise
             told = f"{self} cannot be {done}, {_told(error)}: a bucket that answers, with keys for it, is needed"
             raise (Missing if isinstance(error, FileNotFoundError) else StoreError)(told) from error
