@@ -35,10 +35,10 @@ class Near(Others):
     def __init__(self, room, index):
         self.room, self.index = room, index
 
-    def told(self, message=None):
-        return json.loads(self.gathered(json.dumps(message))[0])
+    def broadcast(self, message=None):
+        return json.loads(self.gather(json.dumps(message))[0])
 
-    def gathered(self, text):
+    def gather(self, text):
         self.room.said[self.index] = text
         self.room.barrier.wait()
         said = list(self.room.said)

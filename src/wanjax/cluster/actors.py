@@ -14,7 +14,7 @@ from math import inf
 from time import monotonic
 from typing import Any
 
-from wanjax.cluster.batch import DIED, TOGETHER, Batch
+from wanjax.cluster.batch import DIED, Batch
 from wanjax.cluster.hosts import OutOfStep, Placed, bundles_of, placed, placed_together
 from wanjax.cluster.worker import STAGES, Job, Outcome
 from wanjax.errors import WanjaxError, reason
@@ -222,7 +222,7 @@ class Actors:
             if stage != STAGES[0]:
                 return queues[stage].popleft() if queues[stage] else None
             ahead = len(queues[STAGES[1]]) < AHEAD * self.counts[STAGES[1]]  # what waits there takes memory
-            jobs = batch.take(TOGETHER * batch.total) if ahead else []
+            jobs = batch.take(self.count, most=1) if ahead else []
             return (jobs[0], None) if jobs else None
 
         while batch.ended < batch.total:

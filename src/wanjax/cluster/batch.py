@@ -46,15 +46,17 @@ class Batch:
     def ended(self) -> int:
         return self.done + len(self.failed)
 
-    def take(self, workers: int) -> list[Job]:
-        """Returns jobs for one of several workers, none where all are under way; a job that is tried again is alone.
+    def take(self, workers: int, most: int = TOGETHER) -> list[Job]:
+        """Returns at most so many jobs for one of several workers; a job that is tried again is alone.
+
+        There are none where all are under way.
 
         Towards the end they are fewer, so that the workers end together.
         """
         if not self._left:
             return [self._again.popleft()] if self._again else []
         share = TOGETHER if workers == 1 else -(-len(self._left) // (4 * workers))
-        return [self._left.popleft() for _ in range(min(TOGETHER, share, len(self._left)))]
+        return [self._left.popleft() for _ in range(min(most, share, len(self._left)))]
 
     def finish(self, outcome: Outcome) -> Outcome | None:
         """Counts the outcome of a job and returns it; None where it is tried again.

@@ -30,15 +30,15 @@ class Leader(Worker):
 
     def fit_colours(self) -> None:
         self.in_step = False
-        self.others.told(COLOURS)
+        self.others.broadcast(COLOURS)
         super().fit_colours()
         self.in_step = True
 
     def run(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
         run = self.prepared(jobs)
         self.in_step = False
-        self.others.told([(job.name, *job.request) for job in jobs])
-        faults = self.others.gathered("")
+        self.others.broadcast([(job.name, *job.request) for job in jobs])
+        faults = self.others.gather("")
         if told := next(filter(None, faults), ""):
             self.in_step = True
             where = f"process {faults.index(told)} of {len(faults)}, from 0, cannot make it"
@@ -49,20 +49,20 @@ class Leader(Worker):
     def dismiss(self) -> bool:
         """Lets the others go, unless they wait for this process elsewhere; returns whether it has."""
         if self.in_step:
-            self.others.told(None)
+            self.others.broadcast(None)
         return self.in_step
 
 
 def follow(worker: Worker, others: Others | None = None) -> None:
     """Makes each run that the leader makes, until it lets this process go; raises what fails within a run."""
     others = others or Others()
-    while (asked := others.told()) is not None:
+    while (asked := others.broadcast()) is not None:
         if asked == COLOURS:
             worker.fit_colours()
             continue
         jobs = [Job(name, Request.of_json(*request)) for name, *request in asked]
         run, fault = _prepared(worker, jobs)
-        if not any(others.gathered(fault)):
+        if not any(others.gather(fault)):
             assert run is not None
             deque(worker.made(jobs, run), maxlen=0)
 

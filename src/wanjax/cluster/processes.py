@@ -75,13 +75,13 @@ def is_first() -> bool:
 class Others:
     """The other processes of this one's computation. All of them make each call, and wait in it for each other."""
 
-    def told(self, message: Any = None) -> Any:
+    def broadcast(self, message: Any = None) -> Any:
         """Returns the message of the first process, a value of JSON, in all processes."""
         text = json.dumps(message).encode()
         size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
         return json.loads(multihost_utils.broadcast_one_to_all(_page(text, size)).tobytes()[:size])
 
-    def gathered(self, text: str) -> list[str]:
+    def gather(self, text: str) -> list[str]:
         """Returns the texts of all processes, which PAGE bytes have room for, in their order."""
         pages = multihost_utils.process_allgather(_page(text.encode(), PAGE))
         return [page.tobytes().rstrip(b"\0").decode(errors="replace") for page in np.reshape(pages, (-1, PAGE))]

@@ -29,7 +29,7 @@ from wanjax.pipelines.record import VERSION
 from wanjax.serve import asked, metrics, stored
 from wanjax.serve.board import Board, ClosedError, FullError, UnknownError, Videos, Watcher
 from wanjax.serve.faults import UNEXPECTED, explained, storing
-from wanjax.serve.guard import COOKIE, Guard, told
+from wanjax.serve.guard import COOKIE, Guard, refusal
 from wanjax.serve.jobs import COMPLETED, PREVIEW, THUMBNAIL, VIDEO, Job, files_in
 from wanjax.serve.limits import Limits
 from wanjax.serve.mirror import Distant, Mirror
@@ -95,14 +95,14 @@ class Service:
             Mount("/page", StaticFiles(directory=str(PAGE))),
         ]
         handlers: dict[Any, Callable[..., Any]] = {
-            HTTPException: lambda request, error: told(error.status_code, error.detail),
+            HTTPException: lambda request, error: refusal(error.status_code, error.detail),
             WanjaxError: self._refused,
-            FullError: lambda request, error: told(429, str(error), "queue_full", retry_after="5"),
-            ClosedError: lambda request, error: told(503, str(error), "ending", retry_after="30"),
-            AwayError: lambda request, error: told(503, AWAY, "away", retry_after="5"),
-            UnknownError: lambda request, error: told(404, str(error), "not_found"),
+            FullError: lambda request, error: refusal(429, str(error), "queue_full", retry_after="5"),
+            ClosedError: lambda request, error: refusal(503, str(error), "ending", retry_after="30"),
+            AwayError: lambda request, error: refusal(503, AWAY, "away", retry_after="5"),
+            UnknownError: lambda request, error: refusal(404, str(error), "not_found"),
             ClientDisconnect: lambda request, error: Response(status_code=400),
-            Exception: lambda request, error: told(500, UNEXPECTED, "internal"),
+            Exception: lambda request, error: refusal(500, UNEXPECTED, "internal"),
         }
         application = Starlette(routes=routes, exception_handlers=handlers)
         guard = Guard(application, self.token, self.limits.upload, self.board.answers)
@@ -114,7 +114,7 @@ class Service:
         found = explained(error, self.worker.folders)
         if found.own:
             logger.error("%s %s: %s", request.method, request.url.path, error)
-        return told(found.status, found.message, found.code, getattr(error, "setting", None))
+        return refusal(found.status, found.message, found.code, getattr(error, "setting", None))
 
     async def create(self, request: Request) -> JSONResponse:
         """Takes a request for a video, as a form or as JSON, and answers at once."""
@@ -214,7 +214,7 @@ class Service:
         if only is not None:
             await self._find(only)
         if self.board.watchers >= self.limits.streams:
-            return told(429, f"{self.limits.streams} streams of events are open, as many as this server has")
+            return refusal(429, f"{self.limits.streams} streams of events are open, as many as this server has")
         watcher = self.board.watch()  # counted before another request is looked at
         return Events(self.board, watcher, self._stream(only, watcher[1]))
 
@@ -249,7 +249,8 @@ class Service:
         token = await _arrived(_token(request))
         guard = request.app.state.guard
         if not isinstance(token, str) or not guard.knows(token.strip()):
-            return told(401, "the token is wrong: the one with which the server was started is right", "invalid_token")
+            why = "the token is wrong: the one with which the server was started is right"
+            return refusal(401, why, "invalid_token")
         answer = Response(status_code=204)
         secure = request.url.scheme == "https"
         answer.set_cookie(COOKIE, token.strip(), httponly=True, samesite="strict", secure=secure, max_age=30 * 86400)
@@ -282,11 +283,11 @@ class Service:
 
 
 def _unfinished(job: Job) -> JSONResponse:
-    return told(409, f"the video is {job.status.replace('_', ' ')}: only a completed one has content")
+    return refusal(409, f"the video is {job.status.replace('_', ' ')}: only a completed one has content")
 
 
 def _gone(name: str) -> JSONResponse:
-    return told(404, f"the file {name} of this video is gone", "not_found")
+    return refusal(404, f"the file {name} of this video is gone", "not_found")
 
 
 async def _arrived(body: Coroutine[Any, Any, T]) -> T:

@@ -32,7 +32,7 @@ HEADERS = {
 }
 
 
-def told(
+def refusal(
     status: int, message: str, code: str = "invalid_request", param: str | None = None, **headers: str
 ) -> JSONResponse:
     """Returns an error as OpenAI's API writes one; `param` is the field that is wrong, where it is one."""
@@ -68,8 +68,8 @@ class Guard:
             await asyncio.wait_for(send(message), SEND_SECONDS)  # for which a client may leave the last part unread
 
         headers = Headers(scope=scope)
-        if (refusal := self._refusal(scope, headers)) is not None:
-            return await refusal(scope, receive, answer)
+        if (refused := self._refusal(scope, headers)) is not None:
+            return await refused(scope, receive, answer)
         taken: list[int] = []
         try:
             return await self.application(scope, self._bounded(receive, taken), answer)
@@ -82,15 +82,15 @@ class Guard:
         """Returns the answer to a request that is not let in."""
         client, host = (scope.get("client") or ("",))[0], headers.get("host", "")
         if self.token is None and not (is_loopback(client) and is_loopback(_name(host))):
-            return told(403, "this server answers its own machine alone, because it has no token", "forbidden")
+            return refusal(403, "this server answers its own machine alone, because it has no token", "forbidden")
         if scope["method"] not in SAFE and "origin" in headers and _origin(headers["origin"]) != host:
-            return told(403, "a page of another site may ask nothing of this server", "forbidden")
+            return refusal(403, "a page of another site may ask nothing of this server", "forbidden")
         if self.token is not None and not self._is_open(scope["path"]) and not self.knows(_given(headers)):
             why = "the token is missing or wrong: the header `Authorization: Bearer TOKEN` has it"
-            return told(401, why, "invalid_token", www_authenticate="Bearer")
+            return refusal(401, why, "invalid_token", www_authenticate="Bearer")
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length[:20]) > self.upload:
-            return told(413, self._too_large(), "too_large", connection="close")
+            return refusal(413, self._too_large(), "too_large", connection="close")
         return None
 
     def _is_open(self, path: str) -> bool:

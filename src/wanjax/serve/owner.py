@@ -2,8 +2,8 @@
 """The one process that owns the table of a server whose videos several workers make.
 
 All calls run on one event loop, so each is whole before the next begins. A call whose answer was lost, because this
-process died and was started anew, is sent again: so each may be obeyed twice. What is under way goes on meanwhile, and
-its workers are known by their names.
+process died and was started anew, is sent again: so every method is idempotent. What is under way goes on meanwhile,
+and its workers are known by their names.
 """
 
 import asyncio

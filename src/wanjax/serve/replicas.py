@@ -108,18 +108,16 @@ class Scale:
     def __init__(self, least: int, most: int):
         self.least, self.most = least, most
         self.count = least
-        self._since: dict[bool, float | None] = {True: None, False: None}  # of more, and of fewer
+        self._way, self._since = 0, 0.0  # whether more or fewer are of use, and since when
 
     def wanted(self, load: Load, now: float) -> int:
         """Returns the number; `now` is in seconds."""
         aim = min(self.most, max(self.least, load.waiting + load.running))
-        for more, patience in ((True, UP), (False, DOWN)):
-            if (aim > self.count) if more else (aim < self.count):
-                since = self._since[more] = now if (begun := self._since[more]) is None else begun
-                if now - since >= patience:
-                    self.count, self._since[more] = aim, None
-            else:
-                self._since[more] = None
+        way = (aim > self.count) - (aim < self.count)
+        if way != self._way:
+            self._way, self._since = way, now
+        if way and now - self._since >= (UP if way > 0 else DOWN):
+            self.count, self._way = aim, 0
         return self.count
 
 
