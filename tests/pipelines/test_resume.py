@@ -19,7 +19,9 @@ from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint
 from tests.support.words import naming
 from wanjax.media import stage_files
+from wanjax.pipelines.many import Order
 from wanjax.pipelines.resume import Keeping
+from wanjax.pipelines.run import Hook, Run
 from wanjax.pipelines.sampler import State
 from wanjax.pipelines.steps import Cancelled, Segment, Step, left_of
 from wanjax.pipelines.wan.conditioning import WanEncoded
@@ -113,6 +115,46 @@ def test_an_exception_keeps_the_state_too(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         pipe.denoise(encoded(), callback=interrupt, keep=file, **GIVEN)
     assert run(pipe, file)[1] == [3, 4, 5]
+
+
+class Interrupting(Hook):
+    """Ends a run once the device has done so many steps, or while another network is loaded."""
+
+    def __init__(self, after: int):
+        self.after, self.taken = after, []
+
+    def count(self, unit, done, total):
+        if done == self.after:
+            raise KeyboardInterrupt
+
+    def stepped(self, step):
+        self.taken.append(step.index)
+
+
+@pytest.mark.parametrize("after", [2, 6, None])
+def test_ctrl_c_between_two_saves_keeps_the_last_step(tmp_path, monkeypatch, after):
+    """It may come while the host waits for the device, or, where `after` is None, while another network is loaded."""
+    pipe, file = pipeline(experts=True), tmp_path / "state"
+    whole, _, _ = run(pipe)
+    keeping, hook = Keeping(file, pipe.partitioner), Interrupting(after)
+    keeping._cost = 1e9  # no step is saved for its own sake
+    take_over = pipe.components.take_over
+
+    def loading(name, others):
+        if after is None and name == "transformer_2":
+            raise KeyboardInterrupt
+        return take_over(name, others)
+
+    monkeypatch.setattr(pipe.components, "take_over", loading)
+    settings = pipe.settings(**GIVEN)
+    with pytest.raises(KeyboardInterrupt):
+        list(Run(pipe, [Order(settings, {})], hooks=[keeping, hook]).latents(encoded(), settings, [settings.seed]))
+    monkeypatch.undo()
+    latents, taken, before = run(pipe, file)
+    np.testing.assert_array_equal(latents, whole)
+    assert before == [(6 - len(taken), 6)]
+    assert hook.taken == list(range(len(hook.taken)))
+    assert 0 <= 6 - len(taken) - len(hook.taken) <= 1  # hooks may not have been told of the last
 
 
 @pytest.mark.parametrize("change", [{"seed": 4}, {"steps": 7}, {"prompt": 0.6}, {"flow_shift": 2.0}])

@@ -250,8 +250,10 @@ class Run:
         caching = self.caching(settings, begun.segments, schedule, architecture.tables_for(encoded))
         steps = len(schedule.timesteps)
         before, total, watch = block.number * steps, block.count * steps, self._watch(block, steps, done)
+        step: Step | None = None
         for segment in left_of(begun.segments, done):
-            network, seconds = pipe.components.take_over(segment.network, architecture.denoisers)
+            with self._stopping(step):
+                network, seconds = pipe.components.take_over(segment.network, architecture.denoisers)
             if segment.start > done:
                 for hook in self.hooks:
                     hook.switched(Switch(segment.network, segment.start, steps, seconds))
@@ -265,12 +267,16 @@ class Run:
                 guidance, now = rule.told(index, scale), one_step(schedule, index)
                 state, x0, finite = pipe.call(take_step, at_step(denoiser, index, steps), state, inputs, guidance, now)
                 if watch is not None:
-                    watch.add(before + index, finite)
                     reuses, time = denoiser.cache.reuses(index), float(schedule.timesteps[index])
-                    self._tell(Step(before + index, total, time, state, x0, reuses, pipe.colours))
+                    step = Step(before + index, total, time, state, x0, reuses, pipe.colours)
+                    with self._stopping(step):
+                        watch.add(before + index, finite)
+                        self._tell(step)
             if watch is not None:
-                watch.wait()
+                with self._stopping(step):
+                    watch.wait()
             state = replace(state, kept=None)
+            step = step and replace(step, state=replace(state, kept=()))  # what was kept is freed
             if block.count > 1 and not block.last:
                 past = architecture.renewed(pipe, network, past, inputs, state.x)
             del denoiser, inputs  # the weights are freed before the next network is loaded
@@ -293,18 +299,19 @@ class Run:
 
     def _tell(self, step: Step) -> None:
         """Tells each hook of a step; raises Cancelled where one ends the run."""
-        try:
-            on = [hook.stepped(step) for hook in self.hooks]
-        except BaseException:  # Ctrl-C too
-            self._stop(step)
-            raise
-        if any(answer is False for answer in on):
-            self._stop(step)
+        if any([hook.stepped(step) is False for hook in self.hooks]):  # each is told
             raise Cancelled(step.index)
 
-    def _stop(self, step: Step) -> None:
-        for hook in self.hooks:
-            hook.stopped(step)
+    @contextmanager
+    def _stopping(self, step: Step | None) -> Iterator[None]:
+        """Tells each hook of the last step, if there is one, where the `with` block ends the run, as Ctrl-C does."""
+        try:
+            yield
+        except BaseException:
+            if step is not None:
+                for hook in self.hooks:
+                    hook.stopped(step)
+            raise
 
     def caching(self, settings: Settings, segments: Sequence[Segment], schedule: Any, tables: Tables) -> Caching:
         """Returns the step caches of the segments' networks; raises WanjaxError where there can be none."""
