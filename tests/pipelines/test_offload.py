@@ -2,6 +2,7 @@
 """Networks in memory: which are freed without being asked, and how a pipeline describes itself."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from flax import nnx
 import wanjax
 from tests.support.tiny import tiny_checkpoint, tiny_experts_checkpoint, tiny_image_checkpoint
 from wanjax.layers.placement import bytes_by_device
-from wanjax.pipelines import components
+from wanjax.pipelines import components, memory
 from wanjax.pipelines.components import Components
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
@@ -128,15 +129,19 @@ def test_bytes_by_device():
     assert bytes_by_device(sharded) == dict.fromkeys(devices, 4 * (12 + 3))
 
 
-def test_the_system_s_cache_of_files_is_free_memory(monkeypatch, tmp_path):
-    told = tmp_path / "meminfo"
-    told.write_text("MemTotal:  1000 kB\nMemFree:  10 kB\nMemAvailable:  900 kB\n")
-    monkeypatch.setattr(components, "MEMORY", told)
-    assert components.free_memory(jax.devices()[0]) == 1024 * (900 - 250)
-    told.write_text("MemTotal:  1000 kB\nMemFree:  10 kB\nMemAvailable:  100 kB\n")
-    assert components.free_memory(jax.devices()[0]) == 0
-    monkeypatch.setattr(components, "MEMORY", tmp_path / "nothing")
-    assert components.free_memory(jax.devices()[0]) >= 0
+def test_the_memory_that_is_free_for_weights(monkeypatch):
+    """It holds the system's cache of files, and no more than the control groups allow."""
+    allowed = []
+    process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=50))
+    monkeypatch.setattr(memory, "_group_limits", lambda: iter(allowed))
+    monkeypatch.setattr(memory.psutil, "Process", lambda: process)
+    for available, limit, right in ((900, None, 900 - 250), (100, None, 0), (900, 400, 350 - 100), (900, 60, 0)):
+        told = SimpleNamespace(total=1000, available=available)
+        monkeypatch.setattr(memory.psutil, "virtual_memory", lambda told=told: told)
+        allowed[:] = [limit] if limit else []
+        assert components.free_memory(SimpleNamespace(memory_stats=lambda: None)) == right
+    stats = {"bytes_limit": 1000, "bytes_in_use": 100}
+    assert components.free_memory(SimpleNamespace(memory_stats=lambda: stats)) == 650
 
 
 def test_a_pipeline_describes_itself():

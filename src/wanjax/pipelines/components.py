@@ -1,24 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The components of a pipeline: networks, tokenizers and the like, each loaded at first use, and freed for others."""
 
-import os
-import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from math import inf, prod
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import jax
+import psutil
 from flax import nnx
 
 from wanjax.errors import WanjaxError
 from wanjax.layers.placement import bytes_by_device
+from wanjax.pipelines.memory import machine_memory
 
 SPARE = 0.25  # the share of a device's memory that is left for activations
-MEMORY = Path("/proc/meminfo")
 DECODER = "decoder"  # the component that decodes in place of the autoencoder, where there is one
 MakeRoom = Callable[[nnx.Module], None]
 Shapes = Callable[[], nnx.Module]  # of a network
@@ -46,11 +43,10 @@ class Components:
         source: Any = None,
         kinds: Sequence[Any] = (),
         shapes: Mapping[str, Shapes] | None = None,
-        fits: Callable[[nnx.Module], bool] | None = None,
     ):
         self._loaders = dict(loaders)
         self._shapes = dict(shapes or {})
-        self._fits = fits or _fits_here
+        self._fits = fits
         self._loaded: dict[str, Any] = {}
         self._put: set[str] = set()
         self.options = dict(options or {})
@@ -166,10 +162,6 @@ def bytes_of(network: nnx.Module) -> int:
     return sum(prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
-def _fits_here(network: nnx.Module) -> bool:
-    return fits(network)
-
-
 def fits(network: nnx.Module) -> bool:
     """Tells whether the weights of a network, which may be given as shapes, fit into the free memory of its devices."""
     return all(needed <= free_memory(device) for device, needed in bytes_by_device(network).items())
@@ -179,18 +171,6 @@ def free_memory(device: Any) -> float:
     """Returns the bytes of a device's memory that are free for weights."""
     if stats := device.memory_stats():
         return max(0, (1 - SPARE) * stats["bytes_limit"] - stats["bytes_in_use"])
-    with suppress(OSError):  # Linux: what the system could give, its cache of files included
-        total, available = (int(_entry(name)) * 1024 for name in ("MemTotal", "MemAvailable"))
-        return max(0, available - SPARE * total)
-    with suppress(AttributeError, ValueError, OSError):  # some systems do not report it
-        page = os.sysconf("SC_PAGE_SIZE")
-        return max(0, page * (os.sysconf("SC_AVPHYS_PAGES") - SPARE * os.sysconf("SC_PHYS_PAGES")))
-    return 0
-
-
-def _entry(name: str) -> str:
-    """Returns a number of kilobytes from the system's account of its memory; raises OSError where it has none."""
-    found = re.search(rf"^{name}:\s*(\d+) kB", MEMORY.read_text(), re.MULTILINE)
-    if found is None:
-        raise OSError(f"{MEMORY} has no {name}")
-    return found[1]
+    total = machine_memory()  # of which a control group may allow less than is available
+    available = min(psutil.virtual_memory().available, total - psutil.Process().memory_info().rss)
+    return max(0, available - SPARE * total)

@@ -82,14 +82,19 @@ def check_video(settings: Settings, weights: int, tokens: int, devices: int) -> 
 def total_memory(device: Any) -> int | None:
     """Returns the bytes of a device's memory, of which a program may use all; None where they are unknown.
 
-    The memory of a CPU is the machine's, or what its control group allows, and the swap space.
+    The memory of a CPU is that of `machine_memory`, and the swap space.
     """
     if device.platform != "cpu":
         try:
             return (device.memory_stats() or {}).get("bytes_limit")
         except jax.errors.JaxRuntimeError:  # of a device that is described
             return chip.hbm if (chip := KINDS.get(device.device_kind)) else None
-    return min([psutil.virtual_memory().total, *_group_limits()]) + psutil.swap_memory().total
+    return machine_memory() + psutil.swap_memory().total
+
+
+def machine_memory() -> int:
+    """Returns the bytes of memory that this process may use: the machine's, or what its control groups allow."""
+    return min([psutil.virtual_memory().total, *_group_limits()])
 
 
 def _group_limits() -> Iterator[int]:
