@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts that a language model extends: what is asked, kept and refused, against a server on the loopback."""
 
+import copy
 import json
+import pickle
 import time
 from pathlib import Path
 
@@ -150,6 +152,15 @@ def test_thoughts_and_quotation_marks_are_no_part_of_a_prompt():
     with chatting(lambda *_: (200, completion('<think>a\nb</think>\n"A cat."'))) as chat:
         made = wanjax.extend_prompt("a cat", chat.url)
     assert (made, made.original) == ("A cat.", "a cat")
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda prompt: pickle.loads(pickle.dumps(prompt))])
+def test_an_extended_prompt_can_be_copied(copied):
+    made = copied(extending.Extended("A cat.", "a cat"))
+    assert (made, made.original) == ("A cat.", "a cat")
+    settings = copied(wanjax.load("nano").settings(prompt=made))
+    assert (settings.prompt, settings.original_prompt) == ("A cat.", "a cat")
+    assert type(settings.prompt) is str
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ class Setting(NamedTuple):
             return whole(value)
         if self.kind is float:
             return float(value) if isinstance(value, Real) and not isinstance(value, bool) else None
-        return value if is_text(value) else None
+        return str(value) if is_text(value) else None  # not of a subclass, such as that of `extend_prompt`
 
 
 def setting(told: str = "", *, default: Any = dataclasses.MISSING, **known: Any) -> Any:

@@ -45,7 +45,7 @@ class Extended(str):
 
     original: str
 
-    def __new__(cls, text: str, original: str) -> "Extended":
+    def __new__(cls, text: str, original: str = "") -> "Extended":
         made = super().__new__(cls, text)
         made.original = original
         return made
