@@ -163,6 +163,14 @@ def test_denoising_alone_tells_the_drawn_seed(model):
     np.testing.assert_array_equal(pipe.denoise(encoded, seeds=[seed], **SMALL), latents)
 
 
+def test_the_warning_names_the_line_that_asked(tmp_path):
+    """In a process of its own, as checked types are functions around each function."""
+    script = tmp_path / "mine.py"
+    script.write_text("import wanjax\npipe = wanjax.load('nano')\npipe.denoise(pipe.encode('a'), seed=-1, noise=0)\n")
+    said = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300).stderr
+    assert f"{script}:3: UserWarning: the seed" in said
+
+
 def test_the_command_line_tells_a_drawn_seed(model):
     said = succeeded(
         run("a", "--model", model, *OPTIONS, "--seed", "random", "--dir", "one", "--out", "one.mp4")

@@ -44,7 +44,7 @@ def told_seeds(asked: Sequence[Any], chosen: Sequence[int] | None = None) -> lis
     numbers = [checked_seed(seed) for seed in asked] if chosen is None else list(chosen)
     for seed, number in zip(asked, numbers, strict=True):
         if seed in (DRAW, "random"):
-            warnings.warn(f"the seed {number} was drawn at random", stacklevel=4)  # past `denoise` and its decorator
+            warnings.warn(f"the seed {number} was drawn at random", stacklevel=3)  # past `denoise`
     return numbers
 
 
