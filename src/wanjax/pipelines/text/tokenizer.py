@@ -14,6 +14,7 @@ import numpy as np
 import tokenizers
 from jaxtyping import Bool, Int
 
+from wanjax.checkpoints.sources import read_json
 from wanjax.errors import WanjaxError, reason
 from wanjax.pipelines.text.spiece import read_spiece
 
@@ -78,7 +79,9 @@ class Tokenizer:
 
         Raises WanjaxError where both are missing or a file cannot be read.
         """
-        settings = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
+        files = ("special_tokens_map.json", "tokenizer_config.json")
+        specials, config = (read_json(folder / name, missing={}) for name in files)
+        settings = specials | config
         if (folder / "tokenizer.json").is_file():
             backend = _read_tokenizer(folder / "tokenizer.json")
         elif (folder / "spiece.model").is_file():
@@ -148,13 +151,3 @@ def _patterns(json: Any) -> Iterator[str]:
     elif isinstance(json, list):
         for value in json:
             yield from _patterns(value)
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    """Returns the file's settings, which are empty where it does not exist."""
-    if not file.is_file():
-        return {}
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise WanjaxError(f"{file} is not readable JSON: {reason(error)}") from error
