@@ -172,6 +172,19 @@ def test_refused(models, picture):
         image.denoise(pictured, size=(32, 48))
 
 
+def test_clips_longer_than_the_autoencoder_s_longest_are_refused(models):
+    pipe = wanjax.load(models["text"])
+    latents = np.zeros((1, pipe.architecture.vae.latent_channels, 34, 2, 2), np.float32)
+    told = naming("133 frames 129")
+    for asked in (
+        lambda: pipe.decode(latents),
+        lambda: next(pipe.decode_chunks(latents)),
+        lambda: pipe.encode_video(np.zeros((133, 32, 32, 3), np.uint8)),
+    ):
+        with pytest.raises(WanjaxError, match=told):
+            asked()
+
+
 def test_published_checkpoints_have_two_names():
     for name in ("HunyuanVideo-1.5-Diffusers-720p_i2v", "HunyuanVideo-1.5-720p_i2v"):
         _, architecture, settings = outline(f"hunyuanvideo-community/{name}")

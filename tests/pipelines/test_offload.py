@@ -58,6 +58,15 @@ def test_each_network_is_freed_at_the_end_of_its_stage(model, held):
     assert loaded(pipe) == ["text_encoder", "transformer", "vae"]
 
 
+def test_videos_that_are_made_together_are_decoded_by_one_autoencoder(model, monkeypatch):
+    pipe, reads = wanjax.load(model, offload=True, mesh=wanjax.make_mesh(dp=2, devices=jax.devices()[:2])), []
+    load = pipe.components._loaders["vae"]
+    monkeypatch.setitem(pipe.components._loaders, "vae", lambda make_room: reads.append("vae") or load(make_room))
+    assert len(list(pipe.videos(["a"], seeds=[1, 2], **SMALL))) == 2
+    assert reads == ["vae"]
+    assert loaded(pipe) == []
+
+
 def test_the_text_encoder_is_freed_before_pictures_are_encoded(tmp_path, held):
     pipe = wanjax.load(tiny_image_checkpoint(tmp_path), offload=True)
     pipe.encode("a", image=np.zeros((32, 32, 3), np.uint8))

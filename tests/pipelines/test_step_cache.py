@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import wanjax
+from tests.support import small_wan
 from tests.support.commands import refused, succeeded
 from tests.support.commands import wanjax as run
 from tests.support.compare import error
@@ -28,6 +29,8 @@ from tests.support.words import naming, says
 from wanjax.errors import WanjaxError
 from wanjax.layers.stack import block_at
 from wanjax.pipelines.hunyuanvideo.programs import beside_condition
+from wanjax.pipelines.many import Order
+from wanjax.pipelines.run import Run
 from wanjax.pipelines.steps import Step
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
@@ -36,6 +39,13 @@ CACHE = "deepcache:1,6,3"  # steps 0, 1, 4 and 6 of seven are whole
 WHOLE = {0, 1, 4, 6}
 SMALL = {"size": (32, 48), "frames": 5}
 PROMPTS = 'a cat says "hello"', "a dog"
+
+
+def test_prompts_that_run_together_are_refused_a_guidance_cache_at_once():
+    pipe = small_wan.pipeline(2, None)
+    order = Order(pipe.settings(cache="guidance:2"), {})
+    with pytest.raises(WanjaxError, match=naming("guidance cache --batch-guidance")):
+        Run(pipe, [order], batch_guidance=True)
 
 
 def test_a_cache_that_no_step_would_use_is_refused(tmp_path):

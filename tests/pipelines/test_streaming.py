@@ -279,6 +279,16 @@ def test_a_checkpoint_streams_from_a_prompt(checkpoint):
         pipe.stream("a red circle", video=np.zeros((29, 32, 32, 3), np.uint8))
 
 
+def test_a_stream_prepares_once_and_refuses_at_once(checkpoint, monkeypatch):
+    pipe, prepared = wanjax.load(checkpoint), []
+    prepare = pipe.prepare
+    monkeypatch.setattr(pipe, "prepare", lambda **given: prepared.append(prepare(**given)[1]) or prepare(**given))
+    with pytest.raises(WanjaxError, match=naming("noise shape")):
+        pipe.stream("a red circle", noise=np.zeros((1, 2, 3, 4, 5), np.float32))
+    pipe.stream("a red circle", seed=5)
+    assert [chosen.seed for chosen in prepared[1:]] == [5]
+
+
 def test_what_a_causal_model_cannot_do_is_told(checkpoint):
     with pytest.raises(UnsupportedError, match=naming("radial attention")):
         wanjax.load(checkpoint, attention="radial:0.2")

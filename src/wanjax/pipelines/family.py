@@ -218,6 +218,11 @@ class Architecture(ABC):
         return 0
 
     @property
+    def longest(self) -> int | None:
+        """The largest number of frames that the autoencoder can encode or decode; None where there is no such limit."""
+        return None
+
+    @property
     def ends(self) -> Ends:
         """The two ends of denoising."""
         return Ends()
@@ -229,8 +234,14 @@ class Architecture(ABC):
     def check_settings(self, settings: Settings) -> None:
         """Raises WanjaxError where the model makes no video of these settings."""
         settings.check(spatial=self.grid, temporal=self.vae.temporal_factor)
+        self.check_length(settings.frames, settings.model)
         check_windows(settings, self.continued_by)
         check_rule(settings.guidance_rule, settings.guided, settings.steps)
+
+    def check_length(self, frames: int, model: str) -> None:
+        """Raises WanjaxError for more frames than the autoencoder can encode or decode in one video."""
+        if self.longest is not None and frames > self.longest:
+            raise WanjaxError(f"{frames} frames are too many for {model}: at most {self.longest} would do")
 
     def check_pictures(self, pictures: Pictures, settings: Settings) -> None:
         """Raises WanjaxError unless the model takes these pictures and needs no others."""

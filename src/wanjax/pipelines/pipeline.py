@@ -440,13 +440,12 @@ class Pipeline:
         """
         self.architecture.check_streams(self.defaults.model)
         check_tiling(tiling)
-        _, chosen = self.prepare(prompt=prompt, negative_prompt=negative_prompt, **given)
-        seeds = told_seeds([given.get("seed")], [chosen.seed])
-        encoded = self.encode(prompt, negative_prompt, **given)
-        settings = self._settings_for(encoded, chosen.to_json())
-        return self.decode_blocks(
-            self._blocks(encoded, settings, seeds, noise, callback, batch_guidance), tiling=tiling
-        )
+        pictures, chosen = self.prepare(prompt=prompt, negative_prompt=negative_prompt, **given)
+        told_seeds([given.get("seed")], [chosen.seed])
+        checked_draws(noise, self.draws(chosen))
+        how = {"tiling": tiling, "batch_guidance": batch_guidance}
+        run = Run(self, [Order(chosen, {})], pictures, noise=noise, hooks=self._looking(callback), **how)
+        return (np.asarray(clip) for _, frames in run for clip in frames)
 
     @spelled_out(GivenSettings)
     def blocks(
@@ -466,22 +465,10 @@ class Pipeline:
         self.architecture.check_streams(self.defaults.model)
         chosen = self._settings_for(encoded, dict(settings))
         seeds = told_seeds([settings.get("seed")], [chosen.seed]) if seeds is None else told_seeds(seeds)
-        return self._blocks(encoded, chosen, seeds, noise, callback, batch_guidance)
-
-    def _blocks(
-        self,
-        encoded: Encoded,
-        settings: Settings,
-        seeds: Sequence[int],
-        noise: GivenDraws | None,
-        callback: Stop | None,
-        batch_guidance: bool,
-    ) -> Iterator[Float[Array, "B C T H W"]]:
-        """Returns an iterator over the latents of each block; the given noise is checked at once."""
-        checked_draws(noise, self.architecture.draws(settings, videos=len(seeds)))
+        checked_draws(noise, self.architecture.draws(chosen, videos=len(seeds)))
         hooks = [Calling(callback)] if callback else []
-        run = Run(self, [Order(settings, {})], noise=noise, batch_guidance=batch_guidance, hooks=hooks)
-        return run.latents(encoded, settings, seeds)
+        run = Run(self, [Order(chosen, {})], noise=noise, batch_guidance=batch_guidance, hooks=hooks)
+        return run.latents(encoded, chosen, seeds)
 
     def decode_blocks(self, blocks: Iterable[GivenLatents], *, tiling: Tiling | None = None) -> Iterator[Clip]:
         """Yields the frames uint8 [T H W 3] of each block of latents [1 C T H W] as it comes."""
@@ -559,6 +546,7 @@ class Pipeline:
         self.defaults.updated({"frames": count, "height": height, "width": width}).check(
             spatial=config.spatial_factor, temporal=config.temporal_factor
         )
+        self.architecture.check_length(count, self.defaults.model)
         return self.architecture.encode_frames(self, frames, tiling)
 
     def record(

@@ -103,7 +103,8 @@ class Block:
 class Run:
     """The making of videos that differ in prompt and seed alone.
 
-    `noise` is given in place of the seed's, for one video. `tiling` is that of pictures and of frames.
+    `noise` is given in place of the seed's, for one video. `tiling` is that of pictures and of frames. Raises
+    WanjaxError for `batch_guidance` beside a step cache that needs a step's prompts apart.
     """
 
     def __init__(
@@ -119,6 +120,8 @@ class Run:
     ):
         self.pipe, self.orders, self.pictures = pipe, orders, pictures or Pictures()
         self.noise, self.tiling, self.batch_guidance, self.hooks = noise, tiling, batch_guidance, tuple(hooks)
+        for order in orders:
+            check_apart(order.settings.cache, batch_guidance)
 
     def __iter__(self) -> Iterator[tuple[Order, Iterator[Frames]]]:
         """Yields each order with an iterator over the frames of its video, chunk by chunk, which has to be used up."""
@@ -139,7 +142,7 @@ class Run:
                 with self.stage("denoise"):
                     pieces = list(pieces)
             for video, order in enumerate(batch[:own]):
-                yield order, self.frames(pieces, video=video)
+                yield order, self.frames(pieces, video=video, last=video + 1 == own)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -315,7 +318,6 @@ class Run:
 
     def caching(self, settings: Settings, segments: Sequence[Segment], schedule: Any, tables: Tables) -> Caching:
         """Returns the step caches of the segments' networks; raises WanjaxError where there can be none."""
-        check_apart(settings.cache, self.batch_guidance)
         return Caching(self.pipe.architecture.cache_rule(settings), tables, segments, schedule, settings.steps)
 
     def _facts(self, settings: Settings, seeds: Sequence[int]) -> dict[str, Any]:
@@ -334,17 +336,20 @@ class Run:
         }
 
     def frames(
-        self, pieces: Iterable[GivenLatents], dtype: DTypeLike = jnp.uint8, *, video: int = 0
+        self, pieces: Iterable[GivenLatents], dtype: DTypeLike = jnp.uint8, *, video: int = 0, last: bool = True
     ) -> Iterator[Frames]:
         """Yields the frames of each chunk of a video, so that only that one and the next are in memory.
 
         The device decodes the next one while the caller has a chunk. `pieces` are latents of consecutive frames,
-        [B C T H W]; `video` is the place of the video in their batch.
+        [B C T H W]; `video` is the place of the video in their batch, of which it is the `last` to be decoded.
         """
         pipe, total = self.pipe, None
         decoder = DECODER if DECODER in pipe.components.names else "vae"
         tiling = self.tiling and self.tiling.completed(pipe.architecture.vae.tiling)
         if isinstance(pieces, Sequence):
+            if decoder == "vae":
+                length = 1 + (sum(x.shape[2] for x in pieces) - 1) * pipe.architecture.vae.temporal_factor
+                pipe.architecture.check_length(length, pipe.defaults.model)
             total = sum(chunk_count(x.shape[2], pipe.architecture.decoded_at_once(x.shape[2])) for x in pieces)
             self.count("chunk", 0, total)
         at_once = pipe.architecture.decoded_at_once(pipe.architecture.block_frames or _frames_of(pieces))
@@ -358,7 +363,8 @@ class Run:
             yield chunk
             if total is not None:
                 self.count("chunk", done, total)
-        pipe.components.finish_stage(())
+        if last:
+            pipe.components.finish_stage(())
 
 
 def _ahead(chunks: Iterable[Frames]) -> Iterator[Frames]:

@@ -14,7 +14,7 @@ from typing import Any
 from wanjax.errors import SettingError, WanjaxError
 from wanjax.layers.tiling import Tiling
 from wanjax.pipelines import guidance
-from wanjax.pipelines.caching.rules import RULES, check_apart
+from wanjax.pipelines.caching.rules import RULES
 from wanjax.pipelines.family import Architecture
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import DRAW, LOADED, PICTURES, Setting, Settings, schema
@@ -107,8 +107,7 @@ def _caches(pipe: Pipeline) -> list[str]:
     found = []
     for name in RULES:
         with suppress(WanjaxError):
-            rule = pipe.settings(cache=name).cache
-            check_apart(rule, pipe.partitioner.size("dp") > 1)
+            pipe.settings(cache=name)
             found.append(name)
     return found
 

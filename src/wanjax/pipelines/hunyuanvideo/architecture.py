@@ -138,10 +138,9 @@ class HunyuanVideoArchitecture(Architecture):
             flops=forward_flops(config, video=video, prompt=prompt, beside=beside),
         )
 
-    def check_settings(self, settings: Settings) -> None:
-        super().check_settings(settings)
-        if settings.frames > (longest := self.vae.longest_video):
-            raise WanjaxError(f"{settings.frames} frames are too many for {settings.model}: at most {longest} would do")
+    @property
+    def longest(self) -> int | None:
+        return self.vae.longest_video
 
     def size_for(self, picture: tuple[int, int, int], asked: Settings) -> tuple[int, int]:
         return size_of(picture, self.transformer.target_size, self.grid)
